@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from weft.functional import cast_floats, rounding, stochastic_round
+from weft.functional import arrays, cast_floats, stochastic_round
 
 KEY = jax.random.key(0)
 
@@ -21,7 +21,7 @@ def bits_of(x):
 @pytest.mark.parametrize("bits", [0x3F801234, 0xBF80FFFF, 0x42C80001, 0x00004000, 0x80018000])
 def test_rounds_up_as_often_as_the_lower_bits_say(bits, monkeypatch):
     every = jnp.arange(2**16, dtype=jnp.uint32)
-    monkeypatch.setattr(rounding, "_random_half", lambda key, shape: every)
+    monkeypatch.setattr(arrays, "_random_half", lambda key, shape: every)
     rounded = bits_of(stochastic_round(jnp.broadcast_to(from_bits(bits), 2**16), KEY))
     neighbors, counts = np.unique(rounded, return_counts=True)
     assert neighbors.tolist() == [bits >> 16, (bits >> 16) + 1]
@@ -48,7 +48,7 @@ def test_bits_are_independent_of_each_other():
         assert abs(np.mean(one[lag:] * one[:-lag])) < 5 / np.sqrt(n - lag)
     for of_other in (other, other[::-1], np.roll(other, 1)):
         assert abs(np.mean(one * of_other)) < 5 / np.sqrt(n)
-    drawn = np.asarray(rounding._random_half(KEY, (n,)))
+    drawn = np.asarray(arrays._random_half(KEY, (n,)))
     counts = np.bincount(drawn, minlength=2**16)
     assert len(counts) == 2**16
     # The deviation of the counts, whose mean is 4, is at most that of independent draws.

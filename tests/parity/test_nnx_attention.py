@@ -181,7 +181,7 @@ def test_decoding_in_jit():
 
 
 FAILURES = {
-    "heads": (lambda nnx: attention(nnx, 3, 8), "8 features .* num_heads=3 does not divide; give"),
+    "heads": (lambda nnx: attention(nnx, 3, 8), "8 features .* divisible by num_heads=3; give"),
     "heads of keys": (
         lambda nnx: attention(nnx, 4, 8, num_kv_heads=3),
         "num_heads=4 and num_kv_heads=3; expected num_heads to be a multiple",

@@ -3,9 +3,9 @@ from weft.functional.activation import (
     get_activation_fn as get_activation_fn,
 )
 from weft.functional.arrays import (
-    canonicalize_dtype as canonicalize_dtype, check_sizes as check_sizes,
-    over_batch_axes as over_batch_axes, promote_dtype as promote_dtype, same_ndim as same_ndim,
-    to_ndim as to_ndim,
+    canonicalize_dtype as canonicalize_dtype, cast_floats as cast_floats,
+    check_sizes as check_sizes, over_batch_axes as over_batch_axes, promote_dtype as promote_dtype,
+    same_ndim as same_ndim, stochastic_round as stochastic_round, to_ndim as to_ndim,
 )
 from weft.functional.attention import (
     attention_context as attention_context, attention_logits as attention_logits,
@@ -22,13 +22,9 @@ from weft.functional.attention_mask import (
     sliding_window_causal_mask as sliding_window_causal_mask,
     truncated_key_mask as truncated_key_mask,
 )
-from weft.functional.codebook import (
-    code_shares as code_shares, codebook_entries as codebook_entries,
-    compute_code_coverage as compute_code_coverage, compute_code_pplx as compute_code_pplx,
-    nearest_codes as nearest_codes,
-)
 from weft.functional.conv import (
-    conv as conv, conv_local as conv_local, conv_transpose as conv_transpose,
+    avg_pool as avg_pool, conv as conv, conv_local as conv_local, conv_transpose as conv_transpose,
+    max_pool as max_pool, min_pool as min_pool, pool as pool,
 )
 from weft.functional.conv_shape import (
     compute_conv_paddings as compute_conv_paddings,
@@ -47,10 +43,12 @@ from weft.functional.dropout import (
 )
 from weft.functional.embedding import (
     alibi_bias as alibi_bias, alibi_slopes as alibi_slopes, apply_rotary as apply_rotary,
-    as_ids as as_ids, attend as attend, llama3_frequencies as llama3_frequencies, lookup as lookup,
-    rotary_frequencies as rotary_frequencies, rotary_sincos as rotary_sincos, sincos as sincos,
-    sinusoidal_positions as sinusoidal_positions, yarn_frequencies as yarn_frequencies,
-    yarn_magnitude as yarn_magnitude,
+    as_ids as as_ids, attend as attend, code_shares as code_shares,
+    codebook_entries as codebook_entries, compute_code_coverage as compute_code_coverage,
+    compute_code_pplx as compute_code_pplx, llama3_frequencies as llama3_frequencies,
+    lookup as lookup, nearest_codes as nearest_codes, rotary_frequencies as rotary_frequencies,
+    rotary_sincos as rotary_sincos, sincos as sincos, sinusoidal_positions as sinusoidal_positions,
+    yarn_frequencies as yarn_frequencies, yarn_magnitude as yarn_magnitude,
 )
 from weft.functional.fused_attention import AttentionImplementation as AttentionImplementation
 from weft.functional.initializers import draw as draw, fan_sizes as fan_sizes
@@ -83,14 +81,8 @@ from weft.functional.norm import (
     layer_norm as layer_norm, normalize_sum as normalize_sum, number_of_groups as number_of_groups,
     rms_norm as rms_norm,
 )
-from weft.functional.pooling import (
-    avg_pool as avg_pool, max_pool as max_pool, min_pool as min_pool, pool as pool,
-)
 from weft.functional.quantized_product import (
     fp8_dot_general as fp8_dot_general, int8_dot_general as int8_dot_general,
-)
-from weft.functional.rounding import (
-    cast_floats as cast_floats, stochastic_round as stochastic_round,
 )
 from weft.functional.sampling import (
     chain as chain, LogitsToLogitsFn as LogitsToLogitsFn, sample_token as sample_token,

@@ -528,6 +528,33 @@ def attention_without_weights(
     return plain_attention(query, key, value, scale=1.0, drop=drop, **options)
 
 
+def head_features(features: int, num_heads: int, layer: str) -> int:
+    """Returns the features of each head; raises ArgumentValueError if heads do not divide them."""
+    if features % num_heads:
+        raise ArgumentValueError(
+            f"{layer} has {features} features for queries, keys and values, not divisible by "
+            f"num_heads={num_heads}; give qkv_features, a multiple of it."
+        )
+    return features // num_heads
+
+
+def key_and_value_inputs(
+    query: Array, key: Array | None, value: Array | None, layer: str
+) -> tuple[Array, Array]:
+    """Returns the inputs of keys, by default that of queries, and of values, by default keys'.
+
+    Raises ArgumentValueError if there is one of values, but none of keys.
+    """
+    if key is None:
+        if value is not None:
+            raise ArgumentValueError(
+                f"{layer} was given inputs_v without inputs_k; give inputs_k, which serves as both "
+                "if inputs_v is left out."
+            )
+        key = query
+    return key, key if value is None else value
+
+
 def check_accepts_implementation(
     implementation: str | None, accepted: Collection[str], layer: str
 ) -> None:

@@ -1,10 +1,13 @@
-"""Embeddings of tokens and of positions.
+"""Embeddings of tokens and of positions, and codebooks.
 
 For longer contexts than in training, `yarn_frequencies` (Peng et al., 2023) keeps the frequency of
 pairs of dimensions that turn often within the original context. Pairs that turn less than once have
 it divided, so that no angle is new to the model; those between are interpolated. Logits are raised
 a little (`yarn_magnitude`), because attention spreads over more keys. `llama3_frequencies`, of
 Llama 3.1, compares full periods with the context instead, and does not scale logits.
+
+A codebook, of vector quantization, has `codes` vectors for each of `groups` parts of an input,
+which are chosen separately.
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional import arrays, linear
 
 RotaryLayout = Literal["interleaved", "half"]
+OneHots = Float[Array, "batch time groups codes"]
+Paddings = Bool[Array, "batch time"] | Num[Array, "batch time"]
 
 
 def lookup(
@@ -45,10 +50,11 @@ def lookup(
     return jnp.take(table, ids, axis=0, mode="fill")
 
 
-def as_ids(ids: Any) -> Array:
+def as_ids(ids: Any, layer: str | None = None) -> Array:
     """Returns ids as a JAX array, of 32 bits unless x64 is enabled.
 
-    Raises ArgumentValueError if an id needs more bits; JAX would change its value.
+    Raises ArgumentValueError if an id needs more bits; JAX would change its value. Also if ids are
+    not integers, for a `layer`, as the error is to name it.
 
     >>> as_ids([3, 1]).tolist()
     [3, 1]
@@ -64,7 +70,13 @@ def as_ids(ids: Any) -> Array:
                     f"into {kept}, the dtype JAX converts them to; pass ids within the table, "
                     "or enable jax_enable_x64."
                 )
-    return jnp.asarray(ids)
+    ids = jnp.asarray(ids)
+    if layer is not None and not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ArgumentValueError(
+            f"{layer} was given ids of dtype {ids.dtype}; expected integers: convert them with "
+            "ids.astype(int)."
+        )
+    return ids
 
 
 def attend(
@@ -305,3 +317,72 @@ def yarn_magnitude(scaling_factor: float, attn_factor: float = 1.0) -> float:
     """
     magnitude = 1.0 if scaling_factor <= 1 else 0.1 * math.log(scaling_factor) + 1.0
     return magnitude * attn_factor
+
+
+def nearest_codes(
+    x: Float[Array, "*batch groups dim"],
+    codebook: Float[Array, "codes groups dim"],
+    *,
+    metric: Literal["l2_distance", "dot_product"] = "l2_distance",
+) -> Int[Array, "*batch groups"]:
+    """Returns the index of the most similar entry: of least distance, or largest scalar product.
+
+    Similarities are computed in float32.
+
+    >>> codebook = jnp.array([[[0.0]], [[2.0]]])
+    >>> nearest_codes(jnp.array([[[0.9]], [[1.1]]]), codebook).tolist()
+    [[0], [1]]
+    """
+    x, y = x.astype(jnp.float32), codebook.astype(jnp.float32)
+    similarity = jnp.einsum("...gd,vgd->...gv", x, y)
+    if metric == "l2_distance":
+        # The squared distance is |x|^2 - 2xy + |y|^2.
+        similarity -= arrays.to_ndim(jnp.sum(jnp.square(y), axis=-1).T / 2, similarity.ndim)
+    return jnp.argmax(similarity, axis=-1)
+
+
+def codebook_entries(
+    codebook: Float[Array, "codes groups dim"], ids: Int[Array, "*batch groups"]
+) -> Float[Array, "*batch groups dim"]:
+    """Returns the entries of a codebook with the given indices, one for each group.
+
+    >>> codebook_entries(jnp.array([[[0.0]], [[2.0]]]), jnp.array([[1], [0]])).tolist()
+    [[[2.0]], [[0.0]]]
+    """
+    return codebook[ids, arrays.positions(codebook.shape[1], ids.ndim)]
+
+
+def code_shares(onehots: OneHots, paddings: Paddings) -> Float[Array, "groups codes"]:
+    """Returns the share of each entry among the choices that are not padding.
+
+    >>> onehots = jax.nn.one_hot(jnp.array([[[0], [1], [1], [1]]]), 2)
+    >>> code_shares(onehots, jnp.zeros((1, 4))).tolist()
+    [[0.25, 0.75]]
+    """
+    is_real = 1.0 - paddings.astype(onehots.dtype)
+    counts = jnp.einsum("bt,btgv->gv", is_real, onehots)
+    return counts / jnp.maximum(1, jnp.sum(is_real))
+
+
+def compute_code_coverage(onehots: OneHots, paddings: Paddings) -> Float[Array, ""]:
+    """Returns the share of entries that were chosen at least once, the mean over groups.
+
+    >>> onehots = jax.nn.one_hot(jnp.array([[[0], [2]]]), 4)
+    >>> compute_code_coverage(onehots, jnp.zeros((1, 2))).item()
+    0.5
+    """
+    return jnp.mean(code_shares(onehots, paddings) > 0)
+
+
+def compute_code_pplx(
+    onehots: OneHots, paddings: Paddings
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Returns perplexity and entropy, in nats, of the choices, each the mean over groups.
+
+    >>> onehots = jax.nn.one_hot(jnp.array([[[0], [2]]]), 4)
+    >>> pplx, entropy = compute_code_pplx(onehots, jnp.zeros((1, 2)))
+    >>> round(pplx.item(), 4), round(entropy.item(), 4)
+    (2.0, 0.6931)
+    """
+    entropies = jnp.sum(jax.scipy.special.entr(code_shares(onehots, paddings)), axis=-1)
+    return jnp.mean(jnp.exp(entropies)), jnp.mean(entropies)

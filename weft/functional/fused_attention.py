@@ -45,16 +45,16 @@ class _Call(NamedTuple):
     key: Array
     value: Array
     mask: AttentionMask
-    bias: Array | None
-    alibi_slopes: Array | None
-    scale: float | None
-    logit_cap: float | None
-    logit_sink: Array | None
-    dropout_rate: float
-    dropout_key: Array | None
-    broadcast_dropout: bool
-    masked_gradient: bool
-    precision: Any
+    bias: Array | None = None
+    alibi_slopes: Array | None = None
+    scale: float | None = None
+    logit_cap: float | None = None
+    logit_sink: Array | None = None
+    dropout_rate: float = 0.0
+    dropout_key: Array | None = None
+    broadcast_dropout: bool = False
+    masked_gradient: bool = True
+    precision: Any = None
 
 
 class _KernelRefusal(Exception):
@@ -92,15 +92,8 @@ def fused_attention(
     *,
     mask: AttentionMask,
     bias: Array | None = None,
-    alibi_slopes: Array | None = None,
-    scale: float | None = None,
     logit_cap: float | None = None,
-    logit_sink: Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    broadcast_dropout: bool = False,
-    masked_gradient: bool = True,
-    precision: Any = None,
+    **options: Any,
 ) -> Array | None:
     """Returns attention without logits of all pairs, or None if it is to be the plain one.
 
@@ -118,12 +111,8 @@ def fused_attention(
         arrays = tuple(_merge_batch(x, batch, 3) for x in mask.arrays)
         mask = jax.tree.map(lambda x: _merge_batch(x, batch, 1), mask.replace(arrays=()))
         mask = mask.replace(arrays=arrays)
-    bias = _merge_batch(bias, batch, 3)
-    call = _Call(
-        query, key, value, mask, bias, alibi_slopes, scale, logit_cap or None, logit_sink,
-        dropout_rate, dropout_key, broadcast_dropout, masked_gradient, precision,
-    )  # fmt: skip
-    out = _computed(implementation, call)
+    options |= {"bias": _merge_batch(bias, batch, 3), "logit_cap": logit_cap or None}
+    out = _computed(implementation, _Call(query, key, value, mask, **options))
     return out.reshape(*batch, *out.shape[1:])
 
 

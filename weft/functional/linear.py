@@ -16,7 +16,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -60,21 +60,22 @@ def _default_product(x: Array, weight: Array) -> Callable[..., Array] | None:
     return default if is_real else None
 
 
+class ProductOptions(TypedDict, total=False):
+    """Options of linear maps, see `dense_general`."""
+
+    precision: jax.lax.PrecisionLike
+    preferred_element_type: jax.typing.DTypeLike | None
+    dot_general: Callable[..., Array] | None
+    out_sharding: Any
+
+
 def dense(
     x: Num[Array, "*batch input"],
     weight: Num[Array, "input output"],
     bias: Num[Array, " output"] | None = None,
-    *,
-    precision: jax.lax.PrecisionLike = None,
-    preferred_element_type: jax.typing.DTypeLike | None = None,
-    dot_general: Callable[..., Array] | None = None,
-    out_sharding: Any = None,
+    **options: Unpack[ProductOptions],
 ) -> Num[Array, "*batch output"]:
-    """Returns `x @ weight + bias`.
-
-    Args:
-        precision, preferred_element_type, out_sharding: as in `jax.lax.dot_general`.
-        dot_general: replaces `jax.lax.dot_general`; see `default_dot_general`.
+    """Returns `x @ weight + bias`; for the options see `dense_general`.
 
     Raises:
         ArgumentShapeError: if the contracted axes differ in size.
@@ -82,15 +83,7 @@ def dense(
     >>> dense(jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.ones(4)).tolist()
     [[4.0, 4.0, 4.0, 4.0], [4.0, 4.0, 4.0, 4.0]]
     """
-    return dense_general(
-        x,
-        weight,
-        bias,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        dot_general=dot_general,
-        out_sharding=out_sharding,
-    )
+    return dense_general(x, weight, bias, **options)
 
 
 def dense_general(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +46,8 @@ def layer_norm(
     >>> layer_norm(jnp.array([1.0, 3.0]), eps=0.0).tolist()
     [-1.0, 1.0]
     """
-    axes, parts = canonical_axes(axis, x.ndim), (axis_name, axis_index_groups)
-    return _normalize(x, scale, bias, where, axes, eps, True, fast_variance, dtype, *parts)
+    options = _Options(canonical_axes(axis, x.ndim), float(eps), True, fast_variance, dtype)
+    return _normalize(x, scale, bias, where, options, axis_name, axis_index_groups)
 
 
 def rms_norm(
@@ -67,8 +68,8 @@ def rms_norm(
     >>> rms_norm(jnp.array([3.0, 3.0]), jnp.array([1.0, 2.0]), eps=0.0).tolist()
     [1.0, 2.0]
     """
-    axes, parts = canonical_axes(axis, x.ndim), (axis_name, axis_index_groups)
-    return _normalize(x, scale, None, where, axes, eps, False, True, dtype, *parts)
+    options = _Options(canonical_axes(axis, x.ndim), float(eps), False, True, dtype)
+    return _normalize(x, scale, None, where, options, axis_name, axis_index_groups)
 
 
 def group_norm(
@@ -123,8 +124,8 @@ def group_norm(
         square = statistics.segment_mean(y * y, segment_ids=segment_ids, axis=axes, where=where)
         y = y * jax.lax.rsqrt(square + eps)
     else:
-        options = subtract_mean, fast_variance, None, axis_name, axis_index_groups
-        y = _normalize(y, None, None, where, axes, eps, *options)
+        options = _Options(axes, float(eps), subtract_mean, fast_variance, None)
+        y = _normalize(y, None, None, where, options, axis_name, axis_index_groups)
     return _affine(y.reshape(x.shape), scale, bias, x.dtype)
 
 
@@ -200,22 +201,26 @@ def normalize_sum(x: Num[Array, "*shape"], eps: float = 1e-8, axis: Axes = -1) -
     return x / (jnp.sum(x, axis, keepdims=True) + eps)
 
 
+class _Options(NamedTuple):
+    axes: tuple[int, ...]
+    eps: float
+    subtract_mean: bool
+    fast: bool
+    dtype: DTypeLike | None
+
+
 def _normalize(
     x: Array,
     scale: Array | None,
     bias: Array | None,
     where: Array | None,
-    axes: tuple[int, ...],
-    eps: float,
-    subtract_mean: bool,
-    fast: bool,
-    dtype: DTypeLike | None,
-    axis_name: str | Sequence[str] | None = None,
-    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    options: _Options,
+    axis_name: str | Sequence[str] | None,
+    axis_index_groups: Sequence[Sequence[int]] | None,
 ) -> Array:
     if axis_name is None:
-        options = axes, float(eps), subtract_mean, fast, dtype
-        return _normalize_locally(x, scale, bias, where, *options)
+        return _normalize_locally(x, scale, bias, where, options)
+    axes, eps, subtract_mean, fast, dtype = options
     y, parts = cast(x, dtype), (axis_name, axis_index_groups)
     if subtract_mean:
         mean, square = statistics.moments(
@@ -236,18 +241,11 @@ def _normalize(
 
 # As `jnp.mean` and `jnp.var` are. Twenty operations by themselves take three times as long to
 # trace, and eight times as long to differentiate.
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8), inline=arrays.INLINE)
+@functools.partial(jax.jit, static_argnums=4, inline=arrays.INLINE)
 def _normalize_locally(
-    x: Array,
-    scale: Array | None,
-    bias: Array | None,
-    where: Array | None,
-    axes: tuple[int, ...],
-    eps: float,
-    subtract_mean: bool,
-    fast: bool,
-    dtype: DTypeLike | None,
+    x: Array, scale: Array | None, bias: Array | None, where: Array | None, options: _Options
 ) -> Array:
+    axes, eps, subtract_mean, fast, dtype = options
     y = cast(x, dtype)
     if subtract_mean:
         y, _, square = statistics.deviations(y, axes, where, fast=fast)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Num
 
+from weft import functional
 from weft.errors import ArgumentShapeError
-from weft.functional import arrays, pooling
+from weft.functional import arrays
 from weft.functional.conv_shape import ConvPadding, Sizes, lax_conv_padding
 
 
@@ -32,7 +33,7 @@ def max_pool(
     >>> max_pool(jnp.arange(4.0).reshape(1, 4, 1), (2,), strides=(2,)).ravel().tolist()
     [1.0, 3.0]
     """
-    return _pool_batched(pooling.max_pool, inputs, window_shape, strides, padding)
+    return _pool_batched(functional.max_pool, inputs, window_shape, strides, padding)
 
 
 def min_pool(
@@ -46,7 +47,7 @@ def min_pool(
     >>> min_pool(jnp.arange(4.0).reshape(1, 4, 1), (2,), strides=(2,)).ravel().tolist()
     [0.0, 2.0]
     """
-    return _pool_batched(pooling.min_pool, inputs, window_shape, strides, padding)
+    return _pool_batched(functional.min_pool, inputs, window_shape, strides, padding)
 
 
 def pool(
@@ -64,7 +65,7 @@ def pool(
     >>> pool(jnp.full((1, 4, 1), 3.0), 1.0, jax.lax.mul, (2,), (2,), "VALID").ravel().tolist()
     [9.0, 9.0]
     """
-    reduced = functools.partial(pooling.pool, initial=init, reduce=reduce_fn)
+    reduced = functools.partial(functional.pool, initial=init, reduce=reduce_fn)
     return _pool_batched(reduced, inputs, window_shape, strides, padding)
 
 
@@ -85,7 +86,7 @@ def avg_pool(
     """
     if not count_include_pad:
         inputs = inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32))
-    averaged = functools.partial(pooling.avg_pool, count_include_pad=count_include_pad)
+    averaged = functools.partial(functional.avg_pool, count_include_pad=count_include_pad)
     return _pool_batched(averaged, inputs, window_shape, strides, padding)
 
 

@@ -261,7 +261,8 @@ class MultiHeadDotProductAttention(Module):
         sizes = ("num_heads", "qkv_features", "out_features")
         functional.check_sizes(type(self).__name__, **{name: getattr(self, name) for name in sizes})
         inputs_k, inputs_v = self._inputs(inputs_q, inputs_k, inputs_v, inputs_kv)
-        heads = (self.num_heads, self._head_features(inputs_q))
+        features = self.qkv_features or inputs_q.shape[-1]
+        heads = self.num_heads, attention.head_features(features, self.num_heads, self._shown)
         dense = functools.partial(
             DenseGeneral,
             use_bias=self.use_bias,
@@ -321,25 +322,7 @@ class MultiHeadDotProductAttention(Module):
                     "inputs_k, and inputs_v if it is another."
                 )
             inputs_k = both
-        elif inputs_k is None:
-            if inputs_v is not None:
-                raise errors.ArgumentValueError(
-                    f"{self._shown} was given inputs_v without inputs_k; give inputs_k, which is "
-                    "used for both where inputs_v is left out."
-                )
-            inputs_k = inputs_q
-        return inputs_k, inputs_k if inputs_v is None else inputs_v
-
-    @nowrap
-    def _head_features(self, inputs_q: Array) -> int:
-        features = self.qkv_features or inputs_q.shape[-1]
-        if features % self.num_heads:
-            raise errors.ArgumentValueError(
-                f"{self._shown} has {features} features for queries, keys and values, not "
-                f"divisible by num_heads={self.num_heads}; give qkv_features, a multiple "
-                "of it."
-            )
-        return features // self.num_heads
+        return attention.key_and_value_inputs(inputs_q, inputs_k, inputs_v, self._shown)
 
     @nowrap
     def _decode(

@@ -279,12 +279,7 @@ class Embed(Module):
 
         Raises ArgumentValueError if the ids are not integers, or too large for JAX.
         """
-        inputs = functional.as_ids(inputs)
-        if not jnp.issubdtype(inputs.dtype, jnp.integer):
-            raise errors.ArgumentValueError(
-                f"Embed {path_of(self)} was given ids of dtype {inputs.dtype}; expected "
-                "integers: convert them with ids.astype(int)."
-            )
+        inputs = functional.as_ids(inputs, f"Embed {path_of(self)}")
         (table,) = self.promote_dtype(self.embedding, dtype=self.dtype, inexact=False)
         return functional.lookup(table, inputs)
 

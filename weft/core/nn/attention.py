@@ -344,7 +344,8 @@ def multi_head_dot_product_attention(
         dense_general, dtype=dtype, bias=bias, precision=precision, kernel_init=kernel_init,
         bias_init=bias_init,
     )  # fmt: skip
-    heads = _heads(qkv_features or inputs_q.shape[-1], num_heads)
+    features = qkv_features or inputs_q.shape[-1]
+    heads = num_heads, attention.head_features(features, num_heads, "attention")
     inputs_kv = inputs_q if inputs_kv is None else inputs_kv
     inputs = {"query": inputs_q, "key": inputs_kv, "value": inputs_kv}
     query, key, value = (project(scope.push(name), x, heads) for name, x in inputs.items())
@@ -366,15 +367,6 @@ def multi_head_dot_product_attention(
         dropout_rate=dropout_rate, broadcast_dropout=broadcast_dropout, deterministic=deterministic,
     )  # fmt: skip
     return project(scope.push("out"), context, out_features or inputs_q.shape[-1], axis=(-2, -1))
-
-
-def _heads(features: int, num_heads: int) -> tuple[int, int]:
-    if features % num_heads:
-        raise errors.ArgumentValueError(
-            f"qkv_features={features} is not divisible by num_heads={num_heads}; give a "
-            "multiple of it."
-        )
-    return num_heads, features // num_heads
 
 
 def _check_decoding(causal_mask: bool, axes: Axes, ndim: int) -> None:

@@ -113,13 +113,7 @@ class Embedding(struct.PyTreeNode):
 
     def lookup(self, indices: Int[Array, "*shape"]) -> Float[Array, "*shape features"]:
         """Returns the rows of integer ids, NaN for ids outside of the table."""
-        indices = jnp.asarray(indices)
-        if not jnp.issubdtype(indices.dtype, jnp.integer):
-            raise errors.ArgumentValueError(
-                f"an Embedding was given ids of dtype {indices.dtype}; expected integers: "
-                "convert them with ids.astype(int)."
-            )
-        return functional.lookup(self.table, indices)
+        return functional.lookup(self.table, functional.as_ids(indices, "an Embedding"))
 
     def attend(self, query: Float[Array, "*batch features"]) -> Float[Array, "*batch ids"]:
         """Returns the inner products of each query with every row: logits of tied embeddings."""

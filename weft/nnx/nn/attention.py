@@ -222,7 +222,8 @@ class MultiHeadAttention(Module):
             kernel_metadata=kernel_metadata,
             bias_metadata=bias_metadata,
         )
-        self.head_dim = dim = qkv_features // self.num_heads
+        dim = attention.head_features(qkv_features, self.num_heads, "MultiHeadAttention")
+        self.head_dim = dim
         self.query = to_heads(self.in_features, (self.num_heads, dim))
         self.key = to_heads(kv_features, (kv_heads, dim))
         self.value = to_heads(kv_features, (kv_heads, dim))
@@ -267,12 +268,6 @@ class MultiHeadAttention(Module):
         self.out_features = of_input if self.out_features is None else self.out_features
         self.num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         self.in_kv_features = of_input if self.in_kv_features is None else self.in_kv_features
-        if self.qkv_features % self.num_heads:
-            raise errors.ArgumentValueError(
-                f"MultiHeadAttention has {self.qkv_features} features for queries, keys and "
-                f"values, which num_heads={self.num_heads} does not divide; give qkv_features, a "
-                "multiple of num_heads."
-            )
         if self.num_heads % self.num_kv_heads:
             raise errors.ArgumentValueError(
                 f"MultiHeadAttention was given num_heads={self.num_heads} and "
@@ -315,15 +310,8 @@ class MultiHeadAttention(Module):
             ArgumentValueError: if values are given without keys.
             MissingCacheError: if `decode` is set and the layer has no cache.
         """
-        if inputs_k is None:
-            if inputs_v is not None:
-                raise errors.ArgumentValueError(
-                    f"{self._shown()} was given inputs_v without inputs_k; give inputs_k, which "
-                    "serves as both if inputs_v is omitted."
-                )
-            inputs_k = inputs_q
-        if inputs_v is None:
-            inputs_v = inputs_k
+        layer = self._shown()
+        inputs_k, inputs_v = attention.key_and_value_inputs(inputs_q, inputs_k, inputs_v, layer)
         self._check_features(inputs_q, inputs_k, inputs_v)
         query = self.query(inputs_q, qkv_sharding)
         key = self.key(inputs_k, qkv_sharding)

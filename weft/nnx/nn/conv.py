@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -55,7 +56,17 @@ class _Conv(parameters.KernelModule):
         self._check_mask(kernel.shape)
         return kernel if self.mask is None else kernel * self.mask
 
-    def _check_input(self, inputs: Array, channels: int) -> tuple[int, ...]:
+    def _convolved(
+        self,
+        pad: Callable[..., tuple[Array, Any]],
+        convolve: Callable[..., Array],
+        inputs: Array,
+        channels: int,
+        kernel: Array,
+        sizes: dict[str, Sizes],
+        **options: Any,
+    ) -> Array:
+        """Pads and convolves an input; both functions receive sizes of all axes and options."""
         window = functional.per_axis(self.kernel_size, 1)
         if inputs.ndim < len(window) + 1 or inputs.shape[-1] != channels:
             raise errors.ArgumentShapeError(
@@ -63,7 +74,14 @@ class _Conv(parameters.KernelModule):
                 f"kernel_size={window} was given an input of shape {inputs.shape}; expected "
                 f"(..., *spatial, {channels}) with {len(window)} spatial axes."
             )
-        return window
+        options |= {name: functional.per_axis(size, len(window)) for name, size in sizes.items()}
+        padded, zeros = pad(inputs, window=window, padding=self.padding, **options)
+        x, kernel, bias = self._promoted(padded, kernel)
+        options |= {"precision": self.precision, "padding": zeros}
+        options["preferred_element_type"] = self.preferred_element_type
+        return functional.over_batch_axes(
+            lambda x: convolve(x, kernel, bias, **options), x, len(window) + 1
+        )
 
 
 def _as_sizes(sizes: Sizes) -> Sizes:
@@ -125,36 +143,19 @@ class Conv(_Conv):
         Raises ArgumentValueError if the padding is unknown or not applicable.
         """
         kernel, groups = self._masked_kernel(), self.feature_group_count
-        window = self._check_input(inputs, kernel.shape[-2] * groups)
-        sizes = (self.strides, self.kernel_dilation, self.input_dilation)
-        strides, dilation, input_dilation = (functional.per_axis(s, len(window)) for s in sizes)
-        padded, zeros = functional.pad_conv(
-            inputs,
-            window=window,
-            strides=strides,
-            padding=self.padding,
-            dilation=dilation,
-            input_dilation=input_dilation,
+        convolve = functools.partial(
+            functional.conv,
+            groups=groups,
+            conv_general_dilated=self.conv_general_dilated,
+            out_sharding=out_sharding,
         )
-        x, kernel, bias = self._promoted(padded, kernel)
-        return functional.over_batch_axes(
-            lambda x: functional.conv(
-                x,
-                kernel,
-                bias,
-                strides=strides,
-                padding=zeros,
-                dilation=dilation,
-                input_dilation=input_dilation,
-                groups=groups,
-                precision=self.precision,
-                preferred_element_type=self.preferred_element_type,
-                conv_general_dilated=self.conv_general_dilated,
-                out_sharding=out_sharding,
-            ),
-            x,
-            len(window) + 1,
-        )
+        sizes = {
+            "strides": self.strides,
+            "dilation": self.kernel_dilation,
+            "input_dilation": self.input_dilation,
+        }
+        channels = kernel.shape[-2] * groups
+        return self._convolved(functional.pad_conv, convolve, inputs, channels, kernel, sizes)
 
 
 @dataclass(repr=False, eq=False)
@@ -195,31 +196,13 @@ class ConvTranspose(_Conv):
 
         Raises ArgumentValueError if the padding is unknown.
         """
-        kernel = self._masked_kernel()
-        window = self._check_input(inputs, kernel.shape[-1 if self.transpose_kernel else -2])
-        strides = functional.per_axis(self.strides, len(window))
-        dilation = functional.per_axis(self.kernel_dilation, len(window))
-        padded, zeros = functional.pad_conv_transpose(
+        kernel, transposed = self._masked_kernel(), self.transpose_kernel
+        return self._convolved(
+            functional.pad_conv_transpose,
+            functional.conv_transpose,
             inputs,
-            window=window,
-            strides=strides,
-            padding=self.padding,
-            dilation=dilation,
-            transpose_kernel=self.transpose_kernel,
-        )
-        x, kernel, bias = self._promoted(padded, kernel)
-        return functional.over_batch_axes(
-            lambda x: functional.conv_transpose(
-                x,
-                kernel,
-                bias,
-                strides=strides,
-                padding=zeros,
-                dilation=dilation,
-                transpose_kernel=self.transpose_kernel,
-                precision=self.precision,
-                preferred_element_type=self.preferred_element_type,
-            ),
-            x,
-            len(window) + 1,
+            kernel.shape[-1 if transposed else -2],
+            kernel,
+            {"strides": self.strides, "dilation": self.kernel_dilation},
+            transpose_kernel=transposed,
         )

@@ -333,12 +333,8 @@ class Embed(Module):
 
         Raises ArgumentValueError if the ids are not integers, or too large for JAX's integers.
         """
-        inputs = functional.as_ids(inputs)
-        if not jnp.issubdtype(inputs.dtype, jnp.integer):
-            raise errors.ArgumentValueError(
-                f"Embed with num_embeddings={self.num_embeddings} was given ids of dtype "
-                f"{inputs.dtype}; expected integers: convert them with ids.astype(int)."
-            )
+        layer = f"Embed with num_embeddings={self.num_embeddings}"
+        inputs = functional.as_ids(inputs, layer)
         table, dtype = self.embedding[...], self._output_dtype()
         (table,) = self.promote_dtype((table,), dtype=dtype, inexact=False)
         return functional.lookup(table, inputs, out_sharding=out_sharding)
