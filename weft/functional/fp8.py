@@ -224,21 +224,9 @@ def quantized_dot(
     )
 
 
-def quantized_dot_fwd(
-    lhs,
-    q_lhs,
-    lhs_scale,
-    rhs,
-    q_rhs,
-    rhs_scale,
-    out_grad_scale,
-    out_grad_amax_history,
-    dimension_numbers,
-    preferred_element_type,
-):
-    """Returns the result of `quantized_dot` and what its gradient needs."""
-    res = (lhs, q_lhs, lhs_scale, rhs, q_rhs, rhs_scale, out_grad_scale, out_grad_amax_history)
-    return quantized_dot(*res, dimension_numbers, preferred_element_type), res
+def quantized_dot_fwd(*args):
+    """Returns the result of `quantized_dot` and what its gradient needs: all of its arrays."""
+    return quantized_dot(*args), args[:8]
 
 
 def quantized_dot_bwd(dimension_numbers, preferred_element_type, res, g):

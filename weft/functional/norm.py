@@ -7,8 +7,8 @@ it; the result has the dtype of the input.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -311,6 +311,45 @@ def instance_norm_axes(
             "axis, the batch axis; leave it out."
         )
     return features, tuple(a for a in range(1, len(shape)) if a not in features)
+
+
+def normalize_by_layer(
+    layer: Any,
+    norm_fn: Callable[..., Array],
+    x: Num[Array, "*shape"],
+    *params: Array | None,
+    dtype: DTypeLike,
+    force_float32: bool = True,
+    **options: Any,
+) -> Float[Array, "*shape"]:
+    """Calls a function of this module with the options that layers of all ways of writing have.
+
+    The statistics have at least float32, if that is forced, and the result has `dtype`.
+    """
+    y = norm_fn(
+        cast(x, statistics.statistics_dtype(x, force_float32)),
+        *params,
+        eps=layer.epsilon,
+        axis_name=layer.axis_name,
+        axis_index_groups=layer.axis_index_groups,
+        dtype=None,
+        **options,
+    )
+    return cast(y, dtype)
+
+
+def along(axes: Sequence[int], values: Array | None, x: Num[Array, "*shape"]) -> Array | None:
+    """Reshapes values for positions of some axes of `x`, which may be merged, to broadcast to `x`.
+
+    None stays None.
+
+    >>> along((0,), jnp.ones(2), jnp.ones((2, 3))).shape
+    (2, 1)
+    """
+    last = range(x.ndim - len(axes), x.ndim)
+    if values is None or (values.ndim == len(axes) and list(axes) == list(last)):
+        return values
+    return values.reshape([x.shape[a] if a in axes else 1 for a in range(x.ndim)])
 
 
 def weight_norm(

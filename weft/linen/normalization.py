@@ -100,7 +100,7 @@ class RMSNorm(Module):
     ) -> Float[Array, "*shape"]:
         features = sorted(canonical_axes(self.feature_axes, x.ndim))
         scale, _ = scale_and_bias(self, [x.shape[a] for a in features])
-        scale, axes = along(features, scale, x), self.reduction_axes
+        scale, axes = norm.along(features, scale, x), self.reduction_axes
         return _normalized(self, functional.rms_norm, x, scale, axis=axes, where=mask)
 
 
@@ -201,8 +201,8 @@ def _layer_norm(
         module,
         functional.layer_norm,
         x,
-        along(features, scale, x),
-        along(features, bias, x),
+        norm.along(features, scale, x),
+        norm.along(features, bias, x),
         axis=axes,
         where=mask,
         fast_variance=module.use_fast_variance,
@@ -216,17 +216,9 @@ def _normalized(
     *params: Array | None,
     **options: Any,
 ) -> Array:
-    """Calls a function of `weft.functional` with the options of all norms."""
-    y = norm_fn(
-        cast(x, statistics_dtype(x, module.force_float32_reductions)),
-        *params,
-        eps=module.epsilon,
-        axis_name=module.axis_name,
-        axis_index_groups=module.axis_index_groups,
-        dtype=None,
-        **options,
-    )
-    return cast(y, canonicalize_dtype(x, *params, dtype=module.dtype))
+    dtype = canonicalize_dtype(x, *params, dtype=module.dtype)
+    options |= {"dtype": dtype, "force_float32": module.force_float32_reductions}
+    return norm.normalize_by_layer(module, norm_fn, x, *params, **options)
 
 
 def scale_and_bias(module: Any, shape: Sequence[int]) -> tuple[Array | None, Array | None]:
@@ -235,13 +227,6 @@ def scale_and_bias(module: Any, shape: Sequence[int]) -> tuple[Array | None, Arr
     has_bias = getattr(module, "use_bias", False)  # RMSNorm has none
     scale = module.param("scale", module.scale_init, *given) if module.use_scale else None
     return scale, module.param("bias", module.bias_init, *given) if has_bias else None
-
-
-def along(axes: Sequence[int], values: Array | None, x: Array) -> Array | None:
-    """Reshapes values for positions of some axes of `x` to broadcast to `x`."""
-    if values is None or list(axes) == list(range(x.ndim - len(axes), x.ndim)):
-        return values
-    return values.reshape([x.shape[a] if a in axes else 1 for a in range(x.ndim)])
 
 
 class BatchNorm(Module):

@@ -109,13 +109,15 @@ def test_scalar_applies_to_all_axes():
 
 
 def test_bad_arguments():
-    with pytest.raises(ArgumentShapeError, match=r"for 2 spatial axes, so the input must have 4"):
+    with pytest.raises(
+        ArgumentShapeError, match=r"the same spatial axes, but their shapes are \(2"
+    ):
         init(conv)(KEY, jnp.ones((2, 7, 3)), 4, (3, 3))
-    with pytest.raises(ArgumentShapeError, match=r"Its shape is \(7, 3\)"):
+    with pytest.raises(ArgumentShapeError, match=r"their shapes are \(7, 3\) and \(3, 3, 4\)"):
         init(conv_transpose)(KEY, jnp.ones((7, 3)), 4, (3,))
     with pytest.raises(ArgumentValueError, match="give the padding as numbers"):
         init(conv)(KEY, X, 4, (3,), input_dilation=(2,))
-    with pytest.raises(ArgumentShapeError, match=r"3 channels .* feature_group_count=2 groups"):
+    with pytest.raises(ArgumentShapeError, match=r"each of 2 group\(s\), but x has 3 channels"):
         init(conv)(KEY, X, 4, (3,), feature_group_count=2)
     with pytest.raises(ArgumentShapeError, match="4 output channels, which cannot be shared out"):
         init(conv)(KEY, X, 4, (3,), feature_group_count=3)

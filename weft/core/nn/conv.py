@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Num
 
-from weft import errors, functional
+from weft import functional
 from weft.core.nn.linear import Initializer, default_kernel_init
 from weft.core.scope import Scope
 from weft.functional.arrays import as_tuple, promote_dtype
@@ -56,12 +56,7 @@ def conv(
     >>> y.shape
     (1, 4, 4, 16)
     """
-    window = _window(inputs, kernel_size)
-    if inputs.shape[-1] % feature_group_count:
-        raise errors.ArgumentShapeError(
-            f"the input has {inputs.shape[-1]} channels (shape {inputs.shape}), which cannot be "
-            f"divided into feature_group_count={feature_group_count} groups."
-        )
+    window = as_tuple(kernel_size)
     options: dict[str, Any] = {
         "strides": functional.per_axis(strides, len(window)),
         "dilation": functional.per_axis(kernel_dilation, len(window)),
@@ -105,7 +100,7 @@ def conv_transpose(
         ArgumentShapeError: if the number of spatial axes is not that of `kernel_size`.
         ArgumentValueError: if the padding is unknown.
     """
-    window = _window(inputs, kernel_size)
+    window = as_tuple(kernel_size)
     kernel = scope.param("kernel", kernel_init, (*window, inputs.shape[-1], features))
     added = scope.param("bias", bias_init, (features,)) if bias else None
     return functional.conv_transpose(
@@ -115,13 +110,3 @@ def conv_transpose(
         dilation=functional.per_axis(kernel_dilation, len(window)),
         precision=precision,
     )
-
-
-def _window(inputs: Array, kernel_size: int | Sequence[int]) -> tuple[int, ...]:
-    window = as_tuple(kernel_size)
-    if inputs.ndim != len(window) + 2:
-        raise errors.ArgumentShapeError(
-            f"kernel_size {window} is for {len(window)} spatial axes, so the input must have "
-            f"{len(window) + 2}: batch, space, channels. Its shape is {inputs.shape}."
-        )
-    return window

@@ -67,15 +67,9 @@ class Linear(KernelModule):
                 f"out_features={self.out_features} was given an input of shape {x.shape}; expected "
                 f"(..., {kernel.shape[0]})."
             )
-        return functional.dense(
-            x,
-            kernel,
-            bias,
-            precision=self.precision,
-            preferred_element_type=self.preferred_element_type,
-            dot_general=None if self.dot_general is lax.dot_general else self.dot_general,
-            out_sharding=out_sharding,
-        )
+        product = None if self.dot_general is lax.dot_general else self.dot_general
+        options = self._options(out_sharding)
+        return functional.dense(x, kernel, bias, dot_general=product, **options)
 
 
 @dataclass(repr=False, eq=False)
@@ -157,17 +151,8 @@ class LinearGeneral(KernelModule):
         axis = tuple(sorted(a + x.ndim if a < 0 else a for a in arrays.as_tuple(self.axis)))
         self._check_input(x.shape, kernel.shape, batch_axes + axis)
         given = self.dot_general if self.dot_general_cls is None else self.dot_general_cls()
-        return functional.dense_general(
-            x,
-            kernel,
-            bias,
-            axis=axis,
-            batch_axes=batch_axes,
-            precision=self.precision,
-            preferred_element_type=self.preferred_element_type,
-            dot_general=given,
-            out_sharding=out_sharding,
-        )
+        options = {"axis": axis, "batch_axes": batch_axes, "dot_general": given}
+        return functional.dense_general(x, kernel, bias, **options, **self._options(out_sharding))
 
     def _check_input(
         self, shape: tuple[int, ...], kernel: tuple[int, ...], leading: tuple[int, ...]
@@ -248,16 +233,9 @@ class Einsum(KernelModule):
                 shape = tuple(kernel.shape[axis] for axis in axes)
                 bias = bias if bias.shape == shape else bias.reshape(shape)
                 bias = functional.broadcast_bias(bias, out_axes, ndim)
-            return functional.project(
-                subscripts,
-                x,
-                kernel,
-                bias,
-                precision=self.precision,
-                preferred_element_type=self.preferred_element_type,
-                einsum=None if self.einsum_op is jnp.einsum else self.einsum_op,
-                out_sharding=out_sharding,
-            )
+            einsum = None if self.einsum_op is jnp.einsum else self.einsum_op
+            options = self._options(out_sharding)
+            return functional.project(subscripts, x, kernel, bias, einsum=einsum, **options)
         except (TypeError, ValueError) as error:
             if self.einsum_op is not jnp.einsum:
                 raise

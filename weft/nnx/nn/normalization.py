@@ -55,18 +55,8 @@ class _ScaledNorm(Module):
     def _normalized(
         self, norm_fn: Callable[..., Array], x: Array, *params: Array | None, **options: Any
     ) -> Array:
-        """Calls a function of `weft.functional` with the options of all norms."""
         dtype, params = self._promoted(x, *params)
-        y = norm_fn(
-            cast(x, statistics_dtype(x)),
-            *params,
-            eps=self.epsilon,
-            axis_name=self.axis_name,
-            axis_index_groups=self.axis_index_groups,
-            dtype=None,
-            **options,
-        )
-        return cast(y, dtype)
+        return norm.normalize_by_layer(self, norm_fn, x, *params, dtype=dtype, **options)
 
     def _promoted(self, x: Array, *others: Array | None) -> tuple[DType, tuple[Array | None, ...]]:
         """Returns the output's dtype, and the other arrays as `promote_dtype` casts them."""
@@ -89,9 +79,7 @@ class _ScaledNorm(Module):
                 f"of shape {x.shape}, whose features (axis {', '.join(map(str, axes))}) are "
                 f"{size}; make the layer with num_features={size}, or set its feature axis."
             )
-        if tuple(axes) == (x.ndim - 1,):
-            return values
-        return values.reshape([size if a in axes else 1 for a, size in enumerate(x.shape)])
+        return norm.along(axes, values, x)
 
 
 @dataclass(repr=False, eq=False)

@@ -137,6 +137,14 @@ class KernelModule(Module):
         bias = None if self.bias is None else self.bias[...]
         return self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
 
+    def _options(self, out_sharding: Any) -> dict[str, Any]:
+        """Returns the options that all products of `weft.functional` have."""
+        return {
+            "precision": self.precision,
+            "preferred_element_type": self.preferred_element_type,
+            "out_sharding": out_sharding,
+        }
+
 
 def first_from(*args: T | None, error_msg: str) -> T:
     """Returns the first argument that is not None; `flax.nnx.module` has it for layers of others.
