@@ -254,8 +254,5 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_ranks_are_not_promoted(program):
-    with jax.numpy_rank_promotion("allow"):
-        expected = program()
-    with jax.numpy_rank_promotion("raise"):
-        given = program()
-    jax.tree.map(np.testing.assert_array_equal, given, expected)
+    with jax.numpy_rank_promotion("raise"):  # at the time of the trace
+        jax.eval_shape(program)

@@ -492,6 +492,7 @@ def test_masks_have_all_axes_of_the_batch(implementation):
     segments = jnp.asarray(RNG.integers(0, 2, (2, 2, 3)))
     positions = jnp.asarray(RNG.integers(0, 3, (2, 2, 3)))
 
+    @jax.jit
     def attend(q, segments, positions):
         mask = AttentionMask(causal_mask, positions, positions, segments)
         return nnx.dot_product_attention(q, q, q, mask=mask, implementation=implementation)

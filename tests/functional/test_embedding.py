@@ -5,10 +5,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional import (
+from tests.compiled import (
     alibi_bias,
-    alibi_slopes,
     apply_rotary,
     attend,
     llama3_frequencies,
@@ -17,8 +15,9 @@ from weft.functional import (
     rotary_sincos,
     sinusoidal_positions,
     yarn_frequencies,
-    yarn_magnitude,
 )
+from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional import alibi_slopes, yarn_magnitude
 
 RNG = np.random.default_rng(0)
 

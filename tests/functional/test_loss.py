@@ -4,8 +4,7 @@ import numpy as np
 import optax
 import pytest
 
-from weft.errors import ArgumentValueError
-from weft.functional import (
+from tests.compiled import (
     absolute_error,
     activation_flops,
     binary_cross_entropy,
@@ -26,6 +25,7 @@ from weft.functional import (
     weighted_mean,
     with_cosine_margin,
 )
+from weft.errors import ArgumentValueError
 
 RNG = np.random.default_rng(0)
 

@@ -42,11 +42,15 @@ def test_values_and_gradients_are_those_of_rounded_operands(product):
     def q(a, axes, dtype=e4m3):
         return rounded(a, product, dtype, axes)
 
-    y, pullback = jax.vjp(lambda x, w: PRODUCTS[product](x, w, NUMBERS), x, w)
+    @jax.jit
+    def product_and_gradients(x, w, g):
+        y, pullback = jax.vjp(lambda x, w: PRODUCTS[product](x, w, NUMBERS), x, w)
+        return y, *pullback(g)
+
+    y, of_x, of_w = product_and_gradients(x, w, g)
     expected = np.einsum(subscripts, q(x, (1, 3)), q(w, (0, 2)))
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
 
-    of_x, of_w = pullback(g)
     expected = np.einsum("nbj,inkj->bkni", q(g, 2, e5m2), q(w, 3))
     np.testing.assert_allclose(of_x, expected, rtol=1e-5, atol=1e-4)
     if product == "int8":  # the gradient of weights has no rounded operands
@@ -85,9 +89,13 @@ def test_projections_keep_the_weight_second(subscripts, shape):
     def loss(w, **kwargs):
         return project(subscripts, x, w, **kwargs).sum()
 
-    of_8, expected = jax.grad(loss)(w, dot_general=int8_dot_general), jax.grad(loss)(w)
+    @jax.jit
+    def both(w):
+        values = [project(subscripts, x, w, dot_general=f) for f in (None, int8_dot_general)]
+        return values, jax.grad(loss)(w, dot_general=int8_dot_general), jax.grad(loss)(w)
+
+    values, of_8, expected = both(w)
     np.testing.assert_allclose(of_8, expected, rtol=1e-5, atol=1e-2)
-    values = [project(subscripts, x, w, dot_general=f) for f in (None, int8_dot_general)]
     np.testing.assert_allclose(*values, rtol=0.05, atol=400)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from weft.functional import (
+from tests.compiled import (
     compute_mean_square_with_segment_ids,
     moments,
     segment_mean,

@@ -75,7 +75,7 @@ def test_result_has_dtype_of_probabilities():
 
 def test_bad_features_and_axes():
     with pytest.raises(
-        ArgumentValueError, match="attention has 8 features .* divisible by num_heads=3"
+        ArgumentValueError, match=r"attention has 8 features .* divisible by num_heads=3"
     ):
         compiled(init(ATTEND))(KEY, X, None, 3)
     for axis in (0, 2, -2, (1, 1)):
