@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -442,7 +444,10 @@ def test_plain_attention_and_its_derivatives_equal_those_of_probabilities(masked
 
     tangents = tuple(np.roll(x, 1) for x in (q, k, v, bias))
     for derive in (jax.jvp, lambda fn, x, t: jax.vjp(fn, *x)[1](fn(*x))):
-        expected, actual = (derive(fn, (q, k, v, bias), tangents) for fn in (of_probs, plain))
+        expected, actual = (
+            jax.jit(functools.partial(derive, fn))((q, k, v, bias), tangents)
+            for fn in (of_probs, plain)
+        )
         for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
@@ -479,7 +484,8 @@ def test_gradients_of_half_precision_are_those_of_probabilities(dtype):
         return attention_context(attention_probs(attention_logits(q, k) * 8**-0.5), v)
 
     expected, actual = (
-        jax.vjp(fn, q, k, v)[1](cotangent) for fn in (of_probs, dot_product_attention)
+        jax.jit(lambda q, k, v, g, fn=fn: jax.vjp(fn, q, k, v)[1](g))(q, k, v, cotangent)
+        for fn in (of_probs, dot_product_attention)
     )
     for a, b in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(a.astype(np.float32), b.astype(np.float32))

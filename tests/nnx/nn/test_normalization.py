@@ -106,7 +106,7 @@ def test_pytree_round_trip():
 
     model = Model()
     close(jax.jit(lambda model, x: model(x))(model, X), model(X))
-    grads = jax.grad(lambda model: (model(X) ** 3).mean())(model)
+    grads = jax.jit(jax.grad(lambda model: (model(X) ** 3).mean()))(model)
     assert grads.norms[0].scale.shape == (6,) and grads.norms[2].bias.shape == (6,)
 
 
@@ -186,7 +186,7 @@ def test_batch_shards_are_weighted_by_count():
         y = inner(x, mask=mask)
         return y, to_pure_dict(split(inner)[1])
 
-    mapped = jax.vmap(apply, (0, 0, None), axis_name="parts")
+    mapped = jax.jit(jax.vmap(apply, (0, 0, None), axis_name="parts"))
     y, state = mapped(BATCH.reshape(2, 4, 5, 6), mask, state)
     counted = np.concatenate([BATCH[:1], BATCH[4:]])
     for part in range(2):
@@ -314,7 +314,7 @@ def test_scales_are_the_norms_and_parameters():
     layer(WEIGHT_NORM_X)
     norms = jnp.linalg.norm(layer.layer_instance.kernel[...], axis=0)
     np.testing.assert_allclose(norms, 3, rtol=1e-5)
-    grads = jax.grad(lambda layer: (layer(WEIGHT_NORM_X) ** 2).sum())(layer)
+    grads = jax.jit(jax.grad(lambda layer: (layer(WEIGHT_NORM_X) ** 2).sum()))(layer)
     assert (jnp.abs(grads.scales["kernel",][...]) > 0).all()
 
 
