@@ -541,10 +541,7 @@ def head_features(features: int, num_heads: int, layer: str) -> int:
 def key_and_value_inputs(
     query: Array, key: Array | None, value: Array | None, layer: str
 ) -> tuple[Array, Array]:
-    """Returns the inputs of keys, by default that of queries, and of values, by default keys'.
-
-    Raises ArgumentValueError if there is one of values, but none of keys.
-    """
+    """Returns the inputs of keys and values; raises ArgumentValueError for values without keys."""
     if key is None:
         if value is not None:
             raise ArgumentValueError(

@@ -53,8 +53,8 @@ def lookup(
 def as_ids(ids: Any, layer: str | None = None) -> Array:
     """Returns ids as a JAX array, of 32 bits unless x64 is enabled.
 
-    Raises ArgumentValueError if an id needs more bits; JAX would change its value. Also if ids are
-    not integers, for a `layer`, as the error is to name it.
+    Raises ArgumentValueError if an id needs more bits, which JAX would drop, or, for a `layer`, if
+    ids are not integers.
 
     >>> as_ids([3, 1]).tolist()
     [3, 1]

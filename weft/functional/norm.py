@@ -322,10 +322,7 @@ def normalize_by_layer(
     force_float32: bool = True,
     **options: Any,
 ) -> Float[Array, "*shape"]:
-    """Calls a function of this module with the options that layers of all ways of writing have.
-
-    The statistics have at least float32, if that is forced, and the result has `dtype`.
-    """
+    """Calls a function of this module with the options of a layer; the result has `dtype`."""
     y = norm_fn(
         cast(x, statistics.statistics_dtype(x, force_float32)),
         *params,
@@ -339,13 +336,7 @@ def normalize_by_layer(
 
 
 def along(axes: Sequence[int], values: Array | None, x: Num[Array, "*shape"]) -> Array | None:
-    """Reshapes values for positions of some axes of `x`, which may be merged, to broadcast to `x`.
-
-    None stays None.
-
-    >>> along((0,), jnp.ones(2), jnp.ones((2, 3))).shape
-    (2, 1)
-    """
+    """Reshapes values of some axes of `x`, which may be merged, to broadcast to `x`."""
     last = range(x.ndim - len(axes), x.ndim)
     if values is None or (values.ndim == len(axes) and list(axes) == list(last)):
         return values

@@ -130,11 +130,9 @@ def run_layer(
     """Returns the outputs of a layer's cell over sequences, or its last state and the outputs.
 
     Args:
-        layer: has the attributes `cell`, `return_carry`, `time_major`, `reverse` and `keep_order`.
+        layer: an `RNN`, whose options `overrides` replaces where they are not None.
         loop: `loop(step, carry, xs, axis, reverse)` scans `step(cell, carry, x) -> (carry, y)`.
-        first_carry: returns the first state of inputs of that shape, if there is no
-            `initial_carry`.
-        **overrides: the last four attributes; None for the layer's.
+        first_carry: returns the first state of inputs of that shape, without an `initial_carry`.
 
     Raises ArgumentShapeError if the inputs have too few axes, or the lengths do not match them.
     """
