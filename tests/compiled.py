@@ -1,4 +1,4 @@
-"""The functions of `weft.functional`, each call of which is one program.
+"""The functions of `weft.functional`, with one compiled program for each call.
 
 `from tests.compiled import cross_entropy` is `weft.functional.cross_entropy` in a `jax.jit`. Called
 as they are, as the examples in their docstrings do, they compile each operation by itself, which
