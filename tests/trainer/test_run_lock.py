@@ -48,6 +48,12 @@ def fast(monkeypatch):
 
 
 @pytest.fixture
+def nobody_answers(monkeypatch):
+    """Shortens the watch of a file that no process keeps."""
+    monkeypatch.setattr(lib, "_POLL_SECONDS", 0.01)
+
+
+@pytest.fixture
 def hold():
     """Starts processes that hold a directory; those that are left at the end are killed."""
     holders = []
@@ -119,7 +125,7 @@ def test_second_process_is_refused_until_the_first_is_killed(tmp_path, hold):
         assert re.search(text, str(caught.value))
         assert caught.value.free_dir == f"{tmp_path}-2"
     first.send_signal(signal.SIGSTOP)  # on this machine, silence does not free it
-    time.sleep(1)
+    time.sleep(0.6)
     with pytest.raises(RunDirError, match=r"It has been frozen for \d s"), run_lock(str(tmp_path)):
         pass
     first.kill()
@@ -148,6 +154,7 @@ def test_owner_on_another_machine_is_watched(tmp_path, hold, caplog):
         assert (tmp_path / LOCK_FILE).exists()  # the first has not removed what is not its own
 
 
+@pytest.mark.usefixtures("nobody_answers")
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
 def test_file_system_without_locks(number, tmp_path, monkeypatch, caplog):
     with without_locks(monkeypatch, number), run_lock(str(tmp_path / "free")):
@@ -178,6 +185,7 @@ def test_record_of_this_machine_counts_for_nothing_without_its_lock(tmp_path, ca
         assert not caplog.text
 
 
+@pytest.mark.usefixtures("nobody_answers")
 @pytest.mark.parametrize("data", [b"{", b"\xff" * 9000, b"[" * 5000, b"[1]"])
 def test_damaged_record_expires(data, tmp_path):
     (tmp_path / LOCK_FILE).write_bytes(data)
@@ -186,6 +194,7 @@ def test_damaged_record_expires(data, tmp_path):
         assert f'"pid": {os.getpid()}' in (tmp_path / LOCK_FILE).read_text()
 
 
+@pytest.mark.usefixtures("nobody_answers")
 def test_read_only_record_of_another_user_is_replaced(tmp_path, monkeypatch):
     write_record(tmp_path)
     file, open_file = (tmp_path / LOCK_FILE).stat().st_ino, os.open
@@ -198,7 +207,8 @@ def test_read_only_record_of_another_user_is_replaced(tmp_path, monkeypatch):
         return fd
 
     monkeypatch.setattr(os, "open", open_as_another_user)  # root may write everything
-    with run_lock(str(tmp_path)) as lock:
+    # While the file is open, the next one cannot have its number.
+    with open(tmp_path / LOCK_FILE), run_lock(str(tmp_path)) as lock:
         lock.check()
         assert (tmp_path / LOCK_FILE).stat().st_ino != file
 

@@ -245,7 +245,7 @@ class _Server(http.server.ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Ends connections that take too long; called twice a second."""
+        """Ends connections that take too long; called ten times a second."""
         now = time.monotonic()
         with self._lock:
             for request, since in self._since.items():
@@ -302,7 +302,9 @@ def status_page(port: int | None, watchdog: Watchdog) -> Iterator[RunStatus | No
             f"status_port={port}: cannot listen on 127.0.0.1:{own}: {error}. Choose another port, "
             "or 0 for any free one."
         ) from error
-    thread = threading.Thread(target=server.serve_forever, name="weft-status-page", daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, args=[0.1], name="weft-status-page", daemon=True
+    )
     thread.start()
     logger.warning("the status of this run: http://127.0.0.1:%d/", server.server_address[1])
     try:
