@@ -177,12 +177,17 @@ IMMUTABLE = (
 _SHARED_PACKAGES = frozenset({"jax", "jaxlib", "ml_dtypes"})
 
 
+@functools.lru_cache(1024)
+def _is_shared(cls: type) -> bool:
+    return issubclass(cls, IMMUTABLE) or cls.__module__.partition(".")[0] in _SHARED_PACKAGES
+
+
 def copy_value(x: Any, path: str = "") -> Any:
     """Copies the mutable parts of a value; `path` is that of the copy."""
+    if _is_shared(type(x)):
+        return x
     if isinstance(x, ConfigNode):
         return x._copy_to(path)
-    if isinstance(x, IMMUTABLE) or type(x).__module__.partition(".")[0] in _SHARED_PACKAGES:
-        return x
     if type(x) is dict:
         return {key: copy_value(child, f"{path}[{key!r}]") for key, child in x.items()}
     if type(x) in (list, tuple):

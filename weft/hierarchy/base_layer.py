@@ -287,7 +287,8 @@ class BaseLayer(Module):
 
     def _own_parameter_specs(self) -> dict[str, ParameterSpec]:
         specs, path = {}, self.path()
-        check_sizes(path, **{k: v for k, v in self.config.items() if k.endswith("_dim")})
+        cfg = self.config
+        check_sizes(path, **{k: getattr(cfg, k) for k in cfg.keys() if k.endswith("_dim")})
         for name, spec in self._create_layer_parameter_specs().items():
             check_sizes(f"{path}.{name}", shape=tuple(spec.shape))
             names = tuple(spec.partition_spec)

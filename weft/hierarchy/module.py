@@ -267,7 +267,11 @@ class Module(Configurable):
                 f"{'a child' if name in self._children else 'an attribute'} {name!r}; "
                 "give the child another name."
             )
-        wrong = f"the child {name!r} of {self.path()} was given {child_config!r}; "
+
+        def wrong(why: str) -> errors.ChildConfigError:
+            given = f"the child {name!r} of {self.path()} was given {child_config!r}"
+            return errors.ChildConfigError(f"{given}; {why}")
+
         config = child_config
         if not isinstance(config, Module.Config):
             # Above this package, and only needed for other libraries' layers and for functions.
@@ -277,21 +281,20 @@ class Module(Configurable):
         except errors.UnknownLayerError as error:
             if config is child_config:  # it names its own path
                 raise
-            raise errors.ChildConfigError(
-                f"{wrong}expected the config of a Module, such as `Linear.default_config()`, or of "
-                "a function with parameters `name` and `parent` that makes a Module, or a layer of "
+            raise wrong(
+                "expected the config of a Module, such as `Linear.default_config()`, or of a "
+                "function with parameters `name` and `parent` that makes a Module, or a layer of "
                 "any library that `weft.interop.as_hierarchy` takes."
             ) from error
         if not isinstance(child, Module):
-            raise errors.ChildConfigError(
-                f"{wrong}it makes an object of type {type(child).__name__}, which is not a Module. "
+            raise wrong(
+                f"it makes an object of type {type(child).__name__}, which is not a Module. "
                 "Return a Module whose methods call that object."
             )
         if (child.parent, child.name) != (self, name):
-            raise errors.ChildConfigError(
-                f"{wrong}it makes the {type(child).__name__} {child.path()!r}, which has another "
-                "name or parent. Pass both on: "
-                "`cfg.set(name=name).instantiate(parent=parent)`."
+            raise wrong(
+                f"it makes the {type(child).__name__} {child.path()!r}, which has another "
+                "name or parent. Pass both on: `cfg.set(name=name).instantiate(parent=parent)`."
             )
         self._children[name] = child
         return child

@@ -167,7 +167,11 @@ def stdlib_corpus(*, pattern: str = "**/*.py", held_out_fraction: float = 0.1) -
     >>> stdlib_corpus(pattern="json/*.py").files[0]  # doctest: +ELLIPSIS
     TextFile('json/__init__.py', ... bytes)
     """
-    root = Path(sysconfig.get_paths()["stdlib"])
+    return _stdlib_corpus(Path(sysconfig.get_paths()["stdlib"]), pattern, held_out_fraction)
+
+
+@functools.lru_cache(2)  # of training and evaluation
+def _stdlib_corpus(root: Path, pattern: str, held_out_fraction: float) -> Corpus:
     found = _list_files(root, pattern, STDLIB_EXCLUDED)
     files = [TextFile(name, _read_text(path)) for name, path in found]
     name = f"stdlib-{sysconfig.get_python_version()}"
