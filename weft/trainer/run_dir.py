@@ -178,6 +178,8 @@ def changes_of_run(path: Path, cfg: ConfigBase) -> list[str]:
         text = path.read_text()
     except OSError as error:
         raise RunDirError(f"{path} cannot be read: {error}. Choose another directory.") from error
+    if text == to_text(cfg) + "\n":
+        return []
     try:
         # Only compared; nothing is instantiated from it.
         before = from_text(text, source=str(path), allow=("weft.trainer",))
@@ -202,11 +204,15 @@ def _field_texts(text: str) -> dict[str, str]:
     except SyntaxError:
         return {"config": text}
     keywords = call.keywords if isinstance(call, ast.Call) else ()
-    return {str(k.arg): ast.get_source_segment(text, k.value) or "" for k in keywords}
+    return {
+        str(k.arg): ast.get_source_segment(text, k.value) or ""
+        for k in keywords
+        if k.arg not in MAY_CHANGE
+    }
 
 
 def _changed_lines(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
-    for name in sorted((before.keys() | after.keys()) - MAY_CHANGE):
+    for name in sorted(before.keys() | after.keys()):
         lines = (before.get(name, "").splitlines(), after.get(name, "").splitlines())
         for line in difflib.ndiff(*lines):
             if line[0] in "+-":
