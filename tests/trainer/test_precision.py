@@ -143,8 +143,11 @@ def test_policies_of_8_bits_quantize_products_with_weights(kind, policy, tmp_pat
     assert losses[-1] < 0.8 * losses[0]
 
     def logits(trainer, **kwargs):
-        outputs, _ = functional(trainer.model, None, state.model, (batch,), **kwargs)
-        return np.asarray(outputs[1]["logits"])
+        @jax.jit
+        def forward(params):
+            return functional(trainer.model, None, params, (batch,), **kwargs)[0][1]["logits"]
+
+        return np.asarray(forward(state.model))
 
     # Of the same state, in float32 and in 8 bits.
     plain = trainer_of(config(tmp_path / "plain", MODELS[kind]))

@@ -448,7 +448,9 @@ def test_step_compiled_ahead_of_time_runs(tmp_path):
 
 
 def test_start_trace_steps_write_profiles(tmp_path):
-    run(config(tmp_path, start_trace_steps=[2], n_steps_for_each_trace=1))
+    # A trace of Python as well would take seconds.
+    tracing = {"start_trace_steps": [2], "n_steps_for_each_trace": 1, "python_tracer_level": 0}
+    run(config(tmp_path, **tracing))
     assert list(tmp_path.glob("trace/step_00000002/**/*.xplane.pb"))
 
 
