@@ -288,7 +288,8 @@ class BaseLayer(Module):
     def _own_parameter_specs(self) -> dict[str, ParameterSpec]:
         specs, path = {}, self.path()
         cfg = self.config
-        check_sizes(path, **{k: getattr(cfg, k) for k in cfg.keys() if k.endswith("_dim")})
+        names = [name for name in cfg.keys() if name.endswith("_dim")]  # noqa: SIM118
+        check_sizes(path, **{name: getattr(cfg, name) for name in names})
         for name, spec in self._create_layer_parameter_specs().items():
             check_sizes(f"{path}.{name}", shape=tuple(spec.shape))
             names = tuple(spec.partition_spec)
