@@ -265,9 +265,9 @@ def test_kinds_of_models(model):
 
 
 @pytest.mark.parametrize("make", [linear, lambda: nn.Dense(CLASSES)], ids=["nnx", "linen"])
-def test_precision_holds_in_the_run_and_for_predictions(make, tmp_path):
+def test_precision_holds_in_the_run_and_for_predictions(make):
     model = make()
-    result = fit(model, precision="int8", dir=str(tmp_path / "a"), validation=(X, LABELS))
+    result = fit(model, precision="int8", validation=(X, LABELS))
     outputs = result.last.predict(X)
     with default_dot_general(int8_dot_general):
         np.testing.assert_array_equal(call(model, result, X), outputs)
@@ -277,13 +277,16 @@ def test_precision_holds_in_the_run_and_for_predictions(make, tmp_path):
         ours, theirs = (getattr(history, of)["loss"] for history in (result.history, other))
         assert (ours != theirs).all()
         np.testing.assert_allclose(ours, theirs, rtol=0.02)
-    resumed = fit(
-        make(), precision="int8", dir=str(tmp_path / "a"), validation=(X, LABELS), steps=6
-    )
-    whole = fit(make(), precision="int8", steps=6)
+
+
+def test_run_is_resumed_with_its_precision(tmp_path):
+    kwargs = {"precision": "int8", "validation": (X, LABELS)}
+    fit(**kwargs, dir=str(tmp_path / "a"))
+    resumed = fit(**kwargs, dir=str(tmp_path / "a"), steps=6)
+    whole = fit(**kwargs, steps=6)
     assert resumed.history.train["loss"].tolist() == whole.history.train["loss"].tolist()
     with pytest.raises(RunDirError, match=r"precision: - 'int8'\n  precision: \+ 'fp8'"):
-        fit(make(), precision="fp8", dir=str(tmp_path / "a"), validation=(X, LABELS))
+        fit(**kwargs | {"precision": "fp8"}, dir=str(tmp_path / "a"))
 
 
 def call(model, result, x):
@@ -327,16 +330,16 @@ def test_best_state_is_kept_and_restored(tmp_path):
     """Validation on the opposite labels gets worse with each step."""
     opposite = (X, (LABELS + 1) % CLASSES)
     model = linear()
-    result = fit(model, steps=30, learning_rate=0.1, validation=opposite, dir=str(tmp_path))
-    assert (result.best.step, result.last.step) == (3, 30)
+    result = fit(model, steps=12, learning_rate=0.1, validation=opposite, dir=str(tmp_path))
+    assert (result.best.step, result.last.step) == (2, 12)
     np.testing.assert_array_equal(model.kernel[...], result.last.variables["params"]["kernel"])
     result.best.update(model)
     np.testing.assert_array_equal(model(X), result.best.predict(X))
-    again = fit(steps=33, learning_rate=0.1, validation=opposite, dir=str(tmp_path))
-    assert (again.best.step, again.last.step) == (3, 33)
+    again = fit(steps=15, learning_rate=0.1, validation=opposite, dir=str(tmp_path))
+    assert (again.best.step, again.last.step) == (2, 15)
     np.testing.assert_array_equal(again.best.predict(X), result.best.predict(X))
-    assert again.history.train["step"].tolist() == list(range(1, 34))
-    without = fit(steps=34, learning_rate=0.1, dir=str(tmp_path))
+    assert again.history.train["step"].tolist() == list(range(1, 16))
+    without = fit(steps=16, learning_rate=0.1, dir=str(tmp_path))
     assert without.best is without.last
 
 

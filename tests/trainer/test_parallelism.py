@@ -88,7 +88,6 @@ def fsdp():
     "axes",
     [
         {"fsdp": 8},
-        {"data": 2, "model": 4},
         {"fsdp": 2, "seq": 2, "model": 2},
     ],
     ids=lambda axes: ",".join(f"{name}={size}" for name, size in axes.items()),

@@ -304,7 +304,7 @@ def test_trace_levels_are_configurable(tmp_path):
 
 
 def test_end_of_run_ends_the_trace(tmp_path):
-    traces = StepTraces(str(tmp_path), [1], n_steps=10, processes="all")
+    traces = StepTraces(str(tmp_path), [1], n_steps=10, processes="all", python_tracer_level=0)
     run(traces, [1])
     traces.close()
     traces.close()

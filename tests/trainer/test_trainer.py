@@ -167,7 +167,7 @@ class GeneratedInput(Input):
 
     def dataset(self):
         fake = FakeLmInput.default_config().set(name="fake", is_training=self.config.is_training)
-        fake.set(global_batch_size=8, source_length=8, max_token_id=100)
+        fake.set(global_batch_size=8, source_length=32, max_token_id=100)
         yield from fake.instantiate(parent=None).dataset()
 
 
@@ -183,9 +183,8 @@ def test_position_in_a_generator_is_counted(tmp_path, caplog):
     assert "trainer.input: iterators of dataset() have no get_state" in caplog.text
 
 
-@pytest.mark.parametrize("shape", [(8, 1), (4, 2)])
-def test_losses_and_parameters_match_on_mesh(straight, tmp_path, shape):
-    trainer, recorder, _ = run(config(tmp_path, mesh_shape=shape), devices=8)
+def test_losses_and_parameters_match_on_mesh(straight, tmp_path):
+    trainer, recorder, _ = run(config(tmp_path, mesh_shape=(4, 2)), devices=8)
     np.testing.assert_allclose(
         list(recorder.losses.values()), list(straight[1].losses.values()), rtol=1e-4
     )
@@ -197,7 +196,7 @@ def test_losses_and_parameters_match_on_mesh(straight, tmp_path, shape):
     )
     weight = model["decoder"]["emb"]["token_emb"]["weight"]
     assert weight.sharding.spec == specs["decoder"]["emb"]["token_emb"]["weight"]
-    assert weight.addressable_shards[0].data.size == weight.size // shape[1]
+    assert weight.addressable_shards[0].data.size == weight.size // 2
 
 
 def test_checkpoint_is_restored_onto_another_mesh(straight, tmp_path):
