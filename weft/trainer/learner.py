@@ -44,6 +44,12 @@ from weft.trainer.update_transformation import (
 from weft.training.train_state import DynamicScale
 from weft.typing import DType, Nested, NestedTensor, T, Tensor
 
+_COUNT = base.PartitionedGradientTransformation(
+    init=lambda _: jnp.zeros((), jnp.int32),
+    update=lambda updates, state, params: (updates, state),
+    partition=lambda _: base.COUNT_SPEC,
+)
+
 
 class DynamicLossScale(config.Configurable):
     """Scale of a learner's loss; its state is a dict of the scale and a count of steps."""
@@ -82,14 +88,14 @@ class DynamicLossScale(config.Configurable):
                     f"loss_scale.{name}={getattr(cfg, name):g}; expected {expected}."
                 )
 
-    def init(self) -> dict[str, Tensor]:
-        """Returns the state before the first step."""
+    def init(self, params: object = None) -> dict[str, Tensor]:
+        """Returns the state before the first step, whatever the parameters."""
         return {
             "scale": jnp.array(self.config.initial_scale, jnp.float32),
             "finite_steps": jnp.zeros((), jnp.int32),
         }
 
-    def partition(self) -> dict[str, Any]:
+    def partition(self, params: object = None) -> dict[str, Any]:
         """Returns the layout of the state."""
         return {"scale": base.replicated((), jnp.float32), "finite_steps": base.COUNT_SPEC}
 
@@ -214,6 +220,24 @@ class _OneForwardPassLearner(BaseLearner):
         self._ema = None if cfg.ema.decay is None else base.as_partitioned(cfg.ema)
         self._forward_fn_transformation = config.maybe_instantiate(cfg.forward_fn_transformation)
         self._loss_scale: DynamicLossScale | None = None
+        # Makers of parts of the state besides those of optimizers.
+        self._own_state: dict[str, Any] = {} if self._ema is None else {"ema": self._ema}
+
+    def init(self, model_params: base.NestedOptParam) -> dict[str, Any]:
+        own, params = self._own_state, base.at_least_float32(model_params)
+        state = self._of_optimizers("init", model_params)
+        return state | {name: part.init(params) for name, part in own.items()}
+
+    def create_state_partition_specs(
+        self, model_param_specs: NestedParameterSpec
+    ) -> dict[str, base.NestedOptStateSpec]:
+        own, params = self._own_state, base.at_least_float32(model_param_specs)
+        specs = self._of_optimizers("create_state_partition_specs", model_param_specs)
+        return specs | {name: part.partition(params) for name, part in own.items()}
+
+    def _of_optimizers(self, method: str, params: Any) -> dict[str, Any]:
+        """Calls a method of each optimizer, by name, with the parameters or specs that it gets."""
+        raise NotImplementedError(type(self))
 
     def forward_and_backward(
         self, *, fn: ForwardFn, inputs: NestedTensor, opt_params: base.NestedOptParam
@@ -290,31 +314,12 @@ class Learner(_OneForwardPassLearner):
         super().__init__(cfg, parent=parent)
         self._add_child("optimizer", as_update_transformation(cfg.optimizer))
         self._loss_scale = config.maybe_instantiate(cfg.loss_scale)
+        if cfg.ignore_undefined_loss:
+            self._own_state["undefined_loss_count"] = _COUNT
+        if self._loss_scale is not None:
+            self._own_state["loss_scale"] = self._loss_scale
         self._precision = None if cfg.precision is None else as_precision(cfg.precision)
         self._stats = {name: variable_stat(name) for name in cfg.per_variable_stats}
-
-    def init(self, model_params: base.NestedOptParam) -> dict[str, Any]:
-        state = {"optimizer": self._of_optimizer(self.optimizer.init, model_params)}
-        if self._ema is not None:
-            state["ema"] = self._ema.init(base.at_least_float32(model_params))
-        if self.config.ignore_undefined_loss:
-            state["undefined_loss_count"] = jnp.zeros((), jnp.int32)
-        if self._loss_scale is not None:
-            state["loss_scale"] = self._loss_scale.init()
-        return state
-
-    def create_state_partition_specs(
-        self, model_param_specs: NestedParameterSpec
-    ) -> dict[str, base.NestedOptStateSpec]:
-        partition = self.optimizer.create_state_partition_specs
-        specs = {"optimizer": self._of_optimizer(partition, model_param_specs)}
-        if self._ema is not None:
-            specs["ema"] = self._ema.partition(base.at_least_float32(model_param_specs))
-        if self.config.ignore_undefined_loss:
-            specs["undefined_loss_count"] = base.COUNT_SPEC
-        if self._loss_scale is not None:
-            specs["loss_scale"] = self._loss_scale.partition()
-        return specs
 
     def handles_undefined_loss(self) -> bool:
         return self.config.ignore_undefined_loss
@@ -412,13 +417,13 @@ class Learner(_OneForwardPassLearner):
 
         return jax.tree.map(matches, base.tree_paths(tree))
 
-    def _of_optimizer(self, make: Callable[[Any], Any], params: Any) -> Any:
-        """Returns the optimizer's state, or its layout, for parameters or their specs."""
+    def _of_optimizers(self, method: str, params: Any) -> dict[str, Any]:
+        make = getattr(self.optimizer, method)
         optimized = mask_tree(params, keep=self.should_update_with_optimizers(params))
         if self._precision is None:
-            return make(optimized)
+            return {"optimizer": make(optimized)}
         made = make(base.at_least_float32(optimized))
-        return self._precision.with_stored_moments(made, optimized)
+        return {"optimizer": self._precision.with_stored_moments(made, optimized)}
 
     def _add_per_variable_summaries(self, updates: Updates) -> None:
         chosen = self.config.enable_per_variable_summaries
@@ -481,25 +486,6 @@ class CompositeLearner(_OneForwardPassLearner):
                 "one loss, which has none; train with one Learner and `update_rules`."
             )
 
-    def init(self, model_params: base.NestedOptParam) -> dict[str, Any]:
-        state = {
-            name: self.children[name].init(part) for name, part in self._parts(model_params).items()
-        }
-        if self._ema is not None:
-            state["ema"] = self._ema.init(base.at_least_float32(model_params))
-        return state
-
-    def create_state_partition_specs(
-        self, model_param_specs: NestedParameterSpec
-    ) -> dict[str, base.NestedOptStateSpec]:
-        specs = {
-            name: self.children[name].create_state_partition_specs(part)
-            for name, part in self._parts(model_param_specs).items()
-        }
-        if self._ema is not None:
-            specs["ema"] = self._ema.partition(base.at_least_float32(model_param_specs))
-        return specs
-
     def handles_undefined_loss(self) -> bool:
         return all(learner.handles_undefined_loss() for learner in self.children.values())
 
@@ -513,11 +499,8 @@ class CompositeLearner(_OneForwardPassLearner):
         return _merge_parts(model_params, parts)
 
     def should_update_with_optimizers(self, model_params: base.NestedOptParam) -> Nested[bool]:
-        parts = [
-            self.children[name].should_update_with_optimizers(part)
-            for name, part in self._parts(model_params).items()
-        ]
-        return _merge_parts(model_params, parts)
+        parts = self._of_optimizers("should_update_with_optimizers", model_params)
+        return _merge_parts(model_params, [*parts.values()])
 
     def update(self, updates: Updates) -> NestedTensor:
         parts = [
@@ -527,6 +510,10 @@ class CompositeLearner(_OneForwardPassLearner):
         new_params = _merge_parts(updates.opt_params, parts)
         self._update_ema(updates.opt_params, new_params)
         return new_params
+
+    def _of_optimizers(self, method: str, params: Any) -> dict[str, Any]:
+        parts = self._parts(params).items()
+        return {name: getattr(self.children[name], method)(part) for name, part in parts}
 
     def _parts(self, tree: object) -> dict[str, Any]:
         """Returns for each learner the tree with the other learners' parameters masked."""
