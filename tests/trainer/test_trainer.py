@@ -41,9 +41,7 @@ from weft.trainer.aot_compilation import aot_model_analysis
 from weft.trainer.checkpointer import CheckpointValidationType, every_n_steps_policy
 from weft.trainer.checkpointer.dirs import step_dirs
 from weft.trainer.learner import Learner
-from weft.trainer.mesh import build_mesh, rules_of
 from weft.trainer.progress import RunListener
-from weft.trainer.state import new_state, state_shardings, state_specs
 from weft.trainer.state_builder import (
     MergeStateConverter,
     MergeStateSelection,
@@ -506,9 +504,6 @@ def test_stop_between_steps_ends_the_run(tmp_path):
     assert listener.ended == (7, "SIGTERM")
 
 
-MESH_AXES = ("data", "model")
-
-
 class LinearModel(BaseModel):
     def __init__(self, cfg, *, parent):
         super().__init__(cfg, parent=parent)
@@ -523,38 +518,23 @@ class Program:
     """A step on a mesh of two devices, and the state before the first one."""
 
     def __init__(self, **fields):
-        if jax.device_count() < 2:
-            pytest.skip("needs 2 devices")
-        parts = {
-            "model": LinearModel.default_config(),
-            "learner": Learner.default_config().set(optimizer=OPTIMIZER),
-            "input": FakeLmInput.default_config().set(
+        cfg = SpmdTrainer.default_config().set(
+            name="trainer",
+            dir="",
+            model=LinearModel.default_config(),
+            learner=Learner.default_config().set(optimizer=OPTIMIZER),
+            input=FakeLmInput.default_config().set(
                 is_training=True, global_batch_size=2, source_length=2, max_token_id=4
             ),
-        }
-        cfg = SpmdTrainer.default_config().set(**parts, **fields)
-        made = {k: part.set(name=k).instantiate(parent=None) for k, part in parts.items()}
-        self.model, self.learner = made["model"], made["learner"]
-        self.mesh = build_mesh((1, 2), MESH_AXES, jax.devices()[:2])
-        self.specs = state_specs(self.model, self.learner, rules_of(cfg))
-        self.shardings = state_shardings(self.mesh, self.specs)
-        self.step = jit_train_step(
-            cfg,
-            model=self.model,
-            learner=self.learner,
-            input_=made["input"],
-            mesh=self.mesh,
-            specs=self.specs,
-            shardings=self.shardings,
+            mesh_shape=(1, 2),
+            mesh_axis_names=("data", "model"),
         )
+        self.trainer = trainer_of(cfg.set(**fields), devices=2)
+        self.mesh, self.step = self.trainer.mesh, jit_train_step(self.trainer)
 
     def state(self):
-        def begin(key):
-            return new_state(
-                key, model=self.model, learner=self.learner, model_specs=self.specs.model
-            )
-
-        return jax.jit(begin, out_shardings=self.shardings)(jax.random.key(0))
+        self.trainer.init(jax.random.key(0))
+        return self.trainer.trainer_state
 
 
 def test_step_donates_the_state_and_keeps_shardings():
@@ -562,7 +542,7 @@ def test_step_donates_the_state_and_keeps_shardings():
     state = program.state()
     weight = state.model["linear"]["weight"]
     first = np.asarray(weight)
-    with jax.set_mesh(program.mesh):
+    with program.mesh():
         ids = np.ones((2, 2), np.int32)
         after, outputs = program.step(state, {"input_ids": ids, "target_labels": ids})
     assert weight.is_deleted()
@@ -576,7 +556,7 @@ def test_step_donates_the_state_and_keeps_shardings():
 def test_lowered_step_names_modules_and_arguments(policy):
     program = Program(anomaly_policy=policy)
     ids = np.ones((2, 2), np.int32)
-    with jax.set_mesh(program.mesh):
+    with program.mesh():
         batch = {"input_ids": ids, "target_labels": ids}
         lowered = program.step.trace(program.state(), batch).lower()
     text = lowered.as_text(debug_info=True)

@@ -24,7 +24,7 @@ from weft import config, errors
 from weft.core import axis_rules, tracing
 from weft.distributed import peers, preemption
 from weft.distributed.watchdog import Watchdog
-from weft.hierarchy import BaseLayer, Module, nowrap
+from weft.hierarchy import Module, nowrap
 from weft.input import Input, PrefetchingIterator
 from weft.trainer import (
     anomalies,
@@ -34,7 +34,6 @@ from weft.trainer import (
     profiling,
     run_dir,
     state_builder,
-    update_transformation,
 )
 from weft.trainer import mesh as mesh_lib
 from weft.trainer import state as state_lib
@@ -205,15 +204,7 @@ class SpmdTrainer(Module):
                     model=self.model,
                     model_param_partition_specs=self.trainer_state_partition_specs.model,
                 )
-        self._train_step = jit_train_step(
-            cfg,
-            model=self.model,
-            learner=self.learner,
-            input_=self.input,
-            mesh=self._mesh,
-            specs=self._state_specs,
-            shardings=self._shardings,
-        )
+        self._train_step: Callable[..., Any] = jit_train_step(self)
         self._checks_loss = not self.learner.handles_undefined_loss()
         self._throughput: profiling.Throughput | None = config.maybe_instantiate(cfg.throughput)
         self._early_stopping: EarlyStopping | None = config.maybe_instantiate(cfg.early_stopping)
@@ -723,38 +714,31 @@ def run_context(
             listener.on_end(step(), stopped.request.text)
 
 
-def jit_train_step(
-    cfg: config.ConfigBase,
-    *,
-    model: BaseLayer,
-    learner: update_transformation.LearnerModule,
-    input_: Input,
-    mesh: jax.sharding.Mesh,
-    specs: TrainerState,
-    shardings: TrainerState,
-) -> Callable[..., Any]:
+def jit_train_step(trainer: SpmdTrainer) -> Any:
     """Returns the jitted step of a trainer, which donates the state to the next one.
 
     Raises:
         MeshError: if a gradient does not fit the mesh; the message names it.
     """
-    gradient_specs = state_lib.parameter_specs(model, mesh_lib.rules_of(cfg).gradients)
+    cfg, mesh, model_specs = trainer.config, trainer._mesh, trainer._state_specs.model
+    gradient_specs = state_lib.parameter_specs(trainer.model, trainer._rules.gradients)
     state_lib.state_shardings(mesh, {"gradients": gradient_specs})
+    dtype = config.maybe_instantiate(cfg.train_dtype)
     step = functools.partial(
         train_step,
-        model=model,
-        learner=learner,
-        input_=input_,
-        model_specs=specs.model,
+        model=trainer.model,
+        learner=trainer.learner,
+        input_=trainer.input,
+        model_specs=model_specs,
         gradient_specs=gradient_specs,
-        train_dtype=config.maybe_instantiate(cfg.train_dtype),
+        train_dtype=dtype,
     )
-    platform = mesh.devices.flat[0].platform
-    options = options_for_steps(platform, specs.model, input_.element_spec, cfg.max_step)
+    platform, batch = mesh.devices.flat[0].platform, trainer.input.element_spec
+    options = options_for_steps(platform, model_specs, batch, cfg.max_step)
     if cfg.anomaly_policy is not None:
-        policy, dtype = cfg.anomaly_policy.instantiate(), config.maybe_instantiate(cfg.train_dtype)
-        return anomalies.AnomalyGuard(policy, step, shardings, mesh, dtype, options)
-    layout = (shardings, None)
+        policy = cfg.anomaly_policy.instantiate()
+        return anomalies.AnomalyGuard(policy, step, trainer._shardings, mesh, dtype, options)
+    layout = (trainer._shardings, None)
     return jax.jit(
         step, in_shardings=layout, out_shardings=layout, donate_argnums=0, compiler_options=options
     )
