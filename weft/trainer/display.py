@@ -194,9 +194,11 @@ class Display(progress.RunListener):
         trained: Number of those that the learner updates.
     """
 
-    def __init__(self, console: Console, dir: str | None):
-        self._console = console
-        self._dir = dir
+    def __init__(
+        self, console: Console, dir: str | None, clock: Callable[[], float] = time.monotonic
+    ):
+        self._console, self._dir = console, dir
+        self._clock, self._next = clock, -math.inf
         self.evals: dict[str, tuple[int, dict[str, float]]] = {}
         self.resumed_from: int | None = None
         self.ended: tuple[int, str] | None = None
@@ -282,6 +284,13 @@ class Display(progress.RunListener):
     def _is_limited(self) -> bool:
         return not math.isinf(self._max_step)
 
+    def _is_due(self, interval: float) -> bool:
+        """Returns whether this many seconds have passed since it last did."""
+        if self._clock() < self._next:
+            return False
+        self._next = self._clock() + interval
+        return True
+
     def _show(self, reading: Reading, *, last: bool = False) -> None:
         raise NotImplementedError
 
@@ -316,16 +325,8 @@ def parameter_sizes(trainer: Any) -> Sizes:
 class LineDisplay(Display):
     """Display that prints lines: the first step, one every ten seconds, the last step."""
 
-    def __init__(
-        self, console: Console, dir: str | None, clock: Callable[[], float] = time.monotonic
-    ):
-        super().__init__(console, dir)
-        self._clock = clock
-        self._next = -math.inf
-
     def _show(self, reading: Reading, *, last: bool = False) -> None:
-        if last or self._clock() >= self._next:
-            self._next = self._clock() + _SECONDS_BETWEEN_LINES
+        if self._is_due(_SECONDS_BETWEEN_LINES) or last:
             step, *times = progress_texts(reading, self._max_step)
             self.print_line("  ".join([step, *value_texts(reading), *times]))
 
@@ -410,12 +411,8 @@ class LiveDisplay(_BlockDisplay):
 class NotebookDisplay(_BlockDisplay):
     """Display for notebooks, which updates one output of the running cell."""
 
-    def __init__(
-        self, console: Console, dir: str | None, clock: Callable[[], float] = time.monotonic
-    ):
+    def __init__(self, console: Console, dir: str | None):
         super().__init__(console, dir)
-        self._clock = clock
-        self._next = -math.inf
         self._lines: list[str] = []
         self._handle: Any = None
 
@@ -430,8 +427,7 @@ class NotebookDisplay(_BlockDisplay):
 
     def _show(self, reading: Reading, *, last: bool = False) -> None:
         super()._show(reading, last=last)
-        if self._clock() >= self._next:
-            self._next = self._clock() + _SECONDS_BETWEEN_DRAWINGS
+        if self._is_due(_SECONDS_BETWEEN_DRAWINGS):
             self._draw()
 
     def _draw(self) -> None:
