@@ -1,6 +1,6 @@
 """Progress of a run: listeners for its events, and the reasons why it ends."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.errors import CheckpointSaveError
@@ -80,26 +80,14 @@ class RunListeners(RunListener):
     def __init__(self, listeners: Sequence[RunListener]):
         self._listeners = listeners
 
-    def on_start(self, trainer: RunningTrainer, resumed_from: int | None) -> None:
-        for listener in self._listeners:
-            listener.on_start(trainer, resumed_from)
 
-    def on_step(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> None:
+def _passed_on(event: str) -> Callable[..., None]:
+    def to_all(self: RunListeners, *args: Any, **kwargs: Any) -> None:
         for listener in self._listeners:
-            listener.on_step(step, outputs, batch)
+            getattr(listener, event)(*args, **kwargs)
 
-    def on_eval(self, name: str, step: int, summaries: dict[str, Any]) -> None:
-        for listener in self._listeners:
-            listener.on_eval(name, step, summaries)
+    return to_all
 
-    def on_checkpoint(self, step: int) -> None:
-        for listener in self._listeners:
-            listener.on_checkpoint(step)
 
-    def on_save_failed(self, step: int, error: CheckpointSaveError) -> None:
-        for listener in self._listeners:
-            listener.on_save_failed(step, error)
-
-    def on_end(self, step: int, reason: str) -> None:
-        for listener in self._listeners:
-            listener.on_end(step, reason)
+for _event in [name for name in vars(RunListener) if name.startswith("on_")]:
+    setattr(RunListeners, _event, _passed_on(_event))
