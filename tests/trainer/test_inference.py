@@ -161,5 +161,5 @@ def test_rows_by_kind_of_layout():
 def test_missing_items_are_named(directory, tmp_path):
     with pytest.raises(CheckpointNotFoundError):
         runner_of(config(tmp_path))
-    with pytest.raises(InferenceError, match=r"runner cannot run 'predic': the model.*predict"):
+    with pytest.raises(InferenceError, match=r"runner is to call 'predic' of the model.*predict"):
         runner_of(config(directory)).create_method_runner(method="predic")

@@ -57,6 +57,16 @@ def get_public_method(module: "Module", name: str) -> Callable[..., Any] | None:
     return getattr(module, name) if is_method else None
 
 
+def check_method(owner: "Module", model: "Module", method: str, error: type[Exception]) -> None:
+    """Raises an error if `owner` is to call a public method that the model does not have."""
+    if get_public_method(model, method) is None:
+        names = [name for name in dir(type(model)) if not name.startswith("_")]
+        raise error(
+            f"{owner.path()} is to call {method!r} of the model, but {type(model).__name__} has no "
+            f"such method. {errors.did_you_mean(method, names)}"
+        )
+
+
 def _in_own_context(method: Callable[..., R]) -> Callable[..., R]:
     """Wraps a method so that calls from other modules run in its own module's context."""
 

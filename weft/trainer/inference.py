@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from weft import config, errors, traverse_util
 from weft.core.axis_rules import logical_axis_rules
 from weft.hierarchy.base_layer import BaseModel
-from weft.hierarchy.module import Module, functional, get_public_method
+from weft.hierarchy.module import Module, check_method, functional
 from weft.input import host_to_global_device_array
 from weft.trainer import parallelism, run_dir, state_builder
 from weft.trainer.checkpointer.index import CheckpointValidationType
@@ -186,13 +186,7 @@ class InferenceRunner(Module):
 
         Raises InferenceError if the model has no such method.
         """
-        if get_public_method(self.model, method) is None:
-            names = [name for name in dir(type(self.model)) if not name.startswith("_")]
-            raise errors.InferenceError(
-                f"{self.path()} cannot run {method!r}: the model, a "
-                f"{type(self.model).__name__}, has no such method. "
-                f"{errors.did_you_mean(method, names)}"
-            )
+        check_method(self, self.model, method, errors.InferenceError)
         cfg = self.config
         from_spec = cfg.input_batch_partition_spec.partition_spec(self._mesh)
         run = method_program(

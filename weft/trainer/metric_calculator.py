@@ -15,7 +15,7 @@ import numpy as np
 from weft import config, errors, hierarchy
 from weft.distributed.preemption import InterruptibleJit
 from weft.hierarchy import context
-from weft.hierarchy.module import Module, functional, get_public_method
+from weft.hierarchy.module import Module, check_method, functional
 from weft.input.dispatch import current_mesh
 from weft.trainer.compilation import count, options_for_evaluation
 from weft.trainer.model import cast_floats
@@ -101,13 +101,7 @@ class BaseMetricCalculator(Module):
         that each process can read them.
         """
         # Checked now rather than at the first evaluation, which may be hours into training.
-        if get_public_method(self._model, method) is None:
-            names = [name for name in dir(type(self._model)) if not name.startswith("_")]
-            raise errors.MetricCalculatorError(
-                f"{self.path()} is to call {method!r} of the model, but "
-                f"{type(self._model).__name__} has no such method. "
-                f"{errors.did_you_mean(method, names)}"
-            )
+        check_method(self, self._model, method, errors.MetricCalculatorError)
 
         def eval_step(params: NestedTensor, prng_key: Tensor, batch: NestedTensor) -> Any:
             next_key, key = jax.random.split(prng_key)
