@@ -23,6 +23,7 @@ from weft.core.axis_rules import logical_axis_rules
 from weft.errors import TopologyError, did_you_mean
 from weft.trainer import mesh as mesh_lib
 from weft.trainer.inference import InferenceRunner, method_program
+from weft.trainer.optimizers.base import path_name
 from weft.trainer.state import parameter_specs, state_shardings, with_shardings
 from weft.typing import Nested, PartitionSpec
 
@@ -206,9 +207,9 @@ def compile_inference_programs(
 
         def laid_out(path: jax.tree_util.KeyPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             spec = PartitionSpec(*partition[: len(x.shape)])
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            sharding = mesh_lib.named_sharding(mesh, spec, f"input_batch_spec {name}")
-            mesh_lib.check_divides(f"input_batch_spec {name}", x.shape, sharding)
+            name = f"input_batch_spec {path_name(path)}"
+            sharding = mesh_lib.named_sharding(mesh, spec, name)
+            mesh_lib.check_divides(name, x.shape, sharding)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         batch = jax.tree_util.tree_map_with_path(

@@ -242,15 +242,8 @@ def cast_for_forward(
     params: NestedTensor, batch: T, train_dtype: DType | PerParamDType | None
 ) -> tuple[NestedTensor, T]:
     """Casts parameters and a batch to one dtype, to one per parameter, or not at all."""
-    if train_dtype is None or not _is_per_param(train_dtype):
+    # Scalar types of JAX and NumPy are classes.
+    if not callable(train_dtype) or isinstance(train_dtype, type):
         return cast_floats((params, batch), train_dtype)
     cast = cast_floats_per_param(params, train_dtype(params))
     return cast, cast_floats(batch, getattr(train_dtype, "default_dtype", None))
-
-
-def _is_per_param(train_dtype: DType) -> bool:
-    try:
-        jnp.dtype(train_dtype)
-    except TypeError:
-        return True
-    return False

@@ -37,6 +37,7 @@ import jax
 from weft.config import Configurable
 from weft.errors import ProfilerTraceError, ThroughputError
 from weft.hierarchy.module import Module, functional
+from weft.trainer.optimizers.base import leaves_by_path, path_name
 from weft.trainer.run_dir import read_record, update_record
 from weft.typing import NestedTensor
 
@@ -337,10 +338,7 @@ def count_flops(fn: Callable[..., Any], weights: object, *args: object) -> Flops
     >>> count_flops(lambda w, x: x @ w["a"], {"a": jnp.zeros((3, 5))}, jnp.zeros((2, 3)))
     Counter({'a': 60})
     """
-    paths = [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, _ in jax.tree_util.tree_leaves_with_path(weights)
-    ]
+    paths = list(map(path_name, leaves_by_path(weights)))
     jaxpr = jax.make_jaxpr(fn)(weights, *args).jaxpr
     others = [None] * (len(jaxpr.invars) - len(paths))
     return _count(jaxpr, [*paths, *others])[0]
