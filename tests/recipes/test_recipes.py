@@ -9,7 +9,7 @@ from weft.hierarchy.causal_lm import Model
 from weft.input.fake import FakeLmInput
 from weft.recipes import RECIPES, named_trainer_configs
 from weft.recipes.lm import trainer_config
-from weft.trainer.schedule_length import learner_config
+from weft.trainer.run_dir import learner_config
 from weft.trainer.trainer import SpmdTrainer
 
 

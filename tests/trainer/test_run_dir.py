@@ -42,6 +42,7 @@ class Run(Configurable):
         width: int = 4
         evalers: dict = {}
         input: Source.Config = Source.default_config()
+        learner: Source.Config = Source.default_config()
         fn: object = None
 
 

@@ -6,9 +6,8 @@ from weft.cli import main
 from weft.cli.configs import load_config
 from weft.config import REQUIRED, config_for_function, from_text, to_text
 from weft.errors import ScheduleError
-from weft.trainer.run_dir import claim_run_dir
+from weft.trainer.run_dir import claim_run_dir, learner_config, schedule_notes
 from weft.trainer.schedule import cosine_with_linear_warmup, stepwise
-from weft.trainer.schedule_length import learner_config, record_schedule_steps, schedule_notes
 
 RATE = "learner.optimizer.inner.learning_rate"
 
@@ -26,7 +25,6 @@ def saved(tmp_path):
     """Starts a run of 40 steps, which has a checkpoint."""
     cfg = at(tmp_path, "max_step=40")
     claim_run_dir(cfg)
-    record_schedule_steps(cfg)
     (tmp_path / "checkpoints" / "step_00000020").mkdir(parents=True)
     return tmp_path
 
@@ -56,7 +54,7 @@ def test_continued_run_keeps_its_curve(saved):
     assert schedule_notes(cfg) == [
         "40 steps, as when the run began; then the learning rate stays 0.001"
     ]
-    record_schedule_steps(cfg)
+    claim_run_dir(cfg)
     assert length(at(saved, "max_step=200")) == 40
     assert schedule_notes(at(saved, "max_step=40")) == []
 

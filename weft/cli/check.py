@@ -22,7 +22,7 @@ from weft.core.axis_rules import Rules
 from weft.errors import BatchShardingError, MeshError, ShardingWarning
 from weft.hierarchy.parameter_spec import TensorSpec
 from weft.input import Input
-from weft.trainer import SpmdTrainer, display, schedule_length
+from weft.trainer import SpmdTrainer, display, run_dir
 from weft.trainer.aot_compilation import get_devices_for_topology
 from weft.trainer.mesh import HybridMeshShape, build_mesh, over_slices, rules_of
 from weft.trainer.model import build_model
@@ -65,7 +65,7 @@ def _topology(devices: str | None, cfg: SpmdTrainer.Config) -> str | None:
 
 def _report_layouts(console: Console, cfg: SpmdTrainer.Config, mesh: Mesh) -> list[str]:
     model = build_model(cfg)
-    learner = schedule_length.learner_config(cfg).set(name="learner").instantiate(parent=None)
+    learner = run_dir.learner_config(cfg).set(name="learner").instantiate(parent=None)
     sizes, rules = dict(mesh.shape), rules_of(cfg)
     specs = state_specs(model, learner, rules)
     params = array_layouts(specs.model, sizes, model=model, rules=rules.parameters)

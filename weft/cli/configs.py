@@ -15,8 +15,13 @@ from weft.errors import CommandLineError, ConfigError
 from weft.recipes import find_recipe, named_trainer_configs, recorded_recipe
 from weft.trainer import SpmdTrainer, select_mesh_config
 from weft.trainer.parallelism import MESH_AXIS_NAMES, ParallelismModifier
-from weft.trainer.run_dir import CONFIG_FILE, changes_of_run, is_signed, read_record
-from weft.trainer.schedule_length import length_comments
+from weft.trainer.run_dir import (
+    CONFIG_FILE,
+    changes_of_run,
+    is_signed,
+    length_comments,
+    read_record,
+)
 from weft.trainer.trainer_config_modifier import apply_config_modifiers
 
 

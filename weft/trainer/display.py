@@ -25,7 +25,7 @@ from rich.text import Text
 
 from weft.errors import CheckpointSaveError
 from weft.hierarchy.metrics import Summary
-from weft.trainer import progress, schedule_length, train_step
+from weft.trainer import progress, run_dir, train_step
 from weft.typing import T
 
 _WINDOW = 50
@@ -237,7 +237,7 @@ class Display(progress.RunListener):
         else:
             text = f"resuming from step {resumed_from:,}"
         self.print_line(f"run        {f'{self._dir}: ' if self._dir else ''}{text}")
-        for note in schedule_length.schedule_notes(trainer.config):
+        for note in run_dir.schedule_notes(trainer.config):
             self.print_line(f"schedule   {note}")
 
     def on_step(self, step: int, outputs: dict[str, Any], batch: Any) -> None:

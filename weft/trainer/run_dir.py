@@ -1,12 +1,20 @@
 """Record of a run in its directory: config, data, and starts.
 
     config.txt    the config, as text that `weft.config.from_text` reads
-    run.json      the recipe, the corpus and its hash, notes, and for each start: time, versions,
-                  devices
+    run.json      the recipe, the corpus and its hash, the length of schedules, notes, and for each
+                  start: time, versions, devices
 
 A directory with a checkpoint belongs to the config that trained it. Fields that determine the
 resulting bits (model, learner, data, seed) must be the same at each start; duration, location and
 monitoring of the run may change. Without a checkpoint, the directory is free for any config.
+
+A required argument `max_step` of a schedule anywhere in the learner's config may stay unset. The
+trainer then sets it to its own `max_step`:
+
+    learning_rate=config_for_function(cosine_with_linear_warmup).set(peak_lr=0.1)
+
+A run that continues with another `max_step` keeps the curve with which it began: the steps that it
+has trained belong to that curve.
 
 A record is signed, to tell what this user has written from what came from elsewhere. The key is in
 a file that only the user can read, `weft/key` in `$XDG_CONFIG_HOME` or `~/.config`, which the first
@@ -21,6 +29,7 @@ import hashlib
 import hmac
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -33,17 +42,19 @@ from typing import Any
 import jax
 
 import weft
-from weft.config import ConfigBase, diff, from_text, maybe_instantiate, to_text
-from weft.errors import ConfigError, RunDirError
+from weft.config import REQUIRED, ConfigBase, diff, from_text, maybe_instantiate, to_text
+from weft.errors import ConfigError, RunDirError, ScheduleError
 from weft.serialization.untrusted import read_json_file
 from weft.trainer.checkpointer.dirs import has_checkpoint
-from weft.trainer.trainer_config_modifier import find_values
+from weft.trainer.schedule import as_schedule_fn
+from weft.trainer.trainer_config_modifier import find_values, outermost
 
 CONFIG_FILE = "config.txt"
 RECORD_FILE = "run.json"
 CHECKPOINTS_DIR = "checkpoints"
-_SIGNATURE = "signature"
+_SIGNATURE, _SCHEDULE_STEPS = "signature", "schedule_steps"
 _KEY_BYTES = 32
+_LENGTH, _RATE = "max_step", "learning_rate"
 
 # Fields that do not affect the parameters after a given step.
 MAY_CHANGE = frozenset(
@@ -114,8 +125,10 @@ def claim_run_dir(cfg: ConfigBase, recipe: Mapping[str, Any] | None = None) -> b
             (directory / RECORD_FILE).unlink(missing_ok=True)  # of a run that saved nothing
         write_atomically(directory / CONFIG_FILE, text)
         starts = [*read_record(cfg.dir).get("starts", []), environment()]
-        made_by = {} if recipe is None else {"recipe": signed(recipe, text)}
-        update_record(cfg.dir, corpora=_corpora(cfg), starts=starts, **made_by)
+        values = {} if recipe is None else {"recipe": signed(recipe, text)}
+        if _unset(cfg):
+            values[_SCHEDULE_STEPS] = schedule_steps(cfg)
+        update_record(cfg.dir, corpora=_corpora(cfg), starts=starts, **values)
     except OSError as error:
         raise unwritable_error(directory, error) from error
     return started_before
@@ -313,3 +326,75 @@ def _make_key() -> bytes | None:
         with contextlib.suppress(OSError):
             temporary.unlink()
     return _read_key()
+
+
+# The length of schedules.
+
+
+def learner_config(cfg: ConfigBase) -> Any:
+    """Returns the learner of a trainer's config, with the length of all its schedules set.
+
+    Raises ScheduleError if neither a schedule nor the trainer has a length.
+    """
+    unset = _unset(cfg)
+    if not unset:
+        return cfg.learner
+    steps = schedule_steps(cfg)
+    if math.isinf(steps):
+        raise ScheduleError(
+            f"learner.{unset[0]} is the number of steps of a schedule, and neither it nor the "
+            "trainer's max_step is set. Set max_step=1000, or the schedule's."
+        )
+    learner: Any = cfg.learner.clone()
+    for path in unset:
+        learner.set_recursively(path, value=steps)
+    return learner
+
+
+def schedule_steps(cfg: ConfigBase) -> Any:
+    """Returns the length of the schedules of a run that set none: `max_step` at its first start."""
+    if has_checkpoint(os.path.join(cfg.dir, CHECKPOINTS_DIR)):
+        return read_record(cfg.dir).get(_SCHEDULE_STEPS, cfg.max_step)
+    return cfg.max_step
+
+
+def _unset(cfg: ConfigBase) -> list[str]:
+    return [path for path, x in find_fields(_LENGTH, cfg.learner).items() if x is REQUIRED]
+
+
+def length_comments(cfg: ConfigBase) -> list[str]:
+    """Returns comments to a config's text, with the lengths of the learner's schedules."""
+    steps = schedule_steps(cfg)
+    why = "max_step" if steps == cfg.max_step else "the max_step with which the run began"
+    return [f"# learner.{path} is {steps}, {why}." for path in _unset(cfg)]
+
+
+def schedule_notes(cfg: ConfigBase) -> list[str]:
+    """Returns what a user may not expect of a run's learning rates, one sentence for each.
+
+    That is a schedule that ends before the run, or that keeps a length other than `max_step`.
+    """
+    unset, learner = _unset(cfg), learner_config(cfg)
+    lengths = {p: n for p, n in find_fields(_LENGTH, learner).items() if isinstance(n, int)}
+    notes = []
+    for path, rate in outermost(find_fields(_RATE, learner)).items():
+        inside = {p: steps for p, steps in lengths.items() if p.startswith(f"{path}.")}
+        if not inside or max(inside.values()) == cfg.max_step:
+            continue
+        field, steps = max(inside.items(), key=lambda item: item[1])
+        why = "as when the run began" if field in unset else f"as learner.{field} says"
+        note = f"{steps:,} steps, {why}"
+        if steps < cfg.max_step and not math.isinf(cfg.max_step):
+            note += f"; {_after(as_schedule_fn(rate), steps, int(cfg.max_step))}"
+        notes.append(note)
+    return notes
+
+
+def _after(rate: Any, steps: int, last: int) -> str:
+    at_end, at_last = float(rate(steps)), float(rate(last))
+    if at_end != at_last:
+        values = f"{at_end:.3g} at step {steps:,} and {at_last:.3g} at step {last:,}"
+        return f"the learning rate is {values}"
+    if at_last == 0:
+        return "then the learning rate is 0, and steps train nothing: start a run in another `dir`"
+    return f"then the learning rate stays {at_last:.3g}"

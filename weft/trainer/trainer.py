@@ -47,7 +47,6 @@ from weft.trainer.precision import Precision, as_precision
 from weft.trainer.progress import EARLY_STOPPING, MAX_STEP, RunListener, RunListeners, has_ended
 from weft.trainer.report import live, recorder
 from weft.trainer.run_lock import RunLock, run_lock
-from weft.trainer.schedule_length import learner_config, record_schedule_steps
 from weft.trainer.summary_writer.base import BaseWriter, CheckpointerAction, closing_writers
 from weft.trainer.summary_writer.files import SummaryWriter
 from weft.trainer.train_step import TrainerState, train_step
@@ -187,7 +186,7 @@ class SpmdTrainer(Module):
             self._add_child("input", config.maybe_set_config(cfg.input, is_training=True))
             model = model_config(cfg.model, self.input.element_spec, cfg.precision)
             self._add_child("model", model)
-            self._add_child("learner", with_precision(learner_config(cfg), cfg.precision))
+            self._add_child("learner", with_precision(run_dir.learner_config(cfg), cfg.precision))
             self._state_specs = state_lib.state_specs(self.model, self.learner, self._rules)
             self._shardings = state_lib.state_shardings(self._mesh, self._state_specs)
             checkpointer = cfg.checkpointer.set(dir=os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR))
@@ -426,7 +425,6 @@ class SpmdTrainer(Module):
         with contextlib.ExitStack() as stack:
             self._run_lock = stack.enter_context(run_lock(cfg.dir))
             started_before = run_dir.claim_run_dir(cfg, recipe)
-            record_schedule_steps(cfg)
             listener = stack.enter_context(recorder.reported(cfg.dir, progress, listener))
             self._shows_progress = bool(progress) and jax.process_index() == 0
             writers = [self.summary_writer, *(x.summary_writer for x in self._evalers.values())]
