@@ -11,7 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.segment import Segment
 
-from weft.trainer.display import LiveDisplay, Reading, metric_texts
+from weft.trainer.display import LiveDisplay, metric_texts
+from weft.trainer.progress import Reading
 
 FOLDER = Path(__file__).parent
 COLUMNS = {"run.svg": 86, "run-narrow.svg": 44}

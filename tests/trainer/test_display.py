@@ -22,12 +22,10 @@ from weft.trainer import Learner, SpmdTrainer
 from weft.trainer.display import (
     LineDisplay,
     LiveDisplay,
-    Meter,
     NotebookDisplay,
     make_display,
-    metrics,
-    scalar,
 )
+from weft.trainer.progress import Meter, metrics, scalar
 
 
 def trainer(max_step=100, trained=("w", "b")):

@@ -29,7 +29,7 @@ from weft.config import Configurable
 from weft.distributed.peers import join_first
 from weft.errors import AnomalyPolicyError, LossSpikeError, UndefinedLossException
 from weft.lifting.jit import Traced
-from weft.trainer import display, first_nonfinite
+from weft.trainer import first_nonfinite, progress
 from weft.trainer.model import cast_for_forward
 from weft.trainer.optimizers.base import leaves_by_path, path_name, tree_paths
 from weft.trainer.optimizers.clipping import norm_by_squares, tree_where
@@ -423,7 +423,7 @@ def check_loss(loss: Tensor, step: int, look_first: Callable[[], str] | None = N
 
 def advice_for_later_step(summaries: Mapping[str, Any], batch: NestedTensor) -> str:
     """Returns what to look at first if the first loss of the run was finite."""
-    wrong_batch, rate = _batch_text(batch), display.scalar(summaries, "learning_rate")
+    wrong_batch, rate = _batch_text(batch), progress.scalar(summaries, "learning_rate")
     first = "The first loss of the run was finite, so look first"
     if wrong_batch:
         first = f"{wrong_batch} Look then"

@@ -72,8 +72,8 @@ class RunStatus(progress.RunListener):
         self._values: list[tuple[int, Mapping[str, Any]]] = []
         self._every_n_steps = 1
         self._evals: dict[str, list[tuple[int, dict[str, float]]]] = {}
-        self._meter = display.Meter(math.inf)
-        self._reading: display.Reading | None = None
+        self._meter = progress.Meter(math.inf)
+        self._reading: progress.Reading | None = None
         self._results = Results("a run that starts")
 
     def on_start(self, trainer: progress.RunningTrainer, resumed_from: int | None) -> None:
@@ -86,7 +86,7 @@ class RunStatus(progress.RunListener):
             "resumed_from": resumed_from,
             "last_checkpoint": resumed_from,
         }
-        self._meter = display.Meter(max_step)
+        self._meter = progress.Meter(max_step)
         self._results = Results(Path(directory).absolute().name)
         # Other machines may not see the directory.
         with contextlib.suppress(OSError, WeftError):
@@ -98,13 +98,13 @@ class RunStatus(progress.RunListener):
         self._moments.append(time.monotonic())
         self._reading = self._meter.on_step(step, outputs, batch) or self._reading
         if step % self._every_n_steps == 0:
-            metrics = display.outermost_scalars(outputs.get("summaries", {}))
+            metrics = progress.outermost_scalars(outputs.get("summaries", {}))
             self._values.append((step, {**metrics, "loss": outputs["loss"]}))
         if len(self._values) > _MAX_POINTS:
             self._values, self._every_n_steps = self._values[::2], 2 * self._every_n_steps
 
     def on_eval(self, name: str, step: int, summaries: dict[str, Any]) -> None:
-        values = {key: float(value) for key, value in display.outermost_scalars(summaries).items()}
+        values = {key: float(value) for key, value in progress.outermost_scalars(summaries).items()}
         self._evals.setdefault(name, []).append((step, values))
 
     def on_checkpoint(self, step: int) -> None:

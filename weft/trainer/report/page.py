@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.trainer.display import LOSSES, duration_text, metric_text
+from weft.trainer.display import duration_text, metric_text
+from weft.trainer.progress import LOSSES
 from weft.trainer.report.charts import NUM_STYLES, Series, finite, line_chart, number, smoothed
 from weft.trainer.report.results import TRAIN_SUMMARIES, Results, config_values, named, read_results
 from weft.trainer.run_dir import write_atomically
