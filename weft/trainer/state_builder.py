@@ -234,10 +234,8 @@ def initial_state(
     state = draw(prng_key) if drawn_first else specs
     with barrier_after("building the first state"):
         built = builder(Builder.State(step=0, trainer_state=state))
-    values, wanted = (
-        dict(index.flatten_state(built.trainer_state)),
-        dict(index.flatten_state(specs)),
-    )
+    values = dict(index.flatten_state(built.trainer_state))
+    wanted = dict(index.flatten_state(specs))
     missing = set() if drawn_first else wanted.keys() - built.built_keys
     _check_built(builder, values, wanted, missing)
 

@@ -462,15 +462,23 @@ class SpmdTrainer(Module):
         """Restores or creates the state, and reports the start."""
         if note := mesh_lib.unused_gpu_note():
             logger.warning(note)
+        resumed_from = self._restore_or_init(first_key, started_before=started_before)
+        self.summary_writer.log_config(self.config, step=self._step)
+        listener.on_start(self, resumed_from)
+
+    def _restore_or_init(self, first_key: Tensor, *, started_before: bool = True) -> int | None:
+        """Returns the step of the restored checkpoint, if any; drops summaries of later steps."""
         resumed_from = self.restore_checkpoint()
         if resumed_from is None:
             self.init(first_key)
+        at = {"state": self._state, "action": CheckpointerAction.RESTORE, "step": self._step}
         if started_before:
-            self._discard_later_summaries()
-        self.summary_writer.log_config(self.config, step=self._step)
+            checkpoints = os.path.join(self.config.dir, run_dir.CHECKPOINTS_DIR)
+            for reporter in (self, *self._evalers.values()):
+                reporter.summary_writer.log_checkpoint(checkpoints, **at)
         if self._throughput is not None:
             self._throughput.start(self.config.dir, self._step)
-        listener.on_start(self, resumed_from)
+        return resumed_from
 
     def _run_steps(
         self, stop: preemption.GracefulStop, listener: RunListener, first_key: Tensor
@@ -613,19 +621,8 @@ class SpmdTrainer(Module):
         assert self._batches is not None
         position = self._batches.get_state()
         self._checkpointer.wait_until_finished()
-        if self.restore_checkpoint() is None:
-            self.init(first_key)
+        self._restore_or_init(first_key)
         self._batches.set_state(position)
-        self._discard_later_summaries()
-        if self._throughput is not None:
-            self._throughput.start(self.config.dir, self._step)
-
-    def _discard_later_summaries(self) -> None:
-        checkpoints = os.path.join(self.config.dir, run_dir.CHECKPOINTS_DIR)
-        for reporter in (self, *self._evalers.values()):
-            reporter.summary_writer.log_checkpoint(
-                checkpoints, state=self._state, action=CheckpointerAction.RESTORE, step=self._step
-            )
 
     def _run_evalers(self, listener: RunListener, **which: Any) -> dict[str, Any]:
         return run_evalers(
