@@ -1,6 +1,6 @@
 """A training process is killed at random moments, again and again, and ends with the same bits.
 
-`make soak` kills it 60 times; here, as often as WEFT_SOAK_KILLS says, or four times.
+`make soak` kills it 60 times; here, as often as WEFT_SOAK_KILLS says, or three times.
 """
 
 import json
@@ -21,7 +21,7 @@ from weft.trainer.checkpointer.manifest import find_damage, read_manifest
 
 pytestmark = pytest.mark.long
 
-KILLS = int(os.environ.get("WEFT_SOAK_KILLS", "4"))
+KILLS = int(os.environ.get("WEFT_SOAK_KILLS", "3"))
 _PATIENCE_SECONDS = 200.0
 
 # Each line that is read starts a training process by a fork, before JAX has opened any device. All

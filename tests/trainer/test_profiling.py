@@ -303,14 +303,6 @@ def test_trace_levels_are_configurable(tmp_path):
     assert kinds("b") == [True, False]
 
 
-def test_end_of_run_ends_the_trace(tmp_path):
-    traces = StepTraces(str(tmp_path), [1], n_steps=10, processes="all", python_tracer_level=0)
-    run(traces, [1])
-    traces.close()
-    traces.close()
-    assert list(tmp_path.glob("trace/step_00000001/**/*.xplane.pb"))
-
-
 def test_other_processes_trace_nothing(tmp_path):
     run(StepTraces(str(tmp_path), [1], processes=[1]), [1, 2, 3])
     assert not list(tmp_path.iterdir())

@@ -444,11 +444,11 @@ def test_step_compiled_ahead_of_time_runs(tmp_path):
     assert [x.shape for x in jax.tree.leaves(state.model)] == [tuple(s.shape) for s in before]
 
 
-def test_start_trace_steps_write_profiles(tmp_path):
+def test_trace_of_the_last_step_ends_with_the_run(tmp_path):
     # A trace of Python as well would take seconds.
-    tracing = {"start_trace_steps": [2], "n_steps_for_each_trace": 1, "python_tracer_level": 0}
-    run(config(tmp_path, **tracing))
-    assert list(tmp_path.glob("trace/step_00000002/**/*.xplane.pb"))
+    tracing = {"start_trace_process_indices": "all", "python_tracer_level": 0}
+    run(config(tmp_path, start_trace_steps=[4], n_steps_for_each_trace=10, **tracing))
+    assert list(tmp_path.glob("trace/step_00000004/**/*.xplane.pb"))
 
 
 def test_error_of_the_model_shows_the_users_frames(tmp_path, monkeypatch, caplog):
