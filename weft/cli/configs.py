@@ -13,15 +13,8 @@ from typing import Any
 from weft.config import apply_overrides, diff, from_text, to_text
 from weft.errors import CommandLineError, ConfigError
 from weft.recipes import find_recipe, named_trainer_configs, recorded_recipe
-from weft.trainer import SpmdTrainer, select_mesh_config
+from weft.trainer import SpmdTrainer, run_dir, select_mesh_config
 from weft.trainer.parallelism import MESH_AXIS_NAMES, ParallelismModifier
-from weft.trainer.run_dir import (
-    CONFIG_FILE,
-    changes_of_run,
-    is_signed,
-    length_comments,
-    read_record,
-)
 from weft.trainer.trainer_config_modifier import apply_config_modifiers
 
 
@@ -110,7 +103,7 @@ def run_config(
     """
     directory = run_directory(name)
     recipe = recipe if directory == name else name
-    path = Path(directory, CONFIG_FILE)
+    path = Path(directory, run_dir.CONFIG_FILE)
     if not path.is_file():
         what = "has no run in it" if Path(directory).is_dir() else "is not a directory"
         raise CommandLineError(
@@ -133,10 +126,10 @@ def _config_by_recipe(
 
     The recipe makes the config again if the text has values without a name, such as lambdas.
     """
-    record = read_record(str(path.parent)).get("recipe")
+    record = run_dir.read_record(str(path.parent)).get("recipe")
     if not isinstance(record, dict):
         raise error
-    is_ours = is_signed(record, text)
+    is_ours = run_dir.is_signed(record, text)
     if recipe is None and not is_ours:
         raise type(error)(
             f"{error}\nThe run was made by the recipe {record.get('name')}, but not by you on this "
@@ -151,7 +144,7 @@ def _config_by_recipe(
             raise
         config, overrides = made_by.config(record["words"])
         config = apply_overrides(config, overrides, allow=made_by.packages())
-        changes = changes_of_run(path, config.set(dir=str(path.parent)))
+        changes = run_dir.changes_of_run(path, config.set(dir=str(path.parent)))
         if changes:
             raise type(second)(
                 f"{second}\n{made_by.name} cannot replace the text, because it makes another "
@@ -170,9 +163,11 @@ def recipe_of_run(
     if not _is_path(name):
         found = find_recipe(name)
         return found.record(overrides) if found.is_own() else None
-    before = read_record(name).get("recipe") if Path(name).is_dir() else None
+    before = run_dir.read_record(name).get("recipe") if Path(name).is_dir() else None
     # What others have written must not be signed.
-    if isinstance(before, dict) and is_signed(before, _read(Path(name, CONFIG_FILE))):
+    if isinstance(before, dict) and run_dir.is_signed(
+        before, _read(Path(name, run_dir.CONFIG_FILE))
+    ):
         words = None if before["words"] is None else [*before["words"], *overrides]
         made_by = find_recipe(recipe) if recipe else recorded_recipe(before)
         return made_by.record(words)
@@ -250,7 +245,7 @@ def show_or_diff(arguments: argparse.Namespace) -> int:
     if arguments.action == "show":
         config = load_config(arguments.recipe, arguments.overrides, **arguments.trust)
         print(to_text(config, omit_defaults=not arguments.defaults, origins=arguments.origin))
-        for comment in length_comments(config):
+        for comment in run_dir.length_comments(config):
             print(comment)
         return 0
     a, b = (load_config(name, **arguments.trust) for name in (arguments.a, arguments.b))
