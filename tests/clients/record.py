@@ -5,6 +5,8 @@ It holds for the versions that the file names; under any others, the tests run F
 
 import hashlib
 import json
+import os
+import tempfile
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -73,8 +75,15 @@ def digests():
     return {path.stem: hashlib.sha256(path.read_bytes()).hexdigest() for path in PROGRAMS}
 
 
+def is_for_these_programs():
+    """Returns whether nothing has changed since the record, where it holds for these versions."""
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))
+    return recorded["versions"] != versions() or recorded["programs"] == digests()
+
+
 if __name__ == "__main__":
-    import tempfile
+    os.environ["JAX_NUMPY_RANK_PROMOTION"] = "allow"  # the packages add axes
+    import conftest  # noqa: F401 - sets the flags of the tests, on which some values depend
 
     with tempfile.TemporaryDirectory() as directory:
         record = {

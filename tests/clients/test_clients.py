@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.clients.record import printed_on_flax, run_programs
+from tests.clients.record import is_for_these_programs, printed_on_flax, run_programs
 
 
 def assert_close(one, other, name):
@@ -27,3 +27,7 @@ def test_programs_of_packages_compute_the_same(tmp_path):
     assert on_weft.keys() == on_flax.keys()
     for name, printed in on_weft.items():
         assert_close(printed, on_flax[name], name)
+
+
+def test_record_is_current():
+    assert is_for_these_programs(), "python -m tests.clients.record"

@@ -60,25 +60,29 @@ rules = [qwix.QuantizationRule(weight_qtype="int8", act_qtype="int8")]
 
 def train_linen(model):
     net = qwix.quantize_model(model, qwix.QtProvider(rules))
-    params = net.init(jax.random.key(1), x)["params"]
+    params = jax.jit(net.init)(jax.random.key(1), x)["params"]
 
     def loss_fn(params):
         return jnp.square(net.apply({"params": params}, x) - y).mean()
 
+    @jax.jit
+    def step(params):
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return loss, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
     losses = []
     for _ in range(3):
-        loss, grads = jax.jit(jax.value_and_grad(loss_fn))(params)
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        loss, params = step(params)
         losses.append(float(loss))
     return losses
 
 
 def serve_linen(model):
-    params = model.init(jax.random.key(1), x)["params"]
+    params = jax.jit(model.init)(jax.random.key(1), x)["params"]
     ptq = qwix.quantize_model(model, qwix.PtqProvider(rules))
     shapes = jax.eval_shape(ptq.init, jax.random.key(1), x)["params"]
     quantized = qwix.quantize_params(params, shapes)
-    return ptq.apply({"params": quantized}, x).tolist()
+    return jax.jit(ptq.apply)({"params": quantized}, x).tolist()
 
 
 def objects(model):
