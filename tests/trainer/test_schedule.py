@@ -220,6 +220,10 @@ def test_zero_warmup_starts_at_peak():
             "both values must be positive; got begin_value=0.0 and end_value=0.1",
         ),
         (
+            lambda: schedule.exponential(begin_value=0.1),
+            "both values must be positive; got begin_value=0.1 and end_value=0.",
+        ),
+        (
             lambda: schedule.stepwise([1.0, 2.0], [1, 2]),
             "stepwise needs one entry of start_step between each two schedules; got 2 schedules "
             "and 2 entries, expected 1",
