@@ -33,7 +33,7 @@ def start(tmp_path):
 
 @pytest.fixture
 def said(monkeypatch, tmp_path, capsys):
-    """Runs a command that only reads in this process, which forgets the file; what it prints."""
+    """Runs a command in this process, which forgets the file; what it prints."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
 
     def run(cwd, *words, code=0):
@@ -66,7 +66,7 @@ def test_own_model_in_a_file(lab, start, said, tmp_path):
     training.send_signal(signal.SIGTERM)
     finish(training, code=143)
     saved = newest_step(run)
-    out = finish(start(lab, "train", recipe, "width=32", f"steps={saved + 5}"))
+    out = said(lab, "train", recipe, "width=32", f"steps={saved + 5}")
     assert f"{saved + 5}" in out and (lab / "runs" / "my_model" / "report.html").exists()
     assert newest_step(run) == saved + 5
 
@@ -77,7 +77,7 @@ def test_own_model_in_a_file(lab, start, said, tmp_path):
     assert "model.width: 32 → 64" in changes
     said(elsewhere, "export", run, "--to", "net.safetensors")
     assert (elsewhere / "net.safetensors").exists()
-    finish(start(elsewhere, "train", run, f"max_step={saved + 8}"))
+    said(elsewhere, "train", run, f"max_step={saved + 8}")
     record = json.loads((lab / "runs" / "my_model" / "run.json").read_text())
     assert record["recipe"]["words"][-1] == f"max_step={saved + 8}"
 
