@@ -462,11 +462,13 @@ class BaseLayer(Module):
 
         return call
 
-    def _add_tensor_stats(self, name: str, value: Tensor) -> None:
+    def _add_tensor_stats(self, name: str, value: Tensor) -> Tensor:
+        """Adds summaries about an array, as `tensor_stats` says, and returns it."""
         if "tensor_stats" in self._children:
             above = self.get_invocation_context().child_view("tensor_stats")
             with set_current_context(above), child_context(name, module=self.tensor_stats):
                 self.tensor_stats.add_stats(name, value)
+        return value
 
     def _remat_name(self, x: Tensor, name: str) -> Tensor:
         """Names a value for policies that keep values by name, as `<layer class>.<name>`."""

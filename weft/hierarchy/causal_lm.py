@@ -440,11 +440,7 @@ class Model(base_layer.BaseModel):
         seq_axis_names: tuple[str, ...] | None = None
         scan_chunk: int | None = None
         vocab_chunk_size: int | None = None
-
-    @classmethod
-    def default_config(cls) -> Config:
-        """Returns a config whose weights are normal with the standard deviation 0.02."""
-        return super().default_config().set(param_init=normal_weights(None, 0.02))
+        param_init: DefaultInitializer.Config | None = normal_weights(None, 0.02)
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)

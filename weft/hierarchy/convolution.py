@@ -91,8 +91,7 @@ class BaseConv(BaseLayer):
         del options["window"]
         bias = params["bias"] if cfg.bias else None
         y = self._conv(x, params["weight"], bias, groups=cfg.num_input_dim_groups, **options)
-        self._add_tensor_stats("outputs", y)
-        return y
+        return self._add_tensor_stats("outputs", y)
 
     def _conv(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return functional.conv(x, *args, **kwargs)
@@ -452,11 +451,7 @@ class SqueezeExcitation(BaseLayer):
         num_reduced_filters: int | None = None
         activation: str = "nn.relu"
         gating: str = "nn.sigmoid"
-
-    @classmethod
-    def default_config(cls) -> Config:
-        """Returns a config whose weights are sharded over the mesh axis "model" by outputs."""
-        return super().default_config().set(param_partition_spec=(None, None, None, "model"))
+        param_partition_spec: Any = (None, None, None, "model")
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)

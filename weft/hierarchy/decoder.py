@@ -235,11 +235,7 @@ class LmHead(base_layer.BaseLayer):
     class Config(base_layer.BaseLayer.Config):
         vocab_size: Required[int] = REQUIRED
         embedding_dim: Required[int] = REQUIRED
-
-    @classmethod
-    def default_config(cls) -> Config:
-        """Returns a config whose weight is sharded over the mesh axis "model" by dimensions."""
-        return super().default_config().set(param_partition_spec=(None, "model"))
+        param_partition_spec: Any = (None, "model")
 
     def _create_layer_parameter_specs(self) -> dict[str, base_layer.ParameterSpec]:
         shape = (self.config.vocab_size, self.config.embedding_dim)

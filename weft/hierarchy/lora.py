@@ -55,14 +55,8 @@ class WeightOnlyLinear(BaseLayer):
     """Map with one weight and no bias. A subclass defines the weight's shape and the map."""
 
     _sizes: ClassVar[tuple[str, ...]]  # config fields of the sizes of the weight's axes
-    _mesh_axes: ClassVar[tuple[str | None, ...] | None] = None
     _fan_axes: ClassVar[param_init.FanAxes]
     _subscripts: ClassVar[str]
-
-    @classmethod
-    def default_config(cls) -> BaseLayer.Config:
-        """Returns a config whose weight is sharded over the mesh axis "model", or replicated."""
-        return super().default_config().set(param_partition_spec=cls._mesh_axes)
 
     def _weight_shape(self) -> Shape:
         return tuple(getattr(self.config, name) for name in self._sizes)
@@ -90,9 +84,9 @@ class LoraDownFusedLinear(WeightOnlyLinear):
         input_dim: Required[int] = REQUIRED
         output_dim: Required[int] = REQUIRED
         num_enabled: Required[int] = REQUIRED
+        param_partition_spec: Any = (None, None, "model")
 
     _sizes = ("num_enabled", "input_dim", "output_dim")
-    _mesh_axes = (None, None, "model")
     _fan_axes = param_init.FanAxes(in_axis=1, out_axis=2, batch_axis=0)
     _subscripts = "btd,ndr->nbtr"
 
@@ -113,9 +107,9 @@ class LoraUpFusedLinear(WeightOnlyLinear):
         num_heads: Required[int] = REQUIRED
         per_head_dim: Required[int] = REQUIRED
         num_enabled: Required[int] = REQUIRED
+        param_partition_spec: Any = (None, None, "model", None)
 
     _sizes = ("num_enabled", "input_dim", "num_heads", "per_head_dim")
-    _mesh_axes = (None, None, "model", None)
     _fan_axes = param_init.FanAxes(in_axis=1, out_axis=(2, 3), batch_axis=0)
     _subscripts = "nbtr,nrkh->nbtkh"
 
@@ -133,8 +127,8 @@ class LoraUpGroupedLinear(WeightOnlyLinear):
         input_dim: Required[int] = REQUIRED
         num_heads: Required[Sequence[int]] = REQUIRED
         per_head_dim: Required[int] = REQUIRED
+        param_partition_spec: Any = (None, None, None)
 
-    _mesh_axes = (None, None, None)
     _fan_axes = param_init.FanAxes(in_axis=0, out_axis=(1, 2))
     _subscripts = "...r,rkh->...kh"
 
@@ -221,7 +215,6 @@ class BaseLoraAdapter(BaseLayer):
         down, up = (entries[name]["weight"] for name in ("lora_down", "lora_up"))
         return self._product(down, up, subscripts)
 
-    @nowrap
     def _product(self, down: Tensor, up: Tensor, subscripts: str) -> Tensor:
         down, up = down.astype(jnp.float32), up.astype(jnp.float32)
         return self.scale() * project(subscripts, down, up)
@@ -238,14 +231,9 @@ class LoraMultiheadOutputAdapter(BaseLoraAdapter):
         """Configures a LoraMultiheadOutputAdapter; the `num_heads` heads share `input_dim`."""
 
         num_heads: Required[int] = REQUIRED
-
-    @classmethod
-    def default_config(cls) -> Config:
-        """Returns a config that maps down from heads."""
-        down = LoraDownMultiheadLinear.default_config().set(bias=False, param_init=_normal_init())
-        cfg = super().default_config().set(lora_down=down)
-        cfg.lora_up.param_partition_spec = (None, None)
-        return cfg
+        lora_down: InstantiableConfig = LoraDownMultiheadLinear.default_config().set(
+            bias=False, param_init=_normal_init()
+        )
 
     def _down(self) -> Any:
         cfg, heads = self.config, self.config.num_heads
@@ -270,14 +258,11 @@ class LoraFusedQKVAdapter(BaseLoraAdapter):
         num_heads: Required[int] = REQUIRED
         num_kv_heads: int | None = None
         enable_lora: Required[dict[str, bool]] = REQUIRED
-
-    @classmethod
-    def default_config(cls) -> Config:
-        """Returns a config that maps up to the heads of several projections."""
-        cfg = super().default_config()
-        return cfg.set(
-            lora_down=LoraDownFusedLinear.default_config().set(param_init=_normal_init()),
-            lora_up=LoraUpFusedLinear.default_config().set(param_init=_zeros_init()),
+        lora_down: InstantiableConfig = LoraDownFusedLinear.default_config().set(
+            param_init=_normal_init()
+        )
+        lora_up: InstantiableConfig = LoraUpFusedLinear.default_config().set(
+            param_init=_zeros_init()
         )
 
     def _add_maps(self) -> None:
@@ -304,7 +289,6 @@ class LoraFusedQKVAdapter(BaseLoraAdapter):
         self._add_child("lora_down", down)
         self._add_child("lora_up", up.set(input_dim=cfg.rank, per_head_dim=per_head_dim))
 
-    @nowrap
     def _heads(self) -> list[int]:
         cfg = self.config
         of_kv = cfg.num_heads if cfg.num_kv_heads is None else cfg.num_kv_heads

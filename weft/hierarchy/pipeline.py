@@ -26,7 +26,7 @@ from weft.core.spmd import axes_of, constrain, get_global_mesh
 from weft.errors import ArgumentShapeError, LayerConfigError
 from weft.hierarchy import parameter_spec, transforms
 from weft.hierarchy.context import InvocationContext, OutputCollection
-from weft.hierarchy.module import Module, nowrap
+from weft.hierarchy.module import Module
 from weft.hierarchy.repeat import Repeat
 from weft.typing import PartitionSpec, Tensor
 
@@ -275,7 +275,6 @@ class Pipeline(Repeat):
         except LayerConfigError as error:
             raise LayerConfigError(f"{self.path()}: {error}") from None
 
-    @nowrap
     def create_parameter_specs_recursively(self) -> dict[str, Any]:
         """Returns the specs, with the axis of stages named "pipeline"."""
         specs = super().create_parameter_specs_recursively()

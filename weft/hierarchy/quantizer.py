@@ -26,7 +26,7 @@ from weft.config import REQUIRED, ConfigOr, InstantiableConfig, Required
 from weft.hierarchy import metrics, param_init, parameter_spec
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.layers.linear import MultiLinear
-from weft.hierarchy.module import Module, nowrap
+from weft.hierarchy.module import Module
 from weft.typing import Tensor
 
 
@@ -147,7 +147,6 @@ class RandomVectorQuantizer(BaseQuantizer):
         dims = {"num_outputs": cfg.num_codebooks, "output_dim": cfg.codebook_dim}
         self._add_child("rand_proj", cfg.rand_proj.set(input_dim=cfg.input_dim, **dims))
 
-    @nowrap
     def create_parameter_specs_recursively(self) -> dict[str, Any]:
         """Returns the specs of all parameters, which are state that nothing updates."""
         specs = super().create_parameter_specs_recursively()

@@ -97,7 +97,6 @@ class IdentityCell(BaseRNNCell):
         super().__init__(cfg, parent=parent)
         _check_output_dim(self, cfg.output_dim, cfg.input_dim)
 
-    @nowrap
     def init_states(self, *, batch_size: int) -> NestedTensor:
         return {}
 
@@ -147,7 +146,6 @@ class LSTMCell(BaseRNNCell):
         dims = {"input_dim": hidden_dim, "output_dim": output_dim}
         self._maybe_add_child("output_proj", cfg.output_proj, **dims)
 
-    @nowrap
     def init_states(self, *, batch_size: int) -> NestedTensor:
         """Returns zeros: `c`, `(batch, hidden_dim)`, and `m`, `(batch, output_dim)`."""
         sizes = {"c": self._hidden_dim, "m": self.output_dim}
@@ -193,7 +191,6 @@ class StackedRNNLayer(BaseRNNCell):
     def output_dim(self) -> int:
         return self._output_dim
 
-    @nowrap
     def init_states(self, *, batch_size: int) -> NestedTensor:
         """Returns the states of all cells by their names."""
         return {name: cell.init_states(batch_size=batch_size) for name, cell in self._cells()}
@@ -250,7 +247,6 @@ class RepeatedRNNLayer(BaseRNNCell):
         self._add_child("repeat", cfg.repeat.set(layer=layer, num_layers=cfg.num_layers))
         _check_output_dim(self, self.repeat.layer.output_dim, cfg.input_dim)
 
-    @nowrap
     def init_states(self, *, batch_size: int) -> NestedTensor:
         """Returns the stacked states of all cells."""
         return {"repeat": self.repeat.init_states(batch_size=batch_size)}

@@ -214,16 +214,14 @@ class TransformerFeedForwardLayer(ResidualLayer):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Applies the layer to `Float[Array, "*batch input_dim"]`."""
-        self._add_tensor_stats("inputs", inputs)
-        skipped, x = self._enter_branch(inputs)
+        skipped, x = self._enter_branch(self._add_tensor_stats("inputs", inputs))
         x = self._linear1_activation(x)
         if "dropout1" in self._children:
             x = self.dropout1(x)
         x = self._remat_name(self.linear2(x), "linear2_0")
         self._report("linear2_outputs", x)
         outputs = self._leave_branch(skipped, x, weight=self.config.residual_weight)
-        self._add_tensor_stats("outputs", outputs)
-        return outputs
+        return self._add_tensor_stats("outputs", outputs)
 
     def _linear1_activation(self, x: Tensor) -> Tensor:
         hidden = None

@@ -272,7 +272,6 @@ class PagedKVCache(BaseKVCache):
             key.astype(k_proj.dtype), value.astype(v_proj.dtype), key_positions, indices
         )
 
-    @nowrap
     def maybe_normalize_kv(self, kv_state: KVState) -> KVState:
         indices = kv_state.page_indices
         if indices is None:

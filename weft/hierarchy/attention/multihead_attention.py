@@ -185,7 +185,6 @@ class MultiheadAttention(BaseLayer):
                 "query heads share key heads."
             )
 
-    @nowrap
     def _check_window(self) -> None:
         length = getattr(self.config.kv_cache, "cached_kv_length", None)
         if self._mask is None or length is None or self._shares_kv:
@@ -358,22 +357,25 @@ class MultiheadAttention(BaseLayer):
         kv_state: KVState | None,
         query_positions: Tensor,
     ) -> qkv_linear.BaseQKVLinear.Output:
-        """Projects to queries, keys and values, which are named for remat and sharded."""
+        """Projects to queries, keys and values."""
         cfg = self.config
         proj = self.i_proj(
             query, key=key, value=value, kv_state=kv_state, query_positions=query_positions
         )
-        q_proj = self._remat_name(maybe_shard(proj.query, cfg.q_partition_spec), "q_proj")
-        self._add_tensor_stats("q_proj_outputs", q_proj)
+        q_proj = self._projection("q_proj", proj.query, cfg.q_partition_spec)
         if kv_state is not None:
             return proj._replace(query=q_proj)
-        k_proj = self._remat_name(maybe_shard(proj.key, cfg.k_partition_spec), "k_proj")
-        v_proj = self._remat_name(maybe_shard(proj.value, cfg.v_partition_spec), "v_proj")
-        self._add_tensor_stats("k_proj_outputs", k_proj)
-        self._add_tensor_stats("v_proj_outputs", v_proj)
+        k_proj = self._projection("k_proj", proj.key, cfg.k_partition_spec)
+        v_proj = self._projection("v_proj", proj.value, cfg.v_partition_spec)
         if cfg.scale_kv_before_cache_update:
             k_proj = self._scale_key(k_proj, query_positions)
         return proj._replace(query=q_proj, key=k_proj, value=v_proj)
+
+    def _projection(self, name: str, x: Tensor, spec: PartitionSpecType | None) -> Tensor:
+        """Shards a projection, names it for remat and reports it."""
+        return self._add_tensor_stats(
+            f"{name}_outputs", self._remat_name(maybe_shard(x, spec), name)
+        )
 
     def _scale_key(self, k_proj: Tensor, positions: Tensor) -> Tensor:
         if self.config.key_scale is None:
@@ -413,17 +415,16 @@ class MultiheadAttention(BaseLayer):
                 query_positions=query_positions,
                 key_positions=key_positions,
             )
-        o_proj = self.o_proj(self._remat_name(context, "context"))
-        o_proj = self._remat_name(maybe_shard(o_proj, cfg.o_partition_spec), "o_proj")
-        self._add_tensor_stats("o_proj_outputs", o_proj)
+        data = self.o_proj(self._remat_name(context, "context"))
         return self.Output(
-            o_proj, probs if "probs" in aux else None, kv_state if "kv_state" in aux else None
+            self._projection("o_proj", data, cfg.o_partition_spec),
+            probs if "probs" in aux else None,
+            kv_state if "kv_state" in aux else None,
         )
 
     def _scale_query(self, q_proj: Tensor, positions: Tensor) -> Tensor:
         return self.scale_query(q_proj, positions=positions)
 
-    @nowrap
     def _attention_without_probs(
         self, q: Tensor, k: Tensor, v: Tensor, biases: bias_lib.BaseAttentionBias, wants_probs: bool
     ) -> Tensor | None:
@@ -589,12 +590,10 @@ class MultiheadAttentionXL(MultiheadAttention):
     @classmethod
     def default_config(cls) -> Config:
         """Returns a config with one fused projection without bias."""
-        cfg = super().default_config()
-        layer = qkv_linear.MultiheadInputLinear.default_config().set(bias=False)
-        return cfg.set(
-            scale_position=cls.ScalePosition.LOGIT,
-            input_linear=qkv_linear.FusedQKVLinear.default_config().set(layer=layer),
-        )
+        cfg = super().default_config().set(scale_position=cls.ScalePosition.LOGIT)
+        cfg.input_linear = qkv_linear.FusedQKVLinear.default_config()
+        cfg.input_linear.layer.bias = False
+        return cfg
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)

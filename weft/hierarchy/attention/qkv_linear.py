@@ -29,15 +29,11 @@ class BaseMultiheadLinear(base_layer.BaseLayer):
         num_heads: Required[int] = REQUIRED
         per_head_dim: Required[int] = REQUIRED
         bias: bool = True
+        param_partition_spec: Any = (None, "model", None)
 
     _subscripts: ClassVar[str]
     _fan_axes: ClassVar[param_init.FanAxes]
     _bias_axes: ClassVar[slice]  # the axes of the weight that the bias has
-
-    @classmethod
-    def default_config(cls) -> Config:
-        """Returns a config that shards heads over the mesh axis "model"."""
-        return super().default_config().set(param_partition_spec=(None, "model", None))
 
     def _create_layer_parameter_specs(self) -> dict[str, base_layer.ParameterSpec]:
         cfg = self.config

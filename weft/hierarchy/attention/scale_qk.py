@@ -45,11 +45,7 @@ class PerDimScale(BaseLayer):
 
     class Config(BaseLayer.Config):
         dim: Required[int] = REQUIRED
-
-    @classmethod
-    def default_config(cls) -> Config:
-        """Returns a config with a replicated parameter."""
-        return super().default_config().set(param_partition_spec=(None,))
+        param_partition_spec: Any = (None,)
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg = self.config

@@ -18,7 +18,7 @@ from weft.functional import attend, cap_logits, lookup, sinusoidal_positions
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.layers.stochastic import Dropout
 from weft.hierarchy.module import Module
-from weft.hierarchy.param_init import normal_weights
+from weft.hierarchy.param_init import DefaultInitializer, normal_weights
 from weft.hierarchy.parameter_spec import maybe_shard
 from weft.typing import DType, MeshAxes, NestedTensor, PartitionSpec, Tensor
 
@@ -58,15 +58,11 @@ class Embedding(BaseLayer):
         dim: Required[int] = REQUIRED
         scale: "Embedding.Scale | None" = None
         scale_constant: float | None = None
+        param_init: DefaultInitializer.Config | None = normal_weights("fan_out")
+        param_partition_spec: Any = (None, "model")
         input_partition_spec: PartitionSpec | MeshAxes | None = None
         output_partition_spec: PartitionSpec | MeshAxes | None = None
         embedding_partition_spec: PartitionSpec | MeshAxes | None = None
-
-    @classmethod
-    def default_config(cls) -> Config:
-        """Returns a config with variance 1 / dim, sharded over the mesh axis "model" by dim."""
-        cfg = super().default_config()
-        return cfg.set(param_partition_spec=(None, "model"), param_init=normal_weights("fan_out"))
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -93,8 +89,7 @@ class Embedding(BaseLayer):
             y = y * math.sqrt(cfg.dim)
         elif cfg.scale is Embedding.Scale.CONSTANT:
             y = y * cfg.scale_constant
-        self._add_tensor_stats("outputs", y)
-        return maybe_shard(y, cfg.output_partition_spec)
+        return maybe_shard(self._add_tensor_stats("outputs", y), cfg.output_partition_spec)
 
     def embeddings(self) -> Tensor:
         """Returns the table, `Float[Array, "num_embeddings dim"]`."""
@@ -184,11 +179,7 @@ class LearnedPositionalEmbedding(BaseLayer):
 
         dim: Required[int] = REQUIRED
         shape: Required[Sequence[int]] = REQUIRED
-
-    @classmethod
-    def default_config(cls) -> Config:
-        """Returns a config that shards the embedding dimension over the mesh axis "model"."""
-        return super().default_config().set(param_partition_spec=(None, None, "model"))
+        param_partition_spec: Any = (None, None, "model")
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg = self.config
@@ -351,14 +342,10 @@ class ModalityEmbedding(BaseEmbedding):
         """Configures a ModalityEmbedding; specs that are None leave layouts to the compiler."""
 
         modality_vocab_info: Required[ModalityVocabInfo] = REQUIRED
+        param_init: DefaultInitializer.Config | None = normal_weights("fan_out")
+        param_partition_spec: Any = (None, "model")
         in_partition_spec: PartitionSpec | MeshAxes | None = None
         out_partition_spec: PartitionSpec | MeshAxes | None = None
-
-    @classmethod
-    def default_config(cls) -> Config:
-        """Returns a config with the sharding and initializer of `Embedding`."""
-        cfg, table = super().default_config(), Embedding.default_config()
-        return cfg.set(param_partition_spec=table.param_partition_spec, param_init=table.param_init)
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg = self.config

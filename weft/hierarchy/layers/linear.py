@@ -1,5 +1,7 @@
 """Linear layers, and noise on parameters."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -28,12 +30,8 @@ class Linear(BaseLayer):
         input_dim: Required[int] = REQUIRED
         output_dim: Required[int] = REQUIRED
         bias: bool = True
+        param_partition_spec: Any = (None, None)
         output_partition_spec: PartitionSpec | MeshAxes | None = None
-
-    @classmethod
-    def default_config(cls) -> Config:
-        """Returns a config whose weight is replicated."""
-        return super().default_config().set(param_partition_spec=(None, None))
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg = self.config
@@ -44,8 +42,7 @@ class Linear(BaseLayer):
         """Maps `Float[Array, "*batch input_dim"]` to `Float[Array, "*batch output_dim"]`."""
         bias = self.parameters["bias"] if self.config.bias else None
         y = dense(x, self._weight(), bias, dot_general=self.dot_general())
-        self._add_tensor_stats("outputs", y)
-        return maybe_shard(y, self.config.output_partition_spec)
+        return maybe_shard(self._add_tensor_stats("outputs", y), self.config.output_partition_spec)
 
     def _weight(self) -> Tensor:
         return self.parameters["weight"]
@@ -71,11 +68,7 @@ class MultiLinear(BaseLayer):
         num_outputs: Required[int] = REQUIRED
         output_dim: Required[int] = REQUIRED
         bias: bool = True
-
-    @classmethod
-    def default_config(cls) -> Config:
-        """Returns a config whose weight is sharded over the mesh axis "model" by outputs."""
-        return super().default_config().set(param_partition_spec=(None, None, "model"))
+        param_partition_spec: Any = (None, None, "model")
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg, factors = self.config, ("row", None, "col")
@@ -90,8 +83,7 @@ class MultiLinear(BaseLayer):
         """
         bias = self.parameters["bias"] if self.config.bias else None
         y = dense_general(inputs, self.parameters["weight"], bias, dot_general=self.dot_general())
-        self._add_tensor_stats("outputs", y)
-        return y
+        return self._add_tensor_stats("outputs", y)
 
 
 class VariationalNoise(ParameterNoise):

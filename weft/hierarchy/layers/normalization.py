@@ -25,6 +25,8 @@ class BaseNormalizationLayer(BaseLayer):
 
     class Config(BaseLayer.Config):
         input_dim: Required[int] = REQUIRED
+        eps: float = 1e-8
+        forward_dtype: DType | None = jnp.float32
 
     def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
         """Normalizes vectors.
@@ -54,17 +56,12 @@ class BaseNormalizationLayer(BaseLayer):
 class LayerNormStateless(BaseNormalizationLayer):
     """Layer normalization without parameters."""
 
-    class Config(BaseNormalizationLayer.Config):
-        eps: float = 1e-8
-        forward_dtype: DType | None = jnp.float32
-
     def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
         del segment_ids  # every position has statistics of its own
         cfg = self.config
         params = self._scale_and_bias()
         y = functional.layer_norm(x, *params, eps=cfg.eps, dtype=cfg.forward_dtype)
-        self._add_tensor_stats("outputs", y)
-        return y
+        return self._add_tensor_stats("outputs", y)
 
 
 class LayerNorm(LayerNormStateless):
@@ -82,8 +79,6 @@ class RMSNormStateless(BaseNormalizationLayer):
         `zero_centered` subtracts the mean first.
         """
 
-        eps: float = 1e-8
-        forward_dtype: DType | None = jnp.float32
         zero_centered: bool | None = None
         input_partition_spec: PartitionSpec | MeshAxes | None = None
         output_partition_spec: PartitionSpec | MeshAxes | None = None
@@ -94,8 +89,7 @@ class RMSNormStateless(BaseNormalizationLayer):
         norm = functional.layer_norm if cfg.zero_centered else functional.rms_norm
         x = maybe_shard(x, cfg.input_partition_spec)
         y = norm(x, *self._scale_and_bias(), eps=cfg.eps, dtype=cfg.forward_dtype)
-        self._add_tensor_stats("outputs", y)
-        return maybe_shard(y, cfg.output_partition_spec)
+        return maybe_shard(self._add_tensor_stats("outputs", y), cfg.output_partition_spec)
 
 
 class RMSNorm(RMSNormStateless):
@@ -125,15 +119,8 @@ class GroupNorm(BaseNormalizationLayer):
         """
 
         num_groups: Required[int] = REQUIRED
-        eps: float = 1e-8
-        norm_type: NormType | None = None
+        norm_type: NormType | None = NormType.LAYERNORM
         norm_axes: int | tuple[int, ...] | None = None
-        forward_dtype: DType | None = jnp.float32
-
-    @classmethod
-    def default_config(cls) -> Config:
-        """Returns a config that normalizes by mean and variance."""
-        return super().default_config().set(norm_type=NormType.LAYERNORM)
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -161,8 +148,7 @@ class GroupNorm(BaseNormalizationLayer):
             segment_ids=segment_ids,
             dtype=cfg.forward_dtype,
         )
-        self._add_tensor_stats("outputs", y)
-        return y
+        return self._add_tensor_stats("outputs", y)
 
 
 class BatchNorm(BaseNormalizationLayer):
@@ -176,8 +162,6 @@ class BatchNorm(BaseNormalizationLayer):
         """Configures a BatchNorm; `decay` is the weight of the old moving average."""
 
         decay: float = 0.999
-        eps: float = 1e-8
-        forward_dtype: DType | None = jnp.float32
 
     _parameter_names = ("scale", "bias")
 
@@ -209,8 +193,7 @@ class BatchNorm(BaseNormalizationLayer):
                 self.add_state_update(name, average)
         params = self._scale_and_bias()
         y = functional.batch_norm(x, *statistics, *params, eps=cfg.eps, dtype=cfg.forward_dtype)
-        self._add_tensor_stats("outputs", y)
-        return y
+        return self._add_tensor_stats("outputs", y)
 
 
 class L2Norm(BaseLayer):

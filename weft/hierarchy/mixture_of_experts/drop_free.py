@@ -17,7 +17,10 @@ from weft.core.spmd import axes_of, get_global_mesh
 from weft.errors import ArgumentShapeError, LayerConfigError
 from weft.functional.routing import sort_by_expert
 from weft.hierarchy.config_setters import for_each_config
-from weft.hierarchy.mixture_of_experts.feed_forward import TransformerFeedForwardMoE
+from weft.hierarchy.mixture_of_experts.feed_forward import (
+    DIM_TO_MESH_AXES,
+    TransformerFeedForwardMoE,
+)
 from weft.hierarchy.mixture_of_experts.gating import BaseGating, TopKDropFreeGating
 from weft.hierarchy.module import Module
 from weft.typing import DType, PartitionSpec, Tensor
@@ -30,6 +33,12 @@ class GMMBackend(enum.Enum, metaclass=AxlearnEnumType):
     """`jax.lax.ragged_dot`."""
     MEGABLOX = "megablox"
     """JAX's Pallas kernel for TPUs."""
+
+
+_TOKENS = {"bsm": PartitionSpec("data", None, None)}
+# Weights with the hidden dimensions over "model", of experts on all devices or over "expert".
+_UNSPLIT = {"emh": PartitionSpec(None, None, "model"), "ehm": PartitionSpec(None, "model", None)}
+_SPLIT = {dims: DIM_TO_MESH_AXES[dims] for dims in _UNSPLIT}
 
 
 class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
@@ -53,15 +62,10 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
 
         gating: BaseGating.Config = TopKDropFreeGating.default_config()
         num_groups: int = 1
+        dim_to_mesh_axis_map: dict[str, PartitionSpec | None] = {**DIM_TO_MESH_AXES, **_UNSPLIT}
         seq_load_balance_loss_weight: float | None = None
-        input_dim_to_partition_spec: dict[str, PartitionSpec | None] = {
-            "bsm": PartitionSpec("data", None, None),
-            "emh": PartitionSpec(None, None, "model"),
-            "ehm": PartitionSpec(None, "model", None),
-        }
-        output_dim_to_partition_spec: dict[str, PartitionSpec | None] = {
-            "bsm": PartitionSpec("data", None, None)
-        }
+        input_dim_to_partition_spec: dict[str, PartitionSpec | None] = {**_TOKENS, **_UNSPLIT}
+        output_dim_to_partition_spec: dict[str, PartitionSpec | None] = {**_TOKENS}
         gmm_backend: GMMBackend | None = None
         tiling: InstantiableConfig | tuple[int, int, int] | None = None
         preferred_element_type: DType | None = None
@@ -69,13 +73,6 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
 
     # Dropout of hidden dimensions would need a key per device.
     _drops_hidden = False
-
-    @classmethod
-    def default_config(cls) -> Any:
-        """Returns a config with hidden dimensions sharded over "model"."""
-        cfg = super().default_config()
-        weights = {dims: cfg.input_dim_to_partition_spec[dims] for dims in ("emh", "ehm")}
-        return cfg.set(dim_to_mesh_axis_map={**cfg.dim_to_mesh_axis_map, **weights})
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -210,19 +207,8 @@ class ApproximateTokenDropFreeMoE(TransformerFeedForwardDropFreeMoE):
         """Configures an ApproximateTokenDropFreeMoE; `expert_parallel_capacity` is at least 1."""
 
         expert_parallel_capacity: float = 1.25
-
-    @classmethod
-    def default_config(cls) -> Any:
-        """Returns a config that shards experts over "expert" and hidden dimensions over "model"."""
-        cfg = super().default_config()
-        weights = {
-            "emh": PartitionSpec("expert", None, "model"),
-            "ehm": PartitionSpec("expert", "model", None),
-        }
-        return cfg.set(
-            input_dim_to_partition_spec={**cfg.input_dim_to_partition_spec, **weights},
-            dim_to_mesh_axis_map={**cfg.dim_to_mesh_axis_map, **weights},
-        )
+        dim_to_mesh_axis_map: dict[str, PartitionSpec | None] = {**DIM_TO_MESH_AXES}
+        input_dim_to_partition_spec: dict[str, PartitionSpec | None] = {**_TOKENS, **_SPLIT}
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)

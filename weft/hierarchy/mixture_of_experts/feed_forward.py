@@ -113,14 +113,9 @@ class TransformerFeedForwardMoE(ResidualLayer):
         router_z_loss_weight: float = 0.0
         corr_loss_weight: float = 0.0
         residual_weight: float = 1.0
-        dim_to_mesh_axis_map: dict[str, PartitionSpec | None] = {}
+        dim_to_mesh_axis_map: dict[str, PartitionSpec | None] = {**DIM_TO_MESH_AXES}
 
     _drops_hidden: ClassVar[bool] = True
-
-    @classmethod
-    def default_config(cls) -> Config:
-        """Returns a config that shards experts over "expert" and hidden dimensions over "model"."""
-        return super().default_config().set(dim_to_mesh_axis_map=dict(DIM_TO_MESH_AXES))
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -181,13 +176,11 @@ class TransformerFeedForwardMoE(ResidualLayer):
         Raises ArgumentShapeError if the tokens do not divide into the groups in training. Outside
         of training, the number of groups is reduced.
         """
-        self._add_tensor_stats("inputs", inputs)
-        skipped, x = self._enter_branch(inputs)
+        skipped, x = self._enter_branch(self._add_tensor_stats("inputs", inputs))
         live = None if paddings is None else jnp.logical_not(paddings)
         x = self._remat_name(self._apply_experts(x, live), "linear2_0")
         outputs = self._leave_branch(skipped, x, weight=self.config.residual_weight)
-        self._add_tensor_stats("outputs", outputs)
-        return outputs
+        return self._add_tensor_stats("outputs", outputs)
 
     def _group_sizes(self, num_tokens: int) -> tuple[int, int]:
         cfg = self.config

@@ -305,7 +305,6 @@ class Top2Gating(CapacityGating):
         eval_capacity_factor: float = 2.0
         mask_dtype: DType = jnp.int32
 
-    @nowrap
     def num_choices(self) -> int:
         return 2
 
@@ -348,7 +347,6 @@ class TopKGating(CapacityGating):
         self._score_fn: Any = maybe_instantiate(cfg.score_fn) or jax.nn.softmax
         self._topk_fn: Any = maybe_instantiate(cfg.topk_fn) or jax.lax.top_k
 
-    @nowrap
     def num_choices(self) -> int:
         return self.config.num_experts_per_token
 
