@@ -103,11 +103,27 @@ class BaseKVCache(base_layer.BaseLayer):
           k_proj, v_proj: `Float[Array, "batch step kv_heads per_head_dim"]`.
           key_positions: `Int[Array, "#batch step"]`: the positions to write.
           unpadded_len: `Int[Array, "batch"]`: number of positions to write; None for all.
-          page_pool: for a PagedKVCache, the state whose pages to use.
+          page_pool: for a PagedKVCache, the state whose pages to write to and to read, such as
+            those of the sequences that are being decoded, for the prompt of another one; None for
+            those of `cached_states`.
 
         Returns:
           The new state, and the keys and values of cached positions, including unfilled ones.
         """
+        if page_pool is not None and not isinstance(cached_states, KVPages):
+            raise errors.ArgumentValueError(
+                f"{self.path()} is a {type(self).__name__}, which has no pages, but a page_pool "
+                "was passed; omit it, or set kv_cache to PagedKVCache.default_config()."
+            )
+        new = KVState(k_proj, v_proj, jnp.broadcast_to(key_positions, k_proj.shape[:2]))
+        states, cached = self._extend(cached_states, new, unpadded_len, page_pool)
+        keys, values = cached.k_proj.astype(k_proj.dtype), cached.v_proj.astype(v_proj.dtype)
+        return states, cached._replace(k_proj=keys, v_proj=values)
+
+    def _extend(
+        self, cached_states: Any, new: KVState, unpadded_len: Tensor | None, pool: KVPages | None
+    ) -> tuple[Any, KVState]:
+        """Implements `extend_step`; the result may have the dtype of the cache."""
         raise NotImplementedError(type(self))
 
     @nowrap
@@ -124,13 +140,6 @@ class BaseKVCache(base_layer.BaseLayer):
     def _write(self, cached: Tensor, at: tuple[Tensor, Tensor], new: Tensor) -> Tensor:
         return self._shard(cached.at[at].set(new.astype(cached.dtype), mode="drop"))
 
-    def _check_no_pages(self, page_pool: KVPages | None) -> None:
-        if page_pool is not None:
-            raise errors.ArgumentValueError(
-                f"{self.path()} is a {type(self).__name__}, which has no pages, but a page_pool "
-                "was passed; omit it, or set kv_cache to PagedKVCache.default_config()."
-            )
-
 
 class KVCache(BaseKVCache):
     """Cache with one array of keys and one of values, with an entry per position."""
@@ -138,25 +147,14 @@ class KVCache(BaseKVCache):
     def init_states(self, shape: Shape, *, dtype: DType) -> NestedTensor:
         return {name: self._zeros(shape, dtype) for name in ("key", "value")}
 
-    def extend_step(
-        self,
-        cached_states: dict[str, Any],
-        *,
-        k_proj: Tensor,
-        v_proj: Tensor,
-        key_positions: Tensor,
-        unpadded_len: Tensor | None = None,
-        page_pool: KVPages | None = None,
-    ) -> tuple[NestedTensor, KVState]:
-        self._check_no_pages(page_pool)
+    def _extend(
+        self, cached_states: Any, new: KVState, unpadded_len: Tensor | None, pool: KVPages | None
+    ) -> tuple[Any, KVState]:
         batch, max_len = cached_states["key"].shape[:2]
-        at = _positions_to_write(k_proj, key_positions, unpadded_len, past_end=max_len)
-        at = (jnp.arange(batch)[:, None], at)
-        key = self._write(cached_states["key"], at, k_proj)
-        value = self._write(cached_states["value"], at, v_proj)
-        return {"key": key, "value": value}, KVState(
-            key.astype(k_proj.dtype), value.astype(v_proj.dtype), jnp.arange(max_len)[None]
-        )
+        at = (jnp.arange(batch)[:, None], _positions_to_write(new, unpadded_len, past_end=max_len))
+        key = self._write(cached_states["key"], at, new.k_proj)
+        value = self._write(cached_states["value"], at, new.v_proj)
+        return {"key": key, "value": value}, KVState(key, value, jnp.arange(max_len)[None])
 
 
 class SlidingWindowKVCache(BaseKVCache):
@@ -182,20 +180,11 @@ class SlidingWindowKVCache(BaseKVCache):
             "key_positions": jnp.full((batch, length), -1, jnp.int32),
         }
 
-    def extend_step(
-        self,
-        cached_states: dict[str, Any],
-        *,
-        k_proj: Tensor,
-        v_proj: Tensor,
-        key_positions: Tensor,
-        unpadded_len: Tensor | None = None,
-        page_pool: KVPages | None = None,
-    ) -> tuple[NestedTensor, KVState]:
-        self._check_no_pages(page_pool)
-        batch, step = k_proj.shape[:2]
-        positions = jnp.broadcast_to(key_positions, (batch, step))
-        added = {"key": k_proj, "value": v_proj, "key_positions": positions}
+    def _extend(
+        self, cached_states: Any, new: KVState, unpadded_len: Tensor | None, pool: KVPages | None
+    ) -> tuple[Any, KVState]:
+        batch, step = new.key_positions.shape
+        added: dict[str, Any] = dict(zip(("key", "value", "key_positions"), new, strict=False))
         both = {
             name: jnp.concatenate([x, added[name].astype(x.dtype)], axis=1)
             for name, x in cached_states.items()
@@ -206,8 +195,7 @@ class SlidingWindowKVCache(BaseKVCache):
         states = {name: x[jnp.arange(batch)[:, None], last] for name, x in both.items()}
         for name in ("key", "value"):
             states[name] = self._shard(states[name])
-        key, value = both["key"].astype(k_proj.dtype), both["value"].astype(v_proj.dtype)
-        return states, KVState(key, value, both["key_positions"])
+        return states, KVState(both["key"], both["value"], both["key_positions"])
 
 
 class PagedKVCache(BaseKVCache):
@@ -242,35 +230,20 @@ class PagedKVCache(BaseKVCache):
         pages = (num_pages, cfg.page_size, *heads)
         return KVPages(self._zeros(pages, dtype), self._zeros(pages, dtype), indices)
 
-    def extend_step(
-        self,
-        cached_states: KVPages,
-        *,
-        k_proj: Tensor,
-        v_proj: Tensor,
-        key_positions: Tensor,
-        unpadded_len: Tensor | None = None,
-        page_pool: KVPages | None = None,
-    ) -> tuple[KVPages, KVState]:
-        """Writes some positions and returns all pages; see `BaseKVCache.extend_step`.
-
-        `page_pool` is the state whose pages to write to and to read, such as those of the sequences
-        that are being decoded, for the prompt of another one; None for those of `cached_states`.
-        The new pages are those of the returned state.
-        """
+    def _extend(
+        self, cached_states: Any, new: KVState, unpadded_len: Tensor | None, pool: KVPages | None
+    ) -> tuple[Any, KVState]:
         indices, size = cached_states.page_indices, self.config.page_size
-        pool = cached_states if page_pool is None else page_pool
+        used: KVPages = cached_states if pool is None else pool
         length = indices.shape[1] * size
-        at = _positions_to_write(k_proj, key_positions, unpadded_len, past_end=length)
+        at = _positions_to_write(new, unpadded_len, past_end=length)
         rows = jnp.arange(indices.shape[0])[:, None]
-        pages = indices.at[rows, at // size].get(mode="fill", fill_value=len(pool.key))
+        pages = indices.at[rows, at // size].get(mode="fill", fill_value=len(used.key))
         at = (pages, at % size)
-        key, value = self._write(pool.key, at, k_proj), self._write(pool.value, at, v_proj)
-        has_page = jnp.repeat(indices < len(pool.key), size, axis=1)
+        key, value = self._write(used.key, at, new.k_proj), self._write(used.value, at, new.v_proj)
+        has_page = jnp.repeat(indices < len(used.key), size, axis=1)
         key_positions = jnp.where(has_page, jnp.arange(length), -1)
-        return KVPages(key, value, indices), KVState(
-            key.astype(k_proj.dtype), value.astype(v_proj.dtype), key_positions, indices
-        )
+        return KVPages(key, value, indices), KVState(key, value, key_positions, indices)
 
     def maybe_normalize_kv(self, kv_state: KVState) -> KVState:
         indices = kv_state.page_indices
@@ -283,15 +256,12 @@ class PagedKVCache(BaseKVCache):
         return KVState(joined(kv_state.k_proj), joined(kv_state.v_proj), kv_state.key_positions)
 
 
-def _positions_to_write(
-    k_proj: Tensor, key_positions: Tensor, unpadded_len: Tensor | None, *, past_end: int
-) -> Tensor:
+def _positions_to_write(new: KVState, unpadded_len: Tensor | None, *, past_end: int) -> Tensor:
     """Returns `Int[Array, "batch step"]`, `past_end` for padding: there, writes are dropped."""
-    batch, step = k_proj.shape[:2]
-    at = jnp.broadcast_to(key_positions, (batch, step))
+    at = new.key_positions
     if unpadded_len is None:
         return at
-    return jnp.where(jnp.arange(step)[None] < unpadded_len[:, None], at, past_end)
+    return jnp.where(jnp.arange(at.shape[1])[None] < unpadded_len[:, None], at, past_end)
 
 
 def _pages_at(pages: Tensor, indices: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ def _merge_stages(data: Tensor, rest: stack.Output) -> stack.Output:
     )
 
 
-class PipelinedTransformerLayer(stack.SingleChildStack):
+class PipelinedTransformerLayer(stack.BaseStackedTransformerLayer):
     """Stack whose stages work on different microbatches at the same time.
 
     Parameters have a leading axis of stages with the name "pipeline". In decoding, stages run in

@@ -12,7 +12,7 @@ host memory, and recomputes the rest in the backward pass.
 import enum
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -163,24 +163,19 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
         scanned = _pop_scanned(cfg.scan_kwargs, layer_kwargs)
         layer_kwargs = _aux_to_carry(cfg.carry, layer_kwargs)
         outputs: list[Output] = []
-        states = {}
-        for i, (name, layer) in enumerate(self._layers()):
+        for i, (name, _) in enumerate(self._layers()):
             if self._update_data is not None:
                 data = self._update_data(data, outputs)
             for key in set(cfg.carry or ()) - {"data"} if outputs else ():
                 layer_kwargs[key] = getattr(outputs[-1], key)
             own = jax.tree.map(lambda x, i=i: x[i], scanned)
             self._update_layer_kwargs(layer_kwargs, all_layer_outputs=outputs)
-            if mode is ForwardMode.FORWARD:
-                output = layer(data, **layer_kwargs, **own)
-            else:
-                is_prefill = mode is ForwardMode.PREFILL
-                states[name], output = layer.extend_step(
-                    cached_states[name], data, is_prefill=is_prefill, **layer_kwargs, **own
-                )
+            cached_states, output = self._call_child(
+                name, mode, cached_states, data, **layer_kwargs, **own
+            )
             outputs.append(output)
             data = output.data
-        return states, self._aggregate_layer_outputs(
+        return cached_states, self._aggregate_layer_outputs(
             [_select_outputs(o, return_aux) for o in outputs]
         )
 
@@ -250,24 +245,7 @@ class TransformerRepeat(Repeat):
         return states, rest._replace(data=carried["data"], self_attention_kv_state=last_kv_state)
 
 
-class SingleChildStack(BaseStackedTransformerLayer):
-    """Stack whose layers and decoding states are all within one child."""
-
-    _decoding_child: ClassVar[str]
-
-    def forward(self, data: Tensor, **kwargs) -> Output:
-        return getattr(self, self._decoding_child)(data, **kwargs)
-
-    def extend_step(
-        self, cached_states: dict[str, Any], data: Tensor, *, is_prefill: bool = False, **kwargs
-    ) -> tuple[NestedTensor, Output]:
-        name = self._decoding_child
-        child, states = getattr(self, name), cached_states[name]
-        states, output = child.extend_step(states, data, is_prefill=is_prefill, **kwargs)
-        return {name: states}, output
-
-
-class RepeatedTransformerLayer(SingleChildStack):
+class RepeatedTransformerLayer(BaseStackedTransformerLayer):
     """Stack with one child in a loop, whose parameters have a leading axis of layers."""
 
     class Config(BaseStackedTransformerLayer.Config):

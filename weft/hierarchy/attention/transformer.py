@@ -188,7 +188,22 @@ class BaseTransformerLayer(BaseLayer):
     def _forward_for_mode(
         self, mode: ForwardMode, cached_states: dict[str, Any], data: Tensor, **kwargs: Any
     ) -> tuple[dict[str, Any], Output]:
-        raise NotImplementedError(type(self))
+        """Applies the layer; the default calls the child with the state of decoding."""
+        if self._decoding_child is None:
+            raise NotImplementedError(type(self))
+        return self._call_child(self._decoding_child, mode, cached_states, data, **kwargs)
+
+    def _call_child(
+        self, name: str, mode: ForwardMode, cached_states: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any], Any]:
+        """Calls `forward` of a child, or its `extend_step` with its entry of the states."""
+        child: Any = self._children[name]
+        if mode is ForwardMode.FORWARD:
+            return cached_states, child(*args, **kwargs)
+        states, output = child.extend_step(
+            cached_states[name], *args, is_prefill=mode is ForwardMode.PREFILL, **kwargs
+        )
+        return {**cached_states, name: states}, output
 
 
 def _part_return_aux(return_aux: Collection[str] | None, part: str) -> set[str]:
@@ -230,22 +245,19 @@ class TransformerLayer(BaseTransformerLayer):
         return_aux: Collection[str] | None = None,
     ) -> tuple[dict[str, Any], BaseTransformerLayer.Output]:
         self._check_cross_attention(cross_attention_data)
-        kwargs = {
-            "source": self_attention_kv_state,
-            "attention_logit_biases": self_attention_logit_biases,
-            "segment_ids": target_segment_ids,
-            "return_aux": _part_return_aux(return_aux, "self_attention_"),
-        }
-        if mode is ForwardMode.FORWARD:
-            self_attention = self.self_attention(
-                target=data, target_positions=target_positions, **kwargs
-            )
-        else:
-            states, is_prefill = cached_states["self_attention"], mode is ForwardMode.PREFILL
-            states, self_attention = self.self_attention.extend_step(
-                states, data, is_prefill=is_prefill, page_pool=page_pool, **kwargs
-            )
-            cached_states = {**cached_states, "self_attention": states}
+        is_whole = mode is ForwardMode.FORWARD
+        of_mode = {"target_positions": target_positions} if is_whole else {"page_pool": page_pool}
+        cached_states, self_attention = self._call_child(
+            "self_attention",
+            mode,
+            cached_states,
+            target=data,
+            source=self_attention_kv_state,
+            attention_logit_biases=self_attention_logit_biases,
+            segment_ids=target_segment_ids,
+            return_aux=_part_return_aux(return_aux, "self_attention_"),
+            **of_mode,
+        )
         data, cross_probs = self_attention.data, None
         if cross_attention_data is not None:
             cross_attention = self.cross_attention(
@@ -313,19 +325,18 @@ class ParallelTransformerLayer(BaseTransformerLayer):
         return_aux: Collection[str] | None = None,
     ) -> tuple[dict[str, Any], BaseTransformerLayer.Output]:
         x = self.norm(data)
-        kwargs = {
-            "attention_logit_biases": self_attention_logit_biases,
-            "segment_ids": target_segment_ids,
-            "return_aux": _part_return_aux(return_aux, "self_attention_"),
-        }
-        if mode is ForwardMode.FORWARD:
-            attention = self.self_attention(x, query_positions=target_positions, **kwargs)
-        else:
-            states, is_prefill = cached_states["self_attention"], mode is ForwardMode.PREFILL
-            states, attention = self.self_attention.extend_step(
-                states, x, is_prefill=is_prefill, page_pool=page_pool, **kwargs
-            )
-            cached_states = {"self_attention": states}
+        is_whole = mode is ForwardMode.FORWARD
+        of_mode = {"query_positions": target_positions} if is_whole else {"page_pool": page_pool}
+        cached_states, attention = self._call_child(
+            "self_attention",
+            mode,
+            cached_states,
+            x,
+            attention_logit_biases=self_attention_logit_biases,
+            segment_ids=target_segment_ids,
+            return_aux=_part_return_aux(return_aux, "self_attention_"),
+            **of_mode,
+        )
         return cached_states, self.Output(
             data=data + attention.data + self.feed_forward(x),
             self_attention_probs=attention.probs,
@@ -361,18 +372,8 @@ class BottleNeckAdapterTransformerLayer(BaseTransformerLayer):
         self._add_child("layer", cfg.layer.set(input_dim=cfg.input_dim))
         self._add_child("adapter", cfg.adapter.set(input_dim=cfg.input_dim, hidden_dim=hidden_dim))
 
-    def forward(self, data: Tensor, **kwargs: Any) -> BaseTransformerLayer.Output:
-        output = self.layer(data, **kwargs)
-        return output._replace(data=self.adapter(output.data))
-
-    def extend_step(
-        self,
-        cached_states: dict[str, Any],
-        data: Tensor,
-        *,
-        is_prefill: bool = False,
-        **kwargs: Any,
+    def _forward_for_mode(
+        self, mode: ForwardMode, cached_states: dict[str, Any], data: Tensor, **kwargs: Any
     ) -> tuple[dict[str, Any], BaseTransformerLayer.Output]:
-        states = cached_states["layer"]
-        states, output = self.layer.extend_step(states, data, is_prefill=is_prefill, **kwargs)
-        return {"layer": states}, output._replace(data=self.adapter(output.data))
+        states, output = super()._forward_for_mode(mode, cached_states, data, **kwargs)
+        return states, output._replace(data=self.adapter(output.data))
