@@ -18,9 +18,8 @@ from weft.hierarchy.config_setters import (
     set_layer_norm_eps_recursively,
     set_norm_recursively,
 )
-from weft.hierarchy.layers.linear import Linear
+from weft.hierarchy.layers.linear import Dropout, Linear
 from weft.hierarchy.layers.normalization import L2Norm, LayerNorm, RMSNorm
-from weft.hierarchy.layers.stochastic import Dropout
 from weft.hierarchy.lora import set_lora_recursively
 from weft.hierarchy.mixture_of_experts import ApproximateTokenDropFreeMoE
 from weft.hierarchy.module import functional as F

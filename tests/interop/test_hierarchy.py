@@ -25,9 +25,8 @@ from weft.errors import (
 )
 from weft.functional import default_dot_general, int8_dot_general
 from weft.hierarchy.base_layer import BaseLayer
-from weft.hierarchy.layers.linear import Linear
+from weft.hierarchy.layers.linear import Dropout, Linear
 from weft.hierarchy.layers.normalization import BatchNorm
-from weft.hierarchy.layers.stochastic import Dropout
 from weft.hierarchy.module import Module, functional
 from weft.hierarchy.param_init import DefaultInitializer
 from weft.hierarchy.repeat import Repeat

@@ -10,8 +10,7 @@ from tests.keys import quick_key
 from weft.cli.collectives import collectives_of
 from weft.config import config_for_function
 from weft.errors import ConfigModifierError
-from weft.hierarchy.attention.pipelined_stack import PipelinedTransformerLayer
-from weft.hierarchy.attention.stack import RepeatedTransformerLayer
+from weft.hierarchy.attention.stack import PipelinedTransformerLayer, RepeatedTransformerLayer
 from weft.hierarchy.attention.transformer import TransformerLayer
 from weft.hierarchy.layers.linear import Linear
 from weft.hierarchy.mixture_of_experts.feed_forward import TransformerFeedForwardMoE

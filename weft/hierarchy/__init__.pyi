@@ -1,4 +1,5 @@
 from weft.functional.attention import relative_to_absolute as rel_pos_to_abs_pos
+from weft.functional.embedding import sinusoidal_positions as sinusoidal_positional_embeddings
 from weft.hierarchy.attention.bias import (
     alibi_get_slopes as alibi_get_slopes,
     ALiBiAttentionLogitBiasLayer as ALiBiAttentionLogitBiasLayer,
@@ -36,14 +37,14 @@ from weft.hierarchy.attention.multihead_attention import (
     sigmoid_with_biases as sigmoid_with_biases, SigmoidAttention as SigmoidAttention,
     softmax_with_biases as softmax_with_biases, xl_attention_logits as xl_attention_logits,
 )
-from weft.hierarchy.attention.pipelined_stack import (
-    PipelinedTransformerLayer as PipelinedTransformerLayer,
-)
 from weft.hierarchy.attention.qkv_linear import (
     BaseMultiheadLinear as BaseMultiheadLinear, BaseQKVLinear as BaseQKVLinear,
+    BaseScaleQK as BaseScaleQK, constant_scale_fn as constant_scale_fn,
     FusedGroupedQKVLinear as FusedGroupedQKVLinear, FusedQKVLinear as FusedQKVLinear,
     GroupedQKVLinear as GroupedQKVLinear, MultiheadInputLinear as MultiheadInputLinear,
-    MultiheadOutputLinear as MultiheadOutputLinear, QKVLinear as QKVLinear, QLinear as QLinear,
+    MultiheadOutputLinear as MultiheadOutputLinear, PerDimScale as PerDimScale,
+    pow_scale_fn as pow_scale_fn, QKVLinear as QKVLinear, QLinear as QLinear, ScaleFn as ScaleFn,
+    ScaleKey as ScaleKey, ScaleQuery as ScaleQuery,
 )
 from weft.hierarchy.attention.rope import (
     apply_rotary_position_embeddings as apply_rotary_position_embeddings,
@@ -52,14 +53,10 @@ from weft.hierarchy.attention.rope import (
     RoFormerSinusoidalPositionalEmbedding as RoFormerSinusoidalPositionalEmbedding,
     YaRNSinusoidalPositionalEmbedding as YaRNSinusoidalPositionalEmbedding,
 )
-from weft.hierarchy.attention.scale_qk import (
-    BaseScaleQK as BaseScaleQK, constant_scale_fn as constant_scale_fn, PerDimScale as PerDimScale,
-    pow_scale_fn as pow_scale_fn, ScaleFn as ScaleFn, ScaleKey as ScaleKey,
-    ScaleQuery as ScaleQuery,
-)
 from weft.hierarchy.attention.stack import (
     BaseStackedTransformerLayer as BaseStackedTransformerLayer,
-    build_remat_spec as build_remat_spec, RematRegexSavePatterns as RematRegexSavePatterns,
+    build_remat_spec as build_remat_spec, PipelinedTransformerLayer as PipelinedTransformerLayer,
+    RematRegexSavePatterns as RematRegexSavePatterns,
     RepeatedTransformerLayer as RepeatedTransformerLayer,
     save_and_offload_these_names_regex as save_and_offload_these_names_regex,
     StackedTransformerLayer as StackedTransformerLayer,
@@ -141,13 +138,13 @@ from weft.hierarchy.layers.embedding import (
     LearnedPositionalEmbedding as LearnedPositionalEmbedding,
     ModalityEmbedding as ModalityEmbedding, ModalityVocabInfo as ModalityVocabInfo,
     SeparableSpaceTimePositionalEmbedding as SeparableSpaceTimePositionalEmbedding,
-    sinusoidal_positional_embeddings as sinusoidal_positional_embeddings,
     SinusoidalPositionalEmbedding as SinusoidalPositionalEmbedding,
     TransformerTextEmbeddings as TransformerTextEmbeddings,
 )
 from weft.hierarchy.layers.linear import (
-    Linear as Linear, MultiLinear as MultiLinear, UnitNormLinear as UnitNormLinear,
-    VariationalNoise as VariationalNoise,
+    Dropout as Dropout, DropToken as DropToken, GradientMonitor as GradientMonitor,
+    Linear as Linear, MultiLinear as MultiLinear, StochasticDepth as StochasticDepth,
+    UnitNormLinear as UnitNormLinear, VariationalNoise as VariationalNoise,
 )
 from weft.hierarchy.layers.normalization import (
     BaseNormalizationLayer as BaseNormalizationLayer, BatchNorm as BatchNorm,
@@ -155,16 +152,11 @@ from weft.hierarchy.layers.normalization import (
     LayerNormStateless as LayerNormStateless, MovingAverage as MovingAverage, NormType as NormType,
     RMSNorm as RMSNorm, RMSNormStateless as RMSNormStateless,
 )
-from weft.hierarchy.layers.stochastic import (
-    Dropout as Dropout, DropToken as DropToken, GradientMonitor as GradientMonitor,
-    StochasticDepth as StochasticDepth,
-)
 from weft.hierarchy.lora import (
     base_state as base_state, BaseLoraAdapter as BaseLoraAdapter,
-    LoraDownFusedLinear as LoraDownFusedLinear,
-    LoraDownMultiheadLinear as LoraDownMultiheadLinear, LoraFusedQKVAdapter as LoraFusedQKVAdapter,
-    LoraFusedQKVLinear as LoraFusedQKVLinear, LoraLinear as LoraLinear,
-    LoraLinearAdapter as LoraLinearAdapter,
+    LoraDownFusedLinear as LoraDownFusedLinear, LoraDownMultiheadLinear as LoraDownMultiheadLinear,
+    LoraFusedQKVAdapter as LoraFusedQKVAdapter, LoraFusedQKVLinear as LoraFusedQKVLinear,
+    LoraLinear as LoraLinear, LoraLinearAdapter as LoraLinearAdapter,
     LoraMultiheadOutputAdapter as LoraMultiheadOutputAdapter,
     LoraMultiheadOutputLinear as LoraMultiheadOutputLinear, LoraUpFusedLinear as LoraUpFusedLinear,
     LoraUpGroupedLinear as LoraUpGroupedLinear, merge_adapters as merge_adapters,
@@ -190,14 +182,12 @@ from weft.hierarchy.metrics import (
     SumSummary as SumSummary, WeightedScalar as WeightedScalar, WeightedSummary as WeightedSummary,
     WeightedValue as WeightedValue,
 )
-from weft.hierarchy.mixture_of_experts.drop_free import (
-    ApproximateTokenDropFreeMoE as ApproximateTokenDropFreeMoE, GMMBackend as GMMBackend,
+from weft.hierarchy.mixture_of_experts.feed_forward import (
+    ApproximateTokenDropFreeMoE as ApproximateTokenDropFreeMoE,
+    convert_dense_to_moe_parameters as convert_dense_to_moe_parameters,
+    get_outer_batch_from_mesh as get_outer_batch_from_mesh, GMMBackend as GMMBackend,
     set_interpret_in_moe_config_recursively as set_interpret_in_moe_config_recursively,
     TransformerFeedForwardDropFreeMoE as TransformerFeedForwardDropFreeMoE,
-)
-from weft.hierarchy.mixture_of_experts.feed_forward import (
-    convert_dense_to_moe_parameters as convert_dense_to_moe_parameters,
-    get_outer_batch_from_mesh as get_outer_batch_from_mesh,
     TransformerFeedForwardMoE as TransformerFeedForwardMoE,
 )
 from weft.hierarchy.mixture_of_experts.gating import (

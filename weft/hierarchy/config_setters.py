@@ -9,8 +9,8 @@ from typing import Any
 
 from weft.config import REQUIRED, ConfigBase, InstantiableConfig
 from weft.hierarchy.attention import multihead_attention, transformer
+from weft.hierarchy.layers.linear import Dropout
 from weft.hierarchy.layers.normalization import BaseNormalizationLayer, LayerNormStateless
-from weft.hierarchy.layers.stochastic import Dropout
 from weft.typing import PartitionSpec
 
 

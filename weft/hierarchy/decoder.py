@@ -27,7 +27,7 @@ from weft.functional.linear_cross_entropy import linear_logit_statistics, num_ch
 from weft.hierarchy import base_layer, config_setters, context, decoding
 from weft.hierarchy.attention.bias import AttentionLogitBiasLayer
 from weft.hierarchy.attention.stack import BaseStackedTransformerLayer, StackedTransformerLayer
-from weft.hierarchy.layers import embedding, normalization, stochastic
+from weft.hierarchy.layers import embedding, linear, normalization
 from weft.hierarchy.module import Module
 from weft.hierarchy.param_init import FanAxes
 from weft.hierarchy.parameter_spec import maybe_shard
@@ -274,7 +274,7 @@ class Decoder(base_layer.BaseLayer):
         emb: embedding.BaseEmbedding.Config = embedding.TransformerTextEmbeddings.default_config()
         transformer: BaseStackedTransformerLayer.Config = StackedTransformerLayer.default_config()
         output_norm: InstantiableConfig | None = normalization.LayerNorm.default_config()
-        output_dropout: stochastic.Dropout.Config = stochastic.Dropout.default_config()
+        output_dropout: linear.Dropout.Config = linear.Dropout.default_config()
         lm_head: InstantiableConfig | None = None
         dropout_rate: float = 0.0
         pad_token_id: int = 0

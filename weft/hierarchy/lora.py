@@ -34,8 +34,7 @@ from weft.hierarchy.attention.feed_forward import TransformerFeedForwardLayer
 from weft.hierarchy.attention.multihead_attention import MultiheadAttention
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.config_setters import for_each_config, is_config_of
-from weft.hierarchy.layers.linear import Linear
-from weft.hierarchy.layers.stochastic import Dropout
+from weft.hierarchy.layers.linear import Dropout, Linear
 from weft.hierarchy.module import Module, nowrap
 from weft.typing import NestedTensor, Shape, Tensor
 

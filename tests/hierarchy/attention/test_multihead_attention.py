@@ -31,12 +31,14 @@ from weft.hierarchy.attention.qkv_linear import (
     FusedGroupedQKVLinear,
     FusedQKVLinear,
     GroupedQKVLinear,
+    PerDimScale,
     QLinear,
+    ScaleKey,
+    ScaleQuery,
 )
 from weft.hierarchy.attention.rope import RoFormerQKVLinear
-from weft.hierarchy.attention.scale_qk import PerDimScale, ScaleKey, ScaleQuery
+from weft.hierarchy.layers.linear import Dropout
 from weft.hierarchy.layers.normalization import RMSNorm
-from weft.hierarchy.layers.stochastic import Dropout
 from weft.hierarchy.module import functional as F
 
 DIM, HEADS, BATCH, LENGTH = 8, 4, 2, 6

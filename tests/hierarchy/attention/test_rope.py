@@ -12,6 +12,8 @@ from weft.hierarchy.attention.qkv_linear import (
     GroupedQKVLinear,
     QKVLinear,
     QLinear,
+    ScaleKey,
+    ScaleQuery,
 )
 from weft.hierarchy.attention.rope import (
     Llama3SinusoidalPositionalEmbedding,
@@ -20,7 +22,6 @@ from weft.hierarchy.attention.rope import (
     YaRNSinusoidalPositionalEmbedding,
     apply_rotary_position_embeddings,
 )
-from weft.hierarchy.attention.scale_qk import ScaleKey, ScaleQuery
 from weft.hierarchy.layers.normalization import RMSNorm
 from weft.hierarchy.module import functional as F
 

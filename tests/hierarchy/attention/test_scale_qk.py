@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft.config import config_for_function
-from weft.hierarchy.attention.scale_qk import (
+from weft.hierarchy.attention.qkv_linear import (
     PerDimScale,
     ScaleKey,
     ScaleQuery,

@@ -5,6 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from weft.errors import LayerConfigError
+from weft.hierarchy.layers import sinusoidal_positional_embeddings
 from weft.hierarchy.layers.embedding import (
     Embedding,
     LearnedPositionalEmbedding,
@@ -12,7 +13,6 @@ from weft.hierarchy.layers.embedding import (
     ModalityVocabInfo,
     SeparableSpaceTimePositionalEmbedding,
     SinusoidalPositionalEmbedding,
-    sinusoidal_positional_embeddings,
 )
 from weft.hierarchy.module import functional as F
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from weft.errors import ArgumentValueError, MissingPrngKeyError
-from weft.hierarchy.layers.stochastic import Dropout, DropToken, StochasticDepth
+from weft.hierarchy.layers.linear import Dropout, DropToken, StochasticDepth
 from weft.hierarchy.module import functional as F
 
 KEY = jax.random.key(0)

@@ -3,6 +3,7 @@ from weft.functional.attention_mask import (
     causal_mask as causal_mask, NEG_INF as NEG_INF,
     sliding_window_causal_mask as sliding_window_causal_mask,
 )
+from weft.functional.embedding import sinusoidal_positions as sinusoidal_positional_embeddings
 from weft.hierarchy.attention.bias import (
     alibi_get_slopes as alibi_get_slopes,
     ALiBiAttentionLogitBiasLayer as ALiBiAttentionLogitBiasLayer,
@@ -40,14 +41,14 @@ from weft.hierarchy.attention.multihead_attention import (
     sigmoid_with_biases as sigmoid_with_biases, SigmoidAttention as SigmoidAttention,
     softmax_with_biases as softmax_with_biases, xl_attention_logits as xl_attention_logits,
 )
-from weft.hierarchy.attention.pipelined_stack import (
-    PipelinedTransformerLayer as PipelinedTransformerLayer,
-)
 from weft.hierarchy.attention.qkv_linear import (
     BaseMultiheadLinear as BaseMultiheadLinear, BaseQKVLinear as BaseQKVLinear,
+    BaseScaleQK as BaseScaleQK, constant_scale_fn as constant_scale_fn,
     FusedGroupedQKVLinear as FusedGroupedQKVLinear, FusedQKVLinear as FusedQKVLinear,
     GroupedQKVLinear as GroupedQKVLinear, MultiheadInputLinear as MultiheadInputLinear,
-    MultiheadOutputLinear as MultiheadOutputLinear, QKVLinear as QKVLinear, QLinear as QLinear,
+    MultiheadOutputLinear as MultiheadOutputLinear, PerDimScale as PerDimScale,
+    pow_scale_fn as pow_scale_fn, QKVLinear as QKVLinear, QLinear as QLinear, ScaleFn as ScaleFn,
+    ScaleKey as ScaleKey, ScaleQuery as ScaleQuery,
 )
 from weft.hierarchy.attention.rope import (
     apply_rotary_position_embeddings as apply_rotary_position_embeddings,
@@ -56,14 +57,10 @@ from weft.hierarchy.attention.rope import (
     RoFormerSinusoidalPositionalEmbedding as RoFormerSinusoidalPositionalEmbedding,
     YaRNSinusoidalPositionalEmbedding as YaRNSinusoidalPositionalEmbedding,
 )
-from weft.hierarchy.attention.scale_qk import (
-    BaseScaleQK as BaseScaleQK, constant_scale_fn as constant_scale_fn, PerDimScale as PerDimScale,
-    pow_scale_fn as pow_scale_fn, ScaleFn as ScaleFn, ScaleKey as ScaleKey,
-    ScaleQuery as ScaleQuery,
-)
 from weft.hierarchy.attention.stack import (
     BaseStackedTransformerLayer as BaseStackedTransformerLayer,
-    build_remat_spec as build_remat_spec, RematRegexSavePatterns as RematRegexSavePatterns,
+    build_remat_spec as build_remat_spec, PipelinedTransformerLayer as PipelinedTransformerLayer,
+    RematRegexSavePatterns as RematRegexSavePatterns,
     RepeatedTransformerLayer as RepeatedTransformerLayer,
     save_and_offload_these_names_regex as save_and_offload_these_names_regex,
     StackedTransformerLayer as StackedTransformerLayer,
@@ -83,6 +80,5 @@ from weft.hierarchy.config_setters import (
 )
 from weft.hierarchy.layers.embedding import (
     LearnedPositionalEmbedding as LearnedPositionalEmbedding,
-    sinusoidal_positional_embeddings as sinusoidal_positional_embeddings,
     SinusoidalPositionalEmbedding as SinusoidalPositionalEmbedding,
 )

@@ -468,10 +468,10 @@ class CausalAttentionLogitBiasLayer(AttentionLogitBiasLayer):
         return causal + super().forward(segment_ids=segment_ids, positions=positions)
 
 
-class ALiBiAttentionLogitBiasLayer(CausalAttentionLogitBiasLayer):
-    """Layer for causal attention whose logits fall with distance, with one slope per head."""
+class _FallingLogits(AttentionLogitBiasLayer):
+    """Base of layers whose logits fall with distance, with one slope per head."""
 
-    class Config(CausalAttentionLogitBiasLayer.Config):
+    class Config(AttentionLogitBiasLayer.Config):
         num_heads: config.Required[int] = config.REQUIRED
 
     def forward(self, *, segment_ids: Tensor, positions: Tensor) -> Tensor:
@@ -479,12 +479,9 @@ class ALiBiAttentionLogitBiasLayer(CausalAttentionLogitBiasLayer):
         return falling + super().forward(segment_ids=segment_ids, positions=positions)
 
 
-class SymmetricALiBiAttentionLogitBiasLayer(FullAttentionLogitBiasLayer):
-    """Layer for bidirectional attention whose logits fall with distance, one slope per head."""
+class ALiBiAttentionLogitBiasLayer(_FallingLogits, CausalAttentionLogitBiasLayer):
+    """Layer for causal attention whose logits fall with distance."""
 
-    class Config(FullAttentionLogitBiasLayer.Config):
-        num_heads: config.Required[int] = config.REQUIRED
 
-    def forward(self, *, segment_ids: Tensor, positions: Tensor) -> Tensor:
-        falling = alibi_bias(alibi_slopes(self.config.num_heads), positions, positions)
-        return falling + super().forward(segment_ids=segment_ids, positions=positions)
+class SymmetricALiBiAttentionLogitBiasLayer(_FallingLogits, FullAttentionLogitBiasLayer):
+    """Layer for bidirectional attention whose logits fall with distance."""

@@ -21,8 +21,7 @@ import jax.numpy as jnp
 from weft import config, errors, functional
 from weft.config import REQUIRED, FunctionConfigBase, InstantiableConfig, Required
 from weft.hierarchy import base_layer, parameter_spec
-from weft.hierarchy.layers import normalization, stochastic
-from weft.hierarchy.layers.linear import Linear
+from weft.hierarchy.layers import linear, normalization
 from weft.hierarchy.module import Module
 from weft.typing import Tensor
 
@@ -73,8 +72,8 @@ class ResidualLayer(base_layer.BaseLayer):
         norm: InstantiableConfig | dict[NormPosition, InstantiableConfig] = (
             normalization.LayerNorm.default_config()
         )
-        dropout: InstantiableConfig = stochastic.Dropout.default_config()
-        stochastic_depth: InstantiableConfig = stochastic.StochasticDepth.default_config()
+        dropout: InstantiableConfig = linear.Dropout.default_config()
+        stochastic_depth: InstantiableConfig = linear.StochasticDepth.default_config()
         residual_gate_init: float | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None):
@@ -177,11 +176,11 @@ class TransformerFeedForwardLayer(ResidualLayer):
 
         input_dim: Required[int] = REQUIRED
         hidden_dim: Required[int | FunctionConfigBase] = REQUIRED
-        linear1: InstantiableConfig = Linear.default_config().set(
+        linear1: InstantiableConfig = linear.Linear.default_config().set(
             param_partition_spec=(None, "model")
         )
         activation: str | tuple[str, str] = "nn.relu"
-        linear2: InstantiableConfig = Linear.default_config().set(
+        linear2: InstantiableConfig = linear.Linear.default_config().set(
             param_partition_spec=("model", None)
         )
         hidden_dropout: InstantiableConfig | None = None
@@ -225,8 +224,8 @@ class TransformerFeedForwardLayer(ResidualLayer):
 
     def _linear1_activation(self, x: Tensor) -> Tensor:
         hidden = None
-        for i, (linear, activation) in enumerate(self._activations.items()):
-            y = self._remat_name(getattr(self, linear)(x), f"linear1_{i}")
+        for i, (name, activation) in enumerate(self._activations.items()):
+            y = self._remat_name(getattr(self, name)(x), f"linear1_{i}")
             self._report("linear1_outputs" if i == 0 else f"linear1_{i}_outputs", y)
             y = functional.get_activation_fn(activation)(y)
             if self.config.add_dead_neuron_summary:

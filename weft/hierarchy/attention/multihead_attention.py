@@ -27,11 +27,11 @@ from weft.config import REQUIRED, ClassConfigBase, Required
 from weft.functional import arrays, attention
 from weft.functional.fused_attention import AttentionImplementation, fused_attention, is_plain
 from weft.hierarchy.attention import bias as bias_lib
-from weft.hierarchy.attention import qkv_linear, scale_qk
+from weft.hierarchy.attention import qkv_linear
 from weft.hierarchy.attention.kv_cache import BaseKVCache, KVCache, KVPages, KVState
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.context import child_context
-from weft.hierarchy.layers import embedding, stochastic
+from weft.hierarchy.layers import embedding, linear
 from weft.hierarchy.module import Module, nowrap
 from weft.hierarchy.parameter_spec import constant_spec, maybe_shard
 from weft.typing import DType, MeshAxes, NestedTensor, PartitionSpec, Tensor
@@ -129,10 +129,10 @@ class MultiheadAttention(BaseLayer):
         output_linear: qkv_linear.MultiheadOutputLinear.Config = (
             qkv_linear.MultiheadOutputLinear.default_config()
         )
-        query_scale: scale_qk.BaseScaleQK.Config = scale_qk.ScaleQuery.default_config()
-        key_scale: scale_qk.BaseScaleQK.Config | None = scale_qk.ScaleKey.default_config()
+        query_scale: qkv_linear.BaseScaleQK.Config = qkv_linear.ScaleQuery.default_config()
+        key_scale: qkv_linear.BaseScaleQK.Config | None = qkv_linear.ScaleKey.default_config()
         scale_kv_before_cache_update: bool | None = None
-        dropout: stochastic.Dropout.Config = stochastic.Dropout.default_config()
+        dropout: linear.Dropout.Config = linear.Dropout.default_config()
         mask: ClassConfigBase[bias_lib.MaskFnAttentionBias] | None = None
         causal: bool | None = None
         atten_logit_cap: float | None = None
@@ -231,14 +231,14 @@ class MultiheadAttention(BaseLayer):
         return self.config.num_heads
 
     @staticmethod
-    def default_query_scale_config() -> scale_qk.BaseScaleQK.Config:
+    def default_query_scale_config() -> qkv_linear.BaseScaleQK.Config:
         """Returns the default of `query_scale`."""
-        return scale_qk.ScaleQuery.default_config()
+        return qkv_linear.ScaleQuery.default_config()
 
     @staticmethod
-    def default_key_scale_config() -> scale_qk.BaseScaleQK.Config:
+    def default_key_scale_config() -> qkv_linear.BaseScaleQK.Config:
         """Returns the default of `key_scale`."""
-        return scale_qk.ScaleKey.default_config()
+        return qkv_linear.ScaleKey.default_config()
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         if not self.config.logit_sink:
@@ -440,7 +440,7 @@ class MultiheadAttention(BaseLayer):
             if getattr(type(self), name) is not getattr(MultiheadAttention, name)
         ]:
             only_plain = f"{type(self).__name__} has its own {changed[0]}"
-        elif self.is_training and type(self.dropout).forward is not stochastic.Dropout.forward:
+        elif self.is_training and type(self.dropout).forward is not linear.Dropout.forward:
             only_plain = f"{type(self.dropout).__name__} drops probabilities in its own way"
         try:
             sink = self.parameters["sink"] if cfg.logit_sink else None

@@ -1,23 +1,27 @@
-"""Projections to queries, keys and values, and from heads to the output.
+"""Projections to queries, keys and values, their scales, and projections from heads to the output.
 
 A projection's weight has shape `(model_dim, num_heads, per_head_dim)` in both directions. The
 projections to queries, keys and values are separate (`QKVLinear`, `GroupedQKVLinear`), fused into
 one weight (`FusedQKVLinear`, `FusedGroupedQKVLinear`), or for queries only (`QLinear`, with keys
 and values of another layer); `RoFormerQKVLinear` in `rope.py` wraps any of them.
+
+Queries and keys have norms and scales before their inner product. Scaling queries by
+1/sqrt(per_head_dim) is cheaper than scaling logits; keys may take part of it.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from weft.config import REQUIRED, Required
+from weft import functional
+from weft.config import REQUIRED, InstantiableConfig, Required, config_for_function
 from weft.errors import ArgumentValueError, LayerConfigError
-from weft.functional import project
 from weft.hierarchy import base_layer, context, param_init, transforms
 from weft.hierarchy.attention.kv_cache import KVState
 from weft.hierarchy.module import Module
-from weft.hierarchy.parameter_spec import maybe_shard, weight_and_bias_specs
+from weft.hierarchy.parameter_spec import constant_spec, maybe_shard, weight_and_bias_specs
 from weft.typing import Tensor
 
 
@@ -49,7 +53,9 @@ class BaseMultiheadLinear(base_layer.BaseLayer):
         """Projects the last axis or axes of `Float[Array, "batch time ..."]`."""
         bias = self.parameters["bias"] if self.config.bias else None
         weight = self.parameters["weight"]
-        return project(self._subscripts, inputs, weight, bias, dot_general=self.dot_general())
+        return functional.project(
+            self._subscripts, inputs, weight, bias, dot_general=self.dot_general()
+        )
 
 
 class MultiheadInputLinear(BaseMultiheadLinear):
@@ -64,7 +70,9 @@ class MultiheadInputLinear(BaseMultiheadLinear):
         weight = jnp.moveaxis(self.parameters["weight"], 0, 1)
         bias = self.parameters["bias"] if self.config.bias else None
         dot_general = self.dot_general()
-        outputs = project("...d,dknh->...knh", inputs, weight, bias, dot_general=dot_general)
+        outputs = functional.project(
+            "...d,dknh->...knh", inputs, weight, bias, dot_general=dot_general
+        )
         axis = outputs.ndim - 3
         # The gradient of a split is a concatenation, but that of slices a sum of padded arrays.
         return [x.squeeze(axis) for x in jax.lax.split(outputs, (1,) * weight.shape[1], axis)]
@@ -319,3 +327,127 @@ class QLinear(BaseQKVLinear):
                 'return_aux contains "kv_state".'
             )
         return self.Output(self.q_proj(query), kv_state.k_proj, kv_state.v_proj)
+
+
+ScaleFn = Callable[[int], float]
+"""Factor of queries or keys as a function of `per_head_dim`."""
+
+
+def constant_scale_fn(value: float) -> ScaleFn:
+    """Returns a ScaleFn with the same factor for every dimension.
+
+    >>> constant_scale_fn(2.0)(64)
+    2.0
+    """
+
+    def scale(per_head_dim: int) -> float:
+        del per_head_dim
+        return value
+
+    return scale
+
+
+def pow_scale_fn(exp: float) -> ScaleFn:
+    """Returns a ScaleFn that is a power of the dimension.
+
+    >>> pow_scale_fn(-0.5)(64)
+    0.125
+    """
+    return lambda per_head_dim: per_head_dim**exp
+
+
+class PerDimScale(base_layer.BaseLayer):
+    """Learned positive factor for each dimension, initially 1."""
+
+    class Config(base_layer.BaseLayer.Config):
+        dim: Required[int] = REQUIRED
+        param_partition_spec: Any = (None,)
+
+    def _create_layer_parameter_specs(self) -> dict[str, base_layer.ParameterSpec]:
+        cfg = self.config
+        return {"param": constant_spec((cfg.dim,), mesh_axes=cfg.param_partition_spec)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scales the last axis, of size `dim`."""
+        return functional.per_dim_scale(x, self.parameters["param"])
+
+
+class BaseScaleQK(base_layer.BaseLayer):
+    """Base of scales of queries or keys."""
+
+    class Config(base_layer.BaseLayer.Config):
+        per_head_dim: Required[int] = REQUIRED
+
+    def forward(self, proj: Tensor, *, positions: Tensor | None) -> Tensor:
+        """Scales queries or keys, `Float[Array, "batch time heads per_head_dim"]`.
+
+        Scales that depend on positions use `positions`, `Int[Array, "#batch time"]`.
+        """
+        raise NotImplementedError(type(self))
+
+
+class _NormAndScale(BaseScaleQK):
+    """Base of scales with a norm and a factor, the fields `norm` and `scale_factor`."""
+
+    @staticmethod
+    def default_scale_factor_config() -> InstantiableConfig[ScaleFn]:
+        """Returns the default of `scale_factor`."""
+        raise NotImplementedError
+
+    def __init__(self, cfg: Any, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        scale_factor = cfg.scale_factor or self.default_scale_factor_config()
+        self._scale = scale_factor.instantiate()(cfg.per_head_dim)
+        self._maybe_add_child("norm", cfg.norm, input_dim=cfg.per_head_dim)
+
+    def apply_norm(self, proj: Tensor) -> Tensor:
+        """Normalizes if a norm is configured."""
+        return proj if self.config.norm is None else self.norm(proj)
+
+    def apply_scale_factor(self, proj: Tensor) -> Tensor:
+        return proj * self._scale
+
+
+class ScaleQuery(_NormAndScale):
+    """Norm, learned scale per dimension and factor of queries, in this order."""
+
+    class Config(BaseScaleQK.Config):
+        """Configures a ScaleQuery; `scale_factor` None is `per_head_dim ** -0.5`."""
+
+        norm: InstantiableConfig | None = None
+        per_dim_scale: PerDimScale.Config | None = None
+        scale_factor: InstantiableConfig[ScaleFn] | None = None
+
+    @staticmethod
+    def default_scale_factor_config() -> InstantiableConfig[ScaleFn]:
+        return config_for_function(pow_scale_fn).set(exp=-0.5)
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._maybe_add_child("per_dim_scale", cfg.per_dim_scale, dim=cfg.per_head_dim)
+
+    def apply_per_dim_scale(self, proj: Tensor) -> Tensor:
+        """Scales each dimension if a `per_dim_scale` is configured."""
+        return proj if self.config.per_dim_scale is None else self.per_dim_scale(proj)
+
+    def forward(self, proj: Tensor, *, positions: Tensor | None) -> Tensor:
+        del positions
+        return self.apply_scale_factor(self.apply_per_dim_scale(self.apply_norm(proj)))
+
+
+class ScaleKey(_NormAndScale):
+    """Norm and factor of keys."""
+
+    class Config(BaseScaleQK.Config):
+        """Configures a ScaleKey; `scale_factor` None is 1."""
+
+        norm: InstantiableConfig | None = None
+        scale_factor: InstantiableConfig[ScaleFn] | None = None
+
+    @staticmethod
+    def default_scale_factor_config() -> InstantiableConfig[ScaleFn]:
+        return config_for_function(constant_scale_fn).set(value=1.0)
+
+    def forward(self, proj: Tensor, *, positions: Tensor | None) -> Tensor:
+        del positions
+        return self.apply_norm(proj) * self._scale

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from weft import config, errors, functional
-from weft.hierarchy.attention import qkv_linear, scale_qk
+from weft.hierarchy.attention import qkv_linear
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.module import Module, nowrap
 from weft.typing import Tensor
@@ -167,8 +167,8 @@ class RoFormerQKVLinear(qkv_linear.BaseQKVLinear):
         )
         input_linear: qkv_linear.BaseQKVLinear.Config = qkv_linear.QKVLinear.default_config()
         rotary_value: config.Required[bool] = config.REQUIRED
-        query_scale: scale_qk.BaseScaleQK.Config | None = None
-        key_scale: scale_qk.BaseScaleQK.Config | None = None
+        query_scale: qkv_linear.BaseScaleQK.Config | None = None
+        key_scale: qkv_linear.BaseScaleQK.Config | None = None
         partial_rope_factor: float | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None):

@@ -3,6 +3,7 @@ from weft.functional.dropout import (
     dropout as dropout, get_dropout_mask as get_dropout_mask,
     get_stochastic_depth_linear_rate as get_stochastic_depth_linear_rate,
 )
+from weft.functional.embedding import sinusoidal_positions as sinusoidal_positional_embeddings
 from weft.functional.norm import l2_normalize as l2_normalize, normalize_sum as normalize_sum
 from weft.functional.statistics import (
     compute_mean_square_with_segment_ids as compute_mean_square_with_segment_ids,
@@ -32,21 +33,17 @@ from weft.hierarchy.layers.embedding import (
     LearnedPositionalEmbedding as LearnedPositionalEmbedding,
     ModalityEmbedding as ModalityEmbedding, ModalityVocabInfo as ModalityVocabInfo,
     SeparableSpaceTimePositionalEmbedding as SeparableSpaceTimePositionalEmbedding,
-    sinusoidal_positional_embeddings as sinusoidal_positional_embeddings,
     SinusoidalPositionalEmbedding as SinusoidalPositionalEmbedding,
     TransformerTextEmbeddings as TransformerTextEmbeddings,
 )
 from weft.hierarchy.layers.linear import (
-    Linear as Linear, MultiLinear as MultiLinear, UnitNormLinear as UnitNormLinear,
-    VariationalNoise as VariationalNoise,
+    Dropout as Dropout, DropToken as DropToken, GradientMonitor as GradientMonitor,
+    Linear as Linear, MultiLinear as MultiLinear, StochasticDepth as StochasticDepth,
+    UnitNormLinear as UnitNormLinear, VariationalNoise as VariationalNoise,
 )
 from weft.hierarchy.layers.normalization import (
     BaseNormalizationLayer as BaseNormalizationLayer, BatchNorm as BatchNorm,
     GroupNorm as GroupNorm, L2Norm as L2Norm, LayerNorm as LayerNorm,
     LayerNormStateless as LayerNormStateless, MovingAverage as MovingAverage, NormType as NormType,
     RMSNorm as RMSNorm, RMSNormStateless as RMSNormStateless,
-)
-from weft.hierarchy.layers.stochastic import (
-    Dropout as Dropout, DropToken as DropToken, GradientMonitor as GradientMonitor,
-    StochasticDepth as StochasticDepth,
 )

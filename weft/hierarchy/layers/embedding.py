@@ -16,7 +16,7 @@ from weft.config import REQUIRED, InstantiableConfig, Required, maybe_set_config
 from weft.errors import LayerConfigError
 from weft.functional import attend, cap_logits, lookup, sinusoidal_positions
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
-from weft.hierarchy.layers.stochastic import Dropout
+from weft.hierarchy.layers.linear import Dropout
 from weft.hierarchy.module import Module
 from weft.hierarchy.param_init import DefaultInitializer, normal_weights
 from weft.hierarchy.parameter_spec import maybe_shard
@@ -144,15 +144,6 @@ class SeparableSpaceTimePositionalEmbedding(BaseLayer):
         return self.temporal_embeddings(time) + self.spatial_embeddings(place)
 
 
-def sinusoidal_positional_embeddings(
-    positions: Tensor, *, dim: int, min_timescale: float = 1, max_timescale: float = 10000
-) -> Tensor:
-    """Computes `functional.sinusoidal_positions`, `Float[Array, "*shape dim"]`, first the sines."""
-    return sinusoidal_positions(
-        positions, dim=dim, min_timescale=min_timescale, max_timescale=max_timescale
-    )
-
-
 class SinusoidalPositionalEmbedding(BaseLayer):
     """Sines and cosines of positions at geometric timescales (Vaswani et al., 2017)."""
 
@@ -164,9 +155,9 @@ class SinusoidalPositionalEmbedding(BaseLayer):
         max_timescale: float = 10000
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Embeds positions of any shape, as `sinusoidal_positional_embeddings` does."""
+        """Embeds positions of any shape, as `functional.sinusoidal_positions` does."""
         cfg = self.config
-        return sinusoidal_positional_embeddings(
+        return sinusoidal_positions(
             positions, dim=cfg.dim, min_timescale=cfg.min_timescale, max_timescale=cfg.max_timescale
         )
 

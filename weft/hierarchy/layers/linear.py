@@ -1,15 +1,17 @@
-"""Linear layers, and noise on parameters."""
+"""Linear layers, noise on parameters, and layers that are the identity but in training."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from weft import functional
 from weft.config import REQUIRED, Required
-from weft.functional import dense, dense_general, l2_normalize
+from weft.functional import statistics
 from weft.hierarchy.base_layer import BaseLayer, ParameterNoise, ParameterSpec
+from weft.hierarchy.module import nowrap
 from weft.hierarchy.param_init import FanAxes
-from weft.hierarchy.parameter_spec import maybe_shard, weight_and_bias_specs
+from weft.hierarchy.parameter_spec import constant_spec, maybe_shard, weight_and_bias_specs
 from weft.typing import MeshAxes, NestedTensor, PartitionSpec, Tensor
 
 
@@ -41,7 +43,7 @@ class Linear(BaseLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Maps `Float[Array, "*batch input_dim"]` to `Float[Array, "*batch output_dim"]`."""
         bias = self.parameters["bias"] if self.config.bias else None
-        y = dense(x, self._weight(), bias, dot_general=self.dot_general())
+        y = functional.dense(x, self._weight(), bias, dot_general=self.dot_general())
         return maybe_shard(self._add_tensor_stats("outputs", y), self.config.output_partition_spec)
 
     def _weight(self) -> Tensor:
@@ -52,7 +54,7 @@ class UnitNormLinear(Linear):
     """Linear map with weight vectors of unit length; cosines for inputs of unit length."""
 
     def _weight(self) -> Tensor:
-        return l2_normalize(self.parameters["weight"], axis=0, eps=1e-12)
+        return functional.l2_normalize(self.parameters["weight"], axis=0, eps=1e-12)
 
 
 class MultiLinear(BaseLayer):
@@ -82,7 +84,9 @@ class MultiLinear(BaseLayer):
         Returns `Float[Array, "*batch num_outputs output_dim"]`.
         """
         bias = self.parameters["bias"] if self.config.bias else None
-        y = dense_general(inputs, self.parameters["weight"], bias, dot_general=self.dot_general())
+        y = functional.dense_general(
+            inputs, self.parameters["weight"], bias, dot_general=self.dot_general()
+        )
         return self._add_tensor_stats("outputs", y)
 
 
@@ -105,3 +109,86 @@ class VariationalNoise(ParameterNoise):
             for x, key in zip(leaves, keys, strict=True)
         ]
         return jax.tree.unflatten(structure, noisy)
+
+
+class Dropout(BaseLayer):
+    """Layer that zeros random elements in training and scales up the others."""
+
+    class Config(BaseLayer.Config):
+        """Configures a Dropout; `rate` None or 0 drops nothing."""
+
+        rate: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drops elements of an array of any shape."""
+        rate = self.config.rate
+        if not self.is_training or not rate:
+            return x
+        return functional.dropout(x, rate=rate, prng_key=self.get_prng_key())
+
+    @nowrap
+    def get_prng_key(self) -> Tensor:
+        """Returns the key for dropping elements."""
+        return self.require_prng_key("dropout")
+
+
+class StochasticDepth(BaseLayer):
+    """Layer that drops a residual branch at random in training, or scales it up."""
+
+    class Config(BaseLayer.Config):
+        """Configures a StochasticDepth.
+
+        Attributes:
+            rate: the probability that the branch is dropped; None or 0 drops nothing.
+            mode: "row" draws for each example, "batch" once for all.
+        """
+
+        rate: float | None = None
+        mode: str = "row"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drops the branch's output, `Float[Array, "batch *rest"]`."""
+        cfg = self.config
+        if not self.is_training or not cfg.rate:
+            return x
+        prng_key = self.require_prng_key("stochastic depth")
+        return functional.stochastic_depth(x, rate=cfg.rate, prng_key=prng_key, mode=cfg.mode)
+
+
+class DropToken(BaseLayer):
+    """Layer that removes random tokens from each example in training, which shortens it."""
+
+    class Config(BaseLayer.Config):
+        """Configures a DropToken.
+
+        Attributes:
+            num_cls_tokens: number of leading tokens to always keep, excluded from `rate`.
+        """
+
+        rate: float = 0
+        num_cls_tokens: int = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps `Float[Array, "batch tokens dim"]` to `Float[Array, "batch kept dim"]`."""
+        cfg = self.config
+        if not self.is_training or not cfg.rate:
+            return x
+        key = self.require_prng_key("the removal of tokens")
+        return functional.drop_tokens(
+            x, rate=cfg.rate, prng_key=key, num_cls_tokens=cfg.num_cls_tokens
+        )
+
+
+class GradientMonitor(BaseLayer):
+    """Identity that makes the norm of the gradient at an activation visible to the learner.
+
+    It is the gradient of the parameter `gradient_norm`, which is not used otherwise. Let a
+    `weft.trainer.GradientMonitorTransformation` report it and keep it from the optimizer.
+    """
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        return {"gradient_norm": constant_spec((), dtype=jnp.float32)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns `x`, an array of any shape."""
+        return statistics.with_gradient_norm(x, self.parameters["gradient_norm"])

@@ -1,4 +1,4 @@
-"""Mixtures of experts: layers (`feed_forward`, `drop_free`) and choice of experts (`gating`)."""
+"""Mixtures of experts: layers (`feed_forward`) and choice of experts (`gating`)."""
 
 from weft._lazy import lazy_exports
 

@@ -1,11 +1,9 @@
-from weft.hierarchy.mixture_of_experts.drop_free import (
-    ApproximateTokenDropFreeMoE as ApproximateTokenDropFreeMoE, GMMBackend as GMMBackend,
+from weft.hierarchy.mixture_of_experts.feed_forward import (
+    ApproximateTokenDropFreeMoE as ApproximateTokenDropFreeMoE,
+    convert_dense_to_moe_parameters as convert_dense_to_moe_parameters,
+    get_outer_batch_from_mesh as get_outer_batch_from_mesh, GMMBackend as GMMBackend,
     set_interpret_in_moe_config_recursively as set_interpret_in_moe_config_recursively,
     TransformerFeedForwardDropFreeMoE as TransformerFeedForwardDropFreeMoE,
-)
-from weft.hierarchy.mixture_of_experts.feed_forward import (
-    convert_dense_to_moe_parameters as convert_dense_to_moe_parameters,
-    get_outer_batch_from_mesh as get_outer_batch_from_mesh,
     TransformerFeedForwardMoE as TransformerFeedForwardMoE,
 )
 from weft.hierarchy.mixture_of_experts.gating import (
