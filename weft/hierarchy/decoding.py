@@ -18,7 +18,7 @@ hypothesis can overtake its worst finished one.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -506,6 +506,79 @@ class _BeamState(NamedTuple):
     merger_state: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class _BeamSearch:
+    """Step of the loop, and when it ends."""
+
+    last: int
+    penalize: BrevityPenaltyFn
+    tokens_to_scores: TokensToScores
+    eos_id: int
+    merger: PrefixMerger | None
+    prompts: Tensor
+    pad_id: int
+
+    def is_unfinished(self, state: _BeamState) -> Tensor:
+        # Scores only fall as sequences grow, and penalties only shrink.
+        best = jnp.max(state.live_scores, axis=1)
+        bound = self.penalize(length=jnp.array(self.last), raw_scores=best)
+        return (state.index < self.last) & (bound > jnp.min(state.scores, axis=1))
+
+    def step(self, state: _BeamState) -> _BeamState:
+        is_open = self.is_unfinished(state)
+        log_probs, cache = next_token_scores(
+            self.tokens_to_scores, state.live_sequences, state.index, state.cache
+        )
+        vocab = log_probs.shape[-1]
+        eos_id, pad_id = self.eos_id, self.pad_id
+        if not 0 <= eos_id < vocab:
+            raise errors.ArgumentValueError(
+                f"eos_id={eos_id} is not in the vocabulary of {vocab} tokens that tokens_to_scores "
+                f"scores; expected 0 <= eos_id < {vocab}."
+            )
+        index = state.index + 1
+        candidates = jnp.maximum(state.live_scores[:, :, None] + log_probs, NEG_INF)
+        forced = jnp.take_along_axis(self.prompts, index[:, None], axis=1, mode="clip")
+        is_forced = (forced != pad_id)[..., None]
+        candidates = jnp.where(is_forced, NEG_INF, candidates)
+
+        # Finished hypotheses: the old ones, and the live ones with the end token.
+        ended = jnp.full(state.live_sequences.shape[:2], eos_id)
+        penalized = self.penalize(length=index[:, None], raw_scores=candidates[:, :, eos_id])
+        penalized = jnp.where(candidates[:, :, eos_id] > NEG_INF, penalized, NEG_INF)
+        newly_ended = write_tokens_at(state.live_sequences, index, ended)
+        scores = jnp.concatenate([state.scores, penalized], axis=1)
+        scores, chosen = jax.lax.top_k(scores, state.scores.shape[1])
+        sequences = jnp.concatenate([state.sequences, newly_ended], axis=1)
+        sequences = gather_hypotheses(sequences, chosen)
+
+        # Live hypotheses: the best of the others.
+        others = candidates.at[:, :, eos_id].set(NEG_INF)
+        of_prompt = jnp.where(jax.nn.one_hot(forced, vocab, dtype=bool), 0.0, NEG_INF)
+        others = others.at[:, :1].set(jnp.where(is_forced, of_prompt, others[:, :1]))
+        others = others.reshape(others.shape[0], -1)
+        live_scores, chosen = jax.lax.top_k(others, state.live_scores.shape[1])
+        parents, tokens = chosen // vocab, chosen % vocab
+        live_sequences = write_tokens_at(
+            gather_hypotheses(state.live_sequences, parents), index, tokens
+        )
+        merger_state = jax.tree.map(lambda x: gather_hypotheses(x, parents), state.merger_state)
+        live_scores, merger_state = _merge_prefixes(self.merger, tokens, live_scores, merger_state)
+
+        def if_open(new: Tensor, old: Tensor) -> Tensor:
+            return jnp.where(is_open.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+        return _BeamState(
+            index=if_open(index, state.index),
+            live_sequences=if_open(live_sequences, state.live_sequences),
+            live_scores=if_open(live_scores, state.live_scores),
+            sequences=if_open(sequences, state.sequences),
+            scores=if_open(scores, state.scores),
+            cache=gather_cache(cache, parents),
+            merger_state=merger_state,
+        )
+
+
 def beam_search_decode(
     *,
     inputs: Int[Array, "batch length"],
@@ -562,93 +635,13 @@ def beam_search_decode(
         cache=expand_cache(cache, num_decodes),
         merger_state=merger_state,
     )
-    state = run_loop(
-        loop,
-        lambda state: jnp.any(_is_unfinished(state, last, penalize)),
-        functools.partial(
-            _beam_step,
-            last=last,
-            penalize=penalize,
-            tokens_to_scores=tokens_to_scores,
-            eos_id=eos_id,
-            merger=prefix_merger,
-            prompts=jnp.pad(inputs, padding, constant_values=pad_id),
-            pad_id=pad_id,
-        ),
-        state,
+    prompts = jnp.pad(inputs, padding, constant_values=pad_id)
+    search = _BeamSearch(
+        last, penalize, tokens_to_scores, eos_id, prefix_merger, prompts=prompts, pad_id=pad_id
     )
+    state = run_loop(loop, lambda state: jnp.any(search.is_unfinished(state)), search.step, state)
     return BeamSearchOutputs(
         state.sequences[:, :, 1:], state.scores, state.live_sequences[:, :, 1:], state.live_scores
-    )
-
-
-def _is_unfinished(state: _BeamState, last: int, penalize: BrevityPenaltyFn) -> Tensor:
-    # Scores only fall as sequences grow, and penalties only shrink.
-    bound = penalize(length=jnp.array(last), raw_scores=jnp.max(state.live_scores, axis=1))
-    return (state.index < last) & (bound > jnp.min(state.scores, axis=1))
-
-
-def _beam_step(
-    state: _BeamState,
-    *,
-    last: int,
-    penalize: BrevityPenaltyFn,
-    tokens_to_scores: TokensToScores,
-    eos_id: int,
-    merger: PrefixMerger | None,
-    prompts: Tensor,
-    pad_id: int,
-) -> _BeamState:
-    is_open = _is_unfinished(state, last, penalize)
-    log_probs, cache = next_token_scores(
-        tokens_to_scores, state.live_sequences, state.index, state.cache
-    )
-    vocab = log_probs.shape[-1]
-    if not 0 <= eos_id < vocab:
-        raise errors.ArgumentValueError(
-            f"eos_id={eos_id} is not in the vocabulary of {vocab} tokens that tokens_to_scores "
-            f"scores; expected 0 <= eos_id < {vocab}."
-        )
-    index = state.index + 1
-    candidates = jnp.maximum(state.live_scores[:, :, None] + log_probs, NEG_INF)
-    forced = jnp.take_along_axis(prompts, index[:, None], axis=1, mode="clip")
-    is_forced = (forced != pad_id)[..., None]
-    candidates = jnp.where(is_forced, NEG_INF, candidates)
-
-    # Finished hypotheses: the old ones, and the live ones with the end token.
-    ended = jnp.full(state.live_sequences.shape[:2], eos_id)
-    penalized = penalize(length=index[:, None], raw_scores=candidates[:, :, eos_id])
-    penalized = jnp.where(candidates[:, :, eos_id] > NEG_INF, penalized, NEG_INF)
-    newly_ended = write_tokens_at(state.live_sequences, index, ended)
-    scores = jnp.concatenate([state.scores, penalized], axis=1)
-    scores, chosen = jax.lax.top_k(scores, state.scores.shape[1])
-    sequences = jnp.concatenate([state.sequences, newly_ended], axis=1)
-    sequences = gather_hypotheses(sequences, chosen)
-
-    # Live hypotheses: the best of the others.
-    others = candidates.at[:, :, eos_id].set(NEG_INF)
-    of_prompt = jnp.where(jax.nn.one_hot(forced, vocab, dtype=bool), 0.0, NEG_INF)
-    others = others.at[:, :1].set(jnp.where(is_forced, of_prompt, others[:, :1]))
-    others = others.reshape(others.shape[0], -1)
-    live_scores, chosen = jax.lax.top_k(others, state.live_scores.shape[1])
-    parents, tokens = chosen // vocab, chosen % vocab
-    live_sequences = write_tokens_at(
-        gather_hypotheses(state.live_sequences, parents), index, tokens
-    )
-    merger_state = jax.tree.map(lambda x: gather_hypotheses(x, parents), state.merger_state)
-    live_scores, merger_state = _merge_prefixes(merger, tokens, live_scores, merger_state)
-
-    def if_open(new: Tensor, old: Tensor) -> Tensor:
-        return jnp.where(is_open.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-    return _BeamState(
-        index=if_open(index, state.index),
-        live_sequences=if_open(live_sequences, state.live_sequences),
-        live_scores=if_open(live_scores, state.live_scores),
-        sequences=if_open(sequences, state.sequences),
-        scores=if_open(scores, state.scores),
-        cache=gather_cache(cache, parents),
-        merger_state=merger_state,
     )
 
 
