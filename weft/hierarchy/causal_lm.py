@@ -90,8 +90,7 @@ def target_statistics(
       negative log probability of the target, `log_normalizer`, the logarithm of the softmax's
       denominator, and `correct`, whether no token is likelier than the target.
     """
-    statistics = logit_statistics(logits, target_labels)
-    return _live_statistics(statistics, target_labels, live_targets)
+    return _live_statistics(logit_statistics(logits, target_labels), target_labels, live_targets)
 
 
 def _live_statistics(
@@ -139,7 +138,6 @@ class CrossEntropyLossMetrics(BaseLossMetrics):
             `target_num_bytes`, `Int[Array, "batch"]`, the bytes of each example's targets.
           predict_outputs: a dict with `logits` or their `target_statistics`.
         """
-        del module_outputs
         labels = input_batch["target_labels"]
         mask = _live_targets(input_batch)
         stats = predict_outputs.get("target_statistics")
@@ -242,8 +240,7 @@ class ModalityLossMetrics(CrossEntropyLossMetrics):
                 module_outputs=module_outputs,
             )
             metrics[name]["loss"] = loss
-            weight = cfg.loss_weights.get(name, 1.0)
-            losses.append(WeightedScalar(weight * loss.mean, loss.weight))
+            losses.append(WeightedScalar(cfg.loss_weights.get(name, 1.0) * loss.mean, loss.weight))
         return functools.reduce(operator.add, losses), metrics
 
     def _mask(self, name: str, input_batch: Mapping[str, Any]) -> Tensor:

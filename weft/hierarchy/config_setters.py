@@ -91,7 +91,6 @@ def for_each_config(root: ConfigBase, fn: Callable[[ConfigBase], None]) -> None:
     configs: list[ConfigBase] = []
 
     def enter(path: str, value: object, children: list | None) -> list | None:
-        del path
         if isinstance(value, ConfigBase):
             configs.append(value)
         return children

@@ -111,8 +111,7 @@ class BaseConv(BaseLayer):
                 f"{self.path()}: input_shape={tuple(input_shape)} must be (batch, "
                 f"{self._num_axes} spatial sizes, {self.config.input_dim} channels)."
             )
-        out_sizes = self._out_sizes(spatial, **self._window_sizes())
-        return [batch, *out_sizes, self.config.output_dim]
+        return [batch, *self._out_sizes(spatial, **self._window_sizes()), self.config.output_dim]
 
 
 class Conv1D(BaseConv):
@@ -199,8 +198,7 @@ def convolve_with_paddings(
 
     Returns the output and its paddings.
     """
-    y = convolve(zero_padding(x, paddings))
-    return zero_padding(y, out_paddings), out_paddings
+    return zero_padding(convolve(zero_padding(x, paddings)), out_paddings), out_paddings
 
 
 class PaddedConv(BaseConv):

@@ -343,8 +343,7 @@ class Decoder(base_layer.BaseLayer):
     def _outputs(self, x: Tensor) -> dict[str, Tensor]:
         if "output_norm" in self.children:
             x = self.output_norm(x)
-        x = self.output_dropout(x)
-        x = maybe_shard(x, self.config.hidden_state_partition_spec)
+        x = maybe_shard(self.output_dropout(x), self.config.hidden_state_partition_spec)
         outputs = {"hidden_states": x}
         return {**outputs, "logits": self.compute_logits(outputs)}
 

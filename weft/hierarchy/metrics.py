@@ -25,7 +25,6 @@ class Summary(struct.PyTreeNode):
 
     def accumulate(self, other: Self) -> Self:
         """Returns a summary of this and a later one; by default, keeps the first."""
-        del other
         return self
 
     def validate(self) -> None:

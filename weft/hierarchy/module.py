@@ -381,8 +381,7 @@ class Module(Configurable):
         shared = self.shared_modules()
         for name, module in shared.items():
             if shared_module_or_name in (name, module):
-                context = self.get_invocation_context()
-                return SharedModule(module, context.state_of(module), name)
+                return SharedModule(module, self.get_invocation_context().state_of(module), name)
         name = shared_module_or_name
         name = name.path() if isinstance(name, Module) else name
         raise errors.InvalidDescendantError(

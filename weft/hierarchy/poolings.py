@@ -122,8 +122,7 @@ class MaxPooling(BasePoolingLayer):
     def forward(self, tokens: Tensor, paddings: Tensor | None = None) -> Tensor:
         is_real = _token_mask(tokens, paddings)[..., None]
         largest = jnp.max(jnp.where(is_real, tokens, -jnp.inf), axis=1, keepdims=True)
-        any_real = jnp.any(is_real, axis=1, keepdims=True)
-        return jnp.where(any_real, largest, 0.0).astype(tokens.dtype)
+        return jnp.where(jnp.any(is_real, axis=1, keepdims=True), largest, 0.0).astype(tokens.dtype)
 
 
 class FirstNTokenPooling(BasePoolingLayer):

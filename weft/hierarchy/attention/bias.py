@@ -431,8 +431,7 @@ def apply_attention_logit_biases(
     """
     if attention_logit_biases is None:
         return logits
-    biases = to_ndim(attention_logit_biases, logits.ndim)
-    return logits + biases.astype(logits.dtype)
+    return logits + to_ndim(attention_logit_biases, logits.ndim).astype(logits.dtype)
 
 
 def alibi_get_slopes(num_heads: int) -> list[float]:
@@ -452,7 +451,6 @@ class AttentionLogitBiasLayer(BaseLayer):
 
         Segment ids and positions, within the segments, are `Int[Array, "batch time"]`.
         """
-        del positions
         return make_segment_mask(source_segments=segment_ids, target_segments=segment_ids)
 
 

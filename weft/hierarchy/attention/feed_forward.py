@@ -152,6 +152,12 @@ def scale_dim(input_dim: int, *, scale: float) -> int:
     return round(input_dim * scale)
 
 
+def hidden_dim_of(cfg: Any) -> int:
+    """Returns the hidden dimension of a feed-forward layer's config."""
+    dim = cfg.hidden_dim
+    return dim if isinstance(dim, int) else dim.set(input_dim=cfg.input_dim).instantiate()
+
+
 class TransformerFeedForwardLayer(ResidualLayer):
     """Residual layer with the branch `linear2(activation(linear1(x)))`, gated with two activations.
 
@@ -195,9 +201,7 @@ class TransformerFeedForwardLayer(ResidualLayer):
                 f"{self.path()}: add_value_rms_norm_summary has {sorted(unknown)}; expected "
                 "'linear1_outputs' or 'linear2_outputs'."
             )
-        hidden_dim: Any = cfg.hidden_dim
-        if not isinstance(hidden_dim, int):
-            hidden_dim = hidden_dim.set(input_dim=cfg.input_dim).instantiate()
+        hidden_dim = hidden_dim_of(cfg)
         self._add_norms(cfg.input_dim)
         linear1 = cfg.linear1.set(input_dim=cfg.input_dim, output_dim=hidden_dim)
         if isinstance(cfg.activation, str):

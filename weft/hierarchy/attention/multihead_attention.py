@@ -494,7 +494,6 @@ class MultiheadAttention(BaseLayer):
     def _compute_logits(
         self, q_proj: Tensor, k_proj: Tensor, *, query_positions: Tensor, key_positions: Tensor
     ) -> Tensor:
-        del query_positions, key_positions
         return functional.attention_logits(q_proj, k_proj)
 
     def _cap_logits(self, logits: Tensor) -> Tensor:

@@ -125,8 +125,7 @@ class BaseQKVLinear(base_layer.BaseLayer):
 
     def _add_projection(self, name: str, *, model_dim: int, num_heads: int) -> None:
         dims = {"model_dim": model_dim, "num_heads": num_heads}
-        layer = self.config.layer.set(**dims, per_head_dim=self.config.per_head_dim)
-        self._add_child(name, layer)
+        self._add_child(name, self.config.layer.set(**dims, per_head_dim=self.config.per_head_dim))
 
     def _dims(self) -> dict[str, int]:
         """Returns the sizes that a layer around another projection passes on to it."""
@@ -339,12 +338,7 @@ def constant_scale_fn(value: float) -> ScaleFn:
     >>> constant_scale_fn(2.0)(64)
     2.0
     """
-
-    def scale(per_head_dim: int) -> float:
-        del per_head_dim
-        return value
-
-    return scale
+    return lambda per_head_dim: value
 
 
 def pow_scale_fn(exp: float) -> ScaleFn:
@@ -431,7 +425,6 @@ class ScaleQuery(_NormAndScale):
         return proj if self.config.per_dim_scale is None else self.per_dim_scale(proj)
 
     def forward(self, proj: Tensor, *, positions: Tensor | None) -> Tensor:
-        del positions
         return self.apply_scale_factor(self.apply_per_dim_scale(self.apply_norm(proj)))
 
 
@@ -449,5 +442,4 @@ class ScaleKey(_NormAndScale):
         return config_for_function(constant_scale_fn).set(value=1.0)
 
     def forward(self, proj: Tensor, *, positions: Tensor | None) -> Tensor:
-        del positions
         return self.apply_norm(proj) * self._scale

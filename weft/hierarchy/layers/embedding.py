@@ -221,7 +221,6 @@ class BaseEmbedding(BaseLayer):
 
     def init_states(self, *, batch_size: int, dtype: DType) -> NestedTensor:
         """Returns the initial state of decoding; empty by default."""
-        del batch_size, dtype
         return {}
 
     def extend_step(
@@ -237,7 +236,6 @@ class BaseEmbedding(BaseLayer):
           cached_states: from `init_states` or the previous step.
           input_batch: as for `forward`, for the tokens of this step, with their `positions`.
         """
-        del is_prefill
         return cached_states, self.forward(input_batch)
 
 

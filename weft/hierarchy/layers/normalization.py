@@ -57,10 +57,9 @@ class LayerNormStateless(BaseNormalizationLayer):
     """Layer normalization without parameters."""
 
     def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
-        del segment_ids  # every position has statistics of its own
+        # Every position has statistics of its own.
         cfg = self.config
-        params = self._scale_and_bias()
-        y = functional.layer_norm(x, *params, eps=cfg.eps, dtype=cfg.forward_dtype)
+        y = functional.layer_norm(x, *self._scale_and_bias(), eps=cfg.eps, dtype=cfg.forward_dtype)
         return self._add_tensor_stats("outputs", y)
 
 
@@ -84,7 +83,7 @@ class RMSNormStateless(BaseNormalizationLayer):
         output_partition_spec: PartitionSpec | MeshAxes | None = None
 
     def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
-        del segment_ids  # every position has statistics of its own
+        # Every position has statistics of its own.
         cfg = self.config
         norm = functional.layer_norm if cfg.zero_centered else functional.rms_norm
         x = maybe_shard(x, cfg.input_partition_spec)

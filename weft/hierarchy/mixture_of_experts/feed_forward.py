@@ -31,7 +31,7 @@ from weft._lazy import AxlearnEnumType
 from weft.core.spmd import axes_of, get_global_mesh
 from weft.functional import get_activation_fn, project, routing
 from weft.hierarchy import base_layer, param_init, parameter_spec
-from weft.hierarchy.attention.feed_forward import ResidualLayer
+from weft.hierarchy.attention.feed_forward import ResidualLayer, hidden_dim_of
 from weft.hierarchy.config_setters import for_each_config
 from weft.hierarchy.mixture_of_experts.gating import BaseGating, Top2Gating, TopKDropFreeGating
 from weft.hierarchy.module import Module
@@ -136,10 +136,7 @@ class TransformerFeedForwardMoE(ResidualLayer):
                 f"{self.path()}: dim_to_mesh_axis_map has {unknown}; expected keys "
                 f"among {', '.join(DIM_TO_MESH_AXES)}."
             )
-        hidden_dim: Any = cfg.hidden_dim
-        if not isinstance(hidden_dim, int):
-            hidden_dim = hidden_dim.set(input_dim=cfg.input_dim).instantiate()
-        self._hidden_dim: int = hidden_dim
+        self._hidden_dim = hidden_dim_of(cfg)
         names = (cfg.activation,) if isinstance(cfg.activation, str) else cfg.activation
         self._activations = [get_activation_fn(name) for name in names]
         self._add_norms(cfg.input_dim)

@@ -172,7 +172,6 @@ class BaseGating(base_layer.BaseLayer):
         Returns `Float[Array, "outer expert group capacity dim"]`, computed in `dtype` and sharded
         by `partition_spec`. `combine_tensor` is not used here.
         """
-        del combine_tensor
         x = jnp.einsum("ogsec,ogsm->oegcm", dispatch_tensor.astype(dtype), inputs.astype(dtype))
         return maybe_shard(x, partition_spec)
 
