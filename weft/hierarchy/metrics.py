@@ -34,7 +34,16 @@ class Summary(struct.PyTreeNode):
         """
 
 
-class ImageSummary(Summary):
+class _ValueSummary(Summary):
+    """Base of summaries that show their only array or number."""
+
+    _value: Tensor | float
+
+    def value(self) -> Tensor | float:
+        return self._value
+
+
+class ImageSummary(_ValueSummary):
     """Images; an evaler keeps those of the first batch.
 
     Args:
@@ -45,9 +54,6 @@ class ImageSummary(Summary):
     """
 
     _value: Tensor
-
-    def value(self) -> Tensor:
-        return self._value
 
     def validate(self) -> None:
         shape, dtype = self._value.shape, self._value.dtype
@@ -64,7 +70,7 @@ class ImageSummary(Summary):
             )
 
 
-class AudioSummary(Summary):
+class AudioSummary(_ValueSummary):
     """Audio; an evaler keeps that of the first batch.
 
     Args:
@@ -76,9 +82,6 @@ class AudioSummary(Summary):
 
     _value: Tensor
     sample_rate: int = struct.field(pytree_node=False)
-
-    def value(self) -> Tensor:
-        return self._value
 
     def validate(self) -> None:
         shape, dtype = self._value.shape, self._value.dtype
@@ -160,13 +163,8 @@ def _merge_means(*means_and_weights: Tensor | float) -> tuple[Tensor, Tensor]:
     return jnp.where(weights > 0, total / jnp.maximum(weights, 1e-30), 0), weights
 
 
-class _ReducerSummary(MetricSummary):
+class _ReducerSummary(_ValueSummary, MetricSummary):
     """A number or array that is reduced element by element over batches."""
-
-    _value: Tensor | float
-
-    def value(self) -> Tensor | float:
-        return self._value
 
 
 class MaxSummary(_ReducerSummary):

@@ -49,10 +49,6 @@ class ForwardMode(enum.Enum, metaclass=AxlearnEnumType):
     EXTEND_STEP = 2
     """Positions that follow those in the cache."""
 
-    @staticmethod
-    def of_step(is_prefill: bool) -> "ForwardMode":
-        return ForwardMode.PREFILL if is_prefill else ForwardMode.EXTEND_STEP
-
 
 def softmax_with_biases(
     logits: Tensor, attention_logit_biases: Tensor | None = None, logit_sink: Tensor | None = None

@@ -182,7 +182,7 @@ class BaseTransformerLayer(BaseLayer):
           page_pool: for a `PagedKVCache`, a state whose pages to use; for a stack, with a leading
             axis of layers.
         """
-        mode = ForwardMode.of_step(is_prefill)
+        mode = ForwardMode.PREFILL if is_prefill else ForwardMode.EXTEND_STEP
         return self._forward_for_mode(mode, cached_states, data, **kwargs)
 
     def _forward_for_mode(
