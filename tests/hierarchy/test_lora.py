@@ -1,3 +1,4 @@
+import functools
 import re
 
 import jax
@@ -70,8 +71,14 @@ def qkv_layer(layer=None, enable_lora=None, dim=DIM):
     return made(lora_qkv(layer, enable_lora), num_heads=HEADS, per_head_dim=HEAD, **dims)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def run(layer, state, *args, **kwargs):
     return F(layer, None, state, kwargs or args, is_training=False)[0]
+
+
+def plain_of(adapted):
+    """Returns the layer without its adapter, as a root."""
+    return adapted.layer.config.clone().instantiate(parent=None)
 
 
 def test_linear_adapter_is_two_products(filled, wave):
@@ -98,7 +105,7 @@ def test_qkv_adapter_adds_to_enabled_projections(filled, wave):
     layer, x = qkv_layer(), wave((2, 3, DIM))
     state = filled(layer)
     got = run(layer, state, x)
-    base = F(layer.layer, None, state["layer"], (x,), is_training=False)[0]
+    base = run(plain_of(layer), state["layer"], x)
     down, up = (state["adapter"][name]["weight"] for name in ("lora_down", "lora_up"))
     assert down.shape == (2, DIM, RANK)
     assert up.shape == (2, RANK, HEADS, HEAD)
@@ -114,7 +121,7 @@ def test_grouped_adapter_has_fewer_key_heads(cls, filled, wave):
     layer, x = qkv_layer(cls.default_config().set(num_kv_heads=2), ALL), wave((2, 3, DIM))
     state = filled(layer)
     got = run(layer, state, x)
-    base = F(layer.layer, None, state["layer"], (x,), is_training=False)[0]
+    base = run(plain_of(layer), state["layer"], x)
     down, up = (state["adapter"][name]["weight"] for name in ("lora_down", "lora_up"))
     assert up.shape == (RANK, HEADS + 2 + 2, HEAD)
     for i, heads in enumerate((slice(0, 4), slice(4, 6), slice(6, 8))):
@@ -145,7 +152,7 @@ def test_merged_projections_equal_the_unmerged(name, filled, wave):
     layer, x = qkv_layer(*BASES[name]), wave((2, 3, DIM))
     state = filled(layer)
     merged = merge_adapters(layer, state)
-    got = F(layer.layer, None, merged, (x,), is_training=False)[0]
+    got = run(plain_of(layer), merged, x)
     assert jax.tree.structure(merged) == jax.tree.structure(state["layer"])
     for a, b in zip(got, run(layer, state, x), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -171,8 +178,18 @@ def stack(lora):
 
 
 @pytest.fixture(scope="module")
-def drawn():
-    return jax.jit(stack(lora=True).initialize_parameters_recursively)(jax.random.PRNGKey(0))
+def drawn(filled):
+    """A state in which the adapters have initial values, which nothing else needs to have."""
+
+    def initial(path, spec, value):
+        if "lora_up" not in jax.tree_util.keystr(path):
+            return value
+        fields = {"shape": spec.shape, "dtype": spec.dtype, "axes": spec.fan_axes}
+        return spec.initializer.initialize(path[-1].key, prng_key=jax.random.key(0), **fields)
+
+    module = stack(lora=True)
+    specs = module.create_parameter_specs_recursively()
+    return jax.tree_util.tree_map_with_path(initial, specs, filled(module))
 
 
 def is_adapter(path):

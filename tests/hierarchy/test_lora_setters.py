@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,6 +77,7 @@ def test_initial_adapters_on_a_base_merge_to_it(cls, grouped, filled):
     state = of_adapters(trained, jnp.zeros_like)
     x = jnp.sin(jnp.arange(2 * 3 * DIM, dtype=jnp.float32)).reshape(2, 3, DIM)
 
+    @functools.partial(jax.jit, static_argnums=0)
     def run(layer, state):
         return F(layer, None, state, (x,), is_training=False)[0].data
 

@@ -53,10 +53,9 @@ def language_model(stack, remat):
     return model.instantiate(parent=None)
 
 
-@pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
 @pytest.mark.parametrize(
-    ("stack", "layer"),
-    [(StackedTransformerLayer, "layer0"), (RepeatedTransformerLayer, "repeat/layer")],
+    ("stack", "layer", "remat"),
+    [(StackedTransformerLayer, "layer0", False), (RepeatedTransformerLayer, "repeat/layer", True)],
 )
 def test_language_model(stack, layer, remat, filled):
     model = language_model(stack, remat)

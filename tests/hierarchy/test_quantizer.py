@@ -95,14 +95,14 @@ def test_kmeans_gradients(filled, wave):
     def of_vectors(state, x):
         return jnp.sum(weights * F(layer, None, state, (x,), is_training=True)[0].quantized_vectors)
 
-    of_codebook, of_inputs = jax.grad(of_vectors, argnums=(0, 1))(state, x)
+    of_codebook, of_inputs = jax.jit(jax.grad(of_vectors, argnums=(0, 1)))(state, x)
     np.testing.assert_array_equal(of_codebook["codebook"], 0)
     np.testing.assert_array_equal(of_inputs.reshape(weights.shape), weights)
 
     def loss(state, x):
         return F(layer, None, state, (x,), is_training=True)[0].loss
 
-    of_codebook, of_inputs = jax.grad(loss, argnums=(0, 1))(state, x)
+    of_codebook, of_inputs = jax.jit(jax.grad(loss, argnums=(0, 1)))(state, x)
     frames = np.asarray(x).reshape(1, 2, BOOKS, DIM)
     ids = nearest(frames, state["codebook"])
     per_frame = 2 * (chosen(state["codebook"], ids) - frames) / frames.size
@@ -135,7 +135,7 @@ def test_random_projection(normalizes, filled, wave):
     def total(x):
         return F(layer, None, state, (x,), is_training=True)[0].quantized_vectors.sum()
 
-    np.testing.assert_array_equal(jax.grad(total)(x), 0)
+    np.testing.assert_array_equal(jax.jit(jax.grad(total))(x), 0)
 
 
 def test_similarity():
@@ -192,10 +192,13 @@ def test_gumbel_gradient_is_that_of_the_softmax(filled, wave):
         probs = jax.nn.softmax((logits + projection["bias"][None, None] + noise) / 0.5)
         return jnp.einsum("btgv,vgd->btgd", probs, state["codebook"]).sum()
 
-    got = jax.grad(lambda p: forward(p)[0].quantized_vectors.sum())(state["input_proj"])
-    expected = jax.grad(soft)(state["input_proj"])
+    def total(projection):
+        output, outputs = forward(projection)
+        return output.quantized_vectors.sum(), outputs
+
+    got, outputs = jax.jit(jax.grad(total, has_aux=True))(state["input_proj"])
+    expected = jax.jit(jax.grad(soft))(state["input_proj"])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
-    _, outputs = forward(state["input_proj"])
     assert outputs.state_updates["step"] == 4 and outputs.summaries["temperature"] == 0.5
 
 

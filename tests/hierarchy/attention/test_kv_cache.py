@@ -26,10 +26,13 @@ def cache(cls: type[BaseKVCache] = KVCache, **fields):
 
 
 def step(layer, states, positions, length, **kwargs):
-    k = jnp.arange(2 * length * 3.0).reshape(2, length, 1, 3) + 1
-    return layer.extend_step(
-        states, k_proj=k, v_proj=-k, key_positions=jnp.asarray(positions), **kwargs
-    ), k
+    k = np.arange(2 * length * 3, dtype="f").reshape(2, length, 1, 3) + 1
+
+    @jax.jit
+    def extend(states, k, positions, kwargs):
+        return layer.extend_step(states, k_proj=k, v_proj=-k, key_positions=positions, **kwargs)
+
+    return extend(states, k, np.asarray(positions), kwargs), k
 
 
 def test_writes_at_each_time_step():
@@ -95,7 +98,7 @@ def test_window_keeps_the_last_positions():
     assert states["key"].dtype == jnp.bfloat16 and kv.k_proj.dtype == jnp.float32
     (states, kv), later = step(layer, states, [[1], [3]], 1)
     np.testing.assert_array_equal(kv.key_positions, [[-1, 0, 1], [1, 2, 3]])
-    np.testing.assert_array_equal(kv.k_proj[1], jnp.concatenate([k[1, 1:], later[1]]))
+    np.testing.assert_array_equal(kv.k_proj[1], np.concatenate([k[1, 1:], later[1]]))
     np.testing.assert_array_equal(kv.v_proj[:, 1:], -kv.k_proj[:, 1:])
     np.testing.assert_array_equal(states["key_positions"], [[0, 1], [2, 3]])
 
@@ -135,6 +138,7 @@ def test_positions_without_a_page_are_masked(filled, wave):
         inputs = {"cached_states": cached, "query": x, "return_aux": {"probs"}}
         return functional(layer, None, state, inputs, method="extend_step", is_training=False)[0]
 
+    step = jax.jit(step)
     cached, _ = step(layer.init_states(batch_size=2, max_len=4, dtype=jnp.float32), x[:, :3])
     pages = cached["kv_cache"]
     kept = pages.page_indices.at[1, 0].set(len(pages.key))  # the second one loses its first page
@@ -153,7 +157,7 @@ def test_page_pool_of_other_sequences():
     # Another batch writes to the page that is left, and reads one of the first.
     (second, kv), other = step(layer, second, [[0, 1]], 2, unpadded_len=none, page_pool=first)
     joined = layer.maybe_normalize_kv(kv)
-    np.testing.assert_array_equal(joined.k_proj, jnp.stack([other[0], k[0]]))
+    np.testing.assert_array_equal(joined.k_proj, np.stack([other[0], k[0]]))
     np.testing.assert_array_equal(second.key[:2], first.key[:2])
     assert second.key.dtype == jnp.bfloat16 and joined.k_proj.dtype == jnp.float32
 
@@ -164,7 +168,7 @@ def test_copies_of_sequences_have_their_own_pages():
     (states, _), k = step(layer, states, [[0, 1, 2]], 3)
     states = states.take(jnp.array([1, 1, 0]))
     np.testing.assert_array_equal(states.page_indices, [[0, 1], [2, 3], [4, 5]])
-    np.testing.assert_array_equal(states.key.reshape(3, 4, 1, 3)[:, :3], k[jnp.array([1, 1, 0])])
+    np.testing.assert_array_equal(states.key.reshape(3, 4, 1, 3)[:, :3], k[[1, 1, 0]])
 
 
 MASKS = {
@@ -224,7 +228,9 @@ def test_cache_is_sharded(cls, fields, filled, wave):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         kv_cache, decoded = decode(state, x)
-    expected, _ = functional(layer, None, state, (x,), is_training=False)
+    expected = jax.jit(lambda *args: functional(layer, None, *args, is_training=False)[0])(
+        state, (x,)
+    )
     np.testing.assert_allclose(decoded, expected.data, rtol=1e-4, atol=1e-5)
     keys = kv_cache.key if cls is PagedKVCache else kv_cache["key"]
     sharding = jax.sharding.NamedSharding(mesh, jax.P(*spec))

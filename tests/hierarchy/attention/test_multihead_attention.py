@@ -47,6 +47,15 @@ WINDOW = SlidingWindowAttentionBias.default_config(sliding_window_size=2)
 
 
 def attention(cls=MultiheadAttention, **fields):
+    return made(cls, **fields) if fields or cls is not MultiheadAttention else default_attention()
+
+
+@functools.cache
+def default_attention():
+    return made(MultiheadAttention)
+
+
+def made(cls, **fields):
     dims = {"query_dim": DIM, "key_dim": DIM, "value_dim": DIM, "num_heads": HEADS}
     cfg = cls.default_config().set(name="attention", **{**dims, **fields})
     return cfg.instantiate(parent=None)
@@ -54,14 +63,17 @@ def attention(cls=MultiheadAttention, **fields):
 
 def run(layer, state, query, method="forward", is_training=False, prng_key=None, **kwargs):
     inputs = {"query": query, **kwargs}
-    static = {name: inputs.pop(name) for name in ("return_aux", "is_prefill") if name in inputs}
+    static = {"is_prefill": inputs.pop("is_prefill")} if "is_prefill" in inputs else {}
+    if "return_aux" in inputs:
+        static["return_aux"] = tuple(inputs.pop("return_aux"))
+    return compiled(layer, method, is_training, tuple(static.items()), prng_key, state, inputs)
 
-    def apply(prng_key, state, inputs):
-        inputs = {**inputs, **static}
-        return F(layer, prng_key, state, inputs, method=method, is_training=is_training)[0]
 
-    # One compilation takes less time than one for each operation.
-    return jax.jit(apply)(prng_key, state, inputs)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def compiled(layer, method, is_training, static, prng_key, state, inputs):
+    """Runs a method; one compilation takes less time than one for each operation."""
+    inputs = {**inputs, **dict(static)}
+    return F(layer, prng_key, state, inputs, method=method, is_training=is_training)[0]
 
 
 @pytest.fixture

@@ -106,12 +106,11 @@ def loss_and_grads(module, state, x):
 def test_gradients_and_remat(filled, x):
     of = states(filled)
     (loss, _), grads = loss_and_grads(stack(STACKS[0]), of[STACKS[0]], x)
-    for fields in ({}, {"remat_spec": RematSpec()}):
-        cfg = layer_config().set(**fields)
-        (other, summaries), repeated = loss_and_grads(stack(STACKS[1], cfg), of[STACKS[1]], x)
-        np.testing.assert_allclose(other, loss, rtol=1e-5)
-        assert_close(unstacked(repeated), grads, rtol=1e-3)
-        assert sorted(summaries["repeat"]) == ["layer0", "layer1"]
+    cfg = layer_config().set(remat_spec=RematSpec())
+    (other, summaries), repeated = loss_and_grads(stack(STACKS[1], cfg), of[STACKS[1]], x)
+    np.testing.assert_allclose(other, loss, rtol=1e-5)
+    assert_close(unstacked(repeated), grads, rtol=1e-3)
+    assert sorted(summaries["repeat"]) == ["layer0", "layer1"]
 
 
 WINDOW = {"mask": SlidingWindowAttentionBias.default_config(1)}
@@ -119,21 +118,22 @@ LAST = SlidingWindowKVCache.default_config()
 PAGES = PagedKVCache.default_config().set(page_size=4)
 
 
-@pytest.mark.parametrize("cls", STACKS)
 @pytest.mark.parametrize(
-    "attention",
+    "cls, attention",
     [
-        {},
-        WINDOW,
-        {**WINDOW, "kv_cache": LAST.clone(cached_kv_length=1)},
-        {
-            **WINDOW,
-            "kv_cache": LAST.clone(cached_kv_length=2),
-            "scale_kv_before_cache_update": True,
-        },
-        {"kv_cache": PAGES},
+        (STACKS[0], {}),
+        (STACKS[1], {**WINDOW, "kv_cache": LAST.clone(cached_kv_length=1)}),
+        (
+            STACKS[0],
+            {
+                **WINDOW,
+                "kv_cache": LAST.clone(cached_kv_length=2),
+                "scale_kv_before_cache_update": True,
+            },
+        ),
+        (STACKS[1], {"kv_cache": PAGES}),
     ],
-    ids=["causal", "window", "kept_window", "kept_more", "pages"],
+    ids=["causal", "kept_window", "kept_more", "pages"],
 )
 def test_decoding_equals_the_whole_sequence(cls, attention, filled, x):
     module, state = stack(cls, layer_config(**attention)), states(filled)[cls]
@@ -162,8 +162,8 @@ def test_decoding_equals_the_whole_sequence(cls, attention, filled, x):
         assert_close(output.data[:, 0], expected[rows, lengths + i])
 
 
-@pytest.mark.parametrize("cls", STACKS)
-def test_sequences_share_a_pool_of_pages(cls, filled, x):
+def test_sequences_share_a_pool_of_pages(filled, x):
+    cls = RepeatedTransformerLayer
     kv_cache = PagedKVCache.default_config().set(page_size=2, num_pages=5)
     cfg = layer_config(kv_cache=kv_cache)
     module, state = stack(cls, cfg), states(filled)[cls]
@@ -171,9 +171,6 @@ def test_sequences_share_a_pool_of_pages(cls, filled, x):
 
     def layers_of(cached):
         """Returns the states of attention, with an axis of layers."""
-        if cls is StackedTransformerLayer:
-            cached = jax.tree.map(lambda *x: jnp.stack(x), *cached.values())
-            return cached["self_attention"]["attention"]
         return cached["repeat"]["layer"]["self_attention"]["attention"]
 
     def cached_for(page_indices, pool, time_step):
@@ -184,10 +181,7 @@ def test_sequences_share_a_pool_of_pages(cls, filled, x):
         indices = jnp.broadcast_to(jnp.array(page_indices), (LAYERS, batch, 3))
         steps = jnp.broadcast_to(jnp.array(time_step), (LAYERS, batch))
         attention = {"kv_cache": pages.replace(page_indices=indices), "time_step": steps}
-        layers = {"layer": {"self_attention": {"attention": attention}}}
-        if cls is StackedTransformerLayer:
-            return unstacked({"repeat": layers})
-        return {"repeat": VDict(layers)}
+        return {"repeat": VDict(layer={"self_attention": {"attention": attention}})}
 
     def pages_after(cached, x, **kwargs):
         (cached, output), _ = run(

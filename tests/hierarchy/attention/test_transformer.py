@@ -83,10 +83,14 @@ def test_decoding_equals_the_whole_sequence(name, filled, x, wave):
         layer, state, "extend_step", cached_states=cached, data=x[:, :3], is_prefill=True, **inputs
     )
     outputs = [output.data]
+
+    @jax.jit
+    def step(cached, x):
+        arrays = {"cached_states": cached, "data": x, **inputs}
+        return F(layer, None, state, arrays, method="extend_step", is_training=False)[0]
+
     for t in (3, 4):
-        cached, output = run(
-            layer, state, "extend_step", cached_states=cached, data=x[:, t : t + 1], **inputs
-        )
+        cached, output = step(cached, x[:, t : t + 1])
         outputs.append(output.data)
     got = jnp.concatenate(outputs, axis=1)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)

@@ -69,15 +69,18 @@ def run(moe, state=STATE, x=X, **kwargs):
 
 
 def gradients(moe):
-    def loss(state, x):
-        return jnp.sum(jnp.square(F(moe, None, state, (x,), is_training=True)[0] - 1))
+    """Returns a function to the gradients, and the output and outputs they are computed with."""
 
-    return jax.jit(jax.grad(loss, argnums=(0, 1)))
+    def loss(state, x):
+        y, outputs = F(moe, None, state, (x,), is_training=True)
+        return jnp.sum(jnp.square(y - 1)), (y, outputs)
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
 
 
 @pytest.fixture(scope="module")
 def expected_gradients():
-    return gradients(layer())(STATE, X)
+    return gradients(layer())(STATE, X)[0]
 
 
 def close(a, b):
@@ -115,8 +118,9 @@ def test_gradients_match_finite_differences(expected_gradients):
 @pytest.mark.long
 def test_kernel_computes_the_same(expected_gradients):
     moe = layer(gmm_backend=GMMBackend.MEGABLOX, tiling=(16, 128, 128), interpret=True)
-    np.testing.assert_allclose(run(moe)[0], reference(), rtol=1e-4, atol=1e-5)
-    close(gradients(moe)(STATE, X), expected_gradients)
+    grads, (y, _) = gradients(moe)(STATE, X)
+    np.testing.assert_allclose(y, reference(), rtol=1e-4, atol=1e-5)
+    close(grads, expected_gradients)
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
@@ -139,8 +143,7 @@ def test_on_a_mesh(cls, fields, drops, expected_gradients):
     assert state["wi_0_weight"].addressable_shards[0].data.shape == local
     x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
     with jax.set_mesh(mesh):
-        y, outputs = run(moe, state, x)
-        grads = None if drops else gradients(moe)(state, x)
+        grads, (y, outputs) = gradients(moe)(state, x)
     if not fields:
         with pytest.deprecated_call(), mesh:
             np.testing.assert_allclose(run(moe, state, x)[0], y, rtol=1e-5)

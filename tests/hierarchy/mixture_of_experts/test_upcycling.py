@@ -63,7 +63,6 @@ STACKS = {
         lambda: stacked(transformer(), 2),
         lambda: stacked(transformer(experts=3), 2),
     ),
-    "repeated to every second": (lambda: stacked(transformer(), 4), lambda: every_second(4)),
     "stacked to every second": (
         lambda: stacked(transformer(), 4, StackedTransformerLayer),
         lambda: every_second(4),
