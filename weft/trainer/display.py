@@ -6,6 +6,7 @@ every few seconds elsewhere. They read only values of finished steps, and never 
 """
 
 import io
+import itertools
 import logging
 import math
 import sys
