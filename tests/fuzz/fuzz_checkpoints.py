@@ -95,7 +95,7 @@ CASES = st.builds(
     st.sampled_from([None, None, None, *STEPS, 7]),
     st.booleans(),
 )
-SHORT = 12
+SHORT = 8
 
 
 class Position:

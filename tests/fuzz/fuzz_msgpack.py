@@ -75,7 +75,7 @@ CRAFTED = [
     msgpack.packb({"__msgpack_prng_key__": "rbg", "data": msgpack.ExtType(1, VALID[0])}),
 ]
 CASES = any_of(VALID, CRAFTED)
-SHORT = 400
+SHORT = 200
 
 
 def _arrays(tree: Any) -> list[np.ndarray]:

@@ -33,7 +33,7 @@ CASES = st.sampled_from(sorted(VALID)).flatmap(
         st.just(name), st.one_of(st.sampled_from(_CRAFTED), damaged([VALID[name]]))
     )
 )
-SHORT = 200
+SHORT = 100
 _ERRORS = (InputReadError, CorpusReadError, EmptyCorpusError)
 
 

@@ -1,6 +1,7 @@
 """Runs a program with transformations on NNX of Flax and of Weft, in each of the semantics."""
 
 import functools
+import itertools
 import types
 from collections.abc import Mapping
 
@@ -24,13 +25,17 @@ class Programs:
     """The programs of a file, each with the semantics in which both libraries have it."""
 
     def __init__(self):
-        self._cases = []
+        self._cases, self._turns = [], itertools.count()
 
     def __call__(self, *modes):
-        """Marks a program, which takes the library and the options that say the semantics."""
+        """Marks a program, which takes the library and the options that say the semantics.
+
+        Without `modes`, it runs on graphs, and programs take turns with the other two.
+        """
 
         def add(program):
-            for mode in modes or (GRAPH, VALUES, TREE):
+            others = VALUES, TREE
+            for mode in modes or (GRAPH, others[next(self._turns) % 2]):
                 name = f"{program.__name__}-{_NAMES[id(mode)]}"
                 self._cases.append(pytest.param(program, mode, id=name))
             return program

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from weft import nnx
 
-SETTINGS = settings(deadline=None, max_examples=25)
+SETTINGS = settings(deadline=None, max_examples=15)
 
 
 class Node(nnx.Module):
