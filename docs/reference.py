@@ -28,7 +28,6 @@ MODULES = (
     "weft.jax_utils",
     "weft.linen.partitioning",
     "weft.nnx.metrics",
-    "weft.nnx.traversals",
     "weft.recipes",
     "weft.struct",
     "weft.trainer.profiling",

@@ -151,6 +151,51 @@ def _split_key(key: object, sep: str | None) -> Path:
     )
 
 
+def flatten_mapping(
+    xs: Mapping[Any, Any],
+    /,
+    *,
+    keep_empty_nodes: bool = False,
+    is_leaf: Callable[[Path, Any], bool] | None = None,
+    sep: str | None = None,
+) -> dict[Any, Any]:
+    """Flattens a nested mapping to leaves by path; see `flatten_dict`."""
+    return flatten_dict(xs, keep_empty_nodes, is_leaf, sep)
+
+
+def flatten_to_sequence(
+    xs: Mapping[Any, Any], /, *, is_leaf: Callable[[Path, Any], bool] | None = None
+) -> list[tuple[Path, Any]]:
+    """Flattens a nested mapping to pairs of path and leaf.
+
+    Raises NestedDictError if `xs` is not a mapping.
+
+    >>> flatten_to_sequence({"a": {"b": 1}, "c": 2})
+    [(('a', 'b'), 1), (('c',), 2)]
+    """
+    return list(flatten_dict(xs, is_leaf=is_leaf).items())
+
+
+def unflatten_mapping(
+    xs: Mapping[Any, Any] | Iterable[tuple[Any, Any]], /, *, sep: str | None = None
+) -> Any:
+    """Returns the nested dict of a flat mapping or of pairs; `sep` separates joined paths.
+
+    Raises:
+        NestedDictError: if `xs` is neither a mapping nor pairs.
+        FlatDictError: if a path cannot be split, or leads through another leaf.
+
+    >>> unflatten_mapping([(("a", "b"), 1), (("c",), 2)])
+    {'a': {'b': 1}, 'c': 2}
+    """
+    if not isinstance(xs, Mapping | Iterable):
+        raise NestedDictError(
+            f"unflatten_mapping was given a {type(xs).__name__}; expected a mapping from paths "
+            "to leaves, or pairs of them."
+        )
+    return unflatten_dict(dict(xs), sep)
+
+
 def path_aware_map(f: Callable[[Path, Any], Any], nested_dict: Mapping[Any, Any]) -> dict[Any, Any]:
     """Maps a function over the paths and leaves of a nested dict; empty dicts stay.
 

@@ -50,7 +50,7 @@ def step(model, optimizer, x):
 
 
 @pytest.mark.parametrize("donated", [None, (0, 1)], ids=["kept", "donated"])
-@pytest.mark.parametrize("n", [1, 20])
+@pytest.mark.parametrize("n", [1, 8])
 def test_jitted_step(n, donated):
     model = Stack(n)
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
@@ -233,7 +233,7 @@ def of_training(n):
     return lambda: jitted(model, optimizer, X), 3 * n + 2
 
 
-@pytest.mark.parametrize("n", [8, 100])
+@pytest.mark.parametrize("n", [8, 40])
 @pytest.mark.parametrize("make", [of_jit, of_training])
 def test_cost_per_array(make, n):
     run, arrays = make(n)

@@ -1,5 +1,7 @@
 """Nested mappings by the paths of their leaves."""
 
+import importlib
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from weft import nnx, traverse_util
 from weft.errors import FlatDictError, NestedDictError
 from weft.nnx import traversals
-from weft.nnx.traversals import flatten_mapping, flatten_to_sequence, unflatten_mapping
+from weft.traverse_util import flatten_mapping, flatten_to_sequence, unflatten_mapping
 
 keys = st.text("ab", min_size=1, max_size=2)
 nested = st.dictionaries(
@@ -32,8 +34,10 @@ def test_states_are_mappings():
     assert unflatten_mapping(flatten_to_sequence(state))["a"]["b"] is state["a"]["b"]
 
 
-def test_empty_node_is_reexported():
-    assert traversals.empty_node is traverse_util.empty_node
+def test_module_of_nnx():
+    assert traversals is traverse_util
+    module = importlib.import_module("weft.nnx.traversals")
+    assert module.flatten_mapping is flatten_mapping
 
 
 def test_non_mapping_is_rejected():

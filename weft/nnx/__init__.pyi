@@ -14,7 +14,8 @@ from weft.functional.attention_mask import (
 from weft.functional.window_pooling import (
     avg_pool as avg_pool, max_pool as max_pool, min_pool as min_pool, pool as pool,
 )
-from weft.nnx import bridge as bridge, metrics as metrics, traversals as traversals
+from weft import traverse_util as traversals
+from weft.nnx import bridge as bridge, metrics as metrics
 from weft.nnx.capture import capture as capture
 from weft.nnx.containers import Dict as Dict, List as List, Sequential as Sequential
 from weft.nnx.contexts import (
@@ -29,7 +30,7 @@ from weft.nnx.filters import (
     OfType as OfType, PathContains as PathContains, PathIn as PathIn, WithTag as WithTag,
 )
 from weft.nnx.graph import (
-    call as call, check_pytree as check_pytree, find_duplicates as find_duplicates,
+    call as call, find_duplicates as find_duplicates,
     GraphDef as GraphDef, recursive_map as recursive_map,
 )
 from weft.nnx.metrics import Metric as Metric, MultiMetric as MultiMetric
@@ -61,7 +62,8 @@ from weft.nnx.optimizer import (
     OptState as OptState, OptVariable as OptVariable, TrainState as TrainState,
 )
 from weft.nnx.pytree import (
-    Data as Data, data as data, dataclass as dataclass, has_data as has_data, is_data as is_data,
+    check_pytree as check_pytree, Data as Data, data as data, dataclass as dataclass,
+    has_data as has_data, is_data as is_data,
     iter_children as iter_children, iter_graph as iter_graph,
     iter_module_children as iter_module_children, Object as Object, Pytree as Pytree,
     register_data_type as register_data_type, Static as Static, static as static,

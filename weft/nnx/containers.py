@@ -106,13 +106,7 @@ class List(Module, list[T]):
             if isinstance(name, str):
                 vars(self)[name] = value
             else:
-                list.append(self, value)
-
-    def _put(self, name: Any, value: Any) -> None:
-        if isinstance(name, str):
-            super()._put(name, value)
-        else:
-            list.__setitem__(self, name, value)
+                list.__setitem__(self, slice(name, name + 1), [value])
 
     def _replace(self, items: Sequence[tuple[Any, Any]]) -> None:
         super()._replace([item for item in items if isinstance(item[0], str)])
@@ -173,9 +167,6 @@ class Dict(Module, dict[Any, Any]):
 
     def _fill(self, items: Iterable[tuple[Any, Any]]) -> None:
         dict.update(self, items)
-
-    def _put(self, name: object, value: object) -> None:
-        dict.__setitem__(self, name, value)
 
     def _replace(self, items: Sequence[tuple[Any, Any]]) -> None:
         dict.update(self, items)

@@ -19,11 +19,12 @@ import jax
 
 from weft import errors
 from weft.core.tracing import ThreadStack
-from weft.nnx.filters import Filter, Path, filters_text, predicates
+from weft.nnx.filters import Filter, Path
 from weft.nnx.graph import GraphDef, flatten_graph
 from weft.nnx.pytree import is_object, key_of
 from weft.nnx.split_merge import RefMap, flatten, unflatten
 from weft.nnx.state import FlatState, merge_state, path_text
+from weft.nnx.transforms.state_roles import StateAxes
 from weft.nnx.variables import is_variable
 
 
@@ -327,16 +328,14 @@ def to_tree(
     >>> len(tree[0].state), len(tree[1]["again"].state), tree[1]["x"]
     (1, 0, 2)
     """
-    items, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_object)
-    values = _broadcast_prefix(prefix, tree, is_object, len(items))
+    items, structure = _with_prefixes(prefix, tree, is_object)
     if check_aliasing and prefix is not _MISSING:
-        _check_aliases([(path, s, x) for (path, x), s in zip(items, values, strict=True)])
+        _check_aliases(items)
     with split_context(ctxtag) as ctx:
-        leaves = [
-            split_fn(ctx, path, s, x) if map_non_graph_nodes or is_object(x) else x
-            for (path, x), s in zip(items, values, strict=True)
-        ]
-    return structure.unflatten(leaves)
+        return structure.unflatten(
+            split_fn(ctx, *item) if map_non_graph_nodes or is_object(item[2]) else item[2]
+            for item in items
+        )
 
 
 def from_tree(
@@ -359,31 +358,27 @@ def from_tree(
 
     Raises GraphStructureError if values are missing, or `is_inner` is missing with a tag.
     """
-    items, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    values = _broadcast_prefix(prefix, tree, is_leaf, len(items))
+    items, structure = _with_prefixes(prefix, tree, is_leaf)
     with merge_context(ctxtag, is_inner) as ctx:
-        leaves = [
-            merge_fn(ctx, path, s, x) if map_non_graph_nodes or is_node_leaf(x) else x
-            for (path, x), s in zip(items, values, strict=True)
-        ]
-    return structure.unflatten(leaves)
+        return structure.unflatten(
+            merge_fn(ctx, *item) if map_non_graph_nodes or is_node_leaf(item[2]) else item[2]
+            for item in items
+        )
 
 
-def _broadcast_prefix(
-    prefix: object, tree: object, is_leaf: Callable[[Any], bool], number_of_leaves: int
-) -> list[Any]:
-    if prefix is _MISSING:
-        return [0] * number_of_leaves
-    values: list[Any] = []
-
-    def is_entry(x: object) -> bool:
-        return x is None or is_leaf(x)
+def _with_prefixes(
+    prefix: object, tree: object, is_leaf: Callable[[Any], bool]
+) -> tuple[list[tuple[Any, Any, Any]], Any]:
+    """Returns the path, the entry of the prefix and the value of each leaf, and the structure."""
+    items, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    values: list[Any] = [0] * len(items) if prefix is _MISSING else []
 
     def extend(value: object, part: object) -> None:
         values.extend([value] * len(jax.tree.leaves(part, is_leaf=is_leaf)))
 
-    jax.tree.map(extend, prefix, tree, is_leaf=is_entry)
-    return values
+    if prefix is not _MISSING:
+        jax.tree.map(extend, prefix, tree, is_leaf=lambda x: x is None or is_leaf(x))
+    return [(path, s, x) for (path, x), s in zip(items, values, strict=True)], structure
 
 
 def _check_aliases(items: list[tuple[Any, Any, Any]]) -> None:
@@ -429,8 +424,7 @@ def prefix(node: Any, filter_map: Any, /, *, graph: bool | None = None) -> Any:
 
 def _as_function(filter_map: Any) -> Callable[[Path, Any], Any]:
     if isinstance(filter_map, Mapping):
-        filters = list(filter_map)
-        return _by_filter(filters, list(filter_map.values()))
+        return StateAxes(filter_map).map_prefix
     if callable(getattr(filter_map, "map_prefix", None)):
         return filter_map.map_prefix
     if callable(filter_map):
@@ -439,18 +433,3 @@ def _as_function(filter_map: Any) -> Callable[[Path, Any], Any]:
         f"prefix was given {filter_map!r}; give a dict from filters to entries, such as "
         "{nnx.Param: 0, ...: None}, or a function of a path and a value."
     )
-
-
-def _by_filter(filters: list[Any], values: list[Any]) -> Callable[[Path, Any], Any]:
-    matching = predicates(filters)
-
-    def value_at(path: Path, x: object) -> Any:
-        for matches, value in zip(matching, values, strict=True):
-            if matches(path, x):
-                return value
-        raise errors.StateFilterError(
-            f"no filter matches {path_text(path)!r}, a {type(x).__name__}; the filters are "
-            f"{filters_text(filters)}; add `...` as the last."
-        )
-
-    return value_at

@@ -18,32 +18,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
-from weft.errors import AttributeMarkError, GraphStructureError, ObjectArgumentError
+from weft.errors import GraphStructureError
 from weft.lifting.trace_cache import IdentityKey
+from weft.nnx import versions
 from weft.nnx.filters import Path, to_predicate
-from weft.nnx.pytree import (
-    Pytree,
-    children,
-    container_items,
-    holds_data,
-    is_array,
-    is_data,
-    iter_graph,
-    with_children,
-)
+from weft.nnx.pytree import Pytree, children, container_items, is_array, is_data, with_children
 from weft.nnx.state import FlatState, State, from_flat_state, merge_state, path_text, to_flat_state
 from weft.nnx.variables import NO_METADATA, Variable, metadata_key
-from weft.nnx.versions import (
-    OTHER_STATIC_TYPES,
-    PLAIN_TYPES,
-    ObjectInfo,
-    StaticValue,
-    is_hashable,
-    is_immutable,
-    mutable_parts,
-    plain_static_value,
-    static_value,
-)
+from weft.nnx.versions import OTHER_STATIC_TYPES, PLAIN_TYPES, StaticValue, plain_static_value
 
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 Node = TypeVar("Node")
@@ -93,6 +75,9 @@ class NodeDef(NamedTuple):
     order: tuple[Hashable, ...] | None = None
 
 
+_OBJECT_DEFS = (NodeDef, VariableDef)
+
+
 class GraphDef(Generic[Node]):
     """Description of a graph; hashable, and equal for graphs that differ only in values.
 
@@ -118,12 +103,12 @@ class GraphDef(Generic[Node]):
     @property
     def nodes(self) -> list[Any]:
         """Objects and variables, in their order."""
-        return [part for part in _parts(self.root) if isinstance(part, NodeDef | VariableDef)]
+        return [part for part, *_ in _parts(self.root) if isinstance(part, _OBJECT_DEFS)]
 
     @property
     def attributes(self) -> list[tuple[Hashable, Any]]:
         """Attributes of all objects."""
-        found = (part for part in _parts(self.root) if isinstance(part, NodeDef))
+        found = (node for node in self.nodes if isinstance(node, NodeDef))
         return [item for node in found for item in node.attributes]
 
     def with_outer_index(self, outer: Mapping[int, int]) -> "GraphDef":
@@ -163,23 +148,19 @@ class GraphDef(Generic[Node]):
 jax.tree_util.register_static(GraphDef)
 
 
-def _parts(part: object) -> Iterator[Any]:
-    yield part
+def _parts(part: object, path: Path = (), owner: Any = None) -> Iterator[tuple[Any, Path, Any]]:
+    """Yields the parts of a description, each with its path, its object's index and place there."""
+    yield part, path, owner
     if isinstance(part, NodeDef):
-        for _, below in part.attributes:
-            yield from _parts(below)
+        for name, below in part.attributes:
+            place = _container_key(owner, name) if part.index is None else (part.index, name)
+            yield from _parts(below, (*path, name), place)
 
 
 def first_paths(graphdef: GraphDef) -> dict[int, Path]:
     """Returns the first path of each object."""
-
-    def walk(part: object, path: Path) -> Iterator[tuple[int, Path]]:
-        if isinstance(part, NodeDef | VariableDef) and part.index is not None:
-            yield part.index, path
-        for name, below in part.attributes if isinstance(part, NodeDef) else ():
-            yield from walk(below, (*path, name))
-
-    return dict(walk(graphdef.root, ()))
+    found = ((x, path) for x, path, _ in _parts(graphdef.root) if isinstance(x, _OBJECT_DEFS))
+    return {x.index: path for x, path in found if x.index is not None}
 
 
 Owner = tuple[Any, Hashable] | None
@@ -216,11 +197,7 @@ class _Flattener:
         self.with_metadata = with_metadata
         self.index = {id(x): i for x, i in known.items()}
         self.next = 1 + max(self.index.values(), default=-1)
-        self.objects: list[Any] = []
-        self.repeated: list[tuple[int, Path]] = []
-        self.leaves: list[Any] = []
-        self.owners: list[Owner] = []
-        self.paths: list[Path] = []
+        self.leaves, self.owners, self.paths, self.objects, self.repeated = [], [], [], [], []
         self.is_tracked = True
 
     def describe(self, x: object, path: Path, owner: object = None, is_data: bool = False) -> Any:
@@ -231,7 +208,7 @@ class _Flattener:
             self._leaf(x, path, None)
             metadata = NO_METADATA
             if x._metadata:
-                self.is_tracked &= all(map(is_immutable, x._metadata.values()))
+                self.is_tracked &= all(map(versions.is_immutable, x._metadata.values()))
                 metadata = metadata_key(x) if self.with_metadata else NO_METADATA
             return VariableDef(type(x), index, metadata)
         if isinstance(x, Pytree):
@@ -244,7 +221,7 @@ class _Flattener:
                     if name in marks
                     else (name, plain_static_value(value))
                     if (kind := type(value)) in PLAIN_TYPES
-                    else (name, static_value(value))
+                    else (name, versions.static_value(value))
                     if kind in OTHER_STATIC_TYPES
                     else (name, self.describe(value, (*path, name), (x, name)))
                     for name, value in x._items()
@@ -261,19 +238,19 @@ class _Flattener:
             if is_data and x is not None:
                 self._leaf(x, path, owner)
                 return _LEAF_DEF
-            self.is_tracked = self.is_tracked and is_immutable(x)
-            return static_value(x)
+            self.is_tracked = self.is_tracked and versions.is_immutable(x)
+            return versions.static_value(x)
         self.is_tracked &= isinstance(x, tuple)
-        children, tree = below
+        items, tree = below
         attributes = tuple(
-            (key, self.describe(v, (*path, key), _container_key(owner, key))) for key, v in children
+            (key, self.describe(v, (*path, key), _container_key(owner, key))) for key, v in items
         )
         return NodeDef(type(x), None, attributes, tree)
 
     def _marked(self, x: Pytree, name: Any, value: Any, path: Path) -> Any:
         if not x._info.marks[name] and not _holds_containers(value):
-            self.is_tracked &= is_immutable(value)
-            return static_value(value)
+            self.is_tracked &= versions.is_immutable(value)
+            return versions.static_value(value)
         return self.describe(value, path, (x, name), is_data=True)
 
     def _index(self, x: object, path: Path) -> Any:
@@ -345,13 +322,12 @@ def matching_objects(
 ) -> list[Any] | None:
     """Returns the objects and variables of a graph that equals a description, found quickly.
 
+    None if something differs from its description, or may change unnoticed.
+
     Args:
         items: names or indices, with the values to compare.
         known: the same with descriptions of objects without repeated objects, whose values are all
             variables, and in which nothing can change unnoticed.
-
-    Returns:
-        None if something differs from its description, or may change unnoticed.
     """
     found: list[Any] = []
     is_alike = _matches(items, known, found) and len({*map(id, found)}) == len(found)
@@ -367,12 +343,13 @@ def _matches(
         kind = type(part)
         if kind is StaticValue:
             # The same function may close over other values now, so compare by value.
-            is_alike = (type(x) in PLAIN_TYPES and x is part.value) or static_value(x) == part
+            is_same = type(x) in PLAIN_TYPES and x is part.value
+            is_alike = is_same or versions.static_value(x) == part
         elif type(x) is not part.type:
             is_alike = False
         elif kind is VariableDef:
             found.append(x)
-            is_alike = not x._metadata or all(map(is_immutable, x._metadata.values()))
+            is_alike = not x._metadata or all(map(versions.is_immutable, x._metadata.values()))
         elif part.index is None:
             is_alike = type(x) is tuple and _matches([*enumerate(x)], part.attributes, found)
         else:
@@ -389,32 +366,22 @@ def leaf_defs(graphdef: GraphDef) -> Iterator[tuple[Any, tuple[int, Hashable] | 
 
     Variables have None in place of the last two.
     """
-
-    def walk(part: object, owner: Any) -> Iterator[tuple[Any, Any]]:
-        if isinstance(part, VariableDef):
-            yield part, None
-        elif isinstance(part, LeafDef):
-            yield part, owner
-        elif isinstance(part, NodeDef):
-            for name, below in part.attributes:
-                is_object = part.index is not None
-                place = (part.index, name) if is_object else _container_key(owner, name)
-                yield from walk(below, place)
-
-    return walk(graphdef.root, (None, ()))
+    for part, _, owner in _parts(graphdef.root):
+        if isinstance(part, VariableDef | LeafDef):
+            yield part, owner if isinstance(part, LeafDef) else None
 
 
 def mutable_static_values(flat: FlatGraph) -> tuple[IdentityKey, ...]:
     """Returns the static values of a graph that can change, each equal to itself alone."""
     metadata = (x._metadata.values() for x in flat.leaves if isinstance(x, Variable))
-    static = (part.value for part in _parts(flat.graphdef.root) if isinstance(part, StaticValue))
-    return tuple(mutable_parts((*static, *itertools.chain(*metadata))))
+    static = (x.value for x, *_ in _parts(flat.graphdef.root) if isinstance(x, StaticValue))
+    return tuple(versions.mutable_parts((*static, *itertools.chain(*metadata))))
 
 
 def unhashable_static_values(graphdef: GraphDef, is_unchanged: bool = False) -> list[Any]:
     """Returns the unhashable static values; with `is_unchanged`, without changed ones."""
-    parts = (part for part in _parts(graphdef.root) if isinstance(part, StaticValue))
-    of = [part for part in parts if not is_hashable(part.value)]
+    parts = (part for part, *_ in _parts(graphdef.root) if isinstance(part, StaticValue))
+    of = [part for part in parts if not versions.is_hashable(part.value)]
     return [part.value for part in of if not is_unchanged or StaticValue(part.value) == part]
 
 
@@ -424,7 +391,7 @@ def with_static_values(graphdef: GraphDef, values: Iterable[Any]) -> GraphDef:
 
     def replaced(part: object) -> Any:
         if isinstance(part, StaticValue):
-            return part if is_hashable(part.value) else part.with_value(next(rest))
+            return part if versions.is_hashable(part.value) else part.with_value(next(rest))
         if isinstance(part, NodeDef):
             attributes = tuple([(name, replaced(below)) for name, below in part.attributes])
             return part._replace(attributes=attributes)
@@ -601,7 +568,7 @@ def plan_graph(
     objects: dict[int, Any] = dict(known)
     changes: list[Change] = []
     numbers: list[Any] = []  # values in place of arrays: their attributes stay data
-    watch = ObjectInfo()  # shared: all objects are made at the same place
+    watch = versions.ObjectInfo()  # shared: all objects are made at the same place
 
     def build(part: Any) -> Any:
         kind = type(part)
@@ -676,28 +643,3 @@ def build_graph(
     check_changes(changes)
     apply_changes(changes)
     return root, objects
-
-
-def check_pytree(pytree: object) -> None:
-    """Checks that static attributes hold no data, in an object and those in it.
-
-    Assignment checks this already; use it after changes in place or through `vars(module)`.
-
-    Raises:
-        ObjectArgumentError: if `pytree` is not an object.
-        AttributeMarkError: if a static attribute holds an array, a variable or an object.
-
-    >>> check_pytree(nnx.List([nnx.Param(1.0)]))
-    """
-    if not isinstance(pytree, Pytree):
-        raise ObjectArgumentError(
-            f"check_pytree was given a {type(pytree).__name__}; give an nnx.Module or nnx.Pytree."
-        )
-    for path, x in iter_graph(pytree):
-        for name, value in x._items() if isinstance(x, Pytree) else ():
-            if not x._is_data(name, value) and holds_data(value):
-                raise AttributeMarkError(
-                    f"{type(x).__name__} has a {type(value).__name__} with data in it at "
-                    f"{path_text((*path, name))!r}, which is marked static; use nnx.data(value), "
-                    "or remove arrays, variables and objects from it."
-                )

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from weft import errors, struct
 from weft.core.spmd import without_format
 from weft.functional.statistics import update_running_average
-from weft.nnx import refs, split_merge
+from weft.nnx import pytree, refs, split_merge
 from weft.nnx.containers import Dict, List
 from weft.nnx.eager_sharding import mesh_of, shard_new_value, with_out_sharding
 from weft.nnx.filters import Filter, Path, to_predicate
@@ -106,8 +106,7 @@ class Optimizer(Pytree, Generic[M]):
         TransformationTypeError: if `tx` is not a transformation.
         OptimizerCallError: without `wrt`.
 
-    Warns:
-        OptimizerWarning: if `wrt` matches nothing in the model.
+    Warns with OptimizerWarning if `wrt` matches nothing in the model.
 
     >>> model = nnx.Dict(w=nnx.Param(jnp.ones(2)))
     >>> optimizer = Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
@@ -235,8 +234,6 @@ def _parameters(model: object, wrt: Filter) -> dict[Path, Any]:
         for path, x in leaves_by_path(model, once=True).items()
         if (isinstance(x, Variable) or is_array(x)) and matches(path, x)
     }
-    if isinstance(found.get(()), State):  # one without entries
-        found = {}
     if not found:
         there = sorted({type(x).__name__ for _, x in iter_graph(model) if isinstance(x, Variable)})
         warnings.warn(
@@ -315,10 +312,8 @@ def from_state_dict(tree: object) -> Any:
         return State(values, _copy=False) if isinstance(tree, StateDict) else values
     if isinstance(tree, List):
         return [from_state_dict(value) for value in tree]
-    below, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
-    if below and below[0] is tree:
-        return tree
-    return jax.tree.unflatten(structure, [from_state_dict(value) for value in below])
+    below = data_children(tree)
+    return pytree.with_children(tree, [from_state_dict(x) for _, x in below]) if below else tree
 
 
 def zip_state_dict(
@@ -353,15 +348,13 @@ def leaves_by_path(tree: object, once: bool | None = None) -> dict[Path, Any]:
     once = isinstance(tree, Pytree) if once is None else once
 
     def walk(x: object, path: Path) -> None:
+        if isinstance(x, Pytree) or (once and isinstance(x, Variable)):
+            if id(x) in seen:
+                return
+            seen.add(id(x))
         if isinstance(x, Variable) or is_array(x):
-            if not (once and isinstance(x, Variable) and id(x) in seen):
-                found[path] = x
-                seen.add(id(x))
+            found[path] = x
         elif below := data_children(x):
-            if isinstance(x, Pytree):
-                if id(x) in seen:
-                    return
-                seen.add(id(x))
             for name, value in below:
                 walk(value, (*path, name))
         elif not (x is None or isinstance(x, Mapping | Sequence | Pytree)):

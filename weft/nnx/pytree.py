@@ -20,20 +20,13 @@ import numpy as np
 
 from weft.core.display import join_lines, notebook_tree, render_tree
 from weft.core.tracing import current_trace
-from weft.errors import AttributeMarkError
-from weft.lifting.trace_cache import value_key
+from weft.errors import AttributeMarkError, ObjectArgumentError
+from weft.nnx import versions
 from weft.nnx.display import Enclosing, object_repr, size_text
 from weft.nnx.filters import Path
+from weft.nnx.state import path_text
 from weft.nnx.variables import Variable
-from weft.nnx.versions import (
-    IMMUTABLE_TYPES,
-    PLAIN_TYPES,
-    RECORDING,
-    ObjectInfo,
-    StaticValue,
-    plain_static_value,
-    static_value,
-)
+from weft.nnx.versions import PLAIN_TYPES, RECORDING, ObjectInfo, StaticValue, plain_static_value
 
 T = TypeVar("T")
 Items = Sequence[tuple[Any, Any]]
@@ -252,10 +245,8 @@ class Pytree:
         return jax.tree_util.GetAttrKey(name)
 
     def _fill(self, items: Iterable[tuple[Any, Any]]) -> None:
+        """Sets attributes and items without checks and records; those of a list in order."""
         vars(self).update(items)
-
-    def _put(self, name: Any, value: Any) -> None:
-        vars(self)[name] = value
 
     def _replace(self, items: Items) -> None:
         """Replaces all attributes; unchanged ones remain visible to other threads throughout."""
@@ -372,38 +363,24 @@ class Object(Pytree, pytree=False):
     """Base class of objects that are not pytrees to JAX; transformations of NNX accept them."""
 
 
-class _Structure:
-    """Structure of an object without its data, compared by value; `parts` are None for data."""
-
-    __slots__ = ("_key", "parts")
-
-    def __init__(self, parts: list[tuple[Hashable, StaticValue | None]]):
-        self.parts = parts
-        # The keys of a Dict can be anything, and 1 and True are equal.
-        self._key = [(k if type(k) is str else value_key(k), part) for k, part in parts]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Structure) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(tuple(self._key))
-
-    def __repr__(self) -> str:
-        return repr(dict(self.parts))
+# An object without its data, of which it has None; names other than text are static values.
+_Structure = tuple[tuple[Any, StaticValue | None], ...]
 
 
 def _parts(x: Pytree) -> tuple[list[tuple[Any, Any]], _Structure]:
     found, parts, marks = [], [], x._info.marks
     for item in x._items():
         name, value = item
+        # The keys of a Dict can be anything, and 1 and True are equal.
+        key = name if type(name) is str else versions.static_value(name)
         if type(value) in PLAIN_TYPES and name not in marks:
-            parts.append((name, plain_static_value(value)))
+            parts.append((key, plain_static_value(value)))
         elif x._is_data(name, value):
             found.append(item)
-            parts.append((name, None))
+            parts.append((key, None))
         else:
-            parts.append((name, static_value(value)))
-    return found, _Structure(parts)
+            parts.append((key, versions.static_value(value)))
+    return found, tuple(parts)
 
 
 def _flatten(x: Pytree) -> tuple[list[Any], _Structure]:
@@ -418,7 +395,8 @@ def _flatten_with_keys(x: Pytree) -> tuple[list[Any], _Structure]:
 
 def _unflatten(cls: type[Pytree], structure: _Structure, children: Iterable[Any]) -> Pytree:
     of_data, items, marks = iter(children), [], {}
-    for name, part in structure.parts:
+    for key, part in structure:
+        name = key if type(key) is str else key.value
         if part is not None:
             items.append((name, part.value))
             continue
@@ -494,7 +472,7 @@ def data_children(x: object) -> list[tuple[Hashable, Any]]:
 
 def container_items(x: object) -> tuple[list[tuple[Hashable, Any]], Any] | None:
     """Returns a JAX container's items by key and its structure; None for a value."""
-    if x is None or isinstance(x, IMMUTABLE_TYPES) or type(x) in _FUNCTION_TYPES:
+    if x is None or isinstance(x, versions.IMMUTABLE_TYPES) or type(x) in _FUNCTION_TYPES:
         return None
     items, tree = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
     if jax.tree_util.treedef_is_leaf(tree) and (not items or items[0][1] is x):
@@ -554,6 +532,31 @@ def iter_module_children(
 ) -> Iterator[tuple[Hashable, Any]]:
     """Yields the objects, without variables, in an object's attributes; `graph` is ignored."""
     return ((k, v) for k, v in children(node) if isinstance(v, Pytree))
+
+
+def check_pytree(pytree: object) -> None:
+    """Checks that static attributes hold no data, in an object and those in it.
+
+    Assignment checks this already; use it after changes in place or through `vars(module)`.
+
+    Raises:
+        ObjectArgumentError: if `pytree` is not an object.
+        AttributeMarkError: if a static attribute holds an array, a variable or an object.
+
+    >>> check_pytree(nnx.List([nnx.Param(1.0)]))
+    """
+    if not isinstance(pytree, Pytree):
+        raise ObjectArgumentError(
+            f"check_pytree was given a {type(pytree).__name__}; give an nnx.Module or nnx.Pytree."
+        )
+    for path, x in iter_graph(pytree):
+        for name, value in x._items() if isinstance(x, Pytree) else ():
+            if not x._is_data(name, value) and holds_data(value):
+                raise AttributeMarkError(
+                    f"{type(x).__name__} has a {type(value).__name__} with data in it at "
+                    f"{path_text((*path, name))!r}, which is marked static; use nnx.data(value), "
+                    "or remove arrays, variables and objects from it."
+                )
 
 
 @object_repr.register

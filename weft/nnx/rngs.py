@@ -357,10 +357,8 @@ def split_rngs(
         graph, graph_updates: see `nnx.set_graph_mode` and `nnx.set_graph_updates`; without updates,
             a copy is changed, which shares everything but these streams.
 
-    Returns:
-        Backups for `restore_rngs`, also a context manager that restores them on exit; or the copy.
-
-    Raises InvalidRngError if `squeeze` is set and the size is not 1.
+    Returns backups for `restore_rngs`, which as a context manager restore them on exit; or the
+    copy. Raises InvalidRngError if `squeeze` is set and the size is not 1.
 
     >>> rngs = Rngs(0)
     >>> with split_rngs(rngs, splits=5):

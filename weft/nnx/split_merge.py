@@ -38,7 +38,7 @@ from weft.nnx.state import (
     split_state,
     to_flat_state,
 )
-from weft.nnx.variables import Variable, is_variable
+from weft.nnx.variables import Variable, is_variable, value_of
 
 T = TypeVar("T")
 PureState = tuple[GraphDef[T], State]
@@ -195,9 +195,7 @@ def as_pure(tree: object) -> Any:
     >>> as_pure([nnx.Param(1), 2])
     [1, 2]
     """
-    return jax.tree.map(
-        lambda x: x.get_value() if isinstance(x, Variable) else x, tree, is_leaf=is_variable
-    )
+    return jax.tree.map(value_of, tree, is_leaf=is_variable)
 
 
 def pure(tree: object) -> Any:
@@ -259,8 +257,7 @@ def unflatten(
         outer_index_outer_ref: objects to update, by recorded index (see `GraphDef.outer`).
         recreate_variables: ignored, see `merge`.
 
-    Raises:
-        GraphStructureError: if a value is missing or unexpected, or a referenced object is unknown.
+    Raises GraphStructureError if a value is missing or unexpected, or an object is unknown.
     """
     leaves = leaves_of(graphdef, state)
     there = outer_index_outer_ref or {}

@@ -145,8 +145,7 @@ def abstract_with_sharding(tree: A, graph: bool | None = None) -> A:
         NoMeshError: if neither a variable's metadata nor `jax.set_mesh` provides a mesh.
         MeshError: if a layout does not fit the mesh or a shape.
 
-    Warns:
-        ShardingWarning: if a mesh axis does not divide the sharded axis.
+    Warns with ShardingWarning if a mesh axis does not divide the sharded axis.
 
     >>> value = jax.ShapeDtypeStruct((4,), "float32")
     >>> w = nnx.Param(value, out_sharding=("data",), eager_sharding=False)
@@ -205,9 +204,7 @@ def get_abstract_model(
     """Traces `init_fn`, and returns the description and abstract state of its model.
 
     The state of `jax.ShapeDtypeStruct`s with shardings is a target for restoring checkpoints.
-
-    Raises:
-        MeshError: see `abstract_with_sharding`.
+    Raises MeshError as `abstract_with_sharding`.
 
     >>> mesh = jax.make_mesh((1,), ("data",))
     >>> make = lambda: nnx.Dict(w=nnx.Param(jnp.ones(4), out_sharding=("data",)))

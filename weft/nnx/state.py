@@ -6,15 +6,7 @@ can be split by filters, merged, and converted to dicts of plain values.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Collection,
-    Hashable,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-)
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import jax
@@ -23,7 +15,7 @@ from weft.core.display import notebook_tree
 from weft.errors import StateFilterError, StatePathError, warn_deprecated
 from weft.nnx.display import Enclosing, mapping_repr, object_repr
 from weft.nnx.filters import Filter, Path, filters_text, grouped
-from weft.nnx.variables import Variable
+from weft.nnx.variables import Variable, value_of
 
 
 def _sort_key(path: Path) -> tuple[Any, ...]:
@@ -373,15 +365,11 @@ def map_state(f: Callable[[Path, Any], Any], state: object) -> State:
     return from_flat_state((path, f(path, value)) for path, value in to_flat_state(state))
 
 
-def _value(x: object) -> Any:
-    return x.get_value() if isinstance(x, Variable) else x
-
-
 def to_pure_dict(
     state: object, extract_fn: Callable[[Any], Any] | None = None
 ) -> dict[Hashable, Any]:
     """Converts a state to nested dicts of its values, or of `extract_fn(variable or array)`."""
-    extract = extract_fn or _value
+    extract = extract_fn or value_of
     return _plain(map_state(lambda _, x: extract(x), state))
 
 
@@ -416,12 +404,13 @@ def replace_by_pure_dict(
 
 
 def restore_int_paths(
-    pure_dict: Mapping[Hashable, Any], paths: Collection[Path] = ()
+    pure_dict: Mapping[Hashable, Any], paths: Iterable[Path] = ()
 ) -> dict[Hashable, Any]:
     """Converts string keys such as "0", except at `paths`, back to integers after file reads."""
+    kept = set(paths)
 
     def restored(path: Path) -> Path:
-        if path in paths:
+        if path in kept:
             return path
         return tuple(int(p) if isinstance(p, str) and p.isdigit() else p for p in path)
 

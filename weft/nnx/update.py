@@ -18,8 +18,7 @@ def update(node: object, state: object, /, *states: object) -> None:
     Args:
         state: complete or partial state, of variables or values; new paths become attributes.
 
-    Raises:
-        StatePathError: if the state's structure conflicts with the object, which is then unchanged.
+    Raises StatePathError if the state's structure conflicts with the object, which stays unchanged.
 
     >>> model = nnx.Dict(w=nnx.Param(1.0))
     >>> nnx.update(model, {"w": 2.0})
@@ -86,13 +85,6 @@ def _set(owner: Pytree | list[Any] | dict[Any, Any], name: Any, value: object) -
         setattr(owner, name, value)
 
 
-def _delete(owner: Pytree | list[Any] | dict[Any, Any], name: Any) -> None:
-    if isinstance(owner, list | dict):
-        del owner[name]
-    else:
-        delattr(owner, name)
-
-
 def pop(node: object, *filters: Filter) -> Any:
     """Removes variables from an object, and returns one state per filter.
 
@@ -123,6 +115,9 @@ def pop(node: object, *filters: Filter) -> Any:
                 f"{type(owner).__name__}, which cannot lose it; keep it in a list or an attribute."
             )
     for owner, name, _ in reversed(places):  # the last of a list first
-        _delete(owner, name)
+        if isinstance(owner, list | dict):
+            del owner[name]  # pyright: ignore[reportArgumentType, reportCallIssue]
+        else:
+            delattr(owner, name)  # pyright: ignore[reportArgumentType]
     states = [from_flat_state(group) for group in groups]
     return states[0] if len(states) == 1 else tuple(states)

@@ -404,32 +404,18 @@ class Variable(Generic[A]):
     def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.get_value()(*args, **kwargs)  # pyright: ignore[reportCallIssue]
 
-    def __len__(self) -> int:
-        return len(self.get_value())  # pyright: ignore[reportArgumentType]
-
-    def __iter__(self) -> Any:
-        return iter(self.get_value())  # pyright: ignore[reportCallIssue, reportArgumentType]
-
     def __contains__(self, item: object) -> bool:
         return item in self.get_value()  # pyright: ignore[reportOperatorIssue]
 
-    def __bool__(self) -> bool:
-        return bool(self.get_value())
-
-    def __int__(self) -> int:
-        return int(self.get_value())  # pyright: ignore[reportArgumentType]
-
-    def __float__(self) -> float:
-        return float(self.get_value())  # pyright: ignore[reportArgumentType]
-
-    def __complex__(self) -> complex:
-        return complex(self.get_value())  # pyright: ignore[reportCallIssue, reportArgumentType]
-
-    def __index__(self) -> int:
-        return operator.index(self.get_value())  # pyright: ignore[reportArgumentType]
-
     if TYPE_CHECKING:  # defined below the class
 
+        def __len__(self) -> int: ...
+        def __iter__(self) -> Any: ...
+        def __bool__(self) -> bool: ...
+        def __int__(self) -> int: ...
+        def __float__(self) -> float: ...
+        def __complex__(self) -> complex: ...
+        def __index__(self) -> int: ...
         def _binary(self, other: object, /) -> A: ...
         def _unary(self) -> A: ...
 
@@ -486,6 +472,11 @@ def _(x: Variable, inside: Enclosing = frozenset()) -> str:
 def is_variable(x: object) -> bool:
     """Returns whether `x` is a variable."""
     return isinstance(x, Variable)
+
+
+def value_of(x: object) -> Any:
+    """Returns the value of a variable; other values are unchanged."""
+    return x.get_value() if isinstance(x, Variable) else x
 
 
 _set_value = Variable._value.__set__  # pyright: ignore[reportAttributeAccessIssue]
@@ -573,32 +564,34 @@ def _describe(variable: Variable[Any]) -> str:
     return f"{type(variable).__name__}{shape}"
 
 
-def _binary(name: str, fn: Callable[[Any, Any], Any], reverse: bool = False) -> Any:
+def _define(name: str, method: Any) -> None:
+    method.__name__ = f"__{name}__"
+    setattr(Variable, method.__name__, method)
+
+
+def _binary(name: str, fn: Callable[[Any, Any], Any], reverse: bool = False) -> None:
     def method(self: Variable[Any], other: object) -> Any:
         other = other.get_value() if isinstance(other, Variable) else other
         return fn(other, self.get_value()) if reverse else fn(self.get_value(), other)
 
-    method.__name__ = name
-    return method
+    _define(name, method)
 
 
-def _unary(name: str, fn: Callable[[Any], Any]) -> Any:
-    def method(self: Variable[Any]) -> Any:
-        return fn(self.get_value())
+def _unary(fn: Callable[..., Any]) -> None:
+    def method(self: Variable[Any], *args: Any) -> Any:
+        return fn(self.get_value(), *args)
 
-    method.__name__ = name
-    return method
+    _define(fn.__name__, method)
 
 
-def _in_place(name: str, sign: str) -> Any:
+def _in_place(name: str, sign: str) -> None:
     def method(self: Variable[Any], other: object) -> Any:
         raise errors.VariableOperationError(
             f"variable {sign} x would replace the variable by the result; write variable[...] "
             f"{sign} x to change its value."
         )
 
-    method.__name__ = name
-    return method
+    _define(name, method)
 
 
 _BINARY = {
@@ -607,16 +600,18 @@ _BINARY = {
 }  # fmt: skip
 for _name, _sign in _BINARY.items():
     _fn = getattr(operator, {"and": "and_", "or": "or_"}.get(_name, _name))
-    setattr(Variable, f"__{_name}__", _binary(f"__{_name}__", _fn))
-    setattr(Variable, f"__r{_name}__", _binary(f"__r{_name}__", _fn, reverse=True))
-    setattr(Variable, f"__i{_name}__", _in_place(f"__i{_name}__", f"{_sign}="))
+    _binary(_name, _fn)
+    _binary(f"r{_name}", _fn, reverse=True)
+    _in_place(f"i{_name}", f"{_sign}=")
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(Variable, f"__{_name}__", _binary(f"__{_name}__", getattr(operator, _name)))
-for _name in ("neg", "pos", "abs", "invert"):
-    setattr(Variable, f"__{_name}__", _unary(f"__{_name}__", getattr(operator, _name)))
-Variable.__divmod__ = _binary("__divmod__", divmod)  # pyright: ignore[reportAttributeAccessIssue]
-Variable.__rdivmod__ = _binary("__rdivmod__", divmod, reverse=True)  # pyright: ignore[reportAttributeAccessIssue]
-Variable.__round__ = lambda self, n=0: round(self.get_value(), n)  # pyright: ignore[reportAttributeAccessIssue]
+    _binary(_name, getattr(operator, _name))
+for _fn in (operator.neg, operator.pos, operator.abs, operator.invert, operator.index):
+    _unary(_fn)
+for _fn in (len, iter, bool, int, float, complex):
+    _unary(_fn)
+_binary("divmod", divmod)
+_binary("rdivmod", divmod, reverse=True)
+_define("round", lambda self, n=0: round(self.get_value(), n))
 
 
 HOOKS = ("on_get_value", "on_set_value", "on_create_value", "on_add_axis", "on_remove_axis")

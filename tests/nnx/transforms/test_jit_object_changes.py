@@ -600,7 +600,7 @@ class Machine(RuleBasedStateMachine):
         is_like_plain(self.f, x=self.model)
 
 
-Machine.TestCase.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)
+Machine.TestCase.settings = settings(max_examples=9, stateful_step_count=20, deadline=None)
 TestMachine = Machine.TestCase
 
 

@@ -39,8 +39,8 @@ def test_object_refs_and_written_values_compare_by_value():
 
 def test_objects_among_the_arguments():
     m, n = Model(), Model()
-    at, names, _, _ = object_arguments(options(), (1.0, m, [n]), {"z": n, "a": m, "b": 2})
-    assert at == [(1, m)] and [name for name, _ in names] == ["a", "z"]
+    at, rest, named = object_arguments(options(), (1.0, m, [n]), {"z": n, "a": m, "b": 2})
+    assert at == [(1, m), ("a", m), ("z", n)] and rest == [1.0, [n]] and named == {"b": 2}
     assert has_objects([1, {"a": m}]) and has_objects(m.a) and not has_objects([1, None])
     with pytest.raises(TransformArgumentError, match="remove the argument there"):
         object_arguments(options(static_argnums=0), (m,), {})
@@ -68,12 +68,12 @@ def test_split_call():
     m, n = Model(), Model()
     found = split_object_arguments(options(), (m, 1.0), {"n": n, "x": 2.0})
     assert found.rest == [1.0] and found.named == {"x": 2.0}
-    assert found.layout.at == (0,) and found.layout.names == ("n",)
+    assert found.layout.at == (0, "n")
     assert found.flat.leaves[0] is m.a and found.flat.leaves[2] is n.a
     assert found.is_cacheable
     found = split_nested_objects(options(), ({"m": m}, 1.0), {"n": n})
     assert found.rest == [{"m": ObjectRef(0)}, 1.0] and found.named == {"n": ObjectRef(1)}
-    assert found.layout.at == () and found.layout.names == ()
+    assert found.layout.at == ()
 
 
 def test_uncacheable_calls():
@@ -108,10 +108,9 @@ def test_unchanged_values_are_not_returned():
 
 
 def test_object_in_container_is_found_only_in_trace(monkeypatch):
-    calls = []
+    calls, split = [], split_nested_objects
     monkeypatch.setattr(
-        "weft.nnx.transforms.jit.split_nested_objects",
-        lambda *args: calls.append(1) or jit_program.split_nested_objects(*args),
+        jit_program, "split_nested_objects", lambda *args: calls.append(1) or split(*args)
     )
     f, m, n = nnx.jit(lambda m, x: m.a + jax.tree.leaves(x)[0]), Model(), Model()
     assert f(m, 1.0).tolist() == [2, 2] and f(m, 1.0).tolist() == [2, 2] and not calls
@@ -120,10 +119,9 @@ def test_object_in_container_is_found_only_in_trace(monkeypatch):
 
 
 def test_model_is_flattened_once_per_structure(monkeypatch):
-    calls = []
+    calls, split = [], split_object_arguments
     monkeypatch.setattr(
-        "weft.nnx.transforms.jit.split_object_arguments",
-        lambda *args: calls.append(1) or jit_program.split_object_arguments(*args),
+        jit_program, "split_object_arguments", lambda *args: calls.append(1) or split(*args)
     )
     f, m = nnx.jit(lambda m, x: m.a * x), nnx.List([Model() for _ in range(10)])
     g = nnx.jit(lambda m, x: m[0].a * x)

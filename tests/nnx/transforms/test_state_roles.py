@@ -46,9 +46,7 @@ def test_first_matching_filter_wins():
     assert axes.map_prefix(("w",), nnx.Param(1.0)) == 0
     assert axes.map_prefix(("v",), nnx.Param(1.0)) == 1
     assert nnx.DiffState(0, nnx.Param).map_prefix(("w",), nnx.Param(1.0))
-    with pytest.raises(
-        TransformArgumentError, match=r"no filter of StateAxes.* the BatchStat at \("
-    ):
+    with pytest.raises(StateFilterError, match=r"no filter of StateAxes.* the BatchStat at \("):
         axes.map_prefix(("s", 0), nnx.BatchStat(1.0))
 
 

@@ -19,7 +19,7 @@ from weft.nnx.transforms import calls
 from weft.nnx.transforms.calls import MISSING, P, R, optional_function
 from weft.nnx.transforms.kind import ObjectKind, is_object
 from weft.nnx.transforms.state_roles import DiffState
-from weft.nnx.variables import Param, Variable
+from weft.nnx.variables import Param, Variable, value_of
 from weft.typing import as_grad, as_value_and_grad, same_signature
 
 Argnums = int | DiffState | Sequence[int | DiffState]
@@ -209,7 +209,7 @@ def _split_primals(
             of_arrays.append(t)
             continue
         items = to_flat_state(split_merge.state(t) if is_object(t) else t)
-        by_path = {p: v.get_value() if isinstance(v, Variable) else v for p, v in items}
+        by_path = {path: value_of(v) for path, v in items}
         if unknown := by_path.keys() - set(graph.flatten_graph(x).graphdef.paths):
             at = ", ".join(sorted(repr(path_text(path)) for path in unknown))
             raise errors.CallMismatchError(

@@ -22,7 +22,7 @@ from weft.nnx.transforms import calls
 from weft.nnx.transforms.calls import MISSING, P, R, optional_function, with_graph_options
 from weft.nnx.transforms.kind import ObjectKind, SharedStateChanged, is_object
 from weft.nnx.transforms.state_roles import Carry, as_axes
-from weft.nnx.variables import Variable
+from weft.nnx.variables import value_of
 from weft.typing import same_signature
 
 
@@ -204,7 +204,7 @@ def while_loop(
     """
     loop = lifting.while_loop(
         ObjectKind("while_loop", *settings.resolve_graph_options(**options), is_loop=True),
-        lambda carry: _as_value(cond_fun(carry)),
+        lambda carry: value_of(cond_fun(carry)),
         _box_carries(body_fun, ((0, None),)),
         in_axes=lifting.CARRY,
     )
@@ -239,8 +239,8 @@ def fori_loop(
     """
     loop = lifting.fori_loop(
         ObjectKind("fori_loop", *settings.resolve_graph_options(**options), is_loop=True),
-        _as_value(lower),
-        _as_value(upper),
+        value_of(lower),
+        value_of(upper),
         _box_carries(body_fun, ((1, None),)),
         in_axes=lifting.CARRY,
         unroll=unroll,
@@ -248,10 +248,6 @@ def fori_loop(
     specs, names = ("init_val", "the result"), calls.parameter_names(body_fun)[1:]
     with versions.TransformCall("fori_loop", body_fun, (init_val,), specs, names=names):
         return unbox_objects(init_val, loop(init_val))
-
-
-def _as_value(x: object) -> Any:
-    return x.get_value() if isinstance(x, Variable) else x
 
 
 @with_graph_options

@@ -21,7 +21,7 @@ from weft.nnx.split_merge import state
 from weft.nnx.state import from_flat_state, path_text, to_flat_state
 from weft.nnx.transforms import calls, object_state, state_roles
 from weft.nnx.transforms.kind import ObjectKind, is_object
-from weft.nnx.variables import Variable, is_variable
+from weft.nnx.variables import Variable, is_variable, value_of
 from weft.nnx.versions import TransformCall, origin
 
 NondiffArgnums = int | state_roles.DiffState | Sequence[int | state_roles.DiffState]
@@ -112,29 +112,23 @@ class _RuleArguments:
 
         Raises TransformArgumentError if it does not fit the arguments.
         """
-        args = self._tree.unflatten(range(self._tree.num_leaves))
-        if not isinstance(given, tuple | list) or len(given) != len(args):
+        trees = self._tree.children()
+        if not isinstance(given, tuple | list) or len(given) != len(trees):
             n = len(given) if isinstance(given, tuple | list) else 1
             raise errors.TransformArgumentError(
-                f"{name}: the rule returns {n} values for {len(args)} arguments; return a tuple "
+                f"{name}: the rule returns {n} values for {len(trees)} arguments; return a tuple "
                 "with one per argument, None for no gradient."
             )
-        found: list[Any] = [None] * self._tree.num_leaves
-        for arg, value in zip(args, given, strict=True):
-            if value is not None:
-                jax.tree.map(
-                    found.__setitem__,
-                    arg,
-                    jax.tree.structure(arg).unflatten(jax.tree.structure(arg).flatten_up_to(value)),
-                    is_leaf=lambda x: x is None,
-                )
+        found: list[Any] = []
+        for tree, value in zip(trees, given, strict=True):
+            found += [None] * tree.num_leaves if value is None else tree.flatten_up_to(value)
         objects = [x for x, is_obj in zip(found, self._is_object, strict=True) if is_obj]
         arrays = [x for x, is_obj in zip(found, self._is_object, strict=True) if not is_obj]
         return [*(self._group(name, i, value) for i, value in enumerate(objects)), *arrays]
 
     def _group(self, name: str, i: int, value: Any) -> dict[int, Any]:
         found = to_flat_state(state(value) if is_object(value) else {} if value is None else value)
-        by_path = {p: v.get_value() if isinstance(v, Variable) else v for p, v in found}
+        by_path = {path: value_of(v) for path, v in found}
         group = {}
         for n, (path, leaf) in enumerate(self._leaves):
             if path[1] != i or not self._wanted[i](path[2:], leaf):

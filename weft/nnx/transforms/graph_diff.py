@@ -7,7 +7,7 @@ runs can be compared and merged.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from weft.nnx.filters import Path
@@ -16,58 +16,56 @@ from weft.nnx.versions import StaticValue, is_immutable
 
 
 class Difference(NamedTuple):
-    """A path where two graphs differ, and the content of each there, in words."""
+    """A path where two graphs differ, and the content of each there, in words.
+
+    Attributes:
+        parts: the parts there, None in place of an attribute that one of the graphs lacks.
+        owner: original number of the object whose attribute the other graph lacks.
+    """
 
     path: Path
     seen: tuple[str, str]
+    parts: tuple[Any, Any]
+    owner: int | None = None
 
 
-def first_difference(
-    graphs: tuple[GraphDef, GraphDef],
+def differences(
+    parts: tuple[Any, Any],
     origins: tuple[Sequence[int | None], Sequence[int | None]],
-    may_lack: Callable[[int, int | None, Any], bool] = lambda *_: False,
-) -> Difference | None:
-    """Returns the first difference between two graphs.
+    path: Path = (),
+) -> Iterator[Difference]:
+    """Yields the differences between two graphs, outer ones first.
 
     Args:
-        graphs: descriptions of both.
+        parts: descriptions of both, at `path`.
         origins: for each graph the original number of every object, None for a new object.
-        may_lack: returns whether only one graph may have an attribute; takes the index of that
-            graph, the original number of the object, and the name.
     """
-
-    def is_lacked(side: int, node: NodeDef, name: object) -> bool:
-        index = node.index
-        return may_lack(side, None if index is None else origins[side][index], name)
-
-    def find(a: Any, b: Any, path: Path) -> Difference | None:
-        if index_of(a) is not None and index_of(b) is not None:
-            known = [of[x.index] for of, x in zip(origins, (a, b), strict=True)]
-            if known[0] != known[1]:
-                if None not in known:
-                    return Difference(path, ("one object", "a different one"))
-                new, old = "a new object", "an existing object"
-                return Difference(path, (new, old) if known[0] is None else (old, new))
-        if not (isinstance(a, NodeDef) and isinstance(b, NodeDef) and a.type is b.type):
-            if _without_index(a) == _without_index(b):
-                return None
-            return Difference(path, (_describe_part(a), _describe_part(b)))
-        of_a, of_b = dict(a.attributes), dict(b.attributes)
-        for name in {**of_a, **of_b}:
-            if name not in of_a and not is_lacked(1, b, name):
-                return Difference((*path, name), ("absent", "present"))
-            if name not in of_b and not is_lacked(0, a, name):
-                return Difference((*path, name), ("present", "absent"))
-        for name in filter(of_b.__contains__, of_a):
-            if found := find(of_a[name], of_b[name], (*path, name)):
-                return found
-        if a.marks != b.marks:
-            return Difference(path, ("marked one way", "marked another way"))
-        return (
-            None if a.order == b.order else Difference(path, ("in one order", "in another order"))
-        )
-
-    return find(graphs[0].root, graphs[1].root, ())
+    a, b = parts
+    indices = [index_of(part) for part in parts]
+    numbers = [None if i is None else of[i] for i, of in zip(indices, origins, strict=True)]
+    is_node = isinstance(a, NodeDef) and isinstance(b, NodeDef) and a.type is b.type
+    if None not in indices and numbers[0] != numbers[1]:
+        names = ["a new object" if n is None else "an existing object" for n in numbers]
+        seen = ("one object", "a different one") if None not in numbers else (names[0], names[1])
+        yield Difference(path, seen, parts)
+    elif not is_node and _without_index(a) != _without_index(b):
+        yield Difference(path, (_describe_part(a), _describe_part(b)), parts)
+    if not is_node:
+        return
+    of_a, of_b = dict(a.attributes), dict(b.attributes)
+    for name in {**of_a, **of_b}:
+        if name not in of_a:
+            seen, owner = ("absent", "present"), numbers[1]
+            yield Difference((*path, name), seen, (None, of_b[name]), owner)
+        elif name not in of_b:
+            seen, owner = ("present", "absent"), numbers[0]
+            yield Difference((*path, name), seen, (of_a[name], None), owner)
+    for name in filter(of_b.__contains__, of_a):
+        yield from differences((of_a[name], of_b[name]), origins, (*path, name))
+    if a.marks != b.marks:
+        yield Difference(path, ("marked one way", "marked another way"), parts)
+    elif a.order != b.order:
+        yield Difference(path, ("in one order", "in another order"), parts)
 
 
 def index_of(part: object) -> int | None:

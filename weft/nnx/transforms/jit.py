@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sys
 import threading
 import weakref
@@ -32,22 +33,9 @@ from weft.lifting.signature import check_argnums
 from weft.lifting.trace_cache import LazyCached, value_key
 from weft.nnx import settings, split_merge, spmd, versions
 from weft.nnx.graph import FlatGraph, flat_graph_of_variables
-from weft.nnx.transforms import calls, graph_diff, state_roles
+from weft.nnx.transforms import calls, graph_diff, jit_program, state_roles
 from weft.nnx.transforms.calls import MISSING, Args, Kwargs, P, R, optional_function
-from weft.nnx.transforms.jit_program import (
-    MAY_HOLD_OBJECTS,
-    CallLayout,
-    FunctionChanged,
-    JitOptions,
-    NestedObject,
-    Program,
-    SplitCall,
-    contains_objects,
-    has_objects,
-    object_arguments,
-    split_nested_objects,
-    split_object_arguments,
-)
+from weft.nnx.transforms.jit_program import FunctionChanged, JitOptions, Program
 from weft.nnx.transforms.kind import ObjectKind, is_object, mark_watched
 from weft.nnx.variables import Variable
 from weft.typing import as_grad
@@ -68,31 +56,33 @@ class _CachedCall:
     """
 
     __slots__ = (
-        "at", "donated", "jitted", "kept", "n_args", "n_first", "names", "objects", "program",
-        "trace", "version",
+        "at", "donated", "jitted", "kept", "n_args", "n_first", "objects", "program", "trace",
+        "version",
     )  # fmt: skip
 
     def __init__(
-        self, program: Program, version: object, call: SplitCall, forget: Callable[[object], None]
+        self,
+        program: Program,
+        version: object,
+        call: jit_program.SplitCall,
+        forget: Callable[[object], None],
     ):
         self.program, self.jitted, self.version = program, program.jitted, version
         self.trace = tracing.current_trace()
         self.donated = [call.flat.leaves[n] for n in program.donated]
         self.kept = [call.flat.leaves[n] for n in program.kept]
-        self.at = [(i, weakref.ref(x, forget)) for i, x in call.at]
-        self.names = [(name, weakref.ref(x, forget)) for name, x in call.names]
+        self.at: list[tuple[Any, Any]] = [(i, weakref.ref(x, forget)) for i, x in call.at]
         self.objects = [weakref.ref(x) for x in call.flat.objects]
         positions = [i for i, _ in call.at]
-        at_front = positions == list(range(len(positions))) and not call.names
+        at_front = positions == list(range(len(positions)))
         self.n_first = len(positions) if at_front else sys.maxsize
         self.n_args = call.layout.n_args
 
     def fits(self, args: Args, kwargs: Kwargs) -> bool:
         """Returns whether a call has the same objects in the same places."""
-        return (
-            self.version is versions.STRUCTURE_VERSION.now
-            and all(i < len(args) and args[i] is ref() for i, ref in self.at)
-            and all(name in kwargs and kwargs[name] is ref() for name, ref in self.names)
+        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        return self.version is versions.STRUCTURE_VERSION.now and all(
+            i in given and given[i] is ref() for i, ref in self.at
         )
 
     def flat(self) -> FlatGraph:
@@ -111,7 +101,9 @@ class JitWrapped(Generic[P, R]):
         functools.update_wrapper(self, fn, updated=copied)
         self._fn, self._options, self._place = fn, options, versions.origin()
         # Functions that are equal by value share their programs.
-        self._programs: LazyCached[dict[CallLayout, Program]] = LazyCached((fn, options), dict)
+        self._programs: LazyCached[dict[jit_program.CallLayout, Program]] = LazyCached(
+            (fn, options), dict
+        )
         self._fn_key: Hashable = None
         # For objects of a trace without a cached call, the trace of their last call.
         self._cached_calls: dict[Hashable, _CachedCall | tracing.TraceState] = {}
@@ -135,7 +127,7 @@ class JitWrapped(Generic[P, R]):
             rest = args[cached.n_first :]
             for x in rest:
                 # JAX exhausts the recursion limit on an object that contains itself.
-                if isinstance(x, MAY_HOLD_OBJECTS) and contains_objects(x):
+                if isinstance(x, jit_program.MAY_HOLD_OBJECTS) and jit_program.contains_objects(x):
                     return self._call_uncached(args, kwargs)
             donated, kept = cached.donated, cached.kept
             try:
@@ -144,11 +136,11 @@ class JitWrapped(Generic[P, R]):
                     [variable._value for variable in kept] if kept else kept,
                     *rest,
                 )
-            except (NestedObject, FunctionChanged):
+            except (jit_program.NestedObject, FunctionChanged):
                 cached = None
             except (TypeError, ValueError):
                 # The cause may be outside the program: an object in a container, or a sharding.
-                if cached.n_args == len(args) and not has_objects(rest):
+                if cached.n_args == len(args) and not jit_program.has_objects(rest):
                     raise
                 cached = None
             if cached is None:
@@ -171,17 +163,14 @@ class JitWrapped(Generic[P, R]):
 
     def _call_uncached(self, args: Args, kwargs: Kwargs) -> Any:
         """Makes a call, by new programs if values that the function uses have changed."""
-        is_first = True
+        is_again = False
         while True:
             try:
                 program, call, inputs, named = self._inspect(args, kwargs)
                 outputs = program.jitted(*inputs, **named)
                 break
             except FunctionChanged:
-                if not is_first:
-                    raise
-                is_first = False
-                self._drop_programs()
+                is_again = self._drop_programs(is_again)
         if isinstance(call, FlatGraph):
             return program.finish(call, outputs)
         result, of_donated, of_kept, more, written = outputs
@@ -192,31 +181,37 @@ class JitWrapped(Generic[P, R]):
         any(map(_set_value, changed, (*of_donated, *of_kept)))
         return result
 
-    def _drop_programs(self) -> None:
+    def _drop_programs(self, is_again: bool) -> bool:
+        """Drops the programs after a `FunctionChanged`; raises the second one."""
+        if is_again:
+            raise
         self._programs, self._fn_key = LazyCached(object(), dict), None
         self.forget()
+        return True
 
     def _inspect(
         self, args: Args, kwargs: Kwargs
     ) -> tuple[Program, "_CachedCall | FlatGraph", Sequence[Any], dict[str, Any]]:
-        at, names, rest, named = object_arguments(self._options, args, kwargs)
-        if has_objects((rest, named)):
+        at, rest, named = jit_program.object_arguments(self._options, args, kwargs)
+        if jit_program.has_objects((rest, named)):
             # A call that only differs from the last one when traced costs more than a look.
             self._has_nested_objects, self._last = True, None
-            return self._inspect_uncached(split_nested_objects, args, kwargs)
-        if (cached := self._cached_call(args, kwargs, at, names)) is None:
-            return self._inspect_uncached(split_object_arguments, args, kwargs)
+            return self._inspect_uncached(jit_program.split_nested_objects, args, kwargs)
+        if (cached := self._cached_call(args, kwargs, at)) is None:
+            return self._inspect_uncached(jit_program.split_object_arguments, args, kwargs)
         values = ([x._value for x in variables] for variables in (cached.donated, cached.kept))
         return cached.program, cached, (*values, *rest), named
 
     def _inspect_uncached(
-        self, split: Callable[..., SplitCall], args: Args, kwargs: Kwargs
+        self, split: Callable[..., jit_program.SplitCall], args: Args, kwargs: Kwargs
     ) -> tuple[Program, FlatGraph, Sequence[Any], dict[str, Any]]:
         call = self._split_call(split, args, kwargs)
         program = self._program(call.layout)
         return program, call.flat, (*program.values_of(call.flat), *call.rest), call.named
 
-    def _split_call(self, split: Callable[..., SplitCall], args: Args, kwargs: Kwargs) -> SplitCall:
+    def _split_call(
+        self, split: Callable[..., jit_program.SplitCall], args: Args, kwargs: Kwargs
+    ) -> jit_program.SplitCall:
         names = [*calls.parameter_names(self._fn)[: len(args)]]
         names += [*(f"args[{i}]" for i in range(len(names), len(args))), *sorted(kwargs)]
         every = (*args, *(x for _, x in sorted(kwargs.items())))
@@ -225,10 +220,10 @@ class JitWrapped(Generic[P, R]):
             return split(self._options, args, kwargs)
 
     def _cached_call(
-        self, args: Args, kwargs: Kwargs, at: list[tuple[int, Any]], names: list[tuple[str, Any]]
+        self, args: Args, kwargs: Kwargs, at: list[tuple[int | str, Any]]
     ) -> _CachedCall | None:
         """Returns the valid cached call, creating it if needed, or None if none is possible."""
-        key = len(args), *((place, id(x)) for place, x in (*at, *names))
+        key = len(args), *((place, id(x)) for place, x in at)
         cached = self._cached_calls.get(key)
         if not isinstance(cached, _CachedCall) or not cached.fits(args, kwargs):
             here = tracing.current_trace()
@@ -238,7 +233,7 @@ class JitWrapped(Generic[P, R]):
                 return None
             while True:
                 version = versions.STRUCTURE_VERSION.now
-                split = self._split_call(split_object_arguments, args, kwargs)
+                split = self._split_call(jit_program.split_object_arguments, args, kwargs)
                 if not split.is_cacheable:
                     return None
                 were_watched = [mark_watched(x) for x in split.flat.objects]
@@ -267,7 +262,7 @@ class JitWrapped(Generic[P, R]):
 
         return forget
 
-    def _program(self, layout: CallLayout) -> Program:
+    def _program(self, layout: jit_program.CallLayout) -> Program:
         if self._fn_key is None:
             self._fn_key = value_key(self._fn)
         programs = self._programs.value
@@ -289,19 +284,14 @@ class JitWrapped(Generic[P, R]):
         return self._trace(args, kwargs)
 
     def _trace(self, args: Args, kwargs: Kwargs, n_bound: int = 0) -> Traced:
-        is_first = True
+        is_again, split = False, jit_program.split_nested_objects
         while True:
             try:
-                program, _, inputs, named = self._inspect_uncached(
-                    split_nested_objects, args, kwargs
-                )
+                program, _, inputs, named = self._inspect_uncached(split, args, kwargs)
                 traced = program.jitted.trace(*inputs, **named)
                 break
             except FunctionChanged:
-                if not is_first:
-                    raise
-                is_first = False
-                self._drop_programs()
+                is_again = self._drop_programs(is_again)
         return Traced(traced, _compiled_call(program, self._options, args, kwargs, n_bound))
 
     def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -426,26 +416,27 @@ def jit(
     others = {"keep_unused": keep_unused, "inline": inline, "device": device, "backend": backend}
     calls.check_unbound("jit", fun)
     kind = ObjectKind("jit", *settings.resolve_graph_options(**options))
-    static = _argnums_and_argnames(fun, "static", static_argnums, static_argnames)
-    donated = _argnums_and_argnames(fun, "donate", donate_argnums, donate_argnames)
+    static = _places(fun, "static", static_argnums, static_argnames)
+    donated = _places(fun, "donate", donate_argnums, donate_argnames)
     given = tuple((name, value) for name, value in others.items() if value)
     shardings = state_roles.as_roles(in_shardings), state_roles.as_roles(out_shardings)
-    return JitWrapped(fun, JitOptions(kind, *shardings, *static, *donated, given))
+    return JitWrapped(fun, JitOptions(kind, *shardings, static, donated, given))
 
 
-def _argnums_and_argnames(
+def _places(
     fun: Callable[..., Any],
     name: str,
     argnums: int | Iterable[int] | None,
     argnames: str | Iterable[str] | None,
-) -> tuple[frozenset[int], frozenset[str]]:
+) -> frozenset[int | str]:
+    """Returns the positions and names of the arguments that either of the options has."""
     numbers = {argnums} if isinstance(argnums, int) else set(argnums or ())
     names = {argnames} if isinstance(argnames, str) else set(argnames or ())
     try:
         # Reading a signature is slow, and rarely needed.
         parameters = [*inspect.signature(fun).parameters.values()] if numbers or names else []
     except (TypeError, ValueError):
-        return frozenset(numbers), frozenset(names)
+        return frozenset((*numbers, *names))
     by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     check_argnums("nnx.jit", f"{name}_argnums", fun, numbers)
     there = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
@@ -458,8 +449,8 @@ def _argnums_and_argnames(
         )
     numbers = {i % len(by_position) if i < 0 and by_position else i for i in numbers}
     by_name = {p.name: i for i, p in enumerate(by_position) if p.kind is p.POSITIONAL_OR_KEYWORD}
-    more = {name for name, i in by_name.items() if i in numbers}
-    return frozenset(numbers | {by_name[n] for n in names if n in by_name}), frozenset(names | more)
+    both = (item for item in by_name.items() if item[0] in names or item[1] in numbers)
+    return frozenset((*numbers, *names, *itertools.chain(*both)))
 
 
 def jit_partial(fun: Callable[..., R], *partial_args: Any, **options: Any) -> JitPartial[R]:
@@ -496,9 +487,9 @@ def _compiled_call(
     It writes the changed values and returns the result. It raises CompiledCallError if the
     structure of an object or the number of arguments differs.
     """
-    n_args, static = len(args), options.static_argnums
+    n_args, static = len(args), options.static
     fixed = {i: x for i, x in enumerate(args) if i < n_bound or i in static}
-    fixed_names = {k: x for k, x in kwargs.items() if k in options.static_argnames}
+    fixed_names = {k: x for k, x in kwargs.items() if k in static}
     names = sorted(kwargs.keys() - fixed_names.keys())
 
     def run(compiled: jax.stages.Compiled, args: Args, kwargs: Kwargs) -> Any:
@@ -510,7 +501,7 @@ def _compiled_call(
             )
         rest = iter(args)
         every = (fixed[i] if i in fixed else next(rest) for i in range(n_args))
-        call = split_nested_objects(options, tuple(every), {**kwargs, **fixed_names})
+        call = jit_program.split_nested_objects(options, tuple(every), {**kwargs, **fixed_names})
         if call.layout != program.layout:
             raise _structure_error(program.layout, call.layout)
         given = [x for i, x in enumerate(call.rest) if i not in static]
@@ -521,10 +512,12 @@ def _compiled_call(
     return run
 
 
-def _structure_error(before: CallLayout, now: CallLayout) -> CompiledCallError:
+def _structure_error(
+    before: jit_program.CallLayout, now: jit_program.CallLayout
+) -> CompiledCallError:
     every = range(sys.maxsize)
-    graphs = before.static.graphdef, now.static.graphdef
-    difference = graph_diff.first_difference(graphs, (every, every))
+    roots = before.static.graphdef.root, now.static.graphdef.root
+    difference = next(graph_diff.differences(roots, (every, every)), None)
     where = "has other variables or other metadata"
     if difference is not None and len(difference.path) > 1:
         _, first, *below = difference.path
@@ -579,9 +572,8 @@ def make_jaxpr(
         f: the function; without it, a decorator is returned.
         static_argnums: positions of static, hashable arguments.
 
-    Returns:
-        A function that returns the jaxpr of a call. Its inputs are the arrays among the arguments
-        and the values of objects, ordered by attribute name; its outputs are the results of `f`.
+    Returns a function that returns the jaxpr of a call. Its inputs are the arrays among the
+    arguments and the values of objects, ordered by attribute name; its outputs those of `f`.
 
     >>> w = nnx.Param(jax.numpy.float32(1.0))
     >>> print(nnx.make_jaxpr(lambda w, x: w + x)(w, jax.numpy.float32(2.0)))

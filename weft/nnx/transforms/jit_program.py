@@ -38,15 +38,16 @@ MAY_HOLD_OBJECTS = (Pytree, Variable, dict, list, tuple)
 
 
 class JitOptions(NamedTuple):
-    """Options of `nnx.jit`, with shardings converted by `as_roles`."""
+    """Options of `nnx.jit`, with shardings converted by `as_roles`.
+
+    `static` and `donated` have positions and names of arguments.
+    """
 
     kind: ObjectKind
     in_shardings: Any
     out_shardings: Any
-    static_argnums: frozenset[int]
-    static_argnames: frozenset[str]
-    donate_argnums: frozenset[int]
-    donate_argnames: frozenset[str]
+    static: frozenset[int | str]
+    donated: frozenset[int | str]
     others: tuple[tuple[str, Any], ...]
 
 
@@ -84,13 +85,12 @@ class CallLayout(NamedTuple):
     """The structure of the objects of a call.
 
     Attributes:
-        at: positions of arguments that are objects, which JAX does not receive; `names` by name.
+        at: positions or names of arguments that are objects, which JAX does not receive.
         donated: whether the values of each object are donated.
         made: for each value the class and metadata of its variable, None for an attribute.
     """
 
-    at: tuple[int, ...]
-    names: tuple[str, ...]
+    at: tuple[int | str, ...]
     n_args: int
     static: Any
     roles: tuple[Roles, ...]
@@ -126,16 +126,19 @@ class ProgramSignature(inspect.Signature):
         numbers: Iterable[int],
     ):
         super().__init__([*of_pure.parameters.values()])
-        self._of_user, self._at, self._names = signature_of(fn), layout.at, layout.names
+        self._of_user, self._at = signature_of(fn), layout.at
         self._refs = [*map(ObjectRef, range(len(layout.roles)))]
         self._paths = [*map(layout.static.graphdef.paths.__getitem__, numbers)]
 
     def with_refs(self, rest: Iterable[Any], named: Kwargs) -> tuple[list[Any], Kwargs]:
         """Returns the user's arguments, with a placeholder for each object."""
-        args, refs = list(rest), iter(self._refs)
-        for i in self._at:
-            args.insert(i, next(refs))
-        return args, dict(sorted({**named, **dict(zip(self._names, refs, strict=False))}.items()))
+        args, named = list(rest), dict(named)
+        for place, ref in zip(self._at, self._refs, strict=False):
+            if isinstance(place, int):
+                args.insert(place, ref)
+            else:
+                named[place] = ref
+        return args, dict(sorted(named.items()))
 
     def bind(
         self, donated: Sequence[Any], kept: Sequence[Any], /, *rest: Any, **named: Any
@@ -189,8 +192,7 @@ class Program:
                 )
             return self._outputs(results, values)
 
-        left_out, leading = (*layout.at, *layout.names), ("donated_state", "state")
-        named_after(fn, pure, leading=leading, left_out=left_out)
+        named_after(fn, pure, leading=("donated_state", "state"), left_out=layout.at)
         self._signature = ProgramSignature(inspect.signature(pure), fn, layout, numbers)
         pure.__signature__ = self._signature  # pyright: ignore[reportFunctionMemberAccess]
         self.jitted = jax.jit(pure, **self._jit_options(self._signature))
@@ -199,19 +201,12 @@ class Program:
         of, layout, parameters = self._options, self.layout, signature.parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         by_name = [p.name for p in parameters.values() if p.kind is not p.POSITIONAL_ONLY]
-
-        def shifted(argnums: Iterable[int]) -> tuple[int, ...]:
-            kept = (i for i in argnums if i not in layout.at and i < layout.n_args)
-            return tuple(sorted(2 + i - sum(at < i for at in layout.at) for i in kept))
-
-        def present(names: Iterable[str]) -> tuple[str, ...]:
-            return tuple(sorted(name for name in names if takes_any or name in by_name))
-
+        positions = [i for i in range(layout.n_args) if i not in layout.at]
         result: dict[str, Any] = dict(of.others)
-        result["static_argnums"] = shifted(of.static_argnums)
-        result["static_argnames"] = present(of.static_argnames)
-        result["donate_argnums"] = (0, *shifted(of.donate_argnums))
-        result["donate_argnames"] = present(of.donate_argnames)
+        for name, places, first in (("static", of.static, ()), ("donate", of.donated, (0,))):
+            names = (x for x in places if isinstance(x, str) and (takes_any or x in by_name))
+            numbers = (2 + n for n, i in enumerate(positions) if i in places)
+            result |= {f"{name}_argnums": (*first, *numbers), f"{name}_argnames": sorted(names)}
         if of.in_shardings is not None:
             donated, kept = ([self._shardings[n] for n in at] for at in (self.donated, self.kept))
             rest = enumerate(_per_argument(of.in_shardings, layout.n_args))
@@ -304,14 +299,13 @@ class Program:
 
 
 class SplitCall(NamedTuple):
-    """An inspected call: `rest` and `named` go to JAX, `at` and `names` hold its objects."""
+    """An inspected call: `rest` and `named` go to JAX, `at` has its objects by place."""
 
     flat: FlatGraph
     layout: CallLayout
     rest: Sequence[Any]
     named: dict[str, Any]
-    at: Sequence[tuple[int, Any]]
-    names: Sequence[tuple[str, Any]]
+    at: Sequence[tuple[int | str, Any]]
 
     @property
     def is_cacheable(self) -> bool:
@@ -320,31 +314,33 @@ class SplitCall(NamedTuple):
         return (
             self.flat.is_tracked
             and all(isinstance(x, Variable) for x in self.flat.leaves)
-            and not any(isinstance(x, Variable) for _, x in (*self.at, *self.names))
+            and not any(isinstance(x, Variable) for _, x in self.at)
             and all(trace_of(x) == here for x in self.flat.objects)
         )
 
 
+def _by_place(args: Args, kwargs: Kwargs) -> dict[int | str, Any]:
+    """Returns arguments by position or name."""
+    return {**dict(enumerate(args)), **dict(sorted(kwargs.items()))}
+
+
 def object_arguments(
     options: JitOptions, args: Args, kwargs: Kwargs
-) -> tuple[list[tuple[int, Any]], list[tuple[str, Any]], list[Any], Kwargs]:
-    """Returns the objects by position and by name, and the other arguments.
+) -> tuple[list[tuple[int | str, Any]], list[Any], Kwargs]:
+    """Returns the objects by position or name, and the other arguments.
 
     Raises TransformArgumentError if an object was passed for a static argument.
     """
-    at = [(i, x) for i, x in enumerate(args) if is_object(x)]
-    names = sorted((name, x) for name, x in kwargs.items() if is_object(x))
-    static = [x for i, x in at if i in options.static_argnums]
-    static += [x for name, x in names if name in options.static_argnames]
-    if static:
+    at = [(i, x) for i, x in _by_place(args, kwargs).items() if is_object(x)]
+    if static := [x for i, x in at if i in options.static]:
         raise TransformArgumentError(
             f"nnx.jit: a {type(static[0]).__name__} was passed for an argument that is static by "
             "static_argnums or static_argnames; an object cannot be static, so remove the argument "
             "there, or pass its static part, such as nnx.graphdef(...)."
         )
-    positions, of_names = [i for i, _ in at], [name for name, _ in names]
-    rest = [x for i, x in enumerate(args) if i not in positions]
-    return at, names, rest, {name: x for name, x in kwargs.items() if name not in of_names}
+    places = [i for i, _ in at]
+    rest = [x for i, x in enumerate(args) if i not in places]
+    return at, rest, {name: x for name, x in kwargs.items() if name not in places}
 
 
 def has_objects(x: object) -> bool:
@@ -366,16 +362,15 @@ def contains_objects(
 
 def split_object_arguments(options: JitOptions, args: Args, kwargs: Kwargs) -> SplitCall:
     """Inspects a call with objects only as arguments."""
-    at, names, rest, named = object_arguments(options, args, kwargs)
-    shardings = _per_argument(options.in_shardings, len(args))
-    objects = [(x, shardings[i], i in options.donate_argnums) for i, x in at]
-    objects += [(x, None, name in options.donate_argnames) for name, x in names]
-    return _split_call(options, len(args), objects, rest, named, at, names)
+    at, rest, named = object_arguments(options, args, kwargs)
+    shardings: dict[Any, Any] = dict(enumerate(_per_argument(options.in_shardings, len(args))))
+    objects = [(x, shardings.get(i), i in options.donated) for i, x in at]
+    return _split_call(options, len(args), objects, rest, named, at)
 
 
 def split_nested_objects(options: JitOptions, args: Args, kwargs: Kwargs) -> SplitCall:
     """Inspects a call with objects also in containers, where it puts refs."""
-    shardings = _per_argument(options.in_shardings, len(args))
+    shardings: dict[Any, Any] = dict(enumerate(_per_argument(options.in_shardings, len(args))))
     objects: list[tuple[Any, Any, bool]] = []
 
     def with_refs(arg: object, prefix: object, is_donated: bool) -> Any:
@@ -387,19 +382,12 @@ def split_nested_objects(options: JitOptions, args: Args, kwargs: Kwargs) -> Spl
                 objects.append((x, role, is_donated))
         return tree.unflatten(leaves)
 
-    rest = [
-        x
-        if i in options.static_argnums
-        else with_refs(x, shardings[i], i in options.donate_argnums)
-        for i, x in enumerate(args)
-    ]
-    named = {
-        name: x
-        if name in options.static_argnames
-        else with_refs(x, None, name in options.donate_argnames)
-        for name, x in sorted(kwargs.items())
+    given = {
+        i: x if i in options.static else with_refs(x, shardings.get(i), i in options.donated)
+        for i, x in _by_place(args, kwargs).items()
     }
-    return _split_call(options, len(args), objects, rest, named)
+    rest = [given[i] for i in range(len(args))]
+    return _split_call(options, len(args), objects, rest, {k: given[k] for k in kwargs})
 
 
 def _split_call(
@@ -408,8 +396,7 @@ def _split_call(
     objects: Sequence[tuple[Any, Any, bool]],
     rest: list[Any],
     named: dict[str, Any],
-    at: Sequence[tuple[int, Any]] = (),
-    names: Sequence[tuple[str, Any]] = (),
+    at: Sequence[tuple[int | str, Any]] = (),
 ) -> SplitCall:
     """Splits objects, each given with its sharding and whether its values are donated."""
     carriers, shardings, donated = zip(*objects, strict=True) if objects else ((), (), ())
@@ -418,9 +405,8 @@ def _split_call(
     made = tuple(
         [(type(x), metadata_key(x)) if isinstance(x, Variable) else None for x in flat.leaves]
     )
-    places = tuple([i for i, _ in at]), tuple([name for name, _ in names])
-    layout = CallLayout(*places, n_args, static, roles, donated, made)
-    return SplitCall(flat, layout, rest, named, at, names)
+    layout = CallLayout(tuple([i for i, _ in at]), n_args, static, roles, donated, made)
+    return SplitCall(flat, layout, rest, named, at)
 
 
 _SHARED = Roles(((Everything(), None),))

@@ -31,16 +31,7 @@ from weft.nnx.split_merge import state
 from weft.nnx.spmd import add_axis, has_axis_metadata, remove_axis
 from weft.nnx.state import from_flat_state, path_text, to_flat_state
 from weft.nnx.transforms import calls, graph_diff, object_state
-from weft.nnx.transforms.object_state import (
-    ChangedObjects,
-    FilterRoles,
-    Filters,
-    Group,
-    Grouping,
-    Groups,
-    InnerObjects,
-    StaticObjects,
-)
+from weft.nnx.transforms.object_state import ChangedObjects, Group, Groups, StaticObjects
 from weft.nnx.variables import Variable, metadata_key
 
 _MAX_CACHED_SPLITS = 64
@@ -80,13 +71,13 @@ class ObjectKind(Kind):
     is_result_free: bool = False
     has_rule: bool = False
 
-    def group_filters(self, roles: Roles) -> FilterRoles:
+    def group_filters(self, roles: Roles) -> object_state.FilterRoles:
         return tuple(roles)
 
     def is_carrier(self, x: object) -> bool:
         return is_object(x)
 
-    def split(self, carriers: Sequence[Any], filters: Filters):
+    def split(self, carriers: Sequence[Any], filters: object_state.Filters):
         flat, static = self._split_from_cache(carriers, filters) or self._split_uncached(
             carriers, filters
         )
@@ -96,10 +87,10 @@ class ObjectKind(Kind):
         return flat, static, groups
 
     def _split_uncached(
-        self, carriers: Sequence[Any], filters: Filters
+        self, carriers: Sequence[Any], filters: object_state.Filters
     ) -> tuple[FlatGraph, StaticObjects]:
         flat = graph.flatten_graph((tuple(carriers), ()), with_metadata=False)
-        grouping = Grouping(filters, ())
+        grouping = object_state.Grouping(filters, ())
         self._check_aliases(flat, grouping)
         places = tuple(grouping.place(path, leaf)[1:] for path, leaf in flat.items())
         index = {id(x): i for i, x in enumerate(flat.objects)}
@@ -119,13 +110,13 @@ class ObjectKind(Kind):
         return flat, static
 
     @functools.cached_property
-    def _split_cache(self) -> dict[tuple[type, ...], tuple[StaticObjects, Filters]]:
+    def _split_cache(self) -> dict[tuple[type, ...], tuple[StaticObjects, object_state.Filters]]:
         """Static halves by classes of objects; layers of a model often have equal structure."""
         # Not a field, since kinds are compared by these.
         return {}
 
     def _split_from_cache(
-        self, carriers: Sequence[Any], filters: Filters
+        self, carriers: Sequence[Any], filters: object_state.Filters
     ) -> tuple[FlatGraph, StaticObjects] | None:
         static, wanted = self._split_cache.get(tuple(map(type, carriers)), (None, None))
         recording = versions.RECORDING.now
@@ -156,14 +147,18 @@ class ObjectKind(Kind):
             kept = None if of is None else [x for i, x in enumerate(objects) if i not in of]
             recording = versions.Recording(counts, kept)
         snapshots = snapshots if static.is_tracked else None
-        return InnerObjects(static, objects, values, metadata, snapshots, recording), list(carriers)
+        return object_state.InnerObjects(
+            static, objects, values, metadata, snapshots, recording
+        ), list(carriers)
 
     @property
     def _hoists_creation(self) -> bool:
         """True if objects that the function makes are made before it."""
         return self.structure and (self.is_loop or self.is_branch)
 
-    def call_context(self, inner: InnerObjects) -> contextlib.AbstractContextManager[Any]:
+    def call_context(
+        self, inner: object_state.InnerObjects
+    ) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if inner.recording is None else inner.recording
 
     def note_result(self, result: object) -> None:
@@ -172,12 +167,12 @@ class ObjectKind(Kind):
 
     def collect(
         self,
-        inner: InnerObjects,
+        inner: object_state.InnerObjects,
         static: StaticObjects,
         carriers: Sequence[Any],
-        filters: Filters,
+        filters: object_state.Filters,
         new: Sequence[Any],
-        new_filters: Filters,
+        new_filters: object_state.Filters,
     ):
         groups: list[Groups] = [tuple({} for _ in wanted) for wanted in filters]
         new_groups: list[Groups] = [tuple({} for _ in wanted) for wanted in new_filters]
@@ -201,7 +196,7 @@ class ObjectKind(Kind):
             carriers = ()
         flat = graph.flatten_graph((tuple(carriers), tuple(new)), with_metadata=False)
         is_same = self.structure and inner.has_same_graph(flat)
-        grouping = Grouping(filters, new_filters)
+        grouping = object_state.Grouping(filters, new_filters)
         if not is_same:
             self._check_captured(flat, inner)
             self._check_aliases(flat, grouping)
@@ -234,7 +229,11 @@ class ObjectKind(Kind):
         return changed, groups, new_groups
 
     def _replaced_objects(
-        self, flat: FlatGraph, origins: Sequence[int | None], filters: Filters, inner: InnerObjects
+        self,
+        flat: FlatGraph,
+        origins: Sequence[int | None],
+        filters: object_state.Filters,
+        inner: object_state.InnerObjects,
     ) -> dict[int, int]:
         """Returns new objects that a loop carries in the places of others: indices, and theirs."""
         recording = inner.recording
@@ -253,8 +252,8 @@ class ObjectKind(Kind):
         self,
         groups: tuple[list[Groups], list[Groups]],
         flat: FlatGraph,
-        grouping: Grouping,
-        inner: InnerObjects,
+        grouping: object_state.Grouping,
+        inner: object_state.InnerObjects,
         instead: dict[int, int],
     ) -> tuple[list[int], dict[int, tuple[int, int]]]:
         """Puts new and changed values into groups; returns all numbers, and places of new ones."""
@@ -288,13 +287,19 @@ class ObjectKind(Kind):
                 key = static.numbers[at]
                 if self.has_rule or inner.is_changed(leaf, at):
                     i, g = static.places[at]
-                    role = grouping.wanted(i, g)[1]
+                    role = grouping.roles((0, i))[g]
                     self._add_value(groups[0][i][g], leaf, owner, role, inner, at)
             keys.append(key)
         return keys, made
 
     def _add_value(
-        self, group: Group, leaf: Any, owner: Owner, role: Any, inner: InnerObjects, n: int
+        self,
+        group: Group,
+        leaf: Any,
+        owner: Owner,
+        role: Any,
+        inner: object_state.InnerObjects,
+        n: int,
     ) -> bool:
         """Adds an input value to a group if it has to come back; returns whether it has."""
         passed = inner.is_passed(leaf, owner, n)
@@ -312,7 +317,7 @@ class ObjectKind(Kind):
             group[~number] = None
         return True
 
-    def _check_captured(self, flat: FlatGraph, inner: InnerObjects) -> None:
+    def _check_captured(self, flat: FlatGraph, inner: object_state.InnerObjects) -> None:
         here, inside = current_trace(), {id(x): i for i, x in enumerate(inner.objects)}
         for i, x in enumerate(flat.objects):
             if id(x) not in inside:
@@ -322,7 +327,7 @@ class ObjectKind(Kind):
                 paths = graph.first_paths(inner.static.graphdef), graph.first_paths(flat.graphdef)
                 raise calls.shared_object_error(x, paths[0][inside[id(x)]], paths[1][i])
 
-    def _check_aliases(self, flat: FlatGraph, grouping: "Grouping") -> None:
+    def _check_aliases(self, flat: FlatGraph, grouping: object_state.Grouping) -> None:
         """Refuses objects that occur twice, where not allowed or with different roles."""
         at_first = graph.first_paths(flat.graphdef) if flat.repeated else {}
         for index, path in flat.repeated:
@@ -696,7 +701,7 @@ def _write_value(leaf: Any, owner: Any, value: Any) -> None:
         if isinstance(place, ContainerKey):
             container = dict(x._items())[place.name]
             place, value = place.name, with_item(container, place.keys, value)
-        x._put(place, value)
+        x._fill([(place, value)])
         return
     object.__setattr__(leaf, "_value", value._value)
     if metadata_key(value) != metadata_key(leaf):

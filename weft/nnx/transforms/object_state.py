@@ -185,48 +185,42 @@ class Grouping:
     """The groups of values, and the roles of these groups."""
 
     def __init__(self, of_args: Filters, of_results: Filters):
-        self._wanted = of_args, of_results
-        self._predicates: Any = [
-            [[to_predicate(where) for where, _ in of_object] for of_object in of_part]
-            for of_part in self._wanted
-        ]
-
-    def wanted(self, i: int, g: int) -> tuple[Any, Any]:
-        return self._wanted[0][i][g]
+        # By the beginnings of paths: 0 for arguments or 1 for results, and an object's index.
+        self._groups: dict[Path, list[tuple[Predicate, Any]]] = {
+            (part, i): [(to_predicate(where), role) for where, role in of_object]
+            for part, objects in enumerate((of_args, of_results))
+            for i, of_object in enumerate(objects)
+        }
 
     def place(self, path: Path, leaf: object) -> tuple[int, int, int]:
         """Returns 0 for an argument or 1 for a result, and the indices of the object and group.
 
         Raises StateFilterError if no filter matches.
         """
-        part, i = path[:2]
-        predicates: list[Predicate] = self._predicates[part][i]  # pyright: ignore[reportCallIssue, reportArgumentType]
-        below = path[2:]
-        for g, matches in enumerate(predicates):
-            if type(matches) is Everything or matches(below, leaf):
-                return part, i, g  # pyright: ignore[reportReturnType]
-        raise calls.unmatched_error(leaf, path, [where for where, _ in self._wanted[part][i]])  # pyright: ignore[reportCallIssue, reportArgumentType]
+        groups = self._groups[at := path[:2]]
+        for g, (matches, _) in enumerate(groups):
+            if type(matches) is Everything or matches(path[2:], leaf):
+                return *at, g  # pyright: ignore[reportReturnType]
+        raise calls.unmatched_error(leaf, path, [where for where, _ in groups])
 
     @property
     def depends_only_on_structure(self) -> bool:
         """True if equal graph descriptions always have the same groups."""
-        every = (matches for part in self._predicates for of in part for matches in of)
+        every = (matches for groups in self._groups.values() for matches, _ in groups)
         return all(isinstance(matches, Everything | OfType) for matches in every)
 
     def role(self, path: Path, leaf: object) -> Any:
-        part, i, g = self.place(path, leaf)
-        return self._wanted[part][i][g][1]
+        return self.roles(path)[self.place(path, leaf)[2]]
 
     def roles(self, path: Path) -> list[Any]:
-        part, i = path[:2]
-        return [role for _, role in self._wanted[part][i]]  # pyright: ignore[reportCallIssue, reportArgumentType]
+        return [role for _, role in self._groups[path[:2]]]
 
     def is_mapped(self, after: graph.FlatGraph, path: Path) -> bool:
         roles = [self.role(p, leaf) for p, leaf in after.items() if p[: len(path)] == path]
         return all(isinstance(role, int) for role in roles or self.roles(path))
 
     def is_same(self, path: Path, other: Path) -> bool:
-        of_path, of_other = (self._wanted[p[0]][p[1]] for p in (path, other))  # pyright: ignore[reportCallIssue, reportArgumentType]
+        of_path, of_other = self._groups[path[:2]], self._groups[other[:2]]
         return len(of_path) == 1 and of_path == of_other
 
 
@@ -322,11 +316,12 @@ def static_snapshot(flat: graph.FlatGraph, before: graph.GraphDef) -> StaticSnap
 def branch_difference(a: NumberedGraph, b: NumberedGraph, may_lack: bool) -> Difference | None:
     """Returns the first difference; `may_lack` ignores attributes that can be made earlier."""
     tables = ObjectTable.of(a), ObjectTable.of(b)
-    return graph_diff.first_difference(
-        (a.graphdef, b.graphdef),
-        (a.origins, b.origins),
-        lambda side, ident, name: may_lack and tables[side].can_hoist(ident, name),
-    )
+    for found in graph_diff.differences((a.graphdef.root, b.graphdef.root), (a.origins, b.origins)):
+        has_it = tables[1 if found.parts[0] is None else 0]
+        is_attribute = may_lack and None in found.parts
+        if not (is_attribute and has_it.can_hoist(found.owner, found.path[-1])):
+            return found
+    return None
 
 
 def with_created_objects(
@@ -427,41 +422,10 @@ def check_loop_graph(
 
     Returns the attributes to make before the loop: indices of their objects, and names.
     """
-    origins, gained = found.origins, []
+    gained: list[Any] = []
     objects = ObjectTable.of(found)
     known = dict(zip(found.numbers, after.leaves, strict=True))
     is_later = static.origins is not None  # the attributes were already made
-
-    def compare(a: object, b: object, path: Path) -> None:
-        index = graph_diff.index_of(b)
-        b_index = None if index is None else origins[index]
-        if isinstance(a, graph.NodeDef) and isinstance(b, graph.NodeDef) and a.type is b.type:
-            is_same = a.index == b_index and (a.index is not None or a.marks == b.marks)
-            if not is_same and not may_change(after, path):
-                raise refusal(path, "changes a reference or static value")
-            old, new = dict(a.attributes), dict(b.attributes)
-            for name in {**old, **new}:
-                if (name in old and name in new) or may_change(after, (*path, name)):
-                    continue
-                if name in new and is_made(b_index, name):
-                    gained.append((a.index, name))
-                    continue
-                change = "makes an attribute" if name in new else "removes the attribute"
-                raise refusal((*path, name), change)
-            for name in filter(new.__contains__, old):
-                compare(old[name], new[name], (*path, name))
-            return
-        if isinstance(b, graph.NodeRef | graph.NodeDef | graph.VariableDef):
-            same = type(a) is type(b) and graph_diff.index_of(a) == b_index
-        else:
-            same = a == b
-        if not same and not may_change(after, path):
-            if is_later and isinstance(a, StaticValue) and isinstance(b, StaticValue):
-                raise calls.changed_creation_error(path, f"changes {a.value!r} to {b.value!r}")
-            raise refusal(path, "changes a reference or static value")
-
-    def refusal(path: Path, change: str) -> Exception:
-        return (calls.changed_creation_error if is_later else calls.loop_change_error)(path, change)
 
     def is_made(ident: int | None, name: Hashable) -> bool:
         return (
@@ -472,7 +436,24 @@ def check_loop_graph(
         )
 
     old, new = (dict(root.attributes)[0] for root in (static.graphdef.root, after.graphdef.root))
-    compare(old, new, (0,))
+    origins = static.described().origins, found.origins
+    for path, _, (a, b), owner in graph_diff.differences((old, new), origins, (0,)):
+        index = graph_diff.index_of(b)
+        # Marks, order and class of an object may change.
+        is_same = index is not None and graph_diff.index_of(a) == found.origins[index]
+        if (is_same and type(a) is type(b)) or may_change(after, path):
+            continue
+        if a is None and is_made(owner, path[-1]):
+            gained.append((owner, path[-1]))
+            continue
+        error, change = calls.loop_change_error, "changes a reference or static value"
+        if is_later:
+            error = calls.changed_creation_error
+            if isinstance(a, StaticValue) and isinstance(b, StaticValue):
+                change = f"changes {a.value!r} to {b.value!r}"
+        if None in (a, b):
+            change = "makes an attribute" if a is None else "removes the attribute"
+        raise error(path, change)
     return gained
 
 
@@ -523,17 +504,11 @@ def as_carried(first: Any, now: Any) -> Any:
     None if the first one has another structure, shape or dtype.
     """
     (begin, tree), (end, other) = jax.tree.flatten(first), jax.tree.flatten(now)
-    if tree != other or any(map(_differs_in_type, begin, end)):
+    if tree != other:
         return None
-    cast = [_with_dtype(x, y) for x, y in zip(begin, end, strict=True)]
+    cast = []
+    for x, a, b in zip(begin, map(jax.typeof, begin), map(jax.typeof, end), strict=True):
+        if a.shape != b.shape or (a.dtype != b.dtype and not a.weak_type):
+            return None
+        cast.append(x if a.dtype == b.dtype else jnp.asarray(x, b.dtype))
     return tree.unflatten(cast)
-
-
-def _differs_in_type(x: Any, y: Any) -> bool:
-    a, b = jax.typeof(x), jax.typeof(y)
-    return a.shape != b.shape or (a.dtype != b.dtype and not a.weak_type)
-
-
-def _with_dtype(x: Any, like: Any) -> Any:
-    dtype = jax.typeof(like).dtype
-    return x if jax.typeof(x).dtype == dtype else jnp.asarray(x, dtype)

@@ -23,7 +23,9 @@ class Carry:
 class _StateFilters:
     def __init__(self, by_filter: Mapping[Filter, Any] | Iterable[tuple[Filter, Any]]):
         if isinstance(by_filter, State):
-            by_filter = _items_of_state(by_filter)
+            items = to_flat_state(by_filter)
+            roles = (x.get_raw_value() if isinstance(x, Variable) else x for _, x in items)
+            by_filter = _by_role(zip(items.paths, roles, strict=True))
         items = by_filter.items() if isinstance(by_filter, Mapping) else by_filter
         self._items = tuple(items)
         self._predicates = predicates([where for where, _ in self._items])
@@ -40,11 +42,11 @@ class _StateFilters:
         return self._predicates
 
     def map_prefix(self, path: Path, variable: object) -> Any:
-        """Returns the role of a variable at a path; raises TransformArgumentError without one."""
+        """Returns the role of a variable at a path; raises StateFilterError without one."""
         for matches, (_, role) in zip(self._predicates, self._items, strict=True):
             if matches(path, variable):
                 return role
-        raise errors.TransformArgumentError(
+        raise errors.StateFilterError(
             f"no filter of {self!r} matches the {type(variable).__name__} at {path!r}; add `...` "
             "as the last one."
         )
@@ -193,7 +195,7 @@ def _as_role(x: object) -> Any:
 
 
 def _roles_of_object(prefix: Pytree) -> lifting.Roles:
-    by_role: dict[Hashable, list[Path]] = {}
+    items: list[tuple[Path, Any]] = []
 
     def walk(x: object, path: Path) -> None:
         if isinstance(x, Variable):
@@ -202,19 +204,14 @@ def _roles_of_object(prefix: Pytree) -> lifting.Roles:
         for name, value in below:
             walk(value, (*path, name))
         if not below and not isinstance(x, Pytree):
-            by_role.setdefault(_role(x), []).append(path)
+            items.append((path, _role(x)))
 
     walk(prefix, ())
-    return lifting.Roles(_by_paths(by_role))
+    return lifting.Roles(_by_role(items))
 
 
-def _by_paths(by_value: Mapping[Hashable, Iterable[Path]]) -> list[tuple[PathIn, Any]]:
-    return [(PathIn(frozenset(paths)), value) for value, paths in by_value.items()]
-
-
-def _items_of_state(state: State) -> list[tuple[PathIn, Any]]:
-    by_value: dict[Hashable, list[Path]] = {}
-    for path, role in to_flat_state(state):
-        role = role.get_raw_value() if isinstance(role, Variable) else role
-        by_value.setdefault(role, []).append(path)
-    return _by_paths(by_value)
+def _by_role(items: Iterable[tuple[Path, Any]]) -> list[tuple[PathIn, Any]]:
+    by_role: dict[Hashable, list[Path]] = {}
+    for path, role in items:
+        by_role.setdefault(role, []).append(path)
+    return [(PathIn(frozenset(paths)), role) for role, paths in by_role.items()]
