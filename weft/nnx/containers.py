@@ -90,7 +90,6 @@ class List(Module, list[T]):
     """
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
-    __repr__ = Pytree.__repr__
 
     def __init__(self, it: Iterable[T] = ()):
         self.extend(it)
@@ -141,6 +140,9 @@ class List(Module, list[T]):
     def __eq__(self, other: object) -> bool:
         return list.__eq__(self, other)
 
+    def _repr_inside(self, inside: Enclosing) -> str:
+        return join_lines("List([", [object_repr(x, inside) for x in self], "])")
+
 
 class Dict(Module, dict[Any, Any]):
     """Dict module that keeps references, with its items as attributes too.
@@ -154,7 +156,6 @@ class Dict(Module, dict[Any, Any]):
     """
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
-    __repr__ = Pytree.__repr__
 
     def __init__(self, *args: object, **kwargs: object):
         self.update(*args, **kwargs)
@@ -212,19 +213,8 @@ class Dict(Module, dict[Any, Any]):
     def __eq__(self, other: object) -> bool:
         return dict.__eq__(self, other)
 
-
-@object_repr.register
-def _(x: List, inside: Enclosing = frozenset()) -> str:
-    if id(x) in inside:
-        return f"{type(x).__name__}(...)"
-    return join_lines("List([", [object_repr(v, inside | {id(x)}) for v in x], "])")
-
-
-@object_repr.register
-def _(x: Dict, inside: Enclosing = frozenset()) -> str:
-    if id(x) in inside:
-        return f"{type(x).__name__}(...)"
-    return mapping_repr(type(x).__name__, x.items(), inside | {id(x)})
+    def _repr_inside(self, inside: Enclosing) -> str:
+        return mapping_repr(type(self).__name__, self.items(), inside)
 
 
 def _with_marks(x: Pytree, items: Iterable[tuple[Any, Any]]) -> Iterator[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,37 +12,31 @@ from typing import Any
 import jax
 import numpy as np
 
-from weft.core.display import format_size, is_array, join_lines
+from weft.core.display import format_size, is_array, join_lines, notebook_tree, render_tree
 
 Enclosing = frozenset[int]
 """Ids of the objects around a value, so that a cycle ends."""
 _NOTHING: Enclosing = frozenset()
 
 
-@functools.singledispatch
 def object_repr(x: object, inside: Enclosing = _NOTHING) -> str:
-    """Returns the text of an object or a value; classes of objects register their own."""
+    """Returns the text of an object or a value."""
+    if isinstance(x, Shown):
+        return f"{type(x).__name__}(...)" if id(x) in inside else x._repr_inside(inside | {id(x)})
+    if isinstance(x, dict):
+        return mapping_repr("", x.items(), inside)
+    if type(x) is tuple and any(isinstance(v, Shown | dict | tuple) for v in x):
+        return join_lines("(", [object_repr(v, inside) for v in x], ")")
+    return value_repr(x)
+
+
+def value_repr(x: object) -> str:
+    """Returns the text of a value without objects."""
     if isinstance(x, jax.Array | np.ndarray) and x.size > 8:
         return f"Array(shape={x.shape}, dtype={x.dtype})"
     if callable(x) and isinstance(name := getattr(x, "__name__", None), str):
         return name  # Python's repr of a function is an address
     return repr(x)
-
-
-value_repr = object_repr.dispatch(object)
-
-
-@object_repr.register
-def _(x: dict, inside: Enclosing = _NOTHING) -> str:
-    return mapping_repr("", x.items(), inside | {id(x)})
-
-
-@object_repr.register
-def _(x: tuple, inside: Enclosing = _NOTHING) -> str:
-    has_objects = any(object_repr.dispatch(type(v)) is not value_repr for v in x)
-    if type(x) is not tuple or not has_objects:
-        return repr(x)
-    return join_lines("(", [object_repr(v, inside) for v in x], ")")
 
 
 def mapping_repr(name: str, items: Iterable[tuple[object, object]], inside: Enclosing) -> str:
@@ -99,7 +92,27 @@ class Attr:
     use_raw_key: bool = False
 
 
-class Representable:
+class Shown:
+    """Base class of objects with a text, and in notebooks a tree, of their parts."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return object_repr(self)
+
+    _repr_mimebundle_ = notebook_tree
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        return render_tree(self, self._repr_parts(), path, subtree_renderer)
+
+    def _repr_inside(self, inside: Enclosing) -> str:
+        raise NotImplementedError
+
+    def _repr_parts(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class Representable(Shown):
     """Base class of objects whose `__nnx_repr__` yields an `Object`, and an `Attr` for each part.
 
     >>> class Range(Representable):
@@ -117,31 +130,27 @@ class Representable:
     def __nnx_repr__(self) -> Iterator[Object | Attr]:
         raise NotImplementedError
 
-    def __repr__(self) -> str:
-        return object_repr(self)
+    def _repr_parts(self) -> dict[str, Any]:
+        return {part.key: part.value for part in self.__nnx_repr__() if isinstance(part, Attr)}
+
+    def _repr_inside(self, inside: Enclosing) -> str:
+        parts: Iterator[Any] = self.__nnx_repr__()
+        head = next(parts)
+        name = head.type if isinstance(head.type, str) else head.type.__name__
+
+        def line(part: Attr) -> str:
+            value = part.value if part.use_raw_value else object_repr(part.value, inside)
+            return f"{part.start}{part.key}{head.kv_sep}{value}{part.end}"
+
+        lines = [line(part) for part in parts]
+        if not lines:
+            return f"{name}{head.start}{head.empty_repr}{head.end}"
+        if head.same_line:
+            return f"{name}{head.start}{', '.join(lines)}{head.end}"
+        inner = ",\n".join(lines).replace("\n", f"\n{head.indent}")
+        return f"{name}{head.start}{head.comment}\n{head.indent}{inner}\n{head.end}"
 
 
 def get_repr(obj: Representable) -> str:
     """Returns the text of an object."""
     return object_repr(obj)
-
-
-@object_repr.register
-def _(x: Representable, inside: Enclosing = _NOTHING) -> str:
-    if id(x) in inside:
-        return f"{type(x).__name__}(...)"
-    parts: Iterator[Any] = x.__nnx_repr__()
-    head = next(parts)
-    name = head.type if isinstance(head.type, str) else head.type.__name__
-
-    def line(part: Attr) -> str:
-        value = part.value if part.use_raw_value else object_repr(part.value, inside | {id(x)})
-        return f"{part.start}{part.key}{head.kv_sep}{value}{part.end}"
-
-    lines = [line(part) for part in parts]
-    if not lines:
-        return f"{name}{head.start}{head.empty_repr}{head.end}"
-    if head.same_line:
-        return f"{name}{head.start}{', '.join(lines)}{head.end}"
-    inner = ",\n".join(lines).replace("\n", f"\n{head.indent}")
-    return f"{name}{head.start}{head.comment}\n{head.indent}{inner}\n{head.end}"

@@ -77,15 +77,16 @@ def shard_new_value(value: object, metadata: dict[str, Any], what: str) -> Any:
     layout = metadata["out_sharding"]
     if not layout or not is_eagerly_sharded(metadata):
         return value
-    mesh = metadata.get("mesh")
-    if mesh is None and get_mesh(layout) is None and get_global_mesh() is None:
+    if mesh_of(metadata) is None:
         raise NoMeshError(
             f"a {what} has the layout {tuple(layout)}, and there is no mesh; make it under "
             "jax.set_mesh(mesh), give it mesh=mesh, or, to shard it later, make it under "
             "nnx.use_eager_sharding(False)."
         )
     try:
-        value = spmd.shard_value(value, layout, metadata.get("sharding_rules"), mesh)
+        value = spmd.shard_value(
+            value, layout, metadata.get("sharding_rules"), metadata.get("mesh")
+        )
         if isinstance(layout, Format) and layout.layout is not None:
             value = jax.tree.map(lambda x: _with_memory_order(x, layout.layout), value)
         return with_abstract_shardings(value, metadata)

@@ -18,11 +18,11 @@ from typing import Annotated, Any, Self, TypeVar, dataclass_transform, get_origi
 import jax
 import numpy as np
 
-from weft.core.display import join_lines, notebook_tree, render_tree
+from weft.core.display import join_lines
 from weft.core.tracing import current_trace
 from weft.errors import AttributeMarkError, ObjectArgumentError
 from weft.nnx import versions
-from weft.nnx.display import Enclosing, object_repr, size_text
+from weft.nnx.display import Enclosing, Shown, object_repr, size_text
 from weft.nnx.filters import Path
 from weft.nnx.state import path_text
 from weft.nnx.variables import Variable
@@ -179,7 +179,7 @@ def _class_marks(cls: type) -> dict[str, bool]:
     return marks
 
 
-class Pytree:
+class Pytree(Shown):
     """Base class of objects that transformations accept.
 
     `class Name(Pytree, pytree=False)` defines a subclass that is not a pytree to JAX.
@@ -348,22 +348,20 @@ class Pytree:
             self._info.marks.update(state["marks"])
             vars(self).update(state["attributes"])
 
-    def __repr__(self) -> str:
-        return object_repr(self)
+    def _repr_inside(self, inside: Enclosing) -> str:
+        attributes = ((k, v) for k, v in vars(self).items() if k != "_info")
+        items = [f"{name}={object_repr(value, inside)}" for name, value in attributes]
+        return join_lines(f"{type(self).__name__}({_sizes(self)}", items, ")")
 
-    _repr_mimebundle_ = notebook_tree
-
-    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        """Shows the attributes in Treescope's trees."""
-        attributes = {str(name): value for name, value in self._items()}
-        return render_tree(self, attributes, path, subtree_renderer)
+    def _repr_parts(self) -> dict[str, Any]:
+        return {str(name): value for name, value in self._items()}
 
 
 class Object(Pytree, pytree=False):
     """Base class of objects that are not pytrees to JAX; transformations of NNX accept them."""
 
 
-# An object without its data, of which it has None; names other than text are static values.
+# An object with None in place of its data; names other than text are static values.
 _Structure = tuple[tuple[Any, StaticValue | None], ...]
 
 
@@ -557,14 +555,6 @@ def check_pytree(pytree: object) -> None:
                     f"{path_text((*path, name))!r}, which is marked static; use nnx.data(value), "
                     "or remove arrays, variables and objects from it."
                 )
-
-
-@object_repr.register
-def _(x: Pytree, inside: Enclosing = frozenset()) -> str:
-    if id(x) in inside:
-        return f"{type(x).__name__}(...)"
-    items = [f"{k}={object_repr(v, inside | {id(x)})}" for k, v in vars(x).items() if k != "_info"]
-    return join_lines(f"{type(x).__name__}({_sizes(x)}", items, ")")
 
 
 def _sizes(x: Pytree) -> str:

@@ -11,9 +11,8 @@ from typing import Any
 
 import jax
 
-from weft.core.display import notebook_tree
 from weft.errors import StateFilterError, StatePathError, warn_deprecated
-from weft.nnx.display import Enclosing, mapping_repr, object_repr
+from weft.nnx.display import Enclosing, Shown, mapping_repr
 from weft.nnx.filters import Filter, Path, filters_text, grouped
 from weft.nnx.variables import Variable, value_of
 
@@ -22,7 +21,7 @@ def _sort_key(path: Path) -> tuple[Any, ...]:
     return tuple((isinstance(part, str), part) for part in path)
 
 
-class State(MutableMapping[Hashable, Any]):
+class State(Shown, MutableMapping[Hashable, Any]):
     """Nested mapping from attribute names to a graph's variables and arrays.
 
     `mapping` is a nested mapping, or an iterable of keys and values.
@@ -87,10 +86,8 @@ class State(MutableMapping[Hashable, Any]):
         gone = dict(to_flat_state(other))
         return from_flat_state((p, v) for p, v in to_flat_state(self) if p not in gone)
 
-    def __repr__(self) -> str:
-        return object_repr(self)
-
-    _repr_mimebundle_ = notebook_tree
+    def _repr_inside(self, inside: Enclosing) -> str:
+        return mapping_repr(type(self).__name__, self.items(), inside)
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         """Shows the values in Treescope's trees."""
@@ -148,11 +145,6 @@ class State(MutableMapping[Hashable, Any]):
 
 def _warn_method(name: str, instead: str) -> None:
     warn_deprecated(f"State.{name}", f"call nnx.{instead}")
-
-
-@object_repr.register
-def _(x: State, inside: Enclosing = frozenset()) -> str:
-    return mapping_repr(type(x).__name__, x.items(), inside)
 
 
 def path_text(path: Path) -> str:

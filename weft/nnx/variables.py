@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft import errors
-from weft.core.display import join_lines, notebook_tree, render_tree
+from weft.core.display import join_lines
 from weft.core.tracing import current_trace
-from weft.nnx.display import Enclosing, object_repr, size_text, value_repr
+from weft.nnx.display import Enclosing, Shown, size_text, value_repr
 from weft.nnx.eager_sharding import shard_new_value, with_out_sharding
 from weft.nnx.refs import initial_ref, is_in_ref, read_ref, to_ref, with_var_defaults, write_ref
 from weft.nnx.versions import RECORDING, STRUCTURE_VERSION, StaticValue, foreign_trace_error, origin
@@ -41,7 +41,7 @@ def _call_hooks(hooks: Any, variable: "Variable[Any]", *args: Any) -> Any:
     return value
 
 
-class Variable(Generic[A]):
+class Variable(Shown, Generic[A]):
     """Value held by reference.
 
     Args:
@@ -450,23 +450,14 @@ class Variable(Generic[A]):
         if (recording := RECORDING.now) is not None:
             recording.note(self, value)
 
-    def __repr__(self) -> str:
-        return object_repr(self)
+    def _repr_inside(self, inside: Enclosing) -> str:
+        items = [f"value={value_repr(self._value)}"]
+        items += [f"{name}={value!r}" for name, value in self._metadata.items()]
+        size = size_text(self._value)
+        return join_lines(f"{type(self).__name__}({' # ' + size if size else ''}", items, ")")
 
-    _repr_mimebundle_ = notebook_tree
-
-    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        """Shows the value and the metadata in Treescope's trees."""
-        attributes = {"value": self._value, **self._metadata}
-        return render_tree(self, attributes, path, subtree_renderer)
-
-
-@object_repr.register
-def _(x: Variable, inside: Enclosing = frozenset()) -> str:
-    items = [f"value={value_repr(x._value)}"]
-    items += [f"{name}={value!r}" for name, value in x._metadata.items()]
-    size = size_text(x._value)
-    return join_lines(f"{type(x).__name__}({' # ' + size if size else ''}", items, ")")
+    def _repr_parts(self) -> dict[str, Any]:
+        return {"value": self._value, **self._metadata}
 
 
 def is_variable(x: object) -> bool:

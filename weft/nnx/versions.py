@@ -112,15 +112,7 @@ def is_immutable(x: object) -> bool:
         return all(map(is_immutable, x))
     if x is None or x is ... or isinstance(x, IMMUTABLE_TYPES) or type(x) in OTHER_STATIC_TYPES:
         return True
-    if callable(x):
-        return is_hashable(x)
-    if type(x).__hash__ in (None, object.__hash__):
-        return False
-    try:
-        hash(x)
-    except TypeError:  # an item is unhashable
-        return False
-    return True
+    return is_hashable(x) and (callable(x) or type(x).__hash__ is not object.__hash__)
 
 
 def mutable_parts(x: object) -> Iterator[IdentityKey]:

@@ -64,26 +64,24 @@ class _RuleArguments:
 
         `arrays=None` sets all arrays to None; without `is_whole`, a `State` replaces each object.
         """
-        of_objects, of_arrays = iter(range(len(groups))), iter(arrays or ())
-        result = []
-        for is_object_here in self._is_object:
-            if not is_object_here:
-                result.append(next(of_arrays) if arrays is not None else None)
-                continue
-            i = next(of_objects)
+
+        def of_object(i: int, group: object_state.Group) -> Any:
             items = {
-                path[2:]: groups[i].get(n, _zeros_like(leaf))
+                path[2:]: group.get(n, _zeros_like(leaf))
                 for n, (path, leaf) in enumerate(self._leaves)
                 if path[1] == i
             }
             if self._is_variable[i]:
-                result.append(next(iter(items.values()), None))
-            elif is_whole:
-                graphdef = self._graphdefs[i]
-                result.append(graph.build_graph(graphdef, [items[p] for p in graphdef.paths])[0])
-            else:
-                result.append(from_flat_state(items.items()))
-        return self._tree.unflatten(result)
+                return next(iter(items.values()), None)
+            if not is_whole:
+                return from_flat_state(items.items())
+            graphdef = self._graphdefs[i]
+            return graph.build_graph(graphdef, [items[path] for path in graphdef.paths])[0]
+
+        of_objects = itertools.starmap(of_object, enumerate(groups))
+        of_arrays = itertools.repeat(None) if arrays is None else iter(arrays)
+        of_leaves = (next(of_objects if x else of_arrays) for x in self._is_object)
+        return self._tree.unflatten(of_leaves)
 
     def updates(self, groups: Sequence[object_state.Group]) -> Any:
         """Returns the tree of the arguments, with None for all but the variables in the groups."""

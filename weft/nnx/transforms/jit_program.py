@@ -64,12 +64,11 @@ class ObjectRef:
 class WrittenValues:
     """The values that come back.
 
-    `at` has the positions of changed values that are not donated; `is_all` if nothing else changed;
-    `passed` the numbers of those that custom rules have returned unchanged.
+    `at` has the positions of changed values that are not donated, `passed` the numbers of those
+    that custom rules have returned unchanged.
     """
 
     at: tuple[int, ...]
-    is_all: bool
     passed: tuple[int, ...] = ()
 
 
@@ -278,11 +277,11 @@ class Program:
                 # Donated values no longer exist outside.
                 results.state_nodes[i].groups[g].setdefault(n, self.as_leaf(n, values[n]))
             more = results.static, results.state_nodes
-            return results.packed, [], [], more, WrittenValues((), False)
+            return results.packed, [], [], more, WrittenValues(())
         new = {n: x._value if isinstance(x, Variable) else x for n, x in changed.items()}
         at = tuple(i for i, n in enumerate(self.kept) if n in new)
         donated = [new.get(n, values[n]) for n in self.donated]
-        written = WrittenValues(at, True, tuple(n for n in new if ~n in new and n >= 0))
+        written = WrittenValues(at, tuple(n for n in new if ~n in new and n >= 0))
         return results.packed, donated, [new[self.kept[i]] for i in at], None, written
 
     def _constrain_outputs(self, state_nodes: list[StateNode], values: list[Any]) -> None:

@@ -134,10 +134,9 @@ class ObjectKind(Kind):
         at = zip(static.numbers, static.places, strict=True)
         leaves = [groups[i][g][n] for n, (i, g) in at]
         (carriers, _), objects = graph.build_graph(static.graphdef, leaves)
-        held = [
-            leaf if variable is None else variable
-            for variable, leaf in object_state.variables_and_values(static, objects, leaves)
-        ]
+        variables = (x for x in objects if isinstance(x, Variable))
+        at = zip(static.owners, leaves, strict=True)
+        held = [next(variables) if owner is None else leaf for owner, leaf in at]
         values = [x._value if isinstance(x, Variable) else x for x in held]
         metadata = [x._metadata if isinstance(x, Variable) else None for x in held]
         snapshots = [(x, x._snapshot()) for x in objects if isinstance(x, Pytree)]
@@ -147,9 +146,8 @@ class ObjectKind(Kind):
             kept = None if of is None else [x for i, x in enumerate(objects) if i not in of]
             recording = versions.Recording(counts, kept)
         snapshots = snapshots if static.is_tracked else None
-        return object_state.InnerObjects(
-            static, objects, values, metadata, snapshots, recording
-        ), list(carriers)
+        rest = values, metadata, snapshots, recording
+        return object_state.InnerObjects(static, objects, held, *rest), list(carriers)
 
     @property
     def _hoists_creation(self) -> bool:
@@ -180,11 +178,11 @@ class ObjectKind(Kind):
             if self.is_loop and not inner.has_same_structure():
                 object_state.check_loop_values(inner, carriers, filters)
             shared: list[Path] = []
-            for n, (variable, _) in enumerate(inner.variables()):
-                if variable is not None and (self.has_rule or inner.is_changed(variable, n)):
+            for n, x in enumerate(inner.leaves):
+                if isinstance(x, Variable) and (self.has_rule or inner.is_changed(x, n)):
                     i, g = static.places[n]
                     role = filters[i][g][1]
-                    is_added = self._add_value(groups[i][g], variable, None, role, inner, n)
+                    is_added = self._add_value(groups[i][g], x, None, role, inner, n)
                     if is_added and self.is_loop and not self.structure and role is None:
                         shared.append(static.graphdef.paths[n])
             if shared:

@@ -14,7 +14,7 @@ counts as the same. `check_loop_graph` finds what was made, and refuses all othe
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -100,13 +100,14 @@ class ChangedObjects(NamedTuple):
 
 
 class InnerObjects(NamedTuple):
-    """The objects inside a call, with their initial values.
+    """The objects inside a call, with their variables and arrays, and the initial values of these.
 
     `snapshots` are the initial parts of each object, if they show all changes.
     """
 
     static: StaticObjects
     objects: list[Any]
+    leaves: list[Any]
     values: list[Any]
     metadata: list[Any]
     snapshots: list[tuple[Pytree, list[Any]]] | None
@@ -127,16 +128,11 @@ class InnerObjects(NamedTuple):
             and (not self.static.changing or _keeps_mutable_values(now, before))
         )
 
-    def variables(self) -> Iterator[tuple[Variable[Any] | None, Any]]:
-        """Yields the variable of each value, or None for an attribute, and its initial value."""
-        return variables_and_values(self.static, self.objects, self.values)
-
     def numbers(self) -> dict[Any, int]:
         """Returns the numbers of the values, by variable, or by owner and attribute."""
         known: dict[Any, int] = {}
-        pairs = zip(self.variables(), self.static.owners, strict=True)
-        for n, ((variable, _), owner) in enumerate(pairs):
-            known[id(variable) if owner is None else (id(self.objects[owner[0]]), owner[1])] = n
+        for n, (x, owner) in enumerate(zip(self.leaves, self.static.owners, strict=True)):
+            known[id(x) if owner is None else (id(self.objects[owner[0]]), owner[1])] = n
         return known
 
     def is_changed(self, leaf: object, n: int) -> bool:
@@ -161,7 +157,7 @@ class InnerObjects(NamedTuple):
         if self.recording is None:
             return
         new = [leaf for leaf in flat.leaves if leaf in self.recording]
-        numbers = {id(x): n for n, (x, _) in enumerate(self.variables())}
+        numbers = {id(x): n for n, x in enumerate(self.leaves)}
         for count, value in self.recording.counts_after(new):
             n = numbers[id(count)]
             i, g = self.static.places[n]
@@ -222,15 +218,6 @@ class Grouping:
     def is_same(self, path: Path, other: Path) -> bool:
         of_path, of_other = self._groups[path[:2]], self._groups[other[:2]]
         return len(of_path) == 1 and of_path == of_other
-
-
-def variables_and_values(
-    static: StaticObjects, objects: Iterable[Any], leaves: Sequence[Any]
-) -> Iterator[tuple[Variable[Any] | None, Any]]:
-    """Yields each value with its variable, or None for an attribute."""
-    variables = (x for x in objects if isinstance(x, Variable))
-    for leaf, owner in zip(leaves, static.owners, strict=True):
-        yield (next(variables) if owner is None else None), leaf
 
 
 def first_value(recording: Recording, leaf: Any, owner: graph.Owner) -> Any:
@@ -389,11 +376,11 @@ def check_loop_values(inner: InnerObjects, carriers: Sequence[Any], filters: Fil
     """
     flat = graph.flatten_graph((tuple(carriers), ()), with_metadata=False)
     now, static = dict(flat.items()), inner.static
-    pairs = zip(static.graphdef.paths, inner.variables(), strict=True)
-    for n, (path, (variable, value)) in enumerate(pairs):
-        if variable is not None and now.get(path, variable) is not variable:
+    for n, (path, x) in enumerate(zip(static.graphdef.paths, inner.leaves, strict=True)):
+        leaf = now.get(path, x)
+        if isinstance(x, Variable) and leaf is not x:
             raise calls.loop_change_error(path, "replaces the variable")
-        if variable is None and inner.is_changed(leaf := now.get(path, value), n):
+        if not isinstance(x, Variable) and inner.is_changed(leaf, n):
             index, place = static.owners[n] or (0, None)
             if not inner.is_passed(leaf, (inner.objects[index], place), n):
                 raise calls.loop_change_error(path, "changes the array")
