@@ -181,9 +181,7 @@ def unflatten_mapping(
 ) -> Any:
     """Returns the nested dict of a flat mapping or of pairs; `sep` separates joined paths.
 
-    Raises:
-        NestedDictError: if `xs` is neither a mapping nor pairs.
-        FlatDictError: if a path cannot be split, or leads through another leaf.
+    Raises NestedDictError if `xs` is neither a mapping nor pairs, and as `unflatten_dict`.
 
     >>> unflatten_mapping([(("a", "b"), 1), (("c",), 2)])
     {'a': {'b': 1}, 'c': 2}

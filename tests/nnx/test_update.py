@@ -65,6 +65,9 @@ def test_variables_are_popped_everywhere():
     taken = nnx.pop(model, nnx.Cache)
     assert nnx.to_pure_dict(taken) == {"again": 4.0}
     assert len(model.layers) == 1 and not hasattr(model, "again")
+    layers = nnx.List([nnx.Param(1)])
+    layers.kind = nnx.Cache(2)
+    assert nnx.to_pure_dict(nnx.pop(layers, nnx.Cache)) == {"kind": 2} and len(layers) == 1
     params, rest = nnx.pop(nnx.Dict(a=nnx.Param(1), b=nnx.Cache(2)), nnx.Param, nnx.Cache)
     assert nnx.to_pure_dict(params) == {"a": 1} and nnx.to_pure_dict(rest) == {"b": 2}
     with pytest.raises(StateFilterError, match=r"pop needs a filter, such as nnx.pop"):

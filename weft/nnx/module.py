@@ -300,11 +300,9 @@ def _with_views(node: object, only: Filter) -> list[tuple[Path, Any]]:
 
 
 def _taken(module: Any, kwargs: dict[str, Any]) -> list[str]:
-    parameters = inspect.signature(module.set_view).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return list(kwargs)
-    names = {p.name for p in parameters}
-    return [name for name in kwargs if name in names]
+    parameters = inspect.signature(module.set_view).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return [name for name in kwargs if takes_any or name in parameters]
 
 
 CAPTURED = "_captured"

@@ -29,7 +29,7 @@ from weft.nnx.eager_sharding import mesh_of, shard_new_value, with_out_sharding
 from weft.nnx.filters import Filter, Path, to_predicate
 from weft.nnx.graph import GraphDef, build_graph, flatten_graph
 from weft.nnx.pytree import Pytree, children, data_children, is_array, iter_graph, static
-from weft.nnx.state import State, from_flat_state, path_text, to_flat_state
+from weft.nnx.state import State, from_flat_state, path_text, to_flat_state, value_at
 from weft.nnx.update import update
 from weft.nnx.variables import Param, Variable
 
@@ -137,8 +137,8 @@ class Optimizer(Pytree, Generic[M]):
         self.tx = static(tx)
         self.wrt = static(tuple(wrt) if isinstance(wrt, list) else wrt)
         parameters = {path: _plain(x) for path, x in _parameters(model, self.wrt).items()}
-        values = {path: raw_value(x) for path, x in parameters.items()}
-        shapes = {path: x.shape for path, x in values.items() if is_array(x)}
+        values = ((path, raw_value(x)) for path, x in parameters.items())
+        shapes = {path: x.shape for path, x in values if is_array(x)}
         self.opt_state = to_opt_state(tx.init(from_flat_state(parameters)), shapes)
 
     def update(self, model: M, grads: object = _MISSING, /, **kwargs: object) -> Any:
@@ -177,9 +177,9 @@ class Optimizer(Pytree, Generic[M]):
         arrays: list[tuple[Path, Any]] = []
         for path, x in parameters.items():
             if isinstance(x, Variable):
-                changes.append((x, _sharded_like(x, _at(moved, path))))
+                changes.append((x, _sharded_like(x, value_at(moved, path))))
             else:
-                arrays.append((path, _at(moved, path)))
+                arrays.append((path, value_at(moved, path)))
         for variable, value in changes:
             variable.set_raw_value(value)
         if arrays:
@@ -209,13 +209,6 @@ class ModelAndOptimizer(Optimizer[M]):
 def _plain(x: object) -> Any:
     """Returns a variable without `jax.Ref`, since transformations look into variables."""
     return type(x).from_metadata(raw_value(x), x.get_metadata()) if isinstance(x, Variable) else x
-
-
-def _at(tree: Any, path: Path) -> Any:
-    at = tree.raw_mapping if isinstance(tree, State) else tree
-    for part in path:
-        at = at[part]
-    return at
 
 
 def _sharded_like(parameter: Variable[Any], value: object) -> Any:

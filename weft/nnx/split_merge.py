@@ -38,7 +38,7 @@ from weft.nnx.state import (
     split_state,
     to_flat_state,
 )
-from weft.nnx.variables import Variable, is_variable, value_of
+from weft.nnx.variables import Variable, is_variable, map_value, value_of
 
 T = TypeVar("T")
 PureState = tuple[GraphDef[T], State]
@@ -161,15 +161,8 @@ def clone(node: T, variables: bool = True, *, arrays: bool = False, graph: bool 
         return x.copy() if arrays and isinstance(x, jax.Array) else x
 
     flat = flatten_graph(node)
-    if variables:
-        leaves = [
-            x.copy(jax.tree.map(copied, x.get_raw_value()))
-            if isinstance(x, Variable)
-            else copied(x)
-            for x in flat.leaves
-        ]
-        return build_graph(flat.graphdef, leaves)[0]
-    return build_graph(flat.graphdef, [copied(x) for x in flat.leaves], share=True)[0]
+    leaves = [map_value(copied, x) if variables else copied(x) for x in flat.leaves]
+    return build_graph(flat.graphdef, leaves, share=True)[0]
 
 
 def map(
@@ -286,12 +279,7 @@ def as_abstract(tree: Any, graph: bool | None = None) -> Any:
         is_kept = is_array(x) or isinstance(x, jax.Ref)
         return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_kept else x
 
-    def of_leaf(_: Path, x: object) -> Any:
-        if isinstance(x, Variable):
-            return x.copy(jax.tree.map(abstract, x.get_raw_value()))
-        return abstract(x)
-
-    return map(of_leaf, tree)
+    return map(lambda _, x: map_value(abstract, x), tree)
 
 
 def set_metadata(node: object, /, *, only: Filter = Variable, **metadata: object) -> None:

@@ -27,7 +27,7 @@ from weft.nnx.graph import GraphDef, flatten_graph
 from weft.nnx.pytree import is_array
 from weft.nnx.split_merge import split
 from weft.nnx.state import State
-from weft.nnx.variables import Variable, is_variable, with_metadata
+from weft.nnx.variables import Variable, is_variable, map_value, with_metadata
 
 A = TypeVar("A")
 
@@ -182,7 +182,7 @@ def _with_sharding(
         except errors.MeshError as error:
             raise errors.MeshError(f"the layout of {_path_text(path)!r}: {error}") from None
 
-    return x.copy(jax.tree.map(laid, x._value)) if is_variable(x) else laid(x)
+    return map_value(laid, x)
 
 
 def shard_shapes(tree: object) -> None:

@@ -147,6 +147,14 @@ def _warn_method(name: str, instead: str) -> None:
     warn_deprecated(f"State.{name}", f"call nnx.{instead}")
 
 
+def value_at(nested: Any, path: Path) -> Any:
+    """Returns a part of a state, or of nested dicts."""
+    at = nested._mapping if isinstance(nested, State) else nested
+    for part in path:
+        at = at[part]
+    return at
+
+
 def path_text(path: Path) -> str:
     """Returns a path as text."""
     return "/".join(map(str, path))
@@ -389,10 +397,7 @@ def replace_by_pure_dict(
                 f"the state has nothing at {path_text(path)!r}, which the dict has; "
                 "remove it from the dict."
             )
-        at = state._mapping if isinstance(state, State) else state
-        for part in path[:-1]:
-            at = at[part]
-        at[path[-1]] = replace(there[path], value)
+        value_at(state, path[:-1])[path[-1]] = replace(there[path], value)
 
 
 def restore_int_paths(

@@ -78,11 +78,16 @@ def _plan_update(x: object, new: object, path: Path, changes: list[Callable[[], 
     return with_children(x, [replaced.get(name, value) for name, value in there.items()])
 
 
-def _set(owner: Pytree | list[Any] | dict[Any, Any], name: Any, value: object) -> None:
-    if isinstance(owner, list | dict) and not (isinstance(owner, list) and isinstance(name, str)):
+def _set(owner: Any, name: Any, value: object) -> None:
+    if _is_item(owner, name):
         owner[name] = value
     else:
         setattr(owner, name, value)
+
+
+def _is_item(owner: object, name: object) -> bool:
+    # A list may have attributes too.
+    return isinstance(owner, dict) or (isinstance(owner, list) and not isinstance(name, str))
 
 
 def pop(node: object, *filters: Filter) -> Any:
@@ -102,7 +107,7 @@ def pop(node: object, *filters: Filter) -> Any:
     items = [item for item in flat.items() if isinstance(item[1], Variable)]
     groups, _ = grouped(items, filters)
     gone = {id(variable) for group in groups for _, variable in group}
-    places = [
+    places: list[tuple[Any, Any, Path]] = [
         (owner, name, path)
         for path, owner in iter_graph(node)
         for name, value in children(owner)
@@ -115,9 +120,9 @@ def pop(node: object, *filters: Filter) -> Any:
                 f"{type(owner).__name__}, which cannot lose it; keep it in a list or an attribute."
             )
     for owner, name, _ in reversed(places):  # the last of a list first
-        if isinstance(owner, list | dict):
-            del owner[name]  # pyright: ignore[reportArgumentType, reportCallIssue]
+        if _is_item(owner, name):
+            del owner[name]
         else:
-            delattr(owner, name)  # pyright: ignore[reportArgumentType]
+            delattr(owner, name)
     states = [from_flat_state(group) for group in groups]
     return states[0] if len(states) == 1 else tuple(states)

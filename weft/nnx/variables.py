@@ -308,9 +308,8 @@ class Variable(Shown, Generic[A]):
         new = self._value if value is _MISSING else value
         metadata = {**self._metadata, **updates}
         if metadata:
-            metadata = (
-                with_var_defaults(metadata) if "ref" in updates or "hijax" in updates else metadata
-            )
+            if "ref" in updates or "hijax" in updates:
+                metadata = with_var_defaults(metadata)
             new = to_ref(read_ref(new) if _copy_ref and self._is_in_ref() else new, metadata)
         return type(self).from_metadata(new, metadata)
 
@@ -327,9 +326,7 @@ class Variable(Shown, Generic[A]):
                 f"{_describe(self)} cannot copy from a {type(other).__name__}; give a variable of "
                 "its own class."
             )
-        self._check_writable()
-        self._put(other._read())
-        self.set_metadata(_metadata_from(self, other))
+        self.update_from_state(other)
 
     def update_from_state(self, variable_state: "Variable[A]") -> None:
         """Copies the value, and metadata that differs."""
@@ -468,6 +465,11 @@ def is_variable(x: object) -> bool:
 def value_of(x: object) -> Any:
     """Returns the value of a variable; other values are unchanged."""
     return x.get_value() if isinstance(x, Variable) else x
+
+
+def map_value(f: Callable[[Any], Any], x: object) -> Any:
+    """Returns a copy of a variable with `f` of each leaf of its value; `f(x)` for other values."""
+    return x.copy(jax.tree.map(f, x._value)) if isinstance(x, Variable) else f(x)
 
 
 _set_value = Variable._value.__set__  # pyright: ignore[reportAttributeAccessIssue]
@@ -674,11 +676,7 @@ def register_variable_name(name: str, typ: Any = _MISSING, *, overwrite: bool = 
     True
     """
     if typ is _MISSING:
-
-        def decorator(typ: Kind) -> Kind:
-            return register_variable_name(name, typ, overwrite=overwrite)
-
-        return decorator
+        return functools.partial(register_variable_name, name, overwrite=overwrite)
     if name in _TYPES and not overwrite:
         raise errors.VariableTypeError(
             f"{name!r} is already the name of {_TYPES[name].__qualname__}, and was given for "

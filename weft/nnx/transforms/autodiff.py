@@ -137,7 +137,13 @@ def vjp(
 
     def pullback(backward: Any, cotangent: Any) -> tuple[Any, ...]:
         if structure is not None:
-            cotangent = _cotangents_of_leaves(structure, cotangent)
+            cotangent, found = jax.tree.flatten(cotangent)
+            if found != structure:
+                raise errors.CallMismatchError(
+                    f"vjp: the result of the function has the structure {structure}, and the "
+                    f"cotangent {found}; pass a cotangent of the same structure, such as the "
+                    "result of jax.tree.map over the result."
+                )
         return of_primals(backward(cotangent))
 
     of_cotangent = jax.tree_util.Partial(pullback, backward)
@@ -255,17 +261,6 @@ def _with_object_results(
         return jax.tree.leaves(value), _ObjectResult(value, aux)
 
     return signature.copy_name(f, of_leaves)
-
-
-def _cotangents_of_leaves(structure: Any, cotangent: object) -> list[Any]:
-    leaves, found = jax.tree.flatten(cotangent)
-    if found != structure:
-        raise errors.CallMismatchError(
-            f"vjp: the result of the function has the structure {structure}, and the cotangent "
-            f"{found}; pass a cotangent of the same structure, such as the result of jax.tree.map "
-            "over the result."
-        )
-    return leaves
 
 
 def _object_result_error(name: str, more: str = "") -> errors.CallMismatchError:

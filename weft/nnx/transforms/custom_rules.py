@@ -21,7 +21,7 @@ from weft.nnx.split_merge import state
 from weft.nnx.state import from_flat_state, path_text, to_flat_state
 from weft.nnx.transforms import calls, object_state, state_roles
 from weft.nnx.transforms.kind import ObjectKind, is_object
-from weft.nnx.variables import Variable, is_variable, value_of
+from weft.nnx.variables import Variable, is_variable, map_value, value_of
 from weft.nnx.versions import TransformCall, origin
 
 NondiffArgnums = int | state_roles.DiffState | Sequence[int | state_roles.DiffState]
@@ -44,12 +44,7 @@ class _RuleArguments:
         self._wanted = [to_predicate(wanted) for x, wanted in given if is_object(x)]
         flat = graph.flatten_graph((tuple(objects), ()))
         # Variables with shapes as values, as templates.
-        self._leaves = [
-            (path, x.copy(jax.tree.map(jax.typeof, x.get_raw_value())))
-            if isinstance(x, Variable)
-            else (path, jax.typeof(x))
-            for path, x in flat.items()
-        ]
+        self._leaves = [(path, map_value(jax.typeof, x)) for path, x in flat.items()]
 
     def roles(self) -> Any:
         of_objects = (Roles(((wanted, DIFF), (Everything(), None))) for wanted in self._wanted)
@@ -67,7 +62,7 @@ class _RuleArguments:
 
         def of_object(i: int, group: object_state.Group) -> Any:
             items = {
-                path[2:]: group.get(n, _zeros_like(leaf))
+                path[2:]: group.get(n, map_value(_zeros_like, leaf))
                 for n, (path, leaf) in enumerate(self._leaves)
                 if path[1] == i
             }
@@ -135,7 +130,7 @@ class _RuleArguments:
                 x = by_path.pop(path[2:])
                 group[n] = leaf.copy(x) if isinstance(leaf, Variable) else x
             else:
-                group[n] = _zeros_like(leaf)
+                group[n] = map_value(_zeros_like, leaf)
         if by_path:
             raise errors.TransformArgumentError(
                 f"{name}: the rule returns a gradient at {path_text(next(iter(by_path)))!r}, "
@@ -144,14 +139,9 @@ class _RuleArguments:
         return group
 
 
-def _zeros_like(leaf: Any) -> Any:
-    def zeros(x: jax.Array | jax.ShapeDtypeStruct) -> Any:
-        is_float = jnp.issubdtype(x.dtype, jnp.inexact)
-        return jnp.zeros(x.shape, x.dtype) if is_float else np.zeros(x.shape, jax.dtypes.float0)
-
-    if isinstance(leaf, Variable):
-        return leaf.copy(jax.tree.map(zeros, leaf.get_raw_value()))
-    return zeros(leaf)
+def _zeros_like(x: jax.Array | jax.ShapeDtypeStruct) -> Any:
+    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+    return jnp.zeros(x.shape, x.dtype) if is_float else np.zeros(x.shape, jax.dtypes.float0)
 
 
 class _CustomRule:

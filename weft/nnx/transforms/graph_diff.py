@@ -104,12 +104,8 @@ class _ObjectAt(NamedTuple):
     ident: ObjectId
 
 
-class _NumberedValue(NamedTuple):
-    number: int
-
-
-class _NumberedVariable(NamedTuple):
-    part: VariableDef
+class _Numbered(NamedTuple):
+    part: VariableDef | LeafDef
     number: int
 
 
@@ -137,7 +133,7 @@ class ObjectTable:
             if kind is NodeRef:
                 return _ObjectAt(idents[part.index])
             if kind is LeafDef:
-                return _NumberedValue(next(rest))
+                return _Numbered(part, next(rest))
             if kind is StaticValue:
                 return part
             at: ObjectId = path
@@ -145,7 +141,7 @@ class ObjectTable:
                 origin = origins[part.index]
                 idents[part.index] = at = path if origin is None else origin
             if kind is VariableDef:
-                known[at] = _NumberedVariable(part._replace(index=0), next(rest))
+                known[at] = _Numbered(part._replace(index=0), next(rest))
                 return _ObjectAt(at)
             inside = tuple([(name, walk(x, (*path, name))) for name, x in part.attributes])
             if part.index is None:
@@ -160,28 +156,21 @@ class ObjectTable:
         paths: list[Path] = []
         numbers: list[int] = []
 
-        def note(path: Path, number: int) -> None:
-            paths.append(path)
-            numbers.append(number)
-
-        def build(part: object, path: Path) -> Any:
-            if isinstance(part, _NumberedValue):
-                note(path, part.number)
-                return LeafDef()
+        def build(part: Any, path: Path) -> Any:
+            at: dict[str, int] = {}
             if isinstance(part, _ObjectAt):
                 if part.ident in index:
                     return NodeRef(index[part.ident])
-                i = index[part.ident] = len(index)
-                known = self.known[part.ident]
-                if isinstance(known, _NumberedVariable):
-                    note(path, known.number)
-                    return known.part._replace(index=i)
-                return within(known._replace(index=i), path)
-            return within(part, path) if isinstance(part, NodeDef) else part
-
-        def within(part: NodeDef, path: Path) -> NodeDef:
-            inside = tuple([(name, build(x, (*path, name))) for name, x in part.attributes])
-            return part._replace(attributes=inside)
+                at["index"] = index[part.ident] = len(index)
+                part = self.known[part.ident]
+            if isinstance(part, _Numbered):
+                paths.append(path)
+                numbers.append(part.number)
+                return part.part._replace(**at)
+            if isinstance(part, NodeDef):
+                inside = tuple([(name, build(x, (*path, name))) for name, x in part.attributes])
+                return part._replace(attributes=inside, **at)
+            return part
 
         graphdef = GraphDef(build(self.root, ()), paths)
         origins = tuple(at if isinstance(at, int) else None for at in index)
@@ -198,7 +187,7 @@ class ObjectTable:
         if name not in attributes:
             return False
         inside = list(self._inside(attributes[name], set()))
-        has_values = any(isinstance(x, _ObjectAt | _NumberedValue) for x in inside)
+        has_values = any(isinstance(x, _ObjectAt | _Numbered) for x in inside)
         return (is_always_made or (isinstance(name, str) and has_values)) and all(
             map(_can_be_hoisted, inside)
         )
@@ -208,7 +197,7 @@ class ObjectTable:
         attribute = dict(self.known[ident].attributes)[name] if ident is not None else None
         found = (x for x in self._inside(attribute, set()) if isinstance(x, _ObjectAt))
         held = (self.known[x.ident] for x in found)
-        return [x.number for x in held if isinstance(x, _NumberedVariable)]
+        return [x.number for x in held if isinstance(x, _Numbered)]
 
     def _inside(self, part: object, seen: set[ObjectId]) -> Iterable[Any]:
         yield part

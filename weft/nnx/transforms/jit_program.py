@@ -319,7 +319,6 @@ class SplitCall(NamedTuple):
 
 
 def _by_place(args: Args, kwargs: Kwargs) -> dict[int | str, Any]:
-    """Returns arguments by position or name."""
     return {**dict(enumerate(args)), **dict(sorted(kwargs.items()))}
 
 
