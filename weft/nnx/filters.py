@@ -156,10 +156,9 @@ def predicates(filters: Sequence[Filter]) -> tuple[Predicate, ...]:
 
     Raises StateFilterError if a filter follows one that matches everything.
     """
-    for i, filter_like in enumerate(filters[:-1]):
-        if (filter_like is ... or filter_like is True) and any(
-            later is not ... and later is not True for later in filters[i + 1 :]
-        ):
+    is_all = [filter_like is ... or filter_like is True for filter_like in filters]
+    for i, filter_like in enumerate(filters):
+        if is_all[i] and not all(is_all[i + 1 :]):
             raise StateFilterError(
                 f"{filter_like!r} matches everything, but {filters[i + 1 :]!r} comes after it; put "
                 "it last."

@@ -23,6 +23,7 @@ import numpy as np
 from weft import errors
 from weft.core.display import join_lines
 from weft.core.tracing import current_trace
+from weft.nnx import versions
 from weft.nnx.display import Enclosing, Shown, size_text, value_repr
 from weft.nnx.eager_sharding import shard_new_value, with_out_sharding
 from weft.nnx.refs import initial_ref, is_in_ref, read_ref, to_ref, with_var_defaults, write_ref
@@ -32,6 +33,7 @@ A = TypeVar("A")
 V = TypeVar("V", bound="Variable[Any]")
 _MISSING: Any = object()
 _ARRAYS = (jax.Array, np.ndarray)
+_describe = versions.class_and_shape
 
 
 def _call_hooks(hooks: Any, variable: "Variable[Any]", *args: Any) -> Any:
@@ -165,7 +167,12 @@ class Variable(Shown, Generic[A]):
             return
         has_hook = "on_set_value" in metadata
         if not has_hook and self._is_in_ref():
-            write_ref(self._value, value, ... if index is _MISSING else index, _describe(self))
+            write_ref(
+                self._value,
+                value,
+                ... if index is _MISSING else index,
+                _describe(self),
+            )
             return
         if index is not _MISSING:
             value = _with_index(self._read(), index, value)
@@ -549,12 +556,6 @@ def _cast_like(before: Any, value: Any) -> Any:
         return np.broadcast_to(np.asarray(value, before.dtype), before.shape).copy()
     value = jnp.asarray(value, before.dtype)
     return value if value.shape == before.shape else jnp.broadcast_to(value, before.shape)
-
-
-def _describe(variable: Variable[Any]) -> str:
-    value = variable._value
-    shape = f" of shape {value.shape}" if hasattr(value, "shape") else ""
-    return f"{type(variable).__name__}{shape}"
 
 
 def _define(name: str, method: Any) -> None:

@@ -408,15 +408,18 @@ def _info_of(x: object) -> ObjectInfo | None:
     return info if isinstance(info, ObjectInfo) else None
 
 
+def class_and_shape(x: Any) -> str:
+    """Returns the class of an object or a variable, with the shape of the variable's array."""
+    value = x._value if hasattr(type(x), "_value") else None
+    shape = getattr(value, "shape", None)
+    return type(x).__name__ + (f" of shape {shape}" if shape is not None else "")
+
+
 def foreign_trace_error(x: object) -> TraceContextError:
     """Returns the error about changing an object in a trace that did not create it."""
-    value = getattr(x, "_value", None) if _info_of(x) is None else None
-    shape = getattr(value, "shape", None)
-    what = type(x).__name__ + (f" of shape {shape}" if shape is not None else "")
     call = current_call()
-    return TraceContextError(
-        what, call.title if call is not None else "a JAX transformation", describe_object(x)
-    )
+    title = call.title if call is not None else "a JAX transformation"
+    return TraceContextError(class_and_shape(x), title, describe_object(x))
 
 
 def describe_object(x: object) -> str:

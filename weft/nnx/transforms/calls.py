@@ -14,7 +14,7 @@ from weft import errors, lifting
 from weft.core.tracing import hide_frames
 from weft.lifting import kind
 from weft.lifting.signature import check_argnums, copy_name
-from weft.nnx import pytree, settings
+from weft.nnx import pytree, settings, versions
 from weft.nnx.filters import Path, filters_text
 from weft.nnx.variables import Variable
 from weft.nnx.versions import TransformCall, current_call, describe_object, origin
@@ -113,12 +113,6 @@ def parameter_names(fn: object) -> list[str]:
     return list(code.co_varnames[: code.co_argcount]) if code is not None else []
 
 
-def _describe_value(x: object) -> str:
-    value = x._value if isinstance(x, Variable) else None
-    shape = f" of shape {value.shape}" if hasattr(value, "shape") else ""
-    return f"{type(x).__name__}{shape}"
-
-
 def _describe_role(role: object, is_derivative: bool) -> str:
     if is_derivative:
         return "a gradient" if role is lifting.DIFF else "no gradient"
@@ -154,7 +148,7 @@ def inconsistent_alias_error(
         for path, role in (first, second)
     ]
     return errors.InconsistentAliasError(
-        f"{call_title()}: the same {_describe_value(x)} is in two "
+        f"{call_title()}: the same {versions.class_and_shape(x)} is in two "
         f"places with different settings: {roles[0]}, and {roles[1]}. All aliases of a "
         "reference need the same setting; use one for both, or pass nnx.clone(...) in one "
         "place." + (f" The line to change is {call.line}" if call is not None else "")
@@ -164,10 +158,10 @@ def inconsistent_alias_error(
 def shared_object_error(x: object, first: Path, second: Path) -> Exception:
     """Returns the error for an object in two places where objects are plain pytrees."""
     return errors.SharedObjectError(
-        f"{call_title()} with graph=False or "
-        f"graph_updates=False: the same {_describe_value(x)} is at {place_of(first)} and at "
-        f"{place_of(second)}; in this mode an object is a plain pytree without shared references. "
-        "Pass nnx.clone(...) in one place, or set graph=True, graph_updates=True."
+        f"{call_title()} with graph=False or graph_updates=False: the same "
+        f"{versions.class_and_shape(x)} is at {place_of(first)} and at {place_of(second)}; in "
+        "this mode an object is a plain pytree without shared references. Pass nnx.clone(...) in "
+        "one place, or set graph=True, graph_updates=True."
     )
 
 
@@ -175,11 +169,12 @@ def captured_object_error(x: object, path: Path) -> Exception:
     """Returns the error for an outside object in the results or in an argument."""
     call = current_call()
     return errors.CapturedObjectError(
-        f"{call_title()}: {place_of(path)} is a {_describe_value(x)} that was created outside and "
-        "not passed as an argument, so it would come out as another object (an implicit clone)."
+        f"{call_title()}: {place_of(path)} is a {versions.class_and_shape(x)} that was created "
+        "outside and not passed as an argument, so it would come out as another object (an "
+        "implicit clone)."
         + (f" It {known}." if (known := describe_object(x)) else "")
-        + " Pass it as an argument, or return "
-        "nnx.clone(...) of it." + (f" The line to change is {call.line}" if call else "")
+        + " Pass it as an argument, or return nnx.clone(...) of it."
+        + (f" The line to change is {call.line}" if call else "")
     )
 
 
