@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import weft.nnx
-import weft.nnx.traversals
 from tests.parity.objects import X, named, normal, same, same_error, same_signature
 
 IDS = jnp.array([[3, 0], [-1, 9]])
