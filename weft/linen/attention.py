@@ -297,8 +297,6 @@ class MultiHeadDotProductAttention(Module):
             "precision": self.precision,
             "force_fp32_for_softmax": self.force_fp32_for_softmax,
         }
-        if self.implementation is not None:
-            options["implementation"] = self.implementation
         x = self.attention_fn(query, key, value, **self._accepted(options, sow_weights))
         return dense(
             self.out_features or inputs_q.shape[-1],
@@ -354,6 +352,8 @@ class MultiHeadDotProductAttention(Module):
 
     @nowrap
     def _accepted(self, options: dict[str, Any], sow_weights: bool) -> dict[str, Any]:
+        if self.implementation is not None:
+            options["implementation"] = self.implementation
         einsums = {
             "qk_attn_weights_einsum": self.qk_attn_weights_einsum_cls,
             "attn_weights_value_einsum": self.attn_weights_value_einsum_cls,
