@@ -1,5 +1,6 @@
 """Lines between processes: ignored if they are not messages, from any sender."""
 
+import contextlib
 import json
 import selectors
 import socket
@@ -92,7 +93,7 @@ def _check_hello(data: bytes) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         selectors.DefaultSelector() as selector,
-        rendezvous._Acceptor(server, 3, "secret", selector) as reception,
+        contextlib.closing(rendezvous._Acceptor(server, 3, "secret", selector)) as reception,
         socket.create_connection(server.getsockname()) as stranger,
     ):
         reception.take(server)

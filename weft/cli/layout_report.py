@@ -26,8 +26,8 @@ class ArrayLayout(NamedTuple):
         path: path in the state, joined by `/`.
         spec: the mesh axes of each axis.
         logical_axes: the logical names that these come from; None if they come from the config.
-        reason: the origin of the layout: for each logical name the rule that applied, or the line
-            that set it; "" for the layer's default.
+        reason: the origin of the layout: for each logical name the rule that applied, the line that
+            set it, or the layer whose default it is; "" for no layout.
         bytes: size of the whole array.
         bytes_per_device: size of the largest shard.
         problems: axes that are not divisible, or that are sharded over an unknown mesh axis.
@@ -125,10 +125,11 @@ def _set_at(model: hierarchy.Module | None, path: str) -> str:
         if name not in model.children:
             break
         model = model.children[name]
-    has_layout = "param_partition_spec" in model.config.keys()  # noqa: SIM118
-    line = config.origin(model.config, "param_partition_spec") if has_layout else None
-    if line is None:
+    if getattr(model.config, "param_partition_spec", None) is None:
         return ""
+    line = config.origin(model.config, "param_partition_spec")
+    if line is None:
+        return f"the default of {type(model).__name__}"
     file, package = Path(line.file), Path(weft.__file__).parent
     if file.is_relative_to(package):
         return f"{file.relative_to(package.parent)}:{line.line}"

@@ -359,6 +359,8 @@ def schedule_steps(cfg: ConfigBase) -> Any:
 
 
 def _unset(cfg: ConfigBase) -> list[str]:
+    if cfg.learner is REQUIRED:
+        return []
     return [path for path, x in find_fields(_LENGTH, cfg.learner).items() if x is REQUIRED]
 
 

@@ -17,7 +17,6 @@ from weft.hierarchy.attention.bias import (
     make_sliding_window_causal_biases,
 )
 from weft.hierarchy.attention.multihead_attention import (
-    ForwardMode,
     GroupedQueryAttention,
     MultiheadAttention,
     MultiheadAttentionXL,
@@ -556,11 +555,6 @@ def test_decoding_with_shared_kv_state(filled, x):
     for t in range(LENGTH):
         cached, y = step(tuple(cached), x[:, t : t + 1])
         np.testing.assert_allclose(y[:, 0], expected[:, t], rtol=1e-4, atol=1e-6)
-
-
-def test_modes():
-    assert ForwardMode.of_step(True) is ForwardMode.PREFILL
-    assert ForwardMode.of_step(False) is ForwardMode.EXTEND_STEP
 
 
 # Errors.
