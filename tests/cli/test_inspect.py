@@ -1,11 +1,13 @@
 """The tree of a checkpoint, from the index that its directory holds."""
 
 import json
+import shutil
 import sys
 
 import pytest
 
 from weft.cli import main
+from weft.trainer.checkpointer import dirs
 from weft.trainer.checkpointer.index import write_index_file
 from weft.trainer.checkpointer.manifest import write_manifest
 
@@ -41,6 +43,21 @@ def test_prints_steps_and_tree_of_newest(tmp_path, capsys):
     assert lines["prng_key"] == ["prng_key", "()", "key<fry>", "8"]
     assert lines["input_iter"] == ["input_iter", "PrefetchingIterator", "0"]
     assert lines["epoch"] == ["epoch", "3", "int", "0"]
+
+
+def test_checkpoints_that_the_run_deletes_meanwhile_are_left_out(tmp_path, capsys, monkeypatch):
+    first, _ = [save(tmp_path, step) for step in (100, 200)]
+    list_files = dirs.list_files
+
+    def list_and_delete(directory):
+        files = list_files(directory)
+        shutil.rmtree(first, ignore_errors=True)
+        return files
+
+    monkeypatch.setattr(dirs, "list_files", list_and_delete)
+    assert main(["inspect", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "step_00000100" not in out and "step_00000200" in out
 
 
 def test_directory_without_checkpoints_is_reported(tmp_path, capsys):

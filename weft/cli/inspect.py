@@ -39,7 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.verify:
         return _verify(found, console)
     for step, directory in found.items():
-        size = _size_of_files(directory)
+        try:
+            size = _size_of_files(directory)
+        except FileNotFoundError:  # deleted by the run, which continues
+            continue
         state = "" if manifest.has_manifest(directory) else "  incomplete: its manifest is missing"
         console.print(
             f"step {step:,}  {directory}  {display.bytes_text(size)}{state}", soft_wrap=True
