@@ -133,7 +133,7 @@ def test_new_default_of_an_unknown_field():
         class Child(Base):
             pass
 
-    assert "no such field to set a default" in str(error.value)
+    assert "sets a default, and " in str(error.value) and "has no field" in str(error.value)
     assert "Did you mean 'bias'?" in str(error.value)
 
 

@@ -259,8 +259,8 @@ def config_class(cls: object = None, **kwargs: object) -> Any:
     for name, default in kwargs.items():
         if name not in fields:
             raise errors.UnknownFieldError(
-                f"@config_class({name}=…) of {_class_name(cls)}: there is no such field to set a "
-                f"default for. {errors.did_you_mean(name, fields)}"
+                f"@config_class({name}=…) sets a default, and {_class_name(cls)} has no field "
+                f"{name!r}. {errors.did_you_mean(name, fields)}"
             )
         _check_default(default, cls, name)
         inherited = fields[name]

@@ -197,7 +197,11 @@ class _Flattener:
         self.with_metadata = with_metadata
         self.index = {id(x): i for x, i in known.items()}
         self.next = 1 + max(self.index.values(), default=-1)
-        self.leaves, self.owners, self.paths, self.objects, self.repeated = [], [], [], [], []
+        self.objects: list[Any] = []
+        self.repeated: list[tuple[int, Path]] = []
+        self.leaves: list[Any] = []
+        self.owners: list[Owner] = []
+        self.paths: list[Path] = []
         self.is_tracked = True
 
     def describe(self, x: object, path: Path, owner: object = None, is_data: bool = False) -> Any:

@@ -1,5 +1,7 @@
 """Structure that the body of a loop makes in every iteration: attributes, items, static values."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -606,3 +608,15 @@ def test_loops_with_closures_of_arrays_share_their_traces(use):
         TICKS.clear()
         nested(nnx.Dict(), jnp.float32(1.0), depth)
         assert len(TICKS) <= 2 * depth
+
+
+def test_container_of_another_class_is_refused():
+    class Pair(NamedTuple):
+        first: object
+
+    def body(_, m):
+        m.x = Pair(*m.x)
+        return m
+
+    with pytest.raises(LoopStructureError, match=r"at m\.x"):
+        nnx.fori_loop(0, 2, body, nnx.Dict(x=nnx.data((nnx.Param(jnp.ones(2)),))))

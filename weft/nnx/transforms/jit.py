@@ -170,7 +170,10 @@ class JitWrapped(Generic[P, R]):
                 outputs = program.jitted(*inputs, **named)
                 break
             except FunctionChanged:
-                is_again = self._drop_programs(is_again)
+                if is_again:
+                    raise
+                is_again = True
+                self._drop_programs()
         if isinstance(call, FlatGraph):
             return program.finish(call, outputs)
         result, of_donated, of_kept, more, written = outputs
@@ -181,13 +184,9 @@ class JitWrapped(Generic[P, R]):
         any(map(_set_value, changed, (*of_donated, *of_kept)))
         return result
 
-    def _drop_programs(self, is_again: bool) -> bool:
-        """Drops the programs after a `FunctionChanged`; raises the second one."""
-        if is_again:
-            raise
+    def _drop_programs(self) -> None:
         self._programs, self._fn_key = LazyCached(object(), dict), None
         self.forget()
-        return True
 
     def _inspect(
         self, args: Args, kwargs: Kwargs
@@ -291,7 +290,10 @@ class JitWrapped(Generic[P, R]):
                 traced = program.jitted.trace(*inputs, **named)
                 break
             except FunctionChanged:
-                is_again = self._drop_programs(is_again)
+                if is_again:
+                    raise
+                is_again = True
+                self._drop_programs()
         return Traced(traced, _compiled_call(program, self._options, args, kwargs, n_bound))
 
     def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
