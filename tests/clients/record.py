@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import jax
+import pytest
 
 from tests.pages import ROOT
 from tests.python import run_python
@@ -25,8 +26,10 @@ PROGRAMS = sorted(
 )
 
 # All in one process, which imports JAX once. It runs them by their paths, since their folder would
-# hide the packages of the same names.
+# hide the packages of the same names. No other test compiles what they do, so nothing is kept.
 RUN = """
+import gc
+gc.disable()  # hardly anything of what is imported and traced is garbage
 import contextlib, io, json, runpy, sys
 printed = []
 for program in sys.argv[1:]:
@@ -43,7 +46,9 @@ print(json.dumps(printed))
 
 def run_programs(as_flax, cwd=None):
     """Returns what each program prints, by its name."""
-    printed = run_python("-c", RUN, *PROGRAMS, as_flax=as_flax, cwd=cwd).stdout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_ENABLE_COMPILATION_CACHE", "0")
+        printed = run_python("-c", RUN, *PROGRAMS, as_flax=as_flax, cwd=cwd).stdout
     names = [path.stem for path in PROGRAMS]
     return dict(zip(names, json.loads(printed), strict=True))
 
