@@ -4,6 +4,16 @@ import subprocess
 
 import pytest
 
+from tests.python_server import PythonServer
+
+
+@pytest.fixture(scope="session")
+def python_server():
+    """Starts Python processes that need not import JAX and Weft."""
+    server = PythonServer()
+    yield server
+    server.close()
+
 
 @pytest.fixture(scope="module")
 def one_device():

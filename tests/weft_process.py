@@ -3,13 +3,10 @@
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-from tests.flags import xla_flags
-from tests.pages import ROOT
 from weft.trainer.checkpointer.dirs import step_dirs
 
 PATIENCE_SECONDS = 300.0
@@ -17,20 +14,12 @@ WEFT = [sys.executable, "-c", "import sys; from weft.cli import main; sys.exit(m
 
 
 @contextlib.contextmanager
-def weft_processes(cwd=None, **variables):
+def weft_processes(server, cwd=None, **variables):
     """Yields a function that starts `weft …` on one device; whatever runs at the end is ended."""
     processes = []
-    env = {**os.environ, "XLA_FLAGS": xla_flags(), "PYTHONPATH": str(ROOT), **variables}
 
     def start(*words, cwd=cwd):
-        process = subprocess.Popen(
-            [*WEFT, *words],
-            cwd=cwd,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        process = server.start(*WEFT[1:], *words, cwd=cwd, env=variables)
         processes.append(process)
         return process
 

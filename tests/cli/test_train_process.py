@@ -3,15 +3,11 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 
-from tests.flags import xla_flags
-from tests.pages import ROOT
 from tests.weft_process import (
     PATIENCE_SECONDS,
     finish,
@@ -25,13 +21,9 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Starts `weft train lm-tiny dir=NAME …`, with a shared compilation cache."""
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    with weft_processes(tmp_path, **cache) as start:
+def start(python_server, tmp_path):
+    """Starts `weft train lm-tiny dir=NAME …`."""
+    with weft_processes(python_server, tmp_path) as start:
         yield lambda name, *words: start("train", "lm-tiny", f"dir={name}", *words)
 
 
@@ -75,7 +67,7 @@ for name in ("cut", "whole"):
 """
 
 
-def test_interrupted_run_continues_and_ends_bitwise_equal(start, tmp_path):
+def test_interrupted_run_continues_and_ends_bitwise_equal(python_server, start, tmp_path):
     run_dir = tmp_path / "cut"
     same = ["evalers={}", "learner.optimizer.inner.learning_rate.max_step=60"]
     endless = ["max_step=1000000", "checkpointer.save_policy.n=5", *same]
@@ -101,14 +93,7 @@ def test_interrupted_run_continues_and_ends_bitwise_equal(start, tmp_path):
     record = json.loads((run_dir / "run.json").read_text())
     assert record["end"] == {"step": step, "reason": "SIGHUP"}
 
-    finished = subprocess.run(
-        [sys.executable, "-c", FINISH, f"max_step={step + 3}", *same],
-        cwd=tmp_path,
-        env={**os.environ, "XLA_FLAGS": xla_flags(), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert f"resuming from step {step:,}" in finished.stderr
+    out = finish(python_server.start("-c", FINISH, f"max_step={step + 3}", *same, cwd=tmp_path))
+    assert f"resuming from step {step:,}" in out
     whole, cut = (saved_state(tmp_path / name, step + 3) for name in ("whole", "cut"))
     assert len(whole) > 20 and whole == cut

@@ -1,6 +1,5 @@
 """Starts `training.py` as real processes, waits for where a fault comes, reads what they say."""
 
-import contextlib
 import functools
 import inspect
 import json
@@ -9,15 +8,12 @@ import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from concurrent import futures
 from pathlib import Path
 
 import pytest
-
-from tests.flags import xla_flags
 
 PATIENCE_SECONDS = 120.0
 SOAKING = "WEFT_SOAK_KILLS" in os.environ
@@ -29,65 +25,23 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="runs by `make soak`"))
 
 
-class Server:
-    """Starts processes by `server.py`, and knows how they ended."""
-
-    def __init__(self, env):
-        self.env = env
-        self._popen = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("server.py"))],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._ordering = threading.Lock()
-        self._started = queue.SimpleQueue()
-        self.codes = {}
-        self.changed = threading.Condition()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self):
-        for line in self._popen.stdout:
-            told = json.loads(line)
-            if "started" in told:
-                self._started.put(told["started"])
-            else:
-                with self.changed:
-                    self.codes[told["ended"]] = told["code"]
-                    self.changed.notify_all()
-
-    def start(self, **order):
-        with self._ordering:
-            print(json.dumps(order), file=self._popen.stdin, flush=True)
-            return self._started.get(timeout=PATIENCE_SECONDS)
-
-    def close(self):
-        with self._popen as popen:
-            popen.stdin.close()
-
-
 class Process:
     """One process: its lines as they come, and what it says on stderr."""
 
-    def __init__(self, server, arguments, env, directory):
-        self._server = server
+    def __init__(self, server, program, arguments, env):
         self.errors = []
         self._lines = queue.SimpleQueue()
-        paths = {name: str(directory / name) for name in ("stdout", "stderr")}
-        directory.mkdir()
-        for path in paths.values():
-            os.mkfifo(path)
+        self._python = server.start(program, *arguments, env=env, stderr=subprocess.PIPE)
+        self.pid = self._python.pid
         self._threads = [
-            threading.Thread(target=self._read, args=(paths["stdout"], self._lines.put)),
-            threading.Thread(target=self._read, args=(paths["stderr"], self.errors.append)),
+            threading.Thread(target=self._read, args=(self._python.stdout, self._lines.put)),
+            threading.Thread(target=self._read, args=(self._python.stderr, self.errors.append)),
         ]
         for thread in self._threads:
             thread.start()
-        self.pid = server.start(arguments=list(map(str, arguments)), env=env, **paths)
 
-    def _read(self, path, take):
-        with open(path) as pipe:
+    def _read(self, pipe, take):
+        with pipe:
             for line in pipe:
                 take(line.rstrip("\n"))
         take("")
@@ -105,33 +59,20 @@ class Process:
         return json.loads(self.wait_for("done"))
 
     def send(self, number):
-        if self.pid not in self._server.codes:
-            os.kill(self.pid, number)
+        self._python.send_signal(number)
 
     def code(self, timeout=PATIENCE_SECONDS):
-        server = self._server
-        with server.changed:
-            ended = server.changed.wait_for(lambda: self.pid in server.codes, timeout)
-        assert ended, f"process {self.pid} still runs:\n{self.told}"
+        try:
+            code = self._python.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"process {self.pid} still runs:\n{self.told}") from None
         for thread in self._threads:
             thread.join(timeout=10)
-        return server.codes[self.pid]
+        return code
 
     @property
     def told(self):
         return "\n".join(self.errors)
-
-
-@pytest.fixture(scope="session")
-def server():
-    env = {
-        **os.environ,
-        "XLA_FLAGS": xla_flags(),
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }
-    server = Server(env)
-    yield server
-    server.close()
 
 
 class Starter:
@@ -144,16 +85,14 @@ class Starter:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{s.getsockname()[1]}"
-        env = self._server.env | {
-            "JAX_COORDINATOR_ADDRESS": address,
-            "JAX_NUM_PROCESSES": str(num),
-            **variables,
-        }
+        env = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(num), **variables}
+        program = Path(__file__).with_name(
+            f"{'policies' if 'policies' in faults else 'training'}.py"
+        )
+        arguments = [self._directory / "run", *faults]
         for i in range(num):
             env["JAX_PROCESS_ID"] = str(i)
-            directory = self._directory / f"process_{len(self._started)}"
-            arguments = [self._directory / "run", *faults]
-            self._started.append(Process(self._server, arguments, env, directory))
+            self._started.append(Process(self._server, program, arguments, env))
         return self._started[-num:]
 
     def __enter__(self):
@@ -161,8 +100,7 @@ class Starter:
 
     def __exit__(self, *exc_info):
         for process in self._started:
-            with contextlib.suppress(ProcessLookupError):
-                process.send(signal.SIGKILL)
+            process.send(signal.SIGKILL)
             process.code()
 
 
@@ -186,7 +124,7 @@ def concurrent(scenario):
 
 
 @pytest.fixture(scope="module")
-def scenarios(request, server, tmp_path_factory):
+def scenarios(request, python_server, tmp_path_factory):
     """Runs the scenarios of all tests of a module that were selected, each in a thread."""
     items = [
         item
@@ -198,7 +136,7 @@ def scenarios(request, server, tmp_path_factory):
 
     def run(item):
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        with Starter(server, tmp_path_factory.mktemp("scenario")) as start:
+        with Starter(python_server, tmp_path_factory.mktemp("scenario")) as start:
             item.function.__wrapped__(start, **params)
 
     with futures.ThreadPoolExecutor(len(items)) as pool:

@@ -1,12 +1,14 @@
 """Runs that fail: what a person reads, and the exit code."""
 
+import os
 import resource
+import subprocess
 import sys
 
 import pytest
 
 from tests.pages import ROOT
-from tests.weft_process import finish, weft_processes
+from tests.weft_process import WEFT, finish, weft_processes
 from weft.cli import main
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -86,9 +88,9 @@ def test_id_without_a_row(folder, capsys):
 
 
 @pytest.mark.long
-def test_full_disk(folder):
+def test_full_disk(folder, python_server):
     words = ["lm-tiny", "dir=run", "max_step=2", "evalers={}", "model.decoder.dim=64"]
-    with weft_processes(folder) as start:
+    with weft_processes(python_server, folder) as start:
         training = start("train", *words)
         resource.prlimit(training.pid, resource.RLIMIT_FSIZE, (48_000, 48_000))
         out = finish(training, 1)
@@ -111,8 +113,12 @@ PathFinder.find_spec = lambda name, *args: None if name == "tensorboardX" else f
 @pytest.mark.long
 def test_missing_extra(folder):
     (folder / "sitecustomize.py").write_text(HIDE)
-    with weft_processes(folder, PYTHONPATH=f"{folder}:{ROOT}") as start:
-        out = finish(start("train", "lm-tiny"), 2)
+    env = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"}
+    done = subprocess.run(
+        [*WEFT, "train", "lm-tiny"], cwd=folder, env=env, capture_output=True, text=True
+    )
+    out = done.stdout + done.stderr
+    assert done.returncode == 2, out
     assert "needs the package tensorboardX" in out and "pip install 'weft[train]'" in out
     assert "Traceback" not in out and not (folder / "runs").exists()
 

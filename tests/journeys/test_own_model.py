@@ -26,8 +26,8 @@ def lab(tmp_path):
 
 
 @pytest.fixture
-def start(tmp_path):
-    with weft_processes(XDG_CONFIG_HOME=str(tmp_path / "settings")) as start:
+def start(python_server, tmp_path):
+    with weft_processes(python_server, XDG_CONFIG_HOME=str(tmp_path / "settings")) as start:
         yield lambda cwd, *words: start(*words, cwd=cwd)
 
 

@@ -84,8 +84,8 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def start():
-    with weft_processes() as start:
+def start(python_server):
+    with weft_processes(python_server) as start:
         yield start
 
 

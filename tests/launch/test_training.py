@@ -23,9 +23,9 @@ _EVERY_STEP = "summary_writer.writers.json_lines.write_every_n_steps=1"
 
 
 @pytest.fixture
-def launch(tmp_path):
+def launch(python_server, tmp_path):
     """Starts `weft launch local -n 2 … lm-tiny dir=run …`."""
-    with weft_processes(tmp_path, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0") as start:
+    with weft_processes(python_server, tmp_path) as start:
         yield lambda *words: start("launch", "local", "-n", "2", *words, *_OVERRIDES, _EVERY_STEP)
 
 
