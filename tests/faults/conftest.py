@@ -109,11 +109,11 @@ starting = threading.Lock()
 
 
 def concurrent(scenario):
-    """Makes a test of a function of `start`; all of a module run at the same time, as most wait."""
+    """Makes a test of a function of `start`; all run at the same time, as most wait."""
 
     @functools.wraps(scenario)
     def test(scenarios, request, **params):
-        scenarios[request.node.nodeid].result()
+        scenarios(request.node).result()
 
     names = [name for name in inspect.signature(scenario).parameters if name != "start"]
     test.__signature__ = inspect.Signature(
@@ -123,16 +123,14 @@ def concurrent(scenario):
     return test
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def scenarios(request, python_server, tmp_path_factory):
-    """Runs the scenarios of all tests of a module that were selected, each in a thread."""
-    items = [
-        item
-        for item in request.session.items
-        if item.path == request.path
-        and "scenarios" in item.fixturenames
-        and (SOAKING or not item.get_closest_marker("soak"))
-    ]
+    """Runs each scenario in a thread, and returns the future of one by its test.
+
+    The first call starts those of its test and of all later ones; in a soak, of its module only.
+    """
+    items = [item for item in request.session.items if item.path.parent == Path(__file__).parent]
+    running = {}
 
     def run(item):
         params = item.callspec.params if hasattr(item, "callspec") else {}
@@ -140,4 +138,20 @@ def scenarios(request, python_server, tmp_path_factory):
             item.function.__wrapped__(start, **params)
 
     with futures.ThreadPoolExecutor(len(items)) as pool:
-        yield {item.nodeid: pool.submit(run, item) for item in items}
+
+        def started(item):
+            for other in items[items.index(item) :]:
+                is_chosen = (
+                    other.path == item.path if SOAKING else not other.get_closest_marker("soak")
+                )
+                if is_chosen and other not in running and hasattr(other.function, "__wrapped__"):
+                    running[other] = pool.submit(run, other)
+            return running.get(item)
+
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def start_scenarios(request, scenarios):
+    """Lets scenarios wait while other tests of this folder are at work."""
+    scenarios(request.node)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.faults.conftest import concurrent
+from tests.faults.conftest import concurrent, starting
 
 pytestmark = pytest.mark.long
 
@@ -48,13 +48,16 @@ PHASES = ["stepping", "evaluating", "waiting", "saving", "compiling"]
 )
 @concurrent
 def test_all_processes_stop_in_each_phase(start, num, phases):
-    processes = start(*phases, num=num)
+    with starting:
+        processes = start(*phases, num=num)
+        # Only the last waits for its input.
+        processes[-1].wait_for(f"here {phases[0]}")
     before = {"steps": []}
     for phase in phases:
         if phase == "compiling":
             before = {"steps": []}  # of a model of its own
-        # Only the last waits for its input.
-        processes[-1].wait_for(f"here {phase}")
+        if phase != phases[0]:
+            processes[-1].wait_for(f"here {phase}")
         time.sleep(0.2)
         before["time"] = time.monotonic()
         # A scheduler signals all of them, but one must suffice.
