@@ -1,9 +1,16 @@
-"""Ends of TCP connections within one process, and a pipe without a reader."""
+"""Ends of TCP connections within one process, a free port, and a pipe without a reader."""
 
 import contextlib
 import os
 import socket
 import threading
+
+
+def free_port():
+    """Returns the number of a TCP port that no process listens to."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def connected(buffer=None):

@@ -6,7 +6,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -14,6 +13,8 @@ from concurrent import futures
 from pathlib import Path
 
 import pytest
+
+from tests.sockets import free_port
 
 PATIENCE_SECONDS = 120.0
 SOAKING = "WEFT_SOAK_KILLS" in os.environ
@@ -82,9 +83,7 @@ class Starter:
         self._server, self._directory, self._started = server, directory, []
 
     def __call__(self, *faults, num=2, **variables):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{s.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         env = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(num), **variables}
         program = Path(__file__).with_name(
             f"{'policies' if 'policies' in faults else 'training'}.py"

@@ -1,14 +1,10 @@
 """Two real processes with two devices each, from reading to the step."""
 
-import os
-import socket
-import subprocess
-import sys
-import textwrap
-
 import pytest
 
 from tests.flags import xla_flags
+from tests.sockets import free_port
+from tests.weft_process import finish
 
 PROGRAM = """
 import os
@@ -101,19 +97,9 @@ if other:
 
 
 @pytest.mark.long
-def test_two_processes_make_one_batch(tmp_path):
+def test_two_processes_make_one_batch(python_server, tmp_path):
     path = tmp_path / "text.jsonl"
     path.write_text("\n".join('{"text": "%s"}' % (chr(97 + i) * (i + 3)) for i in range(26)))
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(port), str(path)],
-        env=os.environ | {"XLA_FLAGS": xla_flags(2), "JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout
-    assert "done 0" in done.stdout and "done 1" in done.stdout
+    env = {"XLA_FLAGS": xla_flags(2)}
+    out = finish(python_server.start("-c", PROGRAM, free_port(), path, env=env))
+    assert "done 0" in out and "done 1" in out

@@ -1,15 +1,13 @@
 """Two real processes fine-tune a base that they make, evaluate, sample, measure, and stop early."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.sockets import free_port
+from tests.weft_process import finish
 from weft.input import ByteTokenizer
 from weft.interop.huggingface import from_huggingface
 from weft.recipes.lm_lora import lm_lora
@@ -20,20 +18,9 @@ PROGRAM = Path(__file__).with_name("fine_tuning.py")
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
+def directory(python_server, tmp_path_factory):
     directory = tmp_path_factory.mktemp("fine_tuning")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    flags = os.environ["XLA_FLAGS"].split()
-    env = {
-        **os.environ,
-        "XLA_FLAGS": " ".join(flag for flag in flags if "device_count" not in flag),
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }
-    subprocess.run(
-        [sys.executable, str(PROGRAM), str(directory), str(port)], env=env, check=True, timeout=280
-    )
+    finish(python_server.start(PROGRAM, directory, free_port()))
     return directory
 
 

@@ -5,17 +5,16 @@ one process has both or each of two has one. Over other meshes sums are taken in
 float32 rounds otherwise; then values agree to a tolerance.
 """
 
+import contextlib
 import re
 
 import jax
 import numpy as np
 import pytest
 
-from tests.flags import xla_flags
-from tests.pages import ROOT
-from tests.weft_process import WEFT
+from tests.sockets import free_port
+from tests.weft_process import finish, weft_processes
 from weft.cli.configs import load_config
-from weft.launch.local import LocalJob
 from weft.trainer.checkpointer.dirs import step_dirs
 from weft.trainer.checkpointer.manifest import read_manifest
 from weft.trainer.progress import RunListener
@@ -53,16 +52,18 @@ def train(run_dir, max_step, mesh):
     return begin, on_host(trainer.trainer_state)
 
 
-def train_as_two(run_dir, max_step):
-    """Trains in two processes with a device each."""
+def train_as_two(server, run_dir, max_step):
+    """Trains in two processes with a device each; returns what they print."""
     words = [f"dir={run_dir}", f"max_step={max_step}", "mesh_shape=(2, 1)", *_WORDS]
-    cfg = LocalJob.default_config().set(
-        name="two",
-        command=[*WEFT, "train", "lm-tiny", *words],
-        num_processes=2,
-        env={"XLA_FLAGS": xla_flags(), "PYTHONPATH": str(ROOT)},
-    )
-    assert cfg.instantiate().run() == 0
+    together = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(weft_processes(server, **together, JAX_PROCESS_ID=str(i)))(
+                "train", "lm-tiny", *words
+            )
+            for i in (0, 1)
+        ]
+        return "".join([finish(process) for process in processes])
 
 
 def digests(run_dir, step):
@@ -84,10 +85,9 @@ def uncut(tmp_path_factory):
     return directory, train(directory, 6, (2, 1))[1]
 
 
-def test_run_resumes_on_two_and_one_process_bitwise_equal(uncut, tmp_path, capfd):
+def test_run_resumes_on_two_and_one_process_bitwise_equal(uncut, python_server, tmp_path):
     train(tmp_path, 2, (2, 1))
-    train_as_two(tmp_path, 4)
-    out = capfd.readouterr().out
+    out = train_as_two(python_server, tmp_path, 4)
     assert "resuming from step 2" in out and "Unprompted text from the model" in out
     begin, _ = train(tmp_path, 6, (2, 1))
     assert begin.step == 4

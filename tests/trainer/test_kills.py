@@ -8,14 +8,12 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.flags import xla_flags
+from tests.weft_process import finish
 from weft.trainer.checkpointer.dirs import step_dirs
 from weft.trainer.checkpointer.manifest import find_damage, read_manifest
 
@@ -24,12 +22,9 @@ pytestmark = pytest.mark.long
 KILLS = int(os.environ.get("WEFT_SOAK_KILLS", "3"))
 _PATIENCE_SECONDS = 200.0
 
-# Each line that is read starts a training process by a fork, before JAX has opened any device. All
-# that the first of them imported is imported here, so that the others need not.
-SERVER = """
-import contextlib, hashlib, importlib, os, sys, time
+TRAIN = """
+import hashlib, sys
 import numpy as np
-import orbax.checkpoint
 from weft.cli.configs import load_config
 from weft.trainer.progress import RunListener
 
@@ -41,31 +36,9 @@ class Diary(RunListener):
         self.file.write(f"\\n{step} {hashlib.sha256(ids.tobytes()).hexdigest()}")
         self.file.flush()
 
-for line in sys.stdin:
-    directory, *words = line.split()
-    child = os.fork()
-    if child == 0:
-        log = os.open(directory + ".log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1), os.dup2(log, 2)
-        code = 1
-        try:
-            trainer = load_config("lm-tiny", [f"dir={directory}", *words]).instantiate(parent=None)
-            trainer.run(listener=Diary(directory + ".order"))
-            with open(directory + ".modules", "w") as file:
-                file.write("\\n".join(sys.modules))
-            code = 0
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-        os._exit(code)
-    print(child, flush=True)
-    _, status = os.waitpid(child, 0)
-    print(status, flush=True)
-    if os.path.exists(directory + ".modules"):
-        for name in open(directory + ".modules").read().split():
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
-        os.remove(directory + ".modules")
+directory, *words = sys.argv[1:]
+trainer = load_config("lm-tiny", [f"dir={directory}", *words]).instantiate(parent=None)
+trainer.run(listener=Diary(directory + ".order"))
 """
 
 WORDS = [
@@ -78,39 +51,9 @@ WORDS = [
 
 
 @pytest.fixture
-def server(tmp_path):
-    """Yields a process that starts training processes, one after the other."""
-    env = {
-        **os.environ,
-        "XLA_FLAGS": xla_flags(),
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVER],
-        env=env,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    yield process
-    process.stdin.close()
-    process.wait(timeout=_PATIENCE_SECONDS)
-    process.stdout.close()
-
-
-def start(server, directory, *words):
+def start(python_server):
     """Begins to train; returns the process."""
-    server.stdin.write(" ".join([str(directory), *WORDS, *words]) + "\n")
-    server.stdin.flush()
-    return int(server.stdout.readline())
-
-
-def finish(server, directory):
-    status = int(server.stdout.readline())
-    assert status == 0, Path(f"{directory}.log").read_text()[-5000:]
+    return lambda directory, *words: python_server.start("-c", TRAIN, directory, *WORDS, *words)
 
 
 def newest(directory):
@@ -138,34 +81,30 @@ def bits(directory, step):
     return values
 
 
-def test_repeatedly_killed_run_ends_bitwise_equal(server, tmp_path, capsys):
+def test_repeatedly_killed_run_ends_bitwise_equal(start, tmp_path, capsys):
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     chance = random.Random(0)
     # To fill the cache, and to see how long a start takes.
     for seconds in (None, 0):
         begin = time.monotonic()
-        start(server, tmp_path / "warm", "max_step=2")
-        finish(server, tmp_path / "warm")
+        finish(start(tmp_path / "warm", "max_step=2"))
         seconds = time.monotonic() - begin
         shutil.rmtree(tmp_path / "warm")
 
     in_a_save = resumed = 0
     for _ in range(KILLS):
         before = newest(cut)
-        pid = start(server, cut, "max_step=1000000", "checkpointer.save_policy.n=2")
+        process = start(cut, "max_step=1000000", "checkpointer.save_policy.n=2")
         time.sleep(chance.uniform(0, 1.6 * seconds))
-        os.kill(pid, signal.SIGKILL)
-        assert os.WTERMSIG(int(server.stdout.readline())) == signal.SIGKILL, Path(
-            f"{cut}.log"
-        ).read_text()[-5000:]
+        process.kill()
+        out, _ = process.communicate()
+        assert process.returncode == -signal.SIGKILL, out
         in_a_save += any(cut.glob("checkpoints/*.tmp"))
         assert newest(cut) >= before
         resumed += bool(before) and newest(cut) > before
     last = newest(cut) + 3
-    start(server, cut, f"max_step={last}", "checkpointer.save_policy.n=2")
-    finish(server, cut)
-    start(server, whole, f"max_step={last}", "checkpointer.save_policy.n=1000000")
-    finish(server, whole)
+    finish(start(cut, f"max_step={last}", "checkpointer.save_policy.n=2"))
+    finish(start(whole, f"max_step={last}", "checkpointer.save_policy.n=1000000"))
 
     with capsys.disabled():
         print(

@@ -3,9 +3,7 @@
 import contextlib
 import os
 import random
-import socket
 import subprocess
-import sys
 import textwrap
 
 import jax
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.flags import xla_flags
+from tests.sockets import free_port
 from weft.trainer.checkpointer import Checkpointer
 
 pytestmark = pytest.mark.long
@@ -42,14 +41,13 @@ def state_of(step, size=200_000):
 """
 
 
-def run(script, *args, **kwargs):
-    return subprocess.Popen(
-        [sys.executable, "-c", COMMON + textwrap.dedent(script), *map(str, args)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **kwargs,
-    )
+@pytest.fixture
+def run(python_server):
+    def run(script, *args, **env):
+        program = COMMON + textwrap.dedent(script)
+        return python_server.start("-c", program, *args, env=env, stderr=subprocess.PIPE)
+
+    return run
 
 
 def finish(process, timeout=120):
@@ -81,7 +79,7 @@ def restore(directory, size=200_000):
     return step
 
 
-def test_process_killed_in_save_leaves_only_whole_checkpoints(tmp_path):
+def test_process_killed_in_save_leaves_only_whole_checkpoints(run, tmp_path):
     # The modules are imported once, the devices are opened in each child.
     script = """
     import signal, time
@@ -111,7 +109,7 @@ def test_process_killed_in_save_leaves_only_whole_checkpoints(tmp_path):
     assert left_over  # at least one was killed in the middle
 
 
-def test_full_disk_leaves_the_last_good_checkpoint(tmp_path, request):
+def test_full_disk_leaves_the_last_good_checkpoint(run, tmp_path, request):
     """The first fits, the larger second does not, the small third does again.
 
     One disk is small, on the other one files are.
@@ -155,7 +153,7 @@ def make_large(directory, **kwargs):
     return cfg.instantiate(parent=None)
 
 
-def test_two_processes_save_fail_and_resume_from_one(tmp_path):
+def test_two_processes_save_fail_and_resume_from_one(run, tmp_path):
     script = """
     import gc, resource
     import jax
@@ -235,12 +233,9 @@ def test_two_processes_save_fail_and_resume_from_one(tmp_path):
     large = [np.full((1024, 2048), i, np.float32) for i in range(12)]
     with make_large(tmp_path / "of_one") as checkpointer:
         checkpointer.save(step=1, state={"large": large})
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    env = {**os.environ, "XLA_FLAGS": xla_flags(2)}
+    port = free_port()
     dirs = (tmp_path / "ckpts", tmp_path / "of_one")
-    processes = [run(script, *dirs, port, i, env=env) for i in (0, 1)]
+    processes = [run(script, *dirs, port, i, XLA_FLAGS=xla_flags(2)) for i in (0, 1)]
     outputs = [finish(process)[0] for process in processes]
     assert all("steps [3, 4]" in output for output in outputs), outputs
     assert all("failed for lack of room: True" in output for output in outputs), outputs
