@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib
 import json
+import multiprocessing.process
 import os
 import queue
 import select
@@ -204,6 +205,7 @@ def become(order):
     os.environ.clear()
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
+    multiprocessing.process.ORIGINAL_DIR = order["cwd"]  # of processes that it spawns
 
 
 def run(file, *arguments):

@@ -2,12 +2,10 @@
 
 import io
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.frame import results, table
+from tests.python_server import Python, PythonServer
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long
@@ -59,11 +58,18 @@ def run():
 '''
 
 
+# As `python -m benchmarks` does.
+RUN_BENCHMARKS = """
+import runpy
+runpy.run_module("benchmarks", run_name="__main__", alter_sys=True)
+"""
+
+
 class Repository:
     """A copy of the frame with questions of its own."""
 
-    def __init__(self, root: Path):
-        self.root, self.folder = root, root / "benchmarks"
+    def __init__(self, root: Path, server: PythonServer):
+        self.root, self.folder, self.server = root, root / "benchmarks", server
         shutil.copytree(
             ROOT / "benchmarks" / "frame",
             self.folder / "frame",
@@ -83,29 +89,24 @@ class Repository:
         who = ("-c", "user.name=a", "-c", "user.email=a@example.com")
         subprocess.run(["git", *who, *words], cwd=self.root, check=True, capture_output=True)
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "benchmarks", *words],
-            cwd=self.root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "COLUMNS": "160"},
-        )
+    def start(self, *words: str) -> Python:
+        env = {"COLUMNS": "160", "PYTHONPATH": str(ROOT)}
+        program = "-c", RUN_BENCHMARKS, *words
+        return self.server.start(*program, cwd=self.root, env=env, stderr=subprocess.PIPE)
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*words)
         out, err = process.communicate()
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
 
     def results(self) -> dict:
         return json.loads((self.folder / "results.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
-def two_runs(tmp_path_factory):
+def two_runs(python_server, tmp_path_factory):
     """Returns a repository in which all was asked twice, and committed between; both runs."""
-    repository = Repository(tmp_path_factory.mktemp("repository"))
+    repository = Repository(tmp_path_factory.mktemp("repository"), python_server)
     gone = 'counted("traces", 1, at_most=1),'
     repository.question("quick", QUICK, ratio=0.5, more=gone)
     repository.question("failing", FAILING)
