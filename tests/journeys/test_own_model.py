@@ -9,7 +9,6 @@ import pytest
 from tests.pages import ROOT, programs
 from tests.weft_process import finish, newest_step, wait_for_save, weft_processes
 from weft.cli import main
-from weft.trainer.checkpointer.dirs import step_dirs
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_device")]
 
@@ -80,9 +79,3 @@ def test_own_model_in_a_file(lab, start, said, tmp_path):
     said(elsewhere, "train", run, f"max_step={saved + 8}")
     record = json.loads((lab / "runs" / "my_model" / "run.json").read_text())
     assert record["recipe"]["words"][-1] == f"max_step={saved + 8}"
-
-
-def test_own_model_on_two_processes(lab, start):
-    words = ["-n", "2", "my_model.py:recipe", "dir=runs/two", "steps=4"]
-    finish(start(lab, "launch", "local", *words))
-    assert list(step_dirs(f"{lab}/runs/two/checkpoints")) == [4]

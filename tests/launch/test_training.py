@@ -24,7 +24,8 @@ _EVERY_STEP = "summary_writer.writers.json_lines.write_every_n_steps=1"
 
 @pytest.fixture
 def launch(python_server, tmp_path):
-    """Starts `weft launch local -n 2 … lm-tiny dir=run …`."""
+    """Starts `weft launch local -n 2 … own.py:recipe dir=run …`, where the file has lm-tiny."""
+    (tmp_path / "own.py").write_text("from weft.recipes.lm import lm_tiny as recipe\n")
     with weft_processes(python_server, tmp_path) as start:
         yield lambda *words: start("launch", "local", "-n", "2", *words, *_OVERRIDES, _EVERY_STEP)
 
@@ -66,7 +67,7 @@ def test_two_processes_are_killed_and_resumed_as_one(launch, tmp_path):
     run_dir = tmp_path / "run"
 
     # One is killed: the other ends with it, and both are started again.
-    process = launch("--job", "max_tries=2", "lm-tiny", "dir=run", "max_step=1000000")
+    process = launch("--job", "max_tries=2", "own.py:recipe", "dir=run", "max_step=1000000")
     wait_for_step(run_dir, 5, process)
     (second,) = [pid for pid, index in children(process.pid).items() if index == 1]
     os.kill(second, signal.SIGKILL)
