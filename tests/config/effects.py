@@ -17,6 +17,7 @@ containers of these, and all other names, with arguments bound to them or not.
 import argparse
 import contextlib
 import functools
+import gc
 import importlib
 import inspect
 import json
@@ -356,12 +357,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer arguments and pairs")
     options = parser.parse_args(argv)
     _import_weft()
+    from sklearn import datasets
+
     from weft.config.references import TARGETS, VALUES
     from weft.input import corpus
 
-    if options.quick:  # a hundred calls read the standard library's text
+    if options.quick:  # a hundred calls read the standard library's text, or the images of digits
         corpus._list_files = _once(corpus._list_files)
         corpus._documents = _once(corpus._documents)
+        datasets.load_digits = _once(datasets.load_digits)
+        gc.set_threshold(50_000, 20)
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
