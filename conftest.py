@@ -130,7 +130,8 @@ def names_in_examples(request, doctest_namespace):
 
 def _repeat_less_work():
     """Lets JAX keep what it would compute again for each program and each error."""
-    from jax._src import config, core, dispatch, traceback_util, util
+    import jax
+    from jax._src import config, core, dispatch, profiler, traceback_util, util
     from jax._src.interpreters import mlir
 
     # Compares paths on disk, some hundred times for each error.
@@ -171,6 +172,16 @@ def _repeat_less_work():
         return of_thread.context
 
     mlir.make_ir_context = shared
+
+    start_trace = profiler.start_trace
+
+    def start_small_trace(log_dir, link=False, perfetto=False, profiler_options=None):
+        """Leaves out the programs of all tests before, which take seconds to write."""
+        options = profiler_options or jax.profiler.ProfileOptions()
+        options.enable_hlo_proto = False
+        start_trace(log_dir, link, perfetto, options)
+
+    profiler.start_trace = jax.profiler.start_trace = start_small_trace
 
 
 def _share_programs():
