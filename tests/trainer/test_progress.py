@@ -86,6 +86,12 @@ def run_dir(tmp_path):
     return directory
 
 
+@pytest.fixture(autouse=True)
+def closed_at_once(monkeypatch):
+    """Lets the server look for its end more often."""
+    monkeypatch.setattr("weft.trainer.report.live._POLL_SECONDS", 0.01)
+
+
 @pytest.fixture
 def served(caplog, run_dir):
     """Yields the page of a run that was resumed from step 3, after two steps."""

@@ -493,7 +493,8 @@ def test_status_page_shows_the_current_activity(tmp_path, caplog):
         assert stop.stop_requested
 
 
-def test_missing_process_is_named_before_the_first_collective(tmp_path):
+def test_missing_process_is_named_before_the_first_collective(tmp_path, monkeypatch):
+    monkeypatch.setattr("weft.distributed.peers._ACTIVITY_SECONDS", 0.1)
     cfg = lm_tiny().set(dir=str(tmp_path), readiness_timeout_seconds=0.3)
     here, there = connected()
     reading(there)

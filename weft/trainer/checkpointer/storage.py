@@ -53,6 +53,9 @@ Target = jax.ShapeDtypeStruct | np.ndarray | np.generic
 """What to read an array as: its shape, dtype, and sharding unless it is one of NumPy."""
 
 _READER_THREADS = 4
+# Before each removal of a failed save. After the first error, other files are still being written,
+# which recreates their directories.
+_REMOVAL_SECONDS = (0.0, 0.1, 0.4)
 # Devices with the same values each write a slice of them, unless it is smaller. To cut a slice, JAX
 # compiles a program for each shape and place.
 _MIN_SLICE_BYTES = 2**20
@@ -276,8 +279,7 @@ class OrbaxStateStorage(StateStorage):
 
 
 def _remove_partial(ckpt_dir: str) -> None:
-    # After the first error, others are still being written, which recreates their directories.
-    for seconds in (0, 0.1, 0.4):
+    for seconds in _REMOVAL_SECONDS:
         time.sleep(seconds)
         shutil.rmtree(ckpt_dir, ignore_errors=True)
 

@@ -43,6 +43,7 @@ _RATE_STEPS = 50
 _MAX_POINTS = 1000
 _MAX_CONNECTIONS = 8
 _CONNECTION_SECONDS = 5.0
+_POLL_SECONDS = 0.1
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(:[0-9]{1,5})?")
 # Renews the page, and keeps what the reader has opened.
 _SCRIPT = """<script>
@@ -303,7 +304,7 @@ def status_page(port: int | None, watchdog: Watchdog) -> Iterator[RunStatus | No
             "or 0 for any free one."
         ) from error
     thread = threading.Thread(
-        target=server.serve_forever, args=[0.1], name="weft-status-page", daemon=True
+        target=server.serve_forever, args=[_POLL_SECONDS], name="weft-status-page", daemon=True
     )
     thread.start()
     logger.warning("the status of this run: http://127.0.0.1:%d/", server.server_address[1])
