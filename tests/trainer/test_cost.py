@@ -17,6 +17,7 @@ from benchmarks.frame.counting import (
     instructions,
     operations,
 )
+from tests.keys import quick_key
 from tests.trainer.language_models import NNXLM, VOCAB, HierarchyLM, LinenLM
 from weft import nnx
 from weft.config import config_for_function
@@ -133,7 +134,9 @@ def step_of_trainer(num_layers, directory):
     )
     cfg.checkpointer.save_policy = config_for_function(every_n_steps_policy).set(n=10**6)
     listener = Counted()
-    cfg.instantiate(parent=None, devices=jax.devices()[:1]).run(listener=listener, progress=False)
+    cfg.instantiate(parent=None, devices=jax.devices()[:1]).run(
+        quick_key(0), listener=listener, progress=False
+    )
     return [counter.count for counter in listener.counters]
 
 

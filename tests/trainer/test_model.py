@@ -7,6 +7,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from tests.keys import quick_key
 from tests.trainer.language_models import NNXLM, RULES, VOCAB, HierarchyLM, LinenLM, from_hierarchy
 from weft import linen, nnx
 from weft.config import config_for_class, config_for_function
@@ -86,7 +87,7 @@ class Losses(RunListener):
         self.evals.append(jax.device_get(summaries))
 
 
-def run(cfg, first_params=None, monkeypatch=None):
+def run(cfg, first_params=None, monkeypatch=None, key=None):
     trainer, listener = trainer_of(cfg), Losses()
     if first_params is not None:
         init = trainer.init
@@ -98,7 +99,7 @@ def run(cfg, first_params=None, monkeypatch=None):
             trainer._state = trainer.trainer_state._replace(model=params)
 
         monkeypatch.setattr(trainer, "init", init_with, raising=False)
-    trainer.run(listener=listener)
+    trainer.run(key, listener=listener)
     return trainer, listener
 
 
@@ -113,7 +114,7 @@ def moments_of(trainer, path):
 def test_transformer_trains_equally_in_all_three_apis(tmp_path, monkeypatch):
     hierarchy = HierarchyLM.default_config()
     model = hierarchy.clone(name="model").instantiate(parent=None)
-    first = jax.device_get(model.initialize_parameters_recursively(jax.random.key(1)))
+    first = jax.device_get(model.initialize_parameters_recursively(quick_key(1)))
     ways = {
         "hierarchy": (hierarchy, first, "layer_0/feed_forward/linear1/weight"),
         "linen": (config_for_class(LinenLM), from_hierarchy(first), "layer_0/up/kernel"),
@@ -122,7 +123,7 @@ def test_transformer_trains_equally_in_all_three_apis(tmp_path, monkeypatch):
     losses = {}
     for name, (model, params, sharded) in ways.items():
         cfg = config(tmp_path / name, model, logical_axis_rules=RULES)
-        trainer, listener = run(cfg, params, monkeypatch)
+        trainer, listener = run(cfg, params, monkeypatch, quick_key(0))
         losses[name] = listener.losses
         # Axis names or the spec shard both a weight and its moments.
         laid_out = [*moments_of(trainer, sharded), *_at(trainer.trainer_state.model, sharded)]

@@ -62,12 +62,13 @@ class Run:
         self.trainer = trainer_of(cfg)
         self.trainer.init(quick_key(0))
         state, self.losses = self.trainer.trainer_state, []
+        self.step = self.trainer.compile_train_step(trainer_state=state)
         batch = next(iter(self.trainer.input.dataset()))
         with self.trainer.mesh():
             partition = self.trainer._batch_partition()
             batch = host_to_global_device_array(batch, partition=partition)
             for _ in range(3):
-                state, outputs = self.trainer._train_step(state, batch)
+                state, outputs = self.step(state, batch)
                 self.losses.append(float(outputs["loss"]))
         self.trainer._state = state
 
@@ -151,21 +152,28 @@ def test_fsdp_shards_parameters_and_optimizer_state(n):
     assert max(held.values()) == pytest.approx(whole / n, rel=0.002)
 
 
-def test_no_device_holds_a_whole_parameter(fsdp):
+@pytest.fixture(scope="module")
+def compiled_init(fsdp):
+    """Returns the program that draws the state on all devices."""
+    trainer = fsdp.trainer
+    init = jax.jit(trainer._new_state, out_shardings=trainer._shardings)
+    with trainer.mesh():
+        return init.lower(jax.random.key(0)).compile()
+
+
+def test_no_device_holds_a_whole_parameter(fsdp, compiled_init):
     trainer = fsdp.trainer
     for leaf in jax.tree.leaves(trainer.trainer_state.model):
         pieces = [shard.data.size for shard in leaf.addressable_shards]
         assert pieces == [leaf.size // 8] * 8
     # Nor does one while the values are drawn: results, and everything in between.
-    init = jax.jit(trainer._new_state, out_shardings=trainer._shardings)
-    with trainer.mesh():
-        memory = init.lower(jax.random.key(0)).compile().memory_analysis()
+    memory = compiled_init.memory_analysis()
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(trainer.trainer_state.model))
     assert memory.temp_size_in_bytes < largest
 
 
 def test_scanned_transformer_gathers_one_layer_at_a_time(fsdp):
-    text = fsdp.trainer.compile_train_step().as_text()
+    text = fsdp.step.as_text()
     found = collectives_of(text)
     in_loop = [c for c in found if c.kind == "all-gather" and c.in_loop]
     gathered = {size for c in in_loop for size in map(elements, c.shapes)}
@@ -195,19 +203,18 @@ def test_optimizer_state_may_be_sharded_without_parameters(alone, fsdp):
     assert set(bytes_per_device(of_run.model).values()) == {whole}
     assert bytes_per_device(of_run.learner) == bytes_per_device(of_fsdp.learner)
     # Parameters are gathered once, after their update, and not in each layer.
-    found = collectives_of(run.trainer.compile_train_step().as_text())
+    found = collectives_of(run.step.as_text())
     gathered = [c for c in found if c.kind == "all-gather"]
     assert gathered
     assert not any(c.in_loop for c in gathered)
 
 
-def test_initial_values_match_one_device(alone, fsdp):
-    for run in (alone, fsdp):
-        run.trainer.init(jax.random.key(3))
+def test_initial_values_match_one_device(alone, compiled_init):
+    alone.trainer.init(jax.random.key(3))
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)),
         alone.trainer.trainer_state.model,
-        fsdp.trainer.trainer_state.model,
+        compiled_init(jax.random.key(3)).model,
     )
 
 

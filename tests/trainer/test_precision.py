@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.keys import quick_key
 from tests.trainer.language_models import NNXLM, RULES, VOCAB, HierarchyLM, LinenLM
 from weft.cli.configs import load_config
 from weft.config import config_for_class, config_for_function
@@ -136,7 +137,7 @@ def test_policies_of_8_bits_quantize_products_with_weights(kind, policy, tmp_pat
     trainer = trainer_of(config(tmp_path, MODELS[kind], precision=policy))
     batch = {name: np.arange(2 * LENGTH).reshape(2, LENGTH) for name in BATCH}
     with trainer.mesh():
-        state = trainer._new_state(jax.random.key(0))
+        state = jax.jit(trainer._new_state)(quick_key(0))
         assert floats((state.model, state.learner)) == {"float32"}
         losses = []
         for _ in range(20):
