@@ -26,15 +26,15 @@ B, H, D = 2, 4, 8
 RNG = np.random.default_rng(0)
 
 
-def array(*shape):
-    return jnp.array(RNG.normal(size=shape), jnp.float32)
+def array(*shape, dtype=jnp.float32):
+    return jnp.asarray(RNG.normal(size=shape).astype(dtype))
 
 
-def qkv(target, source, kv_heads=2, value_dim=5):
+def qkv(target, source, kv_heads=2, value_dim=5, dtype=jnp.float32):
     return (
-        array(B, target, H, D),
-        array(B, source, kv_heads, D),
-        array(B, source, kv_heads, value_dim),
+        array(B, target, H, D, dtype=dtype),
+        array(B, source, kv_heads, D, dtype=dtype),
+        array(B, source, kv_heads, value_dim, dtype=dtype),
     )
 
 
@@ -63,7 +63,7 @@ def assert_equal_to_plain(
     expected = value_and_grads(plain, *qkv, given)
     for x, y in zip(value_and_grads(in_blocks, *qkv, given), expected, strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), atol=atol)
+        np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), atol=atol)
 
 
 SEGMENTS = jnp.array([[1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 0], [1, 1, 1, 1, 1, 1, 2, 2, 3, 3, 3]])
@@ -114,7 +114,7 @@ def test_everything_at_once_equals_the_plain_form():
 def test_any_shape_equals_the_plain_form(
     target, source, kv_heads, block_size, left, right, cap, bias, dtype
 ):
-    arrays = [x.astype(dtype) for x in qkv(target, source, kv_heads)]
+    arrays = qkv(target, source, kv_heads, dtype=dtype)
     full = (B, H, target, source)
     more = {}
     if bias is not None:

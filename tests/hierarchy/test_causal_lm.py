@@ -291,6 +291,7 @@ def loss_grads(model, state):
     return jax.grad(loss)(state)
 
 
+@jax.jit
 def statistics_of(logits):
     labels = BATCH["target_labels"]
     return target_statistics(logits, labels, labels > 0)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import quick_key
 from weft.cli import main
 from weft.cli.configs import load_config, run_config
 from weft.cli.trained_models import restore_model
@@ -64,7 +65,7 @@ def test_base_and_result_round_trip_through_export(tmp_path, monkeypatch, capsys
     def train(name, cfg):
         assert name == "lm-llama"
         trainer = cfg.set(mesh_shape=(1, 1)).instantiate(parent=None, devices=one_device)
-        trainer.init(jax.random.key(0))
+        trainer.init(quick_key(0))
         return trainer
 
     words = ["input.source.sequence_length=16", "input.source.global_batch_size=8", "evalers={}"]

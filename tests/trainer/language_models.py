@@ -1,4 +1,4 @@
-"""One small transformer, written as configs of the hierarchy, in Linen and in NNX."""
+"""One small transformer, written as configs of the hierarchy, in Linen and in NNX; and bigrams."""
 
 import jax
 import numpy as np
@@ -6,6 +6,7 @@ import optax
 
 from weft import linen, nnx
 from weft.config import config_class
+from weft.functional import cross_entropy
 from weft.hierarchy.attention import TransformerLayer
 from weft.hierarchy.base_layer import BaseModel
 from weft.hierarchy.layers import Embedding, LayerNorm, Linear
@@ -22,6 +23,17 @@ fan_in = jax.nn.initializers.lecun_normal()
 def mean_loss(logits, input_batch):
     labels = input_batch["target_labels"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+class Bigrams(BaseModel):
+    """A language model that compiles in no time, for tests of what the trainer does around it."""
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self._add_child("table", Embedding.default_config().set(num_embeddings=264, dim=264))
+
+    def forward(self, input_batch):
+        return cross_entropy(self.table(input_batch["input_ids"]), input_batch["target_labels"])
 
 
 class HierarchyLM(BaseModel):

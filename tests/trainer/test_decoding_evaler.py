@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.keys import quick_key
 from weft.config import config_for_function
 from weft.errors import DecodingEvalError
 from weft.functional import scale_by
@@ -44,7 +45,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def params(model):
-    return model.initialize_parameters_recursively(jax.random.key(0))
+    return jax.jit(model.initialize_parameters_recursively)(quick_key(0))
 
 
 def evaler(directory, model, **kwargs):

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tests.sockets import connected, reading
+from tests.trainer.language_models import Bigrams
 from tests.trainer.test_state import OPTIMIZER
 from weft.config import config_class, config_for_function
 from weft.distributed.peers import Peers, StopRequest, use_peers
@@ -29,7 +30,6 @@ from weft.errors import (
     RunDirTakenError,
     UndefinedLossException,
 )
-from weft.functional import cross_entropy
 from weft.hierarchy.base_layer import BaseModel
 from weft.hierarchy.causal_lm import Model
 from weft.hierarchy.layers import Embedding, Linear
@@ -64,17 +64,6 @@ def config(directory, **kwargs):
     for writer in cfg.summary_writer.writers.values():
         writer.write_every_n_steps = 1
     return cfg.set(**kwargs)
-
-
-class Bigrams(BaseModel):
-    """A language model that compiles in no time, for tests of what the trainer does around it."""
-
-    def __init__(self, cfg, *, parent):
-        super().__init__(cfg, parent=parent)
-        self._add_child("table", Embedding.default_config().set(num_embeddings=264, dim=264))
-
-    def forward(self, input_batch):
-        return cross_entropy(self.table(input_batch["input_ids"]), input_batch["target_labels"])
 
 
 def small_config(directory, **kwargs):
@@ -398,9 +387,14 @@ def test_run_on_the_cpu_beside_a_gpu(chosen, tmp_path, monkeypatch, caplog):
     assert ("This machine has a GPU, but this run uses the CPU" in caplog.text) == (not chosen)
 
 
+class Undefined(Bigrams):
+    def forward(self, input_batch):
+        loss, aux = super().forward(input_batch)
+        return loss * jnp.nan, aux
+
+
 def test_nan_loss_ends_the_run(tmp_path):
-    cfg = config(tmp_path, log_every_n_steps=1)
-    cfg.model.decoder.emb.token_emb.set(scale=Embedding.Scale.CONSTANT, scale_constant=float("nan"))
+    cfg = config(tmp_path, log_every_n_steps=1, model=Undefined.default_config())
     with pytest.raises(UndefinedLossException, match="the loss after step 1 is nan; the last"):
         run(cfg)
 

@@ -598,7 +598,7 @@ def xl_attention(**fields):
 
 
 def run_xl(layer, state, **inputs):
-    return F(layer, None, state, inputs, is_training=False)[0]
+    return run(layer, state, **inputs)
 
 
 def test_scaling_logits_or_queries(filled, wave):

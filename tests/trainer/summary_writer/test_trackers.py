@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.trainer.language_models import Bigrams
 from weft.config import config_for_function
 from weft.errors import MissingExtraError
 from weft.hierarchy.metrics import AudioSummary, ImageSummary
@@ -315,6 +316,7 @@ def test_summaries_not_due_are_omitted(tmp_path, client):
 @pytest.mark.long
 def test_training_leaves_its_final_status(tmp_path, client):
     cfg = lm_tiny().set(dir=str(tmp_path / "run"), evalers={}, max_step=2, mesh_shape=(1, 1))
+    cfg.model = Bigrams.default_config()
     cfg.summary_writer = MLflowWriter.default_config().set(tracking_uri=f"file://{tmp_path}/store")
     trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])
 
