@@ -2,7 +2,7 @@
 
 A `python` block is a program; the `text` block that follows it, if there is one, is what it prints.
 One with a title is a file: that of WEFT is run with the page's programs, and the others, such as
-the same program of another library, by `tests/parity/test_pages.py`.
+the same program of another library, only where that library is installed.
 """
 
 import contextlib
@@ -60,12 +60,20 @@ def _all_programs(page: Path) -> list[Program]:
     ]
 
 
-def run_in_order(page: Path, monkeypatch) -> list[tuple[str, str]]:
-    """Runs a page's programs in one namespace; what the page says of each, and what it printed."""
-    module = types.ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", module)
+def run_in_order(page: Path, monkeypatch, *, with_files=False) -> list[tuple[str, str]]:
+    """Runs a page's programs in one namespace; what the page says of each, and what it printed.
+
+    Args:
+      with_files: Runs the other programs that have a title too, each in its own namespace. They
+        import each other as they have been run, by their titles.
+    """
+    shared = types.ModuleType("__main__")
     results = []
-    for block, printed in programs(page):
+    for block, printed in _all_programs(page) if with_files else programs(page):
+        module = shared if block.title in (None, WEFT) else types.ModuleType("__main__")
+        monkeypatch.setitem(sys.modules, "__main__", module)
+        if with_files and block.title is not None:
+            monkeypatch.setitem(sys.modules, block.title.removesuffix(".py"), module)
         # So that lines are those of the page, as errors and origins name them.
         code = compile("\n" * block.line + block.text, str(page), "exec")
         output = io.StringIO()

@@ -1,13 +1,14 @@
 """The pages of the documentation: their programs run in order and print what the pages say.
 
-Those of the tutorials run when the site is built (docs/notebooks.py).
+Those of the tutorials run when the site is built (docs/notebooks.py), and those of pages for users
+of other libraries, which compare with these, in tests/parity/test_pages.py.
 """
 
 import re
 
 import pytest
 
-from tests.pages import ROOT, blocks, programs, run_in_order
+from tests.pages import ROOT, blocks, files, programs, run_in_order
 from weft.cli.arguments import parse_arguments
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -19,8 +20,6 @@ NAMED = (
     "config.md",
     "nnx.md",
     "nnx-transforms.md",
-    "moving-from-flax-nnx.md",
-    "moving-from-pytorch.md",
 )
 
 # They train, and nothing in them depends on the number of devices.
@@ -29,7 +28,6 @@ TRAINING = (
     "index",
     "launching",
     "moving-from-axlearn",
-    "moving-from-keras",
     "summary-writer",
     "training",
 )
@@ -41,7 +39,13 @@ def named(pages):
     )
 
 
-@named([page for page in PAGES if programs(page) and page.parent.name != "tutorials"])
+@named(
+    [
+        page
+        for page in PAGES
+        if programs(page) and page.parent.name != "tutorials" and "compare.py" not in files(page)
+    ]
+)
 def test_page_output_matches(page, monkeypatch, tmp_path, request):
     if page.stem not in TRAINING:
         request.getfixturevalue("all_devices")
