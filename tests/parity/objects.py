@@ -8,9 +8,10 @@ import flax.nnx
 import jax
 import numpy as np
 import pytest
+from jax.core import Tracer
 
 import weft.nnx
-from tests.keys import draw
+from tests.keys import draw, quick_key
 
 # Flax keeps these in addition to the given metadata.
 OF_FLAX = ("eager_sharding", "hijax", "ref")
@@ -35,6 +36,28 @@ def same(program, tolerance=1e-5):
     same_arrays(of_flax, of_weft, tolerance)
 
 
+def same_compiled(program, tolerance=1e-5):
+    """Compares like `same`, in one JAX program: faster for many distinct operations."""
+    structures = []
+
+    @jax.jit
+    def both():
+        arrays = []
+        for nnx in (flax.nnx, weft.nnx):
+            results, objects = program(nnx)
+            leaves, structure = jax.tree.flatten(described(objects))
+            traced = [isinstance(x, Tracer) for x in leaves]
+            rest = [None if t else x for x, t in zip(leaves, traced, strict=True)]
+            structures.append((structure, traced, rest))
+            arrays.append((results, [x for x, t in zip(leaves, traced, strict=True) if t]))
+        return arrays
+
+    (of_flax, theirs), (of_weft, ours) = both()
+    assert structures[0] == structures[1]
+    assert described(theirs) == described(ours)
+    same_arrays(of_flax, of_weft, tolerance)
+
+
 def same_arrays(of_flax, of_weft, tolerance=1e-5):
     """Compares two trees of arrays: structure, dtypes, shapes, and values to a tolerance."""
     theirs, structure = jax.tree.flatten(of_flax)
@@ -48,7 +71,7 @@ def same_arrays(of_flax, of_weft, tolerance=1e-5):
 
 def described(x):
     """Returns an object in plain Python: variables with class, metadata and bits, attributes by
-    name.
+    name. Arrays of a program that is being traced are left as they are.
     """
     if isinstance(x, flax.nnx.Variable | weft.nnx.Variable):
         metadata = {k: described(v) for k, v in x.get_metadata().items() if k not in OF_FLAX}
@@ -58,6 +81,8 @@ def described(x):
             k: described(v) for k, v in vars(x).items() if not k.startswith("_") and k not in ADDED
         }
         return type(x).__name__, dict(sorted(attributes.items()))
+    if isinstance(x, Tracer):
+        return x
     if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
         return "key", np.asarray(jax.random.key_data(x)).tolist()
     if isinstance(x, jax.Array | np.ndarray):
@@ -119,7 +144,7 @@ def applied(name, *args, x=X, call=(), **kwargs):
     """Returns a program that makes a layer and applies it, which compares the streams too."""
 
     def program(nnx):
-        rngs = nnx.Rngs(0, params=7)
+        rngs = nnx.Rngs(quick_key(0), params=quick_key(7))
         layer = getattr(nnx, name)(*args, rngs=rngs, **kwargs)
         return layer(x, *call), [layer, rngs]
 

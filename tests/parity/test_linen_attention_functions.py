@@ -5,7 +5,8 @@ import pytest
 from jax import lax
 
 from tests.keys import draw
-from tests.parity.linen import KEY, named, same
+from tests.parity.linen import QUICK_KEY as KEY
+from tests.parity.linen import named, same_compiled
 
 Q, K, V = draw(4, 2, 5, 4, 8), draw(5, 2, 6, 4, 8), draw(6, 2, 6, 4, 3)
 
@@ -30,17 +31,17 @@ def function(name, *inputs, **kwargs):
     ]
 )
 def test_functions(kwargs):
-    same(function("dot_product_attention", Q, K, V, **kwargs))
-    same(function("dot_product_attention_weights", Q, K, **kwargs))
+    same_compiled(function("dot_product_attention", Q, K, V, **kwargs))
+    same_compiled(function("dot_product_attention_weights", Q, K, **kwargs))
 
 
 def test_custom_dot_general_and_einsum():
     einsums = {"qk_attn_weights_einsum": jnp.einsum, "attn_weights_value_einsum": jnp.einsum}
-    same(function("dot_product_attention", Q, K, V, **einsums))
-    same(function("dot_product_attention_weights", Q, K, einsum=jnp.einsum))
+    same_compiled(function("dot_product_attention", Q, K, V, **einsums))
+    same_compiled(function("dot_product_attention_weights", Q, K, einsum=jnp.einsum))
     kwargs = {"einsum_dot_general": lax.dot_general}
-    same(function("dot_product_attention", Q, K, V, **kwargs))
-    same(function("dot_product_attention_weights", Q, K, **kwargs))
+    same_compiled(function("dot_product_attention", Q, K, V, **kwargs))
+    same_compiled(function("dot_product_attention_weights", Q, K, **kwargs))
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
@@ -50,15 +51,15 @@ def test_dtypes_of_functions(dtype, force, dtypes):
     kinds = {"f": jnp.float32, "h": jnp.bfloat16, "i": jnp.int32}
     q, k, v = (x.astype(kinds[kind]) for x, kind in zip((Q, K, V), dtypes, strict=True))
     kwargs = {"dtype": dtype, "force_fp32_for_softmax": force}
-    same(function("dot_product_attention", q, k, v, **kwargs), 5e-2)
-    same(function("dot_product_attention_weights", q, k, **kwargs), 5e-2)
+    same_compiled(function("dot_product_attention", q, k, v, **kwargs), 5e-2)
+    same_compiled(function("dot_product_attention_weights", q, k, **kwargs), 5e-2)
 
 
 @pytest.mark.parametrize("ndim", [3, 5])
 def test_more_and_fewer_axes(ndim):
     q, k, v = ((x[0] if ndim == 3 else x[None]) for x in (Q, K, V))
     kwargs = {"dropout_rate": 0.5, "dropout_rng": KEY}
-    same(function("dot_product_attention", q, k, v, **kwargs))
+    same_compiled(function("dot_product_attention", q, k, v, **kwargs))
 
 
 IDS = jnp.array([[1, 1, 0], [2, 0, 0]])
@@ -74,17 +75,17 @@ IDS = jnp.array([[1, 1, 0], [2, 0, 0]])
     ]
 )
 def test_attention_masks(kwargs):
-    same(function("make_attention_mask", IDS, IDS[:, :2], **kwargs))
-    same(function("make_attention_mask", IDS[0], IDS[1], **kwargs))
+    same_compiled(function("make_attention_mask", IDS, IDS[:, :2], **kwargs))
+    same_compiled(function("make_attention_mask", IDS[0], IDS[1], **kwargs))
 
 
 @named([{}, {"dtype": bool}, {"extra_batch_dims": 2}])
 def test_causal_masks(kwargs):
     for x in (IDS, IDS[0], jnp.ones((2, 3, 4))):
-        same(function("make_causal_mask", x, **kwargs))
+        same_compiled(function("make_causal_mask", x, **kwargs))
 
 
 @named([{}, {"dtype": jnp.int32}])
 def test_combined_masks(kwargs):
     for masks in ((), (None, None), (IDS, None), (IDS, IDS[:1], None, 1 - IDS)):
-        same(function("combine_masks", *masks, **kwargs))
+        same_compiled(function("combine_masks", *masks, **kwargs))

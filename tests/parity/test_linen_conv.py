@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.keys import draw
-from tests.parity.linen import KEY, named, same, same_error
+from tests.parity.linen import QUICK_KEY as KEY
+from tests.parity.linen import named, same, same_compiled, same_error
 
 X = draw(1, 2, 6, 7, 4)
 normal = jax.nn.initializers.normal(1.0)
@@ -61,17 +62,17 @@ CONV = [
     ]
 )
 def test_conv(kwargs):
-    same(initialized("Conv", 4, (3, 2), **kwargs), tolerance(kwargs))
+    same_compiled(initialized("Conv", 4, (3, 2), **kwargs), tolerance(kwargs))
 
 
 @named([CONV[0], CONV[2], CONV[7], CONV[10], CONV[-2], CONV[-1]])
 def test_conv_local(kwargs):
-    same(initialized("ConvLocal", 3, (3, 2), **kwargs), tolerance(kwargs))
+    same_compiled(initialized("ConvLocal", 3, (3, 2), **kwargs), tolerance(kwargs))
 
 
 def test_conv_local_with_a_mask():
     mask = jnp.arange(4 * 6 * 24 * 3).reshape(4, 6, 24, 3) % 2
-    same(initialized("ConvLocal", 3, (3, 2), padding="VALID", mask=mask))
+    same_compiled(initialized("ConvLocal", 3, (3, 2), padding="VALID", mask=mask))
 
 
 @named(
@@ -86,7 +87,7 @@ def test_conv_local_with_a_mask():
     ]
 )
 def test_conv_transpose(kwargs):
-    same(initialized("ConvTranspose", 5, (3, 2), **kwargs), tolerance(kwargs))
+    same_compiled(initialized("ConvTranspose", 5, (3, 2), **kwargs), tolerance(kwargs))
 
 
 LAYERS = ["Conv", "ConvLocal", "ConvTranspose"]
@@ -98,32 +99,32 @@ LAYERS = ["Conv", "ConvLocal", "ConvTranspose"]
      ("ConvTranspose", (2, 1, 2))],
 )  # fmt: skip
 def test_spatial_ranks(name, kernel_size):
-    same(initialized(name, 3, kernel_size, x=X[:, :3]), 1e-4)
+    same_compiled(initialized(name, 3, kernel_size, x=X[:, :3]), 1e-4)
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_arrays_as_sizes(name):
-    same(initialized(name, 3, np.array([2, 3]), strides=np.array([1, 2])), 1e-4)
+    same_compiled(initialized(name, 3, np.array([2, 3]), strides=np.array([1, 2])), 1e-4)
 
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("padding", ["SAME", "CIRCULAR"])
 def test_batch_axes(name, padding):
-    same(initialized(name, 3, (3,), x=X[0, 0], padding=padding), 1e-4)
-    same(initialized(name, 3, (3,), x=X[None], padding=padding), 1e-4)
+    same_compiled(initialized(name, 3, (3,), x=X[0, 0], padding=padding), 1e-4)
+    same_compiled(initialized(name, 3, (3,), x=X[None], padding=padding), 1e-4)
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_input_dtypes(name):
-    same(initialized(name, 3, (3,), x=(3 * X).astype(int)), 1e-4)
-    same(initialized(name, 3, (3,), x=X.astype(jnp.bfloat16)), 1e-4)
-    same(initialized(name, 3, (3,), x=X[:0]))
+    same_compiled(initialized(name, 3, (3,), x=(3 * X).astype(int)), 1e-4)
+    same_compiled(initialized(name, 3, (3,), x=X.astype(jnp.bfloat16)), 1e-4)
+    same_compiled(initialized(name, 3, (3,), x=X[:0]))
 
 
 @named([{}, {"strides": 2, "kernel_dilation": 3}])
 @pytest.mark.parametrize("name", ["Conv", "ConvLocal"])
 def test_causal(name, kwargs):
-    same(initialized(name, 3, (4,), padding="CAUSAL", **kwargs), 1e-4)
+    same_compiled(initialized(name, 3, (4,), padding="CAUSAL", **kwargs), 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -131,11 +132,11 @@ def test_causal(name, kwargs):
     [("Conv", "CIRCULAR"), ("Conv", "REFLECT"), ("ConvTranspose", "CIRCULAR")],
 )
 def test_windows_longer_than_the_input(name, padding):
-    same(initialized(name, 2, (17,), padding=padding), 1e-3)
+    same_compiled(initialized(name, 2, (17,), padding=padding), 1e-3)
 
 
 def test_convolution_without_window():
-    same(initialized("Conv", 3, ()))
+    same_compiled(initialized("Conv", 3, ()))
 
 
 @named([{"conv_general_dilated": True}, {"conv_general_dilated_cls": True}])
@@ -165,7 +166,7 @@ def test_axis_metadata(name):
         }
         return getattr(nn, name)(3, (2, 2), **inits).init_with_output(KEY, X)
 
-    same(program, 1e-4)
+    same_compiled(program, 1e-4)
 
 
 @named([{"padding": (1,)}, {"padding": ((1, 2),)}, {"padding": 1.5}, {"mask": jnp.ones((3, 3))}])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests.keys import draw
-from tests.parity.linen import KEY, named, same, same_error
+from tests.parity.linen import QUICK_KEY as KEY
+from tests.parity.linen import named, same_compiled, same_error
 
 IDS, X = jnp.array([[0, 3], [2, 1]]), draw(1, 2, 3, 4)
 
@@ -36,7 +37,7 @@ def test_embed(kwargs):
         half = layer.apply(variables, X.astype(jnp.bfloat16), method="attend")
         return (y, logits, half), [variables, same_variables]
 
-    same(program, 2e-2 if len(kwargs.keys() - {"embedding_init"}) else 1e-5)
+    same_compiled(program, 2e-2 if len(kwargs.keys() - {"embedding_init"}) else 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -45,15 +46,15 @@ def test_embed(kwargs):
     ids=["outside", "numpy", "one", "uint8", "none"],
 )
 def test_ids(ids):
-    same(lambda nn: nn.Embed(5, 4).init_with_output(KEY, ids))
+    same_compiled(lambda nn: nn.Embed(5, 4).init_with_output(KEY, ids))
 
 
 def test_one_id():
-    same(lambda nn: nn.Embed(1, 4).init_with_output(KEY, jnp.array([0, 0])))
+    same_compiled(lambda nn: nn.Embed(1, 4).init_with_output(KEY, jnp.array([0, 0])))
 
 
 def test_integer_table():
-    same(lambda nn: nn.Embed(5, 4, dtype=jnp.int32).init_with_output(KEY, IDS))
+    same_compiled(lambda nn: nn.Embed(5, 4, dtype=jnp.int32).init_with_output(KEY, IDS))
 
 
 def test_axis_metadata():
@@ -61,7 +62,7 @@ def test_axis_metadata():
         init = nn.with_partitioning(jax.nn.initializers.normal(), ("ids", "features"))
         return nn.Embed(5, 4, embedding_init=init).init_with_output(KEY, IDS)
 
-    same(program)
+    same_compiled(program)
 
 
 def test_tied_embeddings():
@@ -78,7 +79,7 @@ def test_tied_embeddings():
         gradient = jax.grad(lambda v: (Model().apply(v, IDS)[0] ** 2).sum())(variables)
         return (Model().apply(variables, IDS), gradient), variables
 
-    same(program)
+    same_compiled(program)
 
 
 @pytest.mark.parametrize("ids", [jnp.array([1.0]), jnp.array([True])], ids=["floats", "booleans"])

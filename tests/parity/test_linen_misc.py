@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from tests.keys import draw
-from tests.parity.linen import KEY, named, same, same_error
+from tests.parity.linen import QUICK_KEY as KEY
+from tests.parity.linen import named, same_compiled, same_error
 
 X, IMAGE = draw(1, 2, 3, 4), draw(2, 2, 6, 6, 3)
 
@@ -20,21 +21,21 @@ ACTIVATIONS = [
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations(name):
-    same(lambda nn: (getattr(nn, name)(X), {}))
+    same_compiled(lambda nn: (getattr(nn, name)(X), {}))
 
 
 def test_activations_with_options():
-    same(lambda nn: (nn.normalize(X, axis=1, epsilon=0.1), {}))
-    same(lambda nn: (nn.normalize(X, mean=X, variance=X**2), {}))
-    same(lambda nn: (nn.logsumexp(X, axis=0, keepdims=True), {}))
-    same(lambda nn: (nn.gelu(X, approximate=False), {}))
-    same(lambda nn: (nn.one_hot(jnp.array([0, 2, 5]), 3, dtype=jnp.int32), {}))
+    same_compiled(lambda nn: (nn.normalize(X, axis=1, epsilon=0.1), {}))
+    same_compiled(lambda nn: (nn.normalize(X, mean=X, variance=X**2), {}))
+    same_compiled(lambda nn: (nn.logsumexp(X, axis=0, keepdims=True), {}))
+    same_compiled(lambda nn: (nn.gelu(X, approximate=False), {}))
+    same_compiled(lambda nn: (nn.one_hot(jnp.array([0, 2, 5]), 3, dtype=jnp.int32), {}))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @named([{}, {"param_dtype": jnp.bfloat16}, {"negative_slope_init": 0.3}])
 def test_prelu(dtype, kwargs):
-    same(lambda nn: nn.PReLU(**kwargs).init_with_output(KEY, X.astype(dtype)))
+    same_compiled(lambda nn: nn.PReLU(**kwargs).init_with_output(KEY, X.astype(dtype)))
 
 
 @named(
@@ -62,7 +63,7 @@ def test_dropout(kwargs):
         half = Twice().apply({}, X.astype(jnp.bfloat16), rngs=rngs)
         return (Twice().apply({}, X, rngs=rngs), half), {}
 
-    same(program)
+    same_compiled(program)
 
 
 def test_deterministic_dropout_draws_no_key():
@@ -76,7 +77,7 @@ def test_deterministic_dropout_draws_no_key():
 
         return Between().apply({}, X, rngs={"dropout": KEY}), {}
 
-    same(program)
+    same_compiled(program)
 
 
 def test_dropout_without_a_key():
@@ -95,14 +96,16 @@ def sequential(nn, layers, *args, **kwargs):
 
 
 def test_sequential():
-    same(lambda nn: sequential(nn, [nn.Dense(3), nn.relu, nn.Dense(2)], X))
-    same(lambda nn: sequential(nn, (nn.Dense(3), nn.relu), X))
-    same(lambda nn: sequential(nn, [nn.Dense(3, name="mine"), nn.Dense(2)], X))
-    same(lambda nn: sequential(nn, [nn.Sequential([nn.Dense(3)]), nn.Dense(2)], X))
-    same(lambda nn: sequential(nn, [lambda x, y: (x, y), lambda a, b: a + b], X, y=2 * X))
-    same(lambda nn: sequential(nn, [lambda x: {"a": x, "b": X}, lambda b, a: a - 2 * b], X))
-    same(lambda nn: sequential(nn, [lambda x: [x, X], lambda xs: xs[1]], X))
-    same(lambda nn: sequential(nn, [lambda x: nn.Dense(2)(x), nn.Dense(2)], X))
+    same_compiled(lambda nn: sequential(nn, [nn.Dense(3), nn.relu, nn.Dense(2)], X))
+    same_compiled(lambda nn: sequential(nn, (nn.Dense(3), nn.relu), X))
+    same_compiled(lambda nn: sequential(nn, [nn.Dense(3, name="mine"), nn.Dense(2)], X))
+    same_compiled(lambda nn: sequential(nn, [nn.Sequential([nn.Dense(3)]), nn.Dense(2)], X))
+    same_compiled(lambda nn: sequential(nn, [lambda x, y: (x, y), lambda a, b: a + b], X, y=2 * X))
+    same_compiled(
+        lambda nn: sequential(nn, [lambda x: {"a": x, "b": X}, lambda b, a: a - 2 * b], X)
+    )
+    same_compiled(lambda nn: sequential(nn, [lambda x: [x, X], lambda xs: xs[1]], X))
+    same_compiled(lambda nn: sequential(nn, [lambda x: nn.Dense(2)(x), nn.Dense(2)], X))
 
 
 def test_sequential_of_one_layer_twice():
@@ -110,7 +113,7 @@ def test_sequential_of_one_layer_twice():
         layer = nn.Dense(4)
         return sequential(nn, [layer, nn.tanh, layer], X)
 
-    same(program)
+    same_compiled(program)
 
 
 def test_sequential_in_a_compact_method():
@@ -123,7 +126,7 @@ def test_sequential_in_a_compact_method():
 
         return Model().init_with_output(KEY, X)
 
-    same(program)
+    same_compiled(program)
 
 
 def test_sequential_in_setup():
@@ -138,7 +141,7 @@ def test_sequential_in_setup():
 
         return Model().init_with_output(KEY, X)
 
-    same(program)
+    same_compiled(program)
 
 
 def test_sequential_rejects():
@@ -160,7 +163,7 @@ def test_batch_apply(num_dims):
 
         return Model().init_with_output(KEY, X, 2 * X, jnp.ones(()))
 
-    same(program)
+    same_compiled(program)
 
 
 def test_batch_apply_rejects():
@@ -179,28 +182,28 @@ POOLS = [
 
 @named(POOLS)
 def test_pooling(kwargs):
-    same(lambda nn: (nn.max_pool(IMAGE, (3, 3), **kwargs), {}))
-    same(lambda nn: (nn.avg_pool(IMAGE, (3, 2), **kwargs), {}))
-    same(lambda nn: (nn.avg_pool(IMAGE, (3, 3), count_include_pad=False, **kwargs), {}))
+    same_compiled(lambda nn: (nn.max_pool(IMAGE, (3, 3), **kwargs), {}))
+    same_compiled(lambda nn: (nn.avg_pool(IMAGE, (3, 2), **kwargs), {}))
+    same_compiled(lambda nn: (nn.avg_pool(IMAGE, (3, 3), count_include_pad=False, **kwargs), {}))
 
 
 @pytest.mark.parametrize("shape", [(6, 6, 3), (1, 2, 6, 6, 3), (0, 6, 6, 3)])
 def test_pooling_of_any_batch_axes(shape):
     x = draw(3, *shape)
-    same(lambda nn: (nn.max_pool(x, (2, 3)), {}))
-    same(lambda nn: (nn.avg_pool(x, (2, 3)), {}))
+    same_compiled(lambda nn: (nn.max_pool(x, (2, 3)), {}))
+    same_compiled(lambda nn: (nn.avg_pool(x, (2, 3)), {}))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int32])
 def test_pooling_of_dtypes(dtype):
     x = (8 * IMAGE).astype(dtype)
-    same(lambda nn: (nn.max_pool(x, (3, 3), padding="SAME"), {}))
+    same_compiled(lambda nn: (nn.max_pool(x, (3, 3), padding="SAME"), {}))
     for count in (True, False):
         averaged = {"padding": "SAME", "count_include_pad": count}
-        same(lambda nn, kwargs=averaged: (nn.avg_pool(x, (3, 3), **kwargs), {}), 2e-2)
+        same_compiled(lambda nn, kwargs=averaged: (nn.avg_pool(x, (3, 3), **kwargs), {}), 2e-2)
 
 
 @named([{"strides": None, "padding": "VALID"}, {"strides": (2, 1), "padding": ((1, 1), (0, 2))}])
 def test_pooling_with_custom_function(kwargs):
-    same(lambda nn: (nn.pool(IMAGE, 1.0, jax.lax.mul, (2, 2), **kwargs), {}))
-    same(lambda nn: (nn.pool(IMAGE[0], 0.0, jax.lax.add, (2, 2), **kwargs), {}))
+    same_compiled(lambda nn: (nn.pool(IMAGE, 1.0, jax.lax.mul, (2, 2), **kwargs), {}))
+    same_compiled(lambda nn: (nn.pool(IMAGE[0], 0.0, jax.lax.add, (2, 2), **kwargs), {}))

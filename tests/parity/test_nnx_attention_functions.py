@@ -9,7 +9,7 @@ import pytest
 
 import weft.nnx
 from tests.keys import draw
-from tests.parity.objects import in_half, named, same, same_error
+from tests.parity.objects import in_half, named, same_compiled, same_error
 
 # Flax says that weights are kept in another way from now on.
 pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
@@ -48,7 +48,7 @@ def test_attention(kwargs, kv_heads):
         k, v = K[:, :, :kv_heads], V[:, :, :kv_heads]
         return nnx.dot_product_attention(Q, k, v, **kwargs), []
 
-    same(program, 2e-2 if {"dtype", "promote_dtype"} & kwargs.keys() else 1e-5)
+    same_compiled(program, 2e-2 if {"dtype", "promote_dtype"} & kwargs.keys() else 1e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
@@ -59,7 +59,7 @@ def test_weights_are_kept(kv_heads):
         y = nnx.dot_product_attention(Q, k, v, mask=MASK, is_causal=True, module=module, **DROP)
         return [y, module.attention_weights.get_value()], [type(module.attention_weights)]
 
-    same(program)
+    same_compiled(program)
 
 
 def test_axes_and_dtypes():
@@ -69,7 +69,7 @@ def test_axes_and_dtypes():
         several = [f(*(x[0] for x in (Q, K, V))), f(*(x[None] for x in (Q, K, V)))]
         return [*several, f(*half), f(half[0], K, half[2]).astype(jnp.bfloat16)], []
 
-    same(program, 2e-2)
+    same_compiled(program, 2e-2)
 
 
 @named(
@@ -91,7 +91,7 @@ def test_masks(kwargs):
         combined = nnx.combine_masks(made[1], None, made[1][..., :1, :], dtype=dtype)
         return [*made, combined, nnx.combine_masks()], []
 
-    same(program)
+    same_compiled(program)
 
 
 FAILURES = {

@@ -9,7 +9,7 @@ from tests.parity.objects import (
     applied,
     named,
     normal,
-    same,
+    same_compiled,
     same_error,
     same_signature,
     tolerance,
@@ -19,7 +19,9 @@ from tests.parity.objects import (
 
 @named([*COMMON, {"einsum_op": twice(jnp.einsum)}])
 def test_einsum(kwargs):
-    same(applied("Einsum", "abcd,dfe->abfce", (5, 3, 6), (3, 6), **kwargs), tolerance(kwargs))
+    same_compiled(
+        applied("Einsum", "abcd,dfe->abfce", (5, 3, 6), (3, 6), **kwargs), tolerance(kwargs)
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,11 +38,11 @@ def test_einsum(kwargs):
     ],
 )
 def test_einsum_subscripts(subscripts, kernel, bias):
-    same(applied("Einsum", subscripts, kernel, bias, bias_init=normal))
+    same_compiled(applied("Einsum", subscripts, kernel, bias, bias_init=normal))
 
 
 def test_call_subscripts():
-    same(
+    same_compiled(
         applied("Einsum", "abcd,de->abce", (5, 6), (6,), bias_init=normal, call=("abcd,de->eabc",))
     )
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import weft.nnx
-from tests.parity.objects import X, named, normal, same, same_error, same_signature
+from tests.keys import quick_key
+from tests.parity.objects import X, named, normal, same_compiled, same_error, same_signature
 
 IDS = jnp.array([[3, 0], [-1, 9]])
 
@@ -33,22 +34,22 @@ def in_half(args, /, *, dtype=None, inexact=True):
 )
 def test_embed(kwargs):
     def program(nnx):
-        rngs = nnx.Rngs(0)
+        rngs = nnx.Rngs(quick_key(0))
         layer = nnx.Embed(6, 5, rngs=rngs, **kwargs)
         half = layer.attend(X.astype(jnp.bfloat16))
         return (layer(IDS), layer(jnp.uint8(2)), layer.attend(X), half), [layer, rngs]
 
-    same(program, 2e-2)
+    same_compiled(program, 2e-2)
 
 
 def test_embed_of_integers():
     def program(nnx):
         options = {"dtype": jnp.int32, "param_dtype": jnp.int32}
         ones = jax.nn.initializers.ones
-        layer = nnx.Embed(6, 5, embedding_init=ones, rngs=nnx.Rngs(0), **options)
+        layer = nnx.Embed(6, 5, embedding_init=ones, rngs=nnx.Rngs(quick_key(0)), **options)
         return layer(IDS[0]), [layer]
 
-    same(program)
+    same_compiled(program)
 
 
 @named(
@@ -66,7 +67,7 @@ def test_prelu(kwargs):
         layer = nnx.PReLU(**kwargs)
         return (layer(X), layer(X.astype(jnp.float16)), layer(jnp.arange(-3, 3))), [layer]
 
-    same(program, 2e-2)
+    same_compiled(program, 2e-2)
 
 
 FAILURES = {
@@ -104,7 +105,7 @@ def test_functions_of_arrays(name):
 
 
 def test_one_hot():
-    same(lambda nnx: (nnx.one_hot(IDS, 4, dtype=jnp.int8, axis=0), []))
+    same_compiled(lambda nnx: (nnx.one_hot(IDS, 4, dtype=jnp.int8, axis=0), []))
 
 
 @pytest.mark.parametrize("name", ["avg_pool", "max_pool", "min_pool"])
@@ -117,7 +118,7 @@ def test_one_hot():
     ]
 )
 def test_pooling(name, kwargs):
-    same(lambda nnx: (getattr(nnx, name)(X, (2, 2), **kwargs), []))
+    same_compiled(lambda nnx: (getattr(nnx, name)(X, (2, 2), **kwargs), []))
 
 
 def test_other_pooling():
@@ -125,7 +126,7 @@ def test_other_pooling():
         averages = nnx.avg_pool(X[0], (2, 2), None, "SAME", count_include_pad=False)
         return (averages, nnx.pool(X, 0.0, jax.lax.add, (2,), (1,), "SAME")), []
 
-    same(program)
+    same_compiled(program)
 
 
 def test_initializers():
