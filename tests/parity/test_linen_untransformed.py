@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import quick_key
 from weft import linen as weft_nn
 
 X = jnp.arange(6.0).reshape(3, 2) / 10
@@ -33,13 +34,12 @@ def test_values_match_flax(around):
                 dense = nn.Dense(2)
                 return AROUND[around](lambda x: jnp.sin(dense(norm(x))), x)
 
-        y, variables = Model().init_with_output(jax.random.key(0), X)
+        y, variables = Model().init_with_output(quick_key(0), X)
         return y, variables, Model().apply(variables, X)
 
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        run(weft_nn),
-        run(flax_nn),
+        *jax.jit(lambda: (run(weft_nn), run(flax_nn)))(),
     )
 
 
@@ -51,7 +51,7 @@ def test_unlike_flax_tracers_do_not_leak_from_staged_functions():
                 dense = nn.Dense(2)
                 return jax.jit(lambda x: dense(x))(x)
 
-        return Model().init(jax.random.key(0), X)["params"]["Dense_0"]["kernel"]
+        return Model().init(quick_key(0), X)["params"]["Dense_0"]["kernel"]
 
     assert isinstance(run(flax_nn), jax.core.Tracer)
     assert isinstance(run(weft_nn), jax.Array) and not isinstance(run(weft_nn), jax.core.Tracer)
@@ -130,8 +130,8 @@ def lifted_inside(nn, lifted, around):
             after = 0 if lifted == "cond" else layer.draw()
             return y, after, nn.Dense(2)(y)
 
-    y, variables = Model().init_with_output(jax.random.key(0), X)
-    rngs = {"params": jax.random.key(1)}
+    y, variables = Model().init_with_output(quick_key(0), X)
+    rngs = {"params": quick_key(1)}
     return y, variables, Model().apply(variables, X, rngs=rngs)
 
 
