@@ -10,8 +10,7 @@ import weft.core.meta
 import weft.linen
 from tests.keys import quick_key
 
-KEY = jax.random.PRNGKey(0)
-QUICK_KEY = quick_key(0)
+KEY = quick_key(0)
 
 
 def same(program, tolerance=1e-5):

@@ -7,8 +7,7 @@ import pytest
 from jax import lax
 
 from tests.keys import draw, quick_key
-from tests.parity.linen import QUICK_KEY as KEY
-from tests.parity.linen import named, same, same_compiled, same_error
+from tests.parity.linen import KEY, named, same, same_compiled, same_error
 
 # Flax warns of layers, and of an argument, that it means to drop.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

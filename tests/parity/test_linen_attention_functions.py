@@ -5,8 +5,7 @@ import pytest
 from jax import lax
 
 from tests.keys import draw
-from tests.parity.linen import QUICK_KEY as KEY
-from tests.parity.linen import named, same_compiled
+from tests.parity.linen import KEY, named, same_compiled
 
 Q, K, V = draw(4, 2, 5, 4, 8), draw(5, 2, 6, 4, 8), draw(6, 2, 6, 4, 3)
 

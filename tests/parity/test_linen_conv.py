@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from tests.keys import draw
-from tests.parity.linen import QUICK_KEY as KEY
-from tests.parity.linen import named, same, same_compiled, same_error
+from tests.parity.linen import KEY, named, same, same_compiled, same_error
 
 X = draw(1, 2, 6, 7, 4)
 normal = jax.nn.initializers.normal(1.0)

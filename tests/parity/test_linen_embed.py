@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from tests.keys import draw
-from tests.parity.linen import QUICK_KEY as KEY
-from tests.parity.linen import named, same_compiled, same_error
+from tests.parity.linen import KEY, named, same_compiled, same_error
 
 IDS, X = jnp.array([[0, 3], [2, 1]]), draw(1, 2, 3, 4)
 

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.keys import draw
-from tests.parity.linen import QUICK_KEY as KEY
-from tests.parity.linen import named, same_compiled, same_error
+from tests.parity.linen import KEY, named, same_compiled, same_error
 
 X, IMAGE = draw(1, 2, 3, 4), draw(2, 2, 6, 6, 3)
 

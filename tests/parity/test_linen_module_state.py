@@ -119,9 +119,11 @@ def keys_by_place_and_order(nn):
         first = self.make_rng("noise")
         return first, a(), b(), a(), self.make_rng("noise"), self.make_rng("params")
 
-    typed = {name: jax.random.wrap_key_data(key) for name, key in RNGS.items()}
+    raw = {"params": jax.random.PRNGKey(0), "noise": jax.random.PRNGKey(5)}
+    typed = {name: jax.random.wrap_key_data(key) for name, key in raw.items()}
     model = method(nn, call)
-    return (initialized(model), model.init_with_output(typed, X)), model.init(RNGS, X)
+    made = [model.init_with_output(rngs, X) for rngs in (raw, typed)]
+    return made, model.init(raw, X)
 
 
 @program

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from tests.keys import draw
-from tests.parity.linen import QUICK_KEY as KEY
-from tests.parity.linen import named, same, same_compiled, same_error
+from tests.parity.linen import KEY, named, same, same_compiled, same_error
 
 X = draw(1, 3, 4, 12) * 2 + 1
 MASK = np.random.default_rng(9).random(X.shape) < 0.6

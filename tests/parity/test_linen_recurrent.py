@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.keys import draw, quick_key
-from tests.parity.linen import QUICK_KEY as KEY
-from tests.parity.linen import named, same, same_compiled, same_error
+from tests.parity.linen import KEY, named, same, same_compiled, same_error
 
 X = draw(1, 2, 5, 3)
 IMAGES = draw(2, 2, 3, 4, 2)
