@@ -144,6 +144,7 @@ def test_owner_on_another_machine_is_watched(tmp_path, hold, caplog):
     assert "Waiting 0.5 s to see whether it is alive" in caplog.text
     assert lib.is_in_use(str(tmp_path))
     first.send_signal(signal.SIGSTOP)
+    os.waitpid(first.pid, os.WUNTRACED)  # it may still have been setting the file's time
     with run_lock(str(tmp_path)) as lock:
         first.send_signal(signal.SIGCONT)
         said = ask(first)
