@@ -20,6 +20,7 @@ from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
@@ -155,7 +156,12 @@ def merges_axes(x: Array, weight: Array, out_sharding: Any = None) -> bool:
 
     Not over several devices, where an axis that is merged with another could not be sharded.
     """
-    if x.ndim == weight.ndim == 2 or x.ndim < 2 or out_sharding is not None:
+    if x.ndim == weight.ndim == 2:
+        # There are none to merge, but outside of a trace a compiled program starts sooner.
+        if isinstance(x, Tracer) or isinstance(weight, Tracer):
+            return False
+        return out_sharding is None and not products_are_replaced()
+    if x.ndim < 2 or out_sharding is not None:
         return False
     if not arrays.on_one_cpu() or jax.typeof(x).sharding.mesh.size > 1:
         return False
@@ -164,10 +170,10 @@ def merges_axes(x: Array, weight: Array, out_sharding: Any = None) -> bool:
 
 def products_are_replaced() -> bool:
     """Returns whether a library of quantization replaces JAX's products."""
-    return any(
-        getattr(owner, name) is not product or getattr(product, "__code__", None) is not code
-        for owner, name, product, code in _PRODUCTS
-    )
+    for owner, name, product, code in _PRODUCTS:
+        if getattr(owner, name) is not product or getattr(product, "__code__", None) is not code:
+            return True
+    return False
 
 
 # One traced function, as `jnp.add` is, takes half as long to trace as two operations.
