@@ -18,8 +18,10 @@ KERNEL = jnp.arange(8.0).reshape(4, 2)
 
 LAYERS = {
     "dense": (jax.lax, "dot_general", lambda x: functional.dense(x, KERNEL)),
+    "dense of a matrix": (jax.lax, "dot_general", lambda x: functional.dense(x[0], KERNEL)),
     "project": (jnp, "einsum", lambda x: functional.project("bti,io->bto", x, KERNEL)),
     "attend": (jnp, "dot", lambda x: functional.attend(KERNEL.T, x)),
+    "attend of a matrix": (jnp, "dot", lambda x: functional.attend(KERNEL.T, x[0])),
     "conv": (jax.lax, "conv_general_dilated", lambda x: functional.conv(x, KERNEL[None])),
     "attention": (jnp, "einsum", lambda x: functional.attention_logits(x[:, None], x[:, None])),
 }
