@@ -15,6 +15,10 @@ class EmptyCorpusError(WeftError, ValueError):
     """A corpus, or one of its splits, has no text."""
 
 
+class FileRefusedError(WeftError, OSError):
+    """A file of a directory is neither read nor written: a link, no regular file, or too large."""
+
+
 class CorpusReadError(WeftError, OSError):
     """A file of a corpus cannot be read, or two of them have the same name."""
 
