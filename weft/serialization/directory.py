@@ -63,12 +63,12 @@ class Entry:
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a directory, and no link to one."""
+        """True for a directory, and not for a link to one."""
         return stat.S_ISDIR(self.status.st_mode)
 
     @property
     def is_file(self) -> bool:
-        """Whether it is a regular file."""
+        """True for a regular file."""
         return stat.S_ISREG(self.status.st_mode)
 
 

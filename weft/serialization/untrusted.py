@@ -8,6 +8,7 @@ and printed text loses terminal control characters.
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Sequence
 from typing import Any
@@ -74,17 +75,24 @@ def is_possible_shape(shape: Sequence[int], itemsize: int) -> bool:
     return len(shape) <= MAX_AXES and min(shape, default=0) >= 0 and largest < 2**63
 
 
+# What a terminal obeys instead of showing it: the control characters C0 and C1 except tabs and line
+# ends, what turns the direction of the text around it, and halves of pairs, which have no bytes.
+_COMMANDS = re.compile(
+    r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
+    r"|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
 def printable(text: str) -> str:
-    r"""Returns the text with all nonprintable characters escaped, except line ends.
+    r"""Returns the text with all characters escaped that a terminal obeys instead of showing them.
+
+    Texts that others wrote (names of files, models, logs, messages) go through it before they are
+    printed. Letters of all scripts, tabs and line ends stay.
 
     >>> printable("é: \x1b[2J\nnext")
     'é: \\x1b[2J\nnext'
     """
-    if text.isprintable():
-        return text
-    return "".join(
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
-    )
+    return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 # First bytes of non-text formats, and programs that unpack them.
