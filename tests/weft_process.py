@@ -14,12 +14,12 @@ WEFT = [sys.executable, "-c", "import sys; from weft.cli import main; sys.exit(m
 
 
 @contextlib.contextmanager
-def weft_processes(server, cwd=None, **variables):
+def weft_processes(server, cwd=None, command=WEFT[1:], **variables):
     """Yields a function that starts `weft …` on one device; whatever runs at the end is ended."""
     processes = []
 
     def start(*words, cwd=cwd):
-        process = server.start(*WEFT[1:], *words, cwd=cwd, env=variables)
+        process = server.start(*command, *words, cwd=cwd, env=variables)
         processes.append(process)
         return process
 

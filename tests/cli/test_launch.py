@@ -20,7 +20,8 @@ def test_job_runs_weft_train():
     job = made("local", "-n", "3", "lm-tiny", "max_step=7")
     assert isinstance(job, LocalJob)
     assert (job.config.name, job.config.num_processes) == ("lm-tiny", 3)
-    assert job.config.command == [sys.executable, "-m", "weft", "train", "lm-tiny", "max_step=7"]
+    python = [sys.executable, "-P", "-m", "weft"]
+    assert job.config.command == [*python, "train", "lm-tiny", "max_step=7"]
     assert isinstance(made("slurm", "-n", "2"), SlurmJob)
     job = made("k8s", "-n", "2", *IMAGE, "lm")
     assert isinstance(job, JobSetJob) and job.config.command == ["weft", "train", "lm"]

@@ -193,6 +193,7 @@ def test_submitit_submits_the_same_directives(cluster):
     assert {n: submitted[n] for n in own if n != "output"} == {
         n: v for n, v in own.items() if n != "output"
     }
+    assert f"{sys.executable} -P -u -m submitit" in script  # imports nothing from where it starts
     assert "module load cuda" in script
     assert "--kill-on-bad-exit=1 --cpus-per-task=16" in script
     assert "export GREETING='it'\"'\"'s'" in script and "export JAX_NUM_PROCESSES=4" in script

@@ -140,11 +140,38 @@ def _fewer_garbage_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
+# Commands that run a program of the user, which may import from where it is started.
+_RUN_OTHER_PROGRAMS = ("weft.as_flax:run", "weft.cli.train:launch")
+
+
+@contextlib.contextmanager
+def _children_ignore_current_directory() -> Iterator[None]:
+    """Lets Python processes that start within import nothing from the current directory.
+
+    `multiprocessing` starts the workers of an input as `python -c`, which would look there first
+    for its own modules. It has no argument for that, only this variable.
+    """
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = before or "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SAFE_PATH]
+
+
+_SAFE_PATH = "PYTHONSAFEPATH"
+
+
 def _run(argv: Sequence[str] | None, output: Output) -> int:
     try:
         arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
         module, _, function = arguments.command.partition(":")
-        return getattr(importlib.import_module(module), function)(arguments)
+        run = getattr(importlib.import_module(module), function)
+        if arguments.command in _RUN_OTHER_PROGRAMS:
+            return run(arguments)
+        with _children_ignore_current_directory():
+            return run(arguments)
     except SystemExit as end:  # argparse has printed help, a version or an error
         return int(end.code or 0)
     except WeftError as error:

@@ -302,7 +302,8 @@ def make_job(arguments: argparse.Namespace) -> Job:
             f"weft launch: not checked, because it is not on this machine: {error}", file=sys.stderr
         )
     here = arguments.where == "local"
-    program = [sys.executable, "-m", "weft"] if here else ["weft"]
+    # Without -P, `python -m` would import from the current directory first.
+    program = [sys.executable, "-P", "-m", "weft"] if here else ["weft"]
     cfg = JOBS[arguments.where].default_config()
     cfg.set(
         name=job_name(recipe),

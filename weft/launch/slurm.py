@@ -6,6 +6,7 @@ to save before the time limit; with `max_tries`, the job is then requeued and co
 
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 
 from weft.errors import JobConfigError, MissingExtraError
@@ -165,7 +166,8 @@ class SlurmJob(job.Job):
         nodes, per_node = int(given.pop("nodes")), int(given.pop("ntasks-per-node"))
         del given["output"]  # submitit manages the logs
         try:
-            executor = submitit.SlurmExecutor(folder)
+            # The job runs `python -m`, which without -P imports from the current directory first.
+            executor = submitit.SlurmExecutor(folder, python=f"{shlex.quote(sys.executable)} -P")
             executor.update_parameters(
                 nodes=nodes,
                 ntasks_per_node=per_node,
