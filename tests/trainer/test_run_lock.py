@@ -200,8 +200,8 @@ def test_read_only_record_of_another_user_is_replaced(tmp_path, monkeypatch):
     write_record(tmp_path)
     file, open_file = (tmp_path / LOCK_FILE).stat().st_ino, os.open
 
-    def open_as_another_user(path, flags, mode=0o777):
-        fd = open_file(path, flags, mode)
+    def open_as_another_user(path, flags, mode=0o777, *, dir_fd=None):
+        fd = open_file(path, flags, mode, dir_fd=dir_fd)
         if flags & os.O_RDWR and os.fstat(fd).st_ino == file:
             os.close(fd)
             raise PermissionError(errno.EACCES, "Permission denied")

@@ -13,6 +13,7 @@ from typing import Any
 from weft.config import apply_overrides, diff, from_text, to_text
 from weft.errors import CommandLineError, ConfigError
 from weft.recipes import find_recipe, named_trainer_configs, recorded_recipe
+from weft.serialization.untrusted import read_text_file
 from weft.trainer import SpmdTrainer, run_dir, select_mesh_config
 from weft.trainer.parallelism import MESH_AXIS_NAMES, ParallelismModifier
 from weft.trainer.trainer_config_modifier import apply_config_modifiers
@@ -103,6 +104,7 @@ def run_config(
     """
     directory = run_directory(name)
     recipe = recipe if directory == name else name
+    run_dir.check_places(directory)
     path = Path(directory, run_dir.CONFIG_FILE)
     if not path.is_file():
         what = "has no run in it" if Path(directory).is_dir() else "is not a directory"
@@ -110,7 +112,7 @@ def run_config(
             f"{directory!r} {what}: there is no {path}. Name the directory of a run, the value "
             "of `dir` that it was trained with."
         )
-    text = _read(path)
+    text = _read_config(directory)
     packages = find_recipe(recipe).packages() if recipe else ()
     try:
         config = _parse(path, text, [*allow, *packages])
@@ -144,7 +146,8 @@ def _config_by_recipe(
             raise
         config, overrides = made_by.config(record["words"])
         config = apply_overrides(config, overrides, allow=made_by.packages())
-        changes = run_dir.changes_of_run(path, config.set(dir=str(path.parent)))
+        directory = str(path.parent)
+        changes = run_dir.changes_of_run(directory, config.set(dir=directory))
         if changes:
             raise type(second)(
                 f"{second}\n{made_by.name} cannot replace the text, because it makes another "
@@ -165,9 +168,7 @@ def recipe_of_run(
         return found.record(overrides) if found.is_own() else None
     before = run_dir.read_record(name).get("recipe") if Path(name).is_dir() else None
     # What others have written must not be signed.
-    if isinstance(before, dict) and run_dir.is_signed(
-        before, _read(Path(name, run_dir.CONFIG_FILE))
-    ):
+    if isinstance(before, dict) and run_dir.is_signed(before, _read_config(name)):
         words = None if before["words"] is None else [*before["words"], *overrides]
         made_by = find_recipe(recipe) if recipe else recorded_recipe(before)
         return made_by.record(words)
@@ -176,9 +177,16 @@ def recipe_of_run(
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text_file(path, at_most=run_dir.MAX_CONFIG_BYTES)
+    except (OSError, ValueError) as error:
         raise CommandLineError(f"cannot read {str(path)!r}: {error}") from None
+
+
+def _read_config(directory: str) -> str:
+    try:
+        return run_dir.read_config(directory)
+    except OSError as error:
+        raise CommandLineError(f"cannot read the config of a run: {error}") from None
 
 
 def _parse(path: Path, text: str, allow: Sequence[str]) -> Any:

@@ -17,11 +17,12 @@ from rich.console import Console
 
 from weft.cli.configs import run_directory
 from weft.errors import CheckpointNotFoundError, CommandLineError
+from weft.serialization.directory import Directory
 from weft.trainer import display
 from weft.trainer.checkpointer import dirs, manifest
 from weft.trainer.checkpointer.index import Entry, Index, read_index_file
 from weft.trainer.report.page import REPORT_FILE, render_report
-from weft.trainer.run_dir import CHECKPOINTS_DIR, write_atomically
+from weft.trainer.run_dir import CHECKPOINTS_DIR, check_places
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -29,6 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     run = run_directory(arguments.dir)
     if not os.path.isdir(run):
         raise CommandLineError(f"{run!r} is not a directory. Name the directory of a run.")
+    check_places(run)
     base_dir = os.path.join(run, CHECKPOINTS_DIR)
     found = dirs.step_dirs(base_dir)
     if not found:
@@ -132,10 +134,10 @@ def write_report(arguments: argparse.Namespace) -> int:
         out = Path(directories[0], REPORT_FILE) if len(directories) == 1 else Path(COMPARISON_FILE)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(out, page)
+        Directory(str(out.parent)).write(out.name, page)
     except OSError as error:
         raise CommandLineError(
-            f"{str(out)!r} cannot be written: {error.strerror}. Name another file with --out."
+            f"{str(out)!r} cannot be written: {error}. Name another file with --out."
         ) from error
     print(f"report     {out}")
     return 0

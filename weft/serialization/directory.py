@@ -19,7 +19,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, cast
 
 from weft.errors import FileRefusedError
@@ -93,7 +93,7 @@ class Directory:
 
     def open(self, name: str, *, at_most: int | None = None, buffering: int = -1) -> BinaryIO:
         """Opens a regular file for reading, if it has `at_most` so many bytes."""
-        fd = self._open_file(name, os.O_RDONLY)
+        fd = self.descriptor(name, os.O_RDONLY)
         size = os.fstat(fd).st_size
         if at_most is not None and size > at_most:
             os.close(fd)
@@ -120,6 +120,21 @@ class Directory:
         """Returns the JSON value of a file; raises a ValueError if it is none."""
         return parse_json(self.read_bytes(name, at_most=at_most))
 
+    def descriptor(self, name: str, flags: int) -> int:
+        """Returns the descriptor of a regular file, opened with the flags of `os.open`."""
+        with self._folder_of(name) as (folder, last):
+            try:
+                with self._naming(name):
+                    fd = os.open(last, flags | _TO_FILE, 0o666, dir_fd=folder)
+            except OSError:
+                self._refuse_other_than(stat.S_IFREG, name, last, folder)
+                raise
+            status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(fd)
+            raise self._kind_refusal(name, status, "a regular file")
+        return fd
+
     def status(self, name: str) -> os.stat_result | None:
         """Returns the status of an entry itself, None if there is none."""
         try:
@@ -138,23 +153,37 @@ class Directory:
 
     def names(self, folder: str = "") -> list[str]:
         """Returns the sorted names in a folder, by default in the directory itself."""
-        return sorted(os.path.basename(entry.name) for entry in self._entries(folder))
+        return sorted(os.path.basename(entry.name) for entry in self.entries(folder))
+
+    def entries(self, folder: str = "") -> list[Entry]:
+        """Returns what is in a folder, by default in the directory itself, sorted by name."""
+        prefix = f"{folder}/" if folder else ""
+        entries = []
+        with self._folder_of(f"{prefix}_") as (fd, _), os.scandir(fd) as found:
+            for entry in found:
+                if len(entries) > MAX_ENTRIES:
+                    break  # `walk` refuses it
+                with contextlib.suppress(FileNotFoundError):  # removed in the meantime
+                    entries.append(Entry(prefix + entry.name, entry.stat(follow_symlinks=False)))
+        return sorted(entries, key=lambda entry: entry.name)
 
     def walk(self, folder: str = "") -> Iterator[Entry]:
         """Yields what is in a folder and below it, links included, which are not followed."""
-        folders, count = [folder], 0
-        while folders:
-            entries = self._entries(folders.pop())
+        below, count = [self.entries(folder)], 0
+        while below:
+            entries = below.pop()
             count += len(entries)
             if count > MAX_ENTRIES:
-                why = f"holds more than {MAX_ENTRIES:,} files"
-                raise self.refusal(folder, why)
-            yield from entries
-            folders += reversed([entry.name for entry in entries if entry.is_folder])
+                raise self.refusal(folder, f"holds more than {MAX_ENTRIES:,} files")
+            for entry in entries:
+                yield entry
+                if entry.is_folder:
+                    with contextlib.suppress(FileNotFoundError):  # removed in the meantime
+                        below.append(self.entries(entry.name))
 
-    def check_tree(self, folder: str = "") -> None:
-        """Refuses a folder with anything in it or below it but folders and regular files."""
-        for entry in self.walk(folder):
+    def check(self, entries: Iterable[Entry]) -> None:
+        """Refuses entries that are neither folders nor regular files."""
+        for entry in entries:
             if not (entry.is_folder or entry.is_file):
                 raise self._kind_refusal(entry.name, entry.status, "a file or folder")
 
@@ -204,12 +233,12 @@ class Directory:
         A file with other names (hard links) is replaced by a copy before.
         """
         flags |= os.O_RDWR | os.O_CREAT
-        fd = self._open_file(name, flags)
+        fd = self.descriptor(name, flags)
         if os.fstat(fd).st_nlink > 1:
             os.close(fd)
             with self.open(name) as shared, self.replacing(name) as own:
                 shutil.copyfileobj(shared, own)
-            fd = self._open_file(name, flags)
+            fd = self.descriptor(name, flags)
         return fd
 
     def make_folder(self, name: str) -> None:
@@ -248,31 +277,6 @@ class Directory:
         if status is not None and stat.S_IFMT(status.st_mode) != kind:
             raise self._kind_refusal(name, status, _KINDS[kind])
         return status is not None
-
-    def _entries(self, folder: str) -> list[Entry]:
-        prefix = f"{folder}/" if folder else ""
-        entries = []
-        with self._folder_of(f"{prefix}_") as (fd, _), os.scandir(fd) as found:
-            for entry in found:
-                if len(entries) > MAX_ENTRIES:
-                    break  # `walk` refuses it
-                with contextlib.suppress(FileNotFoundError):  # removed in the meantime
-                    entries.append(Entry(prefix + entry.name, entry.stat(follow_symlinks=False)))
-        return sorted(entries, key=lambda entry: entry.name)
-
-    def _open_file(self, name: str, flags: int) -> int:
-        with self._folder_of(name) as (folder, last):
-            try:
-                with self._naming(name):
-                    fd = os.open(last, flags | _TO_FILE, 0o666, dir_fd=folder)
-            except OSError:
-                self._refuse_other_than(stat.S_IFREG, name, last, folder)
-                raise
-            status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            os.close(fd)
-            raise self._kind_refusal(name, status, "a regular file")
-        return fd
 
     @contextlib.contextmanager
     def _folder_of(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:

@@ -5,13 +5,14 @@ error: a FIFO or device is refused instead of waited for, JSON nested too deeply
 and printed text loses terminal control characters.
 """
 
+import datetime
 import json
 import math
 import os
 import re
 import stat
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 MAX_AXES = 32
 """How many axes an array may have, in JAX and in NumPy before 2.0."""
@@ -51,6 +52,20 @@ def read_json_file(path: str | os.PathLike[str]) -> Any:
     return parse_json(data)
 
 
+def read_text_file(path: str | os.PathLike[str], *, at_most: int) -> str:
+    """Returns the text, in UTF-8, of a file that the user named; it may be a link.
+
+    Raises:
+        OSError: see `open_file`.
+        ValueError: if it has more than `at_most` bytes, or is not in UTF-8.
+    """
+    with open_file(path) as file:
+        data = file.read(at_most + 1)
+    if len(data) > at_most:
+        raise ValueError(f"it has more than {at_most:,} bytes")
+    return data.decode("utf-8")
+
+
 def parse_json(data: str | bytes | bytearray) -> Any:
     """Returns the JSON value of a text or of UTF-8 bytes.
 
@@ -63,6 +78,90 @@ def parse_json(data: str | bytes | bytearray) -> Any:
         return json.loads(data if isinstance(data, str) else data.decode("utf-8"))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+MAX_COUNT = 2**53
+"""How large a count may be: a float holds it exactly."""
+
+
+def check_json(value: object, form: Any, where: str = "") -> None:
+    """Raises a ValueError that names the place, unless a JSON value has a form.
+
+    Args:
+        form: `int` is a count up to `MAX_COUNT`, `float` a number, `datetime.datetime` a time in
+            ISO 8601, `str`, `bool`, `list`, `dict` or None itself; `(a, b)` one of several forms;
+            `[form]` a list of them; `{str: form}` an object with any names, `{"a": form, "b?":
+            form}` one with these, and maybe others.
+        where: place of the value, for the message.
+
+    >>> check_json({"end": {"step": "x"}}, {"end?": {"step": int}})
+    Traceback (most recent call last):
+    ValueError: end.step is 'x'; expected a count
+    """
+    if not _has_kind(value, form):
+        raise ValueError(f"{where or 'it'} is {_shortened(value)}; expected {_form_text(form)}")
+    if isinstance(form, tuple):
+        form = next(one for one in form if _has_kind(value, one))
+    if isinstance(form, list):
+        for i, item in enumerate(cast(list[object], value)):
+            check_json(item, form[0], f"{where}[{i}]")
+    if not isinstance(form, dict):
+        return
+    values = cast(dict[str, object], value)
+    if str in form:
+        form = dict.fromkeys(values, form[str])
+    for name, inner in form.items():
+        key = name.removesuffix("?")
+        if key in values:
+            check_json(values[key], inner, f"{where}.{key}" if where else key)
+        elif key == name:
+            raise ValueError(f"{where or 'it'} has no {key!r}")
+
+
+_NAMES = {
+    int: "a count",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+    datetime.datetime: "a time",
+    None: "null",
+}
+
+
+def _form_text(form: Any) -> str:
+    if isinstance(form, tuple):
+        return " or ".join(map(_form_text, form))
+    return _NAMES[type(form) if isinstance(form, list | dict) else form]
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _has_kind(value: object, form: Any) -> bool:
+    """Returns whether a value is of the kind that a form begins with."""
+    if isinstance(form, tuple):
+        return any(_has_kind(value, one) for one in form)
+    if form is datetime.datetime:
+        return isinstance(value, str) and _is_time(value)
+    if form is int:
+        return type(value) is int and 0 <= value <= MAX_COUNT
+    if form is float:
+        return type(value) is float or (type(value) is int and abs(value) < 2**1000)
+    if form is None:
+        return value is None
+    return type(value) is (type(form) if isinstance(form, list | dict) else form)
+
+
+def _is_time(text: str) -> bool:
+    try:
+        datetime.datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return False
+    return True
 
 
 def is_possible_shape(shape: Sequence[int], itemsize: int) -> bool:

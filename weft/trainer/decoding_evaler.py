@@ -9,8 +9,8 @@ Samples depend only on parameters, prompts and the run's key, so a resumed run r
 """
 
 import json
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +19,8 @@ import numpy as np
 from weft import config, errors, functional
 from weft.hierarchy.module import Module
 from weft.input.tokenizers import Tokenizer, as_tokenizer, until_end
-from weft.trainer import evaler, run_dir
+from weft.serialization.directory import Directory
+from weft.trainer import evaler
 from weft.trainer.metric_calculator import BaseMetricCalculator
 from weft.typing import NestedTensor, Tensor
 
@@ -120,7 +121,8 @@ class DecodingEvaler(evaler.SpmdEvaler):
 
     def _on_outputs(self, step: int, outputs: list[Any]) -> None:
         if jax.process_index() == 0:
-            path = Path(self.summary_writer.config.dir, f"step_{step:08d}.jsonl")
-            path.parent.mkdir(parents=True, exist_ok=True)
+            directory = self.summary_writer.config.dir
+            os.makedirs(directory, exist_ok=True)
             samples = self.metric_calculator.texts(outputs)
-            run_dir.write_atomically(path, "".join(json.dumps(sample) + "\n" for sample in samples))
+            text = "".join(json.dumps(sample) + "\n" for sample in samples)
+            Directory(directory).write(f"step_{step:08d}.jsonl", text)

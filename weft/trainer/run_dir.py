@@ -44,7 +44,8 @@ import jax
 import weft
 from weft.config import REQUIRED, ConfigBase, diff, from_text, maybe_instantiate, to_text
 from weft.errors import ConfigError, RunDirError, ScheduleError
-from weft.serialization.untrusted import read_json_file
+from weft.serialization.directory import Directory
+from weft.serialization.untrusted import check_json
 from weft.trainer.checkpointer.dirs import has_checkpoint
 from weft.trainer.schedule import as_schedule_fn
 from weft.trainer.trainer_config_modifier import find_values, outermost
@@ -52,6 +53,11 @@ from weft.trainer.trainer_config_modifier import find_values, outermost
 CONFIG_FILE = "config.txt"
 RECORD_FILE = "run.json"
 CHECKPOINTS_DIR = "checkpoints"
+SUMMARIES_DIR = "summaries"
+TRACES_DIR = "trace"
+MAX_CONFIG_BYTES = 2**22
+"""How large the text of a config may be."""
+_MAX_RECORD_BYTES = 2**26
 _SIGNATURE, _SCHEDULE_STEPS = "signature", "schedule_steps"
 _KEY_BYTES = 32
 _LENGTH, _RATE = "max_step", "learning_rate"
@@ -74,21 +80,23 @@ MAY_CHANGE = frozenset(
 def check_run_dir(cfg: ConfigBase) -> None:
     """Checks, without changes, that a run may use its directory.
 
-    Raises RunDirError for a directory that cannot be written, or has another config's checkpoint.
+    Raises RunDirError for a directory that cannot be written, or has another config's checkpoint;
+    FileRefusedError for one with links or other odd files, see `check_places`.
     """
-    directory = Path(cfg.dir)
-    check_writable(directory)
-    if not has_checkpoint(str(directory / CHECKPOINTS_DIR)):
+    check_writable(Path(cfg.dir))
+    check_places(cfg.dir)
+    directory = Directory(cfg.dir)
+    if not has_checkpoint(directory.full_path(CHECKPOINTS_DIR)):
         return
     free = free_dir(cfg.dir)
     other = f"Choose another directory, such as dir={free!r}"
-    if not (directory / CONFIG_FILE).exists():
+    if not directory.has_file(CONFIG_FILE):
         raise RunDirError(
             f"dir={cfg.dir!r} holds checkpoints of an unknown run: there is no {CONFIG_FILE}. "
             f"{other}.",
             free_dir=free,
         )
-    changes = changes_of_run(directory / CONFIG_FILE, cfg)
+    changes = changes_of_run(cfg.dir, cfg)
     if changes:
         raise RunDirError(
             f"dir={cfg.dir!r} belongs to a run with another config (its value → the one given):\n"
@@ -114,46 +122,84 @@ def claim_run_dir(cfg: ConfigBase, recipe: Mapping[str, Any] | None = None) -> b
     errors see `check_run_dir`.
     """
     check_run_dir(cfg)
-    directory = Path(cfg.dir)
-    started_before = (directory / CONFIG_FILE).exists()
+    directory = Directory(cfg.dir)
+    started_before = directory.has_file(CONFIG_FILE)
     if jax.process_index():
         return started_before
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        os.makedirs(cfg.dir, exist_ok=True)
         text = to_text(cfg) + "\n"
-        if started_before and changes_of_run(directory / CONFIG_FILE, cfg):
-            (directory / RECORD_FILE).unlink(missing_ok=True)  # of a run that saved nothing
-        write_atomically(directory / CONFIG_FILE, text)
+        if started_before and changes_of_run(cfg.dir, cfg):
+            with contextlib.suppress(FileNotFoundError):  # of a run that saved nothing
+                directory.remove(RECORD_FILE)
+        directory.write(CONFIG_FILE, text)
         starts = [*read_record(cfg.dir).get("starts", []), environment()]
         values = {} if recipe is None else {"recipe": signed(recipe, text)}
         if _unset(cfg):
             values[_SCHEDULE_STEPS] = schedule_steps(cfg)
         update_record(cfg.dir, corpora=_corpora(cfg), starts=starts, **values)
     except OSError as error:
-        raise unwritable_error(directory, error) from error
+        raise unwritable_error(Path(cfg.dir), error) from error
     return started_before
+
+
+def check_places(directory: str) -> None:
+    """Checks that what a run writes to and reads in its directory lies in it.
+
+    Raises FileRefusedError for a link, FIFO, device or socket in place of a file or folder of the
+    run, or anywhere below its checkpoints and traces.
+    """
+    run = Directory(directory)
+    if not os.path.isdir(directory):
+        return
+    run.has_file(CONFIG_FILE)
+    run.has_file(RECORD_FILE)
+    for folder in (CHECKPOINTS_DIR, TRACES_DIR):
+        if run.has_folder(folder):
+            run.check(run.walk(folder))
+    # Deeper, other programs have links of their own, as trackers of experiments do.
+    if run.has_folder(SUMMARIES_DIR):
+        run.check(run.entries(SUMMARIES_DIR))
+
+
+_RECORD_FORM = {
+    "starts?": [{"time": datetime.datetime}],
+    "corpora?": {str: {"name": str, "sha256": str}},
+    "recipe?": dict,
+    _SCHEDULE_STEPS + "?": float,
+    "model?": {"parameters": int, "trained?": int},
+    "end?": (None, {"step": int, "reason": str}),
+    "samples?": [{"step": int, "prompt": str, "text": str}],
+    "baselines?": {str: {"nats_per_token": float, "bits_per_byte": float}},
+    "goodput?": [{"step": int, "productive_seconds": float}],
+}
+
+
+def read_config(directory: str) -> str:
+    """Returns the text of a run's config; raises an OSError if it cannot be read."""
+    return Directory(directory).read_text(CONFIG_FILE, at_most=MAX_CONFIG_BYTES)
 
 
 def read_record(directory: str) -> dict[str, Any]:
     """Returns the contents of `run.json`, {} if missing; raises a RunDirError if damaged."""
-    path = Path(directory, RECORD_FILE)
+    run = Directory(directory)
     try:
-        record = read_json_file(path)
-        if not isinstance(record, dict):
-            raise ValueError("it is not a JSON object")
+        record = run.read_json(RECORD_FILE, at_most=_MAX_RECORD_BYTES)
+        check_json(record, _RECORD_FORM)
         return record
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise RunDirError(
-            f"{path} cannot be read: {error}. It is only a record; move it away to continue."
+            f"{run.full_path(RECORD_FILE)} cannot be read: {error}. It is only a record; move it "
+            "away to continue."
         ) from error
 
 
 def update_record(directory: str, **values: object) -> None:
     """Sets entries of `run.json` to plain JSON values."""
     text = json.dumps({**read_record(directory), **values}, indent=2)
-    write_atomically(Path(directory, RECORD_FILE), text + "\n")
+    Directory(directory).write(RECORD_FILE, text + "\n")
 
 
 def environment() -> dict[str, Any]:
@@ -185,17 +231,18 @@ def _corpus_text(corpus: Mapping[str, Any]) -> str:
     return f"{corpus['name']} with the SHA-256 {corpus['sha256'][:12]}…"
 
 
-def changes_of_run(path: Path, cfg: ConfigBase) -> list[str]:
+def changes_of_run(directory: str, cfg: ConfigBase) -> list[str]:
     """Returns the differences between the text of a run's config and a config that it would run."""
+    path = os.path.join(directory, CONFIG_FILE)
     try:
-        text = path.read_text()
+        text = read_config(directory)
     except OSError as error:
         raise RunDirError(f"{path} cannot be read: {error}. Choose another directory.") from error
     if text == to_text(cfg) + "\n":
         return []
     try:
         # Only compared; nothing is instantiated from it.
-        before = from_text(text, source=str(path), allow=("weft.trainer",))
+        before = from_text(text, source=path, allow=("weft.trainer",))
     except ConfigError:
         # It has values without a text form, such as lambdas, which all look the same.
         return list(_changed_lines(_field_texts(text), _field_texts(to_text(cfg))))
@@ -260,16 +307,6 @@ def unwritable_error(directory: Path, why: object) -> RunDirError:
     )
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file atomically: readers see the new or the previous contents."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def signed(record: Mapping[str, Any], text: str) -> dict[str, Any]:
     """Returns a record, of JSON values, signed together with a text if the key can be stored."""
     key = _read_key() or _make_key()
@@ -281,7 +318,8 @@ def is_signed(record: Mapping[str, Any], text: str) -> bool:
     key, signature = _read_key(), record.get(_SIGNATURE)
     if key is None or not isinstance(signature, str):
         return False
-    return hmac.compare_digest(_signature(key, record, text).encode(), signature.encode())
+    expected = _signature(key, record, text)
+    return hmac.compare_digest(expected.encode(), signature.encode(errors="replace"))
 
 
 def _signature(key: bytes, record: Mapping[str, Any], text: str) -> str:

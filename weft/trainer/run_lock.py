@@ -31,6 +31,7 @@ import jax
 
 from weft.core.tracing import ThreadStack
 from weft.errors import RunDirError, RunDirInUseError, RunDirTakenError
+from weft.serialization.directory import Directory
 from weft.serialization.untrusted import parse_json
 from weft.trainer.run_dir import (
     CHECKPOINTS_DIR,
@@ -176,13 +177,13 @@ class RunLock:
 
     def _open(self) -> tuple[int, bool]:
         try:
-            return os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), True
+            return Directory(self.directory).open_to_change(LOCK_FILE), True
         except PermissionError:  # left by another user
-            return os.open(self._path, os.O_RDONLY), False
+            return Directory(self.directory).descriptor(LOCK_FILE, os.O_RDONLY), False
 
     def _is_current(self, fd: int) -> bool:
         with contextlib.suppress(FileNotFoundError):
-            return os.path.samestat(os.fstat(fd), self._path.stat())
+            return os.path.samestat(os.fstat(fd), self._path.lstat())
         return False
 
     def _in_use_error(self, owner: _Owner | None, state: tuple[bytes, int]) -> RunDirInUseError:
@@ -203,13 +204,14 @@ class RunLock:
     def _beat(self) -> None:
         while not self._released.wait(_BEAT_SECONDS):
             self._look()
-            if self._taken_by is None:
-                with contextlib.suppress(OSError):  # the directory was moved, or the disk fails
-                    os.utime(self._path)
+            if self._taken_by is None and self._fd is not None:
+                with contextlib.suppress(OSError):  # the disk fails
+                    os.utime(self._fd)
 
     def _look(self) -> None:
         """Reads whose the file is."""
-        with contextlib.suppress(OSError), open(self._path, "rb") as file:
+        run = Directory(self.directory)
+        with contextlib.suppress(OSError), run.open(LOCK_FILE) as file:
             owner, _ = _read(file.fileno())
             if owner is not None and owner.token != self._owner.token:
                 self._taken_by = owner
@@ -274,7 +276,7 @@ def run_lock(directory: str) -> Iterator[RunLock]:
 def is_in_use(directory: str) -> bool:
     """Returns whether a run is writing to a directory; on another machine, by its last beat."""
     try:
-        fd = os.open(Path(directory, LOCK_FILE), os.O_RDONLY)
+        fd = Directory(directory).descriptor(LOCK_FILE, os.O_RDONLY)
     except OSError:
         return False
     try:
@@ -313,13 +315,14 @@ def move_aside(directory: str) -> str | None:
                 f"dir={directory!r} cannot be moved to {target!r}: {error.strerror}. Choose "
                 "another directory."
             ) from error
-        Path(target, LOCK_FILE).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            Directory(target).remove(LOCK_FILE)
     return target
 
 
 def _machine() -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return socket.gethostname()
 

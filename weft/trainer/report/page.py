@@ -11,20 +11,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weft.serialization.directory import Directory
 from weft.trainer.display import duration_text, metric_text
 from weft.trainer.progress import LOSSES
 from weft.trainer.report.charts import NUM_STYLES, Series, finite, line_chart, number, smoothed
 from weft.trainer.report.results import TRAIN_SUMMARIES, Results, config_values, named, read_results
-from weft.trainer.run_dir import write_atomically
 
 REPORT_FILE = "report.html"
 
 
 def write_report(directory: str) -> Path:
     """Writes the report of a run into its directory and returns the path of the page."""
-    path = Path(directory, REPORT_FILE)
-    write_atomically(path, render_report(directory))
-    return path
+    Directory(directory).write(REPORT_FILE, render_report(directory))
+    return Path(directory, REPORT_FILE)
 
 
 def render_report(*directories: str) -> str:

@@ -9,17 +9,18 @@ import bisect
 import dataclasses
 import datetime
 import itertools
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from weft.errors import RunDirError
+from weft.serialization.directory import Directory
 from weft.trainer import run_dir, run_lock
 from weft.trainer.report.charts import Point, finite
 from weft.trainer.summary_writer.event_file import SessionLog, read_events
 from weft.trainer.summary_writer.files import JSON_LINES_FILE, read_json_lines
 
-SUMMARIES_DIR = "summaries"
 TRAIN_SUMMARIES = "train_train"
 
 Curves = dict[str, list[Point]]
@@ -94,49 +95,55 @@ def read_results(directory: str) -> Results:
 
     Raises RunDirError if the directory is not that of a run, or its record is damaged.
     """
-    config = Path(directory, run_dir.CONFIG_FILE)
+    run = Directory(directory)
+    run_dir.check_places(directory)
+    config = run_dir.read_config(directory) if run.has_file(run_dir.CONFIG_FILE) else ""
     record = run_dir.read_record(directory)
     curves: dict[str, Curves] = {}
     times = []
-    for folder in _summary_folders(directory):
-        of_reporter = curves.setdefault(folder.name, {})
-        for moment, step, values in _read_values(folder):
+    for folder, names in _summary_files(run).items():
+        of_reporter = curves.setdefault(os.path.basename(folder), {})
+        for moment, step, values in _read_values(os.path.join(directory, folder), names):
             times.append((moment, step))
             for name, value in values.items():
                 of_reporter.setdefault(name, []).append((step, value))
-    if not (config.exists() or record or curves):
+    if not (config or record or curves):
         raise RunDirError(
             f"{directory!r} is not the directory of a run: it has no {run_dir.CONFIG_FILE} and no "
-            f"{SUMMARIES_DIR}. Give the `dir` of a run, such as runs/lm."
+            f"{run_dir.SUMMARIES_DIR}. Give the `dir` of a run, such as runs/lm."
         )
     return Results(
         name=Path(directory).absolute().name,
         record=record,
         curves={name: of for name, of in curves.items() if of},
         times=sorted(times),
-        config=config.read_text() if config.exists() else "",
+        config=config,
         in_use=run_lock.is_in_use(directory),
     )
 
 
-def _summary_folders(directory: str) -> list[Path]:
-    root = Path(directory, SUMMARIES_DIR)
-    files = [*root.glob(f"**/{JSON_LINES_FILE}"), *root.glob("**/*.tfevents.*")]
-    folders = sorted({file.parent for file in files})
-    return sorted(folders, key=lambda folder: folder.name != TRAIN_SUMMARIES)
+def _summary_files(run: Directory) -> dict[str, list[str]]:
+    """Returns the names of the files of summaries by folder, that of the training first."""
+    found: dict[str, list[str]] = {}
+    for entry in run.walk(run_dir.SUMMARIES_DIR) if run.has_folder(run_dir.SUMMARIES_DIR) else ():
+        folder, name = os.path.split(entry.name)
+        if name == JSON_LINES_FILE or ".tfevents." in name:
+            found.setdefault(folder, []).append(name)
+    first = sorted(found, key=lambda folder: (os.path.basename(folder) != TRAIN_SUMMARIES, folder))
+    return {folder: sorted(found[folder]) for folder in first}
 
 
-def _read_values(folder: Path) -> Iterator[tuple[float, int, dict[str, float]]]:
+def _read_values(folder: str, names: list[str]) -> Iterator[tuple[float, int, dict[str, float]]]:
     """Yields time, step and numbers of the summaries in a folder."""
-    if (folder / JSON_LINES_FILE).exists():
-        for line in read_json_lines(str(folder)):
+    if JSON_LINES_FILE in names:
+        for line in read_json_lines(folder):
             values = {n: x for n, x in line.get("values", {}).items() if not isinstance(x, str)}
             if values:
                 yield line["time"], line["step"], values
         return
     events: list[Any] = []
-    for file in sorted(folder.glob("*.tfevents.*")):
-        for event in read_events(file):
+    for name in names:
+        for event in read_events(os.path.join(folder, name)):
             if event.session_log.status == SessionLog.START:
                 events = [e for e in events if e.step < event.step]
             events.append(event)

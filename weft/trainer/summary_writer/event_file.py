@@ -23,7 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from weft.errors import ArgumentShapeError
+from weft.errors import ArgumentShapeError, RunDirError
+from weft.serialization.directory import Directory
+from weft.serialization.untrusted import MAX_COUNT
 
 # tensorboardX imports torch if it is installed, which takes seconds and is not needed here.
 _hides_torch = "torch" not in sys.modules
@@ -43,15 +45,38 @@ SessionLog: Any = event_pb2.__dict__["SessionLog"]
 SummaryProto: Any = summary_pb2.__dict__["Summary"]
 
 
+_MAX_FILE_BYTES = 2**30
+
+
 def read_events(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """Yields the events of a file; an incomplete last one, of a running writer, is omitted."""
-    with open(path, "rb") as file:
+    """Yields the events of a file; an incomplete last one, of a running writer, is omitted.
+
+    Raises RunDirError if an event is damaged, and an OSError if the file cannot be read;
+    FileRefusedError if it is a link, no regular file, or larger than 1 GiB.
+    """
+    folder, name = os.path.split(path)
+    with Directory(folder or os.curdir).open(name, at_most=_MAX_FILE_BYTES) as file:
         while len(header := file.read(12)) == 12:
             (length,) = struct.unpack("<Q", header[:8])
+            if length > _MAX_FILE_BYTES:
+                break
             record = file.read(length + 4)
             if len(record) < length + 4:
                 break
-            yield Event.FromString(record[:length])
+            yield _parse_event(record[:length], os.fspath(path))
+
+
+def _parse_event(record: bytes, path: str) -> Any:
+    try:
+        event = Event.FromString(record)
+    except Exception as error:  # of protobuf, whose errors have no common base in all versions
+        raise RunDirError(f"{path} has a damaged event: {error}. Move the file away.") from error
+    if not (0 <= event.wall_time <= MAX_COUNT and 0 <= event.step <= MAX_COUNT):
+        raise RunDirError(
+            f"{path} has an event of time {event.wall_time:g} and step {event.step}, not "
+            "counts. Move the file away."
+        )
+    return event
 
 
 class EventFile:
@@ -63,7 +88,7 @@ class EventFile:
         stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         # TensorBoard reads the files of a directory in the order of their names.
         number = 0
-        while os.path.exists(path := os.path.join(directory, f"{stem}.{number:03d}")):
+        while os.path.lexists(path := os.path.join(directory, f"{stem}.{number:03d}")):
             number += 1
         self.path = path
         self._records = tensorboardX.RecordWriter(path)

@@ -11,18 +11,22 @@ steps, and `read_json_lines` omits them.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import jax
 
 from weft.config import ConfigBase
+from weft.errors import RunDirError
 from weft.hierarchy.module import Module
+from weft.serialization.directory import Directory
+from weft.serialization.untrusted import MAX_COUNT, check_json, parse_json
 from weft.trainer.summary import SummaryKind
 from weft.trainer.summary_writer import event_file
 from weft.trainer.summary_writer.base import CheckpointerAction, PeriodicWriter, processor_zero_only
@@ -184,35 +188,62 @@ class JsonLinesWriter(PeriodicWriter):
 
     def _append(self, step: int, **fields: object) -> None:
         line = json.dumps({"step": int(step), "time": time.time(), **fields}, allow_nan=False)
-        path = os.path.join(self.config.dir, JSON_LINES_FILE)
         with self._errors_reported():
             os.makedirs(self.config.dir, exist_ok=True)
-            with open(path, "a+b") as file:
+            with Directory(self.config.dir).open_to_append(JSON_LINES_FILE) as file:
                 _drop_partial_line(file)
                 file.write(line.encode() + b"\n")
 
 
-def _drop_partial_line(file: IO[bytes]) -> None:
+_MAX_FILE_BYTES, _MAX_LINE_BYTES = 2**30, 2**24
+_LINE_FORM = {
+    "step": int,
+    "time": float,
+    "values?": {str: (float, str)},
+    "checkpoint?": {"action": str},
+}
+
+
+def _drop_partial_line(file: BinaryIO) -> None:
     """Truncates an incomplete last line, left by a killed process or a full disk."""
     size = file.seek(0, os.SEEK_END)
+    start = max(0, size - _MAX_LINE_BYTES)
     file.seek(max(0, size - 1))
     if size and file.read() != b"\n":
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
+        file.seek(start)
+        file.truncate(start + file.read(_MAX_LINE_BYTES).rfind(b"\n") + 1)
 
 
 def read_json_lines(path: str) -> list[dict[str, Any]]:
-    """Returns the lines of a `JsonLinesWriter`'s file or directory, except voided ones."""
-    path = os.path.join(path, JSON_LINES_FILE) if os.path.isdir(path) else path
+    """Returns the lines of a `JsonLinesWriter`'s file or directory, except voided ones.
+
+    Raises RunDirError if a line is not one that the writer writes, and an OSError if the file
+    cannot be read; FileRefusedError if it is a link, no regular file, or larger than 1 GiB.
+    """
+    folder, name = (path, JSON_LINES_FILE) if os.path.isdir(path) else os.path.split(path)
     records: list[dict[str, Any]] = []
-    with open(path, "rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
+    with Directory(folder or os.curdir).open(name, at_most=_MAX_FILE_BYTES) as file:
+        for number in itertools.count(1):
+            line = file.readline(_MAX_LINE_BYTES)
+            if not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES:
                 break
-            record = json.loads(line)
+            record = _parse_line(line, f"{os.path.join(folder, name)}, line {number}")
             if record.get("checkpoint", {}).get("action") == CheckpointerAction.RESTORE.value:
                 records = [r for r in records if r["step"] <= record["step"]]
             values = record.get("values", {})
             values.update({k: float(v) for k, v in values.items() if v in ("nan", "inf", "-inf")})
             records.append(record)
     return records
+
+
+def _parse_line(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        if not line.endswith(b"\n"):
+            raise ValueError(f"it has more than {_MAX_LINE_BYTES:,} bytes")
+        record = parse_json(line)
+        check_json(record, _LINE_FORM)
+        if not 0 <= record["time"] <= MAX_COUNT:
+            raise ValueError(f"time is {record['time']!r}; expected seconds since 1970")
+    except ValueError as error:
+        raise RunDirError(f"{where} cannot be read: {error}. Remove the line.") from error
+    return record

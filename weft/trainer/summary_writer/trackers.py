@@ -3,18 +3,21 @@
 A tracker's package is imported only when a writer is created.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 from weft._lazy import import_extra
 from weft.config import REQUIRED, ConfigBase
 from weft.config.config import value_repr
 from weft.hierarchy.module import Module
+from weft.serialization.directory import Directory
 from weft.trainer.summary import FlatSummary
 from weft.trainer.summary_writer.base import PeriodicWriter, processor_zero_only
+
+_MAX_ID_BYTES = 1024
 
 
 class _TrackerWriter(PeriodicWriter):
@@ -40,12 +43,12 @@ class _TrackerWriter(PeriodicWriter):
 
     def _stored_id(self, file_name: str, make: Callable[[], str]) -> tuple[str, bool]:
         """Returns the run's id from a file in `dir`, or a new one, and whether it is new."""
-        path = Path(self.config.dir, file_name)
-        if path.exists():
-            return path.read_text(encoding="utf-8").strip(), False
+        directory = Directory(self.config.dir)
+        if directory.has_file(file_name):
+            return directory.read_text(file_name, at_most=_MAX_ID_BYTES).strip(), False
         run_id = make()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(run_id, encoding="utf-8")
+        os.makedirs(self.config.dir, exist_ok=True)
+        directory.write(file_name, run_id)
         return run_id, True
 
 
