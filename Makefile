@@ -37,6 +37,7 @@ soak: $(VENV)/.has-dev ## kill a training process 60 times, or KILLS=n, and stop
 lint: $(VENV)/.has-dev ## check format, style, types, layers, English and line ends
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check --output-format concise .
+	@$(BIN)/ruff check --preview --select PLW1514 --output-format concise . # unspecified-encoding
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports --no-cache --no-logo
 	@$(BIN)/python -m tests.house.english

@@ -26,7 +26,7 @@ def asked(what: str) -> Any:
         cwd=_ROOT,
         env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
     )
     if done.returncode:
         raise RuntimeError(f"the process that was asked for {what!r} ended:\n{done.stderr}")

@@ -38,7 +38,7 @@ def _printed(program: str) -> float:
     # Compiled files are kept, as they are wherever a package is installed.
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program], env=env, capture_output=True, encoding="utf-8", check=True
     )
     return float(done.stdout)
 

@@ -33,8 +33,10 @@ def _write(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     texts = [file.text.decode(errors="ignore") for file in stdlib_corpus().split("train")]
-    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    (folder / "lines.txt").write_text("\n".join(texts))
+    (folder / "text.jsonl").write_text(
+        "\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8"
+    )
+    (folder / "lines.txt").write_text("\n".join(texts), encoding="utf-8")
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

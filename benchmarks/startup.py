@@ -45,7 +45,7 @@ def start(directory: Path, run: str) -> tuple[float, int]:
         [sys.executable, "-c", _PROGRAM, str(directory / run)],
         env=env,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=True,
     )
     seconds, compiled = done.stdout.splitlines()[-1].split()

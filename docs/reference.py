@@ -302,7 +302,11 @@ def packages() -> dict[str, Path]:
 def names_of(table: Path, sources: griffe.Module) -> dict[str, str]:
     """Returns the full names of a table's originals by public name, without subpackages."""
     package = ".".join(table.parent.relative_to(ROOT).parts)
-    imports = [x for x in ast.parse(table.read_text()).body if isinstance(x, ast.ImportFrom)]
+    imports = [
+        x
+        for x in ast.parse(table.read_text(encoding="utf-8")).body
+        if isinstance(x, ast.ImportFrom)
+    ]
     names = {x.asname or x.name: f"{i.module}.{x.name}" for i in imports for x in i.names}
     return {
         public: _imported(name, sources)

@@ -118,7 +118,7 @@ def _repository() -> str | None:
     if not address:
         command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
         try:
-            address = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+            address = subprocess.run(command, capture_output=True, encoding="utf-8").stdout.strip()
         except OSError:  # no git on this machine
             return None
     parts = urlsplit(address)

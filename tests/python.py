@@ -13,7 +13,7 @@ def run_python(*args, as_flax=True, check=True, **kwargs):
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "WEFT_AS_FLAX": str(int(as_flax))}
     done = subprocess.run(
-        [sys.executable, *map(str, args)], capture_output=True, text=True, env=env, **kwargs
+        [sys.executable, *map(str, args)], capture_output=True, encoding="utf-8", env=env, **kwargs
     )
     assert not check or done.returncode == 0, done.stderr
     return done

@@ -54,7 +54,7 @@ class PythonServer:
             env=self.env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
         )
         self._ordering = threading.Lock()
         self._started = queue.SimpleQueue()

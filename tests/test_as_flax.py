@@ -47,7 +47,8 @@ if __name__ == "__main__":
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         print(pool.apply(linen))
     code = "import flax.core; print(flax.core.__name__)"
-    print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True))
+    python = [sys.executable, "-c", code]
+    print(subprocess.run(python, capture_output=True, encoding="utf-8", check=True))
 """
 
 
@@ -70,7 +71,9 @@ def test_variable_is_read_at_the_start_and_costs_nothing_when_unset():
     assert run_python("-c", code, as_flax=False).stdout == "[]\n"
     assert "'weft.as_flax'" in (active := run_python("-c", code).stdout)
     assert "jax" not in active
-    (line,) = Path(weft.__file__).with_name("weft_as_flax.pth").read_text().splitlines()
+    (line,) = (
+        Path(weft.__file__).with_name("weft_as_flax.pth").read_text(encoding="utf-8").splitlines()
+    )
     assert line.startswith("import "), "else Python takes it for a path"
 
 

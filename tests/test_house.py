@@ -80,3 +80,34 @@ def test_only_interop_imports_flax_and_axlearn():
         if name.split(".")[0] in {"flax", "axlearn"}
     ]
     assert foreign == []
+
+
+PROCESS_CALLS = ("Popen", "run", "call", "check_call", "check_output")
+
+
+def has_no_encoding(call: ast.Call) -> bool:
+    """Returns whether a call reads or writes text in the encoding of the locale.
+
+    Ruff's rule PLW1514 finds `open`, but not the methods of most paths, nor pipes.
+    """
+    keywords = {keyword.arg for keyword in call.keywords}
+    if "encoding" in keywords:
+        return False
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else None
+    if name == "read_text":
+        return not call.args
+    if name == "write_text":
+        return len(call.args) < 2
+    return bool(keywords & {"text", "universal_newlines"} and name in PROCESS_CALLS)
+
+
+def test_every_text_names_its_encoding():
+    folders = ("weft", "tests", "docs", "examples", "benchmarks")
+    places = []
+    for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if not any(word in text for word in ("read_text(", "write_text(", "text=True")):
+            continue
+        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+        places += [f"{shown(path)}:{call.lineno}" for call in calls if has_no_encoding(call)]
+    assert places == []

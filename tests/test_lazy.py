@@ -52,7 +52,9 @@ for module in ("weft.trainer.fit", "weft.recipes.lm", "weft:fit", "weft.input.te
     except weft.errors.MissingExtraError as error:
         print(error)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
+    )
     lines = run.stdout.splitlines()
     assert len(lines) == 4
     for line in lines:

@@ -38,7 +38,7 @@ def children(pid):
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            parent = int((path / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
             environ = (path / "environ").read_bytes().split(b"\0") if parent == pid else []
         except (OSError, IndexError):
             continue  # it has ended

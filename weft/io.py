@@ -59,7 +59,9 @@ def _gfile() -> Any:
 
 def GFile(name: str, mode: str) -> Any:
     """Opens a file."""
-    return gfile.GFile(name, mode) if (gfile := _gfile()) else open(name, mode)
+    if gfile := _gfile():
+        return gfile.GFile(name, mode)  # text is in UTF-8 there
+    return open(name, mode, encoding=None if "b" in mode else "utf-8")
 
 
 def exists(path: str) -> bool:

@@ -115,7 +115,9 @@ def _save(figure: Any, path: Path) -> Path:
         for of in (dict(zip(_DARK, _DARK, strict=True)), _DARK)
     )
     colors = f"svg{{{light}}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}"
-    path.write_text(re.sub(r"<defs>", f"<style>{colors}</style>\n <defs>", text, count=1))
+    path.write_text(
+        re.sub(r"<defs>", f"<style>{colors}</style>\n <defs>", text, count=1), encoding="utf-8"
+    )
     return path
 
 

@@ -79,7 +79,7 @@ def _installed(name: str) -> str | None:
 
 def _processor() -> str:
     names = Path("/proc/cpuinfo")
-    lines = names.read_text().splitlines() if names.exists() else []
+    lines = names.read_text(encoding="utf-8").splitlines() if names.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return f"{platform.machine()}, {models[0]}" if models else platform.machine()
 

@@ -21,9 +21,9 @@ def install(tmp_path, monkeypatch):
         lines = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1.0"]
         lines += [f"Provides-Extra: {extra}" for extra in extras]
         lines += [f"Requires-Dist: {text}" for text in requires]
-        (info / "METADATA").write_text("\n".join(lines) + "\n")
-        (tmp_path / f"{name}.py").write_text(" " * size)
-        (info / "RECORD").write_text(f"{name}.py,,{size}\n{name}.pyc,,\n")
+        (info / "METADATA").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (tmp_path / f"{name}.py").write_text(" " * size, encoding="utf-8")
+        (info / "RECORD").write_text(f"{name}.py,,{size}\n{name}.pyc,,\n", encoding="utf-8")
 
     return make
 
@@ -66,7 +66,7 @@ for name in sys.argv[1:]:
 def test_slow_imports_are_lazy():
     # All in one process: what the first of them leaves out, the next ones may bring.
     command = [sys.executable, "-c", _IMPORTED, *_LEFT_OUT]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
     seen = [set(json.loads(line)) for line in done.stdout.splitlines()]
     early = {
         name: left & found for (name, left), found in zip(_LEFT_OUT.items(), seen, strict=True)

@@ -105,7 +105,7 @@ def test_subprocess_creates_requested_devices(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "weft", *words],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.getcwd()},
         check=True,

@@ -127,7 +127,7 @@ def test_light_commands_do_not_import_jax():
         "for argv in (['--help'], ['recipes'], ['train', '--help'], ['trian']): main(argv)\n"
         "assert not {'jax', 'rich', 'optax', 'numpy'} & set(sys.modules), 'something slow'"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
 
 
@@ -166,7 +166,11 @@ thread.join()
 """
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd(), **environment}
     result = subprocess.run(
-        [sys.executable, "-c", program], env=env, cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-c", program],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        encoding="utf-8",
     )
     assert result.stdout.splitlines()[-1:] == [f"True {not is_kept}"], result.stderr
 
@@ -199,7 +203,7 @@ def run_with(argv, redirection):
     """Returns exit code and standard error of a command with a shell redirection."""
     code = "import sys; from weft.cli import main; sys.exit(main())"
     shell = ["bash", "-c", f'exec "$@" {redirection}', "bash", sys.executable, "-c", code, *argv]
-    done = subprocess.run(shell, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(shell, capture_output=True, encoding="utf-8", timeout=100)
     return done.returncode, done.stderr
 
 
@@ -231,7 +235,10 @@ def test_exit_code_is_correct_without_stderr():
 
 
 def test_long_command_without_output_warns_once(caplog):
-    with open("/dev/full", "w") as full, contextlib.redirect_stdout(Output(full)) as output:
+    with (
+        open("/dev/full", "w", encoding="utf-8") as full,
+        contextlib.redirect_stdout(Output(full)) as output,
+    ):
         continue_without_output()
         print("first", flush=True)
         print("second", flush=True)

@@ -18,9 +18,9 @@ def test_config_text_loads_like_its_recipe(tmp_path):
     recipe = load_config("lm-tiny", ["max_step=7"])
     assert recipe.max_step == 7
     text = tmp_path / "mine.txt"
-    text.write_text(to_text(recipe))
+    text.write_text(to_text(recipe), encoding="utf-8")
     assert load_config(str(text)) == recipe
-    (tmp_path / "config.txt").write_text(to_text(recipe))
+    (tmp_path / "config.txt").write_text(to_text(recipe), encoding="utf-8")
     assert run_config(str(tmp_path)) == recipe.clone(dir=str(tmp_path))
 
 
@@ -33,7 +33,7 @@ def test_invalid_config(tmp_path):
         load_config("no/where")
     with pytest.raises(CommandLineError, match="has no run in it"):
         load_config(str(tmp_path))
-    (tmp_path / "bad.txt").write_text("this is not a config")
+    (tmp_path / "bad.txt").write_text("this is not a config", encoding="utf-8")
     with pytest.raises((ConfigTextError, CommandLineError)):
         load_config(str(tmp_path / "bad.txt"))
     with pytest.raises((UnknownFieldError, ValueError), match=r"Did you mean 'max_step'"):
@@ -108,7 +108,7 @@ def test_origins_name_recipe_line_and_command_line(capsys):
 
 def test_recipes_files_and_runs_can_be_compared(tmp_path, capsys):
     file = tmp_path / "mine.txt"
-    file.write_text(show(capsys, "lm-tiny", f"dir={tmp_path / 'run'}", "seed=3"))
+    file.write_text(show(capsys, "lm-tiny", f"dir={tmp_path / 'run'}", "seed=3"), encoding="utf-8")
     claim_run_dir(load_config(str(file)))
     assert main(["config", "diff", str(file), str(tmp_path / "run")]) == 0
     assert capsys.readouterr().out == "The configs are equal.\n"
@@ -128,7 +128,7 @@ def test_recipes_files_and_runs_can_be_compared(tmp_path, capsys):
 )
 def test_invalid_config_text_is_rejected(text, message, tmp_path, capsys):
     file = tmp_path / "x.txt"
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     assert main(["config", "show", str(file)]) == 2
     assert message in capsys.readouterr().err
 

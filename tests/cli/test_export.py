@@ -42,8 +42,8 @@ QWEN = {
 def run(tmp_path_factory):
     """Returns the directory of a run of a small Qwen with adapters, with two saved steps."""
     folder = tmp_path_factory.mktemp("run")
-    (folder / "config.json").write_text(json.dumps(QWEN))
-    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (folder / "config.json").write_text(json.dumps(QWEN), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER), encoding="utf-8")
     cfg = load_config("lm-tiny", [f"dir={folder / 'lora'}"])
     cfg.model = huggingface_model_config(folder)
     set_lora_recursively(cfg.model, rank=2, alpha=4.0)
@@ -104,7 +104,7 @@ def test_hugging_face_checkpoint_is_merged_and_has_the_tokenizer(run, tmp_path):
     cfg, read = from_huggingface(tmp_path / "hf")
     merged = merge_adapters(model, params)
     jax.tree.map(np.testing.assert_array_equal, read, merged)
-    values = json.loads((tmp_path / "hf" / "config.json").read_text())
+    values = json.loads((tmp_path / "hf" / "config.json").read_text(encoding="utf-8"))
     assert values["max_position_embeddings"] == 32  # the length of the run's sequences
     assert to_text(cfg) == to_text(huggingface_model_config(tmp_path / "hf"))
 

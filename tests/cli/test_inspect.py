@@ -72,7 +72,7 @@ def test_missing_directory_is_named(tmp_path, capsys):
 
 @pytest.mark.parametrize("content", ["{", json.dumps({"version": 99, "index": []})])
 def test_unreadable_index_is_reported(tmp_path, capsys, content):
-    (save(tmp_path, 5) / "index").write_text(content)
+    (save(tmp_path, 5) / "index").write_text(content, encoding="utf-8")
     assert main(["inspect", str(tmp_path)]) == 1
     assert "cannot be read as the index" in capsys.readouterr().err
 
@@ -92,7 +92,7 @@ def test_verify_checks_digest_of_every_file(tmp_path, capsys):
     assert out.count("intact: 2 files") == 3 and "damaged" not in out.lower()
 
     checkpoints = tmp_path / "checkpoints"
-    (checkpoints / "step_00000300" / "index").write_text("[")
+    (checkpoints / "step_00000300" / "index").write_text("[", encoding="utf-8")
     (checkpoints / "step_00000100" / "manifest.json").unlink()
     assert main(["inspect", str(tmp_path), "--verify"]) == 1
     lines = capsys.readouterr().out.splitlines()

@@ -107,8 +107,10 @@ def test_run_without_text_input_is_rejected(save, capsys):
     save()
     config = pathlib.Path("run/config.txt")
     tokenizer = "tokenizer=config_for_class(weft.input.ByteTokenizer)()"
-    assert tokenizer in config.read_text()
-    config.write_text(config.read_text().replace(tokenizer, "tokenizer=None"))
+    assert tokenizer in config.read_text(encoding="utf-8")
+    config.write_text(
+        config.read_text(encoding="utf-8").replace(tokenizer, "tokenizer=None"), encoding="utf-8"
+    )
     assert main(["sample", "run"]) == 2
     assert "its input has no tokenizer" in capsys.readouterr().err
 

@@ -53,7 +53,7 @@ def folder(tmp_path, monkeypatch):
 )
 @pytest.mark.usefixtures("all_devices")
 def test_invalid_input_exits_with_code_2(override, message, folder, capsys):
-    (folder / "file").write_text("kept")
+    (folder / "file").write_text("kept", encoding="utf-8")
     assert main([*TINY, override]) == 2
     err = capsys.readouterr().err
     assert message in err and "Traceback" not in err
@@ -101,9 +101,9 @@ def test_finished_run_prints_summary_and_report(run_dir, capsys):
     ):
         assert part in captured.out, part
     assert captured.err == ""
-    page = (run_dir / "report.html").read_text()
+    page = (run_dir / "report.html").read_text(encoding="utf-8")
     assert "60 steps, finished" in page and "<svg" in page and "vocab_size=264" in page
-    record = json.loads((run_dir / "run.json").read_text())
+    record = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
     assert len(record["starts"]) == 2 and record["end"] == {"step": 60, "reason": "max_step"}
     assert record["baselines"].keys() == {"unigram", "bigram", "trigram"}
     assert [sample["step"] for sample in record["samples"]] == [60] and record["samples"][0]["text"]

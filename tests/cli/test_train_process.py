@@ -90,7 +90,7 @@ def test_interrupted_run_continues_and_ends_bitwise_equal(python_server, start, 
     process.send_signal(signal.SIGHUP)  # the terminal is gone
     assert process.wait(timeout=PATIENCE_SECONDS) == 129
     step = newest_step(run_dir)
-    record = json.loads((run_dir / "run.json").read_text())
+    record = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
     assert record["end"] == {"step": step, "reason": "SIGHUP"}
 
     out = finish(python_server.start("-c", FINISH, f"max_step={step + 3}", *same, cwd=tmp_path))

@@ -55,7 +55,7 @@ def run_programs(as_flax, cwd=None):
 
 def versions():
     """Returns the versions on which the values may depend."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = extras["optional-dependencies"]["clients"]
     names = {"jax", "jaxlib", "numpy", "optax", *(text.split("==")[0] for text in wanted)}
     found = {}

@@ -144,7 +144,7 @@ class Search:
         self.pickle = str(folder / "planted.npy")
         np.save(self.pickle, np.array([_Detonates()], object), allow_pickle=True)
         (folder / "planted.pkl").write_bytes(pickle.dumps(_Detonates()))
-        (folder / "planted_module.py").write_text("")
+        (folder / "planted_module.py").write_text("", encoding="utf-8")
         sys.path.insert(0, str(folder))
         self.plain: list[Any] = [
             *(self.path, self.pickle, str(folder / "planted.pkl"), str(folder)),

@@ -481,7 +481,7 @@ def test_origin_in_a_notebook_is_cell_and_line():
         "print(Origin(sys._getframe().f_code.co_filename, 3), Origin('/far/away.py', 1))"
     )
     ipython = [sys.executable, "-m", "IPython", "--no-banner", "--colors=nocolor", "-c", program]
-    done = subprocess.run(ipython, capture_output=True, text=True, check=True)
+    done = subprocess.run(ipython, capture_output=True, encoding="utf-8", check=True)
     assert done.stdout.split() == ["In[1]:3", "/far/away.py:1"]
 
 

@@ -26,7 +26,7 @@ def search(*arguments):
             "PYTHONDONTWRITEBYTECODE": "1",
         },
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=600,
     )
     assert run.returncode == 0, run.stderr[-2000:]

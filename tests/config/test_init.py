@@ -17,7 +17,7 @@ print(sorted({"jax", "jaxlib", "numpy", "attr", "optax"} & set(sys.modules)))
 def test_import_is_fast_and_without_jax():
     def measure():
         result = subprocess.run(
-            [sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True
+            [sys.executable, "-c", MEASURE], capture_output=True, encoding="utf-8", check=True
         )
         seconds, imported = result.stdout.splitlines()
         assert imported == "[]"

@@ -257,7 +257,7 @@ def test_private_module_has_no_names(monkeypatch):
 
 @pytest.mark.parametrize("use", ["value", "target", "partial", "record"])
 def test_names_do_not_import_modules(use, tmp_path, monkeypatch):
-    (tmp_path / "hostile_module.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "hostile_module.py").write_text("raise SystemExit('imported')", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
     for name in (
@@ -274,9 +274,9 @@ def test_names_do_not_import_modules(use, tmp_path, monkeypatch):
 def test_allowed_packages_are_imported(tmp_path, monkeypatch):
     package = tmp_path / "own_package"
     package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "acts.py").write_text("import math\n\ndef act(x):\n    return x\n")
-    (package / "broken.py").write_text("import a_module_that_is_not_there\n")
+    (package / "__init__.py").write_text("", encoding="utf-8")
+    (package / "acts.py").write_text("import math\n\ndef act(x):\n    return x\n", encoding="utf-8")
+    (package / "broken.py").write_text("import a_module_that_is_not_there\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     found = resolve_reference("own_package.acts.act", allow=("own_package",), use="target")
     assert found(3) == 3

@@ -41,7 +41,7 @@ def planted(tmp_path):
     """Files that act when they are read: a pickle, a module. And the path where one sees it."""
     there = tmp_path / "it-ran"
     np.save(tmp_path / "evil.npy", np.array([Payload(there)], object), allow_pickle=True)
-    (tmp_path / "evil_module.py").write_text(f"open({str(there)!r}, 'w')")
+    (tmp_path / "evil_module.py").write_text(f"open({str(there)!r}, 'w')", encoding="utf-8")
     return {"evil": str(tmp_path / "evil.npy"), "path": str(there), "folder": str(tmp_path)}
 
 
@@ -159,7 +159,7 @@ def test_commands_do_not_execute_run_config(kind, command, planted, tmp_path, mo
     text = to_text(cfg)
     assert held in text and "corpus=" in text
     text = text.replace(held, f"context_manager={attack}")
-    (tmp_path / "run" / "config.txt").write_text(text)
+    (tmp_path / "run" / "config.txt").write_text(text, encoding="utf-8")
     code = main(command)
     assert not ran(planted)
     assert code == 2
@@ -196,7 +196,9 @@ def test_text_cannot_set_outside_effects(cls, field, value, caplog):
 
 def test_dir_in_config_file_is_rejected(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "cfg.txt").write_text(to_text(lm_tiny().set(dir=str(tmp_path / "victim"))))
+    (tmp_path / "cfg.txt").write_text(
+        to_text(lm_tiny().set(dir=str(tmp_path / "victim"))), encoding="utf-8"
+    )
     assert main(["train", "cfg.txt", "max_step=1"]) == 2
     assert "add dir=PATH to the command line" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["cfg.txt"]
@@ -204,11 +206,13 @@ def test_dir_in_config_file_is_rejected(tmp_path, monkeypatch, capsys):
 
 def test_command_line_sets_protected_fields(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "own_schedules.py").write_text("def half(step=0):\n    return 0.5\n")
+    (tmp_path / "own_schedules.py").write_text(
+        "def half(step=0):\n    return 0.5\n", encoding="utf-8"
+    )
     text = to_text(lm_tiny())
     assert "context_manager=None" in text
     own = "context_manager=config_for_function(own_schedules.half)(step=1)"
-    (tmp_path / "cfg.txt").write_text(text.replace("context_manager=None", own))
+    (tmp_path / "cfg.txt").write_text(text.replace("context_manager=None", own), encoding="utf-8")
     show = ["config", "show", str(tmp_path / "cfg.txt")]
     assert main(show) == 2
     assert "--allow own_schedules.half" in capsys.readouterr().err
@@ -303,7 +307,7 @@ def test_modifier_in_text_only_sets_layouts(kind, command, tmp_path, monkeypatch
     ):
         assert before in text
         text = text.replace(before, after)
-    (tmp_path / "run" / "config.txt").write_text(text)
+    (tmp_path / "run" / "config.txt").write_text(text, encoding="utf-8")
     assert main([command, "run"]) == 2
     error = capsys.readouterr().err
     expected = "to copy dir from" if kind.startswith("what") else "layouts and recomputation of"

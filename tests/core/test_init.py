@@ -18,7 +18,7 @@ print(Scope.__module__, nn.__name__)
 
 def test_submodules_are_imported_lazily():
     done = subprocess.run(
-        [sys.executable, "-c", _ALONE], capture_output=True, text=True, check=True
+        [sys.executable, "-c", _ALONE], capture_output=True, encoding="utf-8", check=True
     )
     assert done.stdout.splitlines() == [
         "['weft.core.axis_rules', 'weft.core.spmd']",

@@ -445,7 +445,7 @@ def test_stuck_process_is_ended_and_names_the_cause():
             [sys.executable, "-c", STUCK, str(server.getsockname()[1])],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
         )
         connection, _ = server.accept()
         with process, connection:
@@ -480,7 +480,7 @@ def test_suspension_of_all_is_not_a_lost_heartbeat():
         subprocess.Popen(
             [sys.executable, "-c", STOPPED, str(server.getsockname()[1])],
             stdout=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
         ) as process,
     ):
         connection, _ = server.accept()

@@ -31,7 +31,7 @@ def test_error_at_the_end_of_the_interpreter_raises_nothing():
         "import atexit; from weft.distributed.watchdog import print_error; "
         "atexit.register(print_error, 'late')"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8")
     assert (done.returncode, done.stderr) in ((0, "late\n"), (0, ""))
 
 
@@ -84,7 +84,7 @@ def hanging(timeout, crash, stderr=subprocess.PIPE):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=stderr,
-        text=True,
+        encoding="utf-8",
     ) as process:
         assert process.stdout.readline() == "1\n"
         try:

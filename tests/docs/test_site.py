@@ -15,7 +15,7 @@ spec.loader.exec_module(check)
 @pytest.fixture
 def site(tmp_path):
     (tmp_path / "guide").mkdir()
-    (tmp_path / "index.html").write_text('<h2 id="install">Install</h2>')
+    (tmp_path / "index.html").write_text('<h2 id="install">Install</h2>', encoding="utf-8")
     (tmp_path / "plot.png").touch()
     return tmp_path
 
@@ -37,7 +37,7 @@ def site(tmp_path):
     ],
 )
 def test_check_accepts(site, html):
-    (site / "guide/page.html").write_text(html)
+    (site / "guide/page.html").write_text(html, encoding="utf-8")
     assert check.dead_links(site) == []
 
 
@@ -67,19 +67,21 @@ def test_check_accepts(site, html):
     ],
 )
 def test_check_finds(site, html, found):
-    (site / "guide/page.html").write_text(html)
+    (site / "guide/page.html").write_text(html, encoding="utf-8")
     assert check.dead_links(site) == [f"guide/page.html: {found}"]
 
 
 def test_check_finds_what_a_stylesheet_loads(site):
-    (site / "style.css").write_text("a { background: url(https://example.org/x.png) }")
+    (site / "style.css").write_text(
+        "a { background: url(https://example.org/x.png) }", encoding="utf-8"
+    )
     assert check.dead_links(site) == ["style.css: loads https://example.org/x.png from the network"]
 
 
 def test_check_finds_names_that_the_search_does_not_know(site):
     (site / "search").mkdir()
     entries = [{"title": "weft.nnx.BatchNorm dataclass"}, {"title": "weft.linen"}]
-    (site / "search/search_index.json").write_text(json.dumps({"docs": entries}))
+    (site / "search/search_index.json").write_text(json.dumps({"docs": entries}), encoding="utf-8")
     names = {"weft.nnx.BatchNorm", "weft.linen.BatchNorm"}
     assert check.unknown_to_search(site, names) == [
         "the search has no entry for weft.linen.BatchNorm"

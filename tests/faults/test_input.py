@@ -89,7 +89,7 @@ def weights(trainer):
 def test_broken_record_is_named_and_run_resumes_once_fixed(tmp_path):
     records = [json.dumps({"x": i, "y": 2 * i}) for i in range(32)]
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
-    good.write_text("\n".join(records))
+    good.write_text("\n".join(records), encoding="utf-8")
     whole, seen, _ = trained(tmp_path / "whole", str(good))
     assert len(seen.batches) == 8
 
@@ -97,13 +97,13 @@ def test_broken_record_is_named_and_run_resumes_once_fixed(tmp_path):
     line = int(seen.batches[5][0])
     broken = [*records]
     broken[line] = records[line].replace('"y"', '"z"')
-    bad.write_text("\n".join(broken))
+    bad.write_text("\n".join(broken), encoding="utf-8")
     _, before, error = trained(tmp_path / "cut", str(bad))
     assert f"line {line + 1} of {bad}: KeyError: 'y'" in str(error)
     assert "trainer.input: the batch after state {'next_index': 5}" in str(error)
     assert before.batches == seen.batches[:5]
 
-    bad.write_text("\n".join(records))
+    bad.write_text("\n".join(records), encoding="utf-8")
     mended, after, error = trained(tmp_path / "cut", str(bad))
     assert (after.resumed_from, error) == (5, None)
     assert before.batches + after.batches == seen.batches

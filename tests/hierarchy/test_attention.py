@@ -13,7 +13,9 @@ from weft.hierarchy import attention as A
 from weft.hierarchy.layers import RMSNorm
 from weft.hierarchy.module import functional as F
 
-GOLDEN = json.loads((pathlib.Path(__file__).parent / "attention_golden.json").read_text())
+GOLDEN = json.loads(
+    (pathlib.Path(__file__).parent / "attention_golden.json").read_text(encoding="utf-8")
+)
 DIM, HEADS, HIDDEN, BATCH, LENGTH = 8, 2, 16, 2, 4
 CAUSAL = A.make_causal_biases(LENGTH)[None, None]
 

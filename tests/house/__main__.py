@@ -69,7 +69,7 @@ def suite() -> Iterator[Row]:
     """Yields the minutes that `make test` took here last, if it passed."""
     seconds = ROOT / ".pytest_cache/v/weft/suite_seconds"
     if seconds.exists():
-        minutes = round(json.loads(seconds.read_text()) / 60, 1)
+        minutes = round(json.loads(seconds.read_text(encoding="utf-8")) / 60, 1)
         yield Row("minutes of the last `make test`", 24, minutes, 12)
     else:
         print("Run `make test` first, to see how long it takes.", file=sys.stderr)

@@ -82,7 +82,9 @@ def _is_property(node: _Function) -> bool:
 
 def main() -> int:
     command = ["git", "ls-files", "--", *PATHS]
-    files = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    files = subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, encoding="utf-8"
+    ).stdout
     found = [
         line
         for path in files.split()

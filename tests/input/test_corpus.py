@@ -102,7 +102,7 @@ def test_record_fields(tmp_path):
 def test_folder_patterns_and_excludes(tmp_path):
     for name in ("a.md", "b.txt", "deep/c.md", "skip/d.md", "deep/skip/e.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
+        (tmp_path / name).write_text(name, encoding="utf-8")
 
     def names(**kwargs):
         return [f.name for f in folder_corpus(str(tmp_path), **kwargs).files]
@@ -116,7 +116,7 @@ def test_folder_patterns_and_excludes(tmp_path):
 def test_several_folders_and_files(tmp_path):
     for name in ("one/x.md", "two/x.md", "alone.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
+        (tmp_path / name).write_text(name, encoding="utf-8")
     paths = [str(tmp_path / p) for p in ("one", "two", "alone.md")]
     assert [f.name for f in folder_corpus(paths).files] == ["alone.md", "one/x.md", "two/x.md"]
 
@@ -141,7 +141,7 @@ def test_empty_part_names_the_fraction():
 
 
 def test_unreadable_file_is_reported(tmp_path, monkeypatch):
-    (tmp_path / "locked.txt").write_text("x")
+    (tmp_path / "locked.txt").write_text("x", encoding="utf-8")
 
     def refuse(path):
         raise PermissionError(13, "Permission denied")
@@ -156,16 +156,16 @@ def test_unreadable_file_is_reported(tmp_path, monkeypatch):
 def test_two_files_of_one_name_are_rejected(tmp_path):
     for name in ("a/src/x.py", "b/src/x.py"):
         (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text("x")
+        (tmp_path / name).write_text("x", encoding="utf-8")
     with pytest.raises(CorpusReadError, match=r"two files .* are named 'src/x.py'.*common parent"):
         folder_corpus([str(tmp_path / "a/src"), str(tmp_path / "b/src")])
 
 
 def test_records_of_files_are_documents(tmp_path):
     lines = [json.dumps({"text": f"é{i}", "body": "b"}) for i in range(30)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines[:20]))
+    (tmp_path / "a.jsonl").write_text("\n".join(lines[:20]), encoding="utf-8")
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[20:]).encode()))
-    (tmp_path / "c.txt").write_text("plain")
+    (tmp_path / "c.txt").write_text("plain", encoding="utf-8")
     corpus = folder_corpus(str(tmp_path), held_out_fraction=0.3)
     assert [f.name for f in corpus.files[18:22]] == [
         *("a.jsonl#0000018", "a.jsonl#0000019", "b.jsonl.gz#0000000", "b.jsonl.gz#0000001")
@@ -217,7 +217,7 @@ BINARY = {
 
 @pytest.mark.parametrize(("data", "message"), BINARY.values(), ids=BINARY)
 def test_binary_files_are_rejected(tmp_path, data, message):
-    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
     (tmp_path / "b.txt").write_bytes(data)
     with pytest.raises(
         CorpusReadError, match=rf"b\.txt is not text.*{message}.*leave the file out"
@@ -238,7 +238,7 @@ def test_nearly_binary_text_is_accepted(tmp_path, text):
 
 
 def test_fifo_does_not_block(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
     os.mkfifo(tmp_path / "b.txt")
     assert [file.name for file in folder_corpus(str(tmp_path)).files] == ["a.txt"]
 

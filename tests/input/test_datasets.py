@@ -21,10 +21,10 @@ from weft.input.grain import prefetch_dataset
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("first\n\nsecond")
-    (tmp_path / "b.txt").write_text("third\n")
+    (tmp_path / "a.txt").write_text("first\n\nsecond", encoding="utf-8")
+    (tmp_path / "b.txt").write_text("third\n", encoding="utf-8")
     lines = "\n".join(json.dumps({"text": f"text {i}"}) for i in range(6))
-    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8")
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "zipped"}'))
     return tmp_path
 
@@ -75,7 +75,7 @@ def test_fingerprint_changes_with_files(folder):
     before = [text_dataset("?.txt"), text_dataset("?.txt", document="line")]
     assert before[0].fingerprint != before[1].fingerprint
     assert [d.num_bytes for d in before] == [19, 19]
-    (folder / "b.txt").write_text("other\n\n")
+    (folder / "b.txt").write_text("other\n\n", encoding="utf-8")
     after = [text_dataset("?.txt"), text_dataset("?.txt", document="line")]
     assert all(b.fingerprint != a.fingerprint for b, a in zip(before, after, strict=True))
 
@@ -86,7 +86,7 @@ def text_length(document):
 
 @pytest.mark.long
 def test_worker_processes_name_failing_records(folder):
-    (folder / "c.jsonl").write_text('{"text": "ok"}\n{"tex": 1}\n')
+    (folder / "c.jsonl").write_text('{"text": "ok"}\n{"tex": 1}\n', encoding="utf-8")
     ds = json_lines_dataset(["a.jsonl", "b.jsonl.gz", "c.jsonl"]).map(text_length)
     options = grain.MultiprocessingOptions(num_workers=1)
     it = iter(prefetch_dataset(ds, multiprocessing_options=options))
@@ -142,7 +142,9 @@ def test_split(saved_folder):
 
 def test_files_by_the_name_of_their_folder(saved_folder):
     (saved_folder / "lines").mkdir()
-    (saved_folder / "lines" / "train.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    (saved_folder / "lines" / "train.jsonl").write_text(
+        '{"text": "a"}\n{"text": "b"}\n', encoding="utf-8"
+    )
     assert [r["text"] for r in hugging_face_dataset(str(saved_folder / "lines"))] == ["a", "b"]
     part = hugging_face_dataset(str(saved_folder / "lines"), split="train[1:]")
     assert list(part) == [{"text": "b"}]

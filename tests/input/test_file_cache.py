@@ -86,7 +86,7 @@ def test_tokens_of_large_files_are_kept(folder, monkeypatch):
     monkeypatch.setattr(file_cache, "MAX_BYTES_IN_MEMORY", 0)
     for text, calls in (("one three", 1), ("one three", 1), ("other", 2)):
         if calls > Words.calls:
-            (folder / "a.jsonl").write_text(json.dumps({"text": text}))
+            (folder / "a.jsonl").write_text(json.dumps({"text": text}), encoding="utf-8")
         tokens = tokenize_documents(json_lines_dataset("a.jsonl"), Words())
         assert tokens.tolist() == [0, *map(len, text.split()), 0]
         assert Words.calls == calls
@@ -112,7 +112,9 @@ def test_tokens_of_large_files_are_kept(folder, monkeypatch):
     ids=["tokenizer", "key", "type", "list", "json"],
 )
 def test_invalid_document_is_named(folder, line, message):
-    (folder / "a.jsonl").write_text('{"text": "good"}\n' + line + '\n{"text": "good"}')
+    (folder / "a.jsonl").write_text(
+        '{"text": "good"}\n' + line + '\n{"text": "good"}', encoding="utf-8"
+    )
     with pytest.raises(InputReadError, match=message):
         tokenize_documents(json_lines_dataset("a.jsonl"), Words())
 
@@ -199,7 +201,7 @@ def test_failure_leaves_no_file(cache):
 
 def test_unwritable_folder(cache, monkeypatch):
     cache.mkdir()
-    (cache / "file").write_text("no folder")
+    (cache / "file").write_text("no folder", encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))
     with pytest.raises(
         InputReadError, match=r"cannot write \S+/file/weft/kind/\w+ .*set XDG_CACHE_HOME to a"
@@ -228,7 +230,7 @@ def test_second_process_waits_for_the_first(cache):
         [sys.executable, "-c", textwrap.dedent(program)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "making\n"

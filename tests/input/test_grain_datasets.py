@@ -197,9 +197,10 @@ class TestPrefetch:
                         grain.MapDataset.range(9), multiprocessing_options=options))
                     print(next(it))
                 """
-            )
+            ),
+            encoding="utf-8",
         )
         done = subprocess.run(
-            [sys.executable, str(program)], capture_output=True, text=True, timeout=120
+            [sys.executable, str(program)], capture_output=True, encoding="utf-8", timeout=120
         )
         assert (done.stdout, done.stderr, done.returncode) == ("0\n", "", 0)

@@ -99,7 +99,9 @@ if other:
 @pytest.mark.long
 def test_two_processes_make_one_batch(python_server, tmp_path):
     path = tmp_path / "text.jsonl"
-    path.write_text("\n".join('{"text": "%s"}' % (chr(97 + i) * (i + 3)) for i in range(26)))
+    path.write_text(
+        "\n".join('{"text": "%s"}' % (chr(97 + i) * (i + 3)) for i in range(26)), encoding="utf-8"
+    )
     env = {"XLA_FLAGS": xla_flags(2)}
     out = finish(python_server.start("-c", PROGRAM, free_port(), path, env=env))
     assert "done 0" in out and "done 1" in out

@@ -153,7 +153,7 @@ def test_only_some_columns(path):
 
 
 def test_damaged_parquet_files(path, tmp_path):
-    (tmp_path / "text").write_text("no table")
+    (tmp_path / "text").write_text("no table", encoding="utf-8")
     with pytest.raises(InputReadError, match=r"text is not a Parquet file: ArrowInvalid: Parquet"):
         ParquetFile(str(tmp_path / "text"))
     content = bytearray((tmp_path / "a.parquet").read_bytes())

@@ -159,7 +159,7 @@ class TestDocuments:
         monkeypatch.chdir(tmp_path)
         for name, letters in {"a": "abcd", "b": "vwxyz"}.items():
             lines = (json.dumps({"text": letter * 15, "body": "-" * 15}) for letter in letters)
-            (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+            (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
     def make(self, **kwargs):
         documents = config_for_function(json_lines_dataset).set(paths="*.jsonl")
@@ -420,7 +420,9 @@ def test_mixture_by_weights():
 
 def test_errors_name_the_document(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "good"}\n{"text": "' + "x" * 31 + '"}\n{"words": 1}\n')
+    path.write_text(
+        '{"text": "good"}\n{"text": "' + "x" * 31 + '"}\n{"words": 1}\n', encoding="utf-8"
+    )
     documents = config_for_function(json_lines_dataset).set(paths=str(path))
     source = make_stream(documents=documents, split_documents=False, is_training=False)
     with pytest.raises(InputReadError, match=r"line 2 of .*has 32 tokens .* sequence_length=31; l"):

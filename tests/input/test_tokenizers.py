@@ -142,7 +142,7 @@ def test_invalid_tokenizer_files(kind, folder):
         kind(0)
     os.fstat(0)
     pytest.importorskip("tokenizers" if kind is HuggingFaceTokenizer else "sentencepiece")
-    (folder / "text").write_text("no tokenizer")
+    (folder / "text").write_text("no tokenizer", encoding="utf-8")
     with pytest.raises(TokenizerError, match=r"text is not (a|an) [\w. ]+: \w+Error: .*; pass the"):
         kind(str(folder / "text"))
 

@@ -63,7 +63,7 @@ UNDEFINED = {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    (tmp_path / "own.py").write_text(OWN_MODEL)
+    (tmp_path / "own.py").write_text(OWN_MODEL, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     sys.modules.pop("own", None)
@@ -112,10 +112,10 @@ PathFinder.find_spec = lambda name, *args: None if name == "tensorboardX" else f
 
 @pytest.mark.long
 def test_missing_extra(folder):
-    (folder / "sitecustomize.py").write_text(HIDE)
+    (folder / "sitecustomize.py").write_text(HIDE, encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"}
     done = subprocess.run(
-        [*WEFT, "train", "lm-tiny"], cwd=folder, env=env, capture_output=True, text=True
+        [*WEFT, "train", "lm-tiny"], cwd=folder, env=env, capture_output=True, encoding="utf-8"
     )
     out = done.stdout + done.stderr
     assert done.returncode == 2, out

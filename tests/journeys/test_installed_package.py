@@ -36,7 +36,7 @@ def installed(tmp_path, monkeypatch):
     for name, text in FILES.items():
         path = tmp_path / "packages" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     monkeypatch.chdir(tmp_path)
     yield tmp_path
@@ -168,26 +168,26 @@ def test_wheel_and_its_extras(packages, tmp_path):
 
 @pytest.mark.parametrize("extra", USES)
 def test_extra_names_its_packages(extra):
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = {re.match(r"[\w-]+", text)[0] for text in wanted["optional-dependencies"][extra]}
     assert set(USES[extra][0].split()) <= named
 
 
 def test_each_extra_is_tried():
     tried = {*USES, "train", "dev", "parity", "clients", "bench"}  # the last four are for the tests
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert extras["optional-dependencies"].keys() == tried
 
 
 @pytest.mark.long
 def test_extras_of_the_wheel_need_no_cuda(packages):
-    assert not CUDA.search(LOCK.read_text())
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert not CUDA.search(LOCK.read_text(encoding="utf-8"))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     # Both have PyTorch, whose build for the CPU is not on every index.
     chosen = extras["optional-dependencies"].keys() - {"parity", "bench"}
     wanted = f"weft[{','.join(chosen)}] @ {packages[0].as_uri()}"
     uv = [sys.executable, "-m", "uv", "--quiet", "pip", "compile", "--constraint", LOCK]
     found = called(*uv, "--python", sys.executable, "-", input=wanted)
     assert not CUDA.search(found)
-    locked = set(re.findall(r"^\S+==\S+", LOCK.read_text(), re.MULTILINE))
+    locked = set(re.findall(r"^\S+==\S+", LOCK.read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"^\S+==\S+", found, re.MULTILINE)) <= locked

@@ -50,7 +50,7 @@ MISTAKES = {
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lab")
     for name, text in FILES.items():
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8")
     yield folder
     sys.modules.pop("mine", None)
 

@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     texts = [inspect.getsource(email), *inspect.getsource(inspect).split("\n\n\n")]
     lines = [json.dumps({"text": text, "source": "inspect"}) for text in texts]
-    (folder / "notes.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "notes.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -111,6 +111,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_mistakes_are_refused_before_the_first_step(here, capsys, words, message):
-    (here / "other.json").write_text((here / "tokenizer.json").read_text() + "\n")
+    (here / "other.json").write_text(
+        (here / "tokenizer.json").read_text(encoding="utf-8") + "\n", encoding="utf-8"
+    )
     assert message in said(capsys, *TRAIN, "dir=none", *words, code=2)
     assert not (here / "none").exists()

@@ -20,7 +20,7 @@ def lab(tmp_path):
     assert "class Net(nnx.Module)" in page and "def recipe(" in page
     folder = tmp_path / "lab"
     folder.mkdir()
-    (folder / "my_model.py").write_text(page)
+    (folder / "my_model.py").write_text(page, encoding="utf-8")
     return folder
 
 
@@ -77,5 +77,5 @@ def test_own_model_in_a_file(lab, start, said, tmp_path):
     said(elsewhere, "export", run, "--to", "net.safetensors")
     assert (elsewhere / "net.safetensors").exists()
     said(elsewhere, "train", run, f"max_step={saved + 8}")
-    record = json.loads((lab / "runs" / "my_model" / "run.json").read_text())
+    record = json.loads((lab / "runs" / "my_model" / "run.json").read_text(encoding="utf-8"))
     assert record["recipe"]["words"][-1] == f"max_step={saved + 8}"

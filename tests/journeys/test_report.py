@@ -114,7 +114,7 @@ def test_own_model_shows_progress_on_standard_error(tmp_path, capsys):
 def test_silent_run_leaves_a_report(run_dir, tmp_path, capsys):
     trainer(tmp_path / "run").run(progress=False)
     assert capsys.readouterr() == ("", "")
-    page = (tmp_path / "run" / "report.html").read_text()
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     for part in (
         "20 steps, finished",
         "650",
@@ -137,7 +137,9 @@ def test_run_ends_though_its_progress_cannot_be_printed(tmp_path, monkeypatch):
 def test_report_names_the_error_that_ended_the_run(tmp_path):
     with pytest.raises(UndefinedLossException):
         trainer(tmp_path / "run", scale=1e30, learning_rate=1e30).run(progress=False)
-    assert "UndefinedLossException: " in (tmp_path / "run" / "report.html").read_text()
+    assert "UndefinedLossException: " in (tmp_path / "run" / "report.html").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_report_while_the_run_goes_on(tmp_path, capsys):
@@ -146,10 +148,12 @@ def test_report_while_the_run_goes_on(tmp_path, capsys):
     class Reader(RunListener):
         def on_eval(self, name, step, summaries):
             assert main(["report", str(directory)]) == 0
-            pages.append((directory / "report.html").read_text())
+            pages.append((directory / "report.html").read_text(encoding="utf-8"))
 
     trainer(directory).run(progress=False, listener=Reader())
-    assert "not ended" in pages[0] and "not ended" not in (directory / "report.html").read_text()
+    assert "not ended" in pages[0] and "not ended" not in (directory / "report.html").read_text(
+        encoding="utf-8"
+    )
     assert capsys.readouterr().out == f"report     {directory / 'report.html'}\n" * 2
 
 
@@ -158,7 +162,7 @@ def test_two_runs_are_compared(run_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["report", str(run_dir), "slow"]) == 0
     assert capsys.readouterr().out == "report     comparison.html\n"
-    page = (tmp_path / "comparison.html").read_text()
+    page = (tmp_path / "comparison.html").read_text(encoding="utf-8")
     for part in ("plain and slow", "held_out accuracy", "learner.optimizer.learning_rate", "0.01"):
         assert part in page, part
     assert main(["report", "slow", "--out", "/dev/null/page.html"]) == 2

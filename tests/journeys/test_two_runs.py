@@ -109,13 +109,15 @@ def test_second_run_is_refused_and_the_first_one_continues(start, folder, capsys
     assert os.listdir(folder) == ["run"]
     assert main(["inspect", "run"]) == 0  # which only reads
     assert main(["report", "run"]) == 0
-    assert "not ended" in (folder / "run/report.html").read_text()
+    assert "not ended" in (folder / "run/report.html").read_text(encoding="utf-8")
 
     first.kill()  # leaves no lock behind
     first.communicate()
     assert first.returncode == -signal.SIGKILL
     assert main(["report", "run"]) == 0
-    assert "killed or lost: no end was written" in (folder / "run/report.html").read_text()
+    assert "killed or lost: no end was written" in (folder / "run/report.html").read_text(
+        encoding="utf-8"
+    )
     second = start("train", "lm-tiny", "dir=run", "max_step=1000000", "evalers={}")
     for line in second.stdout:
         if line.startswith("run "):
@@ -124,7 +126,7 @@ def test_second_run_is_refused_and_the_first_one_continues(start, folder, capsys
     second.send_signal(signal.SIGTERM)
     assert "stopped by SIGTERM after step" in finish(second, 143)
     assert "run.lock" not in os.listdir("run")
-    assert len(json.loads((folder / "run" / "run.json").read_text())["starts"]) == 2
+    assert len(json.loads((folder / "run" / "run.json").read_text(encoding="utf-8"))["starts"]) == 2
 
 
 def test_other_config_gets_the_differences_and_commands_that_work(folder, capsys):
@@ -142,7 +144,7 @@ def test_other_config_gets_the_differences_and_commands_that_work(folder, capsys
     assert "moved the earlier run from runs/a to runs/a.1" in capsys.readouterr().out
     assert sorted(os.listdir("runs")) == ["a", "a-2", "a.1"]
     seeds = {
-        name: "seed=1" in (folder / "runs" / name / "config.txt").read_text()
+        name: "seed=1" in (folder / "runs" / name / "config.txt").read_text(encoding="utf-8")
         for name in ("a", "a.1")
     }
     assert seeds == {"a": True, "a.1": False}
@@ -151,7 +153,9 @@ def test_other_config_gets_the_differences_and_commands_that_work(folder, capsys
 def test_own_data_after_the_default_run(folder, capsys):
     (folder / "notes").mkdir()
     for n in range(20):
-        (folder / "notes" / f"{n}.txt").write_text(f"{n} is a number of apples.\n" * 20)
+        (folder / "notes" / f"{n}.txt").write_text(
+            f"{n} is a number of apples.\n" * 20, encoding="utf-8"
+        )
     assert main(["train", *SHORT]) == 0
     words = ["data_dir=notes", "input.source.corpus.held_out_fraction=0.3"]
     assert main(["train", *SHORT, *words]) == 0
@@ -159,7 +163,7 @@ def test_own_data_after_the_default_run(folder, capsys):
 
 
 def test_failed_runs_end_with_exit_code_1(folder, start, capsys):
-    (folder / "lines_model.py").write_text(MODELS)
+    (folder / "lines_model.py").write_text(MODELS, encoding="utf-8")
     assert main(["train", "lines_model.py:undefined"]) == 1
     assert "weft: the loss after step 1 is nan" in capsys.readouterr().err
     # No checkpoint was saved, so the directory is free for another config.

@@ -100,6 +100,6 @@ if __name__ == "__main__":
         "JAX_PROCESS_ID": "0" if child else "1",
     }
     with joined_processes(environ) as place:
-        Path(f"process_{place.process_id}.json").write_text(json.dumps(main()))
+        Path(f"process_{place.process_id}.json").write_text(json.dumps(main()), encoding="utf-8")
     if child:
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

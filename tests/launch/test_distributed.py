@@ -144,7 +144,7 @@ def test_weft_errors_are_printed_like_the_cli():
         "    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, encoding="utf-8"
     )
     assert (ended.stdout.split(), ended.stderr) == (["2", "130", "7"], "weft: too few\n")
 

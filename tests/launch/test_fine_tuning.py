@@ -27,12 +27,12 @@ def directory(python_server, tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(directory):
     first, second = (directory / f"process_{i}.json" for i in (0, 1))
-    assert first.read_text() == second.read_text()
-    return json.loads(first.read_text())
+    assert first.read_text(encoding="utf-8") == second.read_text(encoding="utf-8")
+    return json.loads(first.read_text(encoding="utf-8"))
 
 
 def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def test_processes_agree_and_stop_early_at_one_step(results):
@@ -77,7 +77,7 @@ def test_one_process_reports_total_speed(directory):
     assert values["examples_per_second"] == pytest.approx(4 * values["steps_per_second"])
     assert values["tokens_per_second"] == pytest.approx(64 * values["steps_per_second"])
     assert values["mfu"] > 0 and 0 < values["goodput"] < 1
-    marks = json.loads((directory / "tuned/run.json").read_text())["goodput"]
+    marks = json.loads((directory / "tuned/run.json").read_text(encoding="utf-8"))["goodput"]
     assert [mark["step"] for mark in marks] == [2, 4]
     assert 0 < marks[0]["productive_seconds"] <= marks[1]["productive_seconds"]
 

@@ -9,7 +9,9 @@ from weft.errors import JobConfigError
 from weft.launch.distributed import ProcessInfo, process_info
 from weft.launch.jobset import JobSetJob
 
-SCHEMA = json.loads(Path(__file__).with_name("jobset.v1alpha2.schema.json").read_text())
+SCHEMA = json.loads(
+    Path(__file__).with_name("jobset.v1alpha2.schema.json").read_text(encoding="utf-8")
+)
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
 

@@ -22,7 +22,7 @@ def test_each_try_has_a_new_token(tmp_path, capfd):
     script = 'echo "$WEFT_RENDEZVOUS_TOKEN" >> tokens; exit 3'
     made = job(f"cd {tmp_path}; {script}", num_processes=1, max_tries=2)
     assert made.run() == 3
-    first, second = (tmp_path / "tokens").read_text().split()
+    first, second = (tmp_path / "tokens").read_text(encoding="utf-8").split()
     assert len(first) == 32 and first != second
     assert first not in "".join(capfd.readouterr())
 
@@ -59,7 +59,7 @@ def test_logs_go_to_files(tmp_path, capsys):
     assert job("echo $JAX_PROCESS_ID", log_dir=str(tmp_path / "logs")).run() == 0
     printed = capsys.readouterr()
     assert printed.out == "" and "process-0.log" in printed.err
-    assert (tmp_path / "logs" / "process-1.log").read_text() == "1\n"
+    assert (tmp_path / "logs" / "process-1.log").read_text(encoding="utf-8") == "1\n"
 
 
 def test_gpus_are_split_among_processes(monkeypatch):

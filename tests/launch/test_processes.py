@@ -168,7 +168,7 @@ def test_death_of_parent_stops_children(tmp_path):
         [sys.executable, "-c", GROUP],
         env={**os.environ, "OUT": str(out)},
         stdout=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
     )
     with group:
         try:
@@ -176,7 +176,7 @@ def test_death_of_parent_stops_children(tmp_path):
         finally:
             group.kill()
     deadline = time.monotonic() + 20
-    while not out.exists() or out.read_text().count("saved") < 2:
+    while not out.exists() or out.read_text(encoding="utf-8").count("saved") < 2:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

@@ -35,7 +35,7 @@ ALL = {
 
 def program(directory, name, text):
     path = directory / name
-    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.write_text(f"#!/bin/bash\n{text}\n", encoding="utf-8")
     path.chmod(0o755)
 
 
@@ -69,7 +69,10 @@ def cluster(tmp_path, monkeypatch):
 def run_script(script, **env):
     slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "localhost,other"}
     return subprocess.run(
-        ["bash", "-c", script], env={**os.environ, **slurm, **env}, capture_output=True, text=True
+        ["bash", "-c", script],
+        env={**os.environ, **slurm, **env},
+        capture_output=True,
+        encoding="utf-8",
     )
 
 
@@ -104,7 +107,7 @@ def test_directives_match_fields():
 @pytest.mark.parametrize("fields", [{}, ALL], ids=["few", "all"])
 def test_shell_reads_the_script(fields):
     script = job(**fields).script()
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    subprocess.run(["bash", "-n"], input=script, encoding="utf-8", check=True)
     assert "weft train lm 'a=[1, 2]'" in script
     # srun gives a process one core, unless the option is repeated.
     assert ("srun --kill-on-bad-exit=1 --cpus-per-task=16 " in script) == bool(fields)
@@ -138,13 +141,13 @@ def test_failed_job_is_requeued_up_to_max_tries(cluster):
     script = job(max_tries=2, command=["bash", "-c", "exit $WEFT_STOPPED_EXIT_CODE"]).script()
     assert run_script(script).returncode == 75
     calls = Path(os.environ["CALLS"])
-    assert "scontrol requeue" in calls.read_text()
+    assert "scontrol requeue" in calls.read_text(encoding="utf-8")
     calls.unlink()
     assert run_script(script, SLURM_RESTART_COUNT="1").returncode == 75
-    assert "requeue" not in calls.read_text()
+    assert "requeue" not in calls.read_text(encoding="utf-8")
     wrong = job(max_tries=2, command=["bash", "-c", "exit 2"]).script()
     assert run_script(wrong).returncode == 2
-    assert "requeue" not in calls.read_text()
+    assert "requeue" not in calls.read_text(encoding="utf-8")
 
 
 @pytest.mark.long
@@ -188,7 +191,7 @@ def test_submitit_submits_the_same_directives(cluster):
     pytest.importorskip("submitit")
     fields = ALL | {"max_tries": 1}
     assert job(**fields).submit(str(cluster / "slurm")) == "4242"
-    script = Path(os.environ["CALLS"]).read_text()
+    script = Path(os.environ["CALLS"]).read_text(encoding="utf-8")
     submitted, own = directives(script), directives(job(**fields).script())
     assert {n: submitted[n] for n in own if n != "output"} == {
         n: v for n, v in own.items() if n != "output"

@@ -25,7 +25,9 @@ _EVERY_STEP = "summary_writer.writers.json_lines.write_every_n_steps=1"
 @pytest.fixture
 def launch(python_server, tmp_path):
     """Starts `weft launch local -n 2 … own.py:recipe dir=run …`, where the file has lm-tiny."""
-    (tmp_path / "own.py").write_text("from weft.recipes.lm import lm_tiny as recipe\n")
+    (tmp_path / "own.py").write_text(
+        "from weft.recipes.lm import lm_tiny as recipe\n", encoding="utf-8"
+    )
     with weft_processes(python_server, tmp_path) as start:
         yield lambda *words: start("launch", "local", "-n", "2", *words, *_OVERRIDES, _EVERY_STEP)
 
@@ -45,7 +47,9 @@ def wait_for_step(run_dir, step, process):
 
 
 def losses(run_dir):
-    lines = (run_dir / "summaries/train_train/summaries.jsonl").read_text().splitlines()
+    lines = (
+        (run_dir / "summaries/train_train/summaries.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     records = map(json.loads, lines)
     return {r["step"]: r["values"]["loss"] for r in records if "loss" in r.get("values", {})}
 
@@ -87,7 +91,7 @@ def test_two_processes_are_killed_and_resumed_as_one(launch, tmp_path):
 
     # One process resumes from a checkpoint of two.
     assert train_here(run_dir, stopped + 2) == stopped
-    starts = json.loads((run_dir / "run.json").read_text())["starts"]
+    starts = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["starts"]
     assert [start["processes"] for start in starts] == [2, 2, 1]
     together = losses(run_dir)
     assert together.keys() == set(range(1, stopped + 3))

@@ -61,7 +61,7 @@ def copy_repository(to: Path) -> Path:
 
 
 def _git(*args: str) -> list[str]:
-    return subprocess.check_output(["git", *args], cwd=ROOT, text=True).splitlines()
+    return subprocess.check_output(["git", *args], cwd=ROOT, encoding="utf-8").splitlines()
 
 
 class Suite:

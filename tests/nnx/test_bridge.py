@@ -26,7 +26,7 @@ def test_nnx_does_not_import_linen():
         "print([m for m in sys.modules if m.startswith(('weft.linen', 'weft.hierarchy'))])"
     )
     printed = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        [sys.executable, "-c", program], capture_output=True, encoding="utf-8", check=True
     )
     assert printed.stdout.strip() == "[]"
 

@@ -237,7 +237,7 @@ def test_error_names_variable_line_and_transformation():
     text = str(error.value)
     assert "a Param of shape (3,) is changed inside of nnx.vmap(write)" in text
     assert "It is NestedModel.layers[0].w and was made at" in text
-    with open(__file__) as file:
+    with open(__file__, encoding="utf-8") as file:
         line = next(n for n, text in enumerate(file, 1) if "the line in the message" in text)
     assert f"{os.path.relpath(__file__)}:{line}" in text
 

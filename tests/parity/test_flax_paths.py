@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-LINES = Path(__file__).with_name("flax_paths.txt").read_text().splitlines()
+LINES = Path(__file__).with_name("flax_paths.txt").read_text(encoding="utf-8").splitlines()
 PATHS = {module: names for module, *names in map(str.split, LINES)}
-LEFT_OUT = Path(__file__).parents[2].joinpath("docs/coverage.md").read_text()
+LEFT_OUT = Path(__file__).parents[2].joinpath("docs/coverage.md").read_text(encoding="utf-8")
 # Names that a reader of Flax's documentation finds, by which the other paths are compared.
 PUBLIC = ("flax.linen", "flax.nnx", "flax.core", "flax.struct", "flax.typing", "flax.nnx.bridge")
 

@@ -53,7 +53,7 @@ def test_small_model_learns_and_balances_experts(tmp_path):
     values = [
         v
         for path in tmp_path.rglob("*.jsonl")
-        for line in path.read_text().splitlines()
+        for line in path.read_text(encoding="utf-8").splitlines()
         if "loss" in (v := json.loads(line).get("values", {}))
     ]
     first, last = values[0], values[-1]

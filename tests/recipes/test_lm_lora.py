@@ -47,7 +47,7 @@ TOKENIZER = {
 def checkpoint(folder, **values):
     """Returns the folder of a checkpoint of a small Llama, whose weights are all the same."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**SMALL, **values}))
+    (folder / "config.json").write_text(json.dumps({**SMALL, **values}), encoding="utf-8")
     cfg = huggingface_model_config(folder)
     model = cfg.clone(name="model").instantiate(parent=None)
     shapes = jax.eval_shape(model.initialize_parameters_recursively, jax.random.key(0))
@@ -127,7 +127,7 @@ def test_model_from_base(tmp_path):
 
 def test_tokenizer_from_base(tmp_path):
     folder, _, _ = checkpoint(tmp_path / "base", vocab_size=4, eos_token_id=1, pad_token_id=None)
-    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER), encoding="utf-8")
     run = lm_lora.lm_lora(base=str(folder))
     for source in (run.input.source, run.evalers["held_out"].input.source):
         tokenizer = maybe_instantiate(source.tokenizer)
@@ -151,7 +151,7 @@ def test_unreadable_bases(tmp_path):
     folder, _, _ = checkpoint(tmp_path / "base", vocab_size=9)
     with pytest.raises(HuggingFaceConfigError, match=r"no '.*tokenizer.json', .* of 9 tokens"):
         lm_lora.lm_lora(base=str(folder))
-    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER), encoding="utf-8")
     checkpoint(tmp_path / "base", vocab_size=9, eos_token_id=None)
     with pytest.raises(HuggingFaceConfigError, match=r"has no eos_token_id"):
         lm_lora.lm_lora(base=str(folder))

@@ -84,14 +84,14 @@ def divides():
 def folder(tmp_path, monkeypatch, new_process):
     """A current directory with a recipe and its neighbor."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own_layers.py").write_text("class Head:\n    pass\n")
-    (tmp_path / "own.py").write_text(MINE)
+    (tmp_path / "own_layers.py").write_text("class Head:\n    pass\n", encoding="utf-8")
+    (tmp_path / "own.py").write_text(MINE, encoding="utf-8")
     return tmp_path
 
 
 def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(textwrap.dedent(text))
+    path.write_text(textwrap.dedent(text), encoding="utf-8")
 
 
 def test_words_for_the_same_recipe(folder):

@@ -44,7 +44,7 @@ def test_model_shards_over_data_and_model_axes(name):
 
 
 def test_text_folder_replaces_the_standard_library(tmp_path):
-    (tmp_path / "a.txt").write_text("a" * 5000)
+    (tmp_path / "a.txt").write_text("a" * 5000, encoding="utf-8")
     cfg = named_trainer_configs()["lm-tiny"](str(tmp_path))
     cfg.input.source.corpus.held_out_fraction = 0.0
     batch = next(iter(cfg.input.set(name="input").instantiate(parent=None).dataset()))

@@ -48,8 +48,8 @@ def home(tmp_path, monkeypatch, new_process):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
     lab = tmp_path / "home" / "lab"
     lab.mkdir(parents=True)
-    (lab / "own_layers.py").write_text("class Head:\n    pass\n")
-    (lab / "own.py").write_text(OWN)
+    (lab / "own_layers.py").write_text("class Head:\n    pass\n", encoding="utf-8")
+    (lab / "own.py").write_text(OWN, encoding="utf-8")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     return lab
@@ -77,7 +77,7 @@ def run(home, start):
 
 def reads_back(directory, **kwargs):
     text = to_text(load_config(directory, **kwargs)) + "\n"
-    return text == Path(directory, "config.txt").read_text()
+    return text == Path(directory, "config.txt").read_text(encoding="utf-8")
 
 
 def test_directory_finds_its_recipe(run, home, tmp_path, new_process, capsys):
@@ -102,14 +102,16 @@ def test_recipe_names_the_directory_of_its_run(run, home, monkeypatch, capsys):
 
 def edit_record(directory, **values):
     path = Path(directory, "run.json")
-    record = json.loads(path.read_text())
+    record = json.loads(path.read_text(encoding="utf-8"))
     record["recipe"] |= values
-    path.write_text(json.dumps(record))
+    path.write_text(json.dumps(record), encoding="utf-8")
 
 
 def with_other_text(run, attack):
     path = Path(run.dir, "config.txt")
-    path.write_text(path.read_text().replace("width=3", "width=4"))
+    path.write_text(
+        path.read_text(encoding="utf-8").replace("width=3", "width=4"), encoding="utf-8"
+    )
 
 
 def with_other_file(run, attack):
@@ -152,7 +154,9 @@ def test_code_is_not_imported_for_a_directory_that_others_may_have_written(
 ):
     attack = tmp_path / "attack" / "own.py"
     attack.parent.mkdir()
-    (home / "own.py").write_text(f"open({str(tmp_path / 'it-ran')!r}, 'w').close()\n{OWN}")
+    (home / "own.py").write_text(
+        f"open({str(tmp_path / 'it-ran')!r}, 'w').close()\n{OWN}", encoding="utf-8"
+    )
     shutil.copy(home / "own.py", attack)
     change(run, attack)
     commands = [["config", "show", run.dir]]
@@ -200,7 +204,7 @@ def test_moved_file(run, home, new_process):
 def test_changed_file_is_told(run, home, caplog):
     load_config(run.dir)
     assert caplog.messages == []
-    with open(home / "own.py", "a") as file:
+    with open(home / "own.py", "a", encoding="utf-8") as file:
         file.write("# more\n")
     assert load_config(run.dir).model.width == 3
     (message,) = caplog.messages
@@ -212,7 +216,9 @@ def test_values_without_a_name_are_made_again(home, start, new_process):
     again = load_config(run.dir)
     assert (again.model.width, again.max_step) == (3, 7) and again.model.activation(2) == 2
     new_process()
-    (home / "own.py").write_text(OWN.replace("cfg = recipe(width)", "cfg = recipe(2 * width)"))
+    (home / "own.py").write_text(
+        OWN.replace("cfg = recipe(width)", "cfg = recipe(2 * width)"), encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match=r"makes another config now:(.|\n)*width=6"):
         load_config(run.dir)
 
@@ -240,7 +246,7 @@ def test_key_is_readable_by_its_user_only(tmp_path, monkeypatch):
 
 
 def test_run_starts_where_no_key_can_be_kept(home, start, monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
     run = start(f"{home}/own.py:recipe")
     assert "signature" not in read_record(run.dir)["recipe"]

@@ -234,7 +234,7 @@ def test_non_layers_are_configurable(tmp_path):
     cfg = Bastion.default_config()
     cfg.job.set(name="count", command=f"echo tried >> {tmp_path}/log; false")
     assert cfg.instantiate().run() == 1
-    assert (tmp_path / "log").read_text() == "tried\n" * 3
+    assert (tmp_path / "log").read_text(encoding="utf-8") == "tried\n" * 3
     cfg.job.command = f"echo done > {tmp_path}/log"
     assert cfg.instantiate().run() == 0
     with pytest.raises(RequiredFieldMissingError, match="command"):

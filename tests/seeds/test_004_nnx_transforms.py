@@ -46,7 +46,7 @@ def text_of(error):
 def shows_line(error, text):
     """Returns whether a message ends with the line of this file that starts with `text`."""
     found = re.search(r"The line to change is (\S+):(\d+): (.*)$", text_of(error))
-    lines = Path(__file__).read_text().splitlines()
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     return (
         found is not None
         and Path(found[1]).name == Path(__file__).name

@@ -16,9 +16,9 @@ LARGE = 40 * 10**9
 def victim(tmp_path):
     """A file outside of the directory, which must keep its contents."""
     file = tmp_path / "victim"
-    file.write_text("private\n")
+    file.write_text("private\n", encoding="utf-8")
     yield file
-    assert file.read_text() == "private\n" and not file.is_symlink()
+    assert file.read_text(encoding="utf-8") == "private\n" and not file.is_symlink()
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_odd_entries_are_refused_by_name(run, victim, use, tmp_path):
 def test_folder_on_the_way_may_not_be_a_link(run, tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
-    (outside / "file").write_text("private\n")
+    (outside / "file").write_text("private\n", encoding="utf-8")
     os.symlink(outside, tmp_path / "run" / "link")
     uses = [
         lambda: run.read_text("link/file"),
@@ -88,7 +88,7 @@ def test_folder_on_the_way_may_not_be_a_link(run, tmp_path):
         with pytest.raises(FileRefusedError, match=r"run/link' is a symbolic link, where a dir"):
             use()
     assert os.listdir(outside) == ["file"]
-    assert (outside / "file").read_text() == "private\n"
+    assert (outside / "file").read_text(encoding="utf-8") == "private\n"
     run.remove("link")
     assert outside.exists() and not os.path.lexists(tmp_path / "run" / "link")
 
@@ -131,11 +131,11 @@ def test_write_replaces_links_and_leaves_nothing_behind(run, victim, tmp_path):
     path = tmp_path / "run" / "file"
     os.symlink(victim, path)
     run.write("file", "new")
-    assert path.read_text() == "new" and not path.is_symlink()
+    assert path.read_text(encoding="utf-8") == "new" and not path.is_symlink()
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask()
     with pytest.raises(ZeroDivisionError), run.replacing("file"):
         raise ZeroDivisionError
-    assert path.read_text() == "new"
+    assert path.read_text(encoding="utf-8") == "new"
     assert run.names() == ["file", "folder"]
 
 

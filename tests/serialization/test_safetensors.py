@@ -81,7 +81,7 @@ def test_large_trees_become_several_files_with_an_index(tmp_path):
         "model-00003-of-00003.safetensors",
         "model.safetensors.index.json",
     ]
-    index = json.loads(files[-1].read_text())
+    index = json.loads(files[-1].read_text(encoding="utf-8"))
     assert index["metadata"] == {"total_size": 48}
     assert index["weight_map"]["decoder.weight"] == "model-00002-of-00003.safetensors"
     assert_same(load_safetensors(tmp_path, TREE), TREE)
@@ -119,7 +119,9 @@ with TensorFiles({str(tmp_path)!r}) as files:
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 assert total == {sum(range(n))}
 """
-    grown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    grown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
+    )
     # In kilobytes: pages of the file that the system keeps count as well, copies do not add up.
     assert int(grown.stdout) < (n + 3) * each // 1024
 
@@ -208,7 +210,7 @@ def test_unreadable_files(tmp_path):
     files[0].unlink()
     with pytest.raises(WeightsReadError, match=re.escape(f"from its folder: {files[0].name}")):
         TensorFiles(tmp_path)
-    files[-1].write_text("{}")
+    files[-1].write_text("{}", encoding="utf-8")
     with pytest.raises(WeightsReadError, match="cannot be read as the index"):
         TensorFiles(tmp_path)
 
@@ -258,6 +260,6 @@ def test_invalid_shape(tmp_path, shape):
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"weight_map": ' * 100_000], ids=["list", "dict"])
 def test_overly_nested_index(tmp_path, text):
     path = tmp_path / "m.safetensors.index.json"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(WeightsReadError, match="nested too deeply"):
         load_safetensors(path)

@@ -77,7 +77,9 @@ def test_more_devices_than_available_in_a_new_process():
         "from weft.trainer.aot_compilation import get_devices_for_topology\n"
         "print(len(get_devices_for_topology('cpu-24', 2)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
+    )
     assert done.stdout.split() == ["48"]
 
 

@@ -79,7 +79,7 @@ def test_empty_directory_means_none(tmp_path):
 def test_directory_that_cannot_be_used_is_logged_once(unset, caplog, monkeypatch, why):
     unset.parent.mkdir(parents=True)
     if why == "a file":
-        unset.write_text("")
+        unset.write_text("", encoding="utf-8")
     elif why == "full":
         monkeypatch.setattr(compilation, "_LEAST_FREE_BYTES", 2**80)
     else:
@@ -122,7 +122,7 @@ def test_second_process_compiles_nothing(tmp_path):
     hits, stored = [], []
     for _ in range(2):
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True
+            [sys.executable, "-c", PROGRAM], env=env, capture_output=True, encoding="utf-8"
         )
         assert done.returncode == 0 and "warn" not in done.stderr.lower(), done.stderr
         hits.append(int(done.stdout))

@@ -71,7 +71,7 @@ def partition_specs_of(model):
 
 
 def written(directory, step):
-    lines = Path(directory, f"step_{step:08d}.jsonl").read_text().splitlines()
+    lines = Path(directory, f"step_{step:08d}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 

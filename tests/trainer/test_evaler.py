@@ -208,7 +208,7 @@ def test_records_of_outputs_are_written(make, mesh, tmp_path):
     evaler = make(metric_calculator=Total.default_config(), output_writer=writer)
     for _ in range(2):  # the file has the records of the last evaluation
         run(evaler, mesh)
-    lines = (tmp_path / "records.jsonl").read_text().splitlines()
+    lines = (tmp_path / "records.jsonl").read_text(encoding="utf-8").splitlines()
     assert list(map(json.loads, lines)) == [
         {"x": x, "y": 4 * x} for x in (1.0, 2.0, 3.0) for _ in range(8)
     ]

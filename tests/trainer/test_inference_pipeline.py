@@ -166,7 +166,7 @@ def test_file_appears_when_it_is_complete(tmp_path):
     assert line == '{"b": true, "half": 1.0, "s": "é", "t": "é", "x": [[1.0, "nan"]]}\n'
     # A process without records also has a file.
     sink.flush()
-    assert path.read_text() == "" and len(list(path.parent.iterdir())) == 1
+    assert path.read_text(encoding="utf-8") == "" and len(list(path.parent.iterdir())) == 1
 
 
 def test_strings_are_split_off_and_merged():

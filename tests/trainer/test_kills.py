@@ -63,7 +63,7 @@ def newest(directory):
 def order(directory):
     """Hashes of the batches by step; a step that was run twice must have had the same batch."""
     found = {}
-    for line in Path(f"{directory}.order").read_text().splitlines():
+    for line in Path(f"{directory}.order").read_text(encoding="utf-8").splitlines():
         step, _, digest = line.partition(" ")
         if len(digest) == 64:  # a line may be torn
             assert found.setdefault(int(step), digest) == digest
@@ -116,5 +116,7 @@ def test_repeatedly_killed_run_ends_bitwise_equal(start, tmp_path, capsys):
     of_cut = {step: batch for step, batch in order(cut).items() if step <= last}
     of_whole = order(whole)
     assert of_cut == of_whole and set(of_whole) == set(range(1, last + 1))
-    index = json.loads(Path(step_dirs(str(cut / "checkpoints"))[last], "index").read_text())
+    index = json.loads(
+        Path(step_dirs(str(cut / "checkpoints"))[last], "index").read_text(encoding="utf-8")
+    )
     assert ["next_step", last + 1] in index["index"]

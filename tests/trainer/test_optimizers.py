@@ -214,7 +214,9 @@ GRADS = {
 FACTORS = (1.0, 2.0, -1.0, 0.5)  # of the gradients in each step
 
 # Updates of AXLearn 0.0.1.post20240213 from these parameters and gradients, found by calling it.
-GOLDEN = json.loads((pathlib.Path(__file__).parent / "optimizers_golden.json").read_text())
+GOLDEN = json.loads(
+    (pathlib.Path(__file__).parent / "optimizers_golden.json").read_text(encoding="utf-8")
+)
 
 
 def factorization(value):

@@ -77,12 +77,14 @@ def get(url):
 def run_dir(tmp_path):
     directory = tmp_path / "a<b"
     directory.mkdir()
-    (directory / CONFIG_FILE).write_text("Trainer.Config(note='<&>')\n")
+    (directory / CONFIG_FILE).write_text("Trainer.Config(note='<&>')\n", encoding="utf-8")
     update_record(str(directory), model={"parameters": 1234, "trained": 1234})
     folder = directory / "summaries" / "train_train"
     folder.mkdir(parents=True)
     lines = [{"step": n, "time": 1e9 + n, "values": {"loss": 7.0 + n}} for n in (1, 2, 3, 4)]
-    (folder / "summaries.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    (folder / "summaries.jsonl").write_text(
+        "".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8"
+    )
     return directory
 
 

@@ -22,7 +22,7 @@ def write_lines(directory, reporter, lines):
     folder = directory / "summaries" / reporter
     folder.mkdir(parents=True)
     text = "".join(json.dumps({"time": START + line["step"], **line}) + "\n" for line in lines)
-    (folder / JSON_LINES_FILE).write_text(text)
+    (folder / JSON_LINES_FILE).write_text(text, encoding="utf-8")
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def run_dir(tmp_path):
         {"step": s, "values": {"model/loss": 2.0, "model/bits_per_byte": 2.9}} for s in (50, 100)
     ]
     write_lines(tmp_path, "held_out", evals)
-    (tmp_path / CONFIG_FILE).write_text("Trainer.Config(\n    note='<&>',\n)\n")
+    (tmp_path / CONFIG_FILE).write_text("Trainer.Config(\n    note='<&>',\n)\n", encoding="utf-8")
     update_record(
         str(tmp_path),
         baselines={"bigram": {"nats_per_token": 2.4, "bits_per_byte": 3.5}},
@@ -72,7 +72,7 @@ class Page(HTMLParser):
 def test_page_describes_run_and_is_self_contained(run_dir):
     path = write_report(str(run_dir))
     assert path == run_dir / "report.html"
-    source = path.read_text()
+    source = path.read_text(encoding="utf-8")
     page = Page(source)
     assert page.open == [] and page.fetched == [] and "url(" not in source
     for part in (
@@ -144,7 +144,9 @@ def test_config_values_are_by_path():
 
 def copied(run_dir, directory, note):
     shutil.copytree(run_dir, directory)
-    (directory / CONFIG_FILE).write_text(f"Trainer.Config(\n    note='{note}',\n    same=1,\n)\n")
+    (directory / CONFIG_FILE).write_text(
+        f"Trainer.Config(\n    note='{note}',\n    same=1,\n)\n", encoding="utf-8"
+    )
     return str(directory)
 
 
@@ -169,7 +171,7 @@ def test_other_directories_are_refused(tmp_path):
 
 
 def test_run_without_summaries_has_a_page(tmp_path):
-    (tmp_path / CONFIG_FILE).write_text("Trainer.Config()")
+    (tmp_path / CONFIG_FILE).write_text("Trainer.Config()", encoding="utf-8")
     page = Page(render_report(str(tmp_path)))
     assert "no steps yet" in page.text
     assert "No summaries were written yet." in page.text and page.open == []

@@ -60,7 +60,7 @@ def test_claim_creates_directory_and_check_does_not(tmp_path):
     check_run_dir(cfg)
     assert not (tmp_path / "a").exists()
     claim_run_dir(cfg)
-    assert "max_step=10" in (tmp_path / "a" / "b" / CONFIG_FILE).read_text()
+    assert "max_step=10" in (tmp_path / "a" / "b" / CONFIG_FILE).read_text(encoding="utf-8")
 
 
 def test_starts_are_recorded_with_environment(tmp_path):
@@ -70,7 +70,7 @@ def test_starts_are_recorded_with_environment(tmp_path):
     starts = read_record(cfg.dir)["starts"]
     assert len(starts) == 2 and starts[0]["jax"] == jax.__version__
     assert starts[0].keys() == environment().keys()
-    assert "max_step=20" in (tmp_path / CONFIG_FILE).read_text()
+    assert "max_step=20" in (tmp_path / CONFIG_FILE).read_text(encoding="utf-8")
 
 
 def test_run_may_be_moved(tmp_path):
@@ -81,20 +81,20 @@ def test_run_may_be_moved(tmp_path):
 
 def test_other_config_is_rejected_with_the_diff(tmp_path):
     claim_and_save(run_config(tmp_path))
-    before = (tmp_path / CONFIG_FILE).read_text()
+    before = (tmp_path / CONFIG_FILE).read_text(encoding="utf-8")
     with pytest.raises(RunDirError, match=r"width: 4 → 8") as error:
         claim_run_dir(run_config(tmp_path, width=8, max_step=11))
     assert "max_step" not in str(error.value)
     assert f"Choose another directory, such as dir='{tmp_path}-2'" in str(error.value)
     assert error.value.free_dir == f"{tmp_path}-2"
-    assert (tmp_path / CONFIG_FILE).read_text() == before
+    assert (tmp_path / CONFIG_FILE).read_text(encoding="utf-8") == before
 
 
 def test_directory_without_a_checkpoint_is_free_for_another_config(tmp_path):
     claim_run_dir(run_config(tmp_path))
     (tmp_path / "checkpoints" / "step_00000001.tmp").mkdir(parents=True)  # not completed
     assert claim_run_dir(run_config(tmp_path, width=8))
-    assert "width=8" in (tmp_path / CONFIG_FILE).read_text()
+    assert "width=8" in (tmp_path / CONFIG_FILE).read_text(encoding="utf-8")
     assert len(read_record(str(tmp_path))["starts"]) == 1
 
 
@@ -115,7 +115,7 @@ def test_unserializable_values_compare_as_text(tmp_path):
 
 def test_changed_corpus_is_rejected_by_hash(tmp_path):
     (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a").write_text("one")
+    (tmp_path / "text" / "a").write_text("one", encoding="utf-8")
     corpus = config_for_function(folder_corpus).set(
         paths=str(tmp_path / "text"), held_out_fraction=0.0
     )
@@ -123,7 +123,7 @@ def test_changed_corpus_is_rejected_by_hash(tmp_path):
     claim_and_save(cfg)
     assert read_record(cfg.dir)["corpora"]["input.corpus"]["train_bytes"] == 3
     check_run_dir(cfg)
-    (tmp_path / "text" / "a").write_text("two")
+    (tmp_path / "text" / "a").write_text("two", encoding="utf-8")
     with pytest.raises(
         RunDirError, match=r"input\.corpus was text with the SHA-256 .* restore the"
     ):
@@ -138,7 +138,7 @@ def test_checkpoints_of_unknown_run_are_kept(tmp_path):
 
 
 def test_directory_below_a_file_is_rejected(tmp_path):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(RunDirError, match=re.escape(f"{tmp_path}/file is a file")):
         check_run_dir(run_config(tmp_path / "file" / "run"))
 
@@ -160,7 +160,7 @@ def test_disk_errors_are_reported(tmp_path, monkeypatch):
 
 def test_unreadable_config_or_record_is_named(tmp_path):
     claim_and_save(run_config(tmp_path))
-    (tmp_path / "run.json").write_text("{")
+    (tmp_path / "run.json").write_text("{", encoding="utf-8")
     with pytest.raises(RunDirError, match=r"run\.json cannot be read.*move it away"):
         read_record(str(tmp_path))
     (tmp_path / CONFIG_FILE).unlink()
@@ -182,7 +182,7 @@ def test_run_resumes_with_another_sharding(tmp_path):
 
 def test_invalid_config_file_is_another_run(tmp_path):
     claim_and_save(run_config(tmp_path))
-    (tmp_path / CONFIG_FILE).write_text("1 +")
+    (tmp_path / CONFIG_FILE).write_text("1 +", encoding="utf-8")
     with pytest.raises(RunDirError, match="belongs to a run with another config"):
         check_run_dir(run_config(tmp_path))
 
@@ -191,7 +191,7 @@ def test_notes_are_added_to_the_record(tmp_path):
     end = {"step": 3, "reason": "max_step"}
     update_record(str(tmp_path), end=end)
     update_record(str(tmp_path), model={"parameters": 1})
-    assert json.loads((tmp_path / "run.json").read_text()) == {
+    assert json.loads((tmp_path / "run.json").read_text(encoding="utf-8")) == {
         "end": end,
         "model": {"parameters": 1},
     }

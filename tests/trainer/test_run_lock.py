@@ -65,7 +65,7 @@ def hold():
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
         )
         holders.append(process)
         assert process.stdout.readline() == "held\n"
@@ -89,7 +89,7 @@ def ask(process):
 def write_record(directory, *, machine="elsewhere"):
     directory.mkdir(exist_ok=True)
     record = {"host": "gpu07", "pid": 4711, "started": "yesterday", "machine": machine}
-    (directory / LOCK_FILE).write_text(json.dumps({**record, "token": "0"}))
+    (directory / LOCK_FILE).write_text(json.dumps({**record, "token": "0"}), encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -192,7 +192,7 @@ def test_damaged_record_expires(data, tmp_path):
     (tmp_path / LOCK_FILE).write_bytes(data)
     with run_lock(str(tmp_path)) as lock:
         lock.check()
-        assert f'"pid": {os.getpid()}' in (tmp_path / LOCK_FILE).read_text()
+        assert f'"pid": {os.getpid()}' in (tmp_path / LOCK_FILE).read_text(encoding="utf-8")
 
 
 @pytest.mark.usefixtures("nobody_answers")
@@ -209,7 +209,7 @@ def test_read_only_record_of_another_user_is_replaced(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "open", open_as_another_user)  # root may write everything
     # While the file is open, the next one cannot have its number.
-    with open(tmp_path / LOCK_FILE), run_lock(str(tmp_path)) as lock:
+    with open(tmp_path / LOCK_FILE, encoding="utf-8"), run_lock(str(tmp_path)) as lock:
         lock.check()
         assert (tmp_path / LOCK_FILE).stat().st_ino != file
 
@@ -221,7 +221,7 @@ def test_taken_directory_is_noticed_by_the_heartbeat(tmp_path):
         with pytest.raises(RunDirTakenError, match="was taken by a run on host gpu07, pid 4711"):
             while time.monotonic() < deadline:
                 lock.check()
-    assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == 4711
+    assert json.loads((tmp_path / LOCK_FILE).read_text(encoding="utf-8"))["pid"] == 4711
 
 
 def test_forked_child_does_not_keep_the_lock(tmp_path):
@@ -236,7 +236,7 @@ def test_forked_child_does_not_keep_the_lock(tmp_path):
             os._exit(0)
         os.read(ready[0], 1)
         os.replace(tmp_path / LOCK_FILE, tmp_path / "file")
-    with open(tmp_path / "file") as file:
+    with open(tmp_path / "file", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(parent[1])
     os.waitpid(child, 0)

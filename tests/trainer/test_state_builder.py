@@ -96,7 +96,7 @@ QWEN = {
 def base(tmp_path_factory):
     """Returns a checkpoint: its folder, the config of its model, and its parameters."""
     folder = tmp_path_factory.mktemp("base")
-    (folder / "config.json").write_text(json.dumps(QWEN))
+    (folder / "config.json").write_text(json.dumps(QWEN), encoding="utf-8")
     cfg = huggingface_model_config(folder)
     params = jax.tree.map(
         lambda x: jnp.asarray(0.3 * np.sin(np.arange(x.size)).reshape(x.shape), x.dtype),

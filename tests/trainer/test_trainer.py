@@ -132,7 +132,9 @@ def test_run_learns_saves_and_reports(straight):
     assert recorder.resumed_from is None
     assert trainer.step == 4
     assert float(result["loss"]) == recorder.losses[4] and "aux" in result
-    text = Path(trainer.config.dir, "summaries/train_train/summaries.jsonl").read_text()
+    text = Path(trainer.config.dir, "summaries/train_train/summaries.jsonl").read_text(
+        encoding="utf-8"
+    )
     assert any("loss" in json.loads(line).get("values", {}) for line in text.splitlines())
 
 
@@ -317,7 +319,7 @@ def test_training_continues_on_a_full_disk(progress, failing_at, tmp_path, caplo
     assert (f"step 2  NOT SAVED: {text}" in capsys.readouterr().err) == progress
     assert recorder.failed == [2]
     assert trainer.checkpointer.checkpoint_steps(trainer.checkpointer.config.dir) == [4]
-    text = (tmp_path / "summaries/train_train/summaries.jsonl").read_text()
+    text = (tmp_path / "summaries/train_train/summaries.jsonl").read_text(encoding="utf-8")
     assert next(json.loads(x) for x in text.splitlines() if "failed_saves" in x)["step"] == 2
 
 
@@ -426,7 +428,7 @@ def test_run_whose_directory_was_taken_saves_no_more(tmp_path, monkeypatch):
     def take(step):
         if step == 3:
             owner = {"host": "gpu07", "pid": 1, "started": "now", "machine": "", "token": ""}
-            (tmp_path / "run.lock").write_text(json.dumps(owner))
+            (tmp_path / "run.lock").write_text(json.dumps(owner), encoding="utf-8")
             time.sleep(0.1)
 
     cfg = small_config(tmp_path)

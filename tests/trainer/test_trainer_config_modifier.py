@@ -206,5 +206,5 @@ def test_command_line_shows_modified_config(tmp_path):
     assert cfg.max_step == 3
     file = tmp_path / "config.txt"
     cfg.config_modifiers = [MeshShapeModifier.default_config().set(mesh_shape=(1, 1))]
-    file.write_text(to_text(cfg))
+    file.write_text(to_text(cfg), encoding="utf-8")
     assert load_config(str(file)).mesh_shape == (1, 1)

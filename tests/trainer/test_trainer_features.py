@@ -218,7 +218,7 @@ def test_resumed_run_has_equal_counters(straight, tmp_path):
     assert list(evaluated(second, "best")) == late
     for of_one, of_other in zip(whole.trainer_state, resumed.trainer_state, strict=True):
         jax.tree.map(assert_equal_bits, of_one, of_other)
-    marks = json.loads(Path(run_dir, "run.json").read_text())["goodput"]
+    marks = json.loads(Path(run_dir, "run.json").read_text(encoding="utf-8"))["goodput"]
     assert [mark["step"] for mark in marks] == [*range(SAVE_EVERY, step, SAVE_EVERY), step]
     seconds = [mark["productive_seconds"] for mark in marks]
     assert seconds == sorted(seconds)

@@ -182,7 +182,7 @@ def write_tensors(
         size = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": where}
         names.append(stem + INDEX_SUFFIX)
-        (path.parent / names[-1]).write_text(json.dumps(index, indent=2) + "\n")
+        (path.parent / names[-1]).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     _remove_earlier(path.parent, stem, keep=names)
     return [path.parent / name for name in names]
 

@@ -273,7 +273,9 @@ def changed(source, folder, **settings):
     """Returns a copy of a checkpoint with other settings."""
     shutil.copytree(source, folder, dirs_exist_ok=True)
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text(encoding="utf-8")), **settings}), encoding="utf-8"
+    )
     return folder
 
 

@@ -441,7 +441,7 @@ def test_damaged_one_does_not_count_as_kept(make):
 
 
 def test_unwritable_directory(make, tmp_path):
-    (tmp_path / "ckpts").write_text("a file is in the way")
+    (tmp_path / "ckpts").write_text("a file is in the way", encoding="utf-8")
     with pytest.raises(
         CheckpointSaveError, match=r"step 1 could not be saved in .*checkpoints: none"
     ):
@@ -529,7 +529,7 @@ def test_index_describes_the_state(make):
 def index_writer(note):
     def write(ckpt_dir, index):
         write_index_file(ckpt_dir=ckpt_dir, index=index)
-        with open(os.path.join(ckpt_dir, "note"), "w") as file:
+        with open(os.path.join(ckpt_dir, "note"), "w", encoding="utf-8") as file:
             file.write(note)
 
     return write

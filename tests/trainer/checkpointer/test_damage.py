@@ -222,7 +222,9 @@ def test_pickle_files_are_never_loaded(stranger, tmp_path, path, protocol):
 
 def with_header(step_dir, **changes):
     path = step_dir / "arrays" / "w" / ".zarray"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text(encoding="utf-8")), **changes}), encoding="utf-8"
+    )
 
 
 HEADERS = {
@@ -250,22 +252,22 @@ def test_headers_of_non_numeric_dtypes_are_rejected(stranger, header):
 def test_json_without_end(stranger):
     cfg, step_dir, state = stranger
     for name in ("index", "manifest.json", "python/process_0_of_1/it.json"):
-        whole = (step_dir / name).read_text()
-        (step_dir / name).write_text("[" * 100_000)
+        whole = (step_dir / name).read_text(encoding="utf-8")
+        (step_dir / name).write_text("[" * 100_000, encoding="utf-8")
         if name != "manifest.json":
             write_manifest(str(step_dir), facts={"step": 1})
         with pytest.raises(WeftError, match=name.split("/")[-1]):
             restore(cfg, state)
-        (step_dir / name).write_text(whole)
+        (step_dir / name).write_text(whole, encoding="utf-8")
 
 
 def test_path_traversal_names_stay_inside(stranger, tmp_path):
     cfg, step_dir, _ = stranger
     np.save(tmp_path / "secret.npy", np.ones(3))
-    index = json.loads((step_dir / "index").read_text())
+    index = json.loads((step_dir / "index").read_text(encoding="utf-8"))
     entry = {"shape": [3], "dtype": "float32", "spec": None}
     index["index"] = [["../../../secret.npy", entry]]
-    (step_dir / "index").write_text(json.dumps(index))
+    (step_dir / "index").write_text(json.dumps(index), encoding="utf-8")
     write_manifest(str(step_dir), facts={"step": 1})
     assert list(read_state_spec(str(step_dir))) == [".."]
     target = {"..": {"..": {"..": {"secret.npy": jax.ShapeDtypeStruct((3,), jnp.float32)}}}}

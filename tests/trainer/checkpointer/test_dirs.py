@@ -20,7 +20,7 @@ from weft.trainer.checkpointer.dirs import CommitGroup, is_disk_full
 def make(base, *names):
     for name in names:
         (base / name).mkdir(parents=True)
-        (base / name / "file").write_text(name)
+        (base / name / "file").write_text(name, encoding="utf-8")
 
 
 def test_names_and_steps():
@@ -57,11 +57,11 @@ def test_publishing_replaces_an_older_one(tmp_path):
     final = str(tmp_path / "step_00000010")
     for content in ("first", "second"):
         make(tmp_path, "step_00000010.tmp")
-        (tmp_path / "step_00000010.tmp" / "file").write_text(content)
+        (tmp_path / "step_00000010.tmp" / "file").write_text(content, encoding="utf-8")
         assert dirs.temporary_dir(final) == final + ".tmp"
         dirs.commit_dir(final)
         assert os.listdir(tmp_path) == ["step_00000010"]
-        assert (tmp_path / "step_00000010" / "file").read_text() == content
+        assert (tmp_path / "step_00000010" / "file").read_text(encoding="utf-8") == content
 
 
 def test_removing(tmp_path):
@@ -99,7 +99,7 @@ def test_cleanup_after_a_kill(tmp_path):
     dirs.remove_leftovers(str(tmp_path))
     found = sorted(os.listdir(tmp_path))
     assert found == ["notes.tmp", "step_00000010", "step_00000040", "step_00000050"]
-    assert (tmp_path / "step_00000040" / "file").read_text() == "step_00000040"
+    assert (tmp_path / "step_00000040" / "file").read_text(encoding="utf-8") == "step_00000040"
 
 
 def test_leftover_files_and_links_are_removed(tmp_path):
@@ -120,7 +120,7 @@ def test_leftover_files_and_links_are_removed(tmp_path):
 
 def test_files_below_are_listed_by_path(tmp_path):
     make(tmp_path, "b", "a/c")
-    (tmp_path / "x").write_text("")
+    (tmp_path / "x").write_text("", encoding="utf-8")
     assert dirs.list_files(str(tmp_path)) == ["a/c/file", "b/file", "x"]
 
 

@@ -112,7 +112,7 @@ def test_spec_keeps_key_dtypes(tmp_path, impl):
 )
 def test_invalid_index_is_damage(tmp_path, text):
     if text is not None:
-        (tmp_path / "index").write_text(text)
+        (tmp_path / "index").write_text(text, encoding="utf-8")
     with pytest.raises(DamagedCheckpointError, match="index' cannot be read as the index"):
         read_index_file(str(tmp_path))
 

@@ -15,7 +15,7 @@ from weft.trainer.checkpointer.manifest import MANIFEST, find_damage, has_manife
 def ckpt_dir(tmp_path):
     path = tmp_path / "step_00000010"
     (path / "arrays" / "w").mkdir(parents=True)
-    (path / "index").write_text("[]")
+    (path / "index").write_text("[]", encoding="utf-8")
     (path / "arrays" / "w" / "0.0").write_bytes(bytes(range(256)) * 64)
     (path / "arrays" / "w" / "empty").write_bytes(b"")
     write_manifest(str(path))
@@ -36,7 +36,7 @@ def test_whole_files_have_no_damage(ckpt_dir):
     assert has_manifest(str(ckpt_dir))
     assert find_damage(str(ckpt_dir)) == []
     # Extra files of the operating system or users are not damage.
-    (ckpt_dir / ".DS_Store").write_text("x")
+    (ckpt_dir / ".DS_Store").write_text("x", encoding="utf-8")
     assert find_damage(str(ckpt_dir)) == []
 
 
@@ -86,7 +86,7 @@ def test_invalid_manifest(ckpt_dir, content, found):
         (ckpt_dir / MANIFEST).unlink()
         assert not has_manifest(str(ckpt_dir))
     else:
-        (ckpt_dir / MANIFEST).write_text(content)
+        (ckpt_dir / MANIFEST).write_text(content, encoding="utf-8")
     (damage,) = find_damage(str(ckpt_dir))
     assert damage.startswith(found)
 

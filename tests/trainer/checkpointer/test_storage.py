@@ -332,7 +332,7 @@ def test_stopped_storage_can_save_again(storage, tmp_path):
     save(storage, tmp_path / "a", {"w": jnp.ones(3)})
     storage.stop()
     save(storage, tmp_path / "b", {"w": jnp.ones(3)})
-    assert json.loads((tmp_path / "b" / "index").read_text())["index"][0][0] == "w"
+    assert json.loads((tmp_path / "b" / "index").read_text(encoding="utf-8"))["index"][0][0] == "w"
 
 
 def write(ckpt_dir, name, array, chunks):
@@ -409,8 +409,8 @@ def checkpoint(tmp_path):
 
 def header_with(**changes):
     def harm(directory):
-        content = json.loads((directory / ".zarray").read_text())
-        (directory / ".zarray").write_text(json.dumps({**content, **changes}))
+        content = json.loads((directory / ".zarray").read_text(encoding="utf-8"))
+        (directory / ".zarray").write_text(json.dumps({**content, **changes}), encoding="utf-8")
 
     return harm
 
@@ -443,7 +443,7 @@ UNCHECKED = {
     ),
     "gone": (lambda d: (d / "1.0").unlink(), "1.0: is missing"),
     "no header": (
-        lambda d: (d / ".zarray").write_text("{}"),
+        lambda d: (d / ".zarray").write_text("{}", encoding="utf-8"),
         ".zarray: does not describe an array",
     ),
     "no text": (

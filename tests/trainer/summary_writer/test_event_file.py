@@ -124,7 +124,7 @@ def test_histogram_counts_every_finite_value():
 
 
 def test_torch_is_not_imported(tmp_path):
-    (tmp_path / "torch.py").write_text("print('imported')")
+    (tmp_path / "torch.py").write_text("print('imported')", encoding="utf-8")
     program = (
         "import weft.trainer.summary_writer.event_file; print('before', flush=True); import torch"
     )
@@ -132,7 +132,7 @@ def test_torch_is_not_imported(tmp_path):
         [sys.executable, "-c", program],
         capture_output=True,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        text=True,
+        encoding="utf-8",
     )
     assert run.stdout.split() == ["before", "imported"], run.stderr
 

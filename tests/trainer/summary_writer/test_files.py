@@ -178,7 +178,7 @@ def test_full_disk_only_loses_events(make, read, caplog, files_limited_to):
 
 
 def test_unwritable_directory_is_reported(tmp_path, make, caplog):
-    (tmp_path / "log").write_text("a file is in the way")
+    (tmp_path / "log").write_text("a file is in the way", encoding="utf-8")
     make()(1, {"loss": 1.0})
     assert "cannot write to" in caplog.text
 

@@ -18,7 +18,7 @@ def make(path, **kwargs):
 
 
 def lines(path):
-    return (path / JSON_LINES_FILE).read_text().splitlines()
+    return (path / JSON_LINES_FILE).read_text(encoding="utf-8").splitlines()
 
 
 def test_one_object_per_line(tmp_path):

@@ -210,7 +210,7 @@ def test_wandb_itself_keeps_a_run_of_two_writers(tmp_path, offline):
         if kind in records:
             records[kind].append(getattr(record, kind))
     (run,) = records["run"]
-    assert run.run_id == (tmp_path / "train" / "wandb_id").read_text()
+    assert run.run_id == (tmp_path / "train" / "wandb_id").read_text(encoding="utf-8")
     assert (run.project, run.display_name, list(run.tags)) == ("p", "a name", ["a", "b"])
     config = {item.key: item.value_json for record in records["config"] for item in record.update}
     assert config["number"] == "2.5"
@@ -265,9 +265,9 @@ def test_numbers_texts_and_config_are_logged(tmp_path, client):
     assert run.data.metrics["train/average_step_time"] == 2.0
     assert set(run.data.metrics) == {"train/loss", "train/sub/x", "train/average_step_time"}
     artifacts = client.download_artifacts(run.info.run_id, "", str(tmp_path))
-    with open(f"{artifacts}/train/sub/note/step_00000001.txt") as file:
+    with open(f"{artifacts}/train/sub/note/step_00000001.txt", encoding="utf-8") as file:
         assert file.read() == "a text"
-    with open(f"{artifacts}/config/step_00000000.txt") as file:
+    with open(f"{artifacts}/config/step_00000000.txt", encoding="utf-8") as file:
         assert "number: 2.5" in file.read()
 
 
