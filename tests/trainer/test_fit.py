@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from sklearn import metrics as sklearn
 
 import weft
 from weft import linen as nn
@@ -26,6 +27,7 @@ from weft.errors import (
 )
 from weft.functional import default_dot_general, int8_dot_general
 from weft.hierarchy import BaseModel, Linear, WeightedScalar
+from weft.metrics import AllRows, F1Score
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -65,6 +67,20 @@ class TwoInputs(nn.Module):
     @nn.compact
     def __call__(self, inputs):
         return nn.Dense(1)(inputs["a"] + inputs["b"])
+
+
+def per_row(out, batch):
+    return -jnp.take_along_axis(jax.nn.log_softmax(out), batch["y"][:, None], -1)[:, 0]
+
+
+def f1(out, batch):
+    """Not a mean: the F1 score of class 1."""
+    predicted, actual = out.argmax(-1) == 1, batch["y"] == 1
+    return 2 * (predicted & actual).sum() / (predicted.sum() + actual.sum() + 1e-9)
+
+
+def right(out, batch):
+    return jnp.mean(out.argmax(-1) == batch["y"])
 
 
 @pytest.mark.parametrize(
@@ -109,6 +125,19 @@ class TwoInputs(nn.Module):
         ),
         ({"model": NoLoss()}, TypeError, r"missing 1 required positional argument: 'y'"),
         ({"model": NoLoss(), "loss": None}, ModelCallError, "requires more arguments"),
+        ({"metrics": 3}, FitError, "a metric of type int; expected a name, a function"),
+        (
+            {"metrics": ["f1", F1Score("macro")]},
+            FitError,
+            "two metrics of the name 'f1'; name them",
+        ),
+        ({"metrics": "f1"}, LossError, "F1Score got outputs of 3 classes.*average='macro'"),
+        ({"metrics": f1, "validation": (X, LABELS)}, LossError, "'f1' is a scalar .*AllRows.f1."),
+        (
+            {"metrics": F1Score("micro"), "loss": per_row, "data": (X, LABELS + 1)},
+            InputDatasetError,
+            "data: 'y' has values from 1 to 3.* 0 to 2",
+        ),
         ({"loss": None, "metrics": "accuracy"}, FitError, "metrics=.'accuracy'. without a loss"),
         ({"loss": lambda out, batch: out}, LossError, r"returned shape \(8, 3\) for a batch of 8"),
         (
@@ -190,10 +219,6 @@ def test_forms_of_data(data, steps):
     assert last < first
 
 
-def per_row(out, batch):
-    return -jnp.take_along_axis(jax.nn.log_softmax(out), batch["y"][:, None], -1)[:, 0]
-
-
 def scalar(out, batch):
     return per_row(out, batch).mean()
 
@@ -208,6 +233,42 @@ def test_validation_is_over_all_rows(loss, rows, batch_size):
     result = fit(validation=held_out, loss=loss, batch_size=batch_size)
     wanted = scalar(result.last.predict(held_out[0]), {"y": held_out[1]})
     np.testing.assert_allclose(result.history.validation["loss"][-1], wanted, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("all_devices")
+def test_metrics_that_are_not_means_are_over_all_rows():
+    """The last of three batches has 5 rows, and one label is rare."""
+    labels = np.where(np.arange(21) % 7 == 0, 2, LABELS[:21] % 2)
+    held_out = (X[:21], labels)
+    metrics = {"macro": F1Score("macro"), "each": F1Score(None), "rows": AllRows(f1), "mean": right}
+    named = ["auc", "confusion_matrix", "perplexity"]
+    result = fit(validation=held_out, metrics={**metrics, **{name: name for name in named}})
+    values = {name: x[-1] for name, x in result.history.validation.items()}
+    outputs = result.last.predict(X[:21])
+    probabilities, predicted = jax.nn.softmax(outputs), outputs.argmax(-1)
+    wanted = {
+        "macro": sklearn.f1_score(labels, predicted, average="macro"),
+        "each": sklearn.f1_score(labels, predicted, average=None),
+        "rows": f1(outputs, {"y": labels}),
+        "mean": np.mean(predicted == labels),
+        "auc": sklearn.roc_auc_score(labels, probabilities, multi_class="ovr"),
+        "confusion_matrix": sklearn.confusion_matrix(labels, predicted),
+        "perplexity": np.exp(sklearn.log_loss(labels, probabilities)),
+    }
+    for name, value in wanted.items():
+        np.testing.assert_allclose(values[name], value, rtol=1e-5, err_msg=name)
+    assert result.history.validation["each"].shape == (3, 3)
+    assert result.history.train["confusion_matrix"].sum((1, 2)).tolist() == [8, 8, 8]
+
+
+def test_a_scalar_that_turns_out_to_be_no_mean():
+    """At first all rows are equal, as far as the metric can tell."""
+
+    def hidden(out, batch):
+        return jnp.where(jnp.abs(out).max() < 50, 1.0, f1(out, batch))
+
+    with pytest.raises(LossError, match="'hidden' is a scalar that is not a mean over rows"):
+        fit(validation=(X, LABELS), metrics=hidden, learning_rate=100.0)
 
 
 def test_metrics_by_name_and_function():

@@ -22,12 +22,16 @@ def confusion_matrix(
 ) -> Float[Array, "classes classes"]:
     """Counts the examples of each true class (row) and predicted class (column).
 
-    >>> y_true, y_pred = jnp.array([0, 1, 1]), jnp.array([0, 0, 1])
+    Examples whose class is outside `[0, num_classes)`, such as -1, do not count.
+
+    >>> y_true, y_pred = jnp.array([0, 1, 1, -1]), jnp.array([0, 0, 1, 1])
     >>> confusion_matrix(y_true, y_pred, num_classes=2).tolist()
     [[1.0, 0.0], [1.0, 1.0]]
     """
     counts = jnp.zeros((num_classes, num_classes))
-    return counts.at[y_true, y_pred].add(_weights(weights, y_true), mode="drop")
+    # A negative index would count from the end.
+    rows, columns = (jnp.where(y < 0, num_classes, y) for y in (y_true, y_pred))
+    return counts.at[rows, columns].add(_weights(weights, y_true), mode="drop")
 
 
 def precision_recall_f_score(
@@ -53,7 +57,8 @@ def precision_recall_f_score(
 def roc_auc_score(y_true: Values, y_score: Values, *, weights: Weights = None) -> Array:
     """Returns the area under the ROC curve: how often a positive scores above a negative.
 
-    Equal scores count one half. NaN if there are only positives or only negatives.
+    Equal scores count one half. NaN if there are only positives or only negatives, or a score that
+    counts is NaN.
 
     >>> roc_auc_score(jnp.array([0, 0, 1, 1]), jnp.array([0.1, 0.4, 0.35, 0.8])).item()
     0.75
@@ -65,7 +70,8 @@ def roc_auc_score(y_true: Values, y_score: Values, *, weights: Weights = None) -
     first, last = (jnp.searchsorted(y_score[order], y_score, side=s) for s in ("left", "right"))
     positive = jnp.where(is_positive, weights, 0)
     pairs = positive * (below[first] + below[last]) / 2
-    return pairs.sum() / (positive.sum() * negative.sum())
+    area = pairs.sum() / (positive.sum() * negative.sum())
+    return jnp.where(jnp.any(jnp.isnan(y_score) & (weights > 0)), jnp.nan, area)
 
 
 def pearson_correlation(

@@ -11,7 +11,7 @@ import math
 import operator
 import re
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from weft.hierarchy.attention.stack import RepeatedTransformerLayer, StackedTran
 from weft.hierarchy.decoder import Decoder
 from weft.hierarchy.layers.embedding import LearnedPositionalEmbedding, ModalityVocabInfo
 from weft.hierarchy.layers.normalization import LayerNorm
-from weft.hierarchy.metrics import WeightedScalar
+from weft.hierarchy.metrics import Perplexity, WeightedScalar
 from weft.hierarchy.module import Module, nowrap
 from weft.hierarchy.param_init import DefaultInitializer, normal_weights
 from weft.hierarchy.parameter_spec import maybe_shard
@@ -34,20 +34,6 @@ from weft.typing import PartitionSpec, Tensor
 Metrics = dict[str, Any]
 
 logger = logging.getLogger(__name__)
-
-
-class Perplexity(WeightedScalar):
-    """Exponential of a mean; two add up to the exponential of the mean over both.
-
-    >>> total = Perplexity(4.0, 1.0) + Perplexity(1.0, 1.0)
-    >>> float(total.mean), float(total.weight)
-    (2.0, 2.0)
-    """
-
-    def accumulate(self, other: Self) -> Self:
-        total = WeightedScalar(jnp.log(self.mean), self.weight)
-        total += WeightedScalar(jnp.log(other.mean), other.weight)
-        return type(self)(jnp.exp(total.mean), total.weight)
 
 
 class BaseLossMetrics(base_layer.BaseLayer):

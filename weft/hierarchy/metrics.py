@@ -93,6 +93,18 @@ class AudioSummary(_ValueSummary):
             )
 
 
+class ArraySummary(_ValueSummary):
+    """A small array whose numbers are all kept, such as a score for each class.
+
+    Other arrays are shown as histograms. An evaler keeps that of the first batch.
+
+    >>> ArraySummary(np.array([0.5, 1.0])).value().tolist()
+    [0.5, 1.0]
+    """
+
+    _value: Tensor
+
+
 class CallbackSummary(Summary):
     """Value that is computed on the host when a writer shows it.
 
@@ -216,6 +228,20 @@ class WeightedScalar(WeightedSummary):
                 f"{type(self).__name__} has a mean of shape {np.shape(self.mean)}; expected a "
                 "single number. Write `WeightedSummary` for arrays."
             )
+
+
+class Perplexity(WeightedScalar):
+    """Exponential of a mean; two add up to the exponential of the mean over both.
+
+    >>> total = Perplexity(4.0, 1.0) + Perplexity(1.0, 1.0)
+    >>> float(total.mean), float(total.weight)
+    (2.0, 2.0)
+    """
+
+    def accumulate(self, other: Self) -> Self:
+        total = WeightedScalar(jnp.log(self.mean), self.weight)
+        total += WeightedScalar(jnp.log(other.mean), other.weight)
+        return type(self)(jnp.exp(total.mean), total.weight)
 
 
 class MetricAccumulator(Configurable):

@@ -29,6 +29,7 @@ from weft.input import ArrayInput, Arrays, Batches, Input, IterableInput, in_mem
 from weft.input.grain import DispatchConfig, per_feed_batch, shard_dataset
 from weft.interop.models import adapter_of, model_of
 from weft.interop.nnx import NNXModel
+from weft.metrics import Metric
 from weft.trainer import compilation, evaler, mesh, parallelism, run_dir, state_builder, train_step
 from weft.trainer.checkpointer import checkpointer, index, policy
 from weft.trainer.display import make_display
@@ -40,7 +41,14 @@ from weft.trainer.precision import Precision
 from weft.trainer.progress import INPUT_ENDED, RunListener
 from weft.trainer.report.recorder import error_console
 from weft.trainer.summary_writer.files import JsonLinesWriter, read_json_lines
-from weft.trainer.supervised import ROW_WEIGHT, OutputFn, Supervised
+from weft.trainer.supervised import (
+    ROW_WEIGHT,
+    MetricLike,
+    OutputFn,
+    Supervised,
+    compares_classes,
+    metric_name,
+)
 from weft.trainer.trainer import SpmdTrainer
 
 _BATCH_SIZE = 32
@@ -160,22 +168,27 @@ def _result(model: M, cfg: Any, trainer: SpmdTrainer) -> FitResult[M]:
 def _series(directory: str) -> dict[str, np.ndarray]:
     if not os.path.exists(directory):
         return {}
-    by_step: dict[int, dict[str, float]] = {}
+    by_step: dict[int, dict[str, Any]] = {}
     for record in read_json_lines(directory):
         reported: dict[str, Any] = record.get("values", {})
-        values = {
+        values: dict[str, Any] = {
             _RENAMED.get(path, path.removeprefix("model/")): value
             for path, value in reported.items()
             if isinstance(value, int | float)
         }
+        arrays: dict[str, Any] = record.get("arrays", {})
+        for path, array in arrays.items():
+            values[path.removeprefix("model/")] = array
         if values:
             by_step.setdefault(record["step"], {}).update(values)
     names = {name for values in by_step.values() for name in values if "/" not in name}
-    columns = {
-        name: np.array([values.get(name, np.nan) for values in by_step.values()])
-        for name in sorted(names)
-    }
-    return {"step": np.array(list(by_step), int), **columns}
+    columns: dict[str, np.ndarray] = {"step": np.array(list(by_step), int)}
+    for name in sorted(names):
+        column = [values.get(name, np.nan) for values in by_step.values()]
+        # A metric without a value at a step has NaN there, in the shape of the others.
+        shape = np.broadcast_shapes(*(np.shape(x) for x in column))
+        columns[name] = np.stack([np.broadcast_to(x, shape) for x in column])
+    return columns
 
 
 def _best_step(cfg: ConfigBase, history: History) -> int | None:
@@ -357,7 +370,7 @@ def fit(
     steps: int | None = None,
     batch_size: int | None = None,
     validation: Data | None = None,
-    metrics: NameOrFn | Sequence[NameOrFn] | Mapping[str, NameOrFn] = (),
+    metrics: MetricLike | Sequence[MetricLike] | Mapping[str, MetricLike] = (),
     optimizer: str | optax.GradientTransformation | InstantiableConfig[Any] = "adam",
     learning_rate: float | Callable[[Any], Any] | InstantiableConfig[Any] | None = None,
     target: str | None = None,
@@ -385,7 +398,11 @@ def fit(
         batch_size: Rows of a batch over all devices; for arrays 32 by default.
         validation: Data in one of the same forms, evaluated after each epoch, or with `steps` ten
             times, and at the end. Rows that fill up the last batch do not count.
-        metrics: "accuracy", names of losses, or functions like `loss`; a dict names them.
+        metrics: "accuracy", "auc", "confusion_matrix", "f1", "perplexity", "precision", "recall",
+            names of losses; metrics such as `weft.metrics.F1Score("macro")`; or functions of
+            outputs and batch that return one number per row, whose mean is reported, a scalar that
+            is such a mean, or a metric of the batch. A dict names them. A scalar that is not a mean
+            over rows is refused with validation data: see `weft.metrics.AllRows`.
         optimizer: "adam", "adamw", "sgd", an optimizer of optax, or the config of one.
         learning_rate: Rate of a named optimizer, 0.001 by default, or a schedule.
         target: Field that named losses compare with the outputs; by default the one named y, label,
@@ -399,9 +416,10 @@ def fit(
         progress: Whether to show the progress, see `SpmdTrainer.run`.
 
     Raises:
-        FitError: If arguments contradict each other.
+        FitError: If arguments contradict each other, or two metrics have the same name.
         InputDatasetError: If the data is empty, has NaN, or its arrays or labels do not fit.
-        LossError: If a loss or metric is unknown, or does not fit the outputs.
+        LossError: If a loss or metric is unknown, does not fit the outputs, or is a scalar that
+            cannot be averaged over batches.
         RunDirError: If `dir` belongs to a run with other arguments or other data.
 
     >>> x = np.linspace(-1, 1, 64, dtype=np.float32)[:, None]
@@ -448,7 +466,7 @@ def _set_length(
     cfg.summary_writer = JsonLinesWriter.default_config().set(
         write_every_n_steps=math.ceil(steps / _MAX_RECORDED_STEPS)
     )
-    counts_rows = _check_model(cfg, [train, *([held_out] if held_out else [])])
+    counts_rows = _check_model(cfg, train, held_out)
     every = per_epoch if epochs and per_epoch else math.ceil(steps / 10)
     if held_out is not None:
         _add_validation(cfg, held_out, every, counts_rows)
@@ -509,7 +527,11 @@ def _steps(train: _Data, epochs: int) -> int:
 
 
 def _model_config(
-    model: Any, loss: NameOrFn | None, metrics: dict[str, NameOrFn], target: str | None, data: _Data
+    model: Any,
+    loss: NameOrFn | None,
+    metrics: dict[str, MetricLike],
+    target: str | None,
+    data: _Data,
 ) -> Any:
     layer = _layer(model)
     if loss is not None:
@@ -547,12 +569,31 @@ def _structure(model: Any) -> str:
 
 
 def _metrics(
-    metrics: NameOrFn | Sequence[NameOrFn] | Mapping[str, NameOrFn],
-) -> dict[str, NameOrFn]:
+    metrics: MetricLike | Sequence[MetricLike] | Mapping[str, MetricLike],
+) -> dict[str, MetricLike]:
+    """Returns the metrics by name; for errors see `fit`."""
     if isinstance(metrics, Mapping):
-        return dict(metrics)
-    several = [metrics] if isinstance(metrics, str) or callable(metrics) else metrics
-    return {x if isinstance(x, str) else getattr(x, "__name__", str(x)): x for x in several}
+        by_name = dict(metrics)
+    else:
+        by_name = {}
+        several: Any = metrics
+        if isinstance(metrics, str) or not isinstance(metrics, Sequence):
+            several = [metrics]
+        for metric in several:
+            name = metric_name(metric)
+            if name in by_name:
+                raise FitError(
+                    f"fit got two metrics of the name {name!r}; name them: "
+                    f"metrics={{{name!r}: …, {name + '_2'!r}: …}}."
+                )
+            by_name[name] = metric
+    for metric in by_name.values():
+        if not (isinstance(metric, str | Metric) or callable(metric)):
+            raise FitError(
+                f"fit got a metric of type {type(metric).__name__}; expected a name, a function of "
+                "outputs and batch, or a metric of weft.metrics, such as weft.metrics.F1Score()."
+            )
+    return by_name
 
 
 def _optimizer(optimizer: Any, learning_rate: Any) -> InstantiableConfig:
@@ -574,7 +615,7 @@ def _optimizer(optimizer: Any, learning_rate: Any) -> InstantiableConfig:
     return config_for_function(as_partitioned).set(transformation=optimizer)
 
 
-def _check_model(cfg: Any, datasets: Sequence[_Data]) -> bool:
+def _check_model(cfg: Any, train: _Data, held_out: _Data | None) -> bool:
     """Checks data against the model; returns whether rows can be left out of loss and metrics."""
     if not isinstance(cfg.model, Supervised.Config):
         return False
@@ -591,18 +632,45 @@ def _check_model(cfg: Any, datasets: Sequence[_Data]) -> bool:
     with jax.set_mesh(mesh.build_mesh(cfg.mesh_shape, cfg.mesh_axis_names)):
         layer: Any = build_model(cfg)
         outputs = jax.eval_shape(outputs_of, jax.random.key(0), spec)
-    target, names = cfg.model.target, {cfg.model.loss, *cfg.model.metrics.values()}
+    if held_out is not None:
+        layer.check_means(_any_values(outputs), _first_rows(train, spec))
+    target, compared = cfg.model.target, [cfg.model.loss, *cfg.model.metrics.values()]
+    of_classes = [metric_name(x) for x in compared if compares_classes(x)]
     if target is not None and hasattr(outputs, "shape"):
         is_label = len(outputs.shape) > len(spec[target].shape)
-        if names & {"cross_entropy", "accuracy"} and is_label:
+        if of_classes and is_label:
             limit, what = outputs.shape[-1] - 1, f"the model has {outputs.shape[-1]} outputs"
-        elif "binary_cross_entropy" in names:
+        elif "binary_cross_entropy" in compared:
             limit, what = 1, "binary_cross_entropy takes probabilities"
+        elif of_classes and of_classes != ["accuracy"]:
+            limit, what = 1, f"{of_classes[-1]} takes classes 0 and 1 or probabilities"
         else:
             return found[-1]
-        for data in datasets:
+        for data in filter(None, (train, held_out)):
             data.check(functools.partial(_check_range, target, limit, what))
     return found[-1]
+
+
+def _any_values(spec: Any) -> Any:
+    """Returns outputs of these shapes with values of no pattern, to try a metric on."""
+    rng = np.random.default_rng(0)
+
+    def values(x: jax.ShapeDtypeStruct) -> Any:
+        numbers = rng.normal(size=x.shape)
+        is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+        return jnp.asarray(numbers if is_float else numbers > 0, x.dtype)
+
+    return jax.tree.map(values, spec)
+
+
+def _first_rows(data: _Data, spec: Any) -> Any:
+    """Returns the first rows of the data as a batch, repeated if there are too few."""
+
+    def rows(x: np.ndarray, like: jax.ShapeDtypeStruct) -> Any:
+        index = np.arange(like.shape[0]) % len(x)
+        return jnp.asarray(np.asarray(x)[index], like.dtype)
+
+    return jax.tree.map(rows, {name: data.fields[name] for name in spec}, dict(spec))
 
 
 def _check_range(target: str, limit: int, what: str, name: str, fields: dict[str, Any]) -> None:
@@ -621,7 +689,7 @@ def _add_validation(cfg: Any, data: _Data, every: int, counts_rows: bool) -> Non
             raise FitError(
                 f"validation has {data.values.num_rows} rows: the last batch has {last}, which do "
                 f"not divide over {jax.device_count()} devices, and cannot be filled up, because "
-                "the loss or a metric is a scalar. Return one number per row, or choose a "
+                "the loss is a scalar. Return one number per row, or choose a "
                 "batch_size or a number of rows that divides."
             )
     elif isinstance(data.values, Batches) and data.values.is_iterator:

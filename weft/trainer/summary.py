@@ -12,12 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from weft.hierarchy.metrics import AudioSummary, CallbackSummary, ImageSummary, Summary
+from weft.hierarchy.metrics import (
+    ArraySummary,
+    AudioSummary,
+    CallbackSummary,
+    ImageSummary,
+    Summary,
+)
+from weft.metrics import Metric
 
-__all__ = ["AudioSummary", "CallbackSummary", "ImageSummary", "Summary"]
+__all__ = ["ArraySummary", "AudioSummary", "CallbackSummary", "ImageSummary", "Summary"]
 
 
 SummaryKind = Literal[
+    "ArraySummary",
     "AudioSummary",
     "CallbackSummary",
     "HistogramSummary",
@@ -33,8 +41,8 @@ class FlatSummary(NamedTuple):
 
     Attributes:
         kind: Kind of `value`; never "CallbackSummary", whose value is of another kind.
-        value: A float, a str, or an array of values for a histogram, of images `[batch, height,
-            width, channels]` or of audio `[batch, time, channels]`.
+        value: A float, a str, or an array: of any shape, of values for a histogram, of images
+            `[batch, height, width, channels]` or of audio `[batch, time, channels]`.
     """
 
     path: str
@@ -66,7 +74,8 @@ def due_summaries(
         }
         due = {path: x for path, x in due.items() if step % intervals[path] == 0}
     # The values of a callback are known on the host.
-    leaves = sorted(_flatten(jax.device_get(due), kept=(AudioSummary, ImageSummary)).items())
+    kept = (ArraySummary, AudioSummary, ImageSummary)
+    leaves = sorted(_flatten(jax.device_get(due), kept).items())
     shown = [_show(path, leaf) for path, leaf in leaves]
     return [summary for summary in shown if summary is not None]
 
@@ -80,13 +89,18 @@ def _flatten(values: object, kept: tuple[type[Summary], ...]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             rest += [(f"{path}/{name}" if path else str(name), x) for name, x in value.items()]
         elif isinstance(value, Summary) and not isinstance(value, kept):
-            rest.append((path, value.value()))
+            shown: Any = value.value()
+            # Each number of a metric has a meaning; a histogram would lose it.
+            if isinstance(value, Metric) and hasattr(shown, "shape") and shown.shape:
+                shown = ArraySummary(shown)
+            rest.append((path, shown))
         elif value is not None:
             leaves[path] = value
     return leaves
 
 
 _PLAIN_KINDS: dict[type[Summary], SummaryKind] = {
+    ArraySummary: "ArraySummary",
     AudioSummary: "AudioSummary",
     CallbackSummary: "CallbackSummary",
     ImageSummary: "ImageSummary",
@@ -117,6 +131,8 @@ def _show(path: str, leaf: object) -> FlatSummary | None:
         )
         return None
     array = np.asarray(value)
+    if isinstance(leaf, ArraySummary):
+        return FlatSummary(path, "ArraySummary", array)
     if isinstance(leaf, ImageSummary):
         return FlatSummary(path, "ImageSummary", array if array.ndim == 4 else array[None])
     if isinstance(leaf, AudioSummary):

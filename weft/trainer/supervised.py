@@ -3,21 +3,27 @@
 The trainer's model is a `Supervised` layer around the user's model, which is called with the inputs
 in a batch and knows nothing of losses. Losses and metrics are functions of outputs and batch that
 return a number, or one per row; some have names. One per row is a mean over the rows that count, so
-that rows that fill up a batch do not change it.
+that rows that fill up a batch do not change it. Metrics that are no means are `weft.metrics`, which
+add up over batches.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from weft import config, errors, functional, hierarchy
+from weft import config, errors, functional, hierarchy, metrics, struct
+from weft.hierarchy.metrics import MetricSummary, Summary, WeightedScalar
 from weft.interop.hierarchy import as_hierarchy
+from weft.metrics.classification import check_logits
 from weft.typing import T, Tensor
 
 OutputFn = Callable[[Any, Any], Any]
 """Function of a model's outputs and the batch."""
+MetricLike = str | OutputFn | metrics.Metric
+"""Name of a metric, function or metric."""
 
 ROW_WEIGHT = "row_weight"
 """Field of a batch with 1 for rows that count and 0 for those that fill it up."""
@@ -40,17 +46,7 @@ def _same_shape(fn: Callable[[Tensor, Tensor], Tensor]) -> OutputFn:
 
 def _of_classes(fn: Callable[[Tensor, Tensor], Tensor]) -> OutputFn:
     def checked(outputs: Tensor, targets: Tensor) -> Tensor:
-        if outputs.shape[:-1] != targets.shape or not outputs.ndim:
-            raise errors.LossError(
-                f"the outputs have shape {outputs.shape} and the targets {targets.shape}; expected "
-                "logits of each class along the last axis, and one label for each row: outputs of "
-                f"shape {(*targets.shape, 'classes')}."
-            )
-        if not jnp.issubdtype(targets.dtype, jnp.integer):
-            raise errors.LossError(
-                f"the targets have dtype {targets.dtype}; expected integers, the right classes. "
-                'Convert them, `y.astype("int32")`, or take "mse" for real numbers.'
-            )
+        check_logits(outputs, targets)
         return fn(outputs, targets)
 
     return checked
@@ -69,7 +65,100 @@ LOSSES: dict[str, OutputFn] = {
     "mae": _same_shape(functional.absolute_error),
     "huber": _same_shape(functional.huber_error),
 }
-METRICS: dict[str, OutputFn] = {"accuracy": _accuracy, **LOSSES}
+CLASS_METRICS: dict[str, metrics.Metric] = {
+    "auc": metrics.AUC(),
+    "confusion_matrix": metrics.ConfusionMatrix(),
+    "f1": metrics.F1Score(),
+    "perplexity": metrics.Perplexity(),
+    "precision": metrics.Precision(),
+    "recall": metrics.Recall(),
+}
+METRICS: dict[str, OutputFn | metrics.Metric] = {"accuracy": _accuracy, **CLASS_METRICS, **LOSSES}
+
+
+def metric_name(metric: MetricLike) -> str:
+    """Returns the name under which a metric is reported, unless it was given one."""
+    if isinstance(metric, str):
+        return metric
+    if isinstance(metric, metrics.AllRows):
+        return metric_name(metric.fn)
+    if isinstance(metric, metrics.Metric):
+        by_type = {type(x): name for name, x in CLASS_METRICS.items()}
+        by_type[metrics.Accuracy] = "accuracy"
+        return by_type.get(type(metric), type(metric).__name__)
+    return getattr(metric, "__name__", str(metric))
+
+
+def compares_classes(metric: MetricLike) -> bool:
+    """Returns whether a loss or metric compares outputs with classes."""
+    if isinstance(metric, str | metrics.Metric) and not isinstance(metric, metrics.AllRows):
+        return metric_name(metric) in ("cross_entropy", "accuracy", *CLASS_METRICS)
+    return False
+
+
+class MeanOfRows(MetricSummary):
+    """Mean over rows of a metric that is a scalar, with what shows whether it is one.
+
+    A scalar of a batch can be averaged over batches only if it is itself a mean over rows. So the
+    metric is computed for each row alone, and their mean is compared with the scalar.
+
+    Attributes:
+        name: The metric.
+        mean: Mean of the values of rows, with the rows' weights.
+        whole, by_row: The scalar of a batch, and the mean of the values of its rows; of batches
+            that were merged, of the first for which they differ.
+        is_mean: Whether they are equal for all batches, up to rounding.
+    """
+
+    name: str = struct.field(pytree_node=False)
+    mean: WeightedScalar
+    whole: Tensor
+    by_row: Tensor
+    is_mean: Tensor
+
+    @classmethod
+    def of_batch(cls, name: str, fn: OutputFn, outputs: Any, batch: Mapping[str, Any]) -> Self:
+        """Returns the mean of the rows of one batch."""
+        leaves, tree = jax.tree.flatten((outputs, batch))
+        rows = len(jax.tree.leaves(batch)[0])
+        are_rows = [jnp.ndim(x) > 0 and len(x) == rows for x in leaves]
+
+        def of_row(parts: list[Tensor]) -> Any:
+            remaining = iter(parts)
+            both = zip(leaves, are_rows, strict=True)
+            one = [next(remaining)[None] if is_row else x for x, is_row in both]
+            return fn(*tree.unflatten(one))
+
+        whole = jnp.asarray(fn(outputs, batch))
+        # In few bits, the sum over a batch rounds more.
+        is_float = jnp.issubdtype(whole.dtype, jnp.inexact)
+        tolerance = max(1e-3, 8 * float(jnp.finfo(whole.dtype).eps)) if is_float else 1e-3
+        parts = [x for x, is_row in zip(leaves, are_rows, strict=True) if is_row]
+        values = jnp.asarray(jax.vmap(of_row)(parts), jnp.float32)
+        whole, by_row = whole.astype(jnp.float32), values.mean()
+        size = tolerance * jnp.abs(values).mean() + 1e-6
+        is_mean = (jnp.abs(whole - by_row) <= size) | (whole == by_row)
+        is_mean |= jnp.isnan(whole) & jnp.isnan(by_row)
+        mean = WeightedScalar(*functional.weighted_mean(values, batch.get(ROW_WEIGHT)))
+        return cls(name, mean, whole, by_row, is_mean)
+
+    def accumulate(self, other: Self) -> Self:
+        both = zip((self.whole, self.by_row), (other.whole, other.by_row), strict=True)
+        whole, by_row = (jnp.where(self.is_mean, its, own) for own, its in both)
+        mean = self.mean.accumulate(other.mean)
+        return type(self)(self.name, mean, whole, by_row, self.is_mean & other.is_mean)
+
+    def value(self) -> Tensor | float:
+        if not np.all(self.is_mean):
+            raise errors.LossError(
+                f"the metric {self.name!r} is a scalar that is not a mean over rows: "
+                f"{float(self.whole):.4g} of a batch, but {float(self.by_row):.4g} as the mean of "
+                "its rows one by one. So its value for all rows does not follow from those of "
+                "batches. Return one number per row; or pass a metric that adds up, such as "
+                f"weft.metrics.F1Score(), or weft.metrics.AllRows({self.name}), which calls the "
+                "function once with all rows."
+            )
+        return self.mean.value()
 
 
 class Supervised(hierarchy.BaseModel):
@@ -85,14 +174,15 @@ class Supervised(hierarchy.BaseModel):
         Attributes:
             layer: The model, see `weft.interop.as_hierarchy`.
             loss: Name of a loss, or a function of outputs and batch: a scalar, or one per row.
-            metrics: Such names or functions, by the name to report them as.
+            metrics: Such names or functions, or metrics of `weft.metrics`, by the name to report
+                them as. A function may also return a metric of its batch.
             target: The field of the batch that named losses and metrics compare the outputs with.
             batch_spec: Shapes and dtypes of a batch, set by the trainer.
         """
 
         layer: config.Required[Any] = config.REQUIRED
         loss: config.Required[str | OutputFn] = config.REQUIRED
-        metrics: dict[str, str | OutputFn] = {}
+        metrics: dict[str, MetricLike] = {}
         target: str | None = None
         batch_spec: config.Required[Any] = config.REQUIRED
 
@@ -109,25 +199,34 @@ class Supervised(hierarchy.BaseModel):
             )
         self._add_child("model", as_hierarchy(cfg.layer, inputs=(self._inputs(cfg.batch_spec),)))
 
-    def _function(self, kind: str, fn: str | OutputFn, named: Mapping[str, OutputFn]) -> OutputFn:
-        if not isinstance(fn, str):
+    def _function(
+        self, kind: str, fn: MetricLike, named: Mapping[str, OutputFn | metrics.Metric]
+    ) -> OutputFn:
+        """Returns a function of outputs and batch, for `_values`."""
+        if isinstance(fn, metrics.AllRows):
+            return lambda outputs, batch: fn.of_batch(outputs, batch, batch.get(ROW_WEIGHT))
+        if not isinstance(fn, str | metrics.Metric):
             return fn
-        if fn not in named:
+        name = metric_name(fn)
+        if isinstance(fn, str) and fn not in named:
             raise errors.LossError(f"there is no {kind} {fn!r}. {errors.did_you_mean(fn, named)}")
+        of_arrays = named[fn] if isinstance(fn, str) else fn
         target = self.config.target
         if target is None:
             raise errors.LossError(
-                f"the {kind} {fn!r} compares outputs with targets, but the data has no field for "
+                f"the {kind} {name!r} compares outputs with targets, but the data has no field for "
                 "them; name it with target=…, or pass data as a pair (x, y)."
             )
 
-        def of_targets(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
+        def of_targets(outputs: Any, batch: Mapping[str, Any]) -> Any:
             if not hasattr(outputs, "shape"):
                 raise errors.LossError(
-                    f"the model returned a {type(outputs).__name__}, and the {kind} {fn!r} is that "
-                    "of an array; pass a function of outputs and batch instead."
+                    f"the model returned a {type(outputs).__name__}, and the {kind} {name!r} is "
+                    "that of an array; pass a function of outputs and batch instead."
                 )
-            values = named[fn](outputs, batch[target])
+            if isinstance(of_arrays, metrics.Metric):
+                return of_arrays.of_batch(outputs, batch[target], batch.get(ROW_WEIGHT))
+            values = of_arrays(outputs, batch[target])
             return jnp.mean(values, axis=range(1, values.ndim))
 
         return of_targets
@@ -158,23 +257,54 @@ class Supervised(hierarchy.BaseModel):
     def forward(self, input_batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """Returns the loss, and reports it and the metrics."""
         outputs = self.predict(input_batch)
-        loss = self._mean("loss", self._loss, outputs, input_batch)
+        values = self._values("loss", self._loss, outputs, input_batch)
+        assert isinstance(values, jax.Array)
+        loss = self._mean("loss", values, input_batch)
         self.add_summary("loss", loss)
         for name, fn in self._metrics.items():
-            self.add_summary(name, self._mean(name, fn, outputs, input_batch))
+            self.add_summary(name, self._of_metric(name, fn, outputs, input_batch))
         return jnp.asarray(loss.mean), {}
+
+    def _of_metric(
+        self, name: str, fn: OutputFn, outputs: Any, batch: Mapping[str, Any]
+    ) -> Summary:
+        values = self._values(name, fn, outputs, batch)
+        if isinstance(values, Summary):
+            return values
+        # The scalar of a batch in training is what it is; only evaluation is over several batches.
+        if values.ndim or (self.is_training and ROW_WEIGHT not in batch):
+            return self._mean(name, values, batch)
+        return MeanOfRows.of_batch(name, fn, outputs, batch)
 
     @hierarchy.nowrap
     def is_per_row(self, outputs: Any, batch: Mapping[str, Any]) -> bool:
-        """Returns whether loss and metrics all return one number per row."""
-        fns = {"loss": self._loss, **self._metrics}
-        dims = [self._values(name, fn, outputs, batch).ndim for name, fn in fns.items()]
-        return all(dims)
+        """Returns whether rows can be left out of the loss: whether it has one number per row.
 
-    def _values(self, name: str, fn: OutputFn, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
+        Raises LossError if the loss or a metric does not fit the outputs.
+        """
+        for name, fn in self._metrics.items():
+            self._values(name, fn, outputs, batch)
+        values = self._values("loss", self._loss, outputs, batch)
+        return isinstance(values, jax.Array) and values.ndim > 0
+
+    @hierarchy.nowrap
+    def check_means(self, outputs: Any, batch: Mapping[str, Any]) -> None:
+        """Raises LossError if a metric is a scalar of a batch that is no mean over its rows."""
+        for name, fn in self._metrics.items():
+            values = self._values(name, fn, outputs, batch)
+            if not isinstance(values, Summary) and not values.ndim:
+                MeanOfRows.of_batch(name, fn, outputs, batch).value()
+
+    def _values(
+        self, name: str, fn: OutputFn, outputs: Any, batch: Mapping[str, Any]
+    ) -> Tensor | Summary:
+        """Returns the values of rows, a scalar, or what a metric reports."""
         rows = len(jax.tree.leaves(batch)[0])
         try:
-            values = jnp.asarray(fn(outputs, batch), dtype=jnp.float32)
+            result = fn(outputs, batch)
+            if isinstance(result, Summary) and name != "loss":
+                return result
+            values = jnp.asarray(result, dtype=jnp.float32)
         except errors.LossError:
             raise
         except Exception as error:
@@ -190,15 +320,13 @@ class Supervised(hierarchy.BaseModel):
             )
         return values
 
-    def _mean(
-        self, name: str, fn: OutputFn, outputs: Any, batch: Mapping[str, Any]
-    ) -> hierarchy.WeightedScalar:
-        values, weights = self._values(name, fn, outputs, batch), batch.get(ROW_WEIGHT)
+    def _mean(self, name: str, values: Tensor, batch: Mapping[str, Any]) -> WeightedScalar:
+        weights = batch.get(ROW_WEIGHT)
         if weights is None:
-            return hierarchy.WeightedScalar(values.mean(), len(jax.tree.leaves(batch)[0]))
+            return WeightedScalar(values.mean(), len(jax.tree.leaves(batch)[0]))
         if not values.ndim:
             raise errors.LossError(
                 f"{name} returned a scalar, which includes the rows that fill up the batch; "
                 "expected one number per row."
             )
-        return hierarchy.WeightedScalar(*functional.weighted_mean(values, weights))
+        return WeightedScalar(*functional.weighted_mean(values, weights))

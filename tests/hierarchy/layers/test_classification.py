@@ -47,6 +47,15 @@ def test_classification_reports_loss_perplexity_and_accuracy():
     assert all(summary.weight == 6 for summary in summaries.values())
 
 
+def test_perplexities_of_batches_add_up_to_that_of_all():
+    parts = [
+        run(ClassificationMetric, LOGITS[rows], LABELS[rows], num_classes=3)[1]["perplexity"]
+        for rows in (slice(0, 2), slice(2, None))
+    ]
+    _, summaries = run(ClassificationMetric, LOGITS, LABELS, num_classes=3)
+    close((parts[0] + parts[1]).mean, summaries["perplexity"].mean)
+
+
 def test_classification_with_smoothed_or_soft_labels():
     smooth = np.eye(3, dtype="f")[LABELS[LIVE]] * 0.7 + 0.1
     expected = mean_of(optax.softmax_cross_entropy, LOGITS[LIVE], smooth)

@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from weft.hierarchy.metrics import ImageSummary
+from weft.errors import RunDirError
+from weft.hierarchy.metrics import ArraySummary, ImageSummary
+from weft.metrics import F1Score
 from weft.trainer.summary_writer import JsonLinesWriter, read_json_lines
 from weft.trainer.summary_writer.base import CheckpointerAction
 from weft.trainer.summary_writer.files import JSON_LINES_FILE
@@ -102,3 +104,22 @@ def test_full_disk_only_loses_lines(tmp_path, caplog, files_limited_to):
     assert caplog.text.count("cannot write") == 1
     assert "can write" in caplog.text
     assert [record["step"] for record in read_json_lines(str(tmp_path))] == [1, 4]
+
+
+def test_arrays_of_metrics_are_kept(tmp_path, caplog):
+    f1 = F1Score(None).update(np.array([[1.0, 2, 0], [3, 0, 0]]), np.array([0, 0]))
+    make(tmp_path)(1, {"f1": f1, "auc": ArraySummary(np.array([0.5, np.nan]))})
+    (record,) = read_json_lines(str(tmp_path))
+    np.testing.assert_allclose(record["arrays"]["f1"], [2 / 3, 0, 0])
+    np.testing.assert_array_equal(record["arrays"]["auc"], [0.5, np.nan])
+    make(tmp_path)(2, {"large": ArraySummary(np.zeros((1500, 1500)))})
+    assert "The arrays of step 2 are too large for a line: large" in caplog.text
+    assert len(read_json_lines(str(tmp_path))) == 1
+
+
+@pytest.mark.parametrize("array", ["[[1], [1, 2]]", '["one"]', '[{"a": 1}]', "3"])
+def test_what_is_not_an_array_is_refused(tmp_path, array):
+    line = f'{{"step": 1, "time": 0, "arrays": {{"x": {array}}}}}\n'
+    (tmp_path / JSON_LINES_FILE).write_text(line, encoding="utf-8")
+    with pytest.raises(RunDirError, match="cannot be read.*Remove the line"):
+        read_json_lines(str(tmp_path))

@@ -61,7 +61,8 @@ class ClassificationMetric(BaseClassificationMetric):
             soft_target_labels=soft_labels,
         )
         accuracy, _ = weighted_mean(jnp.argmax(logits, axis=-1) == labels, mask)
-        self._report(mask, loss=loss, perplexity=jnp.exp(loss), accuracy=accuracy)
+        self._report(mask, loss=loss, accuracy=accuracy)
+        self.add_summary("perplexity", metrics.Perplexity(jnp.exp(loss), mask.sum()))
         return loss
 
 

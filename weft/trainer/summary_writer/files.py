@@ -3,7 +3,7 @@
 A writer receives the nested summaries of a step; the name of a summary is its path, `model/loss`.
 The JSON lines are
 
-    {"step": 20, "time": 1760000000.0, "values": {"loss": 2.3}}
+    {"step": 20, "time": 1760000000.0, "values": {"loss": 2.3}, "arrays": {"f1": [0.5, 0.7]}}
     {"step": 20, "time": 1760000000.1, "checkpoint": {"action": "SAVE", "dir": "…/step_00000020"}}
 
 A restarted run appends. If it restored an earlier step, its RESTORE line voids the lines of later
@@ -13,6 +13,7 @@ steps, and `read_json_lines` omits them.
 import contextlib
 import itertools
 import json
+import logging
 import math
 import os
 import textwrap
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 import jax
+import numpy as np
 
 from weft.config import ConfigBase
 from weft.errors import RunDirError
@@ -33,7 +35,17 @@ from weft.trainer.summary_writer.base import CheckpointerAction, PeriodicWriter,
 from weft.typing import Nested
 
 _DEFAULT_FLUSH_SECONDS = 120.0
+
+
+def _table(path: str, array: np.ndarray) -> Any:
+    lines = np.array2string(array, precision=6, threshold=_MOST_NUMBERS, max_line_width=200)
+    # Indentation makes it a Markdown code block, which keeps the line breaks.
+    return event_file.text(path, textwrap.indent(lines, "    "))
+
+
+_MOST_NUMBERS = 10_000
 _PROTOS: dict[SummaryKind, Callable[..., Any]] = {
+    "ArraySummary": _table,
     "AudioSummary": event_file.audio,
     "HistogramSummary": event_file.histogram,
     "ImageSummary": event_file.images,
@@ -157,20 +169,24 @@ _JSON_KINDS = ("ScalarSummary", "TextSummary")
 class JsonLinesWriter(PeriodicWriter):
     """Writer that appends one JSON object per line to `summaries.jsonl` in `dir`.
 
-    It ignores images, sound and arrays. Each line is flushed at once and survives the process.
+    It ignores images, sound and histograms. Each line is flushed at once and survives the process.
     """
 
     Config = PeriodicWriter.Config
 
     @processor_zero_only
     def __call__(self, step: int, values: dict[str, Any]) -> None:
-        due = {s.path: s.value for s in self._due(step, values) if s.kind in _JSON_KINDS}
-        for path, value in due.items():
-            # JSON cannot represent these numbers; `float` parses their names.
-            if isinstance(value, float) and not math.isfinite(value):
-                due[path] = str(value)
-        if due:
-            self._append(step, values=due)
+        summaries = self._due(step, values)
+        fields = {
+            "values": {s.path: _as_json(s.value) for s in summaries if s.kind in _JSON_KINDS},
+            "arrays": {s.path: _as_json(s.value) for s in summaries if s.kind == "ArraySummary"},
+        }
+        if fields["arrays"] and len(json.dumps(fields["arrays"])) > _MAX_ARRAYS_BYTES:
+            names = ", ".join(fields.pop("arrays"))
+            log = logging.getLogger(__name__)
+            log.warning("The arrays of step %d are too large for a line: %s.", step, names)
+        if any(fields.values()):
+            self._append(step, **{name: field for name, field in fields.items() if field})
 
     @processor_zero_only
     def log_config(self, config: ConfigBase, step: int = 0) -> None:
@@ -195,13 +211,26 @@ class JsonLinesWriter(PeriodicWriter):
                 file.write(line.encode() + b"\n")
 
 
-_MAX_FILE_BYTES, _MAX_LINE_BYTES = 2**30, 2**24
+_MAX_FILE_BYTES, _MAX_LINE_BYTES, _MAX_ARRAYS_BYTES = 2**30, 2**24, 2**23
 _LINE_FORM = {
     "step": int,
     "time": float,
     "values?": {str: (float, str)},
+    "arrays?": {str: list},
     "checkpoint?": {"action": str},
 }
+
+
+def _as_json(value: Any) -> Any:
+    """Returns a number, a text or an array, as nested lists, for JSON.
+
+    JSON cannot represent numbers that are not finite; `float` parses their names.
+    """
+    if isinstance(value, np.ndarray):
+        return [_as_json(x) for x in value] if value.ndim else _as_json(value.item())
+    if isinstance(value, np.generic):
+        return _as_json(value.item())
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _drop_partial_line(file: BinaryIO) -> None:
@@ -244,6 +273,9 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
         check_json(record, _LINE_FORM)
         if not 0 <= record["time"] <= MAX_COUNT:
             raise ValueError(f"time is {record['time']!r}; expected seconds since 1970")
-    except ValueError as error:
+        # Lists of unequal lengths, or of what is not a number, are not arrays.
+        arrays = record.get("arrays", {})
+        arrays.update({name: np.array(value, float) for name, value in arrays.items()})
+    except (TypeError, ValueError) as error:
         raise RunDirError(f"{where} cannot be read: {error}. Remove the line.") from error
     return record

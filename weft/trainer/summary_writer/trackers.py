@@ -153,7 +153,7 @@ class WandBWriter(_TrackerWriter):
     def _convert(self, shown: FlatSummary) -> Any:
         wandb, value = self._package, shown.value
         match shown.kind:
-            case "HistogramSummary":
+            case "HistogramSummary" | "ArraySummary":
                 if value.ndim == 2 and self.config.convert_2d_to_image:
                     return wandb.Image(value)
                 return wandb.Histogram(value)
