@@ -399,10 +399,8 @@ def fit(
         validation: Data in one of the same forms, evaluated after each epoch, or with `steps` ten
             times, and at the end. Rows that fill up the last batch do not count.
         metrics: "accuracy", "auc", "confusion_matrix", "f1", "perplexity", "precision", "recall",
-            names of losses; metrics such as `weft.metrics.F1Score("macro")`; or functions of
-            outputs and batch that return one number per row, whose mean is reported, a scalar that
-            is such a mean, or a metric of the batch. A dict names them. A scalar that is not a mean
-            over rows is refused with validation data: see `weft.metrics.AllRows`.
+            names of losses, metrics such as `weft.metrics.F1Score("macro")`, or functions like
+            `loss`: a scalar has to be a mean over rows, if not use `AllRows`. A dict names them.
         optimizer: "adam", "adamw", "sgd", an optimizer of optax, or the config of one.
         learning_rate: Rate of a named optimizer, 0.001 by default, or a schedule.
         target: Field that named losses compare with the outputs; by default the one named y, label,
@@ -416,10 +414,9 @@ def fit(
         progress: Whether to show the progress, see `SpmdTrainer.run`.
 
     Raises:
-        FitError: If arguments contradict each other, or two metrics have the same name.
+        FitError: If arguments contradict each other.
         InputDatasetError: If the data is empty, has NaN, or its arrays or labels do not fit.
-        LossError: If a loss or metric is unknown, does not fit the outputs, or is a scalar that
-            cannot be averaged over batches.
+        LossError: If a loss or metric is unknown, does not fit the outputs, or is such a scalar.
         RunDirError: If `dir` belongs to a run with other arguments or other data.
 
     >>> x = np.linspace(-1, 1, 64, dtype=np.float32)[:, None]

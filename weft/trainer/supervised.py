@@ -3,7 +3,7 @@
 The trainer's model is a `Supervised` layer around the user's model, which is called with the inputs
 in a batch and knows nothing of losses. Losses and metrics are functions of outputs and batch that
 return a number, or one per row; some have names. One per row is a mean over the rows that count, so
-that rows that fill up a batch do not change it. Metrics that are no means are `weft.metrics`, which
+that rows that fill up a batch do not change it. Metrics that are not means are `weft.metrics`, which
 add up over batches.
 """
 
@@ -289,7 +289,7 @@ class Supervised(hierarchy.BaseModel):
 
     @hierarchy.nowrap
     def check_means(self, outputs: Any, batch: Mapping[str, Any]) -> None:
-        """Raises LossError if a metric is a scalar of a batch that is no mean over its rows."""
+        """Raises LossError if a metric is a scalar of a batch that is not a mean over its rows."""
         for name, fn in self._metrics.items():
             values = self._values(name, fn, outputs, batch)
             if not isinstance(values, Summary) and not values.ndim:
