@@ -3,8 +3,8 @@
 The trainer's model is a `Supervised` layer around the user's model, which is called with the inputs
 in a batch and knows nothing of losses. Losses and metrics are functions of outputs and batch that
 return a number, or one per row; some have names. One per row is a mean over the rows that count, so
-that rows that fill up a batch do not change it. Metrics that are not means are `weft.metrics`, which
-add up over batches.
+that rows that fill up a batch do not change it. Metrics that are not means are `weft.metrics`,
+which add up over batches.
 """
 
 from collections.abc import Callable, Mapping

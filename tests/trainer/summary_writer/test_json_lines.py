@@ -121,5 +121,5 @@ def test_arrays_of_metrics_are_kept(tmp_path, caplog):
 def test_what_is_not_an_array_is_refused(tmp_path, array):
     line = f'{{"step": 1, "time": 0, "arrays": {{"x": {array}}}}}\n'
     (tmp_path / JSON_LINES_FILE).write_text(line, encoding="utf-8")
-    with pytest.raises(RunDirError, match="cannot be read.*Remove the line"):
+    with pytest.raises(RunDirError, match=r"cannot be read.*Remove the line"):
         read_json_lines(str(tmp_path))
