@@ -5,11 +5,15 @@ import os
 import re
 
 import jax
+import numpy as np
 import pytest
 
 from weft.config import REQUIRED, Configurable, Required, config_class, config_for_function
 from weft.errors import FileRefusedError, RunDirError
 from weft.input.corpus import folder_corpus
+from weft.input.data_files import files_record
+from weft.input.datasets import json_lines_dataset
+from weft.input.text import lm_documents_source
 from weft.recipes.lm import lm_tiny
 from weft.trainer.parallelism import ParallelismModifier
 from weft.trainer.run_dir import (
@@ -128,6 +132,66 @@ def test_changed_corpus_is_rejected_by_hash(tmp_path):
         RunDirError, match=r"input\.corpus was text with the SHA-256 .* restore the"
     ):
         check_run_dir(cfg)
+
+
+LINES = '{"text": "one"}\n{"text": "two"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("edited", LINES.replace("two", "TWO")),
+        ("halved", LINES[: len(LINES) // 2]),
+        ("extended", LINES * 2),
+    ],
+)
+@pytest.mark.parametrize("pattern", ["a.jsonl", "*.jsonl", ["b.jsonl", "a.jsonl"]])
+def test_changed_files_of_records_are_rejected(tmp_path, pattern, name, changed):
+    for file in ("a.jsonl", "b.jsonl"):
+        (tmp_path / file).write_text(LINES, encoding="utf-8")
+    (tmp_path / "other.txt").write_text(LINES, encoding="utf-8")
+    patterns = [pattern] if isinstance(pattern, str) else pattern
+    paths = [str(tmp_path / pattern) for pattern in patterns]
+    documents = config_for_function(json_lines_dataset).set(paths=paths)
+    source = config_for_function(lm_documents_source).set(documents={"lines": documents})
+    cfg = run_config(tmp_path / "run", input=source)
+    claim_and_save(cfg)
+    check_run_dir(cfg)
+    os.utime(tmp_path / "a.jsonl")  # touched, or copied, but with the same contents
+    (tmp_path / "other.txt").write_text(changed, encoding="utf-8")
+    check_run_dir(cfg)
+    (tmp_path / "a.jsonl").write_text(changed, encoding="utf-8")
+    with pytest.raises(RunDirError) as caught:
+        check_run_dir(cfg)
+    text = str(caught.value)
+    size = (2 if pattern == "*.jsonl" else len(paths)) * len(LINES)
+    assert "belongs to a run on other data: input.documents['lines'].paths was " in text
+    assert f"of {size} bytes with the SHA-256 " in text and "or restore the data." in text
+
+
+def test_changed_tokenizer_is_rejected(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    source = config_for_function(lm_documents_source).set(tokenizer=f"{tmp_path}/tokenizer.json")
+    cfg = run_config(tmp_path / "run", input=source)
+    claim_and_save(cfg)
+    (tmp_path / "tokenizer.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(RunDirError, match=r"input\.tokenizer was tokenizer\.json of 2 bytes with"):
+        check_run_dir(cfg)
+
+
+def test_large_files_are_compared_by_size_and_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr("weft.input.data_files._WHOLE_BYTES", 2**20)
+    file = tmp_path / "large.bin"
+    large = np.random.default_rng(0).bytes(2**22)
+    file.write_bytes(large)
+    before = files_record([str(file)])
+    assert before["bytes"] == 2**22
+    for other in (large[:-1], large + b"x", large[2**20 :] + large[: 2**20]):
+        file.write_bytes(other)
+        os.utime(file, ns=(1, len(other)))
+        assert files_record([str(file)])["sha256"] != before["sha256"]
+    file.write_bytes(large)
+    assert files_record([str(file)]) == before
 
 
 def test_checkpoints_of_unknown_run_are_kept(tmp_path):

@@ -35,7 +35,7 @@ import platform
 import re
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,9 @@ import jax
 
 import weft
 from weft.config import REQUIRED, ConfigBase, diff, from_text, maybe_instantiate, to_text
-from weft.errors import ConfigError, RunDirError, ScheduleError
+from weft.errors import ConfigError, InputReadError, RunDirError, ScheduleError
+from weft.input.data_files import files_record
+from weft.input.records import matching_files
 from weft.serialization.directory import Directory
 from weft.serialization.untrusted import check_json
 from weft.trainer.checkpointer.dirs import has_checkpoint
@@ -104,13 +106,13 @@ def check_run_dir(cfg: ConfigBase) -> None:
             + f"\n{other}, or restore the values of these fields.",
             free_dir=free,
         )
-    before, now = read_record(cfg.dir).get("corpora", {}), _corpora(cfg)
+    before, now = read_record(cfg.dir).get("corpora", {}), data_records(cfg)
     for path in before.keys() & now.keys():
         if before[path]["sha256"] != now[path]["sha256"]:
             raise RunDirError(
-                f"dir={cfg.dir!r} belongs to a run on other text: {path} was "
-                f"{_corpus_text(before[path])} and is {_corpus_text(now[path])}. {other}, or "
-                "restore the text.",
+                f"dir={cfg.dir!r} belongs to a run on other data: {path} was "
+                f"{data_text(before[path])} and is {data_text(now[path])}. {other}, or "
+                "restore the data.",
                 free_dir=free,
             )
 
@@ -137,7 +139,7 @@ def claim_run_dir(cfg: ConfigBase, recipe: Mapping[str, Any] | None = None) -> b
         values = {} if recipe is None else {"recipe": signed(recipe, text)}
         if _unset(cfg):
             values[_SCHEDULE_STEPS] = schedule_steps(cfg)
-        update_record(cfg.dir, corpora=_corpora(cfg), starts=starts, **values)
+        update_record(cfg.dir, corpora=data_records(cfg), starts=starts, **values)
     except OSError as error:
         raise unwritable_error(Path(cfg.dir), error) from error
     return started_before
@@ -221,14 +223,49 @@ def find_fields(name: str, cfg: ConfigBase) -> dict[str, Any]:
     return find_values(cfg, lambda path, x: path.rpartition(".")[2] == name and x is not None)
 
 
-def _corpora(cfg: ConfigBase) -> dict[str, Any]:
-    found = find_fields("corpus", cfg.input)
-    corpora = {f"input.{path}": maybe_instantiate(value) for path, value in found.items()}
-    return {path: c.record() for path, c in corpora.items() if hasattr(c, "record")}
+def data_records(cfg: ConfigBase) -> dict[str, dict[str, Any]]:
+    """Returns descriptions, with digests, of the data that the input's config names, by path.
+
+    These are corpora, and files: those that a field `paths` matches, and any other string that is
+    the path of a file, such as that of a tokenizer.
+    """
+    corpora = find_fields("corpus", cfg.input)
+    records = {}
+    for path, value in corpora.items():
+        corpus = maybe_instantiate(value)
+        if hasattr(corpus, "record"):
+            records[f"input.{path}"] = corpus.record()
+    others = find_values(cfg.input, lambda path, value: path in corpora or _texts(value))
+    for path, value in outermost(others).items():
+        files = [] if path in corpora else _named_files(path, _texts(value))
+        if files:
+            records[f"input.{path}"] = files_record(files)
+    return records
 
 
-def _corpus_text(corpus: Mapping[str, Any]) -> str:
-    return f"{corpus['name']} with the SHA-256 {corpus['sha256'][:12]}…"
+def _texts(value: object) -> list[str]:
+    """Returns the texts of a value that is one, or a list or tuple of texts."""
+    texts = list(value) if isinstance(value, list | tuple) else [value]
+    return [x for x in texts if isinstance(x, str)] if all(map(_is_text, texts)) else []
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _named_files(path: str, texts: Sequence[str]) -> list[str]:
+    if path.rpartition(".")[2] == "paths":
+        with contextlib.suppress(InputReadError):  # the reader says why, or knows more than files
+            return matching_files(texts)
+        return []
+    return [text for text in texts if "\0" not in text and os.path.isfile(text)]
+
+
+def data_text(record: Mapping[str, Any]) -> str:
+    """Returns a short description of data from its record."""
+    size = record.get("bytes")
+    shown = "" if size is None else f" of {size:,} bytes"
+    return f"{record['name']}{shown} with the SHA-256 {record['sha256'][:12]}…"
 
 
 def changes_of_run(directory: str, cfg: ConfigBase) -> list[str]:
