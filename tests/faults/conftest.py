@@ -85,9 +85,8 @@ class Starter:
     def __call__(self, *faults, num=2, **variables):
         address = f"127.0.0.1:{free_port()}"
         env = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(num), **variables}
-        program = Path(__file__).with_name(
-            f"{'policies' if 'policies' in faults else 'training'}.py"
-        )
+        of_its_own = {"policies", "disagreement"} & set(faults)
+        program = Path(__file__).with_name(f"{''.join(of_its_own) or 'training'}.py")
         arguments = [self._directory / "run", *faults]
         for i in range(num):
             env["JAX_PROCESS_ID"] = str(i)

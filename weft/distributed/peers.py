@@ -9,6 +9,7 @@ keeps a TCP connection to process 0, for lines of JSON:
     from process 0    {"go": 7, "stop": null}    all have arrived; stop if any requests to
                       {"asked": ["signal", "SIGTERM"]}  one requests to stop; arrive soon
                       {"over": "..."}            one is gone or late; no process can continue
+                      {"part": "...", "last": false}  a part of some bytes, in base64
 
 A process that dies closes its connection; one that is stopped or cut off is silent too long. In
 both cases process 0 names it to the others, and they end. A late process that receives this
@@ -21,6 +22,8 @@ The last messages must arrive. If a socket with unread data is closed, the kerne
 delivered, so an ending process keeps reading until the others have closed their side.
 """
 
+import base64
+import collections
 import contextlib
 import copy
 import json
@@ -51,6 +54,7 @@ _LATE_LOG_SECONDS = 30.0
 MAX_LINE_BYTES = 1 << 16
 """Maximal number of bytes of a line; a longer one is ignored."""
 
+_PART_BYTES = MAX_LINE_BYTES // 2
 _MAX_TEXT_LENGTH = 4096  # at most 12 bytes in a line for each character
 _MAX_LATE_SHOWN = 8
 # From the notice that another process is gone to the end of this one if its main thread is stuck.
@@ -108,6 +112,8 @@ class Peers:
         self._failure: ProcessLostError | ProcessesNotReadyError | None = None
         self._has_left = False
         self._open = set(self._connections)  # those whose side is not closed
+        self._parts = bytearray()  # of bytes from process 0, until all have come
+        self._received = collections.deque[bytes]()
         self.doing = "starting"
         heard = time.monotonic()
         self._heard = dict.fromkeys(self._connections, heard)
@@ -171,6 +177,27 @@ class Peers:
                 sent = _clip_request(request())
                 if sent is not None:
                     self._send_to_coordinator(at | {"request": sent})
+
+    def from_first(self, data: bytes, alive: Callable[[], None] = lambda: None) -> bytes:
+        """Returns the bytes that process 0 has passed, in all processes.
+
+        Raises ProcessLostError or ProcessesNotReadyError if a process is gone or late.
+        """
+        if self._id == 0:
+            for start in range(0, max(len(data), 1), _PART_BYTES):
+                part = base64.b64encode(data[start : start + _PART_BYTES]).decode()
+                self._broadcast({"part": part, "last": start + _PART_BYTES >= len(data)})
+            return data
+        while True:
+            with self._changed:
+                if not self._received and self._failure is None:
+                    self._changed.wait(_POLL_SECONDS)
+                self.check()
+                if self._received:
+                    return self._received.popleft()
+            if 0 in self._lost:
+                self._on_lost(0, "has ended before the others")
+            alive()
 
     @property
     def _stops_on_error(self) -> bool:
@@ -301,11 +328,21 @@ class Peers:
                     self._pending_request = None
                 self._released_point = message["go"]
                 self._changed.notify_all()
+        elif "part" in message:
+            self._on_part(message["part"], is_last=message.get("last", True))
         elif "asked" in message:
             self._pending_request = _to_stop_request(message["asked"])
         elif "over" in message:
             late, missing = message.get("late", False), message.get("missing", ())
             self._fail(message["over"], late=late, missing=missing)
+
+    def _on_part(self, part: str, *, is_last: bool) -> None:
+        self._parts += base64.b64decode(part)
+        if is_last:
+            with self._changed:
+                self._received.append(bytes(self._parts))
+                self._parts.clear()
+                self._changed.notify_all()
 
     def _check_timeouts(self, now: float) -> None:
         for index, heard in self._heard.items():
@@ -457,6 +494,9 @@ def _escape_text(value: object) -> object:
     return value
 
 
+_BASE64 = re.compile(r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?")
+
+
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**53
 
@@ -482,7 +522,8 @@ _FIELDS: Mapping[str, Callable[[object], bool]] = {
     **dict.fromkeys(("at", "go", "process", "of", "pid"), _is_count),
     **dict.fromkeys(("alive", "over", "token", "host", "refused", "welcome"), _is_text),
     **dict.fromkeys(("request", "stop", "asked"), _is_stop_request),
-    **dict.fromkeys(("waits", "late"), lambda value: isinstance(value, bool)),
+    **dict.fromkeys(("waits", "late", "last"), lambda value: isinstance(value, bool)),
+    "part": lambda value: isinstance(value, str) and bool(_BASE64.fullmatch(value)),
     "bye": lambda value: value is None or _is_text(value),
     "within": _is_time_limit,
     "missing": lambda value: isinstance(value, list) and all(map(_is_count, value)),

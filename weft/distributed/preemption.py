@@ -36,7 +36,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from weft.core.tracing import ThreadStack
 from weft.distributed import rendezvous, watchdog
 from weft.distributed.peers import Peers, StopRequest, current_peers, use_peers
-from weft.errors import LossSpikeError, ProcessLostError, UndefinedLossException
+from weft.errors import (
+    LossSpikeError,
+    ProcessesDifferError,
+    ProcessLostError,
+    UndefinedLossException,
+)
 from weft.input import PrefetchingIterator
 
 logger = logging.getLogger(__name__)
@@ -103,6 +108,23 @@ class GracefulStop:
         self._exit.close()
 
     # Agreeing.
+
+    @property
+    def has_peers(self) -> bool:
+        """True if the run has other processes."""
+        return self._peers is not None
+
+    def from_first(self, data: bytes) -> bytes:
+        """Returns the bytes that process 0 has passed; all processes must call it equally often.
+
+        Raises ProcessLostError if one is gone.
+        """
+        what = "waiting for what process 0 has"
+        return (
+            data
+            if self._peers is None
+            else self._peers.from_first(data, lambda: self._report(what))
+        )
 
     def doing(self, what: str) -> None:
         """Announces the current activity to the watchdog and the other processes."""
@@ -361,8 +383,13 @@ def graceful_stop(
                 stack.enter_context(use_peers(peers))
         try:
             yield stack.enter_context(GracefulStop(peers, report, readiness_timeout_seconds))
-        except (ProcessLostError, UndefinedLossException, LossSpikeError):
-            raise  # all processes raise the latter two together
+        except (
+            ProcessLostError,
+            ProcessesDifferError,
+            UndefinedLossException,
+            LossSpikeError,
+        ):
+            raise  # all processes raise the latter three together
         except Exception as error:
             if peers is not None:
                 peers.raise_cause(error)

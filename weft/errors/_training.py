@@ -325,5 +325,9 @@ class ProcessesNotReadyError(RunFailedError, TimeoutError):
     """Some processes of a run did not join in time; the message names them."""
 
 
+class ProcessesDifferError(WeftError, ValueError):
+    """Processes of one run have another config, code, data or version; the message names it."""
+
+
 class ProcessLostError(RunFailedError, RuntimeError):
     """Another process of the run failed or ended, and this one cannot continue without it."""

@@ -2,7 +2,7 @@
 
 Up to a gigabyte in all, a digest is that of every byte. Of more, whose reading would delay each
 start by minutes, it is that of the sizes and of evenly spaced parts: it notices files that were
-cut, extended, exchanged or made anew, and may miss an edit that keeps the size.
+cut, extended, exchanged or written again, and may miss an edit that keeps the size.
 """
 
 import functools

@@ -95,6 +95,11 @@ class RunLock:
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="weft-run-lock", daemon=True)
 
+    @property
+    def token(self) -> str:
+        """Text that distinguishes this lock from all others."""
+        return self._owner.token
+
     def check(self) -> None:
         """Raises a RunDirTakenError if another run has taken the directory; else costs nothing."""
         if time.monotonic() - self._seen > 2 * _BEAT_SECONDS:  # this process was frozen
@@ -271,6 +276,14 @@ def run_lock(directory: str) -> Iterator[RunLock]:
     lock = RunLock(directory)
     with lock if jax.process_index() == 0 else contextlib.nullcontext(), _HELD.push(lock):
         yield lock
+
+
+def lock_token(directory: str) -> str | None:
+    """Returns the token of a directory's lock, None if nobody holds one that can be read."""
+    with contextlib.suppress(OSError), Directory(directory).open(LOCK_FILE) as file:
+        owner, _ = _read(file.fileno())
+        return None if owner is None else owner.token
+    return None
 
 
 def is_in_use(directory: str) -> bool:

@@ -27,6 +27,7 @@ from weft.distributed.watchdog import Watchdog
 from weft.hierarchy import Module, nowrap
 from weft.input import Input, PrefetchingIterator
 from weft.trainer import (
+    agreement,
     anomalies,
     display,
     first_nonfinite,
@@ -418,6 +419,7 @@ class SpmdTrainer(Module):
             ProcessesNotReadyError: if another process does not reach the first step, or does not
                 finish restoring a checkpoint.
             ProcessLostError: if another process ends or fails.
+            ProcessesDifferError: if the processes have other configs, code, data or settings.
         """
         cfg = self.config
         with self.mesh():
@@ -430,6 +432,9 @@ class SpmdTrainer(Module):
             writers = [self.summary_writer, *(x.summary_writer for x in self._evalers.values())]
             stack.enter_context(closing_writers(writers))
             stop, listener = stack.enter_context(run_context(cfg, listener, lambda: self._step))
+            agreement.check_processes_agree(
+                stop, cfg, lock=self._run_lock, recipe=recipe, prng_key=prng_key
+            )
             if cfg.context_manager is not None:
                 stack.enter_context(config.maybe_instantiate(cfg.context_manager)())
             stack.enter_context(self.mesh())
