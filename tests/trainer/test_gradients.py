@@ -8,7 +8,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from weft.config import config_for_function
-from weft.errors import GradientAccumulationError, NoContextError, UntrainableParameterError
+from weft.errors import (
+    GradientAccumulationError,
+    LossWeightWarning,
+    NoContextError,
+    UntrainableParameterError,
+)
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import (
     InvocationContext,
@@ -211,7 +216,8 @@ def test_unweighted_model_averages_microbatches():
         del outputs.output_collection.summaries["loss"]
         return outputs
 
-    _, loss, _, _ = step(SOME, 2, fn=unweighted)
+    with pytest.warns(LossWeightWarning, match="weights all microbatches equally"):
+        _, loss, _, _ = step(SOME, 2, fn=unweighted)
     parts = [jax.tree.map(lambda x, i=i: x[i::2], SOME) for i in range(2)]
     losses = [forward(model_params=PARAMS, inputs=inputs_of(part)).loss for part in parts]
     np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-6)
@@ -255,7 +261,9 @@ def test_loss_is_differentiable():
 def test_accumulation_dtype_is_configurable():
     def linear(*, model_params, inputs):
         loss = model_params["w"] * jnp.mean(inputs["input_batch"]["x"]).astype(jnp.float16)
-        return ForwardOutputs(loss, {}, new_output_collection())
+        collection = new_output_collection()
+        collection.summaries["loss"] = WeightedScalar(loss, 1)
+        return ForwardOutputs(loss, {}, collection)
 
     inputs = {"input_batch": {"x": np.float32([2048] + [1] * 7)}, "forward_key": None}
     grads = []
@@ -278,7 +286,9 @@ def test_batch_is_not_moved_and_one_microbatch_is_live():
         x = inputs["input_batch"]["x"]
         for w in model_params["w"]:
             x = jnp.tanh(x @ w)
-        return ForwardOutputs(jnp.mean(x**2), {}, new_output_collection())
+        collection = new_output_collection()
+        collection.summaries["loss"] = WeightedScalar(jnp.mean(x**2), len(x))
+        return ForwardOutputs(jnp.mean(x**2), {}, collection)
 
     def compiled(steps):
         fn = with_minibatch_steps(steps=steps)(deep)

@@ -10,6 +10,7 @@ from weft.config import REQUIRED, Required, config_class, config_for_function
 from weft.errors import (
     InplaceUpdateError,
     LossScaleError,
+    LossWeightWarning,
     RequiredFieldMissingError,
     UntrainableParameterError,
     UpdateRuleError,
@@ -674,7 +675,8 @@ def test_scale_adapts_and_nonfinite_steps_are_skipped():
 
 def test_microbatches_are_scaled_before_they_are_differentiated():
     transformation = config_for_function(with_minibatch_steps).set(steps=2)
-    history = train([SMALL], loss_scale=scaled(), forward_fn_transformation=transformation)
+    with pytest.warns(LossWeightWarning):
+        history = train([SMALL], loss_scale=scaled(), forward_fn_transformation=transformation)
     np.testing.assert_allclose(history[-1][0], 0.9, rtol=1e-3)
 
 

@@ -273,6 +273,10 @@ class GradientAccumulationError(WeftError, ValueError):
     """A batch cannot be split into microbatches, or more than their loss is differentiated."""
 
 
+class LossWeightWarning(WeftError, UserWarning):
+    """Microbatches count equally, since the weight of the loss is not known."""
+
+
 class LossScaleError(WeftError, ValueError):
     """The settings of a loss scale contradict each other."""
 

@@ -230,6 +230,13 @@ class WeightedScalar(WeightedSummary):
             )
 
 
+class LossOfRows(WeightedScalar):
+    """Loss that was given without a weight; its weight is the number of rows.
+
+    With gradient accumulation, that is a guess: the loss may be a mean over something else.
+    """
+
+
 class Perplexity(WeightedScalar):
     """Exponential of a mean; two add up to the exponential of the mean over both.
 

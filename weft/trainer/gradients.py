@@ -6,16 +6,18 @@ memory at a time:
 
     gradient = sum(w[i] * gradient of loss[i]) / sum(w[i])    over the microbatches i
 
-`w[i]` is the weight of the `WeightedScalar` that the model reports as its summary "loss", such as
-the number of valid targets; 1 without such a summary. The result equals that of the whole batch, up
-to rounding, if the loss is the mean that this summary describes and examples are independent. Batch
-statistics, balance losses over a batch, and random masks differ.
+`w[i]` is the weight of the `WeightedScalar` that the model returns as its loss, or reports as its
+summary "loss", such as the number of valid targets; without one it is 1, with a warning. The result
+equals that of the whole batch, up to rounding, if the loss is the mean that this weight describes
+and examples are independent. Batch statistics, balance losses over a batch, and random masks
+differ.
 
 Microbatch i has the rows i, i + steps, ... of the batch, so that each device keeps its rows.
 """
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +29,7 @@ from weft import config, errors
 from weft.core.spmd import constrain
 from weft.hierarchy import MetricAccumulator, NestedParameterSpec, ParameterSpec, WeightedSummary
 from weft.hierarchy.context import OutputCollection, require_context
+from weft.hierarchy.metrics import LossOfRows
 from weft.trainer.optimizers.base import NestedOptParam, opt_param_values, path_name
 from weft.trainer.update_transformation import ForwardFn, ForwardOutputs, ForwardPass
 from weft.typing import DType, Nested, NestedTensor, PartitionSpec, T, Tensor
@@ -274,6 +277,16 @@ def _cut(inputs: object, steps: int) -> dict[str, Any]:
 def _weight(outputs: ForwardOutputs) -> Tensor:
     loss = outputs.output_collection.summaries.get("loss")
     weight = loss.weight if isinstance(loss, WeightedSummary) else 1
+    if not isinstance(loss, WeightedSummary) or isinstance(loss, LossOfRows):
+        warnings.warn(
+            "gradient accumulation weights all microbatches equally, since the model does not say "
+            "what its loss is a mean over. If that is not the rows but, say, the tokens that are "
+            "not padding, and microbatches have different numbers of them, the step differs from "
+            "that of the whole batch. Return the loss as WeightedScalar(loss, weight), of "
+            "weft.hierarchy, with the number of rows or tokens as its weight.",
+            errors.LossWeightWarning,
+            stacklevel=2,
+        )
     return jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
 
 

@@ -18,7 +18,7 @@ from weft.hierarchy import context
 from weft.hierarchy.module import Module, check_method, functional
 from weft.input.dispatch import current_mesh
 from weft.trainer.compilation import count, options_for_evaluation
-from weft.trainer.model import cast_floats
+from weft.trainer.model import cast_floats, with_returned_loss
 from weft.typing import DType, Nested, NestedTensor, Tensor
 
 
@@ -160,7 +160,7 @@ class ModelSummaryAccumulator(BaseMetricCalculator):
             cfg.model_method,
             inputs=lambda batch: {"input_batch": batch, **cfg.model_method_kwargs},
             outputs=lambda batch, result, collection: (
-                collection.summaries,
+                with_returned_loss(collection.summaries, result),
                 context.filter_outputs(collection.module_outputs, keep),
             ),
         )

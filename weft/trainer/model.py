@@ -28,6 +28,7 @@ from weft.errors import (
     WeftError,
     did_you_mean,
 )
+from weft.hierarchy.metrics import LossOfRows
 from weft.interop.hierarchy import InHierarchy
 from weft.trainer.optimizers.base import tree_paths
 from weft.trainer.precision import Precision, as_precision
@@ -38,18 +39,21 @@ from weft.typing import DType, Nested, NestedTensor, T, Tensor
 class LibraryModel(InHierarchy):
     """Layer that computes a loss from a batch with a module of any library.
 
-    Values that the module sows into the collection `summaries` are reported, and so is the loss, as
-    the mean over the rows of the batch, unless the module sows its own `loss`.
+    Values that the module sows into the collection `summaries` are reported, and so is the loss,
+    with the weight that the module returns it with or else as the mean over the rows of the batch,
+    unless the module sows its own `loss`.
     """
 
     def forward(self, input_batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
         """Computes the loss, a scalar, and the module's other outputs."""
         with explain_call_errors(self, input_batch):
-            loss, aux = check_outputs(self, super().forward(input_batch))
+            outputs = super().forward(input_batch)
+            loss, aux = check_outputs(self, outputs)
         if "loss" not in self.get_invocation_context().get_summaries():
             fields = jax.tree.leaves(input_batch)
             rows = fields[0].shape[0] if fields else 1
-            self.add_summary("loss", hierarchy.WeightedScalar(loss, rows))
+            reported = with_returned_loss({}, outputs).get("loss", LossOfRows(loss, rows))
+            self.add_summary("loss", reported)
         return loss, aux
 
     @property
@@ -114,17 +118,30 @@ def build_model(trainer_config: ConfigBase) -> hierarchy.BaseLayer:
 def check_outputs(model: hierarchy.Module, outputs: object) -> tuple[Tensor, Any]:
     """Returns the loss in at least float32 and auxiliary outputs.
 
+    The loss may be a `WeightedScalar`, whose mean it then is.
+
     Raises a ModelOutputError without a scalar loss.
     """
     expected = "expected a pair of the loss, a scalar, and anything else: `return loss, aux`."
     if not (isinstance(outputs, tuple) and len(outputs) == 2):
         raise ModelOutputError(f"{model.path()} returned {_describe_value(outputs)}; {expected}")
     loss, aux = outputs
+    if isinstance(loss, hierarchy.WeightedScalar):
+        loss = jnp.asarray(loss.mean)
     if not hasattr(loss, "dtype") or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
         wrong = f"{model.path()} returned {_describe_value(loss)} as its loss; {expected}"
         is_unreduced = bool(getattr(loss, "shape", ()))
         raise ModelOutputError(wrong + " Take its mean: `loss.mean()`." if is_unreduced else wrong)
     return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)), aux
+
+
+def with_returned_loss(summaries: Mapping[str, Any], outputs: object) -> dict[str, Any]:
+    """Returns a model's summaries, with the loss if it is only returned, as a `WeightedScalar`."""
+    loss = outputs[0] if isinstance(outputs, tuple) and outputs else None
+    if "loss" in summaries or not isinstance(loss, hierarchy.WeightedScalar):
+        return dict(summaries)
+    loss.validate()
+    return {**summaries, "loss": loss}
 
 
 def _describe_value(x: Any) -> str:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft import config, errors, functional, hierarchy, metrics, struct
-from weft.hierarchy.metrics import MetricSummary, Summary, WeightedScalar
+from weft.hierarchy.metrics import LossOfRows, MetricSummary, Summary, WeightedScalar
 from weft.interop.hierarchy import as_hierarchy
 from weft.metrics.classification import check_logits
 from weft.typing import T, Tensor
@@ -173,7 +173,8 @@ class Supervised(hierarchy.BaseModel):
 
         Attributes:
             layer: The model, see `weft.interop.as_hierarchy`.
-            loss: Name of a loss, or a function of outputs and batch: a scalar, or one per row.
+            loss: Name of a loss, or a function of outputs and batch: a scalar, one per row, or a
+                mean with its weight, a `WeightedScalar`.
             metrics: Such names or functions, or metrics of `weft.metrics`, by the name to report
                 them as. A function may also return a metric of its batch.
             target: The field of the batch that named losses and metrics compare the outputs with.
@@ -257,9 +258,10 @@ class Supervised(hierarchy.BaseModel):
     def forward(self, input_batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """Returns the loss, and reports it and the metrics."""
         outputs = self.predict(input_batch)
-        values = self._values("loss", self._loss, outputs, input_batch)
-        assert isinstance(values, jax.Array)
-        loss = self._mean("loss", values, input_batch)
+        loss = self._values("loss", self._loss, outputs, input_batch)
+        if not isinstance(loss, WeightedScalar):
+            assert isinstance(loss, jax.Array)
+            loss = self._mean("loss", loss, input_batch)
         self.add_summary("loss", loss)
         for name, fn in self._metrics.items():
             self.add_summary(name, self._of_metric(name, fn, outputs, input_batch))
@@ -302,7 +304,7 @@ class Supervised(hierarchy.BaseModel):
         rows = len(jax.tree.leaves(batch)[0])
         try:
             result = fn(outputs, batch)
-            if isinstance(result, Summary) and name != "loss":
+            if isinstance(result, WeightedScalar if name == "loss" else Summary):
                 return result
             values = jnp.asarray(result, dtype=jnp.float32)
         except errors.LossError:
@@ -323,7 +325,8 @@ class Supervised(hierarchy.BaseModel):
     def _mean(self, name: str, values: Tensor, batch: Mapping[str, Any]) -> WeightedScalar:
         weights = batch.get(ROW_WEIGHT)
         if weights is None:
-            return WeightedScalar(values.mean(), len(jax.tree.leaves(batch)[0]))
+            rows = len(jax.tree.leaves(batch)[0])
+            return WeightedScalar(values.mean(), rows) if values.ndim else LossOfRows(values, rows)
         if not values.ndim:
             raise errors.LossError(
                 f"{name} returned a scalar, which includes the rows that fill up the batch; "

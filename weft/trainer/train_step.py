@@ -9,7 +9,13 @@ import numpy as np
 from weft.hierarchy import Module, NestedParameterSpec, functional
 from weft.input import Input
 from weft.trainer.gradients import with_gradient_layouts
-from weft.trainer.model import PerParamDType, cast_for_forward, check_outputs, explain_call_errors
+from weft.trainer.model import (
+    PerParamDType,
+    cast_for_forward,
+    check_outputs,
+    explain_call_errors,
+    with_returned_loss,
+)
 from weft.trainer.optimizers.base import OptParam
 from weft.trainer.update_transformation import ForwardOutputs
 from weft.typing import DType, NestedTensor, Tensor
@@ -66,7 +72,8 @@ def train_step(
 
     Args:
         batch: as provided by the processes; `input_` dispatches it.
-        model: returns a loss and auxiliary outputs from `forward(input_batch)`.
+        model: returns a loss, maybe a `WeightedScalar`, and auxiliary outputs from
+            `forward(input_batch)`.
         train_dtype: dtype of the computation, for all parameters or by path; None for that of each.
         with_gradients: whether to return the gradients that have to be finite.
 
@@ -85,6 +92,8 @@ def train_step(
                 model, inputs["forward_key"], params, {"input_batch": batch}, is_training=True
             )
         loss, aux = check_outputs(model, outputs)
+        summaries = with_returned_loss(collection.summaries, outputs)
+        collection = collection._replace(summaries=summaries)
         return ForwardOutputs(loss=loss, aux=aux, output_collection=collection)
 
     inputs = {"input_batch": batch, "forward_key": forward_key, "noise_key": noise_key}
