@@ -1,4 +1,7 @@
 import contextlib
+import hashlib
+import hmac
+import itertools
 import json
 import socket
 import threading
@@ -7,8 +10,8 @@ import time
 import pytest
 
 from weft.distributed.peers import Peers
-from weft.distributed.rendezvous import connect_peers, rendezvous
-from weft.errors import ProcessesNotReadyError, ProcessLostError
+from weft.distributed.rendezvous import connect_peers, rendezvous, versions
+from weft.errors import ProcessesDifferError, ProcessesNotReadyError, ProcessLostError
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +96,7 @@ def first_of(address, count, timeout=20.0, token=""):
                 token=token,
             )
             found.append(meeting)
-        except ProcessesNotReadyError as error:
+        except (ProcessesNotReadyError, ProcessesDifferError) as error:
             found.append(error)
 
     thread = threading.Thread(target=run)
@@ -113,9 +116,27 @@ def connected(address):
         time.sleep(0.01)
 
 
-def come(address, index, of, pid, **more):
+def proof(token, *facts):
+    """Computes what `weft.distributed.rendezvous` describes."""
+    message = json.dumps(facts).encode()
+    return hmac.new(token.encode("utf-8", "surrogatepass"), message, hashlib.sha256).hexdigest()
+
+
+def read_line(connection):
+    """Returns the message of one line, and reads no further."""
+    line = b""
+    while not line.endswith(b"\n"):
+        received = connection.recv(1)
+        assert received, line
+        line += received
+    return json.loads(line)
+
+
+def come(address, index, of, pid, token="", **more):
     connection = connected(address)
-    hello = {"process": index, "of": of, "token": "", "host": "h", "pid": pid}
+    challenge = read_line(connection)["challenge"]
+    hello = {"process": index, "of": of, "challenge": "0123", "host": "h", "pid": pid}
+    hello |= {"versions": versions(), "proof": proof(token, "join", challenge, "0123", index, of)}
     connection.sendall(json.dumps(hello | more).encode() + b"\n")
     return connection
 
@@ -126,8 +147,9 @@ def test_duplicates_and_strangers_are_rejected(address):
             return json.loads(lines.readline())["refused"]
 
     with first_of(address, 3), come(address, 1, 3, 7) as ours:
-        for text in (b"GET / HTTP/1.1\r\n\r\n", json.dumps({"token": "?"}).encode() + b"\n"):
+        for text in (b"GET / HTTP/1.1\r\n\r\n", json.dumps({"proof": "?"}).encode() + b"\n"):
             with connected(address) as stranger:
+                assert read_line(stranger)["challenge"]
                 stranger.sendall(text)
                 assert stranger.recv(10) == b""
         told = refused(1, 3, 8)
@@ -145,7 +167,8 @@ def test_silent_connections_do_not_block(address):
         dribbling = stack.enter_context(connected(address))
         dribbling.sendall(b'{"proc')
         stranger = stack.enter_context(connected(address))
-        stranger.sendall(b'{"process": 1, "token": ""}\n')  # without the rest
+        read_line(stranger)
+        stranger.sendall(b'{"process": 1, "proof": ""}\n')  # without the rest
         assert stranger.recv(10) == b""
         flood = stack.enter_context(connected(address))
         with contextlib.suppress(ConnectionError):
@@ -153,7 +176,8 @@ def test_silent_connections_do_not_block(address):
         with come(address, 1, 2, 7) as ours:
             assert b"welcome" in ours.recv(1000)
         assert time.monotonic() - started < 12
-        assert scanner.recv(10) == dribbling.recv(10) == b""
+        for silent in (scanner, dribbling):
+            assert read_line(silent)["challenge"] and silent.recv(10) == b""
 
 
 def test_restarted_process_retakes_its_place(address, caplog):
@@ -206,6 +230,94 @@ def test_wrong_token_is_rejected_and_takes_no_place(address, first, other):
             assert b"welcome" in ours.recv(1000)
 
 
+class Recorder(threading.Thread):
+    """Stranger that listens at the address first, and answers what it likes."""
+
+    def __init__(self, address, *answers):
+        super().__init__(daemon=True)
+        host, _, port = address.rpartition(":")
+        self.server = socket.create_server((host, int(port)))
+        self.answers, self.heard = answers, []
+        self.start()
+
+    def run(self):
+        with contextlib.suppress(OSError):  # closed
+            for answer in itertools.cycle(self.answers):
+                connection, _ = self.server.accept()
+                with connection:
+                    connection.sendall(b'{"challenge": "00"}\n')
+                    self.heard.append(read_line(connection))
+                    connection.sendall(json.dumps(answer(self.heard[-1])).encode() + b"\n")
+
+    def stop(self):
+        self.server.shutdown(socket.SHUT_RDWR)  # ends `accept`
+        self.server.close()
+        self.join(timeout=10)
+
+
+def test_token_is_not_sent_to_who_listens_there_first(address):
+    """A stranger learns nothing that lets it join, or pass for process 0."""
+    stranger = Recorder(
+        address,
+        lambda hello: {"welcome": "process 0"},
+        lambda hello: {"welcome": "process 0", "proof": hello["proof"]},  # reflected
+        lambda hello: {"welcome": "process 0", "proof": proof("", "welcome", "00", "", 1, 2)},
+    )
+    with pytest.raises(
+        ProcessesNotReadyError,
+        match=r"could not join process 0 at .* \(what listens there does not have the token",
+    ):
+        rendezvous(address, process_id=1, num_processes=2, timeout_seconds=0.8, token="s3cret")
+    stranger.stop()
+    assert len(stranger.heard) >= 3 and "s3cret" not in json.dumps(stranger.heard)
+    # A new one for each connection.
+    assert len({hello["proof"] for hello in stranger.heard}) == len(stranger.heard)
+
+    # What it has heard is of no use for a connection of its own.
+    with first_of(address, 2, token="s3cret"):
+        with connected(address) as replaying, replaying.makefile() as lines:
+            lines.readline()
+            replaying.sendall(json.dumps(stranger.heard[0]).encode() + b"\n")
+            assert "does not have the token" in json.loads(lines.readline())["refused"]
+        with come(address, 1, 2, 8, token="s3cret") as ours:
+            assert b"welcome" in ours.recv(1000)
+
+
+def test_what_is_not_process_0_is_not_waited_for(address):
+    host, _, port = address.rpartition(":")
+    with socket.create_server((host, int(port))) as server:
+
+        def answer():
+            with server.accept()[0] as connection:
+                connection.sendall(b"SSH-2.0\r\n")
+
+        threading.Thread(target=answer).start()
+        with pytest.raises(ProcessesNotReadyError, match="is not process 0 of a run"):
+            rendezvous(address, process_id=1, num_processes=2, timeout_seconds=0.1)
+
+
+def test_other_versions_are_refused_in_all_processes(address):
+    other = "weft 0.1.0, jax 0.4.1, jaxlib 0.4.1, Python 3.9"
+    with (
+        first_of(address, 3) as found,
+        come(address, 2, 3, 7) as third,
+        come(address, 1, 3, 8, versions=other) as second,
+    ):
+        texts = [read_line(connection)["differs"] for connection in (second, third)]
+    (error,) = found
+    assert isinstance(error, ProcessesDifferError) and texts == [str(error)] * 2
+    assert texts[0].startswith(f"process 1 of 3 (host h, pid 8) has {other}, but process 0 of 3 (")
+    assert texts[0].endswith(f"has {versions()}. Install the same versions for all processes.")
+    assert "weft 0." in versions() and ", Python 3." in versions()
+
+
+def test_refused_version_is_raised(address):
+    stranger = Recorder(address, lambda hello: {"differs": "process 1 of 2 has weft 0.1.0"})
+    with pytest.raises(ProcessesDifferError, match=r"process 1 of 2 has weft 0\.1\.0"):
+        rendezvous(address, process_id=1, num_processes=2, timeout_seconds=5)
+    stranger.stop()
+
+
 def test_rejected_process_fails_at_once(address):
     started = time.monotonic()
     with first_of(address, 2, token="secret"):
@@ -219,6 +331,7 @@ def test_rejected_process_fails_at_once(address):
 def test_many_strangers_do_not_block(address):
     with contextlib.ExitStack() as stack, first_of(address, 2):
         strangers = [stack.enter_context(connected(address)) for _ in range(200)]
+        read_line(strangers[0])
         assert strangers[0].recv(10) == b""  # dropped for the sake of those that came later
         with come(address, 1, 2, 7) as ours:
             assert b"welcome" in ours.recv(1000)

@@ -520,7 +520,8 @@ def _is_time_limit(value: object) -> bool:
 # The fields of messages, including those of the rendezvous.
 _FIELDS: Mapping[str, Callable[[object], bool]] = {
     **dict.fromkeys(("at", "go", "process", "of", "pid"), _is_count),
-    **dict.fromkeys(("alive", "over", "token", "host", "refused", "welcome"), _is_text),
+    **dict.fromkeys(("alive", "over", "host", "refused", "differs", "welcome"), _is_text),
+    **dict.fromkeys(("challenge", "proof", "versions"), _is_text),
     **dict.fromkeys(("request", "stop", "asked"), _is_stop_request),
     **dict.fromkeys(("waits", "late", "last"), lambda value: isinstance(value, bool)),
     "part": lambda value: isinstance(value, str) and bool(_BASE64.fullmatch(value)),

@@ -4,12 +4,24 @@ Process 0 listens at the address of JAX's later coordinator until all others hav
 releases that address; the connections remain as `Peers`. A program that has initialized
 `jax.distributed` itself meets later, at a port that process 0 broadcasts by JAX.
 
-Anyone who reaches the address can connect. A process proves by a token, which the launcher puts
-into every process's environment, that it belongs to the run. Until then it may send one short line
-within a few seconds, and only a few such connections are open at a time.
+Anyone who reaches the address can connect, and whoever binds it first can listen there. Both sides
+therefore prove that they have the token of the run, which the launcher puts into every process's
+environment, without sending it:
+
+    process 0    {"challenge": c}                     random, for this connection alone
+    process 1    {"process": 1, "of": 2, …, "challenge": d, "proof": HMAC(token, "join", c, d, …)}
+    process 0    {"welcome": …, "proof": HMAC(token, "welcome", c, d, …)}
+
+A proof holds for one connection, one direction and one process, so that to repeat or to reflect it
+is of no use. Until it has come a process may send one short line within a few seconds, and only a
+few such connections are open at a time.
+
+Processes with other versions of Weft, JAX or Python are refused; what else they must have in common
+is compared later, in `weft.trainer.agreement`.
 """
 
 import contextlib
+import hashlib
 import hmac
 import json
 import logging
@@ -17,17 +29,20 @@ import os
 import secrets
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from importlib.metadata import version
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+import weft
 from weft.distributed import peers, watchdog
-from weft.errors import ProcessesNotReadyError
+from weft.errors import ProcessesDifferError, ProcessesNotReadyError
 
 _HELLO_SECONDS = 5.0
 _ADDRESS_BYTES = 1024
@@ -64,7 +79,10 @@ def rendezvous(
             who reaches the address can join.
         heartbeat_timeout_seconds: time after which a silent process counts as gone.
 
-    Raises ProcessesNotReadyError, listing missing processes, or if this one is refused.
+    Raises:
+        ProcessesNotReadyError: if some processes do not come, which it lists, or this one is
+            refused.
+        ProcessesDifferError: if one has other versions of Weft, JAX or Python.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -146,11 +164,44 @@ def _accept_all(
             for key, _ in selector.select(min(left, _HELLO_SECONDS)):
                 acceptor.take(key.data)
             acceptor.drop_silent()
+            if acceptor.difference is not None:
+                for connection in acceptor.connections.values():
+                    _answer(connection, differs=acceptor.difference)
+                raise ProcessesDifferError(acceptor.difference)
         connections, names = acceptor.connections, acceptor.names
         acceptor.connections = {}
-    for connection in connections.values():
-        _answer(connection, welcome=names[0])
+    for index, connection in connections.items():
+        _answer(connection, welcome=names[0], proof=acceptor.proofs[index])
     return connections, names
+
+
+def _proof(token: str, purpose: str, *facts: str | int) -> str:
+    """Returns what only a holder of the token can compute."""
+    message = json.dumps([purpose, *facts]).encode()
+    return hmac.new(token.encode("utf-8", "surrogatepass"), message, hashlib.sha256).hexdigest()
+
+
+def _is_equal(proof: str, expected: str) -> bool:
+    return hmac.compare_digest(proof.encode("utf-8", "surrogatepass"), expected.encode())
+
+
+def versions() -> str:
+    """Returns the versions that all processes of a run must have in common."""
+    python = ".".join(map(str, sys.version_info[:2]))
+    jaxlib = version("jaxlib")
+    return f"weft {weft.__version__}, jax {jax.__version__}, jaxlib {jaxlib}, Python {python}"
+
+
+class _Pending(NamedTuple):
+    """Connection that has not yet identified itself.
+
+    Attributes:
+        line: what it has sent so far.
+    """
+
+    since: float
+    challenge: str
+    line: bytes
 
 
 class _Acceptor:
@@ -166,7 +217,9 @@ class _Acceptor:
         self._server, self._count, self._token, self._selector = server, count, token, selector
         self.names = {0: _process_name(0, count, socket.gethostname(), os.getpid())}
         self.connections: dict[int, socket.socket] = {}
-        self._pending: dict[socket.socket, tuple[float, bytes]] = {}
+        self.proofs: dict[int, str] = {}
+        self.difference: str | None = None  # of a process that cannot join
+        self._pending: dict[socket.socket, _Pending] = {}
         server.setblocking(False)
         selector.register(server, selectors.EVENT_READ, server)
 
@@ -185,14 +238,15 @@ class _Acceptor:
             connection.setblocking(False)
             if len(self._pending) >= _MAX_PENDING:
                 self._drop(next(iter(self._pending)))  # the oldest one
-            self._pending[connection] = (time.monotonic(), b"")
+            self._pending[connection] = _Pending(time.monotonic(), secrets.token_hex(16), b"")
+            peers.send_messages(connection, {"challenge": self._pending[connection].challenge})
             self._selector.register(connection, selectors.EVENT_READ, connection)
 
     def drop_silent(self) -> None:
         """Closes connections that have not identified themselves in time."""
         now = time.monotonic()
-        for connection, (since, _) in list(self._pending.items()):
-            if now - since > _HELLO_SECONDS:
+        for connection, pending in list(self._pending.items()):
+            if now - pending.since > _HELLO_SECONDS:
                 self._drop(connection)
 
     def _read(self, connection: socket.socket) -> None:
@@ -208,24 +262,34 @@ class _Acceptor:
                 logger.warning("%s ended before all others came", self.names.pop(index))
                 self._drop(self.connections.pop(index))
             return
-        since, before = self._pending[connection]
-        line = before + data
+        pending = self._pending[connection]
+        line = pending.line + data
         if not data or len(line) > _HELLO_BYTES:
             self._drop(connection)
         elif line.endswith(b"\n"):
             self._admit(connection, peers.decode_message(line))
         else:
-            self._pending[connection] = (since, line)
+            self._pending[connection] = pending._replace(line=line)
 
     def _admit(self, connection: socket.socket, hello: dict[str, Any]) -> None:
         index, of = hello.get("process"), hello.get("of")
         if index is None or of is None:
             self._drop(connection)  # not a process of a run
             return
-        tokens = hello.get("token", ""), self._token
-        if not hmac.compare_digest(*(token.encode("utf-8", "surrogatepass") for token in tokens)):
+        facts = (self._pending[connection].challenge, hello.get("challenge", ""), index, of)
+        if not _is_equal(hello.get("proof", ""), _proof(self._token, "join", *facts)):
             logger.warning("refused a process with a wrong token or without one")
             self._refuse(connection, _WRONG_TOKEN)
+            return
+        host, pid = hello.get("host", "?"), hello.get("pid", "?")
+        name = _process_name(index, self._count, host, pid)
+        if hello.get("versions") != versions():
+            self.difference = (
+                f"{name} has {hello.get('versions', 'another version of Weft')}, but "
+                f"{self.names[0]} has {versions()}. Install the same versions for all processes."
+            )
+            _answer(connection, differs=self.difference)
+            self._drop(connection)
             return
         if of != self._count or not 0 < index < self._count or index in self.names:
             text = f"process {index} of {of} came to a run of {self._count} processes"
@@ -234,9 +298,8 @@ class _Acceptor:
             self._refuse(connection, f"{text}. Give each process its own number.")
             return
         del self._pending[connection]
-        host, pid = hello.get("host", "?"), hello.get("pid", "?")
-        self.names[index] = _process_name(index, self._count, host, pid)
-        self.connections[index] = connection
+        self.names[index], self.connections[index] = name, connection
+        self.proofs[index] = _proof(self._token, "welcome", *facts)
 
     def _refuse(self, connection: socket.socket, text: str) -> None:
         _answer(connection, refused=text)
@@ -256,8 +319,6 @@ def _answer(connection: socket.socket, **message: str) -> None:
 def _join(
     addresses: Sequence[tuple[str, int]], index: int, count: int, token: str, timeout_seconds: float
 ) -> _Joined:
-    hello = {"process": index, "of": count, "token": token}
-    hello |= {"host": socket.gethostname(), "pid": os.getpid()}
     deadline = time.monotonic() + timeout_seconds
     attempt, error = 0, None
     while time.monotonic() < deadline:
@@ -266,13 +327,13 @@ def _join(
                 connection = stack.enter_context(
                     socket.create_connection(addresses[attempt % len(addresses)], timeout=5)
                 )
-                peers.send_messages(connection, hello)
-                # Process 0 waits for the others and reports first if they do not come.
-                answer = _read_line(connection, deadline - time.monotonic() + _HELLO_SECONDS)
+                answer = _introduce(connection, index, count, token, deadline)
             except OSError as failure:
                 answer, error = {}, failure
             if "refused" in answer:
                 raise ProcessesNotReadyError(answer["refused"])
+            if "differs" in answer:
+                raise ProcessesDifferError(answer["differs"])
             if "welcome" in answer:
                 stack.pop_all()
                 return {0: connection}, {0: answer["welcome"]}
@@ -283,6 +344,25 @@ def _join(
         f"{' or '.join(f'{host}:{port}' for host, port in addresses)} within "
         f"{timeout_seconds:g} s ({error}). Check in its log whether it runs and what it waits for."
     )
+
+
+def _introduce(
+    connection: socket.socket, index: int, count: int, token: str, deadline: float
+) -> dict[str, Any]:
+    """Returns the answer of process 0; {} of what does not prove to be process 0."""
+    theirs = _read_line(connection, _HELLO_SECONDS).get("challenge")
+    if theirs is None:
+        raise ConnectionError("what listens there is not process 0 of a run of this version")
+    facts = (theirs, secrets.token_hex(16), index, count)
+    hello = {"process": index, "of": count, "challenge": facts[1], "versions": versions()}
+    hello |= {"host": socket.gethostname(), "pid": os.getpid()}
+    peers.send_messages(connection, hello | {"proof": _proof(token, "join", *facts)})
+    # Process 0 waits for the others and reports first if they do not come.
+    answer = _read_line(connection, deadline - time.monotonic() + _HELLO_SECONDS)
+    expected = _proof(token, "welcome", *facts)
+    if "welcome" in answer and not _is_equal(answer.get("proof", ""), expected):
+        raise ConnectionError("what listens there does not have the token of this run")
+    return answer
 
 
 def _read_line(connection: socket.socket, timeout_seconds: float) -> dict[str, Any]:
