@@ -15,6 +15,7 @@ from weft import config, errors
 from weft.hierarchy.module import Module, nowrap
 from weft.input.base import Input
 from weft.input.grain import BuildDatasetFn, DispatchConfig, feed_rows, shard_dataset
+from weft.serialization.untrusted import check_json
 from weft.typing import Nested
 
 
@@ -81,6 +82,7 @@ class FakeIterator(Iterator[Nested[np.ndarray]]):
         return {"next_index": self._next_index}
 
     def set_state(self, state: Mapping[str, int]) -> None:
+        check_json(state, {"next_index": int})
         self._next_index = state["next_index"]
 
 

@@ -14,6 +14,7 @@ import jax
 from absl import flags
 
 from weft.errors import InputDatasetError
+from weft.serialization.untrusted import check_json
 
 
 class _MapDataset(grain.MapDataset):
@@ -130,6 +131,7 @@ class PadIterator(grain.DatasetIterator):
         return {"parent": self._parent.get_state(), "count": self._count}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        check_json(state, {"count": int})
         self._parent.set_state(state["parent"])
         self._count = state["count"]
 
@@ -184,6 +186,7 @@ class UnbatchIterator(grain.DatasetIterator):
         return {"parent": self._before, "row": self._row}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        check_json(state, {"row": int})
         self._parent.set_state(state["parent"])
         self._before, self._row, self._num_rows = state["parent"], state["row"], 0
         if self._row:
@@ -224,6 +227,7 @@ class WorkerIterator(grain.DatasetIterator):
         return {"next_index": self._next_index}
 
     def set_state(self, state: dict[str, int]) -> None:
+        check_json(state, {"next_index": int})
         self._stop()
         self._next_index = state["next_index"]
 

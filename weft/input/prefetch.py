@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
+from weft.serialization.untrusted import check_json
+
 _CLOSE_TIMEOUT_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class CountingIterator(Iterator[Any]):
         return self._count
 
     def set_state(self, state: Any) -> None:
+        check_json(state, int)
         self.close()
         self._iterator, self._count = iter(self._make()), state
         for _ in itertools.islice(self._iterator, state):

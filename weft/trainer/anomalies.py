@@ -29,6 +29,7 @@ from weft.config import Configurable
 from weft.distributed.peers import join_first
 from weft.errors import AnomalyPolicyError, LossSpikeError, UndefinedLossException
 from weft.lifting.jit import Traced
+from weft.serialization.untrusted import check_json
 from weft.trainer import first_nonfinite, progress
 from weft.trainer.model import cast_for_forward
 from weft.trainer.optimizers.base import leaves_by_path, path_name, tree_paths
@@ -277,6 +278,7 @@ class AnomalyGuard:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Sets saved averages and counts; rewinds since the start of the process stay counted."""
+        check_json(state, {"rewinds": int, **dict.fromkeys(_SAVED, (bool, float))})
         self._rewinds = max(self._rewinds, state["rewinds"])
         dtypes = {name: getattr(LossTrack(), name).dtype for name in _SAVED}
         self._track = LossTrack(**{name: np.asarray(state[name], dtypes[name]) for name in _SAVED})

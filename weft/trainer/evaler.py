@@ -18,6 +18,7 @@ from weft import config as config_lib
 from weft import errors, hierarchy
 from weft.distributed.preemption import batches_until_stopped
 from weft.input import Input, host_to_global_device_array
+from weft.serialization.untrusted import check_json
 from weft.trainer.checkpointer.policy import BestMetric, EvalMetric
 from weft.trainer.inference_output import BaseOutputWriter
 from weft.trainer.metric_calculator import BaseMetricCalculator, ModelSummaryAccumulator
@@ -145,6 +146,7 @@ class EarlyStopping(BestMetric):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restores a saved state; the patience of this config decides whether to stop."""
+        check_json(state, {"best": (None, float), "count": int})
         super().set_state(state)
         self._count = state["count"]
 

@@ -160,8 +160,10 @@ def check_places(directory: str) -> None:
         if run.has_folder(folder):
             run.check(run.walk(folder))
     # Deeper, other programs have links of their own, as trackers of experiments do.
-    if run.has_folder(SUMMARIES_DIR):
-        run.check(run.entries(SUMMARIES_DIR))
+    for entry in run.entries(SUMMARIES_DIR) if run.has_folder(SUMMARIES_DIR) else ():
+        run.check([entry])
+        if entry.is_folder:
+            run.check(run.entries(entry.name))
 
 
 _RECORD_FORM = {

@@ -250,7 +250,7 @@ class Checkpointer(BaseCheckpointer):
     @classmethod
     def cleanup_checkpoint(cls, ckpt_dir: str, *, sync: bool = True) -> None:
         """Removes a checkpoint; with `sync`, all processes call this and wait for the removal."""
-        if jax.process_index() == 0 and os.path.exists(ckpt_dir):
+        if jax.process_index() == 0 and os.path.lexists(ckpt_dir):
             dirs.remove_dir(ckpt_dir)
         if sync and jax.process_count() > 1:
             multihost_utils.sync_global_devices(f"removed {ckpt_dir}")
@@ -487,7 +487,6 @@ class Checkpointer(BaseCheckpointer):
 
 
 def _read_policy_state(ckpt_dir: str) -> dict[str, Any] | None:
-    path = os.path.join(ckpt_dir, _POLICY_STATE)
-    if not os.path.exists(path):
+    if not os.path.lexists(os.path.join(ckpt_dir, _POLICY_STATE)):
         return None
-    return dirs.read_json(path, _POLICY_STATE, "the state of a policy", lambda x: dict(**x))
+    return dirs.read_json(ckpt_dir, _POLICY_STATE, "the state of a policy", lambda x: dict(**x))

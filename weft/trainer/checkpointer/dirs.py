@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from weft.errors import CheckpointNotFoundError, DamagedCheckpointError, did_you_mean
-from weft.serialization.untrusted import read_json_file
+from weft.serialization.directory import Directory
 from weft.typing import T
 
 STEP_PREFIX = "step"
@@ -54,9 +54,15 @@ def parse_step_from_dir(step_dir: str) -> int:
 
 
 def step_dirs(base_dir: str) -> dict[int, str]:
-    """Returns the directories in `base_dir` with names of checkpoints, by ascending step."""
-    names = os.listdir(base_dir) if os.path.isdir(base_dir) else []
-    found = {parse_step_from_dir(name): name for name in names if _STEP_DIR.fullmatch(name)}
+    """Returns the directories in `base_dir` with names of checkpoints, by ascending step.
+
+    Raises FileRefusedError if one is a link, or otherwise neither a directory nor a file.
+    """
+    directory = Directory(base_dir)
+    entries = directory.entries() if os.path.isdir(base_dir) else []
+    of_steps = [entry for entry in entries if _STEP_DIR.fullmatch(entry.name)]
+    directory.check(of_steps)
+    found = {parse_step_from_dir(entry.name): entry.name for entry in of_steps}
     return {step: os.path.join(base_dir, found[step]) for step in sorted(found)}
 
 
@@ -88,7 +94,7 @@ def temporary_dir(step_dir: str) -> str:
 def commit_dir(step_dir: str) -> None:
     """Renames a complete directory to its final name, replacing an older one."""
     replaced = step_dir + _REPLACED
-    if os.path.exists(step_dir):
+    if os.path.lexists(step_dir):
         _remove(replaced)
         os.rename(step_dir, replaced)
     os.rename(temporary_dir(step_dir), step_dir)
@@ -128,8 +134,7 @@ def _remove(path: str) -> None:
 
 def list_files(directory: str) -> list[str]:
     """Returns the relative paths, with `/`, of all files below a directory, sorted."""
-    files = (path for path in Path(directory).rglob("*") if not path.is_dir())
-    return sorted(path.relative_to(directory).as_posix() for path in files)
+    return sorted(entry.name for entry in Directory(directory).walk() if not entry.is_folder)
 
 
 def fsync(path: str) -> None:
@@ -141,19 +146,26 @@ def fsync(path: str) -> None:
         os.close(descriptor)
 
 
-def read_json(path: str, name: str, what: str, parse: Callable[[Any], T]) -> T:
-    """Returns what `parse` makes of a JSON file of a checkpoint, `name` within it.
+def read_json(directory: str, name: str, what: str, parse: Callable[[Any], T]) -> T:
+    """Returns what `parse` makes of a JSON file below the directory of a checkpoint.
 
     Raises DamagedCheckpointError if the file cannot be read, or `parse` raises.
     """
     try:
-        return parse(read_json_file(path))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpointError(
-            f"{path!r} cannot be read as {what} ({type(error).__name__}: {error}). Restore another "
-            "checkpoint, or use the version of Weft that wrote it.",
-            damage=[f"{name}: cannot be read ({error})"],
-        ) from error
+        return parse(Directory(directory).read_json(name))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise unreadable_error(directory, name, what, error) from error
+
+
+def unreadable_error(
+    directory: str, name: str, what: str, error: Exception
+) -> DamagedCheckpointError:
+    """Returns the error about a file of a checkpoint that does not hold what it should."""
+    return DamagedCheckpointError(
+        f"{os.path.join(directory, name)!r} cannot be read as {what} ({type(error).__name__}: "
+        f"{error}). Restore another checkpoint, or use the version of Weft that wrote it.",
+        damage=[f"{name}: cannot be read ({error})"],
+    )
 
 
 class CommitGroup:

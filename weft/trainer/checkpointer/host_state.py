@@ -7,14 +7,14 @@ import base64
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import quote
 
 import jax
 import numpy as np
 
-from weft.errors import CheckpointStateError, CheckpointStructureError
+from weft.errors import CheckpointStateError, CheckpointStructureError, WeftError
+from weft.serialization.directory import Directory
 from weft.trainer.checkpointer import dirs
 
 _BYTES = "base64"
@@ -53,9 +53,9 @@ def maybe_save_python_savables(value_map: Mapping[str, object], *, dir: str) -> 
                 f"JSON value: {error}. Return dicts, lists, numbers, strings or bytes from its "
                 "`get_state`."
             ) from None
-        file = _file(dir, path, jax.process_index(), jax.process_count())
-        os.makedirs(os.path.dirname(file), exist_ok=True)
-        Path(file).write_text(text, encoding="utf-8")
+        file = _file(path, jax.process_index(), jax.process_count())
+        os.makedirs(dir, exist_ok=True)
+        Directory(dir).write(file, text, sync=False)  # the manifest's writer waits for the disk
 
 
 def maybe_restore_python_savables(value_map: Mapping[str, object], *, dir: str) -> None:
@@ -69,40 +69,45 @@ def maybe_restore_python_savables(value_map: Mapping[str, object], *, dir: str) 
     for path, value in value_map.items():
         if not isinstance(value, PythonSavable):
             continue
-        content = _read(path, dir)
+        name, content = _read(path, dir)
         is_bytes = _BYTES in content
-        value.set_state(base64.b64decode(content[_BYTES]) if is_bytes else content["state"])
+        try:
+            value.set_state(base64.b64decode(content[_BYTES]) if is_bytes else content["state"])
+        except WeftError:
+            raise
+        except Exception as error:  # whatever an object makes of a state that is not its own
+            raise dirs.unreadable_error(dir, name, "the state of an object", error) from error
 
 
-def _read(path: str, directory: str) -> dict[str, Any]:
-    """Returns this process's state; if other processes wrote states, the one they agree on."""
-    own = _file(directory, path, jax.process_index(), jax.process_count())
-    if os.path.exists(own):
-        return _load(own)
+def _read(path: str, directory: str) -> tuple[str, dict[str, Any]]:
+    """Returns this process's file and state; if others wrote states, the one they agree on."""
+    own = _file(path, jax.process_index(), jax.process_count())
+    if os.path.lexists(os.path.join(directory, own)):
+        return own, _load(directory, own)
     process_dirs = sorted(os.listdir(directory)) if os.path.isdir(directory) else []
-    files = [os.path.join(directory, name, os.path.basename(own)) for name in process_dirs]
-    contents = [_load(file) for file in files if os.path.exists(file)]
+    files = [f"{name}/{os.path.basename(own)}" for name in process_dirs]
+    found = [file for file in files if os.path.lexists(os.path.join(directory, file))]
+    contents = [_load(directory, file) for file in found]
     if not contents or any(content != contents[0] for content in contents):
         raise CheckpointStructureError(
             f"{directory!r} has no state of {path!r} for process {jax.process_index()} of "
             f"{jax.process_count()}, but {process_dirs}, and their states differ. Restore with the "
             "number of processes that saved it."
         )
-    return contents[0]
+    return found[0], contents[0]
 
 
-def _load(file: str) -> dict[str, Any]:
+def _load(directory: str, file: str) -> dict[str, Any]:
     def check(content: Any) -> dict[str, Any]:
         if isinstance(content, dict) and content.keys() & {_BYTES, "state"}:
             return content
         raise ValueError(f"it holds neither {_BYTES!r} nor 'state'")
 
-    name = f"python/{'/'.join(file.split(os.sep)[-2:])}"
-    return dirs.read_json(file, name, "the state of an object", check)
+    return dirs.read_json(directory, file, "the state of an object", check)
 
 
-def _file(directory: str, path: str, process: int, count: int) -> str:
-    return os.path.join(directory, f"process_{process}_of_{count}", quote(path, safe="") + ".json")
+def _file(path: str, process: int, count: int) -> str:
+    return f"process_{process}_of_{count}/{quote(path, safe='')}.json"
 
 
 def _plain_number(x: object) -> object:

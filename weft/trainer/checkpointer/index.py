@@ -6,6 +6,7 @@ match if their lists match, whatever their containers.
 """
 
 import enum
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 
 from weft import config, errors, traverse_util
 from weft.hierarchy.parameter_spec import TensorSpec
+from weft.serialization.untrusted import MAX_COUNT, check_json, is_possible_shape
 from weft.trainer.checkpointer import dirs
 from weft.trainer.checkpointer.host_state import PythonSavable
 from weft.typing import DType, Nested, PartitionSpec
@@ -155,10 +157,38 @@ def read_index_file(ckpt_dir: str) -> list[tuple[str, Entry]]:
     def entries(content: Any) -> list[tuple[str, Entry]]:
         if content["version"] != _VERSION:
             raise ValueError(f"it has version {content['version']}, not {_VERSION}")
-        return [(str(path), entry) for path, entry in content["index"]]
+        check_json(content["index"], [list])
+        pairs = [(str(path), entry) for path, entry in content["index"]]
+        for path, entry in pairs:
+            _check_entry(path, entry)
+        return pairs
 
-    path = os.path.join(ckpt_dir, INDEX)
-    return dirs.read_json(path, INDEX, "the index of a checkpoint", entries)
+    return dirs.read_json(ckpt_dir, INDEX, "the index of a checkpoint", entries)
+
+
+_ENTRY_FORMS = (dict, bool, int, float, str)
+_ARRAY_FORM = {"shape": [int], "dtype": str, "spec": (None, [(None, str, [str])])}
+
+
+def _check_entry(path: str, entry: object) -> None:
+    """Raises a ValueError unless an entry is one that `build_index` makes."""
+    if isinstance(entry, int) and abs(entry) > MAX_COUNT:
+        return  # a number of the state may be any
+    check_json(entry, _ENTRY_FORMS, path)
+    if not isinstance(entry, dict):
+        return
+    if "shape" not in entry:
+        check_json(entry, {"savable": str}, path)
+        return
+    check_json(entry, _ARRAY_FORM, path)
+    dtype = _dtype_of_name(entry["dtype"])
+    if not is_possible_shape(entry["shape"], dtype.itemsize):
+        raise ValueError(f"{path} has the shape {entry['shape']}, which no array has")
+
+
+def _dtype_of_name(name: str) -> Any:
+    keys = {str(dtype): dtype for dtype in _key_dtypes().values()}
+    return keys[name] if name.startswith("key<") else jnp.dtype(name)
 
 
 def read_state_spec(ckpt_dir: str) -> Nested[Any]:
@@ -180,10 +210,7 @@ def _tensor_spec(entry: Mapping[str, Any]) -> TensorSpec:
     if layout is not None:
         axes = [tuple(axes) if isinstance(axes, list) else axes for axes in layout]
         layout = PartitionSpec(*axes, *[None] * (len(shape) - len(axes)))
-    name = entry["dtype"]
-    keys = {str(dtype): dtype for dtype in _key_dtypes().values()}
-    dtype = keys[name] if name.startswith("key<") else jnp.dtype(name)
-    return TensorSpec(shape=shape, dtype=dtype, mesh_axes=layout)
+    return TensorSpec(shape=shape, dtype=_dtype_of_name(entry["dtype"]), mesh_axes=layout)
 
 
 def key_implementation(dtype: DType) -> str:
@@ -195,6 +222,7 @@ def key_implementation(dtype: DType) -> str:
     return next(name for name, known in _key_dtypes().items() if known == dtype)
 
 
+@functools.cache
 def _key_dtypes() -> dict[str, Any]:
     return {
         name: jax.eval_shape(lambda impl=name: jax.random.key(0, impl=impl)).dtype

@@ -14,7 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from weft._lazy import import_extra
-from weft.serialization.untrusted import open_file, read_json_file
+from weft.errors import FileRefusedError
+from weft.serialization.directory import Directory
+from weft.serialization.untrusted import check_json
 from weft.trainer.checkpointer.dirs import fsync, list_files
 
 MANIFEST = "manifest.json"
@@ -23,6 +25,12 @@ _DIGEST = "xxh3_128"
 _CHANGED = "its content has changed"
 _THREADS = 4
 _BLOCK_BYTES = 1 << 18  # stays in the cache between being read and being digested
+
+
+_FORM = {
+    "facts": {"step?": int, "saved_at?": float, "metrics?": {str: {str: float}}},
+    "files": {str: {"size": int, _DIGEST: str}},
+}
 
 
 class Manifest:
@@ -35,12 +43,11 @@ class Manifest:
     """
 
     def __init__(self, ckpt_dir: str, content: Mapping[str, Any]):
+        check_json(content, _FORM)
         self._dir = ckpt_dir
         self.facts: dict[str, Any] = dict(content["facts"])
         self.files: dict[str, Any] = {path: dict(e) for path, e in content["files"].items()}
-        for path, entry in self.files.items():
-            if type(entry.get("size")) is not int or not isinstance(entry.get(_DIGEST), str):
-                raise ValueError(f"it lacks the size or digest of {path!r}")
+        for path in self.files:
             if os.path.isabs(path) or ".." in path.split("/"):
                 raise ValueError(f"{path!r} is not below the checkpoint")
 
@@ -48,7 +55,7 @@ class Manifest:
         """Returns the damage of one of `files`, or None; fills a buffer of its exact size."""
         if path not in self.files:
             return "is not in the manifest"
-        return find_file_damage(os.path.join(self._dir, path), into, self.files[path])
+        return find_file_damage(self._dir, path, into, self.files[path])
 
     def damage_of_all(self, paths: Iterable[str]) -> list[str]:
         """Returns one line for each damaged file."""
@@ -65,7 +72,8 @@ def write_manifest(ckpt_dir: str, *, facts: Mapping[str, Any] | None = None) -> 
     def describe(path: str) -> dict[str, Any]:
         full_path = os.path.join(ckpt_dir, path)
         fsync(full_path)
-        return {"size": os.path.getsize(full_path), _DIGEST: _digest_of_file(full_path)}
+        with Directory(ckpt_dir).open(path, buffering=0) as file:
+            return {"size": os.path.getsize(full_path), _DIGEST: _digest_of_file(file)}
 
     with ThreadPoolExecutor(_THREADS) as pool:
         files = dict(zip(paths, pool.map(describe, paths), strict=True))
@@ -80,13 +88,13 @@ def write_manifest(ckpt_dir: str, *, facts: Mapping[str, Any] | None = None) -> 
 
 def has_manifest(ckpt_dir: str) -> bool:
     """Returns whether a checkpoint is complete; it may be damaged nevertheless."""
-    return os.path.isfile(os.path.join(ckpt_dir, MANIFEST))
+    return os.path.lexists(os.path.join(ckpt_dir, MANIFEST))
 
 
 def read_manifest(ckpt_dir: str, *, step: int | None = None) -> Manifest | str:
     """Returns the manifest of a checkpoint, or its damage; checks the step if one is given."""
     try:
-        content = read_json_file(os.path.join(ckpt_dir, MANIFEST))
+        content = Directory(ckpt_dir).read_json(MANIFEST)
         digest = content.pop(_DIGEST)
         if content["version"] != _VERSION:
             return f"{MANIFEST}: is of version {content['version']}, not {_VERSION}"
@@ -110,6 +118,8 @@ def find_damage(
 
     Any `step` is accepted if None. Files below `except_below`, which ends in "/", are not checked.
     """
+    if odd := find_odd_file(ckpt_dir):
+        return [odd]
     manifest = read_manifest(ckpt_dir, step=step)
     if isinstance(manifest, str):
         return [manifest]
@@ -120,20 +130,31 @@ def find_damage(
     )
 
 
+def find_odd_file(ckpt_dir: str) -> str | None:
+    """Returns a line about a link, FIFO, device or socket in a checkpoint, None if it has none."""
+    directory = Directory(ckpt_dir)
+    try:
+        directory.check(directory.walk())
+    except FileRefusedError as error:
+        return str(error)
+    return None
+
+
 def find_file_damage(
-    path: str, into: memoryview | None, expected: Mapping[str, Any] | None = None
+    ckpt_dir: str, path: str, into: memoryview | None, expected: Mapping[str, Any] | None = None
 ) -> str | None:
     """Returns the damage of a file, or None, and leaves its content in a buffer of its exact size.
 
     `expected` is its entry in a manifest.
     """
     try:
-        size = os.path.getsize(path)
-        if expected is not None and size != expected["size"]:
-            return f"has {size} bytes instead of {expected['size']}"
-        if into is not None and len(into) != size:
-            return f"has {size} bytes, where the array takes {len(into)}"
-        digest = _digest_of_file(path, into)
+        with Directory(ckpt_dir).open(path, buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if expected is not None and size != expected["size"]:
+                return f"has {size} bytes instead of {expected['size']}"
+            if into is not None and len(into) != size:
+                return f"has {size} bytes, where the array takes {len(into)}"
+            digest = _digest_of_file(file, into)
         return _CHANGED if expected is not None and digest != expected[_DIGEST] else None
     except FileNotFoundError:
         return "is missing"
@@ -141,18 +162,17 @@ def find_file_damage(
         return f"cannot be read ({error})"
 
 
-def _digest_of_file(path: str, into: memoryview | None = None) -> str:
-    """Returns the digest of a file and leaves its content in `into`."""
+def _digest_of_file(file: Any, into: memoryview | None = None) -> str:
+    """Returns the digest of an unbuffered file and leaves its content in `into`."""
     digest, at = _xxh3(), 0
     block = memoryview(bytearray(_BLOCK_BYTES if into is None else 0))
-    with open_file(path, buffering=0) as file:
-        while True:
-            buffer = block if into is None else into[at : at + _BLOCK_BYTES]
-            read = file.readinto(buffer) if len(buffer) else 0
-            if not read:
-                return digest.hexdigest()
-            digest.update(buffer[:read])
-            at += read
+    while True:
+        buffer = block if into is None else into[at : at + _BLOCK_BYTES]
+        read = file.readinto(buffer) if len(buffer) else 0
+        if not read:
+            return digest.hexdigest()
+        digest.update(buffer[:read])
+        at += read
 
 
 def _digest_of_json(value: Mapping[str, Any]) -> str:

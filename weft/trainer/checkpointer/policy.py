@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from weft import config as config_lib
 from weft.distributed.preemption import DelayedMax
 from weft.errors import CheckpointPolicyError, did_you_mean
+from weft.serialization.untrusted import check_json
 from weft.trainer.checkpointer.host_state import RunState
 from weft.trainer.summary import due_summaries
 
@@ -174,6 +175,7 @@ class BestMetric(config_lib.Configurable):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restores a saved best value."""
+        check_json(state, {"best": (None, float)})
         self._best = state["best"]
 
 

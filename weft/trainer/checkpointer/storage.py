@@ -37,6 +37,7 @@ from weft.core.spmd import get_concrete_mesh
 from weft.distributed.preemption import max_over_processes
 from weft.errors import CheckpointStateError, DamagedCheckpointError
 from weft.hierarchy.parameter_spec import TensorSpec
+from weft.serialization.directory import Directory
 from weft.serialization.untrusted import parse_json
 from weft.trainer.checkpointer import dirs, host_state
 from weft.trainer.checkpointer import index as index_lib
@@ -59,6 +60,7 @@ _REMOVAL_SECONDS = (0.0, 0.1, 0.4)
 # Devices with the same values each write a slice of them, unless it is smaller. To cut a slice, JAX
 # compiles a program for each shape and place.
 _MIN_SLICE_BYTES = 2**20
+_MAX_HEADER_BYTES = 2**16
 _ALIGNMENT = 64  # JAX uses memory at such an address in place and copies any other
 
 
@@ -239,9 +241,7 @@ class OrbaxStateStorage(StateStorage):
         arrays = self._read_arrays(
             step, {path: leaf for path, leaf in leaves if _stored(leaf)}, ckpt_dir
         )
-        host_state.maybe_restore_python_savables(
-            dict(leaves), dir=os.path.join(ckpt_dir, self._PYTHON)
-        )
+        self._restore_objects(dict(leaves), os.path.join(ckpt_dir, self._PYTHON))
         values = dict(saved)
         restored = [_restored(path, leaf, arrays, values) for path, leaf in leaves]
         return jax.tree.unflatten(
@@ -268,6 +268,19 @@ class OrbaxStateStorage(StateStorage):
                 damage=faults,
             )
         return {path: arrays[_array_name(path)] for path in targets}
+
+    def _restore_objects(self, leaves: dict[str, Any], directory: str) -> None:
+        damage = None
+        try:
+            host_state.maybe_restore_python_savables(leaves, dir=directory)
+        except DamagedCheckpointError as error:
+            damage = error
+        if max_over_processes(damage is not None):
+            raise damage or DamagedCheckpointError(
+                f"the states in {directory} are damaged, as another process says, which names the "
+                "file. Restore another checkpoint.",
+                damage=["another process, which names it, has found damage"],
+            )
 
     def stop(self) -> None:
         try:
@@ -474,7 +487,10 @@ class ArrayFiles:
 class _Reader:
     def __init__(self, files: ArrayFiles, name: str, seen: set[str]):
         self._files, self._name, self._seen = files, name, seen
-        header = bytearray(self._size(".zarray"))
+        size = self._size(".zarray")
+        if size > _MAX_HEADER_BYTES:
+            raise self._fault(".zarray", f"has {size:,} bytes, more than any that Weft writes")
+        header = bytearray(size)
         self._fill(".zarray", memoryview(header))
         try:
             content = parse_json(header)
@@ -553,10 +569,14 @@ class _Reader:
 
     def _size(self, name: str) -> int:
         try:
-            return os.path.getsize(os.path.join(self._files.ckpt_dir, self._path(name)))
-        except OSError:
+            with Directory(self._files.ckpt_dir).open(self._path(name)) as file:
+                return os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
             self._seen.add(self._path(name))
             raise self._fault(name, "is missing") from None
+        except OSError as error:
+            self._seen.add(self._path(name))
+            raise self._fault(name, f"cannot be read ({error})") from None
 
     def _fill(self, name: str, into: memoryview) -> None:
         path, manifest = self._path(name), self._files.manifest
@@ -564,7 +584,7 @@ class _Reader:
         if manifest is not None:
             fault = manifest.damage_of(path, into)
         else:
-            fault = find_file_damage(os.path.join(self._files.ckpt_dir, path), into)
+            fault = find_file_damage(self._files.ckpt_dir, path, into)
         if fault is not None:
             raise self._fault(name, fault)
 

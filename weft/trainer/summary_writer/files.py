@@ -206,8 +206,10 @@ class JsonLinesWriter(PeriodicWriter):
         line = json.dumps({"step": int(step), "time": time.time(), **fields}, allow_nan=False)
         with self._errors_reported():
             os.makedirs(self.config.dir, exist_ok=True)
-            with Directory(self.config.dir).open_to_append(JSON_LINES_FILE) as file:
-                _drop_partial_line(file)
+            directory = Directory(self.config.dir)
+            with directory.open_to_append(JSON_LINES_FILE) as file:
+                if not _drop_partial_line(file):
+                    raise directory.refusal(JSON_LINES_FILE, "ends in no line")
                 file.write(line.encode() + b"\n")
 
 
@@ -233,14 +235,22 @@ def _as_json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _drop_partial_line(file: BinaryIO) -> None:
-    """Truncates an incomplete last line, left by a killed process or a full disk."""
+def _drop_partial_line(file: BinaryIO) -> bool:
+    """Truncates an incomplete last line, left by a killed process or a full disk.
+
+    Returns whether it is one: no line is longer than 16 MiB.
+    """
     size = file.seek(0, os.SEEK_END)
     start = max(0, size - _MAX_LINE_BYTES)
     file.seek(max(0, size - 1))
-    if size and file.read() != b"\n":
-        file.seek(start)
-        file.truncate(start + file.read(_MAX_LINE_BYTES).rfind(b"\n") + 1)
+    if not size or file.read() == b"\n":
+        return True
+    file.seek(start)
+    end = start + file.read(_MAX_LINE_BYTES).rfind(b"\n") + 1
+    if end == start > 0:
+        return False
+    file.truncate(end)
+    return True
 
 
 def read_json_lines(path: str) -> list[dict[str, Any]]:
