@@ -182,6 +182,56 @@ def test_memmap_is_pickled_by_file_name():
         made[0] = 1
 
 
+def _flip(data):
+    return data[:1] + bytes([data[1] ^ 1]) + data[2:]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _flip,
+        lambda data: data[:-1],
+        lambda data: data[:40],
+        lambda data: bytes(len(data)),
+        lambda data: b"",
+        lambda data: data + b"x",
+        lambda data: data[: len(data) // 2] + data[-len(data) // 2 + 8 :],
+    ],
+    ids=["flipped", "cut", "half", "zeroed", "empty", "longer", "eight bytes lost"],
+)
+def test_damaged_data_is_made_again(cache, damage, caplog):
+    """Damaged caches of tokens were trained on."""
+    numbers = np.arange(100, dtype=np.int64)
+
+    def make(out):
+        out.write(numbers.tobytes())
+
+    cached_bytes("kind", "key", make, num_bytes=None)
+    (file,) = (p for p in (cache / "weft" / "kind").iterdir() if not p.suffix)
+    file.write_bytes(damage(file.read_bytes()))
+    made = cached_bytes("kind", "key", make, num_bytes=None)
+    np.testing.assert_array_equal(made.view(np.int64), numbers)
+    assert f"{file} is damaged" in caplog.text
+
+
+def test_links_in_the_cache_are_replaced(cache, tmp_path):
+    def make(out):
+        out.write(b"mine")
+
+    cached_bytes("kind", "key", make, num_bytes=None)
+    (tmp_path / "victim").write_text("private", encoding="utf-8")
+    (file,) = (p for p in (cache / "weft" / "kind").iterdir() if not p.suffix)
+    file.unlink()
+    file.symlink_to(tmp_path / "victim")
+    assert cached_bytes("kind", "key", make, num_bytes=None).tobytes() == b"mine"
+    file.unlink()
+    file.with_suffix(".lock").unlink()
+    file.with_suffix(".lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(InputReadError, match=r"\.lock' is a symbolic link"):
+        cached_bytes("kind", "key", make, num_bytes=None)
+    assert (tmp_path / "victim").read_text(encoding="utf-8") == "private"
+
+
 def test_empty_data_is_cached():
     assert cached_bytes("kind", "empty", lambda out: None, num_bytes=None).tobytes() == b""
     assert cached_bytes("kind", "empty", lambda out: None, num_bytes=0).tobytes() == b""

@@ -2,7 +2,8 @@
 
 Small data is recomputed in memory at each start. Large data is written to the user's cache folder,
 under a hash of everything it depends on, and mapped into memory. Processes that need the same data
-wait for the one that computes it. Only complete files are moved into place.
+wait for the one that computes it. Only complete files are moved into place, and a digest at their
+end is checked before they are used: a damaged one is made again.
 
 With the token stream of a dataset, sequences are arithmetic on an index (`weft.input.packing`): an
 iterator's state is one number for any number of processes, and no step waits for a tokenizer.
@@ -13,17 +14,18 @@ import hashlib
 import io
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from weft.errors import EmptyCorpusError, InputDatasetError, InputReadError
+from weft._lazy import import_extra
+from weft.errors import EmptyCorpusError, FileRefusedError, InputDatasetError, InputReadError
 from weft.input import tokenizers
 from weft.input.records import Records, describe_record
+from weft.serialization.directory import Directory
 
 logger = logging.getLogger(__name__)
 
@@ -57,21 +59,50 @@ def cached_bytes(
         make(memory)
         return np.frombuffer(memory.getvalue(), np.uint8)
     folder = cache_folder() / kind
-    path = folder / hashlib.sha256(repr(key).encode()).hexdigest()[:40]
+    name = hashlib.sha256(repr(key).encode()).hexdigest()[:40]
     try:
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
+        if not _is_whole(folder, name):
+            os.makedirs(folder, exist_ok=True)
             # The lock is released when its process dies.
-            with open(path.with_suffix(".lock"), "wb") as lock:
+            with open(Directory(str(folder)).open_to_change(f"{name}.lock"), "wb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                if not path.exists():
-                    _write_file(path, make)
-        return _open_memmap(str(path), np.uint8)
+                if not _is_whole(folder, name):
+                    _write_file(folder, name, make)
+        return _open_memmap(str(folder / name), np.uint8)
     except OSError as error:
         raise InputReadError(
-            f"cannot write {path} ({error.strerror or error}); make the folder writable, or "
-            "set XDG_CACHE_HOME to a writable one with enough space"
+            f"cannot write {folder / name} ({error.strerror or error}); make the folder writable, "
+            "or set XDG_CACHE_HOME to a writable one with enough space"
         ) from error
+
+
+# The end of a cached file: what it is, and the digest of the bytes before it.
+_MARK = b"weft xxh3_128\n"
+_END_BYTES = len(_MARK) + 16
+_BLOCK_BYTES = 2**20
+
+
+def _xxh3() -> Any:
+    return import_extra("xxhash", "train", needed_by="a cache of large data").xxh3_128()
+
+
+def _is_whole(folder: Path, name: str) -> bool:
+    """Returns whether there is a cached file, and its bytes are those that were written."""
+    try:
+        with Directory(str(folder)).open(name) as file:
+            rest = os.fstat(file.fileno()).st_size - _END_BYTES
+            digest = _xxh3()
+            while rest > 0 and (block := file.read(min(rest, _BLOCK_BYTES))):
+                digest.update(block)
+                rest -= len(block)
+            is_whole = file.read(_END_BYTES) == _MARK + digest.digest()
+    except FileNotFoundError:
+        return False
+    except FileRefusedError:
+        is_whole = False
+    if not is_whole:
+        logger.warning("%s is damaged, or of an earlier version; it is made again", folder / name)
+    return is_whole
 
 
 class _CachedMemmap(np.memmap):
@@ -80,31 +111,33 @@ class _CachedMemmap(np.memmap):
     def __reduce__(self):
         # The file is None for computed arrays; slices are smaller.
         path = self.filename
-        if path is None or self.ndim != 1 or self.nbytes != os.path.getsize(path):
+        if path is None or self.ndim != 1 or self.nbytes != _size_of(str(path)):
             return np.asarray(self).__reduce__()
         return _open_memmap, (str(path), self.dtype)
 
 
+def _size_of(path: str) -> int:
+    return os.path.getsize(path) - _END_BYTES
+
+
 def _open_memmap(path: str, dtype: np.typing.DTypeLike) -> np.ndarray:
-    if not os.path.getsize(path):
-        return np.empty(0, dtype)  # an empty file cannot be mapped
-    return _CachedMemmap(path, dtype, "r")
+    length = _size_of(path) // np.dtype(dtype).itemsize
+    if not length:
+        return np.empty(0, dtype)  # nothing cannot be mapped
+    return _CachedMemmap(path, dtype, "r", shape=(length,))
 
 
-def _write_file(path: Path, make: Callable[[BinaryIO], None]) -> None:
+def _write_file(folder: Path, name: str, make: Callable[[BinaryIO], None]) -> None:
     start = time.monotonic()
-    descriptor, partial = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            make(file)
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
-    seconds = time.monotonic() - start
-    logger.info("made %s (%d bytes) in %.1f s", path, path.stat().st_size, seconds)
+    with Directory(str(folder)).replacing(name, mode=0o600) as file:
+        make(file)
+        digest = _xxh3()
+        file.seek(0)
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+        file.write(_MARK + digest.digest())
+    seconds, size = time.monotonic() - start, os.path.getsize(folder / name)
+    logger.info("made %s (%d bytes) in %.1f s", folder / name, size, seconds)
 
 
 def document_text(record: object, text_key: str) -> str | bytes:

@@ -205,10 +205,10 @@ class Directory:
         with self._folder_of(name, make=True) as (folder, last):
             temporary = f".{last}.{secrets.token_hex(8)}"
             with self._naming(name):
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
                 fd = os.open(temporary, flags, mode, dir_fd=folder)
             try:
-                with open(fd, "wb") as file:
+                with open(fd, "w+b") as file:
                     yield file
                     file.flush()
                     if sync:
