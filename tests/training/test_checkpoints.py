@@ -1,5 +1,6 @@
 """Files that `restore_checkpoint` reads besides those of `save_checkpoint`."""
 
+import json
 import os
 import socket
 import subprocess
@@ -383,6 +384,75 @@ def test_missing_or_damaged_multiprocess_arrays(arrays_checkpoint):
     arrays.rename(directory / "elsewhere")
     with pytest.raises(MPARestoreDataCorruptedError, match=r"_gda/l/0'.* was not copied along"):
         restore_checkpoint(directory, target)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/secret", "w/../../secret", "w//x", "."])
+def test_placeholders_do_not_lead_elsewhere(arrays_checkpoint, name):
+    directory, _ = arrays_checkpoint
+    (directory / "checkpoint_7_gda" / "w").rename(directory / "secret")
+    save_checkpoint(directory, {"w": f"//GDAPlaceholder:{name}"}, 8, keep=9)
+    (directory / "checkpoint_7_gda").rename(directory / "checkpoint_8_gda")
+    with pytest.raises(DamagedCheckpointError, match="w names files elsewhere: '//GDAPlaceholder:"):
+        restore_checkpoint(directory, {"w": over_devices(4, 2)}, 8)
+
+
+@pytest.mark.parametrize("part", ["checkpoint_7", "checkpoint_7_gda", "checkpoint_7_gda/w/0.0"])
+def test_linked_parts_are_not_read(arrays_checkpoint, tmp_path_factory, part):
+    directory, tree = arrays_checkpoint
+    target = {"w": over_devices(4, 2), "l": [jnp.zeros(2), 0]}
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "part"
+    (directory / part).rename(elsewhere)
+    (directory / part).symlink_to(elsewhere)
+    with pytest.raises(DamagedCheckpointError, match=rf"{part}' is a symbolic link, where a"):
+        restore_checkpoint(directory, target, 7)
+    if part != "checkpoint_7":
+        # The checkpoint that the user names may be a link.
+        mine = tmp_path_factory.mktemp("of the user") / "mine"
+        mine.symlink_to(directory / "checkpoint_7")
+        (directory / part).unlink()
+        elsewhere.rename(directory / part)
+        same(restore_checkpoint(mine, target), tree)
+
+
+def test_removal_does_not_follow_links(tmp_path):
+    orbax_directory(tmp_path / "other", ["_METADATA", "kept"])
+    for name in ("checkpoint_1", "checkpoint_2_gda"):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / name).symlink_to(tmp_path / "other")
+    assert save(tmp_path / "run", 2, 3, keep=1) == ["checkpoint_3"]
+    assert (tmp_path / "other" / "kept").exists()
+    (tmp_path / "run" / "checkpoint_4").symlink_to(tmp_path / "other")
+    with pytest.raises(AlreadyExistsError):
+        save_checkpoint(tmp_path / "run", 0, 4, overwrite=True)
+
+
+def test_pipes_and_large_files_are_not_read(tmp_path):
+    os.mkfifo(tmp_path / "checkpoint_1")
+    with pytest.raises(DamagedCheckpointError, match="checkpoint_1' is a FIFO, where a file"):
+        restore_checkpoint(tmp_path, None)
+    with open(tmp_path / "checkpoint_2", "wb") as file:
+        file.truncate(10**13)
+    with pytest.raises(DamagedCheckpointError, match="has 10,000,000,000,000 bytes; at most"):
+        restore_checkpoint(tmp_path, None)
+
+
+def test_array_larger_than_the_memory_is_damage(arrays_checkpoint):
+    directory, _ = arrays_checkpoint
+    header = directory / "checkpoint_7_gda" / "w" / ".zarray"
+    content = json.loads(header.read_text(encoding="utf-8"))
+    header.write_text(json.dumps({**content, "shape": [10**9, 10**6]}), encoding="utf-8")
+    with pytest.raises(MPARestoreDataCorruptedError, match=r"_gda/w' does not hold all"):
+        restore_checkpoint(directory, {"w": over_devices(4, 2), "l": [jnp.zeros(2), 0]})
+
+
+def test_names_of_orbax_do_not_lead_elsewhere(tmp_path):
+    path = save_checkpoint_multiprocess(tmp_path, {"w": np.arange(3.0)}, 1)
+    metadata = Path(path, "_METADATA")
+    text = metadata.read_text(encoding="utf-8")
+    metadata.write_text(text.replace("('w',)", "('../../secret',)"), encoding="utf-8")
+    assert metadata.read_text(encoding="utf-8") != text
+    with pytest.raises(DamagedCheckpointError, match=r"secret'.*, which leads elsewhere"):
+        restore_checkpoint(tmp_path, None)
 
 
 def test_damaged_files_and_directories(tmp_path):

@@ -45,11 +45,7 @@ def read_json_file(path: str | os.PathLike[str]) -> Any:
         OSError: see `open_file`.
         ValueError: if it has more than `MAX_JSON_BYTES`, or is not JSON.
     """
-    with open_file(path) as file:
-        data = file.read(MAX_JSON_BYTES + 1)
-    if len(data) > MAX_JSON_BYTES:
-        raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes")
-    return parse_json(data)
+    return parse_json(_read_file(path, MAX_JSON_BYTES))
 
 
 def read_text_file(path: str | os.PathLike[str], *, at_most: int) -> str:
@@ -59,11 +55,15 @@ def read_text_file(path: str | os.PathLike[str], *, at_most: int) -> str:
         OSError: see `open_file`.
         ValueError: if it has more than `at_most` bytes, or is not in UTF-8.
     """
+    return _read_file(path, at_most).decode("utf-8")
+
+
+def _read_file(path: str | os.PathLike[str], at_most: int) -> bytes:
     with open_file(path) as file:
-        data = file.read(at_most + 1)
-    if len(data) > at_most:
-        raise ValueError(f"it has more than {at_most:,} bytes")
-    return data.decode("utf-8")
+        size = os.fstat(file.fileno()).st_size
+        if size > at_most:
+            raise ValueError(f"it has {size:,} bytes; at most {at_most:,} are read")
+        return file.read(size)
 
 
 def parse_json(data: str | bytes | bytearray) -> Any:
@@ -78,6 +78,11 @@ def parse_json(data: str | bytes | bytearray) -> Any:
         return json.loads(data if isinstance(data, str) else data.decode("utf-8"))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def memory_bytes() -> int:
+    """Returns the size of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 MAX_COUNT = 2**53

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -28,6 +28,8 @@ from weft import errors, traverse_util
 from weft._lazy import import_extra
 from weft.configurations import config
 from weft.serialization import from_state_dict, msgpack_restore, msgpack_serialize, to_state_dict
+from weft.serialization.directory import Directory, Entry
+from weft.serialization.untrusted import memory_bytes
 
 ARRAYS_SUFFIX = "_gda"
 
@@ -51,6 +53,7 @@ def read_checkpoint(path: str, target: object, orbax_checkpointer: Any = None) -
         for key, leaf in jax.tree.leaves_with_path(target)
         if getattr(leaf, "sharding", None) is not None
     }
+    _check_entries(path)
     if os.path.isdir(path):
         return _with_empty_nodes(_read_orbax(path, layouts, orbax_checkpointer), target)
     return _with_arrays(_read_file(path), path, None if target is None else layouts)
@@ -65,9 +68,34 @@ def _step_of(path: str) -> str:
     return found.group() if found else "unknown"
 
 
+def _check_entries(path: str) -> None:
+    """Refuses a checkpoint that is a link, or has something other than files and folders in it."""
+    directory, name = _split(path)
+    with _refusals(path):
+        for part in (name, name + ARRAYS_SUFFIX):
+            if os.path.lexists(directory.full_path(part)):
+                directory.check([Entry(part, os.lstat(directory.full_path(part)))])
+                if os.path.isdir(directory.full_path(part)):
+                    directory.check(directory.walk(part))
+
+
+def _split(path: str) -> tuple[Directory, str]:
+    folder, name = os.path.split(os.path.abspath(path))
+    return Directory(folder), name
+
+
+@contextlib.contextmanager
+def _refusals(path: str) -> Iterator[None]:
+    try:
+        yield
+    except errors.FileRefusedError as error:
+        raise _damaged(path, str(error).rstrip(".")) from error
+
+
 def _read_file(path: str) -> Any:
-    with open(path, "rb") as file:
-        data = file.read()
+    directory, name = _split(path)
+    with _refusals(path):
+        data = directory.read_bytes(name, at_most=memory_bytes())
     try:
         return msgpack_restore(data)
     except errors.DamagedBytesError as error:
@@ -84,7 +112,10 @@ def _with_arrays(state: object, path: str, layouts: Mapping[str, Any] | None) ->
             raise errors.MPARestoreTargetRequiredError(path, _step_of(path))
         if _name(key) not in layouts:
             raise errors.MPARestoreTargetRequiredError(path, _step_of(path), _name(key))
-        directory = os.path.join(path + ARRAYS_SUFFIX, *leaf.removeprefix(_PLACEHOLDER).split("/"))
+        parts = leaf.removeprefix(_PLACEHOLDER).split("/")
+        if {"", ".", ".."} & {*parts}:
+            raise _damaged(path, f"{_name(key)} names files elsewhere: {leaf!r}")
+        directory = os.path.join(path + ARRAYS_SUFFIX, *parts)
         return _read_zarr(directory, layouts[_name(key)], _step_of(path))
 
     return jax.tree.map_with_path(filled, state)
@@ -101,6 +132,8 @@ def _read_zarr(directory: str, sharding: jax.sharding.Sharding, step: str) -> ja
             raise errors.MPARestoreDataCorruptedError(step, directory) from error
 
     stored = result(tensorstore.open(spec, read=True))
+    if stored.size * stored.dtype.numpy_dtype.itemsize > memory_bytes():
+        raise errors.MPARestoreDataCorruptedError(step, directory)  # absent chunks would be zeros
     return jax.make_array_from_callback(
         stored.shape, sharding, lambda index: result(stored[index].read())
     )
@@ -142,12 +175,26 @@ def _read_orbax(path: str, layouts: Mapping[str, Any], given: Any = None) -> Any
 
     if not is_orbax(path):
         raise _damaged(path, f"it is a directory without Orbax's file {_ORBAX_FILE}")
+    _check_names(path)
     with _orbax_checkpointer(path, given) as reader:
         metadata = result(reader.metadata).item_metadata
         if metadata is None:
             raise _damaged(path, "Orbax does not find the tree in it")
         args = jax.tree.map_with_path(restore_args, metadata.tree)
         return to_state_dict(result(reader.restore, args=ocp.args.PyTreeRestore(restore_args=args)))
+
+
+def _check_names(path: str) -> None:
+    """Refuses names of arrays that would be paths to elsewhere, as Orbax makes paths of names."""
+    directory, name = _split(path)
+    try:
+        content = directory.read_json(f"{name}/{_ORBAX_FILE}")
+    except (OSError, ValueError) as error:
+        raise _damaged(path, str(error)) from error
+    names = content.get("tree_metadata", {}) if isinstance(content, dict) else {}
+    for of_array in names:
+        if os.path.pardir in re.split(r"['\"/\\]", of_array):
+            raise _damaged(path, f"an array is named {of_array}, which leads elsewhere")
 
 
 def _with_empty_nodes(state: object, target: object) -> Any:
@@ -384,7 +431,7 @@ def _new_checkpoint(
     path = os.path.join(directory, f"{start}{step}")
     if not overwrite and any(there >= step for there, _ in _list_checkpoints(ckpt_dir, prefix)):
         raise errors.InvalidCheckpointError(path, step)
-    if os.path.isdir(path) and not is_orbax(path):
+    if os.path.islink(path) or (os.path.isdir(path) and not is_orbax(path)):
         raise errors.AlreadyExistsError(path)
     return step, path
 
@@ -409,7 +456,8 @@ def _list_checkpoints(ckpt_dir: Path, prefix: str) -> list[tuple[int | float, st
 def _select_path(ckpt_dir: str, step: int | float | None, prefix: str) -> str | None:
     if step is None:
         itself = os.path.isfile(ckpt_dir) or is_orbax(ckpt_dir)
-        return ckpt_dir if itself else latest_checkpoint(ckpt_dir, prefix)
+        # What the user names may be a link.
+        return os.path.realpath(ckpt_dir) if itself else latest_checkpoint(ckpt_dir, prefix)
     found = dict(_list_checkpoints(ckpt_dir, prefix))
     if _check_step(step) not in found:
         there = f"existing steps: {', '.join(map(str, found))}" if found else "there are none"
@@ -438,10 +486,12 @@ def _write(path: str, data: bytes) -> None:
             os.rename(path, replaced)
         os.replace(being_written, path)
     except BaseException:
-        if os.path.exists(being_written):
+        if os.path.lexists(being_written):
             os.remove(being_written)
         raise
     for of_the_old in (replaced, path + ARRAYS_SUFFIX):
+        if os.path.islink(of_the_old):
+            os.remove(of_the_old)
         shutil.rmtree(of_the_old, ignore_errors=True)
 
 
@@ -466,11 +516,11 @@ def _remove_others(
 def _remove(path: str) -> None:
     """Removes a checkpoint atomically: an interruption leaves no partial one under its name."""
     for part in (path, path + ARRAYS_SUFFIX):
-        if os.path.isdir(part):
+        if os.path.isdir(part) and not os.path.islink(part):
             doomed = _temporary_path(part)
             os.rename(part, doomed)
             shutil.rmtree(doomed)
-        elif os.path.exists(part):
+        elif os.path.lexists(part):
             os.remove(part)
 
 

@@ -56,9 +56,10 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[Any]:
     """
     folder, name = os.path.split(path)
     with Directory(folder or os.curdir).open(name, at_most=_MAX_FILE_BYTES) as file:
+        size = os.fstat(file.fileno()).st_size
         while len(header := file.read(12)) == 12:
             (length,) = struct.unpack("<Q", header[:8])
-            if length > _MAX_FILE_BYTES:
+            if length > size:
                 break
             record = file.read(length + 4)
             if len(record) < length + 4:
