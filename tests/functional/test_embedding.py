@@ -1,3 +1,5 @@
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -174,6 +176,24 @@ def test_only_slow_pairs_are_interpolated():
     assert np.all(scaled[between] <= plain[between])
     assert np.all(scaled[between] >= plain[between] / scaling)
     assert np.all(np.diff(scaled) < 0)
+
+
+def test_ramp_between_fast_and_slow_pairs_is_not_rounded():
+    # With theta = 10**4 and 16 dimensions, pair i turns 10**(-i/2) radians per position: within
+    # 2000 pi positions 1000 * 10**(-i/2) times. Of 32 turns is pair 2.99, of 1 turn pair 6.
+    length = 6283
+    fast = 2 * math.log10(length / (2 * math.pi * 32))
+    slow = 2 * math.log10(length / (2 * math.pi))
+    assert 2 < fast < 3 and 5.9 < slow < 6
+    shares = np.clip((np.arange(8) - fast) / (slow - fast), 0, 1)
+    plain = 10.0 ** (-np.arange(8) / 2)
+    scaled = yarn_frequencies(16, original_max_seq_length=length, scaling_factor=4.0)
+    np.testing.assert_allclose(scaled, plain * (1 - shares) + plain / 4 * shares, rtol=1e-5)
+    rounded = yarn_frequencies(
+        16, original_max_seq_length=length, scaling_factor=4.0, truncate=True
+    )
+    shares = np.clip((np.arange(8) - 2) / 4, 0, 1)
+    np.testing.assert_allclose(rounded, plain * (1 - shares) + plain / 4 * shares, rtol=1e-5)
 
 
 def test_extrapolation_factor_0_interpolates_all():

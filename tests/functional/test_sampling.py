@@ -5,7 +5,7 @@ import pytest
 
 from weft.errors import ArgumentValueError
 from weft.functional import (
-    NEG_INF,
+    EXCLUDED_LOGIT,
     chain,
     sample_token,
     scale_by,
@@ -17,7 +17,7 @@ LOGITS = jnp.array(np.random.default_rng(0).normal(size=(4, 9)).astype(np.float3
 
 
 def kept(logits):
-    return np.array(logits > NEG_INF / 2)
+    return np.array(logits > EXCLUDED_LOGIT / 2)
 
 
 def test_scale_by_avoids_division_by_zero():
@@ -38,6 +38,11 @@ def test_top_k_keeps_the_largest(k, break_ties):
     expected = np.argsort(np.argsort(-np.array(LOGITS), -1), -1) < k
     np.testing.assert_array_equal(kept(out), expected)
     np.testing.assert_array_equal(out[expected], np.array(LOGITS)[expected])
+
+
+def test_excluded_logits_are_those_of_impossible_choices():
+    for modify in (top_k_logits(1), top_k_logits(1, break_ties="smallest_index"), top_p_logits(0)):
+        assert modify(jnp.array([1.0, 3.0])).tolist() == [-1e7, 3]
 
 
 def test_ties_stay_all_or_by_index():

@@ -26,6 +26,7 @@ B = np.array(
     np.float32,
 )
 a, b = jnp.array(A), jnp.array(B)
+U = jnp.array([[1.0, 0.0], [0.0, 2.0], [-3.0, 0.5]])
 WEIGHT = jnp.array([1.0, 0.0, 2.0])
 
 
@@ -202,9 +203,27 @@ def test_cosines_match_axlearn():
 def test_spread_and_sparsity_match_axlearn():
     assert losses.koleo_loss(a) == near(0.20501339)
     assert losses.koleo_loss(a, normalize_embedding=False) == near(-0.93895358)
+    # A large eps shows each of its places: in squared lengths, differences and distances.
+    assert losses.koleo_loss(U, eps=0.5) == near(-0.5383473)
+    assert losses.koleo_loss(U, eps=0.5, normalize_embedding=False) == near(-1.2622607)
     assert losses.flops_loss(embeddings=a) == near((4.0265055, 0.0))
     assert losses.flops_loss(embeddings=a, paddings=jnp.array([0, 1, 0])) == near((4.7647305, 0))
     assert losses.flops_loss(embeddings=a, sparsity_threshold=1.0) == near((4.0265055, 8 / 3))
+
+
+def test_equal_embeddings_are_1e_8_apart_in_each_component():
+    # The third is sqrt(0.8) from both others; the difference of these is (1e-8, 1e-8).
+    equal = jnp.array([[3.0, 4.0], [3.0, 4.0], [1.0, 0.0]])
+    expected = -(2 * np.log(1e-8 * (1 + np.sqrt(2))) + np.log(np.sqrt(0.8))) / 3
+    assert losses.koleo_loss(equal) == near(expected)
+
+
+def test_similarity_adds_eps_to_squared_lengths():
+    # (3, 4) has the length 5, (1, 0) the length 1.
+    loss, _ = losses.negative_cosine_similarity_loss(
+        jnp.array([[3.0, 4.0]]), jnp.array([[1.0, 0.0]]), eps=0.5
+    )
+    assert loss == near(-3 / np.sqrt(25.5 * 1.5))
 
 
 def test_rankings_match_axlearn():

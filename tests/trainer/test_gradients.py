@@ -151,7 +151,7 @@ def forward(*, model_params, inputs):
     mean = model_params["norm"]["mean"]
     collection.add_child("linear")
     collection.add_child("norm").state_updates["mean"] = 0.5 * mean + 0.5 * jnp.mean(batch["x"])
-    return ForwardOutputs(loss, {"errors": errors}, collection)
+    return ForwardOutputs(loss, {"errors": errors, "loss": loss}, collection)
 
 
 def inputs_of(batch):
@@ -223,22 +223,38 @@ def test_unweighted_model_averages_microbatches():
     np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-6)
 
 
-def test_state_is_carried_between_microbatches():
+def test_state_is_updated_once_per_step():
     params, *_ = step(ALL, 4)
-    expected = 0.0
-    for i in range(4):
-        expected = 0.5 * expected + 0.5 * np.mean(ALL["x"][i::4])
-    np.testing.assert_allclose(params["norm"]["mean"], expected, rtol=1e-5)
+    # Each of the microbatches starts from 0.
+    np.testing.assert_allclose(params["norm"]["mean"], 0.5 * np.mean(ALL["x"]), rtol=1e-5)
+
+    def counting(*, model_params, inputs):
+        count = model_params["count"]
+        collection = new_output_collection()
+        collection.state_updates["count"] = count + 1
+        mean = jnp.mean(inputs["input_batch"]["x"])
+        collection.summaries["loss"] = WeightedScalar(mean, 1.0)
+        return ForwardOutputs(mean, {"count": count}, collection)
+
+    inputs = inputs_of(ALL)
+    outputs = with_minibatch_steps(steps=4)(counting)(
+        model_params={"count": jnp.array(7)}, inputs=inputs
+    )
+    assert outputs.output_collection.state_updates["count"] == 8
+    assert outputs.aux["count"] == 7
 
 
-def test_microbatches_have_separate_noise_and_aux():
-    _, _, aux, summaries = step(ALL, 2)
+def test_microbatches_have_separate_noise_and_their_mean_aux():
+    _, loss, aux, summaries = step(SOME, 2)
     keys = jax.random.split(jax.random.key(1))
     noises = [jax.random.normal(key) for key in keys]
     assert noises[0] != noises[1]
     np.testing.assert_allclose(summaries["noise"], np.mean(noises), rtol=1e-6)
-    errors = ALL["x"] @ PARAMS["linear"]["w"] - ALL["y"]
-    np.testing.assert_allclose(aux["errors"], [errors[0::2], errors[1::2]], rtol=1e-4)
+    errors = SOME["x"] @ PARAMS["linear"]["w"] - SOME["y"]
+    # Three rows of the first microbatch count, and one of the second.
+    expected = 0.75 * errors[0::2] + 0.25 * errors[1::2]
+    np.testing.assert_allclose(aux["errors"], expected, rtol=1e-4)
+    np.testing.assert_allclose(aux["loss"], loss, rtol=1e-6)
 
 
 def loss_in_parts(params, batch, steps, grad_dtype=None):

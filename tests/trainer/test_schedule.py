@@ -191,6 +191,13 @@ def test_segments_are_set_by_lengths():
     assert values == [0.5, 1.0, 1.0, 0.25, 0.25, 0.25, 0.25, 0.5, 1.0, 1.0]
 
 
+def test_no_segment_covers_step_0():
+    constant = schedule.segment_wise([0.1, 0.2], segment_steps=[2])
+    np.testing.assert_allclose([constant(step) for step in range(4)], [0, 0.1, 0.1, 0.2])
+    warmed_up = schedule.constant_with_linear_warmup(0.1, warmup_steps=0)
+    np.testing.assert_allclose([warmed_up(step) for step in (0, 1)], 0.1)
+
+
 def test_decays_begin_with_0_at_step_1():
     assert [float(schedule.decay_bias_correction(0.5)(t)) for t in (1, 2)] == pytest.approx(
         [0, 0.5 * 0.5 / 0.75]

@@ -77,16 +77,17 @@ from weft.functional.metrics import (
     spearman_correlation as spearman_correlation,
 )
 from weft.functional.norm import (
-    batch_norm as batch_norm, group_norm as group_norm, l2_normalize as l2_normalize,
-    layer_norm as layer_norm, normalize_sum as normalize_sum, number_of_groups as number_of_groups,
-    rms_norm as rms_norm,
+    batch_norm as batch_norm, centered_rms_norm as centered_rms_norm, group_norm as group_norm,
+    l2_normalize as l2_normalize, layer_norm as layer_norm, normalize_sum as normalize_sum,
+    number_of_groups as number_of_groups, rms_norm as rms_norm,
 )
 from weft.functional.quantized_product import (
     fp8_dot_general as fp8_dot_general, int8_dot_general as int8_dot_general,
 )
 from weft.functional.sampling import (
-    chain as chain, LogitsToLogitsFn as LogitsToLogitsFn, sample_token as sample_token,
-    scale_by as scale_by, top_k_logits as top_k_logits, top_p_logits as top_p_logits,
+    chain as chain, EXCLUDED_LOGIT as EXCLUDED_LOGIT, LogitsToLogitsFn as LogitsToLogitsFn,
+    sample_token as sample_token, scale_by as scale_by, top_k_logits as top_k_logits,
+    top_p_logits as top_p_logits,
 )
 from weft.functional.statistics import (
     compute_mean_square_with_segment_ids as compute_mean_square_with_segment_ids,

@@ -280,17 +280,24 @@ def yarn_frequencies(
     extrapolation_factor: float = 1.0,
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
+    truncate: bool = False,
 ) -> Float[Array, " half_dim"]:
     """Returns the rotation of each pair of dimensions per position; see `llama3_frequencies`.
+
+    Fast pairs keep their frequency, slow pairs are divided by the scaling factor, and between them
+    the share of the divided frequency grows linearly with the index of the pair (Peng et al., 2023,
+    section 3.2).
 
     Args:
         scaling_factor: the ratio of the new to the original context length.
         extrapolation_factor: how far fast pairs keep their frequency; 0 divides all frequencies.
         beta_fast: pairs with more turns within the original context are fast.
         beta_slow: pairs with fewer turns are slow.
+        truncate: whether to round the indices of the last fast and the first slow pair outwards, as
+            most published checkpoints do.
 
     >>> plain = rotary_frequencies(8)
-    >>> scaled = yarn_frequencies(8, original_max_seq_length=64, scaling_factor=4.0)
+    >>> scaled = yarn_frequencies(8, original_max_seq_length=64, scaling_factor=4.0, truncate=True)
     >>> [round(x, 2) for x in (plain / scaled).tolist()]
     [1.0, 1.6, 4.0, 4.0]
     """
@@ -300,8 +307,11 @@ def yarn_frequencies(
         period = original_max_seq_length / (2 * math.pi * times)
         return dim * math.log(period) / (2 * math.log(theta))
 
-    first = max(math.floor(pair_that_turns(beta_fast)), 0)
-    last = min(math.ceil(pair_that_turns(beta_slow)), dim - 1)
+    last_fast, first_slow = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+    if truncate:
+        last_fast, first_slow = math.floor(last_fast), math.ceil(first_slow)
+    first = max(last_fast, 0)
+    last = min(first_slow, dim - 1)
     slow = jnp.clip((jnp.arange(dim // 2) - first) / max(last - first, 1e-3), 0.0, 1.0)
     kept = (1.0 - slow) * extrapolation_factor
     return plain * kept + plain / scaling_factor * (1.0 - kept)

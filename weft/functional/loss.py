@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from weft.errors import ArgumentValueError
 from weft.functional.arrays import positions
+from weft.functional.norm import l2_normalize
 
 Aux = dict[str, Array]
 
@@ -371,12 +372,6 @@ def generalized_iou(
     return intersection / (union + eps) - (around - union) / (around + eps)
 
 
-def _normalize(x: Float[Array, "*batch dim"], eps: float) -> Float[Array, "*batch dim"]:
-    """Returns vectors of length 1; those shorter than `eps` are divided by `eps`."""
-    # The maximum is inside the root, which has no gradient at 0.
-    return x / jnp.sqrt(jnp.maximum(jnp.sum(jnp.square(x), axis=-1, keepdims=True), eps**2))
-
-
 def nearest_neighbor_entropy_loss(
     embeddings: Float[Array, "batch dim"], *, normalize_embedding: bool = True, eps: float = 1e-8
 ) -> Float[Array, ""]:
@@ -389,6 +384,8 @@ def nearest_neighbor_entropy_loss(
         embeddings: at least two.
         normalize_embedding: whether to normalize the vectors first. In both cases, "nearest" means
             the largest inner product.
+        eps: added to each component of a difference and to each distance, so that equal vectors
+            have a finite loss; added to the squared length of a vector that is normalized.
 
     Raises:
         ArgumentValueError: if there are fewer than two.
@@ -404,10 +401,10 @@ def nearest_neighbor_entropy_loss(
         )
     x = embeddings.astype(jnp.float32)
     if normalize_embedding:
-        x = _normalize(x, eps)
+        x = l2_normalize(x, eps)
     others = jnp.where(jnp.eye(n, dtype=bool), -jnp.inf, x @ x.T)
     nearest = x[jnp.argmax(others, axis=1)]
-    squares = jnp.sum(jnp.square(x - nearest), axis=1)
+    squares = jnp.sum(jnp.square(nearest - x + eps), axis=1)
     # The root has no gradient at 0.
     distances = jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
     return -jnp.mean(jnp.log(distances + eps))
@@ -422,14 +419,14 @@ def elementwise_similarity(
 ) -> Float[Array, "*batch dim"]:
     """Returns products of components, which add up to the cosine of two vectors.
 
-    Without `normalize_embedding`, they add up to the inner product. `eps` is the least length to
-    divide by.
+    Without `normalize_embedding`, they add up to the inner product. `eps` is added to squared
+    lengths.
 
     >>> elementwise_similarity(jnp.array([3.0, 4.0]), jnp.array([0.0, 2.0])).round(3).tolist()
     [0.0, 0.80...]
     """
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    return _normalize(x, eps) * _normalize(y, eps) if normalize_embedding else x * y
+    return l2_normalize(x, eps) * l2_normalize(y, eps) if normalize_embedding else x * y
 
 
 def activation_flops(

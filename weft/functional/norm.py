@@ -72,6 +72,29 @@ def rms_norm(
     return _normalize(x, scale, None, where, options, axis_name, axis_index_groups)
 
 
+def centered_rms_norm(
+    x: Float[Array, "*shape"],
+    scale: Float[Array, "*features"] | None = None,
+    *,
+    axis: Axes = -1,
+    eps: float = 1e-6,
+    dtype: DTypeLike | None = jnp.float32,
+) -> Float[Array, "*shape"]:
+    """Returns `(x - mean(x)) / sqrt(mean(x²) + eps) * scale`: `rms_norm` without its mean.
+
+    Unlike in `layer_norm`, the divisor is not changed by the subtraction. Arguments are as for
+    `rms_norm`.
+
+    >>> [round(y, 4) for y in centered_rms_norm(jnp.array([3.0, 4.0])).tolist()]
+    [-0.1414, 0.1414]
+    """
+    axes = canonical_axes(axis, x.ndim)
+    y = cast(x, dtype)
+    normalized = _divide_by_root(y, statistics.mean_square(y, axes, None), eps)
+    mean = jnp.mean(normalized, axis=axes, keepdims=True)
+    return _affine(normalized - mean, scale, None, x.dtype)
+
+
 def group_norm(
     x: Float[Array, "batch *spatial channels"],
     scale: Float[Array, " channels"] | None = None,

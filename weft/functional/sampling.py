@@ -1,6 +1,7 @@
 """Sampling of tokens from logits, and logit modifiers.
 
-A modifier maps logits `(*batch, vocab)` to logits of the same shape; excluded tokens get `NEG_INF`.
+A modifier maps logits `(*batch, vocab)` to logits of the same shape; excluded tokens get
+`EXCLUDED_LOGIT`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from jaxtyping import Array, Float, Int, Key
 
 from weft.errors import ArgumentValueError
 from weft.functional.arrays import positions, to_ndim
-from weft.functional.attention_mask import NEG_INF
+
+EXCLUDED_LOGIT = -1e7
+"""Logit of a token that cannot be chosen: finite, so that sums of such logits are not NaN."""
 
 LogitsToLogitsFn = Callable[[Array], Array]
 """A change of logits before sampling."""
@@ -51,7 +54,7 @@ def top_k_logits(
 
     Raises ArgumentValueError if `k` is less than 1, or `break_ties` is unknown.
 
-    >>> (top_k_logits(2)(jnp.array([1.0, 3.0, 2.0])) > NEG_INF).tolist()
+    >>> (top_k_logits(2)(jnp.array([1.0, 3.0, 2.0])) > EXCLUDED_LOGIT).tolist()
     [False, True, True]
     """
     if k < 1:
@@ -62,10 +65,10 @@ def top_k_logits(
     def modify(logits):
         values, index = jax.lax.top_k(logits, min(k, logits.shape[-1]))
         if break_ties == "all":
-            return jnp.where(logits >= values[..., -1:], logits, NEG_INF)
+            return jnp.where(logits >= values[..., -1:], logits, EXCLUDED_LOGIT)
         tokens = positions(logits.shape[-1], index.ndim + 1)
         kept = jnp.any(index[..., None] == tokens, axis=-2)
-        return jnp.where(kept, logits, NEG_INF)
+        return jnp.where(kept, logits, EXCLUDED_LOGIT)
 
     return modify
 
@@ -77,7 +80,7 @@ def top_p_logits(p: float | Float[Array, "*#batch"]) -> LogitsToLogitsFn:
     the likeliest token, 1 keeps all.
 
     >>> logits = jnp.log(jnp.array([0.5, 0.3, 0.2]))
-    >>> (top_p_logits(0.7)(logits) > NEG_INF).tolist()
+    >>> (top_p_logits(0.7)(logits) > EXCLUDED_LOGIT).tolist()
     [True, True, False]
     """
 
@@ -91,7 +94,9 @@ def top_p_logits(p: float | Float[Array, "*#batch"]) -> LogitsToLogitsFn:
         likeliest = positions(logits.shape[-1], logits.ndim) == 0
         stays = (before < threshold) | to_ndim(threshold >= 1, logits.ndim) | likeliest
         last = jnp.sum(stays, axis=-1, keepdims=True) - 1
-        return jnp.where(logits >= jnp.take_along_axis(ordered, last, axis=-1), logits, NEG_INF)
+        return jnp.where(
+            logits >= jnp.take_along_axis(ordered, last, axis=-1), logits, EXCLUDED_LOGIT
+        )
 
     return modify
 

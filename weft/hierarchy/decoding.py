@@ -208,7 +208,9 @@ class StopDecodingCondition(Protocol):
 
 
 class StopOnSubsequence(StopDecodingCondition):
-    """Condition that the decoded tokens, without the prompt, end with one of some sequences.
+    """Condition that the tokens end with one of some sequences, whose last token was decoded.
+
+    It may begin in the prompt.
 
     >>> stop = StopOnSubsequence([[7, 8], [9]])
     >>> sequences = jnp.array([[[1, 7, 8], [1, 7, 7]]])
@@ -243,9 +245,10 @@ class StopOnSubsequence(StopDecodingCondition):
         for seq in self._seqs:
             positions = index[:, None] + jnp.arange(1 - len(seq), 1)[None]
             window = jnp.take_along_axis(sequences, positions[:, None], axis=2, mode="clip")
-            decoded = positions[:, :1] >= prefix_len[:, None]
-            stop |= decoded & jnp.all(window == jnp.array([[seq]]), axis=2)
-        return stop
+            is_complete = positions[:, :1] >= 0
+            stop |= is_complete & jnp.all(window == jnp.array([[seq]]), axis=2)
+        is_decoded = index >= prefix_len
+        return stop & is_decoded[:, None]
 
 
 class StopOnMaxLength(StopDecodingCondition):

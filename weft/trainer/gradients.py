@@ -119,7 +119,12 @@ def with_minibatch_steps(
 
     For `Learner.Config.forward_fn_transformation`. The inputs of the forward pass are a dict: its
     "input_batch" is split along the first axis of its arrays, each microbatch gets its own
-    "forward_key", and the rest is passed unchanged. A microbatch sees earlier ones' state updates.
+    "forward_key", and the rest is passed unchanged.
+
+    A step updates the state once: each microbatch starts from the state before the step, and the
+    new state is the mean of theirs. The moving mean of a `BatchNorm` is then that of the whole
+    batch, and a counter of steps counts one. The "aux" of the result is the mean of theirs, too,
+    weighted as the loss is. Integers are those of the last microbatch.
 
     Args:
         steps: The number of microbatches; must divide the number of rows.
@@ -127,7 +132,7 @@ def with_minibatch_steps(
         grad_dtype: The dtype of the sum; None for the parameters' dtypes, at least float32.
 
     Returns a function from a forward function to a forward function. Only the loss of the result
-    can be differentiated, and its "aux" stacks those of the microbatches along a new first axis.
+    can be differentiated.
 
     Raises:
         GradientAccumulationError: If `steps` is below 1; when called, if the batch does not divide.
@@ -188,37 +193,27 @@ class _Microbatches:
         """
         values, tree = _by_path(params), jax.tree.structure(params)
         microbatches = _cut(inputs, self.steps)
-        shapes = jax.eval_shape(lambda: self.fn(model_params=params, inputs=_at(microbatches, 0)))
-        update_shapes = shapes.output_collection.state_updates
-        state = {
-            path: values[path] if path in values else jnp.zeros(shape.shape, shape.dtype)
-            for path, shape in _by_path(update_shapes).items()
-        }
         grads = {
             path: jnp.zeros_like(x, self.grad_dtype or jnp.promote_types(x.dtype, jnp.float32))
             for path, x in values.items()
             if path in trained
         }
 
-        def run(wrt: ByPath, state: ByPath, inputs: NestedTensor) -> tuple[Tensor, ForwardOutputs]:
-            now = {**values, **state, **wrt}
+        def run(wrt: ByPath, inputs: NestedTensor) -> tuple[Tensor, ForwardOutputs]:
+            now = {**values, **wrt}
             outputs = self.fn(
                 model_params=tree.unflatten([now[path] for path in values]), inputs=inputs
             )
             return outputs.loss, outputs
 
-        def one(carry: tuple[ByPath, ByPath], inputs: NestedTensor) -> tuple[Any, Any]:
-            grads, state = carry
-            wrt = {path: {**values, **state}[path] for path in grads}
-            new, outputs = jax.grad(run, has_aux=True)(wrt, state, inputs)
+        def one(grads: ByPath, inputs: NestedTensor) -> tuple[ByPath, Any]:
+            wrt = {path: values[path] for path in grads}
+            new, outputs = jax.grad(run, has_aux=True)(wrt, inputs)
             weight = _weight(outputs)
             grads = {path: g + (weight * new[path]).astype(g.dtype) for path, g in grads.items()}
-            updates = _by_path(outputs.output_collection.state_updates)
-            state = {path: updates[path].astype(x.dtype) for path, x in state.items()}
-            collection = outputs.output_collection._replace(state_updates={})
-            return (grads, state), (weight, outputs.replace(output_collection=collection))
+            return grads, (weight, outputs)
 
-        (grads, state), (weights, stacked) = jax.lax.scan(one, (grads, state), microbatches)
+        grads, (weights, stacked) = jax.lax.scan(one, grads, microbatches)
         total = jnp.sum(weights)
         # A batch without a valid target has weight 0 and gradient 0.
         factor = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
@@ -226,23 +221,39 @@ class _Microbatches:
             (factor * grads[path]).astype(x.dtype) if path in grads else None
             for path, x in values.items()
         ]
-        updates = jax.tree.unflatten(
-            jax.tree.structure(update_shapes), [state[path] for path in _by_path(update_shapes)]
-        )
-        return self._joined(stacked, factor * weights, updates), tree.unflatten(gradients)
+        return self._joined(stacked, factor * weights), tree.unflatten(gradients)
 
-    def _joined(
-        self, stacked: ForwardOutputs, shares: Tensor, updates: dict[str, Any]
-    ) -> ForwardOutputs:
+    def _joined(self, stacked: ForwardOutputs, shares: Tensor) -> ForwardOutputs:
         """Returns the outputs of the batch from those of the microbatches."""
         accumulator: MetricAccumulator = self.metric_accumulator.instantiate()
         for i in range(self.steps):
             accumulator.update(_at(stacked.output_collection.summaries, i))
-        loss = jnp.sum(shares * stacked.loss).astype(stacked.loss.dtype)
+        equal_shares = jnp.full(self.steps, 1 / self.steps, jnp.float32)
         collection = stacked.output_collection._replace(
-            summaries=accumulator.summaries(), state_updates=updates
+            summaries=accumulator.summaries(),
+            state_updates=_mean(stacked.output_collection.state_updates, equal_shares),
         )
-        return stacked.replace(loss=loss, output_collection=collection)
+        return stacked.replace(
+            loss=_mean(stacked.loss, shares),
+            aux=_mean(stacked.aux, shares),
+            output_collection=collection,
+        )
+
+
+def _mean(stacked: NestedTensor, shares: Tensor) -> Any:
+    """Returns the weighted mean over the first axis, in the dtype of each array.
+
+    Integers, booleans and keys, which have no mean of their dtype, are those of the last entry.
+    """
+
+    def mean(x: Tensor) -> Tensor:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x[-1]
+        return jnp.tensordot(shares, x.astype(jnp.promote_types(x.dtype, jnp.float32)), 1).astype(
+            x.dtype
+        )
+
+    return jax.tree.map(mean, stacked)
 
 
 def _cut(inputs: object, steps: int) -> dict[str, Any]:

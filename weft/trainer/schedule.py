@@ -128,14 +128,21 @@ def stepwise(sub: Sequence[Schedule], start_step: Sequence[int]) -> ScheduleFn:
 def segment_wise(segments: Sequence[Schedule], *, segment_steps: Sequence[int]) -> ScheduleFn:
     """Concatenates schedules that count from 1, given the numbers of steps of all but the last.
 
-    Unlike with `stepwise`, a schedule of n steps includes the last of them, `schedule(n)`.
+    Unlike with `stepwise`, a schedule of n steps includes the last of them, `schedule(n)`. No
+    schedule covers step 0, whose value is 0.
 
     Raises ScheduleError if the number of lengths does not match or one is negative.
 
     >>> warm = segment_wise([polynomial(end_step=4, end_value=1), 0.5], segment_steps=[4])
-    >>> [float(warm(step)) for step in (1, 2, 4, 5)]
-    [0.25, 0.5, 1.0, 0.5]
+    >>> [float(warm(step)) for step in (0, 1, 2, 4, 5)]
+    [0.0, 0.25, 0.5, 1.0, 0.5]
     """
+    covering_0 = _segments(segments, segment_steps)
+    return lambda step: jnp.where(step > 0, covering_0(step), 0)
+
+
+def _segments(segments: Sequence[Schedule], segment_steps: Sequence[int]) -> ScheduleFn:
+    """Returns `segment_wise(...)` whose first schedule covers step 0, too, as warm-ups do."""
     _check_boundaries("segment_wise", "segment_steps", len(segments), segment_steps)
     if any(steps < 0 for steps in segment_steps):
         raise errors.ScheduleError(
@@ -363,6 +370,6 @@ def _with_linear_warmup(
     peak_lr: float,
 ) -> ScheduleFn:
     if warmup_steps == 0:
-        return segment_wise(segments, segment_steps=segment_steps)
+        return _segments(segments, segment_steps)
     warmup = polynomial(begin_value=begin_value, end_step=warmup_steps, end_value=peak_lr)
-    return segment_wise([warmup, *segments], segment_steps=[warmup_steps, *segment_steps])
+    return _segments([warmup, *segments], [warmup_steps, *segment_steps])

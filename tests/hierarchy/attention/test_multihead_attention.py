@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from tests.jaxprs import largest_array
 from weft.config import REQUIRED
@@ -178,7 +179,8 @@ def test_sink_takes_probability(filled, x):
     np.testing.assert_allclose(probs[:, 3], 0.0, atol=1e-6)
     sums = probs.sum(-1)
     assert np.all(sums[:, 1] < 1) and np.all(sums[:, 2] < sums[:, 1])
-    assert layer.create_parameter_specs_recursively()["sink"].shape == (HEADS,)
+    spec = layer.create_parameter_specs_recursively()["sink"]
+    assert (spec.shape, spec.mesh_axes) == ((HEADS,), PartitionSpec("model"))
 
 
 def test_dropout_is_of_probabilities_and_in_training_only(filled, x):

@@ -269,9 +269,17 @@ class Sharing(StackedTransformerLayer):
             layer_kwargs["self_attention_kv_state"] = kv_state
 
 
+class ReversingQLinear(QLinear):
+    """Attends to the other layer's keys, but with reversed components of its values."""
+
+    def forward(self, query, **kwargs):
+        output = super().forward(query, **kwargs)
+        return output._replace(value=output.value[..., ::-1])
+
+
 def test_layers_that_share_keys(filled, x):
     sharing = RoFormerQKVLinear.default_config().set(
-        rotary_value=False, input_linear=QLinear.default_config()
+        rotary_value=False, input_linear=ReversingQLinear.default_config()
     )
     cfgs = [layer_config(), layer_config(input_linear=sharing)]
     module = stack(Sharing, cfgs)

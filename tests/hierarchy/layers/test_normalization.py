@@ -103,12 +103,13 @@ def test_rms_norm():
     close(run(*make(RMSNormStateless), X)[0], divided(X))
 
 
-def test_zero_centered_rms_norm_subtracts_the_mean():
+def test_zero_centered_rms_norm_subtracts_the_mean_of_the_result():
     layer, params = make(RMSNorm, zero_centered=True)
     np.testing.assert_array_equal(params["scale"], np.ones(4))
-    close(run(layer, params, X)[0], divided(X - X.mean(-1, keepdims=True)))
-    x = jnp.array([[1.0, 3.0, 5.0, 7.0]])  # 4 ± 3 and 4 ± 1, whose mean square is 5
-    expected = np.array([[-3.0, -1.0, 1.0, 3.0]]) / np.sqrt(5)
+    close(run(layer, params, X)[0], divided(X) - divided(X).mean(-1, keepdims=True))
+    # The mean square of 3 and 4, 12.5, is not that of the differences from their mean.
+    x = jnp.array([[3.0, 3.0, 4.0, 4.0]])
+    expected = np.array([[-0.5, -0.5, 0.5, 0.5]]) / np.sqrt(12.5)
     close(run(layer, {"scale": jnp.arange(4.0)}, x)[0], expected * np.arange(4))
 
 

@@ -26,6 +26,7 @@ from weft.interop.huggingface import (
     load_huggingface_params,
     to_huggingface,
 )
+from weft.interop.huggingface.settings import Settings
 from weft.recipes.lm import lm_moe, lm_tiny
 
 ROPE_LLAMA3 = {
@@ -208,6 +209,19 @@ def test_greedy_decoding_through_the_cache_gives_the_same_tokens(references, nam
         logits_modifier=scale_by(0.0),
     )
     np.testing.assert_array_equal(outputs.sequences[:, 0], reference.greedy[:, 1:])
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_frequencies_equal_those_of_transformers(transformers, truncate):
+    rope = {**ROPE_YARN, "original_max_position_embeddings": 4096, "truncate": truncate}
+    theirs = transformers.Qwen2Config(rope_parameters=rope, max_position_embeddings=16384)
+    compute = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"]
+    frequencies, magnitude = compute(theirs, "cpu")
+    cfg = Settings({"rope_parameters": rope}).rotary()
+    layer = cfg.set(name="rope", dim=2 * len(frequencies)).instantiate(parent=None)
+    found, found_magnitude = layer.compute_rope_params()
+    np.testing.assert_allclose(found, frequencies.numpy(), rtol=1e-6)
+    assert found_magnitude == pytest.approx(magnitude)
 
 
 @pytest.mark.parametrize("name", ["llama-3.1", "qwen2-yarn", "qwen3"])

@@ -24,6 +24,7 @@ YARN = {
     "beta_fast": 16.0,
     "beta_slow": 2.0,
     "original_max_position_embeddings": 32768,
+    "truncate": True,
 }
 
 
@@ -36,9 +37,10 @@ YARN = {
             YaRNSinusoidalPositionalEmbedding,
         ),
         (YARN, YaRNSinusoidalPositionalEmbedding),
+        ({**YARN, "truncate": False}, YaRNSinusoidalPositionalEmbedding),
         (LLAMA3, Llama3SinusoidalPositionalEmbedding),
     ],
-    ids=["default", "linear", "yarn", "llama3"],
+    ids=["default", "linear", "yarn", "exact yarn", "llama3"],
 )
 def test_rotary_positions_round_trip(rope, kind):
     cfg = Settings({"rope_parameters": rope}).rotary()
@@ -63,7 +65,7 @@ def test_older_rope_theta_location():
             r"rope_type='longrope', which has no .*'yarn'",
         ),
         ({"rope_parameters": {**YARN, "mscale": 0.7}}, "mscale=0.7, which has no counterpart"),
-        ({"rope_parameters": {**YARN, "truncate": False}}, "truncate=False.* can be True"),
+        ({"rope_parameters": {**YARN, "truncate": 1}}, "truncate=1.* can be true or false"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters lacks 'factor'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ],

@@ -239,7 +239,8 @@ class MultiheadAttention(BaseLayer):
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         if not self.config.logit_sink:
             return {}
-        return {"sink": constant_spec((self.config.num_heads,), mesh_axes=(None,))}
+        # The heads of the projections are divided over this axis, too.
+        return {"sink": constant_spec((self.config.num_heads,), mesh_axes=("model",))}
 
     def forward(
         self,
@@ -334,6 +335,9 @@ class MultiheadAttention(BaseLayer):
             )
             cached = self.kv_cache.maybe_normalize_kv(cached)
             kv_state = KVState(proj.key, proj.value, positions) if is_prefill else cached
+        else:
+            # A projection may change the other layer's keys and values.
+            kv_state = kv_state._replace(k_proj=proj.key, v_proj=proj.value)
         assert kv_state is not None
         key_positions = kv_state.key_positions
         filled = (key_positions >= 0) & (key_positions < states["time_step"][:, None])

@@ -66,6 +66,7 @@ class YaRNSinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
         """Configures a YaRNSinusoidalPositionalEmbedding; see `functional.yarn_frequencies`.
 
         `attn_factor` is a factor of queries and keys, on top of that derived from `scaling_factor`.
+        `truncate` rounds where the ramp begins and ends, as most published checkpoints do.
         """
 
         original_max_seq_length: config.Required[int] = config.REQUIRED
@@ -74,6 +75,7 @@ class YaRNSinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
         attn_factor: float = 1.0
         beta_fast: float = 32.0
         beta_slow: float = 1.0
+        truncate: bool = False
 
     def compute_rope_params(self) -> tuple[Tensor, float]:
         """Returns frequencies, `Float[Array, "dim/2"]`, and the factor of sines and cosines."""
@@ -86,6 +88,7 @@ class YaRNSinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
             extrapolation_factor=cfg.extrapolation_factor,
             beta_fast=cfg.beta_fast,
             beta_slow=cfg.beta_slow,
+            truncate=cfg.truncate,
         )
         return frequencies, functional.yarn_magnitude(cfg.scaling_factor, cfg.attn_factor)
 

@@ -75,7 +75,8 @@ class RMSNormStateless(BaseNormalizationLayer):
     class Config(BaseNormalizationLayer.Config):
         """Configures a RMSNormStateless; specs that are None leave layouts to the compiler.
 
-        `zero_centered` subtracts the mean first.
+        `zero_centered` subtracts the mean, `(x - mean(x)) / sqrt(mean(x²) + eps)`: the mean square
+        is that of `x` itself, so that a result is smaller than that of a LayerNorm.
         """
 
         zero_centered: bool | None = None
@@ -85,7 +86,7 @@ class RMSNormStateless(BaseNormalizationLayer):
     def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
         # Every position has statistics of its own.
         cfg = self.config
-        norm = functional.layer_norm if cfg.zero_centered else functional.rms_norm
+        norm = functional.centered_rms_norm if cfg.zero_centered else functional.rms_norm
         x = maybe_shard(x, cfg.input_partition_spec)
         y = norm(x, *self._scale_and_bias(), eps=cfg.eps, dtype=cfg.forward_dtype)
         return maybe_shard(self._add_tensor_stats("outputs", y), cfg.output_partition_spec)

@@ -132,7 +132,6 @@ def _linear(rope: Settings, length: int) -> Any:
 def _yarn(rope: Settings, length: int) -> Any:
     for name in ("mscale", "mscale_all_dim"):
         rope.require(name)
-    rope.require("truncate", True)
     factor = rope.number("factor", least=_LEAST_FACTOR)
     magnitude = functional.yarn_magnitude(factor)
     return hierarchy.YaRNSinusoidalPositionalEmbedding.default_config().set(
@@ -141,6 +140,7 @@ def _yarn(rope: Settings, length: int) -> Any:
         attn_factor=rope.number("attention_factor", magnitude) / magnitude,
         beta_fast=rope.number("beta_fast", 32.0, least=_LEAST_FACTOR),
         beta_slow=rope.number("beta_slow", 1.0, least=_LEAST_FACTOR),
+        truncate=rope.flag("truncate", True),
     )
 
 
@@ -184,6 +184,7 @@ def rotary_settings(cfg: hierarchy.RoFormerSinusoidalPositionalEmbedding.Config)
                 "beta_fast": float(cfg.beta_fast),
                 "beta_slow": float(cfg.beta_slow),
                 "original_max_position_embeddings": cfg.original_max_seq_length,
+                "truncate": cfg.truncate,
             }
     else:
         values["rope_type"] = "default"
