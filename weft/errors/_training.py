@@ -139,12 +139,19 @@ class CheckpointSaveError(CheckpointError, RunFailedError, RuntimeError):
     """A checkpoint could not be saved; earlier checkpoints remain.
 
     Attributes:
-        lacks_room: whether the disk or a quota is full; a run can continue after that.
+        lacks_room: whether the disk or a quota is full.
+        of_file_system: whether the file system refused, as a full disk does; a run can continue
+            after that.
     """
 
-    def __init__(self, message: str, *, lacks_room: bool = False):
+    def __init__(self, message: str, *, lacks_room: bool = False, of_file_system: bool = False):
         super().__init__(message)
         self.lacks_room = lacks_room
+        self.of_file_system = of_file_system or lacks_room
+
+
+class CheckpointReadError(CheckpointError, RunFailedError, RuntimeError):
+    """The file system does not let a checkpoint be read, which may be undamaged."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

@@ -5,9 +5,9 @@ for each batch. The step updates the state in place; summaries, evaluations and 
 if they are due. The order of steps, keys and data depends on the config and the seed alone; an
 interrupted run therefore ends with the same bits as an uninterrupted one.
 
-A run whose last step is not saved fails. If a save fails for lack of disk space, it is reported,
-training continues, and the next save that is due is the next attempt; the last step gets two
-attempts. Any other error of a save ends the run.
+A run whose last step is not saved fails. If the file system refuses a save, for lack of space or
+otherwise, that is reported, training continues, and the next save that is due is the next attempt;
+the last step gets two attempts. Any other error of a save ends the run.
 """
 
 import contextlib
@@ -414,8 +414,9 @@ class SpmdTrainer(Module):
             RunDirTakenError: if another run has taken the directory while this process was frozen.
             UndefinedLossException: if the loss becomes NaN or infinite.
             LossSpikeError: if the loss jumps, and the policy is to stop then.
-            CheckpointSaveError: if the last step, or for a reason other than a full disk any step
-                that was due, could not be saved.
+            CheckpointSaveError: if the last step, or for a reason other than the file system any
+                step that was due, could not be saved.
+            CheckpointReadError: if the newest checkpoint cannot be read now, but may be undamaged.
             ProcessesNotReadyError: if another process does not reach the first step, or does not
                 finish restoring a checkpoint.
             ProcessLostError: if another process ends or fails.
@@ -666,8 +667,8 @@ class SpmdTrainer(Module):
         listener.on_checkpoint(self._step)
 
     def _on_save_failed(self, error: errors.CheckpointSaveError, listener: RunListener) -> None:
-        """Reports that the disk is full; raises other errors."""
-        if not error.lacks_room:
+        """Reports that the file system refuses a checkpoint; raises other errors."""
+        if not error.of_file_system:
             raise error
         if not self._shows_progress:
             logger.error("%s Training continues from step %d.", error, self._step)

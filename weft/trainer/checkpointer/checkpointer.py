@@ -5,7 +5,9 @@ renames the directory. A restore checks the manifest first; a damaged checkpoint
 skipped for the previous one. Old checkpoints are removed when a newer one is complete.
 """
 
+import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -20,9 +22,15 @@ from jax.experimental import multihost_utils
 
 from weft import config
 from weft.distributed.preemption import broadcast_from_first, max_over_processes
-from weft.errors import CheckpointPolicyError, CheckpointSaveError, DamagedCheckpointError
+from weft.errors import (
+    CheckpointPolicyError,
+    CheckpointReadError,
+    CheckpointSaveError,
+    DamagedCheckpointError,
+)
 from weft.hierarchy.module import Module, nowrap
-from weft.trainer.checkpointer import dirs, manifest
+from weft.serialization.directory import Directory
+from weft.trainer.checkpointer import dirs, manifest, retries
 from weft.trainer.checkpointer import index as index_lib
 from weft.trainer.checkpointer import policy as policy_lib
 from weft.trainer.checkpointer.host_state import PythonSavable
@@ -119,6 +127,7 @@ class BaseCheckpointer(Module):
 
         Raises:
             CheckpointNotFoundError: If there is none of this step.
+            CheckpointReadError: If the file system does not let it be read, which may pass.
             DamagedCheckpointError: If it is damaged, or for the newest, if all are.
             CheckpointStructureError: If the checkpoint has another structure than `state`.
         """
@@ -287,22 +296,29 @@ class Checkpointer(BaseCheckpointer):
     def _begin_save(self, step: int, state: Nested[Any], facts: dict[str, Any]) -> None:
         final_dir = self.ckpt_dir(step)
         ckpt_dir = dirs.temporary_dir(final_dir)
-        self._create_dir(ckpt_dir, step)
+        self._create_dir(final_dir, step)
         policy = self._save_policy
         policy_state = policy.get_state() if isinstance(policy, PythonSavable) else None
 
         def publish(*, ckpt_dir: str, index: index_lib.Index) -> None:
             if jax.process_index() != 0:
                 return
-            self._index_writer(ckpt_dir=ckpt_dir, index=index)
-            if policy_state is not None:
-                with open(os.path.join(ckpt_dir, _POLICY_STATE), "w", encoding="utf-8") as file:
-                    json.dump(policy_state, file)
-            manifest.write_manifest(ckpt_dir, facts=facts)
+
+            def complete() -> None:
+                self._index_writer(ckpt_dir=ckpt_dir, index=index)
+                if policy_state is not None:
+                    text = json.dumps(policy_state)
+                    Directory(ckpt_dir).write(_POLICY_STATE, text, sync=False)
+                manifest.write_manifest(ckpt_dir, facts=facts)
+
+            retries.retried(complete)
             dirs.commit_dir(final_dir)
             self._damaged.pop(step, None)
             self._log(final_dir, step, CheckpointerAction.SAVE, state=None)
-            self._remove_old(step)
+            try:
+                self._remove_old(step)
+            except (CheckpointReadError, OSError) as error:
+                logger.warning("Old checkpoints cannot be removed: %s", error)
 
         try:
             self._storage.save_to_dir(
@@ -313,17 +329,17 @@ class Checkpointer(BaseCheckpointer):
             raise
         self._saving = step
 
-    def _create_dir(self, ckpt_dir: str, step: int) -> None:
-        failure = None
+    def _create_dir(self, final_dir: str, step: int) -> None:
+        failure: Exception | None = None
         if jax.process_index() == 0:
             try:
-                os.makedirs(self.config.dir, exist_ok=True)
-                dirs.remove_leftovers(self.config.dir)
-                os.makedirs(ckpt_dir)
+                dirs.make_temporary_dir(final_dir)
             except OSError as error:
                 failure = error
         if broadcast_from_first(failure is not None):
-            failure = failure or OSError(f"process 0 could not make {ckpt_dir}")
+            failure = failure or OSError(
+                errno.EIO, f"process 0 could not make {dirs.temporary_dir(final_dir)}"
+            )
             raise self._save_error(step, failure) from failure
 
     def _finish_save(self, *, alone: bool = False) -> CheckpointSaveError | None:
@@ -338,18 +354,20 @@ class Checkpointer(BaseCheckpointer):
             failure = self._save_error(step, error)
             failure.__cause__ = error
         if not alone:
-            worst = max_over_processes(0 if failure is None else 1 if failure.lacks_room else 2)
+            worst = max_over_processes(_severity(failure))
             if worst and failure is None:
                 other = OSError("another process could not write its part; see its error")
                 failure = self._save_error(step, other)
             if failure is not None:
-                failure.lacks_room = worst == 1
+                failure.lacks_room, failure.of_file_system = worst == 1, worst <= 2
         if failure is None:
             self._last_step = step
         return failure
 
     def _save_error(self, step: int, error: BaseException) -> CheckpointSaveError:
-        complete = ", ".join(map(str, self.checkpoint_steps(self.config.dir))) or "none"
+        complete = "unknown"
+        with contextlib.suppress(CheckpointReadError):
+            complete = ", ".join(map(str, self.checkpoint_steps(self.config.dir))) or "none"
         lacks_room = dirs.is_disk_full(error)
         why = f"{type(error).__name__}: {error}"
         mend = "Free disk space, or make the directory writable"
@@ -361,6 +379,7 @@ class Checkpointer(BaseCheckpointer):
             f"the checkpoint of step {step} could not be saved in {self.config.dir!r}: {why}. "
             f"Complete checkpoints: {complete}. {mend}.",
             lacks_room=lacks_room,
+            of_file_system=retries.is_of_file_system(error),
         )
 
     def _remove_old(self, step: int) -> None:
@@ -486,7 +505,14 @@ class Checkpointer(BaseCheckpointer):
             self.summary_writer.log_checkpoint(ckpt_dir, state=state, action=action, step=step)
 
 
+def _severity(failure: CheckpointSaveError | None) -> int:
+    """Returns a number by which processes agree on the worst failure of theirs."""
+    if failure is None:
+        return 0
+    return 1 if failure.lacks_room else 2 if failure.of_file_system else 3
+
+
 def _read_policy_state(ckpt_dir: str) -> dict[str, Any] | None:
-    if not os.path.lexists(os.path.join(ckpt_dir, _POLICY_STATE)):
+    if not dirs.exists(os.path.join(ckpt_dir, _POLICY_STATE)):
         return None
     return dirs.read_json(ckpt_dir, _POLICY_STATE, "the state of a policy", lambda x: dict(**x))

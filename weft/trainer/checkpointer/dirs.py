@@ -11,8 +11,10 @@ before the first file is deleted. A directory with a final name is complete; any
 
 import contextlib
 import errno
+import logging
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -22,8 +24,11 @@ from typing import Any
 import jax
 
 from weft.errors import CheckpointNotFoundError, DamagedCheckpointError, did_you_mean
-from weft.serialization.directory import Directory
+from weft.serialization.directory import Directory, Entry
+from weft.trainer.checkpointer import retries
 from weft.typing import T
+
+logger = logging.getLogger(__name__)
 
 STEP_PREFIX = "step"
 """What the name of a step's directory begins with."""
@@ -59,7 +64,7 @@ def step_dirs(base_dir: str) -> dict[int, str]:
     Raises FileRefusedError if one is a link, or otherwise neither a directory nor a file.
     """
     directory = Directory(base_dir)
-    entries = directory.entries() if os.path.isdir(base_dir) else []
+    entries = _entries(base_dir)
     of_steps = [entry for entry in entries if _STEP_DIR.fullmatch(entry.name)]
     directory.check(of_steps)
     found = {parse_step_from_dir(entry.name): entry.name for entry in of_steps}
@@ -68,8 +73,33 @@ def step_dirs(base_dir: str) -> dict[int, str]:
 
 def has_checkpoint(base_dir: str) -> bool:
     """Returns whether a directory holds anything but leftovers of incomplete checkpoints."""
-    names = os.listdir(base_dir) if os.path.isdir(base_dir) else []
-    return any(not name.endswith((_BEING_WRITTEN, _BEING_REMOVED)) for name in names)
+    leftovers = (_BEING_WRITTEN, _BEING_REMOVED)
+    return any(not name.endswith(leftovers) for name in names(base_dir))
+
+
+def _entries(base_dir: str) -> list[Entry]:
+    """Returns what is in a directory, nothing if there is none.
+
+    A directory that cannot be read is an error, or a run with checkpoints would begin at step 0.
+    """
+    try:
+        return retries.read(base_dir, Directory(base_dir).entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def names(directory: str) -> list[str]:
+    """Returns the sorted names in a directory, none if there is no directory."""
+    return [entry.name for entry in _entries(directory)]
+
+
+def exists(path: str) -> bool:
+    """Returns whether there is an entry of this path, also a link; raises if that is unknown."""
+    try:
+        retries.read(path, lambda: os.lstat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def not_found_error(base_dir: str, step: int | None = None) -> CheckpointNotFoundError:
@@ -94,34 +124,69 @@ def temporary_dir(step_dir: str) -> str:
 def commit_dir(step_dir: str) -> None:
     """Renames a complete directory to its final name, replacing an older one."""
     replaced = step_dir + _REPLACED
-    if os.path.lexists(step_dir):
-        _remove(replaced)
-        os.rename(step_dir, replaced)
-    os.rename(temporary_dir(step_dir), step_dir)
-    fsync(os.path.dirname(step_dir))
+    if exists(step_dir):
+        _make_free(replaced)
+        _rename(step_dir, replaced)
+    _rename(temporary_dir(step_dir), step_dir)
+    retries.retried(lambda: fsync(os.path.dirname(step_dir)))
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def remove_dir(step_dir: str) -> None:
     """Removes a checkpoint atomically: a killed process leaves no partial one under its name."""
     trash_dir = step_dir + _BEING_REMOVED
-    _remove(trash_dir)
-    os.rename(step_dir, trash_dir)
-    fsync(os.path.dirname(trash_dir))
+    _make_free(trash_dir)
+    _rename(step_dir, trash_dir)
+    retries.retried(lambda: fsync(os.path.dirname(trash_dir)))
     shutil.rmtree(trash_dir, ignore_errors=True)
 
 
+def _rename(path: str, new_path: str) -> None:
+    def rename() -> None:
+        # An error may have come after the name was changed, as over a network.
+        if exists(path) or not exists(new_path):
+            os.rename(path, new_path)
+
+    retries.retried(rename)
+
+
+def make_temporary_dir(step_dir: str) -> None:
+    """Creates the directory of an incomplete checkpoint, empty, after removing all leftovers."""
+    base_dir = os.path.dirname(step_dir)
+    retries.retried(lambda: os.makedirs(base_dir, exist_ok=True))
+    remove_leftovers(base_dir)
+    _make_free(temporary_dir(step_dir))
+    retries.retried(lambda: os.makedirs(temporary_dir(step_dir), exist_ok=True))
+
+
 def remove_leftovers(base_dir: str) -> None:
-    """Removes the leftovers of killed processes. No process may be saving in `base_dir`."""
+    """Removes the leftovers of killed processes. No process may be saving in `base_dir`.
+
+    What cannot be removed yet is left for the next time: a file that a process still has open keeps
+    its directory from being empty on NFS.
+    """
     for name in os.listdir(base_dir):
         path = os.path.join(base_dir, name)
-        stem, suffix = os.path.splitext(path)
-        if not _STEP_DIR.fullmatch(os.path.basename(stem)):
+        stem, _, suffix = name.partition(".")
+        if not _STEP_DIR.fullmatch(stem):
             continue
-        if suffix == _REPLACED and os.path.isdir(path) and not os.path.lexists(stem):
-            os.rename(path, stem)  # its replacement was never completed
-        elif suffix in (_BEING_WRITTEN, _REPLACED, _BEING_REMOVED):
-            _remove(path)
+        step_dir = os.path.join(base_dir, stem)
+        if f".{suffix}" == _REPLACED and os.path.isdir(path) and not exists(step_dir):
+            _rename(path, step_dir)  # its replacement was never completed
+        elif f".{suffix}".endswith((_BEING_WRITTEN, _REPLACED, _BEING_REMOVED)):
+            try:
+                _remove(path)
+            except OSError as error:
+                logger.info("%s cannot be removed yet: %s", path, error)
+
+
+def _make_free(path: str) -> None:
+    """Removes what has a name; what cannot be removed yet gets another one."""
+    try:
+        _remove(path)
+    except OSError:
+        stem = path.removesuffix(_BEING_REMOVED)
+        os.rename(path, f"{stem}.{secrets.token_hex(4)}{_BEING_REMOVED}")
 
 
 def _remove(path: str) -> None:
@@ -152,7 +217,8 @@ def read_json(directory: str, name: str, what: str, parse: Callable[[Any], T]) -
     Raises DamagedCheckpointError if the file cannot be read, or `parse` raises.
     """
     try:
-        return parse(Directory(directory).read_json(name))
+        path = os.path.join(directory, name)
+        return parse(retries.read(path, lambda: Directory(directory).read_json(name)))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise unreadable_error(directory, name, what, error) from error
 

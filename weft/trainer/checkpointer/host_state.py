@@ -4,6 +4,7 @@ States are JSON or bytes; reading one runs no code. Each process writes files fo
 """
 
 import base64
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ import numpy as np
 
 from weft.errors import CheckpointStateError, CheckpointStructureError, WeftError
 from weft.serialization.directory import Directory
-from weft.trainer.checkpointer import dirs
+from weft.trainer.checkpointer import dirs, retries
 
 _BYTES = "base64"
 
@@ -54,8 +55,12 @@ def maybe_save_python_savables(value_map: Mapping[str, object], *, dir: str) -> 
                 "`get_state`."
             ) from None
         file = _file(path, jax.process_index(), jax.process_count())
-        os.makedirs(dir, exist_ok=True)
-        Directory(dir).write(file, text, sync=False)  # the manifest's writer waits for the disk
+        retries.retried(functools.partial(_write, dir, file, text))
+
+
+def _write(directory: str, file: str, text: str) -> None:
+    os.makedirs(directory, exist_ok=True)
+    Directory(directory).write(file, text, sync=False)  # the manifest's writer waits for the disk
 
 
 def maybe_restore_python_savables(value_map: Mapping[str, object], *, dir: str) -> None:
@@ -82,11 +87,11 @@ def maybe_restore_python_savables(value_map: Mapping[str, object], *, dir: str) 
 def _read(path: str, directory: str) -> tuple[str, dict[str, Any]]:
     """Returns this process's file and state; if others wrote states, the one they agree on."""
     own = _file(path, jax.process_index(), jax.process_count())
-    if os.path.lexists(os.path.join(directory, own)):
+    if dirs.exists(os.path.join(directory, own)):
         return own, _load(directory, own)
-    process_dirs = sorted(os.listdir(directory)) if os.path.isdir(directory) else []
+    process_dirs = dirs.names(directory)
     files = [f"{name}/{os.path.basename(own)}" for name in process_dirs]
-    found = [file for file in files if os.path.lexists(os.path.join(directory, file))]
+    found = [file for file in files if dirs.exists(os.path.join(directory, file))]
     contents = [_load(directory, file) for file in found]
     if not contents or any(content != contents[0] for content in contents):
         raise CheckpointStructureError(

@@ -17,7 +17,8 @@ from weft._lazy import import_extra
 from weft.errors import FileRefusedError
 from weft.serialization.directory import Directory
 from weft.serialization.untrusted import check_json
-from weft.trainer.checkpointer.dirs import fsync, list_files
+from weft.trainer.checkpointer import retries
+from weft.trainer.checkpointer.dirs import exists, fsync, list_files
 
 MANIFEST = "manifest.json"
 _VERSION = 2
@@ -88,13 +89,14 @@ def write_manifest(ckpt_dir: str, *, facts: Mapping[str, Any] | None = None) -> 
 
 def has_manifest(ckpt_dir: str) -> bool:
     """Returns whether a checkpoint is complete; it may be damaged nevertheless."""
-    return os.path.lexists(os.path.join(ckpt_dir, MANIFEST))
+    return exists(os.path.join(ckpt_dir, MANIFEST))
 
 
 def read_manifest(ckpt_dir: str, *, step: int | None = None) -> Manifest | str:
     """Returns the manifest of a checkpoint, or its damage; checks the step if one is given."""
     try:
-        content = Directory(ckpt_dir).read_json(MANIFEST)
+        path = os.path.join(ckpt_dir, MANIFEST)
+        content = retries.read(path, lambda: Directory(ckpt_dir).read_json(MANIFEST))
         digest = content.pop(_DIGEST)
         if content["version"] != _VERSION:
             return f"{MANIFEST}: is of version {content['version']}, not {_VERSION}"
@@ -134,7 +136,7 @@ def find_odd_file(ckpt_dir: str) -> str | None:
     """Returns a line about a link, FIFO, device or socket in a checkpoint, None if it has none."""
     directory = Directory(ckpt_dir)
     try:
-        directory.check(directory.walk())
+        retries.read(ckpt_dir, lambda: directory.check(directory.walk()))
     except FileRefusedError as error:
         return str(error)
     return None
@@ -145,9 +147,10 @@ def find_file_damage(
 ) -> str | None:
     """Returns the damage of a file, or None, and leaves its content in a buffer of its exact size.
 
-    `expected` is its entry in a manifest.
+    `expected` is its entry in a manifest. Raises CheckpointReadError for what may be no damage.
     """
-    try:
+
+    def find() -> str | None:
         with Directory(ckpt_dir).open(path, buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             if expected is not None and size != expected["size"]:
@@ -156,6 +159,9 @@ def find_file_damage(
                 return f"has {size} bytes, where the array takes {len(into)}"
             digest = _digest_of_file(file, into)
         return _CHANGED if expected is not None and digest != expected[_DIGEST] else None
+
+    try:
+        return retries.read(os.path.join(ckpt_dir, path), find)
     except FileNotFoundError:
         return "is missing"
     except OSError as error:

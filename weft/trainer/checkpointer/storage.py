@@ -39,7 +39,7 @@ from weft.errors import CheckpointStateError, DamagedCheckpointError
 from weft.hierarchy.parameter_spec import TensorSpec
 from weft.serialization.directory import Directory
 from weft.serialization.untrusted import parse_json
-from weft.trainer.checkpointer import dirs, host_state
+from weft.trainer.checkpointer import dirs, host_state, retries
 from weft.trainer.checkpointer import index as index_lib
 from weft.trainer.checkpointer.manifest import (
     Manifest,
@@ -568,9 +568,12 @@ class _Reader:
         return f"{self._files.within}/{self._name}/{name}"
 
     def _size(self, name: str) -> int:
-        try:
+        def size() -> int:
             with Directory(self._files.ckpt_dir).open(self._path(name)) as file:
                 return os.fstat(file.fileno()).st_size
+
+        try:
+            return retries.read(os.path.join(self._files.ckpt_dir, self._path(name)), size)
         except FileNotFoundError:
             self._seen.add(self._path(name))
             raise self._fault(name, "is missing") from None
