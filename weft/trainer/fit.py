@@ -19,7 +19,6 @@ import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from weft import nnx, traverse_util
 from weft.config import REQUIRED, ConfigBase, InMemory, InstantiableConfig, config_for_function
@@ -36,7 +35,8 @@ from weft.trainer.display import make_display
 from weft.trainer.learner import Learner
 from weft.trainer.model import LibraryModel, build_model
 from weft.trainer.optimizers.algorithms import adam_optimizer, adamw_optimizer, sgd_optimizer
-from weft.trainer.optimizers.base import as_partitioned
+from weft.trainer.optimizers.base import TransformationLike, as_partitioned
+from weft.trainer.optimizers.transformations import SCHEDULE_FREE
 from weft.trainer.precision import Precision
 from weft.trainer.progress import INPUT_ENDED, RunListener
 from weft.trainer.report.recorder import error_console
@@ -157,7 +157,7 @@ def _result(model: M, cfg: Any, trainer: SpmdTrainer) -> FitResult[M]:
     """Returns the result of a run that has ended, reading its directory."""
     summaries = os.path.join(cfg.dir, "summaries")
     history = History(*(_series(os.path.join(summaries, x)) for x in ("train_train", VALIDATION)))
-    last = FitState(trainer.step, _variables(trainer, trainer.trainer_state), trainer)
+    last = FitState(trainer.step, _variables(trainer, trainer.model_params_for_eval()), trainer)
     step = _best_step(cfg, history)
     best = last
     if step not in (None, trainer.step):
@@ -203,17 +203,18 @@ def _best_step(cfg: ConfigBase, history: History) -> int | None:
     return None if best is None else -best[1]
 
 
-def _variables(trainer: SpmdTrainer, state: train_step.TrainerState) -> Any:
-    is_inside = isinstance(trainer.model, Supervised)
-    return state.model["model"] if is_inside else state.model
+def _variables(trainer: SpmdTrainer, params: Any) -> Any:
+    return params["model"] if isinstance(trainer.model, Supervised) else params
 
 
-def _read(cfg: ConfigBase, trainer: SpmdTrainer, step: int) -> train_step.TrainerState:
-    model = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-        trainer.trainer_state.model,
+def _read(cfg: ConfigBase, trainer: SpmdTrainer, step: int) -> Any:
+    """Returns the parameters for evaluation of a step that was saved."""
+    averages = {k: x for k, x in trainer.trainer_state.learner.items() if k == "ema"}
+    kept = {} if averages else trainer.trainer_state.model
+    model, learner = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), (kept, averages)
     )
-    wanted = train_step.TrainerState(prng_key={}, model=model, learner={})
+    wanted = train_step.TrainerState(prng_key={}, model=model, learner=learner)
     reader = state_builder.TensorStoreStateStorageBuilder.default_config().set(
         name="best",
         base_dir=os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR),
@@ -221,7 +222,8 @@ def _read(cfg: ConfigBase, trainer: SpmdTrainer, step: int) -> train_step.Traine
         validation=index.CheckpointValidationType.CONTAINS_STATE,
     )
     with trainer.mesh():
-        return reader.instantiate(parent=None)(state_builder.Builder.State(0, wanted)).trainer_state
+        read = reader.instantiate(parent=None)(state_builder.Builder.State(0, wanted)).trainer_state
+    return read.learner["ema"].ema if averages else read.model
 
 
 @dataclasses.dataclass
@@ -371,7 +373,7 @@ def fit(
     batch_size: int | None = None,
     validation: Data | None = None,
     metrics: MetricLike | Sequence[MetricLike] | Mapping[str, MetricLike] = (),
-    optimizer: str | optax.GradientTransformation | InstantiableConfig[Any] = "adam",
+    optimizer: str | TransformationLike = "adam",
     learning_rate: float | Callable[[Any], Any] | InstantiableConfig[Any] | None = None,
     target: str | None = None,
     precision: str | Precision.Config | None = None,
@@ -403,8 +405,7 @@ def fit(
             `loss`: a scalar has to be a mean over rows, if not use `AllRows`. A dict names them.
         optimizer: "adam", "adamw", "sgd", an optimizer of optax, or the config of one.
         learning_rate: Rate of a named optimizer, 0.001 by default, or a schedule.
-        target: Field that named losses compare with the outputs; by default the one named y, label,
-            labels, target or targets.
+        target: Field of the targets; by default y, label, labels, target or targets.
         precision: Policy for the dtypes of parameters, computation and the optimizer's moments:
             "float32", "mixed_bfloat16", "bfloat16", "int8", "fp8", or the config of a policy. It
             holds in this run and for `FitState.predict`, and not when the model is called itself.
@@ -440,6 +441,7 @@ def fit(
         mesh_axis_names=parallelism.MESH_AXIS_NAMES,
     )
     _set_length(cfg, train, held_out, epochs, steps, is_kept=dir is not None)
+    _set_average(cfg, optimizer)
     return _run(model, cfg, dir, progress)
 
 
@@ -610,6 +612,17 @@ def _optimizer(optimizer: Any, learning_rate: Any) -> InstantiableConfig:
     if isinstance(optimizer, InstantiableConfig):
         return optimizer
     return config_for_function(as_partitioned).set(transformation=optimizer)
+
+
+def _set_average(cfg: SpmdTrainer.Config, optimizer: object) -> None:
+    """Lets the learner keep the parameters that a schedule-free optimizer evaluates."""
+    if isinstance(optimizer, str):
+        return
+    with jax.set_mesh(mesh.build_mesh(cfg.mesh_shape, cfg.mesh_axis_names)):
+        specs = build_model(cfg).create_parameter_specs_recursively()
+    learner: Any = cfg.learner.clone(name="learner").instantiate(parent=None)
+    if learner.is_schedule_free(specs):
+        cfg.learner.ema.decay = SCHEDULE_FREE
 
 
 def _check_model(cfg: Any, train: _Data, held_out: _Data | None) -> bool:

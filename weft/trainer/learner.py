@@ -204,7 +204,8 @@ class _OneForwardPassLearner(BaseLearner):
         """Configures the forward pass and the moving average.
 
         Attributes:
-          ema: the moving average of all parameters, kept if its `decay` is not None.
+          ema: the moving average of all parameters, kept if its `decay` is not None, and used in
+            evaluation. A schedule-free optimizer needs `decay="schedule_free"`, its own average.
           forward_fn_transformation: applied to the forward pass before it is differentiated, such
             as `with_minibatch_steps`, which accumulates gradients.
           precision: dtypes of the optimizer's state, and the rounding of parameters; set by the
@@ -226,6 +227,7 @@ class _OneForwardPassLearner(BaseLearner):
     def init(self, model_params: base.NestedOptParam) -> dict[str, Any]:
         own, params = self._own_state, base.at_least_float32(model_params)
         state = self._of_optimizers("init", model_params)
+        self._check_average(state)
         return state | {name: part.init(params) for name, part in own.items()}
 
     def create_state_partition_specs(
@@ -233,7 +235,33 @@ class _OneForwardPassLearner(BaseLearner):
     ) -> dict[str, base.NestedOptStateSpec]:
         own, params = self._own_state, base.at_least_float32(model_param_specs)
         specs = self._of_optimizers("create_state_partition_specs", model_param_specs)
+        self._check_average(specs)
         return specs | {name: part.partition(params) for name, part in own.items()}
+
+    @nowrap
+    def is_schedule_free(self, model_param_specs: NestedParameterSpec) -> bool:
+        """Returns whether an optimizer is schedule-free, and so needs `ema.decay`."""
+        specs = self._of_optimizers("create_state_partition_specs", model_param_specs)
+        return bool(transformations.schedule_free_states(specs))
+
+    def _check_average(self, state: dict[str, Any]) -> None:
+        """Raises OptimizerArgumentError if `ema` does not fit schedule-free optimizers."""
+        if isinstance(self.parent, BaseLearner):
+            return  # the outer learner keeps the average
+        decay = self.config.ema.decay
+        is_schedule_free = bool(transformations.schedule_free_states(state))
+        if is_schedule_free and decay != transformations.SCHEDULE_FREE:
+            raise errors.OptimizerArgumentError(
+                f"{self.path()} has a schedule-free optimizer and ema.decay={decay!r}; such an "
+                "optimizer trains at other parameters than those to evaluate and to save. Set "
+                f"ema.decay={transformations.SCHEDULE_FREE!r} of the learner."
+            )
+        if decay == transformations.SCHEDULE_FREE and not is_schedule_free:
+            raise errors.OptimizerArgumentError(
+                f"{self.path()} has ema.decay={decay!r}, but no schedule-free optimizer, such as "
+                "optax.contrib.schedule_free_adamw. Set ema.decay to a number, or None for no "
+                "average."
+            )
 
     def _of_optimizers(self, method: str, params: Any) -> dict[str, Any]:
         """Calls a method of each optimizer, by name, with the parameters or specs that it gets."""
@@ -243,10 +271,9 @@ class _OneForwardPassLearner(BaseLearner):
         self, *, fn: ForwardFn, inputs: NestedTensor, opt_params: base.NestedOptParam
     ) -> ForwardBackwardOutputs:
         scale = None if self._loss_scale is None else self.state["loss_scale"]["scale"]
-        if scale is not None:
-            fn = with_scaled_loss(fn, scale)
-        if self._forward_fn_transformation is not None:
-            fn = self._forward_fn_transformation(fn)
+        transform = self._forward_fn_transformation or (lambda fn: fn)
+        unscaled_fn = transform(fn)
+        fn = unscaled_fn if scale is None else transform(with_scaled_loss(fn, scale))
         trainable = self.should_update_with_optimizers(opt_params)
         forward_pass, gradients = forward_and_gradients(
             fn, inputs=inputs, opt_params=opt_params, trainable=trainable
@@ -254,7 +281,8 @@ class _OneForwardPassLearner(BaseLearner):
         if scale is not None:
             gradients = unscaled(gradients, scale)
             loss = unscaled(forward_pass.outputs.loss, scale)
-            forward_pass = forward_pass.replace(outputs=forward_pass.outputs.replace(loss=loss))
+            outputs = forward_pass.outputs.replace(loss=loss)
+            forward_pass = forward_pass.replace(outputs=outputs, forward_fn=unscaled_fn)
         outputs = forward_pass.outputs
         updated_params = self.update(
             Updates(
@@ -276,7 +304,9 @@ class _OneForwardPassLearner(BaseLearner):
         if self._ema is not None:
             new = jax.tree.map(lambda p, x: dataclasses.replace(p, value=x), opt_params, new_params)
             new = base.at_least_float32(new)
-            _, ema_state = self._ema.update({}, self.state["ema"], new)
+            states = self.get_invocation_context().get_state_updates()
+            extra_args = {"optimizer_states": states}
+            _, ema_state = base.update_with(self._ema, {}, self.state["ema"], new, extra_args)
             self.add_state_update("ema", ema_state)
 
 

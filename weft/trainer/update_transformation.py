@@ -15,6 +15,7 @@ import optax
 
 from weft import config, errors, struct
 from weft.hierarchy.base_layer import NestedParameterSpec, ParameterSpec
+from weft.hierarchy.context import require_context
 from weft.hierarchy.module import Module, OutputCollection, nowrap
 from weft.trainer.optimizers import base, clipping
 from weft.traverse_util import unflatten_dict
@@ -213,12 +214,44 @@ def set_state_update(module: Module, value: Any) -> None:
     of_parent.get_state_updates()[context.name] = value
 
 
+def optimizer_arguments(updates: Updates) -> dict[str, Any]:
+    """Returns what optimizers may take besides gradients, by the names of optax.
+
+    None, if the updates do not come from the forward pass of a learner. `value_fn` runs that pass
+    again, with the same batch and noise, and drops what it reports.
+    """
+    forward_pass = updates.forward_pass.get("default")
+    if forward_pass is None:
+        return {}
+
+    def value_fn(params: NestedTensor) -> Tensor:
+        values = base.leaves_by_path(params)
+        # An optimizer sees a part of the parameters, maybe in another dtype.
+        all_params = jax.tree_util.tree_map_with_path(
+            lambda path, x: values[path].astype(x.dtype) if path in values else x,
+            forward_pass.model_params,
+        )
+        run = require_context("the loss").functional(forward_pass.forward_fn)
+        outputs, _ = run(model_params=all_params, inputs=forward_pass.inputs)
+        return outputs.loss
+
+    return {
+        "value": forward_pass.outputs.loss,
+        "grad": updates.delta_updates,
+        "value_fn": value_fn,
+    }
+
+
 class WrappedPartitionedGradientTransformation(UpdateTransformation):
     """Update transformation that applies an optimizer to deltas, not to in-place updates."""
 
     class Config(UpdateTransformation.Config):
         transformation: config.Required[
-            config.ConfigOr[base.PartitionedGradientTransformation | optax.GradientTransformation]
+            config.ConfigOr[
+                base.PartitionedGradientTransformation
+                | optax.GradientTransformation
+                | optax.MultiSteps
+            ]
         ] = config.REQUIRED
 
     def __init__(self, cfg: Config, *, parent: Module | None):
@@ -234,8 +267,12 @@ class WrappedPartitionedGradientTransformation(UpdateTransformation):
         return self._transformation.partition(model_param_specs)
 
     def transform_update(self, updates: Updates) -> Updates:
-        deltas, state = self._transformation.update(
-            updates.delta_updates, self.state, updates.opt_params
+        deltas, state = base.update_with(
+            self._transformation,
+            updates.delta_updates,
+            self.state,
+            updates.opt_params,
+            optimizer_arguments(updates),
         )
         set_state_update(self, state)
         return updates.replace(delta_updates=deltas)

@@ -10,6 +10,7 @@ from weft.trainer.optimizers.base import (
     named_chain as named_chain, NestedOptParam as NestedOptParam,
     opt_param_values as opt_param_values, OptParam as OptParam, OptStateSpec as OptStateSpec,
     PartitionedGradientTransformation as PartitionedGradientTransformation,
+    PartitionedGradientTransformationExtraArgs as PartitionedGradientTransformationExtraArgs,
     trace_partition as trace_partition, TransformInitFn as TransformInitFn,
     TransformPartitionSpecFn as TransformPartitionSpecFn, TransformUpdateFn as TransformUpdateFn,
     with_partition_fn as with_partition_fn,

@@ -416,16 +416,16 @@ def offload_optimizer(
     to_dst = _move_to("offload_dst", offload_dst, pattern)
 
     def update_fn(
-        updates: NestedTensor, state: optax.OptState, params: base.NestedOptParam
+        updates: NestedTensor, state: optax.OptState, params: base.NestedOptParam, **extra_args: Any
     ) -> tuple[NestedTensor, optax.OptState]:
-        updates, state = inner.update(updates, to_src(state), params)
+        updates, state = base.update_with(inner, updates, to_src(state), params, extra_args)
         return updates, to_dst(state)
 
     def partition_fn(param_specs: NestedParameterSpec) -> base.NestedOptStateSpec:
         specs = inner.partition(param_specs)
         return base.copy_partition(specs, pattern=pattern, memory_kind=offload_dst)
 
-    return base.PartitionedGradientTransformation(
+    return base.PartitionedGradientTransformationExtraArgs(
         lambda params: to_dst(inner.init(params)), update_fn, partition_fn
     )
 

@@ -7,6 +7,9 @@
 The first two are those of optax, except that a parameter carries metadata of its layer; `partition`
 computes the state's layout on the mesh before the state exists. A plain optax transformation works
 wherever such an optimizer is expected; its `partition` is derived from its `init`.
+
+Some transformations of optax need more than gradients, such as the loss, which a learner passes by
+name; `PartitionedGradientTransformationExtraArgs` are those that take such arguments.
 """
 
 import dataclasses
@@ -86,8 +89,35 @@ class PartitionedGradientTransformation(NamedTuple):
     partition: TransformPartitionSpecFn
 
 
+class PartitionedGradientTransformationExtraArgs(PartitionedGradientTransformation):
+    """Optimizer whose `update` also takes the arguments of a learner, by name.
+
+    Those are `value`, the loss of the step; `grad`, its gradients before any transformation; and
+    `value_fn`, the loss of the step's batch as a function of the parameters.
+    """
+
+    __slots__ = ()
+
+
+def update_with(
+    transformation: PartitionedGradientTransformation,
+    updates: NestedTensor,
+    state: Any,
+    params: NestedOptParam,
+    extra_args: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    """Performs one step of a transformation, with the arguments by name if it takes them."""
+    if isinstance(transformation, PartitionedGradientTransformationExtraArgs):
+        update: Callable[..., tuple[Any, Any]] = transformation.update
+        return update(updates, state, params, **extra_args)
+    return transformation.update(updates, state, params)
+
+
 TransformationLike = (
-    PartitionedGradientTransformation | optax.GradientTransformation | config.InstantiableConfig
+    PartitionedGradientTransformation
+    | optax.GradientTransformation
+    | optax.MultiSteps
+    | config.InstantiableConfig
 )
 
 
@@ -235,11 +265,15 @@ def with_partition_fn(
         return base.init(opt_param_values(params))
 
     def update_fn(
-        updates: NestedTensor, state: optax.OptState, params: NestedOptParam
+        updates: NestedTensor, state: optax.OptState, params: NestedOptParam, **extra_args: Any
     ) -> tuple[Any, optax.OptState]:
-        return base.update(updates, state, opt_param_values(params))
+        return base.update(updates, state, opt_param_values(params), **extra_args)
 
-    return PartitionedGradientTransformation(init_fn, update_fn, partition_fn)
+    takes_more = isinstance(base, optax.GradientTransformationExtraArgs)
+    cls = PartitionedGradientTransformation
+    if takes_more:
+        cls = PartitionedGradientTransformationExtraArgs
+    return cls(init_fn, update_fn, partition_fn)
 
 
 def as_partitioned(transformation: TransformationLike) -> PartitionedGradientTransformation:
@@ -250,6 +284,9 @@ def as_partitioned(transformation: TransformationLike) -> PartitionedGradientTra
     made = config.maybe_instantiate(transformation)
     if isinstance(made, PartitionedGradientTransformation):
         return made
+    if isinstance(made, optax.MultiSteps):
+        update: Any = made.update
+        made = optax.GradientTransformationExtraArgs(made.init, update)
     if isinstance(made, optax.GradientTransformation):
         return with_partition_fn(made, mirrored_partition(made.init))
     raise errors.TransformationTypeError(
@@ -315,13 +352,13 @@ def chain(*args: TransformationLike) -> PartitionedGradientTransformation:
     sequence = _in_sequence({str(i): arg for i, arg in enumerate(args)})
 
     def update_fn(
-        updates: NestedTensor, state: tuple, params: NestedOptParam
+        updates: NestedTensor, state: tuple, params: NestedOptParam, **extra_args: Any
     ) -> tuple[NestedTensor, tuple]:
         states = {str(i): part_state for i, part_state in enumerate(state)}
-        updates, states = sequence.update(updates, states, params)
+        updates, states = update_with(sequence, updates, states, params, extra_args)
         return updates, tuple(states.values())
 
-    return PartitionedGradientTransformation(
+    return PartitionedGradientTransformationExtraArgs(
         init=lambda params: tuple(sequence.init(params).values()),
         update=update_fn,
         partition=lambda param_specs: tuple(sequence.partition(param_specs).values()),
@@ -345,14 +382,14 @@ def _in_sequence(
     parts = tuple((name, as_partitioned(part)) for name, part in transformations.items())
 
     def update_fn(
-        updates: NestedTensor, state: dict[str, Any], params: NestedOptParam
+        updates: NestedTensor, state: dict[str, Any], params: NestedOptParam, **extra_args: Any
     ) -> tuple[NestedTensor, dict[str, Any]]:
         new_state = {}
         for name, part in parts:
-            updates, new_state[name] = part.update(updates, state[name], params)
+            updates, new_state[name] = update_with(part, updates, state[name], params, extra_args)
         return updates, new_state
 
-    return PartitionedGradientTransformation(
+    return PartitionedGradientTransformationExtraArgs(
         init=lambda params: {name: part.init(params) for name, part in parts},
         update=update_fn,
         partition=lambda specs: {name: part.partition(specs) for name, part in parts},

@@ -220,7 +220,7 @@ def skip_and_clip_by_global_norm(
         return zeros._replace(inner_state=transformation.init(params))
 
     def update_fn(
-        updates: NestedTensor, state: SkipClipState, params: base.NestedOptParam
+        updates: NestedTensor, state: SkipClipState, params: base.NestedOptParam, **extra_args: Any
     ) -> tuple[NestedTensor, SkipClipState]:
         norm = global_norm(updates)
         is_valid = jnp.isfinite(norm)
@@ -239,7 +239,9 @@ def skip_and_clip_by_global_norm(
             base.report("gradient_scale", factor)
             updates = scaled(updates, factor)
         # The inner step is elementwise: a select fuses with it, a conditional would not.
-        updates, inner_state = transformation.update(updates, state.inner_state, params)
+        updates, inner_state = base.update_with(
+            transformation, updates, state.inner_state, params, extra_args
+        )
         updates = jax.tree.map(lambda u: jnp.where(is_valid, u, 0), updates)
         state = tree_where(is_valid, accepted._replace(inner_state=inner_state), state)
         return updates, state._replace(nonvalid_count=nonvalid_count, drop_stats=drop_stats)
@@ -247,7 +249,7 @@ def skip_and_clip_by_global_norm(
     def partition_fn(param_specs: NestedParameterSpec) -> SkipClipState:
         return _specs(norms, transformation.partition(param_specs))
 
-    return base.PartitionedGradientTransformation(init_fn, update_fn, partition_fn)
+    return base.PartitionedGradientTransformationExtraArgs(init_fn, update_fn, partition_fn)
 
 
 class _NormStatistics(NamedTuple):

@@ -6,7 +6,7 @@ A per-parameter scale is a function from the tree of parameters to a tree of fac
 import logging
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -344,16 +344,24 @@ class ParamEmaState(NamedTuple):
     ema: Any
 
 
-def param_ema(*, decay: Schedule | None = None) -> base.PartitionedGradientTransformation:
+SCHEDULE_FREE = "schedule_free"
+
+
+def param_ema(
+    *, decay: Schedule | Literal["schedule_free"] | None = None
+) -> base.PartitionedGradientTransformation:
     """Keeps an exponential moving average of the parameters and leaves updates unchanged.
 
     The average starts at zero; the decays of `weft.trainer.schedule.ema_schedule` correct for that.
     `decay`, which may be a schedule, whose first step is 0, is the weight of the previous average;
-    None keeps no average.
+    None keeps no average. "schedule_free" keeps the average of a schedule-free optimizer of optax,
+    `optax.contrib.schedule_free_eval_params`, which starts at the initial parameters.
     State of layers, such as moving statistics, is stored without averaging.
     """
     if decay is None:
         return base.identity()
+    if decay == SCHEDULE_FREE:
+        return _schedule_free_params()
     decay_fn = as_schedule_fn(decay)
 
     def init_fn(params: base.NestedOptParam) -> ParamEmaState:
@@ -381,6 +389,55 @@ def param_ema(*, decay: Schedule | None = None) -> base.PartitionedGradientTrans
         return ParamEmaState(base.COUNT_SPEC, base.copy_partition(param_specs))
 
     return base.PartitionedGradientTransformation(init_fn, update_fn, partition_fn)
+
+
+def schedule_free_states(tree: object) -> list[optax.contrib.ScheduleFreeState]:
+    """Returns the states of schedule-free optimizers in a state, or in its specs."""
+
+    def is_state(x: object) -> bool:
+        return isinstance(x, optax.contrib.ScheduleFreeState)
+
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_state) if is_state(x)]
+
+
+def _schedule_free_params() -> base.PartitionedGradientTransformation:
+    """Keeps the parameters that schedule-free optimizers evaluate (Defazio et al., 2024).
+
+    They train at other parameters, y = (1 - b1) z + b1 x, and z is in their states. `update` takes
+    these states, after the step, as `optimizer_states`.
+    """
+
+    def init_fn(params: base.NestedOptParam) -> ParamEmaState:
+        return ParamEmaState(jnp.zeros((), jnp.int32), base.opt_param_values(params))
+
+    def update_fn(
+        updates: NestedTensor,
+        state: ParamEmaState,
+        params: base.NestedOptParam,
+        *,
+        optimizer_states: object = (),
+    ) -> tuple[NestedTensor, ParamEmaState]:
+        value_by_path = base.leaves_by_path(base.opt_param_values(params))
+
+        def trained_by(schedule_free: optax.contrib.ScheduleFreeState) -> Any:
+            return jax.tree_util.tree_map_with_path(
+                lambda path, _: value_by_path[path], schedule_free.z
+            )
+
+        evaluated_by_path = dict(value_by_path)
+        for schedule_free in schedule_free_states(optimizer_states):
+            trained = trained_by(schedule_free)
+            averages = optax.contrib.schedule_free_eval_params(schedule_free, trained)
+            evaluated_by_path.update(base.leaves_by_path(averages))
+        kept = jax.tree_util.tree_map_with_path(
+            lambda path, before: evaluated_by_path[path].astype(before.dtype), state.ema
+        )
+        return updates, ParamEmaState(optax.safe_increment(state.count), kept)
+
+    def partition_fn(param_specs: base_layer.NestedParameterSpec) -> ParamEmaState:
+        return ParamEmaState(base.COUNT_SPEC, base.copy_partition(param_specs))
+
+    return base.PartitionedGradientTransformationExtraArgs(init_fn, update_fn, partition_fn)
 
 
 def replace_with_updates() -> base.PartitionedGradientTransformation:
