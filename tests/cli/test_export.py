@@ -1,6 +1,8 @@
 """`weft export`: from a run's checkpoint to files that other programs read."""
 
 import json
+import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +132,34 @@ def test_unsupported_hugging_face_model(tmp_path, capsys, run):
     cfg = load_config(run[0]).set(dir=str(tmp_path / "run"))
     cfg.model.decoder.emb.soft_cap_logits = 3.0
     claim_run_dir(cfg)
-    (tmp_path / "run" / "checkpoints").symlink_to(f"{run[0]}/checkpoints")
+    shutil.copytree(f"{run[0]}/checkpoints", tmp_path / "run" / "checkpoints")
     assert export(tmp_path / "run", "--to", tmp_path / "hf") == 2
     assert "decoder.emb.soft_cap_logits: 3.0 → None" in capsys.readouterr().err
+
+
+def test_same_weights_export_to_the_same_bytes(run, tmp_path):
+    directory, _, _ = run
+    for name in ("a", "b"):
+        assert export(directory, "--to", tmp_path / name / "m.safetensors") == 0
+        assert export(directory, "--to", tmp_path / name / "hf") == 0
+    files = [path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*.*")]
+    assert len(files) == 4
+    for file in files:
+        first, second = (tmp_path / name / file for name in ("a", "b"))
+        assert first.read_bytes() == second.read_bytes(), file
+        # As of any other new file.
+        (tmp_path / "new").touch()
+        assert first.stat().st_mode == (tmp_path / "new").stat().st_mode, file
+
+
+def test_private_file_in_place_of_the_tokenizer_is_not_copied(run, tmp_path, capsys):
+    directory, _, _ = run
+    copy = shutil.copytree(pathlib.Path(directory).parent, tmp_path / "copy")
+    (tmp_path / "id_ed25519").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\n")
+    (copy / "tokenizer.json").unlink()
+    (copy / "tokenizer.json").symlink_to(tmp_path / "id_ed25519")
+    config = copy / "lora" / "config.txt"
+    config.write_text(config.read_text().replace(str(pathlib.Path(directory).parent), str(copy)))
+    assert export(copy / "lora", "--to", tmp_path / "hf") == 2
+    assert "tokenizer.json', which the input names as its tokenizer," in capsys.readouterr().err
+    assert not (tmp_path / "hf" / "tokenizer.json").exists()

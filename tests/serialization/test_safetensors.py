@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from weft import linen as nn
@@ -263,3 +264,17 @@ def test_overly_nested_index(tmp_path, text):
     path.write_text(text, encoding="utf-8")
     with pytest.raises(WeightsReadError, match="nested too deeply"):
         load_safetensors(path)
+
+
+def test_bytes_are_the_same_each_time(tmp_path):
+    tree = {"b": np.arange(3, dtype=">f4"), "a": np.ones((2, 0), np.int8), "c": jnp.bfloat16(2)}
+    metadata = {name: f'"{name}" é\n' for name in "zyxwvutsrq"}
+    files = set()
+    for _ in range(5):
+        (path,) = save_safetensors(tmp_path / "m.safetensors", tree, metadata=metadata)
+        files.add(path.read_bytes())
+    assert len(files) == 1
+    with safe_open(path, framework="np") as file:
+        assert file.metadata() == metadata
+        assert file.get_tensor("b").tolist() == [0, 1, 2]
+        assert file.get_tensor("a").shape == (2, 0)

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from weft.core.axis_rules import logical_axis_rules
 from weft.functional import scale_by
 from weft.hierarchy import Module, functional, merge_adapters, without_lora
 from weft.input.tokenizers import Tokenizer, as_tokenizer, until_end
+from weft.serialization.directory import Directory
+from weft.serialization.untrusted import MAX_JSON_BYTES, check_json, parse_json, read_text_file
 from weft.trainer import display, run_dir
 from weft.trainer.compilation import options_for_steps
 from weft.trainer.mesh import build_mesh, rules_of
@@ -243,11 +244,23 @@ def _check_export(arguments: argparse.Namespace) -> None:
 
 
 def _copy_tokenizer(cfg: trainer.SpmdTrainer.Config, folder: Path) -> list[Path]:
-    """Copies the tokenizer's file if transformers can read it."""
+    """Copies the tokenizer's file if transformers can read it.
+
+    Raises CommandLineError for a file that does not hold a tokenizer: the path is in the config,
+    which may be a stranger's, and may lead to anything that the user can read.
+    """
     tokenizers = run_dir.find_fields("tokenizer", cfg.input).values()
     paths = [t if isinstance(t, str) else getattr(t, "path", None) for t in tokenizers]
     source = Path(next((path for path in paths if isinstance(path, str)), ""))
     if source.name != "tokenizer.json":
         return []
-    shutil.copyfile(source, folder / source.name)
+    try:
+        text = read_text_file(source, at_most=MAX_JSON_BYTES)
+        check_json(parse_json(text), {"model": dict})
+    except (OSError, ValueError) as error:
+        raise errors.CommandLineError(
+            f"{str(source)!r}, which the input names as its tokenizer, is not copied: {error}. "
+            "Put the file of the tokenizer there."
+        ) from None
+    Directory(str(folder)).write(source.name, text)
     return [folder / source.name]

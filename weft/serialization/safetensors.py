@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft.errors import WeightsMismatchError, WeightsReadError, WeightsWriteError
+from weft.serialization.directory import Directory
 from weft.serialization.untrusted import is_possible_shape, open_file, read_json_file
 
 SUFFIX = ".safetensors"
@@ -154,8 +156,6 @@ def write_tensors(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[Path]:
     """Writes tensors whose values are computed one file at a time; see `save_safetensors`."""
-    from safetensors.numpy import save_file
-
     path = Path(path)
     if not path.name.endswith(SUFFIX):
         raise WeightsWriteError(f"{str(path)!r} does not end in {SUFFIX!r}. Add it to the name.")
@@ -169,22 +169,48 @@ def write_tensors(
     if len(shards) > 1:
         names = [f"{stem}-{i + 1:05}-of-{len(shards):05}{SUFFIX}" for i in range(len(shards))]
     path.parent.mkdir(parents=True, exist_ok=True)
+    folder = Directory(str(path.parent))
     for name, shard in zip(names, shards, strict=True):
         values = {key: np.asarray(tensors[key].read(), order="C") for key in shard}
-        temporary = path.parent / f".{name}.{os.getpid()}"
-        try:
-            save_file(values, temporary, metadata=dict(metadata or {}) or None)
-            os.replace(temporary, path.parent / name)
-        finally:
-            temporary.unlink(missing_ok=True)
+        _write_file(folder, name, values, metadata or {})
     if len(shards) > 1:
         where = {k: name for name, shard in zip(names, shards, strict=True) for k in shard}
         size = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": where}
         names.append(stem + INDEX_SUFFIX)
-        (path.parent / names[-1]).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        folder.write(names[-1], json.dumps(index, indent=2) + "\n")
     _remove_earlier(path.parent, stem, keep=names)
     return [path.parent / name for name in names]
+
+
+def _write_file(
+    folder: Directory, name: str, values: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+) -> None:
+    """Writes one file, in the same way each time.
+
+    The package's own writer orders the metadata at random, and only the user may read its file.
+    """
+    names_of_dtypes = {dtype: name for name, dtype in _DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    # Larger items first, so that all are aligned.
+    order = sorted(values, key=lambda key: (-values[key].dtype.itemsize, key))
+    start = 0
+    for key in order:
+        value = values[key]
+        header[key] = {
+            "dtype": names_of_dtypes[jnp.dtype(value.dtype).name],
+            "shape": list(value.shape),
+            "data_offsets": [start, start + value.nbytes],
+        }
+        start += value.nbytes
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LARGEST_ITEM_BYTES)
+    with folder.replacing(name) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for key in order:
+            value = values[key]
+            in_order = value if value.dtype.isnative else value.byteswap()
+            file.write(in_order.reshape(-1).view(np.uint8).data)
 
 
 def _shards(tensors: Mapping[str, PendingTensor], max_shard_bytes: int) -> list[list[str]]:

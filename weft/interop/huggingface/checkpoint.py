@@ -20,6 +20,7 @@ from weft.interop.huggingface.causal_lms import GPT2, LLAMA, MISTRAL, QWEN2, QWE
 from weft.interop.huggingface.family import Family, TensorMapping, hidden_dim
 from weft.interop.huggingface.settings import Settings
 from weft.serialization import safetensors, untrusted
+from weft.serialization.directory import Directory
 from weft.typing import DType, NestedTensor, Tensor
 
 FAMILIES: Mapping[str, Family] = {f.model_type: f for f in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)}
@@ -255,9 +256,9 @@ def to_huggingface(
         metadata={"format": "pt"},
         max_shard_bytes=max_shard_bytes,
     )
-    path = Path(folder) / CONFIG
-    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return [path, *files]
+    text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+    Directory(os.fspath(folder)).write(CONFIG, text)
+    return [Path(folder) / CONFIG, *files]
 
 
 def _config_dict(cfg: object) -> tuple[Family, dict[str, Any]]:
