@@ -19,7 +19,7 @@ def _trained() -> tempfile.TemporaryDirectory[str]:
     texts.mkdir()
     for i in range(3):
         lines = [f"def f{i}(x): return x + {j}  # text {i * j}\n" for j in range(60)]
-        (texts / f"f{i}.py").write_text("".join(lines))
+        (texts / f"f{i}.py").write_text("".join(lines), encoding="utf-8")
     corpus = CORPUS.format(str(texts))
     overrides = [
         f"dir={folder.name}/run",

@@ -1,6 +1,7 @@
 """The command line as a person meets it: help, wrong words, exit codes, a start without delay."""
 
 import contextlib
+import io
 import os
 import re
 import subprocess
@@ -245,6 +246,18 @@ def test_long_command_without_output_warns_once(caplog):
     assert output.is_optional
     reason = "the stream cannot be written: [Errno 28] No space left on device"
     assert caplog.messages == [f"no further output, as {reason}"]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "written"),
+    [("ascii", rb"1 \xd7 \u2192 \udcf3"), ("cp1252", b"1 \xd7 \\u2192 \\udcf3")],
+)
+def test_text_that_the_output_cannot_encode_is_escaped(encoding, written):
+    buffer = io.BytesIO()
+    stream = io.TextIOWrapper(buffer, encoding=encoding)
+    with contextlib.redirect_stdout(Output(stream)):
+        print("1 × → \udcf3", end="", flush=True)
+    assert buffer.getvalue() == written
 
 
 def test_other_os_error_propagates(monkeypatch):

@@ -97,6 +97,11 @@ def test_out_of_range_values_are_reported(save, options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_prompt_in_another_encoding_is_rejected(capsys):
+    assert main(["sample", "run", "--prompt", "krak\udcf3w"]) == 2
+    assert "--prompt 'krak\\udcf3w' has bytes that are not in utf-8" in capsys.readouterr().err
+
+
 def test_run_without_checkpoint_is_rejected(save, capsys):
     save()
     assert main(["sample", "run"]) == 2

@@ -34,10 +34,10 @@ def place(tmp_path, monkeypatch):
     """A folder with a stranger's run, and files of the user next to it."""
     copy_of_run(tmp_path / "run")
     (tmp_path / "home").mkdir()
-    (tmp_path / "home" / ".profile").write_text("export PATH\n")
+    (tmp_path / "home" / ".profile").write_text("export PATH\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-    assert (tmp_path / "home" / ".profile").read_text() == "export PATH\n"
+    assert (tmp_path / "home" / ".profile").read_text(encoding="utf-8") == "export PATH\n"
     assert os.listdir(tmp_path / "home") == [".profile"]
 
 
@@ -185,5 +185,5 @@ def test_files_of_40_gigabytes_are_not_read(place, name, capsys):
 )
 def test_forged_values_end_in_an_error_that_names_them(place, name, forged, why, capsys):
     folder = place / "run" / ("summaries/train_train" if "summaries" in name else "")
-    (folder / name).write_text(json.dumps(forged) + "\n")
+    (folder / name).write_text(json.dumps(forged) + "\n", encoding="utf-8")
     refused("report", capsys, why)

@@ -1,6 +1,7 @@
 """`weft train`: what it refuses before any work, and what it says and leaves behind."""
 
 import contextlib
+import io
 import json
 import shutil
 
@@ -107,6 +108,14 @@ def test_finished_run_prints_summary_and_report(run_dir, capsys):
     assert len(record["starts"]) == 2 and record["end"] == {"step": 60, "reason": "max_step"}
     assert record["baselines"].keys() == {"unigram", "bigram", "trigram"}
     assert [sample["step"] for sample in record["samples"]] == [60] and record["samples"][0]["text"]
+
+
+@pytest.mark.long
+def test_finished_run_prints_to_an_output_of_ascii(run_dir, monkeypatch):
+    output = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, encoding="ascii"))
+    assert main([*TINY, "dir=run"]) == 0
+    assert rb"devices    1 \xd7 " in output.getvalue()
 
 
 def test_run_directory_names_a_config(run_dir, capsys):

@@ -70,6 +70,13 @@ def test_held_out_names_are_stable():
 HELD_OUT = ["1.py", "2.py"]
 
 
+def test_name_that_is_not_in_utf8(tmp_path):
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_bytes(b"a text\n" * 50)
+    corpus = folder_corpus(str(tmp_path))
+    assert corpus.num_bytes("train") + corpus.num_bytes("held_out") == 350
+    assert corpus.record()["files"] == 1
+
+
 def test_hash_covers_names_and_bytes_but_not_order():
     a, b = TextFile("a", b"one"), TextFile("b", b"two")
     original = Corpus("c", (a, b)).sha256

@@ -207,6 +207,13 @@ def test_directory_below_a_file_is_rejected(tmp_path):
         check_run_dir(run_config(tmp_path / "file" / "run"))
 
 
+def test_directory_that_is_not_in_utf8_is_rejected(tmp_path):
+    name = os.fsdecode("kraków".encode("iso8859-2"))
+    with pytest.raises(RunDirError, match=r"krak\\udcf3w' is not in UTF-8.* ASCII.*PYTHONUTF8=1"):
+        check_run_dir(run_config(tmp_path / name))
+    check_run_dir(run_config(tmp_path / "kraków"))
+
+
 def test_unwritable_directory_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(RunDirError, match="may not be written"):

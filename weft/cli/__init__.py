@@ -48,8 +48,10 @@ class Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Writes a text, or drops it."""
-        self._try("write", text)
+        r"""Writes a text, or drops it; what the stream's encoding lacks as `\xd7`, as on stderr."""
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        writable = text.encode(encoding, "backslashreplace").decode(encoding)
+        self._try("write", writable)
         return len(text)
 
     def flush(self) -> None:

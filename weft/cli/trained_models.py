@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,12 @@ def restore_model(
 
 def print_sample(arguments: argparse.Namespace) -> int:
     """Prints a prompt and its continuation."""
+    if any("\ud800" <= c <= "\udfff" for c in arguments.prompt):
+        raise errors.CommandLineError(
+            f"--prompt {arguments.prompt!a} has bytes that are not in "
+            f"{sys.getfilesystemencoding()}, the encoding of this process; write it in that "
+            "encoding, or set PYTHONUTF8=1 for UTF-8."
+        )
     cfg = run_config(arguments.dir, **arguments.trust)
     tokenizer = find_tokenizer(cfg)
     if tokenizer is None:

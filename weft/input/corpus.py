@@ -63,6 +63,11 @@ def _cut(file: TextFile, held_out_fraction: float) -> tuple[TextFile, TextFile]:
     return TextFile(file.name, text[:end]), TextFile(file.name, text[end:])
 
 
+def _name_bytes(name: str) -> bytes:
+    # Python keeps bytes of a file's name that are not in UTF-8 as halves of surrogate pairs.
+    return name.encode(errors="surrogateescape")
+
+
 def is_held_out(name: str, fraction: float) -> bool:
     """Returns whether the file of this name belongs to the held-out part.
 
@@ -72,7 +77,7 @@ def is_held_out(name: str, fraction: float) -> bool:
     >>> is_held_out("json/decoder.py", 0.0), is_held_out("json/decoder.py", 1.0)
     (False, True)
     """
-    digest = hashlib.blake2b(name.encode()).digest()
+    digest = hashlib.blake2b(_name_bytes(name)).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
@@ -110,7 +115,8 @@ class Corpus:
         total = hashlib.sha256()
         for file in self.files:
             # The lengths distinguish ("ab", "c") from ("a", "bc").
-            total.update(f"{len(file.name.encode())} {len(file.text)} {file.name}".encode())
+            name = _name_bytes(file.name)
+            total.update(f"{len(name)} {len(file.text)} ".encode() + name)
             total.update(file.text)
         return total.hexdigest()
 

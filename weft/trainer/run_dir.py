@@ -48,7 +48,7 @@ from weft.input.data_files import files_record
 from weft.input.records import matching_files
 from weft.serialization.directory import Directory
 from weft.serialization.untrusted import check_json
-from weft.trainer.checkpointer.dirs import has_checkpoint
+from weft.trainer.checkpointer.dirs import check_name, has_checkpoint
 from weft.trainer.schedule import as_schedule_fn
 from weft.trainer.trainer_config_modifier import find_values, outermost
 
@@ -331,6 +331,7 @@ def free_dir(directory: str, *, separator: str = "-", first: int = 2) -> str:
 
 def check_writable(directory: Path) -> None:
     """Raises a RunDirError if a directory cannot be created or written."""
+    check_name(str(directory))
     paths = (directory, *directory.absolute().parents)
     existing = next(path for path in paths if os.path.exists(path))
     if not existing.is_dir():

@@ -16,6 +16,7 @@ from weft.errors import (
     CheckpointStateError,
     CheckpointStructureError,
     DamagedCheckpointError,
+    RunDirError,
 )
 from weft.trainer.checkpointer import (
     BaseCheckpointer,
@@ -446,6 +447,13 @@ def test_unwritable_directory(make, tmp_path):
         CheckpointSaveError, match=r"step 1 could not be saved in .*checkpoints: none"
     ):
         make().save(step=1, state=state_of(1))
+
+
+def test_directory_that_is_not_in_utf8(make, tmp_path):
+    name = os.fsdecode("kraków".encode("iso8859-2"))
+    with pytest.raises(RunDirError, match="is not in UTF-8"):
+        make(dir=str(tmp_path / name)).save(step=1, state=state_of(1))
+    assert not list(tmp_path.iterdir())
 
 
 def test_failure_in_another_process_raises_here(make, monkeypatch):

@@ -295,6 +295,7 @@ class Checkpointer(BaseCheckpointer):
 
     def _begin_save(self, step: int, state: Nested[Any], facts: dict[str, Any]) -> None:
         final_dir = self.ckpt_dir(step)
+        dirs.check_name(self.config.dir)
         ckpt_dir = dirs.temporary_dir(final_dir)
         self._create_dir(final_dir, step)
         policy = self._save_policy

@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,12 @@ from typing import Any
 
 import jax
 
-from weft.errors import CheckpointNotFoundError, DamagedCheckpointError, did_you_mean
+from weft.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    RunDirError,
+    did_you_mean,
+)
 from weft.serialization.directory import Directory, Entry
 from weft.trainer.checkpointer import retries
 from weft.typing import T
@@ -114,6 +120,20 @@ def not_found_error(base_dir: str, step: int | None = None) -> CheckpointNotFoun
         f"there is no checkpoint of step {step} in {base_dir!r}. "
         f"{did_you_mean(str(step), map(str, steps))}"
     )
+
+
+def check_name(directory: str) -> None:
+    """Raises a RunDirError if the path of a directory is not in UTF-8.
+
+    TensorStore takes a path as UTF-8, and would write to a directory of another name.
+    """
+    path = os.path.abspath(directory)
+    if os.fsencode(path) != path.encode(errors="replace"):
+        raise RunDirError(
+            f"dir={directory!a} cannot be written: {path!a} is not in UTF-8 (this process has the "
+            f"encoding {sys.getfilesystemencoding()}). Choose a path of ASCII characters, or set "
+            "PYTHONUTF8=1 and name it in UTF-8."
+        )
 
 
 def temporary_dir(step_dir: str) -> str:
