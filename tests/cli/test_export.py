@@ -155,11 +155,14 @@ def test_same_weights_export_to_the_same_bytes(run, tmp_path):
 def test_private_file_in_place_of_the_tokenizer_is_not_copied(run, tmp_path, capsys):
     directory, _, _ = run
     copy = shutil.copytree(pathlib.Path(directory).parent, tmp_path / "copy")
-    (tmp_path / "id_ed25519").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\n")
+    (tmp_path / "id_ed25519").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\n", encoding="utf-8")
     (copy / "tokenizer.json").unlink()
     (copy / "tokenizer.json").symlink_to(tmp_path / "id_ed25519")
     config = copy / "lora" / "config.txt"
-    config.write_text(config.read_text().replace(str(pathlib.Path(directory).parent), str(copy)))
+    config.write_text(
+        config.read_text(encoding="utf-8").replace(str(pathlib.Path(directory).parent), str(copy)),
+        encoding="utf-8",
+    )
     assert export(copy / "lora", "--to", tmp_path / "hf") == 2
     assert "tokenizer.json', which the input names as its tokenizer," in capsys.readouterr().err
     assert not (tmp_path / "hf" / "tokenizer.json").exists()
