@@ -21,7 +21,7 @@ from weft.input.corpus import (
     ngram_nats,
     stdlib_corpus,
 )
-from weft.input.datasets import text_dataset
+from weft.input.datasets import json_lines_dataset, text_dataset
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +186,64 @@ def test_records_of_files_are_documents(tmp_path):
         folder_corpus(str(tmp_path), text_key="words")
 
 
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.ndjson", "a.jsonlines", "a.json", "A.JSONL", "a.jsonl.gz", "a.NDJSON.GZ"]
+)
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"text": "one"}\n{"text": "two"}\n',
+        b'\xef\xbb\xbf{"text": "one"}\r\n   \r\n\r\n{"text": "two"}\r\n\t',
+        b'[{"text": "one"}, {"text": "two"}]',
+        b'[\r\n  {"text": "one"},\r\n  {"text": "two"}\r\n]\r\n',
+    ],
+    ids=["lines", "Windows", "array", "array in lines"],
+)
+def test_json_as_people_have_it(tmp_path, name, data):
+    folder = tmp_path / "data [v1]*?"
+    folder.mkdir()
+    packed = gzip.compress(data) if name.lower().endswith(".gz") else data
+    (folder / name).write_bytes(packed)
+    corpus = folder_corpus(str(folder), held_out_fraction=0.0)
+    assert [file.text for file in corpus.files] == [b"one", b"two"]
+    texts = json_lines_dataset(str(folder / "*"))
+    assert [record["text"] for record in texts] == ["one", "two"]
+    with pytest.raises(InputReadError, match="is read with json_lines_dataset, not with text_data"):
+        text_dataset(str(folder / name))
+
+
+def test_text_as_people_have_it(tmp_path):
+    (tmp_path / "A.TXT").write_bytes(b"\xef\xbb\xbfone\r\n")
+    (tmp_path / "b.txt.GZ").write_bytes(gzip.compress(b"two\n"))
+    corpus = folder_corpus(str(tmp_path), held_out_fraction=0.0)
+    assert [file.text for file in corpus.files] == [b"one\r\n", b"two\n"]
+    texts = text_dataset([str(tmp_path / "A.TXT"), str(tmp_path / "b.txt.GZ")])
+    assert [record["text"] for record in texts] == [b"one\r\n", b"two\n"]
+    lines = text_dataset(str(tmp_path / "*"), document="line")
+    assert [record["text"] for record in lines] == [b"one", b"two"]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.TSV.gz", "a.docx", "a.npz"])
+def test_other_formats_are_not_learnt_as_text(tmp_path, name):
+    (tmp_path / name).write_bytes(b"text,label\nhello,1\n")
+    for read in (folder_corpus, lambda path: text_dataset(f"{path}/*")):
+        with pytest.raises(InputReadError, match=r"would be learnt as text.*JSON lines or Parquet"):
+            read(str(tmp_path))
+    (tmp_path / "b.txt").write_bytes(b"text")
+    assert len(folder_corpus(str(tmp_path), exclude=[name]).files) == 1
+
+
+def test_json_that_is_damaged(tmp_path):
+    (tmp_path / "a.json").write_bytes(b'[\n{"text": "one"},\n{"text": "tw')
+    with pytest.raises(InputReadError, match=r"a\.json begins like one JSON array.*line 3 column"):
+        folder_corpus(str(tmp_path))
+    (tmp_path / "a.json").write_bytes(b'{\n"name": "package",\n"version": 1\n}')
+    with pytest.raises(
+        InputReadError, match=r"record 0 of .*a\.json: the record has no 'text', it"
+    ):
+        folder_corpus(str(tmp_path))
+
+
 def test_rows_of_parquet_files_are_documents(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra parquet")
     import pyarrow as pa
@@ -218,7 +276,7 @@ BINARY = {
     ),
     "NUL": (b"some text\0 and more", "byte 9 is 0, as in binary files"),
     "latin": ("text né".encode("latin-1"), r"in UTF-8: byte 6 is 0xe9 .*iconv"),
-    "UTF-16": ("text".encode("utf-16"), "byte 3 is 0, as in binary files"),
+    "UTF-16": ("text".encode("utf-16"), "in UTF-16; convert it, .*`iconv -f UTF-16 -t UTF-8`"),
 }
 
 

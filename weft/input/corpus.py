@@ -17,10 +17,12 @@ The unigram falls back on the uniform distribution.
 import dataclasses
 import fnmatch
 import functools
+import gzip
 import hashlib
 import math
 import os
 import sysconfig
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +31,7 @@ import numpy as np
 
 from weft.errors import CorpusReadError, EmptyCorpusError
 from weft.input import packing, tokenizers
+from weft.input.formats import format_of, is_gzipped, without_mark
 from weft.serialization.untrusted import invalid_text_reason, open_file
 
 Split = Literal["train", "held_out"]
@@ -194,8 +197,9 @@ def folder_corpus(
 ) -> Corpus:
     """Returns a corpus of files and folders.
 
-    Each record of a JSON lines (`.jsonl`, `.jsonl.gz`) or Parquet file (`.parquet`) is a file of
-    its own, named `name#0000000` and so on.
+    Each record of a file of JSON (`.jsonl`, `.ndjson`, `.jsonlines`, `.json`) or of Parquet
+    (`.parquet`) is a file of its own, named `name#0000000` and so on. `.gz` may follow. Files with
+    a suffix of other formats, such as `.csv`, are refused.
 
     Args:
         paths: Folders and files. With several, names begin with the last part of their path.
@@ -244,7 +248,8 @@ def _checked(corpus: Corpus, roots: Sequence[Path], pattern: str) -> Corpus:
 
 def _list_files(root: Path, pattern: str, exclude: Sequence[str]) -> list[tuple[str, Path]]:
     def matches(name: str, globs: Sequence[str]) -> bool:
-        return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+        # A name may itself have brackets.
+        return any(name == glob or fnmatch.fnmatchcase(name, glob) for glob in globs)
 
     found = []
     for folder, subfolders, names in os.walk(root):
@@ -258,7 +263,8 @@ def _list_files(root: Path, pattern: str, exclude: Sequence[str]) -> list[tuple[
 
 
 def _documents(name: str, path: Path, text_key: str) -> list[TextFile]:
-    if not name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+    kind = format_of(str(path))
+    if kind == "text":
         return [TextFile(name, _read_text(path))]
     # Local import, so that a corpus of text does not need Grain.
     from weft.input.datasets import json_lines_dataset, parquet_dataset
@@ -268,7 +274,7 @@ def _documents(name: str, path: Path, text_key: str) -> list[TextFile]:
         found = document_text(record, text_key)
         return found.encode() if isinstance(found, str) else found
 
-    read = parquet_dataset if name.endswith(".parquet") else json_lines_dataset
+    read = parquet_dataset if kind == "parquet" else json_lines_dataset
     texts: Any = read(str(path)).map(text)
     return [TextFile(f"{name}#{i:07}", texts[i]) for i in range(len(texts))]
 
@@ -277,11 +283,13 @@ def _read_text(path: Path) -> bytes:
     try:
         with open_file(path) as file:
             data = file.read()
-    except OSError as error:
+        data = gzip.decompress(data) if is_gzipped(str(path)) else data
+    except (OSError, EOFError, zlib.error) as error:
         raise CorpusReadError(
-            f"cannot read {path} ({error.strerror or error}); make it readable or exclude it from "
-            "the corpus"
+            f"cannot read {path} ({getattr(error, 'strerror', None) or error}); make it readable, "
+            "or exclude it from the corpus"
         ) from error
+    data = without_mark(data)
     fault = invalid_text_reason(data)
     if fault is not None:
         raise CorpusReadError(f"{path} {fault} (`exclude` of the corpus)")

@@ -21,6 +21,7 @@ from typing import Literal
 
 from weft._lazy import import_extra
 from weft.errors import InputReadError
+from weft.input.formats import Format, check_format, is_gzipped, without_mark
 from weft.input.record_files import JsonLinesFile, LineFile, ParquetFile, file_fingerprint
 from weft.input.records import (
     FileRecordSource,
@@ -38,8 +39,9 @@ def text_dataset(
     """Returns documents of plain text, as `{"text": bytes}`.
 
     Args:
-        paths: Files and glob patterns; `.gz` files are decompressed.
-        document: Whether a document is a whole file, or a nonempty line.
+        paths: Files and glob patterns; `.gz` files are decompressed. Files whose suffix is that of
+            another format, such as `.jsonl` or `.csv`, are refused.
+        document: Whether a document is a whole file, or a line that is not blank.
 
     Raises:
         InputReadError: If a path or pattern matches no file, or a file or document cannot be read.
@@ -50,11 +52,21 @@ def text_dataset(
     (True, True)
     """
     open_file = _TextLines if document == "line" else _WholeFile
-    return RecordDataset(FileRecordSource(matching_files(paths), open_file))
+    return RecordDataset(FileRecordSource(_files(paths, "text"), open_file))
+
+
+def _files(paths: str | Sequence[str], wanted: Format) -> list[str]:
+    files = matching_files(paths)
+    for file in files:
+        check_format(file, wanted)
+    return files
 
 
 def json_lines_dataset(paths: str | Sequence[str]) -> RecordDataset:
     """Returns the values of files with one JSON value per line.
+
+    A file that is one JSON array has its values, one that is a single object in several lines only
+    this one.
 
     Args:
         paths: Files and glob patterns; `.gz` files are decompressed.
@@ -62,7 +74,7 @@ def json_lines_dataset(paths: str | Sequence[str]) -> RecordDataset:
     Raises InputReadError if a path or pattern matches no file, or a file cannot be read; on access,
     with file, line and column, if a line is not JSON.
     """
-    return RecordDataset(FileRecordSource(matching_files(paths), JsonLinesFile))
+    return RecordDataset(FileRecordSource(_files(paths, "json"), JsonLinesFile))
 
 
 def parquet_dataset(
@@ -75,7 +87,7 @@ def parquet_dataset(
         MissingExtraError: If pyarrow is not installed.
     """
     open_file = functools.partial(ParquetFile, columns=columns)
-    return RecordDataset(FileRecordSource(matching_files(paths), open_file))
+    return RecordDataset(FileRecordSource(_files(paths, "parquet"), open_file))
 
 
 class _WholeFile:
@@ -89,8 +101,8 @@ class _WholeFile:
     def __getitem__(self, index: int) -> dict[str, bytes]:
         with open_file(self._path) as file:
             data = file.read()
-        data = gzip.decompress(data) if self._path.endswith(".gz") else data
-        return _text_record(data, self, index)
+        data = gzip.decompress(data) if is_gzipped(self._path) else data
+        return _text_record(without_mark(data), self, index)
 
     def describe(self, index: int) -> str:
         return self._path

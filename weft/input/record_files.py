@@ -1,11 +1,13 @@
 """Random access to lines of text and JSON lines files, optionally gzipped, and to Parquet rows.
 
 Line boundaries are indexed once (see `weft.input.file_cache`), so reading a line is one read, and
-the state of an iterator is one number. Empty lines are skipped. Parquet compresses groups of many
+the state of an iterator is one number. Blank lines are skipped, and so is the mark of UTF-8 that
+some programs write first. Parquet compresses groups of many
 rows, so reading a row costs as much as its group: the file is converted once to Arrow's own format,
 and mapped into memory.
 """
 
+import codecs
 import gzip
 import json
 import os
@@ -19,17 +21,21 @@ import numpy as np
 from weft._lazy import import_extra
 from weft.errors import InputReadError
 from weft.input.file_cache import cached_bytes
+from weft.input.formats import is_gzipped
 from weft.input.records import read_errors
 from weft.serialization.untrusted import open_file, parse_json
 
 _CHUNK = 16 * 2**20
 _NEWLINE, _RETURN = b"\n\r"
+_IS_BLANK = np.isin(np.arange(256), list(b" \t\n\r\v\f"))
+# A file that is one JSON array is parsed as a whole, which takes several times its size of memory.
+_MAX_ARRAY_BYTES = 2**28
 # Approximate size limit for gzipped text that is decompressed in memory.
 _GZIP_FACTOR = 8
 
 
 class LineFile:
-    r"""Lines of one file, without their ends; item i is the i-th nonempty line.
+    r"""Lines of one file, without their ends; item i is the i-th line that is not blank.
 
     Args:
         path: A text file with lines ending in `\n` or `\r\n`; gzipped if its name ends with `.gz`.
@@ -91,7 +97,7 @@ class LineFile:
 
     @cached_property
     def _decompressed(self) -> np.ndarray | None:
-        if not self.path.endswith(".gz"):
+        if not is_gzipped(self.path):
             return None
 
         def unpack(out: BinaryIO) -> None:
@@ -104,11 +110,14 @@ class LineFile:
     @cached_property
     def _line_bounds(self) -> np.ndarray:
         """`Int64[np.ndarray, "lines 2"]`: first byte of each line, and end of its last."""
-        size = self.num_bytes if self._decompressed is None else len(self._decompressed)
+        size = self._size
 
         def find(out: BinaryIO) -> None:
-            start, last = 0, b"\n"
-            for at in range(0, size, _CHUNK):
+            mark = self._read(0, min(len(codecs.BOM_UTF8), size))
+            begin = len(mark) if mark == codecs.BOM_UTF8 else 0
+            # `seen` counts the bytes that are not blank, `before` those before the current line.
+            start, last, seen, before = begin, b"\n", 0, 0
+            for at in range(begin, size, _CHUNK):
                 # Includes the byte before, to detect a `\r` before the first newline.
                 data = last + self._read(at, min(at + _CHUNK, size))
                 chunk, last = np.frombuffer(data, np.uint8), data[-1:]
@@ -116,20 +125,32 @@ class LineFile:
                 ends = newlines + at
                 starts = np.concatenate([[start], ends + 1])
                 ends = ends - (chunk[newlines] == _RETURN)
-                start = int(starts[-1])
+                counts = seen + np.cumsum(~_IS_BLANK[chunk[1:]])
+                counts_at_ends = np.concatenate([[before], counts[newlines]])
+                start, seen, before = int(starts[-1]), int(counts[-1]), int(counts_at_ends[-1])
                 bounds = np.stack([starts[:-1], ends], axis=1).astype(np.int64)
-                out.write(bounds[ends > starts[:-1]].tobytes())
-            if start < size:
+                out.write(bounds[np.diff(counts_at_ends) > 0].tobytes())
+            if seen > before:
                 out.write(np.array([start, size], np.int64).tobytes())
 
         index = cached_bytes("lines", self.fingerprint, find, num_bytes=size)
         return index.view(np.int64).reshape(-1, 2)
 
+    @cached_property
+    def _size(self) -> int:
+        """Number of bytes, decompressed."""
+        return self.num_bytes if self._decompressed is None else len(self._decompressed)
+
 
 class JsonLinesFile(LineFile):
-    """JSON values of a file with one value per line."""
+    """JSON values of a file with one value per line, or of one array or object as a whole."""
+
+    def __len__(self) -> int:
+        return super().__len__() if self._whole is None else len(self._whole)
 
     def __getitem__(self, index: int) -> Any:
+        if self._whole is not None:
+            return parse_json(self._whole[index])
         line = self.line(index)
         try:
             return parse_json(line)
@@ -144,6 +165,58 @@ class JsonLinesFile(LineFile):
                 f"{self.path}, line {self.line_number(index)}, column {column}: {what}, in "
                 f"{shown!r}; a JSON lines file has one whole JSON value in each line"
             ) from error
+
+    def describe(self, index: int) -> str:
+        if self._whole is not None:
+            return f"record {index} of {self.path}"
+        return super().describe(index)
+
+    @cached_property
+    def _whole(self) -> list[bytes] | None:
+        """The records of a file that is one array, or one object in several lines; else None.
+
+        An array in one line is one record, unless all of its values are objects.
+        """
+        bounds = self._line_bounds
+        if not len(bounds):
+            return None
+        start, end = (int(x) for x in bounds[0])
+        opening = self._read(start, min(end, start + 100)).lstrip()[:1]
+        if opening not in (b"[", b"{"):
+            return None
+        try:
+            first = self._value(start, end, opening)
+        except ValueError:  # it goes on in the next line
+            return self._of_several_lines(start, opening)
+        is_array = isinstance(first, list) and all(isinstance(x, dict) for x in first)
+        return _as_lines(first) if is_array and first and len(bounds) == 1 else None
+
+    def _of_several_lines(self, start: int, opening: bytes) -> list[bytes] | None:
+        try:
+            value = self._value(start, self._size, opening)
+        except ValueError as error:
+            if opening == b"{":  # the error of the line says more
+                return None
+            raise InputReadError(
+                f"{self.path} begins like one JSON array, and is none: {error}; mend it, or write "
+                "one whole JSON value in each line"
+            ) from error
+        return _as_lines(value if isinstance(value, list) else [value])
+
+    def _value(self, start: int, end: int, opening: bytes) -> Any:
+        """Returns the JSON value of a part of the file; raises ValueError if it is none."""
+        if end - start <= _MAX_ARRAY_BYTES:
+            return parse_json(self._read(start, end))
+        if opening == b"{":
+            raise ValueError("it is too large to be one object")
+        raise InputReadError(
+            f"{self.path} begins like one JSON array, of {end - start:,} bytes; arrays are read up "
+            f"to {_MAX_ARRAY_BYTES:,}: convert it to JSON lines, for example with `jq -c '.[]'`"
+        )
+
+
+def _as_lines(values: list[Any]) -> list[bytes]:
+    return [json.dumps(value).encode() for value in values]
 
 
 def file_fingerprint(path: str) -> tuple[str, int, int]:

@@ -185,6 +185,8 @@ def matching_files(paths: str | Sequence[str]) -> list[str]:
 
     Args:
         paths: Files and glob patterns (`**` for any folders). The matches of a pattern are sorted.
+            Folders and files that exist by the very name are meant before those that match it, such
+            as a folder `data [2024]`.
 
     Raises InputReadError if one of them matches no file.
     """
@@ -196,11 +198,27 @@ def matching_files(paths: str | Sequence[str]) -> list[str]:
         if os.path.isfile(pattern):
             found.append(pattern)
             continue
-        matches = sorted(p for p in glob.glob(pattern, recursive=True) if os.path.isfile(p))
+        matches = _matches(pattern)
         if not matches:
             raise InputReadError(_no_match(pattern))
         found += matches
     return list(dict.fromkeys(found))
+
+
+def _matches(pattern: str) -> list[str]:
+    parts = pattern.split("/")
+    length = len(parts) - 1
+    while length and not os.path.isdir("/".join(parts[:length]) or "/"):
+        length -= 1
+    folder = "".join(f"{part}/" for part in parts[:length])
+    rest = "/".join(parts[length:])
+    # Brackets may also be part of a file's name, next to a star.
+    for below in (rest, rest.replace("[", "[[]")):
+        found = glob.glob(glob.escape(folder) + below, recursive=True)
+        files = sorted(path for path in found if os.path.isfile(path))
+        if files:
+            return files
+    return []
 
 
 def _no_match(pattern: str) -> str:

@@ -306,7 +306,7 @@ def as_tokenizer(tokenizer: ConfigOr[Tokenizer] | str) -> Tokenizer:
     if not isinstance(tokenizer, str):
         return maybe_instantiate(tokenizer)
     kinds: dict[str, Any] = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
-    kind = kinds.get(os.path.splitext(tokenizer)[1])
+    kind = kinds.get(os.path.splitext(tokenizer)[1].lower())
     if kind is not None:
         return kind(tokenizer)
     raise TokenizerError(

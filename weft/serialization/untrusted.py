@@ -5,6 +5,7 @@ error: a FIFO or device is refused instead of waited for, JSON nested too deeply
 and printed text loses terminal control characters.
 """
 
+import codecs
 import datetime
 import json
 import math
@@ -226,6 +227,9 @@ def invalid_text_reason(data: bytes) -> str | None:
                 f"unpack it first, for example with `{program}`" if program else "extract its text"
             )
             return f"is not text: {kind} data begins at byte 0; {fix}, or leave the file out"
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        fix = "convert it, for example with `iconv -f UTF-16 -t UTF-8`"
+        return f"is not text in UTF-8, but in UTF-16; {fix}, or leave the file out"
     if (at := data.find(b"\0")) >= 0:
         return f"is not text: byte {at:,} is 0, as in binary files; leave the file out"
     try:
