@@ -186,7 +186,7 @@ class JsonLinesFile(LineFile):
             return None
         try:
             first = self._value(start, end, opening)
-        except ValueError:  # it goes on in the next line
+        except ValueError:  # the first line is a part of it
             return self._of_several_lines(start, opening)
         is_array = isinstance(first, list) and all(isinstance(x, dict) for x in first)
         return _as_lines(first) if is_array and first and len(bounds) == 1 else None
