@@ -13,7 +13,9 @@ from weft.cli import main
 from weft.cli.configs import load_config
 from weft.cli.train import program, run, split_arguments
 from weft.trainer.display import make_display
+from weft.trainer.report.recorder import RunRecorder
 from weft.trainer.run_dir import claim_run_dir
+from weft.trainer.summary_writer.files import read_json_lines
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -116,6 +118,43 @@ def test_finished_run_prints_to_an_output_of_ascii(run_dir, monkeypatch):
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, encoding="ascii"))
     assert main([*TINY, "dir=run"]) == 0
     assert rb"devices    1 \xd7 " in output.getvalue()
+
+
+def test_end_of_a_saved_run_does_not_fail_for_its_records(run_dir, monkeypatch, capsys, caplog):
+    """The exit code says whether the last step is saved, whatever happens to what is shown."""
+    on_end = RunRecorder.on_end
+
+    def damaging(recorder, step, reason):
+        (run_dir / "run.json").write_text('{"starts": 7', encoding="utf-8")
+        summaries = run_dir / "summaries" / "train_train" / "summaries.jsonl"
+        with open(summaries, "ab") as file:
+            file.write(b"\0" * 100 + b"\nnot JSON\n")
+        (run_dir / "report.html").unlink()
+        (run_dir / "report.html").mkdir()
+        on_end(recorder, step, reason)
+
+    monkeypatch.setattr(RunRecorder, "on_end", damaging)
+    monkeypatch.setattr("weft.cli.trained_models.generate", lambda *args, **kwargs: 1 / 0)
+    assert main([*TINY, "dir=run", "max_step=61"]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+    for what in (
+        "the record of the run cannot be written: ",
+        "the report of the run cannot be written: ",
+        "no text of the model can be shown: ZeroDivisionError: division by zero",
+    ):
+        assert what in caplog.text
+    assert (run_dir / "checkpoints" / "step_00000061").is_dir()
+
+    # The next start says what is wrong with the record; of the summaries only the damage is lost.
+    monkeypatch.undo()
+    monkeypatch.chdir(run_dir.parent)
+    shutil.rmtree(run_dir / "report.html")
+    (run_dir / "run.json").unlink()
+    assert main([*TINY, "dir=run", "max_step=62"]) == 0
+    assert "summaries.jsonl ends in 110 bytes that are damaged" in caplog.text
+    assert "run.json is empty or missing, as after a power loss. It is begun again" in caplog.text
+    steps = {line["step"] for line in read_json_lines(str(run_dir / "summaries/train_train"))}
+    assert {60, 61} <= steps
 
 
 def test_run_directory_names_a_config(run_dir, capsys):

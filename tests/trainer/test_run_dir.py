@@ -24,6 +24,7 @@ from weft.trainer.run_dir import (
     find_fields,
     free_dir,
     read_record,
+    schedule_steps,
     update_record,
 )
 
@@ -192,6 +193,58 @@ def test_large_files_are_compared_by_size_and_parts(tmp_path, monkeypatch):
         assert files_record([str(file)])["sha256"] != before["sha256"]
     file.write_bytes(large)
     assert files_record([str(file)]) == before
+
+
+def lose(path, how):
+    if how == "removed":
+        path.unlink()
+    else:
+        path.write_bytes(b"" if how == "emptied" else bytes(300))
+
+
+@pytest.mark.parametrize("how", ["emptied", "removed", "zeros"])
+def test_lost_config_is_written_again_from_its_copy(tmp_path, caplog, how):
+    claim_and_save(run_config(tmp_path))
+    text = (tmp_path / CONFIG_FILE).read_text(encoding="utf-8")
+    lose(tmp_path / CONFIG_FILE, how)
+    with pytest.raises(RunDirError, match="width: 4 → 8"):
+        claim_run_dir(run_config(tmp_path, width=8))
+    assert claim_run_dir(run_config(tmp_path))
+    assert (tmp_path / CONFIG_FILE).read_text(encoding="utf-8") == text
+    assert f"{CONFIG_FILE} is empty or missing, as after a power loss. It is written" in caplog.text
+    assert "compared with its copy in run.json" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["emptied", "removed", "zeros"])
+def test_lost_record_is_begun_again(tmp_path, caplog, how):
+    claim_and_save(run_config(tmp_path))
+    lose(tmp_path / "run.json", how)
+    with pytest.raises(RunDirError, match="width: 4 → 8"):
+        claim_run_dir(run_config(tmp_path, width=8))
+    assert claim_run_dir(run_config(tmp_path)) and len(read_record(str(tmp_path))["starts"]) == 1
+    assert "run.json is empty or missing, as after a power loss. It is begun again" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["emptied", "zeros"])
+def test_run_that_lost_both_continues_and_says_so(tmp_path, caplog, how):
+    claim_and_save(run_config(tmp_path))
+    lose(tmp_path / CONFIG_FILE, how)
+    lose(tmp_path / "run.json", how)
+    assert claim_run_dir(run_config(tmp_path))
+    assert "the given config cannot be compared with it" in caplog.text
+    assert (tmp_path / CONFIG_FILE).stat().st_size and read_record(str(tmp_path))["starts"]
+
+
+def test_lost_record_keeps_the_length_of_schedules(tmp_path, caplog):
+    cfg = lm_tiny().set(dir=str(tmp_path), max_step=20)
+    assert schedule_steps(cfg) == 20
+    claim_and_save(cfg)
+    lose(tmp_path / "run.json", "emptied")
+    longer = cfg.clone(max_step=40)
+    assert schedule_steps(longer) == 20  # of the curve that the checkpoint belongs to
+    claim_run_dir(longer)
+    assert "the learner's schedules are taken to have 20 steps" in caplog.text
+    assert schedule_steps(longer.clone(max_step=80)) == 20
 
 
 def test_checkpoints_of_unknown_run_are_kept(tmp_path):

@@ -106,7 +106,7 @@ def run_config(
     recipe = recipe if directory == name else name
     run_dir.check_places(directory)
     path = Path(directory, run_dir.CONFIG_FILE)
-    if not path.is_file():
+    if not run_dir.was_started(directory):
         what = "has no run in it" if Path(directory).is_dir() else "is not a directory"
         raise CommandLineError(
             f"{directory!r} {what}: there is no {path}. Name the directory of a run, the value "

@@ -25,6 +25,7 @@ from weft.launch.job import STOPPED_EXIT_CODE, Job
 from weft.trainer import SpmdTrainer, compilation, has_ended, run_dir
 from weft.trainer.display import Display, make_display, metric_texts
 from weft.trainer.report.page import write_report
+from weft.trainer.report.recorder import errors_logged
 from weft.trainer.run_lock import RunLock, move_aside, run_lock
 
 _SAMPLE_TOKENS = 256
@@ -186,10 +187,13 @@ def _conclude(
     stopped = not has_ended(reason)
     if not stopped:
         _compare_with_baselines(display, baselines)
-        facts["samples"] = _sample(trainer, display, step)
+        with errors_logged("no text of the model can be shown"):
+            facts["samples"] = _sample(trainer, display, step)
     if jax.process_index() == 0:
-        run_dir.update_record(cfg.dir, **facts)
-        write_report(cfg.dir)
+        with errors_logged("the record of the run cannot be written"):
+            run_dir.update_record(cfg.dir, **facts)
+        with errors_logged("the report of the run cannot be written"):
+            write_report(cfg.dir)
     commands = _next_commands(cfg, arguments, stopped=stopped, is_saved=display.is_saved)
     display.print_line("\n" + "\n".join(commands))
     return _stopped_code(reason) if stopped else 0

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 
 from weft.config import Configurable
-from weft.errors import ProfilerTraceError, ThroughputError
+from weft.errors import ProfilerTraceError, RunDirError, ThroughputError
 from weft.hierarchy.module import Module, functional
 from weft.trainer.optimizers.base import leaves_by_path, path_name
 from weft.trainer.run_dir import read_record, update_record
@@ -292,10 +292,11 @@ class Throughput(Configurable):
         self._read(step)
         if jax.process_index():
             return
-        marks = read_record(self._directory).get(_RECORD, [])
-        marks = [mark for mark in marks if mark["step"] < step][-_MAX_MARKS:]
-        marks.append({"step": step, "productive_seconds": round(self._productive, 3)})
-        with contextlib.suppress(OSError):  # a full disk does not end training
+        # Neither a full disk nor a damaged record ends training.
+        with contextlib.suppress(OSError, RunDirError):
+            marks = read_record(self._directory).get(_RECORD, [])
+            marks = [mark for mark in marks if mark["step"] < step][-_MAX_MARKS:]
+            marks.append({"step": step, "productive_seconds": round(self._productive, 3)})
             update_record(self._directory, **{_RECORD: marks})
 
     def _utilization(

@@ -1,8 +1,11 @@
 """Record of a run in its directory: config, data, and starts.
 
     config.txt    the config, as text that `weft.config.from_text` reads
-    run.json      the recipe, the corpus and its hash, the length of schedules, notes, and for each
-                  start: time, versions, devices
+    run.json      the recipe, the data and its digest, the length of schedules, notes, for each
+                  start: time, versions, devices; and a copy of the config
+
+If one of them is lost, as in a power loss on some disks, the run continues with what the other one
+has, and says so.
 
 A directory with a checkpoint belongs to the config that trained it. Fields that determine the
 resulting bits (model, learner, data, seed) must be the same at each start; duration, location and
@@ -25,10 +28,12 @@ import ast
 import contextlib
 import datetime
 import difflib
+import errno
 import hashlib
 import hmac
 import itertools
 import json
+import logging
 import math
 import os
 import platform
@@ -47,10 +52,12 @@ from weft.errors import ConfigError, InputReadError, RunDirError, ScheduleError
 from weft.input.data_files import files_record
 from weft.input.records import matching_files
 from weft.serialization.directory import Directory
-from weft.serialization.untrusted import check_json
+from weft.serialization.untrusted import check_json, parse_json
 from weft.trainer.checkpointer.dirs import check_name, has_checkpoint
 from weft.trainer.schedule import as_schedule_fn
 from weft.trainer.trainer_config_modifier import find_values, outermost
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.txt"
 RECORD_FILE = "run.json"
@@ -60,7 +67,7 @@ TRACES_DIR = "trace"
 MAX_CONFIG_BYTES = 2**22
 """How large the text of a config may be."""
 _MAX_RECORD_BYTES = 2**26
-_SIGNATURE, _SCHEDULE_STEPS = "signature", "schedule_steps"
+_SIGNATURE, _SCHEDULE_STEPS, _CONFIG_COPY = "signature", "schedule_steps", "config"
 _KEY_BYTES = 32
 _LENGTH, _RATE = "max_step", "learning_rate"
 
@@ -87,12 +94,11 @@ def check_run_dir(cfg: ConfigBase) -> None:
     """
     check_writable(Path(cfg.dir))
     check_places(cfg.dir)
-    directory = Directory(cfg.dir)
-    if not has_checkpoint(directory.full_path(CHECKPOINTS_DIR)):
+    if not has_checkpoint(os.path.join(cfg.dir, CHECKPOINTS_DIR)):
         return
     free = free_dir(cfg.dir)
     other = f"Choose another directory, such as dir={free!r}"
-    if not directory.has_file(CONFIG_FILE):
+    if not was_started(cfg.dir):
         raise RunDirError(
             f"dir={cfg.dir!r} holds checkpoints of an unknown run: there is no {CONFIG_FILE}. "
             f"{other}.",
@@ -125,24 +131,65 @@ def claim_run_dir(cfg: ConfigBase, recipe: Mapping[str, Any] | None = None) -> b
     """
     check_run_dir(cfg)
     directory = Directory(cfg.dir)
-    started_before = directory.has_file(CONFIG_FILE)
+    started_before = was_started(cfg.dir)
     if jax.process_index():
         return started_before
     try:
         os.makedirs(cfg.dir, exist_ok=True)
         text = to_text(cfg) + "\n"
+        if started_before:
+            _say_what_is_lost(cfg)
         if started_before and changes_of_run(cfg.dir, cfg):
             with contextlib.suppress(FileNotFoundError):  # of a run that saved nothing
                 directory.remove(RECORD_FILE)
-        directory.write(CONFIG_FILE, text)
         starts = [*read_record(cfg.dir).get("starts", []), environment()]
-        values = {} if recipe is None else {"recipe": signed(recipe, text)}
+        values: dict[str, Any] = {} if recipe is None else {"recipe": signed(recipe, text)}
         if _unset(cfg):
             values[_SCHEDULE_STEPS] = schedule_steps(cfg)
-        update_record(cfg.dir, corpora=data_records(cfg), starts=starts, **values)
+        directory.write(CONFIG_FILE, text)
+        values |= {"corpora": data_records(cfg), "starts": starts, _CONFIG_COPY: text}
+        update_record(cfg.dir, **values)
     except OSError as error:
         raise unwritable_error(Path(cfg.dir), error) from error
     return started_before
+
+
+def was_started(directory: str) -> bool:
+    """Returns whether a run has left its config or its record in a directory."""
+    run = Directory(directory)
+    return os.path.isdir(directory) and (run.has_file(CONFIG_FILE) or run.has_file(RECORD_FILE))
+
+
+def _say_what_is_lost(cfg: ConfigBase) -> None:
+    """Logs what a power loss has emptied or removed, and what is used instead."""
+    texts = {CONFIG_FILE: _read_or_empty(cfg.dir, CONFIG_FILE, MAX_CONFIG_BYTES)}
+    texts[RECORD_FILE] = _read_or_empty(cfg.dir, RECORD_FILE, _MAX_RECORD_BYTES)
+    instead = {
+        CONFIG_FILE: f"It is written again, and compared with its copy in {RECORD_FILE}",
+        RECORD_FILE: "It is begun again, without earlier starts and digests of the data",
+    }
+    if _CONFIG_COPY not in read_record(cfg.dir):
+        instead[CONFIG_FILE] = (
+            "It is written again, and the given config cannot be compared with it"
+        )
+    if _unset(cfg):
+        steps = schedule_steps(cfg)
+        instead[RECORD_FILE] += f"; the learner's schedules are taken to have {steps} steps"
+    for name, text in texts.items():
+        if not text:
+            path = os.path.join(cfg.dir, name)
+            logger.warning(
+                "%s is empty or missing, as after a power loss. %s.", path, instead[name]
+            )
+
+
+def _read_or_empty(directory: str, name: str, at_most: int) -> bytes:
+    """Returns the contents of a file, nothing if it is missing or was never written to the disk."""
+    try:
+        data = Directory(directory).read_bytes(name, at_most=at_most)
+    except FileNotFoundError:
+        return b""
+    return data if data.strip(b"\0 \t\r\n") else b""
 
 
 def check_places(directory: str) -> None:
@@ -175,24 +222,34 @@ _RECORD_FORM = {
     "end?": (None, {"step": int, "reason": str}),
     "samples?": [{"step": int, "prompt": str, "text": str}],
     "baselines?": {str: {"nats_per_token": float, "bits_per_byte": float}},
+    _CONFIG_COPY + "?": str,
     "goodput?": [{"step": int, "productive_seconds": float}],
 }
 
 
 def read_config(directory: str) -> str:
-    """Returns the text of a run's config; raises an OSError if it cannot be read."""
-    return Directory(directory).read_text(CONFIG_FILE, at_most=MAX_CONFIG_BYTES)
+    """Returns the text of a run's config, from its copy if it is lost.
+
+    Raises FileNotFoundError if there is neither, another OSError if it cannot be read.
+    """
+    run = Directory(directory)
+    if _read_or_empty(directory, CONFIG_FILE, MAX_CONFIG_BYTES):
+        return run.read_text(CONFIG_FILE, at_most=MAX_CONFIG_BYTES)
+    copy = read_record(directory).get(_CONFIG_COPY)
+    if copy is None:
+        why = f"empty or missing, and there is no copy of it in {RECORD_FILE}"
+        raise FileNotFoundError(errno.ENOENT, why, run.full_path(CONFIG_FILE))
+    return copy
 
 
 def read_record(directory: str) -> dict[str, Any]:
-    """Returns the contents of `run.json`, {} if missing; raises a RunDirError if damaged."""
+    """Returns the contents of `run.json`, {} if lost; raises a RunDirError if damaged."""
     run = Directory(directory)
     try:
-        record = run.read_json(RECORD_FILE, at_most=_MAX_RECORD_BYTES)
+        data = _read_or_empty(directory, RECORD_FILE, _MAX_RECORD_BYTES)
+        record = parse_json(data) if data else {}
         check_json(record, _RECORD_FORM)
         return record
-    except FileNotFoundError:
-        return {}
     except (OSError, ValueError) as error:
         raise RunDirError(
             f"{run.full_path(RECORD_FILE)} cannot be read: {error}. It is only a record; move it "
@@ -275,6 +332,8 @@ def changes_of_run(directory: str, cfg: ConfigBase) -> list[str]:
     path = os.path.join(directory, CONFIG_FILE)
     try:
         text = read_config(directory)
+    except FileNotFoundError:  # lost
+        return []
     except OSError as error:
         raise RunDirError(f"{path} cannot be read: {error}. Choose another directory.") from error
     if text == to_text(cfg) + "\n":
@@ -299,15 +358,21 @@ def _may_change(path: str) -> bool:
 
 def _field_texts(text: str) -> dict[str, str]:
     try:
-        call = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:
+        texts = _keywords(text)
+    except ValueError:
         return {"config": text}
+    return {name: value for name, value in texts.items() if name not in MAY_CHANGE}
+
+
+def _keywords(text: str) -> dict[str, str]:
+    """Returns the texts of a config's fields by name; raises a ValueError for another text."""
+    text = text.strip()
+    try:
+        call = ast.parse(text, mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"the text holds no config: {error}") from error
     keywords = call.keywords if isinstance(call, ast.Call) else ()
-    return {
-        str(k.arg): ast.get_source_segment(text, k.value) or ""
-        for k in keywords
-        if k.arg not in MAY_CHANGE
-    }
+    return {str(k.arg): ast.get_source_segment(text, k.value) or "" for k in keywords}
 
 
 def _changed_lines(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
@@ -432,7 +497,15 @@ def learner_config(cfg: ConfigBase) -> Any:
 def schedule_steps(cfg: ConfigBase) -> Any:
     """Returns the length of the schedules of a run that set none: `max_step` at its first start."""
     if has_checkpoint(os.path.join(cfg.dir, CHECKPOINTS_DIR)):
-        return read_record(cfg.dir).get(_SCHEDULE_STEPS, cfg.max_step)
+        return read_record(cfg.dir).get(_SCHEDULE_STEPS, _written_max_step(cfg))
+    return cfg.max_step
+
+
+def _written_max_step(cfg: ConfigBase) -> Any:
+    """Returns the `max_step` of the last start, or else that of the config."""
+    with contextlib.suppress(OSError, ValueError):
+        written = _keywords(read_config(cfg.dir)).get("max_step", "")
+        return ast.literal_eval(written)
     return cfg.max_step
 
 

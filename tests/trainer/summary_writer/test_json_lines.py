@@ -93,6 +93,32 @@ def test_truncated_first_line(tmp_path):
     assert [record["step"] for record in read_json_lines(str(tmp_path))] == [2]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [b"\0" * 50 + b"\n", b"\xff{\n{]\n", b"\0\n\0\n\0\n"],
+    ids=["zeros", "no JSON", "several"],
+)
+def test_damaged_tail_is_left_out_and_then_removed(tmp_path, caplog, damage):
+    make(tmp_path)(1, {"a": 1.0})
+    path = tmp_path / "summaries.jsonl"
+    path.write_bytes(path.read_bytes() + damage)
+    assert [line["step"] for line in read_json_lines(str(tmp_path))] == [1]
+    assert "summaries.jsonl, line 2 cannot be read: " in caplog.text
+    assert "This line and those after it are left out." in caplog.text
+    make(tmp_path)(2, {"a": 1.0})
+    assert f"ends in {len(damage)} bytes that are damaged. They are removed." in caplog.text
+    assert [line["step"] for line in read_json_lines(str(tmp_path))] == [1, 2]
+    assert b"\0" not in path.read_bytes()
+
+
+def test_damage_before_other_lines_is_an_error(tmp_path):
+    make(tmp_path)(1, {"a": 1.0})
+    path = tmp_path / "summaries.jsonl"
+    path.write_bytes(b"\0\n" + path.read_bytes())
+    with pytest.raises(RunDirError, match=r"line 1 cannot be read: .* Remove the line"):
+        read_json_lines(str(tmp_path))
+
+
 def test_full_disk_only_loses_lines(tmp_path, caplog, files_limited_to):
     writer = make(tmp_path)
     writer(1, {"loss": 1.0})

@@ -10,6 +10,7 @@ from typing import IO, Any, cast
 import jax
 from rich.console import Console
 
+from weft.errors import WeftError
 from weft.trainer.display import Display, make_display, parameter_sizes
 from weft.trainer.progress import RunListener, RunListeners
 from weft.trainer.report.page import write_report
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 class RunRecorder(RunListener):
     """Listener that records the size of the model, and how the run ended, in its directory.
 
-    A full disk does not end the run.
+    Neither a full disk nor a damaged file of the record or the summaries ends the run.
     """
 
     def __init__(self, directory: str):
@@ -46,19 +47,22 @@ class RunRecorder(RunListener):
 
     def write_report(self) -> str | None:
         """Writes the report of the run and returns its path, None if it cannot be written."""
-        with self._errors_logged():
+        with errors_logged("the report of the run cannot be written"):
             return str(write_report(self._directory))
 
     def _update(self, **values: object) -> None:
-        with self._errors_logged():
+        with errors_logged("the record of the run cannot be written"):
             update_record(self._directory, **values)
 
-    @contextlib.contextmanager
-    def _errors_logged(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            logger.warning("the record and report of the run cannot be written: %s", error)
+
+@contextlib.contextmanager
+def errors_logged(what: str) -> Iterator[None]:
+    """Logs an error of what follows the steps of a run: its last checkpoint is saved by then."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, OSError | WeftError) else f"{type(error).__name__}: "
+        logger.warning("%s: %s%s", what, kind, error)
 
 
 class _Stderr:

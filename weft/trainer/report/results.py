@@ -6,6 +6,7 @@ be read at any time, also during the run.
 
 import ast
 import bisect
+import contextlib
 import dataclasses
 import datetime
 import itertools
@@ -97,7 +98,9 @@ def read_results(directory: str) -> Results:
     """
     run = Directory(directory)
     run_dir.check_places(directory)
-    config = run_dir.read_config(directory) if run.has_file(run_dir.CONFIG_FILE) else ""
+    config = ""
+    with contextlib.suppress(FileNotFoundError):  # lost, or the directory of another program
+        config = run_dir.read_config(directory)
     record = run_dir.read_record(directory)
     curves: dict[str, Curves] = {}
     times = []

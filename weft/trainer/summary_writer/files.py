@@ -34,6 +34,8 @@ from weft.trainer.summary_writer import event_file
 from weft.trainer.summary_writer.base import CheckpointerAction, PeriodicWriter, processor_zero_only
 from weft.typing import Nested
 
+logger = logging.getLogger(__name__)
+
 _DEFAULT_FLUSH_SECONDS = 120.0
 
 
@@ -174,6 +176,10 @@ class JsonLinesWriter(PeriodicWriter):
 
     Config = PeriodicWriter.Config
 
+    def __init__(self, cfg: PeriodicWriter.Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._has_appended = False
+
     @processor_zero_only
     def __call__(self, step: int, values: dict[str, Any]) -> None:
         summaries = self._due(step, values)
@@ -183,8 +189,7 @@ class JsonLinesWriter(PeriodicWriter):
         }
         if fields["arrays"] and len(json.dumps(fields["arrays"])) > _MAX_ARRAYS_BYTES:
             names = ", ".join(fields.pop("arrays"))
-            log = logging.getLogger(__name__)
-            log.warning("The arrays of step %d are too large for a line: %s.", step, names)
+            logger.warning("The arrays of step %d are too large for a line: %s.", step, names)
         if any(fields.values()):
             self._append(step, **{name: field for name, field in fields.items() if field})
 
@@ -210,7 +215,10 @@ class JsonLinesWriter(PeriodicWriter):
             with directory.open_to_append(JSON_LINES_FILE) as file:
                 if not _drop_partial_line(file):
                     raise directory.refusal(JSON_LINES_FILE, "ends in no line")
+                if not self._has_appended:
+                    _drop_damaged_lines(file, directory.full_path(JSON_LINES_FILE))
                 file.write(line.encode() + b"\n")
+            self._has_appended = True
 
 
 _MAX_FILE_BYTES, _MAX_LINE_BYTES, _MAX_ARRAYS_BYTES = 2**30, 2**24, 2**23
@@ -253,33 +261,73 @@ def _drop_partial_line(file: BinaryIO) -> bool:
     return True
 
 
+def _drop_damaged_lines(file: BinaryIO, path: str) -> None:
+    """Truncates last lines that are not JSON, left by a crash of the machine."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _MAX_LINE_BYTES))
+    lines = file.read(_MAX_LINE_BYTES).splitlines(keepends=True)
+    if size > _MAX_LINE_BYTES:
+        del lines[0]  # its start is missing
+    end = size
+    while lines and not _is_json(lines[-1]):
+        end -= len(lines.pop())
+    if end < size:
+        logger.warning("%s ends in %d bytes that are damaged. They are removed.", path, size - end)
+        file.truncate(end)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        parse_json(line)
+    except ValueError:
+        return False
+    return True
+
+
 def read_json_lines(path: str) -> list[dict[str, Any]]:
     """Returns the lines of a `JsonLinesWriter`'s file or directory, except voided ones.
 
-    Raises RunDirError if a line is not one that the writer writes, and an OSError if the file
+    Last lines that are not JSON, as a crash of the machine leaves them, are reported and left out.
+
+    Raises RunDirError if another line is not one that the writer writes, and an OSError if the file
     cannot be read; FileRefusedError if it is a link, no regular file, or larger than 1 GiB.
     """
     folder, name = (path, JSON_LINES_FILE) if os.path.isdir(path) else os.path.split(path)
     records: list[dict[str, Any]] = []
+    damage: RunDirError | None = None
     with Directory(folder or os.curdir).open(name, at_most=_MAX_FILE_BYTES) as file:
         for number in itertools.count(1):
             line = file.readline(_MAX_LINE_BYTES)
             if not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES:
                 break
-            record = _parse_line(line, f"{os.path.join(folder, name)}, line {number}")
+            where = f"{os.path.join(folder, name)}, line {number}"
+            try:
+                record = _parse_line(line)
+            except ValueError as error:
+                damage = damage or _line_error(where, error)
+                continue
+            if damage is not None:
+                raise damage
+            _check_line(record, where)
             if record.get("checkpoint", {}).get("action") == CheckpointerAction.RESTORE.value:
                 records = [r for r in records if r["step"] <= record["step"]]
             values = record.get("values", {})
             values.update({k: float(v) for k, v in values.items() if v in ("nan", "inf", "-inf")})
             records.append(record)
+    if damage is not None:
+        logger.warning("%s This line and those after it are left out.", damage)
     return records
 
 
-def _parse_line(line: bytes, where: str) -> dict[str, Any]:
+def _parse_line(line: bytes) -> Any:
+    if not line.endswith(b"\n"):
+        raise ValueError(f"it has more than {_MAX_LINE_BYTES:,} bytes")
+    return parse_json(line)
+
+
+def _check_line(record: Any, where: str) -> None:
+    """Raises a RunDirError unless a line is one that the writer writes; makes arrays of lists."""
     try:
-        if not line.endswith(b"\n"):
-            raise ValueError(f"it has more than {_MAX_LINE_BYTES:,} bytes")
-        record = parse_json(line)
         check_json(record, _LINE_FORM)
         if not 0 <= record["time"] <= MAX_COUNT:
             raise ValueError(f"time is {record['time']!r}; expected seconds since 1970")
@@ -287,5 +335,8 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
         arrays = record.get("arrays", {})
         arrays.update({name: np.array(value, float) for name, value in arrays.items()})
     except (TypeError, ValueError) as error:
-        raise RunDirError(f"{where} cannot be read: {error}. Remove the line.") from error
-    return record
+        raise _line_error(where, error) from error
+
+
+def _line_error(where: str, why: object) -> RunDirError:
+    return RunDirError(f"{where} cannot be read: {why}. Remove the line.")
