@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -57,7 +57,6 @@ class _TracedBranch:
         state: all entries of each group after the branch.
         created_at, state_at: the numbers in `created` and in `state` by path.
         changed: paths of changed entries.
-        kept: paths of created entries that are unchanged since.
         end: the groups after the branch, without arrays.
     """
 
@@ -66,7 +65,6 @@ class _TracedBranch:
         self.static: Static = Static(None)
         self.end: list[Any] = []
         self.changed: list[Any] = []
-        self.kept: set[Any] = set()
 
         def of_values(values: list[Any]) -> tuple[Any, ...]:
             inside = units.with_values(values)
@@ -77,7 +75,6 @@ class _TracedBranch:
             before = _by_path([before for before, _, _ in of_groups])
             after = _by_path(whole)
             self.changed = [p for p, x in after.items() if before.get(p) is not x]
-            self.kept = {p for p, x in _by_path(made).items() if after.get(p) is x}
             self.static, self.end = results.static, state_creation.collected_groups(results)
             return made, whole, results.packed
 
@@ -87,6 +84,16 @@ class _TracedBranch:
         numbers = jax.tree.map(lambda _: next(count), self.shapes)
         self.created, self.state, self.returned = numbers
         self.created_at, self.state_at = _by_path(self.created), _by_path(self.state)
+
+    def keeps(self, path: Hashable) -> bool:
+        """Returns whether a created entry has its initial value after the branch.
+
+        The traces are compared: each result of a `jit`, such as that of an inner switch, is a value
+        of its own.
+        """
+        if path not in self.state_at:
+            return False
+        return self.traced.is_like(self.created_at[path], self.traced, self.state_at[path])
 
     def leaves(self, values: list[Any]) -> list[Any]:
         """Returns the results of the trace."""
@@ -115,7 +122,9 @@ def _run_switch(
     }
     initial = _initial_values(traced, units.values, first, fixed)
     chosen_first = [path for path in first if path not in fixed]
-    chosen = [p for p in changed if p not in fixed or any(p not in of.kept for of in fixed[p])]
+    chosen = [
+        p for p in changed if p not in fixed or not all(branch.keeps(p) for branch in fixed[p])
+    ]
 
     def one(branch: _TracedBranch) -> Callable[[list[Any], list[Any]], Any]:
         def of_values(values: list[Any], initial: list[Any]) -> Any:

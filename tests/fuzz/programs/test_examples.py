@@ -62,6 +62,23 @@ EXAMPLES = {
             roles=(("params", None), ("st", 0), ("cache", None)),
         ),
     ),
+    "vmap of a cond by the index, around a cond and what all share": (
+        Level(
+            "vmap",
+            Block(
+                (
+                    Level(
+                        "cond",
+                        Block((Level("cond", Block((Use("cache", "c"),)), others=(Block(),)),)),
+                        taken=None,
+                        others=(Block(),),
+                    ),
+                )
+            ),
+            scope="a",
+            roles=(("params", None), ("st", 0), ("cache", None)),
+        ),
+    ),
     # Bodies were traced 2 ** d times.
     "three scans that carry what is made": (
         scan("carry", scan("carry", scan("carry", COUNT, scope="c"), scope="b")),
