@@ -6,11 +6,22 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tests.parity.nnx_transforms import GRAPH, TREE, VALUES, Programs, X, models, same, same_error
+from tests.parity.nnx_transforms import (
+    GRAPH,
+    TREE,
+    VALUES,
+    Programs,
+    X,
+    described,
+    models,
+    same,
+    same_error,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 program, error = Programs(), Programs()
+MESH = Mesh(np.array(jax.devices()[:2]), ("x",))
 
 
 @program()
@@ -141,6 +152,93 @@ def donated_models(nnx, **mode):
     f = nnx.jit(lambda model, x: model(x), donate_argnums=0, **mode)
     results = [f(model, 2.0), f(model, 3.0)]
     return results, model, [x.is_deleted() for x in before]
+
+
+def _in_each_transformation(nnx, f, mode):
+    """Returns the results of a function of one number in transformations."""
+    two = jnp.arange(2.0)
+    return [
+        nnx.jit(f, **mode)(2.0),
+        nnx.vmap(f, **mode)(two),
+        nnx.remat(f, **mode)(two),
+        nnx.scan(f, in_axes=0, out_axes=0, **mode)(two),
+        nnx.cond(True, f, f, 2.0, **mode),
+        nnx.eval_shape(f, 2.0, **mode),
+    ]
+
+
+@program(GRAPH, VALUES)
+def new_objects_at_several_places_of_the_result(nnx, **mode):
+    space = models(nnx)
+
+    def modules(x):
+        pair, other = space.Pair(x), space.Pair(2 * x)
+        other.w = pair.w
+        return pair, {"again": pair, "part": nnx.Dict(p=pair), "shares_w": other}
+
+    def variables(x):
+        n = nnx.BatchStat(jnp.asarray(x))
+        return n, [n]
+
+    found = [_in_each_transformation(nnx, f, mode) for f in (modules, variables)]
+    same = [[pair is rest["again"], pair.w is rest["shares_w"].w] for pair, rest in found[0]]
+    return [*map(described, (one for of in found for one in of))], same
+
+
+@program()
+def arguments_without_variables_among_the_results(nnx, **mode):
+    def f(point, x):
+        point.a = point.a + x
+        return point, {"doubled": point.a * 2}
+
+    both = []
+    for run in (
+        nnx.jit(f, **mode),
+        nnx.vmap(f, in_axes=(0, 0), **mode),
+        nnx.remat(f, **mode),
+        lambda point, x: nnx.cond(True, f, f, point, x, **mode),
+    ):
+        point = models(nnx).Holder(a=jnp.arange(2.0), k="static")
+        new, rest = run(point, jnp.ones(2))
+        both.append((new, rest, point.a * 1, new is point))
+    return both
+
+
+@program()
+def shardings_beside_static_arguments(nnx, **mode):
+    halves, whole = (NamedSharding(MESH, spec) for spec in (PartitionSpec("x"), PartitionSpec()))
+    x = jnp.arange(8.0)
+    f = lambda a, b, k: a + b * k  # noqa: E731
+    results = []
+    for static, given in (
+        ({"static_argnums": 2}, (halves, whole)),
+        ({"static_argnums": -1}, [whole, halves]),
+        ({"static_argnames": "k"}, (halves, whole)),
+        ({"static_argnums": (2,)}, halves),
+        ({"static_argnames": "k", "donate_argnums": 1, "out_shardings": whole}, (halves, halves)),
+    ):
+        y = nnx.jit(f, in_shardings=given, **static, **mode)(x, x + 1, 3)
+        results.append((y, y.sharding.spec))
+    between = nnx.jit(
+        lambda a, k, b: a + b * k, static_argnums=1, in_shardings=(halves, whole), **mode
+    )
+    y = between(x, 3, x)
+    return results, y, y.sharding.spec
+
+
+@program(GRAPH)
+def shardings_of_parts_beside_static_arguments(nnx, **mode):
+    halves, whole = (NamedSharding(MESH, spec) for spec in (PartitionSpec("x"), PartitionSpec()))
+    model = models(nnx).Pair(jnp.ones(8))
+
+    def f(model, k, x):
+        model.w[...] = model.w * k + x
+        return model(x)
+
+    parts = nnx.StateSharding({nnx.Param: halves, ...: whole})
+    g = nnx.jit(f, static_argnums=1, in_shardings=(parts, halves), donate_argnums=0, **mode)
+    y = g(model, 2, jnp.arange(8.0))
+    return y, model, [x.sharding.spec for x in (y, model.w.get_value(), model.n.get_value())]
 
 
 @program()

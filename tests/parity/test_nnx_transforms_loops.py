@@ -385,6 +385,114 @@ def test_programs(program, mode):
     same(program, mode)
 
 
+@program(GRAPH, VALUES, TREE)
+def arrays_in_attributes_of_a_carry(nnx, **mode):
+    space, found = models(nnx), []
+
+    def step(holder, x):
+        holder.a = holder.a + x
+        holder.part.b = nnx.data({"c": holder.part.b["c"] * 2})
+        holder.n[...] += 1
+        return holder
+
+    for run in (
+        lambda h: nnx.scan(lambda h, x: (step(h, x), h.a * 1), **mode)(h, XS),
+        lambda h: nnx.scan(lambda h, x: step(h[0], x) and h, out_axes=nnx.Carry, **mode)([h], XS),
+        lambda h: nnx.while_loop(lambda h: h.a < 3, lambda h: step(h, 1.0), h, **mode),
+        lambda h: nnx.fori_loop(0, 3, lambda i, h: (step(h[0], i), h[1]), (h, 0), **mode),
+        lambda h: nnx.fori_loop(0, 0, lambda i, h: step(h, i), h, **mode),
+    ):
+        part = space.Holder(b=nnx.data({"c": jnp.ones(2)}))
+        holder = space.Holder(a=jnp.zeros(()), part=part, n=space.Count(jnp.zeros(())), k="k")
+        found.append((run(holder), holder, holder.part is part))
+    return found
+
+
+@program(VALUES, TREE)
+def carries_that_are_replaced(nnx, **mode):
+    def step(point, x):
+        new = nnx.clone(point, variables=False)
+        new.a = new.a + x
+        return new
+
+    new = lambda: models(nnx).Holder(a=jnp.zeros(()), n=nnx.BatchStat(jnp.ones(())))  # noqa: E731
+    return [
+        nnx.scan(lambda c, x: (step(c, x), c.a * 1), **mode)(new(), XS),
+        nnx.while_loop(lambda c: c.a < 3, lambda c: step(c, 1.0), new(), **mode),
+        nnx.fori_loop(0, 3, lambda i, c: step(c, i), new(), **mode),
+    ]
+
+
+@program(GRAPH, VALUES, TREE)
+def arrays_in_attributes_that_are_not_carried(nnx, **mode):
+    def body(shared, mapped, x):
+        for holder in (shared, mapped):
+            holder.a = holder.a + x
+        return shared.a * 1, mapped.a * 1
+
+    shared, mapped = (models(nnx).Holder(a=a) for a in (jnp.zeros(()), XS))
+    f = nnx.scan(body, in_axes=(None, 0, 0), out_axes=0, **mode)
+    return f(shared, mapped, XS), shared, mapped
+
+
+@program(GRAPH, VALUES, TREE)
+def sowing_into_a_variable_of_the_carry(nnx, **mode):
+    class Sows(nnx.Module):
+        def __init__(self):
+            self.h = nnx.Intermediate(jnp.zeros(()))
+
+        def __call__(self, x):
+            self.sow(nnx.Intermediate, "h", x, reduce_fn=jnp.add, init_fn=lambda: 0.0)
+            return x
+
+    layer = Sows()
+    ys = nnx.scan(lambda c, x: (c, c(x)), **mode)(layer, XS)[1]
+    nnx.fori_loop(0, 3, lambda i, c: (c[0], c[0](c[1])), (layer, jnp.array(1.0)), **mode)
+    return ys, layer
+
+
+@program(GRAPH)
+def changed_state_that_axes_share(nnx, **mode):
+    space = models(nnx)
+    axes = nnx.StateAxes({space.Count: nnx.Carry, nnx.BatchStat: None, nnx.Param: 0})
+
+    def body(c, model):
+        model.n[...] += 1
+        model.seen[...] += model.n
+        model.w[...] *= 2
+        model.seen.set_metadata(changed=True)
+        return c + model.seen * model.w
+
+    model = space.Pair(XS)
+    model.seen = nnx.BatchStat(jnp.zeros(()))
+    f = nnx.scan(body, in_axes=(nnx.Carry, axes), out_axes=nnx.Carry, **mode)
+    return f(0.0, model), nnx.jit(f, **mode)(0.0, model), model
+
+
+@program(GRAPH, VALUES, TREE)
+def changed_objects_and_variables_that_are_shared(nnx, **mode):
+    def body(model, n, x):
+        model.n[...] += x
+        n.set_value(n[...] + model.n)
+        return model.n + n, nnx.vmap(lambda a, y: a * y, in_axes=(None, 0), **mode)(
+            model.w, x[None]
+        )
+
+    model, n = models(nnx).Pair(), nnx.BatchStat(jnp.zeros(()))
+    f = nnx.scan(body, in_axes=(None, None, 0), out_axes=0, **mode)
+    loss = lambda model, n: f(model, n, XS)[0].sum() * model.w[...]  # noqa: E731
+    grad = nnx.grad(loss, **mode)
+    return f(model, n, XS), model, n, nnx.to_pure_dict(nnx.state(grad(model, n)))
+
+
+@program(GRAPH, VALUES, TREE)
+def shared_random_numbers(nnx, **mode):
+    draw = lambda rngs, layer, x: (rngs.uniform((2,)), layer(x))  # noqa: E731
+    rngs, layer = nnx.Rngs(1), nnx.Dropout(0.5, rngs=nnx.Rngs(2))
+    f = nnx.scan(draw, in_axes=(None, None, 0), out_axes=0, **mode)
+    return f(rngs, layer, jnp.ones((3, 8))), rngs, layer
+
+
 @error()
 def carry_without_a_counterpart(nnx, **mode):
     nnx.scan(lambda c, x: x, in_axes=(nnx.Carry, 0), out_axes=0, **mode)(0.0, XS)

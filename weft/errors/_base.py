@@ -37,21 +37,26 @@ def _rebuild(cls: type[WeftError], args: tuple[object, ...]) -> WeftError:
 _NOT_OF_USERS = ("weft", "jax", "importlib", "pkgutil")
 
 
-def warn_deprecated(what: str, instead: str) -> None:
-    """Warns of a use that Flax deprecates, at the user's line that led to it."""
+def warn_user(message: str, category: type[Warning]) -> None:
+    """Warns at the user's line that led to here."""
     frame = _sys._getframe()
     module = __name__
     while module.partition(".")[0] in _NOT_OF_USERS and frame.f_back:
         frame = frame.f_back
         module = frame.f_globals.get("__name__") or "<string>"
     _warnings.warn_explicit(
-        f"{what} is deprecated, as in Flax: {instead}.",
-        DeprecationWarning,
+        message,
+        category,
         frame.f_code.co_filename,
         frame.f_lineno,
         module,
         frame.f_globals.setdefault("__warningregistry__", {}),
     )
+
+
+def warn_deprecated(what: str, instead: str) -> None:
+    """Warns of a use that Flax deprecates, at the user's line that led to it."""
+    warn_user(f"{what} is deprecated, as in Flax: {instead}.", DeprecationWarning)
 
 
 def similar_names(name: str, candidates: _Iterable[str]) -> list[str]:

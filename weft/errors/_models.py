@@ -551,6 +551,10 @@ class OptimizerStateError(ObjectError, ValueError):
     """Optimizer state does not match the parameters, or its transformation's state."""
 
 
+class SharedStateWarning(ObjectError, UserWarning):
+    """A loop drops changes of state that all of its iterations share."""
+
+
 class OptimizerWarning(ObjectError, UserWarning):
     """An optimizer has no parameters to update."""
 

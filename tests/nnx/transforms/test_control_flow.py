@@ -13,6 +13,7 @@ from weft.errors import (
     LoopStructureError,
     RoleError,
     SharedObjectError,
+    SharedStateWarning,
     TraceContextError,
     TransformArgumentError,
 )
@@ -186,14 +187,35 @@ def test_carried_or_shared_object_keeps_its_attributes():
     assert kind.kind == "old"
 
 
-def test_shared_state_is_read_only():
+def test_changes_of_shared_state_are_dropped_with_a_warning():
+    m = Pair(XS)
+    f = lambda c, m: c + m.add(1.0).n * m.w  # noqa: E731
+    axes = nnx.StateAxes({nnx.Param: 0, ...: None})
+    with pytest.warns(
+        SharedStateWarning,
+        match=r"scan\(<lambda>\): the body changes m\.n, which .*{BatchStat: nnx.Carry, ",
+    ) as given:
+        total = nnx.scan(f, in_axes=(Carry, axes), out_axes=Carry)(jnp.zeros(()), m)
+    assert float(total) == 3 and float(m.n) == 0
+    assert len(given) == 1 and given[0].filename == __file__
+
+
+def test_the_role_that_the_warning_names_keeps_the_change():
+    m = Pair(XS)
+    f = lambda c, m: c + m.add(1.0).n * m.w  # noqa: E731
+    axes = nnx.StateAxes({nnx.BatchStat: Carry, nnx.Param: 0})
+    total = nnx.scan(f, in_axes=(Carry, axes), out_axes=Carry)(jnp.zeros(()), m)
+    assert float(total) == 0 * 1 + 1 * 2 + 2 * 3 and float(m.n) == 3
+
+
+def test_changes_of_state_that_axes_share_without_graph_updates_are_refused():
     m = Pair(XS)
     f = lambda c, m: m.add(c).w * c  # noqa: E731
     axes = nnx.StateAxes({nnx.Param: 0, ...: None})
     with pytest.raises(
         RoleError, match=r"scan: .* shared by all iterations .*, at m\.n; have it carried"
     ):
-        nnx.scan(f, in_axes=(Carry, axes), out_axes=Carry)(jnp.zeros(()), m)
+        nnx.scan(f, in_axes=(Carry, axes), out_axes=Carry, graph_updates=False)(jnp.zeros(()), m)
     assert float(m.n) == 0
 
 

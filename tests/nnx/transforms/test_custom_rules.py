@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from weft import nnx
-from weft.errors import CapturedObjectError, RoleError, TransformArgumentError
+from weft.errors import CapturedObjectError, SharedStateWarning, TransformArgumentError
 
 
 class Model(nnx.Module):
@@ -422,14 +422,14 @@ def test_loops_and_branches_inside_scans_that_share_the_model(inside: Any, of_ea
     assert gradient(loss, Params())["w"] == 3 * of_each
 
 
-def test_branch_that_writes_next_to_one_with_a_rule_is_refused():
+def test_branch_that_writes_next_to_one_with_a_rule_to_shared_state_is_named():
     f = times_ten(lambda m, x: m.w * x)
 
     def writes(m: Params, x: jax.Array) -> Any:
         m.w[...] = m.w[...] * x
         return x
 
-    with pytest.raises(RoleError, match=r"shared by all iterations \(None\), at m.w; have it carr"):
+    with pytest.warns(SharedStateWarning, match=r"the body changes m\.w, which all iterations"):
         scanned(None)(lambda m, x: nnx.cond(x > 0, f, writes, m, x))(Params(), jnp.ones(3))
 
 

@@ -188,6 +188,18 @@ def loop_change_error(path: Path, what: str) -> Exception:
     )
 
 
+def warn_of_dropped_change(path: Path, x: object) -> None:
+    """Warns that a loop's body changes a value that all iterations share."""
+    where = type(x).__name__ if isinstance(x, Variable) else f"nnx.PathContains({path[-1]!r})"
+    errors.warn_user(
+        f"{call_title('a loop')}: the body changes {place_of(path)}, which all iterations share "
+        "(None); each of them begins with the value before the loop, and the change is dropped. "
+        f"To keep it, carry the value, as nnx.StateAxes({{{where}: nnx.Carry, ...: None}}) does; "
+        "otherwise change a copy, nnx.clone(...).",
+        errors.SharedStateWarning,
+    )
+
+
 def changed_creation_error(path: Path, what: str) -> Exception:
     """Returns the error for a part that a loop's body makes differently in later iterations."""
     return errors.LoopStructureError(

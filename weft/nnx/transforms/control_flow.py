@@ -2,6 +2,9 @@
 
 Objects in the carry of a loop change in place. They are identified by reference, so a body must
 return the objects that it received.
+
+Without graph updates only variables have an identity. An object with arrays in attributes then
+comes out of a loop as a copy that shares its variables, and the caller's keeps its arrays.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ from weft import lifting
 from weft.errors import RoleError, TransformArgumentError
 from weft.lifting import signature
 from weft.lifting.kind import Static
-from weft.nnx import filters, settings, versions
+from weft.nnx import filters, graph, settings, versions
+from weft.nnx.pytree import Pytree
 from weft.nnx.transforms import calls
 from weft.nnx.transforms.calls import MISSING, P, R, optional_function, with_graph_options
 from weft.nnx.transforms.kind import ObjectKind, SharedStateChanged, is_object
 from weft.nnx.transforms.state_roles import Carry, as_axes
-from weft.nnx.variables import value_of
+from weft.nnx.variables import Variable, value_of
 from weft.typing import same_signature
 
 
@@ -47,8 +51,9 @@ def scan(
         length: number of iterations, if no argument determines it.
         reverse: whether to run from the last index to the first.
         in_axes: per argument `Carry`, an axis, or None to share it between iterations; for an
-            object also `StateAxes`. With a shared key count (`RngCount`), each iteration draws the
-            same keys, and the count keeps its value.
+            object also `StateAxes`. With graph updates, each iteration begins with the same shared
+            variables and drops its changes of them, with a SharedStateWarning. With a shared key
+            count (`RngCount`), each draws the same keys.
         out_axes: per result `Carry` or the axis along which it is stacked; not a tuple if there is
             one result. Arguments that are not carried keep their axes.
         transform_metadata: see `nnx.vmap`.
@@ -59,10 +64,9 @@ def scan(
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
         LoopStructureError: if it changes attributes or references of a carried or shared object,
             except for new attributes and items, the same after each iteration, which are made
-            before the loop and carried;
-            without graph updates, if it replaces a variable or an array attribute.
-        RoleError: if it changes shared state; without graph updates, a changed variable of an
-            object shared with None is carried instead, as in Flax.
+            before the loop and carried; without graph updates, if it replaces a variable.
+        RoleError: if it returns a shared result, or changes state that `StateAxes` share without
+            graph updates; a changed variable of an object shared with None is then carried.
 
     >>> layers = nnx.Dict(w=nnx.Param(jnp.array([1.0, 2.0, 3.0])))
     >>> nnx.scan(lambda x, layer: x * layer.w, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
@@ -71,10 +75,11 @@ def scan(
     Array(6., dtype=float32)
     """
     pairs = _pairs(in_axes, out_axes)
+    kind = ObjectKind("scan", *settings.resolve_graph_options(**options), is_loop=True)
     looped = functools.partial(
         lifting.scan,
-        ObjectKind("scan", *settings.resolve_graph_options(**options), is_loop=True),
-        _box_carries(f, pairs),
+        kind,
+        _box_carries(f, pairs, kind),
         in_axes=as_axes(in_axes, "in_axes", has_carry=True),
         out_axes=as_axes(out_axes, "out_axes", has_carry=True),
         length=length,
@@ -86,6 +91,10 @@ def scan(
     call = _with_changes_carried(looped)
 
     def call_with_objects(*args: object) -> Any:
+        carried = [i for i, _ in pairs]
+        own = with_own_arrays(kind, [args[i] for i in carried if i < len(args)])
+        given = dict(zip(carried, own, strict=False))
+        args = tuple(given.get(i, x) for i, x in enumerate(args))
         return _map_carries(args, call(*args), pairs, unbox_objects)
 
     return calls.wrap_transformed("scan", f, call_with_objects, in_axes=in_axes, by_position=True)
@@ -146,9 +155,11 @@ def _axes_text(axes: object) -> str:
     return repr(axes).replace(repr(Carry), "Carry")
 
 
-def _box_carries(f: Callable[..., Any], pairs: _Pairs) -> Callable[..., Any]:
+def _box_carries(f: Callable[..., Any], pairs: _Pairs, kind: ObjectKind) -> Callable[..., Any]:
+    box = box_objects if kind.structure else _box_trees
+
     def body(*args: object) -> Any:
-        return _map_carries(args, f(*args), pairs, box_objects)
+        return _map_carries(args, f(*args), pairs, box)
 
     return signature.copy_name(f, body)
 
@@ -202,12 +213,14 @@ def while_loop(
     >>> nnx.while_loop(lambda c: c.n < 5, body, counter) is counter, int(counter.n)
     (True, 5)
     """
+    kind = ObjectKind("while_loop", *settings.resolve_graph_options(**options), is_loop=True)
     loop = lifting.while_loop(
-        ObjectKind("while_loop", *settings.resolve_graph_options(**options), is_loop=True),
+        kind,
         lambda carry: value_of(cond_fun(carry)),
-        _box_carries(body_fun, ((0, None),)),
+        _box_carries(body_fun, ((0, None),), kind),
         in_axes=lifting.CARRY,
     )
+    init_val = with_own_arrays(kind, init_val)
     with versions.TransformCall("while_loop", body_fun, (init_val,), ("init_val", "the result")):
         return unbox_objects(init_val, loop(init_val))
 
@@ -237,14 +250,16 @@ def fori_loop(
     >>> int(nnx.fori_loop(0, 5, body, total))
     10
     """
+    kind = ObjectKind("fori_loop", *settings.resolve_graph_options(**options), is_loop=True)
     loop = lifting.fori_loop(
-        ObjectKind("fori_loop", *settings.resolve_graph_options(**options), is_loop=True),
+        kind,
         value_of(lower),
         value_of(upper),
-        _box_carries(body_fun, ((1, None),)),
+        _box_carries(body_fun, ((1, None),), kind),
         in_axes=lifting.CARRY,
         unroll=unroll,
     )
+    init_val = with_own_arrays(kind, init_val)
     specs, names = ("init_val", "the result"), calls.parameter_names(body_fun)[1:]
     with versions.TransformCall("fori_loop", body_fun, (init_val,), specs, names=names):
         return unbox_objects(init_val, loop(init_val))
@@ -327,6 +342,50 @@ def box_objects(given: object, returned: object) -> Any:
             f"and returns {n}; return each in its place."
         )
     return jax.tree.unflatten(tree, boxed)
+
+
+def with_own_arrays(kind: ObjectKind, carry: T) -> T:
+    """Returns a carry whose objects a loop may change: without graph updates, copies of some.
+
+    Objects with arrays in attributes are copied, and share their variables with the given ones.
+    """
+    leaves, tree = jax.tree.flatten(carry, is_leaf=is_object)
+    at = [n for n, x in enumerate(leaves) if isinstance(x, Pytree)]
+    if kind.structure or not at:
+        return carry
+    flat = graph.flatten_graph([leaves[n] for n in at], with_metadata=False)
+    if all(isinstance(x, Variable) for x in flat.leaves):
+        return carry
+    copies, _ = graph.build_graph(flat.graphdef, flat.leaves, share=True)
+    for n, x in zip(at, copies, strict=True):
+        leaves[n] = x
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _box_trees(given: object, returned: object) -> Any:
+    """Boxes the objects of a carry without graph updates, where a body may return others.
+
+    The given ones get the arrays of those that only differ in these.
+    """
+    before = [x for x in jax.tree.leaves(given, is_leaf=is_object) if is_object(x)]
+    leaves, tree = jax.tree.flatten(returned, is_leaf=is_object)
+    at = [n for n, x in enumerate(leaves) if is_object(x)]
+    for n, x in zip(at, before, strict=False):
+        if leaves[n] is not x and _take_arrays(x, leaves[n]):
+            leaves[n] = x
+    return box_objects(given, jax.tree.unflatten(tree, leaves))
+
+
+def _take_arrays(x: Any, other: Any) -> bool:
+    """Gives an object the arrays of another one; returns False if they differ by more."""
+    old, new = graph.flatten_graph(x), graph.flatten_graph(other)
+    is_alike = old.graphdef == new.graphdef and all(
+        a is b for a, b in zip(old.leaves, new.leaves, strict=True) if isinstance(a, Variable)
+    )
+    if is_alike:
+        existing = dict(enumerate(old.objects))
+        graph.build_graph(new.graphdef, new.leaves, share=True, existing=existing)
+    return is_alike
 
 
 def unbox_objects(given: object, returned: object) -> Any:

@@ -395,8 +395,8 @@ def jit(
 
     Args:
         fun: the function; without it, a decorator is returned.
-        in_shardings: a sharding per argument, or a pytree prefix of shardings; for an object one
-            for all its state, `StateSharding`, or the result of `nnx.prefix`.
+        in_shardings: a sharding per argument that is not static, or a pytree prefix of shardings;
+            for an object one for all its state, `StateSharding`, or the result of `nnx.prefix`.
         out_shardings: the same for the results.
         static_argnums, static_argnames: static, hashable arguments.
         donate_argnums, donate_argnames: arguments whose arrays and variables may be reused.

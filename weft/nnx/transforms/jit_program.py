@@ -50,6 +50,24 @@ class JitOptions(NamedTuple):
     donated: frozenset[int | str]
     others: tuple[tuple[str, Any], ...]
 
+    def shardings_by_position(self, n_args: int) -> dict[int | str, Any]:
+        """Returns the sharding of each positional argument that is not static, as in `jax.jit`.
+
+        Raises CallMismatchError if there are more or fewer shardings.
+        """
+        positions = [i for i in range(n_args) if i not in self.static]
+        given = self.in_shardings
+        if not isinstance(given, tuple) or isinstance(given, Roles):
+            return dict.fromkeys(positions, given)
+        if len(given) != len(positions):
+            not_static = "that are not static" if len(positions) < n_args else ""
+            raise CallMismatchError(
+                f"nnx.jit: in_shardings has {len(given)} entries, but the call has "
+                f"{len(positions)} positional arguments {not_static}".rstrip()
+                + "; use one entry per argument, or one sharding for all."
+            )
+        return dict(zip(positions, given, strict=True))
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
@@ -208,8 +226,8 @@ class Program:
             result |= {f"{name}_argnums": (*first, *numbers), f"{name}_argnames": sorted(names)}
         if of.in_shardings is not None:
             donated, kept = ([self._shardings[n] for n in at] for at in (self.donated, self.kept))
-            rest = enumerate(_per_argument(of.in_shardings, layout.n_args))
-            left = (_without_state(x) for i, x in rest if i not in layout.at)
+            by_position = of.shardings_by_position(layout.n_args)
+            left = (_without_state(x) for i, x in by_position.items() if i not in layout.at)
             result["in_shardings"] = (donated, kept, *left)
         if of.out_shardings is not None:
             out = jax.tree.map(_as_node, of.out_shardings, is_leaf=is_role)
@@ -361,14 +379,14 @@ def contains_objects(
 def split_object_arguments(options: JitOptions, args: Args, kwargs: Kwargs) -> SplitCall:
     """Inspects a call with objects only as arguments."""
     at, rest, named = object_arguments(options, args, kwargs)
-    shardings: dict[Any, Any] = dict(enumerate(_per_argument(options.in_shardings, len(args))))
+    shardings = options.shardings_by_position(len(args))
     objects = [(x, shardings.get(i), i in options.donated) for i, x in at]
     return _split_call(options, len(args), objects, rest, named, at)
 
 
 def split_nested_objects(options: JitOptions, args: Args, kwargs: Kwargs) -> SplitCall:
     """Inspects a call with objects also in containers, where it puts refs."""
-    shardings: dict[Any, Any] = dict(enumerate(_per_argument(options.in_shardings, len(args))))
+    shardings = options.shardings_by_position(len(args))
     objects: list[tuple[Any, Any, bool]] = []
 
     def with_refs(arg: object, prefix: object, is_donated: bool) -> Any:
@@ -418,17 +436,6 @@ def _roles(role: object) -> Roles:
 
 def _shapes(x: object) -> Any:
     return jax.tree.map(jax.numpy.shape, x)
-
-
-def _per_argument(shardings: object, n: int) -> Sequence[Any]:
-    if not isinstance(shardings, tuple) or isinstance(shardings, Roles):
-        return [shardings] * n
-    if len(shardings) != n:
-        raise CallMismatchError(
-            f"nnx.jit: in_shardings has {len(shardings)} entries, but the call has {n} positional "
-            "arguments; use one entry per argument, or one sharding for all."
-        )
-    return shardings
 
 
 def _without_state(shardings: object) -> Any:

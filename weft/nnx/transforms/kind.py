@@ -176,7 +176,12 @@ class ObjectKind(Kind):
         new_groups: list[Groups] = [tuple({} for _ in wanted) for wanted in new_filters]
         if not self.structure or (not new and inner.has_same_structure()):
             if self.is_loop and not inner.has_same_structure():
-                object_state.check_loop_values(inner, carriers, filters)
+                # Arrays in attributes; those of objects that are not carried are dropped.
+                changed = object_state.changed_loop_arrays(inner, carriers, filters)
+                for n, array in changed.items():
+                    i, g = static.places[n]
+                    if filters[i][g][1] is CARRY:
+                        groups[i][g][static.numbers[n]] = array
             shared: list[Path] = []
             for n, x in enumerate(inner.leaves):
                 if isinstance(x, Variable) and (self.has_rule or inner.is_changed(x, n)):
@@ -198,7 +203,9 @@ class ObjectKind(Kind):
         if not is_same:
             self._check_captured(flat, inner)
             self._check_aliases(flat, grouping)
-        origin = {id(x): i for i, x in enumerate(inner.objects)}
+        # Without graph updates, an argument among the results is a new object.
+        returned = inner.objects if self.structure else ()
+        origin = {id(x): i for i, x in enumerate(returned)}
         origins = tuple(origin.get(id(x)) for x in flat.objects)
         instead = {} if is_same else self._replaced_objects(flat, origins, filters, inner)
         keys, made = self._sort_into_groups((groups, new_groups), flat, grouping, inner, instead)
@@ -255,7 +262,8 @@ class ObjectKind(Kind):
         instead: dict[int, int],
     ) -> tuple[list[int], dict[int, tuple[int, int]]]:
         """Puts new and changed values into groups; returns all numbers, and places of new ones."""
-        static, recording, known = inner.static, inner.recording, inner.numbers()
+        static, recording = inner.static, inner.recording
+        known = inner.numbers() if self.structure else {}
         hoists = self._hoists_creation
         place = {id(flat.objects[i]): id(inner.objects[o]) for i, o in instead.items()}
         keys: list[int] = []
@@ -305,9 +313,10 @@ class ObjectKind(Kind):
             passed = self.structure and role is DIFF and object_state.is_differentiable(leaf)
             if not passed:
                 return False
-        # Each iteration of a loop begins with the same shared values and key counts.
-        is_shared = self.is_loop and self.structure and role is None
-        if is_shared and (passed or isinstance(leaf, RngCount)):
+        # Each iteration of a loop begins with the same shared values, as in Flax.
+        if self.is_loop and self.structure and role is None:
+            if not passed and not isinstance(leaf, RngCount):
+                calls.warn_of_dropped_change(inner.static.graphdef.paths[n], leaf)
             return False
         number = inner.static.numbers[n]
         group[number] = leaf
@@ -321,7 +330,7 @@ class ObjectKind(Kind):
             if id(x) not in inside:
                 if trace_of(x) != here:
                     raise calls.captured_object_error(x, graph.first_paths(flat.graphdef)[i])
-            elif not self.structure:
+            elif not self.structure and isinstance(x, Variable):
                 paths = graph.first_paths(inner.static.graphdef), graph.first_paths(flat.graphdef)
                 raise calls.shared_object_error(x, paths[0][inside[id(x)]], paths[1][i])
 
@@ -330,7 +339,7 @@ class ObjectKind(Kind):
         at_first = graph.first_paths(flat.graphdef) if flat.repeated else {}
         for index, path in flat.repeated:
             first = at_first[index]
-            if not self.references or (not self.structure and path[0] == 1):
+            if not self.references:
                 raise calls.shared_object_error(flat.objects[index], first, path)
             if grouping.is_same(first, path) or (self.is_result_free and path[0] == 1):
                 continue

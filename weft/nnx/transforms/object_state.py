@@ -368,31 +368,39 @@ def record_created(
                 recording.note_branch(x, name)
 
 
-def check_loop_values(inner: InnerObjects, carriers: Sequence[Any], filters: Filters) -> None:
-    """Refuses changes that a loop without graph updates would lose: all but values of variables.
+def changed_loop_arrays(
+    inner: InnerObjects, carriers: Sequence[Any], filters: Filters
+) -> dict[int, Any]:
+    """Returns the arrays in attributes that a loop's body has changed without graph updates.
 
-    Changes of static values and new attributes of objects that the loop does not carry are dropped,
-    as in every transformation without graph updates.
+    Refuses other changes of carried objects, which the loop would lose. Those of objects that it
+    does not carry are dropped, as in every transformation without graph updates.
     """
     flat = graph.flatten_graph((tuple(carriers), ()), with_metadata=False)
     now, static = dict(flat.items()), inner.static
+    changed: dict[int, Any] = {}
     for n, (path, x) in enumerate(zip(static.graphdef.paths, inner.leaves, strict=True)):
         leaf = now.get(path, x)
         if isinstance(x, Variable) and leaf is not x:
             raise calls.loop_change_error(path, "replaces the variable")
         if not isinstance(x, Variable) and inner.is_changed(leaf, n):
-            index, place = static.owners[n] or (0, None)
-            if not inner.is_passed(leaf, (inner.objects[index], place), n):
-                raise calls.loop_change_error(path, "changes the array")
+            changed[n] = leaf
     grouping = Grouping(filters, ())
 
     def is_dropped(_: graph.FlatGraph, path: Path) -> bool:
         return not any(role is CARRY for role in grouping.roles(path))
 
-    origin = {id(x): i for i, x in enumerate(inner.objects)}
-    origins = [origin.get(id(x)) for x in flat.objects]
+    # Variables have an identity, other objects only a place.
+    variables = {id(x): i for i, x in enumerate(inner.objects) if isinstance(x, Variable)}
+    places = {path: i for i, path in graph.first_paths(static.graphdef).items()}
+    paths = graph.first_paths(flat.graphdef)
+    origins = [
+        variables.get(id(x)) if isinstance(x, Variable) else places.get(paths[i])
+        for i, x in enumerate(flat.objects)
+    ]
     found = NumberedGraph(flat.graphdef, origins, range(len(flat.leaves)))
     check_loop_graph(static, flat, found, is_dropped, None)
+    return changed
 
 
 def check_loop_graph(
