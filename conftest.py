@@ -29,6 +29,8 @@ if version("jaxlib").startswith("0.10."):
     flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Else the devices may wait for each other's threads forever, see `weft.distributed.cpu_threads`.
+os.environ.setdefault("NPROC", "32")
 # Else each process that a test starts would compile all of Weft's sources again, for a second, and
 # pytest all tests, for seven.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

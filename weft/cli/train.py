@@ -18,6 +18,7 @@ from rich.console import Console
 import weft
 from weft import cli, config, errors, recipes
 from weft.cli import configs, trained_models
+from weft.distributed import cpu_threads
 from weft.distributed.preemption import still_compiling
 from weft.input import Baseline, ByteTokenizer, Corpus, ngram_baselines
 from weft.launch import JobSetJob, LocalJob, SlurmJob, joined_processes
@@ -35,6 +36,7 @@ _SAMPLE_TEMPERATURE = 0.8
 def run(arguments: argparse.Namespace) -> int:
     """Trains, or continues a run; as one of several processes if the environment defines them."""
     cli.continue_without_output()
+    cpu_threads.provide_threads()
     with joined_processes() as place:
         if place is not None and arguments.fresh:
             raise errors.CommandLineError(

@@ -25,6 +25,7 @@ from jax.experimental import mesh_utils
 
 from weft import config
 from weft.core import axis_rules, spmd
+from weft.distributed import cpu_threads
 from weft.errors import ConfigModifierError, MeshError
 
 MeshShape = Sequence[int]
@@ -65,7 +66,9 @@ def build_mesh(
     >>> build_mesh((-1, 1), ("data", "model")).axis_names
     ('data', 'model')
     """
-    devices = jax.devices() if devices is None else devices
+    if devices is None:
+        cpu_threads.provide_threads()
+        devices = jax.devices()
     names = tuple(mesh_axis_names)
     axis_types = (jax.sharding.AxisType.Auto,) * len(names)
     if not isinstance(mesh_shape, HybridMeshShape):

@@ -22,7 +22,7 @@ import jax
 
 from weft import config, errors
 from weft.core import axis_rules, tracing
-from weft.distributed import peers, preemption
+from weft.distributed import cpu_threads, peers, preemption
 from weft.distributed.watchdog import Watchdog
 from weft.hierarchy import Module, nowrap
 from weft.input import Input, PrefetchingIterator
@@ -496,6 +496,7 @@ class SpmdTrainer(Module):
         assert self._batches is not None
         step: anomalies.Step | None = None
         evaler_summaries: dict[str, Any] = {}
+        first_step = cpu_threads.FirstStepWatch()
         patience: float | None = self.config.readiness_timeout_seconds
         early = self._early_stopping
         settle = self._settle = functools.partial(self._judge_and_report, listener, first_key)
@@ -508,7 +509,10 @@ class SpmdTrainer(Module):
                         stop.doing("compiling the step")
                         stop.compile(self._lower_step(self.trainer_state, batch))
                         patience = None
+                        first_step.start()
                 step = self._dispatch(batch)
+                if not first_step.is_dispatched:
+                    first_step.dispatched(step.outputs["loss"])
                 if settle():  # the step before was bad, so that this one has changed nothing
                     step = self._dispatch(batch)
                 self._unsettled = step
@@ -539,6 +543,8 @@ class SpmdTrainer(Module):
                 with contextlib.suppress(Exception):  # the first error counts
                     self._report(last)
             raise
+        finally:
+            first_step.close()
         is_early = early is not None and early.should_stop
         stopped = preemption.StopRun(peers.StopRequest("end", EARLY_STOPPING)) if is_early else None
         return evaler_summaries, step and step.outputs, stopped
