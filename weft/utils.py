@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -255,6 +255,7 @@ def count_model_params(tree: NestedTensor) -> int:
     return sum(x.size for x in jax.tree.leaves(tree))
 
 
+@runtime_checkable
 class PerParamFn(Protocol[T_co]):
     """Function from parameters to one value for each of them."""
 

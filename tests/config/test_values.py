@@ -357,13 +357,13 @@ def test_exit_runs_after_children():
     ]
 
 
-def test_to_dict_replaces_configs_only():
+def test_to_dict_replaces_configs_and_records():
     assert tree().to_dict() == {
         "dim": 3,
         "leaf": {"name": None, "rate": 0.1},
         "many": [{"name": None, "rate": 0.1}, (1, 2)],
         "rules": {"a": {"name": None, "rate": 0.5}, 3: "x"},
-        "spec": VisitSpec(1, VisitLeaf()),
+        "spec": {"size": 1, "inner": {"name": None, "rate": 0.1}},
     }
 
 

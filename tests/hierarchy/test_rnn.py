@@ -132,8 +132,8 @@ def test_state_keeps_its_dtype(filled, wave):
 
 
 def test_invalid_dims_raise():
-    with pytest.raises(LayerConfigError, match=r"rnn: hidden_dim=8 differs from output_dim=4; set"):
-        made(LSTMCell, output_dim=4, hidden_dim=8)
+    with pytest.raises(LayerConfigError, match=r"rnn: hidden_dim=8 differs from output_dim=4, and"):
+        made(LSTMCell, output_dim=4, hidden_dim=8, output_proj=None)
     said = r"rnn: output_dim=4, but the outputs of this {} have the size {}; set"
     for cls, fields, size in (
         (IdentityCell, {"output_dim": 4}, 3),

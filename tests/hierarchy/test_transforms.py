@@ -84,7 +84,7 @@ def test_scan_of_states_and_keys():
     np.testing.assert_array_equal(outputs.state_updates["child"]["w"], w + 1)
     keys = [outputs.summaries[f"iter{i}"]["child"]["key"].tolist() for i in range(2)]
     assert keys[0] != keys[1]
-    with pytest.raises(ArgumentValueError, match=r"has 'x' and \['y'\].*Write `xs={'x': xs}`"):
+    with pytest.raises(ArgumentValueError, match=r"has 'x' and \['y'\].*Write `xs={'xs': xs}`"):
         run(lambda child: scan_in_context(lambda c, x: (c, x), carry=None, xs={**xs, "y": w}))
 
 

@@ -241,6 +241,11 @@ class ConfigBase(values.ConfigNode):
         return copy
 
     def _frozen_view(self) -> Self:
+        if type(self).__getattr__ is not ConfigBase.__getattr__:
+            # A view reads its fields there, which an override need not do.
+            copy = self._copy_to(self._path)
+            _set_slot(copy, "_frozen", True)
+            return copy
         view = object.__new__(type(self))
         view._init_slots(path=self._path, origins=self._origins)
         for name, value in self.__dict__.items():
@@ -311,12 +316,16 @@ class ConfigBase(values.ConfigNode):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as a dict, with nested configs as dicts."""
+        """Returns the fields as a dict, with nested configs, named tuples and dataclasses as dicts.
+
+        Fields of a dataclass whose metadata have `skip_serialization=True` are left out.
+        """
         return values.to_dict(self)
 
     def to_flat_dict(self, *, omit_default_values: Sequence[Any]) -> dict[str, Any]:
         """Returns the leaves of the config by path, such as `model.layers[2].rate`.
 
+        Named tuples and dataclasses are as dicts: `shape['width']`; see `to_dict`.
         Fields whose value is both their default and one of `omit_default_values` are omitted.
         """
         return values.to_flat_dict(self, omit_default_values=omit_default_values)

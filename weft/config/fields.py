@@ -333,18 +333,33 @@ def _check_body(cls: type) -> None:
     for name, value in vars(cls).items():
         if name in annotations or name == "instantiate" or name.startswith("__annotate"):
             continue
+        if isinstance(value, types.FunctionType) and name in _overridable(cls):
+            continue
         if isinstance(value, _METHOD_KINDS):
             raise errors.NonConfigFieldError(
                 f"{_class_name(cls)} defines {name!r}, a "
                 f"{'method' if isinstance(value, types.FunctionType) else type(value).__name__}. A "
-                f"config class holds fields only: make {name!r} a function that takes the config, "
-                "or a method of the class that is configured."
+                f"config class holds fields only, and may override methods of ConfigBase: make "
+                f"{name!r} a function that takes the config, or a method of the class that is "
+                "configured."
             )
         if not name.startswith("__") and not isinstance(value, types.MemberDescriptorType):
             raise errors.NonConfigFieldError(
                 f"{_class_name(cls)} defines {name!r} without an annotation, so it is not a field. "
                 f"Write `{name}: {'Any' if value is None else type(value).__name__} = …`."
             )
+
+
+def _overridable(cls: type) -> set[str]:
+    """Returns the names of the methods that every config has, such as `set`."""
+    bases = [base for base in cls.__mro__[1:] if base.__module__.startswith("weft.config.")]
+    return {
+        name
+        for base in bases
+        for name, value in vars(base).items()
+        if isinstance(value, types.FunctionType)
+        and (not name.startswith("_") or name == "__getattr__")
+    }
 
 
 def check_reserved_name(name: str, cls: type, *, what: str) -> None:

@@ -16,7 +16,7 @@ import functools
 import operator
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Generic, NoReturn, Self, TypeVar, Union
 
 from weft.errors import RequiredFieldMissingError, UnknownFieldError, did_you_mean
@@ -317,7 +317,20 @@ def to_dict(value: Any) -> Any:
         return {key: to_dict(child) for key, child in value.items()}
     if type(value) in (list, tuple):
         return type(value)(to_dict(child) for child in value)
+    names = record_fields(value)
+    if names is not None:
+        return {name: to_dict(getattr(value, name)) for name in names if _is_shown(value, name)}
     return value
+
+
+def _is_shown(record: Any, name: str) -> bool:
+    """Returns whether a field of a record is in dicts, as its metadata say."""
+    metadata: Mapping[str, Any] = {}
+    if is_attrs(record):
+        metadata = {field.name: field.metadata for field in type(record).__attrs_attrs__}[name]
+    elif is_dataclass(record):
+        metadata = type(record).__dataclass_fields__[name].metadata
+    return not metadata.get("skip_serialization", False)
 
 
 def to_flat_dict(root: ConfigNode, *, omit_default_values: Sequence[Any]) -> dict[str, Any]:
@@ -331,6 +344,14 @@ def to_flat_dict(root: ConfigNode, *, omit_default_values: Sequence[Any]) -> dic
                 (join_path(path, f".{name}"), child)
                 for name, child in value._field_values().items()
                 if not _is_omitted(value._fields()[name].default(), child, omit_default_values)
+            ]
+        names = record_fields(value)
+        if names is not None:
+            # As of the dict that `to_dict` makes of it.
+            children = [
+                (f"{path}[{name!r}]", getattr(value, name))
+                for name in names
+                if _is_shown(value, name)
             ]
         return children or None  # an empty container is a leaf
 

@@ -110,12 +110,26 @@ def spearman_correlation(x: Values, y: Values, *, mask: Weights = None, eps: flo
 def matthews_corrcoef(
     y_true: Values, y_pred: Values, *, weights: Weights = None, eps: float = 1e-8
 ) -> Array:
-    """Returns Matthews' correlation of labels 0 and 1, 0 if one of them is missing.
+    """Returns Matthews' correlation of classes, 0 if all labels, or all predictions, are equal.
+
+    Of two classes, it is the correlation of labels 0 and 1; of more, see Gorodkin (2004).
 
     >>> round(matthews_corrcoef(jnp.array([1, 1, 1, 0]), jnp.array([1, 0, 1, 1])).item(), 3)
     -0.333
     """
-    return pearson_correlation(y_true.astype(float), y_pred.astype(float), weights=weights, eps=eps)
+    shares = _weights(weights, y_true)
+    shares = shares / jnp.maximum(shares.sum(), eps)
+
+    def chance(a: Array, b: Array) -> Array:
+        """Returns how often an `a` equals a `b` of another example."""
+        order = jnp.argsort(b)
+        below = jnp.concatenate([jnp.zeros(1), jnp.cumsum(shares[order])])
+        first, last = (jnp.searchsorted(b[order], a, side=side) for side in ("left", "right"))
+        return jnp.sum(shares * (below[last] - below[first]))
+
+    covariance = jnp.sum(shares * (y_true == y_pred)) - chance(y_true, y_pred)
+    of_labels, of_predictions = (1 - chance(y, y) for y in (y_true, y_pred))
+    return covariance / (jnp.sqrt(jnp.maximum(of_labels * of_predictions, 0)) + eps)
 
 
 def accuracy_at_k(

@@ -23,6 +23,7 @@ from weft.core import display, logical
 from weft.functional import cast_floats, check_sizes, fp8_dot_general, int8_dot_general
 from weft.hierarchy import context_kind, parameter_spec, transforms
 from weft.hierarchy.context import child_context, fold_in_name, set_current_context
+from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import Module, get_public_method, nowrap
 from weft.hierarchy.param_init import DefaultInitializer, FanAxes
 from weft.hierarchy.parameter_spec import NestedParameterSpec, ParameterSpec, TensorSpec
@@ -469,6 +470,29 @@ class BaseLayer(Module):
             with set_current_context(above), child_context(name, module=self.tensor_stats):
                 self.tensor_stats.add_stats(name, value)
         return value
+
+    def _add_activation_summary(
+        self, *, name: str, activations: Tensor, activation_paddings: Tensor | None = None
+    ) -> None:
+        """Adds the mean and the root mean square of activations as summaries.
+
+        They are called `activations/{name}_mean` and `activations/{name}_norm`.
+
+        Args:
+            activations: `Float[Array, "batch ..."]`; each example counts equally.
+            activation_paddings: `Num[Array, "batch time"]`, 1 at padding: then each position that
+                is not padding counts equally.
+        """
+        x, live, num_live = activations, None, len(activations)
+        if activation_paddings is not None:
+            live = 1 - activation_paddings.astype(x.dtype)
+            num_live = jnp.sum(live)
+        axes = tuple(range(1 if live is None else live.ndim, x.ndim))
+        square = jnp.mean(jnp.square(x), axis=axes)
+        for kind, values in (("mean", jnp.mean(x, axis=axes)), ("norm", jnp.sqrt(square))):
+            total = jnp.sum(values if live is None else jnp.where(live > 0, values, 0))
+            mean = total / jnp.maximum(1, num_live)
+            self.add_summary(f"activations/{name}_{kind}", WeightedScalar(mean, num_live))
 
     def _remat_name(self, x: Tensor, name: str) -> Tensor:
         """Names a value for policies that keep values by name, as `<layer class>.<name>`."""

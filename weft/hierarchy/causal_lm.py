@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from weft import config, functional
-from weft.errors import ArgumentShapeError, LayerConfigError, MetricsError, did_you_mean
+from weft.errors import LayerConfigError, MetricsError, did_you_mean
 from weft.functional.loss import LogitStatistics, logit_statistics
 from weft.hierarchy import base_layer, config_setters, context, decoding, transforms
 from weft.hierarchy.attention.bias import CausalAttentionBias
@@ -146,6 +146,7 @@ class CrossEntropyLossMetrics(BaseLossMetrics):
             "train_live_targets": WeightedScalar(num_targets / len(labels), len(labels)),
             "per_token_loss": per_token_loss,
             "live_targets": mask,
+            "num_targets": num_targets,
         }
         if scale:
             metrics["z_loss"] = mean(jnp.square(stats["log_normalizer"]))
@@ -366,6 +367,12 @@ class CompositeLossMetrics(BaseLossMetrics):
         return collected
 
 
+def _loss_value(name: str, metric: Any) -> Any:
+    """Returns a part's loss without its weight, and other metrics unchanged."""
+    is_loss = name.startswith("loss_") and isinstance(metric, WeightedScalar)
+    return jnp.asarray(metric.mean) if is_loss else metric
+
+
 def metrics_config(
     *, z_loss_scale: float | None = None, aux_loss_regex: str | None = None
 ) -> CompositeLossMetrics.Config:
@@ -443,8 +450,9 @@ class Model(base_layer.BaseModel):
 
         Returns:
           The loss, and a dict, empty unless `return_aux`: `logits` (unless `scan_chunk` is set) and
-          `hidden_states`, `Float[Array, "batch time ..."]`, and `metrics`, a dict with the metrics,
-          such as `cross_entropy`, `per_token_loss` and `live_targets`.
+          `hidden_states`, `Float[Array, "batch time ..."]`, the `loss`, its weight `num_targets`,
+          and `metrics`, a dict with the metrics, such as `cross_entropy`, `per_token_loss`,
+          `live_targets` and, as scalars, the losses of parts, such as `loss_lm`.
         """
         batch = self._shard_batch(input_batch)
         batch["live_targets"] = self._target_mask(batch)
@@ -453,7 +461,11 @@ class Model(base_layer.BaseModel):
         self.add_summary("loss", loss)
         for name, value in _summaries(metrics).items():
             self.add_summary(name, value)
-        return jnp.asarray(loss.mean), {**predictions, "metrics": metrics} if return_aux else {}
+        mean = jnp.asarray(loss.mean)
+        if not return_aux:
+            return mean, {}
+        metrics = {name: _loss_value(name, value) for name, value in metrics.items()}
+        return mean, {**predictions, "metrics": metrics, "loss": mean, "num_targets": loss.weight}
 
     def _shard_batch(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
         cfg = self.config
@@ -507,17 +519,15 @@ class Model(base_layer.BaseModel):
     def _scan_positions(self, batch: Mapping[str, Any], hidden_states: Tensor) -> dict[str, Tensor]:
         """Returns `target_statistics`, computed from `scan_chunk` positions at a time."""
         chunk, length = self.config.scan_chunk, hidden_states.shape[1]
-        if length % chunk:
-            raise ArgumentShapeError(
-                f"scan_chunk={chunk} of {self.path()} does not divide the {length} positions of "
-                "input_ids; set it to a divisor."
-            )
 
         def to_chunks(x: Tensor) -> Tensor:
-            return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
+            # Positions after the last one fill its chunk; their targets do not count.
+            widths = [(0, 0), (0, -length % chunk), *[(0, 0)] * (x.ndim - 2)]
+            padded = jnp.pad(x, widths)
+            return jnp.moveaxis(padded.reshape(len(x), -1, chunk, *x.shape[2:]), 1, 0)
 
         def from_chunks(x: Tensor) -> Tensor:
-            return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], length)
+            return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, :length]
 
         def of_chunk(carry: None, xs: tuple[Tensor, Tensor, Tensor]) -> tuple[None, Any]:
             hidden_states, labels, mask = xs

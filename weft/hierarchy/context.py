@@ -334,11 +334,19 @@ class InvocationContext:
             )
         outputs[name] = value
 
-    def set_state_update(self, value: dict[str, Any]) -> None:
-        """Replaces all state updates of this invocation."""
+    def set_state_update(self, value: NestedTensor) -> None:
+        """Replaces all state updates of this invocation, by a dict or, as a whole, by an array."""
         if self.is_from_outer_trace():
             raise side_effect_error(self, "state updates are set", "a tracer would leak")
         updates = self.output_collection.state_updates
+        if not isinstance(value, dict):
+            above = self.parent and self.parent.output_collection.state_updates
+            if above is not None and above.get(self.name) is updates:
+                above[self.name] = value
+            self.output_collection = self.output_collection._replace(
+                state_updates=value  # pyright: ignore[reportArgumentType] - a leaf of the dict
+            )
+            return
         updates.clear()
         updates.update(value)
 

@@ -341,8 +341,9 @@ class Decoder(base_layer.BaseLayer):
         return self._outputs(outputs.data)
 
     def _outputs(self, x: Tensor) -> dict[str, Tensor]:
+        self._add_tensor_stats("outputs", x)
         if "output_norm" in self.children:
-            x = self.output_norm(x)
+            x = self._add_tensor_stats("norm_outputs", self.output_norm(x))
         x = maybe_shard(self.output_dropout(x), self.config.hidden_state_partition_spec)
         outputs = {"hidden_states": x}
         return {**outputs, "logits": self.compute_logits(outputs)}

@@ -260,12 +260,12 @@ class StopOnMaxLength(StopDecodingCondition):
     [[True], [False]]
     """
 
-    def __init__(self, max_len: int | Int[Array, " batch"]):
+    def __init__(self, max_num_decodes: int | Int[Array, " batch"]):
         """Creates the condition from the number of tokens after the prompt, for all or for each."""
-        self._max_len = max_len
+        self._max_num_decodes = max_num_decodes
 
     def __call__(self, *, index, sequences, prefix_len):
-        stop = jnp.asarray(index - prefix_len + 1 >= jnp.reshape(self._max_len, -1))
+        stop = jnp.asarray(index - prefix_len + 1 >= jnp.reshape(self._max_num_decodes, -1))
         return jnp.broadcast_to(stop.reshape(-1, 1), sequences.shape[:2])
 
 

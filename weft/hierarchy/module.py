@@ -12,7 +12,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol, TypeVar, Union
+from typing import Any, NamedTuple, Protocol, TypeVar, Union, runtime_checkable
 
 import jax
 
@@ -30,6 +30,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
 
+@runtime_checkable
 class Summable(Protocol):
     """Summary that supports `+`, so that loop iterations can be added up."""
 
@@ -195,9 +196,36 @@ class Module(Configurable):
         self._parent = parent
         self._children: dict[str, Module] = {}
         self._shared: dict[str, Module] = {}
+        own_methods = type(self)._methods_to_wrap_for_auto_child_context
+        if own_methods is not Module._methods_to_wrap_for_auto_child_context:
+            self._wrap_methods(self._methods_to_wrap_for_auto_child_context())
         self._vlog_level: int | None = cfg.vlog
         if cfg.vlog is None and parent is not None:
             self._vlog_level = parent._vlog_level
+
+    # The methods.
+
+    def _methods_to_wrap_for_auto_child_context(self) -> dict[str, Callable[..., Any]]:
+        """Returns the methods that open this module's context when another module calls them.
+
+        By default all public ones. An override may leave some out, or add private ones.
+        """
+        methods = {}
+        for name in dir(type(self)):
+            method: Any = getattr(type(self), name, None)
+            if not name.startswith("_") and hasattr(method, "_weft_method"):
+                methods[name] = method._weft_method
+        return methods
+
+    def _wrap_methods(self, wrapped: Mapping[str, Callable[..., Any]]) -> None:
+        """Sets the methods of this module that open its context other than those of its class."""
+        by_default = Module._methods_to_wrap_for_auto_child_context(self)
+        for name in by_default.keys() - wrapped.keys():
+            setattr(self, name, functools.partial(by_default[name], self))
+        for name, method in wrapped.items():
+            if name not in by_default:
+                function = getattr(method, "__func__", method)
+                setattr(self, name, functools.partial(_in_own_context(function), self))
 
     # The tree.
 

@@ -30,7 +30,7 @@ Axes = int | Sequence[int]
 
 
 class FanAxes(NamedTuple):
-    """Input, output and batch axes of a weight; an axis equals a tuple of it.
+    """Input, output and batch axes of a weight; an axis equals a tuple of it, in any order.
 
     All other axes are a receptive field, such as a convolution's window. Batch axes are those of
     independent weights, such as the layers of a stack.
@@ -38,7 +38,7 @@ class FanAxes(NamedTuple):
 
     in_axis: Axes
     out_axis: Axes
-    batch_axis: Axes = ()
+    batch_axis: Axes | None = ()
 
     class AxisType(enum.Enum):
         """Type of an axis."""
@@ -46,21 +46,28 @@ class FanAxes(NamedTuple):
         IN_AXIS = "in_axis"
         OUT_AXIS = "out_axis"
         BATCH_AXIS = "batch_axis"
+        NONE = None
+        """None of these, such as an axis of a window."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, FanAxes) and all(
-            as_tuple(a) == as_tuple(b) for a, b in zip(self, other, strict=True)
-        )
+        return isinstance(other, FanAxes) and self._sets() == other._sets()
+
+    def _sets(self) -> list[frozenset[int]]:
+        return [frozenset(axes) for axes in self.tuples()]
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash(tuple(map(as_tuple, self)))
+        return hash(tuple(self._sets()))
 
     def canonicalize(self) -> "FanAxes":
-        """Returns a copy in which every field is a tuple."""
-        return FanAxes(*map(as_tuple, self))
+        """Returns a copy in which every field is a tuple, for None without an axis."""
+        return FanAxes(*self.tuples())
+
+    def tuples(self) -> list[tuple[int, ...]]:
+        """Returns the axes of each type."""
+        return [() if axes is None else as_tuple(axes) for axes in self]
 
     def prepend_axis(self, *, axis_type: "FanAxes.AxisType") -> "FanAxes":
         """Returns the axes after a new axis 0 of this type is added.
@@ -68,16 +75,18 @@ class FanAxes(NamedTuple):
         >>> FanAxes(-2, 1).prepend_axis(axis_type=FanAxes.AxisType.BATCH_AXIS)
         FanAxes(in_axis=(-2,), out_axis=(2,), batch_axis=(0,))
         """
-        moved = (tuple(a + 1 if a >= 0 else a for a in as_tuple(axes)) for axes in self)
+        moved = (tuple(a + 1 if a >= 0 else a for a in axes) for axes in self.tuples())
         return FanAxes(*moved)._with(0, axis_type)
 
     def append_axis(self, *, axis_type: "FanAxes.AxisType") -> "FanAxes":
         """Returns the axes after a new last axis of this type is added."""
-        moved = (tuple(a - 1 if a < 0 else a for a in as_tuple(axes)) for axes in self)
+        moved = (tuple(a - 1 if a < 0 else a for a in axes) for axes in self.tuples())
         return FanAxes(*moved)._with(-1, axis_type)
 
     def _with(self, axis: int, axis_type: "FanAxes.AxisType") -> "FanAxes":
         name = axis_type.value
+        if name is None:
+            return self
         axes: Any = getattr(self, name)
         return self._replace(**{name: (axis, *axes) if axis == 0 else (*axes, axis)})
 
@@ -206,7 +215,7 @@ def fans(shape: Shape, axes: FanAxes) -> dict[str, float]:
 
     A receptive field counts towards both.
     """
-    in_axes, out_axes, batch_axes = (as_tuple(a) for a in axes)
+    in_axes, out_axes, batch_axes = axes.tuples()
     return fan_sizes(shape, in_axes=in_axes, out_axes=out_axes, batch_axes=batch_axes)
 
 
@@ -217,13 +226,13 @@ class DefaultInitializer(Initializer):
         """Configures a DefaultInitializer.
 
         `init_by_param_name` has initializers by a regular expression that must match the whole
-        name. Default for other names: weights uniform by fan_avg, biases 0, scales 1.
+        name. Default for other names: weights uniform by fan_avg, biases 0, scales 1, which are
+        among those of the initializer's `config`.
         """
 
         init_by_param_name: dict[str, InstantiableConfig] = {}
 
     def __init__(self, cfg: Config):
-        super().__init__(cfg)
         by_default = {
             PARAM_REGEXP_WEIGHT: WeightInitializer.default_config(),
             PARAM_REGEXP_BIAS: ConstantInitializer.default_config().set(value=0.0),
@@ -231,8 +240,11 @@ class DefaultInitializer(Initializer):
         }
         given = cfg.init_by_param_name
         # The first match applies, so that the given rules come first.
-        rules = [*given.items(), *((r, init) for r, init in by_default.items() if r not in given)]
-        self._rules = {regex: init.instantiate() for regex, init in rules}
+        others = {regex: init for regex, init in by_default.items() if regex not in given}
+        super().__init__(cfg.clone(init_by_param_name={**given, **others}))
+        self._rules = {
+            regex: init.instantiate() for regex, init in self.config.init_by_param_name.items()
+        }
 
     def _initializer_of(self, name: str) -> Initializer:
         for regex, initializer in self._rules.items():

@@ -120,7 +120,7 @@ class LSTMCell(BaseRNNCell):
           hidden_dim: size of the memory; None for `output_dim`.
           max_cell_value: bound of the absolute value of the memory; None for none.
           norm: normalization of all gates together before their activations (Ba et al., 2016).
-          output_proj: linear map to `output_dim` (Sak et al., 2014), unless it is `hidden_dim`.
+          output_proj: linear map to `output_dim` (Sak et al., 2014), where `hidden_dim` is set.
         """
 
         hidden_dim: int | None = None
@@ -128,23 +128,24 @@ class LSTMCell(BaseRNNCell):
         input_proj: InstantiableConfig = MultiLinear.default_config()
         hidden_proj: InstantiableConfig = MultiLinear.default_config().set(bias=False)
         norm: InstantiableConfig | None = None
-        output_proj: Linear.Config | None = None
+        output_proj: Linear.Config | None = Linear.default_config().set(bias=False)
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         hidden_dim, output_dim = cfg.hidden_dim or self.output_dim, self.output_dim
         if hidden_dim != output_dim and cfg.output_proj is None:
             raise errors.LayerConfigError(
-                f"{self.path()}: hidden_dim={hidden_dim} differs from output_dim={output_dim}; set "
-                "output_proj, such as Linear.default_config().set(bias=False)."
+                f"{self.path()}: hidden_dim={hidden_dim} differs from output_dim={output_dim}, and "
+                "output_proj is None; set it to Linear.default_config().set(bias=False)."
             )
         self._hidden_dim = hidden_dim
         gates: dict[str, Any] = {"num_outputs": 4, "output_dim": hidden_dim}
         self._add_child("input_proj", cfg.input_proj.set(input_dim=cfg.input_dim, **gates))
         self._add_child("hidden_proj", cfg.hidden_proj.set(input_dim=output_dim, **gates))
         self._maybe_add_child("norm", cfg.norm, input_dim=4 * hidden_dim)
-        dims = {"input_dim": hidden_dim, "output_dim": output_dim}
-        self._maybe_add_child("output_proj", cfg.output_proj, **dims)
+        if cfg.hidden_dim is not None:
+            dims = {"input_dim": hidden_dim, "output_dim": output_dim}
+            self._maybe_add_child("output_proj", cfg.output_proj, **dims)
 
     def init_states(self, *, batch_size: int) -> NestedTensor:
         """Returns zeros: `c`, `(batch, hidden_dim)`, and `m`, `(batch, output_dim)`."""

@@ -164,20 +164,21 @@ def scan_in_context(
 
     Args:
         fn, drop_output, unroll, remat_kwargs: as for `scan`.
-        xs: arrays to scan along axis 0; or a dict with these as "x", and as "state" and "prng_key"
-            those that replace the ones of the current context.
+        xs: arrays to scan along axis 0; or a dict with these as "xs" or "x", and as "state" and
+            "prng_key" those that replace the ones of the current context.
         child_name_prefix, merge_summaries: as for `propagate_repeated_output_collections`.
 
-    Raises ArgumentValueError if `xs` has "x" and names other than "state" and "prng_key".
+    Raises ArgumentValueError if `xs` has "xs" and names other than "state" and "prng_key".
     """
     context = context_lib.require_context("scan_in_context")
-    if isinstance(xs, Mapping) and "x" in xs:
-        if other := xs.keys() - {"x", "state", "prng_key"}:
+    scanned = next((name for name in ("xs", "x") if isinstance(xs, Mapping) and name in xs), None)
+    if scanned is not None:
+        if other := xs.keys() - {scanned, "state", "prng_key"}:
             raise ArgumentValueError(
-                f"xs of scan_in_context has 'x' and {sorted(other)}; only 'state' and 'prng_key' "
-                f"replace fields of the context. Write `xs={{'x': xs}}` to scan all of it."
+                f"xs of scan_in_context has {scanned!r} and {sorted(other)}; only 'state' and "
+                "'prng_key' replace fields of the context. Write `xs={'xs': xs}` to scan all of it."
             )
-        fn = _with_context_fields(fn)
+        fn = _with_context_fields(fn, scanned)
     inner = context.fork()
     result = scan(
         inner,
@@ -198,10 +199,10 @@ def scan_in_context(
     return result
 
 
-def _with_context_fields(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _with_context_fields(fn: Callable[..., Any], scanned: str) -> Callable[..., Any]:
     def call(carry: Any, xs: Mapping[str, Any]) -> Any:
         fields = dict(xs)
-        x = fields.pop("x")
+        x = fields.pop(scanned)
         context = context_lib.require_context("scan_in_context").fork_with_outputs(**fields)
         with context_lib.set_current_context(context, require_parent=False):
             return fn(carry, x)

@@ -571,7 +571,11 @@ def test_decoding_with_shared_kv_state(filled, x):
             "num_heads=3 does not divide the hidden dimension 8",
         ),
         (MultiheadAttention, {"input_linear": grouped()}, "makes 2 key heads for num_heads=4"),
-        (MultiheadAttention, {"causal": True, "mask": WINDOW}, "causal=True and mask are both set"),
+        (
+            MultiheadAttention,
+            {"causal": True, "mask": WINDOW},
+            "mask=SlidingWindowAttentionBias are both",
+        ),
         (
             SigmoidAttention,
             {"seq_len": 3, "logit_sink": True},

@@ -29,7 +29,7 @@ B = TypeVar("B", bound="BaseAttentionBias")
 
 
 class BaseAttentionBias(struct.PyTreeNode):
-    """Bias added to attention logits. A subclass defines `value`."""
+    """Bias added to attention logits. A subclass defines `_value`."""
 
     dtype: DType = struct.field(pytree_node=False, kw_only=True, default=jnp.float32)
 
@@ -41,6 +41,11 @@ class BaseAttentionBias(struct.PyTreeNode):
 
     def value(self) -> Tensor | None:
         """Returns `Float[Array, "#batch #heads target source"]`, or None for a bias of 0."""
+        value = self._value()
+        return None if value is None else value.astype(self.dtype)
+
+    def _value(self) -> Tensor | None:
+        """Returns the value in any dtype."""
         raise NotImplementedError(type(self))
 
     def eval_shape(self) -> tuple[int, ...] | None:
@@ -106,19 +111,19 @@ class CompositeAttentionBias(BaseAttentionBias):
             return ZeroAttentionBias()
         return self.biases[0] if len(self.biases) == 1 else self
 
-    def value(self) -> Tensor | None:
+    def _value(self) -> Tensor | None:
         parts = self._parts()
         masks: list[Any] = [p.bool_value() for p in parts if isinstance(p, BoolAttentionBias)]
         values: list[Any] = [p.value() for p in parts if not isinstance(p, BoolAttentionBias)]
         if masks:
             values.append(bool_to_bias(functools.reduce(jnp.logical_and, masks)))
-        return functools.reduce(operator.add, values).astype(self.dtype) if values else None
+        return functools.reduce(operator.add, values) if values else None
 
 
 class TensorAttentionBias(BaseAttentionBias):
     """Bias given by its value; see `from_tensor`."""
 
-    _value: Tensor
+    _tensor: Tensor
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> "TensorAttentionBias":
@@ -128,8 +133,8 @@ class TensorAttentionBias(BaseAttentionBias):
         """
         return cls(_add_heads_axis(tensor), dtype=tensor.dtype)
 
-    def value(self) -> Tensor:
-        return self._value.astype(self.dtype)
+    def _value(self) -> Tensor:
+        return self._tensor
 
     @classmethod
     def from_sequence(cls, biases: Sequence[BaseAttentionBias]) -> BaseAttentionBias:
@@ -145,9 +150,9 @@ class BoolAttentionBias(BaseAttentionBias):
         """Returns `Bool[Array, "#batch #heads target source"]`, or None if all is allowed."""
         raise NotImplementedError(type(self))
 
-    def value(self) -> Tensor | None:
+    def _value(self) -> Tensor | None:
         mask = self.bool_value()
-        return None if mask is None else bool_to_bias(mask).astype(self.dtype)
+        return None if mask is None else bool_to_bias(mask)
 
     @classmethod
     def from_sequence(cls, biases: Sequence[Any]) -> BaseAttentionBias:

@@ -167,10 +167,11 @@ class MultiheadAttention(BaseLayer):
             self._add_child("kv_cache", cfg.kv_cache)
         self._mask = cfg.mask
         if cfg.causal:
-            if cfg.mask is not None:
+            mask = cfg.mask
+            if mask is not None and not issubclass(mask.klass, bias_lib.CausalAttentionBias):
                 raise errors.LayerConfigError(
-                    f"{self.path()}: causal=True and mask are both set; causal=True already sets "
-                    "a mask, so set only one of them."
+                    f"{self.path()}: causal=True and mask={mask.klass.__name__} are both "
+                    "set; causal=True already sets a mask, so set only one of them."
                 )
             self._mask = bias_lib.CausalAttentionBias.default_config()
         self._check_window()
