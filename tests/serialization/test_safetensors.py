@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from safetensors import safe_open
+from safetensors import deserialize, safe_open
 from safetensors.numpy import load_file, save_file
 
 from weft import linen as nn
@@ -168,9 +168,12 @@ def test_prefix_names_need_a_target(tmp_path):
     [
         ({"a.b": np.ones(1), "a": {"b": np.ones(1)}}, "two arrays have the name 'a.b'"),
         ({"a": "text"}, "'a' is of type str; a safetensors file holds arrays"),
-        ({"a": jnp.ones(1, jnp.float8_e4m3fn)}, r"'a' has the dtype float8_e4m3fn.*Convert it"),
+        ({"a": jnp.ones(1, jnp.float8_e3m4)}, r"'a' has the dtype float8_e3m4.*Convert it"),
+        ({"a": jnp.ones(3, jnp.float4_e2m1fn)}, r"'a' has 3 values .*two fill a byte. Pad it"),
+        ({"a": np.array(["x"])}, r"'a' is an array of strings.*Leave it out"),
+        ({"a": np.array([None])}, r"'a' is an array of objects.*Leave it out"),
     ],
-    ids=["same name", "text", "dtype"],
+    ids=["same name", "text", "dtype", "half a byte", "strings", "objects"],
 )
 def test_write_errors(tmp_path, tree, message):
     with pytest.raises(WeightsWriteError, match=message):
@@ -218,10 +221,48 @@ def test_unreadable_files(tmp_path):
 
 def test_dtype_missing_in_numpy(tmp_path):
     path = tmp_path / "m.safetensors"
-    header = b'{"a":{"dtype":"F8_E4M3","shape":[2],"data_offsets":[0,2]}}'
-    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
-    with TensorFiles(path) as files, pytest.raises(WeightsReadError, match=r"'a' .*dtype F8_E4M3"):
+    header = b'{"a":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0\0")
+    with TensorFiles(path) as files, pytest.raises(WeightsReadError, match=r"'a' .*dtype F6_E2M3"):
         files.read("a")
+
+
+EIGHT_BITS = (
+    *("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+)
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_numbers_of_eight_bits_are_those_of_the_package(name, tmp_path):
+    dtype = np.dtype(getattr(ml_dtypes, name))
+    tree = {"b": np.ones(3, "f4"), "a": np.array([[0.5, 1, 2], [4, 8, 16]]).astype(dtype)}
+    tree["none"] = np.ones((2, 0), dtype)
+    save_file(tree, tmp_path / "theirs.safetensors")
+    (ours,) = save_safetensors(tmp_path / "ours.safetensors", jax.tree.map(jnp.asarray, tree))
+    found = load_safetensors(tmp_path / "theirs.safetensors")
+    theirs = dict(deserialize(ours.read_bytes()))
+    for key, value in tree.items():
+        assert found[key].dtype == value.dtype and found[key].shape == value.shape
+        assert found[key].tobytes() == theirs[key]["data"] == value.tobytes()
+        assert theirs[key]["shape"] == list(value.shape)
+    mesh = jax.make_mesh((3,), ("x",), devices=jax.devices()[:3])
+    sharding = NamedSharding(mesh, PartitionSpec(None, "x"))
+    target = {"a": jax.ShapeDtypeStruct((2, 3), dtype, sharding=sharding)}
+    target |= {"b": tree["b"], "none": tree["none"]}
+    placed = load_safetensors(ours, target)["a"]
+    assert placed.sharding == sharding and np.asarray(placed).tobytes() == tree["a"].tobytes()
+
+
+def test_numbers_of_four_bits_are_two_in_a_byte(tmp_path):
+    # 0x21 is what PyTorch holds for [0.5, 1.0], of the codes 1 and 2.
+    value = np.array([[0.5, 1.0], [1.5, -6.0]], ml_dtypes.float4_e2m1fn)
+    (path,) = save_safetensors(tmp_path / "m.safetensors", {"a": value})
+    assert path.read_bytes().endswith(b"\x21\xf3")
+    with safe_open(path, framework="np") as file:
+        part = file.get_slice("a")
+        assert (part.get_dtype(), part.get_shape()) == ("F4", [2, 2])
+    read = load_safetensors(path)["a"]
+    assert read.dtype == value.dtype and read.astype("f4").tolist() == [[0.5, 1.0], [1.5, -6.0]]
 
 
 @contextlib.contextmanager

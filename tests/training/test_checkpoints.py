@@ -306,6 +306,17 @@ def orbax_checkpoint(tmp_path):
     return tmp_path, tree
 
 
+def test_arrays_of_strings_are_named(tmp_path):
+    for strange in (np.array(["a text"]), np.array([b"bytes"]), np.array([None])):
+        with pytest.raises(UnserializableValueError, match=r"'m/names' is an array of .*strings"):
+            save_checkpoint(
+                tmp_path,
+                {"m": {"names": strange}},
+                1,
+                orbax_checkpointer=orbax.Checkpointer(orbax.PyTreeCheckpointHandler()),
+            )
+
+
 def test_orbax_checkpoints_are_restored(orbax_checkpoint):
     directory, tree = orbax_checkpoint
     blank = jax.tree.map(lambda x: x * 0, tree)

@@ -27,7 +27,12 @@ import numpy as np
 
 from weft.errors import WeightsMismatchError, WeightsReadError, WeightsWriteError
 from weft.serialization.directory import Directory
-from weft.serialization.untrusted import is_possible_shape, open_file, read_json_file
+from weft.serialization.untrusted import (
+    is_possible_shape,
+    open_file,
+    parse_json,
+    read_json_file,
+)
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -35,12 +40,17 @@ MAX_SHARD_BYTES = 5 * 10**9
 _SHOWN = 8
 _LARGEST_ITEM_BYTES = 8
 
-# The format's names of dtypes. There are others, which NumPy cannot hold.
+# The format's names of dtypes. Of its others, no program packs three bytes of F6 like another.
 _DTYPES = {
     **{"BOOL": "bool", "BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"},
     **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "C64": "complex64"},
     **{"U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
+    **{"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F4": "float4_e2m1fn"},
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# Two in a byte, the first in its lower bits.
+_HALF_BYTES = "float4_e2m1fn"
 
 
 class PendingTensor(NamedTuple):
@@ -52,8 +62,10 @@ class PendingTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of the values."""
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+        """Number of bytes of the values in a file."""
+        dtype = jnp.dtype(self.dtype)
+        num_bytes = math.prod(self.shape) * dtype.itemsize
+        return num_bytes // 2 if dtype.name == _HALF_BYTES else num_bytes
 
 
 class StoredTensor(NamedTuple):
@@ -140,10 +152,21 @@ def _pending(name: str, leaf: object) -> PendingTensor:
             "(`jax.experimental.multihost_utils.process_allgather`)."
         )
     dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
-    if jnp.dtype(dtype).name not in _DTYPES.values():
+    if np.dtype(dtype).kind in "OSU":
+        what = "objects" if np.dtype(dtype).hasobject else "strings"
+        raise WeightsWriteError(
+            f"{name!r} is an array of {what}, which a safetensors file does not take. Leave it "
+            "out; texts may be in `metadata`."
+        )
+    if jnp.dtype(dtype).name not in _NAMES:
         raise WeightsWriteError(
             f"{name!r} has the dtype {dtype}, which a safetensors file does not take. Convert it "
-            f"to one of {', '.join(sorted(_DTYPES.values()))}."
+            f"to one of {', '.join(sorted(_NAMES))}."
+        )
+    if jnp.dtype(dtype).name == _HALF_BYTES and np.size(leaf) % 2:
+        raise WeightsWriteError(
+            f"{name!r} has {np.size(leaf)} values of {dtype}, of which two fill a byte. Pad it to "
+            "an even number, or convert it to float8_e4m3fn."
         )
     return PendingTensor(np.shape(leaf), dtype, lambda: np.asarray(leaf))
 
@@ -190,27 +213,42 @@ def _write_file(
 
     The package's own writer orders the metadata at random, and only the user may read its file.
     """
-    names_of_dtypes = {dtype: name for name, dtype in _DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     # Larger items first, so that all are aligned.
     order = sorted(values, key=lambda key: (-values[key].dtype.itemsize, key))
     start = 0
     for key in order:
         value = values[key]
+        num_bytes = len(_packed(value))
         header[key] = {
-            "dtype": names_of_dtypes[jnp.dtype(value.dtype).name],
+            "dtype": _NAMES[jnp.dtype(value.dtype).name],
             "shape": list(value.shape),
-            "data_offsets": [start, start + value.nbytes],
+            "data_offsets": [start, start + num_bytes],
         }
-        start += value.nbytes
+        start += num_bytes
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _LARGEST_ITEM_BYTES)
     with folder.replacing(name) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for key in order:
-            value = values[key]
-            in_order = value if value.dtype.isnative else value.byteswap()
-            file.write(in_order.reshape(-1).view(np.uint8).data)
+            file.write(_packed(values[key]).data)
+
+
+def _packed(value: np.ndarray) -> np.ndarray:
+    """Returns the bytes of an array in a file."""
+    in_order = value if value.dtype.isnative else value.byteswap()
+    packed = in_order.reshape(-1).view(np.uint8)
+    if value.dtype.name == _HALF_BYTES:
+        return (packed[0::2] & 15) | (packed[1::2] << 4)
+    return packed
+
+
+def _unpacked(packed: np.ndarray, tensor: StoredTensor) -> np.ndarray:
+    """Returns the values of the bytes of a tensor."""
+    dtype = jnp.dtype(_DTYPES[tensor.dtype])
+    if dtype.name == _HALF_BYTES:
+        packed = np.stack([packed & 15, packed >> 4], axis=-1)
+    return packed.reshape(-1).view(dtype).reshape(tensor.shape)
 
 
 def _shards(tensors: Mapping[str, PendingTensor], max_shard_bytes: int) -> list[list[str]]:
@@ -252,6 +290,7 @@ class TensorFiles:
         self.path = Path(path)
         self._stack = contextlib.ExitStack()
         self._open: dict[Path, Any] = {}
+        self._headers: dict[Path, tuple[int, Any]] = {}
         self.tensors: dict[str, StoredTensor] = {}
         for file, names in _files_of(self.path).items():
             there = self._tensors_of(file)
@@ -300,7 +339,7 @@ class TensorFiles:
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """Returns the values of a tensor, or of the part at `index`, a slice per axis.
 
-        Raises WeightsReadError if NumPy lacks its dtype.
+        Raises WeightsReadError for a dtype that NumPy and ml_dtypes lack.
         """
         tensor = self.tensors[name]
         if tensor.dtype not in _DTYPES:
@@ -308,10 +347,25 @@ class TensorFiles:
                 f"{name!r} in {str(tensor.file)!r} has the dtype {tensor.dtype}; "
                 f"{', '.join(_DTYPES)} can be read. Convert the checkpoint to one of them first."
             )
+        if tensor.dtype.startswith(("F8", "F4")):  # the package's reader lacks their names
+            values = _unpacked(self._bytes(name, tensor.file), tensor)
+            return np.array(values if index is None else values[index])
         file = self._open[tensor.file]
         if index is None or not tensor.shape:
             return file.get_tensor(name)
         return file.get_slice(name)[index]
+
+    def _bytes(self, name: str, path: Path) -> np.ndarray:
+        """Returns the bytes of a tensor, mapped from its file; the header was checked before."""
+        if path not in self._headers:
+            with open_file(path) as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                self._headers[path] = (8 + length, parse_json(file.read(length)))
+        start, header = self._headers[path]
+        begin, end = header[name]["data_offsets"]
+        if begin == end:
+            return np.empty(0, np.uint8)
+        return np.memmap(path, np.uint8, "r", start + begin, (end - begin,))
 
 
 def _files_of(path: Path) -> dict[Path, list[str] | None]:

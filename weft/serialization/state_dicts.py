@@ -260,6 +260,13 @@ def is_prng_key(x: object) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def is_stored_dtype(dtype: np.dtype) -> bool:
+    """Returns whether TensorStore has a dtype: numbers, except of 80 bits or more, and booleans."""
+    if dtype.kind in "SUTOMm" or dtype.names or dtype.char in "gG":
+        return False
+    return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
+
+
 def _leaf_from_state(target: Any, state: Any) -> Any:
     if isinstance(target, jax.Array | np.ndarray) and isinstance(state, Mapping):
         raise _mismatch(

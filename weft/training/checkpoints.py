@@ -29,6 +29,7 @@ from weft._lazy import import_extra
 from weft.configurations import config
 from weft.serialization import from_state_dict, msgpack_restore, msgpack_serialize, to_state_dict
 from weft.serialization.directory import Directory, Entry
+from weft.serialization.state_dicts import is_stored_dtype
 from weft.serialization.untrusted import memory_bytes
 
 ARRAYS_SUFFIX = "_gda"
@@ -331,13 +332,25 @@ def save_checkpoint_multiprocess(
     is_first = jax.process_index() == 0
     if is_first and os.path.isfile(path):
         _remove(path)
+    state = to_state_dict(target)
+    _check_dtypes(state)
     with _orbax_checkpointer(path, orbax_checkpointer) as writer:
-        writer.save(os.path.abspath(path), to_state_dict(target), force=overwrite)
+        writer.save(os.path.abspath(path), state, force=overwrite)
         if hasattr(writer, "wait_until_finished"):
             writer.wait_until_finished()
     if is_first:
         _remove_others(ckpt_dir, prefix, (step, path), keep, keep_every_n_steps)
     return path
+
+
+def _check_dtypes(state: object) -> None:
+    for key, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if isinstance(leaf, np.ndarray | np.generic) and not is_stored_dtype(leaf.dtype):
+            raise errors.UnserializableValueError(
+                f"{_name(key)!r} is an array of {leaf.dtype}, and Orbax takes arrays of numbers "
+                "and booleans. Give texts as Python strings, convert other values to numbers, or "
+                "leave them out."
+            )
 
 
 def restore_checkpoint(

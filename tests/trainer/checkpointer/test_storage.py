@@ -5,6 +5,7 @@ Reading arrays from files as zarr lays them out, written here by hand or by tens
 
 import json
 import os
+import re
 from typing import NamedTuple
 
 import jax
@@ -311,6 +312,19 @@ def test_structure_mismatch_changes_nothing(storage, tmp_path):
 def test_dtypes_that_cannot_be_saved_are_named(storage, tmp_path):
     with pytest.raises(CheckpointStateError, match=r"'model/w' is an array of uint4.*as uint8"):
         save(storage, tmp_path, {"model": {"w": jnp.ones(3, jnp.uint4)}})
+    for strange in (
+        np.array(["a text"]),
+        np.array([b"bytes"]),
+        np.array(["a", None]),
+        np.array(["a text"], np.dtypes.StringDType()),
+        np.array(["2020-01-01"], "datetime64[D]"),
+        np.zeros(2, [("x", np.int32)]),
+        np.longdouble(1),
+    ):
+        expected = rf"'model/w' is an array of {re.escape(str(strange.dtype))}.*Python strings"
+        with pytest.raises(CheckpointStateError, match=expected):
+            save(storage, tmp_path, {"model": {"w": strange}})
+    save(storage, tmp_path, {"model": {"w": "a text", "x": np.bool_(True)}})
 
 
 def test_background_error_is_raised_once_by_wait(storage, tmp_path):

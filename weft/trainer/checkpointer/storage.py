@@ -38,6 +38,7 @@ from weft.distributed.preemption import max_over_processes
 from weft.errors import CheckpointStateError, DamagedCheckpointError
 from weft.hierarchy.parameter_spec import TensorSpec
 from weft.serialization.directory import Directory
+from weft.serialization.state_dicts import is_stored_dtype
 from weft.serialization.untrusted import parse_json
 from weft.trainer.checkpointer import dirs, host_state, retries
 from weft.trainer.checkpointer import index as index_lib
@@ -420,6 +421,12 @@ def _array_name(path: str) -> str:
 
 
 def _to_save(path: str, leaf: Array) -> Array:
+    if isinstance(leaf, np.ndarray | np.generic) and not is_stored_dtype(leaf.dtype):
+        raise CheckpointStateError(
+            f"{path!r} is an array of {leaf.dtype}, and a checkpoint takes arrays of numbers and "
+            "booleans. Put texts into the state as Python strings, convert other values to "
+            "numbers, or leave them out."
+        )
     if str(leaf.dtype) in ("uint2", "uint4"):
         raise CheckpointStateError(
             f"{path!r} is an array of {leaf.dtype}, which the array storage does not support; save "
