@@ -165,7 +165,7 @@ def _pending(name: str, leaf: object) -> PendingTensor:
         )
     if jnp.dtype(dtype).name == _HALF_BYTES and np.size(leaf) % 2:
         raise WeightsWriteError(
-            f"{name!r} has {np.size(leaf)} values of {dtype}, of which two fill a byte. Pad it to "
+            f"{name!r} has {np.size(leaf)} values of {dtype}, and two fill a byte. Pad it to "
             "an even number, or convert it to float8_e4m3fn."
         )
     return PendingTensor(np.shape(leaf), dtype, lambda: np.asarray(leaf))
