@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import shutil
+import sys
 
 import jax
 import pytest
@@ -120,6 +121,7 @@ def test_finished_run_prints_to_an_output_of_ascii(run_dir, monkeypatch):
     assert rb"devices    1 \xd7 " in output.getvalue()
 
 
+@pytest.mark.long
 def test_end_of_a_saved_run_does_not_fail_for_its_records(run_dir, monkeypatch, capsys, caplog):
     """The exit code says whether the last step is saved, whatever happens to what is shown."""
     on_end = RunRecorder.on_end
@@ -155,6 +157,37 @@ def test_end_of_a_saved_run_does_not_fail_for_its_records(run_dir, monkeypatch, 
     assert "run.json is empty or missing, as after a power loss. It is begun again" in caplog.text
     steps = {line["step"] for line in read_json_lines(str(run_dir / "summaries/train_train"))}
     assert {60, 61} <= steps
+
+
+def test_run_without_standard_streams(run_dir, monkeypatch):
+    """As started by `<&- >&- 2>&-`."""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+        monkeypatch.setattr(sys, f"__{name}__", None)
+    assert main([*TINY, "dir=run"]) == 0
+    assert main([*TINY, "dir=run", "seed=7"]) == 2
+    for name in ("stdin", "stdout", "stderr"):
+        getattr(sys, name).close()
+
+
+SWALLOWING = """
+import contextlib
+import signal
+
+from weft.recipes.lm import lm_tiny as recipe
+
+with contextlib.suppress(BaseException):  # such as a package that does without another one
+    signal.raise_signal(signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize("then", ["", "import half_imported"])
+def test_interrupt_that_an_import_swallows_stops_the_run(folder, monkeypatch, then):
+    (folder / "swallowing.py").write_text(SWALLOWING + then, encoding="utf-8")
+    monkeypatch.delitem(sys.modules, "swallowing", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["train", "swallowing.py:recipe", "dir=run"]) == 130
+    assert not (folder / "run" / "checkpoints").exists()
 
 
 def test_run_directory_names_a_config(run_dir, capsys):

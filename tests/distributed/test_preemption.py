@@ -1,3 +1,4 @@
+import contextlib
 import signal
 import threading
 import time
@@ -9,7 +10,7 @@ import pytest
 
 from tests.sockets import connected
 from weft.distributed import peers as peers_lib
-from weft.distributed import preemption
+from weft.distributed import preemption, watchdog
 from weft.distributed.peers import Peers
 from weft.distributed.preemption import (
     DelayedMax,
@@ -30,7 +31,30 @@ from weft.errors import ProcessesNotReadyError, ProcessLostError
 from weft.input import PrefetchingIterator
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signal_that_the_program_handles_is_left_to_it():
+    seen = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    try:
+        with GracefulStop() as stop:
+            signal.raise_signal(signal.SIGUSR1)
+            assert seen == [signal.SIGUSR1] and stop.signal_name is None
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_swallowed_interrupt_stops_the_run():
+    with watchdog.interrupts:
+        with contextlib.suppress(KeyboardInterrupt):  # as code that is imported may do
+            signal.raise_signal(signal.SIGINT)
+        with GracefulStop() as stop:
+            assert stop.agreed("step 1") == ("signal", "SIGINT")
+    with watchdog.interrupts, GracefulStop() as stop:
+        assert stop.agreed("step 1") is None
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+)
 def test_signal_is_recorded_and_handler_restored(number):
     before = signal.getsignal(number)
     with GracefulStop() as stop:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import warnings
 import pytest
 
 from tests.pages import ROOT
-from weft.errors import RunDirError, RunDirTakenError
+from weft.errors import RunDirError, RunDirMovedError, RunDirTakenError
 from weft.trainer import run_lock as lib
 from weft.trainer.run_lock import LOCK_FILE, move_aside, run_lock
 
@@ -222,6 +223,26 @@ def test_taken_directory_is_noticed_by_the_heartbeat(tmp_path):
             while time.monotonic() < deadline:
                 lock.check()
     assert json.loads((tmp_path / LOCK_FILE).read_text(encoding="utf-8"))["pid"] == 4711
+
+
+def test_renamed_directory_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr("weft.trainer.run_lock._BEAT_SECONDS", 0.01)
+    with run_lock(str(tmp_path / "run")) as lock:
+        lock.check_now()
+        os.rename(tmp_path / "run", tmp_path / "elsewhere")
+        os.mkdir(tmp_path / "run")  # as a writer of summaries may do
+        found = f"run' was renamed to '{tmp_path}/elsewhere' while this run was writing to it"
+        with pytest.raises(RunDirMovedError, match=re.escape(found)):
+            lock.check_now()
+        os.rmdir(tmp_path / "run")
+        os.rename(tmp_path / "elsewhere", tmp_path / "run")
+        lock.check_now()
+        shutil.rmtree(tmp_path / "run")
+        deadline = time.monotonic() + 10
+        with pytest.raises(RunDirMovedError, match=r"run' was removed while this run was writing"):
+            while time.monotonic() < deadline:
+                lock.check()
+    assert not (tmp_path / "run").exists()
 
 
 def test_forked_child_does_not_keep_the_lock(tmp_path):

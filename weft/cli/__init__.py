@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import Any, TextIO
 
 from weft.cli.arguments import parse_arguments
+from weft.distributed.watchdog import interrupts
 from weft.errors import WeftError
 from weft.serialization.untrusted import printable
 
@@ -89,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if "jax" not in sys.modules:
         keep_freed_memory()
+    _open_missing_streams()
     with contextlib.redirect_stdout(Output(sys.stdout)) as output, _fewer_garbage_collections():
         code = _run(argv, output)
         with contextlib.suppress(OSError):
@@ -98,6 +100,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     _print_error(f"the output cannot be written: {output.error.strerror}")
     return code or 1
+
+
+def _open_missing_streams() -> None:
+    """Opens the null device for streams that the process was started without (`2>&-`).
+
+    In the order of their numbers, so that each gets its own: else a file of the run would have it,
+    and receive what libraries read or write there.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 # Parameters of mallopt(3) in <malloc.h>, and values.
@@ -166,6 +179,17 @@ _SAFE_PATH = "PYTHONSAFEPATH"
 
 
 def _run(argv: Sequence[str] | None, output: Output) -> int:
+    with interrupts:
+        try:
+            code = _run_command(argv, output)
+        except Exception:
+            if not interrupts.came:
+                raise
+            code = 1  # Ctrl-C has left a module half imported
+        return 130 if code and interrupts.came else code
+
+
+def _run_command(argv: Sequence[str] | None, output: Output) -> int:
     try:
         arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
         module, _, function = arguments.command.partition(":")

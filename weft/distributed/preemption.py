@@ -64,10 +64,12 @@ class StopRun(BaseException):
 
 
 class GracefulStop:
-    """Context in which SIGTERM, SIGHUP and Ctrl-C stop the run instead of ending the process.
+    """Context in which signals stop the run instead of ending the process.
 
-    A closed terminal sends SIGHUP; if it is ignored, as under `nohup`, it stays ignored. A second
-    Ctrl-C raises KeyboardInterrupt. Only the main thread can handle signals; others change nothing.
+    These are SIGTERM and Ctrl-C; SIGHUP, which a closed terminal sends, SIGUSR1 and SIGUSR2, unless
+    they are ignored, as under `nohup`, or the program handles them. A second Ctrl-C raises
+    KeyboardInterrupt; one that was swallowed earlier, during an import, counts here. Only the main
+    thread can handle signals; others change nothing.
 
     Args:
         peers: the connections to the other processes; None for a single process.
@@ -100,6 +102,8 @@ class GracefulStop:
                 raise KeyboardInterrupt
             self.signal_name = number.name
 
+        if watchdog.interrupts.came:
+            self.signal_name = signal.SIGINT.name
         self._exit.enter_context(watchdog.handle_stop_signals(on_signal))
         self._exit.enter_context(_ACTIVE.push(self))
         return self

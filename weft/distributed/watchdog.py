@@ -14,11 +14,16 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 
 logger = logging.getLogger(__name__)
 
 _PRINT_SECONDS = 1.0
+OTHER_STOP_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that end a process unless they are handled: of a closed terminal, and of schedulers that
+announce the end of a job.
+"""
 
 
 def call_with_timeout(call: Callable[..., object], *args: object, **kwargs: object) -> None:
@@ -49,14 +54,16 @@ def dump_stacks() -> str:
 
 @contextlib.contextmanager
 def handle_stop_signals(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Handles SIGTERM, Ctrl-C and SIGHUP, unless that is ignored, as under `nohup`.
+    """Handles SIGTERM and Ctrl-C, and `OTHER_STOP_SIGNALS` that would end the process.
 
-    Only the main thread can handle signals; in other threads, nothing is changed.
+    A signal that is ignored, as SIGHUP under `nohup`, or that the program handles itself, stays as
+    it is. Only the main thread can handle signals; in other threads, nothing is changed.
     """
     previous = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+        for number in (signal.SIGTERM, signal.SIGINT, *OTHER_STOP_SIGNALS):
+            is_other = number in OTHER_STOP_SIGNALS
+            if not is_other or signal.getsignal(number) is signal.SIG_DFL:
                 previous[number] = signal.signal(
                     number, lambda number, frame: handler(signal.Signals(number))
                 )
@@ -65,6 +72,44 @@ def handle_stop_signals(handler: Callable[[signal.Signals], None]) -> Iterator[N
     finally:
         for number, handled in previous.items():
             signal.signal(number, handled)
+
+
+class Interrupts:
+    """Context that remembers Ctrl-C, for code that is imported may swallow a KeyboardInterrupt.
+
+    Attributes:
+        came: whether Ctrl-C has come in the present or the last context.
+
+    >>> with interrupts, contextlib.suppress(KeyboardInterrupt):
+    ...     signal.raise_signal(signal.SIGINT)
+    >>> interrupts.came
+    True
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._is_handled = False
+
+    def __enter__(self) -> "Interrupts":
+        self.came = False
+        is_main = threading.current_thread() is threading.main_thread()
+        handler = signal.getsignal(signal.SIGINT)
+        self._is_handled = is_main and handler is signal.default_int_handler
+        if self._is_handled:
+            signal.signal(signal.SIGINT, self._on_interrupt)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._is_handled:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _on_interrupt(self, number: int, frame: types.FrameType | None) -> None:
+        self.came = True
+        signal.default_int_handler(number, frame)
+
+
+interrupts = Interrupts()
+"""Those of this process, while a command of Weft runs and no run handles them."""
 
 
 class Watchdog:
@@ -103,7 +148,8 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         self._last = time.monotonic()
         stderr = sys.__stderr__ or sys.stderr
-        faulthandler.register(signal.SIGQUIT, file=stderr, all_threads=True)
+        if stderr is not None:  # else the process was started without, as by `2>&-`
+            faulthandler.register(signal.SIGQUIT, file=stderr, all_threads=True)
         if self._timeout is not None or self._crash_after is not None:
             self._thread = threading.Thread(target=self._watch, name="weft-watchdog", daemon=True)
             self._thread.start()

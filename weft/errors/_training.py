@@ -71,6 +71,10 @@ class RunDirTakenError(RunFailedError, RuntimeError):
     """Another run has taken the directory while this one was frozen; it writes no more."""
 
 
+class RunDirMovedError(RunFailedError, RuntimeError):
+    """The directory was renamed or removed while a run was writing to it; it writes no more."""
+
+
 class UndefinedLossException(RunFailedError, FloatingPointError):
     """The loss is NaN or infinite."""
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, BinaryIO, NamedTuple
 
-from weft.distributed.watchdog import handle_stop_signals
+from weft.distributed.watchdog import OTHER_STOP_SIGNALS, handle_stop_signals
 from weft.errors import JobConfigError
 
 LAST_LINES = 20
@@ -226,7 +226,7 @@ class ProcessGroup:
 
 def _stop_signal(ended: Ended) -> str | None:
     """Returns the signal that a process has handled, which its exit code tells, if any."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    numbers = (signal.SIGTERM, signal.SIGINT, *OTHER_STOP_SIGNALS)
     handled = {128 + number: number.name for number in numbers}
     return None if ended.signal_name else handled.get(ended.code)
 

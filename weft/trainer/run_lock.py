@@ -30,7 +30,7 @@ from typing import NamedTuple
 import jax
 
 from weft.core.tracing import ThreadStack
-from weft.errors import RunDirError, RunDirInUseError, RunDirTakenError
+from weft.errors import RunDirError, RunDirInUseError, RunDirMovedError, RunDirTakenError
 from weft.serialization.directory import Directory
 from weft.serialization.untrusted import parse_json
 from weft.trainer.run_dir import (
@@ -92,6 +92,8 @@ class RunLock:
         self._fd: int | None = None
         self._seen = math.inf  # when the file was last seen to be of this owner
         self._taken_by: _Owner | None = None
+        self._folder: int | None = None  # the handle of the directory
+        self._moved_to: str | None = None  # "renamed to …", or "removed"
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="weft-run-lock", daemon=True)
 
@@ -101,7 +103,12 @@ class RunLock:
         return self._owner.token
 
     def check(self) -> None:
-        """Raises a RunDirTakenError if another run has taken the directory; else costs nothing."""
+        """Raises an error if the directory is no longer that of this run; else costs nothing.
+
+        Raises:
+            RunDirTakenError: if another run has taken it.
+            RunDirMovedError: if it was renamed or removed.
+        """
         if time.monotonic() - self._seen > 2 * _BEAT_SECONDS:  # this process was frozen
             self._look()
         if self._taken_by is not None:
@@ -111,6 +118,18 @@ class RunLock:
                 f"{LOCK_FILE} was removed. Nothing more is written here; the other run continues "
                 "from the last checkpoint."
             )
+        if self._moved_to is not None:
+            raise RunDirMovedError(
+                f"dir={self._given_dir!r} was {self._moved_to} while this run was writing to it. "
+                "Nothing more is written. Start the run again with the directory where it is now; "
+                "it continues from the last checkpoint."
+            )
+
+    def check_now(self) -> None:
+        """Looks at the directory before something is written to it; raises as `check`."""
+        if self._folder is not None:
+            self._look()
+        self.check()
 
     # Taking the directory.
 
@@ -127,6 +146,7 @@ class RunLock:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._created_dirs = missing
+            self._folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
             self._fd = self._wait_for_file()
             data = json.dumps(self._owner._asdict()).encode()
             os.pwrite(self._fd, data, 0)
@@ -214,13 +234,31 @@ class RunLock:
                     os.utime(self._fd)
 
     def _look(self) -> None:
-        """Reads whose the file is."""
+        """Reads where the directory and whose the file is."""
+        if self._folder is not None:
+            self._moved_to = self._way_of_directory(self._folder)
         run = Directory(self.directory)
         with contextlib.suppress(OSError), run.open(LOCK_FILE) as file:
             owner, _ = _read(file.fileno())
             if owner is not None and owner.token != self._owner.token:
                 self._taken_by = owner
         self._seen = time.monotonic()
+
+    def _way_of_directory(self, folder: int) -> str | None:
+        """Returns what has become of the directory with a handle, None if it is in its place."""
+        status = os.fstat(folder)
+        try:
+            if os.path.samestat(status, os.stat(self.directory)):
+                return None
+        except FileNotFoundError:
+            pass
+        except OSError:  # the disk fails
+            return None
+        with contextlib.suppress(OSError):
+            path = os.readlink(f"/proc/self/fd/{folder}")
+            if os.path.samestat(status, os.stat(path)):
+                return f"renamed to {path!r}"
+        return "removed" if not status.st_nlink else "renamed"
 
     def release(self) -> None:
         """Removes the file, and directories that were created and are empty."""
@@ -235,6 +273,9 @@ class RunLock:
             _OPEN.discard(self)
             os.close(self._fd)
             self._fd = None
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None
         self._seen = math.inf
         with contextlib.suppress(OSError):
             for path in self._created_dirs:
@@ -242,9 +283,10 @@ class RunLock:
 
     def forget(self) -> None:
         """Closes the file in a forked child, which would keep the lock when its parent dies."""
-        if self._fd is not None:
-            os.close(self._fd)
-        self._fd = None
+        for fd in (self._fd, self._folder):
+            if fd is not None:
+                os.close(fd)
+        self._fd = self._folder = None
 
 
 _HELD = ThreadStack[RunLock]()

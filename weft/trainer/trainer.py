@@ -332,6 +332,8 @@ class SpmdTrainer(Module):
             self._run_lock.check()
 
         def state() -> dict[str, Any]:
+            if self._run_lock is not None:
+                self._run_lock.check_now()
             self._settle_first()
             return self._to_save(self._batches, self.trainer_state)
 
@@ -412,6 +414,7 @@ class SpmdTrainer(Module):
             BatchShardingError: if the batches do not fit the mesh.
             RunDirError: if the directory belongs to another config, or another run is using it.
             RunDirTakenError: if another run has taken the directory while this process was frozen.
+            RunDirMovedError: if the directory was renamed or removed during the run.
             UndefinedLossException: if the loss becomes NaN or infinite.
             LossSpikeError: if the loss jumps, and the policy is to stop then.
             CheckpointSaveError: if the last step, or for a reason other than the file system any
