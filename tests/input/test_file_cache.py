@@ -43,6 +43,9 @@ class Words:
             raise ValueError("no such word")
         return [np.array([len(word) for word in text.split()], np.int32) for text in texts]
 
+    def decode(self, ids):
+        return " ".join("a" * length for length in ids)
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
@@ -56,10 +59,10 @@ def folder(tmp_path, monkeypatch):
 def test_tokens_are_independent_of_tokenization_batch(monkeypatch, batch):
     monkeypatch.setattr(file_cache, "_BATCH_CHARACTERS", batch)
     documents = grain.MapDataset.source([{"text": t} for t in ("a bb", "", "ccc", "dd e")])
-    tokens = tokenize_documents(documents, Words())
+    tokens = tokenize_documents(documents, Words()).stream
     assert tokens.tolist() == [0, 1, 2, 0, 0, 3, 0, 2, 1, 0]
     assert tokens.dtype == np.uint16
-    assert tokenize_documents(documents, Words(70_000)).dtype == np.uint32
+    assert tokenize_documents(documents, Words(70_000)).stream.dtype == np.uint32
 
 
 def test_progress_is_logged_every_thirty_seconds(monkeypatch, caplog):
@@ -79,7 +82,7 @@ def test_progress_is_logged_every_thirty_seconds(monkeypatch, caplog):
 def test_filtered_records_are_skipped():
     documents = grain.MapDataset.source([{"text": t} for t in ("a", "bb", "c")])
     kept = documents.filter(lambda d: d["text"] != "bb")
-    assert tokenize_documents(kept, ByteTokenizer()).tolist() == [256, 97, 256, 99, 256]
+    assert tokenize_documents(kept, ByteTokenizer()).stream.tolist() == [256, 97, 256, 99, 256]
 
 
 def test_tokens_of_large_files_are_kept(folder, monkeypatch):
@@ -87,13 +90,13 @@ def test_tokens_of_large_files_are_kept(folder, monkeypatch):
     for text, calls in (("one three", 1), ("one three", 1), ("other", 2)):
         if calls > Words.calls:
             (folder / "a.jsonl").write_text(json.dumps({"text": text}), encoding="utf-8")
-        tokens = tokenize_documents(json_lines_dataset("a.jsonl"), Words())
+        tokens = tokenize_documents(json_lines_dataset("a.jsonl"), Words()).stream
         assert tokens.tolist() == [0, *map(len, text.split()), 0]
         assert Words.calls == calls
     # Mapped datasets have no fingerprint, so they are tokenized each time.
     mapped = json_lines_dataset("a.jsonl").map(lambda d: {"text": "a"})
     for _ in range(2):
-        assert tokenize_documents(mapped, Words()).tolist() == [0, 1, 0]
+        assert tokenize_documents(mapped, Words()).stream.tolist() == [0, 1, 0]
     assert Words.calls == 4
 
 

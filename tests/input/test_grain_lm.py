@@ -54,7 +54,12 @@ def test_windows_are_concatenated_and_split():
         ("cdef", "def|", 3),
         ("|g..", "g|..", 1),
     ]
-    assert {value.dtype for one in ds for value in one.values()} == {np.dtype(np.int32)}
+    assert {name: value.dtype for name, value in next(iter(ds)).items()} == {
+        "input_ids": np.int32,
+        "target_labels": np.int32,
+        "live_targets": bool,
+        "target_num_bytes": np.int32,
+    }
 
 
 @pytest.mark.parametrize(
@@ -212,3 +217,26 @@ def test_trainer_takes_two_steps_on_turns_and_resumes(tmp_path):
     assert trainer(tmp_path / "parts", 1).run()["loss"] > whole["loss"] > 0
     resumed = trainer(tmp_path / "parts", 2).run()
     assert resumed["loss"] == whole["loss"]
+
+
+class PaddedWithEnds(ByteTokenizer):
+    """As checkpoints have it that name no token for padding."""
+
+    pad_id = EOS
+
+
+@pytest.mark.parametrize("window_size", [128, None])
+def test_ends_count_where_they_also_pad(window_size):
+    ds = texts("ab", "c")
+    kwargs = {"vocab": PaddedWithEnds(), "max_len": 8, "window_size": window_size}
+    (example,) = text_to_lm_training_input(ds, **kwargs)
+    assert show(example["input_ids"])[:5] == "|ab|c"
+    assert show(example["target_labels"])[:5] == "ab|c|"
+    assert example["live_targets"].tolist() == [True] * 5 + [False] * 3
+    assert example["target_num_bytes"] == 3
+    turns = grain.MapDataset.source([{"prompt": "q", "response": "ab"}])
+    turns = tokenize_turns(turns, vocab=PaddedWithEnds())
+    (example,) = streaming_packing(turns, vocab=PaddedWithEnds(), max_len=8)
+    assert show(example["input_ids"]) == "|q\nab|||"
+    assert show(example["target_labels"]) == "||" + "ab|" + "|||"
+    assert example["live_targets"].tolist() == [False] * 2 + [True] * 3 + [False] * 3

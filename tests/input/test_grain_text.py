@@ -100,7 +100,14 @@ def test_only_turns_of_the_assistant_are_targets():
     example = first(tokenize_turns, {"messages": CONVERSATION}, vocab=VOCAB)
     assert text_of(example["input_ids"]) == "|S\nq\nab|r\nc"
     assert text_of(example["target_labels"]) == "....ab|..c|"
-    assert {x.dtype for x in example.values()} == {np.dtype(np.int32)}
+    assert example["live_targets"].tolist() == [c != "." for c in "....ab|..c|"]
+    assert example["target_num_bytes"].tolist() == [int(c in "abc") for c in "....ab|..c|"]
+    assert {name: x.dtype for name, x in example.items()} == {
+        "input_ids": np.int32,
+        "target_labels": np.int32,
+        "live_targets": bool,
+        "target_num_bytes": np.int32,
+    }
 
 
 def test_templates_of_turns():

@@ -39,7 +39,10 @@ def test_every_token_is_a_target_exactly_once(docs, length):
     assert (inputs[~live] == PAD).all()
     assert (~live).sum() < length
     assert sum(int(e["target_num_bytes"]) for e in examples) == sum(map(len, docs))
-    assert all(e[k].dtype == np.int32 for e in examples for k in e)
+    np.testing.assert_array_equal(np.concatenate([e["live_targets"] for e in examples]), live)
+    assert all(
+        e[k].dtype == (bool if k == "live_targets" else np.int32) for e in examples for k in e
+    )
 
 
 @settings(deadline=None, max_examples=25)
@@ -129,3 +132,20 @@ def test_out_of_range_index_fails():
     source = pack([[1, 2, 3]], 2)
     with pytest.raises(IndexError, match=r"examples \[2\] of 2"):
         source[2]
+
+
+@settings(deadline=None, max_examples=25)
+@given(documents, st.integers(1, 9), st.integers(1, 9))
+def test_padding_with_the_end_of_a_text_changes_nothing_else(docs, length, stride):
+    options = {"stride": min(stride, length), "segments": True}
+    stream = token_stream([np.array(d, np.int32) for d in docs], eos_id=EOS)
+    kwargs = {"sequence_length": length, "eos_id": EOS, **options}
+    same = PackedSequences(stream, pad_id=EOS, **kwargs)
+    other = PackedSequences(stream, pad_id=PAD, **kwargs)
+    for i in range(len(other)):
+        ours, want = same[i], other[i]
+        for name in ("input_ids", "target_labels"):
+            np.testing.assert_array_equal(ours[name], np.where(want[name] == PAD, EOS, want[name]))
+        for name in ("live_targets", "target_num_bytes", "input_segment_ids", "input_positions"):
+            np.testing.assert_array_equal(ours[name], want[name])
+        np.testing.assert_array_equal(ours["live_targets"], want["target_labels"] != PAD)

@@ -42,6 +42,7 @@ def test_batches_are_text_of_the_corpus():
     assert {k: (v.shape, v.dtype) for k, v in batch.items()} == {
         "input_ids": ((8, 64), np.int32),
         "target_labels": ((8, 64), np.int32),
+        "live_targets": ((8, 64), bool),
         "target_num_bytes": ((8,), np.int32),
     }
     texts = [f.text for f in CORPUS.instantiate().split("train")]
@@ -205,6 +206,9 @@ class TestDocuments:
 
             def encode(self, text):
                 return np.frombuffer(text.encode(), np.uint8)[::3].astype(np.int32)
+
+            def decode(self, ids):
+                return "".join(3 * chr(i) for i in ids)
 
         source = self.make(tokenizer=Threes(), is_training=False, sequence_length=6).source
         found = batches(source)
@@ -370,6 +374,7 @@ def test_evaluation_has_each_document_once(split_documents):
     assert shapes == {
         "input_ids": ((4, 32), np.int32),
         "target_labels": ((4, 32), np.int32),
+        "live_targets": ((4, 32), bool),
         "target_num_bytes": ((4,), np.int32),
         "input_segment_ids": ((4, 32), np.int32),
         "input_positions": ((4, 32), np.int32),

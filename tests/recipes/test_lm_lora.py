@@ -132,9 +132,9 @@ def test_tokenizer_from_base(tmp_path):
     for source in (run.input.source, run.evalers["held_out"].input.source):
         tokenizer = maybe_instantiate(source.tokenizer)
         assert isinstance(tokenizer, HuggingFaceTokenizer)
-        # The last ordinary token pads, since none is meant for it.
-        assert (tokenizer.eos_id, tokenizer.pad_id) == (1, 3)
-    assert (run.model.decoder.eos_token_id, run.model.decoder.pad_token_id) == (1, 3)
+        # The end pads too, since no token is meant for it; the input knows padding by its place.
+        assert (tokenizer.eos_id, tokenizer.pad_id) == (1, 1)
+    assert (run.model.decoder.eos_token_id, run.model.decoder.pad_token_id) == (1, 1)
     folder, _, _ = checkpoint(tmp_path / "base", vocab_size=4, eos_token_id=1, pad_token_id=0)
     assert lm_lora.lm_lora(base=str(folder)).model.decoder.pad_token_id == 0
 

@@ -35,6 +35,9 @@ def prompts():
     return build_dataset
 
 
+PROMPTS = config_for_function(prompts)
+
+
 @pytest.fixture(scope="module")
 def model():
     cfg = lm_tiny().model.set(name="model")
@@ -48,13 +51,13 @@ def params(model):
     return jax.jit(model.initialize_parameters_recursively)(quick_key(0))
 
 
-def evaler(directory, model, **kwargs):
+def evaler(directory, model, *, source=PROMPTS, **kwargs):
     calculator = SampleDecoding.default_config().set(
         **{"tokenizer": ByteTokenizer(), "prompt_length": 8, "num_tokens": 6, **kwargs}
     )
     cfg = DecodingEvaler.default_config().set(
         name="samples",
-        input=Input.default_config().set(source=config_for_function(prompts)),
+        input=Input.default_config().set(source=source),
         metric_calculator=calculator,
         summary_writer=JsonLinesWriter.default_config().set(dir=str(directory)),
     )
@@ -95,6 +98,43 @@ def test_samples_are_saved_with_the_summaries(tmp_path, model, params, mesh):
     assert values[1]["sample_0"] == TEXT[:7] + first[0]["text"]
     assert values[1]["num_tokens"] == np.mean([sample["num_tokens"] for sample in first])
     assert "sample_2" not in values[1]
+
+
+def short_prompts(pad_to):
+    """Returns a document of five tokens, which its end pads to this length."""
+    eos = ByteTokenizer.eos_id
+    tokens = np.full(pad_to, eos, np.int32)
+    tokens[1:5] = ByteTokenizer().encode(TEXT[:4])
+    example = {"input_ids": tokens, "live_targets": np.arange(pad_to) < 5}
+    source = fake_source(False, [example], repeat=1)
+
+    def build_dataset(dispatch_config):
+        return per_feed_batch(
+            source(dispatch_config), global_batch_size=1, dispatch_config=dispatch_config
+        )
+
+    return build_dataset
+
+
+def test_sequences_shorter_than_the_prompt_are_continued_at_their_end(
+    tmp_path, model, params, mesh
+):
+    greedy = config_for_function(scale_by).set(temperature=0.0)
+    texts = []
+    for length in (5, 8):
+        source = config_for_function(short_prompts).set(pad_to=length)
+        samples = evaler(
+            tmp_path / str(length),
+            model,
+            source=source,
+            prompt_length=length,
+            logits_modifier=greedy,
+        )
+        with jax.set_mesh(mesh):
+            samples.eval_step(1, prng_key=jax.random.key(0), model_params=params)
+        texts += written(tmp_path / str(length), 1)
+    assert texts[0] == texts[1]
+    assert texts[0]["prompt"] == TEXT[:4]
 
 
 def test_zero_temperature_decodes_greedily(tmp_path, model, params, mesh):

@@ -159,7 +159,10 @@ def can_generate(model: Module) -> bool:
 
 def _decoder(model: Module, ids: np.ndarray, num_tokens: int, temperature: float) -> Sampler:
     inputs = {
-        "input_batch": {"prefix": jnp.asarray(ids[None], jnp.int32)},
+        "input_batch": {
+            "prefix": jnp.asarray(ids[None], jnp.int32),
+            "prefix_len": jnp.array([len(ids)]),
+        },
         "max_sequence_length": len(ids) - 1 + num_tokens,
         "logits_modifier": scale_by(temperature),
     }

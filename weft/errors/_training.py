@@ -1,5 +1,6 @@
 """Errors of inputs, training, checkpoints and processes."""
 
+import warnings as _warnings
 from collections.abc import Sequence as _Sequence
 
 from weft.errors._base import WeftError
@@ -286,6 +287,31 @@ class GradientAccumulationError(WeftError, ValueError):
 
 class LossWeightWarning(WeftError, UserWarning):
     """Microbatches count equally, since the weight of the loss is not known."""
+
+
+class PaddingWarning(WeftError, UserWarning):
+    """Padding is known by its value alone, which is also that of the end of a text."""
+
+
+_PADDING_WARNED: set[tuple[str, str]] = set()
+
+
+def warn_of_padding_by_value(fault: str, owner: str, name: str = "live_targets") -> None:
+    """Warns once that padding has the id of the end of a text, and nothing tells them apart.
+
+    Args:
+        fault: What is equal, such as "pad_token_id and eos_token_id are both 2".
+        owner: What to add the field `name` to, such as "the batch".
+    """
+    if (fault, name) in _PADDING_WARNED:
+        return
+    _PADDING_WARNED.add((fault, name))
+    _warnings.warn(
+        f"{fault}, and {owner} does not have {name!r}, so ends of texts count as padding. "
+        f"Add {name!r}, as Weft's own inputs do, or pad with another id.",
+        PaddingWarning,
+        stacklevel=3,
+    )
 
 
 class LossScaleError(WeftError, ValueError):

@@ -22,7 +22,7 @@ from weft.functional.loss import LogitStatistics, logit_statistics
 from weft.hierarchy import base_layer, config_setters, context, decoding, transforms
 from weft.hierarchy.attention.bias import CausalAttentionBias
 from weft.hierarchy.attention.stack import RepeatedTransformerLayer, StackedTransformerLayer
-from weft.hierarchy.decoder import Decoder
+from weft.hierarchy.decoder import Decoder, warn_if_padding_is_end
 from weft.hierarchy.layers.embedding import LearnedPositionalEmbedding, ModalityVocabInfo
 from weft.hierarchy.layers.normalization import LayerNorm
 from weft.hierarchy.metrics import Perplexity, WeightedScalar
@@ -102,6 +102,14 @@ def _num_targets(input_batch: Mapping[str, Any]) -> Tensor:
     return jnp.sum(_live_targets(input_batch), dtype=jnp.float32)
 
 
+def _bits_per_byte(nats: Tensor, target_num_bytes: Tensor) -> WeightedScalar:
+    is_known = jnp.all(target_num_bytes >= 0)
+    num_bytes = jnp.sum(target_num_bytes).astype(jnp.float32)
+    bits = jnp.where(is_known, jnp.sum(nats) / math.log(2), jnp.nan)
+    num_bytes = jnp.where(is_known, num_bytes, 1.0)
+    return WeightedScalar(bits / jnp.maximum(1, num_bytes), num_bytes)
+
+
 class CrossEntropyLossMetrics(BaseLossMetrics):
     """Cross entropy of the targets, and metrics derived from it."""
 
@@ -151,9 +159,7 @@ class CrossEntropyLossMetrics(BaseLossMetrics):
         if scale:
             metrics["z_loss"] = mean(jnp.square(stats["log_normalizer"]))
         if "target_num_bytes" in input_batch:
-            num_bytes = jnp.sum(input_batch["target_num_bytes"]).astype(jnp.float32)
-            bits = jnp.sum(stats["nll"]) / math.log(2)
-            metrics["bits_per_byte"] = WeightedScalar(bits / jnp.maximum(1, num_bytes), num_bytes)
+            metrics["bits_per_byte"] = _bits_per_byte(stats["nll"], input_batch["target_num_bytes"])
         return mean(per_token_loss), metrics
 
 
@@ -400,9 +406,10 @@ class Model(base_layer.BaseModel):
       input_ids: `Int[Array, "batch time"]`.
       target_labels: `Int[Array, "batch time"]`: the token after each input. Negative ones, those
         beyond the vocabulary, and the decoder's `pad_token_id` do not count.
-      live_targets: optional, `Bool[Array, "batch time"]`: which targets count instead.
+      live_targets: optional, `Bool[Array, "batch time"]`: which targets count instead. Needed if
+        `pad_token_id` is `eos_token_id`, so that ends of texts count; Weft's inputs have it.
       target_num_bytes: optional, `Int[Array, "batch"]`: number of bytes of each example's targets,
-        for bits per byte.
+        for bits per byte; negative where it is not known.
       input_segment_ids: optional, `Int[Array, "batch time"]`: tokens attend to their own segment; 0
         is padding.
       input_positions: optional, `Int[Array, "batch time"]`, within the segments; by default counted
@@ -479,6 +486,7 @@ class Model(base_layer.BaseModel):
         cfg, labels = self.decoder.config, input_batch["target_labels"]
         if input_batch.get("live_targets") is not None:
             return input_batch["live_targets"]
+        warn_if_padding_is_end(cfg, "live_targets")
         return (labels >= 0) & (labels < cfg.vocab_size) & (labels != cfg.pad_token_id)
 
     def _compute_metrics(
@@ -592,8 +600,9 @@ class Model(base_layer.BaseModel):
     ) -> decoding.SampleOutputs:
         """Samples continuations of prompts; see `DecodingLayer.sample_decode`.
 
-        Prompts are `input_batch["prefix"]`, padded with the decoder's `pad_token_id`; results are
-        as long if `max_sequence_length` is None.
+        Prompts are `input_batch["prefix"]`, padded on the right, with their lengths in
+        `input_batch["prefix_len"]`, by default those without the decoder's `pad_token_id` at the
+        end; results are as long if `max_sequence_length` is None.
         """
         with context.child_context("sample_decode", module=self.decoder):
             return self.decoder.sample_decode(

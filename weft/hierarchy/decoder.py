@@ -106,6 +106,19 @@ def log_probs_from_logits(
     return jax.nn.log_softmax(logits, axis=-1)
 
 
+class _SpecialTokens(Protocol):
+    pad_token_id: int
+    eos_token_id: int
+
+
+def warn_if_padding_is_end(cfg: _SpecialTokens, name: str) -> None:
+    """Warns once if padding has the id of the end of a text, as a batch does not have `name`."""
+    if cfg.pad_token_id == cfg.eos_token_id:
+        errors.warn_of_padding_by_value(
+            f"pad_token_id and eos_token_id are both {cfg.pad_token_id}", "the batch", name
+        )
+
+
 class DecodingLayer(config.Configurable):
     """Decoding methods of a decoder, without state of their own."""
 
@@ -132,7 +145,9 @@ class DecodingLayer(config.Configurable):
 
         Args:
           input_batch: a dict with `prefix`, `Int[Array, "batch length"]`: prompts, padded on the
-            right. Results omit the first token of each, such as a beginning-of-sequence token.
+            right; and optionally `prefix_len`, `Int[Array, "batch"]`, their lengths, at least 1, by
+            default those without `pad_token_id` at the end. Results omit the first token of each,
+            such as a beginning-of-sequence token.
           max_sequence_length: the length of a result.
           num_decodes: number of continuations per prompt.
           cross_attention_data: `Float[Array, "batch source dim"]`, if the decoder attends to it.
@@ -198,7 +213,14 @@ class DecodingLayer(config.Configurable):
         self, input_batch: Mapping[str, Any], max_sequence_length: int, cross: dict[str, Tensor]
     ) -> dict[str, Any]:
         prefix: Tensor = input_batch["prefix"]
-        time_step = decoding.infer_initial_time_step(prefix, pad_id=self.config.pad_token_id)
+        pad_id, lengths = self.config.pad_token_id, input_batch.get("prefix_len")
+        if lengths is None:
+            warn_if_padding_is_end(self.config, "prefix_len")
+            time_step = decoding.infer_initial_time_step(prefix, pad_id=pad_id)
+        else:
+            time_step = jnp.clip(jnp.asarray(lengths, jnp.int32) - 1, 0, prefix.shape[1] - 1)
+        # What follows a prompt is not part of it; beam search would continue with other tokens.
+        prefix = jnp.where(jnp.arange(prefix.shape[1])[None] <= time_step[:, None], prefix, pad_id)
         batch = {"input_ids": prefix}
         cache, _ = self._decoder.prefill_states(
             time_step=time_step, input_batch=batch, max_sequence_length=max_sequence_length, **cross
@@ -440,16 +462,26 @@ class Decoder(base_layer.BaseLayer):
         """Returns the bias of `attention_mask` for all layers; None if they mask by themselves.
 
         The bias is `Float[Array, "batch #heads time time"]`. Arguments are `Int[Array, "batch
-        time"]`; by default all but padding is one segment, with positions from 0.
+        time"]`; by default all but padding is one segment, with positions from 0. If
+        `pad_token_id` is `eos_token_id`, padding is what follows the first end after the last
+        other token.
         """
         if "attention_mask" not in self.children:
             return None
         if segment_ids is None:
-            segment_ids = (input_ids != self.config.pad_token_id).astype(jnp.int32)
+            segment_ids = self._is_token(input_ids).astype(jnp.int32)
         if positions is None:
             positions = jnp.arange(input_ids.shape[1])[None]
         positions = jnp.broadcast_to(positions, input_ids.shape)
         return self.attention_mask(segment_ids=segment_ids, positions=positions)
+
+    def _is_token(self, input_ids: Tensor) -> Tensor:
+        other = input_ids != self.config.pad_token_id
+        if self.config.pad_token_id != self.config.eos_token_id:
+            return other
+        index = jnp.arange(input_ids.shape[1])[None]
+        last = jnp.max(jnp.where(other, index, -1), axis=1, keepdims=True)
+        return index <= last + 1
 
     # Step by step.
 
@@ -495,7 +527,7 @@ class Decoder(base_layer.BaseLayer):
         if "attention_mask" in self.children:
             rows = jnp.arange(ids.shape[0])[:, None]
             states["input_ids"] = states["input_ids"].at[rows, positions].set(ids, mode="drop")
-            biases = self._biases_of_step(states["input_ids"], positions, is_prefill)
+            biases = self._biases_of_step(states["input_ids"], positions, is_prefill, segment_ids)
         states["transformer_state"], outputs = self.transformer.extend_step(
             states["transformer_state"],
             maybe_shard(x, self.config.hidden_state_partition_spec),
@@ -510,13 +542,23 @@ class Decoder(base_layer.BaseLayer):
         states["time_step"] = time_step + new
         return states, self._outputs(outputs.data)
 
-    def _biases_of_step(self, input_ids: Tensor, positions: Tensor, is_prefill: bool) -> Tensor:
+    def _biases_of_step(
+        self, input_ids: Tensor, positions: Tensor, is_prefill: bool, segment_ids: Tensor | None
+    ) -> Tensor:
         """Returns the rows of the bias for a step's positions, `Int[Array, "batch step"]`.
 
         `is_prefill` omits positions after the step.
         """
         seen = input_ids[:, : positions.shape[1]] if is_prefill else input_ids
-        biases: Any = self.compute_attention_logit_biases(seen)
+        last = positions[:, -1:]
+        if segment_ids is not None:
+            last = positions[:, :1] + jnp.sum(segment_ids != 0, axis=1, keepdims=True)
+        is_token = jnp.arange(seen.shape[1])[None] <= last
+        if self.config.pad_token_id != self.config.eos_token_id:
+            is_token &= self._is_token(seen)
+        biases: Any = self.compute_attention_logit_biases(
+            seen, segment_ids=is_token.astype(jnp.int32)
+        )
         return jnp.take_along_axis(biases, positions[:, None, :, None], axis=2, mode="clip")
 
     def prefill_states(

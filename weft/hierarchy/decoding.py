@@ -45,7 +45,9 @@ State = TypeVar("State")
 def infer_initial_time_step(
     prefix: Int[Array, "batch length"], *, pad_id: int
 ) -> Int[Array, " batch"]:
-    """Returns the position of each prompt's last token that is not padding, at least 0.
+    """Returns the position of each prompt's last token that is not `pad_id`, at least 0.
+
+    A prompt that ends with a token of this value needs its length instead.
 
     >>> infer_initial_time_step(jnp.array([[1, 5, 6, 0], [1, 0, 0, 0]]), pad_id=0).tolist()
     [2, 0]

@@ -87,7 +87,10 @@ class FakeIterator(Iterator[Nested[np.ndarray]]):
 
 
 class FakeLmInput(EmptyInput):
-    """Random tokens for a language model: `input_ids`, `target_labels`, `target_num_bytes`."""
+    """Random tokens for a language model.
+
+    Examples have `input_ids`, `target_labels`, `live_targets` and `target_num_bytes`.
+    """
 
     def _global_batch(self, rng: np.random.Generator) -> Nested[np.ndarray]:
         cfg = self.config
@@ -96,6 +99,7 @@ class FakeLmInput(EmptyInput):
         return {
             "input_ids": tokens[:, :-1],
             "target_labels": tokens[:, 1:],
+            "live_targets": np.ones((size, length), bool),
             "target_num_bytes": np.full(size, length, np.int32),
         }
 

@@ -9,13 +9,14 @@ With the token stream of a dataset, sequences are arithmetic on an index (`weft.
 iterator's state is one number for any number of processes, and no step waits for a tokenizer.
 """
 
+import dataclasses
 import fcntl
 import hashlib
 import io
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,7 +24,7 @@ import numpy as np
 
 from weft._lazy import import_extra
 from weft.errors import EmptyCorpusError, FileRefusedError, InputDatasetError, InputReadError
-from weft.input import tokenizers
+from weft.input import packing, tokenizers
 from weft.input.records import Records, describe_record
 from weft.serialization.directory import Directory
 
@@ -162,22 +163,34 @@ def document_text(record: object, text_key: str) -> str | bytes:
     return text
 
 
+@dataclasses.dataclass(frozen=True)
+class TokenizedDocuments:
+    """Tokens of documents, as arguments of `weft.input.packing.PackedSequences`.
+
+    Attributes:
+        stream: The `token_stream`, `UInt16[np.ndarray, "stream"]`, or `UInt32` for more than 65,536
+            ids.
+        corrections: The rows of `weft.input.packing.ByteCorrections`.
+    """
+
+    stream: np.ndarray
+    corrections: np.ndarray | None
+
+
 def tokenize_documents(
     documents: Records, tokenizer: tokenizers.Tokenizer, *, text_key: str = "text"
-) -> np.ndarray:
+) -> TokenizedDocuments:
     """Computes the `weft.input.packing.token_stream` of a dataset.
 
     Documents of known files, without mapped functions, are tokenized once, and large results are
     cached. Others are tokenized in memory at each start.
-
-    Returns `UInt16[np.ndarray, "stream"]`, or `UInt32` for more than 65,536 ids.
 
     Raises:
         EmptyCorpusError: If there are no documents.
         InputReadError: If a document cannot be read or has no text; names the document.
 
     >>> from weft.input.tokenizers import ByteTokenizer
-    >>> tokenize_documents([{"text": "ab"}, {"text": "c"}], ByteTokenizer()).tolist()
+    >>> tokenize_documents([{"text": "ab"}, {"text": "c"}], ByteTokenizer()).stream.tolist()
     [256, 97, 98, 256, 99, 256]
     """
     if not len(documents):
@@ -187,22 +200,42 @@ def tokenize_documents(
     ids = getattr(tokenizer, "fingerprint", None)
     num_bytes = getattr(documents, "num_bytes", None) if data and ids else 0
 
+    made: list[packing.ByteCorrections] = []
+
     def tokenize(out: BinaryIO) -> None:
+        corrections = packing.ByteCorrections(tokenizer.token_num_bytes)
         eos = np.array([tokenizer.eos_id], dtype).tobytes()
         out.write(eos)
-        for batch in _batches_of_tokens(documents, tokenizer, text_key):
-            for tokens in batch:
-                out.write(tokens.astype(dtype).tobytes())
-                out.write(eos)
+        for text, tokens in _tokenized(documents, tokenizer, text_key):
+            out.write(tokens.astype(dtype).tobytes())
+            out.write(eos)
+            if corrections.is_known:
+                corrections.add(tokens, tokenizers.text_num_bytes(tokenizer, text, tokens))
+        made.append(corrections)
 
-    tokens = cached_bytes("tokens", (data, ids, text_key), tokenize, num_bytes=num_bytes)
-    return tokens.view(dtype)
+    def correct(out: BinaryIO) -> None:
+        if not made:  # the tokens are of another process, or an earlier one
+            with open(os.devnull, "wb") as nothing:
+                tokenize(nothing)
+        rows = made[0].rows()
+        out.write(_UNKNOWN if rows is None else rows.tobytes())
+
+    key = (data, ids, text_key)
+    stream = cached_bytes("tokens", key, tokenize, num_bytes=num_bytes).view(dtype)
+    found = cached_bytes("token_bytes", key, correct, num_bytes=num_bytes)
+    if len(found) == len(_UNKNOWN):
+        return TokenizedDocuments(stream, None)
+    return TokenizedDocuments(stream, np.frombuffer(found, np.int64).reshape(-1, 2))
 
 
-def _batches_of_tokens(
+_UNKNOWN = b"?"
+"""Cached instead of the corrections if they are not known."""
+
+
+def _tokenized(
     documents: Records, tokenizer: tokenizers.Tokenizer, text_key: str
-) -> Iterator[Sequence[np.ndarray]]:
-    """Tokenizes many documents at a time, as some tokenizers use all cores for them."""
+) -> Iterator[tuple[str | bytes, np.ndarray]]:
+    """Yields texts and their ids; tokenizes many at a time, as some tokenizers use all cores."""
     encode_batch = getattr(tokenizer, "encode_batch", lambda texts: map(tokenizer.encode, texts))
     texts: dict[int, str | bytes] = {}
     size, logged = 0, time.monotonic()
@@ -221,7 +254,7 @@ def _batches_of_tokens(
         except Exception:
             _raise_for_document(documents, tokenizer, texts)
             raise
-        yield tokens
+        yield from zip(texts.values(), tokens, strict=True)
         texts, size = {}, 0
         if time.monotonic() - logged > _LOG_SECONDS:
             logged = time.monotonic()

@@ -10,6 +10,7 @@ Each process packs its own documents. Its iterator resumes exactly, with as many
 before. The sources of `weft.input.text` also resume with other numbers of processes.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,14 +18,17 @@ import grain.experimental
 import numpy as np
 
 from weft.config import ConfigOr, maybe_instantiate
-from weft.input import grain_text, packing
+from weft.errors import warn_of_padding_by_value
+from weft.input import file_cache, grain_text, packing
 from weft.input.grain import Dataset, RaggedTensor, maybe_to_iter_dataset, unbatch
-from weft.input.tokenizers import Tokenizer
+from weft.input.tokenizers import Tokenizer, text_num_bytes
 
 # Documents are small: with Grain's default of 500 windows ahead, a start would take minutes.
 _READ_OPTIONS = grain.ReadOptions(num_threads=2, prefetch_buffer_size=16)
-# Packed as one feature, at half the cost of two.
+# Packed as one feature, at a fraction of the cost of several: the input, its target, whether that
+# counts, and its bytes.
 _PAIRS = "pairs"
+_NUM_BYTES = "num_bytes"
 
 
 def text_to_lm_training_input(
@@ -59,20 +63,19 @@ def text_to_lm_training_input(
     loaded: Tokenizer = maybe_instantiate(vocab)
     tokens = _tokenize_text(ds, loaded, replace_newlines_with)
     if window_size is None:
-        pairs = tokens.map(lambda example: next_token_pairs(example["text"], eos_id=loaded.eos_id))
-        packed = _pack_whole(pairs, loaded, max_len)
-    else:
 
-        def pack(window: list[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-            source = _sequences([example["text"] for example in window], loaded, max_len)
-            examples = source.take(np.arange(len(source)))
-            padding = np.sum(examples["target_labels"][-1] == loaded.pad_id)
-            kept = len(source) - int(padding > max_padding_fraction * max_len)
-            return {name: rows[:kept] for name, rows in examples.items()}
+        def pairs(example: Mapping[str, Any]) -> dict[str, np.ndarray]:
+            return next_token_pairs(example["text"], example[_NUM_BYTES], eos_id=loaded.eos_id)
 
-        windows = tokens.batch(window_size, batch_fn=list).map(pack)
-        packed = _rows(windows)
-    return _correct_num_bytes(packed, loaded, replace_newlines_with)
+        return _pack_whole(tokens.map(pairs), loaded, max_len)
+
+    def pack(window: list[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+        examples = _sequences(window, loaded, max_len)
+        padding = np.sum(~examples["live_targets"][-1])
+        kept = len(examples["input_ids"]) - int(padding > max_padding_fraction * max_len)
+        return {name: rows[:kept] for name, rows in examples.items()}
+
+    return _rows(tokens.batch(window_size, batch_fn=list).map(pack))
 
 
 def text_to_lm_eval_input(
@@ -105,14 +108,12 @@ def text_to_lm_eval_input(
     loaded: Tokenizer = maybe_instantiate(vocab)
 
     def split(example: Mapping[str, Any]) -> dict[str, Any]:
-        source = _sequences([example["text"]], loaded, max_len, stride=stride)
-        windows: dict[str, Any] = source.take(np.arange(len(source)))
+        windows: dict[str, Any] = _sequences([example], loaded, max_len, stride=stride)
         if index_key is not None:
-            windows[index_key] = RaggedTensor([example[index_key]] * len(source))
+            windows[index_key] = RaggedTensor([example[index_key]] * len(windows["input_ids"]))
         return windows
 
-    windows = _tokenize_text(ds, loaded, replace_newlines_with).map(split)
-    return _correct_num_bytes(_rows(windows), loaded, replace_newlines_with)
+    return _rows(_tokenize_text(ds, loaded, replace_newlines_with).map(split))
 
 
 def streaming_packing(
@@ -125,7 +126,9 @@ def streaming_packing(
 
     Args:
         ds: Dataset of dicts of `input_ids` and `target_labels`, `Int[np.ndarray, "tokens"]`, such
-            as the result of `tokenize_turns`.
+            as the result of `tokenize_turns`; and optionally `live_targets`, by default those that
+            are not `pad_id`, and `target_num_bytes`, `Int[np.ndarray, "tokens"]`, the bytes of each
+            target, by default `token_num_bytes` of the vocabulary.
 
     Returns a dataset of the features of `PackedSequences`, with `input_segment_ids` and
     `input_positions`, which keep attention within a sequence.
@@ -136,19 +139,48 @@ def streaming_packing(
     >>> [one["input_segment_ids"].tolist() for one in ds]
     [[1, 1, 2, 0], [1, 1, 1, 0]]
     """
+    loaded: Tokenizer = maybe_instantiate(vocab)
 
     def pairs(example: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        both = [np.asarray(example[key], np.int32) for key in ("input_ids", "target_labels")]
-        return {_PAIRS: np.stack(both, axis=1)}
+        targets = np.asarray(example["target_labels"], np.int32)
+        live = example.get("live_targets")
+        if live is None:
+            live = live_labels(targets, loaded)
+        num_bytes = example.get("target_num_bytes")
+        if num_bytes is None:
+            num_bytes = loaded.token_num_bytes[np.where(live, targets, loaded.pad_id)]
+        return _pairs(example["input_ids"], targets, live, num_bytes)
 
-    return _pack_whole(ds.map(pairs), maybe_instantiate(vocab), max_len)
+    return _pack_whole(ds.map(pairs), loaded, max_len)
 
 
-def next_token_pairs(tokens: np.ndarray, *, eos_id: int) -> dict[str, np.ndarray]:
-    """Returns pairs of an input and the next token of a document, `Int32["tokens 2"]`."""
+def live_labels(labels: np.ndarray, vocab: Tokenizer) -> np.ndarray:
+    """Returns which labels count, by their values: neither negative nor `pad_id`."""
+    if vocab.pad_id == vocab.eos_id:
+        warn_of_padding_by_value(
+            f"pad_id and eos_id of {vocab!r} are both {vocab.pad_id}", "the examples"
+        )
+    return (labels >= 0) & (labels != vocab.pad_id)
+
+
+def next_token_pairs(
+    tokens: np.ndarray, num_bytes: np.ndarray | None, *, eos_id: int
+) -> dict[str, np.ndarray]:
+    """Returns the inputs and targets of a document for `pack_pairs`.
+
+    Args:
+        num_bytes: The result of `weft.input.tokenizers.text_num_bytes`.
+    """
     with_ends = np.full(len(tokens) + 2, eos_id, np.int32)
     with_ends[1:-1] = tokens
-    return {_PAIRS: np.stack([with_ends[:-1], with_ends[1:]], axis=1)}
+    sizes = np.full(len(tokens) + 1, packing.UNKNOWN_NUM_BYTES)
+    if num_bytes is not None:
+        sizes = np.append(num_bytes, 0)
+    return _pairs(with_ends[:-1], with_ends[1:], np.ones(len(sizes)), sizes)
+
+
+def _pairs(*columns: np.ndarray) -> dict[str, np.ndarray]:
+    return {_PAIRS: np.stack([np.asarray(x, np.int32) for x in columns], axis=1)}
 
 
 def pack_pairs(ds: grain.IterDataset, length: int, *, num_bins: int | None) -> grain.IterDataset:
@@ -168,17 +200,21 @@ class PairFeatures:
     """
 
     def __init__(self, vocab: Tokenizer, rows: slice = slice(None)):
-        self._pad_id, self._token_num_bytes = vocab.pad_id, vocab.token_num_bytes
-        self._rows = rows
+        self._pad_id, self._rows = vocab.pad_id, rows
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         segments = batch[f"{_PAIRS}_segment_ids"][self._rows]
-        pairs = np.where(segments[..., None] > 0, batch[_PAIRS][self._rows], self._pad_id)
-        inputs, targets = pairs[..., 0].astype(np.int32), pairs[..., 1].astype(np.int32)
+        inputs, targets, is_live, sizes = np.moveaxis(batch[_PAIRS][self._rows], -1, 0)
+        is_token = segments > 0
+        live_targets = is_token & (is_live != 0)
+        sizes = np.where(live_targets, sizes, 0)
+        num_bytes = np.sum(sizes, axis=-1, dtype=np.int32)
+        is_known = np.all(sizes >= 0, axis=-1)
         return {
-            "input_ids": inputs,
-            "target_labels": targets,
-            "target_num_bytes": self._token_num_bytes[targets].sum(axis=-1, dtype=np.int32),
+            "input_ids": np.where(is_token, inputs, self._pad_id).astype(np.int32),
+            "target_labels": np.where(live_targets, targets, self._pad_id).astype(np.int32),
+            "live_targets": live_targets,
+            "target_num_bytes": np.where(is_known, num_bytes, np.int32(packing.UNKNOWN_NUM_BYTES)),
             "input_segment_ids": segments,
             "input_positions": batch[f"{_PAIRS}_positions"][self._rows],
         }
@@ -187,29 +223,42 @@ class PairFeatures:
 def _tokenize_text(ds: Dataset, vocab: Tokenizer, newlines: str) -> Dataset:
     if newlines != "\n":
         escaped = newlines.replace("\\", "\\\\")
-        vocab = grain_text.with_regex_mapping(vocab, encode_mapping=[("\n", escaped)])
-    return grain_text.tokenize(ds, vocab={"text": vocab})
+        vocab = grain_text.with_regex_mapping(
+            vocab,
+            encode_mapping=[("\n", escaped)],
+            decode_mapping=[(re.escape(newlines), "\n")],
+        )
 
+    def fn(example: Mapping[str, Any]) -> dict[str, Any]:
+        text = file_cache.document_text(example, "text")
+        tokens = vocab.encode(text)
+        num_bytes = text_num_bytes(vocab, text, tokens)
+        return {**example, "text": tokens, _NUM_BYTES: num_bytes}
 
-def _correct_num_bytes(ds: grain.IterDataset, vocab: Tokenizer, newlines: str) -> grain.IterDataset:
-    if newlines == "\n":
-        return ds
-    keys = {"input_key": "target_labels", "output_key": "target_num_bytes"}
-    counted = grain_text.count_num_bytes(ds, vocab=vocab, newlines_replaced_with=newlines, **keys)
-    return maybe_to_iter_dataset(counted)
+    return ds.map(fn)
 
 
 def _sequences(
-    documents: list[np.ndarray], vocab: Tokenizer, max_len: int, *, stride: int | None = None
-) -> packing.PackedSequences:
-    return packing.PackedSequences(
-        packing.token_stream(documents, eos_id=vocab.eos_id),
+    documents: list[Any], vocab: Tokenizer, max_len: int, *, stride: int | None = None
+) -> dict[str, np.ndarray]:
+    """Returns all examples of some tokenized documents."""
+    corrections = packing.ByteCorrections(vocab.token_num_bytes)
+    for document in documents:
+        corrections.add(document["text"], document[_NUM_BYTES])
+    source = packing.PackedSequences(
+        packing.token_stream((document["text"] for document in documents), eos_id=vocab.eos_id),
         sequence_length=max_len,
         eos_id=vocab.eos_id,
         pad_id=vocab.pad_id,
         stride=stride,
         token_num_bytes=vocab.token_num_bytes,
+        corrections=corrections.rows(),
     )
+    examples = source.take(np.arange(len(source)))
+    # Every example has the same features.
+    unknown = np.full(len(source), packing.UNKNOWN_NUM_BYTES, np.int32)
+    examples.setdefault("target_num_bytes", unknown)
+    return examples
 
 
 def _pack_whole(ds: Dataset, vocab: Tokenizer, max_len: int) -> grain.IterDataset:

@@ -14,8 +14,8 @@ import numpy as np
 
 from weft.config import ConfigOr, maybe_instantiate
 from weft.errors import InputDatasetError, did_you_mean
-from weft.input import file_cache, grain
-from weft.input.tokenizers import Tokenizer
+from weft.input import file_cache, grain, packing
+from weft.input.tokenizers import Tokenizer, text_num_bytes
 
 Substitutions = Sequence[tuple[str, str]]
 TURN_TEMPLATES = {"system": "{content}\n", "user": "{content}\n", "assistant": "{content}"}
@@ -30,8 +30,6 @@ def with_regex_mapping(
     decode_mapping: Substitutions = (),
 ) -> Tokenizer:
     r"""Returns a vocabulary that substitutes in texts before encoding and after decoding.
-
-    The bytes of a token do not change; `num_bytes` can correct them.
 
     Args:
         encode_mapping: Regular expressions and their replacements, as for `re.sub`, in order.
@@ -51,6 +49,9 @@ class _MappedTokenizer:
         self._vocab, self._encode_mapping, self._decode_mapping = vocab, encode, decode
         self.eos_id, self.pad_id = vocab.eos_id, vocab.pad_id
         self.vocab_size, self.token_num_bytes = vocab.vocab_size, vocab.token_num_bytes
+
+    def __repr__(self) -> str:
+        return f"with_regex_mapping({self._vocab!r})"
 
     def encode(self, text: str | bytes) -> np.ndarray:
         words = text.decode("utf-8") if isinstance(text, bytes) else text
@@ -98,7 +99,7 @@ def tokenize(
 def num_bytes(
     ids: np.ndarray | Sequence[int], *, vocab: Tokenizer, newlines_replaced_with: str | None = None
 ) -> int:
-    r"""Returns the number of bytes of text of some tokens; special and negative ones have none.
+    r"""Returns the number of bytes of the texts that ids decode to, without special ones.
 
     Args:
         newlines_replaced_with: The string, such as "<n>", that replaced each newline before
@@ -112,10 +113,16 @@ def num_bytes(
     """
     ids = np.asarray(ids, np.int32)
     ids = ids[ids >= 0]
-    total = int(vocab.token_num_bytes[ids].sum())
-    if newlines_replaced_with and newlines_replaced_with != "\n":
-        excess = len(newlines_replaced_with.encode()) - 1
-        total -= excess * vocab.decode(ids).count(newlines_replaced_with)
+    newline = newlines_replaced_with or "\n"
+    excess = len(newline.encode()) - 1
+    ends = np.flatnonzero(np.isin(ids, [vocab.eos_id, vocab.pad_id]))
+    total = 0
+    for document in np.split(ids, ends):
+        text = vocab.decode(document)
+        # A part of a character decodes to another one.
+        is_cut = "\ufffd" in text
+        total += int(vocab.token_num_bytes[document].sum()) if is_cut else len(text.encode())
+        total -= excess * text.count(newline)
     return total
 
 
@@ -171,7 +178,9 @@ def tokenize_turns(
         learned_role: The role of the assistant.
 
     Returns a dataset of dicts of `input_ids` and `target_labels`, `Int32["tokens"]`, where other
-    targets are `pad_id`. Examples without turns, or of another role, raise `InputDatasetError`.
+    targets are `pad_id`, of `live_targets`, `Bool["tokens"]`, which targets count, and of
+    `target_num_bytes`, `Int32["tokens"]`, the bytes of text of each of them. Examples without
+    turns, or of another role, raise `InputDatasetError`.
 
     >>> import grain
     >>> from weft.input.tokenizers import ByteTokenizer
@@ -189,11 +198,20 @@ def tokenize_turns(
             )
 
     def fn(example: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        tokens, is_target = [np.array([loaded.eos_id], np.int32)], [np.zeros(1, bool)]
+        eos = np.array([loaded.eos_id], np.int32)
+        tokens, is_target, sizes = [eos], [np.zeros(1, bool)], [np.zeros(1, np.int32)]
 
-        def add(ids: np.ndarray, learned: bool) -> None:
+        def add(text: str, learned: bool) -> None:
+            ids = loaded.encode(text)
+            num_bytes = np.zeros(len(ids))
+            if learned:
+                found = text_num_bytes(loaded, text, ids)
+                unknown = np.full(len(ids), packing.UNKNOWN_NUM_BYTES)
+                num_bytes = unknown if found is None else found
+                ids, num_bytes = np.append(ids, eos), np.append(num_bytes, 0)
             tokens.append(ids)
             is_target.append(np.full(len(ids), learned))
+            sizes.append(num_bytes.astype(np.int32))
 
         for role, content in _turns(example):
             if role not in templates:
@@ -203,14 +221,18 @@ def tokenize_turns(
                 )
             before, after = templates[role].split(_CONTENT)
             if role != learned_role:
-                add(loaded.encode(before + content + after), False)
+                add(before + content + after, False)
                 continue
-            add(loaded.encode(before), False)
-            learned = loaded.encode(content + after)
-            add(np.append(learned, np.int32(loaded.eos_id)), True)
-        ids = np.concatenate(tokens)
-        labels = np.where(np.concatenate(is_target), ids, np.int32(loaded.pad_id))
-        return {"input_ids": ids[:-1], "target_labels": labels[1:]}
+            add(before, False)
+            add(content + after, True)
+        ids, live = np.concatenate(tokens), np.concatenate(is_target)
+        labels = np.where(live, ids, np.int32(loaded.pad_id))
+        return {
+            "input_ids": ids[:-1],
+            "target_labels": labels[1:],
+            "live_targets": live[1:],
+            "target_num_bytes": np.concatenate(sizes)[1:],
+        }
 
     return ds.map(fn)
 

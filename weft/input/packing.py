@@ -17,6 +17,10 @@ import numpy as np
 
 from weft.errors import EmptyCorpusError, InputDatasetError
 
+UNKNOWN_NUM_BYTES = -1
+"""`target_num_bytes` where the ids of a text do not decode to it."""
+NO_CORRECTIONS = np.zeros((0, 2), np.int64)
+
 
 def token_stream(documents: Iterable[np.ndarray], *, eos_id: int) -> np.ndarray:
     """Concatenates documents, with `eos_id` before each and after the last.
@@ -37,6 +41,42 @@ def token_stream(documents: Iterable[np.ndarray], *, eos_id: int) -> np.ndarray:
     return np.concatenate(parts, dtype=np.min_scalar_type(largest), casting="unsafe")
 
 
+class ByteCorrections:
+    """Collects where tokens of a stream have other numbers of bytes than `token_num_bytes`.
+
+    >>> corrections = ByteCorrections(np.array([2, 1]))
+    >>> corrections.add(np.array([0, 1]), np.array([1, 1]))
+    >>> corrections.rows().tolist()
+    [[1, -1]]
+    """
+
+    def __init__(self, token_num_bytes: np.ndarray):
+        self._table = token_num_bytes
+        self._rows, self._position = [NO_CORRECTIONS], 1
+        self.is_known = True
+
+    def add(self, ids: np.ndarray, num_bytes: np.ndarray | None) -> None:
+        """Adds the next document.
+
+        Args:
+            num_bytes: The result of `weft.input.tokenizers.text_num_bytes`.
+        """
+        self.is_known &= num_bytes is not None
+        if num_bytes is not None:
+            differences = num_bytes - self._table[ids]
+            places = np.flatnonzero(differences)
+            rows = np.stack([places + self._position, differences[places]], axis=1)
+            self._rows.append(rows.astype(np.int64))
+        self._position += len(ids) + 1
+
+    def rows(self) -> np.ndarray | None:
+        """Returns `Int64[np.ndarray, "corrections 2"]`, positions and differences.
+
+        None if the numbers of a document are not known.
+        """
+        return np.concatenate(self._rows) if self.is_known else None
+
+
 @dataclasses.dataclass(eq=False, repr=False)
 class PackedSequences:
     """Random-access source of language-model examples, cut from a token stream.
@@ -44,14 +84,17 @@ class PackedSequences:
     An example is a dict of
         input_ids: `Int32["length"]`.
         target_labels: `Int32["length"]`, the token after each input, or `pad_id`.
+        live_targets: `Bool["length"]`, which targets count. Padding is known by its position:
+            `pad_id` may be the id of another token, such as `eos_id`.
         target_num_bytes: `Int32[""]`, bytes of text of the targets, without `eos_id` and `pad_id`.
-            Bits per byte = summed cross-entropy / summed target_num_bytes / ln 2.
+            Bits per byte = summed cross-entropy / summed target_num_bytes / ln 2. Missing if
+            `corrections` is None.
         input_segment_ids: `Int32["length"]`, documents numbered from 1; 0 for padding.
         input_positions: `Int32["length"]`, positions within the segment.
 
     Args:
         stream: Result of `token_stream`.
-        pad_id: Padding id; must not occur in the stream.
+        pad_id: Id to pad with.
         drop_remainder: Whether to drop a last, partial sequence (training) or pad it (evaluation).
         pad_to_multiple_of: Pads the number of examples to a multiple of this.
         max_examples: Maximum number of examples, evenly spaced over the stream.
@@ -59,6 +102,9 @@ class PackedSequences:
             `sequence_length`, the default. If less, targets of earlier sequences are `pad_id`, so
             that each is still a target once, after at least `sequence_length - stride` inputs.
         token_num_bytes: `Int[np.ndarray, "vocab"]`, bytes of text of each token; None for one each.
+        corrections: `Int64[np.ndarray, "corrections 2"]`, increasing positions in the stream whose
+            tokens have another number of bytes, and by how much; see `ByteCorrections`. None if
+            the numbers are not known.
 
     Raises:
         EmptyCorpusError: If there is no sequence.
@@ -81,6 +127,7 @@ class PackedSequences:
     max_examples: int | None = None
     stride: int | None = None
     token_num_bytes: np.ndarray | None = None
+    corrections: np.ndarray | None = dataclasses.field(default_factory=lambda: NO_CORRECTIONS)
 
     def __post_init__(self) -> None:
         self._stride = self.sequence_length if self.stride is None else self.stride
@@ -125,26 +172,38 @@ class PackedSequences:
         starts = np.where(indices < self._num_examples, starts, len(self.stream))
         at = starts[:, None] + np.arange(self.sequence_length + 1)
         tokens = np.take(self.stream, at, mode="clip").astype(np.int32)
-        tokens[at >= len(self.stream)] = self.pad_id
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
         # The stream's last token is only a target; as an input it would predict padding.
-        inputs = np.where(targets == self.pad_id, self.pad_id, inputs)
+        is_input = at[:, 1:] < len(self.stream)
+        inputs = np.where(is_input, tokens[:, :-1], np.int32(self.pad_id))
+        live_targets = is_input.copy()
         overlap = self.sequence_length - self._stride
-        targets[starts > 0, :overlap] = self.pad_id
-        text = (targets != self.pad_id) & (targets != self.eos_id)
+        live_targets[starts > 0, :overlap] = False
+        targets = np.where(live_targets, tokens[:, 1:], np.int32(self.pad_id))
+        batch = {"input_ids": inputs, "target_labels": targets, "live_targets": live_targets}
+        if self.corrections is not None:
+            first = starts + 1 + np.where(starts > 0, overlap, 0)
+            corrections = self._corrections_in(self.corrections, first, at[:, -1] + 1)
+            batch["target_num_bytes"] = (self._num_bytes(batch) + corrections).astype(np.int32)
+        return batch | self._segment_features(inputs, is_input) if self.segments else batch
+
+    def _num_bytes(self, batch: dict[str, np.ndarray]) -> np.ndarray:
+        targets = batch["target_labels"]
+        text = batch["live_targets"] & (targets != self.eos_id)
         if self.token_num_bytes is not None:
             text = np.where(text, self.token_num_bytes[targets], 0)
-        batch = {
-            "input_ids": inputs,
-            "target_labels": targets,
-            "target_num_bytes": np.sum(text, axis=1, dtype=np.int32),
-        }
-        return batch | self._segment_features(inputs) if self.segments else batch
+        return np.sum(text, axis=1)
 
-    def _segment_features(self, inputs: np.ndarray) -> dict[str, np.ndarray]:
+    def _corrections_in(
+        self, corrections: np.ndarray, first: np.ndarray, end: np.ndarray
+    ) -> np.ndarray:
+        """Returns the sum of the corrections at positions from `first` to before `end`."""
+        totals = np.concatenate([[0], np.cumsum(corrections[:, 1])])
+        before, until = np.searchsorted(corrections[:, 0], [first, end])
+        return totals[until] - totals[before]
+
+    def _segment_features(self, inputs: np.ndarray, live: np.ndarray) -> dict[str, np.ndarray]:
         starts = inputs == self.eos_id
         starts[:, 0] = True  # a sequence may begin inside a document
-        live = inputs != self.pad_id
         index = np.arange(self.sequence_length, dtype=np.int32)
         segment_start = np.maximum.accumulate(np.where(starts, index, 0), axis=1)
         return {

@@ -40,7 +40,8 @@ from weft.errors import EmptyCorpusError, InputDatasetError
 from weft.input import file_cache, grain_lm, packing
 from weft.input import grain as grain_input
 from weft.input.corpus import Corpus, Split, stdlib_corpus
-from weft.input.tokenizers import ByteTokenizer, Tokenizer, as_tokenizer
+from weft.input.records import Records
+from weft.input.tokenizers import ByteTokenizer, Tokenizer, as_tokenizer, text_num_bytes
 
 
 def sequence_batches(
@@ -129,9 +130,12 @@ class _SequenceMixture:
             return self._sources[0].take(indices)
         which = np.searchsorted(self._starts, indices, side="right") - 1
         batch: dict[str, np.ndarray] = {}
+        counts_bytes = all(source.corrections is not None for source in self._sources)
         for i in np.unique(which):
             rows = np.flatnonzero(which == i)
             examples = self._sources[i].take(indices[rows] - self._starts[i])
+            if not counts_bytes:  # all batches have the same features
+                examples.pop("target_num_bytes", None)
             for key, values in examples.items():
                 if key not in batch:
                     batch[key] = np.empty((len(indices), *values.shape[1:]), values.dtype)
@@ -172,11 +176,10 @@ def lm_text_source(
     """
     corpus = maybe_instantiate(corpus)
     loaded = as_tokenizer(tokenizer)
-    documents = (loaded.encode(file.text) for file in corpus.split(split))
     pack = _packing(loaded, sequence_length, global_batch_size, is_training, segments)
-    stream = packing.token_stream(documents, eos_id=loaded.eos_id)
+    documents = [{"text": file.text} for file in corpus.split(split)]
     return sequence_batches(
-        [pack(stream, max_examples=max_examples)],
+        [pack(documents, max_examples=max_examples)],
         global_batch_size=global_batch_size,
         is_training=is_training,
         seed=seed,
@@ -188,18 +191,27 @@ def lm_text_source(
 def _packing(
     tokenizer: Tokenizer, length: int, batch_size: int, is_training: bool, segments: bool
 ) -> Callable[..., packing.PackedSequences]:
-    """Returns `PackedSequences` with all arguments but the stream."""
+    """Returns a function from documents to `PackedSequences`."""
     grain_input.check_batch_size(batch_size)
-    return functools.partial(
-        packing.PackedSequences,
-        sequence_length=length,
-        eos_id=tokenizer.eos_id,
-        pad_id=tokenizer.pad_id,
-        drop_remainder=is_training,
-        pad_to_multiple_of=1 if is_training else batch_size,
-        segments=segments,
-        token_num_bytes=tokenizer.token_num_bytes,
-    )
+
+    def pack(
+        documents: Records, *, text_key: str = "text", max_examples: int | None = None
+    ) -> packing.PackedSequences:
+        tokens = file_cache.tokenize_documents(documents, tokenizer, text_key=text_key)
+        return packing.PackedSequences(
+            tokens.stream,
+            corrections=tokens.corrections,
+            sequence_length=length,
+            eos_id=tokenizer.eos_id,
+            pad_id=tokenizer.pad_id,
+            drop_remainder=is_training,
+            pad_to_multiple_of=1 if is_training else batch_size,
+            segments=segments,
+            max_examples=max_examples,
+            token_num_bytes=tokenizer.token_num_bytes,
+        )
+
+    return pack
 
 
 def lm_documents_source(
@@ -240,10 +252,7 @@ def lm_documents_source(
     named = named_documents(documents, weights)
     loaded = as_tokenizer(tokenizer)
     pack = _packing(loaded, sequence_length, global_batch_size, is_training, segments)
-    sources = [
-        pack(file_cache.tokenize_documents(maybe_instantiate(dataset), loaded, text_key=text_key))
-        for dataset in named.values()
-    ]
+    sources = [pack(maybe_instantiate(dataset), text_key=text_key) for dataset in named.values()]
     return sequence_batches(
         sources,
         weights=None if weights is None else [weights[name] for name in named],
@@ -349,11 +358,13 @@ def _tokenize(
     tokenizer: Tokenizer, text_key: str, limit: int | None, record: object
 ) -> dict[str, np.ndarray]:
     """Converts a document to `next_token_pairs`."""
-    tokens = tokenizer.encode(file_cache.document_text(record, text_key))
+    text = file_cache.document_text(record, text_key)
+    tokens = tokenizer.encode(text)
     if limit is not None and len(tokens) >= limit:
         raise InputDatasetError(
             f"the document has {len(tokens) + 1} tokens with its end, more than "
             f"sequence_length={limit}; leave it out, increase sequence_length, or "
             "set split_documents=True"
         )
-    return grain_lm.next_token_pairs(tokens, eos_id=tokenizer.eos_id)
+    num_bytes = text_num_bytes(tokenizer, text, tokens)
+    return grain_lm.next_token_pairs(tokens, num_bytes, eos_id=tokenizer.eos_id)

@@ -11,17 +11,21 @@ to special tokens, even if it spells one. Inputs also take the path of a tokeniz
 
 import contextlib
 import hashlib
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
+from jaxtyping import Int
 
 from weft._lazy import import_extra
 from weft.config import ConfigOr, maybe_instantiate
 from weft.errors import MissingExtraError, TokenizerError
 from weft.serialization.untrusted import open_file
+
+logger = logging.getLogger(__name__)
 
 
 class Tokenizer(Protocol):
@@ -34,7 +38,8 @@ class Tokenizer(Protocol):
         eos_id: Separates documents; never an id of text.
         pad_id: Padding; never an id of text.
         vocab_size: Exclusive upper bound of all ids.
-        token_num_bytes: `Int[np.ndarray, "vocab"]`, bytes of text of each token.
+        token_num_bytes: `Int[np.ndarray, "vocab"]`, bytes of text of each token, after another one;
+            see `text_num_bytes` for those of a text.
     """
 
     eos_id: int
@@ -55,6 +60,58 @@ def until_end(tokens: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
     """Returns the tokens before the first one that ends or pads a text."""
     ends = np.flatnonzero(np.isin(tokens, [tokenizer.eos_id, tokenizer.pad_id]))
     return tokens[: ends[0]] if len(ends) else tokens
+
+
+def text_num_bytes(
+    tokenizer: Tokenizer, text: str | bytes, ids: np.ndarray
+) -> Int[np.ndarray, " tokens"] | None:
+    """Returns the number of bytes of the text of each of its ids; their sum is that of the text.
+
+    A token may have other bytes at the start or end of a text, such as a space less. Therefore,
+    the sum of `token_num_bytes` is scaled to the length of the text.
+
+    Returns None if the ids do not decode to the text, as when the tokenizer converts it to small
+    letters or has no token for one of its characters: a model of the ids does not predict the text,
+    and its bits per byte are not defined. The first such text is logged.
+
+    >>> text_num_bytes(ByteTokenizer(), "é!", np.array([195, 169, 33])).tolist()
+    [1, 1, 1]
+    """
+    sizes = tokenizer.token_num_bytes[ids].astype(np.int64)
+    if isinstance(tokenizer, ByteTokenizer):
+        return sizes
+    words = text.decode("utf-8") if isinstance(text, bytes) else text
+    decoded = tokenizer.decode(ids)
+    # A space may be put before every text.
+    if decoded not in (words, f" {words}"):
+        _log_lossy(repr(tokenizer), words, decoded)
+        return None
+    ends, total = np.cumsum(sizes), len(words.encode())
+    if not len(ends) or ends[-1] == total:
+        return sizes
+    # With integers, the differences are at the first or last tokens that can have them.
+    scaled = ends * total // max(1, ends[-1])
+    scaled[-1] = total
+    return np.diff(scaled, prepend=0)
+
+
+def _log_lossy(tokenizer: str, text: str, decoded: str) -> None:
+    if tokenizer in _LOGGED:
+        return
+    _LOGGED.add(tokenizer)
+    pairs = enumerate(zip(text, decoded, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(text), len(decoded)))
+    context = slice(max(0, at - 8), at + 24)
+    logger.warning(
+        "%s does not decode every text to itself: it encodes %r and decodes %r. Bits per byte are "
+        "not reported, since they are not defined for it; compare cross entropies instead.",
+        tokenizer,
+        text[context],
+        decoded[context],
+    )
+
+
+_LOGGED: set[str] = set()
 
 
 class ByteTokenizer:
@@ -126,11 +183,6 @@ class _FileTokenizer:
             raise TokenizerError(f"{path} has no tokens; pass the file of a trained tokenizer")
         self.eos_id = self._special_id(path, "eos_token", eos_token)
         self.pad_id = self._special_id(path, "pad_token", pad_token)
-        if self.eos_id == self.pad_id:
-            raise TokenizerError(
-                f"{path}: eos_token and pad_token are both token {self.eos_id}, so ends of "
-                "documents would be padding, which is never learnt; omit pad_token for a new id"
-            )
         special = f"{type(self).__name__} {self.eos_id} {self.pad_id} "
         self.fingerprint = special + hashlib.sha256(content).hexdigest()
 
@@ -188,11 +240,26 @@ class _FileTokenizer:
 
     @cached_property
     def token_num_bytes(self) -> np.ndarray:
-        """Bytes of text of each token; 0 for special ones."""
+        """Bytes of text of each token between two others; 0 for special ones."""
         sizes = np.zeros(self.vocab_size, np.int32)
-        sizes[: self._num_tokens] = [self._num_bytes(i) for i in range(self._num_tokens)]
-        sizes[[self.eos_id, self.pad_id]] = 0
-        return sizes
+        with self._library_errors("cannot decode its tokens"):
+            anchor = self._anchor()
+            pair = len(self._decode([anchor, anchor]).encode())
+            triples = [[anchor, i, anchor] for i in range(self._num_tokens)]
+            for i, text in enumerate(self._decode_batch(triples)):
+                # A part of a character decodes to U+FFFD.
+                is_part = "\ufffd" in text
+                sizes[i] = self._num_bytes(i) if is_part else len(text.encode()) - pair
+        sizes[[self.eos_id, self.pad_id, *self._unknown_ids()]] = 0
+        return np.maximum(sizes, 0)
+
+    def _anchor(self) -> int:
+        """Returns the id of a token that is some text of its own."""
+        for i in range(self._num_tokens):
+            text = self._decode([i, i])
+            if len(text) > 1 and "\ufffd" not in text and i not in (self.eos_id, self.pad_id):
+                return i
+        return 0
 
     def _load(self, content: bytes) -> int:
         raise NotImplementedError(type(self))
@@ -209,7 +276,15 @@ class _FileTokenizer:
     def _decode(self, ids: list[int]) -> str:
         raise NotImplementedError(type(self))
 
+    def _decode_batch(self, ids: list[list[int]]) -> list[str]:
+        raise NotImplementedError(type(self))
+
     def _num_bytes(self, index: int) -> int:
+        """Returns the number of bytes of a token that may be a part of a character."""
+        raise NotImplementedError(type(self))
+
+    def _unknown_ids(self) -> list[int]:
+        """Returns the ids that stand for text without a token."""
         raise NotImplementedError(type(self))
 
 
@@ -226,7 +301,6 @@ class HuggingFaceTokenizer(_FileTokenizer):
         self._tokenizer.encode_special_tokens = True
         # A byte of byte-level tokens is one character; others write spaces as characters.
         self._is_byte_level = "ByteLevel" in repr(self._tokenizer.decoder)
-        self._special_ids = set(self._tokenizer.get_added_tokens_decoder())
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def _token_id(self, token: str) -> int | None:
@@ -243,11 +317,17 @@ class HuggingFaceTokenizer(_FileTokenizer):
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
+    def _decode_batch(self, ids: list[list[int]]) -> list[str]:
+        return self._tokenizer.decode_batch(ids, skip_special_tokens=True)
+
     def _num_bytes(self, index: int) -> int:
         token = self._tokenizer.id_to_token(index)
-        if token is None or index in self._special_ids:
-            return 0
         return len(token) if self._is_byte_level else _piece_num_bytes(token)
+
+    def _unknown_ids(self) -> list[int]:
+        unknown = getattr(self._tokenizer.model, "unk_token", None)
+        found = self._token_id(unknown) if unknown else None
+        return [] if found is None else [found]
 
 
 class SentencePieceTokenizer(_FileTokenizer):
@@ -280,10 +360,14 @@ class SentencePieceTokenizer(_FileTokenizer):
     def _decode(self, ids: list[int]) -> str:
         return self._processor.decode(ids)
 
+    def _decode_batch(self, ids: list[list[int]]) -> list[str]:
+        return self._processor.decode(ids)
+
     def _num_bytes(self, index: int) -> int:
-        if self._processor.is_control(index) or self._processor.is_unknown(index):
-            return 0
         return _piece_num_bytes(self._processor.id_to_piece(index))
+
+    def _unknown_ids(self) -> list[int]:
+        return [self._processor.unk_id()]
 
 
 def _piece_num_bytes(piece: str) -> int:

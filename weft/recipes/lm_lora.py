@@ -193,10 +193,8 @@ def _tokenizer_of(base: str, model: Any) -> Any:
             f"the config of the checkpoint {base!r} has no eos_token_id, which separates "
             "documents. Add it to config.json."
         )
-    if pad in (NO_PADDING, eos):
-        # No padding token is defined; the ordinary one merged last is missed least as a target.
-        special = {eos, *loaded.get_added_tokens_decoder()}
-        pad = max(set(range(min(decoder.vocab_size, loaded.get_vocab_size()))) - special)
+    if pad == NO_PADDING:
+        pad = eos  # The input knows padding by its position.
     decoder.pad_token_id = pad
     return config.config_for_class(HuggingFaceTokenizer).set(
         path=str(path), eos_token=loaded.id_to_token(eos), pad_token=loaded.id_to_token(pad)

@@ -119,7 +119,8 @@ class Block(nnx.Module):
 class LanguageModel(nnx.Module):
     """Language model that predicts each token from the previous ones.
 
-    Arguments are as for `Block`; `pad_token_id` is left out of the loss.
+    Arguments are as for `Block`; `pad_token_id` is left out of the loss where a batch does not say
+    which targets count.
     """
 
     def __init__(
@@ -153,17 +154,20 @@ class LanguageModel(nnx.Module):
 
         Args:
             input_batch: `input_ids` and `target_labels`, `Int[Array, "batch time"]`, and
-                `target_num_bytes`, `Int[Array, "batch"]`.
+                optionally `live_targets`, `Bool[Array, "batch time"]`, and `target_num_bytes`,
+                `Int[Array, "batch"]`.
         """
         logits = self.predict(input_batch)["logits"]
         labels = input_batch["target_labels"]
-        live_targets = labels != self.pad_token_id
+        live_targets = input_batch.get("live_targets", labels != self.pad_token_id)
         loss, aux = functional.cross_entropy(logits, labels, live_targets=live_targets)
         num_targets = aux["num_targets"]
-        num_bytes = jnp.maximum(1, jnp.sum(input_batch["target_num_bytes"])).astype(jnp.float32)
-        bits = jnp.sum(aux["per_target_loss"]) / math.log(2)
         self.sow("summaries", "loss", WeightedScalar(loss, num_targets))
-        self.sow("summaries", "bits_per_byte", WeightedScalar(bits / num_bytes, num_bytes))
+        if "target_num_bytes" in input_batch:
+            num_bytes = jnp.maximum(1, jnp.sum(input_batch["target_num_bytes"]))
+            num_bytes = num_bytes.astype(jnp.float32)
+            bits = jnp.sum(aux["per_target_loss"]) / math.log(2)
+            self.sow("summaries", "bits_per_byte", WeightedScalar(bits / num_bytes, num_bytes))
         return loss, {}
 
     def predict(self, input_batch):

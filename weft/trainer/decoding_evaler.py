@@ -14,9 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from weft import config, errors, functional
+from weft.functional import arrays
 from weft.hierarchy.module import Module
 from weft.input.tokenizers import Tokenizer, as_tokenizer, until_end
 from weft.serialization.directory import Directory
@@ -65,13 +67,13 @@ class SampleDecoding(BaseMetricCalculator):
         self._run = self._jit_of_model(
             "sample_decode",
             inputs=lambda batch: {
-                "input_batch": {"prefix": self._prompts(batch)},
+                "input_batch": self._prefixes(batch),
                 "max_sequence_length": cfg.prompt_length - 1 + cfg.num_tokens,
                 "logits_modifier": modifier,
             },
             outputs=lambda batch, result, collection: {
                 "prompts": self._prompts(batch),
-                "sampled": result.sequences[:, 0, cfg.prompt_length - 1 :],
+                "sampled": self._added(batch, result.sequences[:, 0]),
             },
         )
 
@@ -85,6 +87,26 @@ class SampleDecoding(BaseMetricCalculator):
                 f"{cfg.prompt_field!r}, but {found}. The batch has {', '.join(sorted(batch))}."
             )
         return tokens[:, : cfg.prompt_length]
+
+    def _prefixes(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        lengths = self._prompt_lengths(batch)
+        return arrays.without_none(prefix=self._prompts(batch), prefix_len=lengths)
+
+    def _prompt_lengths(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """Returns the lengths of the prompts, less for short sequences; None if not known."""
+        live = batch.get("input_segment_ids", batch.get("live_targets"))
+        if live is None:
+            return None
+        ends = jnp.where(live != 0, jnp.arange(1, live.shape[1] + 1)[None], 1)
+        return jnp.minimum(jnp.max(ends, axis=1), self.config.prompt_length)
+
+    def _added(self, batch: Mapping[str, Tensor], sequences: Tensor) -> Tensor:
+        """Returns the tokens that follow each prompt; sequences begin after its first token."""
+        lengths = self._prompt_lengths(batch)
+        if lengths is None:
+            return sequences[:, self.config.prompt_length - 1 :]
+        places = lengths[:, None] - 1 + jnp.arange(self.config.num_tokens)[None]
+        return jnp.take_along_axis(sequences, places, axis=1)
 
     def get_summaries(
         self, *, model_params: NestedTensor, state: dict[str, Any], all_forward_outputs: list[Any]
