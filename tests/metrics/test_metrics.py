@@ -195,7 +195,7 @@ def test_a_metric_of_ones_own():
         (lambda: metrics.Accuracy().update(LOGITS[:3], LABELS), r"\(3, 4\) and the targets \(37,"),
         (
             lambda: metrics.Perplexity().update(LOGITS, LABELS.astype(float)),
-            "dtype float64; expected integers",
+            "dtype float32; expected integers",
         ),
         (
             lambda: metrics.Accuracy().update(LOGITS, LABELS, WEIGHTS[:3]),

@@ -282,6 +282,57 @@ def test_metrics_by_name_and_function():
     assert set(result.history.train) == {"accuracy", "learning_rate", "loss", "share", "step"}
 
 
+class Sows(nn.Module):
+    @nn.compact
+    def __call__(self, batch):
+        logits = nn.Dense(CLASSES)(batch["x"])
+        self.sow("summaries", "f1", F1Score("macro").update(logits, batch["y"]))
+        return per_row(logits, batch).mean(), {}
+
+
+class SowsInNNX(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(4, CLASSES, rngs=rngs)
+
+    def __call__(self, batch):
+        logits = self.linear(batch["x"])
+        self.sow("summaries", "f1", F1Score("macro").update(logits, batch["y"]))
+        return per_row(logits, batch).mean(), {}
+
+
+class Reports(BaseModel):
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self._add_child("linear", Linear.default_config().set(input_dim=4, output_dim=CLASSES))
+
+    def forward(self, input_batch):
+        logits = self.linear(input_batch["x"])
+        self.add_summary("f1", F1Score("macro").update(logits, input_batch["y"]))
+        return WeightedScalar(per_row(logits, input_batch).mean(), len(logits)), {}
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (Sows(), ("params", "Dense_0", "kernel", "bias")),
+        (config_for_class(SowsInNNX), ("params", "linear", "kernel", "bias")),
+        (Reports.default_config(), ("linear", "weight", "bias")),
+    ],
+    ids=["linen", "nnx", "hierarchy"],
+)
+def test_metrics_that_a_model_reports_itself(model, names):
+    held_out = (X[:21], LABELS[:21])
+    result = fit(model, loss=None, validation=held_out)
+    *path, kernel, bias = names
+    variables = result.last.variables
+    for name in path:
+        variables = variables[name]
+    logits = X[:21] @ np.asarray(variables[kernel]) + np.asarray(variables[bias])
+    predicted = logits.argmax(-1)
+    wanted = sklearn.f1_score(LABELS[:21], predicted, average="macro")
+    np.testing.assert_allclose(result.history.validation["f1"][-1], wanted, rtol=1e-5)
+
+
 class HierarchyLoss(BaseModel):
     def __init__(self, cfg, *, parent):
         super().__init__(cfg, parent=parent)

@@ -14,10 +14,12 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
 from weft import errors
+from weft.core.spmd import constrain
 from weft.hierarchy.metrics import MetricSummary
 from weft.typing import Tensor
 
@@ -61,7 +63,9 @@ class Metric(MetricSummary):
 
     def update(self, outputs: Any, targets: Any, weights: Weights = None) -> Self:
         """Returns the metric with one more batch; for the arguments see `of_batch`."""
-        return self.merge(self.of_batch(outputs, targets, weights))
+        # Each of several processes reads the sums, and the rows that a metric keeps.
+        batch = constrain(self.of_batch(outputs, targets, weights), PartitionSpec())
+        return self.merge(batch)
 
     def merge(self, other: Self) -> Self:
         """Returns the metric of the batches of both.

@@ -11,11 +11,9 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from weft import errors, functional, struct
-from weft.core.spmd import constrain
 from weft.metrics.classification import check_logits
 from weft.metrics.metric import Metric, Weights, target_weights
 from weft.typing import Tensor
@@ -39,9 +37,7 @@ class _OfRows(Metric):
         return self.replace(batches=batches)
 
     def _with_rows(self, outputs: Any, targets: Any, weights: ArrayLike) -> Self:
-        # On several processes, each reads the rows of all.
-        rows = constrain(Rows(outputs, targets, weights), PartitionSpec())
-        return self.replace(batches=(rows,))
+        return self.replace(batches=(Rows(outputs, targets, weights),))
 
     def _all_rows(self) -> Rows:
         if not self.batches:

@@ -205,7 +205,7 @@ class Supervised(hierarchy.BaseModel):
     ) -> OutputFn:
         """Returns a function of outputs and batch, for `_values`."""
         if isinstance(fn, metrics.AllRows):
-            return lambda outputs, batch: fn.of_batch(outputs, batch, batch.get(ROW_WEIGHT))
+            return lambda outputs, batch: fn.update(outputs, batch, batch.get(ROW_WEIGHT))
         if not isinstance(fn, str | metrics.Metric):
             return fn
         name = metric_name(fn)
@@ -226,7 +226,7 @@ class Supervised(hierarchy.BaseModel):
                     "that of an array; pass a function of outputs and batch instead."
                 )
             if isinstance(of_arrays, metrics.Metric):
-                return of_arrays.of_batch(outputs, batch[target], batch.get(ROW_WEIGHT))
+                return of_arrays.update(outputs, batch[target], batch.get(ROW_WEIGHT))
             values = of_arrays(outputs, batch[target])
             return jnp.mean(values, axis=range(1, values.ndim))
 
