@@ -18,6 +18,7 @@ from rich.console import Console
 from weft.cli.configs import run_directory
 from weft.errors import CheckpointNotFoundError, CommandLineError
 from weft.serialization.directory import Directory
+from weft.serialization.untrusted import check_local_path
 from weft.trainer import display
 from weft.trainer.checkpointer import dirs, manifest
 from weft.trainer.checkpointer.index import Entry, Index, read_index_file
@@ -126,6 +127,7 @@ def write_report(arguments: argparse.Namespace) -> int:
         CommandLineError: if it cannot be written.
         RunDirError: if a directory is not that of a run.
     """
+    check_local_path(arguments.out or "", "--out")
     directories = [run_directory(name) for name in arguments.dirs]
     page = render_report(*directories)
     if arguments.out:

@@ -19,7 +19,13 @@ from weft.functional import scale_by
 from weft.hierarchy import Module, functional, merge_adapters, without_lora
 from weft.input.tokenizers import Tokenizer, as_tokenizer, until_end
 from weft.serialization.directory import Directory
-from weft.serialization.untrusted import MAX_JSON_BYTES, check_json, parse_json, read_text_file
+from weft.serialization.untrusted import (
+    MAX_JSON_BYTES,
+    check_json,
+    check_local_path,
+    parse_json,
+    read_text_file,
+)
 from weft.trainer import display, run_dir
 from weft.trainer.compilation import options_for_steps
 from weft.trainer.mesh import build_mesh, rules_of
@@ -246,6 +252,7 @@ def _check_export(arguments: argparse.Namespace) -> None:
         raise errors.CommandLineError(
             f"--max-file-gb={arguments.max_file_gb:g} is too small; expected more than 0."
         )
+    check_local_path(arguments.to, "--to")
     if Path(arguments.to).is_file() and not arguments.to.endswith(".safetensors"):
         raise errors.CommandLineError(
             f"--to={arguments.to!r} is a file. Name a folder for a Hugging Face checkpoint, or a "

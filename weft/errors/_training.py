@@ -20,6 +20,10 @@ class FileRefusedError(WeftError, OSError):
     """A file of a directory is neither read nor written: a link, no regular file, or too large."""
 
 
+class PathNotLocalError(WeftError, ValueError):
+    """A path is a URL, or begins with a `~` that nothing has replaced."""
+
+
 class CorpusReadError(WeftError, OSError):
     """A file of a corpus cannot be read, or two of them have the same name."""
 

@@ -32,7 +32,7 @@ import numpy as np
 from weft.errors import CorpusReadError, EmptyCorpusError
 from weft.input import packing, tokenizers
 from weft.input.formats import format_of, is_gzipped, without_mark
-from weft.serialization.untrusted import invalid_text_reason, open_file
+from weft.serialization.untrusted import check_local_path, invalid_text_reason, open_file
 
 Split = Literal["train", "held_out"]
 """Parts of a corpus."""
@@ -212,7 +212,10 @@ def folder_corpus(
             files have the same name.
         InputReadError: If a record cannot be read or has no text; names the record.
     """
-    roots = [Path(p) for p in ([paths] if isinstance(paths, str) else paths)]
+    named = [paths] if isinstance(paths, str) else paths
+    for path in named:
+        check_local_path(path, "paths")
+    roots = [Path(path) for path in named]
     files: list[TextFile] = []
     for root in roots:
         if root.is_file():

@@ -36,8 +36,17 @@ _LOG_SECONDS = 30.0
 
 
 def cache_folder() -> Path:
-    """Returns the folder `weft` in `XDG_CACHE_HOME`, or else in `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
+    """Returns the folder `weft` in `XDG_CACHE_HOME`, or else in `~/.cache`.
+
+    Raises InputReadError if there is no such variable, and the user has no home directory.
+    """
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if folder.startswith("~"):
+        raise InputReadError(
+            "large data has no place to be kept, because the user has no home directory; set "
+            "XDG_CACHE_HOME to a folder that only this user can write"
+        )
+    return Path(folder, "weft")
 
 
 def cached_bytes(

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import grain
 
 from weft.errors import InputDatasetError, InputReadError
+from weft.serialization.untrusted import check_local_path
 
 
 class Records(Protocol):
@@ -188,13 +189,14 @@ def matching_files(paths: str | Sequence[str]) -> list[str]:
             Folders and files that exist by the very name are meant before those that match it, such
             as a folder `data [2024]`.
 
-    Raises InputReadError if one of them matches no file.
+    Raises InputReadError if one of them matches no file, PathNotLocalError for a URL.
     """
     patterns = [paths] if isinstance(paths, str) else [str(path) for path in paths]
     if not patterns:
         raise InputReadError("no paths were given, so there is nothing to read; pass at least one")
     found: list[str] = []
     for pattern in patterns:
+        check_local_path(pattern, "paths")
         if os.path.isfile(pattern):
             found.append(pattern)
             continue

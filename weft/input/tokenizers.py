@@ -23,7 +23,7 @@ from jaxtyping import Int
 from weft._lazy import import_extra
 from weft.config import ConfigOr, maybe_instantiate
 from weft.errors import MissingExtraError, TokenizerError
-from weft.serialization.untrusted import open_file
+from weft.serialization.untrusted import check_local_path, open_file
 
 logger = logging.getLogger(__name__)
 
@@ -390,6 +390,7 @@ def as_tokenizer(tokenizer: ConfigOr[Tokenizer] | str) -> Tokenizer:
     if not isinstance(tokenizer, str):
         return maybe_instantiate(tokenizer)
     kinds: dict[str, Any] = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
+    check_local_path(tokenizer, "tokenizer")
     kind = kinds.get(os.path.splitext(tokenizer)[1].lower())
     if kind is not None:
         return kind(tokenizer)

@@ -22,6 +22,7 @@ from typing import IO, BinaryIO, NamedTuple
 
 from weft.distributed.watchdog import OTHER_STOP_SIGNALS, handle_stop_signals
 from weft.errors import JobConfigError
+from weft.serialization.untrusted import check_local_path
 
 LAST_LINES = 20
 
@@ -232,6 +233,7 @@ def _stop_signal(ended: Ended) -> str | None:
 
 
 def _open_log(path: str) -> BinaryIO:
+    check_local_path(path, "log_dir")
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         return open(path, "wb")

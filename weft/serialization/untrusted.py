@@ -15,11 +15,44 @@ import stat
 from collections.abc import Sequence
 from typing import Any, cast
 
+from weft.errors import PathNotLocalError
+
 MAX_AXES = 32
 """How many axes an array may have, in JAX and in NumPy before 2.0."""
 
 MAX_JSON_BYTES = 2**28
 """How large a file of JSON may be; the index of the largest published models has a few MB."""
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def refuse_url(path: str | os.PathLike[str], what: str) -> None:
+    """Raises PathNotLocalError for a URL; `what` is the field or option that names the path.
+
+    >>> refuse_url("s3://bucket/run", "dir")
+    Traceback (most recent call last):
+    weft.errors._training.PathNotLocalError: dir='s3://bucket/run' is a URL, but only paths of ...
+    """
+    if _URL.match(os.fspath(path)):
+        raise PathNotLocalError(
+            f"{what}={os.fspath(path)!r} is a URL, but only paths of this machine are read and "
+            "written. Mount the storage, for example with gcsfuse or mount-s3, and name the folder "
+            "where it is mounted."
+        )
+
+
+def check_local_path(path: str | os.PathLike[str], what: str) -> None:
+    """Refuses a URL, and a path in `~`, which would become a folder of that name.
+
+    Raises PathNotLocalError, as `refuse_url`.
+    """
+    refuse_url(path, what)
+    if os.fspath(path).partition("/")[0] == "~":
+        raise PathNotLocalError(
+            f"{what}={os.fspath(path)!r} begins with '~', which a shell replaces by the home "
+            "directory, but did not do here. Write the whole path."
+        )
 
 
 def open_file(path: str | os.PathLike[str], *, buffering: int = -1) -> Any:

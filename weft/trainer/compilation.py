@@ -23,6 +23,8 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
+from weft.serialization.untrusted import check_local_path
+
 logger = logging.getLogger(__name__)
 
 MAX_CACHE_BYTES = 2 * 2**30
@@ -35,7 +37,11 @@ _DEFAULTS = {
 
 
 def default_cache_dir() -> str:
-    """Returns the directory of compiled programs in the user's cache directory."""
+    """Returns the directory of compiled programs in the user's cache directory.
+
+    It is "", for no cache, without `XDG_CACHE_HOME`, `HOME` and an entry of the user in the list of
+    accounts, as in some containers.
+    """
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA", "")
     elif sys.platform == "darwin":
@@ -43,7 +49,8 @@ def default_cache_dir() -> str:
     else:
         base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification says to ignore a relative path.
-    return os.path.join(base if os.path.isabs(base) else os.path.expanduser("~/.cache"), "weft/xla")
+    base = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
+    return os.path.join(base, "weft/xla") if os.path.isabs(base) else ""
 
 
 @contextlib.contextmanager
@@ -60,6 +67,8 @@ def compilation_cache(directory: str | None) -> Iterator[None]:
             within a second are not stored, unless JAX's setting
             `jax_persistent_cache_min_compile_time_secs` differs.
     """
+    if directory and "://" not in directory:  # JAX has storages of its own
+        check_local_path(directory, "compilation_cache_dir")
     settings: dict[str, Any] = {"jax_compilation_cache_dir": directory or None}
     if directory is None:
         if (
@@ -68,7 +77,7 @@ def compilation_cache(directory: str | None) -> Iterator[None]:
         ):
             yield
             return
-        settings["jax_compilation_cache_dir"] = default_cache_dir()
+        settings["jax_compilation_cache_dir"] = default_cache_dir() or None
         unset = {k: new for k, (old, new) in _DEFAULTS.items() if jax.config.values[k] == old}
         settings |= unset
     used = settings["jax_compilation_cache_dir"]

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from weft import config, errors, serialization
 from weft.hierarchy.module import Module
 from weft.input import dispatch
+from weft.serialization.untrusted import check_local_path
 from weft.traverse_util import flatten_dict
 from weft.typing import Nested
 
@@ -68,6 +69,7 @@ class BaseRecordSink(Module):
                 f"{cfg.output_path!r}; add their index, such as "
                 "'out/record-{process_index:05d}-of-{process_count:05d}'."
             )
+        check_local_path(cfg.output_path, f"{self.path()}: output_path")
         try:
             self._output_path = Path(cfg.output_path.format(**place))
         except (KeyError, IndexError, ValueError) as error:

@@ -52,7 +52,7 @@ from weft.errors import ConfigError, InputReadError, RunDirError, ScheduleError
 from weft.input.data_files import files_record
 from weft.input.records import matching_files
 from weft.serialization.directory import Directory
-from weft.serialization.untrusted import check_json, parse_json
+from weft.serialization.untrusted import check_json, check_local_path, parse_json
 from weft.trainer.checkpointer.dirs import check_name, has_checkpoint
 from weft.trainer.schedule import as_schedule_fn
 from weft.trainer.trainer_config_modifier import find_values, outermost
@@ -90,8 +90,10 @@ def check_run_dir(cfg: ConfigBase) -> None:
     """Checks, without changes, that a run may use its directory.
 
     Raises RunDirError for a directory that cannot be written, or has another config's checkpoint;
+    PathNotLocalError for a URL;
     FileRefusedError for one with links or other odd files, see `check_places`.
     """
+    check_local_path(cfg.dir, "dir")
     check_writable(Path(cfg.dir))
     check_places(cfg.dir)
     if not has_checkpoint(os.path.join(cfg.dir, CHECKPOINTS_DIR)):

@@ -32,7 +32,7 @@ import jax
 from weft.core.tracing import ThreadStack
 from weft.errors import RunDirError, RunDirInUseError, RunDirMovedError, RunDirTakenError
 from weft.serialization.directory import Directory
-from weft.serialization.untrusted import parse_json
+from weft.serialization.untrusted import check_local_path, parse_json
 from weft.trainer.run_dir import (
     CHECKPOINTS_DIR,
     CONFIG_FILE,
@@ -78,6 +78,7 @@ class RunLock:
     """Lock of a run's directory, a context that this process holds; see also `run_lock`."""
 
     def __init__(self, directory: str):
+        check_local_path(directory, "dir")
         self.directory = os.path.realpath(directory)
         self._given_dir = directory
         self._path = Path(self.directory, LOCK_FILE)

@@ -30,7 +30,7 @@ from weft.configurations import config
 from weft.serialization import from_state_dict, msgpack_restore, msgpack_serialize, to_state_dict
 from weft.serialization.directory import Directory, Entry
 from weft.serialization.state_dicts import is_stored_dtype
-from weft.serialization.untrusted import memory_bytes
+from weft.serialization.untrusted import memory_bytes, refuse_url
 
 ARRAYS_SUFFIX = "_gda"
 
@@ -259,7 +259,8 @@ def save_checkpoint(
     Call it on one process. `save_checkpoint_multiprocess` saves arrays of several processes.
 
     Args:
-        ckpt_dir: created if needed. "" is the current directory; `~` is not expanded.
+        ckpt_dir: created if needed. "" is the current directory; `~` is not expanded, and URLs are
+            refused.
         target: a tree, such as a `TrainState` or a dict of variables.
         step: must be larger than those of existing checkpoints.
         keep: number of newest checkpoints to keep, including this one; 0 keeps all.
@@ -451,6 +452,7 @@ def _new_checkpoint(
 
 def _directory_and_start(ckpt_dir: Path, prefix: str) -> tuple[str, str]:
     """Returns the directory of checkpoints and the start of their names, however it is written."""
+    refuse_url(ckpt_dir, "ckpt_dir")
     directory, start = os.path.split(os.path.join(ckpt_dir, prefix))
     return directory or os.curdir, start
 

@@ -30,6 +30,7 @@ from weft.errors import (
 )
 from weft.hierarchy.module import Module, nowrap
 from weft.serialization.directory import Directory
+from weft.serialization.untrusted import check_local_path
 from weft.trainer.checkpointer import dirs, manifest, retries
 from weft.trainer.checkpointer import index as index_lib
 from weft.trainer.checkpointer import policy as policy_lib
@@ -226,6 +227,7 @@ class Checkpointer(BaseCheckpointer):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
+        check_local_path(cfg.dir, f"{self.path()}.dir")
         if cfg.keep_last_n < 1:
             raise CheckpointPolicyError(
                 f"{self.path()}: keep_last_n={cfg.keep_last_n}; expected 1 or more, since a run "

@@ -28,7 +28,12 @@ from weft.config import ConfigBase
 from weft.errors import RunDirError
 from weft.hierarchy.module import Module
 from weft.serialization.directory import Directory
-from weft.serialization.untrusted import MAX_COUNT, check_json, parse_json
+from weft.serialization.untrusted import (
+    MAX_COUNT,
+    check_json,
+    check_local_path,
+    parse_json,
+)
 from weft.trainer.summary import SummaryKind
 from weft.trainer.summary_writer import event_file
 from weft.trainer.summary_writer.base import CheckpointerAction, PeriodicWriter, processor_zero_only
@@ -178,6 +183,7 @@ class JsonLinesWriter(PeriodicWriter):
 
     def __init__(self, cfg: PeriodicWriter.Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
+        check_local_path(cfg.dir, f"{self.path()}.dir")
         self._has_appended = False
 
     @processor_zero_only
