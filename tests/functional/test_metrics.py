@@ -98,5 +98,6 @@ def test_retrieval_by_hand():
 def test_padding_queries_do_not_count(score):
     padding = jnp.array([False, True, False])
     kept = jnp.array([0, 2])
-    padded = score(SCORES, LABELS, top_ks=[1, 3], query_padding=padding)
+    labels = jnp.where(padding[:, None], jnp.nan, LABELS)
+    padded = score(SCORES, labels, top_ks=[1, 3], query_padding=padding)
     assert padded == score(SCORES[kept], LABELS[kept], top_ks=[1, 3])

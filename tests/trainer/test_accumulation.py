@@ -1,6 +1,7 @@
 """A step with gradient accumulation equals one without, whatever the model is written in."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -123,6 +124,20 @@ def accumulated(result, directory):
 )
 def test_microbatches_of_unequal_weight(model, loss, data, tmp_path):
     result, whole = steps(model, loss, data)
+    in_parts = accumulated(result, tmp_path)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), in_parts, whole
+    )
+
+
+def test_microbatches_without_targets_do_not_count(tmp_path):
+    def mean(out, batch):
+        total = jnp.sum(batch["live"])
+        error = jnp.square(out[..., 0] - batch["y"]).mean(-1)
+        return WeightedScalar(jnp.sum(error * batch["live"]) / total, total)  # 0 / 0 without any
+
+    live = (np.arange(len(Y)) < 2).astype(np.float32)
+    result, whole = steps(Outputs(), mean, {"x": X, "y": Y, "live": live})
     in_parts = accumulated(result, tmp_path)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), in_parts, whole

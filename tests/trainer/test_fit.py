@@ -473,9 +473,11 @@ def test_an_object_of_another_structure_is_refused(tmp_path):
 
 
 @pytest.mark.usefixtures("all_devices")
-def test_rows_have_weights():
-    weights = np.where(np.arange(ROWS) < 8, 1.0, 0.0).astype(np.float32)
-    weighted = {"x": X, "y": Y, "row_weight": weights}
+@pytest.mark.parametrize("ignored", [1.0, np.nan, np.inf])
+def test_rows_have_weights(ignored):
+    counts = np.arange(ROWS)[:, None] < 8
+    x, y = np.where(counts, X, ignored), np.where(counts, Y, ignored)
+    weighted = {"x": x, "y": y, "row_weight": counts[:, 0].astype(np.float32)}
     kwargs = {"loss": "mse", "batch_size": ROWS, "validation": weighted}
     some = fit(linear(1), weighted, **kwargs)
     alone = fit(linear(1), (X[:8], Y[:8]), "mse", validation=(X[:8], Y[:8]))

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Key, Num
+from jaxtyping import Array, Bool, Float, Key, Num
 
 from weft.errors import ArgumentValueError
 from weft.typing import DType
@@ -54,6 +54,39 @@ def same_ndim(*xs: Num[Array, "..."]) -> list[Num[Array, "..."]]:
     """
     ndim = max(map(jnp.ndim, xs))
     return [to_ndim(x, ndim) for x in xs]
+
+
+def counted(
+    x: Num[Array, "*shape"], where: Num[Array, "*#shape"] | Bool[Array, "*#shape"] | None
+) -> Num[Array, "*shape"]:
+    """Returns `x` with 0 where `where` is 0 or False; None leaves all unchanged.
+
+    What does not count may be NaN or infinite. Its gradient is 0 only if it is replaced before it
+    is used: after that, the gradient of what it was used in is 0 times NaN, also for parameters.
+
+    >>> where, x = jnp.array([True, False]), jnp.array([2.0, jnp.inf])
+    >>> jax.grad(lambda x: jnp.square(counted(x, where)).sum())(x).tolist()
+    [4.0, 0.0]
+    """
+    if where is None:
+        return x
+    where = where if where.dtype == bool else where != 0
+    return jnp.where(where, x, jnp.zeros((), x.dtype))
+
+
+def finite_or_counted(
+    x: Num[Array, "*shape"], where: Bool[Array, "*#shape"] | None
+) -> Num[Array, "*shape"]:
+    """Returns `x` with 0 in place of NaN and infinities where `where` is False; see `counted`.
+
+    For values whose results are returned even though they do not count in a statistic.
+
+    >>> finite_or_counted(jnp.array([jnp.nan, 3.0]), jnp.zeros(2, bool)).tolist()
+    [0.0, 3.0]
+    """
+    if where is None or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return jnp.where(where, x, counted(x, jnp.isfinite(x)))
 
 
 def positions(size: int, ndim: int) -> Num[Array, "*ones size"]:

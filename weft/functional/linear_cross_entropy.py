@@ -66,12 +66,15 @@ def linear_cross_entropy(
     (1.214, 1.0)
     """
     loss.check_factors("linear_cross_entropy", label_smoothing, z_loss_scale)
+    if live_targets is None:
+        live_targets = loss.which_targets_count(target_labels, weight.shape[0], soft_target_labels)
     statistics = linear_logit_statistics(
         x,
         weight,
         target_labels,
         bias=bias,
         logit_cap=logit_cap,
+        live_targets=live_targets,
         label_smoothing=label_smoothing,
         soft_target_labels=soft_target_labels,
         chunk_size=chunk_size,
@@ -80,7 +83,6 @@ def linear_cross_entropy(
     return loss.cross_entropy_of_statistics(
         statistics,
         target_labels,
-        classes=weight.shape[0],
         live_targets=live_targets,
         z_loss_scale=z_loss_scale,
         soft_target_labels=soft_target_labels,
@@ -94,6 +96,7 @@ def linear_logit_statistics(
     *,
     bias: Float[Array, " classes"] | None = None,
     logit_cap: float | None = None,
+    live_targets: Num[Array, "*batch"] | None = None,
     label_smoothing: float = 0.0,
     soft_target_labels: Float[Array, "*batch classes"] | None = None,
     chunk_size: int | None = None,
@@ -106,15 +109,18 @@ def linear_logit_statistics(
     [1]
     """
     classes = weight.shape[0]
+    live = None if live_targets is None else live_targets[..., None]
+    x = arrays.counted(x, live)
     chunks = num_chunks(target_labels.size, classes, chunk_size=chunk_size, num_shards=num_shards)
     if chunks == 1:
         logits = embedding.attend(weight, x, preferred_element_type=jnp.float32)
         logits = _finish_logits(logits, bias, logit_cap)
+        soft = soft_target_labels
         return loss.logit_statistics(
             logits,
             target_labels,
             label_smoothing=label_smoothing,
-            soft_target_labels=soft_target_labels,
+            soft_target_labels=None if soft is None else arrays.counted(soft, live),
         )
     in_shard = classes // num_shards
     size = -(-in_shard // chunks)
@@ -300,6 +306,8 @@ def _statistics_bwd(options, residuals, cotangents):
     def of_chunk(carry, index):
         dx, d_head = carry
         logits, probs, _, weight = _chunk(options, index, x, head, target_labels)
+        # Probabilities of ignored targets may be NaN; XLA would copy them if masked beforehand.
+        probs = arrays.counted(probs, d_expected)
         d = d_log_normalizer * jnp.exp(logits - log_normalizer) + d_expected * probs
         if options.logit_cap is not None:
             # The derivative of tanh; 0 in the padding, whose logits are not capped.

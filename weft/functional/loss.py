@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from weft.errors import ArgumentValueError
-from weft.functional.arrays import positions
+from weft.functional.arrays import counted, positions
 from weft.functional.norm import l2_normalize
 
 Aux = dict[str, Array]
@@ -33,6 +33,7 @@ def cross_entropy(
     Args:
         target_labels: the right class; labels outside `[0, classes)` do not count.
         live_targets: the weight of each target; by default 1 where the label is a class, else 0.
+            Where it is 0, logits may be anything, including NaN, and have gradient 0.
         z_loss_scale: the factor of the squared log of the softmax's denominator, which keeps logits
             from drifting (Chowdhery et al., 2022).
         label_smoothing: the share of each target that is spread evenly over all classes (Szegedy et
@@ -57,8 +58,12 @@ def cross_entropy(
     ([0.693..., 0.0], 1.0)
     """
     check_factors("cross_entropy", label_smoothing, z_loss_scale)
+    if live_targets is None:
+        live_targets = which_targets_count(target_labels, logits.shape[-1], soft_target_labels)
+    if soft_target_labels is not None:
+        soft_target_labels = counted(soft_target_labels, live_targets[..., None])
     statistics = logit_statistics(
-        logits,
+        counted(logits, live_targets[..., None]),
         target_labels,
         label_smoothing=label_smoothing,
         soft_target_labels=soft_target_labels,
@@ -66,11 +71,23 @@ def cross_entropy(
     return cross_entropy_of_statistics(
         statistics,
         target_labels,
-        classes=logits.shape[-1],
         live_targets=live_targets,
         z_loss_scale=z_loss_scale,
         soft_target_labels=soft_target_labels,
     )
+
+
+def which_targets_count(
+    target_labels: Int[Array, "*batch"],
+    classes: int,
+    soft_target_labels: Float[Array, "*batch classes"] | None = None,
+) -> Bool[Array, "*batch"]:
+    """Returns the default of the `live_targets` of `cross_entropy`."""
+    live_targets = (target_labels >= 0) & (target_labels < classes)
+    if soft_target_labels is not None:
+        # The largest magnitude: XLA stores the comparison of each label for `any`.
+        live_targets &= jnp.max(jnp.abs(soft_target_labels), axis=-1) != 0
+    return live_targets
 
 
 class LogitStatistics(NamedTuple):
@@ -121,20 +138,19 @@ def cross_entropy_of_statistics(
     statistics: LogitStatistics,
     target_labels: Int[Array, "*batch"],
     *,
-    classes: int,
-    live_targets: Num[Array, "*batch"] | None = None,
+    live_targets: Num[Array, "*batch"],
     z_loss_scale: float = 0.0,
     soft_target_labels: Float[Array, "*batch classes"] | None = None,
 ) -> tuple[Float[Array, ""], Aux]:
-    """Returns what `cross_entropy` returns for logits that have these statistics."""
-    if live_targets is None:
-        live_targets = (target_labels >= 0) & (target_labels < classes)
-        if soft_target_labels is not None:
-            # The largest magnitude: XLA stores the comparison of each label for `any`.
-            live_targets &= jnp.max(jnp.abs(soft_target_labels), axis=-1) != 0
+    """Returns what `cross_entropy` returns for logits that have these statistics.
+
+    The statistics are finite also where a target does not count.
+    """
     live = live_targets.astype(jnp.float32)
     log_normalizer, expected, likeliest = statistics
-    total = 1.0 if soft_target_labels is None else soft_target_labels.astype(jnp.float32).sum(-1)
+    total: Array | float = 1.0
+    if soft_target_labels is not None:
+        total = counted(soft_target_labels.astype(jnp.float32).sum(-1), live_targets)
     per_target = log_normalizer * total - expected
     z_loss = jnp.square(log_normalizer)
     # Skipped without the factor: the square may overflow where the loss does not.
@@ -173,7 +189,8 @@ def binary_cross_entropy(
     Args:
         logits: of being true.
         target_labels: a probability; negative labels, and those from 2 on, do not count.
-        live_targets: the weight of each target; by default 1 where the label counts.
+        live_targets: the weight of each target; by default 1 where the label counts. Where it is
+            0, logits and labels may be anything.
 
     Returns:
         The loss, and a dict of `num_targets` and the arrays `per_target_loss` and `live_targets`.
@@ -185,6 +202,7 @@ def binary_cross_entropy(
     if live_targets is None:
         live_targets = (target_labels >= 0) & (target_labels < 2)
     live = live_targets.astype(jnp.float32)
+    logits, target_labels = counted(logits, live_targets), counted(target_labels, live_targets)
     per_target = jnp.where(live > 0, sigmoid_cross_entropy(logits, target_labels), 0)
     loss, num_targets = weighted_mean(per_target, live)
     return loss, {
@@ -260,9 +278,13 @@ def kl_divergence(
     >>> round(kl_divergence(half, jnp.array([1.0, 0.0])).item(), 3)
     0.693
     """
-    log_q, p = log_predictions.astype(jnp.float32), targets.astype(jnp.float32)
-    p, log_p = (jnp.exp(p), p) if is_log_targets else (p, jnp.log(jnp.where(p > 0, p, 1)))
-    return jnp.sum(jnp.where(p > 0, p * (log_p - log_q), 0), axis=-1)
+    log_q, given = log_predictions.astype(jnp.float32), targets.astype(jnp.float32)
+    p = jnp.exp(given) if is_log_targets else given
+    is_possible = p > 0
+    log_p = counted(given, is_possible)
+    if not is_log_targets:
+        log_p = jnp.log(jnp.where(is_possible, given, 1))
+    return jnp.sum(counted(p, is_possible) * (log_p - counted(log_q, is_possible)), axis=-1)
 
 
 def weighted_mean(
@@ -274,7 +296,8 @@ def weighted_mean(
     """Returns `sum(values * weights) / sum(weights)`, and the sum of the weights.
 
     Args:
-        values: what to average; ignored, even if not finite, where the weight is 0.
+        values: what to average; ignored, even if not finite, where the weight is 0. For a gradient
+            of 0 there, also what they are computed from must be finite.
         weights: broadcastable to `values`; 1 by default.
         eps: the mean is 0 if the weights sum to less.
 
@@ -287,7 +310,7 @@ def weighted_mean(
         return jnp.mean(values), jnp.float32(values.size)
     weights = jnp.broadcast_to(weights, values.shape).astype(jnp.float32)
     total = jnp.sum(weights)
-    summed = jnp.sum(jnp.where(weights != 0, values, 0) * weights)
+    summed = jnp.sum(counted(values, weights) * weights)
     return jnp.where(total > eps, summed / jnp.maximum(total, eps), 0), total
 
 
@@ -310,17 +333,23 @@ def contrastive_loss(
     Args:
         logits: of each query and key; key `i` belongs to query `i`.
         temperature: divides the logits.
-        key_paddings: True for padded keys, whose soft labels count as 0.
+        key_paddings: True for padded keys, whose soft labels count as 0, and whose logits may be
+            anything.
         soft_labels: the probability of each key, instead of one-hot labels; a query without any
             does not count.
 
     >>> round(contrastive_loss(jnp.zeros((2, 4))).item(), 3)
     1.386
     """
+    if key_paddings is not None:
+        logits = counted(logits, ~key_paddings)
+        soft_labels = None if soft_labels is None else counted(soft_labels, ~key_paddings)
+    if soft_labels is not None:
+        # As `cross_entropy` does, for a temperature with a gradient.
+        logits = counted(logits, jnp.max(jnp.abs(soft_labels), axis=-1, keepdims=True))
     logits = logits.astype(jnp.float32) / temperature
     if key_paddings is not None:
         logits = jnp.where(key_paddings, jnp.finfo(jnp.float32).min, logits)
-        soft_labels = None if soft_labels is None else jnp.where(key_paddings, 0, soft_labels)
     labels = jnp.arange(logits.shape[0])
     return cross_entropy(logits, labels, soft_target_labels=soft_labels)[0]
 
@@ -441,17 +470,18 @@ def activation_flops(
     products in an inner product if magnitudes were probabilities (Paria et al., 2020).
 
     Args:
-        paddings: 1 for vectors that do not count.
+        paddings: 1 for vectors that do not count, and may be anything.
         sparsity_threshold: the largest magnitude that counts as zero.
 
     >>> cost, zeros = activation_flops(jnp.array([[1.0, 0.0], [1.0, 2.0]]))
     >>> cost.item(), zeros.item()
     (2.0, 0.5)
     """
-    magnitudes = jnp.abs(embeddings.astype(jnp.float32)).reshape(-1, embeddings.shape[-1])
+    vectors = embeddings.astype(jnp.float32).reshape(-1, embeddings.shape[-1])
     if paddings is None:
-        paddings = jnp.zeros(magnitudes.shape[:1])
+        paddings = jnp.zeros(vectors.shape[:1])
     live = 1 - paddings.astype(jnp.float32).reshape(-1)
+    magnitudes = jnp.abs(counted(vectors, live[:, None]))
     count = jnp.maximum(1, live.sum())
     mean = jnp.sum(magnitudes * live[:, None], axis=0) / count
     zeros = jnp.sum(magnitudes <= sparsity_threshold, axis=1)
@@ -500,7 +530,8 @@ def pairwise_loss(
     The loss of a Bradley-Terry model (Burges et al., 2005, RankNet).
 
     Args:
-        pair_weights: at (b, i, j), the weight of "item i is better than item j".
+        pair_weights: at (b, i, j), the weight of "item i is better than item j". The logit of an
+            item without any may be anything.
         loss_scale: a factor of each example's loss, not included in the weights.
 
     >>> loss, weight = pairwise_loss(
@@ -510,7 +541,8 @@ def pairwise_loss(
     (0.693, 1.0)
     """
     logits = logits.astype(jnp.float32)
-    per_pair = jax.nn.softplus(logits[:, None, :] - logits[:, :, None])
+    lags = counted(logits[:, None, :] - logits[:, :, None], pair_weights)
+    per_pair = jax.nn.softplus(lags)
     total = jnp.sum(per_pair * pair_weights * loss_scale[:, None, None])
     weight = jnp.sum(pair_weights, dtype=jnp.float32)
     return total / jnp.maximum(weight, 1e-7), weight

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int, Num
 
+from weft.functional.arrays import counted
+
 Values = Num[Array, " n"]
 Weights = Num[Array, " n"] | Bool[Array, " n"] | None
 Scores = Float[Array, "queries items"]
@@ -84,6 +86,7 @@ def pearson_correlation(
     """
     share = _weights(weights, x)
     share = share / jnp.maximum(share.sum(), eps)
+    x, y = counted(x, share), counted(y, share)
     x, y = (v - (share * v).sum() for v in (x, y))
     products = ((share * a * b).sum() for a, b in ((x, y), (x, x), (y, y)))
     covariance, of_x, of_y = products
@@ -210,6 +213,7 @@ def _by_score(scores: Array, labels: Array) -> Array:
 def _means(values: dict[str, Array], padding: Array | None) -> dict[str, Array]:
     weights: Any = None if padding is None else ~padding
     return {
-        name: (x * _weights(weights, x)).sum() / jnp.maximum(_weights(weights, x).sum(), 1)
+        name: (counted(x, weights) * _weights(weights, x)).sum()
+        / jnp.maximum(_weights(weights, x).sum(), 1)
         for name, x in values.items()
     }

@@ -38,7 +38,8 @@ def layer_norm(
     Args:
         scale, bias: broadcast against the last axes of `x`.
         eps: added to the variance.
-        where: values that count in the statistics; all by default.
+        where: values that count in the statistics; all by default. The others are normalized too,
+            except for NaN and infinities, which are returned as they are, with gradient 0.
         axis_name, axis_index_groups: mapped axes to combine statistics over, as in `moments`.
         fast_variance: `fast` of `moments`.
         dtype: of the computation; None for the dtype of `x`.
@@ -136,9 +137,10 @@ def group_norm(
         )
     axes = canonical_axes(range(1, x.ndim - 1) if axis is None else axis, x.ndim)
     axes = (*(a for a in axes if a < x.ndim - 1), x.ndim)
-    y = cast(x, dtype).reshape(*x.shape[:-1], num_groups, -1)
+    where = where[..., None] if where is not None and where.ndim < x.ndim else where
+    y = arrays.finite_or_counted(cast(x, dtype), where).reshape(*x.shape[:-1], num_groups, -1)
+    of_channels = where
     if where is not None:
-        where = where[..., None] if where.ndim < x.ndim else where
         groups = (num_groups, -1) if where.shape[-1] > 1 else (1, 1)
         where = where.reshape(*where.shape[:-1], *groups)
     if segment_ids is not None and 1 in axes:
@@ -149,7 +151,7 @@ def group_norm(
     else:
         options = _Options(axes, float(eps), subtract_mean, fast_variance, None)
         y = _normalize(y, None, None, where, options, axis_name, axis_index_groups)
-    return _affine(y.reshape(x.shape), scale, bias, x.dtype)
+    return _with_ignored(x, _affine(y.reshape(x.shape), scale, bias, x.dtype), of_channels)
 
 
 def number_of_groups(channels: int, num_groups: int | None, group_size: int | None) -> int:
@@ -189,19 +191,22 @@ def batch_norm(
     bias: Float[Array, " channels"] | None = None,
     *,
     eps: float = 1e-6,
+    where: Bool[Array, "*#shape"] | None = None,
     dtype: DTypeLike | None = jnp.float32,
 ) -> Float[Array, "*batch channels"]:
     """Normalises with given statistics: a batch's `moments`, or running averages.
 
-    `mean` and `variance` broadcast to `x`; `scale` and `bias` are per channel. `dtype` is that of
-    the computation; None for the dtype of `x`.
+    `mean` and `variance` broadcast to `x`; `scale` and `bias` are per channel. NaN and infinities
+    that do not count, where `where` is False, are returned as they are. `dtype` is that of the
+    computation; None for the dtype of `x`.
 
     >>> batch_norm(jnp.array([[5.0]]), jnp.array([1.0]), jnp.array([4.0]), eps=0.0).tolist()
     [[2.0]]
     """
     mean, variance = (arrays.to_ndim(cast(s, dtype), x.ndim) for s in (mean, variance))
-    y = (cast(x, dtype) - mean) * jax.lax.rsqrt(variance + eps)
-    return _affine(y, scale, bias, x.dtype)
+    finite = arrays.finite_or_counted(cast(x, dtype), where)
+    y = (finite - mean) * jax.lax.rsqrt(variance + eps)
+    return _with_ignored(x, _affine(y, scale, bias, x.dtype), where)
 
 
 def l2_normalize(
@@ -244,7 +249,7 @@ def _normalize(
     if axis_name is None:
         return _normalize_locally(x, scale, bias, where, options)
     axes, eps, subtract_mean, fast, dtype = options
-    y, parts = cast(x, dtype), (axis_name, axis_index_groups)
+    y, parts = arrays.finite_or_counted(cast(x, dtype), where), (axis_name, axis_index_groups)
     if subtract_mean:
         mean, square = statistics.moments(
             y,
@@ -259,7 +264,7 @@ def _normalize(
     else:
         square = statistics.mean_square(y, axes, where)
         square = statistics.cross_axis_mean(y, axes, where, *parts)(square)
-    return _affine(_divide_by_root(y, square, eps), scale, bias, x.dtype)
+    return _with_ignored(x, _affine(_divide_by_root(y, square, eps), scale, bias, x.dtype), where)
 
 
 # As `jnp.mean` and `jnp.var` are. Twenty operations by themselves take three times as long to
@@ -269,12 +274,20 @@ def _normalize_locally(
     x: Array, scale: Array | None, bias: Array | None, where: Array | None, options: _Options
 ) -> Array:
     axes, eps, subtract_mean, fast, dtype = options
-    y = cast(x, dtype)
+    y = arrays.finite_or_counted(cast(x, dtype), where)
     if subtract_mean:
         y, _, square = statistics.deviations(y, axes, where, fast=fast)
     else:
         square = statistics.mean_square(y, axes, where)
-    return _affine(_divide_by_root(y, square, eps), scale, bias, x.dtype)
+    return _with_ignored(x, _affine(_divide_by_root(y, square, eps), scale, bias, x.dtype), where)
+
+
+def _with_ignored(x: Array, y: Array, where: Array | None) -> Array:
+    """Returns `y`, with NaN and infinities of the input `x` in places that do not count."""
+    if where is None:
+        return y
+    fixed = jax.lax.stop_gradient(x).astype(y.dtype)
+    return jnp.where(where, y, jnp.where(jnp.isfinite(fixed), y, fixed))
 
 
 def _divide_by_root(x: Array, square: Array, eps: float) -> Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from weft.errors import ArgumentShapeError
-from weft.functional.arrays import positions
+from weft.functional.arrays import finite_or_counted, positions
 
 Activation = Callable[[Array], Array]
 
@@ -129,6 +129,8 @@ def run_layer(
 ) -> Any:
     """Returns the outputs of a layer's cell over sequences, or its last state and the outputs.
 
+    NaN and infinities beyond the length of a sequence are taken for 0.
+
     Args:
         layer: an `RNN`, whose options `overrides` replaces where they are not None.
         loop: `loop(step, carry, xs, axis, reverse)` scans `step(cell, carry, x) -> (carry, y)`.
@@ -152,6 +154,8 @@ def run_layer(
         check_lengths(inputs.shape, seq_lengths, axis)
     if initial_carry is None:
         initial_carry = first_carry((*inputs.shape[:axis], *inputs.shape[axis + 1 :]))
+    if seq_lengths is not None:
+        inputs = finite_or_counted(inputs, _within(inputs, seq_lengths, axis))
     if flips:
         inputs = flip_sequences(inputs, seq_lengths, axis=axis)
     if seq_lengths is not None and return_carry:
@@ -200,6 +204,13 @@ def within_lengths(
 def concatenate(a: Array, b: Array) -> Array:
     """Returns the outputs of two directions, concatenated along the last axis."""
     return jnp.concatenate([a, b], -1)
+
+
+def _within(x: Array, seq_lengths: Array, axis: int) -> Array:
+    """Returns which positions of sequences count, broadcastable to `x`."""
+    steps = positions(x.shape[axis], seq_lengths.ndim + 1)
+    counts = jnp.moveaxis(steps < jnp.asarray(seq_lengths)[..., None], -1, axis)
+    return counts.reshape(*counts.shape, *[1] * (x.ndim - counts.ndim))
 
 
 def check_lengths(shape: tuple[int, ...], seq_lengths: Array, axis: int) -> None:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from weft.errors import ArgumentValueError
+from weft.functional.arrays import counted
 from weft.functional.norm import l2_normalize
 
 
@@ -142,7 +143,8 @@ def router_z_loss(
     >>> round(router_z_loss(jnp.zeros((3, 2))).item(), 4)
     0.4805
     """
-    squares = jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1))
+    logits = counted(logits, None if live is None else live[..., None]).astype(jnp.float32)
+    squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
     return _token_mean(squares, live, axis=None)
 
 

@@ -9,6 +9,9 @@ the deviations, so the first element is subtracted beforehand, as a constant, wh
 the variance nor its gradient. If the first element is an outlier, use `fast=False`, which averages
 squared deviations in a second pass.
 
+Values that do not count may be NaN or infinite: they are replaced before they are used, see
+`arrays.counted`.
+
 `deviations` uses `lax` rather than `jnp` because it traces in half the time.
 """
 
@@ -23,7 +26,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
+
+from weft.functional.arrays import counted
 
 Axes = int | Sequence[int]
 
@@ -50,7 +56,7 @@ def moments(
     >>> mean.tolist(), variance.tolist()
     ([[2.0]], [[1.0]])
     """
-    x = cast(x, dtype)
+    x = counted(cast(x, dtype), where)
     axes = canonical_axes(axis, x.ndim)
     _, (first, mean), variance = deviations(x, axes, where, fast=fast)
     mean = lax.add(first, mean)
@@ -86,7 +92,7 @@ def segment_mean(
     counts = jnp.ones(x.shape, x.dtype)
     if where is not None:
         counts = counts * where
-        x = jnp.where(where, x, 0)
+        x = counted(x, where)
     num_segments = x.shape[1] + 1
 
     @jax.vmap
@@ -132,7 +138,7 @@ def deviations(
 
     Args:
         axes: the axes to reduce, not negative. They stay with size 1.
-        where, fast: as in `moments`.
+        where, fast: as in `moments`; `x` is finite also where it does not count.
 
     >>> deviation, (first, mean), variance = deviations(jnp.array([1.0, 3.0]), (0,))
     >>> deviation.tolist(), (first + mean).tolist(), variance.tolist()
@@ -140,18 +146,15 @@ def deviations(
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         x = x.astype(jnp.result_type(x, float))
-    counted = x if where is None else jnp.where(where, x, 0)
     kept = [1 if a in axes else size for a, size in enumerate(x.shape)]
-    first = lax.stop_gradient(lax.slice(counted, [0] * x.ndim, kept))
+    first = _first(lax.stop_gradient(counted(x, where)), axes)
     deviation = lax.sub(x, first)
-    shifted = deviation if where is None else jnp.where(where, deviation, 0)
+    shifted = counted(deviation, where)
     count = _at_least_one(_count(x, axes, where))
     if not fast:
         mean = _sum(shifted, axes) / count
         deviation = deviation - mean
-        square = abs_square(deviation)
-        if where is not None:
-            square = jnp.where(where, square, 0)
+        square = abs_square(counted(deviation, where))
         return deviation, (first, mean), _sum(square, axes) / count
     sums = _sum(_stacked(shifted, abs_square(shifted)), tuple(a + 1 for a in axes), keepdims=False)
     if where is None:
@@ -169,9 +172,7 @@ def mean_square(x: Array, axes: tuple[int, ...], where: Array | None = None) -> 
     >>> mean_square(jnp.array([1.0, 3.0]), (0,)).tolist()
     [5.0]
     """
-    square = abs_square(x)
-    if where is not None:
-        square = jnp.where(where, square, 0)
+    square = abs_square(counted(x, where))
     return _sum(square, axes) / _at_least_one(_count(square, axes, where))
 
 
@@ -215,6 +216,22 @@ def cross_axis_mean(
     psum = functools.partial(lax.psum, axis_name=axis_name, axis_index_groups=axis_index_groups)
     total = _at_least_one(psum(count))
     return lambda mean: psum(count * mean) / total
+
+
+def _first(x: Array, axes: tuple[int, ...]) -> Array:
+    """Returns the first element along axes, which stay with size 1."""
+    spec = jax.typeof(x).sharding.spec
+    sharded = [a for a in axes if a < len(spec) and spec[a] is not None]
+    kept = [1 if a in axes and a not in sharded else size for a, size in enumerate(x.shape)]
+    x = lax.slice(x, [0] * x.ndim, kept)
+    for axis in sharded:
+        # JAX takes one element of an axis that is sharded over an Explicit axis of a mesh only by
+        # its index, and only if the sharding of the result is given.
+        spec = PartitionSpec(*(None if a == axis else entry for a, entry in enumerate(spec)))
+        sharding = NamedSharding(jax.typeof(x).sharding.mesh, spec)
+        index = (*[slice(None)] * axis, np.zeros(1, int))
+        x = x.at[index].get(out_sharding=sharding, mode="promise_in_bounds")
+    return x
 
 
 def _count(x: Array, axes: tuple[int, ...], where: Array | None) -> Array | float:

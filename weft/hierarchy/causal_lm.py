@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from weft import config, functional
 from weft.errors import LayerConfigError, MetricsError, did_you_mean
+from weft.functional.arrays import counted
 from weft.functional.loss import LogitStatistics, logit_statistics
 from weft.hierarchy import base_layer, config_setters, context, decoding, transforms
 from weft.hierarchy.attention.bias import CausalAttentionBias
@@ -69,13 +70,15 @@ def target_statistics(
     Args:
       logits: `Float[Array, "batch time vocab"]`.
       target_labels: `Int[Array, "batch time"]`.
-      live_targets: `Num[Array, "batch time"]`: the weight of each target.
+      live_targets: `Num[Array, "batch time"]`: the weight of each target. Where it is 0, logits may
+        be anything, including NaN, and have gradient 0.
 
     Returns:
       A dict of arrays `Float[Array, "batch time"]`, 0 where a target does not count: `nll`, the
       negative log probability of the target, `log_normalizer`, the logarithm of the softmax's
       denominator, and `correct`, whether no token is likelier than the target.
     """
+    logits = counted(logits, live_targets[..., None])
     return _live_statistics(logit_statistics(logits, target_labels), target_labels, live_targets)
 
 
@@ -509,6 +512,7 @@ class Model(base_layer.BaseModel):
         """
         if hidden_states is None:
             return None
+        hidden_states = counted(hidden_states, batch["live_targets"][..., None])
         if self.config.scan_chunk is not None:
             return self._scan_positions(batch, hidden_states)
         if type(self).compute_logits is not Model.compute_logits:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from weft import errors, functional
+from weft.functional.arrays import counted, finite_or_counted
 from weft.hierarchy.metrics import WeightedScalar
 from weft.typing import Tensor
 
@@ -28,19 +29,26 @@ class ReductionMethod(enum.StrEnum):
 def _reduce(loss: Tensor, weight: Tensor | None, reduction: ReductionMethod) -> Tensor:
     if reduction == ReductionMethod.MEAN:
         return functional.weighted_mean(loss, weight)[0]
-    weighted = loss if weight is None else jnp.where(weight != 0, loss, 0) * weight
+    weighted = loss if weight is None else counted(loss, weight) * weight
     return jnp.sum(weighted) if reduction == ReductionMethod.SUM else weighted
 
 
-def _broadcast_weight(weight: Tensor | None, loss: Tensor) -> Tensor | None:
+def _broadcast_weight(weight: Tensor | None, ndim: int) -> Tensor | None:
     """Returns weights of examples, with axes of size 1 for the axes of an example."""
-    if weight is None or weight.ndim >= loss.ndim:
+    if weight is None or weight.ndim >= ndim:
         return weight
-    return weight.reshape(*weight.shape, *[1] * (loss.ndim - weight.ndim))
+    return weight.reshape(*weight.shape, *[1] * (ndim - weight.ndim))
+
+
+def _counted(weight: Tensor | None, *arrays: Tensor) -> list[Tensor]:
+    """Returns arrays with 0 where the weight of the element or example is 0."""
+    weights = [_broadcast_weight(weight, x.ndim) for x in arrays]
+    return [counted(x, weight) for x, weight in zip(arrays, weights, strict=True)]
 
 
 def _weighted_scalar(loss: Tensor, weight: Tensor | None, eps: float) -> WeightedScalar:
-    return WeightedScalar(*functional.weighted_mean(loss, _broadcast_weight(weight, loss), eps=eps))
+    weight = _broadcast_weight(weight, loss.ndim)
+    return WeightedScalar(*functional.weighted_mean(loss, weight, eps=eps))
 
 
 def mean_squared_error(
@@ -64,6 +72,7 @@ def mean_squared_error(
     >>> loss.mean.item(), loss.weight.item()
     (2.5, 2.0)
     """
+    preds, targets = _counted(sample_weight, preds, targets)
     return _weighted_scalar(functional.squared_error(preds, targets), sample_weight, eps)
 
 
@@ -96,6 +105,7 @@ def l1_loss(
     eps: float = 1e-7,
 ) -> WeightedScalar:
     """Returns the mean of `|preds - targets|`; see `mean_squared_error`."""
+    preds, targets = _counted(sample_weight, preds, targets)
     return _weighted_scalar(functional.absolute_error(preds, targets), sample_weight, eps)
 
 
@@ -112,13 +122,19 @@ def huber_loss(
 
     Args:
       delta: the largest error on the quadratic part.
-      sample_weight: per element, or per example, of the losses after `reduce_axis`.
+      sample_weight: per element, or per example, of the losses after `reduce_axis`. Where it is 0,
+        the values may be anything.
       reduce_axis: an axis to take the mean over first.
     """
+    weight = _broadcast_weight(sample_weight, predictions.ndim - (reduce_axis is not None))
+    of_elements = weight
+    if weight is not None and reduce_axis is not None:
+        of_elements = jnp.expand_dims(weight, reduce_axis)
+    predictions, targets = _counted(of_elements, predictions, targets)
     loss = functional.huber_error(predictions, targets, delta=delta)
     if reduce_axis is not None:
         loss = jnp.mean(loss, axis=reduce_axis)
-    return _reduce(loss, _broadcast_weight(sample_weight, loss), reduction)
+    return _reduce(loss, weight, reduction)
 
 
 def giou_loss(
@@ -131,8 +147,10 @@ def giou_loss(
 ) -> Tensor:
     """Returns 1 minus `functional.generalized_iou` of boxes (Rezatofighi et al., 2019).
 
-    `sample_weight` has a weight for each box; all 1 by default.
+    `sample_weight` has a weight for each box; all 1 by default. Where it is 0, boxes may be
+    anything.
     """
+    predictions, targets = _counted(sample_weight, predictions, targets)
     return _reduce(
         1 - functional.generalized_iou(predictions, targets, eps=eps), sample_weight, reduction
     )
@@ -147,10 +165,12 @@ def focal_loss(
 ) -> Tensor:
     """Returns the sum of `functional.focal_loss`.
 
-    `sample_weight` is per element or per example; all 1 by default.
+    `sample_weight` is per element or per example; all 1 by default. Where it is 0, logits and
+    targets may be anything.
     """
+    logits, targets = _counted(sample_weight, logits, targets)
     loss = functional.focal_loss(logits, targets, alpha=alpha, gamma=gamma)
-    return _reduce(loss, _broadcast_weight(sample_weight, loss), ReductionMethod.SUM)
+    return _reduce(loss, _broadcast_weight(sample_weight, loss.ndim), ReductionMethod.SUM)
 
 
 def kl_divergence(
@@ -227,8 +247,12 @@ def _key_paddings(
     return jnp.concatenate([none, negative_paddings.astype(bool)])
 
 
-def _logits_with_negatives(queries: Tensor, keys: Tensor, negatives: Tensor | None) -> Tensor:
+def _logits_with_negatives(
+    queries: Tensor, keys: Tensor, negatives: Tensor | None, negative_paddings: Tensor | None
+) -> Tensor:
     if negatives is not None:
+        if negative_paddings is not None:
+            negatives = counted(negatives, ~negative_paddings.astype(bool)[:, None])
         keys = jnp.concatenate([keys, negatives])
     return functional.contrastive_logits(queries, keys)
 
@@ -254,7 +278,7 @@ def asymmetric_contrastive_loss_from_features(
     0.0
     """
     return asymmetric_contrastive_loss_from_logits(
-        _logits_with_negatives(queries, positive_keys, negative_keys),
+        _logits_with_negatives(queries, positive_keys, negative_keys, negative_key_paddings),
         key_paddings=_key_paddings(positive_keys, negative_keys, negative_key_paddings),
         temperature=temperature,
         soft_labels=soft_labels,
@@ -311,8 +335,8 @@ def symmetric_contrastive_loss_from_features(
       y_as_key_soft_labels, x_as_key_soft_labels: as for the logits, the negatives last.
     """
     return symmetric_contrastive_loss_from_logits(
-        _logits_with_negatives(x, y, y_negatives),
-        _logits_with_negatives(y, x, x_negatives),
+        _logits_with_negatives(x, y, y_negatives, y_negative_paddings),
+        _logits_with_negatives(y, x, x_negatives, x_negative_paddings),
         y_as_key_paddings=_key_paddings(y, y_negatives, y_negative_paddings),
         x_as_key_paddings=_key_paddings(x, x_negatives, x_negative_paddings),
         temperature=temperature,
@@ -336,12 +360,17 @@ def negative_cosine_similarity_loss(
       normalize_embedding: whether to scale vectors to unit length; if not, the loss is minus the
         inner product.
       eps: the minimum length to divide by.
-      live_targets: the weight of each target; all 1 by default.
+      live_targets: the weight of each target; all 1 by default. Where it is 0, NaN and infinities
+        count as 0.
 
     Returns:
       The loss, and a dict of `cosine_similarity`, `Float[Array, "*batch"]`, and
       `elementwise_similarity`, `Float[Array, "*batch dim"]`, which adds up to it.
     """
+    if live_targets is not None:
+        is_live = live_targets[..., None] != 0
+        predictions = finite_or_counted(predictions, is_live)
+        targets = finite_or_counted(targets, is_live)
     products = functional.elementwise_similarity(
         predictions, targets, normalize_embedding=normalize_embedding, eps=eps
     )

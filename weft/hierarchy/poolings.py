@@ -1,6 +1,6 @@
 """Pooling of a sequence of tokens to a few vectors.
 
-In a `paddings` array, True or 1 marks tokens to ignore.
+In a `paddings` array, True or 1 marks tokens to ignore, which may be NaN or infinite.
 """
 
 from typing import ClassVar
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from weft.config import REQUIRED, InstantiableConfig, Required
 from weft.errors import LayerConfigError
-from weft.functional.arrays import positions
+from weft.functional.arrays import counted, finite_or_counted, positions
 from weft.hierarchy.attention.bias import BoolTensorAttentionBias
 from weft.hierarchy.attention.feed_forward import TransformerFeedForwardLayer, scaled_hidden_dim
 from weft.hierarchy.attention.transformer import TransformerAttentionLayer
@@ -90,6 +90,7 @@ class AttentionPooling(BasePoolingLayer):
         target = jnp.broadcast_to(query, (tokens.shape[0], *query.shape))
         bias = None
         if paddings is not None:
+            tokens = finite_or_counted(tokens, jnp.logical_not(paddings)[..., None])
             is_real = jnp.logical_not(paddings)[:, None, None]
             shape = (*is_real.shape[:2], query.shape[0], is_real.shape[-1])
             bias = BoolTensorAttentionBias.from_tensor(jnp.broadcast_to(is_real, shape))
@@ -109,7 +110,7 @@ class AveragePooling(BasePoolingLayer):
 
     def forward(self, tokens: Tensor, paddings: Tensor | None = None) -> Tensor:
         weights = _token_mask(tokens, paddings).astype(jnp.float32)[..., None]
-        total = jnp.sum(tokens * weights, axis=1, keepdims=True)
+        total = jnp.sum(counted(tokens, weights) * weights, axis=1, keepdims=True)
         mean = total / (jnp.sum(weights, axis=1, keepdims=True) + self.config.eps)
         return mean.astype(tokens.dtype)
 
@@ -185,5 +186,6 @@ def _token_mask(tokens: Tensor, paddings: Tensor | None) -> Tensor:
 def _select_tokens(tokens: Tensor, is_real: Tensor, order: Tensor, n: int) -> Tensor:
     """Returns the tokens in `is_real` at places 0 to `n - 1` of `order`, in that order."""
     is_at = (order[..., None] == positions(n, order.ndim + 1)) & is_real[..., None]
+    tokens = counted(tokens, is_real[..., None])
     # At most one token is at each place, so that nothing is rounded.
     return jnp.einsum("btn,btd->bnd", is_at.astype(tokens.dtype), tokens)

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from weft import config, errors, functional
 from weft.config import REQUIRED, ConfigOr, InstantiableConfig, Required
+from weft.functional.arrays import counted
 from weft.hierarchy import metrics, param_init, parameter_spec
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.layers.linear import MultiLinear
@@ -184,10 +185,11 @@ class KmeansVectorQuantizer(BaseQuantizer):
                 f"{self.path()}: inputs of shape {inputs.shape}; expected a last axis of "
                 f"num_codebooks * codebook_dim = {cfg.num_codebooks * cfg.codebook_dim}."
             )
+        where = None if paddings is None else ~paddings.astype(jnp.bool_)[..., None, None]
         x = inputs.reshape(*inputs.shape[:-1], cfg.num_codebooks, cfg.codebook_dim)
+        x = counted(x, where)
         output = quantize_by_nearest_neighbor(x, codebook=self.parameters["codebook"])
         q, fixed = output.quantized_vectors, jax.lax.stop_gradient
-        where = None if paddings is None else ~paddings.astype(jnp.bool_)[..., None, None]
         kmeans_loss, _ = functional.weighted_mean(functional.squared_error(fixed(x), q), where)
         commitment_loss, _ = functional.weighted_mean(functional.squared_error(x, fixed(q)), where)
         self.add_summary("kmeans_loss", kmeans_loss)
@@ -229,6 +231,8 @@ class GumbelSoftmaxVectorQuantizer(BaseQuantizer):
         return {**super()._create_layer_parameter_specs(), "step": step}
 
     def forward(self, inputs: Tensor, paddings: Tensor | None = None) -> BaseQuantizer.Output:
+        if paddings is not None:
+            inputs = counted(inputs, ~paddings.astype(jnp.bool_)[..., None])
         codebook = self.parameters["codebook"].astype(inputs.dtype)
         logits = self.input_proj(inputs).astype(jnp.float32)
         if self.is_training:

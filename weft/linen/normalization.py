@@ -280,7 +280,8 @@ class BatchNorm(Module):
 
         Args:
             use_running_average: see the attribute; exactly one of the two must be set.
-            mask: values that count in the statistics; all by default.
+            mask: values that count in the statistics; all by default. NaN and infinities of others
+                are returned as they are, with gradient 0.
 
         Raises ParameterGivenTwiceError if `use_running_average` is given twice or not at all.
         """
@@ -321,6 +322,7 @@ class BatchNorm(Module):
             None if scale is None else scale.reshape(shape),
             None if bias is None else bias.reshape(shape),
             eps=self.epsilon,
+            where=mask,
             dtype=None,
         )
         return cast(y, canonicalize_dtype(x, scale, bias, dtype=self.dtype))

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from weft import errors, struct
+from weft.functional.arrays import counted
 from weft.nnx.filters import Filter
 from weft.nnx.pytree import Pytree
 from weft.nnx.split_merge import split
@@ -122,7 +123,7 @@ class Average(Metric):
             self.count[...] += values.size
             return
         mask = _mask(self, mask, values)
-        self.total[...] += jnp.where(mask, values, 0).sum()
+        self.total[...] += counted(values, mask).sum()
         self.count[...] += mask.sum()
 
     def compute(self) -> Float[Array, ""]:
@@ -186,8 +187,8 @@ class Welford(Metric):
         else:
             mask = _mask(self, mask, values)
             size = mask.sum()
-            mean = jnp.where(mask, values, 0).sum() / jnp.maximum(size, 1)
-            squares = jnp.where(mask, jnp.square(values - mean), 0).sum()
+            mean = counted(values, mask).sum() / jnp.maximum(size, 1)
+            squares = jnp.square(counted(values - mean, mask)).sum()
         before, count = self.count[...], self.count[...] + size
         distance = mean - self.mean[...]
         seen = jnp.maximum(count, 1)  # a mask may exclude all values so far

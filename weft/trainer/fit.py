@@ -333,13 +333,17 @@ def _batch(batch: Any, name: str, checks: list[_Check]) -> dict[str, Any]:
 
 
 def _check_finite(name: str, fields: dict[str, Any]) -> None:
+    counts = np.asarray(fields.get(ROW_WEIGHT, True)) != 0
     for field, x in in_memory.named_leaves(fields).items():
         if np.issubdtype(x.dtype, np.inexact) and not np.isfinite(x).all():
-            row = int(np.argwhere(~np.isfinite(x))[0][0])
-            raise InputDatasetError(
-                f"{name}: {field!r} has NaN or infinite numbers, the first in row {row}; drop or "
-                "replace these rows."
-            )
+            rows = ~np.isfinite(x).all(axis=tuple(range(1, x.ndim)))
+            if field != ROW_WEIGHT and counts.shape in ((), rows.shape):
+                rows &= counts
+            if rows.any():
+                raise InputDatasetError(
+                    f"{name}: {field!r} has NaN or infinite numbers, the first in row "
+                    f"{int(np.argmax(rows))}; drop or replace these rows."
+                )
         if field == ROW_WEIGHT and (np.ndim(x) != 1 or np.min(x, initial=0) < 0):
             raise InputDatasetError(
                 f"{name}: {field!r} has shape {np.shape(x)} and numbers from {np.min(x)}; expected "

@@ -27,6 +27,7 @@ import optax
 
 from weft import config, errors
 from weft.core.spmd import constrain
+from weft.functional.arrays import counted
 from weft.hierarchy import MetricAccumulator, NestedParameterSpec, ParameterSpec, WeightedSummary
 from weft.hierarchy.context import OutputCollection, require_context
 from weft.hierarchy.metrics import LossOfRows
@@ -210,7 +211,8 @@ class _Microbatches:
             wrt = {path: values[path] for path in grads}
             new, outputs = jax.grad(run, has_aux=True)(wrt, inputs)
             weight = _weight(outputs)
-            grads = {path: g + (weight * new[path]).astype(g.dtype) for path, g in grads.items()}
+            new = {path: weight * counted(new[path], weight) for path in grads}
+            grads = {path: g + new[path].astype(g.dtype) for path, g in grads.items()}
             return grads, (weight, outputs)
 
         grads, (weights, stacked) = jax.lax.scan(one, grads, microbatches)
@@ -249,9 +251,9 @@ def _mean(stacked: NestedTensor, shares: Tensor) -> Any:
     def mean(x: Tensor) -> Tensor:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x[-1]
-        return jnp.tensordot(shares, x.astype(jnp.promote_types(x.dtype, jnp.float32)), 1).astype(
-            x.dtype
-        )
+        values = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        values = counted(values, shares.reshape(-1, *[1] * (x.ndim - 1)))
+        return jnp.tensordot(shares, values, 1).astype(x.dtype)
 
     return jax.tree.map(mean, stacked)
 

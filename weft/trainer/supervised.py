@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft import config, errors, functional, hierarchy, metrics, struct
+from weft.functional.arrays import finite_or_counted
 from weft.hierarchy.metrics import LossOfRows, MetricSummary, Summary, WeightedScalar
 from weft.interop.hierarchy import as_hierarchy
 from weft.metrics.classification import check_logits
@@ -94,6 +95,23 @@ def compares_classes(metric: MetricLike) -> bool:
     if isinstance(metric, str | metrics.Metric) and not isinstance(metric, metrics.AllRows):
         return metric_name(metric) in ("cross_entropy", "accuracy", *CLASS_METRICS)
     return False
+
+
+def _of_rows_that_count(tree: T, batch: Mapping[str, Any]) -> T:
+    """Returns arrays of rows with 0 in place of NaN and infinities in the rows of weight 0.
+
+    Even if such a row is not in the loss, the gradient of the parameters is that of all rows.
+    """
+    if ROW_WEIGHT not in batch:
+        return tree
+    counts = batch[ROW_WEIGHT] != 0
+
+    def finite(x: Any) -> Any:
+        if jnp.shape(x)[:1] != counts.shape:
+            return x
+        return finite_or_counted(x, counts.reshape(-1, *[1] * (jnp.ndim(x) - 1)))
+
+    return jax.tree.map(finite, tree)
 
 
 class MeanOfRows(MetricSummary):
@@ -227,7 +245,7 @@ class Supervised(hierarchy.BaseModel):
                 )
             if isinstance(of_arrays, metrics.Metric):
                 return of_arrays.update(outputs, batch[target], batch.get(ROW_WEIGHT))
-            values = of_arrays(outputs, batch[target])
+            values = of_arrays(_of_rows_that_count(outputs, batch), batch[target])
             return jnp.mean(values, axis=range(1, values.ndim))
 
         return of_targets
@@ -257,6 +275,7 @@ class Supervised(hierarchy.BaseModel):
 
     def forward(self, input_batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """Returns the loss, and reports it and the metrics."""
+        input_batch = {k: _of_rows_that_count(x, input_batch) for k, x in input_batch.items()}
         outputs = self.predict(input_batch)
         loss = self._values("loss", self._loss, outputs, input_batch)
         if not isinstance(loss, WeightedScalar):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from weft import config, functional
 from weft.functional import weighted_mean
+from weft.functional.arrays import counted
 from weft.hierarchy import base_layer, metrics
 from weft.hierarchy.module import Module
 from weft.typing import NestedTensor, Tensor
@@ -118,7 +119,8 @@ class CategoricalHingeLossMetric(BaseClassificationMetric):
         mask = self._label_mask(labels)
         if soft_labels is None:
             soft_labels = jax.nn.one_hot(labels, self.config.num_classes)
-        loss, _ = weighted_mean(functional.categorical_hinge_loss(logits, soft_labels), mask)
+        of_label = [counted(x, mask[..., None]) for x in (logits, soft_labels)]
+        loss, _ = weighted_mean(functional.categorical_hinge_loss(*of_label), mask)
         accuracy, _ = weighted_mean(jnp.argmax(logits, axis=-1) == labels, mask)
         self._report(mask, loss=loss, accuracy=accuracy)
         return loss

@@ -176,15 +176,17 @@ class BatchNorm(BaseNormalizationLayer):
     def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
         """Normalizes each channel of `x`, `Float[Array, "*batch input_dim"]`.
 
-        Positions whose entry of `segment_ids` is 0 do not affect the statistics.
+        Positions whose entry of `segment_ids` is 0 do not affect the statistics. NaN and infinities
+        there are returned as they are, with gradient 0.
         """
         cfg = self.config
         names = ("moving_mean", "moving_variance")
         statistics = [self.parameters[name] for name in names]
+        where = None
+        if segment_ids is not None:
+            where = (segment_ids > 0).reshape(*segment_ids.shape, *[1] * (x.ndim - 2))
         if self.is_training:
-            old, where = statistics, None
-            if segment_ids is not None:
-                where = (segment_ids > 0).reshape(*segment_ids.shape, *[1] * (x.ndim - 2))
+            old = statistics
             axes = tuple(range(x.ndim - 1))
             new = functional.moments(x, axis=axes, where=where, dtype=cfg.forward_dtype)
             statistics = [m.reshape(-1) for m in new]
@@ -192,7 +194,9 @@ class BatchNorm(BaseNormalizationLayer):
                 average = functional.update_running_average(*averages, decay=cfg.decay)
                 self.add_state_update(name, average)
         params = self._scale_and_bias()
-        y = functional.batch_norm(x, *statistics, *params, eps=cfg.eps, dtype=cfg.forward_dtype)
+        y = functional.batch_norm(
+            x, *statistics, *params, eps=cfg.eps, where=where, dtype=cfg.forward_dtype
+        )
         return self._add_tensor_stats("outputs", y)
 
 

@@ -30,6 +30,7 @@ from weft import config, errors
 from weft._lazy import AxlearnEnumType
 from weft.core.spmd import axes_of, get_global_mesh
 from weft.functional import get_activation_fn, project, routing
+from weft.functional.arrays import finite_or_counted
 from weft.hierarchy import base_layer, param_init, parameter_spec
 from weft.hierarchy.attention.feed_forward import ResidualLayer, hidden_dim_of
 from weft.hierarchy.config_setters import for_each_config
@@ -175,13 +176,16 @@ class TransformerFeedForwardMoE(ResidualLayer):
 
         Args:
           inputs: `Float[Array, "batch time input_dim"]`. Earlier tokens get slots first.
-          paddings: `Bool[Array, "batch time"]`, True for tokens without experts and loss.
+          paddings: `Bool[Array, "batch time"]`, True for tokens without experts and loss, whose
+            NaN and infinities are taken for 0.
 
         Raises ArgumentShapeError if the tokens do not divide into the groups in training. Outside
         of training, the number of groups is reduced.
         """
-        skipped, x = self._enter_branch(self._add_tensor_stats("inputs", inputs))
         live = None if paddings is None else jnp.logical_not(paddings)
+        if live is not None:
+            inputs = finite_or_counted(inputs, live[..., None])
+        skipped, x = self._enter_branch(self._add_tensor_stats("inputs", inputs))
         x = self._remat_name(self._apply_experts(x, live), "linear2_0")
         outputs = self._leave_branch(skipped, x, weight=self.config.residual_weight)
         return self._add_tensor_stats("outputs", outputs)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from weft.config import REQUIRED, ConfigOr, Required, maybe_instantiate
 from weft.errors import LayerConfigError
 from weft.functional import cap_logits, routing, to_ndim
+from weft.functional.arrays import finite_or_counted
 from weft.hierarchy import base_layer, metrics
 from weft.hierarchy.layers.normalization import MovingAverage
 from weft.hierarchy.module import Module, nowrap
@@ -257,7 +258,8 @@ class CapacityGating(BaseGating):
         """Returns the number of experts per token."""
         raise NotImplementedError(type(self))
 
-    def _cap_logits(self, logits: Tensor) -> Tensor:
+    def _cap_logits(self, logits: Tensor, live: Tensor | None) -> Tensor:
+        logits = finite_or_counted(logits, None if live is None else live[..., None])
         logits = logits.astype(jnp.float32)
         cap = self.config.gating_logit_cap
         return cap_logits(logits, cap) if cap else logits
@@ -308,7 +310,7 @@ class Top2Gating(CapacityGating):
         return 2
 
     def forward(self, logits: Tensor, live: Tensor | None = None) -> BaseGating.Output:
-        logits = self._cap_logits(logits)
+        logits = self._cap_logits(logits, live)
         probs = jax.nn.softmax(logits, axis=-1)
         values, experts = jax.lax.top_k(probs, 2)
         gates = values / jnp.sum(values, axis=-1, keepdims=True)
@@ -362,7 +364,7 @@ class TopKGating(CapacityGating):
         return cls._axes
 
     def forward(self, logits: Tensor, live: Tensor | None = None) -> BaseGating.Output:
-        logits = self._cap_logits(logits)
+        logits = self._cap_logits(logits, live)
         scores, experts, gates = self._choose(logits, live)
         loss = routing.load_balance_loss(_as_probs(scores), experts, live)
         return self._route(logits, experts, gates, loss, live)
@@ -413,7 +415,7 @@ class TopKDropFreeGating(TopKGating):
             (DeepSeek-AI, 2024, equation 17); None for none.
           live: `Bool[Array, "batch token"]`: which tokens count in losses; all by default.
         """
-        logits = self._cap_logits(logits)
+        logits = self._cap_logits(logits, live)
         scores, experts, gates = self._choose(logits, live)
         probs = _as_probs(scores)
         all_tokens = [

@@ -310,7 +310,8 @@ class BatchNorm(_AffineNorm):
         """Normalizes a batch.
 
         Args:
-            mask: values included in the statistics; all by default.
+            mask: values included in the statistics; all by default. NaN and infinities of others
+                are returned as they are, with gradient 0.
         """
         use_average = parameters.resolve_mode(self, "use_running_average", use_running_average)
         features = sorted(canonical_axes(self.axis, x.ndim))
@@ -336,7 +337,14 @@ class BatchNorm(_AffineNorm):
                     functional.update_running_average(average, of_batch, decay=self.momentum)
                 )
         y = functional.batch_norm(
-            cast(x, statistics_dtype(x)), mean, var, scale, bias, eps=self.epsilon, dtype=None
+            cast(x, statistics_dtype(x)),
+            mean,
+            var,
+            scale,
+            bias,
+            eps=self.epsilon,
+            where=mask,
+            dtype=None,
         )
         return cast(y, dtype)
 
