@@ -339,7 +339,7 @@ def experts(cls: type) -> Case:
 
 
 def recurrent() -> Case:
-    """A network over a sequence of four positions, of which the last two do not count."""
+    """A network over a sequence of four positions, where the last two do not count."""
     module, lengths = nn.RNN(nn.GRUCell(3)), jnp.array([2])
     x = normal(4, 6)
     params = module.init(jax.random.key(0), x[None])["params"]
