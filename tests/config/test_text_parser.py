@@ -28,6 +28,7 @@ from weft.config import (
     origin,
     to_text,
 )
+from weft.config.text_parser import read_value
 
 M = __name__
 DETONATED = []
@@ -388,3 +389,10 @@ def test_values_have_line_origins():
 
 def test_hostile_name_in_loaded_module():
     assert sys.modules["os"] is os  # so the refusals above do not rest on its absence
+
+
+def test_text_of_millions_of_values_is_refused():
+    with pytest.raises(ConfigTextError, match=r"text has 6,000,002 characters; at most 1,048,576"):
+        from_text("[" + "0," * 3_000_000 + "]")
+    with pytest.raises(ConfigTextError, match=r"^a value has 6,000,002 characters"):
+        read_value("[" + "0," * 3_000_000 + "]", source="")

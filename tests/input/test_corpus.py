@@ -153,7 +153,7 @@ def test_unreadable_file_is_reported(tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("weft.input.corpus.open_file", refuse)
+    monkeypatch.setattr("weft.input.formats.open_file", refuse)
     with pytest.raises(
         CorpusReadError, match=r"locked\.txt \(Permission denied\); make it readable"
     ):
@@ -393,3 +393,12 @@ def test_ends_of_a_few_files_are_held_out():
     assert all(file.text.decode() for file in (*train, *held_out))
     assert train[0].text.endswith(b"\n") and len(train[1].text) == 90
     assert corpus.num_bytes("held_out") / len(text + one_line) == pytest.approx(0.11, abs=0.02)
+
+
+def test_bomb_in_a_gzipped_text_is_not_unpacked(tmp_path):
+    with gzip.open(tmp_path / "a.txt.gz", "wb", compresslevel=1) as file:
+        for _ in range(5):
+            file.write(b"a" * 2**24)
+    why = r"cannot read .*a\.txt\.gz \(it becomes larger than 7.,...,... bytes; unpack it yourself"
+    with pytest.raises(CorpusReadError, match=why):
+        folder_corpus([str(tmp_path)])

@@ -171,3 +171,25 @@ def test_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(MissingExtraError, match=r"needs the package pyarrow.*weft\[parquet\]"):
         ParquetFile(str(tmp_path / "a.parquet"))
+
+
+def test_bomb_in_a_gzipped_file_is_not_unpacked(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for _ in range(5):
+            file.write(b"\n" * 2**24)
+    why = r"a\.jsonl\.gz cannot be decompressed: BadGzipFile: it becomes larger than 7"
+    with pytest.raises(InputReadError, match=why):
+        len(JsonLinesFile(str(path)))
+
+
+def test_record_of_180_megabytes_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl"
+    with open(path, "wb") as file:
+        file.write(b'{"text": "first"}\n')
+        file.seek(180 * 10**6, os.SEEK_CUR)
+        file.write(b'1\n{"text": "last"}\n')
+    records = JsonLinesFile(str(path))
+    assert records[0] == {"text": "first"} and records[2] == {"text": "last"}
+    with pytest.raises(InputReadError, match=r"line 2 of .* has 180,000,001 bytes, and a record"):
+        _ = records[1]

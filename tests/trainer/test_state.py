@@ -5,9 +5,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from weft.config import config_for_function
-from weft.errors import BatchShardingError, MeshError
+from weft.errors import BatchShardingError, MeshError, ModelSizeError
+from weft.hierarchy import TensorSpec
 from weft.hierarchy.layers.linear import Linear
 from weft.input.fake import FakeLmInput
+from weft.trainer import state
 from weft.trainer.learner import Learner
 from weft.trainer.mesh import build_mesh
 from weft.trainer.optimizers import adamw_optimizer
@@ -17,6 +19,7 @@ from weft.trainer.state import (
     check_batches,
     new_state,
     open_batches,
+    parameter_specs,
     partition_specs,
     state_shardings,
     state_specs,
@@ -102,3 +105,24 @@ def test_batch_divisibility_needs_no_batch(mesh):
         check_batches(input_of(), P("data"))
         with pytest.raises(BatchShardingError, match="6"):
             check_batches(input_of(global_batch_size=6), P("data"))
+
+
+@pytest.mark.parametrize("output_dim", [10**9, 10**12])
+def test_sizes_that_no_array_has_are_refused_by_path(output_dim):
+    model = Linear.default_config().set(name="model", input_dim=3000, output_dim=output_dim)
+    message = rf"the parameter (weight|bias) of the model has the shape \(.*{output_dim}"
+    with pytest.raises(ModelSizeError, match=message):
+        parameter_specs(model.instantiate(parent=None), ())
+
+
+def test_state_larger_than_the_memory_is_refused_before_it_is_made(monkeypatch):
+    devices = jax.devices()[:1]
+    mesh = jax.sharding.Mesh(devices, ("data",))
+    halves = TensorSpec(shape=(4,), dtype=jnp.bfloat16)
+    specs = {"a": {"w": TensorSpec(shape=(2, 3)), "v": halves}}
+    shardings = jax.tree.map(lambda _: NamedSharding(mesh, P()), specs)
+    monkeypatch.setattr(state, "memory_bytes", lambda: 32)
+    state.check_memory(specs, shardings, devices)
+    monkeypatch.setattr(state, "memory_bytes", lambda: 31)
+    with pytest.raises(ModelSizeError, match=r"takes 32 bytes .* largest array is a\.w with 24"):
+        state.check_memory(specs, shardings, devices)

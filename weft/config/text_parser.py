@@ -26,6 +26,10 @@ _MAX_INT_BITS = 14_000
 _NAMES = {"REQUIRED": REQUIRED, "inf": math.inf, "nan": math.nan}
 
 
+MAX_TEXT = 2**20
+"""Characters of the longest text that is read; Python takes up to 500 bytes for each."""
+
+
 def from_text(text: str, *, allow: Sequence[str] = (), source: str = "text") -> Any:
     """Reads a config from the text that `to_text` wrote.
 
@@ -56,6 +60,11 @@ def from_text(text: str, *, allow: Sequence[str] = (), source: str = "text") -> 
 
 def read_value(text: str, *, allow: Sequence[str] = (), source: str = "text") -> Any:
     """Reads a single value, see `from_text`; with an empty `source`, errors have no line."""
+    if len(text) > MAX_TEXT:
+        raise ConfigTextError(
+            f"{source or 'a value'} has {len(text):,} characters; at most {MAX_TEXT:,} are read. "
+            "Put data into files, and their names into the config."
+        )
     try:
         tree = ast.parse(text.strip(), mode="eval")
         return _Parser(allow, source).read(tree.body)

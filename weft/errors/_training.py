@@ -52,6 +52,10 @@ class InputDispatchError(WeftError, ValueError):
     """The sizes and indices of the processes' parts of a batch contradict each other."""
 
 
+class ModelSizeError(WeftError, ValueError):
+    """A model, or the state of a run, is larger than arrays or the devices' memory can be."""
+
+
 class MeshError(WeftError, ValueError):
     """The mesh does not fit the devices, or an array does not fit the mesh."""
 

@@ -17,7 +17,6 @@ The unigram falls back on the uniform distribution.
 import dataclasses
 import fnmatch
 import functools
-import gzip
 import hashlib
 import math
 import os
@@ -31,8 +30,8 @@ import numpy as np
 
 from weft.errors import CorpusReadError, EmptyCorpusError
 from weft.input import packing, tokenizers
-from weft.input.formats import format_of, is_gzipped, without_mark
-from weft.serialization.untrusted import check_local_path, invalid_text_reason, open_file
+from weft.input.formats import format_of, read_whole, without_mark
+from weft.serialization.untrusted import check_local_path, invalid_text_reason
 
 Split = Literal["train", "held_out"]
 """Parts of a corpus."""
@@ -284,9 +283,7 @@ def _documents(name: str, path: Path, text_key: str) -> list[TextFile]:
 
 def _read_text(path: Path) -> bytes:
     try:
-        with open_file(path) as file:
-            data = file.read()
-        data = gzip.decompress(data) if is_gzipped(str(path)) else data
+        data = read_whole(str(path))
     except (OSError, EOFError, zlib.error) as error:
         raise CorpusReadError(
             f"cannot read {path} ({getattr(error, 'strerror', None) or error}); make it readable, "

@@ -14,14 +14,13 @@ Datasets of Hugging Face's `datasets` need the extra `hf`, those of TensorFlow D
 """
 
 import functools
-import gzip
 import os
 from collections.abc import Sequence
 from typing import Literal
 
 from weft._lazy import import_extra
 from weft.errors import InputReadError
-from weft.input.formats import Format, check_format, is_gzipped, without_mark
+from weft.input.formats import Format, check_format, read_whole, without_mark
 from weft.input.record_files import JsonLinesFile, LineFile, ParquetFile, file_fingerprint
 from weft.input.records import (
     FileRecordSource,
@@ -30,7 +29,7 @@ from weft.input.records import (
     matching_files,
     read_errors,
 )
-from weft.serialization.untrusted import invalid_text_reason, open_file
+from weft.serialization.untrusted import invalid_text_reason
 
 
 def text_dataset(
@@ -99,10 +98,7 @@ class _WholeFile:
         return 1
 
     def __getitem__(self, index: int) -> dict[str, bytes]:
-        with open_file(self._path) as file:
-            data = file.read()
-        data = gzip.decompress(data) if is_gzipped(self._path) else data
-        return _text_record(without_mark(data), self, index)
+        return _text_record(without_mark(read_whole(self._path)), self, index)
 
     def describe(self, index: int) -> str:
         return self._path

@@ -6,10 +6,13 @@ would learn their commas and quotes as text.
 """
 
 import codecs
+import gzip
+import io
 import os
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from weft.errors import InputReadError
+from weft.serialization.untrusted import memory_bytes, open_file
 
 Format = Literal["text", "json", "parquet"]
 """What a file holds: text, JSON values (one in each line, or all in one array), or Parquet."""
@@ -45,6 +48,50 @@ def suffix_of(path: str) -> str:
 def is_gzipped(path: str) -> bool:
     """Returns whether a file's name ends with `.gz`."""
     return path.lower().endswith(".gz")
+
+
+# Texts become 3 to 20 times smaller; a file of zeros, a thousand times.
+_MOST_TIMES = 200
+_ALWAYS_UNPACKED = 2**26
+_CHUNK = 2**24
+
+
+def most_unpacked_bytes(path: str) -> int:
+    """Returns the size up to which a gzipped file is unpacked."""
+    return max(_ALWAYS_UNPACKED, _MOST_TIMES * os.path.getsize(path))
+
+
+def unpack(path: str, out: BinaryIO) -> None:
+    """Unpacks a gzipped file.
+
+    Raises OSError, EOFError or zlib.error if it is damaged, or becomes more than 200 times larger.
+    """
+    at_most, size = most_unpacked_bytes(path), 0
+    with open_file(path) as file, gzip.open(file) as packed:
+        while chunk := packed.read(_CHUNK):
+            size += len(chunk)
+            if size > at_most:
+                raise gzip.BadGzipFile(
+                    f"it becomes larger than {at_most:,} bytes; unpack it yourself if that is "
+                    "right, for example with `gunzip`"
+                )
+            out.write(chunk)
+
+
+def read_whole(path: str) -> bytes:
+    """Returns the contents of a file of text, unpacked if it is gzipped; for errors see `unpack`.
+
+    Raises OSError also if it is larger than the memory of this machine.
+    """
+    if is_gzipped(path):
+        unpacked = io.BytesIO()
+        unpack(path, unpacked)
+        return unpacked.getvalue()
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > memory_bytes():
+            raise OSError(f"it has {size:,} bytes, more than the memory of this machine")
+        return file.read()
 
 
 def format_of(path: str) -> Format:

@@ -8,10 +8,8 @@ and mapped into memory.
 """
 
 import codecs
-import gzip
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, BinaryIO
@@ -20,8 +18,8 @@ import numpy as np
 
 from weft._lazy import import_extra
 from weft.errors import InputReadError
+from weft.input import formats
 from weft.input.file_cache import cached_bytes
-from weft.input.formats import is_gzipped
 from weft.input.records import read_errors
 from weft.serialization.untrusted import open_file, parse_json
 
@@ -30,8 +28,7 @@ _NEWLINE, _RETURN = b"\n\r"
 _IS_BLANK = np.isin(np.arange(256), list(b" \t\n\r\v\f"))
 # A file that is one JSON array is parsed as a whole, which takes several times its size of memory.
 _MAX_ARRAY_BYTES = 2**28
-# Approximate size limit for gzipped text that is decompressed in memory.
-_GZIP_FACTOR = 8
+_MAX_RECORD_BYTES = 2**27
 
 
 class LineFile:
@@ -97,15 +94,15 @@ class LineFile:
 
     @cached_property
     def _decompressed(self) -> np.ndarray | None:
-        if not is_gzipped(self.path):
+        if not formats.is_gzipped(self.path):
             return None
 
         def unpack(out: BinaryIO) -> None:
-            with read_errors(f"{self.path} cannot be decompressed"), gzip.open(self.path) as packed:
-                shutil.copyfileobj(packed, out, _CHUNK)
+            with read_errors(f"{self.path} cannot be decompressed"):
+                formats.unpack(self.path, out)
 
-        num_bytes = _GZIP_FACTOR * self.num_bytes
-        return cached_bytes("unpacked", self.fingerprint, unpack, num_bytes=num_bytes)
+        at_most = formats.most_unpacked_bytes(self.path)
+        return cached_bytes("unpacked", self.fingerprint, unpack, num_bytes=at_most)
 
     @cached_property
     def _line_bounds(self) -> np.ndarray:
@@ -151,6 +148,12 @@ class JsonLinesFile(LineFile):
     def __getitem__(self, index: int) -> Any:
         if self._whole is not None:
             return parse_json(self._whole[index])
+        start, end = (int(x) for x in self._line_bounds[index])
+        if end - start > _MAX_RECORD_BYTES:
+            raise InputReadError(
+                f"{self.describe(index)} has {end - start:,} bytes, and a record may have "
+                f"{_MAX_RECORD_BYTES:,}; divide it into several"
+            )
         line = self.line(index)
         try:
             return parse_json(line)

@@ -24,6 +24,10 @@ MAX_JSON_BYTES = 2**28
 """How large a file of JSON may be; the index of the largest published models has a few MB."""
 
 
+MAX_JSON_VALUES = 2**25
+"""How many values a JSON text may have, at most: an empty list of one byte takes 64 in memory."""
+
+
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
@@ -103,13 +107,16 @@ def _read_file(path: str | os.PathLike[str], at_most: int) -> bytes:
 def parse_json(data: str | bytes | bytearray) -> Any:
     """Returns the JSON value of a text or of UTF-8 bytes.
 
-    Raises ValueError if it is not JSON, or nested too deeply.
+    Raises ValueError if it is not JSON, is nested too deeply, or has more than `MAX_JSON_VALUES`.
 
     >>> parse_json(b'{"a": [1]}')
     {'a': [1]}
     """
+    text = data if isinstance(data, str) else data.decode("utf-8")
+    if len(text) > MAX_JSON_VALUES and sum(map(text.count, ",[{")) > MAX_JSON_VALUES:
+        raise ValueError(f"it has more than {MAX_JSON_VALUES:,} values")
     try:
-        return json.loads(data if isinstance(data, str) else data.decode("utf-8"))
+        return json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 

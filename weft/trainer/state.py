@@ -6,25 +6,43 @@ state; no array is ever materialized whole. Batches are moved onto the mesh ahea
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from weft.core.axis_rules import Rules, logical_axis_rules
+from weft.errors import ModelSizeError
 from weft.hierarchy import BaseLayer, NestedParameterSpec, TensorSpec
 from weft.input import Input, PrefetchingIterator, host_to_global_device_array, savable_iterator
+from weft.serialization.untrusted import memory_bytes
 from weft.trainer.learner import BaseLearner
 from weft.trainer.mesh import KindRules, check_divides, named_sharding
 from weft.trainer.train_step import TrainerState, opt_params
 from weft.typing import Nested, PartitionSpec, Tensor
 
+# More than any array of a model.
+_MOST_ELEMENTS, _LARGEST_AXIS = 2**40, 2**31 - 1
+
 
 def parameter_specs(model: BaseLayer, rules: Rules) -> Any:
-    """Returns the specs of a model's parameters, with rules for the names of their axes."""
+    """Returns the specs of a model's parameters, with rules for the names of their axes.
+
+    Raises ModelSizeError if one has more elements than any array can have.
+    """
     with logical_axis_rules(rules):
-        return model.create_parameter_specs_recursively()
+        specs = model.create_parameter_specs_recursively()
+    for path, spec in jax.tree.leaves_with_path(specs):
+        size = math.prod(spec.shape)
+        if size > _MOST_ELEMENTS or max(spec.shape, default=0) > _LARGEST_AXIS:
+            raise ModelSizeError(
+                f"the parameter {jax.tree_util.keystr(path, simple=True, separator='.')} of the "
+                f"model has the shape {spec.shape}, {size:,} elements. Reduce a size of its config."
+            )
+    return specs
 
 
 def state_specs(
@@ -38,6 +56,43 @@ def state_specs(
         model=parameter_specs(model, rules.parameters),
         learner=learner.create_state_partition_specs(for_learner),
     )
+
+
+def check_memory(specs: TrainerState, shardings: TrainerState, devices: Sequence[Any]) -> None:
+    """Raises a ModelSizeError if the state does not fit in the memory of this process's devices.
+
+    Arrays in the memory of the host are not counted.
+    """
+    needed = 0
+    largest = (0, "")
+    pairs = zip(jax.tree.leaves_with_path(specs), jax.tree.leaves(shardings), strict=True)
+    for (path, spec), sharding in pairs:
+        if sharding.memory_kind not in (None, devices[0].default_memory().kind):
+            continue
+        size = math.prod(sharding.shard_shape(tuple(spec.shape))) * _itemsize(spec.dtype)
+        needed += size
+        largest = max(largest, (size, jax.tree_util.keystr(path, simple=True, separator=".")))
+    available = _memory_per_device(devices)
+    if available is not None and needed > available:
+        raise ModelSizeError(
+            f"the state of the run takes {needed:,} bytes per device, and a device has "
+            f"{available:,}. The largest array is {largest[1]} with {largest[0]:,}. Reduce the "
+            "model, or shard it over more devices with --mesh fsdp=8."
+        )
+
+
+def _itemsize(dtype: Any) -> int:
+    if dtype is None:
+        return 4
+    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else jnp.dtype(dtype).itemsize
+
+
+def _memory_per_device(devices: Sequence[Any]) -> int | None:
+    """Returns the bytes of the memory of a device of this process, None if unknown."""
+    here = [device for device in devices if device.process_index == jax.process_index()]
+    if here[0].platform == "cpu":
+        return memory_bytes() // len(here)
+    return (here[0].memory_stats() or {}).get("bytes_limit")
 
 
 def partition_specs(specs: TrainerState) -> TrainerState:

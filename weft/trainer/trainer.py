@@ -267,6 +267,7 @@ class SpmdTrainer(Module):
 
         The key is for the parameters and all steps.
         """
+        state_lib.check_memory(self._state_specs, self._shardings, list(self._mesh.devices.flat))
         with self.mesh():
             state = state_builder.initial_state(
                 self.children.get("init_state_builder"),  # pyright: ignore[reportArgumentType]

@@ -113,3 +113,9 @@ def test_special_tokens():
     tokens = Settings({"eos_token_id": [7, 8], "pad_token_id": 3}).special_tokens()
     assert tokens == {"pad_token_id": 3, "eos_token_id": 7}
     assert set(Settings({}).special_tokens().values()) == {NO_PADDING}
+
+
+def test_widths_that_no_model_has_are_refused():
+    """Index arrays of 10**9 elements were made for the parts of a head."""
+    with pytest.raises(HuggingFaceConfigError, match=r"head_dim=1000000000, .* from 1 to 16777216"):
+        Settings({"head_dim": 10**9}).size("head_dim")

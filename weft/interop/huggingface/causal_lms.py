@@ -44,7 +44,7 @@ def _read_gpt2(s: settings.Settings) -> Model.Config:
     )
     decoder = family.decoder_config(s, layer, num_layers=num_layers, dim=dim, norm=norm)
     decoder.emb.pos_emb = hierarchy.LearnedPositionalEmbedding.default_config().set(
-        shape=(s.size("n_positions", 1024),)
+        shape=(s.size("n_positions", 1024, most=settings.MAX_SIZE),)
     )
     decoder.emb.dropout = s.dropout("embd_pdrop", 0.1)
     return Model.default_config().set(decoder=decoder)
@@ -130,7 +130,7 @@ def _mask(s: settings.Settings) -> Any:
     if s.get("model_type") != "mistral" or s.values.get("sliding_window", 0) is None:
         return hierarchy.CausalAttentionBias.default_config()
     # Theirs counts the position itself.
-    window = s.size("sliding_window", 4096) - 1
+    window = s.size("sliding_window", 4096, most=settings.MAX_SIZE) - 1
     return hierarchy.SlidingWindowAttentionBias.default_config(sliding_window_size=window)
 
 

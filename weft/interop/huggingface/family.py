@@ -16,7 +16,7 @@ import numpy as np
 
 from weft import errors, hierarchy
 from weft.hierarchy.causal_lm import Model
-from weft.interop.huggingface.settings import ACTIVATIONS, NO_PADDING, Settings
+from weft.interop.huggingface.settings import ACTIVATIONS, MAX_SIZE, NO_PADDING, Settings
 
 
 class Conversion(NamedTuple):
@@ -139,7 +139,9 @@ def decoder_config(
     transformer.set(num_layers=num_layers, layer=layer)
     decoder = hierarchy.Decoder.default_config().set(dim=dim, output_norm=norm)
     tokens = s.special_tokens()
-    return decoder.set(vocab_size=s.size("vocab_size"), transformer=transformer, **tokens)
+    return decoder.set(
+        vocab_size=s.size("vocab_size", most=MAX_SIZE), transformer=transformer, **tokens
+    )
 
 
 def special_tokens(decoder: object) -> dict[str, Any]:

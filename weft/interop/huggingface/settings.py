@@ -12,6 +12,7 @@ ACTIVATIONS = {
 }
 
 MAX_SIZE = 2**31 - 1
+MAX_WIDTH = 2**24  # of heads and features: index arrays have as many elements
 MAX_LAYERS = 10_000
 _LEAST_FACTOR = 1e-6
 
@@ -41,7 +42,7 @@ class Settings:
             )
         return default[0]
 
-    def size(self, name: str, *default: int, most: int = MAX_SIZE) -> int:
+    def size(self, name: str, *default: int, most: int = MAX_WIDTH) -> int:
         """Returns a number of heads, layers, features or tokens, an integer from 1 to `most`."""
         value = self.get(name, *default)
         if type(value) is not int or not 1 <= value <= most:
@@ -109,8 +110,8 @@ class Settings:
         if not (isinstance(kind, str) and kind in _ROTARY):
             raise rope.refusal("rope_type", kind, f"can be {' or '.join(map(repr, _ROTARY))}")
         theta = rope.number("rope_theta", self.number("rope_theta", 10000.0, least=1.0), least=1.0)
-        length = self.size("max_position_embeddings", 2048)
-        length = rope.size("original_max_position_embeddings", length)
+        length = self.size("max_position_embeddings", 2048, most=MAX_SIZE)
+        length = rope.size("original_max_position_embeddings", length, most=MAX_SIZE)
         return _ROTARY[kind](rope, length).set(theta=theta)
 
 
@@ -150,7 +151,7 @@ def _llama3(rope: Settings, length: int) -> Any:
     if not low < high:
         raise rope.refusal("high_freq_factor", high, f"can be above low_freq_factor={low:g}")
     return hierarchy.Llama3SinusoidalPositionalEmbedding.default_config().set(
-        original_max_seq_length=rope.size("original_max_position_embeddings"),
+        original_max_seq_length=rope.size("original_max_position_embeddings", most=MAX_SIZE),
         scaling_factor=rope.number("factor", least=_LEAST_FACTOR),
         low_freq_factor=low,
         high_freq_factor=high,
