@@ -1,3 +1,4 @@
+import json
 import os
 import pickle
 import sys
@@ -7,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.input import tokenizer_kinds
 from weft.errors import MissingExtraError, TokenizerError
 from weft.input.tokenizers import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     as_tokenizer,
+    text_num_bytes,
 )
 
 
@@ -116,6 +119,44 @@ def test_special_ids_follow_the_vocabulary(bpe):
     size = HuggingFaceTokenizer(bpe, eos_token="<|end|>", pad_token="<|pad|>").vocab_size
     assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (size, size + 1, size + 2)
     check(tokenizer)
+
+
+HOLES = {"a": 0, "b": 1, "c": 2, "d": 7}
+
+
+def test_ids_with_holes(tmp_path):
+    pytest.importorskip("tokenizers", reason="needs the extra text")
+    tokenizer = HuggingFaceTokenizer(tokenizer_kinds.with_holes(tmp_path / "tokenizer.json", HOLES))
+    assert tokenizer.encode("dab").tolist() == [7, 0, 1]
+    # New ids are those of no token.
+    assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (8, 9, 10)
+    assert tokenizer.token_num_bytes.tolist() == [1, 1, 1, 0, 0, 0, 0, 1, 0, 0]
+    assert tokenizer.decode([8, 7, 0, 5, 1, 9]) == "dab"
+    assert text_num_bytes(tokenizer, "dab", tokenizer.encode("dab")).tolist() == [1, 1, 1]
+    named = HuggingFaceTokenizer(str(tmp_path / "tokenizer.json"), eos_token="d")
+    assert (named.eos_id, named.pad_id, named.vocab_size) == (7, 8, 9)
+
+
+def test_added_tokens_after_a_hole(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra text")
+    path = tmp_path / "tokenizer.json"
+    tokenizer_kinds.with_holes(path, HOLES)
+    added = tokenizers.Tokenizer.from_file(str(path))
+    added.add_special_tokens(["<|end|>"])
+    content = json.loads(added.to_str())
+    content["added_tokens"][0]["id"] = 20
+    path.write_text(json.dumps(content), encoding="utf-8")
+    tokenizer = HuggingFaceTokenizer(str(path), eos_token="<|end|>")
+    found = tokenizers.Tokenizer.from_file(str(path)).token_to_id("<|end|>")
+    assert (tokenizer.eos_id, tokenizer.pad_id) == (found, max(found, 7) + 1)
+    assert tokenizer.vocab_size == len(tokenizer.token_num_bytes) == tokenizer.pad_id + 1
+
+
+def test_id_that_no_model_has(tmp_path):
+    pytest.importorskip("tokenizers", reason="needs the extra text")
+    path = tokenizer_kinds.with_holes(tmp_path / "tokenizer.json", {"a": 0, "b": 2**30})
+    with pytest.raises(TokenizerError, match=r"the id 1073741824; expected ids below 16777216"):
+        HuggingFaceTokenizer(path)
 
 
 def test_no_text_spells_a_special_token(bpe):

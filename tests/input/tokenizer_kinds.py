@@ -123,7 +123,8 @@ HUGGING_FACE = {
 def with_holes(path, ids):
     """Writes a tokenizer of whole letters with these ids."""
     model = {"type": "BPE", "vocab": ids, "merges": []}
-    path.write_text(json.dumps({"version": "1.0", "model": model}), encoding="utf-8")
+    content = {"version": "1.0", "model": model, "decoder": {"type": "Fuse"}}
+    path.write_text(json.dumps(content), encoding="utf-8")
     return str(path)
 
 

@@ -139,6 +139,17 @@ def test_tokenizer_from_base(tmp_path):
     assert lm_lora.lm_lora(base=str(folder)).model.decoder.pad_token_id == 0
 
 
+def test_base_with_more_rows_than_its_tokenizer_has_ids(tmp_path):
+    folder, _, _ = checkpoint(tmp_path / "base", vocab_size=40, eos_token_id=1, pad_token_id=33)
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER), encoding="utf-8")
+    decoder = lm_lora.lm_lora(base=str(folder)).model.decoder
+    # No token has the id of the padding.
+    assert (decoder.vocab_size, decoder.pad_token_id, decoder.eos_token_id) == (40, 1, 1)
+    folder, _, _ = checkpoint(tmp_path / "base", vocab_size=40, eos_token_id=33, pad_token_id=0)
+    with pytest.raises(HuggingFaceConfigError, match=r"eos_token_id=33, for which .* has no token"):
+        lm_lora.lm_lora(base=str(folder))
+
+
 def test_byte_vocabulary_uses_byte_tokenizer(tmp_path):
     folder, _, _ = checkpoint(tmp_path / "base")
     assert lm_lora.lm_lora(base=str(folder)).input.source.tokenizer is not None

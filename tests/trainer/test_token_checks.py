@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.input import tokenizer_kinds
 from weft.cli.configs import load_config
 from weft.config import config_for_class
 from weft.errors import InputDatasetError, TokenizerError
@@ -54,6 +55,15 @@ def test_tokenizer_with_more_ids_than_the_model():
     model = config_for_class(SizedModel).set(vocab_size=264)
     cfg = with_wide_tokenizer(load_config("lm-nnx")).set(model=model)
     refused(cfg, TokenizerError, "it has 1258 ids, and model.vocab_size=264. Set model.vocab_size")
+
+
+def test_ids_with_holes_need_a_row_for_the_largest(tmp_path):
+    pytest.importorskip("tokenizers", reason="needs the extra text")
+    ids = {"a": 0, "b": 1, "d": 300}
+    cfg = load_config("lm-tiny")
+    for one in (cfg.input, cfg.evalers["held_out"].input):
+        one.source.tokenizer = tokenizer_kinds.with_holes(tmp_path / "tokenizer.json", ids)
+    refused(cfg, TokenizerError, "it has 303 ids, and model.decoder.vocab_size=264")
 
 
 @pytest.mark.parametrize(

@@ -150,15 +150,21 @@ class ByteTokenizer:
         return values[values < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
+_MAX_NUM_IDS = 2**24
+
+
 class _FileTokenizer:
     """Base of tokenizers with a file and two special ids, which `encode` does not append.
+
+    The ids of its tokens may have holes: new ids follow the largest one.
 
     Args:
         eos_token: Token that separates documents. None: a new id after the others.
         pad_token: Padding token. None: a new id after the others.
 
     Raises:
-        TokenizerError: If the file cannot be loaded, or lacks one of the tokens.
+        TokenizerError: If the file cannot be loaded, lacks one of the tokens, or has an id that no
+            model has.
         MissingExtraError: If the required package is not installed.
     """
 
@@ -181,6 +187,11 @@ class _FileTokenizer:
             self.vocab_size = self._num_tokens = self._load(content)
         if self._num_tokens == 0:
             raise TokenizerError(f"{path} has no tokens; pass the file of a trained tokenizer")
+        if self._num_tokens > _MAX_NUM_IDS:
+            raise TokenizerError(
+                f"{path} has a token with the id {self._num_tokens - 1}; expected ids below "
+                f"{_MAX_NUM_IDS}, as a model has a row for each id: number its tokens from 0"
+            )
         self.eos_id = self._special_id(path, "eos_token", eos_token)
         self.pad_id = self._special_id(path, "pad_token", pad_token)
         special = f"{type(self).__name__} {self.eos_id} {self.pad_id} "
@@ -301,7 +312,9 @@ class HuggingFaceTokenizer(_FileTokenizer):
         self._tokenizer.encode_special_tokens = True
         # A byte of byte-level tokens is one character; others write spaces as characters.
         self._is_byte_level = "ByteLevel" in repr(self._tokenizer.decoder)
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+        # There may be fewer tokens than ids.
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        return max(ids, default=-1) + 1
 
     def _token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)

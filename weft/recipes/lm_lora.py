@@ -193,7 +193,13 @@ def _tokenizer_of(base: str, model: Any) -> Any:
             f"the config of the checkpoint {base!r} has no eos_token_id, which separates "
             "documents. Add it to config.json."
         )
-    if pad == NO_PADDING:
+    if loaded.id_to_token(eos) is None:
+        raise errors.HuggingFaceConfigError(
+            f"the config of the checkpoint {base!r} has eos_token_id={eos}, for which "
+            f"{str(path)!r} has no token. Put the model's own tokenizer.json there, or correct "
+            "config.json."
+        )
+    if pad == NO_PADDING or loaded.id_to_token(pad) is None:
         pad = eos  # The input knows padding by its position.
     decoder.pad_token_id = pad
     return config.config_for_class(HuggingFaceTokenizer).set(
