@@ -396,8 +396,7 @@ class SpmdTrainer(Module):
     ) -> dict[str, Any] | None:
         """Trains until `max_step`, the end of the data, or a signal to stop.
 
-        A run continues from the checkpoint in its directory, if any, and leaves `report.html`
-        there.
+        A run continues from the checkpoint in its directory, if any, and leaves a `report.html`.
 
         Args:
             prng_key: key of a new run, instead of that of `seed`.
@@ -421,8 +420,7 @@ class SpmdTrainer(Module):
             CheckpointSaveError: if the last step, or for a reason other than the file system any
                 step that was due, could not be saved.
             CheckpointReadError: if the newest checkpoint cannot be read now, but may be undamaged.
-            ProcessesNotReadyError: if another process does not reach the first step, or does not
-                finish restoring a checkpoint.
+            ProcessesNotReadyError: if another process is not ready in time.
             ProcessLostError: if another process ends or fails.
             ProcessesDifferError: if the processes have other configs, code, data or settings.
         """
