@@ -69,7 +69,8 @@ def train(cfg: Any) -> str:
     """Trains, and returns the results on held-out files and the load of each layer's experts."""
     with tempfile.TemporaryDirectory() as directory:
         run = cfg.set(dir=directory).instantiate(parent=None)
-        results: Any = run.run(return_evaler_summaries=True, progress=False)["held_out"]
+        results: Any = run.run(return_evaler_summaries=True, progress=False)
+    results = results["evaler_summaries"]["held_out"]
     size = sum(x.size for x in jax.tree.leaves(run.trainer_state.model))
     text = f"{size:,} parameters, {results['bits_per_byte'].mean:.3f} bits per byte"
     layers = results.get("decoder", {}).get("transformer", {}).get("repeat", {})

@@ -9,7 +9,7 @@ from weft.hierarchy.module import Module
 from weft.hierarchy.module import functional as F
 from weft.hierarchy.parameter_spec import TensorSpec
 from weft.input.base import Input, PathAndRank, partition_by_path_rank
-from weft.input.dispatch import InputDispatcher, host_to_global_device_array
+from weft.input.dispatch import InputDispatcher, SpmdInputDispatcher, host_to_global_device_array
 
 
 class Records(Input):
@@ -99,6 +99,19 @@ def test_partitioner_refuses_leaves_without_a_rule(mesh):
     partition = partition_by_path_rank({PathAndRank("ids", 2): PartitionSpec("data")})
     with pytest.raises(InputDatasetError, match=r"no rule of .* matches 'doc/x' with 1 axes; add"):
         partition({"doc": {"x": np.ones(3)}})
+
+
+def test_rules_of_a_partitioner_may_be_pairs(mesh):
+    partition = partition_by_path_rank({("ids", 2): PartitionSpec("data"), (None, None): None})
+    specs = partition({"ids": TensorSpec((8, 4)), "x": TensorSpec((8,))})
+    assert specs["ids"].mesh_axes == PartitionSpec("data")
+    assert specs["x"].mesh_axes is None
+
+
+def test_a_dispatcher_gets_the_partition_spec(mesh):
+    dispatcher = SpmdInputDispatcher.default_config().set(global_logical_batch_size=8)
+    records = make(partition_spec=PartitionSpec("data"), input_dispatcher=dispatcher)
+    assert records.dispatcher.partition_spec == PartitionSpec("data")
 
 
 def test_partitioner_of_specs(mesh):

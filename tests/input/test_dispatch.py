@@ -141,8 +141,26 @@ def test_wrong_batch_shape_or_type():
         feed.logical_to_physical_batch({"a": {"b": np.ones((3, 5))}})
     with pytest.raises(InputDispatchError, match=r"'n' has shape \(\)"):
         feed.logical_to_physical_batch({"n": np.int32(3)})
-    with pytest.raises(InputDispatchError, match=r"must be a dict, got list"):
-        feed.logical_to_physical_batch([np.ones((2, 5))])
+
+
+def test_a_batch_may_be_one_array():
+    def feed(**fields):
+        cfg = InputDispatcher.default_config().set(
+            name="feed", global_logical_batch_size=2, num_physical_feeds=2, **fields
+        )
+        return cfg.instantiate(parent=None)
+
+    # Only the second of two processes reads.
+    sizes = {"global_physical_batch_size": 8, "logical_feed_indices": [1]}
+    rows = np.array([[5, 6], [7, 8]])
+    parts = [feed(physical_feed_index=i, **sizes).logical_to_physical_batch(rows) for i in range(2)]
+    physical = jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
+    logical = feed(physical_feed_index=0, **sizes).physical_to_logical_batch(physical)
+    np.testing.assert_array_equal(logical, rows)
+    same = feed(physical_feed_index=0, global_physical_batch_size=2)
+    np.testing.assert_array_equal(same.logical_to_physical_batch(rows[:1]), rows[:1])
+    with pytest.raises(InputDispatchError, match=r"has shape \(2, 2\), but a feed of a"):
+        same.logical_to_physical_batch(rows)
 
 
 def spmd(rows, spec):

@@ -15,7 +15,7 @@ from weft.recipes.digits import digits, digits_source
 def test_held_out_accuracy_exceeds_95_percent_in_a_third_of_the_steps(tmp_path):
     cfg = digits().set(dir=str(tmp_path), max_step=70, mesh_shape=(1, 1))
     trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])
-    summaries = trainer.run(return_evaler_summaries=True)["held_out"]
+    summaries = trainer.run(return_evaler_summaries=True)["evaler_summaries"]["held_out"]
     assert summaries["accuracy"].mean > 0.95
     assert summaries["accuracy"].weight == 360  # without what fills up the last batch
     statistics = trainer.trainer_state.model["batch_stats"]["BatchNorm_0"]

@@ -30,7 +30,7 @@ def test_loss_falls_below_the_bigrams_in_a_quarter_of_the_steps(tmp_path):
     cfg = lm().set(dir=str(tmp_path), max_step=50, mesh_shape=(1, 1))
     set_corpus(cfg, held_out_fraction=0.004)
     trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])
-    summaries = trainer.run(return_evaler_summaries=True)
+    summaries = trainer.run(return_evaler_summaries=True)["evaler_summaries"]
     loss = summaries["held_out"]["loss"].value()
     assert loss < ngram_baselines(cfg.input.source.corpus.instantiate())["bigram"].nats_per_token
 

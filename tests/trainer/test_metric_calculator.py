@@ -218,8 +218,8 @@ def test_several_calculators_see_the_same_batches():
     ).set(prefix="p", eval_dtype=jnp.bfloat16)
     calculator = make(cfg)
     summaries, _ = evaluate(calculator)
-    assert {"p/error", "p/median", "p/count"} <= summaries.keys()
-    assert float(summaries["p/bits"]) == 16
+    assert {"p/model/error", "p/median/median", "p/median/count"} <= summaries.keys()
+    assert float(summaries["p/model/bits"]) == 16
     states = calculator.init_state(prng_key=jax.random.key(0), model_params={})
     assert states["model"]["prng_key"] != states["median"]["prng_key"]
 
@@ -228,12 +228,12 @@ def test_dependencies_are_resolved_in_any_order():
     plus = Plus.default_config()
     cfg = composite(
         [Dependency("b", "a", dst_key="other"), Dependency(src="c", dst="b")],
-        a=plus.clone(source="other", prefix="a"),
-        b=plus.clone(source="c", prefix="b"),
-        c=plus.clone(prefix="c"),
+        a=plus.clone(source="other", prefix="x"),
+        b=plus.clone(source="c"),
+        c=plus,
     )
     summaries, outputs = evaluate(make(cfg))
-    assert summaries == {"a/sum": 9, "b/sum": 6, "c/sum": 3}
+    assert summaries == {"a/x/sum": 9, "b/sum": 6, "c/sum": 3}
     assert outputs[0] == {"a": {"sum": 3}, "b": {"sum": 2}, "c": {"sum": 1}}
 
 
@@ -245,7 +245,21 @@ def test_invalid_dependencies():
         make(composite([Dependency("a", "b"), Dependency("b", "a")], a=plus, b=plus))
 
 
-def test_metrics_of_one_name_need_a_prefix():
+def test_destinations_may_be_a_pattern():
     plus = Plus.default_config()
-    with pytest.raises(MetricCalculatorError, match=r"calculator.b reports \['sum'\].*prefix='b'"):
-        evaluate(make(composite(a=plus, b=plus)))
+    cfg = composite([Dependency("a", "b.*")], a=plus, b1=plus.clone(source="a"), b2=plus)
+    assert evaluate(make(cfg))[0] == {"a/sum": 3, "b1/sum": 6, "b2/sum": 3}
+
+
+def test_outputs_do_not_replace_fields_of_the_batch():
+    plus = Plus.default_config()
+    cfg = composite([Dependency("a", "b", dst_key="target")], a=plus, b=plus)
+    with pytest.raises(MetricCalculatorError, match=r"would replace \['target'\].*dst_key"):
+        evaluate(make(cfg))
+
+
+def test_parameters_may_keep_their_layout():
+    cfg = ModelSummaryAccumulator.default_config().set(name="calculator")
+    calculator = cfg.instantiate(parent=None, model=MODEL, model_param_partition_specs=None)
+    summaries, _ = evaluate(calculator)
+    np.testing.assert_allclose(summaries["error"].mean, mean_error(), rtol=1e-5)

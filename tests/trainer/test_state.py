@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 from weft.config import config_for_function
 from weft.errors import BatchShardingError, MeshError, ModelSizeError
 from weft.hierarchy import TensorSpec
+from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.layers.linear import Linear
 from weft.input.fake import FakeLmInput
 from weft.trainer import state
@@ -126,3 +127,22 @@ def test_state_larger_than_the_memory_is_refused_before_it_is_made(monkeypatch):
     monkeypatch.setattr(state, "memory_bytes", lambda: 31)
     with pytest.raises(ModelSizeError, match=r"takes 32 bytes .* largest array is a\.w with 24"):
         state.check_memory(specs, shardings, devices)
+
+
+class Initialized(BaseLayer):
+    """Initializes its parameters in its own way, with the arguments that AXLearn passes."""
+
+    def _create_layer_parameter_specs(self):
+        return {"weight": ParameterSpec((2,))}
+
+    def initialize_parameters_recursively(self, prng_key, *, prebuilt):
+        assert prebuilt is None
+        return {"weight": jnp.full(2, 7.0)}
+
+
+def test_a_model_may_initialize_itself(parts):
+    model = Initialized.default_config().set(name="model").instantiate(parent=None)
+    learner = parts[1]
+    specs = state_specs(model, learner)
+    begun = new_state(jax.random.key(0), model=model, learner=learner, model_specs=specs.model)
+    assert begun.model["weight"].tolist() == [7.0, 7.0]

@@ -21,6 +21,7 @@ from weft.config import config_class, config_for_function
 from weft.distributed.peers import Peers, StopRequest, use_peers
 from weft.distributed.preemption import StopRun
 from weft.errors import (
+    ArgumentValueError,
     BatchShardingError,
     CheckpointSaveError,
     InputReadError,
@@ -138,6 +139,26 @@ def test_run_learns_saves_and_reports(straight):
     assert any("loss" in json.loads(line).get("values", {}) for line in text.splitlines())
 
 
+def test_run_describes_its_state(straight):
+    trainer = straight[0]
+    tree, analysis = (
+        Path(trainer.config.dir, name).read_text(encoding="utf-8").splitlines()
+        for name in ("trainer_state_tree.txt", "model_analysis.txt")
+    )
+    state = trainer.trainer_state
+    assert len(tree) == len(jax.tree.leaves(state))
+    first = jax.tree.leaves(state.model)[0]
+    assert any(line.startswith("model/") and f"{[*first.shape]}" in line for line in tree)
+    total = sum(x.size for x in jax.tree.leaves(state.model))
+    assert analysis[-1] == f"total: {total:,} elements"
+    assert len(analysis) == len(jax.tree.leaves(state.model)) + 1
+
+
+def test_unknown_evalers_are_refused(straight):
+    with pytest.raises(ArgumentValueError, match="names 'held_in', which is not one of the eval"):
+        straight[0].run(return_evaler_summaries={"held_in"})
+
+
 def test_run_calls_overridden_save_method(tmp_path):
     class Counting(SpmdTrainer):
         saves = 0
@@ -239,8 +260,10 @@ def test_step_is_traced_once_and_evaluation_is_returned(tmp_path, monkeypatch):
     _, recorder, result = run(cfg, return_evaler_summaries=True)
     assert traces == [True, False]
     assert recorder.evals == [("held_out", 4)]
-    assert set(result) == {"held_out"}
-    assert 0 < float(jax.tree.leaves(result["held_out"]["loss"])[0]) < 8
+    assert set(result) == {"loss", "aux", "evaler_summaries"}
+    assert 0 < float(result["loss"]) < 8
+    assert set(result["evaler_summaries"]) == {"held_out"}
+    assert 0 < float(jax.tree.leaves(result["evaler_summaries"]["held_out"]["loss"])[0]) < 8
     events = glob.glob(str(tmp_path / "summaries/held_out/**/*tfevents*"), recursive=True)
     assert events
 

@@ -197,7 +197,7 @@ def test_run_stops_early_and_evaluates_at_its_end(straight):
     assert list(losses) == list(range(1, step + 1))
     assert step == better_steps(losses)[-1] + 4 < 50  # three may pass, the fourth stops
     assert list(evaluated(recorder, "at_end")) == [step]
-    assert float(result["at_end"]["loss"].mean) == losses[step]
+    assert float(result["evaler_summaries"]["at_end"]["loss"].mean) == losses[step]
     assert list(evaluated(recorder, "best")) == better_steps(losses)
 
 

@@ -64,7 +64,7 @@ def restore_model(
         averaged = getattr(getattr(cfg.learner, "ema", None), "decay", None) is not None
 
         def kept(key: Tensor) -> NestedTensor:
-            params = model.initialize_parameters_recursively(key)
+            params = model.initialize_parameters_recursively(key, prebuilt=None)
             return at_least_float32(params) if averaged else params
 
         shapes = jax.eval_shape(kept, jax.random.key(0))

@@ -43,12 +43,13 @@ class PathAndRank(NamedTuple):
 
 
 def partition_by_path_rank(
-    path_rank_to_partition: Mapping[PathAndRank, PartitionSpec],
+    path_rank_to_partition: Mapping[PathAndRank | tuple[str | None, int | None], PartitionSpec],
 ) -> InputPartitionFn:
     """Returns a partition function with rules by path and rank; the identity without a mesh.
 
     Args:
-        path_rank_to_partition: The rules; the first match applies. Of a `TensorSpec` in place of an
+        path_rank_to_partition: The rules, by a `PathAndRank` or such a pair; the first match
+            applies. Of a `TensorSpec` in place of an
             array, they set the `mesh_axes`.
 
     Raises InputDatasetError when called, if no rule matches a leaf.
@@ -58,8 +59,8 @@ def partition_by_path_rank(
     (2, 3)
     """
     rules = [
-        (None if key.path is None else re.compile(key.path), key.rank, spec)
-        for key, spec in path_rank_to_partition.items()
+        (None if path is None else re.compile(path), rank, spec)
+        for (path, rank), spec in path_rank_to_partition.items()
     ]
 
     def constrain(path, leaf: Tensor) -> Tensor:
@@ -101,8 +102,11 @@ class Input(Module):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        if cfg.input_dispatcher is not None:
-            self._add_child("input_dispatcher", cfg.input_dispatcher)
+        dispatcher = cfg.input_dispatcher
+        if dispatcher is not None:
+            if cfg.partition_spec is not None and "partition_spec" in dispatcher:
+                dispatcher = dispatcher.clone(partition_spec=cfg.partition_spec)
+            self._add_child("input_dispatcher", dispatcher)
         self._input_partitioner: InputPartitionFn | None = maybe_instantiate(cfg.input_partitioner)
 
     @property

@@ -150,6 +150,8 @@ def _leaf_name(path) -> str:
 # The logical row of each physical row, -1 for padding. It is part of the batch, because the rows of
 # a global array are ordered by the mesh's devices, which may differ from the order of processes.
 LOGICAL_ROW_KEY = "_logical_row"
+_UNNAMED = "_batch"
+"""Name of a batch that is not a dict, in one with its logical rows."""
 
 
 class BaseInputDispatcher(Module):
@@ -318,10 +320,7 @@ class InputDispatcher(BaseInputDispatcher):
         self, logical_feed_batch: Nested[np.ndarray]
     ) -> Nested[np.ndarray]:
         if not isinstance(logical_feed_batch, Mapping):
-            raise InputDispatchError(
-                f"{self.path()}: an input batch must be a dict, got "
-                f"{type(logical_feed_batch).__name__}; yield {{'name': rows}}"
-            )
+            logical_feed_batch = {_UNNAMED: logical_feed_batch}
         size, index = self.feed_logical_batch_size, self.logical_feed_index
 
         def pad(path, leaf: np.ndarray) -> np.ndarray:
@@ -343,7 +342,7 @@ class InputDispatcher(BaseInputDispatcher):
             if index is not None:
                 row[:size] = index * size + np.arange(size)
             physical[LOGICAL_ROW_KEY] = row
-        return physical
+        return physical[_UNNAMED] if physical.keys() == {_UNNAMED} else physical
 
     @nowrap
     def physical_to_logical_batch(self, global_physical_batch: Nested[Tensor]) -> Nested[Tensor]:
@@ -353,7 +352,8 @@ class InputDispatcher(BaseInputDispatcher):
         held = batch.pop(LOGICAL_ROW_KEY)
         wanted = jnp.arange(self.config.global_logical_batch_size)
         physical_row = jnp.argmax(held[None, :] == wanted[:, None], axis=1)
-        return jax.tree.map(lambda x: jnp.take(x, physical_row, axis=0), batch)
+        logical = jax.tree.map(lambda x: jnp.take(x, physical_row, axis=0), batch)
+        return logical[_UNNAMED] if logical.keys() == {_UNNAMED} else logical
 
 
 class SpmdInputDispatcher(BaseInputDispatcher):

@@ -201,7 +201,9 @@ def compile_inference_programs(
     with jax.set_mesh(mesh), logical_axis_rules(rules.activations):
         model = cfg.model.clone(name="model").instantiate(parent=None)
         specs = parameter_specs(model, rules.parameters)
-        shapes = jax.eval_shape(lambda: model.initialize_parameters_recursively(jax.random.key(0)))
+        shapes = jax.eval_shape(
+            lambda: model.initialize_parameters_recursively(jax.random.key(0), prebuilt=None)
+        )
         params = with_shardings(shapes, state_shardings(mesh, specs))
         partition = tuple(cfg.input_batch_partition_spec.partition_spec(mesh))
 

@@ -163,7 +163,7 @@ class InferenceRunner(Module):
         shardings = state_shardings(self._mesh, TrainerState(prng_key={}, model=specs, learner={}))
 
         def init(prng_key: Tensor) -> TrainerState:
-            params = self.model.initialize_parameters_recursively(prng_key)
+            params = self.model.initialize_parameters_recursively(prng_key, prebuilt=None)
             return TrainerState(prng_key={}, model=params, learner={})
 
         builder: Any = self.init_state_builder

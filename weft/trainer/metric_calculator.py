@@ -5,6 +5,7 @@ key from batch to batch, and computes the summaries at the end. Evaluations shar
 """
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
@@ -27,7 +28,8 @@ class BaseMetricCalculator(Module):
 
     Args:
         model: The model to evaluate; not a child, since it belongs to the trainer.
-        model_param_partition_specs: Partition specs of its parameters, nested like them.
+        model_param_partition_specs: Partition specs of its parameters, nested like them; None to
+            leave their layout as it is.
     """
 
     class Config(Module.Config):
@@ -49,7 +51,7 @@ class BaseMetricCalculator(Module):
         *,
         parent: Module | None,
         model: hierarchy.BaseLayer,
-        model_param_partition_specs: Nested[jax.sharding.PartitionSpec],
+        model_param_partition_specs: Nested[jax.sharding.PartitionSpec] | None = None,
     ):
         super().__init__(cfg, parent=parent)
         self._model = model
@@ -106,7 +108,8 @@ class BaseMetricCalculator(Module):
         def eval_step(params: NestedTensor, prng_key: Tensor, batch: NestedTensor) -> Any:
             next_key, key = jax.random.split(prng_key)
             specs = self._model_param_partition_specs
-            params = jax.tree.map(jax.lax.with_sharding_constraint, params, specs)
+            if specs is not None:
+                params = jax.tree.map(jax.lax.with_sharding_constraint, params, specs)
             params, batch = cast_floats((params, batch), self.config.eval_dtype)
             result, collection = functional(
                 self._model,
@@ -250,8 +253,10 @@ class CompositeMetricCalculator(BaseMetricCalculator):
 
         Attributes:
             src: Name of the calculator that produces the output.
-            dst: Name of the calculator that consumes it.
-            dst_key: The field of the batch that holds the output for `dst`; None for `src`.
+            dst: Name of the calculator that consumes it, or a regular expression that matches the
+                names of several.
+            dst_key: The field of the batch that holds the output for `dst`, which the batch does
+                not have itself; None for `src`.
         """
 
         __slots__ = ()
@@ -268,7 +273,8 @@ class CompositeMetricCalculator(BaseMetricCalculator):
         """Configures a CompositeMetricCalculator.
 
         Attributes:
-            metric_calculators: The calculators by name. `prefix` separates metrics of equal names.
+            metric_calculators: The calculators by name, which comes before the names of their
+                metrics, as in `name/accuracy`.
             dependencies: Calculators that need the outputs of others.
         """
 
@@ -289,13 +295,18 @@ class CompositeMetricCalculator(BaseMetricCalculator):
     def _in_order_of_need(self) -> list[str]:
         needs: dict[str, list[str]] = {name: [] for name in self._calculators}
         for dependency in self.config.dependencies or ():
-            for name in (dependency.src, dependency.dst):
-                if name not in needs:
+            consumers = [name for name in needs if re.fullmatch(dependency.dst, name)]
+            for name, is_known in (
+                (dependency.src, dependency.src in needs),
+                (dependency.dst, bool(consumers)),
+            ):
+                if not is_known:
                     raise errors.MetricCalculatorError(
                         f"{self.path()}: the dependency {dependency} names {name!r}, which is not "
                         f"one of the metric_calculators. {errors.did_you_mean(name, needs)}"
                     )
-            needs[dependency.dst].append(dependency.src)
+            for name in consumers:
+                needs[name].append(dependency.src)
         try:
             return list(TopologicalSorter(needs).static_order())
         except CycleError as error:
@@ -320,10 +331,16 @@ class CompositeMetricCalculator(BaseMetricCalculator):
             needed = {
                 dependency.dst_key or dependency.src: outputs[dependency.src]
                 for dependency in self.config.dependencies or ()
-                if dependency.dst == name
+                if re.fullmatch(dependency.dst, name)
             }
+            batch = dict(input_batch)
+            if replaced := sorted(needed.keys() & batch.keys()):
+                raise errors.MetricCalculatorError(
+                    f"{self.path()}: a dependency of {name!r} would replace {replaced} of the "
+                    "batch by the output of another calculator; give it another dst_key."
+                )
             result = self._calculators[name].forward(
-                {**dict(input_batch), **needed}, model_params=model_params, state=state[name]
+                {**batch, **needed}, model_params=model_params, state=state[name]
             )
             states[name], outputs[name] = result["state"], result["output"]
         return {"state": states, "output": outputs}
@@ -338,10 +355,5 @@ class CompositeMetricCalculator(BaseMetricCalculator):
                 state=state[name],
                 all_forward_outputs=[outputs[name] for outputs in all_forward_outputs],
             )
-            if twice := sorted(together.keys() & summaries.keys()):
-                raise errors.MetricCalculatorError(
-                    f"{calculator.path()} reports {twice}, which another calculator also reports; "
-                    f"give it a prefix: prefix={name!r}."
-                )
-            together |= summaries
+            together |= {f"{name}/{key}": value for key, value in summaries.items()}
         return self._with_prefix(together)

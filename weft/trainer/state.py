@@ -117,7 +117,7 @@ def new_state(
 ) -> TrainerState:
     """Computes the state before the first step; the key serves the parameters and all steps."""
     prng_key, init_key = jax.random.split(prng_key)
-    params = model.initialize_parameters_recursively(init_key)
+    params = model.initialize_parameters_recursively(init_key, prebuilt=None)
     return TrainerState(
         prng_key=prng_key, model=params, learner=learner.init(opt_params(params, model_specs))
     )

@@ -15,7 +15,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -35,6 +35,7 @@ from weft.trainer import (
     profiling,
     run_dir,
     state_builder,
+    state_texts,
 )
 from weft.trainer import mesh as mesh_lib
 from weft.trainer import state as state_lib
@@ -407,8 +408,10 @@ class SpmdTrainer(Module):
             recipe: what made the config, for `run.json`; see `weft.recipes.recipe.Recipe.record`.
 
         Returns:
-            The summaries of those evalers by name, None if the run was interrupted. Without
-            `return_evaler_summaries`, the "loss" and "aux" of the last step, None without a step.
+            A dict of the "loss" and "aux" of the last step, or None without a step. With
+            `return_evaler_summaries`, also the summaries of these evalers by name, as
+            "evaler_summaries"; then without a step "loss" and "aux" are None, and the result is
+            None if the run was interrupted.
 
         Raises:
             BatchShardingError: if the batches do not fit the mesh.
@@ -423,8 +426,10 @@ class SpmdTrainer(Module):
             ProcessesNotReadyError: if another process is not ready in time.
             ProcessLostError: if another process ends or fails.
             ProcessesDifferError: if the processes have other configs, code, data or settings.
+            ArgumentValueError: if there is no evaler of a name in `return_evaler_summaries`.
         """
         cfg = self.config
+        wanted = self._wanted_evalers(return_evaler_summaries)
         with self.mesh():
             state_lib.check_batches(self.input, self._batch_partition())
         with contextlib.ExitStack() as stack:
@@ -454,17 +459,29 @@ class SpmdTrainer(Module):
             if stopped is not None and stopped.error is not None:
                 raise stopped.error
             reason = MAX_STEP if stopped is None else stopped.request.text
-            all_names = return_evaler_summaries is True
-            wanted = set(self._evalers if all_names else return_evaler_summaries or ())
             if has_ended(reason):
                 missing = (due_at_end(self._evalers) | wanted) - evaler_summaries.keys()
                 evaler_summaries |= self._run_evalers(listener, forced=missing)
             listener.on_end(self._step, reason)
+            last = outputs and {"loss": outputs["loss"], "aux": outputs["aux"]}
             if not return_evaler_summaries:
-                return outputs and {"loss": outputs["loss"], "aux": outputs["aux"]}
+                return last
             if not has_ended(reason):
                 return None
-            return {name: evaler_summaries[name] for name in self._evalers if name in wanted}
+            summaries = {name: evaler_summaries[name] for name in self._evalers if name in wanted}
+            return {**(last or {"loss": None, "aux": None}), "evaler_summaries": summaries}
+
+    def _wanted_evalers(self, names: bool | Collection[str] | None) -> set[str]:
+        """Returns the names of evalers whose summaries a run returns."""
+        if isinstance(names, bool) or names is None:
+            return set(self._evalers) if names else set()
+        for name in names:
+            if name not in self._evalers:
+                raise errors.ArgumentValueError(
+                    f"return_evaler_summaries names {name!r}, which is not one of the evalers of "
+                    f"{self.path()}. {errors.did_you_mean(name, self._evalers)}"
+                )
+        return set(names)
 
     def _begin(self, first_key: Tensor, started_before: bool, listener: RunListener) -> None:
         """Restores or creates the state, and reports the start."""
@@ -472,6 +489,8 @@ class SpmdTrainer(Module):
             logger.warning(note)
         resumed_from = self._restore_or_init(first_key, started_before=started_before)
         self.summary_writer.log_config(self.config, step=self._step)
+        if jax.process_index() == 0:
+            state_texts.write(self.config.dir, self._state_specs, self.model)
         listener.on_start(self, resumed_from)
 
     def _restore_or_init(self, first_key: Tensor, *, started_before: bool = True) -> int | None:

@@ -32,7 +32,14 @@ def test_savable_types():
 
 
 @pytest.mark.parametrize(
-    "state", [{"next_index": 5, "shards": [1, None, 2.5, "x"]}, b"\x00\xff bytes", 3, None]
+    "state",
+    [
+        {"next_index": 5, "shards": [1, None, 2.5, "x"]},
+        b"\x00\xff bytes",
+        {"a": [b"\xff"]},
+        3,
+        None,
+    ],
 )
 def test_states_round_trip(tmp_path, state):
     paths = ["input_iter", "a/b", "../../x", "ä b"]

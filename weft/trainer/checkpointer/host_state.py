@@ -19,6 +19,8 @@ from weft.serialization.directory import Directory
 from weft.trainer.checkpointer import dirs, retries
 
 _BYTES = "base64"
+_INNER_BYTES = "__bytes_in_base64__"
+"""Only key of a dict that is written in place of bytes within a state."""
 
 
 @runtime_checkable
@@ -43,11 +45,11 @@ def maybe_save_python_savables(value_map: Mapping[str, object], *, dir: str) -> 
         if not isinstance(value, PythonSavable):
             continue
         state = value.get_state()
-        content = {"state": state}
+        content: dict[str, Any] = {"state": state}
         if isinstance(state, bytes):
             content = {_BYTES: base64.b64encode(state).decode()}
         try:
-            text = json.dumps(content, default=_plain_number)
+            text = json.dumps(content, default=_plain)
         except (TypeError, ValueError) as error:
             raise CheckpointStateError(
                 f"the state of {path!r}, an object of type {type(value).__qualname__}, is not a "
@@ -77,7 +79,10 @@ def maybe_restore_python_savables(value_map: Mapping[str, object], *, dir: str) 
         name, content = _read(path, dir)
         is_bytes = _BYTES in content
         try:
-            value.set_state(base64.b64decode(content[_BYTES]) if is_bytes else content["state"])
+            if is_bytes:
+                value.set_state(base64.b64decode(content[_BYTES]))
+            else:
+                value.set_state(_with_bytes(content["state"]))
         except WeftError:
             raise
         except Exception as error:  # whatever an object makes of a state that is not its own
@@ -115,10 +120,23 @@ def _file(path: str, process: int, count: int) -> str:
     return f"process_{process}_of_{count}/{quote(path, safe='')}.json"
 
 
-def _plain_number(x: object) -> object:
+def _plain(x: object) -> object:
     if isinstance(x, np.generic):
         return x.item()
+    if isinstance(x, bytes):
+        return {_INNER_BYTES: base64.b64encode(x).decode()}
     raise TypeError(f"it holds an object of type {type(x).__qualname__}")
+
+
+def _with_bytes(state: Any) -> Any:
+    """Returns a state with the bytes that it had when it was saved."""
+    if isinstance(state, dict):
+        if state.keys() == {_INNER_BYTES}:
+            return base64.b64decode(state[_INNER_BYTES], validate=True)
+        return {name: _with_bytes(x) for name, x in state.items()}
+    if isinstance(state, list):
+        return [_with_bytes(x) for x in state]
+    return state
 
 
 class RunState:

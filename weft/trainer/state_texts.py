@@ -1,0 +1,60 @@
+"""Texts about the state that a run writes into its directory, one line per array.
+
+`trainer_state_tree.txt` has the shape, dtype and mesh axes of each array of the state, and
+`model_analysis.txt` the shape, the number of elements and the initializer of each parameter.
+"""
+
+import logging
+import math
+
+import jax
+
+from weft.errors import WeftError
+from weft.hierarchy.base_layer import BaseLayer
+from weft.hierarchy.parameter_spec import ParameterSpec
+from weft.serialization.directory import Directory
+from weft.trainer.state import TrainerState
+
+logger = logging.getLogger(__name__)
+
+STATE_TREE_FILE = "trainer_state_tree.txt"
+MODEL_ANALYSIS_FILE = "model_analysis.txt"
+
+
+def write(directory: str, specs: TrainerState, model: BaseLayer) -> None:
+    """Writes both texts; a warning says so if the file system refuses."""
+    run = Directory(directory)
+    try:
+        run.write(STATE_TREE_FILE, state_tree_text(specs), sync=False)
+        run.write(MODEL_ANALYSIS_FILE, model_analysis_text(model), sync=False)
+    except (OSError, WeftError) as error:
+        logger.warning("%s: the state is not described there: %s", directory, error)
+
+
+def state_tree_text(specs: TrainerState) -> str:
+    """Returns a line for each array of the state, in order of the tree."""
+    lines = []
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        lines.append(f"{name}: {spec.dtype}{list(spec.shape)} {spec.partition_spec}")
+    return "\n".join(lines) + "\n"
+
+
+def model_analysis_text(model: BaseLayer) -> str:
+    """Returns a line for each parameter, and the number of all their elements."""
+    specs = model.create_parameter_specs_recursively()
+    lines, total = [], 0
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        size = math.prod(spec.shape)
+        total += size
+        line = f"{name}: {list(spec.shape)}, {size:,} elements"
+        if spec.initializer is not None:
+            last = name.rpartition("/")[2]
+            line += f", {spec.initializer.debug_string(name=last, axes=spec.fan_axes)}"
+        lines.append(line)
+    return "\n".join([*lines, f"total: {total:,} elements"]) + "\n"
+
+
+def _is_spec(x: object) -> bool:
+    return isinstance(x, ParameterSpec)
