@@ -175,6 +175,8 @@ def _other_attribute(module: str, name: str) -> object:
         return pkgutil.resolve_name(elsewhere)
     if not name.startswith("__"):
         full_name = f"{module}.{name}"
+        if full_name in _flax_paths():  # has more names than the module of an earlier version
+            return importlib.import_module(full_name)
         if moved := _moved_names().get(full_name):
             return pkgutil.resolve_name(":".join(moved.rsplit(".", 1)))
         if hasattr(sys.modules.get(module), "__path__") and importlib.util.find_spec(full_name):

@@ -28,6 +28,13 @@ def test_values_from_states_and_dicts():
     assert model.new[...] == 8.0
 
 
+def test_items_are_added():
+    layers, tree = nnx.List([nnx.Param(1)]), {"a": nnx.Param(1)}
+    nnx.update(layers, {1: nnx.Param(2), 2: nnx.Param(3)})
+    nnx.update(tree, {"b": 4})
+    assert [x[...] for x in layers] == [1, 2, 3] and tree["b"] == 4
+
+
 def test_pytrees_of_variables():
     tree = [nnx.Param(1), {"a": nnx.Param(2), "b": 3}]
     nnx.update(tree, {0: 5, 1: {"a": 6, "b": 7}})
@@ -44,6 +51,10 @@ def test_pytrees_of_variables():
     [
         ({"w": 9.0, "q": {"a": 1}}, "Model has nothing at 'q', which the state has; it has:"),
         ({"w": 9.0, "layers": {5: 1}}, "List has nothing at 'layers/5'"),
+        (
+            {"w": 9.0, "layers": 1.0},
+            "the object has a List at 'layers', and the state a float there",
+        ),
         ({"w": 9.0, "n": {"a": 1}}, "the object has 1 at 'n', and the state leads through it to"),
     ],
 )

@@ -1,12 +1,15 @@
 """Every import path of Flax leads to the object of the public name."""
 
 import importlib
+import operator
 import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
+
+import weft
 
 LINES = Path(__file__).with_name("flax_paths.txt").read_text(encoding="utf-8").splitlines()
 PATHS = {module: names for module, *names in map(str.split, LINES)}
@@ -46,6 +49,15 @@ def test_modules_are_attributes_on_first_use():
     paths = [module.removeprefix("flax.") for module in PATHS if "." in module]
     code = f"import operator, weft; operator.attrgetter(*{paths})(weft)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_modules_that_are_attributes_have_the_names_of_their_paths():
+    # As in `nn.activation.compact`, without an import of that module.
+    for module, names in PATHS.items():
+        found = operator.attrgetter(*module.split(".", 1)[1:])(weft) if "." in module else weft
+        ours = module.replace("flax", "weft", 1)
+        known = [name for name in names if find(ours, name) is not None]
+        assert [name for name in known if not hasattr(found, name)] == [], module
 
 
 def test_version():

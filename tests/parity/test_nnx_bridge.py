@@ -536,3 +536,62 @@ def test_except_clauses_for_flax_catch_weft_errors(case):
     known = next(c for c in type(theirs.value).__mro__ if c.__module__ == "builtins")
     of_weft = [c.__name__ for c in type(ours.value).__mro__]
     assert known.__name__ in of_weft or type(theirs.value).__name__ in of_weft
+
+
+# Names of submodules, and fields of modules.
+
+
+@program
+def submodules_made_in_setup(nnx, linen, bridge):
+    class Net(bridge.Module):
+        def setup(self):
+            self.first = bridge.linen_in_bridge_mdl(linen.Dense(4))
+            self.many = [bridge.linen_in_bridge_mdl(linen.Dense(4), name="unused")]
+            self.last = bridge.nnx_in_bridge_mdl(lambda rngs: nnx.Linear(4, 2, rngs=rngs))
+
+        def __call__(self, x):
+            return self.last(self.many[0](self.first(x)))
+
+    variables = Net().init(KEY, X)
+    doubled = jax.tree.map(lambda x: 2 * x, variables)
+    return variables, Net().apply(variables, X), Net().apply(doubled, X)
+
+
+@program
+def field_called_name(nnx, linen, bridge):
+    class Named(bridge.Module):
+        name: str
+
+        @bridge.compact
+        def __call__(self, x):
+            return self.name, x * self.param("w", jax.nn.initializers.ones, ())
+
+    class InSetup(bridge.Module):
+        def setup(self):
+            self.a, self.b = Named("hello"), Named(name="other")
+
+        def __call__(self, x):
+            return self.a(x), self.b(x)
+
+    class Compact(bridge.Module):
+        @bridge.compact
+        def __call__(self, x):
+            return Named("hello")(x), Named(name="other")(x)
+
+    both = [model.init_with_output(KEY, X) for model in (InSetup(), Compact(), Named("top"))]
+    return both, Named(name="alone").name
+
+
+@program
+def parameters_through_promote_dtype(nnx, linen, bridge):
+    promote_dtype = nnx.nn.dtypes.promote_dtype
+
+    class Layer(bridge.Module):
+        @bridge.compact
+        def __call__(self, x):
+            w = self.param("w", jax.nn.initializers.ones, (3,))
+            same = linen.dtypes.promote_dtype(x, w, None, dtype=None)
+            parts = (*same, *promote_dtype((x, w, None), dtype=None))
+            return [isinstance(part, jax.Array) for part in parts], parts[0] * parts[1][None]
+
+    return Layer().init_with_output(KEY, X)

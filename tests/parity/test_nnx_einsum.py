@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
+import weft.nnx
 from tests.parity.objects import (
     COMMON,
     X,
@@ -15,6 +16,7 @@ from tests.parity.objects import (
     tolerance,
     twice,
 )
+from weft.errors import ArgumentShapeError
 
 
 @named([*COMMON, {"einsum_op": twice(jnp.einsum)}])
@@ -65,3 +67,14 @@ def test_except_clauses_for_flax_catch_weft_errors(case):
 @pytest.mark.parametrize("method", ["__init__", "__call__"])
 def test_signatures(method):
     same_signature("Einsum", method)
+
+
+def test_bias_of_another_size_is_refused_in_the_call():
+    def program(nnx):
+        layer = nnx.Einsum("ik,kj->ij", (5, 4), 5, rngs=nnx.Rngs(0))
+        return layer.bias[...], []
+
+    same_compiled(program)
+    layer = weft.nnx.Einsum("ik,kj->ij", (5, 4), 5, rngs=weft.nnx.Rngs(0))
+    with pytest.raises(ArgumentShapeError, match=r"a bias of shape \(5,\); expected \(4,\)"):
+        layer(jnp.ones((3, 5)))

@@ -206,9 +206,17 @@ def promote_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool = Tr
     return [x if x is None or _has_dtype(x, dtype) else jnp.asarray(x, dtype) for x in args]
 
 
+def _aval(x: Any) -> Any:
+    """Returns the abstract value of an array, whose attributes are faster than those of a tracer.
+
+    None for other values, such as a variable, which has the attributes of its value.
+    """
+    return x.aval if hasattr(type(x), "aval") else None
+
+
 def _has_dtype(x: Any, dtype: Any) -> bool:
     """Returns whether `x` is a JAX array of that dtype, and not weakly typed."""
-    aval: Any = getattr(x, "aval", None)  # its attributes are faster than those of a tracer
+    aval = _aval(x)
     return getattr(aval, "weak_type", True) is False and aval.dtype == dtype
 
 
@@ -217,7 +225,7 @@ def _common_dtype(args: Sequence[Any]) -> Any:
     common = None
     for x in args:
         if x is not None:
-            aval: Any = getattr(x, "aval", None)
+            aval = _aval(x)
             if getattr(aval, "weak_type", True) or (common is not None and aval.dtype != common):
                 return None
             common = aval.dtype

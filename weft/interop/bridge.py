@@ -129,7 +129,10 @@ class _ModuleMeta(type(nnx.Module)):
         context = current_context()
         if context is None:
             return super().__call__(*args, **kwargs)
-        name, parent = kwargs.pop("name", None), kwargs.pop("parent", context.module)
+        # A field called `name` also gets the name that is passed for it.
+        has_field = "name" in getattr(cls, "__dataclass_fields__", ())
+        name = kwargs.get("name") if has_field else kwargs.pop("name", None)
+        parent = kwargs.pop("parent", context.module)
         if parent is not None and parent is not context.module:
             raise errors.BridgeContextError(
                 f"{cls.__name__} was given a {type(parent).__name__} as its parent, in a method of "
@@ -469,21 +472,23 @@ def to_collections(leaves: Mapping[Path, Any]) -> dict[str, Any]:
 M = TypeVar("M")
 
 
-def _current_parent(what: str) -> Module:
+def _current_parent(what: str) -> tuple[Module, bool]:
+    """Returns the running module, and whether its running method is compact."""
     context = current_context()
     if context is None:
         raise errors.BridgeContextError(
             f"{what} was called outside of modules; call it in a method of a bridge.Module that "
             "`init` or `apply` runs."
         )
-    return context.module
+    return context.module, context.in_compact
 
 
 def nnx_in_bridge_mdl(factory: Callable[[nnx.Rngs], M], name: str | None = None) -> M:
     """Returns an NNX module as a submodule of the running bridge module.
 
-    `factory` makes it from the streams; `name` is by default derived from the class. Raises
-    BridgeContextError outside of modules, or of `init` and `apply`.
+    `factory` makes it from the streams. In `setup` it has the name of its attribute, otherwise
+    `name`, which is by default derived from the class. Raises BridgeContextError
+    outside of modules, or of `init` and `apply`.
 
     >>> from weft.nnx import bridge
     >>> class Head(bridge.Module):
@@ -493,11 +498,14 @@ def nnx_in_bridge_mdl(factory: Callable[[nnx.Rngs], M], name: str | None = None)
     >>> Head().init(0, jnp.ones((1, 3)))["params"]["Linear_0"]["kernel"].shape
     (3, 2)
     """
-    parent = _current_parent("nnx_in_bridge_mdl")
+    parent, is_compact = _current_parent("nnx_in_bridge_mdl")
     scope = parent._require_scope("the PRNG streams")
     if "params" in scope.rngs or "default" in scope.rngs:
         made = factory(scope.rngs)
-        return _attach_child(parent, name or default_name(type(made)), made)
+        return _attach_child(parent, _child_name(name, is_compact, type(made)), made)
+    if not is_compact:
+        # The attribute, which is not known yet, has the values that replace these.
+        return factory(nnx.Rngs(0, **{stream: draw() for stream, draw in scope.rngs.items()}))
     # Without a key for parameters these were all given, and first values are not computed.
     model = NNXModel(lambda rngs: factory(rngs))
     keys = {stream: draw() for stream, draw in scope.rngs.items()}
@@ -512,13 +520,20 @@ def linen_in_bridge_mdl(linen_module: object, name: str | None = None) -> ToNNX:
 
     `init` of the bridge module makes its variables. For the rest see `nnx_in_bridge_mdl`.
     """
-    parent = _current_parent("linen_in_bridge_mdl")
+    parent, is_compact = _current_parent("linen_in_bridge_mdl")
     scope = parent._require_scope("the PRNG streams")
     made = _LinenModule(linen_module, scope)
-    return _attach_child(parent, name or default_name(type(linen_module)), made)
+    return _attach_child(parent, _child_name(name, is_compact, type(linen_module)), made)
 
 
-def _attach_child(parent: Module, name: str, made: object) -> Any:
+def _child_name(name: str | None, is_compact: bool, cls: type) -> str | None:
+    # In `setup` a submodule has the name of its attribute.
+    return (name or default_name(cls)) if is_compact else None
+
+
+def _attach_child(parent: Module, name: str | None, made: object) -> Any:
+    if name is None:
+        return made
     parent._attach(name, made)
     return getattr(parent, name)
 

@@ -45,6 +45,11 @@ def _plan_update(x: object, new: object, path: Path, changes: list[Callable[[], 
             changes.append(lambda: x.set_raw_value(new))
         return x
     if not isinstance(new, dict):
+        if isinstance(x, Pytree) and path:
+            raise StatePathError(
+                f"the object has a {type(x).__name__} at {path_text(path)!r}, and the state a "
+                f"{type(new).__name__} there; give a state of that object, or assign the attribute."
+            )
         return new
     there = dict(children(x))
     if not there and not isinstance(x, Pytree):
@@ -52,19 +57,20 @@ def _plan_update(x: object, new: object, path: Path, changes: list[Callable[[], 
             f"the object has {x!r} at {path_text(path)!r}, and the state leads through it to "
             f"{path_text((*path, next(iter(new), '...')))!r}; remove that from the state."
         )
-    replaced = {}
+    replaced, n_added = {}, 0
     for name, value in new.items():
         if name in there:
             after = _plan_update(there[name], value, (*path, name), changes)
             if after is not there[name]:
                 replaced[name] = after
-        elif isinstance(value, dict) or not isinstance(x, Pytree) or isinstance(x, list):
+        elif isinstance(value, dict) or not _may_add(x, name, len(there) + n_added):
             raise StatePathError(
                 f"{type(x).__name__} has nothing at {path_text((*path, name))!r}, which the "
                 f"state has; it has: {', '.join(map(str, there)) or 'nothing'}."
             )
         else:
             replaced[name] = value
+            n_added += 1
     if not replaced:
         return x
     if isinstance(x, Pytree | list | dict):
@@ -78,8 +84,17 @@ def _plan_update(x: object, new: object, path: Path, changes: list[Callable[[], 
     return with_children(x, [replaced.get(name, value) for name, value in there.items()])
 
 
+def _may_add(x: object, name: object, n_items: int) -> bool:
+    """Returns whether an attribute or item can be added, the next one in case of a list."""
+    if isinstance(x, list):
+        return isinstance(x, Pytree) and name == n_items
+    return isinstance(x, Pytree | dict)
+
+
 def _set(owner: Any, name: Any, value: object) -> None:
-    if _is_item(owner, name):
+    if isinstance(owner, list) and name == len(owner):
+        owner.append(value)
+    elif _is_item(owner, name):
         owner[name] = value
     else:
         setattr(owner, name, value)

@@ -148,8 +148,9 @@ def test_number_is_a_shape_of_one_axis():
     assert Einsum(
         "ti,i->t", 4, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.ones
     ).kernel_shape == (4,)
-    with pytest.raises(ArgumentShapeError, match=r"given bias_shape=\(4,\); expected \(5,\)"):
-        Einsum("ti,io->to", (4, 5), 4, rngs=nnx.Rngs(0))
+    wrong = Einsum("ti,io->to", (4, 5), 4, rngs=nnx.Rngs(0))
+    with pytest.raises(ArgumentShapeError, match=r"a bias of shape \(4,\); expected \(5,\)"):
+        wrong(X[0])
 
 
 def test_call_may_override_subscripts():
@@ -181,13 +182,8 @@ def test_custom_einsum_and_its_errors():
             ArgumentShapeError,
             "'do' of .* names 2 axes, of an array that has",
         ),
-        (
-            ("btd,do->bto", (4, 5), (4,)),
-            ArgumentShapeError,
-            r"kernel_shape=\(4, 5\) was given bias_shape=\(4,\); expected \(5,\)",
-        ),
     ],
-    ids=["subscripts", "kernel", "bias"],
+    ids=["subscripts", "kernel"],
 )
 def test_invalid_arguments_are_rejected_at_creation(args, error, message):
     with pytest.raises(error, match=message):

@@ -194,7 +194,8 @@ class Einsum(KernelModule):
 
     Raises:
         ArgumentValueError: if the subscripts do not name two operands and a result.
-        ArgumentShapeError: if the kernel or the bias does not match the subscripts.
+        ArgumentShapeError: if the kernel does not match the subscripts; in a call, if the bias
+            does not.
 
     >>> layer = Einsum("btd,dnh->btnh", (4, 2, 5), (2, 5), rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((7, 3, 4))).shape
@@ -210,7 +211,7 @@ class Einsum(KernelModule):
     def __post_init__(self, *init_vars: Any) -> None:
         self.kernel_shape = kernel_shape = arrays.as_tuple(self.kernel_shape)
         self.bias_shape = None if self.bias_shape is None else arrays.as_tuple(self.bias_shape)
-        _check_parameters(self.einsum_str, kernel_shape, self.bias_shape)
+        _check_kernel(self.einsum_str, kernel_shape)
         self.einsum_str = self.einsum_str.replace(" ", "")
         self._make_parameters(kernel_shape, self.bias_shape, *init_vars)
 
@@ -231,13 +232,16 @@ class Einsum(KernelModule):
         try:
             if bias is not None:
                 shape = tuple(kernel.shape[axis] for axis in axes)
+                if bias.size != math.prod(shape):
+                    raise _bias_error(subscripts, kernel.shape, bias.shape, shape)
                 bias = bias if bias.shape == shape else bias.reshape(shape)
                 bias = functional.broadcast_bias(bias, out_axes, ndim)
             einsum = None if self.einsum_op is jnp.einsum else self.einsum_op
             options = self._options(out_sharding)
             return functional.project(subscripts, x, kernel, bias, einsum=einsum, **options)
         except (TypeError, ValueError) as error:
-            if self.einsum_op is not jnp.einsum:
+            is_known = isinstance(error, errors.ArgumentShapeError)
+            if is_known or self.einsum_op is not jnp.einsum:
                 raise
             raise errors.ArgumentShapeError(
                 f"Einsum {subscripts!r} with a kernel of shape {kernel.shape} was given an "
@@ -245,19 +249,23 @@ class Einsum(KernelModule):
             ) from error
 
 
-def _check_parameters(
-    subscripts: str, kernel_shape: tuple[int, ...], bias_shape: tuple[int, ...] | None
-) -> None:
-    """Checks the shapes as far as possible without an input, which may have more leading axes."""
+def _check_kernel(subscripts: str, kernel_shape: tuple[int, ...]) -> None:
+    """Checks the shape as far as possible without an input, which may have more leading axes."""
     named = subscripts.replace(" ", "").partition(",")[0].replace("...", "")
-    axes, _, _ = functional.project_weight_axes(subscripts, len(named), len(kernel_shape))
-    expected = tuple(kernel_shape[axis] for axis in axes)
-    if bias_shape is not None and math.prod(bias_shape) != math.prod(expected):
-        raise errors.ArgumentShapeError(
-            f"Einsum {subscripts!r} with kernel_shape={kernel_shape} was given "
-            f"bias_shape={bias_shape}; expected {expected}, the sizes of those axes of the "
-            "kernel that the result has."
-        )
+    functional.project_weight_axes(subscripts, len(named), len(kernel_shape))
+
+
+def _bias_error(
+    subscripts: str,
+    kernel_shape: tuple[int, ...],
+    bias_shape: tuple[int, ...],
+    expected: tuple[int, ...],
+) -> errors.ArgumentShapeError:
+    return errors.ArgumentShapeError(
+        f"Einsum {subscripts!r} with a kernel of shape {kernel_shape} has a bias of shape "
+        f"{bias_shape}; expected {expected}, the sizes of those axes of the kernel that the "
+        "result has. Give bias_shape."
+    )
 
 
 @dataclass(repr=False, eq=False)
