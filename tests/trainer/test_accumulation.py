@@ -12,7 +12,9 @@ from weft import nnx
 from weft.config import config_for_class, config_for_function
 from weft.errors import LossWeightWarning
 from weft.hierarchy import BaseModel, Linear, WeightedScalar
+from weft.metrics import AllRows
 from weft.trainer import with_minibatch_steps
+from weft.trainer.summary_writer import read_json_lines
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -168,3 +170,16 @@ def test_an_evaluation_weights_the_loss_that_is_returned():
         for data in (held_out, [DATA])
     ]
     np.testing.assert_allclose(losses[0]["loss"], losses[1]["loss"], rtol=1e-6)
+
+
+def test_metrics_are_those_of_the_whole_batch(tmp_path):
+    data = {"x": X[:, 0], "y": (X[:, 0, 0] > 0).astype(np.int32)}
+    metrics = {"f1": "f1", "auc": "auc", "size": AllRows(lambda out, batch: len(out))}
+    kwargs = {"steps": 1, "batch_size": 8, "optimizer": optax.sgd(0.5), "progress": False}
+    result = weft.fit(nn.Dense(2), data, "cross_entropy", metrics=metrics, **kwargs)
+    accumulated(result, tmp_path)
+    (record,) = read_json_lines(str(tmp_path / "summaries" / "train_train"))[-1:]
+    for name in metrics:
+        value = result.history.train[name][-1]
+        np.testing.assert_allclose(record["values"][f"model/{name}"], value, rtol=1e-6)
+    assert record["values"]["model/size"] == 8

@@ -261,6 +261,16 @@ def test_metrics_that_are_not_means_are_over_all_rows():
     assert result.history.train["confusion_matrix"].sum((1, 2)).tolist() == [8, 8, 8]
 
 
+def test_a_scalar_that_cannot_be_called_for_a_row():
+    def on_host(out, batch):
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        return jax.pure_callback(lambda x: np.float32(x.mean()), shape, out)
+
+    with pytest.raises(NotImplementedError) as caught:
+        fit(validation=(X, LABELS), metrics=on_host)
+    assert any("weft.metrics.AllRows(on_host)" in note for note in caught.value.__notes__)
+
+
 def test_a_scalar_that_turns_out_to_be_no_mean():
     """At first all rows are equal, as far as the metric can tell."""
 

@@ -152,7 +152,15 @@ class MeanOfRows(MetricSummary):
         is_float = jnp.issubdtype(whole.dtype, jnp.inexact)
         tolerance = max(1e-3, 8 * float(jnp.finfo(whole.dtype).eps)) if is_float else 1e-3
         parts = [x for x, is_row in zip(leaves, are_rows, strict=True) if is_row]
-        values = jnp.asarray(jax.vmap(of_row)(parts), jnp.float32)
+        try:
+            values = jnp.asarray(jax.vmap(of_row)(parts), jnp.float32)
+        except Exception as error:
+            error.add_note(
+                f"The metric {name!r} is a scalar, and was called for each row alone, by jax.vmap, "
+                "to see whether it is a mean over rows. Return one number per row, or call it once "
+                f"with all rows: weft.metrics.AllRows({name})."
+            )
+            raise
         whole, by_row = whole.astype(jnp.float32), values.mean()
         size = tolerance * jnp.abs(values).mean() + 1e-6
         is_mean = (jnp.abs(whole - by_row) <= size) | (whole == by_row)
