@@ -58,6 +58,8 @@ def loop(optimizer, params, steps=STEPS, loss_of=loss_of):
     def step(params, state):
         value, grad = jax.value_and_grad(loss_of)(params)
         extra = {"value": value, "grad": grad, "value_fn": loss_of}
+        if isinstance(state[0], optax.contrib.SophiaState):
+            extra = {"obj_fn": loss_of}
         updates, state = optimizer.update(grad, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
@@ -88,8 +90,9 @@ def close(a, b):
         optax.lbfgs,
         lambda: optax.MultiSteps(plateau(), every_k_schedule=2),
         lambda: optax.contrib.momo(0.5),
+        lambda: optax.contrib.sophia(0.1),
     ],
-    ids=["reduce_on_plateau", "polyak_sgd", "lbfgs", "MultiSteps", "momo"],
+    ids=["reduce_on_plateau", "polyak_sgd", "lbfgs", "MultiSteps", "momo", "sophia"],
 )
 def test_fit_takes_the_steps_of_optax(first, make):
     kwargs = {"steps": STEPS, "batch_size": 16, "progress": False}

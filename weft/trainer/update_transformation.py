@@ -224,7 +224,9 @@ def optimizer_arguments(updates: Updates) -> dict[str, Any]:
     if forward_pass is None:
         return {}
 
-    def value_fn(params: NestedTensor) -> Tensor:
+    # A line search of optax passes it all other arguments, and refuses those that it does not name.
+    def value_fn(params: NestedTensor, obj_fn: object = None) -> Tensor:
+        del obj_fn
         values = base.leaves_by_path(params)
         # An optimizer sees a part of the parameters, maybe in another dtype.
         all_params = jax.tree_util.tree_map_with_path(
@@ -239,6 +241,7 @@ def optimizer_arguments(updates: Updates) -> dict[str, Any]:
         "value": forward_pass.outputs.loss,
         "grad": updates.delta_updates,
         "value_fn": value_fn,
+        "obj_fn": value_fn,
     }
 
 

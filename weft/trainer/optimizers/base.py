@@ -93,7 +93,7 @@ class PartitionedGradientTransformationExtraArgs(PartitionedGradientTransformati
     """Optimizer whose `update` also takes the arguments of a learner, by name.
 
     Those are `value`, the loss of the step; `grad`, its gradients before any transformation; and
-    `value_fn`, the loss of the step's batch as a function of the parameters.
+    `value_fn`, also as `obj_fn`, the loss of the step's batch as a function of the parameters.
     """
 
     __slots__ = ()
