@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from weft.hierarchy.metrics import AudioSummary, CallbackSummary, ImageSummary
+from weft.metrics import ConfusionMatrix
 from weft.trainer.summary_writer import CheckpointerAction, SummaryWriter, event_file
 
 
@@ -48,6 +49,7 @@ def test_nested_summaries_of_every_kind(make, read):
         "images": ImageSummary(images),
         "voice": AudioSummary(jnp.zeros((1, 50, 1)), sample_rate=100),
         "called": CallbackSummary(np.sum, (jnp.arange(4),)),
+        "confusion": ConfusionMatrix(num_classes=2).update(np.array([0, 1]), np.array([0, 0])),
     }
     writer(7, summaries)
     writer.flush()
@@ -58,6 +60,8 @@ def test_nested_summaries_of_every_kind(make, read):
     assert found["called"].simple_value == 6.0
     assert found["model/layer0/weight"].histo.num == 10
     assert found["sample/text_summary"].tensor.string_val == [b"a text"]
+    (table,) = found["confusion/text_summary"].tensor.string_val
+    assert table.split() == b"[[1. 1.] [0. 0.]]".split()
     assert found["sample/text_summary"].metadata.plugin_data.plugin_name == "text"
     assert (found["images/1"].image.height, found["images/1"].image.width) == (3, 4)
     assert found["voice"].audio.length_frames == 50
