@@ -1,4 +1,6 @@
+import base64
 import contextlib
+import hashlib
 import json
 import re
 import socket
@@ -7,6 +9,7 @@ import time
 import types
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
 import numpy as np
@@ -90,8 +93,9 @@ def run_dir(tmp_path):
 
 @pytest.fixture(autouse=True)
 def closed_at_once(monkeypatch):
-    """Lets the server look for its end more often."""
+    """Lets the server look for its end, and accept connections, more often."""
     monkeypatch.setattr("weft.trainer.report.live._POLL_SECONDS", 0.01)
+    monkeypatch.setattr("weft.trainer.report.live._PAUSE_SECONDS", 0.001)
 
 
 @pytest.fixture
@@ -197,6 +201,45 @@ def test_only_loopback_is_served_while_open(served):
         if not address[0].startswith("127."):
             with pytest.raises(OSError, match="refused"):
                 socket.create_connection(address, timeout=5)
+
+
+def test_browser_runs_only_what_the_page_brings(served):
+    with urllib.request.urlopen(served[0], timeout=20) as answer:
+        headers, text = answer.headers, answer.read().decode()
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    policy = dict(part.split(" ", 1) for part in headers["Content-Security-Policy"].split("; "))
+    assert policy["default-src"] == "'none'" and policy["frame-ancestors"] == "'none'"
+    for tag in ("script", "style"):
+        (inline,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()
+        assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
+    assert not re.search(r"<[^>]* (on[a-z]+|style)=", text), (
+        "inline code and styles would not count"
+    )
+    with pytest.raises(urllib.error.HTTPError) as missing:
+        get(f"{served[0]}/secrets")
+    with missing.value as answer:
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_many_requests_compute_the_page_once(caplog, monkeypatch):
+    count = []
+
+    def expensive():
+        count.append(1)
+        end = time.thread_time() + 0.03
+        while time.thread_time() < end:
+            pass
+        return "page"
+
+    monkeypatch.setattr("weft.trainer.report.live.RunStatus.html", lambda status: expensive())
+    with status_page(0, Watchdog()) as listener, ThreadPoolExecutor(4) as pool:
+        url = re.findall(r"http://127\.0\.0\.1:\d+", caplog.text)[-1]
+        assert {text for text, _ in pool.map(get, [url] * 12)} == {"page"}
+        assert len(count) == 1
+        listener.on_end(5, "SIGTERM")  # nothing is left to slow down
+        get(url)
+        assert len(count) == 2
 
 
 def test_disabled_by_default_and_port_in_use_is_reported():

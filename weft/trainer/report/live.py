@@ -7,10 +7,16 @@
 The page's server listens on the loopback interface only; use `ssh -L` from elsewhere. It refuses
 requests whose host is not that interface, which prevents DNS rebinding. Connections are few and
 short, such that clients cannot exhaust the run's threads.
+
+However many requests come, the page takes less than a fiftieth of a core from the run: there is a
+pause between two connections, and what was computed is kept for a multiple of the time that took.
 """
 
+import base64
 import collections
 import contextlib
+import functools
+import hashlib
 import http.server
 import ipaddress
 import json
@@ -23,7 +29,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +50,8 @@ _MAX_POINTS = 1000
 _MAX_CONNECTIONS = 8
 _CONNECTION_SECONDS = 5.0
 _POLL_SECONDS = 0.1
+_PAUSE_SECONDS = 0.1  # between two connections; one takes a millisecond
+_KEPT_FACTOR = 300
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(:[0-9]{1,5})?")
 # Renews the page, and keeps what the reader has opened.
 _SCRIPT = """<script>
@@ -59,6 +67,52 @@ setInterval(async () => {
   }
 }, 5000);
 </script>"""
+
+
+def _source_of(text: str) -> str:
+    """Returns the name of an inline script or style for a content policy: its digest."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+@functools.cache
+def _headers() -> dict[str, str]:
+    """Returns the headers by which a browser runs only what the page itself brings."""
+    style = re.search(r"<style>(.*?)</style>", page("", ""), re.DOTALL)
+    assert style is not None
+    policy = {
+        "default-src": "'none'",
+        "script-src": _source_of(_SCRIPT.removeprefix("<script>").removesuffix("</script>")),
+        "style-src": _source_of(style[1]),
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return {
+        "X-Content-Type-Options": "nosniff",
+        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-store",
+    }
+
+
+class _Kept:
+    """Text of a function, kept for a multiple of the processor time that it took."""
+
+    def __init__(self, function: Callable[[], str]):
+        self._function = function
+        self._lock = threading.Lock()
+        self._text, self._until = "", -math.inf
+
+    def __call__(self, *, fresh: bool = False) -> str:
+        with self._lock:
+            if fresh or time.monotonic() >= self._until:
+                began = time.thread_time()
+                self._text = self._function()
+                taken = time.thread_time() - began
+                self._until = time.monotonic() + _KEPT_FACTOR * taken
+            return self._text
 
 
 class RunStatus(progress.RunListener):
@@ -116,6 +170,11 @@ class RunStatus(progress.RunListener):
 
     def on_save_failed(self, step: int, error: CheckpointSaveError) -> None:
         self._facts["last_failed_save"] = f"step {step}: {error}"
+
+    @property
+    def has_ended(self) -> bool:
+        """True once the run is over, and its processor free."""
+        return "ended" in self._facts
 
     def snapshot(self) -> dict[str, Any]:
         """Returns the status as JSON values, without waiting for unfinished steps."""
@@ -224,6 +283,7 @@ class _Server(http.server.ThreadingHTTPServer):
     """Server for a few clients at a time, each for a short time."""
 
     daemon_threads = True
+    request_queue_size = 64  # those that wait for the pause between two connections
 
     def __init__(self, port: int, handler: type[http.server.BaseHTTPRequestHandler]):
         self._lock = threading.Lock()
@@ -231,6 +291,7 @@ class _Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), handler)
 
     def process_request(self, request: Any, client_address: object) -> None:
+        time.sleep(_PAUSE_SECONDS)
         with self._lock:
             accepts = len(self._since) < _MAX_CONNECTIONS
             if accepts:
@@ -269,18 +330,20 @@ def status_page(port: int | None, watchdog: Watchdog) -> Iterator[RunStatus | No
         yield None
         return
     status = RunStatus(watchdog)
+    answers = {
+        "/": (_Kept(status.html), "text/html; charset=utf-8"),
+        "/json": (_Kept(lambda: json.dumps(status.snapshot(), indent=2)), "application/json"),
+        "/stacks": (_Kept(stacks), "text/plain; charset=utf-8"),
+    }
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             hosts = self.headers.get_all("Host", [])
             if len(hosts) != 1 or not is_loopback_host(hosts[0].strip()):
                 self.send_error(403, "the Host has to be localhost, 127.0.0.1 or [::1]")
-            elif self.path == "/json":
-                self._answer(json.dumps(status.snapshot(), indent=2), "application/json")
-            elif self.path == "/stacks":
-                self._answer(stacks(), "text/plain; charset=utf-8")
-            elif self.path == "/":
-                self._answer(status.html(), "text/html; charset=utf-8")
+            elif self.path in answers:
+                text, kind = answers[self.path]
+                self._answer(text(fresh=status.has_ended), kind)
             else:
                 self.send_error(404, "the paths are /, /json and /stacks")
 
@@ -291,6 +354,11 @@ def status_page(port: int | None, watchdog: Watchdog) -> Iterator[RunStatus | No
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
+
+        def end_headers(self) -> None:
+            for name, value in _headers().items():
+                self.send_header(name, value)
+            super().end_headers()
 
         def log_message(self, format: str, *args: Any) -> None:
             """Keeps requests out of the run's log."""
