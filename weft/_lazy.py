@@ -3,7 +3,8 @@
 `moved_names.txt` has the names of earlier versions, and `flax_paths.txt` the modules of Flax that
 are laid out differently in Weft: after a module's name come the names that lead elsewhere, as
 `name=module:name`, and the modules that have its other names, searched in order.
-`axlearn_differences.txt` has what differs from AXLearn on purpose, with what to write instead.
+`axlearn_differences.txt` has what differs from AXLearn on purpose, with what to write instead, and
+`axlearn_modules.txt` the modules of AXLearn that Weft does not have, with what to use instead.
 """
 
 import ast
@@ -142,6 +143,29 @@ def axlearn_differences() -> Mapping[str, str]:
     return dict(line.split(" # ") for line in lines)
 
 
+_AXLEARN_PACKAGES = ("weft", "weft.hierarchy", "weft.input", "weft.trainer")
+"""Packages that programs of AXLearn name in place of `axlearn` and `axlearn.common`."""
+
+
+@functools.cache
+def axlearn_modules() -> Mapping[str, str]:
+    """Returns what to use instead of modules and packages of AXLearn that Weft does not have."""
+    lines = (_ROOT / "axlearn_modules.txt").read_text(encoding="utf-8").splitlines()
+    return dict(line.split(" # ") for line in lines)
+
+
+def _missing_axlearn_module(name: str) -> str | None:
+    """Returns why there is no module of this name, if it is one of AXLearn's; else None."""
+    package, _, last = name.rpartition(".")
+    instead = axlearn_modules().get(last) if package in _AXLEARN_PACKAGES else None
+    if instead is None:
+        return None
+    parent = sys.modules.get(package)
+    if PathFinder.find_spec(name, getattr(parent, "__path__", None)) is not None:
+        return None  # another module of this name
+    return f"{package} has no module {last!r} of AXLearn: {instead}."
+
+
 def axlearn_hint(owner: str, name: str) -> str | None:
     """Returns what to write instead of a name in a module, or below it, or of a class's field."""
     for known, instead in axlearn_differences().items():
@@ -179,17 +203,22 @@ def _other_attribute(module: str, name: str) -> object:
             return importlib.import_module(full_name)
         if moved := _moved_names().get(full_name):
             return pkgutil.resolve_name(":".join(moved.rsplit(".", 1)))
+        if why := _missing_axlearn_module(full_name):
+            raise _left_out_error(why)
         if hasattr(sys.modules.get(module), "__path__") and importlib.util.find_spec(full_name):
             return importlib.import_module(full_name)
         for place in map(pkgutil.resolve_name, _places(module)):
             if hasattr(place, name):
                 return getattr(place, name)
         if instead := axlearn_hint(module, name):
-            from weft.errors import LeftOutError
-
-            error = LeftOutError if _is_from_import() else AttributeError
-            raise error(f"{module} has no {name!r} of AXLearn: {instead}.")
+            raise _left_out_error(f"{module} has no {name!r} of AXLearn: {instead}.")
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def _left_out_error(text: str) -> Exception:
+    from weft.errors import LeftOutError
+
+    return LeftOutError(text) if _is_from_import() else AttributeError(text)
 
 
 def _is_from_import() -> bool:
@@ -217,6 +246,10 @@ class _OtherModules:
         self, name: str, path: Sequence[str] | None = None, target: object = None
     ) -> ModuleSpec | None:
         if name not in _other_modules():
+            if why := _missing_axlearn_module(name):
+                from weft.errors import LeftOutError
+
+                raise LeftOutError(why)
             return None
         spec = None if name in _moved_names() else PathFinder.find_spec(name, path)
         if spec is None or spec.loader is None:

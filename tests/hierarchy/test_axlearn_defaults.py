@@ -10,6 +10,7 @@ import enum
 import importlib
 import inspect
 import json
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from weft._lazy import axlearn_differences
+from weft._lazy import axlearn_differences, axlearn_modules
 from weft.errors import LeftOutError, MetricCalculatorError, UnknownFieldError
 from weft.hierarchy import ForwardMode, GMMBackend, MultiheadAttention, ZeroAttentionBias
 from weft.trainer.metric_calculator import CompositeMetricCalculator
@@ -30,8 +31,8 @@ MISSING = object()
 
 
 def is_known(want: dict[str, Any], have: Any) -> bool:
-    if "made" in want:  # by a call, so it has no text to compare
-        return have is not MISSING
+    if "made" in want:
+        return have is not MISSING and is_made_so(want["made"], have)
     if "name" in want:
         last = want["name"].rpartition(".")[2]
         return last in (getattr(have, "__name__", ""), getattr(have, "name", "")) or last in repr(
@@ -42,6 +43,27 @@ def is_known(want: dict[str, Any], have: Any) -> bool:
     value = ast.literal_eval(want["value"])
     is_pair = isinstance(value, tuple | list) and isinstance(have, tuple | list)
     return have == value or (is_pair and [*have] == [*value])
+
+
+MADE = re.compile(
+    r"(?:\w+\.)*?(?:(?P<class>[A-Z]\w*)\.default_config|config_for_function\((?P<function>[a-z]\w*))"
+)
+
+
+def is_made_so(call: str | bool, have: Any) -> bool:
+    """Returns whether a value computed by a call is of the class or function that is known.
+
+    `call` is its text, whose end may be cut off, or True if it is not known. Classes and functions
+    that are private to AXLearn have other names here.
+    """
+    made = MADE.match(str(call))
+    if made is None:
+        return True
+    maker = getattr(have, "klass", None) if made["class"] else getattr(have, "fn", None)
+    if getattr(maker, "__name__", "") != (made["class"] or made["function"]):
+        return False
+    settings = re.search(r"\.set\((\w+)=([\w'.]+)\)$", str(call))
+    return settings is None or repr(getattr(have, settings[1])) == settings[2]
 
 
 def config_value(cls: Any, path: str) -> Any:
@@ -141,3 +163,37 @@ def test_fields_that_are_left_out_say_what_to_write(field):
     instead = re.escape(ALLOWED[f"weft.trainer.trainer.SpmdTrainer.{field}"])
     with pytest.raises(UnknownFieldError, match=f"{field}.*In place of AXLearn's: {instead}"):
         Trainer.default_config().set(**{field: None})
+
+
+def test_modules_that_are_left_out_say_what_to_use():
+    coverage = Path("docs/coverage.md").read_text(encoding="utf-8")
+    assert len(axlearn_modules()) > 50
+    for name, instead in axlearn_modules().items():
+        package = "weft" if name in ("common", "cloud", "experiments") else "weft.hierarchy"
+        said = re.escape(f"{package} has no module {name!r} of AXLearn: {instead}.")
+        with pytest.raises(LeftOutError, match=said):
+            importlib.import_module(f"{package}.{name}")
+        with pytest.raises(LeftOutError, match=said):
+            exec(f"from {package} import {name}")
+        assert not hasattr(importlib.import_module(package), name)
+        assert f"`{name}`" in coverage
+        for used in re.findall(r"weft(?:\.\w+)+", instead):
+            pkgutil.resolve_name(used)
+
+
+def test_modules_below_those_that_are_left_out_say_so():
+    with pytest.raises(LeftOutError, match=r"set implementation of weft\.hierarchy\.attention"):
+        exec("from weft.hierarchy.flash_attention.layer import FlashAttention")
+    with pytest.raises(LeftOutError, match=r"its modules are in weft\.config, weft"):
+        exec("import weft.common.layers")
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'weft\.hierarchy\.nons"):
+        exec("import weft.hierarchy.nonsense")
+    assert importlib.import_module("weft.launch").__name__ == "weft.launch"
+
+
+def test_orbax_checkpointer_is_another_name():
+    from weft.trainer.checkpointer_orbax import OrbaxCheckpointer
+
+    from weft.trainer.checkpointer import Checkpointer
+
+    assert OrbaxCheckpointer is Checkpointer
