@@ -47,7 +47,7 @@ def test_a_value_is_the_last_resort_and_said_once():
     model = build(decoder_config().set(pad_token_id=4, eos_token_id=4))
     labels = {"input_ids": jnp.array([[5, 6, 4]]), "target_labels": jnp.array([[6, 4, 4]])}
     prompt = {"prefix": jnp.array([[5, 4]])}
-    with pytest.warns(PaddingWarning, match=r"both 4, and the batch does not have 'live_targets'"):
+    with pytest.warns(PaddingWarning, match=r"_id=4, and the batch does not have 'live_targets'"):
         (_, aux), _ = loss_and_aux(*model, labels)
     assert float(aux["metrics"]["cross_entropy"].weight) == 1
     with pytest.warns(PaddingWarning, match="does not have 'prefix_len', so ends of texts count"):

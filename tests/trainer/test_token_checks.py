@@ -9,6 +9,8 @@ from weft.errors import InputDatasetError, TokenizerError
 from weft.hierarchy import LearnedPositionalEmbedding
 from weft.input import ByteTokenizer
 from weft.recipes.lm_nnx import LanguageModel
+from weft.trainer.lookup_checks import check_tokens
+from weft.trainer.run_dir import end_ids
 
 
 class WideTokenizer(ByteTokenizer):
@@ -72,11 +74,19 @@ def test_ids_with_holes_need_a_row_for_the_largest(tmp_path):
         ("pad_token_id=264", "model.decoder.pad_token_id=264 is outside of the vocabulary"),
         ("eos_token_id=300", "model.decoder.eos_token_id=300 is outside of the vocabulary"),
         ("eos_token_id=10", "its eos_id is 256, and model.decoder.eos_token_id=10. Set model"),
+        ("eos_token_id=(10, 20)", "and model.decoder.eos_token_id=(10, 20). Set model"),
+        ("eos_token_id=(256, 300)", "model.decoder.eos_token_id=300 is outside of the vocabulary"),
         ("pad_token_id=-1", "its pad_id is 257, and model.decoder.pad_token_id=-1. Set model"),
     ],
 )
 def test_special_ids(override, message):
     refused(load_config("lm-tiny", [f"model.decoder.{override}"]), TokenizerError, message)
+
+
+def test_one_of_several_ends_is_that_of_the_tokenizer():
+    cfg = load_config("lm-tiny", ["model.decoder.eos_token_id=(10, 256)"])
+    check_tokens(cfg)
+    assert end_ids(cfg.model) == [10, 256]
 
 
 def test_evaler_with_another_tokenizer():

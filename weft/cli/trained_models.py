@@ -115,7 +115,10 @@ def print_sample(arguments: argparse.Namespace) -> int:
 def find_tokenizer(cfg: trainer.SpmdTrainer.Config) -> Tokenizer | None:
     """Returns the tokenizer of the input of a trainer's config, or None."""
     found = run_dir.find_fields("tokenizer", cfg.input)
-    return as_tokenizer(next(iter(found.values()))) if found else None
+    if not found:
+        return None
+    add_bos = any(run_dir.find_fields("add_bos", cfg.input).values())
+    return as_tokenizer(next(iter(found.values())), add_bos=add_bos)
 
 
 def generate(
@@ -155,7 +158,7 @@ def generate(
     sample = jax.jit(make(model, ids, num_tokens, temperature), compiler_options=options)
     # The result omits the first token.
     added = np.asarray(sample(params, jax.random.key(seed)))[len(ids) - 1 :]
-    return tokenizer.decode(until_end(added, tokenizer))
+    return tokenizer.decode(until_end(added, tokenizer, run_dir.end_ids(model.config)))
 
 
 def can_generate(model: Module) -> bool:

@@ -12,7 +12,7 @@ decoding, the prompts fill a cache, and the loops of `weft.hierarchy.decoding` e
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -28,7 +28,7 @@ from weft.hierarchy import base_layer, config_setters, context, decoding
 from weft.hierarchy.attention.bias import AttentionLogitBiasLayer
 from weft.hierarchy.attention.stack import BaseStackedTransformerLayer, StackedTransformerLayer
 from weft.hierarchy.layers import embedding, linear, normalization
-from weft.hierarchy.module import Module
+from weft.hierarchy.module import Module, nowrap
 from weft.hierarchy.param_init import FanAxes
 from weft.hierarchy.parameter_spec import maybe_shard
 from weft.typing import DType, MeshAxes, NestedTensor, PartitionSpec, Tensor
@@ -108,14 +108,16 @@ def log_probs_from_logits(
 
 class _SpecialTokens(Protocol):
     pad_token_id: int
-    eos_token_id: int
+    eos_token_id: int | Sequence[int]
 
 
 def warn_if_padding_is_end(cfg: _SpecialTokens, name: str) -> None:
     """Warns once if padding has the id of the end of a text, as a batch does not have `name`."""
-    if cfg.pad_token_id == cfg.eos_token_id:
+    if cfg.pad_token_id in decoding.end_ids(cfg.eos_token_id):
         errors.warn_of_padding_by_value(
-            f"pad_token_id and eos_token_id are both {cfg.pad_token_id}", "the batch", name
+            f"pad_token_id={cfg.pad_token_id} is also the end, eos_token_id={cfg.eos_token_id}",
+            "the batch",
+            name,
         )
 
 
@@ -124,7 +126,7 @@ class DecodingLayer(config.Configurable):
 
     class Config(config.Configurable.Config):
         pad_token_id: Required[int] = REQUIRED
-        eos_token_id: Required[int] = REQUIRED
+        eos_token_id: Required[int | Sequence[int]] = REQUIRED
 
     def __init__(self, cfg: Config, *, decoder: BaseDecoder):
         super().__init__(cfg)
@@ -154,7 +156,8 @@ class DecodingLayer(config.Configurable):
           cross_attention_logit_biases: `Float[Array, "batch #heads #target source"]`.
           logits_modifier: temperature and cut-offs, such as
             `chain(scale_by(0.7), top_k_logits(40))`; None samples from the model's distribution.
-          stop_decoding_condition: when a sequence is complete; by default at `eos_token_id`.
+          stop_decoding_condition: when a sequence is complete; by default at `eos_token_id`, or
+            at each of several.
 
         Raises MissingPrngKeyError if the invocation has no PRNG key.
         """
@@ -174,7 +177,7 @@ class DecodingLayer(config.Configurable):
             num_decodes=num_decodes,
             max_decode_len=max_sequence_length,
             stop_decoding_condition=stop_decoding_condition
-            or decoding.StopOnSubsequence(cfg.eos_token_id),
+            or decoding.StopOnSubsequence([[i] for i in decoding.end_ids(cfg.eos_token_id)]),
             prng_key=prng_key,
             pad_id=cfg.pad_token_id,
         )
@@ -286,6 +289,8 @@ class Decoder(base_layer.BaseLayer):
           output_norm: norm after the last layer; None for none.
           lm_head: from vectors to logits; None for `emb.attend`.
           dropout_rate: of every Dropout below without a rate of its own.
+          pad_token_id, eos_token_id: the ids of padding and of the end of a text. Of several end
+            ids, each ends decoding.
           logits_forward_dtype: the dtype in which to compute logits; that of the vectors if None.
           hidden_state_partition_spec: sharding of the layers' inputs and outputs by batch and time.
         """
@@ -300,7 +305,7 @@ class Decoder(base_layer.BaseLayer):
         lm_head: InstantiableConfig | None = None
         dropout_rate: float = 0.0
         pad_token_id: int = 0
-        eos_token_id: int = 1
+        eos_token_id: int | Sequence[int] = 1
         decoding: DecodingLayer.Config = DecodingLayer.default_config()
         output_logits_modifier: config.ConfigOr[LogitsToLogitsFn] | None = None
         logits_forward_dtype: DType | None = None
@@ -477,11 +482,15 @@ class Decoder(base_layer.BaseLayer):
 
     def _is_token(self, input_ids: Tensor) -> Tensor:
         other = input_ids != self.config.pad_token_id
-        if self.config.pad_token_id != self.config.eos_token_id:
+        if not self._pads_with_end():
             return other
         index = jnp.arange(input_ids.shape[1])[None]
         last = jnp.max(jnp.where(other, index, -1), axis=1, keepdims=True)
         return index <= last + 1
+
+    @nowrap
+    def _pads_with_end(self) -> bool:
+        return self.config.pad_token_id in decoding.end_ids(self.config.eos_token_id)
 
     # Step by step.
 
@@ -554,7 +563,7 @@ class Decoder(base_layer.BaseLayer):
         if segment_ids is not None:
             last = positions[:, :1] + jnp.sum(segment_ids != 0, axis=1, keepdims=True)
         is_token = jnp.arange(seen.shape[1])[None] <= last
-        if self.config.pad_token_id != self.config.eos_token_id:
+        if not self._pads_with_end():
             is_token &= self._is_token(seen)
         biases: Any = self.compute_attention_logit_biases(
             seen, segment_ids=is_token.astype(jnp.int32)

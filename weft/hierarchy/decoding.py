@@ -42,6 +42,22 @@ next token, `(batch * num_decodes, vocab)`, and the new cache."""
 State = TypeVar("State")
 
 
+def end_ids(eos_id: int | Sequence[int]) -> tuple[int, ...]:
+    """Returns the ids that end a sequence, from one or several.
+
+    Raises ArgumentValueError if there is none.
+
+    >>> end_ids(2), end_ids([2, 7])
+    ((2,), (2, 7))
+    """
+    ids = (eos_id,) if isinstance(eos_id, int | np.integer) else tuple(eos_id)
+    if not ids:
+        raise errors.ArgumentValueError(
+            f"eos_id={eos_id!r} has no id; expected one, or several such as (2, 7)."
+        )
+    return tuple(int(i) for i in ids)
+
+
 def infer_initial_time_step(
     prefix: Int[Array, "batch length"], *, pad_id: int
 ) -> Int[Array, " batch"]:
@@ -518,7 +534,7 @@ class _BeamSearch:
     last: int
     penalize: BrevityPenaltyFn
     tokens_to_scores: TokensToScores
-    eos_id: int
+    eos_ids: tuple[int, ...]
     merger: PrefixMerger | None
     prompts: Tensor
     pad_id: int
@@ -535,30 +551,31 @@ class _BeamSearch:
             self.tokens_to_scores, state.live_sequences, state.index, state.cache
         )
         vocab = log_probs.shape[-1]
-        eos_id, pad_id = self.eos_id, self.pad_id
-        if not 0 <= eos_id < vocab:
-            raise errors.ArgumentValueError(
-                f"eos_id={eos_id} is not in the vocabulary of {vocab} tokens that tokens_to_scores "
-                f"scores; expected 0 <= eos_id < {vocab}."
-            )
+        pad_id, eos_ids = self.pad_id, jnp.array(self.eos_ids)
+        for eos_id in self.eos_ids:
+            if not 0 <= eos_id < vocab:
+                raise errors.ArgumentValueError(
+                    f"eos_id={eos_id} is not in the vocabulary of {vocab} tokens that "
+                    f"tokens_to_scores scores; expected 0 <= eos_id < {vocab}."
+                )
         index = state.index + 1
         candidates = jnp.maximum(state.live_scores[:, :, None] + log_probs, NEG_INF)
         forced = jnp.take_along_axis(self.prompts, index[:, None], axis=1, mode="clip")
         is_forced = (forced != pad_id)[..., None]
         candidates = jnp.where(is_forced, NEG_INF, candidates)
 
-        # Finished hypotheses: the old ones, and the live ones with the end token.
-        ended = jnp.full(state.live_sequences.shape[:2], eos_id)
-        penalized = self.penalize(length=index[:, None], raw_scores=candidates[:, :, eos_id])
-        penalized = jnp.where(candidates[:, :, eos_id] > NEG_INF, penalized, NEG_INF)
-        newly_ended = write_tokens_at(state.live_sequences, index, ended)
-        scores = jnp.concatenate([state.scores, penalized], axis=1)
-        scores, chosen = jax.lax.top_k(scores, state.scores.shape[1])
-        sequences = jnp.concatenate([state.sequences, newly_ended], axis=1)
-        sequences = gather_hypotheses(sequences, chosen)
+        # Finished hypotheses: the old ones, and the live ones with each end token.
+        scores, sequences = [state.scores], [state.sequences]
+        for eos_id in self.eos_ids:
+            ended = jnp.full(state.live_sequences.shape[:2], eos_id)
+            penalized = self.penalize(length=index[:, None], raw_scores=candidates[:, :, eos_id])
+            scores.append(jnp.where(candidates[:, :, eos_id] > NEG_INF, penalized, NEG_INF))
+            sequences.append(write_tokens_at(state.live_sequences, index, ended))
+        scores, chosen = jax.lax.top_k(jnp.concatenate(scores, axis=1), state.scores.shape[1])
+        sequences = gather_hypotheses(jnp.concatenate(sequences, axis=1), chosen)
 
         # Live hypotheses: the best of the others.
-        others = candidates.at[:, :, eos_id].set(NEG_INF)
+        others = candidates.at[:, :, eos_ids].set(NEG_INF)
         of_prompt = jnp.where(jax.nn.one_hot(forced, vocab, dtype=bool), 0.0, NEG_INF)
         others = others.at[:, :1].set(jnp.where(is_forced, of_prompt, others[:, :1]))
         others = others.reshape(others.shape[0], -1)
@@ -590,7 +607,7 @@ def beam_search_decode(
     time_step: Int[Array, " batch"],
     cache: NestedTensor,
     tokens_to_scores: TokensToScores,
-    eos_id: int,
+    eos_id: int | Sequence[int],
     num_decodes: int,
     max_decode_len: int | None = None,
     loop: Literal["lax", "python"] = "lax",
@@ -604,6 +621,7 @@ def beam_search_decode(
       inputs, time_step, cache, tokens_to_scores, max_decode_len, loop: as for `sample_decode`, but
         tokens of `inputs` after `time_step` that are not `pad_id` are forced: they are the next
         ones of the only hypothesis, whose score is 0.
+      eos_id: the id of the end token, or several that each end a hypothesis.
       num_decodes: number of hypotheses to keep, and to return, per prompt.
       brevity_penalty: see `brevity_penalty_fn`; none by default.
       prefix_merger: merges equivalent hypotheses; none by default.
@@ -642,7 +660,13 @@ def beam_search_decode(
     )
     prompts = jnp.pad(inputs, padding, constant_values=pad_id)
     search = _BeamSearch(
-        last, penalize, tokens_to_scores, eos_id, prefix_merger, prompts=prompts, pad_id=pad_id
+        last,
+        penalize,
+        tokens_to_scores,
+        end_ids(eos_id),
+        prefix_merger,
+        prompts=prompts,
+        pad_id=pad_id,
     )
     state = run_loop(loop, lambda state: jnp.any(search.is_unfinished(state)), search.step, state)
     return BeamSearchOutputs(

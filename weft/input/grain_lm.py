@@ -21,7 +21,7 @@ from weft.config import ConfigOr, maybe_instantiate
 from weft.errors import warn_of_padding_by_value
 from weft.input import file_cache, grain_text, packing
 from weft.input.grain import Dataset, RaggedTensor, maybe_to_iter_dataset, unbatch
-from weft.input.tokenizers import Tokenizer, text_num_bytes
+from weft.input.tokenizers import Tokenizer, as_tokenizer, text_num_bytes
 
 # Documents are small: with Grain's default of 500 windows ahead, a start would take minutes.
 _READ_OPTIONS = grain.ReadOptions(num_threads=2, prefetch_buffer_size=16)
@@ -39,6 +39,7 @@ def text_to_lm_training_input(
     window_size: int | None = 128,
     max_padding_fraction: float = 1.0,
     replace_newlines_with: str = "\n",
+    add_bos: bool = False,
 ) -> grain.IterDataset:
     """Packs texts into examples of `max_len` tokens, with `eos` before and after each text.
 
@@ -51,6 +52,7 @@ def text_to_lm_training_input(
         window_size: Texts in a window; None to pack whole texts, like `streaming_packing`.
         max_padding_fraction: Maximum of padding in a window's last example, else it is dropped.
         replace_newlines_with: Such as "<n>", for vocabularies without newlines; counts as one byte.
+        add_bos: Whether texts begin with the beginning of a text; see `with_bos`.
 
     Raises InputDatasetError during iteration, if an example has no text.
 
@@ -60,7 +62,7 @@ def text_to_lm_training_input(
     >>> [(one["input_ids"].tolist(), one["target_labels"].tolist()) for one in examples]
     [([256, 97, 98], [97, 98, 256]), ([256, 99, 257], [99, 256, 257])]
     """
-    loaded: Tokenizer = maybe_instantiate(vocab)
+    loaded = as_tokenizer(vocab, add_bos=add_bos)
     tokens = _tokenize_text(ds, loaded, replace_newlines_with)
     if window_size is None:
 
@@ -86,6 +88,7 @@ def text_to_lm_eval_input(
     stride: int | None = None,
     index_key: str | None = None,
     replace_newlines_with: str = "\n",
+    add_bos: bool = False,
 ) -> grain.IterDataset:
     """Splits each text into windows of `max_len` tokens, with padding in the last one.
 
@@ -105,7 +108,7 @@ def text_to_lm_eval_input(
     >>> [(one["input_ids"].tolist(), one["target_labels"].tolist()) for one in examples]
     [([256, 97, 98], [97, 98, 99]), ([98, 99, 100], [257, 100, 256])]
     """
-    loaded: Tokenizer = maybe_instantiate(vocab)
+    loaded = as_tokenizer(vocab, add_bos=add_bos)
 
     def split(example: Mapping[str, Any]) -> dict[str, Any]:
         windows: dict[str, Any] = _sequences([example], loaded, max_len, stride=stride)

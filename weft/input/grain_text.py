@@ -15,7 +15,7 @@ import numpy as np
 from weft.config import ConfigOr, maybe_instantiate
 from weft.errors import InputDatasetError, did_you_mean
 from weft.input import file_cache, grain, packing
-from weft.input.tokenizers import Tokenizer, text_num_bytes
+from weft.input.tokenizers import Tokenizer, bos_ids, text_num_bytes
 
 Substitutions = Sequence[tuple[str, str]]
 TURN_TEMPLATES = {"system": "{content}\n", "user": "{content}\n", "assistant": "{content}"}
@@ -49,6 +49,7 @@ class _MappedTokenizer:
         self._vocab, self._encode_mapping, self._decode_mapping = vocab, encode, decode
         self.eos_id, self.pad_id = vocab.eos_id, vocab.pad_id
         self.vocab_size, self.token_num_bytes = vocab.vocab_size, vocab.token_num_bytes
+        self.bos_ids = getattr(vocab, "bos_ids", ())
 
     def __repr__(self) -> str:
         return f"with_regex_mapping({self._vocab!r})"
@@ -162,6 +163,7 @@ def tokenize_turns(
     vocab: ConfigOr[Tokenizer],
     templates: Mapping[str, str] = TURN_TEMPLATES,
     learned_role: str = "assistant",
+    add_bos: bool = False,
 ) -> grain.Dataset:
     r"""Tokenizes conversations, with the turns of the assistant as the only targets.
 
@@ -176,6 +178,8 @@ def tokenize_turns(
         templates: The text of a turn by its role, with `{content}`. For the assistant, what
             precedes the content is not a target; what follows it is.
         learned_role: The role of the assistant.
+        add_bos: Whether conversations begin with the `weft.input.tokenizers.bos_ids` of the
+            vocabulary, instead of `eos`.
 
     Returns a dataset of dicts of `input_ids` and `target_labels`, `Int32["tokens"]`, where other
     targets are `pad_id`, of `live_targets`, `Bool["tokens"]`, which targets count, and of
@@ -190,6 +194,7 @@ def tokenize_turns(
     ([256, 97, 10, 98], [257, 257, 98, 256])
     """
     loaded: Tokenizer = maybe_instantiate(vocab)
+    first = np.array(bos_ids(loaded) if add_bos else [loaded.eos_id], np.int32)
     for role, template in templates.items():
         if template.count(_CONTENT) != 1:
             raise InputDatasetError(
@@ -199,7 +204,8 @@ def tokenize_turns(
 
     def fn(example: Mapping[str, Any]) -> dict[str, np.ndarray]:
         eos = np.array([loaded.eos_id], np.int32)
-        tokens, is_target, sizes = [eos], [np.zeros(1, bool)], [np.zeros(1, np.int32)]
+        tokens, is_target = [first], [np.zeros(len(first), bool)]
+        sizes = [np.zeros(len(first), np.int32)]
 
         def add(text: str, learned: bool) -> None:
             ids = loaded.encode(text)

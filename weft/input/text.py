@@ -156,6 +156,7 @@ def lm_text_source(
     is_training: bool,
     seed: int = 0,
     tokenizer: ConfigOr[Tokenizer] | str = BYTES,
+    add_bos: bool = False,
     segments: bool = False,
     max_examples: int | None = None,
     num_workers: int = 0,
@@ -166,6 +167,8 @@ def lm_text_source(
         is_training: Whether examples are endless, reshuffled in each pass; or in order, once, with
             padding in the last batch.
         tokenizer: May be the path of a tokenizer's file; see `as_tokenizer`.
+        add_bos: Whether documents begin with the tokens that the tokenizer's own template puts
+            before a text; see `weft.input.tokenizers.with_bos`.
         segments: Whether examples have segment ids, which keep attention within documents.
         max_examples: Maximum number of examples, evenly spaced over the text.
         num_workers: Processes that create batches. Bytes need none: a batch takes a millisecond.
@@ -173,9 +176,10 @@ def lm_text_source(
     Raises:
         EmptyCorpusError: If there is no batch to train on, or nothing to evaluate.
         InputDispatchError: If `global_batch_size` is not positive.
+        TokenizerError: If the tokenizer has no token for `add_bos`.
     """
     corpus = maybe_instantiate(corpus)
-    loaded = as_tokenizer(tokenizer)
+    loaded = as_tokenizer(tokenizer, add_bos=add_bos)
     pack = _packing(loaded, sequence_length, global_batch_size, is_training, segments)
     documents = [{"text": file.text} for file in corpus.split(split)]
     return sequence_batches(
@@ -220,6 +224,7 @@ def lm_documents_source(
     weights: Mapping[str, float] | None = None,
     text_key: str = "text",
     tokenizer: ConfigOr[Tokenizer] | str = BYTES,
+    add_bos: bool = False,
     sequence_length: int,
     global_batch_size: int,
     is_training: bool,
@@ -250,7 +255,7 @@ def lm_documents_source(
     [[256, 111, 110, 101], [256, 116, 119, 111]]
     """
     named = named_documents(documents, weights)
-    loaded = as_tokenizer(tokenizer)
+    loaded = as_tokenizer(tokenizer, add_bos=add_bos)
     pack = _packing(loaded, sequence_length, global_batch_size, is_training, segments)
     sources = [pack(maybe_instantiate(dataset), text_key=text_key) for dataset in named.values()]
     return sequence_batches(
@@ -286,6 +291,7 @@ def lm_stream_source(
     weights: Mapping[str, float] | None = None,
     text_key: str = "text",
     tokenizer: ConfigOr[Tokenizer] | str = BYTES,
+    add_bos: bool = False,
     sequence_length: int,
     global_batch_size: int,
     is_training: bool,
@@ -294,6 +300,8 @@ def lm_stream_source(
     num_threads: int = 2,
 ) -> grain_input.BuildDatasetFn:
     """Returns a source of batches that are packed during reading.
+
+    For other arguments see `lm_text_source`.
 
     Args:
         weights: Relative number of documents from each of several, in training, by default by size.
@@ -306,7 +314,7 @@ def lm_stream_source(
         InputReadError: During iteration, naming a document that is unreadable, empty or too long.
     """
     named = named_documents(documents, weights)
-    loaded = as_tokenizer(tokenizer)
+    loaded = as_tokenizer(tokenizer, add_bos=add_bos)
     datasets = {name: maybe_instantiate(one) for name, one in named.items()}
     for name, one in datasets.items():
         if not len(one):

@@ -31,8 +31,9 @@ logger = logging.getLogger(__name__)
 class Tokenizer(Protocol):
     """Interface of tokenizers.
 
-    Optional members are `encode_batch`, a faster `encode` of a list of texts; and `fingerprint`, a
-    string that changes with the ids of texts, which enables caching of tokens.
+    Optional members are `encode_batch`, a faster `encode` of a list of texts; `fingerprint`, a
+    string that changes with the ids of texts, which enables caching of tokens; and `bos_ids`, a
+    tuple of the tokens that begin a text, see `with_bos`.
 
     Attributes:
         eos_id: Separates documents; never an id of text.
@@ -56,9 +57,16 @@ class Tokenizer(Protocol):
         ...
 
 
-def until_end(tokens: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """Returns the tokens before the first one that ends or pads a text."""
-    ends = np.flatnonzero(np.isin(tokens, [tokenizer.eos_id, tokenizer.pad_id]))
+def until_end(tokens: np.ndarray, tokenizer: Tokenizer, end_ids: Sequence[int] = ()) -> np.ndarray:
+    """Returns the tokens before the first one that ends or pads a text.
+
+    Args:
+        end_ids: Further ids that end a text, such as that of a turn of a conversation.
+
+    >>> until_end(np.array([5, 6, 7, 8]), ByteTokenizer(), end_ids=(7,)).tolist()
+    [5, 6]
+    """
+    ends = np.flatnonzero(np.isin(tokens, [tokenizer.eos_id, tokenizer.pad_id, *end_ids]))
     return tokens[: ends[0]] if len(ends) else tokens
 
 
@@ -112,6 +120,61 @@ def _log_lossy(tokenizer: str, text: str, decoded: str) -> None:
 
 
 _LOGGED: set[str] = set()
+
+
+class _TokenizerWithBos:
+    """Tokenizer whose texts begin with further tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, bos_ids: Sequence[int]):
+        self._tokenizer, self._bos_ids = tokenizer, np.array(bos_ids, np.int32)
+        self.bos_ids = tuple(bos_ids)
+        self.eos_id, self.pad_id = tokenizer.eos_id, tokenizer.pad_id
+        self.vocab_size = tokenizer.vocab_size
+        self.token_num_bytes = tokenizer.token_num_bytes.copy()
+        self.token_num_bytes[self._bos_ids] = 0
+        fingerprint = getattr(tokenizer, "fingerprint", None)
+        self.fingerprint = fingerprint and f"{fingerprint} after {self.bos_ids}"
+
+    def __repr__(self) -> str:
+        return f"with_bos({self._tokenizer!r})"
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        return np.concatenate([self._bos_ids, self._tokenizer.encode(text)])
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        one = self._tokenizer.encode
+        encode = getattr(self._tokenizer, "encode_batch", lambda texts: map(one, texts))
+        return [np.concatenate([self._bos_ids, ids]) for ids in encode(texts)]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        ids = np.asarray(ids).reshape(-1)
+        return self._tokenizer.decode(ids[~np.isin(ids, self._bos_ids)])
+
+
+def bos_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the tokens that the tokenizer's own template puts before a text.
+
+    Raises TokenizerError if there are none.
+    """
+    found = getattr(tokenizer, "bos_ids", ())
+    if not found:
+        raise TokenizerError(
+            f"{tokenizer!r} puts no token before a text, so add_bos=True has none to add; leave it "
+            "out, or pass a tokenizer whose file has one, in its template or as its bos piece"
+        )
+    return tuple(found)
+
+
+def with_bos(tokenizer: Tokenizer) -> Tokenizer:
+    """Returns a tokenizer that puts the beginning of a text before each, as models expect it.
+
+    This is `bos_ids`. The end of a document already precedes the next: if it is also the beginning,
+    nothing is added.
+
+    Raises TokenizerError if the tokenizer has no such tokens.
+    """
+    found = bos_ids(tokenizer)
+    return tokenizer if found == (tokenizer.eos_id,) else _TokenizerWithBos(tokenizer, found)
 
 
 class ByteTokenizer:
@@ -234,6 +297,12 @@ class _FileTokenizer:
         with self._library_errors("cannot decode a text"):
             return self._decode(known)
 
+    @cached_property
+    def bos_ids(self) -> tuple[int, ...]:
+        """The tokens that the file's own template puts before a text, if any."""
+        with self._library_errors("cannot apply its template"):
+            return tuple(self._tokens_before_text())
+
     @contextlib.contextmanager
     def _library_errors(self, fault: str) -> Iterator[None]:
         """Converts errors of the library, such as a panic of Rust, to TokenizerError."""
@@ -287,6 +356,9 @@ class _FileTokenizer:
     def _decode(self, ids: list[int]) -> str:
         raise NotImplementedError(type(self))
 
+    def _tokens_before_text(self) -> list[int]:
+        raise NotImplementedError(type(self))
+
     def _decode_batch(self, ids: list[list[int]]) -> list[str]:
         raise NotImplementedError(type(self))
 
@@ -329,6 +401,14 @@ class HuggingFaceTokenizer(_FileTokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _tokens_before_text(self) -> list[int]:
+        text = self._decode([self._anchor()]) or "a"
+        encoding = self._tokenizer.encode(text, add_special_tokens=True)
+        of_text = self._tokenizer.encode(text, add_special_tokens=False).ids
+        starts = range(len(encoding.ids) - len(of_text) + 1)
+        start = next(i for i in starts if encoding.ids[i : i + len(of_text)] == of_text)
+        return encoding.ids[:start]
 
     def _decode_batch(self, ids: list[list[int]]) -> list[str]:
         return self._tokenizer.decode_batch(ids, skip_special_tokens=True)
@@ -373,6 +453,10 @@ class SentencePieceTokenizer(_FileTokenizer):
     def _decode(self, ids: list[int]) -> str:
         return self._processor.decode(ids)
 
+    def _tokens_before_text(self) -> list[int]:
+        bos = self._processor.bos_id()
+        return [bos] if bos >= 0 else []
+
     def _decode_batch(self, ids: list[list[int]]) -> list[str]:
         return self._processor.decode(ids)
 
@@ -389,8 +473,8 @@ def _piece_num_bytes(piece: str) -> int:
     return len(piece.replace("▁", " ").encode())
 
 
-def as_tokenizer(tokenizer: ConfigOr[Tokenizer] | str) -> Tokenizer:
-    """Returns a tokenizer from its config, or from the path of its file.
+def as_tokenizer(tokenizer: ConfigOr[Tokenizer] | str, *, add_bos: bool = False) -> Tokenizer:
+    """Returns a tokenizer from its config, or from the path of its file; see also `with_bos`.
 
     A path that ends in `.json` is that of a `HuggingFaceTokenizer`, one that ends in `.model` that
     of a `SentencePieceTokenizer`.
@@ -400,6 +484,8 @@ def as_tokenizer(tokenizer: ConfigOr[Tokenizer] | str) -> Tokenizer:
     >>> as_tokenizer(ByteTokenizer()).vocab_size
     258
     """
+    if add_bos:
+        return with_bos(as_tokenizer(tokenizer))
     if not isinstance(tokenizer, str):
         return maybe_instantiate(tokenizer)
     kinds: dict[str, Any] = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}

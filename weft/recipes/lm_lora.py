@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from weft import config, errors, serialization
+from weft.hierarchy import decoding
 from weft.hierarchy.lora import set_lora_recursively, without_lora
 from weft.input import ByteTokenizer, HuggingFaceTokenizer
 from weft.interop.huggingface import FAMILIES, huggingface_model_config, to_huggingface
@@ -187,7 +188,9 @@ def _tokenizer_of(base: str, model: Any) -> Any:
     import tokenizers
 
     loaded = tokenizers.Tokenizer.from_file(str(path))
-    eos, pad = decoder.eos_token_id, decoder.pad_token_id
+    # The first of several ends separates documents.
+    eos, *_ = decoding.end_ids(decoder.eos_token_id)
+    pad = decoder.pad_token_id
     if eos == NO_PADDING:
         raise errors.HuggingFaceConfigError(
             f"the config of the checkpoint {base!r} has no eos_token_id, which separates "

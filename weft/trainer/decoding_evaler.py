@@ -22,7 +22,7 @@ from weft.functional import arrays
 from weft.hierarchy.module import Module
 from weft.input.tokenizers import Tokenizer, as_tokenizer, until_end
 from weft.serialization.directory import Directory
-from weft.trainer import evaler
+from weft.trainer import evaler, run_dir
 from weft.trainer.metric_calculator import BaseMetricCalculator
 from weft.typing import NestedTensor, Tensor
 
@@ -63,6 +63,7 @@ class SampleDecoding(BaseMetricCalculator):
                 " expected at least one token of each."
             )
         self._tokenizer = as_tokenizer(cfg.tokenizer)
+        self._end_ids = run_dir.end_ids(self._model.config)
         modifier = config.maybe_instantiate(cfg.logits_modifier)
         self._run = self._jit_of_model(
             "sample_decode",
@@ -124,7 +125,7 @@ class SampleDecoding(BaseMetricCalculator):
         samples = []
         for outputs in all_forward_outputs:
             for prompt, added in zip(outputs["prompts"], outputs["sampled"], strict=True):
-                added = until_end(added, self._tokenizer)
+                added = until_end(added, self._tokenizer, self._end_ids)
                 samples.append(
                     {
                         "prompt": self._tokenizer.decode(prompt),

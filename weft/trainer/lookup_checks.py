@@ -66,16 +66,22 @@ def check_tokens(cfg: ConfigBase) -> None:
     _check_lengths(cfg)
 
 
-def _special_ids(model: Any, field: str) -> Mapping[str, int]:
+def _special_ids(model: Any, field: str) -> Mapping[str, tuple[int, ...]]:
     """Returns the model's special ids by path; a negative one is that of no token."""
     parent = field.rpartition(".")[0]
     owner = model.get_recursively(parent) if parent else model
-    names = [name for name in _SPECIAL if isinstance(getattr(owner, name, None), int)]
-    return {f"{parent}.{name}".lstrip("."): getattr(owner, name) for name in names}
+    values = {name: getattr(owner, name, None) for name in _SPECIAL}
+    found = {name: (value,) if isinstance(value, int) else value for name, value in values.items()}
+    return {
+        f"{parent}.{name}".lstrip("."): tuple(ids)
+        for name, ids in found.items()
+        if isinstance(ids, Sequence) and ids
+    }
 
 
-def _check_special(field: str, size: int, special: Mapping[str, int]) -> None:
-    for path, value in special.items():
+def _check_special(field: str, size: int, special: Mapping[str, tuple[int, ...]]) -> None:
+    for path, ids in special.items():
+        value = max(ids)
         if value >= size:
             raise TokenizerError(
                 f"model.{path}={value} is outside of the vocabulary, model.{field}={size}: its ids "
@@ -84,16 +90,17 @@ def _check_special(field: str, size: int, special: Mapping[str, int]) -> None:
 
 
 def _check_vocabulary(
-    path: str, tokenizer: Tokenizer, field: str, size: int, special: Mapping[str, int]
+    path: str, tokenizer: Tokenizer, field: str, size: int, special: Mapping[str, tuple[int, ...]]
 ) -> None:
     wrong, needed = [], []
     if tokenizer.vocab_size > size:
         wrong.append(f"it has {tokenizer.vocab_size} ids, and model.{field}={size}")
         needed.append(f"model.{field}={tokenizer.vocab_size}")
-    for name, value in special.items():
+    for name, ids in special.items():
         own_name = _SPECIAL[name.rpartition(".")[2]]
         own = getattr(tokenizer, own_name)
-        if own != value:
+        if own not in ids:
+            value = ids[0] if len(ids) == 1 else ids
             wrong.append(f"its {own_name} is {own}, and model.{name}={value}")
             needed.append(f"model.{name}={own}")
     if wrong:

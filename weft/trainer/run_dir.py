@@ -284,6 +284,15 @@ def find_fields(name: str, cfg: ConfigBase) -> dict[str, Any]:
     return find_values(cfg, lambda path, x: path.rpartition(".")[2] == name and x is not None)
 
 
+def end_ids(cfg: ConfigBase) -> list[int]:
+    """Returns the ids that end a text, of the fields `eos_token_id` of a model's config."""
+    ids = []
+    for found in find_fields("eos_token_id", cfg).values():
+        several = found if isinstance(found, Sequence) else [found]
+        ids += [i for i in several if isinstance(i, int)]  # not those that are set later
+    return ids
+
+
 def data_records(cfg: ConfigBase) -> dict[str, dict[str, Any]]:
     """Returns descriptions, with digests, of the data that the input's config names, by path.
 

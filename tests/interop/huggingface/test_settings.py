@@ -111,7 +111,9 @@ def test_missing_or_unknown_settings():
 
 def test_special_tokens():
     tokens = Settings({"eos_token_id": [7, 8], "pad_token_id": 3}).special_tokens()
-    assert tokens == {"pad_token_id": 3, "eos_token_id": 7}
+    assert tokens == {"pad_token_id": 3, "eos_token_id": (7, 8)}
+    tokens = Settings({"eos_token_id": [7], "pad_token_id": None}).special_tokens()
+    assert tokens == {"pad_token_id": -1, "eos_token_id": 7}
     assert set(Settings({}).special_tokens().values()) == {NO_PADDING}
 
 

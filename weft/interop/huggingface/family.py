@@ -9,7 +9,7 @@ Rotary pair `i` is `(i, i + dim / 2)` in Hugging Face's files and `(2 i, 2 i + 1
 so query and key kernels get their dimensions permuted; inner products do not change.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -147,7 +147,8 @@ def decoder_config(
 def special_tokens(decoder: object) -> dict[str, Any]:
     """Returns the special tokens for `config.json`: the inverse of `Settings.special_tokens`."""
     tokens = {name: getattr(decoder, name) for name in ("pad_token_id", "eos_token_id")}
-    return {name: None if i == NO_PADDING else i for name, i in tokens.items()}
+    several = {name: list(ids) for name, ids in tokens.items() if isinstance(ids, Sequence)}
+    return {name: None if i == NO_PADDING else i for name, i in tokens.items()} | several
 
 
 def dropout_rate(decoder: hierarchy.Decoder.Config, dropout: hierarchy.Dropout.Config) -> float:

@@ -87,14 +87,16 @@ class Settings:
         """Returns the dropout config for the rate in the setting `name`."""
         return hierarchy.Dropout.default_config().set(rate=self.number(name, default, most=1.0))
 
-    def special_tokens(self) -> dict[str, int]:
-        """Returns the ids of padding and end of sequence; of several end ids, the first."""
+    def special_tokens(self) -> dict[str, Any]:
+        """Returns the id of padding, and that of the end of a sequence, or a tuple of several."""
         ids = {name: self.get(name, NO_PADDING) for name in ("pad_token_id", "eos_token_id")}
         for name, value in ids.items():
-            if isinstance(value, list) and value and name == "eos_token_id":
-                ids[name] = value = value[0]
-            if type(value) is not int or not NO_PADDING <= value <= MAX_SIZE:
-                raise self.refusal(name, value, f"can be the id of a token, or {NO_PADDING}")
+            several = isinstance(value, list) and value and name == "eos_token_id"
+            for i in value if several else [value]:
+                if type(i) is not int or not NO_PADDING <= i <= MAX_SIZE:
+                    raise self.refusal(name, value, f"can be the id of a token, or {NO_PADDING}")
+            if several:
+                ids[name] = tuple(value) if len(value) > 1 else value[0]
         return ids
 
     def rotary(self) -> hierarchy.RoFormerSinusoidalPositionalEmbedding.Config:
