@@ -1,7 +1,9 @@
 """The directory of a run from a stranger: nothing in it leads out of it, and no command waits."""
 
 import json
+import logging
 import os
+import re
 import shutil
 import socket
 
@@ -9,6 +11,8 @@ import pytest
 
 from tests.strange_runs import contents, copy_of_run
 from weft.cli import main
+from weft.launch.processes import PrefixedLines
+from weft.trainer.checkpointer.manifest import write_manifest
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -187,3 +191,46 @@ def test_forged_values_end_in_an_error_that_names_them(place, name, forged, why,
     folder = place / "run" / ("summaries/train_train" if "summaries" in name else "")
     (folder / name).write_text(json.dumps(forged) + "\n", encoding="utf-8")
     refused("report", capsys, why)
+
+
+COMMAND = "\x1b]0;mine\x07"  # sets the title of a terminal
+SHOWN = r"\x1b]0;mine\x07"
+
+
+def test_terminal_obeys_no_name_in_a_checkpoint(place, capsys):
+    index = json.loads((place / "run" / STEP / "index").read_text())
+    index["index"].append([f"model/{COMMAND}", f"{COMMAND}\u202e"])
+    (place / "run" / STEP / "index").write_text(json.dumps(index))
+    write_manifest(f"run/{STEP}", facts={"step": 2})
+    assert main(["inspect", "run"]) == 0
+    out = capsys.readouterr().out
+    assert SHOWN in out and COMMAND not in out and "\u202e" not in out
+
+
+def test_terminal_obeys_no_text_of_a_model(place, capsys):
+    assert main(["sample", "run", "--tokens", "200", "--prompt", f"{COMMAND}é\t"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{SHOWN}é\t")
+    assert main(["train", "run", "max_step=3"]) == 0
+    out += capsys.readouterr().out
+    # A model that has learnt nothing writes them.
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", out)
+
+
+def test_terminal_obeys_no_log(place, monkeypatch):
+    lines = []
+
+    def warn(arguments):
+        record = logging.LogRecord("x", logging.WARNING, "", 1, "%s", (COMMAND,), None)
+        lines.append(logging.lastResort.format(record))
+        return 0
+
+    monkeypatch.setattr("weft.cli.inspect.run", warn)
+    before = logging.lastResort.formatter
+    assert main(["inspect", "run"]) == 0
+    assert lines == [SHOWN] and logging.lastResort.formatter is before
+
+
+def test_terminal_obeys_no_line_of_another_process(capsys):
+    PrefixedLines(2)(1, f"line {COMMAND}")
+    assert capsys.readouterr().out == f"[1] line {SHOWN}\n"

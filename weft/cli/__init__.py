@@ -91,7 +91,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "jax" not in sys.modules:
         keep_freed_memory()
     _open_missing_streams()
-    with contextlib.redirect_stdout(Output(sys.stdout)) as output, _fewer_garbage_collections():
+    with (
+        contextlib.redirect_stdout(Output(sys.stdout)) as output,
+        _fewer_garbage_collections(),
+        _printable_log(),
+    ):
         code = _run(argv, output)
         with contextlib.suppress(OSError):
             output.flush()
@@ -100,6 +104,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     _print_error(f"the output cannot be written: {output.error.strerror}")
     return code or 1
+
+
+class _PrintableFormatter(logging.Formatter):
+    """Formatter of log lines, which quote names and messages that others wrote."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the line without control characters."""
+        return printable(super().format(record))
+
+
+@contextlib.contextmanager
+def _printable_log() -> Iterator[None]:
+    """Lets the handler of log lines that has not been configured print no control characters."""
+    handler = logging.lastResort
+    if handler is None:
+        yield
+        return
+    before = handler.formatter
+    handler.setFormatter(_PrintableFormatter())
+    try:
+        yield
+    finally:
+        handler.setFormatter(before)
 
 
 def _open_missing_streams() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from weft.config import apply_overrides, diff, from_text, to_text
 from weft.errors import CommandLineError, ConfigError
 from weft.recipes import find_recipe, named_trainer_configs, recorded_recipe
-from weft.serialization.untrusted import read_text_file
+from weft.serialization.untrusted import printable, read_text_file
 from weft.trainer import SpmdTrainer, run_dir, select_mesh_config
 from weft.trainer.parallelism import MESH_AXIS_NAMES, ParallelismModifier
 from weft.trainer.trainer_config_modifier import apply_config_modifiers
@@ -252,11 +252,12 @@ def show_or_diff(arguments: argparse.Namespace) -> int:
     """Prints a config, or the differences between two."""
     if arguments.action == "show":
         config = load_config(arguments.recipe, arguments.overrides, **arguments.trust)
-        print(to_text(config, omit_defaults=not arguments.defaults, origins=arguments.origin))
+        text = to_text(config, omit_defaults=not arguments.defaults, origins=arguments.origin)
+        print(printable(text))
         for comment in run_dir.length_comments(config):
             print(comment)
         return 0
     a, b = (load_config(name, **arguments.trust) for name in (arguments.a, arguments.b))
     changes = diff(a, b)
-    print(changes)
+    print(printable(str(changes)))
     return 1 if changes else 0

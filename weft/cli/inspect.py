@@ -18,7 +18,7 @@ from rich.console import Console
 from weft.cli.configs import run_directory
 from weft.errors import CheckpointNotFoundError, CommandLineError
 from weft.serialization.directory import Directory
-from weft.serialization.untrusted import check_local_path
+from weft.serialization.untrusted import check_local_path, printable
 from weft.trainer import display
 from weft.trainer.checkpointer import dirs, manifest
 from weft.trainer.checkpointer.index import Entry, Index, read_index_file
@@ -141,5 +141,5 @@ def write_report(arguments: argparse.Namespace) -> int:
         raise CommandLineError(
             f"{str(out)!r} cannot be written: {error}. Name another file with --out."
         ) from error
-    print(f"report     {out}")
+    print(printable(f"report     {out}"))
     return 0

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from rich.console import Console
 
 import weft
 from weft import cli, config, errors, recipes
@@ -23,8 +22,9 @@ from weft.distributed.preemption import still_compiling
 from weft.input import Baseline, ByteTokenizer, Corpus, ngram_baselines
 from weft.launch import JobSetJob, LocalJob, SlurmJob, joined_processes
 from weft.launch.job import STOPPED_EXIT_CODE, Job
+from weft.serialization.untrusted import printable
 from weft.trainer import SpmdTrainer, compilation, has_ended, run_dir
-from weft.trainer.display import Display, make_display, metric_texts
+from weft.trainer.display import Display, TextConsole, make_display, metric_texts
 from weft.trainer.report.page import write_report
 from weft.trainer.report.recorder import errors_logged
 from weft.trainer.run_lock import RunLock, move_aside, run_lock
@@ -101,7 +101,7 @@ def _suggested_commands(arguments: argparse.Namespace) -> Iterator[None]:
 def _move_aside(directory: str) -> None:
     target = move_aside(directory)
     if target is not None:
-        print(f"moved the earlier run from {directory} to {target}")
+        print(printable(f"moved the earlier run from {directory} to {target}"))
 
 
 def _train_base(stopped: list[str], recipe: str, cfg: SpmdTrainer.Config) -> SpmdTrainer | None:
@@ -122,7 +122,7 @@ def _run(
 ) -> tuple[SpmdTrainer, Display, Mapping[str, Baseline]]:
     trainer = cfg.instantiate(parent=None)
     # Only one process prints.
-    console = Console(highlight=False, quiet=jax.process_index() != 0)
+    console = TextConsole(highlight=False, quiet=jax.process_index() != 0)
     display = make_display(console, cfg.dir)
     display.print_line(f"weft {weft.__version__}, jax {jax.__version__}: training {recipe}")
     baselines = _print_corpus(cfg, display)

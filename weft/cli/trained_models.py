@@ -24,6 +24,7 @@ from weft.serialization.untrusted import (
     check_json,
     check_local_path,
     parse_json,
+    printable,
     read_text_file,
 )
 from weft.trainer import display, run_dir
@@ -108,7 +109,7 @@ def print_sample(arguments: argparse.Namespace) -> int:
         temperature=arguments.temperature,
         seed=arguments.seed,
     )
-    print(arguments.prompt + text)
+    print(printable(arguments.prompt + text))
     return 0
 
 
@@ -241,7 +242,7 @@ def export(arguments: argparse.Namespace) -> int:
         )
         files += _copy_tokenizer(cfg, Path(arguments.to))
     for file in files:
-        print(f"{file}  {display.bytes_text(file.stat().st_size)}")
+        print(printable(f"{file}  {display.bytes_text(file.stat().st_size)}"))
     return 0
 
 

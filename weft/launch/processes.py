@@ -22,7 +22,7 @@ from typing import IO, BinaryIO, NamedTuple
 
 from weft.distributed.watchdog import OTHER_STOP_SIGNALS, handle_stop_signals
 from weft.errors import JobConfigError
-from weft.serialization.untrusted import check_local_path
+from weft.serialization.untrusted import check_local_path, printable
 
 LAST_LINES = 20
 
@@ -263,6 +263,7 @@ class PrefixedLines:
             if not self._readable:
                 return
             try:
-                print(f"[{index:{self._width}}] {line}", file=sys.stdout, flush=True)
+                # Logs may quote what others wrote.
+                print(f"[{index:{self._width}}] {printable(line)}", file=sys.stdout, flush=True)
             except OSError:  # the reader, such as `head`, closed the pipe; training continues
                 self._readable = False

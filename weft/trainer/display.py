@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from weft.errors import CheckpointSaveError
+from weft.serialization.untrusted import printable
 from weft.trainer import progress, run_dir, train_step
 from weft.trainer.progress import Meter, Reading, metrics, scalar
 from weft.typing import T
@@ -30,6 +32,21 @@ _SECONDS_BETWEEN_LINES = 10.0
 _SECONDS_BETWEEN_DRAWINGS = 0.25
 # Columns that a bar takes at least, with the space after it.
 _BAR = 12
+
+
+class TextConsole(Console):
+    r"""Console that prints texts which others wrote: a terminal obeys none of their characters.
+
+    >>> TextConsole(file=sys.stdout).print("title \x1b]0;mine\x07", highlight=False)
+    title \x1b]0;mine\x07
+    """
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            # Rich's own, such as those that move the cursor, are not text.
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
 def make_display(console: Console, dir: str | None) -> "Display":
@@ -300,7 +317,7 @@ class NotebookDisplay(_BlockDisplay):
             self._handle.update(self)
 
     def _repr_mimebundle_(self, **kwargs: object) -> dict[str, str]:
-        page = Console(
+        page = TextConsole(
             file=io.StringIO(), record=True, width=self._console.width, force_jupyter=False
         )
         for line in self._lines:
@@ -396,7 +413,7 @@ def with_unit(number: float, units: Sequence[str]) -> str:
 _WIDTH_OF_PIPES = 200
 
 
-class _Console(Console):
+class _TableConsole(TextConsole):
     """Console on standard output; `weft.cli` handles broken pipes."""
 
     def on_broken_pipe(self) -> None:
@@ -406,7 +423,7 @@ class _Console(Console):
 
 def table_console() -> Console:
     """Returns a console on standard output, without highlighting."""
-    return _Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_PIPES)
+    return _TableConsole(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_PIPES)
 
 
 def tree_table(title: str, columns: Sequence[str], numbers: Sequence[str]) -> Table:

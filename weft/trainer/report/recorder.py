@@ -11,7 +11,7 @@ import jax
 from rich.console import Console
 
 from weft.errors import WeftError
-from weft.trainer.display import Display, make_display, parameter_sizes
+from weft.trainer.display import Display, TextConsole, make_display, parameter_sizes
 from weft.trainer.progress import RunListener, RunListeners
 from weft.trainer.report.page import write_report
 from weft.trainer.run_dir import update_record
@@ -86,7 +86,7 @@ class _Stderr:
 
 def error_console() -> Console:
     """Returns a console on the standard error that never fails."""
-    return Console(file=cast(IO[str], _Stderr()), highlight=False)
+    return TextConsole(file=cast(IO[str], _Stderr()), highlight=False)
 
 
 @contextlib.contextmanager
