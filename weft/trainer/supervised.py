@@ -7,6 +7,7 @@ that rows that fill up a batch do not change it. Metrics that are not means are 
 which add up over batches.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -320,7 +321,7 @@ class Supervised(hierarchy.BaseModel):
     def check_means(self, outputs: Any, batch: Mapping[str, Any]) -> None:
         """Raises LossError if a metric is a scalar of a batch that is not a mean over its rows."""
         for name, fn in self._metrics.items():
-            values = self._values(name, fn, outputs, batch)
+            values = jax.eval_shape(functools.partial(self._values, name, fn), outputs, batch)
             if not isinstance(values, Summary) and not values.ndim:
                 MeanOfRows.of_batch(name, fn, outputs, batch).value()
 
