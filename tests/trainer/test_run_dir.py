@@ -170,6 +170,24 @@ def test_changed_files_of_records_are_rejected(tmp_path, pattern, name, changed)
     assert f"of {size} bytes with the SHA-256 " in text and "or restore the data." in text
 
 
+def test_data_may_be_mended_where_the_run_asked_for_it(tmp_path, caplog):
+    (tmp_path / "a.jsonl").write_text(LINES[:-2], encoding="utf-8")
+    documents = config_for_function(json_lines_dataset).set(paths=str(tmp_path / "a.jsonl"))
+    source = config_for_function(lm_documents_source).set(documents=documents)
+    cfg = run_config(tmp_path / "run", input=source)
+    claim_and_save(cfg)
+    reason = "ProcessLostError: process 1 of 2 has failed: InputReadError: a.jsonl, line 2"
+    update_record(cfg.dir, end={"step": 1, "reason": reason})
+    (tmp_path / "a.jsonl").write_text(LINES, encoding="utf-8")
+    claim_run_dir(cfg)
+    assert "The data was mended after the run had failed to read it: input.docum" in caplog.text
+    update_record(cfg.dir, end=None)
+    check_run_dir(cfg)
+    (tmp_path / "a.jsonl").write_text(LINES[:-2], encoding="utf-8")
+    with pytest.raises(RunDirError, match="belongs to a run on other data"):
+        check_run_dir(cfg)
+
+
 def test_changed_tokenizer_is_rejected(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
     source = config_for_function(lm_documents_source).set(tokenizer=f"{tmp_path}/tokenizer.json")

@@ -316,7 +316,7 @@ def test_input_error_is_raised_after_saving(small, tmp_path, monkeypatch):
 def failing_at(tmp_path, monkeypatch):
     """Returns a trainer that saves every second step; some saves fail."""
 
-    def make(*steps, lacks_room):
+    def make(*steps, **how):
         cfg = small_config(tmp_path)
         cfg.checkpointer.save_policy.n = 2
         trainer = trainer_of(cfg)
@@ -324,7 +324,7 @@ def failing_at(tmp_path, monkeypatch):
 
         def failing(*, step, **kwargs):
             if step in steps:
-                raise CheckpointSaveError(f"{step} cannot be saved: full.", lacks_room=lacks_room)
+                raise CheckpointSaveError(f"{step} cannot be saved: full.", **how)
             return save(step=step, **kwargs)
 
         monkeypatch.setattr(trainer.checkpointer, "save", failing, raising=False)
@@ -334,8 +334,9 @@ def failing_at(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("progress", [True, False])
-def test_training_continues_on_a_full_disk(progress, failing_at, tmp_path, caplog, capsys):
-    trainer, recorder = failing_at(2, lacks_room=True), Recorder()
+@pytest.mark.parametrize("why", ["lacks_room", "of_file_system"])
+def test_training_continues_on_a_full_disk(progress, why, failing_at, tmp_path, caplog, capsys):
+    trainer, recorder = failing_at(2, **{why: True}), Recorder()
     trainer.run(listener=recorder, progress=progress)
     text = "2 cannot be saved: full."
     assert (f"{text} Training continues from step 2." in caplog.text) == (not progress)

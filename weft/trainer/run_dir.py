@@ -114,15 +114,28 @@ def check_run_dir(cfg: ConfigBase) -> None:
             + f"\n{other}, or restore the values of these fields.",
             free_dir=free,
         )
+    changes = _changes_of_data(cfg)
+    if changes and not _was_to_be_mended(cfg):
+        raise RunDirError(
+            f"dir={cfg.dir!r} belongs to a run on other data: {'; '.join(changes)}. {other}, or "
+            "restore the data.",
+            free_dir=free,
+        )
+
+
+def _changes_of_data(cfg: ConfigBase) -> list[str]:
     before, now = read_record(cfg.dir).get("corpora", {}), data_records(cfg)
-    for path in before.keys() & now.keys():
-        if before[path]["sha256"] != now[path]["sha256"]:
-            raise RunDirError(
-                f"dir={cfg.dir!r} belongs to a run on other data: {path} was "
-                f"{data_text(before[path])} and is {data_text(now[path])}. {other}, or "
-                "restore the data.",
-                free_dir=free,
-            )
+    return [
+        f"{path} was {data_text(before[path])} and is {data_text(now[path])}"
+        for path in sorted(before.keys() & now.keys())
+        if before[path]["sha256"] != now[path]["sha256"]
+    ]
+
+
+def _was_to_be_mended(cfg: ConfigBase) -> bool:
+    """Returns whether the run ended at a record that the user was asked to mend."""
+    end = read_record(cfg.dir).get("end") or {}
+    return InputReadError.__name__ in end.get("reason", "")
 
 
 def claim_run_dir(cfg: ConfigBase, recipe: Mapping[str, Any] | None = None) -> bool:
@@ -132,7 +145,7 @@ def claim_run_dir(cfg: ConfigBase, recipe: Mapping[str, Any] | None = None) -> b
     errors see `check_run_dir`.
     """
     check_run_dir(cfg)
-    directory = Directory(cfg.dir)
+    directory, checkpoints = Directory(cfg.dir), os.path.join(cfg.dir, CHECKPOINTS_DIR)
     started_before = was_started(cfg.dir)
     if jax.process_index():
         return started_before
@@ -141,6 +154,10 @@ def claim_run_dir(cfg: ConfigBase, recipe: Mapping[str, Any] | None = None) -> b
         text = to_text(cfg) + "\n"
         if started_before:
             _say_what_is_lost(cfg)
+            for change in _changes_of_data(cfg) if has_checkpoint(checkpoints) else ():
+                logger.warning(
+                    "The data was mended after the run had failed to read it: %s.", change
+                )
         if started_before and changes_of_run(cfg.dir, cfg):
             with contextlib.suppress(FileNotFoundError):  # of a run that saved nothing
                 directory.remove(RECORD_FILE)
