@@ -20,6 +20,7 @@ from weft.hierarchy.lora import merge_adapters, set_lora_recursively
 from weft.input.tokenizers import HuggingFaceTokenizer
 from weft.interop.huggingface import from_huggingface, huggingface_model_config
 from weft.trainer.run_dir import claim_run_dir
+from weft.trainer.state_builder import ImportedWeightsBuilder
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -37,6 +38,8 @@ QWEN = {
     "num_hidden_layers": 2,
     "vocab_size": 264,
     "tie_word_embeddings": True,
+    "max_position_embeddings": 77,
+    "eos_token_id": [0, 1],
 }
 
 
@@ -48,6 +51,7 @@ def run(tmp_path_factory):
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER), encoding="utf-8")
     cfg = load_config("lm-tiny", [f"dir={folder / 'lora'}"])
     cfg.model = huggingface_model_config(folder)
+    cfg.init_state_builder = ImportedWeightsBuilder.default_config().set(path=str(folder))
     set_lora_recursively(cfg.model, rank=2, alpha=4.0)
     cfg.input.source.set(
         tokenizer=config_for_class(HuggingFaceTokenizer).set(path=str(folder / "tokenizer.json"))
@@ -101,13 +105,14 @@ def test_hugging_face_checkpoint_is_merged_and_has_the_tokenizer(run, tmp_path):
     directory, model, params = run
     assert export(directory, "--to", tmp_path / "hf", "--max-file-gb", "0.00001") == 0
     names = sorted(file.name for file in (tmp_path / "hf").iterdir())
-    assert names[0] == "config.json" and names[-1] == "tokenizer.json"
+    assert {"config.json", "generation_config.json", "tokenizer.json"} <= set(names)
+    assert {"tokenizer_config.json", "special_tokens_map.json"} <= set(names)
     assert "model.safetensors.index.json" in names
     cfg, read = from_huggingface(tmp_path / "hf")
     merged = merge_adapters(model, params)
     jax.tree.map(np.testing.assert_array_equal, read, merged)
     values = json.loads((tmp_path / "hf" / "config.json").read_text(encoding="utf-8"))
-    assert values["max_position_embeddings"] == 32  # the length of the run's sequences
+    assert values["max_position_embeddings"] == 77 and values["eos_token_id"] == [0, 1]
     assert to_text(cfg) == to_text(huggingface_model_config(tmp_path / "hf"))
 
 
@@ -137,13 +142,26 @@ def test_unsupported_hugging_face_model(tmp_path, capsys, run):
     assert "decoder.emb.soft_cap_logits: 3.0 → None" in capsys.readouterr().err
 
 
+def test_export_without_the_base(run, tmp_path, caplog):
+    cfg = load_config(run[0]).set(dir=str(tmp_path / "run"))
+    cfg.init_state_builder.path = str(tmp_path / "gone")
+    claim_run_dir(cfg)
+    shutil.copytree(f"{run[0]}/checkpoints", tmp_path / "run" / "checkpoints")
+    assert export(tmp_path / "run", "--to", tmp_path / "hf") == 0
+    (message,) = caplog.messages
+    assert "gone, with which the run began, is not there" in message and "Put it there" in message
+    values = json.loads((tmp_path / "hf" / "config.json").read_text(encoding="utf-8"))
+    assert values["max_position_embeddings"] == 32  # the length of the run's sequences
+    assert values["eos_token_id"] == 0
+
+
 def test_same_weights_export_to_the_same_bytes(run, tmp_path):
     directory, _, _ = run
     for name in ("a", "b"):
         assert export(directory, "--to", tmp_path / name / "m.safetensors") == 0
         assert export(directory, "--to", tmp_path / name / "hf") == 0
     files = [path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*.*")]
-    assert len(files) == 4
+    assert len(files) == 7
     for file in files:
         first, second = (tmp_path / name / file for name in ("a", "b"))
         assert first.read_bytes() == second.read_bytes(), file
@@ -164,5 +182,7 @@ def test_private_file_in_place_of_the_tokenizer_is_not_copied(run, tmp_path, cap
         encoding="utf-8",
     )
     assert export(copy / "lora", "--to", tmp_path / "hf") == 2
-    assert "tokenizer.json', which the input names as its tokenizer," in capsys.readouterr().err
+    assert (
+        "tokenizer.json' is not copied as the tokenizer: Expecting value" in capsys.readouterr().err
+    )
     assert not (tmp_path / "hf" / "tokenizer.json").exists()

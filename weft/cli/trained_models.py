@@ -1,6 +1,7 @@
 """Use of a run's trained model: `weft sample` generates text, `weft export` writes parameters."""
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -18,21 +19,16 @@ from weft.core.axis_rules import logical_axis_rules
 from weft.functional import scale_by
 from weft.hierarchy import Module, functional, merge_adapters, without_lora
 from weft.input.tokenizers import Tokenizer, as_tokenizer, until_end
-from weft.serialization.directory import Directory
-from weft.serialization.untrusted import (
-    MAX_JSON_BYTES,
-    check_json,
-    check_local_path,
-    parse_json,
-    printable,
-    read_text_file,
-)
+from weft.serialization.untrusted import check_local_path, printable
 from weft.trainer import display, run_dir
 from weft.trainer.compilation import options_for_steps
 from weft.trainer.mesh import build_mesh, rules_of
 from weft.trainer.model import LibraryModel, build_model, cast_floats
 from weft.trainer.optimizers.base import at_least_float32
+from weft.trainer.state_builder import ImportedWeightsBuilder
 from weft.typing import NestedTensor, Tensor
+
+logger = logging.getLogger(__name__)
 
 Sampler = Callable[[NestedTensor, Tensor], Tensor]
 """Function of parameters and a key that returns tokens."""
@@ -233,14 +229,17 @@ def export(arguments: argparse.Namespace) -> int:
         )
     else:
         lengths = run_dir.find_fields("sequence_length", cfg.input).values()
+        base = _base_of(cfg)
+        longest = max((n for n in lengths if isinstance(n, int)), default=2048)
         files = to_huggingface(
             arguments.to,
             model_cfg,
             params,
-            max_position_embeddings=max((n for n in lengths if isinstance(n, int)), default=2048),
+            max_position_embeddings=longest if base is None else None,
+            base=base,
+            tokenizer=_tokenizer_of(cfg),
             max_shard_bytes=max_shard_bytes,
         )
-        files += _copy_tokenizer(cfg, Path(arguments.to))
     for file in files:
         print(printable(f"{file}  {display.bytes_text(file.stat().st_size)}"))
     return 0
@@ -264,24 +263,25 @@ def _check_export(arguments: argparse.Namespace) -> None:
         )
 
 
-def _copy_tokenizer(cfg: trainer.SpmdTrainer.Config, folder: Path) -> list[Path]:
-    """Copies the tokenizer's file if transformers can read it.
+def _base_of(cfg: trainer.SpmdTrainer.Config) -> str | None:
+    """Returns the folder of the Hugging Face checkpoint that a run began with, if it is there."""
+    builder = cfg.init_state_builder
+    if not isinstance(builder, ImportedWeightsBuilder.Config):
+        return None
+    folder = Path(builder.path)
+    if (folder / "config.json").exists():
+        return str(folder)
+    if not folder.name.endswith(".safetensors"):
+        logger.warning(
+            "%s, with which the run began, is not there: its settings, chat template and "
+            "generation config are not written. Put it there to have them.",
+            folder,
+        )
+    return None
 
-    Raises CommandLineError for a file that does not hold a tokenizer: the path is in the config,
-    which may be a stranger's, and may lead to anything that the user can read.
-    """
+
+def _tokenizer_of(cfg: trainer.SpmdTrainer.Config) -> str | None:
+    """Returns the file of the tokenizer that the input names, if it has one."""
     tokenizers = run_dir.find_fields("tokenizer", cfg.input).values()
     paths = [t if isinstance(t, str) else getattr(t, "path", None) for t in tokenizers]
-    source = Path(next((path for path in paths if isinstance(path, str)), ""))
-    if source.name != "tokenizer.json":
-        return []
-    try:
-        text = read_text_file(source, at_most=MAX_JSON_BYTES)
-        check_json(parse_json(text), {"model": dict})
-    except (OSError, ValueError) as error:
-        raise errors.CommandLineError(
-            f"{str(source)!r}, which the input names as its tokenizer, is not copied: {error}. "
-            "Put the file of the tokenizer there."
-        ) from None
-    Directory(str(folder)).write(source.name, text)
-    return [folder / source.name]
+    return next((path for path in paths if isinstance(path, str)), None)

@@ -242,7 +242,11 @@ def test_export_round_trips(references, transformers, name, tmp_path):
     reference = references(name)
     cfg, params = from_huggingface(reference.folder)
     files = to_huggingface(tmp_path, cfg, params, max_position_embeddings=64)
-    assert sorted(f.name for f in files) == ["config.json", "model.safetensors"]
+    assert sorted(f.name for f in files) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
     kind = type(transformers.AutoConfig.from_pretrained(reference.folder))
     written = transformers.AutoConfig.from_pretrained(tmp_path)
     assert type(written) is kind
@@ -402,3 +406,184 @@ def test_mismatched_parameters(references, tmp_path):
     with pytest.raises(WeightsMismatchError) as error:
         to_huggingface(tmp_path, cfg, params)
     assert "it lacks decoder.adapter.weight, and has decoder.lm_head.weight" in str(error.value)
+
+
+# What a folder has besides weights.
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+TEXT = "the cat and the hat: 3 cats. " * 2
+
+
+def save_tokenizer(folder):
+    """Writes a byte-pair tokenizer of 40 tokens, with special tokens and a chat template."""
+    import tokenizers
+    import transformers
+
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCAB, special_tokens=["<pad>", "<s>", "</s>", "<|end of turn|>"]
+    )
+    made.train_from_iterator([TEXT], trainer)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+
+
+def read_json(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def edit_json(path, **values):
+    path.write_text(json.dumps({**read_json(path), **values}), encoding="utf-8")
+
+
+def loaded(transformers, folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return model, tokenizer
+
+
+FACTS = {
+    "eos_token_id": [2, 3],
+    "pad_token_id": 0,
+    "initializer_range": 0.125,
+    "a_fact_of_theirs": {"kept": [1, "é"]},
+}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-3.1", "llama-biases-linear-tied", "mistral"])
+def test_facts_of_a_base_are_written_back(references, transformers, name, tmp_path):
+    base, out = tmp_path / "base", tmp_path / "out"
+    shutil.copytree(references(name).folder, base)
+    edit_json(base / "config.json", **FACTS, auto_map={"AutoModel": "code.Model"})
+    generation = {"eos_token_id": [2, 3], "temperature": 0.6, "do_sample": True}
+    (base / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+    save_tokenizer(base)
+    cfg, params = from_huggingface(base)
+    to_huggingface(out, cfg, params, base=base)
+    settings = read_json(out / "config.json")
+    assert {key: settings[key] for key in FACTS} == FACTS and "auto_map" not in settings
+    assert settings["bos_token_id"] == 1 and settings["torch_dtype"] == settings["dtype"]
+    kept = read_json(out / "generation_config.json")
+    assert {key: kept[key] for key in generation} == generation
+    (theirs, their_tokenizer), (ours, our_tokenizer) = (
+        loaded(transformers, folder) for folder in (base, out)
+    )
+    assert type(ours) is type(theirs)
+    np.testing.assert_array_equal(logits_of(ours, IDS), logits_of(theirs, IDS))
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(ours.config, key) == getattr(theirs.config, key), key
+        assert getattr(our_tokenizer, key) == getattr(their_tokenizer, key), key
+    assert our_tokenizer(TEXT).input_ids == their_tokenizer(TEXT).input_ids
+    for tokenizer in (our_tokenizer, their_tokenizer):
+        chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+        assert chat == "<s><user>hi"
+    if name != "gpt2":
+        assert settings["max_position_embeddings"] == 64
+        rope = settings["rope_parameters"]
+        assert settings["rope_theta"] == rope["rope_theta"]
+        old = settings["rope_scaling"] or {"rope_type": "default"}
+        assert {**old, "rope_theta": rope["rope_theta"]} == rope
+
+
+def test_facts_that_training_changed_are_replaced(references, tmp_path):
+    base, out = tmp_path / "base", tmp_path / "out"
+    shutil.copytree(references("llama-3.1").folder, base)
+    edit_json(base / "config.json", **FACTS)
+    cfg, params = from_huggingface(base)
+    decoder: Any = cfg.decoder
+    decoder.eos_token_id = 7
+    decoder.transformer.layer.self_attention.attention.input_linear.rope_pos_emb_layer.theta = 9e4
+    to_huggingface(out, cfg, params, base=base, max_position_embeddings=99)
+    settings = read_json(out / "config.json")
+    assert (
+        settings["eos_token_id"] == 7 == read_json(out / "generation_config.json")["eos_token_id"]
+    )
+    assert settings["max_position_embeddings"] == 99 and settings["initializer_range"] == 0.125
+    assert settings["rope_theta"] == settings["rope_parameters"]["rope_theta"] == 9e4
+    assert settings["rope_scaling"]["low_freq_factor"] == 1.0
+
+
+def test_tokenizer_without_settings_gets_them(references, transformers, tmp_path):
+    save_tokenizer(tmp_path / "all")
+    (tmp_path / "bare").mkdir()
+    shutil.copy(tmp_path / "all" / "tokenizer.json", tmp_path / "bare" / "my own.JSON")
+    cfg, params = from_huggingface(references("llama").folder)
+    out = tmp_path / "out"
+    to_huggingface(out, cfg, params, tokenizer=tmp_path / "bare" / "my own.JSON")
+    assert read_json(out / "config.json")["bos_token_id"] is None  # Weft does not know it
+    model, tokenizer = loaded(transformers, out)
+    expected = transformers.AutoTokenizer.from_pretrained(tmp_path / "all")
+    assert tokenizer(TEXT).input_ids == expected(TEXT).input_ids
+    assert tokenizer.eos_token_id == 2 == model.config.eos_token_id
+    assert read_json(out / "special_tokens_map.json")["eos_token"] == "</s>"
+
+
+def test_model_of_sentencepiece(references, transformers, tmp_path, caplog):
+    import sentencepiece
+
+    (tmp_path / "text").write_text("the cat and the hat\n" * 50, encoding="utf-8")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "words"),
+        model_type="bpe",
+        vocab_size=30,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    cfg, params = from_huggingface(references("llama").folder)
+    to_huggingface(tmp_path / "out", cfg, params, tokenizer=tmp_path / "words.model")
+    (message,) = caplog.messages
+    assert "words.model is written as tokenizer.model. Readers that do not use Sent" in message
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    words = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "words.model"))
+    text = "the cat and a hat"
+    assert tokenizer(text, add_special_tokens=False).input_ids == words.encode(text)
+    assert tokenizer.eos_token_id == words.eos_id() == 2
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
+def test_links_out_of_a_base_are_not_followed(references, name, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(references("llama").folder, base)
+    save_tokenizer(base)
+    cfg, params = from_huggingface(base)
+    (tmp_path / "private.json").write_text('{"token": "secret"}', encoding="utf-8")
+    (base / name).unlink()
+    (base / name).symlink_to(tmp_path / "private.json")
+    with pytest.raises(WeightsReadError, match=rf"{name}.* cannot be read .*symbolic link"):
+        to_huggingface(tmp_path / "out", cfg, params, base=base)
+
+
+def test_links_of_the_cache_are_followed(references, tmp_path):
+    repository = tmp_path / "models--a--b"
+    snapshot = repository / "snapshots" / "0123"
+    shutil.copytree(references("llama").folder, repository / "blobs")
+    save_tokenizer(repository / "blobs")
+    snapshot.mkdir(parents=True)
+    for file in (repository / "blobs").iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    cfg, params = from_huggingface(snapshot)
+    files = to_huggingface(tmp_path / "out", cfg, params, base=snapshot)
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {file.name for file in files}
+
+
+def test_base_without_a_model(references, tmp_path):
+    cfg, params = from_huggingface(references("llama").folder)
+    with pytest.raises(WeightsReadError, match=r"config.json' is missing. Give as base the folder"):
+        to_huggingface(tmp_path / "out", cfg, params, base=tmp_path)
+    (tmp_path / "t.json").write_text('{"token": "secret"}', encoding="utf-8")
+    with pytest.raises(
+        WeightsReadError, match=r"t.json' is not copied as the tokenizer: it has no"
+    ):
+        to_huggingface(tmp_path / "out", cfg, params, tokenizer=tmp_path / "t.json")
+    with pytest.raises(WeightsReadError, match=r"there is no .*gone.json', the file of the tok"):
+        to_huggingface(tmp_path / "out", cfg, params, tokenizer=tmp_path / "gone.json")
+    (tmp_path / "tokenizer_config.json").write_text("[]", encoding="utf-8")
+    (tmp_path / "t.json").write_text('{"model": {}}', encoding="utf-8")
+    with pytest.raises(WeightsReadError, match=r"it is not a JSON object\). Copy the file again"):
+        to_huggingface(tmp_path / "out", cfg, params, tokenizer=tmp_path / "t.json")

@@ -222,7 +222,7 @@ def _write(cfg: Any) -> dict[str, Any]:
         "head_dim": (attention.hidden_dim or decoder.dim) // attention.num_heads,
         "hidden_act": family.activation_name(ff.activation[0]),
         "rms_norm_eps": decoder.output_norm.eps,
-        "rope_parameters": settings.rotary_settings(qkv.rope_pos_emb_layer),
+        **settings.rope_settings(settings.rotary_settings(qkv.rope_pos_emb_layer)),
         "attention_dropout": family.dropout_rate(decoder, attention.dropout),
         **(own if kind in ("llama", "qwen3") else {}),
     }

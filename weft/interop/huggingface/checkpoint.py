@@ -18,6 +18,14 @@ from weft import config, errors, hierarchy
 from weft.hierarchy.causal_lm import Model
 from weft.interop.huggingface.causal_lms import GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, similar_settings
 from weft.interop.huggingface.family import Family, TensorMapping, hidden_dim
+from weft.interop.huggingface.folder import (
+    CONFIG,
+    SPECIAL_IDS,
+    SourceFolder,
+    merged,
+    write_generation_config,
+    write_tokenizer,
+)
 from weft.interop.huggingface.settings import Settings
 from weft.serialization import safetensors, untrusted
 from weft.serialization.directory import Directory
@@ -26,7 +34,6 @@ from weft.typing import DType, NestedTensor, Tensor
 FAMILIES: Mapping[str, Family] = {f.model_type: f for f in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)}
 """The families of models by the model type of `config.json`."""
 
-CONFIG = "config.json"
 _PathLike = str | os.PathLike[str]
 
 # Parts of paths in a config that do not change what a trained model computes.
@@ -215,7 +222,9 @@ def to_huggingface(
     cfg: Model.Config,
     params: NestedTensor,
     *,
-    max_position_embeddings: int = 2048,
+    max_position_embeddings: int | None = None,
+    base: _PathLike | None = None,
+    tokenizer: _PathLike | None = None,
     max_shard_bytes: int = safetensors.MAX_SHARD_BYTES,
 ) -> list[Path]:
     """Writes a causal LM as a Hugging Face checkpoint, which `transformers` loads.
@@ -224,17 +233,26 @@ def to_huggingface(
         folder: created if missing; files of an earlier checkpoint are replaced.
         cfg: the config of a model that computes what one of the `FAMILIES` does; a fused projection
             and scaled embeddings are converted.
-        max_position_embeddings: longest sequence, which rotary models do not define themselves.
+        max_position_embeddings: longest sequence, which rotary models do not define themselves; by
+            default that of `base`, or else 2048.
+        base: the folder of the checkpoint that the model was made from. Its settings, tokenizer,
+            generation config and chat template are written too, with what training has changed.
+        tokenizer: file of the tokenizer, `*.json` or `*.model`; that of `base` if None. Files next
+            to it, such as `tokenizer_config.json`, belong to it.
 
     Returns the files that were written.
 
     Raises:
         HuggingFaceConfigError: if no family of Hugging Face computes the same; lists differences.
         WeightsMismatchError: if the parameters are not those of the model.
+        WeightsReadError: if a file of `base` or of the tokenizer cannot be read.
     """
     with contextlib.suppress(AttributeError):  # a model of another kind, which is explained next
         cfg, params = _equivalent_form(cfg, params)
     family, values = _config_dict(cfg)
+    source = None if base is None else SourceFolder(base)
+    if source is not None:
+        family, values = _with_base(family, values, source)
     settings = Settings(values, "the model")
     leaves = dict(safetensors.tensor_names(params))
     pending = {}
@@ -246,9 +264,12 @@ def to_huggingface(
                 shape, dtype, functools.partial(place.hf_values, i)
             )
     if family is not GPT2:
-        values["max_position_embeddings"] = max_position_embeddings
-    dtypes = sorted({jnp.dtype(leaf.dtype).name for leaf in leaves.values()})
-    values |= {"architectures": [family.architecture], "dtype": dtypes[-1]}
+        length = max_position_embeddings or values.get("max_position_embeddings", 2048)
+        values["max_position_embeddings"] = length
+    # A reader would put in the ids of its own default vocabulary.
+    values.setdefault("bos_token_id", None)
+    dtype = max(jnp.dtype(leaf.dtype).name for leaf in leaves.values())
+    values |= {"architectures": [family.architecture], "dtype": dtype, "torch_dtype": dtype}
     # "pt" is the layout that other programs expect.
     files = safetensors.write_tensors(
         Path(folder) / "model.safetensors",
@@ -256,9 +277,37 @@ def to_huggingface(
         metadata={"format": "pt"},
         max_shard_bytes=max_shard_bytes,
     )
-    text = json.dumps(values, indent=2, sort_keys=True) + "\n"
-    Directory(os.fspath(folder)).write(CONFIG, text)
-    return [Path(folder) / CONFIG, *files]
+    directory = Directory(os.fspath(folder))
+    directory.write(CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
+    names = [CONFIG, write_generation_config(directory, values, source)]
+    others = []
+    if tokenizer is not None or base is not None:
+        others = write_tokenizer(directory, values, tokenizer or base or "")
+    return [*(Path(folder) / name for name in names), *files, *(Path(folder) / n for n in others)]
+
+
+def _with_base(
+    family: Family, own: dict[str, Any], base: SourceFolder
+) -> tuple[Family, dict[str, Any]]:
+    """Returns the settings of a base with what training has changed, and its family.
+
+    A model that another family computes has nothing of the base's settings but special ids.
+    """
+    values = base.read_object(CONFIG)
+    if values is None:
+        raise errors.WeightsReadError(
+            f"{str(base.path / CONFIG)!r} is missing. Give as base the folder of the checkpoint "
+            "that the model was made from."
+        )
+    settings = Settings(values, str(base.path / CONFIG))
+    theirs = _family(settings)
+    _, own_of_base = _config_dict(theirs.read(settings))
+    if own_of_base["model_type"] != own["model_type"]:
+        same = {name for name in SPECIAL_IDS if own.get(name) == own_of_base.get(name)}
+        return family, own | {name: values[name] for name in same & values.keys()}
+    # Several families have the same models, such as Mistral without a window and Llama.
+    kept = {**values, "model_type": theirs.model_type}
+    return theirs, merged(own, kept, own_of_base)
 
 
 def _config_dict(cfg: object) -> tuple[Family, dict[str, Any]]:

@@ -192,3 +192,18 @@ def rotary_settings(cfg: hierarchy.RoFormerSinusoidalPositionalEmbedding.Config)
     else:
         values["rope_type"] = "default"
     return values
+
+
+def rope_settings(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns rotary positions under the names of `transformers` 5, and those of earlier ones.
+
+    >>> rope_settings({"rope_theta": 1e4, "rope_type": "default"})["rope_scaling"] is None
+    True
+    """
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    is_scaled = scaling["rope_type"] != "default"
+    return {
+        "rope_parameters": dict(rope),
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": scaling if is_scaled else None,
+    }
