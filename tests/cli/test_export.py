@@ -152,7 +152,7 @@ def test_export_without_the_base(run, tmp_path, caplog):
     assert "gone, with which the run began, is not there" in message and "Put it there" in message
     values = json.loads((tmp_path / "hf" / "config.json").read_text(encoding="utf-8"))
     assert values["max_position_embeddings"] == 32  # the length of the run's sequences
-    assert values["eos_token_id"] == 0
+    assert values["eos_token_id"] == [0, 1]
 
 
 def test_same_weights_export_to_the_same_bytes(run, tmp_path):

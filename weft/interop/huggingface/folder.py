@@ -1,4 +1,4 @@
-"""What a Hugging Face folder holds besides weights: settings, tokenizer, generation, chat template.
+"""Files of a Hugging Face folder besides weights: settings, tokenizer, generation, chat template.
 
     config.json                settings of the model
     generation_config.json     ids at which generation stops, and how it samples
@@ -77,7 +77,7 @@ class SourceFolder:
     def read_object(self, name: str) -> dict[str, Any] | None:
         """Returns the JSON object of a file without names of code, None if there is none.
 
-        Raises WeightsReadError if it cannot be read, or is no object.
+        Raises WeightsReadError if it cannot be read, or holds another JSON value.
         """
         data = self.read(name)
         if data is None:
