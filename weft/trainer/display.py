@@ -37,8 +37,8 @@ _BAR = 12
 class TextConsole(Console):
     r"""Console that prints texts which others wrote: a terminal obeys none of their characters.
 
-    >>> TextConsole(file=sys.stdout).print("title \x1b]0;mine\x07", highlight=False)
-    title \x1b]0;mine\x07
+    >>> TextConsole(file=sys.stdout).print("a \x1b]2J \u202e", highlight=False)
+    a \x1b]2J \u202e
     """
 
     def render(
