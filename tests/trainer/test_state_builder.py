@@ -56,6 +56,7 @@ from weft.trainer.state_builder import (
 )
 from weft.trainer.train_step import TrainerState
 from weft.trainer.trainer import SpmdTrainer
+from weft.utils import flatten_items
 
 
 def test_damaged_checkpoint_is_named_and_skipped(tmp_path, caplog):
@@ -290,6 +291,26 @@ def test_renamed_part_is_read_and_the_rest_drawn(saved):
         assert filled(drawn) == -1
     assert filled(state.learner["optimizer"][1]) == -1
     assert state.prng_key == jax.random.key(7)
+
+
+def test_selections_of_axlearn():
+    def taken(*pairs):
+        state = TrainerState(
+            prng_key=np.zeros(2, np.uint32),
+            model={"a": {"w": np.zeros(2)}, "b": {"w": np.zeros(2)}},
+            learner={"count": np.zeros(1)},
+        )
+        converter = merge(*pairs).set(name="c").instantiate(parent=None)
+        source, aux = converter.target_to_source(Builder.State(0, state))
+        ones = jax.tree.map(np.ones_like, source.trainer_state)
+        result = converter.source_to_target(Builder.State(1, ones), aux)
+        return {path for path, x in flatten_items(result.trainer_state._asdict()) if x.all()}
+
+    assert MergeStateSelection("SOURCE") is MergeStateSelection.SOURCE
+    everything = {"prng_key", "model/a/w", "model/b/w", "learner/count"}
+    assert taken() == everything
+    assert taken(("model/a/.*", "TARGET")) == everything - {"model/a/w"}
+    assert taken(("model/a/.*", "SOURCE"), (".*", MergeStateSelection.TARGET)) == {"model/a/w"}
 
 
 def test_averages_become_parameters(saved):

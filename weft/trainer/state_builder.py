@@ -400,8 +400,8 @@ class ImportedWeightsBuilder(Builder):
 class MergeStateSelection(enum.StrEnum):
     """Source of a leaf: the storage, under the same path, or the target, initialized as usual."""
 
-    SOURCE = "source"
-    TARGET = "target"
+    SOURCE = "SOURCE"
+    TARGET = "TARGET"
 
 
 class MergeStateConverter(Converter):
@@ -412,16 +412,21 @@ class MergeStateConverter(Converter):
 
         Attributes:
             selection_regexes: pairs of a regular expression for whole paths in the target, such as
-                "model/decoder/.*", and the source of these leaves: a `MergeStateSelection`, or
-                their paths in the storage, where "\1" is replaced by the first group of the match.
-                The first matching pair counts; leaves without a match are initialized as usual.
+                "model/decoder/.*", and the source of these leaves: a `MergeStateSelection`, or its
+                name, or their paths in the storage, where "\1" is replaced by the first group of
+                the match. The first matching pair counts. Leaves without a match are initialized as
+                usual; but if all pairs are TARGET, they are read.
         """
 
         selection_regexes: list[tuple[str, str | MergeStateSelection]] = []
 
     def target_to_source(self, target: Builder.State) -> tuple[Builder.State, Any]:
         leaves = dict(index.flatten_state(target.trainer_state))
-        taken = {path: at for path in leaves if (at := self._source_path(path)) is not None}
+        taken = {}
+        for path in leaves:
+            source_path = self._source_path(path)
+            if source_path is not None:
+                taken[path] = source_path
         if not taken:
             raise errors.StateBuilderError(
                 f"{self.path()}: no path of the state matches one of selection_regexes="
@@ -432,13 +437,17 @@ class MergeStateConverter(Converter):
         return Builder.State(target.step, source), (target, taken)
 
     def _source_path(self, path: str) -> str | None:
-        for regex, selected in self.config.selection_regexes:
+        """Returns the path in the storage of a leaf of the target, None for one to initialize."""
+        pairs = self.config.selection_regexes
+        for regex, selected in pairs:
             match = re.fullmatch(regex, path)
             if match is not None:
-                if selected == MergeStateSelection.TARGET:
+                if selected.upper() == MergeStateSelection.TARGET:
                     return None
-                return path if selected == MergeStateSelection.SOURCE else match.expand(selected)
-        return None
+                is_same = selected.upper() == MergeStateSelection.SOURCE
+                return path if is_same else match.expand(selected)
+        excludes_only = all(selected.upper() == MergeStateSelection.TARGET for _, selected in pairs)
+        return path if excludes_only else None
 
     def source_to_target(self, source: Builder.State, aux: Any) -> Builder.State:
         target, taken = aux
@@ -686,4 +695,5 @@ def _with_values(target: Builder.State, values: Mapping[str, Any], step: int) ->
 def _like(value: Any, leaf: Tensor) -> Any:
     if value.dtype != leaf.dtype:
         value = value.astype(leaf.dtype)
-    return value if leaf.sharding is None else jax.device_put(value, leaf.sharding)
+    sharding = getattr(leaf, "sharding", None)  # an array of NumPy has none
+    return value if sharding is None else jax.device_put(value, sharding)
