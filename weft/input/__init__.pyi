@@ -22,6 +22,7 @@ from weft.input.prefetch import (
     PrefetchingIterator as PrefetchingIterator, SavableIterator as SavableIterator,
     savable_iterator as savable_iterator,
 )
+from weft.input.splits import split as split, split_part as split_part
 from weft.input.tokenizers import (
     as_tokenizer as as_tokenizer, ByteTokenizer as ByteTokenizer,
     HuggingFaceTokenizer as HuggingFaceTokenizer, SentencePieceTokenizer as SentencePieceTokenizer,

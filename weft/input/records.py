@@ -163,6 +163,10 @@ class RecordDataset(grain.MapDataset):
         function = transform.map if isinstance(transform, grain.transforms.Map) else transform
         return RecordDataset(self._source, (*self._functions, function))
 
+    def with_source(self, change: Callable[[Records], Records]) -> "RecordDataset":
+        """Returns the dataset with the same functions and another source, made from its own."""
+        return RecordDataset(change(self._source), self._functions)
+
     def __str__(self) -> str:
         return f"RecordDataset({self._source!r})"
 

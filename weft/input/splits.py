@@ -1,0 +1,211 @@
+"""Held-out parts of data.
+
+    train, held_out = split(json_lines_dataset("*.jsonl"), held_out=0.1)
+    train = train.seed(0).shuffle().repeat(None)
+
+A slice after `shuffle` is not a held-out part: each pass has another order, and other records in
+the slice. Here the data is split before, by indices that depend on its length and a seed alone.
+The parts stay the same through passes, processes and restarts, as long as the data does.
+
+A `weft.input.Corpus` splits itself, by the names of its files.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import grain
+import jax
+import numpy as np
+
+from weft.config import ConfigOr, maybe_instantiate
+from weft.errors import InputDatasetError
+from weft.input.corpus import Corpus, Split
+from weft.input.in_memory import Arrays
+from weft.input.records import RecordDataset, Records, describe_record
+
+T = TypeVar("T")
+_ENDLESS = 2**48
+
+
+def split(data: T, *, held_out: float = 0.1, seed: int = 0) -> tuple[T, T]:
+    """Returns two parts of some data that have no record in common.
+
+    Records keep their order. A part of a dataset may be shuffled and repeated.
+
+    Args:
+        data: A `grain.MapDataset`, such as those of `weft.input.datasets`; a list of records;
+            `Arrays`; or an array, or nested tuples or dicts of arrays, with one row per example.
+        held_out: Fraction of the records in the second part, which has at least one, as has the
+            first.
+
+    Raises InputDatasetError if the data is repeated, endless or without random access, if it has
+    fewer than two records, or if the fraction is not between 0 and 1.
+
+    >>> train, held_out = split([*"abcdefghij"], held_out=0.2)
+    >>> len(train), len(held_out), set(train) & set(held_out)
+    (8, 2, set())
+    """
+    return (
+        split_part(data, "train", held_out=held_out, seed=seed),
+        split_part(data, "held_out", held_out=held_out, seed=seed),
+    )
+
+
+def split_part(data: ConfigOr[Any], part: Split, *, held_out: float = 0.1, seed: int = 0) -> Any:
+    """Returns one part of `split`, in a config of an input.
+
+    Args:
+        data: As for `split`, or its config.
+        part: "train" or "held_out".
+
+    >>> split_part(np.arange(4), "held_out", held_out=0.5).shape
+    (2,)
+    """
+    if part not in ("train", "held_out"):
+        raise InputDatasetError(f"part={part!r}; expected 'train' or 'held_out'.")
+    loaded = maybe_instantiate(data)
+    if isinstance(loaded, grain.MapDataset):
+        _check_once(loaded)
+        of_part = _Part(len(loaded), part, held_out, seed)
+        if isinstance(loaded, RecordDataset):
+            return loaded.with_source(lambda source: _PartOfRecords(source, of_part))
+        return _PartOfDataset(loaded, of_part)
+    if isinstance(loaded, list):
+        return [loaded[i] for i in _Part(len(loaded), part, held_out, seed).indices()]
+    if isinstance(loaded, Arrays):
+        return Arrays(_rows(loaded.value, _Part(loaded.num_rows, part, held_out, seed)))
+    if isinstance(loaded, np.ndarray | jax.Array | tuple | Mapping):
+        return _rows(loaded, _Part(_num_rows(loaded), part, held_out, seed))
+    if isinstance(loaded, Corpus):
+        raise InputDatasetError(
+            f"{loaded} splits itself, by the names of its files; use its method `split`, and set "
+            "its held_out_fraction"
+        )
+    raise InputDatasetError(
+        f"data of type {type(loaded).__name__} has no random access, so its records are not known "
+        "before they are read; pass a grain.MapDataset, arrays or a list, or hold out some files"
+    )
+
+
+class _Part:
+    """Indices of the records of a part, as arithmetic on the sorted held-out ones."""
+
+    def __init__(self, num_records: int, part: Split, held_out: float, seed: int):
+        if not 0 < held_out < 1:
+            raise InputDatasetError(
+                f"held_out={held_out} cannot be a fraction of the records; expected more than 0 "
+                "and less than 1, such as 0.1"
+            )
+        if num_records < 2:
+            raise InputDatasetError(
+                f"{num_records} records cannot be split into two parts; expected at least 2"
+            )
+        size = min(max(1, round(num_records * held_out)), num_records - 1)
+        chosen = np.random.default_rng(seed).choice(num_records, size, replace=False)
+        self._held_out = np.sort(chosen)
+        # How many of the others come before each.
+        self._others_before = self._held_out - np.arange(size)
+        self._is_held_out = part == "held_out"
+        self.num_records = size if self._is_held_out else num_records - size
+        self.identity = (part, held_out, seed)
+
+    def __getitem__(self, index: int) -> int:
+        if self._is_held_out:
+            return int(self._held_out[index])
+        return index + int(np.searchsorted(self._others_before, index, side="right"))
+
+    def indices(self) -> np.ndarray:
+        if self._is_held_out:
+            return self._held_out
+        index = np.arange(self.num_records)
+        return index + np.searchsorted(self._others_before, index, side="right")
+
+
+class _PartOfRecords:
+    """Records of a part, with their names in the whole."""
+
+    def __init__(self, records: Records, part: _Part):
+        self._records, self._part = records, part
+
+    def __len__(self) -> int:
+        return self._part.num_records
+
+    def __getitem__(self, index: int) -> Any:
+        return self._records[self._part[index]]
+
+    def __repr__(self) -> str:
+        return f"{self._part.identity[0]} part of {self._records!r}"
+
+    def describe(self, index: int) -> str:
+        return describe_record(self._records, self._part[index])
+
+    @property
+    def fingerprint(self) -> tuple | None:
+        whole = getattr(self._records, "fingerprint", None)
+        return whole and (whole, self._part.identity)
+
+    @property
+    def num_bytes(self) -> int | None:
+        whole = getattr(self._records, "num_bytes", None)
+        return whole and math.ceil(whole * len(self) / len(self._records))
+
+
+class _PartOfDataset(grain.MapDataset):
+    """Elements of a part; the same ones in each pass, also if their parent is shuffled."""
+
+    def __init__(self, parent: grain.MapDataset, part: _Part):
+        super().__init__(parent)
+        self._part = part
+
+    def __len__(self) -> int:
+        return self._part.num_records
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return self.slice(index)
+        return self._parent[self._part[index % len(self)]]
+
+    def __str__(self) -> str:
+        return f"{self._part.identity[0]} part"
+
+
+def _check_once(dataset: grain.MapDataset) -> None:
+    """Raises InputDatasetError if a record may occur twice."""
+    mend = "call split before `repeat` and mixing, and repeat its first part"
+    seen: set[int] = set()
+    for one in _ancestors(dataset):
+        if type(one).__name__.startswith("Repeat"):
+            raise InputDatasetError(
+                f"{dataset} is repeated, so both parts would have the same records; {mend}"
+            )
+        if id(one) in seen:
+            raise InputDatasetError(
+                f"{dataset} has the records of {one} twice, so both parts could have the same "
+                f"record; {mend}"
+            )
+        seen.add(id(one))
+    if len(dataset) >= _ENDLESS:
+        raise InputDatasetError(f"{dataset} has no end, so it cannot be split; {mend}")
+
+
+def _ancestors(dataset: Any) -> Iterator[Any]:
+    yield dataset
+    for parent in dataset.parents:
+        yield from _ancestors(parent)
+
+
+def _num_rows(arrays: Any) -> int:
+    shapes = [np.shape(x) for x in jax.tree.leaves(arrays)]
+    sizes = {shape[:1] for shape in shapes}
+    if len(sizes) != 1 or () in sizes:
+        raise InputDatasetError(
+            f"arrays of the shapes {shapes} cannot be split; expected at least one array, and the "
+            "same number of rows, the first axis, in all of them"
+        )
+    return sizes.pop()[0]
+
+
+def _rows(arrays: Any, part: _Part) -> Any:
+    indices = part.indices()
+    return jax.tree.map(lambda x: x[indices], arrays)
