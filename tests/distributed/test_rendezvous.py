@@ -11,7 +11,12 @@ import pytest
 
 from weft.distributed.peers import Peers
 from weft.distributed.rendezvous import connect_peers, rendezvous, versions
-from weft.errors import ProcessesDifferError, ProcessesNotReadyError, ProcessLostError
+from weft.errors import (
+    CoordinatorNotFoundError,
+    ProcessesDifferError,
+    ProcessesNotReadyError,
+    ProcessLostError,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -281,6 +286,16 @@ def test_token_is_not_sent_to_who_listens_there_first(address):
             assert "does not have the token" in json.loads(lines.readline())["refused"]
         with come(address, 1, 2, 8, token="s3cret") as ours:
             assert b"welcome" in ours.recv(1000)
+
+
+def test_taken_address_is_an_error_of_process_0(address):
+    host, _, port = address.rpartition(":")
+    with (
+        socket.create_server((host, int(port))),
+        pytest.raises(CoordinatorNotFoundError, match="process 0 of 2 cannot listen at 127") as e,
+    ):
+        rendezvous(address, process_id=0, num_processes=2, timeout_seconds=1)
+    assert "Address already in use. If another program has taken the port" in str(e.value)
 
 
 def test_what_is_not_process_0_is_not_waited_for(address):

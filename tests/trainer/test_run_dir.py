@@ -1,5 +1,6 @@
 """A run's directory: who may use it, and what it remembers."""
 
+import errno
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from weft.input.data_files import files_record
 from weft.input.datasets import json_lines_dataset
 from weft.input.text import lm_documents_source
 from weft.recipes.lm import lm_tiny
+from weft.serialization.directory import Directory
 from weft.trainer.parallelism import ParallelismModifier
 from weft.trainer.run_dir import (
     CONFIG_FILE,
@@ -251,6 +253,28 @@ def test_run_that_lost_both_continues_and_says_so(tmp_path, caplog, how):
     assert claim_run_dir(run_config(tmp_path))
     assert "the given config cannot be compared with it" in caplog.text
     assert (tmp_path / CONFIG_FILE).stat().st_size and read_record(str(tmp_path))["starts"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_one_error_of_the_file_system_does_not_stop_a_start(tmp_path, monkeypatch, number):
+    monkeypatch.setattr("weft.trainer.checkpointer.retries.PAUSES_SECONDS", (0.0,))
+    claim_and_save(run_config(tmp_path))
+    left = [number]
+
+    def failing_once(call):
+        def called(*args, **kwargs):
+            if left and "run.json" in str(args):
+                raise OSError(left.pop(), "once")
+            return call(*args, **kwargs)
+
+        return called
+
+    monkeypatch.setattr(Directory, "read_bytes", failing_once(Directory.read_bytes))
+    assert claim_run_dir(run_config(tmp_path)) and not left
+    left.append(number)
+    monkeypatch.setattr(Directory, "write", failing_once(Directory.write))
+    assert claim_run_dir(run_config(tmp_path)) and not left
+    assert len(read_record(str(tmp_path))["starts"]) == 3
 
 
 def test_lost_record_keeps_the_length_of_schedules(tmp_path, caplog):

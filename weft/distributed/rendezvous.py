@@ -42,7 +42,7 @@ from jax.experimental import multihost_utils
 
 import weft
 from weft.distributed import peers, watchdog
-from weft.errors import ProcessesDifferError, ProcessesNotReadyError
+from weft.errors import CoordinatorNotFoundError, ProcessesDifferError, ProcessesNotReadyError
 
 _HELLO_SECONDS = 5.0
 _ADDRESS_BYTES = 1024
@@ -80,6 +80,7 @@ def rendezvous(
         heartbeat_timeout_seconds: time after which a silent process counts as gone.
 
     Raises:
+        CoordinatorNotFoundError: if process 0 cannot listen at the address.
         ProcessesNotReadyError: if some processes do not come, which it lists, or this one is
             refused.
         ProcessesDifferError: if one has other versions of Weft, JAX or Python.
@@ -90,7 +91,15 @@ def rendezvous(
         # A rendezvous on this machine need not be visible to others.
         here = host in ("localhost", "::1") or host.startswith("127.")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host if here else "", int(port)), family=family) as server:
+        try:
+            server = socket.create_server((host if here else "", int(port)), family=family)
+        except OSError as error:
+            why = str(error.strerror).partition(" (")[0]  # without the address
+            raise CoordinatorNotFoundError(
+                f"process 0 of {num_processes} cannot listen at {address}: {why}. If another "
+                "program has taken the port, choose another one for all processes."
+            ) from error
+        with server:
             joined = _accept_all(server, num_processes, token, timeout_seconds, address)
     else:
         joined = _join([(host, int(port))], process_id, num_processes, token, timeout_seconds)

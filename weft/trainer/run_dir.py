@@ -53,6 +53,7 @@ from weft.input.data_files import files_record
 from weft.input.records import matching_files
 from weft.serialization.directory import Directory
 from weft.serialization.untrusted import check_json, check_local_path, parse_json
+from weft.trainer.checkpointer import retries
 from weft.trainer.checkpointer.dirs import check_name, has_checkpoint
 from weft.trainer.schedule import as_schedule_fn
 from weft.trainer.trainer_config_modifier import find_values, outermost
@@ -165,7 +166,7 @@ def claim_run_dir(cfg: ConfigBase, recipe: Mapping[str, Any] | None = None) -> b
         values: dict[str, Any] = {} if recipe is None else {"recipe": signed(recipe, text)}
         if _unset(cfg):
             values[_SCHEDULE_STEPS] = schedule_steps(cfg)
-        directory.write(CONFIG_FILE, text)
+        retries.retried(lambda: directory.write(CONFIG_FILE, text))
         values |= {"corpora": data_records(cfg), "starts": starts, _CONFIG_COPY: text}
         update_record(cfg.dir, **values)
     except OSError as error:
@@ -204,8 +205,9 @@ def _say_what_is_lost(cfg: ConfigBase) -> None:
 
 def _read_or_empty(directory: str, name: str, at_most: int) -> bytes:
     """Returns the contents of a file, nothing if it is missing or was never written to the disk."""
+    run = Directory(directory)
     try:
-        data = Directory(directory).read_bytes(name, at_most=at_most)
+        data = retries.retried(lambda: run.read_bytes(name, at_most=at_most))
     except FileNotFoundError:
         return b""
     return data if data.strip(b"\0 \t\r\n") else b""
@@ -279,7 +281,7 @@ def read_record(directory: str) -> dict[str, Any]:
 def update_record(directory: str, **values: object) -> None:
     """Sets entries of `run.json` to plain JSON values."""
     text = json.dumps({**read_record(directory), **values}, indent=2)
-    Directory(directory).write(RECORD_FILE, text + "\n")
+    retries.retried(lambda: Directory(directory).write(RECORD_FILE, text + "\n"))
 
 
 def environment() -> dict[str, Any]:
