@@ -453,16 +453,7 @@ class SpmdTrainer(Module):
             first_key = jax.random.key(cfg.seed) if prng_key is None else prng_key
             self._begin(first_key, started_before, listener)
             evaler_summaries, outputs, stopped = self._run_steps(stop, listener, first_key)
-            by_signal = stopped is not None and stopped.request.kind == "signal"
-            if self._step or by_signal:
-                self._save_last(listener)
-            if stopped is not None and stopped.error is not None:
-                raise stopped.error
-            reason = MAX_STEP if stopped is None else stopped.request.text
-            if has_ended(reason):
-                missing = (due_at_end(self._evalers) | wanted) - evaler_summaries.keys()
-                evaler_summaries |= self._run_evalers(listener, forced=missing)
-            listener.on_end(self._step, reason)
+            reason = self._end(stopped, wanted, evaler_summaries, listener)
             last = outputs and {"loss": outputs["loss"], "aux": outputs["aux"]}
             if not return_evaler_summaries:
                 return last
@@ -470,6 +461,26 @@ class SpmdTrainer(Module):
                 return None
             summaries = {name: evaler_summaries[name] for name in self._evalers if name in wanted}
             return {**(last or {"loss": None, "aux": None}), "evaler_summaries": summaries}
+
+    def _end(
+        self,
+        stopped: preemption.StopRun | None,
+        wanted: set[str],
+        evaler_summaries: dict[str, Any],
+        listener: RunListener,
+    ) -> str:
+        """Saves, adds the last evaluations to `evaler_summaries`, and returns why the run ends."""
+        by_signal = stopped is not None and stopped.request.kind == "signal"
+        if self._step or by_signal:
+            self._save_last(listener)
+        if stopped is not None and stopped.error is not None:
+            raise stopped.error
+        reason = MAX_STEP if stopped is None else stopped.request.text
+        if has_ended(reason):
+            missing = (due_at_end(self._evalers) | wanted) - evaler_summaries.keys()
+            evaler_summaries |= self._run_evalers(listener, forced=missing)
+        listener.on_end(self._step, reason)
+        return reason
 
     def _wanted_evalers(self, names: bool | Collection[str] | None) -> set[str]:
         """Returns the names of evalers whose summaries a run returns."""

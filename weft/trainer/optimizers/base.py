@@ -117,7 +117,7 @@ TransformationLike = (
     PartitionedGradientTransformation
     | optax.GradientTransformation
     | optax.MultiSteps
-    | config.InstantiableConfig
+    | config.InstantiableConfig[Any]
 )
 
 
