@@ -40,6 +40,16 @@ def test_filter_selects_averaged_values():
     assert ema.params.w.get_metadata() == model.w.get_metadata() and ema.params.w is not model.w
 
 
+def test_keys_have_no_average():
+    model = nnx.Dict(dropout=nnx.Dropout(0.5, rngs=nnx.Rngs(0)), w=nnx.Param(jnp.zeros(2)))
+    with pytest.raises(AverageLeafError, match=r"RngKey at 'dropout.rngs.key' .*only=nnx.Param"):
+        EMA(model, 0.9)
+    ema = EMA(model, 0.75, only=nnx.Param)
+    model.w[...] = 4.0
+    ema.update(model)
+    assert ema.apply_to(model).w.tolist() == [1.0, 1.0]
+
+
 def test_averaged_model_shares_the_rest():
     model = Model()
     ema = EMA(model, 0.5, only=nnx.Param)

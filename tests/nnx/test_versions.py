@@ -1,5 +1,6 @@
 """Changes of structure are noticed, and errors about objects say which one is meant."""
 
+import functools
 import os
 import threading
 
@@ -248,6 +249,22 @@ def test_modules_in_plain_jax():
         TraceContextError, match=r"a Layer is changed inside of a JAX .* It is NestedMod"
     ):
         jax.jit(lambda x: setattr(model.layers[1], "seen", x))(1.0)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [jax.jit, jax.vmap, jax.checkpoint, functools.wraps, lambda f: jax.jit(jax.vmap(f))],
+    ids=str.split("jit vmap checkpoint wraps both"),
+)
+def test_a_model_itself_in_plain_jax(transform):
+    model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    if transform is functools.wraps:  # whose wrapper has the attributes of the model
+        transformed = jax.jit(functools.wraps(model)(lambda x: model(x)))
+    else:
+        transformed = transform(model)
+    said = r"a RngCount of shape \(\) is changed .* It is Dropout\.rngs\.count and"
+    with pytest.raises(TraceContextError, match=said):
+        transformed(jnp.ones((2, 3)))
 
 
 def test_cycle_ends_the_search():

@@ -406,7 +406,7 @@ class EMA(Pytree):
     Attributes:
         params: averages, variables at the model's paths.
 
-    Raises AverageLeafError if the filter matches an array that is not a variable.
+    Raises AverageLeafError if the filter matches an array that is not a variable, or keys.
 
     >>> model = nnx.Dict(w=nnx.Param(jnp.zeros(2)))
     >>> ema = EMA(model, decay=0.75)
@@ -481,6 +481,12 @@ def _average(path: Path, x: object) -> Any:
             f"there is a {type(x).__name__} at {path_text(path)!r}, and only variables have "
             "averages; make it a variable, or give only=nnx.Param."
         )
+    for leaf in jax.tree.leaves(raw_value(x)):
+        if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+            raise errors.AverageLeafError(
+                f"the {type(x).__name__} at {path_text(path)!r} has keys of a random number "
+                "generator, which have no average; give only=nnx.Param to average the parameters."
+            )
     return x.copy()
 
 

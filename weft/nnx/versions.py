@@ -405,7 +405,9 @@ def _owner(x: object) -> tuple[Any, Hashable] | None:
 
 def _info_of(x: object) -> ObjectInfo | None:
     info = getattr(x, "_info", None)
-    return info if isinstance(info, ObjectInfo) else None
+    # `jax.jit(model)` has all attributes of the model, as other wrappers of callables do.
+    is_object = isinstance(info, ObjectInfo) and hasattr(type(x), "_items")
+    return info if is_object else None
 
 
 def class_and_shape(x: Any) -> str:
