@@ -11,6 +11,7 @@ from weft.errors import (
     GraphStructureError,
     ImmutableVariableError,
     ObjectArgumentError,
+    SharedObjectError,
     StateFilterError,
     VariableArgumentError,
 )
@@ -320,3 +321,19 @@ def test_duplicate_variables():
 def test_invalid_reference_values():
     with pytest.raises(VariableArgumentError, match="Cache with ref=True was given a str"):
         with_vars([nnx.Cache((1, "b"))], ref=True)
+
+
+def test_trees_name_both_places_of_a_shared_variable():
+    w = nnx.Param(1.0)
+    with pytest.raises(SharedObjectError, match=r"same Param is at 'a' and at 'b\.w'; .*clone"):
+        nnx.split(nnx.Dict(a=w, b=nnx.Dict(w=w)), graph=False)
+    cyclic = nnx.Dict(w=nnx.Param(1.0))
+    cyclic.again = cyclic
+    with pytest.raises(SharedObjectError, match="the same Dict is at the top and at 'again'"):
+        list(nnx.iter_graph(cyclic, graph=False))
+
+    class NoTree(nnx.Module, pytree=False):
+        pass
+
+    with pytest.raises(GraphStructureError, match="NoTree at 'x' is of a class with pytree=False"):
+        nnx.state(nnx.Dict(x=NoTree()), graph=False)

@@ -142,6 +142,19 @@ def test_names_in_params_axes():
     both(program)
 
 
+def test_names_of_parameters_that_are_trees():
+    one, two = ("embed", "mlp"), ("mlp",)
+    P = jax.sharding.PartitionSpec
+    trees = [(one,), (one, two), [one, two], (one, None), {"a": (one, two)}, (), one]
+
+    def program(nn, partitioning):
+        names = [partitioning.AxisMetadata(names=tree) for tree in (*trees, P("embed"), (P("a"),))]
+        layouts = partitioning.get_axis_names({f"w{i}_axes": x for i, x in enumerate(names)})
+        return {}, [str(layouts)]
+
+    both(program)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_names_of_a_parameter_that_is_a_dict(frozen):
     axes = {"u": ("embed", "mlp"), "v": {"w": ("mlp",), "x": None}}

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx as flax_nnx
 
 from weft import nnx as weft_nnx
+from weft.errors import SharedObjectError
 
 # Flax says of some of its names that they will go; what they do is compared all the same.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -306,6 +307,88 @@ def in_jit(nnx):
     return out, nnx.state(model)
 
 
+def mapped_in_place(nnx):
+    model = make(nnx)
+    same = nnx.map(lambda path, x: x, model)
+    plain = nnx.map(
+        lambda path, x: 7.0 if isinstance(x, nnx.Param) else x, model, recreate_variables=False
+    )
+    shared = nnx.Param(1.0)
+    twice = nnx.Dict(a=shared, b=nnx.Dict(c=shared))
+    both = nnx.map(lambda path, x: 2.0, twice, recreate_variables=False)
+    return same.layers[0].kernel is model.layers[0].kernel, nnx.state(plain), both.a, both.b.c
+
+
+def popped_arrays(nnx):
+    model = nnx.Dict(a=jnp.ones(2), b=nnx.Cache(2.0), c=nnx.Dict(d=nnx.Param(3.0), e="kept"))
+    return nnx.pop(model, ...), list(model), list(model.c)
+
+
+def no_layers(nnx):
+    empty = nnx.Sequential()
+    return empty(), empty(1.0), empty(1.0, 2.0), empty(1.0, b=2.0)
+
+
+def gradients_of_aliases(nnx):
+    w = nnx.Param(jnp.array(2.0))
+    f = nnx.grad(lambda a, b: a["x"] * a["y"][0] * b.w, argnums=(0, 1))
+    first, _ = f({"x": w, "y": [w]}, nnx.Dict(w=w))
+    second = nnx.grad(lambda a, b: a * b, argnums=(0, 1))(w, w)[1]
+    return first["x"], first["y"][0], second, len(second)
+
+
+IN_TREES = {
+    "split": lambda nnx, x: nnx.split(x, graph=False)[1],
+    "parts": lambda nnx, x: nnx.split(x, nnx.Param, ..., graph=False)[1:],
+    "state": lambda nnx, x: nnx.state(x, nnx.Param, graph=False),
+    "graphdef": lambda nnx, x: nnx.graphdef(x, graph=False).num_leaves * 0,
+    "flatten": lambda nnx, x: nnx.flatten(x, graph=False)[1],
+    "unpack": lambda nnx, x: jax.tree.leaves(nnx.unpack(x, graph=False)),
+    "clone": lambda nnx, x: nnx.state(nnx.clone(x, graph=False)),
+    "map": lambda nnx, x: nnx.state(nnx.map(lambda path, x: x, x, graph=False)),
+    "recursive_map": lambda nnx, x: nnx.state(nnx.recursive_map(lambda p, x: x, x, graph=False)),
+    "iter_graph": lambda nnx, x: [
+        p for p, x in nnx.iter_graph(x, graph=False) if isinstance(x, nnx.Variable | jax.Array)
+    ],
+}
+
+
+def trees(nnx):
+    """Returns objects that are trees, and some that only graphs can have."""
+
+    class Point(nnx.Pytree):
+        def __init__(self):
+            self.x = jnp.ones(2)
+
+    class NoTree(nnx.Module, pytree=False):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(2))
+
+    w, point, array = nnx.Param(jnp.ones(2)), Point(), jnp.ones(2)
+    layer, no_tree = nnx.Dict(w=w), NoTree()
+    good = [
+        nnx.Dict(a=layer, b=3),
+        nnx.Dict(p=point, q=nnx.Dict(p=point)),
+        nnx.Dict(a=array, b=array),
+    ]
+    bad = [nnx.Dict(a=layer, b=layer), nnx.Dict(a=w, b=layer), no_tree, nnx.Dict(a=no_tree)]
+    return good, [*bad, [layer, layer]]
+
+
+@pytest.mark.parametrize("function", IN_TREES.values(), ids=IN_TREES)
+def test_trees_without_shared_references(function):
+    seen_of_weft, seen_of_flax = (
+        [seen(function(nnx, tree)) for tree in trees(nnx)[0]] for nnx in (weft_nnx, flax_nnx)
+    )
+    assert seen_of_weft == seen_of_flax
+    for i, _ in enumerate(trees(weft_nnx)[1]):
+        known = failure(lambda nnx, i=i: function(nnx, trees(nnx)[1][i]), flax_nnx)
+        ours = failure(lambda nnx, i=i: function(nnx, trees(nnx)[1][i]), weft_nnx)
+        assert issubclass(ours, known), (i, known)
+    with weft_nnx.set_graph_mode(False), pytest.raises(SharedObjectError):
+        weft_nnx.state(trees(weft_nnx)[1][0])
+
+
 PROGRAMS = {
     "a state": lambda nnx: nnx.state(make(nnx)),
     "parts": lambda nnx: nnx.split(make(nnx), nnx.Param, nnx.RngState, ...)[1:],
@@ -334,6 +417,7 @@ PROGRAMS = {
         f.__name__: f
         for f in (
             hooked, methods_as_hooks, written, computed, updated, popped, mapped, modes, shared,
+            mapped_in_place, popped_arrays, no_layers, gradients_of_aliases,
             cyclic, marked, dataclasses, filtered, states, streams, split_streams, reseeded, in_jit,
         )
     },

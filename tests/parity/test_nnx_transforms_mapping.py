@@ -426,6 +426,16 @@ def shard_map_of_parts(nnx, **mode):
     return mapped(m) is m, m
 
 
+@program(GRAPH, VALUES, TREE)
+def shard_map_of_variables_that_are_only_read(nnx, **mode):
+    m = models(nnx).Pair(jnp.ones(4), jnp.zeros(()))
+    mesh = Mesh(jax.devices()[:2], ("d",))
+    spec = PartitionSpec("d")
+    mapped = nnx.shard_map(lambda w: w * 2, mesh=mesh, in_specs=(spec,), out_specs=spec, **mode)
+    inside = nnx.jit(lambda w: mapped(w), **mode)
+    return inside(m.w), mapped(m.w), str(m.w.get_value().sharding)
+
+
 @program.each
 def test_programs(program, mode):
     same(program, mode)

@@ -310,6 +310,11 @@ class Module(state_lib.ModuleVariables):
             self._shown, name, f"; did you mean {near[0]!r}?" if near else ""
         )
 
+    def __dir__(self) -> Iterable[str]:
+        if self.scope is not None and self._state.setup_is_due:
+            self._run_setup()
+        return super().__dir__()
+
     def __repr__(self) -> str:
         return module_repr(self)
 

@@ -213,7 +213,7 @@ def get_axis_names(axes_metadata: object) -> FrozenDict:
 
     def layouts(tree: object, path: tuple[str, ...]) -> Any:
         if isinstance(tree, AxisMetadata):
-            return _map_names(lambda names: PartitionSpec(*names), tree.names)
+            return _map_names(_layout, tree.names)
         if isinstance(tree, Mapping):
             return {
                 key.removesuffix("_axes"): layouts(tree[key], (*path, str(key))) for key in tree
@@ -224,6 +224,18 @@ def get_axis_names(axes_metadata: object) -> FrozenDict:
         )
 
     return FrozenDict(layouts(axes_metadata, ()))
+
+
+def _layout(names: Any) -> Any:
+    """Returns the layout of an array with these names, or those of a tree of such names."""
+    if names is None or isinstance(names, PartitionSpec):
+        return names
+    if isinstance(names, str):
+        return PartitionSpec(names)
+    if all(name is None or isinstance(name, str) for name in names):
+        return PartitionSpec(*names)
+    layouts = map(_layout, names)
+    return [*layouts] if isinstance(names, list) else (*layouts,)
 
 
 def scan_with_axes(

@@ -253,7 +253,7 @@ class Sequential(Module):
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Calls the layers; the arguments are those of the first."""
-        result: Any = args[0] if len(args) == 1 and not kwargs else args
+        result: Any = (args[0] if len(args) == 1 else args) if args else None
         for i, layer in enumerate(self.layers):
             if not callable(layer):
                 raise LayerCallError(

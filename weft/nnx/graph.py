@@ -20,9 +20,17 @@ import jax
 
 from weft.errors import GraphStructureError
 from weft.lifting.trace_cache import IdentityKey
-from weft.nnx import versions
+from weft.nnx import settings, versions
 from weft.nnx.filters import Path, to_predicate
-from weft.nnx.pytree import Pytree, children, container_items, is_array, is_data, with_children
+from weft.nnx.pytree import (
+    Pytree,
+    TreePlaces,
+    children,
+    container_items,
+    is_array,
+    is_data,
+    with_children,
+)
 from weft.nnx.state import FlatState, State, from_flat_state, merge_state, path_text, to_flat_state
 from weft.nnx.variables import NO_METADATA, Variable, metadata_key
 from weft.nnx.versions import OTHER_STATIC_TYPES, PLAIN_TYPES, StaticValue, plain_static_value
@@ -193,8 +201,9 @@ class FlatGraph:
 
 
 class _Flattener:
-    def __init__(self, with_metadata: bool, known: Mapping[Any, int]) -> None:
+    def __init__(self, with_metadata: bool, known: Mapping[Any, int], is_tree: bool) -> None:
         self.with_metadata = with_metadata
+        self.places = TreePlaces() if is_tree else None
         self.index = {id(x): i for x, i in known.items()}
         self.next = 1 + max(self.index.values(), default=-1)
         self.objects: list[Any] = []
@@ -231,6 +240,8 @@ class _Flattener:
                     for name, value in x._items()
                 ]
             )
+            if self.places is not None:
+                self.places.leave(x)
             return NodeDef(type(x), index, attributes, x._marks(), x._order())
         if is_array(x):
             self._leaf(x, path, owner)
@@ -257,7 +268,10 @@ class _Flattener:
             return versions.static_value(value)
         return self.describe(value, path, (x, name), is_data=True)
 
-    def _index(self, x: object, path: Path) -> Any:
+    def _index(self, x: Pytree | Variable[Any], path: Path) -> Any:
+        if self.places is not None:
+            self.places.enter(x, path)
+            self.index.pop(id(x), None)  # a tree has no references
         new = self.next
         index = self.index.setdefault(id(x), new)
         if index != new:
@@ -301,13 +315,17 @@ def _check_no_objects(x: list[Any] | tuple[Any, ...] | dict[Any, Any], path: Pat
 
 
 def flatten_graph(
-    x: object, with_metadata: bool = True, known: Mapping[Any, int] = _NOTHING
+    x: object,
+    with_metadata: bool = True,
+    known: Mapping[Any, int] = _NOTHING,
+    is_tree: bool = False,
 ) -> FlatGraph:
     """Splits a graph into a description, by default with variables' metadata, and values.
 
-    `known` has indices of objects of another description that this one refers to.
+    `known` has indices of objects of another description that this one refers to. For `is_tree`
+    see `TreePlaces`.
     """
-    walk = _Flattener(with_metadata, known)
+    walk = _Flattener(with_metadata, known, is_tree)
     root = walk.describe(x, ())
     graphdef = GraphDef(root, walk.paths)
     return FlatGraph(
@@ -402,6 +420,33 @@ def with_static_values(graphdef: GraphDef, values: Iterable[Any]) -> GraphDef:
         return part
 
     return GraphDef(replaced(graphdef.root), graphdef.paths, dict(graphdef.outer))
+
+
+def with_plain_values(graphdef: GraphDef, leaves: Sequence[Any]) -> tuple[GraphDef, list[Any]]:
+    """Returns a description in which values in place of variables are attributes, and its values.
+
+    They are at each place of a shared variable.
+    """
+    rest, known, held, paths = iter(leaves), {}, [], []
+
+    def replaced(part: Any, path: Path) -> Any:
+        if isinstance(part, NodeDef):
+            below = tuple([(name, replaced(x, (*path, name))) for name, x in part.attributes])
+            return part._replace(attributes=below)
+        is_variable = isinstance(part, VariableDef)
+        if is_variable:
+            known[part.index] = next(rest)
+        elif not isinstance(part, LeafDef | NodeRef):
+            return part
+        index = None if isinstance(part, LeafDef) else part.index
+        value = next(rest) if index is None else known.get(index)
+        if isinstance(part, NodeRef) and (index not in known or isinstance(value, Variable)):
+            return part
+        held.append(value)
+        paths.append(path)
+        return part if is_variable and isinstance(value, Variable) else _LEAF_DEF
+
+    return GraphDef(replaced(graphdef.root, ()), paths), held
 
 
 def leaves_of(graphdef: GraphDef, state: object) -> list[Any]:
@@ -506,16 +551,19 @@ def recursive_map(
 ) -> Any:
     """Returns a copy of a graph with `f(path, x)` in place of each object and value, inner first.
 
-    Objects and variables passed to `f` are copies.
+    Objects and variables passed to `f` are copies. For `graph` see `nnx.iter_graph`.
 
     >>> recursive_map(lambda path, x: x * 2 if isinstance(x, int) else x, (1, {"a": 2}))
     (2, {'a': 4})
     """
     made: dict[int, Any] = {}
+    is_tree = not settings.resolve_graph_options(graph)[0]
+    if is_tree:
+        flatten_graph(node, is_tree=True)
 
     def walk(x: object, path: Path) -> Any:
         if isinstance(x, Variable | Pytree):
-            if id(x) not in made:
+            if is_tree or id(x) not in made:
                 is_variable = isinstance(x, Variable)
                 new: Any = x.copy() if is_variable else type(x)._from_items((), x._info.marks)
                 # Registered before its contents are mapped, so that cycles lead back to it.

@@ -20,8 +20,13 @@ import numpy as np
 
 from weft.core.display import join_lines
 from weft.core.tracing import current_trace
-from weft.errors import AttributeMarkError, ObjectArgumentError
-from weft.nnx import versions
+from weft.errors import (
+    AttributeMarkError,
+    GraphStructureError,
+    ObjectArgumentError,
+    SharedObjectError,
+)
+from weft.nnx import settings, versions
 from weft.nnx.display import Enclosing, Shown, object_repr, size_text
 from weft.nnx.filters import Path
 from weft.nnx.state import path_text
@@ -193,6 +198,7 @@ class Pytree(Shown):
 
     _info: ObjectInfo
     _field_marks: Mapping[str, bool] = {}
+    _is_jax_pytree: bool = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         made = super().__new__(cls)
@@ -203,6 +209,7 @@ class Pytree(Shown):
         super().__init_subclass__(**kwargs)
         inherited = [vars(base).get("_field_marks", {}) for base in reversed(cls.__mro__[1:])]
         cls._field_marks = {k: v for of in (*inherited, _class_marks(cls)) for k, v in of.items()}
+        cls._is_jax_pytree = pytree
         if pytree:
             unflatten = functools.partial(_unflatten, cls)
             jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, unflatten, _flatten)
@@ -503,21 +510,73 @@ def with_item(x: object, keys: Sequence[Hashable], value: object) -> Any:
 def iter_graph(node: object, /, *, graph: bool | None = None) -> Iterator[tuple[Path, Any]]:
     """Yields each object and value of a graph once with its path, inner ones first.
 
+    For `graph` see `nnx.set_graph_mode`; without graphs, objects without variables are yielded at
+    each of their places. Raises SharedObjectError if a variable is at several places of a tree.
+
     >>> [path for path, _ in iter_graph({"a": nnx.List([1, nnx.Param(2)])})]
     [('a', 0), ('a', 1), ('a',), ()]
     """
     seen: set[int] = set()
+    places = None if settings.resolve_graph_options(graph)[0] else TreePlaces()
 
     def walk(x: object, path: Path) -> Iterator[tuple[Path, Any]]:
-        if isinstance(x, Variable | Pytree):
+        is_object = isinstance(x, Variable | Pytree)
+        if is_object and places is not None:
+            places.enter(x, path)
+        elif is_object:
             if id(x) in seen:
                 return
             seen.add(id(x))
         for name, value in children(x):
             yield from walk(value, (*path, name))
+        if is_object and places is not None:
+            places.leave(x)
         yield path, x
 
     return walk(node, ())
+
+
+class TreePlaces:
+    """The places of objects in a tree, in which variables are at one place each.
+
+    Call `enter` with each object before its contents, and `leave` after them.
+    """
+
+    def __init__(self) -> None:
+        self._variables: dict[int, Path] = {}
+        self._open: dict[int, Path] = {}
+
+    def enter(self, x: Pytree | Variable[Any], path: Path) -> None:
+        """Notes an object.
+
+        Raises:
+            SharedObjectError: for a variable at a second place, or an object inside itself.
+            GraphStructureError: for an object of a class with `pytree=False`.
+        """
+        if isinstance(x, Variable):
+            first = self._variables.setdefault(id(x), path)
+        elif not x._is_jax_pytree:
+            raise GraphStructureError(
+                f"the {type(x).__name__} at {_place(path)} is of a class with pytree=False, and "
+                "with graph=False objects are plain pytrees; set graph=True, or define the class "
+                "without pytree=False."
+            )
+        else:
+            first = self._open.setdefault(id(x), path)
+        if first is not path:
+            raise SharedObjectError(
+                f"the same {type(x).__name__} is at {_place(first)} and at {_place(path)}; with "
+                "graph=False an object is a plain pytree without shared references. Put "
+                "nnx.clone(...) in one place, or set graph=True."
+            )
+
+    def leave(self, x: Pytree | Variable[Any]) -> None:
+        """Notes the end of an object's contents."""
+        self._open.pop(id(x), None)
+
+
+def _place(path: Path) -> str:
+    return repr(".".join(map(str, path))) if path else "the top"
 
 
 def iter_children(node: object, /, *, graph: bool | None = None) -> Iterator[tuple[Hashable, Any]]:

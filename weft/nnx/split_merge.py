@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 import jax
 
 from weft.errors import GraphStructureError, ObjectArgumentError, warn_deprecated
+from weft.nnx import settings
 from weft.nnx.filters import All, Filter, OfType, Path, grouped, to_predicate
 from weft.nnx.graph import (
+    FlatGraph,
     GraphDef,
     VariableDef,
     build_graph,
@@ -24,6 +26,7 @@ from weft.nnx.graph import (
     flatten_graph,
     leaf_defs,
     leaves_of,
+    with_plain_values,
 )
 from weft.nnx.pytree import is_array
 from weft.nnx.refs import initial_ref
@@ -41,6 +44,16 @@ from weft.nnx.state import (
 from weft.nnx.variables import Variable, is_variable, map_value, value_of
 
 T = TypeVar("T")
+
+
+def _flattened(
+    node: object, graph: bool | None, known: Mapping[Any, int] | None = None
+) -> FlatGraph:
+    """Splits an object as a graph, or without graphs as a tree."""
+    references, _ = settings.resolve_graph_options(graph)
+    return flatten_graph(node, known={} if known is None else known, is_tree=not references)
+
+
 PureState = tuple[GraphDef[T], State]
 """An object split in two, as `split` returns it."""
 
@@ -51,14 +64,18 @@ def split(node: object, *filters: Filter, graph: bool | None = None) -> tuple[An
     Args:
         node: object, or pytree of objects.
         *filters: one state each; without filters, one state with everything.
+        graph: whether objects may be shared; by default by `nnx.set_graph_mode`.
 
-    Raises StateFilterError if no filter matches a value.
+    Raises:
+        StateFilterError: if no filter matches a value.
+        SharedObjectError: without graphs, if a variable is at several places.
+        GraphStructureError: without graphs, for an object of a class with `pytree=False`.
 
     >>> graphdef, state = nnx.split(nnx.Dict(factor=nnx.Param(2.0)))
     >>> nnx.merge(graphdef, state).factor.get_value()
     2.0
     """
-    flat = flatten_graph(node)
+    flat = _flattened(node, graph)
     whole = from_flat_state(flat.items())
     if not filters:
         return flat.graphdef, whole
@@ -124,7 +141,7 @@ def unpack(node: object, *filters: Filter, graph: bool | None = None) -> Any:
     >>> nnx.merge(params, rest).w.get_value(), list(rest)
     (1.0, ['n'])
     """
-    graphdef, *states = split(node, *filters)
+    graphdef, *states = split(node, *filters, graph=graph)
     made = [GraphState(graphdef, state) for state in states]
     return made[0] if len(made) == 1 else tuple(made)
 
@@ -135,7 +152,7 @@ def state(node: object, *filters: Filter, graph: bool | None = None) -> Any:
     >>> nnx.to_pure_dict(nnx.state(nnx.Dict(w=nnx.Param(1.0), n=nnx.Cache(2)), nnx.Param))
     {'w': 1.0}
     """
-    groups, _ = grouped(flatten_graph(node).items(), filters or (...,))
+    groups, _ = grouped(_flattened(node, graph).items(), filters or (...,))
     states = [from_flat_state(group) for group in groups]
     return states[0] if len(states) == 1 else tuple(states)
 
@@ -146,7 +163,7 @@ variables = state
 
 def graphdef(node: T, /, *, graph: bool | None = None) -> GraphDef[T]:
     """Returns an object's description; equal for objects that differ only in values."""
-    return flatten_graph(node).graphdef
+    return _flattened(node, graph).graphdef
 
 
 def clone(node: T, variables: bool = True, *, arrays: bool = False, graph: bool | None = None) -> T:
@@ -160,7 +177,7 @@ def clone(node: T, variables: bool = True, *, arrays: bool = False, graph: bool 
     def copied(x: object) -> Any:
         return x.copy() if arrays and isinstance(x, jax.Array) else x
 
-    flat = flatten_graph(node)
+    flat = _flattened(node, graph)
     leaves = [map_value(copied, x) if variables else copied(x) for x in flat.leaves]
     return build_graph(flat.graphdef, leaves, share=True)[0]
 
@@ -175,11 +192,16 @@ def map(
 ) -> Any:
     """Returns a copy of an object with `f(path, value)` in place of each variable and array.
 
-    `f` returns a variable, or the value of one; `recreate_variables` is ignored.
+    Args:
+        f: returns a variable, which the copy holds itself, or the value of one.
+        recreate_variables: whether a value becomes a variable; otherwise an attribute is the value.
     """
-    flat = flatten_graph(node)
+    flat = _flattened(node, graph)
     leaves = [f(path, x) for path, x in flat.items()]
-    return build_graph(flat.graphdef, copies(leaves), share=True)[0]
+    if recreate_variables:
+        return build_graph(flat.graphdef, leaves, share=True)[0]
+    graphdef, leaves = with_plain_values(flat.graphdef, leaves)
+    return build_graph(graphdef, leaves, share=True)[0]
 
 
 def as_pure(tree: object) -> Any:
@@ -219,7 +241,7 @@ def flatten(
     """
     known = RefMap() if ref_index is None else ref_index
     first = 1 + max(known.values(), default=-1)
-    flat = flatten_graph(node, known=known)
+    flat = _flattened(node, graph, known)
     graphdef, new = flat.graphdef, list(enumerate(flat.objects, first))
     if ref_index is not None:
         ref_index.update((x, i) for i, x in new)
@@ -269,7 +291,7 @@ def unflatten(
 
 
 def as_abstract(tree: Any, graph: bool | None = None) -> Any:
-    """Returns a copy of objects with shapes and dtypes in place of arrays; `graph` is ignored.
+    """Returns a copy of objects with shapes and dtypes in place of arrays.
 
     >>> as_abstract(nnx.Dict(w=nnx.Param(jnp.ones(2)))).w[...]
     ShapeDtypeStruct(shape=(2,), dtype=float32)
@@ -279,7 +301,7 @@ def as_abstract(tree: Any, graph: bool | None = None) -> Any:
         is_kept = is_array(x) or isinstance(x, jax.Ref)
         return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_kept else x
 
-    return map(lambda _, x: map_value(abstract, x), tree)
+    return map(lambda _, x: map_value(abstract, x), tree, graph=graph)
 
 
 def set_metadata(node: object, /, *, only: Filter = Variable, **metadata: object) -> None:

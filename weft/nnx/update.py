@@ -106,7 +106,7 @@ def _is_item(owner: object, name: object) -> bool:
 
 
 def pop(node: object, *filters: Filter) -> Any:
-    """Removes variables from an object, and returns one state per filter.
+    """Removes variables and arrays from an object, and returns one state per filter.
 
     Raises:
         StateFilterError: without a filter.
@@ -119,7 +119,7 @@ def pop(node: object, *filters: Filter) -> Any:
     if not filters:
         raise StateFilterError("pop needs a filter, such as nnx.pop(model, nnx.Intermediate).")
     flat = flatten_graph(node)
-    items = [item for item in flat.items() if isinstance(item[1], Variable)]
+    items = list(flat.items())
     groups, _ = grouped(items, filters)
     gone = {id(variable) for group in groups for _, variable in group}
     places: list[tuple[Any, Any, Path]] = [

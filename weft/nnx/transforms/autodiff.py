@@ -14,7 +14,7 @@ from weft.core.tracing import entry_point
 from weft.lifting import DIFF, Roles, signature
 from weft.nnx import graph, settings, split_merge, versions
 from weft.nnx.filters import Everything, OfType, Path, PathIn, Predicate, to_predicate
-from weft.nnx.state import from_flat_state, path_text, to_flat_state
+from weft.nnx.state import State, from_flat_state, path_text, to_flat_state
 from weft.nnx.transforms import calls
 from weft.nnx.transforms.calls import MISSING, P, R, optional_function
 from weft.nnx.transforms.kind import ObjectKind, is_object
@@ -386,7 +386,7 @@ class _DiffArguments:
                 return graph.build_graph(x.graphdef, [every[n] for n in x.numbers])[0]
             items = [(paths[n][2:], leaf) for n, leaf in gradient[0].items()]
             if x.graphdef.root.__class__ is graph.VariableDef:
-                return items[0][1] if items else None
+                return items[0][1] if items else State()  # the gradient is at an alias
             return from_flat_state(items)
 
         def to_user_gradients(grads: tuple[Any, ...]) -> Any:

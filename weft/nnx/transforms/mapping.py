@@ -8,8 +8,12 @@ from types import MappingProxyType
 from typing import Any, Unpack
 
 import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 from weft import lifting
+from weft.core import tracing
 from weft.core.meta import PARTITION_NAME
 from weft.lifting.roles import broadcast_roles, carrier_roles
 from weft.nnx import graph, settings, spmd, versions
@@ -151,17 +155,38 @@ def shard_map(
     >>> f(model, jnp.ones(3))
     Array([1., 1., 1.], dtype=float32)
     """
+    of_objects = kind.ObjectKind("shard_map", *settings.resolve_graph_options(**options))
+    in_roles = state_roles.as_roles(in_specs)
     mapped = lifting.shard_map(
-        kind.ObjectKind("shard_map", *settings.resolve_graph_options(**options)),
+        of_objects,
         f,
         mesh=mesh,
-        in_specs=state_roles.as_roles(in_specs),
+        in_specs=in_roles,
         out_specs=state_roles.as_roles(out_specs),
         axis_names=frozenset(axis_names),
         check_vma=check_vma,
     )
+
+    def call(*args: object) -> Any:
+        result = mapped(*args)
+        if of_objects.structure and isinstance(mesh, jax.sharding.Mesh):
+            _lay_out(args, in_roles, mesh)
+        return result
+
     specs = "in_specs", "out_specs"
-    return calls.wrap_transformed("shard_map", f, mapped, specs, in_specs, by_position=True)
+    return calls.wrap_transformed("shard_map", f, call, specs, in_specs, by_position=True)
+
+
+def _lay_out(args: tuple[Any, ...], in_roles: object, mesh: jax.sharding.Mesh) -> None:
+    """Lays out variables that a function only reads by their specifications, as in Flax."""
+    for variable, spec in _mapped(args, in_roles, "in_specs").values():
+        value, is_here = variable._value, kind.trace_of(variable) == tracing.current_trace()
+        is_array = isinstance(value, jax.Array | np.ndarray)
+        if is_here and is_array and not isinstance(value, Tracer):
+            if not isinstance(spec, PartitionSpec):
+                continue  # a key for each device
+            new = jax.device_put(value, NamedSharding(mesh, spec))
+            object.__setattr__(variable, "_value", new)
 
 
 @same_signature
