@@ -10,8 +10,7 @@ import pytest
 from weft.distributed import cpu_threads
 from weft.distributed.cpu_threads import missing_threads, provide_threads
 
-CORES = len(os.sched_getaffinity(0))
-DEVICES = 4 * CORES
+DEVICES = 8
 FLAGS = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}", "NPROC": ""}
 PATIENCE_SECONDS = 120
 
@@ -19,6 +18,7 @@ PATIENCE_SECONDS = 120
 @pytest.fixture
 def environment(monkeypatch):
     cpu_threads._say.cache_clear()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     return lambda **variables: [monkeypatch.setenv(*item) for item in variables.items()]
 
 
@@ -51,24 +51,29 @@ def test_it_is_too_late_once_there_are_devices(environment, caplog):
     assert os.environ["NPROC"] == ""
 
 
-PROVIDED = """
+ONE_CORE = """
 import os
-from weft.trainer import build_mesh
+os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
+"""
+TRAINS = """
+from weft.cli import main
 
-build_mesh((-1,), ("data",))
-print(os.environ["NPROC"], len(os.listdir("/proc/self/task")))
+code = main("train lm-tiny --mesh fsdp=8 max_step=1 dir=run".split())
+print(code, os.environ["NPROC"], len(os.listdir("/proc/self/task")))
 """
 
 
-def test_a_mesh_brings_threads(python_server):
-    with python_server.start("-c", PROVIDED, env=FLAGS) as process:
-        variable, threads = process.stdout.read().split()
-    assert int(variable) == 4 * DEVICES
+@pytest.mark.long
+def test_training_on_one_core_has_threads(python_server, tmp_path):
+    with python_server.start("-c", ONE_CORE + TRAINS, env=FLAGS, cwd=tmp_path) as process:
+        printed = process.stdout.read()
+    code, variable, threads = printed.splitlines()[-1].split()
+    assert (code, variable) == ("0", str(4 * DEVICES)), printed
     assert int(threads) > 4 * DEVICES
 
 
 HANGS = """
-import sys, threading
+import threading
 import jax, jax.numpy as jnp, numpy as np, optax
 import weft
 from weft.hierarchy import BaseModel, Linear
@@ -95,7 +100,7 @@ weft.fit(Waits.default_config(), {"x": np.ones((rows, 1))}, steps=1, batch_size=
 @pytest.mark.long
 def test_a_signal_ends_a_first_step_that_hangs(python_server):
     env = FLAGS | {"NPROC": "1"}
-    with python_server.start("-c", HANGS, env=env, stderr=subprocess.PIPE) as process:
+    with python_server.start("-c", ONE_CORE + HANGS, env=env, stderr=subprocess.PIPE) as process:
         for line in process.stdout:
             if "waiting" in line:
                 process.send_signal(signal.SIGTERM)
