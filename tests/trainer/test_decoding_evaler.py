@@ -137,6 +137,33 @@ def test_sequences_shorter_than_the_prompt_are_continued_at_their_end(
     assert texts[0]["prompt"] == TEXT[:4]
 
 
+def test_texts_end_before_each_of_several_ends(tmp_path, params, mesh):
+    cfg = lm_tiny().model.set(name="model")
+    cfg.decoder.set(dim=8)
+    cfg.decoder.transformer.layer.self_attention.attention.set(num_heads=1)
+    greedy = config_for_function(scale_by).set(temperature=0.0)
+    sampled, texts = [], []
+    # The second end is what the model would continue with.
+    for ends in ((256,), (256, None)):
+        if None in ends:
+            ends = (256, sampled[0][0])
+        model = cfg.clone()
+        model.decoder.eos_token_id = ends
+        samples = evaler(
+            tmp_path / str(len(ends)), model.instantiate(parent=None), logits_modifier=greedy
+        )
+        with jax.set_mesh(mesh):
+            _, _, outputs = samples.eval_step(
+                1, prng_key=jax.random.key(0), model_params=params, return_aux=True
+            )
+        sampled.append([int(i) for i in outputs[0]["sampled"][0]])
+        texts.append(written(tmp_path / str(len(ends)), 1)[0])
+    assert texts[0]["num_tokens"] > 0
+    assert texts[1]["num_tokens"] == 0 and texts[1]["text"] == ""
+    # Sampling stopped there, and padding follows.
+    assert sampled[1] == [sampled[0][0]] + [257] * 5
+
+
 def test_zero_temperature_decodes_greedily(tmp_path, model, params, mesh):
     greedy = config_for_function(scale_by).set(temperature=0.0)
     samples = evaler(tmp_path, model, logits_modifier=greedy)

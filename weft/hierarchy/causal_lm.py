@@ -7,7 +7,6 @@ number per target, which are returned to the caller.
 
 import functools
 import logging
-import math
 import operator
 import re
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ from weft.hierarchy.attention.stack import RepeatedTransformerLayer, StackedTran
 from weft.hierarchy.decoder import Decoder, warn_if_padding_is_end
 from weft.hierarchy.layers.embedding import LearnedPositionalEmbedding, ModalityVocabInfo
 from weft.hierarchy.layers.normalization import LayerNorm
-from weft.hierarchy.metrics import Perplexity, WeightedScalar
+from weft.hierarchy.metrics import Perplexity, WeightedScalar, bits_per_byte
 from weft.hierarchy.module import Module, nowrap
 from weft.hierarchy.param_init import DefaultInitializer, normal_weights
 from weft.hierarchy.parameter_spec import maybe_shard
@@ -105,14 +104,6 @@ def _num_targets(input_batch: Mapping[str, Any]) -> Tensor:
     return jnp.sum(_live_targets(input_batch), dtype=jnp.float32)
 
 
-def _bits_per_byte(nats: Tensor, target_num_bytes: Tensor) -> WeightedScalar:
-    is_known = jnp.all(target_num_bytes >= 0)
-    num_bytes = jnp.sum(target_num_bytes).astype(jnp.float32)
-    bits = jnp.where(is_known, jnp.sum(nats) / math.log(2), jnp.nan)
-    num_bytes = jnp.where(is_known, num_bytes, 1.0)
-    return WeightedScalar(bits / jnp.maximum(1, num_bytes), num_bytes)
-
-
 class CrossEntropyLossMetrics(BaseLossMetrics):
     """Cross entropy of the targets, and metrics derived from it."""
 
@@ -162,7 +153,7 @@ class CrossEntropyLossMetrics(BaseLossMetrics):
         if scale:
             metrics["z_loss"] = mean(jnp.square(stats["log_normalizer"]))
         if "target_num_bytes" in input_batch:
-            metrics["bits_per_byte"] = _bits_per_byte(stats["nll"], input_batch["target_num_bytes"])
+            metrics["bits_per_byte"] = bits_per_byte(stats["nll"], input_batch["target_num_bytes"])
         return mean(per_token_loss), metrics
 
 

@@ -4,12 +4,14 @@ Modules pass them to `add_summary`. As pytrees they are outputs of the compiled 
 summary writer renders each `value()`. An evaler first merges those of all batches by `accumulate`.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from weft import errors, struct
 from weft.config import Configurable
@@ -249,6 +251,26 @@ class Perplexity(WeightedScalar):
         total = WeightedScalar(jnp.log(self.mean), self.weight)
         total += WeightedScalar(jnp.log(other.mean), other.weight)
         return type(self)(jnp.exp(total.mean), total.weight)
+
+
+def bits_per_byte(
+    per_target_loss: Float[Array, "batch time"], target_num_bytes: Int[Array, " batch"]
+) -> WeightedScalar:
+    """Returns bits per byte of text, whose weight is the number of bytes.
+
+    Args:
+        per_target_loss: Cross entropies in nats, 0 where a target does not count.
+        target_num_bytes: Bytes of the targets of each example, as Weft's inputs count them. With a
+            negative one, which means unknown, the result is NaN, also if others are added to it.
+
+    >>> metric = bits_per_byte(jnp.full((1, 4), jnp.log(2.0)), jnp.array([8]))
+    >>> float(metric.mean), float(metric.weight)
+    (0.5, 8.0)
+    """
+    is_known = jnp.all(target_num_bytes >= 0)
+    bits = jnp.where(is_known, jnp.sum(per_target_loss) / math.log(2), jnp.nan)
+    num_bytes = jnp.where(is_known, jnp.sum(target_num_bytes), 1).astype(jnp.float32)
+    return WeightedScalar(bits / jnp.maximum(1, num_bytes), num_bytes)
 
 
 class MetricAccumulator(Configurable):

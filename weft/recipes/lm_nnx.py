@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from weft import config, functional, nnx
-from weft.hierarchy.metrics import WeightedScalar
+from weft.hierarchy.metrics import WeightedScalar, bits_per_byte
 from weft.input import ByteTokenizer
 from weft.recipes.lm import VOCAB_SIZE, text_trainer_config
 
@@ -164,10 +164,8 @@ class LanguageModel(nnx.Module):
         num_targets = aux["num_targets"]
         self.sow("summaries", "loss", WeightedScalar(loss, num_targets))
         if "target_num_bytes" in input_batch:
-            num_bytes = jnp.maximum(1, jnp.sum(input_batch["target_num_bytes"]))
-            num_bytes = num_bytes.astype(jnp.float32)
-            bits = jnp.sum(aux["per_target_loss"]) / math.log(2)
-            self.sow("summaries", "bits_per_byte", WeightedScalar(bits / num_bytes, num_bytes))
+            bits = bits_per_byte(aux["per_target_loss"], input_batch["target_num_bytes"])
+            self.sow("summaries", "bits_per_byte", bits)
         return loss, {}
 
     def predict(self, input_batch):
