@@ -256,15 +256,15 @@ def test_rows_of_parquet_files_are_documents(tmp_path):
 BINARY = {
     "gzip": (
         gzip.compress(b"text"),
-        "gzip data begins at byte 0; unpack it first, for example with `gunzip`",
+        "gzip data begins at byte 0; unpack it first, for example with `gunzip <old >new`",
     ),
     "bzip2": (
         bz2.compress(b"text"),
-        "bzip2 data begins at byte 0; unpack it first, for example with `bunzip2`",
+        "bzip2 data begins at byte 0; unpack it first, for example with `bunzip2 <old >new`",
     ),
     "xz": (
         lzma.compress(b"text"),
-        "xz data begins at byte 0; unpack it first, for example with `unxz`",
+        "xz data begins at byte 0; unpack it first, for example with `unxz <old >new`",
     ),
     "zip": (
         b"PK\x03\x04rest",
@@ -272,11 +272,14 @@ BINARY = {
     ),
     "zstd": (
         b"\x28\xb5\x2f\xfdrest",
-        "zstd data begins at byte 0; unpack it first, for example with `unzstd`",
+        "zstd data begins at byte 0; unpack it first, for example with `unzstd <old >new`",
     ),
     "NUL": (b"some text\0 and more", "byte 9 is 0, as in binary files"),
     "latin": ("text né".encode("latin-1"), r"in UTF-8: byte 6 is 0xe9 .*iconv"),
-    "UTF-16": ("text".encode("utf-16"), "in UTF-16; convert it, .*`iconv -f UTF-16 -t UTF-8`"),
+    "UTF-16": (
+        "text".encode("utf-16"),
+        "in UTF-16; convert it, .*`iconv -f UTF-16 -t UTF-8 <old >new`",
+    ),
 }
 
 

@@ -150,8 +150,10 @@ def _write_file(folder: Path, name: str, make: Callable[[BinaryIO], None]) -> No
     logger.info("made %s (%d bytes) in %.1f s", folder / name, size, seconds)
 
 
-def document_text(record: object, text_key: str) -> str | bytes:
+def document_text(record: object, text_key: str, *, named_by: str = "as text_key") -> str | bytes:
     """Returns the text of a record.
+
+    `named_by` says in errors how the caller names the field.
 
     Raises InputDatasetError if the record has no such text.
     """
@@ -161,8 +163,8 @@ def document_text(record: object, text_key: str) -> str | bytes:
         )
     if text_key not in record:
         raise InputDatasetError(
-            f"the record has no {text_key!r}, it has {sorted(record)}; name one of these, as "
-            "text_key or in vocab"
+            f"the record has no {text_key!r}, it has {sorted(map(str, record))}; name one of "
+            f"these {named_by}"
         )
     text = record[text_key]
     if not isinstance(text, str | bytes):

@@ -90,7 +90,7 @@ def tokenize(
     def fn(example: Mapping[str, Any]) -> dict[str, Any]:
         tokens = {}
         for key, one in loaded.items():
-            ids = one.encode(file_cache.document_text(example, key))
+            ids = one.encode(file_cache.document_text(example, key, named_by="in vocab"))
             tokens[key] = np.append(ids, np.int32(one.eos_id)) if with_eos else ids
         return {**example, **tokens}
 

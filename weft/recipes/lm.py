@@ -99,6 +99,7 @@ def lm(
     data_dir: str | None = None,
     tokenizer: str | None = None,
     *,
+    text_key: str = "text",
     learning_rate: float = 6e-3,
     batch_size: int = 16,
     steps: int = 600,
@@ -106,9 +107,10 @@ def lm(
     """Returns the default recipe, which beats its corpus's trigrams within minutes on two cores.
 
     Args:
-        data_dir: A folder to train on, of text, JSON lines or Parquet files with a `text` in each
+        data_dir: A folder to train on, of text, JSON lines or Parquet files with a text in each
             record, which then writes to `runs/lm-FOLDER`; None for the standard library.
         tokenizer: The path of a tokenizer's file, see `weft.input.as_tokenizer`; None for bytes.
+        text_key: Field of a record that holds the text.
         learning_rate: Highest learning rate, after the warm-up.
         batch_size: Sequences per step.
         steps: Number of steps, and length of the schedule.
@@ -117,6 +119,7 @@ def lm(
         "runs/lm",
         data_dir,
         tokenizer,
+        text_key=text_key,
         model=_model(dim=96, num_layers=3, num_heads=4, context=128),
         batch_size=batch_size,
         max_step=steps,
@@ -129,6 +132,7 @@ def lm_tiny(
     data_dir: str | None = None,
     tokenizer: str | None = None,
     *,
+    text_key: str = "text",
     learning_rate: float = 1e-2,
     batch_size: int = 8,
     steps: int = 60,
@@ -138,6 +142,7 @@ def lm_tiny(
     Args:
         data_dir: A folder to train on, as in `lm`.
         tokenizer: As in `lm`.
+        text_key: Field of a record that holds the text.
         learning_rate: Highest learning rate, after the warm-up.
         batch_size: Sequences per step.
         steps: Number of steps, and length of the schedule.
@@ -146,6 +151,7 @@ def lm_tiny(
         "runs/lm-tiny",
         data_dir,
         tokenizer,
+        text_key=text_key,
         model=_model(dim=24, num_layers=2, num_heads=2, context=32),
         sequence_length=32,
         batch_size=batch_size,
@@ -233,6 +239,7 @@ def text_trainer_config(
     data_dir: str | None,
     tokenizer: str | None = None,
     *,
+    text_key: str = "text",
     model: InstantiableConfig,
     sequence_length: int = 128,
     batch_size: int,
@@ -247,7 +254,7 @@ def text_trainer_config(
     """
     corpus = config_for_function(stdlib_corpus).set(held_out_fraction=0.02)
     if data_dir is not None:
-        corpus = config_for_function(folder_corpus).set(paths=data_dir)
+        corpus = config_for_function(folder_corpus).set(paths=data_dir, text_key=text_key)
         name = re.sub(r"[^\w.]+", "-", Path(os.path.abspath(data_dir)).stem).strip("-")
         directory = f"{directory}-{name or 'data'}"
 
@@ -280,6 +287,7 @@ def lm_moe(
     data_dir: str | None = None,
     tokenizer: str | None = None,
     *,
+    text_key: str = "text",
     learning_rate: float = 6e-3,
     batch_size: int = 16,
     steps: int = 400,
@@ -289,6 +297,7 @@ def lm_moe(
     Args:
         data_dir: A folder to train on, as in `lm`.
         tokenizer: As in `lm`.
+        text_key: Field of a record that holds the text.
         learning_rate: Highest learning rate, after the warm-up.
         batch_size: Sequences per step.
         steps: Number of steps, and length of the schedule.
@@ -297,6 +306,7 @@ def lm_moe(
         "runs/lm-moe",
         data_dir,
         tokenizer,
+        text_key=text_key,
         model=_moe_model(),
         batch_size=batch_size,
         max_step=steps,

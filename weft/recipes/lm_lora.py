@@ -46,6 +46,7 @@ _LLAMA = {
 def lm_llama(
     data_dir: str | None = None,
     *,
+    text_key: str = "text",
     learning_rate: float = 6e-3,
     batch_size: int = 16,
     steps: int = 300,
@@ -55,6 +56,7 @@ def lm_llama(
     Args:
         data_dir: A folder of text to train on; None for the standard library without the part for
             `lm_lora`.
+        text_key: Field of a record that holds the text.
         learning_rate: Highest learning rate, after the warm-up.
         batch_size: Sequences per step.
         steps: Number of steps, and length of the schedule.
@@ -63,6 +65,7 @@ def lm_llama(
     cfg = text_trainer_config(
         _BASE_DIR,
         data_dir,
+        text_key=text_key,
         model=model,
         batch_size=batch_size,
         max_step=steps,
@@ -78,6 +81,7 @@ def lm_lora(
     data_dir: str | None = None,
     base: str | None = None,
     *,
+    text_key: str = "text",
     learning_rate: float = 5e-3,
     batch_size: int = 16,
     steps: int = 200,
@@ -88,6 +92,7 @@ def lm_lora(
         data_dir: A folder of text to train on; None for the standard library's tables of encodings.
         base: The folder of a Hugging Face checkpoint, or a file written by `weft export`; None for
             the export of `lm_llama`.
+        text_key: Field of a record that holds the text.
         learning_rate: Highest learning rate, after the warm-up.
         batch_size: Sequences per step.
         steps: Number of steps, and length of the schedule.
@@ -103,6 +108,7 @@ def lm_lora(
     cfg = text_trainer_config(
         "runs/lm-lora",
         data_dir,
+        text_key=text_key,
         model=model,
         batch_size=batch_size,
         max_step=steps,

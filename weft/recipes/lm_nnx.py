@@ -29,6 +29,7 @@ def lm_nnx(
     data_dir: str | None = None,
     tokenizer: str | None = None,
     *,
+    text_key: str = "text",
     learning_rate: float = 6e-3,
     batch_size: int = 16,
     steps: int = 600,
@@ -38,6 +39,7 @@ def lm_nnx(
     Args:
         data_dir: A folder to train on, as in `weft.recipes.lm.lm`.
         tokenizer: As in `lm`.
+        text_key: Field of a record that holds the text.
         learning_rate: Highest learning rate, after the warm-up.
         batch_size: Sequences per step.
         steps: Number of steps, and length of the schedule.
@@ -46,6 +48,7 @@ def lm_nnx(
         "runs/lm-nnx",
         data_dir,
         tokenizer,
+        text_key=text_key,
         model=config.config_for_class(LanguageModel).set(
             dim=96, num_layers=3, num_heads=4, hidden_dim=256, window=127
         ),

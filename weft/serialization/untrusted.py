@@ -240,14 +240,14 @@ def printable(text: str) -> str:
     return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-# First bytes of non-text formats, and programs that unpack them.
+# First bytes of non-text formats, and commands that unpack them, whatever the file is called.
 _PACKED = {
-    b"\x1f\x8b": ("gzip", "gunzip"),
+    b"\x1f\x8b": ("gzip", "gunzip <old >new"),
     b"PK\x03\x04": ("zip", "unzip"),
-    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
-    b"\xfd7zXZ\x00": ("xz", "unxz"),
-    b"BZh": ("bzip2", "bunzip2"),
-    b"\x04\x22\x4d\x18": ("lz4", "unlz4"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd <old >new"),
+    b"\xfd7zXZ\x00": ("xz", "unxz <old >new"),
+    b"BZh": ("bzip2", "bunzip2 <old >new"),
+    b"\x04\x22\x4d\x18": ("lz4", "unlz4 <old >new"),
     b"\x89PNG": ("PNG", None),
     b"%PDF-": ("PDF", None),
 }
@@ -268,7 +268,7 @@ def invalid_text_reason(data: bytes) -> str | None:
             )
             return f"is not text: {kind} data begins at byte 0; {fix}, or leave the file out"
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        fix = "convert it, for example with `iconv -f UTF-16 -t UTF-8`"
+        fix = "convert it, for example with `iconv -f UTF-16 -t UTF-8 <old >new`"
         return f"is not text in UTF-8, but in UTF-16; {fix}, or leave the file out"
     if (at := data.find(b"\0")) >= 0:
         return f"is not text: byte {at:,} is 0, as in binary files; leave the file out"
@@ -277,7 +277,7 @@ def invalid_text_reason(data: bytes) -> str | None:
     except UnicodeDecodeError as error:
         return (
             f"is not text in UTF-8: byte {error.start:,} is 0x{data[error.start]:02x} "
-            f"({error.reason}); convert it, for example with `iconv -f ISO-8859-1 -t UTF-8`, "
-            "or leave the file out"
+            f"({error.reason}); convert it, for example with "
+            "`iconv -f ISO-8859-1 -t UTF-8 <old >new`, or leave the file out"
         )
     return None
