@@ -198,9 +198,9 @@ SHOWN = r"\x1b]0;mine\x07"
 
 
 def test_terminal_obeys_no_name_in_a_checkpoint(place, capsys):
-    index = json.loads((place / "run" / STEP / "index").read_text())
+    index = json.loads((place / "run" / STEP / "index").read_text(encoding="utf-8"))
     index["index"].append([f"model/{COMMAND}", f"{COMMAND}\u202e"])
-    (place / "run" / STEP / "index").write_text(json.dumps(index))
+    (place / "run" / STEP / "index").write_text(json.dumps(index), encoding="utf-8")
     write_manifest(f"run/{STEP}", facts={"step": 2})
     assert main(["inspect", "run"]) == 0
     out = capsys.readouterr().out

@@ -107,7 +107,7 @@ def check(case: Case) -> None:
         folder = Path(temporary)
         shutil.copytree(whole_run(), "run")
         (folder / "home").mkdir()
-        (folder / "home" / "key").write_text(PRIVATE)
+        (folder / "home" / "key").write_text(PRIVATE, encoding="utf-8")
         replace(folder / "run" / name, content, folder / "home")
         if STEP in name and MANIFEST not in name and isinstance(content, bytes):
             write_manifest(f"run/{STEP}", facts={"step": 2})  # as a forger would
