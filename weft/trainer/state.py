@@ -117,7 +117,9 @@ def new_state(
 ) -> TrainerState:
     """Computes the state before the first step; the key serves the parameters and all steps."""
     prng_key, init_key = jax.random.split(prng_key)
-    params = model.initialize_parameters_recursively(init_key, prebuilt=None)
+    # A model with an initialization of its own may look up its parameters there.
+    nothing_built = jax.tree.map(lambda _: None, model_specs)
+    params = model.initialize_parameters_recursively(init_key, prebuilt=nothing_built)
     return TrainerState(
         prng_key=prng_key, model=params, learner=learner.init(opt_params(params, model_specs))
     )
