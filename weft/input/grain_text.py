@@ -203,22 +203,7 @@ def tokenize_turns(
             )
 
     def fn(example: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        eos = np.array([loaded.eos_id], np.int32)
-        tokens, is_target = [first], [np.zeros(len(first), bool)]
-        sizes = [np.zeros(len(first), np.int32)]
-
-        def add(text: str, learned: bool) -> None:
-            ids = loaded.encode(text)
-            num_bytes = np.zeros(len(ids))
-            if learned:
-                found = text_num_bytes(loaded, text, ids)
-                unknown = np.full(len(ids), packing.UNKNOWN_NUM_BYTES)
-                num_bytes = unknown if found is None else found
-                ids, num_bytes = np.append(ids, eos), np.append(num_bytes, 0)
-            tokens.append(ids)
-            is_target.append(np.full(len(ids), learned))
-            sizes.append(num_bytes.astype(np.int32))
-
+        conversation = _Conversation(loaded, first)
         for role, content in _turns(example):
             if role not in templates:
                 raise InputDatasetError(
@@ -226,21 +211,52 @@ def tokenize_turns(
                     f"{did_you_mean(role, templates)}"
                 )
             before, after = templates[role].split(_CONTENT)
-            if role != learned_role:
-                add(before + content + after, False)
-                continue
-            add(before, False)
-            add(content + after, True)
-        ids, live = np.concatenate(tokens), np.concatenate(is_target)
-        labels = np.where(live, ids, np.int32(loaded.pad_id))
+            if role == learned_role:
+                conversation.add(before)
+                conversation.add_learned(content + after)
+            else:
+                conversation.add(before + content + after)
+        return conversation.example()
+
+    return ds.map(fn)
+
+
+class _Conversation:
+    """Tokens of a conversation, which of them are targets, and the bytes of those."""
+
+    def __init__(self, vocab: Tokenizer, first: np.ndarray):
+        self._vocab = vocab
+        self._tokens: list[np.ndarray] = []
+        self._is_target: list[np.ndarray] = []
+        self._num_bytes: list[np.ndarray] = []
+        self._append(first, False, np.zeros(len(first)))
+
+    def add(self, text: str) -> None:
+        ids = self._vocab.encode(text)
+        self._append(ids, False, np.zeros(len(ids)))
+
+    def add_learned(self, text: str) -> None:
+        """Adds a text and its end as targets."""
+        ids = self._vocab.encode(text)
+        num_bytes = text_num_bytes(self._vocab, text, ids)
+        if num_bytes is None:
+            num_bytes = np.full(len(ids), packing.UNKNOWN_NUM_BYTES)
+        self._append(np.append(ids, self._vocab.eos_id), True, np.append(num_bytes, 0))
+
+    def _append(self, ids: np.ndarray, is_target: bool, num_bytes: np.ndarray) -> None:
+        self._tokens.append(ids.astype(np.int32))
+        self._is_target.append(np.full(len(ids), is_target))
+        self._num_bytes.append(num_bytes.astype(np.int32))
+
+    def example(self) -> dict[str, np.ndarray]:
+        ids, live = np.concatenate(self._tokens), np.concatenate(self._is_target)
+        labels = np.where(live, ids, np.int32(self._vocab.pad_id))
         return {
             "input_ids": ids[:-1],
             "target_labels": labels[1:],
             "live_targets": live[1:],
-            "target_num_bytes": np.concatenate(sizes)[1:],
+            "target_num_bytes": np.concatenate(self._num_bytes)[1:],
         }
-
-    return ds.map(fn)
 
 
 def _turns(example: Mapping[str, Any]) -> list[tuple[str, str]]:
