@@ -10,7 +10,7 @@ import tokenizers
 
 from tests.fuzz.readers import DEEP, damaged, damaged_json, read, source_of, untouched
 from weft.errors import TokenizerError
-from weft.input.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
+from weft.input.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, text_num_bytes
 
 
 @functools.cache
@@ -51,7 +51,9 @@ def check(case: bytes) -> None:
                 done, ids = read(lambda: tokenizer.encode("ab c <eos>"), TokenizerError)
                 if done:
                     read(lambda: tokenizer.decode([*ids, 0]), TokenizerError)
+                    read(lambda: text_num_bytes(tokenizer, "ab c <eos>", ids), TokenizerError)
                 read(lambda: tokenizer.token_num_bytes, TokenizerError)
+                read(lambda: tokenizer.bos_ids, TokenizerError)
 
 
 def source(case: bytes) -> str:

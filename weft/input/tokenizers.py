@@ -325,8 +325,9 @@ class _FileTokenizer:
         with self._library_errors("cannot decode its tokens"):
             anchor = self._anchor()
             pair = len(self._decode([anchor, anchor]).encode())
-            triples = [[anchor, i, anchor] for i in range(self._num_tokens)]
-            for i, text in enumerate(self._decode_batch(triples)):
+            ids = self._token_ids()
+            texts = self._decode_batch([[anchor, i, anchor] for i in ids])
+            for i, text in zip(ids, texts, strict=True):
                 # A part of a character decodes to U+FFFD.
                 is_part = "\ufffd" in text
                 sizes[i] = self._num_bytes(i) if is_part else len(text.encode()) - pair
@@ -335,13 +336,17 @@ class _FileTokenizer:
 
     def _anchor(self) -> int:
         """Returns the id of a token that is some text of its own."""
-        for i in range(self._num_tokens):
+        for i in self._token_ids():
             text = self._decode([i, i])
             if len(text) > 1 and "\ufffd" not in text and i not in (self.eos_id, self.pad_id):
                 return i
         return 0
 
     def _load(self, content: bytes) -> int:
+        raise NotImplementedError(type(self))
+
+    def _token_ids(self) -> Sequence[int]:
+        """Returns the ids of all tokens."""
         raise NotImplementedError(type(self))
 
     def _token_id(self, token: str) -> int | None:
@@ -385,8 +390,10 @@ class HuggingFaceTokenizer(_FileTokenizer):
         # A byte of byte-level tokens is one character; others write spaces as characters.
         self._is_byte_level = "ByteLevel" in repr(self._tokenizer.decoder)
         # There may be fewer tokens than ids.
-        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        return max(ids, default=-1) + 1
+        return max(self._token_ids(), default=-1) + 1
+
+    def _token_ids(self) -> Sequence[int]:
+        return sorted(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     def _token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
@@ -407,8 +414,8 @@ class HuggingFaceTokenizer(_FileTokenizer):
         encoding = self._tokenizer.encode(text, add_special_tokens=True)
         of_text = self._tokenizer.encode(text, add_special_tokens=False).ids
         starts = range(len(encoding.ids) - len(of_text) + 1)
-        start = next(i for i in starts if encoding.ids[i : i + len(of_text)] == of_text)
-        return encoding.ids[:start]
+        places = (i for i in starts if encoding.ids[i : i + len(of_text)] == of_text)
+        return encoding.ids[: next(places, 0)]
 
     def _decode_batch(self, ids: list[list[int]]) -> list[str]:
         return self._tokenizer.decode_batch(ids, skip_special_tokens=True)
@@ -434,6 +441,9 @@ class SentencePieceTokenizer(_FileTokenizer):
         with self._library_errors("is not a SentencePiece model"):
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
         return self._processor.get_piece_size()
+
+    def _token_ids(self) -> Sequence[int]:
+        return range(self._num_tokens)
 
     def _special_id(self, path: str, name: str, token: str | None) -> int:
         own = self._processor.eos_id() if name == "eos_token" else self._processor.pad_id()
