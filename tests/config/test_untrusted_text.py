@@ -90,7 +90,7 @@ CONFIGS = {
     "binds a config": "functools.partial(WRITER.Config, dir='PATH')",
     "classes": "config_for_class(numpy.memmap)(filename='PATH', mode='w+', shape=[8])",
     "through a module": "CALL(weft.trainer.run_dir.os.makedirs)(name='PATH')",
-    "through an alias": "CALL(weft.trainer.run_dir.write_atomically)(path='PATH', text='x')",
+    "through an alias": "CALL(weft.trainer.run_dir.update_record)(directory='PATH', x=1)",
     "record": "weft.hierarchy.base_layer.RematSpec(policy=SAVE)",
     "reduces": "CALL(functools.reduce)(function=numpy.savetxt, iterable=['PATH', [1.0]])",
     "getitem": "CALL(weft.trainer.trainer.SpmdTrainer.__class_getitem__)(x=1)",
