@@ -44,6 +44,17 @@ def folder(tmp_path, monkeypatch):
         ),
         ("input.source.sequence_length=wide", "expected int"),
         ("model=3", "model=3"),
+        ("model.decoder.output_dtype='x'", "model.decoder.output_dtype='x' is not a dtype; write"),
+        ("model.decoder.output_dtype=1e308", "model.decoder.output_dtype=1e+308 is not a dtype"),
+        ("input.source.num_workers=-1", "num_workers=-1 processes cannot create batches"),
+        ("input.source.num_workers=1000000", "num_workers=1000000 processes cannot create"),
+        ("model.decoder.output_dtype={}", "model.decoder.output_dtype={} is not a dtype"),
+        ("model.decoder.param_partition_spec=3", "param_partition_spec=3 is not a layout; write"),
+        (
+            "model.decoder.transformer.layer.self_attention.attention.input_linear."
+            "partial_rope_factor=1e308",
+            "expected a factor in (0, 1]",
+        ),
         ("dir=file/run", "file is a file"),
         ("mesh_shape=77,1", "(data=77, model=1) needs 77 devices"),
         ("mesh_shape=2,2,2", "has 3 axes"),

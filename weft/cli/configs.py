@@ -10,13 +10,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from weft.config import apply_overrides, diff, from_text, to_text
-from weft.errors import CommandLineError, ConfigError
+from weft.errors import CommandLineError, ConfigError, InvalidConfigValueError
 from weft.recipes import find_recipe, named_trainer_configs, recorded_recipe
 from weft.serialization.untrusted import printable, read_text_file
 from weft.trainer import SpmdTrainer, run_dir, select_mesh_config
 from weft.trainer.parallelism import MESH_AXIS_NAMES, ParallelismModifier
-from weft.trainer.trainer_config_modifier import apply_config_modifiers
+from weft.trainer.trainer_config_modifier import apply_config_modifiers, find_values
 
 
 def load_config(
@@ -51,7 +53,42 @@ def load_config(
         packages = found.packages()
     allow = [*allow, *packages]
     config = apply_overrides(config, overrides, allow=allow, source="command line")
+    _check_fields(config)
     return apply_config_modifiers(config)
+
+
+def _check_fields(config: SpmdTrainer.Config) -> None:
+    """Checks fields that take any value, since types do not say what a dtype or layout is.
+
+    Raises InvalidConfigValueError, with the path of a field.
+    """
+
+    def is_plain(path: str, value: object) -> bool:
+        is_plain = isinstance(value, str | int | float | list | tuple | dict)
+        return is_plain and bool(_NAMED.search(path))
+
+    for path, value in find_values(config, is_plain).items():
+        if path.endswith("dtype"):
+            if not (isinstance(value, str) and _is_dtype(value)):
+                raise InvalidConfigValueError(
+                    f"{path}={value!r} is not a dtype; write the name of one, such as bfloat16."
+                )
+        elif isinstance(value, str | int | float):
+            raise InvalidConfigValueError(
+                f"{path}={value!r} is not a layout; write the mesh axes of each dimension, such as "
+                "(None, 'model')."
+            )
+
+
+def _is_dtype(name: str) -> bool:
+    try:
+        jnp.dtype(name)
+    except TypeError:
+        return False
+    return True
+
+
+_NAMED = re.compile(r"(dtype|partition_spec)$")
 
 
 def load_run(
@@ -118,6 +155,7 @@ def run_config(
         config = _parse(path, text, [*allow, *packages])
     except ConfigError as error:
         config = _config_by_recipe(path, text, allow, recipe, error)
+    _check_fields(config)
     return config.set(dir=directory)
 
 

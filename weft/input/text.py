@@ -43,6 +43,8 @@ from weft.input.corpus import Corpus, Split, stdlib_corpus
 from weft.input.records import Records
 from weft.input.tokenizers import ByteTokenizer, Tokenizer, as_tokenizer, text_num_bytes
 
+_MOST_WORKERS = 1000
+
 
 def sequence_batches(
     sources: Sequence[packing.PackedSequences],
@@ -73,6 +75,10 @@ def sequence_batches(
             f"{name} has {sum(sizes)} sequences of {sources[0].sequence_length} tokens, fewer "
             f"than one batch of {global_batch_size}; add text, or reduce sequence_length or "
             "global_batch_size"
+        )
+    if not 0 <= num_workers <= _MOST_WORKERS:
+        raise InputDatasetError(
+            f"num_workers={num_workers} processes cannot create batches; pass 0 to {_MOST_WORKERS}"
         )
     if weights is not None and len(weights) != len(sources):
         raise InputDatasetError(

@@ -177,7 +177,7 @@ class RoFormerQKVLinear(qkv_linear.BaseQKVLinear):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         factor = 1.0 if cfg.partial_rope_factor is None else cfg.partial_rope_factor
-        self._rotary_dim = int(cfg.per_head_dim * factor)
+        self._rotary_dim = int(cfg.per_head_dim * factor) if 0 < factor <= 1 else 0
         if not 0 < factor <= 1 or self._rotary_dim % 2:
             raise errors.LayerConfigError(
                 f"{self.path()}: partial_rope_factor={factor} of per_head_dim={cfg.per_head_dim} "
