@@ -2,6 +2,7 @@
 
 import glob
 import json
+import os
 import shutil
 import signal
 import time
@@ -28,6 +29,7 @@ from weft.errors import (
     MeshError,
     ProcessesNotReadyError,
     RunDirError,
+    RunDirMovedError,
     RunDirTakenError,
     UndefinedLossException,
 )
@@ -345,6 +347,22 @@ def test_training_continues_on_a_full_disk(progress, why, failing_at, tmp_path, 
     assert trainer.checkpointer.checkpoint_steps(trainer.checkpointer.config.dir) == [4]
     text = (tmp_path / "summaries/train_train/summaries.jsonl").read_text(encoding="utf-8")
     assert next(json.loads(x) for x in text.splitlines() if "failed_saves" in x)["step"] == 2
+
+
+def test_renamed_directory_ends_the_run_before_its_next_save(small, tmp_path):
+    def rename(step):
+        if step == 3:
+            os.rename(tmp_path / "run", tmp_path / "renamed")
+
+    cfg = small_config(tmp_path / "run")
+    cfg.checkpointer.set(asynchronous=False).save_policy.n = 2
+    with pytest.raises(RunDirMovedError, match=rf"was renamed to '{tmp_path}/renamed' while this"):
+        trainer_of(cfg).run(listener=Recorder(at_step=rename))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    # It continues there.
+    trainer, recorder, _ = run(small_config(tmp_path / "renamed"))
+    assert recorder.resumed_from == 2
+    assert_equal_states(trainer, small)
 
 
 def test_run_without_saved_last_step_fails(failing_at, caplog):

@@ -65,6 +65,22 @@ def test_one_error_while_saving_is_tried_again(checkpointer, monkeypatch, caplog
     assert checkpointer.restore(state=EMPTY)[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.EIO, "x"), True),
+        (ValueError("INTERNAL: Error writing local file \"w/0.0\": x [os_error_code='5']"), True),
+        (OSError("another process could not write its part"), False),
+        (ValueError("the shapes differ"), False),
+    ],
+)
+def test_errors_of_file_systems_are_told_apart(error, expected):
+    assert module.is_of_file_system(error) is expected
+    wrapped = RuntimeError("a save failed")
+    wrapped.__cause__ = error
+    assert module.is_of_file_system(wrapped) is expected
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EROFS])
 def test_error_that_stays_fails_a_save_after_which_a_run_continues(
     checkpointer, monkeypatch, number

@@ -25,7 +25,7 @@ _NUMBERS = {
     *(errno.ECONNABORTED, errno.ECONNRESET, errno.ENOTCONN, errno.EMFILE, errno.ENFILE),
 }
 # In messages of array storage in place of Python's errno.
-_TEXT = re.compile("EIO|ESTALE|EACCES|EROFS|Input/output error|Stale file handle|Read-only file")
+_TEXT = re.compile("os_error_code|EIO|ESTALE|EACCES|EROFS|Input/output error|Stale file handle")
 
 
 def may_pass(error: BaseException) -> bool:
