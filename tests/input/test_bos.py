@@ -1,16 +1,21 @@
 """The beginning of a text, as a tokenizer's own template has it."""
 
+import shutil
+
 import grain
 import numpy as np
 import pytest
 
 from tests.input import tokenizer_kinds
+from weft.cli.configs import load_config
+from weft.cli.trained_models import find_tokenizer
 from weft.errors import TokenizerError
 from weft.input.grain import DispatchConfig
 from weft.input.grain_lm import text_to_lm_eval_input, text_to_lm_training_input
 from weft.input.grain_text import tokenize_turns
 from weft.input.text import lm_documents_source, lm_stream_source
 from weft.input.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
+from weft.trainer.lookup_checks import check_tokens
 
 TEXTS = ["one two", "two"]
 
@@ -70,6 +75,20 @@ def test_conversations_begin_with_bos(load):
     example = tokenize_turns(turns, vocab=tokenizer, add_bos=True)[0]
     assert example["input_ids"].tolist() == [*tokenizer.bos_ids, *plain["input_ids"][1:]]
     np.testing.assert_array_equal(example["target_labels"], plain["target_labels"])
+
+
+def test_evaluation_and_prompts_begin_as_the_training(load, tmp_path):
+    tokenizer, _ = load("<|bos|> $A")
+    path = str(tmp_path / "tokenizer.json")
+    shutil.copy(tokenizer.__reduce__()[0].args[0], path)
+    cfg = load_config("lm-tiny", [f"tokenizer={path}", "input.source.add_bos=True"])
+    with pytest.raises(TokenizerError, match=r"set the same `tokenizer` and `add_bos` for both"):
+        check_tokens(cfg)
+    cfg.evalers["held_out"].input.source.add_bos = True
+    check_tokens(cfg)
+    found = find_tokenizer(cfg)
+    assert found.encode("two").tolist() == [*tokenizer.bos_ids, *tokenizer.encode("two")]
+    assert found.decode(found.encode("two")) == "two"
 
 
 def test_bos_of_sentencepiece(tmp_path):

@@ -47,12 +47,18 @@ def check_tokens(cfg: ConfigBase) -> None:
     Raises:
         TokenizerError: if a tokenizer has more ids than the model, if they pad or end texts with
             different ids, if such an id is outside of the vocabulary, or if an evaler has another
-            tokenizer than the training.
+            tokenizer than the training, or begins texts in another way.
         InputDatasetError: if a sequence is longer than the model's table of positions.
     """
     fields = run_dir.find_fields("tokenizer", cfg)
     own_first = sorted(fields, key=lambda path: not path.startswith("input."))
-    tokenizers = {path: as_tokenizer(fields[path]) for path in own_first}
+    begins = run_dir.find_fields("add_bos", cfg)
+    tokenizers = {
+        path: as_tokenizer(
+            fields[path], add_bos=begins.get(f"{path.removesuffix('tokenizer')}add_bos", False)
+        )
+        for path in own_first
+    }
     sizes = run_dir.find_fields("vocab_size", cfg.model)
     vocabularies = {path: size for path, size in sizes.items() if isinstance(size, int)}
     if vocabularies:
@@ -118,7 +124,8 @@ def _check_equal(tokenizers: Mapping[str, Tokenizer]) -> None:
         if _identity(tokenizer) != _identity(of_training):
             raise TokenizerError(
                 f"the tokenizers differ: {trained} is {of_training!r}, and {path} is "
-                f"{tokenizer!r}. A model understands the ids of one of them; set the same for both."
+                f"{tokenizer!r}. A model understands the ids of one of them; set the same "
+                "`tokenizer` and `add_bos` for both."
             )
 
 
