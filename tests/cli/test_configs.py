@@ -20,6 +20,9 @@ def test_config_text_loads_like_its_recipe(tmp_path):
     text = tmp_path / "mine.txt"
     text.write_text(to_text(recipe), encoding="utf-8")
     assert load_config(str(text)) == recipe
+    # As an editor on Windows saves it.
+    text.write_bytes(b"\xef\xbb\xbf" + to_text(recipe).replace("\n", "\r\n").encode())
+    assert load_config(str(text)) == recipe
     (tmp_path / "config.txt").write_text(to_text(recipe), encoding="utf-8")
     assert run_config(str(tmp_path)) == recipe.clone(dir=str(tmp_path))
 

@@ -4,7 +4,7 @@ import datetime
 
 import pytest
 
-from weft.serialization.untrusted import check_json, parse_json, printable
+from weft.serialization.untrusted import check_json, parse_json, printable, read_json_file
 
 FORM = {
     "step": int,
@@ -65,3 +65,10 @@ def test_terminal_obeys_no_printed_text():
     assert shown.isascii() and shown.isprintable() and "\\x1b" in shown and "\\ud800" in shown
     text = "żółw 木\u3000\u00a0👩\u200d💻 \t\r\n\n"
     assert printable(text) == text
+
+
+def test_mark_of_utf8_is_not_part_of_json(tmp_path):
+    data = b'\xef\xbb\xbf{"a": "\xc3\xa9"}\r\n'
+    assert parse_json(data) == {"a": "é"}
+    (tmp_path / "config.json").write_bytes(data)
+    assert read_json_file(tmp_path / "config.json") == {"a": "é"}

@@ -93,7 +93,7 @@ def read_text_file(path: str | os.PathLike[str], *, at_most: int) -> str:
         OSError: see `open_file`.
         ValueError: if it has more than `at_most` bytes, or is not in UTF-8.
     """
-    return _read_file(path, at_most).decode("utf-8")
+    return _read_file(path, at_most).decode("utf-8-sig")
 
 
 def _read_file(path: str | os.PathLike[str], at_most: int) -> bytes:
@@ -112,7 +112,8 @@ def parse_json(data: str | bytes | bytearray) -> Any:
     >>> parse_json(b'{"a": [1]}')
     {'a': [1]}
     """
-    text = data if isinstance(data, str) else data.decode("utf-8")
+    # Some programs put a mark before UTF-8 (BOM).
+    text = data if isinstance(data, str) else data.decode("utf-8-sig")
     if len(text) > MAX_JSON_VALUES and sum(map(text.count, ",[{")) > MAX_JSON_VALUES:
         raise ValueError(f"it has more than {MAX_JSON_VALUES:,} values")
     try:
