@@ -241,6 +241,43 @@ def shardings_of_parts_beside_static_arguments(nnx, **mode):
     return y, model, [x.sharding.spec for x in (y, model.w.get_value(), model.n.get_value())]
 
 
+@program(GRAPH)
+def shapes_of_variables_in_references(nnx, **mode):
+    with nnx.var_defaults(hijax=True):
+        layer = nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)), **mode)
+    found = [layer.kernel, layer.bias]
+    return [(described(x.get_value()), x.hijax) for x in found]
+
+
+@program(GRAPH)
+def references_made_inside(nnx, **mode):
+    @nnx.jit(**mode)
+    def f(model, x):
+        model.made = nnx.BatchStat(x, ref=True)
+        model.made[...] += 1
+
+    model = models(nnx).Pair()
+    f(model, jnp.ones(2))
+    is_ref = isinstance(model.made.get_raw_value(), jax.Ref)
+    model.made[...] += 1
+    return model.made[...], is_ref
+
+
+@program(GRAPH)
+def references_in_closures(nnx, **mode):
+    with nnx.var_defaults(hijax=True):
+        norm, dropout = nnx.BatchNorm(3, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+        total = nnx.BatchStat({"a": jnp.zeros(())})
+
+    @jax.jit
+    def step(x):
+        total.set_value({"a": total.get_value()["a"] + x.sum()})
+        return dropout(norm(x))
+
+    results = [step(X), step(X + 1)]
+    return results, norm.mean[...], total.get_value(), dropout.rngs.count[...]
+
+
 @program()
 def static_arguments(nnx, **mode):
     model = models(nnx).Pair()

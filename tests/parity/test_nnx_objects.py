@@ -324,6 +324,13 @@ def popped_arrays(nnx):
     return nnx.pop(model, ...), list(model), list(model.c)
 
 
+def default_metadata(nnx):
+    x = nnx.Param(1.0, tag="t")
+    names = "hijax", "ref", "eager_sharding", "tag", "other"
+    found = [x.get_metadata(name, None) for name in names[3:]]
+    return found, [x.has_metadata(name) for name in names], x.hijax, x.ref, x.eager_sharding
+
+
 def no_layers(nnx):
     empty = nnx.Sequential()
     return empty(), empty(1.0), empty(1.0, 2.0), empty(1.0, b=2.0)
@@ -417,7 +424,7 @@ PROGRAMS = {
         f.__name__: f
         for f in (
             hooked, methods_as_hooks, written, computed, updated, popped, mapped, modes, shared,
-            mapped_in_place, popped_arrays, no_layers, gradients_of_aliases,
+            default_metadata, mapped_in_place, popped_arrays, no_layers, gradients_of_aliases,
             cyclic, marked, dataclasses, filtered, states, streams, split_streams, reseeded, in_jit,
         )
     },

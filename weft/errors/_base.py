@@ -131,6 +131,10 @@ class TransformArgumentError(LiftingError, ValueError):
     """A transformation does not support an argument."""
 
 
+class RoleKindError(TransformArgumentError, TypeError):
+    """A transformation was given roles of another kind than it takes."""
+
+
 class CallMismatchError(TransformArgumentError, TypeError):
     """The inputs or outputs of a transformed function do not match their declaration."""
 

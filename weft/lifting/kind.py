@@ -365,16 +365,21 @@ def split_args(
             role = of_carriers if flat[i] is None and of_carriers is not None else flat[i]
             flat[i] = carrier_roles(role)
         elif isinstance(flat[i], Roles):
-            raise RoleError(
-                f"{what} gives {flat[i]!r} to a {type(leaf).__name__}, which carries no state; "
-                "give it an axis or None."
-            )
+            raise stateless_error(what, flat[i], leaf)
     wanted, given = [kind.group_filters(flat[i]) for i in at], Leaves(leaves, tree, at)
     if call is not None:
         kind.create_outside(given.picked, wanted, lambda others: call(*given.filled(others)))
     outer, static, groups = kind.split(given.picked, wanted)
     packed = given.filled(map(StateNode, groups))
     return outer, PureArgs(Static((static, tuple(flat))), packed)
+
+
+def stateless_error(what: str, role: Roles, leaf: object) -> RoleError:
+    """Returns the error for roles of state that are given to a value without state."""
+    return RoleError(
+        f"{what} gives {role!r} to a {type(leaf).__name__}, which carries no state; give it an "
+        "axis, a sharding or None."
+    )
 
 
 def call_pure(
@@ -401,6 +406,9 @@ def call_pure(
     out_flat = []
     if new.at or not is_role(out_roles):
         out_flat = broadcast_roles(out_roles, out, kind.is_carrier, "out_axes")
+        for role, leaf in zip(out_flat, jax.tree.leaves(out, is_leaf=kind.is_carrier), strict=True):
+            if isinstance(role, Roles) and not kind.is_carrier(leaf):
+                raise stateless_error("out_axes", role, leaf)
     roles = [flat[i] for i in given.at]
     out_static, groups, new_groups = kind.collect(
         inner,

@@ -34,6 +34,8 @@ V = TypeVar("V", bound="Variable[Any]")
 _MISSING: Any = object()
 _ARRAYS = (jax.Array, np.ndarray)
 _describe = versions.class_and_shape
+_DEFAULTS = {"hijax": False, "ref": False, "eager_sharding": True}
+"""Metadata that every variable has; `get_metadata()` returns only what was given."""
 
 
 def _call_hooks(hooks: Any, variable: "Variable[Any]", *args: Any) -> Any:
@@ -249,6 +251,8 @@ class Variable(Shown, Generic[A]):
         if name is None:
             return dict(self._metadata)
         if name not in self._metadata and default is _MISSING:
+            if name in _DEFAULTS:
+                return _DEFAULTS[name]
             raise errors.VariableMetadataError(
                 f"{_describe(self)} has no metadata {name!r}; it has: "
                 f"{', '.join(self._metadata) or 'none'}."
@@ -284,8 +288,8 @@ class Variable(Shown, Generic[A]):
             STRUCTURE_VERSION.end()
 
     def has_metadata(self, name: str) -> bool:
-        """Returns whether there is an entry."""
-        return name in self._metadata
+        """Returns whether there is an entry, given or by default."""
+        return name in self._metadata or name in _DEFAULTS
 
     def del_metadata(self, name: str) -> None:
         """Removes an entry.
@@ -362,6 +366,8 @@ class Variable(Shown, Generic[A]):
         metadata = object.__getattribute__(self, "_metadata")
         if name in metadata:
             return metadata[name]
+        if name in _DEFAULTS:
+            return _DEFAULTS[name]
         try:
             return getattr(self.get_value(), name)
         except AttributeError:

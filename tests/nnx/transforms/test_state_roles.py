@@ -5,7 +5,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from weft import nnx
-from weft.errors import RoleError, StateFilterError, TransformArgumentError
+from weft.errors import RoleError, RoleKindError, StateFilterError, TransformArgumentError
 from weft.lifting import CARRY, Roles
 from weft.nnx.transforms.state_roles import as_roles
 
@@ -162,3 +162,37 @@ def test_missing_state_path_is_named():
     axes = nnx.StateAxes(nnx.State({"w": 0}))
     with pytest.raises(StateFilterError, match=r"has no filter for m\.count, a BatchStat"):
         nnx.vmap(lambda m: m.w, in_axes=(axes,))(Parts())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: nnx.vmap(abs, in_axes=nnx.StateSharding({...: 0}))(x), "has a StateSharding"),
+        (lambda x: nnx.vmap(abs, out_axes=nnx.StateSharding({...: 0}))(x), "use nnx.StateAxes"),
+        (lambda x: nnx.vmap(abs, in_axes=nnx.Carry)(x), "in_axes has a Carry"),
+        (lambda x: nnx.jit(abs, in_shardings=nnx.StateAxes({...: None}))(x), "has a StateAxes"),
+        (lambda x: nnx.jit(abs, out_shardings=nnx.StateAxes({...: None}))(x), "nnx.StateSharding"),
+    ],
+)
+def test_roles_of_another_kind_are_refused(call, message):
+    with pytest.raises(RoleKindError, match=message) as caught:
+        call(jnp.ones(2))
+    assert isinstance(caught.value, TypeError) and isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: nnx.jit(abs, in_shardings=nnx.StateSharding({...: None}))(x),
+        lambda x: nnx.jit(lambda t: t["x"], in_shardings=(nnx.StateSharding({...: None}),))(
+            {"x": x, "m": nnx.Param(x)}
+        ),
+        lambda x: nnx.scan(lambda c, x: (c, x), out_axes=(nnx.Carry, nnx.StateAxes({...: 0})))(
+            0.0, x
+        ),
+    ],
+    ids=["argument", "part of an argument", "result"],
+)
+def test_roles_of_state_for_values_without_state_are_refused(call):
+    with pytest.raises(RoleError, match="which carries no state; give it an axis, a sharding or"):
+        call(jnp.ones(2))

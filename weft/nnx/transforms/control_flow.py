@@ -91,10 +91,11 @@ def scan(
     call = _with_changes_carried(looped)
 
     def call_with_objects(*args: object) -> Any:
-        carried = [i for i, _ in pairs]
-        own = with_own_arrays(kind, [args[i] for i in carried if i < len(args)])
-        given = dict(zip(carried, own, strict=False))
-        args = tuple(given.get(i, x) for i, x in enumerate(args))
+        if not kind.structure:
+            carried = [i for i, _ in pairs if i < len(args)]
+            own = with_own_arrays([args[i] for i in carried])
+            given = dict(zip(carried, own, strict=True))
+            args = tuple(given.get(i, x) for i, x in enumerate(args))
         return _map_carries(args, call(*args), pairs, unbox_objects)
 
     return calls.wrap_transformed("scan", f, call_with_objects, in_axes=in_axes, by_position=True)
@@ -220,7 +221,7 @@ def while_loop(
         _box_carries(body_fun, ((0, None),), kind),
         in_axes=lifting.CARRY,
     )
-    init_val = with_own_arrays(kind, init_val)
+    init_val = init_val if kind.structure else with_own_arrays(init_val)
     with versions.TransformCall("while_loop", body_fun, (init_val,), ("init_val", "the result")):
         return unbox_objects(init_val, loop(init_val))
 
@@ -259,7 +260,7 @@ def fori_loop(
         in_axes=lifting.CARRY,
         unroll=unroll,
     )
-    init_val = with_own_arrays(kind, init_val)
+    init_val = init_val if kind.structure else with_own_arrays(init_val)
     specs, names = ("init_val", "the result"), calls.parameter_names(body_fun)[1:]
     with versions.TransformCall("fori_loop", body_fun, (init_val,), specs, names=names):
         return unbox_objects(init_val, loop(init_val))
@@ -344,14 +345,14 @@ def box_objects(given: object, returned: object) -> Any:
     return jax.tree.unflatten(tree, boxed)
 
 
-def with_own_arrays(kind: ObjectKind, carry: T) -> T:
-    """Returns a carry whose objects a loop may change: without graph updates, copies of some.
+def with_own_arrays(carry: T) -> T:
+    """Returns a carry whose objects a loop without graph updates may change.
 
     Objects with arrays in attributes are copied, and share their variables with the given ones.
     """
     leaves, tree = jax.tree.flatten(carry, is_leaf=is_object)
     at = [n for n, x in enumerate(leaves) if isinstance(x, Pytree)]
-    if kind.structure or not at:
+    if not at:
         return carry
     flat = graph.flatten_graph([leaves[n] for n in at], with_metadata=False)
     if all(isinstance(x, Variable) for x in flat.leaves):

@@ -421,8 +421,9 @@ def jit(
     static = _places(fun, "static", static_argnums, static_argnames)
     donated = _places(fun, "donate", donate_argnums, donate_argnames)
     given = tuple((name, value) for name, value in others.items() if value)
-    shardings = state_roles.as_roles(in_shardings), state_roles.as_roles(out_shardings)
-    return JitWrapped(fun, JitOptions(kind, *shardings, static, donated, given))
+    inputs = state_roles.as_shardings(in_shardings, "in_shardings")
+    outputs = state_roles.as_shardings(out_shardings, "out_shardings")
+    return JitWrapped(fun, JitOptions(kind, inputs, outputs, static, donated, given))
 
 
 def _places(

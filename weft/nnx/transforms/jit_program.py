@@ -21,7 +21,15 @@ from weft.core.spmd import constrain_like_jit
 from weft.core.tracing import current_trace
 from weft.errors import CallMismatchError, TransformArgumentError
 from weft.lifting import Roles
-from weft.lifting.kind import PureArgs, PureResults, StateNode, Static, call_pure, commit_results
+from weft.lifting.kind import (
+    PureArgs,
+    PureResults,
+    StateNode,
+    Static,
+    call_pure,
+    commit_results,
+    stateless_error,
+)
 from weft.lifting.roles import broadcast_roles, is_role
 from weft.lifting.signature import named_after, signature_of
 from weft.lifting.trace_cache import large_frame, value_key
@@ -380,7 +388,10 @@ def split_object_arguments(options: JitOptions, args: Args, kwargs: Kwargs) -> S
     """Inspects a call with objects only as arguments."""
     at, rest, named = object_arguments(options, args, kwargs)
     shardings = options.shardings_by_position(len(args))
-    objects = [(x, shardings.get(i), i in options.donated) for i, x in at]
+    objects = [(x, shardings.pop(i, None), i in options.donated) for i, x in at]
+    for i, role in shardings.items():
+        if isinstance(role, Roles):
+            raise stateless_error("in_shardings", role, args[i])  # pyright: ignore[reportArgumentType, reportCallIssue]
     return _split_call(options, len(args), objects, rest, named, at)
 
 
@@ -396,6 +407,8 @@ def split_nested_objects(options: JitOptions, args: Args, kwargs: Kwargs) -> Spl
             if is_object(x):
                 leaves[n] = ObjectRef(len(objects))
                 objects.append((x, role, is_donated))
+            elif isinstance(role, Roles):
+                raise stateless_error("in_shardings", role, x)
         return tree.unflatten(leaves)
 
     given = {

@@ -276,6 +276,9 @@ class ObjectKind(Kind):
             at = known.get(x if owner is None else (x, owner[1]))
             if at is None:
                 key = graph_diff.new_number(path) if hoists else len(inner.values) + n
+                if getattr(leaf, "_metadata", None) and leaf._is_in_ref():
+                    # JAX returns no reference; the caller's variable gets one of its own.
+                    leaf = type(leaf).from_metadata(leaf._read(), leaf._metadata)
                 part, i, g = grouping.place(path, leaf)
                 groups[part][i][g][key] = leaf
                 if part == 0:

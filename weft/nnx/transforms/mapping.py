@@ -156,13 +156,13 @@ def shard_map(
     Array([1., 1., 1.], dtype=float32)
     """
     of_objects = kind.ObjectKind("shard_map", *settings.resolve_graph_options(**options))
-    in_roles = state_roles.as_roles(in_specs)
+    in_roles = state_roles.as_shardings(in_specs, "in_specs")
     mapped = lifting.shard_map(
         of_objects,
         f,
         mesh=mesh,
         in_specs=in_roles,
-        out_specs=state_roles.as_roles(out_specs),
+        out_specs=state_roles.as_shardings(out_specs, "out_specs"),
         axis_names=frozenset(axis_names),
         check_vma=check_vma,
     )

@@ -160,11 +160,12 @@ def as_axes(prefix: object, name: str, has_carry: bool = False) -> Any:
     Raises TransformArgumentError if an entry is not an axis, or a `Carry` without `has_carry`.
     """
     roles = as_roles(prefix)
+    _check_kind(roles, name, StateAxes)
 
     def check(role: object) -> None:
         for one in role.roles if isinstance(role, lifting.Roles) else (role,):
             if one is lifting.CARRY and not has_carry:
-                raise errors.TransformArgumentError(
+                raise errors.RoleKindError(
                     f"{name} has a Carry, which only loops support; use an axis or None."
                 )
             if not (one is None or one is lifting.CARRY or isinstance(one, int)):
@@ -175,6 +176,25 @@ def as_axes(prefix: object, name: str, has_carry: bool = False) -> Any:
 
     jax.tree.map(check, roles, is_leaf=is_role)
     return roles
+
+
+def as_shardings(prefix: object, name: str) -> Any:
+    """Converts a prefix of shardings to roles of `weft.lifting`.
+
+    Raises RoleKindError if an entry is a `StateAxes`.
+    """
+    roles = as_roles(prefix)
+    _check_kind(roles, name, StateSharding)
+    return roles
+
+
+def _check_kind(roles: object, name: str, kind: type[_StateFilters]) -> None:
+    for role in jax.tree.leaves(roles, is_leaf=is_role):
+        if isinstance(role, _RolesByFilter) and not isinstance(role.source, kind):
+            raise errors.RoleKindError(
+                f"{name} has a {type(role.source).__name__}, where a {kind.__name__} is expected; "
+                f"use nnx.{kind.__name__}."
+            )
 
 
 def _is_role_leaf(x: object) -> bool:
