@@ -119,6 +119,9 @@ class ConfigBase(values.ConfigNode):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.__config_fields__ = define_fields(cls)
+        if "__getattr__" in vars(cls):
+            # A view reads its fields in `__getattr__`, which an override need not do.
+            cls._frozen_view = cls._frozen_copy
 
     def __init__(self, **kwargs: object):
         self._init_slots()
@@ -241,11 +244,6 @@ class ConfigBase(values.ConfigNode):
         return copy
 
     def _frozen_view(self) -> Self:
-        if type(self).__getattr__ is not ConfigBase.__getattr__:
-            # A view reads its fields there, which an override need not do.
-            copy = self._copy_to(self._path)
-            _set_slot(copy, "_frozen", True)
-            return copy
         view = object.__new__(type(self))
         view._init_slots(path=self._path, origins=self._origins)
         for name, value in self.__dict__.items():
@@ -254,6 +252,11 @@ class ConfigBase(values.ConfigNode):
         _set_slot(view, "_source", self)
         _set_slot(view, "_frozen", True)
         return view
+
+    def _frozen_copy(self) -> Self:
+        copy = self._copy_to(self._path)
+        _set_slot(copy, "_frozen", True)
+        return copy
 
     def __copy__(self) -> Self:
         return self._copy_to(self._path)

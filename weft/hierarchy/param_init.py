@@ -233,18 +233,22 @@ class DefaultInitializer(Initializer):
         init_by_param_name: dict[str, InstantiableConfig] = {}
 
     def __init__(self, cfg: Config):
+        super().__init__(cfg)
         by_default = {
             PARAM_REGEXP_WEIGHT: WeightInitializer.default_config(),
             PARAM_REGEXP_BIAS: ConstantInitializer.default_config().set(value=0.0),
             PARAM_REGEXP_SCALE: ConstantInitializer.default_config().set(value=1.0),
         }
         given = cfg.init_by_param_name
-        # The first match applies, so that the given rules come first.
-        others = {regex: init for regex, init in by_default.items() if regex not in given}
-        super().__init__(cfg.clone(init_by_param_name={**given, **others}))
-        self._rules = {
-            regex: init.instantiate() for regex, init in self.config.init_by_param_name.items()
-        }
+        # The first match applies, so that the given rules come first, also in place of a default.
+        self._rule_configs = {**given, **by_default, **given}
+        self._rules = {regex: init.instantiate() for regex, init in self._rule_configs.items()}
+
+    @property
+    def config(self) -> Any:
+        """Config of this initializer, with the rules that hold by default."""
+        # Computed when it is asked for: each layer makes an initializer.
+        return super().config.clone(init_by_param_name=self._rule_configs)
 
     def _initializer_of(self, name: str) -> Initializer:
         for regex, initializer in self._rules.items():

@@ -111,13 +111,13 @@ class CompositeAttentionBias(BaseAttentionBias):
             return ZeroAttentionBias()
         return self.biases[0] if len(self.biases) == 1 else self
 
-    def _value(self) -> Tensor | None:
+    def value(self) -> Tensor | None:
         parts = self._parts()
         masks: list[Any] = [p.bool_value() for p in parts if isinstance(p, BoolAttentionBias)]
         values: list[Any] = [p.value() for p in parts if not isinstance(p, BoolAttentionBias)]
         if masks:
             values.append(bool_to_bias(functools.reduce(jnp.logical_and, masks)))
-        return functools.reduce(operator.add, values) if values else None
+        return functools.reduce(operator.add, values).astype(self.dtype) if values else None
 
 
 class TensorAttentionBias(BaseAttentionBias):
@@ -133,8 +133,8 @@ class TensorAttentionBias(BaseAttentionBias):
         """
         return cls(_add_heads_axis(tensor), dtype=tensor.dtype)
 
-    def _value(self) -> Tensor:
-        return self._tensor
+    def value(self) -> Tensor:
+        return self._tensor.astype(self.dtype)
 
     @classmethod
     def from_sequence(cls, biases: Sequence[BaseAttentionBias]) -> BaseAttentionBias:
@@ -150,9 +150,9 @@ class BoolAttentionBias(BaseAttentionBias):
         """Returns `Bool[Array, "#batch #heads target source"]`, or None if all is allowed."""
         raise NotImplementedError(type(self))
 
-    def _value(self) -> Tensor | None:
+    def value(self) -> Tensor | None:
         mask = self.bool_value()
-        return None if mask is None else bool_to_bias(mask)
+        return None if mask is None else bool_to_bias(mask).astype(self.dtype)
 
     @classmethod
     def from_sequence(cls, biases: Sequence[Any]) -> BaseAttentionBias:
