@@ -46,6 +46,7 @@ def folder(tmp_path, monkeypatch):
         ("model=3", "model=3"),
         ("model.decoder.output_dtype='x'", "model.decoder.output_dtype='x' is not a dtype; write"),
         ("model.decoder.output_dtype=1e308", "model.decoder.output_dtype=1e+308 is not a dtype"),
+        ("config_modifiers=['x']", "config_modifiers holds 'x', which cannot be called"),
         ("input.source.num_workers=-1", "num_workers=-1 processes cannot create batches"),
         ("input.source.num_workers=1000000", "num_workers=1000000 processes cannot create"),
         ("model.decoder.output_dtype={}", "model.decoder.output_dtype={} is not a dtype"),

@@ -110,7 +110,13 @@ def apply_config_modifiers(cfg: InstantiableConfig) -> Any:
         return cfg
     changed = cfg.clone(config_modifiers=[])
     for modifier in modifiers:
-        changed = maybe_instantiate(modifier)(changed)
+        modify = maybe_instantiate(modifier)
+        if not callable(modify):
+            raise ConfigModifierError(
+                f"config_modifiers holds {modifier!r}, which cannot be called with a config. Write "
+                "the config of a modifier."
+            )
+        changed = modify(changed)
     return changed
 
 
