@@ -89,6 +89,19 @@ def finite_or_counted(
     return jnp.where(where, x, counted(x, jnp.isfinite(x)))
 
 
+def explicit_spec(x: Num[Array, "*shape"]) -> tuple[Any, ...]:
+    """Returns the Explicit axes of a mesh over which each axis of `x` is sharded.
+
+    The sharding over such axes is part of the type of an array, and JAX refuses operations whose
+    result has none that follows from it.
+
+    >>> explicit_spec(jnp.ones((2, 3)))
+    (None, None)
+    """
+    spec = jax.typeof(x).sharding.spec
+    return (*spec, *[None] * (x.ndim - len(spec)))
+
+
 def positions(size: int, ndim: int) -> Num[Array, "*ones size"]:
     """Returns `0, 1, ..., size - 1` along the last of `ndim` axes.
 

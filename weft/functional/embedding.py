@@ -18,6 +18,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
@@ -37,7 +38,8 @@ def lookup(
 
     Args:
         ids: negative ids count from the end.
-        out_sharding: as in `jax.Array.at[].get`.
+        out_sharding: as in `jax.Array.at[].get`; by default, over Explicit axes of a mesh, that of
+            the ids, and of the table's second axis.
 
     Raises ArgumentValueError if NumPy ids do not fit into JAX's integers.
 
@@ -45,9 +47,23 @@ def lookup(
     [[2.0, 3.0], [2.0, 3.0], [0.0, 1.0]]
     """
     ids = as_ids(ids)
+    if out_sharding is None:
+        out_sharding = _sharding_of_rows(table, ids)
     if out_sharding is not None:
         return table.at[ids].get(mode="fill", out_sharding=out_sharding)
     return jnp.take(table, ids, axis=0, mode="fill")
+
+
+def _sharding_of_rows(table: Array, ids: Array) -> NamedSharding | None:
+    """Returns the sharding of the rows at ids; None if nothing is sharded over Explicit axes."""
+    of_ids, (of_vocab, of_dim) = arrays.explicit_spec(ids), arrays.explicit_spec(table)
+    if of_vocab is None and not any(of_ids):
+        return None
+    # Each axis of the mesh shards one axis at most.
+    used = jax.tree.leaves(of_ids)
+    entry = None if any(name in used for name in jax.tree.leaves(of_dim)) else of_dim
+    mesh = jax.typeof(ids if any(of_ids) else table).sharding.mesh
+    return NamedSharding(mesh, PartitionSpec(*of_ids, entry))
 
 
 def as_ids(ids: Any, layer: str | None = None) -> Array:
@@ -359,7 +375,10 @@ def codebook_entries(
     >>> codebook_entries(jnp.array([[[0.0]], [[2.0]]]), jnp.array([[1], [0]])).tolist()
     [[[2.0]], [[0.0]]]
     """
-    return codebook[ids, arrays.positions(codebook.shape[1], ids.ndim)]
+    groups = arrays.positions(codebook.shape[1], ids.ndim)
+    spec = arrays.explicit_spec(ids)
+    sharding = NamedSharding(jax.typeof(ids).sharding.mesh, PartitionSpec(*spec, None))
+    return codebook.at[ids, groups].get(out_sharding=sharding if any(spec) else None)
 
 
 def code_shares(onehots: OneHots, paddings: Paddings) -> Float[Array, "groups codes"]:

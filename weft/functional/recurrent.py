@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Num
 
 from weft.errors import ArgumentShapeError
-from weft.functional.arrays import finite_or_counted, positions
+from weft.functional.arrays import explicit_spec, finite_or_counted, positions
 
 Activation = Callable[[Array], Array]
 
@@ -156,6 +157,7 @@ def run_layer(
         initial_carry = first_carry((*inputs.shape[:axis], *inputs.shape[axis + 1 :]))
     if seq_lengths is not None:
         inputs = finite_or_counted(inputs, _within(inputs, seq_lengths, axis))
+    initial_carry = _sharded_as(inputs, initial_carry, axis, layer.cell.num_feature_axes)
     if flips:
         inputs = flip_sequences(inputs, seq_lengths, axis=axis)
     if seq_lengths is not None and return_carry:
@@ -166,6 +168,19 @@ def run_layer(
     if reverse and keep_order == flips:
         outputs = jax.tree.map(lambda y: flip_sequences(y, seq_lengths, axis=axis), outputs)
     return (carry, outputs) if return_carry else outputs
+
+
+def _sharded_as(inputs: Array, carry: Any, axis: int, num_feature_axes: int) -> Any:
+    """Returns the state with the sharding that a step gives it over Explicit axes of a mesh.
+
+    The type of a loop's state includes it. It is that of the batch axes of the inputs.
+    """
+    spec = [entry for a, entry in enumerate(explicit_spec(inputs)) if a != axis]
+    spec = spec[: len(spec) - num_feature_axes]
+    if not any(spec) or jax.sharding.get_abstract_mesh().empty:
+        return carry
+    sharding = NamedSharding(jax.typeof(inputs).sharding.mesh, PartitionSpec(*spec))
+    return jax.tree.map(lambda x: jax.sharding.reshard(x, sharding), carry)
 
 
 def _step(cell: Any, carry: Any, x: Array) -> tuple[Any, Any]:

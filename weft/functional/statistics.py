@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from weft.functional.arrays import counted
+from weft.functional.arrays import counted, explicit_spec
 
 Axes = int | Sequence[int]
 
@@ -220,15 +220,15 @@ def cross_axis_mean(
 
 def _first(x: Array, axes: tuple[int, ...]) -> Array:
     """Returns the first element along axes, which stay with size 1."""
-    spec = jax.typeof(x).sharding.spec
-    sharded = [a for a in axes if a < len(spec) and spec[a] is not None]
+    spec = explicit_spec(x)
+    sharded = [a for a in axes if spec[a] is not None]
     kept = [1 if a in axes and a not in sharded else size for a, size in enumerate(x.shape)]
     x = lax.slice(x, [0] * x.ndim, kept)
     for axis in sharded:
         # JAX takes one element of an axis that is sharded over an Explicit axis of a mesh only by
         # its index, and only if the sharding of the result is given.
-        spec = PartitionSpec(*(None if a == axis else entry for a, entry in enumerate(spec)))
-        sharding = NamedSharding(jax.typeof(x).sharding.mesh, spec)
+        spec = [None if a == axis else entry for a, entry in enumerate(spec)]
+        sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec))
         index = (*[slice(None)] * axis, np.zeros(1, int))
         x = x.at[index].get(out_sharding=sharding, mode="promise_in_bounds")
     return x
