@@ -75,9 +75,23 @@ def test_non_mappings_are_rejected(function):
 
 
 def test_paths_that_become_equal_are_rejected():
-    message = "two leaves have the path 'a/b' once their names are joined by '/'; use a separator"
+    message = "two leaves have the path 'ab' once their names are joined by ''; use a separator"
     with pytest.raises(FlatDictError, match=message):
-        flatten_dict({"a/b": 1, "a": {"b": 2}}, sep="/")
+        flatten_dict({"ab": 1, "a": {"b": 2}}, sep="")
+
+
+@pytest.mark.parametrize(
+    ("xs", "sep", "key"),
+    [
+        ({"mlp": {"up/0": 1}}, "/", "up/0"),
+        ({"a/b": 1, "a": {"b": 2}}, "/", "a/b"),
+        ({"a.": {"b": 1}}, "..", "a."),  # "a...b" splits into "a" and ".b"
+    ],
+)
+def test_a_key_with_the_separator_is_refused(xs, sep, key):
+    with pytest.raises(FlatDictError, match=f"the key {re.escape(repr(key))}, which contains the"):
+        flatten_dict(xs, sep=sep)
+    assert unflatten_dict(flatten_dict(xs)) == xs
 
 
 def test_non_string_keys_are_not_joined():

@@ -46,7 +46,15 @@ def _join_path(path: Path, sep: str | None) -> Any:
                 f"the path {path} has {name!r}, which is not a string, so it cannot be joined by "
                 f"{sep!r}; leave out `sep`, or make the key a string."
             )
-    return sep.join(path)
+    joined = sep.join(path)
+    if sep and path and (parts := tuple(joined.split(sep))) != path:
+        key = next(name for name, part in zip(path, parts, strict=False) if name != part)
+        raise FlatDictError(
+            f"the path {path} has the key {key!r}, which contains the separator {sep!r}: split at "
+            "it again, it would be another path. Use a separator that no key contains, or leave "
+            "out `sep`."
+        )
+    return joined
 
 
 def flatten_dict(
@@ -64,7 +72,8 @@ def flatten_dict(
 
     Raises:
         NestedDictError: if `xs` is not a mapping.
-        FlatDictError: if paths cannot be joined, or are equal once joined.
+        FlatDictError: if paths cannot be joined, a key contains the separator, or paths are equal
+            once joined.
 
     >>> flatten_dict({"a": {"b": 1, "c": {}}}, keep_empty_nodes=True)
     {('a', 'b'): 1, ('a', 'c'): _EmptyNode()}

@@ -395,10 +395,12 @@ def test_step_appends_position():
     assert seen.tolist() == [[[[True, True, False]]]] * 2
 
 
-def test_last_position_is_overwritten_past_the_end():
-    keys, _, seen = attention_cache_step(CACHE, CACHE, jnp.int32(5), NEW, NEW, NEW)
-    assert keys[:, :, 0, 0].tolist() == [[0, 0, 1]] * 2
-    assert seen.all()
+def test_nothing_is_written_past_the_end():
+    with pytest.raises(ArgumentValueError, match=r"It decodes position 3, .* room for 3 positions"):
+        attention_cache_step(CACHE, CACHE, jnp.int32(3), NEW, NEW, NEW, layer="It")
+    step = jax.jit(lambda index: attention_cache_step(CACHE, CACHE, index, NEW, NEW, NEW))
+    _, values, seen = step(5)
+    assert np.isnan(values[:, -1]).all() and seen.all()
 
 
 def test_queries_may_have_more_heads():

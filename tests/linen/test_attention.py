@@ -111,6 +111,10 @@ def test_decoding_equals_causal_attention():
         variables = {**variables, **changed}
         np.testing.assert_allclose(y, whole[:, i : i + 1], rtol=1e-5, atol=1e-5)
     assert variables["cache"]["cache_index"] == 5
+    y, changed = step(variables, X[:, :1])
+    assert jnp.isnan(y).all() and changed["cache"]["cache_index"] == 5
+    with pytest.raises(ArgumentValueError, match=r"decodes position 5, .* room for 5 positions"):
+        layer.apply(variables, X[:, :1], mutable="cache")
 
 
 def test_decoding_with_a_mask_of_the_cache():

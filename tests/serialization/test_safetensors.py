@@ -182,6 +182,8 @@ def test_write_errors(tmp_path, tree, message):
 
 
 def test_invalid_destinations(tmp_path):
+    with pytest.raises(WeightsWriteError, match=r"the name '__metadata__', .*Rename it"):
+        save_safetensors(tmp_path / "x.safetensors", {"__metadata__": np.ones(2)})
     with pytest.raises(WeightsWriteError, match=r"does not end in '.safetensors'. Add it"):
         save_safetensors(tmp_path / "m.bin", {"a": np.ones(1)})
     with pytest.raises(WeightsWriteError, match="max_shard_bytes=0 leaves no room"):

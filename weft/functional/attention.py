@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -575,13 +576,15 @@ def attention_cache_step(
 ) -> tuple[Array, Array, Bool[Array, "*batch 1 1 length"]]:
     """Returns keys and values extended by one position, and a mask of the filled positions.
 
-    Past the end, the last position is overwritten.
-
     Args:
-        index: number of positions so far.
+        index: number of positions so far, fewer than the cache has. If it is known only when a
+            compiled program runs and the cache is full, the last value becomes NaN, and so does
+            attention to it.
 
-    Raises ArgumentShapeError if there is not exactly one new position, or the cache has another
-    shape.
+    Raises:
+        ArgumentShapeError: if there is not exactly one new position, or the cache has another
+            shape.
+        ArgumentValueError: if the cache is known to be full.
 
     >>> empty, x = jnp.zeros((1, 3, 1, 1)), jnp.ones((1, 1, 1, 1))
     >>> keys, values, seen = attention_cache_step(empty, empty, 1, x, x, x)
@@ -595,6 +598,13 @@ def attention_cache_step(
             f"{layer} decodes with queries of shape {query.shape}, keys of shape {key.shape} and "
             f"values of shape {value.shape}, and its cache expects {expected}: give one position "
             "at a time, and the batch that the cache was made with."
+        )
+    if isinstance(index, jax.core.Tracer):
+        value = jnp.where(index < length, value, jnp.nan)
+    elif int(index) >= length:
+        raise ArgumentValueError(
+            f"{layer} decodes position {int(index)}, counted from 0, and its cache has room for "
+            f"{length} positions; make a longer cache, or begin again with an empty one."
         )
     keys, values = (
         jax.lax.dynamic_update_slice_in_dim(cached, new.astype(cached.dtype), index, len(batch))

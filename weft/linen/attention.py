@@ -338,7 +338,8 @@ class MultiHeadDotProductAttention(Module):
             layer=self._shown,
         )
         mask = attention_mask.mask_of_step(mask, index.value, keys.shape[-3])
-        cached_key.value, cached_value.value, index.value = keys, values, index.value + 1
+        cached_key.value, cached_value.value = keys, values
+        index.value = jnp.minimum(index.value + 1, keys.shape[-3])
         return keys, values, combine_masks(mask, seen)
 
     @nowrap

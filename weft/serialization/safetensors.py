@@ -186,6 +186,11 @@ def write_tensors(
         raise WeightsWriteError(
             f"max_shard_bytes={max_shard_bytes} leaves no room; give 1 or more."
         )
+    if "__metadata__" in tensors:
+        raise WeightsWriteError(
+            "a tensor has the name '__metadata__', under which a safetensors file has metadata. "
+            "Rename it; texts may be in `metadata`."
+        )
     stem = path.name.removesuffix(SUFFIX)
     shards = _shards(tensors, max_shard_bytes)
     names = [path.name]

@@ -592,6 +592,6 @@ def maybe_construct_transformations(target: object, transforms: Any | None) -> A
     """
     if transforms is not None:
         return transforms
-    flat = traverse_util.flatten_dict(to_state_dict(target), keep_empty_nodes=True, sep="/")
+    flat = traverse_util.flatten_dict(to_state_dict(target), keep_empty_nodes=True)
     keep = _import_orbax().Transform(use_fallback=True)
-    return {path: keep for path, leaf in flat.items() if leaf is None}
+    return {"/".join(path): keep for path, leaf in flat.items() if leaf is None}

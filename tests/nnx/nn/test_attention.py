@@ -7,6 +7,7 @@ import pytest
 
 from tests.jaxprs import largest_array
 from tests.keys import draw
+from weft import nnx
 from weft.errors import (
     ArgumentShapeError,
     ArgumentValueError,
@@ -175,6 +176,20 @@ def test_decoding_with_a_mask_of_the_cache():
     for i in range(2):
         y = layer(X[:, i : i + 1], mask=first_only)
     close(y, layer(X[:, 1:2], X[:, :1], decode=False))
+
+
+def test_a_full_cache_is_refused():
+    layer = attention(decode=True)
+    layer.init_cache(X[:, :2].shape)
+    for i in range(2):
+        layer(X[:, i : i + 1])
+    with pytest.raises(ArgumentValueError, match=r"decodes position 2, .* room for 2 positions;"):
+        layer(X[:, 2:3])
+    assert layer.cache_index.get_value() == 2
+    compiled = nnx.jit(lambda layer, x: layer(x))
+    for _ in range(2):
+        assert jnp.isnan(compiled(layer, X[:, 2:3])).all()
+        assert layer.cache_index.get_value() == 2
 
 
 def test_cache_in_half_precision():

@@ -422,6 +422,6 @@ class MultiHeadAttention(Module):
         )
         of_key.set_value(keys)
         of_value.set_value(values)
-        at.set_value(index + 1)
+        at.set_value(jnp.minimum(index + 1, keys.shape[-3]))
         mask = attention_mask.mask_of_step(mask, index, keys.shape[-3])
         return keys, values, attention_mask.combine_masks(mask, seen, dtype=jnp.bool_)
