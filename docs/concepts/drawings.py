@@ -342,6 +342,7 @@ LAYERS: dict[tuple[str, ...], tuple[str, str]] = {
     ("training",): ("plain", "Flax's helpers for a loop of your own"),
     ("input",): ("plain", "files, packing, the batches of a process"),
     ("interop",): ("plain", "layers of one library in another"),
+    ("metrics",): ("plain", "numbers over batches"),
     ("linen", "nnx", "hierarchy"): ("weft", "three ways to write a model"),
     ("cursor", "jax_utils"): ("plain", "edits of trees, replication"),
     ("core",): ("jax", "scopes, streams of keys, axis metadata"),
