@@ -366,6 +366,8 @@ def test_errors_about_names():
 
     with pytest.raises(VariableTypeError, match=r"has no name; give it one with nnx.register_var"):
         nnx.variable_name_from_type(Unknown)
+    with pytest.raises(VariableTypeError, match="3 is not a kind of variable, but a int; give a"):
+        nnx.variable_name_from_type(3)
     with pytest.raises(
         VariableTypeError, match="no kind of variable has the name 'nothing'; known"
     ):

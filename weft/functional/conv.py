@@ -250,7 +250,7 @@ def pool(
     """
     if len(window) != x.ndim - 2:
         raise ArgumentShapeError(
-            f"window={tuple(window)} must have one size for each of the {x.ndim - 2} spatial "
+            f"window={window} must have one size for each of the {x.ndim - 2} spatial "
             f"axes of x, whose shape is {x.shape}: (batch, *spatial, channels)."
         )
     strides = (1,) * len(window) if strides is None else tuple(strides)

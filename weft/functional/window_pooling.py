@@ -96,7 +96,7 @@ def _pool_batched(
     first = x.ndim - len(window) - 1
     if first < 0:
         raise ArgumentShapeError(
-            f"window_shape={tuple(window)} is for {len(window)} spatial axes, but the input has "
+            f"window_shape={window} is for {len(window)} spatial axes, but the input has "
             f"shape {x.shape}: before its channels there are {x.ndim - 1}."
         )
     strides = (1,) * len(window) if strides is None else tuple(strides)

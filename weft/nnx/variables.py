@@ -720,6 +720,11 @@ def variable_name_from_type(typ: type[Variable[Any]], /, *, allow_register: bool
     for name, known in _TYPES.items():
         if known is typ:
             return name
+    if not isinstance(typ, type):
+        raise errors.VariableTypeError(
+            f"{typ!r} is not a kind of variable, but a {type(typ).__name__}; give a class, such as "
+            "nnx.Param."
+        )
     if not allow_register:
         raise errors.VariableTypeError(
             f"the kind of variable {typ.__qualname__} has no name; give it one with "
