@@ -56,7 +56,7 @@ def test_help_describes_command_and_all_arguments(command, capsys, monkeypatch):
             assert re.search(r"\S {2,}\S", line) or line in ("  COMMAND", "  WHERE", "  ACTION")
 
 
-LM_ARGUMENTS = ("data_dir", "tokenizer", "learning_rate", "batch_size", "steps")
+LM_ARGUMENTS = ("data_dir", "tokenizer", "text_key", "learning_rate", "batch_size", "steps")
 
 
 def test_recipes_are_listed_with_the_default_first(capsys):

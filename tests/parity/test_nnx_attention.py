@@ -142,7 +142,7 @@ def test_decoding(kwargs):
         layer.init_cache((2, 4, 8), dtype)
         seen = [type(layer.cached_key), type(layer.cache_index)]
         first = jnp.arange(4)[None, None, None] != 1
-        out = [layer(Q[:, i : i + 1], mask=first if i == 2 else None) for i in range(5)]
+        out = [layer(Q[:, i : i + 1], mask=first if i == 2 else None) for i in range(4)]
         cache = nnx.to_pure_dict(nnx.split(layer, nnx.Cache, ...)[1])
         return [out, cache, layer(Q, decode=False)], seen
 

@@ -78,11 +78,12 @@ class Interrupts:
     """Context that remembers Ctrl-C, for code that is imported may swallow a KeyboardInterrupt.
 
     Attributes:
-        came: whether Ctrl-C has come in the present or the last context.
+        came: whether Ctrl-C has come in the present context.
 
-    >>> with interrupts, contextlib.suppress(KeyboardInterrupt):
-    ...     signal.raise_signal(signal.SIGINT)
-    >>> interrupts.came
+    >>> with interrupts:
+    ...     with contextlib.suppress(KeyboardInterrupt):
+    ...         signal.raise_signal(signal.SIGINT)
+    ...     interrupts.came
     True
     """
 
@@ -100,6 +101,8 @@ class Interrupts:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        # A run that the program starts afterwards is not interrupted.
+        self.came = False
         if self._is_handled:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 

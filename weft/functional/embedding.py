@@ -30,8 +30,8 @@ Paddings = Bool[Array, "batch time"] | Num[Array, "batch time"]
 
 
 def lookup(
-    table: Float[Array, "vocab dim"], ids: Int[Array, "*shape"], *, out_sharding: Any = None
-) -> Float[Array, "*shape dim"]:
+    table: Float[Array, "vocab *dims"], ids: Int[Array, "*shape"], *, out_sharding: Any = None
+) -> Float[Array, "*shape *dims"]:
     """Returns the rows of the table at the ids.
 
     An id outside returns NaN (in a table of integers the smallest one), so that the error shows.
@@ -39,7 +39,7 @@ def lookup(
     Args:
         ids: negative ids count from the end.
         out_sharding: as in `jax.Array.at[].get`; by default, over Explicit axes of a mesh, that of
-            the ids, and of the table's second axis.
+            the ids, and of the table's other axes.
 
     Raises ArgumentValueError if NumPy ids do not fit into JAX's integers.
 
@@ -56,14 +56,18 @@ def lookup(
 
 def _sharding_of_rows(table: Array, ids: Array) -> NamedSharding | None:
     """Returns the sharding of the rows at ids; None if nothing is sharded over Explicit axes."""
-    of_ids, (of_vocab, of_dim) = arrays.explicit_spec(ids), arrays.explicit_spec(table)
+    of_ids = arrays.explicit_spec(ids)
+    of_vocab, *of_dims = arrays.explicit_spec(table)
     if of_vocab is None and not any(of_ids):
         return None
     # Each axis of the mesh shards one axis at most.
-    used = jax.tree.leaves(of_ids)
-    entry = None if any(name in used for name in jax.tree.leaves(of_dim)) else of_dim
+    axes_of_ids = set(jax.tree.leaves(of_ids))
+    spec = list(of_ids)
+    for of_dim in of_dims:
+        is_free = axes_of_ids.isdisjoint(jax.tree.leaves(of_dim))
+        spec.append(of_dim if is_free else None)
     mesh = jax.typeof(ids if any(of_ids) else table).sharding.mesh
-    return NamedSharding(mesh, PartitionSpec(*of_ids, entry))
+    return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def as_ids(ids: Any, layer: str | None = None) -> Array:
