@@ -30,9 +30,9 @@ Paddings = Bool[Array, "batch time"] | Num[Array, "batch time"]
 
 
 def lookup(
-    table: Float[Array, "vocab *dims"], ids: Int[Array, "*shape"], *, out_sharding: Any = None
-) -> Float[Array, "*shape *dims"]:
-    """Returns the rows of the table at the ids.
+    table: Float[Array, "vocab ..."], ids: Int[Array, "*shape"], *, out_sharding: Any = None
+) -> Float[Array, "*shape ..."]:
+    """Returns the rows of the table at the ids, each of one or more axes.
 
     An id outside returns NaN (in a table of integers the smallest one), so that the error shows.
 
