@@ -5,6 +5,7 @@ import subprocess
 import pytest
 
 from tests.python_server import PythonServer
+from tests.strange_runs import on_one_device
 
 
 @pytest.fixture(scope="session")
@@ -21,14 +22,7 @@ def one_device():
 
     A run on all eight virtual devices compiles and takes its steps for several times as long.
     """
-    import jax
-
-    only = jax.devices()[:1]
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("devices", "local_devices"):
-            patch.setattr(jax, name, lambda *args, **kwargs: only)
-        for name in ("device_count", "local_device_count"):
-            patch.setattr(jax, name, lambda *args, **kwargs: 1)
+    with on_one_device() as patch:
         yield patch
 
 

@@ -15,7 +15,7 @@ CORPUS = "config_for_function(weft.input.folder_corpus)(paths=[{!r}])"
 
 
 @contextlib.contextmanager
-def on_one_device() -> Iterator[None]:
+def on_one_device() -> Iterator[pytest.MonkeyPatch]:
     """Lets commands see one device, on which they compile for less time than on eight."""
     import jax
 
@@ -25,7 +25,7 @@ def on_one_device() -> Iterator[None]:
             patch.setattr(jax, name, lambda *args, **kwargs: only)
         for name in ("device_count", "local_device_count"):
             patch.setattr(jax, name, lambda *args, **kwargs: 1)
-        yield
+        yield patch
 
 
 @functools.cache
