@@ -1,6 +1,7 @@
 """Directories from elsewhere: links, pipes, devices and large files in them."""
 
 import os
+import pathlib
 import socket
 import stat
 
@@ -143,6 +144,17 @@ def test_names_in_place_of_temporary_files_are_not_written_through(run, victim, 
     os.symlink(victim, tmp_path / "run" / f".file.{os.getpid()}")
     run.write("file", "new")
     assert run.read_text("file") == "new"
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the system has no such paths")
+def test_steady_path_leads_to_the_folder_that_was_there(run, victim, tmp_path):
+    with run.steady_path("folder/arrays") as path:
+        run.rename("folder/arrays", "folder/moved")
+        os.symlink(victim.parent, tmp_path / "run" / "folder" / "arrays")
+        pathlib.Path(path, "x").write_text("1", encoding="utf-8")
+    assert run.read_text("folder/moved/x") == "1"
+    with pytest.raises(FileRefusedError, match="arrays' is a symbolic link"):
+        run.steady_path("folder/arrays").__enter__()
 
 
 def test_hard_links_are_parted_before_a_change(run, victim, tmp_path):

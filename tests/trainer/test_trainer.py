@@ -42,7 +42,7 @@ from weft.recipes.lm import lm_tiny
 from weft.trainer import mesh
 from weft.trainer.anomalies import AnomalyPolicy
 from weft.trainer.aot_compilation import aot_model_analysis
-from weft.trainer.checkpointer import CheckpointValidationType, every_n_steps_policy
+from weft.trainer.checkpointer import CheckpointValidationType, every_n_steps_policy, retries
 from weft.trainer.checkpointer.dirs import step_dirs
 from weft.trainer.learner import Learner
 from weft.trainer.progress import RunListener
@@ -317,6 +317,7 @@ def test_input_error_is_raised_after_saving(small, tmp_path, monkeypatch):
 @pytest.fixture
 def failing_at(tmp_path, monkeypatch):
     """Returns a trainer that saves every second step; some saves fail."""
+    monkeypatch.setattr(retries, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
 
     def make(*steps, **how):
         cfg = small_config(tmp_path)
@@ -633,6 +634,7 @@ BROKEN = CheckpointSaveError("broken")
 @pytest.fixture
 def saving(tmp_path, monkeypatch):
     """Returns a function that gives a trainer whose saves and waits have these results."""
+    monkeypatch.setattr(retries, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
     trainer = trainer_of(small_config(tmp_path))
 
     def take(results):
@@ -667,7 +669,8 @@ def test_full_disk_is_reported_and_the_run_continues(saving):
         ([False], [None], False, 0),
         ([FULL, False], [None], False, 1),  # an earlier one had failed, the last has begun
         ([False, True], [FULL, None], True, 1),  # the last one itself failed, and is tried again
-        ([True, FULL], [FULL], None, 1),
+        ([FULL, FULL, FULL, True], [None], True, 1),  # it may pass
+        ([True, FULL, FULL, FULL], [FULL], None, 1),
         ([BROKEN], [], None, 0),
         ([True], [BROKEN], None, 0),
     ],

@@ -65,6 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _verify(found: Mapping[int, str], console: Console) -> int:
     """Prints whether each checkpoint is intact, and names every damaged file."""
     num_damaged = 0
+    # A stranger's manifest may name any size.
+    size = sum(manifest.recorded_bytes(directory) for directory in found.values())
+    console.print(f"reading up to {display.bytes_text(size)}; Ctrl-C stops", soft_wrap=True)
     for step, directory in found.items():
         damage = manifest.find_damage(directory, step=step)
         num_damaged += bool(damage)

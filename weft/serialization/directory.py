@@ -244,6 +244,18 @@ class Directory:
         with self._folder_of(f"{name}/_", make=True):
             pass
 
+    @contextlib.contextmanager
+    def steady_path(self, name: str) -> Iterator[str]:
+        """Yields a path to a folder, which it creates if needed, for libraries that take paths.
+
+        On Linux, the path leads to this folder while the context is open, whatever gets its name in
+        the meantime. Elsewhere it is the usual path.
+        """
+        self.make_folder(name)
+        with self._folder_of(f"{name}/_") as (folder, _):
+            steady = f"/proc/self/fd/{folder}"
+            yield steady if os.path.isdir(steady) else self.full_path(name)
+
     def rename(self, name: str, new_name: str) -> None:
         """Renames an entry, as `os.replace`."""
         old_folder, new_folder = self._folder_of(name), self._folder_of(new_name)

@@ -37,6 +37,7 @@ import jax
 from weft.config import Configurable
 from weft.errors import ProfilerTraceError, RunDirError, ThroughputError
 from weft.hierarchy.module import Module, functional
+from weft.serialization.directory import Directory
 from weft.trainer.optimizers.base import leaves_by_path, path_name
 from weft.trainer.run_dir import read_record, update_record
 from weft.typing import NestedTensor
@@ -450,6 +451,7 @@ class StepTraces:
         here = processes == "all" or jax.process_index() in processes
         self._start_steps = frozenset(start_steps if here else ())
         self._directory = directory
+        self._open_folder = contextlib.ExitStack()
         self._n_steps = n_steps or _DEFAULT_STEPS
         self._last: int | None = None  # the last step of the open trace
         self._options = jax.profiler.ProfileOptions()
@@ -461,8 +463,10 @@ class StepTraces:
     def before(self, step: int) -> None:
         """Starts the trace that begins with a step, if any."""
         if step in self._start_steps and self._last is None:
-            directory = os.path.join(self._directory, f"trace/step_{step:08d}")
-            jax.profiler.start_trace(directory, profiler_options=self._options)
+            os.makedirs(self._directory, exist_ok=True)
+            folder = Directory(self._directory).steady_path(f"trace/step_{step:08d}")
+            path = self._open_folder.enter_context(folder)
+            jax.profiler.start_trace(path, profiler_options=self._options)
             self._last = step + self._n_steps - 1
 
     def after(self, step: int, outputs: object) -> None:
@@ -475,7 +479,8 @@ class StepTraces:
         """Ends an open trace, as when the run ends before the trace does."""
         if self._last is not None:
             self._last = None
-            jax.profiler.stop_trace()
+            with self._open_folder:
+                jax.profiler.stop_trace()
 
 
 def layer_times(directory: str, step: jax.stages.Compiled) -> dict[str, float]:

@@ -15,6 +15,7 @@ import functools
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -39,6 +40,7 @@ from weft.trainer import (
 )
 from weft.trainer import mesh as mesh_lib
 from weft.trainer import state as state_lib
+from weft.trainer.checkpointer import retries
 from weft.trainer.checkpointer.checkpointer import BaseCheckpointer, Checkpointer
 from weft.trainer.checkpointer.host_state import RunState
 from weft.trainer.compilation import compilation_cache, options_for_init, options_for_steps
@@ -691,13 +693,22 @@ class SpmdTrainer(Module):
             self._checkpointer.wait_until_finished()
             return is_new
 
-        try:
-            is_new = save()
-        except errors.CheckpointSaveError as error:  # of this save or of an earlier one
-            self._on_save_failed(error, listener)
-            is_new = save()
-        if is_new:
-            self._on_saved(listener)
+        failures: list[errors.CheckpointSaveError] = []
+        for seconds in (0.0, *retries.PAUSES_SECONDS):
+            time.sleep(seconds)
+            try:
+                is_new = save()
+            except errors.CheckpointSaveError as error:
+                if not failures:  # of this save or of an earlier one
+                    self._on_save_failed(error, listener)
+                if not error.of_file_system:
+                    raise
+                failures.append(error)
+            else:
+                if is_new:
+                    self._on_saved(listener)
+                return
+        raise failures[-1]
 
     def _on_saved(self, listener: RunListener) -> None:
         if self._throughput is not None:

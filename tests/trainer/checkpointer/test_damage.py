@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xxhash
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from weft.errors import DamagedCheckpointError, WeftError
@@ -246,6 +247,24 @@ def test_headers_of_non_numeric_dtypes_are_rejected(stranger, header):
     with_header(step_dir, **HEADERS[header])
     write_manifest(str(step_dir), facts={"step": 1})
     with pytest.raises(WeftError, match=r"arrays/w/"):
+        restore(cfg, state)
+
+
+@pytest.mark.parametrize("path", ["python/process_0_of_1/other.json", "arrays/other/0"])
+def test_files_of_40_gigabytes_that_a_manifest_names_are_not_read(stranger, path):
+    cfg, step_dir, state = stranger
+    size = 40 * 10**9
+    (step_dir / path).parent.mkdir(exist_ok=True)
+    (step_dir / path).touch()
+    write_manifest(str(step_dir), facts={"step": 1})
+    os.truncate(step_dir / path, size)
+    manifest = json.loads((step_dir / "manifest.json").read_text(encoding="utf-8"))
+    del manifest["xxh3_128"]
+    manifest["files"][path]["size"] = size
+    digest = xxhash.xxh3_128(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    text = json.dumps({**manifest, "xxh3_128": digest})
+    (step_dir / "manifest.json").write_text(text, encoding="utf-8")
+    with pytest.raises(DamagedCheckpointError, match=rf"{path}: .*ha(s|ve) 40,000,000,\d+ bytes"):
         restore(cfg, state)
 
 

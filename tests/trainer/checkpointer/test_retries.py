@@ -11,7 +11,7 @@ import pytest
 from weft.config import config_for_function
 from weft.errors import CheckpointReadError, CheckpointSaveError, DamagedCheckpointError
 from weft.serialization.directory import Directory
-from weft.trainer.checkpointer import Checkpointer, every_n_steps_policy
+from weft.trainer.checkpointer import Checkpointer, dirs, every_n_steps_policy
 from weft.trainer.checkpointer import retries as module
 
 STATE = {"w": np.arange(3.0), "epoch": 1}
@@ -93,6 +93,37 @@ def test_error_that_stays_fails_a_save_after_which_a_run_continues(
     assert e.value.of_file_system and not e.value.lacks_room
     checkpointer.save(step=3, state=STATE)
     assert checkpointer.checkpoint_steps(checkpointer.config.dir) == [1, 3]
+
+
+ARRAYS = (
+    "UNKNOWN: Error writing local file \"arrays/w/0\": Input/output error [os_error_code='5'] "
+    "[tensorstore_spec='{}']"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (OSError(errno.EIO, "x"), "1. Look into the state of the disk or of the file server."),
+        (ValueError(ARRAYS), "1. Look into the state of the disk or of the file server."),
+        (OSError(errno.EROFS, "x"), "1. Make the directory writable."),
+        (OSError(errno.EACCES, "x"), "1. Make the directory writable."),
+        (OSError(errno.EDQUOT, "x"), "1. Free disk space."),
+        (OSError(errno.EMFILE, "x"), "1. Allow more open files, as `ulimit -n 4096` does."),
+        (ZeroDivisionError("division by zero"), "1."),
+    ],
+)
+def test_advice_about_a_failed_save_is_about_its_reason(checkpointer, monkeypatch, error, advice):
+    checkpointer.save(step=1, state=STATE)
+
+    def fail(path):
+        raise error
+
+    monkeypatch.setattr(dirs, "commit_dir", fail)
+    with pytest.raises(CheckpointSaveError) as caught:
+        checkpointer.save(step=2, state=STATE)
+    text = str(caught.value)
+    assert text.endswith(f"Complete checkpoints: {advice}") and "tensorstore_spec" not in text
 
 
 FILES = ["manifest.json", "index", "arrays/w/.zarray", "arrays/w/0"]

@@ -15,7 +15,7 @@ import pytest
 import tensorstore
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from weft.errors import CheckpointStateError, CheckpointStructureError
+from weft.errors import CheckpointStateError, CheckpointStructureError, FileRefusedError
 from weft.hierarchy.parameter_spec import TensorSpec
 from weft.trainer.checkpointer.index import CheckpointValidationType, write_index_file
 from weft.trainer.checkpointer.manifest import read_manifest, write_manifest
@@ -340,6 +340,21 @@ def test_background_error_is_raised_once_by_wait(storage, tmp_path):
     assert not (tmp_path / "ckpt").exists()
     storage.wait_until_finished()
     save(storage, tmp_path / "next", {"w": jnp.ones(3)})
+
+
+def test_arrays_are_not_written_through_a_link(storage, tmp_path):
+    for name in ("ckpt", "victim"):
+        os.makedirs(tmp_path / name)
+    os.symlink(tmp_path / "victim", tmp_path / "ckpt" / "arrays")
+    storage.save_to_dir(
+        step=4,
+        state={"w": jnp.ones(3)},
+        ckpt_dir=str(tmp_path / "ckpt"),
+        on_commit_callback=write_index_file,
+    )
+    with pytest.raises(FileRefusedError, match=r"ckpt/arrays' is a symbolic link"):
+        storage.wait_until_finished()
+    assert os.listdir(tmp_path / "victim") == []
 
 
 def test_stopped_storage_can_save_again(storage, tmp_path):

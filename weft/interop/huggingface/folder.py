@@ -152,7 +152,7 @@ def write_tokenizer(
     tokens: dict[int, str] = {}
     written = []
     for there, name in names.items():
-        data = _read_tokenizer(source.path / there)
+        data = source.read(there)
         if data is not None:
             tokens |= _tokens(data, source.path / there, name)
             folder.write(name, data)
@@ -183,20 +183,6 @@ def write_tokenizer(
             folder.write(name, data)
             written.append(name)
     return written + _write_special_tokens(folder, settings, tokens, written)
-
-
-def _read_tokenizer(path: Path) -> bytes | None:
-    # Through a link too, as the contents are checked before they are copied.
-    try:
-        with untrusted.open_file(path) as file:
-            data = file.read(_MAX_BYTES + 1)
-        if len(data) > _MAX_BYTES:
-            raise ValueError(f"it has more than {_MAX_BYTES:,} bytes")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise _not_a_tokenizer(path, error) from error
-    return data
 
 
 def _not_a_tokenizer(path: Path, why: Exception) -> errors.WeightsReadError:

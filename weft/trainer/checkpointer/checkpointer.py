@@ -372,15 +372,18 @@ class Checkpointer(BaseCheckpointer):
         with contextlib.suppress(CheckpointReadError):
             complete = ", ".join(map(str, self.checkpoint_steps(self.config.dir))) or "none"
         lacks_room = dirs.is_disk_full(error)
-        why = f"{type(error).__name__}: {error}"
-        mend = "Free disk space, or make the directory writable"
+        # Array storage adds a description of its own settings.
+        text = str(error).partition(" [tensorstore_spec=")[0].rstrip(".")
+        why, mend = f"{type(error).__name__}: {text}", retries.advice(error)
         if lacks_room:
             process = re.search(r"process \d+ of \d+: ", str(error))
             why = f"{process[0] if process else ''}the disk, or a quota of it, is full"
             mend = "Free disk space"
+        if mend:
+            mend = f" {mend}."
         return CheckpointSaveError(
             f"the checkpoint of step {step} could not be saved in {self.config.dir!r}: {why}. "
-            f"Complete checkpoints: {complete}. {mend}.",
+            f"Complete checkpoints: {complete}.{mend}",
             lacks_room=lacks_room,
             of_file_system=retries.is_of_file_system(error),
         )

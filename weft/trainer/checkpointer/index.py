@@ -8,7 +8,6 @@ match if their lists match, whatever their containers.
 import enum
 import functools
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
@@ -18,6 +17,7 @@ import numpy as np
 
 from weft import config, errors, traverse_util
 from weft.hierarchy.parameter_spec import TensorSpec
+from weft.serialization.directory import Directory
 from weft.serialization.untrusted import MAX_COUNT, check_json, is_possible_shape
 from weft.trainer.checkpointer import dirs
 from weft.trainer.checkpointer.host_state import PythonSavable
@@ -147,8 +147,9 @@ def _layout(leaf: ArrayOrSpec) -> list[Any] | None:
 
 def write_index_file(*, ckpt_dir: str, index: Index) -> None:
     """Writes the index of a checkpoint."""
-    with open(os.path.join(ckpt_dir, INDEX), "w", encoding="utf-8") as file:
-        json.dump({"version": _VERSION, "index": [list(pair) for pair in index]}, file, indent=0)
+    content = {"version": _VERSION, "index": [list(pair) for pair in index]}
+    # The writer of the manifest waits for the disk.
+    Directory(ckpt_dir).write(INDEX, json.dumps(content, indent=0), sync=False)
 
 
 def read_index_file(ckpt_dir: str) -> list[tuple[str, Entry]]:

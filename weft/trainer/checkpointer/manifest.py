@@ -16,7 +16,7 @@ from typing import Any
 from weft._lazy import import_extra
 from weft.errors import FileRefusedError
 from weft.serialization.directory import Directory
-from weft.serialization.untrusted import check_json
+from weft.serialization.untrusted import MAX_JSON_BYTES, check_json
 from weft.trainer.checkpointer import retries
 from weft.trainer.checkpointer.dirs import exists, fsync, list_files
 
@@ -79,10 +79,8 @@ def write_manifest(ckpt_dir: str, *, facts: Mapping[str, Any] | None = None) -> 
     with ThreadPoolExecutor(_THREADS) as pool:
         files = dict(zip(paths, pool.map(describe, paths), strict=True))
     content = {"version": _VERSION, "facts": dict(facts or {}), "files": files}
-    with open(os.path.join(ckpt_dir, MANIFEST), "w", encoding="utf-8") as file:
-        json.dump({**content, _DIGEST: _digest_of_json(content)}, file)
-        file.flush()
-        os.fsync(file.fileno())
+    text = json.dumps({**content, _DIGEST: _digest_of_json(content)})
+    Directory(ckpt_dir).write(MANIFEST, text)
     for root, _, _ in os.walk(ckpt_dir):
         fsync(root)
 
@@ -118,18 +116,30 @@ def find_damage(
 ) -> list[str]:
     """Returns one line per damaged file of a checkpoint.
 
-    Any `step` is accepted if None. Files below `except_below`, which ends in "/", are not checked.
+    Any `step` is accepted if None. Files below `except_below`, which ends in "/", are not checked;
+    the others are then taken to be JSON, and those that are too large for it are not read.
     """
     if odd := find_odd_file(ckpt_dir):
         return [odd]
     manifest = read_manifest(ckpt_dir, step=step)
     if isinstance(manifest, str):
         return [manifest]
-    return manifest.damage_of_all(
-        path
-        for path in sorted(manifest.files)
-        if except_below is None or not path.startswith(except_below)
-    )
+    if except_below is None:
+        return manifest.damage_of_all(sorted(manifest.files))
+    others = sorted(path for path in manifest.files if not path.startswith(except_below))
+    for path in others:
+        size = manifest.files[path]["size"]
+        if size > MAX_JSON_BYTES:
+            return [f"{path}: has {size:,} bytes; at most {MAX_JSON_BYTES:,} are read"]
+    return manifest.damage_of_all(others)
+
+
+def recorded_bytes(ckpt_dir: str) -> int:
+    """Returns how many bytes `find_damage` reads at most, 0 without a readable manifest."""
+    manifest = read_manifest(ckpt_dir)
+    if isinstance(manifest, str):
+        return 0
+    return sum(file["size"] for file in manifest.files.values())
 
 
 def find_odd_file(ckpt_dir: str) -> str | None:

@@ -27,6 +27,15 @@ _NUMBERS = {
 # In messages of array storage in place of Python's errno.
 _TEXT = re.compile("os_error_code|EIO|ESTALE|EACCES|EROFS|Input/output error|Stale file handle")
 
+_NUMBER_TEXT = re.compile(r"os_error_code='(\d+)'|OS error (\d+):")
+_ADVICE = {
+    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG): "Free disk space",
+    (errno.EACCES, errno.EPERM, errno.EROFS): "Make the directory writable",
+    (errno.EMFILE, errno.ENFILE): "Allow more open files, as `ulimit -n 4096` does",
+    (errno.ENAMETOOLONG,): "Choose a shorter path for the directory",
+}
+_ADVICE_FOR_OTHERS = "Look into the state of the disk or of the file server"
+
 
 def may_pass(error: BaseException) -> bool:
     """Returns whether an error is one of the file system that need not come again."""
@@ -41,6 +50,30 @@ def is_of_file_system(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def error_number(error: BaseException | None) -> int | None:
+    """Returns the number of the system's error that an error, or one of its causes, reports."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error.errno
+        if found := _NUMBER_TEXT.search(str(error)):
+            return int(found[1] or found[2])
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def advice(error: BaseException) -> str:
+    """Returns what helps after an error in writing, without a period; "" if that is unknown.
+
+    >>> advice(OSError(errno.EROFS, "x"))
+    'Make the directory writable'
+    """
+    number = error_number(error)
+    for numbers, text in _ADVICE.items():
+        if number in numbers:
+            return text
+    return "" if number is None else _ADVICE_FOR_OTHERS
 
 
 def retried(action: Callable[[], T]) -> T:

@@ -39,7 +39,7 @@ from weft.errors import CheckpointStateError, DamagedCheckpointError
 from weft.hierarchy.parameter_spec import TensorSpec
 from weft.serialization.directory import Directory
 from weft.serialization.state_dicts import is_stored_dtype
-from weft.serialization.untrusted import parse_json
+from weft.serialization.untrusted import MAX_JSON_BYTES, parse_json
 from weft.trainer.checkpointer import dirs, host_state, retries
 from weft.trainer.checkpointer import index as index_lib
 from weft.trainer.checkpointer.manifest import (
@@ -180,10 +180,11 @@ class OrbaxStateStorage(StateStorage):
                 with processes.barrier(), _quiet_writes():
                     python_dir = os.path.join(ckpt_dir, self._PYTHON)
                     host_state.maybe_save_python_savables(dict(leaves), dir=python_dir)
-                    futures = self._start_write(arrays, os.path.join(ckpt_dir, self._ARRAYS))
-                    copied.set()
-                    for future in futures:
-                        future.result()
+                    with _array_folder(ckpt_dir, self._ARRAYS) as folder:
+                        futures = self._start_write(arrays, folder)
+                        copied.set()
+                        for future in futures:
+                            future.result()
                 on_commit_callback(ckpt_dir=ckpt_dir, index=index)
             except BaseException as error:
                 self._error = error
@@ -212,10 +213,9 @@ class OrbaxStateStorage(StateStorage):
                     (jax.Array, of_jax), (np.ndarray, handlers.NumpyHandler())
                 ),
             )
-        os.makedirs(directory, exist_ok=True)
         args = self._ocp.SaveArgs(chunk_byte_size=self.config.max_chunk_bytes)
         saving = self._handler.async_save(
-            self._path(os.path.abspath(directory)),
+            self._path(directory),
             args=self._ocp.args.PyTreeSave(arrays, save_args=dict.fromkeys(arrays, args)),
         )
         return asyncio.run(saving) or []
@@ -239,9 +239,8 @@ class OrbaxStateStorage(StateStorage):
         saved = index_lib.read_index_file(ckpt_dir)
         index_lib.check_state_structure(saved, index_lib.build_index(state), validation=validation)
         leaves = index_lib.flatten_state(state)
-        arrays = self._read_arrays(
-            step, {path: leaf for path, leaf in leaves if _stored(leaf)}, ckpt_dir
-        )
+        targets = {path: leaf for path, leaf in leaves if _stored(leaf)}
+        arrays = self._read_arrays(step, targets, ckpt_dir, saved)
         self._restore_objects(dict(leaves), os.path.join(ckpt_dir, self._PYTHON))
         values = dict(saved)
         restored = [_restored(path, leaf, arrays, values) for path, leaf in leaves]
@@ -249,7 +248,9 @@ class OrbaxStateStorage(StateStorage):
             jax.tree.structure(state, is_leaf=index_lib.is_state_leaf), restored
         )
 
-    def _read_arrays(self, step: int, targets: dict[str, Any], ckpt_dir: str) -> dict[str, Any]:
+    def _read_arrays(
+        self, step: int, targets: dict[str, Any], ckpt_dir: str, saved: index_lib.Index
+    ) -> dict[str, Any]:
         found = read_manifest(ckpt_dir, step=step) if has_manifest(ckpt_dir) else None
         manifest, faults = (None, [found]) if isinstance(found, str) else (found, [])
         files = ArrayFiles(ckpt_dir, self._ARRAYS, manifest)
@@ -261,7 +262,15 @@ class OrbaxStateStorage(StateStorage):
             # Files that no process needs are checked too, each by one of the processes.
             below = sorted(p for p in manifest.files if p.startswith(f"{self._ARRAYS}/"))
             own_paths = below[jax.process_index() :: jax.process_count()]
-            faults += manifest.damage_of_all(p for p in own_paths if p not in seen)
+            # A stranger's manifest may name anything, of any size.
+            names = {_array_name(path) for path, _ in saved}
+            others = [path for path in below if path.split("/")[1] not in names]
+            size = sum(manifest.files[path]["size"] for path in others)
+            if size > MAX_JSON_BYTES:
+                largest = max(others, key=lambda path: manifest.files[path]["size"])
+                faults.append(f"{largest}: of no array; such files have {size:,} bytes in all")
+            else:
+                faults += manifest.damage_of_all(p for p in own_paths if p not in seen)
         if max_over_processes(bool(faults)):
             faults = faults or ["another process, which names it, has found damage"]
             raise DamagedCheckpointError(
@@ -290,6 +299,21 @@ class OrbaxStateStorage(StateStorage):
             if self._handler is not None:
                 self._handler.close()
             self._handler = None
+
+
+@contextlib.contextmanager
+def _array_folder(ckpt_dir: str, name: str) -> Iterator[str]:
+    """Yields the path of the folder that array storage writes to, which was never a link."""
+    above, last = os.path.split(os.path.abspath(ckpt_dir))
+    with Directory(above).steady_path(f"{last}/{name}") as path:
+        try:
+            yield path
+        except Exception as error:
+            # Messages of array storage name what only this process can look up.
+            text = str(error).replace(path, os.path.join(ckpt_dir, name))
+            if text != str(error):
+                raise OSError(text) from error
+            raise
 
 
 def _remove_partial(ckpt_dir: str) -> None:
