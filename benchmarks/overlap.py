@@ -12,11 +12,11 @@ import tempfile
 import jax
 
 from benchmarks.harness import Row, counted
+from weft.debug.anomalies import AnomalyPolicy
 from weft.recipes import RECIPES
-from weft.trainer.anomalies import AnomalyPolicy
+from weft.report.results import TRAIN_SUMMARIES, read_results
 from weft.trainer.profiling import Throughput
 from weft.trainer.progress import RunListener
-from weft.trainer.report.results import TRAIN_SUMMARIES, read_results
 
 READINGS, EVERY = 15, 20
 TARGET = 0.02

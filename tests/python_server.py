@@ -33,7 +33,7 @@ PRELOADED = (
     "weft.interop",
     "weft.launch.distributed",
     "weft.recipes.lm",
-    "weft.trainer.anomalies",
+    "weft.debug.anomalies",
     "weft.trainer.trainer",
     "xxhash",
 )

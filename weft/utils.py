@@ -26,13 +26,13 @@ from weft.core.spmd import constrain
 from weft.hierarchy.context import current_context
 from weft.hierarchy.context_kind import fork_key
 from weft.hierarchy.parameter_spec import TensorSpec as TensorSpec
+from weft.inference.runner import DataPartitionType as DataPartitionType
 from weft.input import dispatch
 from weft.input.dispatch import current_mesh
 from weft.input.dispatch import global_to_host_array as global_to_host_array
 from weft.input.dispatch import input_partition_spec as input_partition_spec
 from weft.struct import VDict as VDict
 from weft.struct import map_blocks as map_blocks
-from weft.trainer.inference import DataPartitionType as DataPartitionType
 from weft.trainer.mesh import HybridMeshShape as HybridMeshShape
 from weft.trainer.mesh import MeshShape as MeshShape
 from weft.trainer.mesh import infer_mesh_shape as infer_mesh_shape

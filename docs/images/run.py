@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.segment import Segment
 
-from weft.trainer.display import LiveDisplay, metric_texts
+from weft.report.display import LiveDisplay, metric_texts
 from weft.trainer.progress import Reading
 
 FOLDER = Path(__file__).parent

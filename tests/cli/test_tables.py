@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from weft.trainer.display import count_text, layout_text, shape_text, table_console, tree_table
+from weft.report.display import count_text, layout_text, shape_text, table_console, tree_table
 
 
 def test_tree_table_aligns_columns_without_margin():

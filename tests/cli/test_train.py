@@ -13,8 +13,8 @@ from rich.console import Console
 from weft.cli import main
 from weft.cli.configs import load_config
 from weft.cli.train import program, run, split_arguments
-from weft.trainer.display import make_display
-from weft.trainer.report.recorder import RunRecorder
+from weft.report.display import make_display
+from weft.report.recorder import RunRecorder
 from weft.trainer.run_dir import claim_run_dir
 from weft.trainer.summary_writer.files import read_json_lines
 

@@ -17,13 +17,13 @@ import numpy as np
 
 from weft import nnx
 from weft.config import config_class, config_for_class, config_for_function
+from weft.debug.anomalies import AnomalyPolicy
 from weft.distributed.preemption import still_compiling
 from weft.errors import UndefinedLossException
 from weft.hierarchy.base_layer import BaseModel, ParameterSpec
 from weft.input.fake import EmptyInput
 from weft.interop import as_hierarchy
 from weft.launch.distributed import joined_processes
-from weft.trainer.anomalies import AnomalyPolicy
 from weft.trainer.checkpointer import every_n_steps_policy
 from weft.trainer.evaler import SpmdEvaler
 from weft.trainer.evaler import every_n_steps_policy as evaluate_every_n_steps

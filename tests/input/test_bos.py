@@ -9,13 +9,13 @@ import pytest
 from tests.input import tokenizer_kinds
 from weft.cli.configs import load_config
 from weft.cli.trained_models import find_tokenizer
+from weft.debug.lookup_checks import check_tokens
 from weft.errors import TokenizerError
 from weft.input.grain import DispatchConfig
 from weft.input.grain_lm import text_to_lm_eval_input, text_to_lm_training_input
 from weft.input.grain_text import tokenize_turns
 from weft.input.text import lm_documents_source, lm_stream_source
 from weft.input.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
-from weft.trainer.lookup_checks import check_tokens
 
 TEXTS = ["one two", "two"]
 

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 
 from weft.config import config_for_class, config_for_function
+from weft.inference.decoding_evaler import DecodingEvaler
 from weft.input import ByteTokenizer
 from weft.launch.distributed import joined_processes
 from weft.recipes import lm_lora
 from weft.trainer.checkpointer.policy import EvalMetric
-from weft.trainer.decoding_evaler import DecodingEvaler
 from weft.trainer.evaler import EarlyStopping, every_n_steps_policy
 from weft.trainer.progress import RunListener
 

@@ -8,6 +8,7 @@ import pytest
 
 from weft.cli.collectives import collectives_of
 from weft.errors import MeshError, TopologyError
+from weft.inference.runner import InferenceRunner
 from weft.recipes.lm import lm_tiny
 from weft.trainer.aot_compilation import (
     USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS,
@@ -18,7 +19,6 @@ from weft.trainer.aot_compilation import (
     get_devices_for_topology,
     reshape_devices,
 )
-from weft.trainer.inference import InferenceRunner
 
 needs_eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 

@@ -12,6 +12,7 @@ from weft.errors import CheckpointPolicyError, EarlyStoppingError, InputDatasetE
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.parameter_spec import ParameterSpec
+from weft.inference.output import OutputRecordWriter
 from weft.input import Input
 from weft.input.fake import EmptyInput
 from weft.trainer.checkpointer.policy import EvalMetric
@@ -26,7 +27,6 @@ from weft.trainer.evaler import (
     every_n_steps_policy,
     run_evalers,
 )
-from weft.trainer.inference_output import OutputRecordWriter
 from weft.trainer.progress import RunListener
 from weft.trainer.summary_writer import JsonLinesWriter, read_json_lines
 

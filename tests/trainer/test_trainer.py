@@ -19,6 +19,7 @@ from tests.sockets import connected, reading
 from tests.trainer.language_models import Bigrams
 from tests.trainer.test_state import OPTIMIZER
 from weft.config import config_class, config_for_function
+from weft.debug.anomalies import AnomalyPolicy
 from weft.distributed.peers import Peers, StopRequest, use_peers
 from weft.distributed.preemption import StopRun
 from weft.errors import (
@@ -40,7 +41,6 @@ from weft.input import Input
 from weft.input.fake import FakeLmInput
 from weft.recipes.lm import lm_tiny
 from weft.trainer import mesh
-from weft.trainer.anomalies import AnomalyPolicy
 from weft.trainer.aot_compilation import aot_model_analysis
 from weft.trainer.checkpointer import CheckpointValidationType, every_n_steps_policy, retries
 from weft.trainer.checkpointer.dirs import step_dirs

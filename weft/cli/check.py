@@ -22,7 +22,8 @@ from weft.core.axis_rules import Rules
 from weft.errors import BatchShardingError, MeshError, ShardingWarning
 from weft.hierarchy.parameter_spec import TensorSpec
 from weft.input import Input
-from weft.trainer import SpmdTrainer, display, run_dir
+from weft.report import display
+from weft.trainer import SpmdTrainer, run_dir
 from weft.trainer.aot_compilation import get_devices_for_topology
 from weft.trainer.mesh import HybridMeshShape, build_mesh, over_slices, rules_of
 from weft.trainer.model import build_model

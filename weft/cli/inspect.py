@@ -17,12 +17,12 @@ from rich.console import Console
 
 from weft.cli.configs import run_directory
 from weft.errors import CheckpointNotFoundError, CommandLineError
+from weft.report import display
+from weft.report.page import REPORT_FILE, render_report
 from weft.serialization.directory import Directory
 from weft.serialization.untrusted import check_local_path, printable
-from weft.trainer import display
 from weft.trainer.checkpointer import dirs, manifest
 from weft.trainer.checkpointer.index import Entry, Index, read_index_file
-from weft.trainer.report.page import REPORT_FILE, render_report
 from weft.trainer.run_dir import CHECKPOINTS_DIR, check_places
 
 

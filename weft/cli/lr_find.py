@@ -22,7 +22,8 @@ from rich.table import Table
 from weft.cli import configs, train
 from weft.config import config_for_function
 from weft.errors import LearningRateSearchError
-from weft.trainer import BaseCheckpointer, NoOpWriter, RunListener, SpmdTrainer, display, schedule
+from weft.report import display
+from weft.trainer import BaseCheckpointer, NoOpWriter, RunListener, SpmdTrainer, schedule
 from weft.trainer.trainer_config_modifier import apply_config_modifiers, find_values, outermost
 from weft.typing import Nested, Tensor
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from weft.cli import configs
 from weft.hierarchy import Module, ParameterSpec, functional
-from weft.trainer import SpmdTrainer, display, mesh, state
+from weft.report import display
+from weft.trainer import SpmdTrainer, mesh, state
 from weft.trainer.model import build_model
 from weft.trainer.profiling import Flops, count_flops
 from weft.typing import Nested, NestedTensor

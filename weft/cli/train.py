@@ -22,11 +22,11 @@ from weft.distributed.preemption import still_compiling
 from weft.input import Baseline, ByteTokenizer, Corpus, ngram_baselines
 from weft.launch import JobSetJob, LocalJob, SlurmJob, joined_processes
 from weft.launch.job import STOPPED_EXIT_CODE, Job
+from weft.report.display import Display, TextConsole, make_display, metric_texts
+from weft.report.page import write_report
+from weft.report.recorder import errors_logged
 from weft.serialization.untrusted import printable
 from weft.trainer import SpmdTrainer, compilation, has_ended, run_dir
-from weft.trainer.display import Display, TextConsole, make_display, metric_texts
-from weft.trainer.report.page import write_report
-from weft.trainer.report.recorder import errors_logged
 from weft.trainer.run_lock import RunLock, move_aside, run_lock
 
 _SAMPLE_TOKENS = 256

@@ -19,8 +19,9 @@ from weft.core.axis_rules import logical_axis_rules
 from weft.functional import scale_by
 from weft.hierarchy import Module, functional, merge_adapters, without_lora
 from weft.input.tokenizers import Tokenizer, as_tokenizer, until_end
+from weft.report import display
 from weft.serialization.untrusted import check_local_path, printable
-from weft.trainer import display, run_dir
+from weft.trainer import run_dir
 from weft.trainer.compilation import options_for_steps
 from weft.trainer.mesh import build_mesh, rules_of
 from weft.trainer.model import LibraryModel, build_model, cast_floats

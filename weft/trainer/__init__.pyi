@@ -1,4 +1,4 @@
-from weft.trainer.anomalies import AnomalyPolicy as AnomalyPolicy
+from weft.debug.anomalies import AnomalyPolicy as AnomalyPolicy
 from weft.trainer.aot_compilation import (
     compile_inference_programs as compile_inference_programs,
     compile_trainer_programs as compile_trainer_programs,
@@ -12,7 +12,7 @@ from weft.trainer.checkpointer.policy import (
     CheckpointPolicy as CheckpointPolicy, EvalMetric as EvalMetric,
     every_n_steps_policy as save_every_n_steps_policy,
 )
-from weft.trainer.decoding_evaler import (
+from weft.inference.decoding_evaler import (
     DecodingEvaler as DecodingEvaler, SampleDecoding as SampleDecoding,
 )
 from weft.trainer.evaler import (
@@ -24,15 +24,15 @@ from weft.trainer.fit import (
     FitResult as FitResult, FitState as FitState, History as History,
 )
 from weft.trainer.gradients import with_minibatch_steps as with_minibatch_steps
-from weft.trainer.inference import (
+from weft.inference.runner import (
     DataPartitionType as DataPartitionType, InferenceRunner as InferenceRunner,
     MethodRunner as MethodRunner,
 )
-from weft.trainer.inference_output import (
+from weft.inference.output import (
     BaseOutputWriter as BaseOutputWriter, BaseRecordSink as BaseRecordSink,
     JsonlExampleRecordSink as JsonlExampleRecordSink, OutputRecordWriter as OutputRecordWriter,
 )
-from weft.trainer.inference_pipeline import (
+from weft.inference.pipeline import (
     InferencePipeline as InferencePipeline,
     merge_with_string_tensors as merge_with_string_tensors,
     pop_string_tensors as pop_string_tensors,

@@ -21,8 +21,8 @@ from jax.experimental import topologies
 from weft.config import InstantiableConfig
 from weft.core.axis_rules import logical_axis_rules
 from weft.errors import TopologyError, did_you_mean
+from weft.inference.runner import InferenceRunner, method_program
 from weft.trainer import mesh as mesh_lib
-from weft.trainer.inference import InferenceRunner, method_program
 from weft.trainer.optimizers.base import path_name
 from weft.trainer.state import parameter_specs, state_shardings, with_shardings
 from weft.typing import Nested, PartitionSpec

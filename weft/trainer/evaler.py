@@ -17,10 +17,10 @@ import jax
 from weft import config as config_lib
 from weft import errors, hierarchy
 from weft.distributed.preemption import batches_until_stopped
+from weft.inference.output import BaseOutputWriter
 from weft.input import Input, host_to_global_device_array
 from weft.serialization.untrusted import check_json
 from weft.trainer.checkpointer.policy import BestMetric, EvalMetric
-from weft.trainer.inference_output import BaseOutputWriter
 from weft.trainer.metric_calculator import BaseMetricCalculator, ModelSummaryAccumulator
 from weft.trainer.progress import RunListener
 from weft.trainer.summary_writer.files import SummaryWriter

@@ -29,9 +29,10 @@ from weft.input.grain import DispatchConfig, per_feed_batch, shard_dataset
 from weft.interop.models import adapter_of, model_of
 from weft.interop.nnx import NNXModel
 from weft.metrics import Metric
+from weft.report.display import make_display
+from weft.report.recorder import error_console
 from weft.trainer import compilation, evaler, mesh, parallelism, run_dir, state_builder, train_step
 from weft.trainer.checkpointer import checkpointer, index, policy
-from weft.trainer.display import make_display
 from weft.trainer.learner import Learner
 from weft.trainer.model import LibraryModel, build_model
 from weft.trainer.optimizers.algorithms import adam_optimizer, adamw_optimizer, sgd_optimizer
@@ -39,7 +40,6 @@ from weft.trainer.optimizers.base import TransformationLike, as_partitioned
 from weft.trainer.optimizers.transformations import SCHEDULE_FREE
 from weft.trainer.precision import Precision
 from weft.trainer.progress import INPUT_ENDED, RunListener
-from weft.trainer.report.recorder import error_console
 from weft.trainer.summary_writer.files import JsonLinesWriter, read_json_lines
 from weft.trainer.supervised import (
     ROW_WEIGHT,

@@ -23,21 +23,13 @@ import jax
 
 from weft import config, errors
 from weft.core import axis_rules, tracing
+from weft.debug import anomalies, first_nonfinite, lookup_checks
 from weft.distributed import cpu_threads, peers, preemption
 from weft.distributed.watchdog import Watchdog
 from weft.hierarchy import Module, nowrap
 from weft.input import Input, PrefetchingIterator
-from weft.trainer import (
-    agreement,
-    anomalies,
-    display,
-    first_nonfinite,
-    lookup_checks,
-    profiling,
-    run_dir,
-    state_builder,
-    state_texts,
-)
+from weft.report import display, live, recorder
+from weft.trainer import agreement, profiling, run_dir, state_builder, state_texts
 from weft.trainer import mesh as mesh_lib
 from weft.trainer import state as state_lib
 from weft.trainer.checkpointer import retries
@@ -49,7 +41,6 @@ from weft.trainer.learner import BaseLearner, with_precision
 from weft.trainer.model import PerParamDType, model_config
 from weft.trainer.precision import Precision, as_precision
 from weft.trainer.progress import EARLY_STOPPING, MAX_STEP, RunListener, RunListeners, has_ended
-from weft.trainer.report import live, recorder
 from weft.trainer.run_lock import RunLock, run_lock
 from weft.trainer.summary_writer.base import BaseWriter, CheckpointerAction, closing_writers
 from weft.trainer.summary_writer.files import SummaryWriter

@@ -10,11 +10,11 @@ from weft.config import config_for_function
 from weft.errors import DecodingEvalError
 from weft.functional import scale_by
 from weft.hierarchy.parameter_spec import ParameterSpec
+from weft.inference.decoding_evaler import DecodingEvaler, SampleDecoding
 from weft.input import ByteTokenizer
 from weft.input.fake import fake_source
 from weft.input.grain import Input, per_feed_batch
 from weft.recipes.lm import lm_tiny
-from weft.trainer.decoding_evaler import DecodingEvaler, SampleDecoding
 from weft.trainer.mesh import build_mesh
 from weft.trainer.summary_writer import JsonLinesWriter, read_json_lines
 

@@ -37,9 +37,10 @@ import jax
 
 from weft.distributed.watchdog import Watchdog
 from weft.errors import CheckpointSaveError, StatusPageError, WeftError
-from weft.trainer import display, progress
-from weft.trainer.report.page import page, run_body
-from weft.trainer.report.results import TRAIN_SUMMARIES, Curves, Results, read_results
+from weft.report import display
+from weft.report.page import page, run_body
+from weft.report.results import TRAIN_SUMMARIES, Curves, Results, read_results
+from weft.trainer import progress
 from weft.typing import NestedTensor
 
 logger = logging.getLogger(__name__)

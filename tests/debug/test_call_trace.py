@@ -10,10 +10,10 @@ from flax import linen as flax_nn
 from weft import linen as nn
 from weft import nnx
 from weft.config import REQUIRED, Required, config_class, config_for_class
+from weft.debug.first_nonfinite import trace_calls
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.module import functional
 from weft.interop import as_hierarchy, as_linen, as_nnx
-from weft.trainer.first_nonfinite import trace_calls
 from weft.trainer.model import LibraryModel
 
 X = jnp.ones((2, 4))

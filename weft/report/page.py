@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weft.report.charts import NUM_STYLES, Series, finite, line_chart, number, smoothed
+from weft.report.display import duration_text, metric_text
+from weft.report.results import TRAIN_SUMMARIES, Results, config_values, named, read_results
 from weft.serialization.directory import Directory
-from weft.trainer.display import duration_text, metric_text
 from weft.trainer.progress import LOSSES
-from weft.trainer.report.charts import NUM_STYLES, Series, finite, line_chart, number, smoothed
-from weft.trainer.report.results import TRAIN_SUMMARIES, Results, config_values, named, read_results
 
 REPORT_FILE = "report.html"
 

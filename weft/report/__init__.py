@@ -1,4 +1,4 @@
-"""The report of a run: a page with its results that opens without a server."""
+"""Reports of runs for people: displays, the status page, pages with charts."""
 
 from weft._lazy import lazy_exports
 

@@ -17,8 +17,8 @@ import pytest
 
 from weft.distributed.watchdog import Watchdog
 from weft.errors import CheckpointSaveError, StatusPageError
+from weft.report.live import RunStatus, status_page
 from weft.trainer.progress import RunListener, RunListeners
-from weft.trainer.report.live import RunStatus, status_page
 from weft.trainer.run_dir import CONFIG_FILE, update_record
 
 
@@ -94,8 +94,8 @@ def run_dir(tmp_path):
 @pytest.fixture(autouse=True)
 def closed_at_once(monkeypatch):
     """Lets the server look for its end, and accept connections, more often."""
-    monkeypatch.setattr("weft.trainer.report.live._POLL_SECONDS", 0.01)
-    monkeypatch.setattr("weft.trainer.report.live._PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("weft.report.live._POLL_SECONDS", 0.01)
+    monkeypatch.setattr("weft.report.live._PAUSE_SECONDS", 0.001)
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def served(caplog, run_dir):
 def test_step_rate_needs_elapsed_time(monkeypatch):
     moments = iter([10.0, 10.0, 10.5])
     clock = types.SimpleNamespace(time=time.time, monotonic=lambda: next(moments))
-    monkeypatch.setattr("weft.trainer.report.live.time", clock)
+    monkeypatch.setattr("weft.report.live.time", clock)
     status, rates = RunStatus(Watchdog()), []
     for step in (1, 2, 3):
         status.on_step(step, {"loss": jnp.array(1.0)}, {})
@@ -232,7 +232,7 @@ def test_many_requests_compute_the_page_once(caplog, monkeypatch):
             pass
         return "page"
 
-    monkeypatch.setattr("weft.trainer.report.live.RunStatus.html", lambda status: expensive())
+    monkeypatch.setattr("weft.report.live.RunStatus.html", lambda status: expensive())
     with status_page(0, Watchdog()) as listener, ThreadPoolExecutor(4) as pool:
         url = re.findall(r"http://127\.0\.0\.1:\d+", caplog.text)[-1]
         assert {text for text, _ in pool.map(get, [url] * 12)} == {"page"}
@@ -289,7 +289,7 @@ def test_loopback_names_are_accepted(served):
 
 @pytest.mark.long
 def test_silent_clients_hold_few_threads_briefly(served, monkeypatch):
-    monkeypatch.setattr("weft.trainer.report.live._CONNECTION_SECONDS", 1.0)
+    monkeypatch.setattr("weft.report.live._CONNECTION_SECONDS", 1.0)
     url = served[0]
     address = ("127.0.0.1", int(url.rpartition(":")[2]))
     before = threading.active_count()

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import pytest
 
 from weft.config import config_class
+from weft.debug.first_nonfinite import UNKNOWN, NonfiniteSearch
 from weft.distributed.preemption import GracefulStop
 from weft.errors import ProcessLostError
 from weft.hierarchy.base_layer import BaseLayer, BaseModel, ParameterSpec
 from weft.hierarchy.module import functional
 from weft.hierarchy.repeat import Repeat
-from weft.trainer.first_nonfinite import UNKNOWN, NonfiniteSearch
 from weft.trainer.optimizers.base import OptParam
 from weft.trainer.update_transformation import ForwardOutputs
 
@@ -171,7 +171,7 @@ def test_lost_process_ends_the_search(stacked, monkeypatch):
     def lost(lowered, name):
         raise ProcessLostError("process 1 of 2 has ended")
 
-    monkeypatch.setattr("weft.trainer.first_nonfinite.compile_unless_stopped", lost)
+    monkeypatch.setattr("weft.debug.first_nonfinite.compile_unless_stopped", lost)
     known, ones = stacked
     with pytest.raises(ProcessLostError, match="process 1"):
         NonfiniteSearch(known._step).first_module(ones, BATCH)

@@ -8,8 +8,8 @@ from weft.errors import CheckpointNotFoundError, InferenceError
 from weft.hierarchy.base_layer import BaseModel
 from weft.hierarchy.layers import Linear
 from weft.hierarchy.metrics import WeightedScalar
+from weft.inference.runner import DataPartitionType, InferenceRunner
 from weft.trainer.checkpointer import Checkpointer
-from weft.trainer.inference import DataPartitionType, InferenceRunner
 from weft.trainer.learner import Learner
 from weft.trainer.mesh import build_mesh
 from weft.trainer.trainer import SpmdTrainer

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.trainer.test_token_checks import with_wide_tokenizer
+from tests.debug.test_token_checks import with_wide_tokenizer
 from weft import functional
 from weft.cli.configs import load_config
 from weft.config import config_for_class
+from weft.debug.anomalies import AnomalyPolicy
+from weft.debug.lookup_checks import check_lookups
 from weft.errors import InputDatasetError, TokenizerError
 from weft.recipes.lm_nnx import LanguageModel
-from weft.trainer.anomalies import AnomalyPolicy
-from weft.trainer.lookup_checks import check_lookups
 from weft.trainer.train_step import TrainerState
 
 CFG = load_config("lm-tiny")

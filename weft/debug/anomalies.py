@@ -26,11 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft.config import Configurable
+from weft.debug import first_nonfinite
 from weft.distributed.peers import join_first
 from weft.errors import AnomalyPolicyError, LossSpikeError, UndefinedLossException
 from weft.lifting.jit import Traced
 from weft.serialization.untrusted import check_json
-from weft.trainer import first_nonfinite, progress
+from weft.trainer import progress
 from weft.trainer.model import cast_for_forward
 from weft.trainer.optimizers.base import leaves_by_path, path_name, tree_paths
 from weft.trainer.optimizers.clipping import norm_by_squares, tree_where

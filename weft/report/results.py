@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import RunDirError
+from weft.report.charts import Point, finite
 from weft.serialization.directory import Directory
 from weft.trainer import run_dir, run_lock
-from weft.trainer.report.charts import Point, finite
 from weft.trainer.summary_writer.event_file import SessionLog, read_events
 from weft.trainer.summary_writer.files import JSON_LINES_FILE, read_json_lines
 

@@ -5,11 +5,11 @@ import pytest
 from tests.input import tokenizer_kinds
 from weft.cli.configs import load_config
 from weft.config import config_for_class
+from weft.debug.lookup_checks import check_tokens
 from weft.errors import InputDatasetError, TokenizerError
 from weft.hierarchy import LearnedPositionalEmbedding
 from weft.input import ByteTokenizer
 from weft.recipes.lm_nnx import LanguageModel
-from weft.trainer.lookup_checks import check_tokens
 from weft.trainer.run_dir import end_ids
 
 

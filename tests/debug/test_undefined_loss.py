@@ -7,10 +7,10 @@ import pytest
 
 from weft import nnx
 from weft.config import config_for_class, config_for_function
+from weft.debug.anomalies import check_loss
 from weft.errors import UndefinedLossException
 from weft.input import ArrayInput, Arrays
 from weft.trainer import Learner, SpmdTrainer
-from weft.trainer.anomalies import check_loss
 from weft.trainer.optimizers import sgd_optimizer
 from weft.trainer.summary_writer.base import NoOpWriter
 

@@ -11,9 +11,9 @@ import jax
 from rich.console import Console
 
 from weft.errors import WeftError
-from weft.trainer.display import Display, TextConsole, make_display, parameter_sizes
+from weft.report.display import Display, TextConsole, make_display, parameter_sizes
+from weft.report.page import write_report
 from weft.trainer.progress import RunListener, RunListeners
-from weft.trainer.report.page import write_report
 from weft.trainer.run_dir import update_record
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.trainer.report.charts import (
+from weft.report.charts import (
     Series,
     finite,
     line_chart,

@@ -14,17 +14,17 @@ from jax.sharding import PartitionSpec
 from weft.config import config_for_function
 from weft.errors import InferenceError
 from weft.hierarchy.base_layer import BaseModel, ParameterSpec
-from weft.input.dispatch import InputDispatcher, SpmdInputDispatcher
-from weft.input.grain import Input, pad_for_evaluation, per_feed_batch, shard_dataset
-from weft.launch.local import LocalJob
-from weft.trainer.checkpointer import Checkpointer
-from weft.trainer.inference import DataPartitionType, InferenceRunner
-from weft.trainer.inference_output import JsonlExampleRecordSink
-from weft.trainer.inference_pipeline import (
+from weft.inference.output import JsonlExampleRecordSink
+from weft.inference.pipeline import (
     InferencePipeline,
     merge_with_string_tensors,
     pop_string_tensors,
 )
+from weft.inference.runner import DataPartitionType, InferenceRunner
+from weft.input.dispatch import InputDispatcher, SpmdInputDispatcher
+from weft.input.grain import Input, pad_for_evaluation, per_feed_batch, shard_dataset
+from weft.launch.local import LocalJob
+from weft.trainer.checkpointer import Checkpointer
 from weft.trainer.learner import Learner
 from weft.trainer.trainer import SpmdTrainer
 
@@ -209,7 +209,7 @@ PROGRAM = """
 from pathlib import Path
 from weft.launch.distributed import joined_processes
 with joined_processes() as place:
-    from tests.trainer.test_inference_pipeline import run_in_processes
+    from tests.inference.test_pipeline import run_in_processes
     run_in_processes(Path(DIRECTORY))
 """
 

@@ -10,11 +10,11 @@ import pytest
 
 from weft import nnx
 from weft.config import config_class, config_for_class, config_for_function
+from weft.debug import anomalies
+from weft.debug.anomalies import AnomalyPolicy, LossTrack
 from weft.errors import AnomalyPolicyError, LossSpikeError, UndefinedLossException
 from weft.hierarchy.base_layer import BaseLayer, BaseModel, ParameterSpec
 from weft.input.fake import EmptyInput
-from weft.trainer import anomalies
-from weft.trainer.anomalies import AnomalyPolicy, LossTrack
 from weft.trainer.checkpointer import every_n_steps_policy
 from weft.trainer.learner import Learner
 from weft.trainer.optimizers import chain, sgd_optimizer

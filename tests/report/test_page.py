@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from weft.errors import RunDirError
-from weft.trainer.report.page import page, render_report, write_report
-from weft.trainer.report.results import config_values, named, read_results
+from weft.report.page import page, render_report, write_report
+from weft.report.results import config_values, named, read_results
 from weft.trainer.run_dir import CONFIG_FILE, update_record
 from weft.trainer.summary_writer.event_file import EventFile, scalar
 from weft.trainer.summary_writer.files import JSON_LINES_FILE

@@ -18,13 +18,13 @@ from rich.console import Console
 from weft.errors import CheckpointSaveError
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.parameter_spec import ParameterSpec
-from weft.trainer import Learner, SpmdTrainer
-from weft.trainer.display import (
+from weft.report.display import (
     LineDisplay,
     LiveDisplay,
     NotebookDisplay,
     make_display,
 )
+from weft.trainer import Learner, SpmdTrainer
 from weft.trainer.progress import Meter, metrics, scalar
 
 

@@ -20,9 +20,9 @@ from weft import input as input_lib
 from weft.core.spmd import axes_of
 from weft.distributed.preemption import batches_until_stopped
 from weft.hierarchy.module import Module
+from weft.inference.output import BaseOutputWriter, OutputRecordWriter
+from weft.inference.runner import InferenceRunner
 from weft.input import dispatch
-from weft.trainer.inference import InferenceRunner
-from weft.trainer.inference_output import BaseOutputWriter, OutputRecordWriter
 from weft.traverse_util import flatten_dict, unflatten_dict
 
 

@@ -1,0 +1,1 @@
+from weft.debug.anomalies import AnomalyPolicy as AnomalyPolicy
