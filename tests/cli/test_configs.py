@@ -43,6 +43,18 @@ def test_invalid_config(tmp_path):
         load_config("lm-tiny", ["max_steps=3"])
 
 
+@pytest.mark.parametrize("how", ["removed", "emptied"])
+def test_run_that_lost_its_config_asks_for_its_recipe(tmp_path, how, capsys):
+    (tmp_path / "checkpoints" / "step_00000002").mkdir(parents=True)
+    if how == "emptied":
+        (tmp_path / "config.txt").touch()
+        (tmp_path / "run.json").touch()
+    assert main(["train", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "is lost: config.txt is empty or missing, and run.json has no copy of it" in err
+    assert f"the run then continues: weft train RECIPE dir={tmp_path}\n" in err
+
+
 def test_arguments_are_passed_to_recipe(tmp_path):
     cfg = load_config("lm-tiny", [f"data_dir={tmp_path}", "seed=3"])
     assert cfg.seed == 3 and cfg.input.source.corpus.paths == str(tmp_path)

@@ -163,10 +163,10 @@ def test_end_of_a_saved_run_does_not_fail_for_its_records(run_dir, monkeypatch, 
     monkeypatch.undo()
     monkeypatch.chdir(run_dir.parent)
     shutil.rmtree(run_dir / "report.html")
-    (run_dir / "run.json").unlink()
     assert main([*TINY, "dir=run", "max_step=62"]) == 0
     assert "summaries.jsonl ends in 110 bytes that are damaged" in caplog.text
-    assert "run.json is empty or missing, as after a power loss. It is begun again" in caplog.text
+    assert "run.json is damaged: " in caplog.text
+    assert "It is kept as run.json.damaged. It is begun again" in caplog.text
     steps = {line["step"] for line in read_json_lines(str(run_dir / "summaries/train_train"))}
     assert {60, 61} <= steps
 

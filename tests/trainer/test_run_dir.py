@@ -245,7 +245,18 @@ def test_lost_record_is_begun_again(tmp_path, caplog, how):
     assert "run.json is empty or missing, as after a power loss. It is begun again" in caplog.text
 
 
-@pytest.mark.parametrize("how", ["emptied", "zeros"])
+@pytest.mark.parametrize("text", ["{", '{"starts": 7}', "[]", '{"corpora": {"input": 1}}'])
+def test_damaged_record_is_kept_aside_and_begun_again(tmp_path, caplog, text):
+    claim_and_save(run_config(tmp_path))
+    (tmp_path / "run.json").write_text(text, encoding="utf-8")
+    with pytest.raises(RunDirError, match="width: 4 → 8"):
+        claim_run_dir(run_config(tmp_path, width=8))
+    assert claim_run_dir(run_config(tmp_path)) and len(read_record(str(tmp_path))["starts"]) == 1
+    assert "It is kept as run.json.damaged. It is begun again, without earlier" in caplog.text
+    assert (tmp_path / "run.json.damaged").read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize("how", ["emptied", "zeros", "removed"])
 def test_run_that_lost_both_continues_and_says_so(tmp_path, caplog, how):
     claim_and_save(run_config(tmp_path))
     lose(tmp_path / CONFIG_FILE, how)

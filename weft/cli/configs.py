@@ -6,6 +6,7 @@ and `weft config diff` print configs as text.
 
 import argparse
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,8 @@ def run_config(
     run_dir.check_places(directory)
     path = Path(directory, run_dir.CONFIG_FILE)
     if not run_dir.was_started(directory):
+        if run_dir.has_steps(directory):
+            raise _lost_config(directory)
         what = "has no run in it" if Path(directory).is_dir() else "is not a directory"
         raise CommandLineError(
             f"{directory!r} {what}: there is no {path}. Name the directory of a run, the value "
@@ -166,7 +169,7 @@ def _config_by_recipe(
 
     The recipe makes the config again if the text has values without a name, such as lambdas.
     """
-    record = run_dir.read_record(str(path.parent)).get("recipe")
+    record = run_dir.surviving_record(str(path.parent)).get("recipe")
     if not isinstance(record, dict):
         raise error
     is_ours = run_dir.is_signed(record, text)
@@ -204,7 +207,7 @@ def recipe_of_run(
     if not _is_path(name):
         found = find_recipe(name)
         return found.record(overrides) if found.is_own() else None
-    before = run_dir.read_record(name).get("recipe") if Path(name).is_dir() else None
+    before = run_dir.surviving_record(name).get("recipe") if Path(name).is_dir() else None
     # What others have written must not be signed.
     if isinstance(before, dict) and run_dir.is_signed(before, _read_config(name)):
         words = None if before["words"] is None else [*before["words"], *overrides]
@@ -223,8 +226,19 @@ def _read(path: Path) -> str:
 def _read_config(directory: str) -> str:
     try:
         return run_dir.read_config(directory)
+    except FileNotFoundError:
+        raise _lost_config(directory) from None
     except OSError as error:
         raise CommandLineError(f"cannot read the config of a run: {error}") from None
+
+
+def _lost_config(directory: str) -> CommandLineError:
+    where = shlex.quote(directory)
+    return CommandLineError(
+        f"the config of the run in {directory!r} is lost: {run_dir.CONFIG_FILE} is empty or "
+        f"missing, and {run_dir.RECORD_FILE} has no copy of it. Name the recipe that was trained "
+        f"there, with its arguments; the run then continues: weft train RECIPE dir={where}"
+    )
 
 
 def _parse(path: Path, text: str, allow: Sequence[str]) -> Any:

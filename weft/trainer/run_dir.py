@@ -4,8 +4,8 @@
     run.json      the recipe, the data and its digest, the length of schedules, notes, for each
                   start: time, versions, devices; and a copy of the config
 
-If one of them is lost, as in a power loss on some disks, the run continues with what the other one
-has, and says so.
+If one of them is lost, as in a power loss on some disks, or is damaged, the run continues with what
+the other one has, and says so. If both are, it continues with the config of the command line.
 
 A directory with a checkpoint belongs to the config that trained it. Fields that determine the
 resulting bits (model, learner, data, seed) must be the same at each start; duration, location and
@@ -54,7 +54,7 @@ from weft.input.records import matching_files
 from weft.serialization.directory import Directory
 from weft.serialization.untrusted import check_json, check_local_path, parse_json
 from weft.trainer.checkpointer import retries
-from weft.trainer.checkpointer.dirs import check_name, has_checkpoint
+from weft.trainer.checkpointer.dirs import check_name, has_checkpoint, step_dirs
 from weft.trainer.schedule import as_schedule_fn
 from weft.trainer.trainer_config_modifier import find_values, outermost
 
@@ -101,7 +101,7 @@ def check_run_dir(cfg: ConfigBase) -> None:
         return
     free = free_dir(cfg.dir)
     other = f"Choose another directory, such as dir={free!r}"
-    if not was_started(cfg.dir):
+    if not was_started(cfg.dir) and not has_steps(cfg.dir):
         raise RunDirError(
             f"dir={cfg.dir!r} holds checkpoints of an unknown run: there is no {CONFIG_FILE}. "
             f"{other}.",
@@ -125,7 +125,7 @@ def check_run_dir(cfg: ConfigBase) -> None:
 
 
 def _changes_of_data(cfg: ConfigBase) -> list[str]:
-    before, now = read_record(cfg.dir).get("corpora", {}), data_records(cfg)
+    before, now = surviving_record(cfg.dir).get("corpora", {}), data_records(cfg)
     return [
         f"{path} was {data_text(before[path])} and is {data_text(now[path])}"
         for path in sorted(before.keys() & now.keys())
@@ -135,7 +135,7 @@ def _changes_of_data(cfg: ConfigBase) -> list[str]:
 
 def _was_to_be_mended(cfg: ConfigBase) -> bool:
     """Returns whether the run ended at a record that the user was asked to mend."""
-    end = read_record(cfg.dir).get("end") or {}
+    end = surviving_record(cfg.dir).get("end") or {}
     return InputReadError.__name__ in end.get("reason", "")
 
 
@@ -147,7 +147,7 @@ def claim_run_dir(cfg: ConfigBase, recipe: Mapping[str, Any] | None = None) -> b
     """
     check_run_dir(cfg)
     directory, checkpoints = Directory(cfg.dir), os.path.join(cfg.dir, CHECKPOINTS_DIR)
-    started_before = was_started(cfg.dir)
+    started_before = was_started(cfg.dir) or has_steps(cfg.dir)
     if jax.process_index():
         return started_before
     try:
@@ -180,21 +180,34 @@ def was_started(directory: str) -> bool:
     return os.path.isdir(directory) and (run.has_file(CONFIG_FILE) or run.has_file(RECORD_FILE))
 
 
+def has_steps(directory: str) -> bool:
+    """Returns whether a directory has checkpoints of a run, which may have lost all else."""
+    return bool(step_dirs(os.path.join(directory, CHECKPOINTS_DIR)))
+
+
 def _say_what_is_lost(cfg: ConfigBase) -> None:
-    """Logs what a power loss has emptied or removed, and what is used instead."""
+    """Logs what is lost or damaged, and what is used instead; keeps a damaged record aside."""
     texts = {CONFIG_FILE: _read_or_empty(cfg.dir, CONFIG_FILE, MAX_CONFIG_BYTES)}
     texts[RECORD_FILE] = _read_or_empty(cfg.dir, RECORD_FILE, _MAX_RECORD_BYTES)
     instead = {
         CONFIG_FILE: f"It is written again, and compared with its copy in {RECORD_FILE}",
         RECORD_FILE: "It is begun again, without earlier starts and digests of the data",
     }
-    if _CONFIG_COPY not in read_record(cfg.dir):
+    if _CONFIG_COPY not in surviving_record(cfg.dir):
         instead[CONFIG_FILE] = (
             "It is written again, and the given config cannot be compared with it"
         )
     if _unset(cfg):
         steps = schedule_steps(cfg)
         instead[RECORD_FILE] += f"; the learner's schedules are taken to have {steps} steps"
+    try:
+        _parse_record(cfg.dir)
+    except ValueError as error:
+        aside, path = f"{RECORD_FILE}.damaged", os.path.join(cfg.dir, RECORD_FILE)
+        Directory(cfg.dir).rename(RECORD_FILE, aside)
+        logger.warning(
+            "%s is damaged: %s. It is kept as %s. %s.", path, error, aside, instead[RECORD_FILE]
+        )
     for name, text in texts.items():
         if not text:
             path = os.path.join(cfg.dir, name)
@@ -256,7 +269,7 @@ def read_config(directory: str) -> str:
     run = Directory(directory)
     if _read_or_empty(directory, CONFIG_FILE, MAX_CONFIG_BYTES):
         return run.read_text(CONFIG_FILE, at_most=MAX_CONFIG_BYTES)
-    copy = read_record(directory).get(_CONFIG_COPY)
+    copy = surviving_record(directory).get(_CONFIG_COPY)
     if copy is None:
         why = f"empty or missing, and there is no copy of it in {RECORD_FILE}"
         raise FileNotFoundError(errno.ENOENT, why, run.full_path(CONFIG_FILE))
@@ -265,17 +278,37 @@ def read_config(directory: str) -> str:
 
 def read_record(directory: str) -> dict[str, Any]:
     """Returns the contents of `run.json`, {} if lost; raises a RunDirError if damaged."""
-    run = Directory(directory)
     try:
-        data = _read_or_empty(directory, RECORD_FILE, _MAX_RECORD_BYTES)
-        record = parse_json(data) if data else {}
-        check_json(record, _RECORD_FORM)
-        return record
+        return _parse_record(directory)
     except (OSError, ValueError) as error:
-        raise RunDirError(
-            f"{run.full_path(RECORD_FILE)} cannot be read: {error}. It is only a record; move it "
-            "away to continue."
-        ) from error
+        raise _unreadable_record(directory, error) from error
+
+
+def surviving_record(directory: str) -> dict[str, Any]:
+    """Returns the contents of `run.json` for a start, {} if lost or damaged.
+
+    Raises a RunDirError if it is there, and cannot be read.
+    """
+    try:
+        return _parse_record(directory)
+    except ValueError:
+        return {}
+    except OSError as error:
+        raise _unreadable_record(directory, error) from error
+
+
+def _unreadable_record(directory: str, error: Exception) -> RunDirError:
+    path = os.path.join(directory, RECORD_FILE)
+    return RunDirError(
+        f"{path} cannot be read: {error}. It is only a record; move it away to continue."
+    )
+
+
+def _parse_record(directory: str) -> dict[str, Any]:
+    data = _read_or_empty(directory, RECORD_FILE, _MAX_RECORD_BYTES)
+    record = parse_json(data) if data else {}
+    check_json(record, _RECORD_FORM)
+    return record
 
 
 def update_record(directory: str, **values: object) -> None:
@@ -527,7 +560,7 @@ def learner_config(cfg: ConfigBase) -> Any:
 def schedule_steps(cfg: ConfigBase) -> Any:
     """Returns the length of the schedules of a run that set none: `max_step` at its first start."""
     if has_checkpoint(os.path.join(cfg.dir, CHECKPOINTS_DIR)):
-        return read_record(cfg.dir).get(_SCHEDULE_STEPS, _written_max_step(cfg))
+        return surviving_record(cfg.dir).get(_SCHEDULE_STEPS, _written_max_step(cfg))
     return cfg.max_step
 
 
