@@ -201,14 +201,15 @@ def test_moved_file(run, home, new_process):
     assert reads_back(run.dir, recipe=recipe)
 
 
-def test_changed_file_is_told(run, home, caplog):
+@pytest.mark.parametrize("name", ["own.py", "own_layers.py"])
+def test_changed_file_is_told(run, home, name, caplog):
     load_config(run.dir)
     assert caplog.messages == []
-    with open(home / "own.py", "a", encoding="utf-8") as file:
+    with open(home / name, "a", encoding="utf-8") as file:
         file.write("# more\n")
     assert load_config(run.dir).model.width == 3
     (message,) = caplog.messages
-    assert message.startswith(f"{home}/own.py has changed since the run was started")
+    assert message.startswith(f"{home}/{name} has changed since the run was started")
 
 
 def test_values_without_a_name_are_made_again(home, start, new_process):

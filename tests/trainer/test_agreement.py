@@ -80,13 +80,16 @@ def test_code_of_recipes_and_classes_is_compared(cfg, compare, tmp_path, monkeyp
     code.write_text("def model():\n    return 1\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     cfg.fn = config_for_function(importlib.import_module("own_code_of_process").model)
-    first = first_facts(cfg, recipe={"name": "own.py:recipe", "sha256": "1" * 64})
+    recipe = {"name": "own.py:recipe", "sha256": "1" * 64, "neighbors": {"a.py": "1" * 64}}
+    first = first_facts(cfg, recipe={**recipe, "neighbors": {"a.py": "1" * 64, "b.py": ""}})
+    compare(first, cfg, recipe=recipe)
     code.write_text("def model():\n    return 2\n", encoding="utf-8")
     with pytest.raises(ProcessesDifferError) as caught:
-        compare(first, cfg, recipe={"name": "own.py:recipe", "sha256": "2" * 64})
+        compare(first, cfg, recipe={**recipe, "sha256": "2" * 64, "neighbors": {"a.py": "2" * 64}})
     text = str(caught.value)
     assert f"the source of own_code_of_process is {code} with the SHA-256 " in text
     assert "the recipe is own.py:recipe with the SHA-256 222222222222…, there own.py" in text
+    assert "the recipe's module a.py is of the SHA-256 222222222222…, there of the SHA" in text
 
 
 def test_many_and_long_differences_are_cut(cfg, compare):

@@ -22,6 +22,7 @@ from weft.trainer.run_dir import (
     CONFIG_FILE,
     check_run_dir,
     claim_run_dir,
+    data_text,
     environment,
     find_fields,
     free_dir,
@@ -200,13 +201,28 @@ def test_changed_tokenizer_is_rejected(tmp_path):
         check_run_dir(cfg)
 
 
+def test_changed_data_to_evaluate_on_is_said(tmp_path, caplog):
+    (tmp_path / "a.jsonl").write_text(LINES, encoding="utf-8")
+    documents = config_for_function(json_lines_dataset).set(paths=str(tmp_path / "a.jsonl"))
+    source = config_for_function(lm_documents_source).set(documents=documents)
+    cfg = run_config(tmp_path / "run", evalers={"held_out": {"input": source}})
+    claim_and_save(cfg)
+    claim_run_dir(cfg)
+    assert not caplog.text
+    (tmp_path / "a.jsonl").write_text(LINES * 2, encoding="utf-8")
+    claim_run_dir(cfg)
+    path = "evalers['held_out']['input'].documents.paths"
+    assert f"The data to evaluate on has changed: {path} was a.jsonl of 32 bytes" in caplog.text
+    assert "and is a.jsonl of 64 bytes" in caplog.text
+
+
 def test_large_files_are_compared_by_size_and_parts(tmp_path, monkeypatch):
     monkeypatch.setattr("weft.input.data_files._WHOLE_BYTES", 2**20)
     file = tmp_path / "large.bin"
     large = np.random.default_rng(0).bytes(2**22)
     file.write_bytes(large)
     before = files_record([str(file)])
-    assert before["bytes"] == 2**22
+    assert before["bytes"] == 2**22 and data_text(before).endswith("… of a sample of it")
     for other in (large[:-1], large + b"x", large[2**20 :] + large[: 2**20]):
         file.write_bytes(other)
         os.utime(file, ns=(1, len(other)))

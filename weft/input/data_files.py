@@ -24,7 +24,7 @@ def files_record(files: Sequence[str]) -> dict[str, str | int]:
     """Returns a description of files for a run's record, as JSON values.
 
     The digest depends on their names without folders, their order and their contents, such that
-    each machine may have them in a folder of its own.
+    each machine may have them in a folder of its own. "sampled" is true if it is that of parts.
 
     Raises InputReadError if a file cannot be read.
     """
@@ -38,8 +38,11 @@ def files_record(files: Sequence[str]) -> dict[str, str | int]:
     name = os.path.basename(files[0])
     if len(files) > 1:
         name += f" and {len(files) - 1} more"
-    sha256 = total.hexdigest()
-    return {"name": name, "sha256": sha256, "files": len(files), "bytes": num_bytes}
+    record: dict[str, str | int] = {"name": name, "sha256": total.hexdigest()}
+    record |= {"files": len(files), "bytes": num_bytes}
+    if not whole:
+        record["sampled"] = True
+    return record
 
 
 @functools.lru_cache(2**14)

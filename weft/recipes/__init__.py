@@ -109,11 +109,8 @@ def recorded_recipe(record: Mapping[str, Any]) -> Recipe:
             f"the run was made by the recipe {recipe.name}, but there is no file {file}. If it has "
             f"moved, name it: --recipe path/to/{os.path.basename(file)}:{function}"
         )
-    if recipe.record(None)["sha256"] != record["sha256"]:
-        logger.warning(
-            "%s has changed since the run was started; its present code is used",
-            file or recipe.name,
-        )
+    for path in recipe.changed_files(record):
+        logger.warning("%s has changed since the run was started; its present code is used", path)
     return recipe
 
 

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -149,14 +149,40 @@ class Recipe(NamedTuple):
         Args:
             words: Arguments and overrides; None if the config was not made from the recipe.
         """
-        source = Path(self._import().__file__ or os.devnull).read_bytes()
+        source = self._import().__file__ or os.devnull
         return {
             "name": self.name,
             "function": self.function,
             "file": self.file,
-            "sha256": hashlib.sha256(source).hexdigest(),
+            "sha256": _file_digest(source),
+            "neighbors": {path: _file_digest(self._path(path)) for path in self._neighbors()},
             "words": None if words is None else list(words),
         }
+
+    def changed_files(self, record: Mapping[str, Any]) -> list[str]:
+        """Returns the paths of the files of a record that have changed since."""
+        paths = {self._import().__file__ or os.devnull: record["sha256"]}
+        for path, digest in record.get("neighbors", {}).items():
+            paths[self._path(path)] = digest
+        return [path for path, digest in paths.items() if _file_digest(path) != digest]
+
+    def _neighbors(self) -> list[str]:
+        """Returns the files of the modules that were imported from the recipe's directory.
+
+        They are relative to that directory, and without the recipe's own.
+        """
+        root = self._root()
+        if not root:
+            return []
+        names, paths = _loaded_from(root), set[str]()
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None)
+            if file is not None and file.endswith(".py") and name.partition(".")[0] in names:
+                paths.add(os.path.relpath(file, root))
+        return sorted(paths - {os.path.relpath(self.file, root)})
+
+    def _path(self, neighbor: str) -> str:
+        return os.path.join(self._root(), neighbor)
 
     def packages(self) -> tuple[str, ...]:
         """Returns the modules of the user that the text of a run's config may name.
@@ -238,6 +264,13 @@ class Recipe(NamedTuple):
             return found.default_config
         is_function = callable(found) and not isinstance(found, type)
         return found if is_function else _checked(found, f"{self.name} is").clone
+
+
+def _file_digest(path: str) -> str:
+    """Returns the digest of a file, "" if it is not there any longer."""
+    with contextlib.suppress(OSError):
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return ""
 
 
 def _checked(made: object, what: str) -> "SpmdTrainer.Config":

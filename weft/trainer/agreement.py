@@ -8,7 +8,7 @@ and each compares:
     learner.optimizer.learning_rate    the fields of the config
     input.source.corpus                digests of the data that the config names
     the source of my_model             digests of the code of the classes in the config
-    the recipe                         and of the recipe that made it
+    the recipe                         and of the recipe that made it, with modules next to it
     jax_enable_x64                     settings of JAX that decide about numbers
     dir                                the directory itself, by the lock that process 0 has in it
 
@@ -57,6 +57,7 @@ _JAX_SETTINGS = (
 _MAX_SHOWN = 5
 _MAX_SHOWN_LETTERS = 300
 _ABSENT = "absent"
+_NEIGHBOR = "the recipe's module "
 # A network file system shows a new file to other machines after up to a minute.
 _SAME_PATH_SECONDS, _OTHER_PATH_SECONDS = 90.0, 5.0
 _POLL_SECONDS = 0.5
@@ -126,6 +127,8 @@ def facts(
             values[f"the source of {name}"] = digest
     if recipe is not None:
         values["the recipe"] = f"{recipe['name']} with the SHA-256 {recipe['sha256'][:12]}…"
+        for path, digest in recipe.get("neighbors", {}).items():
+            values[f"{_NEIGHBOR}{path}"] = f"of the SHA-256 {digest[:12]}…"
     for setting in _JAX_SETTINGS:
         values[setting] = str(getattr(jax.config, setting, None))
     if isinstance(prng_key, jax.Array) and prng_key.is_fully_addressable:
@@ -166,6 +169,8 @@ def _differences(first: Facts, mine: Facts) -> list[str]:
             equal_data |= {(mine.values[n], first.values.get(n, _ABSENT)) for n in names}
     for name in sorted(first.values.keys() | mine.values.keys()):
         here, there = mine.values.get(name, _ABSENT), first.values.get(name, _ABSENT)
+        if name.startswith(_NEIGHBOR) and _ABSENT in (here, there):
+            continue  # imported by process 0 only, as for its logs
         if _comparable(here) != _comparable(there) and (here, there) not in equal_data:
             texts.append(f"{name} is {_short(here)}, there {_short(there)}")
     return texts

@@ -115,7 +115,7 @@ def check_run_dir(cfg: ConfigBase) -> None:
             + f"\n{other}, or restore the values of these fields.",
             free_dir=free,
         )
-    changes = _changes_of_data(cfg)
+    changes = _changes_of_data(cfg, _TRAINING)
     if changes and not _was_to_be_mended(cfg):
         raise RunDirError(
             f"dir={cfg.dir!r} belongs to a run on other data: {'; '.join(changes)}. {other}, or "
@@ -124,13 +124,17 @@ def check_run_dir(cfg: ConfigBase) -> None:
         )
 
 
-def _changes_of_data(cfg: ConfigBase) -> list[str]:
+_TRAINING, _EVALUATION = "input", "evalers"
+
+
+def _changes_of_data(cfg: ConfigBase, field: str) -> list[str]:
+    """Returns a text for each change of data since the last start, of a field of the trainer."""
     before, now = surviving_record(cfg.dir).get("corpora", {}), data_records(cfg)
-    return [
-        f"{path} was {data_text(before[path])} and is {data_text(now[path])}"
-        for path in sorted(before.keys() & now.keys())
-        if before[path]["sha256"] != now[path]["sha256"]
-    ]
+    changes = []
+    for path in sorted(before.keys() & now.keys()):
+        if path.startswith(field) and before[path]["sha256"] != now[path]["sha256"]:
+            changes.append(f"{path} was {data_text(before[path])} and is {data_text(now[path])}")
+    return changes
 
 
 def _was_to_be_mended(cfg: ConfigBase) -> bool:
@@ -155,10 +159,8 @@ def claim_run_dir(cfg: ConfigBase, recipe: Mapping[str, Any] | None = None) -> b
         text = to_text(cfg) + "\n"
         if started_before:
             _say_what_is_lost(cfg)
-            for change in _changes_of_data(cfg) if has_checkpoint(checkpoints) else ():
-                logger.warning(
-                    "The data was mended after the run had failed to read it: %s.", change
-                )
+            if has_checkpoint(checkpoints):
+                _say_what_has_changed(cfg)
         if started_before and changes_of_run(cfg.dir, cfg):
             with contextlib.suppress(FileNotFoundError):  # of a run that saved nothing
                 directory.remove(RECORD_FILE)
@@ -183,6 +185,18 @@ def was_started(directory: str) -> bool:
 def has_steps(directory: str) -> bool:
     """Returns whether a directory has checkpoints of a run, which may have lost all else."""
     return bool(step_dirs(os.path.join(directory, CHECKPOINTS_DIR)))
+
+
+def _say_what_has_changed(cfg: ConfigBase) -> None:
+    """Logs changes of data with which a run may continue."""
+    for change in _changes_of_data(cfg, _TRAINING):
+        logger.warning("The data was mended after the run had failed to read it: %s.", change)
+    for change in _changes_of_data(cfg, _EVALUATION):
+        logger.warning(
+            "The data to evaluate on has changed: %s. Results from now on cannot be compared with "
+            "earlier ones, nor with those by which the best checkpoints were kept.",
+            change,
+        )
 
 
 def _say_what_is_lost(cfg: ConfigBase) -> None:
@@ -346,23 +360,33 @@ def end_ids(cfg: ConfigBase) -> list[int]:
 
 
 def data_records(cfg: ConfigBase) -> dict[str, dict[str, Any]]:
-    """Returns descriptions, with digests, of the data that the input's config names, by path.
+    """Returns descriptions, with digests, of the data that a trainer's config names, by path.
 
-    These are corpora, and files: those that a field `paths` matches, and any other string that is
-    the path of a file, such as that of a tokenizer.
+    These are what its input and its evalers read: corpora, and files: those that a field `paths`
+    matches, and any other string that is the path of a file, such as that of a tokenizer.
     """
-    corpora = find_fields("corpus", cfg.input)
     records = {}
+    corpora = find_values(cfg, lambda path, value: value is not None and _is_corpus(path))
     for path, value in corpora.items():
         corpus = maybe_instantiate(value)
         if hasattr(corpus, "record"):
-            records[f"input.{path}"] = corpus.record()
-    others = find_values(cfg.input, lambda path, value: path in corpora or _texts(value))
-    for path, value in outermost(others).items():
+            records[path] = corpus.record()
+
+    def may_name_files(path: str, value: object) -> bool:
+        return path in corpora or bool(_IN_DATA.match(path) and _texts(value))
+
+    for path, value in outermost(find_values(cfg, may_name_files)).items():
         files = [] if path in corpora else _named_files(path, _texts(value))
         if files:
-            records[f"input.{path}"] = files_record(files)
+            records[path] = files_record(files)
     return records
+
+
+_IN_DATA = re.compile(rf"({_TRAINING}|{_EVALUATION})\b.")
+
+
+def _is_corpus(path: str) -> bool:
+    return bool(_IN_DATA.match(path)) and path.rpartition(".")[2] == "corpus"
 
 
 def _texts(value: object) -> list[str]:
@@ -387,7 +411,8 @@ def data_text(record: Mapping[str, Any]) -> str:
     """Returns a short description of data from its record."""
     size = record.get("bytes")
     shown = "" if size is None else f" of {size:,} bytes"
-    return f"{record['name']}{shown} with the SHA-256 {record['sha256'][:12]}…"
+    of_samples = " of a sample of it" if record.get("sampled") else ""
+    return f"{record['name']}{shown} with the SHA-256 {record['sha256'][:12]}…{of_samples}"
 
 
 def changes_of_run(directory: str, cfg: ConfigBase) -> list[str]:
