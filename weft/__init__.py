@@ -6,9 +6,11 @@ Examples in docstrings assume `import jax, optax, jax.numpy as jnp, numpy as np`
 `from weft import linen as nn, nnx`.
 """
 
-from weft._lazy import install_finders, lazy_exports
+from weft._lazy import lazy_exports, name_missing_extras
+from weft.compat.door import open_door
 
 __version__ = "0.2.0"
 
-install_finders()
+name_missing_extras()
+open_door()
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

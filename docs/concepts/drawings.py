@@ -335,21 +335,19 @@ def layers(wide: bool) -> Drawing:
 
 # By the packages of a layer: the kind of its boxes, and what it is.
 LAYERS: dict[tuple[str, ...], tuple[str, str]] = {
+    ("compat",): ("plain", "programs of Flax and AXLearn"),
     ("cli", "launch"): ("plain", "commands, and jobs of several processes"),
-    ("recipes", "utils"): ("plain", "named configs of whole runs"),
-    ("trainer",): ("plain", "step, learner, checkpoints, evaluation"),
+    ("recipes",): ("plain", "named configs of whole runs"),
+    ("trainer", "inference", "report", "debug"): ("plain", "runs, and what they leave"),
     ("distributed",): ("plain", "processes that wait for each other"),
-    ("training",): ("plain", "Flax's helpers for a loop of your own"),
     ("input",): ("plain", "files, packing, the batches of a process"),
     ("interop",): ("plain", "layers of one library in another"),
     ("metrics",): ("plain", "numbers over batches"),
     ("linen", "nnx", "hierarchy"): ("weft", "three ways to write a model"),
-    ("cursor", "jax_utils"): ("plain", "edits of trees, replication"),
     ("core",): ("jax", "scopes, streams of keys, axis metadata"),
     ("lifting",): ("jax", "each JAX transformation, once"),
     ("config", "functional"): ("plain", "configs without JAX, the math of layers"),
-    ("struct", "traverse_util", "serialization", "typing"): ("plain", "trees, bytes and types"),
-    ("configurations", "io"): ("plain", "settings and files"),
+    ("struct", "serialization", "typing"): ("plain", "trees, bytes and types"),
     ("errors",): ("plain", "every error, with advice"),
 }
 

@@ -283,7 +283,7 @@ def _import_weft() -> None:
     import weft
 
     for module in pkgutil.walk_packages(weft.__path__, "weft."):
-        if not module.name.startswith(("weft.cli", "weft.__main__", "weft.as_flax")):
+        if not module.name.startswith(("weft.cli", "weft.__main__", "weft.compat.flax.as_flax")):
             with contextlib.suppress(ImportError):
                 importlib.import_module(module.name)
 

@@ -1,7 +1,7 @@
 """Defaults are those that users of AXLearn know, apart from differences that are listed.
 
 `axlearn_defaults.json` has the defaults of config fields, of `default_config()`, of dataclasses and
-of parameters, and the members of enums. `weft/axlearn_differences.txt` lists what differs on
+of parameters, and the members of enums. `weft/compat/axlearn/differences.txt` lists what differs on
 purpose, and errors tell what to write instead.
 """
 
@@ -18,15 +18,21 @@ from typing import Any
 
 import pytest
 
-from weft._lazy import axlearn_differences, axlearn_modules
+from weft.compat.axlearn.hints import differences, missing_modules
 from weft.errors import LeftOutError, MetricCalculatorError, UnknownFieldError
-from weft.hierarchy import ForwardMode, GMMBackend, MultiheadAttention, ZeroAttentionBias
+from weft.hierarchy import (
+    ForwardMode,
+    GMMBackend,
+    MultiheadAttention,
+    ZeroAttentionBias,
+    functional,
+)
 from weft.trainer.metric_calculator import CompositeMetricCalculator
 from weft.trainer.trainer import SpmdTrainer
 
 HERE = Path(__file__).parent
 KNOWN = json.loads((HERE / "axlearn_defaults.json").read_text(encoding="utf-8"))
-ALLOWED = axlearn_differences()
+ALLOWED = differences()
 MISSING = object()
 
 
@@ -137,12 +143,18 @@ def test_names_that_are_left_out_say_what_to_write():
 
 def test_old_uses_say_what_to_write():
     for cls, member in ((GMMBackend, "PALLAS"), (GMMBackend, "TOKAMAX")):
-        with pytest.raises(AttributeError, match=f"GMMBackend has no '{member}' of AXLearn: kerne"):
+        with pytest.raises(
+            AttributeError, match=f"no attribute '{member}'. In place of AXLearn's: kerne"
+        ):
             getattr(cls, member)
-    with pytest.raises(AttributeError, match=r"'INIT_STATES' of AXLearn: call init_states\(batch"):
+    with pytest.raises(
+        AttributeError, match=r"'INIT_STATES'. In place of AXLearn's: call init_states\(batch"
+    ):
         getattr(ForwardMode, "INIT_STATES")  # noqa: B009 - no such member for type checkers
     assert ForwardMode["FORWARD"] is ForwardMode.FORWARD and not hasattr(ForwardMode, "OTHER")
-    with pytest.raises(AttributeError, match="no 'partition_spec' of AXLearn: leave it out; the"):
+    with pytest.raises(
+        AttributeError, match=r"'partition_spec'\. In place of AXLearn's: leave it out; t"
+    ):
         ZeroAttentionBias().partition_spec  # noqa: B018
     with pytest.raises(MetricCalculatorError, match="a Dependency has no 'key'; it has src, dst"):
         CompositeMetricCalculator.Dependency("a", "b", key="c")
@@ -151,8 +163,9 @@ def test_old_uses_say_what_to_write():
     )
     layer: Any = attention.instantiate(parent=None)
     for old in ({"time_step": None}, {"data": None}):
+        call = {"inputs": old, "method": "init_states", "state": {}, "prng_key": None}
         with pytest.raises(TypeError, match="In place of AXLearn's: pass batch_size, max_len and"):
-            layer.init_states(**old)
+            functional(layer, **call, is_training=False)
 
 
 @pytest.mark.parametrize("field", ["recorder", "save_input_iterator", "tpu_trace_mode"])
@@ -167,8 +180,8 @@ def test_fields_that_are_left_out_say_what_to_write(field):
 
 def test_modules_that_are_left_out_say_what_to_use():
     coverage = Path("docs/coverage.md").read_text(encoding="utf-8")
-    assert len(axlearn_modules()) > 50
-    for name, instead in axlearn_modules().items():
+    assert len(missing_modules()) > 50
+    for name, instead in missing_modules().items():
         package = "weft" if name in ("common", "cloud", "experiments") else "weft.hierarchy"
         said = re.escape(f"{package} has no module {name!r} of AXLearn: {instead}.")
         with pytest.raises(LeftOutError, match=said):
@@ -192,8 +205,7 @@ def test_modules_below_those_that_are_left_out_say_so():
 
 
 def test_orbax_checkpointer_is_another_name():
-    from weft.trainer.checkpointer_orbax import OrbaxCheckpointer
-
     from weft.trainer.checkpointer import Checkpointer
+    from weft.trainer.checkpointer_orbax import OrbaxCheckpointer
 
     assert OrbaxCheckpointer is Checkpointer

@@ -54,8 +54,11 @@ def test_files():
 
 
 def test_nearest_tests_of_a_file(test_files):
-    found = test_files.nearest("weft/traverse_util.py")
-    assert found[:2] == ["weft/traverse_util.py", "tests/test_traverse_util.py"]
+    found = test_files.nearest("weft/compat/flax/traverse_util.py")
+    assert found[:2] == [
+        "weft/compat/flax/traverse_util.py",
+        "tests/compat/flax/test_traverse_util.py",
+    ]
     assert all("tests/linen" in test for test in test_files.nearest("weft/linen/summary.py")[1:])
 
 

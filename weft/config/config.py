@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self, dataclass_transform
 
-from weft._lazy import axlearn_hint
+from weft._door import current_door
 from weft.config import validation, values
 from weft.config.fields import Field, check_type, define_fields
 from weft.errors import FrozenConfigError, UnknownFieldError, did_you_mean
@@ -180,14 +180,17 @@ class ConfigBase(values.ConfigNode):
         fields = self._fields()
         if name not in fields:
             where = f" (at {self._path})" if self._path else ""
-            owners = (cls.__qualname__.removesuffix(".Config") for cls in type(self).__mro__)
-            hints = (axlearn_hint(owner, name) for owner in owners)
-            instead = next((f"In place of AXLearn's: {hint}." for hint in hints if hint), None)
-            raise UnknownFieldError(
-                f"unknown field {name!r} in {self._label()}{where}. "
-                f"{instead or did_you_mean(name, fields)}"
-            )
+            advice = self._hint_for_field(name) or did_you_mean(name, fields)
+            raise UnknownFieldError(f"unknown field {name!r} in {self._label()}{where}. {advice}")
         return fields[name]
+
+    def _hint_for_field(self, name: str) -> str | None:
+        """Returns a sentence on what to write instead of a field that programs may know."""
+        for cls in type(self).__mro__:
+            hint = current_door().hint_for_name(cls.__qualname__.removesuffix(".Config"), name)
+            if hint is not None:
+                return hint
+        return None
 
     def _label(self) -> str:
         cls = self.__dict__.get(self._target or "")

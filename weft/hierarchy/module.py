@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, Union, runtime_checkable
 import jax
 
 from weft import errors
-from weft._lazy import axlearn_hint
+from weft._door import current_door
 from weft.config import REQUIRED, Configurable, Required
 from weft.core import display, tracing
 from weft.core.tracing import is_tracing
@@ -74,12 +74,8 @@ def _in_own_context(method: Callable[..., R]) -> Callable[..., R]:
     @functools.wraps(method)
     def call(self: "Module", *args: object, **kwargs: object) -> R:
         context = current_context()
-        try:
-            if context is None or context.module is self:
-                return method(self, *args, **kwargs)
-        except TypeError as error:
-            _add_axlearn_note(error, method.__name__, kwargs)
-            raise
+        if context is None or context.module is self:
+            return method(self, *args, **kwargs)
         try:
             with context_lib.ActiveContext(self._child_context_of(context), context):
                 fn = functools.partial(self._in_context(method), self)
@@ -88,7 +84,6 @@ def _in_own_context(method: Callable[..., R]) -> Callable[..., R]:
                 return fn(*args, **kwargs)
         except Exception as error:
             _add_path_note(error, self, method.__name__)
-            _add_axlearn_note(error, method.__name__, kwargs)
             raise
 
     call._weft_method = method  # pyright: ignore[reportAttributeAccessIssue]
@@ -121,19 +116,13 @@ def _intercepted(
     return call
 
 
-def _add_axlearn_note(error: Exception, method: str, kwargs: Mapping[str, object]) -> None:
-    """Adds what to write instead of an argument that AXLearn's method of that name has."""
-    for name in kwargs:
-        if f"{method}() got an unexpected keyword argument {name!r}" in str(error):
-            instead = axlearn_hint("weft.hierarchy", f"{method}({name})")
-            if instead is not None and isinstance(error, TypeError):
-                error.add_note(f"In place of AXLearn's: {instead}.")
-
-
 def _add_path_note(error: Exception, module: "Module", method: str) -> None:
     if not getattr(error, "_weft_path_noted", False):
         error._weft_path_noted = True  # pyright: ignore[reportAttributeAccessIssue]
         error.add_note(f"In {type(module).__name__}.{method} of module {module.path()!r}.")
+        hint = current_door().hint_for_error(error)
+        if hint is not None:
+            error.add_note(hint)
 
 
 class _Forward:

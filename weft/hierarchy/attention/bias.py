@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft import config, errors, struct
-from weft._lazy import axlearn_hint
+from weft._door import current_door
 from weft.functional import alibi_bias, alibi_slopes, and_masks, attention_mask, bool_to_bias
 from weft.functional.arrays import to_ndim
 from weft.functional.attention_mask import AttentionMask, MaskFn, causal_mask
@@ -34,10 +34,9 @@ class BaseAttentionBias(struct.PyTreeNode):
     dtype: DType = struct.field(pytree_node=False, kw_only=True, default=jnp.float32)
 
     def __getattr__(self, name: str) -> Any:
-        kind = type(self).__name__
-        if instead := axlearn_hint("BaseAttentionBias", name):
-            raise AttributeError(f"{kind} has no {name!r} of AXLearn: {instead}.")
-        raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        hint = current_door().hint_for_name("BaseAttentionBias", name)
+        raise AttributeError(message if hint is None else f"{message}. {hint}")
 
     def value(self) -> Tensor | None:
         """Returns `Float[Array, "#batch #heads target source"]`, or None for a bias of 0."""

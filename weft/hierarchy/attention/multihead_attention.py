@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft import errors, functional
-from weft._lazy import AxlearnEnumType
+from weft._door import EnumTypeWithHints
 from weft.config import REQUIRED, ClassConfigBase, Required
 from weft.functional import arrays, attention
 from weft.functional.fused_attention import AttentionImplementation, fused_attention, is_plain
@@ -39,7 +39,7 @@ from weft.typing import DType, MeshAxes, NestedTensor, PartitionSpec, Tensor
 PartitionSpecType = PartitionSpec | MeshAxes
 
 
-class ForwardMode(enum.Enum, metaclass=AxlearnEnumType):
+class ForwardMode(enum.Enum, metaclass=EnumTypeWithHints):
     """Ways to call a layer that supports decoding."""
 
     FORWARD = 0

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from weft import config, errors
-from weft._lazy import AxlearnEnumType
+from weft._door import EnumTypeWithHints
 from weft.core.spmd import axes_of, get_global_mesh
 from weft.functional import get_activation_fn, project, routing
 from weft.functional.arrays import finite_or_counted
@@ -273,7 +273,7 @@ class TransformerFeedForwardMoE(ResidualLayer):
         return parameter_spec.maybe_shard(x, self._partition_spec(dims, x.shape[0]))
 
 
-class GMMBackend(enum.Enum, metaclass=AxlearnEnumType):
+class GMMBackend(enum.Enum, metaclass=EnumTypeWithHints):
     """Implementation of the grouped matrix product."""
 
     RAGGED_DOT = "ragged_dot"

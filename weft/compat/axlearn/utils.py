@@ -298,7 +298,7 @@ def register_per_param_settings(
     context = current_context()
     where = path or (context.path() if context else "")
     for name, setting in flatten_items(settings):
-        logging.getLogger(__name__).info("%s %s: %s = %s", where, description, name, setting)
+        logging.getLogger("weft.utils").info("%s %s: %s = %s", where, description, name, setting)
     return settings
 
 

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from weft import errors, functional, struct
-from weft.core.nn.linear import Initializer, default_kernel_init, dense_general
+from weft.compat.flax.core_nn.linear import Initializer, default_kernel_init, dense_general
 from weft.core.scope import Scope
 from weft.functional import AttentionImplementation, AttentionMask, attention
 from weft.functional.arrays import as_tuple

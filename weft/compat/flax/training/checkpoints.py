@@ -24,9 +24,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from weft import errors, traverse_util
+from weft import errors
 from weft._lazy import import_extra
-from weft.configurations import config
+from weft.compat.flax import traverse_util
+from weft.compat.flax.configurations import config
 from weft.serialization import from_state_dict, msgpack_restore, msgpack_serialize, to_state_dict
 from weft.serialization.directory import Directory, Entry
 from weft.serialization.state_dicts import is_stored_dtype

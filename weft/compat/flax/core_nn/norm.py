@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from weft import functional
-from weft.core.nn.linear import Initializer
+from weft.compat.flax.core_nn.linear import Initializer
 from weft.core.scope import Scope
 from weft.functional.dropout import keep_mask
 from weft.functional.statistics import canonical_axes

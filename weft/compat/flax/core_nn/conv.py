@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Num
 
 from weft import functional
-from weft.core.nn.linear import Initializer, default_kernel_init
+from weft.compat.flax.core_nn.linear import Initializer, default_kernel_init
 from weft.core.scope import Scope
 from weft.functional.arrays import as_tuple, promote_dtype
 

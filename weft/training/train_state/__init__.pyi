@@ -1,0 +1,1 @@
+from weft.compat.flax.training.train_state import *

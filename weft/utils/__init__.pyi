@@ -1,0 +1,1 @@
+from weft.compat.axlearn.utils import *
