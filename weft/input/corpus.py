@@ -198,7 +198,7 @@ def folder_corpus(
 
     Each record of a file of JSON (`.jsonl`, `.ndjson`, `.jsonlines`, `.json`) or of Parquet
     (`.parquet`) is a file of its own, named `name#0000000` and so on. `.gz` may follow. Files with
-    a suffix of other formats, such as `.csv`, are refused.
+    a suffix of other formats, such as `.csv`, are refused. Texts keep their line ends, CRLF too.
 
     Args:
         paths: Folders and files. With several, names begin with the last part of their path.

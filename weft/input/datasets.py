@@ -40,7 +40,8 @@ def text_dataset(
     Args:
         paths: Files and glob patterns; `.gz` files are decompressed. Files whose suffix is that of
             another format, such as `.jsonl` or `.csv`, are refused.
-        document: Whether a document is a whole file, or a line that is not blank.
+        document: Whether a document is a whole file, or a line that is not blank. A whole file
+            keeps its line ends, CRLF too; a line loses them.
 
     Raises:
         InputReadError: If a path or pattern matches no file, or a file or document cannot be read.

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import stat
+import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -57,6 +58,20 @@ def check_local_path(path: str | os.PathLike[str], what: str) -> None:
             f"{what}={os.fspath(path)!r} begins with '~', which a shell replaces by the home "
             "directory, but did not do here. Write the whole path."
         )
+
+
+def utf8_fault(path: str | os.PathLike[str]) -> str | None:
+    """Returns why array storage cannot use a path, which it takes as UTF-8; None if it can.
+
+    It would end in an error of its own, or write to a directory of another name.
+    """
+    path = os.path.abspath(path)
+    if os.fsencode(path) == path.encode(errors="replace"):
+        return None
+    return (
+        f"{path!a} is not in UTF-8 (this process has the encoding {sys.getfilesystemencoding()}). "
+        "Choose a path of ASCII characters, or set PYTHONUTF8=1 and name it in UTF-8"
+    )
 
 
 def open_file(path: str | os.PathLike[str], *, buffering: int = -1) -> Any:

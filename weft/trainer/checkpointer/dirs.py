@@ -16,7 +16,6 @@ import os
 import re
 import secrets
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +30,7 @@ from weft.errors import (
     did_you_mean,
 )
 from weft.serialization.directory import Directory, Entry
+from weft.serialization.untrusted import utf8_fault
 from weft.trainer.checkpointer import retries
 from weft.typing import T
 
@@ -123,17 +123,10 @@ def not_found_error(base_dir: str, step: int | None = None) -> CheckpointNotFoun
 
 
 def check_name(directory: str) -> None:
-    """Raises a RunDirError if the path of a directory is not in UTF-8.
-
-    TensorStore takes a path as UTF-8, and would write to a directory of another name.
-    """
-    path = os.path.abspath(directory)
-    if os.fsencode(path) != path.encode(errors="replace"):
-        raise RunDirError(
-            f"dir={directory!a} cannot be written: {path!a} is not in UTF-8 (this process has the "
-            f"encoding {sys.getfilesystemencoding()}). Choose a path of ASCII characters, or set "
-            "PYTHONUTF8=1 and name it in UTF-8."
-        )
+    """Raises a RunDirError if the path of a directory is not in UTF-8."""
+    fault = utf8_fault(directory)
+    if fault is not None:
+        raise RunDirError(f"dir={directory!a} cannot be written: {fault}.")
 
 
 def temporary_dir(step_dir: str) -> str:

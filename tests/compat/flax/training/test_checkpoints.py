@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.flags import xla_flags
 from weft.errors import (
     AlreadyExistsError,
+    ArgumentValueError,
     CheckpointStepError,
     DamagedCheckpointError,
     InvalidCheckpointError,
@@ -519,6 +520,21 @@ def test_async_manager(tmp_path):
     manager.save_async(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         save_checkpoint(tmp_path, {"w": 3}, 3, async_manager=manager)
+
+
+def test_paths_that_are_not_in_utf8(tmp_path):
+    directory = os.path.join(tmp_path, os.fsdecode("kraków".encode("iso8859-2")))
+    os.makedirs(directory)
+    save_checkpoint(directory, {"w": np.ones(2)}, 1)
+    assert restore_checkpoint(directory, {"w": np.zeros(2)})["w"].tolist() == [1, 1]
+    # Array storage takes paths as UTF-8.
+    with pytest.raises(ArgumentValueError, match=r"krak\\udcf3w/x_2' is not in UTF-8 .* ASCII"):
+        save_checkpoint_multiprocess(directory, {"w": np.ones(2)}, 2, "x_")
+    assert os.listdir(directory) == ["checkpoint_1"]
+    save_checkpoint_multiprocess(tmp_path, {"w": np.ones(2)}, 2, "x_")
+    os.rename(tmp_path / "x_2", os.path.join(directory, "x_2"))
+    with pytest.raises(ArgumentValueError, match=r"krak\\udcf3w/x_2' is not in UTF-8"):
+        restore_checkpoint(directory, {"w": np.ones(2)}, prefix="x_")
 
 
 def test_directories_of_orbax_take_the_place_of_files(tmp_path):

@@ -31,7 +31,7 @@ from weft.compat.flax.configurations import config
 from weft.serialization import from_state_dict, msgpack_restore, msgpack_serialize, to_state_dict
 from weft.serialization.directory import Directory, Entry
 from weft.serialization.state_dicts import is_stored_dtype
-from weft.serialization.untrusted import memory_bytes, refuse_url
+from weft.serialization.untrusted import memory_bytes, refuse_url, utf8_fault
 
 ARRAYS_SUFFIX = "_gda"
 
@@ -63,6 +63,13 @@ def read_checkpoint(path: str, target: object, orbax_checkpointer: Any = None) -
 
 def _name(key: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(key, simple=True, separator="/")
+
+
+def _check_utf8(path: str) -> None:
+    """Refuses a path that array storage would not find."""
+    fault = utf8_fault(path)
+    if fault is not None:
+        raise errors.ArgumentValueError(f"arrays in files of their own cannot be there: {fault}.")
 
 
 def _step_of(path: str) -> str:
@@ -124,6 +131,7 @@ def _with_arrays(state: object, path: str, layouts: Mapping[str, Any] | None) ->
 
 
 def _read_zarr(directory: str, sharding: jax.sharding.Sharding, step: str) -> jax.Array:
+    _check_utf8(directory)
     tensorstore = import_extra("tensorstore", "train", needed_by=f"the checkpoint {directory!r}")
     spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": os.path.abspath(directory)}}
 
@@ -156,6 +164,7 @@ def _orbax_checkpointer(path: str, given: Any) -> contextlib.AbstractContextMana
 
 
 def _read_orbax(path: str, layouts: Mapping[str, Any], given: Any = None) -> Any:
+    _check_utf8(path)
     ocp = _import_orbax(path)
     first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
@@ -326,9 +335,12 @@ def save_checkpoint_multiprocess(
         async_manager: its previous save is completed first.
         orbax_checkpointer: writes the state dict, by default as a pytree.
 
-    Raises MissingExtraError if Orbax is not installed.
+    Raises:
+        ArgumentValueError: if the path is not in UTF-8, which array storage needs.
+        MissingExtraError: if Orbax is not installed.
     """
     step, path = _new_checkpoint(ckpt_dir, step, prefix, overwrite)
+    _check_utf8(path)
     if async_manager is not None:
         async_manager.wait_previous_save()
     is_first = jax.process_index() == 0
@@ -377,6 +389,7 @@ def restore_checkpoint(
         StateDictMismatchError: if the structures of the checkpoint and `target` differ.
         DamagedCheckpointError: if the files are not as they were written.
         MPARestoreTargetRequiredError: if `target` lacks layouts for arrays of several processes.
+        ArgumentValueError: if it is a directory, and its path is not in UTF-8.
         MissingExtraError: if it is a directory, and Orbax is not installed.
 
     >>> restore_checkpoint("/nothing/here", {"w": 0})
