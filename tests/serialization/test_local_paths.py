@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 
 from weft.cli import main
@@ -11,10 +12,12 @@ from weft.input import as_tokenizer, folder_corpus
 from weft.input.datasets import json_lines_dataset
 from weft.input.file_cache import cache_folder
 from weft.launch.local import LocalJob
+from weft.serialization import TensorFiles, save_safetensors
 from weft.trainer.checkpointer import Checkpointer, every_n_steps_policy
 from weft.trainer.compilation import compilation_cache, default_cache_dir
 from weft.trainer.run_lock import run_lock
 from weft.trainer.summary_writer import JsonLinesWriter
+from weft.trainer.summary_writer.event_file import SummaryWriter
 from weft.training.checkpoints import restore_checkpoint, save_checkpoint
 
 
@@ -38,6 +41,10 @@ def lock(path):
         pass
 
 
+def weights(path):
+    save_safetensors(f"{path}/w.safetensors", {"w": np.ones(2)})
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """Returns an empty directory that the process works in, and that stays empty."""
@@ -48,7 +55,11 @@ def here(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", ["s3://bucket/run", "gs://bucket/run", "file:///tmp/x", "~/run"])
 @pytest.mark.parametrize(
-    "use", [lock, checkpointer, job, writer, folder_corpus, json_lines_dataset, as_tokenizer]
+    "use",
+    [
+        *(lock, checkpointer, job, writer, folder_corpus, json_lines_dataset, as_tokenizer),
+        *(SummaryWriter, weights, TensorFiles),
+    ],
 )
 def test_urls_and_home_are_refused(use, path, here):
     why = "begins with '~', which a shell" if path == "~/run" else "is a URL, but only paths of"

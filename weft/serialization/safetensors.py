@@ -28,6 +28,7 @@ import numpy as np
 from weft.errors import WeightsMismatchError, WeightsReadError, WeightsWriteError
 from weft.serialization.directory import Directory
 from weft.serialization.untrusted import (
+    check_local_path,
     is_possible_shape,
     open_file,
     parse_json,
@@ -179,6 +180,7 @@ def write_tensors(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[Path]:
     """Writes tensors whose values are computed one file at a time; see `save_safetensors`."""
+    check_local_path(path, "path")
     path = Path(path)
     if not path.name.endswith(SUFFIX):
         raise WeightsWriteError(f"{str(path)!r} does not end in {SUFFIX!r}. Add it to the name.")
@@ -292,6 +294,7 @@ class TensorFiles:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
+        check_local_path(path, "path")
         self.path = Path(path)
         self._stack = contextlib.ExitStack()
         self._open: dict[Path, Any] = {}

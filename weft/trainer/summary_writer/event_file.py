@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike
 
 from weft.errors import ArgumentShapeError, RunDirError
 from weft.serialization.directory import Directory
-from weft.serialization.untrusted import MAX_COUNT
+from weft.serialization.untrusted import MAX_COUNT, check_local_path
 
 # tensorboardX imports torch if it is installed, which takes seconds and is not needed here.
 _hides_torch = "torch" not in sys.modules
@@ -84,8 +84,8 @@ class EventFile:
     """Event file in a directory, which is created if necessary."""
 
     def __init__(self, directory: str):
-        if "://" not in directory:  # tensorboardX also writes to s3:// and gs://
-            os.makedirs(directory, exist_ok=True)
+        check_local_path(directory, "log_dir")  # tensorboardX would write to s3:// itself
+        os.makedirs(directory, exist_ok=True)
         stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         # TensorBoard reads the files of a directory in the order of their names.
         number = 0
@@ -225,6 +225,8 @@ class SummaryWriter:
 
     Args:
         auto_flush: whether each value is in the file at once.
+
+    Raises PathNotLocalError for a URL, such as `gs://…`, or a path that begins with `~`.
 
     >>> import tempfile
     >>> writer = SummaryWriter(tempfile.mkdtemp())

@@ -204,13 +204,16 @@ def test_cache_size_may_differ_from_first_call(whole):
     assert (np.asarray(entry.key)[:, 6:] == 0).all()
 
 
-def test_last_positions_are_kept_past_the_end(whole):
+def test_full_cache_is_refused_and_marked_when_compiled(whole):
     _, variables = whole
-    empty = {"entry": variables["cache"]["entry"]((2, 4))}
-    outputs, _ = decoded({**variables, "cache": empty}, np.split(X, 6, axis=1))
-    params = {"params": variables["params"]}
-    window = outputs_of_all(params, X[:, 2:])
-    np.testing.assert_allclose(outputs[-1], np.asarray(window)[:, -1:], rtol=1e-4, atol=1e-5)
+    variables = {**variables, "cache": {"entry": variables["cache"]["entry"]((2, 4))}}
+    outputs, entry = decoded(variables, np.split(X, 6, axis=1))
+    assert [bool(np.isnan(y).all()) for y in outputs] == [False] * 4 + [True] * 2
+    assert not any(np.isnan(y).any() for y in outputs[:4]) and entry.i == 4
+    one, full = X[:, :1], {**variables, "cache": {"entry": entry}}
+    expected = "decodes position 4, counted from 0, and its cache has room for 4 positions"
+    with pytest.raises(ArgumentValueError, match=expected):
+        apply(attend, mutable=["cache"])(full, one, cache=True)
 
 
 def test_positions_of_several_axes_in_order():

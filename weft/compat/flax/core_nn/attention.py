@@ -6,8 +6,8 @@ their flattened axes.
 
 The cache is a `CacheEntry`, the variable `entry` of the collection `cache`. The first call creates
 an empty cache with the length of its inputs, and attends without it. Each later call has one
-position, which is written at the entry's index, and attends to all written positions. Past the end,
-it replaces the oldest position.
+position, which is written at the entry's index, and attends to all written positions. A step with a
+full cache is refused; inside of a compiled program its result is NaN.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def decode(
     Raises:
         ArgumentShapeError: if a call has more than one position, or another batch size than the
             cache.
-        ArgumentValueError: if the variable `entry` is not a `CacheEntry`.
+        ArgumentValueError: if the variable `entry` is not a `CacheEntry`, or is known to be full.
     """
     begun = scope.has_variable("cache", "entry")
     entry = scope.variable("cache", "entry", lambda: CacheEntry(key, value, None)(key.shape[:-2]))
@@ -194,13 +194,17 @@ def decode(
                 f"cache expects {expected}: give one position at a time, and its batch."
             )
     n = math.prod(lengths)
-    at = jnp.unravel_index(cached.i % n, lengths)
-    start = tuple(jnp.int32(a) for a in (0, *at, 0, 0))
-    keys, values = (
-        jax.lax.dynamic_update_slice(into, x.astype(into.dtype), start)
-        for into, x in ((cached.key, key), (cached.value, value))
+
+    def flat(x: Array) -> Array:
+        return x.reshape(batch, -1, *x.shape[-2:])
+
+    keys, values, _ = attention.attention_cache_step(
+        *(flat(cached.key), flat(cached.value), cached.i),
+        *(flat(query), flat(key), flat(value)),
+        layer=repr(scope.path_text),
     )
-    entry.value = CacheEntry(keys, values, cached.i + 1)
+    keys, values = keys.reshape(cached.key.shape), values.reshape(cached.value.shape)
+    entry.value = CacheEntry(keys, values, jnp.minimum(cached.i + 1, n))
     seen = jnp.arange(n, dtype=jnp.uint32) <= cached.i
     return keys, values, seen.reshape(1, 1, *ones, *lengths)
 
@@ -331,7 +335,7 @@ def multi_head_dot_product_attention(
     Raises:
         ArgumentShapeError: if the shapes do not match.
         ArgumentValueError: if the features are not divisible by the number of heads, or a cache is
-            used without a causal mask.
+            used without a causal mask, or is known to be full.
 
     Example:
         >>> from weft.core import init
