@@ -9,6 +9,7 @@ in the rest of Weft: the module of such a path has no names of its own.
 import functools
 import importlib.util
 import opcode
+import os
 import pkgutil
 import sys
 import types
@@ -101,6 +102,8 @@ def open_door() -> None:
     """Makes other names importable; called once, when `weft` is imported."""
     _door.set_door(_DOOR)
     sys.meta_path.insert(0, _Finder())  # pyright: ignore[reportArgumentType]
+    if any(name.startswith(("FLAX_", "NNX_")) for name in os.environ):
+        importlib.import_module(MODULES["weft.configurations"])  # reads its flags from there
 
 
 def _places(module: str) -> list[object]:

@@ -30,7 +30,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from weft import errors, struct
-from weft.configurations import config
+from weft.core.settings import settings
 
 Path = tuple[str, ...]
 Key = tuple[Path, str]
@@ -91,7 +91,7 @@ def _digest(suffix: tuple[str | int, ...], separator: bytes) -> int:
 
 def _suffix_digest(suffix: tuple[SuffixPart, ...]) -> np.uint32:
     known = (token.number() if isinstance(token, LoopKeyNumber) else token for token in suffix)
-    return np.uint32(_digest(tuple(known), b"\0" if config.flax_fix_rng_separator else b""))
+    return np.uint32(_digest(tuple(known), b"\0" if settings.fix_rng_separator else b""))
 
 
 @functools.cache

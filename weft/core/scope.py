@@ -16,12 +16,12 @@ from typing import Any, Generic, TypeVar
 import jax.core
 
 from weft import errors
-from weft.configurations import config
 from weft.core import meta, tracing
 from weft.core.filters import Filter, canonical, in_filter
 from weft.core.frozen_dict import FrozenDict
 from weft.core.partial_eval import partial_eval
 from weft.core.rngs import Counts, LazyRng, Path, RngKeys, check_keys
+from weft.core.settings import settings
 from weft.core.variable_store import VariableDict, VariableStore, copy_dicts
 from weft.lifting.trace_cache import with_large_frame
 
@@ -556,7 +556,7 @@ def apply(
             if mutable is False:
                 return result
             changed = root.mutable_variables()
-            return result, FrozenDict(changed) if config.flax_return_frozendict else changed
+            return result, FrozenDict(changed) if settings.return_frozendict else changed
 
     return applied
 

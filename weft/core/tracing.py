@@ -24,7 +24,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 import jax.core
 
-from weft.configurations import config
+from weft.core.settings import settings
 from weft.errors import JaxTransformError
 from weft.typing import T
 
@@ -172,7 +172,7 @@ _OF_LAYERS = ("__call__", "forward")
 def hide_frames(error: BaseException) -> None:
     """Removes Weft's frames from an error's traceback, which must begin in the caller."""
     filtering = jax.config.jax_traceback_filtering  # pyright: ignore[reportAttributeAccessIssue]
-    if filtering == "off" or not config.flax_filter_frames:
+    if filtering == "off" or not settings.filter_frames:
         return
     shown: TracebackType | None = None
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
@@ -193,16 +193,6 @@ def entry_point(fn: Callable[P, R]) -> Callable[P, R]:
             raise
 
     return entered
-
-
-def hide_flax_in_tracebacks() -> None:
-    """Hides internal frames, the default: sets the flag `flax_filter_frames`."""
-    config.update("flax_filter_frames", True)
-
-
-def show_flax_in_tracebacks() -> None:
-    """Shows all frames in tracebacks: unsets the flag `flax_filter_frames`."""
-    config.update("flax_filter_frames", False)
 
 
 def register_exclusion(path: str) -> None:

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from weft import errors
+from weft.core.flat_dict import flatten_dict, unflatten_dict
 from weft.core.tracing import current_trace, is_tracing, lifted_names, running_transformation
-from weft.traverse_util import flatten_dict, unflatten_dict
 from weft.typing import NestedTensor, Tensor
 
 

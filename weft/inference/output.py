@@ -20,10 +20,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from weft import config, errors, serialization
+from weft.core.flat_dict import flatten_dict
 from weft.hierarchy.module import Module
 from weft.input import dispatch
 from weft.serialization.untrusted import check_local_path
-from weft.traverse_util import flatten_dict
 from weft.typing import Nested
 
 

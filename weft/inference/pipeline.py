@@ -17,13 +17,13 @@ import numpy as np
 
 from weft import config, errors
 from weft import input as input_lib
+from weft.core.flat_dict import flatten_dict, unflatten_dict
 from weft.core.spmd import axes_of
 from weft.distributed.preemption import batches_until_stopped
 from weft.hierarchy.module import Module
 from weft.inference.output import BaseOutputWriter, OutputRecordWriter
 from weft.inference.runner import InferenceRunner
 from weft.input import dispatch
-from weft.traverse_util import flatten_dict, unflatten_dict
 
 
 def pop_string_tensors(input_batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

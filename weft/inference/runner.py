@@ -18,7 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from weft import config, errors, traverse_util
+from weft import config, errors
+from weft.core import flat_dict
 from weft.core.axis_rules import logical_axis_rules
 from weft.hierarchy.base_layer import BaseModel
 from weft.hierarchy.module import Module, check_method, functional
@@ -249,11 +250,11 @@ def method_program(
         rows = {x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)}
         kept = {
             path: x
-            for path, x in traverse_util.flatten_dict(collection.module_outputs).items()
+            for path, x in flat_dict.flatten_dict(collection.module_outputs).items()
             if not drop_module_outputs("/".join(map(str, path)))
         }
         laid_out = jax.tree.map(lambda x: _constrain_rows(x, rows, to_spec, mesh), output)
-        return next_key, laid_out, traverse_util.unflatten_dict(kept), collection.summaries
+        return next_key, laid_out, flat_dict.unflatten_dict(kept), collection.summaries
 
     return inference_step
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
 import jax
 import jax.numpy as jnp
 
-from weft import errors, nnx, traverse_util
+from weft import errors, nnx
+from weft.core import flat_dict
 from weft.core.filters import Filter
 from weft.core.meta import is_axis_metadata, unbox
 from weft.core.tracing import ThreadStack
@@ -214,7 +215,7 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
         if isinstance(self.scope, Scope):
             there = vars(self).get(name)
             if isinstance(there, nnx.Pytree) and name not in self.scope.given:
-                self.scope.given[name] = traverse_util.unflatten_dict(_module_variables(there))
+                self.scope.given[name] = flat_dict.unflatten_dict(_module_variables(there))
         self.set_attr_priority(name, AttrPriority.INIT_PARENT)
         setattr(self, name, child)
 
@@ -398,7 +399,7 @@ def _names_of_bases(cls: type) -> set[str]:
 
 def _given_variables(module: Module, variables: Mapping[str, Any]) -> dict[Any, Any]:
     found: dict[Path, Any] = {}
-    for (col, *rest), x in traverse_util.flatten_dict(variables).items():
+    for (col, *rest), x in flat_dict.flatten_dict(variables).items():
         path = tuple(rest)
         if path in found:
             raise errors.LayerVariablesError(
@@ -406,7 +407,7 @@ def _given_variables(module: Module, variables: Mapping[str, Any]) -> dict[Any, 
                 "module of NNX has one attribute of a name; leave one of them out."
             )
         found[path] = x if col == _ARRAYS else to_nnx_var(col, x, lay_out=False)
-    return traverse_util.unflatten_dict(found)
+    return flat_dict.unflatten_dict(found)
 
 
 _ARRAYS = "arrays"
@@ -450,7 +451,7 @@ def _unused_given(module: object) -> dict[Path, Any]:
         (*path, *below): leaf
         for path, x in nnx.iter_graph(module)
         if isinstance(x, Module) and isinstance(x.scope, Scope)
-        for below, leaf in traverse_util.flatten_dict(x.scope.given).items()
+        for below, leaf in flat_dict.flatten_dict(x.scope.given).items()
     }
 
 
@@ -466,7 +467,7 @@ def to_collections(leaves: Mapping[Path, Any]) -> dict[str, Any]:
             found[collection_of(type(leaf)), *path] = to_linen_var(leaf)
         else:
             found[_ARRAYS, *path] = leaf
-    return traverse_util.unflatten_dict(found)
+    return flat_dict.unflatten_dict(found)
 
 
 M = TypeVar("M")
@@ -510,7 +511,7 @@ def nnx_in_bridge_mdl(factory: Callable[[nnx.Rngs], M], name: str | None = None)
     model = NNXModel(lambda rngs: factory(rngs))
     keys = {stream: draw() for stream, draw in scope.rngs.items()}
     name = name or default_name(model.module_type(keys))
-    given = to_collections(traverse_util.flatten_dict(scope.given.pop(name, {})))
+    given = to_collections(flat_dict.flatten_dict(scope.given.pop(name, {})))
     made = model.merge_values(given, keys, mutable=False)[0]
     return _attach_child(parent, name, made)
 

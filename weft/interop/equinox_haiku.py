@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from weft import errors, traverse_util
-from weft.core import display, filters, meta
+from weft import errors
+from weft.core import display, filters, flat_dict, meta
 from weft.interop import models
 
 
@@ -53,7 +53,7 @@ class EquinoxModel(models.Model):
 
     def init(self, rngs, *args, training=None, method=None, **kwargs):
         key = models.single_key(rngs, "params", "default")
-        return traverse_util.unflatten_dict(_array_leaves(*self._make(key)))
+        return flat_dict.unflatten_dict(_array_leaves(*self._make(key)))
 
     def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
         eqx = models.import_library("equinox", "equinox")
@@ -72,7 +72,7 @@ class EquinoxModel(models.Model):
 
     def _fill_structure(self, variables: Mapping[str, Any]) -> tuple[Any, Any]:
         expected = _array_leaves(*self._structure)
-        values = {path: meta.unbox(x) for path, x in traverse_util.flatten_dict(variables).items()}
+        values = {path: meta.unbox(x) for path, x in flat_dict.flatten_dict(variables).items()}
         models.check_variables(self.name, expected, values)
         _, fill = display.split_arrays(self._structure)
         return fill([values[path] for path in expected])
@@ -156,13 +156,13 @@ class HaikuModel(models.Model):
 def _nest_by_module_path(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     found: dict[models.Path, Any] = {}
     for module, values in tree.items():
-        for path, value in traverse_util.flatten_dict(values).items():
+        for path, value in flat_dict.flatten_dict(values).items():
             found[(*module.split("/"), *path)] = value
-    return traverse_util.unflatten_dict(found)
+    return flat_dict.unflatten_dict(found)
 
 
 def _join_module_path(tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for (*module, name), value in traverse_util.flatten_dict(tree).items():
+    for (*module, name), value in flat_dict.flatten_dict(tree).items():
         found.setdefault("/".join(module), {})[name] = meta.unbox(value)
     return found

@@ -15,6 +15,7 @@ from weft.config import functions
 from weft.config.configurable import needs_allow
 from weft.core import display, filters, logical, meta, spmd
 from weft.core.axis_rules import composite_rules, get_logical_axis_rules
+from weft.core.flat_dict import flatten_dict, unflatten_dict
 from weft.core.partial_eval import partial_eval
 from weft.functional import cast_floats, default_dot_general
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
@@ -24,7 +25,6 @@ from weft.interop import models
 from weft.interop.models import Model, Path
 from weft.interop.variables import NNXMeta
 from weft.nnx.eager_sharding import use_eager_sharding
-from weft.traverse_util import flatten_dict, unflatten_dict
 from weft.typing import DType
 
 

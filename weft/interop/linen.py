@@ -5,10 +5,10 @@ from typing import Any
 
 from weft import errors, linen
 from weft.core.filters import Filter
+from weft.core.flat_dict import flatten_dict, path_aware_map, unflatten_dict
 from weft.interop import models
 from weft.interop.models import Keys, Method, Model, Variables
 from weft.linen.state import without_parent
-from weft.traverse_util import flatten_dict, path_aware_map, unflatten_dict
 
 
 def linen_streams(rngs: Keys) -> dict[str, Any]:

@@ -14,13 +14,13 @@ import jax
 from weft import errors, nnx
 from weft.core import display, meta, partial_eval
 from weft.core.filters import DenyList, Filter, in_filter
+from weft.core.flat_dict import flatten_dict, unflatten_dict
 from weft.core.tracing import ThreadStack
 from weft.interop import linen, models
 from weft.interop.models import Keys, Method, Model, Path, RngsLike, Variables
 from weft.interop.variables import collection_of, to_linen_var, to_nnx_var
 from weft.linen.state import without_parent
 from weft.nnx.intercept import visit_model
-from weft.traverse_util import flatten_dict, unflatten_dict
 
 ModuleOrMethod = TypeVar("ModuleOrMethod")
 _OWN_PREFIX = "to_nnx__"

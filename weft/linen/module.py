@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, dataclass_transform
 
 from weft import core, errors, struct
-from weft.configurations import config
 from weft.core import FrozenDict, Scope, display, tracing
 from weft.core.filters import Filter, union_filters
 from weft.core.rngs import RngKeys
+from weft.core.settings import settings
 from weft.linen import methods, summary
 from weft.linen import state as state_lib
 from weft.linen.state import RUNNING
@@ -250,7 +250,7 @@ class Module(state_lib.ModuleVariables):
             is_new = isinstance(module.parent, Module)  # made in a `setup` that runs
             adopted[id(module)] = module, module if is_new else module.clone()
             # `getattr` of the module itself would run its `setup`.
-            default = getattr(type(self), _KEEPS_NAMES, config.flax_preserve_adopted_names)
+            default = getattr(type(self), _KEEPS_NAMES, settings.preserve_adopted_names)
             keep = vars(self).get(_KEEPS_NAMES, default)
             self._attach(adopted[id(module)][1], (keep and state_lib.name_of(module)) or name)
         return adopted[id(module)][1]

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from weft import errors
-from weft.configurations import config
 from weft.core.filters import DenyList
 from weft.core.scope import Names, Scope, Variable
+from weft.core.settings import settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,7 @@ def call_interceptors(
 def named_call_enabled() -> bool:
     """Returns whether operations are named after their modules."""
     enabled = _named_call.get()
-    return config.flax_profile if enabled is None else enabled
+    return settings.profile if enabled is None else enabled
 
 
 def enable_named_call() -> None:

@@ -21,7 +21,7 @@ from weft.nnx.settings import Setting
 SHARDING_ALIASES = ("sharding", "sharding_names")
 
 
-class use_eager_sharding(Setting, flag="flax_always_shard_variable"):
+class use_eager_sharding(Setting, process_setting="always_shard_variable"):
     """Setting: whether new variables with the metadata `out_sharding` are sharded at once.
 
     It applies to this thread, or to the block or call as a context manager or decorator. A

@@ -1,8 +1,8 @@
 """Thread-local settings, for a program or a block.
 
 A setting is a stack of values per thread; the last one is current. It is part of the cache key of
-`jax.jit`, so functions are recompiled when it changes. A flag of `weft.configurations` may be its
-default, which is not part of the key: set flags at the start of a program.
+`jax.jit`, so functions are recompiled when it changes. A setting of the process may be its
+default, which is not part of the key: change that at the start of a program.
 
 Settings choose between two semantics of objects. As *graphs* (the default), objects may be shared
 and cyclic, and all changes in a function are visible outside: values, references, static
@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self, TypedDict
 
 import jax
 
-from weft.configurations import config
+from weft.core.settings import settings as process_settings
 
 
 class Setting:
@@ -38,12 +38,13 @@ class Setting:
 
     _context: ClassVar[Any]
     _defaults: ClassVar[Mapping[str, Any]]
-    _flag: ClassVar[str]
+    _process_setting: ClassVar[str]
 
-    def __init_subclass__(cls, *, default: object = None, flag: str = "") -> None:
+    def __init_subclass__(cls, *, default: object = None, process_setting: str = "") -> None:
         super().__init_subclass__()
-        cls._context, cls._flag = jax.make_user_context(()), flag
-        cls._defaults = vars(config) if flag else {"": default}
+        cls._context = jax.make_user_context(())
+        cls._process_setting = process_setting
+        cls._defaults = vars(process_settings) if process_setting else {"": default}
 
     def __init__(self, value: object, /):
         self.value = value
@@ -57,12 +58,12 @@ class Setting:
     def current(cls) -> Any:
         """Returns the current value."""
         stack = cls._context.value
-        return stack[-1] if stack else cls._defaults[cls._flag]
+        return stack[-1] if stack else cls._defaults[cls._process_setting]
 
     @classmethod
     def get_default(cls) -> Any:
         """Returns the default value."""
-        return cls._defaults[cls._flag]
+        return cls._defaults[cls._process_setting]
 
     @classmethod
     def get_stack(cls) -> list[Any]:
@@ -107,7 +108,7 @@ class _BooleanSetting(Setting):
         return cls.current()
 
 
-class set_graph_mode(_BooleanSetting, flag="nnx_graph_mode"):
+class set_graph_mode(_BooleanSetting, process_setting="graph_mode"):
     """Sets whether objects cross transformations as graphs by default.
 
     Args:
@@ -120,7 +121,7 @@ class set_graph_mode(_BooleanSetting, flag="nnx_graph_mode"):
     """
 
 
-class set_graph_updates(_BooleanSetting, flag="nnx_graph_updates"):
+class set_graph_updates(_BooleanSetting, process_setting="graph_updates"):
     """Sets whether transformations bring back changes of references and static attributes.
 
     The setting is the default of `graph_updates=`; for its scope see `set_graph_mode`.

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from weft import nnx, traverse_util
+from weft import nnx
 from weft.config import REQUIRED, ConfigBase, InMemory, InstantiableConfig, config_for_function
+from weft.core import flat_dict
 from weft.errors import FitError, InputDatasetError, did_you_mean
 from weft.hierarchy import Module, functional
 from weft.input import ArrayInput, Arrays, Batches, Input, IterableInput, in_memory
@@ -130,8 +131,8 @@ class FitState:
             )
         nnx = adapter.nnx
         paths = {tuple(map(str, path)): path for path in adapter.collections(model)}
-        values = {paths.get(p, p): x for p, x in traverse_util.flatten_dict(self.variables).items()}
-        updated, *_ = adapter.merge_values(traverse_util.unflatten_dict(values), {}, False)
+        values = {paths.get(p, p): x for p, x in flat_dict.flatten_dict(self.variables).items()}
+        updated, *_ = adapter.merge_values(flat_dict.unflatten_dict(values), {}, False)
         nnx.update(model, nnx.state(updated, lambda path, x: not isinstance(x, nnx.RngState)))
 
 

@@ -28,6 +28,7 @@ from weft import config, errors
 from weft.hierarchy.base_layer import NestedParameterSpec
 from weft.hierarchy.context import fold_in_name, set_current_context
 from weft.hierarchy.module import Module, nowrap
+from weft.trainer.dynamic_scale import DynamicScale
 from weft.trainer.gradients import forward_and_gradients
 from weft.trainer.optimizers import base, clipping, transformations
 from weft.trainer.precision import Precision, as_precision
@@ -41,7 +42,6 @@ from weft.trainer.update_transformation import (
     as_update_transformation,
     mask_tree,
 )
-from weft.training.train_state import DynamicScale
 from weft.typing import DType, Nested, NestedTensor, T, Tensor
 
 _COUNT = base.PartitionedGradientTransformation(

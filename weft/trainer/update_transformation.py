@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import optax
 
 from weft import config, errors, struct
+from weft.core.flat_dict import unflatten_dict
 from weft.hierarchy.base_layer import NestedParameterSpec, ParameterSpec
 from weft.hierarchy.context import require_context
 from weft.hierarchy.module import Module, OutputCollection, nowrap
 from weft.trainer.optimizers import base, clipping
-from weft.traverse_util import unflatten_dict
 from weft.typing import DType, Nested, NestedTensor, Tensor
 
 

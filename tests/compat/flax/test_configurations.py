@@ -12,7 +12,7 @@ import pytest
 import weft
 from weft import configurations, core, nnx
 from weft import linen as nn
-from weft.core import tracebacks
+from weft import traceback_util as tracebacks
 from weft.core.scope import LazyRng
 from weft.errors import ArgumentValueError, FlagWarning, UnknownFlagError
 from weft.training import checkpoints

@@ -1,7 +1,8 @@
 """Flags of Flax: `config.update("flax_return_frozendict", True)`, `nnx_graph_mode` and others.
 
-A flag begins with the value of the environment variable of its name in capitals. Weft does the same
-whatever the flags in `_UNUSED` are; changing one warns once.
+A flag begins with the value of the environment variable of its name in capitals. Some are settings
+of Weft (`weft.core.settings`). Weft does the same whatever the flags in `_UNUSED` are; changing one
+warns once.
 """
 
 import contextlib
@@ -10,9 +11,22 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
+from weft.core.settings import settings
 from weft.errors import ArgumentValueError, FlagWarning, UnknownFlagError, _base
 
 T = TypeVar("T")
+
+_SETTINGS = {
+    "flax_filter_frames": "filter_frames",
+    "flax_profile": "profile",
+    "flax_preserve_adopted_names": "preserve_adopted_names",
+    "flax_return_frozendict": "return_frozendict",
+    "flax_fix_rng_separator": "fix_rng_separator",
+    "flax_always_shard_variable": "always_shard_variable",
+    "nnx_graph_mode": "graph_mode",
+    "nnx_graph_updates": "graph_updates",
+}
+"""Names of Weft's settings, by those of the flags that are these settings."""
 
 _UNUSED = {
     "flax_use_flaxlib": "Weft has no flaxlib",
@@ -21,6 +35,12 @@ _UNUSED = {
     "flax_pytree_module": "modules are pytrees unless their class has pytree=False",
     "flax_max_repr_depth": "texts of objects show all levels",
 }
+
+_other_values: dict[str, Any] = {}
+"""Values of the other flags."""
+
+_flags: list[str] = []
+"""Names of all flags."""
 
 
 class FlagHolder(Generic[T]):
@@ -47,15 +67,21 @@ class Config:
     """
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"unknown flag {name!r}. {_base.did_you_mean(name, vars(self))}")
+        if name not in _flags:
+            raise AttributeError(_unknown_flag(name))
+        if name in _SETTINGS:
+            return getattr(settings, _SETTINGS[name])
+        return _other_values[name]
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"set a flag by config.update({name!r}, {value!r}).")
 
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *_flags]
+
     def __repr__(self) -> str:
-        return (
-            "Config(" + ", ".join(f"{name}={value!r}" for name, value in vars(self).items()) + ")"
-        )
+        values = [f"{name}={getattr(self, name)!r}" for name in _flags]
+        return f"Config({', '.join(values)})"
 
     def update(self, name_or_holder: str | FlagHolder[Any], value: object, /) -> None:
         """Sets a flag.
@@ -63,30 +89,45 @@ class Config:
         Raises UnknownFlagError if the flag is unknown.
         """
         name = name_or_holder if isinstance(name_or_holder, str) else name_or_holder.name
-        if name not in vars(self):
-            raise UnknownFlagError(f"unknown flag {name!r}. {_base.did_you_mean(name, vars(self))}")
-        if value != vars(self)[name] and (reason := _UNUSED.pop(name, None)):
+        if name not in _flags:
+            raise UnknownFlagError(_unknown_flag(name))
+        if value != getattr(self, name) and name in _UNUSED:
+            reason = _UNUSED.pop(name)
             warnings.warn(f"the flag {name} changes nothing: {reason}.", FlagWarning, stacklevel=2)
-        vars(self)[name] = value
+        _set(name, value)
 
     @contextlib.contextmanager
     def temp_flip_flag(self, var_name: str, var_value: object) -> Iterator[None]:
         """Enters a context in which the flag `flax_` + `var_name` has a value."""
-        before = getattr(self, f"flax_{var_name}")
-        self.update(f"flax_{var_name}", var_value)
+        name = f"flax_{var_name}"
+        value_before = getattr(self, name)
+        self.update(name, var_value)
         try:
             yield
         finally:
-            vars(self)[f"flax_{var_name}"] = before
+            _set(name, value_before)
+
+
+def _unknown_flag(name: str) -> str:
+    return f"unknown flag {name!r}. {_base.did_you_mean(name, _flags)}"
+
+
+def _set(name: str, value: object) -> None:
+    if name in _SETTINGS:
+        setattr(settings, _SETTINGS[name], value)
+    else:
+        _other_values[name] = value
 
 
 config = Config()
 
 
 def _flag(name: str, default: T, help: str, parse: Callable[[str], T]) -> FlagHolder[T]:
-    if name in vars(config):
+    if name in _flags:
         raise ArgumentValueError(f"the flag {name!r} is already defined; choose another name.")
-    vars(config)[name] = default
+    _flags.append(name)
+    if name not in _SETTINGS:
+        _other_values[name] = default
     if text := os.environ.get(name.upper()):
         config.update(name, parse(text))
     return FlagHolder(name, help)

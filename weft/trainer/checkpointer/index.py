@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from weft import config, errors, traverse_util
+from weft import config, errors
+from weft.core import flat_dict
 from weft.hierarchy.parameter_spec import TensorSpec
 from weft.serialization.directory import Directory
 from weft.serialization.untrusted import MAX_COUNT, check_json, is_possible_shape
@@ -203,7 +204,7 @@ def read_state_spec(ckpt_dir: str) -> Nested[Any]:
         for path, entry in read_index_file(ckpt_dir)
         if not isinstance(entry, Mapping) or "shape" in entry
     }
-    return traverse_util.unflatten_dict(leaves, sep="/")
+    return flat_dict.unflatten_dict(leaves, sep="/")
 
 
 def _tensor_spec(entry: Mapping[str, Any]) -> TensorSpec:

@@ -3,25 +3,20 @@
 The optimizer updates a leaf of a train state's `params` from its gradient. The backward pass itself
 computes the next value of some leaves, such as the scales of low-precision layers: these are in the
 collection `OVERWRITE_WITH_GRADIENT`, next to `params`, and the optimizer never sees them.
-
-Dynamic loss scaling prevents underflow of half-precision gradients: the loss is multiplied by a
-scale and its gradients are divided by it. The scale doubles after `growth_interval` steps with
-finite gradients, and is halved when they are not finite; skip such a step (Micikevicius et al.,
-2018).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool
 
 from weft import errors, struct
-from weft.functional.fp8 import OVERWRITE_WITH_GRADIENT
+from weft.functional.fp8 import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
+from weft.trainer.dynamic_scale import DynamicScale as DynamicScale
+from weft.trainer.dynamic_scale import DynamicScaleResult as DynamicScaleResult
 
 
 class TrainState(struct.PyTreeNode):
@@ -96,94 +91,6 @@ def _optimizer_params(tree: Any) -> Any:
             "expected 'params', with the parameters that the optimizer updates."
         )
     return tree["params"]
-
-
-class DynamicScaleResult(NamedTuple):
-    """Result of a function of `DynamicScale.value_and_grad`.
-
-    Attributes:
-        dynamic_scale: for the next step.
-        finite: whether all gradients are finite; if not, keep parameters and optimizer state.
-        aux: unscaled value of the function, with its auxiliary output if `has_aux`.
-        grad: unscaled gradients, in float32 or wider.
-    """
-
-    dynamic_scale: DynamicScale
-    finite: Bool[Array, ""]
-    aux: Any
-    grad: Any
-
-
-class DynamicScale(struct.PyTreeNode):
-    """Loss scale and its schedule.
-
-    Attributes:
-        growth_factor: factor of the scale after `growth_interval` finite steps.
-        backoff_factor: factor of the scale after a step that was not finite.
-
-    >>> loss = lambda w: (w**2).sum()
-    >>> scale = DynamicScale()
-    >>> scale, finite, value, grad = scale.value_and_grad(loss)(jnp.ones(2, jnp.float16))
-    >>> bool(finite), float(scale.scale)
-    (False, 32768.0)
-    """
-
-    growth_factor: float = struct.field(pytree_node=False, default=2.0)
-    backoff_factor: float = struct.field(pytree_node=False, default=0.5)
-    growth_interval: int = struct.field(pytree_node=False, default=2000)
-    fin_steps: int | Array = 0
-    scale: float | Array = 65536.0
-    minimum_scale: float | None = struct.field(
-        pytree_node=False, default=float(jnp.finfo(jnp.float32).tiny)
-    )
-
-    def value_and_grad(
-        self,
-        fun: Callable[..., Any],
-        argnums: int | Sequence[int] = 0,
-        has_aux: bool = False,
-        axis_name: str | None = None,
-    ) -> Callable[..., DynamicScaleResult]:
-        """Transforms a function like `jax.value_and_grad`, with a scaled loss.
-
-        Gradients are averaged over the mapped axis `axis_name`, if given.
-        """
-
-        def scaled(*args: object, **kwargs: object) -> tuple[Array, Any]:
-            loss, *rest = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs),)
-            product = loss * self.scale
-            # Dividing the product again may be infinite where the loss is not.
-            loss = jnp.asarray(loss, product.dtype)
-            return product, (loss, *rest) if has_aux else loss
-
-        grad_fn = jax.grad(scaled, argnums, has_aux=True)
-
-        def value_and_grad(*args: object, **kwargs: object) -> DynamicScaleResult:
-            grad, result = grad_fn(*args, **kwargs)
-            grad = jax.tree.map(self._unscaled, grad)
-            if axis_name is not None:
-                grad = jax.lax.pmean(grad, axis_name)
-            finite = jnp.array(True)
-            for g in jax.tree.leaves(grad):
-                finite &= jnp.all(jnp.isfinite(g))
-            return DynamicScaleResult(self.after(finite), finite, result, grad)
-
-        return value_and_grad
-
-    def _unscaled(self, grad: Array) -> Array:
-        return jnp.asarray(grad, jnp.promote_types(grad.dtype, jnp.float32)) / self.scale
-
-    def after(self, finite: Array) -> DynamicScale:
-        """Returns the scale for the next step."""
-        scale = jnp.asarray(self.scale, jnp.float32)
-        grow = self.fin_steps == self.growth_interval
-        largest = jnp.finfo(jnp.float32).max
-        larger = jnp.where(grow, jnp.minimum(scale * self.growth_factor, largest), scale)
-        shrunk = scale * self.backoff_factor
-        if self.minimum_scale is not None:
-            shrunk = jnp.maximum(shrunk, self.minimum_scale)
-        fin_steps = jnp.where(grow | ~finite, 0, self.fin_steps + 1)
-        return self.replace(fin_steps=fin_steps, scale=jnp.where(finite, larger, shrunk))
 
 
 class EarlyStopping(struct.PyTreeNode):
