@@ -17,7 +17,11 @@ from importlib.metadata import version
 import pytest
 
 # The import of the first replaces Flax, which the other tests compare with.
-collect_ignore = ["weft/compat/flax/as_flax.py", "tests/clients/programs"]
+collect_ignore = [
+    "weft/compat/flax/as_flax.py",
+    "weft/compat/flax/startup",
+    "tests/clients/programs",
+]
 
 # JAX reads both when it is first used, which is after pytest has read this file.
 devices = os.environ.get("WEFT_TEST_DEVICES", "8")

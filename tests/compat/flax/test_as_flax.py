@@ -1,6 +1,8 @@
 """`import flax` finds Weft, in a process and its children, however they were started."""
 
 import importlib
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -10,6 +12,8 @@ import pytest
 import weft
 from tests.python import run_python
 from weft.errors import AsFlaxError
+
+STARTUP = Path(weft.__file__).parent / "compat/flax/startup"
 
 SAME = """
 import importlib.metadata, pickle, sys
@@ -66,15 +70,31 @@ def test_children_follow(tmp_path):
         assert done.stdout.startswith("weft.linen\n") and "weft.core\\n" in done.stdout
 
 
-def test_variable_is_read_at_the_start_and_costs_nothing_when_unset():
+def test_children_start_without_jax_and_others_without_weft():
     code = "import sys; print([m for m in sys.modules if m.partition('.')[0] in ('weft', 'jax')])"
     assert run_python("-c", code, as_flax=False).stdout == "[]\n"
     assert "'weft.as_flax'" in (active := run_python("-c", code).stdout)
     assert "jax" not in active
-    (line,) = (
-        Path(weft.__file__).with_name("weft_as_flax.pth").read_text(encoding="utf-8").splitlines()
+
+
+def test_other_sitecustomize_runs_too(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.of_site = 1", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code = "import sys, sitecustomize as s; print(sys.of_site, s.__file__, 'weft' in sys.modules)"
+    printed = run_python("-c", code).stdout
+    assert printed == f"1 {tmp_path / 'sitecustomize.py'} True\n"
+
+
+def test_python_without_weft_starts_as_ever():
+    # Without the folder of what is installed, and what PYTHONPATH has.
+    code = (
+        f"import sys; sys.path.append({str(STARTUP)!r}); import sitecustomize; "
+        "print('weft' in sys.modules)"
     )
-    assert line.startswith("import "), "else Python takes it for a path"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, encoding="utf-8"
+    )
+    assert (done.stdout, done.stderr) == ("False\n", "")
 
 
 def test_script_and_module_run_as_in_python(tmp_path):
@@ -102,12 +122,19 @@ def test_program_must_be_named():
     )
 
 
-def test_weft_must_be_installed():
-    argv = ["-S", "-m", "weft", "run-as-flax", "x.py"]  # without the folder of what is installed
-    done = run_python(*argv, as_flax=False, check=False)
-    assert done.returncode == 2
-    assert "would not read WEFT_AS_FLAX, as Weft is imported from" in done.stderr
-    assert "without being installed; install it with pip" in done.stderr
+def test_weft_need_not_be_installed(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import os, flax; print(os.environ['PYTHONPATH'])", encoding="utf-8")
+    environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-m", "weft", "run-as-flax", program],
+        cwd=Path(weft.__file__).parents[1],  # from where it is imported
+        capture_output=True,
+        encoding="utf-8",
+        env=environment,
+    )
+    folders = [STARTUP, Path(weft.__file__).parents[1]]
+    assert done.stdout.strip() == os.pathsep.join(map(str, folders)), done.stderr
 
 
 def test_loaded_flax_is_refused(monkeypatch):

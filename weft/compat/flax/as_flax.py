@@ -1,10 +1,12 @@
 """Lets `import flax` find Weft, in this process and its children, once this module is imported.
 
 Packages that are built on Flax then run on Weft without a change: `flax.X` is the module `weft.X`
-itself, so classes and functions are the same objects under both names. Three ways lead here:
-`import weft.as_flax` before the first import of `flax`, the environment variable `WEFT_AS_FLAX=1`
-(`weft_as_flax.pth`, which is installed with Weft, reads it when Python starts), and
-`weft run-as-flax`. Imports nothing slow, as the variable concerns every process.
+itself, so classes and functions are the same objects under both names. Two ways lead here:
+`import weft.as_flax` before the first import of `flax`, and `weft run-as-flax`.
+
+Both put the folder `startup` in PYTHONPATH, which child processes inherit: Python imports its
+`sitecustomize` when it starts, and that imports this module. Imports nothing slow, as each of them
+does it.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import importlib.util
 import logging
 import multiprocessing
 import os
+import site
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -26,7 +29,6 @@ from weft.errors import AsFlaxError
 FLAX_VERSION = "0.12.8"
 """The version of Flax whose names Weft has, which programs find in `flax.__version__`."""
 
-_VARIABLE = "WEFT_AS_FLAX"
 logger = logging.getLogger(__name__)
 
 
@@ -86,18 +88,24 @@ class _Distribution(Distribution):
 def run(arguments: argparse.Namespace) -> NoReturn:
     """Replaces this process by Python with a program for which `flax` is Weft.
 
-    Raises AsFlaxError if no program is named, or if Weft is not installed, so that Python does not
-    read the variable when it starts.
+    Raises AsFlaxError if no program is named.
     """
     program = ["-m", *arguments.module] if arguments.module else arguments.program
     if not arguments.module and not program:
         raise AsFlaxError("no program is named; write `weft run-as-flax script.py` or `-m module`")
-    if not any(Path(folder, "weft_as_flax.pth").is_file() for folder in sys.path):
-        raise AsFlaxError(
-            f"{sys.executable} would not read {_VARIABLE}, as Weft is imported from "
-            f"{Path(weft.__file__).parent} without being installed; install it with pip"
-        )
     os.execv(sys.executable, [sys.executable, *program])
+
+
+def _let_children_follow() -> None:
+    """Puts the folder `startup` in PYTHONPATH, and the folder of Weft if it is not installed."""
+    inherited = os.environ.get("PYTHONPATH", "")
+    folders = [str(Path(__file__).with_name("startup"))]
+    folder_of_weft = str(Path(weft.__file__).parents[1])
+    # Python looks in PYTHONPATH before its own library, so what is installed stays where it is.
+    if folder_of_weft not in (*site.getsitepackages(), site.getusersitepackages()):
+        folders.append(folder_of_weft)
+    new_folders = [folder for folder in folders if folder not in inherited.split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*new_folders, *filter(None, [inherited])])
 
 
 if "flax" in sys.modules:
@@ -107,4 +115,4 @@ if "flax" in sys.modules:
         "that import it"
     )
 sys.meta_path.insert(0, _Finder())  # pyright: ignore[reportArgumentType]
-os.environ[_VARIABLE] = "1"
+_let_children_follow()
