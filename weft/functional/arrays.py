@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Key, Num
 
@@ -100,6 +101,81 @@ def explicit_spec(x: Num[Array, "*shape"]) -> tuple[Any, ...]:
     """
     spec = jax.typeof(x).sharding.spec
     return (*spec, *[None] * (x.ndim - len(spec)))
+
+
+def num_parts(mesh: jax.sharding.AbstractMesh, entry: Any) -> int:
+    """Returns into how many parts an entry of a layout splits an axis.
+
+    >>> num_parts(jax.sharding.AbstractMesh((2, 3), ("data", "model")), ("data", "model"))
+    6
+    """
+    return math.prod(mesh.shape[name] for name in jax.tree.leaves(entry))
+
+
+def gathered(x: Num[Array, "*shape"], *axes: int) -> Num[Array, "*shape"]:
+    """Returns `x` with whole axes on each device, where Explicit axes of a mesh shard them.
+
+    For operations along an axis that need all of it; JAX refuses them instead of gathering.
+
+    >>> gathered(jnp.ones((2, 3)), -1).shape
+    (2, 3)
+    """
+    spec = explicit_spec(x)
+    whole = {axis % x.ndim for axis in axes if -x.ndim <= axis < x.ndim}
+    if not any(spec[axis] for axis in whole):
+        return x
+    kept = [None if axis in whole else entry for axis, entry in enumerate(spec)]
+    sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*kept))
+    return jax.sharding.reshard(x, sharding)
+
+
+def sharded_as(x: Num[Array, "*shape"], other: Num[Array, "*shape"]) -> Num[Array, "*shape"]:
+    """Returns `x` with the sharding of another array over Explicit axes of a mesh.
+
+    >>> sharded_as(jnp.ones(2), jnp.zeros(2)).tolist()
+    [1.0, 1.0]
+    """
+    if explicit_spec(x) == explicit_spec(other):
+        return x
+    return jax.sharding.reshard(x, jax.typeof(other).sharding)
+
+
+def reshaped(
+    x: Num[Array, "*shape"], shape: Sequence[int], spec: Sequence[Any] = ()
+) -> Num[Array, "*new_shape"]:
+    """Returns `x` in a shape without -1, sharded by `spec` over Explicit axes of a mesh.
+
+    If no such axis shards `x`, `spec` has no effect. Entries of sizes that do not divide evenly
+    count as None. JAX derives the sharding of a reshaped array only in simple cases.
+
+    >>> reshaped(jnp.ones((4, 3)), (2, 6), ("data",)).shape
+    (2, 6)
+    """
+    if not any(explicit_spec(x)):
+        return x.reshape(shape)
+    mesh = jax.typeof(x).sharding.mesh
+    entries = []
+    for size, entry in zip(shape, spec, strict=False):
+        entries.append(None if size % num_parts(mesh, entry) else entry)
+    sharding = NamedSharding(mesh, PartitionSpec(*entries))
+    return jax.lax.reshape(x, shape, out_sharding=sharding)
+
+
+def sharded_by_compiler(fn: Callable[..., T], *operands: Any, spec: Sequence[Any]) -> T:
+    """Returns `fn(*operands)`, whose arrays are sharded by `spec` over Explicit axes of a mesh.
+
+    If no such axis shards an array of the operands, `spec` has no effect. Inside, the compiler
+    chooses shardings as over Auto axes: for operations whose results have none that JAX derives.
+
+    >>> sharded_by_compiler(jnp.matmul, jnp.ones((2, 3)), jnp.ones((3, 4)), spec=()).shape
+    (2, 4)
+    """
+    for x in jax.tree.leaves(operands):
+        if any(explicit_spec(x)):
+            sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec))
+            on_auto_axes: Any = jax.sharding.auto_axes(fn, out_sharding=sharding)
+            return on_auto_axes(*operands)
+    return fn(*operands)
 
 
 def positions(size: int, ndim: int) -> Num[Array, "*ones size"]:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional import attention_mask, embedding
-from weft.functional.arrays import INLINE, to_ndim, without_none
+from weft.functional.arrays import INLINE, gathered, to_ndim, without_none
 from weft.functional.attention_mask import AttentionMask, MaskFn
 from weft.functional.dropout import dropout, keep_mask
 from weft.functional.fused_attention import AttentionImplementation, fused_attention, is_plain
@@ -68,6 +68,7 @@ def dot_product_attention(
     (1, 3, 4, 2)
     """
     _check_shared_heads(query, key)
+    key, value = gathered(key, -3), gathered(value, -3)
     structured = attention_mask.as_attention_mask(mask)
     options: dict[str, Any] = {
         "bias": bias,
@@ -169,6 +170,7 @@ def attention_logits(
     """
     *batch, target, heads, dim = query.shape
     source, kv_heads = key.shape[-3:-1]
+    key = gathered(key, -3)
     options = without_none(
         precision=precision, preferred_element_type=preferred_element_type, _dot_general=dot_general
     )
@@ -262,6 +264,7 @@ def attention_context(
     """
     *batch, heads, target, source = probs.shape
     kv_heads, dim = value.shape[-2:]
+    value = gathered(value, -3)
     probs = probs if probs.dtype == value.dtype else probs.astype(value.dtype)
     options = without_none(
         precision=precision, preferred_element_type=preferred_element_type, _dot_general=dot_general
@@ -493,6 +496,7 @@ def attention_without_weights(
         ArgumentShapeError: if bias or mask does not broadcast to the logits.
         ArgumentValueError: if dropout has no key, or the implementation cannot compute it.
     """
+    key, value = gathered(key, -3), gathered(value, -3)
     reasons = {**only_plain, f"dropout_rate={dropout_rate} drops all": dropout_rate == 1.0}
     reason = next((text for text, is_so in reasons.items() if is_so), None)
     *batch, target, heads, _ = query.shape

@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from weft import errors, struct
-from weft.functional.arrays import same_ndim, to_ndim
+from weft.functional.arrays import gathered, same_ndim, to_ndim
 from weft.typing import DType
 
 # Finite, so that a fully masked row has a softmax and a gradient; large enough that adding a
@@ -266,7 +266,8 @@ def evaluate_mask(
     [[[[1, 1, 1]]], [[[1, 0, 0]]]]
     """
     query_positions, key_positions = jnp.atleast_2d(query_positions, key_positions)
-    mask = mask_fn(query_positions[..., :, None], key_positions[..., None, :])
+    keys = gathered(key_positions, -1)[..., None, :]
+    mask = mask_fn(query_positions[..., :, None], keys)
     has_heads = mask.ndim > query_positions.ndim + 1
     return mask if has_heads else mask[..., None, :, :]
 
@@ -280,7 +281,8 @@ def segment_mask(
     >>> segment_mask(ids, ids).astype(int).tolist()
     [[[[1, 1, 0], [1, 1, 0], [0, 0, 1]]]]
     """
-    mask = (query_segments[..., :, None] == key_segments[..., None, :])[..., None, :, :]
+    keys = gathered(jnp.asarray(key_segments), -1)[..., None, :]
+    mask = (query_segments[..., :, None] == keys)[..., None, :, :]
     return to_ndim(mask, max(mask.ndim, 4))
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -18,7 +19,13 @@ from jaxtyping import Array, Num
 
 from weft.errors import ArgumentShapeError
 from weft.functional import conv_shape, linear
-from weft.functional.arrays import promote_dtype, without_none
+from weft.functional.arrays import (
+    explicit_spec,
+    gathered,
+    num_parts,
+    promote_dtype,
+    without_none,
+)
 
 
 def conv(
@@ -122,7 +129,7 @@ def conv_local(
     if x.dtype != weight.dtype:
         x, weight = promote_dtype(x, weight, inexact=False)
     y = lax.conv_general_dilated_local(
-        x,
+        gathered(x, -1),
         weight,
         window_strides=conv_shape.per_axis(strides, n),
         padding=padding,
@@ -206,9 +213,32 @@ def _conv_general(
         x, weight = promote_dtype(x, weight, inexact=False)
     options = without_none(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
     layout = _channels_last(x.ndim - 2)
-    return (fn or lax.conv_general_dilated)(
-        x, weight, strides, padding, dimension_numbers=layout, **options, **kwargs
-    )
+
+    def convolve(x: Array, weight: Array) -> Array:
+        convolution = fn or lax.conv_general_dilated
+        return convolution(
+            x, weight, strides, padding, dimension_numbers=layout, **options, **kwargs
+        )
+
+    x = gathered(x, -1)
+    if out_sharding is None:
+        x = _evenly_sharded(x, weight, convolve)
+    return convolve(x, weight)
+
+
+def _evenly_sharded(x: Array, weight: Array, convolve: Callable[..., Array]) -> Array:
+    """Returns `x` without the Explicit axes of a mesh that do not divide the spatial outputs."""
+    spec = explicit_spec(x)
+    if not any(spec[1:-1]):
+        return x
+    operands = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, weight)]
+    sizes = jax.eval_shape(convolve, *operands).shape
+    mesh = jax.typeof(x).sharding.mesh
+    uneven = []
+    for axis in range(1, x.ndim - 1):
+        if sizes[axis] % num_parts(mesh, spec[axis]):
+            uneven.append(axis)
+    return gathered(x, *uneven)
 
 
 def _channels_last(n: int) -> lax.ConvDimensionNumbers:
@@ -255,6 +285,8 @@ def pool(
         )
     strides = (1,) * len(window) if strides is None else tuple(strides)
     pads = conv_shape.conv_explicit_padding(window=window, strides=strides, padding=padding)
+    # XLA's gradient of the largest of overlapping windows is wrong over a sharded spatial axis.
+    x = gathered(x, *range(1, x.ndim - 1))
     return lax.reduce_window(
         x,
         np.asarray(initial, x.dtype)[()],

@@ -37,7 +37,7 @@ import numpy as np
 from jaxtyping import Array, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional.arrays import as_tuple
+from weft.functional.arrays import as_tuple, gathered
 
 NAMED_PADDINGS = ("SAME", "VALID", "CAUSAL")
 """Names of paddings that `ConvPadding` allows."""
@@ -295,7 +295,7 @@ def _anchor_offset(anchor: int | None, *, left: int, window: int, dilation: int)
 
 def _take_paddings(paddings: Array, index: Array) -> Array:
     one = True if paddings.dtype == bool else 1
-    return jnp.take(paddings, index, axis=1, mode="fill", fill_value=one)
+    return jnp.take(gathered(paddings, 1), index, axis=1, mode="fill", fill_value=one)
 
 
 def _require_same_rank(**sizes: Sequence) -> None:
@@ -422,6 +422,7 @@ def _circular_padding(
 
 def _pad_spatial(x: Array, sides: Sequence[tuple[int, int]], mode: str) -> Array:
     batch = ((0, 0),) * (x.ndim - len(sides) - 1)
+    x = gathered(x, *range(len(batch), x.ndim - 1))
     return jnp.pad(x, (*batch, *sides, (0, 0)), mode=mode)
 
 

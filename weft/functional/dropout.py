@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
 from weft.errors import ArgumentValueError
+from weft.functional.arrays import gathered
 
 
 def dropout(
@@ -146,6 +147,7 @@ def drop_tokens(
     (2, 5, 3)
     """
     _check_rate(rate)
+    x = gathered(x, 1)
     cls, patches = x[:, :num_cls_tokens], x[:, num_cls_tokens:]
     kept = max(round(patches.shape[1] * (1 - rate)), 1)
     order = jnp.argsort(jax.random.uniform(prng_key, patches.shape[:2]), axis=1)

@@ -253,7 +253,8 @@ def alibi_bias(
     >>> alibi_bias(jnp.array([0.5]), jnp.array([[2]]), jnp.array([[0, 1, 2]])).tolist()
     [[[[-1.0, -0.5, -0.0]]]]
     """
-    distance = jnp.abs(query_positions[:, None, :, None] - key_positions[:, None, None, :])
+    keys = arrays.gathered(key_positions, -1)[:, None, None, :]
+    distance = jnp.abs(query_positions[:, None, :, None] - keys)
     return arrays.to_ndim(-slopes[:, None, None], distance.ndim) * distance
 
 
@@ -393,7 +394,8 @@ def code_shares(onehots: OneHots, paddings: Paddings) -> Float[Array, "groups co
     [[0.25, 0.75]]
     """
     is_real = 1.0 - paddings.astype(onehots.dtype)
-    counts = jnp.einsum("bt,btgv->gv", is_real, onehots)
+    # A sum, not a contraction: over sharded axes, JAX derives the sharding of its result.
+    counts = jnp.sum(is_real[:, :, None, None] * onehots, axis=(0, 1))
     return counts / jnp.maximum(1, jnp.sum(is_real))
 
 

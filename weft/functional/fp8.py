@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from weft.errors import ArgumentValueError
+from weft.functional.arrays import explicit_spec, sharded_by_compiler
 
 # Collection of variables whose gradients are their next values.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
@@ -348,16 +349,40 @@ def fp8_scaled_dot_general(
         lhs_amax_history, rhs_amax_history, grad_amax_history: the histories, shape `(steps,)`.
         quantize_compute_type: the dtype in which operands are scaled.
     """
-    of_lhs: Any = in_q(quantize_compute_type, jnp.float8_e4m3fn, lhs, lhs_scale, lhs_amax_history)
-    of_rhs: Any = in_q(quantize_compute_type, jnp.float8_e4m3fn, rhs, rhs_scale, rhs_amax_history)
-    y = quantized_dot(
-        lhs,
-        *of_lhs,
-        rhs,
-        *of_rhs,
-        grad_scale,
-        grad_amax_history,
-        dimension_numbers,
-        preferred_element_type,
+
+    def product(
+        lhs: Array,
+        rhs: Array,
+        lhs_meta: tuple[Array, Array],
+        rhs_meta: tuple[Array, Array],
+        grad_meta: tuple[Array, Array],
+    ) -> Array:
+        of_lhs: Any = in_q(quantize_compute_type, jnp.float8_e4m3fn, lhs, *lhs_meta)
+        of_rhs: Any = in_q(quantize_compute_type, jnp.float8_e4m3fn, rhs, *rhs_meta)
+        y = quantized_dot(
+            lhs, *of_lhs, rhs, *of_rhs, *grad_meta, dimension_numbers, preferred_element_type
+        )
+        return out_dq(preferred_element_type, of_lhs[1], of_rhs[1], y)
+
+    metas = (
+        (lhs_scale, lhs_amax_history),
+        (rhs_scale, rhs_amax_history),
+        (grad_scale, grad_amax_history),
     )
-    return out_dq(preferred_element_type, of_lhs[1], of_rhs[1], y)
+    spec = _spec_of_product(lhs, rhs, dimension_numbers)
+    return sharded_by_compiler(product, lhs, rhs, *metas, spec=spec)
+
+
+def _spec_of_product(lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers) -> list[Any]:
+    """Returns the sharding of a product over Explicit axes: that of its axes in the operands."""
+    (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = dimension_numbers
+    of_lhs, of_rhs = explicit_spec(lhs), explicit_spec(rhs)
+    spec = [of_lhs[axis] for axis in lhs_batch]
+    spec += [of_lhs[a] for a in range(lhs.ndim) if a not in (*lhs_contracted, *lhs_batch)]
+    # Each axis of the mesh shards one axis at most.
+    used = jax.tree.leaves(spec)
+    for axis in range(rhs.ndim):
+        if axis not in (*rhs_contracted, *rhs_batch):
+            is_used = any(name in used for name in jax.tree.leaves(of_rhs[axis]))
+            spec.append(None if is_used else of_rhs[axis])
+    return spec

@@ -124,6 +124,7 @@ def linear_logit_statistics(
         )
     in_shard = classes // num_shards
     size = -(-in_shard // chunks)
+    options = _Options(classes, logit_cap, label_smoothing)
 
     def split(array: Array, axis: int) -> Array:
         """Splits the axis of the classes into shards, chunks and the classes of a chunk."""
@@ -134,13 +135,18 @@ def linear_logit_statistics(
             array = jnp.pad(array, widths)
         return array.reshape(*before, num_shards, chunks, size, *after)
 
-    soft = soft_target_labels
-    if soft is not None:
-        # With the shards between other axes, XLA copies the labels.
-        soft = jnp.moveaxis(split(soft, target_labels.ndim), target_labels.ndim, 0)
-    head = _Head(split(weight, 0), None if bias is None else split(bias, 0), soft)
-    options = _Options(classes, logit_cap, label_smoothing)
-    return _statistics(options, x, head, target_labels)
+    def of_chunks(
+        x: Array, weight: Array, bias: Array | None, soft: Array | None, target_labels: Array
+    ) -> loss.LogitStatistics:
+        if soft is not None:
+            # With the shards between other axes, XLA copies the labels.
+            soft = jnp.moveaxis(split(soft, target_labels.ndim), target_labels.ndim, 0)
+        head = _Head(split(weight, 0), None if bias is None else split(bias, 0), soft)
+        return _statistics(options, x, head, target_labels)
+
+    operands = (x, weight, bias, soft_target_labels, target_labels)
+    spec = arrays.explicit_spec(target_labels)
+    return arrays.sharded_by_compiler(of_chunks, *operands, spec=spec)
 
 
 def num_chunks(

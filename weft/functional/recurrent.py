@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Num
 
 from weft.errors import ArgumentShapeError
-from weft.functional.arrays import explicit_spec, finite_or_counted, positions
+from weft.functional.arrays import explicit_spec, finite_or_counted, gathered, positions
 
 Activation = Callable[[Array], Array]
 
@@ -150,6 +150,7 @@ def run_layer(
             f"{layer.cell.num_feature_axes} feature axes, in addition to the time axis."
         )
     axis = 0 if time_major else axis
+    inputs = gathered(inputs, axis)
     flips = reverse and seq_lengths is not None
     if seq_lengths is not None:
         check_lengths(inputs.shape, seq_lengths, axis)
@@ -157,7 +158,7 @@ def run_layer(
         initial_carry = first_carry((*inputs.shape[:axis], *inputs.shape[axis + 1 :]))
     if seq_lengths is not None:
         inputs = finite_or_counted(inputs, _within(inputs, seq_lengths, axis))
-    initial_carry = _sharded_as(inputs, initial_carry, axis, layer.cell.num_feature_axes)
+    initial_carry = sharded_as_steps(inputs, initial_carry, axis, layer.cell.num_feature_axes)
     if flips:
         inputs = flip_sequences(inputs, seq_lengths, axis=axis)
     if seq_lengths is not None and return_carry:
@@ -170,7 +171,7 @@ def run_layer(
     return (carry, outputs) if return_carry else outputs
 
 
-def _sharded_as(inputs: Array, carry: Any, axis: int, num_feature_axes: int) -> Any:
+def sharded_as_steps(inputs: Array, carry: Any, axis: int, num_feature_axes: int = 1) -> Any:
     """Returns the state with the sharding that a step gives it over Explicit axes of a mesh.
 
     The type of a loop's state includes it. It is that of the batch axes of the inputs.

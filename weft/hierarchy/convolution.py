@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from weft import errors, functional
 from weft.config import REQUIRED, Required
+from weft.functional import arrays
 from weft.hierarchy import param_init, parameter_spec
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module, nowrap
@@ -280,7 +281,9 @@ class StackOverTime(BaseLayer):
         x = jnp.pad(x, ((0, 0), *self._explicit_padding(), (0, 0)))
         stride = self.config.stride
         count = x.shape[1] // stride
-        return x[:, : count * stride].reshape(x.shape[0], count, stride * x.shape[2])
+        x = arrays.gathered(x[:, : count * stride], 1, 2)
+        batch, _, dim = x.shape
+        return arrays.reshaped(x, (batch, count, stride * dim), arrays.explicit_spec(x)[:1])
 
     def conv_paddings(self, paddings: Tensor) -> Tensor:
         """Returns the paddings of the output: those of the first vector of each."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from weft.config import REQUIRED, InstantiableConfig, Required
 from weft.errors import LayerConfigError
-from weft.functional.arrays import counted, finite_or_counted, positions
+from weft.functional.arrays import counted, finite_or_counted, gathered, positions
 from weft.hierarchy.attention.bias import BoolTensorAttentionBias
 from weft.hierarchy.attention.feed_forward import TransformerFeedForwardLayer, scaled_hidden_dim
 from weft.hierarchy.attention.transformer import TransformerAttentionLayer
@@ -132,7 +132,8 @@ class FirstNTokenPooling(BasePoolingLayer):
     _keeps_size = True
 
     def forward(self, tokens: Tensor, paddings: Tensor | None = None) -> Tensor:
-        is_real = _token_mask(tokens, paddings)
+        tokens = gathered(tokens, 1)
+        is_real = gathered(_token_mask(tokens, paddings), 1)
         return _select_tokens(
             tokens, is_real, jnp.cumsum(is_real, axis=1) - 1, self.config.num_outputs
         )
@@ -144,7 +145,8 @@ class LastNTokenPooling(BasePoolingLayer):
     _keeps_size = True
 
     def forward(self, tokens: Tensor, paddings: Tensor | None = None) -> Tensor:
-        is_real = _token_mask(tokens, paddings)
+        tokens = gathered(tokens, 1)
+        is_real = gathered(_token_mask(tokens, paddings), 1)
         order = jnp.sum(is_real, axis=1, keepdims=True) - jnp.cumsum(is_real, axis=1)
         return _select_tokens(tokens, is_real, order, self.config.num_outputs)
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from weft import errors, struct
 from weft.config import REQUIRED, InstantiableConfig, Required
-from weft.functional.recurrent import lstm_step
+from weft.functional.arrays import gathered
+from weft.functional.recurrent import lstm_step, sharded_as_steps
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.layers.linear import Linear, MultiLinear
 from weft.hierarchy.module import Module, nowrap
@@ -83,7 +84,8 @@ class BaseRNNCell(BaseLayer):
         return self._scan(step, time_major_inputs)
 
     def _scan(self, step: Callable[[Any, Tensor], tuple[Any, Tensor]], xs: Tensor) -> Tensor:
-        states = self.init_states(batch_size=xs.shape[1])
+        xs = gathered(xs, 0)
+        states = sharded_as_steps(xs, self.init_states(batch_size=xs.shape[1]), axis=0)
         _, outputs = scan_in_context(
             step, carry=states, xs=xs, child_name_prefix="step", merge_summaries=True
         )
@@ -218,7 +220,9 @@ class RNNRepeat(Repeat):
 
     def forward(self, time_major_inputs: Tensor) -> Tensor:
         """Applies all cells to a whole sequence."""
-        return self._run(lambda x, _: (self.layer(x), None), time_major_inputs).carry
+        # The inputs of each cell have the sharding of its outputs.
+        x = gathered(time_major_inputs, 0, -1)
+        return self._run(lambda x, _: (self.layer(x), None), x).carry
 
     def extend_step(self, *, inputs: Tensor, cached_states: Any) -> tuple[NestedTensor, Tensor]:
         """Computes one step of all cells."""

@@ -11,12 +11,14 @@ Pages (Kwon et al., 2023, https://arxiv.org/abs/2309.06180) need not be adjacent
 of different lengths share a pool without gaps, and sequences with a common prefix share its pages.
 """
 
+import operator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from weft import config, errors, struct
+from weft.functional import arrays
 from weft.hierarchy import base_layer, parameter_spec
 from weft.hierarchy.module import nowrap
 from weft.typing import DType, MeshAxes, NestedTensor, PartitionSpec, Shape, Tensor
@@ -138,7 +140,11 @@ class BaseKVCache(base_layer.BaseLayer):
         return parameter_spec.maybe_shard(x, self.config.kv_partition_spec)
 
     def _write(self, cached: Tensor, at: tuple[Tensor, Tensor], new: Tensor) -> Tensor:
-        return self._shard(cached.at[at].set(new.astype(cached.dtype), mode="drop"))
+        def write(cached: Tensor, at: tuple[Tensor, Tensor], new: Tensor) -> Tensor:
+            return cached.at[at].set(new.astype(cached.dtype), mode="drop")
+
+        spec = arrays.explicit_spec(cached)
+        return self._shard(arrays.sharded_by_compiler(write, cached, at, new, spec=spec))
 
 
 class KVCache(BaseKVCache):
@@ -192,7 +198,11 @@ class SlidingWindowKVCache(BaseKVCache):
         # The last entries before the step's padding.
         count = jnp.full([batch], step) if unpadded_len is None else unpadded_len
         last = count[:, None] + jnp.arange(self.config.cached_kv_length)[None]
-        states = {name: x[jnp.arange(batch)[:, None], last] for name, x in both.items()}
+        rows = jnp.arange(batch)[:, None]
+        states = {}
+        for name, x in both.items():
+            spec = arrays.explicit_spec(x)
+            states[name] = arrays.sharded_by_compiler(operator.getitem, x, (rows, last), spec=spec)
         for name in ("key", "value"):
             states[name] = self._shard(states[name])
         return states, KVState(both["key"], both["value"], both["key_positions"])
@@ -233,12 +243,18 @@ class PagedKVCache(BaseKVCache):
     def _extend(
         self, cached_states: Any, new: KVState, unpadded_len: Tensor | None, pool: KVPages | None
     ) -> tuple[Any, KVState]:
-        indices, size = cached_states.page_indices, self.config.page_size
+        indices, size = arrays.gathered(cached_states.page_indices, 1), self.config.page_size
         used: KVPages = cached_states if pool is None else pool
         length = indices.shape[1] * size
         at = _positions_to_write(new, unpadded_len, past_end=length)
         rows = jnp.arange(indices.shape[0])[:, None]
-        pages = indices.at[rows, at // size].get(mode="fill", fill_value=len(used.key))
+
+        def page_of(indices: Tensor, index: tuple[Tensor, Tensor]) -> Tensor:
+            return indices.at[index].get(mode="fill", fill_value=len(used.key))
+
+        pages = arrays.sharded_by_compiler(
+            page_of, indices, (rows, at // size), spec=arrays.explicit_spec(at)
+        )
         at = (pages, at % size)
         key, value = self._write(used.key, at, new.k_proj), self._write(used.value, at, new.v_proj)
         has_page = jnp.repeat(indices < len(used.key), size, axis=1)

@@ -25,12 +25,13 @@ from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from weft import config, errors
 from weft._door import EnumTypeWithHints
-from weft.core.spmd import axes_of, get_global_mesh
+from weft.core.spmd import axes_of, constrain, constrain_like_jit, get_global_mesh
 from weft.functional import get_activation_fn, project, routing
-from weft.functional.arrays import finite_or_counted
+from weft.functional.arrays import explicit_spec, finite_or_counted, gathered, reshaped, sharded_as
 from weft.hierarchy import base_layer, param_init, parameter_spec
 from weft.hierarchy.attention.feed_forward import ResidualLayer, hidden_dim_of
 from weft.hierarchy.config_setters import for_each_config
@@ -206,10 +207,10 @@ class TransformerFeedForwardMoE(ResidualLayer):
 
     def _apply_experts(self, x: Tensor, live: Tensor | None) -> Tensor:
         sizes = self._group_sizes(math.prod(x.shape[:-1]))
-        tokens = self._shard(x.reshape(*sizes, -1, x.shape[-1]), "ogsm")
+        tokens = self._shard(_as_groups(x, sizes), "ogsm")
         output = self.gating(
             self._shard(self._router_logits(tokens), "ogse"),
-            **({} if live is None else {"live": live.reshape(tokens.shape[:-1])}),
+            **({} if live is None else {"live": _as_groups(live[..., None], sizes)[..., 0]}),
         )
         self._add_losses(output)
         specs = {dims: self._partition_spec(dims, sizes[0]) for dims in ("oegcm", "ogsm")}
@@ -226,7 +227,7 @@ class TransformerFeedForwardMoE(ResidualLayer):
             dtype=x.dtype,
             partition_spec=specs["ogsm"],
         )
-        return combined.reshape(x.shape)
+        return reshaped(combined, x.shape, explicit_spec(x))
 
     def _router_logits(self, tokens: Tensor) -> Tensor:
         """Computes logits in float32, for stability (Fedus et al., 2022, section 2.4)."""
@@ -271,6 +272,18 @@ class TransformerFeedForwardMoE(ResidualLayer):
 
     def _shard(self, x: Tensor, dims: str) -> Tensor:
         return parameter_spec.maybe_shard(x, self._partition_spec(dims, x.shape[0]))
+
+
+def _as_groups(x: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """Returns tokens, `(*batch, dim)`, as `(outer, group, token, dim)`.
+
+    Over Explicit axes of a mesh, groups are sharded as the batch was, if they divide evenly.
+    """
+    outer, groups = sizes
+    num_tokens = math.prod(x.shape[:-1]) // (outer * groups)
+    of_batch, *_, of_dim = explicit_spec(x)
+    x = gathered(x, *range(1, x.ndim - 1))
+    return reshaped(x, (outer, groups, num_tokens, x.shape[-1]), (None, of_batch, None, of_dim))
 
 
 class GMMBackend(enum.Enum, metaclass=EnumTypeWithHints):
@@ -342,6 +355,8 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
                 f"{self.path()}: inputs of shape {x.shape}; expected (batch, time, "
                 f"{self.config.input_dim})."
             )
+        inputs, x = x, gathered(x, 1)
+        live = None if live is None else gathered(live, 1)
         seq_weight = self.config.seq_load_balance_loss_weight
         output = self.gating(
             self._router_logits(x), seq_load_balance_loss_weight=seq_weight, live=live
@@ -351,7 +366,7 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         experts, gates = output.dispatch_tensor, output.combine_tensor
         y, num_dropped = self._apply_sharded(x, experts, gates, weights)
         self._report_dropped(num_dropped / experts.size)
-        return y
+        return sharded_as(y, inputs)
 
     def _report_dropped(self, share: Tensor) -> None:
         """Reports the fraction of dropped choices; nothing is dropped here."""
@@ -375,15 +390,20 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
             total = jax.lax.psum(num_dropped, of_experts + of_tokens)
             return jax.lax.psum(y, hidden + of_experts), total
 
+        operands = [x, experts, gates, *weights]
+        in_specs = (*[tokens] * 3, *[specs["emh"]] * (len(weights) - 1), specs["ehm"])
+        if AxisType.Explicit in mesh.axis_types:
+            # Over these, JAX takes operands only as they are in the specs.
+            operands = list(map(constrain, operands, in_specs))
         y, num_dropped = jax.shard_map(
             on_device,
             mesh=mesh if isinstance(mesh, jax.sharding.Mesh) else None,
-            in_specs=(*[tokens] * 3, *[specs["emh"]] * (len(weights) - 1), specs["ehm"]),
+            in_specs=in_specs,
             out_specs=(tokens, PartitionSpec()),
             check_vma=False,
-        )(x, experts, gates, *weights)
+        )(*operands)
         spec = cfg.output_dim_to_partition_spec.get("bsm")
-        return (y if spec is None else jax.lax.with_sharding_constraint(y, spec)), num_dropped
+        return (y if spec is None else constrain_like_jit(y, spec)), num_dropped
 
     def _num_rows(self, num_choices: int, num_parts: int) -> int:
         """Returns how many choices fit on each of `num_parts` devices that share the experts."""

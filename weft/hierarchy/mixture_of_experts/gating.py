@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from weft.config import REQUIRED, ConfigOr, Required, maybe_instantiate
 from weft.errors import LayerConfigError
 from weft.functional import cap_logits, routing, to_ndim
-from weft.functional.arrays import finite_or_counted
+from weft.functional.arrays import finite_or_counted, gathered
 from weft.hierarchy import base_layer, metrics
 from weft.hierarchy.layers.normalization import MovingAverage
 from weft.hierarchy.module import Module, nowrap
@@ -260,6 +260,8 @@ class CapacityGating(BaseGating):
 
     def _cap_logits(self, logits: Tensor, live: Tensor | None) -> Tensor:
         logits = finite_or_counted(logits, None if live is None else live[..., None])
+        # Tokens of a group compete for the slots of an expert, and experts for a token.
+        logits = gathered(logits, -2, -1)
         logits = logits.astype(jnp.float32)
         cap = self.config.gating_logit_cap
         return cap_logits(logits, cap) if cap else logits
