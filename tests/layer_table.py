@@ -570,7 +570,7 @@ HIERARCHY = {
 }
 
 BASES = {
-    # of which users derive a layer that runs another one
+    # bases of a user's layer that runs another one
     *("Pipeline", "RedirectToSharedModule", "Repeat", "ResidualLayer"),
     # a layer without a computation of its own
     *("AttentionLogitBiasLayer", "Dict", "List", "Module", "RNNCellBase"),
