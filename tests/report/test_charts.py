@@ -82,6 +82,19 @@ def test_nonfinite_values_are_omitted_from_the_chart():
     assert empty.count("<path") == line_chart([], y_title="x").count("<path")
 
 
+@pytest.mark.parametrize("is_log", [False, True])
+@pytest.mark.parametrize(
+    "values", [(1e-15, 2e-15), (1e308, -1e308), (5e-324, -5e-324), (0.0, 1e-310), (3e38, 1.0)]
+)
+def test_values_of_any_size_are_drawn_or_omitted(values, is_log):
+    points = [(0, values[0]), (2**53, values[1])]
+    levels = {"not a number": math.nan, "infinite": math.inf, "last": values[1]}
+    svg = line_chart([Series("s", points)], y_title="y", levels=levels, is_log=is_log)
+    assert "nan" not in svg and "inf" not in svg
+    if values == (1e-15, 2e-15):
+        assert ">2e-15<" in svg  # a tick
+
+
 def test_many_points_are_thinned_except_the_ends():
     points = [(i, float(i)) for i in range(10_000)]
     thin = thin_out(points)

@@ -121,6 +121,24 @@ def test_unserializable_values_compare_as_text(tmp_path):
         check_run_dir(run_config(tmp_path, fn=lambda: 1, width=8))
 
 
+HOSTILE = {
+    "a line": "-" * 10**5 + "1",
+    "names": f"A({','.join(f'x{i}=1' for i in range(60_000))})",
+    "lines": "A(\n" + "".join(f"x{i}=[\n{i}],\n" for i in range(30_000)) + ")",
+    "dots": "a" + ".b" * 10**5 + "()",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_comparison_with_a_strangers_text_is_bounded(tmp_path, text):
+    """It took hours, and printed all of the text."""
+    claim_and_save(run_config(tmp_path))
+    (tmp_path / CONFIG_FILE).write_text(text, encoding="utf-8")
+    with pytest.raises(RunDirError, match="belongs to a run with another config") as caught:
+        check_run_dir(run_config(tmp_path))
+    assert len(str(caught.value)) < 12_000
+
+
 def test_changed_corpus_is_rejected_by_hash(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a").write_text("one", encoding="utf-8")

@@ -14,6 +14,7 @@ from typing import NamedTuple
 Point = tuple[float, float]
 
 NUM_STYLES = 8
+_LARGEST, _SMALLEST = 1e300, 1e-300
 _MAX_POINTS = 500
 _MAX_STOPS = 80
 _MARGIN_LEFT, _MARGIN_RIGHT, _MARGIN_TOP, _MARGIN_BOTTOM = 62, 20, 26, 40
@@ -57,12 +58,12 @@ def line_chart(
     >>> line_chart([Series("train", [(1, 3.0), (2, 2.5)])], y_title="loss").startswith("<svg")
     True
     """
-    lowest = math.ulp(0.0) if is_log else -math.inf
+    lowest = _SMALLEST if is_log else -math.inf
     lines = [s._replace(points=[p for p in finite(s.points) if p[1] >= lowest]) for s in series]
     stops = _stops([x for line in lines if not line.faint for x, _ in line.points])
     lines = [line._replace(points=thin_out(line.points)) for line in lines]
     points = [point for line in lines for point in line.points]
-    levels = {name: y for name, y in (levels or {}).items() if y >= lowest}
+    levels = {name: y for name, y in (levels or {}).items() if lowest <= y and _is_drawn(y)}
     ys = [y for _, y in points] + list(levels.values())
     if not points:
         points, ys = [(0.0, 0.0), (1.0, 1.0)], [0.1, 1.0]
@@ -82,8 +83,12 @@ def line_chart(
 
 
 def finite(points: Sequence[Point]) -> list[Point]:
-    """Returns the points with finite coordinates."""
-    return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    """Returns the points with finite coordinates, less those whose distance could be infinite."""
+    return [(x, y) for x, y in points if _is_drawn(x) and _is_drawn(y)]
+
+
+def _is_drawn(value: float) -> bool:
+    return abs(value) < _LARGEST  # False for NaN
 
 
 def thin_out(points: Sequence[Point], at_most: int = _MAX_POINTS) -> list[Point]:
@@ -106,14 +111,18 @@ def smoothed(points: Sequence[Point], span: float = 0.05) -> list[Point]:
 
 def ticks(low: float, high: float, about: int) -> list[float]:
     """Returns round numbers from below `low` to above `high`."""
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # averages of equal values differ that much
-        spread = abs(low) * 0.1 or 1.0
+    # Averages of equal values differ that much.
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), _SMALLEST):
+        spread = abs(low) * 0.1
+        if spread < _SMALLEST:
+            spread = 1.0
         low, high = low - spread, high + spread
     rough = (high - low) / max(about, 1)
-    magnitude = 10.0 ** math.floor(math.log10(rough))
+    exponent = math.floor(math.log10(rough))
+    magnitude = 10.0**exponent
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    return [round(i * step, 12 - exponent) for i in range(first, last + 1)]
 
 
 def log_ticks(low: float, high: float, about: int) -> list[float]:

@@ -210,11 +210,12 @@ def _environment_section(record: Mapping[str, Any]) -> str:
         names = list(starts[-1])
         rows = [[str(start.get(name, "")) for name in names] for start in starts]
         parts.append(_table(names, rows))
-    shown: list[object] = []
+    shown = set[str]()
     for path, corpus in record.get("corpora", {}).items():
-        if corpus in shown:  # to evaluate on, too
+        text = str(corpus)
+        if text in shown:  # to evaluate on, too
             continue
-        shown.append(corpus)
+        shown.add(text)
         rows = [[name, str(value)] for name, value in corpus.items()]
         parts.append(f"<h3>{html.escape(path)}</h3>" + _table([], rows))
     return _folded("Environment", "".join(parts)) if parts else ""

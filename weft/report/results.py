@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import datetime
 import itertools
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ from weft.serialization.directory import Directory
 from weft.trainer import run_dir, run_lock
 from weft.trainer.summary_writer.event_file import SessionLog, read_events
 from weft.trainer.summary_writer.files import JSON_LINES_FILE, read_json_lines
+
+logger = logging.getLogger(__name__)
 
 TRAIN_SUMMARIES = "train_train"
 
@@ -91,6 +94,10 @@ class Results:
         return sorted(datetime.datetime.fromisoformat(time).timestamp() for time in times)
 
 
+_MAX_CURVES = 5000
+"""How many kinds of values of a run are read: a page draws a chart of each."""
+
+
 def read_results(directory: str) -> Results:
     """Returns the results in the directory of a run.
 
@@ -103,13 +110,20 @@ def read_results(directory: str) -> Results:
         config = run_dir.read_config(directory)
     record = run_dir.read_record(directory)
     curves: dict[str, Curves] = {}
-    times = []
+    num_curves, times = 0, []
     for folder, names in _summary_files(run).items():
         of_reporter = curves.setdefault(os.path.basename(folder), {})
         for moment, step, values in _read_values(os.path.join(directory, folder), names):
             times.append((moment, step))
             for name, value in values.items():
-                of_reporter.setdefault(name, []).append((step, value))
+                if name not in of_reporter:
+                    if num_curves == _MAX_CURVES:
+                        continue
+                    num_curves += 1
+                    of_reporter[name] = []
+                of_reporter[name].append((step, value))
+    if num_curves == _MAX_CURVES:
+        logger.warning("%s has many kinds of values; the first %d are shown", directory, num_curves)
     if not (config or record or curves):
         raise RunDirError(
             f"{directory!r} is not the directory of a run: it has no {run_dir.CONFIG_FILE} and no "
@@ -168,12 +182,11 @@ def config_values(text: str) -> dict[str, str]:
     >>> config_values("Trainer.Config(max_step=3, model=Layer.Config(dim=8))")
     {'max_step': '3', 'model': 'Layer.Config', 'model.dim': '8'}
     """
-    try:
-        root = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:
-        return {"config": text}
     values: dict[str, str] = {}
-    _add_values(values, "", root)
+    try:
+        _add_values(values, "", ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # it is another text, or nested
+        return {"config": text}
     values.pop("", None)
     return values
 

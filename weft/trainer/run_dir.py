@@ -454,21 +454,41 @@ def _field_texts(text: str) -> dict[str, str]:
 
 def _keywords(text: str) -> dict[str, str]:
     """Returns the texts of a config's fields by name; raises a ValueError for another text."""
-    text = text.strip()
+    data = text.strip().encode()
     try:
-        call = ast.parse(text, mode="eval").body
+        call = ast.parse(data.decode(), mode="eval").body
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"the text holds no config: {error}") from error
-    keywords = call.keywords if isinstance(call, ast.Call) else ()
-    return {str(k.arg): ast.get_source_segment(text, k.value) or "" for k in keywords}
+    # `ast.get_source_segment` would go through the whole text for each keyword.
+    starts = [0, *itertools.accumulate(len(line) for line in data.splitlines(keepends=True))]
+    texts = {}
+    for keyword in call.keywords if isinstance(call, ast.Call) else ():
+        value = keyword.value
+        begin = starts[value.lineno - 1] + value.col_offset
+        end = starts[(value.end_lineno or 1) - 1] + (value.end_col_offset or 0)
+        texts[str(keyword.arg)] = data[begin:end].decode(errors="replace")
+    return texts
+
+
+_MAX_SHOWN, _MAX_SHOWN_LETTERS = 40, 200
 
 
 def _changed_lines(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
+    """Yields lines that differ, no more than can be read: one of the texts may be a stranger's."""
+    count = 0
     for name in sorted(before.keys() | after.keys()):
         lines = (before.get(name, "").splitlines(), after.get(name, "").splitlines())
-        for line in difflib.ndiff(*lines):
-            if line[0] in "+-":
-                yield f"{name}: {line}"
+        # Comparing lines letter by letter, as `ndiff` does, would take hours.
+        for line in itertools.islice(difflib.unified_diff(*lines, n=0, lineterm=""), 2, None):
+            if line[0] not in "+-":
+                continue
+            count += 1
+            if count > _MAX_SHOWN:
+                yield "and more"
+                return
+            shown = line[1 : _MAX_SHOWN_LETTERS + 1]
+            cut = "…" if len(line) > len(shown) + 1 else ""
+            yield f"{name}: {line[0]} {shown}{cut}"
 
 
 def free_dir(directory: str, *, separator: str = "-", first: int = 2) -> str:
