@@ -3,17 +3,19 @@
 import ast
 import importlib
 import pkgutil
+import re
 import types
 from pathlib import Path
 
 import pytest
 
 import weft
-from weft.compat.door import MODULES
+from weft.compat.door import MODULES, current_name, new_names
 from weft.compat.flax.paths import flax_modules
-from weft.compat.moved import current_name, moved_names
 
 ROOT = Path(weft.__file__).parent
+# Modules that programs of Flax and AXLearn import, with the names that they take from each.
+PUBLIC_NAMES = Path(__file__).with_name("public_names.txt").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", MODULES)
@@ -36,19 +38,19 @@ def test_submodules_have_both_paths():
 
 
 def test_type_checkers_find_what_a_path_leads_to():
-    paths = {**MODULES, "weft.axlearn_metrics": None}
+    paths = dict(MODULES)
     for name in ("checkpoints", "common_utils", "train_state"):
         paths[f"weft.training.{name}"] = f"weft.compat.flax.training.{name}"
     for path, module in paths.items():
         stub = ROOT.joinpath(*path.split(".")[1:], "__init__.pyi")
-        if module is not None and path != "weft.training":
+        if path != "weft.training":
             (line,) = ast.parse(stub.read_text(encoding="utf-8")).body
             assert isinstance(line, ast.ImportFrom) and line.module == module, path
             assert [alias.name for alias in line.names] == ["*"]
 
 
 def test_moved_names_resolve():
-    for old, new in moved_names().items():
+    for old, new in new_names().items():
         module, _, name = new.rpartition(".")
         try:
             found = getattr(importlib.import_module(module), name)
@@ -61,7 +63,7 @@ def test_moved_names_resolve():
 
 def test_moved_names_shadow_no_module():
     here = {m.name for m in pkgutil.walk_packages([str(ROOT)], "weft.")}
-    assert here.isdisjoint(moved_names())
+    assert here.isdisjoint(new_names())
 
 
 def test_paths_of_flax_resolve():
@@ -72,3 +74,39 @@ def test_paths_of_flax_resolve():
         for name, place in elsewhere.items():
             assert getattr(found, name) is pkgutil.resolve_name(place), f"{path}.{name}"
             assert name in dir(found) or hasattr(found, "__all__")
+
+
+def test_names_of_flax_and_axlearn_have_their_paths():
+    lines = PUBLIC_NAMES.splitlines()
+    missing = []
+    for module, *names in map(str.split, lines):
+        found = importlib.import_module(module)
+        missing += [f"{module}.{name}" for name in names if not hasattr(found, name)]
+    assert missing == []
+    assert len(lines) > 60
+
+
+def test_nothing_else_imports_the_modules_here():
+    paths = {*MODULES, "weft.compat"}
+    dotted_name = re.compile(r"(weft(?:\.\w+)*)(?::\w+)?")
+    # The command `weft run-as-flax` names the path as a program would.
+    users = {"weft/cli/__init__.py", "weft/cli/arguments.py"}
+    found = []
+    for file in sorted(ROOT.rglob("*.py")):
+        name = file.relative_to(ROOT.parent).as_posix()
+        if name.startswith("weft/compat/") or name == "weft/__init__.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            named = []
+            if isinstance(node, ast.Import):
+                named = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                named = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                text = dotted_name.fullmatch(node.value)
+                named = [text[1]] if text else []
+            for target in named:
+                if any(f"{target}.".startswith(f"{path}.") for path in paths):
+                    found.append((name, target))
+    assert {place for place in found if place != (place[0], "weft.as_flax")} == set()
+    assert {name for name, target in found if target == "weft.as_flax"} == users

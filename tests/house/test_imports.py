@@ -1,7 +1,7 @@
 """Every import of the docs, examples and tests of an earlier version works.
 
 `imports.txt` was written by the version before the packages were rearranged: a module, and the name
-taken from it.
+taken from it. Names that no released version had are not in it.
 """
 
 import importlib
@@ -11,7 +11,7 @@ IMPORTS = (Path(__file__).parent / "imports.txt").read_text(encoding="utf-8").sp
 
 
 def test_every_import_works():
-    assert len(IMPORTS) > 1600
+    assert len(IMPORTS) > 1590
     missing = []
     for line in IMPORTS:
         module, _, name = line.partition(" ")

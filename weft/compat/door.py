@@ -2,8 +2,9 @@
 
 `MODULES` has the modules here by the paths that programs import. Such a path leads to the module
 itself, so there is one `weft.traverse_util`, whose objects are the same under each name. Other
-paths of Flax (`flax/paths.txt`) and names of earlier versions (`moved_names.txt`) lead to objects
-in the rest of Weft: the module of such a path has no names of its own.
+paths of Flax (`flax/paths.txt`) and AXLearn (`axlearn/paths.txt`), and names of earlier versions
+(`moved_names.txt`), lead to objects in the rest of Weft: the module of such a path has no names of
+its own.
 """
 
 import functools
@@ -13,17 +14,17 @@ import os
 import pkgutil
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 
 from weft import _door
-from weft.compat import moved
 from weft.compat.axlearn import hints
+from weft.compat.axlearn.paths import axlearn_paths
 from weft.compat.flax.paths import FlaxModule, flax_modules
+from weft.compat.moved import moved_names
 
 MODULES = {
     "weft.as_flax": "weft.compat.flax.as_flax",
-    "weft.axlearn_metrics": "weft.compat.axlearn.metrics",
     "weft.configurations": "weft.compat.flax.configurations",
     "weft.core.nn": "weft.compat.flax.core_nn",
     "weft.cursor": "weft.compat.flax.cursor",
@@ -37,17 +38,32 @@ MODULES = {
 }
 
 
-def _replace_package(name: str, packages: dict[str, str]) -> str:
-    """Returns a dotted name with the longest package that it begins with replaced, if one is."""
+_PATHS = {module: path for path, module in MODULES.items()}
+
+
+@functools.cache
+def new_names() -> Mapping[str, str]:
+    """Returns the names in this version of modules and objects that have others elsewhere."""
+    return {**moved_names(), **axlearn_paths()}
+
+
+def _replace_start(name: str, replacements: Mapping[str, str]) -> str:
+    """Returns a dotted name with the longest of the names that it may begin with replaced."""
     parts = name.split(".")
     for end in range(len(parts), 1, -1):
-        package = packages.get(".".join(parts[:end]))
-        if package is not None:
-            return ".".join([package, *parts[end:]])
+        start = replacements.get(".".join(parts[:end]))
+        if start is not None:
+            return ".".join([start, *parts[end:]])
     return name
 
 
-_PATHS = {module: path for path, module in MODULES.items()}
+def current_name(name: str) -> str:
+    """Returns the dotted name, in this version, of a module or an object of another layout.
+
+    >>> current_name("weft.vdict.VDict")
+    'weft.struct.VDict'
+    """
+    return _replace_start(name, new_names()) if name.startswith("weft.") else name
 
 
 class CompatDoor(_door.Door):
@@ -63,7 +79,7 @@ class CompatDoor(_door.Door):
             full_name = f"{module}.{name}"
             if full_name in flax_modules():  # has more names than the module of an earlier version
                 return importlib.import_module(full_name)
-            new_name = moved.moved_names().get(full_name)
+            new_name = new_names().get(full_name)
             if new_name is not None:
                 return pkgutil.resolve_name(":".join(new_name.rsplit(".", 1)))
             _check_axlearn_module(full_name, _left_out_error)
@@ -80,11 +96,11 @@ class CompatDoor(_door.Door):
 
     def current_name(self, name: str) -> str:
         """Returns the dotted name, in this version, of a module or an object."""
-        return _replace_package(moved.current_name(name), MODULES)
+        return _replace_start(current_name(name), MODULES)
 
     def public_path(self, module: str) -> str:
         """Returns the path by which programs import a module."""
-        return _replace_package(module, _PATHS)
+        return _replace_start(module, _PATHS)
 
     def hint_for_name(self, owner: str, name: str) -> str | None:
         """Returns a sentence on what to write instead of a name of AXLearn's, or None."""
@@ -109,7 +125,7 @@ def open_door() -> None:
 def _places(module: str) -> list[object]:
     """Returns the modules, or objects, that have the names that a module lacks."""
     names = flax_modules().get(module, FlaxModule()).modules
-    new_name = moved.current_name(module)
+    new_name = current_name(module)
     if new_name != module:
         names = (new_name, *names)
     return [pkgutil.resolve_name(_DOOR.public_path(name)) for name in names]
@@ -152,8 +168,8 @@ def _is_from_import() -> bool:
 
 @functools.cache
 def _modules_with_other_names() -> frozenset[str]:
-    names = {*moved.moved_names(), *flax_modules()}
-    for table in (moved.moved_names(), hints.differences()):
+    names = {*new_names(), *flax_modules()}
+    for table in (new_names(), hints.differences()):
         names.update(name.rpartition(".")[0] for name in table)
     return frozenset(names)
 
@@ -166,13 +182,13 @@ class _Finder:
     ) -> ModuleSpec | None:
         if not name.startswith("weft."):
             return None
-        module = _replace_package(name, MODULES)
+        module = _replace_start(name, MODULES)
         if module != name and _exists(module):
             return importlib.util.spec_from_loader(name, _SameModule(module))  # pyright: ignore[reportArgumentType]
         if name not in _modules_with_other_names():
             _check_axlearn_module(name, _missing_module_error)
             return None
-        is_moved = name in moved.moved_names()
+        is_moved = name in new_names()
         spec = None if is_moved else PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
             spec.loader.exec_module = functools.partial(_execute, spec.loader.exec_module)
@@ -218,7 +234,7 @@ class _OtherNames:
     def create_module(self, spec: ModuleSpec) -> None: ...
 
     def exec_module(self, module: types.ModuleType) -> None:
-        new_name = moved.current_name(module.__name__)
+        new_name = current_name(module.__name__)
         if new_name != module.__name__:
             importlib.import_module(new_name)
         _add_other_names(module.__name__, module)
