@@ -416,6 +416,62 @@ def poisoned(case: Case, bad: float) -> dict[str, np.ndarray]:
     return {k: np.where(ignored[k], bad, x) if k in ignored else x for k, x in case.arrays.items()}
 
 
+LOGITS = np.array([[0.0, 1.0, -np.inf], [2.0, -np.inf, 0.5]], np.float32)
+PROBS = np.array([[0.3, 0.7, 0.0], [0.5, 0.0, 0.5]], np.float32)
+IMPOSSIBLE = {
+    "cross_entropy": lambda x: functional.cross_entropy(
+        x, LABELS[:2], soft_target_labels=jnp.array(PROBS)
+    )[0],
+    **{
+        f"linear_cross_entropy, chunks of {size}": lambda x, size=size: (
+            functional.linear_cross_entropy(
+                jnp.eye(1),
+                jnp.zeros((3, 1)),
+                LABELS[:1],
+                bias=x[0],
+                soft_target_labels=jnp.array(PROBS[:1]),
+                chunk_size=size,
+            )[0]
+        )
+        for size in (1, 3)
+    },
+    "contrastive_loss": lambda x: functional.contrastive_loss(
+        x, temperature=2.0, soft_labels=jnp.array(PROBS)
+    ),
+    "kl_divergence": lambda x: functional.kl_divergence(
+        jax.nn.log_softmax(x), jnp.array(PROBS)
+    ).sum(),
+    "binary_cross_entropy": lambda x: functional.binary_cross_entropy(
+        jnp.stack([x[0, 2], -x[0, 2], x[0, 1]]), target_labels=jnp.array([0, 1, 1])
+    )[0],
+    "focal_loss": lambda x: functional.focal_loss(x[0], jnp.array([1, 0, 0])).sum(),
+    "categorical_hinge_loss": lambda x: functional.categorical_hinge_loss(
+        x, jnp.array([[1, 0, 0], [0, 0, 1]])
+    ).sum(),
+}
+
+
+def test_a_class_without_probability_may_have_a_logit_of_minus_infinity():
+    """The loss and its gradient are those of a logit that is low enough."""
+
+    @jax.jit
+    def all_losses(x):
+        return {name: jax.value_and_grad(fn)(x) for name, fn in IMPOSSIBLE.items()}
+
+    low = all_losses(np.where(np.isinf(LOGITS), -60, LOGITS))
+    assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(assert_close, all_losses(LOGITS), low)
+
+
+def test_the_temperature_has_a_gradient_beside_a_logit_of_minus_infinity():
+    def loss(temperature, x):
+        probs = jnp.array(PROBS)
+        return functional.contrastive_loss(x, temperature=temperature, soft_labels=probs)
+
+    of_low = jax.grad(loss)(2.0, jnp.where(np.isinf(LOGITS), -60, LOGITS))
+    np.testing.assert_allclose(jax.grad(loss)(2.0, jnp.array(LOGITS)), of_low, rtol=1e-5)
+
+
 @functools.cache
 def results(bad: float) -> dict[str, tuple[jax.Array, dict[str, jax.Array]]]:
     """Values and gradients of all cases, computed by one program."""

@@ -326,7 +326,7 @@ def _statistics_bwd(options, residuals, cotangents):
             None if trained.bias is None else jnp.sum(d, axis=batch),
             None
             if trained.soft_target_labels is None
-            else jnp.moveaxis(d_expected * logits, -2, 0),
+            else jnp.moveaxis(d_expected * arrays.finite_or_counted(logits, probs != 0), -2, 0),
         )
 
         def write(whole: Array, part: Array, axis: int) -> Array:

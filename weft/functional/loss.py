@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from weft.errors import ArgumentValueError
-from weft.functional.arrays import counted, positions
+from weft.functional.arrays import counted, finite_or_counted, positions
 from weft.functional.norm import l2_normalize
 
 Aux = dict[str, Array]
@@ -120,7 +120,9 @@ def logit_statistics(
     logits = logits.astype(jnp.float32)
     classes = positions(logits.shape[-1], logits.ndim)
     if soft_target_labels is not None:
-        expected = jnp.sum(soft_target_labels.astype(jnp.float32) * logits, axis=-1)
+        soft = soft_target_labels.astype(jnp.float32)
+        # A class without probability does not count, even if its logit is -inf.
+        expected = jnp.sum(soft * finite_or_counted(logits, soft != 0), axis=-1)
     else:
         # A comparison and a sum, not a gather: stays local if classes are sharded over devices.
         hit = target_labels[..., None] == classes
@@ -221,7 +223,10 @@ def sigmoid_cross_entropy(
     [0.0, 1000.0]
     """
     logits, targets = logits.astype(jnp.float32), targets.astype(jnp.float32)
-    return jax.nn.softplus(logits) - targets * logits
+    # An infinite logit is certain: without a loss if it is right.
+    is_right = jnp.isinf(logits) & (targets == (logits > 0))
+    logits = counted(logits, ~is_right)
+    return counted(jax.nn.softplus(logits) - targets * logits, ~is_right)
 
 
 def categorical_hinge_loss(
@@ -236,8 +241,8 @@ def categorical_hinge_loss(
     [0.0, 4.0]
     """
     logits, targets = logits.astype(jnp.float32), targets.astype(jnp.float32)
-    right = jnp.sum(targets * logits, axis=-1)
-    wrong = jnp.max((1 - targets) * logits, axis=-1)
+    right = jnp.sum(targets * finite_or_counted(logits, targets != 0), axis=-1)
+    wrong = jnp.max((1 - targets) * finite_or_counted(logits, targets != 1), axis=-1)
     return jax.nn.relu(wrong - right + 1)
 
 
@@ -347,7 +352,10 @@ def contrastive_loss(
     if soft_labels is not None:
         # As `cross_entropy` does, for a temperature with a gradient.
         logits = counted(logits, jnp.max(jnp.abs(soft_labels), axis=-1, keepdims=True))
-    logits = logits.astype(jnp.float32) / temperature
+    logits = logits.astype(jnp.float32)
+    # A logit of -inf has no gradient, of the temperature neither.
+    is_finite = jnp.isfinite(logits)
+    logits = jnp.where(is_finite, counted(logits, is_finite) / temperature, logits)
     if key_paddings is not None:
         logits = jnp.where(key_paddings, jnp.finfo(jnp.float32).min, logits)
     labels = jnp.arange(logits.shape[0])
