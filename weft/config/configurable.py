@@ -108,6 +108,13 @@ class Configurable:
     _needs_allow: "bool | tuple[str, ...]" = ()
 
     def __init__(self, config: Config):
+        if not isinstance(config, ConfigBase):
+            kind = type(self).__qualname__
+            raise errors.ConfigTypeError(
+                f"{kind} is created from a config, but got {config!r:.80} of type "
+                f"{type(config).__qualname__}. Set the fields of {kind}.default_config(), and call "
+                "its instantiate()."
+            )
         self._config = config.clone()
 
     @property

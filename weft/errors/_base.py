@@ -79,10 +79,10 @@ def similar_names(name: str, candidates: _Iterable[str]) -> list[str]:
     return sorted(near, key=lambda candidate: (-scores[candidate], candidate))
 
 
-def did_you_mean(name: str, candidates: _Iterable[str]) -> str:
-    """Returns the last sentence of an error about an unknown name."""
-    candidates = sorted(candidates)
-    near = similar_names(name, candidates)[:3]
+def did_you_mean(name: object, candidates: _Iterable[object]) -> str:
+    """Returns the last sentence of an error about an unknown name, or a key that is no name."""
+    candidates = sorted(map(str, candidates))
+    near = similar_names(str(name), candidates)[:3]
     if near:
         return f"Did you mean {' or '.join(repr(n) for n in near)}?"
     if not candidates:

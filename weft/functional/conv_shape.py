@@ -300,7 +300,7 @@ def _take_paddings(paddings: Array, index: Array) -> Array:
 
 def _require_same_rank(**sizes: Sequence) -> None:
     if len({len(value) for value in sizes.values()}) > 1:
-        shown = ", ".join(f"{name}={tuple(value)}" for name, value in sizes.items())
+        shown = ", ".join(f"{name}={value}" for name, value in sizes.items())
         raise ArgumentShapeError(f"Expected one number per spatial axis in each of {shown}.")
 
 
@@ -468,7 +468,7 @@ def _unknown_padding(
 def _require_axes(x: Array, **sizes: Sizes) -> None:
     n = len(sizes["window"])
     if x.ndim < n + 1 or any(len(value) != n for value in sizes.values()):
-        shown = ", ".join(f"{name}={tuple(value)}" for name, value in sizes.items())
+        shown = ", ".join(f"{name}={value}" for name, value in sizes.items())
         raise ArgumentShapeError(
             f"Expected one number per spatial axis in each of {shown}, and an input with as many "
             f"axes before its channels; its shape is {x.shape}."

@@ -24,7 +24,7 @@ from weft.functional import cast_floats, check_sizes, fp8_dot_general, int8_dot_
 from weft.hierarchy import context_kind, parameter_spec, transforms
 from weft.hierarchy.context import child_context, fold_in_name, set_current_context
 from weft.hierarchy.metrics import WeightedScalar
-from weft.hierarchy.module import Module, get_public_method, nowrap
+from weft.hierarchy.module import Module, get_public_method, mark_method, nowrap
 from weft.hierarchy.param_init import DefaultInitializer, FanAxes
 from weft.hierarchy.parameter_spec import NestedParameterSpec, ParameterSpec, TensorSpec
 from weft.typing import DType, NestedTensor, Tensor
@@ -174,8 +174,7 @@ class RematSpec:
 
 def no_remat(fn: F) -> F:
     """Exempts a method from its layer's `remat_spec`."""
-    fn._weft_no_remat = True  # pyright: ignore[reportFunctionMemberAccess]
-    return fn
+    return mark_method(fn, "_weft_no_remat", "no_remat")
 
 
 class Parameters(dict[str, Any]):

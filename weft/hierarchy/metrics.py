@@ -189,7 +189,7 @@ class MaxSummary(_ReducerSummary):
     """
 
     def accumulate(self, other: Self) -> Self:
-        return type(self)(jnp.maximum(self._value, other._value))
+        return type(self)(jnp.maximum(self._value, other.value()))
 
 
 class MinSummary(_ReducerSummary):
@@ -200,7 +200,7 @@ class MinSummary(_ReducerSummary):
     """
 
     def accumulate(self, other: Self) -> Self:
-        return type(self)(jnp.minimum(self._value, other._value))
+        return type(self)(jnp.minimum(self._value, other.value()))
 
 
 class SumSummary(_ReducerSummary):
@@ -211,7 +211,7 @@ class SumSummary(_ReducerSummary):
     """
 
     def accumulate(self, other: Self) -> Self:
-        return type(self)(self._value + other._value)
+        return type(self)(self._value + other.value())
 
 
 class WeightedScalar(WeightedSummary):

@@ -47,7 +47,21 @@ class SharedModule(NamedTuple):
 
 def nowrap(fun: F) -> F:
     """Marks a public method, and its overrides, to open no context when another module calls it."""
-    fun._weft_nowrap = True  # pyright: ignore[reportFunctionMemberAccess]
+    return mark_method(fun, "_weft_nowrap", "nowrap")
+
+
+def mark_method(fun: F, mark: str, decorator: str) -> F:
+    """Sets an attribute of a method to True, for a decorator.
+
+    Raises ArgumentValueError for what takes no attributes, such as a property.
+    """
+    try:
+        setattr(fun, mark, True)
+    except (AttributeError, TypeError) as error:
+        raise errors.ArgumentValueError(
+            f"{decorator} marks a method, but got {fun!r} of type {type(fun).__name__}; write it "
+            "next to the function, below other decorators."
+        ) from error
     return fun
 
 
@@ -351,7 +365,15 @@ class Module(Configurable):
         return module._add_child(name, child_config, **kwargs)
 
     def find_descendant(self, module: context_lib.ModuleNode) -> list[str] | None:
-        """Returns the names from this module to `module`, or None if it is not below this one."""
+        """Returns the names from this module to `module`, or None if it is not below this one.
+
+        Raises InvalidDescendantError for what is no module.
+        """
+        if not isinstance(module, Module):
+            raise errors.InvalidDescendantError(
+                f"{module!r} of type {type(module).__name__} is no module; expected one of the "
+                f"descendants of {self.path()}."
+            )
         names: list[str] = []
         at: Any = module
         while at is not None and at is not self:

@@ -185,9 +185,9 @@ def tfds_dataset(
                 builder.download_and_prepare()
         rows = builder.as_data_source(split)
     except Exception as error:
+        reason = str(error).partition("\n")[0]
         raise InputReadError(
-            f"cannot load split {split!r} of the dataset {name!r}: {type(error).__name__}: "
-            f"{str(error).splitlines()[0]}"
+            f"cannot load split {split!r} of the dataset {name!r}: {type(error).__name__}: {reason}"
         ) from error
     name = builder.info.full_name
     return RecordDataset(

@@ -12,7 +12,11 @@ from typing import Any, TypeVar
 import jax
 
 from weft.core.filters import in_filter
-from weft.errors import CallCompactUnboundModuleError, CallSetupUnboundModuleError
+from weft.errors import (
+    CallCompactUnboundModuleError,
+    CallSetupUnboundModuleError,
+    TransformArgumentError,
+)
 from weft.linen import state as state_lib
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,6 +57,11 @@ def compact_name_scope(fun: F) -> F:
 
     @functools.wraps(fun)
     def scoped(self: state_lib.ModuleVariables, *args: object, **kwargs: object) -> Any:
+        if not isinstance(self, state_lib.ModuleVariables):
+            raise TransformArgumentError(
+                f"{fun.__name__} is to be a method of a module, and its first argument is {self!r} "
+                f"of type {type(self).__name__}; define it in a module, and call it on an instance."
+            )
         with self._state.name_scope(self, fun.__name__):
             return fun(self, *args, **kwargs)
 

@@ -340,7 +340,15 @@ class Variable(Shown, Generic[A]):
         self.update_from_state(other)
 
     def update_from_state(self, variable_state: "Variable[A]") -> None:
-        """Copies the value, and metadata that differs."""
+        """Copies the value, and metadata that differs.
+
+        Raises VariableTypeError if it is no variable.
+        """
+        if not isinstance(variable_state, Variable):
+            raise errors.VariableTypeError(
+                f"{_describe(self)} cannot be updated from a {type(variable_state).__name__}; give "
+                "a variable, as nnx.state has them, or set the value: variable[...] = array."
+            )
         self._check_writable()
         self._put(variable_state._read())
         if metadata_key(self) != metadata_key(variable_state):

@@ -227,13 +227,14 @@ def msgpack_restore(encoded_pytree: bytes) -> Any:
     """
     import msgpack
 
+    size = memoryview(encoded_pytree).nbytes  # a TypeError for what are no bytes
     try:
         return _joined(msgpack.unpackb(encoded_pytree, ext_hook=_decode_ext, strict_map_key=False))
     # TypeError: a list as the key of a dict. The rest is for `msgpack`, which has an error for each
     # way in which bytes can end.
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise errors.DamagedBytesError(
-            f"the {len(encoded_pytree)} bytes are not what msgpack_serialize writes: {error}. "
+            f"the {size} bytes are not what msgpack_serialize writes: {error}. "
             "Look whether the file was written and read as a whole, in binary mode."
         ) from error
 

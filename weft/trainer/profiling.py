@@ -178,6 +178,7 @@ class Throughput(Configurable):
         self._every_n_steps = config.every_n_steps
         self._clock, self._now = clock, now
         self.idle = IdleTime(clock)
+        self._directory: str | None = None
         self._start: tuple[int, float] | None = None  # step and time to count from
         self._paused = 0.0  # total seconds
         self._pause_began: float | None = None
@@ -291,7 +292,7 @@ class Throughput(Configurable):
         jax.block_until_ready(outputs)
         self.idle.restart()
         self._read(step)
-        if jax.process_index():
+        if jax.process_index() or self._directory is None:
             return
         # Neither a full disk nor a damaged record ends training.
         with contextlib.suppress(OSError, RunDirError):

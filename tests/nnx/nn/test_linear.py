@@ -100,7 +100,7 @@ def test_linear_error_names_mismatched_sizes(shape):
         layer(jnp.ones(shape))
     assert str(caught.value) == (
         f"Linear with in_features=4 and out_features=5 was given an input of shape {shape}; "
-        "expected (..., 4)."
+        "expected (..., 4). Its kernel has shape (4, 5)."
     )
 
 

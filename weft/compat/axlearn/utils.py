@@ -74,10 +74,10 @@ def get_recursively(x: Nested[Any], path: Path, separator: str = "/") -> Any:
     steps = _steps(path, separator)
     for i, name in enumerate(steps):
         if not isinstance(x, Mapping) or name not in x:
-            at = separator.join(steps[:i]) or "the root"
+            at = _shown(steps[:i], separator) or "the root"
             has = ", ".join(map(repr, x)) if isinstance(x, Mapping) else f"a {type(x).__name__}"
             raise errors.MissingStateError(
-                f"there is no {separator.join(steps)!r}: {at} has {has or 'no entries'}."
+                f"there is no {_shown(steps, separator)!r}: {at} has {has or 'no entries'}."
             )
         x = x[name]
     return x
@@ -97,8 +97,8 @@ def set_recursively(x: dict[str, Any], *, value: object, path: Path, separator: 
     for i, name in enumerate(steps):
         if not isinstance(x, dict):
             raise errors.TreeMergeError(
-                f"{separator.join(steps[:i])!r} is a {type(x).__name__}, so nothing can be set "
-                f"at {separator.join(steps)!r}; give a path through dicts."
+                f"{_shown(steps[:i], separator)!r} is a {type(x).__name__}, so nothing can be set "
+                f"at {_shown(steps, separator)!r}; give a path through dicts."
             )
         if i == len(steps) - 1:
             x[name] = value
@@ -530,6 +530,10 @@ def _is_layout(x: object) -> bool:
 
 def _steps(path: Path, separator: str) -> list[str]:
     return [name for name in path.split(separator) if name] if isinstance(path, str) else [*path]
+
+
+def _shown(steps: list[str], separator: str) -> str:
+    return str(separator).join(map(str, steps))
 
 
 def _at(i: int, tree: Nested[Any]) -> Nested[Any]:

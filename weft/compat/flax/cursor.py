@@ -123,6 +123,10 @@ class Cursor(Generic[A]):
     _assigned: set[Any]
 
     def __init__(self, obj: A, parent_key: ParentKey[Any] | None):
+        if not isinstance(parent_key, ParentKey | None):
+            raise errors.CursorTypeError(
+                f"parent_key={parent_key!r} is not where a cursor is; call weft.cursor.cursor(obj)."
+            )
         for name, value in zip(Cursor.__slots__, (set(), {}, obj, parent_key), strict=True):
             object.__setattr__(self, name, value)
 

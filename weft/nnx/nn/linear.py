@@ -65,7 +65,7 @@ class Linear(KernelModule):
             raise errors.ArgumentShapeError(
                 f"{type(self).__name__} with in_features={self.in_features} and "
                 f"out_features={self.out_features} was given an input of shape {x.shape}; expected "
-                f"(..., {kernel.shape[0]})."
+                f"(..., {self.in_features}). Its kernel has shape {kernel.shape}."
             )
         product = None if self.dot_general is lax.dot_general else self.dot_general
         options = self._options(out_sharding)
@@ -339,6 +339,6 @@ class Embed(Module):
         if query.shape[-1:] != table.shape[-1:]:
             raise errors.ArgumentShapeError(
                 f"Embed with features={self.features} was given queries of shape {query.shape}; "
-                f"expected (..., {table.shape[-1]})."
+                f"expected (..., {self.features}). Its embedding has shape {table.shape}."
             )
         return functional.attend(table, query, out_sharding=out_sharding)

@@ -91,7 +91,8 @@ class LoRA(Module):
         if given.shape[-1:] != a.shape[:1]:
             raise errors.ArgumentShapeError(
                 f"LoRA with in_features={self.in_features} and out_features={self.out_features} "
-                f"was given an input of shape {given.shape}; expected (..., {a.shape[0]})."
+                f"was given an input of shape {given.shape}; expected (..., {self.in_features}). "
+                f"Its lora_a has shape {a.shape}."
             )
         y = functional.dense(functional.dense(given, a), b)
         return y if self.base_module is None else y + self.base_module(x, **kwargs)

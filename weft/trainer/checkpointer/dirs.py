@@ -229,8 +229,8 @@ def read_json(directory: str, name: str, what: str, parse: Callable[[Any], T]) -
 
     Raises DamagedCheckpointError if the file cannot be read, or `parse` raises.
     """
+    path = os.path.join(directory, name)
     try:
-        path = os.path.join(directory, name)
         return parse(retries.read(path, lambda: Directory(directory).read_json(name)))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise unreadable_error(directory, name, what, error) from error
