@@ -48,7 +48,7 @@ CASES = {
     "an array in place of a layer": (
         lambda: LAYER.path_to_descendant_module(2.5),
         errors.InvalidDescendantError,
-        "2.5 of type float is no module; expected one of the descendants of x.",
+        "2.5 of type float is not a module; expected one of the descendants of x.",
     ),
     "numbers in a path to read": (
         lambda: utils.get_recursively({0: {"a": 1}}, (0, 5)),

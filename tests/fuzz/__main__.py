@@ -9,6 +9,9 @@ def main() -> int:
     # Read by JAX when it is first used. Compiling takes most of the time.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    # One device is another than that where arrays are by default.
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    os.environ.setdefault("NPROC", "32")  # see `weft.distributed.cpu_threads`
     from tests.fuzz import harness
 
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)

@@ -1,12 +1,14 @@
 """Each fuzzer for a few seconds, always with the same cases; and what runs the fuzzers."""
 
+import logging
+import re
 import time
 import types
 
 import hypothesis.strategies as st
 import pytest
 
-from tests.fuzz import harness
+from tests.fuzz import error_messages, harness
 
 
 @pytest.mark.parametrize("name", harness.names())
@@ -60,3 +62,48 @@ def test_run_reports_progress(monkeypatch):
     assert len(lines) == 1 and cleared
     assert lines[0].startswith("mine: seeds 5 to ")
     assert lines[0].endswith("no finding")
+
+
+JUDGED = """
+class Wrong(ValueError): ...
+def join_error(names): return Wrong(", ".join(names))
+def log_it(x): log.warning("%s", x.shape)
+def of_raise(x): raise Wrong(f"{x.shape} is wrong")
+def of_builder(x): raise join_error(x)
+def of_block(x):
+    if x:
+        shape = x.shape
+        raise Wrong(f"{shape} is wrong")
+def of_handler(x):
+    try:
+        x[5]
+    except IndexError as error:
+        raise Wrong(x.shape) from error
+def of_private(x): return x._own
+def of_assert(x): assert x is None
+def of_own_name(x): return unknown
+def of_loop(x): return of_loop(x)
+def on_purpose(x): raise Wrong("a message")
+def of_user(x):
+    if x:
+        return x.shape
+    raise Wrong("a message")
+def of_checked(x):
+    if x:
+        on_purpose(x)
+        return None
+    raise Wrong("a message")
+"""
+
+
+@pytest.mark.parametrize("name", re.findall(r"def (\w+)", JUDGED))
+def test_errors_from_inside_of_messages_are_faults(name, tmp_path, monkeypatch):
+    file = tmp_path / "judged.py"
+    file.write_text(JUDGED)
+    monkeypatch.setattr(error_messages, "SOURCE", tmp_path)
+    functions = {"log": logging}
+    exec(compile(JUDGED, file, "exec"), functions)
+    with pytest.raises(Exception) as caught:
+        functions[name]([1])
+    is_answer = name in ("join_error", "on_purpose", "of_user", "of_checked")
+    assert (error_messages.fault(caught.value) is None) == is_answer

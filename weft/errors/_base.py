@@ -80,7 +80,7 @@ def similar_names(name: str, candidates: _Iterable[str]) -> list[str]:
 
 
 def did_you_mean(name: object, candidates: _Iterable[object]) -> str:
-    """Returns the last sentence of an error about an unknown name, or a key that is no name."""
+    """Returns the last sentence of an error about an unknown name, or a key that is not a name."""
     candidates = sorted(map(str, candidates))
     near = similar_names(str(name), candidates)[:3]
     if near:

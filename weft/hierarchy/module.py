@@ -367,11 +367,11 @@ class Module(Configurable):
     def find_descendant(self, module: context_lib.ModuleNode) -> list[str] | None:
         """Returns the names from this module to `module`, or None if it is not below this one.
 
-        Raises InvalidDescendantError for what is no module.
+        Raises InvalidDescendantError for what is not a module.
         """
         if not isinstance(module, Module):
             raise errors.InvalidDescendantError(
-                f"{module!r} of type {type(module).__name__} is no module; expected one of the "
+                f"{module!r} of type {type(module).__name__} is not a module; expected one of the "
                 f"descendants of {self.path()}."
             )
         names: list[str] = []

@@ -342,7 +342,7 @@ class Variable(Shown, Generic[A]):
     def update_from_state(self, variable_state: "Variable[A]") -> None:
         """Copies the value, and metadata that differs.
 
-        Raises VariableTypeError if it is no variable.
+        Raises VariableTypeError if it is not a variable.
         """
         if not isinstance(variable_state, Variable):
             raise errors.VariableTypeError(

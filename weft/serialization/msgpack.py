@@ -227,7 +227,7 @@ def msgpack_restore(encoded_pytree: bytes) -> Any:
     """
     import msgpack
 
-    size = memoryview(encoded_pytree).nbytes  # a TypeError for what are no bytes
+    size = memoryview(encoded_pytree).nbytes  # a TypeError for what is not bytes
     try:
         return _joined(msgpack.unpackb(encoded_pytree, ext_hook=_decode_ext, strict_map_key=False))
     # TypeError: a list as the key of a dict. The rest is for `msgpack`, which has an error for each
