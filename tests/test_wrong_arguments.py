@@ -18,6 +18,9 @@ def with_scalar(layer, name):
 
 LINEAR = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
 LAYER = hierarchy.Dropout.default_config().set(name="x").instantiate(parent=None)
+CONTEXT = hierarchy.InvocationContext(
+    name="x", parent=None, module=LAYER, state={}, is_training=True, prng_key=None
+)
 CASES = {
     "a parent of a cursor": (
         lambda: cursor.Cursor({}, jnp.ones(1)),
@@ -49,6 +52,21 @@ CASES = {
         lambda: LAYER.path_to_descendant_module(2.5),
         errors.InvalidDescendantError,
         "2.5 of type float is not a module; expected one of the descendants of x.",
+    ),
+    "queries of an embedding without its parameters": (
+        lambda: nn.Embed(3, 2).attend(jnp.ones(5)),
+        errors.ArgumentShapeError,
+        "Embed (not bound to variables) has vectors of size 2; expected queries of shape (..., 2)",
+    ),
+    "no biases": (
+        lambda: hierarchy.TensorAttentionBias.from_sequence([]),
+        errors.ArgumentValueError,
+        "TensorAttentionBias.from_sequence got 0 biases, and none has a value",
+    ),
+    "other outputs": (
+        lambda: CONTEXT.add_outputs({"summaries": {}}),
+        errors.ArgumentValueError,
+        "of type dict; expected the OutputCollection that `functional` returns",
     ),
     "numbers in a path to read": (
         lambda: utils.get_recursively({0: {"a": 1}}, (0, 5)),

@@ -146,7 +146,7 @@ def names() -> list[str]:
 
 
 def _attribute(name: str) -> Any:
-    """Returns what a name such as "nnx.Linear.__call__" stands for."""
+    """Returns what has a name such as "nnx.Linear.__call__"."""
     value: Any = weft
     for part in name.split("."):
         value = getattr(value, part)
@@ -429,7 +429,7 @@ class EntryPoint:
         return found
 
     def call(self, given: Mapping[str, Any], *, by_keyword: bool = False) -> Any:
-        """Calls it with the required arguments, of which `given` replaces some and adds others."""
+        """Calls it with the required arguments; those in `given` replace or add to them."""
         by_name = {**self.arguments(), **given}
         positional = []
         for name, parameter in self.parameters.items():

@@ -6,6 +6,7 @@ block, by the call of a warning, and by functions whose names say that they make
 
 import ast
 import functools
+import itertools
 import re
 import traceback
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ import weft
 
 SOURCE = Path(weft.__file__).parent
 # Functions that make errors or parts of them; those of the second pattern are losses, or raise.
-_BUILDER = re.compile(r"_error$|_hint$|^_?(hint|advice|describe|explain|conflict|did_you|similar)")
+_BUILDER = re.compile(
+    r"_error$|_hint$|^_describe|^_?(hint|advice|explain|conflict|did_you|similar)"
+)
 _NOT_BUILDER = re.compile(r"(squared|absolute|huber|mean)_error$|^_?(print|read|on)_|^explain_call")
 _WARNING = re.compile(r"(^|\.)warn(_user|_deprecated|ings\.warn)?$|^_?log(ger|ging)?\.\w+$")
 # Names that a user cannot know.
@@ -35,10 +38,10 @@ def fault(error: BaseException) -> str | None:
     for each in chain:
         frames = traceback.extract_tb(each.__traceback__)
         ours = [frame for frame in frames if SOURCE in Path(frame.filename).parents]
-        for frame in ours:
-            # A function that makes messages may itself be what the user called.
-            is_called = frame is ours[0]
-            if _makes_message(frame, is_called=is_called) and not _is_known(each):
+        # What the user called may itself make messages.
+        called = itertools.takewhile(_is_builder, ours)
+        for frame in ours[len([*called]) :]:
+            if _makes_message(frame) and not _is_known(each):
                 return f"{_shown(each)} from inside of a message, {_place(frame)}"
         if ours and (len(ours) > _RECURSION or _is_internal(each, frames[-1])):
             return f"internal {_shown(each)}, {_place(ours[-1])}"
@@ -79,13 +82,16 @@ def _is_known(error: BaseException) -> bool:
     return "Array has been deleted" in str(error)
 
 
-def _makes_message(frame: traceback.FrameSummary, *, is_called: bool) -> bool:
+def _is_builder(frame: traceback.FrameSummary) -> bool:
+    return bool(_BUILDER.search(frame.name)) and not _NOT_BUILDER.search(frame.name)
+
+
+def _makes_message(frame: traceback.FrameSummary) -> bool:
     """Returns whether what a frame did when it raised was to make a message."""
     raises, others = _statements(frame.filename)
     if (frame.lineno, frame.end_lineno, frame.colno, frame.end_colno) in raises:
         return False
-    is_builder = _BUILDER.search(frame.name) and not _NOT_BUILDER.search(frame.name)
-    if is_builder and not is_called:
+    if _is_builder(frame):
         return True
     lines = [(first, last) for first, last, _, _ in (*raises, *others)]
     return any(first <= (frame.lineno or 0) <= last for first, last in lines)

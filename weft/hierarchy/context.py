@@ -317,7 +317,15 @@ class InvocationContext:
         self._add("module_outputs", name, value)
 
     def add_outputs(self, collection: OutputCollection) -> None:
-        """Adds the outputs of a call by `functional`, each under a name new to this invocation."""
+        """Adds the outputs of a call by `functional`, each under a name new to this invocation.
+
+        Raises ArgumentValueError for what is not an OutputCollection.
+        """
+        if not isinstance(collection, OutputCollection):
+            raise errors.ArgumentValueError(
+                f"the outputs to add are of type {type(collection).__name__}; expected the "
+                "OutputCollection that `functional` returns after the result."
+            )
         for kind, outputs in collection._asdict().items():
             for name, value in outputs.items():
                 self._add(kind, name, value)

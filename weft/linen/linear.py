@@ -242,6 +242,8 @@ def _shaped(init: Initializer, flat: tuple[int, ...]) -> Initializer:
 
 def path_of(module: Module) -> str:
     """Returns the path of a module, for errors."""
+    if module.scope is None:
+        return "(not bound to variables)"
     return "/".join(module.path) or "(the outermost module)"
 
 

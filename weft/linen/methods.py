@@ -59,7 +59,7 @@ def compact_name_scope(fun: F) -> F:
     def scoped(self: state_lib.ModuleVariables, *args: object, **kwargs: object) -> Any:
         if not isinstance(self, state_lib.ModuleVariables):
             raise TransformArgumentError(
-                f"{fun.__name__} is to be a method of a module, and its first argument is {self!r} "
+                f"{fun} is to be a method of a module, and its first argument is {self!r} "
                 f"of type {type(self).__name__}; define it in a module, and call it on an instance."
             )
         with self._state.name_scope(self, fun.__name__):

@@ -103,7 +103,7 @@ class CompositeAttentionBias(BaseAttentionBias):
     biases: Sequence[BaseAttentionBias]
 
     def _parts(self) -> list[BaseAttentionBias]:
-        return [part for bias in self.biases for part in bias._parts()]
+        return [part for bias in self.biases for part in as_attention_bias(bias)._parts()]
 
     def _simplify(self) -> BaseAttentionBias:
         if not self.biases:
@@ -138,7 +138,11 @@ class TensorAttentionBias(BaseAttentionBias):
     @classmethod
     def from_sequence(cls, biases: Sequence[BaseAttentionBias]) -> BaseAttentionBias:
         value = CompositeAttentionBias(list(biases)).value()
-        assert value is not None  # each of them has one
+        if value is None:
+            raise errors.ArgumentValueError(
+                f"{cls.__name__}.from_sequence got {len(biases)} biases, and none has a value; "
+                "give at least one that does."
+            )
         return cls.from_tensor(value)
 
 
@@ -348,7 +352,7 @@ def as_mask_and_bias(bias: BaseAttentionBias) -> tuple[AttentionMask, Tensor | N
     >>> mask, rest.shape
     (AttentionMask(mask_fn=<function causal_mask at ...>, query_positions=None, ...), (1, 1, 3, 3))
     """
-    parts = bias._parts()
+    parts = as_attention_bias(bias)._parts()
     of_positions = [part for part in parts if isinstance(part, MaskFnAttentionBias)]
     equal = [part for part in of_positions if _have_equal_positions([of_positions[0], part])]
     segments = [part for part in parts if isinstance(part, SegmentIdAttentionBias)][:1]
