@@ -33,19 +33,10 @@ SOURCE = Path(weft.__file__).parent
 # Public modules that no table lists. Each offers what it defines.
 MODULES = (
     "struct",
-    "traverse_util",
-    "jax_utils",
-    "io",
-    "utils",
-    "cursor",
-    "configurations",
     "core.meta",
     "core.spmd",
     "cli.arguments",
     "cli.configs",
-    "training.checkpoints",
-    "training.common_utils",
-    "training.train_state",
     "input.composite",
     "input.corpus",
     "input.datasets",
@@ -87,13 +78,11 @@ EXCLUDED = {
     "trainer.compile_inference_programs",
     # These read all of Python's library.
     "input.stdlib_corpus",
-    "input.corpus.stdlib_corpus",
     # This sets a folder for the whole process.
     "utils.set_data_dir",
     # These change what all later calls do, and do not return it: the next cases would differ.
     "hierarchy.install_context_stack",
     "hierarchy.set_current_context",
-    "hierarchy.attention.set_current_context",
     "io.set_mode",
     "nnx.register_data_type",
     "nnx.register_variable_name",
@@ -118,31 +107,34 @@ Call = Callable[..., Any]
 
 def _modules() -> Iterator[tuple[str, list[str]]]:
     """Yields each public module below `weft`, with the names that it offers."""
-    for table in sorted(SOURCE.rglob("__init__.pyi")):
-        name = ".".join(table.relative_to(SOURCE).parent.parts)
-        yield name, importlib.import_module(f"weft.{name}".rstrip(".")).__all__
-    for name in MODULES:
-        module = importlib.import_module(f"weft.{name}")
+    tables = sorted(SOURCE.rglob("__init__.pyi"))
+    names = [".".join(table.relative_to(SOURCE).parent.parts) for table in tables]
+    for name in sorted([*names, *MODULES], key=lambda name: name.startswith("compat")):
+        if name == "as_flax":  # its import replaces Flax
+            continue
+        module = importlib.import_module(f"weft.{name}".rstrip("."))
         own = [
             n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__
         ]
-        yield name, [n for n in own if not n.startswith("_")]
+        offered = getattr(module, "__all__", own)
+        yield name, [n for n in offered if not n.startswith("_")]
 
 
 @functools.cache
 def names() -> list[str]:
     """Returns the names of all entry points, each object once."""
-    found: dict[int, str] = {}
+    found: dict[int, str] = {id(_attribute(name)): "" for name in EXCLUDED}
     for module, offered in _modules():
         for attribute in sorted(offered):
             name = f"{module}.{attribute}".lstrip(".")
             value = _attribute(name)
             is_ours = getattr(value, "__module__", "").startswith("weft")
-            if callable(value) and is_ours and not _is_error(value):
-                found.setdefault(id(value), name)
-                for method in _methods(value):
-                    found.setdefault(id(inspect.getattr_static(value, method)), f"{name}.{method}")
-    return [name for name in found.values() if EXCLUDED.isdisjoint((name, name.rpartition(".")[0]))]
+            if id(value) in found or not callable(value) or not is_ours or _is_error(value):
+                continue
+            found[id(value)] = name
+            for method in _methods(value):
+                found.setdefault(id(inspect.getattr_static(value, method)), f"{name}.{method}")
+    return [name for name in found.values() if name]
 
 
 def _attribute(name: str) -> Any:
@@ -403,10 +395,15 @@ def _tokenizer() -> bytes:
     return tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]")).to_str().encode()
 
 
-def _instance(name: str, cls: Any) -> Any:
+@functools.cache
+def _makers() -> dict[type, Callable[[], Any]]:
+    return {_attribute(name): make for name, make in INSTANCES.items()}
+
+
+def _instance(cls: Any) -> Any:
     """Returns an instance of a public class."""
-    if name in INSTANCES:
-        return INSTANCES[name]()
+    if cls in _makers():
+        return _makers()[cls]()
     if issubclass(cls, Configurable):
         return _instantiate(cls)
     return EntryPoint(cls, inspect.signature(cls).parameters).call({})
@@ -465,7 +462,7 @@ def entry_point(name: str, *, in_context: bool) -> EntryPoint:
         return EntryPoint(value, inspect.signature(value).parameters)
     if isinstance(inspect.getattr_static(owner, method), (staticmethod, classmethod)):
         return EntryPoint(value, inspect.signature(value).parameters)
-    instance = _instance(name.rpartition(".")[0], owner)
+    instance = _instance(owner)
     bound = getattr(instance, method)
     parameters = inspect.signature(bound).parameters
     if in_context and isinstance(instance, nn.Module) and method == "__call__":

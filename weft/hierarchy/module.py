@@ -369,16 +369,19 @@ class Module(Configurable):
 
         Raises InvalidDescendantError for what is not a module.
         """
-        if not isinstance(module, Module):
+        names: list[str] = []
+        at: Any = module
+        try:
+            while at is not None and at is not self:
+                names.append(at._name)
+                at = at._parent
+        except AttributeError:
+            if isinstance(module, Module):
+                raise
             raise errors.InvalidDescendantError(
                 f"{module!r} of type {type(module).__name__} is not a module; expected one of the "
                 f"descendants of {self.path()}."
-            )
-        names: list[str] = []
-        at: Any = module
-        while at is not None and at is not self:
-            names.append(at._name)
-            at = at._parent
+            ) from None
         return None if at is None else names[::-1]
 
     def path_to_descendant_module(self, module: "Module") -> list[str]:
