@@ -19,8 +19,10 @@ ROOT = Path(__file__).parents[1]
 # Modules that users import by name, next to the packages.
 MODULES = (
     "weft.configurations",
+    "weft.core.flat_dict",
     "weft.core.frozen_dict",
     "weft.core.meta",
+    "weft.core.settings",
     "weft.cursor",
     "weft.errors",
     "weft.functional.initializers",
@@ -30,6 +32,7 @@ MODULES = (
     "weft.nnx.metrics",
     "weft.recipes",
     "weft.struct",
+    "weft.trainer.dynamic_scale",
     "weft.trainer.profiling",
     "weft.training.checkpoints",
     "weft.training.common_utils",
@@ -88,15 +91,27 @@ def pages() -> dict[str, str]:
         texts[name] = "\n\n".join(
             [
                 f"---\nsearch: {{boost: {2 if name in FIRST else 1}}}\n---\n# {name}",
-                f"::: {name}\n    options:\n      members: false\n      heading_level: 1\n"
-                "      show_root_heading: false\n      show_root_toc_entry: false",
+                f"::: {module_at(name)}\n    options:\n      members: false\n"
+                "      heading_level: 1\n      show_root_heading: false\n"
+                "      show_root_toc_entry: false",
                 *(_explained(f"{name}.{x}", table[x]) for x in sorted(own, key=str.lower)),
                 *_list_of(name, {x: table[x] for x in others}, homes),
             ]
         )
     for name in MODULES:
-        texts[name] = f"# {name}\n\n::: {name}\n    options:\n      show_root_heading: false\n"
+        options = "    options:\n      show_root_heading: false\n"
+        texts[name] = f"# {name}\n\n::: {module_at(name)}\n{options}"
     return texts
+
+
+def module_at(path: str) -> str:
+    """Returns the module that a path leads to, where only a stub is there; else the path itself."""
+    stub = ROOT.joinpath(*path.split("."), "__init__.pyi")
+    if not stub.exists() or stub.with_suffix(".py").exists():
+        return path
+    line, *_ = ast.parse(stub.read_text(encoding="utf-8")).body
+    assert isinstance(line, ast.ImportFrom) and line.module is not None
+    return line.module
 
 
 def homes_of(tables: dict[str, dict[str, str]]) -> dict[str, str]:
@@ -110,8 +125,10 @@ def homes_of(tables: dict[str, dict[str, str]]) -> dict[str, str]:
 
 
 def _explained(name: str, original: str) -> str:
-    # Of a function and a module of one name, the table means the function.
-    if _is_module(name):
+    # Of a function and a module of one name, the table means the function. At a path that leads
+    # to another package, there are no objects.
+    package = name.rpartition(".")[0]
+    if _is_module(name) or module_at(package) != package:
         return f'<a id="{name}"></a>\n\n::: {original}\n    options:\n      heading: "{name}"'
     return f"::: {name}"
 
@@ -295,8 +312,14 @@ _VARIADIC = (griffe.ParameterKind.var_keyword, griffe.ParameterKind.var_position
 
 def packages() -> dict[str, Path]:
     """Returns the tables of public names, by package."""
-    tables = (ROOT / "weft").rglob("__init__.pyi")
-    return {".".join(path.parent.relative_to(ROOT).parts): path for path in tables}
+    tables = {}
+    for stub in (ROOT / "weft").rglob("__init__.pyi"):
+        name = ".".join(stub.parent.relative_to(ROOT).parts)
+        table = ROOT.joinpath(*module_at(name).split("."), "__init__.pyi")
+        is_package = table.exists() and table.with_suffix(".py").exists()
+        if is_package and not name.startswith("weft.compat."):
+            tables[name] = table
+    return tables
 
 
 def names_of(table: Path, sources: griffe.Module) -> dict[str, str]:
