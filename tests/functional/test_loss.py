@@ -302,9 +302,12 @@ def test_equal_vectors_have_finite_gradients():
     close(nearest_neighbor_entropy_loss(jnp.ones((3, 2))), -np.log(distance))
 
 
-def test_one_vector_has_no_neighbor():
-    with pytest.raises(ArgumentValueError, match=r"\(1, 3\) have no neighbors; expected at least"):
-        nearest_neighbor_entropy_loss(jnp.array(X[:1]))
+def test_one_vector_is_its_own_neighbor():
+    value, grad = jax.value_and_grad(nearest_neighbor_entropy_loss)(jnp.array([[3.0, 4.0]]))
+    close(value, 17.539307)  # of AXLearn
+    np.testing.assert_array_equal(grad, [[0, 0]])
+    with pytest.raises(ArgumentValueError, match=r"\(0, 3\) have no neighbors; expected at least"):
+        nearest_neighbor_entropy_loss(jnp.array(X[:0]))
 
 
 def test_products_add_up_to_the_cosine():

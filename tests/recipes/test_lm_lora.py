@@ -11,7 +11,7 @@ import pytest
 from tests.keys import quick_key
 from weft.cli import main
 from weft.cli.configs import load_config, run_config
-from weft.cli.trained_models import restore_model
+from weft.cli.trained_models import find_tokenizer, restore_model
 from weft.config import maybe_instantiate, to_text
 from weft.errors import HuggingFaceConfigError, WeightsReadError
 from weft.hierarchy.lora import base_state, merge_adapters, without_lora
@@ -20,6 +20,7 @@ from weft.interop.huggingface import from_huggingface, to_huggingface
 from weft.interop.huggingface.checkpoint import huggingface_model_config
 from weft.recipes import lm_lora
 from weft.serialization import save_safetensors
+from weft.trainer.lookup_checks import check_tokens
 
 SMALL = {**lm_lora._LLAMA, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
 TOKENIZER = {
@@ -137,6 +138,27 @@ def test_tokenizer_from_base(tmp_path):
     assert (run.model.decoder.eos_token_id, run.model.decoder.pad_token_id) == (1, 1)
     folder, _, _ = checkpoint(tmp_path / "base", vocab_size=4, eos_token_id=1, pad_token_id=0)
     assert lm_lora.lm_lora(base=str(folder)).model.decoder.pad_token_id == 0
+
+
+@pytest.mark.parametrize("before", [(), ("<s>",)], ids=["plain", "bos"])
+def test_documents_begin_as_the_template_of_the_base_says(before, tmp_path):
+    folder, _, _ = checkpoint(tmp_path / "base", vocab_size=4, eos_token_id=1, pad_token_id=None)
+    template = [{"SpecialToken": {"id": token, "type_id": 0}} for token in before]
+    template += [{"Sequence": {"id": "A", "type_id": 0}}]
+    processor = {
+        "type": "TemplateProcessing",
+        "single": template,
+        "pair": [*template, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
+    }
+    tokenizer = {**TOKENIZER, "post_processor": processor}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    run = lm_lora.lm_lora(base=str(folder))
+    sources = [run.input.source, run.evalers["held_out"].input.source]
+    assert [source.add_bos for source in sources] == [bool(before)] * 2
+    check_tokens(run)
+    expected = [0, 3] if before else [3]
+    assert find_tokenizer(run).encode("b").tolist() == expected
 
 
 def test_base_with_more_rows_than_its_tokenizer_has_ids(tmp_path):

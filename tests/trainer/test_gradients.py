@@ -234,14 +234,17 @@ def test_state_is_updated_once_per_step():
         collection.state_updates["count"] = count + 1
         mean = jnp.mean(inputs["input_batch"]["x"])
         collection.summaries["loss"] = WeightedScalar(mean, 1.0)
-        return ForwardOutputs(mean, {"count": count}, collection)
+        # All of the rows of two microbatches count, none of the others'.
+        is_first = inputs["input_batch"]["rows"][0] < 2
+        aux = {"count": count, "num_targets": jnp.where(is_first, 2, 0), "is_first": is_first}
+        return ForwardOutputs(mean, aux, collection)
 
-    inputs = inputs_of(ALL)
+    rows = jnp.arange(len(ALL["x"]))
     outputs = with_minibatch_steps(steps=4)(counting)(
-        model_params={"count": jnp.array(7)}, inputs=inputs
+        model_params={"count": jnp.array(7)}, inputs=inputs_of({**ALL, "rows": rows})
     )
     assert outputs.output_collection.state_updates["count"] == 8
-    assert outputs.aux["count"] == 7
+    assert outputs.aux == {"count": 7, "num_targets": 1, "is_first": 0.5}
 
 
 def test_microbatches_have_separate_noise_and_their_mean_aux():

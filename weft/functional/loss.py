@@ -418,23 +418,23 @@ def nearest_neighbor_entropy_loss(
     (Sablayrolles et al., 2019).
 
     Args:
-        embeddings: at least two.
+        embeddings: at least one; the only one is its own neighbor.
         normalize_embedding: whether to normalize the vectors first. In both cases, "nearest" means
             the largest inner product.
         eps: added to each component of a difference and to each distance, so that equal vectors
             have a finite loss; added to the squared length of a vector that is normalized.
 
     Raises:
-        ArgumentValueError: if there are fewer than two.
+        ArgumentValueError: if there is none.
 
     >>> opposite = jnp.array([[1.0, 0.0], [-5.0, 0.0]])
     >>> round(nearest_neighbor_entropy_loss(opposite).item(), 3)  # both are 2 apart
     -0.693
     """
     n = embeddings.shape[0]
-    if n < 2:
+    if n < 1:
         raise ArgumentValueError(
-            f"embeddings of shape {embeddings.shape} have no neighbors; expected at least two."
+            f"embeddings of shape {embeddings.shape} have no neighbors; expected at least one."
         )
     x = embeddings.astype(jnp.float32)
     if normalize_embedding:

@@ -88,6 +88,8 @@ def lm_lora(
 ) -> config.InstantiableConfig:
     """Returns a recipe for low-rank adapters on all layers of an imported, frozen causal LM.
 
+    Documents begin with the tokens that the base's own tokenizer puts before a text, if any.
+
     Args:
         data_dir: A folder of text to train on; None for the standard library's tables of encodings.
         base: The folder of a Hugging Face checkpoint, or a file written by `weft export`; None for
@@ -121,8 +123,10 @@ def lm_lora(
     ]
     cfg.init_state_builder = ImportedWeightsBuilder.default_config().set(path=base or _BASE)
     if tokenizer is not None:
+        # The base learnt texts that begin as the template of its tokenizer says.
+        has_bos = bool(tokenizer.instantiate().bos_ids)
         for input_cfg in (cfg.input, cfg.evalers["held_out"].input):
-            input_cfg.source.tokenizer = tokenizer
+            input_cfg.source.set(tokenizer=tokenizer, add_bos=has_bos)
     if data_dir is None:
         set_corpus(cfg, pattern="encodings/*.py", held_out_fraction=0.1)
     return cfg

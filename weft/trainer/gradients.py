@@ -124,8 +124,9 @@ def with_minibatch_steps(
 
     A step updates the state once: each microbatch starts from the state before the step, and the
     new state is the mean of theirs. The moving mean of a `BatchNorm` is then that of the whole
-    batch, and a counter of steps counts one. The "aux" of the result is the mean of theirs, too,
-    weighted as the loss is. Integers are those of the last microbatch.
+    batch, and a counter of steps counts one; integers are those of the last microbatch. The "aux"
+    of the result is the mean of theirs, too, weighted as the loss is. Its integers and booleans are
+    counts and flags, whose plain mean is a float32: `steps` times it is the count of the batch.
 
     Args:
         steps: The number of microbatches; must divide the number of rows.
@@ -237,7 +238,7 @@ class _Microbatches:
         )
         return stacked.replace(
             loss=_mean(stacked.loss, shares),
-            aux=_mean(stacked.aux, shares),
+            aux=_mean_aux(stacked.aux, shares, equal_shares),
             output_collection=collection,
         )
 
@@ -254,6 +255,18 @@ def _mean(stacked: NestedTensor, shares: Tensor) -> Any:
         values = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         values = counted(values, shares.reshape(-1, *[1] * (x.ndim - 1)))
         return jnp.tensordot(shares, values, 1).astype(x.dtype)
+
+    return jax.tree.map(mean, stacked)
+
+
+def _mean_aux(stacked: NestedTensor, shares: Tensor, equal_shares: Tensor) -> Any:
+    """Returns the mean over the first axis: of integers and booleans the plain one, in float32."""
+
+    def mean(x: Tensor) -> Tensor:
+        is_count = jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.bool_)
+        if is_count:
+            return _mean(x.astype(jnp.float32), equal_shares)
+        return _mean(x, shares)
 
     return jax.tree.map(mean, stacked)
 
