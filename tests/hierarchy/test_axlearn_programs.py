@@ -26,11 +26,13 @@ from weft.hierarchy.attention import (
 )
 from weft.hierarchy.base_layer import (
     BaseLayer,
+    ParameterSpec,
     RedirectToSharedModule,
     TensorStats,
 )
 from weft.hierarchy.causal_lm import Model, gpt_decoder_config
 from weft.hierarchy.decoding import StopOnMaxLength
+from weft.hierarchy.layers import LayerNorm
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import Summable, current_context
 from weft.hierarchy.module import functional as F
@@ -256,6 +258,24 @@ def test_an_lstm_with_a_hidden_dim_projects_its_output():
     assert shapes(hidden_dim=3, output_dim=4) == {"weight": (3, 4)}
     assert shapes(hidden_dim=3) == {"weight": (3, 2)}
     assert shapes(output_dim=4) == {}
+
+
+def test_an_lstm_reads_a_checkpoint_of_axlearn():
+    cfg = LSTMCell.default_config().set(name="cell", input_dim=3, output_dim=4)
+    layer = cfg.set(norm=LayerNorm.default_config()).instantiate(parent=None)
+    shapes = jax.tree.map(
+        lambda spec: spec.shape,
+        layer.create_parameter_specs_recursively(),
+        is_leaf=lambda x: isinstance(x, ParameterSpec),
+    )
+    # One weight for the inputs and the output before, and one norm for all gates.
+    assert shapes == {"input_proj": {"weight": (7, 4, 4)}, "norm": {"bias": (4,), "scale": (4,)}}
+    weight, of_norm = jnp.cos(jnp.arange(112.0)).reshape(7, 4, 4), jnp.cos(jnp.arange(4.0))
+    state = {"input_proj": {"weight": weight}, "norm": {"bias": of_norm, "scale": of_norm}}
+    x = jnp.sin(jnp.arange(18.0)).reshape(3, 2, 3)
+    y, _ = F(layer, None, state, [x], is_training=True)
+    expected = [[0.44491, 0.00269, -0.08008, -0.06515], [0.08312, 0.41368, -0.12024, -0.05567]]
+    np.testing.assert_allclose(y[-1], expected, atol=1e-5)
 
 
 # Attention and language models.

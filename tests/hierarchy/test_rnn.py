@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from weft.errors import LayerConfigError
-from weft.hierarchy.layers import LayerNorm, Linear
+from weft.hierarchy.layers import LayerNorm, Linear, MultiLinear
 from weft.hierarchy.module import functional as F
 from weft.hierarchy.rnn import (
     BaseRNNCell,
@@ -38,26 +38,44 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
+def normalized(gates, norm):
+    gates = (gates - gates.mean(-1, keepdims=True)) / gates.std(-1, keepdims=True)
+    return gates * norm["scale"] + norm["bias"]
+
+
 def lstm(state, x, hidden_dim, *, bound=np.inf):
     """Returns the outputs of an LSTM, step by step."""
     state = jax.tree.map(np.asarray, state)
-    output_dim = state["hidden_proj"]["weight"].shape[0]
+    weight = state["input_proj"]["weight"]
+    output_dim = len(weight) - x.shape[-1]
     c, m = np.zeros((x.shape[1], hidden_dim)), np.zeros((x.shape[1], output_dim))
+    outputs = []
+    for inputs in np.asarray(x):
+        gates = np.einsum("bi,igh->bgh", np.concatenate([inputs, m], -1), weight)
+        if "norm" in state:
+            gates = normalized(gates, state["norm"])
+        g, f, i, o = np.moveaxis(gates, 1, 0)
+        c = np.clip(sigmoid(f) * c + sigmoid(i) * np.tanh(g), -bound, bound)
+        m = sigmoid(o) * np.tanh(c)
+        if "output_proj" in state:
+            m = m @ state["output_proj"]["weight"]
+        outputs.append(m)
+    return np.stack(outputs)
+
+
+def lstm_of_two_maps(state, x):
+    """Returns the outputs of an LSTM of Weft 0.2, step by step."""
+    state = jax.tree.map(np.asarray, state)
+    c = m = np.zeros((x.shape[1], 4))
     outputs = []
     for inputs in np.asarray(x):
         gates = np.einsum("bi,igh->bgh", inputs, state["input_proj"]["weight"])
         gates += state["input_proj"]["bias"]
         gates += np.einsum("bi,igh->bgh", m, state["hidden_proj"]["weight"])
-        if "norm" in state:
-            flat = gates.reshape(len(gates), -1)
-            flat = (flat - flat.mean(-1, keepdims=True)) / flat.std(-1, keepdims=True)
-            flat = flat * state["norm"]["scale"] + state["norm"]["bias"]
-            gates = flat.reshape(gates.shape)
+        gates = normalized(gates.reshape(len(gates), -1), state["norm"]).reshape(gates.shape)
         i, f, g, o = np.moveaxis(gates, 1, 0)
-        c = np.clip(sigmoid(f) * c + sigmoid(i) * np.tanh(g), -bound, bound)
+        c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
         m = sigmoid(o) * np.tanh(c)
-        if "output_proj" in state:
-            m = m @ state["output_proj"]["weight"]
         outputs.append(m)
     return np.stack(outputs)
 
@@ -79,6 +97,19 @@ def test_lstm_equals_a_loop(name, filled, wave):
     cell = made(LSTMCell, **CELLS[name])
     state, x = filled(cell), wave((TIME, BATCH, DIM))
     expected = lstm(state, x, 4, bound=cell.config.max_cell_value or np.inf)
+    np.testing.assert_allclose(run(cell, state, (x,)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_inputs_and_state_may_have_a_map_each(filled, wave):
+    cell = made(
+        LSTMCell,
+        output_dim=4,
+        input_proj=MultiLinear.default_config(),
+        hidden_proj=MultiLinear.default_config().set(bias=False),
+        norm=LayerNorm.default_config(),
+    )
+    state, x = filled(cell), wave((TIME, BATCH, DIM))
+    expected = lstm_of_two_maps(state, x)
     np.testing.assert_allclose(run(cell, state, (x,)), expected, rtol=1e-4, atol=1e-5)
 
 

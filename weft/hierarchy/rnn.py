@@ -9,7 +9,7 @@ A cell maps its state and the input of one time step to the next state and an ou
 are time-major: axis 0 is time. Stacks of cells are cells.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -81,10 +81,7 @@ class BaseRNNCell(BaseLayer):
         def step(states: NestedTensor, x: Tensor) -> tuple[NestedTensor, Tensor]:
             return self.extend_step(inputs=x, cached_states=states)
 
-        return self._scan(step, time_major_inputs)
-
-    def _scan(self, step: Callable[[Any, Tensor], tuple[Any, Tensor]], xs: Tensor) -> Tensor:
-        xs = gathered(xs, 0)
+        xs = gathered(time_major_inputs, 0)
         states = sharded_as_steps(xs, self.init_states(batch_size=xs.shape[1]), axis=0)
         _, outputs = scan_in_context(
             step, carry=states, xs=xs, child_name_prefix="step", merge_summaries=True
@@ -111,8 +108,9 @@ class IdentityCell(BaseRNNCell):
 class LSTMCell(BaseRNNCell):
     """Long short-term memory, `functional.recurrent.lstm_step` (Hochreiter and Schmidhuber, 1997).
 
-    Children: `input_proj` and `hidden_proj`, whose outputs are input gate, forget gate, candidate
-    and output gate, `norm` and `output_proj`. The state is the memory `c` and the output `m`.
+    Children: `input_proj`, a map of the inputs and of the output before, concatenated, to the
+    candidate, forget gate, input gate and output gate; `norm` and `output_proj`. The state is the
+    memory `c` and the output `m`.
     """
 
     class Config(BaseRNNCell.Config):
@@ -121,14 +119,18 @@ class LSTMCell(BaseRNNCell):
         Attributes:
           hidden_dim: size of the memory; None for `output_dim`.
           max_cell_value: bound of the absolute value of the memory; None for none.
-          norm: normalization of all gates together before their activations (Ba et al., 2016).
+          input_proj: linear map to the gates.
+          hidden_proj: linear map of the output before, of its own, as in Weft 0.2. The gates are
+            then input gate, forget gate, candidate and output gate.
+          norm: normalization of each gate before its activation (Ba et al., 2016); with
+            `hidden_proj`, of all gates together.
           output_proj: linear map to `output_dim` (Sak et al., 2014), where `hidden_dim` is set.
         """
 
         hidden_dim: int | None = None
         max_cell_value: float | None = None
-        input_proj: InstantiableConfig = MultiLinear.default_config()
-        hidden_proj: InstantiableConfig = MultiLinear.default_config().set(bias=False)
+        input_proj: InstantiableConfig = MultiLinear.default_config().set(bias=False)
+        hidden_proj: InstantiableConfig | None = None
         norm: InstantiableConfig | None = None
         output_proj: Linear.Config | None = Linear.default_config().set(bias=False)
 
@@ -141,10 +143,13 @@ class LSTMCell(BaseRNNCell):
                 "output_proj is None; set it to Linear.default_config().set(bias=False)."
             )
         self._hidden_dim = hidden_dim
+        input_dim, norm_dim = cfg.input_dim + output_dim, hidden_dim
+        if cfg.hidden_proj is not None:
+            input_dim, norm_dim = cfg.input_dim, 4 * hidden_dim
         gates: dict[str, Any] = {"num_outputs": 4, "output_dim": hidden_dim}
-        self._add_child("input_proj", cfg.input_proj.set(input_dim=cfg.input_dim, **gates))
-        self._add_child("hidden_proj", cfg.hidden_proj.set(input_dim=output_dim, **gates))
-        self._maybe_add_child("norm", cfg.norm, input_dim=4 * hidden_dim)
+        self._add_child("input_proj", cfg.input_proj.set(input_dim=input_dim, **gates))
+        self._maybe_add_child("hidden_proj", cfg.hidden_proj, input_dim=output_dim, **gates)
+        self._maybe_add_child("norm", cfg.norm, input_dim=norm_dim)
         if cfg.hidden_dim is not None:
             dims = {"input_dim": hidden_dim, "output_dim": output_dim}
             self._maybe_add_child("output_proj", cfg.output_proj, **dims)
@@ -155,23 +160,27 @@ class LSTMCell(BaseRNNCell):
         return {name: jnp.zeros((batch_size, n), self.dtype()) for name, n in sizes.items()}
 
     def extend_step(self, *, inputs: Tensor, cached_states: Any) -> tuple[NestedTensor, Tensor]:
-        return self._step(cached_states, self.input_proj(inputs))
-
-    def forward(self, time_major_inputs: Tensor) -> Tensor:
-        # One product for all steps is faster than one in each.
-        return self._scan(self._step, self.input_proj(time_major_inputs))
-
-    def _step(self, states: Any, from_inputs: Tensor) -> tuple[NestedTensor, Tensor]:
-        c, m, dtype = states["c"], states["m"], from_inputs.dtype
-        gates = from_inputs + self.hidden_proj(m.astype(dtype))
-        if "norm" in self.children:
-            gates = self.norm(gates.reshape(*gates.shape[:-2], -1)).reshape(gates.shape)
-        gates = [gates[..., i, :] for i in range(4)]
+        c, m, dtype = cached_states["c"], cached_states["m"], inputs.dtype
+        gates = self._gates(inputs, m.astype(dtype))
         new_c, y = lstm_step(c, *gates, max_cell_value=self.config.max_cell_value)
         y = y.astype(dtype)
         if "output_proj" in self.children:
             y = self.output_proj(y)
         return {"c": new_c.astype(c.dtype), "m": y.astype(m.dtype)}, y
+
+    def _gates(self, x: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+        """Returns input gate, forget gate, candidate and output gate before their activations."""
+        if "hidden_proj" in self.children:
+            gates = self.input_proj(x) + self.hidden_proj(m)
+            if "norm" in self.children:
+                gates = self.norm(gates.reshape(*gates.shape[:-2], -1)).reshape(gates.shape)
+            return jnp.unstack(gates, axis=-2)
+        gates = self.input_proj(jnp.concatenate([x, m], axis=-1))
+        if "norm" in self.children:
+            gates = self.norm(gates)
+        # The order in which AXLearn's checkpoints have them.
+        candidate, forget_gate, input_gate, output_gate = jnp.unstack(gates, axis=-2)
+        return input_gate, forget_gate, candidate, output_gate
 
 
 class StackedRNNLayer(BaseRNNCell):
