@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from weft import errors, struct
 from weft.config import REQUIRED, InstantiableConfig, Required
-from weft.functional.arrays import gathered
+from weft.functional.arrays import gathered, sharded_as
 from weft.functional.recurrent import lstm_step, sharded_as_steps
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.layers.linear import Linear, MultiLinear
@@ -175,7 +175,8 @@ class LSTMCell(BaseRNNCell):
             if "norm" in self.children:
                 gates = self.norm(gates.reshape(*gates.shape[:-2], -1)).reshape(gates.shape)
             return jnp.unstack(gates, axis=-2)
-        gates = self.input_proj(jnp.concatenate([x, m], axis=-1))
+        x = gathered(x, -1)
+        gates = self.input_proj(jnp.concatenate([x, sharded_as(m, x)], axis=-1))
         if "norm" in self.children:
             gates = self.norm(gates)
         # The order in which AXLearn's checkpoints have them.
