@@ -183,6 +183,13 @@ def test_walk_does_not_follow(run, tmp_path):
         run.check(run.walk())
 
 
+def test_folders_that_are_too_deep_are_refused(run, tmp_path):
+    (tmp_path / "run" / "/".join(["folder", *["d" * 9] * 99])).mkdir(parents=True)
+    with pytest.raises(FileRefusedError, match=r"run/folder' has something more than 64 folders"):
+        list(run.walk())
+    run.remove("folder")
+
+
 def test_directory_itself_may_be_a_link(run, tmp_path):
     os.symlink(tmp_path / "run", tmp_path / "mine")
     Directory(str(tmp_path / "mine")).write("file", "x")

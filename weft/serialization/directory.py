@@ -31,6 +31,9 @@ MAX_TEXT_BYTES = 2**26
 MAX_ENTRIES = 2**20
 """How many files and folders a directory may hold."""
 
+MAX_DEPTH = 64
+"""How many folders deep a file may be: each way to one is walked from the directory."""
+
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a FIFO",
@@ -294,6 +297,10 @@ class Directory:
         *folders, last = name.split("/")
         if {"", ".", ".."} & {*folders, last}:
             raise self.refusal(name, "is not a path below the directory")
+        if len(folders) > MAX_DEPTH:
+            raise self.refusal(
+                folders[0], f"has something more than {MAX_DEPTH} folders deep in it"
+            )
         with self._naming(""):
             fd = os.open(self.path, _TO_FOLDER)
         try:
