@@ -142,11 +142,10 @@ def test_axis_index_counts_in_the_full_value(index, names):
     assert box.add_axis(index, named("l")).remove_axis(index, named("l")) == box
 
 
-@pytest.mark.parametrize("params", [{}, named(None)])
-def test_unnamed_new_axis_is_replicated(params):
+def test_new_axis_called_none_is_replicated():
     box = Partitioned(jnp.ones(2), ("a",))
-    assert box.add_axis(0, params).names == (None, "a")
-    assert box.add_axis(0, params).remove_axis(0, params).names == ("a",)
+    assert box.add_axis(0, named(None)).names == (None, "a")
+    assert box.add_axis(0, named(None)).remove_axis(0, named(None)).names == ("a",)
 
 
 @pytest.mark.parametrize("index", [3, -4])
@@ -165,7 +164,7 @@ def test_axis_after_last_name_is_replicated():
     short = Partitioned(jnp.ones((2, 3, 4)), ("a",))
     assert short.add_axis(3, named("l")).names == ("a", None, None, "l")
     assert short.add_axis(3, named("l")).remove_axis(3, named("l")).names == ("a", None, None)
-    assert short.remove_axis(2, {}).names == ("a",)
+    assert short.remove_axis(2, named(None)).names == ("a",)
     with pytest.raises(PartitionNameError, match="is called None, and is to be removed as 'l'"):
         short.remove_axis(2, named("l"))
     with pytest.raises(AxisMetadataError, match="no axis 4"):
@@ -193,11 +192,13 @@ def test_axis_is_removed_under_its_name_only():
 def test_named_axis_is_not_removed_without_a_name():
     with pytest.raises(PartitioningUnspecifiedError, match=r"'layers', and is .* without a name"):
         meta.remove_axis(Partitioned(1, ("layers",)), 0, {})
+    with pytest.raises(PartitioningUnspecifiedError, match=r"'w': .* gains axis 0, .* or None in"):
+        meta.add_axis({"w": Partitioned(1, (None,))}, 0, {})
 
 
 def test_error_path_can_be_prefixed():
     with pytest.raises(AxisMetadataError) as caught:
-        meta.add_axis({"w": Partitioned(1, ())}, 1, {})
+        meta.add_axis({"w": Partitioned(1, ())}, 1, named("l"))
     caught.value.path = f"params/{caught.value.path}"
     assert str(caught.value).startswith("the axis metadata of 'params/w': there is no axis 1")
 

@@ -386,6 +386,15 @@ def variables_in_fields(nn, self, x):
 test_variables_agree = programs.test()
 
 
+def boxed(nn, box):
+    class Boxed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x * self.param("w", getattr(nn, box)(nn.initializers.ones, ("a",)), (1,))
+
+    return nn.vmap(Boxed, {"params": 0}, SPLIT)()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -395,6 +404,8 @@ test_variables_agree = programs.test()
         lambda nn: of_body(lambda nn, self, x: nn.jit(lambda m, x: nn.Dense(2))(self, x))(nn),
         lambda nn: of_body(lambda nn, self, x: nn.remat(nn.Dense, variables=False)(2)(x))(nn),
         lambda nn: nn.jit(lambda dense, x: dense(x))(nn.Dense(2), X),
+        lambda nn: boxed(nn, "with_partitioning").init(KEY, XS),
+        lambda nn: boxed(nn, "with_logical_partitioning").init(KEY, XS),
     ],
 )
 def test_errors_agree(wrong):

@@ -347,6 +347,26 @@ def rules_of_unchanged_state(nnx, **mode):
     )
 
 
+@program(TREE)
+def one_variable_as_the_gradient_of_two(nnx, **mode):
+    Holder = models(nnx).Holder
+    f = nnx.custom_vjp(lambda m: m.a * m.b, **mode)
+    f.defvjp(lambda m: (f(m), m), lambda m, g: (Holder(a=m.a, b=m.a),))
+    return nnx.grad(lambda m: f(m), **mode)(Holder(a=nnx.Param(2.0), b=nnx.Param(3.0)))
+
+
+@program(TREE)
+def one_object_at_two_places(nnx, **mode):
+    part = models(nnx).Holder(a=jnp.array(3.0))
+    both = models(nnx).Holder(p=part, q=part)
+    loss = lambda both, r: both.p.a * both.q.a**2 * r.a**3  # noqa: E731
+    tangents = models(nnx).Holder(a=jnp.array(1.0)), models(nnx).Holder(a=jnp.array(10.0))
+    return (
+        nnx.grad(loss, argnums=(0, 1), **mode)(both, part),
+        nnx.jvp(lambda p, q: p.a * q.a**2, (part, part), tangents, **mode),
+    )
+
+
 @program.each
 def test_programs(program, mode):
     same(program, mode)
@@ -424,6 +444,23 @@ def method_of_an_object(nnx, **mode):
 def mismatched_tangent_state(nnx, **mode):
     m = models(nnx).Pair()
     nnx.jvp(lambda m: m.w * 1, (m,), (jnp.ones(()),), **mode)
+
+
+@error(VALUES, TREE)
+def alias_among_arguments_with_a_rule(nnx, **mode):
+    f = nnx.custom_vjp(lambda m: m.w * m.v, **mode)
+    f.defvjp(lambda m: (m.w * m.v, m), lambda m, g: (m,))
+    m = models(nnx).Pair()
+    m.v = m.w
+    f(m)
+
+
+@error(VALUES, TREE)
+def alias_of_two_arguments_with_a_rule(nnx, **mode):
+    f = nnx.custom_vjp(lambda a, b: a.w * b.w, **mode)
+    f.defvjp(lambda a, b: (a.w * b.w, (a, b)), lambda pair, g: pair)
+    m = models(nnx).Pair()
+    f(m, m)
 
 
 @error(GRAPH)

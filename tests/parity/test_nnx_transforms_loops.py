@@ -486,6 +486,87 @@ def changed_objects_and_variables_that_are_shared(nnx, **mode):
 
 
 @program(GRAPH, VALUES, TREE)
+def replaced_parts_of_shared_objects(nnx, **mode):
+    space = models(nnx)
+    n = nnx.BatchStat(jnp.zeros(()))
+    shared = space.Holder(n=n, part=space.Holder(m=nnx.BatchStat(jnp.ones(()))), k="a", gone=1)
+
+    def body(c, shared, x):
+        shared.n = nnx.BatchStat(shared.n + x, changed=True)
+        shared.part = space.Holder(m=nnx.BatchStat(shared.part.m + x))
+        shared.k += "b"
+        shared.new = "new"
+        del shared.gone
+        return c + shared.n + shared.part.m
+
+    f = nnx.scan(body, in_axes=(nnx.Carry, None, 0), out_axes=nnx.Carry, **mode)
+    return f(0.0, shared, XS), shared, shared.n is n
+
+
+@program(GRAPH)
+def replaced_parts_that_axes_share(nnx, **mode):
+    model = models(nnx).Holder(w=nnx.Param(XS), n=nnx.BatchStat(jnp.zeros(())), k="a")
+
+    def body(c, model):
+        model.n = nnx.BatchStat(model.n + model.w)
+        model.k = "b"
+        return c + model.n
+
+    axes = nnx.StateAxes({nnx.Param: 0, ...: None})
+    f = nnx.scan(body, in_axes=(nnx.Carry, axes), out_axes=nnx.Carry, **mode)
+    return f(0.0, model), model
+
+
+@program(VALUES, TREE)
+def changed_attributes_of_mapped_objects(nnx, **mode):
+    def body(c, mapped):
+        mapped.k, mapped.w = "b", nnx.Param(mapped.w * 2)
+        return c + mapped.w
+
+    mapped = models(nnx).Holder(w=nnx.Param(XS), k="a")
+    f = nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, **mode)
+    return f(0.0, mapped), mapped
+
+
+@program(GRAPH, VALUES, TREE)
+def objects_of_variables_in_the_carry(nnx, **mode):
+    def step(holder, x):
+        holder.n[...] += x
+        return holder
+
+    found = []
+    for run in (
+        lambda h: nnx.scan(lambda h, x: (step(h, x), x), **mode)(h, XS)[0],
+        lambda h: nnx.while_loop(lambda h: h.n[...] < 3, lambda h: step(h, 1.0), h, **mode),
+        lambda h: nnx.fori_loop(0, 3, lambda i, h: step(h, i), h, **mode),
+    ):
+        holder = models(nnx).Holder(n=nnx.BatchStat(jnp.zeros(())), k="k")
+        out = run(holder)
+        found.append((out, holder, out is holder, out.n is holder.n))
+    return found
+
+
+@program(GRAPH, VALUES, TREE)
+def one_object_at_two_places(nnx, **mode):
+    def step(pair, x):
+        pair[0].a = pair[0].a + x
+        return pair
+
+    part = models(nnx).Holder(a=jnp.ones(()))
+    both = models(nnx).Holder(p=part, q=part)
+    gradient = nnx.grad(lambda both: both.p.a * both.q.a**2, **mode)(both)
+    return (
+        nnx.scan(lambda c, x: (step(c, x), x), **mode)((part, part), XS)[0],
+        nnx.while_loop(lambda c: c[0].a < 3, lambda c: step(c, 1.0), (part, part), **mode),
+        nnx.jit(lambda p, q: step((p, q), 1.0)[1].a * 1, **mode)(part, part),
+        nnx.jit(lambda both: step((both.p, 0), 1.0) and both.q.a * 1, **mode)(both),
+        nnx.scan(lambda c, p, q: c + p.a * q.a, in_axes=(nnx.Carry, None, None), length=2,
+                 out_axes=nnx.Carry, **mode)(0.0, part, part),
+        gradient if mode else None,
+    )  # fmt: skip
+
+
+@program(GRAPH, VALUES, TREE)
 def shared_random_numbers(nnx, **mode):
     draw = lambda rngs, layer, x: (rngs.uniform((2,)), layer(x))  # noqa: E731
     rngs, layer = nnx.Rngs(1), nnx.Dropout(0.5, rngs=nnx.Rngs(2))

@@ -140,10 +140,12 @@ def add_axis(tree: object, index: int, params: Mapping[Any, Any]) -> Any:
 
     Args:
         index: position of the new axis in the new values; -1 is the last axis.
-        params: parameters of the metadata, as `{PARTITION_NAME: "layers"}`. Without a name, the new
-            axis of a `Partitioned` is not split.
+        params: parameters of the metadata, as `{PARTITION_NAME: "layers"}`. An axis called None is
+            not split.
 
-    Raises AxisMetadataError if metadata cannot have an axis there; `path` is that of the value.
+    Raises:
+        PartitioningUnspecifiedError: for a `Partitioned`, if `params` has no name.
+        AxisMetadataError: if metadata cannot have an axis there; `path` is that of the value.
 
     >>> add_axis(Partitioned(1.0, ("data",)), 0, {PARTITION_NAME: "layers"}).names
     ('layers', 'data')
@@ -270,23 +272,29 @@ class Partitioned(struct.PyTreeNode, AxisMetadata[A]):
         return self.replace(value=val)
 
     def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+        if PARTITION_NAME not in params:
+            raise PartitioningUnspecifiedError(
+                f"the value with names={self.names!r} gains axis {index}, which has no name; give "
+                f"the transformation its mesh axis, {{{PARTITION_NAME!r}: 'layers'}} as "
+                "metadata_params, or None in place of the axis to split it over none."
+            )
         position = self._position(index, len(self.names) + 1)
         names = self._padded(position)
-        return self.replace(
-            names=(*names[:position], params.get(PARTITION_NAME), *names[position:])
-        )
+        return self.replace(names=(*names[:position], params[PARTITION_NAME], *names[position:]))
 
     def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
         position = self._position(index, len(self.names))
         present = self.names[position] if position < len(self.names) else None
-        given = checked_names((params.get(PARTITION_NAME),))[0]
-        if present != given:
-            kind = PartitionNameError if PARTITION_NAME in params else PartitioningUnspecifiedError
-            said = f"as {given!r}" if PARTITION_NAME in params else "without a name"
-            raise kind(
+        name, name_text, error = None, "without a name", PartitioningUnspecifiedError
+        if PARTITION_NAME in params:
+            name = checked_names((params[PARTITION_NAME],))[0]
+            name_text, error = f"as {name!r}", PartitionNameError
+        if PARTITION_NAME not in params or present != name:
+            raise error(
                 f"axis {index} of names={self.names!r} is called {present!r}, and is to be removed "
-                f"{said}; give the transformation the name, {{{PARTITION_NAME!r}: {present!r}}} as "
-                "metadata_params (in NNX transform_metadata), or the axis that was meant."
+                f"{name_text}; give the transformation the name, {{{PARTITION_NAME!r}: "
+                f"{present!r}}} as metadata_params (in NNX transform_metadata), or the axis that "
+                "was meant."
             )
         return self.replace(names=(*self.names[:position], *self.names[position + 1 :]))
 

@@ -176,7 +176,7 @@ class PartitionNameError(AxisMetadataError):
 
 
 class PartitioningUnspecifiedError(PartitionNameError):
-    """An axis to be removed has a name, and no name was given."""
+    """A transformation adds or removes an axis of a value with names, and gave no name for it."""
 
 
 class LogicalAxisError(WeftError, ValueError):

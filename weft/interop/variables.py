@@ -25,6 +25,8 @@ _BOX = "linen_meta_type"
 class NNXMeta(meta.AxisMetadata):
     """A value in a Linen collection with the metadata of its NNX variable.
 
+    An axis that a transformation adds without a name is not split, as in NNX.
+
     Attributes:
         metadata: its metadata; `out_sharding` is the layout of its axes.
 
@@ -55,10 +57,12 @@ class NNXMeta(meta.AxisMetadata):
         return self.replace(value=val)
 
     def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
-        return self._renamed(lambda names: names.add_axis(index, params))
+        named = {meta.PARTITION_NAME: None, **params}
+        return self._renamed(lambda names: names.add_axis(index, named))
 
     def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
-        return self._renamed(lambda names: names.remove_axis(index, params))
+        named = {meta.PARTITION_NAME: None, **params}
+        return self._renamed(lambda names: names.remove_axis(index, named))
 
     def _renamed(self, change: Callable[[meta.Partitioned], meta.Partitioned]) -> Self:
         if self._names is None:

@@ -201,9 +201,11 @@ class FlatGraph:
 
 
 class _Flattener:
-    def __init__(self, with_metadata: bool, known: Mapping[Any, int], is_tree: bool) -> None:
+    def __init__(
+        self, with_metadata: bool, known: Mapping[Any, int], places: TreePlaces | None
+    ) -> None:
         self.with_metadata = with_metadata
-        self.places = TreePlaces() if is_tree else None
+        self.places = places
         self.index = {id(x): i for x, i in known.items()}
         self.next = 1 + max(self.index.values(), default=-1)
         self.objects: list[Any] = []
@@ -318,14 +320,14 @@ def flatten_graph(
     x: object,
     with_metadata: bool = True,
     known: Mapping[Any, int] = _NOTHING,
-    is_tree: bool = False,
+    places: TreePlaces | None = None,
 ) -> FlatGraph:
     """Splits a graph into a description, by default with variables' metadata, and values.
 
-    `known` has indices of objects of another description that this one refers to. For `is_tree`
-    see `TreePlaces`.
+    `known` has indices of objects of another description that this one refers to. With `places`
+    it is a tree, and an object is another one at each of its places.
     """
-    walk = _Flattener(with_metadata, known, is_tree)
+    walk = _Flattener(with_metadata, known, places)
     root = walk.describe(x, ())
     graphdef = GraphDef(root, walk.paths)
     return FlatGraph(
@@ -559,7 +561,7 @@ def recursive_map(
     made: dict[int, Any] = {}
     is_tree = not settings.resolve_graph_options(graph)[0]
     if is_tree:
-        flatten_graph(node, is_tree=True)
+        flatten_graph(node, places=TreePlaces())
 
     def walk(x: object, path: Path) -> Any:
         if isinstance(x, Variable | Pytree):

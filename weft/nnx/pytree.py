@@ -540,9 +540,19 @@ class TreePlaces:
     """The places of objects in a tree, in which variables are at one place each.
 
     Call `enter` with each object before its contents, and `leave` after them.
+
+    Args:
+        shared_error: returns the error for an object, and the two paths at which it is.
+        place_of: returns the place at a path in the user's notation.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        shared_error: Callable[[object, Path, Path], Exception] | None = None,
+        place_of: Callable[[Path], str] | None = None,
+    ):
+        self._shared_error = shared_error or _shared_object_error
+        self._place_of = place_of or _place
         self._variables: dict[int, Path] = {}
         self._open: dict[int, Path] = {}
 
@@ -550,29 +560,34 @@ class TreePlaces:
         """Notes an object.
 
         Raises:
-            SharedObjectError: for a variable at a second place, or an object inside itself.
+            SharedObjectError: for a variable at a second place, or an object inside itself, unless
+                another error was given.
             GraphStructureError: for an object of a class with `pytree=False`.
         """
         if isinstance(x, Variable):
             first = self._variables.setdefault(id(x), path)
         elif not x._is_jax_pytree:
             raise GraphStructureError(
-                f"the {type(x).__name__} at {_place(path)} is of a class with pytree=False, and "
-                "with graph=False objects are plain pytrees; set graph=True, or define the class "
-                "without pytree=False."
+                f"the {type(x).__name__} at {self._place_of(path)} is of a class with "
+                "pytree=False, and with graph=False objects are plain pytrees; set graph=True, or "
+                "define the class without pytree=False."
             )
         else:
             first = self._open.setdefault(id(x), path)
         if first is not path:
-            raise SharedObjectError(
-                f"the same {type(x).__name__} is at {_place(first)} and at {_place(path)}; with "
-                "graph=False an object is a plain pytree without shared references. Put "
-                "nnx.clone(...) in one place, or set graph=True."
-            )
+            raise self._shared_error(x, first, path)
 
     def leave(self, x: Pytree | Variable[Any]) -> None:
         """Notes the end of an object's contents."""
         self._open.pop(id(x), None)
+
+
+def _shared_object_error(x: object, first: Path, second: Path) -> SharedObjectError:
+    return SharedObjectError(
+        f"the same {type(x).__name__} is at {_place(first)} and at {_place(second)}; with "
+        "graph=False an object is a plain pytree without shared references. Put nnx.clone(...) in "
+        "one place, or set graph=True."
+    )
 
 
 def _place(path: Path) -> str:

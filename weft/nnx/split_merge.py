@@ -28,7 +28,7 @@ from weft.nnx.graph import (
     leaves_of,
     with_plain_values,
 )
-from weft.nnx.pytree import is_array
+from weft.nnx.pytree import TreePlaces, is_array
 from weft.nnx.refs import initial_ref
 from weft.nnx.state import (
     FlatState,
@@ -51,7 +51,8 @@ def _flattened(
 ) -> FlatGraph:
     """Splits an object as a graph, or without graphs as a tree."""
     references, _ = settings.resolve_graph_options(graph)
-    return flatten_graph(node, known={} if known is None else known, is_tree=not references)
+    places = None if references else TreePlaces()
+    return flatten_graph(node, known={} if known is None else known, places=places)
 
 
 PureState = tuple[GraphDef[T], State]

@@ -297,8 +297,9 @@ def test_boxes_gain_and_lose_the_axis():
     loop = lift.scan(body, {"params": -1}, split_rngs=split, length=2, metadata_params=params)
     _, variables = init(loop)(KEY, X, None)
     assert variables["params"]["kernel"].names == ("in", "out", "layers")
-    unnamed = lift.scan(body, {"params": 0}, split_rngs=split, length=2)
-    assert init(unnamed)(KEY, X, None)[1]["params"]["kernel"].names == (None, "in", "out")
+    unnamed = {meta.PARTITION_NAME: None}
+    loop = lift.scan(body, {"params": 0}, split_rngs=split, length=2, metadata_params=unnamed)
+    assert init(loop)(KEY, X, None)[1]["params"]["kernel"].names == (None, "in", "out")
 
 
 def test_data_transform_is_applied():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from weft.core import apply, init, lift
-from weft.core.meta import Partitioned
+from weft.core.meta import PARTITION_NAME, Partitioned
 from weft.errors import (
     AxisSizeError,
     BranchStructureError,
@@ -16,6 +16,11 @@ from weft.errors import (
 )
 
 ZERO = jnp.zeros(())
+OPTIONS = {
+    "variable_axes": {True: 0},
+    "split_rngs": {True: True},
+    "metadata_params": {PARTITION_NAME: None},
+}
 
 
 def directly(fn, scope):
@@ -31,16 +36,14 @@ def in_remat(fn, scope):
 
 
 def mapped(fn, scope):
-    return lift.vmap(fn, variable_axes={True: 0}, split_rngs={True: True}, axis_size=2)(scope)
+    return lift.vmap(fn, axis_size=2, **OPTIONS)(scope)
 
 
 def mapped_and_scanned(fn, scope):
     def body(scope, carry, _):
         return carry, mapped(fn, scope)
 
-    return lift.scan(body, variable_axes={True: 0}, split_rngs={True: True}, length=2)(
-        scope, 0.0, None
-    )
+    return lift.scan(body, length=2, **OPTIONS)(scope, 0.0, None)
 
 
 def writes(change):

@@ -406,9 +406,9 @@ REFUSED = {
     count_after_first: r"first iteration makes \S+\.x, and later ones compute it",
     existing: r"changes a reference or static value at \S+\.name",
     alias_of_existing: r"makes an attribute at \S+\.old",
-    swap: r"changes a reference or static value at \S+\.total",
+    swap: r"replaces the variable at \S+\.total",
     keep_previous: r"makes an attribute at \S+\.previous",
-    other_kind: r"changes a reference or static value at \S+\.cache after the first iteration",
+    other_kind: r"replaces the variable at \S+\.cache after the first iteration",
     removed: r"removes the attribute at \S+\.x after the first iteration",
 }
 

@@ -32,14 +32,14 @@ class Pair(nnx.Module):
 def test_while_loop_updates_its_carry(mode):
     m = Pair()
     out = nnx.while_loop(lambda m: m.n[...] < 4, lambda m: m.add(1.5), m, **mode)
-    assert out is m and float(m.n) == 4.5
+    assert out.n is m.n and float(m.n) == 4.5
 
 
 @MODES
 def test_fori_loop_updates_its_carry(mode):
     m = Pair()
     x, out = nnx.fori_loop(1, 4, lambda i, c: (c[0] + i, c[1].add(i)), (jnp.zeros(()), m), **mode)
-    assert (float(x), out is m, float(m.n)) == (6.0, True, 6.0)
+    assert (float(x), out.n is m.n, float(m.n)) == (6.0, True, 6.0)
     nnx.fori_loop(jnp.array(1), jnp.array(4), lambda i, m: m.add(i), m, **mode)
     assert float(m.n) == 12
 
@@ -286,8 +286,8 @@ TREES = pytest.mark.parametrize("mode", [{"graph_updates": False}, {"graph": Fal
 
 
 @TREES
-@pytest.mark.parametrize("loop", ["while_loop", "fori_loop", "scan", "shared by scan", "axis"])
-def test_replacing_a_variable_without_graph_updates_fails(loop, mode):
+@pytest.mark.parametrize("loop", ["while_loop", "fori_loop", "scan"])
+def test_replacing_a_variable_of_the_carry_without_graph_updates_fails(loop, mode):
     def replace(m):
         m.n = nnx.BatchStat(m.n[...] + 1)
         return m
@@ -297,14 +297,6 @@ def test_replacing_a_variable_without_graph_updates_fails(loop, mode):
         "while_loop": lambda: nnx.while_loop(lambda m: m.n[0] < 3, replace, m, **mode),
         "fori_loop": lambda: nnx.fori_loop(0, n, lambda i, m: replace(m), m, **mode),
         "scan": lambda: nnx.scan(replace, in_axes=Carry, out_axes=Carry, length=n, **mode)(m),
-        "shared by scan": lambda: nnx.scan(
-            lambda x, m: x + replace(m).n[0],
-            in_axes=(Carry, None),
-            out_axes=Carry,
-            length=n,
-            **mode,
-        )(0.0, m),
-        "axis": lambda: nnx.scan(lambda m: replace(m).n[...], in_axes=0, out_axes=0, **mode)(m),
     }
     with pytest.raises(LoopStructureError, match=r"the body replaces the variable at \w+\.n"):
         loops[loop]()
@@ -676,8 +668,15 @@ def test_shared_or_sliced_state_drops_changes_of_attributes(axis, mode):
         return loop(0.0, m)
 
     m = Attributes()
-    assert scanned(change_array) == 0 and m.array.tolist() == Attributes().array.tolist()
-    assert scanned(change_static) == 0 and m.mode == "first"
+    with pytest.warns(SharedStateWarning, match=r"replaces the array at m\.array, .*nnx\.Carry"):
+        assert scanned(change_array) == 0 and m.array.tolist() == Attributes().array.tolist()
+    with pytest.warns(SharedStateWarning, match=r"at m\.mode, .* dropped; .*graph_updates=True"):
+        assert scanned(change_static) == 0 and m.mode == "first"
+    with pytest.warns(SharedStateWarning, match=r"replaces the variable at m\.n, .* Write the var"):
+        n = m.n
+        replaced = scanned(lambda m: setattr(m, "n", nnx.BatchStat(m.n + 1)))
+        assert replaced == (4 if axis is None else 2)
+    assert m.n is n and m.n[...].tolist() == [0, 0]
 
 
 class Steps(nnx.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
@@ -183,9 +184,9 @@ def jvp(
             f"jvp: there are {len(primals)} primals and {n} tangents; pass one tangent per primal."
         )
     kind = ObjectKind("jvp", *settings.resolve_graph_options(**options), is_result_free=True)
-    wrt, of_objects, of_arrays = _split_primals(tuple(primals), tuple(tangents))
     objects = [x for x in jax.tree.leaves(primals, is_leaf=is_object) if is_object(x)]
-    flat = graph.flatten_graph((tuple(objects), ()))
+    flat = kind.flatten(objects)
+    wrt, of_objects, of_arrays = _split_primals(kind, tuple(primals), tuple(tangents))
     groups: list[dict[int, Any]] = [{} for _ in objects]
     for n, (path, leaf) in enumerate(flat.items()):
         i: Any = path[1]
@@ -203,7 +204,7 @@ def jvp(
 
 
 def _split_primals(
-    primals: tuple[Any, ...], tangents: tuple[Any, ...]
+    kind: ObjectKind, primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[Any, list[dict[Path, Any]], list[Any]]:
     """Returns the roles in the arguments, objects' tangents by path, and arrays' tangents."""
     leaves, tree = jax.tree.flatten(primals, is_leaf=is_object)
@@ -216,7 +217,8 @@ def _split_primals(
             continue
         items = to_flat_state(split_merge.state(t) if is_object(t) else t)
         by_path = {path: value_of(v) for path, v in items}
-        if unknown := by_path.keys() - set(graph.flatten_graph(x).graphdef.paths):
+        flat = graph.flatten_graph(x, places=kind.places())
+        if unknown := by_path.keys() - set(flat.graphdef.paths):
             at = ", ".join(sorted(repr(path_text(path)) for path in unknown))
             raise errors.CallMismatchError(
                 f"jvp: the tangent of a {type(x).__name__} is a {type(t).__name__} with a value "
@@ -367,14 +369,16 @@ class _DiffArguments:
         """Returns a function from gradients of `weft.lifting`, per argument, to those for users."""
         filters = self._by_position(len(args))
         found = [x for x in jax.tree.leaves((before, args), is_leaf=is_object) if is_object(x)]
-        flat = graph.flatten_graph((tuple(found), ()))
-        paths, numbers = flat.graphdef.paths, {key: n for n, key in enumerate(_identities(flat))}
+        flat = self._kind.flatten(found)
+        paths, numbers = flat.graphdef.paths, {key: n for n, key in enumerate(self._keys(flat, ()))}
+        positions = itertools.count(sum(map(is_object, jax.tree.leaves(before, is_leaf=is_object))))
 
         def shape_of(x: object) -> Any:
             if not is_object(x):
                 return 0
-            own = graph.flatten_graph(x)
-            return _GradientStructure(own.graphdef, tuple(numbers[key] for key in _identities(own)))
+            own = graph.flatten_graph(x, places=self._kind.places())
+            keys = self._keys(own, (0, next(positions)))
+            return _GradientStructure(own.graphdef, tuple(numbers[key] for key in keys))
 
         made = [jax.tree.map(shape_of, arg, is_leaf=is_object) for arg in args]
 
@@ -407,6 +411,18 @@ class _DiffArguments:
 
         return to_user_gradients
 
+    def _keys(self, flat: graph.FlatGraph, root: Path) -> list[Any]:
+        """Returns a key for each value: the variable, or the owner and the attribute.
+
+        In trees it is the path; `root` is that of the graph.
+        """
+        if not self._kind.references:
+            return [(*root, *path) for path in flat.graphdef.paths]
+        keys: list[Any] = []
+        for leaf, owner in zip(flat.leaves, flat.owners, strict=True):
+            keys.append(id(leaf) if owner is None else (id(owner[0]), owner[1]))
+        return keys
+
 
 @dataclasses.dataclass
 class _GradientStructure:
@@ -414,12 +430,6 @@ class _GradientStructure:
 
     graphdef: graph.GraphDef
     numbers: tuple[int, ...]
-
-
-def _identities(flat: graph.FlatGraph) -> list[Any]:
-    """Returns the identity of each value: the variable, or the owner and the attribute."""
-    at = zip(flat.leaves, flat.owners, strict=True)
-    return [id(leaf) if owner is None else (id(owner[0]), owner[1]) for leaf, owner in at]
 
 
 @same_signature

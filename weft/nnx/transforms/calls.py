@@ -200,6 +200,17 @@ def warn_of_dropped_change(path: Path, x: object) -> None:
     )
 
 
+def warn_of_dropped_structure(path: Path, what: str) -> None:
+    """Warns that a loop without graph updates drops a change of more than variables' values."""
+    errors.warn_user(
+        f"{call_title('a loop')}: the body {what} at {place_of(path)}, and the change is dropped; "
+        "without graph updates, a loop keeps new values of variables, and arrays in attributes of "
+        "a carry (nnx.Carry). Write the variable's value (variable[...] = value), keep what "
+        "changes in a variable, or set graph=True, graph_updates=True.",
+        errors.SharedStateWarning,
+    )
+
+
 def changed_creation_error(path: Path, what: str) -> Exception:
     """Returns the error for a part that a loop's body makes differently in later iterations."""
     return errors.LoopStructureError(

@@ -3,8 +3,8 @@
 Objects in the carry of a loop change in place. They are identified by reference, so a body must
 return the objects that it received.
 
-Without graph updates only variables have an identity. An object with arrays in attributes then
-comes out of a loop as a copy that shares its variables, and the caller's keeps its arrays.
+Without graph updates only variables have an identity. An object then comes out of a loop as a copy
+that shares its variables, and the caller's keeps its arrays.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def scan(
     def call_with_objects(*args: object) -> Any:
         if not kind.structure:
             carried = [i for i, _ in pairs if i < len(args)]
-            own = with_own_arrays([args[i] for i in carried])
+            own = with_own_arrays([args[i] for i in carried], kind)
             given = dict(zip(carried, own, strict=True))
             args = tuple(given.get(i, x) for i, x in enumerate(args))
         return _map_carries(args, call(*args), pairs, unbox_objects)
@@ -221,8 +221,9 @@ def while_loop(
         _box_carries(body_fun, ((0, None),), kind),
         in_axes=lifting.CARRY,
     )
-    init_val = init_val if kind.structure else with_own_arrays(init_val)
     with versions.TransformCall("while_loop", body_fun, (init_val,), ("init_val", "the result")):
+        if not kind.structure:
+            init_val = with_own_arrays(init_val, kind)
         return unbox_objects(init_val, loop(init_val))
 
 
@@ -260,9 +261,10 @@ def fori_loop(
         in_axes=lifting.CARRY,
         unroll=unroll,
     )
-    init_val = init_val if kind.structure else with_own_arrays(init_val)
     specs, names = ("init_val", "the result"), calls.parameter_names(body_fun)[1:]
     with versions.TransformCall("fori_loop", body_fun, (init_val,), specs, names=names):
+        if not kind.structure:
+            init_val = with_own_arrays(init_val, kind)
         return unbox_objects(init_val, loop(init_val))
 
 
@@ -345,20 +347,16 @@ def box_objects(given: object, returned: object) -> Any:
     return jax.tree.unflatten(tree, boxed)
 
 
-def with_own_arrays(carry: T) -> T:
-    """Returns a carry whose objects a loop without graph updates may change.
+def with_own_arrays(carry: T, kind: ObjectKind) -> T:
+    """Returns a carry with copies of its objects, which share the variables of the given ones.
 
-    Objects with arrays in attributes are copied, and share their variables with the given ones.
+    A loop without graph updates changes these, and the caller's keep their arrays.
     """
     leaves, tree = jax.tree.flatten(carry, is_leaf=is_object)
-    at = [n for n, x in enumerate(leaves) if isinstance(x, Pytree)]
-    if not at:
-        return carry
-    flat = graph.flatten_graph([leaves[n] for n in at], with_metadata=False)
-    if all(isinstance(x, Variable) for x in flat.leaves):
-        return carry
-    copies, _ = graph.build_graph(flat.graphdef, flat.leaves, share=True)
-    for n, x in zip(at, copies, strict=True):
+    positions = [n for n, x in enumerate(leaves) if isinstance(x, Pytree)]
+    flat = kind.flatten([leaves[n] for n in positions])
+    (copies, _), _ = graph.build_graph(flat.graphdef, flat.leaves, share=True)
+    for n, x in zip(positions, copies, strict=True):
         leaves[n] = x
     return jax.tree.unflatten(tree, leaves)
 

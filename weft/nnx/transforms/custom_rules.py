@@ -30,7 +30,7 @@ Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class _RuleArguments:
-    def __init__(self, args: tuple[Any, ...], where: Sequence[Any]):
+    def __init__(self, kind: ObjectKind, args: tuple[Any, ...], where: Sequence[Any]):
         self._tree = jax.tree.structure(args, is_leaf=is_object)
         given = [
             (x, wanted)
@@ -39,10 +39,10 @@ class _RuleArguments:
         ]
         self._is_object = [is_object(x) for x, _ in given]
         objects = [x for x, _ in given if is_object(x)]
-        self._graphdefs = [graph.flatten_graph(x).graphdef for x in objects]
         self._is_variable = [isinstance(x, Variable) for x in objects]
         self._wanted = [to_predicate(wanted) for x, wanted in given if is_object(x)]
-        flat = graph.flatten_graph((tuple(objects), ()))
+        flat = kind.flatten(objects)
+        self._graphdefs = [graph.flatten_graph(x, places=kind.places()).graphdef for x in objects]
         # Variables with shapes as values, as templates.
         self._leaves = [(path, map_value(jax.typeof, x)) for path, x in flat.items()]
 
@@ -122,12 +122,18 @@ class _RuleArguments:
     def _group(self, name: str, i: int, value: Any) -> dict[int, Any]:
         found = to_flat_state(state(value) if is_object(value) else {} if value is None else value)
         by_path = {path: value_of(v) for path, v in found}
+        # A state has a variable that is at several places at the first of them.
+        leaves = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_variable)
+        values_by_place = {tuple(map(pytree.key_of, path)): value_of(v) for path, v in leaves}
         group = {}
         for n, (path, leaf) in enumerate(self._leaves):
             if path[1] != i or not self._wanted[i](path[2:], leaf):
                 continue
             if path[2:] in by_path:
                 x = by_path.pop(path[2:])
+                group[n] = leaf.copy(x) if isinstance(leaf, Variable) else x
+            elif path[2:] in values_by_place:
+                x = values_by_place[path[2:]]
                 group[n] = leaf.copy(x) if isinstance(leaf, Variable) else x
             else:
                 group[n] = map_value(_zeros_like, leaf)
@@ -186,7 +192,7 @@ class _CustomRule:
         names = [x for i, x in enumerate(calls.parameter_names(self._fun)) if i not in at]
         specs = ("nondiff_argnums", "the result")
         with TransformCall(self.name, self._fun, others, specs, names=names, place=self._place):
-            return self._lifted(bound, fixed, _RuleArguments(others, where))(*others)
+            return self._lifted(bound, fixed, _RuleArguments(self._kind, others, where))(*others)
 
     def _lifted(self, bound: Bind, fixed: list[Any], objects: _RuleArguments) -> Callable[..., Any]:
         raise NotImplementedError

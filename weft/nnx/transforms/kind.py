@@ -25,7 +25,7 @@ from weft.lifting.roles import changed_shared_message
 from weft.nnx import graph, versions
 from weft.nnx.filters import Path
 from weft.nnx.graph import Change, ContainerKey, FlatGraph, GraphDef, Owner, VariableDef
-from weft.nnx.pytree import Pytree, is_object, with_item
+from weft.nnx.pytree import Pytree, TreePlaces, is_object, with_item
 from weft.nnx.rngs import RngCount, RngKey
 from weft.nnx.split_merge import state
 from weft.nnx.spmd import add_axis, has_axis_metadata, remove_axis
@@ -54,7 +54,7 @@ class ObjectKind(Kind):
 
     Attributes:
         transformation: its name, for errors.
-        references: whether an object may occur twice.
+        references: whether an object at two places is one object, not a pytree at each.
         structure: whether changes of references and static attributes come back.
         is_loop: whether the function runs repeatedly on its carry.
         is_branch: whether the function is one of several, only one of them running.
@@ -77,6 +77,15 @@ class ObjectKind(Kind):
     def is_carrier(self, x: object) -> bool:
         return is_object(x)
 
+    def flatten(self, carriers: Sequence[Any], new: Sequence[Any] = ()) -> FlatGraph:
+        """Splits the pair of the objects that go in and of new ones that come out."""
+        pair = tuple(carriers), tuple(new)
+        return graph.flatten_graph(pair, with_metadata=False, places=self.places())
+
+    def places(self) -> TreePlaces | None:
+        """Returns what notes the places of objects where these are trees."""
+        return None if self.references else TreePlaces(calls.shared_object_error, calls.place_of)
+
     def split(self, carriers: Sequence[Any], filters: object_state.Filters):
         flat, static = self._split_from_cache(carriers, filters) or self._split_uncached(
             carriers, filters
@@ -89,7 +98,7 @@ class ObjectKind(Kind):
     def _split_uncached(
         self, carriers: Sequence[Any], filters: object_state.Filters
     ) -> tuple[FlatGraph, StaticObjects]:
-        flat = graph.flatten_graph((tuple(carriers), ()), with_metadata=False)
+        flat = self.flatten(carriers)
         grouping = object_state.Grouping(filters, ())
         self._check_aliases(flat, grouping)
         places = tuple(grouping.place(path, leaf)[1:] for path, leaf in flat.items())
@@ -176,12 +185,10 @@ class ObjectKind(Kind):
         new_groups: list[Groups] = [tuple({} for _ in wanted) for wanted in new_filters]
         if not self.structure or (not new and inner.has_same_structure()):
             if self.is_loop and not inner.has_same_structure():
-                # Arrays in attributes; those of objects that are not carried are dropped.
-                changed = object_state.changed_loop_arrays(inner, carriers, filters)
+                changed = object_state.changed_loop_arrays(inner, self.flatten(carriers), filters)
                 for n, array in changed.items():
                     i, g = static.places[n]
-                    if filters[i][g][1] is CARRY:
-                        groups[i][g][static.numbers[n]] = array
+                    groups[i][g][static.numbers[n]] = array
             shared: list[Path] = []
             for n, x in enumerate(inner.leaves):
                 if isinstance(x, Variable) and (self.has_rule or inner.is_changed(x, n)):
@@ -197,7 +204,7 @@ class ObjectKind(Kind):
                 calls.record_value_paths(static.numbers, static.graphdef.paths)
                 return static.unchanged(), groups, new_groups
             carriers = ()
-        flat = graph.flatten_graph((tuple(carriers), tuple(new)), with_metadata=False)
+        flat = self.flatten(carriers, new)
         is_same = self.structure and inner.has_same_graph(flat)
         grouping = object_state.Grouping(filters, new_filters)
         if not is_same:
@@ -215,9 +222,7 @@ class ObjectKind(Kind):
         if self.is_loop and self.structure:
             places = tuple(instead.get(i, o) for i, o in enumerate(origins))
             found = graph_diff.NumberedGraph(flat.graphdef, places, keys)
-            gained = object_state.check_loop_graph(
-                static, flat, found, grouping.is_mapped, inner.recording
-            )
+            gained = object_state.check_loop_graph(static, flat, found, grouping, inner.recording)
             replaced = frozenset(_numbers_of(flat.graphdef, keys, instead))
             if gained:
                 before = object_state.with_created_objects(static, found, gained, made)
@@ -240,7 +245,10 @@ class ObjectKind(Kind):
         filters: object_state.Filters,
         inner: object_state.InnerObjects,
     ) -> dict[int, int]:
-        """Returns new objects that a loop carries in the places of others: indices, and theirs."""
+        """Returns the new objects that count as those in whose places they are, by their indices.
+
+        A loop carries their values; those of objects that all iterations share are dropped.
+        """
         recording = inner.recording
         if recording is None or not (self.is_loop and self.structure):
             return {}
@@ -248,8 +256,10 @@ class ObjectKind(Kind):
 
         def may_replace(part: VariableDef, before: int) -> bool:
             i, g = static.places[known[id(inner.objects[before])]]
-            is_carried = filters[i][g][1] is CARRY
-            return is_carried and object_state.is_recorded(flat.objects[part.index], recording)
+            role = filters[i][g][1]
+            if role is CARRY:
+                return object_state.is_recorded(flat.objects[part.index], recording)
+            return role is None
 
         return graph_diff.replaced_objects(static.graphdef, flat.graphdef, origins, may_replace)
 
@@ -338,11 +348,12 @@ class ObjectKind(Kind):
                 raise calls.shared_object_error(x, paths[0][inside[id(x)]], paths[1][i])
 
     def _check_aliases(self, flat: FlatGraph, grouping: object_state.Grouping) -> None:
-        """Refuses objects that occur twice, where not allowed or with different roles."""
+        """Refuses objects that occur twice with different roles."""
         at_first = graph.first_paths(flat.graphdef) if flat.repeated else {}
         for index, path in flat.repeated:
             first = at_first[index]
-            if not self.references:
+            if self.has_rule and not self.structure and _holds_variables(flat.objects[index]):
+                # A rule returns a gradient for each place, and aliases have one.
                 raise calls.shared_object_error(flat.objects[index], first, path)
             if grouping.is_same(first, path) or (self.is_result_free and path[0] == 1):
                 continue
@@ -686,6 +697,10 @@ def _result_numbers(static: ChangedObjects) -> list[dict[Path, int]]:
         values = (leaf._value if isinstance(leaf, Variable) else leaf for leaf in flat.leaves)
         found.append(dict(zip(flat.graphdef.paths, map(int, values), strict=True)))
     return found
+
+
+def _holds_variables(x: Pytree | Variable[Any]) -> bool:
+    return any(isinstance(leaf, Variable) for leaf in graph.flatten_graph(x).leaves)
 
 
 def _is_float0(x: object) -> bool:

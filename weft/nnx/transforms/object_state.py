@@ -14,7 +14,7 @@ counts as the same. `check_loop_graph` finds what was made, and refuses all othe
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -215,6 +215,10 @@ class Grouping:
         roles = [self.role(p, leaf) for p, leaf in after.items() if p[: len(path)] == path]
         return all(isinstance(role, int) for role in roles or self.roles(path))
 
+    def is_carried(self, path: Path) -> bool:
+        """Returns whether a loop carries a part of the argument at the beginning of a path."""
+        return any(role is CARRY for role in self.roles(path))
+
     def is_same(self, path: Path, other: Path) -> bool:
         of_path, of_other = self._groups[path[:2]], self._groups[other[:2]]
         return len(of_path) == 1 and of_path == of_other
@@ -369,26 +373,28 @@ def record_created(
 
 
 def changed_loop_arrays(
-    inner: InnerObjects, carriers: Sequence[Any], filters: Filters
+    inner: InnerObjects, flat: graph.FlatGraph, filters: Filters
 ) -> dict[int, Any]:
-    """Returns the arrays in attributes that a loop's body has changed without graph updates.
+    """Returns the arrays in attributes of the carry that a loop's body changed, by number.
 
-    Refuses other changes of carried objects, which the loop would lose. Those of objects that it
-    does not carry are dropped, as in every transformation without graph updates.
+    Without graph updates, these and values of variables are all that a loop can carry. Other
+    changes of the carry are refused; those of objects that are not carried are dropped.
+
+    Args:
+        flat: the arguments after the body.
     """
-    flat = graph.flatten_graph((tuple(carriers), ()), with_metadata=False)
-    now, static = dict(flat.items()), inner.static
+    static = inner.static
+    numbers_by_path = {path: n for n, path in enumerate(static.graphdef.paths)}
     changed: dict[int, Any] = {}
-    for n, (path, x) in enumerate(zip(static.graphdef.paths, inner.leaves, strict=True)):
-        leaf = now.get(path, x)
-        if isinstance(x, Variable) and leaf is not x:
-            raise calls.loop_change_error(path, "replaces the variable")
-        if not isinstance(x, Variable) and inner.is_changed(leaf, n):
-            changed[n] = leaf
-    grouping = Grouping(filters, ())
-
-    def is_dropped(_: graph.FlatGraph, path: Path) -> bool:
-        return not any(role is CARRY for role in grouping.roles(path))
+    for (path, after), owner in zip(flat.items(), flat.owners, strict=True):
+        n = numbers_by_path.get(path)
+        if n is None or owner is None or not inner.is_changed(after, n):
+            continue
+        i, g = static.places[n]
+        if filters[i][g][1] is CARRY:
+            changed[n] = after
+        elif not inner.is_passed(after, owner, n):
+            calls.warn_of_dropped_structure(path, "replaces the array")
 
     # Variables have an identity, other objects only a place.
     variables = {id(x): i for i, x in enumerate(inner.objects) if isinstance(x, Variable)}
@@ -399,7 +405,11 @@ def changed_loop_arrays(
         for i, x in enumerate(flat.objects)
     ]
     found = NumberedGraph(flat.graphdef, origins, range(len(flat.leaves)))
-    check_loop_graph(static, flat, found, is_dropped, None)
+    grouping = Grouping(filters, ())
+    for path, parts, _ in _changes_of_arguments(static, found):
+        if grouping.is_carried(path):
+            raise calls.loop_change_error(path, _change_text(*parts))
+        calls.warn_of_dropped_structure(path, _change_text(*parts))
     return changed
 
 
@@ -407,10 +417,13 @@ def check_loop_graph(
     static: StaticObjects,
     after: graph.FlatGraph,
     found: NumberedGraph,
-    may_change: Callable[[graph.FlatGraph, Path], bool],
+    grouping: Grouping,
     recording: Recording | None,
 ) -> list[tuple[int, Hashable]]:
-    """Refuses changes of the graph, except where `may_change` allows them.
+    """Refuses changes of the graph that a loop with graph updates cannot have.
+
+    Each iteration has its own part of a mapped object. Static values of a shared one are the same
+    at the beginning of each iteration, and so at its end.
 
     Args:
         found: the graph after, where an object that replaces another one has its number.
@@ -430,26 +443,47 @@ def check_loop_graph(
             and all(is_recorded(known[n], recording) for n in objects.variable_numbers(ident, name))
         )
 
-    old, new = (dict(root.attributes)[0] for root in (static.graphdef.root, after.graphdef.root))
-    origins = static.described().origins, found.origins
-    for path, _, (a, b), owner in graph_diff.differences((old, new), origins, (0,)):
-        index = graph_diff.index_of(b)
-        # Marks, order and class of an object may change.
-        is_same = index is not None and graph_diff.index_of(a) == found.origins[index]
-        if (is_same and type(a) is type(b)) or may_change(after, path):
+    for path, (a, b), owner in _changes_of_arguments(static, found):
+        is_static = all(part is None or isinstance(part, StaticValue) for part in (a, b))
+        if grouping.is_mapped(after, path) or (is_static and not grouping.is_carried(path)):
             continue
         if a is None and is_made(owner, path[-1]):
             gained.append((owner, path[-1]))
             continue
-        error, change = calls.loop_change_error, "changes a reference or static value"
+        error, change = calls.loop_change_error, _change_text(a, b)
         if is_later:
             error = calls.changed_creation_error
             if isinstance(a, StaticValue) and isinstance(b, StaticValue):
                 change = f"changes {a.value!r} to {b.value!r}"
-        if None in (a, b):
-            change = "makes an attribute" if a is None else "removes the attribute"
         raise error(path, change)
     return gained
+
+
+def _changes_of_arguments(
+    static: StaticObjects, found: NumberedGraph
+) -> Iterator[tuple[Path, tuple[Any, Any], int | None]]:
+    """Yields the path of each change of the arguments' graph, its parts, and `Difference.owner`.
+
+    Marks, order and class of an object may change.
+    """
+    old, new = (dict(graphdef.root.attributes)[0] for graphdef in (static.graphdef, found.graphdef))
+    origins = static.described().origins, found.origins
+    for path, _, (a, b), owner in graph_diff.differences((old, new), origins, (0,)):
+        index = graph_diff.index_of(b)
+        is_same = index is not None and graph_diff.index_of(a) == found.origins[index]
+        if not is_same or type(a) is not type(b):
+            yield path, (a, b), owner
+
+
+def _change_text(before: object, after: object) -> str:
+    """Says what a body did to a part, None where there was or is none."""
+    if before is None:
+        return "makes an attribute"
+    if after is None:
+        return "removes the attribute"
+    if isinstance(before, graph.VariableDef):
+        return "replaces the variable"
+    return "changes a reference or static value"
 
 
 def is_recorded(variable: Variable[Any], recording: Recording) -> bool:
