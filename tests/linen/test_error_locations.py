@@ -63,7 +63,10 @@ class Net(nn.Module):
             made = nn.jit(Layers)
         if self.around == "vmap":
             made = nn.vmap(
-                Layers, variable_axes={"params": 0, "st": 0}, split_rngs={"params": True}
+                Layers,
+                variable_axes={"params": 0, "st": 0},
+                split_rngs={"params": True},
+                metadata_params={"partition_name": None},
             )
         return made(self.way, self.change, self.axes, self.axis_name, name="layers")(x)
 

@@ -516,7 +516,9 @@ def test_operands_may_be_shared_only_in_graphs():
     m = BranchPair()
     nnx.cond(True, lambda a, b: (up(a), up(b)), lambda a, b: (0.0, 0.0), m, m)
     assert float(m.n) == 2
-    with pytest.raises(SharedObjectError, match=r"nnx\.cond\(<lambda>\).* is at a\.n and at b\[0\]\.n"):
+    with pytest.raises(
+        SharedObjectError, match=r"nnx\.cond\(<lambda>\).* is at a\.n and at b\[0\]\.n"
+    ):
         nnx.cond(True, lambda a, b: 1, lambda a, b: 1, m, [m], graph=False)
 
 
