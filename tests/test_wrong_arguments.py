@@ -63,6 +63,11 @@ CASES = {
         errors.ArgumentValueError,
         "TensorAttentionBias.from_sequence got 0 biases, and none has a value",
     ),
+    "keys of several kinds": (
+        lambda: hierarchy.new_output_collection()._replace(summaries={1: 0, "a": 0}).add_child("a"),
+        errors.OutputConflictError,
+        "'a' is already among the summaries, which has ['1', 'a']; use another name.",
+    ),
     "other outputs": (
         lambda: CONTEXT.add_outputs({"summaries": {}}),
         errors.ArgumentValueError,

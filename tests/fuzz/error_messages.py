@@ -30,12 +30,7 @@ Span = tuple[int, int, int, int]
 
 def fault(error: BaseException) -> str | None:
     """Returns why an exception does not help a user, with the line of Weft, or None."""
-    chain = [error]
-    while following := chain[-1].__cause__ or chain[-1].__context__:
-        if following in chain:
-            break
-        chain.append(following)
-    for each in chain:
+    for each in _shown_with(error):
         frames = traceback.extract_tb(each.__traceback__)
         ours = [frame for frame in frames if SOURCE in Path(frame.filename).parents]
         # What the user called may itself make messages.
@@ -46,6 +41,16 @@ def fault(error: BaseException) -> str | None:
         if ours and (len(ours) > _RECURSION or _is_internal(each, frames[-1])):
             return f"internal {_shown(each)}, {_place(ours[-1])}"
     return None
+
+
+def _shown_with(error: BaseException | None) -> list[BaseException]:
+    """Returns an error and those that Python shows with it."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        handled = None if error.__suppress_context__ else error.__context__
+        error = error.__cause__ or handled
+    return chain
 
 
 def _shown(error: BaseException) -> str:

@@ -59,7 +59,7 @@ def warn_deprecated(what: str, instead: str) -> None:
     warn_user(f"{what} is deprecated, as in Flax: {instead}.", DeprecationWarning)
 
 
-def similar_names(name: str, candidates: _Iterable[str]) -> list[str]:
+def similar_names(name: object, candidates: _Iterable[object]) -> list[str]:
     """Returns the candidates that are similar to `name`, the nearest first.
 
     >>> similar_names("lerning_rate", ["learning_rate", "weight_decay", "b1"])
@@ -69,12 +69,12 @@ def similar_names(name: str, candidates: _Iterable[str]) -> list[str]:
     from difflib import SequenceMatcher
 
     def similarity(candidate: str) -> float:
-        wrong, right = name.lower(), candidate.lower()
+        wrong, right = str(name).lower(), candidate.lower()
         ratio = SequenceMatcher(None, wrong, right).ratio()
         contained = len(wrong) > 2 and len(right) > 2 and (wrong in right or right in wrong)
         return max(ratio, 0.65) if contained else ratio
 
-    scores = {candidate: similarity(candidate) for candidate in candidates}
+    scores = {candidate: similarity(candidate) for candidate in map(str, candidates)}
     near = [candidate for candidate, score in scores.items() if score >= 0.6]
     return sorted(near, key=lambda candidate: (-scores[candidate], candidate))
 
@@ -82,7 +82,7 @@ def similar_names(name: str, candidates: _Iterable[str]) -> list[str]:
 def did_you_mean(name: object, candidates: _Iterable[object]) -> str:
     """Returns the last sentence of an error about an unknown name, or a key that is not a name."""
     candidates = sorted(map(str, candidates))
-    near = similar_names(str(name), candidates)[:3]
+    near = similar_names(name, candidates)[:3]
     if near:
         return f"Did you mean {' or '.join(repr(n) for n in near)}?"
     if not candidates:

@@ -187,8 +187,8 @@ class Parameters(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         raise errors.MissingStateError(
             f"{self._path} has no parameter {name!r} in its state, which has "
-            f"{sorted(self)}. {errors.did_you_mean(name, self)} Was the state made by this model's "
-            "`initialize_parameters_recursively`?"
+            f"{sorted(map(str, self))}. {errors.did_you_mean(name, self)} Was the state made by "
+            "this model's `initialize_parameters_recursively`?"
         )
 
 
@@ -374,8 +374,8 @@ class BaseLayer(Module):
                 state[name] = initialize_stacked(child, n, key, prebuilt=given)
         if remaining:
             raise errors.ParameterSpecError(
-                f"prebuilt has {sorted(remaining)} for {self.path()}, which has no such parameters "
-                f"or children. {errors.did_you_mean(next(iter(remaining)), state)}"
+                f"prebuilt has {sorted(map(str, remaining))} for {self.path()}, which has no such "
+                f"parameters or children. {errors.did_you_mean(next(iter(remaining)), state)}"
             )
         return state
 

@@ -60,8 +60,8 @@ class OutputCollection(NamedTuple):
         for kind, outputs in self._asdict().items():
             if name in outputs:
                 raise errors.OutputConflictError(
-                    f"{name!r} is already among the {kind}, which has {sorted(outputs)}; use "
-                    "another name."
+                    f"{name!r} is already among the {kind}, which has "
+                    f"{sorted(map(str, outputs))}; use another name."
                 )
         return self.child(name)
 

@@ -497,7 +497,7 @@ class LoraFusedQKVLinear(qkv_linear.BaseQKVLinear):
             raise LayerConfigError(
                 f"{self.path()}: the weights of a {type(layer).__name__} are unknown, so an "
                 "adapter cannot be merged into them; its state has "
-                f"{sorted(base)}, expected 'qkv_proj' or 'q_proj'."
+                f"{sorted(map(str, base))}, expected 'qkv_proj' or 'q_proj'."
             )
         return base
 

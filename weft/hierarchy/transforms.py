@@ -175,8 +175,9 @@ def scan_in_context(
     if scanned is not None:
         if other := xs.keys() - {scanned, "state", "prng_key"}:
             raise ArgumentValueError(
-                f"xs of scan_in_context has {scanned!r} and {sorted(other)}; only 'state' and "
-                "'prng_key' replace fields of the context. Write `xs={'xs': xs}` to scan all of it."
+                f"xs of scan_in_context has {scanned!r} and {sorted(map(str, other))}; only "
+                "'state' and 'prng_key' replace fields of the context. Write `xs={'xs': xs}` to "
+                "scan all of it."
             )
         fn = _with_context_fields(fn, scanned)
     inner = context.fork()

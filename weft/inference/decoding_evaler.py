@@ -85,7 +85,8 @@ class SampleDecoding(BaseMetricCalculator):
             found = "the field is missing" if tokens is None else f"it has {tokens.shape[1]}"
             raise errors.DecodingEvalError(
                 f"{self.path()}: prompts are the first prompt_length={cfg.prompt_length} tokens of "
-                f"{cfg.prompt_field!r}, but {found}. The batch has {', '.join(sorted(batch))}."
+                f"{cfg.prompt_field!r}, but {found}. The batch has "
+                f"{', '.join(sorted(map(str, batch)))}."
             )
         return tokens[:, : cfg.prompt_length]
 

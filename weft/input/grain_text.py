@@ -270,7 +270,10 @@ def _turns(example: Mapping[str, Any]) -> list[tuple[str, str]]:
             return turns
     except (KeyError, TypeError):
         pass
+    shown = f"of type {type(example).__name__}"
+    if isinstance(example, Mapping):
+        shown = f"with {sorted(map(str, example))}"
     raise InputDatasetError(
-        f"the example, with {sorted(example)}, has no conversation; expected 'messages', a list of "
-        "dicts of 'role' and 'content', or a 'prompt' and a 'response', all of them strings"
+        f"the example, {shown}, has no conversation; expected 'messages', a list of dicts of "
+        "'role' and 'content', or a 'prompt' and a 'response', all of them strings"
     )

@@ -285,8 +285,8 @@ def named_documents(
     named = documents if isinstance(documents, Mapping) else {"documents": documents}
     if weights is not None and set(weights) != set(named):
         raise InputDatasetError(
-            f"weights are given for {sorted(weights)}, but the documents are {sorted(named)}; "
-            "pass one positive weight for each of them"
+            f"weights are given for {sorted(map(str, weights))}, but the documents are "
+            f"{sorted(map(str, named))}; pass one positive weight for each of them"
         )
     return named
 

@@ -561,8 +561,8 @@ def _convert(source: Any, target: Mapping[str, Any], path: str) -> Any:
     unused = [name for name in source if name not in used and jax.tree.leaves(source[name])]
     if unused:
         raise errors.ParameterSpecError(
-            f"{path or 'the source'} has the parameters {sorted(unused)}, which the target "
-            f"lacks; it has {sorted(target)}."
+            f"{path or 'the source'} has the parameters {sorted(map(str, unused))}, which the "
+            f"target lacks; it has {sorted(map(str, target))}."
         )
     return new
 
@@ -570,7 +570,7 @@ def _convert(source: Any, target: Mapping[str, Any], path: str) -> Any:
 def _source_entry(source: Mapping[str, Any], name: str, at: str) -> Any:
     if name not in source:
         raise errors.ParameterSpecError(
-            f"{at} is copied from {name!r} of the source, which has {sorted(source)}. "
+            f"{at} is copied from {name!r} of the source, which has {sorted(map(str, source))}. "
             f"{errors.did_you_mean(name, source)}"
         )
     return source[name]
