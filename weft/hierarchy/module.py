@@ -483,6 +483,10 @@ class Module(Configurable):
     def add_summary(self, name: str, value: object) -> None:
         """Reports an array, `WeightedScalar`, `Summary` or nested dict of them for this step.
 
+        Over the batches of an evaluation, a plain number is averaged as it is, each batch with
+        equal weight: right for a mean over batches of one size, wrong for F1 or a mean over tokens.
+        A `WeightedScalar` is averaged by its weight, and a metric of `weft.metrics` adds up.
+
         Raises OutputConflictError if the name was used before in this invocation.
         """
         for leaf in jax.tree.leaves(value, is_leaf=lambda v: hasattr(v, "validate")):

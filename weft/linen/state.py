@@ -494,6 +494,10 @@ class ModuleVariables:
     ) -> bool:
         """Stores a value in a collection, for use outside; returns whether it is mutable.
 
+        A trainer reports the collection "summaries". Over the batches of an evaluation, a plain
+        number is averaged as it is, each batch with equal weight; a `WeightedScalar` of
+        `weft.hierarchy` by its weight; and a metric of `weft.metrics`, such as F1, adds up.
+
         Args:
             col: the collection; if it is not mutable, nothing is stored.
             reduce_fn: combines the previously stored value and the new one.

@@ -100,6 +100,10 @@ class Module(Pytree):
     ) -> bool:
         """Stores a value in a variable; returns False if `nnx.capture` omits its kind.
 
+        A trainer reports what is sown as "summaries". Over the batches of an evaluation, a plain
+        number is averaged as it is, each batch with equal weight; a `WeightedScalar` of
+        `weft.hierarchy` by its weight; and a metric of `weft.metrics`, such as F1, adds up.
+
         Args:
             variable_type: class of the variable, or its name (see `variable_type_from_name`).
             reduce_fn: combines the stored value and the new one; by default appends to a tuple.

@@ -490,6 +490,29 @@ def test_facts_of_a_base_are_written_back(references, transformers, name, tmp_pa
         assert {**old, "rope_theta": rope["rope_theta"]} == rope
 
 
+@pytest.mark.parametrize(
+    ("ends", "further", "expected"),
+    [(2, [3, 2], (2, 3)), ([2], 2, 2), (None, [3], 3), (2, None, 2), (None, None, -1)],
+    ids=str,
+)
+def test_ends_of_the_generation_config_are_ends_too(ends, further, expected, references, tmp_path):
+    base, out = tmp_path / "base", tmp_path / "out"
+    shutil.copytree(references("llama-3.1").folder, base)
+    edit_json(base / "config.json", eos_token_id=ends)
+    (base / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": further}), encoding="utf-8"
+    )
+    cfg, params = from_huggingface(base)
+    assert cfg.decoder.eos_token_id == expected
+    to_huggingface(out, cfg, params, base=base)
+    for name, of_base in (("config.json", ends), ("generation_config.json", further)):
+        assert read_json(out / name)["eos_token_id"] == of_base
+    assert from_huggingface(out)[0] == cfg
+    (base / "generation_config.json").write_text('{"eos_token_id": "no"}', encoding="utf-8")
+    with pytest.raises(HuggingFaceConfigError, match=r"generation_config.json has eos_token_id"):
+        from_huggingface(base)
+
+
 def test_facts_that_training_changed_are_replaced(references, tmp_path):
     base, out = tmp_path / "base", tmp_path / "out"
     shutil.copytree(references("llama-3.1").folder, base)

@@ -20,13 +20,14 @@ from weft.interop.huggingface.causal_lms import GPT2, LLAMA, MISTRAL, QWEN2, QWE
 from weft.interop.huggingface.family import Family, TensorMapping, hidden_dim
 from weft.interop.huggingface.folder import (
     CONFIG,
+    GENERATION_CONFIG,
     SPECIAL_IDS,
     SourceFolder,
     merged,
     write_generation_config,
     write_tokenizer,
 )
-from weft.interop.huggingface.settings import Settings
+from weft.interop.huggingface.settings import NO_PADDING, Settings
 from weft.serialization import safetensors, untrusted
 from weft.serialization.directory import Directory
 from weft.typing import DType, NestedTensor, Tensor
@@ -63,7 +64,7 @@ def huggingface_model_config(
         WeightsReadError: if the config is missing, or not JSON.
         HuggingFaceConfigError: if the model is not supported.
     """
-    settings = _settings(folder)
+    settings = _with_generation_ends(_settings(folder), folder)
     cfg: Any = _family(settings).read(settings).set(dtype=dtype)
     if stack is not None:
         made = cfg.decoder.transformer
@@ -71,8 +72,8 @@ def huggingface_model_config(
     return cfg
 
 
-def _settings(folder: _PathLike) -> Settings:
-    path = Path(folder) / CONFIG
+def _settings(folder: _PathLike, name: str = CONFIG) -> Settings:
+    path = Path(folder) / name
     try:
         values = untrusted.read_json_file(path)
         if not isinstance(values, dict):
@@ -82,6 +83,18 @@ def _settings(folder: _PathLike) -> Settings:
             f"{str(path)!r} cannot be read ({error}). Name the folder of a Hugging Face checkpoint."
         ) from error
     return Settings(values, str(path))
+
+
+def _with_generation_ends(settings: Settings, folder: _PathLike) -> Settings:
+    """Returns settings with the ids at which the generation config stops, in addition to theirs.
+
+    A model of conversations often has the end of a turn only there.
+    """
+    if not os.path.lexists(Path(folder) / GENERATION_CONFIG):
+        return settings
+    ends = [*settings.end_ids(), *_settings(folder, GENERATION_CONFIG).end_ids()]
+    unique = [i for i in dict.fromkeys(ends) if i != NO_PADDING]
+    return Settings({**settings.values, "eos_token_id": unique or None}, settings.source)
 
 
 def _family(settings: Settings) -> Family:
@@ -300,6 +313,7 @@ def _with_base(
             "that the model was made from."
         )
     settings = Settings(values, str(base.path / CONFIG))
+    settings = _with_generation_ends(settings, base.path)
     theirs = _family(settings)
     _, own_of_base = _config_dict(theirs.read(settings))
     if own_of_base["model_type"] != own["model_type"]:

@@ -89,15 +89,21 @@ class Settings:
 
     def special_tokens(self) -> dict[str, Any]:
         """Returns the id of padding, and that of the end of a sequence, or a tuple of several."""
-        ids = {name: self.get(name, NO_PADDING) for name in ("pad_token_id", "eos_token_id")}
-        for name, value in ids.items():
-            several = isinstance(value, list) and value and name == "eos_token_id"
-            for i in value if several else [value]:
-                if type(i) is not int or not NO_PADDING <= i <= MAX_SIZE:
-                    raise self.refusal(name, value, f"can be the id of a token, or {NO_PADDING}")
-            if several:
-                ids[name] = tuple(value) if len(value) > 1 else value[0]
-        return ids
+        pad, ends = self.get("pad_token_id", NO_PADDING), self.end_ids()
+        self._check_token("pad_token_id", pad, pad)
+        return {"pad_token_id": pad, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+
+    def end_ids(self) -> tuple[int, ...]:
+        """Returns the ids that end a sequence, of which the first separates documents."""
+        value: Any = self.get("eos_token_id", NO_PADDING)
+        ids = value if isinstance(value, list) and value else [value]
+        for i in ids:
+            self._check_token("eos_token_id", value, i)
+        return tuple(ids)
+
+    def _check_token(self, name: str, value: object, token: object) -> None:
+        if type(token) is not int or not NO_PADDING <= token <= MAX_SIZE:
+            raise self.refusal(name, value, f"can be the id of a token, or {NO_PADDING}")
 
     def rotary(self) -> hierarchy.RoFormerSinusoidalPositionalEmbedding.Config:
         """Returns the config of rotary positions."""
