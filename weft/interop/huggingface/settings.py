@@ -89,14 +89,19 @@ class Settings:
 
     def special_tokens(self) -> dict[str, Any]:
         """Returns the id of padding, and that of the end of a sequence, or a tuple of several."""
-        pad, ends = self.get("pad_token_id", NO_PADDING), self.end_ids()
+        pad = self.get("pad_token_id", NO_PADDING)
         self._check_token("pad_token_id", pad, pad)
-        return {"pad_token_id": pad, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+        ends: Any = self.end_ids()
+        if len(ends) == 1:
+            ends = ends[0]
+        return {"pad_token_id": pad, "eos_token_id": ends}
 
     def end_ids(self) -> tuple[int, ...]:
-        """Returns the ids that end a sequence, of which the first separates documents."""
+        """Returns the ids that end a sequence; the first separates documents."""
         value: Any = self.get("eos_token_id", NO_PADDING)
-        ids = value if isinstance(value, list) and value else [value]
+        ids: list[Any] = [value]
+        if isinstance(value, list) and value:
+            ids = value
         for i in ids:
             self._check_token("eos_token_id", value, i)
         return tuple(ids)
