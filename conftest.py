@@ -46,6 +46,15 @@ os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "1")
 # Users run Weft with it, and the first layer that adds axes silently would stop their program.
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
+_MEMORY = "/dev/shm"
+# Tests write, flush and remove ten thousands of small files, and a disk would make them wait: they
+# are written to memory, where it may hold them all and programs may be started from there.
+if "TMPDIR" not in os.environ and os.access(_MEMORY, os.W_OK):
+    _file_system = os.statvfs(_MEMORY)
+    _free_bytes = _file_system.f_bavail * _file_system.f_frsize
+    if _free_bytes >= 4 * 2**30 and not _file_system.f_flag & os.ST_NOEXEC:
+        tempfile.tempdir = os.environ["TMPDIR"] = _MEMORY
+
 _KEPT_FROM = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 # Many tests compile the same small programs, some in processes of their own: each is compiled once
 # for all of them. The cache begins empty and goes with the temporary directory, so nothing is ever
