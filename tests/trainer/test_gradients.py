@@ -267,10 +267,15 @@ def loss_in_parts(params, batch, steps, grad_dtype=None):
 
 def test_loss_is_differentiable():
     params = jax.tree.map(jnp.float32, PARAMS)
-    grads, of_one = (
-        jax.grad(lambda p, n=n: 3 * loss_in_parts(p, SOME, n), allow_int=True)(params)
-        for n in (2, 1)
-    )
+
+    @jax.jit
+    def grads_in_parts(params):
+        return [
+            jax.grad(lambda p, n=n: 3 * loss_in_parts(p, SOME, n), allow_int=True)(params)
+            for n in (2, 1)
+        ]
+
+    grads, of_one = grads_in_parts(params)
     np.testing.assert_allclose(grads["linear"]["w"], of_one["linear"]["w"], rtol=1e-5)
     with pytest.raises(GradientAccumulationError, match=r"aux/errors of a forward pass over micro"):
         fn = with_minibatch_steps(steps=2)(forward)

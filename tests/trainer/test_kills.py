@@ -1,6 +1,6 @@
 """A training process is killed at random moments, again and again, and ends with the same bits.
 
-`make soak` kills it 60 times; here, as often as WEFT_SOAK_KILLS says, or three times.
+`make soak` kills it 60 times; here, as often as WEFT_SOAK_KILLS says, or twice.
 """
 
 import json
@@ -19,7 +19,7 @@ from weft.trainer.checkpointer.manifest import find_damage, read_manifest
 
 pytestmark = pytest.mark.long
 
-KILLS = int(os.environ.get("WEFT_SOAK_KILLS", "3"))
+KILLS = int(os.environ.get("WEFT_SOAK_KILLS", "2"))
 _PATIENCE_SECONDS = 200.0
 
 TRAIN = """
@@ -85,17 +85,16 @@ def test_repeatedly_killed_run_ends_bitwise_equal(start, tmp_path, capsys):
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     chance = random.Random(0)
     # To fill the cache, and to see how long a start takes.
-    for seconds in (None, 0):
-        begin = time.monotonic()
-        finish(start(tmp_path / "warm", "max_step=2"))
-        seconds = time.monotonic() - begin
-        shutil.rmtree(tmp_path / "warm")
+    begin = time.monotonic()
+    finish(start(tmp_path / "warm", "max_step=2"))
+    seconds = time.monotonic() - begin
+    shutil.rmtree(tmp_path / "warm")
 
     in_a_save = resumed = 0
     for _ in range(KILLS):
         before = newest(cut)
         process = start(cut, "max_step=1000000", "checkpointer.save_policy.n=2")
-        time.sleep(chance.uniform(0, 1.6 * seconds))
+        time.sleep(chance.uniform(0, seconds))  # the first start compiled, which takes longer
         process.kill()
         out, _ = process.communicate()
         assert process.returncode == -signal.SIGKILL, out

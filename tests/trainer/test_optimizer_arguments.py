@@ -70,6 +70,12 @@ def loop(optimizer, params, steps=STEPS, loss_of=loss_of):
     return params, evaluated
 
 
+@pytest.fixture(scope="module")
+def searched(first):
+    """The parameters after steps of a line search."""
+    return loop(optax.lbfgs(), first[1])[0]
+
+
 def train(first, directory, optimizer, **learner):
     cfg = first[0].clone(dir=str(directory), max_step=STEPS)
     cfg.learner = Learner.default_config().set(optimizer=optimizer, **learner)
@@ -87,17 +93,24 @@ def close(a, b):
     [
         plateau,
         optax.polyak_sgd,
-        optax.lbfgs,
         lambda: optax.MultiSteps(plateau(), every_k_schedule=2),
         lambda: optax.contrib.momo(0.5),
         lambda: optax.contrib.sophia(0.1),
     ],
-    ids=["reduce_on_plateau", "polyak_sgd", "lbfgs", "MultiSteps", "momo", "sophia"],
+    ids=["reduce_on_plateau", "polyak_sgd", "MultiSteps", "momo", "sophia"],
 )
 def test_fit_takes_the_steps_of_optax(first, make):
+    close(fitted(make()), loop(make(), first[1])[0])
+
+
+def test_fit_searches_along_a_line(searched):
+    close(fitted(optax.lbfgs()), searched)
+
+
+def fitted(optimizer):
     kwargs = {"steps": STEPS, "batch_size": 16, "progress": False}
-    result = weft.fit(MODEL, (X, Y), "mse", optimizer=make(), **kwargs)
-    close(result.last.variables["params"], loop(make(), first[1])[0])
+    result = weft.fit(MODEL, (X, Y), "mse", optimizer=optimizer, **kwargs)
+    return result.last.variables["params"]
 
 
 def in_transformations():
@@ -115,18 +128,21 @@ SEARCH = config_for_function(as_partitioned).set(transformation=optax.lbfgs())
 @pytest.mark.parametrize(
     ("optimizer", "learner"),
     [
-        (SEARCH, {"loss_scale": DynamicLossScale.default_config()}),
         (
             SEARCH,
-            {"forward_fn_transformation": config_for_function(with_minibatch_steps).set(steps=4)},
+            {
+                "loss_scale": DynamicLossScale.default_config(),
+                "forward_fn_transformation": config_for_function(with_minibatch_steps).set(steps=4),
+            },
         ),
-        (in_transformations(), {}),
-        (SEARCH, {"precision": "float32"}),
+        (in_transformations(), {"precision": "float32"}),
     ],
-    ids=["loss scale", "accumulation", "transformations", "precision"],
+    ids=["loss scale and accumulation", "transformations and precision"],
 )
-def test_a_line_search_sees_the_loss_of_the_whole_batch(first, tmp_path, optimizer, learner):
-    close(train(first, tmp_path, optimizer, **learner)["params"], loop(optax.lbfgs(), first[1])[0])
+def test_a_line_search_sees_the_loss_of_the_whole_batch(
+    first, searched, tmp_path, optimizer, learner
+):
+    close(train(first, tmp_path, optimizer, **learner)["params"], searched)
 
 
 def test_a_line_search_over_some_parameters(first, tmp_path):
