@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from weft.config import config_for_function
-from weft.errors import InferenceError
+from weft.errors import FileRefusedError, InferenceError
 from weft.hierarchy.base_layer import BaseModel, ParameterSpec
 from weft.inference.output import JsonlExampleRecordSink
 from weft.inference.pipeline import (
@@ -183,6 +183,24 @@ def test_arrays_without_rows_are_refused(directory):
     with pytest.raises(InferenceError, match=r"equally many rows.*'output/total': \(\)\}; set a"):
         pipeline.run()
     assert not (directory / "record-00000-of-00001.jsonl").exists()
+
+
+def test_unfinished_output_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "private").write_text("mine", encoding="utf-8")
+    (tmp_path / ".out.jsonl.unfinished").symlink_to(tmp_path / "private")
+    cfg = JsonlExampleRecordSink.default_config().set(
+        name="sink", output_path=f"{tmp_path}/out.jsonl"
+    )
+    sink = cfg.instantiate(parent=None)
+    with pytest.raises(FileRefusedError, match=r"\.out\.jsonl\.unfinished' is a symbolic link"):
+        sink.write({"a": 1})
+    assert (tmp_path / "private").read_text(encoding="utf-8") == "mine"
+    # One of a killed process is written anew.
+    (tmp_path / ".out.jsonl.unfinished").unlink()
+    (tmp_path / ".out.jsonl.unfinished").write_text("left over, and longer", encoding="utf-8")
+    sink.write({"a": 1})
+    sink.flush()
+    assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == '{"a": 1}\n'
 
 
 def test_output_paths_of_processes_differ(monkeypatch):

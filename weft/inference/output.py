@@ -23,6 +23,7 @@ from weft import config, errors, serialization
 from weft.core.flat_dict import flatten_dict
 from weft.hierarchy.module import Module
 from weft.input import dispatch
+from weft.serialization.directory import Directory
 from weft.serialization.untrusted import check_local_path
 from weft.typing import Nested
 
@@ -120,7 +121,12 @@ class JsonlExampleRecordSink(BaseRecordSink):
     def _open(self) -> IO[str]:
         if self._file is None:
             self._output_path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._unfinished, "w", encoding="utf-8")  # noqa: SIM115
+            folder, name = Directory(str(self._output_path.parent)), self._unfinished.name
+            # One that a killed process has left; a link of its name is refused.
+            if folder.has_file(name):
+                folder.remove(name)
+            fd = folder.descriptor(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            self._file = open(fd, "w", encoding="utf-8")  # noqa: SIM115
         return self._file
 
 

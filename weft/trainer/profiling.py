@@ -21,7 +21,6 @@ profile plugin, and `*.trace.json.gz` for ui.perfetto.dev.
 
 import contextlib
 import datetime
-import glob
 import logging
 import math
 import os
@@ -501,7 +500,11 @@ def layer_times(directory: str, step: jax.stages.Compiled) -> dict[str, float]:
     text = step.as_text() or ""
     layers, program = _layers_of_operations(text), text.split(",")[0].removeprefix("HloModule ")
     times, runs = Counter[str](), set[object]()
-    for path in glob.glob(os.path.join(glob.escape(directory), "**/*.xplane.pb"), recursive=True):
+    run = Directory(directory)
+    for entry in run.walk() if os.path.isdir(directory) else ():
+        if not (entry.is_file and entry.name.endswith(".xplane.pb")):
+            continue
+        path = run.full_path(entry.name)
         for plane in jax.profiler.ProfileData.from_file(path).planes:
             for line in plane.lines:
                 for event in line.events:
