@@ -195,7 +195,7 @@ def test_unfinished_output_is_not_written_through_a_link(tmp_path):
     with pytest.raises(FileRefusedError, match=r"\.out\.jsonl\.unfinished' is a symbolic link"):
         sink.write({"a": 1})
     assert (tmp_path / "private").read_text(encoding="utf-8") == "mine"
-    # One of a killed process is written anew.
+    # One of a killed process is written again.
     (tmp_path / ".out.jsonl.unfinished").unlink()
     (tmp_path / ".out.jsonl.unfinished").write_text("left over, and longer", encoding="utf-8")
     sink.write({"a": 1})
