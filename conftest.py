@@ -6,6 +6,7 @@ It is at the root, so that the examples in weft/ run under it as the tests do.
 import functools
 import gc
 import hashlib
+import importlib
 import io
 import os
 import sys
@@ -261,6 +262,18 @@ def _traces_in_two_threads() -> int:
     thread.start()
     thread.join()
     return len(traces)
+
+
+def pytest_collectstart(collector):
+    """Imports the package of a module with examples before the module.
+
+    Else pytest runs a module a second time that its own package imports, and the examples see two
+    classes of one name.
+    """
+    root = collector.config.rootpath
+    if isinstance(collector, pytest.File) and collector.path.is_relative_to(root / "weft"):
+        folder = collector.path.relative_to(root).parent
+        importlib.import_module(".".join(folder.parts))
 
 
 def pytest_configure(config):

@@ -18,6 +18,27 @@ def is_held(variable):
     return isinstance(variable.get_raw_value(), jax.Ref)
 
 
+def test_writes_of_a_compiled_function_that_closes_over_it_are_kept():
+    variables = [nnx.Variable(jnp.zeros(()), hijax=True), nnx.Variable(jnp.zeros(()), ref=True)]
+    for name in ("hijax", "ref"):
+        with var_defaults(**{name: True}):
+            variables.append(nnx.Variable(jnp.zeros(())))
+    variables.append(nnx.Dict(v=nnx.Variable(jnp.zeros(()), hijax=True)).v)
+
+    @jax.jit
+    def write(x):
+        for v in variables:
+            v[...] += x
+            jax.jit(lambda v=v: v.set_value(v + x))()
+            jax.lax.scan(lambda c, y, v=v: (c, v.set_value(v + y)), 0, jnp.arange(3.0))
+            jax.lax.cond(x > 1, lambda v=v: v.set_value(v * 10), lambda: None)
+        return variables[0] * 1
+
+    assert float(write(1.0)) == 5
+    assert float(write(2.0)) == (5 + 2 + 2 + 3) * 10
+    assert [float(v[...]) for v in variables] == [120] * 5
+
+
 @NAMES
 def test_it_reads_and_writes_like_any_variable(name):
     w = nnx.Param(jnp.array([1.0, 2.0]), **{name: True})
