@@ -93,6 +93,11 @@ CASES = {
         errors.VariableTypeError,
         "give a variable, as nnx.state has them, or set the value",
     ),
+    "bytes as a name": (
+        lambda: serialization.from_state_dict({"a": 1}, {}, b"x"),
+        errors.StateDictMismatchError,
+        "b'x'",
+    ),
     "no bytes": (
         lambda: serialization.msgpack_restore(dict),
         TypeError,

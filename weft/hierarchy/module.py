@@ -57,11 +57,11 @@ def mark_method(fun: F, mark: str, decorator: str) -> F:
     """
     try:
         setattr(fun, mark, True)
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError):
         raise errors.ArgumentValueError(
             f"{decorator} marks a method, but got {fun!r} of type {type(fun).__name__}; write it "
             "next to the function, below other decorators."
-        ) from error
+        ) from None
     return fun
 
 

@@ -50,7 +50,7 @@ def current_path() -> str:
 
     For messages of functions passed to `register_serialization_state`; empty outside of the two.
     """
-    return "/".join(_path.names)
+    return "/".join(map(str, _path.names))
 
 
 ToState = Callable[[Any], Any]
