@@ -357,7 +357,7 @@ SEGMENTS = jnp.array(LIVE).astype(int)[None]
 
 
 def attention_of(implementation: str, **options) -> Case:
-    """Attention of four positions, of which one is hidden and its result is not used."""
+    """Attention of four positions; one is hidden, and its result is not used."""
 
     def run(q, k, v):
         q, k, v = q[None], k[None], v[None]
@@ -389,7 +389,7 @@ def nnx_attention() -> tuple[dict, Callable]:
 
 
 def decoded() -> Case:
-    """Decoding of four positions, of which a mask hides the third."""
+    """Decoding of four positions; a mask hides the third."""
     module = nn.MultiHeadDotProductAttention(num_heads=2, decode=True)
     variables = module.init(jax.random.key(0), normal(1, 4, 6))
     live = jnp.array(LIVE)
