@@ -463,6 +463,14 @@ def alias_of_two_arguments_with_a_rule(nnx, **mode):
     f(m, m)
 
 
+@error(VALUES)
+def tangents_of_one_object_at_two_places(nnx, **mode):
+    Holder = models(nnx).Holder
+    part = Holder(a=jnp.array(3.0))
+    tangents = Holder(a=jnp.array(1.0)), Holder(a=jnp.array(10.0))
+    nnx.jvp(lambda p, q: p.a * q.a**2, (part, part), tangents, **mode)
+
+
 @error(GRAPH)
 def no_rule(nnx, **mode):
     nnx.custom_vjp(lambda m: m.w * 1, **mode)(models(nnx).Pair())

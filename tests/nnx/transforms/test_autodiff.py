@@ -275,6 +275,10 @@ def test_mismatched_tangents_are_rejected():
         CallMismatchError, match="jvp: the function returns an object where its result"
     ):
         nnx.jvp(lambda m: m.w, (m,), (m,))
+    with pytest.raises(
+        CallMismatchError, match=r"the same \w+ is at two .* nnx\.clone\(\.\.\.\) in"
+    ):
+        nnx.jvp(lambda m, n: loss(m) * n.w, (m, m), (m, m))
 
 
 class Pair(nnx.Module):

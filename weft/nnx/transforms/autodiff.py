@@ -187,6 +187,15 @@ def jvp(
     objects = [x for x in jax.tree.leaves(primals, is_leaf=is_object) if is_object(x)]
     flat = kind.flatten(objects)
     wrt, of_objects, of_arrays = _split_primals(kind, tuple(primals), tuple(tangents))
+    for index, path in flat.repeated:
+        position: Any = path[1]
+        below = path[2:]
+        if any(other[: len(below)] == below for other in of_objects[position]):
+            raise errors.CallMismatchError(
+                f"jvp: the same {versions.class_and_shape(flat.objects[index])} is at two places "
+                f"of the primals, and has a tangent at each, the second in object {position}; pass "
+                "nnx.clone(...) in one of the places."
+            )
     groups: list[dict[int, Any]] = [{} for _ in objects]
     for n, (path, leaf) in enumerate(flat.items()):
         i: Any = path[1]
