@@ -1,5 +1,6 @@
 """What a message says of an argument of the wrong kind, where making it is the difficult part."""
 
+import dataclasses
 import re
 
 import jax.numpy as jnp
@@ -92,6 +93,11 @@ CASES = {
         lambda: LINEAR.kernel.update_from_state(jnp.ones(3)),
         errors.VariableTypeError,
         "give a variable, as nnx.state has them, or set the value",
+    ),
+    "a parent of a context": (
+        lambda: dataclasses.replace(CONTEXT, parent=2.5),
+        errors.ArgumentValueError,
+        "parent=2.5 is of type float; expected the InvocationContext of the caller, or None.",
     ),
     "bytes as a name": (
         lambda: serialization.from_state_dict({"a": 1}, {}, b"x"),

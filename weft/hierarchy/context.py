@@ -155,7 +155,13 @@ class InvocationContext:
             self._derived = self.prng_key
             del self.prng_key
         # The trace of outputs and keys: that in which the invocation began.
-        self._trace: Any = current_trace() if self.parent is None else self.parent._trace
+        try:
+            self._trace: Any = current_trace() if self.parent is None else self.parent._trace
+        except AttributeError:
+            raise errors.ArgumentValueError(
+                f"parent={self.parent!r} is of type {type(self.parent).__name__}; expected the "
+                "InvocationContext of the caller, or None."
+            ) from None
         self._child_calls: dict[str, str] = {}
         self._child_views: dict[str, InvocationContext] = {}
         # The states of shared modules above this context, where a transformation has cut the chain

@@ -194,7 +194,7 @@ class WeightInitializer(Initializer):
             return cfg.scale
         if axes is None:
             raise errors.ParameterInitError(
-                f"{name!r} of shape {tuple(shape)} has no fan axes, which fan={cfg.fan!r} needs; "
+                f"{name!r} of shape {shape} has no fan axes, which fan={cfg.fan!r} needs; "
                 "set `fan_axes=FanAxes(in_axis=..., out_axis=...)` in its ParameterSpec."
             )
         variance = cfg.scale / fans(shape, axes)[cfg.fan]
