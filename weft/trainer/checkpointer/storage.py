@@ -180,11 +180,10 @@ class OrbaxStateStorage(StateStorage):
                 with processes.barrier(), _quiet_writes():
                     python_dir = os.path.join(ckpt_dir, self._PYTHON)
                     host_state.maybe_save_python_savables(dict(leaves), dir=python_dir)
-                    with _array_folder(ckpt_dir, self._ARRAYS) as folder:
-                        futures = self._start_write(arrays, folder)
-                        copied.set()
-                        for future in futures:
-                            future.result()
+                    futures = self._start_write(arrays, _array_folder(ckpt_dir, self._ARRAYS))
+                    copied.set()
+                    for future in futures:
+                        future.result()
                 on_commit_callback(ckpt_dir=ckpt_dir, index=index)
             except BaseException as error:
                 self._error = error
@@ -301,19 +300,16 @@ class OrbaxStateStorage(StateStorage):
             self._handler = None
 
 
-@contextlib.contextmanager
-def _array_folder(ckpt_dir: str, name: str) -> Iterator[str]:
-    """Yields the path of the folder that array storage writes to, which was never a link."""
+def _array_folder(ckpt_dir: str, name: str) -> str:
+    """Returns the path of the folder that array storage writes to, which is no link now.
+
+    It is not the path of a handle, `/proc/self/fd/N`: after an error, writes of array storage may
+    still go on when the handle is closed, and N may be the folder of the next save by then.
+    """
     above, last = os.path.split(os.path.abspath(ckpt_dir))
-    with Directory(above).steady_path(f"{last}/{name}") as path:
-        try:
-            yield path
-        except Exception as error:
-            # Messages of array storage name what only this process can look up.
-            text = str(error).replace(path, os.path.join(ckpt_dir, name))
-            if text != str(error):
-                raise OSError(text) from error
-            raise
+    directory = Directory(above)
+    directory.make_folder(f"{last}/{name}")
+    return directory.full_path(f"{last}/{name}")
 
 
 def _remove_partial(ckpt_dir: str) -> None:
