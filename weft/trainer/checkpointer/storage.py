@@ -301,7 +301,7 @@ class OrbaxStateStorage(StateStorage):
 
 
 def _array_folder(ckpt_dir: str, name: str) -> str:
-    """Returns the path of the folder that array storage writes to, which is no link now.
+    """Returns the path of the folder that array storage writes to; refuses a link in its place.
 
     It is not the path of a handle, `/proc/self/fd/N`: after an error, writes of array storage may
     still go on when the handle is closed, and N may be the folder of the next save by then.
