@@ -104,6 +104,11 @@ CASES = {
         errors.StateDictMismatchError,
         "b'x'",
     ),
+    "an array as a directory": (
+        lambda: weft.trainer.Throughput.default_config().instantiate().start(jnp.ones(1), 0),
+        TypeError,
+        "expected str, bytes or os.PathLike object, not ArrayImpl",
+    ),
     "no bytes": (
         lambda: serialization.msgpack_restore(dict),
         TypeError,

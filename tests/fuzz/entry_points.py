@@ -68,6 +68,9 @@ EXCLUDED = {
     "launch.LocalJob.run",
     "launch.SlurmJob.submit",
     "launch.joined_processes",
+    # These read from the network.
+    "input.datasets.hugging_face_dataset",
+    "input.datasets.tfds_dataset",
     # These write to servers or databases.
     "trainer.MLflowWriter",
     "trainer.WandBWriter",

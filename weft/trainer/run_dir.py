@@ -292,6 +292,7 @@ def read_config(directory: str) -> str:
 
 def read_record(directory: str) -> dict[str, Any]:
     """Returns the contents of `run.json`, {} if lost; raises a RunDirError if damaged."""
+    directory = os.fspath(directory)  # a TypeError for what is not a path
     try:
         return _parse_record(directory)
     except (OSError, ValueError) as error:
@@ -303,6 +304,7 @@ def surviving_record(directory: str) -> dict[str, Any]:
 
     Raises a RunDirError if it is there, and cannot be read.
     """
+    directory = os.fspath(directory)
     try:
         return _parse_record(directory)
     except ValueError:
