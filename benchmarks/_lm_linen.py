@@ -6,7 +6,6 @@ import jax.numpy as jnp
 
 from weft import functional
 from weft import linen as nn
-from weft.input import ByteTokenizer
 from weft.recipes.lm import VOCAB_SIZE
 
 
@@ -67,5 +66,5 @@ class LanguageModel(nn.Module):
         x, _ = layers(embed(input_batch["input_ids"]) * math.sqrt(self.dim), None)
         labels = input_batch["target_labels"]
         logits = embed.attend(nn.RMSNorm()(x))
-        live = labels != ByteTokenizer.pad_id
+        live = input_batch["live_targets"]
         return functional.cross_entropy(logits, labels, live_targets=live)[0], {}

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-PAD = 257
-
 
 def from_weft(params):
     """Returns the parameters of the recipe's model, laid out as this file takes them."""
@@ -86,7 +84,7 @@ def make_step(peak_lr: float, max_step: int, unroll: bool = False):
         nll = optax.softmax_cross_entropy_with_integer_labels(
             logits(params, batch["input_ids"], unroll), labels
         )
-        live = labels != PAD
+        live = batch["live_targets"]
         return jnp.sum(nll * live) / jnp.sum(live)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))

@@ -129,15 +129,16 @@ class TorchModel:
             h = norm(x, w["norm2"])
             x = x + (fn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
         logits = norm(x, self.final_norm) @ self.embedding.T
-        return fn.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=_raw_lm.PAD)
+        return fn.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     def step(self, batch: dict[str, Any]) -> SupportsFloat:
         """Trains on a batch of NumPy arrays; returns the loss."""
         torch = self.torch
-        ids, labels = (
+        ids, labels, live = (
             torch.from_numpy(np.asarray(batch[name], np.int64))
-            for name in ("input_ids", "target_labels")
+            for name in ("input_ids", "target_labels", "live_targets")
         )
+        labels = torch.where(live != 0, labels, -100)  # which PyTorch ignores
         self.optimizer.param_groups[0]["lr"] = float(self.schedule(self.count))
         self.count += 1
         self.optimizer.zero_grad()
@@ -263,7 +264,7 @@ class _Alternating(RunListener):
             return
         jax.block_until_ready(outputs)
         self.times["Weft"].append(time.perf_counter() - self.start)
-        names = ("input_ids", "target_labels")
+        names = ("input_ids", "target_labels", "live_targets")
         batches = [
             {name: np.asarray(batch[name]) for name in names}
             for batch in (next(self.batches) for _ in range(self.size.block))

@@ -18,7 +18,7 @@ import numpy as np
 from weft import hierarchy, trainer
 from weft.config import InstantiableConfig, config_for_function
 from weft.hierarchy.causal_lm import gpt_decoder_config
-from weft.input import ArrayInput, Arrays
+from weft.input import ArrayInput, Arrays, split_part
 
 FORMATS = ("%A, %d %B %Y", "%b %d, %y", "%m/%d/%Y", "%d.%m.%y", "%a %d-%b-%Y", "day %j of %Y")
 PAD, END, LETTERS, LONGEST = 0, 1, 128, 32
@@ -44,7 +44,7 @@ class EncoderDecoder(hierarchy.BaseModel):
         target = input_batch["target"]
         before = jnp.pad(target[:, :-1], ((0, 0), (1, 0)), constant_values=END)
         outputs = self.decoder({"input_ids": before}, **self.encode(input_batch["source"]))
-        batch = {"target_labels": target, "live_targets": target != PAD}
+        batch = {"target_labels": target, "live_targets": _is_text(target)}
         loss, metrics = self.metrics(batch, predict_outputs=outputs, module_outputs={})
         self.add_summary("loss", loss)
         self.add_summary("accuracy", metrics["accuracy"])
@@ -52,7 +52,7 @@ class EncoderDecoder(hierarchy.BaseModel):
 
     def encode(self, source):
         """Returns the decoder's arguments for attention to the source, except its padding."""
-        is_text = (source != PAD).astype(jnp.int32)
+        is_text = _is_text(source).astype(jnp.int32)
         x = self.encoder(self.emb({"inputs": source}), target_segment_ids=is_text).data
         biases = jnp.where(is_text, 0.0, -1e9)[:, None, None]
         return {"cross_attention_data": x, "cross_attention_logit_biases": biases}
@@ -67,6 +67,12 @@ class EncoderDecoder(hierarchy.BaseModel):
         return found.sequences[:, 0]
 
 
+def _is_text(ids):
+    """Returns which positions are a text or its end, the first END: padding follows."""
+    is_end = ids == END
+    return jnp.cumsum(is_end, axis=1) - is_end == 0
+
+
 def as_ids(texts: list[str], length: int) -> np.ndarray:
     """The letters of each text, an end and padding."""
     padded = [text + chr(END) + chr(PAD) * (length - len(text) - 1) for text in texts]
@@ -75,8 +81,7 @@ def as_ids(texts: list[str], length: int) -> np.ndarray:
 
 def pairs(split: str) -> Arrays:
     """Days from 1950 to 2049 in one of the formats, and in ISO 8601; 2,000 days are held out."""
-    order = np.random.default_rng(0).permutation(100 * 365)
-    chosen = order[2000:] if split == "train" else order[:2000]
+    chosen = split_part(np.arange(100 * 365), split, held_out=2000 / (100 * 365))
     days = [datetime.date(1950, 1, 1) + datetime.timedelta(int(i)) for i in chosen]
     sources = [day.strftime(FORMATS[i % len(FORMATS)]) for i, day in enumerate(days)]
     targets = as_ids([day.isoformat() for day in days], 11)

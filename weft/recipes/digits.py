@@ -115,7 +115,5 @@ def _read(split: input_lib.Split) -> tuple[np.ndarray, np.ndarray]:
             f"({error}). Install it with `pip install 'weft[examples]'`."
         ) from error
     data: Any = load_digits()
-    order = np.random.default_rng(0).permutation(len(data.images))
-    train, held_out = np.split(order, [len(order) * 4 // 5])
-    chosen = train if split == "train" else held_out
-    return (data.images[chosen, :, :, None] / 16).astype(np.float32), data.target[chosen]
+    images = (data.images[..., None] / 16).astype(np.float32)
+    return input_lib.split_part((images, data.target), split, held_out=0.2)
