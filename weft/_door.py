@@ -1,7 +1,7 @@
 """The door to names that Weft does not use itself: of earlier versions, of Flax and of AXLearn.
 
-Nothing in Weft imports `weft.compat`, which knows these names. It sets the door when `weft` is
-imported; packages and errors ask the door about a name that they do not have.
+Packages and errors ask the door about a name that they do not have. The package `compat`, which
+nothing in Weft imports, knows the answers; it sets the door when `weft` is imported.
 """
 
 import enum
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Door:
-    """Answers questions about names; this one, which `weft.compat` replaces, knows none."""
+    """Answers questions about names; this one, which is replaced, knows none."""
 
     def find_attribute(self, module: str, name: str) -> object:
         """Returns what a module neither defines nor offers, or raises an AttributeError."""

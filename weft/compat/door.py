@@ -28,6 +28,7 @@ MODULES = {
     "weft.configurations": "weft.compat.flax.configurations",
     "weft.core.nn": "weft.compat.flax.core_nn",
     "weft.cursor": "weft.compat.flax.cursor",
+    "weft.ids": "weft.compat.flax.ids",
     "weft.io": "weft.compat.flax.io",
     "weft.jax_utils": "weft.compat.flax.jax_utils",
     "weft.nnx.bridge": "weft.compat.flax.nnx_bridge",

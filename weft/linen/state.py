@@ -9,7 +9,6 @@ import contextlib
 import contextvars
 import dataclasses
 import enum
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -549,39 +548,3 @@ class ModuleVariables:
         if not scope.has_variable(collection, name):
             raise errors.PerturbationNotFoundError(name, collection, scope.path_text)
         return jax.tree.map(jnp.add, value, scope.get_variable(collection, name))
-
-
-_ids = itertools.count(1)
-
-
-class FlaxId:
-    """Hashable id; a copy of an object that holds one gets a new one.
-
-    >>> import copy
-    >>> first = uuid()
-    >>> first == first, copy.deepcopy(first) == first
-    (True, False)
-    """
-
-    def __init__(self, rawid: int):
-        self.id = rawid
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FlaxId) and other.id == self.id
-
-    def __hash__(self) -> int:
-        return hash(self.id)
-
-    def __repr__(self) -> str:
-        return f"FlaxId({self.id})"
-
-    def __copy__(self) -> "FlaxId":
-        return uuid()
-
-    def __deepcopy__(self, memo: Any) -> "FlaxId":
-        return uuid()
-
-
-def uuid() -> "FlaxId":
-    """Returns a new id."""
-    return FlaxId(next(_ids))

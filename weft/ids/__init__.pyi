@@ -1,0 +1,1 @@
+from weft.compat.flax.ids import *
