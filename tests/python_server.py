@@ -170,31 +170,32 @@ def answer(**told):
 
 def serve():
     """Starts processes until stdin ends; returns the arguments of each in it."""
-    running = set()
+    running = {}  # by a file descriptor, which can be read once the process has ended
     while True:
-        if select.select([0], [], [], 0.02)[0]:
-            line = sys.stdin.readline()
-            if not line:
-                sys.exit()
-            order = json.loads(line)
-            stdin = os.open(os.devnull, os.O_RDONLY)
-            stdout = os.open(order["stdout"], os.O_WRONLY)
-            stderr = os.open(order["stderr"], os.O_WRONLY)
-            pid = os.fork()
-            if pid == 0:
-                for number, opened in enumerate((stdin, stdout, stderr)):
-                    os.dup2(opened, number)
-                become(order)
-                return order["arguments"]
-            for opened in (stdin, stdout, stderr):
-                os.close(opened)
-            running.add(pid)
-            answer(started=pid)
-        for pid in list(running):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                running.remove(pid)
-                answer(ended=pid, code=os.waitstatus_to_exitcode(status))
+        readable, _, _ = select.select([0, *running], [], [])
+        for ended in running.keys() & set(readable):
+            os.close(ended)
+            pid, status = os.waitpid(running.pop(ended), 0)
+            answer(ended=pid, code=os.waitstatus_to_exitcode(status))
+        if 0 not in readable:
+            continue
+        line = sys.stdin.readline()
+        if not line:
+            sys.exit()
+        order = json.loads(line)
+        stdin = os.open(os.devnull, os.O_RDONLY)
+        stdout = os.open(order["stdout"], os.O_WRONLY)
+        stderr = os.open(order["stderr"], os.O_WRONLY)
+        pid = os.fork()
+        if pid == 0:
+            for number, opened in enumerate((stdin, stdout, stderr)):
+                os.dup2(opened, number)
+            become(order)
+            return order["arguments"]
+        for opened in (stdin, stdout, stderr):
+            os.close(opened)
+        running[os.pidfd_open(pid)] = pid
+        answer(started=pid)
 
 
 def become(order):
