@@ -370,8 +370,10 @@ class Peers:
             logger.warning("after %.0f s still waiting for %s", waited, described)
 
     def _describe_missing(self, missing: list[int]) -> str:
+        # A time limit that another process has sent may end while process 0 itself is late.
+        names = self._names | {0: "process 0"}
         doing = self._activities | {0: self.doing}
-        described = [f"{self._names[i]}, which is {doing[i]}" for i in missing]
+        described = [f"{names[i]}, which is {doing[i]}" for i in missing]
         return join_first(described, _MAX_LATE_SHOWN, "; ")
 
     # Process 0, which coordinates all.
