@@ -71,7 +71,8 @@ def test_unused_flags_warn_once():
 
 def test_environment():
     code = (
-        "import sys, weft; assert weft.config.flax_fix_rng_separator and 'jax' not in sys.modules"
+        "import sys, weft.core.settings; assert weft.core.settings.settings.fix_rng_separator; "
+        "assert weft.config.flax_fix_rng_separator and 'jax' not in sys.modules"
     )
     environment = {"FLAX_FIX_RNG_SEPARATOR": "true"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)

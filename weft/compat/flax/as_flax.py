@@ -63,7 +63,7 @@ class _Finder:
             logger.warning("flax is Weft %s in this process and its children", weft.__version__)
         if rest in ("", "version"):
             return _Flax(spec.name)
-        module = importlib.import_module(f"weft.{rest}")
+        module = importlib.import_module(spec.name.replace("flax", "weft", 1))
         spec.loader_state = module.__spec__
         return module
 
