@@ -2,15 +2,21 @@
 
 import contextlib
 import os
+import random
 import socket
 import threading
 
 
 def free_port():
-    """Returns the number of a TCP port that no process listens to."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Returns the number of a TCP port that no process listens to.
+
+    It is below those that the system gives to connections: one could take it before it is used.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def connected(buffer=None):

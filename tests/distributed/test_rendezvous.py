@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.sockets import free_port
 from weft.distributed.peers import Peers
 from weft.distributed.rendezvous import connect_peers, rendezvous, versions
 from weft.errors import (
@@ -27,9 +28,7 @@ def no_forced_exits(monkeypatch):
 
 @pytest.fixture
 def address():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{s.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def together(address, places, timeout=10.0):

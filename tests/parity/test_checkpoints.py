@@ -2,9 +2,6 @@
 
 import os
 import random
-import socket
-import subprocess
-import sys
 import textwrap
 from types import SimpleNamespace
 
@@ -16,6 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.flags import xla_flags
+from tests.sockets import free_port
 from weft import linen as weft_linen
 from weft import serialization as weft_serialization
 from weft.training import checkpoints as weft_checkpoints
@@ -239,15 +237,11 @@ sync_global_devices("end")
 
 
 @pytest.mark.long
-def test_arrays_of_two_flax_processes(tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    env = {**os.environ, "XLA_FLAGS": xla_flags(2)}
-    program = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path), str(port)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [subprocess.Popen([*program, str(i)], env=env, **pipes) for i in (0, 1)]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+def test_arrays_of_two_flax_processes(python_server, tmp_path):
+    program = ["-c", textwrap.dedent(PROGRAM), tmp_path, free_port()]
+    env = {"XLA_FLAGS": xla_flags(2)}
+    processes = [python_server.start(*program, i, env=env) for i in (0, 1)]
+    outputs = [process.communicate()[0] for process in processes]
     assert all(process.returncode == 0 for process in processes), outputs
 
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

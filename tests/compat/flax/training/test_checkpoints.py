@@ -2,8 +2,6 @@
 
 import json
 import os
-import socket
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.flags import xla_flags
+from tests.sockets import free_port
 from weft.errors import (
     AlreadyExistsError,
     ArgumentValueError,
@@ -227,16 +226,12 @@ print("done")
 
 
 @pytest.mark.long
-def test_arrays_of_several_processes(tmp_path):
+def test_arrays_of_several_processes(python_server, tmp_path):
     """They cannot be saved to one file, but to a directory, by all processes."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    env = {**os.environ, "XLA_FLAGS": xla_flags(1)}
-    program = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path), str(port)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [subprocess.Popen([*program, str(i)], env=env, **pipes) for i in (0, 1)]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    program = ["-c", textwrap.dedent(PROGRAM), tmp_path, free_port()]
+    env = {"XLA_FLAGS": xla_flags(1)}
+    processes = [python_server.start(*program, i, env=env) for i in (0, 1)]
+    outputs = [process.communicate()[0] for process in processes]
     assert all("done" in output for output in outputs), outputs
     assert "step 2 cannot be saved to " in outputs[0]
     assert "checkpoint_2': one of its arrays is spread over several processes" in outputs[0]
