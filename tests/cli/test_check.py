@@ -1,11 +1,10 @@
 import os
-import subprocess
-import sys
 import types
 
 import jax
 import pytest
 
+from tests.weft_process import finish, weft_processes
 from weft.cli import main
 from weft.cli.check import _shape_of_program
 
@@ -99,18 +98,12 @@ def test_too_few_jax_devices(capsys):
 
 
 @pytest.mark.long
-def test_subprocess_creates_requested_devices(tmp_path):
+def test_subprocess_creates_requested_devices(python_server, tmp_path):
     arguments = ["--mesh", "data=-1,model=2", "--devices", "8", "--slices", "2"]
     words = ["check", "lm-tiny", *TINY, "input.source.global_batch_size=32", *arguments]
-    done = subprocess.run(
-        [sys.executable, "-m", "weft", *words],
-        capture_output=True,
-        encoding="utf-8",
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
-        check=True,
-    )
-    assert done.stdout.startswith("lm-tiny on data=8 × model=2: 16 virtual CPU devices")
+    with weft_processes(python_server, tmp_path) as start:
+        printed = finish(start(*words))
+    assert printed.startswith("lm-tiny on data=8 × model=2: 16 virtual CPU devices")
     assert os.listdir(tmp_path) == []
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
@@ -448,14 +447,10 @@ def test_process_with_full_stderr_is_ended():
 
 
 @pytest.mark.long
-def test_stuck_process_is_ended_and_names_the_cause():
+def test_stuck_process_is_ended_and_names_the_cause(python_server):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        process = subprocess.Popen(
-            [sys.executable, "-c", STUCK, str(server.getsockname()[1])],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-        )
+        port = server.getsockname()[1]
+        process = python_server.start("-c", STUCK, port, stderr=subprocess.PIPE)
         connection, _ = server.accept()
         with process, connection:
             assert process.stdout.readline() == "ready\n"
@@ -463,7 +458,7 @@ def test_stuck_process_is_ended_and_names_the_cause():
             try:
                 _, told = process.communicate(timeout=20)
             finally:
-                os.kill(process.pid, signal.SIGKILL) if process.poll() is None else None
+                process.kill()
     assert process.returncode == 1
     assert "weft: process 0 of 2 (host h, pid 7) has ended without notice" in told
 
@@ -482,15 +477,11 @@ first.leave()
 
 
 @pytest.mark.long
-def test_suspension_of_all_is_not_a_lost_heartbeat():
+def test_suspension_of_all_is_not_a_lost_heartbeat(python_server):
     """As when Slurm suspends a job: all stop, and one is awake a moment before the others."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        subprocess.Popen(
-            [sys.executable, "-c", STOPPED, str(server.getsockname()[1])],
-            stdout=subprocess.PIPE,
-            encoding="utf-8",
-        ) as process,
+        python_server.start("-c", STOPPED, server.getsockname()[1]) as process,
     ):
         connection, _ = server.accept()
         with connection:

@@ -132,21 +132,21 @@ def test_two_processes_meet_and_failed_one_exits_with_traceback(capfd):
     assert "process 1 of 2" in told and "  [1] ArithmeticError: of one\n" in told
 
 
-def test_weft_errors_are_printed_like_the_cli():
+def test_weft_errors_are_printed_like_the_cli(python_server):
     program = (
-        "import os, sys\n"
+        "import os, warnings\n"
         "from weft.errors import MeshError\n"
         "from weft.launch.distributed import _leave\n"
+        "warnings.simplefilter('ignore')\n"
         "for error in (MeshError('too few'), KeyboardInterrupt(), SystemExit(7)):\n"
         "    pid = os.fork()\n"
         "    if pid == 0:\n"
         "        _leave(error, process_id=1)\n"
         "    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, encoding="utf-8"
-    )
-    assert (ended.stdout.split(), ended.stderr) == (["2", "130", "7"], "weft: too few\n")
+    with python_server.start("-c", program, stderr=subprocess.PIPE) as process:
+        codes, told = process.communicate()
+    assert (codes.split(), told) == (["2", "130", "7"], "weft: too few\n")
 
 
 def test_overlong_token_is_rejected():

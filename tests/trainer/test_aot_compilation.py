@@ -1,6 +1,4 @@
 import importlib.util
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -72,15 +70,13 @@ def test_devices_of_this_machine():
     assert len(get_devices_for_topology("cpu-1")) == 1
 
 
-def test_more_devices_than_available_in_a_new_process():
+def test_more_devices_than_available_in_a_new_process(python_server):
     code = (
         "from weft.trainer.aot_compilation import get_devices_for_topology\n"
         "print(len(get_devices_for_topology('cpu-24', 2)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
-    )
-    assert done.stdout.split() == ["48"]
+    with python_server.start("-c", code) as process:
+        assert process.stdout.read().split() == ["48"]
 
 
 @pytest.mark.parametrize(
