@@ -14,6 +14,7 @@ from weft import nnx
 from weft.config import REQUIRED, Required, config_class
 from weft.hierarchy import BaseLayer, LayerNorm, Linear, Module
 from weft.trainer import FitResult, SpmdTrainer
+from weft.training.train_state import EarlyStopping
 
 Array = jax.Array
 
@@ -185,3 +186,10 @@ def test_packages_export_names():
     assert assert_type(weft.linen.Dense, type[nn.Dense]) is nn.Dense
     assert assert_type(weft.hierarchy.Linear, type[Linear]) is Linear
     assert assert_type(weft.trainer.SpmdTrainer, type[SpmdTrainer]) is SpmdTrainer
+
+
+def test_paths_that_lead_elsewhere_keep_their_types():
+    stopping = weft.training.train_state.EarlyStopping(patience=1).update(0.5)
+    assert assert_type(stopping, EarlyStopping).best_metric == 0.5
+    assert assert_type(weft.io.isdir("/"), bool)
+    assert assert_type(weft.utils.get_or_none({"a": 1}, "a"), int | None) == 1
