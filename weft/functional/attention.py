@@ -132,7 +132,8 @@ def among_finite(
     source = key.shape[-3]
     tables = [x for x in (bias, *mask.arrays) if x is not None]
     # Long sequences have no table of all pairs, unless the caller has one.
-    is_long = not tables and not is_plain(None, target * source)
+    has_table = any(math.prod(x.shape[-2:]) >= target * source for x in tables)
+    is_long = not has_table and not is_plain(None, target * source)
     if target == 1 or is_long or not (restricts or tables):
         return attend(query, key, value)
     if not all(_broadcasts(x.shape, (*batch, heads, target, source)) for x in tables):
