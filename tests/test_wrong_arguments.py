@@ -109,6 +109,11 @@ CASES = {
         TypeError,
         "expected str, bytes or os.PathLike object, not ArrayImpl",
     ),
+    "an array as the source of a text": (
+        lambda: weft.config.from_text("1 +", source=jnp.ones(2)),
+        errors.ConfigTextError,
+        "[1. 1.]:1: this is not a config text",
+    ),
     "no bytes": (
         lambda: serialization.msgpack_restore(dict),
         TypeError,

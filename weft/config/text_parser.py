@@ -60,6 +60,7 @@ def from_text(text: str, *, allow: Sequence[str] = (), source: str = "text") -> 
 
 def read_value(text: str, *, allow: Sequence[str] = (), source: str = "text") -> Any:
     """Reads a single value, see `from_text`; with an empty `source`, errors have no line."""
+    source = str(source)
     if len(text) > MAX_TEXT:
         raise ConfigTextError(
             f"{source or 'a value'} has {len(text):,} characters; at most {MAX_TEXT:,} are read. "

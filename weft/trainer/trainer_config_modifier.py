@@ -232,8 +232,9 @@ class ReplaceLayerConfigModifier(ConfigModifier):
         target = self.config.target_cls
         paths = find_values(cfg, lambda path, x: path and getattr(x, "klass", None) is target)
         if not paths:
+            name = getattr(target, "__name__", target)  # a config has no name
             raise ConfigModifierError(
-                f"{type(self).__name__} finds no config of {target.__name__} to replace."
+                f"{type(self).__name__} finds no config of {name} to replace."
             )
         for path in reversed(paths):  # nested ones first
             cfg.set_recursively(path, value=self._replacement(cfg.get_recursively(path)))
