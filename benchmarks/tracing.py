@@ -3,8 +3,7 @@
 Its layers unrolled; unrolled with each block under its own jit; scanned; and in three
 transformations at once. CPU time of the Python thread, garbage collected before each measurement.
 Last, scanned at the worst depth of Python's stack against the best: Python keeps frames in pieces,
-and for a call at the end of a piece it asks the system for the next (see
-`weft.lifting.trace_cache`).
+and for a call at the end of a piece it asks the system for the next (see `frame/runner.py`).
 """
 
 import functools
@@ -121,7 +120,7 @@ def _at_depths(library: Library, program: Program | None) -> list[Row]:
         )
         measured = ratios(worst, best, clock=time.thread_time, collect=True)
         question = f"trace a scan of {LAYERS} layers at the worst depth, {library.name} / its best"
-        return row(question, measured, at_most=1.15 if library.is_weft else None)
+        return row(question, measured)
 
     # A thread has a stack of its own, which begins with a piece of the usual size.
     with ThreadPoolExecutor(1) as pool:

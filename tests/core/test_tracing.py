@@ -7,8 +7,9 @@ import pytest
 
 from weft.core import tracing
 from weft.core.partial_eval import partial_eval, partial_eval_or_shapes
-from weft.core.tracing import check_trace_level, current_trace
+from weft.core.tracing import check_trace_level
 from weft.errors import JaxTransformError, LazyInitError
+from weft.lifting.traces import current_trace
 
 SHAPE = jax.ShapeDtypeStruct((2, 3), "float32")
 

@@ -302,16 +302,3 @@ def test_branches_must_match():
     with pytest.raises(BranchStructureError, match=r"the result is float32\[2\] in branch 1"):
         switch(BOXES, [leave, lambda box, x: jnp.ones(2)])(0, box, 0.0)
     assert (box.arrays["total"], box.writes) == (3, 0)
-
-
-def test_branches_are_traced_once_for_equal_structure():
-    traces = []
-
-    def branch(box, x):
-        traces.append(1)
-        return x
-
-    chosen = cond(BOXES, branch, leave)
-    for taken in (True, False, True):
-        chosen(taken, Box(total=jnp.float32(3)), 0)
-    assert len(traces) == 1

@@ -1,7 +1,5 @@
 """State that is made inside: in loops and in only some of the branches, with scopes."""
 
-import types
-
 import jax.numpy as jnp
 import pytest
 
@@ -112,36 +110,6 @@ def test_failure_in_the_body_leaves_the_scope():
         return scope.has_variable("state", "calls")
 
     assert apply(f, mutable=["state"])({}) == (False, {})
-
-
-# A module, since a function that sees a list is equal to itself alone.
-NOTES = types.ModuleType("notes")
-
-
-def noted(scope, carry):
-    NOTES.traces += 1
-    return count(scope, carry)
-
-
-def new_scan():
-    body = lambda s, c, _: (noted(s, c), None)  # noqa: E731
-    return lambda s, c: lift.scan(body, variable_carry="state", length=3)(s, c, None)[0]
-
-
-def new_while():
-    body = lambda s, c: (c[0] + 1, noted(s, c[1]))  # noqa: E731
-    more = lambda s, c: c[0] < 3  # noqa: E731
-    return lambda s, c: lift.while_loop(more, body, s, (0, c), carry_variables="state")[1]
-
-
-@pytest.mark.parametrize("loop", [new_scan, new_while])
-def test_loop_creating_state_is_traced_once_for_equal_calls(loop):
-    NOTES.traces = 0
-    first = init(loop())(KEY, 0)
-    traced = NOTES.traces
-    assert traced > 0
-    assert init(loop())(KEY, 0) == first
-    assert NOTES.traces == traced
 
 
 @pytest.mark.parametrize("step", [1, jnp.float32(1)], ids=["number", "array"])

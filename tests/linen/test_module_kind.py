@@ -448,7 +448,7 @@ def test_equal_models_are_compiled_once():
     variables = cls().init(KEY, X)
     for _ in range(20):
         table = {"sizes": [1, 2, {"a": (3, "x")}]}
-        nn.jit(cls)(3, table=table, act=lambda x: x + 1).apply(variables, X)
+        nn.jit(cls)(3, table=table, act=jax.nn.relu).apply(variables, X)
     assert len(traces) == 2  # init, and once for all
     nn.jit(cls)(3, table={"sizes": [1, 2, {"a": (3, "y")}]}).apply(variables, X)
     assert len(traces) == 3

@@ -197,12 +197,11 @@ def test_similar_static_values_differ():
             assert type(static_value(a).value) is type(a)
 
 
-def test_functions_compare_by_closure():
+def test_functions_compare_by_identity():
     def scaled(by):
         return lambda x: x * by
 
-    assert static_value(scaled(2)) == static_value(scaled(2))
-    assert static_value(scaled(2)) != static_value(scaled(3))
+    assert static_value(scaled(2)) != static_value(scaled(2))
     assert static_value(jax.nn.initializers.zeros) == static_value(jax.nn.initializers.zeros)
     assert static_value(jax.nn.initializers.zeros) != static_value(jax.nn.initializers.ones)
 

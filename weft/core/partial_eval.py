@@ -9,9 +9,9 @@ from typing import Any
 import jax.core
 from jax.interpreters.partial_eval import dce_jaxpr_consts
 
-from weft.core import display, tracing
+from weft.core import display
 from weft.errors import LazyInitError
-from weft.lifting import kind, state_creation
+from weft.lifting import kind, state_creation, traces
 
 
 def partial_eval(fn: Callable[..., Any], *args: object, **kwargs: object) -> Any:
@@ -70,8 +70,8 @@ def _outputs_outside(
     closed = state_creation.without_debugging(inside.traced.closed)
     jaxpr, used_consts, _ = dce_jaxpr_consts(closed.jaxpr, used)
     consts = [x for x, is_used in zip(closed.consts, used_consts, strict=True) if is_used]
-    with tracing.at_trace(trace):
-        if not tracing.is_tracing() and any(isinstance(x, jax.core.Tracer) for x in consts):
+    with traces.at_trace(trace):
+        if not traces.is_tracing() and any(isinstance(x, jax.core.Tracer) for x in consts):
             return None
         try:
             # Constants are arrays of NumPy, which are mutable.

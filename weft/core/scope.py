@@ -23,7 +23,7 @@ from weft.core.partial_eval import partial_eval
 from weft.core.rngs import Counts, LazyRng, Path, RngKeys, check_keys
 from weft.core.settings import settings
 from weft.core.variable_store import VariableDict, VariableStore, copy_dicts
-from weft.lifting.trace_cache import with_large_frame
+from weft.lifting import traces
 
 V = TypeVar("V")
 MISSING: Any = object()
@@ -416,7 +416,7 @@ class Scope:
         variable exists once; raises JaxTransformError if the value depends on transformed ones.
         """
         trace = self._store.trace()
-        if self._store.trace == tracing.current_trace() or trace is None:
+        if self._store.trace == traces.current_trace() or trace is None:
             value = first_value()
             self.put_variable(col, name, value)
             return value
@@ -424,9 +424,9 @@ class Scope:
             f"the first value of {name!r} of the collection {col!r} depends on what is transformed"
         )
         try:
-            with tracing.at_trace(trace):
+            with traces.at_trace(trace):
                 value = first_value()
-                leaks = not tracing.is_tracing() and any(map(_is_tracer, jax.tree.leaves(value)))
+                leaks = not traces.is_tracing() and any(map(_is_tracer, jax.tree.leaves(value)))
                 if not leaks:
                     self.put_variable(col, name, value)
         except jax.errors.UnexpectedTracerError as error:
@@ -476,7 +476,7 @@ class Scope:
             raise errors.InvalidScopeError(self.path_text)
 
     def _check_trace(self, what: str, why: str = "") -> None:
-        if self._store.trace != tracing.current_trace():
+        if self._store.trace != traces.current_trace():
             raise tracing.trace_error(what, self.path_text, why)
 
     def _hint(self, col: str, if_lifted: str = "") -> str:
@@ -551,8 +551,7 @@ def apply(
         if isinstance(params, Mapping) and "params" in params:
             raise errors.ApplyScopeInvalidVariablesStructureError(variables)
         with bind(variables, rngs=rngs, mutable=mutable, flags=flags).temporary() as root:
-            run = functools.partial(with_large_frame, fn) if tracing.is_tracing() else fn
-            result = run(root, *args, **kwargs)
+            result = fn(root, *args, **kwargs)
             if mutable is False:
                 return result
             changed = root.mutable_variables()

@@ -30,8 +30,9 @@ from weft.core.filters import (
 )
 from weft.core.rngs import Counts, CreatedScopes, FrozenCounts, LazyRng, Path
 from weft.core.scope import Scope
-from weft.core.tracing import TraceState, current_trace, trace_error
+from weft.core.tracing import trace_error
 from weft.core.variable_store import Entry, VariableStore, is_same
+from weft.lifting.traces import TraceState, current_trace
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,6 @@
-"""Running traces of JAX, and tracebacks of errors without Weft's internal frames.
+"""Errors of running traces of JAX, and tracebacks of errors without Weft's internal frames.
 
 Raw JAX transformations do not lift scopes. Errors name what the user called, and its replacement.
-
-Importing `jax.extend` is slow because it imports Pallas. The first call that needs the trace
-imports it and replaces `_find_top_trace`; later calls have no overhead.
 
 Entry points remove Weft's frames between the user's call and the user's function from tracebacks,
 as JAX hides its own. The user's frames and calls of Weft's layers remain. JAX's setting
@@ -16,20 +13,16 @@ import pathlib
 import sys
 import threading
 import traceback
-import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 import jax
-import jax.core
 
 from weft.core.settings import settings
 from weft.errors import JaxTransformError
+from weft.lifting.traces import TraceState, current_trace
 from weft.typing import T
-
-TraceState = weakref.ReferenceType[jax.core.Trace]
-"""Identity of a trace, comparable without keeping the trace alive."""
 
 
 class ThreadStack(threading.local, Generic[T]):
@@ -51,38 +44,6 @@ class ThreadStack(threading.local, Generic[T]):
             yield item
         finally:
             self.items.pop()
-
-
-def _find_first(operands: tuple[()]) -> Any:
-    global _find_top_trace, _eager
-    # Another trace may be running, which must not leak into imported modules.
-    with jax.core.eval_context():
-        from jax.extend.core import find_top_trace
-
-        _eager = find_top_trace(())
-    _find_top_trace = find_top_trace
-    return find_top_trace(operands)
-
-
-_find_top_trace: Callable[[tuple[()]], Any] = _find_first
-_eager: Any = None
-
-
-def current_trace() -> TraceState:
-    """Returns a reference to the innermost trace of JAX that is running."""
-    return weakref.ref(_find_top_trace(()))
-
-
-def is_tracing() -> bool:
-    """Returns whether a trace is running that does not execute operations immediately."""
-    return _find_top_trace(()) is not _eager
-
-
-def at_trace(trace: jax.core.Trace) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context whose operations belong to an outer running trace."""
-    from jax.extend.core import set_current_trace
-
-    return set_current_trace(trace)
 
 
 def check_trace_level(base_level: TraceState) -> None:

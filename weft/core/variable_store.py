@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 
-from weft.core import filters, rngs, tracing
+from weft.core import filters, rngs
 from weft.errors import ScopeTreeError
+from weft.lifting import traces
 
 Entry = tuple[str, rngs.Path, str]
 """A variable's collection, scope and name."""
@@ -44,7 +45,7 @@ class VariableStore:
         self.given: frozenset[str] = frozenset()
         self.has_run = False
         self.is_complete = False
-        self.trace = tracing.current_trace()
+        self.trace = traces.current_trace()
         self.made: dict[str, Any] = {}
         self._made: set[Entry] = set()
         self._written: dict[Entry, Any] = {}

@@ -22,7 +22,8 @@ import jax
 
 from weft import errors
 from weft.core.flat_dict import flatten_dict, unflatten_dict
-from weft.core.tracing import current_trace, is_tracing, lifted_names, running_transformation
+from weft.core.tracing import lifted_names, running_transformation
+from weft.lifting.traces import current_trace, is_tracing
 from weft.typing import NestedTensor, Tensor
 
 

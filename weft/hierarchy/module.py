@@ -20,10 +20,8 @@ from weft import errors
 from weft._door import current_door
 from weft.config import REQUIRED, Configurable, Required
 from weft.core import display, tracing
-from weft.core.tracing import is_tracing
 from weft.hierarchy import context as context_lib
 from weft.hierarchy.context import InvocationContext, OutputCollection, current_context
-from weft.lifting.trace_cache import with_large_frame
 from weft.typing import NestedTensor, Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -559,7 +557,7 @@ def functional(
             # The module's context is open.
             if getattr(fn, "__self__", None) is module and hasattr(fn, "_weft_method"):
                 fn = functools.partial(module._with_casts(fn._weft_method), module)
-            result = with_large_frame(fn, *args, **kwargs) if is_tracing() else fn(*args, **kwargs)
+            result = fn(*args, **kwargs)
     except Exception as error:
         _add_path_note(error, module, method)
         tracing.hide_frames(error)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from weft.lifting import kind as kind_lib
-from weft.lifting import roles, trace_cache
+from weft.lifting import roles
 from weft.lifting.kind import Kind, PureArgs, PureResults, Units
 from weft.lifting.signature import named_after
 from weft.typing import Fn
@@ -246,16 +246,13 @@ def remat(
     `in_axes` is a prefix of the arguments, of whose `Roles` only the filters are used.
     """
 
-    def make() -> Callable[[PureArgs], PureResults]:
-        def pure(pure_args: PureArgs) -> PureResults:
-            return kind_lib.call_pure(kind, fn, pure_args)
+    def pure(pure_args: PureArgs) -> PureResults:
+        return kind_lib.call_pure(kind, fn, pure_args)
 
-        return jax.checkpoint(named_after(fn, pure), prevent_cse=prevent_cse, policy=policy)  # pyright: ignore[reportArgumentType]
-
-    traced = trace_cache.LazyCached((fn, kind, prevent_cse, policy), make)
+    rematerialized = jax.checkpoint(named_after(fn, pure), prevent_cse=prevent_cse, policy=policy)  # pyright: ignore[reportArgumentType]
 
     def call(*args: object) -> Any:
         outer, pure_args = kind_lib.split_args(kind, args, in_axes, call=call)
-        return kind_lib.commit_results(kind, outer, traced.value(pure_args))
+        return kind_lib.commit_results(kind, outer, rematerialized(pure_args))
 
     return call

@@ -17,7 +17,6 @@ from weft.errors import BranchStructureError
 from weft.lifting import kind as kind_lib
 from weft.lifting import signature, state_creation
 from weft.lifting.kind import Kind, PureResults, StateNode, Static, Units
-from weft.lifting.trace_cache import jit_by_structure
 from weft.typing import ArrayLike, Fn
 
 
@@ -36,13 +35,12 @@ def switch(
 
     Raises BranchStructureError if results or final states differ in structure, shape or dtype.
     """
-    chosen = jit_by_structure(tuple(branches), kind, functools.partial(_run_switch, names))
 
     def call(index: ArrayLike, *args: object) -> Any:
         outer, pure_args = kind_lib.split_args(
             kind, args, in_axes, call=functools.partial(call, index)
         )
-        results = chosen(None, Units.of_pure_args(kind, pure_args), index)
+        results = _run_switch(names, branches, Units.of_pure_args(kind, pure_args), index)
         return kind_lib.commit_results(kind, outer, results)
 
     return call
@@ -101,7 +99,7 @@ class _TracedBranch:
 
 
 def _run_switch(
-    names: Sequence[str] | None, branches: Sequence[Fn], _: None, units: Units, index: ArrayLike
+    names: Sequence[str] | None, branches: Sequence[Fn], units: Units, index: ArrayLike
 ) -> PureResults:
     kind = units.kind
     traced = [_TracedBranch(branch, units) for branch in branches]

@@ -1,9 +1,8 @@
 """Functions that are compiled once for equal structure, and abstract or checked calls.
 
-Static values cross as the structure of a pytree, which is part of JAX's cache key. Redefined
-functions with the same code and equal values share one compiled function, see
-`weft.lifting.trace_cache`. A stage of ahead-of-time compilation wraps JAX's stage of the pure
-function, with its attributes; carriers cross in calls.
+Static values cross as the structure of a pytree, which is part of JAX's cache key. A stage of
+ahead-of-time compilation wraps JAX's stage of the pure function, with its attributes; carriers
+cross in calls.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from weft.lifting import roles, trace_cache
+from weft.lifting import roles
 from weft.lifting.kind import (
     Kind,
     PureArgs,
@@ -121,22 +120,6 @@ def _fields_of(x: Any) -> dict[str, Any] | None:
 class Jitted:
     """Function of carriers under `jax.jit`, as returned by `jit`."""
 
-    def __init__(self, shared: "trace_cache.LazyCached[_CompiledFunction]"):
-        self._shared = shared
-
-    def __call__(self, /, *args: object, **kwargs: object) -> Any:
-        return self._shared.value(*args, **kwargs)
-
-    def lower(self, /, *args: object, **kwargs: object) -> Lowered:
-        """Lowers as `jax.jit(...).lower`; changes of state are written only by compiled calls."""
-        return self._shared.value.lower(*args, **kwargs)
-
-    def explain_recompile(self) -> str:
-        """Describes the differences that caused the last trace."""
-        return self._shared.value.explain_recompile()
-
-
-class _CompiledFunction:
     def __init__(
         self,
         kind: Kind,
@@ -145,7 +128,6 @@ class _CompiledFunction:
         static: tuple[frozenset[int], frozenset[str]],
         **kwargs: Any,
     ):
-        @trace_cache.large_frame
         def pure(static: Any, *packed: Any, **packed_kwargs: Any) -> PureResults:
             self._traces = [
                 *self._traces[-1:],
@@ -174,11 +156,13 @@ class _CompiledFunction:
         return commit_results(self._kind, outer, jitted(pure_args.static, *packed, **packed_kwargs))
 
     def lower(self, /, *args: object, **kwargs: object) -> Lowered:
+        """Lowers as `jax.jit(...).lower`; changes of state are written only by compiled calls."""
         _, pure_args = self._split_args(args, kwargs)
         packed, packed_kwargs = pure_args.packed
         return Lowered(self._jitted.lower(pure_args.static, *packed, **packed_kwargs), self._run)
 
     def explain_recompile(self) -> str:
+        """Describes the differences that caused the last trace."""
         if len(self._traces) < 2:
             times = "once" if self._traces else "not yet"
             return f"traced {times}, so nothing was compiled again."
@@ -229,21 +213,15 @@ def jit(
         donate_argnums: arguments, also carriers, whose buffers may be reused for the results.
         inline: whether an enclosing trace contains the function's operations instead of one call.
     """
-    shardings: dict[str, Any] = {}
+    options: dict[str, Any] = {"inline": inline}
     if in_shardings is not None:
-        shardings["in_shardings"] = (None, *in_shardings)
+        options["in_shardings"] = (None, *in_shardings)
     if out_shardings is not None:
-        shardings["out_shardings"] = PureResults(None, None, out_shardings)  # pyright: ignore[reportArgumentType]
-    donated = tuple(i + 1 for i in as_tuple(donate_argnums))
+        options["out_shardings"] = PureResults(None, None, out_shardings)  # pyright: ignore[reportArgumentType]
+    # The static half comes before the arguments.
+    options["donate_argnums"] = tuple(i + 1 for i in as_tuple(donate_argnums))
     static = frozenset(as_tuple(static_argnums)), frozenset(as_tuple(static_argnames))
-
-    make = functools.partial(
-        _CompiledFunction,
-        *(kind, fn, of_carriers, static),
-        **{"donate_argnums": donated, "inline": inline, **shardings},
-    )
-    options = (kind, of_carriers, *static, donated, inline, in_shardings, out_shardings)
-    return Jitted(trace_cache.LazyCached((fn, options), make))
+    return Jitted(kind, fn, of_carriers, static, **options)
 
 
 def eval_shape(kind: Kind, fn: Fn, *, in_axes: object = None) -> Fn:

@@ -66,8 +66,8 @@ def scan(
     metadata = metadata or {}
     options = {"reverse": reverse, "unroll": unroll, "_split_transpose": split_transpose}
 
-    def pure(fns: Any, static: tuple[int, CarryStructures], units: Units) -> PureResults:
-        (fn,), (n, trees) = fns, static
+    def pure(static: tuple[int, CarryStructures], units: Units) -> PureResults:
+        n, trees = static
         index = n - 1 if reverse and n else 0
 
         def first(body: LoopBody) -> tuple[Any, Any]:
@@ -83,7 +83,7 @@ def scan(
         results = body.results(carry, ys, runs=n > 0)
         return state_creation.final_results(kind, results, initial, body.end)
 
-    looped = trace_cache.jit_by_structure((fn,), (kind, out_axes, *options.values()), pure)
+    looped = trace_cache.jit_outside_traces(fn, pure)
 
     def call(*args: object) -> Any:
         outer, pure_args = kind_lib.split_args(
@@ -393,8 +393,7 @@ def while_loop(kind: Kind, cond_fn: Fn, body_fn: Fn, *, in_axes: object) -> Fn:
         RoleError: for an unsupported role, or a condition that reads references (`jax.Ref`).
     """
 
-    def pure(fns: Any, trees: CarryStructures, units: Units) -> PureResults:
-        cond_fn, body_fn = fns
+    def pure(trees: CarryStructures, units: Units) -> PureResults:
         make = functools.partial(_WhileBody, body_fn, CARRY, trees)
         body, step, initial = state_creation.body_with_state(
             make, units, lambda body: (body.carry, jnp.int32(0))
@@ -423,7 +422,7 @@ def while_loop(kind: Kind, cond_fn: Fn, body_fn: Fn, *, in_axes: object) -> Fn:
         _, carry = jax.lax.while_loop(is_on, iteration, start)
         return state_creation.final_results(kind, body.results(carry, []), initial, body.end)
 
-    looped = trace_cache.jit_by_structure((cond_fn, body_fn), kind, pure)
+    looped = trace_cache.jit_outside_traces(body_fn, pure)
 
     def call(*args: object) -> Any:
         outer, pure_args = kind_lib.split_args(kind, args, in_axes, call=call)

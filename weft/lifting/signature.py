@@ -45,8 +45,7 @@ def named_after(
 def copy_name(fn: Fn, wrapper: F) -> F:
     """Gives a function the name and the source line of the function that it calls.
 
-    The wrapper is changed and returned; it is still compared by value, see
-    `weft.lifting.trace_cache`.
+    The wrapper is changed and returned.
     """
     inner = fn
     while isinstance(inner, functools.partial):

@@ -19,7 +19,7 @@ import jax
 from weft import errors, struct
 from weft.core.frozen_dict import FrozenDict
 from weft.core.scope import Names, Scope, Variable
-from weft.lifting.trace_cache import IdentityKey, value_key
+from weft.lifting.static_keys import IdentityKey, value_key
 from weft.linen.module import Module, is_module, map_submodules
 from weft.linen.state import PATH_READERS, RUNNING, name_of
 

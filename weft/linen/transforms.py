@@ -81,7 +81,7 @@ def _transform_class(
         return subclass(cls, prefix, lifted)
 
     # A class that each call transforms again is one class, so that it is compiled once.
-    return trace_cache.cached_for_equal_functions(("class", prefix, build, cls, chosen), make)
+    return trace_cache.cached(("class", prefix, build, cls, chosen), make)
 
 
 def subclass(cls: type[Module], prefix: str, methods: dict[str, Any]) -> type[Module]:
@@ -453,7 +453,7 @@ def named_call(class_fn: Target, force: bool = True) -> Target:
     target: Any = class_fn
     if isinstance(target, type) and issubclass(target, Module):
         make = lambda: subclass(target, "", {"__call__": named(target.__call__)})  # noqa: E731
-        return trace_cache.cached_for_equal_functions(("named", target, force), make)  # pyright: ignore[reportReturnType]
+        return trace_cache.cached(("named", target, force), make)  # pyright: ignore[reportReturnType]
     if isinstance(target, Module) or not callable(target):
         raise TransformTargetError(target)
     return named(target)  # pyright: ignore[reportReturnType]

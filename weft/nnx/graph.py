@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 
 from weft.errors import GraphStructureError
-from weft.lifting.trace_cache import IdentityKey
+from weft.lifting.static_keys import IdentityKey
 from weft.nnx import settings, versions
 from weft.nnx.filters import Path, to_predicate
 from weft.nnx.pytree import (

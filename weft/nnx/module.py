@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from weft.core.tracing import ThreadStack, current_trace, is_tracing
+from weft.core.tracing import ThreadStack
 from weft.errors import GraphStructureError, ModuleAttributeNotFoundError, warn_deprecated
+from weft.lifting.traces import current_trace, is_tracing
 from weft.nnx import split_merge, versions
 from weft.nnx.filters import Filter, Path, to_predicate
 from weft.nnx.pytree import Pytree, iter_children, iter_graph

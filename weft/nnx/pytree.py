@@ -19,13 +19,13 @@ import jax
 import numpy as np
 
 from weft.core.display import join_lines
-from weft.core.tracing import current_trace
 from weft.errors import (
     AttributeMarkError,
     GraphStructureError,
     ObjectArgumentError,
     SharedObjectError,
 )
+from weft.lifting.traces import current_trace
 from weft.nnx import settings, versions
 from weft.nnx.display import Enclosing, Shown, object_repr, size_text
 from weft.nnx.filters import Path

@@ -22,7 +22,7 @@ import numpy as np
 
 from weft import errors
 from weft.core.display import join_lines
-from weft.core.tracing import current_trace
+from weft.lifting.traces import current_trace
 from weft.nnx import versions
 from weft.nnx.display import Enclosing, Shown, size_text, value_repr
 from weft.nnx.eager_sharding import shard_new_value, with_out_sharding

@@ -31,10 +31,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
-from weft.core import tracing
-from weft.core.tracing import ThreadStack, current_trace
+from weft.core.tracing import ThreadStack
 from weft.errors import TraceContextError
-from weft.lifting.trace_cache import IdentityKey, is_library_function, value_key
+from weft.lifting import traces
+from weft.lifting.static_keys import IdentityKey, value_key
+from weft.lifting.traces import current_trace
 
 
 class _StructureVersion:
@@ -60,7 +61,7 @@ STRUCTURE_VERSION = _StructureVersion()
 class TraceState:
     """Trace that runs when the object is created."""
 
-    jax_trace: tracing.TraceState = dataclasses.field(default_factory=current_trace)
+    jax_trace: traces.TraceState = dataclasses.field(default_factory=current_trace)
 
     def is_valid(self) -> bool:
         """Returns whether the trace still runs."""
@@ -219,30 +220,22 @@ class StaticValue:
 PLAIN_TYPES = frozenset((bool, int, str, bytes, type(None)))
 # These are static as well, and none of them can change.
 OTHER_STATIC_TYPES = frozenset((float, complex, type, type(jnp.float32), types.FunctionType))
+_CLASS_TYPES = frozenset((type, type(jnp.float32)))
 plain_static_value = functools.lru_cache(maxsize=4096, typed=True)(StaticValue)
-_library_values: dict[int, StaticValue] = {}  # by the id of what is kept in it
 
 
 def static_value(value: object) -> StaticValue:
     """Returns a static value for comparison; cached for common values."""
-    if (found := _library_values.get(id(value))) is not None:
-        return found
-    kind = type(value)
-    if kind in PLAIN_TYPES or (
-        kind is float and value != 0.0
-    ):  # 0.0 and -0.0 are not the same here
+    cls = type(value)
+    if cls in PLAIN_TYPES or cls in _CLASS_TYPES:
         return plain_static_value(value)
-    made = StaticValue(value)
-    if _is_library_value(value):
-        _library_values[id(value)] = made
-    return made
-
-
-def _is_library_value(value: object) -> bool:
-    if type(value) is types.FunctionType:
-        is_top = value.__closure__ is None and "<locals>" not in value.__qualname__
-        return is_top and is_library_function(value)
-    return isinstance(value, type) and value.__module__.startswith("jax.")
+    # 0.0 and -0.0 are equal for the cache, but not for a trace.
+    if cls is float and value != 0.0:
+        return plain_static_value(value)
+    # The cache keeps its values alive, and a closure may hold a model.
+    if isinstance(value, types.FunctionType) and value.__closure__ is None:
+        return plain_static_value(value)
+    return StaticValue(value)
 
 
 _NO_COUNTS: Mapping[int, Any] = MappingProxyType({})

@@ -276,17 +276,6 @@ def test_cache_detects_aliases_among_arguments():
         assert seen(kind, *given) == seen(ObjectKind("scan"), *given)
 
 
-def test_function_with_changed_closure_is_different():
-    factor = 2.0
-    m = nnx.Dict(w=nnx.Param(jnp.float32(1.0)), act=lambda x: x * factor)
-    looped = nnx.scan(
-        lambda x, m: m.act(x) * m.w, length=2, in_axes=(nnx.Carry, None), out_axes=nnx.Carry
-    )
-    assert float(looped(jnp.float32(1.0), m)) == 4
-    factor = 3.0
-    assert float(looped(jnp.float32(1.0), m)) == 9
-
-
 def test_filter_on_variables_is_evaluated_each_call():
     kind, models = ObjectKind("vmap"), [Model(), Model()]
     models[1].w.set_metadata(tag="b")

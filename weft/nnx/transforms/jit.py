@@ -4,8 +4,8 @@ A *cached call* with known objects has the variables to read, the function of `j
 the variables to write. It is valid until the end of its version (`weft.nnx.versions`), when one of
 its objects changes by more than the value of a variable.
 
-The *program* of a call, the function that JAX compiles, is shared by all calls with objects of the
-same structure, and by all functions that are equal by value.
+The *program* of a call, the function that JAX compiles, is shared by all calls of a function with
+objects of the same structure.
 
 Calls of functions compiled ahead of time take no static arguments, as in JAX. eval_shape,
 make_jaxpr and checkify return the shapes, the program and the errors of a call.
@@ -27,15 +27,15 @@ import jax
 from weft import lifting
 from weft.core import tracing
 from weft.errors import CompiledCallError, TransformArgumentError
+from weft.lifting import traces
 from weft.lifting.jit import Lowered, Traced
 from weft.lifting.kind import call_pure, split_args
 from weft.lifting.signature import check_argnums
-from weft.lifting.trace_cache import LazyCached, value_key
 from weft.nnx import settings, split_merge, spmd, versions
 from weft.nnx.graph import FlatGraph, flat_graph_of_variables
 from weft.nnx.transforms import calls, graph_diff, jit_program, state_roles
 from weft.nnx.transforms.calls import MISSING, Args, Kwargs, P, R, optional_function
-from weft.nnx.transforms.jit_program import FunctionChanged, JitOptions, Program
+from weft.nnx.transforms.jit_program import JitOptions, Program
 from weft.nnx.transforms.kind import ObjectKind, is_object, mark_watched
 from weft.nnx.variables import Variable
 from weft.typing import as_grad
@@ -68,7 +68,7 @@ class _CachedCall:
         forget: Callable[[object], None],
     ):
         self.program, self.jitted, self.version = program, program.jitted, version
-        self.trace = tracing.current_trace()
+        self.trace = traces.current_trace()
         self.donated = [call.flat.leaves[n] for n in program.donated]
         self.kept = [call.flat.leaves[n] for n in program.kept]
         self.at: list[tuple[Any, Any]] = [(i, weakref.ref(x, forget)) for i, x in call.at]
@@ -100,13 +100,9 @@ class JitWrapped(Generic[P, R]):
         copied = () if is_object(fn) else functools.WRAPPER_UPDATES
         functools.update_wrapper(self, fn, updated=copied)
         self._fn, self._options, self._place = fn, options, versions.origin()
-        # Functions that are equal by value share their programs.
-        self._programs: LazyCached[dict[jit_program.CallLayout, Program]] = LazyCached(
-            (fn, options), dict
-        )
-        self._fn_key: Hashable = None
+        self._programs: dict[jit_program.CallLayout, Program] = {}
         # For objects of a trace without a cached call, the trace of their last call.
-        self._cached_calls: dict[Hashable, _CachedCall | tracing.TraceState] = {}
+        self._cached_calls: dict[Hashable, _CachedCall | traces.TraceState] = {}
         self._last: _CachedCall | None = None
         self._has_nested_objects = False
 
@@ -136,7 +132,7 @@ class JitWrapped(Generic[P, R]):
                     [variable._value for variable in kept] if kept else kept,
                     *rest,
                 )
-            except (jit_program.NestedObject, FunctionChanged):
+            except jit_program.NestedObject:
                 cached = None
             except (TypeError, ValueError):
                 # The cause may be outside the program: an object in a container, or a sharding.
@@ -145,8 +141,8 @@ class JitWrapped(Generic[P, R]):
                 cached = None
             if cached is None:
                 return self._call_uncached(args, kwargs)
-            is_here = cached.trace is tracing.current_trace()
-            if more is not None or not is_here or (written.passed and tracing.is_tracing()):
+            is_here = cached.trace is traces.current_trace()
+            if more is not None or not is_here or (written.passed and traces.is_tracing()):
                 outputs = result, of_donated, of_kept, more, written
                 return cached.program.finish(cached.flat(), outputs)
             # `any` visits all, since each call returns None.
@@ -162,31 +158,17 @@ class JitWrapped(Generic[P, R]):
             raise
 
     def _call_uncached(self, args: Args, kwargs: Kwargs) -> Any:
-        """Makes a call, by new programs if values that the function uses have changed."""
-        is_again = False
-        while True:
-            try:
-                program, call, inputs, named = self._inspect(args, kwargs)
-                outputs = program.jitted(*inputs, **named)
-                break
-            except FunctionChanged:
-                if is_again:
-                    raise
-                is_again = True
-                self._drop_programs()
+        program, call, inputs, named = self._inspect(args, kwargs)
+        outputs = program.jitted(*inputs, **named)
         if isinstance(call, FlatGraph):
             return program.finish(call, outputs)
         result, of_donated, of_kept, more, written = outputs
-        is_noted = written.passed and tracing.is_tracing()
-        if more is not None or is_noted or call.trace is not tracing.current_trace():
+        is_noted = written.passed and traces.is_tracing()
+        if more is not None or is_noted or call.trace is not traces.current_trace():
             return program.finish(call.flat(), outputs)
         changed = (*call.donated, *(call.kept[i] for i in written.at))
         any(map(_set_value, changed, (*of_donated, *of_kept)))
         return result
-
-    def _drop_programs(self) -> None:
-        self._programs, self._fn_key = LazyCached(object(), dict), None
-        self.forget()
 
     def _inspect(
         self, args: Args, kwargs: Kwargs
@@ -225,8 +207,8 @@ class JitWrapped(Generic[P, R]):
         key = len(args), *((place, id(x)) for place, x in at)
         cached = self._cached_calls.get(key)
         if not isinstance(cached, _CachedCall) or not cached.fits(args, kwargs):
-            here = tracing.current_trace()
-            if tracing.is_tracing() and cached != here:
+            here = traces.current_trace()
+            if traces.is_tracing() and cached != here:
                 # Most objects of a trace are called once, too rarely for a cached call.
                 self._store_cached_call(key, here)
                 return None
@@ -245,7 +227,7 @@ class JitWrapped(Generic[P, R]):
         self._last = None if self._has_nested_objects else cached
         return cached
 
-    def _store_cached_call(self, key: Hashable, call: _CachedCall | tracing.TraceState) -> None:
+    def _store_cached_call(self, key: Hashable, call: _CachedCall | traces.TraceState) -> None:
         self._cached_calls[key] = call
         for old in list(self._cached_calls)[:-_MAX_CACHED_CALLS]:
             self._cached_calls.pop(old, None)
@@ -262,13 +244,11 @@ class JitWrapped(Generic[P, R]):
         return forget
 
     def _program(self, layout: jit_program.CallLayout) -> Program:
-        if self._fn_key is None:
-            self._fn_key = value_key(self._fn)
-        programs = self._programs.value
+        programs = self._programs
         with _LOCK:
             program = programs.pop(layout, None)
             if program is None:
-                program = Program(self._fn, self._options, layout, self._fn_key)
+                program = Program(self._fn, self._options, layout)
             programs[layout] = program  # the latest comes last
             while len(programs) > _MAX_PROGRAMS:
                 del programs[next(iter(programs))]
@@ -283,17 +263,9 @@ class JitWrapped(Generic[P, R]):
         return self._trace(args, kwargs)
 
     def _trace(self, args: Args, kwargs: Kwargs, n_bound: int = 0) -> Traced:
-        is_again, split = False, jit_program.split_nested_objects
-        while True:
-            try:
-                program, _, inputs, named = self._inspect_uncached(split, args, kwargs)
-                traced = program.jitted.trace(*inputs, **named)
-                break
-            except FunctionChanged:
-                if is_again:
-                    raise
-                is_again = True
-                self._drop_programs()
+        split = jit_program.split_nested_objects
+        program, _, inputs, named = self._inspect_uncached(split, args, kwargs)
+        traced = program.jitted.trace(*inputs, **named)
         return Traced(traced, _compiled_call(program, self._options, args, kwargs, n_bound))
 
     def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -306,11 +278,11 @@ class JitWrapped(Generic[P, R]):
         return self
 
     def _cache_size(self) -> int:
-        return sum(program.n_traces for program in self._programs.value.values())
+        return sum(program.n_traces for program in self._programs.values())
 
     def clear_cache(self) -> None:
         """Drops the compiled programs."""
-        self._programs.value.clear()
+        self._programs.clear()
         self.forget()
 
     def forget(self) -> None:

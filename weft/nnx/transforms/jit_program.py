@@ -12,13 +12,12 @@ import functools
 import inspect
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from weft.core.spmd import constrain_like_jit
-from weft.core.tracing import current_trace
 from weft.errors import CallMismatchError, TransformArgumentError
 from weft.lifting import Roles
 from weft.lifting.kind import (
@@ -32,7 +31,7 @@ from weft.lifting.kind import (
 )
 from weft.lifting.roles import broadcast_roles, is_role
 from weft.lifting.signature import named_after, signature_of
-from weft.lifting.trace_cache import large_frame, value_key
+from weft.lifting.traces import current_trace
 from weft.nnx.filters import Everything
 from weft.nnx.graph import FlatGraph
 from weft.nnx.pytree import Pytree
@@ -100,10 +99,6 @@ class WrittenValues:
 
 class NestedObject(Exception):
     """Raised in a trace that finds an object in a container among the arguments."""
-
-
-class FunctionChanged(Exception):
-    """Raised in a trace of a shared function whose own values have changed."""
 
 
 class CallLayout(NamedTuple):
@@ -187,9 +182,7 @@ class ProgramSignature(inspect.Signature):
 class Program:
     """The function that JAX compiles, for objects of one structure."""
 
-    def __init__(
-        self, fn: Callable[..., Any], options: JitOptions, layout: CallLayout, seen: Hashable
-    ):
+    def __init__(self, fn: Callable[..., Any], options: JitOptions, layout: CallLayout):
         self._options, self.layout, self.n_traces = options, layout, 0
         is_donated = [layout.donated[i] for i, _ in layout.static.places]
         self.donated = [n for n, is_given in enumerate(is_donated) if is_given]
@@ -200,10 +193,7 @@ class Program:
 
         numbers = *self.donated, *self.kept
 
-        @large_frame
         def pure(donated: list[Any], kept: list[Any], /, *rest: object, **named: object) -> Any:
-            if value_key(fn) != seen:
-                raise FunctionChanged
             self.n_traces += 1
             of_numbers = dict(zip(numbers, (*donated, *kept), strict=True))
             values = [of_numbers[n] for n in range(len(numbers))]

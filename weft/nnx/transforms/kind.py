@@ -17,11 +17,11 @@ import jax
 import numpy as np
 from jax.custom_derivatives import zero_from_primal
 
-from weft.core.tracing import current_trace
 from weft.errors import AxisMetadataError, BranchObjectsError, TransformArgumentError
 from weft.lifting import CARRY, DIFF, Kind, Roles
 from weft.lifting.kind import CarryChanges, PureResults, StateNode, is_state_node
 from weft.lifting.roles import changed_shared_message
+from weft.lifting.traces import current_trace
 from weft.nnx import graph, versions
 from weft.nnx.filters import Path
 from weft.nnx.graph import Change, ContainerKey, FlatGraph, GraphDef, Owner, VariableDef

@@ -13,8 +13,8 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from weft import lifting
-from weft.core import tracing
 from weft.core.meta import PARTITION_NAME
+from weft.lifting import traces
 from weft.lifting.roles import broadcast_roles, carrier_roles
 from weft.nnx import graph, settings, spmd, versions
 from weft.nnx.filters import to_predicate
@@ -180,7 +180,7 @@ def shard_map(
 def _lay_out(args: tuple[Any, ...], in_roles: object, mesh: jax.sharding.Mesh) -> None:
     """Lays out variables that a function only reads by their specifications, as in Flax."""
     for variable, spec in _mapped(args, in_roles, "in_specs").values():
-        value, is_here = variable._value, kind.trace_of(variable) == tracing.current_trace()
+        value, is_here = variable._value, kind.trace_of(variable) == traces.current_trace()
         is_array = isinstance(value, jax.Array | np.ndarray)
         if is_here and is_array and not isinstance(value, Tracer):
             if not isinstance(spec, PartitionSpec):

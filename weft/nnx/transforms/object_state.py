@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from weft.core.tracing import current_trace
-from weft.lifting import CARRY, kind, trace_cache
+from weft.lifting import CARRY, kind, static_keys
+from weft.lifting.traces import current_trace
 from weft.nnx import graph, versions
 from weft.nnx.filters import Everything, OfType, Path, Predicate, to_predicate
 from weft.nnx.pytree import Pytree, children, with_item
@@ -55,7 +55,7 @@ class StaticObjects(NamedTuple):
     places: tuple[tuple[int, int], ...]
     owners: tuple[tuple[int, Hashable] | None, ...]
     is_tracked: bool
-    changing: tuple[trace_cache.IdentityKey, ...]
+    changing: tuple[static_keys.IdentityKey, ...]
     numbers: Sequence[int]
     records: bool
     origins: tuple[int | None, ...] | None = None
