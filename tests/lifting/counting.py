@@ -24,8 +24,11 @@ class Box:
         return Box(**{n: x for n, x in self.arrays.items() if x is not before.get(n)})
 
 
-def grouped(boxes, filters):
-    return [group_collections(box.arrays, f) for box, f in zip(boxes, filters, strict=True)]
+def grouped(boxes, parts):
+    groups = []
+    for box, of_box in zip(boxes, parts, strict=True):
+        groups.append(group_collections(box.arrays, [where for where, _ in of_box]))
+    return groups
 
 
 def ungrouped(groups):
@@ -34,20 +37,19 @@ def ungrouped(groups):
 
 @dataclasses.dataclass(frozen=True)
 class BoxKind(Kind):
-    def is_carrier(self, x):
-        return isinstance(x, Box)
+    carrier_types = (Box,)
 
-    def split(self, carriers, filters):
-        return list(carriers), len(carriers), grouped(carriers, filters)
+    def split(self, carriers, parts):
+        return list(carriers), len(carriers), grouped(carriers, parts)
 
     def merge(self, static, groups):
         before = [ungrouped(g) for g in groups]
         return before, [Box(**arrays) for arrays in before]
 
-    def collect(self, inner, static, carriers, filters, new, new_filters):
+    def collect(self, inner, static, carriers, parts, returned):
         counts = tuple(box.writes for box in carriers)
         changed = [box.changes_since(before) for box, before in zip(carriers, inner, strict=True)]
-        return counts, grouped(changed, filters), grouped(new, new_filters)
+        return counts, grouped(changed, parts), grouped(returned.carriers, returned.parts)
 
     def commit(self, outer, static, groups, new_groups):
         for box, writes, of_box in zip(outer, static, groups, strict=True):

@@ -32,6 +32,7 @@ from weft.core.rngs import Counts, CreatedScopes, FrozenCounts, LazyRng, Path
 from weft.core.scope import Scope
 from weft.core.tracing import trace_error
 from weft.core.variable_store import Entry, VariableStore, is_same
+from weft.lifting.kind import Parts
 from weft.lifting.traces import TraceState, current_trace
 
 
@@ -118,13 +119,8 @@ class ScopeKind(lifting.Kind):
     folds: bool = False
     counts_first_run: bool = True
     data_transform: Callable[[Any, Any], tuple[Any, Any]] | None = None
+    carrier_types: ClassVar[tuple[type, ...]] = (Scope,)
     carriers_are_leaves: ClassVar[bool] = True
-
-    def group_filters(self, roles: lifting.Roles) -> tuple[Any, ...]:
-        return tuple((_as_select(where), role) for where, role in roles)
-
-    def is_carrier(self, x: object) -> bool:
-        return isinstance(x, Scope)
 
     def needs_creation(self, scope: Scope, where: Filter) -> bool:
         """Returns whether variables of some collections can be created and no previous run has."""
@@ -134,7 +130,7 @@ class ScopeKind(lifting.Kind):
         is_made = has_run and any(made.values())
         return not is_made and not is_filter_empty(intersect_filters(where, scope.mutable))
 
-    def create_outside(self, carriers, filters, call):
+    def create_outside(self, carriers, parts, call):
         """Creates the variables of a call inside of a JAX transformation that does not lift scopes.
 
         Their values must not depend on transformed values, so they are computed outside, once. For
@@ -145,11 +141,12 @@ class ScopeKind(lifting.Kind):
         for i, scope in enumerate(carriers):
             if scope.mutable is False or scope._store.trace == current_trace():
                 continue
-            if _creates_outside(scope._store, _mutable_filter(scope, filters[i])):
+            if _creates_outside(scope._store, _mutable_filter(scope, _selects(parts[i]))):
                 _create_outside(scope._store.trace, carriers, call)
                 break
 
-    def split(self, carriers: Sequence[Scope], filters: Sequence[tuple[Any, ...]]):
+    def split(self, carriers: Sequence[Scope], parts: Sequence[Parts]):
+        filters = list(map(_selects, parts))
         statics: list[_Root | _Descendant] = []
         groups: list[tuple[Group, ...]] = []
         for i, (scope, wanted) in enumerate(zip(carriers, filters, strict=True)):
@@ -247,12 +244,14 @@ class ScopeKind(lifting.Kind):
             for i, fields in enumerate(static)
         ]
 
-    def collect(self, inner, static, carriers, filters, new, new_filters):
-        if new:
-            raise errors.ReturnedScopeError(self.transformation, new[0].path_text)
+    def collect(self, inner, static, carriers, parts, returned):
+        if returned.carriers:
+            first = returned.carriers[0]
+            raise errors.ReturnedScopeError(self.transformation, first.path_text)
         collected: list[_Collected] = []
         groups = []
-        for scope, fields, wanted in zip(carriers, static, filters, strict=True):
+        for scope, fields, of_scope in zip(carriers, static, parts, strict=True):
+            wanted = _selects(of_scope)
             if isinstance(fields, _Descendant):
                 collected.append(_Collected(None, scope.left_counts))
                 groups.append(tuple(Group({}, {}, {}) for _ in wanted))
@@ -292,20 +291,16 @@ class ScopeKind(lifting.Kind):
         return []
 
     def fork(self, group: Group, n: int) -> Group:
-        return self._map_keys(group, lambda key: jax.random.split(key, n))
-
-    def fold(self, group: Group, i: Any) -> Group:
-        return self._map_keys(group, lambda key: jax.random.fold_in(key, i))
-
-    def _map_keys(self, group: Group, fn: Any) -> Group:
         if group.variables:
             raise errors.ForkError(
                 f"{self.transformation}: the collections {sorted(group.variables)} are not PRNG "
                 "streams and cannot be split; give them an axis."
             )
-        return group._replace(
-            streams={name: s.replace(rng=fn(s.rng)) for name, s in group.streams.items()}
-        )
+        streams = {
+            name: stream.replace(rng=jax.random.split(stream.rng, n))
+            for name, stream in group.streams.items()
+        }
+        return group._replace(streams=streams)
 
     def axis(self, static, carrier, sign, group, axis, metadata):
         change = meta.add_axis if sign > 0 else meta.remove_axis
@@ -320,6 +315,8 @@ class ScopeKind(lifting.Kind):
         return group._replace(variables=changed(group.variables), made=changed(group.made))
 
     def location(self, static, carrier, path) -> str:
+        if carrier is None:
+            return super().location(static, carrier, path)
         part, name, *below = path
         above = _path_of(static[carrier])
         if part.name == "streams":
@@ -343,38 +340,37 @@ class ScopeKind(lifting.Kind):
         variables = _union(_union(group.variables, other.made), other.variables)
         return group._replace(variables=variables)
 
-    def final_group(
-        self, made: Group | None, result: Group | None, ends: Sequence[Group]
-    ) -> Group | None:
-        if made is None or result is None:
-            return result
-        return result._replace(made=_union(made.variables, result.made))
+    def with_created(self, group: Group, created: Group) -> Group:
+        return group._replace(made=_union(created.variables, group.made))
 
-    def static_in_loop(self, static, after=None):
+    def static_of_run(self, static, created_by=None, after=None):
+        statics: list[_Root | _Descendant] = []
+        for i, fields in enumerate(static):
+            if isinstance(fields, _Root):
+                made = None if created_by is None else created_by[i].counts
+                known = None if after is None else after[i].counts
+                fields = self._with_counts(fields, made, known)
+            statics.append(fields)
+        return tuple(statics)
+
+    def _with_counts(
+        self, fields: _Root, made: FrozenCounts | None, known: FrozenCounts | None
+    ) -> _Root:
+        """Returns a scope's static part for a run.
+
+        Args:
+            made: the counts after the run that has created its state, if any.
+            known: the counts after this run, if known.
+        """
+        if made is None:
+            if not self.counts_first_run:
+                return fields
+            counts = rngs_lib.counts_for_loop(fields.counts, known)
+            return dataclasses.replace(fields, counts=counts)
         if not self.counts_first_run:
-            return static
-        return tuple(
-            dataclasses.replace(s, counts=rngs_lib.counts_for_loop(s.counts, end and end.counts))
-            if isinstance(s, _Root)
-            else s
-            for s, end in zip(static, after or (None,) * len(static), strict=True)
-        )
-
-    def static_after_creation(self, static, before, after=None):
-        def counts(fields: _Root, made: FrozenCounts, known: FrozenCounts | None) -> FrozenCounts:
-            counts = (
-                made
-                if self.counts_first_run
-                else rngs_lib.counts_after_creation(fields.counts, made)
-            )
-            return dataclasses.replace(counts, draws=known and known.draws)
-
-        return tuple(
-            dataclasses.replace(s, counts=counts(s, made.counts, end and end.counts), has_run=True)
-            if isinstance(s, _Root)
-            else s
-            for s, made, end in zip(static, before, after or (None,) * len(static), strict=True)
-        )
+            made = rngs_lib.counts_after_creation(fields.counts, made)
+        counts = dataclasses.replace(made, draws=known and known.draws)
+        return dataclasses.replace(fields, counts=counts, has_run=True)
 
     def join(self, static, statics):
         return tuple(
@@ -397,6 +393,10 @@ def _fold_streams(streams: Mapping[str, LazyRng], counts: Counts) -> dict[str, L
 
 def _path_of(fields: _Root | _Descendant) -> Path:
     return fields.path if isinstance(fields, _Root) else ()
+
+
+def _selects(parts: Parts) -> tuple[tuple[Select, Any], ...]:
+    return tuple((_as_select(where), role) for where, role in parts)
 
 
 def _as_select(where: Any) -> Select:

@@ -17,7 +17,8 @@ from weft.core.filters import group_collections
 from weft.hierarchy import context as context_lib
 from weft.hierarchy.context import InvocationContext, ModuleNode, OutputCollection
 from weft.lifting import signature
-from weft.typing import ArrayLike, Tensor
+from weft.lifting.kind import Parts
+from weft.typing import Tensor
 
 OUTPUTS = OutputCollection._fields
 
@@ -59,18 +60,16 @@ def _shared_states(context: InvocationContext) -> dict[ModuleNode, Any]:
 class ContextKind(lifting.Kind):
     """Kind of `InvocationContext`; see `weft.lifting.kind.Kind`."""
 
+    carrier_types = (InvocationContext,)
     carriers_are_leaves = True
 
-    def is_carrier(self, x: object) -> bool:
-        return isinstance(x, InvocationContext)
-
-    def split(self, carriers: Sequence[InvocationContext], filters: Sequence[tuple[Any, ...]]):
+    def split(self, carriers: Sequence[InvocationContext], parts: Sequence[Parts]):
         statics, groups = [], []
-        for context, context_filters in zip(carriers, filters, strict=True):
+        for context, context_parts in zip(carriers, parts, strict=True):
             shared = _shared_states(context)
             states = list(shared.values())
             entries = {"state": context.state, "prng_key": context.prng_key, "shared": states}
-            groups.append(group_collections(entries, context_filters))
+            groups.append(group_collections(entries, [where for where, _ in context_parts]))
             is_foreign, path = context.is_from_outer_trace(), context.path()
             fields = (context.name, context.module, context.is_training, tuple(shared))
             statics.append(_Static(*fields, is_foreign, path))
@@ -92,16 +91,16 @@ class ContextKind(lifting.Kind):
             contexts.append(context)
         return None, contexts
 
-    def collect(self, inner, static, carriers, filters, new, new_filters):
-        if new:
+    def collect(self, inner, static, carriers, parts, returned):
+        if returned.carriers:
             raise TypeError(
-                f"a transformed function returned the context {new[0].path()}; return arrays, "
-                "the context's outputs are passed on automatically."
+                f"a transformed function returned the context {returned.carriers[0].path()}; "
+                "return arrays, the context's outputs are passed on automatically."
             )
-        groups = [
-            group_collections(context.output_collection._asdict(), context_filters)
-            for context, context_filters in zip(carriers, filters, strict=True)
-        ]
+        groups: list[tuple[Any, ...]] = []
+        for context, context_parts in zip(carriers, parts, strict=True):
+            outputs = context.output_collection._asdict()
+            groups.append(group_collections(outputs, [where for where, _ in context_parts]))
         return None, groups, []
 
     def commit(self, outer: Sequence[InvocationContext], static, groups, new_groups):
@@ -125,10 +124,6 @@ class ContextKind(lifting.Kind):
         key = group.get("prng_key")
         return group if key is None else {**group, "prng_key": fork_key(key, n)}
 
-    def fold(self, group: dict[str, Any], i: ArrayLike) -> dict[str, Any]:
-        key = group.get("prng_key")
-        return group if key is None else {**group, "prng_key": jax.random.fold_in(key, i)}
-
     def created(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
         """Returns the state entries that a call updates; other branches leave them unchanged."""
         entries = _state_entries_at(before.get("state", {}), after.get("state_updates", {}))
@@ -139,7 +134,9 @@ class ContextKind(lifting.Kind):
             *({k: v for k, v in g.items() if k in OUTPUTS} for g in (group, other))
         )
 
-    def location(self, static: tuple[_Static, ...], carrier: int, path: KeyPath) -> str:
+    def location(self, static: tuple[_Static, ...], carrier: int | None, path: KeyPath) -> str:
+        if carrier is None:
+            return super().location(static, carrier, path)
         return _describe_entry(static[carrier].module, static[carrier].path, path)
 
     def place_of(self, context: InvocationContext, kind: str, path: KeyPath) -> str:

@@ -55,13 +55,11 @@ class _TracedBranch:
         state: all entries of each group after the branch.
         created_at, state_at: the numbers in `created` and in `state` by path.
         changed: paths of changed entries.
-        end: the groups after the branch, without arrays.
     """
 
     def __init__(self, fn: Fn, units: Units):
         self.fn, kind = fn, units.kind
         self.static: Static = Static(None)
-        self.end: list[Any] = []
         self.changed: list[Any] = []
 
         def of_values(values: list[Any]) -> tuple[Any, ...]:
@@ -73,7 +71,7 @@ class _TracedBranch:
             before = _by_path([before for before, _, _ in of_groups])
             after = _by_path(whole)
             self.changed = [p for p, x in after.items() if before.get(p) is not x]
-            self.static, self.end = results.static, state_creation.collected_groups(results)
+            self.static = results.static
             return made, whole, results.packed
 
         self.traced = state_creation.TracedFunction(fn, of_values, units.values)
@@ -165,10 +163,7 @@ def _run_switch(
     sizes = [size for size in units.layout.sizes if size is not None]
     state_nodes = [StateNode(tuple(itertools.islice(rest, size))) for size in sizes]
     collected = type(traced[0].static)(joined)
-    ends = (branch.end for branch in traced)
-    return state_creation.final_results(
-        kind, PureResults(collected, state_nodes, packed), made, *ends
-    )
+    return state_creation.final_results(kind, PureResults(collected, state_nodes, packed), made)
 
 
 def _union_groups(kind: Kind, made: list[Any], more: list[Any]) -> list[Any]:

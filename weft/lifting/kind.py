@@ -16,7 +16,6 @@ pytree without leaves, and thus of JAX's cache keys. Only `commit` changes the c
 failed transfer has no effect.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -24,13 +23,24 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from weft.errors import ForkError, RoleError
 from weft.lifting.roles import FORK, Roles, broadcast_roles, carrier_roles, is_role
 from weft.typing import Fn
 
-_NO_CONTEXT = contextlib.nullcontext()
+
+class Returned(NamedTuple):
+    """Result of a function, the carriers in it, and the parts of each."""
+
+    result: Any
+    carriers: list[Any]
+    parts: list["Parts"]
+
+
+Parts = tuple[tuple[Any, Any], ...]
+"""The groups of a carrier: for each a filter of its kind, and a role."""
 
 
 class Kind(Protocol):
@@ -39,18 +49,16 @@ class Kind(Protocol):
     `groups` has one pytree per filter of a carrier, in the filters' order.
 
     Attributes:
+        carrier_types: classes of the carriers.
         carriers_are_leaves: whether carriers are leaves for JAX, not pytrees. Arguments without
             carriers are then recognized immediately, regardless of their number of leaves.
     """
 
+    carrier_types: ClassVar[tuple[type, ...]]
     carriers_are_leaves: ClassVar[bool] = False
 
-    def is_carrier(self, x: Any) -> bool:
-        """Returns whether a leaf of the arguments or results is a carrier of this kind."""
-        ...
-
     def split(
-        self, carriers: Sequence[Any], filters: Sequence[tuple[Any, ...]]
+        self, carriers: Sequence[Any], parts: Sequence[Parts]
     ) -> tuple[Any, Hashable, list[tuple[Any, ...]]]:
         """Splits all carriers of a call.
 
@@ -67,11 +75,10 @@ class Kind(Protocol):
         inner: Any,
         static: Any,
         carriers: Sequence[Any],
-        filters: Sequence[tuple[Any, ...]],
-        new: Sequence[Any],
-        new_filters: Sequence[tuple[Any, ...]],
+        parts: Sequence[Parts],
+        returned: Returned,
     ) -> tuple[Hashable, list[tuple[Any, ...]], list[tuple[Any, ...]]]:
-        """Returns the groups of changed `carriers`, and of the returned carriers `new`."""
+        """Returns the groups of changed `carriers`, and of the carriers that are `returned`."""
         ...
 
     def commit(
@@ -90,34 +97,16 @@ class Kind(Protocol):
     # Kinds with keys, axis metadata, counters, or functions that create state override these.
 
     def create_outside(
-        self,
-        carriers: Sequence[Any],
-        filters: Sequence[tuple[Any, ...]],
-        call: Callable[[Sequence[Any]], Any],
+        self, carriers: Sequence[Any], parts: Sequence[Parts], call: Callable[[Sequence[Any]], Any]
     ) -> None:
         """Creates state of carriers that belong to an outer trace, before `split`.
 
         `call` calls the transformed function with other carriers.
         """
 
-    def call_context(self, inner: Any) -> contextlib.AbstractContextManager[Any]:
-        """Returns the context of the function's call, between `merge` and `collect`."""
-        return _NO_CONTEXT
-
-    def note_result(self, result: Any) -> None:
-        """Takes a result with carriers before `collect`, for the names of its parts in errors."""
-
-    def group_filters(self, roles: Roles) -> tuple[Any, ...]:
-        """Returns the filters of a carrier's groups for `split` and `collect`."""
-        return roles.filters
-
     def fork(self, group: Any, n: int) -> Any:
         """Splits each PRNG key of a group into `n`, along a new leading axis."""
         raise ForkError(f"{type(self).__name__} has no PRNG keys to fork; give the group an axis.")
-
-    def fold(self, group: Any, i: Any) -> Any:
-        """Returns the PRNG keys of a group for iteration `i` of a loop of unknown length."""
-        raise ForkError(f"{type(self).__name__} has no PRNG keys to fork; share the group.")
 
     def axis(
         self, static: Any, carrier: int, sign: int, group: Any, axis: int, metadata: dict[Any, Any]
@@ -137,104 +126,57 @@ class Kind(Protocol):
         """Returns a group with the entries of another one, which replace its own."""
         return other
 
-    def creates_structure(self, after: Any) -> bool:
-        """Returns whether a call has created parts that are not arrays; `after` is collected."""
-        return False
+    def with_created(self, group: Any, created: Any) -> Any:
+        """Returns a group of results with the initial values of entries created before."""
+        return group
 
-    def initial_state(
-        self,
-        static: Any,
-        created: list[Any],
-        used: Callable[[list[Any]], Sequence[tuple[Any, Any]]],
-        changes: "CarryChanges | None" = None,
-    ) -> list[Any]:
-        """Returns the entries with which a loop begins, of those that `created` returned, by group.
+    def static_of_run(self, static: Any, created_by: Any = None, after: Any = None) -> Any:
+        """Returns the static half for a loop's body, which counts what runs before.
 
         Args:
-            static: the static half.
-            created: the entries of each group, or None; numbers are in place of arrays.
-            used: takes such entries, and returns each group with its role, and in place of each
-                array whether they depend on it. A shared group is as it is.
-            changes: changes by a run that finds the entries, once it is known.
+            static: the static half of the call.
+            created_by: what another run has collected that created the state of this one, if any.
+            after: what this run will collect, if known.
         """
-        return created
-
-    def static_without_runs(self, static: Any, after: Any) -> Any:
-        """Returns the body's static half after a loop of no iterations.
-
-        `after` is what the trace of the body has collected.
-        """
-        return after
-
-    def final_group(self, created: Any, result: Any, ends: Sequence[Any]) -> Any:
-        """Returns the final group of a loop or of branches for `commit`.
-
-        Args:
-            created: the entries created before, with initial values, or None.
-            result: the group, which may have initial values from each iteration of a loop.
-            ends: the groups after the body or each branch, with True in place of arrays.
-        """
-        return result
-
-    def static_in_loop(self, static: Any, after: Any = None) -> Any:
-        """Returns the static half for a loop's body; `after` is that of its end, if known."""
-        return static
-
-    def static_in_first_run(self, static: Any) -> Any:
-        """Returns the static half for the first run of a loop's body.
-
-        It is another one if loops in the body may discard what they create, see `is_discarded`.
-        """
-        return static
-
-    def is_discarded(self, after: Any) -> bool:
-        """Returns whether only carriers that an outer loop makes in its first run have new state.
-
-        `after` is the static half that a run has collected.
-        """
-        return False
-
-    def static_after_creation(self, static: Any, before: Any, after: Any = None) -> Any:
-        """Returns the static half for a run on state that another run has created.
-
-        `before` is what the other run has collected, `after` what this one has, if known.
-        """
-        return static
-
-    def static_in_condition(self, static: Any, of_body: Any) -> Any:
-        """Returns the static half, that of the call, for the condition of a loop."""
         return static
 
     def join(self, static: Any, statics: Sequence[Any]) -> Any:
         """Joins the static halves that branches have collected; one branch runs."""
         return statics[0]
 
-    def location(self, static: Any, carrier: int, path: Any) -> str:
+    def location(self, static: Any, carrier: int | None, path: Any) -> str:
         """Returns the user's name for the location of an entry of a group, for errors.
 
-        `carrier` is the index of the group's carrier; input carriers precede returned ones.
+        `carrier` is the index of the group's carrier; input carriers precede returned ones. It is
+        None for a part of the arguments that is no carrier, with its path among these.
         """
-        return f"the state{keystr(path)}"
-
-    def argument(self, path: Any) -> str:
-        """Returns an argument's name, or a part's, by its path among the arguments, for errors."""
+        if carrier is not None:
+            return f"the state{keystr(path)}"
         return f"input {path[0].idx}{keystr(path[1:])}" if path else "the input"
 
 
-class CarryChanges(NamedTuple):
-    """Changes by a run of a loop's body that finds the created state.
+def is_carrier(kind: Kind) -> Callable[[Any], bool]:
+    """Returns a function of a leaf that tells whether it is a carrier of a kind."""
+    carrier_types = kind.carrier_types
+    return lambda leaf: isinstance(leaf, carrier_types)
 
-    Attributes:
-        static, after: the static halves of the body, and collected from the run.
-        changed, read: each group with booleans in place of its arrays, or None for a group that is
-            not carried: whether the run returns another value, and whether anything but that value
-            depends on the one before.
+
+def fold_keys(group: Any, index: Any) -> Any:
+    """Returns the PRNG keys of a group for one iteration of a loop of unknown length.
+
+    Raises ForkError for values that are not keys.
     """
 
-    static: Any
-    after: Any
-    changed: list[Any]
-    read: list[Any]
+    def folded(path: Any, key: Any) -> Any:
+        is_key = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.dtype == jnp.uint32
+        if not is_key:
+            raise ForkError(
+                f"the value at {keystr(path)} is {jax.typeof(key).str_short()}, not a PRNG key, "
+                "and cannot be split; share it or carry it."
+            )
+        return jax.random.fold_in(key, index)
+
+    return jax.tree_util.tree_map_with_path(folded, group)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -347,31 +289,35 @@ def split_args(
 
     Returns a handle for `commit`, which stays outside, and the crossing values.
     """
+    is_carrier_leaf = is_carrier(kind)
     opaque = kind.carriers_are_leaves
-    leaves, tree = jax.tree.flatten(args, is_leaf=None if opaque else kind.is_carrier)
-    if roles is None and opaque:
-        # One leaf of each type; there are many leaves and few types.
-        of_types = dict(zip(map(type, leaves), leaves, strict=True)).values()
-        if not any(map(kind.is_carrier, of_types)):
-            outer, static, _ = kind.split([], [])
-            return outer, PureArgs(Static((static, (None,) * len(leaves))), args)
-    flat: list[Any] = [None] * len(leaves)
+    leaves, tree = jax.tree.flatten(args, is_leaf=None if opaque else is_carrier_leaf)
+    leaf_types = set(map(type, leaves))  # few, and there are many leaves
+    has_carriers = any(issubclass(leaf_type, kind.carrier_types) for leaf_type in leaf_types)
+    if roles is None and opaque and not has_carriers:
+        outer, static, _ = kind.split([], [])
+        return outer, PureArgs(Static((static, (None,) * len(leaves))), args)
+    flat_roles: list[Any] = [None] * len(leaves)
     if roles is not None:
-        flat = broadcast_roles(roles, args, kind.is_carrier, what)
-    at = []
+        flat_roles = broadcast_roles(roles, args, is_carrier_leaf, what)
+    indices: list[int] = []
+    parts: list[Parts] = []
     for i, leaf in enumerate(leaves):
-        if kind.is_carrier(leaf):
-            at.append(i)
-            role = of_carriers if flat[i] is None and of_carriers is not None else flat[i]
-            flat[i] = carrier_roles(role)
-        elif isinstance(flat[i], Roles):
-            raise stateless_error(what, flat[i], leaf)
-    wanted, given = [kind.group_filters(flat[i]) for i in at], Leaves(leaves, tree, at)
+        role = flat_roles[i]
+        if is_carrier_leaf(leaf):
+            if role is None and of_carriers is not None:
+                role = of_carriers
+            flat_roles[i] = carrier_roles(role)
+            indices.append(i)
+            parts.append(tuple(flat_roles[i]))
+        elif isinstance(role, Roles):
+            raise stateless_error(what, role, leaf)
+    of_args = Leaves(leaves, tree, indices)
     if call is not None:
-        kind.create_outside(given.picked, wanted, lambda others: call(*given.filled(others)))
-    outer, static, groups = kind.split(given.picked, wanted)
-    packed = given.filled(map(StateNode, groups))
-    return outer, PureArgs(Static((static, tuple(flat))), packed)
+        kind.create_outside(of_args.picked, parts, lambda others: call(*of_args.filled(others)))
+    outer, static, groups = kind.split(of_args.picked, parts)
+    packed = of_args.filled(map(StateNode, groups))
+    return outer, PureArgs(Static((static, tuple(flat_roles))), packed)
 
 
 def stateless_error(what: str, role: Roles, leaf: object) -> RoleError:
@@ -391,40 +337,39 @@ def call_pure(
     last one is a dict of arguments by name. `out_roles` are the roles of carriers that `fn`
     returns, a pytree prefix of its result.
     """
-    static, flat = pure_args.static.value
-    given = Leaves.of(pure_args.packed, is_state_node, is_state_node)
-    inner, carriers = kind.merge(static, [state_node.groups for state_node in given.picked])
-    args, kwargs = given.filled(carriers), {}
+    static, flat_roles = pure_args.static.value
+    of_args = Leaves.of(pure_args.packed, is_state_node, is_state_node)
+    inner, carriers = kind.merge(static, [state_node.groups for state_node in of_args.picked])
+    args, kwargs = of_args.filled(carriers), {}
     if has_kwargs:
         *args, kwargs = args
-    with kind.call_context(inner):
-        out = fn(*args, **kwargs)
+    result = fn(*args, **kwargs)
 
-    new = Leaves.of(out, kind.is_carrier, kind.is_carrier)
-    if new.at:
-        kind.note_result(out)
-    out_flat = []
-    if new.at or not is_role(out_roles):
-        out_flat = broadcast_roles(out_roles, out, kind.is_carrier, "out_axes")
-        for role, leaf in zip(out_flat, jax.tree.leaves(out, is_leaf=kind.is_carrier), strict=True):
-            if isinstance(role, Roles) and not kind.is_carrier(leaf):
+    is_carrier_leaf = is_carrier(kind)
+    of_result = Leaves.of(result, is_carrier_leaf, is_carrier_leaf)
+    returned = Returned(result, of_result.picked, [])
+    if of_result.at or not is_role(out_roles):
+        flat_out_roles = broadcast_roles(out_roles, result, is_carrier_leaf, "out_axes")
+        for role, leaf in zip(flat_out_roles, of_result.every, strict=True):
+            if is_carrier_leaf(leaf):
+                returned.parts.append(tuple(carrier_roles(role)))
+            elif isinstance(role, Roles):
                 raise stateless_error("out_axes", role, leaf)
-    roles = [flat[i] for i in given.at]
+    roles = [flat_roles[i] for i in of_args.at]
     out_static, groups, new_groups = kind.collect(
-        inner,
-        static,
-        carriers,
-        [kind.group_filters(of_carrier) for of_carrier in roles],
-        new.picked,
-        [kind.group_filters(carrier_roles(out_flat[i])) for i in new.at],
+        inner, static, carriers, [tuple(of_carrier) for of_carrier in roles], returned
     )
-    state_nodes = [
-        # These keys are only for the new axis; the caller's keys are unchanged.
-        StateNode(tuple(None if r is FORK else g for r, g in zip(of.roles, group, strict=True)))
-        for of, group in zip(roles, groups, strict=True)
-    ]
-    static_type = Static if new.at else StaticWithoutNew
-    return PureResults(static_type(out_static), state_nodes, new.filled(map(StateNode, new_groups)))
+    state_nodes: list[StateNode] = []
+    for of_carrier, of_groups in zip(roles, groups, strict=True):
+        # Forked keys are only for the new axis; the caller's keys are unchanged.
+        left = [
+            None if role is FORK else group
+            for role, group in zip(of_carrier.roles, of_groups, strict=True)
+        ]
+        state_nodes.append(StateNode(tuple(left)))
+    static_type = Static if of_result.at else StaticWithoutNew
+    packed = of_result.filled(map(StateNode, new_groups))
+    return PureResults(static_type(out_static), state_nodes, packed)
 
 
 def commit_results(kind: Kind, outer: object, results: PureResults) -> Any:
@@ -544,7 +489,11 @@ class Units:
         path = self._path(i, leaf)
         if (carrier := self.carriers[i]) is not None:
             return self.kind.location(self.static, carrier, path)
-        return f"the result{keystr(path[1:])}" if of_results else self.kind.argument(path)
+        return (
+            f"the result{keystr(path[1:])}"
+            if of_results
+            else self.kind.location(self.static, None, path)
+        )
 
     def location_in_groups(self, path: Any) -> str:
         """Returns a location by its JAX path in a list of all groups, for errors."""

@@ -312,7 +312,7 @@ def map_state(
             results = kind_lib.call_pure(kind, fn, pure_args)
             initial = iter(map(initialize, before, _groups_of(results.state_nodes)))
             static, roles = pure_args.static.value
-            static = Static((kind.static_after_creation(static, results.static.value), roles))
+            static = Static((kind.static_of_run(static, results.static.value), roles))
             packed = _map_state_nodes(lambda _: next(initial), pure_args.packed)
             pure_args = PureArgs(static, packed)
         found = _map_state_nodes(map_in, pure_args.packed)

@@ -18,18 +18,16 @@ The length of such a loop is unknown, so `FORK` keys are folded with the index o
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.core
 import jax.numpy as jnp
-from jax.extend.core import unmapped_aval
 
 from weft.errors import CarryStructureError, RoleError
 from weft.lifting import axes, state_creation, trace_cache
 from weft.lifting import kind as kind_lib
-from weft.lifting.kind import CarryChanges, Kind, PureResults, StateNode, Static, Units
+from weft.lifting.kind import Kind, PureResults, StateNode, Static, Units
 from weft.lifting.roles import CARRY, FORK, Role, Roles, changed_shared_message, is_role
 from weft.lifting.signature import named_after
 from weft.typing import ArrayLike, Fn
@@ -75,13 +73,10 @@ def scan(
             return body.carry, [x[index] if x.shape[0] else _zeros_like_slice(x) for x in body.xs]
 
         make = functools.partial(LoopBody, fn, out_axes, trees)
-        body, step, initial = state_creation.body_with_state(make, units, first)
-        if step is None:
-            return state_creation.final_results(kind, body.undefined_results(n), initial, body.end)
+        body, step, created = state_creation.body_with_state(make, units, first)
         xs = body.xs if n else [x[:0] for x in body.xs]
         carry, ys = jax.lax.scan(named_after(fn, step), body.carry, xs, length=n, **options)
-        results = body.results(carry, ys, runs=n > 0)
-        return state_creation.final_results(kind, results, initial, body.end)
+        return state_creation.final_results(kind, body.results(carry, ys), created)
 
     looped = trace_cache.jit_outside_traces(fn, pure)
 
@@ -111,9 +106,7 @@ class LoopBody:
         carry, xs: the initial carry, and the stacked slices.
         same: for each leaf of the carry, whether the body returns it unchanged.
         collected: the static half of the results.
-        end: the groups after a run, without arrays.
         created: the state that a run has created and that must exist before the loop.
-        used: whether such a run depends on each leaf of the carry, and on the slices.
     """
 
     transformation = "scan"
@@ -129,7 +122,6 @@ class LoopBody:
             [_move_axis_to_front(v, r) for v, r in units.pairs() if _is_sliced(r)]
         )
         self.created: state_creation.CreatedState | None = None
-        self.used: tuple[Any, ...] = ()
 
     def inside(self, carry: list[Any], xs: object) -> Units:
         """Returns the state with which an iteration begins."""
@@ -141,7 +133,7 @@ class LoopBody:
         units = self.inside(carry, xs)
         results = kind_lib.call_pure(self.kind, self.fn, units.pure_args(), self._out_axes)
         returned = units.of_results(results, self._out_axes)
-        self.collected, self.end = results.static, state_creation.collected_groups(results)
+        self.collected = results.static
         new = state_creation.created_groups(units, results)
         # Values that did not change complete the carried groups, which come first.
         for i, (before, after, role) in enumerate(
@@ -152,16 +144,7 @@ class LoopBody:
         if new is not None:
             leaves, tree = jax.tree.flatten(new)
             self.created = state_creation.CreatedState(tree, self.collected.value)
-            given = {id(x): i for i, x in enumerate(jax.tree.leaves(units.values))}
-            # Which input each leaf of the results is, or None.
-            self._passed = [
-                given.get(id(x)) if role is CARRY else None
-                for value, role in returned.pairs()
-                for x in jax.tree.leaves(value)
-            ]
-            results = zip(jax.tree.leaves(returned.values), self._passed, strict=True)
-            self._returned = returned.mapped(lambda value, _: jax.tree.map(jax.typeof, value))
-            return leaves, [x for x, i in results if i is None]
+            return leaves, jax.tree.leaves(returned.values)
         _check_shared(self.transformation, units, returned)
         _check_carry(self.transformation, units, returned)
         after = carry_structures(self._out_axes, results.packed)
@@ -172,72 +155,24 @@ class LoopBody:
         self.same = [a is b for a, b in zip(carry, new_carry, strict=True)]
         return new_carry, ys
 
-    def changes(self, is_read: Sequence[bool]) -> CarryChanges:
-        """Returns the changes by the last run, given which leaves of the carry it reads."""
-
-        def of_groups(flags: Sequence[bool]) -> list[Any]:
-            carried = self._carried(flags, of_ref=lambda _: False)
-            units = self._units.without_values().with_role_replaced(CARRY, carried)
-            return [group for group, _ in units.groups()]
-
-        changed = of_groups([not is_same for is_same in self.same])
-        return CarryChanges(self.static, self.collected.value, changed, of_groups(is_read))
-
     @property
     def has_refs(self) -> bool:
         """True if the carry has references."""
         return any(ref is not None for ref in self._refs)
 
-    def restart(self, units: Units) -> None:
-        """Sets the initial values of the carry."""
-        self.carry = _without_refs(jax.tree.leaves(units.values_with_role(CARRY)))
-
-    def _carried(
-        self, leaves: Iterable[Any], of_ref: Callable[[Any], Any] = lambda ref: ref
-    ) -> list[Any]:
+    def _carried(self, leaves: Iterable[Any]) -> list[Any]:
         """Returns the carried values from their leaves without references."""
         rest = iter(leaves)
-        return self._carry_tree.unflatten(
-            next(rest) if ref is None else of_ref(ref) for ref in self._refs
-        )
+        return self._carry_tree.unflatten(next(rest) if ref is None else ref for ref in self._refs)
 
-    def results(self, carry: list[Any], ys: list[Any], runs: bool = True) -> PureResults:
+    def results(self, carry: list[Any], ys: list[Any]) -> PureResults:
         """Returns the results of the loop; unchanged leaves of the carry are the initial values."""
-        collected = self.collected
-        if not runs:
-            after = self.kind.static_without_runs(self.static, collected.value)
-            collected = type(collected)(after)
-        carry = [
-            b if is_same and isinstance(b, jax.Array) else a
-            for b, a, is_same in zip(self.carry, carry, self.same, strict=True)
-        ]
+        final_carry: list[Any] = []
+        for initial, final, is_same in zip(self.carry, carry, self.same, strict=True):
+            final_carry.append(initial if is_same and isinstance(initial, jax.Array) else final)
         stacked = _with_slices(self._returned, self._ys_tree.unflatten(ys), stacked=True)
-        merged = stacked.with_role_replaced(CARRY, self._carried(carry))
-        return PureResults(collected, *merged.packed())
-
-    def undefined_results(self, length: int = 0) -> PureResults:
-        """Returns undefined results of the types that the last run, a creating one, has returned.
-
-        Unchanged leaves of the carry are the initial values.
-        """
-        types, trees = [], []
-        for value, role in self._returned.pairs():
-            of_value, tree = jax.tree.flatten(value)
-            trees.append(tree)
-            axis = 0 if role is FORK else role if isinstance(role, int) else None
-            types += [unmapped_aval(length, axis, x) for x in of_value]
-        given = jax.tree.leaves(self._units.values)
-        is_used = jax.tree.leaves(self.inside(*self.used).values)
-        inputs = [
-            x
-            for x, flag in zip(given, is_used, strict=True)
-            if flag is not False and not isinstance(x, jax.Ref)
-        ]
-        changed = [x for x, i in zip(types, self._passed, strict=True) if i is None]
-        rest = iter(state_creation.undefined(changed, inputs))
-        leaves = iter([next(rest) if i is None else given[i] for i in self._passed])
-        values = [tree.unflatten(itertools.islice(leaves, tree.num_leaves)) for tree in trees]
-        return PureResults(self.collected, *self._returned.with_values(values).packed())
+        merged = stacked.with_role_replaced(CARRY, self._carried(final_carry))
+        return PureResults(self.collected, *merged.packed())
 
 
 def carry_structures(prefix: object, packed: object) -> CarryStructures:
@@ -395,16 +330,13 @@ def while_loop(kind: Kind, cond_fn: Fn, body_fn: Fn, *, in_axes: object) -> Fn:
 
     def pure(trees: CarryStructures, units: Units) -> PureResults:
         make = functools.partial(_WhileBody, body_fn, CARRY, trees)
-        body, step, initial = state_creation.body_with_state(
+        body, step, created = state_creation.body_with_state(
             make, units, lambda body: (body.carry, jnp.int32(0))
         )
-        if step is None:
-            return state_creation.final_results(kind, body.undefined_results(), initial, body.end)
 
         def is_on(state: tuple[Any, list[Any]]) -> Any:
             i, carry = state
-            of_condition = kind.static_in_condition(units.static, body.static)
-            inside = body.inside(carry, i).with_static(of_condition)
+            inside = body.inside(carry, i).with_static(units.static)
             return kind_lib.call_pure(kind, cond_fn, inside.pure_args()).packed
 
         def iteration(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
@@ -420,7 +352,7 @@ def while_loop(kind: Kind, cond_fn: Fn, body_fn: Fn, *, in_axes: object) -> Fn:
                 "does not show it what the body writes there; carry the value that it reads."
             )
         _, carry = jax.lax.while_loop(is_on, iteration, start)
-        return state_creation.final_results(kind, body.results(carry, []), initial, body.end)
+        return state_creation.final_results(kind, body.results(carry, []), created)
 
     looped = trace_cache.jit_outside_traces(body_fn, pure)
 
@@ -443,7 +375,10 @@ class _WhileBody(LoopBody):
     transformation = "while_loop"
 
     def inside(self, carry: list[Any], xs: object) -> Units:
-        folded = self._units.mapped(lambda v, role: self.kind.fold(v, xs) if role is FORK else v)
+        def folded_keys(value: Any, role: Any) -> Any:
+            return kind_lib.fold_keys(value, xs) if role is FORK else value
+
+        folded = self._units.mapped(folded_keys)
         return folded.with_role_replaced(CARRY, self._carried(carry))
 
 

@@ -1,40 +1,31 @@
 """State created by a loop's body or only by some branches.
 
 A loop's carry has a fixed structure, and branches return the same structure, so new state is
-created before. Each function is first traced on the state of its first run:
+created before:
 
-- A loop's body that creates no state which the loop carries or shares is traced once; that trace is
-  the loop. Otherwise, the initial values are computed from that trace, with the inputs and keys of
-  the first iteration, and the body is traced again on the existing state.
-- Branches are traced once each. State that only some of them create gets its initial value before.
+    traced = trace(body, first state)       # finds what the body creates
+    initial = traced, reduced to the created state, at the inputs of the first iteration
+    traced = trace(body, first state + initial)
+    loop over traced
 
-The innermost of d nested loops that all carry or share the state they create is thus traced d + 1
-times: the first trace of a loop contains both traces of the inner loop, and its second trace finds
-the state. The number does not depend on whether a model is initialized. State stacked along an axis
-needs no second trace; an inner loop that carries it traces its body twice in each.
+A body that creates no state which the loop carries or shares is traced once; the first trace is the
+loop. So the innermost of d nested loops that all create such state is traced d + 1 times: the first
+trace of a loop contains both traces of the inner loop, and its second one finds the state. The
+number does not depend on whether a model is initialized. State stacked along an axis needs no
+second trace. Branches are traced once each.
 
-State of a carrier that the outer body makes is missing in each trace, too. In the first trace of an
-outer loop, an inner one that creates only such state is traced once, and its results are undefined:
-they have types, no values. The primitive `undefined` makes them depend on the inputs that the loop
-would read, also under `vmap` and in derivatives, so that results computed from them contain it; it
-cannot be evaluated or compiled. If the initial values of the outer loop depend on them, its first
-trace is repeated with all values.
-
-If all collections of the call are immutable, nothing is created, and JAX traces the body directly.
+If nothing can be created, since no collection of the call is mutable or since the kind creates no
+state in loops, JAX traces the body directly.
 """
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.core
 import jax.numpy as jnp
-from jax.dtypes import float0
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, subjaxprs, unmapped_aval
-from jax.interpreters import ad, batching
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from weft.errors import CarryStructureError
@@ -61,8 +52,8 @@ class TracedFunction:
         def of_leaves(*leaves: object) -> list[Any]:
             outputs, out_tree = jax.tree.flatten(fn(*tree.unflatten(leaves)))
             trees.append(out_tree)
-            given = {id(x): i for i, x in enumerate(leaves) if isinstance(x, jax.Ref)}
-            self._refs = {n: given[id(x)] for n, x in enumerate(outputs) if id(x) in given}
+            inputs = {id(x): i for i, x in enumerate(leaves) if isinstance(x, jax.Ref)}
+            self._refs = {n: inputs[id(x)] for n, x in enumerate(outputs) if id(x) in inputs}
             return [0 if n in self._refs else x for n, x in enumerate(outputs)]
 
         with jax.disable_jit(False):
@@ -74,17 +65,18 @@ class TracedFunction:
         """Returns the result, with types in place of arrays."""
         return self._with_refs(self.closed.out_avals, self.closed.in_avals)
 
-    def _with_refs(self, results: Sequence[Any], given: Sequence[Any]) -> Any:
-        of = self._refs
-        return self._tree.unflatten(given[of[n]] if n in of else x for n, x in enumerate(results))
+    def _with_refs(self, results: Sequence[Any], inputs: Sequence[Any]) -> Any:
+        refs = self._refs
+        leaves = [inputs[refs[n]] if n in refs else x for n, x in enumerate(results)]
+        return self._tree.unflatten(leaves)
 
     def __call__(self, *args: object) -> Any:
         """Returns the result. Without jit, runs the function again, so that it can be debugged."""
         if is_jit_disabled():
             return self._fn(*args)
-        consts = self.closed.consts
         leaves = jax.tree.leaves(args)
-        return self._with_refs(jax.core.eval_jaxpr(self.closed.jaxpr, consts, *leaves), leaves)
+        results = jax.core.eval_jaxpr(self.closed.jaxpr, self.closed.consts, *leaves)
+        return self._with_refs(results, leaves)
 
     def used(self, outputs: Sequence[int], *args: object) -> tuple[Any, ...]:
         """Returns for each array of the arguments whether the given leaves depend on it."""
@@ -112,28 +104,14 @@ class TracedFunction:
             and str(mine) == str(its)
         )
 
-    def uses(self) -> list[bool]:
-        """Returns for each leaf of the arguments whether the result depends on it.
-
-        A value that an inner loop replaces in every iteration does not count.
-        """
-        jaxpr, is_used = self._reduced(range(len(self.closed.out_avals)))
-        rest = iter(_passed_inputs(jaxpr))
-        return [of_leaf and next(rest) != [] for of_leaf in is_used]
-
-    def is_undefined(self, outputs: Sequence[int] | None = None) -> bool:
-        """Returns whether some leaves of the result, by default all, depend on undefined values."""
-        return has_undefined(self.closed.jaxpr if outputs is None else self._reduced(outputs)[0])
-
     def only(self, outputs: Sequence[int], *args: object) -> list[Any]:
         """Returns some leaves of the result, computed without the others."""
-        jaxpr, inputs = self._reduced(outputs)
-        wanted = set(outputs)
-        leaves = [x for x, is_used in zip(jax.tree.leaves(args), inputs, strict=True) if is_used]
-        results = iter(jax.core.eval_jaxpr(jaxpr, self.closed.consts, *leaves))
+        jaxpr, is_input = self._reduced(outputs)
+        inputs = [x for x, is_used in zip(jax.tree.leaves(args), is_input, strict=True) if is_used]
+        results = jax.core.eval_jaxpr(jaxpr, self.closed.consts, *inputs)
+        values = dict(zip(sorted(set(outputs)), results, strict=True))
         # A constant of the trace would be no array, and a change of it would be computed by NumPy.
-        found = {i: jnp.asarray(next(results)) for i in sorted(wanted)}
-        return [found[i] for i in outputs]
+        return [jnp.asarray(values[i]) for i in outputs]
 
 
 _DEBUGGING = ("debug_callback", "debug_print")
@@ -168,73 +146,12 @@ def without_debugging(closed: ClosedJaxpr) -> ClosedJaxpr:
     return of_param(closed) if closed.jaxpr.effects else closed
 
 
-def _passed_inputs(jaxpr: Any) -> list[list[int] | None]:
-    """Returns for each input the outputs that may be the input itself; None if it is used."""
-    origins: dict[Any, set[int]] = {x: {i} for i, x in enumerate(jaxpr.invars)}
-    used: set[int] = set()
-    for eqn in jaxpr.eqns:
-        given = [set() if isinstance(x, Literal) else origins.get(x, set()) for x in eqn.invars]
-        if not any(given):
-            continue
-        for inputs, passed in zip(given, _passed_by_equation(eqn), strict=True):
-            if passed is None:
-                used |= inputs
-            for n in passed or ():
-                origins.setdefault(eqn.outvars[n], set()).update(inputs)
-    found: list[list[int]] = [[] for _ in jaxpr.invars]
-    for n, x in enumerate(jaxpr.outvars):
-        for i in set() if isinstance(x, Literal) else origins.get(x, set()):
-            found[i].append(n)
-    return [None if i in used else passed for i, passed in enumerate(found)]
-
-
-def _passed_by_equation(eqn: Any) -> list[list[int] | None]:
-    """Returns for each input of an operation the same as `_passed_inputs`."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "cond":
-        of_branches = [_passed_inputs(branch.jaxpr) for branch in params["branches"]]
-        joined = (
-            None if None in passed else sorted(set().union(*passed))
-            for passed in zip(*of_branches, strict=True)
-        )
-        return [None, *joined]
-    if name == "scan":
-        passed = _passed_inputs(params["jaxpr"].jaxpr)
-        return _passed_by_loop(passed, *consts_and_carry(params))
-    if name == "while":
-        of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-        by_cond = _passed_inputs(params["cond_jaxpr"].jaxpr)[of_cond:]
-        by_body = _passed_inputs(params["body_jaxpr"].jaxpr)
-        carry = _passed_by_loop(by_body, of_body, len(by_cond))[of_body:]
-        pairs = zip(by_cond, carry, strict=True)
-        carried = [None if is_on is None else passed for is_on, passed in pairs]
-        return [*[None] * (of_cond + of_body), *carried]
-    inner = params.get("jaxpr", params.get("call_jaxpr"))
-    inner = getattr(inner, "jaxpr", inner)
-    if inner is None or len(inner.invars) != len(eqn.invars):
-        return [None] * len(eqn.invars)
-    return _passed_inputs(inner)
-
-
 def consts_and_carry(params: Mapping[str, Any]) -> tuple[int, int]:
     """Returns how many inputs of a scan of JAX are constant, and how many the carry."""
     if "ft_in" in params:  # since JAX 0.12
         consts, carry, _ = map(len, params["ft_in"].unpack())
         return consts, carry
     return params["num_consts"], params["num_carry"]
-
-
-def _passed_by_loop(
-    by_body: Sequence[list[int] | None], first: int, size: int
-) -> list[list[int] | None]:
-    """Returns the same for a loop, whose carry are `size` inputs of the body from `first` on."""
-
-    def passed(i: int, outputs: list[int] | None) -> list[int] | None:
-        if outputs == []:
-            return outputs
-        return outputs if first <= i < first + size and outputs == [i - first] else None
-
-    return [passed(i, outputs) for i, outputs in enumerate(by_body)]
 
 
 def is_jit_disabled() -> bool:
@@ -249,137 +166,57 @@ class CreatedState(NamedTuple):
     static: Any
 
 
-class _UndefinedState(Exception):
-    """Raised if initial values depend on undefined values."""
-
-
-def body_with_state(make: Fn, units: Units, first: Fn) -> tuple[Any, Fn | None, list[Any]]:
+def body_with_state(make: Fn, units: Units, first: Fn) -> tuple[Any, Fn, list[Any]]:
     """Returns a loop's body, after creating its state.
 
     Args:
         make: returns the body, a `weft.lifting.scan.LoopBody`, for units.
         first: returns the arguments of the first run of such a body.
 
-    Returns the body, the function for the loop, and the created state of each group, or None. The
-    function is None if the results of the loop are undefined.
+    Returns the body, the function for the loop, and the created state of each group, or None.
     """
-    inside = units.kind.static_in_loop(units.static)
-    if not may_create(units):
-        body = make(units.with_static(inside))
-        if not (is_jit_disabled() and inside is not units.static):
-            return body, body, [None] * sum(units.is_group)
-    discarding = units.kind.static_in_first_run(inside)
-    run = functools.partial(_body_with_state, make, units, first)
-    if discarding is inside:
-        return run(inside)
-    before = _DISCARDED.count
-    try:
-        return run(discarding, may_be_undefined=False)
-    except _UndefinedState:
-        pass
-    except Exception:
-        # An operation or a transformation may not take undefined values.
-        if _DISCARDED.count == before:
-            raise
-    return run(inside)
-
-
-def _body_with_state(
-    make: Fn, units: Units, first: Fn, inside: object, may_be_undefined: bool = True
-) -> tuple[Any, Fn | None, list[Any]]:
-    """Returns the same; `inside` is the static half for the first run."""
-    kind, static, given = units.kind, units.static, units
+    kind, static = units.kind, units.static
+    nothing = [None] * sum(units.is_group)
+    inside = kind.static_of_run(static)
+    # Without jit the body runs in Python, and what its trace collects must be known before.
+    needs_collected = is_jit_disabled() and inside is not static
     body = make(units.with_static(inside))
+    if not may_create(units) and not needs_collected:
+        return body, body, nothing
+
     args = first(body)
     traced = TracedFunction(body.fn, body, *args)
     if body.created is None:
-        if not may_be_undefined and traced.is_undefined():
-            raise _UndefinedState
-        if not (is_jit_disabled() and inside is not static):
-            return body, traced, [None] * sum(units.is_group)
-        # The body runs in Python, so the results of its trace must be known before.
-        body = make(units.with_static(kind.static_in_loop(static, body.collected.value)))
-        return body, body, [None] * sum(units.is_group)
-    run = _CreatingRun(body, traced, args, may_be_undefined)
-    begun = kind.initial_state(static, run.numbered, run.used)
-    has_refs = any(isinstance(x, jax.Ref) for x in jax.tree.leaves(units.values))
-    if kind.is_discarded(body.created.static) and not has_refs:
-        _DISCARDED.count += 1
-        body.used = jax.tree.unflatten(jax.tree.structure(args), traced.uses())
-        return body, None, run.undefined(begun)
-    created = run.values(begun)
-    units = _with_created(given, created)
-    followed = kind.static_after_creation(static, body.created.static)
-    is_counted = is_jit_disabled() and followed is not static
-    before, body = body.created.static, make(units.with_static(followed))
-    if is_counted:
+        if not needs_collected:
+            return body, traced, nothing
+        body = make(units.with_static(kind.static_of_run(static, after=body.collected.value)))
+        return body, body, nothing
+
+    created_by = body.created
+    values = traced.only(range(created_by.tree.num_leaves), *args)
+    created = created_by.tree.unflatten(values)
+    units = _with_created(units, created)
+    followed = kind.static_of_run(static, created_by.static)
+    body = make(units.with_static(followed))
+    if is_jit_disabled() and followed is not static:
         TracedFunction(body.fn, body, *first(body))
         if body.created is None:
-            after = kind.static_after_creation(static, before, body.collected.value)
-            body = make(units.with_static(after))
+            after = body.collected.value
+            followed = kind.static_of_run(static, created_by.static, after)
+            body = make(units.with_static(followed))
 
     again = TracedFunction(body.fn, body, *first(body))
     if body.created is not None:
         raise _created_later_error(body.transformation, units, body.created.tree)
-    changes = body.changes(again.uses()[: len(body.carry)])
-    settled = kind.initial_state(static, run.numbered, run.used, changes)
-    if jax.tree.flatten(settled) != jax.tree.flatten(begun):
-        created = run.values(settled)
-        body.restart(_with_created(given, created))
     return body, again, created
-
-
-class _DiscardedLoops(threading.local):
-    count = 0
-
-
-_DISCARDED = _DiscardedLoops()
-
-
-class _CreatingRun:
-    """A run of a body that has created state.
-
-    Attributes:
-        numbered: the created state of each group, with the numbers of its arrays.
-    """
-
-    def __init__(
-        self, body: Any, traced: TracedFunction, args: tuple[Any, ...], may_be_undefined: bool
-    ):
-        tree = body.created.tree
-        self.numbered = tree.unflatten(range(tree.num_leaves))
-        self._body, self._traced, self._args = body, traced, args
-        self._may_be_undefined = may_be_undefined
-        self._computed: dict[int, Any] = {}
-
-    def used(self, entries: list[Any]) -> list[tuple[Any, Any]]:
-        """Returns each group with its role, and whether entries depend on its arrays."""
-        wanted = jax.tree.leaves(entries)
-        return self._body.inside(*self._traced.used(wanted, *self._args)).groups()
-
-    def values(self, entries: list[Any]) -> list[Any]:
-        """Returns numbered entries with their arrays."""
-        wanted = [i for i in jax.tree.leaves(entries) if i not in self._computed]
-        if not self._may_be_undefined and self._traced.is_undefined(wanted):
-            raise _UndefinedState
-        values = self._traced.only(wanted, *self._args)
-        self._computed.update(zip(wanted, values, strict=True))
-        return jax.tree.map(self._computed.__getitem__, entries)
-
-    def undefined(self, entries: list[Any]) -> list[Any]:
-        """Returns numbered entries with undefined arrays."""
-        numbers, tree = jax.tree.flatten(entries)
-        created, _ = self._traced.shapes
-        types = [created[i] for i in numbers]
-        return tree.unflatten(undefined(types, jax.tree.leaves(self._args)))
 
 
 def _with_created(units: Units, created: list[Any]) -> Units:
     groups = iter(created)
-    values = [
-        units.kind.union(value, new) if is_group and (new := next(groups)) is not None else value
-        for value, is_group in zip(units.values, units.is_group, strict=True)
-    ]
+    values: list[Any] = []
+    for value, is_group in zip(units.values, units.is_group, strict=True):
+        of_group = next(groups) if is_group else None
+        values.append(value if of_group is None else units.kind.union(value, of_group))
     return units.with_values(values)
 
 
@@ -394,13 +231,11 @@ def may_create(units: Units) -> bool:
 
 def created_groups(units: Units, results: PureResults) -> list[Any] | None:
     """Returns the created state of each group that a loop carries or shares, or None."""
-    kind = units.kind
-    made = [
-        kind.created(before, after) if role is None or role is CARRY else None
-        for before, after, role in groups_before_and_after(units, results)
-    ]
-    is_new = any(of_group is not None for of_group in made)
-    return made if is_new or kind.creates_structure(results.static.value) else None
+    created: list[Any] = []
+    for before, after, role in groups_before_and_after(units, results):
+        is_kept = role is None or role is CARRY
+        created.append(units.kind.created(before, after) if is_kept else None)
+    return created if any(of_group is not None for of_group in created) else None
 
 
 def _created_later_error(transformation: str, units: Units, tree: Any) -> Exception:
@@ -412,84 +247,21 @@ def _created_later_error(transformation: str, units: Units, tree: Any) -> Except
     )
 
 
-def final_results(
-    kind: Kind, results: PureResults, made: list[Any], *ends: list[Any]
-) -> PureResults:
-    """Returns the results of a loop or of branches.
-
-    Args:
-        made: the initial values of each group's state that was created before.
-        ends: the groups after the body or each branch, see `collected_groups`.
-    """
-    rest = zip(made, *ends, strict=True)
-
-    def final(group: Any) -> Any:
-        created, *of_runs = next(rest)
-        return kind.final_group(created, group, of_runs)
-
-    nodes = [StateNode(tuple(map(final, node.groups))) for node in results.state_nodes]
+def final_results(kind: Kind, results: PureResults, created: list[Any]) -> PureResults:
+    """Returns the results of a loop or of branches, with the initial values of created state."""
+    of_groups = iter(created)
+    nodes: list[StateNode] = []
+    for node in results.state_nodes:
+        groups: list[Any] = []
+        for group in node.groups:
+            of_group = next(of_groups)
+            is_complete = of_group is None or group is None
+            groups.append(group if is_complete else kind.with_created(group, of_group))
+        nodes.append(StateNode(tuple(groups)))
     return results._replace(state_nodes=nodes)
-
-
-def collected_groups(results: PureResults) -> list[Any]:
-    """Returns all groups of the input carriers, with True in place of arrays."""
-    groups = [group for state_node in results.state_nodes for group in state_node.groups]
-    return jax.tree.map(lambda _: True, groups)
 
 
 def groups_before_and_after(units: Units, results: PureResults) -> list[tuple[Any, Any, Any]]:
     """Returns each group of the input carriers: before, after, and its role."""
     after = [group for state_node in results.state_nodes for group in state_node.groups]
     return [(b, a, role) for (b, role), a in zip(units.groups(), after, strict=True)]
-
-
-_undefined = Primitive("undefined")
-_undefined.multiple_results = True
-
-
-def undefined(types: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """Returns arrays of abstract values `types` that depend on all `inputs`."""
-    return _undefined.bind(*inputs, types=tuple(types)) if types else []
-
-
-def has_undefined(jaxpr: Any) -> bool:
-    """Returns whether an equation of a jaxpr, or of one inside, computes undefined arrays."""
-    return any(eqn.primitive is _undefined for eqn in jaxpr.eqns) or any(
-        map(has_undefined, subjaxprs(jaxpr))
-    )
-
-
-@_undefined.def_abstract_eval
-def _types(*_: Any, types: tuple[Any, ...]) -> tuple[Any, ...]:
-    return types
-
-
-def _batched(
-    inputs: Sequence[Any], axes: Sequence[int | None], *, types: tuple[Any, ...]
-) -> tuple[list[Any], list[int]]:
-    sizes = [x.shape[axis] for x, axis in zip(inputs, axes, strict=True) if axis is not None]
-    batched = [unmapped_aval(sizes[0], 0, aval) for aval in types]
-    return undefined(batched, inputs), [0] * len(types)
-
-
-def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, types: tuple[Any, ...]
-) -> tuple[list[Any], list[Any]]:
-    of_tangents = [aval.to_tangent_aval() for aval in types]
-    known = [t for t in tangents if not isinstance(t, ad.Zero)]
-    floats = [aval for aval in of_tangents if aval.dtype != float0]
-    rest = iter(undefined(floats, known))
-    zeros_or_undefined = [
-        ad.Zero(aval) if aval.dtype == float0 else next(rest) for aval in of_tangents
-    ]
-    return undefined(types, primals), zeros_or_undefined
-
-
-def _transposed(cotangents: Sequence[Any], *inputs: Any, types: tuple[Any, ...]) -> list[Any]:
-    known = [ct for ct in cotangents if not isinstance(ct, ad.Zero)]
-    return undefined([x.aval for x in inputs], known)
-
-
-batching.primitive_batchers[_undefined] = _batched
-ad.primitive_jvps[_undefined] = _jvp
-ad.primitive_transposes[_undefined] = _transposed

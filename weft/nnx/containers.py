@@ -16,7 +16,6 @@ from weft.errors import LayerCallError
 from weft.nnx.display import Enclosing, mapping_repr, object_repr
 from weft.nnx.module import Module
 from weft.nnx.pytree import MarkedValue, Pytree, is_data, register_container, tracked
-from weft.nnx.versions import RECORDING, Recording
 
 T = TypeVar("T")
 
@@ -40,8 +39,6 @@ def _changing(name: str, of: type) -> Callable[..., Any]:
             raise
         finally:
             self._info.changed()
-        if (recording := RECORDING.now) is not None:
-            _record_items(recording, self, before, name in _MOVES_ITEMS)
         if isinstance(result, MarkedValue):
             return result.value
         return self if name in ("__iadd__", "__imul__", "__ior__") else result
@@ -64,20 +61,6 @@ def _pack_marks(x: Any, of: Any) -> None:
             new, x._info.marks[key] = item.of(x, key), item.is_data
         if (new := tracked(new)) is not item:
             of.__setitem__(x, key, new)
-
-
-_MOVES_ITEMS = ("insert", "pop", "clear", "reverse", "__delitem__", "__imul__")
-
-
-def _record_items(recording: Recording, x: Any, before: Any, is_moved: bool) -> None:
-    """Records assigned items; those of a list that have moved have no first value."""
-    is_list = isinstance(x, list)
-    old, new = (dict(enumerate(of)) if is_list else of for of in (before, x))
-    for name in old if is_list and is_moved else old.keys() - new.keys():
-        recording.forget_attribute(x, name)
-    for name, value in new.items():
-        if name not in old or old[name] is not value:
-            recording.note_attribute(x, name, value)
 
 
 class List(Module, list[T]):

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from weft.core.tracing import ThreadStack
 from weft.errors import GraphStructureError, ModuleAttributeNotFoundError, warn_deprecated
 from weft.lifting.traces import current_trace, is_tracing
-from weft.nnx import split_merge, versions
+from weft.nnx import split_merge
 from weft.nnx.filters import Filter, Path, to_predicate
 from weft.nnx.pytree import Pytree, iter_children, iter_graph
 from weft.nnx.variables import Perturbation, Variable, variable_type_from_name
@@ -116,11 +116,7 @@ class Module(Pytree):
         if captured is not None:
             return captured.sow(kind, name, value, reduce_fn, init_fn)
         if there is _MISSING:
-            initial = init_fn()
-            made = kind(reduce_fn(initial, value))
-            setattr(self, name, made)
-            if (recording := versions.RECORDING.now) is not None:
-                recording.note(made, initial)  # with which a loop begins
+            setattr(self, name, kind(reduce_fn(init_fn(), value)))
             return True
         _check_type(self, name, there, kind)
         there.set_value(reduce_fn(there.get_value(), value))

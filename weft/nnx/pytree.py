@@ -31,7 +31,7 @@ from weft.nnx.display import Enclosing, Shown, object_repr, size_text
 from weft.nnx.filters import Path
 from weft.nnx.state import path_text
 from weft.nnx.variables import Variable
-from weft.nnx.versions import PLAIN_TYPES, RECORDING, ObjectInfo, StaticValue, plain_static_value
+from weft.nnx.versions import PLAIN_TYPES, ObjectInfo, StaticValue, plain_static_value
 
 T = TypeVar("T")
 Items = Sequence[tuple[Any, Any]]
@@ -313,8 +313,6 @@ class Pytree(Shown):
                 watch.marks.pop(name, None)
         else:  # fast path of most writes: no mark is needed
             object.__setattr__(self, name, value)
-        if RECORDING.now is not None:
-            RECORDING.now.note_attribute(self, name, vars(self).get(name))
         if watch.watched:
             watch.changed()
 
@@ -335,8 +333,6 @@ class Pytree(Shown):
         self._info.check(self)
         object.__delattr__(self, name)
         self._info.marks.pop(name, None)
-        if (recording := RECORDING.now) is not None:
-            recording.forget_attribute(self, name)
         self._info.changed()
 
     def __getstate__(self) -> dict[str, Any]:

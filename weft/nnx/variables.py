@@ -27,7 +27,7 @@ from weft.nnx import versions
 from weft.nnx.display import Enclosing, Shown, size_text, value_repr
 from weft.nnx.eager_sharding import shard_new_value, with_out_sharding
 from weft.nnx.refs import initial_ref, is_in_ref, read_ref, to_ref, with_var_defaults, write_ref
-from weft.nnx.versions import RECORDING, STRUCTURE_VERSION, StaticValue, foreign_trace_error, origin
+from weft.nnx.versions import STRUCTURE_VERSION, StaticValue, foreign_trace_error, origin
 
 A = TypeVar("A")
 V = TypeVar("V", bound="Variable[Any]")
@@ -94,8 +94,6 @@ class Variable(Shown, Generic[A]):
         if metadata or type(value) is jax.Ref:
             value = _initial_value(value, metadata, given, type(self).__name__)
         set_(self, "_value", value)
-        if (recording := RECORDING.now) is not None:
-            recording.note(self, value)
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -308,8 +306,6 @@ class Variable(Shown, Generic[A]):
         set_(variable, "_trace", current_trace())
         set_(variable, "_watched", False)
         set_(variable, "_value", value)
-        if (recording := RECORDING.now) is not None:
-            recording.note(variable, value)
         return variable
 
     # Copies.
@@ -465,8 +461,6 @@ class Variable(Shown, Generic[A]):
         made = type(self).from_metadata(value, state["metadata"])
         for name in ("_metadata", "_trace", "_watched", "_value"):
             object.__setattr__(self, name, getattr(made, name))
-        if (recording := RECORDING.now) is not None:
-            recording.note(self, value)
 
     def _repr_inside(self, inside: Enclosing) -> str:
         items = [f"value={value_repr(self._value)}"]

@@ -4,9 +4,6 @@ A call that remembers an object must detect structure changes without traversing
 objects are *watched*: any change of a watched object other than of a variable's value starts a new
 *version*. A call traverses the object again only if the version differs from the remembered one.
 
-A *recording* has the values with which the body of a loop or a branch makes variables: a loop
-carries such a variable from its first value on.
-
 Errors name objects by these records, and by the open calls of transformations in this thread.
 """
 
@@ -19,11 +16,10 @@ import inspect
 import io
 import linecache
 import pickle
-import threading
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from types import CodeType, MappingProxyType
+from types import CodeType
 from typing import Any
 
 import jax
@@ -236,102 +232,6 @@ def static_value(value: object) -> StaticValue:
     if isinstance(value, types.FunctionType) and value.__closure__ is None:
         return plain_static_value(value)
     return StaticValue(value)
-
-
-_NO_COUNTS: Mapping[int, Any] = MappingProxyType({})
-
-
-class Recording:
-    """The first values of the variables that one run of a function makes.
-
-    Args:
-        counts: the counts of keys in the function's arguments.
-        kept: the arguments that outlive an iteration, in the first run of a loop; otherwise None.
-    """
-
-    def __init__(self, counts: Sequence[Any], kept: Sequence[Any] | None = None):
-        self.trace, self.kept, self._counts = current_trace(), kept, counts
-        self._made: dict[int, tuple[Any, Any, list[Any]]] = {}
-        self._assigned: dict[tuple[int, Hashable], tuple[Any, Any]] = {}
-        self._of_branches: set[tuple[int, Hashable]] = set()
-
-    def note(self, variable: Any, value: Any, counts: Mapping[int, Any] = _NO_COUNTS) -> None:
-        """Notes that a variable was made here.
-
-        Args:
-            counts: what counts of keys were when it was made, by id, if not what they are now.
-        """
-        if variable._trace != self.trace:
-            return  # what has a trace of its own has a recording of its own
-        key = id(variable)
-        self._made.pop(key, None)
-        # The variable is kept, so that no other one has its id.
-        values = [counts.get(id(count), count._value) for count in self._counts]
-        self._made[key] = variable, value, values
-
-    def __contains__(self, variable: object) -> bool:
-        return id(variable) in self._made
-
-    def first_value(self, variable: Any) -> Any:
-        """Returns a variable's first value, or its present one if it was not recorded."""
-        known = self._made.get(id(variable))
-        return variable._value if known is None else known[1]
-
-    def note_attribute(self, owner: Any, name: Hashable, value: object) -> None:
-        """Notes an assigned attribute; a value like the first one does not replace it."""
-        if owner._info.trace != self.trace:
-            return
-        key = id(owner), name
-        if key not in self._assigned or not _is_alike(self._assigned[key][1], value):
-            self._assigned[key] = owner, value
-
-    def note_branch(self, x: Any, name: Hashable = None) -> None:
-        """Notes that only some branches make a variable, or an attribute of an object."""
-        self._of_branches.add((id(x), name))
-
-    def is_of_branch(self, x: Any, name: Hashable = None) -> bool:
-        """Returns whether `note_branch` was called; the first value may not be a branch's own."""
-        return (id(x), name) in self._of_branches
-
-    def forget_attribute(self, owner: Any, name: Hashable) -> None:
-        """Removes what is known about an attribute."""
-        self._assigned.pop((id(owner), name), None)
-
-    def first_attribute(self, owner: Any, name: Hashable, value: Any) -> Any:
-        """Returns an attribute's first value, or `value` if its assignment was not recorded."""
-        _, first = self._assigned.get((id(owner), name), (None, value))
-        return first if _is_alike(first, value) else value
-
-    def counts_after(self, variables: Iterable[Any]) -> list[tuple[Any, Any]]:
-        """Returns the counts of keys, with their values when the last of `variables` was made."""
-        wanted = set(map(id, variables))
-        values = next((v for key, (_, _, v) in reversed(self._made.items()) if key in wanted), None)
-        return [] if values is None else [*zip(self._counts, values, strict=True)]
-
-    def __enter__(self) -> None:
-        self._outer, RECORDING.now = RECORDING.now, self
-
-    def __exit__(self, *_: object) -> None:
-        RECORDING.now = self._outer
-
-
-def _is_alike(a: object, b: object) -> bool:
-    """Returns whether two values have the same structure, shapes and dtypes."""
-    if type(a) in PLAIN_TYPES or type(b) in PLAIN_TYPES:
-        return type(a) is type(b)
-    (of_a, tree), (of_b, other) = jax.tree.flatten(a), jax.tree.flatten(b)
-    return tree == other and all(
-        getattr(x, "shape", ()) == getattr(y, "shape", ())
-        and getattr(x, "dtype", type(x)) == getattr(y, "dtype", type(y))
-        for x, y in zip(of_a, of_b, strict=True)
-    )
-
-
-class _CurrentRecording(threading.local):
-    now: Recording | None = None
-
-
-RECORDING = _CurrentRecording()
 
 
 Origin = tuple[CodeType, int]

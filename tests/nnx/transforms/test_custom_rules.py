@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from weft import nnx
-from weft.errors import CapturedObjectError, SharedStateWarning, TransformArgumentError
+from weft.errors import CapturedObjectError, TransformArgumentError
 
 
 class Model(nnx.Module):
@@ -391,46 +391,6 @@ def test_captured_objects_keep_values_and_are_not_returned():
         assert mapped.tolist() == [2, 2, 2] and model.w.get_value() is before
     with pytest.raises(CapturedObjectError, match=r"the result.* is a Param.* return nnx.clone"):
         jax.jit(lambda x: of_result(model) * x)(1.0)
-
-
-def in_fori_loop(f: Any) -> Any:
-    return lambda m, x: nnx.fori_loop(0, 2, lambda _, c: (c[0], c[1] + f(c[0], x)), (m, 0.0))[1]
-
-
-def in_scan(f: Any) -> Any:
-    body = nnx.scan(lambda m, x: (m, f(m, x)), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
-    return lambda m, x: body(m, jnp.stack([x, x]))[1].sum()
-
-
-@pytest.mark.parametrize(
-    ("inside", "of_each"),
-    [
-        # The second iteration's gradient passes through the first one's rule.
-        (in_fori_loop, 100 + 10 * 100),
-        (in_scan, 100 + 10 * 100),
-        (lambda f: lambda m, x: nnx.cond(x > 0, f, lambda m, x: 0.0, m, x), 100),
-        (lambda f: in_fori_loop(lambda m, x: nnx.switch(1, [lambda *_: 0.0, f], m, x)), 1100),
-    ],
-    ids=["fori_loop", "scan", "cond", "nested"],
-)
-def test_loops_and_branches_inside_scans_that_share_the_model(inside: Any, of_each: float):
-    f = times_ten(lambda m, x: m.w * x, of_result=100)
-
-    def loss(m: Params) -> jax.Array:
-        return scanned(None)(inside(f))(m, jnp.ones(3)).sum()
-
-    assert gradient(loss, Params())["w"] == 3 * of_each
-
-
-def test_branch_that_writes_next_to_one_with_a_rule_to_shared_state_is_named():
-    f = times_ten(lambda m, x: m.w * x)
-
-    def writes(m: Params, x: jax.Array) -> Any:
-        m.w[...] = m.w[...] * x
-        return x
-
-    with pytest.warns(SharedStateWarning, match=r"the body changes m\.w, which all iterations"):
-        scanned(None)(lambda m, x: nnx.cond(x > 0, f, writes, m, x))(Params(), jnp.ones(3))
 
 
 def test_values_without_gradients_bypass_rules():

@@ -369,13 +369,6 @@ def test_changing_attributes_without_graph_updates_fails(loop, change, message, 
 # Attributes created in the body.
 
 
-class Drawing(Pair):
-    def __init__(self):
-        super().__init__(1.0)
-        self.rngs = nnx.Rngs(0)
-        self.part = Pair()
-
-
 def make_variable(m, i):
     if not hasattr(m, "count"):
         m.count = nnx.Variable(jnp.zeros(()))
@@ -460,200 +453,15 @@ def scan(step, m, n):
     nnx.scan(lambda m, i: (m, step(m, i)))(m, jnp.arange(n))
 
 
-def python(step, m, n):
-    for i in range(n):
-        step(m, jnp.int32(i))
-
-
 LOOPS = [fori, fori_of_arrays, while_, scan]
-
-
-def assert_alike(m, expected):
-    assert nnx.graphdef(m) == nnx.graphdef(expected)
-
-    def as_numbers(x):
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return jax.random.key_data(x) if is_key else x
-
-    for x, y in zip(*(jax.tree.leaves(nnx.state(of)) for of in (m, expected)), strict=True):
-        np.testing.assert_allclose(as_numbers(x), as_numbers(y), rtol=1e-6)
 
 
 EACH = [(fori, make) for make in MAKERS]
 EACH += [(LOOPS[1:][i % 3], make) for i, make in enumerate(MAKERS)]
 
 
-@pytest.mark.parametrize(("loop", "make"), EACH)
-def test_body_creating_attributes_matches_python_loop(loop, make):
-    m, expected = Drawing(), Drawing()
-    for n in (3, 2):
-        loop(make, m, n)
-        python(make, expected, n)
-    assert_alike(m, expected)
-
-
-@pytest.mark.parametrize("make", [make_in_part, make_with_alias, make_from_key, make_in_branch])
-@pytest.mark.parametrize("loops", [(fori, scan), (scan, while_), (while_, fori_of_arrays, scan)])
-def test_state_created_in_nested_loops(loops, make):
-    def nested(m, loops):
-        first, *rest = loops
-        first((lambda m, i: nested(m, rest)) if rest else make, m, 2)
-
-    m, expected = Drawing(), Drawing()
-    nested(m, loops)
-    nested(expected, [python] * len(loops))
-    assert_alike(m, expected)
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_each_loop_carrying_new_state_adds_one_trace(loop, depth):
-    traces = []
-
-    def nested(m, depth):
-        def step(m, i):
-            if depth > 1:
-                return nested(m, depth - 1)
-            traces.append(1)
-            make_variable(m, 0)
-
-        loop(step, m, 2)
-
-    m = Pair()
-    nested(m, depth)
-    assert float(m.count) == 2**depth and len(traces) == depth + 1
-    traces.clear()
-    nested(m, depth)
-    assert float(m.count) == 2 * 2**depth and len(traces) == 1
-
-
-@pytest.mark.parametrize(
-    ("outer", "loop"),
-    [*((python, loop) for loop in LOOPS), *zip(LOOPS, reversed(LOOPS), strict=True)],
-)
-def test_empty_loops_keep_initial_values(loop, outer):
-    def make(m, i):
-        if not hasattr(m, "a"):
-            m.a = nnx.Variable(m.w[...] * 3)
-            m.b = m.a
-        m.a[...] += 1
-
-    m = Pair()
-    outer(lambda m, i: loop(make, m, 0), m, 2)
-    assert float(m.a) == 6 and m.b is m.a
-
-
-def layers(m, i):
-    """Makes state with an axis, and changes it."""
-
-    def layer(x, layer):
-        make_variable(layer, 0)
-        return x
-
-    nnx.scan(layer, in_axes=(Carry, 0), out_axes=Carry)(0.0, m.layers)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_scanned_state_created_in_inner_loop(loop):
-    made = nnx.vmap(lambda w: Pair(w))(jnp.ones(3))
-    m = nnx.Dict(layers=made)
-    loop(layers, m, 2)
-    assert m.layers.count[...].tolist() == [2, 2, 2]
-    m = nnx.Dict(layers=nnx.clone(made))
-    del m.layers.count
-    loop(layers, m, 0)
-    assert m.layers.count[...].tolist() == [0, 0, 0]
-
-
-def test_keys_are_distinct_if_body_draws_before_creating():
-    def body(m, x):
-        y = m.rngs.noise.uniform()
-        if not hasattr(m, "noise"):
-            m.noise = nnx.Variable(m.rngs.noise.uniform())
-        return m, y
-
-    m, stream = Drawing(), nnx.Rngs(0).noise
-    keys = [float(stream.uniform()) for _ in range(5)]
-    _, drawn = nnx.scan(body)(m, jnp.arange(3))
-    assert float(m.noise) == keys[1] and drawn.tolist() == pytest.approx(keys[2:])
-    assert int(m.rngs.default.count[...]) == 5
-
-
-def test_condition_and_gradients_see_new_state():
-    def body(m):
-        make_in_part(m, 0)
-        return m
-
-    cond = lambda m: not hasattr(m.part, "count") or m.part.count < 6  # noqa: E731
-    m = nnx.while_loop(cond, body, Drawing())
-    assert float(m.part.count) == 8
-
-    def loss(m):
-        return nnx.fori_loop(0, 3, lambda i, m: body(m), m).part.count[...]
-
-    assert float(nnx.grad(loss)(Drawing()).w[...]) == 8
-    with jax.disable_jit():
-        assert float(loss(Drawing())) == 8
-
-
-def test_iterations_may_share_new_state():
-    def body(x, m):
-        if not hasattr(m, "made"):
-            m.made = nnx.Variable(x * 2)
-        return x + m.made[...]
-
-    m = Pair()
-    loop = nnx.scan(body, in_axes=(Carry, None), out_axes=Carry, length=3)
-    assert float(loop(jnp.float32(1), m)) == 7 and float(m.made) == 2
-    with pytest.warns(SharedStateWarning, match=r"the body changes m\.count, which all iterations"):
-        nnx.scan(
-            lambda x, m: (make_variable(m, 1), x)[1],
-            in_axes=(Carry, None),
-            out_axes=Carry,
-            length=2,
-        )(0.0, Pair())
-
-
 def put(name, value):
     return lambda m: setattr(m, name, value(m))
-
-
-REFUSED = {
-    "old": (put("zz", lambda m: m.w), r"makes an attribute at m\.zz"),
-    "with a list": (
-        put("new", lambda m: nnx.Dict(a=nnx.Variable(1.0), b=nnx.static(bytearray(1)))),
-        r"makes an attribute at m\.new",
-    ),
-    "reference": (put("r", lambda m: nnx.Variable(jnp.ones(()), ref=True)), r"at m\.r"),
-    "later": (
-        lambda m: make_in_part(m, 0) if hasattr(m, "count") else make_variable(m, 0),
-        r"makes an attribute at m\.part\.count",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_unsupported_creation_is_rejected(name):
-    change, message = REFUSED[name]
-    m = Drawing()
-    looks = nnx.graphdef(m)
-    with pytest.raises(LoopStructureError, match=message):
-        nnx.fori_loop(0, 3, lambda i, m: (change(m), m)[1], m)
-    assert nnx.graphdef(m) == looks
-
-
-def test_initial_values_ignore_per_iteration_streams():
-    def body(m, rngs):
-        x = rngs.uniform()
-        if not hasattr(m, "made"):
-            m.made = nnx.Variable(x)
-        return m
-
-    loop = nnx.scan(body, in_axes=(Carry, 0), out_axes=Carry)
-    with pytest.raises(
-        LoopStructureError, match=r"value depends on rngs\.default\.key, which diff"
-    ):
-        loop(Pair(), nnx.Rngs(0).split(3))
 
 
 @TREES

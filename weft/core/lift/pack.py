@@ -12,6 +12,7 @@ from weft.core.scope import Scope
 from weft.core.scope_kind import Group, ScopeKind, Select
 from weft.core.variable_store import copy_dicts
 from weft.errors import TransformArgumentError
+from weft.lifting.kind import Returned, is_carrier
 
 Filters = Sequence[Filter]
 
@@ -83,7 +84,7 @@ class _PackedCall:
 
     def __init__(self, kind: ScopeKind, scope: object, ins: Filters, outs: Filters, rngs: Filters):
         self._kind, self._outs = kind, outs
-        scopes, self._tree = jax.tree.flatten(scope, is_leaf=kind.is_carrier)
+        scopes, self._tree = jax.tree.flatten(scope, is_leaf=is_carrier(kind))
         selects = [*map(Select, ins), *(Select(rngs=where) for where in rngs)]
         self._filters = [tuple((select, None) for select in selects)] * len(scopes)
         self._outer, self._static, groups = kind.split(scopes, self._filters)
@@ -111,7 +112,7 @@ class _PackedCall:
         return self._tree.unflatten(inner)
 
     def repack_fn(self, scope: object) -> Any:
-        scopes = jax.tree.leaves(scope, is_leaf=self._kind.is_carrier)
+        scopes = jax.tree.leaves(scope, is_leaf=is_carrier(self._kind))
         by_root = [
             group_collections(scopes[i].mutable_variables(), self._outs) for i in self._roots
         ]
@@ -121,7 +122,9 @@ class _PackedCall:
         if not self._made:
             self.scope_fn(*self.groups)
         last = self._made[-1]
-        collected, _, _ = self._kind.collect(None, self._static, last, self._filters, [], [])
+        collected, _, _ = self._kind.collect(
+            None, self._static, last, self._filters, Returned(None, [], [])
+        )
         groups: list[tuple[Group, ...]] = [()] * len(self._static)
         for root, i in enumerate(self._roots):
             groups[i] = tuple(Group(group[root], {}, {}) for group in changed)

@@ -17,7 +17,7 @@ from weft.core.rngs import LazyRng
 from weft.core.scope_kind import Group, ScopeKind, Select
 from weft.errors import TransformArgumentError
 from weft.lifting import CARRY, FORK, Roles, signature
-from weft.lifting.kind import Static
+from weft.lifting.kind import Static, is_carrier
 from weft.typing import ArrayLike, Fn
 
 
@@ -464,7 +464,7 @@ def map_variables(
         initialize=initialize if init else None,
         is_first=lambda scope, *_: any(
             kind.needs_creation(s, mapped_collections)
-            for s in jax.tree.leaves(scope, is_leaf=kind.is_carrier)
+            for s in jax.tree.leaves(scope, is_leaf=is_carrier(kind))
         ),
     )
     return with_unpacked_args(fn, lifted)

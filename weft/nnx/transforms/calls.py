@@ -211,38 +211,6 @@ def warn_of_dropped_structure(path: Path, what: str) -> None:
     )
 
 
-def changed_creation_error(path: Path, what: str) -> Exception:
-    """Returns the error for a part that a loop's body makes differently in later iterations."""
-    return errors.LoopStructureError(
-        f"{call_title('a loop')}: the body {what} at {place_of(path)} after the first iteration; "
-        "a loop carries the attributes, items and static values that its first iteration leaves, "
-        "and they are the same after each iteration. Make it only if it is missing "
-        "(if not hasattr(...)), with its final structure, or keep the value in a variable, such as "
-        "an array with one entry per iteration."
-    )
-
-
-def read_creation_error(path: Path | None) -> Exception:
-    """Returns the error for a value that the body makes again from the one before."""
-    at = "an attribute" if path is None else place_of(path)
-    return errors.LoopStructureError(
-        f"{call_title('a loop')}: the first iteration makes {at}, and later ones compute it from "
-        "the value before, which the first iteration has not; create it before the loop, or in the "
-        "body with its initial value if it is missing (if not hasattr(...)), and change it "
-        "in place in every iteration."
-    )
-
-
-def iteration_key_error(path: Path | None) -> Exception:
-    """Returns the error for a variable made before a loop from keys of one iteration."""
-    at = "a PRNG stream" if path is None else place_of(path)
-    return errors.LoopStructureError(
-        f"{call_title('a loop')}: the body makes an attribute whose initial value depends on "
-        f"{at}, which differs between iterations; draw from a carried stream, or make the "
-        "attribute before the loop."
-    )
-
-
 def with_graph_options(fn: Callable[P, R], function: str | None = None) -> Callable[P, R]:
     """Decorates an entry point with keyword arguments `**options: Unpack[GraphOptions]`.
 

@@ -292,7 +292,7 @@ def cond(
     >>> int(n)
     2
     """
-    kind = ObjectKind("cond", *settings.resolve_graph_options(**options), is_branch=True)
+    kind = ObjectKind("cond", *settings.resolve_graph_options(**options))
     chosen = lifting.cond(kind, true_fun, false_fun)
     with versions.TransformCall("cond", true_fun, operands, ("operands", "the result")):
         return chosen(pred, *operands)
@@ -312,7 +312,7 @@ def switch(
     """
     if not branches:
         raise TransformArgumentError("switch: there are no branches; give at least one function.")
-    kind = ObjectKind("switch", *settings.resolve_graph_options(**options), is_branch=True)
+    kind = ObjectKind("switch", *settings.resolve_graph_options(**options))
     chosen = lifting.switch(kind, tuple(branches))
     with versions.TransformCall("switch", branches[0], operands, ("operands", "the result")):
         return chosen(index, *operands)

@@ -420,7 +420,7 @@ def _split_call(
     """Splits objects, each given with its sharding and whether its values are donated."""
     carriers, shardings, donated = zip(*objects, strict=True) if objects else ((), (), ())
     roles = tuple(map(_roles, shardings))
-    flat, static, _ = options.kind.split(carriers, [*map(options.kind.group_filters, roles)])
+    flat, static, _ = options.kind.split(carriers, [*map(tuple, roles)])
     made = tuple(
         [(type(x), metadata_key(x)) if isinstance(x, Variable) else None for x in flat.leaves]
     )

@@ -6,27 +6,26 @@ back, and the graph only if references or static attributes have changed, or obj
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 from jax.custom_derivatives import zero_from_primal
 
 from weft.errors import AxisMetadataError, BranchObjectsError, TransformArgumentError
-from weft.lifting import CARRY, DIFF, Kind, Roles
-from weft.lifting.kind import CarryChanges, PureResults, StateNode, is_state_node
+from weft.lifting import CARRY, DIFF, Kind
+from weft.lifting.kind import PureResults, Returned, StateNode, is_state_node
 from weft.lifting.roles import changed_shared_message
 from weft.lifting.traces import current_trace
 from weft.nnx import graph, versions
 from weft.nnx.filters import Path
 from weft.nnx.graph import Change, ContainerKey, FlatGraph, GraphDef, Owner, VariableDef
 from weft.nnx.pytree import Pytree, TreePlaces, is_object, with_item
-from weft.nnx.rngs import RngCount, RngKey
+from weft.nnx.rngs import RngCount
 from weft.nnx.split_merge import state
 from weft.nnx.spmd import add_axis, has_axis_metadata, remove_axis
 from weft.nnx.state import from_flat_state, path_text, to_flat_state
@@ -57,25 +56,19 @@ class ObjectKind(Kind):
         references: whether an object at two places is one object, not a pytree at each.
         structure: whether changes of references and static attributes come back.
         is_loop: whether the function runs repeatedly on its carry.
-        is_branch: whether the function is one of several, only one of them running.
         is_result_free: whether results have no roles, so that any argument may be returned.
         has_rule: whether the function has a rule for its derivatives. With `structure`, all
             differentiated values then come out of the rule, also unchanged ones.
     """
 
+    carrier_types: ClassVar[tuple[type, ...]] = (Pytree, Variable)
+
     transformation: str
     references: bool = True
     structure: bool = True
     is_loop: bool = False
-    is_branch: bool = False
     is_result_free: bool = False
     has_rule: bool = False
-
-    def group_filters(self, roles: Roles) -> object_state.FilterRoles:
-        return tuple(roles)
-
-    def is_carrier(self, x: object) -> bool:
-        return is_object(x)
 
     def flatten(self, carriers: Sequence[Any], new: Sequence[Any] = ()) -> FlatGraph:
         """Splits the pair of the objects that go in and of new ones that come out."""
@@ -91,7 +84,7 @@ class ObjectKind(Kind):
             carriers, filters
         )
         groups: list[Groups] = [tuple({} for _ in wanted) for wanted in filters]
-        for n, leaf, (i, g) in zip(static.numbers, flat.leaves, static.places, strict=True):
+        for n, (leaf, (i, g)) in enumerate(zip(flat.leaves, static.places, strict=True)):
             groups[i][g][n] = leaf
         return flat, static, groups
 
@@ -106,12 +99,7 @@ class ObjectKind(Kind):
         owners = tuple(owner and (index[id(owner[0])], owner[1]) for owner in flat.owners)
         is_tracked = flat.is_tracked and not any(owners)
         changing = () if flat.is_tracked else graph.mutable_static_values(flat)
-        numbers, records = range(len(places)), versions.RECORDING.now is not None
-        static = StaticObjects(
-            flat.graphdef, places, owners, is_tracked, changing, numbers, records
-        )
-        if records and (temporary := object_state.temporary_objects(flat)) is not None:
-            return flat, static._replace(temporary=temporary)
+        static = StaticObjects(flat.graphdef, places, owners, is_tracked, changing)
         if carriers and is_tracked and not flat.repeated and grouping.depends_only_on_structure:
             if len(self._split_cache) >= _MAX_CACHED_SPLITS:
                 self._split_cache.clear()
@@ -128,10 +116,7 @@ class ObjectKind(Kind):
         self, carriers: Sequence[Any], filters: object_state.Filters
     ) -> tuple[FlatGraph, StaticObjects] | None:
         static, wanted = self._split_cache.get(tuple(map(type, carriers)), (None, None))
-        recording = versions.RECORDING.now
-        if static is None or wanted != filters or static.records != (recording is not None):
-            return None
-        if recording is not None and recording.kept is not None:
+        if static is None or wanted != filters:
             return None
         _, known = static.graphdef.root.attributes[0]
         objects = graph.matching_objects([*enumerate(carriers)], known.attributes)
@@ -140,37 +125,19 @@ class ObjectKind(Kind):
         return graph.flat_graph_of_variables(static.graphdef, objects), static
 
     def merge(self, static: StaticObjects, groups: Sequence[Groups]):
-        at = zip(static.numbers, static.places, strict=True)
-        leaves = [groups[i][g][n] for n, (i, g) in at]
+        leaves = [groups[i][g][n] for n, (i, g) in enumerate(static.places)]
         (carriers, _), objects = graph.build_graph(static.graphdef, leaves)
         variables = (x for x in objects if isinstance(x, Variable))
-        at = zip(static.owners, leaves, strict=True)
-        held = [next(variables) if owner is None else leaf for owner, leaf in at]
+        held: list[Any] = []
+        for owner, leaf in zip(static.owners, leaves, strict=True):
+            held.append(next(variables) if owner is None else leaf)
         values = [x._value if isinstance(x, Variable) else x for x in held]
         metadata = [x._metadata if isinstance(x, Variable) else None for x in held]
-        snapshots = [(x, x._snapshot()) for x in objects if isinstance(x, Pytree)]
-        recording = None
-        if self._hoists_creation or static.records:
-            of, counts = static.temporary, [x for x in objects if isinstance(x, RngCount)]
-            kept = None if of is None else [x for i, x in enumerate(objects) if i not in of]
-            recording = versions.Recording(counts, kept)
-        snapshots = snapshots if static.is_tracked else None
-        rest = values, metadata, snapshots, recording
-        return object_state.InnerObjects(static, objects, held, *rest), list(carriers)
-
-    @property
-    def _hoists_creation(self) -> bool:
-        """True if objects that the function makes are made before it."""
-        return self.structure and (self.is_loop or self.is_branch)
-
-    def call_context(
-        self, inner: object_state.InnerObjects
-    ) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if inner.recording is None else inner.recording
-
-    def note_result(self, result: object) -> None:
-        if (call := versions.current_call()) is not None:
-            call.returned = calls.object_paths(result, None)
+        snapshots = None
+        if static.is_tracked:
+            snapshots = [(x, x._snapshot()) for x in objects if isinstance(x, Pytree)]
+        inner = object_state.InnerObjects(static, objects, held, values, metadata, snapshots)
+        return inner, list(carriers)
 
     def collect(
         self,
@@ -178,9 +145,12 @@ class ObjectKind(Kind):
         static: StaticObjects,
         carriers: Sequence[Any],
         filters: object_state.Filters,
-        new: Sequence[Any],
-        new_filters: object_state.Filters,
+        returned: Returned,
     ):
+        new, new_filters = returned.carriers, returned.parts
+        call = versions.current_call()
+        if new and call is not None:
+            call.returned = calls.object_paths(returned.result, None)
         groups: list[Groups] = [tuple({} for _ in wanted) for wanted in filters]
         new_groups: list[Groups] = [tuple({} for _ in wanted) for wanted in new_filters]
         if not self.structure or (not new and inner.has_same_structure()):
@@ -188,7 +158,7 @@ class ObjectKind(Kind):
                 changed = object_state.changed_loop_arrays(inner, self.flatten(carriers), filters)
                 for n, array in changed.items():
                     i, g = static.places[n]
-                    groups[i][g][static.numbers[n]] = array
+                    groups[i][g][n] = array
             shared: list[Path] = []
             for n, x in enumerate(inner.leaves):
                 if isinstance(x, Variable) and (self.has_rule or inner.is_changed(x, n)):
@@ -201,8 +171,8 @@ class ObjectKind(Kind):
                 text = changed_shared_message(self.transformation, calls.place_of(shared[0]))
                 raise SharedStateChanged(text, shared)
             if not new:
-                calls.record_value_paths(static.numbers, static.graphdef.paths)
-                return static.unchanged(), groups, new_groups
+                calls.record_value_paths(range(len(static.places)), static.graphdef.paths)
+                return None, groups, new_groups
             carriers = ()
         flat = self.flatten(carriers, new)
         is_same = self.structure and inner.has_same_graph(flat)
@@ -211,31 +181,21 @@ class ObjectKind(Kind):
             self._check_captured(flat, inner)
             self._check_aliases(flat, grouping)
         # Without graph updates, an argument among the results is a new object.
-        returned = inner.objects if self.structure else ()
-        origin = {id(x): i for i, x in enumerate(returned)}
+        known_objects = inner.objects if self.structure else ()
+        origin = {id(x): i for i, x in enumerate(known_objects)}
         origins = tuple(origin.get(id(x)) for x in flat.objects)
-        instead = {} if is_same else self._replaced_objects(flat, origins, filters, inner)
-        keys, made = self._sort_into_groups((groups, new_groups), flat, grouping, inner, instead)
+        replaced: dict[int, int] = {}
+        if self.is_loop and self.structure and not is_same:
+            replaced = self._replaced_objects(flat, origins, filters, inner)
+        numbers = self._sort_into_groups((groups, new_groups), flat, grouping, inner, replaced)
         if is_same:
-            return static.unchanged(), groups, new_groups
-        before, replaced, is_temporary = None, frozenset(), False
+            return None, groups, new_groups
         if self.is_loop and self.structure:
-            places = tuple(instead.get(i, o) for i, o in enumerate(origins))
-            found = graph_diff.NumberedGraph(flat.graphdef, places, keys)
-            gained = object_state.check_loop_graph(static, flat, found, grouping, inner.recording)
-            replaced = frozenset(_numbers_of(flat.graphdef, keys, instead))
-            if gained:
-                before = object_state.with_created_objects(static, found, gained, made)
-                is_temporary = {i for i, _ in gained} <= (static.temporary or set())
-                inner.add_key_counts(flat, groups)
-        elif made and static.records and not self.is_branch:
-            inner.add_key_counts(flat, groups)
+            places = tuple(replaced.get(i, origin) for i, origin in enumerate(origins))
+            object_state.check_loop_graph(static, flat, places, grouping)
         copies = object_state.static_snapshot(flat, static.graphdef)
-        if static.origins is not None:
-            origins = tuple(None if o is None else static.origins[o] for o in origins)
-        changed = ChangedObjects(
-            flat.graphdef, origins, tuple(keys), copies, before, replaced, is_temporary
-        )
+        of_replaced = frozenset(_numbers_of(flat.graphdef, numbers, replaced))
+        changed = ChangedObjects(flat.graphdef, origins, tuple(numbers), copies, of_replaced)
         return changed, groups, new_groups
 
     def _replaced_objects(
@@ -249,17 +209,11 @@ class ObjectKind(Kind):
 
         A loop carries their values; those of objects that all iterations share are dropped.
         """
-        recording = inner.recording
-        if recording is None or not (self.is_loop and self.structure):
-            return {}
         static, known = inner.static, inner.numbers()
 
-        def may_replace(part: VariableDef, before: int) -> bool:
+        def may_replace(before: int) -> bool:
             i, g = static.places[known[id(inner.objects[before])]]
-            role = filters[i][g][1]
-            if role is CARRY:
-                return object_state.is_recorded(flat.objects[part.index], recording)
-            return role is None
+            return filters[i][g][1] in (CARRY, None)
 
         return graph_diff.replaced_objects(static.graphdef, flat.graphdef, origins, may_replace)
 
@@ -269,47 +223,32 @@ class ObjectKind(Kind):
         flat: FlatGraph,
         grouping: object_state.Grouping,
         inner: object_state.InnerObjects,
-        instead: dict[int, int],
-    ) -> tuple[list[int], dict[int, tuple[int, int]]]:
-        """Puts new and changed values into groups; returns all numbers, and places of new ones."""
-        static, recording = inner.static, inner.recording
+        replaced: dict[int, int],
+    ) -> list[int]:
+        """Puts new and changed values into groups, and returns the number of each value."""
+        static = inner.static
         known = inner.numbers() if self.structure else {}
-        hoists = self._hoists_creation
-        place = {id(flat.objects[i]): id(inner.objects[o]) for i, o in instead.items()}
-        keys: list[int] = []
-        made: dict[int, tuple[int, int]] = {}
-        calls.record_value_paths(keys, flat.graphdef.paths)
+        former = {id(flat.objects[i]): id(inner.objects[j]) for i, j in replaced.items()}
+        numbers: list[int] = []
+        calls.record_value_paths(numbers, flat.graphdef.paths)
         for n, (path, leaf) in enumerate(flat.items()):
             owner = flat.owners[n]
-            x = id(leaf if owner is None else owner[0])
-            x = place.get(x, x)
-            at = known.get(x if owner is None else (x, owner[1]))
-            if at is None:
-                key = graph_diff.new_number(path) if hoists else len(inner.values) + n
+            of_leaf = id(leaf if owner is None else owner[0])
+            of_leaf = former.get(of_leaf, of_leaf)
+            number = known.get(of_leaf if owner is None else (of_leaf, owner[1]))
+            if number is None:
+                number = len(inner.values) + n
                 if getattr(leaf, "_metadata", None) and leaf._is_in_ref():
                     # JAX returns no reference; the caller's variable gets one of its own.
                     leaf = type(leaf).from_metadata(leaf._read(), leaf._metadata)
                 part, i, g = grouping.place(path, leaf)
-                groups[part][i][g][key] = leaf
-                if part == 0:
-                    made[key] = i, g
-                is_wanted = static.records or (part == 0 and hoists)
-                if is_wanted and recording is not None and (owner or leaf in recording):
-                    noted = recording, leaf, owner
-                    first = object_state.first_value(*noted)
-                    now = leaf._value if owner is None else leaf
-                    # Branches return the same structure.
-                    is_given = part == 1 and self.is_branch
-                    if first is not now or is_given or object_state.is_made_by_branch(*noted):
-                        groups[part][i][g][~key] = first
-            else:
-                key = static.numbers[at]
-                if self.has_rule or inner.is_changed(leaf, at):
-                    i, g = static.places[at]
-                    role = grouping.roles((0, i))[g]
-                    self._add_value(groups[0][i][g], leaf, owner, role, inner, at)
-            keys.append(key)
-        return keys, made
+                groups[part][i][g][number] = leaf
+            elif self.has_rule or inner.is_changed(leaf, number):
+                i, g = static.places[number]
+                role = grouping.roles((0, i))[g]
+                self._add_value(groups[0][i][g], leaf, owner, role, inner, number)
+            numbers.append(number)
+        return numbers
 
     def _add_value(
         self,
@@ -331,10 +270,9 @@ class ObjectKind(Kind):
             if not passed and not isinstance(leaf, RngCount):
                 calls.warn_of_dropped_change(inner.static.graphdef.paths[n], leaf)
             return False
-        number = inner.static.numbers[n]
-        group[number] = leaf
+        group[n] = leaf
         if passed:
-            group[~number] = None
+            group[~n] = None
         return True
 
     def _check_captured(self, flat: FlatGraph, inner: object_state.InnerObjects) -> None:
@@ -395,14 +333,13 @@ class ObjectKind(Kind):
                 del found[n]
         new: Sequence[Any] = ()
         changes: Sequence[Change] = ()
-        objects: Sequence[Any] = ()
         if static is not None:
             leaves = [found[key] if key in found else outer.leaves[key] for key in static.keys]
             existing = {i: outer.objects[o] for i, o in enumerate(static.origins) if o is not None}
             graphdef = static.graphdef
             if static.copies is not None:
                 graphdef = graph.with_static_values(graphdef, static.copies.made())
-            (_, new), objects, changes = graph.plan_graph(graphdef, leaves, existing=existing)
+            (_, new), _, changes = graph.plan_graph(graphdef, leaves, existing=existing)
             graph.check_changes(changes)
             if captured and new:
                 _check_not_returned(captured, new)
@@ -413,8 +350,6 @@ class ObjectKind(Kind):
                     object_state.note_passed(leaf, owner, value)
                 _write_value(leaf, owner, value)
         graph.apply_changes(changes)
-        if static is not None and (recording := versions.RECORDING.now) is not None:
-            object_state.record_created(recording, static, objects, found, outer, self.is_branch)
         return list(new)
 
     def cotangents(self, static: ChangedObjects | None, packed: object) -> Any:
@@ -522,131 +457,32 @@ class ObjectKind(Kind):
 
         return {n: changed(n, x) for n, x in group.items()}
 
-    def may_create(self, static: StaticObjects, where: object) -> bool:
-        return self.is_loop and self.structure
-
-    def created(self, before: Group, after: Group) -> Group | None:
-        made: Group = {}
-        for n, x in after.items():
-            if not graph_diff.is_new_number(n) or n in before:
-                continue
-            now = x._value if isinstance(x, Variable) else x
-            first = after.get(~n, now)
-            if self.is_loop and ~n in after:
-                # A loop may have to begin with the last value.
-                begin = object_state.as_carried(first, now)
-                if begin is not None:
-                    made[~n] = now
-                first = now if begin is None else begin
-            made[n] = x.copy(first, _copy_ref=False) if isinstance(x, Variable) else first
-        # The counts of keys with which a loop continues.
-        made |= {
-            ~n: before[~n].copy(x)
-            for n, x in after.items()
-            if n < 0 and ~n in before and x is not None
-        }
-        return made or None
-
-    def creates_structure(self, after: ChangedObjects | None) -> bool:
-        return after is not None and after.before is not None
-
-    def initial_state(
-        self,
-        static: StaticObjects,
-        made: list[Group | None],
-        used: Callable[[list[Group | None]], Sequence[tuple[Group, Any]]],
-        changes: CarryChanges | None = None,
-    ) -> list[Group | None]:
-        keys = dict(zip(static.graphdef.paths, static.numbers, strict=True))
-        begun, needed = object_state.initial_groups(made, changes)
-        # Values that every iteration makes again need no keys of their own.
-        of_groups = used(needed)
-        is_used: dict[int, bool] = {}
-        for group, role in of_groups:
-            for n, x in group.items():
-                if isinstance(x, RngKey):
-                    is_used[n] = x._value is not False
-                    if x._value is True and isinstance(role, int):
-                        raise calls.iteration_key_error(static.path_of(n))
-
-        def continues(n: int) -> bool:
-            if graph_diff.is_new_number(n):
-                return True
-            path = static.path_of(n)
-            key = None if path is None else keys.get((*path[:-1], "key"))
-            return key is None or is_used.get(key, True)
-
-        return [
-            None if of is None else {n: x for n, x in of.items() if continues(n)} for of in begun
-        ]
-
     def union(self, group: Group, other: Group) -> Group:
         return {**group, **{n: x for n, x in other.items() if n >= 0}}
 
-    def final_group(
-        self, made: Group | None, result: Group | None, ends: Sequence[Group]
-    ) -> Group | None:
-        if result is None:
-            return None
-        if self.is_loop or self.is_branch:
-            result = {**result, **_passed_marks(result, ends)}
-        if made is None:
-            return result
-        new = {n: x for n, x in made.items() if graph_diff.is_new_number(n)}
-        first = {~n: x._value if isinstance(x, Variable) else x for n, x in made.items() if n >= 0}
-        return {**new, **result, **first}
-
-    def static_after_creation(
-        self, static: StaticObjects, before: ChangedObjects, after: object = None
-    ) -> StaticObjects:
-        found = before.before or static
-        return found if static.temporary is not None else found._replace(temporary=None)
-
-    def static_in_first_run(self, static: StaticObjects) -> StaticObjects:
-        return static if static.temporary is not None else static._replace(temporary=frozenset())
-
-    def is_discarded(self, after: ChangedObjects) -> bool:
-        return after.is_temporary
-
-    def static_without_runs(self, static: StaticObjects, after: ChangedObjects | None) -> Any:
-        return static.unchanged()
-
-    def static_in_condition(self, static: StaticObjects, of_body: StaticObjects) -> StaticObjects:
-        return of_body
-
     def join(self, static: StaticObjects, statics: Sequence[ChangedObjects | None]) -> Any:
-        if all(after == statics[0] for after in statics[1:]):
-            return statics[0]
-        graphs = [(static if changed is None else changed).described() for changed in statics]
-        is_copied = any(changed is not None and changed.copies is not None for changed in statics)
-        one = None if is_copied else graph_diff.union_of_graphs(static.described(), graphs)
-        if one is not None:
-            return ChangedObjects(one.graphdef, tuple(one.origins), tuple(one.numbers), None)
-        others = [g for g, after in zip(graphs, statics, strict=True) if after != statics[0]]
-        pairs = [(may_lack, other) for may_lack in (True, False) for other in others]
-        found = (
-            object_state.branch_difference(graphs[0], other, may_lack) for may_lack, other in pairs
-        )
-        first = next(filter(None, found), None)
-        at = "an object" if first is None else calls.place_of(first.path)
-        seen = ("changed", "unchanged") if first is None else first.seen
-        raise BranchObjectsError(
-            f"nnx.{self.transformation}: {at} is {seen[0]} after one branch, and {seen[1]} after "
-            "another. All branches must leave the same structure, and may only differ in values of "
-            "variables; make the same change in all of them, or before."
-        )
+        first, *others = [static.described() if of is None else of.described() for of in statics]
+        for changed, other in zip(statics[1:], others, strict=True):
+            if changed == statics[0]:
+                continue
+            parts = first.graphdef.root, other.graphdef.root
+            difference = next(graph_diff.differences(parts, (first.origins, other.origins)), None)
+            place, seen = "an object", ("changed", "unchanged")
+            if difference is not None:
+                place, seen = calls.place_of(difference.path), difference.seen
+            raise BranchObjectsError(
+                f"nnx.{self.transformation}: {place} is {seen[0]} after one branch, and {seen[1]} "
+                "after another. All branches must leave the same structure, and may only differ in "
+                "values of variables; make the same change in all of them, or before."
+            )
+        return statics[0]
 
-    def location(self, static: StaticObjects, carrier: int, path: jax.tree_util.KeyPath) -> str:
+    def location(
+        self, static: StaticObjects, carrier: int | None, path: jax.tree_util.KeyPath
+    ) -> str:
+        if carrier is None:
+            return calls.argument_at(path)
         return calls.place_of_value(static.path_of, path)
-
-    def argument(self, path: jax.tree_util.KeyPath) -> str:
-        return calls.argument_at(path)
-
-
-def _passed_marks(result: Group, ends: Sequence[Group]) -> Group:
-    """Returns the marks of values that rules alone have replaced in each run that returned them."""
-    returned = [[~n in end and end[~n] is None for end in ends if n in end] for n in result]
-    return {~n: None for n, marks in zip(result, returned, strict=True) if marks and all(marks)}
 
 
 def _numbers_of(graphdef: GraphDef, keys: Sequence[int], objects: Collection[int]) -> Iterator[int]:

@@ -1,14 +1,12 @@
 """The static half of a call's objects, and their state inside the call.
 
-A group of an object's state maps the number of a value in the call to the variable or array. Extra
-data of a value is at `~number`: the first value of a new variable or array, a key count at the time
-when the last variable was made, or None for a value that a custom rule has returned unchanged. Such
-a value has the gradient of the rule, so it is written like a changed one, except where only real
-changes are refused: in objects that all iterations of a loop share, and in captured ones.
+A group of an object's state maps the number of a value in the call to the variable or array; at
+`~number` is None for a value that a custom rule has returned unchanged. Such a value has the
+gradient of the rule, so it is written like a changed one, except where only real changes are
+refused: in objects that all iterations of a loop share, and in captured ones.
 
-A loop carries what its body makes, from the first values on: the graph after the first iteration
-must be that after every iteration. An object that takes the place of another one in each iteration
-counts as the same. `check_loop_graph` finds what was made, and refuses all other changes.
+A loop keeps the structure of the objects that it carries or shares; `check_loop_graph` refuses
+changes. A new variable in the place of a carried one counts as the same.
 """
 
 from __future__ import annotations
@@ -20,15 +18,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from weft.lifting import CARRY, kind, static_keys
-from weft.lifting.traces import current_trace
-from weft.nnx import graph, versions
+from weft.lifting import CARRY, static_keys
+from weft.nnx import graph
 from weft.nnx.filters import Everything, OfType, Path, Predicate, to_predicate
-from weft.nnx.pytree import Pytree, children, with_item
+from weft.nnx.pytree import Pytree
 from weft.nnx.transforms import calls, graph_diff
-from weft.nnx.transforms.graph_diff import Difference, NumberedGraph, ObjectTable
+from weft.nnx.transforms.graph_diff import Difference, NumberedGraph
 from weft.nnx.variables import Variable
-from weft.nnx.versions import Recording, StaticSnapshot, StaticValue, is_hashable, mutable_parts
+from weft.nnx.versions import StaticSnapshot, StaticValue, mutable_parts
 
 Group = dict[int, Any]
 Groups = tuple[Group, ...]
@@ -46,9 +43,6 @@ class StaticObjects(NamedTuple):
         is_tracked: whether all values are variables, and no static value is mutable.
         changing: mutable static values, compared by identity as well, since a program would
             otherwise serve another object of equal value with the changes of the first one.
-        records: whether an enclosing loop or branch needs the first values of new variables.
-        origins: if a loop's body made objects, for each the caller's one, None for a new one.
-        temporary: in the first run of an enclosing loop, the indices of `temporary_objects`.
     """
 
     graphdef: graph.GraphDef
@@ -56,23 +50,15 @@ class StaticObjects(NamedTuple):
     owners: tuple[tuple[int, Hashable] | None, ...]
     is_tracked: bool
     changing: tuple[static_keys.IdentityKey, ...]
-    numbers: Sequence[int]
-    records: bool
-    origins: tuple[int | None, ...] | None = None
-    temporary: frozenset[int] | None = None
 
     def path_of(self, number: int) -> Path | None:
         """Returns the path of an input value."""
-        return dict(zip(self.numbers, self.graphdef.paths, strict=True)).get(number)
+        paths = self.graphdef.paths
+        return paths[number] if 0 <= number < len(paths) else None
 
     def described(self) -> NumberedGraph:
         objects = graph.first_paths(self.graphdef)
-        return NumberedGraph(self.graphdef, range(len(objects)), self.numbers)
-
-    def unchanged(self) -> "ChangedObjects | None":
-        if self.origins is None:
-            return None
-        return ChangedObjects(self.graphdef, self.origins, tuple(self.numbers), None)
+        return NumberedGraph(self.graphdef, range(len(objects)))
 
 
 class ChangedObjects(NamedTuple):
@@ -82,21 +68,17 @@ class ChangedObjects(NamedTuple):
         origins: for each object the index of the input one, None for a new one.
         keys: for each value the number of the input one, or a number after those.
         copies: copies of new `unhashable_values`, for each caller; None if nothing is mutable.
-        before: if a loop's body made attributes, the static half for the body that finds them.
         replaced: numbers of input values whose variable or object was replaced by a new one.
-        is_temporary: whether only temporary objects have gained attributes.
     """
 
     graphdef: graph.GraphDef
     origins: tuple[int | None, ...]
     keys: tuple[int, ...]
     copies: StaticSnapshot | None
-    before: StaticObjects | None = None
     replaced: frozenset[int] = frozenset()
-    is_temporary: bool = False
 
     def described(self) -> NumberedGraph:
-        return NumberedGraph(self.graphdef, self.origins, self.keys)
+        return NumberedGraph(self.graphdef, self.origins)
 
 
 class InnerObjects(NamedTuple):
@@ -111,7 +93,6 @@ class InnerObjects(NamedTuple):
     values: list[Any]
     metadata: list[Any]
     snapshots: list[tuple[Pytree, list[Any]]] | None
-    recording: Recording | None
 
     def has_same_structure(self) -> bool:
         """Returns whether only values and metadata of variables can have changed."""
@@ -151,30 +132,6 @@ class InnerObjects(NamedTuple):
             return False
         now = leaf._value if owner is None else leaf
         return _is_same_value(known[0], self.values[n]) and _is_same_value(known[1], now)
-
-    def add_key_counts(self, flat: graph.FlatGraph, groups: Sequence[Groups]) -> None:
-        """Adds the key counts at the time when the last variable was made to the groups."""
-        if self.recording is None:
-            return
-        new = [leaf for leaf in flat.leaves if leaf in self.recording]
-        numbers = {id(x): n for n, x in enumerate(self.leaves)}
-        for count, value in self.recording.counts_after(new):
-            n = numbers[id(count)]
-            i, g = self.static.places[n]
-            groups[i][g][~self.static.numbers[n]] = value
-
-
-def temporary_objects(flat: graph.FlatGraph) -> frozenset[int] | None:
-    """Returns the indices of objects that each iteration of an enclosing loop makes for itself.
-
-    None outside of the first run of such a loop.
-    """
-    recording = versions.RECORDING.now
-    if recording is None or recording.kept is None or recording.trace != current_trace():
-        return None
-    kept = graph.flatten_graph((tuple(recording.kept), ()), with_metadata=False)
-    known = set(map(id, kept.objects))
-    return frozenset(i for i, x in enumerate(flat.objects) if id(x) not in known)
 
 
 class Grouping:
@@ -222,28 +179,6 @@ class Grouping:
     def is_same(self, path: Path, other: Path) -> bool:
         of_path, of_other = self._groups[path[:2]], self._groups[other[:2]]
         return len(of_path) == 1 and of_path == of_other
-
-
-def first_value(recording: Recording, leaf: Any, owner: graph.Owner) -> Any:
-    """Returns the first value of a variable, or of an array in an attribute."""
-    if owner is None:
-        return recording.first_value(leaf)
-    x, (name, keys) = owner[0], _name_and_keys(owner[1])
-    value = recording.first_attribute(x, name, dict(x._items())[name])
-    for key in keys:
-        value = dict(children(value))[key]
-    return value
-
-
-def is_made_by_branch(recording: Recording, leaf: Any, owner: graph.Owner) -> bool:
-    """Returns whether only some branches have made a variable, or an array in an attribute."""
-    if owner is None:
-        return recording.is_of_branch(leaf)
-    return recording.is_of_branch(owner[0], _name_and_keys(owner[1])[0])
-
-
-def _name_and_keys(place: Hashable) -> tuple[Hashable, tuple[Hashable, ...]]:
-    return (place.name, place.keys) if isinstance(place, graph.ContainerKey) else (place, ())
 
 
 def are_identical(xs: list[Any], ys: list[Any]) -> bool:
@@ -304,74 +239,6 @@ def static_snapshot(flat: graph.FlatGraph, before: graph.GraphDef) -> StaticSnap
     return StaticSnapshot(now, [same.value for same in unchanged])
 
 
-def branch_difference(a: NumberedGraph, b: NumberedGraph, may_lack: bool) -> Difference | None:
-    """Returns the first difference; `may_lack` ignores attributes that can be made earlier."""
-    tables = ObjectTable.of(a), ObjectTable.of(b)
-    for found in graph_diff.differences((a.graphdef.root, b.graphdef.root), (a.origins, b.origins)):
-        has_it = tables[1 if found.parts[0] is None else 0]
-        is_attribute = may_lack and None in found.parts
-        if not (is_attribute and has_it.can_hoist(found.owner, found.path[-1])):
-            return found
-    return None
-
-
-def with_created_objects(
-    static: StaticObjects,
-    found: NumberedGraph,
-    gained: Sequence[tuple[int, Hashable]],
-    made: dict[int, tuple[int, int]],
-) -> StaticObjects:
-    """Returns the static half of objects that have gained attributes.
-
-    `gained` has numbers of objects and attributes; `made` argument and group of each new value.
-    """
-    one = graph_diff.with_new_attributes(static.described(), found, gained)
-    places = {**dict(zip(static.numbers, static.places, strict=True)), **made}
-    owners = tuple(owner for _, owner in graph.leaf_defs(one.graphdef))
-    outer, temporary = static.origins, static.temporary
-    if temporary is not None:
-        # New objects that others hold are found from those.
-        temporary = frozenset(i for i, o in enumerate(one.origins) if o is None or o in temporary)
-    return static._replace(
-        graphdef=one.graphdef,
-        places=tuple(places[n] for n in one.numbers),
-        owners=owners,
-        is_tracked=static.is_tracked and not any(owners),
-        numbers=tuple(one.numbers),
-        origins=tuple(o if o is None or outer is None else outer[o] for o in one.origins),
-        temporary=temporary,
-    )
-
-
-def record_created(
-    recording: Recording,
-    static: ChangedObjects,
-    objects: Sequence[Any],
-    found: dict[int, Any],
-    outer: graph.FlatGraph,
-    is_branch: bool,
-) -> None:
-    """Records what a transformation has made, with first values."""
-    size = len(outer.leaves)
-    counts = {id(outer.leaves[~n]): x for n, x in found.items() if ~size < n < 0 and x is not None}
-    for (part, owner), key in zip(graph.leaf_defs(static.graphdef), static.keys, strict=True):
-        if isinstance(part, graph.VariableDef) and static.origins[part.index] is None:
-            made = objects[part.index]
-            first = made._value if key < size else found.get(~key, made._value)
-            recording.note(made, first, counts)
-            if is_branch or ~key in found:
-                recording.note_branch(made)
-        elif owner is not None and key >= size:
-            x, (name, keys) = objects[owner[0]], _name_and_keys(owner[1])
-            value = dict(x._items())[name]
-            first = found.get(~key, found[key])
-            before = recording.first_attribute(x, name, value)
-            recording.forget_attribute(x, name)
-            recording.note_attribute(x, name, with_item(before, keys, first))
-            if is_branch or ~key in found:
-                recording.note_branch(x, name)
-
-
 def changed_loop_arrays(
     inner: InnerObjects, flat: graph.FlatGraph, filters: Filters
 ) -> dict[int, Any]:
@@ -404,75 +271,48 @@ def changed_loop_arrays(
         variables.get(id(x)) if isinstance(x, Variable) else places.get(paths[i])
         for i, x in enumerate(flat.objects)
     ]
-    found = NumberedGraph(flat.graphdef, origins, range(len(flat.leaves)))
     grouping = Grouping(filters, ())
-    for path, parts, _ in _changes_of_arguments(static, found):
+    for difference in _changes_of_arguments(static, flat, origins):
+        path, change = difference.path, _change_text(*difference.parts)
         if grouping.is_carried(path):
-            raise calls.loop_change_error(path, _change_text(*parts))
-        calls.warn_of_dropped_structure(path, _change_text(*parts))
+            raise calls.loop_change_error(path, change)
+        calls.warn_of_dropped_structure(path, change)
     return changed
 
 
 def check_loop_graph(
     static: StaticObjects,
     after: graph.FlatGraph,
-    found: NumberedGraph,
+    origins: Sequence[int | None],
     grouping: Grouping,
-    recording: Recording | None,
-) -> list[tuple[int, Hashable]]:
-    """Refuses changes of the graph that a loop with graph updates cannot have.
+) -> None:
+    """Raises LoopStructureError for changes that a loop with graph updates cannot have.
 
     Each iteration has its own part of a mapped object. Static values of a shared one are the same
     at the beginning of each iteration, and so at its end.
 
-    Args:
-        found: the graph after, where an object that replaces another one has its number.
-
-    Returns the attributes to make before the loop: indices of their objects, and names.
+    `origins` has the index of each object before, also for one that replaces another one.
     """
-    gained: list[Any] = []
-    objects = ObjectTable.of(found)
-    known = dict(zip(found.numbers, after.leaves, strict=True))
-    is_later = static.origins is not None  # the attributes were already made
-
-    def is_made(ident: int | None, name: Hashable) -> bool:
-        return (
-            recording is not None
-            and not is_later
-            and objects.can_hoist(ident, name, is_always_made=True)
-            and all(is_recorded(known[n], recording) for n in objects.variable_numbers(ident, name))
-        )
-
-    for path, (a, b), owner in _changes_of_arguments(static, found):
-        is_static = all(part is None or isinstance(part, StaticValue) for part in (a, b))
-        if grouping.is_mapped(after, path) or (is_static and not grouping.is_carried(path)):
-            continue
-        if a is None and is_made(owner, path[-1]):
-            gained.append((owner, path[-1]))
-            continue
-        error, change = calls.loop_change_error, _change_text(a, b)
-        if is_later:
-            error = calls.changed_creation_error
-            if isinstance(a, StaticValue) and isinstance(b, StaticValue):
-                change = f"changes {a.value!r} to {b.value!r}"
-        raise error(path, change)
-    return gained
+    for difference in _changes_of_arguments(static, after, origins):
+        path, parts = difference.path, difference.parts
+        is_static = all(part is None or isinstance(part, StaticValue) for part in parts)
+        is_shared_static = is_static and not grouping.is_carried(path)
+        if not is_shared_static and not grouping.is_mapped(after, path):
+            raise calls.loop_change_error(path, _change_text(*parts))
 
 
 def _changes_of_arguments(
-    static: StaticObjects, found: NumberedGraph
-) -> Iterator[tuple[Path, tuple[Any, Any], int | None]]:
-    """Yields the path of each change of the arguments' graph, its parts, and `Difference.owner`.
-
-    Marks, order and class of an object may change.
-    """
-    old, new = (dict(graphdef.root.attributes)[0] for graphdef in (static.graphdef, found.graphdef))
-    origins = static.described().origins, found.origins
-    for path, _, (a, b), owner in graph_diff.differences((old, new), origins, (0,)):
-        index = graph_diff.index_of(b)
-        is_same = index is not None and graph_diff.index_of(a) == found.origins[index]
-        if not is_same or type(a) is not type(b):
-            yield path, (a, b), owner
+    static: StaticObjects, after: graph.FlatGraph, origins: Sequence[int | None]
+) -> Iterator[Difference]:
+    """Yields the changes of the arguments' graph; marks, order and class may change."""
+    before, now = (dict(of.root.attributes)[0] for of in (static.graphdef, after.graphdef))
+    both_origins = static.described().origins, origins
+    for difference in graph_diff.differences((before, now), both_origins, (0,)):
+        old, new = difference.parts
+        index = graph_diff.index_of(new)
+        is_same_object = index is not None and graph_diff.index_of(old) == origins[index]
+        if not is_same_object or type(old) is not type(new):
+            yield difference
 
 
 def _change_text(before: object, after: object) -> str:
@@ -484,60 +324,3 @@ def _change_text(before: object, after: object) -> str:
     if isinstance(before, graph.VariableDef):
         return "replaces the variable"
     return "changes a reference or static value"
-
-
-def is_recorded(variable: Variable[Any], recording: Recording) -> bool:
-    """Returns whether a variable was made in the function, with a value that a loop can carry."""
-    is_static = all(map(is_hashable, variable._metadata.values()))
-    return is_static and not variable._is_in_ref() and variable in recording
-
-
-def initial_groups(
-    made: list[Group | None], changes: kind.CarryChanges | None
-) -> tuple[list[Group | None], list[Group | None]]:
-    """Returns the values with which a loop begins, and those of them that the loop reads.
-
-    See `weft.lifting.kind.Kind.initial_state`.
-
-    Raises LoopStructureError if iterations compute a value from the previous one, which the first
-    iteration makes without one.
-    """
-    groups: list[Group | None] = []
-    needed: list[Group | None] = []
-    for i, of in enumerate(made):
-        begin = None if of is None else {n: x for n, x in of.items() if n >= 0}
-        unread = frozenset()
-        if of is not None and begin is not None and changes is not None:
-            is_changed, is_read = (
-                {n for n, x in (where[i] or {}).items() if any(jax.tree.leaves(x))}
-                for where in (changes.changed, changes.read)
-            )
-            of_body = changes.after
-            replaced = frozenset() if of_body is None else of_body.replaced
-            for n in filter(graph_diff.is_new_number, begin):
-                if n not in is_changed and ~n in of:
-                    x = begin[n]
-                    begin[n] = x.copy(of[~n]) if isinstance(x, Variable) else of[~n]
-                elif n in is_changed & is_read and (n in replaced or ~n not in of):
-                    raise calls.read_creation_error(changes.static.path_of(n))
-            unread = is_changed - is_read
-        groups.append(begin)
-        new = filter(graph_diff.is_new_number, begin or ())
-        needed.append({n: (begin or {})[n] for n in new if n not in unread})
-    return groups, needed
-
-
-def as_carried(first: Any, now: Any) -> Any:
-    """Returns the first value of what a body makes in the types of its last value.
-
-    None if the first one has another structure, shape or dtype.
-    """
-    (begin, tree), (end, other) = jax.tree.flatten(first), jax.tree.flatten(now)
-    if tree != other:
-        return None
-    cast = []
-    for x, a, b in zip(begin, map(jax.typeof, begin), map(jax.typeof, end), strict=True):
-        if a.shape != b.shape or (a.dtype != b.dtype and not a.weak_type):
-            return None
-        cast.append(x if a.dtype == b.dtype else jnp.asarray(x, b.dtype))
-    return tree.unflatten(cast)
