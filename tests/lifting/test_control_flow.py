@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 from tests.lifting.counting import BOXES, Box
-from weft.errors import AxisSizeError, BranchStructureError, CarryStructureError, RoleError
+from weft.errors import (
+    AxisSizeError,
+    BranchStructureError,
+    CarryStructureError,
+    ForkError,
+    RoleError,
+)
 from weft.lifting import CARRY, DIFF, FORK, Roles, cond, fori_loop, scan, switch, while_loop
 
 
@@ -220,10 +226,12 @@ def test_carry_keeps_its_dtype():
         while_loop(BOXES, lambda x: x < 3, lambda x: x + 0.5, in_axes=(CARRY,))(jnp.int32(0))
 
 
-def test_kind_without_keys_cannot_fold():
+def test_while_loop_splits_keys_only():
     loop = while_loop(BOXES, lambda b, i: i < 3, lambda b, i: i + 1, in_axes=(FORK, CARRY))
-    with pytest.raises(ValueError, match="BoxKind has no PRNG keys to fork; share the group"):
-        loop(Box(key=jax.random.key(0)), 0)
+    with pytest.raises(
+        ForkError, match=r"\['n'\] is float32\[\], not a PRNG key.*share it or carry"
+    ):
+        loop(Box(n=jnp.float32(0)), 0)
 
 
 @pytest.mark.parametrize("upper", [5, jnp.int32(5)], ids=["known", "unknown"])
