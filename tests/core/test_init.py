@@ -22,7 +22,7 @@ def test_submodules_are_imported_lazily():
     )
     assert done.stdout.splitlines() == [
         "['weft.core.axis_rules', 'weft.core.spmd']",
-        "weft.core.scope weft.core.nn",
+        "weft.core.scope weft.compat.flax.core_nn",
     ]
 
 

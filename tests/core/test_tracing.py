@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from weft.core import tracing
 from weft.core.partial_eval import partial_eval, partial_eval_or_shapes
 from weft.core.tracing import check_trace_level
 from weft.errors import JaxTransformError, LazyInitError
+from weft.lifting import traces
 from weft.lifting.traces import current_trace
 
 SHAPE = jax.ShapeDtypeStruct((2, 3), "float32")
@@ -118,7 +118,7 @@ def test_trace_is_released():
 
 
 def test_first_use_inside_a_trace():
-    spec = importlib.util.find_spec(tracing.__name__)
+    spec = importlib.util.find_spec(traces.__name__)
     unasked = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(unasked)
     inside = []

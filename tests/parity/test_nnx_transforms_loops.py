@@ -377,7 +377,7 @@ def body_draws_shared_keys(nnx, **mode):
         length=3,
         **mode,
     )
-    return f(0.0, rngs), rngs.default.count[...]
+    return f(jnp.float32(0), rngs), rngs.default.count[...]
 
 
 @program.each
@@ -399,7 +399,9 @@ def arrays_in_attributes_of_a_carry(nnx, **mode):
         lambda h: nnx.scan(lambda h, x: (step(h, x), h.a * 1), **mode)(h, XS),
         lambda h: nnx.scan(lambda h, x: step(h[0], x) and h, out_axes=nnx.Carry, **mode)([h], XS),
         lambda h: nnx.while_loop(lambda h: h.a < 3, lambda h: step(h, 1.0), h, **mode),
-        lambda h: nnx.fori_loop(0, 3, lambda i, h: (step(h[0], i), h[1]), (h, 0), **mode),
+        lambda h: nnx.fori_loop(
+            0, 3, lambda i, h: (step(h[0], i), h[1]), (h, jnp.int32(0)), **mode
+        ),
         lambda h: nnx.fori_loop(0, 0, lambda i, h: step(h, i), h, **mode),
     ):
         part = space.Holder(b=nnx.data({"c": jnp.ones(2)}))

@@ -356,11 +356,12 @@ TREES = {
 @pytest.mark.parametrize("name", TREES)
 def test_trees_have_no_aliases(name):
     m = SomeModule(stats=W)
-    with pytest.raises(SharedObjectError, match="the same SomeModule is at a") as error:
+    with pytest.raises(SharedObjectError, match="is at a") as error:
         TREES[name](m)
     assert f"nnx.{name}(" in text_of(error)
     assert re.search(
-        r"is at a\S* and at (b|a\['b'\]); in this mode an object is a plain", text_of(error)
+        r"is at a\S* and at (b|a\['b'\])(\.stats)?; in this mode an object is a plain",
+        text_of(error),
     )
 
 

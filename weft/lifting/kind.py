@@ -148,7 +148,7 @@ class Kind(Protocol):
         """Returns the user's name for the location of an entry of a group, for errors.
 
         `carrier` is the index of the group's carrier; input carriers precede returned ones. It is
-        None for a part of the arguments that is no carrier, with its path among these.
+        None for another part of the arguments, with its path among these.
         """
         if carrier is not None:
             return f"the state{keystr(path)}"

@@ -61,7 +61,7 @@ def jit_outside_traces(fn: Fn, pure: Fn) -> Fn:
 
 @jax.tree_util.register_static
 class _StaticLeaf:
-    """Leaf of an argument that is no array, such as a string that all iterations share."""
+    """Leaf of an argument other than an array, such as a string that all iterations share."""
 
     def __init__(self, value: object):
         self.value = value

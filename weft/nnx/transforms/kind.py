@@ -194,7 +194,9 @@ class ObjectKind(Kind):
             places = tuple(replaced.get(i, origin) for i, origin in enumerate(origins))
             object_state.check_loop_graph(static, flat, places, grouping)
         copies = object_state.static_snapshot(flat, static.graphdef)
-        of_replaced = frozenset(_numbers_of(flat.graphdef, numbers, replaced))
+        of_replaced: frozenset[int] = frozenset()
+        if replaced:
+            of_replaced = frozenset(_numbers_of(flat.graphdef, numbers, replaced))
         changed = ChangedObjects(flat.graphdef, origins, tuple(numbers), copies, of_replaced)
         return changed, groups, new_groups
 
