@@ -100,7 +100,7 @@ def test_process_hanging_in_restore_is_named(start):
     now = time.monotonic()
     assert ends(first, now) == 1
     assert (
-        f"weft: not ready within 5 s: process 1 of 2 (host {socket.gethostname()}, pid "
+        f"weft: not ready within 12 s: process 1 of 2 (host {socket.gethostname()}, pid "
         f"{hanging.pid}), which is restoring the checkpoint. All others were waiting."
     ) in first.told
     assert ends(hanging, now) != 0

@@ -217,8 +217,10 @@ def main():
                 if kind == "unrolled":
                     cfg.model.unrolled = 1000
                     threading.Thread(target=report_compilation, daemon=True).start()
-                if fault in ("absent", "unstarted") or "restoring" in faults:
+                if fault in ("absent", "unstarted"):
                     cfg.readiness_timeout_seconds = 5.0
+                if "restoring" in faults:  # which the other process must have reached by then
+                    cfg.readiness_timeout_seconds = 12.0
                 if fault == "hanging":
                     cfg.crash_on_hang_timeout_seconds = 6.0
                 trainers[kind] = cfg.instantiate(parent=None)
