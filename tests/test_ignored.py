@@ -17,7 +17,6 @@ import pytest
 from weft import functional, hierarchy, nnx
 from weft import linen as nn
 from weft.functional import routing
-from weft.functional.attention_mask import AttentionMask
 from weft.hierarchy import mixture_of_experts, poolings, quantizer
 from weft.hierarchy.causal_lm import target_statistics
 from weft.hierarchy.layers.classification import CategoricalHingeLossMetric
@@ -352,93 +351,7 @@ def recurrent() -> Case:
     return Case(run, {"params": params, "x": x}, {"x": np.arange(4)[:, None] >= 2})
 
 
-SEEN = np.broadcast_to(LIVE[:, None] & LIVE, (1, 1, 4, 4))
-SEGMENTS = jnp.array(LIVE).astype(int)[None]
-
-
-def attention_of(implementation: str, **options) -> Case:
-    """Attention of four positions; one is hidden, and its result is not used."""
-
-    def run(q, k, v):
-        q, k, v = q[None], k[None], v[None]
-        y = functional.dot_product_attention(q, k, v, implementation=implementation, **options)
-        return total(y[0])
-
-    return rows(run, q=normal(4, 2, 3), k=normal(4, 2, 3), v=normal(4, 2, 3))
-
-
-def attention_layer(make: Callable[..., tuple[dict, Callable]], **options) -> Case:
-    params, apply = make(**options)
-    return rows(lambda params, x: total(apply(params, x[None])[0]), params=params, x=normal(4, 6))
-
-
-def linen_attention() -> tuple[dict, Callable]:
-    module = nn.MultiHeadDotProductAttention(num_heads=2)
-    params = module.init(jax.random.key(0), normal(1, 4, 6))["params"]
-    return params, lambda params, x: module.apply({"params": params}, x, mask=jnp.array(SEEN))
-
-
-def nnx_attention() -> tuple[dict, Callable]:
-    module = nnx.MultiHeadAttention(2, 6, decode=False, rngs=nnx.Rngs(0))
-    graph, params, rest = nnx.split(module, nnx.Param, ...)
-
-    def apply(params, x):
-        return nnx.merge(graph, params, rest, copy=True)(x, mask=jnp.array(SEEN))
-
-    return nnx.to_pure_dict(params), apply
-
-
-def decoded() -> Case:
-    """Decoding of four positions; a mask hides the third."""
-    module = nn.MultiHeadDotProductAttention(num_heads=2, decode=True)
-    variables = module.init(jax.random.key(0), normal(1, 4, 6))
-    live = jnp.array(LIVE)
-
-    def run(x):
-        x = jax.lax.stop_gradient(x)  # decoding is not trained
-        state, ys = {"cache": variables["cache"]}, []
-        for i in range(4):
-            inputs, seen = x[None, i : i + 1], live[None, None, None]
-            y, state = module.apply(
-                {"params": variables["params"], **state}, inputs, mask=seen, mutable=["cache"]
-            )
-            ys.append(y[0, 0])
-        return total(jnp.stack(ys))
-
-    return rows(run, x=normal(4, 6))
-
-
 CASES |= {
-    **{
-        f"{implementation} attention, {name}": attention_of(implementation, **options)
-        for implementation in ("plain", "blockwise")
-        for name, options in {
-            "mask": {"mask": jnp.array(SEEN)},
-            "mask of keys": {"mask": jnp.array(LIVE)[None, None, None]},
-            "segments": {"mask": AttentionMask(query_segments=SEGMENTS)},
-            "bias": {"bias": jnp.where(jnp.array(SEEN), 0.0, -1e9)},
-        }.items()
-    },
-    "attention, lengths": Case(
-        lambda q, k, v: total(
-            functional.dot_product_attention(
-                q[None], k[None], v[None], mask=functional.truncated_key_mask(jnp.array([2]))
-            )[0]
-        ),
-        {"q": normal(4, 2, 3), "k": normal(4, 2, 3), "v": normal(4, 2, 3)},
-        {name: (np.arange(4) >= 2)[:, None, None] for name in "kv"},
-    ),
-    "linen.MultiHeadDotProductAttention": attention_layer(linen_attention),
-    "linen attention, decoding": decoded(),
-    "nnx.MultiHeadAttention": attention_layer(nnx_attention),
-    "hierarchy.MultiheadAttention": hierarchy_layer(
-        hierarchy.MultiheadAttention.default_config().set(
-            query_dim=6, key_dim=6, value_dim=6, num_heads=2
-        ),
-        6,
-        lambda y: total(y.data[0]),
-        attention_logit_biases=functional.bool_to_bias(jnp.array(SEEN)),
-    ),
     "nnx.BatchNorm": nnx_norm(nnx.BatchNorm),
     "nnx.LayerNorm": nnx_norm(lambda n, rngs: nnx.LayerNorm(n, reduction_axes=0, rngs=rngs)),
     "nnx.RMSNorm": nnx_norm(lambda n, rngs: nnx.RMSNorm(n, reduction_axes=0, rngs=rngs)),

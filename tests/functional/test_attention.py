@@ -399,8 +399,8 @@ def test_nothing_is_written_past_the_end():
     with pytest.raises(ArgumentValueError, match=r"It decodes position 3, .* room for 3 positions"):
         attention_cache_step(CACHE, CACHE, jnp.int32(3), NEW, NEW, NEW, layer="It")
     step = jax.jit(lambda index: attention_cache_step(CACHE, CACHE, index, NEW, NEW, NEW))
-    keys, values, seen = step(5)
-    assert np.isnan(keys[:, -1]).all() and np.isfinite(values).all() and seen.all()
+    _, values, seen = step(5)
+    assert np.isnan(values[:, -1]).all() and seen.all()
 
 
 def test_queries_may_have_more_heads():

@@ -20,15 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional import attention_mask, embedding
-from weft.functional.arrays import (
-    INLINE,
-    counted,
-    finite_or_counted,
-    gathered,
-    same_ndim,
-    to_ndim,
-    without_none,
-)
+from weft.functional.arrays import INLINE, gathered, to_ndim, without_none
 from weft.functional.attention_mask import AttentionMask, MaskFn
 from weft.functional.dropout import dropout, keep_mask
 from weft.functional.fused_attention import AttentionImplementation, fused_attention, is_plain
@@ -88,108 +80,11 @@ def dot_product_attention(
         "precision": precision,
     }
     dropped = {"dropout_rate": dropout_rate, "dropout_key": dropout_key}
+    context = fused_attention(implementation, query, key, value, **options, **dropped)
+    if context is not None:
+        return context
     drop = functools.partial(dropout, rate=dropout_rate, prng_key=dropout_key)
-    drop = drop if dropout_rate else None
-
-    def attend(query: Array, key: Array, value: Array) -> Array:
-        context = fused_attention(implementation, query, key, value, **options, **dropped)
-        if context is not None:
-            return context
-        return plain_attention(query, key, value, **options, drop=drop)
-
-    return among_finite(attend, query, key, value, mask=structured, bias=bias)
-
-
-# A bias below this hides a key: its probability is 0 in float32.
-HIDING_BIAS = -1e8
-
-
-def among_finite(
-    attend: Callable[[Array, Array, Array], Array],
-    query: Float[Array, "*batch target heads dim"],
-    key: Float[Array, "*batch source kv_heads dim"],
-    value: Float[Array, "*batch source kv_heads value_dim"],
-    *,
-    mask: AttentionMask,
-    bias: Float[Array, "..."] | None,
-) -> Float[Array, "*batch target heads value_dim"]:
-    """Returns `attend(query, key, value)`, where hidden NaN and infinities have no effect.
-
-    A probability of 0 times NaN is NaN, in the result as in the gradient. Positions that are not
-    finite are therefore taken for 0, and the results of queries that see one are NaN. A mask that
-    is only a window, such as `causal_mask`, hides no padding and costs nothing; neither does a
-    single query, of a decoding step, whose cache has no values that are not finite.
-
-    >>> x = jnp.array([1.0, jnp.nan])[:, None, None]
-    >>> mask = AttentionMask(arrays=(jnp.array([[True, False]]),))
-    >>> attend = functools.partial(plain_attention, mask=mask)
-    >>> among_finite(attend, x[:1], x, x, mask=mask, bias=None).tolist()
-    [[[1.0]]]
-    """
-    _, is_window = attention_mask.window_of(mask.mask_fn)
-    restricts = mask.query_segments is not None or bool(mask.arrays) or not is_window
-    *batch, target, heads, _ = query.shape
-    source = key.shape[-3]
-    tables = [x for x in (bias, *mask.arrays) if x is not None]
-    # Long sequences have no table of all pairs, unless the caller has one.
-    has_table = any(math.prod(x.shape[-2:]) >= target * source for x in tables)
-    is_long = not has_table and not is_plain(None, target * source)
-    if target == 1 or is_long or not (restricts or tables):
-        return attend(query, key, value)
-    if not all(_broadcasts(x.shape, (*batch, heads, target, source)) for x in tables):
-        # Implementations say what they expect.
-        return attend(query, key, value)
-    bad_queries = ~jnp.all(jnp.isfinite(query), axis=(-2, -1))
-    bad_keys = ~jnp.all(jnp.isfinite(key), axis=(-2, -1))
-    bad_keys |= ~jnp.all(jnp.isfinite(value), axis=(-2, -1))
-    allowed = mask.to_array(target, source)
-    if bias is not None:
-        allowed = jnp.logical_and(*same_ndim(allowed, bias > HIDING_BIAS))
-    seen = jnp.logical_and(*same_ndim(allowed, bad_keys[..., None, None, :]))
-    sees_bad = jnp.any(seen, axis=-1)
-    is_bad = jnp.logical_or(*same_ndim(sees_bad, bad_queries[..., None, :]))
-    is_bad = jnp.swapaxes(is_bad, -1, -2)[..., None]
-    context = attend(
-        counted(query, ~bad_queries[..., None, None]),
-        counted(key, ~bad_keys[..., None, None]),
-        counted(value, ~bad_keys[..., None, None]),
-    )
-    # A mask has four axes at least, arrays without axes of a batch three.
-    is_bad = is_bad.reshape(is_bad.shape[-min(is_bad.ndim, context.ndim) :])
-    return jnp.where(is_bad, jnp.full((), jnp.nan, context.dtype), context)
-
-
-def finite_inputs(
-    query: Float[Array, "*batch target features"],
-    key: Float[Array, "*batch source features"],
-    value: Float[Array, "*batch source features"],
-    mask: Array | MaskFn | AttentionMask | None,
-) -> tuple[Array, Array, Array]:
-    """Returns inputs of a layer with 0 for NaN and infinities at positions that an array hides.
-
-    Hidden are keys that no query may attend to, and queries without a key; in self-attention, the
-    queries of hidden keys too. A parameter's gradient there would be 0 times NaN.
-
-    >>> x = jnp.array([[1.0], [jnp.nan]])
-    >>> finite_inputs(x, x, x, jnp.array([[True, False]]))[0].tolist()
-    [[1.0], [0.0]]
-    """
-    masks = attention_mask.as_attention_mask(mask).arrays
-    pairs = query.shape[-2], key.shape[-2]
-    shapes = [x.shape[-2:] for x in masks]
-    if not masks or not all(_broadcasts(shape, pairs) for shape in shapes):
-        return query, key, value
-    allowed = functools.reduce(jnp.logical_and, same_ndim(*masks))
-    allowed = to_ndim(allowed, 3)
-    is_seen = to_ndim(jnp.any(allowed, axis=(-3, -2))[..., None], key.ndim)
-    sees = to_ndim(jnp.any(allowed, axis=(-3, -1))[..., None], query.ndim)
-    if query is key:
-        sees = sees & is_seen
-    return (
-        finite_or_counted(query, sees),
-        finite_or_counted(key, is_seen),
-        finite_or_counted(value, is_seen),
-    )
+    return plain_attention(query, key, value, **options, drop=drop if dropout_rate else None)
 
 
 def plain_attention(
@@ -566,17 +461,13 @@ def _check_heads(shapes: dict[str, tuple[int, ...]], fits: bool, expected: str) 
 def check_broadcastable(name: str, given: Array, full: tuple[int, ...]) -> None:
     """Raises ArgumentShapeError unless a bias or mask broadcasts to the logits."""
     shape = jnp.shape(given)
-    if not _broadcasts(shape, full):
+    if shape == full:
+        return
+    sizes = zip(reversed(shape), reversed(full), strict=False)
+    if len(shape) > len(full) or any(n not in (1, m) for n, m in sizes):
         raise ArgumentShapeError(
             f"{name} has shape {shape}, which does not broadcast to that of the logits, {full}."
         )
-
-
-def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
-    if len(shape) > len(full):
-        return False
-    sizes = zip(reversed(shape), reversed(full), strict=False)
-    return all(n in (1, m) for n, m in sizes)
 
 
 def attention_without_weights(
@@ -623,27 +514,23 @@ def attention_without_weights(
         "masked_gradient": False,  # as in `attention_weights`
         "precision": precision,
     }
+    if not plain:
+        return fused_attention(
+            implementation,
+            query,
+            key,
+            value,
+            dropout_rate=dropout_rate,
+            dropout_key=dropout_rng,
+            broadcast_dropout=broadcast_dropout,
+            **options,
+        )
     drop = functools.partial(
         drop_attention_weights, rate=dropout_rate, prng_key=dropout_rng, broadcast=broadcast_dropout
     )
+    query = query / math.sqrt(query.shape[-1])
     drop = drop if dropout_rate else None
-
-    def attend(query: Array, key: Array, value: Array) -> Any:
-        if not plain:
-            return fused_attention(
-                implementation,
-                query,
-                key,
-                value,
-                dropout_rate=dropout_rate,
-                dropout_key=dropout_rng,
-                broadcast_dropout=broadcast_dropout,
-                **options,
-            )
-        query = query / math.sqrt(query.shape[-1])
-        return plain_attention(query, key, value, scale=1.0, drop=drop, **options)
-
-    return among_finite(attend, query, key, value, mask=mask, bias=bias)
+    return plain_attention(query, key, value, scale=1.0, drop=drop, **options)
 
 
 def head_features(features: int, num_heads: int, layer: str) -> int:
@@ -695,7 +582,7 @@ def attention_cache_step(
 
     Args:
         index: number of positions so far, fewer than the cache has. If it is known only when a
-            compiled program runs and the cache is full, the last key becomes NaN, and so does
+            compiled program runs and the cache is full, the last value becomes NaN, and so does
             attention to it.
 
     Raises:
@@ -723,9 +610,6 @@ def attention_cache_step(
             f"{layer} decodes position {int(index)}, counted from 0, and its cache has room for "
             f"{length} positions; make a longer cache, or begin again with an empty one."
         )
-    # Hidden positions must have finite values, since 0 times NaN is NaN; a hidden logit may be NaN.
-    is_bad = ~jnp.all(jnp.isfinite(value), axis=-1, keepdims=True)
-    key, value = jnp.where(is_bad, jnp.nan, key), counted(value, ~is_bad)
     keys, values = (
         jax.lax.dynamic_update_slice_in_dim(cached, new.astype(cached.dtype), index, len(batch))
         for cached, new in ((cached_key, key), (cached_value, value))

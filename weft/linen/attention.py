@@ -161,24 +161,19 @@ def dot_product_attention(
         return context
     if callable(mask) or isinstance(mask, AttentionMask):
         mask = attention_mask.as_attention_mask(mask).to_array(query.shape[-3], key.shape[-3])
-
-    def attend(query: Array, key: Array, value: Array) -> Array:
-        weights = dot_product_attention_weights(
-            query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic,
-            query.dtype, precision, module, force_fp32_for_softmax, einsum_dot_general,
-            qk_attn_weights_einsum,
-        )  # fmt: skip
-        if attn_weights_value_einsum is not None:
-            return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, value)
-        return functional.attention_context(
-            weights,
-            value if value.dtype == weights.dtype else value.astype(weights.dtype),
-            precision=precision,
-            dot_general=einsum_dot_general or jax.lax.dot_general,  # as it is during the call
-        )
-
-    structured = attention_mask.as_attention_mask(mask)
-    return attention.among_finite(attend, query, key, value, mask=structured, bias=bias)
+    weights = dot_product_attention_weights(
+        query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic,
+        query.dtype, precision, module, force_fp32_for_softmax, einsum_dot_general,
+        qk_attn_weights_einsum,
+    )  # fmt: skip
+    if attn_weights_value_einsum is not None:
+        return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, value)
+    return functional.attention_context(
+        weights,
+        value if value.dtype == weights.dtype else value.astype(weights.dtype),
+        precision=precision,
+        dot_general=einsum_dot_general or jax.lax.dot_general,  # as it is during the call
+    )
 
 
 class MultiHeadDotProductAttention(Module):
@@ -266,9 +261,6 @@ class MultiHeadDotProductAttention(Module):
         sizes = ("num_heads", "qkv_features", "out_features")
         functional.check_sizes(type(self).__name__, **{name: getattr(self, name) for name in sizes})
         inputs_k, inputs_v = self._inputs(inputs_q, inputs_k, inputs_v, inputs_kv)
-        if not self.decode:
-            inputs = attention.finite_inputs(inputs_q, inputs_k, inputs_v, mask)
-            inputs_q, inputs_k, inputs_v = inputs
         features = self.qkv_features or inputs_q.shape[-1]
         heads = self.num_heads, attention.head_features(features, self.num_heads, self._shown)
         dense = functools.partial(

@@ -88,23 +88,6 @@ def _from_0(x: Tensor) -> Any:
     return np.arange(x.shape[1], dtype=np.int32)[None]
 
 
-def _finite_inputs(
-    query: Tensor, key: Tensor | None, value: Tensor | None, biases: bias_lib.BaseAttentionBias
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns inputs with 0 where biases hide NaN; see `functional.attention.finite_inputs`."""
-    mask, bias = bias_lib.as_mask_and_bias(biases)
-    if bias is not None:
-        mask = mask.replace(arrays=(*mask.arrays, bias > attention.HIDING_BIAS))
-    keys = query if key is None else key
-    values = keys if value is None else value
-    finite_query, finite_key, finite_value = attention.finite_inputs(query, keys, values, mask)
-    return (
-        finite_query,
-        None if key is None else finite_key,
-        None if value is None else finite_value,
-    )
-
-
 class MultiheadAttention(BaseLayer):
     """Multi-head attention (Vaswani et al., 2017)."""
 
@@ -286,9 +269,6 @@ class MultiheadAttention(BaseLayer):
           return_aux: optional outputs to return: "probs", "kv_state".
         """
         positions: Any = _from_0(query) if query_positions is None else query_positions
-        if attention_logit_biases is not None:
-            hiding = bias_lib.as_attention_bias(attention_logit_biases)
-            query, key, value = _finite_inputs(query, key, value, hiding)
         proj = self._project(query, key, value, kv_state, positions)
         if kv_state is not None:
             key_positions = kv_state.key_positions
@@ -426,24 +406,16 @@ class MultiheadAttention(BaseLayer):
                 target_positions=query_positions, source_positions=key_positions
             )
         q_proj, probs = self._scale_query(q_proj, query_positions), None
-
-        def attend(q_proj: Tensor, k_proj: Tensor, v_proj: Tensor) -> Tensor:
-            nonlocal probs
-            wants_probs = "probs" in aux
-            context = self._attention_without_probs(q_proj, k_proj, v_proj, biases, wants_probs)
-            if context is None:
-                context, probs = self._compute_attention(
-                    q_proj=q_proj,
-                    k_proj=k_proj,
-                    v_proj=v_proj,
-                    attention_logit_biases=biases,
-                    query_positions=query_positions,
-                    key_positions=key_positions,
-                )
-            return context
-
-        mask, bias = bias_lib.as_mask_and_bias(biases)
-        context = attention.among_finite(attend, q_proj, k_proj, v_proj, mask=mask, bias=bias)
+        context = self._attention_without_probs(q_proj, k_proj, v_proj, biases, "probs" in aux)
+        if context is None:
+            context, probs = self._compute_attention(
+                q_proj=q_proj,
+                k_proj=k_proj,
+                v_proj=v_proj,
+                attention_logit_biases=biases,
+                query_positions=query_positions,
+                key_positions=key_positions,
+            )
         data = self.o_proj(self._remat_name(context, "context"))
         return self.Output(
             self._projection("o_proj", data, cfg.o_partition_spec),

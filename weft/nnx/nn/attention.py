@@ -97,18 +97,14 @@ def dot_product_attention(
         return context
     if is_causal or callable(mask) or isinstance(mask, AttentionMask):
         mask = structured.to_array(query.shape[-3], key.shape[-3])
-
-    def attend(query: Array, key: Array, value: Array) -> Array:
-        weights = attention.attention_weights(query, key, bias=bias, mask=mask, precision=precision)
-        if module is not None:
-            module.sow(Intermediate, "attention_weights", weights)
-        if dropout_rate != 0.0:
-            weights = attention.drop_attention_weights(
-                weights, rate=dropout_rate, prng_key=dropout_rng, broadcast=broadcast_dropout
-            )
-        return functional.attention_context(weights, value, precision=precision)
-
-    return attention.among_finite(attend, query, key, value, mask=structured, bias=bias)
+    weights = attention.attention_weights(query, key, bias=bias, mask=mask, precision=precision)
+    if module is not None:
+        module.sow(Intermediate, "attention_weights", weights)
+    if dropout_rate != 0.0:
+        weights = attention.drop_attention_weights(
+            weights, rate=dropout_rate, prng_key=dropout_rng, broadcast=broadcast_dropout
+        )
+    return functional.attention_context(weights, value, precision=precision)
 
 
 @dataclass(repr=False, eq=False)
@@ -317,16 +313,12 @@ class MultiHeadAttention(Module):
         layer = self._shown()
         inputs_k, inputs_v = attention.key_and_value_inputs(inputs_q, inputs_k, inputs_v, layer)
         self._check_features(inputs_q, inputs_k, inputs_v)
-        decodes = parameters.resolve_mode(self, "decode", decode)
-        if not decodes:
-            inputs = attention.finite_inputs(inputs_q, inputs_k, inputs_v, mask)
-            inputs_q, inputs_k, inputs_v = inputs
         query = self.query(inputs_q, qkv_sharding)
         key = self.key(inputs_k, qkv_sharding)
         value = self.value(inputs_v, qkv_sharding)
         if self.query_ln is not None and self.key_ln is not None:
             query, key = self.query_ln(query), self.key_ln(key)
-        if decodes:
+        if parameters.resolve_mode(self, "decode", decode):
             key, value, mask = self._decode(query, key, value, mask)
             is_causal = False
         is_deterministic, dropout_rng = True, None
