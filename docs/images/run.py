@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.segment import Segment
 
 from weft.report.display import LiveDisplay, metric_texts
-from weft.trainer.progress import Reading
+from weft.report.readings import Reading
 
 FOLDER = Path(__file__).parent
 COLUMNS = {"run.svg": 86, "run-narrow.svg": 44}

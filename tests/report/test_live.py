@@ -18,45 +18,7 @@ import pytest
 from weft.distributed.watchdog import Watchdog
 from weft.errors import CheckpointSaveError, StatusPageError
 from weft.report.live import RunStatus, status_page
-from weft.trainer.progress import RunListener, RunListeners
 from weft.trainer.run_dir import CONFIG_FILE, update_record
-
-
-def test_base_listener_accepts_all_events():
-    listener = RunListener()
-    assert listener.on_start(None, resumed_from=None) is None
-    assert listener.on_step(1, {}, {}) is None
-    assert listener.on_eval("validation", 1, {}) is None
-    assert listener.on_checkpoint(1) is None
-    assert listener.on_save_failed(1, None) is None
-    assert listener.on_end(1, "max_step") is None
-
-
-def test_listeners_receive_all_events_in_order():
-    told = []
-
-    class Listener(RunListener):
-        def __init__(self, name):
-            self.name = name
-
-        def __getattribute__(self, event):
-            if not event.startswith("on_"):
-                return super().__getattribute__(event)
-            return lambda *values: told.append((self.name, event, values))
-
-    listeners = RunListeners([Listener("a"), Listener("b")])
-    events = {
-        "on_start": ("trainer", 3),
-        "on_step": (4, {}, {}),
-        "on_eval": ("held_out", 4, {}),
-        "on_checkpoint": (4,),
-        "on_save_failed": (4, "error"),
-        "on_end": (4, "max_step"),
-    }
-    assert events.keys() == {name for name in vars(RunListener) if name.startswith("on_")}
-    for event, values in events.items():
-        getattr(listeners, event)(*values)
-        assert told[-2:] == [("a", event, values), ("b", event, values)]
 
 
 class Trainer:

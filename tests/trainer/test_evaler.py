@@ -27,7 +27,7 @@ from weft.trainer.evaler import (
     every_n_steps_policy,
     run_evalers,
 )
-from weft.trainer.progress import RunListener
+from weft.trainer.hooks import Hook
 from weft.trainer.summary_writer import JsonLinesWriter, read_json_lines
 
 
@@ -395,7 +395,7 @@ class Evaler:
         return prng_key, {"sum": step + model_params}, None
 
 
-class Told(RunListener):
+class Told(Hook):
     def __init__(self):
         self.told = []
 
@@ -421,7 +421,7 @@ def run_due(evalers, step, **kwargs):
         prng_key=None,
         model_params=10,
         train_summaries={"loss": 1.0},
-        listener=listener,
+        hook=listener,
         **kwargs,
     )
     return found, listener.told

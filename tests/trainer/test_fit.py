@@ -18,6 +18,7 @@ from weft import nnx
 from weft.config import config_for_class, config_for_function
 from weft.errors import (
     FitError,
+    HookError,
     InputDatasetError,
     InputReadError,
     InvalidConfigValueError,
@@ -28,6 +29,7 @@ from weft.errors import (
 from weft.functional import default_dot_general, int8_dot_general
 from weft.hierarchy import BaseModel, Linear, WeightedScalar
 from weft.metrics import AllRows, F1Score
+from weft.trainer import EndRun, Hook
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -533,3 +535,23 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
         warnings.simplefilter("error")
         fit()
     assert list(tmp_path.iterdir()) == []
+
+
+class Target(Hook):
+    """Ends the run when the loss is small."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_summaries(self, step, outputs, batch):
+        self.steps.append(step)
+        return EndRun("small") if float(outputs["loss"]) < 1e6 and step == 3 else None
+
+
+def test_callbacks_follow_the_run_and_may_end_it():
+    first, second = Target(), Target()
+    result = weft.fit(linear(1), (X, Y), "mse", steps=20, progress=False, callbacks=[first, second])
+    assert first.steps == second.steps and first.steps[:3] == [1, 2, 3]
+    assert result.last.step == len(first.steps) == 4  # step 4 was dispatched before 3 was read
+    with pytest.raises(HookError, match=r"^fit: callbacks\[0\] is the class Target, which"):
+        weft.fit(linear(1), (X, Y), "mse", steps=1, progress=False, callbacks=[Target])

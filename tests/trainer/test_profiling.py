@@ -65,7 +65,7 @@ class Run:
         self.clock.seconds += seconds
         self.waited = getattr(self, "waited", 0.0) + waited
         self.step_number += 1
-        return self.throughput.on_step(
+        return self.throughput.measure(
             self.step_number,
             LOSS,
             BATCH,
@@ -77,7 +77,7 @@ class Run:
     def save(self, seconds=0.0):
         with self.throughput.paused():
             self.clock.seconds += seconds / 2
-            self.throughput.on_checkpoint(self.step_number, LOSS)
+            self.throughput.mark(self.step_number, LOSS)
             self.clock.seconds += seconds / 2
 
 
@@ -270,8 +270,8 @@ def test_convolution_counts_its_window():
 def run(traces, steps):
     step_fn = jax.jit(lambda x: jnp.sin(x) @ x)
     for step in steps:
-        traces.before(step)
-        traces.after(step, step_fn(jnp.ones((8, 8))))
+        traces.before_step(step)
+        traces.on_dispatch(step, {"loss": step_fn(jnp.ones((8, 8)))})
 
 
 def event_names(directory, step):

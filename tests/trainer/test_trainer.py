@@ -40,10 +40,15 @@ from weft.hierarchy.layers import Embedding, Linear
 from weft.input import Input
 from weft.input.fake import FakeLmInput
 from weft.recipes.lm import lm_tiny
+from weft.report.live import RunStatus
 from weft.trainer import mesh
 from weft.trainer.aot_compilation import aot_model_analysis
+from weft.trainer.base import jit_train_step
 from weft.trainer.checkpointer import CheckpointValidationType, every_n_steps_policy, retries
 from weft.trainer.checkpointer.dirs import step_dirs
+from weft.trainer.checkpointer.saving import CheckpointHook
+from weft.trainer.compilation import compilation_cache
+from weft.trainer.hooks import Hooks
 from weft.trainer.learner import Learner
 from weft.trainer.progress import RunListener
 from weft.trainer.state_builder import (
@@ -52,12 +57,7 @@ from weft.trainer.state_builder import (
     RestoreAndConvertBuilder,
     TensorStoreStateStorageBuilder,
 )
-from weft.trainer.trainer import (
-    SpmdTrainer,
-    compilation_cache,
-    jit_train_step,
-    run_context,
-)
+from weft.trainer.trainer import SpmdTrainer, run_context
 
 
 def config(directory, **kwargs):
@@ -522,8 +522,8 @@ def test_error_of_the_model_shows_the_users_frames(tmp_path, monkeypatch, caplog
 
 def test_status_page_shows_the_current_activity(tmp_path, caplog):
     cfg = lm_tiny().set(dir=str(tmp_path), status_port=0)
-    with run_context(cfg, RunListener()) as (stop, listener):
-        assert isinstance(listener, RunListener)
+    with run_context(cfg) as (stop, (status,)):
+        assert isinstance(status, RunStatus)
         stop.doing("running step 7")
         url = caplog.messages[-1].split()[-1]
         with urllib.request.urlopen(f"{url}json", timeout=10) as answer:
@@ -541,20 +541,20 @@ def test_missing_process_is_named_before_the_first_collective(tmp_path, monkeypa
     with (
         pytest.raises(ProcessesNotReadyError, match=r"within 0\.3 s: process 1 of 2 .*starting"),
         use_peers(Peers(0, {1: here}, names, end_seconds=1e6)),
-        run_context(cfg, RunListener()),
+        run_context(cfg),
     ):
         raise AssertionError("the run continues without it")
 
 
-def test_stop_between_steps_ends_the_run(tmp_path):
-    class Listener(RunListener):
-        def on_end(self, step, reason):
-            self.ended = (step, reason)
+def test_stop_before_the_first_step_ends_the_run(tmp_path, monkeypatch):
+    recorder = Recorder()
 
-    cfg, listener = lm_tiny().set(dir=str(tmp_path)), Listener()
-    with run_context(cfg, listener, lambda: 7):
+    def stopped(*args, **kwargs):
         raise StopRun(StopRequest("signal", "SIGTERM"))
-    assert listener.ended == (7, "SIGTERM")
+
+    monkeypatch.setattr("weft.trainer.agreement.check_processes_agree", stopped)
+    assert trainer_of(config(tmp_path)).run(jax.random.key(0), listener=recorder) is None
+    assert recorder.end == (0, "SIGTERM")
 
 
 class LinearModel(BaseModel):
@@ -631,35 +631,45 @@ FULL = CheckpointSaveError("full", lacks_room=True)
 BROKEN = CheckpointSaveError("broken")
 
 
-@pytest.fixture
-def saving(tmp_path, monkeypatch):
-    """Returns a function that gives a trainer whose saves and waits have these results."""
-    monkeypatch.setattr(retries, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
-    trainer = trainer_of(small_config(tmp_path))
+class Saving:
+    """A trainer and a checkpointer whose saves and waits have these results."""
 
+    step = 0
+
+    def __init__(self, saves, waits, hooks):
+        self.saves, self.waits = list(saves), list(waits)
+        self.hooks = Hooks(hooks)
+
+    def save_checkpoint(self, evaler_summaries, *, force=False):
+        return self.take(self.saves)
+
+    def wait_until_finished(self):
+        return self.take(self.waits)
+
+    @staticmethod
     def take(results):
         result = results.pop(0)
         if isinstance(result, Exception):
             raise result
         return result
 
-    def with_results(saves, waits=()):
-        saves, waits = list(saves), list(waits)
-        monkeypatch.setattr(trainer, "save_checkpoint", lambda *args, **kwargs: take(saves))
-        monkeypatch.setattr(trainer.checkpointer, "wait_until_finished", lambda: take(waits))
-        monkeypatch.setattr(trainer, "_throughput", None)
-        return trainer
 
-    return with_results
+def checkpoints(saves, recorder, waits=()):
+    trainer = Saving(saves, waits, {"recorder": recorder})
+    return CheckpointHook(trainer, trainer, logs_failures=False)
 
 
-def test_full_disk_is_reported_and_the_run_continues(saving):
+def test_full_disk_is_reported_and_the_run_continues():
     recorder = Recorder()
     for result in (True, False, FULL):
-        saving([result])._save_if_due({}, recorder)
+        checkpoints([result], recorder).after_step(0, {}, {})
     assert (recorder.saved, recorder.failed) == ([0], [0])
     with pytest.raises(CheckpointSaveError, match="broken"):
-        saving([BROKEN])._save_if_due({}, recorder)
+        checkpoints([BROKEN], recorder).after_step(0, {}, {})
+
+
+def test_state_of_an_undone_step_is_not_saved():
+    checkpoints([], Recorder()).after_step(7, {}, {})
 
 
 @pytest.mark.parametrize(
@@ -675,13 +685,15 @@ def test_full_disk_is_reported_and_the_run_continues(saving):
         ([True], [BROKEN], None, 0),
     ],
 )
-def test_last_step_is_saved_or_the_run_fails(saving, saves, waits, saved, reported):
-    trainer, recorder = saving(saves, waits), Recorder()
+def test_last_step_is_saved_or_the_run_fails(monkeypatch, saves, waits, saved, reported):
+    monkeypatch.setattr(retries, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
+    recorder = Recorder()
+    hook = checkpoints(saves, recorder, waits)
     if saved is None:
         with pytest.raises(CheckpointSaveError, match=r"full|broken"):
-            trainer._save_last(recorder)
+            hook.save_last()
     else:
-        trainer._save_last(recorder)
+        hook.save_last()
     assert (bool(recorder.saved), len(recorder.failed)) == (bool(saved), reported)
 
 

@@ -23,7 +23,7 @@ from weft.cli import configs, train
 from weft.config import config_for_function
 from weft.errors import LearningRateSearchError
 from weft.report import display
-from weft.trainer import BaseCheckpointer, NoOpWriter, RunListener, SpmdTrainer, schedule
+from weft.trainer import BaseCheckpointer, Hook, NoOpWriter, SpmdTrainer, schedule
 from weft.trainer.trainer_config_modifier import apply_config_modifiers, find_values, outermost
 from weft.typing import Nested, Tensor
 
@@ -133,8 +133,8 @@ class _DivergedError(Exception):
     """Loss far above its best value."""
 
 
-class _Losses(RunListener):
-    """Listener that keeps finite losses, and ends the run when they diverge."""
+class _Losses(Hook):
+    """Hook that keeps finite losses, and ends the run when they diverge."""
 
     def __init__(self) -> None:
         self.values: list[float] = []

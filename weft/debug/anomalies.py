@@ -19,7 +19,7 @@ finite, the learning rate comes first; but if only gradients are undefined, a de
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,8 @@ from weft.debug import first_nonfinite
 from weft.distributed.peers import join_first
 from weft.errors import AnomalyPolicyError, LossSpikeError, UndefinedLossException
 from weft.lifting.jit import Traced
+from weft.report import readings
 from weft.serialization.untrusted import check_json
-from weft.trainer import progress
 from weft.trainer.model import cast_for_forward
 from weft.trainer.optimizers.base import leaves_by_path, path_name, tree_paths
 from weft.trainer.optimizers.clipping import norm_by_squares, tree_where
@@ -211,8 +211,61 @@ class AnomalyPolicy(Configurable):
         return kept._replace(prng_key=key), verdict
 
 
+class Judge(Protocol):
+    """Judge of steps, asked about each while the next one runs.
+
+    Attributes:
+        counts_late: whether a step only counts once it is judged, since it may be undone.
+    """
+
+    counts_late: bool
+
+    def is_bad(self, step: Step) -> bool:
+        """Returns whether a step is bad, so that the next one has changed nothing."""
+        ...
+
+    def must_rewind(self, step: Step, state: TrainerState) -> bool:
+        """Returns whether to restore the last checkpoint after a bad step; `state` is as before."""
+        ...
+
+
+class LossCheck:
+    """Judge that ends the run if the loss is undefined; at the first step and at an interval.
+
+    Args:
+        advise: returns what to look at first after an undefined loss.
+    """
+
+    counts_late = False
+
+    def __init__(self, every_n_steps: int, advise: Callable[[Step], str]):
+        self._every_n_steps, self._advise = every_n_steps, advise
+
+    def is_bad(self, step: Step) -> bool:
+        if step.number == 1 or step.number % self._every_n_steps == 0:
+            check_loss(step.outputs["loss"], step.number, lambda: self._advise(step))
+        return False
+
+    def must_rewind(self, step: Step, state: TrainerState) -> bool:
+        return False
+
+
+class NoCheck:
+    """Judge for a learner that itself handles undefined losses."""
+
+    counts_late = False
+
+    def is_bad(self, step: Step) -> bool:
+        return False
+
+    def must_rewind(self, step: Step, state: TrainerState) -> bool:
+        return False
+
+
 class AnomalyGuard:
-    """Runs steps under a policy; its counts and averages are saved with checkpoints."""
+    """Runs and judges steps under a policy; its counts and averages are saved with checkpoints."""
+
+    counts_late = True
 
     def __init__(
         self,
@@ -426,7 +479,7 @@ def check_loss(loss: Tensor, step: int, look_first: Callable[[], str] | None = N
 
 def advice_for_later_step(summaries: Mapping[str, Any], batch: NestedTensor) -> str:
     """Returns what to look at first if the first loss of the run was finite."""
-    wrong_batch, rate = _batch_text(batch), progress.scalar(summaries, "learning_rate")
+    wrong_batch, rate = _batch_text(batch), readings.scalar(summaries, "learning_rate")
     first = "The first loss of the run was finite, so look first"
     if wrong_batch:
         first = f"{wrong_batch} Look then"

@@ -212,15 +212,24 @@ class GracefulStop:
 
     @contextlib.contextmanager
     def next_batch(
-        self, batches: PrefetchingIterator, doing: str, *, within_seconds: float | None = None
+        self,
+        batches: PrefetchingIterator,
+        doing: str,
+        *,
+        own: StopRequest | None = None,
+        within_seconds: float | None = None,
     ) -> Iterator[Any]:
         """Yields the next batch; at the end of the block, all processes agree on using theirs.
 
-        If they stop, or one fails in its block, all raise StopRun, and no batch is consumed.
+        If they stop, or one fails in its block, all raise StopRun, and no batch is consumed. With
+        a request to stop of its `own`, this process does not wait for its batch.
         """
-        own, error = None, None
-        while not (is_ready := batches.ready(_POLL_SECONDS)) and not self.stop_requested:
-            pass
+        error = None
+        is_ready = False
+        while own is None:
+            is_ready = batches.ready(_POLL_SECONDS)
+            if is_ready or self.stop_requested:
+                break
         if is_ready:
             try:
                 yield batches.peek()

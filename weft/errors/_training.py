@@ -330,6 +330,10 @@ class TrainDtypeError(WeftError, ValueError):
     """Compute dtypes do not fit the parameters."""
 
 
+class HookError(WeftError, TypeError):
+    """An object given as a hook of a run is none."""
+
+
 class EarlyStoppingError(WeftError, ValueError):
     """Early stopping monitors a value that no evaler reports."""
 

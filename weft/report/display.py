@@ -1,6 +1,6 @@
 """Progress of a run for people: a block that is redrawn on a terminal or in a cell, or plain lines.
 
-The displays are listeners of the trainer. They print one-time events (the model, evaluations, the
+The displays are hooks of the trainer. They print one-time events (the model, evaluations, the
 end) as lines. Per-step values are redrawn in place on a terminal and in a notebook, and printed
 every few seconds elsewhere. They read only values of finished steps, and never wait for a device.
 """
@@ -23,9 +23,10 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.errors import CheckpointSaveError
+from weft.report.readings import Meter, Reading, metrics, scalar
 from weft.serialization.untrusted import printable
-from weft.trainer import progress, run_dir, train_step
-from weft.trainer.progress import Meter, Reading, metrics, scalar
+from weft.trainer import run_dir, train_step
+from weft.trainer.hooks import Hook, has_ended
 from weft.typing import T
 
 _SECONDS_BETWEEN_LINES = 10.0
@@ -62,12 +63,12 @@ def make_display(console: Console, dir: str | None) -> "Display":
     return LiveDisplay(console, dir) if live else LineDisplay(console, dir)
 
 
-class Display(progress.RunListener):
+class Display(Hook):
     """Base of the displays. Use it in a `with` block.
 
     Attributes:
         evals: Per evaler its last step, and its loss and metrics.
-        ended: The last step and the reason, see `RunListener.on_end`.
+        ended: The last step and the reason, see `Hook.on_end`.
         parameters: Number of parameters of the model.
         trained: Number of those that the learner updates.
     """
@@ -141,7 +142,7 @@ class Display(progress.RunListener):
         reading = self._meter.last() if self._has_started else None
         if reading is not None:
             self._show(reading, last=True)
-        if not progress.has_ended(reason):
+        if not has_ended(reason):
             when = "before there was anything to save"
             if self.is_saved:
                 saved = f", which is saved in {self._dir}" if self._dir else ""

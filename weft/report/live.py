@@ -37,10 +37,10 @@ import jax
 
 from weft.distributed.watchdog import Watchdog
 from weft.errors import CheckpointSaveError, StatusPageError, WeftError
-from weft.report import display
+from weft.report import display, readings
 from weft.report.page import page, run_body
 from weft.report.results import TRAIN_SUMMARIES, Curves, Results, read_results
-from weft.trainer import progress
+from weft.trainer.hooks import Hook, RunningTrainer
 from weft.typing import NestedTensor
 
 logger = logging.getLogger(__name__)
@@ -116,8 +116,8 @@ class _Kept:
             return self._text
 
 
-class RunStatus(progress.RunListener):
-    """Listener that records the status of a run for other threads."""
+class RunStatus(Hook):
+    """Hook that records the status of a run for other threads."""
 
     def __init__(self, watchdog: Watchdog):
         self._watchdog = watchdog
@@ -128,11 +128,11 @@ class RunStatus(progress.RunListener):
         self._values: list[tuple[int, Mapping[str, Any]]] = []
         self._every_n_steps = 1
         self._evals: dict[str, list[tuple[int, dict[str, float]]]] = {}
-        self._meter = progress.Meter(math.inf)
-        self._reading: progress.Reading | None = None
+        self._meter = readings.Meter(math.inf)
+        self._reading: readings.Reading | None = None
         self._results = Results("a run that starts")
 
-    def on_start(self, trainer: progress.RunningTrainer, resumed_from: int | None) -> None:
+    def on_start(self, trainer: RunningTrainer, resumed_from: int | None) -> None:
         directory, max_step = trainer.config.dir, trainer.config.max_step
         self._facts |= {
             "name": trainer.path(),
@@ -142,7 +142,7 @@ class RunStatus(progress.RunListener):
             "resumed_from": resumed_from,
             "last_checkpoint": resumed_from,
         }
-        self._meter = progress.Meter(max_step)
+        self._meter = readings.Meter(max_step)
         self._results = Results(Path(directory).absolute().name)
         # Other machines may not see the directory.
         with contextlib.suppress(OSError, WeftError):
@@ -154,13 +154,13 @@ class RunStatus(progress.RunListener):
         self._moments.append(time.monotonic())
         self._reading = self._meter.on_step(step, outputs, batch) or self._reading
         if step % self._every_n_steps == 0:
-            metrics = progress.outermost_scalars(outputs.get("summaries", {}))
+            metrics = readings.outermost_scalars(outputs.get("summaries", {}))
             self._values.append((step, {**metrics, "loss": outputs["loss"]}))
         if len(self._values) > _MAX_POINTS:
             self._values, self._every_n_steps = self._values[::2], 2 * self._every_n_steps
 
     def on_eval(self, name: str, step: int, summaries: dict[str, Any]) -> None:
-        values = {key: float(value) for key, value in progress.outermost_scalars(summaries).items()}
+        values = {key: float(value) for key, value in readings.outermost_scalars(summaries).items()}
         self._evals.setdefault(name, []).append((step, values))
 
     def on_checkpoint(self, step: int) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 from weft.report.charts import NUM_STYLES, Series, finite, line_chart, number, smoothed
 from weft.report.display import duration_text, metric_text
+from weft.report.readings import LOSSES
 from weft.report.results import TRAIN_SUMMARIES, Results, config_values, named, read_results
 from weft.serialization.directory import Directory
-from weft.trainer.progress import LOSSES
 
 REPORT_FILE = "report.html"
 

@@ -13,14 +13,14 @@ from rich.console import Console
 from weft.errors import WeftError
 from weft.report.display import Display, TextConsole, make_display, parameter_sizes
 from weft.report.page import write_report
-from weft.trainer.progress import RunListener, RunListeners
+from weft.trainer.hooks import Hook
 from weft.trainer.run_dir import update_record
 
 logger = logging.getLogger(__name__)
 
 
-class RunRecorder(RunListener):
-    """Listener that records the size of the model, and how the run ended, in its directory.
+class RunRecorder(Hook):
+    """Hook that records the size of the model, and how the run ended, in its directory.
 
     Neither a full disk nor a damaged file of the record or the summaries ends the run.
     """
@@ -90,10 +90,8 @@ def error_console() -> Console:
 
 
 @contextlib.contextmanager
-def reported(
-    directory: str, progress: bool | Display, listener: RunListener | None
-) -> Iterator[RunListener]:
-    """Yields a listener that shows and records a run, and passes the events on to `listener`.
+def reported(directory: str, progress: bool | Display) -> Iterator[list[Hook]]:
+    """Yields the hooks that show and record a run.
 
     Afterwards the report is written, also if an error ended the run. Only the first process makes
     a display, and records.
@@ -104,10 +102,13 @@ def reported(
     if progress is True and is_first:
         display = make_display(error_console(), directory)
     recorder = RunRecorder(directory) if is_first else None
-    listeners = [x for x in (display, recorder, listener) if x is not None]
+    hooks: list[Hook] = []
+    for hook in (display, recorder):
+        if hook is not None:
+            hooks.append(hook)
     with display or contextlib.nullcontext():
         try:
-            yield RunListeners(listeners)
+            yield hooks
         except BaseException as error:
             if recorder is not None:
                 recorder.on_error(error)

@@ -37,6 +37,9 @@ from weft.inference.pipeline import (
     merge_with_string_tensors as merge_with_string_tensors,
     pop_string_tensors as pop_string_tensors,
 )
+from weft.trainer.hooks import (
+    EndRun as EndRun, has_ended as has_ended, Hook as Hook, RunListener as RunListener,
+)
 from weft.trainer.learner import (
     BaseLearner as BaseLearner, CompositeLearner as CompositeLearner,
     DynamicLossScale as DynamicLossScale, Learner as Learner,
@@ -65,7 +68,6 @@ from weft.trainer.parallelism import (
 )
 from weft.trainer.precision import Precision as Precision
 from weft.trainer.profiling import Throughput as Throughput
-from weft.trainer.progress import has_ended as has_ended, RunListener as RunListener
 from weft.trainer.schedule import cosine_with_linear_warmup as cosine_with_linear_warmup
 from weft.trainer.state_builder import (
     Builder as Builder, ChainBuilder as ChainBuilder, import_weights as import_weights,

@@ -21,8 +21,8 @@ from weft.inference.output import BaseOutputWriter
 from weft.input import Input, host_to_global_device_array
 from weft.serialization.untrusted import check_json
 from weft.trainer.checkpointer.policy import BestMetric, EvalMetric
+from weft.trainer.hooks import EARLY_STOPPING, EndRun, Hook, RunningTrainer
 from weft.trainer.metric_calculator import BaseMetricCalculator, ModelSummaryAccumulator
-from weft.trainer.progress import RunListener
 from weft.trainer.summary_writer.files import SummaryWriter
 from weft.typing import DType, Nested, NestedTensor, PartitionSpec, Tensor
 
@@ -84,8 +84,8 @@ class BestMetricEvalPolicy(BestMetric):
         return bool(self.improves(step, train_summaries.get("evalers", {})))
 
 
-class EarlyStopping(BestMetric):
-    """Decides when to stop; its state is saved with the run.
+class EarlyStopping(BestMetric, Hook):
+    """Hook that ends the run when a metric no longer improves; its state is saved with the run.
 
     >>> cfg = EarlyStopping.default_config().set(metric=EvalMetric("held_out", "loss"))
     >>> stopping = cfg.set(patience=1).instantiate()
@@ -132,6 +132,16 @@ class EarlyStopping(BestMetric):
                 f"{', '.join(evalers) or 'none'}. Set early_stopping.metric to one of these, or "
                 "add it to evalers."
             )
+
+    def on_start(self, trainer: RunningTrainer, resumed_from: int | None) -> EndRun | None:
+        return self._end_if_due()
+
+    def on_eval(self, name: str, step: int, summaries: dict[str, Any]) -> EndRun | None:
+        self(step=step, evaler_summaries={name: summaries})
+        return self._end_if_due()
+
+    def _end_if_due(self) -> EndRun | None:
+        return EndRun(EARLY_STOPPING) if self.should_stop else None
 
     def __call__(self, *, step: int, evaler_summaries: dict[str, Any]) -> bool:
         """Records the metric after a step, if it was evaluated; returns whether to stop."""
@@ -288,26 +298,26 @@ def run_evalers(
     prng_key: Tensor,
     model_params: NestedTensor,
     train_summaries: Mapping[str, Any] | None = None,
-    listener: RunListener,
+    hook: Hook,
     forced: Collection[str] | None = None,
-    before: Callable[[], None] | None = None,
+    may_run: Callable[[], bool] = lambda: True,
 ) -> dict[str, Any]:
     """Runs the evalers that are due, or only the `forced`; returns their summaries by name.
 
-    The policy of each evaler receives the summaries of those before it. `before` is called if one
-    is due, before it runs.
+    The policy of each evaler receives the summaries of those before it. `may_run` is asked if one
+    is due; none runs after it has returned False.
     """
     results: dict[str, Any] = {}
     for name, evaler in evalers.items():
         summaries = {**(train_summaries or {}), "evalers": results}
-        if not (
-            evaler.eval_policy(step=step, train_summaries=summaries)
-            if forced is None
-            else name in forced
-        ):
+        if forced is None:
+            is_due = evaler.eval_policy(step=step, train_summaries=summaries)
+        else:
+            is_due = name in forced
+        if not is_due:
             continue
-        if before is not None:
-            before()
+        if not may_run():
+            return results
         _, summaries, _ = evaler.eval_step(
             step,
             prng_key=prng_key,
@@ -317,8 +327,42 @@ def run_evalers(
         )
         if summaries is not None:
             results[name] = summaries
-            listener.on_eval(name, step, summaries)
+            hook.on_eval(name, step, summaries)
     return results
+
+
+class EvaluationHook(Hook):
+    """Hook that runs the evalers of a run when they are due.
+
+    Attributes:
+        summaries: of the evalers that have run since the last step, by name.
+    """
+
+    def __init__(self, trainer: RunningTrainer, evalers: Mapping[str, SpmdEvaler]):
+        self._trainer, self._evalers = trainer, evalers
+        self.summaries: dict[str, Any] = {}
+
+    def after_step(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> None:
+        # A bad step is noticed before it is evaluated, and may take the run back.
+        self.summaries = self._run(
+            train_summaries=outputs["summaries"], may_run=self._trainer.settle
+        )
+
+    def run_at_end(self, names: Collection[str]) -> None:
+        """Runs the evalers of these names, and those for the end, if they have not run yet."""
+        missing = (due_at_end(self._evalers) | set(names)) - self.summaries.keys()
+        self.summaries |= self._run(forced=missing)
+
+    def _run(self, **which: Any) -> dict[str, Any]:
+        trainer = self._trainer
+        return run_evalers(
+            self._evalers,
+            step=trainer.step,
+            prng_key=jax.random.fold_in(trainer.trainer_state.prng_key, 0),
+            model_params=trainer.model_params_for_eval(),
+            hook=trainer.hooks,
+            **which,
+        )
 
 
 def due_at_end(evalers: Mapping[str, SpmdEvaler]) -> set[str]:

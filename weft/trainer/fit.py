@@ -34,13 +34,13 @@ from weft.report.display import make_display
 from weft.report.recorder import error_console
 from weft.trainer import compilation, evaler, mesh, parallelism, run_dir, state_builder, train_step
 from weft.trainer.checkpointer import checkpointer, index, policy
+from weft.trainer.hooks import INPUT_ENDED, Hook, check_hook
 from weft.trainer.learner import Learner
 from weft.trainer.model import LibraryModel, build_model
 from weft.trainer.optimizers.algorithms import adam_optimizer, adamw_optimizer, sgd_optimizer
 from weft.trainer.optimizers.base import TransformationLike, as_partitioned
 from weft.trainer.optimizers.transformations import SCHEDULE_FREE
 from weft.trainer.precision import Precision
-from weft.trainer.progress import INPUT_ENDED, RunListener
 from weft.trainer.summary_writer.files import JsonLinesWriter, read_json_lines
 from weft.trainer.supervised import (
     ROW_WEIGHT,
@@ -364,6 +364,11 @@ OPTIMIZERS: dict[str, Any] = {
 }
 _TARGETS = ("y", "label", "labels", "target", "targets")
 _LEARNING_RATE = 1e-3
+_MESH: dict[str, Any] = {
+    "mesh_shape": parallelism.mesh_shape_from_axes(data=-1),
+    # The other axes are those that layouts of layers may name.
+    "mesh_axis_names": parallelism.MESH_AXIS_NAMES,
+}
 _MAX_RECORDED_STEPS = 1000
 
 
@@ -385,6 +390,7 @@ def fit(
     seed: int = 0,
     dir: str | None = None,
     progress: bool = True,
+    callbacks: Sequence[Hook] = (),
 ) -> FitResult[M]:
     """Trains a model on data at hand.
 
@@ -411,19 +417,20 @@ def fit(
         optimizer: "adam", "adamw", "sgd", an optimizer of optax, or the config of one.
         learning_rate: Rate of a named optimizer, 0.001 by default, or a schedule.
         target: Field of the targets; by default y, label, labels, target or targets.
-        precision: Policy for the dtypes of parameters, computation and the optimizer's moments:
-            "float32", "mixed_bfloat16", "bfloat16", "int8", "fp8", or the config of a policy. It
-            holds in this run and for `FitState.predict`, and not when the model is called itself.
+        precision: Policy for the dtypes in this run and in `FitState.predict`: "float32",
+            "mixed_bfloat16", "bfloat16", "int8", "fp8", or a `Precision.Config`.
         seed: Seed of parameters, noise and the order of arrays.
         dir: Directory for checkpoints and the record of the run. A run whose directory has a
             checkpoint resumes. None keeps nothing on disk.
         progress: Whether to show the progress, see `SpmdTrainer.run`.
+        callbacks: Hooks, called in this order at the steps of the run; see `weft.trainer.Hook`.
 
     Raises:
         FitError: If arguments contradict each other.
         InputDatasetError: If the data is empty, has NaN, or its arrays or labels do not fit.
         LossError: If a loss or metric is unknown, does not fit the outputs, or is such a scalar.
         RunDirError: If `dir` belongs to a run with other arguments or other data.
+        HookError: If a callback is not a hook.
 
     >>> x = np.linspace(-1, 1, 64, dtype=np.float32)[:, None]
     >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
@@ -441,13 +448,11 @@ def fit(
         learner=Learner.default_config().set(optimizer=_optimizer(optimizer, learning_rate)),
         input=train.input_config(seed=seed),
         precision=precision,
-        # The other axes are those that layouts of layers may name.
-        mesh_shape=parallelism.mesh_shape_from_axes(data=-1),
-        mesh_axis_names=parallelism.MESH_AXIS_NAMES,
+        **_MESH,
     )
     _set_length(cfg, train, held_out, epochs, steps, is_kept=dir is not None)
     _set_average(cfg, optimizer)
-    return _run(model, cfg, dir, progress)
+    return _run(model, cfg, dir, progress, callbacks)
 
 
 def _set_length(
@@ -481,18 +486,21 @@ def _set_length(
     )
 
 
-def _run(model: M, cfg: SpmdTrainer.Config, dir: str | None, progress: bool) -> FitResult[M]:
+def _run(
+    model: M, cfg: SpmdTrainer.Config, dir: str | None, progress: bool, callbacks: Sequence[Hook]
+) -> FitResult[M]:
     if dir is None and jax.process_count() > 1:
         raise FitError("fit got dir=None; several processes need a directory that they share.")
+    hooks = [check_hook(hook, f"fit: callbacks[{i}]") for i, hook in enumerate(callbacks)]
     with contextlib.ExitStack() as stack:
         cfg.dir = dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-fit-"))
         trainer = cfg.clone().instantiate(parent=None)
-        listener = _End()
+        end = _End()
         display = make_display(error_console(), dir) if progress and dir is None else progress
-        trainer.run(listener=listener, progress=display)
+        trainer.run(listener=[end, *hooks], progress=display)
         if trainer.trainer_state is None:
-            raise FitError(f"fit was stopped by {listener.reason} before the first step.")
-        if listener.reason == INPUT_ENDED:
+            raise FitError(f"fit was stopped by {end.reason} before the first step.")
+        if end.reason == INPUT_ENDED:
             raise InputDatasetError(
                 f"data ended after {trainer.step} of {cfg.max_step} steps; expected a batch for "
                 "each. Pass an iterable that can be repeated, such as a list, or set fewer steps."
@@ -515,8 +523,8 @@ def _check_counts(*, epochs: int | None, steps: int | None, batch_size: int | No
             raise FitError(f"fit got {name}={value}; expected 1 or more.")
 
 
-class _End(RunListener):
-    """Listener that keeps the reason why the run ended."""
+class _End(Hook):
+    """Hook that keeps the reason why the run ended."""
 
     reason = ""
 

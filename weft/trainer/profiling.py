@@ -37,6 +37,7 @@ from weft.config import Configurable
 from weft.errors import ProfilerTraceError, RunDirError, ThroughputError
 from weft.hierarchy.module import Module, functional
 from weft.serialization.directory import Directory
+from weft.trainer.hooks import Hook
 from weft.trainer.optimizers.base import leaves_by_path, path_name
 from weft.trainer.run_dir import read_record, update_record
 from weft.typing import NestedTensor
@@ -145,8 +146,11 @@ class IdleTime:
         return idle / total if total > 0 else None
 
 
-class Throughput(Configurable):
-    """Measurement of a run's steps, with a monotonic clock and the time of day, in seconds."""
+class Throughput(Configurable, Hook):
+    """Hook that measures a run's steps, and adds the results to their summaries.
+
+    It reads a monotonic clock and the time of day, in seconds.
+    """
 
     class Config(Configurable.Config):
         """Configures a Throughput.
@@ -187,6 +191,47 @@ class Throughput(Configurable):
         self._slow_seconds = 0.0  # total of readings with a slow input
         self._slow_logged = False
 
+    # In a run.
+
+    def on_start(self, trainer: Any, resumed_from: int | None) -> None:
+        self._trainer = trainer
+        self.start(trainer.config.dir, trainer.step)
+
+    def on_rewind(self, step: int) -> None:
+        self.start(self._trainer.config.dir, step)
+
+    def before_step(self, step: int) -> None:
+        if self.idle:
+            self.idle.on_dispatch()
+
+    def on_dispatch(self, step: int, outputs: dict[str, Any]) -> None:
+        if self.idle:
+            self.idle.on_dispatched(outputs["loss"])
+
+    def on_summaries(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> None:
+        if not self.is_due(step):
+            return
+        trainer = self._trainer
+        outputs["summaries"]["throughput"] = self.measure(
+            step,
+            outputs["loss"],
+            batch,
+            model=trainer.model,
+            params=trainer.trainer_state.model,
+            input_wait_seconds=trainer.input_wait_seconds,
+        )
+
+    def on_eval(self, name: str, step: int, summaries: dict[str, Any]) -> None:
+        self.idle.restart()
+
+    def on_checkpoint(self, step: int) -> None:
+        self.mark(step, self._trainer.trainer_state)
+
+    def close(self) -> None:
+        self.idle.discard()
+
+    # The measurement.
+
     def start(self, directory: str, step: int) -> None:
         """Starts or resumes measuring after a step."""
         self._directory, self._start = directory, None
@@ -202,10 +247,10 @@ class Throughput(Configurable):
         self._productive = marks[-1]["productive_seconds"] if marks else 0.0
 
     def is_due(self, step: int) -> bool:
-        """Returns whether to call `on_step`, which waits for the step; for the first step, too."""
+        """Returns whether to call `measure`, which waits for the step; for the first step, too."""
         return self._start is None or step % self._every_n_steps == 0
 
-    def on_step(
+    def measure(
         self,
         step: int,
         outputs: object,
@@ -227,7 +272,7 @@ class Throughput(Configurable):
         idle = self.idle.fraction()
         if not self.idle:
             self.idle.start()
-        before, (steps, seconds) = self._start, self._read(step)
+        before, (steps, seconds) = self._start, self._take_time(step)
         waited, self._waited = self._waited, (step, input_wait_seconds)
         if before is None or seconds <= 0:
             return {}
@@ -265,7 +310,7 @@ class Throughput(Configurable):
                 100 * min(share, 1.0),
             )
 
-    def _read(self, step: int) -> tuple[int, float]:
+    def _take_time(self, step: int) -> tuple[int, float]:
         """Returns the number of steps since the last reading, and their duration in seconds."""
         now = self._clock() if self._pause_began is None else self._pause_began
         now -= self._paused
@@ -286,11 +331,11 @@ class Throughput(Configurable):
             self._paused += self._clock() - self._pause_began
             self._pause_began = None
 
-    def on_checkpoint(self, step: int, outputs: object) -> None:
+    def mark(self, step: int, outputs: object) -> None:
         """Records in the run's directory the time of the steps up to a saved one."""
         jax.block_until_ready(outputs)
         self.idle.restart()
-        self._read(step)
+        self._take_time(step)
         if jax.process_index() or self._directory is None:
             return
         # Neither a full disk nor a damaged record ends training.
@@ -421,8 +466,8 @@ def _size(equation: Any) -> int:
 _DEFAULT_STEPS = 3
 
 
-class StepTraces:
-    """Controller that starts and stops the profiler around steps.
+class StepTraces(Hook):
+    """Hook that starts and stops the profiler around steps.
 
     Args:
         directory: The run's directory.
@@ -460,7 +505,7 @@ class StepTraces:
         if python_tracer_level is not None:
             self._options.python_tracer_level = python_tracer_level
 
-    def before(self, step: int) -> None:
+    def before_step(self, step: int) -> None:
         """Starts the trace that begins with a step, if any."""
         if step in self._start_steps and self._last is None:
             os.makedirs(self._directory, exist_ok=True)
@@ -469,7 +514,7 @@ class StepTraces:
             jax.profiler.start_trace(path, profiler_options=self._options)
             self._last = step + self._n_steps - 1
 
-    def after(self, step: int, outputs: object) -> None:
+    def on_dispatch(self, step: int, outputs: dict[str, Any]) -> None:
         """Ends the trace that ends with a step, if any, for whose outputs it then waits."""
         if self._last is not None and step >= self._last:
             jax.block_until_ready(outputs)

@@ -75,7 +75,7 @@ _LENGTH, _RATE = "max_step", "learning_rate"
 # Fields that do not affect the parameters after a given step.
 MAY_CHANGE = frozenset(
     {
-        *("name", "dir", "max_step", "evalers", "checkpointer", "summary_writer"),
+        *("name", "dir", "max_step", "evalers", "hooks", "checkpointer", "summary_writer"),
         *("mesh_shape", "mesh_axis_names", "mesh_rules", "batch_axis_names"),
         *("log_every_n_steps", "throughput", "status_port", "compilation_cache_dir"),
         *("watchdog_timeout_seconds", "crash_on_hang_timeout_seconds", "readiness_timeout_seconds"),

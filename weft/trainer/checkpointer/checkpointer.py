@@ -93,7 +93,7 @@ class BaseCheckpointer(Module):
         self,
         *,
         step: int,
-        state: Nested[Any] | Callable[[], Nested[Any]],
+        state: Nested[Any] | Callable[[], Nested[Any] | None],
         evaler_summaries: dict[str, Any] | None = None,
         force: bool = False,
     ) -> bool:
@@ -101,7 +101,8 @@ class BaseCheckpointer(Module):
 
         Args:
             state: A pytree of arrays, Python values and savable objects. It may be changed or
-                donated when the call returns. Or a function that returns it, called if it is saved.
+                donated when the call returns. Or a function that returns it, called if it is due;
+                None if it must not be saved after all.
             evaler_summaries: Summaries of the evalers that ran after this step, by evaler name.
             force: Whether to save regardless of the policy, unless this step is already saved.
 
@@ -273,7 +274,7 @@ class Checkpointer(BaseCheckpointer):
         self,
         *,
         step: int,
-        state: Nested[Any] | Callable[[], Nested[Any]],
+        state: Nested[Any] | Callable[[], Nested[Any] | None],
         evaler_summaries: dict[str, Any] | None = None,
         force: bool = False,
     ) -> bool:
@@ -281,7 +282,10 @@ class Checkpointer(BaseCheckpointer):
         wanted = self._save_policy(step=step, evaler_summaries=evaler_summaries)
         if not (wanted or force) or step in (self._saving, self._last_step):
             return False
-        state = state() if callable(state) else state
+        if callable(state):
+            state = state()
+            if state is None:
+                return False
         if self._keep_best is not None:
             metric = self._keep_best.config.metric
             policy_lib.metric_value(metric, step, evaler_summaries, of=f"{self.path()}.keep_best")

@@ -14,9 +14,13 @@ from typing import Any, TypeVar
 import jax
 
 from weft.config import REQUIRED, ConfigBase, Required
+from weft.errors import CheckpointSaveError
 from weft.hierarchy.module import Module
+from weft.trainer.hooks import Hook
 from weft.trainer.summary import FlatSummary, SummaryKind, due_summaries
-from weft.typing import Nested
+from weft.typing import Nested, NestedTensor
+
+logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,9 +59,26 @@ def _close_all(writers: "Iterable[BaseWriter]", failed: bool) -> None:
         try:
             writer.close(failed=failed)
         except Exception as error:
-            logging.getLogger(__name__).warning(
-                "%s was not closed: %s: %s", writer.path(), type(error).__name__, error
-            )
+            logger.warning("%s was not closed: %s: %s", writer.path(), type(error).__name__, error)
+
+
+class SummaryHook(Hook):
+    """Hook that writes the summaries of each step, and logs its loss at an interval."""
+
+    def __init__(self, writer: "BaseWriter", log_every_n_steps: int | None):
+        self._write = writer
+        self._log_every_n_steps = log_every_n_steps
+        self._failed_saves = 0
+
+    def on_summaries(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> None:
+        loss = outputs["loss"]
+        self._write(step, {"loss": loss, **outputs["summaries"]})
+        if self._log_every_n_steps and step % self._log_every_n_steps == 0:
+            logger.info("step %d: loss %.4f", step, float(loss))
+
+    def on_save_failed(self, step: int, error: CheckpointSaveError) -> None:
+        self._failed_saves += 1
+        self._write(step, {"failed_saves": self._failed_saves})
 
 
 class BaseWriter(Module):

@@ -1,0 +1,370 @@
+"""Base of the trainer: model, learner, their state, and the compiled step on a mesh of devices."""
+
+import contextlib
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from weft import config, errors
+from weft.core import axis_rules
+from weft.debug import anomalies, first_nonfinite, lookup_checks
+from weft.distributed import preemption
+from weft.hierarchy import Module, nowrap
+from weft.input import Input, PrefetchingIterator
+from weft.trainer import mesh as mesh_lib
+from weft.trainer import run_dir, state_builder
+from weft.trainer import state as state_lib
+from weft.trainer.checkpointer.checkpointer import BaseCheckpointer, Checkpointer
+from weft.trainer.checkpointer.host_state import RunState
+from weft.trainer.compilation import options_for_init, options_for_steps
+from weft.trainer.learner import BaseLearner, with_precision
+from weft.trainer.model import PerParamDType, model_config
+from weft.trainer.precision import Precision, as_precision
+from weft.trainer.run_lock import RunLock
+from weft.trainer.train_step import TrainerState, train_step
+from weft.trainer.trainer_config_modifier import apply_config_modifiers
+from weft.typing import DType, Nested, NestedTensor, PartitionSpec, Tensor
+
+
+class BaseTrainer(Module):
+    """Model and learner on a mesh of devices, with their state and the step that changes it."""
+
+    class Config(Module.Config):
+        """Configures a BaseTrainer.
+
+        Attributes:
+            dir: directory of the run.
+            model: the config of a hierarchy layer, or of a class or function that makes a module of
+                Linen, NNX or another library. Its call takes a batch and returns a scalar loss and
+                auxiliary outputs, see `weft.trainer.model`.
+            input: training data; its field `is_training`, if any, is set to True.
+            max_step: number of steps; also of the learner's schedules that set none.
+            mesh_shape: number of devices along each axis of the mesh; one may be -1.
+            mesh_rules: pairs of a regular expression for hardware and a mesh shape, a config
+                modifier, or None; see `select_mesh_config`.
+            batch_axis_names: mesh axes over which the rows of a batch are sharded.
+            logical_axis_rules: pairs of a name that a layer or module gives to an axis, and the
+                mesh axis or axes to shard it over, or None; in order of priority. In hierarchy
+                layers a name without a rule is a mesh axis.
+            rules_by_kind: such rules for one kind of array, which take precedence.
+            init_state_builder: builds the initial state of a run without a checkpoint, such as
+                pretrained parameters; None initializes it randomly.
+            precision: policy for the dtypes of parameters, computation and the optimizer's moments:
+                "float32", "mixed_bfloat16", "bfloat16", "int8", "fp8", or a `Precision.Config`;
+                None for those of the model and the optimizer.
+            train_dtype: dtype of the model's computation in training, instead of a policy's; None
+                for that of its parameters. May be a function that returns one per parameter, such
+                as `per_param_train_dtype_by_path`.
+            anomaly_policy: policy for steps whose loss is undefined or jumps.
+            config_modifiers: change this config, in order, before the trainer is made from it.
+        """
+
+        dir: config.Required[str] = config.REQUIRED
+        model: config.Required[config.InstantiableConfig] = config.REQUIRED
+        learner: config.Required[BaseLearner.Config] = config.REQUIRED
+        input: config.Required[Input.Config] = config.REQUIRED
+        max_step: int | float = math.inf
+        mesh_shape: config.Required[mesh_lib.MeshShape | mesh_lib.HybridMeshShape] = config.REQUIRED
+        mesh_axis_names: config.Required[Sequence[str]] = config.REQUIRED
+        mesh_rules: mesh_lib.MeshRules | None = None
+        batch_axis_names: str | Sequence[str] | None = "data"
+        logical_axis_rules: mesh_lib.AxisRules = []
+        rules_by_kind: mesh_lib.RulesByKind.Config = mesh_lib.RulesByKind.default_config()
+        checkpointer: BaseCheckpointer.Config = Checkpointer.default_config()
+        init_state_builder: state_builder.Builder.Config | None = None
+        precision: str | Precision.Config | None = None
+        train_dtype: DType | config.ConfigOr[PerParamDType] | None = None
+        anomaly_policy: anomalies.AnomalyPolicy.Config | None = None
+        config_modifiers: Sequence[config.ConfigOr[config.ConfigModifier]] = []
+
+        def instantiate(self, **kwargs: Any) -> Any:
+            return Module.Config.instantiate(apply_config_modifiers(self), **kwargs)
+
+    def __init__(self, cfg: Config, *, parent: Module | None, devices: Sequence[Any] | None = None):
+        super().__init__(cfg, parent=parent)
+        lookup_checks.check_tokens(cfg)
+        _check_config(cfg, self.path())
+        self._mesh = mesh_lib.build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
+        self._rules = mesh_lib.rules_of(cfg)
+        self._step = 0
+        self._state: TrainerState | None = None
+        with self.mesh():
+            self._add_child("input", config.maybe_set_config(cfg.input, is_training=True))
+            model = model_config(cfg.model, self.input.element_spec, cfg.precision)
+            self._add_child("model", model)
+            learner = run_dir.learner_config(cfg)
+            self._add_child("learner", with_precision(learner, cfg.precision))
+            self._state_specs = state_lib.state_specs(self.model, self.learner, self._rules)
+            self._shardings = state_lib.state_shardings(self._mesh, self._state_specs)
+            checkpointer = cfg.checkpointer.set(dir=os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR))
+            self._add_child("checkpointer", checkpointer)
+            if cfg.init_state_builder is not None:
+                self._add_child("init_state_builder", cfg.init_state_builder)
+        self._train_step: Callable[..., Any] = jit_train_step(self)
+        # Of a run: the states that are saved besides that of the model, its place in the data, and
+        # its hold on the directory.
+        self._run_state = RunState({"anomalies": self._train_step})
+        self._batches: PrefetchingIterator | None = None
+        self._run_lock: RunLock | None = None
+
+    # The state.
+
+    @nowrap
+    @contextlib.contextmanager
+    def mesh(self) -> Iterator[None]:
+        """Enters the trainer's mesh and its rules for activations."""
+        with jax.set_mesh(self._mesh), axis_rules.logical_axis_rules(self._rules.activations):
+            yield
+
+    @property
+    def step(self) -> int:
+        """Number of steps that were run."""
+        return self._step
+
+    @property
+    def trainer_state(self) -> TrainerState:
+        """Current state; None before `init` or `restore_checkpoint`."""
+        return self._state  # pyright: ignore[reportReturnType]
+
+    @property
+    def trainer_state_specs(self) -> TrainerState:
+        """Shapes, dtypes and layouts of the state."""
+        return self._state_specs
+
+    @property
+    def trainer_state_partition_specs(self) -> TrainerState:
+        """Layouts of the state."""
+        return state_lib.partition_specs(self._state_specs)
+
+    @property
+    def _new_state(self) -> Callable[[Tensor], TrainerState]:
+        # Not a method: JAX gives what it compiles the name of `new_state`.
+        return functools.partial(
+            state_lib.new_state,
+            model=self.model,
+            learner=self.learner,
+            model_specs=self._state_specs.model,
+        )
+
+    @nowrap
+    def init(self, prng_key: Tensor) -> None:
+        """Initializes or builds a new state, each array on the devices that hold it.
+
+        The key is for the parameters and all steps.
+        """
+        devices = list(self._mesh.devices.flat)
+        state_lib.check_memory(self._state_specs, self._shardings, devices)
+        with self.mesh():
+            state = state_builder.initial_state(
+                self.children.get("init_state_builder"),  # pyright: ignore[reportArgumentType]
+                self._new_state,
+                prng_key,
+                self._shardings,
+                interruptible=self._state is None,  # else a state would be replaced by a new one
+                compiler_options=options_for_init(devices[0].platform, self._state_specs),
+            )
+        self._step, self._state = 0, state
+
+    @nowrap
+    def model_params_for_eval(self) -> Any:
+        """Returns the parameters for evaluation: their moving average if the learner keeps one."""
+        ema = getattr(self.trainer_state.learner.get("ema"), "ema", None)
+        return self.trainer_state.model if not jax.tree.leaves(ema) else ema
+
+    # The data.
+
+    def _batch_partition(self) -> PartitionSpec:
+        return state_lib.batch_partition(self.input, self.config.batch_axis_names)
+
+    def _open_batches(self) -> PrefetchingIterator:
+        return state_lib.open_batches(self.input, self._batch_partition(), self._mesh)
+
+    @property
+    def input_wait_seconds(self) -> float:
+        """Time that the run has waited for batches."""
+        return 0.0 if self._batches is None else self._batches.wait_seconds
+
+    # Checkpoints.
+
+    def _to_save(self, batches: PrefetchingIterator | None, state: TrainerState) -> dict[str, Any]:
+        host_state = {
+            "input_iter": batches,
+            "run_state": self._run_state,
+            "next_step": self._step + 1,
+        }
+        return {**state._asdict(), **host_state}
+
+    @nowrap
+    def restore_checkpoint(self, restore_step: int | None = None) -> int | None:
+        """Restores the state, and the position in the data if `run` has opened it.
+
+        `restore_step` None is the newest undamaged checkpoint. Returns the restored step, or None
+        if there is no checkpoint.
+        """
+        with self.mesh(), contextlib.ExitStack() as stack:
+            stack.enter_context(preemption.barrier_after("restoring the checkpoint"))
+            batches = self._batches or stack.enter_context(self._open_batches())
+            shapes = jax.eval_shape(self._new_state, jax.random.key(0))
+            target = state_lib.with_shardings(shapes, self._shardings)
+            step, restored = self.checkpointer.restore(
+                step=restore_step, state=self._to_save(batches, target)
+            )
+            if step is not None:
+                self._step = restored["next_step"] - 1
+                self._state = TrainerState(**{k: restored[k] for k in TrainerState._fields})
+            return step
+
+    @nowrap
+    def save_checkpoint(
+        self, evaler_summaries: dict[str, Any] | None, *, force: bool = False
+    ) -> bool:
+        """Passes the state to the checkpointer and returns whether it is saved.
+
+        Args:
+            evaler_summaries: from the evalers that ran after this step, for policies that use them.
+            force: whether to save even if the policy would not.
+        """
+        if self._run_lock is not None:
+            self._run_lock.check()
+        state: Any = self._state_to_save
+        if not isinstance(self.checkpointer, Checkpointer):  # a user's, which takes the state
+            state = state()
+            if state is None:
+                return False
+        return self.checkpointer.save(
+            step=self._step, state=state, evaler_summaries=evaler_summaries, force=force
+        )
+
+    def _state_to_save(self) -> dict[str, Any] | None:
+        """Returns the state that is due to be saved; None if it was bad, and is an earlier one."""
+        if self._run_lock is not None:
+            self._run_lock.check_now()
+        if not self.settle():
+            return None
+        return self._to_save(self._batches, self.trainer_state)
+
+    # The step.
+
+    @nowrap
+    def compile_train_step(
+        self,
+        *,
+        trainer_state: TrainerState | None = None,
+        input_batch: Nested[Any] | None = None,
+        compiler_options: dict[str, Any] | None = None,
+    ) -> jax.stages.Compiled:
+        """Compiles the step ahead of time, with options for XLA.
+
+        The state and batch are arrays or their shapes; None for those of the config.
+        """
+        with self.mesh():
+            if trainer_state is None:
+                # The key too: the devices of the mesh may belong to another machine.
+                trainer_state = jax.eval_shape(lambda: self._new_state(jax.random.key(0)))
+            if input_batch is None:
+                input_batch = state_lib.batch_shapes(
+                    self.input, self._batch_partition(), self._mesh
+                )
+            state: Any = trainer_state
+            lowered = self.lower_train_step(state, input_batch)
+            return lowered.compile(compiler_options=compiler_options)
+
+    @nowrap
+    def lower_train_step(self, state: TrainerState, batch: Nested[Any]) -> jax.stages.Lowered:
+        """Lowers the step for a state and a batch, after checks of its lookups in tables."""
+        traced = self._train_step.trace(state, batch)
+        lookup_checks.check_lookups(traced.jaxpr, state, batch, self.config)
+        return traced.lower()
+
+    @nowrap
+    def advance(self, batch: NestedTensor) -> dict[str, Any]:
+        """Dispatches the next step, and returns its outputs."""
+        self._state, outputs = self._train_step(self._state, batch)
+        self._step += 1
+        return outputs
+
+    @nowrap
+    def go_back_to(self, step: int) -> None:
+        """Sets the number of the last step, after steps that have changed nothing."""
+        self._step = step
+
+    @nowrap
+    def settle(self) -> bool:
+        """Judges the last step of a run; returns whether the state is still that after it."""
+        return True
+
+
+def _check_config(cfg: BaseTrainer.Config, path: str) -> None:
+    if not (isinstance(cfg.max_step, int) or cfg.max_step == math.inf) or cfg.max_step < 0:
+        raise errors.InvalidConfigValueError(
+            f"{path}.max_step={cfg.max_step!r} is not a number of steps; expected an int such as "
+            "1000, or math.inf for a run without end."
+        )
+    policy = None if cfg.precision is None else as_precision(cfg.precision)
+    if policy is not None and None not in (policy.compute_dtype, cfg.train_dtype):
+        raise errors.InvalidConfigValueError(
+            f"{path} has both precision={cfg.precision!r:.80} and "
+            f"train_dtype={cfg.train_dtype!r:.80}, which both set the dtype of the computation; "
+            "leave one out, or set precision to a Precision.Config whose compute_dtype is None."
+        )
+
+
+def jit_train_step(trainer: BaseTrainer) -> Any:
+    """Returns the jitted step of a trainer, which donates the state to the next one.
+
+    Raises:
+        MeshError: if a gradient does not fit the mesh; the message names it.
+    """
+    cfg, mesh, model_specs = trainer.config, trainer._mesh, trainer._state_specs.model
+    gradient_specs = state_lib.parameter_specs(trainer.model, trainer._rules.gradients)
+    state_lib.state_shardings(mesh, {"gradients": gradient_specs})
+    dtype = config.maybe_instantiate(cfg.train_dtype)
+    step = functools.partial(
+        train_step,
+        model=trainer.model,
+        learner=trainer.learner,
+        input_=trainer.input,
+        model_specs=model_specs,
+        gradient_specs=gradient_specs,
+        train_dtype=dtype,
+    )
+    platform, batch = mesh.devices.flat[0].platform, trainer.input.element_spec
+    options = options_for_steps(platform, model_specs, batch, cfg.max_step)
+    if cfg.anomaly_policy is not None:
+        policy = cfg.anomaly_policy.instantiate()
+        return anomalies.AnomalyGuard(policy, step, trainer._shardings, mesh, dtype, options)
+    layout = (trainer._shardings, None)
+    return jax.jit(
+        step, in_shardings=layout, out_shardings=layout, donate_argnums=0, compiler_options=options
+    )
+
+
+def judge_of(trainer: BaseTrainer, first_key: Tensor, every_n_steps: int | None) -> anomalies.Judge:
+    """Returns the judge of a trainer's steps; `first_key` is that of its initial state.
+
+    `every_n_steps` is how often the loss is read, if there is no policy; 10 if None.
+    """
+    program = trainer._train_step
+    if isinstance(program, anomalies.AnomalyGuard):
+        return program
+    if trainer.learner.handles_undefined_loss():
+        return anomalies.NoCheck()
+    advise = functools.partial(_advise, trainer, first_key)
+    return anomalies.LossCheck(every_n_steps or 10, advise)
+
+
+def _advise(trainer: BaseTrainer, first_key: Tensor, step: anomalies.Step) -> str:
+    """Returns what to look at first after a step with an undefined loss."""
+    if step.number > 1:
+        return anomalies.advice_for_later_step(step.outputs["summaries"], step.batch)
+    trainer._state = None  # frees its memory
+    trainer.init(first_key)
+    state = trainer.trainer_state
+    search = first_nonfinite.NonfiniteSearch(trainer._train_step.__wrapped__)
+    find_module = functools.partial(search.first_module, state, step.batch)
+    dtype = config.maybe_instantiate(trainer.config.train_dtype)
+    return anomalies.advice_for_first_step(find_module, state, step.batch, dtype)
