@@ -35,6 +35,11 @@ def plateau():
     return optax.chain(optax.sgd(0.4, momentum=0.9), optax.contrib.reduce_on_plateau(patience=1))
 
 
+def sam():
+    ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
+    return optax.contrib.sam(optax.sgd(0.2), ascent, opaque_mode=True)
+
+
 def loss_of(params):
     return jnp.mean((MODEL.apply({"params": params}, X) - Y) ** 2)
 
@@ -60,6 +65,8 @@ def loop(optimizer, params, steps=STEPS, loss_of=loss_of):
         extra = {"value": value, "grad": grad, "value_fn": loss_of}
         if isinstance(state[0], optax.contrib.SophiaState):
             extra = {"obj_fn": loss_of}
+        if isinstance(state, optax.contrib.SAMState):
+            extra = {"grad_fn": jax.grad(lambda params, step: loss_of(params))}
         updates, state = optimizer.update(grad, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
@@ -96,8 +103,9 @@ def close(a, b):
         lambda: optax.MultiSteps(plateau(), every_k_schedule=2),
         lambda: optax.contrib.momo(0.5),
         lambda: optax.contrib.sophia(0.1),
+        sam,
     ],
-    ids=["reduce_on_plateau", "polyak_sgd", "MultiSteps", "momo", "sophia"],
+    ids=["reduce_on_plateau", "polyak_sgd", "MultiSteps", "momo", "sophia", "sam"],
 )
 def test_fit_takes_the_steps_of_optax(first, make):
     close(fitted(make()), loop(make(), first[1])[0])

@@ -217,16 +217,16 @@ def set_state_update(module: Module, value: Any) -> None:
 def optimizer_arguments(updates: Updates) -> dict[str, Any]:
     """Returns what optimizers may take besides gradients, by the names of optax.
 
-    None, if the updates do not come from the forward pass of a learner. `value_fn` runs that pass
-    again, with the same batch and noise, and drops what it reports.
+    None, if the updates do not come from the forward pass of a learner. `value_fn` and `grad_fn`
+    run that pass again, with the same batch and noise, and drop what it reports.
     """
     forward_pass = updates.forward_pass.get("default")
     if forward_pass is None:
         return {}
 
     # A line search of optax passes it all other arguments, and refuses those that it does not name.
-    def value_fn(params: NestedTensor, obj_fn: object = None) -> Tensor:
-        del obj_fn
+    def value_fn(params: NestedTensor, obj_fn: object = None, grad_fn: object = None) -> Tensor:
+        del obj_fn, grad_fn
         values = base.leaves_by_path(params)
         # An optimizer sees a part of the parameters, maybe in another dtype.
         all_params = jax.tree_util.tree_map_with_path(
@@ -237,11 +237,16 @@ def optimizer_arguments(updates: Updates) -> dict[str, Any]:
         outputs, _ = run(model_params=all_params, inputs=forward_pass.inputs)
         return outputs.loss
 
+    def grad_fn(params: NestedTensor, step: int) -> NestedTensor:
+        del step  # all inner steps see the same batch
+        return jax.grad(value_fn)(params)
+
     return {
         "value": forward_pass.outputs.loss,
         "grad": updates.delta_updates,
         "value_fn": value_fn,
         "obj_fn": value_fn,
+        "grad_fn": grad_fn,
     }
 
 

@@ -13,6 +13,7 @@ name; `PartitionedGradientTransformationExtraArgs` are those that take such argu
 """
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -92,8 +93,9 @@ class PartitionedGradientTransformation(NamedTuple):
 class PartitionedGradientTransformationExtraArgs(PartitionedGradientTransformation):
     """Optimizer whose `update` also takes the arguments of a learner, by name.
 
-    Those are `value`, the loss of the step; `grad`, its gradients before any transformation; and
-    `value_fn`, also as `obj_fn`, the loss of the step's batch as a function of the parameters.
+    Those are `value`, the loss of the step; `grad`, its gradients before any transformation;
+    `value_fn`, also as `obj_fn`, the loss of the step's batch as a function of the parameters; and
+    `grad_fn`, the gradients of that loss as a function of the parameters and of an inner step.
     """
 
     __slots__ = ()
@@ -260,6 +262,7 @@ def with_partition_fn(
     base: optax.GradientTransformation, partition_fn: TransformPartitionSpecFn
 ) -> PartitionedGradientTransformation:
     """Adds a partition to an optax transformation, which sees only the arrays of the parameters."""
+    names = _names_of_extra_args(base.update)
 
     def init_fn(params: NestedOptParam) -> Any:
         return base.init(opt_param_values(params))
@@ -267,6 +270,8 @@ def with_partition_fn(
     def update_fn(
         updates: NestedTensor, state: optax.OptState, params: NestedOptParam, **extra_args: Any
     ) -> tuple[Any, optax.OptState]:
+        if names is not None:
+            extra_args = {name: extra_args[name] for name in names if name in extra_args}
         return base.update(updates, state, opt_param_values(params), **extra_args)
 
     takes_more = isinstance(base, optax.GradientTransformationExtraArgs)
@@ -274,6 +279,17 @@ def with_partition_fn(
     if takes_more:
         cls = PartitionedGradientTransformationExtraArgs
     return cls(init_fn, update_fn, partition_fn)
+
+
+def _names_of_extra_args(update: Callable[..., Any]) -> list[str] | None:
+    """Returns the names of the arguments that an update takes by keyword; None if it takes any.
+
+    Optax asks for an update that takes any, but `optax.contrib.sam` takes `grad_fn` alone.
+    """
+    parameters = inspect.signature(update).parameters.values()
+    if any(x.kind is x.VAR_KEYWORD for x in parameters):
+        return None
+    return [x.name for x in parameters if x.kind is x.KEYWORD_ONLY]
 
 
 def as_partitioned(transformation: TransformationLike) -> PartitionedGradientTransformation:
