@@ -101,7 +101,7 @@ class BaseTrainer(Module):
             self._state_specs = state_lib.state_specs(self.model, self.learner, self._rules)
             self._shardings = state_lib.state_shardings(self._mesh, self._state_specs)
             checkpointer = cfg.checkpointer.set(dir=os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR))
-            self._add_child("checkpointer", checkpointer)
+            self._checkpointer: Any = self._add_child("checkpointer", checkpointer)
             if cfg.init_state_builder is not None:
                 self._add_child("init_state_builder", cfg.init_state_builder)
         self._train_step: Callable[..., Any] = jit_train_step(self)
@@ -231,11 +231,11 @@ class BaseTrainer(Module):
         if self._run_lock is not None:
             self._run_lock.check()
         state: Any = self._state_to_save
-        if not isinstance(self.checkpointer, Checkpointer):  # a user's, which takes the state
+        if not isinstance(self._checkpointer, Checkpointer):  # a user's, which takes the state
             state = state()
             if state is None:
                 return False
-        return self.checkpointer.save(
+        return self._checkpointer.save(
             step=self._step, state=state, evaler_summaries=evaler_summaries, force=force
         )
 

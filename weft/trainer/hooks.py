@@ -20,6 +20,7 @@ that is undone by a rewind has no `on_step`; one that was skipped has.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -221,9 +222,13 @@ class Hooks(Hook):
     def __init__(self, hooks_by_name: Mapping[str, Hook]):
         self.end: EndRun | None = None
         self._hooks_by_name = hooks_by_name
-        self._handlers = {event: self._handlers_of(event) for event in _EVENTS}
+        self._closers = self._handlers_of("close")
+        for event in _EVENTS:
+            if event != "close":
+                # Bound here, so that an event takes one call, and one more for each hook.
+                setattr(self, event, functools.partial(self._pass_on, self._handlers_of(event)))
 
-    def _handlers_of(self, event: str) -> list[tuple[str, Callable[..., EndRun | None]]]:
+    def _handlers_of(self, event: str) -> list["_Handler"]:
         """Returns the methods that define an event; a hook without one costs nothing per step."""
         handlers = []
         for name, hook in self._hooks_by_name.items():
@@ -234,54 +239,21 @@ class Hooks(Hook):
                 handlers.append((name, method))
         return handlers
 
-    def _pass_on(self, event: str, *args: Any) -> EndRun | None:
-        for name, method in self._handlers[event]:
+    def _pass_on(self, handlers: list["_Handler"], *args: Any) -> None:
+        for name, method in handlers:
             try:
                 end = method(*args)
             except Exception as error:
-                error.add_note(f"It was raised by `{event}` of the hook {name}.")
+                error.add_note(f"It was raised by `{method.__name__}` of the hook {name}.")
                 raise
             if isinstance(end, EndRun) and self.end is None:
                 self.end = end
-        return self.end
-
-    def on_start(self, trainer: RunningTrainer, resumed_from: int | None) -> EndRun | None:
-        return self._pass_on("on_start", trainer, resumed_from)
-
-    def before_step(self, step: int) -> None:
-        self._pass_on("before_step", step)
-
-    def on_dispatch(self, step: int, outputs: dict[str, Any]) -> None:
-        self._pass_on("on_dispatch", step, outputs)
-
-    def on_step(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> EndRun | None:
-        return self._pass_on("on_step", step, outputs, batch)
-
-    def after_step(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> EndRun | None:
-        return self._pass_on("after_step", step, outputs, batch)
-
-    def on_summaries(
-        self, step: int, outputs: dict[str, Any], batch: NestedTensor
-    ) -> EndRun | None:
-        return self._pass_on("on_summaries", step, outputs, batch)
-
-    def on_eval(self, name: str, step: int, summaries: dict[str, Any]) -> EndRun | None:
-        return self._pass_on("on_eval", name, step, summaries)
-
-    def on_checkpoint(self, step: int) -> None:
-        self._pass_on("on_checkpoint", step)
-
-    def on_save_failed(self, step: int, error: CheckpointSaveError) -> None:
-        self._pass_on("on_save_failed", step, error)
-
-    def on_rewind(self, step: int) -> None:
-        self._pass_on("on_rewind", step)
-
-    def on_end(self, step: int, reason: str) -> None:
-        self._pass_on("on_end", step, reason)
 
     def close(self) -> None:
         """Closes all hooks, also if closing one fails."""
         with contextlib.ExitStack() as stack:
-            for _, method in reversed(self._handlers["close"]):
+            for _, method in reversed(self._closers):
                 stack.callback(method)
+
+
+_Handler = tuple[str, Callable[..., EndRun | None]]

@@ -79,11 +79,12 @@ class TrainingLoop:
     def _steps(self) -> Iterator[Step]:
         """Yields each step when it is dispatched and the one before is settled."""
         while not self._is_complete():
-            batch = self._next_batch()
-            step = self._dispatch(batch)
+            number = self._trainer.step + 1
+            batch = self._next_batch(number)
+            step = self._dispatch(number, batch)
             if self._settle() is not _Outcome.KEPT:
                 # The step before was bad, so that this one has changed nothing.
-                step = self._dispatch(batch)
+                step = self._dispatch(self._trainer.step + 1, batch)
             self._unsettled = self.last_step = step
             if not self._judge.counts_late:
                 self._hooks.on_step(step.number, step.outputs, step.batch)
@@ -95,9 +96,8 @@ class TrainingLoop:
         self._settle()  # which may take the run back
         return self._trainer.step >= self._max_step
 
-    def _next_batch(self) -> NestedTensor:
-        """Waits for the next batch, until all processes have theirs; raises StopRun at the end."""
-        number = self._trainer.step + 1
+    def _next_batch(self, number: int) -> NestedTensor:
+        """Waits for a step's batch, until all processes have theirs; raises StopRun at the end."""
         self._stop.doing(f"waiting for the input of step {number}")
         end, within_seconds = self._hooks.end, None
         if not self._is_compiled:
@@ -117,8 +117,7 @@ class TrainingLoop:
                 self._first_step.start()
         return batch
 
-    def _dispatch(self, batch: NestedTensor) -> Step:
-        number = self._trainer.step + 1
+    def _dispatch(self, number: int, batch: NestedTensor) -> Step:
         self._hooks.before_step(number)
         outputs = self._trainer.advance(batch)
         verdict = outputs.pop("verdict", None)

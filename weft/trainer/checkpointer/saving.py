@@ -43,7 +43,8 @@ class CheckpointHook(Hook):
         except CheckpointSaveError as error:
             self._report(error)
         else:
-            self._pass_on(is_saved)
+            if is_saved:
+                self._trainer.hooks.on_checkpoint(step)
 
     def save_last(self) -> None:
         """Saves the state after the last step, and waits for it.
@@ -62,7 +63,8 @@ class CheckpointHook(Hook):
                     self._report(error)
                 failures.append(error)
             else:
-                self._pass_on(is_new)
+                if is_new:
+                    self._trainer.hooks.on_checkpoint(self._trainer.step)
                 return
         raise failures[-1]
 
@@ -70,10 +72,6 @@ class CheckpointHook(Hook):
         is_new = self._trainer.save_checkpoint(None, force=True)
         self._checkpointer.wait_until_finished()
         return is_new
-
-    def _pass_on(self, is_saved: bool) -> None:
-        if is_saved:
-            self._trainer.hooks.on_checkpoint(self._trainer.step)
 
     def _report(self, error: CheckpointSaveError) -> None:
         """Reports that the file system refuses a checkpoint; raises other errors."""
