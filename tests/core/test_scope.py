@@ -94,6 +94,11 @@ def test_reuse_shares_variables():
         root.push("new")
 
 
+def test_parent_is_a_scope():
+    with raises(errors.ScopeParentError, "is a dict; expected a Scope, or None for a root"):
+        Scope({}, parent={})
+
+
 def test_name_is_a_string():
     with raises(errors.ScopeNameError, "the name 3 in the scope '/' is a int; expected a string"):
         bind({}).push(3)

@@ -8,7 +8,13 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from weft.config import config_class, config_for_function
-from weft.errors import CheckpointPolicyError, EarlyStoppingError, InputDatasetError, NoMeshError
+from weft.errors import (
+    CheckpointPolicyError,
+    EarlyStoppingError,
+    InputDatasetError,
+    NoMeshError,
+    StepIntervalError,
+)
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.parameter_spec import ParameterSpec
@@ -300,6 +306,11 @@ def fires(policy, losses):
 def test_every_n_steps_and_the_last():
     policy = every_n_steps_policy(3, min_step=4, max_step=10)
     assert [s for s in range(1, 12) if policy(step=s, train_summaries={})] == [6, 9, 10]
+
+
+def test_interval_of_no_steps():
+    with pytest.raises(StepIntervalError, match=r"eval_policy.n=0; expected an interval of 1 or"):
+        every_n_steps_policy(0, max_step=10)
 
 
 def test_at_end_policy_with_another_policy():

@@ -109,6 +109,8 @@ class Scope:
         debug_path: `path` with the names of transformations, for messages.
         flags: values available to this scope and those below; by default those of the parent.
 
+    Raises ScopeParentError if the parent is not a scope.
+
     Attributes:
         left_counts: numbers by key that a lifted function leaves for its caller's scope; of
             branches, the largest of each.
@@ -136,6 +138,8 @@ class Scope:
             self._store = VariableStore(variables, mutable, self._debug_above)
             self._below: Path = ()
             self._counts = Counts()
+        elif not isinstance(parent, Scope):
+            raise errors.ScopeParentError(parent)
         else:
             self._above, self._debug_above = parent._above, parent._debug_above
             self._store = parent._store

@@ -123,6 +123,15 @@ class ScopeNameError(ScopeError, TypeError):
         )
 
 
+class ScopeParentError(ScopeError, TypeError):
+    """The parent of a scope is not a scope."""
+
+    def __init__(self, parent: object):
+        super().__init__(
+            f"Scope(parent=...) is a {type(parent).__name__}; expected a Scope, or None for a root."
+        )
+
+
 class ScopeTreeError(ScopeError, TypeError):
     """A value was found where a scope needs a dict of its variables."""
 

@@ -342,6 +342,13 @@ class LearningRateSearchError(WeftError, ValueError):
     """A learning rate search cannot run, or found no rate."""
 
 
+class StepIntervalError(WeftError, ValueError):
+    """An interval between steps is not 1 or more."""
+
+    def __init__(self, name: str, interval: int):
+        super().__init__(f"{name}={interval}; expected an interval of 1 or more steps.")
+
+
 class ThroughputError(WeftError, ValueError):
     """A throughput measurement does not fit the run."""
 

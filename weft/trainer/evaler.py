@@ -40,10 +40,14 @@ def every_n_steps_policy(
 ) -> EvalPolicy:
     """Returns a policy that evaluates after every n-th step from `min_step` on, and `max_step`.
 
+    Raises StepIntervalError if n is below 1.
+
     >>> policy = every_n_steps_policy(40, max_step=100)
     >>> [step for step in range(101) if policy(step=step, train_summaries={})]
     [40, 80, 100]
     """
+    if n < 1:
+        raise errors.StepIntervalError("eval_policy.n", n)
     return lambda *, step, train_summaries: step == max_step or (step >= min_step and step % n == 0)
 
 

@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import pytest
 
 from weft.config import config_for_function
-from weft.errors import CheckpointPolicyError
+from weft.errors import CheckpointPolicyError, StepIntervalError
 from weft.hierarchy.metrics import WeightedScalar
 from weft.trainer.checkpointer import policy as checkpoint_policy
 from weft.trainer.checkpointer.policy import (
@@ -25,6 +25,8 @@ def test_every_n_steps():
     assert steps_of(every_n_steps_policy(3)) == [3, 6, 9]
     assert steps_of(every_n_steps_policy(3, min_step=5)) == [6, 9]
     assert steps_of(every_n_steps_policy()) == list(range(1, 11))
+    with pytest.raises(StepIntervalError, match=r"save_policy.n=-1; expected an interval of 1 or"):
+        every_n_steps_policy(-1)
 
 
 def test_last_step():

@@ -2,7 +2,7 @@ import jax
 import pytest
 
 from weft.config import config_class
-from weft.errors import ConfigTypeError, RequiredFieldMissingError
+from weft.errors import ConfigTypeError, RequiredFieldMissingError, StepIntervalError
 from weft.trainer.summary_writer.base import (
     BaseWriter,
     CheckpointerAction,
@@ -87,6 +87,25 @@ def test_kinds_of_summaries_are_checked_by_the_config():
     assert cfg.write_every_n_steps_map == {"ImageSummary": 10}
     with pytest.raises(ConfigTypeError, match="Image"):
         cfg.set(write_every_n_steps_map={"Image": 10})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"write_every_n_steps": 0},
+            r"writer\.write_every_n_steps=0; expected an interval of 1 or",
+        ),
+        (
+            {"write_every_n_steps_map": {"ImageSummary": -1}},
+            r"writer\.write_every_n_steps_map\['ImageSummary'\]=-1; expected an interval of 1 or",
+        ),
+    ],
+)
+def test_interval_of_no_steps(fields, message, tmp_path):
+    cfg = PeriodicWriter.default_config().set(name="writer", dir=str(tmp_path), **fields)
+    with pytest.raises(StepIntervalError, match=message):
+        cfg.instantiate(parent=None)
 
 
 def test_processor_zero_only(monkeypatch):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from weft import config as config_lib
 from weft.distributed.preemption import DelayedMax
-from weft.errors import CheckpointPolicyError, did_you_mean
+from weft.errors import CheckpointPolicyError, StepIntervalError, did_you_mean
 from weft.serialization.untrusted import check_json
 from weft.trainer.checkpointer.host_state import RunState
 from weft.trainer.summary import due_summaries
@@ -32,10 +32,14 @@ class CheckpointPolicy(Protocol):
 def every_n_steps_policy(n: int = 1, *, min_step: int = 1) -> CheckpointPolicy:
     """Returns a policy that saves after every n-th step, from `min_step` on.
 
+    Raises StepIntervalError if n is below 1.
+
     >>> policy = every_n_steps_policy(50)
     >>> [step for step in range(1, 151) if policy(step=step, evaler_summaries={})]
     [50, 100, 150]
     """
+    if n < 1:
+        raise StepIntervalError("save_policy.n", n)
     return lambda *, step, evaler_summaries: step >= min_step and step % n == 0
 
 

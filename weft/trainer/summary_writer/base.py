@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 
 from weft.config import REQUIRED, ConfigBase, Required
-from weft.errors import CheckpointSaveError
+from weft.errors import CheckpointSaveError, StepIntervalError
 from weft.hierarchy.module import Module
 from weft.trainer.hooks import Hook
 from weft.trainer.summary import FlatSummary, SummaryKind, due_summaries
@@ -156,6 +156,8 @@ class PeriodicWriter(BaseWriter):
         Attributes:
             write_every_n_steps: Number of steps between two writes of a summary.
             write_every_n_steps_map: The same by kind of summary, such as `{"ImageSummary": 100}`.
+
+        A number below 1 is a StepIntervalError.
         """
 
         write_every_n_steps: int = 1
@@ -165,6 +167,12 @@ class PeriodicWriter(BaseWriter):
         super().__init__(cfg, parent=parent)
         self._every_n_steps = cfg.write_every_n_steps
         self._every_n_steps_by_kind = cfg.write_every_n_steps_map
+        intervals = {"write_every_n_steps": cfg.write_every_n_steps}
+        for kind, interval in (cfg.write_every_n_steps_map or {}).items():
+            intervals[f"write_every_n_steps_map[{kind!r}]"] = interval
+        for name, interval in intervals.items():
+            if interval < 1:
+                raise StepIntervalError(f"{self.path()}.{name}", interval)
 
     def _due(self, step: int, values: Mapping[str, Any]) -> list[FlatSummary]:
         return due_summaries(
