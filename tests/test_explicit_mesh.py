@@ -2,7 +2,7 @@
 
 Every layer of the three ways of writing is traced with its gradient; JAX refuses an operation whose
 result has no sharding while it traces. Where a layer moves data between devices, values and
-gradients are those on one device.
+gradients are those on one device. So are the parameters that an optimizer updates.
 """
 
 import functools
@@ -12,12 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests import layer_table
 from tests.layer_table import IDS, IMAGES, LAYERS, TOKENS, Layer
 from weft import functional, nnx
+from weft.compat.flax.training.train_state import TrainState
+from weft.config import config_for_function
+from weft.hierarchy.module import functional as run_module
+from weft.trainer import Learner
+from weft.trainer.optimizers.base import OptParam, as_partitioned
+from weft.trainer.update_transformation import Updates
 
 RNG = np.random.default_rng(1)
 WEIGHT = RNG.normal(size=(8, 8)).astype(np.float32)
@@ -159,3 +166,68 @@ def test_values_and_gradients_are_those_on_one_device(name, axis):
     alone, on_mesh = results()
     assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
     jax.tree.map(assert_close, on_mesh[name, axis], alone[name])
+
+
+PARAMS = {"kernel": WEIGHT, "bias": WEIGHT[0]}
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
+STEPS = 2
+
+
+def loss_of(params: dict[str, jax.Array]) -> jax.Array:
+    return sum(jnp.sum(jnp.sin(x)) for x in params.values())
+
+
+def with_optimizer(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    model = nnx.Dict(**{name: nnx.Param(x) for name, x in params.items()})
+    optimizer = nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
+    for _ in range(STEPS):
+        grads = nnx.grad(lambda model: loss_of({name: model[name][...] for name in params}))(model)
+        optimizer.update(model, grads)
+    return {name: model[name][...] for name in params}
+
+
+def with_train_state(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    state = TrainState.create(apply_fn=None, params=params, tx=OPTIMIZER)
+    for _ in range(STEPS):
+        state = state.apply_gradients(grads=jax.grad(loss_of)(state.params))
+    return state.params
+
+
+def with_learner(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    optimizer = config_for_function(as_partitioned).set(transformation=OPTIMIZER)
+    cfg = Learner.default_config().set(name="learner", optimizer=optimizer)
+    learner = cfg.instantiate(parent=None)
+    state = learner.init(jax.tree.map(OptParam, params))
+    for _ in range(STEPS):
+        updates = Updates(jax.tree.map(OptParam, params), jax.grad(loss_of)(params))
+        params, outputs = run_module(
+            learner,
+            prng_key=None,
+            state=state,
+            inputs=(updates,),
+            method="update",
+            is_training=True,
+        )
+        state = outputs.state_updates
+    return params
+
+
+@functools.cache
+def params_of_optax() -> dict[str, jax.Array]:
+    """Parameters after the steps on one device."""
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    state = OPTIMIZER.init(params)
+    for _ in range(STEPS):
+        updates, state = OPTIMIZER.update(jax.grad(loss_of)(params), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize("train", [with_optimizer, with_train_state, with_learner])
+def test_optimizers_update_parameters_that_are_sharded(train):
+    params = jax.tree.map(lambda x: jax.device_put(x, along(x, 0)), PARAMS)
+    with jax.set_mesh(mesh()):
+        updated = jax.jit(train)(params)
+    for name, expected in params_of_optax().items():
+        assert updated[name].sharding.is_equivalent_to(params[name].sharding, expected.ndim)
+        np.testing.assert_allclose(updated[name], expected, rtol=1e-5, atol=1e-6)
