@@ -1,5 +1,7 @@
 """Programs with scan, while_loop and fori_loop over objects, on Flax NNX and on Weft."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -574,6 +576,45 @@ def shared_random_numbers(nnx, **mode):
     rngs, layer = nnx.Rngs(1), nnx.Dropout(0.5, rngs=nnx.Rngs(2))
     f = nnx.scan(draw, in_axes=(None, None, 0), out_axes=0, **mode)
     return f(rngs, layer, jnp.ones((3, 8))), rngs, layer
+
+
+def double_with_a_new_variable(nnx, m):
+    m.w = nnx.Param(m.w[...] * 2)
+    return m
+
+
+def double_in_a_new_part(nnx, m):
+    m.part = models(nnx).Holder(w=nnx.Param(m.part.w[...] * 2))
+    return m
+
+
+@program(GRAPH)
+def replaced_variables_and_parts_of_the_carry(nnx, **mode):
+    found = []
+    for step in (double_with_a_new_variable, double_in_a_new_part):
+        body = functools.partial(step, nnx)
+        of_part = models(nnx).Holder(w=nnx.Param(jnp.ones(())))
+        m = models(nnx).Holder(w=nnx.Param(jnp.ones(())), part=of_part)
+        before, part = m.w, m.part
+        carry = nnx.scan(body, in_axes=nnx.Carry, out_axes=nnx.Carry, length=2, **mode)(m)
+        carry = nnx.fori_loop(0, 2, lambda i, m, body=body: body(m), carry, **mode)
+        found.append((carry, carry is m, m.w is before, m.part is part, before, part))
+    return found
+
+
+@error(GRAPH)
+def replaced_variable_of_a_while_loop(nnx, **mode):
+    m = models(nnx).Holder(w=nnx.Param(jnp.ones(())))
+    body = functools.partial(double_with_a_new_variable, nnx)
+    nnx.while_loop(lambda m: m.w[...] < 4, body, m, **mode)
+
+
+@error(GRAPH)
+def replaced_part_of_a_while_loop(nnx, **mode):
+    m = models(nnx).Holder(part=models(nnx).Holder(w=nnx.Param(jnp.ones(()))))
+    nnx.while_loop(
+        lambda m: m.part.w[...] < 4, functools.partial(double_in_a_new_part, nnx), m, **mode
+    )
 
 
 @error()

@@ -31,6 +31,24 @@ def test_carried_variable_may_be_replaced():
     assert float(m.total) == 6
 
 
+def replace_part(m, i):
+    m.part = Model()
+
+
+@pytest.mark.parametrize(
+    ("replace", "message"),
+    [
+        (replace_variable, r"nnx\.while_loop.*replaces the variable at \S+\.cache.*and write to"),
+        (replace_part, r"nnx\.while_loop.*changes a reference or static value at \S+\.part"),
+    ],
+)
+def test_while_loop_keeps_the_objects_of_its_carry(replace, message):
+    m = Model()
+    m.cache, m.part = nnx.BatchStat(jnp.float32(7.0)), Model()
+    with pytest.raises(LoopStructureError, match=message):
+        while_(replace, m, 2)
+
+
 def test_mapped_objects_may_gain_parts():
     @nnx.scan(in_axes=(0, 0), out_axes=0)
     def body(m, i):

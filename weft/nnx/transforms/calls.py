@@ -184,7 +184,8 @@ def loop_change_error(path: Path, what: str) -> Exception:
         f"{call_title('a loop')}: the body {what} at {place_of(path)}; objects "
         "that all iterations share or carry keep their attributes, references and static values, "
         "and only values of variables change. Create the attribute before the loop, with its value "
-        "in a variable if it changes from one iteration to the next."
+        "in a variable if it changes from one iteration to the next, and write to that variable, "
+        "as in variable[...] = value."
     )
 
 

@@ -203,8 +203,8 @@ def while_loop(
 
     Raises:
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
-        LoopStructureError: if it changes attributes or references of an object, except for new
-            attributes and items, the same after each iteration, which are made before the loop.
+        LoopStructureError: if it changes attributes or references of an object, or puts a new
+            variable or object in the place of another one.
         TransformArgumentError: if it returns another object than it received.
 
     >>> counter = nnx.Dict(n=nnx.Variable(jnp.array(0)))
@@ -214,7 +214,13 @@ def while_loop(
     >>> nnx.while_loop(lambda c: c.n < 5, body, counter) is counter, int(counter.n)
     (True, 5)
     """
-    kind = ObjectKind("while_loop", *settings.resolve_graph_options(**options), is_loop=True)
+    # As in Flax, whose `scan` and `fori_loop` carry new objects.
+    kind = ObjectKind(
+        "while_loop",
+        *settings.resolve_graph_options(**options),
+        is_loop=True,
+        replaces_objects=False,
+    )
     loop = lifting.while_loop(
         kind,
         lambda carry: value_of(cond_fun(carry)),
@@ -243,7 +249,8 @@ def fori_loop(
         body_fun: takes the index and the carry, and returns the next carry.
         unroll: number of iterations to unroll, if both bounds are Python numbers.
 
-    Returns the last carry, with the objects of `init_val`. For errors see `while_loop`.
+    Returns the last carry, with the objects of `init_val`. For errors see `while_loop`; a new
+    variable may replace one of the same class, and is carried.
 
     >>> total = nnx.Variable(jnp.array(0))
     >>> def body(i, total):

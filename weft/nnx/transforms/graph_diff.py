@@ -90,14 +90,14 @@ def replaced_objects(
     before: GraphDef,
     after: GraphDef,
     origins: Sequence[int | None],
-    may_replace: Callable[[int], bool],
+    may_replace: Callable[[NodeDef | VariableDef], bool],
 ) -> dict[int, int]:
     """Returns the new objects in the places of objects that are gone, as indices after and before.
 
     Args:
         before, after: descriptions of pairs of objects and results.
         origins: for each object after the index before, None for a new one.
-        may_replace: whether a variable, given its index, may be replaced by a new one.
+        may_replace: whether a new object of its class may replace one.
     """
     present = {index for index in origins if index is not None}
     replaced: dict[int, int] = {}
@@ -105,7 +105,8 @@ def replaced_objects(
     def walk(old: object, new: object) -> None:
         if isinstance(old, NodeDef) and isinstance(new, NodeDef) and old.type is new.type:
             if old.index is not None and new.index is not None:
-                if origins[new.index] is None and old.index not in present:
+                is_new = origins[new.index] is None and old.index not in present
+                if is_new and may_replace(old):
                     replaced[new.index] = old.index
                 elif origins[new.index] != old.index:
                     return
@@ -115,7 +116,7 @@ def replaced_objects(
                     walk(of_old[name], part)
         elif isinstance(old, VariableDef) and isinstance(new, VariableDef):
             is_new = origins[new.index] is None and old.index not in present
-            if old.type is new.type and is_new and may_replace(old.index):
+            if old.type is new.type and is_new and may_replace(old):
                 replaced[new.index] = old.index
 
     walk(dict(before.root.attributes)[0], dict(after.root.attributes)[0])

@@ -22,8 +22,9 @@ from weft.lifting.kind import PureResults, Returned, StateNode, is_state_node
 from weft.lifting.roles import changed_shared_message
 from weft.lifting.traces import current_trace
 from weft.nnx import graph, versions
+from weft.nnx.containers import Dict, List
 from weft.nnx.filters import Path
-from weft.nnx.graph import Change, ContainerKey, FlatGraph, GraphDef, Owner, VariableDef
+from weft.nnx.graph import Change, ContainerKey, FlatGraph, GraphDef, NodeDef, Owner, VariableDef
 from weft.nnx.pytree import Pytree, TreePlaces, is_object, with_item
 from weft.nnx.rngs import RngCount
 from weft.nnx.split_merge import state
@@ -56,6 +57,8 @@ class ObjectKind(Kind):
         references: whether an object at two places is one object, not a pytree at each.
         structure: whether changes of references and static attributes come back.
         is_loop: whether the function runs repeatedly on its carry.
+        replaces_objects: whether the body of a loop may put new variables and modules in the
+            places of others; new lists and dicts are never refused.
         is_result_free: whether results have no roles, so that any argument may be returned.
         has_rule: whether the function has a rule for its derivatives. With `structure`, all
             differentiated values then come out of the rule, also unchanged ones.
@@ -67,6 +70,7 @@ class ObjectKind(Kind):
     references: bool = True
     structure: bool = True
     is_loop: bool = False
+    replaces_objects: bool = True
     is_result_free: bool = False
     has_rule: bool = False
 
@@ -213,8 +217,13 @@ class ObjectKind(Kind):
         """
         static, known = inner.static, inner.numbers()
 
-        def may_replace(before: int) -> bool:
-            i, g = static.places[known[id(inner.objects[before])]]
+        def may_replace(before: NodeDef | VariableDef) -> bool:
+            # A plain list or dict of data has no identity in Flax, where it is not an object.
+            if before.type in (List, Dict):
+                return True
+            if not self.replaces_objects or isinstance(before, NodeDef):
+                return self.replaces_objects
+            i, g = static.places[known[id(inner.objects[before.index])]]
             return filters[i][g][1] in (CARRY, None)
 
         return graph_diff.replaced_objects(static.graphdef, flat.graphdef, origins, may_replace)
