@@ -19,9 +19,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
-from weft.errors import WeftError
+from weft.errors import FileRefusedError, WeftError
 from weft.trainer.checkpointer import Checkpointer, CheckpointValidationType
 
 STEPS = (1, 2, 3)
@@ -164,6 +165,15 @@ def check(case: Case) -> None:
         shutil.copytree(whole()[1], directory)
         for damage in case.damages:
             harm(directory, damage)
+        steps = directory.glob("step_????????")
+        if any(path.is_symlink() or path.is_fifo() for path in steps):
+            # Not damage: such a directory is a stranger's, and the entry is refused by name.
+            with (
+                checkpointer(directory) as refusing,
+                pytest.raises(FileRefusedError, match="step_"),
+            ):
+                refusing.restore(state=state_of(0))
+            return
         restored(case, directory)
         with checkpointer(directory) as saving:
             saving.save(step=11, state=state_of(11))

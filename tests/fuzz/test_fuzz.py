@@ -99,7 +99,7 @@ def of_checked(x):
 @pytest.mark.parametrize("name", re.findall(r"def (\w+)", JUDGED))
 def test_errors_from_inside_of_messages_are_faults(name, tmp_path, monkeypatch):
     file = tmp_path / "judged.py"
-    file.write_text(JUDGED)
+    file.write_text(JUDGED, encoding="utf-8")
     monkeypatch.setattr(error_messages, "SOURCE", tmp_path)
     functions = {"log": logging}
     exec(compile(JUDGED, file, "exec"), functions)

@@ -190,12 +190,6 @@ def test_folders_that_are_too_deep_are_refused(run, tmp_path):
     run.remove("folder")
 
 
-def test_directory_that_is_a_file_is_refused(run, tmp_path):
-    (tmp_path / "file").write_bytes(b"x")
-    with pytest.raises(FileRefusedError, match="file' is not a folder"):
-        Directory(str(tmp_path / "file")).names()
-
-
 def test_directory_itself_may_be_a_link(run, tmp_path):
     os.symlink(tmp_path / "run", tmp_path / "mine")
     Directory(str(tmp_path / "mine")).write("file", "x")

@@ -302,10 +302,7 @@ class Directory:
                 folders[0], f"has something more than {MAX_DEPTH} folders deep in it"
             )
         with self._naming(""):
-            try:
-                fd = os.open(self.path, _TO_FOLDER)
-            except NotADirectoryError as error:
-                raise self.refusal("", "is not a folder") from error
+            fd = os.open(self.path, _TO_FOLDER)
         try:
             for i, folder in enumerate(folders):
                 way = "/".join(folders[: i + 1])

@@ -150,6 +150,15 @@ def test_directory_of_another_step_is_damage(steps, tmp_path):
     assert found.damage == ("manifest.json: was written for step 1, not 3",)
 
 
+def test_checkpoint_that_is_a_file_is_damage(steps, tmp_path):
+    shutil.copytree(steps, tmp_path / "c")
+    (tmp_path / "c" / "step_00000003").write_bytes(b"in the way")
+    with config(tmp_path / "c").instantiate(parent=None) as checkpointer:
+        assert checkpointer.restore(state=state_of(0))[0] == 2
+        (found,) = checkpointer.damaged_checkpoints
+    assert "is a file, where a folder was expected" in found.damage[0]
+
+
 def test_damage_in_unused_arrays_is_detected(steps, tmp_path):
     shutil.copytree(steps, tmp_path / "c")
     flip_a_bit(tmp_path / "c" / "step_00000002" / "arrays" / "half" / "0")

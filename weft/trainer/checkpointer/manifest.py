@@ -149,6 +149,8 @@ def find_odd_file(ckpt_dir: str) -> str | None:
         retries.read(ckpt_dir, lambda: directory.check(directory.walk()))
     except FileRefusedError as error:
         return str(error)
+    except NotADirectoryError:
+        return f"{ckpt_dir!r} is a file, where a folder was expected."
     return None
 
 
