@@ -264,7 +264,9 @@ class MultiheadAttention(BaseLayer):
           kv_state: keys and values of another layer, if this one projects none.
           attention_logit_biases: `Float[Array, "#batch #heads target source"]`, added to the logits
             in addition to the layer's own mask.
-          segment_ids: `Int[Array, "batch target"]`: positions attend within their own segment.
+          segment_ids: `Int[Array, "batch target"]`: positions attend within their own segment. They
+            hide finite values only: 0 times NaN is NaN, in results and gradients. Where padding may
+            be NaN, pass `jnp.where(segment_ids[..., None] != 0, query, 0)`.
           query_positions: `Int[Array, "#batch target"]`; None counts from 0.
           return_aux: optional outputs to return: "probs", "kv_state".
         """

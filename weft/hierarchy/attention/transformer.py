@@ -148,7 +148,8 @@ class BaseTransformerLayer(BaseLayer):
           self_attention_logit_biases: `Float[Array, "#batch #heads target target"]`.
           cross_attention_data: `Float[Array, "batch source source_dim"]`.
           cross_attention_logit_biases: `Float[Array, "#batch #heads target source"]`.
-          target_segment_ids: `Int[Array, "batch target"]`: positions attend within a segment.
+          target_segment_ids: `Int[Array, "batch target"]`: positions attend within a segment, which
+            hides finite values of `data` only; see `MultiheadAttention.forward`.
           target_positions: `Int[Array, "#batch target"]`; None counts from 0.
         """
         data = self._remat_name(data, "input")
