@@ -50,19 +50,14 @@ def texts() -> Iterator[Row]:
     ]
     annotations = [note for file in files for note in file.parameters()]
     plain_any = [note for note in annotations if sources.is_any(note)]
-    docstrings = sum(len(file.docstring_lines()) for file in files)
-    short = sum(len(file.text.splitlines()) < 110 for file in files)
     helpers = sum(1 for file in files for _ in file.small_helpers())
     yield Row("imports and `__all__`, share of code lines", 0.15, imports / lines, 0.07, True)
     yield Row("files", 510, len(files), float("inf"))
-    yield Row("files under 110 lines", 180, short, 40)
     yield Row("trainer modules with one importer", 38, importers.count(1), 5)
     yield Row("private helpers of at most 6 lines used once", 334, helpers, float("inf"))
     share = len(plain_any) / len(annotations)
     yield Row("annotated parameters that are plain `Any`", 0.23, share, 0.08, True)
     yield Row("import cycles between files", 9, len(sources.cycles(graph)), 0)
-    yield Row("code lines", 52_204, lines, 46_000)
-    yield Row("docstring lines", 25_438, docstrings, 19_000)
 
 
 def suite() -> Iterator[Row]:
