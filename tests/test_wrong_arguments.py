@@ -141,5 +141,5 @@ def test_largest_of_summaries_of_other_classes():
 
 def test_throughput_before_its_start_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    weft.trainer.Throughput.default_config().instantiate().on_checkpoint(1, jnp.ones(1))
+    weft.trainer.Throughput.default_config().instantiate().on_checkpoint(1)
     assert not [*tmp_path.iterdir()]

@@ -41,6 +41,7 @@ def test_local_directory_is_checked_before_processes_start(tmp_path, monkeypatch
     assert main(["launch", "local", "-n", "2", *words]) == 0
     assert not (tmp_path / "run").exists()
     (tmp_path / "run" / "checkpoints" / "step_00000001").mkdir(parents=True)
+    (tmp_path / "run" / "config.txt").write_text("max_step: 1\n", encoding="utf-8")
     assert main(["launch", "local", "-n", "2", *words]) == 2
     err = capsys.readouterr().err
     assert "\n  weft launch local -n 2 lm-tiny dir=run-2\n" in err.replace(program("weft"), "weft")

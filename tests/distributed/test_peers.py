@@ -191,15 +191,6 @@ def test_late_process_is_named_and_prints_stacks(three, capfd):
     assert stacks.count("Current thread") == 1 and "in test_late_process_is_named" in stacks
 
 
-def test_process_0_that_is_late_is_named(three):
-    lines = three()
-    lines[0].doing = "reading the input"
-    calls = [lambda c=c: c.agree(go_on, within_seconds=0.1) for c in lines[1:]]
-    for error in at_once(*calls):
-        assert isinstance(error, ProcessesNotReadyError)
-        assert "process 0, which is reading the input" in str(error)
-
-
 @pytest.mark.parametrize(
     ("how", "told"),
     [

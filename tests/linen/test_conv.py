@@ -5,7 +5,7 @@ import pytest
 
 from tests.keys import draw, quick_key
 from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.linen import conv
+from weft.functional import window_pooling
 from weft.linen.conv import Conv, ConvLocal, ConvTranspose
 from weft.linen.layers import Sequential
 
@@ -135,22 +135,22 @@ def flat(y):
 
 
 def test_pooling_values():
-    assert flat(conv.max_pool(IMAGE, (2,), (2,))) == [2, 4, 6]
-    assert flat(conv.min_pool(IMAGE, (2,), (2,))) == [1, 3, 5]
-    assert flat(conv.avg_pool(IMAGE, (3,), (3,))) == [2, 5]
-    assert flat(conv.pool(IMAGE, 1.0, jax.lax.mul, (3,), (3,), "VALID")) == [6, 120]
+    assert flat(window_pooling.max_pool(IMAGE, (2,), (2,))) == [2, 4, 6]
+    assert flat(window_pooling.min_pool(IMAGE, (2,), (2,))) == [1, 3, 5]
+    assert flat(window_pooling.avg_pool(IMAGE, (3,), (3,))) == [2, 5]
+    assert flat(window_pooling.pool(IMAGE, 1.0, jax.lax.mul, (3,), (3,), "VALID")) == [6, 120]
 
 
 def test_padding_is_ignored():
-    assert flat(conv.max_pool(-IMAGE, (3,), (3,), ((1, 2),))) == [-1, -3, -6]
-    assert flat(conv.min_pool(IMAGE, (3,), (3,), ((1, 2),))) == [1, 3, 6]
+    assert flat(window_pooling.max_pool(-IMAGE, (3,), (3,), ((1, 2),))) == [-1, -3, -6]
+    assert flat(window_pooling.min_pool(IMAGE, (3,), (3,), ((1, 2),))) == [1, 3, 6]
 
 
 def test_too_many_window_axes():
     with pytest.raises(ArgumentShapeError, match=r"window_shape=\(2, 2, 2\) is for 3 spatial axes"):
-        conv.pool(IMAGE, 0.0, jax.lax.add, (2, 2, 2), None, "VALID")
+        window_pooling.pool(IMAGE, 0.0, jax.lax.add, (2, 2, 2), None, "VALID")
 
 
 def test_unknown_padding():
     with pytest.raises(ArgumentValueError, match="padding='HALF' is neither one of SAME, VALID"):
-        conv.min_pool(IMAGE, (2,), padding="HALF")
+        window_pooling.min_pool(IMAGE, (2,), padding="HALF")

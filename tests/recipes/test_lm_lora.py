@@ -185,6 +185,7 @@ def test_unreadable_bases(tmp_path):
     with pytest.raises(HuggingFaceConfigError, match=r"no '.*tokenizer.json', .* of 9 tokens"):
         lm_lora.lm_lora(base=str(folder))
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER), encoding="utf-8")
+    (folder / "generation_config.json").unlink()  # has ends as well
     checkpoint(tmp_path / "base", vocab_size=9, eos_token_id=None)
     with pytest.raises(HuggingFaceConfigError, match=r"has no eos_token_id"):
         lm_lora.lm_lora(base=str(folder))

@@ -113,13 +113,14 @@ def test_chains_take_either_kind_and_configs():
         assert tx.update({"w": 1.0}, empty, params) == ({"w": 6.0}, empty)
 
 
-def test_equal_chains_share_one_trace():
+def test_models_with_one_chain_share_one_trace():
     traces = []
+    tx = optimizers.chain(optax.trace(0.9), optax.scale(2.0))
 
     class Training(nnx.Module):
         def __init__(self):
             self.w = nnx.Param(jnp.ones(2))
-            self.optimizer = optimizers.chain(optax.trace(0.9), optax.scale(2.0))
+            self.optimizer = tx
 
     @nnx.jit
     def step(training):

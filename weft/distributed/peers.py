@@ -371,7 +371,7 @@ class Peers:
 
     def _describe_missing(self, missing: list[int]) -> str:
         # A time limit that another process has sent may end while process 0 itself is late.
-        names = self._names | {0: "process 0"}
+        names = {0: "process 0"} | self._names
         doing = self._activities | {0: self.doing}
         described = [f"{names[i]}, which is {doing[i]}" for i in missing]
         return join_first(described, _MAX_LATE_SHOWN, "; ")

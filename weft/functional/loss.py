@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from weft.errors import ArgumentValueError
-from weft.functional.arrays import counted, finite_or_counted, positions
+from weft.functional.arrays import counted, finite_or_counted, positions, sharded_as
 from weft.functional.norm import l2_normalize
 
 Aux = dict[str, Array]
@@ -241,6 +241,7 @@ def categorical_hinge_loss(
     [0.0, 4.0]
     """
     logits, targets = logits.astype(jnp.float32), targets.astype(jnp.float32)
+    targets = sharded_as(targets, logits)
     right = jnp.sum(targets * finite_or_counted(logits, targets != 0), axis=-1)
     wrong = jnp.max((1 - targets) * finite_or_counted(logits, targets != 1), axis=-1)
     return jax.nn.relu(wrong - right + 1)

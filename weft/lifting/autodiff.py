@@ -10,8 +10,9 @@ import jax
 
 from weft.lifting import kind as kind_lib
 from weft.lifting import roles
-from weft.lifting.kind import Kind, PureArgs, PureResults, Units
+from weft.lifting.kind import Kind, PureArgs, PureResults, Static, Units
 from weft.lifting.signature import named_after
+from weft.lifting.static_keys import jax_products
 from weft.typing import Fn
 
 
@@ -246,13 +247,15 @@ def remat(
     `in_axes` is a prefix of the arguments, of whose `Roles` only the filters are used.
     """
 
-    def pure(pure_args: PureArgs) -> PureResults:
+    def pure(products: Static, pure_args: PureArgs) -> PureResults:
         return kind_lib.call_pure(kind, fn, pure_args)
 
     rematerialized = jax.checkpoint(named_after(fn, pure), prevent_cse=prevent_cse, policy=policy)  # pyright: ignore[reportArgumentType]
 
     def call(*args: object) -> Any:
         outer, pure_args = kind_lib.split_args(kind, args, in_axes, call=call)
-        return kind_lib.commit_results(kind, outer, rematerialized(pure_args))
+        return kind_lib.commit_results(
+            kind, outer, rematerialized(Static(jax_products()), pure_args)
+        )
 
     return call

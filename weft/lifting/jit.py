@@ -25,6 +25,7 @@ from weft.lifting.kind import (
     split_args,
 )
 from weft.lifting.signature import as_tuple, named_after
+from weft.lifting.static_keys import jax_products
 from weft.typing import Fn
 
 RunCompiled = Callable[[jax.stages.Compiled, tuple[Any, ...], dict[str, Any]], Any]
@@ -128,7 +129,7 @@ class Jitted:
         static: tuple[frozenset[int], frozenset[str]],
         **kwargs: Any,
     ):
-        def pure(static: Any, *packed: Any, **packed_kwargs: Any) -> PureResults:
+        def pure(products: Static, static: Any, *packed: Any, **packed_kwargs: Any) -> PureResults:
             self._traces = [
                 *self._traces[-1:],
                 CacheKey.of(static.value[0], (packed, packed_kwargs)),
@@ -144,7 +145,7 @@ class Jitted:
         self._kind = kind
         self._of_carriers = of_carriers
         self._static_argnums, self._static_argnames = static
-        self._jitted = jax.jit(named_after(fn, pure, leading=("static",)), **kwargs)
+        self._jitted = jax.jit(named_after(fn, pure, leading=("products", "static")), **kwargs)
 
     def __call__(self, /, *args: object, **kwargs: object) -> Any:
         return self._run(self._jitted, args, kwargs)
@@ -153,13 +154,16 @@ class Jitted:
         call = functools.partial(self._run, jitted)
         outer, pure_args = self._split_args(args, kwargs, call)
         packed, packed_kwargs = pure_args.packed
-        return commit_results(self._kind, outer, jitted(pure_args.static, *packed, **packed_kwargs))
+        results = jitted(Static(jax_products()), pure_args.static, *packed, **packed_kwargs)
+        return commit_results(self._kind, outer, results)
 
     def lower(self, /, *args: object, **kwargs: object) -> Lowered:
         """Lowers as `jax.jit(...).lower`; changes of state are written only by compiled calls."""
         _, pure_args = self._split_args(args, kwargs)
         packed, packed_kwargs = pure_args.packed
-        return Lowered(self._jitted.lower(pure_args.static, *packed, **packed_kwargs), self._run)
+        products = Static(jax_products())
+        lowered = self._jitted.lower(products, pure_args.static, *packed, **packed_kwargs)
+        return Lowered(lowered, self._run)
 
     def explain_recompile(self) -> str:
         """Describes the differences that caused the last trace."""
@@ -215,11 +219,11 @@ def jit(
     """
     options: dict[str, Any] = {"inline": inline}
     if in_shardings is not None:
-        options["in_shardings"] = (None, *in_shardings)
+        options["in_shardings"] = (None, None, *in_shardings)
     if out_shardings is not None:
         options["out_shardings"] = PureResults(None, None, out_shardings)  # pyright: ignore[reportArgumentType]
-    # The static half comes before the arguments.
-    options["donate_argnums"] = tuple(i + 1 for i in as_tuple(donate_argnums))
+    # The products and the static half come before the arguments.
+    options["donate_argnums"] = tuple(i + 2 for i in as_tuple(donate_argnums))
     static = frozenset(as_tuple(static_argnums)), frozenset(as_tuple(static_argnames))
     return Jitted(kind, fn, of_carriers, static, **options)
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 # Used for each field of a module that crosses a transformation, so the common types come first.
@@ -30,6 +31,15 @@ class IdentityKey:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+def jax_products() -> tuple[IdentityKey, ...]:
+    """Returns the identities of JAX's products, which libraries of quantization replace.
+
+    A trace with other products is another trace: it may not be reused while they are replaced.
+    """
+    products = jax.lax.dot_general, jax.lax.conv_general_dilated, jnp.einsum, jnp.dot
+    return tuple(map(IdentityKey, products))
 
 
 def value_key(value: object) -> Hashable:

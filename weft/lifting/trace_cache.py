@@ -14,7 +14,7 @@ import numpy as np
 
 from weft.lifting.kind import Static, Units
 from weft.lifting.signature import named_after
-from weft.lifting.static_keys import value_key
+from weft.lifting.static_keys import jax_products, value_key
 from weft.lifting.traces import is_tracing
 from weft.typing import Fn
 
@@ -43,7 +43,7 @@ def jit_outside_traces(fn: Fn, pure: Fn) -> Fn:
     """
 
     def of_structure(structure: Static, values: list[Any]) -> Any:
-        static, layout = structure.value
+        static, layout, _ = structure.value
         return pure(static, Units(layout, _unwrap_static(values)))
 
     jitted = jax.jit(named_after(fn, of_structure))
@@ -54,7 +54,7 @@ def jit_outside_traces(fn: Fn, pure: Fn) -> Fn:
             return pure(static, units)
         # Shared values may be no arrays; the carry and slices are, or JAX makes arrays of them.
         values = [_wrap_static(x) if role is None else x for x, role in units.pairs()]
-        return jitted(Static((static, units.layout)), values)
+        return jitted(Static((static, units.layout, jax_products())), values)
 
     return call
 

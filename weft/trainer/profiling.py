@@ -181,6 +181,7 @@ class Throughput(Configurable, Hook):
         self._every_n_steps = config.every_n_steps
         self._clock, self._now = clock, now
         self.idle = IdleTime(clock)
+        self._trainer: Any = None  # that of the run, from its start on
         self._directory: str | None = None
         self._start: tuple[int, float] | None = None  # step and time to count from
         self._paused = 0.0  # total seconds
@@ -225,7 +226,8 @@ class Throughput(Configurable, Hook):
         self.idle.restart()
 
     def on_checkpoint(self, step: int) -> None:
-        self.mark(step, self._trainer.trainer_state)
+        if self._trainer is not None:
+            self.mark(step, self._trainer.trainer_state)
 
     def close(self) -> None:
         self.idle.discard()

@@ -162,22 +162,6 @@ def test_layer_learns_under_jit_with_an_optimizer():
     assert losses[-1] < losses[0] / 3 and len(traces) == 1 and int(optimizer.step) == 30
 
 
-def test_equal_calls_are_traced_once():
-    traces = []
-
-    class Traced(nnx.GRUCell):
-        def __call__(self, carry, inputs):
-            traces.append(1)
-            return super().__call__(carry, inputs)
-
-    layer = nnx.RNN(Traced(3, 4, rngs=nnx.Rngs(0)))
-    layer(X)
-    before = len(traces)
-    layer(X)
-    nnx.RNN(Traced(3, 4, rngs=nnx.Rngs(1)))(X)
-    assert len(traces) == before
-
-
 def test_flipped_sequences():
     x = jnp.arange(8).reshape(2, 4)
     assert flip_sequences(x, jnp.array([2, 4]), 1, False).tolist() == [[1, 0, 3, 2], [7, 6, 5, 4]]
