@@ -257,7 +257,8 @@ def _list_files(root: Path, pattern: str, exclude: Sequence[str]) -> list[tuple[
     for folder, subfolders, names in os.walk(root):
         # Pruned during the walk: a standard library can include a site-packages of 10,000 files.
         subfolders[:] = sorted(name for name in subfolders if not matches(name, exclude))
-        for path in (Path(folder, name) for name in names if not matches(name, exclude)):
+        # Sorted, so that the file that an error names does not depend on the file system.
+        for path in (Path(folder, name) for name in sorted(names) if not matches(name, exclude)):
             name = path.relative_to(root).as_posix()
             if matches(name, (pattern, pattern.removeprefix("**/"))) and path.is_file():
                 found.append((name, path))
