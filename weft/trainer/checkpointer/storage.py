@@ -531,7 +531,8 @@ class _Reader:
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise self._fault(".zarray", f"does not describe an array ({error})") from error
         chunks_fit = len(self._chunk) == len(self._shape) and min(self._chunk, default=1) > 0
-        if plain != (None, None, "C") or not chunks_fit or self._dtype.hasobject:
+        is_written_here = plain == (None, None, "C") and self._separator in (".", "/")
+        if not is_written_here or not chunks_fit or self._dtype.hasobject:
             raise self._fault(".zarray", "describes an array that was not written by Weft")
 
     def read(self, target: Target) -> Array:
