@@ -247,6 +247,7 @@ HEADERS = {
     "huge shape": {"shape": [2**40, 3]},
     "a filter": {"filters": [{"id": "pickle"}]},
     "text": {"shape": "x"},
+    "no end": {"chunks": [float("inf"), 3]},
     "no separator": {"dimension_separator": None},
 }
 

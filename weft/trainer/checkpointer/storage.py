@@ -528,7 +528,14 @@ class _Reader:
             self._dtype = np.dtype(name) if name[0] in "<>|=" else jnp.dtype(name)
             plain = (content["compressor"], content["filters"], content["order"])
             self._separator = content.get("dimension_separator", ".")
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            IndexError,
+            AttributeError,
+            OverflowError,  # JSON of Python may have an Infinity
+        ) as error:
             raise self._fault(".zarray", f"does not describe an array ({error})") from error
         chunks_fit = len(self._chunk) == len(self._shape) and min(self._chunk, default=1) > 0
         is_written_here = plain == (None, None, "C") and self._separator in (".", "/")
