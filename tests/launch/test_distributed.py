@@ -110,6 +110,7 @@ with joined_processes() as place:
     from jax.experimental import multihost_utils
     total = multihost_utils.process_allgather(jax.numpy.asarray(place.process_id)).sum()
     print("sum", total, "of", jax.process_count(), flush=True)
+    multihost_utils.sync_global_devices("printed")
     if place.process_id == 1:
         raise ArithmeticError("of one")
     multihost_utils.sync_global_devices("end")

@@ -139,7 +139,7 @@ class Scope:
             self._below: Path = ()
             self._counts = Counts()
         elif not isinstance(parent, Scope):
-            raise errors.ScopeParentError(parent)
+            raise errors.ScopeParentError(type(parent).__name__)
         else:
             self._above, self._debug_above = parent._above, parent._debug_above
             self._store = parent._store

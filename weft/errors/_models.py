@@ -126,9 +126,9 @@ class ScopeNameError(ScopeError, TypeError):
 class ScopeParentError(ScopeError, TypeError):
     """The parent of a scope is not a scope."""
 
-    def __init__(self, parent: object):
+    def __init__(self, type_name: str):
         super().__init__(
-            f"Scope(parent=...) is a {type(parent).__name__}; expected a Scope, or None for a root."
+            f"Scope(parent=...) is a {type_name}; expected a Scope, or None for a root."
         )
 
 
