@@ -17,6 +17,13 @@ from weft.report.charts import (
     thin_out,
     ticks,
 )
+from weft.report.rendering import environment
+
+
+def drawn(*args, **kwargs):
+    """Returns a chart as the SVG element of a page."""
+    chart = line_chart(*args, **kwargs)
+    return str(environment().get_template("parts.html").module.svg(chart)).strip()
 
 
 def elements(svg, tag):
@@ -24,7 +31,7 @@ def elements(svg, tag):
 
 
 def test_line_descends_as_values_decrease():
-    svg = line_chart([Series("held_out", [(0, 4.0), (10, 1.0)], dots=True)], y_title="loss")
+    svg = drawn([Series("held_out", [(0, 4.0), (10, 1.0)], dots=True)], y_title="loss")
     first, last = elements(svg, "circle")
     assert float(first.get("cx")) < float(last.get("cx"))
     assert float(first.get("cy")) < float(last.get("cy"))  # y grows downwards in SVG
@@ -37,26 +44,26 @@ def test_values_of_all_lines_are_shown_under_the_pointer():
         Series("train", [(0, 4.0), (5, 2.0), (10, 1.0)]),
         Series("held_out", [(5, 2.5)], 1, dots=True),
     ]
-    svg = line_chart(lines, y_title="loss")
+    svg = drawn(lines, y_title="loss")
     groups = [e for e in ET.fromstring(svg).iter() if e.get("class") == "at"]
     texts = [e.text for group in groups for e in group.iter() if e.tag == "text"]
     assert texts == ["step 0 · train 4", "step 5 · train 2 · held_out 2.5", "step 10 · train 1"]
     rects = [e for group in groups for e in group.iter() if e.tag == "rect"]
     edges = [(float(r.get("x")), float(r.get("x")) + float(r.get("width"))) for r in rects]
     assert all(after[0] <= before[1] for before, after in pairwise(edges))  # no gaps
-    many = line_chart([Series("train", [(i, 1.0 + i) for i in range(5000)])], y_title="loss")
+    many = drawn([Series("train", [(i, 1.0 + i) for i in range(5000)])], y_title="loss")
     assert len([e for e in ET.fromstring(many).iter() if e.get("class") == "at"]) == 80
 
 
 def test_logarithmic_scale_has_equal_distances_for_equal_ratios():
     points = [(0, 0.0), (1, 1.0), (2, 10.0), (3, 100.0)]
-    svg = line_chart([Series("loss", points, dots=True)], y_title="loss", is_log=True)
+    svg = drawn([Series("loss", points, dots=True)], y_title="loss", is_log=True)
     ys = [float(e.get("cy")) for e in elements(svg, "circle")]
     assert ys[0] - ys[1] == pytest.approx(ys[1] - ys[2], abs=0.2) and len(ys) == 3  # not of 0
 
 
 def test_level_is_labeled_and_inside_the_frame():
-    svg = line_chart(
+    svg = drawn(
         [Series("loss", [(0, 2.0), (1, 1.9)])], y_title="loss", levels={"bi<gram": 5.0}, height=320
     )
     (level,) = [p for p in elements(svg, "path") if p.get("class") == "level"]
@@ -66,7 +73,7 @@ def test_level_is_labeled_and_inside_the_frame():
 
 def test_lines_and_labels_stay_inside_the_drawing():
     series = Series("loss", [(0, 4.0), (10, 1.0)], dots=True)
-    svg = line_chart([series], y_title="loss", width=400, height=320)
+    svg = drawn([series], y_title="loss", width=400, height=320)
     assert svg.startswith('<svg viewBox="0 0 400 320"')
     labels = [(float(e.get("x")), float(e.get("y"))) for e in elements(svg, "text")]
     dots = [(float(e.get("cx")), float(e.get("cy"))) for e in elements(svg, "circle")]
@@ -76,10 +83,10 @@ def test_lines_and_labels_stay_inside_the_drawing():
 
 def test_nonfinite_values_are_omitted_from_the_chart():
     points = [(0, math.nan), (1, 2.0), (2, math.inf), (3, 1.0)]
-    svg = line_chart([Series("loss", points)], y_title="x")
+    svg = drawn([Series("loss", points)], y_title="x")
     assert "nan" not in svg and "inf" not in svg
-    empty = line_chart([Series("loss", [(0, math.nan)])], y_title="x")
-    assert empty.count("<path") == line_chart([], y_title="x").count("<path")
+    empty = drawn([Series("loss", [(0, math.nan)])], y_title="x")
+    assert empty.count("<path") == drawn([], y_title="x").count("<path")
 
 
 @pytest.mark.parametrize("is_log", [False, True])
@@ -89,7 +96,7 @@ def test_nonfinite_values_are_omitted_from_the_chart():
 def test_values_of_any_size_are_drawn_or_omitted(values, is_log):
     points = [(0, values[0]), (2**53, values[1])]
     levels = {"not a number": math.nan, "infinite": math.inf, "last": values[1]}
-    svg = line_chart([Series("s", points)], y_title="y", levels=levels, is_log=is_log)
+    svg = drawn([Series("s", points)], y_title="y", levels=levels, is_log=is_log)
     assert "nan" not in svg and "inf" not in svg
     if values == (1e-15, 2e-15):
         assert ">2e-15<" in svg  # a tick

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weft.errors import RunDirError
-from weft.report.page import page, render_report, write_report
+from weft.report.page import render_report, write_report
 from weft.report.results import config_values, named, read_results
 from weft.trainer.run_dir import CONFIG_FILE, update_record
 from weft.trainer.summary_writer.event_file import EventFile, scalar
@@ -205,17 +205,44 @@ def test_failed_run_names_its_error(tmp_path):
     assert "7 steps, ended by OSError: no <disk>" in Page(render_report(str(tmp_path))).text
 
 
-def test_page_has_no_external_resources():
-    seen = []
+HOSTILE = "</title></pre><script>alert(1)</script><b title=\"' onload='x'\">&amp;"
 
-    class Reader(HTMLParser):
-        def handle_starttag(self, tag, attrs):
-            seen.append((tag, dict(attrs)))
 
-    text = page("a <b> & c", "<p>body</p>")
-    Reader().feed(text)
-    assert "<title>a &lt;b&gt; &amp; c</title>" in text
-    assert "<p>body</p>" in text
-    assert not [tag for tag, attrs in seen if tag == "script" or {"src", "href"} & set(attrs)]
-    assert "http" not in text.replace("http-equiv", "")
-    assert "prefers-color-scheme: dark" in text
+def test_texts_of_a_run_are_not_markup(run_dir):
+    """Wherever a stranger's directory has a text, the page shows the same text."""
+    strange = run_dir.parent / HOSTILE.replace("/", "∕")
+    copied(run_dir, strange, f'"""{HOSTILE}"""')
+    record = json.loads((strange / "run.json").read_text(encoding="utf-8"))
+    record["baselines"][HOSTILE] = record["baselines"].pop("bigram")
+    record["samples"] = [{"step": 100, "prompt": HOSTILE, "text": HOSTILE}]
+    record["starts"] = [{HOSTILE: HOSTILE, "time": "2030-03-17T17:46:35+00:00", "jax": HOSTILE}]
+    record["corpora"] = {HOSTILE: {"name": HOSTILE, "sha256": HOSTILE, HOSTILE: "x"}}
+    record["end"] = {"step": 100, "reason": HOSTILE}
+    update_record(str(strange), **record)
+    values = {f"model/{HOSTILE.replace('/', '')}": 3.0, "loss": 1.0}
+    write_lines(strange, "<i>evaler", [{"step": step, "values": values} for step in (1, 2)])
+    for other_runs in ([], [run_dir]):
+        plain = Tags(render_report(str(run_dir), *map(str, other_runs)))
+        hostile = Tags(render_report(str(strange), *map(str, other_runs)))
+        assert set(hostile.seen) <= set(plain.seen) | {("section", "class")}
+    text = Page(render_report(str(strange))).text
+    assert text.count(HOSTILE) > 10 and "<i>evaler" in text
+
+
+class Tags(HTMLParser):
+    """Collects the elements of a page with the names of their attributes."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.seen = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, *(name for name, _ in attrs)))
+
+
+def test_page_has_no_external_resources(run_dir):
+    source = render_report(str(run_dir))
+    assert "script" not in {tag for tag, *_ in Tags(source).seen}
+    assert not {"src", "href"} & {name for _, *names in Tags(source).seen for name in names}
+    assert "http" not in source.replace("http-equiv", "")

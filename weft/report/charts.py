@@ -1,19 +1,24 @@
-"""Line charts as single SVG elements, for self-contained pages without scripts.
+"""Line charts: where their lines, labels and marks are drawn.
 
-Colors are CSS classes (`series-0`, `series-1`, …, `level`, `grid`) for the page's style sheet. The
-style sheet also shows the group `at` of the step under the pointer, with the values there.
+A `Chart` holds positions in pixels and texts; the macro `svg` of `templates/parts.html` makes a
+single SVG element of it, without scripts. Colors are CSS classes (`series-0`, `series-1`, …,
+`level`, `grid`) for the page's style sheet. The style sheet also shows the group `at` of the step
+under the pointer, with the values there.
 """
 
 import bisect
-import html
+import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
+
+from weft.typing import T
 
 Point = tuple[float, float]
 
 NUM_STYLES = 8
+# Beyond these, differences and quotients of values overflow or lose all digits.
 _LARGEST, _SMALLEST = 1e300, 1e-300
 _MAX_POINTS = 500
 _MAX_STOPS = 80
@@ -37,6 +42,66 @@ class Series(NamedTuple):
     dots: bool = False
 
 
+class Label(NamedTuple):
+    """Text at a position on one of the axes."""
+
+    position: float
+    text: str
+
+
+class Line(NamedTuple):
+    """A `Series` as it is drawn.
+
+    Attributes:
+        path: What follows the pen: "M" and the first position, "L" and each other one.
+        dots: Positions that are marked.
+    """
+
+    css_classes: str
+    path: str
+    dots: Sequence[Point]
+
+
+class Stop(NamedTuple):
+    """Range of positions in which the pointer shows the values at `x`.
+
+    Attributes:
+        text: The step, and each line's last value until there.
+        marks: The points of these values on the lines.
+    """
+
+    left: float
+    x: float
+    right: float
+    text: str
+    marks: Sequence[Point]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """Chart as it is drawn. All positions are in pixels from the upper left corner.
+
+    Attributes:
+        left: First position of the x axis; `right` is its last.
+        top: Position of the highest value; `bottom` is that of the lowest.
+        levels: Horizontal lines with a name.
+    """
+
+    width: int
+    height: int
+    left: int
+    right: int
+    top: int
+    bottom: int
+    x_title: str
+    y_title: str
+    x_labels: Sequence[Label]
+    y_labels: Sequence[Label]
+    levels: Sequence[Label]
+    lines: Sequence[Line]
+    stops: Sequence[Stop]
+
+
 def line_chart(
     series: Sequence[Series],
     *,
@@ -46,8 +111,8 @@ def line_chart(
     width: int = 760,
     height: int = 340,
     is_log: bool = False,
-) -> str:
-    """Draws lines over a grid with titled axes, and returns the `<svg>` element.
+) -> Chart:
+    """Lays lines out over a grid with titled axes.
 
     Args:
         series: The lines, background lines first.
@@ -55,30 +120,60 @@ def line_chart(
         width: In CSS pixels, like `height`; the page may scale it.
         is_log: Whether the y axis is logarithmic; values that are not positive are omitted.
 
-    >>> line_chart([Series("train", [(1, 3.0), (2, 2.5)])], y_title="loss").startswith("<svg")
-    True
+    >>> chart = line_chart([Series("train", [(1, 3.0), (2, 2.5)])], y_title="loss")
+    >>> [label.text for label in chart.y_labels]
+    ['2.5', '2.6', '2.7', '2.8', '2.9', '3']
     """
-    lowest = _SMALLEST if is_log else -math.inf
-    lines = [s._replace(points=[p for p in finite(s.points) if p[1] >= lowest]) for s in series]
-    stops = _stops([x for line in lines if not line.faint for x, _ in line.points])
-    lines = [line._replace(points=thin_out(line.points)) for line in lines]
-    points = [point for line in lines for point in line.points]
-    levels = {name: y for name, y in (levels or {}).items() if lowest <= y and _is_drawn(y)}
-    ys = [y for _, y in points] + list(levels.values())
-    if not points:
-        points, ys = [(0.0, 0.0), (1.0, 1.0)], [0.1, 1.0]
-    x_ticks = ticks(min(x for x, _ in points), max(x for x, _ in points), width // 80)
-    y_ticks = (log_ticks if is_log else ticks)(min(ys), max(ys), height // 55)
-    frame = _Frame(width, height, x_ticks, y_ticks, is_log)
-    body = [_grid(frame, x_title, y_title), *(_level(frame, n, y) for n, y in levels.items())]
-    body += [_line(frame, line) for line in lines if line.points]
-    shown = [line for line in lines if line.points and not line.faint]
-    body += [_values_at(frame, left, x, right, shown, x_title) for left, x, right in stops]
-    label = html.escape(f"{y_title} by {x_title}")
-    return (
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
-        + "".join(body)
-        + "</svg>"
+    smallest = _SMALLEST if is_log else -math.inf
+    lines: list[Series] = []
+    xs: list[float] = []
+    ys: list[float] = []
+    pointer_xs: set[float] = set()
+    for line in series:
+        points = [point for point in finite(line.points) if point[1] >= smallest]
+        if not points:
+            continue
+        if not line.faint:
+            pointer_xs.update(x for x, _ in points)
+        # Hundreds of points show all that pixels can; more only make the page larger.
+        thin_points = thin_out(points)
+        lines.append(line._replace(points=thin_points))
+        for x, y in thin_points:
+            xs.append(x)
+            ys.append(y)
+    drawn_levels: dict[str, float] = {}
+    for name, y in (levels or {}).items():
+        if y >= smallest and _is_drawn(y):
+            drawn_levels[name] = y
+    ys += drawn_levels.values()
+    if not lines:
+        xs, ys = [0.0, 1.0], [0.1, 1.0]
+
+    x_ticks = ticks(min(xs), max(xs), width // 80)
+    x_axis = _Axis(x_ticks, _MARGIN_LEFT, width - _MARGIN_RIGHT)
+    if is_log:
+        y_ticks, y_scale = log_ticks(min(ys), max(ys), height // 55), math.log10
+    else:
+        y_ticks, y_scale = ticks(min(ys), max(ys), height // 55), float
+    # In SVG, y grows downwards.
+    y_axis = _Axis(y_ticks, height - _MARGIN_BOTTOM, _MARGIN_TOP, y_scale)
+    level_labels: list[Label] = []
+    for name, y in drawn_levels.items():
+        level_labels.append(Label(y_axis.position(y), f"{name} {number(y)}"))
+    return Chart(
+        width=width,
+        height=height,
+        left=x_axis.start,
+        right=x_axis.end,
+        top=y_axis.end,
+        bottom=y_axis.start,
+        x_title=x_title,
+        y_title=y_title,
+        x_labels=x_axis.labels(),
+        y_labels=y_axis.labels(),
+        levels=level_labels,
+        lines=[_line(line, x_axis, y_axis) for line in lines],
+        stops=_stops(sorted(pointer_xs), lines, x_axis, y_axis, x_title),
     )
 
 
@@ -91,50 +186,70 @@ def _is_drawn(value: float) -> bool:
     return abs(value) < _LARGEST  # False for NaN
 
 
-def thin_out(points: Sequence[Point], at_most: int = _MAX_POINTS) -> list[Point]:
+def thin_out(points: Sequence[T], at_most: int = _MAX_POINTS) -> list[T]:
     """Returns evenly selected points, including the first and the last."""
     if len(points) <= at_most:
         return list(points)
-    return [points[i * (len(points) - 1) // (at_most - 1)] for i in range(at_most)]
+    last = len(points) - 1
+    return [points[i * last // (at_most - 1)] for i in range(at_most)]
 
 
 def smoothed(points: Sequence[Point], span: float = 0.05) -> list[Point]:
-    """Returns a moving average over about a fraction `span` of the points, from the first value."""
+    """Returns a moving average over about a fraction `span` of the points, from the first value.
+
+    With the decay d, it is sum(d^i y[n-i]) / sum(d^i) over all values so far: the denominator
+    corrects the bias of the start.
+    """
     points = finite(points)
     decay = 1 - 1 / max(1.0, span * len(points))
-    result, total, weight = [], 0.0, 0.0
+    averages: list[Point] = []
+    total = weight = 0.0
     for x, y in points:
-        total, weight = decay * total + y, decay * weight + 1
-        result.append((x, total / weight))
-    return result
+        total = decay * total + y
+        weight = decay * weight + 1
+        averages.append((x, total / weight))
+    return averages
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
     """Returns round numbers from below `low` to above `high`."""
     # Averages of equal values differ that much.
-    if high - low <= max(1e-9 * max(abs(low), abs(high)), _SMALLEST):
+    rounding_error = 1e-9 * max(abs(low), abs(high))
+    if high - low <= max(rounding_error, _SMALLEST):
         spread = abs(low) * 0.1
         if spread < _SMALLEST:
             spread = 1.0
         low, high = low - spread, high + spread
-    rough = (high - low) / max(about, 1)
-    exponent = math.floor(math.log10(rough))
-    magnitude = 10.0**exponent
-    step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= rough * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    smallest_step = (high - low) / max(about, 1)
+    exponent = math.floor(math.log10(smallest_step))
+    step = smallest_step
+    for factor in (1, 2, 2.5, 5, 10):
+        step = factor * 10.0**exponent
+        if step >= smallest_step * 0.999:
+            break
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
     return [round(i * step, 12 - exponent) for i in range(first, last + 1)]
 
 
 def log_ticks(low: float, high: float, about: int) -> list[float]:
     """Returns 1, 2 or 5 times powers of ten from below `low` to above `high`, both positive."""
-    first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
+    first = math.floor(math.log10(low) + 1e-9)
+    last = math.ceil(math.log10(high) - 1e-9)
     factors = (1, 2, 5) if last - first <= about / 3 else (1,)
-    found = [round(f * 10.0**k, 12 - k) for k in range(first, last + 1) for f in factors]
-    below = max((t for t in found if t <= low * (1 + 1e-9)), default=found[0])
-    above = min((t for t in found if t >= high * (1 - 1e-9) and t > below), default=10 * below)
-    kept = [t for t in found if below <= t <= above] or [below, above]
-    stride = max(1, math.ceil(len(kept) / (about + 1)))
-    return kept if stride == 1 else [*kept[:-1:stride], kept[-1]]
+    candidates: list[float] = []
+    for exponent in range(first, last + 1):
+        for factor in factors:
+            candidates.append(round(factor * 10.0**exponent, 12 - exponent))
+    lower = [tick for tick in candidates if tick <= low * (1 + 1e-9)]
+    start = max(lower, default=candidates[0])
+    higher = [tick for tick in candidates if tick >= high * (1 - 1e-9) and tick > start]
+    end = min(higher, default=10 * start)
+    enclosing = [tick for tick in candidates if start <= tick <= end] or [start, end]
+    stride = max(1, math.ceil(len(enclosing) / (about + 1)))
+    if stride == 1:
+        return enclosing
+    return [*enclosing[:-1:stride], enclosing[-1]]
 
 
 def number(value: float) -> str:
@@ -150,89 +265,66 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-class _Frame:
-    """Mapping from values to positions on the drawing."""
+class _Axis(NamedTuple):
+    """Map from values to positions: the first tick is drawn at `start`, the last one at `end`."""
 
-    def __init__(
-        self, width: int, height: int, x_ticks: list[float], y_ticks: list[float], is_log: bool
-    ):
-        self.x_ticks, self.y_ticks = x_ticks, y_ticks
-        self.left, self.right = _MARGIN_LEFT, width - _MARGIN_RIGHT
-        self.top, self.bottom = _MARGIN_TOP, height - _MARGIN_BOTTOM
-        self._scale = math.log10 if is_log else float
+    ticks: Sequence[float]
+    start: int
+    end: int
+    scale: Callable[[float], float] = float
 
-    def x(self, value: float) -> float:
-        share = (value - self.x_ticks[0]) / (self.x_ticks[-1] - self.x_ticks[0])
-        return round(self.left + share * (self.right - self.left), 1)
+    def position(self, value: float) -> float:
+        low, high = self.scale(self.ticks[0]), self.scale(self.ticks[-1])
+        share = (self.scale(value) - low) / (high - low)
+        return round(self.start + share * (self.end - self.start), 1)
 
-    def y(self, value: float) -> float:
-        low, high = self._scale(self.y_ticks[0]), self._scale(self.y_ticks[-1])
-        share = (self._scale(value) - low) / (high - low)
-        return round(self.bottom - share * (self.bottom - self.top), 1)
+    def labels(self) -> list[Label]:
+        return [Label(self.position(tick), number(tick)) for tick in self.ticks]
 
 
-def _grid(frame: _Frame, x_title: str, y_title: str) -> str:
-    rows = [
-        f'<path class="grid" d="M{frame.left} {frame.y(y)}H{frame.right}"/>'
-        f'<text x="{frame.left - 8}" y="{frame.y(y) + 4}" text-anchor="end">{number(y)}</text>'
-        for y in frame.y_ticks
-    ]
-    columns = [
-        f'<text x="{frame.x(x)}" y="{frame.bottom + 18}" text-anchor="middle">{number(x)}</text>'
-        for x in frame.x_ticks
-    ]
-    titles = (
-        f'<text class="title" x="4" y="14">{html.escape(y_title)}</text>'
-        f'<text class="title" x="{frame.right}" y="{frame.bottom + 35}" text-anchor="end">'
-        f"{html.escape(x_title)}</text>"
-    )
-    return "".join(rows + columns) + titles
+def _line(line: Series, x_axis: _Axis, y_axis: _Axis) -> Line:
+    points = [(x_axis.position(x), y_axis.position(y)) for x, y in line.points]
+    path = "M" + "L".join(f"{x} {y}" for x, y in points)
+    css_classes = f"series-{line.style % NUM_STYLES}"
+    if line.faint:
+        css_classes += " faint"
+    # A path of one point is not visible.
+    dots = points if line.dots or len(points) == 1 else []
+    return Line(css_classes, path, dots)
 
 
-def _level(frame: _Frame, name: str, value: float) -> str:
-    y = frame.y(value)
-    text = html.escape(f"{name} {number(value)}")
-    return (
-        f'<path class="level" d="M{frame.left} {y}H{frame.right}"/>'
-        f'<text x="{frame.right}" y="{y - 5}" text-anchor="end">{text}</text>'
-    )
+def _stops(
+    xs: Sequence[float], lines: Sequence[Series], x_axis: _Axis, y_axis: _Axis, x_title: str
+) -> list[Stop]:
+    """Returns evenly selected values of x, each with the range of positions nearest to it.
 
-
-def _line(frame: _Frame, line: Series) -> str:
-    path = "L".join(f"{frame.x(x)} {frame.y(y)}" for x, y in line.points)
-    classes = f"series-{line.style % NUM_STYLES}" + (" faint" if line.faint else "")
-    drawn = f'<path class="{classes}" d="M{path}"/>'
-    if not line.dots and len(line.points) > 1:
-        return drawn
-    return drawn + "".join(
-        f'<circle class="{classes}" cx="{frame.x(x)}" cy="{frame.y(y)}" r="3.5"/>'
-        for x, y in line.points
-    )
-
-
-def _stops(xs: Sequence[float]) -> list[tuple[float, float, float]]:
-    """Returns evenly selected values of x, each with the ends of the range nearest to it."""
-    stops = [x for x, _ in thin_out([(x, 0.0) for x in sorted(set(xs))], _MAX_STOPS)]
-    ends = [(a + b) / 2 for a, b in itertools.pairwise(stops)]
-    return list(zip([*stops[:1], *ends], stops, [*ends, *stops[-1:]], strict=True))
-
-
-def _values_at(
-    frame: _Frame, left: float, x: float, right: float, lines: Sequence[Series], x_title: str
-) -> str:
-    """Returns a group that covers a range around x, with the last value of each line until x."""
-    texts, marks = [f"{x_title} {x:,.10g}"], ""
-    for line in lines:
-        index = bisect.bisect_right(line.points, x, key=lambda point: point[0])
-        if index and x <= line.points[-1][0]:
-            y = line.points[index - 1][1]
+    With stops 0, 4 and 10 the ranges are [0, 2], [2, 7] and [7, 10].
+    """
+    xs = thin_out(xs, _MAX_STOPS)
+    middles = [(x + following) / 2 for x, following in itertools.pairwise(xs)]
+    edges = [*xs[:1], *middles, *xs[-1:]]
+    stops: list[Stop] = []
+    for x, (left, right) in zip(xs, itertools.pairwise(edges), strict=True):
+        texts = [f"{x_title} {x:,.10g}"]
+        marks: list[Point] = []
+        for line in lines:
+            if line.faint:
+                continue
+            num_until_x = bisect.bisect_right(line.points, x, key=lambda point: point[0])
+            if num_until_x == 0 or x > line.points[-1][0]:
+                continue
+            y = line.points[num_until_x - 1][1]
             texts.append(f"{line.name} {number(y)}")
-            marks += f'<circle cx="{frame.x(x)}" cy="{frame.y(y)}" r="3"/>' if not line.dots else ""
-    start, end = max(frame.left, frame.x(left) - 1), min(frame.right, frame.x(right) + 1)
-    return (
-        f'<g class="at"><rect x="{start}" y="{frame.top}" width="{round(end - start, 1)}" '
-        f'height="{frame.bottom - frame.top}"/>'
-        f'<path d="M{frame.x(x)} {frame.top}V{frame.bottom}"/>{marks}'
-        f'<text x="{frame.right}" y="{frame.bottom + 35}" text-anchor="end">'
-        f"{html.escape(' · '.join(texts))}</text></g>"
-    )
+            if not line.dots:
+                marks.append((x_axis.position(x), y_axis.position(y)))
+        # One pixel wider on both sides, so that rounding leaves no gap between two ranges.
+        stops.append(
+            Stop(
+                left=max(x_axis.start, x_axis.position(left) - 1),
+                x=x_axis.position(x),
+                right=min(x_axis.end, x_axis.position(right) + 1),
+                text=" · ".join(texts),
+                marks=marks,
+            )
+        )
+    return stops

@@ -38,7 +38,8 @@ import jax
 from weft.distributed.watchdog import Watchdog
 from weft.errors import CheckpointSaveError, StatusPageError, WeftError
 from weft.report import display, readings
-from weft.report.page import page, run_body
+from weft.report.page import run_page
+from weft.report.rendering import render
 from weft.report.results import TRAIN_SUMMARIES, Curves, Results, read_results
 from weft.trainer.hooks import Hook, RunningTrainer
 from weft.typing import NestedTensor
@@ -54,36 +55,21 @@ _POLL_SECONDS = 0.1
 _PAUSE_SECONDS = 0.1  # between two connections; one takes a millisecond
 _KEPT_FACTOR = 300
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(:[0-9]{1,5})?")
-# Renews the page, and keeps what the reader has opened.
-_SCRIPT = """<script>
-setInterval(async () => {
-  const answer = await fetch("/").catch(() => null);
-  if (!answer || !answer.ok) return;
-  const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
-  const kept = [...document.querySelectorAll("details[open], input:checked")].map((e) => e.id);
-  document.querySelector("main").replaceWith(fresh.querySelector("main"));
-  for (const id of kept) {
-    const element = document.getElementById(id);
-    if (element) element.open = element.checked = true;
-  }
-}, 5000);
-</script>"""
 
 
-def _source_of(text: str) -> str:
+def _source_of(template: str) -> str:
     """Returns the name of an inline script or style for a content policy: its digest."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    digest = hashlib.sha256(render(template).encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 @functools.cache
 def _headers() -> dict[str, str]:
     """Returns the headers by which a browser runs only what the page itself brings."""
-    style = re.search(r"<style>(.*?)</style>", page("", ""), re.DOTALL)
-    assert style is not None
     policy = {
         "default-src": "'none'",
-        "script-src": _source_of(_SCRIPT.removeprefix("<script>").removesuffix("</script>")),
-        "style-src": _source_of(style[1]),
+        "script-src": _source_of("renew.js"),
+        "style-src": _source_of("style.css"),
         "connect-src": "'self'",
         "base-uri": "'none'",
         "form-action": "'none'",
@@ -206,9 +192,8 @@ class RunStatus(Hook):
 
     def html(self) -> str:
         """Returns the page of the run so far."""
-        body = run_body(self._so_far())
-        links = '<p><a href="/json">JSON</a> · <a href="/stacks">stacks</a></p>'
-        return page(f"{self._results.name} · Weft", f"{body}\n{links}", script=_SCRIPT)
+        run = self._so_far()
+        return render("status.html", title=run.name, run=run_page(run))
 
     def _so_far(self) -> Results:
         """Returns the results of earlier starts and of this one."""

@@ -1,19 +1,29 @@
 """`report.html`: the results of a run, or of several to compare, as one page that needs no server.
 
 It is made from the directories of the runs at any time, also after an interruption and while they
-go on. The status page of a run is the same page. The file `report.html` next to this module is the
-template; it has no scripts.
+go on. The status page of a run is the same page. This module computes what a page shows; the
+templates `run.html`, `status.html` and `comparison.html` show it.
 """
 
-import html
-import string
+import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from weft.report.charts import NUM_STYLES, Series, finite, line_chart, number, smoothed
+from weft.report.charts import (
+    NUM_STYLES,
+    Chart,
+    Point,
+    Series,
+    finite,
+    line_chart,
+    number,
+    smoothed,
+)
 from weft.report.display import duration_text, metric_text
 from weft.report.readings import LOSSES
+from weft.report.rendering import render
 from weft.report.results import TRAIN_SUMMARIES, Results, config_values, named, read_results
 from weft.serialization.directory import Directory
 
@@ -32,48 +42,123 @@ def render_report(*directories: str) -> str:
     Raises RunDirError if one is not the directory of a run.
     """
     runs = [read_results(directory) for directory in directories]
-    return render_run(runs[0]) if len(runs) == 1 else render_comparison(_distinct(runs))
+    if len(runs) == 1:
+        return render("run.html", title=runs[0].name, run=run_page(runs[0]))
+    _make_names_distinct(runs)
+    if len(runs) == 2:
+        title = f"{runs[0].name} and {runs[1].name}"
+    else:
+        title = f"{len(runs)} runs"
+    return render("comparison.html", title=title, comparison=_comparison(runs))
 
 
-def render_run(run: Results) -> str:
-    """Returns the page of a run."""
-    return page(f"{run.name} · Weft", run_body(run))
+def _make_names_distinct(runs: Sequence[Results]) -> None:
+    names = {run.name for run in runs}
+    if len(names) < len(runs):
+        for index, run in enumerate(runs, start=1):
+            run.name = f"{run.name} ({index})"
 
 
-def run_body(run: Results) -> str:
-    """Returns the body of the page of a run."""
-    sections = [
-        _header(run),
-        _loss_section(run),
-        _metrics_section(run),
-        _evaluations_section(run),
-        _samples_section(run.record.get("samples", [])),
-        _curves_section(run),
-        _environment_section(run.record),
-        _folded("Config", f"<pre>{html.escape(run.config)}</pre>") if run.config else "",
-    ]
-    return "\n".join(filter(None, sections))
+# Elements of pages, which the macros of `templates/parts.html` draw.
 
 
-def render_comparison(runs: Sequence[Results]) -> str:
-    """Returns a page that compares runs: results, curves over each other, configs."""
-    title = " and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs"
-    sections = [
-        f"<header><h1>{html.escape(title)}</h1></header>",
-        _results_section(runs),
-        _compared_curves(runs),
-        _config_section(runs),
-    ]
-    return page(f"{title} · Weft", "\n".join(filter(None, sections)))
+class Table(NamedTuple):
+    """Table of texts; without a head, the first column names the rows."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
-# Parts of the page of a run.
+class Figure(NamedTuple):
+    """Lines over the steps.
+
+    Attributes:
+        legend: The style of each line by its name; empty if it is that of a `Gallery`.
+        linear: A chart, or one for broad windows and one for narrow ones.
+        logarithmic: The same with that scale, to switch to; empty if it would hardly differ.
+    """
+
+    title: str
+    legend: Mapping[str, int]
+    linear: Sequence[Chart]
+    logarithmic: Sequence[Chart]
 
 
-def _header(run: Results) -> str:
-    facts = _table([], list(_facts(run).items())) if _facts(run) else ""
-    status = html.escape(_status(run))
-    return f"<header><h1>{html.escape(run.name)}</h1><p>{status}</p>{facts}</header>"
+class Gallery(NamedTuple):
+    """Small figures in rows, with one legend."""
+
+    legend: Mapping[str, int]
+    figures: Sequence[Figure]
+
+
+class Sample(NamedTuple):
+    """Text that a model has continued."""
+
+    step: str
+    prompt: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPage:
+    """Values on the page of a run. Sections that are None or empty are left out.
+
+    Attributes:
+        status: How far the run is, or how it ended.
+        metrics: The model's metrics in training and evaluation over each other.
+        evaluations: A row for each evaluation, and for the baselines.
+        curves: Everything that was reported.
+        starts: A row of versions and devices for each start.
+        corpora: Facts about each corpus, by the first field of the config that names it.
+    """
+
+    status: str
+    facts: Table | None
+    loss: Figure | None
+    metrics: Gallery
+    evaluations: Table | None
+    samples: Sequence[Sample]
+    curves: Gallery
+    starts: Table | None
+    corpora: Mapping[str, Table]
+    config: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Comparison:
+    """Values on the page that compares runs.
+
+    Attributes:
+        results: A row for each run.
+        curves: The evaluations of the runs over each other.
+        differing_fields: Of their configs; None if there are none, or a config is missing.
+    """
+
+    results: Table
+    train_loss: Figure
+    curves: Gallery
+    has_all_configs: bool
+    differing_fields: Table | None
+
+
+def run_page(run: Results) -> RunPage:
+    """Returns what the page of a run shows."""
+    samples: list[Sample] = []
+    for sample in reversed(run.record.get("samples", [])):
+        samples.append(Sample(f"{sample['step']:,}", sample["prompt"], sample["text"]))
+    facts = list(_facts(run).items())
+    return RunPage(
+        status=_status(run),
+        facts=Table([], facts) if facts else None,
+        loss=_loss(run),
+        metrics=_metrics(run),
+        evaluations=_evaluations(run),
+        samples=samples,
+        curves=_curves(run),
+        starts=_starts(run),
+        corpora=_corpora(run),
+        config=run.config,
+    )
 
 
 _REASONS = {
@@ -85,275 +170,306 @@ _REASONS = {
 
 def _status(run: Results) -> str:
     end = run.record.get("end")
-    if end is None and run.live:
+    if end is not None:
+        reason = end["reason"]
+        is_error = ":" in reason
+        if reason in _REASONS:
+            ending = _REASONS[reason]
+        elif is_error:
+            ending = f"ended by {reason}"
+        else:
+            ending = f"stopped by {reason}"
+        return f"{end['step']:,} steps, {ending}"
+    if run.live:
         return "running"
-    if end is None:
-        if not run.times:
-            return "no steps yet"
-        how = "not ended" if run.in_use else "killed or lost: no end was written"
-        return f"at step {run.last_step:,}, {how}"
-    reason = end["reason"]
-    is_error = ":" in reason
-    how = _REASONS.get(reason, f"ended by {reason}" if is_error else f"stopped by {reason}")
-    return f"{end['step']:,} steps, {how}"
+    if not run.times:
+        return "no steps yet"
+    if run.in_use:
+        return f"at step {run.last_step:,}, not ended"
+    return f"at step {run.last_step:,}, killed or lost: no end was written"
 
 
 def _facts(run: Results) -> dict[str, str]:
-    facts = dict(run.live or {})
-    if run.live is None and run.seconds:
-        facts["duration"] = duration_text(run.seconds)
-    if run.speed and run.live is None:
-        facts["speed"] = f"{number(run.speed[0])} {run.speed[1]}"
+    facts: dict[str, str] = {}
+    if run.live is not None:
+        facts.update(run.live)
+    else:
+        if run.seconds:
+            facts["duration"] = duration_text(run.seconds)
+        if run.speed:
+            value, unit = run.speed
+            facts["speed"] = f"{number(value)} {unit}"
     model = run.record.get("model")
     if model:
-        count, trained = model["parameters"], model.get("trained", model["parameters"])
-        some = f", {trained:,} of them trained" if trained < count else ""
-        facts["parameters"] = f"{count:,}{some}"
+        count = model["parameters"]
+        trained = model.get("trained", count)
+        facts["parameters"] = f"{count:,}"
+        if trained < count:
+            facts["parameters"] += f", {trained:,} of them trained"
     starts = run.record.get("starts")
     if starts:
-        start = starts[-1]
-        facts |= {n: str(start[n]) for n in ("devices", "processes", "platform") if n in start}
-        versions = (f"{n} {start[n]}" for n in ("weft", "jax", "python") if n in start)
-        facts["versions"] = ", ".join(versions)
-        facts["last start"] = start["time"]
+        last_start = starts[-1]
+        for name in ("devices", "processes", "platform"):
+            if name in last_start:
+                facts[name] = str(last_start[name])
+        packages = [name for name in ("weft", "jax", "python") if name in last_start]
+        facts["versions"] = ", ".join(f"{name} {last_start[name]}" for name in packages)
+        facts["last start"] = last_start["time"]
     return facts
 
 
-def _loss_section(run: Results) -> str:
+def _loss(run: Results) -> Figure | None:
     train = run.train("loss")
-    averaged = Series("train, averaged", smoothed(train))
-    series = [Series("each step", train, faint=True), averaged] if train else []
+    series: list[Series] = []
+    if train:
+        series.append(Series("each step", train, faint=True))
+        series.append(Series("train, averaged", smoothed(train)))
     series += _eval_series(run, "loss")
     if not series:
-        return "<section><h2>Loss</h2><p>No summaries were written yet.</p></section>"
+        return None
     baselines = run.record.get("baselines", {})
-    levels = {name: counts["nats_per_token"] for name, counts in baselines.items()}
-    return f"<section><h2>Loss</h2>{_chart('loss', series, levels=levels)}</section>"
+    levels = {name: losses["nats_per_token"] for name, losses in baselines.items()}
+    return _figure("loss", series, levels=levels)
 
 
-def _eval_series(run: Results, path: str) -> list[Series]:
-    found = {name: finite(named(of, path) or []) for name, of in run.evalers.items()}
-    numbered = enumerate(found.items(), start=1)
-    return [Series(name, points, style, dots=True) for style, (name, points) in numbered if points]
+def _eval_points(run: Results, evaler: str, name: str) -> list[Point]:
+    """Returns the curve of the summary with the shortest path that ends in a name."""
+    points = named(run.evalers.get(evaler, {}), name)
+    return finite(points or [])
 
 
-def _metrics_section(run: Results) -> str:
-    """Returns charts of the model's metrics in training and evaluation over each other."""
-    charts = {}
+def _eval_series(run: Results, name: str) -> list[Series]:
+    series: list[Series] = []
+    # Style 0 is that of the training.
+    for style, evaler in enumerate(run.evalers, start=1):
+        points = _eval_points(run, evaler, name)
+        if points:
+            series.append(Series(evaler, points, style, dots=True))
+    return series
+
+
+def _metrics(run: Results) -> Gallery:
+    series_by_title: dict[str, list[Series]] = {}
     for name in _metric_names([run]):
         train = run.train(name)
-        series = [Series("train, averaged", smoothed(train))] if train else []
-        charts[name.replace("_", " ")] = series + _eval_series(run, name)
-    return f"<section><h2>Metrics</h2>{_small_charts(charts)}</section>" if charts else ""
+        series: list[Series] = []
+        if train:
+            series.append(Series("train, averaged", smoothed(train)))
+        series_by_title[_spaced(name)] = series + _eval_series(run, name)
+    return _gallery(series_by_title)
 
 
 def _metric_names(runs: Iterable[Results]) -> list[str]:
     """Returns the names of the model's metrics, as the evalers report them."""
-    paths = [path for run in runs for of in run.evalers.values() for path in of]
-    paths = paths or [p for run in runs for p in run.curves.get(TRAIN_SUMMARIES, {})]
-    names = {path.removeprefix("model/") for path in paths}
-    return sorted(n for n in names if "/" not in n and not any(part in n for part in LOSSES))
-
-
-def _evaluations_section(run: Results) -> str:
-    """Returns a table of all evaluations, with the baselines."""
-    rows: dict[tuple[str, float], dict[str, float]] = {}
-    for evaler, of in run.evalers.items():
-        for path, points in of.items():
-            for step, value in points:
-                rows.setdefault((evaler, step), {})[path.removeprefix("model/")] = value
-    names = list(dict.fromkeys(name for values in rows.values() for name in values))
-    names.sort(key=lambda name: (name != "loss", name))
-    baselines = {
-        name: {"loss": counts["nats_per_token"], "bits_per_byte": counts["bits_per_byte"]}
-        for name, counts in run.record.get("baselines", {}).items()
-    }
-    if not rows:
-        return ""
-    lines = [
-        [evaler, f"{step:,.0f}", *_cells(values, names)] for (evaler, step), values in rows.items()
-    ]
-    lines += [[name, "", *_cells(values, names)] for name, values in baselines.items()]
-    head = ["", "step", *(name.replace("_", " ") for name in names)]
-    return f'<section><h2>Evaluations</h2><div class="long">{_table(head, lines)}</div></section>'
-
-
-def _cells(values: Mapping[str, float], names: Sequence[str]) -> list[str]:
-    return [metric_text(values[name]) if name in values else "" for name in names]
-
-
-def _samples_section(samples: Sequence[Mapping[str, Any]]) -> str:
-    if not samples:
-        return ""
-    shown = [
-        f"<figure><figcaption>after step {sample['step']:,}</figcaption>"
-        f"<pre><b>{html.escape(sample['prompt'])}</b>{html.escape(sample['text'])}</pre></figure>"
-        for sample in reversed(samples)
-    ]
-    return f"<section><h2>Samples</h2>{''.join(shown)}</section>"
-
-
-def _curves_section(run: Results) -> str:
-    charts = {}
-    for style, (reporter, of_reporter) in enumerate(run.curves.items()):
-        name_of = "train" if reporter == TRAIN_SUMMARIES else reporter
-        for name, points in sorted(of_reporter.items()):
-            if len(finite(points)) > 1:
-                charts[f"{name_of}: {name}"] = [Series(name_of, points, style)]
-    return _folded("Everything that was reported", _small_charts(charts)) if charts else ""
-
-
-def _environment_section(record: Mapping[str, Any]) -> str:
-    parts = []
-    starts = record.get("starts", [])
-    if starts:
-        names = list(starts[-1])
-        rows = [[str(start.get(name, "")) for name in names] for start in starts]
-        parts.append(_table(names, rows))
-    shown = set[str]()
-    for path, corpus in record.get("corpora", {}).items():
-        text = str(corpus)
-        if text in shown:  # to evaluate on, too
-            continue
-        shown.add(text)
-        rows = [[name, str(value)] for name, value in corpus.items()]
-        parts.append(f"<h3>{html.escape(path)}</h3>" + _table([], rows))
-    return _folded("Environment", "".join(parts)) if parts else ""
-
-
-# Parts of a comparison.
-
-
-def _distinct(runs: Sequence[Results]) -> Sequence[Results]:
-    """Numbers the runs if their names are not distinct."""
-    if len({run.name for run in runs}) < len(runs):
-        for index, run in enumerate(runs, start=1):
-            run.name = f"{run.name} ({index})"
-    return runs
-
-
-def _results_section(runs: Sequence[Results]) -> str:
-    columns = _eval_columns(runs)
-    rows = []
+    eval_paths: list[str] = []
+    train_paths: list[str] = []
     for run in runs:
-        train = smoothed(run.train("loss"))
+        train_paths += run.curves.get(TRAIN_SUMMARIES, {})
+        for curves in run.evalers.values():
+            eval_paths += curves
+    names: set[str] = set()
+    for path in eval_paths or train_paths:
+        name = path.removeprefix("model/")
+        is_loss = any(part in name for part in LOSSES)
+        if "/" not in name and not is_loss:
+            names.add(name)
+    return sorted(names)
+
+
+def _evaluations(run: Results) -> Table | None:
+    values_by_evaluation: dict[tuple[str, float], dict[str, float]] = {}
+    metric_names: set[str] = set()
+    for evaler, curves in run.evalers.items():
+        for path, points in curves.items():
+            name = path.removeprefix("model/")
+            metric_names.add(name)
+            for step, value in points:
+                values_by_evaluation.setdefault((evaler, step), {})[name] = value
+    if not values_by_evaluation:
+        return None
+    columns = sorted(metric_names, key=lambda name: (name != "loss", name))  # the loss first
+    rows: list[list[str]] = []
+    for (evaler, step), values in values_by_evaluation.items():
+        rows.append([evaler, f"{step:,.0f}", *_cells(values, columns)])
+    for name, losses in run.record.get("baselines", {}).items():
+        values = {"loss": losses["nats_per_token"], "bits_per_byte": losses["bits_per_byte"]}
+        rows.append([name, "", *_cells(values, columns)])
+    return Table(["", "step", *map(_spaced, columns)], rows)
+
+
+def _cells(values: Mapping[str, float], columns: Sequence[str]) -> list[str]:
+    cells: list[str] = []
+    for name in columns:
+        cells.append(metric_text(values[name]) if name in values else "")
+    return cells
+
+
+def _curves(run: Results) -> Gallery:
+    series_by_title: dict[str, list[Series]] = {}
+    for style, (reporter, curves) in enumerate(run.curves.items()):
+        reporter_name = "train" if reporter == TRAIN_SUMMARIES else reporter
+        for path, points in sorted(curves.items()):
+            if len(finite(points)) > 1:
+                series_by_title[f"{reporter_name}: {path}"] = [Series(reporter_name, points, style)]
+    return _gallery(series_by_title)
+
+
+def _starts(run: Results) -> Table | None:
+    starts = run.record.get("starts")
+    if not starts:
+        return None
+    names = list(starts[-1])
+    rows: list[list[str]] = []
+    for start in starts:
+        rows.append([str(start.get(name, "")) for name in names])
+    return Table(names, rows)
+
+
+def _corpora(run: Results) -> dict[str, Table]:
+    tables: dict[str, Table] = {}
+    for path, facts in run.record.get("corpora", {}).items():
+        table = Table([], [(name, str(value)) for name, value in facts.items()])
+        # An evaler often reads the corpus that the model is trained on.
+        if table not in tables.values():
+            tables[path] = table
+    return tables
+
+
+def _comparison(runs: Sequence[Results]) -> _Comparison:
+    train_series: list[Series] = []
+    for style, run in enumerate(runs):
+        train_series.append(Series(run.name, smoothed(run.train("loss")), style))
+    has_all_configs = all(run.config for run in runs)
+    return _Comparison(
+        results=_results(runs),
+        train_loss=_figure("train loss", train_series),
+        curves=_compared_curves(runs),
+        has_all_configs=has_all_configs,
+        differing_fields=_differing_fields(runs) if has_all_configs else None,
+    )
+
+
+class _EvalColumn(NamedTuple):
+    evaler: str
+    summary: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.evaler} {_spaced(self.summary)}"
+
+
+_COMPARED_FACTS = ("duration", "speed", "parameters", "devices")
+
+
+def _results(runs: Sequence[Results]) -> Table:
+    columns = _eval_columns(runs)
+    rows: list[list[str]] = []
+    for run in runs:
+        row = [run.name, _status(run), _last_value(smoothed(run.train("loss")))]
+        for column in columns:
+            row.append(_last_value(_eval_points(run, column.evaler, column.summary)))
         facts = _facts(run)
-        last = [finite(named(run.evalers.get(evaler, {}), n) or []) for evaler, n in columns]
-        rows.append(
-            [
-                run.name,
-                _status(run),
-                number(train[-1][1]) if train else "",
-                *(number(points[-1][1]) if points else "" for points in last),
-                *(facts.get(name, "") for name in ("duration", "speed", "parameters", "devices")),
-            ]
-        )
-    titles = [f"{evaler} {name.replace('_', ' ')}" for evaler, name in columns]
-    head = ["run", "", "train loss", *titles, "duration", "speed", "parameters", "devices"]
-    return f"<section><h2>Results</h2>{_table(head, rows)}</section>"
+        row += [facts.get(name, "") for name in _COMPARED_FACTS]
+        rows.append(row)
+    titles = [column.title for column in columns]
+    return Table(["run", "", "train loss", *titles, *_COMPARED_FACTS], rows)
 
 
-def _eval_columns(runs: Sequence[Results]) -> list[tuple[str, str]]:
-    """Returns the pairs of an evaler and the last name of one of its summaries."""
-    evalers = dict.fromkeys(name for run in runs for name in run.evalers)
-    return [(evaler, name) for evaler in evalers for name in ("loss", *_metric_names(runs))]
+def _last_value(points: Sequence[Point]) -> str:
+    return number(points[-1][1]) if points else ""
 
 
-def _compared_curves(runs: Sequence[Results]) -> str:
-    train = [Series(r.name, smoothed(r.train("loss")), i) for i, r in enumerate(runs)]
-    charts = {}
-    for evaler, name in _eval_columns(runs):
-        found = [finite(named(run.evalers.get(evaler, {}), name) or []) for run in runs]
-        numbered = enumerate(zip(runs, found, strict=True))
-        series = [Series(run.name, points, i, dots=True) for i, (run, points) in numbered if points]
+def _eval_columns(runs: Sequence[Results]) -> list[_EvalColumn]:
+    evalers: dict[str, None] = {}  # in the order of the runs
+    for run in runs:
+        evalers |= dict.fromkeys(run.evalers)
+    summaries = ["loss", *_metric_names(runs)]
+    columns: list[_EvalColumn] = []
+    for evaler in evalers:
+        columns += [_EvalColumn(evaler, summary) for summary in summaries]
+    return columns
+
+
+def _compared_curves(runs: Sequence[Results]) -> Gallery:
+    series_by_title: dict[str, list[Series]] = {}
+    for column in _eval_columns(runs):
+        series: list[Series] = []
+        for style, run in enumerate(runs):
+            points = _eval_points(run, column.evaler, column.summary)
+            if points:
+                series.append(Series(run.name, points, style, dots=True))
         if series:
-            charts[f"{evaler} {name.replace('_', ' ')}"] = series
-    return f"<section><h2>Curves</h2>{_chart('train loss', train)}{_small_charts(charts)}</section>"
+            series_by_title[column.title] = series
+    return _gallery(series_by_title)
 
 
-def _config_section(runs: Sequence[Results]) -> str:
-    values = [config_values(run.config) for run in runs if run.config]
-    if len(values) < len(runs):
-        return ""
-    differing: dict[str, list[str]] = {}
-    for path in dict.fromkeys(path for of in values for path in of):
-        cells = [of.get(path, "—") for of in values]
-        is_of_another_class = "—" in cells and path.rpartition(".")[0] in differing
+_MISSING = "—"
+
+
+def _differing_fields(runs: Sequence[Results]) -> Table | None:
+    configs = [config_values(run.config) for run in runs]
+    paths: dict[str, None] = {}  # in the order of the configs
+    for config in configs:
+        paths |= dict.fromkeys(config)
+    cells_by_path: dict[str, list[str]] = {}
+    for path in paths:
+        cells = [config.get(path, _MISSING) for config in configs]
+        # Where two classes differ, so do their fields, which would only fill the table.
+        parent = path.rpartition(".")[0]
+        is_of_another_class = _MISSING in cells and parent in cells_by_path
         if len(set(cells)) > 1 and not is_of_another_class:
-            differing[path] = cells
-    rows = [[path, *cells] for path, cells in differing.items()]
-    title = "<h2>Configs</h2>"
-    if not rows:
-        return f"<section>{title}<p>All fields are equal.</p></section>"
-    table = _table(["field", *(run.name for run in runs)], rows)
-    return f'<section class="configs">{title}<p>Fields that differ.</p>{table}</section>'
+            cells_by_path[path] = cells
+    if not cells_by_path:
+        return None
+    rows = [[path, *cells] for path, cells in cells_by_path.items()]
+    return Table(["field", *(run.name for run in runs)], rows)
 
 
-# Elements of pages.
+# Width and height of the charts of a figure.
+_FULL_WIDTH = ((760, 340), (380, 260))
+_SMALL = ((320, 210),)
 
 
-def _chart(
+def _figure(
     title: str,
     series: Sequence[Series],
-    *,
+    sizes: Sequence[tuple[int, int]] = _FULL_WIDTH,
     levels: Mapping[str, float] | None = None,
-    is_small: bool = False,
-) -> str:
-    """Returns a figure of lines, with a switch to a logarithmic scale where that differs much.
-
-    It has a legend unless it is small.
-    """
-    caption = "" if is_small else _legend(series)
-
-    def drawn_at(width: int, height: int, is_log: bool) -> str:
-        return line_chart(
-            series, y_title=title, levels=levels, width=width, height=height, is_log=is_log
+) -> Figure:
+    linear: list[Chart] = []
+    logarithmic: list[Chart] = []
+    has_two_scales = _has_two_scales(series)
+    for width, height in sizes:
+        chart = functools.partial(
+            line_chart, series, y_title=title, levels=levels, width=width, height=height
         )
-
-    def drawn(is_log: bool) -> str:
-        if is_small:
-            return drawn_at(320, 210, is_log)
-        broad, narrow = drawn_at(760, 340, is_log), drawn_at(380, 260, is_log)
-        return f'<div class="broad">{broad}</div><div class="narrow">{narrow}</div>'
-
-    ys = [y for line in series for _, y in finite(line.points)]
-    if not ys or min(ys) <= 0 or max(ys) < 2 * min(ys):
-        return f"<figure>{caption}{drawn(is_log=False)}</figure>"
-    key = html.escape(f"log-{title}")
-    return (
-        f'<figure><input type="checkbox" id="{key}"/><label for="{key}">log scale</label>{caption}'
-        f'<div class="linear">{drawn(is_log=False)}</div>'
-        f'<div class="log">{drawn(is_log=True)}</div></figure>'
-    )
+        linear.append(chart())
+        if has_two_scales:
+            logarithmic.append(chart(is_log=True))
+    return Figure(title, _legend(series), linear, logarithmic)
 
 
-def _small_charts(charts: Mapping[str, Sequence[Series]]) -> str:
-    figures = "".join(_chart(title, series, is_small=True) for title, series in charts.items())
-    return f'{_legend(s for of in charts.values() for s in of)}<div class="charts">{figures}</div>'
+def _gallery(series_by_title: Mapping[str, Sequence[Series]]) -> Gallery:
+    figures: list[Figure] = []
+    legend: dict[str, int] = {}
+    for title, series in series_by_title.items():
+        figure = _figure(title, series, _SMALL)
+        legend |= figure.legend
+        figures.append(figure._replace(legend={}))
+    return Gallery(legend, figures)
 
 
-def _legend(series: Iterable[Series]) -> str:
-    styles = {s.name: s.style % NUM_STYLES for s in series if not s.faint}
-    names = "".join(f'<li class="series-{i}">{html.escape(n)}</li>' for n, i in styles.items())
-    return f'<ul class="legend">{names}</ul>'
+def _has_two_scales(series: Sequence[Series]) -> bool:
+    """Returns whether a logarithmic scale is possible, and differs from a linear one."""
+    ys: list[float] = []
+    for line in series:
+        ys += [y for _, y in finite(line.points)]
+    return bool(ys) and min(ys) > 0 and max(ys) >= 2 * min(ys)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    cells = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    header = f"<thead><tr>{cells}</tr></thead>" if any(head) else ""
-    return f'<div class="wide"><table>{header}<tbody>{body}</tbody></table></div>'
+def _legend(series: Iterable[Series]) -> dict[str, int]:
+    return {line.name: line.style % NUM_STYLES for line in series if not line.faint}
 
 
-def _folded(title: str, content: str) -> str:
-    key = html.escape(title)
-    return f'<details id="{key}"><summary><h2>{key}</h2></summary>{content}</details>'
-
-
-def page(title: str, body: str, script: str = "") -> str:
-    """Returns a self-contained page from a title in plain text, and a body and script in HTML."""
-    template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    page = string.Template(template)
-    return page.substitute(title=html.escape(title), body=body, script=script)
+def _spaced(name: str) -> str:
+    return name.replace("_", " ")
