@@ -13,17 +13,15 @@ few chunks being read. Each file is read once, for both its values and its diges
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import hashlib
 import itertools
-import logging
 import math
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -177,7 +175,7 @@ class OrbaxStateStorage(StateStorage):
 
         def save() -> None:
             try:
-                with processes.barrier(), _quiet_writes():
+                with processes.barrier():
                     python_dir = os.path.join(ckpt_dir, self._PYTHON)
                     host_state.maybe_save_python_savables(dict(leaves), dir=python_dir)
                     futures = self._start_write(arrays, _array_folder(ckpt_dir, self._ARRAYS))
@@ -316,99 +314,6 @@ def _remove_partial(ckpt_dir: str) -> None:
     for seconds in _REMOVAL_SECONDS:
         time.sleep(seconds)
         shutil.rmtree(ckpt_dir, ignore_errors=True)
-
-
-class WriteLoop(asyncio.SelectorEventLoop):
-    """Event loop that awaits all of its tasks before it closes, and drops their errors.
-
-    When a write fails, Orbax closes its event loop while others are still going on. Their results
-    would each be printed with a traceback, by threads of the storage library, although the first
-    error is raised and reported. Files that they write late would also return after a failed save
-    is removed.
-    """
-
-    def close(self) -> None:
-        if not self.is_closed():
-            others = asyncio.all_tasks(self)
-            if others:
-                self.run_until_complete(asyncio.gather(*others, return_exceptions=True))
-        super().close()
-
-    def call_exception_handler(self, context: dict[str, Any]) -> None:
-        pass
-
-    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().call_soon_threadsafe(callback, *args, **kwargs)
-        except RuntimeError:
-            if not self.is_closed():
-                raise
-            return None  # the result of a write that nobody awaits
-
-
-class _LoopPolicy(asyncio.AbstractEventLoopPolicy):  # pyright: ignore[reportGeneralTypeIssues]
-    """Policy that creates `WriteLoop`s; the current loops of threads are those of the one before.
-
-    Attributes:
-        count: number of open contexts.
-    """
-
-    def __init__(self, before: asyncio.AbstractEventLoopPolicy):
-        self.before, self.count = before, 0
-
-    def get_event_loop(self) -> asyncio.AbstractEventLoop:
-        return self.before.get_event_loop()
-
-    def set_event_loop(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        self.before.set_event_loop(loop)
-
-    def new_event_loop(self) -> asyncio.AbstractEventLoop:
-        return WriteLoop()
-
-
-_loops_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def write_loops() -> Iterator[None]:
-    """Makes new event loops of all threads `WriteLoop`s while open; contexts may overlap."""
-    with _loops_lock:
-        policy = asyncio.get_event_loop_policy()
-        if not isinstance(policy, _LoopPolicy):
-            policy = _LoopPolicy(policy)
-            asyncio.set_event_loop_policy(policy)
-        policy.count += 1
-    try:
-        yield
-    finally:
-        with _loops_lock:
-            policy.count -= 1
-            if not policy.count and asyncio.get_event_loop_policy() is policy:
-                asyncio.set_event_loop_policy(policy.before)
-
-
-@contextlib.contextmanager
-def _quiet_writes() -> Iterator[None]:
-    """Lets Orbax write without words of its own, and waits for its threads if it raises.
-
-    It logs an error three times with its traceback; it is also raised.
-    """
-
-    def keep(record: logging.LogRecord) -> bool:
-        return record.levelno < logging.ERROR or "orbax" not in record.pathname
-
-    absl, before = logging.getLogger("absl"), set(threading.enumerate())
-    absl.addFilter(keep)
-    try:
-        with write_loops():
-            yield
-    except BaseException:
-        for thread in set(threading.enumerate()) - before:
-            if type(thread).__module__.startswith("orbax."):
-                thread.join()
-        raise
-    finally:
-        absl.removeFilter(keep)
 
 
 def _stored(leaf: Any) -> bool:
