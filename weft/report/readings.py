@@ -1,21 +1,23 @@
 """Readings of the steps of a run: speed, remaining time, and the values worth showing."""
 
-import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 
 from weft.hierarchy.metrics import Summary
+from weft.typing import ArrayLike, NestedTensor
 
-_WINDOW = 50
-_FEWEST = 5
-_MOST_METRICS = 3
-# Of an earlier loss in the moving average that is shown, relative to the one after it.
+LOSSES = ("loss", "cross_entropy")
+# The speed is that of the last steps, from the fewest that give a stable number.
+_SPEED_WINDOW = 50
+_FEWEST_STEPS = 5
+_MAX_METRICS = 3
+# Weight of a loss in the moving average, relative to that of the loss after it.
 _DECAY = 0.9
 
 
@@ -40,80 +42,110 @@ class Reading(NamedTuple):
     seconds_left: float | None = None
 
 
+class _TimedStep(NamedTuple):
+    step: int
+    time: float
+
+
 class Meter:
     """Takes readings of a run."""
 
     def __init__(self, max_step: float, clock: Callable[[], float] = time.perf_counter):
         self._max_step = max_step
         self._clock = clock
-        self._start = clock()
-        self._waiting: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=_WINDOW)
-        self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
-        self._first: tuple[int, float] | None = None
-        self._unit, self._per_step = "examples", 0
-        self._speed: float | None = None
-        self._losses, self._weight = 0.0, 0.0
+        self._start_time = clock()
+        self._unread: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=_SPEED_WINDOW)
+        self._timed_steps: deque[_TimedStep] = deque(maxlen=_SPEED_WINDOW)
+        self._first_timed_step: _TimedStep | None = None
+        self._unit = "examples"
+        self._units_per_step = 0
+        self._steps_per_second: float | None = None
+        self._loss_sum = self._loss_weight = 0.0
         self._newest: Reading | None = None
 
-    def on_step(self, step: int, outputs: Mapping[str, Any], batch: Any) -> Reading | None:
+    def on_step(self, step: int, outputs: Mapping[str, Any], batch: NestedTensor) -> Reading | None:
         """Records a started step, and returns the reading of the newest finished one, if new."""
+        fields = jax.tree.leaves(batch)
         if isinstance(batch, Mapping) and "input_ids" in batch:
-            self._unit, self._per_step = "tokens", math.prod(np.shape(batch["input_ids"]))
-        elif fields := jax.tree.leaves(batch):
-            self._per_step = next(iter(np.shape(fields[0])), 0)
-        self._waiting.append((step, outputs))
+            self._unit = "tokens"
+            self._units_per_step = np.size(cast(ArrayLike, batch["input_ids"]))
+        elif fields:
+            shape = np.shape(fields[0])
+            self._units_per_step = shape[0] if shape else 0
+        self._unread.append((step, outputs))
+        num_finished = 0
+        for _, step_outputs in self._unread:
+            if not step_outputs["loss"].is_ready():
+                break
+            num_finished += 1
         reading = None
-        ready = sum(
-            1 for _ in itertools.takewhile(lambda x: x[1]["loss"].is_ready(), self._waiting)
-        )
-        for left in reversed(range(ready)):
-            # Steps that are read at once do not tell how long one takes.
-            reading = self._read(timed=not left)
+        for index in range(num_finished):
+            # Of steps that finished since the last call, only the newest one finished now.
+            reading = self._read(is_timed=index == num_finished - 1)
         return reading
 
     def last(self) -> Reading | None:
         """Waits for the newest step and returns its reading; None without a step."""
-        while self._waiting:
-            self._read(timed=False)
+        while self._unread:
+            self._read(is_timed=False)
         return self._newest
 
     def pause(self) -> None:
         """Excludes the time of other work, such as evaluation, from the speed."""
-        self._recent.clear()
+        self._timed_steps.clear()
 
-    def _read(self, timed: bool = True) -> Reading:
-        step, outputs = self._waiting.popleft()
-        loss = float(outputs["loss"])
-        if not math.isfinite(self._losses):
-            self._losses, self._weight = 0.0, 0.0
-        self._losses = _DECAY * self._losses + loss
-        self._weight = _DECAY * self._weight + 1
-        seconds_left, now = None, self._clock()
-        if timed:
-            self._recent.append((step, now))
-            self._first = self._first or (step, now)
-            (first, start), (last, end) = self._recent[0], self._recent[-1]
-            if len(self._recent) >= _FEWEST and end > start:
-                self._speed = (last - first) / (end - start)
-            # Estimated, including evaluations and saves.
-            if step - self._first[0] >= _FEWEST and not math.isinf(self._max_step):
-                seconds_per_step = (now - self._first[1]) / (step - self._first[0])
-                seconds_left = seconds_per_step * (self._max_step - step)
+    def _read(self, is_timed: bool) -> Reading:
+        step, outputs = self._unread.popleft()
+        read_time = self._clock()
+        seconds_left = None
+        if is_timed:
+            self._update_speed(step, read_time)
+            seconds_left = self._seconds_left(step, read_time)
+        per_second = None
+        if self._steps_per_second and self._units_per_step:
+            per_second = self._steps_per_second * self._units_per_step
         self._newest = Reading(
             step,
-            self._losses / self._weight,
+            self._averaged_loss(float(outputs["loss"])),
             outputs.get("summaries", {}),
             unit=self._unit,
-            per_second=self._speed * self._per_step if self._speed and self._per_step else None,
-            elapsed=now - self._start,
+            per_second=per_second,
+            elapsed=read_time - self._start_time,
             seconds_left=seconds_left,
         )
         return self._newest
 
+    def _averaged_loss(self, loss: float) -> float:
+        # After a loss that is not finite, the average begins again.
+        if not math.isfinite(self._loss_sum):
+            self._loss_sum = self._loss_weight = 0.0
+        self._loss_sum = _DECAY * self._loss_sum + loss
+        self._loss_weight = _DECAY * self._loss_weight + 1
+        return self._loss_sum / self._loss_weight
 
-def scalar(summaries: Mapping[str, Any], name: str) -> Any:
+    def _update_speed(self, step: int, read_time: float) -> None:
+        self._timed_steps.append(_TimedStep(step, read_time))
+        oldest = self._timed_steps[0]
+        if len(self._timed_steps) >= _FEWEST_STEPS and read_time > oldest.time:
+            self._steps_per_second = (step - oldest.step) / (read_time - oldest.time)
+
+    def _seconds_left(self, step: int, read_time: float) -> float | None:
+        """Estimates the rest of the run, with its evaluations and saves."""
+        if self._first_timed_step is None:
+            self._first_timed_step = _TimedStep(step, read_time)
+        num_steps = step - self._first_timed_step.step
+        if num_steps < _FEWEST_STEPS or math.isinf(self._max_step):
+            return None
+        seconds_per_step = (read_time - self._first_timed_step.time) / num_steps
+        return seconds_per_step * (self._max_step - step)
+
+
+def scalar(summaries: Mapping[str, Any], name: str) -> ArrayLike | None:
     """Returns the outermost summary of that name, or None."""
-    return next((level[name] for level in _scalars(summaries) if name in level), None)
+    for level in _scalars_by_level(summaries):
+        if name in level:
+            return level[name]
+    return None
 
 
 def metrics(summaries: Mapping[str, Any]) -> dict[str, float]:
@@ -122,28 +154,35 @@ def metrics(summaries: Mapping[str, Any]) -> dict[str, float]:
     >>> metrics({"model": {"loss": 1.5, "accuracy": 0.5}, "learner": {"learning_rate": 0.1}})
     {'accuracy': 0.5}
     """
-    outermost = outermost_scalars(summaries)
-    names = [name for name in outermost if not any(part in name for part in LOSSES)]
-    return {name: float(outermost[name]) for name in names[:_MOST_METRICS]}
+    values: dict[str, float] = {}
+    for name, value in outermost_scalars(summaries).items():
+        is_loss = any(part in name for part in LOSSES)
+        if not is_loss and len(values) < _MAX_METRICS:
+            values[name] = float(value)
+    return values
 
 
-def outermost_scalars(summaries: Mapping[str, Any]) -> dict[str, Any]:
+def outermost_scalars(summaries: Mapping[str, Any]) -> dict[str, ArrayLike]:
     """Returns the scalars that a model reports at its outermost level that has any."""
-    levels = _scalars(summaries.get("model", summaries))
-    return next((level for level in levels if level), {})
+    for level in _scalars_by_level(summaries.get("model", summaries)):
+        if level:
+            return level
+    return {}
 
 
-LOSSES = ("loss", "cross_entropy")
-
-
-def _scalars(summaries: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+def _scalars_by_level(summaries: Mapping[str, Any]) -> Iterator[dict[str, ArrayLike]]:
     """Yields the scalars at each level of nested summaries; the first of a name counts."""
-    level = [summaries]
-    while level:
-        found: dict[str, Any] = {}
-        for name, value in (item for values in level for item in values.items()):
-            shown = value.value() if isinstance(value, Summary) else value
-            if not isinstance(shown, Mapping | str | None) and np.ndim(shown) == 0:
-                found.setdefault(name, shown)
-        yield found
-        level = [v for values in level for v in values.values() if isinstance(v, Mapping)]
+    mappings = [summaries]
+    while mappings:
+        scalars: dict[str, ArrayLike] = {}
+        nested: list[Mapping[str, Any]] = []
+        for mapping in mappings:
+            for name, summary in mapping.items():
+                if isinstance(summary, Mapping):
+                    nested.append(summary)
+                    continue
+                value = summary.value() if isinstance(summary, Summary) else summary
+                if not isinstance(value, Mapping | str | complex | None) and np.ndim(value) == 0:
+                    scalars.setdefault(name, value)
+        yield scalars
+        mappings = nested

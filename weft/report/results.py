@@ -11,10 +11,11 @@ import dataclasses
 import datetime
 import itertools
 import logging
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.errors import RunDirError
 from weft.report.charts import Point, finite
@@ -22,6 +23,7 @@ from weft.serialization.directory import Directory
 from weft.trainer import run_dir, run_lock
 from weft.trainer.summary_writer.event_file import SessionLog, read_events
 from weft.trainer.summary_writer.files import JSON_LINES_FILE, read_json_lines
+from weft.typing import T
 
 logger = logging.getLogger(__name__)
 
@@ -58,40 +60,49 @@ class Results:
     @property
     def evalers(self) -> dict[str, Curves]:
         """Curves by evaler."""
-        return {name: of for name, of in self.curves.items() if name != TRAIN_SUMMARIES}
+        curves = dict(self.curves)
+        curves.pop(TRAIN_SUMMARIES, None)
+        return curves
 
     @property
     def last_step(self) -> int:
         """Last step with a summary, or of the end of the run."""
-        end = self.record.get("end") or {}
-        return max([end.get("step", 0), *(step for _, step in self.times)])
+        end = self.record.get("end") or {"step": 0}
+        return max([end["step"], *(step for _, step in self.times)])
 
     @property
     def seconds(self) -> float:
         """Seconds from the starts of the run to the last summaries before the next start."""
-        moments, starts = [moment for moment, _ in self.times], self._starts
+        summary_times = [time for time, _ in self.times]
         total = 0.0
-        for start, following in itertools.pairwise([*starts, float("inf")]):
-            index = bisect.bisect_left(moments, following)
-            total += max(0.0, moments[index - 1] - start) if index else 0.0
+        for start, next_start in itertools.pairwise([*self._starts, math.inf]):
+            num_earlier = bisect.bisect_left(summary_times, next_start)
+            if num_earlier > 0:
+                total += max(0.0, summary_times[num_earlier - 1] - start)
         return total
 
     @property
     def speed(self) -> tuple[float, str] | None:
         """Last reported speed with its unit, or else the mean of the last start, if known."""
         for unit in ("tokens", "examples"):
-            if points := self.train(f"{unit}_per_second"):
+            points = self.train(f"{unit}_per_second")
+            if points:
                 return points[-1][1], f"{unit}/s"
-        since = [pair for pair in self.times if pair[0] >= max(self._starts, default=0)]
-        if since and since[-1][1] > since[0][1] and since[-1][0] > since[0][0]:
-            steps, seconds = since[-1][1] - since[0][1], since[-1][0] - since[0][0]
-            return steps / seconds, "steps/s"
-        return None
+        last_start = max(self._starts, default=0)
+        times = [(time, step) for time, step in self.times if time >= last_start]
+        if not times:
+            return None
+        (first_time, first_step), (last_time, last_step) = times[0], times[-1]
+        if last_step <= first_step or last_time <= first_time:
+            return None
+        return (last_step - first_step) / (last_time - first_time), "steps/s"
 
     @property
     def _starts(self) -> list[float]:
-        times = [start["time"] for start in self.record.get("starts", ())]
-        return sorted(datetime.datetime.fromisoformat(time).timestamp() for time in times)
+        times: list[float] = []
+        for start in self.record.get("starts", ()):
+            times.append(datetime.datetime.fromisoformat(start["time"]).timestamp())
+        return sorted(times)
 
 
 _MAX_CURVES = 5000
@@ -110,18 +121,19 @@ def read_results(directory: str) -> Results:
         config = run_dir.read_config(directory)
     record = run_dir.read_record(directory)
     curves: dict[str, Curves] = {}
-    num_curves, times = 0, []
-    for folder, names in _summary_files(run).items():
-        of_reporter = curves.setdefault(os.path.basename(folder), {})
-        for moment, step, values in _read_values(os.path.join(directory, folder), names):
-            times.append((moment, step))
-            for name, value in values.items():
-                if name not in of_reporter:
+    times: list[tuple[float, int]] = []
+    num_curves = 0
+    for folder, file_names in _summary_files(run).items():
+        reporter_curves = curves.setdefault(os.path.basename(folder), {})
+        for summaries in _read_summaries(os.path.join(directory, folder), file_names):
+            times.append((summaries.time, summaries.step))
+            for path, value in summaries.values.items():
+                if path not in reporter_curves:
                     if num_curves == _MAX_CURVES:
                         continue
                     num_curves += 1
-                    of_reporter[name] = []
-                of_reporter[name].append((step, value))
+                    reporter_curves[path] = []
+                reporter_curves[path].append((summaries.step, value))
     if num_curves == _MAX_CURVES:
         logger.warning("%s has many kinds of values; the first %d are shown", directory, num_curves)
     if not (config or record or curves):
@@ -132,7 +144,7 @@ def read_results(directory: str) -> Results:
     return Results(
         name=Path(directory).absolute().name,
         record=record,
-        curves={name: of for name, of in curves.items() if of},
+        curves={reporter: paths for reporter, paths in curves.items() if paths},
         times=sorted(times),
         config=config,
         in_use=run_lock.is_in_use(directory),
@@ -141,39 +153,62 @@ def read_results(directory: str) -> Results:
 
 def _summary_files(run: Directory) -> dict[str, list[str]]:
     """Returns the names of the files of summaries by folder, that of the training first."""
-    found: dict[str, list[str]] = {}
-    for entry in run.walk(run_dir.SUMMARIES_DIR) if run.has_folder(run_dir.SUMMARIES_DIR) else ():
+    if not run.has_folder(run_dir.SUMMARIES_DIR):
+        return {}
+    names_by_folder: dict[str, list[str]] = {}
+    for entry in run.walk(run_dir.SUMMARIES_DIR):
         folder, name = os.path.split(entry.name)
         if name == JSON_LINES_FILE or ".tfevents." in name:
-            found.setdefault(folder, []).append(name)
-    first = sorted(found, key=lambda folder: (os.path.basename(folder) != TRAIN_SUMMARIES, folder))
-    return {folder: sorted(found[folder]) for folder in first}
+            names_by_folder.setdefault(folder, []).append(name)
+
+    def order(folder: str) -> tuple[bool, str]:
+        return os.path.basename(folder) != TRAIN_SUMMARIES, folder
+
+    return {
+        folder: sorted(names_by_folder[folder]) for folder in sorted(names_by_folder, key=order)
+    }
 
 
-def _read_values(folder: str, names: list[str]) -> Iterator[tuple[float, int, dict[str, float]]]:
-    """Yields time, step and numbers of the summaries in a folder."""
-    if JSON_LINES_FILE in names:
+class _Summaries(NamedTuple):
+    """Numbers that a reporter has written at a step."""
+
+    time: float
+    step: int
+    values: dict[str, float]
+
+
+def _read_summaries(folder: str, file_names: Sequence[str]) -> Iterator[_Summaries]:
+    if JSON_LINES_FILE in file_names:
         for line in read_json_lines(folder):
-            values = {n: x for n, x in line.get("values", {}).items() if not isinstance(x, str)}
+            values: dict[str, float] = {}
+            for path, value in line.get("values", {}).items():
+                if not isinstance(value, str):
+                    values[path] = value
             if values:
-                yield line["time"], line["step"], values
+                yield _Summaries(line["time"], line["step"], values)
         return
-    events: list[Any] = []
-    for name in names:
+    events: list[Any] = []  # protocol buffers without types
+    for name in file_names:
         for event in read_events(os.path.join(folder, name)):
+            # A start that resumes from a checkpoint repeats the steps after it.
             if event.session_log.status == SessionLog.START:
-                events = [e for e in events if e.step < event.step]
+                events = [earlier for earlier in events if earlier.step < event.step]
             events.append(event)
     for event in events:
-        found = {v.tag: v.simple_value for v in event.summary.value if v.HasField("simple_value")}
-        if found:
-            yield event.wall_time, event.step, found
+        values = {}
+        for summary in event.summary.value:
+            if summary.HasField("simple_value"):
+                values[summary.tag] = summary.simple_value
+        if values:
+            yield _Summaries(event.wall_time, event.step, values)
 
 
-def named(values: Mapping[str, Any], name: str) -> Any:
+def named(values: Mapping[str, T], name: str) -> T | None:
     """Returns the value of the shortest path that ends in a name, or None."""
     paths = [path for path in values if path.rpartition("/")[2] == name]
-    return values[min(paths, key=len)] if paths else None
+    if not paths:
+        return None
+    return values[min(paths, key=len)]
 
 
 def config_values(text: str) -> dict[str, str]:
@@ -199,7 +234,10 @@ def _add_values(values: dict[str, str], path: str, node: ast.expr) -> None:
             _add_values(values, f"{prefix}{keyword.arg}", keyword.value)
     elif isinstance(node, ast.Dict):
         for key, value in zip(node.keys, node.values, strict=True):
-            name = key.value if isinstance(key, ast.Constant) else key and ast.unparse(key)
+            if isinstance(key, ast.Constant):
+                name = key.value
+            else:  # no key is that of `**` in a dict
+                name = key and ast.unparse(key)
             _add_values(values, f"{prefix}{name}", value)
     else:
         values[path] = ast.unparse(node)
