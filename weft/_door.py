@@ -1,7 +1,8 @@
-"""The door to names that Weft does not use itself: of earlier versions, of Flax and of AXLearn.
+"""The door to what a package does not know itself: names and layers from elsewhere.
 
-Packages and errors ask the door about a name that they do not have. The package `compat`, which
-nothing in Weft imports, knows the answers; it sets the door when `weft` is imported.
+Packages and errors ask the door about a name that they do not have, of an earlier version, of Flax
+or of AXLearn, and modules of the hierarchy about a layer of another library. The package `compat`,
+which nothing in Weft imports, knows the answers; it sets the door when `weft` is imported.
 """
 
 import enum
@@ -9,7 +10,7 @@ from typing import Any
 
 
 class Door:
-    """Answers questions about names; this one, which is replaced, knows none."""
+    """Answers questions; this one, which is replaced, knows no names and no layers."""
 
     def find_attribute(self, module: str, name: str) -> object:
         """Returns what a module neither defines nor offers, or raises an AttributeError."""
@@ -30,6 +31,10 @@ class Door:
     def hint_for_error(self, error: Exception) -> str | None:
         """Returns a sentence on what to write instead of the call that raised it, or None."""
         return None
+
+    def config_of_layer(self, layer: object) -> Any:
+        """Returns the config of a hierarchy layer for one of another library, or for its config."""
+        return layer
 
 
 _door = Door()

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from typing import Any
 
 import equinox
@@ -194,6 +196,36 @@ def test_config_defines_a_child():
     assert run(net, state)[0].shape == (4, 2)
     again = net.initialize_parameters_recursively(KEY, prebuilt={"guest": state["guest"]})
     jax.tree.map(np.testing.assert_array_equal, again, state)
+
+
+def test_hierarchy_alone_takes_children_of_any_kind():
+    code = """
+import sys
+from weft.hierarchy import Linear, Module
+assert "weft.interop" not in sys.modules
+root = Module.default_config().set(name="root").instantiate(parent=None)
+root._add_child("own", Linear.default_config().set(input_dim=3, output_dim=2))
+assert "weft.interop.hierarchy" not in sys.modules
+
+from weft.config import config_for_class, config_for_function
+class Layer(Linear):
+    def __init__(self, width, *, name, parent):
+        cfg = Linear.default_config().set(name=name, input_dim=3, output_dim=width)
+        super().__init__(cfg, parent=parent)
+def layer(width, *, name, parent):
+    return Layer(width, name=name, parent=parent)
+root._add_child("function", config_for_function(layer).set(width=2))
+
+from weft import linen, nnx
+root._add_child("linen", config_for_class(linen.Dense).set(features=2))
+root._add_child("nnx_class", config_for_class(nnx.Linear).set(in_features=3, out_features=2))
+root._add_child("nnx_object", nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
+print(*(type(child).__name__ for child in root.children.values()))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
+    )
+    assert run.stdout.split() == ["Linear", "Layer", *["InHierarchy"] * 3]
 
 
 class Chain(Repeat):

@@ -16,6 +16,7 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
+from typing import Any
 
 from weft import _door
 from weft.compat.axlearn import hints
@@ -110,6 +111,13 @@ class CompatDoor(_door.Door):
     def hint_for_error(self, error: Exception) -> str | None:
         """Returns a sentence on what to write instead of an argument of AXLearn's, or None."""
         return hints.hint_for_error(error)
+
+    def config_of_layer(self, layer: object) -> Any:
+        """Returns the config of a hierarchy layer for one of another library, or for its config."""
+        # Here, since `weft.interop` is above the packages whose layers it knows, and imports JAX.
+        from weft.interop.hierarchy import as_child_config
+
+        return as_child_config(layer)
 
 
 _DOOR = CompatDoor()

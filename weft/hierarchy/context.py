@@ -16,7 +16,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import jax
 
@@ -24,7 +24,10 @@ from weft import errors
 from weft.core.flat_dict import flatten_dict, unflatten_dict
 from weft.core.tracing import lifted_names, running_transformation
 from weft.lifting.traces import current_trace, is_tracing
-from weft.typing import NestedTensor, Tensor
+from weft.typing import NestedTensor, PyTree, Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class ModuleNode(Protocol):
@@ -82,8 +85,11 @@ def filter_outputs(outputs: Mapping[str, Any], keep: Callable[[str], bool]) -> d
     >>> filter_outputs({"decoder": {"x": 1, "y": 2}, "z": 3}, lambda path: path == "decoder/x")
     {'decoder': {'x': 1}}
     """
-    flat = flatten_dict(dict(outputs))
-    return unflatten_dict({path: x for path, x in flat.items() if keep("/".join(path))})
+    accepted_outputs: dict[tuple[str, ...], Any] = {}
+    for path, value in flatten_dict(dict(outputs)).items():
+        if keep("/".join(path)):
+            accepted_outputs[path] = value
+    return unflatten_dict(accepted_outputs)
 
 
 def drop_empty(outputs: dict[str, Any]) -> None:
@@ -196,15 +202,20 @@ class InvocationContext:
             InvalidDescendantError: if there is no such module, or its state cannot be reached.
         """
         module = override_kwargs.pop("module", None) or self._child_module(name)
-        if self._trace is not current_trace() and self.is_from_outer_trace():
-            # A pure call, which may be traced several times, as branches and loops are.
-            override_kwargs.setdefault("output_collection", new_output_collection())
-        elif "output_collection" not in override_kwargs:
-            override_kwargs["output_collection"] = self._child_outputs(name, module)
-        if "state" not in override_kwargs:
-            override_kwargs["state"] = self.state_of(module)
-        fields = {"is_training": self.is_training, "prng_key": _ChildKey(self, name)}
-        return InvocationContext(name, self, module, **{**fields, **override_kwargs})
+        fields: dict[str, Any] = {
+            "is_training": self.is_training,
+            "prng_key": _ChildKey(self, name),
+            **override_kwargs,
+        }
+        if "output_collection" not in fields:
+            if self._trace is not current_trace() and self.is_from_outer_trace():
+                # A pure call, which may be traced several times, as branches and loops are.
+                fields["output_collection"] = new_output_collection()
+            else:
+                fields["output_collection"] = self._child_outputs(name, module)
+        if "state" not in fields:
+            fields["state"] = self.state_of(module)
+        return InvocationContext(name, self, module, **fields)
 
     def is_from_outer_trace(self) -> bool:
         """Returns whether a JAX transformation is running that this invocation did not cross.
@@ -216,16 +227,22 @@ class InvocationContext:
     def child_view(self, name: str) -> "InvocationContext":
         """Returns the context of a child that is only on the path to a descendant."""
         if name not in self._child_views:
-            module, outputs = self._child_module(name), self.output_collection.child(name)
-            state = self.state.get(name, {})  # pyright: ignore[reportAttributeAccessIssue]
-            key = _ChildKey(self, name)
+            state: Any = self.state
             self._child_views[name] = InvocationContext(
-                name, self, module, state, self.is_training, key, outputs
+                name,
+                parent=self,
+                module=self._child_module(name),
+                state=state.get(name, {}),
+                is_training=self.is_training,
+                prng_key=_ChildKey(self, name),
+                output_collection=self.output_collection.child(name),
             )
         return self._child_views[name]
 
     def _child_module(self, name: str) -> ModuleNode:
-        children = self.module.children if self.module is not None else {}
+        children: Mapping[str, ModuleNode] = {}
+        if self.module is not None:
+            children = self.module.children
         if name not in children:
             raise errors.InvalidDescendantError(
                 f"{self.path()} has no child {name!r}. {errors.did_you_mean(name, children)} "
@@ -239,8 +256,7 @@ class InvocationContext:
                 f"{name!r} is invoked twice in one invocation of {self.path()}: first at "
                 f"{self._child_calls[name]}, again at {_caller_location()}. Its outputs would "
                 "overwrite those of the first call, and its randomness would be the same. Name the "
-                "second call: "
-                f"{self._suggest_call(name, module)}."
+                f"second call: {self._suggest_call(name, module)}."
             )
         self._child_calls[name] = _caller_location()
         if name in self._child_views:  # a descendant was called first, through this child
@@ -248,26 +264,26 @@ class InvocationContext:
         return self.output_collection.add_child(name)
 
     def _suggest_call(self, name: str, module: ModuleNode) -> str:
-        stem, _, number = name.rpartition("_")
-        n = int(number) + 1 if stem and number.isdecimal() else 2
-        stem = stem if n > 2 else name
-        while f"{stem}_{n}" in self._child_calls or f"{stem}_{n}" in self._child_views:
-            n += 1
-        # The line belongs in a method of the module whose context is current.
+        """Returns code that calls a module under a new name: `x_2` after `x`, `x_3` after `x_2`."""
+        stem, _, digits = name.rpartition("_")
+        number = 1
+        if stem and digits.isdecimal():
+            number = int(digits)
+        if number < 2:
+            stem = name
+        number += 1
+        while f"{stem}_{number}" in self._child_calls or f"{stem}_{number}" in self._child_views:
+            number += 1
+        # The code belongs in a method of the module whose context is current.
         caller = (current_context() or self).module
-        names = None if caller is None else caller.find_descendant(module)
-        if names is not None:
-            called = ".".join(["self", *names])
-        else:
-            shared = {} if caller is None else caller.shared_modules()
-            of = next((n for n, m in shared.items() if m is module), module.name)
-            called = f"self.get_shared_module({of!r}).module"
-        return f"`with child_context({f'{stem}_{n}'!r}, module={called}): {called}(...)`"
+        module_text = _expression_of(module, caller)
+        new_name = f"{stem}_{number}"
+        return f"`with child_context({new_name!r}, module={module_text}): {module_text}(...)`"
 
     def state_of(self, module: ModuleNode) -> NestedTensor:
         """Returns the state of this context's module, a descendant, or a shared module."""
-        context = self
-        while True:
+        context: InvocationContext | None = self
+        while context is not None:
             names = None if context.module is None else context.module.find_descendant(module)
             if names is not None:
                 state: Any = context.state
@@ -276,8 +292,6 @@ class InvocationContext:
                 return state
             if module in context._shared_states:
                 return context._shared_states[module]
-            if context.parent is None:
-                break
             context = context.parent
         raise errors.InvalidDescendantError(
             f"{module.path()} is neither below {self.path()} nor shared with it, so its state "
@@ -285,14 +299,15 @@ class InvocationContext:
             "`self._share_with_descendants(module, shared_module_name=...)`."
         )
 
-    def functional(self, method_fn: Callable[..., Any]) -> Callable[..., Any]:
+    def functional(self, method_fn: Callable[P, R]) -> Callable[P, tuple[R, OutputCollection]]:
         """Returns a pure function that calls `method_fn` in a copy of this context without outputs.
 
         It returns the result of `method_fn` and an `OutputCollection`.
         """
 
-        def pure(*args: object, **kwargs: object) -> tuple[Any, OutputCollection]:
+        def pure(*args: P.args, **kwargs: P.kwargs) -> tuple[R, OutputCollection]:
             context = self.fork()
+            # The copy belongs to the trace of the call, so its outputs are not those of a leak.
             context._trace = current_trace()
             with set_current_context(context, require_parent=False):
                 result = method_fn(*args, **kwargs)
@@ -306,20 +321,22 @@ class InvocationContext:
 
     def fork_with_outputs(self, **fields: Any) -> "InvocationContext":
         """Returns a copy of this context with the same outputs, and other values of some fields."""
+        # Not `self.prng_key`, which would derive a key that the copy may never use.
         key = self.__dict__.get("_derived", self.__dict__.get("prng_key"))
         fork = dataclasses.replace(self, **{"prng_key": key, **fields})
-        fork._shared_states, fork._trace = self._shared_states, self._trace
+        fork._shared_states = self._shared_states
+        fork._trace = self._trace
         return fork
 
-    def add_summary(self, name: str, value: object) -> None:
+    def add_summary(self, name: str, value: PyTree) -> None:
         """Adds a value to report for this step; see `Module.add_summary`."""
         self._add("summaries", name, value)
 
-    def add_state_update(self, name: str, value: object) -> None:
+    def add_state_update(self, name: str, value: PyTree) -> None:
         """Adds a new value for an entry of the state; see `Module.add_state_update`."""
         self._add("state_updates", name, value)
 
-    def add_module_output(self, name: str, value: object) -> None:
+    def add_module_output(self, name: str, value: PyTree) -> None:
         """Adds an output other than the result; see `Module.add_module_output`."""
         self._add("module_outputs", name, value)
 
@@ -337,8 +354,8 @@ class InvocationContext:
             for name, value in outputs.items():
                 self._add(kind, name, value)
 
-    def _add(self, kind: str, name: str, value: object) -> None:
-        outputs = getattr(self.output_collection, kind)
+    def _add(self, kind: str, name: str, value: PyTree) -> None:
+        outputs: dict[str, Any] = getattr(self.output_collection, kind)
         if self.is_from_outer_trace():
             raise side_effect_error(
                 self, f"the {_SINGULAR[kind]} {name!r} is added", "a tracer would leak"
@@ -354,16 +371,18 @@ class InvocationContext:
         if self.is_from_outer_trace():
             raise side_effect_error(self, "state updates are set", "a tracer would leak")
         updates = self.output_collection.state_updates
-        if not isinstance(value, dict):
-            above = self.parent and self.parent.output_collection.state_updates
-            if above is not None and above.get(self.name) is updates:
-                above[self.name] = value
-            self.output_collection = self.output_collection._replace(
-                state_updates=value  # pyright: ignore[reportArgumentType] - a leaf of the dict
-            )
+        if isinstance(value, dict):
+            updates.clear()
+            updates.update(value)
             return
-        updates.clear()
-        updates.update(value)
+        # The parent's dict holds this one's, which cannot become an array: both are replaced.
+        if self.parent is not None:
+            updates_by_child = self.parent.output_collection.state_updates
+            if updates_by_child.get(self.name) is updates:
+                updates_by_child[self.name] = value
+        self.output_collection = self.output_collection._replace(
+            state_updates=value  # pyright: ignore[reportArgumentType] - a leaf of the dict
+        )
 
     def get_summaries(self) -> dict[str, Any]:
         return self.output_collection.summaries
@@ -373,6 +392,19 @@ class InvocationContext:
 
     def get_module_outputs(self) -> dict[str, Any]:
         return self.output_collection.module_outputs
+
+
+def _expression_of(module: ModuleNode, caller: ModuleNode | None) -> str:
+    """Returns the code by which methods of `caller` name a module below it, or shared with it."""
+    shared_name = module.name
+    if caller is not None:
+        names = caller.find_descendant(module)
+        if names is not None:
+            return ".".join(["self", *names])
+        for name, shared_module in caller.shared_modules().items():
+            if shared_module is module:
+                shared_name = name
+    return f"self.get_shared_module({shared_name!r}).module"
 
 
 class ContextStack(threading.local):
@@ -391,12 +423,12 @@ def current_context() -> InvocationContext | None:
     return stack[-1] if stack else None
 
 
-def require_context(what: str) -> InvocationContext:
-    """Returns the current context, or raises NoContextError outside of an invocation."""
+def require_context(subject: str) -> InvocationContext:
+    """Returns the current context; NoContextError says that `subject` needs an invocation."""
     context = current_context()
     if context is None:
         raise errors.NoContextError(
-            f"{what} belongs to an invocation, and none is under way in this thread; "
+            f"{subject} belongs to an invocation, and none is under way in this thread; "
             "call the method through `functional(module, prng_key=..., state=..., inputs=..., "
             "is_training=...)`."
         )
@@ -414,10 +446,14 @@ class ActiveContext:
 
     # A class, since a generator takes three times as many Python calls.
     def __init__(self, context: InvocationContext, caller: InvocationContext | None):
-        name, above = context.name, context.parent
-        while above is not caller and above is not None:
-            name, above = f"{above.name}/{name}", above.parent
-        self._context, self._scope = context, jax.named_scope(name)
+        scope_name = context.name
+        ancestor = context.parent
+        # A call of a descendant further down opens the scopes on the way to it, too.
+        while ancestor is not caller and ancestor is not None:
+            scope_name = f"{ancestor.name}/{scope_name}"
+            ancestor = ancestor.parent
+        self._context = context
+        self._scope = jax.named_scope(scope_name)
 
     def __enter__(self) -> InvocationContext:
         self._scope.__enter__()
@@ -451,7 +487,7 @@ def set_current_context(
 
 
 @contextlib.contextmanager
-def child_context(name: str, **kwargs: object) -> Iterator[InvocationContext]:
+def child_context(name: str, **kwargs: Any) -> Iterator[InvocationContext]:
     """Opens a child of the current context until the block ends.
 
     Args:
@@ -498,14 +534,16 @@ def side_effect_error(
 
     `effect` is such as "the PRNG key is read", `reason` as "every iteration would draw the same".
     """
-    module = context.module
+    location = context.path() if context.module is None else context.module.path()
     jax_transform = running_transformation()
-    # `scan` has another name in this package.
-    names = ["scan_in_context" if name == "scan" else name for name in lifted_names(jax_transform)]
-    replacements = "` or `".join(names) if jax_transform else "the transformation of the same name"
+    replacements = "the transformation of the same name"
+    if jax_transform:
+        names = lifted_names(jax_transform)
+        # `scan` has another name in this package.
+        names = ["scan_in_context" if name == "scan" else name for name in names]
+        replacements = "` or `".join(names)
     return errors.ContextTransformError(
-        f"{effect} in {context.path() if module is None else module.path()!r} inside of "
-        f"{jax_transform or 'a transformation of JAX'}, "
+        f"{effect} in {location!r} inside of {jax_transform or 'a transformation of JAX'}, "
         f"which does not pass the invocation through, so {reason}. Use `{replacements}` of "
         "`weft.hierarchy.transforms` instead: it passes parameters, keys and outputs through."
     )

@@ -7,24 +7,24 @@ module's method first opens the called module's context, which holds its state, 
 
 import contextlib
 import functools
-import importlib
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol, TypeVar, Union, runtime_checkable
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import jax
 
 from weft import errors
 from weft._door import current_door
-from weft.config import REQUIRED, Configurable, Required
+from weft.config import REQUIRED, Configurable, InstantiableConfig, Required
 from weft.core import display, tracing
 from weft.hierarchy import context as context_lib
 from weft.hierarchy.context import InvocationContext, OutputCollection, current_context
-from weft.typing import NestedTensor, Tensor
+from weft.typing import NestedTensor, PyTree, Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -65,35 +65,41 @@ def mark_method(fun: F, mark: str, decorator: str) -> F:
 
 def get_public_method(module: "Module", name: str) -> Callable[..., Any] | None:
     """Returns the public method called `name`; None for children, fields, properties and others."""
-    attribute = None if name.startswith("_") else inspect.getattr_static(module, name, None)
-    is_method = callable(attribute) and not isinstance(attribute, type | staticmethod | Module)
-    return getattr(module, name) if is_method else None
+    if name.startswith("_"):
+        return None
+    attribute = inspect.getattr_static(module, name, None)
+    if not callable(attribute) or isinstance(attribute, type | staticmethod | Module):
+        return None
+    return getattr(module, name)
 
 
 def check_method(owner: "Module", model: "Module", method: str, error: type[Exception]) -> None:
     """Raises an error if `owner` is to call a public method that the model does not have."""
     if get_public_method(model, method) is None:
-        names = [name for name in dir(type(model)) if not name.startswith("_")]
+        public_names = [name for name in dir(type(model)) if not name.startswith("_")]
         raise error(
             f"{owner.path()} is to call {method!r} of the model, but {type(model).__name__} has no "
-            f"such method. {errors.did_you_mean(method, names)}"
+            f"such method. {errors.did_you_mean(method, public_names)}"
         )
 
 
-def _in_own_context(method: Callable[..., R]) -> Callable[..., R]:
+def _in_own_context(
+    method: Callable[Concatenate["Module", P], R],
+) -> Callable[Concatenate["Module", P], R]:
     """Wraps a method so that calls from other modules run in its own module's context."""
 
     @functools.wraps(method)
-    def call(self: "Module", *args: object, **kwargs: object) -> R:
-        context = current_context()
-        if context is None or context.module is self:
+    def call(self: "Module", *args: P.args, **kwargs: P.kwargs) -> R:
+        caller = current_context()
+        # Outside of an invocation, and for a module's calls of its own methods, nothing changes.
+        if caller is None or caller.module is self:
             return method(self, *args, **kwargs)
         try:
-            with context_lib.ActiveContext(self._child_context_of(context), context):
-                fn = functools.partial(self._in_context(method), self)
+            with context_lib.ActiveContext(self._child_context_of(caller), caller):
+                bound_method = functools.partial(self._in_context(method), self)
                 for interceptor in _INTERCEPTORS.get():
-                    fn = _intercepted(interceptor, self, method.__name__, fn)
-                return fn(*args, **kwargs)
+                    bound_method = _intercepted(interceptor, self, method.__name__, bound_method)
+                return bound_method(*args, **kwargs)
         except Exception as error:
             _add_path_note(error, self, method.__name__)
             raise
@@ -120,21 +126,23 @@ def intercept_module_calls(interceptor: Interceptor) -> Iterator[None]:
 
 
 def _intercepted(
-    interceptor: Interceptor, module: "Module", name: str, fn: Callable[..., Any]
-) -> Callable[..., Any]:
-    def call(*args: object, **kwargs: object) -> Any:
-        return interceptor(module, name, fn, args, kwargs)
+    interceptor: Interceptor, module: "Module", name: str, bound_method: Callable[P, R]
+) -> Callable[P, R]:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return interceptor(module, name, bound_method, args, kwargs)
 
     return call
 
 
 def _add_path_note(error: Exception, module: "Module", method: str) -> None:
-    if not getattr(error, "_weft_path_noted", False):
-        error._weft_path_noted = True  # pyright: ignore[reportAttributeAccessIssue]
-        error.add_note(f"In {type(module).__name__}.{method} of module {module.path()!r}.")
-        hint = current_door().hint_for_error(error)
-        if hint is not None:
-            error.add_note(hint)
+    # Only the innermost module: the error passes the wrappers of all modules above it as well.
+    if getattr(error, "_weft_path_noted", False):
+        return
+    error._weft_path_noted = True  # pyright: ignore[reportAttributeAccessIssue]
+    error.add_note(f"In {type(module).__name__}.{method} of module {module.path()!r}.")
+    hint = current_door().hint_for_error(error)
+    if hint is not None:
+        error.add_note(hint)
 
 
 class _Forward:
@@ -183,22 +191,23 @@ class Module(Configurable):
     def __init_subclass__(cls, **kwargs: object):
         super().__init_subclass__(**kwargs)
         for name, value in list(vars(cls).items()):
-            is_public = inspect.isfunction(value) and not name.startswith("_")
+            if not inspect.isfunction(value) or name.startswith("_"):
+                continue
+            # `nowrap` on a base's method holds for its overrides.
             definitions = [vars(base).get(name) for base in cls.__mro__]
-            if is_public and not any(getattr(d, "_weft_nowrap", False) for d in definitions):
+            if not any(getattr(method, "_weft_nowrap", False) for method in definitions):
                 setattr(cls, name, _in_own_context(value))
 
     def __init__(self, cfg: Config, *, parent: "Module | None"):
         super().__init__(cfg)
-        context_lib.check_name(
-            cfg.name, "a root" if parent is None else f"a child of {parent.path()}"
-        )
+        place = "a root" if parent is None else f"a child of {parent.path()}"
+        context_lib.check_name(cfg.name, place)
         self._name = cfg.name
         self._parent = parent
         self._children: dict[str, Module] = {}
         self._shared: dict[str, Module] = {}
-        own_methods = type(self)._methods_to_wrap_for_auto_child_context
-        if own_methods is not Module._methods_to_wrap_for_auto_child_context:
+        choice_of_class = type(self)._methods_to_wrap_for_auto_child_context
+        if choice_of_class is not Module._methods_to_wrap_for_auto_child_context:
             self._wrap_methods(self._methods_to_wrap_for_auto_child_context())
         self._vlog_level: int | None = cfg.vlog
         if cfg.vlog is None and parent is not None:
@@ -211,20 +220,25 @@ class Module(Configurable):
 
         By default all public ones. An override may leave some out, or add private ones.
         """
-        methods = {}
+        methods: dict[str, Callable[..., Any]] = {}
         for name in dir(type(self)):
-            method: Any = getattr(type(self), name, None)
-            if not name.startswith("_") and hasattr(method, "_weft_method"):
-                methods[name] = method._weft_method
+            wrapper = getattr(type(self), name, None)
+            method = getattr(wrapper, "_weft_method", None)
+            if method is not None and not name.startswith("_"):
+                methods[name] = method
         return methods
 
-    def _wrap_methods(self, wrapped: Mapping[str, Callable[..., Any]]) -> None:
-        """Sets the methods of this module that open its context other than those of its class."""
-        by_default = Module._methods_to_wrap_for_auto_child_context(self)
-        for name in by_default.keys() - wrapped.keys():
-            setattr(self, name, functools.partial(by_default[name], self))
-        for name, method in wrapped.items():
-            if name not in by_default:
+    def _wrap_methods(self, methods: Mapping[str, Callable[..., Any]]) -> None:
+        """Lets these methods of this object open its context, and no others.
+
+        The class has wrapped its public methods, so the object gets what differs from that.
+        """
+        wrapped_by_class = Module._methods_to_wrap_for_auto_child_context(self)
+        for name, method in wrapped_by_class.items():
+            if name not in methods:
+                setattr(self, name, functools.partial(method, self))
+        for name, method in methods.items():
+            if name not in wrapped_by_class:
                 function = getattr(method, "__func__", method)
                 setattr(self, name, functools.partial(_in_own_context(function), self))
 
@@ -248,13 +262,15 @@ class Module(Configurable):
         return self._name if self._parent is None else f"{self._parent.path()}.{self._name}"
 
     def __getattr__(self, name: str) -> Any:
+        # By `__dict__`: before `__init__` has set these two, `self._children` would come back here.
         children = self.__dict__.get("_children", {})
         if name in children:
             return children[name]
-        attributes = [n for n in (*children, *dir(type(self))) if not n.startswith("_")]
+        names = [*children, *dir(type(self))]
+        public_names = [name for name in names if not name.startswith("_")]
         raise AttributeError(
             f"{type(self).__name__} {self.__dict__.get('_name', '')!r} has no attribute or child "
-            f"{name!r}. {errors.did_you_mean(name, attributes)}"
+            f"{name!r}. {errors.did_you_mean(name, public_names)}"
         )
 
     def _shown_size(self) -> str:
@@ -263,14 +279,13 @@ class Module(Configurable):
 
     def _shown_parts(self) -> dict[str, Any]:
         """Returns what texts and trees show of this module, in order."""
-        kinds = int | float | str | tuple
         defaults = dict(type(self).default_config().items())
-        settings = {
-            name: value
-            for name, value in self.config.items()
-            if name != "name" and isinstance(value, kinds) and value != defaults.get(name)
-        }
-        return settings | self._children
+        parts: dict[str, Any] = {}
+        for name, value in self.config.items():
+            is_short = isinstance(value, int | float | str | tuple)
+            if name != "name" and is_short and value != defaults.get(name):
+                parts[name] = value
+        return parts | self._children
 
     def __repr__(self) -> str:
         if "_children" not in vars(self):
@@ -280,7 +295,9 @@ class Module(Configurable):
 
     _repr_mimebundle_ = display.notebook_tree
 
-    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+    def __treescope_repr__(
+        self, path: str | None, subtree_renderer: Callable[..., object]
+    ) -> object:
         """Shows settings, parameters and children in Treescope's trees."""
         return display.render_tree(self, self._shown_parts(), path, subtree_renderer)
 
@@ -301,44 +318,45 @@ class Module(Configurable):
         """
         context_lib.check_name(name, f"a child of {self.path()}")
         if name in self._children or name in self.__dict__ or hasattr(type(self), name):
+            holder = "a child" if name in self._children else "an attribute"
             raise errors.ChildNameConflictError(
-                f"{self.path()} already has "
-                f"{'a child' if name in self._children else 'an attribute'} {name!r}; "
-                "give the child another name."
+                f"{self.path()} already has {holder} {name!r}; give the child another name."
             )
 
-        def wrong(why: str) -> errors.ChildConfigError:
-            given = f"the child {name!r} of {self.path()} was given {child_config!r}"
-            return errors.ChildConfigError(f"{given}; {why}")
+        def error_of_child(reason: str) -> errors.ChildConfigError:
+            return errors.ChildConfigError(
+                f"the child {name!r} of {self.path()} was given {child_config!r}; {reason}"
+            )
 
-        config = child_config
-        if not isinstance(config, Module.Config):
-            # Above this package, and only needed for other libraries' layers and for functions.
-            config = importlib.import_module("weft.interop.hierarchy").as_child_config(config)
+        is_module_config = isinstance(child_config, Module.Config)
+        # Layers of other libraries, and functions that make modules.
+        config = child_config if is_module_config else current_door().config_of_layer(child_config)
         try:
             child = config.clone(name=name).instantiate(parent=self, **kwargs)
         except errors.UnknownLayerError as error:
-            if config is child_config:  # it names its own path
+            if is_module_config:  # its own error, which names its path
                 raise
-            raise wrong(
+            raise error_of_child(
                 "expected the config of a Module, such as `Linear.default_config()`, or of a "
                 "function with parameters `name` and `parent` that makes a Module, or a layer of "
                 "any library that `weft.interop.as_hierarchy` takes."
             ) from error
         if not isinstance(child, Module):
-            raise wrong(
+            raise error_of_child(
                 f"it makes an object of type {type(child).__name__}, which is not a Module. "
                 "Return a Module whose methods call that object."
             )
         if (child.parent, child.name) != (self, name):
-            raise wrong(
+            raise error_of_child(
                 f"it makes the {type(child).__name__} {child.path()!r}, which has another "
                 "name or parent. Pass both on: `cfg.set(name=name).instantiate(parent=parent)`."
             )
         self._children[name] = child
         return child
 
-    def _maybe_add_child(self, name: str, child_config: Any, **fields: object) -> None:
+    def _maybe_add_child(
+        self, name: str, child_config: InstantiableConfig | None, **fields: Any
+    ) -> None:
         """Creates a child with these values of config fields, unless its config is None."""
         if child_config is not None:
             self._add_child(name, child_config.set(**fields))
@@ -350,17 +368,18 @@ class Module(Configurable):
 
         Raises InvalidDescendantError if a module on the path does not exist.
         """
-        *above, name = names.split(".") if isinstance(names, str) else names
+        if isinstance(names, str):
+            names = names.split(".")
         module = self
-        for step in above:
-            if step not in module._children:
+        for name in names[:-1]:
+            if name not in module._children:
                 raise errors.InvalidDescendantError(
-                    f"{module.path()} has no child {step!r}, so "
-                    f"{'.'.join([*above, name])!r} cannot be added below {self.path()}. "
-                    f"{errors.did_you_mean(step, module._children)}"
+                    f"{module.path()} has no child {name!r}, so "
+                    f"{'.'.join(names)!r} cannot be added below {self.path()}. "
+                    f"{errors.did_you_mean(name, module._children)}"
                 )
-            module = module._children[step]
-        return module._add_child(name, child_config, **kwargs)
+            module = module._children[name]
+        return module._add_child(names[-1], child_config, **kwargs)
 
     def find_descendant(self, module: context_lib.ModuleNode) -> list[str] | None:
         """Returns the names from this module to `module`, or None if it is not below this one.
@@ -368,11 +387,11 @@ class Module(Configurable):
         Raises InvalidDescendantError for what is not a module.
         """
         names: list[str] = []
-        at: Any = module
+        node: Any = module
         try:
-            while at is not None and at is not self:
-                names.append(at._name)
-                at = at._parent
+            while node is not None and node is not self:
+                names.append(node._name)
+                node = node._parent
         except AttributeError:
             if isinstance(module, Module):
                 raise
@@ -380,7 +399,7 @@ class Module(Configurable):
                 f"{module!r} of type {type(module).__name__} is not a module; expected one of the "
                 f"descendants of {self.path()}."
             ) from None
-        return None if at is None else names[::-1]
+        return None if node is None else names[::-1]
 
     def path_to_descendant_module(self, module: "Module") -> list[str]:
         """Returns `find_descendant(module)`, or raises InvalidDescendantError if it is None."""
@@ -410,37 +429,46 @@ class Module(Configurable):
 
     def shared_modules(self) -> dict[str, "Module"]:
         """Returns the modules shared by this one and its ancestors; the nearest of a name wins."""
-        above = {} if self._parent is None else self._parent.shared_modules()
-        return {**above, **self._shared}
+        if self._parent is None:
+            return dict(self._shared)
+        return self._parent.shared_modules() | self._shared
 
-    def get_shared_module(self, shared_module_or_name: Union["Module", str]) -> SharedModule:
+    def get_shared_module(self, shared_module_or_name: "Module | str") -> SharedModule:
         """Returns a module shared by this one or an ancestor, with its state in this invocation.
 
         Raises InvalidDescendantError if the module, or a module of this name, is not shared.
         """
-        shared = self.shared_modules()
-        for name, module in shared.items():
+        shared_modules = self.shared_modules()
+        for name, module in shared_modules.items():
             if shared_module_or_name in (name, module):
-                return SharedModule(module, self.get_invocation_context().state_of(module), name)
-        name = shared_module_or_name
-        name = name.path() if isinstance(name, Module) else name
+                state = self.get_invocation_context().state_of(module)
+                return SharedModule(module, state, name)
+        unknown_name = shared_module_or_name
+        if isinstance(unknown_name, Module):
+            unknown_name = unknown_name.path()
         raise errors.InvalidDescendantError(
-            f"{name!r} is not shared with {self.path()}. "
-            f"{errors.did_you_mean(name, shared)} Share it from a module above both with "
-            "`self._share_with_descendants(module, shared_module_name=...)`."
+            f"{unknown_name!r} is not shared with {self.path()}. "
+            f"{errors.did_you_mean(unknown_name, shared_modules)} Share it from a module above "
+            "both with `self._share_with_descendants(module, shared_module_name=...)`."
         )
 
     # The invocation.
 
-    def _child_context_of(self, context: InvocationContext) -> InvocationContext:
-        names = context.module.find_descendant(self) if context.module is not None else None
+    def _child_context_of(self, caller: InvocationContext) -> InvocationContext:
+        """Returns a new context for a call of this module, from the context of its caller."""
+        if caller.module is None:
+            return caller.add_child(self._name, module=self)
+        names = caller.module.find_descendant(self)
         if names:
+            context = caller
             for name in names[:-1]:
                 context = context.child_view(name)
             return context.add_child(names[-1])
-        shared = context.module.shared_modules() if context.module is not None else {}
-        name = next((name for name, module in shared.items() if module is self), self._name)
-        return context.add_child(name, module=self)
+        # Not below the caller: the caller calls it under the name by which it is shared.
+        for name, module in caller.module.shared_modules().items():
+            if module is self:
+                return caller.add_child(name, module=self)
+        return caller.add_child(self._name, module=self)
 
     def _in_context(self, method: Callable[..., R]) -> Callable[..., R]:
         """Returns a method as it is called in its open context; subclasses may extend this."""
@@ -478,7 +506,7 @@ class Module(Configurable):
         """State of the module in the current invocation."""
         return self.get_invocation_context().state
 
-    def add_summary(self, name: str, value: object) -> None:
+    def add_summary(self, name: str, value: PyTree) -> None:
         """Reports an array, `WeightedScalar`, `Summary` or nested dict of them for this step.
 
         Over the batches of an evaluation, a plain number is averaged as it is, each batch with
@@ -492,11 +520,11 @@ class Module(Configurable):
                 leaf.validate()
         self.get_invocation_context().add_summary(name, value)
 
-    def add_state_update(self, name: str, value: object) -> None:
+    def add_state_update(self, name: str, value: PyTree) -> None:
         """Sets a new value, an array or nested dict, for an entry of the state after the step."""
         self.get_invocation_context().add_state_update(name, value)
 
-    def add_module_output(self, name: str, value: object) -> None:
+    def add_module_output(self, name: str, value: PyTree) -> None:
         """Adds a side output of the method, any pytree, under a name new to this invocation."""
         self.get_invocation_context().add_module_output(name, value)
 
@@ -547,24 +575,31 @@ def functional(
 
     Returns the method's result and an `OutputCollection` of side outputs.
     """
+    # The state goes in as a field of the root's context, and outputs come out as another: the
+    # methods below read and fill them by the current context, which the root's is until the end.
     if copy_args_tree:
         state, inputs = jax.tree.map(lambda x: x, (state, inputs))
     context = InvocationContext(module.name, None, module, state, is_training, prng_key)
-    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    args, kwargs = inputs, {}
+    if isinstance(inputs, dict):
+        args, kwargs = (), inputs
     try:
         with context_lib.ActiveContext(context, None):
-            fn = getattr(module, method)
-            # The module's context is open.
-            if getattr(fn, "__self__", None) is module and hasattr(fn, "_weft_method"):
-                fn = functools.partial(module._with_casts(fn._weft_method), module)
-            result = fn(*args, **kwargs)
+            bound_method = getattr(module, method)
+            is_wrapped = hasattr(bound_method, "_weft_method")
+            if is_wrapped and getattr(bound_method, "__self__", None) is module:
+                # Its wrapper would find the module's context open, and leave out the casts.
+                method_with_casts = module._with_casts(bound_method._weft_method)
+                bound_method = functools.partial(method_with_casts, module)
+            result = bound_method(*args, **kwargs)
     except Exception as error:
         _add_path_note(error, module, method)
         tracing.hide_frames(error)
         raise
     outputs = context.output_collection
-    for part in (outputs.summaries, outputs.module_outputs):
-        context_lib.drop_empty(part)
-    return result, OutputCollection(
-        **{k: {} if k in drop_output_collections else v for k, v in outputs._asdict().items()}
-    )
+    context_lib.drop_empty(outputs.summaries)
+    context_lib.drop_empty(outputs.module_outputs)
+    for kind in OutputCollection._fields:
+        if kind in drop_output_collections:
+            outputs = outputs._replace(**{kind: {}})
+    return result, outputs
