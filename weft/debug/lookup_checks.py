@@ -15,13 +15,13 @@ computed here from the batch, with NumPy, for those lookups whose indices follow
 the batch and from shapes alone. Nothing is compiled.
 """
 
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import tree_leaves_with_path
 
 from weft.config import ConfigBase
 from weft.errors import InputDatasetError, TokenizerError
@@ -29,7 +29,7 @@ from weft.hierarchy import LearnedPositionalEmbedding
 from weft.input.tokenizers import Tokenizer, as_tokenizer
 from weft.lifting.state_creation import consts_and_carry
 from weft.trainer import run_dir, train_step
-from weft.trainer.optimizers.base import leaves_by_path, path_name
+from weft.trainer.optimizers.base import path_name
 from weft.trainer.trainer_config_modifier import find_values
 from weft.typing import NestedTensor
 
@@ -50,80 +50,92 @@ def check_tokens(cfg: ConfigBase) -> None:
             tokenizer than the training, or begins texts in another way.
         InputDatasetError: if a sequence is longer than the model's table of positions.
     """
-    fields = run_dir.find_fields("tokenizer", cfg)
-    own_first = sorted(fields, key=lambda path: not path.startswith("input."))
-    begins = run_dir.find_fields("add_bos", cfg)
-    tokenizers = {
-        path: as_tokenizer(
-            fields[path], add_bos=begins.get(f"{path.removesuffix('tokenizer')}add_bos", False)
-        )
-        for path in own_first
-    }
-    sizes = run_dir.find_fields("vocab_size", cfg.model)
-    vocabularies = {path: size for path, size in sizes.items() if isinstance(size, int)}
-    if vocabularies:
+    tokenizers = _tokenizers(cfg)
+    vocabulary_sizes: dict[str, int] = {}
+    for path, size in run_dir.find_fields("vocab_size", cfg.model).items():
+        if isinstance(size, int):
+            vocabulary_sizes[path] = size
+    if vocabulary_sizes:
         # If there are several, those of text are the larger ones.
-        field = max(vocabularies, key=lambda path: vocabularies[path])
-        special = _special_ids(cfg.model, field)
-        _check_special(field, vocabularies[field], special)
+        field = max(vocabulary_sizes, key=lambda path: vocabulary_sizes[path])
+        size = vocabulary_sizes[field]
+        special_ids = _special_ids(cfg.model, field)
+        _check_special(field, size, special_ids)
         for path, tokenizer in tokenizers.items():
-            _check_vocabulary(path, tokenizer, field, vocabularies[field], special)
+            _check_vocabulary(path, tokenizer, field, size, special_ids)
     _check_equal(tokenizers)
     _check_lengths(cfg)
 
 
-def _special_ids(model: Any, field: str) -> Mapping[str, tuple[int, ...]]:
+def _tokenizers(cfg: ConfigBase) -> dict[str, Tokenizer]:
+    """Returns the tokenizers of a trainer's config by path, those of its input first."""
+    fields = run_dir.find_fields("tokenizer", cfg)
+    bos_fields = run_dir.find_fields("add_bos", cfg)
+    tokenizers = {}
+    for path in sorted(fields, key=lambda path: not path.startswith("input.")):
+        add_bos = bos_fields.get(f"{path.removesuffix('tokenizer')}add_bos", False)
+        tokenizers[path] = as_tokenizer(fields[path], add_bos=add_bos)
+    return tokenizers
+
+
+def _special_ids(model: Any, field: str) -> dict[str, tuple[int, ...]]:
     """Returns the model's special ids by path; a negative one is that of no token."""
     parent = field.rpartition(".")[0]
     owner = model.get_recursively(parent) if parent else model
-    values = {name: getattr(owner, name, None) for name in _SPECIAL}
-    found = {name: (value,) if isinstance(value, int) else value for name, value in values.items()}
-    return {
-        f"{parent}.{name}".lstrip("."): tuple(ids)
-        for name, ids in found.items()
-        if isinstance(ids, Sequence) and ids
-    }
+    special_ids = {}
+    for name in _SPECIAL:
+        ids = getattr(owner, name, None)
+        if isinstance(ids, int):
+            ids = (ids,)
+        if isinstance(ids, Sequence) and ids:
+            special_ids[f"{parent}.{name}".lstrip(".")] = tuple(ids)
+    return special_ids
 
 
-def _check_special(field: str, size: int, special: Mapping[str, tuple[int, ...]]) -> None:
-    for path, ids in special.items():
-        value = max(ids)
-        if value >= size:
+def _check_special(field: str, size: int, special_ids: Mapping[str, tuple[int, ...]]) -> None:
+    for path, ids in special_ids.items():
+        largest = max(ids)
+        if largest >= size:
             raise TokenizerError(
-                f"model.{path}={value} is outside of the vocabulary, model.{field}={size}: its ids "
-                f"are 0 to {size - 1}. Set model.{field}={value + 1} or another id."
+                f"model.{path}={largest} is outside of the vocabulary, model.{field}={size}: its "
+                f"ids are 0 to {size - 1}. Set model.{field}={largest + 1} or another id."
             )
 
 
 def _check_vocabulary(
-    path: str, tokenizer: Tokenizer, field: str, size: int, special: Mapping[str, tuple[int, ...]]
+    path: str,
+    tokenizer: Tokenizer,
+    field: str,
+    size: int,
+    special_ids: Mapping[str, tuple[int, ...]],
 ) -> None:
-    wrong, needed = [], []
+    faults, overrides = [], []
     if tokenizer.vocab_size > size:
-        wrong.append(f"it has {tokenizer.vocab_size} ids, and model.{field}={size}")
-        needed.append(f"model.{field}={tokenizer.vocab_size}")
-    for name, ids in special.items():
-        own_name = _SPECIAL[name.rpartition(".")[2]]
-        own = getattr(tokenizer, own_name)
-        if own not in ids:
-            value = ids[0] if len(ids) == 1 else ids
-            wrong.append(f"its {own_name} is {own}, and model.{name}={value}")
-            needed.append(f"model.{name}={own}")
-    if wrong:
+        faults.append(f"it has {tokenizer.vocab_size} ids, and model.{field}={size}")
+        overrides.append(f"model.{field}={tokenizer.vocab_size}")
+    for name, ids in special_ids.items():
+        attribute = _SPECIAL[name.rpartition(".")[2]]
+        tokenizer_id = getattr(tokenizer, attribute)
+        if tokenizer_id not in ids:
+            model_ids = ids[0] if len(ids) == 1 else ids
+            faults.append(f"its {attribute} is {tokenizer_id}, and model.{name}={model_ids}")
+            overrides.append(f"model.{name}={tokenizer_id}")
+    if faults:
         raise TokenizerError(
-            f"the tokenizer of {path} does not fit the model: {'; '.join(wrong)}. Set "
-            f"{' '.join(needed)}, or choose the model's own tokenizer."
+            f"the tokenizer of {path} does not fit the model: {'; '.join(faults)}. Set "
+            f"{' '.join(overrides)}, or choose the model's own tokenizer."
         )
 
 
 def _check_equal(tokenizers: Mapping[str, Tokenizer]) -> None:
     """Compares evalers' tokenizers with that of the same field of the input."""
     for path, tokenizer in tokenizers.items():
-        trained = path[path.find("].") + 2 :]
-        of_training = tokenizers.get(trained, tokenizer)
-        if _identity(tokenizer) != _identity(of_training):
+        # Of `evalers['name'].input.source.tokenizer`, what follows the bracket.
+        input_path = path[path.find("].") + 2 :]
+        input_tokenizer = tokenizers.get(input_path, tokenizer)
+        if _identity(tokenizer) != _identity(input_tokenizer):
             raise TokenizerError(
-                f"the tokenizers differ: {trained} is {of_training!r}, and {path} is "
+                f"the tokenizers differ: {input_path} is {input_tokenizer!r}, and {path} is "
                 f"{tokenizer!r}. A model understands the ids of one of them; set the same "
                 "`tokenizer` and `add_bos` for both."
             )
@@ -161,25 +173,33 @@ def check_lookups(
         InputDatasetError: if the batch has an id, or the model a position, without a row.
         TokenizerError: if a tokenizer has.
     """
-    paths, fields = leaves_by_path(state), leaves_by_path(batch)
-    num_other = len(program.jaxpr.invars) - len(paths) - len(fields)
-    tables = [path_name(p[1:]) if p[0].name == "model" else None for p in paths]
-    arguments = [_Known(table=table) for table in tables] + [_Known()] * num_other
-    shapes = {path_name(path): x for path, x in fields.items()}
-    values = {name: _integers(x) for name, x in shapes.items()}
+    state_paths = [path for path, _ in tree_leaves_with_path(state)]
+    batch_arrays = {path_name(path): x for path, x in tree_leaves_with_path(batch)}
+    num_other = len(program.jaxpr.invars) - len(state_paths) - len(batch_arrays)
+    arguments = []
+    for path in state_paths:
+        is_parameter = path[0].name == "model"
+        arguments.append(_Known(table=path_name(path[1:]) if is_parameter else None))
+    arguments += [_Known()] * num_other
 
     def first_wrong(values: Mapping[str, np.ndarray | None]) -> "_Lookup | None":
-        given = [_Known(x, frozenset([name])) for name, x in values.items()]
-        frame = _Frame(program.jaxpr, [*arguments, *given], program.consts)
-        return next((x for x in frame.lookups() if x.is_wrong()), None)
+        fields = [_Known(value, frozenset([name])) for name, value in values.items()]
+        frame = _Frame(program.jaxpr, [*arguments, *fields], program.consts)
+        for lookup in frame.lookups():
+            if lookup.is_wrong():
+                return lookup
+        return None
 
+    values = {name: _integers(x) for name, x in batch_arrays.items()}
     lookup = first_wrong(values)
     if lookup is not None:
-        raise InputDatasetError(_text(lookup, values, batch, cfg))
+        raise InputDatasetError(_text(lookup, values, batch_arrays, cfg))
     for path, tokenizer in run_dir.find_fields("tokenizer", cfg.input).items():
         size = as_tokenizer(tokenizer).vocab_size
-        ids = {n: np.full(x.shape, size - 1) for n, x in shapes.items() if n == "input_ids"}
-        lookup = first_wrong({**values, **ids})
+        largest_ids = dict(values)
+        if "input_ids" in batch_arrays:
+            largest_ids["input_ids"] = np.full(batch_arrays["input_ids"].shape, size - 1)
+        lookup = first_wrong(largest_ids)
         if lookup is not None:
             raise TokenizerError(
                 f"the tokenizer of input.{path} does not fit the model: it has {size} ids, and the "
@@ -189,26 +209,35 @@ def check_lookups(
 
 
 def _text(
-    lookup: "_Lookup", values: Mapping[str, np.ndarray | None], batch: NestedTensor, cfg: ConfigBase
+    lookup: "_Lookup",
+    values: Mapping[str, np.ndarray | None],
+    batch_arrays: Mapping[str, Any],
+    cfg: ConfigBase,
 ) -> str:
-    names = sorted(lookup.indices.fields)
-    if names:
-        found = [(name, values[name]) for name in names]
-        ranges = [f"{name} from {x.min()} to {x.max()}" for name, x in found if x is not None]
+    if lookup.indices.fields:
+        ranges = []
+        for name in sorted(lookup.indices.fields):
+            ids = values[name]
+            if ids is not None:
+                ranges.append(f"{name} from {ids.min()} to {ids.max()}")
         return (
             f"the batch has ids in {', '.join(ranges)}, and the model looks them up in {lookup}. "
             f"Give the table more rows, or the input ids from 0 to {lookup.rows - 1}."
         )
     low, high = lookup.range()
-    fields = [(path_name(path), x.shape) for path, x in leaves_by_path(batch).items()]
-    sequences = [f"{name} of shape {shape}" for name, shape in fields if high + 1 in shape[1:]]
-    lengths = run_dir.find_fields("sequence_length", cfg.input).items()
-    longer = [path for path, n in lengths if isinstance(n, int) and n > lookup.rows]
-    shorter = [f"input.{path}={lookup.rows}" for path in longer] or ["shorten the sequences"]
+    sequences = []
+    for name, x in batch_arrays.items():
+        if high + 1 in x.shape[1:]:
+            sequences.append(f"{name} of shape {x.shape}")
+    overrides = []
+    for path, length in run_dir.find_fields("sequence_length", cfg.input).items():
+        if isinstance(length, int) and length > lookup.rows:
+            overrides.append(f"input.{path}={lookup.rows}")
+    advice = f"set {' '.join(overrides)}" if overrides else "shorten the sequences"
     return (
         f"the model looks up positions from {low} to {high} in {lookup}. The batch has "
         f"{', '.join(sequences) or 'no such sequence'}. Give the table {high + 1} rows, or "
-        f"{'set ' if longer else ''}{' '.join(shorter)}."
+        f"{advice}."
     )
 
 
@@ -280,11 +309,13 @@ class _Frame:
 
     def __init__(self, jaxpr: "Jaxpr", arguments: Sequence[_Known], consts: Sequence[Any] = ()):
         self._jaxpr = jaxpr
-        self._found: dict[Any, _Known] = dict(zip(jaxpr.invars, arguments, strict=True))
+        self._knowledge: dict[Any, _Known] = dict(zip(jaxpr.invars, arguments, strict=True))
         for var, x in zip(jaxpr.constvars, consts, strict=False):
-            self._found[var] = _Known(_constant(x))
-        self._equations = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-        self._inner: dict[int, _Frame] = {}
+            self._knowledge[var] = _Known(_constant(x))
+        self._equation_of: dict[Any, JaxprEqn] = {}
+        for eqn in jaxpr.eqns:
+            self._equation_of.update(dict.fromkeys(eqn.outvars, eqn))
+        self._inner_frames: dict[int, _Frame] = {}
 
     def lookups(self) -> Iterator[_Lookup]:
         """Yields the lookups in tables with known indices, in the order of the program."""
@@ -302,34 +333,40 @@ class _Frame:
             return
         operand, starts = eqn.invars
         table = self.argument(operand).table
-        if table is not None and (indices := self.argument(starts)).value is not None:
-            axes = eqn.params["dimension_numbers"].start_index_map
-            aval: Any = operand.aval
-            yield _Lookup(table, aval.shape, axes, eqn.params["slice_sizes"], indices)
+        if table is None:
+            return
+        indices = self.argument(starts)
+        if indices.value is None:
+            return
+        axes = eqn.params["dimension_numbers"].start_index_map
+        aval: Any = operand.aval
+        yield _Lookup(table, aval.shape, axes, eqn.params["slice_sizes"], indices)
 
     def _lookups_in_loop(self, eqn: "JaxprEqn") -> Iterator[_Lookup]:
         body = eqn.params["jaxpr"].jaxpr
         if not _has_lookups(body):
             return
         num_consts, num_carry = consts_and_carry(eqn.params)
-        first_row = num_consts + num_carry
-        outer = [self.argument(var) for var in eqn.invars]
-        carry, rows = outer[num_consts:first_row], outer[first_row:]
-        varies = any(row.value is not None for row in rows)
-        for i in range(min(eqn.params["length"], _ITERATIONS if varies else 1)):
-            at = -1 - i if eqn.params["reverse"] else i
-            given = [x if x.value is None else x._replace(value=x.value[at]) for x in rows]
-            before = carry if i == 0 else [_Known()] * len(carry)
-            yield from _Frame(body, [*outer[:num_consts], *before, *given]).lookups()
+        inputs = [self.argument(var) for var in eqn.invars]
+        consts = inputs[:num_consts]
+        carry = inputs[num_consts : num_consts + num_carry]
+        xs = inputs[num_consts + num_carry :]
+        # Iterations differ in what is sliced for them; the carry is known for the first alone.
+        differ = any(x.value is not None for x in xs)
+        for i in range(min(eqn.params["length"], _ITERATIONS if differ else 1)):
+            index = -1 - i if eqn.params["reverse"] else i
+            slices = [x if x.value is None else x._replace(value=x.value[index]) for x in xs]
+            yield from _Frame(body, [*consts, *carry, *slices]).lookups()
+            carry = [_Known()] * num_carry
 
     def argument(self, var: Any) -> _Known:
         """Returns what is known of a variable."""
         if hasattr(var, "val"):
             return _Known(np.asarray(var.val))
-        if var not in self._found:
-            eqn = self._equations[var]
-            self._found[var] = self._computed(eqn, list(eqn.outvars).index(var))
-        return self._found[var]
+        if var not in self._knowledge:
+            eqn = self._equation_of[var]
+            self._knowledge[var] = self._computed(eqn, list(eqn.outvars).index(var))
+        return self._knowledge[var]
 
     def _computed(self, eqn: "JaxprEqn", output: int) -> _Known:
         if _called(eqn) is not None:
@@ -338,21 +375,24 @@ class _Frame:
         name = eqn.primitive.name
         if name == "optimization_barrier":
             return self.argument(eqn.invars[output])
-        inputs = [self.argument(var) for var in eqn.invars] if name in _RULES else []
-        table = inputs[0].table if name in _UNCHANGED else None
-        if name not in _RULES or any(x.value is None for x in inputs):
-            return _Known(table=table)
+        if name not in _RULES:
+            return _Known()
+        inputs = [self.argument(var) for var in eqn.invars]
+        values = [x.value for x in inputs]
+        if any(value is None for value in values):
+            return _Known(table=inputs[0].table if name in _UNCHANGED else None)
         with np.errstate(all="ignore"):
-            value = _RULES[name](*(x.value for x in inputs), **eqn.params)
+            value = _RULES[name](*values, **eqn.params)
         return _Known(value, frozenset().union(*(x.fields for x in inputs)))
 
     def _inner_frame(self, eqn: "JaxprEqn") -> "_Frame":
-        if id(eqn) not in self._inner:
+        if id(eqn) not in self._inner_frames:
             called: Any = _called(eqn)
             jaxpr = getattr(called, "jaxpr", called)
             arguments = [self.argument(var) for var in eqn.invars]
-            self._inner[id(eqn)] = _Frame(jaxpr, arguments, getattr(called, "consts", ()))
-        return self._inner[id(eqn)]
+            consts = getattr(called, "consts", ())
+            self._inner_frames[id(eqn)] = _Frame(jaxpr, arguments, consts)
+        return self._inner_frames[id(eqn)]
 
 
 def _called(eqn: "JaxprEqn") -> Any:
@@ -370,8 +410,9 @@ def _has_lookups(jaxpr: "Jaxpr") -> bool:
 
 
 def _constant(x: Any) -> np.ndarray | None:
-    is_small = isinstance(x, np.ndarray | np.generic | int)
-    return np.asarray(x) if is_small else _integers(x) if hasattr(x, "dtype") else None
+    if isinstance(x, np.ndarray | np.generic | int):
+        return np.asarray(x)
+    return _integers(x) if hasattr(x, "dtype") else None
 
 
 def _broadcast(x: np.ndarray, *, shape: Any, broadcast_dimensions: Any, **_: Any) -> np.ndarray:
@@ -398,7 +439,13 @@ def _pad(x: np.ndarray, value: np.ndarray, *, padding_config: Any) -> np.ndarray
     return np.pad(x, widths, constant_values=value)
 
 
-def _of_arrays(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _cumsum(x: np.ndarray, *, axis: int, reverse: bool) -> np.ndarray:
+    if not reverse:
+        return np.cumsum(x, axis, x.dtype)
+    return np.flip(np.cumsum(np.flip(x, axis), axis, x.dtype), axis)
+
+
+def _elementwise(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *xs, **_: fn(*xs)
 
 
@@ -415,29 +462,26 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     "slice": _slice,
     "iota": _iota,
     "pad": _pad,
-    "cumsum": lambda x, *, axis, reverse: (
-        np.flip(np.cumsum(np.flip(x, axis), axis, x.dtype), axis)
-        if reverse
-        else np.cumsum(x, axis, x.dtype)
-    ),
-    "select_n": _of_arrays(lambda which, *cases: np.choose(which, cases)),
-    "clamp": _of_arrays(lambda low, x, high: np.clip(x, low, high)),
-    **{
-        name: _of_arrays(getattr(operator, name))
-        for name in ("add", "sub", "mul", "lt", "le", "gt", "ge", "eq", "ne")
-    },
-    **{
-        name: _of_arrays(fn)
-        for name, fn in {
-            "rem": np.fmod,
-            "max": np.maximum,
-            "min": np.minimum,
-            "and": np.bitwise_and,
-            "or": np.bitwise_or,
-            "not": np.invert,
-        }.items()
-    },
+    "cumsum": _cumsum,
+    "select_n": _elementwise(lambda which, *cases: np.choose(which, cases)),
+    "clamp": _elementwise(lambda low, x, high: np.clip(x, low, high)),
+    "add": _elementwise(np.add),
+    "sub": _elementwise(np.subtract),
+    "mul": _elementwise(np.multiply),
+    "rem": _elementwise(np.fmod),
+    "max": _elementwise(np.maximum),
+    "min": _elementwise(np.minimum),
+    "lt": _elementwise(np.less),
+    "le": _elementwise(np.less_equal),
+    "gt": _elementwise(np.greater),
+    "ge": _elementwise(np.greater_equal),
+    "eq": _elementwise(np.equal),
+    "ne": _elementwise(np.not_equal),
+    "and": _elementwise(np.bitwise_and),
+    "or": _elementwise(np.bitwise_or),
+    "not": _elementwise(np.invert),
 }
+"""NumPy's functions of the primitives by which models compute ids and positions."""
 _CALLS = (
     *("jit", "pjit", "closed_call", "eval_jaxpr", "core_call", "remat", "checkpoint", "remat2"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"),
