@@ -6,15 +6,15 @@ every few seconds elsewhere. They read only values of finished steps, and never 
 """
 
 import io
-import itertools
 import logging
 import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO, cast
 
 import jax
+from jax.sharding import PartitionSpec
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -26,13 +26,14 @@ from weft.errors import CheckpointSaveError
 from weft.report.readings import Meter, Reading, metrics, scalar
 from weft.serialization.untrusted import printable
 from weft.trainer import run_dir, train_step
-from weft.trainer.hooks import Hook, has_ended
-from weft.typing import T
+from weft.trainer.hooks import Hook, RunningTrainer, has_ended
+from weft.trainer.learner import BaseLearner
+from weft.typing import MeshAxes, NestedTensor, T
 
 _SECONDS_BETWEEN_LINES = 10.0
 _SECONDS_BETWEEN_DRAWINGS = 0.25
 # Columns that a bar takes at least, with the space after it.
-_BAR = 12
+_LEAST_BAR_WIDTH = 12
 
 
 class TextConsole(Console):
@@ -59,8 +60,9 @@ def make_display(console: Console, dir: str | None) -> "Display":
         return NotebookDisplay(console, dir)
     # With FORCE_COLOR, which notebooks and CI set for commands, rich takes a pipe for a terminal;
     # what is drawn again and again would be appended there.
-    live = console.is_interactive and console.file.isatty()
-    return LiveDisplay(console, dir) if live else LineDisplay(console, dir)
+    if console.is_interactive and console.file.isatty():
+        return LiveDisplay(console, dir)
+    return LineDisplay(console, dir)
 
 
 class Display(Hook):
@@ -77,7 +79,8 @@ class Display(Hook):
         self, console: Console, dir: str | None, clock: Callable[[], float] = time.monotonic
     ):
         self._console, self._dir = console, dir
-        self._clock, self._next = clock, -math.inf
+        self._clock = clock
+        self._next_time = -math.inf
         self.evals: dict[str, tuple[int, dict[str, float]]] = {}
         self.resumed_from: int | None = None
         self.ended: tuple[int, str] | None = None
@@ -94,41 +97,42 @@ class Display(Hook):
         """Prints a permanent line."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def on_start(self, trainer: Any, resumed_from: int | None) -> None:
+    def on_start(self, trainer: RunningTrainer, resumed_from: int | None) -> None:
         self.resumed_from = resumed_from
         self._max_step = trainer.config.max_step
         self._meter = Meter(self._max_step)
         self._has_started = True
         sizes = parameter_sizes(trainer)
         self.parameters, self.trained = sizes.count, sizes.trained
-        some = f", {self.trained:,} of them trained" if self.trained < self.parameters else ""
-        self.print_line(
-            f"model      {self.parameters:,} parameters{some}, {bytes_text(sizes.bytes)}"
-        )
-        mesh = jax.sharding.get_abstract_mesh()
-        axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
-        kind = jax.devices()[0].device_kind
-        self.print_line(f"devices    {mesh.size} × {kind}{', mesh ' if axes else ''}{axes}")
+        self.print_line(f"model      {_size_text(sizes)}")
+        self.print_line(f"devices    {_devices_text()}")
         if resumed_from is None:
-            text = "a new run" + (f" of {self._max_step:,} steps" if self._is_limited else "")
+            start = "a new run"
+            if self._is_limited:
+                start += f" of {self._max_step:,} steps"
         elif resumed_from >= self._max_step:
-            text = f"finished at step {resumed_from:,} already"
+            start = f"finished at step {resumed_from:,} already"
         else:
-            text = f"resuming from step {resumed_from:,}"
-        self.print_line(f"run        {f'{self._dir}: ' if self._dir else ''}{text}")
+            start = f"resuming from step {resumed_from:,}"
+        directory = f"{self._dir}: " if self._dir else ""
+        self.print_line(f"run        {directory}{start}")
         for note in run_dir.schedule_notes(trainer.config):
             self.print_line(f"schedule   {note}")
 
-    def on_step(self, step: int, outputs: dict[str, Any], batch: Any) -> None:
+    def on_step(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> None:
         reading = self._meter.on_step(step, outputs, batch)
         if reading is not None:
             self._show(reading)
 
     def on_eval(self, name: str, step: int, summaries: dict[str, Any]) -> None:
+        values: dict[str, float] = {}
         loss = scalar(summaries, "loss")
-        values = ({} if loss is None else {"loss": float(loss)}) | metrics(summaries)
+        if loss is not None:
+            values["loss"] = float(loss)
+        values |= metrics(summaries)
         self.evals[name] = (step, values)
-        self.print_line(f"step {step:,}  {name}: {', '.join(metric_texts(values)) or 'done'}")
+        text = ", ".join(metric_texts(values)) or "done"
+        self.print_line(f"step {step:,}  {name}: {text}")
         self._meter.pause()
 
     def on_checkpoint(self, step: int) -> None:
@@ -139,15 +143,19 @@ class Display(Hook):
 
     def on_end(self, step: int, reason: str) -> None:
         self.ended = (step, reason)
-        reading = self._meter.last() if self._has_started else None
-        if reading is not None:
-            self._show(reading, last=True)
-        if not has_ended(reason):
-            when = "before there was anything to save"
-            if self.is_saved:
-                saved = f", which is saved in {self._dir}" if self._dir else ""
-                when = f"after step {step:,}{saved}"
-            self.print_line(f"\nstopped by {reason} {when}")
+        if self._has_started:
+            reading = self._meter.last()
+            if reading is not None:
+                self._show(reading, last=True)
+        if has_ended(reason):
+            return
+        if not self.is_saved:
+            progress = "before there was anything to save"
+        elif self._dir:
+            progress = f"after step {step:,}, which is saved in {self._dir}"
+        else:
+            progress = f"after step {step:,}"
+        self.print_line(f"\nstopped by {reason} {progress}")
 
     def on_report(self, path: str) -> None:
         """Handles the report that was written after the run."""
@@ -165,9 +173,9 @@ class Display(Hook):
 
     def _is_due(self, interval: float) -> bool:
         """Returns whether this many seconds have passed since it last did."""
-        if self._clock() < self._next:
+        if self._clock() < self._next_time:
             return False
-        self._next = self._clock() + interval
+        self._next_time = self._clock() + interval
         return True
 
     def _show(self, reading: Reading, *, last: bool = False) -> None:
@@ -188,17 +196,38 @@ class Sizes(NamedTuple):
     bytes: int
 
 
-def parameter_sizes(trainer: Any) -> Sizes:
+def parameter_sizes(trainer: RunningTrainer) -> Sizes:
     """Returns the size of a trainer's model."""
     params = train_step.opt_params(trainer.trainer_state.model, trainer.trainer_state_specs.model)
-    trained = trainer.learner.should_update_with_optimizers(params)
-    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(trained), strict=True)
-    kept = [(param.value, is_trained) for param, is_trained in pairs if not param.is_state]
-    return Sizes(
-        count=sum(value.size for value, _ in kept),
-        trained=sum(value.size for value, is_trained in kept if is_trained),
-        bytes=sum(value.nbytes for value, _ in kept),
-    )
+    learner: BaseLearner = cast(Any, trainer).learner  # a child module, which no type declares
+    is_trained = learner.should_update_with_optimizers(params)
+    count = num_trained = num_bytes = 0
+    for param, is_param_trained in zip(
+        jax.tree.leaves(params), jax.tree.leaves(is_trained), strict=True
+    ):
+        if param.is_state:
+            continue
+        count += param.value.size
+        num_bytes += param.value.nbytes
+        if is_param_trained:
+            num_trained += param.value.size
+    return Sizes(count, num_trained, num_bytes)
+
+
+def _size_text(sizes: Sizes) -> str:
+    trained = ""
+    if sizes.trained < sizes.count:
+        trained = f", {sizes.trained:,} of them trained"
+    return f"{sizes.count:,} parameters{trained}, {bytes_text(sizes.bytes)}"
+
+
+def _devices_text() -> str:
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = [f"{name}={size}" for name, size in mesh.shape.items() if size > 1]
+    text = f"{mesh.size} × {jax.devices()[0].device_kind}"
+    if axes:
+        text += f", mesh {', '.join(axes)}"
+    return text
 
 
 class LineDisplay(Display):
@@ -206,23 +235,25 @@ class LineDisplay(Display):
 
     def _show(self, reading: Reading, *, last: bool = False) -> None:
         if self._is_due(_SECONDS_BETWEEN_LINES) or last:
-            step, *times = progress_texts(reading, self._max_step)
-            self.print_line("  ".join([step, *value_texts(reading), *times]))
+            step_text, *time_texts = progress_texts(reading, self._max_step)
+            self.print_line("  ".join([step_text, *value_texts(reading), *time_texts]))
 
 
 class _BlockDisplay(Display):
+    """Display with a block that is redrawn: a bar, and the values of the last reading."""
+
     _reading: Reading | None = None
     _doing = "compiling the train step"
-    _saved: int | None = None
+    _saved_step: int | None = None
 
-    def on_start(self, trainer: Any, resumed_from: int | None) -> None:
+    def on_start(self, trainer: RunningTrainer, resumed_from: int | None) -> None:
         super().on_start(trainer, resumed_from)
         if resumed_from is not None and resumed_from >= self._max_step:
             self._doing = "evaluating"
 
     def on_checkpoint(self, step: int) -> None:
         super().on_checkpoint(step)
-        self._saved = step
+        self._saved_step = step
 
     def _show(self, reading: Reading, *, last: bool = False) -> None:
         self._reading = reading
@@ -234,26 +265,28 @@ class _BlockDisplay(Display):
         reading = self._reading
         if reading is None:
             return Text(f"{self._doing} …", style="dim")
-        bar = ProgressBar(
-            total=self._max_step if self._is_limited else None, completed=reading.step
-        )
-        first = Table.grid(expand=True, padding=(0, 2, 0, 0))
-        first.add_column(ratio=1)
-        first.add_column(no_wrap=True)
         width = self._console.width
-        beside_bar, *others = in_lines(progress_texts(reading, self._max_step), width - _BAR)
-        first.add_row(bar, beside_bar)
-        notes = [
-            f"{name} {', '.join(metric_texts(values))} (step {step:,})"
-            for name, (step, values) in self.evals.items()
-        ]
-        if self._saved is not None:
-            notes.append(f"saved step {self._saved:,}")
-        lines = [Text(line) for line in in_lines([*others, *value_texts(reading)], width)]
+        # The bar takes what its neighbor leaves of the first line.
+        total = self._max_step if self._is_limited else None
+        bar = ProgressBar(total=total, completed=reading.step)
+        progress = progress_texts(reading, self._max_step)
+        beside_bar, *more_progress = in_lines(progress, width - _LEAST_BAR_WIDTH)
+        first_line = Table.grid(expand=True, padding=(0, 2, 0, 0))
+        first_line.add_column(ratio=1)
+        first_line.add_column(no_wrap=True)
+        first_line.add_row(bar, beside_bar)
+
+        notes: list[str] = []
+        for name, (step, values) in self.evals.items():
+            notes.append(f"{name} {', '.join(metric_texts(values))} (step {step:,})")
+        if self._saved_step is not None:
+            notes.append(f"saved step {self._saved_step:,}")
+        lines = [Text(line) for line in in_lines([*more_progress, *value_texts(reading)], width)]
         lines += [Text(line, style="dim") for line in in_lines(notes, width)]
         for line in lines:
-            line.no_wrap, line.overflow = True, "ellipsis"
-        return Group(first, *lines)
+            line.no_wrap = True
+            line.overflow = "ellipsis"
+        return Group(first_line, *lines)
 
 
 class LiveDisplay(_BlockDisplay):
@@ -267,24 +300,26 @@ class LiveDisplay(_BlockDisplay):
             refresh_per_second=1 / _SECONDS_BETWEEN_DRAWINGS,
             transient=True,
         )
-
-        self._redirected: list[tuple[logging.StreamHandler[Any], Any]] = []
+        self._streams: dict[logging.StreamHandler[TextIO], TextIO] = {}
 
     def __exit__(self, *exc_info: object) -> None:
         self._live.stop()
-        while self._redirected:
-            handler, stream = self._redirected.pop()
+        for handler, stream in self._streams.items():
             handler.setStream(stream)
+        self._streams.clear()
 
-    def on_start(self, trainer: Any, resumed_from: int | None) -> None:
+    def on_start(self, trainer: RunningTrainer, resumed_from: int | None) -> None:
         super().on_start(trainer, resumed_from)
-        before = (sys.stdout, sys.stderr)
+        stdout, stderr = sys.stdout, sys.stderr
         self._live.start()
-        # It prints above its block what is written to these from now on; handlers hold the others.
+        # The block is drawn below what is written to `sys.stdout` and `sys.stderr` from now on;
+        # handlers of logs hold the streams that these names had.
         for handler in logging.getLogger().handlers:
-            if isinstance(handler, logging.StreamHandler) and handler.stream in before:
-                self._redirected.append((handler, handler.stream))
-                handler.setStream(sys.stderr if handler.stream is before[1] else sys.stdout)
+            if not isinstance(handler, logging.StreamHandler):
+                continue
+            if handler.stream in (stdout, stderr):
+                self._streams[handler] = handler.stream
+                handler.setStream(sys.stderr if handler.stream is stderr else sys.stdout)
 
 
 class NotebookDisplay(_BlockDisplay):
@@ -296,6 +331,7 @@ class NotebookDisplay(_BlockDisplay):
         self._handle: Any = None
 
     def __exit__(self, *exc_info: object) -> None:
+        # The last drawing has no block: what it showed has been printed.
         self._reading, self._doing = None, ""
         if self._handle is not None:
             self._draw()
@@ -339,8 +375,10 @@ def progress_texts(reading: Reading, max_step: float = math.inf) -> list[str]:
     >>> progress_texts(Reading(20, 2.5, elapsed=19.6, seconds_left=75.0), 100)
     ['step 20/100', '0:20 elapsed', '1:15 left']
     """
-    of_all = "" if math.isinf(max_step) else f"/{max_step:,}"
-    texts = [f"step {reading.step:,}{of_all}", f"{duration_text(reading.elapsed)} elapsed"]
+    step_text = f"step {reading.step:,}"
+    if not math.isinf(max_step):
+        step_text += f"/{max_step:,}"
+    texts = [step_text, f"{duration_text(reading.elapsed)} elapsed"]
     if reading.seconds_left is not None:
         texts.append(f"{duration_text(reading.seconds_left)} left")
     return texts
@@ -370,7 +408,9 @@ def metric_text(value: float) -> str:
     """Formats the value of a metric, with three digits, as in `metric_texts`."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
-    return f"{value:.3f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"
+    if abs(value) >= 0.1 or value == 0:
+        return f"{value:.3f}"
+    return f"{value:.3g}"
 
 
 def in_lines(texts: Iterable[str], width: int) -> list[str]:
@@ -390,14 +430,18 @@ def in_lines(texts: Iterable[str], width: int) -> list[str]:
 
 def duration_text(seconds: float) -> str:
     """Formats seconds as `m:ss`, or `h:mm:ss`."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{minutes}:{seconds:02}"
 
 
 def bytes_text(size: float) -> str:
     """Formats a number of bytes, as "12.3 MB"."""
-    return f"{size} bytes" if size < 1000 else with_unit(size, (" kB", " MB", " GB", " TB"))
+    if size < 1000:
+        return f"{size} bytes"
+    return with_unit(size, (" kB", " MB", " GB", " TB"))
 
 
 def with_unit(number: float, units: Sequence[str]) -> str:
@@ -424,7 +468,8 @@ class _TableConsole(TextConsole):
 
 def table_console() -> Console:
     """Returns a console on standard output, without highlighting."""
-    return _TableConsole(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_PIPES)
+    width = None if sys.stdout.isatty() else _WIDTH_OF_PIPES
+    return _TableConsole(highlight=False, width=width)
 
 
 def tree_table(title: str, columns: Sequence[str], numbers: Sequence[str]) -> Table:
@@ -432,8 +477,10 @@ def tree_table(title: str, columns: Sequence[str], numbers: Sequence[str]) -> Ta
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(title, no_wrap=True)
     for column in columns:
-        right = column in numbers
-        table.add_column(column, justify="right" if right else "left", no_wrap=right)
+        if column in numbers:
+            table.add_column(column, justify="right", no_wrap=True)
+        else:
+            table.add_column(column)
     return table
 
 
@@ -449,14 +496,14 @@ def tree_lines(leaves: Iterable[tuple[str, T]]) -> Iterator[tuple[str, str, T | 
     ('model/b', '  b', 2)
     ('step', 'step', 3)
     """
-    before: list[str] = []
+    previous_prefixes: list[str] = []
     for path, leaf in leaves:
         names = path.split("/")
-        places = list(itertools.accumulate(names, "{}/{}".format))
-        for depth, (name, place) in enumerate(zip(names, places, strict=True)):
-            if place not in before:
-                yield place, "  " * depth + name, leaf if place == path else None
-        before = places
+        prefixes = ["/".join(names[: depth + 1]) for depth in range(len(names))]
+        for depth, prefix in enumerate(prefixes):
+            if prefix not in previous_prefixes:
+                yield prefix, "  " * depth + names[depth], leaf if prefix == path else None
+        previous_prefixes = prefixes
 
 
 def shape_text(shape: Iterable[int]) -> str:
@@ -468,17 +515,23 @@ def shape_text(shape: Iterable[int]) -> str:
     return f"({', '.join(map(str, shape))})"
 
 
-def layout_text(axes: Iterable[Any] | None) -> str:
+def layout_text(axes: MeshAxes | PartitionSpec | None) -> str:
     """Formats a layout: the mesh axes per dimension, `-` for none; "" if fully replicated.
 
     >>> layout_text([None, "model", ("data", "fsdp")]), layout_text([None, None])
     ('(-, model, data×fsdp)', '')
     """
-    axes = list(axes or [])
-    if not any(axes):
+    if axes is None or not any(axes):
         return ""
-    names = [[a] if isinstance(a, str) else a or ["-"] for a in axes]
-    return f"({', '.join('×'.join(n) for n in names)})"
+    dimensions: list[str] = []
+    for dimension_axes in axes:
+        if not dimension_axes:
+            dimensions.append("-")
+        elif isinstance(dimension_axes, str):
+            dimensions.append(dimension_axes)
+        else:
+            dimensions.append("×".join(dimension_axes))
+    return f"({', '.join(dimensions)})"
 
 
 def count_text(count: float) -> str:
@@ -487,6 +540,8 @@ def count_text(count: float) -> str:
     >>> count_text(950), count_text(12_340_000), count_text(0)
     ('950', '12.3M', '')
     """
+    if count == 0:
+        return ""
     if count < 1000:
-        return f"{count:.0f}" if count else ""
+        return f"{count:.0f}"
     return with_unit(count, ("k", "M", "G", "T", "P"))

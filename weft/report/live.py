@@ -42,7 +42,7 @@ from weft.report.page import run_page
 from weft.report.rendering import render
 from weft.report.results import TRAIN_SUMMARIES, Curves, Results, read_results
 from weft.trainer.hooks import Hook, RunningTrainer
-from weft.typing import NestedTensor
+from weft.typing import ArrayLike, NestedTensor
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def _headers() -> dict[str, str]:
     }
     return {
         "X-Content-Type-Options": "nosniff",
-        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "Content-Security-Policy": "; ".join(map(" ".join, policy.items())),
         "Cross-Origin-Resource-Policy": "same-origin",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-store",
@@ -90,15 +90,15 @@ class _Kept:
     def __init__(self, function: Callable[[], str]):
         self._function = function
         self._lock = threading.Lock()
-        self._text, self._until = "", -math.inf
+        self._text, self._end_time = "", -math.inf
 
     def __call__(self, *, fresh: bool = False) -> str:
         with self._lock:
-            if fresh or time.monotonic() >= self._until:
-                began = time.thread_time()
+            if fresh or time.monotonic() >= self._end_time:
+                start = time.thread_time()
                 self._text = self._function()
-                taken = time.thread_time() - began
-                self._until = time.monotonic() + _KEPT_FACTOR * taken
+                processor_seconds = time.thread_time() - start
+                self._end_time = time.monotonic() + _KEPT_FACTOR * processor_seconds
             return self._text
 
 
@@ -109,7 +109,7 @@ class RunStatus(Hook):
         self._watchdog = watchdog
         self._started = time.time()
         self._facts: dict[str, Any] = {"step": 0, "resumed_from": None, "last_checkpoint": None}
-        self._moments: collections.deque[float] = collections.deque(maxlen=_RATE_STEPS)
+        self._step_times: collections.deque[float] = collections.deque(maxlen=_RATE_STEPS)
         self._losses: collections.deque[tuple[int, Any]] = collections.deque(maxlen=_LAST_LOSSES)
         self._values: list[tuple[int, Mapping[str, Any]]] = []
         self._every_n_steps = 1
@@ -130,23 +130,26 @@ class RunStatus(Hook):
         }
         self._meter = readings.Meter(max_step)
         self._results = Results(Path(directory).absolute().name)
-        # Other machines may not see the directory.
+        # Another machine than the first process's may not see the directory.
         with contextlib.suppress(OSError, WeftError):
             self._results = read_results(directory)
 
     def on_step(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> None:
         self._facts["step"] = step
         self._losses.append((step, outputs["loss"]))
-        self._moments.append(time.monotonic())
+        self._step_times.append(time.monotonic())
         self._reading = self._meter.on_step(step, outputs, batch) or self._reading
         if step % self._every_n_steps == 0:
             metrics = readings.outermost_scalars(outputs.get("summaries", {}))
             self._values.append((step, {**metrics, "loss": outputs["loss"]}))
+        # However long the run is, the page has 500 to 1,000 points, evenly spaced.
         if len(self._values) > _MAX_POINTS:
-            self._values, self._every_n_steps = self._values[::2], 2 * self._every_n_steps
+            self._values = self._values[::2]
+            self._every_n_steps *= 2
 
     def on_eval(self, name: str, step: int, summaries: dict[str, Any]) -> None:
-        values = {key: float(value) for key, value in readings.outermost_scalars(summaries).items()}
+        scalars = readings.outermost_scalars(summaries)
+        values = {metric: float(value) for metric, value in scalars.items()}
         self._evals.setdefault(name, []).append((step, values))
 
     def on_checkpoint(self, step: int) -> None:
@@ -165,12 +168,17 @@ class RunStatus(Hook):
 
     def snapshot(self) -> dict[str, Any]:
         """Returns the status as JSON values, without waiting for unfinished steps."""
-        # Arrays of unfinished steps would block the reader.
-        done = [(step, loss) for step, loss in list(self._losses) if loss.is_ready()]
-        moments = list(self._moments)
-        rate = None
-        if len(moments) > 1 and moments[-1] > moments[0]:
-            rate = round((len(moments) - 1) / (moments[-1] - moments[0]), 3)
+        losses: dict[str, float | str] = {}
+        for step, loss in list(self._losses):
+            if loss.is_ready():  # another one would block the reader
+                losses[str(step)] = _json_number(float(loss))
+        last_evaluations: dict[str, dict[str, float | str]] = {}
+        for name, evaluations in list(self._evals.items()):
+            step, values = evaluations[-1]
+            entry: dict[str, float | str] = {"step": step}
+            for metric, value in values.items():
+                entry[metric] = _json_number(value)
+            last_evaluations[name] = entry
         max_step = self._facts.get("max_step")
         seconds_left = self._reading and self._reading.seconds_left
         return {
@@ -180,15 +188,18 @@ class RunStatus(Hook):
             "seconds_since_progress": round(self._watchdog.silent_seconds, 1),
             "seconds_running": round(time.time() - self._started, 1),
             "seconds_left": None if seconds_left is None else round(seconds_left, 1),
-            "steps_per_second": rate,
-            "losses": {str(step): _number(float(loss)) for step, loss in done},
-            "last_evaluations": {
-                name: {"step": evals[-1][0]} | {k: _number(x) for k, x in evals[-1][1].items()}
-                for name, evals in list(self._evals.items())
-            },
+            "steps_per_second": self._steps_per_second(),
+            "losses": losses,
+            "last_evaluations": last_evaluations,
             "process": f"{jax.process_index()} of {jax.process_count()}",
             "pid": os.getpid(),
         }
+
+    def _steps_per_second(self) -> float | None:
+        step_times = list(self._step_times)
+        if len(step_times) < 2 or step_times[-1] == step_times[0]:
+            return None
+        return round((len(step_times) - 1) / (step_times[-1] - step_times[0]), 3)
 
     def html(self) -> str:
         """Returns the page of the run so far."""
@@ -197,31 +208,32 @@ class RunStatus(Hook):
 
     def _so_far(self) -> Results:
         """Returns the results of earlier starts and of this one."""
-        before, resumed_from = self._results, self._facts["resumed_from"] or 0
-        curves: dict[str, Curves] = {
-            reporter: {
-                name: [point for point in points if point[0] <= resumed_from]
-                for name, points in of.items()
-            }
-            for reporter, of in before.curves.items()
-        }
-        ready = [(step, of) for step, of in list(self._values) if of["loss"].is_ready()]
-        for reporter, values in {TRAIN_SUMMARIES: ready, **self._evals}.items():
-            prefix = "model/" if reporter == TRAIN_SUMMARIES else ""
-            of_reporter = curves.setdefault(reporter, {})
-            for step, of in list(values):
-                for name, value in of.items():
-                    path = name if name == "loss" else f"{prefix}{name}"
-                    of_reporter.setdefault(path, []).append((step, float(value)))
-        record = dict(before.record)
-        if "ended" in self._facts:
+        earlier = self._results
+        resumed_from = self._facts["resumed_from"] or 0
+        curves: dict[str, Curves] = {}
+        for reporter, earlier_curves in earlier.curves.items():
+            curves[reporter] = {}
+            for path, points in earlier_curves.items():
+                # Steps after the checkpoint that it resumed from are repeated.
+                curves[reporter][path] = [point for point in points if point[0] <= resumed_from]
+        train_curves = curves.setdefault(TRAIN_SUMMARIES, {})
+        for step, values in list(self._values):
+            if values["loss"].is_ready():
+                _add_points(train_curves, step, values, prefix="model/")
+        for evaler, evaluations in list(self._evals.items()):
+            eval_curves = curves.setdefault(evaler, {})
+            for step, values in list(evaluations):
+                _add_points(eval_curves, step, values)
+        record = dict(earlier.record)
+        if self.has_ended:
             record["end"] = {"step": self._facts["step"], "reason": self._facts["ended"]}
-        return Results(before.name, record, curves, config=before.config, live=self._live_facts())
+        return Results(earlier.name, record, curves, config=earlier.config, live=self._live_facts())
 
     def _live_facts(self) -> dict[str, str]:
         status, reading = self.snapshot(), self._reading
-        of_all = f" of {status['max_step']:,}" if status.get("max_step") else ""
-        facts = {"step": f"{status['step']:,}{of_all}", "now": status["doing"]}
+        facts = {"step": f"{status['step']:,}", "now": status["doing"]}
+        if status["max_step"]:
+            facts["step"] += f" of {status['max_step']:,}"
         facts["elapsed"] = display.duration_text(status["seconds_running"])
         if status["seconds_left"] is not None:
             facts["remaining"] = display.duration_text(status["seconds_left"])
@@ -233,20 +245,31 @@ class RunStatus(Hook):
         for name in ("last_checkpoint", "last_failed_save"):
             if status.get(name) is not None:
                 facts[name.replace("_", " ")] = str(status[name])
-        return facts | {"process": f"{status['process']}, pid {status['pid']}"}
+        facts["process"] = f"{status['process']}, pid {status['pid']}"
+        return facts
 
 
-def _number(value: float) -> float | str:
+def _add_points(
+    curves: Curves, step: int, values: Mapping[str, ArrayLike], prefix: str = ""
+) -> None:
+    """Adds the values of a step to curves, under the paths that summaries in files have."""
+    for name, value in values.items():
+        path = name if name == "loss" else f"{prefix}{name}"
+        curves.setdefault(path, []).append((step, float(value)))
+
+
+def _json_number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)  # JSON has no NaN
 
 
 def stacks() -> str:
     """Returns the stacks of all threads of this process as text."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
-    )
+    texts: list[str] = []
+    for ident, frame in sys._current_frames().items():
+        stack = "".join(traceback.format_stack(frame))
+        texts.append(f"Thread {names.get(ident, ident)}:\n{stack}")
+    return "\n".join(texts)
 
 
 def is_loopback_host(host: str) -> bool:
@@ -273,15 +296,15 @@ class _Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, port: int, handler: type[http.server.BaseHTTPRequestHandler]):
         self._lock = threading.Lock()
-        self._since: dict[socket.socket, float] = {}
+        self._start_times: dict[socket.socket, float] = {}
         super().__init__(("127.0.0.1", port), handler)
 
     def process_request(self, request: Any, client_address: object) -> None:
         time.sleep(_PAUSE_SECONDS)
         with self._lock:
-            accepts = len(self._since) < _MAX_CONNECTIONS
+            accepts = len(self._start_times) < _MAX_CONNECTIONS
             if accepts:
-                self._since[request] = time.monotonic()
+                self._start_times[request] = time.monotonic()
         if accepts:
             super().process_request(request, client_address)
         else:
@@ -289,15 +312,15 @@ class _Server(http.server.ThreadingHTTPServer):
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
-            self._since.pop(request, None)
+            self._start_times.pop(request, None)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
         """Ends connections that take too long; called ten times a second."""
-        now = time.monotonic()
+        oldest_start = time.monotonic() - _CONNECTION_SECONDS
         with self._lock:
-            for request, since in self._since.items():
-                if now - since > _CONNECTION_SECONDS:
+            for request, start_time in self._start_times.items():
+                if start_time < oldest_start:
                     with contextlib.suppress(OSError):  # already ending
                         request.shutdown(socket.SHUT_RDWR)
 
@@ -349,13 +372,13 @@ def status_page(port: int | None, watchdog: Watchdog) -> Iterator[RunStatus | No
         def log_message(self, format: str, *args: Any) -> None:
             """Keeps requests out of the run's log."""
 
-    own = port + jax.process_index() if port else 0
+    port_of_process = port + jax.process_index() if port else 0
     try:
-        server = _Server(own, Handler)
+        server = _Server(port_of_process, Handler)
     except OSError as error:
         raise StatusPageError(
-            f"status_port={port}: cannot listen on 127.0.0.1:{own}: {error}. Choose another port, "
-            "or 0 for any free one."
+            f"status_port={port}: cannot listen on 127.0.0.1:{port_of_process}: {error}. "
+            "Choose another port, or 0 for any free one."
         ) from error
     thread = threading.Thread(
         target=server.serve_forever, args=[_POLL_SECONDS], name="weft-status-page", daemon=True

@@ -13,8 +13,9 @@ from rich.console import Console
 from weft.errors import WeftError
 from weft.report.display import Display, TextConsole, make_display, parameter_sizes
 from weft.report.page import write_report
-from weft.trainer.hooks import Hook
+from weft.trainer.hooks import Hook, RunningTrainer
 from weft.trainer.run_dir import update_record
+from weft.typing import NestedTensor
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +30,12 @@ class RunRecorder(Hook):
         self._directory = directory
         self._step = 0
 
-    def on_start(self, trainer: Any, resumed_from: int | None) -> None:
+    def on_start(self, trainer: RunningTrainer, resumed_from: int | None) -> None:
         sizes = parameter_sizes(trainer)
         self._update(model={"parameters": sizes.count, "trained": sizes.trained}, end=None)
         self._step = trainer.step
 
-    def on_step(self, step: int, outputs: object, batch: object) -> None:
+    def on_step(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> None:
         self._step = step
 
     def on_end(self, step: int, reason: str) -> None:
@@ -56,13 +57,16 @@ class RunRecorder(Hook):
 
 
 @contextlib.contextmanager
-def errors_logged(what: str) -> Iterator[None]:
+def errors_logged(message: str) -> Iterator[None]:
     """Logs an error of what follows the steps of a run: its last checkpoint is saved by then."""
     try:
         yield
     except Exception as error:
-        kind = "" if isinstance(error, OSError | WeftError) else f"{type(error).__name__}: "
-        logger.warning("%s: %s%s", what, kind, error)
+        # The texts of those two say what happened; others may be a single word.
+        if isinstance(error, OSError | WeftError):
+            logger.warning("%s: %s", message, error)
+        else:
+            logger.warning("%s: %s: %s", message, type(error).__name__, error)
 
 
 class _Stderr:
@@ -98,14 +102,17 @@ def reported(directory: str, progress: bool | Display) -> Iterator[list[Hook]]:
     `progress` is the display to use; True for one on the standard error, False for none.
     """
     is_first = jax.process_index() == 0
-    display = progress if isinstance(progress, Display) else None
-    if progress is True and is_first:
-        display = make_display(error_console(), directory)
-    recorder = RunRecorder(directory) if is_first else None
     hooks: list[Hook] = []
-    for hook in (display, recorder):
-        if hook is not None:
-            hooks.append(hook)
+    display = recorder = None
+    if isinstance(progress, Display):
+        display = progress
+    elif progress and is_first:
+        display = make_display(error_console(), directory)
+    if display is not None:
+        hooks.append(display)
+    if is_first:
+        recorder = RunRecorder(directory)
+        hooks.append(recorder)
     with display or contextlib.nullcontext():
         try:
             yield hooks
@@ -114,6 +121,8 @@ def reported(directory: str, progress: bool | Display) -> Iterator[list[Hook]]:
                 recorder.on_error(error)
                 recorder.write_report()
             raise
-        path = recorder and recorder.write_report()
-        if display is not None and path:
+        if recorder is None:
+            return
+        path = recorder.write_report()
+        if display is not None and path is not None:
             display.on_report(path)
