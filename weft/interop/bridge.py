@@ -512,7 +512,7 @@ def nnx_in_bridge_mdl(factory: Callable[[nnx.Rngs], M], name: str | None = None)
     keys = {stream: draw() for stream, draw in scope.rngs.items()}
     name = name or default_name(model.module_type(keys))
     given = to_collections(flat_dict.flatten_dict(scope.given.pop(name, {})))
-    made = model.merge_values(given, keys, mutable=False)[0]
+    made = model.merge_values(given, keys, mutable=False).module
     return _attach_child(parent, name, made)
 
 

@@ -7,7 +7,7 @@ is a level of the collections. State of stateful layers is the collection `state
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from weft import errors
 from weft.core import display, filters, flat_dict, meta
 from weft.interop import models
+from weft.typing import PyTree
 
 
 class EquinoxModel(models.Model):
@@ -27,76 +28,100 @@ class EquinoxModel(models.Model):
         **kwargs: for a class, except `key`.
     """
 
-    def __init__(self, module: Any, *args: object, **kwargs: object):
+    def __init__(self, module: models.Layer, *args: object, **kwargs: object):
         self.module, self.args, self.kwargs = module, args, kwargs
 
     @property
     def name(self) -> str:
         module = self.module[0] if isinstance(self.module, tuple) else self.module
-        return (module if isinstance(module, type) else type(module)).__name__
+        module_class = module if isinstance(module, type) else type(module)
+        return module_class.__name__
 
-    def _make(self, key: jax.Array) -> tuple[Any, Any]:
+    def _make(self, key: jax.Array | None) -> tuple[Any, Any]:
+        """Returns the module and its state; None if it has none."""
         eqx = models.import_library("equinox", "equinox")
         if isinstance(self.module, tuple):
             return self.module
         if not isinstance(self.module, type):
             return self.module, None
-        given = {"key": key} if "key" in models.parameter_names(self.module) else {}
-        module, state = eqx.nn.make_with_state(self.module)(*self.args, **given, **self.kwargs)
-        return module, state if jax.tree.leaves(state) else None
+        kwargs = self.kwargs
+        if "key" in models.parameter_names(self.module):
+            kwargs = {"key": key, **kwargs}
+        module, state = eqx.nn.make_with_state(self.module)(*self.args, **kwargs)
+        has_state = bool(jax.tree.leaves(state))
+        return module, state if has_state else None
 
     @functools.cached_property
-    def _structure(self) -> Any:
+    def _abstract(self) -> tuple[Any, Any]:
+        """The module and its state, with shapes as arrays."""
         eqx = models.import_library("equinox", "equinox")
         with jax.ensure_compile_time_eval():
             return eqx.filter_eval_shape(self._make, jax.random.key(0))
 
     def init(self, rngs, *args, training=None, method=None, **kwargs):
         key = models.single_key(rngs, "params", "default")
-        return flat_dict.unflatten_dict(_array_leaves(*self._make(key)))
+        module, state = self._make(key)
+        return flat_dict.unflatten_dict(_array_leaves(module, state))
 
     def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
         eqx = models.import_library("equinox", "equinox")
-        module, state = self._fill_structure(variables)
+        module, state = self._with_values(variables)
         if training is not None:
             module = eqx.nn.inference_mode(module, value=not training)
         call = models.resolve_method(module, method, self.name)
-        given, key = models.parameter_names(call), models.single_key(rngs, "default", "dropout")
-        if "key" in given and key is not None:
+        key = models.single_key(rngs, "default", "dropout")
+        if key is not None and "key" in models.parameter_names(call):
             kwargs = {"key": key, **kwargs}
         if state is None:
             return call(*args, **kwargs), {}
-        before = jax.tree.leaves(state)  # the call ends the state that it is given
-        out, after = call(*args, **{"state": state, **kwargs})
-        return out, _changed_state(before, after, mutable)
+        old_leaves = jax.tree.leaves(state)  # the call invalidates the state that it is given
+        out, new_state = call(*args, **{"state": state, **kwargs})
+        if not filters.in_filter(mutable, "state"):
+            return out, {}
+        new_leaves = jax.tree.leaves(new_state)
+        changed: models.Variables = {}
+        for i, (old, new) in enumerate(zip(old_leaves, new_leaves, strict=True)):
+            if new is not old:
+                changed[str(i)] = new
+        return out, _nonempty(state=changed)
 
-    def _fill_structure(self, variables: Mapping[str, Any]) -> tuple[Any, Any]:
-        expected = _array_leaves(*self._structure)
-        values = {path: meta.unbox(x) for path, x in flat_dict.flatten_dict(variables).items()}
-        models.check_variables(self.name, expected, values)
-        _, fill = display.split_arrays(self._structure)
-        return fill([values[path] for path in expected])
+    def _with_values(self, variables: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Returns the module and its state, with the variables as their arrays."""
+        leaves = _array_leaves(*self._abstract)
+        values: dict[models.Path, Any] = {}
+        for path, entry in flat_dict.flatten_dict(variables).items():
+            values[path] = meta.unbox(entry)
+        models.check_variables(self.name, leaves, values)
+        _, fill = display.split_arrays(self._abstract)
+        # `leaves` has the order of the arrays in the pytree.
+        return fill([values[path] for path in leaves])
 
 
-def _array_leaves(module: object, state: object) -> dict[models.Path, Any]:
-    found: dict[models.Path, Any] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(module):
-        if display.is_array(leaf):
-            is_parameter = jnp.issubdtype(leaf.dtype, jnp.inexact)
-            names = [jax.tree_util.keystr((part,), simple=True) for part in path]
-            found[("params" if is_parameter else "constants", *names)] = leaf
+def _array_leaves(module: models.Layer, state: PyTree) -> dict[models.Path, Any]:
+    """Returns the arrays of a module and its state by collection and path."""
+    leaves: dict[models.Path, Any] = {}
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(module):
+        if not display.is_array(leaf):
+            continue
+        collection = "params" if jnp.issubdtype(leaf.dtype, jnp.inexact) else "constants"
+        names = [jax.tree_util.keystr((key,), simple=True) for key in key_path]
+        leaves[collection, *names] = leaf
     for i, leaf in enumerate(jax.tree.leaves(state)):
         if display.is_array(leaf):
-            found["state", str(i)] = leaf
-    return found
+            leaves["state", str(i)] = leaf
+    return leaves
 
 
-def _changed_state(before: list[Any], after: object, mutable: filters.Filter) -> models.Variables:
-    if not filters.in_filter(mutable, "state"):
-        return {}
-    pairs = zip(before, jax.tree.leaves(after), strict=True)
-    changed = {str(i): new for i, (old, new) in enumerate(pairs) if new is not old}
-    return {"state": changed} if changed else {}
+def _nonempty(**collections: Mapping[str, Any]) -> models.Variables:
+    return {name: entries for name, entries in collections.items() if entries}
+
+
+class _HaikuFunctions(NamedTuple):
+    """Pure functions of a layer, and the keyword arguments of a call of it."""
+
+    init: Callable[..., Any]
+    apply: Callable[..., Any]
+    kwargs: dict[str, Any]
 
 
 class HaikuModel(models.Model):
@@ -106,7 +131,7 @@ class HaikuModel(models.Model):
         module: a result of `haiku.transform` or `transform_with_state`, or a class of modules.
     """
 
-    def __init__(self, module: Any, *args: object, **kwargs: object):
+    def __init__(self, module: models.Layer, *args: object, **kwargs: object):
         self.module, self.args, self.kwargs = module, args, kwargs
 
     @property
@@ -115,54 +140,56 @@ class HaikuModel(models.Model):
 
     def _functions(
         self, method: str | None, kwargs: Mapping[str, Any], training: bool | None
-    ) -> tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]:
+    ) -> _HaikuFunctions:
         hk = models.import_library("haiku", "dm-haiku")
         if isinstance(self.module, type):
-            called = getattr(self.module, method or "__call__", None)
-            if called is None:
-                models.resolve_method(self.module, method, self.name)  # says so
-
+            # A layer of Haiku is made inside of each transformed call.
             def run(*args: Any, **kwargs: Any) -> Any:
                 layer = self.module(*self.args, **self.kwargs)
                 return models.resolve_method(layer, method, self.name)(*args, **kwargs)
 
-            pair = hk.transform_with_state(run)
-            return pair.init, pair.apply, models.add_mode(called, kwargs, training)  # pyright: ignore[reportArgumentType]
+            transformed = hk.transform_with_state(run)
+            called = getattr(self.module, method or "__call__", run)
+            kwargs = models.add_mode(called, kwargs, training)
+            return _HaikuFunctions(transformed.init, transformed.apply, kwargs)
         if method not in (None, "__call__"):
             raise errors.LayerMethodError(
                 f"a transformed function of Haiku was asked for its method {method!r}; it has "
                 "none, so transform the method itself."
             )
-        if isinstance(self.module, hk.Transformed):
-            pair = hk.with_empty_state(self.module)
-            return pair.init, pair.apply, dict(kwargs)
-        return self.module.init, self.module.apply, dict(kwargs)
+        transformed = self.module
+        if isinstance(transformed, hk.Transformed):
+            transformed = hk.with_empty_state(transformed)
+        return _HaikuFunctions(transformed.init, transformed.apply, dict(kwargs))
 
     def init(self, rngs, *args, training=None, method=None, **kwargs):
-        init, _, kwargs = self._functions(method, kwargs, training)
-        params, state = init(models.single_key(rngs, "params", "default"), *args, **kwargs)
-        found = {"params": _nest_by_module_path(params), "state": _nest_by_module_path(state)}
-        return {col: entries for col, entries in found.items() if entries}
+        functions = self._functions(method, kwargs, training)
+        key = models.single_key(rngs, "params", "default")
+        params, state = functions.init(key, *args, **functions.kwargs)
+        return _nonempty(params=_nest_by_module_path(params), state=_nest_by_module_path(state))
 
     def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
-        _, apply, kwargs = self._functions(method, kwargs, training)
-        params, state = (_join_module_path(variables.get(col, {})) for col in ("params", "state"))
+        functions = self._functions(method, kwargs, training)
+        params = _join_module_path(variables.get("params", {}))
+        state = _join_module_path(variables.get("state", {}))
         key = models.single_key(rngs, "default", "dropout")
-        out, after = apply(params, state, key, *args, **kwargs)
-        changed = _nest_by_module_path(after) if filters.in_filter(mutable, "state") else {}
-        return out, {"state": changed} if changed else {}
+        out, new_state = functions.apply(params, state, key, *args, **functions.kwargs)
+        if not filters.in_filter(mutable, "state"):
+            return out, {}
+        return out, _nonempty(state=_nest_by_module_path(new_state))
 
 
 def _nest_by_module_path(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    found: dict[models.Path, Any] = {}
+    values_by_path: dict[models.Path, Any] = {}
     for module, values in tree.items():
         for path, value in flat_dict.flatten_dict(values).items():
-            found[(*module.split("/"), *path)] = value
-    return flat_dict.unflatten_dict(found)
+            values_by_path[*module.split("/"), *path] = value
+    return flat_dict.unflatten_dict(values_by_path)
 
 
 def _join_module_path(tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for (*module, name), value in flat_dict.flatten_dict(tree).items():
-        found.setdefault("/".join(module), {})[name] = meta.unbox(value)
-    return found
+    values_by_module: dict[str, dict[str, Any]] = {}
+    for (*module_path, name), value in flat_dict.flatten_dict(tree).items():
+        module = "/".join(module_path)
+        values_by_module.setdefault(module, {})[name] = meta.unbox(value)
+    return values_by_module

@@ -21,7 +21,10 @@ from weft.core import filters, meta
 from weft.nnx.rngs import Rngs
 from weft.nnx.state import path_text
 from weft.nnx.versions import StaticValue
+from weft.typing import T
 
+Layer = Any
+"""A layer of a library, a class of layers, or a function that makes one; they share no type."""
 Path = tuple[Any, ...]
 Variables = dict[str, Any]
 """Nested dicts of values by collection and path; values may be in boxes."""
@@ -67,7 +70,8 @@ class Model(abc.ABC):
     ) -> tuple[Any, Mapping[str, Any]]:
         """Returns a call's result and the variables that it makes; arguments as for `init`."""
         variables = self.init(rngs, *args, **kwargs)
-        return self.apply(variables, *args, rngs=rngs, mutable=True, **kwargs)[0], variables
+        out, _ = self.apply(variables, *args, rngs=rngs, mutable=True, **kwargs)
+        return out, variables
 
     @abc.abstractmethod
     def apply(
@@ -92,11 +96,13 @@ class Model(abc.ABC):
     def has_method(self, name: str) -> bool:
         """Returns whether the layer has that method, as far as known before it is made."""
         layer = getattr(self, "module", None)
-        return callable(getattr(getattr(layer, "made", layer), name, None))
+        if isinstance(layer, _ConfigFactory):
+            layer = layer.factory
+        return callable(getattr(layer, name, None))
 
     def _key(self) -> StaticValue:
-        attributes = {k: v for k, v in vars(self).items() if not k.startswith("_")}
-        return StaticValue((type(self), tuple(attributes.items())))
+        attributes = [(name, x) for name, x in vars(self).items() if not name.startswith("_")]
+        return StaticValue((type(self), tuple(attributes)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Model) and self._key() == other._key()
@@ -127,7 +133,10 @@ def single_key(rngs: Keys, *names: str) -> Any:
 
     `names` are the streams to try first.
     """
-    return next((rngs[n] for n in (*names, *rngs) if n in rngs), None)
+    for name in (*names, *rngs):
+        if name in rngs:
+            return rngs[name]
+    return None
 
 
 def parameter_names(fn: Callable[..., Any]) -> set[str]:
@@ -135,15 +144,23 @@ def parameter_names(fn: Callable[..., Any]) -> set[str]:
     try:
         # The signature of a class may be that of its metaclass, which says nothing.
         called = fn.__init__ if isinstance(fn, type) else fn
-        parameters = inspect.signature(called).parameters.values()
+        parameters = inspect.signature(called).parameters
     except (TypeError, ValueError):
         return set()
-    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    names: set[str] = set()
+    for name, parameter in parameters.items():
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            names.add(name)
+    return names
 
 
-_MODES = {
-    **dict.fromkeys(("training", "train", "is_training"), True),
-    **dict.fromkeys(("deterministic", "use_running_average"), False),
+# The names of parameters for the mode, and the value of each in training.
+_VALUES_IN_TRAINING = {
+    "training": True,
+    "train": True,
+    "is_training": True,
+    "deterministic": False,
+    "use_running_average": False,
 }
 
 
@@ -160,12 +177,15 @@ def add_mode(
     """
     if training is None:
         return dict(kwargs)
-    taken = parameter_names(fn)
-    flags = {name: (training == sense) for name, sense in _MODES.items() if name in taken}
+    accepted = parameter_names(fn)
+    flags: dict[str, bool] = {}
+    for name, value_in_training in _VALUES_IN_TRAINING.items():
+        if name in accepted:
+            flags[name] = value_in_training if training else not value_in_training
     return {**flags, **kwargs}
 
 
-def resolve_method(layer: object, method: Method, name: str) -> Callable[..., Any]:
+def resolve_method(layer: Layer, method: Method, name: str) -> Callable[..., Any]:
     """Returns the layer itself, its method of that name, or a function of the layer.
 
     Raises LayerMethodError if the layer has no such method.
@@ -176,41 +196,44 @@ def resolve_method(layer: object, method: Method, name: str) -> Callable[..., An
         method = "__call__"
     if callable(method):
         return lambda *args, **kwargs: method(layer, *args, **kwargs)
-    found = getattr(layer, method, None)
-    if not callable(found):
-        public = [n for n in dir(type(layer)) if n[0] != "_" and callable(getattr(type(layer), n))]
+    bound_method = getattr(layer, method, None)
+    if not callable(bound_method):
+        public_methods: list[str] = []
+        for attribute in dir(type(layer)):
+            if attribute[0] != "_" and callable(getattr(type(layer), attribute)):
+                public_methods.append(attribute)
         raise errors.LayerMethodError(
-            f"{name} has no method {method!r}; there are: {', '.join(public) or 'none'}."
+            f"{name} has no method {method!r}; there are: {', '.join(public_methods) or 'none'}."
         )
-    return found
+    return bound_method
 
 
-def rebox(before: Any, value: Any) -> Any:
-    """Puts a value into the box of the one before it, if any."""
-    if meta.is_axis_metadata(before) and not meta.is_axis_metadata(value):
-        return before.replace_boxed(value)
+def rebox(old: Any, value: T) -> T | meta.AxisMetadata:
+    """Puts a value into the box of the one that it replaces, if that has a box."""
+    if meta.is_axis_metadata(old) and not meta.is_axis_metadata(value):
+        return old.replace_boxed(value)
     return value
 
 
 def check_variables(
-    name: str, wanted: Mapping[Path, Any], given: Mapping[Path, Any], shapes: bool = True
+    name: str, expected: Mapping[Path, Any], values: Mapping[Path, Any], shapes: bool = True
 ) -> None:
-    """Checks that given variables match a layer's, objects with a shape by collection and path.
+    """Checks that values match a layer's variables, objects with a shape by collection and path.
 
     Raises LayerVariablesError if one is missing, or has another shape.
     """
-    for path, value in wanted.items():
-        if path not in given:
-            there = ", ".join(map(path_text, given)) or "none"
+    for path, variable in expected.items():
+        if path not in values:
+            paths = ", ".join(map(path_text, values)) or "none"
             raise errors.LayerVariablesError(
                 f"{name} has a variable {path_text(path)!r}, which was not given; there are: "
-                f"{there}. Give it the variables that its `init` made."
+                f"{paths}. Give it the variables that its `init` made."
             )
-        new = getattr(given[path], "shape", None)
-        if shapes and new is not None and tuple(new) != tuple(value.shape):
+        shape = getattr(values[path], "shape", None)
+        if shapes and shape is not None and tuple(shape) != tuple(variable.shape):
             raise errors.LayerVariablesError(
-                f"the variable {path_text(path)!r} of {name} has the shape {tuple(new)}; expected "
-                f"{tuple(value.shape)}. The variables are those of another layer."
+                f"the variable {path_text(path)!r} of {name} has the shape {tuple(shape)}; "
+                f"expected {tuple(variable.shape)}. The variables are those of another layer."
             )
 
 
@@ -225,19 +248,20 @@ _ADAPTERS = {
 }
 
 
-def adapter_of(x: object) -> str:
+def adapter_of(x: Layer) -> str:
     """Returns the module of the `Model` for a layer or class of layers; empty if there is none."""
     if isinstance(x, tuple) and len(x) == 2 and type(x) is tuple:
         x = x[0]  # a layer and its state
     # The root of the classes of a library comes first: a module of one may hold another's.
-    for base in reversed((x if isinstance(x, type) else type(x)).__mro__):
+    layer_class = x if isinstance(x, type) else type(x)
+    for base in reversed(layer_class.__mro__):
         for prefix, adapter in _ADAPTERS.items():
             if f"{base.__module__}.".startswith(prefix):
                 return adapter
     return ""
 
 
-def model_of(x: object, *args: object, **kwargs: object) -> Model:
+def model_of(x: Layer, *args: object, **kwargs: object) -> Model:
     """Returns the `Model` of a layer.
 
     Args:
@@ -257,40 +281,51 @@ def model_of(x: object, *args: object, **kwargs: object) -> Model:
     if isinstance(x, Model):
         return x
     adapter = adapter_of(x)
-    if not adapter and isinstance(x, ClassConfigBase | FunctionConfigBase):
+    if adapter:
+        return _load_adapter(adapter)(x, *args, **kwargs)
+    if isinstance(x, ClassConfigBase | FunctionConfigBase):
         return _config_model(x)
-    if not adapter and isinstance(x, InstantiableConfig):
+    if isinstance(x, InstantiableConfig):
         return model_of(x.instantiate())
-    if not adapter:
-        raise errors.UnknownLayerError(
-            f"{x!r} is not a layer of a known library; pass a module of Linen or NNX, of "
-            "Weft or Flax, a config of a hierarchy layer, a module of Equinox, a module or "
-            "transformed function of Haiku, or derive from weft.interop.Model."
-        )
-    return _load_adapter(adapter)(x, *args, **kwargs)
+    raise errors.UnknownLayerError(
+        f"{x!r} is not a layer of a known library; pass a module of Linen or NNX, of "
+        "Weft or Flax, a config of a hierarchy layer, a module of Equinox, a module or "
+        "transformed function of Haiku, or derive from weft.interop.Model."
+    )
+
+
+_FactoryConfig = ClassConfigBase[Any] | FunctionConfigBase[Any]
 
 
 class _ConfigFactory:
-    """Function that makes the module of a config, complete except for its `rngs`."""
+    """Function that makes the module of a config, complete except for its `rngs`.
 
-    def __init__(self, config: Any):
+    Attributes:
+        factory: the class or function that the config calls.
+    """
+
+    def __init__(self, config: _FactoryConfig):
         self._config = config
-        self.made = config.klass if isinstance(config, ClassConfigBase) else config.fn
-        self.__name__ = self.made.__name__
+        self.factory = config.klass if isinstance(config, ClassConfigBase) else config.fn
+        self.__name__ = self.factory.__name__
 
-    def __call__(self, *, rngs: Any) -> Any:
+    def __call__(self, *, rngs: Rngs) -> Layer:
         return self._config.instantiate(rngs=rngs)
 
 
-def _config_model(config: Any) -> Model:
-    if "rngs" not in config.keys() or config.rngs not in (None, REQUIRED):  # noqa: SIM118
-        return model_of(config.instantiate())
-    maker = _ConfigFactory(config)
-    # Nothing but NNX gives streams by this name; a function that takes them makes such a module.
-    adapter = adapter_of(maker.made) if isinstance(maker.made, type) else _ADAPTERS["weft.nnx."]
-    return _load_adapter(adapter)(maker) if adapter else model_of(config.instantiate())
+def _config_model(config: _FactoryConfig) -> Model:
+    lacks_rngs = "rngs" in config.keys() and config.rngs in (None, REQUIRED)  # noqa: SIM118
+    if lacks_rngs:
+        maker = _ConfigFactory(config)
+        # Nothing but NNX gives streams by this name; a function that takes them makes its modules.
+        adapter = _ADAPTERS["weft.nnx."]
+        if isinstance(maker.factory, type):
+            adapter = adapter_of(maker.factory)
+        if adapter:
+            return _load_adapter(adapter)(maker)
+    return model_of(config.instantiate())
 
 
-def _load_adapter(adapter: str) -> Any:
+def _load_adapter(adapter: str) -> Callable[..., Model]:
     module, _, name = adapter.partition(":")
     return getattr(importlib.import_module(module), name)

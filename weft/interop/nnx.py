@@ -7,7 +7,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 
 import jax
 
@@ -17,10 +17,11 @@ from weft.core.filters import DenyList, Filter, in_filter
 from weft.core.flat_dict import flatten_dict, unflatten_dict
 from weft.core.tracing import ThreadStack
 from weft.interop import linen, models
-from weft.interop.models import Keys, Method, Model, Path, RngsLike, Variables
+from weft.interop.models import Keys, Layer, Method, Model, Path, RngsLike, Variables
 from weft.interop.variables import collection_of, to_linen_var, to_nnx_var
 from weft.linen.state import without_parent
 from weft.nnx.intercept import visit_model
+from weft.typing import Leaf
 
 ModuleOrMethod = TypeVar("ModuleOrMethod")
 _OWN_PREFIX = "to_nnx__"
@@ -42,7 +43,7 @@ class ToNNX(nnx.Module):
 
     to_nnx__mutable: Filter = False
 
-    def __init__(self, module: object, rngs: RngsLike = None):
+    def __init__(self, module: Layer, rngs: RngsLike = None):
         self.to_nnx__module = module
         if isinstance(rngs, nnx.Rngs):
             rngs = rngs.fork()
@@ -67,7 +68,8 @@ class ToNNX(nnx.Module):
 
     def lazy_init(self, *args: Any, rngs: RngsLike = None, **kwargs: Any) -> Self:
         """Makes the variables and returns the module itself; arguments are those of a call."""
-        self._init_with_output(self._keys(rngs), args, self._with_mode(kwargs))
+        keys = self._keys(rngs)
+        self._init_with_output(keys, args, self._with_mode(kwargs))
         return self
 
     def _init_with_output(self, keys: Keys, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -97,15 +99,20 @@ class ToNNX(nnx.Module):
             method: a method, its name, or a function of the Linen module.
             mutable: the collections that the call may change, in place.
         """
-        keys, model = self._keys(rngs), self._model
-        call: dict[str, Any] = {"method": method, **self._with_mode(kwargs)}
-        if (initialized := _INITIALIZED.top) is not None:
-            if not any(m is self for m in initialized):
+        keys = self._keys(rngs)
+        model = self._model
+        kwargs = {"method": method, **self._with_mode(kwargs)}
+        initialized = _INITIALIZED.top
+        if initialized is not None:
+            if not any(layer is self for layer in initialized):
                 initialized.append(self)
-                return self._init_with_output(keys, args, call)
-            return model.apply(self._variables(), *args, rngs=keys, mutable=True, **call)[0]
-        mutable = (self.to_nnx__mutable if mutable is None else mutable) or False
-        out, changed = model.apply(self._variables(), *args, rngs=keys, mutable=mutable, **call)
+                return self._init_with_output(keys, args, kwargs)
+            out, _ = model.apply(self._variables(), *args, rngs=keys, mutable=True, **kwargs)
+            return out
+        if mutable is None:
+            mutable = self.to_nnx__mutable
+        variables = self._variables()
+        out, changed = model.apply(variables, *args, rngs=keys, mutable=mutable or False, **kwargs)
         if changed:
             self._assign_variables(changed)
         return out
@@ -121,8 +128,10 @@ class ToNNX(nnx.Module):
             rngs = self.to_nnx__rngs
         elif not isinstance(rngs, nnx.Rngs):
             return {"params": rngs}
-        keys = {}
-        for name, stream in [] if rngs is None else rngs.items():
+        keys: dict[str, jax.Array] = {}
+        if rngs is None:
+            return keys
+        for name, stream in rngs.items():
             # Streams that this module's model was not given are none of the Linen module either.
             with contextlib.suppress(errors.InvalidRngError):
                 keys[name] = stream()
@@ -131,58 +140,67 @@ class ToNNX(nnx.Module):
     # The attributes.
 
     def _own_variables(self) -> dict[Path, Any]:
-        own = {n: x for n, x in vars(self).items() if not n.startswith(("_", _OWN_PREFIX))}
-        own.pop("deterministic", None)  # the mode
-        return flatten_dict(own)
+        attributes: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            is_mode = name == "deterministic"
+            if not (is_mode or name.startswith(("_", _OWN_PREFIX))):
+                attributes[name] = value
+        return flatten_dict(attributes)
 
     def _variables(self) -> dict[str, Any]:
-        found: dict[Path, Any] = {}
-        for path, x in self._own_variables().items():
-            if not isinstance(x, nnx.Variable):
+        entries: dict[Path, Any] = {}
+        for path, variable in self._own_variables().items():
+            if not isinstance(variable, nnx.Variable):
                 raise errors.LayerVariablesError(
                     f"{type(self).__name__} of {self._model.name} has the attribute "
-                    f"{models.path_text(path)!r} of type {type(x).__name__}, which is in no "
+                    f"{models.path_text(path)!r} of type {type(variable).__name__}, which is in no "
                     "collection; make it a variable, such as nnx.Param."
                 )
-            found[collection_of(type(x)), *path] = to_linen_var(x)
-        return unflatten_dict(found)
+            entries[collection_of(type(variable)), *path] = to_linen_var(variable)
+        return unflatten_dict(entries)
 
     def _applies_layout(self, x: object) -> bool:
         """Returns whether to apply the layout of a new value's box; an error without a mesh."""
         return True
 
     def _assign_variables(self, variables: Mapping[str, Any]) -> None:
-        there: dict[Path, Any] = self._own_variables()
-        new: dict[Path, Any] = {}
-        for (col, *rest), x in flatten_dict(variables).items():
-            path, kind = tuple(rest), nnx.variable_type_from_name(col, allow_register=True)
-            before: Any = new.get(path, there.get(path))
-            if path in new or (before is not None and type(before) is not kind):
+        own_variables = self._own_variables()
+        new_variables: dict[Path, nnx.Variable[Any]] = {}
+        for (collection, *names), entry in flatten_dict(variables).items():
+            path = tuple(names)
+            variable_type = nnx.variable_type_from_name(collection, allow_register=True)
+            own_variable: nnx.Variable[Any] | None = own_variables.get(path)
+            other = new_variables.get(path)
+            if other is None and type(own_variable) not in (type(None), variable_type):
+                other = own_variable
+            if other is not None:
                 raise errors.LayerVariablesError(
                     f"{self._model.name} has a variable {models.path_text(path)!r} in the "
-                    f"collections {collection_of(type(before))!r} and {col!r}, and a module of "
-                    "NNX has one attribute of a name; rename one of them."
+                    f"collections {collection_of(type(other))!r} and {collection!r}, and a module "
+                    "of NNX has one attribute of a name; rename one of them."
                 )
-            if before is None:
-                new[path] = to_nnx_var(col, x, lay_out=self._applies_layout(x))
+            if own_variable is None:
+                lay_out = self._applies_layout(entry)
+                new_variables[path] = to_nnx_var(collection, entry, lay_out=lay_out)
             else:
-                before.set_raw_value(to_nnx_var(col, x, lay_out=False).get_raw_value())
-        for path, variable in new.items():
+                new_variable = to_nnx_var(collection, entry, lay_out=False)
+                own_variable.set_raw_value(new_variable.get_raw_value())
+        for path, variable in new_variables.items():
             self._set_variable(path, variable)
 
     def _set_variable(self, path: Path, variable: object) -> None:
-        name, *below = path
-        if not below:
-            setattr(self, name, variable)
+        if len(path) == 1:
+            setattr(self, path[0], variable)
             return
-        if name not in vars(self):
-            setattr(self, name, {})
-        entries = vars(self)[name]
-        for part in below[:-1]:
-            if part not in entries:
-                entries[part] = {}  # stored as another object, a `Dict` of NNX
-            entries = entries[part]
-        entries[below[-1]] = variable
+        attribute, *submodules, name = path
+        if attribute not in vars(self):
+            setattr(self, attribute, {})
+        entries = vars(self)[attribute]
+        for submodule in submodules:
+            if submodule not in entries:
+                entries[submodule] = {}  # stored as another object, a `Dict` of NNX
+            entries = entries[submodule]
+        entries[name] = variable
 
 
 def lazy_init(fn: ModuleOrMethod, *args: Any, **kwargs: Any) -> ModuleOrMethod:
@@ -194,8 +212,11 @@ def lazy_init(fn: ModuleOrMethod, *args: Any, **kwargs: Any) -> ModuleOrMethod:
     >>> lazy_init(model, jnp.ones((1, 3))).layers[1].kernel.shape
     (4, 2)
     """
-    of = fn if isinstance(fn, nnx.Module) else getattr(getattr(fn, "func", fn), "__self__", None)
-    if not isinstance(of, nnx.Module) or not callable(fn):
+    module: Layer = fn
+    if not isinstance(fn, nnx.Module):
+        method = getattr(fn, "func", fn)  # of a partial, as `ToNNX` has them
+        module = getattr(method, "__self__", None)
+    if not isinstance(module, nnx.Module) or not callable(fn):
         raise errors.TransformArgumentError(
             f"lazy_init was given {fn!r}; give a module of NNX that can be called, or a method of "
             "one, such as model.encode."
@@ -213,14 +234,29 @@ _INITIALIZED = ThreadStack[list[ToNNX]]()
 
 
 class _AbstractModule(NamedTuple):
-    """A module without its values: its variables and arrays with shapes, by path.
+    """A module without its values.
 
-    `keys` are the values in PRNG streams, by path.
+    Attributes:
+        leaves: its variables and arrays by path, with shapes as values.
+        keys: the values in its PRNG streams by path, a shape where no key is known.
     """
 
     graphdef: Any
     leaves: dict[Path, Any]
     keys: dict[Path, Any]
+
+
+class MergedModule(NamedTuple):
+    """A module with values that were given, by collection and path.
+
+    Attributes:
+        values: all its values.
+        new_variables: the variables and arrays that were not given, with new initial values.
+    """
+
+    module: Layer
+    values: dict[Path, Any]
+    new_variables: dict[Path, Any]
 
 
 class NNXModel(Model):
@@ -239,7 +275,7 @@ class NNXModel(Model):
     nnx: Any = nnx
     quantizes = True
 
-    def __init__(self, module: Any, *args: object, **kwargs: Any):
+    def __init__(self, module: Layer, *args: object, **kwargs: Any):
         self.module, self.args, self.kwargs = module, args, kwargs
         self.takes_rngs = "rngs" not in kwargs and "rngs" in models.parameter_names(module)
         self.abstract = True
@@ -247,8 +283,7 @@ class NNXModel(Model):
 
     @property
     def name(self) -> str:
-        of_class = self.module if isinstance(self.module, type) else type(self.module)
-        return getattr(self.module, "__name__", of_class.__name__)
+        return getattr(self.module, "__name__", type(self.module).__name__)
 
     @property
     def _is_instance(self) -> bool:
@@ -263,49 +298,56 @@ class NNXModel(Model):
 
     # Making it.
 
-    def make(self, rngs: Keys) -> Any:
+    def make(self, rngs: Keys) -> Layer:
         """Returns the module with its initial values."""
         if self._is_instance:
-            made = self.nnx.clone(self.module)
-            keys = {tag: rngs[tag] for tag in self._tags(made) if tag in rngs}
-            if "default" in rngs:
-                keys = {**dict.fromkeys(self._tags(made), rngs["default"]), **keys}
-            self.nnx.reseed(made, policy="match_shape", **keys)
-            return made
-        streams = {"rngs": self.nnx.Rngs(**rngs)} if self.takes_rngs else {}
+            module = self.nnx.clone(self.module)
+            keys: dict[str, jax.Array] = {}
+            for tag in self._tags(module):
+                if tag in rngs or "default" in rngs:
+                    keys[tag] = rngs[tag if tag in rngs else "default"]
+            self.nnx.reseed(module, policy="match_shape", **keys)
+            return module
+        kwargs = self.kwargs
+        if self.takes_rngs:
+            kwargs = {**kwargs, "rngs": self.nnx.Rngs(**rngs)}
         with without_parent():
-            return self.module(*self.args, **self.kwargs, **streams)
+            return self.module(*self.args, **kwargs)
 
     def module_type(self, rngs: Keys) -> type:
         """Returns the class of the module."""
         return self._describe(rngs).graphdef.root.type
 
-    def _tags(self, module: object) -> set[str]:
-        found = (x for _, x in self.nnx.iter_graph(module))
-        return {x.tag for x in found if isinstance(x, self.nnx.RngStream)}
+    def _tags(self, module: Layer) -> set[str]:
+        tags: set[str] = set()
+        for _, node in self.nnx.iter_graph(module):
+            if isinstance(node, self.nnx.RngStream):
+                tags.add(node.tag)
+        return tags
 
-    def _is_key(self, leaf: object) -> bool:
+    def _is_key(self, leaf: Leaf) -> bool:
         return isinstance(leaf, self.nnx.RngState)
 
-    def collections(self, module: object) -> dict[Path, Any]:
+    def collections(self, module: Layer) -> dict[Path, Any]:
         """Returns a module's variables and arrays, by collection and path, without PRNG streams."""
-        return self._by_collection(self._leaves(module)[1])
+        _, leaves = self._leaves(module)
+        return self._by_collection(leaves)
 
-    def _leaves(self, module: object) -> tuple[Any, dict[Path, Any]]:
+    def _leaves(self, module: Layer) -> tuple[Any, dict[Path, Any]]:
         graphdef, state = self.nnx.split(module)
         return graphdef, dict(self.nnx.to_flat_state(state))
 
     def _by_collection(self, leaves: Mapping[Path, Any]) -> dict[Path, Any]:
-        return {
-            (self._collection(leaf), *path): leaf
-            for path, leaf in leaves.items()
-            if not self._is_key(leaf)
-        }
+        variables: dict[Path, Any] = {}
+        for path, leaf in leaves.items():
+            if not self._is_key(leaf):
+                variables[self._collection(leaf), *path] = leaf
+        return variables
 
-    def _collection(self, leaf: object) -> str:
+    def _collection(self, leaf: Leaf) -> str:
         return collection_of(type(leaf)) if isinstance(leaf, nnx.Variable) else "arrays"
 
-    def boxed(self, leaf: Any) -> Any:
+    def boxed(self, leaf: Leaf) -> Any:
         """Returns a collection's entry for a variable or array."""
         if not isinstance(leaf, self.nnx.Variable):
             return leaf
@@ -317,39 +359,40 @@ class NNXModel(Model):
 
     def _describe(self, rngs: Keys) -> _AbstractModule:
         """Returns the module without computing values other than its streams."""
-        found: list[Any] = []
+        graphdef: Any = None
+        leaves: dict[Path, Any] = {}
 
-        def build(rngs: Keys) -> list[Any]:
-            graphdef, leaves = self._leaves(self.make(rngs))
-            shapes = {
-                path: self._with_value(leaf, display.to_shapes(_raw_value(leaf)))
-                for path, leaf in leaves.items()
-            }
-            found[:] = [graphdef, shapes]
-            return [x.get_raw_value() for x in leaves.values() if self._is_key(x)]
+        def build(streams: Keys) -> dict[Path, Any]:
+            """Returns the values in streams; the rest of the module leaves the trace as shapes."""
+            nonlocal graphdef
+            graphdef, leaves_with_values = self._leaves(self.make(streams))
+            keys: dict[Path, Any] = {}
+            for path, leaf in leaves_with_values.items():
+                leaves[path] = self._with_value(leaf, display.to_shapes(_raw_value(leaf)))
+                if self._is_key(leaf):
+                    keys[path] = leaf.get_raw_value()
+            return keys
 
-        absent = jax.eval_shape(lambda: jax.random.key(0))
-        if self._is_instance and self._tags(self.module) == {"default"}:
-            # A stream for all purposes.
-            absent = models.single_key(rngs, "dropout") if rngs else absent
-        streams = {"default": absent, **rngs}
-        if not (self.abstract or self._is_instance):
-            streams = {"default": jax.random.key(0), **rngs}
-            values = build(streams)
+        if self.abstract or self._is_instance:
+            # What is computed from keys that are not known stays a shape.
+            default = jax.eval_shape(lambda: jax.random.key(0))
+            if rngs and self._is_instance and self._tags(self.module) == {"default"}:
+                # A stream for all purposes.
+                default = models.single_key(rngs, "dropout")
+            keys = partial_eval.partial_eval_or_shapes(build, {"default": default, **rngs})
         else:
-            values = partial_eval.partial_eval_or_shapes(build, streams)
-        paths = [path for path, leaf in found[1].items() if self._is_key(leaf)]
-        return _AbstractModule(found[0], found[1], dict(zip(paths, values, strict=True)))
+            keys = build({"default": jax.random.key(0), **rngs})
+        return _AbstractModule(graphdef, leaves, keys)
 
-    def _with_value(self, leaf: Any, value: Any) -> Any:
+    def _with_value(self, leaf: Leaf, value: Any) -> Leaf:
         if not isinstance(leaf, self.nnx.Variable):
             return value
         return type(leaf).from_metadata(value, leaf.get_metadata())
 
     def merge_values(
         self, variables: Mapping[str, Any], rngs: Keys, mutable: Filter
-    ) -> tuple[Any, dict[Path, Any], dict[Path, Any]]:
-        """Returns the module with given values, all its values, and those that were newly made.
+    ) -> MergedModule:
+        """Returns the module with given values.
 
         Args:
             rngs: keys by stream; drawing from another stream is an error.
@@ -357,40 +400,53 @@ class NNXModel(Model):
 
         Raises LayerVariablesError if a value is missing, or a parameter has another shape.
         """
-        parts, given = self._describe(rngs), flatten_dict(variables)
-        wanted = self._by_collection(parts.leaves)
-        missing = {path: leaf for path, leaf in wanted.items() if path not in given}
-        made: dict[Path, Any] = {}
+        abstract = self._describe(rngs)
+        entries = flatten_dict(variables)
+        expected = self._by_collection(abstract.leaves)
+        missing = [path for path in expected if path not in entries]
+        new_variables: dict[Path, Any] = {}
         if missing and all(in_filter(mutable, path[0]) for path in missing):
-            first = self.collections(self.make(rngs))
-            made = {path: first[path] for path in missing}
-        values = {path: meta.unbox(x) for path, x in given.items()}
-        values.update((path, _raw_value(x)) for path, x in made.items())
-        models.check_variables(self.name, wanted, values, shapes=False)
-        parameters = {p: _raw_value(x) for p, x in wanted.items() if p[0] == "params"}
-        with_shapes = {p: x for p, x in parameters.items() if hasattr(x, "shape")}
-        models.check_variables(self.name, with_shapes, values)
-        leaves = {
-            path: self._rng_leaf(leaf, parts.keys[path], rngs)
-            if self._is_key(leaf)
-            else self._with_value(leaf, values[self._collection(leaf), *path])
-            for path, leaf in parts.leaves.items()
-        }
-        module = self.nnx.merge(parts.graphdef, self.nnx.from_flat_state(list(leaves.items())))
-        self._attach(module, {path: given[path] for path in given if path not in wanted})
-        kept = {path: values[path] for path in self.collections(module) if path in values}
-        return module, kept, made
+            initial = self.collections(self.make(rngs))
+            new_variables = {path: initial[path] for path in missing}
+        values = {path: meta.unbox(entry) for path, entry in entries.items()}
+        for path, leaf in new_variables.items():
+            values[path] = _raw_value(leaf)
+        self._check_values(expected, values)
 
-    def _rng_leaf(self, leaf: Any, value: Any, rngs: Keys) -> Any:
+        leaves: list[tuple[Path, Any]] = []
+        for path, leaf in abstract.leaves.items():
+            if self._is_key(leaf):
+                leaf = self._rng_leaf(leaf, abstract.keys[path], rngs)
+            else:
+                leaf = self._with_value(leaf, values[self._collection(leaf), *path])
+            leaves.append((path, leaf))
+        module = self.nnx.merge(abstract.graphdef, self.nnx.from_flat_state(leaves))
+        extra = {path: entry for path, entry in entries.items() if path not in expected}
+        self._attach(module, extra)
+        module_values = {path: values[path] for path in self.collections(module) if path in values}
+        return MergedModule(module, module_values, new_variables)
+
+    def _check_values(self, expected: Mapping[Path, Any], values: Mapping[Path, Any]) -> None:
+        models.check_variables(self.name, expected, values, shapes=False)
+        # Other collections, such as a cache, may hold values for other inputs than the first.
+        parameter_shapes: dict[Path, Any] = {}
+        for path, leaf in expected.items():
+            shape = _raw_value(leaf)
+            if path[0] == "params" and hasattr(shape, "shape"):
+                parameter_shapes[path] = shape
+        models.check_variables(self.name, parameter_shapes, values)
+
+    def _rng_leaf(self, leaf: Leaf, value: jax.Array | jax.ShapeDtypeStruct, rngs: Keys) -> Leaf:
         """Returns a part of a PRNG stream; streams without a known key refuse to draw."""
         if not isinstance(value, jax.ShapeDtypeStruct):
             return self._with_value(leaf, value)
-        there, name = ", ".join(map(repr, rngs)) or "none", self.name
+        name = self.name
+        streams = ", ".join(map(repr, rngs)) or "none"
 
-        def refuse(*_: object) -> Any:
+        def refuse(*_: object) -> NoReturn:
             raise errors.InvalidRngError(
                 f"{name} draws a key from a PRNG stream that it was not given; it was given: "
-                f"{there}. Give one for each stream that it draws from, such as "
+                f"{streams}. Give one for each stream that it draws from, such as "
                 "rngs={'dropout': key}, or let the layer not draw."
             )
 
@@ -399,27 +455,33 @@ class NNXModel(Model):
         metadata = {**leaf.get_metadata(), "on_get_value": refuse}
         return type(leaf).from_metadata(key, metadata)
 
-    def _attach(self, module: object, extra: Mapping[Path, Any]) -> None:
+    def _attach(self, module: Layer, extra: Mapping[Path, Any]) -> None:
         """Adds values to a module that an earlier call sowed or made."""
-        places, kinds = dict(self.nnx.iter_graph(module)), (self.nnx.Pytree, ToNNX)
-        strays = []
-        for (col, *path), value in extra.items():
-            ends = [n for n in range(len(path)) if isinstance(places.get(tuple(path[:n])), kinds)]
-            holder = places[tuple(path[: ends[-1]])] if ends else None
-            if ends and ends[-1] == len(path) - 1:
-                setattr(holder, path[-1], self._new(col, value))
+        nodes = dict(self.nnx.iter_graph(module))
+        strays: list[str] = []
+        for (collection, *names), value in extra.items():
+            # The innermost module on the path, and what of the path is inside of it.
+            holder, inner_path = None, ()
+            for depth in range(len(names)):
+                node = nodes.get(tuple(names[:depth]))
+                if isinstance(node, (self.nnx.Pytree, ToNNX)):
+                    holder, inner_path = node, tuple(names[depth:])
+            if len(inner_path) == 1:
+                setattr(holder, inner_path[0], self._new(collection, value))
             elif isinstance(holder, ToNNX):
-                holder._set_variable(tuple(path[ends[-1] :]), self._new(col, value))
+                holder._set_variable(inner_path, self._new(collection, value))
             else:
-                strays.append(models.path_text((col, *path)))
+                strays.append(models.path_text((collection, *names)))
         if strays:
             warnings.warn(
                 f"{self.name} was given variables that it has no place for: {', '.join(strays)}.",
                 stacklevel=6,
             )
 
-    def _new(self, col: str, value: object) -> Any:
-        return to_nnx_var(col, value) if col != "arrays" else meta.unbox(value)
+    def _new(self, col: str, value: object) -> Leaf:
+        if col == "arrays":
+            return meta.unbox(value)
+        return to_nnx_var(col, value)
 
     # Using it.
 
@@ -429,53 +491,66 @@ class NNXModel(Model):
         return self.boxes(self.collections(module))
 
     def init_wrapped_layers(
-        self, module: Any, args: Any, kwargs: Any, method: Method, training: bool | None = None
+        self, module: Layer, args: Any, kwargs: Any, method: Method, training: bool | None = None
     ) -> None:
         """Makes the variables of other libraries' layers in a new module, by calling it.
 
         All other changes of the call are reverted.
         """
-        graph = [x for _, x in nnx.iter_graph(module)]
-        if all(x._own_variables() for x in graph if isinstance(x, ToNNX)):
+        has_variables = True
+        old_values: list[tuple[nnx.Variable[Any], Any]] = []
+        for _, node in nnx.iter_graph(module):
+            if isinstance(node, ToNNX) and not node._own_variables():
+                has_variables = False
+            elif isinstance(node, nnx.Variable):
+                old_values.append((node, node.get_raw_value()))
+        if has_variables:
             return
-        before = [(x, x.get_raw_value()) for x in graph if isinstance(x, nnx.Variable)]
         with _INITIALIZED.push([]):
             self.call(module, args, kwargs, method, training)
-        for variable, value in before:
+        for variable, value in old_values:
             variable.set_raw_value(value)
-        there = {id(variable) for variable, _ in before}
-        nnx.pop(module, lambda _, x: isinstance(x, nnx.Intermediate) and id(x) not in there)
+        old_ids = {id(variable) for variable, _ in old_values}
+
+        def is_sown(path: Path, node: object) -> bool:
+            return isinstance(node, nnx.Intermediate) and id(node) not in old_ids
+
+        nnx.pop(module, is_sown)
 
     def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
-        module, before, made = self.merge_values(variables, rngs, mutable)
-        out = self.call(module, args, kwargs, method, training)
-        return out, self.changes(
-            module, {p: v for p, v in before.items() if p not in made}, mutable
-        )
+        merged = self.merge_values(variables, rngs, mutable)
+        out = self.call(merged.module, args, kwargs, method, training)
+        # What was made is not among the variables of the caller: it is a change.
+        old_values = {
+            path: x for path, x in merged.values.items() if path not in merged.new_variables
+        }
+        return out, self.changes(merged.module, old_values, mutable)
 
     def call(
-        self, module: Any, args: Any, kwargs: Any, method: Method, training: bool | None = None
+        self, module: Layer, args: Any, kwargs: Any, method: Method, training: bool | None = None
     ) -> Any:
         """Calls the module or one of its methods, in a mode."""
         if training is not None and isinstance(module, self.nnx.Module):
-            module.train() if training else module.eval()
+            if training:
+                module.train()
+            else:
+                module.eval()
         if isinstance(module, nnx.Pytree):
             visit_model(module)
         with without_parent():
             return models.resolve_method(module, method, self.name)(*args, **kwargs)
 
-    def changes(self, module: object, before: Mapping[Path, Any], mutable: Filter) -> Variables:
-        """Returns a module's values in mutable collections that differ from before."""
-        changed = {
-            path: leaf
-            for path, leaf in self.collections(module).items()
-            if in_filter(mutable, path[0])
-            and (path not in before or before[path] is not _raw_value(leaf))
-        }
+    def changes(self, module: Layer, old_values: Mapping[Path, Any], mutable: Filter) -> Variables:
+        """Returns a module's values in mutable collections that are not the old ones."""
+        changed: dict[Path, Any] = {}
+        for path, leaf in self.collections(module).items():
+            is_old = path in old_values and old_values[path] is _raw_value(leaf)
+            if not is_old and in_filter(mutable, path[0]):
+                changed[path] = leaf
         return self.boxes(changed)
 
 
-def _raw_value(leaf: Any) -> Any:
+def _raw_value(leaf: Leaf) -> Any:
     return leaf.get_raw_value() if hasattr(leaf, "get_raw_value") else leaf
 
 
@@ -500,8 +575,9 @@ class InNNX(ToNNX):
         return meta.global_mesh_defined() or getattr(x, "mesh", None) is not None
 
     def _with_mode(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        has_mode = self.deterministic is not None
-        return {"training": not self.deterministic, **kwargs} if has_mode else kwargs
+        if self.deterministic is None:
+            return kwargs
+        return {"training": not self.deterministic, **kwargs}
 
 
 def as_nnx(x: object, /, *args: object, rngs: RngsLike = None, **kwargs: object) -> nnx.Module:
@@ -524,6 +600,8 @@ def as_nnx(x: object, /, *args: object, rngs: RngsLike = None, **kwargs: object)
     if isinstance(x, nnx.Module) and not (args or kwargs):
         return x
     if isinstance(x, type) and issubclass(x, nnx.Module):
-        return x(*args, **kwargs, **({} if rngs is None else {"rngs": rngs}))
+        if rngs is not None:
+            kwargs = {**kwargs, "rngs": rngs}
+        return x(*args, **kwargs)
     model = models.model_of(x, *args, **kwargs)
     return InNNX(model, rngs, mutable=DenyList(("params", "intermediates")))

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from weft import errors, linen, nnx
 from weft.core.frozen_dict import FrozenDict
 from weft.interop.linen import draw_keys, rebox_all, store_variables
-from weft.interop.models import Keys, Method
+from weft.interop.models import Keys, Layer, Method
 from weft.interop.nnx import NNXModel
 from weft.interop.variables import to_linen_var
 
@@ -31,7 +31,8 @@ class ToLinen(linen.Module):
     abstract_init: bool = True
 
     def __getattr__(self, name: str) -> Any:
-        if name[:2] != "__" and callable(getattr(vars(self).get("nnx_class"), name, None)):
+        nnx_class = vars(self).get("nnx_class")
+        if name[:2] != "__" and callable(getattr(nnx_class, name, None)):
             return functools.partial(self.__call__, nnx_method=name)
         return super().__getattr__(name)
 
@@ -49,7 +50,8 @@ class ToLinen(linen.Module):
         scope: Any = self.scope
         rngs = draw_keys(self)
         model = NNXModel(self.nnx_class, *self.args, **self.kwargs)
-        model.takes_rngs, model.abstract = not self.skip_rng, self.abstract_init
+        model.takes_rngs = not self.skip_rng
+        model.abstract = self.abstract_init
         model.metadata_fn = self.metadata_fn
         variables = self.variables
         if self.is_initializing() and not any(variables.values()):
@@ -57,15 +59,15 @@ class ToLinen(linen.Module):
             model.init_wrapped_layers(module, args, kwargs, nnx_method)
             store_variables(self, model.boxes(model.collections(module)))
             return model.call(module, args, kwargs, nnx_method)
-        module, before, made = model.merge_values(variables, rngs, scope.mutable)
-        store_variables(self, model.boxes(made))
-        out = model.call(module, args, kwargs, nnx_method)
+        merged = model.merge_values(variables, rngs, scope.mutable)
+        store_variables(self, model.boxes(merged.new_variables))
+        out = model.call(merged.module, args, kwargs, nnx_method)
         if not self.is_initializing():
-            changed = model.changes(module, before, scope.mutable)
+            changed = model.changes(merged.module, merged.values, scope.mutable)
             store_variables(self, rebox_all(variables, changed))
         return out
 
-    def _make_module(self, model: NNXModel, rngs: Keys) -> Any:
+    def _make_module(self, model: NNXModel, rngs: Keys) -> Layer:
         try:
             return model.make(rngs)
         except errors.RngStreamNotFoundError as error:
@@ -118,8 +120,11 @@ class Functional(Generic[M]):
 
     def init(self, *, rngs: nnx.Rngs | None = None) -> nnx.State:
         """Makes the module and returns its state; `rngs` go to the class if it takes streams."""
-        streams = {} if rngs is None else {"rngs": rngs}
-        self.graphdef, state = nnx.split(self.module_type(*self.args, **self.kwargs, **streams))
+        kwargs = self.kwargs
+        if rngs is not None:
+            kwargs = {**kwargs, "rngs": rngs}
+        module = self.module_type(*self.args, **kwargs)
+        self.graphdef, state = nnx.split(module)
         return state
 
     def apply(self, *states: object) -> Any:
