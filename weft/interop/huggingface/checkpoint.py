@@ -1,12 +1,13 @@
 """Hugging Face checkpoint folders: `config.json` and `model.safetensors`."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ from weft.interop.huggingface.folder import (
 from weft.interop.huggingface.settings import NO_PADDING, Settings
 from weft.serialization import safetensors, untrusted
 from weft.serialization.directory import Directory
-from weft.typing import DType, NestedTensor, Tensor
+from weft.typing import DType, NestedTensor, PyTree, Tensor
 
-FAMILIES: Mapping[str, Family] = {f.model_type: f for f in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)}
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)
+}
 """The families of models by the model type of `config.json`."""
 
 _PathLike = str | os.PathLike[str]
@@ -67,8 +70,8 @@ def huggingface_model_config(
     settings = _with_generation_ends(_settings(folder), folder)
     cfg: Any = _family(settings).read(settings).set(dtype=dtype)
     if stack is not None:
-        made = cfg.decoder.transformer
-        cfg.decoder.transformer = stack.clone(num_layers=made.num_layers, layer=made.layer)
+        read = cfg.decoder.transformer
+        cfg.decoder.transformer = stack.clone(num_layers=read.num_layers, layer=read.layer)
     return cfg
 
 
@@ -92,15 +95,19 @@ def _with_generation_ends(settings: Settings, folder: _PathLike) -> Settings:
     """
     if not os.path.lexists(Path(folder) / GENERATION_CONFIG):
         return settings
-    ends = [*settings.end_ids(), *_settings(folder, GENERATION_CONFIG).end_ids()]
-    unique = [i for i in dict.fromkeys(ends) if i != NO_PADDING]
-    return Settings({**settings.values, "eos_token_id": unique or None}, settings.source)
+    ends: list[int] = []
+    for end in [*settings.end_ids(), *_settings(folder, GENERATION_CONFIG).end_ids()]:
+        if end != NO_PADDING and end not in ends:
+            ends.append(end)
+    return Settings({**settings.values, "eos_token_id": ends or None}, settings.source)
 
 
 def _family(settings: Settings) -> Family:
-    kind: Any = settings.values.get("model_type")
-    if not (isinstance(kind, str) and kind in FAMILIES):
-        raise settings.refusal("model_type", kind, f"can be {' or '.join(map(repr, FAMILIES))}")
+    model_type = settings.values.get("model_type")
+    if not (isinstance(model_type, str) and model_type in FAMILIES):
+        raise settings.refusal(
+            "model_type", model_type, f"can be {' or '.join(map(repr, FAMILIES))}"
+        )
     quantization = settings.values.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -108,7 +115,7 @@ def _family(settings: Settings) -> Family:
             f"the weights of {settings.source} are quantized ({method or 'by an unknown method'}), "
             "and plain ones can be read. Choose the checkpoint that they were made from."
         )
-    return FAMILIES[kind]
+    return FAMILIES[model_type]
 
 
 def load_huggingface_params(folder: _PathLike, target: NestedTensor) -> NestedTensor:
@@ -123,21 +130,22 @@ def load_huggingface_params(folder: _PathLike, target: NestedTensor) -> NestedTe
     """
     settings = _settings(folder)
     family = _family(settings)
-    places = _tensor_locations(family, settings, dict(safetensors.tensor_names(target)))
+    locations = _tensor_locations(family, settings, dict(safetensors.tensor_names(target)))
     with safetensors.TensorFiles(folder) as files:
         prefix = family.prefix
         if not any(name.startswith(prefix) for name in files.tensors):
             prefix = ""  # of the model without a head for logits
-        wanted = {
-            _hf_tensor_name(place, i, prefix): place.hf_shape()
-            for place in places
-            for i in place.numbers()
-        }
-        extra_allowed = re.compile(rf"({re.escape(prefix)})?({family.extra_allowed})")
-        safetensors.check_tensors(
-            files, wanted, cast=True, extra_allowed=lambda name: bool(extra_allowed.fullmatch(name))
-        )
-        values = [_read(files, place, prefix) for place in places]
+        expected: dict[str, jax.ShapeDtypeStruct] = {}
+        for location in locations:
+            for layer in location.layers():
+                expected[location.hf_name(layer, prefix)] = location.hf_shape()
+        pattern_of_extra = re.compile(rf"({re.escape(prefix)})?({family.extra_allowed})")
+
+        def is_extra_allowed(name: str) -> bool:
+            return pattern_of_extra.fullmatch(name) is not None
+
+        safetensors.check_tensors(files, expected, cast=True, extra_allowed=is_extra_allowed)
+        values = [_read(files, location, prefix) for location in locations]
     return jax.tree.unflatten(jax.tree.structure(target), values)
 
 
@@ -157,74 +165,94 @@ def from_huggingface(
 # Where each parameter is.
 
 
-class _TensorLocation:
-    """A parameter of ours and its tensor of theirs, or the tensors of all layers.
+_ALL_LAYERS = -1
 
-    `layer` is None outside of layers, -1 where all are in one array.
+
+@dataclasses.dataclass(frozen=True)
+class _TensorLocation:
+    """A parameter of Weft and its tensor in Hugging Face's files, or the tensors of all layers.
+
+    Attributes:
+        parameter: the array, or its shape.
+        layer: None outside of layers, `_ALL_LAYERS` where all are in one array.
     """
 
-    def __init__(self, entry: TensorMapping, leaf: Any, layer: int | None):
-        self.entry, self.leaf, self.layer = entry, leaf, layer
+    entry: TensorMapping
+    parameter: Any
+    layer: int | None
 
-    def numbers(self) -> list[int | None]:
+    def layers(self) -> list[int | None]:
         """Returns the layers, one tensor each."""
-        return list(range(self.leaf.shape[0])) if self.layer == -1 else [self.layer]
+        if self.layer == _ALL_LAYERS:
+            return list(range(self.parameter.shape[0]))
+        return [self.layer]
+
+    def index(self, layer: int | None) -> Any:
+        """Returns where in the parameter the values of a tensor are."""
+        return layer if self.layer == _ALL_LAYERS else ...
+
+    def hf_name(self, layer: int | None, prefix: str) -> str:
+        name = self.entry.hf_name.format(layer)
+        # The layer of logits is outside of the model to whose tensors the prefix belongs.
+        return name if name.startswith("lm_head.") else prefix + name
 
     def hf_values(self, layer: int | None) -> np.ndarray:
-        """Returns the values of a tensor of theirs."""
-        leaf = self.leaf[layer] if self.layer == -1 else self.leaf
-        return self.entry.change.to_hf(np.asarray(leaf))
+        values = np.asarray(self.parameter[self.index(layer)])
+        return self.entry.change.to_hf(values)
 
     def hf_shape(self) -> jax.ShapeDtypeStruct:
-        """Returns the shape of a tensor of theirs."""
-        shape = self.leaf.shape[1:] if self.layer == -1 else self.leaf.shape
-        own = jax.ShapeDtypeStruct(shape, self.leaf.dtype)
-        return jax.eval_shape(self.entry.change.to_hf, own)
+        shape = self.parameter.shape
+        if self.layer == _ALL_LAYERS:
+            shape = shape[1:]
+        weft_shape = jax.ShapeDtypeStruct(shape, self.parameter.dtype)
+        return jax.eval_shape(self.entry.change.to_hf, weft_shape)
 
 
 _IN_LAYERS = re.compile(r"decoder\.transformer\.(?:repeat\.layer|layer(\d+))\.(.*)")
 
 
 def _tensor_locations(
-    family: Family, settings: Settings, leaves: Mapping[str, Any]
+    family: Family, settings: Settings, parameters: Mapping[str, Any]
 ) -> list[_TensorLocation]:
     entries = {entry.weft_name: entry for entry in family.entries(settings)}
-    places, unknown = [], []
-    for name, leaf in leaves.items():
+    missing = dict(entries)
+    unknown: list[str] = []
+    locations: list[_TensorLocation] = []
+    for name, parameter in parameters.items():
+        layer, name_in_layer = None, name
         match = _IN_LAYERS.fullmatch(name)
-        layer, ours = None, name
         if match:
-            layer, ours = -1 if match[1] is None else int(match[1]), match[2]
-        if ours in entries:
-            places.append(_TensorLocation(entries[ours], leaf, layer))
+            number, name_in_layer = match.groups()
+            layer = _ALL_LAYERS if number is None else int(number)
+        if name_in_layer in entries:
+            missing.pop(name_in_layer, None)
+            locations.append(_TensorLocation(entries[name_in_layer], parameter, layer))
         else:
             unknown.append(name)
-    lacking = entries.keys() - {place.entry.weft_name for place in places}
-    if unknown or lacking:
-        named = ", ".join(sorted(unknown)[:8]) or "none"
+    if unknown or missing:
+        # The family's model lacks what it does not know, and has what the parameters lack.
         raise errors.WeightsMismatchError(
             f"the parameters are not those of the {family.model_type} of {settings.source}: it "
-            f"lacks {named}, and has {', '.join(sorted(lacking)[:8]) or 'none'} besides. Make the "
+            f"lacks {_first_names(unknown)}, and has {_first_names(missing)} besides. Make the "
             "model from huggingface_model_config, and merge adapters first."
         )
-    return places
+    return locations
 
 
-def _hf_tensor_name(place: _TensorLocation, layer: int | None, prefix: str) -> str:
-    name = place.entry.hf_name.format(layer)
-    return name if name.startswith("lm_head.") else prefix + name
+def _first_names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)[:8]) or "none"
 
 
-def _read(files: safetensors.TensorFiles, place: _TensorLocation, prefix: str) -> jax.Array:
-    leaf, change = place.leaf, place.entry.change
-    value = np.empty(leaf.shape, jnp.dtype(leaf.dtype))
-    for i in place.numbers():
-        read = change.to_weft(files.read(_hf_tensor_name(place, i, prefix)))
-        value[i if place.layer == -1 else ...] = read
-    sharding = getattr(leaf, "sharding", None)
+def _read(files: safetensors.TensorFiles, location: _TensorLocation, prefix: str) -> jax.Array:
+    parameter = location.parameter
+    value = np.empty(parameter.shape, jnp.dtype(parameter.dtype))
+    for layer in location.layers():
+        tensor = files.read(location.hf_name(layer, prefix))
+        value[location.index(layer)] = location.entry.change.to_weft(tensor)
+    sharding = getattr(parameter, "sharding", None)
     if sharding is None:
         return jnp.asarray(value)
-    return jax.make_array_from_callback(leaf.shape, sharding, value.__getitem__)
+    return jax.make_array_from_callback(parameter.shape, sharding, value.__getitem__)
 
 
 # Writing.
@@ -267,64 +295,70 @@ def to_huggingface(
     if source is not None:
         family, values = _with_base(family, values, source)
     settings = Settings(values, "the model")
-    leaves = dict(safetensors.tensor_names(params))
-    pending = {}
-    for place in _tensor_locations(family, settings, leaves):
-        for i in place.numbers():
-            theirs = _hf_tensor_name(place, i, family.prefix)
-            shape, dtype = place.hf_shape().shape, place.leaf.dtype
-            pending[theirs] = safetensors.PendingTensor(
-                shape, dtype, functools.partial(place.hf_values, i)
+    parameters = dict(safetensors.tensor_names(params))
+    tensors: dict[str, safetensors.PendingTensor] = {}
+    for location in _tensor_locations(family, settings, parameters):
+        for layer in location.layers():
+            tensors[location.hf_name(layer, family.prefix)] = safetensors.PendingTensor(
+                location.hf_shape().shape,
+                location.parameter.dtype,
+                functools.partial(location.hf_values, layer),
             )
     if family is not GPT2:
         length = max_position_embeddings or values.get("max_position_embeddings", 2048)
         values["max_position_embeddings"] = length
     # A reader would put in the ids of its own default vocabulary.
     values.setdefault("bos_token_id", None)
-    dtype = max(jnp.dtype(leaf.dtype).name for leaf in leaves.values())
+    dtype = max(jnp.dtype(parameter.dtype).name for parameter in parameters.values())
     values |= {"architectures": [family.architecture], "dtype": dtype, "torch_dtype": dtype}
     # "pt" is the layout that other programs expect.
     files = safetensors.write_tensors(
         Path(folder) / "model.safetensors",
-        pending,
+        tensors,
         metadata={"format": "pt"},
         max_shard_bytes=max_shard_bytes,
     )
     directory = Directory(os.fspath(folder))
     directory.write(CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
-    names = [CONFIG, write_generation_config(directory, values, source)]
-    others = []
-    if tokenizer is not None or base is not None:
-        others = write_tokenizer(directory, values, tokenizer or base or "")
-    return [*(Path(folder) / name for name in names), *files, *(Path(folder) / n for n in others)]
+    generation_config = write_generation_config(directory, values, source)
+    written = [Path(folder) / CONFIG, Path(folder) / generation_config, *files]
+    tokenizer_source = tokenizer or base
+    if tokenizer_source is not None:
+        for name in write_tokenizer(directory, values, tokenizer_source):
+            written.append(Path(folder) / name)
+    return written
 
 
 def _with_base(
-    family: Family, own: dict[str, Any], base: SourceFolder
+    family: Family, model_values: dict[str, Any], base: SourceFolder
 ) -> tuple[Family, dict[str, Any]]:
     """Returns the settings of a base with what training has changed, and its family.
 
     A model that another family computes has nothing of the base's settings but special ids.
     """
-    values = base.read_object(CONFIG)
-    if values is None:
+    base_values = base.read_object(CONFIG)
+    if base_values is None:
         raise errors.WeightsReadError(
             f"{str(base.path / CONFIG)!r} is missing. Give as base the folder of the checkpoint "
             "that the model was made from."
         )
-    settings = Settings(values, str(base.path / CONFIG))
-    settings = _with_generation_ends(settings, base.path)
-    theirs = _family(settings)
-    _, own_of_base = _config_dict(theirs.read(settings))
-    if own_of_base["model_type"] != own["model_type"]:
-        same = {name for name in SPECIAL_IDS if own.get(name) == own_of_base.get(name)}
-        return family, own | {name: values[name] for name in same & values.keys()}
+    base_settings = Settings(base_values, str(base.path / CONFIG))
+    base_settings = _with_generation_ends(base_settings, base.path)
+    base_family = _family(base_settings)
+    _, rewritten_values = _config_dict(base_family.read(base_settings))
+    if rewritten_values["model_type"] != model_values["model_type"]:
+        values = dict(model_values)
+        for name in SPECIAL_IDS:
+            is_unchanged = model_values.get(name) == rewritten_values.get(name)
+            if is_unchanged and name in base_values:
+                values[name] = base_values[name]
+        return family, values
     # Several families have the same models, such as Mistral without a window and Llama.
-    kept = {**values, "model_type": theirs.model_type}
-    return theirs, merged(own, kept, own_of_base)
+    base_values = {**base_values, "model_type": base_family.model_type}
+    return base_family, merged(model_values, base_values, rewritten_values)
 
 
-def _config_dict(cfg: object) -> tuple[Family, dict[str, Any]]:
+def _config_dict(cfg: Model.Config) -> tuple[Family, dict[str, Any]]:
     """Returns the family that computes what a model does, and its `config.json` content."""
     # Some families share a function.
     writers = dict.fromkeys(family.write for family in FAMILIES.values())
@@ -334,39 +368,46 @@ def _config_dict(cfg: object) -> tuple[Family, dict[str, Any]]:
         except (AttributeError, TypeError, IndexError):
             continue  # it has not even the parts of one
         family = FAMILIES[values["model_type"]]
-        rebuilt: Any = family.read(Settings(values, "the model"))
+        rebuilt = family.read(Settings(values, "the model"))
         differences = _differences(cfg, rebuilt)
         if not differences:
             return family, values
-        why = " (its value → what would be needed):\n"
-        why += "".join(f"  {change}\n" for change in differences)
+        reason = " (its value → what would be needed):\n"
+        reason += "".join(f"  {change}\n" for change in differences)
         break
     else:
-        kind = getattr(cfg, "klass", type(cfg))
-        why = f": it is a {kind.__qualname__}, and they are causal LMs of weft.hierarchy. "
+        model_class = getattr(cfg, "klass", type(cfg))
+        reason = (
+            f": it is a {model_class.__qualname__}, and they are causal LMs of weft.hierarchy. "
+        )
     raise errors.HuggingFaceConfigError(
-        f"no model of the types {', '.join(FAMILIES)} computes what this one does{why}"
+        f"no model of the types {', '.join(FAMILIES)} computes what this one does{reason}"
         "Export it as safetensors, which every model can."
     )
 
 
-def _differences(cfg: Any, rebuilt: Any) -> list[Any]:
-    ours = cfg.clone()
-    made, stack = rebuilt.decoder.transformer, ours.decoder.transformer
+def _differences(cfg: Model.Config, rebuilt: Model.Config) -> list[config.Change]:
+    """Returns the fields by which a model computes something else than its rebuilt form."""
+    cfg = cfg.clone()
+    decoder: Any = cfg.decoder
+    rebuilt_decoder: Any = rebuilt.decoder
     # How layers are stacked does not count.
-    rebuilt.decoder.transformer = stack.clone(num_layers=made.num_layers, layer=made.layer)
-    stack.layer.feed_forward.hidden_dim = hidden_dim(stack.layer.feed_forward, ours.decoder.dim)
-    changes = [
-        change
-        for change in config.diff(ours, rebuilt)
-        if not any(_WITHOUT_EFFECT.fullmatch(part) for part in re.split(r"[.\[\]]+", change.path))
-    ]
+    stack, rebuilt_stack = decoder.transformer, rebuilt_decoder.transformer
+    rebuilt_decoder.transformer = stack.clone(
+        num_layers=rebuilt_stack.num_layers, layer=rebuilt_stack.layer
+    )
+    stack.layer.feed_forward.hidden_dim = hidden_dim(stack.layer.feed_forward, decoder.dim)
+    changes: list[config.Change] = []
+    for change in config.diff(cfg, rebuilt):
+        names = re.split(r"[.\[\]]+", change.path)
+        if not any(_WITHOUT_EFFECT.fullmatch(name) for name in names):
+            changes.append(change)
     # Of a layer of another class, not its fields.
-    inside = tuple(f"{change.path}." for change in changes)
-    return [change for change in changes if not change.path.startswith(inside)]
+    prefixes = tuple(f"{change.path}." for change in changes)
+    return [change for change in changes if not change.path.startswith(prefixes)]
 
 
-def _equivalent_form(cfg: Model.Config, params: NestedTensor) -> tuple[Any, Any]:
+def _equivalent_form(cfg: Model.Config, params: NestedTensor) -> tuple[Model.Config, PyTree]:
     """Returns the config and parameters of a model that computes the same, as families have it.
 
     One fused projection becomes those of queries, keys and values. Embeddings that are multiplied
@@ -390,11 +431,11 @@ def _equivalent_form(cfg: Model.Config, params: NestedTensor) -> tuple[Any, Any]
 
 def _is_fused(attention: Any) -> bool:
     qkv = attention.input_linear
-    kinds = (hierarchy.FusedQKVLinear, hierarchy.QKVLinear)
+    fused_classes = (hierarchy.FusedQKVLinear, hierarchy.QKVLinear)
     return (
         attention.klass is hierarchy.MultiheadAttention
         and isinstance(qkv, hierarchy.RoFormerQKVLinear.Config)
-        and getattr(qkv.input_linear, "klass", None) in kinds
+        and getattr(qkv.input_linear, "klass", None) in fused_classes
     )
 
 
@@ -412,27 +453,30 @@ def _grouped(attention: Any, dim: int) -> Any:
     )
 
 
-def _as(layer: Any, cfg: Any, **fields: object) -> Any:
+def _as(layer: type[hierarchy.BaseLayer], cfg: Any, **fields: object) -> Any:
     """Returns a config of another class of layer with the same values of the common fields."""
-    made = layer.default_config()
-    common = {k: v for k, v in cfg.items() if k != "klass" and k in made.keys()}  # noqa: SIM118
-    return made.set(**{**common, **fields})
+    converted: Any = layer.default_config()
+    common = set(cfg.keys()).intersection(converted.keys()) - {"klass"}
+    return converted.set(**{name: getattr(cfg, name) for name in common} | fields)
 
 
-def _split(params: Any) -> Any:
+def _split(params: PyTree) -> PyTree:
     """Replaces each fused projection by three."""
     if not isinstance(params, dict):
         return params
     if "qkv_proj" not in params:
         return {name: _split(value) for name, value in params.items()}
-    rest = {name: value for name, value in params.items() if name != "qkv_proj"}
+    split = dict(params)
+    fused = split.pop("qkv_proj")
+    # Kernels are (3, model_dim, heads, dim) and biases (3, heads, dim), after the layers' axis.
     for i, name in enumerate(("q_proj", "k_proj", "v_proj")):
-        part = {"weight": np.s_[..., i, :, :, :], "bias": np.s_[..., i, :, :]}
-        rest[name] = {k: x[part[k]] for k, x in params["qkv_proj"].items()}
-    return rest
+        split[name] = {"weight": fused["weight"][..., i, :, :, :]}
+        if "bias" in fused:
+            split[name]["bias"] = fused["bias"][..., i, :, :]
+    return split
 
 
-def _scaled(params: Any, factor: float, *, tied: bool) -> Any:
+def _scaled(params: PyTree, factor: float, *, tied: bool) -> PyTree:
     decoder = dict(params["decoder"])
     table = decoder["emb"]["token_emb"]["weight"]
     token_emb = {**decoder["emb"]["token_emb"], "weight": _times(table, factor)}

@@ -17,6 +17,7 @@ import numpy as np
 from weft import errors, hierarchy
 from weft.hierarchy.causal_lm import Model
 from weft.interop.huggingface.settings import ACTIVATIONS, MAX_SIZE, NO_PADDING, Settings
+from weft.typing import Tensor
 
 
 class Conversion(NamedTuple):
@@ -64,41 +65,53 @@ ROTARY = Conversion(
 
 def input_heads(num_heads: int, *, rotary: bool = False) -> Conversion:
     """Returns the change of a kernel `(heads × dim, model_dim)` to (perhaps rotary) heads."""
-    turn = ROTARY if rotary else IDENTITY
+    head_order = ROTARY if rotary else IDENTITY
 
-    return Conversion(
-        lambda x: turn.to_weft(x.T.reshape(x.shape[1], num_heads, -1)),
-        lambda x: turn.to_hf(x).reshape(x.shape[0], -1).T,
-    )
+    def to_weft(kernel: Tensor) -> Tensor:
+        heads = kernel.T.reshape(kernel.shape[1], num_heads, -1)
+        return head_order.to_weft(heads)
+
+    def to_hf(kernel: Tensor) -> Tensor:
+        return head_order.to_hf(kernel).reshape(kernel.shape[0], -1).T
+
+    return Conversion(to_weft, to_hf)
 
 
 def head_biases(num_heads: int, *, rotary: bool = False) -> Conversion:
     """Returns the change of the bias `(heads × dim,)` of `input_heads`."""
-    turn = ROTARY if rotary else IDENTITY
+    head_order = ROTARY if rotary else IDENTITY
     return Conversion(
-        lambda x: turn.to_weft(x.reshape(num_heads, -1)), lambda x: turn.to_hf(x).reshape(-1)
+        lambda bias: head_order.to_weft(bias.reshape(num_heads, -1)),
+        lambda bias: head_order.to_hf(bias).reshape(-1),
     )
 
 
 def output_heads(num_heads: int) -> Conversion:
     """Returns the change of a kernel `(model_dim, heads × dim)` from heads to the model."""
     return Conversion(
-        lambda x: x.reshape(x.shape[0], num_heads, -1), lambda x: x.reshape(x.shape[0], -1)
+        lambda kernel: kernel.reshape(kernel.shape[0], num_heads, -1),
+        lambda kernel: kernel.reshape(kernel.shape[0], -1),
     )
 
 
 def output_heads_of_conv(num_heads: int) -> Conversion:
     """Returns the change of a Conv1D kernel `(heads × dim, model_dim)`."""
-    inner = output_heads(num_heads)
-    return Conversion(lambda x: inner.to_weft(x.T), lambda x: inner.to_hf(x).T)
+    linear = output_heads(num_heads)
+    return Conversion(
+        lambda kernel: linear.to_weft(kernel.T), lambda kernel: linear.to_hf(kernel).T
+    )
 
 
 def fused_heads_of_conv(num_heads: int) -> Conversion:
     """Returns the change of a kernel `(model_dim, 3 × heads × dim)` to queries, keys and values."""
-    return Conversion(
-        lambda x: x.reshape(x.shape[0], 3, num_heads, -1).transpose(1, 0, 2, 3),
-        lambda x: x.transpose(1, 0, 2, 3).reshape(x.shape[1], -1),
-    )
+
+    def to_weft(kernel: Tensor) -> Tensor:
+        return kernel.reshape(kernel.shape[0], 3, num_heads, -1).transpose(1, 0, 2, 3)
+
+    def to_hf(kernel: Tensor) -> Tensor:
+        return kernel.transpose(1, 0, 2, 3).reshape(kernel.shape[1], -1)
+
+    return Conversion(to_weft, to_hf)
 
 
 def fused_head_biases(num_heads: int) -> Conversion:
@@ -129,7 +142,12 @@ class Family(NamedTuple):
 
 
 def decoder_config(
-    s: Settings, layer: object, *, num_layers: int, dim: int, norm: object
+    s: Settings,
+    layer: hierarchy.TransformerLayer.Config,
+    *,
+    num_layers: int,
+    dim: int,
+    norm: hierarchy.BaseNormalizationLayer.Config,
 ) -> hierarchy.Decoder.Config:
     """Returns the config of a decoder with tied embeddings, without positions.
 
@@ -144,11 +162,16 @@ def decoder_config(
     )
 
 
-def special_tokens(decoder: object) -> dict[str, Any]:
+def special_tokens(decoder: hierarchy.Decoder.Config) -> dict[str, Any]:
     """Returns the special tokens for `config.json`: the inverse of `Settings.special_tokens`."""
-    tokens = {name: getattr(decoder, name) for name in ("pad_token_id", "eos_token_id")}
-    several = {name: list(ids) for name, ids in tokens.items() if isinstance(ids, Sequence)}
-    return {name: None if i == NO_PADDING else i for name, i in tokens.items()} | several
+    tokens: dict[str, int | list[int] | None] = {}
+    for name in ("pad_token_id", "eos_token_id"):
+        ids = getattr(decoder, name)
+        if isinstance(ids, Sequence):
+            tokens[name] = list(ids)
+        else:
+            tokens[name] = None if ids == NO_PADDING else ids
+    return tokens
 
 
 def dropout_rate(decoder: hierarchy.Decoder.Config, dropout: hierarchy.Dropout.Config) -> float:
@@ -161,7 +184,9 @@ def activation_name(activation: str) -> str:
 
     Raises HuggingFaceConfigError if there is none.
     """
-    names = {weft_name: hf_name for hf_name, weft_name in reversed(ACTIVATIONS.items())}
+    names: dict[str, str] = {}
+    for hf_name, weft_name in ACTIVATIONS.items():
+        names.setdefault(weft_name, hf_name)
     if activation not in names:
         raise errors.HuggingFaceConfigError(
             f"the activation {activation!r} has no name in Hugging Face's configs; there are "
@@ -172,19 +197,24 @@ def activation_name(activation: str) -> str:
 
 def hidden_dim(feed_forward: hierarchy.TransformerFeedForwardLayer.Config, input_dim: int) -> int:
     """Returns the hidden dimension of a feed-forward config, computed if it is a function."""
-    value = feed_forward.hidden_dim
-    return value if isinstance(value, int) else value.clone(input_dim=input_dim).instantiate()
+    if isinstance(feed_forward.hidden_dim, int):
+        return feed_forward.hidden_dim
+    return feed_forward.hidden_dim.clone(input_dim=input_dim).instantiate()
 
 
 def linear_entries(
     hf_name: str, weft_name: str, kernel: Conversion = IDENTITY, bias: Conversion | None = None
 ) -> list[TensorMapping]:
     """Returns the entries of a linear layer or table, from the changes of its kernel and bias."""
-    changes = {"weight": kernel} if bias is None else {"weight": kernel, "bias": bias}
-    return [TensorMapping(f"{hf_name}.{n}", f"{weft_name}.{n}", c) for n, c in changes.items()]
+    entries = [TensorMapping(f"{hf_name}.weight", f"{weft_name}.weight", kernel)]
+    if bias is not None:
+        entries.append(TensorMapping(f"{hf_name}.bias", f"{weft_name}.bias", bias))
+    return entries
 
 
 def norm_entries(hf_name: str, weft_name: str, *, bias: bool = False) -> list[TensorMapping]:
     """Returns the entries of a norm."""
-    names = {"weight": "scale", "bias": "bias"} if bias else {"weight": "scale"}
-    return [TensorMapping(f"{hf_name}.{a}", f"{weft_name}.{b}", IDENTITY) for a, b in names.items()]
+    entries = [TensorMapping(f"{hf_name}.weight", f"{weft_name}.scale", IDENTITY)]
+    if bias:
+        entries.append(TensorMapping(f"{hf_name}.bias", f"{weft_name}.bias", IDENTITY))
+    return entries
