@@ -178,11 +178,8 @@ def test_no_array_has_all_pairs():
 
 def test_blocks_that_the_mask_excludes_are_skipped():
     def visited(mask, length=16):
-        options = blocks._Options(
-            mask.mask_fn, 1.0, None, 0.0, False, True, None,
-            blocks._Blocks(length, 4), blocks._Blocks(length, 4), False,
-        )  # fmt: skip
-        first, number = blocks._needed_keys(options, blocks._Given(mask, None))
+        division = blocks._Blocks(length, size=4)
+        first, number = blocks._needed_keys(division, division, mask)
         return [(int(i), int(n)) for i, n in zip(first, number, strict=True)]
 
     assert visited(AttentionMask()) == [(0, 4)] * 4

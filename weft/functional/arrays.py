@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Key, Num
@@ -28,6 +29,9 @@ from weft.errors import ArgumentValueError
 from weft.typing import DType
 
 T = TypeVar("T")
+
+# Mesh axes over which one axis of an array is sharded.
+SpecEntry = str | Sequence[str] | None
 
 # `jax.jit(inline=)` that leaves no call in the jaxpr. Where JAX has more than one way, True does.
 INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
@@ -44,7 +48,9 @@ def to_ndim(x: Num[Array, "*shape"], ndim: int) -> Num[Array, "*ones_and_shape"]
     ((1, 3), ())
     """
     x = jnp.asarray(x)
-    return jax.lax.expand_dims(x, range(ndim - x.ndim)) if 0 < x.ndim < ndim else x
+    if 0 < x.ndim < ndim:
+        return jax.lax.expand_dims(x, range(ndim - x.ndim))
+    return x
 
 
 def same_ndim(*xs: Num[Array, "..."]) -> list[Num[Array, "..."]]:
@@ -71,7 +77,8 @@ def counted(
     """
     if where is None:
         return x
-    where = where if where.dtype == bool else where != 0
+    if where.dtype != bool:
+        where = where != 0
     return jnp.where(where, x, jnp.zeros((), x.dtype))
 
 
@@ -87,10 +94,11 @@ def finite_or_counted(
     """
     if where is None or not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
-    return jnp.where(where, x, counted(x, jnp.isfinite(x)))
+    finite = counted(x, jnp.isfinite(x))
+    return jnp.where(where, x, finite)
 
 
-def explicit_spec(x: Num[Array, "*shape"]) -> tuple[Any, ...]:
+def explicit_spec(x: Num[Array, "*shape"]) -> tuple[SpecEntry, ...]:
     """Returns the Explicit axes of a mesh over which each axis of `x` is sharded.
 
     The sharding over such axes is part of the type of an array, and JAX refuses operations whose
@@ -100,10 +108,11 @@ def explicit_spec(x: Num[Array, "*shape"]) -> tuple[Any, ...]:
     (None, None)
     """
     spec = jax.typeof(x).sharding.spec
-    return (*spec, *[None] * (x.ndim - len(spec)))
+    unsharded = [None] * (x.ndim - len(spec))  # JAX may leave out entries at the end
+    return (*spec, *unsharded)
 
 
-def num_parts(mesh: jax.sharding.AbstractMesh, entry: Any) -> int:
+def num_parts(mesh: jax.sharding.AbstractMesh, entry: SpecEntry) -> int:
     """Returns into how many parts an entry of a layout splits an axis.
 
     >>> num_parts(jax.sharding.AbstractMesh((2, 3), ("data", "model")), ("data", "model"))
@@ -120,12 +129,16 @@ def gathered(x: Num[Array, "*shape"], *axes: int) -> Num[Array, "*shape"]:
     >>> gathered(jnp.ones((2, 3)), -1).shape
     (2, 3)
     """
-    spec = explicit_spec(x)
-    whole = {axis % x.ndim for axis in axes if -x.ndim <= axis < x.ndim}
-    if not any(spec[axis] for axis in whole):
+    spec = list(explicit_spec(x))
+    is_sharded = False
+    for axis in axes:
+        # An axis that `x` lacks is an error of the operation, which says so in its own words.
+        if -x.ndim <= axis < x.ndim:
+            is_sharded = is_sharded or bool(spec[axis])
+            spec[axis] = None
+    if not is_sharded:
         return x
-    kept = [None if axis in whole else entry for axis, entry in enumerate(spec)]
-    sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*kept))
+    sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec))
     return jax.sharding.reshard(x, sharding)
 
 
@@ -141,7 +154,7 @@ def sharded_as(x: Num[Array, "*shape"], other: Num[Array, "*shape"]) -> Num[Arra
 
 
 def reshaped(
-    x: Num[Array, "*shape"], shape: Sequence[int], spec: Sequence[Any] = ()
+    x: Num[Array, "*shape"], shape: Sequence[int], spec: Sequence[SpecEntry] = ()
 ) -> Num[Array, "*new_shape"]:
     """Returns `x` in a shape without -1, sharded by `spec` over Explicit axes of a mesh.
 
@@ -156,12 +169,13 @@ def reshaped(
     mesh = jax.typeof(x).sharding.mesh
     entries = []
     for size, entry in zip(shape, spec, strict=False):
-        entries.append(None if size % num_parts(mesh, entry) else entry)
+        divides_evenly = size % num_parts(mesh, entry) == 0
+        entries.append(entry if divides_evenly else None)
     sharding = NamedSharding(mesh, PartitionSpec(*entries))
     return jax.lax.reshape(x, shape, out_sharding=sharding)
 
 
-def sharded_by_compiler(fn: Callable[..., T], *operands: Any, spec: Sequence[Any]) -> T:
+def sharded_by_compiler(fn: Callable[..., T], *operands: Any, spec: Sequence[SpecEntry]) -> T:
     """Returns `fn(*operands)`, whose arrays are sharded by `spec` over Explicit axes of a mesh.
 
     If no such axis shards an array of the operands, `spec` has no effect. Inside, the compiler
@@ -202,12 +216,13 @@ def over_batch_axes(
     >>> over_batch_axes(lambda x: x.sum(axis=1), jnp.ones((2, 3, 4, 5)), 2).shape
     (2, 3, 5)
     """
-    free = x.ndim - item_ndim
-    if free == 1:
+    num_batch_axes = x.ndim - item_ndim
+    if num_batch_axes == 1:
         return fn(x)
-    batch: tuple[Any, ...] = x.shape[:free]
-    y = fn(x.reshape(math.prod(batch), *x.shape[free:]))
-    return y.reshape(*batch, *y.shape[1:])
+    batch_shape = x.shape[:num_batch_axes]
+    item_shape = x.shape[num_batch_axes:]
+    y = fn(x.reshape(math.prod(batch_shape), *item_shape))
+    return y.reshape(*batch_shape, *y.shape[1:])
 
 
 def as_tuple(sizes: int | Sequence[int] | np.ndarray | Array) -> tuple[int, ...]:
@@ -216,8 +231,11 @@ def as_tuple(sizes: int | Sequence[int] | np.ndarray | Array) -> tuple[int, ...]
     >>> as_tuple(2), as_tuple(np.arange(2))
     ((2,), (0, 1))
     """
-    numbers: Any = sizes.tolist() if isinstance(sizes, np.ndarray | np.generic | Array) else sizes
-    return tuple(numbers) if isinstance(numbers, Iterable) else (numbers,)
+    if isinstance(sizes, np.ndarray | np.generic | Array):
+        sizes = sizes.tolist()
+    if isinstance(sizes, Iterable):
+        return tuple(sizes)
+    return (sizes,)
 
 
 def without_none(**options: Any) -> dict[str, Any]:
@@ -242,13 +260,23 @@ def check_sizes(layer: str, **sizes: Any) -> None:
     for name, value in sizes.items():
         if type(value) is int and value > 0:  # fast path of most sizes
             continue
-        for size in value if isinstance(value, tuple | list) else (value,):
-            is_integer = isinstance(size, int | np.integer) and not isinstance(size, bool)
-            if (is_integer and size <= 0) or isinstance(size, bool | float | complex | str):
-                raise ArgumentValueError(
-                    f"{layer} was given {name}={value!r}; expected "
-                    + ("positive integers." if value is not size else "a positive integer.")
-                )
+        if isinstance(value, tuple | list):
+            is_valid = all(map(_is_size, value))
+            expected = "positive integers"
+        else:
+            is_valid = _is_size(value)
+            expected = "a positive integer"
+        if not is_valid:
+            raise ArgumentValueError(f"{layer} was given {name}={value!r}; expected {expected}.")
+
+
+def _is_size(value: Any) -> bool:
+    """Returns whether a value may be a size; values of other libraries' types may."""
+    if isinstance(value, bool | float | complex | str):
+        return False
+    if isinstance(value, int | np.integer):
+        return bool(value > 0)
+    return True
 
 
 def canonicalize_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool = True) -> DType:
@@ -266,8 +294,9 @@ def canonicalize_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool
     """
     if dtype is None:
         common = _promoted_dtype([x for x in args if x is not None])
-        fits = not inexact or jnp.issubdtype(common, jnp.inexact)
-        return common if fits else jnp.promote_types(jnp.float32, common)
+        if inexact and not jnp.issubdtype(common, jnp.inexact):
+            return jnp.promote_types(jnp.float32, common)
+        return common
     if inexact and not jnp.issubdtype(dtype, jnp.inexact):
         raise ArgumentValueError(
             f"dtype={jnp.dtype(dtype).name} cannot hold fractions: this computes in a floating-"
@@ -292,10 +321,15 @@ def promote_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool = Tr
     if common is not None and (_is_inexact(common) or not inexact):
         return [*args]  # most often, there is nothing to promote
     dtype = canonicalize_dtype(*args, dtype=dtype, inexact=inexact)
-    return [x if x is None or _has_dtype(x, dtype) else jnp.asarray(x, dtype) for x in args]
+    promoted = []
+    for x in args:
+        if x is not None and not _has_dtype(x, dtype):
+            x = jnp.asarray(x, dtype)
+        promoted.append(x)
+    return promoted
 
 
-def _aval(x: Any) -> Any:
+def _aval(x: Any) -> ShapedArray | None:
     """Returns the abstract value of an array, whose attributes are faster than those of a tracer.
 
     None for other values, such as a variable, which has the attributes of its value.
@@ -303,37 +337,44 @@ def _aval(x: Any) -> Any:
     return x.aval if hasattr(type(x), "aval") else None
 
 
-def _has_dtype(x: Any, dtype: Any) -> bool:
+def _has_dtype(x: Any, dtype: DType) -> bool:
     """Returns whether `x` is a JAX array of that dtype, and not weakly typed."""
     aval = _aval(x)
-    return getattr(aval, "weak_type", True) is False and aval.dtype == dtype
+    return aval is not None and not aval.weak_type and aval.dtype == dtype
 
 
-def _common_dtype(args: Sequence[Any]) -> Any:
+def _common_dtype(args: Sequence[Any]) -> np.dtype | None:
     """Returns the dtype of JAX arrays that are not weakly typed; None if there is not one."""
     common = None
     for x in args:
-        if x is not None:
-            aval = _aval(x)
-            if getattr(aval, "weak_type", True) or (common is not None and aval.dtype != common):
-                return None
-            common = aval.dtype
+        if x is None:
+            continue
+        aval = _aval(x)
+        if aval is None or aval.weak_type:
+            return None
+        if common is not None and aval.dtype != common:
+            return None
+        common = aval.dtype
     return common
 
 
 @functools.lru_cache(maxsize=64)
-def _is_inexact(dtype: Any) -> bool:
+def _is_inexact(dtype: np.dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _promoted_dtype(args: Sequence[Any]) -> Any:
+def _promoted_dtype(args: Sequence[Any]) -> np.dtype:
     if not args:
         raise ArgumentValueError(
             "The dtype is unknown: neither a dtype nor an array was given; pass at least one."
         )
-    if (common := _common_dtype(args)) is not None:
+    common = _common_dtype(args)
+    if common is not None:
         return common  # promotion is slow
-    return jnp.result_type(*(x if hasattr(x, "dtype") else jnp.asarray(x) for x in args))
+    operands = []
+    for x in args:
+        operands.append(x if hasattr(x, "dtype") else jnp.asarray(x))
+    return jnp.result_type(*operands)
 
 
 def cast_floats(tree: T, dtype: jax.typing.DTypeLike | None) -> T:
@@ -342,12 +383,15 @@ def cast_floats(tree: T, dtype: jax.typing.DTypeLike | None) -> T:
     >>> cast_floats({"x": jnp.ones(2), "n": 3}, "bfloat16")["x"].dtype
     dtype(bfloat16)
     """
+    if dtype is None:
+        return tree
 
-    def cast(x: object) -> object:
-        is_array = isinstance(x, jax.Array | np.ndarray)
-        return x.astype(dtype) if is_array and jnp.issubdtype(x.dtype, jnp.floating) else x
+    def cast(x: T) -> T | jax.Array | np.ndarray:
+        if isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating):
+            return x.astype(dtype)
+        return x
 
-    return tree if dtype is None else jax.tree.map(cast, tree)
+    return jax.tree.map(cast, tree)
 
 
 def stochastic_round(x: Float[Array, "*shape"], key: Key[Array, ""]) -> Float[Array, "*shape"]:
@@ -370,9 +414,11 @@ def stochastic_round(x: Float[Array, "*shape"], key: Key[Array, ""]) -> Float[Ar
     # bfloat16 is the upper half of float32. Adding a random lower half to the bits, whose magnitude
     # is ordered as the numbers are, carries into the upper half as often as it should.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + _random_half(key, x.shape)
-    rounded = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
-    largest = jnp.finfo(jnp.bfloat16).max
-    rounded = jnp.where(jnp.isinf(rounded), jnp.copysign(largest, rounded), rounded)
+    upper_half = (bits >> 16).astype(jnp.uint16)
+    rounded = jax.lax.bitcast_convert_type(upper_half, jnp.bfloat16)
+    # Carrying out of the largest mantissa gives infinity; carrying in that of NaN, other numbers.
+    largest = jnp.copysign(jnp.finfo(jnp.bfloat16).max, rounded)
+    rounded = jnp.where(jnp.isinf(rounded), largest, rounded)
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
 
 
@@ -382,15 +428,20 @@ def _random_half(key: Array, shape: tuple[int, ...]) -> Array:
     The arithmetic fuses with what uses it, where the generator of JAX would write arrays of twice
     the size of the parameters. The hash is the finalizer of MurmurHash3 (Appleby, 2011), twice.
     """
-    first, second = jax.random.bits(key, (2,), jnp.uint32)
-    index, stride = jnp.zeros(shape, jnp.uint32), 1
+    first_seed, second_seed = jax.random.bits(key, (2,), jnp.uint32)
+    index = jnp.zeros(shape, jnp.uint32)  # of each element in the flat array, modulo 2**32
+    stride = 1
     for axis in reversed(range(len(shape))):
-        index += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride % 2**32)
+        index_along_axis = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        index += index_along_axis * jnp.uint32(stride % 2**32)
         stride *= shape[axis]
-    return _mixed(_mixed(index + first) ^ second) >> 16
+    hashed = _mixed(index + first_seed)
+    hashed = _mixed(hashed ^ second_seed)
+    return hashed >> 16
 
 
 def _mixed(x: Array) -> Array:
+    """Returns 32-bit numbers in which each bit depends on all bits of `x`."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -98,11 +98,11 @@ def truncated_key_mask(valid_k_len: Int[Array, "*#shape"] | int) -> MaskFn:
     [[1, 1, 0, 0]]
     """
 
-    def mask(query_position, key_position):
-        shape = jnp.broadcast_shapes(jnp.shape(query_position), jnp.shape(key_position))
-        keys, valid = same_ndim(key_position, jnp.asarray(valid_k_len))
-        inside = keys < valid
-        return jnp.broadcast_to(inside, jnp.broadcast_shapes(inside.shape, shape))
+    def mask(query_position: Array, key_position: Array) -> Array:
+        pair_shape = jnp.broadcast_shapes(jnp.shape(query_position), jnp.shape(key_position))
+        key_position, valid_length = same_ndim(key_position, jnp.asarray(valid_k_len))
+        inside = key_position < valid_length
+        return jnp.broadcast_to(inside, jnp.broadcast_shapes(inside.shape, pair_shape))
 
     return mask
 
@@ -115,8 +115,9 @@ class _Joined:
     mask_fns: tuple[MaskFn, ...]
 
     def __call__(self, query_position: Array, key_position: Array) -> Array:
-        masks = same_ndim(*(fn(query_position, key_position) for fn in self.mask_fns))
-        return functools.reduce(operator.and_ if self.kind == "and" else operator.or_, masks)
+        masks = same_ndim(*[fn(query_position, key_position) for fn in self.mask_fns])
+        join = operator.and_ if self.kind == "and" else operator.or_
+        return functools.reduce(join, masks)
 
 
 def and_masks(*mask_fns: MaskFn) -> MaskFn:
@@ -156,18 +157,31 @@ def window_of(mask_fn: MaskFn | None) -> tuple[Window, bool]:
         return mask_fn, True
     if not isinstance(mask_fn, _Joined):
         return Window(), False
-    windows, exact = zip(*map(window_of, mask_fn.mask_fns), strict=True)
-    left, right = (
-        [getattr(window, name) for window in windows] for name in ("left_context", "right_context")
-    )
+    windows: list[Window] = []
+    all_exact = True
+    for inner_fn in mask_fn.mask_fns:
+        window, is_exact = window_of(inner_fn)
+        windows.append(window)
+        all_exact = all_exact and is_exact
+    left_contexts = [window.left_context for window in windows]
+    right_contexts = [window.right_context for window in windows]
     if mask_fn.kind == "and":
-        return Window(_smallest(left), _smallest(right)), all(exact)
-    widest = (None if None in sizes else max(sizes) for sizes in (left, right))
-    return Window(*widest), all(exact) and len(set(windows)) == 1
+        return Window(_narrowest(left_contexts), _narrowest(right_contexts)), all_exact
+    # A window around two windows also has pairs of neither, unless they are the same.
+    return Window(_widest(left_contexts), _widest(right_contexts)), all_exact and len(
+        set(windows)
+    ) == 1
 
 
-def _smallest(contexts: list[int | None]) -> int | None:
+def _narrowest(contexts: list[int | None]) -> int | None:
     return min((size for size in contexts if size is not None), default=None)
+
+
+def _widest(contexts: list[int | None]) -> int | None:
+    sizes = [size for size in contexts if size is not None]
+    if len(sizes) < len(contexts):
+        return None
+    return max(sizes)
 
 
 class AttentionMask(struct.PyTreeNode):
@@ -205,12 +219,15 @@ class AttentionMask(struct.PyTreeNode):
         if self.mask_fn is not None:
             masks.append(evaluate_mask(self.mask_fn, *self.positions(target, source)))
         if self.query_segments is not None:
-            keys = self.query_segments if self.key_segments is None else self.key_segments
-            masks.append(segment_mask(self.query_segments, keys))
-        masks += (jnp.asarray(x, bool) for x in self.arrays)
-        ndim = max([4, *map(jnp.ndim, masks)])
-        masks = [to_ndim(x, ndim) for x in masks] or [jnp.ones((1,) * 4, bool)]
-        return functools.reduce(jnp.logical_and, masks)
+            key_segments = self.key_segments
+            if key_segments is None:
+                key_segments = self.query_segments
+            masks.append(segment_mask(self.query_segments, key_segments))
+        masks += [jnp.asarray(x, bool) for x in self.arrays]
+        if not masks:
+            return jnp.ones((1, 1, 1, 1), bool)
+        ndim = max(4, *[mask.ndim for mask in masks])
+        return functools.reduce(jnp.logical_and, [to_ndim(mask, ndim) for mask in masks])
 
     @property
     def restricts(self) -> bool:
@@ -219,13 +236,18 @@ class AttentionMask(struct.PyTreeNode):
 
     def positions(self, target: int, source: int) -> list[Int[Array, "#batch length"]]:
         """Returns the positions of `target` queries and of `source` keys."""
-        given = ((target, self.query_positions), (source, self.key_positions))
-        return [jnp.atleast_2d(jnp.arange(n) if x is None else x) for n, x in given]
+        query_positions, key_positions = self.query_positions, self.key_positions
+        if query_positions is None:
+            query_positions = jnp.arange(target)
+        if key_positions is None:
+            key_positions = jnp.arange(source)
+        return [jnp.atleast_2d(query_positions), jnp.atleast_2d(key_positions)]
 
     def restricted(self, mask_fn: MaskFn) -> AttentionMask:
         """Returns the mask that is True where also a function of the same positions is."""
-        fn = mask_fn if self.mask_fn is None else and_masks(self.mask_fn, mask_fn)
-        return self.replace(mask_fn=fn)
+        if self.mask_fn is not None:
+            mask_fn = and_masks(self.mask_fn, mask_fn)
+        return self.replace(mask_fn=mask_fn)
 
 
 def mask_of_step(
@@ -266,10 +288,13 @@ def evaluate_mask(
     [[[[1, 1, 1]]], [[[1, 0, 0]]]]
     """
     query_positions, key_positions = jnp.atleast_2d(query_positions, key_positions)
-    keys = gathered(key_positions, -1)[..., None, :]
-    mask = mask_fn(query_positions[..., :, None], keys)
-    has_heads = mask.ndim > query_positions.ndim + 1
-    return mask if has_heads else mask[..., None, :, :]
+    query_column = query_positions[..., :, None]  # (#batch, target, 1)
+    key_row = gathered(key_positions, -1)[..., None, :]  # (#batch, 1, source)
+    mask = mask_fn(query_column, key_row)
+    has_heads = mask.ndim > query_column.ndim
+    if has_heads:
+        return mask
+    return mask[..., None, :, :]
 
 
 def segment_mask(
@@ -281,8 +306,9 @@ def segment_mask(
     >>> segment_mask(ids, ids).astype(int).tolist()
     [[[[1, 1, 0], [1, 1, 0], [0, 0, 1]]]]
     """
-    keys = gathered(jnp.asarray(key_segments), -1)[..., None, :]
-    mask = (query_segments[..., :, None] == keys)[..., None, :, :]
+    query_column = query_segments[..., :, None]  # (*batch, target, 1)
+    key_row = gathered(jnp.asarray(key_segments), -1)[..., None, :]  # (*batch, 1, source)
+    mask = (query_column == key_row)[..., None, :, :]
     return to_ndim(mask, max(mask.ndim, 4))
 
 
@@ -322,10 +348,11 @@ def make_attention_mask(
             f"query_input and key_input have the shapes {jnp.shape(query_input)} and "
             f"{jnp.shape(key_input)}; expected (*batch, length)."
         )
-    query, key = jnp.asarray(query_input)[..., :, None], jnp.asarray(key_input)[..., None, :]
-    mask = jnp.asarray(pairwise_fn(*same_ndim(query, key)), dtype)
-    front = (*range(extra_batch_dims), extra_batch_dims + mask.ndim - 2)
-    return jnp.expand_dims(mask, front)
+    query_column = jnp.asarray(query_input)[..., :, None]  # (*batch, queries, 1)
+    key_row = jnp.asarray(key_input)[..., None, :]  # (*batch, 1, keys)
+    mask = jnp.asarray(pairwise_fn(*same_ndim(query_column, key_row)), dtype)
+    head_axis = extra_batch_dims + mask.ndim - 2
+    return jnp.expand_dims(mask, (*range(extra_batch_dims), head_axis))
 
 
 def make_causal_mask(
@@ -354,12 +381,13 @@ def combine_masks(
     >>> combine_masks(jnp.array([1, 1, 0]), None, jnp.array([0, 1, 1]), dtype=int).tolist()
     [0, 1, 0]
     """
-    given = [mask for mask in masks if mask is not None]
-    if not given:
+    restrictions = [mask for mask in masks if mask is not None]
+    if not restrictions:
         return None
-    if len({np.ndim(mask) for mask in given}) > 1:
+    shapes = [np.shape(mask) for mask in restrictions]
+    if len(set(map(len, shapes))) > 1:
         raise errors.ArgumentShapeError(
-            f"the masks have the shapes {[np.shape(mask) for mask in given]}; expected the same "
+            f"the masks have the shapes {shapes}; expected the same "
             "number of axes, with size 1 where a mask is the same for all."
         )
-    return functools.reduce(jnp.logical_and, given).astype(dtype)
+    return functools.reduce(jnp.logical_and, restrictions).astype(dtype)

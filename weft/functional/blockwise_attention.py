@@ -50,52 +50,57 @@ class _Blocks(NamedTuple):
     def number(self) -> int:
         return -(-self.length // self.size)
 
-    def start(self, i: Any) -> Any:
+    def start(self, i: Array) -> Array:
         return jnp.minimum(i * self.size, self.length - self.size)
 
-    def new(self, i: Any) -> Array | None:
+    def only_here(self, i: Array) -> Array | None:
         """Returns which positions of a block are not in the next one; None for all."""
         if self.length % self.size == 0:
             return None
-        end = jnp.where(i + 1 < self.number, self.start(i + 1), self.length)
-        return self.start(i) + jnp.arange(self.size) < end
+        next_start = jnp.where(i + 1 < self.number, self.start(i + 1), self.length)
+        return self.start(i) + jnp.arange(self.size) < next_start
 
-    def take(self, x: Array, i: Any, axis: int) -> Array:
+    def take(self, x: Array, i: Array, axis: int) -> Array:
         """Returns a block of an array, or all of an axis of size 1."""
         if x.shape[axis] == 1:
             return x
         return jax.lax.dynamic_slice_in_dim(x, self.start(i), self.size, axis)
 
-    def add(self, x: Array, i: Any, axis: int, block: Array) -> Array:
+    def add(self, x: Array, i: Array, axis: int, block: Array) -> Array:
         """Adds to a block of an array."""
         return self.put(x, i, axis, self.take(x, i, axis) + block)
 
-    def put(self, x: Array, i: Any, axis: int, block: Array) -> Array:
+    def put(self, x: Array, i: Array, axis: int, block: Array) -> Array:
         """Sets a block of an array, or all of an axis of size 1."""
         if x.shape[axis] == 1:
             return block
         return jax.lax.dynamic_update_slice_in_dim(x, block, self.start(i), axis)
 
-    def bounds(self, x: Array | None) -> tuple[Any, Any]:
-        """Returns the smallest and largest value in each block; None means positions."""
+    def positions(self, ids: Array | None, i: Array) -> Array:
+        """Returns a block of positions, with an axis for the batch; None means 0, 1, ..."""
+        if ids is None:
+            return self.start(i) + jnp.arange(self.size)[None]
+        return self.take(jnp.atleast_2d(ids), i, 1)
+
+    def bounds(self, ids: Array | None) -> tuple[Array | np.ndarray, Array | np.ndarray]:
+        """Returns the smallest and largest id in each block; None means positions."""
         start = np.minimum(np.arange(self.number) * self.size, self.length - self.size)
-        if x is None:
+        if ids is None:
             return start, start + self.size - 1
         index = start[:, None] + np.arange(self.size)
-        blocks = jnp.take(jnp.atleast_2d(x), index, axis=-1, mode="clip")
+        blocks = jnp.take(jnp.atleast_2d(ids), index, axis=-1, mode="clip")  # (batch, block, size)
         return blocks.min((0, 2)), blocks.max((0, 2))
 
 
 class _Options(NamedTuple):
     """Options of a call, known when it is traced."""
 
-    mask_fn: attention_mask.MaskFn | None
     scale: float
     logit_cap: float | None
     dropout_rate: float
     broadcast_dropout: bool
     masked_gradient: bool
-    precision: Any
+    precision: jax.lax.PrecisionLike
     queries: _Blocks
     keys: _Blocks
     never_empty: bool  # whether it is known that each query has a key
@@ -112,11 +117,33 @@ class _Arrays(NamedTuple):
     slopes: Array | None  # (heads,)
 
 
-class _Given(NamedTuple):
+class _Constants(NamedTuple):
     """Arrays without gradients."""
 
     mask: attention_mask.AttentionMask
     dropout_key: Array | None
+
+
+class _Softmax(NamedTuple):
+    """A block of queries after some blocks of keys: `m`, `l` and `o` of the recurrence."""
+
+    largest: Array  # (batch, kv_heads, group, target)
+    total: Array  # (batch, kv_heads, group, target)
+    context: Array  # (batch, kv_heads, group, target, value_dim)
+
+
+class _Output(NamedTuple):
+    """The output, and what the backward pass computes weights from."""
+
+    out: Array  # (batch, kv_heads, group, target, value_dim)
+    largest: Array  # (batch, kv_heads, group, target)
+    inverse_total: Array  # (batch, kv_heads, group, target)
+
+
+class _Logits(NamedTuple):
+    values: Array  # (batch, kv_heads, group, target, source)
+    slope: Array | float  # the derivative of the values by the products of queries and keys
+    allowed: Array | None  # the mask, broadcastable to the values
 
 
 def blockwise_attention(
@@ -160,33 +187,38 @@ def blockwise_attention(
     batch, target, heads, dim = query.shape
     source, kv_heads = key.shape[1:3]
     if block_size is None:
-        of_one = int(2 ** round(math.log2(_BLOCK_LOGITS / (batch * heads)) / 2))
-        block_size = min(max(of_one, 128), 512)
+        # A power of two, whose square is about the number of logits for each example and head.
+        exponent = round(math.log2(_BLOCK_LOGITS / (batch * heads)) / 2)
+        block_size = min(max(int(2**exponent), 128), 512)
     options = _Options(
-        mask.mask_fn,
-        dim**-0.5 if scale is None else scale,
-        logit_cap,
-        dropout_rate,
-        broadcast_dropout,
-        masked_gradient,
-        precision,
-        _Blocks(target, min(block_size, target)),
-        _Blocks(source, min(block_size, source)),
-        bias is None and _attends_to_itself(mask, target == source),
+        scale=dim**-0.5 if scale is None else scale,
+        logit_cap=logit_cap,
+        dropout_rate=dropout_rate,
+        broadcast_dropout=broadcast_dropout,
+        masked_gradient=masked_gradient,
+        precision=precision,
+        queries=_Blocks(target, min(block_size, target)),
+        keys=_Blocks(source, min(block_size, source)),
+        never_empty=bias is None and _attends_to_itself(mask, target == source),
     )
     if mask.query_segments is not None and mask.key_segments is None:
         mask = mask.replace(key_segments=mask.query_segments)
-    mask = mask.replace(arrays=tuple(_with_groups(to_ndim(x, 4), kv_heads) for x in mask.arrays))
+    mask_arrays = [_with_groups(to_ndim(x, 4), kv_heads) for x in mask.arrays]
+    mask = mask.replace(arrays=tuple(mask_arrays))
+    if bias is not None:
+        bias = _with_groups(to_ndim(bias, 4), kv_heads)
+    if logit_sink is not None:
+        logit_sink = logit_sink.reshape(1, kv_heads, heads // kv_heads, 1)
     arrays = _Arrays(
-        _with_groups(jnp.moveaxis(query, 1, 2), kv_heads),
-        jnp.moveaxis(key, 1, 2),
-        jnp.moveaxis(value, 1, 2),
-        None if bias is None else _with_groups(to_ndim(bias, 4), kv_heads),
-        None if logit_sink is None else logit_sink.reshape(1, kv_heads, heads // kv_heads, 1),
-        alibi_slopes,
+        query=_with_groups(jnp.moveaxis(query, 1, 2), kv_heads),
+        key=jnp.moveaxis(key, 1, 2),
+        value=jnp.moveaxis(value, 1, 2),
+        bias=bias,
+        sink=logit_sink,
+        slopes=alibi_slopes,
     )
     try:
-        out: Any = _attend(options, arrays, _Given(mask, dropout_key))
+        out: Any = _attend(options, arrays, _Constants(mask, dropout_key))
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
@@ -194,135 +226,163 @@ def blockwise_attention(
             "blockwise attention has no forward-mode derivative (jax.jvp, jax.jacfwd): "
             'use dot_product_attention(..., implementation="plain"), or that field of the layer.'
         ) from error
-    return jnp.moveaxis(out.reshape(batch, heads, target, value.shape[-1]), 2, 1)
+    out = out.reshape(batch, heads, target, value.shape[-1])
+    return jnp.moveaxis(out, 2, 1)
 
 
 def _attends_to_itself(mask: attention_mask.AttentionMask, same_length: bool) -> bool:
     """Returns whether the mask lets each query attend to the key at its own place."""
-    window, exact = attention_mask.window_of(mask.mask_fn)
-    inside = all(n is None or n >= 0 for n in (window.left_context, window.right_context))
-    same = mask.query_positions is mask.key_positions and same_length
-    one_segment = mask.key_segments is None or mask.key_segments is mask.query_segments
-    return exact and inside and same and one_segment and not mask.arrays
+    window, is_exact = attention_mask.window_of(mask.mask_fn)
+    if not is_exact or mask.arrays:
+        return False
+    for context in (window.left_context, window.right_context):
+        if context is not None and context < 0:
+            return False
+    if mask.query_positions is not mask.key_positions or not same_length:
+        return False
+    return mask.key_segments is None or mask.key_segments is mask.query_segments
 
 
-def _with_groups(x: Any, kv_heads: int) -> Array:
+def _with_groups(x: Array, kv_heads: int) -> Array:
     """Splits the second axis, of all query heads, by the key heads that they share."""
-    batch, heads, *rest = x.shape
+    batch, heads, *other_sizes = x.shape
     groups = (1, 1) if heads == 1 else (kv_heads, heads // kv_heads)
-    return x.reshape(batch, *groups, *rest)
+    return x.reshape(batch, *groups, *other_sizes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: _Options, arrays: _Arrays, given: _Given) -> Array:
-    return _forward(options, arrays, given)[0]
+def _attend(options: _Options, arrays: _Arrays, constants: _Constants) -> Array:
+    out, _ = _forward(options, arrays, constants)
+    return out
 
 
-def _forward(options: _Options, arrays: _Arrays, given: _Given) -> tuple[Array, Any]:
+_Residuals = tuple[_Arrays, _Constants, _Output]
+
+
+def _forward(options: _Options, arrays: _Arrays, constants: _Constants) -> tuple[Array, _Residuals]:
     queries, keys, sink = options.queries, options.keys, arrays.sink
     value_dim = arrays.value.shape[-1]
-    first, needed = _needed_keys(options, given)
+    first_needed, num_needed = _needed_keys(queries, keys, constants.mask)
 
-    def of_queries(carry: tuple[Array, ...], i: Array) -> tuple[tuple[Array, ...], None]:
+    def visit_queries(output: _Output, i: Array) -> tuple[_Output, None]:
         query = queries.take(arrays.query, i, 3)
 
-        def unfinished(state: Any) -> Array:
-            n, largest, *_ = state
-            if options.never_empty or not _skips(options, given):
-                return n < needed[i]
-            empty = jnp.any(largest <= attention_mask.NEG_INF / 2)
-            return (n < needed[i]) | (empty & (n < keys.number))
+        def is_unfinished(state: tuple[Array, _Softmax]) -> Array:
+            n, softmax = state
+            if options.never_empty or not _skips(constants.mask):
+                return n < num_needed[i]
+            # A query whose keys were all masked attends to every key, so nothing may be skipped.
+            has_empty = jnp.any(softmax.largest <= attention_mask.NEG_INF / 2)
+            return (n < num_needed[i]) | (has_empty & (n < keys.number))
 
-        def of_keys(state: Any) -> Any:
-            n, largest, total, context = state
-            j = (first[i] + n) % keys.number
-            logits, _, _ = _logits(options, arrays, given, query, i, j)
-            new_largest = jnp.maximum(largest, logits.max(-1))
-            weights = jnp.exp(logits - new_largest[..., None])
-            shrink = jnp.exp(largest - new_largest)
-            total = total * shrink + weights.sum(-1)
-            weights = _dropped(options, given, weights, i, j)
-            value = keys.take(arrays.value, j, 2)
-            context = context * shrink[..., None] + _product(
-                options, "bkgts,bksd->bkgtd", weights.astype(value.dtype), value
+        def visit_keys(state: tuple[Array, _Softmax]) -> tuple[Array, _Softmax]:
+            n, softmax = state
+            tile = _Tile(options, constants, i, (first_needed[i] + n) % keys.number)
+            logits = tile.logits(arrays, query).values
+            largest = jnp.maximum(softmax.largest, logits.max(-1))
+            weights = jnp.exp(logits - largest[..., None])
+            shrink = jnp.exp(softmax.largest - largest)
+            total = softmax.total * shrink + weights.sum(-1)
+            weights = tile.dropout(weights)
+            value = keys.take(arrays.value, tile.key_block, 2)
+            weights = weights.astype(value.dtype)
+            context = softmax.context * shrink[..., None] + _product(
+                options, "bkgts,bksd->bkgtd", weights, value
             )
-            return n + 1, new_largest, total, context
+            return n + 1, _Softmax(largest, total, context)
 
         zeros = _zeros_like(query[..., 0])
-        empty = zeros + _LOWEST, zeros, jnp.repeat(zeros[..., None], value_dim, -1)
-        _, largest, total, context = jax.lax.while_loop(unfinished, of_keys, (jnp.int32(0), *empty))
+        softmax = _Softmax(zeros + _LOWEST, zeros, jnp.repeat(zeros[..., None], value_dim, -1))
+        _, softmax = jax.lax.while_loop(is_unfinished, visit_keys, (jnp.int32(0), softmax))
+        largest, total, context = softmax
         if sink is not None:
-            new_largest = jnp.maximum(largest, sink)
-            shrink = jnp.exp(largest - new_largest)
-            total = total * shrink + jnp.exp(sink - new_largest)
-            largest, context = new_largest, context * shrink[..., None]
+            # One more logit, without a value.
+            largest = jnp.maximum(softmax.largest, sink)
+            shrink = jnp.exp(softmax.largest - largest)
+            total = total * shrink + jnp.exp(sink - largest)
+            context = context * shrink[..., None]
         context = (context / total[..., None]).astype(arrays.value.dtype)
-        new = (context, largest, 1 / total)
-        return tuple(queries.put(x, i, 3, b) for x, b in zip(carry, new, strict=True)), None
+        inverse_total = 1 / total
+        output = _Output(
+            queries.put(output.out, i, 3, context),
+            queries.put(output.largest, i, 3, largest),
+            queries.put(output.inverse_total, i, 3, inverse_total),
+        )
+        return output, None
 
     zeros = _zeros_like(arrays.query[..., 0])
     out = jnp.repeat(zeros[..., None], value_dim, -1).astype(arrays.value.dtype)
-    carry: tuple[Array, ...] = (out, zeros, zeros)
-    (out, largest, share), _ = jax.lax.scan(of_queries, carry, jnp.arange(queries.number))
-    return out, (arrays, given, out, largest, share)
+    output = _Output(out, zeros, zeros)
+    output, _ = jax.lax.scan(visit_queries, output, jnp.arange(queries.number))
+    return output.out, (arrays, constants, output)
 
 
-def _backward(options: _Options, saved: Any, dout: Array) -> tuple[_Arrays, None]:
-    arrays, given, out, largest, share = saved
+def _backward(options: _Options, residuals: _Residuals, dout: Array) -> tuple[_Arrays, None]:
+    arrays, constants, output = residuals
     queries, keys = options.queries, options.keys
-    first, needed = _needed_keys(options, given)
-    delta = jnp.sum(dout.astype(jnp.float32) * out, -1)
-    if not options.never_empty and _skips(options, given):
-        smallest, _ = queries.bounds(largest.min((0, 1, 2)))
-        needed = jnp.where(smallest <= attention_mask.NEG_INF / 2, keys.number, needed)
+    first_needed, num_needed = _needed_keys(queries, keys, constants.mask)
+    delta = jnp.sum(dout.astype(jnp.float32) * output.out, -1)  # dout · out of each query
+    if not options.never_empty and _skips(constants.mask):
+        # As in the forward pass: a block with a query without any key has visited all keys.
+        smallest, _ = queries.bounds(output.largest.min((0, 1, 2)))
+        has_empty = smallest <= attention_mask.NEG_INF / 2
+        num_needed = jnp.where(has_empty, keys.number, num_needed)
 
-    def of_queries(carry: _Arrays, i: Array):
-        query, d, peak, part, of_out = (
-            queries.take(x, i, 3) for x in (arrays.query, dout, largest, share, delta)
-        )
-        new = queries.new(i)
-        if new is not None:
-            part = jnp.where(to_ndim(new, 4), part, 0)
+    def visit_queries(grads: _Arrays, i: Array) -> tuple[_Arrays, None]:
+        query = queries.take(arrays.query, i, 3)
+        block_dout = queries.take(dout, i, 3)
+        largest = queries.take(output.largest, i, 3)
+        inverse_total = queries.take(output.inverse_total, i, 3)
+        block_delta = queries.take(delta, i, 3)
+        only_here = queries.only_here(i)
+        if only_here is not None:
+            inverse_total = jnp.where(to_ndim(only_here, 4), inverse_total, 0)
 
-        def of_keys(n: Array, grads: _Arrays) -> _Arrays:
-            j = (first[i] + n) % keys.number
-            key, value = (keys.take(x, j, 2) for x in (arrays.key, arrays.value))
-            logits, slope, allowed = _logits(options, arrays, given, query, i, j)
-            weights = jnp.exp(logits - peak[..., None]) * part[..., None]
-            dropped = _dropped(options, given, weights, i, j).astype(d.dtype)
-            dvalue = _product(options, "bkgts,bkgtd->bksd", dropped, d)
-            dweights = _product(options, "bkgtd,bksd->bkgts", d, value)
-            dweights = _dropped(options, given, dweights, i, j)
-            dlogits = weights * (dweights - of_out[..., None])
+        def visit_keys(n: Array, grads: _Arrays) -> _Arrays:
+            tile = _Tile(options, constants, i, (first_needed[i] + n) % keys.number)
+            key = keys.take(arrays.key, tile.key_block, 2)
+            value = keys.take(arrays.value, tile.key_block, 2)
+            logits, slope, allowed = tile.logits(arrays, query)
+            weights = jnp.exp(logits - largest[..., None]) * inverse_total[..., None]
+            dropped_weights = tile.dropout(weights).astype(block_dout.dtype)
+            dvalue = _product(options, "bkgts,bkgtd->bksd", dropped_weights, block_dout)
+            dweights = _product(options, "bkgtd,bksd->bkgts", block_dout, value)
+            dweights = tile.dropout(dweights)
+            dlogits = weights * (dweights - block_delta[..., None])
             if not options.masked_gradient and allowed is not None:
                 dlogits = jnp.where(allowed, dlogits, 0)
-            dbias, dslopes = grads.bias, grads.slopes
+            dbias = grads.bias
             if dbias is not None:
-                dbias = _add_block(options, dbias, dlogits, i, j)
+                dbias = tile.add_to_bias(dbias, dlogits)
+            dslopes = grads.slopes
             if dslopes is not None:
-                distance = _alibi(options, given, jnp.ones(1), i, j)
+                distance = tile.alibi(jnp.ones(1))  # (#batch, 1, target, source)
                 dslopes += jnp.sum(dlogits * distance[:, :, None], (0, 3, 4)).ravel()
             dproducts = (dlogits * slope).astype(query.dtype)
             dquery = _product(options, "bkgts,bksd->bkgtd", dproducts, key)
             dkey = _product(options, "bkgts,bkgtd->bksd", dproducts, query)
             return _Arrays(
-                grads.query + dquery,
-                keys.add(grads.key, j, 2, dkey),
-                keys.add(grads.value, j, 2, dvalue),
-                dbias,
-                None,
-                dslopes,
+                query=grads.query + dquery,
+                key=keys.add(grads.key, tile.key_block, 2, dkey),
+                value=keys.add(grads.value, tile.key_block, 2, dvalue),
+                bias=dbias,
+                sink=None,
+                slopes=dslopes,
             )
 
-        zeros = carry._replace(query=_zeros_like(query))
-        grads = jax.lax.fori_loop(0, needed[i], of_keys, zeros)
-        return grads._replace(query=queries.add(carry.query, i, 3, grads.query)), None
+        # The loop over keys sums the gradient of one block of queries, and those of all keys.
+        block_grads = grads._replace(query=_zeros_like(query))
+        block_grads = jax.lax.fori_loop(0, num_needed[i], visit_keys, block_grads)
+        dquery = queries.add(grads.query, i, 3, block_grads.query)
+        return block_grads._replace(query=dquery), None
 
-    zeros = jax.tree.map(_zeros_like, arrays._replace(sink=None))
-    grads, _ = jax.lax.scan(of_queries, zeros, jnp.arange(queries.number))
+    grads = jax.tree.map(_zeros_like, arrays._replace(sink=None))
+    grads, _ = jax.lax.scan(visit_queries, grads, jnp.arange(queries.number))
     if arrays.sink is not None:
-        lost = jnp.exp(arrays.sink - largest) * share * delta
-        grads = grads._replace(sink=-jnp.sum(lost, (0, 3))[None, ..., None])
+        # The sink's weight, times dout · (0 - out): its value is 0.
+        sink_weights = jnp.exp(arrays.sink - output.largest) * output.inverse_total
+        dsink = -jnp.sum(sink_weights * delta, (0, 3))
+        grads = grads._replace(sink=dsink[None, ..., None])
     return jax.tree.map(lambda x, grad: grad.astype(x.dtype), arrays, grads), None
 
 
@@ -334,113 +394,124 @@ def _zeros_like(x: Array) -> Array:
     return jnp.zeros_like(x, jnp.float32)
 
 
-def _skips(options: _Options, given: _Given) -> bool:
+def _skips(mask: attention_mask.AttentionMask) -> bool:
     """Returns whether the mask can exclude whole blocks."""
-    window, _ = attention_mask.window_of(options.mask_fn)
-    return window != attention_mask.Window() or given.mask.query_segments is not None
+    window, _ = attention_mask.window_of(mask.mask_fn)
+    return window != attention_mask.Window() or mask.query_segments is not None
 
 
-def _needed_keys(options: _Options, given: _Given) -> tuple[Array, Array]:
+def _needed_keys(
+    queries: _Blocks, keys: _Blocks, mask: attention_mask.AttentionMask
+) -> tuple[Array, Array]:
     """Returns, for each block of queries, the first block of keys to visit and how many follow."""
-    queries, keys, mask = options.queries, options.keys, given.mask
-    window, _ = attention_mask.window_of(options.mask_fn)
-    needed = np.ones((queries.number, keys.number), bool)
+    window, _ = attention_mask.window_of(mask.mask_fn)
+    is_needed = np.ones((queries.number, keys.number), bool)
 
-    def compared(of_queries: Array | None, of_keys: Array | None) -> list[Any]:
-        low, high = (x[:, None] for x in queries.bounds(of_queries))
-        return [low, high, *(x[None] for x in keys.bounds(of_keys))]
-
-    low, high, key_low, key_high = compared(mask.query_positions, mask.key_positions)
+    low, high = queries.bounds(mask.query_positions)
+    key_low, key_high = keys.bounds(mask.key_positions)
     if window.left_context is not None:
-        needed &= low - key_high <= window.left_context
+        is_needed &= low[:, None] - key_high[None] <= window.left_context
     if window.right_context is not None:
-        needed &= key_low - high <= window.right_context
+        is_needed &= key_low[None] - high[:, None] <= window.right_context
+
     if mask.query_segments is not None:
-        low, high, key_low, key_high = compared(mask.query_segments, mask.key_segments)
-        needed &= (low <= key_high) & (key_low <= high)
-    needed = jnp.asarray(needed)
-    first = jnp.argmax(needed, 1)
-    past = keys.number - jnp.argmax(needed[:, ::-1], 1)
-    return first, jnp.where(needed.any(1), past - first, 0)
+        low, high = queries.bounds(mask.query_segments)
+        key_low, key_high = keys.bounds(mask.key_segments)
+        ranges_meet = (low[:, None] <= key_high[None]) & (key_low[None] <= high[:, None])
+        is_needed &= ranges_meet
+
+    is_needed = jnp.asarray(is_needed)
+    first = jnp.argmax(is_needed, 1)
+    end = keys.number - jnp.argmax(is_needed[:, ::-1], 1)
+    return first, jnp.where(is_needed.any(1), end - first, 0)
 
 
-def _logits(
-    options: _Options, arrays: _Arrays, given: _Given, query: Array, i: Array, j: Array
-) -> tuple[Array, Any, Array | None]:
-    """Returns the logits of a block, their derivative by the products, and the mask, if any."""
-    queries, keys, cap = options.queries, options.keys, options.logit_cap
-    key = keys.take(arrays.key, j, 2)
-    logits = _product(options, "bkgtd,bksd->bkgts", query, key) * options.scale
-    slope: Any = options.scale
-    if cap is not None:
-        squashed = jnp.tanh(logits / cap)
-        logits, slope = cap * squashed, slope * (1 - squashed**2)
-    kv_heads = key.shape[1]
-    if arrays.bias is not None:
-        logits += keys.take(queries.take(arrays.bias, i, 3), j, 4).astype(jnp.float32)
-    if arrays.slopes is not None:
-        logits += _with_groups(_alibi(options, given, arrays.slopes, i, j), kv_heads)
-    masks: list[Array] = []
-    if options.mask_fn is not None:
-        positions = _positions(options, given, i, j)
-        masks.append(
-            _with_groups(attention_mask.evaluate_mask(options.mask_fn, *positions), kv_heads)
-        )
-    if given.mask.query_segments is not None:
-        segments = (
-            blocks.take(jnp.atleast_2d(x), at, 1)
-            for blocks, x, at in (
-                (queries, given.mask.query_segments, i),
-                (keys, given.mask.key_segments, j),
+class _Tile(NamedTuple):
+    """All pairs of one block of queries and one block of keys."""
+
+    options: _Options
+    constants: _Constants
+    query_block: Array
+    key_block: Array
+
+    def take(self, x: Array) -> Array:
+        """Returns the tile of an array with axes `(..., target, source)`, either of size 1."""
+        rows = self.options.queries.take(x, self.query_block, 3)
+        return self.options.keys.take(rows, self.key_block, 4)
+
+    def logits(self, arrays: _Arrays, query: Array) -> _Logits:
+        options = self.options
+        key = options.keys.take(arrays.key, self.key_block, 2)
+        logits = _product(options, "bkgtd,bksd->bkgts", query, key) * options.scale
+        slope = options.scale
+        if options.logit_cap is not None:
+            # d/dx of c tanh(x / c) is 1 - tanh²(x / c).
+            squashed = jnp.tanh(logits / options.logit_cap)
+            logits = options.logit_cap * squashed
+            slope = slope * (1 - squashed**2)
+        kv_heads = key.shape[1]
+        if arrays.bias is not None:
+            logits += self.take(arrays.bias).astype(jnp.float32)
+        if arrays.slopes is not None:
+            logits += _with_groups(self.alibi(arrays.slopes), kv_heads)
+        allowed = self.mask(kv_heads)
+        if allowed is not None:
+            logits = jnp.where(allowed, logits, logits + attention_mask.NEG_INF)
+        only_here = options.keys.only_here(self.key_block)
+        if only_here is not None:
+            logits = jnp.where(to_ndim(only_here, 5), logits, -jnp.inf)
+        return _Logits(logits, slope, allowed)
+
+    def mask(self, kv_heads: int) -> Array | None:
+        """Returns which pairs may attend; None for all."""
+        queries, keys, mask = self.options.queries, self.options.keys, self.constants.mask
+        masks: list[Array] = []
+        if mask.mask_fn is not None:
+            allowed = attention_mask.evaluate_mask(mask.mask_fn, *self.positions())
+            masks.append(_with_groups(allowed, kv_heads))
+        if mask.query_segments is not None:
+            assert mask.key_segments is not None
+            same_segment = attention_mask.segment_mask(
+                queries.take(jnp.atleast_2d(mask.query_segments), self.query_block, 1),
+                keys.take(jnp.atleast_2d(mask.key_segments), self.key_block, 1),
             )
+            masks.append(_with_groups(same_segment, kv_heads))
+        masks += [self.take(array) for array in mask.arrays]
+        if not masks:
+            return None
+        return functools.reduce(jnp.logical_and, masks)
+
+    def positions(self) -> tuple[Array, Array]:
+        """Returns the positions of queries and keys, each with an axis for the batch."""
+        mask = self.constants.mask
+        return (
+            self.options.queries.positions(mask.query_positions, self.query_block),
+            self.options.keys.positions(mask.key_positions, self.key_block),
         )
-        masks.append(_with_groups(attention_mask.segment_mask(*segments), kv_heads))
-    masks += (keys.take(queries.take(x, i, 3), j, 4) for x in given.mask.arrays)
-    allowed = functools.reduce(jnp.logical_and, masks) if masks else None
-    if allowed is not None:
-        logits = jnp.where(allowed, logits, logits + attention_mask.NEG_INF)
-    new = keys.new(j)
-    if new is not None:
-        logits = jnp.where(to_ndim(new, 5), logits, -jnp.inf)
-    return logits, slope, allowed
 
+    def alibi(self, slopes: Array) -> Array:
+        return embedding.alibi_bias(slopes, *self.positions())
 
-def _add_block(options: _Options, dbias: Array, dlogits: Array, i: Array, j: Array) -> Array:
-    """Adds a block's gradient to that of the bias, summed over the axes that the bias lacks."""
-    queries, keys = options.queries, options.keys
-    row = queries.take(dbias, i, 3)
-    axes = [axis for axis, size in enumerate(dbias.shape) if size == 1]
-    row = keys.add(row, j, 4, jnp.sum(dlogits, axes, keepdims=True))
-    return queries.put(dbias, i, 3, row)
+    def dropout(self, x: Array) -> Array:
+        """Applies dropout with the mask of this tile, in the forward and the backward pass."""
+        rate, dropout_key = self.options.dropout_rate, self.constants.dropout_key
+        if not rate:
+            return x
+        assert dropout_key is not None
+        key = jax.random.fold_in(dropout_key, self.query_block)
+        key = jax.random.fold_in(key, self.key_block)
+        broadcast_axes = (0, 1, 2) if self.options.broadcast_dropout else ()
+        keep = keep_mask(key, rate, x.shape, broadcast_axes)
+        return dropout(x, rate=rate, mask=keep)
 
-
-def _positions(options: _Options, given: _Given, i: Array, j: Array) -> list[Array]:
-    """Returns the positions of a block's queries and keys, each with an axis for the batch."""
-    mask = given.mask
-    return [
-        blocks.start(at) + jnp.arange(blocks.size)[None]
-        if x is None
-        else blocks.take(jnp.atleast_2d(x), at, 1)
-        for blocks, x, at in (
-            (options.queries, mask.query_positions, i),
-            (options.keys, mask.key_positions, j),
-        )
-    ]
-
-
-def _alibi(options: _Options, given: _Given, slopes: Array, i: Array, j: Array) -> Array:
-    return embedding.alibi_bias(slopes, *_positions(options, given, i, j))
-
-
-def _dropped(options: _Options, given: _Given, x: Array, i: Array, j: Array) -> Array:
-    """Applies the block's dropout mask, the same in the forward and the backward pass."""
-    if not options.dropout_rate:
-        return x
-    assert given.dropout_key is not None
-    key = jax.random.fold_in(jax.random.fold_in(given.dropout_key, i), j)
-    shared = (0, 1, 2) if options.broadcast_dropout else ()
-    keep = keep_mask(key, options.dropout_rate, x.shape, shared)
-    return dropout(x, rate=options.dropout_rate, mask=keep)
+    def add_to_bias(self, dbias: Array, dlogits: Array) -> Array:
+        """Adds this tile's gradient to that of the bias, summed over axes of size 1 in it."""
+        queries, keys = self.options.queries, self.options.keys
+        rows = queries.take(dbias, self.query_block, 3)
+        axes = [axis for axis, size in enumerate(dbias.shape) if size == 1]
+        tile = jnp.sum(dlogits, axes, keepdims=True)
+        rows = keys.add(rows, self.key_block, 4, tile)
+        return queries.put(dbias, self.query_block, 3, rows)
 
 
 def _product(options: _Options, subscripts: str, x: Array, y: Array) -> Array:

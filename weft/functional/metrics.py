@@ -4,7 +4,6 @@ All are functions of whole arrays, without state. A weight of zero leaves an exa
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -31,8 +30,9 @@ def confusion_matrix(
     [[1.0, 0.0], [1.0, 1.0]]
     """
     counts = jnp.zeros((num_classes, num_classes))
-    # A negative index would count from the end.
-    rows, columns = (jnp.where(y < 0, num_classes, y) for y in (y_true, y_pred))
+    # A negative index would count from the end; `mode="drop"` leaves out what is too large.
+    rows = jnp.where(y_true < 0, num_classes, y_true)
+    columns = jnp.where(y_pred < 0, num_classes, y_pred)
     return counts.at[rows, columns].add(_weights(weights, y_true), mode="drop")
 
 
@@ -48,10 +48,12 @@ def precision_recall_f_score(
     >>> {name: round(float(x), 3) for name, x in scores.items()}
     {'precision': 0.5, 'recall': 0.333, 'f_score': 0.4}
     """
-    (_, wrong), (missed, right) = confusion_matrix(
+    counts = confusion_matrix(
         y_true.astype(int), y_pred.astype(int), num_classes=2, weights=weights
     )
-    precision, recall = right / (right + wrong + eps), right / (right + missed + eps)
+    (_, false_positives), (false_negatives, true_positives) = counts
+    precision = true_positives / (true_positives + false_positives + eps)
+    recall = true_positives / (true_positives + false_negatives + eps)
     f_score = (1 + beta**2) * precision * recall / (beta**2 * precision + recall + eps)
     return {"precision": precision, "recall": recall, "f_score": f_score}
 
@@ -65,15 +67,16 @@ def roc_auc_score(y_true: Values, y_score: Values, *, weights: Weights = None) -
     >>> roc_auc_score(jnp.array([0, 0, 1, 1]), jnp.array([0.1, 0.4, 0.35, 0.8])).item()
     0.75
     """
-    weights, is_positive = _weights(weights, y_score), y_true > 0
-    order = jnp.argsort(y_score)
-    negative = jnp.where(is_positive, 0, weights)[order]
-    below = jnp.concatenate([jnp.zeros(1), jnp.cumsum(negative)])
-    first, last = (jnp.searchsorted(y_score[order], y_score, side=s) for s in ("left", "right"))
-    positive = jnp.where(is_positive, weights, 0)
-    pairs = positive * (below[first] + below[last]) / 2
-    area = pairs.sum() / (positive.sum() * negative.sum())
-    return jnp.where(jnp.any(jnp.isnan(y_score) & (weights > 0)), jnp.nan, area)
+    weights = _weights(weights, y_score)
+    is_positive = y_true > 0
+    positive_weights = jnp.where(is_positive, weights, 0)
+    negative_weights = jnp.where(is_positive, 0, weights)
+    # Each positive beats the negatives with smaller scores, and half of those with equal scores.
+    lower, lower_or_equal = _weight_up_to(y_score, y_score, negative_weights)
+    pairs = positive_weights * (lower + lower_or_equal) / 2
+    area = pairs.sum() / (positive_weights.sum() * negative_weights.sum())
+    counts_nan = jnp.any(jnp.isnan(y_score) & (weights > 0))
+    return jnp.where(counts_nan, jnp.nan, area)
 
 
 def pearson_correlation(
@@ -84,13 +87,15 @@ def pearson_correlation(
     >>> round(pearson_correlation(jnp.array([1.0, 2, 3]), jnp.array([2.0, 4, 7])).item(), 4)
     0.9934
     """
-    share = _weights(weights, x)
-    share = share / jnp.maximum(share.sum(), eps)
-    x, y = counted(x, share), counted(y, share)
-    x, y = (v - (share * v).sum() for v in (x, y))
-    products = ((share * a * b).sum() for a, b in ((x, y), (x, x), (y, y)))
-    covariance, of_x, of_y = products
-    return covariance / (jnp.sqrt(of_x * of_y) + eps)
+    shares = _shares(weights, x, eps)
+    x = counted(x, shares)
+    y = counted(y, shares)
+    x = x - (shares * x).sum()
+    y = y - (shares * y).sum()
+    covariance = (shares * x * y).sum()
+    x_variance = (shares * x * x).sum()
+    y_variance = (shares * y * y).sum()
+    return covariance / (jnp.sqrt(x_variance * y_variance) + eps)
 
 
 def spearman_correlation(x: Values, y: Values, *, mask: Weights = None, eps: float = 1e-8) -> Array:
@@ -99,13 +104,13 @@ def spearman_correlation(x: Values, y: Values, *, mask: Weights = None, eps: flo
     >>> round(spearman_correlation(jnp.array([1, 2, 3, 4]), jnp.array([1, 3, 2, 4])).item(), 4)
     0.8
     """
-    counts = jnp.ones(x.shape, bool) if mask is None else mask.astype(bool)
+    counts = _weights(mask, x).astype(bool)
 
     def ranks(values: Array) -> Array:
+        # Examples that are masked go to the end of the order, where they move no rank.
         values = jnp.where(counts, values.astype(float), jnp.inf)
-        ordered = jnp.sort(values)
-        ends = (jnp.searchsorted(ordered, values, side=s) for s in ("left", "right"))
-        return jnp.where(counts, sum(ends) / 2.0, 0)
+        first, end = _positions_of_equals(jnp.sort(values), values)
+        return jnp.where(counts, (first + end) / 2.0, 0)
 
     return pearson_correlation(ranks(x), ranks(y), weights=counts, eps=eps)
 
@@ -120,19 +125,19 @@ def matthews_corrcoef(
     >>> round(matthews_corrcoef(jnp.array([1, 1, 1, 0]), jnp.array([1, 0, 1, 1])).item(), 3)
     -0.333
     """
-    shares = _weights(weights, y_true)
-    shares = shares / jnp.maximum(shares.sum(), eps)
+    shares = _shares(weights, y_true, eps)
 
     def chance(a: Array, b: Array) -> Array:
         """Returns how often an `a` equals a `b` of another example."""
-        order = jnp.argsort(b)
-        below = jnp.concatenate([jnp.zeros(1), jnp.cumsum(shares[order])])
-        first, last = (jnp.searchsorted(b[order], a, side=side) for side in ("left", "right"))
-        return jnp.sum(shares * (below[last] - below[first]))
+        lower, lower_or_equal = _weight_up_to(a, b, shares)
+        return jnp.sum(shares * (lower_or_equal - lower))
 
+    # As covariance and variances of one-hot classes, without a matrix over all pairs of classes.
     covariance = jnp.sum(shares * (y_true == y_pred)) - chance(y_true, y_pred)
-    of_labels, of_predictions = (1 - chance(y, y) for y in (y_true, y_pred))
-    return covariance / (jnp.sqrt(jnp.maximum(of_labels * of_predictions, 0)) + eps)
+    label_variance = 1 - chance(y_true, y_true)
+    prediction_variance = 1 - chance(y_pred, y_pred)
+    product = jnp.maximum(label_variance * prediction_variance, 0)  # rounding may make it negative
+    return covariance / (jnp.sqrt(product) + eps)
 
 
 def accuracy_at_k(
@@ -143,8 +148,12 @@ def accuracy_at_k(
     >>> accuracy_at_k(jnp.array([[0.1, 0.9]]), jnp.array([[1, 0]]), top_ks=[1, 2])
     {'accuracy@1': Array(0., dtype=float32), 'accuracy@2': Array(1., dtype=float32)}
     """
-    found = jnp.cumsum(_by_score(scores, relevance_labels) > 0, axis=-1) > 0
-    return _means({f"accuracy@{k}": found[:, :k][:, -1] for k in top_ks}, query_padding)
+    is_relevant = _by_score(scores, relevance_labels) > 0
+    any_so_far = jnp.cumsum(is_relevant, axis=-1) > 0  # (queries, items)
+    results = {}
+    for k in top_ks:
+        results[f"accuracy@{k}"] = _mean_over_queries(_at_rank(any_so_far, k), query_padding)
+    return results
 
 
 def average_rank(scores: Scores, relevance_labels: Labels, *, query_padding: Mask = None) -> Array:
@@ -153,10 +162,12 @@ def average_rank(scores: Scores, relevance_labels: Labels, *, query_padding: Mas
     >>> average_rank(jnp.array([[0.1, 0.9, 0.5]]), jnp.array([[0, 0, 1]])).item()
     2.0
     """
-    relevant = _by_score(scores, relevance_labels) > 0
-    padding = ~relevant.any(axis=-1)
-    padding = padding if query_padding is None else padding | query_padding
-    return _means({"rank": jnp.argmax(relevant, axis=-1) + 1.0}, padding)["rank"]
+    is_relevant = _by_score(scores, relevance_labels) > 0
+    padding = ~is_relevant.any(axis=-1)
+    if query_padding is not None:
+        padding = padding | query_padding
+    ranks = jnp.argmax(is_relevant, axis=-1) + 1.0
+    return _mean_over_queries(ranks, padding)
 
 
 def average_precision_at_k(
@@ -171,13 +182,16 @@ def average_precision_at_k(
     >>> round(average_precision_at_k(scores, labels, top_ks=[3])["map@3"].item(), 4)
     0.8333
     """
-    relevant = (_by_score(scores, relevance_labels) > 0).astype(float)
+    is_relevant = (_by_score(scores, relevance_labels) > 0).astype(float)  # (queries, items)
     positions = jnp.arange(1.0, scores.shape[-1] + 1)[None]
-    sums = jnp.cumsum(relevant * jnp.cumsum(relevant, axis=-1) / positions, axis=-1)
-    total = relevant.sum(axis=-1)
-    return _means(
-        {f"map@{k}": sums[:, :k][:, -1] / jnp.clip(total, 1, k) for k in top_ks}, query_padding
-    )
+    precision_of_relevant = is_relevant * jnp.cumsum(is_relevant, axis=-1) / positions
+    precision_sums = jnp.cumsum(precision_of_relevant, axis=-1)
+    num_relevant = is_relevant.sum(axis=-1)
+    results = {}
+    for k in top_ks:
+        average_precisions = _at_rank(precision_sums, k) / jnp.clip(num_relevant, 1, k)
+        results[f"map@{k}"] = _mean_over_queries(average_precisions, query_padding)
+    return results
 
 
 def ndcg_at_k(
@@ -193,27 +207,61 @@ def ndcg_at_k(
     """
     discounts = 1 / jnp.log2(jnp.arange(2.0, scores.shape[-1] + 2))[None]
 
-    def gains(labels: Array) -> Array:
+    def cumulative_gains(labels: Array) -> Array:
         return jnp.cumsum((2.0**labels - 1) * discounts, axis=-1)
 
-    found = gains(_by_score(scores, relevance_labels))
-    best = gains(jnp.sort(relevance_labels, axis=-1, descending=True))
-    shares = jnp.where(best > 0, found / jnp.where(best > 0, best, 1), 0)
-    return _means({f"ndcg@{k}": shares[:, :k][:, -1] for k in top_ks}, query_padding)
+    gains = cumulative_gains(_by_score(scores, relevance_labels))
+    best_gains = cumulative_gains(jnp.sort(relevance_labels, axis=-1, descending=True))
+    has_relevant = best_gains > 0
+    normalized = jnp.where(has_relevant, gains / jnp.where(has_relevant, best_gains, 1), 0)
+    results = {}
+    for k in top_ks:
+        results[f"ndcg@{k}"] = _mean_over_queries(_at_rank(normalized, k), query_padding)
+    return results
 
 
 def _weights(weights: Weights, like: Array) -> Array:
-    return jnp.ones(like.shape) if weights is None else weights.astype(float)
+    if weights is None:
+        return jnp.ones(like.shape)
+    return weights.astype(float)
+
+
+def _shares(weights: Weights, like: Array, eps: float) -> Array:
+    """Returns weights whose sum is 1."""
+    weights = _weights(weights, like)
+    return weights / jnp.maximum(weights.sum(), eps)
+
+
+def _positions_of_equals(ordered: Array, values: Array) -> tuple[Array, Array]:
+    """Returns where the numbers equal to each value begin and end in an ordered array."""
+    first = jnp.searchsorted(ordered, values, side="left")
+    end = jnp.searchsorted(ordered, values, side="right")
+    return first, end
+
+
+def _weight_up_to(values: Array, others: Array, weights: Array) -> tuple[Array, Array]:
+    """Returns, for each value, the total weight of `others` below it, and of those not above it.
+
+    By a sort and cumulative sums: n log n operations, where comparing all pairs takes n².
+    """
+    order = jnp.argsort(others)
+    cumulative = jnp.concatenate([jnp.zeros(1), jnp.cumsum(weights[order])])
+    first, end = _positions_of_equals(others[order], values)
+    return cumulative[first], cumulative[end]
 
 
 def _by_score(scores: Array, labels: Array) -> Array:
-    return jnp.take_along_axis(labels, jnp.argsort(-scores, axis=-1), axis=-1)
+    """Returns the labels of each query's items, from the highest score to the lowest."""
+    order = jnp.argsort(-scores, axis=-1)
+    return jnp.take_along_axis(labels, order, axis=-1)
 
 
-def _means(values: dict[str, Array], padding: Array | None) -> dict[str, Array]:
-    weights: Any = None if padding is None else ~padding
-    return {
-        name: (counted(x, weights) * _weights(weights, x)).sum()
-        / jnp.maximum(_weights(weights, x).sum(), 1)
-        for name, x in values.items()
-    }
+def _at_rank(values: Array, k: int) -> Array:
+    """Returns the column of rank k, or the last one if there are fewer."""
+    return values[:, :k][:, -1]
+
+
+def _mean_over_queries(values: Array, padding: Mask) -> Array:
+    is_query = None if padding is None else ~padding
+    weights = _weights(is_query, values)
+    return (counted(values, is_query) * weights).sum() / jnp.maximum(weights.sum(), 1)
