@@ -33,6 +33,9 @@ T = TypeVar("T")
 # Mesh axes over which one axis of an array is sharded.
 SpecEntry = str | Sequence[str] | None
 
+# The sharding of a result, as `out_sharding` of JAX's functions takes it.
+OutSharding = NamedSharding | PartitionSpec | None
+
 # `jax.jit(inline=)` that leaves no call in the jaxpr. Where JAX has more than one way, True does.
 INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 

@@ -427,7 +427,7 @@ def _needed_keys(
 
 
 class _Tile(NamedTuple):
-    """All pairs of one block of queries and one block of keys."""
+    """Pairs of one block of queries and one block of keys."""
 
     options: _Options
     constants: _Constants

@@ -13,16 +13,18 @@ which are chosen separately.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional import arrays, linear
+from weft.functional.arrays import OutSharding
 
 RotaryLayout = Literal["interleaved", "half"]
 OneHots = Float[Array, "batch time groups codes"]
@@ -30,7 +32,10 @@ Paddings = Bool[Array, "batch time"] | Num[Array, "batch time"]
 
 
 def lookup(
-    table: Float[Array, "vocab ..."], ids: Int[Array, "*shape"], *, out_sharding: Any = None
+    table: Float[Array, "vocab ..."],
+    ids: Int[Array, "*shape"],
+    *,
+    out_sharding: OutSharding = None,
 ) -> Float[Array, "*shape ..."]:
     """Returns the rows of the table at the ids, each of one or more axes.
 
@@ -56,21 +61,22 @@ def lookup(
 
 def _sharding_of_rows(table: Array, ids: Array) -> NamedSharding | None:
     """Returns the sharding of the rows at ids; None if nothing is sharded over Explicit axes."""
-    of_ids = arrays.explicit_spec(ids)
-    of_vocab, *of_dims = arrays.explicit_spec(table)
-    if of_vocab is None and not any(of_ids):
+    ids_spec = arrays.explicit_spec(ids)
+    vocab_entry, *dim_entries = arrays.explicit_spec(table)
+    ids_are_sharded = any(ids_spec)
+    if vocab_entry is None and not ids_are_sharded:
         return None
     # Each axis of the mesh shards one axis at most.
-    axes_of_ids = set(jax.tree.leaves(of_ids))
-    spec = list(of_ids)
-    for of_dim in of_dims:
-        is_free = axes_of_ids.isdisjoint(jax.tree.leaves(of_dim))
-        spec.append(of_dim if is_free else None)
-    mesh = jax.typeof(ids if any(of_ids) else table).sharding.mesh
+    mesh_axes_of_ids = set(jax.tree.leaves(ids_spec))
+    spec = list(ids_spec)
+    for entry in dim_entries:
+        is_free = mesh_axes_of_ids.isdisjoint(jax.tree.leaves(entry))
+        spec.append(entry if is_free else None)
+    mesh = jax.typeof(ids if ids_are_sharded else table).sharding.mesh
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def as_ids(ids: Any, layer: str | None = None) -> Array:
+def as_ids(ids: Num[Array, "..."] | npt.ArrayLike, layer: str | None = None) -> Array:
     """Returns ids as a JAX array, of 32 bits unless x64 is enabled.
 
     Raises ArgumentValueError if an id needs more bits, which JAX would drop, or, for a `layer`, if
@@ -81,15 +87,7 @@ def as_ids(ids: Any, layer: str | None = None) -> Array:
     """
     if not isinstance(ids, jax.Array):
         ids = np.asarray(ids)
-        kept = jax.dtypes.canonicalize_dtype(ids.dtype)
-        if kept != ids.dtype and ids.size and jnp.issubdtype(kept, jnp.integer):
-            ends = int(ids.min()), int(ids.max())
-            if ends[0] < jnp.iinfo(kept).min or ends[1] > jnp.iinfo(kept).max:
-                raise ArgumentValueError(
-                    f"ids of dtype {ids.dtype} range from {ends[0]} to {ends[1]}, which do not fit "
-                    f"into {kept}, the dtype JAX converts them to; pass ids within the table, "
-                    "or enable jax_enable_x64."
-                )
+        _check_range(ids)
     ids = jnp.asarray(ids)
     if layer is not None and not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ArgumentValueError(
@@ -99,13 +97,28 @@ def as_ids(ids: Any, layer: str | None = None) -> Array:
     return ids
 
 
+def _check_range(ids: np.ndarray) -> None:
+    """Raises if JAX's dtype for the ids, of 32 bits unless x64 is enabled, cannot hold them."""
+    jax_dtype = jax.dtypes.canonicalize_dtype(ids.dtype)
+    if jax_dtype == ids.dtype or ids.size == 0 or not jnp.issubdtype(jax_dtype, jnp.integer):
+        return
+    smallest, largest = int(ids.min()), int(ids.max())
+    limits = jnp.iinfo(jax_dtype)
+    if smallest < limits.min or largest > limits.max:
+        raise ArgumentValueError(
+            f"ids of dtype {ids.dtype} range from {smallest} to {largest}, which do not fit "
+            f"into {jax_dtype}, the dtype JAX converts them to; pass ids within the table, "
+            "or enable jax_enable_x64."
+        )
+
+
 def attend(
     table: Float[Array, "vocab dim"],
     x: Float[Array, "*batch dim"],
     *,
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
-    out_sharding: Any = None,
+    out_sharding: OutSharding = None,
 ) -> Float[Array, "*batch vocab"]:
     """Returns the inner product of `x` with every row: the logits of a model with tied embeddings.
 
@@ -138,9 +151,10 @@ def sinusoidal_positions(
     [[0.0, 0.0, 1.0, 1.0]]
     """
     _require_even(dim)
-    num = dim // 2
-    step = math.log(max_timescale / min_timescale) / max(num - 1, 1)
-    frequencies = jnp.exp(-step * jnp.arange(num, dtype=jnp.float32)) / min_timescale
+    num_timescales = dim // 2
+    log_ratio = math.log(max_timescale / min_timescale) / max(num_timescales - 1, 1)
+    index = jnp.arange(num_timescales, dtype=jnp.float32)
+    frequencies = jnp.exp(-log_ratio * index) / min_timescale
     return jnp.concatenate(sincos(positions, frequencies), axis=-1)
 
 
@@ -209,7 +223,8 @@ def apply_rotary(
             f"x has {x.shape[-1]} dimensions (shape {x.shape}), so there must be "
             f"{x.shape[-1] / 2:g} angles, but sin has shape {sin.shape}."
         )
-    sin, cos = arrays.to_ndim(sin, x.ndim), arrays.to_ndim(cos, x.ndim)
+    sin = arrays.to_ndim(sin, x.ndim)
+    cos = arrays.to_ndim(cos, x.ndim)
     y = x.astype(jnp.promote_types(x.dtype, sin.dtype))
     if layout == "half":
         first, second = jnp.split(y, 2, axis=-1)
@@ -217,13 +232,14 @@ def apply_rotary(
         return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
     if layout != "interleaved":
         raise ArgumentValueError(f"layout={layout!r} must be 'interleaved' or 'half'.")
-    # Without slices of every second number, whose gradient is a sum of padded arrays.
-    swapped = jax.lax.rev(y.reshape(*y.shape[:-1], -1, 2), (y.ndim,)).reshape(y.shape)
-    cos, sin = (
-        jnp.stack(pair, axis=-1).reshape(*sin.shape[:-1], x.shape[-1])
-        for pair in ((cos, cos), (-sin, sin))
-    )
-    return (y * cos + swapped * sin).astype(x.dtype)
+    # (a, b) becomes (a, b) cos + (b, a) (-sin, sin), without slices of every second number, whose
+    # gradient is a sum of padded arrays.
+    pairs = y.reshape(*y.shape[:-1], -1, 2)
+    swapped = jax.lax.rev(pairs, (y.ndim,)).reshape(y.shape)
+    factor_shape = (*sin.shape[:-1], x.shape[-1])
+    factors = jnp.stack((cos, cos), axis=-1).reshape(factor_shape)
+    swapped_factors = jnp.stack((-sin, sin), axis=-1).reshape(factor_shape)
+    return (y * factors + swapped * swapped_factors).astype(x.dtype)
 
 
 def alibi_slopes(num_heads: int) -> Float[Array, " heads"]:
@@ -236,11 +252,14 @@ def alibi_slopes(num_heads: int) -> Float[Array, " heads"]:
     [0.25, 0.0625, 0.015625, 0.00390625]
     """
 
-    def powers(n: int) -> list[float]:
+    def geometric_sequence(n: int) -> list[float]:
         return [2 ** (-8 * (i + 1) / n) for i in range(n)]
 
-    lower = 2 ** (num_heads.bit_length() - 1)
-    return jnp.array(powers(lower) + powers(2 * lower)[::2][: num_heads - lower], jnp.float32)
+    power_of_two = 2 ** (num_heads.bit_length() - 1)
+    slopes = geometric_sequence(power_of_two)
+    further_slopes = geometric_sequence(2 * power_of_two)[::2]
+    slopes += further_slopes[: num_heads - power_of_two]
+    return jnp.array(slopes, jnp.float32)
 
 
 def alibi_bias(
@@ -253,8 +272,9 @@ def alibi_bias(
     >>> alibi_bias(jnp.array([0.5]), jnp.array([[2]]), jnp.array([[0, 1, 2]])).tolist()
     [[[[-1.0, -0.5, -0.0]]]]
     """
-    keys = arrays.gathered(key_positions, -1)[:, None, None, :]
-    distance = jnp.abs(query_positions[:, None, :, None] - keys)
+    keys = arrays.gathered(key_positions, -1)[:, None, None, :]  # (batch, 1, 1, source)
+    queries = query_positions[:, None, :, None]  # (batch, 1, target, 1)
+    distance = jnp.abs(queries - keys)
     return arrays.to_ndim(-slopes[:, None, None], distance.ndim) * distance
 
 
@@ -288,8 +308,9 @@ def llama3_frequencies(
     """
     plain = rotary_frequencies(dim, theta)
     turns = original_max_seq_length * plain / (2 * math.pi)
-    kept = jnp.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
-    return plain * kept + plain / scaling_factor * (1.0 - kept)
+    fastness = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    plain_share = jnp.clip(fastness, 0.0, 1.0)
+    return plain * plain_share + plain / scaling_factor * (1.0 - plain_share)
 
 
 def yarn_frequencies(
@@ -325,17 +346,21 @@ def yarn_frequencies(
     plain = rotary_frequencies(dim, theta)
 
     def pair_that_turns(times: float) -> float:
-        period = original_max_seq_length / (2 * math.pi * times)
-        return dim * math.log(period) / (2 * math.log(theta))
+        """Solves `original_max_seq_length * theta ** (-2 i / dim) = 2 pi times` for i."""
+        timescale = original_max_seq_length / (2 * math.pi * times)
+        return dim * math.log(timescale) / (2 * math.log(theta))
 
-    last_fast, first_slow = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+    last_fast = pair_that_turns(beta_fast)
+    first_slow = pair_that_turns(beta_slow)
     if truncate:
-        last_fast, first_slow = math.floor(last_fast), math.ceil(first_slow)
-    first = max(last_fast, 0)
-    last = min(first_slow, dim - 1)
-    slow = jnp.clip((jnp.arange(dim // 2) - first) / max(last - first, 1e-3), 0.0, 1.0)
-    kept = (1.0 - slow) * extrapolation_factor
-    return plain * kept + plain / scaling_factor * (1.0 - kept)
+        last_fast = math.floor(last_fast)
+        first_slow = math.ceil(first_slow)
+    last_fast = max(last_fast, 0)
+    first_slow = min(first_slow, dim - 1)
+    width = max(first_slow - last_fast, 1e-3)
+    slowness = jnp.clip((jnp.arange(dim // 2) - last_fast) / width, 0.0, 1.0)
+    plain_share = (1.0 - slowness) * extrapolation_factor
+    return plain * plain_share + plain / scaling_factor * (1.0 - plain_share)
 
 
 def yarn_magnitude(scaling_factor: float, attn_factor: float = 1.0) -> float:
@@ -346,8 +371,9 @@ def yarn_magnitude(scaling_factor: float, attn_factor: float = 1.0) -> float:
     >>> yarn_magnitude(1.0), round(yarn_magnitude(4.0), 4)
     (1.0, 1.1386)
     """
-    magnitude = 1.0 if scaling_factor <= 1 else 0.1 * math.log(scaling_factor) + 1.0
-    return magnitude * attn_factor
+    if scaling_factor <= 1:
+        return attn_factor
+    return (0.1 * math.log(scaling_factor) + 1.0) * attn_factor
 
 
 def nearest_codes(
@@ -364,11 +390,13 @@ def nearest_codes(
     >>> nearest_codes(jnp.array([[[0.9]], [[1.1]]]), codebook).tolist()
     [[0], [1]]
     """
-    x, y = x.astype(jnp.float32), codebook.astype(jnp.float32)
-    similarity = jnp.einsum("...gd,vgd->...gv", x, y)
+    x = x.astype(jnp.float32)
+    codebook = codebook.astype(jnp.float32)
+    similarity = jnp.einsum("...gd,vgd->...gv", x, codebook)
     if metric == "l2_distance":
-        # The squared distance is |x|^2 - 2xy + |y|^2.
-        similarity -= arrays.to_ndim(jnp.sum(jnp.square(y), axis=-1).T / 2, similarity.ndim)
+        # The squared distance |x|² - 2xy + |y|² is least where xy - |y|² / 2 is largest.
+        half_squares = jnp.sum(jnp.square(codebook), axis=-1).T / 2  # (groups, codes)
+        similarity -= arrays.to_ndim(half_squares, similarity.ndim)
     return jnp.argmax(similarity, axis=-1)
 
 
@@ -380,10 +408,12 @@ def codebook_entries(
     >>> codebook_entries(jnp.array([[[0.0]], [[2.0]]]), jnp.array([[1], [0]])).tolist()
     [[[2.0]], [[0.0]]]
     """
-    groups = arrays.positions(codebook.shape[1], ids.ndim)
+    group_index = arrays.positions(codebook.shape[1], ids.ndim)
     spec = arrays.explicit_spec(ids)
-    sharding = NamedSharding(jax.typeof(ids).sharding.mesh, PartitionSpec(*spec, None))
-    return codebook.at[ids, groups].get(out_sharding=sharding if any(spec) else None)
+    sharding = None
+    if any(spec):
+        sharding = NamedSharding(jax.typeof(ids).sharding.mesh, PartitionSpec(*spec, None))
+    return codebook.at[ids, group_index].get(out_sharding=sharding)
 
 
 def code_shares(onehots: OneHots, paddings: Paddings) -> Float[Array, "groups codes"]:
@@ -419,5 +449,6 @@ def compute_code_pplx(
     >>> round(pplx.item(), 4), round(entropy.item(), 4)
     (2.0, 0.6931)
     """
-    entropies = jnp.sum(jax.scipy.special.entr(code_shares(onehots, paddings)), axis=-1)
+    shares = code_shares(onehots, paddings)
+    entropies = jnp.sum(jax.scipy.special.entr(shares), axis=-1)  # (groups,)
     return jnp.mean(jnp.exp(entropies)), jnp.mean(entropies)

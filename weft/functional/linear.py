@@ -16,7 +16,8 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypedDict, Unpack
+from types import CodeType, ModuleType
+from typing import NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from jaxtyping import Array, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional import arrays, statistics
+from weft.functional.arrays import OutSharding
 
 
 @contextlib.contextmanager
@@ -57,8 +59,10 @@ def _default_product(x: Array, weight: Array) -> Callable[..., Array] | None:
     default = arrays.dot_general_context.value
     if default is None:
         return None
-    is_real = all(jnp.issubdtype(operand.dtype, jnp.floating) for operand in (x, weight))
-    return default if is_real else None
+    for operand in (x, weight):
+        if not jnp.issubdtype(operand.dtype, jnp.floating):
+            return None
+    return default
 
 
 class ProductOptions(TypedDict, total=False):
@@ -67,7 +71,7 @@ class ProductOptions(TypedDict, total=False):
     precision: jax.lax.PrecisionLike
     preferred_element_type: jax.typing.DTypeLike | None
     dot_general: Callable[..., Array] | None
-    out_sharding: Any
+    out_sharding: OutSharding
 
 
 def dense(
@@ -97,7 +101,7 @@ def dense_general(
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     dot_general: Callable[..., Array] | None = None,
-    out_sharding: Any = None,
+    out_sharding: OutSharding = None,
 ) -> Num[Array, "*output"]:
     """Contracts `axis` of `x` with as many axes of `weight`, and appends the weight's other axes.
 
@@ -116,42 +120,64 @@ def dense_general(
     >>> dense_general(jnp.ones((3, 5, 8)), heads).shape
     (3, 5, 4, 2)
     """
-    axes = statistics.canonical_axes(axis, x.ndim)
-    batch = statistics.canonical_axes(batch_axes, x.ndim)
-    leading = batch + axes
-    expected = tuple(x.shape[a] for a in leading)
-    if weight.shape[: len(leading)] != expected:
+    contracted_axes = statistics.canonical_axes(axis, x.ndim)
+    batch_axes = statistics.canonical_axes(batch_axes, x.ndim)
+    leading_axes = batch_axes + contracted_axes
+    expected = tuple(x.shape[a] for a in leading_axes)
+    n_batch, n_leading = len(batch_axes), len(leading_axes)
+    if weight.shape[:n_leading] != expected:
         raise ArgumentShapeError(
             f"weight has shape {weight.shape}, but its leading axes must be {expected}: "
-            f"the axes {leading} of x, whose shape is {x.shape}."
+            f"the axes {leading_axes} of x, whose shape is {x.shape}."
         )
     if x.dtype != weight.dtype:
         x, weight = arrays.promote_dtype(x, weight, inexact=False)
-    n_batch, n_leading = len(batch), len(leading)
-    weight_batch, weight_axes = tuple(range(n_batch)), tuple(range(n_batch, n_leading))
     options = arrays.without_none(
         preferred_element_type=preferred_element_type, out_sharding=out_sharding
     )
     options["precision"] = precision
-    numbers = (axes, weight_axes), (batch, weight_batch)
     if dot_general is None:
         dot_general = _default_product(x, weight)
-    is_last = axes == tuple(range(x.ndim - len(axes), x.ndim)) and not batch
-    if dot_general is None and is_last and merges_axes(x, weight, out_sharding):
-        return product_of_matrices(x, weight, bias, len(axes), **options)
-    # Looked up in each call, and not in a `jax.jit`, for libraries that replace it.
-    y = (dot_general or jax.lax.dot_general)(x, weight, numbers, **options)
-    return y if bias is None else add_bias(y, bias, n_batch)
+    if dot_general is None:
+        n_contracted = len(contracted_axes)
+        last_axes = tuple(range(x.ndim - n_contracted, x.ndim))
+        is_matrix_product = contracted_axes == last_axes and not batch_axes
+        if is_matrix_product and merges_axes(x, weight, out_sharding):
+            return product_of_matrices(x, weight, bias, n_contracted, **options)
+        # Looked up in each call, and not in a `jax.jit`, for libraries that replace it.
+        dot_general = jax.lax.dot_general
+    weight_batch_axes = tuple(range(n_batch))
+    weight_axes = tuple(range(n_batch, n_leading))
+    dimension_numbers = (contracted_axes, weight_axes), (batch_axes, weight_batch_axes)
+    y = dot_general(x, weight, dimension_numbers, **options)
+    if bias is None:
+        return y
+    return add_bias(y, bias, n_batch)
+
+
+class _Product(NamedTuple):
+    """A function of JAX and its code, as they were when Weft was imported."""
+
+    module: ModuleType
+    name: str
+    function: Callable[..., Array]
+    code: CodeType | None
+
+    @classmethod
+    def current(cls, module: ModuleType, name: str) -> _Product:
+        function = getattr(module, name)
+        return cls(module, name, function, getattr(function, "__code__", None))
 
 
 # Libraries of quantization replace these functions, or their code, and must see a layer's product.
 _PRODUCTS = [
-    (owner, name, getattr(owner, name), getattr(getattr(owner, name), "__code__", None))
-    for owner, name in ((jax.lax, "dot_general"), (jnp, "einsum"), (jnp, "dot"))
+    _Product.current(jax.lax, "dot_general"),
+    _Product.current(jnp, "einsum"),
+    _Product.current(jnp, "dot"),
 ]
 
 
-def merges_axes(x: Array, weight: Array, out_sharding: Any = None) -> bool:
+def merges_axes(x: Array, weight: Array, out_sharding: OutSharding = None) -> bool:
     """Returns whether to compute a product by `product_of_matrices`.
 
     Not over several devices, where an axis that is merged with another could not be sharded.
@@ -170,8 +196,10 @@ def merges_axes(x: Array, weight: Array, out_sharding: Any = None) -> bool:
 
 def products_are_replaced() -> bool:
     """Returns whether a library of quantization replaces JAX's products."""
-    for owner, name, product, code in _PRODUCTS:
-        if getattr(owner, name) is not product or getattr(product, "__code__", None) is not code:
+    for module, name, function, code in _PRODUCTS:
+        if getattr(module, name) is not function:
+            return True
+        if getattr(function, "__code__", None) is not code:
             return True
     return False
 
@@ -197,15 +225,22 @@ def product_of_matrices(
     >>> product_of_matrices(jnp.ones((2, 3, 4, 5)), jnp.ones((4, 5, 6)), None, 2).shape
     (2, 3, 6)
     """
-    batch, contracted = x.shape[: x.ndim - n], x.shape[x.ndim - n :]
-    features = weight.shape[:first] if first else weight.shape[n:]
-    depth, width = math.prod(contracted), math.prod(features)
-    rows = jax.lax.reshape(x, (math.prod(batch), depth))
-    matrix = jax.lax.reshape(weight, (width, depth) if first else (depth, width))
-    numbers = ((1,), (1 if first else 0,)), ((), ())
-    y = jax.lax.dot_general(rows, matrix, numbers, precision, preferred_element_type)
-    y = jax.lax.reshape(y, (*batch, *features))
-    return y if bias is None else _plus_bias(y, bias)
+    batch_shape = x.shape[: x.ndim - n]
+    depth = math.prod(x.shape[x.ndim - n :])
+    if first:  # the weight's features come before the contracted axes
+        feature_shape = weight.shape[:first]
+        matrix = jax.lax.reshape(weight, (math.prod(feature_shape), depth))
+        dimension_numbers = ((1,), (1,)), ((), ())
+    else:
+        feature_shape = weight.shape[n:]
+        matrix = jax.lax.reshape(weight, (depth, math.prod(feature_shape)))
+        dimension_numbers = ((1,), (0,)), ((), ())
+    rows = jax.lax.reshape(x, (math.prod(batch_shape), depth))
+    y = jax.lax.dot_general(rows, matrix, dimension_numbers, precision, preferred_element_type)
+    y = jax.lax.reshape(y, (*batch_shape, *feature_shape))
+    if bias is None:
+        return y
+    return _plus_bias(y, bias)
 
 
 def project(
@@ -218,7 +253,7 @@ def project(
     preferred_element_type: jax.typing.DTypeLike | None = None,
     dot_general: Callable[..., Array] | None = None,
     einsum: Callable[..., Array] | None = None,
-    out_sharding: Any = None,
+    out_sharding: OutSharding = None,
 ) -> Num[Array, "*output"]:
     """Returns `einsum(subscripts, x, weight) + bias`.
 
@@ -254,8 +289,11 @@ def project(
         swapped = ",".join(reversed(operands.split(",")))
         y = jnp.einsum(f"{swapped}->{result}", weight, x, _dot_general=dot_general, **options)
     else:
-        y = (einsum or jnp.einsum)(subscripts, x, weight, **options)
-    return y if bias is None else add_bias(y, bias)
+        einsum = einsum or jnp.einsum
+        y = einsum(subscripts, x, weight, **options)
+    if bias is None:
+        return y
+    return add_bias(y, bias)
 
 
 @functools.lru_cache(maxsize=256)
@@ -269,16 +307,21 @@ def _contracted_axes(subscripts: str, x_ndim: int, weight_ndim: int) -> tuple[in
     if not arrow or len(terms) != 2 or "..." in terms[1]:
         return None
     try:
-        _, x = _labels(terms[0], x_ndim, subscripts)
-        _, weight = _labels(terms[1], weight_ndim, subscripts)
-        n = len(set(x) & set(weight))
-        _, out = _labels(result, x_ndim + weight_ndim - 2 * n, subscripts)
+        _, x_labels = _labels(terms[0], x_ndim, subscripts)
+        _, weight_labels = _labels(terms[1], weight_ndim, subscripts)
+        n = len(set(x_labels) & set(weight_labels))
+        _, result_labels = _labels(result, x_ndim + weight_ndim - 2 * n, subscripts)
     except ArgumentShapeError:
         return None
-    for first in (0, weight_ndim - n):
-        kept = weight[:first] if first else weight[n:]
-        if n and x[-n:] == weight[first : first + n] and out == [*x[:-n], *kept]:
-            return n, first
+    if n == 0:
+        return None
+    batch_labels, contracted_labels = x_labels[:-n], x_labels[-n:]
+    features_last = batch_labels + weight_labels[n:]
+    if contracted_labels == weight_labels[:n] and result_labels == features_last:
+        return n, 0
+    features_first = batch_labels + weight_labels[:-n]
+    if contracted_labels == weight_labels[-n:] and result_labels == features_first:
+        return n, weight_ndim - n
     return None
 
 
@@ -305,25 +348,36 @@ def project_weight_axes(
             f"subscripts={subscripts!r} must name the axes of an input, a weight and a result, as "
             "'bi,io->bo'."
         )
-    x_ellipsis, _ = _labels(terms[0], x_ndim, subscripts)
-    weight_ellipsis, weight = _labels(terms[1], weight_ndim, subscripts)
+    x_ellipsis_axes, _ = _labels(terms[0], x_ndim, subscripts)
+    weight_ellipsis_axes, weight_labels = _labels(terms[1], weight_ndim, subscripts)
     ndim = len(result.replace("...", ""))
-    ndim += max(x_ellipsis, weight_ellipsis) if "..." in result else 0
-    _, out = _labels(result, ndim, subscripts)
-    kept = tuple(axis for axis, label in enumerate(out) if label in weight)
-    return tuple(weight.index(out[axis]) for axis in kept), kept, ndim
+    if "..." in result:
+        ndim += max(x_ellipsis_axes, weight_ellipsis_axes)
+    _, result_labels = _labels(result, ndim, subscripts)
+    weight_axes = []
+    result_axes = []
+    for axis, label in enumerate(result_labels):
+        if label in weight_labels:
+            weight_axes.append(weight_labels.index(label))
+            result_axes.append(axis)
+    return tuple(weight_axes), tuple(result_axes), ndim
 
 
 def _labels(term: str, ndim: int, subscripts: str) -> tuple[int, list[str | int]]:
-    """Returns the number of axes of the ellipsis, and one label per axis."""
-    before, dots, after = term.partition("...")
-    free = ndim - len(before) - len(after)
-    if free < 0 or (free and not dots):
+    """Returns the number of axes of the ellipsis, and one label per axis.
+
+    The axes of an ellipsis are labelled by their distance from its end, where those of several
+    operands meet: `..., 2, 1`.
+    """
+    first_labels, ellipsis, last_labels = term.partition("...")
+    num_named = len(first_labels) + len(last_labels)
+    num_ellipsis_axes = ndim - num_named
+    if num_ellipsis_axes < 0 or (num_ellipsis_axes and not ellipsis):
         raise ArgumentShapeError(
-            f"{term!r} of subscripts={subscripts!r} names {len(before) + len(after)} axes, of an "
+            f"{term!r} of subscripts={subscripts!r} names {num_named} axes, of an "
             f"array that has {ndim}."
         )
-    return free, [*before, *range(free, 0, -1), *after]
+    return num_ellipsis_axes, [*first_labels, *range(num_ellipsis_axes, 0, -1), *last_labels]
 
 
 @functools.partial(_traced_once, static_argnums=2)
@@ -339,10 +393,12 @@ def add_bias(
 
 
 def _plus_bias(y: Array, bias: Array, n_batch: int = 0) -> Array:
-    missing = range(n_batch, n_batch + y.ndim - bias.ndim)
-    bias = jax.lax.expand_dims(bias, missing) if missing else bias
-    # `+` is traced for longer, since it promotes.
-    return jax.lax.add(y, bias) if y.dtype == bias.dtype != bool else y + bias
+    missing_axes = range(n_batch, n_batch + y.ndim - bias.ndim)
+    if missing_axes:
+        bias = jax.lax.expand_dims(bias, missing_axes)
+    if y.dtype == bias.dtype != bool:
+        return jax.lax.add(y, bias)  # `+` is traced for longer, since it promotes
+    return y + bias
 
 
 def broadcast_bias(
@@ -353,5 +409,7 @@ def broadcast_bias(
     >>> broadcast_bias(jnp.ones((3, 2)), (1, 3), 4).shape
     (1, 3, 1, 2)
     """
-    missing = [axis for axis in range(ndim) if axis not in axes]
-    return jax.lax.expand_dims(bias, missing) if bias.ndim < ndim else bias
+    if bias.ndim >= ndim:
+        return bias
+    missing_axes = [axis for axis in range(ndim) if axis not in axes]
+    return jax.lax.expand_dims(bias, missing_axes)

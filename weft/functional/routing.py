@@ -85,13 +85,16 @@ def route(
     chosen = jax.nn.one_hot(experts, num_experts, dtype=jnp.int32)
     if live is not None:
         chosen = chosen * live[..., None, None]
-    # Number of earlier choices: all tokens' better ones, and earlier tokens' equally good ones.
-    by_rank = jnp.moveaxis(chosen, -2, -3)
+    # A choice's slot is the number of those before it in the queue for its expert: all tokens'
+    # better choices, and earlier tokens' equally good ones.
+    by_rank = jnp.moveaxis(chosen, -2, -3)  # (*groups, k, tokens, experts)
     queue = by_rank.reshape(*by_rank.shape[:-3], -1, num_experts)
-    before = (jnp.cumsum(queue, axis=-2) - queue).reshape(by_rank.shape)
-    positions = jnp.sum(jnp.moveaxis(before, -3, -2) * chosen, axis=-1)
-    kept = (positions < capacity) & jnp.any(chosen, axis=-1)
-    return Routing(experts, jnp.where(kept, gates, 0.0), positions, kept)
+    queue_lengths = jnp.cumsum(queue, axis=-2) - queue
+    queue_lengths = jnp.moveaxis(queue_lengths.reshape(by_rank.shape), -3, -2)
+    positions = jnp.sum(queue_lengths * chosen, axis=-1)
+    has_slot = (positions < capacity) & jnp.any(chosen, axis=-1)
+    gates = jnp.where(has_slot, gates, 0.0)
+    return Routing(experts, gates, positions, has_slot)
 
 
 def combine_tensor(
@@ -99,18 +102,19 @@ def combine_tensor(
 ) -> Float[Array, "*groups tokens experts capacity"]:
     """Returns the weight of each expert's slots in each token's output."""
     dtype = routing.gates.dtype
-    of_expert = jax.nn.one_hot(routing.experts, num_experts, dtype=dtype)
+    expert_onehots = jax.nn.one_hot(routing.experts, num_experts, dtype=dtype)
     # A dropped choice has a position beyond all slots, or a gate of 0.
-    of_room = jax.nn.one_hot(routing.positions, capacity, dtype=dtype)
-    return jnp.einsum("...ske,...skc->...sec", of_expert * routing.gates[..., None], of_room)
+    slot_onehots = jax.nn.one_hot(routing.positions, capacity, dtype=dtype)
+    weights = expert_onehots * routing.gates[..., None]
+    return jnp.einsum("...ske,...skc->...sec", weights, slot_onehots)
 
 
 def dispatch_tensor(
     routing: Routing, *, num_experts: int, capacity: int
 ) -> Bool[Array, "*groups tokens experts capacity"]:
     """Returns whether a token occupies a slot of an expert, regardless of its weight."""
-    kept = routing._replace(gates=routing.kept.astype(jnp.float32))
-    return combine_tensor(kept, num_experts=num_experts, capacity=capacity) > 0
+    unweighted = routing._replace(gates=routing.kept.astype(jnp.float32))
+    return combine_tensor(unweighted, num_experts=num_experts, capacity=capacity) > 0
 
 
 def load_balance_loss(
@@ -127,9 +131,12 @@ def load_balance_loss(
     1.0
     """
     num_experts = probs.shape[-1]
-    chosen = jnp.sum(jax.nn.one_hot(experts, num_experts, dtype=jnp.float32), axis=-2)
-    share = _token_mean(chosen, live, axis=-2) / experts.shape[-1]
-    return num_experts * jnp.sum(share * _token_mean(probs, live, axis=-2), axis=-1)
+    num_choices = experts.shape[-1]
+    onehots = jax.nn.one_hot(experts, num_experts, dtype=jnp.float32)
+    choices = jnp.sum(onehots, axis=-2)  # (*groups, tokens, experts)
+    choice_shares = _token_mean(choices, live, axis=-2) / num_choices
+    mean_probs = _token_mean(probs, live, axis=-2)
+    return num_experts * jnp.sum(choice_shares * mean_probs, axis=-1)
 
 
 def router_z_loss(
@@ -143,19 +150,21 @@ def router_z_loss(
     >>> round(router_z_loss(jnp.zeros((3, 2))).item(), 4)
     0.4805
     """
-    logits = counted(logits, None if live is None else live[..., None]).astype(jnp.float32)
-    squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
-    return _token_mean(squares, live, axis=None)
+    if live is not None:
+        logits = counted(logits, live[..., None])
+    log_normalizers = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
+    return _token_mean(jnp.square(log_normalizers), live, axis=None)
 
 
 def over_capacity(
     routing: Routing, live: Bool[Array, "*groups tokens"] | None = None
 ) -> Float[Array, " k"]:
     """Returns the share of first, second, ... choices of `live` tokens that were dropped."""
-    dropped = 1.0 - routing.kept
-    return jnp.stack(
-        [_token_mean(dropped[..., i], live, axis=None) for i in range(dropped.shape[-1])]
-    )
+    is_dropped = 1.0 - routing.kept
+    shares = []
+    for rank in range(is_dropped.shape[-1]):
+        shares.append(_token_mean(is_dropped[..., rank], live, axis=None))
+    return jnp.stack(shares)
 
 
 def choices_per_expert(
@@ -179,7 +188,8 @@ def dropped_tokens(
     routing: Routing, live: Bool[Array, "*groups tokens"] | None = None
 ) -> Float[Array, ""]:
     """Returns the share of `live` tokens that have no expert, as all their choices were dropped."""
-    return _token_mean(1.0 - jnp.any(routing.kept, axis=-1), live, axis=None)
+    is_dropped = 1.0 - jnp.any(routing.kept, axis=-1)
+    return _token_mean(is_dropped, live, axis=None)
 
 
 def limit_to_groups(
@@ -193,19 +203,23 @@ def limit_to_groups(
     >>> limit_to_groups(jnp.array([3.0, 0.0, 2.0, 2.0]), num_groups=2, num_kept=1).tolist()
     [-inf, -inf, 2.0, 2.0]
     """
-    grouped = scores.reshape(*scores.shape[:-1], num_groups, -1)
-    best = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(axis=-1)
-    _, chosen = jax.lax.top_k(best, num_kept)
-    allowed = jnp.any(jax.nn.one_hot(chosen, num_groups, dtype=jnp.bool_), axis=-2)
-    return jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(scores.shape)
+    grouped = scores.reshape(*scores.shape[:-1], num_groups, -1)  # (*tokens, groups, group_size)
+    best_two, _ = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))
+    _, chosen_groups = jax.lax.top_k(best_two.sum(axis=-1), num_kept)
+    onehots = jax.nn.one_hot(chosen_groups, num_groups, dtype=jnp.bool_)
+    is_chosen = jnp.any(onehots, axis=-2)  # (*tokens, groups)
+    limited = jnp.where(is_chosen[..., None], grouped, -jnp.inf)
+    return limited.reshape(scores.shape)
 
 
 def _token_mean(x: Array, live: Array | None, *, axis: int | None) -> Array:
+    """Returns the mean over live tokens: over all axes, or over `axis` of `(tokens, features)`."""
     if live is None:
         return jnp.mean(x, axis=axis)
-    weight = live if axis is None else live[..., None]
-    total = jnp.sum(jnp.where(weight, x, 0.0), axis=axis)
-    return total / jnp.maximum(1, jnp.sum(weight, axis=axis))
+    if axis is not None:
+        live = live[..., None]
+    total = jnp.sum(jnp.where(live, x, 0.0), axis=axis)
+    return total / jnp.maximum(1, jnp.sum(live, axis=axis))
 
 
 def decorrelation_loss(weight: Float[Array, "dim experts"]) -> Float[Array, ""]:
@@ -216,9 +230,10 @@ def decorrelation_loss(weight: Float[Array, "dim experts"]) -> Float[Array, ""]:
     """
     num_experts = weight.shape[-1]
     columns = l2_normalize(weight.astype(jnp.float32), axis=0, eps=1e-12)
-    squares = jnp.square(columns.T @ columns)
-    pairs = max(1, num_experts * (num_experts - 1))
-    return jnp.sum(jnp.where(jnp.eye(num_experts, dtype=bool), 0.0, squares)) / pairs
+    squares = jnp.square(columns.T @ columns)  # (experts, experts)
+    is_same = jnp.eye(num_experts, dtype=bool)
+    num_pairs = max(1, num_experts * (num_experts - 1))
+    return jnp.sum(jnp.where(is_same, 0.0, squares)) / num_pairs
 
 
 class ExpertRows(NamedTuple):
@@ -246,9 +261,11 @@ def sort_by_expert(
     >>> rows.choices.tolist(), rows.sizes.tolist()
     ([3, 0, 2], [1, 2])
     """
-    local = experts.reshape(-1) - first
-    key = jnp.where((local >= 0) & (local < num_experts), local, num_experts)
-    choices = jnp.argsort(key, stable=True)[:num_rows]
-    ends = jnp.minimum(jnp.cumsum(jnp.bincount(key, length=num_experts)), num_rows)
+    local_experts = experts.reshape(-1) - first
+    is_local = (local_experts >= 0) & (local_experts < num_experts)
+    sort_key = jnp.where(is_local, local_experts, num_experts)  # those of other experts go last
+    choices = jnp.argsort(sort_key, stable=True)[:num_rows]
+    counts = jnp.bincount(sort_key, length=num_experts)
+    ends = jnp.minimum(jnp.cumsum(counts), num_rows)
     is_real = jnp.arange(choices.shape[0]) < ends[-1]
     return ExpertRows(choices, jnp.diff(ends, prepend=0), is_real)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,21 @@ from jaxtyping import Array, Bool, Float, Int
 from weft.functional.arrays import counted, explicit_spec
 
 Axes = int | Sequence[int]
+
+
+class Deviations(NamedTuple):
+    """`x` less its mean, and what the mean is the sum of.
+
+    Attributes:
+        deviation: `x - mean`.
+        mean_parts: two numbers whose sum is the mean: the first element, and the mean of what
+            remains. Their sum is rounded to the dtype, which the deviation is not.
+        variance: the mean of `|deviation|²`.
+    """
+
+    deviation: Array
+    mean_parts: tuple[Array, Array]
+    variance: Array
 
 
 def moments(
@@ -86,8 +101,8 @@ def segment_mean(
     >>> segment_mean(jnp.arange(4.0)[None], segment_ids=jnp.array([[1, 1, 2, 2]]), axis=1).tolist()
     [[0.5, 0.5, 2.5, 2.5]]
     """
-    others = tuple(a for a in canonical_axes(axis, x.ndim) if a != 1)
-    dtype = x.dtype
+    other_axes = tuple(a for a in canonical_axes(axis, x.ndim) if a != 1)
+    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else None
     x = x.astype(statistics_dtype(x))
     counts = jnp.ones(x.shape, x.dtype)
     if where is not None:
@@ -96,12 +111,13 @@ def segment_mean(
     num_segments = x.shape[1] + 1
 
     @jax.vmap
-    def within(values, ids):
+    def segment_sums(values: Array, ids: Array) -> Array:
+        """Returns at each position of an example the sum of its segment."""
         return jax.ops.segment_sum(values, ids, num_segments)[ids]
 
-    totals = within(jnp.sum(x, others, keepdims=True), segment_ids)
-    means = totals / jnp.maximum(within(jnp.sum(counts, others, keepdims=True), segment_ids), 1)
-    return cast(means, dtype if jnp.issubdtype(dtype, jnp.inexact) else None)
+    totals = segment_sums(jnp.sum(x, other_axes, keepdims=True), segment_ids)
+    counts = segment_sums(jnp.sum(counts, other_axes, keepdims=True), segment_ids)
+    return cast(totals / jnp.maximum(counts, 1), dtype)
 
 
 def compute_mean_square_with_segment_ids(
@@ -128,13 +144,19 @@ def update_running_average(
     1.25
     """
     updated = decay * average + (1 - decay) * value
-    return updated if jnp.iscomplexobj(value) else updated.astype(average.dtype)
+    if jnp.iscomplexobj(value):
+        return updated
+    return updated.astype(average.dtype)
 
 
 def deviations(
     x: Array, axes: tuple[int, ...], where: Array | None = None, *, fast: bool = True
-) -> tuple[Array, tuple[Array, Array], Array]:
+) -> Deviations:
     """Returns `x - mean`, two parts that sum to the mean, and the variance.
+
+    With the first element `a` along the axes, mean and variance are those of `d = x - a`:
+
+        mean = a + E[d]     variance = E[|d|²] - |E[d]|²
 
     Args:
         axes: the axes to reduce, not negative. They stay with size 1.
@@ -146,24 +168,28 @@ def deviations(
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         x = x.astype(jnp.result_type(x, float))
-    kept = [1 if a in axes else size for a, size in enumerate(x.shape)]
     first = _first(lax.stop_gradient(counted(x, where)), axes)
-    deviation = lax.sub(x, first)
-    shifted = counted(deviation, where)
+    from_first = lax.sub(x, first)
+    summands = counted(from_first, where)
     count = _at_least_one(_count(x, axes, where))
     if not fast:
-        mean = _sum(shifted, axes) / count
-        deviation = deviation - mean
+        mean = _sum(summands, axes) / count
+        deviation = from_first - mean
         square = abs_square(counted(deviation, where))
-        return deviation, (first, mean), _sum(square, axes) / count
-    sums = _sum(_stacked(shifted, abs_square(shifted)), tuple(a + 1 for a in axes), keepdims=False)
+        return Deviations(deviation, (first, mean), _sum(square, axes) / count)
+    pair = _stacked(summands, abs_square(summands))  # (2, *shape)
+    sums = _sum(pair, tuple(a + 1 for a in axes), keepdims=False)
     if where is None:
-        both = lax.div(sums, constant(count, sums))
+        means = lax.div(sums, constant(count, sums))
     else:
-        both = sums / jnp.reshape(count, (1, *sums.shape[1:]))
-    mean, square = (lax.reshape(part, kept) for part in lax.split(both, (1, 1)))
-    variance = lax.max(lax.sub(real(square), abs_square(mean)), constant(0, real(square)))
-    return lax.sub(deviation, mean), (first, mean), variance
+        means = sums / jnp.reshape(count, (1, *sums.shape[1:]))
+    mean, square = lax.split(means, (1, 1))
+    reduced_shape = _reduced_shape(x, axes)
+    mean = lax.reshape(mean, reduced_shape)
+    square = real(lax.reshape(square, reduced_shape))
+    variance = lax.sub(square, abs_square(mean))
+    variance = lax.max(variance, constant(0, square))  # rounding may make it negative
+    return Deviations(lax.sub(from_first, mean), (first, mean), variance)
 
 
 def mean_square(x: Array, axes: tuple[int, ...], where: Array | None = None) -> Array:
@@ -173,7 +199,8 @@ def mean_square(x: Array, axes: tuple[int, ...], where: Array | None = None) -> 
     [5.0]
     """
     square = abs_square(counted(x, where))
-    return _sum(square, axes) / _at_least_one(_count(square, axes, where))
+    count = _at_least_one(_count(square, axes, where))
+    return _sum(square, axes) / count
 
 
 def abs_square(x: Array) -> Array:
@@ -187,7 +214,7 @@ def abs_square(x: Array) -> Array:
     return lax.mul(x, x)
 
 
-def constant(value: Any, like: Array) -> np.ndarray:
+def constant(value: jax.typing.ArrayLike, like: Array) -> np.ndarray:
     """Returns a number as a `lax` operand with the dtype of `like`.
 
     >>> lax.add(jnp.ones(1, jnp.bfloat16), constant(2, jnp.ones(1, jnp.bfloat16))).tolist()
@@ -198,7 +225,9 @@ def constant(value: Any, like: Array) -> np.ndarray:
 
 def real(x: Array) -> Array:
     """Returns the real part of `x`; a real array is returned unchanged."""
-    return lax.real(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return lax.real(x)
+    return x
 
 
 def cross_axis_mean(
@@ -220,47 +249,64 @@ def cross_axis_mean(
 
 def _first(x: Array, axes: tuple[int, ...]) -> Array:
     """Returns the first element along axes, which stay with size 1."""
-    spec = explicit_spec(x)
-    sharded = [a for a in axes if spec[a] is not None]
-    kept = [1 if a in axes and a not in sharded else size for a, size in enumerate(x.shape)]
-    x = lax.slice(x, [0] * x.ndim, kept)
-    for axis in sharded:
+    spec = list(explicit_spec(x))
+    sharded_axes = [a for a in axes if spec[a] is not None]
+    unsharded_axes = [a for a in axes if spec[a] is None]
+    x = lax.slice(x, [0] * x.ndim, _reduced_shape(x, unsharded_axes))
+    for axis in sharded_axes:
         # JAX takes one element of an axis that is sharded over an Explicit axis of a mesh only by
         # its index, and only if the sharding of the result is given.
-        spec = [None if a == axis else entry for a, entry in enumerate(spec)]
+        spec[axis] = None
         sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec))
         index = (*[slice(None)] * axis, np.zeros(1, int))
         x = x.at[index].get(out_sharding=sharding, mode="promise_in_bounds")
     return x
 
 
+def _reduced_shape(x: Array, axes: Sequence[int]) -> list[int]:
+    """Returns the shape of `x` with size 1 at the axes."""
+    shape = list(x.shape)
+    for axis in axes:
+        shape[axis] = 1
+    return shape
+
+
 def _count(x: Array, axes: tuple[int, ...], where: Array | None) -> Array | float:
+    """Returns how many values count along the axes: a float if that is the same everywhere."""
     if where is None:
         return float(math.prod(x.shape[a] for a in axes))
     count = jnp.sum(jnp.broadcast_to(where, x.shape), axes, keepdims=True)
-    return count.astype(real(jnp.zeros((), x.dtype)).dtype)
+    real_dtype = real(jnp.zeros((), x.dtype)).dtype
+    return count.astype(real_dtype)
 
 
 def _stacked(x: Array, y: Array) -> Array:
+    """Returns `jnp.stack([x, y])`, by `lax` where no number needs another dtype."""
     if x.dtype != y.dtype:  # x is complex
         return jnp.stack([x, y])
-    return lax.concatenate([lax.reshape(part, (1, *part.shape)) for part in (x, y)], 0)
+    pair_shape = (1, *x.shape)
+    return lax.concatenate([lax.reshape(x, pair_shape), lax.reshape(y, pair_shape)], 0)
 
 
 def _sum(x: Array, axes: tuple[int, ...], keepdims: bool = True) -> Array:
-    if keepdims or x.dtype.itemsize < 4:  # which is summed in float32
+    # `lax` sums 16-bit numbers in 16 bits, `jnp` in float32.
+    if keepdims or x.dtype.itemsize < 4:
         return jnp.sum(x, axes, keepdims=keepdims)
     return lax.reduce_sum(x, axes)
 
 
 def _at_least_one(count: Array | float) -> Array | float:
     """Returns the count as a divisor, at least 1, so that the mean of nothing is 0."""
-    return count if isinstance(count, float) else jnp.maximum(count, 1)
+    if isinstance(count, float):
+        return count
+    return jnp.maximum(count, 1)
 
 
 def cast(x: Array, dtype: jax.typing.DTypeLike | None) -> Array:
     """Returns `x` in that dtype; unchanged for None."""
-    return x if dtype is None or x.dtype == dtype else x.astype(dtype)
+    if dtype is None or x.dtype == dtype:
+        return x
+    return x.astype(dtype)
 
 
 def statistics_dtype(x: Array, force_float32: bool = True) -> jax.typing.DTypeLike:
