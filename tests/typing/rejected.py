@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import weft
 from weft import linen as nn
 from weft import nnx
-from weft.config import REQUIRED, Required, config_class
-from weft.hierarchy import BaseLayer, Dropout, LayerNorm, Linear
+from weft.config import REQUIRED, Required, config_class, config_for_function
+from weft.hierarchy import BaseLayer, Conv2D, Dropout, LayerNorm, Linear
 from weft.trainer import SpmdTrainer
 
 
@@ -65,6 +65,10 @@ def linen_modules():
     Mlp(3)("x")  # pyright: ignore[reportArgumentType]
 
 
+def half(x: float) -> float:
+    return x / 2
+
+
 class Layer(BaseLayer):
     @config_class
     class Config(BaseLayer.Config):
@@ -80,6 +84,14 @@ def configs(trainer: SpmdTrainer.Config):
     Dropout.default_config().rate = "0.5"  # pyright: ignore[reportAttributeAccessIssue]
     Linear.Config(input_dim="4")  # pyright: ignore[reportArgumentType]
     trainer.max_step = "3"  # pyright: ignore[reportAttributeAccessIssue]
+    cfg.set(dimm=8)  # pyright: ignore[reportCallIssue]
+    cfg.set(dim="8")  # pyright: ignore[reportArgumentType]
+    cfg.set(dim=8).clone(norm=Dropout.default_config())  # pyright: ignore[reportArgumentType]
+    cfg.norm.clone(epss=1e-6)  # pyright: ignore[reportCallIssue]
+    Conv2D.default_config().set(windows=(3, 3))  # pyright: ignore[reportCallIssue]
+    trainer.set(max_steps=3)  # pyright: ignore[reportCallIssue]
+    trainer.checkpointer.set(name=3)  # pyright: ignore[reportArgumentType]
+    config_for_function(half).instantiate().lower()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def packages():

@@ -11,7 +11,14 @@ import optax  # pyright: ignore[reportMissingTypeStubs]
 import weft
 from weft import linen as nn
 from weft import nnx
-from weft.config import REQUIRED, Required, config_class
+from weft.config import (
+    REQUIRED,
+    Required,
+    config_class,
+    config_for_class,
+    config_for_function,
+    maybe_instantiate,
+)
 from weft.hierarchy import BaseLayer, LayerNorm, Linear, Module
 from weft.trainer import FitResult, SpmdTrainer
 from weft.training.train_state import EarlyStopping
@@ -172,6 +179,7 @@ def test_configs_keep_their_types():
     assert_type(cfg, Residual.Config)
     assert assert_type(cfg.dim, int) == 4
     assert assert_type(cfg.linear.clone(bias=True), Linear.Config).bias
+    assert_type(cfg.set(linear=Linear.default_config()), Residual.Config)
     cfg.norm = LayerNorm.default_config()
     layer = cfg.instantiate(parent=None)
     assert layer.create_parameter_specs_recursively()["linear"]["weight"].shape == (4, 4)
@@ -179,6 +187,18 @@ def test_configs_keep_their_types():
     trainer.mesh_axis_names = ("data", "model")
     trainer.evalers = {}
     assert assert_type(trainer.seed, int) == 0
+
+
+def half(x: float, *, factor: float = 0.5) -> float:
+    return factor * x
+
+
+def test_configs_of_functions_and_classes_know_what_they_create():
+    cfg = config_for_function(half).set(x=4.0)
+    assert assert_type(cfg.instantiate(), float) == 2.0
+    number = config_for_class(complex).set(imag=1.0).clone(real=2.0)
+    assert assert_type(number.instantiate(), complex) == 2.0 + 1.0j
+    assert assert_type(maybe_instantiate(cfg), float) == assert_type(maybe_instantiate(2.0), float)
 
 
 def test_packages_export_names():

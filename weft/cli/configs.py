@@ -286,7 +286,7 @@ def on_mesh(
         select_mesh_config(cfg, mesh_selector=selector)
     if mesh is None:
         return cfg
-    sizes = parse_mesh(mesh)
+    sizes: dict[str, Any] = parse_mesh(mesh)
     names = tuple(cfg.mesh_axis_names)
     if sizes.keys() <= set(names):
         return cfg.set(mesh_shape=tuple(sizes.get(name, 1) for name in names))

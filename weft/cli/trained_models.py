@@ -53,7 +53,8 @@ def restore_model(
     mesh = build_mesh((1,) * len(axes), axes, jax.devices()[:1])
     with jax.set_mesh(mesh), logical_axis_rules(rules_of(cfg).activations):
         model = build_model(cfg)
-        checkpointer = cfg.checkpointer.set(
+        checkpointer_cfg: Any = cfg.checkpointer
+        checkpointer = checkpointer_cfg.set(
             name="checkpointer",
             dir=os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR),
             validation=trainer.CheckpointValidationType.CONTAINS_STATE,

@@ -15,7 +15,7 @@ makes `self.config` cheap to read.
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self, dataclass_transform
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar, dataclass_transform
 
 from weft._door import current_door
 from weft.config import validation, values
@@ -105,6 +105,26 @@ def _one_line(value: Any, *, all_fields: bool) -> str:
 
 
 _set_slot = object.__setattr__
+
+P = ParamSpec("P")
+C = TypeVar("C")
+
+if TYPE_CHECKING:
+
+    class _takes_fields:
+        """Type of a method whose keyword arguments are the fields of its config, and its result it.
+
+        `dataclass_transform` gives each config class a constructor with its fields, and a class is
+        a `Callable` with the parameters of its constructor: thus `P` are the fields.
+        """
+
+        def __init__(self, method: Callable[..., object]): ...
+        def __get__(self, config: C, config_type: Callable[P, C]) -> Callable[P, C]: ...
+
+else:
+
+    def _takes_fields(method):
+        return method
 
 
 @dataclass_transform(kw_only_default=True)
@@ -197,6 +217,7 @@ class ConfigBase(values.ConfigNode):
         name = f"{cls.__qualname__}.Config" if isinstance(cls, type) else type(self).__qualname__
         return name.rpartition("<locals>.")[2]
 
+    @_takes_fields
     def set(self, **kwargs: object) -> Self:
         """Sets fields by name and returns the config itself.
 
@@ -215,6 +236,7 @@ class ConfigBase(values.ConfigNode):
             setattr(self, name, value)
         return self
 
+    @_takes_fields
     def clone(self, **kwargs: object) -> Self:
         """Returns an independent copy with the fields `kwargs` set."""
         return self._copy_to(self._path).set(**kwargs)

@@ -14,19 +14,27 @@ name in a module, that create trainer configs.
 import functools
 import importlib
 from collections.abc import Mapping
-from typing import Any, Generic, Protocol, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, Union
 
 from weft import errors
 from weft.config.config import ConfigBase
 from weft.config.validation import check_value, register_validator
 from weft.config.values import REQUIRED, join_path
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    import typing_extensions
+
+if TYPE_CHECKING:
+    # `InstantiableConfig` alone means `InstantiableConfig[Any]`.
+    T = typing_extensions.TypeVar("T", covariant=True, default=Any)
+else:
+    T = TypeVar("T")
 C = TypeVar("C", bound="Configurable")
+ValueT = TypeVar("ValueT")
 ConfigT = TypeVar("ConfigT", bound=ConfigBase, covariant=True)
 
 
-class _HasConfig(Protocol[ConfigT]):
+class HasConfig(Protocol[ConfigT]):
     """Class with a nested `Config`, so that type checkers and editors know its own one."""
 
     @property
@@ -35,6 +43,10 @@ class _HasConfig(Protocol[ConfigT]):
 
 class InstantiableConfig(Generic[T], ConfigBase):
     """Config of an object of type `T`."""
+
+    if TYPE_CHECKING:
+        # So that `set` takes any fields where the class of a config is not known.
+        def __init__(self, **kwargs: Any): ...
 
     def instantiate(self, **kwargs: object) -> T:
         """Creates the object; `kwargs` are further arguments, such as the `parent` of a module.
@@ -127,7 +139,7 @@ class Configurable:
         return self._config._frozen_view()
 
     @classmethod
-    def default_config(cls: "type[_HasConfig[ConfigT]]") -> ConfigT:
+    def default_config(cls: "type[HasConfig[ConfigT]]") -> ConfigT:
         """Returns a config of this class with all fields at their defaults.
 
         A subclass without a `Config` of its own uses that of its parent.
@@ -176,8 +188,8 @@ class ConfigModifier(Configurable):
         raise NotImplementedError(type(self))
 
 
-def maybe_set_config(cfg: object, **kwargs: object) -> Any:
-    """Sets the given fields that a config has, and returns the config."""
+def maybe_set_config(cfg: ValueT, **kwargs: object) -> ValueT:
+    """Sets the given fields that a config has, and returns the config, or any other value."""
     if isinstance(cfg, ConfigBase):
         fields = cfg._fields()
         cfg.set(**{name: value for name, value in kwargs.items() if name in fields})

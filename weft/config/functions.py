@@ -16,10 +16,10 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from weft.config import validation, values
-from weft.config.configurable import Configurable, InstantiableConfig, check_complete
+from weft.config.configurable import ConfigOr, Configurable, InstantiableConfig, check_complete
 from weft.config.fields import Field, check_reserved_name, is_instantiable
 from weft.errors import InvalidConfigClassError, InvalidConfigNameError, InvalidConfigValueError
 
@@ -36,6 +36,11 @@ class CallConfig(InstantiableConfig[T]):
 
     _field_table: dict[str, Field] | None
     _factory_name = ""
+
+    if TYPE_CHECKING:
+        # Type checkers do not know the fields, which are those of a signature.
+        def set(self, **kwargs: Any) -> Self: ...
+        def clone(self, **kwargs: Any) -> Self: ...
 
     def __init__(self, target: Callable[..., T]):
         self._init_slots()
@@ -132,7 +137,7 @@ class ClassConfigBase(CallConfig[T]):
     klass: type[T]
 
 
-def config_for_function(fn: Callable[..., T]) -> Any:
+def config_for_function(fn: Callable[..., T]) -> FunctionConfigBase[T]:
     """Creates a config of a function, whose fields are its parameters.
 
     Raises:
@@ -152,7 +157,7 @@ def config_for_function(fn: Callable[..., T]) -> Any:
     return FunctionConfigBase(fn)  # pyright: ignore[reportCallIssue]  # its `__init__` is inherited
 
 
-def config_for_class(cls: type[T]) -> Any:
+def config_for_class(cls: type[T]) -> ClassConfigBase[T]:
     """Creates a config of a class, whose fields are the parameters of its constructor.
 
     Raises:
@@ -173,19 +178,29 @@ def config_for_class(cls: type[T]) -> Any:
     return ClassConfigBase(cls)  # pyright: ignore[reportCallIssue]
 
 
-def maybe_instantiate(x: Any) -> Any:
+def maybe_instantiate(x: ConfigOr[T]) -> T:
     """Instantiates a config, or the configs in a container; returns other values unchanged."""
-    if is_instantiable(x):
-        return x.instantiate()
-    if isinstance(x, values.ConfigNode):
-        return x
-    children = values.child_items(x) or []
-    steps = list(x) if isinstance(x, dict) else values.record_fields(x) or range(len(children))
-    for step, (_, child) in zip(steps, children, strict=True):
-        instance = maybe_instantiate(child)
-        if instance is not child:
-            x = values.replace_part(x, step, instance)
-    return x
+    value: Any = x
+    if is_instantiable(value):
+        return value.instantiate()
+    if not isinstance(x, values.ConfigNode):
+        for step, child in _children_by_step(value):
+            instance = maybe_instantiate(child)
+            if instance is not child:
+                value = values.replace_part(value, step, instance)
+    return value
+
+
+def _children_by_step(value: Any) -> list[tuple[Any, Any]]:
+    """Returns the children of a container or record, each with its step for `replace_part`."""
+    if isinstance(value, dict):
+        return list(value.items())
+    names = values.record_fields(value)
+    if names is not None:
+        return [(name, getattr(value, name)) for name in names]
+    if type(value) in (list, tuple):
+        return list(enumerate(value))
+    return []
 
 
 def _copy_containers(x: Any) -> Any:

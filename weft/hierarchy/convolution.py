@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from weft import errors, functional
 from weft.config import REQUIRED, Required
+from weft.config.configurable import ConfigT, HasConfig
 from weft.functional import arrays
 from weft.hierarchy import param_init, parameter_spec
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
@@ -46,15 +47,16 @@ class BaseConv(BaseLayer):
     _output_mesh_axis: ClassVar[str | None] = "model"
 
     @classmethod
-    def default_config(cls) -> Config:
+    def default_config(cls: "type[HasConfig[ConfigT]]") -> ConfigT:
         """Returns a config whose weight is sharded over the mesh axis "model" by outputs.
 
         Those of `Conv2D` and `Conv3D` are replicated.
         """
-        cfg = super().default_config()
-        return cfg.set(
-            param_partition_spec=(None,) * (cls._num_axes + 1) + (cls._output_mesh_axis,)
-        )
+        cfg: Any = super().default_config()
+        conv: type[BaseConv] = cfg.klass
+        # The axes of the window and of the inputs come before that of the outputs.
+        mesh_axes = (None,) * (conv._num_axes + 1) + (conv._output_mesh_axis,)
+        return cfg.set(param_partition_spec=mesh_axes)
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)

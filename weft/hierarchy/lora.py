@@ -365,12 +365,13 @@ class LoraLinear(AdaptedLinear):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        dims = {"input_dim": cfg.input_dim, "output_dim": cfg.output_dim}
         _check_layer_class(
             self, Linear, "For attention, use LoraFusedQKVLinear and LoraMultiheadOutputLinear."
         )
-        self._add_child("layer", cfg.layer.set(**dims))
-        self._add_child("adapter", cfg.adapter.set(**dims))
+        layer = cfg.layer.set(input_dim=cfg.input_dim, output_dim=cfg.output_dim)
+        self._add_child("layer", layer)
+        adapter = cfg.adapter.set(input_dim=cfg.input_dim, output_dim=cfg.output_dim)
+        self._add_child("adapter", adapter)
 
 
 class LoraMultiheadOutputLinear(AdaptedLinear):
@@ -427,10 +428,14 @@ class LoraFusedQKVLinear(qkv_linear.BaseQKVLinear):
                 "and keys after projecting them, so an adapter cannot be added to its outputs. Set "
                 "input_linear of that layer to a LoraFusedQKVLinear instead."
             )
-        layer: Any = self._add_child("layer", cfg.layer.set(**self._dims()))
-        heads = {"num_heads": cfg.num_heads, "num_kv_heads": layer.num_kv_heads}
-        dims = {"input_dim": cfg.query_dim, "output_dim": cfg.num_heads * cfg.per_head_dim}
-        adapter: Any = self._add_child("adapter", cfg.adapter.set(**dims, **heads))
+        layer: Any = self._add_child("layer", self._with_dims(cfg.layer))
+        adapter_cfg = cfg.adapter.set(
+            input_dim=cfg.query_dim,
+            output_dim=cfg.num_heads * cfg.per_head_dim,
+            num_heads=cfg.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+        )
+        adapter: Any = self._add_child("adapter", adapter_cfg)
         of_keys = [name for name in adapter.enabled() if name != "query"]
         if of_keys and layer.is_kv_sharing(layer.config):
             raise LayerConfigError(

@@ -124,7 +124,8 @@ class InferenceRunner(Module):
         If the learner keeps a moving average of the parameters, the runner uses the average.
         """
         checkpoints = os.path.join(trainer_cfg.dir, run_dir.CHECKPOINTS_DIR)
-        builder: Any = cls.default_config().init_state_builder.set(base_dir=checkpoints)
+        builder: Any = cls.default_config().init_state_builder
+        builder.set(base_dir=checkpoints)
         if getattr(getattr(trainer_cfg.learner, "ema", None), "decay", None) is not None:
             builder = state_builder.RestoreAndConvertBuilder.default_config().set(
                 builder=builder, converter=state_builder.EmaParamsConverter.default_config()

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from weft.config import ConfigOr, maybe_instantiate
+from weft.config import ConfigOr, maybe_instantiate, maybe_set_config
 from weft.core.spmd import get_global_mesh
 from weft.errors import InputDatasetError, InputReadError
 from weft.hierarchy import Module, TensorSpec, nowrap
@@ -104,8 +104,8 @@ class Input(Module):
         super().__init__(cfg, parent=parent)
         dispatcher = cfg.input_dispatcher
         if dispatcher is not None:
-            if cfg.partition_spec is not None and "partition_spec" in dispatcher:
-                dispatcher = dispatcher.clone(partition_spec=cfg.partition_spec)
+            if cfg.partition_spec is not None:
+                dispatcher = maybe_set_config(dispatcher.clone(), partition_spec=cfg.partition_spec)
             self._add_child("input_dispatcher", dispatcher)
         self._input_partitioner: InputPartitionFn | None = maybe_instantiate(cfg.input_partitioner)
 

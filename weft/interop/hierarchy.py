@@ -380,7 +380,7 @@ def _spec(x: Any, *, is_state: bool) -> Any:
     return jax.tree.map(spec, meta.unbox(x))
 
 
-def as_hierarchy(x: object, /, *args: object, inputs: object = (), **kwargs: object) -> Any:
+def as_hierarchy(x: object, /, *args: object, inputs: object = (), **kwargs: Any) -> Any:
     """Returns the config of a hierarchy layer that wraps a layer of any library.
 
     Its parameters have the mesh axes of the layer's axis metadata. Changes that a call makes, such

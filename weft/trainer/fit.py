@@ -262,6 +262,7 @@ class _Data:
         """
         if isinstance(self.values, Batches):
             return IterableInput.default_config().set(batches=self.values)
+        assert self.batch_size is not None, "arrays have one"
         arrays, padding = self.values, None
         if counts_rows:
             ones = np.ones(arrays.num_rows, np.float32)

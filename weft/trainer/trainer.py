@@ -95,9 +95,9 @@ class SpmdTrainer(BaseTrainer):
         start_trace_process_indices: Literal["all"] | Sequence[int] = [0]
         host_tracer_level: int | None = None
         python_tracer_level: int | None = None
-        context_manager: config.ConfigOr[Callable[[], contextlib.AbstractContextManager]] | None = (
-            None
-        )
+        context_manager: (
+            config.ConfigOr[Callable[[], contextlib.AbstractContextManager[Any]]] | None
+        ) = None
         compilation_cache_dir: str | None = None
 
         def instantiate(self, **kwargs: Any) -> "SpmdTrainer":

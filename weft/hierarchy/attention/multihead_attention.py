@@ -155,10 +155,20 @@ class MultiheadAttention(BaseLayer):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        heads = {"num_heads": cfg.num_heads, "per_head_dim": self.per_head_dim()}
-        dims = {name: getattr(cfg, name) for name in ("query_dim", "key_dim", "value_dim")}
-        self._add_child("i_proj", cfg.input_linear.set(**dims, **heads))
-        self._add_child("o_proj", cfg.output_linear.set(model_dim=self.output_dim(), **heads))
+        input_linear = cfg.input_linear.set(
+            query_dim=cfg.query_dim,
+            key_dim=cfg.key_dim,
+            value_dim=cfg.value_dim,
+            num_heads=cfg.num_heads,
+            per_head_dim=self.per_head_dim(),
+        )
+        self._add_child("i_proj", input_linear)
+        output_linear = cfg.output_linear.set(
+            model_dim=self.output_dim(),
+            num_heads=cfg.num_heads,
+            per_head_dim=self.per_head_dim(),
+        )
+        self._add_child("o_proj", output_linear)
         self._add_child("dropout", cfg.dropout)
         self._add_child("scale_query", cfg.query_scale.set(per_head_dim=self.per_head_dim()))
         self._maybe_add_child("scale_key", cfg.key_scale, per_head_dim=self.per_head_dim())

@@ -127,9 +127,10 @@ class BaseQKVLinear(base_layer.BaseLayer):
         dims = {"model_dim": model_dim, "num_heads": num_heads}
         self._add_child(name, self.config.layer.set(**dims, per_head_dim=self.config.per_head_dim))
 
-    def _dims(self) -> dict[str, int]:
-        """Returns the sizes that a layer around another projection passes on to it."""
-        return {name: getattr(self.config, name) for name in _DIMS}
+    def _with_dims(self, layer: "BaseQKVLinear.Config") -> "BaseQKVLinear.Config":
+        """Returns the config of a projection inside of this one, with the sizes of this one."""
+        dims: dict[str, Any] = {name: getattr(self.config, name) for name in _DIMS}
+        return layer.set(**dims)
 
     def _check_equal_dims(self, instead: str) -> None:
         cfg = self.config

@@ -185,7 +185,7 @@ class RoFormerQKVLinear(qkv_linear.BaseQKVLinear):
                 "number of dimensions."
             )
         self._add_child("rope_pos_emb_layer", cfg.rope_pos_emb_layer.set(dim=self._rotary_dim))
-        self._add_child("i_proj", cfg.input_linear.set(**self._dims()))
+        self._add_child("i_proj", self._with_dims(cfg.input_linear))
         for name in ("query_scale", "key_scale"):
             self._maybe_add_child(name, getattr(cfg, name), per_head_dim=cfg.per_head_dim)
 

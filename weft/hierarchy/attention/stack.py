@@ -252,7 +252,7 @@ class RepeatedTransformerLayer(BaseStackedTransformerLayer):
     """Stack with one child in a loop, whose parameters have a leading axis of layers."""
 
     class Config(BaseStackedTransformerLayer.Config):
-        repeat: Repeat.Config = TransformerRepeat.default_config()
+        repeat: TransformerRepeat.Config = TransformerRepeat.default_config()
 
     _decoding_child = "repeat"
 
