@@ -20,6 +20,7 @@ from weft.errors import CursorFindError as CursorFindError
 from weft.errors import TraverseTreeError as TraverseTreeError
 
 A = TypeVar("A")
+R = TypeVar("R")
 
 
 def is_named_tuple(obj: object) -> bool:
@@ -62,8 +63,9 @@ def _entries(obj: object) -> Iterator[_Entry]:
         for key in obj:
             yield _Entry(key, AccessType.ITEM, str(key), obj[key])
     elif isinstance(obj, list | tuple):
-        names = getattr(obj, "_fields", None) or map(str, range(len(obj)))
-        for i, (name, value) in enumerate(zip(names, obj, strict=True)):
+        names = getattr(obj, "_fields", None)
+        for i, value in enumerate(obj):
+            name = names[i] if names else str(i)
             yield _Entry(i, AccessType.ITEM, name, value)
     else:
         for name in _fields(obj):
@@ -71,24 +73,39 @@ def _entries(obj: object) -> Iterator[_Entry]:
 
 
 def _fields(obj: object) -> list[str]:
+    """Returns the names of the fields of a dataclass that a copy may have other values for."""
     if isinstance(obj, type) or not dataclasses.is_dataclass(obj):
         return []
-    return [f.name for f in dataclasses.fields(obj) if f.init]
+    return [field.name for field in dataclasses.fields(obj) if field.init]
 
 
-def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *args: function(self.build(), *args)
+def _built(value: Any) -> Any:
+    """Returns a value, and for a cursor the value at its place."""
+    return value.build() if isinstance(value, Cursor) else value
 
 
-def _binary(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    def of_values(self: Any, other: Any) -> Any:
-        return function(self.build(), other.build() if isinstance(other, Cursor) else other)
-
-    return of_values
+# The operators of cursors, which act on their values.
 
 
-def _reflected(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    return lambda self, other: function(other, self.build())
+def _unary(function: Callable[..., R]) -> Callable[..., R]:
+    def call(self: "Cursor[Any]", *args: Any) -> R:
+        return function(self.build(), *args)
+
+    return call
+
+
+def _binary(function: Callable[[Any, Any], R]) -> Callable[..., R]:
+    def call(self: "Cursor[Any]", other: Any) -> R:
+        return function(self.build(), _built(other))
+
+    return call
+
+
+def _reflected(function: Callable[[Any, Any], R]) -> Callable[..., R]:
+    def call(self: "Cursor[Any]", other: Any) -> R:
+        return function(other, self.build())
+
+    return call
 
 
 def cursor(obj: A) -> "Cursor[A]":
@@ -127,22 +144,27 @@ class Cursor(Generic[A]):
             raise errors.CursorTypeError(
                 f"parent_key={parent_key!r} is not where a cursor is; call weft.cursor.cursor(obj)."
             )
-        for name, value in zip(Cursor.__slots__, (set(), {}, obj, parent_key), strict=True):
-            object.__setattr__(self, name, value)
+        # An assignment to an attribute of a cursor is one to its place.
+        object.__setattr__(self, "_obj", obj)
+        object.__setattr__(self, "_parent_key", parent_key)
+        object.__setattr__(self, "_children", {})
+        object.__setattr__(self, "_assigned", set())
 
     def __getitem__(self, key: object) -> "Cursor[Any]":
         obj = self._obj
         if not isinstance(obj, Indexable):
             raise errors.CursorTypeError(f"{self._path} is {obj!r}, which has no elements.")
         if isinstance(obj, Mapping):
-            if key not in obj and key not in self._children:
+            if key in self._children:
+                return self._children[key]
+            if key not in obj:
                 raise errors.CursorKeyError(
                     f"{self._path} has no entry {key!r}, it has {list(obj)}; assign to it to add "
                     "one."
                 )
         elif isinstance(obj, list | tuple):
             key = self._index(key)
-        return self._child(key, AccessType.ITEM, lambda: obj[key])
+        return self._child(key, AccessType.ITEM, obj[key])
 
     def __getattr__(self, name: str) -> "Cursor[Any]":
         # Whoever asks for special methods, or copies half an object, must not be led on.
@@ -155,13 +177,14 @@ class Cursor(Generic[A]):
                 f"{self._path} has no attribute {name!r}, it is {self._obj!r}; an entry of a "
                 f"mapping is written [{name!r}]."
             )
-        return self._child(name, AccessType.ATTR, lambda: getattr(self._obj, name))
+        return self._child(name, AccessType.ATTR, getattr(self._obj, name))
 
-    def _child(self, key: object, access: AccessType, get: Callable[[], Any]) -> "Cursor[Any]":
+    def _child(self, key: object, access: AccessType, value: object) -> "Cursor[Any]":
+        """Returns the cursor of a place, which has this value unless changes are pending there."""
         if not self._is_replaceable(key, access):  # a method, an element of an array, ...
-            return Cursor(get(), ParentKey(self, key, access))
+            return Cursor(value, ParentKey(self, key, access))
         if key not in self._children:
-            self._children[key] = Cursor(get(), ParentKey(self, key, access))
+            self._children[key] = Cursor(value, ParentKey(self, key, access))
         return self._children[key]
 
     def _is_replaceable(self, key: object, access: AccessType) -> bool:
@@ -176,14 +199,18 @@ class Cursor(Generic[A]):
                 f"{self._path} was indexed with {key}, and a cursor points to one element; loop "
                 "over the indices."
             )
-        n, index = len(self._obj), operator.index(key)
-        if not -n <= index < n:
-            raise errors.CursorIndexError(f"{self._path} has {n} elements and none at {index}.")
-        return index % n
+        length = len(self._obj)
+        index = operator.index(key)
+        if not -length <= index < length:
+            raise errors.CursorIndexError(
+                f"{self._path} has {length} elements and none at {index}."
+            )
+        return index % length
 
     def __setitem__(self, key: object, value: object) -> None:
         self._check_replaceable(key, AccessType.ITEM)
-        key = key if isinstance(self._obj, Mapping) else self._index(key)
+        if not isinstance(self._obj, Mapping):
+            key = self._index(key)
         self._assign(key, AccessType.ITEM, value)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -196,25 +223,27 @@ class Cursor(Generic[A]):
     def _check_replaceable(self, key: object, access: AccessType) -> None:
         """Raises if changes at this place could not be copied."""
         if not self._is_replaceable(key, access):
-            wanted = f"{self._path}{_access_text(key, access)} cannot be set"
-            kind = type(self._obj).__name__
-            if fields := _fields(self._obj):
-                raise errors.CursorAttributeError(f"{wanted}: a {kind} has the fields {fields}.")
+            problem = f"{self._path}{_access_text(key, access)} cannot be set"
+            class_name = type(self._obj).__name__
+            fields = _fields(self._obj)
+            if fields:
+                raise errors.CursorAttributeError(
+                    f"{problem}: a {class_name} has the fields {fields}."
+                )
             if isinstance(self._obj, Mapping | list | tuple):
                 raise errors.CursorTypeError(
-                    f"{wanted}: write [{key!r}] for an element of a {kind}."
+                    f"{problem}: write [{key!r}] for an element of a {class_name}."
                 )
             raise errors.CursorTypeError(
-                f"{wanted}: a {kind} is changed as a whole, an array as in "
+                f"{problem}: a {class_name} is changed as a whole, an array as in "
                 "c['w'] = array.at[i].set(x)."
             )
         if self._parent_key is not None:
-            above = self._parent_key
-            above.parent._check_replaceable(above.key, above.access_type)
+            place = self._parent_key
+            place.parent._check_replaceable(place.key, place.access_type)
 
     def _assign(self, key: object, access: AccessType, value: object) -> None:
-        value = value.build() if isinstance(value, Cursor) else value
-        self._children[key] = Cursor(value, ParentKey(self, key, access))
+        self._children[key] = Cursor(_built(value), ParentKey(self, key, access))
         self._assigned.add(key)
 
     def set(self, value: object) -> Any:
@@ -223,14 +252,15 @@ class Cursor(Generic[A]):
         >>> cursor({"a": (1, 2)})["a"][1].set(5)
         {'a': (1, 5)}
         """
-        above = self._parent_key
-        if above is None:
-            return value.build() if isinstance(value, Cursor) else value
-        above.parent._check_replaceable(above.key, above.access_type)
-        above.parent._assign(above.key, above.access_type, value)
-        while above.parent._parent_key is not None:
-            above = above.parent._parent_key
-        return above.parent.build()
+        place = self._parent_key
+        if place is None:
+            return _built(value)
+        place.parent._check_replaceable(place.key, place.access_type)
+        place.parent._assign(place.key, place.access_type, value)
+        root = place.parent
+        while root._parent_key is not None:
+            root = root._parent_key.parent
+        return root.build()
 
     def build(self) -> A:
         """Returns a copy of the container with all changes below this cursor."""
@@ -238,23 +268,28 @@ class Cursor(Generic[A]):
 
     def _rebuild(self) -> Any:
         obj = self._obj
-        new = {key: child.build() for key, child in self._children.items() if self._is_changed(key)}
+        new_values: dict[Any, Any] = {}
+        for key, child in self._children.items():
+            if self._is_changed(key):
+                new_values[key] = child.build()
         if isinstance(obj, dict | list):
             changed: Any = copy.copy(obj)
-            for key, value in new.items():
+            for key, value in new_values.items():
                 changed[key] = value
             return changed
         if isinstance(obj, Mapping):
-            make: Any = type(obj)
-            return make({**obj, **new})
+            mapping_class: Any = type(obj)
+            return mapping_class({**obj, **new_values})
         if isinstance(obj, tuple):
-            make = getattr(obj, "_make", type(obj))
-            return make([new.get(i, x) for i, x in enumerate(obj)])
-        return dataclasses.replace(obj, **new) if new else obj
+            make_tuple = getattr(obj, "_make", type(obj))
+            return make_tuple([new_values.get(i, element) for i, element in enumerate(obj)])
+        if not new_values:
+            return obj  # which may be a leaf
+        return dataclasses.replace(obj, **new_values)
 
     def _is_changed(self, key: object) -> bool:
         child = self._children[key]
-        return key in self._assigned or any(child._is_changed(below) for below in child._children)
+        return key in self._assigned or any(map(child._is_changed, child._children))
 
     def apply_update(self, update_fn: Callable[[str, Any], Any]) -> "Cursor[A]":
         """Records `update_fn(path, value)` where it differs from the value; returns this cursor.
@@ -271,13 +306,13 @@ class Cursor(Generic[A]):
         if not callable(update_fn):
             raise TraverseTreeError(update_fn, None)
 
-        def update(place: Cursor[Any], value: object, above: str) -> None:
+        def update(place: Cursor[Any], value: object, prefix: str) -> None:
             for key, access, name, child in _entries(value):
-                new = update_fn(above + name, child)
-                if new is not child:
-                    place._assign(key, access, new)
-                else:
-                    update(place._child(key, access, lambda: child), child, f"{above}{name}/")  # noqa: B023
+                new_child = update_fn(prefix + name, child)
+                if new_child is not child:
+                    place._assign(key, access, new_child)
+                    continue
+                update(place._child(key, access, child), child, f"{prefix}{name}/")
 
         update(self, self.build(), "")
         return self
@@ -295,15 +330,14 @@ class Cursor(Generic[A]):
         >>> cursor({"a": {"bias": 1}, "b": 2}).find(lambda path, _: "bias" in path).set(0)
         {'a': {'bias': 0}, 'b': 2}
         """
-        found = None
-        for place in self.find_all(cond_fn):
-            if found is not None:
-                raise CursorFindError(found._path, place._path)
-            found = place
-        if found is None:
+        matches = self.find_all(cond_fn)
+        match = next(matches, None)
+        if match is None:
             names = [entry.name for entry in _entries(self.build())]
             raise CursorFindError(among=f" below {self._path}, which has {names}")
-        return found
+        for other_match in matches:
+            raise CursorFindError(match._path, other_match._path)
+        return match
 
     def find_all(self, cond_fn: Callable[[str, Any], Any]) -> Iterator["Cursor[Any]"]:
         """Returns all places below where a condition is true, see `find`.
@@ -319,13 +353,13 @@ class Cursor(Generic[A]):
         if not callable(cond_fn):
             raise TraverseTreeError(None, cond_fn)
 
-        def search(place: Cursor[Any], value: object, above: str) -> Iterator[Cursor[Any]]:
+        def search(place: Cursor[Any], value: object, prefix: str) -> Iterator[Cursor[Any]]:
             for key, access, name, child in _entries(value):
-                below = place._child(key, access, lambda: child)  # noqa: B023
-                if cond_fn(above + name, child):
-                    yield below
+                child_place = place._child(key, access, child)
+                if cond_fn(prefix + name, child):
+                    yield child_place
                 else:
-                    yield from search(below, child, f"{above}{name}/")
+                    yield from search(child_place, child, f"{prefix}{name}/")
 
         return search(self, self.build(), "")
 
@@ -333,12 +367,14 @@ class Cursor(Generic[A]):
     def _path(self) -> str:
         if self._parent_key is None:
             return "cursor"
-        above = self._parent_key
-        return above.parent._path + _access_text(above.key, above.access_type)
+        place = self._parent_key
+        return place.parent._path + _access_text(place.key, place.access_type)
 
     def __repr__(self) -> str:
-        changes = {key: self._children[key] for key in self._children if self._is_changed(key)}
-        return f"Cursor({self._obj!r}{f', changes={changes}' if changes else ''})"
+        changes = {key: child for key, child in self._children.items() if self._is_changed(key)}
+        if not changes:
+            return f"Cursor({self._obj!r})"
+        return f"Cursor({self._obj!r}, changes={changes})"
 
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self._obj, list | tuple):

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,15 +14,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from weft.core.partial_eval import partial_eval_or_shapes
 from weft.errors import ArgumentShapeError, ArgumentValueError, warn_deprecated
+from weft.typing import ArrayLike, PyTree
 
 _AXIS = "_device_put_sharded"  # what users of Flax find in the shardings
 
 
 def _device_sharding(devices: Sequence[Any], axis_name: str) -> NamedSharding:
-    return NamedSharding(Mesh(np.array(devices), (axis_name,)), PartitionSpec(axis_name))
+    mesh = Mesh(np.array(devices), (axis_name,))
+    return NamedSharding(mesh, PartitionSpec(axis_name))
 
 
-def replicate(tree: object, devices: Sequence[Any] | None = None, axis_name: str = _AXIS) -> Any:
+def replicate(tree: PyTree, devices: Sequence[Any] | None = None, axis_name: str = _AXIS) -> PyTree:
     """Returns a copy of each array on each device, as one array with a first axis over them.
 
     `devices` are by default all of this process.
@@ -30,36 +32,39 @@ def replicate(tree: object, devices: Sequence[Any] | None = None, axis_name: str
     >>> replicate({"w": jnp.ones(3)}, jax.devices()[:1])["w"].shape
     (1, 3)
     """
-    devices = jax.local_devices() if devices is None else devices
+    if devices is None:
+        devices = jax.local_devices()
     sharding = _device_sharding(devices, axis_name)
-    n = len(devices)
 
-    def copies(x: object) -> jax.Array:
-        x = jnp.asarray(x)[None]
-        on_each = [jax.device_put(x, device) for device in devices]
-        return jax.make_array_from_single_device_arrays((n, *x.shape[1:]), sharding, on_each)
+    def copies(x: ArrayLike) -> jax.Array:
+        x = jnp.asarray(x)
+        shards = [jax.device_put(x[None], device) for device in devices]
+        shape = (len(devices), *x.shape)
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
     return jax.tree.map(copies, tree)
 
 
-def unreplicate(tree: object) -> Any:
+def unreplicate(tree: PyTree) -> PyTree:
     """Returns the copies of the first device, without the device axis.
 
     >>> unreplicate(replicate({"w": jnp.ones(3)}))["w"].shape
     (3,)
     """
 
-    def first(x: Any) -> Any:
+    def first(x: jax.Array) -> jax.Array:
         shards = getattr(x, "addressable_shards", None)
-        # Taken from the first device alone, so that no other one holds the result.
-        if shards and shards[0].data.shape[0] == 1 and shards[0].index[0].start in (0, None):
-            return shards[0].data[0]
+        if shards:
+            # Taken from the first device alone, so that no other one holds the result.
+            shard = shards[0]
+            if shard.data.shape[0] == 1 and shard.index[0].start in (0, None):
+                return shard.data[0]
         return x[0]
 
     return jax.tree.map(first, tree)
 
 
-def pmean(xs: object, axis_name: str) -> Any:
+def pmean(xs: PyTree, axis_name: str) -> PyTree:
     """Returns the mean of each array of a pytree over a mapped axis; deprecated: `jax.lax.pmean`.
 
     >>> jax.vmap(lambda x: pmean(x, "i"), axis_name="i")(jnp.arange(3.0)).tolist()
@@ -70,8 +75,8 @@ def pmean(xs: object, axis_name: str) -> Any:
 
 
 def partial_eval_by_shape(
-    fn: Callable[..., Any], input_spec: Iterable[Any], *args: object, **kwargs: object
-) -> Any:
+    fn: Callable[..., PyTree], input_spec: Iterable[Any], *args: object, **kwargs: object
+) -> PyTree:
     """Returns the results of a function that do not depend on its inputs, and the others' shapes.
 
     Args:
@@ -104,8 +109,11 @@ def _shape_struct(spec: Any) -> jax.ShapeDtypeStruct:
 
 
 def prefetch_to_device(
-    iterator: Iterable[Any], size: int, devices: Sequence[Any] | None = None, axis_name: str = _AXIS
-) -> Iterator[Any]:
+    iterator: Iterable[PyTree],
+    size: int,
+    devices: Sequence[Any] | None = None,
+    axis_name: str = _AXIS,
+) -> Iterator[PyTree]:
     """Copies an iterator's elements to the devices ahead of time.
 
     Args:
@@ -123,7 +131,9 @@ def prefetch_to_device(
     """
     if size < 1:
         raise ArgumentValueError(f"size={size}: nothing would ever be copied; give 1 or more.")
-    sharding = _device_sharding(jax.local_devices() if devices is None else devices, axis_name)
+    if devices is None:
+        devices = jax.local_devices()
+    sharding = _device_sharding(devices, axis_name)
 
     def copied(path: jax.tree_util.KeyPath, x: jax.Array | np.ndarray) -> jax.Array:
         if not np.ndim(x) or x.shape[0] % sharding.mesh.size:
@@ -134,25 +144,26 @@ def prefetch_to_device(
             )
         return jax.device_put(x, sharding)
 
-    def ahead() -> Iterator[Any]:
-        waiting = deque()
+    # The checks above run at the call, before the first element is asked for.
+    def copied_ahead() -> Iterator[PyTree]:
+        in_flight: deque[PyTree] = deque()
         for tree in iterator:
-            waiting.append(jax.tree_util.tree_map_with_path(copied, tree))
-            if len(waiting) == size:
-                yield waiting.popleft()
-        yield from waiting
+            in_flight.append(jax.tree_util.tree_map_with_path(copied, tree))
+            if len(in_flight) == size:
+                yield in_flight.popleft()
+        yield from in_flight
 
-    return ahead()
+    return copied_ahead()
 
 
 def scan_in_dim(
-    body_fn: Callable[[Any, Any], tuple[Any, Any]],
-    init: object,
-    xs: object,
+    body_fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    init: PyTree,
+    xs: PyTree,
     axis: int | Sequence[int] = (0,),
     unroll: int | Sequence[int] = (1,),
     keepdims: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """Scans over any axes like `jax.lax.scan`, the last axis fastest.
 
     Args:
@@ -172,39 +183,37 @@ def scan_in_dim(
     """
     axis = (axis,) if isinstance(axis, int) else tuple(axis)
     unroll = (unroll,) if isinstance(unroll, int) else tuple(unroll)
-    front = tuple(range(len(axis)))
     if len(unroll) > len(axis) and any(n != 1 for n in unroll):
         raise ArgumentValueError(
             f"unroll={unroll} is longer than axis={axis}: give one number for each axis."
         )
     unroll = (*[1] * (len(axis) - len(unroll)), *unroll)[: len(axis)]
+    front = tuple(range(len(axis)))
 
-    def to_front(x: object) -> Any:
+    def to_front(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(_check_axes(x, axis), axis, front)
 
-    def back(y: object) -> Any:
+    def from_front(y: jax.Array) -> jax.Array:
         return jnp.moveaxis(_check_axes(y, axis), front, axis)
 
-    def body(carry: object, x: object) -> tuple[Any, Any]:
+    def body(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         if not keepdims:
             return body_fn(carry, x)
-        carry, y = body_fn(carry, jax.tree.map(lambda x: jnp.expand_dims(x, axis), x))
-        return carry, jax.tree.map(lambda y: jnp.squeeze(_check_axes(y, axis), axis), y)
+        x = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, axis), x)
+        carry, y = body_fn(carry, x)
+        return carry, jax.tree.map(lambda leaf: jnp.squeeze(_check_axes(leaf, axis), axis), y)
 
-    carry, ys = _nested_scan(body, init, jax.tree.map(to_front, xs), unroll)
-    return carry, jax.tree.map(back, ys)
-
-
-def _nested_scan(
-    body: Callable[..., Any], carry: object, xs: object, unroll: tuple[int, ...]
-) -> Any:
-    if not unroll:
-        return body(carry, xs)
-    return lax.scan(lambda c, x: _nested_scan(body, c, x, unroll[1:]), carry, xs, unroll=unroll[0])
+    # Inside out: the loop over an axis is the body of the loop over the axis before it.
+    loop: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] = body
+    for axis_unroll in reversed(unroll):
+        loop = functools.partial(lax.scan, loop, unroll=axis_unroll)
+    carry, ys = loop(init, jax.tree.map(to_front, xs))
+    return carry, jax.tree.map(from_front, ys)
 
 
-def _check_axes(x: Any, axis: tuple[int, ...]) -> Any:
-    if not all(-jnp.ndim(x) <= a < jnp.ndim(x) for a in axis):
+def _check_axes(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
+    ndim = jnp.ndim(x)
+    if not all(-ndim <= a < ndim for a in axis):
         raise ArgumentShapeError(
             f"axis={axis} of an array of shape {jnp.shape(x)}: expected axes that each array of xs "
             "has, and each result with them."
@@ -239,39 +248,44 @@ def pad_shard_unpad(
 
     @functools.wraps(wrapped)
     def padded(*args: Any, min_device_batch: int | None = None, **kwargs: Any) -> Any:
-        batched = {i: x for i, x in enumerate(args) if i not in static_argnums}
-        named = {name: x for name, x in kwargs.items() if name not in static_argnames}
-        batch = _batch_size((batched, named))
-        devices = jax.local_device_count()
-        per_device = max(math.ceil(batch / devices), min_device_batch or 0)
+        batches = {i: x for i, x in enumerate(args) if i not in static_argnums}
+        named_batches = {name: x for name, x in kwargs.items() if name not in static_argnames}
+        batch = _batch_size(batches, named_batches)
+        num_devices = jax.local_device_count()
+        device_batch = max(math.ceil(batch / num_devices), min_device_batch or 0)
 
-        def pad(x: object) -> np.ndarray:
+        def pad(x: ArrayLike) -> np.ndarray:
             x = np.asarray(x)
-            filled = np.zeros((devices * per_device, *x.shape[1:]), x.dtype)
-            filled[:batch] = x
-            return filled.reshape(devices, per_device, *x.shape[1:])
+            padded_x = np.zeros((num_devices * device_batch, *x.shape[1:]), x.dtype)
+            padded_x[:batch] = x
+            return padded_x.reshape(num_devices, device_batch, *x.shape[1:])
 
-        def unpad(x: Any) -> np.ndarray:
-            x = jax.device_get(x)
-            return x.reshape(-1, *x.shape[2:])[:batch]
+        def unpad(x: jax.Array) -> np.ndarray:
+            values = jax.device_get(x)
+            return values.reshape(-1, *values.shape[2:])[:batch]
 
-        batched, named = jax.tree.map(pad, (batched, named))
-        result = wrapped(*[batched.get(i, x) for i, x in enumerate(args)], **{**kwargs, **named})
-        return result if static_return else jax.tree.map(unpad, result)
+        batches, named_batches = jax.tree.map(pad, (batches, named_batches))
+        all_args = [batches.get(i, x) for i, x in enumerate(args)]
+        result = wrapped(*all_args, **{**kwargs, **named_batches})
+        if static_return:
+            return result
+        return jax.tree.map(unpad, result)
 
     return padded
 
 
-def _batch_size(arguments: object) -> int:
-    leaves = jax.tree_util.tree_leaves_with_path(arguments)
-    sizes = {
-        # Without the number of the two groups: "[1]['x']" is key x of the second argument.
-        jax.tree_util.keystr(path[1:]): np.shape(x)[:1] for path, x in leaves
-    }  # fmt: skip
-    if len(set(sizes.values())) != 1 or () in sizes.values():
-        shown = {path: size[0] if size else "no axis" for path, size in sizes.items()}
-        raise ArgumentShapeError(
-            f"the sizes of the batches are {shown}; expected at least one and all equal: arguments "
-            "that are not batches belong in static_argnums and static_argnames."
-        )
-    return next(iter(sizes.values()))[0]
+def _batch_size(batches: Mapping[int, PyTree], named_batches: Mapping[str, PyTree]) -> int:
+    sizes: dict[str, int | str] = {}
+    for group in (batches, named_batches):
+        for path, x in jax.tree_util.tree_leaves_with_path(group):
+            shape = np.shape(x)
+            sizes[jax.tree_util.keystr(path)] = shape[0] if shape else "no axis"
+    distinct_sizes = set(sizes.values())
+    if len(distinct_sizes) == 1:
+        (size,) = distinct_sizes
+        if isinstance(size, int):
+            return size
+    raise ArgumentShapeError(
+        f"the sizes of the batches are {sizes}; expected at least one and all equal: arguments "
+        "that are not batches belong in static_argnums and static_argnames."
+    )

@@ -10,7 +10,7 @@ from tests.keys import quick_key
 from weft import functional
 from weft.core import apply, init
 from weft.core.nn import dot_product_attention, multi_head_dot_product_attention
-from weft.core.nn.attention import CacheEntry, attended_axes, causal, pairwise
+from weft.core.nn.attention import CacheEntry, PositionValues, attended_axes, causal, pairwise
 from weft.errors import ArgumentShapeError, ArgumentValueError, ModifyScopeVariableError
 from weft.functional import AttentionMask
 
@@ -66,6 +66,16 @@ def test_attention_over_one_of_two_axes():
         np.testing.assert_allclose(y[:, i], row, rtol=1e-5, atol=1e-6)
 
 
+def test_attended_axes_may_be_in_any_order():
+    grid = X.reshape(2, 2, 3, 8)
+    valid = np.array([[[1, 1, 0], [1, 0, 1]]] * 2, bool)
+    y, variables = compiled(init(ATTEND))(KEY, grid, None, 2, padding_mask=valid)
+    other = compiled(apply(ATTEND))(
+        variables, grid, None, 2, padding_mask=valid, attention_axis=(2, 1)
+    )
+    np.testing.assert_allclose(y, other, rtol=1e-5, atol=1e-6)
+
+
 def test_result_has_dtype_of_probabilities():
     half = jnp.ones((1, 3, 2, 4), jnp.bfloat16)
     assert compiled(apply(dot_product_attention))({}, half, half, half).dtype == jnp.float32
@@ -109,7 +119,9 @@ IDS = jnp.array([[1, 1, 2]])
 
 
 def same(query=HEADS, key=HEADS, axes=(1,), **named):
-    return pairwise(jnp.equal, named, query, key, axes)
+    (name, of_queries), (key_name, of_keys) = named.items()
+    values = PositionValues(name, of_queries, key_name, of_keys)
+    return pairwise(jnp.equal, values, query, key, axes)
 
 
 def test_attended_axes():

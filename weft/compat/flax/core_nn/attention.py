@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,6 @@ from weft.functional.arrays import as_tuple
 from weft.functional.dropout import keep_mask
 
 Axes = tuple[int, ...]
-Named = dict[str, Array | None]
-"""Values of the queries and of the keys, in this order, by the names of the user's arguments."""
 
 
 def attended_axes(ndim: int, axis: int | Sequence[int] | None) -> Axes:
@@ -46,12 +44,17 @@ def attended_axes(ndim: int, axis: int | Sequence[int] | None) -> Axes:
     if axis is None:
         return tuple(range(1, ndim - 2))
     axes = as_tuple(axis)
-    if not all(1 <= a < ndim - 2 for a in axes) or len(set(axes)) != len(axes):
+    is_between = all(1 <= a < ndim - 2 for a in axes)
+    if not is_between or len(set(axes)) != len(axes):
         raise errors.ArgumentValueError(
             f"axis={axis}: attention goes over different axes between the batch and the heads, "
             f"which are 1 to {ndim - 3} here."
         )
     return axes
+
+
+def _sizes(x: Array, axes: Axes) -> tuple[int, ...]:
+    return tuple(x.shape[axis] for axis in axes)
 
 
 def causal(
@@ -65,58 +68,84 @@ def causal(
     >>> causal(x, x, (1,)).astype(int).tolist()
     [[[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]]
     """
-    targets, sources = (tuple(x.shape[a] for a in axes) for x in (query, key))
-    order = jnp.arange(math.prod(targets))[:, None] >= jnp.arange(math.prod(sources))[None]
-    return order.reshape(*[1] * (query.ndim - len(axes) - 1), *targets, *sources)
+    targets, sources = _sizes(query, axes), _sizes(key, axes)
+    query_positions = jnp.arange(math.prod(targets))[:, None]
+    key_positions = jnp.arange(math.prod(sources))[None]
+    ones = [1] * (query.ndim - len(axes) - 1)  # of the batch, the other axes and the heads
+    return (query_positions >= key_positions).reshape(*ones, *targets, *sources)
+
+
+class PositionValues(NamedTuple):
+    """Values of the queries and of the keys, such as ids of segments, by the user's arguments.
+
+    Attributes:
+        queries: shape `(batch, *axes)`, with or without a last axis of size 1; so are `keys`.
+        keys: None for the values of the queries.
+    """
+
+    name: str
+    queries: Array | None
+    key_name: str
+    keys: Array | None
+
+    def aligned(self, query: Array, key: Array, axes: Axes) -> tuple[Array, Array] | None:
+        """Returns both in the shape `(batch, *other axes, *axes)`; None if there are no values."""
+        key_name, keys = self.key_name, self.keys
+        if self.queries is None and keys is None:
+            return None
+        if self.queries is None:
+            raise errors.ArgumentValueError(f"{key_name} was given without {self.name}: give both.")
+        if keys is None:
+            keys = self.queries
+            key_name = f"{self.name}, also for the keys as there is no {key_name},"
+        aligned_queries = _aligned(self.name, self.queries, query.shape[:-2], axes)
+        return aligned_queries, _aligned(key_name, keys, key.shape[:-2], axes)
+
+
+def _aligned(name: str, values: Array, expected: tuple[int, ...], axes: Axes) -> Array:
+    """Transposes values of the shape `expected`, or one that broadcasts to it."""
+    x = jnp.asarray(values)
+    if x.shape[len(expected) :] == (1,):
+        x = x[..., 0]
+    is_broadcastable = x.ndim == len(expected)
+    for size, expected_size in zip(x.shape, expected, strict=False):
+        is_broadcastable = is_broadcastable and size in (1, expected_size)
+    if not is_broadcastable:
+        raise errors.ArgumentShapeError(
+            f"{name} has shape {jnp.shape(values)}; expected {expected}, or with an axis of size 1 "
+            "after them."
+        )
+    other_axes = [axis for axis in range(x.ndim) if axis not in axes]
+    return jnp.transpose(x, (*other_axes, *axes))
 
 
 def pairwise(
     combine: Callable[[Array, Array], Array],
-    named: Named,
+    values: PositionValues,
     query: Num[Array, "batch *targets_heads dim"],
     key: Num[Array, "batch *sources_heads dim"],
     axes: Axes,
 ) -> Array | None:
     """Combines values of each query and each key; None if there are no values.
 
-    Args:
-        named: values of the queries and of the keys, in this order, by the names of the user's
-            arguments; shapes `(batch, *axes)` with or without a last axis of size 1. If None for
-            the keys, the queries' values are used.
-
     >>> x, ids = jnp.zeros((1, 3, 1, 1)), jnp.array([[1, 1, 2]])
-    >>> known = {"segmentation": ids, "key_segmentation": None}
-    >>> pairwise(jnp.equal, known, x, x, (1,)).astype(int).tolist()
+    >>> segments = PositionValues("segmentation", ids, "key_segmentation", None)
+    >>> pairwise(jnp.equal, segments, x, x, (1,)).astype(int).tolist()
     [[[[1, 1, 0], [1, 1, 0], [0, 0, 1]]]]
     """
-    (name, of_query), (key_name, of_key) = named.items()
-    if of_query is None and of_key is None:
+    aligned = values.aligned(query, key, axes)
+    if aligned is None:
         return None
-    if of_query is None:
-        raise errors.ArgumentValueError(f"{key_name} was given without {name}: give both.")
-    if of_key is None:
-        of_key, key_name = of_query, f"{name}, also for the keys as there is no {key_name},"
-    lay_out = functools.partial(_broadcast_mask, axes=axes)
-    return combine(lay_out(name, of_query, query, 0), lay_out(key_name, of_key, key, 1))
-
-
-def _broadcast_mask(name: str, known: Array, of: Array, place: int, *, axes: Axes) -> Array:
-    """Reshapes to `(batch, *other axes, 1, *axes)`, with the attended axes in their place."""
-    known, expected = jnp.asarray(known), of.shape[:-2]
-    x = known[..., 0] if known.shape[len(expected) :] == (1,) else known
-    fits = x.ndim == len(expected) and all(
-        n in (1, m) for n, m in zip(x.shape, expected, strict=True)
+    # (batch, *other axes, heads, *targets, *sources)
+    query_values, key_values = aligned
+    num_other = query_values.ndim - len(axes)
+    other, targets = query_values.shape[:num_other], query_values.shape[num_other:]
+    key_other, sources = key_values.shape[:num_other], key_values.shape[num_other:]
+    ones = (1,) * len(axes)
+    return combine(
+        query_values.reshape(*other, 1, *targets, *ones),
+        key_values.reshape(*key_other, 1, *ones, *sources),
     )
-    if not fits:
-        raise errors.ArgumentShapeError(
-            f"{name} has shape {known.shape}; expected {expected}, or with an axis of size 1 after "
-            "them."
-        )
-    other = tuple(a for a in range(x.ndim) if a not in axes)
-    x = jnp.transpose(x, (*other, *axes))
-    n, ones = len(other), (1,) * len(axes)
-    around = (*ones, *x.shape[n:]) if place else (*x.shape[n:], *ones)
-    return x.reshape(*x.shape[:n], 1, *around)
 
 
 class CacheEntry(struct.PyTreeNode):
@@ -152,9 +181,8 @@ class CacheEntry(struct.PyTreeNode):
                 f"a cache of shape {tuple(shape)} was requested; expected the size of the batch "
                 f"and {self.key.ndim - 3} length(s)."
             )
-        key, value = (
-            jnp.zeros((*shape, *x.shape[-2:]), dtype or x.dtype) for x in (self.key, self.value)
-        )
+        key = jnp.zeros((*shape, *self.key.shape[-2:]), dtype or self.key.dtype)
+        value = jnp.zeros((*shape, *self.value.shape[-2:]), dtype or self.value.dtype)
         return CacheEntry(key, value, jnp.zeros((), jnp.uint32))
 
 
@@ -174,9 +202,9 @@ def decode(
             cache.
         ArgumentValueError: if the variable `entry` is not a `CacheEntry`, or is known to be full.
     """
-    begun = scope.has_variable("cache", "entry")
+    is_first_call = not scope.has_variable("cache", "entry")
     entry = scope.variable("cache", "entry", lambda: CacheEntry(key, value, None)(key.shape[:-2]))
-    if not begun:
+    if is_first_call:
         return key, value, None
     cached: CacheEntry = entry.value
     if not isinstance(cached, CacheEntry):
@@ -186,27 +214,32 @@ def decode(
         )
     batch, *lengths = cached.key.shape[:-2]
     ones = [1] * len(lengths)
-    for x, of_cache in ((query, cached.key), (key, cached.key), (value, cached.value)):
-        expected = (batch, *ones, *of_cache.shape[-2:])
+    for x, cached_x in ((query, cached.key), (key, cached.key), (value, cached.value)):
+        expected = (batch, *ones, *cached_x.shape[-2:])
         if x.shape != expected:
             raise errors.ArgumentShapeError(
                 f"a step of decoding in {scope.path_text!r} has heads of shape {x.shape}, and the "
                 f"cache expects {expected}: give one position at a time, and its batch."
             )
-    n = math.prod(lengths)
+    num_positions = math.prod(lengths)
 
     def flat(x: Array) -> Array:
         return x.reshape(batch, -1, *x.shape[-2:])
 
     keys, values, _ = attention.attention_cache_step(
-        *(flat(cached.key), flat(cached.value), cached.i),
-        *(flat(query), flat(key), flat(value)),
+        flat(cached.key),
+        flat(cached.value),
+        cached.i,
+        flat(query),
+        flat(key),
+        flat(value),
         layer=repr(scope.path_text),
     )
-    keys, values = keys.reshape(cached.key.shape), values.reshape(cached.value.shape)
-    entry.value = CacheEntry(keys, values, jnp.minimum(cached.i + 1, n))
-    seen = jnp.arange(n, dtype=jnp.uint32) <= cached.i
-    return keys, values, seen.reshape(1, 1, *ones, *lengths)
+    keys = keys.reshape(cached.key.shape)
+    values = values.reshape(cached.value.shape)
+    entry.value = CacheEntry(keys, values, jnp.minimum(cached.i + 1, num_positions))
+    is_written = jnp.arange(num_positions, dtype=jnp.uint32) <= cached.i
+    return keys, values, is_written.reshape(1, 1, *ones, *lengths)
 
 
 def dot_product_attention(
@@ -249,46 +282,53 @@ def dot_product_attention(
             "agree but in the last axis, query and key in the last two."
         )
     axes = attended_axes(query.ndim, axis)
-    other = tuple(a for a in range(query.ndim - 2) if a not in axes)
-    order = (*other, *axes, query.ndim - 2, query.ndim - 1)
-    batch = tuple(query.shape[a] for a in other)
+    batch_axes = tuple(axis for axis in range(query.ndim - 2) if axis not in axes)
+    order = (*batch_axes, *axes, query.ndim - 2, query.ndim - 1)
+    num_heads = query.shape[-2]
+    batch, targets, sources = _sizes(query, batch_axes), _sizes(query, axes), _sizes(key, axes)
 
-    def flat(x: Array) -> Array:
+    def flat(x: Array) -> Array:  # (batch × other axes, positions, heads, dim)
         x = jnp.transpose(x, order)
         return x.reshape(math.prod(batch), -1, *x.shape[-2:])
 
-    targets, sources = (tuple(x.shape[a] for a in axes) for x in (query, key))
-    full = (*batch, query.shape[-2], *targets, *sources)
-    of_heads = (math.prod(batch), query.shape[-2], math.prod(targets), math.prod(sources))
+    logits_shape = (*batch, num_heads, *targets, *sources)
+    flat_logits_shape = (math.prod(batch), num_heads, math.prod(targets), math.prod(sources))
     if bias is not None:
-        attention.check_broadcastable("bias", bias, full)
-        bias = jnp.broadcast_to(bias, full).reshape(of_heads)
-    dropout_rate, rng = 0.0 if deterministic else dropout_rate, dropout_rng
-    if dropout_rate > 0.0:
-        rng = scope.make_rng("dropout") if dropout_rng is None else dropout_rng
+        attention.check_broadcastable("bias", bias, logits_shape)
+        bias = jnp.broadcast_to(bias, logits_shape).reshape(flat_logits_shape)
+    if mask is None:
+        mask = AttentionMask()
+    if deterministic:
+        dropout_rate = 0.0
+    if dropout_rate > 0.0 and dropout_rng is None:
+        dropout_rng = scope.make_rng("dropout")
+    query, key = flat(query), flat(key)
     value = flat(value).astype(jnp.promote_types(dtype, value.dtype))
     context = attention.attention_without_weights(
-        implementation, flat(query), flat(key), value, bias=bias,
-        mask=AttentionMask() if mask is None else mask, dropout_rate=dropout_rate, dropout_rng=rng,
-        broadcast_dropout=broadcast_dropout, precision=precision, only_plain={},
+        implementation, query, key, value, bias=bias, mask=mask, dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng, broadcast_dropout=broadcast_dropout, precision=precision,
+        only_plain={},
     )  # fmt: skip
     if context is None:
-        logits = functional.attention_logits(flat(query), flat(key), precision=precision)
+        logits = functional.attention_logits(query, key, precision=precision)
         logits *= query.shape[-1] ** -0.5
         if bias is not None:
             logits = logits + bias
-        if mask is not None:
+        if mask.restricts:
             logits = logits + functional.bool_to_bias(mask.to_array(*logits.shape[-2:]))
         probs = jax.nn.softmax(logits)
         if dropout_rate > 0.0:
-            shape = (*([1] * (len(batch) + 1)), *targets, *sources) if broadcast_dropout else full
-            assert rng is not None
-            keep = keep_mask(rng, dropout_rate, shape)
-            keep = jnp.broadcast_to(keep, full).reshape(probs.shape)
+            assert dropout_rng is not None
+            keep_shape = logits_shape
+            if broadcast_dropout:
+                keep_shape = (*[1] * (len(batch) + 1), *targets, *sources)
+            keep = keep_mask(dropout_rng, dropout_rate, keep_shape)
+            keep = jnp.broadcast_to(keep, logits_shape).reshape(probs.shape)
             probs = functional.dropout(probs, rate=dropout_rate, mask=keep)
         context = functional.attention_context(probs.astype(dtype), value, precision=precision)
     context = context.reshape(*batch, *targets, *context.shape[-2:])
-    return jnp.transpose(context, tuple(order.index(a) for a in range(query.ndim)))
+    inverse_order = [order.index(axis) for axis in range(len(order))]
+    return jnp.transpose(context, inverse_order)
 
 
 def multi_head_dot_product_attention(
@@ -348,26 +388,32 @@ def multi_head_dot_product_attention(
         dense_general, dtype=dtype, bias=bias, precision=precision, kernel_init=kernel_init,
         bias_init=bias_init,
     )  # fmt: skip
+    if inputs_kv is None:
+        inputs_kv = inputs_q
     features = qkv_features or inputs_q.shape[-1]
     heads = num_heads, attention.head_features(features, num_heads, "attention")
-    inputs_kv = inputs_q if inputs_kv is None else inputs_kv
-    inputs = {"query": inputs_q, "key": inputs_kv, "value": inputs_kv}
-    query, key, value = (project(scope.push(name), x, heads) for name, x in inputs.items())
-    axes, seen = attended_axes(query.ndim, attention_axis), None
+    query = project(scope.push("query"), inputs_q, heads)
+    key = project(scope.push("key"), inputs_kv, heads)
+    value = project(scope.push("value"), inputs_kv, heads)
+    axes = attended_axes(query.ndim, attention_axis)
+    is_written = None
     if cache:
         _check_decoding(causal_mask, axes, query.ndim)
-        key, value, seen = decode(scope, query, key, value)
+        key, value, is_written = decode(scope, query, key, value)
     if padding_mask is None and key_padding_mask is not None:
         padding_mask = jnp.ones(query.shape[:-2], bool)
-    segments = {"segmentation": segmentation, "key_segmentation": key_segmentation}
-    padding = {"padding_mask": padding_mask, "key_padding_mask": key_padding_mask}
-    if attention_fn is dot_product_attention and not cache and len(axes) == query.ndim - 3:
-        options: dict[str, Any] = {"mask": _mask(query, key, axes, causal_mask, padding, segments)}
+    segments = PositionValues("segmentation", segmentation, "key_segmentation", key_segmentation)
+    padding = PositionValues("padding_mask", padding_mask, "key_padding_mask", key_padding_mask)
+    is_over_all_axes = len(axes) == query.ndim - 3
+    restriction: dict[str, Any] = {}
+    if attention_fn is dot_product_attention and not cache and is_over_all_axes:
+        # A description, so that no array of all pairs is needed.
+        restriction["mask"] = _mask(query, key, axes, causal_mask, padding, segments)
     else:
-        options = {"bias": _bias(query, key, axes, seen, causal_mask, padding, segments)}
+        restriction["bias"] = _bias(query, key, axes, is_written, causal_mask, padding, segments)
     context = scope.child(attention_fn)(
         query, key, value, dtype=dtype, axis=axes, precision=precision, dropout_rng=dropout_rng,
-        **options,
+        **restriction,
         dropout_rate=dropout_rate, broadcast_dropout=broadcast_dropout, deterministic=deterministic,
     )  # fmt: skip
     return project(scope.push("out"), context, out_features or inputs_q.shape[-1], axis=(-2, -1))
@@ -387,51 +433,62 @@ def _check_decoding(causal_mask: bool, axes: Axes, ndim: int) -> None:
 
 
 def _mask(
-    query: Array, key: Array, axes: Axes, causal_mask: bool, padding: Named, segments: Named
+    query: Array,
+    key: Array,
+    axes: Axes,
+    causal_mask: bool,
+    padding: PositionValues,
+    segments: PositionValues,
 ) -> AttentionMask:
     """Returns the mask of attention over all axes, in the order of their flattened positions."""
 
-    def flattened(named: Named) -> Any:
-        both: Any = lambda of_queries, of_keys: (of_queries, of_keys)  # noqa: E731
-        pair: Any = pairwise(both, named, query, key, axes)
-        if pair is None:
-            return None, None
-        return [
-            jnp.broadcast_to(x.reshape(len(x), *sizes), (len(x), *of.shape[1:-2])).reshape(
-                len(x), -1
-            )
-            for x, of, sizes in (
-                (pair[0], query, pair[0].shape[2 : 2 + len(axes)]),
-                (pair[1], key, pair[1].shape[2 + len(axes) :]),
-            )
-        ]
+    def flat(aligned_values: Array, heads: Array) -> Array:
+        """Returns values of the shape `(batch, *axes)` as `(batch, positions)`."""
+        batch = len(aligned_values)
+        return jnp.broadcast_to(aligned_values, (batch, *_sizes(heads, axes))).reshape(batch, -1)
 
-    valid, valid_keys = flattened(padding)
-    ids, key_ids = flattened(segments)
-    arrays = ()
-    if valid is not None:
-        arrays = (valid[:, None, :, None] != 0, valid_keys[:, None, None, :] != 0)
-    fn = functional.causal_mask if causal_mask else None
-    return AttentionMask(fn, query_segments=ids, key_segments=key_ids, arrays=arrays)
+    mask = AttentionMask(functional.causal_mask if causal_mask else None)
+    aligned_segments = segments.aligned(query, key, axes)
+    if aligned_segments is not None:
+        mask = mask.replace(
+            query_segments=flat(aligned_segments[0], query),
+            key_segments=flat(aligned_segments[1], key),
+        )
+    aligned_padding = padding.aligned(query, key, axes)
+    if aligned_padding is not None:
+        is_valid = flat(aligned_padding[0], query) != 0
+        is_valid_key = flat(aligned_padding[1], key) != 0
+        mask = mask.replace(arrays=(is_valid[:, None, :, None], is_valid_key[:, None, None, :]))
+    return mask
 
 
 def _bias(
     query: Array,
     key: Array,
     axes: Axes,
-    seen: Array | None,
+    is_written: Array | None,
     causal_mask: bool,
-    padding: Named,
-    segments: Named,
+    padding: PositionValues,
+    segments: PositionValues,
 ) -> Array | None:
-    if seen is not None and [x is None for x in segments.values()] == [False, True]:
+    """Returns a large negative number for each pair that must not attend; None without such.
+
+    `is_written` says which positions of a cache the queries may attend to, in place of an order.
+    """
+    if is_written is not None and segments.queries is not None and segments.keys is None:
         raise errors.ArgumentValueError(
             "segmentation was given to a step of decoding without key_segmentation: give that of "
             "all positions of the cache."
         )
-    if causal_mask and seen is None:
-        seen = causal(query, key, axes)
-    padding_mask = pairwise(jnp.logical_and, padding, query, key, axes)
-    same_segment = pairwise(jnp.equal, segments, query, key, axes)
-    masks = [mask for mask in (seen, padding_mask, same_segment) if mask is not None]
-    return functional.bool_to_bias(functools.reduce(jnp.logical_and, masks)) if masks else None
+    masks = [
+        pairwise(jnp.logical_and, padding, query, key, axes),
+        pairwise(jnp.equal, segments, query, key, axes),
+    ]
+    if is_written is not None:
+        masks.append(is_written)
+    elif causal_mask:
+        masks.append(causal(query, key, axes))
+    present = [mask for mask in masks if mask is not None]
+    if not present:
+        return None
+    return functional.bool_to_bias(functools.reduce(jnp.logical_and, present))
