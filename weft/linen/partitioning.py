@@ -7,7 +7,7 @@ whose layouts `get_axis_names` returns. New programs should store the names with
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from jax.sharding import PartitionSpec
 
@@ -29,6 +29,9 @@ from weft.core.scope import Scope, Variable
 from weft.lifting.signature import as_tuple
 from weft.linen import transforms
 from weft.linen.state import ModuleVariables, current_module
+from weft.typing import PyTree
+
+Target = TypeVar("Target")
 
 ScanIn, ScanOut = lift.In, lift.Out
 axis_rules, get_axis_rules = logical_axis_rules, get_logical_axis_rules
@@ -54,27 +57,27 @@ class AxisMetadata(struct.PyTreeNode, meta.AxisMetadata):
         return val
 
     def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
-        def added(names: tuple[Any, ...]) -> tuple[Any, ...]:
-            at = index if index >= 0 else index + len(names) + 1
-            return (*names[:at], params.get(meta.PARTITION_NAME), *names[at:])
+        def with_axis(names: tuple[Any, ...]) -> tuple[Any, ...]:
+            position = index if index >= 0 else index + len(names) + 1
+            return (*names[:position], params.get(meta.PARTITION_NAME), *names[position:])
 
-        return self.replace(names=_map_names(added, self.names))
+        return self.replace(names=_map_names(with_axis, self.names))
 
     def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
-        def removed(names: tuple[Any, ...]) -> tuple[Any, ...]:
-            at = index % len(names)
-            return (*names[:at], *names[at + 1 :])
+        def without_axis(names: tuple[Any, ...]) -> tuple[Any, ...]:
+            position = index % len(names)
+            return (*names[:position], *names[position + 1 :])
 
-        return self.replace(names=_map_names(removed, self.names))
+        return self.replace(names=_map_names(without_axis, self.names))
 
 
 Names = tuple[Any, ...] | FrozenDict[str, Any]
 
 
-def _map_names(fn: Callable[[Any], Any], names: object) -> Any:
+def _map_names(fn: Callable[[Any], PyTree], names: PyTree) -> PyTree:
     """Maps the names of each array of a variable; None means an array without names."""
     if isinstance(names, Mapping):
-        return FrozenDict({key: _map_names(fn, below) for key, below in names.items()})
+        return FrozenDict({key: _map_names(fn, value) for key, value in names.items()})
     return None if names is None else fn(names)
 
 
@@ -137,11 +140,11 @@ def param_with_axes(
         scale: P('embed',),
     })
     """
-    module = _running(module, name)
+    module = _running_module(module, name)
     param = module.param(name, init_fn, *init_args, **init_kwargs)
     if axes is None:
         return param
-    _note_axes(module, "params", name, axes)
+    _record_axes(module, "params", name, axes)
     return with_sharding_constraint(param, unfreeze(axes))
 
 
@@ -161,14 +164,14 @@ def variable_with_axes(
         collection: the variable's collection; the names are stored in `f"{collection}_axes"`.
         fallback: see `with_logical_constraint`.
     """
-    module = _running(module, name)
-    made = module.variable(collection, name, init_fn, *init_args, **init_kwargs)
+    module = _running_module(module, name)
+    variable = module.variable(collection, name, init_fn, *init_args, **init_kwargs)
     if axes is not None:
-        _note_axes(module, collection, name, axes)
-    return PartitionedVariable(made.scope, collection, name, made.unbox, axes, fallback)
+        _record_axes(module, collection, name, axes)
+    return PartitionedVariable(variable.scope, collection, name, variable.unbox, axes, fallback)
 
 
-def _running(module: ModuleVariables | None, name: str) -> ModuleVariables:
+def _running_module(module: ModuleVariables | None, name: str) -> ModuleVariables:
     module = current_module() if module is None else module
     if module is None:
         raise errors.ModuleError(
@@ -177,20 +180,21 @@ def _running(module: ModuleVariables | None, name: str) -> ModuleVariables:
     return module
 
 
-def _note_axes(
+def _record_axes(
     module: ModuleVariables, collection: str, name: str, axes: Sequence[Any] | Mapping[str, Any]
 ) -> None:
+    """Stores the names of a variable's axes; raises AxisMetadataError if it has others."""
     try:
         new = AxisMetadata(_map_names(meta.checked_names, axes))
     except errors.AxisMetadataError as error:
         error.path = "/".join((*module.path, name))
         raise
 
-    def agreed(before: AxisMetadata | None, _: AxisMetadata) -> AxisMetadata:
-        if before not in (None, new):
+    def agreed(stored: AxisMetadata | None, _: AxisMetadata) -> AxisMetadata:
+        if stored is not None and stored != new:
             raise errors.AxisMetadataError(
                 f"{name!r} of {'/'.join(module.path) or 'the outermost module'} was given axes="
-                f"{new.names}, and has the names {before.names}; give the same, or create its "
+                f"{new.names}, and has the names {stored.names}; give the same, or create its "
                 f"collection {collection}_axes again."
             )
         return new
@@ -198,7 +202,7 @@ def _note_axes(
     module.sow(f"{collection}_axes", f"{name}_axes", new, agreed, lambda: None)
 
 
-def get_axis_names(axes_metadata: object) -> FrozenDict:
+def get_axis_names(axes_metadata: PyTree) -> FrozenDict:
     """Returns the layouts of a collection like `params_axes`, as a tree like that of variables.
 
     Raises AxisMetadataError if a leaf is not `AxisMetadata`.
@@ -211,22 +215,23 @@ def get_axis_names(axes_metadata: object) -> FrozenDict:
     })
     """
 
-    def layouts(tree: object, path: tuple[str, ...]) -> Any:
+    def layouts_of(tree: PyTree, path: tuple[str, ...]) -> PyTree:
         if isinstance(tree, AxisMetadata):
             return _map_names(_layout, tree.names)
-        if isinstance(tree, Mapping):
-            return {
-                key.removesuffix("_axes"): layouts(tree[key], (*path, str(key))) for key in tree
-            }
-        raise errors.AxisMetadataError(
-            f"{'/'.join(path) or 'the collection'} is {tree!r}; expected AxisMetadata, as "
-            "param_with_axes leaves it."
-        )
+        if not isinstance(tree, Mapping):
+            raise errors.AxisMetadataError(
+                f"{'/'.join(path) or 'the collection'} is {tree!r}; expected AxisMetadata, as "
+                "param_with_axes leaves it."
+            )
+        layouts: dict[str, PyTree] = {}
+        for key, subtree in tree.items():
+            layouts[key.removesuffix("_axes")] = layouts_of(subtree, (*path, str(key)))
+        return layouts
 
-    return FrozenDict(layouts(axes_metadata, ()))
+    return FrozenDict(layouts_of(axes_metadata, ()))
 
 
-def _layout(names: Any) -> Any:
+def _layout(names: PyTree) -> PyTree:
     """Returns the layout of an array with these names, or those of a tree of such names."""
     if names is None or isinstance(names, PartitionSpec):
         return names
@@ -234,76 +239,107 @@ def _layout(names: Any) -> Any:
         return PartitionSpec(names)
     if all(name is None or isinstance(name, str) for name in names):
         return PartitionSpec(*names)
-    layouts = map(_layout, names)
-    return [*layouts] if isinstance(names, list) else (*layouts,)
+    layouts = [_layout(name) for name in names]
+    return layouts if isinstance(names, list) else tuple(layouts)
 
 
 def scan_with_axes(
-    target: object,
+    target: Target,
     variable_axes: Mapping[Any, VariableAxis] = {},
     variable_broadcast: Filter = False,
     variable_carry: Filter = False,
     split_rngs: Mapping[Any, bool] = {},
-    in_axes: object = 0,
-    out_axes: object = 0,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     length: int | None = None,
     reverse: bool = False,
     unroll: int = 1,
     axis_name: str = "layers",
     axes_collections: Sequence[str] = ("params",),
     data_transform: Callable[..., Any] | None = None,
-    methods: Any = None,
-) -> Any:
+    methods: transforms.Methods = None,
+) -> Target:
     """Applies `weft.linen.scan`, and adds the scanned axis to the names of axes."""
-    options = locals()
-    names = {f"{name}_axes": variable_axes.get(name) for name in options.pop("axes_collections")}
-    mapped = {name: axis for name, axis in names.items() if axis is not None}
-    shared = union_filters(variable_broadcast, [name for name in names if name not in mapped])
-    options |= {"variable_axes": {**variable_axes, **mapped}, "variable_broadcast": shared}
-    options["metadata_params"] = {meta.PARTITION_NAME: options.pop("axis_name")}
+    axes_of_names: dict[str, VariableAxis] = {}
+    shared_names: list[str] = []
+    for collection in axes_collections:
+        axis = variable_axes.get(collection)
+        if axis is None:
+            shared_names.append(f"{collection}_axes")
+        else:
+            axes_of_names[f"{collection}_axes"] = axis
     # The class names of Flax, which name submodules.
-    return transforms.transformed("Map_variables" * len(mapped) + "Scan", lift.scan, **options)
+    prefix = "Map_variables" * len(axes_of_names) + "Scan"
+    return transforms.transformed(
+        prefix,
+        lift.scan,
+        target,
+        methods,
+        variable_axes={**variable_axes, **axes_of_names},
+        variable_broadcast=union_filters(variable_broadcast, shared_names),
+        variable_carry=variable_carry,
+        split_rngs=split_rngs,
+        in_axes=in_axes,
+        out_axes=out_axes,
+        length=length,
+        reverse=reverse,
+        unroll=unroll,
+        data_transform=data_transform,
+        metadata_params={meta.PARTITION_NAME: axis_name},
+    )
 
 
 def vmap_with_axes(
-    target: object,
+    target: Target,
     variable_axes: Mapping[Any, VariableAxis],
     split_rngs: Mapping[Any, bool] = {},
-    in_axes: object = 0,
-    out_axes: object = 0,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     axis_size: int | None = None,
     axis_name: str | None = None,
     partitioning_axis_names: Mapping[Any, str] = {},
     spmd_axis_name: str | None = None,
-    methods: Any = None,
-) -> Any:
+    methods: transforms.Methods = None,
+) -> Target:
     """Applies `weft.linen.vmap`, and adds the mapped axis to the names of axes.
 
     Args:
         partitioning_axis_names: the mapped axis's logical name, by collection with axis names.
     """
-    axes = {**variable_axes, **{f"{name}_axes": None for name in partitioning_axis_names}}
-    names = axis_name, spmd_axis_name
+    axes = dict(variable_axes)
+    for collection in partitioning_axis_names:
+        axes[f"{collection}_axes"] = None
     mapped = transforms.vmap(
-        target, axes, split_rngs, in_axes, out_axes, axis_size, *names, methods=methods
+        target,
+        axes,
+        split_rngs,
+        in_axes,
+        out_axes,
+        axis_size,
+        axis_name,
+        spmd_axis_name,
+        methods=methods,
     )
-    for name in [name for name in partitioning_axis_names if name in variable_axes]:
-        params = {meta.PARTITION_NAME: partitioning_axis_names[name]}
-        axes = {f"{name}_axes": axis_number(variable_axes[name])}
-        mapped = transforms.add_metadata_axis(mapped, axes, params)
+    for collection, logical_name in partitioning_axis_names.items():
+        if collection not in variable_axes:
+            continue
+        axis = axis_number(variable_axes[collection])
+        mapped = transforms.add_metadata_axis(
+            mapped, {f"{collection}_axes": axis}, {meta.PARTITION_NAME: logical_name}
+        )
     return mapped
 
 
 def remat(
-    target: object,
+    target: Target,
     variables: Filter = True,
     rngs: Filter = True,
     concrete: bool = False,
     prevent_cse: bool = True,
     static_argnums: int | Sequence[int] = (),
     policy: Callable[..., bool] | None = None,
-    methods: Any = None,
-) -> Any:
+    methods: transforms.Methods = None,
+) -> Target:
     """Applies `weft.linen.remat`, with `static_argnums` that do not count the module.
 
     Args:
@@ -314,5 +350,18 @@ def remat(
     >>> Dropout(0.5).apply({}, jnp.ones(3), True).tolist()
     [1.0, 1.0, 1.0]
     """
-    static_argnums = tuple(n + 1 if n >= 0 else n for n in as_tuple(static_argnums))
-    return transforms.transformed("Core_remat_static", lift.remat, **locals())
+    argnums_with_module: list[int] = []
+    for argnum in as_tuple(static_argnums):
+        argnums_with_module.append(argnum + 1 if argnum >= 0 else argnum)
+    return transforms.transformed(
+        "Core_remat_static",
+        lift.remat,
+        target,
+        methods,
+        variables=variables,
+        rngs=rngs,
+        concrete=concrete,
+        prevent_cse=prevent_cse,
+        static_argnums=tuple(argnums_with_module),
+        policy=policy,
+    )

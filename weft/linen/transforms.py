@@ -2,9 +2,16 @@
 
 A class becomes a subclass with lifted methods, which call those of the class. A function, or a
 method, takes a module or a tree of modules first. Each transformation corresponds to a function of
-`weft.core.lift`, to which it passes its own arguments, `locals()`; `variables` and `rngs` select
-the collections and PRNG streams that a function sees. `methods` names those of a class to
-transform, by default `__call__`; a dict has options.
+`weft.core.lift`, which has the same options; `variables` and `rngs` select the collections and PRNG
+streams that a function sees. `methods` names those of a class to transform, by default `__call__`;
+a dict has options.
+
+The way of `nn.scan(Block, ...)`:
+
+outside   split_modules     the module and those that it uses -> one pytree of scopes
+outside   lift.scan         axes by collection -> roles; `weft.lifting.scan` of these scopes
+inside    merge_modules     scopes -> modules; the method of `Block` runs
+outside   commit_counters   the numbers of automatic names that the method has used
 
 Loops and branches over functions call a bound method `self.method` as `method(module, ...)`, with
 the module inside of the transformation.
@@ -12,7 +19,7 @@ the module inside of the transformation.
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -24,7 +31,9 @@ from weft.lifting import signature, trace_cache
 from weft.lifting.jit import Lowered
 from weft.linen.module import Module
 from weft.linen.module_kind import (
+    ModuleState,
     TransformToken,
+    Unpack,
     commit_counters,
     lifted_call,
     merge_modules,
@@ -32,14 +41,15 @@ from weft.linen.module_kind import (
     unbound,
 )
 from weft.linen.state import named_call_enabled, untransformed
-from weft.typing import ArrayLike, Fn
+from weft.typing import ArrayLike, Fn, PyTree, T
 
 Methods = str | Collection[str] | Mapping[str, Mapping[str, Any]] | None
-Build = Callable[..., Callable[..., Any]]
+Build = Callable[..., Fn]
+Target = TypeVar("Target")
 
 
 def transformed(
-    prefix: str, build: Build, target: object, methods: Methods = None, **options: object
+    prefix: str, build: Build, target: PyTree, methods: Methods = None, **options: object
 ) -> Any:
     """Returns a transformed module class or function; raises TransformTargetError for others.
 
@@ -66,82 +76,109 @@ def _transform_class(
         methods = ("__call__",)
     elif isinstance(methods, str):
         methods = (methods,)
-    own = methods if isinstance(methods, Mapping) else {name: {} for name in methods}
-    chosen = {name: {**options, **changed} for name, changed in own.items()}
-    for name in chosen:
+    options_by_method: dict[str, dict[str, Any]] = {}
+    for name in methods:
         if not callable(getattr(cls, name, None)):
             raise TransformTargetError(f"{cls.__name__}.{name}")
+        method_options = dict(options)
+        if isinstance(methods, Mapping):
+            method_options.update(methods[name])
+        options_by_method[name] = method_options
 
-    def make() -> type[Module]:
+    def create_subclass() -> type[Module]:
         token = TransformToken()
-        lifted = {
-            name: _transform_function(prefix, build, getattr(cls, name), of_method, token)
-            for name, of_method in chosen.items()
-        }
-        return subclass(cls, prefix, lifted)
+        lifted_methods: dict[str, Fn] = {}
+        for name, method_options in options_by_method.items():
+            method = getattr(cls, name)
+            lifted_methods[name] = _transform_function(prefix, build, method, method_options, token)
+        return subclass(cls, prefix, lifted_methods)
 
     # A class that each call transforms again is one class, so that it is compiled once.
-    return trace_cache.cached(("class", prefix, build, cls, chosen), make)
+    key = ("class", prefix, build, cls, options_by_method)
+    return trace_cache.cached(key, create_subclass)
 
 
-def subclass(cls: type[Module], prefix: str, methods: dict[str, Any]) -> type[Module]:
+def subclass(cls: type[Module], prefix: str, methods: dict[str, Fn]) -> type[Module]:
     """Returns a subclass of `cls` with other methods and the prefixed name."""
     name = prefix + cls.__name__
-    about = {"__module__": cls.__module__, "__qualname__": name, "__doc__": cls.__doc__}
-    return type(name, (cls,), {**about, **methods, "_transforms": untransformed(cls)})
+    namespace = {
+        "__module__": cls.__module__,
+        "__qualname__": name,
+        "__doc__": cls.__doc__,
+        **methods,
+        "_transforms": untransformed(cls),
+    }
+    return type(name, (cls,), namespace)
+
+
+class _Packing(NamedTuple):
+    """Form in which a function of `weft.core.lift` passes on its arguments.
+
+    Attributes:
+        pack: converts the user's arguments to those of the lifted function, after the module.
+        unpack: converts them back inside, to the positional and the keyword arguments.
+    """
+
+    pack: Callable[..., tuple[PyTree, PyTree]]
+    unpack: Unpack
 
 
 def _transform_function(
     prefix: str,
     build: Build,
-    fn: Callable[..., Any],
+    fn: Fn,
     options: dict[str, Any],
     token: TransformToken | None = None,
-) -> Callable[..., Any]:
-    for what in ("static_argnums", "donate_argnums"):
-        signature.check_argnums(f"linen.{prefix.lower()}", what, fn, options.get(what, ()))
-    pack, unpack = _PACKINGS.get(build, (None, None))
+) -> Fn:
+    for name in ("static_argnums", "donate_argnums"):
+        signature.check_argnums(f"linen.{prefix.lower()}", name, fn, options.get(name, ()))
+    packing = _PACKINGS.get(build)
+    unpack = None if packing is None else packing.unpack
     lifted = build(merge_modules(fn, unpack=unpack), **options)
 
     @functools.wraps(fn)
-    def run(target: Any, *args: object, **kwargs: object) -> Any:
+    def run(target: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if token is not None and token in target._state.transform_tokens:
-            return fn(target, *args, **kwargs)
+            return fn(target, *args, **kwargs)  # a lifted method of the same module calls this one
         splitter, module_state, args, kwargs = split_modules((fn,), target, args, kwargs, token)
-        if pack is None:
+        if packing is None:
             result = lifted(module_state, *args, **kwargs)
         else:
-            result = lifted(module_state, *pack(*args, **kwargs))
+            result = lifted(module_state, *packing.pack(*args, **kwargs))
         commit_counters(splitter)
         return result
 
     if hasattr(lifted, "lower"):
-
-        def lower(target: object, *args: object, **kwargs: object) -> Lowered:
-            _, module_state, args, kwargs = split_modules((fn,), target, args, kwargs, token)
-            return Lowered(lifted.lower(module_state, *args, **kwargs), run_compiled)
-
-        def run_compiled(
-            compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> Any:
-            splitter, module_state, rest, kwargs = split_modules(
-                (fn,), args[0], args[1:], kwargs, token
-            )
-            result = compiled(module_state, *rest, **kwargs)
-            commit_counters(splitter)
-            return result
-
-        run.lower = lower  # pyright: ignore[reportAttributeAccessIssue]
-        run.explain_recompile = lifted.explain_recompile  # pyright: ignore[reportAttributeAccessIssue]
+        _add_jit_methods(run, fn, lifted, token)
     return run
 
 
-Target = TypeVar("Target")
+def _add_jit_methods(run: Any, fn: Fn, lifted: Any, token: TransformToken | None) -> None:
+    """Adds to `run`, a function of modules, the methods of a jitted function of scopes."""
+
+    def lower(target: PyTree, *args: PyTree, **kwargs: PyTree) -> Lowered:
+        _, module_state, args, kwargs = split_modules((fn,), target, args, kwargs, token)
+        return Lowered(lifted.lower(module_state, *args, **kwargs), run_compiled)
+
+    def run_compiled(compiled: Fn, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+        splitter, module_state, args, kwargs = split_modules(
+            (fn,), args[0], args[1:], kwargs, token
+        )
+        result = compiled(module_state, *args, **kwargs)
+        commit_counters(splitter)
+        return result
+
+    run.lower = lower
+    run.explain_recompile = lifted.explain_recompile
 
 
-# The forms in which some functions of `weft.core.lift` pass arguments without wrappers.
-_PACKED_ARGS = (lambda *args, **kwargs: (args, kwargs), lambda args, kwargs: (args, kwargs))
-_PACKED_SLICES = (lambda carry, *xs: (carry, xs), lambda carry, xs: ((carry, *xs), {}))
+_PACKED_ARGS = _Packing(
+    pack=lambda *args, **kwargs: (args, kwargs), unpack=lambda args, kwargs: (args, kwargs)
+)
+_PACKED_SLICES = _Packing(
+    pack=lambda carry, *xs: (carry, xs), unpack=lambda carry, xs: ((carry, *xs), {})
+)
+# The others take positional and keyword arguments, as `jit` has to for `static_argnames`.
 _PACKINGS = {
     **dict.fromkeys((lift.vmap, lift.pmap, lift.shard_map, lift.remat), _PACKED_ARGS),
     **dict.fromkeys((lift.checkify, lift.fold_rngs, lift.map_variables), _PACKED_ARGS),
@@ -153,8 +190,8 @@ def vmap(
     target: Target,
     variable_axes: Mapping[Any, VariableAxis] = {},
     split_rngs: Mapping[Any, bool] = {},
-    in_axes: object = 0,
-    out_axes: object = 0,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     axis_size: int | None = None,
     axis_name: Hashable = None,
     spmd_axis_name: Hashable = None,
@@ -177,22 +214,47 @@ def vmap(
     >>> jax.tree.map(jnp.shape, Ensemble(2).init(jax.random.key(0), jnp.ones(3)))
     {'params': {'bias': (5, 2), 'kernel': (5, 3, 2)}}
     """
-    return transformed("Vmap", lift.vmap, **locals())
+    return transformed(
+        "Vmap",
+        lift.vmap,
+        target,
+        methods,
+        variable_axes=variable_axes,
+        split_rngs=split_rngs,
+        in_axes=in_axes,
+        out_axes=out_axes,
+        axis_size=axis_size,
+        axis_name=axis_name,
+        spmd_axis_name=spmd_axis_name,
+        metadata_params=metadata_params,
+    )
 
 
 def pmap(
     target: Target,
     variable_axes: Mapping[Any, VariableAxis] = {},
     split_rngs: Mapping[Any, bool] = {},
-    in_axes: object = 0,
-    out_axes: object = 0,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     axis_name: str = "devices",
     devices: Sequence[Any] | None = None,
     metadata_params: Mapping[Any, Any] = {},
     methods: Methods = None,
 ) -> Target:
     """Applies `vmap` with one device for each index, by default the first of `jax.devices()`."""
-    return transformed("Pmap", lift.pmap, **locals())
+    return transformed(
+        "Pmap",
+        lift.pmap,
+        target,
+        methods,
+        variable_axes=variable_axes,
+        split_rngs=split_rngs,
+        in_axes=in_axes,
+        out_axes=out_axes,
+        axis_name=axis_name,
+        devices=devices,
+        metadata_params=metadata_params,
+    )
 
 
 def shard_map(
@@ -201,8 +263,8 @@ def shard_map(
     split_rngs: Mapping[Any, bool] = {},
     *,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-    in_specs: object,
-    out_specs: object,
+    in_specs: PyTree,
+    out_specs: PyTree,
     axis_names: frozenset[str] = frozenset(),
     check_vma: bool = True,
     methods: Methods = None,
@@ -215,7 +277,19 @@ def shard_map(
         in_specs: a prefix of the arguments after the module.
         axis_names: mesh axes that the function sees; by default all.
     """
-    return transformed("Shard_map", lift.shard_map, **locals())
+    return transformed(
+        "Shard_map",
+        lift.shard_map,
+        target,
+        methods,
+        variable_specs=variable_specs,
+        split_rngs=split_rngs,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=axis_names,
+        check_vma=check_vma,
+    )
 
 
 def scan(
@@ -224,8 +298,8 @@ def scan(
     variable_broadcast: Filter = False,
     variable_carry: Filter = False,
     split_rngs: Mapping[Any, bool] = {},
-    in_axes: object = 0,
-    out_axes: object = 0,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
@@ -257,7 +331,25 @@ def scan(
     >>> variables["params"]["Dense_0"]["kernel"].shape
     (6, 4, 4)
     """
-    return transformed("Scan", lift.scan, **locals())
+    return transformed(
+        "Scan",
+        lift.scan,
+        target,
+        methods,
+        variable_axes=variable_axes,
+        variable_broadcast=variable_broadcast,
+        variable_carry=variable_carry,
+        split_rngs=split_rngs,
+        in_axes=in_axes,
+        out_axes=out_axes,
+        length=length,
+        reverse=reverse,
+        unroll=unroll,
+        data_transform=data_transform,
+        metadata_params=metadata_params,
+        _split_transpose=_split_transpose,
+        check_constancy_invariants=check_constancy_invariants,
+    )
 
 
 def remat_scan(
@@ -282,8 +374,17 @@ def remat_scan(
             f"remat_scan(lengths={lengths!r}) has no loops; give the length of each, the outer one "
             "first, as lengths=(4, 8) for 32 layers."
         )
-    lengths = tuple(lengths)
-    return transformed("Remat_scan", lift.remat_scan, **locals())
+    return transformed(
+        "Remat_scan",
+        lift.remat_scan,
+        target,
+        lengths=tuple(lengths),
+        policy=policy,
+        variable_broadcast=variable_broadcast,
+        variable_carry=variable_carry,
+        variable_axes=variable_axes,
+        split_rngs=split_rngs,
+    )
 
 
 # Execution.
@@ -309,7 +410,18 @@ def remat(
     >>> sorted(nn.remat(nn.Dense)(2).init(jax.random.key(0), jnp.ones(3))["params"])
     ['bias', 'kernel']
     """
-    return transformed("Checkpoint", lift.remat, **locals())
+    return transformed(
+        "Checkpoint",
+        lift.remat,
+        target,
+        methods,
+        variables=variables,
+        rngs=rngs,
+        concrete=concrete,
+        prevent_cse=prevent_cse,
+        static_argnums=static_argnums,
+        policy=policy,
+    )
 
 
 checkpoint = remat
@@ -337,7 +449,19 @@ def jit(
 
     A function's `explain_recompile()` describes what caused a recompilation.
     """
-    return transformed("Jit", lift.jit, **locals())
+    return transformed(
+        "Jit",
+        lift.jit,
+        target,
+        methods,
+        variables=variables,
+        rngs=rngs,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+        device=device,
+        backend=backend,
+    )
 
 
 def checkify(
@@ -361,7 +485,9 @@ def checkify(
     >>> error.get() is None
     False
     """
-    return transformed("Checkify", lift.checkify, **locals())
+    return transformed(
+        "Checkify", lift.checkify, target, methods, variables=variables, rngs=rngs, errors=errors
+    )
 
 
 def fold_rngs(target: Target, variables: Filter = True, rngs: Filter = True) -> Target:
@@ -399,9 +525,19 @@ def map_variables(
     >>> Tied().init_with_output(jax.random.key(0), jnp.ones(3))[0].shape
     (3,)
     """
-    options = locals()
-    options |= {f"map_{way}_fn": options.pop(f"trans_{way}_fn") for way in ("in", "out")}
-    return transformed("Map_variables", lift.map_variables, **options)
+    return transformed(
+        "Map_variables",
+        lift.map_variables,
+        target,
+        methods,
+        mapped_collections=mapped_collections,
+        map_in_fn=trans_in_fn,
+        map_out_fn=trans_out_fn,
+        init=init,
+        mutable=mutable,
+        rngs=rngs,
+        variables=variables,
+    )
 
 
 def add_metadata_axis(
@@ -419,16 +555,14 @@ def add_metadata_axis(
     """
     params = dict(metadata_params)
 
-    def build(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def build(fn: Fn) -> Fn:
         for collections, axis in variable_axes.items():
-            if axis is not None:
-                fn = lift.map_variables(
-                    fn,
-                    collections,
-                    functools.partial(meta.remove_axis, index=axis, params=params),
-                    functools.partial(meta.add_axis, index=axis, params=params),
-                    mutable=True,
-                )
+            if axis is None:
+                continue
+            # The function sees the metadata without the axis.
+            remove = functools.partial(meta.remove_axis, index=axis, params=params)
+            add = functools.partial(meta.add_axis, index=axis, params=params)
+            fn = lift.map_variables(fn, collections, remove, add, mutable=True)
         return fn
 
     # The class names of Flax, which name submodules.
@@ -441,19 +575,24 @@ def named_call(class_fn: Target, force: bool = True) -> Target:
     `force` overrides `disable_named_call`.
     """
 
-    def named(fn: Callable[..., Any]) -> Callable[..., Any]:
-        shown = lift.named_call(fn)
+    def named(fn: Fn) -> Fn:
+        fn_in_named_scope = lift.named_call(fn)
 
         @functools.wraps(fn)
-        def call(*args: object, **kwargs: object) -> Any:
-            return (shown if force or named_call_enabled() else fn)(*args, **kwargs)
+        def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            if force or named_call_enabled():
+                return fn_in_named_scope(*args, **kwargs)
+            return fn(*args, **kwargs)
 
         return call
 
     target: Any = class_fn
     if isinstance(target, type) and issubclass(target, Module):
-        make = lambda: subclass(target, "", {"__call__": named(target.__call__)})  # noqa: E731
-        return trace_cache.cached(("named", target, force), make)  # pyright: ignore[reportReturnType]
+
+        def create_subclass() -> type[Module]:
+            return subclass(target, "", {"__call__": named(target.__call__)})
+
+        return trace_cache.cached(("named", target, force), create_subclass)  # pyright: ignore[reportReturnType]
     if isinstance(target, Module) or not callable(target):
         raise TransformTargetError(target)
     return named(target)  # pyright: ignore[reportReturnType]
@@ -462,12 +601,12 @@ def named_call(class_fn: Target, force: bool = True) -> Target:
 def while_loop(
     cond_fn: Fn,
     body_fn: Fn,
-    mdl: object,
-    init: object,
+    mdl: PyTree,
+    init: T,
     carry_variables: Filter = False,
     broadcast_variables: Filter = True,
     split_rngs: Mapping[Any, bool] = {},
-) -> Any:
+) -> T:
     """Applies `jax.lax.while_loop` to functions of a module and returns the last carry.
 
     Args:
@@ -477,40 +616,57 @@ def while_loop(
         split_rngs: by filter of PRNG streams, whether each iteration has its own keys.
     """
     cond_fn, body_fn = unbound(cond_fn), unbound(body_fn)
-    fns = merge_modules(cond_fn, 1), merge_modules(body_fn)
-    state = carry_variables, broadcast_variables, split_rngs
     with lifted_call((body_fn, cond_fn), mdl, (init,)) as (module_state, (init,)):
-        return lift.while_loop(*fns, module_state, init, *state)
+        return lift.while_loop(
+            merge_modules(cond_fn, 1),
+            merge_modules(body_fn),
+            module_state,
+            init,
+            carry_variables,
+            broadcast_variables,
+            split_rngs,
+        )
 
 
 def fori_loop(
     lower: ArrayLike,
     upper: ArrayLike,
     body_fn: Fn,
-    mdl: object,
-    init: object,
+    mdl: PyTree,
+    init: T,
     carry_variables: Filter = False,
     broadcast_variables: Filter = True,
     split_rngs: Mapping[Any, bool] = {},
-) -> Any:
+) -> T:
     """Applies `jax.lax.fori_loop` to `body_fn(i, module, carry)`; see `while_loop`."""
 
-    def body(mdl: object, i: object, carry: object) -> Any:
+    def module_first(mdl: PyTree, i: jax.Array, carry: T) -> T:
         return body_fn(i, mdl, carry)
 
-    run = merge_modules(body)
-    lifted: Fn = lambda i, module_state, carry: run(module_state, i, carry)  # noqa: E731
-    state = carry_variables, broadcast_variables, split_rngs
+    run = merge_modules(module_first)
+
+    def index_first(i: jax.Array, module_state: ModuleState, carry: T) -> T:
+        return run(module_state, i, carry)
+
     with lifted_call((body_fn,), mdl, (init,)) as (module_state, (init,)):
-        return lift.fori_loop(lower, upper, lifted, module_state, init, *state)
+        return lift.fori_loop(
+            lower,
+            upper,
+            index_first,
+            module_state,
+            init,
+            carry_variables,
+            broadcast_variables,
+            split_rngs,
+        )
 
 
 def cond(
     pred: ArrayLike,
     true_fun: Fn,
     false_fun: Fn,
-    mdl: object,
-    *operands: object,
+    mdl: PyTree,
+    *operands: PyTree,
     variables: Filter = True,
     rngs: Filter = True,
 ) -> Any:
@@ -529,17 +685,24 @@ def cond(
     >>> sorted(Routed().init(jax.random.key(0), jnp.ones(3), True)["params"])
     ['one', 'other']
     """
-    fns = (unbound(true_fun), unbound(false_fun))
-    lifted = (merge_modules(fn, i) for i, fn in enumerate(fns))
-    with lifted_call(fns, mdl, operands) as (module_state, operands):
-        return lift.cond(pred, *lifted, module_state, *operands, variables=variables, rngs=rngs)
+    true_fun, false_fun = unbound(true_fun), unbound(false_fun)
+    with lifted_call((true_fun, false_fun), mdl, operands) as (module_state, operands):
+        return lift.cond(
+            pred,
+            merge_modules(true_fun),
+            merge_modules(false_fun, 1),
+            module_state,
+            *operands,
+            variables=variables,
+            rngs=rngs,
+        )
 
 
 def switch(
     index: ArrayLike,
     branches: Sequence[Fn],
-    mdl: object,
-    *operands: object,
+    mdl: PyTree,
+    *operands: PyTree,
     variables: Filter = True,
     rngs: Filter = True,
 ) -> Any:
