@@ -4,10 +4,10 @@ import argparse
 import math
 import re
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -20,7 +20,7 @@ from weft.cli.collectives import Collective, collectives_of
 from weft.cli.layout_report import ArrayLayout, array_layouts, is_conflict, rule_findings
 from weft.core.axis_rules import Rules
 from weft.errors import BatchShardingError, MeshError, ShardingWarning
-from weft.hierarchy.parameter_spec import TensorSpec
+from weft.hierarchy.parameter_spec import ParameterSpec, TensorSpec
 from weft.input import Input
 from weft.report import display
 from weft.trainer import SpmdTrainer, run_dir
@@ -38,17 +38,20 @@ def run(arguments: argparse.Namespace) -> int:
     devices = get_devices_for_topology(_topology(arguments.devices, cfg), arguments.slices)
     mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
     console = display.table_console()
-    sizes = [f"{name}={size}" for name, size in mesh.shape.items() if size > 1] or ["1 device"]
-    device = mesh.devices.flat[0]
-    kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
-    title = f"{arguments.recipe} on {' × '.join(sizes)}: {mesh.size} {kind}\n"
-    console.print(title, soft_wrap=True)
+    console.print(f"{arguments.recipe} on {_mesh_text(mesh)}\n", soft_wrap=True)
     with warnings.catch_warnings(), jax.set_mesh(mesh):
         warnings.simplefilter("ignore", ShardingWarning)
         problems = _report_layouts(console, cfg, mesh)
     if not problems:
         problems = _report_program(console, cfg, mesh, devices)
     return _conclude(console, problems)
+
+
+def _mesh_text(mesh: Mesh) -> str:
+    sizes = [f"{name}={size}" for name, size in mesh.shape.items() if size > 1] or ["1 device"]
+    device = mesh.devices.flat[0]
+    device_kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
+    return f"{' × '.join(sizes)}: {mesh.size} {device_kind}"
 
 
 def _topology(devices: str | None, cfg: SpmdTrainer.Config) -> str | None:
@@ -64,93 +67,109 @@ def _topology(devices: str | None, cfg: SpmdTrainer.Config) -> str | None:
 # Layouts.
 
 
+class _SpecsAndRules(NamedTuple):
+    """Specs of parameters, gradients or the state of the optimizer, and the rules of their axes."""
+
+    specs: Nested[ParameterSpec]
+    rules: Rules
+
+
 def _report_layouts(console: Console, cfg: SpmdTrainer.Config, mesh: Mesh) -> list[str]:
+    """Prints tables of layouts and warnings about rules; returns the problems."""
     model = build_model(cfg)
     learner = run_dir.learner_config(cfg).set(name="learner").instantiate(parent=None)
     sizes, rules = dict(mesh.shape), rules_of(cfg)
     specs = state_specs(model, learner, rules)
     params = array_layouts(specs.model, sizes, model=model, rules=rules.parameters)
-    rest = array_layouts(specs.learner, sizes)
-    kinds = {"parameter": params}
-    specs_and_rules = {"parameters": (specs.model, rules.parameters)}
+    learner_state = array_layouts(specs.learner, sizes)
+    layouts = {"parameter": params}
+    specs_and_rules = {"parameters": _SpecsAndRules(specs.model, rules.parameters)}
     # Arrays with the same layouts as the parameters are listed once.
     if rules.gradients != rules.parameters:
         gradient_specs = parameter_specs(model, rules.gradients)
-        kinds["gradient"] = array_layouts(gradient_specs, sizes, rules=rules.gradients)
-        specs_and_rules["gradients"] = (gradient_specs, rules.gradients)
-    if rules.optimizer != rules.parameters:
-        kinds["state of the learner"] = rest
-        specs_and_rules["optimizer"] = (parameter_specs(model, rules.optimizer), rules.optimizer)
-    kinds["batch"] = array_layouts(_batch_specs(cfg), sizes)
-    for kind, layouts in kinds.items():
-        for table in _layout_tables(kind, layouts):
+        layouts["gradient"] = array_layouts(gradient_specs, sizes, rules=rules.gradients)
+        specs_and_rules["gradients"] = _SpecsAndRules(gradient_specs, rules.gradients)
+    is_learner_listed = rules.optimizer != rules.parameters
+    if is_learner_listed:
+        layouts["state of the learner"] = learner_state
+        optimizer_specs = parameter_specs(model, rules.optimizer)
+        specs_and_rules["optimizer"] = _SpecsAndRules(optimizer_specs, rules.optimizer)
+    layouts["batch"] = array_layouts(_batch_specs(cfg), sizes)
+    for name, named_layouts in layouts.items():
+        for table in _layout_tables(name, named_layouts):
             console.print(table)
             console.print()
-    console.print(_totals({"parameters": params, "optimizer and other state": rest}))
+    console.print(_totals({"parameters": params, "optimizer and other state": learner_state}))
     console.print()
-    if "state of the learner" not in kinds:
-        known = tuple(f"/{layout.path}" for layout in params if layout.problems)
-        kinds["state of the learner"] = [
-            layout for layout in rest if not f"/{layout.path}".endswith(known)
-        ]
-    return _problems(console, kinds, specs_and_rules, sizes)
+    if not is_learner_listed:
+        layouts["state of the learner"] = _without_copies(learner_state, params)
+    problems: list[str] = []
+    for name, named_layouts in layouts.items():
+        for layout in named_layouts:
+            problems += [f"{name} {layout.path}: {problem}" for problem in layout.problems]
+    return problems + _report_findings(console, specs_and_rules, sizes)
 
 
-def _problems(
-    console: Console,
-    kinds: dict[str, list[ArrayLayout]],
-    specs_and_rules: dict[str, tuple[Any, Rules]],
-    sizes: dict[str, int],
+def _without_copies(
+    learner_state: Sequence[ArrayLayout], params: Sequence[ArrayLayout]
+) -> list[ArrayLayout]:
+    """Leaves out averages and the like of parameters whose problems are listed already."""
+    endings = tuple(f"/{layout.path}" for layout in params if layout.problems)
+    return [layout for layout in learner_state if not f"/{layout.path}".endswith(endings)]
+
+
+def _report_findings(
+    console: Console, specs_and_rules: Mapping[str, _SpecsAndRules], sizes: Mapping[str, int]
 ) -> list[str]:
-    """Prints the warnings about the rules of each kind; returns the problems."""
-    problems = [
-        f"{kind} {layout.path}: {problem}"
-        for kind, layouts in kinds.items()
-        for layout in layouts
-        for problem in layout.problems
-    ]
-    for kind, (specs, rules) in specs_and_rules.items():
-        of_kind = f"{kind}: " if len(specs_and_rules) > 1 else ""
+    """Prints notes about the rules of each kind of arrays; returns what must be fixed."""
+    conflicts: list[str] = []
+    for name, (specs, rules) in specs_and_rules.items():
+        prefix = f"{name}: " if len(specs_and_rules) > 1 else ""
         for finding in rule_findings(specs, rules, sizes):
             if is_conflict(finding):
-                problems.append(f"{of_kind}{finding}")
+                conflicts.append(f"{prefix}{finding}")
             else:
-                console.print(f"note: {of_kind}{finding}", soft_wrap=True)
-    return problems
+                console.print(f"note: {prefix}{finding}", soft_wrap=True)
+    return conflicts
 
 
 def _batch_specs(cfg: SpmdTrainer.Config) -> Nested[TensorSpec]:
     input_: Input = cfg.input.set(name="input").instantiate(parent=None)
-    entries = tuple(batch_partition(input_, cfg.batch_axis_names))
+    batch_axes = tuple(batch_partition(input_, cfg.batch_axis_names))
 
     def spec(x: jax.ShapeDtypeStruct) -> TensorSpec:
-        own = entries[: len(x.shape)]
-        return TensorSpec(x.shape, x.dtype, (*own, *[None] * (len(x.shape) - len(own))))
+        ndim = len(x.shape)
+        mesh_axes = (*batch_axes, *[None] * ndim)[:ndim]
+        return TensorSpec(x.shape, x.dtype, mesh_axes)
 
     return jax.tree.map(spec, input_.element_spec())
 
 
 def _layout_tables(title: str, layouts: Sequence[ArrayLayout]) -> Iterator[RenderableType]:
     """Yields a table of the arrays, and one of the numbered reasons in its last column."""
-    reasons = list(dict.fromkeys(layout.reason for layout in layouts if layout.reason))
+    numbers_by_reason: dict[str, int] = {}
+    for layout in layouts:
+        if layout.reason:
+            numbers_by_reason.setdefault(layout.reason, len(numbers_by_reason) + 1)
     columns = ["array", "layout", "by", "per device"]
-    table = display.tree_table(
-        title, columns if reasons else columns[:2] + columns[3:], columns[2:]
-    )
+    if not numbers_by_reason:
+        columns.remove("by")
+    table = display.tree_table(title, columns, numbers=["by", "per device"])
     for _, name, layout in display.tree_lines((layout.path, layout) for layout in layouts):
         if layout is None:
             table.add_row(Text(name))
             continue
-        by = [str(reasons.index(layout.reason) + 1) if layout.reason else ""] if reasons else []
-        array = f"{_dtype_text(layout.dtype)}[{','.join(map(str, layout.shape))}]"
-        text = display.layout_text(layout.spec).replace(", ", ",") or "on every device"
+        dims = ",".join(map(str, layout.shape))
+        layout_text = display.layout_text(layout.spec).replace(", ", ",") or "on every device"
         problems = [Text(problem, style="bold red") for problem in layout.problems]
-        cell = Group(Text(text), *problems)
-        table.add_row(Text(name), array, cell, *by, display.bytes_text(layout.bytes_per_device))
+        cells = [f"{_dtype_text(layout.dtype)}[{dims}]", Group(Text(layout_text), *problems)]
+        if numbers_by_reason:
+            cells.append(str(numbers_by_reason.get(layout.reason, "")))
+        table.add_row(Text(name), *cells, display.bytes_text(layout.bytes_per_device))
     yield table
-    if reasons:
+    if numbers_by_reason:
         legend = display.tree_table("by", ["source of the layout"], numbers=[])
-        for number, reason in enumerate(reasons, 1):
+        for reason, number in numbers_by_reason.items():
             legend.add_row(str(number), Text(reason))
         yield legend
 
@@ -165,12 +184,12 @@ def _dtype_text(dtype: DType) -> str:
     return re.sub(rf"^({'|'.join(short)})(?=\d)", lambda match: short[match[0]], str(dtype))
 
 
-def _totals(kinds: dict[str, list[ArrayLayout]]) -> Table:
+def _totals(layouts_by_name: Mapping[str, Sequence[ArrayLayout]]) -> Table:
     table = display.tree_table("", ["in all", "per device"], numbers=["in all", "per device"])
-    for name, layouts in kinds.items():
-        whole = sum(layout.bytes for layout in layouts)
-        held = sum(layout.bytes_per_device for layout in layouts)
-        table.add_row(name, display.bytes_text(whole), display.bytes_text(held))
+    for name, layouts in layouts_by_name.items():
+        num_bytes = sum(layout.bytes for layout in layouts)
+        bytes_per_device = sum(layout.bytes_per_device for layout in layouts)
+        table.add_row(name, display.bytes_text(num_bytes), display.bytes_text(bytes_per_device))
     return table
 
 
@@ -185,19 +204,24 @@ def _report_program(
         warnings.simplefilter("always", ShardingWarning)
         try:
             trainer = cfg.instantiate(parent=None, devices=devices)
+            status = nullcontext()
             # With FORCE_COLOR, which notebooks set, a pipe is a terminal to rich.
-            is_live = console.file.isatty()
-            with console.status("compiling the train step") if is_live else nullcontext():
+            if console.file.isatty():
+                status = console.status("compiling the train step")
+            with status:
                 compiled = trainer.compile_train_step()
         except (MeshError, BatchShardingError) as error:
             return [str(error)]
-    shape = _shape_of_program(cfg, mesh, devices)
-    console.print(_collectives_table(collectives_of(compiled.as_text() or ""), shape))
+    collectives = collectives_of(compiled.as_text() or "")
+    console.print(_collectives_table(collectives, _shape_of_program(cfg, mesh, devices)))
     console.print()
     console.print(_memory_table(compiled.memory_analysis()))
     console.print()
-    found = [w.message for w in caught if issubclass(w.category, ShardingWarning)]
-    return list(dict.fromkeys(map(str, found)))
+    problems: dict[str, None] = {}  # each once, in their order
+    for warning in caught:
+        if issubclass(warning.category, ShardingWarning):
+            problems[str(warning.message)] = None
+    return list(problems)
 
 
 def _shape_of_program(
@@ -216,19 +240,20 @@ def _shape_of_program(
 
 def _collectives_table(collectives: Iterable[Collective], mesh_shape: dict[str, int]) -> Table:
     """Returns a table of the collectives of one step by kind and mesh axes, most bytes first."""
-    totals: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    times: Counter[tuple[str, str, str]] = Counter()
+    num_bytes: Counter[tuple[str, str, str]] = Counter()
     for collective in collectives:
         axes = collective.axes(mesh_shape)
-        over = "other groups" if axes is None else " × ".join(axes)
-        where = "in a loop" if collective.in_loop else ""
-        total = totals[collective.kind, over, where]
-        total[0] += collective.times
-        total[1] += collective.times * collective.bytes
+        axes_text = "other groups" if axes is None else " × ".join(axes)
+        place = "in a loop" if collective.in_loop else ""
+        row = (collective.kind, axes_text, place)
+        times[row] += collective.times
+        num_bytes[row] += collective.times * collective.bytes
     columns = ["over", "", "times per step", "bytes per device"]
     table = display.tree_table("collective", columns, numbers=columns[2:])
-    for key, (times, size) in sorted(totals.items(), key=lambda item: -item[1][1]):
-        table.add_row(*key, f"{times:,}", display.bytes_text(size))
-    if not totals:
+    for row, row_bytes in num_bytes.most_common():
+        table.add_row(*row, f"{times[row]:,}", display.bytes_text(row_bytes))
+    if not times:
         table.add_row("none")
     return table
 
@@ -254,7 +279,8 @@ def _conclude(console: Console, problems: Sequence[str]) -> int:
     if not problems:
         console.print("fits: all sizes divide evenly, and the train step compiles")
         return 0
-    console.print(f"{len(problems)} problem{'s' if len(problems) > 1 else ''}:", style="bold red")
+    plural = "s" if len(problems) > 1 else ""
+    console.print(f"{len(problems)} problem{plural}:", style="bold red")
     for problem in problems:
         console.print(f"  {problem}", soft_wrap=True, markup=False)
     console.print("Change a size, the mesh, or the source of the layout.")

@@ -13,8 +13,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -27,6 +26,9 @@ KINDS = (
     "collective-broadcast",
 )
 
+Groups = tuple[tuple[int, ...], ...]
+"""Positions of devices in the mesh, by the groups that communicate with each other."""
+
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (?P<shape>.+?) (?P<op>[a-z][\w\-]*)\(")
 _CALLED = re.compile(
@@ -34,14 +36,15 @@ _CALLED = re.compile(
 )
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIP_COUNT = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
-_ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
-_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESHED = re.compile(
+_ARRAY_TYPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+_IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH_GROUPS = re.compile(
     r"replica_groups=mesh\[([^\]]+)\]"
     r"(?:, device_ids=\((?:\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))\))? \{([^}]*)\}"
 )
-_PART = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
-_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
+# An axis, or the part of a size of it after parts of another size: 'a', 'a':(2)4.
+_AXIS_PART = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+_LISTED_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,152 +65,197 @@ class Collective:
     bytes: int
     times: int
     in_loop: bool
-    groups: tuple[tuple[int, ...], ...]
+    groups: Groups
 
     def axes(self, mesh_shape: Mapping[str, int]) -> tuple[str, ...] | None:
         """Returns the mesh axes that the collective spans; None if its groups match no axes."""
-        names = [name for name, size in mesh_shape.items() if size > 1]
+        if not self.groups:
+            return None
+        axis_names = list(mesh_shape)
         sizes = list(mesh_shape.values())
-        places = np.arange(math.prod(sizes)).reshape(sizes)
+        positions = np.arange(math.prod(sizes)).reshape(sizes)
         if self.kind == "collective-permute":
-            where = np.array([np.argwhere(places == p)[0] for pair in self.groups for p in pair])
-            moved = (where[::2] != where[1::2]).any(axis=0)
-            return tuple(n for n, m in zip(mesh_shape, moved, strict=True) if m)
-        wanted = {frozenset(group) for group in self.groups}
-        for count in range(len(names) + 1):
-            for chosen in itertools.combinations(names, count):
-                rows = _rows(places, [list(mesh_shape).index(name) for name in chosen])
-                if {frozenset(row) for row in rows} == wanted:
-                    return chosen
+            sources, targets = np.transpose(self.groups)
+            source_indices = np.stack(np.unravel_index(sources, sizes))
+            target_indices = np.stack(np.unravel_index(targets, sizes))
+            is_crossed = (source_indices != target_indices).any(axis=1)
+            return tuple(itertools.compress(axis_names, is_crossed))
+        groups = {frozenset(group) for group in self.groups}
+        split_axes = [axis for axis, size in enumerate(sizes) if size > 1]
+        for num_axes in range(len(split_axes) + 1):
+            for axes in itertools.combinations(split_axes, num_axes):
+                if set(map(frozenset, _groups_over(positions, axes))) == groups:
+                    return tuple(axis_names[axis] for axis in axes)
         return None
 
 
-def _rows(places: np.ndarray, axes: list[int]) -> tuple[tuple[int, ...], ...]:
-    """Returns the places along some axes, for each index of the others."""
-    others = [axis for axis in range(places.ndim) if axis not in axes]
-    size = math.prod(places.shape[axis] for axis in axes)
-    return _as_groups(places.transpose(others + axes).reshape(-1, size))
+def _groups_over(positions: np.ndarray, axes: Sequence[int]) -> Groups:
+    """Returns the positions along some axes, for each index of the others."""
+    other_axes = [axis for axis in range(positions.ndim) if axis not in axes]
+    group_size = math.prod(positions.shape[axis] for axis in axes)
+    return _as_groups(positions.transpose(*other_axes, *axes).reshape(-1, group_size))
+
+
+@dataclasses.dataclass
+class _Computation:
+    """Lines of a computation, and how often one run of the program runs it."""
+
+    lines: list[str] = dataclasses.field(default_factory=list)
+    times: int = 0
+    in_loop: bool = False
 
 
 def collectives_of(hlo: str) -> list[Collective]:
     """Returns the collectives in the HLO text of a program, from `jax.stages.Compiled.as_text`."""
-    bodies, entry = _computations(hlo)
-    times, in_loop = _executions(bodies, entry)
-    found = (
-        _collective(line, times[name], name in in_loop)
-        for name, lines in bodies.items()
-        for line in lines
-    )
-    return [collective for collective in found if collective is not None and collective.times]
+    computations, entry = _computations(hlo)
+    _count_runs(computations, entry)
+    collectives: list[Collective] = []
+    for computation in computations.values():
+        if computation.times == 0:
+            continue
+        for line in computation.lines:
+            collective = _collective(line, computation)
+            if collective is not None:
+                collectives.append(collective)
+    return collectives
 
 
-def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
-    """Returns the lines of each computation, and the name of the entry computation."""
-    bodies: dict[str, list[str]] = {}
-    entry, lines = "", []
+def _computations(hlo: str) -> tuple[dict[str, _Computation], str]:
+    """Returns the computations by name, and the name of the entry computation."""
+    computations: dict[str, _Computation] = {}
+    entry = ""
+    current = _Computation()  # the header of the program
     for line in hlo.splitlines():
         start = _COMPUTATION.match(line)
-        if start:
-            lines = bodies.setdefault(start[2], [])
-            entry = start[2] if start[1] else entry
-        else:
-            lines.append(line)
-    return bodies, entry
+        if start is None:
+            current.lines.append(line)
+            continue
+        is_entry, name = start.groups()
+        current = computations.setdefault(name, _Computation())
+        if is_entry:
+            entry = name
+    return computations, entry
 
 
-def _executions(bodies: dict[str, list[str]], entry: str) -> tuple[Counter[str], set[str]]:
-    """Returns the number of runs of each computation, and the names of those within loops."""
-    times: Counter[str] = Counter({entry: 1})
-    in_loop: set[str] = set()
+def _count_runs(computations: dict[str, _Computation], entry: str) -> None:
+    if entry in computations:
+        computations[entry].times = 1
     # Callees come before their callers in the text, so reversed order visits callers first.
-    for name in reversed(bodies):
-        for line in bodies[name]:
+    for caller in reversed(computations.values()):
+        for line in caller.lines:
             callees = _CALLED.findall(line)
             for branches in _BRANCHES.findall(line):
                 callees += re.findall(r"%?([\w.\-]+)", branches)
             is_loop = " while(" in line
-            trips = _trips(line, bodies) if is_loop else 1
-            for callee in callees:
-                times[callee] += times[name] * trips
-                if is_loop or name in in_loop:
-                    in_loop.add(callee)
-    return times, in_loop
+            iterations = _trip_count(line, computations) if is_loop else 1
+            for name in callees:
+                callee = computations.get(name)
+                if callee is not None:
+                    callee.times += caller.times * iterations
+                    callee.in_loop |= is_loop or caller.in_loop
 
 
-def _trips(line: str, bodies: dict[str, list[str]]) -> int:
-    known = _TRIP_COUNT.search(line)
-    if known:
-        return int(known[1])
+def _trip_count(line: str, computations: dict[str, _Computation]) -> int:
+    annotation = _TRIP_COUNT.search(line)
+    if annotation:
+        return int(annotation[1])
     # The condition of a loop that counts from 0, as in `jax.lax.scan`, contains the trip count.
     condition = re.search(r"\bcondition=%?([\w.\-]+)", line)
-    text = "\n".join(bodies.get(condition[1], ()) if condition else ())
+    if condition is None or condition[1] not in computations:
+        return 1
+    text = "\n".join(computations[condition[1]].lines)
     limits = re.findall(r" s32\[\]\S* constant\((\d+)\)", text)
-    return int(limits[0]) if len(limits) == 1 and "direction=LT" in text else 1
+    if len(limits) == 1 and "direction=LT" in text:
+        return int(limits[0])
+    return 1
 
 
-def _collective(line: str, times: int, in_loop: bool) -> Collective | None:
+def _collective(line: str, computation: _Computation) -> Collective | None:
     match = _INSTRUCTION.match(line)
     if match is None:
         return None
     # The first of an asynchronous pair has the groups; the second returns the result.
+    is_start = match["op"].endswith("-start")
     kind = match["op"].removesuffix("-start")
     if kind not in KINDS:
         return None
-    arrays = _ARRAY.findall(match["shape"])
-    if match["op"].endswith("-start") and kind != "all-reduce":
+    arrays = _ARRAY_TYPE.findall(match["shape"])
+    if is_start and kind != "all-reduce":
         arrays = arrays[len(arrays) // 2 :]  # operands come before results
     groups = _groups(line)
-    size = sum(_bytes(dtype, dims) for dtype, dims in arrays)
-    if kind == "reduce-scatter":
-        size *= len(groups[0]) if groups else 1
-    shapes = tuple(f"{dtype}[{dims}]" for dtype, dims in arrays)
-    return Collective(kind, shapes, size, times, in_loop, groups)
+    num_bytes = sum(_bytes(dtype, dims) for dtype, dims in arrays)
+    if kind == "reduce-scatter" and groups:
+        num_bytes *= len(groups[0])
+    return Collective(
+        kind=kind,
+        shapes=tuple(f"{dtype}[{dims}]" for dtype, dims in arrays),
+        bytes=num_bytes,
+        times=computation.times,
+        in_loop=computation.in_loop,
+        groups=groups,
+    )
 
 
-def _groups(line: str) -> tuple[tuple[int, ...], ...]:
+def _groups(line: str) -> Groups:
     """Returns the device positions of each group, from any of the forms that XLA writes.
 
     {{0,1},{2,3}}    [2,2]<=[2,2]T(1,0)    mesh['a'=2,'b'=2], device_ids=([4]) {'b'}
     """
-    meshed = _MESHED.search(line)
-    if meshed:
-        return _groups_of_mesh(*meshed.groups())
-    iota = _IOTA.search(line)
-    if iota:
-        return _as_groups(_counted(iota[2], iota[3]).reshape(_numbers(iota[1])))
-    listed = _LISTED.search(line)
-    groups = re.findall(r"\{([\d,]+)\}", listed[1]) if listed else []
+    mesh_groups = _MESH_GROUPS.search(line)
+    if mesh_groups:
+        return _groups_of_mesh(*mesh_groups.groups())
+    iota_groups = _IOTA_GROUPS.search(line)
+    if iota_groups:
+        shape, dims, order = iota_groups.groups()
+        return _as_groups(_iota(dims, order).reshape(_numbers(shape)))
+    listed_groups = _LISTED_GROUPS.search(line)
+    if listed_groups is None:
+        return ()
+    groups = re.findall(r"\{([\d,]+)\}", listed_groups[1])
     return tuple(tuple(_numbers(group)) for group in groups)
 
 
 def _groups_of_mesh(
-    axes: str, ids: str | None, order: str | None, listed: str | None, over: str
-) -> tuple[tuple[int, ...], ...]:
-    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
-    count = math.prod(sizes.values())
-    places = np.array(_numbers(listed)) if listed else _counted(ids or str(count), order)
-    # An axis may be split: 'a':(2)4 is the middle of its parts of 2, 4 and the rest.
-    parts = {name: (int(pre or 1), int(size or 0)) for name, pre, size in _PART.findall(over)}
+    mesh_axes: str,
+    iota_dims: str | None,
+    order: str | None,
+    device_ids: str | None,
+    group_axes: str,
+) -> Groups:
+    """Returns the groups over some axes of a mesh, or over parts of these."""
+    sizes: dict[str, int] = {}
+    for name, size in re.findall(r"'([^']+)'=(\d+)", mesh_axes):
+        sizes[name] = int(size)
+    if device_ids:
+        positions = np.array(_numbers(device_ids))
+    else:
+        num_devices = math.prod(sizes.values())
+        positions = _iota(iota_dims or str(num_devices), order)
+    parts: dict[str, tuple[int, int]] = {}
+    for name, outer_size, part_size in _AXIS_PART.findall(group_axes):
+        parts[name] = (int(outer_size or 1), int(part_size or sizes.get(name, 1)))
+    # Each axis becomes three: 'a':(2)4 of an axis of 16 is the middle one of 2, 4 and 2.
     dims: list[int] = []
-    chosen: list[int] = []
+    axes_of_groups: list[int] = []
     for name, size in sizes.items():
-        pre, own = parts.get(name, (1, 1))
-        own = own or size
+        outer_size, part_size = parts.get(name, (1, size))
         if name in parts:
-            chosen.append(len(dims) + 1)
-        dims += [pre, own, size // (pre * own)]
-    return _rows(places.reshape(dims), chosen)
+            axes_of_groups.append(len(dims) + 1)
+        dims += [outer_size, part_size, size // (outer_size * part_size)]
+    return _groups_over(positions.reshape(dims), axes_of_groups)
 
 
-def _counted(dims: str, order: str | None) -> np.ndarray:
+def _iota(dims: str, order: str | None) -> np.ndarray:
     """Returns 0, 1, 2 … in this shape, transposed to another order of axes and flattened."""
     shape = _numbers(dims)
-    places = np.arange(math.prod(shape)).reshape(shape)
-    return (places.transpose(_numbers(order)) if order else places).reshape(-1)
+    positions = np.arange(math.prod(shape)).reshape(shape)
+    if order:
+        positions = positions.transpose(_numbers(order))
+    return positions.reshape(-1)
 
 
-def _as_groups(rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(map(int, row)) for row in rows)
+def _as_groups(rows: np.ndarray) -> Groups:
+    return tuple(tuple(row) for row in rows.tolist())
 
 
 def _numbers(text: str) -> list[int]:
@@ -217,5 +265,6 @@ def _numbers(text: str) -> list[int]:
 def _bytes(dtype: str, dims: str) -> int:
     # The first number of f32, bf16, s8, c64, f8e4m3fn, u4 counts bits; a pred takes a byte.
     bits = re.match(r"[a-z]+(\d+)", dtype)
-    size = int(bits[1]) if bits else 8
-    return math.ceil(math.prod(int(d) for d in dims.split(",") if d) * size / 8)
+    bits_per_value = int(bits[1]) if bits else 8
+    num_values = math.prod(_numbers(dims)) if dims else 1
+    return math.ceil(num_values * bits_per_value / 8)

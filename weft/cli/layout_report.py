@@ -57,68 +57,86 @@ def array_layouts(
         specs: specs of parameters, or of any state; other leaves are ignored.
         model: the model of these parameters, to find the lines that set their layouts.
     """
-    found = []
-    for path, spec in jax.tree_util.tree_leaves_with_path(specs):
+    layouts: list[ArrayLayout] = []
+    for key_path, spec in jax.tree_util.tree_leaves_with_path(specs):
         if not isinstance(spec, hierarchy.TensorSpec):
             continue
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        path = jax.tree_util.keystr(key_path, simple=True, separator="/")
+        logical_axes = getattr(spec, "logical_axes", None)
+        if logical_axes:
+            reason = _rules_applied(logical_axes, spec.partition_spec, rules)
+        else:
+            reason = _origin_in_config(model, path)
         # Of a PRNG key only the shape is known, that of its two words.
         dtype = jnp.dtype("float32" if spec.dtype is None else spec.dtype)
-        axes = getattr(spec, "logical_axes", None)
-        parts = [_parts(entry, mesh_shape) for entry in spec.partition_spec]
-        held = math.prod(-(-size // n) for size, n in zip(spec.shape, parts, strict=False))
-        found.append(
+        shard_shape: list[int] = []
+        for size, mesh_axes in zip(spec.shape, spec.partition_spec, strict=False):
+            shard_shape.append(math.ceil(size / _num_shards(mesh_axes, mesh_shape)))
+        layouts.append(
             ArrayLayout(
-                path=name,
+                path=path,
                 shape=tuple(spec.shape),
                 dtype=dtype,
                 spec=spec.partition_spec,
-                logical_axes=axes,
-                reason=_fired(axes, spec.partition_spec, rules) if axes else _set_at(model, name),
+                logical_axes=logical_axes,
+                reason=reason,
                 bytes=math.prod(spec.shape) * dtype.itemsize,
-                bytes_per_device=held * dtype.itemsize,
+                bytes_per_device=math.prod(shard_shape) * dtype.itemsize,
                 problems=tuple(_problems(spec, mesh_shape)),
             )
         )
-    return found
+    return layouts
 
 
-def _parts(entry: str | Sequence[str] | None, mesh_shape: Mapping[str, int]) -> int:
-    return math.prod(mesh_shape.get(name, 1) for name in spmd.axes_of(entry))
+def _num_shards(mesh_axes: str | Sequence[str] | None, mesh_shape: Mapping[str, int]) -> int:
+    return math.prod(mesh_shape.get(name, 1) for name in spmd.axes_of(mesh_axes))
 
 
 def _problems(spec: hierarchy.TensorSpec, mesh_shape: Mapping[str, int]) -> Iterator[str]:
-    for axis, (size, entry) in enumerate(zip(spec.shape, spec.partition_spec, strict=False)):
-        unknown = [name for name in spmd.axes_of(entry) if name not in mesh_shape]
+    for axis, (size, mesh_axes) in enumerate(zip(spec.shape, spec.partition_spec, strict=False)):
+        names = spmd.axes_of(mesh_axes)
+        unknown = [repr(name) for name in names if name not in mesh_shape]
         if unknown:
             yield (
-                f"axis {axis} is sharded over {', '.join(map(repr, unknown))}, but the mesh has "
+                f"axis {axis} is sharded over {', '.join(unknown)}, but the mesh has "
                 f"the axes {', '.join(map(repr, mesh_shape))}"
             )
-        elif size % _parts(entry, mesh_shape):
-            sizes = {name: mesh_shape[name] for name in spmd.axes_of(entry) if mesh_shape[name] > 1}
-            over = " × ".join(f"{name}={n}" for name, n in sizes.items())
-            yield f"axis {axis} of size {size} does not divide over {over}"
+        elif size % _num_shards(mesh_axes, mesh_shape):
+            sizes = [f"{name}={mesh_shape[name]}" for name in names if mesh_shape[name] > 1]
+            yield f"axis {axis} of size {size} does not divide over {' × '.join(sizes)}"
 
 
-def _fired(axes: Sequence[Any], spec: PartitionSpec, rules: axis_rules.Rules) -> str:
+def _rules_applied(
+    logical_axes: Sequence[str | tuple[str, ...] | None],
+    spec: PartitionSpec,
+    rules: axis_rules.Rules,
+) -> str:
     """Returns for each logical name the mesh axes that a rule assigned."""
-    texts = []
-    for name, entry in zip(axes, spec, strict=True):
-        name = "×".join(name) if isinstance(name, tuple) else name
-        of_name = [given for rule, given in rules if rule == name]
-        if not isinstance(name, str) or (not of_name and name == "×".join(spmd.axes_of(entry))):
-            continue  # no name, or a mesh axis
-        if entry is not None:
-            texts.append(f"{name} → {'×'.join(spmd.axes_of(entry))}")
-        elif None in of_name or not of_name:
-            texts.append(f"{name} → -" if of_name else f"{name} has no rule")
+    texts: list[str] = []
+    for logical_axis, mesh_axes in zip(logical_axes, spec, strict=True):
+        if isinstance(logical_axis, tuple):
+            name = "×".join(logical_axis)
+        elif isinstance(logical_axis, str):
+            name = logical_axis
         else:
-            texts.append(f"{name} → - ({'×'.join(spmd.axes_of(of_name[0]))} is taken)")
+            continue
+        mesh_text = "×".join(spmd.axes_of(mesh_axes))
+        candidates = [target for rule_name, target in rules if rule_name == name]
+        if not candidates and name == mesh_text:
+            continue  # a mesh axis
+        if mesh_axes is not None:
+            texts.append(f"{name} → {mesh_text}")
+        elif not candidates:
+            texts.append(f"{name} has no rule")
+        elif None in candidates:
+            texts.append(f"{name} → -")
+        else:
+            texts.append(f"{name} → - ({'×'.join(spmd.axes_of(candidates[0]))} is taken)")
     return ", ".join(texts)
 
 
-def _set_at(model: hierarchy.Module | None, path: str) -> str:
+def _origin_in_config(model: hierarchy.Module | None, path: str) -> str:
+    """Returns the line that set the layout of a parameter; "" if it has none."""
     if model is None:
         return ""
     for name in path.split("/"):
@@ -143,28 +161,31 @@ def rule_findings(
 
     Axes that are not divisible are omitted; they are in each array's `problems`.
     """
-    boxes, in_tuples = {}, set()
-    for path, spec in jax.tree_util.tree_leaves_with_path(specs):
+    boxes: dict[str, logical.LogicallyPartitioned] = {}
+    names_in_tuples: set[str] = set()
+    for key_path, spec in jax.tree_util.tree_leaves_with_path(specs):
         axes = spec.logical_axes if isinstance(spec, hierarchy.ParameterSpec) else None
         if not axes:
             continue
         if logical.names_to_mesh_axes(axes, rules) == spec.partition_spec:
-            in_tuples |= {name for entry in axes if isinstance(entry, tuple) for name in entry}
+            for axis in axes:
+                if isinstance(axis, tuple):
+                    names_in_tuples.update(axis)
             axes = tuple(logical.mark_mesh_axes(axes, rules))
         # Variables with rules of their own are not subject to these rules.
         if logical.logical_to_mesh_axes(axes, rules) == spec.partition_spec:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            boxes[name] = logical.LogicallyPartitioned(
-                jax.ShapeDtypeStruct(spec.shape, "float32"), axes
-            )
+            path = jax.tree_util.keystr(key_path, simple=True, separator="/")
+            shape = jax.ShapeDtypeStruct(spec.shape, "float32")
+            boxes[path] = logical.LogicallyPartitioned(shape, axes)
     mesh = jax.sharding.AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape))
-    found = check_rules(rules, boxes, mesh)
-    return [
-        finding
-        for finding in found
-        if finding.kind is not FindingKind.INDIVISIBLE_AXIS
-        and (finding.rule is None or finding.rule[0] not in in_tuples)
-    ]
+    findings: list[Finding] = []
+    for finding in check_rules(rules, boxes, mesh):
+        is_shown_with_array = finding.kind is FindingKind.INDIVISIBLE_AXIS
+        # A name in a tuple is that of a part of an axis, and `boxes` have whole axes.
+        is_in_tuple = finding.rule is not None and finding.rule[0] in names_in_tuples
+        if not (is_shown_with_array or is_in_tuple):
+            findings.append(finding)
+    return findings
 
 
 def is_conflict(finding: Finding) -> bool:

@@ -11,11 +11,12 @@ import numpy as np
 
 from weft.cli import configs
 from weft.hierarchy import Module, ParameterSpec, functional
+from weft.input import Input
 from weft.report import display
 from weft.trainer import SpmdTrainer, mesh, state
 from weft.trainer.model import build_model
 from weft.trainer.profiling import Flops, count_flops
-from weft.typing import Nested, NestedTensor
+from weft.typing import Nested, NestedTensor, PyTree
 
 
 class Row(NamedTuple):
@@ -41,11 +42,21 @@ def run(arguments: argparse.Namespace) -> int:
     columns = ["class", "parameters", "FLOPs", "shape", "dtype", "layout"]
     table = display.tree_table("module", columns, numbers=["parameters", "FLOPs"])
     for row in rows("", model, specs):
-        depth = row.path.count("/") + bool(row.path)
-        name = "  " * depth + (row.path.rpartition("/")[2] or model.name)
-        here = sum(n for path, n in flops.items() if _within(path, row.path))
+        if row.path:
+            name = row.path.rpartition("/")[2]
+            depth = row.path.count("/") + 1
+        else:
+            name, depth = model.name, 0
+        row_flops = 0
+        for path, parameter_flops in flops.items():
+            if _is_within(path, row.path):
+                row_flops += parameter_flops
         table.add_row(
-            name, row.kind, f"{_values(row.specs):,}", display.count_text(here), *_cells(row)
+            "  " * depth + name,
+            row.kind,
+            f"{_num_values(row.specs):,}",
+            display.count_text(row_flops),
+            *_cells(row),
         )
     console = display.table_console()
     console.print(table)
@@ -60,13 +71,15 @@ def rows(path: str, module: Module | None, specs: Mapping[str, Any]) -> Iterator
     Args:
         module: The module; None for one that a layer hides.
     """
-    yield Row(path, type(module).__name__ if module else "", jax.tree.leaves(specs))
-    for name, child in specs.items():
-        below = f"{path}/{name}".lstrip("/")
-        if isinstance(child, ParameterSpec):
-            yield Row(below, "", [child])
-        elif jax.tree.leaves(child):
-            yield from rows(below, module.children.get(name) if module else None, child)
+    class_name = "" if module is None else type(module).__name__
+    yield Row(path, class_name, jax.tree.leaves(specs))
+    for name, child_specs in specs.items():
+        child_path = f"{path}/{name}".lstrip("/")
+        if isinstance(child_specs, ParameterSpec):
+            yield Row(child_path, "", [child_specs])
+        elif jax.tree.leaves(child_specs):
+            child = None if module is None else module.children.get(name)
+            yield from rows(child_path, child, child_specs)
 
 
 def forward_flops(cfg: SpmdTrainer.Config, model: Module, specs: Nested[ParameterSpec]) -> Flops:
@@ -75,30 +88,35 @@ def forward_flops(cfg: SpmdTrainer.Config, model: Module, specs: Nested[Paramete
     Args:
         cfg: The trainer's config, whose input provides the batch's shapes.
     """
-    batch = cfg.input.set(name="input").instantiate(parent=None).element_spec()
+    input_: Input = cfg.input.set(name="input").instantiate(parent=None)
+    batch = input_.element_spec()
     params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, _dtype(spec)), specs)
 
-    def forward(params: NestedTensor, batch: NestedTensor) -> Any:
+    def forward(params: NestedTensor, batch: NestedTensor) -> PyTree:
         inputs = {"input_batch": batch}
         return functional(model, prng_key=None, state=params, inputs=inputs, is_training=False)
 
-    examples = jax.tree.leaves(batch)[0].shape[0]
-    counted = count_flops(forward, params, batch)
-    return Flops({path: flops // examples for path, flops in counted.items()})
+    batch_size = jax.tree.leaves(batch)[0].shape[0]
+    batch_flops = count_flops(forward, params, batch)
+    return Flops({path: flops // batch_size for path, flops in batch_flops.items()})
 
 
 def _totals(specs: Nested[ParameterSpec], flops: Flops) -> Iterator[str]:
-    leaves = jax.tree.leaves(specs)
-    size = sum(math.prod(s.shape) * _dtype(s).itemsize for s in leaves)
-    of_state = _values([spec for spec in leaves if spec.is_state])
-    state_text = f", and {of_state:,} values of state" if of_state else ""
-    yield f"{_values(leaves) - of_state:,} parameters{state_text}, {display.bytes_text(size)}"
-    of_activations = ""
+    num_parameters = num_state_values = num_bytes = 0
+    for spec in jax.tree.leaves(specs):
+        num_bytes += math.prod(spec.shape) * _dtype(spec).itemsize
+        if spec.is_state:
+            num_state_values += math.prod(spec.shape)
+        else:
+            num_parameters += math.prod(spec.shape)
+    state_text = f", and {num_state_values:,} values of state" if num_state_values else ""
+    yield f"{num_parameters:,} parameters{state_text}, {display.bytes_text(num_bytes)}"
+    activations_text = ""
     if flops[None]:
         count = display.count_text(flops[None])
-        of_activations = f"including {count} for products of activations, as in attention; "
+        activations_text = f"including {count} for products of activations, as in attention; "
     yield (
-        f"{display.count_text(flops.total())} FLOPs for the loss of an example, {of_activations}"
+        f"{display.count_text(flops.total())} FLOPs for the loss of an example, {activations_text}"
         "a training step takes about three times as many"
     )
 
@@ -114,12 +132,14 @@ def _cells(row: Row) -> tuple[str, str, str]:
     )
 
 
-def _within(path: str | None, above: str) -> bool:
-    """Returns whether a parameter's path is at or below `above`; None belongs to the model."""
-    return not above or (path is not None and f"{path}/".startswith(f"{above}/"))
+def _is_within(path: str | None, module_path: str) -> bool:
+    """Returns whether a parameter belongs to a module; None is what belongs to the model alone."""
+    if not module_path:
+        return True
+    return path is not None and f"{path}/".startswith(f"{module_path}/")
 
 
-def _values(specs: list[ParameterSpec]) -> int:
+def _num_values(specs: list[ParameterSpec]) -> int:
     return sum(math.prod(spec.shape) for spec in specs)
 
 
