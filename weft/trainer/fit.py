@@ -12,28 +12,27 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from weft import nnx
-from weft.config import REQUIRED, ConfigBase, InMemory, InstantiableConfig, config_for_function
+from weft.config import REQUIRED, InMemory, InstantiableConfig, config_for_function
 from weft.core import flat_dict
 from weft.errors import FitError, InputDatasetError, did_you_mean
 from weft.hierarchy import Module, functional
-from weft.input import ArrayInput, Arrays, Batches, Input, IterableInput, in_memory
-from weft.input.grain import DispatchConfig, per_feed_batch, shard_dataset
+from weft.input import Arrays, Batches
 from weft.interop.models import adapter_of, model_of
 from weft.interop.nnx import NNXModel
 from weft.metrics import Metric
-from weft.report.display import make_display
+from weft.report.display import Display, make_display
 from weft.report.recorder import error_console
-from weft.trainer import compilation, evaler, mesh, parallelism, run_dir, state_builder, train_step
+from weft.trainer import compilation, evaler, mesh, parallelism, run_dir, state_builder
 from weft.trainer.checkpointer import checkpointer, index, policy
+from weft.trainer.fit_data import Data, Fields, FitData, read_data
 from weft.trainer.hooks import INPUT_ENDED, Hook, check_hook
 from weft.trainer.learner import Learner
 from weft.trainer.model import LibraryModel, build_model
@@ -43,7 +42,6 @@ from weft.trainer.optimizers.transformations import SCHEDULE_FREE
 from weft.trainer.precision import Precision
 from weft.trainer.summary_writer.files import JsonLinesWriter, read_json_lines
 from weft.trainer.supervised import (
-    ROW_WEIGHT,
     MetricLike,
     OutputFn,
     Supervised,
@@ -51,17 +49,10 @@ from weft.trainer.supervised import (
     metric_name,
 )
 from weft.trainer.trainer import SpmdTrainer
+from weft.typing import PyTree, Tensor
 
-_BATCH_SIZE = 32
-_FORMS = (
-    "a pair of arrays (x, y), a dict of arrays, a Grain dataset, or an iterable of batches, each a "
-    "pair or a dict"
-)
-_RENAMED = {"learner/optimizer/learning_rate": "learning_rate"}
 VALIDATION = "validation"
 M = TypeVar("M")
-_Check = Callable[[str, dict[str, Any]], None]
-"""Function that raises an error for arrays that do not fit; the text names them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +70,11 @@ class History:
     validation: dict[str, np.ndarray]
 
     def __repr__(self) -> str:
-        parts = {"train": self.train, "validation": self.validation}
-        shown = (f"{k}={len(x['step'])} × ({', '.join(x)})" for k, x in parts.items() if x)
-        return f"History({', '.join(shown)})"
+        parts: list[str] = []
+        for name, columns in {"train": self.train, "validation": self.validation}.items():
+            if columns:
+                parts.append(f"{name}={len(columns['step'])} × ({', '.join(columns)})")
+        return f"History({', '.join(parts)})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +89,7 @@ class FitState:
     variables: dict[str, Any] = dataclasses.field(repr=False)
     _trainer: SpmdTrainer = dataclasses.field(repr=False)
 
-    def predict(self, inputs: Any) -> Any:
+    def predict(self, inputs: PyTree) -> PyTree:
         """Returns the model's outputs for its inputs as NumPy arrays, in evaluation mode.
 
         Raises FitError if the model computes its own loss; call it with `variables` instead.
@@ -110,15 +103,21 @@ class FitState:
             return jax.device_get(self._predict(self.variables, inputs))
 
     @functools.cached_property
-    def _predict(self) -> Any:
-        def predict(variables: Any, inputs: Any) -> Any:
-            model: Any = self._trainer.model
-            call = {"method": "call_model", "is_training": False}
-            return functional(model, jax.random.key(0), {"model": variables}, (inputs,), **call)[0]
+    def _predict(self) -> Callable[[dict[str, PyTree], PyTree], PyTree]:
+        def predict(variables: dict[str, PyTree], inputs: PyTree) -> PyTree:
+            outputs, _ = functional(
+                self._trainer.model,
+                jax.random.key(0),
+                {"model": variables},
+                (inputs,),
+                method="call_model",
+                is_training=False,
+            )
+            return outputs
 
         return jax.jit(predict)
 
-    def update(self, model: Any) -> None:
+    def update(self, model: object) -> None:
         """Sets the variables of an NNX module to the values of this state.
 
         Raises LayerVariablesError if it is not a module with these variables.
@@ -129,9 +128,12 @@ class FitState:
                 f"update changes a module of NNX, but got a {type(model).__name__}; call the model "
                 "with the `variables` of this state."
             )
-        nnx = adapter.nnx
-        paths = {tuple(map(str, path)): path for path in adapter.collections(model)}
-        values = {paths.get(p, p): x for p, x in flat_dict.flatten_dict(self.variables).items()}
+        nnx = adapter.nnx  # Weft's or Flax's
+        # Variables of a run have paths of texts; those of a module may have indices.
+        model_paths = {tuple(map(str, path)): path for path in adapter.collections(model)}
+        values: dict[Any, Any] = {}
+        for path, value in flat_dict.flatten_dict(self.variables).items():
+            values[model_paths.get(path, path)] = value
         updated, *_ = adapter.merge_values(flat_dict.unflatten_dict(values), {}, False)
         nnx.update(model, nnx.state(updated, lambda path, x: not isinstance(x, nnx.RngState)))
 
@@ -154,208 +156,100 @@ class FitResult(Generic[M]):
     config: SpmdTrainer.Config = dataclasses.field(repr=False)
 
 
-def _result(model: M, cfg: Any, trainer: SpmdTrainer) -> FitResult[M]:
+def _result(model: M, cfg: SpmdTrainer.Config, trainer: SpmdTrainer) -> FitResult[M]:
     """Returns the result of a run that has ended, reading its directory."""
-    summaries = os.path.join(cfg.dir, "summaries")
-    history = History(*(_series(os.path.join(summaries, x)) for x in ("train_train", VALIDATION)))
-    last = FitState(trainer.step, _variables(trainer, trainer.model_params_for_eval()), trainer)
-    step = _best_step(cfg, history)
-    best = last
-    if step not in (None, trainer.step):
-        best = FitState(step, _variables(trainer, _read(cfg, trainer, step)), trainer)
+    history = History(
+        train=_read_series(cfg.dir, "train_train"), validation=_read_series(cfg.dir, VALIDATION)
+    )
+    last_params = trainer.model_params_for_eval()
+    last = best = FitState(trainer.step, _variables(trainer, last_params), trainer)
+    checkpoints_dir = os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR)
+    best_step = _best_step(checkpoints_dir, history.validation)
+    if best_step is not None and best_step != trainer.step:
+        best_params = _restore_params(checkpoints_dir, trainer, best_step)
+        best = FitState(best_step, _variables(trainer, best_params), trainer)
     return FitResult(model, history, last, best, cfg)
 
 
-def _series(directory: str) -> dict[str, np.ndarray]:
+def _read_series(run_directory: str, writer_name: str) -> dict[str, np.ndarray]:
+    """Returns the numbers that a writer has written: the steps, and a column for each name."""
+    directory = os.path.join(run_directory, "summaries", writer_name)
     if not os.path.exists(directory):
         return {}
-    by_step: dict[int, dict[str, Any]] = {}
+    values_by_step: dict[int, dict[str, float | list[Any]]] = {}
     for record in read_json_lines(directory):
-        reported: dict[str, Any] = record.get("values", {})
-        values: dict[str, Any] = {
-            _RENAMED.get(path, path.removeprefix("model/")): value
-            for path, value in reported.items()
-            if isinstance(value, int | float)
-        }
-        arrays: dict[str, Any] = record.get("arrays", {})
-        for path, array in arrays.items():
-            values[path.removeprefix("model/")] = array
+        values: dict[str, float | list[Any]] = {}
+        for path, value in record.get("values", {}).items():
+            if isinstance(value, int | float):
+                values[_column_name(path)] = value
+        for path, array in record.get("arrays", {}).items():
+            values[_column_name(path)] = array
         if values:
-            by_step.setdefault(record["step"], {}).update(values)
-    names = {name for values in by_step.values() for name in values if "/" not in name}
-    columns: dict[str, np.ndarray] = {"step": np.array(list(by_step), int)}
+            values_by_step.setdefault(record["step"], {}).update(values)
+    names: set[str] = set()
+    for values in values_by_step.values():
+        names.update(values)
+    columns = {"step": np.array(list(values_by_step), int)}
     for name in sorted(names):
-        column = [values.get(name, np.nan) for values in by_step.values()]
+        if "/" in name:
+            continue  # not of the model
+        column = [values.get(name, np.nan) for values in values_by_step.values()]
         # A metric without a value at a step has NaN there, in the shape of the others.
         shape = np.broadcast_shapes(*(np.shape(x) for x in column))
         columns[name] = np.stack([np.broadcast_to(x, shape) for x in column])
     return columns
 
 
-def _best_step(cfg: ConfigBase, history: History) -> int | None:
-    losses = history.validation.get("loss")
-    if losses is None:
+def _column_name(summary_path: str) -> str:
+    if summary_path == "learner/optimizer/learning_rate":
+        return "learning_rate"
+    return summary_path.removeprefix("model/")
+
+
+def _best_step(checkpoints_dir: str, validation: dict[str, np.ndarray]) -> int | None:
+    """Returns the saved step with the smallest loss, the last one of several."""
+    if "loss" not in validation:
         return None
-    saved = checkpointer.Checkpointer.checkpoint_steps(
-        os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR)
-    )
-    known = dict(zip(history.validation["step"].tolist(), losses.tolist(), strict=True))
-    best = min(((known[step], -step) for step in saved if step in known), default=None)
-    return None if best is None else -best[1]
+    saved_steps = checkpointer.Checkpointer.checkpoint_steps(checkpoints_dir)
+    best_step = None
+    best_loss = math.inf
+    for step, loss in zip(validation["step"].tolist(), validation["loss"].tolist(), strict=True):
+        if step in saved_steps and loss <= best_loss:
+            best_step, best_loss = step, loss
+    return best_step
 
 
-def _variables(trainer: SpmdTrainer, params: Any) -> Any:
-    return params["model"] if isinstance(trainer.model, Supervised) else params
+def _variables(trainer: SpmdTrainer, params: PyTree) -> PyTree:
+    if isinstance(trainer.model, Supervised):
+        return params["model"]
+    return params
 
 
-def _read(cfg: ConfigBase, trainer: SpmdTrainer, step: int) -> Any:
+def _restore_params(checkpoints_dir: str, trainer: SpmdTrainer, step: int) -> PyTree:
     """Returns the parameters for evaluation of a step that was saved."""
-    averages = {k: x for k, x in trainer.trainer_state.learner.items() if k == "ema"}
-    kept = {} if averages else trainer.trainer_state.model
-    model, learner = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), (kept, averages)
+    state = trainer.trainer_state
+    has_average = "ema" in state.learner
+    target = state._replace(prng_key={}, learner={})
+    if has_average:
+        target = state._replace(prng_key={}, model={}, learner={"ema": state.learner["ema"]})
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), target
     )
-    wanted = train_step.TrainerState(prng_key={}, model=model, learner=learner)
-    reader = state_builder.TensorStoreStateStorageBuilder.default_config().set(
+    reader_config = state_builder.TensorStoreStateStorageBuilder.default_config().set(
         name="best",
-        base_dir=os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR),
+        base_dir=checkpoints_dir,
         step=step,
         validation=index.CheckpointValidationType.CONTAINS_STATE,
     )
     with trainer.mesh():
-        read = reader.instantiate(parent=None)(state_builder.Builder.State(0, wanted)).trainer_state
-    return read.learner["ema"].ema if averages else read.model
-
-
-@dataclasses.dataclass
-class _Data:
-    """Data that `fit` was given.
-
-    Attributes:
-        name: The argument of `fit`.
-        values: The data, with fields by name.
-        batch_size: Rows of a batch of arrays; None if the data has batches.
-        num_batches: Number of batches of a pass; None if unknown.
-        checks: What each batch has to pass; for arrays `check` checks all at once.
-    """
-
-    name: str
-    values: Arrays | Batches
-    batch_size: int | None
-    num_batches: int | None
-    checks: list[_Check]
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The arrays, or those of the first batch."""
-        return self.values.value if isinstance(self.values, Arrays) else self.values.first
-
-    def check(self, fn: _Check) -> None:
-        """Checks the arrays, or the first batch now and the others when they are read."""
-        self.checks.append(fn)
-        fn(self.name, self.fields)
-
-    def input_config(self, *, seed: int = 0, counts_rows: bool = False) -> Input.Config:
-        """Returns the config of an input; `seed` is for the order of arrays in training.
-
-        With `counts_rows`, rows that fill up the last batch of arrays have weight 0.
-        """
-        if isinstance(self.values, Batches):
-            return IterableInput.default_config().set(batches=self.values)
-        assert self.batch_size is not None, "arrays have one"
-        arrays, padding = self.values, None
-        if counts_rows:
-            ones = np.ones(arrays.num_rows, np.float32)
-            arrays, padding = Arrays({ROW_WEIGHT: ones, **arrays.value}), {ROW_WEIGHT: 0.0}
-        return ArrayInput.default_config().set(
-            arrays=arrays, global_batch_size=self.batch_size, seed=seed, padding=padding
-        )
-
-
-def _read_data(data: Any, name: str, batch_size: int | None) -> _Data:
-    """Returns the data that `fit` was given as `name`; for errors see `fit`."""
-    checks: list[_Check] = []
-    if isinstance(data, Arrays | Mapping) or type(data) is tuple:
-        arrays = data if isinstance(data, Arrays) else Arrays(_fields(data, name))
-        size = batch_size or min(_BATCH_SIZE, arrays.num_rows)
-        found = _Data(name, arrays, size, math.ceil(arrays.num_rows / size), checks)
-    elif isinstance(data, grain.MapDataset | grain.IterDataset):
-        if batch_size is not None:
-            part = DispatchConfig(jax.process_index(), jax.process_count())
-            data = data if jax.process_count() == 1 else shard_dataset(data, part)
-            data = per_feed_batch(data, global_batch_size=batch_size, dispatch_config=part)
-        batches = Batches(data.map(lambda batch: _batch(batch, name, checks)))
-        found = _Data(name, batches, None, _length(data), checks)
-    elif isinstance(data, Iterable) and not isinstance(data, str):
-        if batch_size is not None:
-            raise FitError(
-                f"fit got batch_size={batch_size}, but {name} is a {type(data).__name__}, an "
-                "iterable of batches, which have their sizes; leave batch_size out."
-            )
-        mapped = map if isinstance(data, Iterator) else _Mapped
-        batches = Batches(mapped(lambda batch: _batch(batch, name, checks), data))
-        found = _Data(name, batches, None, _length(data), checks)
-    else:
-        raise FitError(f"{name} is a {type(data).__name__}; expected {_FORMS}.")
-    found.check(_check_finite)
-    return found
-
-
-def _length(data: Any) -> int | None:
-    return len(data) if hasattr(data, "__len__") else None
-
-
-class _Mapped:
-    """The results of a function for the items of an iterable, each time that it is iterated."""
-
-    def __init__(self, fn: Callable[[Any], Any], data: Iterable[Any]):
-        self._fn, self._data = fn, data
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._fn, self._data)
-
-
-def _fields(data: Any, name: str) -> dict[str, Any]:
-    if isinstance(data, Mapping):
-        return dict(data)
-    if type(data) is not tuple or len(data) != 2:
-        what = f"tuple of {len(data)}" if isinstance(data, tuple) else type(data).__name__
-        raise InputDatasetError(
-            f"{name} is a {what}; expected a pair (x, y) or a dict of arrays. All arrays together "
-            "are a tuple, (x, y), not a list, which has batches."
-        )
-    return {"x": data[0], "y": data[1]}
-
-
-def _batch(batch: Any, name: str, checks: list[_Check]) -> dict[str, Any]:
-    fields = in_memory.checked_arrays(_fields(batch, f"a batch of {name}"))
-    for check in checks:
-        check(f"a batch of {name}", fields)
-    return jax.tree.map(lambda x: x.astype(in_memory.batch_dtype(x), copy=False), fields)
-
-
-def _check_finite(name: str, fields: dict[str, Any]) -> None:
-    counts = np.asarray(fields.get(ROW_WEIGHT, True)) != 0
-    for field, x in in_memory.named_leaves(fields).items():
-        if np.issubdtype(x.dtype, np.inexact) and not np.isfinite(x).all():
-            rows = ~np.isfinite(x).all(axis=tuple(range(1, x.ndim)))
-            if field != ROW_WEIGHT and counts.shape in ((), rows.shape):
-                rows &= counts
-            if rows.any():
-                raise InputDatasetError(
-                    f"{name}: {field!r} has NaN or infinite numbers, the first in row "
-                    f"{int(np.argmax(rows))}; drop or replace these rows."
-                )
-        if field == ROW_WEIGHT and (np.ndim(x) != 1 or np.min(x, initial=0) < 0):
-            raise InputDatasetError(
-                f"{name}: {field!r} has shape {np.shape(x)} and numbers from {np.min(x)}; expected "
-                "the weight of each row, 0 or more. Or rename the field."
-            )
+        reader = reader_config.instantiate(parent=None)
+        restored = reader(state_builder.Builder.State(0, target)).trainer_state
+    if has_average:
+        return restored.learner["ema"].ema
+    return restored.model
 
 
 NameOrFn = str | OutputFn
-Data = Arrays | Mapping[str, Any] | Iterable[Any]
-"""Arrays, a pair of them, a Grain dataset or batches."""
 
 _ADAM = {"b1": 0.9, "b2": 0.999, "eps": 1e-8}
 OPTIMIZERS: dict[str, Any] = {
@@ -365,11 +259,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 _TARGETS = ("y", "label", "labels", "target", "targets")
 _LEARNING_RATE = 1e-3
-_MESH: dict[str, Any] = {
-    "mesh_shape": parallelism.mesh_shape_from_axes(data=-1),
-    # The other axes are those that layouts of layers may name.
-    "mesh_axis_names": parallelism.MESH_AXIS_NAMES,
-}
+
 _MAX_RECORDED_STEPS = 1000
 
 
@@ -440,50 +330,57 @@ def fit(
     (1.0, 100)
     """
     _check_counts(epochs=epochs, steps=steps, batch_size=batch_size)
-    train = _read_data(data, "data", batch_size)
-    held_out = None if validation is None else _read_data(validation, "validation", batch_size)
+    train = read_data(data, "data", batch_size)
+    held_out = None
+    if validation is not None:
+        held_out = read_data(validation, "validation", batch_size)
     cfg = SpmdTrainer.default_config().set(
         name="trainer",
         seed=seed,
-        model=_model_config(model, loss, _metrics(metrics), target, train),
+        model=_model_config(model, loss, _metrics_by_name(metrics), target, train),
         learner=Learner.default_config().set(optimizer=_optimizer(optimizer, learning_rate)),
         input=train.input_config(seed=seed),
         precision=precision,
-        **_MESH,
+        mesh_shape=parallelism.mesh_shape_from_axes(data=-1),
+        # The other axes are those that layouts of layers may name.
+        mesh_axis_names=parallelism.MESH_AXIS_NAMES,
     )
-    _set_length(cfg, train, held_out, epochs, steps, is_kept=dir is not None)
+    _set_length(cfg, train, held_out, epochs, steps, keeps_dir=dir is not None)
     _set_average(cfg, optimizer)
     return _run(model, cfg, dir, progress, callbacks)
 
 
 def _set_length(
     cfg: SpmdTrainer.Config,
-    train: _Data,
-    held_out: _Data | None,
+    train: FitData,
+    held_out: FitData | None,
     epochs: int | None,
     steps: int | None,
     *,
-    is_kept: bool,
+    keeps_dir: bool,
 ) -> None:
     """Sets the number of steps, and when to evaluate, save and record; checks the model."""
-    per_epoch = train.num_batches
-    if epochs is not None and per_epoch is None:
+    if steps is not None:
+        interval = math.ceil(steps / 10)
+    elif epochs is not None and train.num_batches is not None:
+        steps = train.num_steps(epochs)
+        interval = train.num_batches
+    else:
         raise FitError(
             f"fit got epochs={epochs}, but the number of batches of the data is unknown; set steps "
             "instead."
         )
-    cfg.max_step = steps = steps or _steps(train, epochs or 1)
+    cfg.max_step = steps
     cfg.summary_writer = JsonLinesWriter.default_config().set(
         write_every_n_steps=math.ceil(steps / _MAX_RECORDED_STEPS)
     )
     counts_rows = _check_model(cfg, train, held_out)
-    every = per_epoch if epochs and per_epoch else math.ceil(steps / 10)
     if held_out is not None:
-        _add_validation(cfg, held_out, every, counts_rows)
-    elif not is_kept:
-        every = steps  # no checkpoint but the last is of use
+        _add_validation(cfg, held_out, interval, counts_rows)
+    elif not keeps_dir:
+        interval = steps  # no checkpoint but the last is of use
     cfg.checkpointer.save_policy = config_for_function(policy.every_n_steps_and_last_policy).set(
-        n=every, max_step=steps
+        n=interval, max_step=steps
     )
 
 
@@ -494,10 +391,15 @@ def _run(
         raise FitError("fit got dir=None; several processes need a directory that they share.")
     hooks = [check_hook(hook, f"fit: callbacks[{i}]") for i, hook in enumerate(callbacks)]
     with contextlib.ExitStack() as stack:
-        cfg.dir = dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-fit-"))
+        display: bool | Display = progress
+        if dir is None:
+            cfg.dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-fit-"))
+            if progress:
+                display = make_display(error_console(), None)  # shows no directory
+        else:
+            cfg.dir = dir
         trainer = cfg.clone().instantiate(parent=None)
-        end = _End()
-        display = make_display(error_console(), dir) if progress and dir is None else progress
+        end = _EndReason()
         trainer.run(listener=[end, *hooks], progress=display)
         if trainer.trainer_state is None:
             raise FitError(f"fit was stopped by {end.reason} before the first step.")
@@ -524,7 +426,7 @@ def _check_counts(*, epochs: int | None, steps: int | None, batch_size: int | No
             raise FitError(f"fit got {name}={value}; expected 1 or more.")
 
 
-class _End(Hook):
+class _EndReason(Hook):
     """Hook that keeps the reason why the run ended."""
 
     reason = ""
@@ -533,28 +435,28 @@ class _End(Hook):
         self.reason = reason
 
 
-def _steps(train: _Data, epochs: int) -> int:
-    if isinstance(train.values, Arrays):  # a batch may have rows of two passes
-        return math.ceil(epochs * train.values.num_rows / (train.batch_size or 1))
-    return epochs * (train.num_batches or 1)
-
-
 def _model_config(
-    model: Any,
+    model: object,
     loss: NameOrFn | None,
     metrics: dict[str, MetricLike],
     target: str | None,
-    data: _Data,
-) -> Any:
+    data: FitData,
+) -> Module.Config:
     layer = _layer(model)
     if loss is not None:
-        cfg = Supervised.default_config().set(layer=layer, loss=loss, metrics=metrics)
-        found = [name for name in _TARGETS if name in data.fields]
-        return cfg.set(target=target or (found[0] if len(found) == 1 else None))
+        if not target:
+            usual_targets = [name for name in _TARGETS if name in data.fields]
+            if len(usual_targets) == 1:
+                target = usual_targets[0]
+        return Supervised.default_config().set(
+            layer=layer, loss=loss, metrics=metrics, target=target or None
+        )
     if metrics or target:
-        given = f"metrics={list(metrics)}" if metrics else f"target={target!r}"
+        argument = f"target={target!r}"
+        if metrics:
+            argument = f"metrics={list(metrics)}"
         raise FitError(
-            f"fit got {given} without a loss. A model that computes its own loss reports its "
+            f"fit got {argument} without a loss. A model that computes its own loss reports its "
             "metrics itself; leave them out, or set loss."
         )
     if isinstance(layer, Module.Config):
@@ -562,7 +464,8 @@ def _model_config(
     return LibraryModel.default_config().set(layer=layer)
 
 
-def _layer(model: Any) -> Any:
+def _layer(model: object) -> Any:
+    """Returns the config of a model, or the model as a value of a config."""
     if isinstance(model, Module):
         return model.config
     if isinstance(model, type | InstantiableConfig) or adapter_of(model).endswith("LinenModel"):
@@ -571,53 +474,58 @@ def _layer(model: Any) -> Any:
     return InMemory(model, f"an object of type {name}{_structure(model)}")
 
 
-def _structure(model: Any) -> str:
+def _structure(model: object) -> str:
     """Returns a digest of an NNX object's attributes, with the shapes of its variables' values."""
     if not isinstance(model, nnx.Pytree):
         return ""
     graphdef, state = nnx.split(model)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), state)
-    text = re.sub(r" at 0x[0-9a-f]+", "", repr(nnx.merge(graphdef, shapes)))
-    return f" with structure {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    description = repr(nnx.merge(graphdef, shapes))
+    description = re.sub(r" at 0x[0-9a-f]+", "", description)  # the same in another process
+    digest = hashlib.sha256(description.encode()).hexdigest()
+    return f" with structure {digest[:12]}"
 
 
-def _metrics(
+def _metrics_by_name(
     metrics: MetricLike | Sequence[MetricLike] | Mapping[str, MetricLike],
 ) -> dict[str, MetricLike]:
     """Returns the metrics by name; for errors see `fit`."""
+    metrics_by_name: dict[str, MetricLike] = {}
     if isinstance(metrics, Mapping):
-        by_name = dict(metrics)
+        metrics_by_name.update(metrics)
     else:
-        by_name = {}
-        several: Any = metrics
         if isinstance(metrics, str) or not isinstance(metrics, Sequence):
-            several = [metrics]
-        for metric in several:
+            metrics = [metrics]
+        for metric in metrics:
             name = metric_name(metric)
-            if name in by_name:
+            if name in metrics_by_name:
                 raise FitError(
                     f"fit got two metrics of the name {name!r}; name them: "
                     f"metrics={{{name!r}: …, {name + '_2'!r}: …}}."
                 )
-            by_name[name] = metric
-    for metric in by_name.values():
+            metrics_by_name[name] = metric
+    for metric in metrics_by_name.values():
         if not (isinstance(metric, str | Metric) or callable(metric)):
             raise FitError(
                 f"fit got a metric of type {type(metric).__name__}; expected a name, a function of "
                 "outputs and batch, or a metric of weft.metrics, such as weft.metrics.F1Score()."
             )
-    return by_name
+    return metrics_by_name
 
 
-def _optimizer(optimizer: Any, learning_rate: Any) -> InstantiableConfig:
+def _optimizer(
+    optimizer: str | TransformationLike,
+    learning_rate: float | Callable[[Any], Any] | InstantiableConfig[Any] | None,
+) -> InstantiableConfig:
     if isinstance(optimizer, str):
         if optimizer not in OPTIMIZERS:
             raise FitError(
                 f"there is no optimizer {optimizer!r}. {did_you_mean(optimizer, OPTIMIZERS)} "
                 "Optimizers of optax can be passed as objects, such as optax.lion(1e-4)."
             )
-        rate = _LEARNING_RATE if learning_rate is None else learning_rate
-        return OPTIMIZERS[optimizer].clone(learning_rate=rate)
+        if learning_rate is None:
+            learning_rate = _LEARNING_RATE
+        return OPTIMIZERS[optimizer].clone(learning_rate=learning_rate)
     if learning_rate is not None:
         raise FitError(
             f"fit got learning_rate={learning_rate!r} and an optimizer that has its own; set it "
@@ -628,7 +536,7 @@ def _optimizer(optimizer: Any, learning_rate: Any) -> InstantiableConfig:
     return config_for_function(as_partitioned).set(transformation=optimizer)
 
 
-def _set_average(cfg: SpmdTrainer.Config, optimizer: object) -> None:
+def _set_average(cfg: SpmdTrainer.Config, optimizer: str | TransformationLike) -> None:
     """Lets the learner keep the parameters that a schedule-free optimizer evaluates."""
     if isinstance(optimizer, str):
         return
@@ -639,97 +547,120 @@ def _set_average(cfg: SpmdTrainer.Config, optimizer: object) -> None:
         cfg.learner.ema.decay = SCHEDULE_FREE
 
 
-def _check_model(cfg: Any, train: _Data, held_out: _Data | None) -> bool:
+def _check_model(cfg: SpmdTrainer.Config, train: FitData, held_out: FitData | None) -> bool:
     """Checks data against the model; returns whether rows can be left out of loss and metrics."""
     if not isinstance(cfg.model, Supervised.Config):
         return False
-    found: list[Any] = []
+    is_per_row = False
 
-    def outputs_of(key: Any, batch: Any) -> Any:
+    def predict(key: Tensor, batch: Fields) -> PyTree:
+        nonlocal is_per_row
         state = layer.initialize_parameters_recursively(key)
-        call = {"method": "predict", "is_training": False}
-        outputs, _ = functional(layer, key, state, (batch,), **call)
-        found.append(layer.is_per_row(outputs, batch))
+        outputs, _ = functional(layer, key, state, (batch,), method="predict", is_training=False)
+        is_per_row = layer.is_per_row(outputs, batch)
         return outputs
 
-    spec = cfg.input.clone(name="input").instantiate(parent=None).element_spec()
+    batch_spec = cfg.input.clone(name="input").instantiate(parent=None).element_spec()
     with jax.set_mesh(mesh.build_mesh(cfg.mesh_shape, cfg.mesh_axis_names)):
         layer: Any = build_model(cfg)
-        outputs = jax.eval_shape(outputs_of, jax.random.key(0), spec)
+        outputs = jax.eval_shape(predict, jax.random.key(0), batch_spec)
     if held_out is not None:
-        layer.check_means(_any_values(outputs), _first_rows(train, spec))
-    target, compared = cfg.model.target, [cfg.model.loss, *cfg.model.metrics.values()]
-    of_classes = [metric_name(x) for x in compared if compares_classes(x)]
+        layer.check_means(_any_values(outputs), _first_rows(train, batch_spec))
+    target = cfg.model.target
     if target is not None and hasattr(outputs, "shape"):
-        is_label = len(outputs.shape) > len(spec[target].shape)
-        if of_classes and is_label:
-            limit, what = outputs.shape[-1] - 1, f"the model has {outputs.shape[-1]} outputs"
-        elif "binary_cross_entropy" in compared:
-            limit, what = 1, "binary_cross_entropy takes probabilities"
-        elif of_classes and of_classes != ["accuracy"]:
-            limit, what = 1, f"{of_classes[-1]} takes classes 0 and 1 or probabilities"
-        else:
-            return found[-1]
-        for data in filter(None, (train, held_out)):
-            data.check(functools.partial(_check_range, target, limit, what))
-    return found[-1]
+        has_axis_of_classes = len(outputs.shape) > len(batch_spec[target].shape)
+        num_classes = outputs.shape[-1] if has_axis_of_classes else None
+        target_range = _target_range(cfg.model, target, num_classes)
+        if target_range is not None:
+            train.check(target_range.check)
+            if held_out is not None:
+                held_out.check(target_range.check)
+    return is_per_row
 
 
-def _any_values(spec: Any) -> Any:
+class _TargetRange(NamedTuple):
+    """Range of the values of a target, from 0, and the reason."""
+
+    target: str
+    limit: int
+    reason: str
+
+    def check(self, name: str, fields: Fields) -> None:
+        values = fields[self.target]
+        if values.min() < 0 or values.max() > self.limit:
+            raise InputDatasetError(
+                f"{name}: {self.target!r} has values from {values.min()} to {values.max()}, and "
+                f"{self.reason}; expected 0 to {self.limit}."
+            )
+
+
+def _target_range(
+    cfg: Supervised.Config, target: str, num_classes: int | None
+) -> _TargetRange | None:
+    """Returns the range of targets by the loss and the metrics; None if any will do.
+
+    `num_classes` is None if the outputs have no axis that the targets lack.
+    """
+    metrics = [cfg.loss, *cfg.metrics.values()]
+    class_metrics = [metric_name(metric) for metric in metrics if compares_classes(metric)]
+    if class_metrics and num_classes is not None:
+        return _TargetRange(target, num_classes - 1, f"the model has {num_classes} outputs")
+    if "binary_cross_entropy" in metrics:
+        return _TargetRange(target, 1, "binary_cross_entropy takes probabilities")
+    if class_metrics and class_metrics != ["accuracy"]:
+        reason = f"{class_metrics[-1]} takes classes 0 and 1 or probabilities"
+        return _TargetRange(target, 1, reason)
+    return None
+
+
+def _any_values(shapes: PyTree) -> PyTree:
     """Returns outputs of these shapes with values of no pattern, to try a metric on."""
     rng = np.random.default_rng(0)
 
-    def values(x: jax.ShapeDtypeStruct) -> Any:
+    def values(x: jax.ShapeDtypeStruct) -> Tensor:
         numbers = rng.normal(size=x.shape)
-        is_float = jnp.issubdtype(x.dtype, jnp.inexact)
-        return jnp.asarray(numbers if is_float else numbers > 0, x.dtype)
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            numbers = numbers > 0
+        return jnp.asarray(numbers, x.dtype)
 
-    return jax.tree.map(values, spec)
+    return jax.tree.map(values, shapes)
 
 
-def _first_rows(data: _Data, spec: Any) -> Any:
+def _first_rows(data: FitData, batch_spec: Mapping[str, PyTree]) -> Fields:
     """Returns the first rows of the data as a batch, repeated if there are too few."""
 
-    def rows(x: np.ndarray, like: jax.ShapeDtypeStruct) -> Any:
-        index = np.arange(like.shape[0]) % len(x)
-        return jnp.asarray(np.asarray(x)[index], like.dtype)
+    def rows(x: np.ndarray, like: jax.ShapeDtypeStruct) -> Tensor:
+        indices = np.arange(like.shape[0]) % len(x)
+        return jnp.asarray(np.asarray(x)[indices], like.dtype)
 
-    return jax.tree.map(rows, {name: data.fields[name] for name in spec}, dict(spec))
-
-
-def _check_range(target: str, limit: int, what: str, name: str, fields: dict[str, Any]) -> None:
-    values = fields[target]
-    if values.min() < 0 or values.max() > limit:
-        raise InputDatasetError(
-            f"{name}: {target!r} has values from {values.min()} to {values.max()}, and {what}; "
-            f"expected 0 to {limit}."
-        )
+    fields = {name: data.fields[name] for name in batch_spec}
+    return jax.tree.map(rows, fields, dict(batch_spec))
 
 
-def _add_validation(cfg: Any, data: _Data, every: int, counts_rows: bool) -> None:
+def _add_validation(
+    cfg: SpmdTrainer.Config, data: FitData, interval: int, counts_rows: bool
+) -> None:
     if isinstance(data.values, Arrays) and not counts_rows:
-        last = data.values.num_rows % (data.batch_size or 1)
-        if last % jax.device_count():
+        rows_of_last_batch = data.values.num_rows % (data.batch_size or 1)
+        if rows_of_last_batch % jax.device_count():
             raise FitError(
-                f"validation has {data.values.num_rows} rows: the last batch has {last}, which do "
-                f"not divide over {jax.device_count()} devices, and cannot be filled up, because "
-                "the loss is a scalar. Return one number per row, or choose a "
-                "batch_size or a number of rows that divides."
+                f"validation has {data.values.num_rows} rows: the last batch has "
+                f"{rows_of_last_batch}, which do not divide over {jax.device_count()} devices, and "
+                "cannot be filled up, because the loss is a scalar. Return one number per row, or "
+                "choose a batch_size or a number of rows that divides."
             )
     elif isinstance(data.values, Batches) and data.values.is_iterator:
         raise FitError(
             "validation is an iterator, which comes once, and is evaluated several times; pass a "
             "list of its batches."
         )
-    cfg.evalers = {
-        VALIDATION: evaler.SpmdEvaler.default_config().set(
-            input=data.input_config(counts_rows=counts_rows),
-            eval_policy=config_for_function(evaler.every_n_steps_policy).set(
-                n=every, max_step=cfg.max_step
-            ),
-            summary_writer=JsonLinesWriter.default_config(),
-        )
-    }
+    eval_policy = config_for_function(evaler.every_n_steps_policy)
+    validation = evaler.SpmdEvaler.default_config().set(
+        input=data.input_config(counts_rows=counts_rows),
+        eval_policy=eval_policy.set(n=interval, max_step=cfg.max_step),
+        summary_writer=JsonLinesWriter.default_config(),
+    )
+    cfg.evalers = {VALIDATION: validation}
     cfg.checkpointer.keep_best = policy.KeepBest.default_config().set(
         metric=policy.EvalMetric(VALIDATION, "loss"), mode="min"
     )

@@ -31,9 +31,9 @@ from weft.functional.arrays import counted
 from weft.hierarchy import MetricAccumulator, NestedParameterSpec, ParameterSpec, WeightedSummary
 from weft.hierarchy.context import OutputCollection, require_context
 from weft.hierarchy.metrics import LossOfRows
-from weft.trainer.optimizers.base import NestedOptParam, opt_param_values, path_name
+from weft.trainer.optimizers.base import NestedOptParam, opt_param_values, path_name, tree_paths
 from weft.trainer.update_transformation import ForwardFn, ForwardOutputs, ForwardPass
-from weft.typing import DType, Nested, NestedTensor, PartitionSpec, T, Tensor
+from weft.typing import DType, Nested, NestedTensor, PartitionSpec, PyTree, T, Tensor
 
 
 def forward_and_gradients(
@@ -47,35 +47,42 @@ def forward_and_gradients(
     Raises UntrainableParameterError if a parameter to be trained has no floating-point dtype.
     """
     values = opt_param_values(opt_params)
+    leaves, tree = jax.tree.flatten(values)
+    paths = jax.tree.leaves(tree_paths(values))
     flags = jax.tree.leaves(trainable)
-    leaves_with_paths, tree = jax.tree_util.tree_flatten_with_path(values)
-    leaves = [leaf for _, leaf in leaves_with_paths]
-    for (path, leaf), is_trained in zip(leaves_with_paths, flags, strict=True):
-        if is_trained and not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise errors.UntrainableParameterError(
-                f"the parameter {path_name(path)!r} of dtype {leaf.dtype} has no gradients; "
-                "exclude it "
-                f"from training: `update_rules=[({path_name(path)!r}, UpdateType.STATE_UPDATES), "
-                "...]`."
-            )
+    trained_leaves: dict[int, Tensor] = {}  # by their index among all leaves
+    for index, (path, leaf, is_trained) in enumerate(zip(paths, leaves, flags, strict=True)):
+        if is_trained:
+            _check_trainable(path, leaf)
+            trained_leaves[index] = leaf
 
     context = require_context("differentiation")
 
-    def loss_fn(trained: list[Tensor]) -> tuple[Any, tuple[ForwardOutputs, OutputCollection]]:
-        rest = iter(trained)
-        both = zip(leaves, flags, strict=True)
-        params = tree.unflatten([next(rest) if is_trained else leaf for leaf, is_trained in both])
+    def loss_fn(
+        trained_leaves: dict[int, Tensor],
+    ) -> tuple[Tensor, tuple[ForwardOutputs, OutputCollection]]:
+        all_leaves = [trained_leaves.get(index, leaf) for index, leaf in enumerate(leaves)]
+        params = tree.unflatten(all_leaves)
         # What `fn` adds to the context is a result, so that it does not leak.
         outputs, additions = context.functional(fn)(model_params=params, inputs=inputs)
         return outputs.loss, (outputs, additions)
 
-    trained = [leaf for leaf, is_trained in zip(leaves, flags, strict=True) if is_trained]
-    (_, (outputs, additions)), grads = jax.value_and_grad(loss_fn, has_aux=True)(trained)
+    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+    (_, (outputs, additions)), gradients = value_and_grad(trained_leaves)
     context.add_outputs(additions)
-    rest = iter(grads)
-    masked = [next(rest) if is_trained else optax.MaskedNode() for is_trained in flags]
+    masked_gradients = [
+        gradients.get(index, optax.MaskedNode()) for index in range(tree.num_leaves)
+    ]
     forward_pass = ForwardPass(forward_fn=fn, inputs=inputs, model_params=values, outputs=outputs)
-    return forward_pass, tree.unflatten(masked)
+    return forward_pass, tree.unflatten(masked_gradients)
+
+
+def _check_trainable(path: str, leaf: Tensor) -> None:
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        raise errors.UntrainableParameterError(
+            f"the parameter {path!r} of dtype {leaf.dtype} has no gradients; exclude it from "
+            f"training: `update_rules=[({path!r}, UpdateType.STATE_UPDATES), ...]`."
+        )
 
 
 def with_gradient_layouts(
@@ -87,11 +94,11 @@ def with_gradient_layouts(
     with the same spec as their parameter need no constraint.
     """
 
-    def laid_out(spec: ParameterSpec, of_gradient: ParameterSpec, x: Tensor) -> Tensor:
+    def laid_out(spec: ParameterSpec, gradient_spec: ParameterSpec, x: Tensor) -> Tensor:
         is_trained = jnp.issubdtype(x.dtype, jnp.inexact) and not spec.is_state
-        if not is_trained or spec.partition_spec == of_gradient.partition_spec:
+        if not is_trained or spec.partition_spec == gradient_spec.partition_spec:
             return x
-        return _with_gradient_layout(x, of_gradient.partition_spec)
+        return _with_gradient_layout(x, gradient_spec.partition_spec)
 
     return jax.tree.map(laid_out, specs, gradient_specs, params)
 
@@ -105,9 +112,6 @@ def _with_gradient_layout(x: Tensor, spec: PartitionSpec) -> Tensor:
 _with_gradient_layout.defvjp(
     lambda x, spec: (x, None), lambda spec, _, gradient: (constrain(gradient, spec),)
 )
-
-
-ByPath = dict[str, Any]
 
 
 def with_minibatch_steps(
@@ -165,72 +169,76 @@ class _Microbatches:
     metric_accumulator: config.InstantiableConfig
     grad_dtype: DType | None
 
-    def differentiable(self) -> Callable[[Any, Any], ForwardOutputs]:
+    def differentiable(self) -> Callable[[NestedTensor, NestedTensor], ForwardOutputs]:
         """Returns the pass as a function of parameters and inputs with the loss's derivative."""
 
         @jax.custom_vjp
         def run(params: NestedTensor, inputs: NestedTensor) -> ForwardOutputs:
-            return self._scan(params, inputs, trained=set())[0]
+            return self._scan(params, inputs, trained_indices=set())[0]
 
-        def forward(params: NestedTensor, inputs: NestedTensor) -> tuple[ForwardOutputs, Any]:
-            trained = {
-                path for path, primal in _by_path(params, _is_primal).items() if primal.perturbed
-            }
+        # The gradients are summed in the forward pass, microbatch by microbatch; the backward
+        # pass only scales them.
+        def forward(params: NestedTensor, inputs: NestedTensor) -> tuple[ForwardOutputs, PyTree]:
+            primals = jax.tree.leaves(params, is_leaf=_is_primal)
+            trained_indices = {index for index, x in enumerate(primals) if x.perturbed}
             params, inputs = jax.tree.map(lambda x: x.value, (params, inputs), is_leaf=_is_primal)
-            return self._scan(params, inputs, trained)
+            return self._scan(params, inputs, trained_indices)
 
-        def backward(gradients: NestedTensor, cotangents: ForwardOutputs) -> tuple[Any, None]:
-            factor = _of_loss_alone(cotangents)
+        def backward(gradients: PyTree, cotangents: ForwardOutputs) -> tuple[PyTree, None]:
+            factor = _cotangent_of_loss(cotangents)
             return jax.tree.map(lambda g: (factor * g).astype(g.dtype), gradients), None
 
         run.defvjp(forward, backward, symbolic_zeros=True)
         return run
 
     def _scan(
-        self, params: NestedTensor, inputs: NestedTensor, trained: set[str]
-    ) -> tuple[ForwardOutputs, Any]:
+        self, params: NestedTensor, inputs: NestedTensor, trained_indices: set[int]
+    ) -> tuple[ForwardOutputs, PyTree]:
         """Returns the outputs of the whole batch, and gradients in the structure of the parameters.
 
-        `trained` has the paths of the parameters with gradients; the others' gradients are None.
+        `trained_indices` are those of the leaves with gradients; the others' gradients are None.
         """
-        values, tree = _by_path(params), jax.tree.structure(params)
-        microbatches = _cut(inputs, self.steps)
-        grads = {
-            path: jnp.zeros_like(x, self.grad_dtype or jnp.promote_types(x.dtype, jnp.float32))
-            for path, x in values.items()
-            if path in trained
-        }
+        leaves, tree = jax.tree.flatten(params)
+        trained_leaves = {index: leaves[index] for index in trained_indices}
 
-        def run(wrt: ByPath, inputs: NestedTensor) -> tuple[Tensor, ForwardOutputs]:
-            now = {**values, **wrt}
-            outputs = self.fn(
-                model_params=tree.unflatten([now[path] for path in values]), inputs=inputs
-            )
+        def loss_fn(
+            trained_leaves: dict[int, Tensor], inputs: NestedTensor
+        ) -> tuple[Tensor, ForwardOutputs]:
+            all_leaves = [trained_leaves.get(index, leaf) for index, leaf in enumerate(leaves)]
+            outputs = self.fn(model_params=tree.unflatten(all_leaves), inputs=inputs)
             return outputs.loss, outputs
 
-        def one(grads: ByPath, inputs: NestedTensor) -> tuple[ByPath, Any]:
-            wrt = {path: values[path] for path in grads}
-            new, outputs = jax.grad(run, has_aux=True)(wrt, inputs)
+        def add_microbatch(
+            sums: dict[int, Tensor], inputs: NestedTensor
+        ) -> tuple[dict[int, Tensor], tuple[Tensor, ForwardOutputs]]:
+            gradients, outputs = jax.grad(loss_fn, has_aux=True)(trained_leaves, inputs)
             weight = _weight(outputs)
-            new = {path: weight * counted(new[path], weight) for path in grads}
-            grads = {path: g + new[path].astype(g.dtype) for path, g in grads.items()}
-            return grads, (weight, outputs)
+            new_sums: dict[int, Tensor] = {}
+            for index, gradient in gradients.items():
+                weighted = weight * counted(gradient, weight)
+                new_sums[index] = sums[index] + weighted.astype(sums[index].dtype)
+            return new_sums, (weight, outputs)
 
-        grads, (weights, stacked) = jax.lax.scan(one, grads, microbatches)
+        zeros = {index: self._zeros_like(leaf) for index, leaf in trained_leaves.items()}
+        microbatches = _split_inputs(inputs, self.steps)
+        sums, (weights, stacked_outputs) = jax.lax.scan(add_microbatch, zeros, microbatches)
         total = jnp.sum(weights)
         # A batch without a valid target has weight 0 and gradient 0.
         factor = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
-        gradients = [
-            (factor * grads[path]).astype(x.dtype) if path in grads else None
-            for path, x in values.items()
-        ]
-        return self._joined(stacked, factor * weights), tree.unflatten(gradients)
+        gradients: list[Tensor | None] = [None] * len(leaves)
+        for index, leaf in trained_leaves.items():
+            gradients[index] = (factor * sums[index]).astype(leaf.dtype)
+        return self._merge(stacked_outputs, factor * weights), tree.unflatten(gradients)
 
-    def _joined(self, stacked: ForwardOutputs, shares: Tensor) -> ForwardOutputs:
-        """Returns the outputs of the batch from those of the microbatches."""
+    def _zeros_like(self, x: Tensor) -> Tensor:
+        dtype = self.grad_dtype or jnp.promote_types(x.dtype, jnp.float32)
+        return jnp.zeros_like(x, dtype)
+
+    def _merge(self, stacked: ForwardOutputs, shares: Tensor) -> ForwardOutputs:
+        """Returns the outputs of the batch from those of the microbatches, on a first axis."""
         accumulator: MetricAccumulator = self.metric_accumulator.instantiate()
         for i in range(self.steps):
-            accumulator.update(_at(stacked.output_collection.summaries, i))
+            accumulator.update(_index(stacked.output_collection.summaries, i))
         equal_shares = jnp.full(self.steps, 1 / self.steps, jnp.float32)
         collection = stacked.output_collection._replace(
             summaries=accumulator.summaries(),
@@ -243,7 +251,7 @@ class _Microbatches:
         )
 
 
-def _mean(stacked: NestedTensor, shares: Tensor) -> Any:
+def _mean(stacked: T, shares: Tensor) -> T:
     """Returns the weighted mean over the first axis, in the dtype of each array.
 
     Integers, booleans and keys, which have no mean of their dtype, are those of the last entry.
@@ -259,7 +267,7 @@ def _mean(stacked: NestedTensor, shares: Tensor) -> Any:
     return jax.tree.map(mean, stacked)
 
 
-def _mean_aux(stacked: NestedTensor, shares: Tensor, equal_shares: Tensor) -> Any:
+def _mean_aux(stacked: T, shares: Tensor, equal_shares: Tensor) -> T:
     """Returns the mean over the first axis: of integers and booleans the plain one, in float32."""
 
     def mean(x: Tensor) -> Tensor:
@@ -271,7 +279,7 @@ def _mean_aux(stacked: NestedTensor, shares: Tensor, equal_shares: Tensor) -> An
     return jax.tree.map(mean, stacked)
 
 
-def _cut(inputs: object, steps: int) -> dict[str, Any]:
+def _split_inputs(inputs: NestedTensor, steps: int) -> dict[str, PyTree]:
     """Returns the inputs of all microbatches, stacked on a first axis."""
     if not isinstance(inputs, dict) or "input_batch" not in inputs:
         raise errors.GradientAccumulationError(
@@ -279,30 +287,39 @@ def _cut(inputs: object, steps: int) -> dict[str, Any]:
             "'input_batch' to split. Make the inputs a dict with this key."
         )
 
-    def cut(path: jax.tree_util.KeyPath, x: Tensor) -> Any:
-        if jnp.ndim(x) == 0:
-            return jnp.broadcast_to(x, (steps,))
-        if x.shape[0] % steps:
-            raise errors.GradientAccumulationError(
-                f"input_batch/{path_name(path)} has {x.shape[0]} rows, which cannot be split into "
-                f"steps={steps} microbatches of equal size. Set steps to a divisor of "
-                f"{x.shape[0]}, or the batch size to a multiple of {steps}."
-            )
-        return jnp.swapaxes(x.reshape(x.shape[0] // steps, steps, *x.shape[1:]), 0, 1)
-
-    def repeated(x: Tensor) -> Any:
+    def repeat(x: Tensor) -> Tensor:
         return jnp.broadcast_to(x, (steps, *jnp.shape(x)))
 
-    parts = {name: jax.tree.map(repeated, value) for name, value in inputs.items()}
-    parts["input_batch"] = jax.tree_util.tree_map_with_path(cut, inputs["input_batch"])
-    if inputs.get("forward_key") is not None:
-        parts["forward_key"] = jax.random.split(inputs["forward_key"], steps)
-    return parts
+    def split_rows(path: jax.tree_util.KeyPath, x: Tensor) -> Tensor:
+        if jnp.ndim(x) == 0:
+            return repeat(x)
+        rows = x.shape[0]
+        if rows % steps:
+            raise errors.GradientAccumulationError(
+                f"input_batch/{path_name(path)} has {rows} rows, which cannot be split into "
+                f"steps={steps} microbatches of equal size. Set steps to a divisor of "
+                f"{rows}, or the batch size to a multiple of {steps}."
+            )
+        interleaved = x.reshape(rows // steps, steps, *x.shape[1:])
+        return jnp.swapaxes(interleaved, 0, 1)
+
+    stacked_inputs: dict[str, PyTree] = {}
+    for name, value in inputs.items():
+        if name == "input_batch":
+            stacked_inputs[name] = jax.tree_util.tree_map_with_path(split_rows, value)
+        elif name == "forward_key" and value is not None:
+            key: Any = value
+            stacked_inputs[name] = jax.random.split(key, steps)
+        else:
+            stacked_inputs[name] = jax.tree.map(repeat, value)
+    return stacked_inputs
 
 
 def _weight(outputs: ForwardOutputs) -> Tensor:
     loss = outputs.output_collection.summaries.get("loss")
-    weight = loss.weight if isinstance(loss, WeightedSummary) else 1
+    weight = 1
+    if isinstance(loss, WeightedSummary):
+        weight = loss.weight
     if not isinstance(loss, WeightedSummary) or isinstance(loss, LossOfRows):
         warnings.warn(
             "gradient accumulation weights all microbatches equally, since the model does not say "
@@ -316,27 +333,21 @@ def _weight(outputs: ForwardOutputs) -> Tensor:
     return jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
 
 
-def _of_loss_alone(cotangents: ForwardOutputs) -> Tensor:
+def _cotangent_of_loss(cotangents: ForwardOutputs) -> Tensor:
     """Returns the cotangent of the loss; raises if another output has one."""
-    others = cotangents.replace(loss=None)
-    for path, cotangent in jax.tree_util.tree_leaves_with_path(others, is_leaf=_is_zero):
+    without_loss = cotangents.replace(loss=None)
+    for path, cotangent in jax.tree_util.tree_leaves_with_path(without_loss, is_leaf=_is_zero):
         if not _is_zero(cotangent):
             raise errors.GradientAccumulationError(
                 f"{path_name(path)} of a forward pass over microbatches was differentiated; only "
                 "its loss can be. Add the required term to the model's loss."
             )
-    loss = cotangents.loss
-    return jnp.zeros(loss.shape, loss.dtype) if _is_zero(loss) else loss
+    if _is_zero(cotangents.loss):
+        return jnp.zeros(cotangents.loss.shape, cotangents.loss.dtype)
+    return cotangents.loss
 
 
-def _by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> ByPath:
-    return {
-        path_name(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-    }
-
-
-def _at(tree: T, i: int) -> T:
+def _index(tree: T, i: int) -> T:
     return jax.tree.map(lambda x: x[i], tree)
 
 

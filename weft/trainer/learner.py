@@ -17,9 +17,12 @@ gradients:
 
 import dataclasses
 import enum
+import functools
+import math
+import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,12 +40,16 @@ from weft.trainer.update_transformation import (
     ForwardBackwardOutputs,
     ForwardFn,
     ForwardOutputs,
+    ForwardPass,
     LearnerModule,
     Updates,
     as_update_transformation,
     mask_tree,
 )
-from weft.typing import DType, Nested, NestedTensor, T, Tensor
+from weft.typing import DType, Nested, NestedTensor, PyTree, T, Tensor
+
+_LearnerConfig = TypeVar("_LearnerConfig", bound=config.InstantiableConfig)
+
 
 _COUNT = base.PartitionedGradientTransformation(
     init=lambda _: jnp.zeros((), jnp.int32),
@@ -88,14 +95,14 @@ class DynamicLossScale(config.Configurable):
                     f"loss_scale.{name}={getattr(cfg, name):g}; expected {expected}."
                 )
 
-    def init(self, params: object = None) -> dict[str, Tensor]:
+    def init(self, params: base.NestedOptParam | None = None) -> dict[str, Tensor]:
         """Returns the state before the first step, whatever the parameters."""
         return {
             "scale": jnp.array(self.config.initial_scale, jnp.float32),
             "finite_steps": jnp.zeros((), jnp.int32),
         }
 
-    def partition(self, params: object = None) -> dict[str, Any]:
+    def partition(self, params: NestedParameterSpec | None = None) -> dict[str, base.OptStateSpec]:
         """Returns the layout of the state."""
         return {"scale": base.replicated((), jnp.float32), "finite_steps": base.COUNT_SPEC}
 
@@ -109,10 +116,11 @@ class DynamicLossScale(config.Configurable):
             minimum_scale=cfg.minimum_scale,
             scale=state["scale"],
             fin_steps=state["finite_steps"],
-        ).after(is_finite)
+        )
+        new_scale = scale.after(is_finite)
         return {
-            "scale": jnp.asarray(scale.scale),
-            "finite_steps": jnp.asarray(scale.fin_steps, jnp.int32),
+            "scale": jnp.asarray(new_scale.scale),
+            "finite_steps": jnp.asarray(new_scale.fin_steps, jnp.int32),
         }
 
 
@@ -128,7 +136,11 @@ def with_scaled_loss(fn: ForwardFn, scale: Tensor) -> ForwardFn:
 
 def unscaled(tree: T, scale: Tensor) -> T:
     """Divides losses or gradients by the scale, in at least single precision."""
-    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)) / scale, tree)
+
+    def unscale(x: Tensor) -> Tensor:
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32)) / scale
+
+    return jax.tree.map(unscale, tree)
 
 
 # For example, runs a forward function over parts of the batch.
@@ -218,30 +230,40 @@ class _OneForwardPassLearner(BaseLearner):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._ema = None if cfg.ema.decay is None else base.as_partitioned(cfg.ema)
-        self._forward_fn_transformation = config.maybe_instantiate(cfg.forward_fn_transformation)
+        self._ema: base.PartitionedGradientTransformation | None = None
+        # What makes the parts of the state besides those of optimizers.
+        self._additional_state: dict[
+            str, base.PartitionedGradientTransformation | DynamicLossScale
+        ] = {}
+        if cfg.ema.decay is not None:
+            self._ema = self._additional_state["ema"] = base.as_partitioned(cfg.ema)
+        self._forward_fn_transformation: ForwardFnTransformation | None = config.maybe_instantiate(
+            cfg.forward_fn_transformation
+        )
         self._loss_scale: DynamicLossScale | None = None
-        # Makers of parts of the state besides those of optimizers.
-        self._own_state: dict[str, Any] = {} if self._ema is None else {"ema": self._ema}
 
     def init(self, model_params: base.NestedOptParam) -> dict[str, Any]:
-        own, params = self._own_state, base.at_least_float32(model_params)
-        state = self._of_optimizers("init", model_params)
+        state = self._call_optimizers("init", model_params)
         self._check_average(state)
-        return state | {name: part.init(params) for name, part in own.items()}
+        params = base.at_least_float32(model_params)
+        for name, maker in self._additional_state.items():
+            state[name] = maker.init(params)
+        return state
 
     def create_state_partition_specs(
         self, model_param_specs: NestedParameterSpec
     ) -> dict[str, base.NestedOptStateSpec]:
-        own, params = self._own_state, base.at_least_float32(model_param_specs)
-        specs = self._of_optimizers("create_state_partition_specs", model_param_specs)
+        specs = self._call_optimizers("create_state_partition_specs", model_param_specs)
         self._check_average(specs)
-        return specs | {name: part.partition(params) for name, part in own.items()}
+        param_specs = base.at_least_float32(model_param_specs)
+        for name, maker in self._additional_state.items():
+            specs[name] = maker.partition(param_specs)
+        return specs
 
     @nowrap
     def is_schedule_free(self, model_param_specs: NestedParameterSpec) -> bool:
         """Returns whether an optimizer is schedule-free, and so needs `ema.decay`."""
-        specs = self._of_optimizers("create_state_partition_specs", model_param_specs)
+        specs = self._call_optimizers("create_state_partition_specs", model_param_specs)
         return bool(transformations.schedule_free_states(specs))
 
     def _check_average(self, state: dict[str, Any]) -> None:
@@ -263,51 +285,75 @@ class _OneForwardPassLearner(BaseLearner):
                 "average."
             )
 
-    def _of_optimizers(self, method: str, params: Any) -> dict[str, Any]:
-        """Calls a method of each optimizer, by name, with the parameters or specs that it gets."""
+    def _call_optimizers(self, method: str, params: PyTree) -> dict[str, PyTree]:
+        """Calls a method of each optimizer with its parameters or specs; returns results by name.
+
+        `params` may be a tree of parameters or of their specs.
+        """
         raise NotImplementedError(type(self))
 
     def forward_and_backward(
         self, *, fn: ForwardFn, inputs: NestedTensor, opt_params: base.NestedOptParam
     ) -> ForwardBackwardOutputs:
-        scale = None if self._loss_scale is None else self.state["loss_scale"]["scale"]
-        transform = self._forward_fn_transformation or (lambda fn: fn)
-        unscaled_fn = transform(fn)
-        fn = unscaled_fn if scale is None else transform(with_scaled_loss(fn, scale))
-        trainable = self.should_update_with_optimizers(opt_params)
-        forward_pass, gradients = forward_and_gradients(
-            fn, inputs=inputs, opt_params=opt_params, trainable=trainable
-        )
-        if scale is not None:
-            gradients = unscaled(gradients, scale)
-            loss = unscaled(forward_pass.outputs.loss, scale)
-            outputs = forward_pass.outputs.replace(loss=loss)
-            forward_pass = forward_pass.replace(outputs=outputs, forward_fn=unscaled_fn)
+        forward_pass, gradients = self._forward_and_gradients(fn, inputs, opt_params)
         outputs = forward_pass.outputs
-        updated_params = self.update(
-            Updates(
-                opt_params=opt_params,
-                delta_updates=gradients,
-                inplace_updates=outputs.output_collection.state_updates,
-                forward_pass={"default": forward_pass},
-            )
+        updates = Updates(
+            opt_params=opt_params,
+            delta_updates=gradients,
+            inplace_updates=outputs.output_collection.state_updates,
+            forward_pass={"default": forward_pass},
         )
-        handled = self.handles_undefined_gradients(self.state, opt_params)
-        watched = jax.tree.map(lambda is_handled: not is_handled, handled)
-        gradients = mask_tree(gradients, keep=watched)
+        updated_params = self.update(updates)
+        is_handled = self.handles_undefined_gradients(self.state, opt_params)
+        must_be_finite = jax.tree.map(operator.not_, is_handled)
+        gradients = mask_tree(gradients, keep=must_be_finite)
         return ForwardBackwardOutputs(
             forward_outputs=outputs,
             backward_outputs=BackwardOutputs(updated_params=updated_params, gradients=gradients),
         )
 
+    def _forward_and_gradients(
+        self, fn: ForwardFn, inputs: NestedTensor, opt_params: base.NestedOptParam
+    ) -> tuple[ForwardPass, NestedTensor]:
+        """Differentiates the scaled loss, if there is a scale; returns unscaled numbers."""
+        trainable = self.should_update_with_optimizers(opt_params)
+        differentiate = functools.partial(
+            forward_and_gradients, inputs=inputs, opt_params=opt_params, trainable=trainable
+        )
+        unscaled_fn = self._transformed(fn)
+        if self._loss_scale is None:
+            return differentiate(unscaled_fn)
+        scale = self.state["loss_scale"]["scale"]
+        # Scaled before the transformation: each microbatch has a loss and gradients of its own.
+        scaled_fn = self._transformed(with_scaled_loss(fn, scale))
+        forward_pass, gradients = differentiate(scaled_fn)
+        loss = unscaled(forward_pass.outputs.loss, scale)
+        outputs = forward_pass.outputs.replace(loss=loss)
+        forward_pass = forward_pass.replace(outputs=outputs, forward_fn=unscaled_fn)
+        return forward_pass, unscaled(gradients, scale)
+
+    def _transformed(self, fn: ForwardFn) -> ForwardFn:
+        if self._forward_fn_transformation is None:
+            return fn
+        return self._forward_fn_transformation(fn)
+
     def _update_ema(self, opt_params: base.NestedOptParam, new_params: NestedTensor) -> None:
-        if self._ema is not None:
-            new = jax.tree.map(lambda p, x: dataclasses.replace(p, value=x), opt_params, new_params)
-            new = base.at_least_float32(new)
-            states = self.get_invocation_context().get_state_updates()
-            extra_args = {"optimizer_states": states}
-            _, ema_state = base.update_with(self._ema, {}, self.state["ema"], new, extra_args)
-            self.add_state_update("ema", ema_state)
+        if self._ema is None:
+            return
+
+        def with_value(param: base.OptParam, value: Tensor) -> base.OptParam:
+            return dataclasses.replace(param, value=value)
+
+        new_opt_params = jax.tree.map(with_value, opt_params, new_params)
+        optimizer_states = self.get_invocation_context().get_state_updates()
+        _, ema_state = base.update_with(
+            self._ema,
+            {},
+            self.state["ema"],
+            base.at_least_float32(new_opt_params),
+            {"optimizer_states": optimizer_states},
+        )
+        self.add_state_update("ema", ema_state)
 
 
 class Learner(_OneForwardPassLearner):
@@ -345,10 +391,12 @@ class Learner(_OneForwardPassLearner):
         self._add_child("optimizer", as_update_transformation(cfg.optimizer))
         self._loss_scale = config.maybe_instantiate(cfg.loss_scale)
         if cfg.ignore_undefined_loss:
-            self._own_state["undefined_loss_count"] = _COUNT
+            self._additional_state["undefined_loss_count"] = _COUNT
         if self._loss_scale is not None:
-            self._own_state["loss_scale"] = self._loss_scale
-        self._precision = None if cfg.precision is None else as_precision(cfg.precision)
+            self._additional_state["loss_scale"] = self._loss_scale
+        self._precision: Precision | None = None
+        if cfg.precision is not None:
+            self._precision = as_precision(cfg.precision)
         self._stats = {name: variable_stat(name) for name in cfg.per_variable_stats}
 
     def handles_undefined_loss(self) -> bool:
@@ -365,24 +413,26 @@ class Learner(_OneForwardPassLearner):
         return jax.tree.map(lambda _: handles, model_params)
 
     def should_update_with_optimizers(self, model_params: base.NestedOptParam) -> Nested[bool]:
-        return jax.tree.map(
-            lambda matches, param: matches and not getattr(param, "is_state", False),
-            self._matching(should_update_with_optimizers, model_params),
-            model_params,
-        )
+        def is_optimized(update_type: UpdateType | None, param: base.OptParam) -> bool:
+            is_state = getattr(param, "is_state", False)
+            return should_update_with_optimizers(update_type) and not is_state
+
+        return jax.tree.map(is_optimized, self._update_types(model_params), model_params)
 
     def update(self, updates: Updates) -> NestedTensor:
         self._add_per_variable_summaries(updates)
-        applied = updates.mask(
-            self._matching(should_apply_state_updates, updates.opt_params),
-            fields=("inplace_updates",),
+        applies_state = jax.tree.map(
+            should_apply_state_updates, self._update_types(updates.opt_params)
         )
-        optimized = self._optimize(
-            applied.mask(self.should_update_with_optimizers, fields=("opt_params", "delta_updates"))
+        masked = updates.mask(applies_state, fields=("inplace_updates",))
+        masked = masked.mask(
+            self.should_update_with_optimizers, fields=("opt_params", "delta_updates")
         )
-        optimized = optimized.replace(opt_params=updates.opt_params)
-        rounding = None if self._precision is None else self._rounded_param
-        new_params = optimized.updated_values(rounding)
+        optimized = self._optimize(masked).replace(opt_params=updates.opt_params)
+        round_sum = None
+        if self._precision is not None:
+            round_sum = functools.partial(self._rounded_param, self._precision)
+        new_params = optimized.updated_values(round_sum)
         self._update_ema(updates.opt_params, new_params)
         if self.config.ignore_undefined_loss or self._loss_scale is not None:
             new_params = self._unless_undefined(new_params, updates)
@@ -392,34 +442,31 @@ class Learner(_OneForwardPassLearner):
         """Runs the optimizer, with a policy in float32 on numbers that are stored in fewer bits."""
         if self._precision is None:
             return self.optimizer(updates)
-        context, stored = self.get_invocation_context(), self.state["optimizer"]
-        state = {**self.state, "optimizer": base.at_least_float32(stored)}
+        context = self.get_invocation_context()
+        stored_state = self.state["optimizer"]
+        state = {**self.state, "optimizer": base.at_least_float32(stored_state)}
+        wide_updates = updates.replace(
+            opt_params=base.at_least_float32(updates.opt_params),
+            delta_updates=base.at_least_float32(updates.delta_updates),
+        )
         with set_current_context(context.fork_with_outputs(state=state), require_parent=False):
-            optimized = self.optimizer(
-                updates.replace(
-                    opt_params=base.at_least_float32(updates.opt_params),
-                    delta_updates=base.at_least_float32(updates.delta_updates),
-                )
-            )
-        of_learner = context.get_state_updates()
-        of_learner["optimizer"] = self._precision.round_tree(
-            of_learner["optimizer"], stored, lambda: self._rounding_key("moments")
+            optimized = self.optimizer(wide_updates)
+        state_updates = context.get_state_updates()
+        state_updates["optimizer"] = self._precision.round_tree(
+            state_updates["optimizer"], stored_state, lambda: self._rounding_key("moments")
         )
         return optimized
 
-    def _rounded_param(self, path: str, x: Tensor, dtype: DType) -> Tensor:
-        assert self._precision is not None
-        return self._precision.round(
-            x, dtype, lambda: fold_in_name(self._rounding_key("params"), path)
-        )
+    def _rounded_param(self, precision: Precision, path: str, x: Tensor, dtype: DType) -> Tensor:
+        return precision.round(x, dtype, lambda: fold_in_name(self._rounding_key("params"), path))
 
-    def _rounding_key(self, what: str) -> Tensor:
+    def _rounding_key(self, purpose: str) -> Tensor:
         if self.prng_key is None:
             raise errors.MissingPrngKeyError(
                 f"{self.path()} rounds stochastically, and the invocation has no PRNG key; pass "
                 "prng_key= to `functional`, or set stochastic_rounding=False of its precision."
             )
-        return fold_in_name(self.prng_key, f"rounding of {what}")
+        return fold_in_name(self.prng_key, f"rounding of {purpose}")
 
     def _unless_undefined(self, new_params: NestedTensor, updates: Updates) -> NestedTensor:
         """Returns the new parameters; if undefined, restores the old state and parameters."""
@@ -439,30 +486,34 @@ class Learner(_OneForwardPassLearner):
             self.add_summary("loss_scale", state["scale"])
         return clipping.tree_where(is_defined, new_params, updates.param_values())
 
-    def _matching(self, wanted: Callable[[UpdateType | None], bool], tree: object) -> Nested[bool]:
-        rules = [*self.config.update_rules, (".*", UpdateType.ALL_UPDATES)]
+    def _update_types(self, tree: PyTree) -> Nested[UpdateType | None]:
+        """Returns the kind of updates of each leaf, by the first of the `update_rules` for it."""
 
-        def matches(path: str) -> bool:
-            return wanted(next(kind for pattern, kind in rules if re.fullmatch(pattern, path)))
+        def update_type_of(path: str) -> UpdateType | None:
+            for pattern, update_type in self.config.update_rules:
+                if re.fullmatch(pattern, path):
+                    return update_type or UpdateType.NO_UPDATE  # None would be no leaf
+            return UpdateType.ALL_UPDATES
 
-        return jax.tree.map(matches, base.tree_paths(tree))
+        return jax.tree.map(update_type_of, base.tree_paths(tree))
 
-    def _of_optimizers(self, method: str, params: Any) -> dict[str, Any]:
-        make = getattr(self.optimizer, method)
+    def _call_optimizers(self, method: str, params: PyTree) -> dict[str, PyTree]:
+        call = getattr(self.optimizer, method)
         optimized = mask_tree(params, keep=self.should_update_with_optimizers(params))
         if self._precision is None:
-            return {"optimizer": make(optimized)}
-        made = make(base.at_least_float32(optimized))
-        return {"optimizer": self._precision.with_stored_moments(made, optimized)}
+            return {"optimizer": call(optimized)}
+        wide_state = call(base.at_least_float32(optimized))
+        return {"optimizer": self._precision.with_stored_moments(wide_state, optimized)}
 
     def _add_per_variable_summaries(self, updates: Updates) -> None:
-        chosen = self.config.enable_per_variable_summaries
-        if not chosen:
+        patterns = self.config.enable_per_variable_summaries
+        if patterns is True:
+            patterns = [".*"]
+        if not patterns:
             return
-        patterns = [".*"] if chosen is True else chosen
-        reported = {"param": updates.param_values(), "grad": updates.delta_updates}
-        for kind, tree in reported.items():
-            for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        trees = {"param": updates.param_values(), "grad": updates.delta_updates}
+        for kind, tree in trees.items():
+            for path, x in base.leaves_by_path(tree).items():
                 if not jnp.issubdtype(x.dtype, jnp.inexact):
                     continue
                 name = base.path_name(path)
@@ -522,41 +573,39 @@ class CompositeLearner(_OneForwardPassLearner):
     def handles_undefined_gradients(
         self, state: Mapping[str, Any], model_params: base.NestedOptParam
     ) -> Nested[bool]:
-        parts = [
-            self.children[name].handles_undefined_gradients(state[name], part)
-            for name, part in self._parts(model_params).items()
-        ]
+        parts: list[Nested[bool]] = []
+        for name, keep in self._masks(model_params).items():
+            learner = self.children[name]
+            part = mask_tree(model_params, keep=keep)
+            parts.append(learner.handles_undefined_gradients(state[name], part))
         return _merge_parts(model_params, parts)
 
     def should_update_with_optimizers(self, model_params: base.NestedOptParam) -> Nested[bool]:
-        parts = self._of_optimizers("should_update_with_optimizers", model_params)
-        return _merge_parts(model_params, [*parts.values()])
+        parts = self._call_optimizers("should_update_with_optimizers", model_params)
+        return _merge_parts(model_params, parts.values())
 
     def update(self, updates: Updates) -> NestedTensor:
-        parts = [
-            self.children[name].update(updates.mask(keep))
-            for name, keep in self._kept_by_learner(updates.opt_params).items()
-        ]
+        parts: list[NestedTensor] = []
+        for name, keep in self._masks(updates.opt_params).items():
+            parts.append(self.children[name].update(updates.mask(keep)))
         new_params = _merge_parts(updates.opt_params, parts)
         self._update_ema(updates.opt_params, new_params)
         return new_params
 
-    def _of_optimizers(self, method: str, params: Any) -> dict[str, Any]:
-        parts = self._parts(params).items()
-        return {name: getattr(self.children[name], method)(part) for name, part in parts}
+    def _call_optimizers(self, method: str, params: PyTree) -> dict[str, PyTree]:
+        results: dict[str, PyTree] = {}
+        for name, keep in self._masks(params).items():
+            call = getattr(self.children[name], method)
+            results[name] = call(mask_tree(params, keep=keep))
+        return results
 
-    def _parts(self, tree: object) -> dict[str, Any]:
-        """Returns for each learner the tree with the other learners' parameters masked."""
-        return {
-            name: mask_tree(tree, keep=keep) for name, keep in self._kept_by_learner(tree).items()
-        }
-
-    def _kept_by_learner(self, tree: object) -> dict[str, Nested[bool]]:
-        names = jax.tree.map(self._learner_of, base.tree_paths(tree))
-        return {
-            learner: jax.tree.map(lambda name, learner=learner: name == learner, names)
-            for learner in self.children
-        }
+    def _masks(self, tree: PyTree) -> dict[str, Nested[bool]]:
+        """Returns for each learner which of the parameters are its own."""
+        learner_names = jax.tree.map(self._learner_of, base.tree_paths(tree))
+        masks: dict[str, Nested[bool]] = {}
+        for learner in self.children:
+            masks[learner] = jax.tree.map(functools.partial(operator.eq, learner), learner_names)
+        return masks
 
     def _learner_of(self, path: str) -> str:
         for pattern, name in self.config.rules:
@@ -570,13 +619,17 @@ class CompositeLearner(_OneForwardPassLearner):
         )
 
 
-def _merge_parts(tree: object, parts: Sequence[Any]) -> Any:
+def _merge_parts(tree: PyTree, parts: Iterable[Nested[T]]) -> Nested[T]:
     """Returns a tree like `tree` with each leaf from the part that has it."""
-    leaf_at = {path: x for part in parts for path, x in base.leaves_by_path(part).items()}
-    return jax.tree_util.tree_map_with_path(lambda path, _: leaf_at[path], tree)
+    leaves: dict[jax.tree_util.KeyPath, T] = {}
+    for part in parts:
+        leaves.update(base.leaves_by_path(part))
+    return jax.tree_util.tree_map_with_path(lambda path, _: leaves[path], tree)
 
 
-def with_precision(learner: Any, precision: str | Precision.Config | None) -> Any:
+def with_precision(
+    learner: _LearnerConfig, precision: str | Precision.Config | None
+) -> _LearnerConfig:
     """Returns the config of a learner with a policy for its dtypes; None leaves its own.
 
     Raises:
@@ -594,7 +647,7 @@ def with_precision(learner: Any, precision: str | Precision.Config | None) -> An
     return learner.clone(precision=precision)
 
 
-_SAMPLES = 1024
+_NUM_SAMPLES = 1024
 
 
 def variable_stat(name: str) -> Callable[[Tensor], Tensor]:
@@ -607,9 +660,26 @@ def variable_stat(name: str) -> Callable[[Tensor], Tensor]:
     return _STATS[name]
 
 
+def _root_mean_square(x: Tensor) -> Tensor:
+    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
+
+
+def _norm(x: Tensor) -> Tensor:
+    return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32))))
+
+
+def _max_abs(x: Tensor) -> Tensor:
+    return jnp.max(jnp.abs(x)).astype(jnp.float32)
+
+
+def _samples(x: Tensor) -> Tensor:
+    interval = math.ceil(x.size / _NUM_SAMPLES)
+    return x.reshape(-1)[::interval].astype(jnp.float32)
+
+
 _STATS: dict[str, Callable[[Tensor], Tensor]] = {
-    "rms": lambda x: jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))),
-    "norm": lambda x: jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)))),
-    "max_abs": lambda x: jnp.max(jnp.abs(x)).astype(jnp.float32),
-    "histogram": lambda x: x.reshape(-1)[:: -(-x.size // _SAMPLES)].astype(jnp.float32),
+    "rms": _root_mean_square,
+    "norm": _norm,
+    "max_abs": _max_abs,
+    "histogram": _samples,
 }

@@ -12,12 +12,13 @@ and the learner's state take their names from the parameters.
 import copy
 import dataclasses
 import glob
+import itertools
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -27,6 +28,17 @@ from weft import config
 from weft.core import axis_rules, spmd
 from weft.distributed import cpu_threads
 from weft.errors import ConfigModifierError, MeshError
+
+
+class Device(Protocol):
+    """Device of JAX, or a description of one."""
+
+    @property
+    def platform(self) -> str: ...
+
+    @property
+    def process_index(self) -> int: ...
+
 
 MeshShape = Sequence[int]
 
@@ -54,7 +66,7 @@ MeshRules = Sequence[tuple[str, MeshShape | HybridMeshShape | config.ConfigModif
 def build_mesh(
     mesh_shape: MeshShape | HybridMeshShape,
     mesh_axis_names: Sequence[str],
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Device] | None = None,
 ) -> jax.sharding.Mesh:
     """Builds a mesh over `devices`, by default all of them.
 
@@ -73,7 +85,7 @@ def build_mesh(
     axis_types = (jax.sharding.AxisType.Auto,) * len(names)
     if not isinstance(mesh_shape, HybridMeshShape):
         (sizes,) = _infer_sizes({"mesh_shape": mesh_shape}, names, len(devices))
-        num_slices = len({_slice_of(device) for device in devices})
+        num_slices = len(_groups_by(_slice_of, devices))
         if num_slices == 1 or devices[0].platform != "tpu":
             return jax.make_mesh(sizes, names, axis_types=axis_types, devices=devices)
         mesh_shape = over_slices(sizes, num_slices)  # make_mesh handles a single slice only
@@ -91,11 +103,13 @@ def infer_mesh_shape(
     >>> infer_mesh_shape((2, -1), num_devices=8)
     (2, 4)
     """
-    is_hybrid = isinstance(mesh_shape, HybridMeshShape)
-    shapes = dataclasses.asdict(mesh_shape) if is_hybrid else {"mesh_shape": mesh_shape}
-    names = tuple(f"axis{i}" for i in range(len(next(iter(shapes.values())))))
-    sizes = _infer_sizes(shapes, names, num_devices or jax.device_count())
-    return HybridMeshShape(*sizes) if is_hybrid else sizes[0]
+    if num_devices is None:
+        num_devices = jax.device_count()
+    if not isinstance(mesh_shape, HybridMeshShape):
+        names = tuple(f"axis{i}" for i in range(len(mesh_shape)))
+        return _infer_sizes({"mesh_shape": mesh_shape}, names, num_devices)[0]
+    names = tuple(f"axis{i}" for i in range(len(mesh_shape.ici_mesh_shape)))
+    return HybridMeshShape(*_infer_sizes(vars(mesh_shape), names, num_devices))
 
 
 def over_slices(mesh_shape: MeshShape, num_slices: int) -> HybridMeshShape:
@@ -104,23 +118,21 @@ def over_slices(mesh_shape: MeshShape, num_slices: int) -> HybridMeshShape:
     >>> over_slices((1, 4, 2), 2)
     HybridMeshShape(ici_mesh_shape=(1, 2, 2), dcn_mesh_shape=(1, 2, 1))
     """
-    axis = next((i for i, size in enumerate(mesh_shape) if size % num_slices == 0), None)
-    if axis is None:
-        raise MeshError(
-            f"the devices form {num_slices} slices, and no axis of mesh_shape={tuple(mesh_shape)} "
-            "is divisible by that number; make one a multiple, or set a HybridMeshShape."
-        )
-    across = tuple(num_slices if i == axis else 1 for i in range(len(mesh_shape)))
-    within = tuple(size // n for size, n in zip(mesh_shape, across, strict=True))
-    return HybridMeshShape(within, across)
-
-
-def _slice_of(device: object) -> Hashable:
-    return getattr(device, "slice_index", None)
+    for axis, size in enumerate(mesh_shape):
+        if size % num_slices == 0:
+            sizes_within = list(mesh_shape)
+            sizes_within[axis] = size // num_slices
+            sizes_across = [1] * len(mesh_shape)
+            sizes_across[axis] = num_slices
+            return HybridMeshShape(tuple(sizes_within), tuple(sizes_across))
+    raise MeshError(
+        f"the devices form {num_slices} slices, and no axis of mesh_shape={tuple(mesh_shape)} "
+        "is divisible by that number; make one a multiple, or set a HybridMeshShape."
+    )
 
 
 def _infer_sizes(
-    shapes: dict[str, MeshShape], names: tuple[str, ...], num_devices: int
+    shapes: Mapping[str, MeshShape], names: tuple[str, ...], num_devices: int
 ) -> list[tuple[int, ...]]:
     """Replaces the -1, such that all shapes multiply to the number of devices."""
     for field, shape in shapes.items():
@@ -129,67 +141,87 @@ def _infer_sizes(
                 f"{field}={tuple(shape)} has {len(shape)} axes and mesh_axis_names={names} names "
                 f"{len(names)}; give one size per name."
             )
-    said = " and ".join(
-        f"{field} ({', '.join(f'{n}={s}' for n, s in zip(names, shape, strict=True))})"
-        for field, shape in shapes.items()
+    shapes_text = " and ".join(
+        f"{field} ({_named_sizes(names, shape)})" for field, shape in shapes.items()
     )
-    sizes = [size for shape in shapes.values() for size in shape]
-    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise MeshError(f"{said}: each size is a positive number, and one may be -1 for the rest.")
-    known = math.prod(size for size in sizes if size != -1)
-    rest = num_devices // known if num_devices % known == 0 else 0
-    if rest == 0 or (-1 not in sizes and rest != 1):
+    sizes = list(itertools.chain.from_iterable(shapes.values()))
+    has_open_size = -1 in sizes
+    given_sizes = list(sizes)
+    if has_open_size:
+        given_sizes.remove(-1)
+    if any(size < 1 for size in given_sizes):  # such as a second -1
         raise MeshError(
-            f"{said} needs {'a multiple of ' if -1 in sizes else ''}{known} devices "
+            f"{shapes_text}: each size is a positive number, and one may be -1 for the rest."
+        )
+    num_given = math.prod(given_sizes)
+    fits = num_devices % num_given == 0 if has_open_size else num_devices == num_given
+    if not fits or num_devices == 0:
+        needed = f"a multiple of {num_given}" if has_open_size else f"{num_given}"
+        raise MeshError(
+            f"{shapes_text} needs {needed} devices "
             f"and there are {num_devices}; the sizes must multiply to the number of devices "
             "(-1 fills in the rest)."
         )
-    return [tuple(rest if size == -1 else size for size in shape) for shape in shapes.values()]
+    open_size = num_devices // num_given
+    return [tuple(open_size if size == -1 else size for size in shape) for shape in shapes.values()]
+
+
+def _named_sizes(names: Sequence[str], shape: MeshShape) -> str:
+    return ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
 
 
 def _hybrid_grid(
-    shape: HybridMeshShape, names: tuple[str, ...], devices: Sequence[Any]
+    shape: HybridMeshShape, names: tuple[str, ...], devices: Sequence[Device]
 ) -> np.ndarray:
-    shapes = {"ici_mesh_shape": shape.ici_mesh_shape, "dcn_mesh_shape": shape.dcn_mesh_shape}
-    ici, dcn = _infer_sizes(shapes, names, len(devices))
-    within = [
-        mesh_utils.create_device_mesh(ici, devices=group, allow_split_physical_axes=True)
-        for group in _groups(devices, math.prod(dcn), names, dcn)
+    ici_sizes, dcn_sizes = _infer_sizes(vars(shape), names, len(devices))
+    grids = [
+        mesh_utils.create_device_mesh(ici_sizes, devices=group, allow_split_physical_axes=True)
+        for group in _equal_groups(devices, names, dcn_sizes)
     ]
     # Axis i of the mesh: first the groups along it, and inside of each its devices.
-    grid = np.stack(within).reshape((*dcn, *ici))
-    n = len(names)
-    interleaved = [axis for i in range(n) for axis in (i, n + i)]
-    return grid.transpose(interleaved).reshape([d * i for d, i in zip(dcn, ici, strict=True)])
+    grid = np.stack(grids).reshape((*dcn_sizes, *ici_sizes))
+    num_axes = len(names)
+    interleaved_axes: list[int] = []
+    for axis in range(num_axes):
+        interleaved_axes += [axis, num_axes + axis]
+    return grid.transpose(interleaved_axes).reshape(np.multiply(dcn_sizes, ici_sizes))
 
 
-_GROUPINGS: dict[str, Callable[[Any], Hashable]] = {
-    "slice(s)": _slice_of,
-    "process(es)": lambda device: device.process_index,
-}
+def _slice_of(device: Device) -> int | None:
+    return getattr(device, "slice_index", None)
 
 
-def _groups(
-    devices: Sequence[Any], count: int, names: tuple[str, ...], dcn: tuple[int, ...]
-) -> list[Sequence[Any]]:
-    """Groups devices by slice or by process, whichever yields `count` groups."""
-    found = {}
-    for kind, group_of in _GROUPINGS.items():
-        groups: dict[Hashable, list[Any]] = {}
-        for device in devices:
-            groups.setdefault(group_of(device), []).append(device)
-        if len(groups) == count and len({len(group) for group in groups.values()}) == 1:
-            return list(groups.values())
-        found[kind] = len(groups)
+def _process_of(device: Device) -> int:
+    return device.process_index
+
+
+def _groups_by(
+    group_of: Callable[[Device], int | None], devices: Sequence[Device]
+) -> list[list[Device]]:
+    groups: dict[int | None, list[Device]] = {}
+    for device in devices:
+        groups.setdefault(group_of(device), []).append(device)
+    return list(groups.values())
+
+
+def _equal_groups(
+    devices: Sequence[Device], names: tuple[str, ...], dcn_sizes: tuple[int, ...]
+) -> Sequence[Sequence[Device]]:
+    """Groups devices by slice or by process, whichever yields as many groups as the sizes say."""
+    num_groups = math.prod(dcn_sizes)
+    size = len(devices) // num_groups
+    slices = _groups_by(_slice_of, devices)
+    processes = _groups_by(_process_of, devices)
+    for groups in (slices, processes):
+        if len(groups) == num_groups and all(len(group) == size for group in groups):
+            return groups
     if all(device.platform == "cpu" for device in devices):
         # CPU devices are interchangeable and can emulate any number of slices.
-        size = len(devices) // count
-        return [devices[i * size : (i + 1) * size] for i in range(count)]
-    said = ", ".join(f"{name}={size}" for name, size in zip(names, dcn, strict=True))
-    there = " and ".join(f"{number} {kind}" for kind, number in found.items())
+        return [devices[i * size : (i + 1) * size] for i in range(num_groups)]
     raise MeshError(
-        f"dcn_mesh_shape ({said}) spans {count} equal groups of devices, and the {len(devices)} "
-        f"devices are in {there}; its sizes must multiply to one of these numbers."
+        f"dcn_mesh_shape ({_named_sizes(names, dcn_sizes)}) spans {num_groups} equal groups of "
+        f"devices, and the {len(devices)} devices are in {len(slices)} slice(s) and "
+        f"{len(processes)} process(es); its sizes must multiply to one of these numbers."
     )
 
 
@@ -236,10 +268,13 @@ def named_sharding(
     mesh: jax.sharding.Mesh, spec: jax.sharding.PartitionSpec, path: str
 ) -> jax.sharding.NamedSharding:
     """Returns the sharding of an array; raises a MeshError for axes that the mesh does not have."""
-    names = {name for entry in spec for name in spmd.axes_of(entry)}
-    if unknown := sorted(names - set(mesh.axis_names)):
+    names: set[str] = set()
+    for entry in spec:
+        names.update(spmd.axes_of(entry))
+    missing_names = sorted(names.difference(mesh.axis_names))
+    if missing_names:
         raise MeshError(
-            f"{path} is laid out as {spec}, but the mesh has no axis {unknown}; it has "
+            f"{path} is laid out as {spec}, but the mesh has no axis {missing_names}; it has "
             f"{mesh.axis_names}. Add the axis to mesh_axis_names (its size may be 1)."
         )
     return jax.sharding.NamedSharding(mesh, spec)
@@ -276,8 +311,12 @@ class RulesByKind(config.Configurable):
 
         Raises a LogicalAxisError if rules are malformed.
         """
+        cfg = self.config
         return KindRules(
-            *(_with_priority(getattr(self.config, kind), rules) for kind in KindRules._fields)
+            parameters=_with_priority(cfg.parameters, rules),
+            optimizer=_with_priority(cfg.optimizer, rules),
+            gradients=_with_priority(cfg.gradients, rules),
+            activations=_with_priority(cfg.activations, rules),
         )
 
 
@@ -295,10 +334,13 @@ def rules_of(cfg: config.ConfigBase) -> KindRules:
     return cfg.rules_by_kind.instantiate().with_all(cfg.logical_axis_rules)
 
 
-def _with_priority(own: AxisRules, rules: AxisRules) -> axis_rules.Rules:
-    first = axis_rules.checked_rules(own)
-    known = {name for name, _ in first}
-    return first + tuple(rule for rule in axis_rules.checked_rules(rules) if rule[0] not in known)
+def _with_priority(rules_of_kind: AxisRules, general_rules: AxisRules) -> axis_rules.Rules:
+    rules = list(axis_rules.checked_rules(rules_of_kind))
+    names = {name for name, _ in rules}
+    for rule in axis_rules.checked_rules(general_rules):
+        if rule[0] not in names:
+            rules.append(rule)
+    return tuple(rules)
 
 
 def unused_gpu_note() -> str | None:

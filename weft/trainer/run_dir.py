@@ -55,7 +55,7 @@ from weft.serialization.directory import Directory
 from weft.serialization.untrusted import check_json, check_local_path, parse_json
 from weft.trainer.checkpointer import retries
 from weft.trainer.checkpointer.dirs import check_name, has_checkpoint, step_dirs
-from weft.trainer.schedule import as_schedule_fn
+from weft.trainer.schedule import ScheduleFn, as_schedule_fn
 from weft.trainer.trainer_config_modifier import find_values, outermost
 
 logger = logging.getLogger(__name__)
@@ -68,9 +68,10 @@ TRACES_DIR = "trace"
 MAX_CONFIG_BYTES = 2**22
 """How large the text of a config may be."""
 _MAX_RECORD_BYTES = 2**26
-_SIGNATURE, _SCHEDULE_STEPS, _CONFIG_COPY = "signature", "schedule_steps", "config"
+_SIGNATURE = "signature"
+_SCHEDULE_STEPS = "schedule_steps"
+_CONFIG_COPY = "config"
 _KEY_BYTES = 32
-_LENGTH, _RATE = "max_step", "learning_rate"
 
 # Fields that do not affect the parameters after a given step.
 MAY_CHANGE = frozenset(
@@ -99,28 +100,28 @@ def check_run_dir(cfg: ConfigBase) -> None:
     check_places(cfg.dir)
     if not has_checkpoint(os.path.join(cfg.dir, CHECKPOINTS_DIR)):
         return
-    free = free_dir(cfg.dir)
-    other = f"Choose another directory, such as dir={free!r}"
+    unused_dir = free_dir(cfg.dir)
+    advice = f"Choose another directory, such as dir={unused_dir!r}"
     if not was_started(cfg.dir) and not has_steps(cfg.dir):
         raise RunDirError(
             f"dir={cfg.dir!r} holds checkpoints of an unknown run: there is no {CONFIG_FILE}. "
-            f"{other}.",
-            free_dir=free,
+            f"{advice}.",
+            free_dir=unused_dir,
         )
-    changes = changes_of_run(cfg.dir, cfg)
-    if changes:
+    config_changes = changes_of_run(cfg.dir, cfg)
+    if config_changes:
+        change_lines = "\n".join(f"  {change}" for change in config_changes)
         raise RunDirError(
             f"dir={cfg.dir!r} belongs to a run with another config (its value → the one given):\n"
-            + "\n".join(f"  {change}" for change in changes)
-            + f"\n{other}, or restore the values of these fields.",
-            free_dir=free,
+            f"{change_lines}\n{advice}, or restore the values of these fields.",
+            free_dir=unused_dir,
         )
-    changes = _changes_of_data(cfg, _TRAINING)
-    if changes and not _was_to_be_mended(cfg):
+    data_changes = _changes_of_data(cfg, _TRAINING)
+    if data_changes and not _was_to_be_mended(cfg):
         raise RunDirError(
-            f"dir={cfg.dir!r} belongs to a run on other data: {'; '.join(changes)}. {other}, or "
-            "restore the data.",
-            free_dir=free,
+            f"dir={cfg.dir!r} belongs to a run on other data: {'; '.join(data_changes)}. {advice}, "
+            "or restore the data.",
+            free_dir=unused_dir,
         )
 
 
@@ -129,11 +130,13 @@ _TRAINING, _EVALUATION = "input", "evalers"
 
 def _changes_of_data(cfg: ConfigBase, field: str) -> list[str]:
     """Returns a text for each change of data since the last start, of a field of the trainer."""
-    before, now = surviving_record(cfg.dir).get("corpora", {}), data_records(cfg)
-    changes = []
-    for path in sorted(before.keys() & now.keys()):
-        if path.startswith(field) and before[path]["sha256"] != now[path]["sha256"]:
-            changes.append(f"{path} was {data_text(before[path])} and is {data_text(now[path])}")
+    old_records = surviving_record(cfg.dir).get("corpora", {})
+    new_records = data_records(cfg)
+    changes: list[str] = []
+    for path in sorted(old_records.keys() & new_records.keys()):
+        old, new = old_records[path], new_records[path]
+        if path.startswith(field) and old["sha256"] != new["sha256"]:
+            changes.append(f"{path} was {data_text(old)} and is {data_text(new)}")
     return changes
 
 
@@ -150,27 +153,29 @@ def claim_run_dir(cfg: ConfigBase, recipe: Mapping[str, Any] | None = None) -> b
     errors see `check_run_dir`.
     """
     check_run_dir(cfg)
-    directory, checkpoints = Directory(cfg.dir), os.path.join(cfg.dir, CHECKPOINTS_DIR)
+    directory = Directory(cfg.dir)
     started_before = was_started(cfg.dir) or has_steps(cfg.dir)
-    if jax.process_index():
+    if jax.process_index() != 0:
         return started_before
     try:
         os.makedirs(cfg.dir, exist_ok=True)
         text = to_text(cfg) + "\n"
         if started_before:
-            _say_what_is_lost(cfg)
-            if has_checkpoint(checkpoints):
-                _say_what_has_changed(cfg)
-        if started_before and changes_of_run(cfg.dir, cfg):
-            with contextlib.suppress(FileNotFoundError):  # of a run that saved nothing
-                directory.remove(RECORD_FILE)
+            _log_losses(cfg)
+            if has_checkpoint(os.path.join(cfg.dir, CHECKPOINTS_DIR)):
+                _log_changes_of_data(cfg)
+            if changes_of_run(cfg.dir, cfg):
+                with contextlib.suppress(FileNotFoundError):  # of a run that saved nothing
+                    directory.remove(RECORD_FILE)
         starts = [*read_record(cfg.dir).get("starts", []), environment()]
-        values: dict[str, Any] = {} if recipe is None else {"recipe": signed(recipe, text)}
-        if _unset(cfg):
-            values[_SCHEDULE_STEPS] = schedule_steps(cfg)
+        record: dict[str, Any] = {}
+        if recipe is not None:
+            record["recipe"] = signed(recipe, text)
+        if _unset_lengths(cfg):
+            record[_SCHEDULE_STEPS] = schedule_steps(cfg)
         retries.retried(lambda: directory.write(CONFIG_FILE, text))
-        values |= {"corpora": data_records(cfg), "starts": starts, _CONFIG_COPY: text}
-        update_record(cfg.dir, **values)
+        record |= {"corpora": data_records(cfg), "starts": starts, _CONFIG_COPY: text}
+        update_record(cfg.dir, **record)
     except OSError as error:
         raise unwritable_error(Path(cfg.dir), error) from error
     return started_before
@@ -187,7 +192,7 @@ def has_steps(directory: str) -> bool:
     return bool(step_dirs(os.path.join(directory, CHECKPOINTS_DIR)))
 
 
-def _say_what_has_changed(cfg: ConfigBase) -> None:
+def _log_changes_of_data(cfg: ConfigBase) -> None:
     """Logs changes of data with which a run may continue."""
     for change in _changes_of_data(cfg, _TRAINING):
         logger.warning("The data was mended after the run had failed to read it: %s.", change)
@@ -199,35 +204,32 @@ def _say_what_has_changed(cfg: ConfigBase) -> None:
         )
 
 
-def _say_what_is_lost(cfg: ConfigBase) -> None:
-    """Logs what is lost or damaged, and what is used instead; keeps a damaged record aside."""
-    texts = {CONFIG_FILE: _read_or_empty(cfg.dir, CONFIG_FILE, MAX_CONFIG_BYTES)}
-    texts[RECORD_FILE] = _read_or_empty(cfg.dir, RECORD_FILE, _MAX_RECORD_BYTES)
-    instead = {
-        CONFIG_FILE: f"It is written again, and compared with its copy in {RECORD_FILE}",
-        RECORD_FILE: "It is begun again, without earlier starts and digests of the data",
-    }
-    if _CONFIG_COPY not in surviving_record(cfg.dir):
-        instead[CONFIG_FILE] = (
-            "It is written again, and the given config cannot be compared with it"
-        )
-    if _unset(cfg):
+def _log_losses(cfg: ConfigBase) -> None:
+    """Logs what is lost or damaged, and what is used instead; renames a damaged record."""
+    config_path = os.path.join(cfg.dir, CONFIG_FILE)
+    config_bytes = _read_or_empty(cfg.dir, CONFIG_FILE, MAX_CONFIG_BYTES)
+    config_remedy = "It is written again, and the given config cannot be compared with it"
+    if _CONFIG_COPY in surviving_record(cfg.dir):
+        config_remedy = f"It is written again, and compared with its copy in {RECORD_FILE}"
+    record_path = os.path.join(cfg.dir, RECORD_FILE)
+    record_bytes = _read_or_empty(cfg.dir, RECORD_FILE, _MAX_RECORD_BYTES)
+    record_remedy = "It is begun again, without earlier starts and digests of the data"
+    if _unset_lengths(cfg):
         steps = schedule_steps(cfg)
-        instead[RECORD_FILE] += f"; the learner's schedules are taken to have {steps} steps"
+        record_remedy += f"; the learner's schedules are taken to have {steps} steps"
     try:
         _parse_record(cfg.dir)
     except ValueError as error:
-        aside, path = f"{RECORD_FILE}.damaged", os.path.join(cfg.dir, RECORD_FILE)
-        Directory(cfg.dir).rename(RECORD_FILE, aside)
+        new_name = f"{RECORD_FILE}.damaged"
+        Directory(cfg.dir).rename(RECORD_FILE, new_name)
         logger.warning(
-            "%s is damaged: %s. It is kept as %s. %s.", path, error, aside, instead[RECORD_FILE]
+            "%s is damaged: %s. It is kept as %s. %s.", record_path, error, new_name, record_remedy
         )
-    for name, text in texts.items():
-        if not text:
-            path = os.path.join(cfg.dir, name)
-            logger.warning(
-                "%s is empty or missing, as after a power loss. %s.", path, instead[name]
-            )
+    message = "%s is empty or missing, as after a power loss. %s."
+    if not config_bytes:
+        logger.warning(message, config_path, config_remedy)
+    if not record_bytes:
+        logger.warning(message, record_path, record_remedy)
 
 
 def _read_or_empty(directory: str, name: str, at_most: int) -> bytes:
@@ -237,7 +239,9 @@ def _read_or_empty(directory: str, name: str, at_most: int) -> bytes:
         data = retries.retried(lambda: run.read_bytes(name, at_most=at_most))
     except FileNotFoundError:
         return b""
-    return data if data.strip(b"\0 \t\r\n") else b""
+    if not data.strip(b"\0 \t\r\n"):
+        return b""
+    return data
 
 
 def check_places(directory: str) -> None:
@@ -254,8 +258,10 @@ def check_places(directory: str) -> None:
     for folder in (CHECKPOINTS_DIR, TRACES_DIR):
         if run.has_folder(folder):
             run.check(run.walk(folder))
+    if not run.has_folder(SUMMARIES_DIR):
+        return
     # Deeper, other programs have links of their own, as trackers of experiments do.
-    for entry in run.entries(SUMMARIES_DIR) if run.has_folder(SUMMARIES_DIR) else ():
+    for entry in run.entries(SUMMARIES_DIR):
         run.check([entry])
         if entry.is_folder:
             run.check(run.entries(entry.name))
@@ -285,8 +291,8 @@ def read_config(directory: str) -> str:
         return run.read_text(CONFIG_FILE, at_most=MAX_CONFIG_BYTES)
     copy = surviving_record(directory).get(_CONFIG_COPY)
     if copy is None:
-        why = f"empty or missing, and there is no copy of it in {RECORD_FILE}"
-        raise FileNotFoundError(errno.ENOENT, why, run.full_path(CONFIG_FILE))
+        reason = f"empty or missing, and there is no copy of it in {RECORD_FILE}"
+        raise FileNotFoundError(errno.ENOENT, reason, run.full_path(CONFIG_FILE))
     return copy
 
 
@@ -322,7 +328,9 @@ def _unreadable_record(directory: str, error: Exception) -> RunDirError:
 
 def _parse_record(directory: str) -> dict[str, Any]:
     data = _read_or_empty(directory, RECORD_FILE, _MAX_RECORD_BYTES)
-    record = parse_json(data) if data else {}
+    record = {}
+    if data:
+        record = parse_json(data)
     check_json(record, _RECORD_FORM)
     return record
 
@@ -354,10 +362,10 @@ def find_fields(name: str, cfg: ConfigBase) -> dict[str, Any]:
 
 def end_ids(cfg: ConfigBase) -> list[int]:
     """Returns the ids that end a text, of the fields `eos_token_id` of a model's config."""
-    ids = []
-    for found in find_fields("eos_token_id", cfg).values():
-        several = found if isinstance(found, Sequence) else [found]
-        ids += [i for i in several if isinstance(i, int)]  # not those that are set later
+    ids: list[int] = []
+    for value in find_fields("eos_token_id", cfg).values():
+        candidates = value if isinstance(value, Sequence) else [value]
+        ids += [x for x in candidates if isinstance(x, int)]  # not those that are set later
     return ids
 
 
@@ -377,8 +385,11 @@ def data_records(cfg: ConfigBase) -> dict[str, dict[str, Any]]:
     def may_name_files(path: str, value: object) -> bool:
         return path in corpora or bool(_IN_DATA.match(path) and _texts(value))
 
+    # Outermost, so that files of a corpus, which has its own record, are not named again.
     for path, value in outermost(find_values(cfg, may_name_files)).items():
-        files = [] if path in corpora else _named_files(path, _texts(value))
+        if path in corpora:
+            continue
+        files = _named_files(path, _texts(value))
         if files:
             records[path] = files_record(files)
     return records
@@ -393,12 +404,12 @@ def _is_corpus(path: str) -> bool:
 
 def _texts(value: object) -> list[str]:
     """Returns the texts of a value that is one, or a list or tuple of texts."""
-    texts = list(value) if isinstance(value, list | tuple) else [value]
-    return [x for x in texts if isinstance(x, str)] if all(map(_is_text, texts)) else []
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+    texts: list[str] = []
+    for item in value if isinstance(value, list | tuple) else [value]:
+        if not isinstance(item, str):
+            return []
+        texts.append(item)
+    return texts
 
 
 def _named_files(path: str, texts: Sequence[str]) -> list[str]:
@@ -411,10 +422,13 @@ def _named_files(path: str, texts: Sequence[str]) -> list[str]:
 
 def data_text(record: Mapping[str, Any]) -> str:
     """Returns a short description of data from its record."""
-    size = record.get("bytes")
-    shown = "" if size is None else f" of {size:,} bytes"
-    of_samples = " of a sample of it" if record.get("sampled") else ""
-    return f"{record['name']}{shown} with the SHA-256 {record['sha256'][:12]}…{of_samples}"
+    text = record["name"]
+    if record.get("bytes") is not None:
+        text += f" of {record['bytes']:,} bytes"
+    text += f" with the SHA-256 {record['sha256'][:12]}…"
+    if record.get("sampled"):
+        text += " of a sample of it"
+    return text
 
 
 def changes_of_run(directory: str, cfg: ConfigBase) -> list[str]:
@@ -430,11 +444,11 @@ def changes_of_run(directory: str, cfg: ConfigBase) -> list[str]:
         return []
     try:
         # Only compared; nothing is instantiated from it.
-        before = from_text(text, source=path, allow=("weft.trainer",))
+        old_config = from_text(text, source=path, allow=("weft.trainer",))
     except ConfigError:
         # It has values without a text form, such as lambdas, which all look the same.
         return list(_changed_lines(_field_texts(text), _field_texts(to_text(cfg))))
-    return [str(c) for c in diff(before, cfg) if not _may_change(c.path)]
+    return [str(change) for change in diff(old_config, cfg) if not _may_change(change.path)]
 
 
 # Fields for shardings, anywhere in a model's config.
@@ -447,6 +461,7 @@ def _may_change(path: str) -> bool:
 
 
 def _field_texts(text: str) -> dict[str, str]:
+    """Returns the texts of a config's fields that may not change; the whole text as "config"."""
     try:
         texts = _keywords(text)
     except ValueError:
@@ -461,36 +476,41 @@ def _keywords(text: str) -> dict[str, str]:
         call = ast.parse(data.decode(), mode="eval").body
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"the text holds no config: {error}") from error
+    if not isinstance(call, ast.Call):
+        return {}
     # `ast.get_source_segment` would go through the whole text for each keyword.
-    starts = [0, *itertools.accumulate(len(line) for line in data.splitlines(keepends=True))]
-    texts = {}
-    for keyword in call.keywords if isinstance(call, ast.Call) else ():
+    line_starts = [0, *itertools.accumulate(len(line) for line in data.splitlines(keepends=True))]
+    texts: dict[str, str] = {}
+    for keyword in call.keywords:
         value = keyword.value
-        begin = starts[value.lineno - 1] + value.col_offset
-        end = starts[(value.end_lineno or 1) - 1] + (value.end_col_offset or 0)
+        begin = line_starts[value.lineno - 1] + value.col_offset
+        end = line_starts[(value.end_lineno or 1) - 1] + (value.end_col_offset or 0)
         texts[str(keyword.arg)] = data[begin:end].decode(errors="replace")
     return texts
 
 
-_MAX_SHOWN, _MAX_SHOWN_LETTERS = 40, 200
+_MAX_CHANGES, _MAX_LETTERS = 40, 200
 
 
 def _changed_lines(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
     """Yields lines that differ, no more than can be read: one of the texts may be a stranger's."""
-    count = 0
+    num_changes = 0
     for name in sorted(before.keys() | after.keys()):
-        lines = (before.get(name, "").splitlines(), after.get(name, "").splitlines())
+        lines_before = before.get(name, "").splitlines()
+        lines_after = after.get(name, "").splitlines()
         # Comparing lines letter by letter, as `ndiff` does, would take hours.
-        for line in itertools.islice(difflib.unified_diff(*lines, n=0, lineterm=""), 2, None):
-            if line[0] not in "+-":
+        diff_lines = difflib.unified_diff(lines_before, lines_after, n=0, lineterm="")
+        for line in itertools.islice(diff_lines, 2, None):  # after the two of the header
+            sign, content = line[0], line[1:]
+            if sign not in "+-":
                 continue
-            count += 1
-            if count > _MAX_SHOWN:
+            num_changes += 1
+            if num_changes > _MAX_CHANGES:
                 yield "and more"
                 return
-            shown = line[1 : _MAX_SHOWN_LETTERS + 1]
-            cut = "…" if len(line) > len(shown) + 1 else ""
-            yield f"{name}: {line[0]} {shown}{cut}"
+            if len(content) > _MAX_LETTERS:
+                content = content[:_MAX_LETTERS] + "…"
+            yield f"{name}: {sign} {content}"
 
 
 def free_dir(directory: str, *, separator: str = "-", first: int = 2) -> str:
@@ -499,38 +519,47 @@ def free_dir(directory: str, *, separator: str = "-", first: int = 2) -> str:
     >>> free_dir("runs/lm")
     'runs/lm-2'
     """
-    name = os.path.normpath(directory)
-    numbered = (f"{name}{separator}{n}" for n in itertools.count(first))
-    return next(path for path in numbered if not os.path.lexists(path))
+    number = first
+    while True:
+        path = f"{os.path.normpath(directory)}{separator}{number}"
+        if not os.path.lexists(path):
+            return path
+        number += 1
 
 
 def check_writable(directory: Path) -> None:
     """Raises a RunDirError if a directory cannot be created or written."""
     check_name(str(directory))
-    paths = (directory, *directory.absolute().parents)
-    existing = next(path for path in paths if os.path.exists(path))
+    existing = directory
+    while not os.path.exists(existing):
+        existing = existing.absolute().parent
     if not existing.is_dir():
         raise unwritable_error(directory, f"{existing} is a file")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise unwritable_error(directory, f"{existing} may not be written")
 
 
-def unwritable_error(directory: Path, why: object) -> RunDirError:
+def unwritable_error(directory: Path, reason: str | OSError) -> RunDirError:
     """Returns the error of a directory that cannot be written."""
     return RunDirError(
-        f"dir={str(directory)!r} cannot be written: {why}. Choose another one with dir=runs/name."
+        f"dir={str(directory)!r} cannot be written: {reason}. Choose another one with "
+        "dir=runs/name."
     )
 
 
 def signed(record: Mapping[str, Any], text: str) -> dict[str, Any]:
     """Returns a record, of JSON values, signed together with a text if the key can be stored."""
     key = _read_key() or _make_key()
-    return {**record, _SIGNATURE: _signature(key, record, text)} if key else dict(record)
+    signed_record = dict(record)
+    if key is not None:
+        signed_record[_SIGNATURE] = _signature(key, record, text)
+    return signed_record
 
 
 def is_signed(record: Mapping[str, Any], text: str) -> bool:
     """Returns whether `signed` has made a record for this text, with the key of this user."""
-    key, signature = _read_key(), record.get(_SIGNATURE)
+    key = _read_key()
+    signature = record.get(_SIGNATURE)
     if key is None or not isinstance(signature, str):
         return False
     expected = _signature(key, record, text)
@@ -545,7 +574,9 @@ def _signature(key: bytes, record: Mapping[str, Any], text: str) -> str:
 
 def _key_file() -> Path:
     home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    return Path(home if os.path.isabs(home) else os.devnull, "weft", "key")
+    if not os.path.isabs(home):
+        home = os.devnull  # a key in the current directory would not be this user's
+    return Path(home, "weft", "key")
 
 
 def _read_key() -> bytes | None:
@@ -554,7 +585,8 @@ def _read_key() -> bytes | None:
         status = os.fstat(file.fileno())
         key = file.read()
         is_private = status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
-        return key if is_private and len(key) == _KEY_BYTES else None
+        if is_private and len(key) == _KEY_BYTES:
+            return key
     return None
 
 
@@ -589,47 +621,51 @@ def learner_config(cfg: ConfigBase) -> Any:
 
     Raises ScheduleError if neither a schedule nor the trainer has a length.
     """
-    unset = _unset(cfg)
-    if not unset:
+    unset_lengths = _unset_lengths(cfg)
+    if not unset_lengths:
         return cfg.learner
     steps = schedule_steps(cfg)
     if math.isinf(steps):
         raise ScheduleError(
-            f"learner.{unset[0]} is the number of steps of a schedule, and neither it nor the "
-            "trainer's max_step is set. Set max_step=1000, or the schedule's."
+            f"learner.{unset_lengths[0]} is the number of steps of a schedule, and neither it nor "
+            "the trainer's max_step is set. Set max_step=1000, or the schedule's."
         )
     learner: Any = cfg.learner.clone()
-    for path in unset:
+    for path in unset_lengths:
         learner.set_recursively(path, value=steps)
     return learner
 
 
-def schedule_steps(cfg: ConfigBase) -> Any:
+def schedule_steps(cfg: ConfigBase) -> int | float:
     """Returns the length of the schedules of a run that set none: `max_step` at its first start."""
     if has_checkpoint(os.path.join(cfg.dir, CHECKPOINTS_DIR)):
         return surviving_record(cfg.dir).get(_SCHEDULE_STEPS, _written_max_step(cfg))
     return cfg.max_step
 
 
-def _written_max_step(cfg: ConfigBase) -> Any:
+def _written_max_step(cfg: ConfigBase) -> int | float:
     """Returns the `max_step` of the last start, or else that of the config."""
     with contextlib.suppress(OSError, ValueError):
-        written = _keywords(read_config(cfg.dir)).get("max_step", "")
-        return ast.literal_eval(written)
+        text = _keywords(read_config(cfg.dir)).get("max_step", "")
+        return ast.literal_eval(text)
     return cfg.max_step
 
 
-def _unset(cfg: ConfigBase) -> list[str]:
+def _unset_lengths(cfg: ConfigBase) -> list[str]:
+    """Returns the paths of the lengths of schedules that the learner's config leaves unset."""
     if cfg.learner is REQUIRED:
         return []
-    return [path for path, x in find_fields(_LENGTH, cfg.learner).items() if x is REQUIRED]
+    lengths = find_fields("max_step", cfg.learner)
+    return [path for path, length in lengths.items() if length is REQUIRED]
 
 
 def length_comments(cfg: ConfigBase) -> list[str]:
     """Returns comments to a config's text, with the lengths of the learner's schedules."""
     steps = schedule_steps(cfg)
-    why = "max_step" if steps == cfg.max_step else "the max_step with which the run began"
-    return [f"# learner.{path} is {steps}, {why}." for path in _unset(cfg)]
+    origin = "the max_step with which the run began"
+    if steps == cfg.max_step:
+        origin = "max_step"
+    return [f"# learner.{path} is {steps}, {origin}." for path in _unset_lengths(cfg)]
 
 
 def schedule_notes(cfg: ConfigBase) -> list[str]:
@@ -637,27 +673,38 @@ def schedule_notes(cfg: ConfigBase) -> list[str]:
 
     That is a schedule that ends before the run, or that keeps a length other than `max_step`.
     """
-    unset, learner = _unset(cfg), learner_config(cfg)
-    lengths = {p: n for p, n in find_fields(_LENGTH, learner).items() if isinstance(n, int)}
-    notes = []
-    for path, rate in outermost(find_fields(_RATE, learner)).items():
-        inside = {p: steps for p, steps in lengths.items() if p.startswith(f"{path}.")}
-        if not inside or max(inside.values()) == cfg.max_step:
+    unset_lengths = _unset_lengths(cfg)
+    learner = learner_config(cfg)
+    lengths = find_fields("max_step", learner)
+    notes: list[str] = []
+    for path, rate in outermost(find_fields("learning_rate", learner)).items():
+        longest = None  # of the schedules that the rate is composed of
+        steps = 0
+        for length_path, length in lengths.items():
+            is_part = length_path.startswith(f"{path}.") and isinstance(length, int)
+            if is_part and (longest is None or length > steps):
+                longest, steps = length_path, length
+        if longest is None or steps == cfg.max_step:
             continue
-        field, steps = max(inside.items(), key=lambda item: item[1])
-        why = "as when the run began" if field in unset else f"as learner.{field} says"
-        note = f"{steps:,} steps, {why}"
+        origin = f"as learner.{longest} says"
+        if longest in unset_lengths:
+            origin = "as when the run began"
+        note = f"{steps:,} steps, {origin}"
         if steps < cfg.max_step and not math.isinf(cfg.max_step):
-            note += f"; {_after(as_schedule_fn(rate), steps, int(cfg.max_step))}"
+            note += f"; {_rate_after(as_schedule_fn(rate), steps, int(cfg.max_step))}"
         notes.append(note)
     return notes
 
 
-def _after(rate: Any, steps: int, last: int) -> str:
-    at_end, at_last = float(rate(steps)), float(rate(last))
-    if at_end != at_last:
-        values = f"{at_end:.3g} at step {steps:,} and {at_last:.3g} at step {last:,}"
-        return f"the learning rate is {values}"
-    if at_last == 0:
+def _rate_after(schedule: ScheduleFn, steps: int, max_step: int) -> str:
+    """Returns what the learning rate is after the end of its schedule."""
+    rate_at_end = float(schedule(steps))
+    last_rate = float(schedule(max_step))
+    if rate_at_end != last_rate:
+        return (
+            f"the learning rate is {rate_at_end:.3g} at step {steps:,} and {last_rate:.3g} at step "
+            f"{max_step:,}"
+        )
+    if last_rate == 0:
         return "then the learning rate is 0, and steps train nothing: start a run in another `dir`"
-    return f"then the learning rate stays {at_last:.3g}"
+    return f"then the learning rate stays {last_rate:.3g}"

@@ -41,7 +41,9 @@ from weft.trainer.model import build_model
 from weft.trainer.optimizers.base import at_least_float32
 from weft.trainer.state import parameter_specs, with_shardings
 from weft.trainer.train_step import TrainerState
-from weft.typing import T, Tensor
+from weft.typing import PyTree, T, Tensor
+
+Leaf = Any  # an array, or its shape, dtype and layout
 
 
 class Builder(Module):
@@ -83,8 +85,9 @@ class Builder(Module):
 
 def needs_tensors(*types: Builder.StateType) -> Builder.StateType:
     """Returns TENSORS if one of several types is TENSORS."""
-    found = Builder.StateType.TENSORS in types
-    return Builder.StateType.TENSORS if found else Builder.StateType.TENSOR_SPECS
+    if Builder.StateType.TENSORS in types:
+        return Builder.StateType.TENSORS
+    return Builder.StateType.TENSOR_SPECS
 
 
 class ChainBuilder(Builder):
@@ -102,21 +105,21 @@ class ChainBuilder(Builder):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._builders: list[Any] = [
-            self._add_child(f"builder{i}", builder) for i, builder in enumerate(cfg.builders)
-        ]
+        self._builders: list[Any] = []
+        for i, builder in enumerate(cfg.builders):
+            self._builders.append(self._add_child(f"builder{i}", builder))
 
     def input_state_type(self) -> Builder.StateType:
         return needs_tensors(*(builder.input_state_type() for builder in self._builders))
 
     def __call__(self, state: Builder.State) -> Builder.State:
-        before = index.build_index(state.trainer_state)
+        index_before = index.build_index(state.trainer_state)
         for builder in self._builders:
             state = builder(state)
-        validation = self.config.validation
-        if validation is not None:
+        if self.config.validation is not None:
+            index_after = index.build_index(state.trainer_state)
             index.check_state_structure(
-                index.build_index(state.trainer_state), before, validation=validation
+                index_after, index_before, validation=self.config.validation
             )
         return state
 
@@ -147,9 +150,9 @@ class ChainConverter(Converter):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._converters: list[Any] = [
-            self._add_child(f"converter{i}", c) for i, c in enumerate(cfg.converters)
-        ]
+        self._converters: list[Any] = []
+        for i, converter in enumerate(cfg.converters):
+            self._converters.append(self._add_child(f"converter{i}", converter))
 
     def target_state_type(self) -> Builder.StateType:
         return needs_tensors(*(converter.target_state_type() for converter in self._converters))
@@ -162,8 +165,8 @@ class ChainConverter(Converter):
         return target, auxes[::-1]
 
     def source_to_target(self, source: Builder.State, aux: Any) -> Builder.State:
-        for converter, its in zip(self._converters, aux, strict=True):
-            source = converter.source_to_target(source, its)
+        for converter, converter_aux in zip(self._converters, aux, strict=True):
+            source = converter.source_to_target(source, converter_aux)
         return source
 
 
@@ -222,51 +225,56 @@ def initial_state(
     Raises StateBuilderError if the builder's values do not match the state of the run.
     """
 
-    def jit(fn: Callable[[Tensor], Any], layout: Any) -> Callable[[Tensor], Any]:
-        jitted = jax.jit(fn, out_shardings=layout, compiler_options=compiler_options)
-        return InterruptibleJit(jitted, "the initial state") if interruptible else jitted
+    def compute(fn: Callable[[Tensor], T], out_shardings: PyTree) -> T:
+        jitted = jax.jit(fn, out_shardings=out_shardings, compiler_options=compiler_options)
+        if interruptible:
+            jitted = InterruptibleJit(jitted, "the initial state")
+        return jitted(prng_key)
 
-    draw = jit(init, shardings)
     if builder is None:
-        return draw(prng_key)
+        return compute(init, shardings)
     specs = with_shardings(jax.eval_shape(init, prng_key), shardings)
-    drawn_first = builder.input_state_type() is Builder.StateType.TENSORS
-    state = draw(prng_key) if drawn_first else specs
+    is_initialized = builder.input_state_type() is Builder.StateType.TENSORS
+    state = specs
+    if is_initialized:
+        state = compute(init, shardings)
     with barrier_after("building the first state"):
         built = builder(Builder.State(step=0, trainer_state=state))
-    values = dict(index.flatten_state(built.trainer_state))
-    wanted = dict(index.flatten_state(specs))
-    missing = set() if drawn_first else wanted.keys() - built.built_keys
-    _check_built(builder, values, wanted, missing)
+    values = _leaves_by_path(built.trainer_state)
+    specs_by_path = _leaves_by_path(specs)
+    missing_paths: set[str] = set()
+    if not is_initialized:
+        missing_paths = specs_by_path.keys() - built.built_keys
+    for path, spec in specs_by_path.items():
+        if path not in missing_paths:
+            _check_built(builder, path, values.get(path), spec)
 
-    def draw_missing(prng_key: Tensor) -> dict[str, Any]:
-        return {path: x for path, x in index.flatten_state(init(prng_key)) if path in missing}
+    def init_missing(prng_key: Tensor) -> dict[str, Tensor]:
+        initialized = _leaves_by_path(init(prng_key))
+        return {path: initialized[path] for path in missing_paths}
 
-    if missing:
-        layouts = {path: wanted[path].sharding for path in missing}
-        values |= jit(draw_missing, layouts)(prng_key)
-    leaves = [jax.device_put(values[path], spec.sharding) for path, spec in wanted.items()]
+    if missing_paths:
+        missing_shardings = {path: specs_by_path[path].sharding for path in missing_paths}
+        values |= compute(init_missing, missing_shardings)
+    leaves = [jax.device_put(values[path], spec.sharding) for path, spec in specs_by_path.items()]
     return jax.tree.unflatten(jax.tree.structure(specs), leaves)
 
 
-def _check_built(
-    builder: Builder, values: dict[str, Any], wanted: dict[str, Any], drawn: set[str]
-) -> None:
-    for path, spec in wanted.items():
-        value = values.get(path)
-        if path in drawn or (
-            isinstance(value, jax.Array) and (value.shape, value.dtype) == (spec.shape, spec.dtype)
-        ):
-            continue
-        got = "nothing" if value is None else f"{type(value).__name__} {_shown(value)}"
-        raise errors.StateBuilderError(
-            f"{builder.path()}, a {type(builder).__name__}, lists {path!r} as built and returns "
-            f"{got}, but the run needs an array of {_shown(spec)}. Convert it with a converter, "
-            "or omit it from `built_keys` to initialize it."
-        )
+def _check_built(builder: Builder, path: str, value: object, spec: jax.ShapeDtypeStruct) -> None:
+    """Raises a StateBuilderError unless a value that was built is an array as the run needs it."""
+    if isinstance(value, jax.Array) and (value.shape, value.dtype) == (spec.shape, spec.dtype):
+        return
+    description = "nothing"
+    if value is not None:
+        description = f"{type(value).__name__} {_describe(value)}"
+    raise errors.StateBuilderError(
+        f"{builder.path()}, a {type(builder).__name__}, lists {path!r} as built and returns "
+        f"{description}, but the run needs an array of {_describe(spec)}. Convert it with a "
+        "converter, or omit it from `built_keys` to initialize it."
+    )
 
 
-def _shown(value: object) -> str:
+def _describe(value: object) -> str:
     return f"{getattr(value, 'dtype', '')}{list(getattr(value, 'shape', ()))}"
 
 
@@ -298,23 +306,31 @@ class BaseStateStorageBuilder(Builder):
         cfg = Checkpointer.default_config().set(
             name="checkpointer", dir=base_dir, storage=storage, validation=validation.allowing_more
         )
-        wanted = state.trainer_state
+        target = state.trainer_state
         with cfg.instantiate(parent=None) as checkpointer:
-            found, restored = checkpointer.restore(step=step, state=wanted._asdict())
-            if found is None:
+            restored_step, restored = checkpointer.restore(step=step, state=target._asdict())
+            if restored_step is None:
                 raise dirs.not_found_error(base_dir)
             if not validation.allows_more:
-                asked = {path.split("/")[0] for path, _ in index.flatten_state(wanted)}
-                saved = index.read_index_file(checkpointer.ckpt_dir(found))
-                index.check_state_structure(
-                    [(path, entry) for path, entry in saved if path.split("/")[0] in asked],
-                    index.build_index(wanted),
-                    validation=validation,
-                )
-        built = {path for path, leaf in index.flatten_state(wanted) if index.is_array(leaf)}
-        return Builder.State(
-            step=found, trainer_state=TrainerState(**restored), built_keys=state.built_keys | built
-        )
+                saved_index = index.read_index_file(checkpointer.ckpt_dir(restored_step))
+                _check_requested_parts(saved_index, target, validation)
+        built_keys = set(state.built_keys)
+        for path, leaf in index.flatten_state(target):
+            if index.is_array(leaf):
+                built_keys.add(path)
+        return Builder.State(restored_step, TrainerState(**restored), built_keys)
+
+
+def _check_requested_parts(
+    saved_index: index.Index, target: TrainerState, validation: index.CheckpointValidationType
+) -> None:
+    """Compares the structures of those of model, learner and PRNG key that are requested."""
+    target_index = index.build_index(target)
+    requested_parts = {path.split("/")[0] for path, _ in target_index}
+    saved_parts = [
+        (path, entry) for path, entry in saved_index if path.split("/")[0] in requested_parts
+    ]
+    index.check_state_structure(saved_parts, target_index, validation=validation)
 
 
 class TensorStoreStateStorageBuilder(BaseStateStorageBuilder):
@@ -356,7 +372,7 @@ class OrbaxStateBuilder(BaseStateStorageBuilder):
         return self._read(state, cfg.base_dir, cfg.step, storage)
 
 
-def import_weights(path: str, params: dict[str, Any]) -> dict[str, Any]:
+def import_weights(path: str, params: dict[str, PyTree]) -> dict[str, PyTree]:
     """Returns the parameters of a model with the values of a checkpoint.
 
     Args:
@@ -373,12 +389,12 @@ def import_weights(path: str, params: dict[str, Any]) -> dict[str, Any]:
     target = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), base_state(params)
     )
-    base: Any
+    values: Any
     if (Path(path) / "config.json").exists():
-        base = load_huggingface_params(path, target)
+        values = load_huggingface_params(path, target)
     else:
-        base = serialization.load_safetensors(path, target, cast=True)
-    return with_base_state(params, base)
+        values = serialization.load_safetensors(path, target, cast=True)
+    return with_base_state(params, values)
 
 
 class ImportedWeightsBuilder(Builder):
@@ -391,10 +407,12 @@ class ImportedWeightsBuilder(Builder):
 
     def __call__(self, state: Builder.State) -> Builder.State:
         params: Any = state.trainer_state.model
-        built = state.trainer_state._replace(model=import_weights(self.config.path, params))
-        leaves = index.flatten_state({"model": built.model})
-        read = {path for path, leaf in leaves if isinstance(leaf, jax.Array)}
-        return dataclasses.replace(state, trainer_state=built, built_keys=state.built_keys | read)
+        imported = import_weights(self.config.path, params)
+        built_keys = set(state.built_keys)
+        for path, leaf in index.flatten_state({"model": imported}):
+            if isinstance(leaf, jax.Array):  # adapters have shapes only
+                built_keys.add(path)
+        return Builder.State(state.step, state.trainer_state._replace(model=imported), built_keys)
 
 
 class MergeStateSelection(enum.StrEnum):
@@ -421,38 +439,43 @@ class MergeStateConverter(Converter):
         selection_regexes: list[tuple[str, str | MergeStateSelection]] = []
 
     def target_to_source(self, target: Builder.State) -> tuple[Builder.State, Any]:
-        leaves = dict(index.flatten_state(target.trainer_state))
-        taken = {}
-        for path in leaves:
+        leaves = _leaves_by_path(target.trainer_state)
+        source_paths: dict[str, str] = {}  # by the paths in the target
+        source_leaves: dict[str, Leaf] = {}
+        for path, leaf in leaves.items():
             source_path = self._source_path(path)
             if source_path is not None:
-                taken[path] = source_path
-        if not taken:
+                source_paths[path] = source_path
+                source_leaves[source_path] = leaf
+        if not source_paths:
             raise errors.StateBuilderError(
                 f"{self.path()}: no path of the state matches one of selection_regexes="
                 f"{self.config.selection_regexes!r}; there are {', '.join(list(leaves)[:5])}, … "
                 "Write expressions for whole paths."
             )
-        source = _nested({at: leaves[path] for path, at in taken.items()}, self.path())
-        return Builder.State(target.step, source), (target, taken)
+        source = _state_of_leaves(source_leaves, self.path())
+        return Builder.State(target.step, source), (target, source_paths)
 
     def _source_path(self, path: str) -> str | None:
         """Returns the path in the storage of a leaf of the target, None for one to initialize."""
-        pairs = self.config.selection_regexes
-        for regex, selected in pairs:
+        selects_source = False
+        for regex, selection in self.config.selection_regexes:
             match = re.fullmatch(regex, path)
-            if match is not None:
-                if selected.upper() == MergeStateSelection.TARGET:
+            if selection.upper() == MergeStateSelection.TARGET:
+                if match is not None:
                     return None
-                is_same = selected.upper() == MergeStateSelection.SOURCE
-                return path if is_same else match.expand(selected)
-        excludes_only = all(selected.upper() == MergeStateSelection.TARGET for _, selected in pairs)
-        return path if excludes_only else None
+                continue
+            selects_source = True
+            if match is not None:
+                is_same_path = selection.upper() == MergeStateSelection.SOURCE
+                return path if is_same_path else match.expand(selection)
+        return None if selects_source else path
 
     def source_to_target(self, source: Builder.State, aux: Any) -> Builder.State:
-        target, taken = aux
-        read = dict(index.flatten_state(source.trainer_state))
-        return _with_values(target, {path: read[at] for path, at in taken.items()}, source.step)
+        target, source_paths = aux
+        source_leaves = _leaves_by_path(source.trainer_state)
+        values = {path: source_leaves[source_path] for path, source_path in source_paths.items()}
+        return _with_values(target, values, source.step)
 
 
 class EmaParamsConverter(Converter):
@@ -464,8 +487,8 @@ class EmaParamsConverter(Converter):
         return Builder.State(target.step, source), target
 
     def source_to_target(self, source: Builder.State, aux: Any) -> Builder.State:
-        averages = index.flatten_state({"model": source.trainer_state.learner["ema"]["ema"]})
-        return _with_values(aux, dict(averages), source.step)
+        averages = source.trainer_state.learner["ema"]["ema"]
+        return _with_values(aux, _leaves_by_path({"model": averages}), source.step)
 
 
 class BaseConverterFromPretrainedModel(Converter):
@@ -488,22 +511,23 @@ class BaseConverterFromPretrainedModel(Converter):
         source = TrainerState(prng_key={}, model=self._source_model(), learner={})
         return Builder.State(target.step, source), target
 
-    def _source_model(self) -> Any:
+    def _source_model(self) -> PyTree:
+        """Returns the shapes and layouts of the other model's parameters, as nested dicts."""
         cfg = self.config
-        made: Any = maybe_instantiate(cfg.source_trainer_config)
-        trainer_cfg: Any = made() if callable(made) else made
+        trainer_cfg: Any = maybe_instantiate(cfg.source_trainer_config)
+        if callable(trainer_cfg):
+            trainer_cfg = trainer_cfg()
         mesh: Any = get_concrete_mesh() or jax.sharding.get_mesh()
         if cfg.mesh_shape is not None:
             mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names or trainer_cfg.mesh_axis_names)
-        model: Any = build_model(trainer_cfg)
-        specs = dict(index.flatten_state(parameter_specs(model, rules_of(trainer_cfg).parameters)))
-        shaped = {
-            path: jax.ShapeDtypeStruct(
-                spec.shape, spec.dtype, sharding=named_sharding(mesh, spec.partition_spec, path)
+        specs = parameter_specs(build_model(trainer_cfg), rules_of(trainer_cfg).parameters)
+        shapes: dict[str, Leaf] = {}
+        for path, spec in index.flatten_state(specs):
+            sharding = named_sharding(mesh, spec.partition_spec, path)
+            shapes[f"model/{path}"] = jax.ShapeDtypeStruct(
+                spec.shape, spec.dtype, sharding=sharding
             )
-            for path, spec in specs.items()
-        }
-        return _nested({f"model/{p}": s for p, s in shaped.items()}, self.path()).model
+        return _state_of_leaves(shapes, self.path()).model
 
 
 class ModelStateScopeConverter(BaseConverterFromPretrainedModel):
@@ -525,26 +549,28 @@ class ModelStateScopeConverter(BaseConverterFromPretrainedModel):
         scope = self.config.scope
         if scope is None:
             return {"": ""}
-        return {scope: scope} if isinstance(scope, str) else dict(scope)
+        if isinstance(scope, str):
+            return {scope: scope}
+        return dict(scope)
 
     def target_to_source(self, target: Builder.State) -> tuple[Builder.State, Any]:
-        whole, aux = super().target_to_source(target)
-        leaves = dict(index.flatten_state(whole.trainer_state))
-        kept = {}
+        source, aux = super().target_to_source(target)
+        model_leaves = _leaves_by_path(source.trainer_state)
+        selected_leaves: dict[str, Leaf] = {}
         for scope in self.scopes.values():
-            inside = {p: x for p, x in leaves.items() if _within(p, f"model/{scope}".rstrip("/"))}
-            if not inside:
+            scope_leaves = _leaves_within(model_leaves, f"model/{scope}".rstrip("/"))
+            if not scope_leaves:
                 raise errors.StateBuilderError(
                     f"{self.path()}: the model of source_trainer_config has no layer {scope!r}; "
-                    f"its parameters are {', '.join(list(leaves)[:5])}, … Use such a path, without "
-                    "'model/'."
+                    f"its parameters are {', '.join(list(model_leaves)[:5])}, … Use such a path, "
+                    "without 'model/'."
                 )
-            kept |= inside
-        return Builder.State(target.step, _nested(kept, self.path())), aux
+            selected_leaves |= scope_leaves
+        return Builder.State(target.step, _state_of_leaves(selected_leaves, self.path())), aux
 
     def source_to_target(self, source: Builder.State, aux: Any) -> Builder.State:
         model = aux.trainer_state.model
-        before = dict(index.flatten_state({"model": model}))
+        leaves_before = _leaves_by_path({"model": model})
         for target_scope, source_scope in self.scopes.items():
             model = traverse_and_set_target_state_parameters(
                 target_state=model,
@@ -552,9 +578,11 @@ class ModelStateScopeConverter(BaseConverterFromPretrainedModel):
                 source_params=source.trainer_state.model,
                 source_scope=source_scope,
             )
-        after = dict(index.flatten_state({"model": model}))
-        set_ = {path: x for path, x in after.items() if x is not before[path]}
-        return _with_values(aux, set_, source.step)
+        values: dict[str, Leaf] = {}
+        for path, leaf in _leaves_by_path({"model": model}).items():
+            if leaf is not leaves_before[path]:
+                values[path] = leaf
+        return _with_values(aux, values, source.step)
 
 
 class PosEmbeddingConverter(BaseConverterFromPretrainedModel):
@@ -573,7 +601,7 @@ class PosEmbeddingConverter(BaseConverterFromPretrainedModel):
 
         strategy: Required[str] = REQUIRED
 
-    def __init__(self, cfg: Config, *, parent: Any):
+    def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         if cfg.strategy not in ("truncate", "interpolate"):
             raise errors.StateBuilderError(
@@ -581,16 +609,15 @@ class PosEmbeddingConverter(BaseConverterFromPretrainedModel):
             )
 
     def source_to_target(self, source: Builder.State, aux: Any) -> Builder.State:
-        wanted = dict(index.flatten_state({"model": aux.trainer_state.model}))
-        read = dict(index.flatten_state({"model": source.trainer_state.model}))
-        values = {
-            path: self._fitted(path, value, wanted[path].shape) if path in wanted else value
-            for path, value in read.items()
-        }
+        target_leaves = _leaves_by_path({"model": aux.trainer_state.model})
+        values = _leaves_by_path({"model": source.trainer_state.model})
+        for path, value in values.items():
+            if path in target_leaves and "pos_emb" in path.split("/"):
+                values[path] = self._resize(path, value, target_leaves[path].shape)
         return _with_values(aux, values, source.step)
 
-    def _fitted(self, path: str, value: Any, shape: tuple[int, ...]) -> Any:
-        if "pos_emb" not in path.split("/") or value.shape == shape or value.ndim != len(shape):
+    def _resize(self, path: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if value.shape == shape or value.ndim != len(shape):
             return value
         if self.config.strategy == "interpolate":
             return jax.image.resize(value, shape, "linear")
@@ -609,44 +636,50 @@ class PruneEmaStateBuilder(Builder):
         return Builder.StateType.TENSORS
 
     def __call__(self, state: Builder.State) -> Builder.State:
-        of_state = state.trainer_state
-        ema = of_state.learner.get("ema")
+        trainer_state = state.trainer_state
+        ema = trainer_state.learner.get("ema")
         if ema is None:
             return state
-        known = {path for path, _ in index.flatten_state(of_state.model)}
-        leaves = {p: x for p, x in index.flatten_state(ema.ema) if p in known}
-        pruned = ema._replace(ema=_nested({f"model/{p}": x for p, x in leaves.items()}, "").model)
-        learner = {**of_state.learner, "ema": pruned}
-        kept = {f"learner/ema/ema/{path}" for path in leaves}
-        built = {p for p in state.built_keys if not p.startswith("learner/ema/ema/") or p in kept}
-        return Builder.State(state.step, of_state._replace(learner=learner), built)
+        model_paths = set(_leaves_by_path(trainer_state.model))
+        pruned_leaves: dict[str, Leaf] = {}
+        built_keys = set(state.built_keys)
+        for path, leaf in _leaves_by_path(ema.ema).items():
+            if path in model_paths:
+                pruned_leaves[f"model/{path}"] = leaf
+            else:
+                built_keys.discard(f"learner/ema/ema/{path}")
+        pruned_ema = ema._replace(ema=_state_of_leaves(pruned_leaves, "").model)
+        learner = {**trainer_state.learner, "ema": pruned_ema}
+        return Builder.State(state.step, trainer_state._replace(learner=learner), built_keys)
 
 
 def traverse_and_set_target_state_parameters(
-    *, target_state: Any, target_scope: str, source_params: Any, source_scope: str
-) -> Any:
+    *, target_state: PyTree, target_scope: str, source_params: PyTree, source_scope: str
+) -> PyTree:
     """Returns a model's parameters, or specs, with those of one layer taken from another model.
 
     A scope is the path of the layer in the model, with "/", or "" for the whole model.
 
     Raises StateBuilderError if a layer does not exist, or has other parameters.
     """
-    of_target = {p: x for p, x in index.flatten_state(target_state) if _within(p, target_scope)}
-    of_source = {
-        f"{target_scope}/{path.removeprefix(source_scope).lstrip('/')}".strip("/"): x
-        for path, x in index.flatten_state(source_params)
-        if _within(path, source_scope)
-    }
-    differ = sorted(of_target.keys() ^ of_source.keys())
-    if differ or not of_target:
-        where = f"{target_scope or 'the model'} (from {source_scope or 'the whole'})"
+    target_leaves = _leaves_by_path(target_state)
+    replaced_leaves = _leaves_within(target_leaves, target_scope)
+    new_leaves: dict[str, Leaf] = {}
+    for path, leaf in _leaves_within(_leaves_by_path(source_params), source_scope).items():
+        path_in_layer = path.removeprefix(source_scope).lstrip("/")
+        new_leaves[f"{target_scope}/{path_in_layer}".strip("/")] = leaf
+    unmatched_paths = sorted(replaced_leaves.keys() ^ new_leaves.keys())
+    if unmatched_paths or not replaced_leaves:
+        layer = f"{target_scope or 'the model'} (from {source_scope or 'the whole'})"
+        difference = "none at all"
+        if unmatched_paths:
+            difference = f"{', '.join(unmatched_paths[:5])} are on one side only"
         raise errors.StateBuilderError(
-            f"{where} has other parameters than the source"
-            + (f": {', '.join(differ[:5])} are on one side only" if differ else ": none at all")
-            + ". Name layers of the same class and config."
+            f"{layer} has other parameters than the source: {difference}. Name layers of the same "
+            "class and config."
         )
-    leaves = [of_source.get(path, x) for path, x in index.flatten_state(target_state)]
-    return jax.tree.unflatten(jax.tree.structure(target_state), leaves)
+    leaves = target_leaves | new_leaves
+    return jax.tree.unflatten(jax.tree.structure(target_state), leaves.values())
 
 
 def is_dict(x: object, has_key: str | None = None) -> bool:
@@ -654,46 +687,58 @@ def is_dict(x: object, has_key: str | None = None) -> bool:
     return isinstance(x, dict) and (has_key is None or has_key in x)
 
 
-def _within(path: str, scope: str) -> bool:
-    return not scope or path == scope or path.startswith(f"{scope}/")
+def _leaves_by_path(state: PyTree) -> dict[str, Leaf]:
+    return dict(index.flatten_state(state))
 
 
-def _nested(leaves: Mapping[str, Any], where: str) -> TrainerState:
+def _leaves_within(leaves: Mapping[str, Leaf], scope: str) -> dict[str, Leaf]:
+    """Returns the leaves of the layer at a path; those of all layers for ""."""
+    if not scope:
+        return dict(leaves)
+    prefix = f"{scope}/"
+    return {path: x for path, x in leaves.items() if path == scope or path.startswith(prefix)}
+
+
+def _state_of_leaves(leaves: Mapping[str, Leaf], converter_path: str) -> TrainerState:
     """Returns a state of nested dicts from its leaves by path."""
     tree: dict[str, Any] = {name: {} for name in TrainerState._fields}
     for path, leaf in leaves.items():
-        *above, name = path.split("/")
-        node = tree
-        for part in above:
-            node = node.setdefault(part, {})
-        if path.split("/")[0] not in TrainerState._fields or (above and name in node):
+        *parent_names, name = path.split("/")
+        parent = tree
+        for parent_name in parent_names:
+            parent = parent.setdefault(parent_name, {})
+        if path.split("/")[0] not in TrainerState._fields or (parent_names and name in parent):
             raise errors.StateBuilderError(
-                f"{where}: {path!r} is not a path of a state, or is requested twice; expected one "
-                f"that begins with one of {', '.join(TrainerState._fields)}."
+                f"{converter_path}: {path!r} is not a path of a state, or is requested twice; "
+                f"expected one that begins with one of {', '.join(TrainerState._fields)}."
             )
-        node[name] = leaf
+        parent[name] = leaf
     return TrainerState(**tree)
 
 
-def _with_values(target: Builder.State, values: Mapping[str, Any], step: int) -> Builder.State:
+def _with_values(target: Builder.State, values: Mapping[str, Leaf], step: int) -> Builder.State:
     """Returns the target with some leaves replaced, each in its dtype and layout there."""
-    wanted = index.flatten_state(target.trainer_state)
-    known = dict(wanted)
+    leaves = _leaves_by_path(target.trainer_state)
     for path, value in values.items():
-        if path not in known or tuple(value.shape) != tuple(known[path].shape):
-            here = "nothing" if path not in known else list(known[path].shape)
+        if path not in leaves or tuple(value.shape) != tuple(leaves[path].shape):
+            shape_here = "nothing"
+            if path in leaves:
+                shape_here = list(leaves[path].shape)
             raise errors.StateBuilderError(
                 f"{path!r} is {list(value.shape)} in the checkpoint, of "
-                f"{math.prod(value.shape):,} elements, and {here} in this run. Select parts with "
-                "the same shapes in both, or convert it."
+                f"{math.prod(value.shape):,} elements, and {shape_here} in this run. Select parts "
+                "with the same shapes in both, or convert it."
             )
-    leaves = [_like(values[path], leaf) if path in values else leaf for path, leaf in wanted]
-    state = jax.tree.unflatten(jax.tree.structure(target.trainer_state), leaves)
+    for path, value in values.items():
+        leaves[path] = _like(value, leaves[path])
+    state = jax.tree.unflatten(jax.tree.structure(target.trainer_state), leaves.values())
     return Builder.State(step, state, target.built_keys | set(values))
 
 
-def _like(value: Any, leaf: Tensor) -> Any:
+def _like(value: Leaf, leaf: Leaf) -> Leaf:
     if value.dtype != leaf.dtype:
         value = value.astype(leaf.dtype)
     sharding = getattr(leaf, "sharding", None)  # an array of NumPy has none
-    return value if sharding is None else jax.device_put(value, sharding)
+    if sharding is None:
+        return value
+    return jax.device_put(value, sharding)

@@ -20,7 +20,7 @@ from weft.functional.arrays import finite_or_counted
 from weft.hierarchy.metrics import LossOfRows, MetricSummary, Summary, WeightedScalar
 from weft.interop.hierarchy import as_hierarchy
 from weft.metrics.classification import check_logits
-from weft.typing import T, Tensor
+from weft.typing import PyTree, T, Tensor
 
 OutputFn = Callable[[Any, Any], Any]
 """Function of a model's outputs and the batch."""
@@ -46,22 +46,21 @@ def _same_shape(fn: Callable[[Tensor, Tensor], Tensor]) -> OutputFn:
     return checked
 
 
-def _of_classes(fn: Callable[[Tensor, Tensor], Tensor]) -> OutputFn:
-    def checked(outputs: Tensor, targets: Tensor) -> Tensor:
-        check_logits(outputs, targets)
-        return fn(outputs, targets)
-
-    return checked
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    check_logits(logits, labels)
+    _, details = functional.cross_entropy(logits, labels)
+    return details["per_target_loss"]
 
 
 def _accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     if outputs.shape == targets.shape:  # of binary_cross_entropy
         return (outputs > 0) == (targets > 0.5)
-    return _of_classes(lambda logits, labels: jnp.argmax(logits, -1) == labels)(outputs, targets)
+    check_logits(outputs, targets)
+    return jnp.argmax(outputs, -1) == targets
 
 
 LOSSES: dict[str, OutputFn] = {
-    "cross_entropy": _of_classes(lambda x, y: functional.cross_entropy(x, y)[1]["per_target_loss"]),
+    "cross_entropy": _cross_entropy,
     "binary_cross_entropy": _same_shape(functional.sigmoid_cross_entropy),
     "mse": _same_shape(functional.squared_error),
     "mae": _same_shape(functional.absolute_error),
@@ -84,10 +83,13 @@ def metric_name(metric: MetricLike) -> str:
         return metric
     if isinstance(metric, metrics.AllRows):
         return metric_name(metric.fn)
+    if type(metric) is metrics.Accuracy:
+        return "accuracy"
     if isinstance(metric, metrics.Metric):
-        by_type = {type(x): name for name, x in CLASS_METRICS.items()}
-        by_type[metrics.Accuracy] = "accuracy"
-        return by_type.get(type(metric), type(metric).__name__)
+        for name, class_metric in CLASS_METRICS.items():
+            if type(metric) is type(class_metric):
+                return name
+        return type(metric).__name__
     return getattr(metric, "__name__", str(metric))
 
 
@@ -98,7 +100,7 @@ def compares_classes(metric: MetricLike) -> bool:
     return False
 
 
-def _of_rows_that_count(tree: T, batch: Mapping[str, Any]) -> T:
+def _without_padding(tree: T, batch: Mapping[str, Any]) -> T:
     """Returns arrays of rows with 0 in place of NaN and infinities in the rows of weight 0.
 
     Even if such a row is not in the loss, the gradient of the parameters is that of all rows.
@@ -107,10 +109,11 @@ def _of_rows_that_count(tree: T, batch: Mapping[str, Any]) -> T:
         return tree
     counts = batch[ROW_WEIGHT] != 0
 
-    def finite(x: Any) -> Any:
+    def finite(x: Tensor) -> Tensor:
         if jnp.shape(x)[:1] != counts.shape:
             return x
-        return finite_or_counted(x, counts.reshape(-1, *[1] * (jnp.ndim(x) - 1)))
+        axes_within_row = tuple(range(1, jnp.ndim(x)))
+        return finite_or_counted(x, jnp.expand_dims(counts, axes_within_row))
 
     return jax.tree.map(finite, tree)
 
@@ -124,37 +127,43 @@ class MeanOfRows(MetricSummary):
     Attributes:
         name: The metric.
         mean: Mean of the values of rows, with the rows' weights.
-        whole, by_row: The scalar of a batch, and the mean of the values of its rows; of batches
-            that were merged, of the first for which they differ.
+        scalar_of_batch, mean_of_values: The scalar of a batch, and the mean of the values of its
+            rows; of batches that were merged, of the first for which they differ.
         is_mean: Whether they are equal for all batches, up to rounding.
     """
 
     name: str = struct.field(pytree_node=False)
     mean: WeightedScalar
-    whole: Tensor
-    by_row: Tensor
+    scalar_of_batch: Tensor
+    mean_of_values: Tensor
     is_mean: Tensor
 
     @classmethod
-    def of_batch(cls, name: str, fn: OutputFn, outputs: Any, batch: Mapping[str, Any]) -> Self:
+    def of_batch(
+        cls, name: str, fn: OutputFn, outputs: PyTree, batch: Mapping[str, PyTree]
+    ) -> Self:
         """Returns the mean of the rows of one batch."""
         leaves, tree = jax.tree.flatten((outputs, batch))
-        rows = len(jax.tree.leaves(batch)[0])
-        are_rows = [jnp.ndim(x) > 0 and len(x) == rows for x in leaves]
+        num_rows = len(jax.tree.leaves(batch)[0])
+        mapped_leaves: dict[int, Tensor] = {}  # those with an axis of rows, by index
+        for index, leaf in enumerate(leaves):
+            if jnp.ndim(leaf) > 0 and len(leaf) == num_rows:
+                mapped_leaves[index] = leaf
 
-        def of_row(parts: list[Tensor]) -> Any:
-            remaining = iter(parts)
-            both = zip(leaves, are_rows, strict=True)
-            one = [next(remaining)[None] if is_row else x for x, is_row in both]
-            return fn(*tree.unflatten(one))
+        def value_of_row(row_leaves: dict[int, Tensor]) -> Tensor:
+            """Calls the metric with a batch of one row."""
+            batch_leaves = list(leaves)
+            for index, leaf in row_leaves.items():
+                batch_leaves[index] = leaf[None]
+            return fn(*tree.unflatten(batch_leaves))
 
-        whole = jnp.asarray(fn(outputs, batch))
-        # In few bits, the sum over a batch rounds more.
-        is_float = jnp.issubdtype(whole.dtype, jnp.inexact)
-        tolerance = max(1e-3, 8 * float(jnp.finfo(whole.dtype).eps)) if is_float else 1e-3
-        parts = [x for x, is_row in zip(leaves, are_rows, strict=True) if is_row]
+        scalar = jnp.asarray(fn(outputs, batch))
+        tolerance = 1e-3
+        if jnp.issubdtype(scalar.dtype, jnp.inexact):
+            # In few bits, the sum over a batch rounds more.
+            tolerance = max(tolerance, 8 * float(jnp.finfo(scalar.dtype).eps))
         try:
-            values = jnp.asarray(jax.vmap(of_row)(parts), jnp.float32)
+            values = jnp.asarray(jax.vmap(value_of_row)(mapped_leaves), jnp.float32)
         except Exception as error:
             error.add_note(
                 f"The metric {name!r} is a scalar, and was called for each row alone, by jax.vmap, "
@@ -162,24 +171,31 @@ class MeanOfRows(MetricSummary):
                 f"with all rows: weft.metrics.AllRows({name})."
             )
             raise
-        whole, by_row = whole.astype(jnp.float32), values.mean()
-        size = tolerance * jnp.abs(values).mean() + 1e-6
-        is_mean = (jnp.abs(whole - by_row) <= size) | (whole == by_row)
-        is_mean |= jnp.isnan(whole) & jnp.isnan(by_row)
+        scalar = scalar.astype(jnp.float32)
+        mean_of_values = values.mean()
+        largest_difference = tolerance * jnp.abs(values).mean() + 1e-6
+        is_close = jnp.abs(scalar - mean_of_values) <= largest_difference
+        is_equal = scalar == mean_of_values  # also if both are infinite
+        are_undefined = jnp.isnan(scalar) & jnp.isnan(mean_of_values)
+        is_mean = is_close | is_equal | are_undefined
         mean = WeightedScalar(*functional.weighted_mean(values, batch.get(ROW_WEIGHT)))
-        return cls(name, mean, whole, by_row, is_mean)
+        return cls(name, mean, scalar, mean_of_values, is_mean)
 
     def accumulate(self, other: Self) -> Self:
-        both = zip((self.whole, self.by_row), (other.whole, other.by_row), strict=True)
-        whole, by_row = (jnp.where(self.is_mean, its, own) for own, its in both)
-        mean = self.mean.accumulate(other.mean)
-        return type(self)(self.name, mean, whole, by_row, self.is_mean & other.is_mean)
+        return type(self)(
+            self.name,
+            self.mean.accumulate(other.mean),
+            jnp.where(self.is_mean, other.scalar_of_batch, self.scalar_of_batch),
+            jnp.where(self.is_mean, other.mean_of_values, self.mean_of_values),
+            self.is_mean & other.is_mean,
+        )
 
     def value(self) -> Tensor | float:
         if not np.all(self.is_mean):
             raise errors.LossError(
                 f"the metric {self.name!r} is a scalar that is not a mean over rows: "
-                f"{float(self.whole):.4g} of a batch, but {float(self.by_row):.4g} as the mean of "
+                f"{float(self.scalar_of_batch):.4g} of a batch, but "
+                f"{float(self.mean_of_values):.4g} as the mean of "
                 "its rows one by one. So its value for all rows does not follow from those of "
                 "batches. Return one number per row; or pass a metric that adds up, such as "
                 f"weft.metrics.F1Score(), or weft.metrics.AllRows({self.name}), which calls the "
@@ -217,28 +233,34 @@ class Supervised(hierarchy.BaseModel):
     def __init__(self, cfg: Config, *, parent: hierarchy.Module | None):
         super().__init__(cfg, parent=parent)
         self._loss = self._function("loss", cfg.loss, LOSSES)
-        self._metrics = {
-            name: self._function("metric", x, METRICS) for name, x in cfg.metrics.items()
-        }
+        self._metrics: dict[str, OutputFn] = {}
+        for name, metric in cfg.metrics.items():
+            self._metrics[name] = self._function("metric", metric, METRICS)
         if cfg.target is not None and cfg.target not in cfg.batch_spec:
             raise errors.LossError(
                 f"the batch has no field target={cfg.target!r}. "
                 f"{errors.did_you_mean(cfg.target, cfg.batch_spec)}"
             )
-        self._add_child("model", as_hierarchy(cfg.layer, inputs=(self._inputs(cfg.batch_spec),)))
+        model_inputs = self._model_inputs(cfg.batch_spec)
+        self._add_child("model", as_hierarchy(cfg.layer, inputs=(model_inputs,)))
 
     def _function(
-        self, kind: str, fn: MetricLike, named: Mapping[str, OutputFn | metrics.Metric]
+        self, kind: str, metric: MetricLike, named: Mapping[str, OutputFn | metrics.Metric]
     ) -> OutputFn:
         """Returns a function of outputs and batch, for `_values`."""
-        if isinstance(fn, metrics.AllRows):
-            return lambda outputs, batch: fn.update(outputs, batch, batch.get(ROW_WEIGHT))
-        if not isinstance(fn, str | metrics.Metric):
-            return fn
-        name = metric_name(fn)
-        if isinstance(fn, str) and fn not in named:
-            raise errors.LossError(f"there is no {kind} {fn!r}. {errors.did_you_mean(fn, named)}")
-        of_arrays = named[fn] if isinstance(fn, str) else fn
+        if isinstance(metric, metrics.AllRows):
+            return lambda outputs, batch: metric.update(outputs, batch, batch.get(ROW_WEIGHT))
+        if not isinstance(metric, str | metrics.Metric):
+            return metric
+        name = metric_name(metric)
+        if isinstance(metric, metrics.Metric):
+            fn = metric
+        elif metric in named:
+            fn = named[metric]
+        else:
+            raise errors.LossError(
+                f"there is no {kind} {metric!r}. {errors.did_you_mean(metric, named)}"
+            )
         target = self.config.target
         if target is None:
             raise errors.LossError(
@@ -246,31 +268,38 @@ class Supervised(hierarchy.BaseModel):
                 "them; name it with target=…, or pass data as a pair (x, y)."
             )
 
-        def of_targets(outputs: Any, batch: Mapping[str, Any]) -> Any:
+        def compare_with_targets(outputs: PyTree, batch: Mapping[str, PyTree]) -> Tensor | Summary:
             if not hasattr(outputs, "shape"):
                 raise errors.LossError(
                     f"the model returned a {type(outputs).__name__}, and the {kind} {name!r} is "
                     "that of an array; pass a function of outputs and batch instead."
                 )
-            if isinstance(of_arrays, metrics.Metric):
-                return of_arrays.update(outputs, batch[target], batch.get(ROW_WEIGHT))
-            values = of_arrays(_of_rows_that_count(outputs, batch), batch[target])
-            return jnp.mean(values, axis=range(1, values.ndim))
+            if isinstance(fn, metrics.Metric):
+                return fn.update(outputs, batch[target], batch.get(ROW_WEIGHT))
+            values = fn(_without_padding(outputs, batch), batch[target])
+            return jnp.mean(values, axis=range(1, values.ndim))  # one number per row
 
-        return of_targets
+        return compare_with_targets
 
-    def _inputs(self, batch: Mapping[str, Any]) -> Any:
-        fields = {k: v for k, v in batch.items() if k not in (self.config.target, ROW_WEIGHT)}
-        return next(iter(fields.values())) if len(fields) == 1 else fields
+    def _model_inputs(self, batch: Mapping[str, PyTree]) -> PyTree:
+        """Returns the fields of a batch that the model is called with; if it is one, the array."""
+        fields = dict(batch)
+        fields.pop(ROW_WEIGHT, None)
+        if self.config.target is not None:
+            fields.pop(self.config.target, None)
+        if len(fields) == 1:
+            (inputs,) = fields.values()
+            return inputs
+        return fields
 
     def _cast_inputs(self, inputs: T) -> T:
         return inputs  # targets and weights of rows stay as they are
 
-    def predict(self, input_batch: Mapping[str, Any]) -> Any:
+    def predict(self, input_batch: Mapping[str, PyTree]) -> PyTree:
         """Returns the outputs of the model for a batch."""
-        return self.call_model(self._inputs(input_batch))
+        return self.call_model(self._model_inputs(input_batch))
 
-    def call_model(self, inputs: Any) -> Any:
+    def call_model(self, inputs: PyTree) -> PyTree:
         """Returns the outputs of the model for its inputs."""
         inputs = functional.cast_floats(inputs, self.compute_dtype())
         try:
@@ -284,19 +313,19 @@ class Supervised(hierarchy.BaseModel):
 
     def forward(self, input_batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """Returns the loss, and reports it and the metrics."""
-        input_batch = {k: _of_rows_that_count(x, input_batch) for k, x in input_batch.items()}
-        outputs = self.predict(input_batch)
-        loss = self._values("loss", self._loss, outputs, input_batch)
+        batch = _without_padding(dict(input_batch), input_batch)
+        outputs = self.predict(batch)
+        loss = self._values("loss", self._loss, outputs, batch)
         if not isinstance(loss, WeightedScalar):
             assert isinstance(loss, jax.Array)
-            loss = self._mean("loss", loss, input_batch)
+            loss = self._mean("loss", loss, batch)
         self.add_summary("loss", loss)
         for name, fn in self._metrics.items():
-            self.add_summary(name, self._of_metric(name, fn, outputs, input_batch))
+            self.add_summary(name, self._metric_summary(name, fn, outputs, batch))
         return jnp.asarray(loss.mean), {}
 
-    def _of_metric(
-        self, name: str, fn: OutputFn, outputs: Any, batch: Mapping[str, Any]
+    def _metric_summary(
+        self, name: str, fn: OutputFn, outputs: PyTree, batch: Mapping[str, PyTree]
     ) -> Summary:
         values = self._values(name, fn, outputs, batch)
         if isinstance(values, Summary):
@@ -307,7 +336,7 @@ class Supervised(hierarchy.BaseModel):
         return MeanOfRows.of_batch(name, fn, outputs, batch)
 
     @hierarchy.nowrap
-    def is_per_row(self, outputs: Any, batch: Mapping[str, Any]) -> bool:
+    def is_per_row(self, outputs: PyTree, batch: Mapping[str, PyTree]) -> bool:
         """Returns whether rows can be left out of the loss: whether it has one number per row.
 
         Raises LossError if the loss or a metric does not fit the outputs.
@@ -318,7 +347,7 @@ class Supervised(hierarchy.BaseModel):
         return isinstance(values, jax.Array) and values.ndim > 0
 
     @hierarchy.nowrap
-    def check_means(self, outputs: Any, batch: Mapping[str, Any]) -> None:
+    def check_means(self, outputs: PyTree, batch: Mapping[str, PyTree]) -> None:
         """Raises LossError if a metric is a scalar of a batch that is not a mean over its rows."""
         for name, fn in self._metrics.items():
             values = jax.eval_shape(functools.partial(self._values, name, fn), outputs, batch)
@@ -326,13 +355,16 @@ class Supervised(hierarchy.BaseModel):
                 MeanOfRows.of_batch(name, fn, outputs, batch).value()
 
     def _values(
-        self, name: str, fn: OutputFn, outputs: Any, batch: Mapping[str, Any]
+        self, name: str, fn: OutputFn, outputs: PyTree, batch: Mapping[str, PyTree]
     ) -> Tensor | Summary:
         """Returns the values of rows, a scalar, or what a metric reports."""
         rows = len(jax.tree.leaves(batch)[0])
+        summary_type = Summary
+        if name == "loss":
+            summary_type = WeightedScalar
         try:
             result = fn(outputs, batch)
-            if isinstance(result, WeightedScalar if name == "loss" else Summary):
+            if isinstance(result, summary_type):
                 return result
             values = jnp.asarray(result, dtype=jnp.float32)
         except errors.LossError:
@@ -350,11 +382,13 @@ class Supervised(hierarchy.BaseModel):
             )
         return values
 
-    def _mean(self, name: str, values: Tensor, batch: Mapping[str, Any]) -> WeightedScalar:
+    def _mean(self, name: str, values: Tensor, batch: Mapping[str, PyTree]) -> WeightedScalar:
         weights = batch.get(ROW_WEIGHT)
         if weights is None:
             rows = len(jax.tree.leaves(batch)[0])
-            return WeightedScalar(values.mean(), rows) if values.ndim else LossOfRows(values, rows)
+            if values.ndim:
+                return WeightedScalar(values.mean(), rows)
+            return LossOfRows(values, rows)
         if not values.ndim:
             raise errors.LossError(
                 f"{name} returned a scalar, which includes the rows that fill up the batch; "

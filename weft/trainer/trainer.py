@@ -129,17 +129,19 @@ class SpmdTrainer(BaseTrainer):
             host_tracer_level=cfg.host_tracer_level,
             python_tracer_level=cfg.python_tracer_level,
         )
-        self._own_hooks: dict[str, Hook] = {}
-        for name, hook in cfg.hooks.items():
-            where = f"{self.path()}.hooks[{name!r}]"
-            self._own_hooks[name] = check_hook(config.maybe_instantiate(hook), where)
-        # What is saved with the state, by its name in the checkpoints.
-        self._stateful: dict[str, object] = {
-            f"evalers/{name}": evaler.eval_policy for name, evaler in self._evalers.items()
+        self._configured_hooks: dict[str, Hook] = {}
+        # Objects with state that checkpoints hold besides the model's and the learner's, by name.
+        self._savable: dict[str, object] = {
+            "early_stopping": self._early_stopping,
+            "anomalies": self._train_step,
         }
-        self._stateful |= {"early_stopping": self._early_stopping, "anomalies": self._train_step}
-        self._stateful |= {f"hooks/{name}": hook for name, hook in self._own_hooks.items()}
-        self._run_state = RunState(self._stateful)
+        for name, evaler in self._evalers.items():
+            self._savable[f"evalers/{name}"] = evaler.eval_policy
+        for name, hook_config in cfg.hooks.items():
+            hook = config.maybe_instantiate(hook_config)
+            self._configured_hooks[name] = check_hook(hook, f"{self.path()}.hooks[{name!r}]")
+            self._savable[f"hooks/{name}"] = hook
+        self._run_state = RunState(self._savable)
         self._hooks = Hooks({})
         self._loop: TrainingLoop | None = None
 
@@ -197,35 +199,42 @@ class SpmdTrainer(BaseTrainer):
             ArgumentValueError: if there is no evaler of a name in `return_evaler_summaries`.
             HookError: if an object in `listener` is not a hook.
         """
-        wanted = self._wanted_evalers(return_evaler_summaries)
-        several = listener if isinstance(listener, Sequence) else [listener]
-        listeners = [
-            check_hook(hook, f"{self.path()}.run: listener") for hook in several if hook is not None
-        ]
+        returned_evalers = self._evalers_to_return(return_evaler_summaries)
+        listeners = self._listeners(listener)
         with self.mesh():
             state_lib.check_batches(self.input, self._batch_partition())
         with contextlib.ExitStack() as stack:
             run = self._open_run(stack, prng_key, listeners, progress, recipe)
-            self.hooks.on_start(self, self._begin(run.first_key, run.started_before))
+            resumed_from = self._begin(run.first_key, run.started_before)
+            self.hooks.on_start(self, resumed_from)
             stopped = run.loop.run()
             is_by_signal = stopped is not None and stopped.request.kind == "signal"
             if self._step or is_by_signal:
                 run.checkpoints.save_last()
-            if stopped is not None and stopped.error is not None:
-                raise stopped.error
-            reason = MAX_STEP if stopped is None else stopped.request.text
+            reason = MAX_STEP
+            if stopped is not None:
+                if stopped.error is not None:
+                    raise stopped.error
+                reason = stopped.request.text
             if has_ended(reason):
-                run.evaluations.run_at_end(wanted)
+                run.evaluations.run_at_end(returned_evalers or ())
             self.hooks.on_end(self._step, reason)
+            return self._result(run, reason, returned_evalers)
 
-            outputs = None if run.loop.last_step is None else run.loop.last_step.outputs
-            last = None if outputs is None else {"loss": outputs["loss"], "aux": outputs["aux"]}
-            if not return_evaler_summaries:
-                return last
-            if not has_ended(reason):
-                return None
-            summaries = {x: run.evaluations.summaries[x] for x in self._evalers if x in wanted}
-            return {**(last or {"loss": None, "aux": None}), "evaler_summaries": summaries}
+    def _result(self, run: "_Run", reason: str, evalers: list[str] | None) -> dict[str, Any] | None:
+        """Returns what `run` returns: outputs of the last step, and summaries of the evalers."""
+        result: dict[str, Any] | None = None
+        if run.loop.last_step is not None:
+            outputs = run.loop.last_step.outputs
+            result = {"loss": outputs["loss"], "aux": outputs["aux"]}
+        if evalers is None:
+            return result
+        if not has_ended(reason):
+            return None
+        if result is None:
+            result = {"loss": None, "aux": None}
+        result["evaler_summaries"] = {name: run.evaluations.summaries[name] for name in evalers}
+        return result
 
     def _open_run(
         self,
@@ -239,14 +248,17 @@ class SpmdTrainer(BaseTrainer):
         cfg = self.config
         self._run_lock = stack.enter_context(run_lock(cfg.dir))
         started_before = run_dir.claim_run_dir(cfg, recipe)
-        of_report = stack.enter_context(recorder.reported(cfg.dir, progress))
-        writers = [self.summary_writer, *(x.summary_writer for x in self._evalers.values())]
+        display_hooks = stack.enter_context(recorder.reported(cfg.dir, progress))
+        writers = [self.summary_writer]
+        writers += [evaler.summary_writer for evaler in self._evalers.values()]
         stack.enter_context(closing_writers(writers))
-        stop, of_status = stack.enter_context(run_context(cfg))
+        stop, status_hooks = stack.enter_context(run_context(cfg))
         evaluations = EvaluationHook(self, self._evalers)
-        is_shown = bool(progress) and jax.process_index() == 0
-        checkpoints = CheckpointHook(self, self.checkpointer, logs_failures=not is_shown)
-        hooks = self._hooks_of_run(of_report + of_status, listeners, evaluations, checkpoints)
+        has_display = bool(progress) and jax.process_index() == 0  # which shows failures, too
+        checkpoints = CheckpointHook(self, self.checkpointer, logs_failures=not has_display)
+        hooks = self._hooks_of_run(
+            display_hooks + status_hooks, listeners, evaluations, checkpoints
+        )
         stack.enter_context(self._with_hooks(hooks, listeners))
         agreement.check_processes_agree(
             stop, cfg, lock=self._run_lock, recipe=recipe, prng_key=prng_key
@@ -258,18 +270,20 @@ class SpmdTrainer(BaseTrainer):
         self._batches = stack.enter_context(self._open_batches())
         stack.push(self._close)
 
-        first_key = jax.random.key(cfg.seed) if prng_key is None else prng_key
+        first_key = prng_key
+        if first_key is None:
+            first_key = jax.random.key(cfg.seed)
         judge = judge_of(self, first_key, cfg.log_every_n_steps)
         between_steps = contextlib.nullcontext
         if self._throughput is not None:
-            between_steps = self._throughput.paused
+            between_steps = self._throughput.paused  # evaluations and saves are not training time
         restore = functools.partial(self._restore_or_init, first_key)
         self._loop = TrainingLoop(self, hooks, judge, self._batches, between_steps, stop, restore)
         return _Run(self._loop, evaluations, checkpoints, first_key, started_before)
 
     def _hooks_of_run(
         self,
-        for_people: Sequence[Hook],
+        display_hooks: Sequence[Hook],
         listeners: Sequence[Hook],
         evaluations: EvaluationHook,
         checkpoints: CheckpointHook,
@@ -280,11 +294,11 @@ class SpmdTrainer(BaseTrainer):
             hooks["traces"] = self._traces
         if self._throughput is not None:
             hooks["throughput"] = self._throughput
-        for hook in for_people:
+        for hook in display_hooks:
             hooks[type(hook).__qualname__] = hook
         for index, hook in enumerate(listeners):
             hooks[f"{type(hook).__qualname__}, listener {index}"] = hook
-        for name, hook in self._own_hooks.items():
+        for name, hook in self._configured_hooks.items():
             hooks[f"{self.path()}.hooks[{name!r}]"] = hook
         if self._early_stopping is not None:
             hooks["early_stopping"] = self._early_stopping
@@ -300,8 +314,10 @@ class SpmdTrainer(BaseTrainer):
     def _with_hooks(self, hooks: Hooks, listeners: Sequence[Hook]) -> Iterator[None]:
         """Calls hooks while open; ends quietly if the run is stopped outside of its steps."""
         self._hooks = hooks
-        states = {f"listeners/{index}": hook for index, hook in enumerate(listeners)}
-        self._run_state = RunState({**self._stateful, **states})
+        savable = dict(self._savable)
+        for index, hook in enumerate(listeners):
+            savable[f"listeners/{index}"] = hook
+        self._run_state = RunState(savable)
         try:
             yield
         except preemption.StopRun as stopped:  # nothing to save, or already saved
@@ -311,21 +327,32 @@ class SpmdTrainer(BaseTrainer):
         finally:
             hooks.close()
 
-    def _wanted_evalers(self, names: bool | Collection[str] | None) -> set[str]:
-        """Returns the names of evalers whose summaries a run returns."""
-        if isinstance(names, bool) or names is None:
-            return set(self._evalers) if names else set()
+    def _listeners(self, listener: Hook | Sequence[Hook] | None) -> list[Hook]:
+        """Returns the hooks that `run` was given."""
+        if listener is None:
+            return []
+        hooks = listener if isinstance(listener, Sequence) else [listener]
+        location = f"{self.path()}.run: listener"
+        return [check_hook(hook, location) for hook in hooks if hook is not None]
+
+    def _evalers_to_return(self, names: bool | Collection[str] | None) -> list[str] | None:
+        """Returns the names of the evalers whose summaries a run returns; None for no summaries."""
+        if not names:
+            return None
+        if names is True:
+            return list(self._evalers)
         for name in names:
             if name not in self._evalers:
                 raise errors.ArgumentValueError(
                     f"return_evaler_summaries names {name!r}, which is not one of the evalers of "
                     f"{self.path()}. {errors.did_you_mean(name, self._evalers)}"
                 )
-        return set(names)
+        return [name for name in self._evalers if name in names]
 
     def _begin(self, first_key: Tensor, started_before: bool) -> int | None:
         """Restores or creates the state; returns the step of the restored checkpoint, if any."""
-        if note := mesh_lib.unused_gpu_note():
+        note = mesh_lib.unused_gpu_note()
+        if note is not None:
             logger.warning(note)
         resumed_from = self._restore_or_init(first_key, started_before=started_before)
         self.summary_writer.log_config(self.config, step=self._step)
@@ -340,8 +367,8 @@ class SpmdTrainer(BaseTrainer):
             self.init(first_key)
         if started_before:
             checkpoints = os.path.join(self.config.dir, run_dir.CHECKPOINTS_DIR)
-            for reporter in (self, *self._evalers.values()):
-                reporter.summary_writer.log_checkpoint(
+            for module in (self, *self._evalers.values()):
+                module.summary_writer.log_checkpoint(
                     checkpoints,
                     state=self._state,
                     action=CheckpointerAction.RESTORE,
@@ -349,9 +376,12 @@ class SpmdTrainer(BaseTrainer):
                 )
         return resumed_from
 
-    def _close(self, *exc_info: Any) -> None:
+    def _close(
+        self, error_type: type[BaseException] | None, error: object, traceback: object
+    ) -> None:
+        del error, traceback
         self._loop = None
-        self.checkpointer.stop(has_exception=exc_info[0] is not None)
+        self.checkpointer.stop(has_exception=error_type is not None)
         self._batches = None
 
 
@@ -373,13 +403,15 @@ def run_context(
 
     Yields the object that decides when to stop, and the hook of the status page, if there is one.
     """
-    limits = (cfg.watchdog_timeout_seconds, cfg.crash_on_hang_timeout_seconds)
     with (
-        Watchdog(*limits) as watchdog,
+        Watchdog(cfg.watchdog_timeout_seconds, cfg.crash_on_hang_timeout_seconds) as watchdog,
         live.status_page(cfg.status_port, watchdog) as status,
         preemption.graceful_stop(watchdog.report, cfg.readiness_timeout_seconds) as stop,
     ):
         # Wait for all processes before the first collective, which would block without a message.
         # A request to stop is handled before the first step.
         stop.agreed("preparing the state", within_seconds=cfg.readiness_timeout_seconds)
-        yield stop, [] if status is None else [status]
+        status_hooks: list[Hook] = []
+        if status is not None:
+            status_hooks.append(status)
+        yield stop, status_hooks
