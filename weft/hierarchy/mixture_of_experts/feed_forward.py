@@ -16,12 +16,13 @@ applies each expert's weight to its rows (MegaBlocks: Gale et al., 2023). On a m
 sorts its own tokens.
 """
 
+import dataclasses
 import enum
-import itertools
 import math
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,9 @@ from weft.hierarchy.attention.feed_forward import ResidualLayer, hidden_dim_of
 from weft.hierarchy.config_setters import for_each_config
 from weft.hierarchy.mixture_of_experts.gating import BaseGating, Top2Gating, TopKDropFreeGating
 from weft.hierarchy.module import Module
-from weft.typing import DType, PartitionSpec, Tensor
+from weft.typing import DType, PartitionSpec, PyTree, Tensor
+
+T = TypeVar("T")
 
 # Default sharding of arrays, by the letters of their axes.
 DIM_TO_MESH_AXES: dict[str, PartitionSpec] = {
@@ -52,8 +55,19 @@ DIM_TO_MESH_AXES: dict[str, PartitionSpec] = {
 }
 
 
+@runtime_checkable
+class HybridShape(Protocol):
+    """Sizes of the axes of a mesh within slices of TPUs, and between them."""
+
+    ici_mesh_shape: Sequence[int]
+    dcn_mesh_shape: Sequence[int]
+
+
 def get_outer_batch_from_mesh(
-    *, mesh_axis_names: Sequence[str], outer_batch_axis_names: Sequence[str], mesh_shape: Any
+    *,
+    mesh_axis_names: Sequence[str],
+    outer_batch_axis_names: Sequence[str],
+    mesh_shape: Sequence[int] | HybridShape | None,
 ) -> int | None:
     """Returns the number of outer batches: one for each part of a mesh that holds all experts.
 
@@ -70,20 +84,28 @@ def get_outer_batch_from_mesh(
     """
     if mesh_shape is None:
         return None
-    parts = [mesh_shape]
-    if hasattr(mesh_shape, "ici_mesh_shape"):
-        parts = [mesh_shape.ici_mesh_shape, mesh_shape.dcn_mesh_shape]
-    number = 1
-    for part in parts:
-        sizes = dict(zip(mesh_axis_names, part, strict=True))
+    if isinstance(mesh_shape, HybridShape):
+        shapes = [mesh_shape.ici_mesh_shape, mesh_shape.dcn_mesh_shape]
+    else:
+        shapes = [mesh_shape]
+    outer_batch = 1
+    for shape in shapes:
+        axis_sizes = dict(zip(mesh_axis_names, shape, strict=True))
         for name in outer_batch_axis_names:
-            if sizes.get(name, 0) < 1:
+            if axis_sizes.get(name, 0) < 1:
                 raise errors.ArgumentValueError(
                     f"the outer batch is sharded over the mesh axis {name!r}, whose size in "
-                    f"{sizes} is not known; expected a mesh axis with a positive size."
+                    f"{axis_sizes} is not known; expected a mesh axis with a positive size."
                 )
-            number *= sizes[name]
-    return number
+            outer_batch *= axis_sizes[name]
+    return outer_batch
+
+
+class _GroupSizes(NamedTuple):
+    """Numbers into which the tokens of a batch are divided."""
+
+    outer_batch: int
+    num_groups: int  # of an outer batch
 
 
 class TransformerFeedForwardMoE(ResidualLayer):
@@ -133,44 +155,54 @@ class TransformerFeedForwardMoE(ResidualLayer):
                 raise errors.LayerConfigError(
                     f"{self.path()}: {name}={getattr(cfg, name)}; expected at least 1."
                 )
-        if unknown := sorted(cfg.dim_to_mesh_axis_map.keys() - DIM_TO_MESH_AXES.keys()):
+        unknown_keys = sorted(cfg.dim_to_mesh_axis_map.keys() - DIM_TO_MESH_AXES.keys())
+        if unknown_keys:
             raise errors.LayerConfigError(
-                f"{self.path()}: dim_to_mesh_axis_map has {unknown}; expected keys "
+                f"{self.path()}: dim_to_mesh_axis_map has {unknown_keys}; expected keys "
                 f"among {', '.join(DIM_TO_MESH_AXES)}."
             )
         self._hidden_dim = hidden_dim_of(cfg)
-        names = (cfg.activation,) if isinstance(cfg.activation, str) else cfg.activation
-        self._activations = [get_activation_fn(name) for name in names]
+        activations = cfg.activation
+        if isinstance(activations, str):
+            activations = (activations,)
+        self._activations = [get_activation_fn(name) for name in activations]
         self._add_norms(cfg.input_dim)
         self._add_child("gating", cfg.gating.set(num_experts=cfg.num_experts))
+        hidden_dropout: config.InstantiableConfig | None = cfg.dropout
         # With the norm after the sum, dropout applies only to the branch's output.
-        whole = cfg.structure == "postnorm" or not self._drops_hidden
-        self._add_dropouts(None if whole else cfg.dropout)
+        if cfg.structure == "postnorm" or not self._drops_hidden:
+            hidden_dropout = None
+        self._add_dropouts(hidden_dropout)
 
     def _wi_names(self) -> list[str]:
-        n = len(self._activations)
-        return ["wi_weight"] if n == 1 else [f"wi_{i}_weight" for i in range(n)]
+        """Returns the names of the weights before the activations; a gated layer has two."""
+        if len(self._activations) == 1:
+            return ["wi_weight"]
+        return [f"wi_{i}_weight" for i in range(len(self._activations))]
 
     def _create_layer_parameter_specs(self) -> dict[str, base_layer.ParameterSpec]:
         cfg = self.config
         m, e, h = cfg.input_dim, cfg.num_experts, self._hidden_dim
-
-        def spec(
-            shape: tuple[int, ...], dims: str, fan_axes: param_init.FanAxes
-        ) -> base_layer.ParameterSpec:
-            mesh_axes = cfg.dim_to_mesh_axis_map.get(dims)
-            factors = parameter_spec.FactorizationSpec((None,) * (len(shape) - 2) + ("row", "col"))
-            return base_layer.ParameterSpec(
-                shape, mesh_axes=mesh_axes, factorization=factors, fan_axes=fan_axes
-            )
-
-        of_expert = param_init.FanAxes(in_axis=1, out_axis=2, batch_axis=0)
-        return {
-            **super()._create_layer_parameter_specs(),
-            "gate_weight": spec((m, e), "me", param_init.FanAxes(in_axis=0, out_axis=1)),
-            **{name: spec((e, m, h), "emh", of_expert) for name in self._wi_names()},
-            "wo_weight": spec((e, h, m), "ehm", of_expert),
-        }
+        expert_fan_axes = param_init.FanAxes(in_axis=1, out_axis=2, batch_axis=0)
+        specs = super()._create_layer_parameter_specs()
+        specs["gate_weight"] = base_layer.ParameterSpec(
+            (m, e),
+            mesh_axes=cfg.dim_to_mesh_axis_map.get("me"),
+            factorization=parameter_spec.FactorizationSpec(("row", "col")),
+            fan_axes=param_init.FanAxes(in_axis=0, out_axis=1),
+        )
+        wi_weight = base_layer.ParameterSpec(
+            (e, m, h),
+            mesh_axes=cfg.dim_to_mesh_axis_map.get("emh"),
+            factorization=parameter_spec.FactorizationSpec((None, "row", "col")),
+            fan_axes=expert_fan_axes,
+        )
+        for name in self._wi_names():
+            specs[name] = wi_weight
+        specs["wo_weight"] = dataclasses.replace(
+            wi_weight, shape=(e, h, m), mesh_axes=cfg.dim_to_mesh_axis_map.get("ehm")
+        )
+        return specs
 
     def forward(self, inputs: Tensor, paddings: Tensor | None = None) -> Tensor:
         """Applies the layer; the output has the shape of `inputs`.
@@ -183,49 +215,51 @@ class TransformerFeedForwardMoE(ResidualLayer):
         Raises ArgumentShapeError if the tokens do not divide into the groups in training. Outside
         of training, the number of groups is reduced.
         """
-        live = None if paddings is None else jnp.logical_not(paddings)
-        if live is not None:
+        live = None
+        if paddings is not None:
+            live = jnp.logical_not(paddings)
             inputs = finite_or_counted(inputs, live[..., None])
-        skipped, x = self._enter_branch(self._add_tensor_stats("inputs", inputs))
+        inputs = self._add_tensor_stats("inputs", inputs)
+        skipped, x = self._enter_branch(inputs)
         x = self._remat_name(self._apply_experts(x, live), "linear2_0")
         outputs = self._leave_branch(skipped, x, weight=self.config.residual_weight)
         return self._add_tensor_stats("outputs", outputs)
 
-    def _group_sizes(self, num_tokens: int) -> tuple[int, int]:
+    def _group_sizes(self, num_tokens: int) -> _GroupSizes:
         cfg = self.config
-        outer, groups = cfg.outer_batch, cfg.num_groups
-        if num_tokens % (outer * groups) == 0:
-            return outer, groups
+        if num_tokens % (cfg.outer_batch * cfg.num_groups) == 0:
+            return _GroupSizes(cfg.outer_batch, cfg.num_groups)
+        outer_batch = math.gcd(num_tokens, cfg.outer_batch)
+        tokens_per_outer_batch = num_tokens // outer_batch
         if self.is_training:
             raise errors.ArgumentShapeError(
-                f"{self.path()}: {num_tokens} tokens do not divide into outer_batch={outer} times "
-                f"num_groups={groups} groups; set num_groups to a divisor of "
-                f"{num_tokens // math.gcd(num_tokens, outer)}."
+                f"{self.path()}: {num_tokens} tokens do not divide into outer_batch="
+                f"{cfg.outer_batch} times num_groups={cfg.num_groups} groups; set num_groups to a "
+                f"divisor of {tokens_per_outer_batch}."
             )
-        outer = math.gcd(num_tokens, outer)
-        return outer, math.gcd(num_tokens // outer, groups)
+        return _GroupSizes(outer_batch, math.gcd(tokens_per_outer_batch, cfg.num_groups))
 
     def _apply_experts(self, x: Tensor, live: Tensor | None) -> Tensor:
         sizes = self._group_sizes(math.prod(x.shape[:-1]))
         tokens = self._shard(_as_groups(x, sizes), "ogsm")
-        output = self.gating(
-            self._shard(self._router_logits(tokens), "ogse"),
-            **({} if live is None else {"live": _as_groups(live[..., None], sizes)[..., 0]}),
-        )
+        logits = self._shard(self._router_logits(tokens), "ogse")
+        gating_kwargs: dict[str, Tensor] = {}
+        if live is not None:
+            gating_kwargs["live"] = _as_groups(live[..., None], sizes)[..., 0]
+        output = self.gating(logits, **gating_kwargs)
         self._add_losses(output)
-        specs = {dims: self._partition_spec(dims, sizes[0]) for dims in ("oegcm", "ogsm")}
         slots = self.gating.dispatch(
             tokens,
             dispatch_tensor=self._shard(output.dispatch_tensor, "ogsec"),
             combine_tensor=output.combine_tensor,
             dtype=x.dtype,
-            partition_spec=specs["oegcm"],
+            partition_spec=self._partition_spec("oegcm", sizes.outer_batch),
         )
         combined = self.gating.combine(
             self._shard(self._experts(slots), "oegcm"),
             combine_tensor=self._shard(output.combine_tensor, "ogsec"),
             dtype=x.dtype,
-            partition_spec=specs["ogsm"],
+            partition_spec=self._partition_spec("ogsm", sizes.outer_batch),
         )
         return reshaped(combined, x.shape, explicit_spec(x))
 
@@ -235,14 +269,14 @@ class TransformerFeedForwardMoE(ResidualLayer):
 
     def _experts(self, slots: Tensor) -> Tensor:
         """Applies each expert to its slots, `(o e g c m)`."""
-        hidden: Any = None
-        named = zip(self._wi_names(), self._activations, strict=True)
-        for i, (name, activation) in enumerate(named):
+        factors: list[Tensor] = []
+        for i, name in enumerate(self._wi_names()):
             weight = self.parameters[name].astype(slots.dtype)
             y = project("oegcm,emh->oegch", slots, weight, dot_general=self.dot_general())
-            y = self._shard(y, "oegch")
-            y = activation(self._remat_name(y, f"linear1_{i}"))
-            hidden = y if hidden is None else hidden * y
+            y = self._remat_name(self._shard(y, "oegch"), f"linear1_{i}")
+            factors.append(self._activations[i](y))
+        # One factor, or the two of a gated layer.
+        hidden = math.prod(factors[1:], start=factors[0])
         if "dropout1" in self._children:
             hidden = self.dropout1(hidden)
         weight = self.parameters["wo_weight"].astype(slots.dtype)
@@ -265,25 +299,27 @@ class TransformerFeedForwardMoE(ResidualLayer):
         spec = self.config.dim_to_mesh_axis_map.get(dims)
         if spec is None or outer_batch > 1:
             return spec
-        axes = [axes_of(entry) for entry in spec]
+        # An axis of size 1 cannot be sharded: groups take the mesh axes of the outer batch.
+        mesh_axes = [axes_of(entry) for entry in spec]
         group = dims.index("g")
-        axes[group], axes[0] = axes[0] + axes[group], ()
-        return PartitionSpec(*(a or None for a in axes))
+        mesh_axes[group] = mesh_axes[0] + mesh_axes[group]
+        mesh_axes[0] = ()
+        return PartitionSpec(*(axes or None for axes in mesh_axes))
 
     def _shard(self, x: Tensor, dims: str) -> Tensor:
         return parameter_spec.maybe_shard(x, self._partition_spec(dims, x.shape[0]))
 
 
-def _as_groups(x: Tensor, sizes: tuple[int, int]) -> Tensor:
+def _as_groups(x: Tensor, sizes: _GroupSizes) -> Tensor:
     """Returns tokens, `(*batch, dim)`, as `(outer, group, token, dim)`.
 
     Over Explicit axes of a mesh, groups are sharded as the batch was, if they divide evenly.
     """
-    outer, groups = sizes
-    num_tokens = math.prod(x.shape[:-1]) // (outer * groups)
-    of_batch, *_, of_dim = explicit_spec(x)
+    *batch, dim = x.shape
+    group_size = math.prod(batch) // math.prod(sizes)
+    batch_axes, *_, dim_axes = explicit_spec(x)
     x = gathered(x, *range(1, x.ndim - 1))
-    return reshaped(x, (outer, groups, num_tokens, x.shape[-1]), (None, of_batch, None, of_dim))
+    return reshaped(x, (*sizes, group_size, dim), (None, batch_axes, None, dim_axes))
 
 
 class GMMBackend(enum.Enum, metaclass=EnumTypeWithHints):
@@ -342,7 +378,7 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
                 "use a TopKDropFreeGating or a TopKBiasGating, or change the layer to a "
                 "TransformerFeedForwardMoE."
             )
-        self._tiling: Any = config.maybe_instantiate(cast(Any, cfg.tiling))
+        self._tiling: tuple[int, int, int] | None = config.maybe_instantiate(cfg.tiling)
         if cfg.gmm_backend is GMMBackend.MEGABLOX and self._tiling is None:
             raise errors.LayerConfigError(
                 f"{self.path()}: gmm_backend={cfg.gmm_backend} needs a tiling: block sizes "
@@ -355,18 +391,21 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
                 f"{self.path()}: inputs of shape {x.shape}; expected (batch, time, "
                 f"{self.config.input_dim})."
             )
-        inputs, x = x, gathered(x, 1)
-        live = None if live is None else gathered(live, 1)
-        seq_weight = self.config.seq_load_balance_loss_weight
+        tokens = gathered(x, 1)
+        if live is not None:
+            live = gathered(live, 1)
         output = self.gating(
-            self._router_logits(x), seq_load_balance_loss_weight=seq_weight, live=live
+            self._router_logits(tokens),
+            seq_load_balance_loss_weight=self.config.seq_load_balance_loss_weight,
+            live=live,
         )
         self._add_losses(output)
         weights = [self.parameters[name] for name in (*self._wi_names(), "wo_weight")]
+        # Of each token, the experts that it chose, and their weights in the result.
         experts, gates = output.dispatch_tensor, output.combine_tensor
-        y, num_dropped = self._apply_sharded(x, experts, gates, weights)
+        y, num_dropped = self._apply_sharded(tokens, experts, gates, weights)
         self._report_dropped(num_dropped / experts.size)
-        return sharded_as(y, inputs)
+        return sharded_as(y, x)
 
     def _report_dropped(self, share: Tensor) -> None:
         """Reports the fraction of dropped choices; nothing is dropped here."""
@@ -379,31 +418,39 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         if mesh is None:
             return self._apply_locally(x, experts, gates, *weights)
         cfg = self.config
-        specs = {k: v or PartitionSpec() for k, v in cfg.input_dim_to_partition_spec.items()}
-        tokens = PartitionSpec(*(*specs["bsm"], None, None, None)[:2], None)
-        hidden = _mesh_axes(specs["emh"], 2)
-        of_experts = _mesh_axes(specs["emh"], 0)
-        of_tokens = _mesh_axes(tokens, 0) + _mesh_axes(tokens, 1)
+        token_entries = _padded_spec(cfg.input_dim_to_partition_spec["bsm"])
+        # Each device needs all of a token, to multiply it by its part of the weights.
+        token_spec = PartitionSpec(token_entries[0], token_entries[1], None)
+        wi_spec = _padded_spec(cfg.input_dim_to_partition_spec["emh"])
+        wo_spec = _padded_spec(cfg.input_dim_to_partition_spec["ehm"])
+        expert_axes = axes_of(wi_spec[0])
+        hidden_axes = axes_of(wi_spec[2])
+        token_axes = axes_of(token_spec[0]) + axes_of(token_spec[1])
 
-        def on_device(*args: Tensor) -> tuple[Tensor, Tensor]:
-            y, num_dropped = self._apply_locally(*args, axes=of_experts)
-            total = jax.lax.psum(num_dropped, of_experts + of_tokens)
-            return jax.lax.psum(y, hidden + of_experts), total
+        def apply_on_device(*operands: Tensor) -> tuple[Tensor, Tensor]:
+            y, num_dropped = self._apply_locally(*operands, expert_axes=expert_axes)
+            # Sums over the experts of other devices, and over their hidden dimensions.
+            y = jax.lax.psum(y, hidden_axes + expert_axes)
+            return y, jax.lax.psum(num_dropped, expert_axes + token_axes)
 
         operands = [x, experts, gates, *weights]
-        in_specs = (*[tokens] * 3, *[specs["emh"]] * (len(weights) - 1), specs["ehm"])
+        wi_specs = [wi_spec] * (len(weights) - 1)
+        in_specs = (token_spec, token_spec, token_spec, *wi_specs, wo_spec)
         if AxisType.Explicit in mesh.axis_types:
             # Over these, JAX takes operands only as they are in the specs.
             operands = list(map(constrain, operands, in_specs))
-        y, num_dropped = jax.shard_map(
-            on_device,
+        sharded_fn = jax.shard_map(
+            apply_on_device,
             mesh=mesh if isinstance(mesh, jax.sharding.Mesh) else None,
             in_specs=in_specs,
-            out_specs=(tokens, PartitionSpec()),
+            out_specs=(token_spec, PartitionSpec()),
             check_vma=False,
-        )(*operands)
-        spec = cfg.output_dim_to_partition_spec.get("bsm")
-        return (y if spec is None else constrain_like_jit(y, spec)), num_dropped
+        )
+        y, num_dropped = sharded_fn(*operands)
+        output_spec = cfg.output_dim_to_partition_spec.get("bsm")
+        if output_spec is not None:
+            y = constrain_like_jit(y, output_spec)
+        return y, num_dropped
 
     def _num_rows(self, num_choices: int, num_parts: int) -> int:
         """Returns how many choices fit on each of `num_parts` devices that share the experts."""
@@ -415,32 +462,46 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         experts: Tensor,
         gates: Tensor,
         *weights: Tensor,
-        axes: tuple[str, ...] = (),
+        expert_axes: tuple[str, ...] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Applies experts to one device's tokens; `axes` are the mesh axes of experts."""
-        k, num_experts = experts.shape[-1], weights[0].shape[0]
-        tokens, flat = x.reshape(-1, x.shape[-1]), experts.reshape(-1, k)
+        """Applies one device's experts to its tokens; also counts dropped choices.
+
+        A choice is one of the k experts of a token. Sorted by expert, the choices are the rows of
+        a matrix, of which each expert multiplies its own:
+
+            choices (token, k) --sort--> rows --experts--> rows --add to their tokens--> tokens
+
+        `expert_axes` are the mesh axes over which experts are divided.
+        """
+        num_choices_per_token = experts.shape[-1]
+        num_experts = weights[0].shape[0]
+        tokens = x.reshape(-1, x.shape[-1])
+        choices = experts.reshape(-1, num_choices_per_token)
         # Without mesh axes, this is device 0 of 1.
-        part = jax.lax.axis_index(axes) if axes else 0
-        parts = math.prod(jax.lax.axis_size(name) for name in axes)
-        first = part * num_experts
-        num_rows = self._num_rows(flat.size, parts)
-        rows = routing.sort_by_expert(flat, first=first, num_experts=num_experts, num_rows=num_rows)
-        at = rows.choices // k
-        inputs = jnp.where(rows.is_real[:, None], tokens[at], 0)
-        hidden: Any = None
+        device = jax.lax.axis_index(expert_axes) if expert_axes else 0
+        num_devices = math.prod(jax.lax.axis_size(name) for name in expert_axes)
+        first = device * num_experts
+        num_rows = self._num_rows(choices.size, num_devices)
+        rows = routing.sort_by_expert(
+            choices, first=first, num_experts=num_experts, num_rows=num_rows
+        )
+        token_of_row = rows.choices // num_choices_per_token
+        is_real = rows.is_real[:, None]
+        inputs = jnp.where(is_real, tokens[token_of_row], 0)
+        factors: list[Tensor] = []
         for weight, activation in zip(weights[:-1], self._activations, strict=True):
-            y = activation(self._grouped_product(inputs, weight, rows.sizes))
-            hidden = y if hidden is None else hidden * y
+            factors.append(activation(self._grouped_product(inputs, weight, rows.sizes)))
+        hidden = math.prod(factors[1:], start=factors[0])
         y = self._grouped_product(hidden, weights[-1], rows.sizes)
         # Rows that no expert computed hold arbitrary values.
-        y = jnp.where(rows.is_real[:, None], y, 0) * gates.reshape(-1)[rows.choices][:, None]
-        mine = (flat >= first) & (flat < first + num_experts)
-        num_dropped = jnp.sum(mine) - jnp.sum(rows.is_real)
-        outputs = jnp.zeros(tokens.shape, y.dtype).at[at].add(y)
+        y = jnp.where(is_real, y, 0) * gates.reshape(-1)[rows.choices][:, None]
+        outputs = jnp.zeros(tokens.shape, y.dtype).at[token_of_row].add(y)
+        is_of_device = (choices >= first) & (choices < first + num_experts)
+        num_dropped = jnp.sum(is_of_device) - jnp.sum(rows.is_real)
         return outputs.reshape(x.shape).astype(x.dtype), num_dropped.astype(jnp.float32)
 
     def _grouped_product(self, x: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
+        """Multiplies the first `sizes[0]` rows of `x` by `weight[0]`, and so on."""
         cfg = self.config
         dtype = cfg.preferred_element_type or x.dtype
         weight = weight.astype(x.dtype)
@@ -449,18 +510,21 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         # Importing Pallas is slow, and most models do not need it.
         from jax.experimental.pallas.ops.tpu import megablox
 
-        tiling = tuple(
-            min(a, b) for a, b in zip(self._tiling, (*x.shape, weight.shape[-1]), strict=True)
-        )
-        padded = jnp.pad(x, ((0, -x.shape[0] % tiling[0]), (0, 0)))
-        y = megablox.gmm(
-            padded, weight, sizes.astype(jnp.int32), dtype, tiling, interpret=cfg.interpret
-        )
-        return y[: x.shape[0]]
+        assert self._tiling is not None, "checked in __init__"
+        product_shape = (*x.shape, weight.shape[-1])
+        tiling = tuple(map(min, self._tiling, product_shape))
+        num_rows = x.shape[0]
+        # The kernel takes whole blocks of rows.
+        x = jnp.pad(x, ((0, -num_rows % tiling[0]), (0, 0)))
+        sizes = sizes.astype(jnp.int32)
+        y = megablox.gmm(x, weight, sizes, dtype, tiling, interpret=cfg.interpret)
+        return y[:num_rows]
 
 
-def _mesh_axes(spec: PartitionSpec, at: int) -> tuple[str, ...]:
-    return axes_of(spec[at]) if at < len(spec) else ()
+def _padded_spec(spec: PartitionSpec | None) -> PartitionSpec:
+    """Returns the spec of an array with three axes with an entry for each."""
+    entries = tuple(spec or ())
+    return PartitionSpec(*entries, *[None] * (3 - len(entries)))
 
 
 class ApproximateTokenDropFreeMoE(TransformerFeedForwardDropFreeMoE):
@@ -486,22 +550,22 @@ class ApproximateTokenDropFreeMoE(TransformerFeedForwardDropFreeMoE):
             )
 
     def _num_rows(self, num_choices: int, num_parts: int) -> int:
-        share = math.ceil(self.config.expert_parallel_capacity * num_choices / num_parts)
-        return min(num_choices, share)
+        capacity = math.ceil(self.config.expert_parallel_capacity * num_choices / num_parts)
+        return min(num_choices, capacity)
 
     def _report_dropped(self, share: Tensor) -> None:
         self.add_summary("over_capacity", share)
 
 
 def set_interpret_in_moe_config_recursively(
-    cfg: Any, preferred_element_type: DType | None = jnp.bfloat16
+    cfg: config.ConfigBase, preferred_element_type: DType | None = jnp.bfloat16
 ) -> None:
     """Makes mixtures of experts in a config interpret their kernels, for runs without a TPU.
 
     `preferred_element_type` becomes the dtype of their products.
     """
 
-    def set_interpret(cfg: Any) -> None:
+    def set_interpret(cfg: config.ConfigBase) -> None:
         if isinstance(cfg, TransformerFeedForwardDropFreeMoE.Config):
             cfg.set(interpret=True, preferred_element_type=preferred_element_type)
 
@@ -537,121 +601,149 @@ _DENSE_NAMES = {
 _INITIALIZED = ("gate_weight", "gating")
 
 
-def _convert(source: Any, target: Mapping[str, Any], path: str) -> Any:
-    if _stacking(source) and _stacking(target) and _stacking(source) != _stacking(target):
-        source = _restacked(source, target, path)
-    is_moe = "wo_weight" in target
-    used = set()
-    # Keeps a VDict, which marks a stack.
-    new: dict[str, Any] = type(target)() if isinstance(target, dict) else {}
-    for name, spec in target.items():
-        at = f"{path}/{name}" if path else name
-        if is_moe and name in _DENSE_NAMES:
-            dense = _DENSE_NAMES[name]
-            used.add(dense)
-            new[name] = _repeat_for_experts(_source_entry(source, dense, at), spec, at)
-        elif is_moe and name in _INITIALIZED:
-            new[name] = jax.tree.map(lambda _: None, spec)
+def _convert(source: Mapping[str, Any], specs: Mapping[str, Any], path: str) -> dict[str, Any]:
+    source_stack, target_stack = _Stack.of(source), _Stack.of(specs)
+    if source_stack and target_stack and source_stack != target_stack:
+        source = _restacked(source, source_stack, target_stack, path)
+    has_experts = "wo_weight" in specs
+    copied_names: set[str] = set()
+    # Of the same class, since a VDict marks a stack.
+    parameters: dict[str, Any] = type(specs)() if isinstance(specs, dict) else {}
+    for name, spec in specs.items():
+        entry_path = f"{path}/{name}" if path else name
+        if has_experts and name in _INITIALIZED:
+            parameters[name] = jax.tree.map(lambda _: None, spec)
+        elif has_experts and name in _DENSE_NAMES:
+            dense_name = _DENSE_NAMES[name]
+            copied_names.add(dense_name)
+            dense_layer = _source_entry(source, dense_name, entry_path)
+            parameters[name] = _repeat_for_experts(dense_layer, spec, entry_path)
+        elif isinstance(spec, Mapping):
+            copied_names.add(name)
+            parameters[name] = _convert(source.get(name, {}), spec, entry_path)
         else:
-            used.add(name)
-            if isinstance(spec, Mapping):
-                new[name] = _convert(source.get(name, {}), spec, at)
-            else:
-                new[name] = _check_shape(_source_entry(source, name, at), spec, at)
-    unused = [name for name in source if name not in used and jax.tree.leaves(source[name])]
-    if unused:
+            copied_names.add(name)
+            value = _source_entry(source, name, entry_path)
+            parameters[name] = _check_shape(value, spec, entry_path)
+    unused_names: list[str] = []
+    for name, value in source.items():
+        if name not in copied_names and jax.tree.leaves(value):
+            unused_names.append(str(name))
+    if unused_names:
         raise errors.ParameterSpecError(
-            f"{path or 'the source'} has the parameters {sorted(map(str, unused))}, which the "
-            f"target lacks; it has {sorted(map(str, target))}."
+            f"{path or 'the source'} has the parameters {sorted(unused_names)}, which the "
+            f"target lacks; it has {sorted(map(str, specs))}."
         )
-    return new
+    return parameters
 
 
-def _source_entry(source: Mapping[str, Any], name: str, at: str) -> Any:
+def _source_entry(source: Mapping[str, T], name: str, entry_path: str) -> T:
     if name not in source:
         raise errors.ParameterSpecError(
-            f"{at} is copied from {name!r} of the source, which has {sorted(map(str, source))}. "
-            f"{errors.did_you_mean(name, source)}"
+            f"{entry_path} is copied from {name!r} of the source, which has "
+            f"{sorted(map(str, source))}. {errors.did_you_mean(name, source)}"
         )
     return source[name]
 
 
-def _repeat_for_experts(linear: Mapping[str, Tensor], spec: Any, at: str) -> Tensor:
-    if unused := sorted(set(linear) - {"weight"}):
+def _repeat_for_experts(
+    dense_layer: Mapping[str, Tensor], spec: base_layer.ParameterSpec, entry_path: str
+) -> Tensor:
+    names_without_counterpart = sorted(set(dense_layer) - {"weight"})
+    if names_without_counterpart:
         raise errors.ParameterSpecError(
-            f"{at} is copied from a linear layer with {unused}, but experts have only weights; "
-            "expected a dense layer with bias=False."
+            f"{entry_path} is copied from a linear layer with {names_without_counterpart}, but "
+            "experts have only weights; expected a dense layer with bias=False."
         )
     # Experts are the third axis from the end; axes of a stack may precede it.
-    one = linear["weight"][..., None, :, :]
-    return _check_shape(jnp.repeat(one, spec.shape[-3], axis=-3), spec, at)
+    weight = jnp.expand_dims(dense_layer["weight"], -3)
+    num_experts = spec.shape[-3]
+    return _check_shape(jnp.repeat(weight, num_experts, axis=-3), spec, entry_path)
 
 
-def _check_shape(value: Tensor, spec: Any, at: str) -> Tensor:
+def _check_shape(value: Tensor, spec: base_layer.ParameterSpec, entry_path: str) -> Tensor:
     if tuple(value.shape) != tuple(spec.shape):
         raise errors.ParameterSpecError(
-            f"{at} has shape {tuple(spec.shape)} in the target, but the source has "
+            f"{entry_path} has shape {tuple(spec.shape)} in the target, but the source has "
             f"{tuple(value.shape)}."
         )
     return value
 
 
-def _restacked(source: Mapping[str, Any], target: Any, path: str) -> dict[str, Any]:
-    """Returns the parameters of a stack with its layers nested as in the stack `target`."""
-    numbers = _num_layers(source), _num_layers(target)
-    if numbers[0] != numbers[1]:
+@dataclasses.dataclass(frozen=True)
+class _Stack:
+    """How the parameters of a stack of layers are nested.
+
+    Attributes:
+      num_repeats: leading axis of the parameters of `repeat/layer`; None for a stack of `layer0`,
+        `layer1` and so on.
+      blocks: the nesting of each of these, or of the one that is repeated; None for a layer.
+    """
+
+    num_repeats: int | None
+    blocks: tuple["_Stack | None", ...]
+
+    @classmethod
+    def of(cls, tree: PyTree, axis: int = 0) -> "_Stack | None":
+        """Returns the nesting of parameters or specs of a stack; None if they are of no stack.
+
+        `axis` is the number of axes of stacks around this one.
+        """
+        if not isinstance(tree, Mapping):
+            return None
+        if "layer" in tree.get("repeat", ()):
+            block = tree["repeat"]["layer"]
+            num_repeats = jax.tree.leaves(block)[0].shape[axis]
+            return cls(num_repeats, (cls.of(block, axis + 1),))
+        blocks: list[_Stack | None] = []
+        while f"layer{len(blocks)}" in tree:
+            blocks.append(cls.of(tree[f"layer{len(blocks)}"], axis))
+        return cls(None, tuple(blocks)) if blocks else None
+
+
+def _restacked(
+    source: Mapping[str, Any], source_stack: _Stack, target_stack: _Stack, path: str
+) -> dict[str, Any]:
+    """Returns the parameters of a stack with its layers nested as in another stack."""
+    num_source_layers = _num_layers(source_stack)
+    num_target_layers = _num_layers(target_stack)
+    if num_source_layers != num_target_layers:
         raise errors.ParameterSpecError(
-            f"{path or 'the target'} has {numbers[1]} layers, but the source has {numbers[0]}; set "
-            "num_layers of stacks, so that the numbers of layers are equal."
+            f"{path or 'the target'} has {num_target_layers} layers, but the source has "
+            f"{num_source_layers}; set num_layers of stacks, so that the numbers of layers are "
+            "equal."
         )
-    others = {k: x for k, x in source.items() if not re.fullmatch(r"repeat|layer\d+", k)}
-    return {**others, **_nested_as(target, _layers_of(source))}
+    parameters = _nest(_layers_of(source, source_stack), target_stack)
+    for name, value in source.items():
+        if not re.fullmatch(r"repeat|layer\d+", name):
+            parameters[name] = value
+    return parameters
 
 
-def _stacking(tree: Any) -> tuple[Any, ...]:
-    """Returns how the layers of a stack are nested: `(n, layer)` or `(layer0, layer1, ...)`."""
-    if _is_repeated(tree):
-        return (_num_repeats(tree), _stacking(tree["repeat"]["layer"]))
-    return tuple(_stacking(child) for child in _children(tree))
+def _num_layers(stack: _Stack | None) -> int:
+    if stack is None:
+        return 1
+    return sum(map(_num_layers, stack.blocks)) * (stack.num_repeats or 1)
 
 
-def _is_repeated(tree: Any) -> bool:
-    return isinstance(tree, Mapping) and "layer" in tree.get("repeat", ())
-
-
-def _num_repeats(tree: Any) -> int:
-    return jax.tree.leaves(tree["repeat"]["layer"])[0].shape[0]
-
-
-def _children(tree: Any) -> list[Any]:
-    if not isinstance(tree, Mapping):
-        return []
-    names = (f"layer{i}" for i in itertools.count())
-    return [tree[name] for name in itertools.takewhile(lambda name: name in tree, names)]
-
-
-def _num_layers(tree: Any) -> int:
-    if _is_repeated(tree):
-        return _num_repeats(tree) * _num_layers(tree["repeat"]["layer"])
-    return sum(map(_num_layers, _children(tree))) or 1
-
-
-def _layers_of(tree: Any) -> Iterator[Any]:
+def _layers_of(tree: PyTree, stack: _Stack | None) -> Iterator[PyTree]:
     """Yields the parameters of each layer of a stack, in order."""
-    parts = _children(tree)
-    if _is_repeated(tree):
-        repeated = tree["repeat"]["layer"]
-        parts = [jax.tree.map(lambda x, i=i: x[i], repeated) for i in range(_num_repeats(tree))]
-    if not parts:
+    if stack is None:
         yield tree
-    for part in parts:
-        yield from _layers_of(part)
+    elif stack.num_repeats is None:
+        for i, block in enumerate(stack.blocks):
+            yield from _layers_of(tree[f"layer{i}"], block)
+    else:
+        for i in range(stack.num_repeats):
+            block_tree = jax.tree.map(operator.itemgetter(i), tree["repeat"]["layer"])
+            yield from _layers_of(block_tree, stack.blocks[0])
 
 
-def _nested_as(target: Any, layers: Iterator[Any]) -> Any:
-    if _is_repeated(target):
-        block = target["repeat"]["layer"]
-        parts = [_nested_as(block, layers) for _ in range(_num_repeats(target))]
-        return {"repeat": {"layer": jax.tree.map(lambda *xs: jnp.stack(xs), *parts)}}
-    children = {f"layer{i}": _nested_as(x, layers) for i, x in enumerate(_children(target))}
-    return children or next(layers)
+def _nest(layers: Iterator[PyTree], stack: _Stack | None) -> PyTree:
+    """Returns the parameters of a stack from those of its layers, which it takes in order."""
+    if stack is None:
+        return next(layers)
+    if stack.num_repeats is None:
+        return {f"layer{i}": _nest(layers, block) for i, block in enumerate(stack.blocks)}
+    block_trees = [_nest(layers, stack.blocks[0]) for _ in range(stack.num_repeats)]
+    return {"repeat": {"layer": jax.tree.map(lambda *xs: jnp.stack(xs), *block_trees)}}
