@@ -467,7 +467,7 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         """Applies one device's experts to its tokens; also counts dropped choices.
 
         A choice is one of the k experts of a token. Sorted by expert, the choices are the rows of
-        a matrix, of which each expert multiplies its own:
+        a matrix, and each expert multiplies its own:
 
             choices (token, k) --sort--> rows --experts--> rows --add to their tokens--> tokens
 
@@ -672,7 +672,7 @@ def _check_shape(value: Tensor, spec: base_layer.ParameterSpec, entry_path: str)
 
 @dataclasses.dataclass(frozen=True)
 class _Stack:
-    """How the parameters of a stack of layers are nested.
+    """Nesting of the parameters of a stack of layers.
 
     Attributes:
       num_repeats: leading axis of the parameters of `repeat/layer`; None for a stack of `layer0`,
