@@ -8,12 +8,12 @@ from weft.lifting.kind import (
     PureArgs,
     StateNode,
     Static,
-    Units,
     call_pure,
     commit_results,
     split_args,
 )
 from weft.lifting.roles import CARRY, Roles
+from weft.lifting.units import Units
 
 
 def trip(fn, args, roles=None):
@@ -91,8 +91,8 @@ def test_units_are_groups_and_other_leaves():
     roles = (Roles((("a", CARRY), ("b", 0))), None)
     _, pure_args = split_args(BOXES, (box, jnp.full(1, 2)), roles)
     units = Units.of_pure_args(BOXES, pure_args)
-    assert units.roles == [CARRY, 0, None]
-    assert units.is_group == [True, True, False]
+    assert [unit.role for unit in units.layout.units] == [CARRY, 0, None]
+    assert [unit.carrier for unit in units.layout.units] == [0, 0, None]
     assert jax.tree.structure(units.packed()) == jax.tree.structure(pure_args.packed)
     replaced = units.with_role_replaced(CARRY, [{"a": jnp.full(1, 7)}]).packed()
     assert replaced[0].groups[0]["a"] == 7
@@ -103,7 +103,7 @@ def test_returned_carriers_keep_input_roles():
     _, pure_args = split_args(BOXES, (box,), (Roles((("a", 3),)),))
     results = call_pure(BOXES, lambda box: (jnp.ones(2), Box(z=jnp.ones(1))), pure_args, (None, 1))
     units = Units.of_pure_args(BOXES, pure_args).of_results(results, (None, 1))
-    assert units.roles == [3, None, 1]
+    assert [unit.role for unit in units.layout.units] == [3, None, 1]
 
 
 def test_pure_args_are_cached_by_structure_in_jit():

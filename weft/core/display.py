@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft.core import meta
-from weft.lifting.kind import Leaves
+from weft.lifting.kind import SelectedLeaves
 
 
 def join_lines(start: str, items: list[str], end: str) -> str:
@@ -73,8 +73,8 @@ def is_array(x: object) -> bool:
 
 def split_arrays(tree: object) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """Returns the arrays of a tree, and a function that replaces them in the tree."""
-    leaves = Leaves.of(tree, is_array, None)
-    return leaves.picked, leaves.filled
+    leaves = SelectedLeaves.of(tree, is_array, None)
+    return leaves.selected, leaves.replace
 
 
 def format_tree(value: Any) -> str:

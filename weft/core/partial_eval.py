@@ -59,7 +59,7 @@ def evaluate_outside(
     if values is None:
         (path, *_) = (inside.paths[i] for i in every if not _outputs_outside(trace, inside, [i]))
         raise error(path)
-    return inside.results.filled(values)
+    return inside.results.replace(values)
 
 
 def _outputs_outside(
@@ -88,24 +88,26 @@ class _Trace:
         paths: their paths.
     """
 
-    results: kind.Leaves
+    results: kind.SelectedLeaves
     paths: list[jax.tree_util.KeyPath]
 
     def __init__(self, fn: Callable[..., Any], args: object, kwargs: object):
-        given = kind.Leaves.of((args, kwargs), display.is_array, None)
+        given = kind.SelectedLeaves.of((args, kwargs), display.is_array, None)
 
         def of_arrays(*arrays: object) -> list[Any]:
-            args, kwargs = given.filled(arrays)
+            args, kwargs = given.replace(arrays)
             out = fn(*args, **kwargs)
             paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(out)]
-            self.results = kind.Leaves.of(out, lambda x: isinstance(x, jax.core.Tracer), None)
-            self.paths = [paths[i] for i in self.results.at]
-            traced = self.results.picked
-            for i in self.results.at:
-                self.results.every[i] = None  # tracers do not outlive their trace
+            self.results = kind.SelectedLeaves.of(
+                out, lambda x: isinstance(x, jax.core.Tracer), None
+            )
+            self.paths = [paths[i] for i in self.results.indices]
+            traced = self.results.selected
+            for i in self.results.indices:
+                self.results.leaves[i] = None  # tracers do not outlive their trace
             return traced
 
-        self.arrays = given.picked
+        self.arrays = given.selected
         self.traced = state_creation.TracedFunction(fn, of_arrays, *self.arrays)
 
     def needs_unknown(self) -> list[bool]:
@@ -113,7 +115,7 @@ class _Trace:
         missing = [isinstance(x, jax.ShapeDtypeStruct) for x in self.arrays]
 
         def needs_missing(outputs: Sequence[int]) -> bool:
-            used = self.traced.used(outputs, *self.arrays)
+            used = self.traced.used_inputs(outputs)
             return any(n and m for n, m in zip(used, missing, strict=True))
 
         every = range(len(self.paths))
@@ -125,4 +127,4 @@ class _Trace:
         known = iter(self.traced.only([i for i, u in enumerate(unknown) if not u], *self.arrays))
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.traced.shapes]
         pairs = zip(shapes, unknown, strict=True)
-        return self.results.filled([s if u else next(known) for s, u in pairs])
+        return self.results.replace([s if u else next(known) for s, u in pairs])

@@ -343,13 +343,13 @@ class ScopeKind(lifting.Kind):
     def with_created(self, group: Group, created: Group) -> Group:
         return group._replace(made=_union(created.variables, group.made))
 
-    def static_of_run(self, static, created_by=None, after=None):
+    def static_of_run(self, static, created_by=None, collected=None):
         statics: list[_Root | _Descendant] = []
         for i, fields in enumerate(static):
             if isinstance(fields, _Root):
-                made = None if created_by is None else created_by[i].counts
-                known = None if after is None else after[i].counts
-                fields = self._with_counts(fields, made, known)
+                creating_counts = None if created_by is None else created_by[i].counts
+                counts_after = None if collected is None else collected[i].counts
+                fields = self._with_counts(fields, creating_counts, counts_after)
             statics.append(fields)
         return tuple(statics)
 

@@ -10,9 +10,10 @@ import jax
 
 from weft.lifting import kind as kind_lib
 from weft.lifting import roles
-from weft.lifting.kind import Kind, PureArgs, PureResults, Static, Units
+from weft.lifting.kind import Kind, PureArgs, PureResults, Static
 from weft.lifting.signature import named_after
 from weft.lifting.static_keys import jax_products
+from weft.lifting.units import Units
 from weft.typing import Fn
 
 
@@ -24,9 +25,9 @@ class _Call:
         self._outer, pure_args = kind_lib.split_args(kind, args, wrt, "wrt", call=call)
         units = Units.of_pure_args(kind, pure_args)
         self.diff = units.values_with_role(roles.DIFF)
-        self.rest = [None if role is roles.DIFF else value for value, role in units.pairs()]
+        self.rest = [None if unit.role is roles.DIFF else value for unit, value in units.items()]
         # Values that outlive the call hold no arrays of it.
-        self.units = units.without_values()
+        self.units = units.mapped(lambda value, role: None)
         self.run = functools.partial(_run, self.units)
 
     def pure(self, fn: Fn, has_aux: bool) -> Callable[[list[Any]], Any]:

@@ -9,20 +9,22 @@ import jax
 import numpy as np
 
 from weft.errors import AxisSizeError, RoleError
-from weft.lifting.kind import PureResults, StateNode, Units
-from weft.lifting.roles import FORK, Roles, SpecialRole, is_role
+from weft.lifting.kind import PureResults, StateNode
+from weft.lifting.roles import FORK, Role, Roles, SpecialRole, is_role
+from weft.lifting.units import Units
+from weft.typing import PyTree
 
 Metadata = dict[Any, Any]
 
 
 def check_roles(units: Units, transformation: str, allowed: tuple[SpecialRole, ...]) -> None:
     """Raises RoleError for a role that the transformation does not support."""
-    for role in units.roles:
-        if isinstance(role, SpecialRole) and role not in allowed:
+    for unit in units.layout.units:
+        if isinstance(unit.role, SpecialRole) and unit.role not in allowed:
+            special_roles = "".join(f", {role!r}" for role in allowed)
             raise RoleError(
-                f"{transformation} has no role {role!r}; expected an axis, None"
-                + "".join(f", {a!r}" for a in allowed)
-                + "."
+                f"{transformation} has no role {unit.role!r}; expected an axis, None"
+                f"{special_roles}."
             )
 
 
@@ -31,81 +33,94 @@ def enter_axis(
 ) -> tuple[int, Units]:
     """Returns the size of the mapped axes, and the units with forked keys and without the axis.
 
-    The size is that after metadata hooks, which may change the shapes of values. At least
-    `at_least_keys` keys are forked from each. Raises AxisSizeError if sizes disagree, an axis does
-    not exist, or the size is unknown.
+    The values keep their axis, which JAX removes; their metadata loses it. The size is that after
+    metadata hooks, which may change the shapes of values. At least `at_least_keys` keys are forked
+    from each. Raises AxisSizeError if sizes disagree, an axis does not exist, or the size is
+    unknown.
     """
-    entered = _with_axes(units, -1, metadata)
+    entered = _change_metadata(units, -1, metadata)
     n = _axis_size(entered, size, transformation)
-    return n, entered.with_values(
-        [
-            units.kind.fork(value, max(n, at_least_keys)) if is_group and role is FORK else value
-            for (value, role), is_group in zip(entered.pairs(), entered.is_group, strict=True)
-        ]
-    )
-
-
-def _with_axes(units: Units, sign: int, metadata: Metadata) -> Units:
-    """Adds the axis to the metadata of the values (`sign` 1) or removes it (-1)."""
-    return units.with_values(
-        [
-            units.kind.axis(units.static, carrier, sign, value, role, metadata)
-            if carrier is not None and isinstance(role, int)
-            else value
-            for (value, role), carrier in zip(units.pairs(), units.carriers, strict=True)
-        ]
-    )
-
-
-def _axis_size(units: Units, size: int | None, transformation: str) -> int:
-    # Names are slow to create for many values, so only errors do so.
-    found = []
-    for i, (value, role) in enumerate(units.pairs()):
-        if not isinstance(role, int):
-            continue
-        for number, leaf in enumerate(jax.tree.leaves(value)):
-            shape = np.shape(leaf)
-            if not -len(shape) <= role < len(shape):
-                raise AxisSizeError(
-                    f"{transformation}: {units.location(i, number)} of shape {shape} has no axis "
-                    f"{role}; give it an axis that it has, or None to share it."
-                )
-            found.append((i, number, shape[role]))
-    sizes = {n for *_, n in found} | ({size} if size is not None else set())
-    if not sizes:
-        raise AxisSizeError(
-            f"{transformation}: no input is mapped, so the size is unknown; give the size."
-        )
-    if len(sizes) > 1:
-        named = {} if size is None else {"the size given": size}
-        named |= {units.location(i, number): n for i, number, n in found}
-        shown = ", ".join(f"{at}: {n}" for at, n in named.items())
-        raise AxisSizeError(f"{transformation}: the mapped axes have different sizes ({shown}).")
-    return sizes.pop()
+    values: list[PyTree] = []
+    for unit, value in entered.items():
+        if unit.carrier is not None and unit.role is FORK:
+            value = units.kind.fork(value, max(n, at_least_keys))
+        values.append(value)
+    return n, entered.with_values(values)
 
 
 def leave_axis(
-    units: Units, results: PureResults, out_axes: object, metadata: Metadata
+    units: Units, results: PureResults, out_axes: PyTree, metadata: Metadata
 ) -> PureResults:
     """Returns the results, with the axis added to their metadata."""
-    left = _with_axes(units.of_results(results, out_axes), 1, metadata)
-    return PureResults(results.static, *left.packed())
+    left = _change_metadata(units.of_results(results, out_axes), 1, metadata)
+    state_nodes, packed = left.packed()
+    return PureResults(results.static, state_nodes, packed)
 
 
-def out_axes_of_results(units: Units, out_axes: object, of_role: Callable[[Any], Any]) -> Any:
+def _change_metadata(units: Units, sign: int, metadata: Metadata) -> Units:
+    """Adds the axis to the metadata of the mapped groups (`sign` 1) or removes it (-1)."""
+    values: list[PyTree] = []
+    for unit, value in units.items():
+        if unit.carrier is not None and isinstance(unit.role, int):
+            value = units.kind.axis(units.static, unit.carrier, sign, value, unit.role, metadata)
+        values.append(value)
+    return units.with_values(values)
+
+
+def _axis_size(units: Units, size: int | None, transformation: str) -> int:
+    """Returns the one size of all mapped axes, and of `size` if it is given."""
+    # By the indices of units and leaves: for many values, only errors can afford their names.
+    sizes: dict[tuple[int, int], int] = {}
+    for i, (unit, value) in enumerate(units.items()):
+        axis = unit.role
+        if not isinstance(axis, int):
+            continue
+        for number, leaf in enumerate(jax.tree.leaves(value)):
+            shape = np.shape(leaf)
+            if not -len(shape) <= axis < len(shape):
+                raise AxisSizeError(
+                    f"{transformation}: {units.location(i, number)} of shape {shape} has no axis "
+                    f"{axis}; give it an axis that it has, or None to share it."
+                )
+            sizes[i, number] = shape[axis]
+    different_sizes = set(sizes.values())
+    if size is not None:
+        different_sizes.add(size)
+    if not different_sizes:
+        raise AxisSizeError(
+            f"{transformation}: no input is mapped, so the size is unknown; give the size."
+        )
+    if len(different_sizes) == 1:
+        return different_sizes.pop()
+    sizes_by_location: dict[str, int] = {}
+    if size is not None:
+        sizes_by_location["the size given"] = size
+    for (i, number), n in sizes.items():
+        sizes_by_location[units.location(i, number)] = n
+    listing = ", ".join(f"{location}: {n}" for location, n in sizes_by_location.items())
+    raise AxisSizeError(f"{transformation}: the mapped axes have different sizes ({listing}).")
+
+
+def out_axes_of_results(
+    units: Units, out_axes: PyTree, jax_axis: Callable[[Role], PyTree]
+) -> PureResults:
     """Returns JAX's entry for each part of the results, as a prefix of the `PureResults`.
 
-    Input carriers keep their roles; `out_axes` has those of the function's own results.
+    Input carriers keep their roles; `out_axes` has those of the function's own results. `jax_axis`
+    returns JAX's entry for a role.
     """
 
-    def of_state_node(roles: Roles) -> StateNode:
-        return StateNode(tuple(map(of_role, roles.roles)))
+    def node_axes(roles: Roles) -> StateNode:
+        return StateNode(tuple(jax_axis(role) for role in roles.roles))
 
-    packed = jax.tree.map(
-        lambda role: of_state_node(role) if isinstance(role, Roles) else of_role(role),
-        out_axes,
-        is_leaf=is_role,
-    )
-    carried = (role for role in units.layout.flat_roles if isinstance(role, Roles))
-    state_nodes = [of_state_node(roles) for roles in carried]
-    return PureResults(of_role(None), state_nodes, packed)
+    def result_axes(role: Role | Roles) -> PyTree:
+        if isinstance(role, Roles):
+            return node_axes(role)
+        return jax_axis(role)
+
+    packed = jax.tree.map(result_axes, out_axes, is_leaf=is_role)
+    state_nodes: list[StateNode] = []
+    for roles in units.layout.leaf_roles:
+        if isinstance(roles, Roles):
+            state_nodes.append(node_axes(roles))
+    return PureResults(jax_axis(None), state_nodes, packed)

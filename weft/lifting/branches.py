@@ -16,7 +16,9 @@ import jax
 from weft.errors import BranchStructureError
 from weft.lifting import kind as kind_lib
 from weft.lifting import signature, state_creation
-from weft.lifting.kind import Kind, PureResults, StateNode, Static, Units
+from weft.lifting.kind import Kind, PureResults, StateNode, Static
+from weft.lifting.roles import Roles
+from weft.lifting.units import Units
 from weft.typing import ArrayLike, Fn
 
 
@@ -149,7 +151,7 @@ def _run_switch(
         raise  # it is the index that does not fit
     begun = {**initial, **dict(zip(chosen_first, begun, strict=True))}
     after = {**begun, **dict(zip(chosen, after, strict=True))}
-    before = [group for group, _ in units.groups()]
+    before = units.groups()
     union = functools.partial(_union_groups, kind)
     made = functools.reduce(union, [branch.created for branch in traced])
     # All groups as any branch leaves them, with entries that the branch does not create.
@@ -160,9 +162,9 @@ def _run_switch(
         for groups, of in ((made, begun), (there, {**found, **after}))
     )
     rest = iter(whole)
-    sizes = [size for size in units.layout.sizes if size is not None]
+    sizes = [len(role) for role in units.layout.leaf_roles if isinstance(role, Roles)]
     state_nodes = [StateNode(tuple(itertools.islice(rest, size))) for size in sizes]
-    collected = type(traced[0].static)(joined)
+    collected = Static(joined)
     return state_creation.final_results(kind, PureResults(collected, state_nodes, packed), made)
 
 
@@ -260,7 +262,7 @@ def _types_by_location(units: Units, branch: _TracedBranch) -> dict[str, Any]:
     found = {
         units.location_in_groups(path): x for path, x in jax.tree_util.tree_leaves_with_path(whole)
     }
-    returned = itertools.count(sum(size is not None for size in units.layout.sizes))
+    returned = itertools.count(sum(units.layout.is_state_node))
     for path, x in jax.tree_util.tree_leaves_with_path(packed, is_leaf=kind_lib.is_state_node):
         if kind_lib.is_state_node(x):
             carrier = next(returned)

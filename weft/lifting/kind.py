@@ -16,31 +16,34 @@ pytree without leaves, and thus of JAX's cache keys. Only `commit` changes the c
 failed transfer has no effect.
 """
 
-import dataclasses
-import functools
-import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
-from jax.tree_util import keystr, tree_leaves_with_path
+from jax.tree_util import KeyPath, keystr
 
 from weft.errors import ForkError, RoleError
-from weft.lifting.roles import FORK, Roles, broadcast_roles, carrier_roles, is_role
-from weft.typing import Fn
+from weft.lifting.roles import FORK, Role, Roles, broadcast_roles, carrier_roles, is_role
+from weft.typing import Fn, PyTree
+
+Carrier = Any  # a scope, an object, a context: an instance of one of a kind's `carrier_types`
+Group = PyTree  # the arrays of one group of a carrier's state, in a form that its kind chooses
+Groups = tuple[Group, ...]  # the groups of one carrier, one for each of its filters
+StaticHalf = Any  # hashable: all that a kind knows of the carriers of a call besides arrays
+Handle = Any  # what a kind keeps on one side of the transformation, from one stage to the next
+Structure = Any  # a `PyTreeDef` of JAX, which is not a class for type checkers
+Filter = Any  # selects state; each kind has filters of its own
+
+Parts = tuple[tuple[Filter, Role], ...]
+"""The groups of a carrier: for each a filter of its kind, and a role."""
 
 
 class Returned(NamedTuple):
     """Result of a function, the carriers in it, and the parts of each."""
 
-    result: Any
-    carriers: list[Any]
-    parts: list["Parts"]
-
-
-Parts = tuple[tuple[Any, Any], ...]
-"""The groups of a carrier: for each a filter of its kind, and a role."""
+    result: PyTree
+    carriers: list[Carrier]
+    parts: list[Parts]
 
 
 class Kind(Protocol):
@@ -58,36 +61,36 @@ class Kind(Protocol):
     carriers_are_leaves: ClassVar[bool] = False
 
     def split(
-        self, carriers: Sequence[Any], parts: Sequence[Parts]
-    ) -> tuple[Any, Hashable, list[tuple[Any, ...]]]:
+        self, carriers: Sequence[Carrier], parts: Sequence[Parts]
+    ) -> tuple[Handle, Hashable, list[Groups]]:
         """Splits all carriers of a call.
 
         Returns a handle for `commit`, the static half, and the groups of each carrier.
         """
         ...
 
-    def merge(self, static: Any, groups: Sequence[tuple[Any, ...]]) -> tuple[Any, list[Any]]:
+    def merge(self, static: StaticHalf, groups: Sequence[Groups]) -> tuple[Handle, list[Carrier]]:
         """Creates carriers from the arguments; returns a handle for `collect` and the carriers."""
         ...
 
     def collect(
         self,
-        inner: Any,
-        static: Any,
-        carriers: Sequence[Any],
+        inner: Handle,
+        static: StaticHalf,
+        carriers: Sequence[Carrier],
         parts: Sequence[Parts],
         returned: Returned,
-    ) -> tuple[Hashable, list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    ) -> tuple[Hashable, list[Groups], list[Groups]]:
         """Returns the groups of changed `carriers`, and of the carriers that are `returned`."""
         ...
 
     def commit(
         self,
-        outer: Any,
-        static: Any,
-        groups: Sequence[tuple[Any, ...]],
-        new_groups: Sequence[tuple[Any, ...]],
-    ) -> list[Any]:
+        outer: Handle,
+        static: StaticHalf,
+        groups: Sequence[Groups],
+        new_groups: Sequence[Groups],
+    ) -> list[Carrier]:
         """Writes to the caller's carriers, all or nothing; returns those the call returned.
 
         A group that is None has no changes.
@@ -97,54 +100,65 @@ class Kind(Protocol):
     # Kinds with keys, axis metadata, counters, or functions that create state override these.
 
     def create_outside(
-        self, carriers: Sequence[Any], parts: Sequence[Parts], call: Callable[[Sequence[Any]], Any]
+        self,
+        carriers: Sequence[Carrier],
+        parts: Sequence[Parts],
+        call: Callable[[Sequence[Carrier]], PyTree],
     ) -> None:
         """Creates state of carriers that belong to an outer trace, before `split`.
 
         `call` calls the transformed function with other carriers.
         """
 
-    def fork(self, group: Any, n: int) -> Any:
+    def fork(self, group: Group, n: int) -> Group:
         """Splits each PRNG key of a group into `n`, along a new leading axis."""
         raise ForkError(f"{type(self).__name__} has no PRNG keys to fork; give the group an axis.")
 
     def axis(
-        self, static: Any, carrier: int, sign: int, group: Any, axis: int, metadata: dict[Any, Any]
-    ) -> Any:
+        self,
+        static: StaticHalf,
+        carrier: int,
+        sign: int,
+        group: Group,
+        axis: int,
+        metadata: dict[Any, Any],
+    ) -> Group:
         """Adds (`sign` 1) or removes (-1) an axis in a group's axis metadata."""
         return group
 
-    def may_create(self, static: Any, where: Any) -> bool:
+    def may_create(self, static: StaticHalf, where: Filter) -> bool:
         """Returns whether a call may create state in the group with the filter `where`."""
         return False
 
-    def created(self, before: Any, after: Any) -> Any:
+    def created(self, inputs: Group, outputs: Group) -> Group | None:
         """Returns the entries of a group that a call has created, with initial values, or None."""
         return None
 
-    def union(self, group: Any, other: Any) -> Any:
+    def union(self, group: Group, other: Group) -> Group:
         """Returns a group with the entries of another one, which replace its own."""
         return other
 
-    def with_created(self, group: Any, created: Any) -> Any:
+    def with_created(self, group: Group, created: Group) -> Group:
         """Returns a group of results with the initial values of entries created before."""
         return group
 
-    def static_of_run(self, static: Any, created_by: Any = None, after: Any = None) -> Any:
+    def static_of_run(
+        self, static: StaticHalf, created_by: StaticHalf = None, collected: StaticHalf = None
+    ) -> StaticHalf:
         """Returns the static half for a loop's body, which counts what runs before.
 
         Args:
             static: the static half of the call.
             created_by: what another run has collected that created the state of this one, if any.
-            after: what this run will collect, if known.
+            collected: what this run will collect, if known.
         """
         return static
 
-    def join(self, static: Any, statics: Sequence[Any]) -> Any:
+    def join(self, static: StaticHalf, statics: Sequence[StaticHalf]) -> StaticHalf:
         """Joins the static halves that branches have collected; one branch runs."""
         return statics[0]
 
-    def location(self, static: Any, carrier: int | None, path: Any) -> str:
+    def location(self, static: StaticHalf, carrier: int | None, path: KeyPath) -> str:
         """Returns the user's name for the location of an entry of a group, for errors.
 
         `carrier` is the index of the group's carrier; input carriers precede returned ones. It is
@@ -152,7 +166,10 @@ class Kind(Protocol):
         """
         if carrier is not None:
             return f"the state{keystr(path)}"
-        return f"input {path[0].idx}{keystr(path[1:])}" if path else "the input"
+        if not path:
+            return "the input"
+        argument, *path_in_argument = path
+        return f"input {argument.idx}{keystr(tuple(path_in_argument))}"
 
 
 def is_carrier(kind: Kind) -> Callable[[Any], bool]:
@@ -161,32 +178,14 @@ def is_carrier(kind: Kind) -> Callable[[Any], bool]:
     return lambda leaf: isinstance(leaf, carrier_types)
 
 
-def fold_keys(group: Any, index: Any) -> Any:
-    """Returns the PRNG keys of a group for one iteration of a loop of unknown length.
-
-    Raises ForkError for values that are not keys.
-    """
-
-    def folded(path: Any, key: Any) -> Any:
-        is_key = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.dtype == jnp.uint32
-        if not is_key:
-            raise ForkError(
-                f"the value at {keystr(path)} is {jax.typeof(key).str_short()}, not a PRNG key, "
-                "and cannot be split; share it or carry it."
-            )
-        return jax.random.fold_in(key, index)
-
-    return jax.tree_util.tree_map_with_path(folded, group)
-
-
 @jax.tree_util.register_pytree_with_keys_class
 class StateNode:
     """Carrier's groups, in the carrier's place."""
 
-    def __init__(self, groups: tuple[Any, ...]):
+    def __init__(self, groups: Groups):
         self.groups = groups
 
-    def tree_flatten(self):
+    def tree_flatten(self) -> tuple[Groups, None]:
         return self.groups, None
 
     def tree_flatten_with_keys(self):
@@ -194,8 +193,13 @@ class StateNode:
         return tuple(zip(keys, self.groups, strict=True)), None
 
     @classmethod
-    def tree_unflatten(cls, aux: None, groups: Sequence[Any]) -> "StateNode":
+    def tree_unflatten(cls, aux: None, groups: Sequence[Group]) -> "StateNode":
         return cls(tuple(groups))
+
+
+def is_state_node(x: PyTree) -> bool:
+    """Returns whether `x` represents a carrier."""
+    return isinstance(x, StateNode)
 
 
 @jax.tree_util.register_static
@@ -220,116 +224,130 @@ class Static:
         return repr(self.value)
 
 
-@jax.tree_util.register_static
-class StaticWithoutNew(Static):
-    """Static half of a function that returned no carriers."""
-
-
-def is_state_node(x: object) -> bool:
-    """Returns whether `x` represents a carrier."""
-    return isinstance(x, StateNode)
-
-
 class PureArgs(NamedTuple):
-    """Input values: `static` contains the kind's static half and one role per leaf of `packed`."""
+    """Input values of a pure function.
+
+    Attributes:
+        static: the kind's static half.
+        roles: one role for each leaf of `packed`; a `StateNode` is a leaf.
+        packed: the user's arguments, with a `StateNode` in place of each carrier.
+    """
 
     static: Static
-    packed: Any
+    roles: Static
+    packed: PyTree
 
 
 class PureResults(NamedTuple):
-    """Output values: a static half, a `StateNode` per input carrier, and the function's results."""
+    """Output values of a pure function.
+
+    Attributes:
+        static: the static half that the kind has collected.
+        state_nodes: the changes of each input carrier.
+        packed: the user's results, with a `StateNode` in place of each returned carrier.
+    """
 
     static: Static
     state_nodes: list[StateNode]
-    packed: Any
+    packed: PyTree
 
 
-class Leaves(NamedTuple):
-    """Leaves of a tree; those at the positions `at` can be replaced."""
+class SelectedLeaves(NamedTuple):
+    """Leaves of a tree; those at the positions `indices` are selected and can be replaced."""
 
-    every: list[Any]
-    structure: Any
-    at: list[int]
+    leaves: list[Any]
+    structure: Structure
+    indices: list[int]
 
     @classmethod
     def of(
-        cls, tree: object, is_picked: Callable[[Any], bool], is_leaf: Callable[[Any], bool] | None
-    ) -> "Leaves":
-        every, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
-        return cls(every, structure, [i for i, x in enumerate(every) if is_picked(x)])
+        cls,
+        tree: PyTree,
+        is_selected: Callable[[Any], bool],
+        is_leaf: Callable[[Any], bool] | None,
+    ) -> "SelectedLeaves":
+        leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
+        indices: list[int] = []
+        for i, leaf in enumerate(leaves):
+            if is_selected(leaf):
+                indices.append(i)
+        return cls(leaves, structure, indices)
 
     @property
-    def picked(self) -> list[Any]:
-        return [self.every[i] for i in self.at]
+    def selected(self) -> list[Any]:
+        return [self.leaves[i] for i in self.indices]
 
-    def filled(self, values: Iterable[Any]) -> Any:
-        """Returns the tree with other values at these positions."""
-        every = list(self.every)
-        for i, x in zip(self.at, values, strict=True):
-            every[i] = x
-        return self.structure.unflatten(every)
+    def replace(self, values: Iterable[Any]) -> PyTree:
+        """Returns the tree with other values in place of the selected leaves."""
+        leaves = list(self.leaves)
+        for i, value in zip(self.indices, values, strict=True):
+            leaves[i] = value
+        return self.structure.unflatten(leaves)
 
 
 def split_args(
     kind: Kind,
-    args: Any,
-    roles: object,
-    what: str = "in_axes",
-    of_carriers: Roles | None = None,
+    args: PyTree,
+    roles: PyTree,
+    roles_name: str = "in_axes",
+    default_roles: Roles | None = None,
     call: Fn | None = None,
-) -> tuple[Any, PureArgs]:
+) -> tuple[Handle, PureArgs]:
     """Splits the carriers among `args` into groups, by their roles.
 
     Args:
         roles: a pytree prefix of `args`, see `weft.lifting.roles`.
-        what: the user's name of `roles`, for errors.
-        of_carriers: the roles of carriers to which `roles` gives None.
+        roles_name: the user's name of `roles`, for errors.
+        default_roles: the roles of carriers to which `roles` gives None.
         call: the transformed function of `args`, for `Kind.create_outside`.
 
     Returns a handle for `commit`, which stays outside, and the crossing values.
     """
     is_carrier_leaf = is_carrier(kind)
-    opaque = kind.carriers_are_leaves
-    leaves, tree = jax.tree.flatten(args, is_leaf=None if opaque else is_carrier_leaf)
-    leaf_types = set(map(type, leaves))  # few, and there are many leaves
-    has_carriers = any(issubclass(leaf_type, kind.carrier_types) for leaf_type in leaf_types)
-    if roles is None and opaque and not has_carriers:
-        outer, static, _ = kind.split([], [])
-        return outer, PureArgs(Static((static, (None,) * len(leaves))), args)
-    flat_roles: list[Any] = [None] * len(leaves)
+    is_leaf = None if kind.carriers_are_leaves else is_carrier_leaf
+    leaves, structure = jax.tree.flatten(args, is_leaf=is_leaf)
+    if roles is None and kind.carriers_are_leaves:
+        leaf_types = set(map(type, leaves))  # few, and there are many leaves
+        types_in_args = [cls for cls in leaf_types if issubclass(cls, kind.carrier_types)]
+        if not types_in_args:
+            outer, static, _ = kind.split([], [])
+            return outer, PureArgs(Static(static), Static((None,) * len(leaves)), args)
+
+    leaf_roles: list[Any] = [None] * len(leaves)
     if roles is not None:
-        flat_roles = broadcast_roles(roles, args, is_carrier_leaf, what)
-    indices: list[int] = []
+        leaf_roles = broadcast_roles(roles, args, is_carrier_leaf, roles_name)
+    carrier_indices: list[int] = []
     parts: list[Parts] = []
     for i, leaf in enumerate(leaves):
-        role = flat_roles[i]
+        role = leaf_roles[i]
         if is_carrier_leaf(leaf):
-            if role is None and of_carriers is not None:
-                role = of_carriers
-            flat_roles[i] = carrier_roles(role)
-            indices.append(i)
-            parts.append(tuple(flat_roles[i]))
+            if role is None and default_roles is not None:
+                role = default_roles
+            leaf_roles[i] = carrier_roles(role)
+            carrier_indices.append(i)
+            parts.append(tuple(leaf_roles[i]))
         elif isinstance(role, Roles):
-            raise stateless_error(what, role, leaf)
-    of_args = Leaves(leaves, tree, indices)
+            raise stateless_error(roles_name, role, leaf)
+
+    arg_leaves = SelectedLeaves(leaves, structure, carrier_indices)
+    carriers = arg_leaves.selected
     if call is not None:
-        kind.create_outside(of_args.picked, parts, lambda others: call(*of_args.filled(others)))
-    outer, static, groups = kind.split(of_args.picked, parts)
-    packed = of_args.filled(map(StateNode, groups))
-    return outer, PureArgs(Static((static, tuple(flat_roles))), packed)
+        kind.create_outside(carriers, parts, lambda copies: call(*arg_leaves.replace(copies)))
+    outer, static, groups = kind.split(carriers, parts)
+    packed = arg_leaves.replace(map(StateNode, groups))
+    return outer, PureArgs(Static(static), Static(tuple(leaf_roles)), packed)
 
 
-def stateless_error(what: str, role: Roles, leaf: object) -> RoleError:
+def stateless_error(roles_name: str, role: Roles, leaf: PyTree) -> RoleError:
     """Returns the error for roles of state that are given to a value without state."""
     return RoleError(
-        f"{what} gives {role!r} to a {type(leaf).__name__}, which carries no state; give it an "
-        "axis, a sharding or None."
+        f"{roles_name} gives {role!r} to a {type(leaf).__name__}, which carries no state; give it "
+        "an axis, a sharding or None."
     )
 
 
 def call_pure(
-    kind: Kind, fn: Fn, pure_args: PureArgs, out_roles: object = None, has_kwargs: bool = False
+    kind: Kind, fn: Fn, pure_args: PureArgs, out_roles: PyTree = None, has_kwargs: bool = False
 ) -> PureResults:
     """Merges the carriers at the present trace level, calls `fn(*args)` and collects.
 
@@ -337,199 +355,48 @@ def call_pure(
     last one is a dict of arguments by name. `out_roles` are the roles of carriers that `fn`
     returns, a pytree prefix of its result.
     """
-    static, flat_roles = pure_args.static.value
-    of_args = Leaves.of(pure_args.packed, is_state_node, is_state_node)
-    inner, carriers = kind.merge(static, [state_node.groups for state_node in of_args.picked])
-    args, kwargs = of_args.filled(carriers), {}
+    static = pure_args.static.value
+    arg_leaves = SelectedLeaves.of(pure_args.packed, is_state_node, is_state_node)
+    inner, carriers = kind.merge(static, [node.groups for node in arg_leaves.selected])
+    args = arg_leaves.replace(carriers)
     if has_kwargs:
         *args, kwargs = args
-    result = fn(*args, **kwargs)
+        result = fn(*args, **kwargs)
+    else:
+        result = fn(*args)
 
     is_carrier_leaf = is_carrier(kind)
-    of_result = Leaves.of(result, is_carrier_leaf, is_carrier_leaf)
-    returned = Returned(result, of_result.picked, [])
-    if of_result.at or not is_role(out_roles):
-        flat_out_roles = broadcast_roles(out_roles, result, is_carrier_leaf, "out_axes")
-        for role, leaf in zip(flat_out_roles, of_result.every, strict=True):
+    result_leaves = SelectedLeaves.of(result, is_carrier_leaf, is_carrier_leaf)
+    returned = Returned(result, result_leaves.selected, [])
+    if result_leaves.indices or not is_role(out_roles):
+        leaf_roles = broadcast_roles(out_roles, result, is_carrier_leaf, "out_axes")
+        for role, leaf in zip(leaf_roles, result_leaves.leaves, strict=True):
             if is_carrier_leaf(leaf):
                 returned.parts.append(tuple(carrier_roles(role)))
             elif isinstance(role, Roles):
                 raise stateless_error("out_axes", role, leaf)
-    roles = [flat_roles[i] for i in of_args.at]
-    out_static, groups, new_groups = kind.collect(
-        inner, static, carriers, [tuple(of_carrier) for of_carrier in roles], returned
-    )
+
+    parts = [tuple(pure_args.roles.value[i]) for i in arg_leaves.indices]
+    collected, groups, new_groups = kind.collect(inner, static, carriers, parts, returned)
     state_nodes: list[StateNode] = []
-    for of_carrier, of_groups in zip(roles, groups, strict=True):
+    for carrier_parts, carrier_groups in zip(parts, groups, strict=True):
         # Forked keys are only for the new axis; the caller's keys are unchanged.
-        left = [
-            None if role is FORK else group
-            for role, group in zip(of_carrier.roles, of_groups, strict=True)
-        ]
-        state_nodes.append(StateNode(tuple(left)))
-    static_type = Static if of_result.at else StaticWithoutNew
-    packed = of_result.filled(map(StateNode, new_groups))
-    return PureResults(static_type(out_static), state_nodes, packed)
+        left_groups: list[Group] = []
+        for (_, role), group in zip(carrier_parts, carrier_groups, strict=True):
+            left_groups.append(None if role is FORK else group)
+        state_nodes.append(StateNode(tuple(left_groups)))
+    packed = result_leaves.replace(map(StateNode, new_groups))
+    return PureResults(Static(collected), state_nodes, packed)
 
 
-def commit_results(kind: Kind, outer: object, results: PureResults) -> Any:
+def commit_results(kind: Kind, outer: Handle, results: PureResults) -> PyTree:
     """Writes changes to the caller's carriers and returns the function's own results."""
-    static, groups = results.static.value, [state_node.groups for state_node in results.state_nodes]
-    if type(results.static) is StaticWithoutNew:
+    static = results.static.value
+    groups = [node.groups for node in results.state_nodes]
+    result_leaves = SelectedLeaves.of(results.packed, is_state_node, is_state_node)
+    if not result_leaves.indices:
         kind.commit(outer, static, groups, [])
         return results.packed
-    new = Leaves.of(results.packed, is_state_node, is_state_node)
-    carriers = kind.commit(outer, static, groups, [node.groups for node in new.picked])
-    return new.filled(carriers) if new.at else results.packed
-
-
-@dataclasses.dataclass(frozen=True)
-class UnitLayout:
-    """Positions of units in a packed tree, with their roles and the sizes of `StateNode`s.
-
-    `static` is the static half of the kind.
-    """
-
-    kind: Kind = dataclasses.field(compare=False)
-    static: Hashable
-    tree: Any
-    sizes: tuple[int | None, ...]
-    flat_roles: tuple[Any, ...]
-
-    @functools.cached_property
-    def of_units(self) -> tuple[list[Any], list[Any], list[int | None]]:
-        """Returns the role of each unit, its filter, and the index of its carrier, or None."""
-        roles, filters, carriers, count = [], [], [], itertools.count()
-        for size, role in zip(self.sizes, self.flat_roles, strict=True):
-            if size is None:
-                roles.append(role)
-                filters.append(None)
-                carriers.append(None)
-            else:
-                of_carrier = carrier_roles(role)
-                roles.extend(of_carrier.roles)
-                filters.extend(of_carrier.filters)
-                carriers.extend([next(count)] * size)
-        return roles, filters, carriers
-
-
-class Units:
-    """Packed tree as a list of its parts with roles: groups of `StateNode`s, and other leaves.
-
-    Attributes:
-        filters: the filter of each group; None for another leaf.
-        carriers: the index of each group's carrier; None for another leaf.
-    """
-
-    def __init__(self, layout: UnitLayout, values: Sequence[Any]):
-        self.layout, self.values = layout, list(values)
-        self.kind, self.static = layout.kind, layout.static
-        self.roles, self.filters, self.carriers = layout.of_units
-
-    @property
-    def is_group(self) -> list[bool]:
-        """Returns whether each is a group of a `StateNode`."""
-        return [carrier is not None for carrier in self.carriers]
-
-    @classmethod
-    def of_packed(
-        cls, kind: Kind, static: Any, packed: object, flat_roles: Sequence[Any]
-    ) -> "Units":
-        leaves, tree = jax.tree.flatten(packed, is_leaf=is_state_node)
-        sizes, values = [], []
-        for leaf in leaves:
-            is_carrier = is_state_node(leaf)
-            sizes.append(len(leaf.groups) if is_carrier else None)
-            values.extend(leaf.groups if is_carrier else (leaf,))
-        return cls(UnitLayout(kind, static, tree, tuple(sizes), tuple(flat_roles)), values)
-
-    @classmethod
-    def of_pure_args(cls, kind: Kind, pure_args: PureArgs) -> "Units":
-        static, flat_roles = pure_args.static.value
-        return cls.of_packed(kind, static, pure_args.packed, flat_roles)
-
-    def of_results(self, results: PureResults, out_roles: object) -> "Units":
-        """Returns the units of the results of a call; input carriers keep their roles."""
-        carried = [role for role in self.layout.flat_roles if isinstance(role, Roles)]
-        out = broadcast_roles(out_roles, results.packed, is_state_node, "out_axes")
-        packed = results.state_nodes, results.packed
-        return Units.of_packed(self.kind, self.static, packed, [*carried, *out])
-
-    def packed(self) -> Any:
-        rest = iter(self.values)
-        return self.layout.tree.unflatten(
-            [
-                next(rest) if size is None else StateNode(tuple(itertools.islice(rest, size)))
-                for size in self.layout.sizes
-            ]
-        )
-
-    def pure_args(self) -> PureArgs:
-        """Returns the crossing values."""
-        return PureArgs(Static((self.static, self.layout.flat_roles)), self.packed())
-
-    def with_static(self, static: Any) -> "Units":
-        """Returns the same units with another static half of the kind."""
-        return Units(dataclasses.replace(self.layout, static=static), self.values)
-
-    def with_values(self, values: Sequence[Any]) -> "Units":
-        """Returns the same units with other values."""
-        return Units(self.layout, values)
-
-    def mapped(self, fn: Callable[[Any, Any], Any]) -> "Units":
-        """Returns the same units with the values that `fn` returns for each value and its role."""
-        return self.with_values([fn(value, role) for value, role in self.pairs()])
-
-    def without_values(self) -> "Units":
-        """Returns the same units without values, for a function that outlives the call."""
-        return self.with_values([None] * len(self.values))
-
-    def location(self, i: int, leaf: int | None = None, of_results: bool = False) -> str:
-        """Returns the location of the i-th value, or of its leaf with that number, for errors."""
-        path = self._path(i, leaf)
-        if (carrier := self.carriers[i]) is not None:
-            return self.kind.location(self.static, carrier, path)
-        return (
-            f"the result{keystr(path[1:])}"
-            if of_results
-            else self.kind.location(self.static, None, path)
-        )
-
-    def location_in_groups(self, path: Any) -> str:
-        """Returns a location by its JAX path in a list of all groups, for errors."""
-        carriers = [carrier for carrier in self.carriers if carrier is not None]
-        return self.kind.location(self.static, carriers[path[0].idx], path[1:])
-
-    def _path(self, i: int, leaf: int | None) -> tuple[Any, ...]:
-        """Returns the JAX path of a group's entry in the group, of others in the packed tree."""
-        path = () if leaf is None else tree_leaves_with_path(self.values[i])[leaf][0]
-        if self.carriers[i] is not None:
-            return path
-        sizes = [1 if size is None else size for size in self.layout.sizes]
-        n = next(n for n in range(len(sizes)) if sum(sizes[: n + 1]) > i)
-        at = tree_leaves_with_path(self.layout.tree.unflatten(range(len(sizes))))
-        return (*at[n][0], *path)
-
-    def pairs(self) -> Iterator[tuple[Any, Any]]:
-        """Yields each value with its role."""
-        return zip(self.values, self.roles, strict=True)
-
-    def groups(self) -> list[tuple[Any, Any]]:
-        """Returns each group with its role."""
-        return [p for p, is_group in zip(self.pairs(), self.is_group, strict=True) if is_group]
-
-    def values_with_role(self, role: object) -> list[Any]:
-        """Returns the values with the role `role`, those of carriers first."""
-        return [self.values[i] for i in self.indices_with_role(role)]
-
-    def indices_with_role(self, role: object) -> list[int]:
-        """Returns the indices of these values."""
-        places = [i for i, r in enumerate(self.roles) if r is role]
-        return sorted(places, key=lambda i: not self.is_group[i])
-
-    def with_role_replaced(self, role: object, replacements: Sequence[Any]) -> "Units":
-        """Returns the units with other values of that role, in the order of `values_with_role`."""
-        values = list(self.values)
-        for i, value in zip(self.indices_with_role(role), replacements, strict=True):
-            values[i] = value
-        return self.with_values(values)
+    new_groups = [node.groups for node in result_leaves.selected]
+    new_carriers = kind.commit(outer, static, groups, new_groups)
+    return result_leaves.replace(new_carriers)

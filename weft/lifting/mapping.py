@@ -5,30 +5,41 @@ vmap, pmap and shard_map map over an axis; map_state changes the state that a fu
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from weft.errors import AxisSizeError, TransformArgumentError, VariableAxisError
-from weft.lifting import axes, signature, state_creation
-from weft.lifting import kind as kind_lib
-from weft.lifting.kind import Kind, PureArgs, PureResults, StateNode, Static, Units
-from weft.lifting.roles import FORK
-from weft.typing import Fn
+from weft.lifting import axes
+from weft.lifting.kind import (
+    Group,
+    Groups,
+    Kind,
+    PureResults,
+    StateNode,
+    Static,
+    call_pure,
+    commit_results,
+    is_state_node,
+    split_args,
+)
+from weft.lifting.roles import FORK, Role
+from weft.lifting.signature import named_after
+from weft.lifting.state_creation import TracedFunction, final_results
+from weft.lifting.units import Units
+from weft.typing import Fn, PyTree, Tensor
 
 
 def vmap(
     kind: Kind,
     fn: Fn,
     *,
-    in_axes: object = 0,
-    out_axes: object = 0,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     axis_size: int | None = None,
     axis_name: Hashable = None,
     spmd_axis_name: Hashable = None,
@@ -51,69 +62,85 @@ def vmap(
     """
     metadata = metadata or {}
 
-    def call(*args: object) -> Any:
-        outer, pure_args = kind_lib.split_args(kind, args, in_axes, call=call)
+    # Keys have been split along a new first axis, and the caller's keys stay as they are.
+    def input_axis(role: Role) -> PyTree:
+        return 0 if role is FORK else role
+
+    def output_axis(role: Role) -> PyTree:
+        return None if role is FORK else role
+
+    def call(*args: PyTree) -> PyTree:
+        outer, pure_args = split_args(kind, args, in_axes, call=call)
         units = Units.of_pure_args(kind, pure_args)
         axes.check_roles(units, "vmap", (FORK,))
         n, entered = axes.enter_axis(units, axis_size, "vmap", metadata)
+        has_returned = False
 
-        structure: list[Any] = []
-
-        def mapped(packed: object) -> PureResults:
-            results = kind_lib.call_pure(kind, fn, PureArgs(pure_args.static, packed), out_axes)
-            structure[:] = [jax.tree.structure(results)]
+        def mapped(packed: PyTree) -> PureResults:
+            nonlocal has_returned
+            results = call_pure(kind, fn, pure_args._replace(packed=packed), out_axes)
+            has_returned = True
             return results
 
-        batched = jax.vmap(
-            signature.named_after(fn, mapped),
-            in_axes=(units.mapped(lambda _, r: 0 if r is FORK else r).packed(),),
-            out_axes=axes.out_axes_of_results(units, out_axes, lambda r: None if r is FORK else r),
-            axis_size=n,
-            axis_name=axis_name,
-            spmd_axis_name=spmd_axis_name,
-        )
+        def map_over(result_axes: PyTree) -> Callable[[PyTree], PureResults]:
+            return jax.vmap(
+                named_after(fn, mapped),
+                in_axes=(units.mapped(lambda _, role: input_axis(role)).packed(),),
+                out_axes=result_axes,
+                axis_size=n,
+                axis_name=axis_name,
+                spmd_axis_name=spmd_axis_name,
+            )
+
         try:
+            batched = map_over(axes.out_axes_of_results(units, out_axes, output_axis))
             results = batched(entered.packed())
-        except ValueError as error:
-            # JAX detects and locates it after the function ran.
-            if found := re.search(r"out_axes(\..+?), got axis spec None but output", str(error)):
-                at = _location_of_result(units, out_axes, structure[0], found[1])
-                raise VariableAxisError(
-                    f"vmap: {at} is declared to be the same for all, with the axis None, but "
-                    "it differs from one index to the next; give it an axis. A variable that is "
-                    "made of random numbers is the same for all if its PRNG stream is not split."
-                ) from None
+        except ValueError:
+            # JAX only finds after the run that a result without an axis differs between indices.
+            if has_returned:
+                _check_shared_results(fn, map_over(0), entered, out_axes)
             raise
-        return kind_lib.commit_results(
-            kind, outer, axes.leave_axis(units, results, out_axes, metadata)
-        )
+        results = axes.leave_axis(units, results, out_axes, metadata)
+        return commit_results(kind, outer, results)
 
     return call
 
 
-def _location_of_result(units: Units, out_axes: Any, structure: Any, shown: str) -> str:
-    results = structure.unflatten(range(structure.num_leaves))
-    number = next(
-        n
-        for path, n in jax.tree_util.tree_leaves_with_path(results)
-        if jax.tree_util.keystr(path) == shown
-    )
-    returned = units.of_results(results, out_axes)
-    i, leaf = next(
-        (i, jax.tree.leaves(value).index(number))
-        for i, value in enumerate(returned.values)
-        if number in jax.tree.leaves(value)
-    )
-    return returned.location(i, leaf, of_results=True)
+def _check_shared_results(
+    fn: Fn, batched: Callable[[PyTree], PureResults], entered: Units, out_axes: PyTree
+) -> None:
+    """Raises VariableAxisError if a result without an axis depends on an input with one.
+
+    `batched` stacks all results.
+    """
+    is_mapped_input: list[bool] = []
+    for unit, value in entered.items():
+        is_mapped_input += [unit.role is not None] * len(jax.tree.leaves(value))
+    traced = TracedFunction(fn, batched, entered.packed())
+    results = entered.of_results(traced.shapes, out_axes)
+    n_leaves = 0
+    for i, (unit, value) in enumerate(results.items()):
+        for number, _ in enumerate(jax.tree.leaves(value)):
+            is_used_input = traced.used_inputs([n_leaves])
+            n_leaves += 1
+            inputs = zip(is_used_input, is_mapped_input, strict=True)
+            is_same_for_all = not any(is_used and is_mapped for is_used, is_mapped in inputs)
+            if not isinstance(unit.role, int) and not is_same_for_all:
+                raise VariableAxisError(
+                    f"vmap: {results.location(i, number)} is declared to be the same for all, with "
+                    "the axis None, but it differs from one index to the next; give it an axis. A "
+                    "variable that is made of random numbers is the same for all if its PRNG "
+                    "stream is not split."
+                ) from None
 
 
 def shard_map(
     kind: Kind,
     fn: Fn,
     *,
-    mesh: Mesh | jax.sharding.AbstractMesh,
-    in_specs: object,
-    out_specs: object,
+    mesh: Mesh | AbstractMesh,
+    in_specs: PyTree,
+    out_specs: PyTree,
     axis_names: frozenset[str] = frozenset(),
     check_vma: bool = True,
 ) -> Fn:
@@ -126,38 +153,54 @@ def shard_map(
         axis_names: mesh axes that `fn` sees; by default all.
     """
     names = tuple(axis_names or mesh.axis_names)
-    n = int(np.prod([mesh.shape[name] for name in names]))
+    n_devices = int(np.prod([mesh.shape[name] for name in names]))
 
-    def call(*args: object) -> Any:
-        outer, pure_args = kind_lib.split_args(kind, args, in_specs, "in_specs", call=call)
+    def fork_keys(value: PyTree, role: Role) -> PyTree:
+        if role is not FORK:
+            return value
+        return _shard_keys(kind.fork(value, n_devices), mesh, names)
+
+    def take_key(value: PyTree, role: Role) -> PyTree:
+        if role is not FORK:
+            return value
+        return jax.tree.map(lambda keys: keys[0], value)
+
+    def input_spec(_: PyTree, role: Role) -> PyTree:
+        return PartitionSpec(names) if role is FORK else role
+
+    def output_spec(role: Role) -> PartitionSpec:
+        return role if isinstance(role, PartitionSpec) else PartitionSpec()
+
+    def call(*args: PyTree) -> PyTree:
+        outer, pure_args = split_args(kind, args, in_specs, "in_specs", call=call)
         units = Units.of_pure_args(kind, pure_args)
 
-        def of_device(packed: object) -> PureResults:
-            parts = Units.of_pure_args(kind, PureArgs(pure_args.static, packed))
-            local = parts.mapped(
-                lambda value, r: jax.tree.map(lambda x: x[0], value) if r is FORK else value
-            )
-            return kind_lib.call_pure(kind, fn, local.pure_args(), out_specs)
+        def on_device(packed: PyTree) -> PureResults:
+            device_units = Units.of_pure_args(kind, pure_args._replace(packed=packed))
+            device_args = device_units.mapped(take_key).pure_args()
+            return call_pure(kind, fn, device_args, out_specs)
 
         mapped = jax.shard_map(
-            signature.named_after(fn, of_device),
+            named_after(fn, on_device),
             mesh=mesh,
-            in_specs=(
-                units.mapped(lambda _, r: PartitionSpec(names) if r is FORK else r).packed(),
-            ),
-            out_specs=axes.out_axes_of_results(
-                units, out_specs, lambda r: r if isinstance(r, PartitionSpec) else PartitionSpec()
-            ),
+            in_specs=(units.mapped(input_spec).packed(),),
+            out_specs=axes.out_axes_of_results(units, out_specs, output_spec),
             axis_names=frozenset(names),
             check_vma=check_vma,
         )
-
-        entered = units.mapped(
-            lambda value, r: _shard_keys(kind.fork(value, n), mesh, names) if r is FORK else value
-        )
-        return kind_lib.commit_results(kind, outer, mapped(entered.packed()))
+        results = mapped(units.mapped(fork_keys).packed())
+        return commit_results(kind, outer, results)
 
     return call
+
+
+def _shard_keys(keys: Group, mesh: Mesh | AbstractMesh, names: tuple[str, ...]) -> Group:
+    """Lays out keys, one for each device, as JAX requires for explicit axes of a mesh."""
+    axis_types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit_names = tuple(name for name in names if axis_types[name] is AxisType.Explicit)
+    if not explicit_names:
+        return keys
+    return jax.sharding.reshard(keys, NamedSharding(mesh, PartitionSpec(explicit_names)))
 
 
 def pmap(
@@ -165,8 +208,8 @@ def pmap(
     fn: Fn,
     *,
     axis_name: str = "devices",
-    in_axes: object = 0,
-    out_axes: object = 0,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     devices: Sequence[Any] | None = None,
     metadata: axes.Metadata | None = None,
 ) -> Fn:
@@ -182,41 +225,51 @@ def pmap(
     """
     metadata = metadata or {}
 
-    def call(*args: object) -> Any:
+    def spec(role: Role) -> PartitionSpec:
+        if role is None:
+            return PartitionSpec()
+        # Keys have been split along a new first axis.
+        axis = role if isinstance(role, int) else 0
+        return PartitionSpec(*(None,) * axis, axis_name)
+
+    def call(*args: PyTree) -> PyTree:
         _check_context()
-        outer, pure_args = kind_lib.split_args(kind, args, in_axes, call=call)
+        outer, pure_args = split_args(kind, args, in_axes, call=call)
         units = Units.of_pure_args(kind, pure_args)
         axes.check_roles(units, "pmap", (FORK,))
         size = None if devices is None else len(devices)
         n, entered = axes.enter_axis(units, size, "pmap", metadata)
-        there = jax.devices() if devices is None else devices
-        if n > len(there):
+        available_devices = jax.devices() if devices is None else devices
+        if n > len(available_devices):
             raise AxisSizeError(
-                f"pmap: the mapped axes have size {n}, and there are {len(there)} devices; each "
-                "index needs one. Map over fewer, or use vmap for what one device can do alone."
+                f"pmap: the mapped axes have size {n}, and there are {len(available_devices)} "
+                "devices; each index needs one. Map over fewer, or use vmap for what one device "
+                "can do alone."
             )
-        mesh = Mesh(np.asarray(there[:n]), (axis_name,))
+        mesh = Mesh(np.asarray(available_devices[:n]), (axis_name,))
 
-        def of_device(values: list[Any]) -> PureResults:
+        def on_device(values: list[PyTree]) -> PureResults:
             inside = units.with_values(values).mapped(_squeeze_axis)
-            results = kind_lib.call_pure(kind, fn, inside.pure_args(), out_axes)
+            results = call_pure(kind, fn, inside.pure_args(), out_axes)
             returned = units.of_results(results, out_axes).mapped(_expand_axis)
-            return PureResults(results.static, *returned.packed())
+            state_nodes, packed = returned.packed()
+            return PureResults(results.static, state_nodes, packed)
 
+        in_specs = [spec(unit.role) for unit in units.layout.units]
         mapped = jax.shard_map(
-            signature.named_after(fn, of_device),
+            named_after(fn, on_device),
             mesh=mesh,
-            in_specs=([_spec(role, axis_name) for role in units.roles],),
-            out_specs=axes.out_axes_of_results(units, out_axes, lambda r: _spec(r, axis_name)),
+            in_specs=(in_specs,),
+            out_specs=axes.out_axes_of_results(units, out_axes, spec),
             check_vma=False,
         )
-        shardings = [NamedSharding(mesh, _spec(role, axis_name)) for role in units.roles]
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            values = [_put_on_mesh(*pair) for pair in zip(entered.values, shardings, strict=True)]
-            results = jax.jit(signature.named_after(fn, mapped))(values)
-        return kind_lib.commit_results(
-            kind, outer, axes.leave_axis(units, results, out_axes, metadata)
-        )
+            values: list[PyTree] = []
+            for value, in_spec in zip(entered.values, in_specs, strict=True):
+                values.append(_put_on_mesh(value, NamedSharding(mesh, in_spec)))
+            results = jax.jit(named_after(fn, mapped))(values)
+        results = axes.leave_axis(units, results, out_axes, metadata)
+        return commit_results(kind, outer, results)
 
     return call
 
@@ -224,121 +277,116 @@ def pmap(
 def _check_context() -> None:
     """Rejects a context mesh under which results of another mesh cannot be used."""
     context = jax.sharding.get_abstract_mesh()
-    kinds = {kind.name.lower() for kind in context.axis_types if kind is not AxisType.Auto}
-    if kinds:
+    axis_types = {kind.name.lower() for kind in context.axis_types if kind is not AxisType.Auto}
+    if axis_types:
         raise TransformArgumentError(
             f"pmap uses a mesh of its own, and the mesh in the context has the "
-            f"{' and '.join(sorted(kinds))} axes {context.axis_names}; call pmap outside of "
+            f"{' and '.join(sorted(axis_types))} axes {context.axis_names}; call pmap outside of "
             "jax.set_mesh, shard_map and pmap, or use shard_map with that mesh, or vmap with "
             "spmd_axis_name."
         )
 
 
-def _shard_keys(
-    keys: object, mesh: Mesh | jax.sharding.AbstractMesh, names: tuple[str, ...]
-) -> Any:
-    """Lays out keys, one for each device, as JAX requires for explicit axes of a mesh."""
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    explicit = tuple(name for name in names if types[name] is AxisType.Explicit)
-    if not explicit:
-        return keys
-    return jax.sharding.reshard(keys, NamedSharding(mesh, PartitionSpec(explicit)))
+def _put_on_mesh(value: PyTree, sharding: NamedSharding) -> PyTree:
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
 
-
-def _put_on_mesh(value: object, sharding: NamedSharding) -> Any:
-    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-
-    def moved(x: object) -> Any:
-        if not isinstance(x, jax.core.Tracer):
-            return jax.device_put(x, sharding)
-        mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+    def put_leaf(leaf: Tensor) -> Tensor:
+        if not isinstance(leaf, jax.core.Tracer):
+            return jax.device_put(leaf, sharding)
+        leaf_sharding = getattr(jax.typeof(leaf), "sharding", None)
+        mesh = getattr(leaf_sharding, "mesh", None)
         if mesh is None or AxisType.Explicit not in mesh.axis_types:
-            return x
+            return leaf
         # Under `jax.vmap` there are more axes than the type says, so none of them is named.
-        return jax.device_put(x, everywhere)
+        return jax.device_put(leaf, replicated)
 
-    return jax.tree.map(moved, value)
-
-
-def _spec(role: Any, axis_name: str) -> PartitionSpec:
-    if role is FORK:
-        return PartitionSpec(axis_name)
-    return PartitionSpec() if role is None else PartitionSpec(*(None,) * role, axis_name)
+    return jax.tree.map(put_leaf, value)
 
 
-def _squeeze_axis(value: Any, role: Any) -> Any:
+def _squeeze_axis(value: PyTree, role: Role) -> PyTree:
+    """Removes the mapped axis, which has the size 1 on each device."""
     if role is None:
         return value
-    return jax.tree.map(lambda x: jnp.squeeze(x, 0 if role is FORK else role), value)
+    axis = role if isinstance(role, int) else 0
+    return jax.tree.map(lambda x: jnp.squeeze(x, axis), value)
 
 
-def _expand_axis(value: object, role: object) -> Any:
-    return (
-        jax.tree.map(lambda x: jnp.expand_dims(x, role), value) if isinstance(role, int) else value
-    )
-
-
-Groups = tuple[Any, ...]
+def _expand_axis(value: PyTree, role: Role) -> PyTree:
+    if not isinstance(role, int):
+        return value
+    return jax.tree.map(lambda x: jnp.expand_dims(x, role), value)
 
 
 def map_state(
     kind: Kind,
     fn: Fn,
     *,
-    in_axes: object = None,
-    map_in: Callable[[Groups], Groups] = lambda groups: groups,
-    map_out: Callable[[Groups, Groups, bool], Groups] = lambda found, left, initializes: left,
+    in_axes: PyTree = None,
+    map_in: Callable[[Groups], Groups] | None = None,
+    map_out: Callable[[Groups, Groups, bool], Groups] | None = None,
     initialize: Callable[[Groups, Groups], Groups] | None = None,
     is_first: Callable[..., bool] = lambda *args: True,
 ) -> Fn:
     """Maps the state of carriers that a function sees.
 
+    With `initialize`, the function runs twice, as state that it creates has to be mapped, too:
+
+        groups -> fn -> initialize -> map_in -> fn -> map_out -> commit
+
     Args:
         in_axes: a prefix of the arguments; only the filters of `Roles` are used.
-        map_in: from the groups of a carrier to those that `fn` sees.
+        map_in: from the groups of a carrier to those that `fn` sees; by default the same.
         map_out: from the groups before and after `fn`, and whether `initialize` was called, to
-            those written to the carrier.
+            those written to the carrier; by default the groups after `fn`.
         initialize: if given, `fn` first runs on the unmapped groups; maps the groups before and
             after that run to those of the carrier.
         is_first: returns for the arguments of a call whether `initialize` is needed.
     """
 
-    def call(*args: object) -> Any:
-        outer, pure_args = kind_lib.split_args(kind, args, in_axes, call=call)
-        before = _groups_of(pure_args.packed)
-        initializes = False
-        if initialize is not None and is_first(*args):
-            initializes = True
-            results = kind_lib.call_pure(kind, fn, pure_args)
-            initial = iter(map(initialize, before, _groups_of(results.state_nodes)))
-            static, roles = pure_args.static.value
-            static = Static((kind.static_of_run(static, results.static.value), roles))
-            packed = _map_state_nodes(lambda _: next(initial), pure_args.packed)
-            pure_args = PureArgs(static, packed)
-        found = _map_state_nodes(map_in, pure_args.packed)
-        results = kind_lib.call_pure(kind, fn, pure_args._replace(packed=found))
-        pairs = zip(_groups_of(found), _groups_of(results.state_nodes), strict=True)
-        left = [StateNode(map_out(of, after, initializes)) for of, after in pairs]
-        results = results._replace(state_nodes=left)
-        # State created before the second run consists of initial values.
-        started = itertools.chain(*_groups_of(pure_args.packed))
-        pairs = zip(itertools.chain(*before), started, strict=True)
-        made = [new if new is not old else None for old, new in pairs]
-        return kind_lib.commit_results(
-            kind, outer, state_creation.final_results(kind, results, made)
-        )
+    def call(*args: PyTree) -> PyTree:
+        outer, pure_args = split_args(kind, args, in_axes, call=call)
+        carrier_groups = _groups_of(pure_args.packed)
+        initial_groups = carrier_groups
+        initializes = initialize is not None and is_first(*args)
+        if initialize is not None and initializes:
+            results = call_pure(kind, fn, pure_args)
+            changed_groups = [node.groups for node in results.state_nodes]
+            initial_groups = list(map(initialize, carrier_groups, changed_groups))
+            static = kind.static_of_run(pure_args.static.value, results.static.value)
+            pure_args = pure_args._replace(static=Static(static))
+
+        mapped_groups = initial_groups
+        if map_in is not None:
+            mapped_groups = list(map(map_in, initial_groups))
+        packed = _with_groups(pure_args.packed, mapped_groups)
+        results = call_pure(kind, fn, pure_args._replace(packed=packed))
+        if map_out is not None:
+            state_nodes: list[StateNode] = []
+            for groups, node in zip(mapped_groups, results.state_nodes, strict=True):
+                state_nodes.append(StateNode(map_out(groups, node.groups, initializes)))
+            results = results._replace(state_nodes=state_nodes)
+
+        # State that the first run has created consists of initial values.
+        created: list[Group | None] = []
+        for groups, new_groups in zip(carrier_groups, initial_groups, strict=True):
+            for group, new_group in zip(groups, new_groups, strict=True):
+                created.append(None if new_group is group else new_group)
+        return commit_results(kind, outer, final_results(kind, results, created))
 
     return call
 
 
-def _groups_of(packed: object) -> list[Groups]:
-    leaves = jax.tree.leaves(packed, is_leaf=kind_lib.is_state_node)
-    return [leaf.groups for leaf in leaves if kind_lib.is_state_node(leaf)]
+def _groups_of(packed: PyTree) -> list[Groups]:
+    """Returns the groups of each carrier in packed arguments."""
+    leaves = jax.tree.leaves(packed, is_leaf=is_state_node)
+    return [leaf.groups for leaf in leaves if is_state_node(leaf)]
 
 
-def _map_state_nodes(fn: Callable[[Groups], Groups], tree: object) -> Any:
+def _with_groups(packed: PyTree, groups: Sequence[Groups]) -> PyTree:
+    """Returns packed arguments with other groups of each carrier."""
+    new_groups = iter(groups)
     return jax.tree.map(
-        lambda x: StateNode(fn(x.groups)) if kind_lib.is_state_node(x) else x,
-        tree,
-        is_leaf=kind_lib.is_state_node,
+        lambda leaf: StateNode(next(new_groups)) if is_state_node(leaf) else leaf,
+        packed,
+        is_leaf=is_state_node,
     )

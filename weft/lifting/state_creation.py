@@ -20,19 +20,20 @@ state in loops, JAX traces the body directly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax.core
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from weft.errors import CarryStructureError
-from weft.lifting.kind import Kind, PureResults, StateNode, Units
-from weft.lifting.roles import CARRY
+from weft.lifting.kind import Group, Kind, PureResults, StateNode, Static
+from weft.lifting.roles import CARRY, Role
 from weft.lifting.signature import named_after
-from weft.typing import Fn
+from weft.lifting.units import Units
+from weft.typing import Fn, PyTree, Tensor
 
 
 class TracedFunction:
@@ -41,77 +42,86 @@ class TracedFunction:
     JAX sees the name of the user's function `named`. `closed` is the jaxpr.
     """
 
-    def __init__(self, named: Fn, fn: Fn, *args: object):
+    def __init__(self, named: Fn, fn: Fn, *args: PyTree):
         self._fn = fn
-        leaves, tree = jax.tree.flatten(args)
-        trees: list[Any] = []
+        arg_leaves, args_structure = jax.tree.flatten(args)
+        result_structures: list[Any] = []
 
         # JAX returns no references: their numbers among the results, and among the arguments.
         self._refs: dict[int, int] = {}
 
-        def of_leaves(*leaves: object) -> list[Any]:
-            outputs, out_tree = jax.tree.flatten(fn(*tree.unflatten(leaves)))
-            trees.append(out_tree)
-            inputs = {id(x): i for i, x in enumerate(leaves) if isinstance(x, jax.Ref)}
-            self._refs = {n: inputs[id(x)] for n, x in enumerate(outputs) if id(x) in inputs}
-            return [0 if n in self._refs else x for n, x in enumerate(outputs)]
+        def of_leaves(*leaves: PyTree) -> list[PyTree]:
+            self._refs.clear()
+            results, structure = jax.tree.flatten(fn(*args_structure.unflatten(leaves)))
+            result_structures.append(structure)
+            input_numbers = {id(x): i for i, x in enumerate(leaves) if isinstance(x, jax.Ref)}
+            for number, result in enumerate(results):
+                if id(result) in input_numbers:
+                    self._refs[number] = input_numbers[id(result)]
+                    results[number] = 0
+            return results
 
         with jax.disable_jit(False):
-            self.closed = jax.make_jaxpr(named_after(named, of_leaves))(*leaves)
-        (self._tree,) = trees
+            self.closed = jax.make_jaxpr(named_after(named, of_leaves))(*arg_leaves)
+        (self._result_structure,) = result_structures
 
     @property
-    def shapes(self) -> Any:
+    def shapes(self) -> PyTree:
         """Returns the result, with types in place of arrays."""
-        return self._with_refs(self.closed.out_avals, self.closed.in_avals)
+        return self._unflatten(self.closed.out_avals, self.closed.in_avals)
 
-    def _with_refs(self, results: Sequence[Any], inputs: Sequence[Any]) -> Any:
-        refs = self._refs
-        leaves = [inputs[refs[n]] if n in refs else x for n, x in enumerate(results)]
-        return self._tree.unflatten(leaves)
+    def _unflatten(self, results: Sequence[PyTree], inputs: Sequence[PyTree]) -> PyTree:
+        leaves = list(results)
+        for number, input_number in self._refs.items():
+            leaves[number] = inputs[input_number]
+        return self._result_structure.unflatten(leaves)
 
-    def __call__(self, *args: object) -> Any:
+    def __call__(self, *args: PyTree) -> PyTree:
         """Returns the result. Without jit, runs the function again, so that it can be debugged."""
         if is_jit_disabled():
             return self._fn(*args)
         leaves = jax.tree.leaves(args)
         results = jax.core.eval_jaxpr(self.closed.jaxpr, self.closed.consts, *leaves)
-        return self._with_refs(results, leaves)
+        return self._unflatten(results, leaves)
 
-    def used(self, outputs: Sequence[int], *args: object) -> tuple[Any, ...]:
-        """Returns for each array of the arguments whether the given leaves depend on it."""
-        _, inputs = self._reduced(outputs)
-        return jax.tree.unflatten(jax.tree.structure(args), inputs)
+    def used_inputs(self, outputs: Sequence[int]) -> list[bool]:
+        """Returns for each leaf of the arguments whether some leaves of the result depend on it."""
+        _, is_used = self._reduced(outputs)
+        return is_used
 
-    def _reduced(self, outputs: Sequence[int]) -> tuple[Any, list[bool]]:
-        """Returns the trace of some leaves of the result, and which inputs it has."""
-        wanted = set(outputs)
-        jaxpr = without_debugging(self.closed).jaxpr
-        return dce_jaxpr(jaxpr, [i in wanted for i in range(len(jaxpr.outvars))])
+    def only(self, outputs: Sequence[int], *args: PyTree) -> list[Tensor]:
+        """Returns some leaves of the result, computed without the others."""
+        jaxpr, is_used = self._reduced(outputs)
+        inputs: list[PyTree] = []
+        for leaf, is_used_leaf in zip(jax.tree.leaves(args), is_used, strict=True):
+            if is_used_leaf:
+                inputs.append(leaf)
+        results = jax.core.eval_jaxpr(jaxpr, self.closed.consts, *inputs)
+        results_by_number = dict(zip(sorted(set(outputs)), results, strict=True))
+        # A constant of the trace would be no array, and a change of it would be computed by NumPy.
+        return [jnp.asarray(results_by_number[number]) for number in outputs]
 
-    def is_like(self, output: int, other: TracedFunction, of_other: int) -> bool:
+    def is_like(self, output: int, other: TracedFunction, other_output: int) -> bool:
         """Returns whether a leaf of the result is computed as one of another trace.
 
         Both traces have the same arguments. Equal computations that differ in the text of their
         jaxprs, or that use constants of different arrays, count as different.
         """
-        (mine, inputs), (its, of_its) = self._reduced([output]), other._reduced([of_other])
-        consts = zip(self.closed.consts, other.closed.consts, strict=False)
-        return (
-            inputs == of_its
-            and len(self.closed.consts) == len(other.closed.consts)
-            and all(a is b for a, b in consts)
-            and str(mine) == str(its)
-        )
+        consts, other_consts = self.closed.consts, other.closed.consts
+        if len(consts) != len(other_consts):
+            return False
+        if any(a is not b for a, b in zip(consts, other_consts, strict=True)):
+            return False
+        jaxpr, is_used = self._reduced([output])
+        other_jaxpr, is_used_by_other = other._reduced([other_output])
+        return is_used == is_used_by_other and str(jaxpr) == str(other_jaxpr)
 
-    def only(self, outputs: Sequence[int], *args: object) -> list[Any]:
-        """Returns some leaves of the result, computed without the others."""
-        jaxpr, is_input = self._reduced(outputs)
-        inputs = [x for x, is_used in zip(jax.tree.leaves(args), is_input, strict=True) if is_used]
-        results = jax.core.eval_jaxpr(jaxpr, self.closed.consts, *inputs)
-        values = dict(zip(sorted(set(outputs)), results, strict=True))
-        # A constant of the trace would be no array, and a change of it would be computed by NumPy.
-        return [jnp.asarray(values[i]) for i in outputs]
+    def _reduced(self, outputs: Sequence[int]) -> tuple[Jaxpr, list[bool]]:
+        """Returns the jaxpr of some leaves of the result, and which inputs it has."""
+        jaxpr = without_debugging(self.closed).jaxpr
+        wanted = set(outputs)
+        is_wanted = [number in wanted for number in range(len(jaxpr.outvars))]
+        return dce_jaxpr(jaxpr, is_wanted)
 
 
 _DEBUGGING = ("debug_callback", "debug_print")
@@ -122,28 +132,32 @@ def without_debugging(closed: ClosedJaxpr) -> ClosedJaxpr:
 
     They show the runs of a function; the computation of some of its results is not a run.
     """
-    removed: set[Any] = set()
+    if not closed.jaxpr.effects:
+        return closed
+    removed_effects: set[Any] = set()
 
-    def of_param(x: Any) -> Any:
-        if isinstance(x, Jaxpr):
-            return of_jaxpr(x)
-        if isinstance(x, ClosedJaxpr):
-            return x.replace(jaxpr=of_jaxpr(x.jaxpr))
-        return tuple(map(of_param, x)) if isinstance(x, tuple) else x
+    def clean_param(param: Any) -> Any:
+        if isinstance(param, Jaxpr):
+            return clean_jaxpr(param)
+        if isinstance(param, ClosedJaxpr):
+            return param.replace(jaxpr=clean_jaxpr(param.jaxpr))
+        if isinstance(param, tuple):
+            return tuple(map(clean_param, param))
+        return param
 
-    def of_jaxpr(jaxpr: Any) -> Any:
-        eqns = []
+    def clean_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
+        eqns: list[JaxprEqn] = []
         for eqn in jaxpr.eqns:
             if eqn.primitive.name in _DEBUGGING:
-                removed.update(eqn.effects)
+                removed_effects.update(eqn.effects)
                 continue
             if eqn.effects:
-                params = {name: of_param(x) for name, x in eqn.params.items()}
-                eqn = eqn.replace(params=params, effects=eqn.effects - removed)
+                params = {name: clean_param(param) for name, param in eqn.params.items()}
+                eqn = eqn.replace(params=params, effects=eqn.effects - removed_effects)
             eqns.append(eqn)
-        return jaxpr.replace(eqns=eqns, effects=jaxpr.effects - removed)
+        return jaxpr.replace(eqns=eqns, effects=jaxpr.effects - removed_effects)
 
-    return of_param(closed) if closed.jaxpr.effects else closed
+    return closed.replace(jaxpr=clean_jaxpr(closed.jaxpr))
 
 
 def consts_and_carry(params: Mapping[str, Any]) -> tuple[int, int]:
@@ -159,109 +173,168 @@ def is_jit_disabled() -> bool:
     return jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class CreatedState(NamedTuple):
-    """State created by a run of a body: its structure, and the static half of the run."""
+class FirstIteration(NamedTuple):
+    """Results of a loop's first iteration, a pytree.
 
-    tree: Any
-    static: Any
+    Attributes:
+        created: for each group, the entries that the loop has to begin with, or None. It is None if
+            there are none at all; otherwise there is no next carry yet.
+        static: the static half that the iteration has collected.
+        carry, y: the next carry and the slices of the results.
+    """
+
+    created: list[Group | None] | None
+    static: Static
+    carry: list[Tensor]
+    y: list[Tensor]
 
 
-def body_with_state(make: Fn, units: Units, first: Fn) -> tuple[Any, Fn, list[Any]]:
+class Body(Protocol):
+    """Body of a loop, see `weft.lifting.scan.LoopBody`."""
+
+    fn: Fn
+    transformation: str
+
+    def __call__(self, carry: list[Tensor], x: PyTree) -> tuple[list[Tensor], list[Tensor]]: ...
+
+    def first_iteration(self, carry: list[Tensor], x: PyTree) -> FirstIteration: ...
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+Step = Callable[[list[Tensor], PyTree], tuple[list[Tensor], list[Tensor]]]
+
+
+class PreparedLoop(NamedTuple, Generic[BodyT]):
+    """A loop whose state exists.
+
+    Attributes:
+        step: the body as the function that JAX loops over; evaluates its trace if there is one.
+        created: the created entries of each group, with their initial values, or None.
+    """
+
+    body: BodyT
+    step: Step
+    created: list[Group | None]
+
+
+def prepare_loop(
+    make_body: Callable[[Units], BodyT],
+    units: Units,
+    first_inputs: Callable[[BodyT], tuple[list[Tensor], PyTree]],
+) -> PreparedLoop[BodyT]:
     """Returns a loop's body, after creating its state.
 
     Args:
-        make: returns the body, a `weft.lifting.scan.LoopBody`, for units.
-        first: returns the arguments of the first run of such a body.
-
-    Returns the body, the function for the loop, and the created state of each group, or None.
+        make_body: returns the body of a loop over these units.
+        first_inputs: returns the carry and `x` of the first iteration of a body.
     """
     kind, static = units.kind, units.static
-    nothing = [None] * sum(units.is_group)
-    inside = kind.static_of_run(static)
+    nothing_created = [None] * len(units.groups())
+    body_static = kind.static_of_run(static)
+    body = make_body(units.with_static(body_static))
     # Without jit the body runs in Python, and what its trace collects must be known before.
-    needs_collected = is_jit_disabled() and inside is not static
-    body = make(units.with_static(inside))
+    needs_collected = is_jit_disabled() and body_static is not static
     if not may_create(units) and not needs_collected:
-        return body, body, nothing
+        return PreparedLoop(body, body, nothing_created)
 
-    args = first(body)
-    traced = TracedFunction(body.fn, body, *args)
-    if body.created is None:
+    inputs = first_inputs(body)
+    traced = TracedFunction(body.fn, body.first_iteration, *inputs)
+    first: FirstIteration = traced.shapes
+    if first.created is None:
         if not needs_collected:
-            return body, traced, nothing
-        body = make(units.with_static(kind.static_of_run(static, after=body.collected.value)))
-        return body, body, nothing
+            return PreparedLoop(body, _step_of(traced), nothing_created)
+        body_static = kind.static_of_run(static, collected=first.static.value)
+        body = make_body(units.with_static(body_static))
+        return PreparedLoop(body, body, nothing_created)
 
-    created_by = body.created
-    values = traced.only(range(created_by.tree.num_leaves), *args)
-    created = created_by.tree.unflatten(values)
+    created_structure = jax.tree.structure(first.created)
+    created_leaves = traced.only(range(created_structure.num_leaves), *inputs)
+    created = created_structure.unflatten(created_leaves)
     units = _with_created(units, created)
-    followed = kind.static_of_run(static, created_by.static)
-    body = make(units.with_static(followed))
-    if is_jit_disabled() and followed is not static:
-        TracedFunction(body.fn, body, *first(body))
-        if body.created is None:
-            after = body.collected.value
-            followed = kind.static_of_run(static, created_by.static, after)
-            body = make(units.with_static(followed))
+    body_static = kind.static_of_run(static, first.static.value)
+    body = make_body(units.with_static(body_static))
+    if is_jit_disabled() and body_static is not static:
+        second = TracedFunction(body.fn, body.first_iteration, *first_inputs(body)).shapes
+        if second.created is None:
+            body_static = kind.static_of_run(static, first.static.value, second.static.value)
+            body = make_body(units.with_static(body_static))
 
-    again = TracedFunction(body.fn, body, *first(body))
-    if body.created is not None:
-        raise _created_later_error(body.transformation, units, body.created.tree)
-    return body, again, created
+    traced = TracedFunction(body.fn, body.first_iteration, *first_inputs(body))
+    created_later = traced.shapes.created
+    if created_later is not None:
+        path, _ = jax.tree_util.tree_leaves_with_path(created_later)[0]
+        raise CarryStructureError(
+            f"{body.transformation}: {units.location_in_groups(path)} is made only where the body "
+            "finds the state that its first run has made; a loop begins with all carried state, so "
+            "make it in the first run, too, or before the loop."
+        )
+    return PreparedLoop(body, _step_of(traced), created)
 
 
-def _with_created(units: Units, created: list[Any]) -> Units:
-    groups = iter(created)
-    values: list[Any] = []
-    for value, is_group in zip(units.values, units.is_group, strict=True):
-        of_group = next(groups) if is_group else None
-        values.append(value if of_group is None else units.kind.union(value, of_group))
+def _step_of(traced: TracedFunction) -> Step:
+    def step(carry: list[Tensor], x: PyTree) -> tuple[list[Tensor], list[Tensor]]:
+        iteration: FirstIteration = traced(carry, x)
+        return iteration.carry, iteration.y
+
+    return step
+
+
+def _with_created(units: Units, created: list[Group | None]) -> Units:
+    """Returns the units with the created entries of each group."""
+    created_groups = iter(created)
+    values: list[PyTree] = []
+    for unit, value in units.items():
+        if unit.carrier is not None:
+            created_group = next(created_groups)
+            if created_group is not None:
+                value = units.kind.union(value, created_group)
+        values.append(value)
     return units.with_values(values)
 
 
 def may_create(units: Units) -> bool:
     """Returns whether a call may create state that must exist before it."""
-    parts = zip(units.is_group, units.roles, units.filters, strict=True)
-    return any(
-        is_group and (role is None or role is CARRY) and units.kind.may_create(units.static, where)
-        for is_group, role, where in parts
-    )
+    for unit in units.layout.units:
+        exists_before = unit.carrier is not None and _exists_before(unit.role)
+        if exists_before and units.kind.may_create(units.static, unit.where):
+            return True
+    return False
 
 
-def created_groups(units: Units, results: PureResults) -> list[Any] | None:
+def created_groups(units: Units, results: PureResults) -> list[Group | None] | None:
     """Returns the created state of each group that a loop carries or shares, or None."""
-    created: list[Any] = []
-    for before, after, role in groups_before_and_after(units, results):
-        is_kept = role is None or role is CARRY
-        created.append(units.kind.created(before, after) if is_kept else None)
-    return created if any(of_group is not None for of_group in created) else None
+    created: list[Group | None] = []
+    for group, changed_group, role in groups_before_and_after(units, results):
+        created_group = None
+        if _exists_before(role):
+            created_group = units.kind.created(group, changed_group)
+        created.append(created_group)
+    is_any_created = any(group is not None for group in created)
+    return created if is_any_created else None
 
 
-def _created_later_error(transformation: str, units: Units, tree: Any) -> Exception:
-    path, _ = jax.tree_util.tree_leaves_with_path(tree.unflatten(range(tree.num_leaves)))[0]
-    return CarryStructureError(
-        f"{transformation}: {units.location_in_groups(path)} is made only where the body finds "
-        "the state that its first run has made; a loop begins with all carried state, so make it "
-        "in the first run, too, or before the loop."
-    )
+def _exists_before(role: Role) -> bool:
+    """Returns whether a loop begins with the state of a role, which it carries or shares."""
+    return role is None or role is CARRY
 
 
-def final_results(kind: Kind, results: PureResults, created: list[Any]) -> PureResults:
+def final_results(kind: Kind, results: PureResults, created: Sequence[Group | None]) -> PureResults:
     """Returns the results of a loop or of branches, with the initial values of created state."""
-    of_groups = iter(created)
-    nodes: list[StateNode] = []
+    created_groups = iter(created)
+    state_nodes: list[StateNode] = []
     for node in results.state_nodes:
-        groups: list[Any] = []
+        groups: list[Group] = []
         for group in node.groups:
-            of_group = next(of_groups)
-            is_complete = of_group is None or group is None
-            groups.append(group if is_complete else kind.with_created(group, of_group))
-        nodes.append(StateNode(tuple(groups)))
-    return results._replace(state_nodes=nodes)
+            created_group = next(created_groups)
+            if created_group is not None and group is not None:
+                group = kind.with_created(group, created_group)
+            groups.append(group)
+        state_nodes.append(StateNode(tuple(groups)))
+    return results._replace(state_nodes=state_nodes)
 
 
-def groups_before_and_after(units: Units, results: PureResults) -> list[tuple[Any, Any, Any]]:
-    """Returns each group of the input carriers: before, after, and its role."""
-    after = [group for state_node in results.state_nodes for group in state_node.groups]
-    return [(b, a, role) for (b, role), a in zip(units.groups(), after, strict=True)]
+def groups_before_and_after(units: Units, results: PureResults) -> list[tuple[Group, Group, Role]]:
+    """Returns each group of the input carriers: before, what has changed after, and its role."""
+    changed_groups = [group for node in results.state_nodes for group in node.groups]
+    roles = [unit.role for unit in units.layout.units if unit.carrier is not None]
+    return list(zip(units.groups(), changed_groups, roles, strict=True))

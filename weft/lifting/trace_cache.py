@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from weft.lifting.kind import Static, Units
+from weft.lifting.kind import PureResults, Static
 from weft.lifting.signature import named_after
 from weft.lifting.static_keys import jax_products, value_key
 from weft.lifting.traces import is_tracing
-from weft.typing import Fn
+from weft.lifting.units import Units
+from weft.typing import Fn, PyTree
 
 T = TypeVar("T")
 
@@ -24,7 +25,7 @@ _MAX_CACHED = 256
 _cache: OrderedDict[Hashable, Any] = OrderedDict()
 
 
-def cached(parts: object, make: Callable[[], T]) -> T:
+def cached(parts: PyTree, make: Callable[[], T]) -> T:
     """Returns the object that `make` returned before for equal `parts`, all its static inputs."""
     key = value_key(parts)
     if key in _cache:
@@ -36,24 +37,31 @@ def cached(parts: object, make: Callable[[], T]) -> T:
     return _cache[key]
 
 
-def jit_outside_traces(fn: Fn, pure: Fn) -> Fn:
+def jit_outside_traces(
+    fn: Fn, pure: Callable[[Any, Units], PureResults]
+) -> Callable[[Hashable, Units], PureResults]:
     """Returns `pure(static, units)`, which outside of a trace is compiled for each structure.
 
     `fn` is the user's function that `pure` calls, for its name.
     """
 
-    def of_structure(structure: Static, values: list[Any]) -> Any:
+    def of_structure(structure: Static, values: list[PyTree]) -> PureResults:
         static, layout, _ = structure.value
         return pure(static, Units(layout, _unwrap_static(values)))
 
     jitted = jax.jit(named_after(fn, of_structure))
 
-    def call(static: object, units: Units) -> Any:
+    def call(static: Hashable, units: Units) -> PureResults:
+        has_refs = any(isinstance(leaf, jax.Ref) for leaf in jax.tree.leaves(units.values))
         # A function of `jax.jit` cannot return references.
-        if is_tracing() or any(isinstance(x, jax.Ref) for x in jax.tree.leaves(units.values)):
+        if is_tracing() or has_refs:
             return pure(static, units)
         # Shared values may be no arrays; the carry and slices are, or JAX makes arrays of them.
-        values = [_wrap_static(x) if role is None else x for x, role in units.pairs()]
+        values: list[PyTree] = []
+        for unit, value in units.items():
+            if unit.role is None:
+                value = _wrap_static(value)
+            values.append(value)
         return jitted(Static((static, units.layout, jax_products())), values)
 
     return call
@@ -63,7 +71,7 @@ def jit_outside_traces(fn: Fn, pure: Fn) -> Fn:
 class _StaticLeaf:
     """Leaf of an argument other than an array, such as a string that all iterations share."""
 
-    def __init__(self, value: object):
+    def __init__(self, value: Any):
         self.value = value
         self._key = value_key(value)
 
@@ -77,12 +85,15 @@ class _StaticLeaf:
 _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic)
 
 
-def _wrap_static(values: object) -> Any:
-    return jax.tree.map(lambda x: x if isinstance(x, _ARRAY_TYPES) else _StaticLeaf(x), values)
+def _wrap_static(tree: PyTree) -> PyTree:
+    def wrap_leaf(leaf: Any) -> Any:
+        return leaf if isinstance(leaf, _ARRAY_TYPES) else _StaticLeaf(leaf)
+
+    return jax.tree.map(wrap_leaf, tree)
 
 
-def _unwrap_static(values: list[Any]) -> list[Any]:
-    def unwrapped(x: object) -> Any:
-        return x.value if isinstance(x, _StaticLeaf) else x
+def _unwrap_static(tree: PyTree) -> PyTree:
+    def unwrap_leaf(leaf: Any) -> Any:
+        return leaf.value if isinstance(leaf, _StaticLeaf) else leaf
 
-    return jax.tree.map(unwrapped, values, is_leaf=lambda x: isinstance(x, _StaticLeaf))
+    return jax.tree.map(unwrap_leaf, tree, is_leaf=lambda x: isinstance(x, _StaticLeaf))

@@ -357,7 +357,7 @@ def jit(
     lifted = lifting.jit(
         ScopeKind("jit", folds=True),
         fn,
-        of_carriers=shared(variables, rngs),
+        default_roles=shared(variables, rngs),
         static_argnums=static_argnums,
         static_argnames=static_argnames,
         donate_argnums=donate_argnums,

@@ -116,7 +116,7 @@ def _with_changes_carried(looped: Callable[..., Callable[..., Any]]) -> Callable
                 raise RoleError(error.text) from None
             carried |= error.paths
         loop = looped(
-            of_carriers=lifting.Roles(((filters.PathIn(carried), lifting.CARRY), (True, None)))
+            default_roles=lifting.Roles(((filters.PathIn(carried), lifting.CARRY), (True, None)))
         )
         return call(*args)
 

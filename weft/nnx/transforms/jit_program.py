@@ -249,7 +249,7 @@ class Program:
             StateNode(groups[x.index]) if isinstance(x, ObjectRef) else x for x in leaves
         )
         roles = tuple(layout.roles[x.index] if isinstance(x, ObjectRef) else None for x in leaves)
-        return (*args,), kwargs, PureArgs(Static((layout.static, roles)), packed)
+        return (*args,), kwargs, PureArgs(Static(layout.static), Static(roles), packed)
 
     def _input_leaf(self, n: int, value: object) -> Any:
         """Returns a value as `weft.lifting` takes it, which makes plain variables itself."""
