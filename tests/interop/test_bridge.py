@@ -282,11 +282,11 @@ def test_errors_name_missing_items():
 
 def test_scopes_share_their_streams():
     scope = Scope(nnx.Rngs(0), ["params"], initializing=True)
-    scope.given["w"] = 1
+    scope.unused_variables["w"] = 1
     copy = scope.copy()
     assert copy is not scope
     assert copy.rngs is scope.rngs
-    assert (copy.mutable, copy.initializing, dict(copy.given)) == (("params",), True, {})
+    assert (copy.mutable, copy.initializing, dict(copy.unused_variables)) == (("params",), True, {})
     assert len(jax.tree.leaves(scope)) == 2
     assert Scope(nnx.Rngs(0)).mutable is False
 

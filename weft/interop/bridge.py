@@ -19,11 +19,12 @@ import jax.numpy as jnp
 from weft import errors, nnx
 from weft.core import flat_dict
 from weft.core.filters import Filter
-from weft.core.meta import is_axis_metadata, unbox
+from weft.core.meta import unbox
 from weft.core.tracing import ThreadStack
-from weft.interop.models import Method, Path, RngsLike, path_text, resolve_method
+from weft.interop.models import Layer, Method, Path, RngsLike, path_text, resolve_method
 from weft.interop.nnx import NNXModel, ToNNX
 from weft.interop.variables import collection_of, to_linen_var, to_nnx_var
+from weft.typing import PyTree
 
 __path__: list[str] = []  # its modules of earlier versions are found in the table of moved names
 
@@ -50,7 +51,8 @@ class Scope(nnx.Pytree):
         self.rngs = rngs
         self.mutable = tuple(mutable) if isinstance(mutable, list | set) else mutable
         self.initializing = initializing
-        self.given: dict[Any, Any] = {}
+        # Values for attributes that the module has not made yet.
+        self.unused_variables: dict[Any, Any] = {}
 
     def copy(self) -> "Scope":
         """Returns a scope with the same streams and no given variables."""
@@ -130,9 +132,10 @@ class _ModuleMeta(type(nnx.Module)):
         context = current_context()
         if context is None:
             return super().__call__(*args, **kwargs)
+        name = kwargs.get("name")
         # A field called `name` also gets the name that is passed for it.
-        has_field = "name" in getattr(cls, "__dataclass_fields__", ())
-        name = kwargs.get("name") if has_field else kwargs.pop("name", None)
+        if "name" not in getattr(cls, "__dataclass_fields__", ()):
+            kwargs.pop("name", None)
         parent = kwargs.pop("parent", context.module)
         if parent is not None and parent is not context.module:
             raise errors.BridgeContextError(
@@ -140,20 +143,20 @@ class _ModuleMeta(type(nnx.Module)):
                 f"a {type(context.module).__name__}, to which it belongs; leave parent out, or "
                 "give None for a module that will belong to another."
             )
-        made = super().__call__(*args, **kwargs)
+        module = super().__call__(*args, **kwargs)
         if name is None and context.in_compact:
             name = default_name(cls)
         if parent is not None and name is not None:
-            context.module._attach(name, made)
-        return made
+            context.module._attach(name, module)
+        return module
 
 
 def default_name(cls: type) -> str:
     """Returns a name for a submodule of the running module, from its class."""
     context: Any = current_context()
-    n = context.type_counter[cls]
+    number = context.type_counter[cls]
     context.type_counter[cls] += 1
-    return f"{cls.__name__}_{n}"
+    return f"{cls.__name__}_{number}"
 
 
 @dataclass_transform()
@@ -173,16 +176,17 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
         attr_priorities: dict[str, int]
 
     def __new__(cls, *args: object, **kwargs: object) -> Any:
-        made = super().__new__(cls, *args, **kwargs)
-        vars(made).update(scope=None, attr_priorities={})
-        return made
+        module = super().__new__(cls, *args, **kwargs)
+        vars(module).update(scope=None, attr_priorities={})
+        return module
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         for name, value in list(vars(cls).items()):
             is_method = callable(value) and hasattr(value, "__code__")
-            wanted = is_method and (name == "__call__" or not name.startswith("_"))
-            if wanted and name != "setup" and not hasattr(value, "_with_current_module"):
+            is_public = name == "__call__" or not name.startswith("_")
+            is_entered = name == "setup" or hasattr(value, "_with_current_module")
+            if is_method and is_public and not is_entered:
                 setattr(cls, name, _with_current_module(value))
         if "__init__" not in vars(cls) and "__init__" not in _names_of_bases(cls):
             dataclasses.dataclass(cls, repr=False, eq=False)
@@ -197,43 +201,48 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
         vars(self)["attr_priorities"] = {**self.attr_priorities, name: value}
 
     def _items(self) -> list[tuple[Any, Any]]:
-        first = vars(self).get("attr_priorities", {})
+        priorities = {"scope": AttrPriority.LOW, **vars(self).get("attr_priorities", {})}
 
-        def order(item: tuple[Any, Any]) -> Any:
-            last = AttrPriority.LOW if item[0] == "scope" else AttrPriority.DEFAULT
-            return first.get(item[0], last), item[0]
+        def order(item: tuple[Any, Any]) -> tuple[AttrPriority, Any]:
+            name, _ = item
+            return priorities.get(name, AttrPriority.DEFAULT), name
 
         return sorted(super()._items(), key=order)
 
     def __setattr__(self, name: str, value: object) -> None:
         if name != "scope" and isinstance(self.scope, Scope):
-            given = self.scope.given.pop(name, None)
-            value = _bind_given(value, {} if given is None else given, self.scope)
+            variables = self.scope.unused_variables.pop(name, None)
+            if variables is None:
+                variables = {}
+            value = _with_variables(value, variables, self.scope)
         super().__setattr__(name, value)
 
     def _attach(self, name: str, child: object) -> None:
         if isinstance(self.scope, Scope):
-            there = vars(self).get(name)
-            if isinstance(there, nnx.Pytree) and name not in self.scope.given:
-                self.scope.given[name] = flat_dict.unflatten_dict(_module_variables(there))
+            # A submodule that is made in each call takes over the variables of the call before.
+            earlier_child = vars(self).get(name)
+            unused_variables = self.scope.unused_variables
+            if isinstance(earlier_child, nnx.Pytree) and name not in unused_variables:
+                variables = _module_variables(earlier_child)
+                unused_variables[name] = flat_dict.unflatten_dict(variables)
         self.set_attr_priority(name, AttrPriority.INIT_PARENT)
         setattr(self, name, child)
 
-    def _bind(self, scope: Scope, given: Mapping[Any, Any]) -> None:
+    def _bind(self, scope: Scope, variables: Mapping[Any, Any]) -> None:
         vars(self)["scope"] = None
         super().__setattr__("scope", scope.copy())
-        self.scope.given.update(given)
+        self.scope.unused_variables.update(variables)
         for name, value in super()._items():
             if name not in ("scope", "attr_priorities"):
                 setattr(self, str(name), value)
         with enter_module(self):
             self.setup()
 
-    def _require_scope(self, what: str) -> Scope:
+    def _require_scope(self, subject: str) -> Scope:
         if not isinstance(self.scope, Scope):
             raise errors.BridgeContextError(
-                f"{what} was asked for by a {type(self).__name__} that has no variables; call it "
-                "by `init` or `apply`. A module in it has variables if it is made in a compact "
+                f"{subject} was asked for by a {type(self).__name__} that has no variables; call "
+                "it by `init` or `apply`. A module in it has variables if it is made in a compact "
                 "method, or assigned to an attribute while `setup` or a method runs."
             )
         return self.scope
@@ -280,15 +289,15 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
             ScopeParamShapeError: if the given parameter has another shape.
         """
         self._require_scope(f"the parameter {name!r}")
-        there = self._variable("params", name)
-        if there is None:
+        variable = self._variable("params", name)
+        if variable is None:
             value = init_fn(self.make_rng("params"), *init_args, **init_kwargs)
             return self._new("params", name, value)
-        wanted = _shapes(lambda key: init_fn(key, *init_args, **init_kwargs))
-        present = [jnp.shape(x) for x in jax.tree.leaves(there.get_raw_value())]
-        if wanted != present:
-            raise errors.ScopeParamShapeError(name, type(self).__name__, present, wanted)
-        return there
+        init_shapes = _shapes(lambda key: init_fn(key, *init_args, **init_kwargs))
+        shapes = [jnp.shape(x) for x in jax.tree.leaves(variable.get_raw_value())]
+        if init_shapes != shapes:
+            raise errors.ScopeParamShapeError(name, type(self).__name__, shapes, init_shapes)
+        return variable
 
     def variable(
         self,
@@ -304,9 +313,9 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
         Raises LayerVariablesError if the variable is missing and there is no `init_fn`.
         """
         self._require_scope(f"the variable {name!r} of {col!r}")
-        there = self._variable(col, name)
-        if there is not None:
-            return there
+        variable = self._variable(col, name)
+        if variable is not None:
+            return variable
         if init_fn is None:
             raise errors.LayerVariablesError(
                 f"{type(self).__name__} has no variable {name!r} in {col!r}, and no init_fn was "
@@ -316,22 +325,20 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
 
     def _variable(self, col: str, name: str) -> nnx.Variable[Any] | None:
         scope: Any = self.scope
-        if name in scope.given:
-            setattr(self, name, scope.given[name])
-        there = vars(self).get(name)
-        if there is None:
+        if name in scope.unused_variables:
+            setattr(self, name, scope.unused_variables[name])
+        attribute = vars(self).get(name)
+        if attribute is None:
             return None
-        if not isinstance(there, nnx.Variable) or collection_of(type(there)) != col:
+        if not isinstance(attribute, nnx.Variable) or collection_of(type(attribute)) != col:
             raise errors.LayerVariablesError(
-                f"{type(self).__name__}.{name} is a {type(there).__name__}, where a variable of "
-                f"the collection {col!r} was to be; use another name."
+                f"{type(self).__name__}.{name} is a {type(attribute).__name__}, where a variable "
+                f"of the collection {col!r} was to be; use another name."
             )
-        return there
+        return attribute
 
     def _new(self, col: str, name: str, value: object) -> nnx.Variable[Any]:
-        is_boxed = is_axis_metadata(value)
-        kind = nnx.variable_type_from_name(col, allow_register=True)
-        setattr(self, name, to_nnx_var(col, value) if is_boxed else kind(value))
+        setattr(self, name, to_nnx_var(col, value))
         return vars(self)[name]
 
     # The ways in and out.
@@ -344,7 +351,8 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
         `rngs` are `Rngs`, a key or number, or a dict of these by stream; `method` is the method,
         its name, or a function of the module.
         """
-        return self.init_with_output(rngs, *args, method=method, **kwargs)[1]
+        _, variables = self.init_with_output(rngs, *args, method=method, **kwargs)
+        return variables
 
     def init_with_output(
         self,
@@ -355,8 +363,9 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
         **kwargs: Any,
     ) -> tuple[Any, dict[str, Any]]:
         """Returns a method's result and the variables that it makes; see `init`."""
-        call = {"rngs": rngs, "method": method, "mutable": mutable or True, "_initialize": True}
-        return self.apply({}, *args, **call, **kwargs)
+        return self.apply(
+            {}, *args, rngs=rngs, method=method, mutable=mutable or True, _initialize=True, **kwargs
+        )
 
     def apply(
         self,
@@ -375,111 +384,134 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
         if not isinstance(rngs, nnx.Rngs):
             rngs = nnx.Rngs() if rngs is None else nnx.Rngs(rngs)
         module = nnx.clone(self)
-        module._bind(
-            Scope(rngs, mutable, initializing=_initialize), _given_variables(self, variables)
-        )
-        out = resolve_method(module, method, type(self).__name__)(*args, **kwargs)
-        return out if mutable is False else (out, _collections(module))
+        scope = Scope(rngs, mutable, initializing=_initialize)
+        module._bind(scope, _by_attribute(self, variables))
+        call = resolve_method(module, method, type(self).__name__)
+        out = call(*args, **kwargs)
+        if mutable is False:
+            return out
+        return out, _collections(module)
 
 
-def _shapes(init: Callable[[Any], Any]) -> list[tuple[int, ...]]:
+def _shapes(init: Callable[[jax.Array], PyTree]) -> list[tuple[int, ...]]:
+    """Returns the shapes of what an initializer makes."""
 
-    def make(key: jax.Array) -> Any:
-        made = init(key)
-        return made.raw_value if isinstance(made, nnx.VariableMetadata) else unbox(made)
+    def initial_value(key: jax.Array) -> PyTree:
+        value = init(key)
+        return value.raw_value if isinstance(value, nnx.VariableMetadata) else unbox(value)
 
-    return [x.shape for x in jax.tree.leaves(jax.eval_shape(make, jax.random.key(0)))]
+    shapes = jax.eval_shape(initial_value, jax.random.key(0))
+    return [x.shape for x in jax.tree.leaves(shapes)]
 
 
 def _names_of_bases(cls: type) -> set[str]:
     """Returns names defined by bases between a class and `Module`, without generated `__init__`."""
-    bases = cls.__mro__[1 : cls.__mro__.index(Module)]
-    return {n for base in bases if not dataclasses.is_dataclass(base) for n in vars(base)}
+    names: set[str] = set()
+    for base in cls.__mro__[1 : cls.__mro__.index(Module)]:
+        if not dataclasses.is_dataclass(base):
+            names.update(vars(base))
+    return names
 
 
-def _given_variables(module: Module, variables: Mapping[str, Any]) -> dict[Any, Any]:
-    found: dict[Path, Any] = {}
-    for (col, *rest), x in flat_dict.flatten_dict(variables).items():
-        path = tuple(rest)
-        if path in found:
+def _by_attribute(module: Module, variables: Mapping[str, Any]) -> dict[Any, Any]:
+    """Returns the entries of collections as variables, by the attributes that they belong to."""
+    variables_by_path: dict[Path, Any] = {}
+    for (collection, *names), entry in flat_dict.flatten_dict(variables).items():
+        path = tuple(names)
+        if path in variables_by_path:
             raise errors.LayerVariablesError(
                 f"{type(module).__name__} was given {path_text(path)!r} in two collections, and a "
                 "module of NNX has one attribute of a name; leave one of them out."
             )
-        found[path] = x if col == _ARRAYS else to_nnx_var(col, x, lay_out=False)
-    return flat_dict.unflatten_dict(found)
+        if collection != _ARRAYS:
+            entry = to_nnx_var(collection, entry, lay_out=False)
+        variables_by_path[path] = entry
+    return flat_dict.unflatten_dict(variables_by_path)
 
 
 _ARRAYS = "arrays"
 """The collection of arrays that are in no variable."""
 
 
-def _bind_given(value: Any, given: Any, scope: Scope) -> Any:
+def _with_variables(value: Any, variables: Any, scope: Scope) -> Any:
+    """Returns the value of an attribute with the variables that the caller gave for it.
+
+    A module is changed in place; a container with a variable or array is copied.
+    """
     if isinstance(value, Module):
         if value.scope is None:
-            value._bind(scope, given)
+            value._bind(scope, variables)
         else:
-            value.scope.given.update(given)
+            value.scope.unused_variables.update(variables)
         return value
     if isinstance(value, list | tuple | dict):
-        keys = list(value) if isinstance(value, dict) else range(len(value))
-        parts = given if isinstance(given, Mapping) else {}
-        items = {key: _bind_given(value[key], parts.get(key, {}), scope) for key in keys}
-        same = all(items[key] is value[key] for key in keys)
-        return value if same else type(value)(items if isinstance(value, dict) else items.values())
+        return _container_with_variables(value, variables, scope)
     if isinstance(value, ToNNX):
-        for name, x in given.items():
-            setattr(value, name, x)
-    elif isinstance(value, nnx.Pytree) and given:
-        nnx.update(value, given)
-    elif isinstance(value, nnx.Variable | jax.Array) and not isinstance(given, dict):
-        return given
+        for name, variable in variables.items():
+            setattr(value, name, variable)
+    elif isinstance(value, nnx.Pytree) and variables:
+        nnx.update(value, variables)
+    elif isinstance(value, nnx.Variable | jax.Array) and not isinstance(variables, dict):
+        return variables
     return value
 
 
-def _module_variables(module: object) -> dict[Path, Any]:
-    found = nnx.to_flat_state(nnx.split(module)[1])
-    return {
-        path: leaf
-        for path, leaf in found
-        if "scope" not in path and not isinstance(leaf, nnx.RngState)
-    } | _unused_given(module)
+def _container_with_variables(
+    container: list[Any] | tuple[Any, ...] | dict[Any, Any], variables: Any, scope: Scope
+) -> Any:
+    items = container if isinstance(container, dict) else dict(enumerate(container))
+    variables_by_key = variables if isinstance(variables, Mapping) else {}
+    new_items: dict[Any, Any] = {}
+    is_same = True
+    for key, item in items.items():
+        new_items[key] = _with_variables(item, variables_by_key.get(key, {}), scope)
+        is_same = is_same and new_items[key] is item
+    if is_same:
+        return container
+    if isinstance(container, dict):
+        return type(container)(new_items)
+    return type(container)(new_items.values())
 
 
-def _unused_given(module: object) -> dict[Path, Any]:
-    return {
-        (*path, *below): leaf
-        for path, x in nnx.iter_graph(module)
-        if isinstance(x, Module) and isinstance(x.scope, Scope)
-        for below, leaf in flat_dict.flatten_dict(x.scope.given).items()
-    }
+def _module_variables(module: nnx.Pytree) -> dict[Path, Any]:
+    _, state = nnx.split(module)
+    variables: dict[Path, Any] = {}
+    for path, leaf in nnx.to_flat_state(state):
+        if "scope" not in path and not isinstance(leaf, nnx.RngState):
+            variables[path] = leaf
+    # Variables that no method has asked for are not lost.
+    for module_path, node in nnx.iter_graph(module):
+        if isinstance(node, Module) and isinstance(node.scope, Scope):
+            for path, leaf in flat_dict.flatten_dict(node.scope.unused_variables).items():
+                variables[*module_path, *path] = leaf
+    return variables
 
 
-def _collections(module: object) -> dict[str, Any]:
+def _collections(module: Module) -> dict[str, Any]:
     return to_collections(_module_variables(module))
 
 
 def to_collections(leaves: Mapping[Path, Any]) -> dict[str, Any]:
     """Returns variables and arrays by path as collections."""
-    found: dict[Path, Any] = {}
+    entries: dict[Path, Any] = {}
     for path, leaf in leaves.items():
         if isinstance(leaf, nnx.Variable):
-            found[collection_of(type(leaf)), *path] = to_linen_var(leaf)
+            entries[collection_of(type(leaf)), *path] = to_linen_var(leaf)
         else:
-            found[_ARRAYS, *path] = leaf
-    return flat_dict.unflatten_dict(found)
+            entries[_ARRAYS, *path] = leaf
+    return flat_dict.unflatten_dict(entries)
 
 
 M = TypeVar("M")
 
 
-def _current_parent(what: str) -> tuple[Module, bool]:
+def _current_parent(function_name: str) -> tuple[Module, bool]:
     """Returns the running module, and whether its running method is compact."""
     context = current_context()
     if context is None:
         raise errors.BridgeContextError(
-            f"{what} was called outside of modules; call it in a method of a bridge.Module that "
-            "`init` or `apply` runs."
+            f"{function_name} was called outside of modules; call it in a method of a "
+            "bridge.Module that `init` or `apply` runs."
         )
     return context.module, context.in_compact
 
@@ -502,45 +534,46 @@ def nnx_in_bridge_mdl(factory: Callable[[nnx.Rngs], M], name: str | None = None)
     parent, is_compact = _current_parent("nnx_in_bridge_mdl")
     scope = parent._require_scope("the PRNG streams")
     if "params" in scope.rngs or "default" in scope.rngs:
-        made = factory(scope.rngs)
-        return _attach_child(parent, _child_name(name, is_compact, type(made)), made)
+        module = factory(scope.rngs)
+        return _attach_child(parent, _child_name(name, is_compact, type(module)), module)
+    keys = {stream: draw() for stream, draw in scope.rngs.items()}
     if not is_compact:
         # The attribute, which is not known yet, has the values that replace these.
-        return factory(nnx.Rngs(0, **{stream: draw() for stream, draw in scope.rngs.items()}))
+        return factory(nnx.Rngs(0, **keys))
     # Without a key for parameters these were all given, and first values are not computed.
     model = NNXModel(lambda rngs: factory(rngs))
-    keys = {stream: draw() for stream, draw in scope.rngs.items()}
     name = name or default_name(model.module_type(keys))
-    given = to_collections(flat_dict.flatten_dict(scope.given.pop(name, {})))
-    made = model.merge_values(given, keys, mutable=False).module
-    return _attach_child(parent, name, made)
+    variables = flat_dict.flatten_dict(scope.unused_variables.pop(name, {}))
+    merged = model.merge_values(to_collections(variables), keys, mutable=False)
+    return _attach_child(parent, name, merged.module)
 
 
-def linen_in_bridge_mdl(linen_module: object, name: str | None = None) -> ToNNX:
+def linen_in_bridge_mdl(linen_module: Layer, name: str | None = None) -> ToNNX:
     """Returns a Linen module as a submodule of the running bridge module.
 
     `init` of the bridge module makes its variables. For the rest see `nnx_in_bridge_mdl`.
     """
     parent, is_compact = _current_parent("linen_in_bridge_mdl")
     scope = parent._require_scope("the PRNG streams")
-    made = _LinenModule(linen_module, scope)
-    return _attach_child(parent, _child_name(name, is_compact, type(linen_module)), made)
+    child_name = _child_name(name, is_compact, type(linen_module))
+    return _attach_child(parent, child_name, _LinenModule(linen_module, scope))
 
 
 def _child_name(name: str | None, is_compact: bool, cls: type) -> str | None:
-    # In `setup` a submodule has the name of its attribute.
-    return (name or default_name(cls)) if is_compact else None
+    if not is_compact:
+        return None  # in `setup` a submodule has the name of its attribute
+    return name or default_name(cls)
 
 
-def _attach_child(parent: Module, name: str | None, made: object) -> Any:
+def _attach_child(parent: Module, name: str | None, child: Any) -> Any:
     if name is None:
-        return made
-    parent._attach(name, made)
+        return child
+    parent._attach(name, child)
     return getattr(parent, name)
 
 
 class _LinenModule(ToNNX):
-    def __init__(self, module: object, scope: Scope):
+    def __init__(self, module: Layer, scope: Scope):
         super().__init__(module, scope.rngs)
         self.to_nnx__mutable = scope.mutable
         self.to_nnx__initializing = scope.initializing

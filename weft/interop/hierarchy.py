@@ -2,8 +2,8 @@
 
 import contextlib
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,14 @@ from weft.core.flat_dict import flatten_dict, unflatten_dict
 from weft.core.partial_eval import partial_eval
 from weft.functional import cast_floats, default_dot_general
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
+from weft.hierarchy.context import OutputCollection
 from weft.hierarchy.module import Module, functional, get_public_method, nowrap
 from weft.hierarchy.parameter_spec import pad_axes
 from weft.interop import models
 from weft.interop.models import Model, Path
 from weft.interop.variables import NNXMeta
 from weft.nnx.eager_sharding import use_eager_sharding
-from weft.typing import DType
+from weft.typing import DType, PyTree
 
 
 class HierarchyModel(Model):
@@ -42,37 +43,42 @@ class HierarchyModel(Model):
 
     def __init__(self, config: Any, **kwargs: Any):
         _check_is_layer(config, kwargs)
-        made = config.default_config() if isinstance(config, type) else config  # pyright: ignore[reportAttributeAccessIssue]
-        self.config = made.clone(**kwargs)
-        is_named = self.config.name is not config_lib.REQUIRED
-        named = self.config if is_named else self.config.clone(name="layer")
-        self._layer: Module = named.instantiate(parent=None)
+        if isinstance(config, type):
+            config = config.default_config()  # pyright: ignore[reportAttributeAccessIssue]
+        self.config = config.clone(**kwargs)
+        named_config = self.config
+        if named_config.name is config_lib.REQUIRED:
+            named_config = named_config.clone(name="layer")
+        self._layer: Module = named_config.instantiate(parent=None)
 
     @property
     def name(self) -> str:
         return type(self._layer).__name__
 
     def _specs(self) -> dict[str, Any]:
-        layer = self._layer
-        is_layer = isinstance(layer, BaseLayer)
-        return layer.create_parameter_specs_recursively() if is_layer else {}
+        if not isinstance(self._layer, BaseLayer):
+            return {}
+        return self._layer.create_parameter_specs_recursively()
 
     def _call(
         self,
-        state: Any,
+        state: PyTree,
         key: jax.Array,
         training: bool | None,
         method: str | None,
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        method = "forward" if method in (None, "__call__") else method
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[PyTree, OutputCollection]:
+        if method is None or method == "__call__":
+            method = "forward"
         fn = get_public_method(self._layer, method)
         if fn is None:
             raise errors.LayerMethodError(
                 f"{self.name} has no method {method!r}; expected one such as 'forward'."
             )
-        inputs = inspect.signature(fn).bind(*args, **kwargs).arguments if kwargs else args
+        inputs: Any = args
+        if kwargs:
+            inputs = inspect.signature(fn).bind(*args, **kwargs).arguments
         return functional(
             self._layer,
             prng_key=key,
@@ -84,50 +90,60 @@ class HierarchyModel(Model):
         )
 
     def init(self, rngs, *args, training=None, method=None, **kwargs):
-        layer, key = self._layer, models.single_key(rngs, "params", "default")
-        if not isinstance(layer, BaseLayer):
+        key = models.single_key(rngs, "params", "default")
+        if not isinstance(self._layer, BaseLayer):
             return {}
-        state = layer.initialize_parameters_recursively(key)
+        state = self._layer.initialize_parameters_recursively(key)
         arrays, fill = display.split_arrays((state, args, kwargs))
 
-        def state_updates(arrays: list[Any], key: jax.Array) -> Any:
+        def state_updates(arrays: list[jax.Array], key: jax.Array) -> PyTree:
             state, args, kwargs = fill(arrays)
-            return self._call(state, key, True, method, args, kwargs)[1].state_updates
+            _, outputs = self._call(state, key, True, method, args, kwargs)
+            return outputs.state_updates
 
         updated = flatten_dict(jax.eval_shape(state_updates, arrays, jax.random.key(0)))
         specs = flatten_dict(self._specs())
-        return unflatten_dict(
-            {
-                ("state" if path in updated else "params", *path): _boxed(value, specs[path])
-                for path, value in flatten_dict(state).items()
-            }
-        )
+        variables: dict[Path, Any] = {}
+        for path, value in flatten_dict(state).items():
+            collection = "state" if path in updated else "params"
+            variables[collection, *path] = _boxed(value, specs[path])
+        return unflatten_dict(variables)
 
     def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
+        collections: dict[Path, str] = {}
+        values: dict[Path, Any] = {}
+        for collection in ("params", "state"):
+            for path, entry in flatten_dict(variables.get(collection, {})).items():
+                collections[path] = collection
+                values[path] = meta.unbox(entry)
         specs = self._specs()
-        given = {col: variables.get(col, {}) for col in ("params", "state")}
-        places = {tuple(path): col for (col, *path) in flatten_dict(given)}
-        values = {tuple(path): meta.unbox(x) for (_, *path), x in flatten_dict(given).items()}
         models.check_variables(self.name, flatten_dict(specs), values)
+
+        def value_of(path: jax.tree_util.KeyPath, spec: ParameterSpec) -> Any:
+            return values[tuple(entry.key for entry in path)]
+
+        # With an entry for each child, also for one without parameters.
+        state = jax.tree_util.tree_map_with_path(value_of, specs)
         key = models.single_key(rngs, "default", "dropout")
-        state = jax.tree_util.tree_map_with_path(
-            lambda path, _: values[tuple(entry.key for entry in path)], specs
-        )
-        out, side = self._call(state, key, training, method, args, kwargs)
-        found: dict[Path, Any] = {
-            (places.get(path, "state"), *path): x
-            for path, x in flatten_dict(side.state_updates).items()
-        }
-        for col in ("summaries", "module_outputs"):
-            found.update(((col, *path), x) for path, x in flatten_dict(getattr(side, col)).items())
-        return out, unflatten_dict(
-            {path: x for path, x in found.items() if filters.in_filter(mutable, path[0])}
-        )
+        out, outputs = self._call(state, key, training, method, args, kwargs)
+        changed: dict[Path, Any] = {}
+        for path, value in flatten_dict(outputs.state_updates).items():
+            changed[collections.get(path, "state"), *path] = value
+        for path, value in flatten_dict(outputs.summaries).items():
+            changed["summaries", *path] = value
+        for path, value in flatten_dict(outputs.module_outputs).items():
+            changed["module_outputs", *path] = value
+        for path in list(changed):
+            if not filters.in_filter(mutable, path[0]):
+                del changed[path]
+        return out, unflatten_dict(changed)
 
 
 def _boxed(value: object, spec: ParameterSpec) -> Any:
     names = tuple(spec.logical_axes or spec.partition_spec)
-    return _NamedAxes(value, names) if any(names) else value
+    if not any(names):
+        return value
+    return _NamedAxes(value, names)
 
 
 class _NamedAxes(meta.Partitioned):
@@ -137,24 +153,27 @@ class _NamedAxes(meta.Partitioned):
     """
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        layout = logical.names_to_mesh_axes(self.names)
-        return spmd.constrain(self.value, layout, self.mesh) if apply_constraint else self.value
+        if not apply_constraint:
+            return self.value
+        return spmd.constrain(self.value, logical.names_to_mesh_axes(self.names), self.mesh)
 
 
 def _check_is_layer(config: object, kwargs: Mapping[str, Any]) -> None:
     """Refuses modules that act outside of a run, and fields reserved for the layer's config."""
     cls = config if isinstance(config, type) else getattr(config, "klass", type(config))
-    kept = needs_allow(cls)
-    if kept and not issubclass(cls, BaseLayer):
+    guarded_fields = needs_allow(cls)
+    if guarded_fields and not issubclass(cls, BaseLayer):
         raise errors.UnknownLayerError(
             f"{cls.__name__} is not a layer: it acts outside of a model, such as by writing files; "
             "expected a subclass of BaseLayer, or a module that only computes."
         )
-    set_here = {"klass", *(kept if isinstance(kept, frozenset) else ())} & set(kwargs)
-    if set_here:
+    reserved_fields = {"klass"}
+    if isinstance(guarded_fields, frozenset):
+        reserved_fields |= guarded_fields
+    refused = sorted(reserved_fields.intersection(kwargs))
+    if refused:
         raise errors.UnknownLayerError(
-            f"{cls.__name__} was given {', '.join(sorted(set_here))} by name; set it in the "
-            "layer's config."
+            f"{cls.__name__} was given {', '.join(refused)} by name; set it in the layer's config."
         )
 
 
@@ -188,9 +207,10 @@ class InHierarchy(BaseLayer):
         except errors.UnknownLayerError as error:
             raise errors.UnknownLayerError(f"{self.path()}: {error}") from error
         for name in ("param_init", "param_partition_spec"):
-            if getattr(cfg, name) is not None:
+            value = getattr(cfg, name)
+            if value is not None:
                 raise errors.ParameterSpecError(
-                    f"{self.path()} has {name}={getattr(cfg, name)!r:.80}, but its parameters are "
+                    f"{self.path()} has {name}={value!r:.80}, but its parameters are "
                     f"those of {self._model.name}, a layer of another library, which says itself "
                     "how they begin and are laid out. Leave it out, and give that layer its "
                     "initializers, with the names of their axes."
@@ -205,14 +225,14 @@ class InHierarchy(BaseLayer):
         self._variable_shapes: dict[Path, Any] | None = None
 
     def _make(self, key: jax.Array) -> dict[str, Any]:
-        inputs = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x,
-            self.config.inputs,
-        )
+        def with_values(x: Any) -> Any:
+            return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+
+        inputs = jax.tree.map(with_values, self.config.inputs)
         # As in training: statistics that only a batch can begin have to be made.
         try:
             with use_eager_sharding(False):  # that they are laid out is for the specs to say
-                made = self._model.init({"default": key}, *inputs, training=True)
+                variables = dict(self._model.init({"default": key}, *inputs, training=True))
         except TypeError as error:
             if inputs:
                 raise
@@ -221,12 +241,18 @@ class InHierarchy(BaseLayer):
                 f"is called with, and was given no inputs ({error}); say "
                 "weft.interop.as_hierarchy(layer, inputs=(jax.ShapeDtypeStruct(shape, dtype),))."
             ) from error
-        dtype = self._configured_dtype()
-        return {
-            col: cast_floats(entries, dtype) if self._model.trains(col) else entries
-            for col, entries in made.items()
-            if col not in _OUTPUT_COLLECTIONS
-        }
+        for name in _OUTPUT_COLLECTIONS:
+            variables.pop(name, None)
+        return self._with_cast_parameters(variables, self._configured_dtype())
+
+    def _with_cast_parameters(
+        self, variables: Mapping[str, Any], dtype: DType | None
+    ) -> dict[str, Any]:
+        cast: dict[str, Any] = {}
+        for collection, entries in variables.items():
+            is_trained = self._model.trains(collection)
+            cast[collection] = cast_floats(entries, dtype) if is_trained else entries
+        return cast
 
     def _configured_dtype(self) -> DType | None:
         layer: Module | None = self
@@ -249,37 +275,34 @@ class InHierarchy(BaseLayer):
 
     @nowrap
     def create_parameter_specs_recursively(self) -> dict[str, Any]:
-        return unflatten_dict(
-            {
-                _string_path(path): _spec(x, is_state=not self._model.trains(path[0]))
-                for path, x in self._variables().items()
-            }
-        )
+        specs: dict[Path, Any] = {}
+        for path, entry in self._variables().items():
+            specs[_string_path(path)] = _spec(entry, is_state=not self._model.trains(path[0]))
+        return unflatten_dict(specs)
 
     @nowrap
     def initialize_parameters_recursively(
         self, prng_key, *, prebuilt: Mapping[str, Any] | None = None
     ):
-        flat = flatten_dict(prebuilt or {})
-        given = {p: x for p, x in flat.items() if x is not None}
         made = partial_eval(self._make, prng_key)  # without what the variables do not need
         state = _unboxed_values(made)
-        for path, x in given.items():
-            if path not in state or np.shape(x) != jnp.shape(state[path]):
-                there = ", ".join(f"{models.path_text(p)} {jnp.shape(v)}" for p, v in state.items())
+        values = dict(state)
+        for path, value in flatten_dict(prebuilt or {}).items():
+            if value is None:
+                continue
+            if path not in state or np.shape(value) != jnp.shape(state[path]):
+                shapes = [f"{models.path_text(p)} {jnp.shape(x)}" for p, x in state.items()]
                 raise errors.ParameterSpecError(
-                    f"prebuilt has {models.path_text(path)!r} of shape {np.shape(x)} for "
-                    f"{self.path()}, whose layer {self._model.name} has: {there}."
+                    f"prebuilt has {models.path_text(path)!r} of shape {np.shape(value)} for "
+                    f"{self.path()}, whose layer {self._model.name} has: {', '.join(shapes)}."
                 )
-        values = {p: None if isinstance(x, ParameterSpec) else x for p, x in given.items()}
-        return unflatten_dict({**state, **values})
+            # A spec says that a value will be put in its place.
+            values[path] = None if isinstance(value, ParameterSpec) else value
+        return unflatten_dict(values)
 
     @nowrap
-    def cast_parameters_recursively(self, params: Any) -> Any:
-        return {
-            col: cast_floats(x, self.compute_dtype()) if self._model.trains(col) else x
-            for col, x in params.items()
-        }
+    def cast_parameters_recursively(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        return self._with_cast_parameters(params, self.compute_dtype())
 
     def forward(self, *args: object, **kwargs: Any) -> Any:
         """Calls the layer, or its public method named `method`, with the given arguments.
@@ -292,37 +315,53 @@ class InHierarchy(BaseLayer):
                 f"{self.path()} is to call {method!r} of a {self._model.name}; name one of its "
                 "public methods."
             )
-        wanted = self._variables()
-        state: Any = self.state
-        given, real = flatten_dict(state), {_string_path(path): path for path in wanted}
-        models.check_variables(
-            self._model.name, {_string_path(p): meta.unbox(x) for p, x in wanted.items()}, given
-        )
-        trained = {col for col, *_ in real.values() if self._model.trains(col)}
+        # The state has strings as keys; the layer's own paths may have numbers.
+        layer_paths: dict[Path, Path] = {}
+        expected: dict[Path, Any] = {}
+        trained_collections: set[str] = set()
+        for path, entry in self._variables().items():
+            layer_paths[_string_path(path)] = path
+            expected[_string_path(path)] = meta.unbox(entry)
+            if self._model.trains(path[0]):
+                trained_collections.add(path[0])
+        values = flatten_dict(cast(dict[str, Any], self.state))
+        models.check_variables(self._model.name, expected, values)
+        variables: dict[Path, Any] = {}
+        for path, value in values.items():
+            if path in layer_paths:
+                variables[layer_paths[path]] = value
         with use_eager_sharding(False), self._quantized():
             out, changed = self._model.apply(
-                unflatten_dict({real[path]: x for path, x in given.items() if path in real}),
+                unflatten_dict(variables),
                 *args,
                 rngs={} if self.prng_key is None else {"default": self.prng_key},
-                mutable=filters.DenyList(tuple(trained)),
+                mutable=filters.DenyList(tuple(trained_collections)),
                 training=self.is_training,
                 **kwargs,
             )
-        self._add_outputs(_unboxed_values(changed), real)
+        self._add_outputs(_unboxed_values(changed), layer_paths)
         return out
 
     def _quantized(self) -> contextlib.AbstractContextManager[None]:
-        own = self.dot_general()
-        return contextlib.nullcontext() if own is None else default_dot_general(own)
+        dot_general = self.dot_general()
+        if dot_general is None:
+            return contextlib.nullcontext()
+        return default_dot_general(dot_general)
 
-    def _add_outputs(self, changed: dict[Path, Any], known: Mapping[Path, Any]) -> None:
-        updates = unflatten_dict({path: x for path, x in changed.items() if path in known})
-        for col, entries in updates.items():
-            self.add_state_update(col, entries)
-        new = unflatten_dict({path: x for path, x in changed.items() if path not in known})
-        for name, value in new.pop("summaries", {}).items():
+    def _add_outputs(self, changed: Mapping[Path, Any], state_paths: Collection[Path]) -> None:
+        flat_updates: dict[Path, Any] = {}
+        flat_reports: dict[Path, Any] = {}
+        for path, value in changed.items():
+            if path in state_paths:
+                flat_updates[path] = value
+            else:
+                flat_reports[path] = value
+        for collection, entries in unflatten_dict(flat_updates).items():
+            self.add_state_update(collection, entries)
+        reports = unflatten_dict(flat_reports)
+        for name, value in reports.pop("summaries", {}).items():
             self.add_summary(name, _sown_value(value))
-        for name, value in {**new.pop("module_outputs", {}), **new}.items():
+        for name, value in {**reports.pop("module_outputs", {}), **reports}.items():
             self.add_module_output(name, value)
 
 
@@ -335,49 +374,61 @@ def _string_path(path: Path) -> tuple[str, ...]:
 
 
 def _unboxed_values(variables: Mapping[str, Any]) -> dict[Path, Any]:
-    return {_string_path(path): meta.unbox(x) for path, x in flatten_dict(variables).items()}
+    values: dict[Path, Any] = {}
+    for path, entry in flatten_dict(variables).items():
+        values[_string_path(path)] = meta.unbox(entry)
+    return values
 
 
 def _sown_value(value: object) -> Any:
     """Returns the sown value, or a dict of them by number if there are several."""
     if isinstance(value, Mapping):
-        return {name: _sown_value(below) for name, below in value.items()}
-    if type(value) is tuple:
-        return value[0] if len(value) == 1 else {str(i): x for i, x in enumerate(value)}
-    return value
+        return {name: _sown_value(entry) for name, entry in value.items()}
+    if type(value) is not tuple:
+        return value
+    if len(value) == 1:
+        return value[0]
+    return {str(i): x for i, x in enumerate(value)}
 
 
-def _names(x: object) -> tuple[Any, ...]:
-    if isinstance(x, NNXMeta):
-        names = x.metadata.get("out_sharding")
+def _axis_names(entry: object) -> tuple[Any, ...]:
+    """Returns the names of the axes in a box of metadata; () without one."""
+    if isinstance(entry, NNXMeta):
+        names = entry.metadata.get("out_sharding")
         return tuple(getattr(names, "spec", names) or ())
-    return tuple(getattr(x, "get_partition_spec", tuple)()) if meta.is_axis_metadata(x) else ()
+    if meta.is_axis_metadata(entry):
+        get_partition_spec = getattr(entry, "get_partition_spec", tuple)
+        return tuple(get_partition_spec())
+    return ()
 
 
-def _layout(x: object) -> jax.sharding.PartitionSpec:
-    names = _names(x)
-    if isinstance(x, logical.LogicallyPartitioned):
-        return logical.logical_to_mesh_axes(names, x.rules) or jax.sharding.PartitionSpec()
-    own = x.metadata.get("sharding_rules") if isinstance(x, NNXMeta) else None
-    return logical.names_to_mesh_axes(names, composite_rules(get_logical_axis_rules(), own))
+def _layout(entry: object) -> jax.sharding.PartitionSpec:
+    names = _axis_names(entry)
+    if isinstance(entry, logical.LogicallyPartitioned):
+        return logical.logical_to_mesh_axes(names, entry.rules) or jax.sharding.PartitionSpec()
+    variable_rules = None
+    if isinstance(entry, NNXMeta):
+        variable_rules = entry.metadata.get("sharding_rules")
+    rules = composite_rules(get_logical_axis_rules(), variable_rules)
+    return logical.names_to_mesh_axes(names, rules)
 
 
-def _spec(x: Any, *, is_state: bool) -> Any:
-    layout, names = _layout(x), _names(x)
-    is_logical = isinstance(x, logical.LogicallyPartitioned) or tuple(layout) != names
-    scale = 0.0 if is_state else None
+def _spec(entry: Any, *, is_state: bool) -> PyTree:
+    """Returns the specs of the arrays of a collection's entry, which may be in a box."""
+    layout, names = _layout(entry), _axis_names(entry)
+    is_logical = isinstance(entry, logical.LogicallyPartitioned) or tuple(layout) != names
 
-    def spec(value: Any) -> ParameterSpec:
+    def spec(value: jax.ShapeDtypeStruct) -> ParameterSpec:
         return ParameterSpec(
             shape=value.shape,
             dtype=value.dtype,
             mesh_axes=layout,
-            weight_decay_scale=scale,
+            weight_decay_scale=0.0 if is_state else None,
             logical_axes=pad_axes(names, len(value.shape)) if is_logical else None,
             is_state=is_state,
         )
 
-    return jax.tree.map(spec, meta.unbox(x))
+    return jax.tree.map(spec, meta.unbox(entry))
 
 
 def as_hierarchy(x: object, /, *args: object, inputs: object = (), **kwargs: Any) -> Any:
@@ -411,4 +462,6 @@ def as_child_config(x: Any) -> config_lib.InstantiableConfig:
     """Returns the config of a child that is not the config of a module, see `Module._add_child`."""
     is_layer = isinstance(x, functions.ClassConfigBase) and models.adapter_of(x.klass)
     makes_module = isinstance(x, functions.CallConfig) and {"name", "parent"} <= set(x.keys())
-    return x if makes_module and not is_layer else as_hierarchy(x)
+    if makes_module and not is_layer:
+        return x
+    return as_hierarchy(x)

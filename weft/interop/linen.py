@@ -7,7 +7,7 @@ from weft import errors, linen
 from weft.core.filters import Filter
 from weft.core.flat_dict import flatten_dict, path_aware_map, unflatten_dict
 from weft.interop import models
-from weft.interop.models import Keys, Method, Model, Variables
+from weft.interop.models import Keys, Layer, Method, Model, Path, Variables
 from weft.linen.state import without_parent
 
 
@@ -25,15 +25,16 @@ class LinenModel(Model):
 
     quantizes = True
 
-    def __init__(self, module: Any, *args: object, **kwargs: object):
+    def __init__(self, module: Layer, *args: object, **kwargs: object):
         with self._without_parent():
-            made = module(*args, **kwargs) if isinstance(module, type) else module
-            if not isinstance(made, self._base_class()):
+            if isinstance(module, type):
+                module = module(*args, **kwargs)
+            if not isinstance(module, self._base_class()):
                 raise errors.UnknownLayerError(
-                    f"a module of Linen was to be used, and a {type(made).__name__} was given; "
+                    f"a module of Linen was to be used, and a {type(module).__name__} was given; "
                     "give one, or let weft.interop.model_of say what it is."
                 )
-            self.module = made.clone(parent=None)
+            self.module = module.clone(parent=None)  # pyright: ignore[reportAttributeAccessIssue]
 
     @staticmethod
     def _base_class() -> type:
@@ -48,33 +49,46 @@ class LinenModel(Model):
         return type(self.module).__name__
 
     def init(self, rngs, *args, **kwargs):
-        return self.init_with_output(rngs, *args, **kwargs)[1]
+        _, variables = self.init_with_output(rngs, *args, **kwargs)
+        return variables
 
     def init_with_output(self, rngs, *args, training=None, method=None, **kwargs):
         kwargs = self._arguments(method, kwargs, training)
         with self._without_parent():
-            out, made = self.module.init_with_output(linen_streams(rngs), *args, **kwargs)
-        return out, self._from_library(made)
+            out, variables = self.module.init_with_output(linen_streams(rngs), *args, **kwargs)
+        return out, self._from_library(variables)
 
     def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
         kwargs = self._arguments(method, kwargs, training)
-        streams, given = linen_streams(rngs), self._to_library(variables)
+        library_variables = self._to_library(variables)
         with self._without_parent():
-            filtered = self._library_filter(mutable)
-            out = self.module.apply(given, *args, rngs=streams, mutable=filtered, **kwargs)
+            out = self.module.apply(
+                library_variables,
+                *args,
+                rngs=linen_streams(rngs),
+                mutable=self._library_filter(mutable),
+                **kwargs,
+            )
         if mutable is False:
             return out, {}
-        out, after = out
-        old, new = flatten_dict(variables), flatten_dict(self._from_library(after))
-        changed = {p: v for p, v in new.items() if p not in old or old[p] is not v}
+        out, library_variables = out
+        old_values = flatten_dict(variables)
+        changed: dict[Path, Any] = {}
+        for path, value in flatten_dict(self._from_library(library_variables)).items():
+            if path not in old_values or old_values[path] is not value:
+                changed[path] = value
         return out, unflatten_dict(changed)
 
-    def _arguments(self, method: Method, kwargs: dict[str, Any], training: bool | None) -> Any:
+    def _arguments(
+        self, method: Method, kwargs: dict[str, Any], training: bool | None
+    ) -> dict[str, Any]:
         called = models.resolve_method(self.module, method, self.name)
-        # Of the module itself, `__call__` is what says how it is called.
-        called = called if method else getattr(self.module, "__call__", called)  # noqa: B004
-        given = {} if method is None else {"method": method}
-        return {**given, **models.add_mode(called, kwargs, training)}
+        if method is None:
+            # The signature of a module itself is that of its `__call__`.
+            called = getattr(self.module, "__call__", called)  # noqa: B004
+        else:
+            kwargs = {"method": method, **kwargs}
+        return models.add_mode(called, kwargs, training)
 
     def _library_filter(self, mutable: Filter) -> Any:
         return mutable
@@ -102,14 +116,15 @@ class InLinen(linen.Module):
     ) -> Any:
         """Calls the layer, or its method named `method`; `training` overrides the attribute."""
         scope: Any = self.scope
-        training = self.training if training is None else training
-        how = {"training": training, "method": method, **kwargs}
+        if training is None:
+            training = self.training
+        options = {"training": training, "method": method, **kwargs}
         variables = self.variables
         if self.is_initializing() and not any(variables.values()):
-            variables = self.model.init(draw_keys(self), *args, **how)
+            variables = self.model.init(draw_keys(self), *args, **options)
             store_variables(self, variables)
         out, changed = self.model.apply(
-            variables, *args, rngs=draw_keys(self), mutable=scope.mutable, **how
+            variables, *args, rngs=draw_keys(self), mutable=scope.mutable, **options
         )
         if not self.is_initializing():
             store_variables(self, rebox_all(variables, changed))
@@ -124,16 +139,16 @@ def draw_keys(module: linen.Module) -> dict[str, Any]:
 
 def store_variables(module: linen.Module, variables: Mapping[str, Any]) -> None:
     """Sets variables of a bound module, those of mutable collections."""
-    for col, entries in variables.items():
-        if module.is_mutable_collection(col):
+    for collection, entries in variables.items():
+        if module.is_mutable_collection(collection):
             for name, value in entries.items():
-                module.put_variable(col, name, value)
+                module.put_variable(collection, name, value)
 
 
-def rebox_all(before: Mapping[str, Any], changed: Mapping[str, Any]) -> Variables:
-    """Returns changed variables in the boxes they were in before."""
-    old = flatten_dict(before)
-    return path_aware_map(lambda path, x: models.rebox(old.get(path), x), changed)
+def rebox_all(variables: Mapping[str, Any], changed: Mapping[str, Any]) -> Variables:
+    """Returns changed variables in the boxes in which they were."""
+    boxes = flatten_dict(variables)
+    return path_aware_map(lambda path, value: models.rebox(boxes.get(path), value), changed)
 
 
 def as_linen(
@@ -167,5 +182,7 @@ def as_linen(
     if isinstance(x, linen.Module) and not (args or kwargs):
         return x if name is None else x.copy(name=name)
     if isinstance(x, type) and issubclass(x, linen.Module):
-        return x(*args, **kwargs, **({} if name is None else {"name": name}))
+        if name is not None:
+            kwargs = {**kwargs, "name": name}
+        return x(*args, **kwargs)
     return InLinen(models.model_of(x, *args, **kwargs), training, name=name)
