@@ -52,28 +52,6 @@ def test_malformed_rules(rules, message):
     assert get_logical_axis_rules() == ()
 
 
-def test_contexts_nest_and_end():
-    with logical_axis_rules(RULES):
-        with logical_axis_rules([("embed", None)]):
-            assert get_logical_axis_rules() == (("embed", None),)
-        assert get_logical_axis_rules() == RULES
-        with pytest.raises(KeyError), logical_axis_rules(None):
-            raise KeyError
-        assert get_logical_axis_rules() == RULES
-    assert get_logical_axis_rules() == ()
-
-
-def test_set_rules_last_until_the_context_ends():
-    with logical_axis_rules(()):
-        set_logical_axis_rules(RULES)
-        set_logical_axis_rules(RULES[:1])
-        assert get_logical_axis_rules() == RULES[:1]
-        with logical_axis_rules(RULES):
-            assert get_logical_axis_rules() == RULES
-        assert get_logical_axis_rules() == RULES[:1]
-    assert get_logical_axis_rules() == ()
-
-
 def test_rules_are_thread_local():
     seen = []
 
@@ -103,16 +81,6 @@ def test_other_rules_retrace_jitted_function():
             f(jnp.ones(1))
     f(jnp.ones(1))
     assert seen == [(), RULES]
-
-
-def test_merged_rules():
-    assert composite_rules([("a", "x"), ("a", "y")], [("b", "x")]) == (
-        ("a", "x"),
-        ("a", "y"),
-        ("b", "x"),
-    )
-    assert composite_rules(RULES, RULES) == RULES
-    assert composite_rules(None, RULES) == composite_rules(RULES, None) == RULES
 
 
 def test_conflicting_rule_sets():

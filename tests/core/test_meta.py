@@ -9,7 +9,7 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from weft import serialization, struct
@@ -89,15 +89,6 @@ def test_unordered_names_are_rejected(names):
         Partitioned(1, names)
 
 
-def test_box_is_a_pytree_node_around_its_value():
-    box = Partitioned(jnp.ones(3), ("data",))
-    doubled = jax.tree.map(lambda x: 2 * x, {"w": box})["w"]
-    assert doubled.names == ("data",)
-    np.testing.assert_array_equal(doubled.value, 2)
-    [(path, _)] = jax.tree_util.tree_leaves_with_path({"w": box})
-    assert jax.tree_util.keystr(path) == "['w'].value"
-
-
 def test_abstract_methods_are_required():
     class Half(AxisMetadata):
         def unbox(self):
@@ -105,21 +96,6 @@ def test_abstract_methods_are_required():
 
     with pytest.raises(TypeError, match="add_axis"):
         Half()
-
-
-def test_with_partitioning_boxes_the_value_and_keeps_function_name():
-    mesh = a_mesh()
-    init = meta.with_partitioning(jax.nn.initializers.ones, (None, "data"), mesh)
-    box = init(jax.random.key(0), (4, 8))
-    assert init.__name__ == "ones"
-    assert (box.names, box.mesh) == ((None, "data"), mesh)
-    np.testing.assert_array_equal(box.value, 1)
-
-
-def test_box_converts_to_nnx_metadata():
-    box = Partitioned(1, ("data",), a_mesh())
-    assert box.to_nnx_metadata()["out_sharding"] == ("data",)
-    assert Partitioned.from_nnx_metadata(box.to_nnx_metadata()) == box
 
 
 # Axes that come and go.
@@ -140,12 +116,6 @@ def test_axis_index_counts_in_the_full_value(index, names):
     box = Partitioned(jnp.ones((2, 3)), ("a", "b"))
     assert box.add_axis(index, named("l")).names == names
     assert box.add_axis(index, named("l")).remove_axis(index, named("l")) == box
-
-
-def test_new_axis_called_none_is_replicated():
-    box = Partitioned(jnp.ones(2), ("a",))
-    assert box.add_axis(0, named(None)).names == (None, "a")
-    assert box.add_axis(0, named(None)).remove_axis(0, named(None)).names == ("a",)
 
 
 @pytest.mark.parametrize("index", [3, -4])
@@ -209,13 +179,6 @@ def test_errors_of_custom_boxes_name_the_variable():
     assert caught.value.__notes__ == ["This is about the axis metadata of 'w'."]
 
 
-def test_names_of_several_mesh_axes():
-    params = named(["data", "model"])
-    box = Partitioned(jnp.ones(2), (None,)).add_axis(0, params)
-    assert box.names == (("data", "model"), None)
-    assert box.remove_axis(0, params).names == (None,)
-
-
 names = st.sampled_from([None, "data", "model", ("data", "model")])
 changes = st.lists(
     st.tuples(st.booleans(), st.integers(0, 7), names, st.booleans(), st.booleans()), max_size=8
@@ -267,28 +230,6 @@ def boxes():
         "one": Partitioned(jnp.ones((2, 3)), (None, "data")),
         "two": Factored(Partitioned(jnp.ones((2, 3)), ("model", None)), (True, False)),
     }
-
-
-def test_unbox_removes_all_boxes():
-    values = meta.unbox(boxes())
-    assert jax.tree.map(jnp.shape, values) == {"plain": (2,), "one": (2, 3), "two": (2, 3)}
-    assert meta.unbox(3) == 3
-
-
-def test_map_axis_meta_maps_outermost_boxes():
-    seen = meta.map_axis_meta(lambda box: type(box), boxes() | {"plain": 0})
-    assert seen == {"plain": 0, "one": Partitioned, "two": Factored}
-    assert meta.is_axis_metadata(boxes()["two"])
-    assert not meta.is_axis_metadata(jnp.ones(1))
-
-
-def test_nested_boxes_are_updated():
-    added = meta.add_axis(boxes(), 1, {PARTITION_NAME: "l", "factored": True})
-    assert added["one"].names == (None, "l", "data")
-    assert added["two"].factored == (True, True, False)
-    assert added["two"].array.names == ("model", "l", None)
-    back = meta.remove_axis(added, 1, {PARTITION_NAME: "l", "factored": True})
-    assert describe(back) == describe(boxes())
 
 
 def test_boxes_in_a_tree_in_a_box_are_updated():
@@ -377,15 +318,6 @@ def test_nested_boxes_are_updated_once(shells, index):
     assert describe(replaced) == describe(box)
 
 
-def test_replace_boxed_keeps_every_level():
-    tree = boxes()
-    new = meta.replace_boxed(tree, {"plain": 1, "one": 2, "two": {"any": 3}})
-    assert new["plain"] == 1
-    assert new["one"] == tree["one"].replace(value=2)
-    assert new["two"].factored == (True, False)
-    assert new["two"].array == Partitioned({"any": 3}, ("model", None))
-
-
 def test_box_not_registered_as_pytree():
     assert meta.unbox({"w": Opaque(3, 1)}) == {"w": 3}
     assert meta.add_axis(Opaque(3, 1), 0, {}).axes == 2
@@ -396,50 +328,7 @@ def test_box_not_registered_as_pytree():
         meta.replace_boxed(Opaque(3, 1), 4)
 
 
-def test_get_partition_spec_unwraps_other_boxes():
-    tree = boxes() | {
-        "text": "no array",
-        "numpy": np.ones(2),
-        "aval": jax.ShapeDtypeStruct((2,), int),
-    }
-    assert meta.get_partition_spec(tree) == {
-        "plain": P(),
-        "one": P(None, "data"),
-        "two": P("model", None),
-        "text": None,
-        "numpy": P(),
-        "aval": P(),
-    }
-
-
-def test_get_sharding_of_a_tree():
-    mesh = a_mesh()
-    shardings = meta.get_sharding(
-        {"w": Partitioned(jnp.ones((4, 8)), ("data", None)), "b": 1}, mesh
-    )
-    assert shardings == {"w": NamedSharding(mesh, P("data", None)), "b": None}
-    tree = {"w": Partitioned(jnp.ones((4, 8)), ("data", None)), "b": jnp.ones(3)}
-    placed = jax.device_put(tree, meta.get_sharding(tree, mesh))
-    assert placed["w"].value.sharding.spec == P("data", None)
-    assert placed["w"].names == ("data", None)
-
-
 # Sharding of unboxed values.
-
-
-def test_unbox_constrains_to_its_mesh():
-    box = Partitioned(jnp.ones((4, 8)), ("data", "model"), a_mesh())
-    assert box.unbox().sharding.spec == P("data", "model")
-    assert jax.jit(lambda box: box.unbox())(box).sharding.spec == P("data", "model")
-    assert box.unbox(apply_constraint=False) is box.value
-
-
-def test_unbox_constrains_to_the_global_mesh():
-    box = Partitioned(jnp.ones((4, 8)), ("data", "model"))
-    assert box.unbox() is box.value
-    with jax.set_mesh(a_mesh()):
-        assert jax.jit(lambda box: box.unbox())(box).sharding.spec == P("data", "model")
-        assert box.unbox().sharding.spec == P("data", "model")
 
 
 def test_invalid_sharding_for_mesh():
@@ -453,25 +342,6 @@ def test_invalid_sharding_for_mesh():
 # Boxes in other JAX functions.
 
 
-def test_eval_shape_keeps_boxes():
-    init = meta.with_partitioning(jax.nn.initializers.ones, (None, "data"), a_mesh())
-    avals = jax.eval_shape(lambda key: init(key, (4, 8)), jax.random.key(0))
-    assert avals == Partitioned(jax.ShapeDtypeStruct((4, 8), jnp.float32), (None, "data"), a_mesh())
-    assert meta.unbox(avals).shape == (4, 8)
-
-
-def test_optimizer_state_keeps_parameter_boxes():
-    params = {"w": Factored(Partitioned(jnp.ones((4, 8)), (None, "data")), (True, False))}
-    state = optax.adam(1e-3).init(params)
-    assert describe(state[0].mu) == describe(params)
-    assert meta.get_partition_spec(state[0].nu) == {"w": P(None, "data")}
-    grads = jax.grad(lambda p: jnp.sum(meta.unbox(p)["w"] ** 2))(params)
-    updates, state = optax.adam(1e-3).update(grads, state, params)
-    new = optax.apply_updates(params, updates)
-    assert describe(new) == describe(params)
-    assert (meta.unbox(new)["w"] < 1).all()
-
-
 def test_boxes_are_saved_and_restored():
     tree = boxes() | {"mesh": Partitioned(jnp.ones((4, 8)), ("data", None), a_mesh())}
     blank = jax.tree.map(jnp.zeros_like, tree)
@@ -482,20 +352,6 @@ def test_boxes_are_saved_and_restored():
     state = optax.adam(1e-3).init(tree)
     again = serialization.from_state_dict(state, serialization.to_state_dict(state))
     assert describe(again) == describe(state)
-
-
-def test_boxes_through_jit_vmap_and_scan():
-    box = Partitioned(jnp.ones((3, 2)), ("data", None))
-    assert describe(jax.jit(lambda b: b)(box)) == describe(box)
-
-    def double(row):
-        return jax.tree.map(lambda x: 2 * x, row)
-
-    rows = meta.remove_axis(box, 0, named("data"))
-    out = meta.add_axis(jax.vmap(double)(rows), 0, named("data"))
-    assert describe(out) == describe(box)
-    _, out = jax.lax.scan(lambda c, row: (c, double(row)), 0, rows)
-    np.testing.assert_array_equal(out.value, 2)
 
 
 def test_equal_metadata_compiles_once():
@@ -519,38 +375,6 @@ def test_box_is_immutable():
 
 
 # The code of the seed.
-
-
-def test_example_of_the_proposal():
-    class Mine(struct.PyTreeNode, AxisMetadata):
-        value: Any
-        names: tuple[str | None, ...] = struct.field(pytree_node=False)
-
-        def unbox(self):
-            return self.value
-
-        def add_axis(self, index, params):
-            names = list(self.names)
-            names.insert(index, params[Partitioned.AXIS_NAME])
-            return self.replace(names=tuple(names))
-
-        def remove_axis(self, index, params):
-            names = list(self.names)
-            assert names.pop(index) == params[Partitioned.AXIS_NAME]
-            return self.replace(names=tuple(names))
-
-    variables = {"params": {"kernel": Mine(jnp.ones((4, 8)), (None, "data")), "bias": jnp.ones(8)}}
-    assert meta.is_axis_metadata(variables["params"]["kernel"])
-    shapes = jax.tree.map(np.shape, variables)
-    assert shapes["params"] == {"kernel": Mine((4, 8), (None, "data")), "bias": (8,)}
-
-    def to_sharding_spec(x):
-        return P(*x.names) if isinstance(x, Mine) else P()
-
-    specs = jax.tree.map(to_sharding_spec, variables, is_leaf=lambda x: isinstance(x, Mine))
-    assert specs == {"params": {"kernel": P(None, "data"), "bias": P()}}
-    added = meta.add_axis(variables, 0, {Partitioned.AXIS_NAME: "layers"})
-    assert added["params"]["kernel"].names == ("layers", None, "data")
 
 
 class Padded(struct.PyTreeNode, AxisMetadata):

@@ -1,4 +1,3 @@
-import functools
 import threading
 from collections import OrderedDict
 
@@ -8,9 +7,9 @@ import pytest
 
 from tests.keys import quick_key
 from weft import errors
-from weft.core import AxisMetadata, FrozenDict, apply, bind, freeze, init, lazy_init, lift
+from weft.core import FrozenDict, apply, bind, freeze, init, lazy_init, lift
 from weft.core.filters import DenyList
-from weft.core.meta import Partitioned, with_partitioning
+from weft.core.meta import with_partitioning
 from weft.core.scope import Scope, Variable, check_shape
 from weft.errors import (
     InvalidScopeError,
@@ -30,30 +29,6 @@ def raises(error, message):
 
 
 # The tree.
-
-
-def test_children_have_names_and_paths():
-    root = bind(VARIABLES)
-    dense = root.push("dense")
-    inner = dense.push(prefix="inner_")
-    assert (root.path, root.name, root.path_text, root.parent) == ((), None, "/", None)
-    assert (inner.path, inner.name, inner.path_text) == (
-        ("dense", "inner_0"),
-        "inner_0",
-        "/dense/inner_0",
-    )
-    assert inner.root is root and inner.parent is dense
-    assert root.push(prefix="dense").name == "dense0"
-    assert root.push(prefix="dense").name == "dense1"
-    assert root.push().name == "0"
-
-
-def test_default_names_skip_taken_names():
-    root = bind({}, mutable=True)
-    root.push("dense_1")
-    root.variable("state", "dense_0", lambda: 0)
-    assert root.default_name("dense_") == "dense_2"
-    assert root.default_name("dense_") == "dense_2"
 
 
 def test_name_is_shared_only_between_collections():
@@ -85,15 +60,6 @@ def test_parameter_and_variable_names_collide():
         dense.variable("params", "b")
 
 
-def test_reuse_shares_variables():
-    root = bind({}, rngs=KEY, mutable=True)
-    first = root.push("dense").param("w", NORMAL, (2,))
-    assert (root.push("dense", reuse=True).param("w", NORMAL, (2,)) == first).all()
-    root.push("new", reuse=True)
-    with raises(errors.NameInUseError, "'new'"):
-        root.push("new")
-
-
 def test_parent_is_a_scope():
     with raises(errors.ScopeParentError, "is a dict; expected a Scope, or None for a root"):
         Scope({}, parent={})
@@ -119,39 +85,6 @@ def test_scope_below_a_value_is_rejected():
             use(root.push("dense").push("b"))
 
 
-def test_child_is_named_after_function():
-    def dense(scope, x, y=1):
-        return scope.path, x, y
-
-    class Layer:
-        def __call__(self, scope):
-            return scope.path
-
-    root = bind({})
-    assert root.child(dense)(2) == (("dense_0",), 2, 1)
-    assert root.child(dense, y=5)(2) == (("dense_1",), 2, 5)
-    assert root.child(dense, "given", y=5)(2, y=3) == (("given",), 2, 3)
-    assert root.child(dense, prefix="layer", named_call=False)(2) == (("layer0",), 2, 1)
-    assert root.child(functools.partial(dense, x=4))() == (("0",), 4, 1)
-    assert root.child(Layer())() == ("1",)
-    assert root.child(dense).__name__ == "dense"
-
-
-def test_child_called_twice_uses_the_same_variables():
-    def dense(scope, x):
-        return x * scope.param("w", NORMAL, (2,)) + scope.push("inner").param("b", NORMAL, (2,))
-
-    def twice(scope):
-        layer = scope.child(dense, "dense")
-        return layer(1.0), layer(1.0)
-
-    (a, b), variables = init(twice)(KEY)
-    assert (a == b).all()
-    assert jax.tree.map(jnp.shape, variables) == {
-        "params": {"dense": {"w": (2,), "inner": {"b": (2,)}}}
-    }
-
-
 def test_child_has_its_name_in_profiles():
     def f(x):
         def program(scope):
@@ -160,18 +93,6 @@ def test_child_has_its_name_in_profiles():
         return apply(program)({})
 
     assert "my_layer" in jax.jit(f).lower(1.0).as_text(debug_info=True)
-
-
-def test_rewound_resets_names_keeps_values():
-    root = bind({}, rngs=KEY, mutable=True)
-    w = root.push("dense").param("w", NORMAL, (2,))
-    first = root.make_rng()
-    again = root.rewound()
-    assert (again.push("dense").param("w", NORMAL, (2,)) == w).all()
-    assert again.make_rng() != first
-    assert root.rewound(rewind_rngs=True).make_rng() == first
-    with raises(errors.NameInUseError, "dense"):
-        root.push("dense")
 
 
 # Ends.
@@ -214,27 +135,7 @@ def test_scope_ends_even_if_apply_fails():
     assert kept[0].invalid
 
 
-def test_invalidate_ends_children_but_not_parents():
-    root = bind(VARIABLES)
-    dense = root.push("dense")
-    inner = dense.push("inner")
-    dense.invalidate()
-    assert (root.invalid, dense.invalid, inner.invalid) == (False, True, True)
-
-
 # Collections.
-
-
-def test_collections_of_a_scope():
-    root = bind({**VARIABLES, "empty": {}}, mutable="state")
-    dense = root.push("dense")
-    assert root.variables() == {**VARIABLES, "empty": {}} and dense.variables() == {
-        "params": {"b": 2.0}
-    }
-    assert root.mutable_variables() == {"state": {"x": 3}} and dense.mutable_variables() == {}
-    assert root.is_mutable_collection("state") and not root.is_mutable_collection("params")
-    assert root.has_variable("params", "dense") and not root.has_variable("params", "z")
-    assert [root.is_collection_empty(c) for c in ("params", "empty", "new")] == [False, True, True]
 
 
 def test_mutable_variables_are_new_dicts():
@@ -243,14 +144,6 @@ def test_mutable_variables_are_new_dicts():
     assert root.get_variable("params", "dense") == {"b": 2.0}
     root.put_variable("params", "a", 9.0)
     assert VARIABLES["params"]["a"] == 1.0
-
-
-def test_get_variable():
-    boxed = bind({"params": {"w": Partitioned(jnp.ones(2), ("a",)), "none": None}})
-    assert isinstance(boxed.get_variable("params", "w"), Partitioned)
-    assert isinstance(boxed.get_variable("params", "w", unbox=True), jax.Array)
-    assert boxed.get_variable("params", "none", 3) is None
-    assert boxed.get_variable("params", "z", 3) == 3 and boxed.get_variable("z", "z") is None
 
 
 def test_writing_to_an_immutable_collection():
@@ -282,14 +175,6 @@ def test_parameter_of_empty_collection():
         bind({"params": {}}).push("dense").param("w", NORMAL, (2,))
 
 
-def test_parameter_with_a_box():
-    root = bind({}, rngs=KEY, mutable=True)
-    w = root.param("w", with_partitioning(NORMAL, ("a",)), (2,))
-    v = root.param("v", with_partitioning(NORMAL, ("a",)), (2,), unbox=False)
-    assert isinstance(w, jax.Array) and v.names == ("a",)
-    assert root.get_variable("params", "w").names == ("a",)
-
-
 # PRNG streams and flags.
 
 
@@ -307,15 +192,6 @@ def test_missing_stream():
         apply(program)({})
 
 
-def test_params_stream_is_the_default():
-    def program(scope):
-        return scope.has_rng("dropout"), scope.make_rng("params"), scope.make_rng("dropout")
-
-    has, first, second = apply(program)({}, rngs=KEY)
-    assert not has
-    assert first == bind({}, rngs=KEY).make_rng() and second != first
-
-
 @pytest.mark.parametrize(
     ("key", "shown"),
     [
@@ -329,11 +205,6 @@ def test_invalid_key(key, shown):
     message = f"the PRNG stream 'noise' was given {shown}; expected a key, such as jax.random.key"
     with raises(errors.InvalidRngError, message):
         apply(lambda scope: 0)({}, rngs={"noise": key})
-
-
-def test_init_needs_a_key():
-    with raises(errors.InvalidRngError, "'params' was given None; expected a key"):
-        init(lambda scope: 0)(None)
 
 
 def test_flags():
@@ -401,25 +272,6 @@ def test_outer_scope_in_a_lifted_function():
 # The ways in and out.
 
 
-def test_apply_returns_mutable_state():
-    def program(scope):
-        return scope.get_variable("state", "x")
-
-    assert apply(program)(VARIABLES) == 3
-    assert apply(program, mutable="state")(VARIABLES) == (3, {"state": {"x": 3}})
-    assert apply(program, mutable=["cache"])(VARIABLES) == (3, {})
-    assert apply(program, mutable=[])(VARIABLES) == (3, {})
-    assert apply(program, mutable=DenyList("params"))(VARIABLES) == (3, {"state": {"x": 3}})
-    assert apply(program, mutable=True)(VARIABLES) == (3, VARIABLES)
-
-
-def test_frozen_variables_return_dicts():
-    _, variables = apply(lambda scope: 0, mutable=True)(freeze(VARIABLES))
-    assert variables == VARIABLES and type(variables["params"]["dense"]) is dict
-    kept = apply(lambda scope: scope.get_variable("params", "dense"))(freeze(VARIABLES))
-    assert isinstance(kept, FrozenDict)
-
-
 def test_invalid_variables():
     class_error = errors.ApplyScopeInvalidVariablesTypeError
     with raises(class_error, r"the variables are a list; expected a dict of collections, such as"):
@@ -434,24 +286,6 @@ def test_doubly_nested_variables():
     message = r'have "params" inside of "params"; .* the collections \[\'params\', \'state\'\]'
     with raises(errors.ApplyScopeInvalidVariablesStructureError, message):
         apply(lambda scope: 0)({"params": VARIABLES, "state": {}})
-
-
-@pytest.mark.parametrize("mutable", [3, None, DenyList(3), [["params"]], ["params", DenyList("x")]])
-def test_mutable_must_be_a_filter(mutable):
-    with raises(errors.InvalidFilterError, "cannot be used as a filter here.*expected True, False"):
-        apply(lambda scope: 0, mutable=mutable)(VARIABLES)
-
-
-def test_init_creates_mutable_collections():
-    def program(scope, x, *, y):
-        scope.param("w", NORMAL, (2,))
-        return x + y
-
-    value, variables = init(program)(KEY, 1, y=2)
-    assert value == 3 and variables["params"]["w"].shape == (2,)
-    assert init(lambda scope: 0, mutable=False)(KEY) == 0
-    with raises(errors.ScopeCollectionNotFound, "has no 'w': the collection 'params'"):
-        init(program, mutable="state")(KEY, 1, y=2)
 
 
 def test_lazy_init_creates_equal_variables():
@@ -479,12 +313,6 @@ def test_lazy_init_error_names_the_variable():
         lazy_init(program)(KEY, jax.ShapeDtypeStruct((2,), "float32"))
     made = lazy_init(program)(KEY, jnp.array([1.0, 3.0]))
     assert made["state"]["norm"]["mean"] == 2
-
-
-def test_bind_takes_one_key_or_several():
-    assert bind({}, rngs=KEY).has_rng("params")
-    assert sorted(bind({}, rngs={"a": KEY, "b": KEY}).rngs) == ["a", "b"]
-    assert isinstance(bind(VARIABLES, mutable="state"), Scope)
 
 
 # Failures and threads.
@@ -538,17 +366,6 @@ def test_concurrent_traces_match_serial_results():
 STATE = {"state": {"x": 1, "dense": {"y": 2}}}
 
 
-def test_variable_is_a_reference():
-    scope = bind(STATE, mutable="state")
-    x = scope.variable("state", "x")
-    assert x.value == 1
-    x.value += 4
-    assert scope.get_variable("state", "x") == x.value == 5
-    scope.put_variable("state", "x", 6)
-    assert x.value == 6
-    assert STATE["state"]["x"] == 1
-
-
 def test_variable_repr():
     scope = bind(STATE, mutable=["state"])
     x, y = scope.variable("state", "x"), scope.push("dense").variable("state", "y")
@@ -557,21 +374,6 @@ def test_variable_repr():
     assert repr(y) == "Variable(state:/dense/y = 2)"
     scope.invalidate()
     assert repr(y) == "Variable(state:/dense/y = 'ended')"
-
-
-def test_new_variable_calls_init_with_arguments():
-    scope = bind({}, mutable=True)
-    made = scope.variable("state", "pair", lambda a, b=1: (a, b), 3, b=4)
-    assert made.value == (3, 4)
-    again = scope.rewound().variable("state", "pair", lambda: pytest.fail("it is there already"))
-    assert again.value == (3, 4)
-
-
-def test_none_is_a_value():
-    scope = bind({"state": {"x": None}}, mutable=True)
-    assert scope.variable("state", "x", lambda: 3).value is None
-    assert scope.variable("state", "y", lambda: None).value is None
-    assert scope.has_variable("state", "y")
 
 
 def test_missing_variable_without_init():
@@ -609,33 +411,6 @@ def test_variable_of_ended_scope():
 # Boxes.
 
 
-def test_assigned_value_is_boxed():
-    scope = bind({"state": {"x": Partitioned(jnp.zeros(2), ("a",))}}, mutable=True)
-    x = scope.variable("state", "x")
-    assert isinstance(x.value, jax.Array)
-    x.value = jnp.ones(2)
-    box = scope.get_variable("state", "x")
-    assert isinstance(box, AxisMetadata) and box.names == ("a",)
-    assert box.value.sum() == 2
-
-
-def test_unbox_false_shows_the_box_and_replaces_it():
-    scope = bind({"state": {"x": Partitioned(jnp.zeros(2), ("a",))}}, mutable=True)
-    x = scope.variable("state", "x", unbox=False)
-    assert isinstance(x.value, Partitioned)
-    x.value = jnp.ones(2)
-    assert isinstance(scope.get_variable("state", "x"), jax.Array)
-
-
-def test_unboxed_value_may_change_structure():
-    scope = bind({"state": {"x": (1, 2)}}, mutable=True)
-    x = scope.variable("state", "x")
-    x.value = {"b": 3}
-    assert x.value == {"b": 3}
-    x.value = 4
-    assert x.value == 4
-
-
 @pytest.mark.parametrize("mapping", [freeze, OrderedDict])
 def test_value_keeps_its_own_mapping_class(mapping):
     def program(scope):
@@ -646,17 +421,6 @@ def test_value_keeps_its_own_mapping_class(mapping):
     _, variables = apply(program, mutable=True)({})
     value = variables["state"]["dense"]["x"]
     assert type(value) in (FrozenDict, OrderedDict) and value == mapping({"b": 2})
-
-
-def test_input_is_not_mutated():
-    given = {"b": 1}
-
-    def program(scope):
-        scope.put_variable("state", "x", given)
-        scope.put_variable("state", "x", {"b": 2})
-
-    assert apply(program, mutable=True)({})[1] == {"state": {"x": {"b": 2}}}
-    assert given == {"b": 1}
 
 
 # Shapes.
@@ -673,26 +437,12 @@ def test_wrong_parameter_shape_is_rejected():
         dense.param("kernel", jax.nn.initializers.ones, (4, 3))
 
 
-def test_shape_is_checked_in_boxes_and_trees():
-    boxed = Partitioned(jnp.ones(3), ("a",))
-    check_shape(bind({}), "w", boxed, jax.nn.initializers.ones, ((3,),), {})
-    tree = {"u": jnp.ones(3), "v": jnp.ones(())}
-    check_shape(bind({}), "w", tree, lambda key, n: {"u": jnp.ones(n), "v": 1.0}, (3,), {})
-    with pytest.raises(ScopeParamShapeError, match=r"has shape \(3,\), but .* returns \(4,\)"):
-        check_shape(bind({}), "w", tree, lambda key, n: {"u": jnp.ones(n), "v": 1.0}, (), {"n": 4})
-
-
 def test_shape_argument_avoids_calling_the_initializer():
     def init_fn(key, shape, dtype=None):
         pytest.fail("the shape is known")
 
     check_shape(bind({}), "w", jnp.ones((2, 3)), init_fn, ((2, 3), float), {})
     check_shape(bind({}), "w", jnp.ones((2, 3)), init_fn, ([2, 3],), {})
-
-
-def test_dtype_may_differ():
-    half = bind({"params": {"w": jnp.ones(3, "bfloat16")}})
-    assert half.param("w", jax.nn.initializers.ones, (3,)).dtype == "bfloat16"
 
 
 def test_direct_construction():

@@ -136,19 +136,6 @@ def test_body_is_traced_once_in_apply_and_at_most_twice_in_init(name):
     assert body.calls == 1
 
 
-def test_shapes_are_evaluated_with_one_trace():
-    body = Body()
-    shape, variables = init(lift.eval_shape(body))(RNGS, X[0])
-    assert body.calls == 1 and shape.shape == ()
-    assert variables["params"]["w"] == jax.ShapeDtypeStruct((3,), "float32")
-
-
-def test_map_variables_traces_twice_in_init():
-    body = Body()
-    init(lift.map_variables(body, "params", init=True))(RNGS, X[0])
-    assert body.calls == 2
-
-
 def stacked(f, layers):
     for layer in layers:
         f = {
@@ -188,49 +175,6 @@ def test_nested_body_is_traced_once_in_apply(layers):
 
     jax.eval_shape(jax.grad(loss), variables["params"])
     assert body.calls == 1
-
-
-def test_remat_scan_traces_a_body_once_in_apply():
-    def program(body):
-        loop = lift.remat_scan(
-            lambda s, c: c + body(s, X[0]),
-            (2, 2),
-            variable_axes={"params": 0},
-            variable_carry="state",
-        )
-        return lambda scope: loop(scope, jnp.zeros(()))
-
-    body = Body()
-    _, shapes = jax.eval_shape(init(program(body)), RNGS)
-    assert body.calls == 3 and shapes["params"]["w"].shape == (2, 2, 3)
-    body = Body()
-    jax.eval_shape(lambda v: apply(program(body))(v, rngs=RNGS), shapes)
-    assert body.calls == 1
-
-
-@pytest.mark.parametrize("draws", [0, 1, 3])
-def test_shared_state_is_created_in_loops_in_apply(draws):
-    def body(scope, carry, _):
-        for i in range(draws):
-            carry += scope.param(f"w{i}", jax.nn.initializers.normal(), ())
-        count = scope.variable("state", "count", lambda: 0)
-        count.value += 1
-        return carry, None
-
-    def program(scope):
-        loop = lift.scan(
-            body,
-            variable_broadcast="params",
-            variable_carry="state",
-            split_rngs={"params": False},
-            length=3,
-        )
-        return loop(scope, jnp.zeros(()), None)[0]
-
-    value, variables = apply(program, mutable=True)({}, rngs=RNGS)
-    expected, initial = init(program)(RNGS)
-    assert value == expected
-    assert variables == initial and variables["state"]["count"] == 3
 
 
 # Failures.
@@ -318,16 +262,6 @@ def test_missing_parameter_of_nonempty_lifted_scope():
         apply(lift.remat(read))({})
 
 
-def test_first_matching_filter_wins():
-    def body(scope, x):
-        return scope.get_variable("params", "w") * scope.get_variable("state", "w") * x
-
-    variables = {"params": {"w": jnp.arange(2.0)}, "state": {"w": jnp.arange(3.0)}}
-    lifted = lift.vmap(body, {"params": 0, True: None}, {}, in_axes=None)
-    y = apply(lifted)(variables, 1.0)
-    assert y.tolist() == [[0, 0, 0], [0, 1, 2]]
-
-
 def test_collections_cannot_be_forked():
     with pytest.raises(
         ForkError, match=r"probe: the collections \['params'\] are not PRNG streams"
@@ -343,12 +277,3 @@ def test_scopes_of_a_tree_share_filters():
         ScopeKind("probe").split(
             [root, root.push("a")], [((Select(True), None),), ((Select(False), None),)]
         )
-
-
-def test_structure_is_independent_of_scope_path():
-    kind = ScopeKind("probe")
-    statics = []
-    for name in ("a", "b"):
-        scope = bind({"params": {"a": {"w": 1.0}, "b": {"w": 2.0}}}).push(name)
-        statics.append(kind.split([scope], [((Select(True), None),)])[1])
-    assert statics[0] == statics[1] and hash(statics[0]) == hash(statics[1])

@@ -8,8 +8,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from weft.core import spmd
-from weft.core.spmd import constrain, get_global_mesh, global_mesh_defined
-from weft.errors import LogicalAxisError, MeshError, NoMeshError, ShardingWarning
+from weft.core.spmd import constrain, get_global_mesh
+from weft.errors import MeshError, NoMeshError, ShardingWarning
 
 
 def mesh_of(kind, other=None):
@@ -26,16 +26,6 @@ def spec_of(x):
 
 AUTO = functools.partial(mesh_of, AxisType.Auto)
 EXPLICIT = functools.partial(mesh_of, AxisType.Explicit)
-MIXED = functools.partial(mesh_of, AxisType.Explicit, AxisType.Auto)
-
-
-def test_mesh_from_context():
-    assert get_global_mesh() is None
-    assert not global_mesh_defined()
-    with jax.set_mesh(AUTO()):
-        assert global_mesh_defined()
-        assert get_global_mesh().axis_names == ("data", "model")
-    assert not global_mesh_defined()
 
 
 @pytest.mark.parametrize("compile_", [lambda f: f, jax.jit])
@@ -56,29 +46,6 @@ def test_mesh_of_a_with_statement_is_seen(compile_):
 def test_no_mesh_returns_the_value():
     x = jnp.ones(3)
     assert constrain(x, P("nothing")) is x
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT, MIXED])
-def test_value_is_sharded_over_context_mesh(mesh, compiled):
-    f = functools.partial(constrain, spec=P("data", "model"))
-    with jax.set_mesh(mesh()):
-        y = (jax.jit(f) if compiled else f)(jnp.ones((4, 8)))
-    assert spec_of(y) == ("data", "model")
-
-
-@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT, MIXED])
-def test_value_is_sharded_over_given_mesh(mesh):
-    y = constrain(jnp.ones((4, 8)), P(None, ("data", "model")), mesh())
-    if mesh is MIXED:  # JAX keeps no order among axes of two types
-        assert set(y.sharding.spec[1]) == {"data", "model"}
-    else:
-        assert spec_of(y) == (None, ("data", "model"))
-
-
-def test_given_mesh_in_jit():
-    y = jax.jit(lambda x: constrain(x, P("model"), AUTO()))(jnp.ones((4, 8)))
-    assert y.sharding.is_equivalent_to(NamedSharding(AUTO(), P("model")), 2)
 
 
 def test_unconstrained_axis_keeps_explicit_sharding():
@@ -154,60 +121,6 @@ def a_mesh(kind=AxisType.Auto):
     return jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
 
 
-def test_mesh_of_a_sharding():
-    mesh = a_mesh()
-    assert spmd.get_mesh(NamedSharding(mesh, P("data"))) == mesh
-    assert spmd.get_mesh(P("data")) is None
-    assert spmd.get_mesh(None) is None
-
-
-def test_function_of_each_entry():
-    def upper(entry):
-        return entry and entry.upper()
-
-    assert spmd.map_sharding(upper, ("a", None)) == P("A", None)
-    assert spmd.map_sharding(upper, P("a")) == P("A")
-    mesh = a_mesh()
-    swapped = spmd.map_sharding({"data": "model"}.get, NamedSharding(mesh, P("data", None)))
-    assert swapped == NamedSharding(mesh, P("model", None))
-    assert spmd.map_sharding(upper, None) is None
-
-
-def test_names_become_mesh_axes():
-    names = ("a", None, ("data", "model"), P.UNCONSTRAINED, "other", "c")
-    axes = ("data", None, ("data", "model"), P.UNCONSTRAINED, "other", None)
-    assert spmd.from_sharding_rules(names, RULES) == axes
-    assert spmd.apply_rules(names, RULES) == P(*axes)
-    assert spmd.get_pspec(names, RULES) == P(*axes)
-    assert spmd.get_pspec(P(*names), RULES) == P(*axes)
-    assert spmd.get_pspec(NamedSharding(a_mesh(), P("data"))) == P("data")
-    assert spmd.get_pspec(jnp.ones(1).sharding) is None
-
-
-def test_last_rule_for_a_name_wins():
-    assert spmd.from_sharding_rules(("a",), (*RULES, ("a", "model"))) == ("model",)
-
-
-def test_context_rules_are_added():
-    with spmd.logical_axis_rules(RULES):
-        assert spmd.get_pspec(("a", "d"), [("d", "model")]) == P("data", "model")
-        assert spmd.from_sharding_rules(("a", "d"), [("d", "model")]) == ("a", "model")
-        with pytest.raises(LogicalAxisError, match="conflict for the logical axis 'a'"):
-            spmd.get_pspec(("a",), [("a", "model")])
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_value_is_sharded(kind, compiled):
-    mesh = a_mesh(kind)
-
-    def f(x):
-        return spmd.shard_value(x, ("a", "b"), RULES, None)
-
-    with jax.set_mesh(mesh):
-        assert (jax.jit(f) if compiled else f)(jnp.ones((4, 8))).sharding.spec == P("data", "model")
-
-
 def test_mesh_is_given_or_from_the_sharding():
     x = jnp.ones((4, 8))
     mesh = a_mesh()
@@ -216,12 +129,6 @@ def test_mesh_is_given_or_from_the_sharding():
     assert spmd.shard_value(x, own, None, None).sharding == own
     tree = spmd.shard_value({"x": x, "y": np.ones(8)}, ("a",), RULES, mesh)
     assert {y.sharding.spec[0] for y in tree.values()} == {"data"}
-
-
-def test_value_without_spec_is_kept():
-    x = jnp.ones((4, 8))
-    for layout in (None, (), P(), x.sharding):
-        assert spmd.shard_value(x, layout, RULES, a_mesh()) is x
 
 
 def test_layout_without_a_mesh():

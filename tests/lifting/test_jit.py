@@ -1,11 +1,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from jax.experimental import checkify as jax_checkify
 
 from tests.lifting.counting import BOXES, Box
-from weft.lifting import checkify, eval_shape, jit
+from weft.lifting import jit
 from weft.lifting.jit import Compiled, Lowered, Traced
 
 
@@ -30,14 +28,6 @@ def test_equal_structure_is_compiled_once():
     assert len(traces) == 1
     fn(Box(total=jnp.float32(0), more=jnp.float32(0)), jnp.float32(1))
     assert len(traces) == 2
-
-
-def test_lower_keeps_the_carrier():
-    fn, _ = counting_jit()
-    box = Box(total=jnp.float32(1))
-    assert "stablehlo.add" in fn.lower(box, jnp.float32(2)).as_text()
-    assert box.arrays["total"] == 1
-    assert box.writes == 0
 
 
 def test_compiled_function_accepts_carriers():
@@ -99,30 +89,3 @@ def test_explain_recompile():
     f(box, jnp.ones(4), mode="slow")
     assert "fast" in f.explain_recompile()
     assert "slow" in f.explain_recompile()
-
-
-def test_shapes_instead_of_arrays():
-    box = Box(x=jnp.ones((3, 2)))
-
-    def f(box, y):
-        box.write("z", box.arrays["x"] @ y)
-        return y.sum()
-
-    shape = eval_shape(BOXES, f)(box, jax.ShapeDtypeStruct((2, 4), jnp.float32))
-    assert (shape.shape, shape.dtype) == ((), jnp.float32)
-    assert box.arrays["z"] == jax.ShapeDtypeStruct((3, 4), jnp.float32)
-
-
-def test_failed_checks_return():
-    def f(box, x):
-        jax_checkify.check(x > 0, "x is {x}", x=x)
-        box.write("x", x)
-        return x + 1
-
-    box = Box(x=jnp.float32(0))
-    error, value = checkify(BOXES, f)(box, jnp.float32(1))
-    error.throw()
-    assert (value, box.arrays["x"]) == (2, 1)
-    error, _ = checkify(BOXES, f)(box, jnp.float32(-1))
-    with pytest.raises(jax_checkify.JaxRuntimeError, match=r"x is -1"):
-        error.throw()

@@ -12,20 +12,6 @@ def negated(groups):
     return jax.tree.map(jnp.negative, groups[0]), *groups[1:]
 
 
-def test_function_sees_the_state_through_two_maps():
-    box = Box(x=jnp.float32(3), y=jnp.float32(5))
-
-    def f(box):
-        box.write("x", box.arrays["x"] - 1)
-        return box.arrays["x"] + box.arrays["y"]
-
-    mapped = map_state(
-        BOXES, f, in_axes=(ROLES,), map_in=negated, map_out=lambda found, left, _: negated(left)
-    )
-    assert mapped(box) == -4 + 5
-    assert (box.arrays["x"], box.arrays["y"]) == (4, 5)
-
-
 def test_initial_run_creates_state():
     box, runs = Box(y=jnp.float32(5)), []
 

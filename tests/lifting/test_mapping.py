@@ -53,30 +53,6 @@ def no_leaks():
         yield
 
 
-def test_each_group_has_its_own_axis():
-    weights, offset = jnp.arange(6.0).reshape(2, 3), jnp.float32(10)
-    box = Box(w=weights, b=offset, total=jnp.zeros((2,)))
-    roles = Roles((("w", 1), ("total", None), (True, None)))
-    box.arrays["total"] = jnp.float32(0)
-
-    def fn(box, x):
-        return box.arrays["w"].sum() * x + box.arrays["b"]
-
-    out = vmap(BOXES, fn, in_axes=(roles, 0))(box, jnp.array([1.0, 2.0, 3.0]))
-    np.testing.assert_allclose(out, weights.sum(0) * np.array([1, 2, 3]) + 10)
-
-
-def test_written_state_keeps_its_axis():
-    box = Box(w=jnp.arange(6.0).reshape(2, 3))
-
-    def fn(box):
-        box.write("w", box.arrays["w"] + 1)
-
-    vmap(BOXES, fn, in_axes=(1,))(box)
-    np.testing.assert_array_equal(box.arrays["w"], np.arange(6.0).reshape(2, 3) + 1)
-    assert box.writes == 1
-
-
 def test_new_state_joins_the_first_matching_group():
     box = Box(w=jnp.arange(3.0))
 
@@ -85,23 +61,6 @@ def test_new_state_joins_the_first_matching_group():
 
     vmap(BOXES, fn, in_axes=(Roles((("w", 0), (True, 0))),))(box)
     np.testing.assert_array_equal(box.arrays["new"], [0, 2, 4])
-
-
-def test_keys_are_forked():
-    box = Box(key=jax.random.key(0))
-    drawn = vmap(
-        BOXES,
-        lambda box: jax.random.uniform(box.arrays["key"]),
-        in_axes=(Roles((("key", FORK),)),),
-        axis_size=4,
-    )(box)
-    expected = jax.vmap(jax.random.uniform)(jax.random.split(jax.random.key(0), 4))
-    np.testing.assert_array_equal(drawn, expected)
-
-
-def test_axis_name_for_collectives():
-    out = vmap(BOXES, lambda x: x / jax.lax.psum(x, "i"), axis_name="i")(jnp.array([1.0, 3.0]))
-    np.testing.assert_allclose(out, [0.25, 0.75])
 
 
 def test_returned_carriers_have_the_axis_of_out_axes():
@@ -189,23 +148,6 @@ def test_each_device_has_its_own_keys(mesh):
     )
     expected = jax.vmap(jax.random.uniform)(jax.random.split(jax.random.key(0), 4))
     np.testing.assert_array_equal(mapped(box), expected)
-
-
-@needs_devices
-def test_pmap_equals_vmap_with_a_device_for_each_index():
-    x = np.arange(12.0, dtype=np.float32).reshape(3, 4)
-
-    def f(box, y):
-        box.write("x", box.arrays["x"] * y)
-        return jax.lax.pmean(y, "i"), box.arrays["x"].sum()
-
-    box, roles = Box(x=jnp.asarray(x)), Roles(((True, 1),))
-    mapped = pmap(BOXES, f, axis_name="i", in_axes=(roles, 0), out_axes=(None, 0))
-    mean, sums = mapped(box, jnp.arange(4.0))
-    assert mean == 1.5
-    np.testing.assert_allclose(box.arrays["x"], x * np.arange(4.0))
-    np.testing.assert_allclose(sums, (x * np.arange(4.0)).sum(0))
-    assert len(box.arrays["x"].sharding.device_set) == 4
 
 
 def test_pmap_needs_a_device_for_each_index():

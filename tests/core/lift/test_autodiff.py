@@ -3,11 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.keys import quick_key
-from weft.core import apply, init, lift, nn
+from weft.core import apply, lift
 from weft.errors import TransformArgumentError
 
-KEY = quick_key(0)
 VARIABLES = {"params": {"w": jnp.float32(2)}, "state": {"n": jnp.int32(0)}}
 
 
@@ -15,20 +13,6 @@ def scaled(scope, x, y=1.0):
     if scope.is_mutable_collection("state"):
         scope.put_variable("state", "n", scope.get_variable("state", "n") + 1)
     return scope.get_variable("params", "w") * x * y
-
-
-def test_vjp_of_collections_and_arguments():
-    def f(scope, x, y):
-        value, pullback, aux = lift.vjp(
-            lambda s, x, y: (scaled(s, x, y), "aux" and y), scope, x, y, has_aux=True
-        )
-        return value, pullback(1.0), aux
-
-    (value, grads, aux), changed = apply(f, mutable=["state"])(VARIABLES, 3.0, 5.0)
-    assert value == 30
-    assert grads == ({"params": {"w": 15}}, 10, 6)
-    assert aux == 5
-    assert changed["state"]["n"] == 1
 
 
 def test_vjp_variables_and_several_scopes():
@@ -43,49 +27,6 @@ def test_vjp_variables_and_several_scopes():
 
     ((a, b),) = apply(f)({"other": {"a": {"v": 2.0}, "b": {"v": 3.0}}})
     assert (a, b) == ({"other": {"v": 3}}, {"other": {"v": 2}})
-
-
-def test_gradients_of_arguments():
-    f = apply(lambda s, x: lift.value_and_grad(scaled, s, x, 5.0), mutable=["state"])
-    (value, grads), changed = f(VARIABLES, 3.0)
-    assert (value, grads, changed["state"]["n"]) == (30, (10, 6), 1)
-    with_aux = lambda s, x: (scaled(s, x), "aux" and x)  # noqa: E731
-    g = apply(lambda s, x: lift.value_and_grad(with_aux, s, x, has_aux=True))
-    assert g(VARIABLES, 3.0) == (6, 3, (2,))
-    assert apply(lambda s, x: lift.grad(scaled, s, x))(VARIABLES, 3.0) == (2,)
-    assert apply(lambda s, x: lift.grad(with_aux, s, x, has_aux=True))(VARIABLES, 3.0) == ((2,), 3)
-
-
-def test_jvp_of_variables_and_arguments():
-    def f(scope, x):
-        return lift.jvp(scaled, scope, (x,), (1.0,), {"params": {"w": jnp.float32(10)}})
-
-    (value, tangent), changed = apply(f, mutable=["state"])(VARIABLES, 3.0)
-    assert (value, tangent) == (6, 2 * 1 + 10 * 3)
-    assert changed["state"]["n"] == 1
-
-
-def sign_gradients(dense):
-    def forward(scope, x, features):
-        return lift.vjp(lambda scope, x: dense(scope, x, features), scope, x)
-
-    def backward(features, pullback, cotangent):
-        params, *rest = pullback(cotangent)
-        return jax.tree.map(jnp.sign, params), *rest
-
-    return lift.custom_vjp(dense, forward, backward, nondiff_argnums=(2,))
-
-
-@pytest.mark.parametrize("around", [lambda f: f, lift.jit, lift.remat], ids=["", "jit", "remat"])
-def test_custom_backward_function(around):
-    dense = sign_gradients(nn.dense)
-    model = around(lambda scope, x: dense(scope, x, 4))
-    x = jax.random.normal(KEY, (2, 3))
-    y, variables = init(model)(KEY, x)
-    plain, _ = init(around(lambda scope, x: nn.dense(scope, x, 4)))(KEY, x)
-    np.testing.assert_allclose(y, plain, rtol=1e-6)
-    grads = jax.grad(lambda v: apply(model)(v, x).sum())(variables)
-    assert set(np.unique(np.abs(grads["params"]["kernel"]))) == {1}
 
 
 def test_custom_backward_function_after_a_loop_that_stacks_state():

@@ -259,39 +259,6 @@ def test_scan_creates_carry_with_keys_of_first_iteration(split, length, counts_f
     jax.tree.map(np.testing.assert_array_equal, carried, first_iterations(own, 1))
 
 
-def expected_variables(split, counts_first_run, draws):
-    """Returns the variables of the first iteration, from keys and their numbers."""
-
-    def first(key):
-        return jax.random.split(key, 3)[0] if split else key
-
-    def value(stream, path, number):
-        at = LazyRng(first(RNGS[stream])).at(*path, number + draws[path, stream] * counts_first_run)
-        return jax.random.uniform(at.as_jax_rng())
-
-    child = {name: value("noise", ("child",), i) for name, i in (("a", 1), ("c", 2))}
-    child |= {"b": value("params", ("child",), 1), "d": value("noise", (), 1)}
-    return {"child": child}
-
-
-@pytest.mark.parametrize("split", [True, False])
-@pytest.mark.parametrize("loop", ["scan", "fori"])
-def test_keys_of_first_iteration(loop, split):
-    streams = {"params": split, "noise": split}
-
-    def run(scope):
-        if loop == "scan":
-            body = lift.scan(drawing, variable_carry="state", split_rngs=streams, length=3)
-            body(scope, None, None)
-        else:
-            body = lambda i, s, c: drawing(s, c)[0]  # noqa: E731
-            lift.fori_loop(0, 3, body, scope, None, carry_variables="state", split_rngs=streams)
-
-    draws = {((), "noise"): 1, (("child",), "noise"): 2, (("child",), "params"): 1}
-    expected = expected_variables(split, loop == "scan", draws)
-    jax.tree.map(np.testing.assert_array_equal, made_by(run), expected)
-
-
 @pytest.mark.parametrize("split", [True, False])
 def test_while_loop_creates_carry_with_keys_of_first_iteration(split):
     streams = {"params": split, "noise": split}
@@ -307,53 +274,6 @@ def test_while_loop_creates_carry_with_keys_of_first_iteration(split):
     rngs = {name: jax.random.fold_in(key, 0) if split else key for name, key in RNGS.items()}
     expected = apply(first, mutable=["state"])({}, rngs=rngs)[1]["state"]
     jax.tree.map(np.testing.assert_array_equal, made_by(run), expected)
-
-
-@pytest.mark.parametrize("split", [True, False])
-def test_nested_scans_create_carry_with_keys_of_first_iterations(split):
-    streams = {"params": split, "noise": split}
-
-    def nested(**of_state):
-        inner = lift.scan(drawing, split_rngs=streams, length=1, **of_state)
-        body = lambda s, c, _: (inner(s, c, None)[0], None)  # noqa: E731
-        outer = lift.scan(body, split_rngs=streams, length=1, **of_state)
-        return lambda s: outer(s, None, None)[0]
-
-    carried = made_by(nested(variable_carry="state"))
-    distinct = {float(x) for x in jax.tree.leaves(carried)}
-    assert len(distinct) == 4
-    # A scan that makes its state runs the body as often as one with an axis, and draws as many
-    # keys in the run before; those that find the state draw fewer.
-    keys = {
-        jax.random.uniform(
-            LazyRng(RNGS["params"] if not split else twice_split(RNGS["params"]))
-            .at("child", n)
-            .as_jax_rng()
-        ).item()
-        for n in range(1, 6)
-    }
-    assert float(carried["child"]["b"]) in keys
-
-
-def twice_split(key):
-    return jax.random.split(jax.random.split(key, 1)[0], 1)[0]
-
-
-def test_shared_state_uses_keys_of_the_initial_run():
-    def body(scope, carry, _):
-        kernel = scope.push("dense", reuse=True).rewound()
-        kernel.param("w", lambda key: jax.random.uniform(key))
-        n = scope.push("count", reuse=True).rewound()
-        n.variable("state", "n", lambda: jax.random.uniform(n.make_rng("params")))
-        return carry, None
-
-    options = {"variable_broadcast": "params", "split_rngs": {"params": False}, "length": 2}
-    loop = lift.scan(body, variable_carry="state", **options)
-    variables = init(lambda s: loop(s, None, None)[0])(KEY)[1]
-    w, n = (
-        jax.random.uniform(LazyRng(KEY).at(*at).as_jax_rng()) for at in (("dense", 1), ("count", 2))
-    )
-    assert variables == {"params": {"dense": {"w": w}}, "state": {"count": {"n": n}}}
 
 
 def test_state_created_in_a_later_iteration_is_rejected():
@@ -418,10 +338,6 @@ def around(loop: str, times: int = 2) -> Any:
     return run
 
 
-def as_variable(scope, name):
-    return scope.variable("state", name, lambda: jax.random.uniform(scope.make_rng("params"))).value
-
-
 def as_param(scope, name):
     return scope.param(name, jax.random.uniform)
 
@@ -438,38 +354,6 @@ LOOPS += ["scan", "scan that counts_first_run nothing", "scan that carries param
 def drawn():
     """Returns numbers made with the first keys of the root scope."""
     return [jax.random.uniform(LazyRng(KEY).at(n).as_jax_rng()).item() for n in range(1, 40)]
-
-
-@pytest.mark.parametrize(
-    ("made", "run"), [(as_param, init), (as_variable, apply), (as_key, init), (as_key, apply)]
-)
-@pytest.mark.parametrize("loops", [*([loop] for loop in LOOPS), LOOPS[:2], LOOPS[2::3]], ids=str)
-def test_keys_after_a_loop_differ_from_keys_in_it(loops, made, run):
-    def two(scope):
-        return made(scope, "a") + 2 * made(scope, "b")
-
-    looped = two
-    for loop in loops:
-        looped = around(loop)(looped)
-
-    def program(scope):
-        inside = looped(scope)
-        return inside, as_param(scope, "c"), as_variable(scope, "d"), as_key(scope, "e")
-
-    if run is init:
-        (inside, *last), variables = init(program)({"params": KEY})
-    else:
-        collections = ["params", "state"]
-        (inside, *last), variables = apply(program, mutable=collections)({}, rngs={"params": KEY})
-    own = drawn()
-    if made is as_key:
-        sums = {own[i] + 2 * own[i + 1]: i + 1 for i in range(len(own) - 1)}
-        (first,) = [n for y, n in sums.items() if abs(y - float(inside)) < 1e-6]
-        number = first + 1
-    else:
-        of_loop = [x for of in variables.values() for name, x in of.items() if name in "ab"]
-        number = max(own.index(x.item()) + 1 for x in of_loop)
-    assert [own.index(x.item()) + 1 for x in last] == [number + 1, number + 2, number + 3]
 
 
 @pytest.mark.parametrize(

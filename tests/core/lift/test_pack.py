@@ -3,15 +3,12 @@ import jax.numpy as jnp
 import pytest
 
 from tests.keys import quick_key
-from weft.core import apply, bind, init
+from weft.core import apply, bind
 from weft.core.lift.pack import pack
 from weft.core.rngs import LazyRng
 from weft.errors import (
-    InvalidRngError,
     InvalidScopeError,
     ModifyScopeVariableError,
-    RoleError,
-    ScopeCollectionNotFound,
     TransformArgumentError,
 )
 
@@ -50,67 +47,6 @@ def test_groups_follow_the_filters():
     assert isinstance(seen[1][0][0]["noise"], LazyRng)
     assert seen[2] == (({"cache": {"y": 2.0}},), ({"state": {"x": 5.0}},))
     assert changed == {"state": {"x": 5.0}, "cache": {"y": 2.0}}
-
-
-def test_variables_can_be_transformed():
-    def transposed(scope_fn, repack_fn, variable_groups, rng_groups, x):
-        target, rest = variable_groups
-        target = jax.tree.map(lambda w: w.T, target)
-        scope = scope_fn((target, rest), rng_groups)
-        y = x @ scope.param("w", jax.nn.initializers.ones, (3, 2))
-        target, rest = repack_fn(scope)
-        return y, (jax.tree.map(lambda w: w.T, target), rest)
-
-    packed = pack(transposed, ("params", True), ("params", True), (True,))
-    y, variables = init(packed)(KEY, jnp.ones(3))
-    assert variables["params"]["w"].shape == (2, 3)
-    assert (apply(packed)(variables, jnp.ones(3)) == y).all()
-
-
-def test_several_scopes_are_lifted_by_their_roots():
-    sizes = []
-
-    def inner(scope_fn, repack_fn, variable_groups, rng_groups):
-        sizes.append((len(variable_groups[0]), len(rng_groups[0])))
-        scopes = scope_fn(variable_groups, rng_groups)
-        a, below, same, other = scopes
-        below.put_variable("state", "n", 1)
-        assert a.get_variable("state", "below") == {"n": 1}
-        assert same.push("below", reuse=True).get_variable("state", "n") == 1
-        other.put_variable("state", "m", below.get_variable("state", "n") + 1)
-        return below.path_text, repack_fn(scopes)
-
-    def program(scope):
-        a, other = scope.push("a"), scope.push("b")
-        return pack(inner, (True,), (True,), (True,))([a, a.push("below"), a, other])
-
-    path, variables = init(program)(KEY)
-    assert sizes == [(2, 2)]
-    assert variables == {"state": {"a": {"below": {"n": 1}}, "b": {"m": 2}}}
-    assert path == "/inner(a)/below"
-
-
-def test_scope_below_a_later_one():
-    def inner(scope_fn, repack_fn, variable_groups, rng_groups):
-        scopes = scope_fn(variable_groups, rng_groups)
-        scopes["below"].put_variable("state", "n", 1)
-        return scopes["root"].get_variable("state", "a"), repack_fn(scopes)
-
-    def program(scope):
-        return pack(inner, (True,), (True,), (True,))({"below": scope.push("a"), "root": scope})
-
-    assert apply(program, mutable=True)({}) == ({"n": 1}, {"state": {"a": {"n": 1}}})
-
-
-def test_unmatched_collections_are_empty():
-    def look(scope):
-        return scope.variable("state", "x").value
-
-    message = "the collection 'state' is empty; look does not lift .*'state': name it among"
-    with pytest.raises(ScopeCollectionNotFound, match=message):
-        apply(direct(look, ins=("params",), name="look"))(VARIABLES)
-    with pytest.raises(InvalidRngError, match=r"'noise'.*none. .*, and lift the stream\.$"):
-        apply(direct(lambda scope: scope.make_rng("noise"), rngs=()))({}, rngs={"noise": KEY})
 
 
 def test_collections_not_returned_are_immutable():
@@ -167,30 +103,3 @@ def test_several_scopes_start_and_end():
     for scope in kept:
         with pytest.raises(InvalidScopeError, match="'/inner"):
             scope.variables()
-
-
-def test_failure_leaves_scope_unchanged():
-    def fail(scope):
-        scope.put_variable("state", "x", 7.0)
-        scope.put_variable("new", "z", 7.0)
-        scope.make_rng()
-        raise ZeroDivisionError
-
-    outer = bind(VARIABLES, rngs=KEY, mutable=True)
-    expected = bind(VARIABLES, rngs=KEY, mutable=True)
-    with pytest.raises(ZeroDivisionError):
-        direct(fail)(outer)
-    assert outer.variables() == expected.variables()
-    assert outer.make_rng() == expected.make_rng()
-
-
-def test_scopes_of_a_tree_share_filters():
-    from weft.core.scope_kind import ScopeKind, Select
-
-    root = bind({})
-    with pytest.raises(
-        RoleError, match="probe: the scope '/a' is below '/', which is lifted other"
-    ):
-        ScopeKind("probe").split(
-            [root, root.push("a")], [((Select(True), None),), ((Select(False), None),)]
-        )

@@ -8,11 +8,10 @@ from jax.experimental import checkify as jax_checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.keys import draw, quick_key
-from weft.core import DenyList, apply, broadcast, init, lift, meta, nn
+from weft.core import DenyList, apply, broadcast, init, lift, nn
 from weft.core.lift.transforms import roles_of, shared, without_broadcast
 from weft.core.scope_kind import Select
 from weft.errors import (
-    AxisSizeError,
     ScopeCollectionNotFound,
     TransformArgumentError,
     VariableAxisError,
@@ -65,36 +64,6 @@ def count(scope, x):
     return calls.value
 
 
-@pytest.mark.parametrize("mapped", [lift.vmap, pytest.param(lift.pmap, marks=needs_devices)])
-@pytest.mark.parametrize("axis", [0, 1])
-def test_each_index_has_its_own_parameters(mapped, axis):
-    ensemble = mapped(dense, {"params": axis}, {"params": True})
-    y, variables = init(ensemble)(KEY, X)
-    kernel = jnp.moveaxis(variables["params"]["kernel"], axis, 0)
-    assert kernel.shape == (4, 3, 2)
-    assert len({float(k) for k in kernel[:, 0, 0]}) == 4
-    np.testing.assert_allclose(y, jnp.einsum("bi,bif->bf", X, kernel), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(apply(ensemble)(variables, X), y, rtol=1e-6)
-
-
-def test_all_share_the_parameters():
-    shared = lift.vmap(dense, {"params": None}, {"params": False})
-    y, variables = init(shared)(KEY, X)
-    expected, alone = init(dense)(KEY, X)
-    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(variables["params"]["kernel"], alone["params"]["kernel"])
-
-
-@pytest.mark.parametrize("given", [{}, {"calls": {"n": jnp.full((2, 3), 7.0)}}])
-def test_variables_that_only_leave_replace_earlier_ones(given):
-    def last(scope, x):
-        scope.variable("calls", "n", lambda: x)
-
-    mapped = lift.vmap(last, {"calls": lift.Out(np.int64(1))}, {})
-    _, changed = apply(mapped, mutable=["calls"])(given, jnp.arange(6.0).reshape(3, 2))
-    assert changed["calls"]["n"].tolist() == [[0, 2, 4], [1, 3, 5]]
-
-
 def test_variables_that_only_enter_are_read_only():
     def count(scope, x):
         if scope.is_mutable_collection("calls"):
@@ -112,29 +81,6 @@ def test_differing_values_are_rejected():
         init(lift.vmap(dense, {"params": None}, {"params": True}))(KEY, X)
 
 
-def test_state_and_keyword_arguments_are_mapped():
-    f = lift.vmap(lambda scope, x, *, y: count(scope, x + y), {"state": 0}, {})
-    y, changed = apply(f, mutable=["state"])({}, X, y=X)
-    np.testing.assert_allclose(changed["state"]["calls"], 2 * X.sum(1), rtol=1e-6)
-    assert y.shape == (4,)
-
-
-def test_negative_axes_count_from_the_end():
-    _, variables = init(lift.vmap(dense, {"params": -1}, {"params": True}))(KEY, X)
-    assert variables["params"]["kernel"].shape == (3, 2, 4)
-
-
-def test_sizes_must_agree():
-    f = lift.vmap(dense, {"params": 0}, {"params": True})
-    _, variables = init(f)(KEY, X)
-    with pytest.raises(AxisSizeError, match="vmap: the mapped axes have different sizes"):
-        apply(f)(variables, X[:3])
-    with pytest.raises(AxisSizeError, match="vmap: no input is mapped, so the size is unknown"):
-        init(lift.vmap(dense, {"params": 0}, {"params": True}, in_axes=None))(KEY, X)
-    with pytest.raises(AxisSizeError, match=r"shape \(4, 3\) has no axis 5"):
-        init(lift.vmap(dense, {}, {}, in_axes=5))(KEY, X)
-
-
 def test_unlifted_collection_is_missing():
     with pytest.raises(ScopeCollectionNotFound, match="vmap does not lift the collection 'state'"):
         apply(lift.vmap(count, {"params": 0}, {}), mutable=True)({}, X)
@@ -143,23 +89,6 @@ def test_unlifted_collection_is_missing():
 def test_names_of_axes():
     f = lift.vmap(lambda scope, x: jax.lax.psum(x, "batch"), {}, {}, axis_name="batch")
     np.testing.assert_allclose(apply(f)({}, X)[0], X.sum(0), rtol=1e-5)
-
-
-@pytest.mark.parametrize("mapped", [lift.vmap, pytest.param(lift.pmap, marks=needs_devices)])
-def test_boxes_gain_and_lose_the_axis(mapped):
-    def boxed(scope, x):
-        kernel_init = meta.with_partitioning(jax.nn.initializers.ones, ("in", "out"))
-        value = scope.param("kernel", kernel_init, (3, 2))
-        assert scope.get_variable("params", "kernel").names == ("in", "out")
-        return x @ value
-
-    f = mapped(
-        boxed, {"params": 1}, {"params": True}, metadata_params={meta.PARTITION_NAME: "layers"}
-    )
-    _, variables = init(f)(KEY, X)
-    assert variables["params"]["kernel"].names == ("in", "layers", "out")
-    _, again = apply(f, mutable=["params"])(variables, X)
-    assert again["params"]["kernel"].names == ("in", "layers", "out")
 
 
 @needs_devices
@@ -189,11 +118,6 @@ def test_shard_map_splits_across_devices(axis_type):
     np.testing.assert_allclose(y, 2 * X.sum(), rtol=1e-5)
     np.testing.assert_allclose(changed["state"]["seen"], X.sum(1), rtol=1e-5)
     assert len(set(noise.tolist())) == 4
-
-
-def test_pmap_has_one_device_for_each_index():
-    with pytest.raises(AxisSizeError, match="have size 100, and there are"):
-        init(lift.pmap(dense, {"params": 0}, {"params": True}))(KEY, jnp.ones((100, 3)))
 
 
 VECTOR = draw(0, 2, 3)
@@ -297,20 +221,6 @@ def test_state_crosses_jit():
     assert (y, changed) == (6, {"state": {"n": 1}})
 
 
-def test_remat_recomputes_in_the_backward_pass():
-    def f(scope, x):
-        return jnp.sin(nn.dense(scope, x, 3)).sum()
-
-    _, variables = init(f)(KEY, VECTOR)
-    plain = jax.grad(lambda v: apply(f)(v, VECTOR))(variables)
-    again = jax.grad(lambda v: apply(lift.remat(f))(v, VECTOR))(variables)
-    np.testing.assert_allclose(again["params"]["kernel"], plain["params"]["kernel"], rtol=1e-5)
-    jaxpr = jax.make_jaxpr(jax.grad(lambda v: apply(lift.checkpoint(f))(v, VECTOR)))(variables)
-    assert "remat" in str(jaxpr)
-    with pytest.raises(TransformArgumentError, match="name the arguments that have to be concrete"):
-        lift.remat(f, concrete=True)
-
-
 def test_shapes_instead_of_arrays():
     f = lift.eval_shape(lambda scope, x: nn.dense(scope, x, 4))
     shape, variables = init(f)(KEY, VECTOR)
@@ -358,17 +268,6 @@ def test_tied_autoencoder():
     y, variables = init(f)(KEY, INPUTS)
     kernel = variables["params"]["kernel"]
     np.testing.assert_allclose(y, INPUTS @ kernel @ kernel.T, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("options", [{"init": True}, {"mutable": True}])
-def test_map_variables_stores_mapped_values(options):
-    f = lift.map_variables(dense_map, "params", transposed, transposed, **options)
-    y, variables = init(f)(KEY, INPUTS, 4)
-    kernel = variables["params"]["kernel"]
-    assert kernel.shape == (4, 3)
-    np.testing.assert_allclose(y, INPUTS @ kernel.T, rtol=1e-5, atol=1e-6)
-    kept = lift.map_variables(dense_map, "params", transposed, transposed)
-    np.testing.assert_allclose(apply(kept)(variables, INPUTS, 4), y, rtol=1e-6)
 
 
 def test_mask_on_the_parameters():
@@ -420,16 +319,6 @@ def test_mutable_variables_are_initialized_through_map_in_apply():
     y, variables = apply(mapped(layer), mutable="params")({}, INPUTS, rngs=KEY)
     assert len(runs) == 2
     np.testing.assert_allclose(y, INPUTS @ (2 * variables["params"]["kernel"]), rtol=1e-5)
-
-
-def test_swapped_collections():
-    def f(scope):
-        scope.put_variable("a", "x", scope.get_variable("a", "x") + 1)
-        return scope.get_variable("b", "y")
-
-    variables = {"a": {"y": 1}, "b": {"x": 10}}
-    y, changed = apply(lift.swap_collection(f, "a", "b"), mutable=["a", "b"])(variables)
-    assert (y, changed) == (1, {"a": {"y": 1}, "b": {"x": 11}})
 
 
 def test_fold_rngs_restarts():
