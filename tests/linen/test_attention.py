@@ -14,7 +14,6 @@ from weft.errors import (
     ModifyScopeVariableError,
     WeftError,
 )
-from weft.functional import attention_mask
 from weft.functional.attention_mask import (
     AttentionMask,
     causal_mask,
@@ -23,66 +22,14 @@ from weft.functional.attention_mask import (
 )
 from weft.linen.attention import (
     MultiHeadAttention,
-    MultiHeadDotProductAttention,
     SelfAttention,
     dot_product_attention,
     dot_product_attention_weights,
 )
-from weft.linen.methods import compact
-from weft.linen.module import Module
 
 KEY = quick_key(0)
 X = draw(1, 2, 5, 8)
 OTHER = draw(2, 2, 7, 6)
-
-
-@jax.jit
-def reference(params, x, other, mask=None):
-    def project(name, x):
-        return (
-            jnp.einsum("bld,dhf->blhf", x, params[name]["kernel"])
-            + params[name]["bias"][None, None]
-        )
-
-    query, key, value = project("query", x), project("key", other), project("value", other)
-    logits = jnp.einsum("bqhf,bkhf->bhqk", query, key) / jnp.sqrt(query.shape[-1])
-    logits = logits if mask is None else jnp.where(mask, logits, -1e30)
-    found = jnp.einsum("bhqk,bkhf->bqhf", jax.nn.softmax(logits), value)
-    return (
-        jnp.einsum("bqhf,hfo->bqo", found, params["out"]["kernel"])
-        + params["out"]["bias"][None, None]
-    )
-
-
-def test_matches_reference():
-    layer = MultiHeadDotProductAttention(2, qkv_features=6, out_features=3)
-    y, variables = jax.jit(layer.init_with_output)(KEY, X, OTHER)
-    np.testing.assert_allclose(y, reference(variables["params"], X, OTHER), rtol=1e-5, atol=1e-5)
-    y, variables = jax.jit(SelfAttention(4).init_with_output)(KEY, X, make_causal_mask(X[..., 0]))
-    mask = jnp.tril(jnp.ones((5, 5), bool))
-    np.testing.assert_allclose(y, reference(variables["params"], X, X, mask), rtol=1e-5, atol=1e-5)
-
-
-def test_input_defaults():
-    layer = MultiHeadAttention(2)
-    variables = layer.init(KEY, X)
-    itself = layer.apply(variables, X)
-    np.testing.assert_array_equal(itself, layer.apply(variables, X, X, X))
-    np.testing.assert_array_equal(itself, SelfAttention(2).apply(variables, X))
-    variables = layer.init(KEY, X, OTHER)
-    other = layer.apply(variables, X, OTHER)
-    np.testing.assert_array_equal(other, layer.apply(variables, X, inputs_kv=OTHER))
-    np.testing.assert_array_equal(other, layer.apply(variables, X, OTHER, OTHER))
-
-
-def test_weights_are_kept():
-    layer = MultiHeadAttention(2, dropout_rate=0.5, deterministic=False)
-    y, kept = layer.apply(
-        layer.init(KEY, X), X, sow_weights=True, rngs={"dropout": KEY}, mutable="intermediates"
-    )
-    (weights,) = kept["intermediates"]["attention_weights"]
-    assert weights.shape == (2, 2, 5, 5) and y.shape == X.shape
-    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
 
 
 def test_dropout_needs_key_and_deterministic():
@@ -139,50 +86,6 @@ def test_errors_of_decoding():
         layer.apply(variables, X[:, :1])
 
 
-def test_custom_attention_fn():
-    seen = {}
-
-    def some(query, key, value, mask=None, dtype=None):
-        seen["some"] = mask.shape, dtype
-        return value
-
-    def anything(*args, **kwargs):
-        seen["anything"] = len(args), kwargs
-        return args[2]
-
-    mask = jnp.ones((2, 1, 5, 5))
-    SelfAttention(2, attention_fn=some, dtype=jnp.float16).init(KEY, X, mask)
-    SelfAttention(2, attention_fn=anything).init(KEY, X)
-    assert seen == {"some": ((2, 1, 5, 5), jnp.float16), "anything": (3, {})}
-
-
-def test_dot_general_modules():
-    class Scaled(Module):
-        @compact
-        def __call__(self, *args):
-            return self.param("scale", jax.nn.initializers.ones, ()) * jnp.einsum(*args)
-
-    layer = SelfAttention(
-        2, qk_attn_weights_einsum_cls=Scaled, attn_weights_value_einsum_cls=Scaled
-    )
-    y, variables = layer.init_with_output(KEY, X)
-    assert sorted(variables["params"]) == ["Scaled_0", "Scaled_1", "key", "out", "query", "value"]
-    np.testing.assert_allclose(y, SelfAttention(2).apply(variables, X), rtol=1e-5, atol=1e-5)
-    with pytest.raises(ArgumentValueError, match="give both, or none"):
-        SelfAttention(2, qk_attn_weights_einsum_cls=Scaled).init(KEY, X)
-
-
-def test_queries_and_keys_are_normalised():
-    layer = SelfAttention(2, normalize_qk=True)
-    variables = layer.init(KEY, X)
-    assert variables["params"]["query_ln"]["scale"].shape == (4,)
-    shifted = jax.tree.map(jnp.copy, variables)
-    shifted["params"]["query"]["kernel"] *= 7
-    np.testing.assert_allclose(
-        layer.apply(variables, X), layer.apply(shifted, X), rtol=1e-3, atol=1e-3
-    )
-
-
 def test_errors_of_arguments():
     layer = MultiHeadAttention(2)
     with pytest.raises(ArgumentValueError, match="was given inputs_v without inputs_k"):
@@ -197,41 +100,9 @@ def test_errors_of_arguments():
         layer.init(KEY, X, mask=jnp.ones((2, 1, 5, 9)))
 
 
-def test_default_attention_fn():
-    assert MultiHeadAttention(2).attention_fn is dot_product_attention
-
-
 Q = draw(1, 2, 5, 3, 4)
 K = draw(2, 2, 7, 3, 4)
 V = draw(3, 2, 7, 3, 6)
-
-
-def test_averages_the_values():
-    weights = dot_product_attention_weights(Q, K)
-    expected = jnp.einsum("bhqk,bkhd->bqhd", weights, V)
-    np.testing.assert_allclose(dot_product_attention(Q, K, V), expected, rtol=1e-5, atol=1e-6)
-    one = dot_product_attention(Q[0], K[0], V[0])
-    np.testing.assert_allclose(one, expected[0], rtol=1e-5, atol=1e-6)
-
-
-def test_dtype():
-    half = [x.astype(jnp.bfloat16) for x in (Q, K, V)]
-    assert dot_product_attention(*half).dtype == jnp.bfloat16
-    assert dot_product_attention(*half, force_fp32_for_softmax=True).dtype == jnp.float32
-    assert dot_product_attention(Q, K, V, dtype=jnp.float16).dtype == jnp.float16
-    assert dot_product_attention(Q, *half[1:]).dtype == jnp.float32
-
-
-@pytest.mark.parametrize("broadcast", [True, False])
-def test_dropout(broadcast):
-    kept = dot_product_attention_weights(
-        Q, K, dropout_rng=KEY, dropout_rate=0.5, broadcast_dropout=broadcast
-    )
-    plain = dot_product_attention_weights(Q, K, dropout_rate=0.5, deterministic=True)
-    np.testing.assert_allclose(kept, jnp.where(kept == 0, 0, 2 * plain), rtol=1e-5)
-    assert bool(((kept == 0) == (kept[:1, :1] == 0)).all()) == broadcast
-    nothing = dot_product_attention(Q, K, V, dropout_rng=KEY, dropout_rate=1.0)
-    assert (nothing == 0).all()
 
 
 def test_errors():
@@ -251,14 +122,6 @@ def test_errors():
         dot_product_attention(Q, K, V, dropout_rate=0.5)
     with pytest.raises(ArgumentValueError, match="was given; give both, or none"):
         dot_product_attention(Q, K, V, qk_attn_weights_einsum=jnp.einsum)
-
-
-def test_causal_padding_mask():
-    valid = jnp.array([[1, 1, 0]])
-    mask = attention_mask.combine_masks(
-        attention_mask.make_causal_mask(valid), attention_mask.make_attention_mask(valid, valid)
-    )
-    assert mask[0, 0].tolist() == [[1, 0, 0], [1, 1, 0], [0, 0, 0]]
 
 
 def test_blocks_compute_the_same():

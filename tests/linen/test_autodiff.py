@@ -49,34 +49,6 @@ def both(ms, x):
     return ms["b"](ms["a"](x)).sum()
 
 
-def test_vjp_of_a_module():
-    def body(self, x):
-        y, pullback = nn.vjp(call, Linear(2), x)
-        return y, pullback(jnp.ones_like(y))
-
-    (y, (of_variables, of_x)), params = run(body, X)
-    w = params["Linear_0"]["w"]
-    np.testing.assert_allclose(y, X @ w, rtol=1e-6)
-    np.testing.assert_allclose(of_variables["params"]["w"], X.T @ jnp.ones((2, 2)), rtol=1e-6)
-    np.testing.assert_allclose(of_x, jnp.ones((2, 2)) @ w.T, rtol=1e-6)
-
-
-def test_vjp_of_a_tree_of_modules():
-    def body(self, x):
-        _, pullback = nn.vjp(both, {"a": Linear(2), "b": Linear(1)}, x)
-        return pullback(jnp.ones(()))
-
-    (of_variables, of_x), params = run(body, X)
-
-    def plain(w, x):
-        return (x @ w["Linear_0"]["w"] @ w["Linear_1"]["w"]).sum()
-
-    of_w, expected = jax.grad(plain, argnums=(0, 1))(params, X)
-    np.testing.assert_allclose(of_variables["a"]["params"]["w"], of_w["Linear_0"]["w"], rtol=1e-5)
-    np.testing.assert_allclose(of_variables["b"]["params"]["w"], of_w["Linear_1"]["w"], rtol=1e-5)
-    np.testing.assert_allclose(of_x, expected, rtol=1e-5)
-
-
 def test_vjp_with_captured_module():
     def body(self, x):
         captured = Linear(2)
@@ -89,20 +61,6 @@ def test_vjp_with_captured_module():
     expected = hidden.T @ jnp.ones((2, 1))
     assert list(of_variables) == ["params"]
     np.testing.assert_allclose(of_variables["params"]["w"], expected, rtol=1e-5)
-
-
-def test_vjp_updates_state_and_returns_aux():
-    def body(self, x):
-        linear = Linear(1)
-        y, pullback, rest = nn.vjp(lambda m, x: (m(x), "rest"), linear, x, has_aux=True)
-        return rest, pullback(y)[0].keys()
-
-    m = model(body)
-    variables = m.init(KEY, X)
-    (rest, cols), state = m.apply(variables, X, mutable="state")
-    assert rest == "rest"
-    assert list(cols) == ["params"]
-    assert state["state"]["Linear_0"]["calls"] == variables["state"]["Linear_0"]["calls"] + 1
 
 
 def test_vjp_of_other_collections():
@@ -118,49 +76,6 @@ def test_vjp_of_other_collections():
 
     of_variables, _ = run(body, X)
     assert jax.tree.map(float, of_variables) == {"scales": {"scale": 15.0}}
-
-
-def test_gradients_of_arguments():
-    def body(self, x, factor):
-        loss = lambda m, x, factor: (factor * m(x)).sum()  # noqa: E731
-        linear = Linear(1)
-        value, grads = nn.value_and_grad(loss, linear, x, factor)
-        return value, grads, nn.grad(loss, linear, x, factor)
-
-    (value, (of_x, of_factor), grads), params = run(body, X, 2.0)
-    w = params["Linear_0"]["w"]
-    np.testing.assert_allclose(value, 2 * (X @ w).sum(), rtol=1e-5)
-    np.testing.assert_allclose(of_x, jnp.tile(2 * w.T, (2, 1)), rtol=1e-6)
-    np.testing.assert_allclose(of_factor, (X @ w).sum(), rtol=1e-5)
-    np.testing.assert_array_equal(grads[0], of_x)
-
-
-def test_gradients_with_aux():
-    loss = lambda m, x: (m(x).sum(), {"x": x})  # noqa: E731
-    ((value, rest), grads), _ = run(
-        lambda self, x: nn.value_and_grad(loss, Linear(1), x, has_aux=True), X
-    )
-    (only_grads, again), _ = run(lambda self, x: nn.grad(loss, Linear(1), x, has_aux=True), X)
-    np.testing.assert_array_equal(grads[0], only_grads[0])
-    np.testing.assert_array_equal(rest["x"], again["x"])
-    assert value.shape == ()
-
-
-def test_jvp_with_tangents_of_variables():
-    def body(self, x):
-        linear = Linear(2)
-        linear(x)
-        tangents = {"params": {"w": jnp.ones((3, 2))}}
-        return (
-            nn.jvp(call, linear, (x,), (0 * x,), tangents),
-            nn.jvp(call, linear, (x,), (jnp.ones_like(x),), {}),
-        )
-
-    ((y, of_w), (_, of_x)), params = run(body, X)
-    w = params["Linear_0"]["w"]
-    np.testing.assert_allclose(y, X @ w, rtol=1e-6)
-    np.testing.assert_allclose(of_w, X @ jnp.ones((3, 2)), rtol=1e-6)
-    np.testing.assert_allclose(of_x, jnp.ones((2, 3)) @ w, rtol=1e-6)
 
 
 def test_jvp_of_a_tree_of_modules():
@@ -181,28 +96,6 @@ def forward(m, x):
 def signed(pullback, cotangent):
     of_variables, of_x = pullback(cotangent)
     return jax.tree.map(jnp.sign, of_variables), 10 * of_x
-
-
-def test_custom_vjp():
-    def body(self, x):
-        x = nn.custom_vjp(call, forward, signed)(Linear(2), x)
-        return Linear(1)(x)
-
-    m = model(body)
-    variables = m.init(KEY, X)
-    assert list(variables["params"]) == ["Linear_0", "Linear_1"]
-
-    def grads(m):
-        loss = lambda p, x: m.apply({**variables, "params": p}, x).sum()  # noqa: E731
-        return jax.grad(loss, argnums=(0, 1))(variables["params"], X)
-
-    (of_w, of_x), y = grads(m), m.apply(variables, X)
-    a, b = (variables["params"][f"Linear_{i}"]["w"] for i in range(2))
-    np.testing.assert_allclose(y, X @ a @ b, rtol=1e-5)
-    ones = jnp.ones((2, 1))
-    np.testing.assert_array_equal(of_w["Linear_0"]["w"], jnp.sign(X.T @ ones @ b.T))
-    np.testing.assert_allclose(of_w["Linear_1"]["w"], (X @ a).T @ ones, rtol=1e-5)
-    np.testing.assert_allclose(of_x, 10 * ones @ b.T @ a.T, rtol=1e-5)
 
 
 def test_custom_vjp_of_several_modules_with_nondiff_argument():
@@ -357,15 +250,3 @@ def test_reduce_axes_are_rejected():
         TransformArgumentError, match=r"reduce_axes=\('batch',\): JAX no longer reduces over"
     ):
         model(lambda self, x: nn.vjp(call, Linear(), x, reduce_axes=("batch",))).init(KEY, X)
-
-
-@pytest.mark.parametrize("empty", [{}, {"params": {}}, {"params": {}, "state": {}}])
-def test_jvp_creates_variables(empty):
-    def body(self, x):
-        linear = Linear(2)
-        return nn.jvp(lambda m, x: m(x), linear, (x,), (2 * x,), empty)
-
-    (y, of_y), params = run(body, X)
-    w = params["Linear_0"]["w"]
-    np.testing.assert_allclose(of_y, 2 * X @ w, rtol=1e-6)
-    np.testing.assert_allclose(y, X @ w, rtol=1e-6)

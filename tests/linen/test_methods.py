@@ -12,7 +12,7 @@ from weft.errors import (
     MultipleMethodsCompactError,
     NameInUseError,
 )
-from weft.linen.methods import compact, compact_name_scope, nowrap
+from weft.linen.methods import compact, compact_name_scope
 from weft.linen.module import Module
 from weft.linen.transforms import jit
 
@@ -37,22 +37,6 @@ def test_packages_find_the_running_module_and_replace_methods_by_theirs():
     np.testing.assert_allclose(doubled.apply(variables, X), 2 * Model().apply(variables, X))
     assert [type(module).__name__ for module in seen] == ["Model"] * 3
     assert as_in_flax._context.module_stack == [None]
-
-
-def test_compact_method_names_by_class_and_shares_on_reuse():
-    class Model(Module):
-        @compact
-        def __call__(self, x):
-            return Affine()(Affine()(x))
-
-    class Twice(Module):
-        @compact
-        def __call__(self, x):
-            model = Model()
-            return model(model(x))
-
-    params = Twice().init(KEY, X)["params"]
-    assert sorted(params["Model_0"]) == ["Affine_0", "Affine_1"] and list(params) == ["Model_0"]
 
 
 def test_compact_method_needs_variables():
@@ -120,33 +104,6 @@ def test_two_compact_methods_that_make_different_submodules():
     assert Model().init(KEY, X, method="two")["params"]["Affine_0"]["kernel"].shape == (2, 2)
 
 
-def test_methods_with_name_scopes():
-    class Model(Module):
-        @compact_name_scope
-        def encode(self, x):
-            return Affine()(Affine(3)(x))
-
-        @compact_name_scope
-        def wrong(self, x):
-            return self.param("bias", jax.nn.initializers.zeros, (2,))
-
-        @compact
-        def __call__(self, x):
-            return Affine()(self.encode(self.encode(x)))
-
-    params = Model().init(KEY, X)["params"]
-    assert sorted(params) == ["Affine_0", "encode"]
-    assert sorted(params["encode"]) == ["Affine_0", "Affine_1"]
-    only = Model().init(KEY, X, method="encode")
-    np.testing.assert_array_equal(
-        only["params"]["encode"]["Affine_0"]["kernel"], params["encode"]["Affine_0"]["kernel"]
-    )
-    with pytest.raises(CompactMethodError, match="neither `setup` nor compact"):
-        Model().init(KEY, X, method="wrong")
-    with pytest.raises(CallCompactUnboundModuleError, match="the compact method encode"):
-        Model().encode(X)
-
-
 def test_name_scopes_in_transformed_methods():
     class Model(Module):
         @compact_name_scope
@@ -178,47 +135,6 @@ def test_name_scope_conflict():
 
     with pytest.raises(NameInUseError, match=r"'part' is used twice.*compact_name_scope"):
         Model().init(KEY, X)
-
-
-def test_nowrap_method_creates_modules_in_the_caller():
-    class Factory(Module):
-        features: int
-
-        @nowrap
-        def make(self):
-            return Affine(self.features)
-
-        def made(self):
-            return Affine(self.features)
-
-    class Model(Module):
-        factory: Factory
-
-        @compact
-        def __call__(self, x):
-            return self.factory.make()(x)
-
-    assert Factory(3).make().features == 3
-    assert list(Model(Factory(3)).init(KEY, X)["params"]) == ["Affine_0"]
-    with pytest.raises(AssignSubModuleError, match="method of Factory that"):
-        Factory(3).made()
-
-
-def test_property_belongs_to_its_module():
-    class Model(Module):
-        features: int = 2
-
-        @property
-        def layer(self):
-            """The layer."""
-            return Affine(self.features)
-
-        @compact
-        def __call__(self, x):
-            return self.layer(x)
-
-    assert list(Model().init(KEY, X)["params"]) == ["Affine_0"]
-    assert Model.layer.__doc__ == "The layer."
 
 
 def test_methods_keep_name_and_docstring():

@@ -4,7 +4,6 @@ import pickle
 import re
 import typing
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, TypeVar
 
 import cloudpickle
 import jax
@@ -29,7 +28,7 @@ from weft.errors import (
     SetAttributeInModuleSetupError,
 )
 from weft.linen.methods import compact
-from weft.linen.module import Module, module_repr
+from weft.linen.module import Module
 
 
 class Model(Module):
@@ -79,18 +78,6 @@ def test_class_may_define_hash():
     assert hash(Named("a")) == Module.__hash__(Named("a")) + 1
 
 
-def test_fields_by_position_and_keyword_only():
-    class Base(Module, kw_only=True):
-        depth: int = 2
-
-    class Model(Base):
-        width: int
-
-    assert (Model(5).width, Model(5, depth=1).depth) == (5, 1)
-    with pytest.raises(TypeError, match="positional"):
-        Model(5, 1)
-
-
 def test_parent_and_name_are_keyword_only():
     with pytest.raises(TypeError, match="positional"):
         Affine(3, 1.0, None, "name")
@@ -101,22 +88,6 @@ def test_parent_and_name_are_keyword_only():
 def test_reserved_fields(name):
     with pytest.raises(ReservedModuleAttributeError, match=rf"declares.*{name}.*redeclared"):
         type("Model", (Module,), {"__annotations__": {name: int}})
-
-
-def test_generics_and_mixins():
-    T = TypeVar("T")
-
-    class Scaled:
-        def scaled(self, x):
-            return x * self.factor
-
-    class Model(Scaled, Module, Generic[T]):
-        factor: T
-
-        def __call__(self, x):
-            return self.scaled(x)
-
-    assert Model[float](3.0).apply({}, 2.0) == 6.0
 
 
 def test_invalid_parent():
@@ -240,21 +211,6 @@ def test_clones():
     assert copied.more[0].features == 2
 
 
-def test_copy_is_a_new_submodule():
-    class Model(Module):
-        layer: Module
-
-        @compact
-        def __call__(self, x):
-            return self.layer.copy(name="wide", features=5)(self.layer.copy()(x))
-
-    params = Model(Affine()).init(KEY, X)["params"]
-    assert {name: p["kernel"].shape for name, p in params.items()} == {
-        "Affine_0": (2, 2),
-        "wide": (2, 5),
-    }
-
-
 def test_pickles_and_deep_copies():
     variables = Model().init(KEY, X)
     for again in (
@@ -281,28 +237,6 @@ def test_classes_of_a_function_are_pickled_by_cloudpickle():
 
 
 # The ways in and out.
-
-
-def test_init_and_apply():
-    y, variables = Model().init_with_output(KEY, X)
-    assert jax.tree.map(jnp.shape, variables) == {
-        "params": {"first": {"kernel": (2, 3)}, "rest_0": {"kernel": (3, 2)}},
-        "state": {"rest_1": {"calls": ()}},
-    }
-    z, changed = Model().apply(variables, X, mutable="state")
-    np.testing.assert_allclose(z, 2 * y, rtol=1e-6)
-    assert changed["state"]["rest_1"]["calls"] == 2 and variables["state"]["rest_1"]["calls"] == 1
-    assert list(Model().init(KEY, X, mutable=["params"], method="encode")) == ["params"]
-
-
-@pytest.mark.parametrize(
-    "method", ["encode", Model.encode, Model().encode, lambda module, x: module.first(x)]
-)
-def test_methods(method):
-    variables = Model().init(KEY, X)
-    y = Model().apply(variables, X, method=method)
-    np.testing.assert_array_equal(y, X @ variables["params"]["first"]["kernel"])
-    assert list(Model().init(KEY, X, method=method)["params"]) == ["first"]
 
 
 @pytest.mark.parametrize("method", [3, "features", lambda: 3])
@@ -351,27 +285,6 @@ def test_use_after_call_is_rejected():
         kept[0](X)
 
 
-def test_intermediates_are_captured():
-    variables = Model().init(KEY, X)
-    _, left = Model().apply(variables, X, capture_intermediates=True, mutable="state")
-    found = left["intermediates"]
-    assert sorted(found) == ["__call__", "first", "rest_0", "rest_1"]
-    asked = lambda module, name: name == "encode" or isinstance(module, Counter)  # noqa: E731
-    _, left = Model().apply(variables, X, capture_intermediates=asked, mutable="state")
-    assert sorted(left["intermediates"]) == ["encode", "rest_1"]
-    np.testing.assert_array_equal(left["intermediates"]["encode"][0], found["first"]["__call__"][0])
-
-
-def test_unbound_modules_inside_modules():
-    class Outer(Module):
-        @compact
-        def __call__(self, x):
-            inner = Affine(parent=None)
-            return inner.apply(inner.init(KEY, x), x), Affine()(x)
-
-    assert list(Outer().init(KEY, X)["params"]) == ["Affine_0"]
-
-
 def test_threads_are_independent():
     def run(i):
         model = Model(i + 1)
@@ -400,48 +313,6 @@ class ShownModel(Module):
 
     def __call__(self, x):
         return self.last(self.act(self.inner(x)))
-
-
-FREE = """\
-ShownModel(
-    # attributes
-    inner = Affine(
-        # attributes
-        features = 2
-        scale = 1.0
-    )
-    sizes = (1, 2)
-    act = tanh
-)"""
-
-BOUND = """\
-ShownModel(
-  # attributes
-  sizes = (1, 2)
-  act = tanh
-  # children
-  inner = Affine(
-    # attributes
-    features = 2
-    scale = 1.0
-  )
-  last = Affine(
-    # attributes
-    features = 3
-    scale = 1.0
-  )
-)"""
-
-
-def test_modules_are_shown_with_their_fields():
-    assert repr(ShownModel(Affine())) == FREE
-    assert repr(type("Empty", (Module,), {})()) == "Empty()"
-
-
-def test_bound_modules_are_shown_with_their_submodules():
-    bound = ShownModel(Affine()).bind(ShownModel(Affine()).init(KEY, X))
-    bound(X)
-    assert module_repr(bound, step="  ") == BOUND
 
 
 def test_trees_in_notebooks_have_submodules_of_setup():

@@ -1,4 +1,3 @@
-import copy
 import dataclasses
 import functools
 import gc
@@ -65,19 +64,12 @@ def chained(variables, x, n):
 # Names continue after the function, even if JAX replays a cached trace.
 
 KNOWN = [1]  # a list makes a function that sees it equal to itself alone
-PARAMS = {"params": True}
 
 
 @nn.jit
 def of_incomparable(self, x):
     assert KNOWN
     return Linear()(x)
-
-
-@nn.jit
-def by_shape(self, x):
-    x = Linear()(x)
-    return Linear()(x) if len(x) == 2 else x
 
 
 def fresh(self, x):
@@ -152,14 +144,6 @@ def test_names_continue_after_a_transform_in_eager_calls(lifted):
         np.testing.assert_allclose(m.apply(variables, X), chained(variables, X, 3), rtol=1e-4)
 
 
-def test_names_depend_on_the_replayed_trace():
-    m = around(by_shape)
-    variables = m.init(KEY, X)
-    for _ in range(2):
-        for x, n in [(X, 4), (X[:1], 3), (X, 4)]:
-            np.testing.assert_allclose(m.apply(variables, x), chained(variables, x, n), rtol=1e-5)
-
-
 def test_names_after_branches_use_max_count():
     m = around(lambda self, x, flag: nn.cond(flag, lambda self, x: Linear()(x), twice, self, x))
     variables = m.init(KEY, X, True)
@@ -169,17 +153,6 @@ def test_names_after_branches_use_max_count():
         np.testing.assert_allclose(
             m.apply(variables, X, False), chained(variables, X, 4), rtol=1e-4
         )
-
-
-def test_nested_transform_passes_names_to_the_outer():
-    @nn.jit
-    def outer(self, x):
-        return nn.remat(twice)(self, x)
-
-    m = around(outer)
-    variables = m.init(KEY, X)
-    for _ in range(3):
-        np.testing.assert_allclose(m.apply(variables, X), chained(variables, X, 4), rtol=1e-4)
 
 
 def test_name_taken_outside_is_rejected_inside():
@@ -258,26 +231,6 @@ def test_captured_modules(captures):
     (inside, outside), variables = model(body).init_with_output(KEY, X)
     np.testing.assert_allclose(inside, outside, rtol=1e-5)
     assert list(variables["params"]) == ["Linear_0"]
-
-
-def test_captured_modules_are_restored():
-    seen = []
-
-    def body(self, x):
-        dense = Linear()
-        before = dict(vars(dense))
-
-        def run(self, x):
-            seen.append(dense.scope is before["scope"])
-            return dense(x)
-
-        nn.remat(run)(self, x)
-        assert vars(dense)["scope"] is before["scope"]
-        assert vars(dense)["_state"] is before["_state"]
-        return dense(x)
-
-    model(body).init(KEY, X)
-    assert seen == [False]
 
 
 def test_captured_module_and_its_submodule():
@@ -415,14 +368,6 @@ def test_cache_distinguishes_shared_modules():
     assert list(both.init(KEY, X)["params"]) == ["a", "b"]
     assert list(same.init(KEY, X)["params"]) == ["a"]
     assert list(both.init(KEY, X)["params"]) == ["a", "b"]
-
-
-def test_cache_distinguishes_deleted_fields():
-    for i in range(10):
-        value = float(i)
-        assert Field(Calls(value)).apply({}, 0.0) == value
-        assert Field(lambda x, value=value: value).apply({}, 0.0) == value
-        gc.collect(1)  # the whole heap takes seconds in a long test run
 
 
 # How often a model is compiled.
@@ -577,17 +522,6 @@ def test_non_array_keyword_arguments_are_static():
         np.testing.assert_allclose(y, jnp.sin(X), rtol=1e-5)
         y = m.apply(variables, X, act=jnp.cos, flag=True, name="n")
         np.testing.assert_allclose(y, jnp.cos(X), rtol=1e-5)
-
-
-def test_lifted_models_are_copied_and_bound():
-    m = nn.remat(Linear)(2)
-    variables = m.init(KEY, X)
-    for other in (copy.deepcopy(m), m.clone(), m.copy(), type(m)(features=2)):
-        assert other == m
-        np.testing.assert_array_equal(other.apply(variables, X), m.apply(variables, X))
-    bound = m.bind(variables)
-    np.testing.assert_array_equal(bound(X), m.apply(variables, X))
-    np.testing.assert_array_equal(bound(X), m.apply(variables, X))
 
 
 # Errors and cleanup.

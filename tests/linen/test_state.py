@@ -6,17 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.linen.modules import KEY, Affine, Counter, X
+from tests.linen.modules import KEY, Affine, X
 from weft import linen as nn
-from weft.core.meta import Partitioned, with_partitioning
 from weft.errors import (
-    CompactMethodError,
-    InvalidRngError,
-    ModifyScopeVariableError,
     NameInUseError,
     PerturbationNotFoundError,
     ScopeParamShapeError,
-    ScopeVariableNotFoundError,
     UnboundModuleError,
 )
 from weft.linen.methods import compact
@@ -133,47 +128,6 @@ def test_module_that_runs():
     assert current_module() is None
 
 
-def test_outermost_interceptor_is_called_first():
-    seen = []
-
-    def watch(label):
-        def interceptor(next_fun, args, kwargs, context):
-            seen.append((label, type(context.module).__name__, context.method_name))
-            return next_fun(*args, **kwargs)
-
-        return interceptor
-
-    with intercept_methods(watch("a")), intercept_methods(watch("b")):
-        Model().init(KEY, X)
-    assert seen == [
-        ("a", "Model", "__call__"),
-        ("b", "Model", "__call__"),
-        ("a", "Affine", "__call__"),
-        ("b", "Affine", "__call__"),
-        ("a", "Model", "twice"),
-        ("b", "Model", "twice"),
-    ]
-    Model().init(KEY, X)
-    assert len(seen) == 6
-
-
-def test_interceptor_changes_arguments_and_results():
-    variables = Model().init(KEY, X)
-
-    def skip(next_fun, args, kwargs, context):
-        return args[0] if context.method_name == "twice" else next_fun(*args, **kwargs)
-
-    def around(next_fun, args, kwargs, context):
-        return 3 * context.orig_method(*args, **kwargs)
-
-    plain = Model().apply(variables, X)
-    with intercept_methods(skip):
-        assert Model().apply(variables, X)[0, 0] == plain[0, 0] / 2
-    with intercept_methods(around), intercept_methods(skip):
-        # `orig_method` is the method without the interceptors that come after.
-        assert Model().apply(variables, X, method="twice")[0, 0] == pytest.approx(6 * X[0, 0])
-
-
 def test_failed_interceptor_is_removed():
     def fail(*_):
         raise KeyError("interceptor")
@@ -204,12 +158,6 @@ def check_switch():
     assert set(names()) == {""}
     enable_named_call()
     assert "Model/layer" in names()
-
-
-def test_names_appear_in_hlo():
-    variables = Model().init(KEY, X)
-    lowered = jax.jit(Model().apply).lower(variables, X)
-    assert "Model/layer/dot_general" in lowered.as_text(debug_info=True)
 
 
 def test_interceptors_are_thread_local():
@@ -255,32 +203,6 @@ def test_module_without_variables(what, use):
         use(Affine())
 
 
-def test_variables_in_setup_and_compact_methods():
-    fn = lambda self: self.variable("state", "a", jnp.ones, ())  # noqa: E731
-    with pytest.raises(CompactMethodError, match=r"'a' of 'state' was requested.*with @compact"):
-        model(fn, plain=True).init(KEY)
-
-
-def test_parameters_take_arguments_of_their_initializers():
-    def make(key, shape, *, scale):
-        return {"a": scale * jax.random.normal(key, shape)}
-
-    params = model(lambda self: self.param("p", make, (3,), scale=2.0)["a"]).init(KEY)["params"]
-    assert params["p"]["a"].shape == (3,)
-
-
-def test_parameters_are_shown_without_their_boxes():
-    def call(self):
-        init = with_partitioning(ones, ("rows",))
-        boxed = self.param("b", init, (2,), unbox=False)
-        return self.param("a", init, (2,)), boxed, self.get_variable("params", "a")
-
-    (plain, boxed, held), variables = model(call).init_with_output(KEY)
-    assert plain.shape == (2,)
-    assert isinstance(boxed, Partitioned) and isinstance(held, Partitioned)
-    assert variables["params"]["a"].names == ("rows",)
-
-
 def test_duplicate_names():
     def twice(self):
         return self.param("a", ones, ()) + self.param("a", ones, ())
@@ -308,68 +230,6 @@ def test_mismatched_parameters():
         Affine(3).apply(variables, X)
 
 
-def test_state_is_read_and_changed():
-    variables = Counter().init(KEY, X)
-    assert int(variables["state"]["calls"]) == 1
-    with pytest.raises(ModifyScopeVariableError, match=r"'calls'.*mutable=\['state'\]"):
-        Counter().apply(variables, X)
-    _, changed = Counter().apply(variables, X, mutable=["state"])
-    assert int(changed["state"]["calls"]) == 2
-    with pytest.raises(ScopeVariableNotFoundError, match=r"'calls' .*'state'.*there are: other"):
-        Counter().apply({"state": {"other": 1}}, X)
-
-
-def test_variables_by_name():
-    def call(self, x):
-        before = self.has_variable("state", "v"), self.get_variable("state", "v", "none")
-        self.put_variable("state", "v", x)
-        return before, self.get_variable("state", "v"), self.variables["state"]
-
-    (before, now, every), variables = model(call, plain=True).init_with_output(KEY, 3)
-    assert (before, now, every, variables) == ((False, "none"), 3, {"v": 3}, {"state": {"v": 3}})
-
-
-def test_keys():
-    def call(self):
-        asked = [self.has_rng(name) for name in ("params", "noise", "dropout")]
-        return self.make_rng("noise"), self.make_rng("noise"), self.make_rng("dropout"), asked
-
-    fn = model(call)
-    rngs = {"params": KEY, "noise": jax.random.key(1)}
-    a, b, c, asked = fn.apply({}, rngs=rngs)
-    assert len({str(jax.random.key_data(key)) for key in (a, b, c)}) == 3
-    assert asked == [True, True, False]
-    assert fn.apply({}, rngs=rngs)[0] == a
-    with pytest.raises(InvalidRngError, match=r"'noise', and the given streams are: 'oth"):
-        fn.apply({}, rngs={"other": KEY})
-
-
-def test_flags_of_the_call():
-    fn = model(lambda self: (self.is_initializing(), self.is_mutable_collection("state")))
-    assert fn.init_with_output(KEY)[0] == (True, True)
-    assert fn.apply({}) == (False, False)
-    assert fn.apply({}, mutable="state")[0] == (False, True)
-
-
-def test_values_are_sown():
-    class Model(Module):
-        @compact
-        def __call__(self, x):
-            self.sow("seen", "x", x)
-            self.sow("seen", "x", x + 1)
-            self.sow("losses", "sum", x, reduce_fn=lambda a, b: a + b, init_fn=lambda: 10)
-            return self.sow("nowhere", "x", x)
-
-    assert Model().apply({}, 1, mutable=["seen", "losses"]) == (
-        False,
-        {"seen": {"x": (1, 2)}, "losses": {"sum": 11}},
-    )
-    assert Model().apply({}, 1) is False
-    left = {"seen": {"x": (0,)}}
-    assert Model().apply(left, 1, mutable="seen")[1] == {"seen": {"x": (0, 1, 2)}}
-    assert "intermediates" not in model(lambda self: self.sow("intermediates", "x", 1)).init(KEY)
-
-
 @pytest.mark.parametrize("given", [{}, {"other": X}, {"h": X}])
 def test_perturbations_without_an_entry_are_rejected(given):
     fn = model(lambda self, x: self.perturb("k", self.perturb("h", x)))
@@ -378,15 +238,6 @@ def test_perturbations_without_an_entry_are_rejected(given):
     np.testing.assert_array_equal(fn.apply({}, X), X)  # without the collection nothing is added
     _, changed = fn.apply({"perturbations": given}, X, mutable="perturbations")
     assert {"h", "k"} <= set(changed["perturbations"])
-
-
-def test_gradients_of_perturbations_match_values():
-    fn = model(lambda self, x: (self.perturb("h", 3 * x) ** 2).sum())
-    variables = fn.init(KEY, X)
-    np.testing.assert_array_equal(variables["perturbations"]["h"], np.zeros((3, 2)))
-    gradient = jax.grad(lambda v: fn.apply(v, X))(variables)["perturbations"]["h"]
-    np.testing.assert_allclose(gradient, 6 * X, rtol=1e-6)
-    assert fn.apply({}, X) == fn.apply(variables, X)
 
 
 class Perturbed(nn.Module):

@@ -5,12 +5,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.linen.modules import KEY, Affine, Counter, X
+from tests.linen.modules import KEY, Affine, Counter
 from weft import linen as nn
 from weft.linen import summary
 from weft.linen.methods import compact
 from weft.linen.module import Module
-from weft.linen.summary import tabulate
 
 PLAIN = {"width": 100, "force_terminal": False}
 
@@ -34,32 +33,6 @@ def lines(table):
     return [[cell.strip() for cell in line] for line in found]
 
 
-def test_table():
-    table = Block().tabulate(KEY, X, console_kwargs=PLAIN)
-    assert lines(table) == [
-        ["", "Block", "float32[3,2]", "y: float32[3,2]", "", ""],
-        ["layer", "Affine", "float32[3,2]", "float32[3,2]", "kernel: float32[2,2]", ""],
-        ["", "", "", "", "", ""],
-        ["", "", "", "", "4 (16 B)", ""],
-        ["Counter_0", "Counter", "float32[3,2]", "float32[3,2]", "", "calls: int32[]"],
-        ["", "", "", "", "", ""],
-        ["", "", "", "", "", "1 (4 B)"],
-        ["", "", "", "Total", "4 (16 B)", "1 (4 B)"],
-    ]
-    assert table.split("\n")[1].strip() == "Block Summary"
-    assert table.strip().endswith("Total Parameters: 5 (20 B)")
-
-
-def test_depth_repetition_and_methods():
-    deep = lines(Model().tabulate(KEY, X, depth=1, console_kwargs=PLAIN))
-    assert [line[0] for line in deep] == ["", "Block_0", ""]
-    assert deep[1][4:] == ["4 (16 B)", "1 (4 B)"]
-    again = lines(Block().tabulate(KEY, X, show_repeated=True, console_kwargs=PLAIN))
-    assert [line[0] for line in again if line[1]] == ["", "layer", "layer", "Counter_0"]
-    table = tabulate(Block(), KEY, console_kwargs=PLAIN)(X, scale=2.0)
-    assert lines(table)[0][2] == "- float32[3,2]" and lines(table)[1][2] == "- scale: 2.0"
-
-
 def test_flops_are_counted_and_nothing_is_computed():
     shape = jax.ShapeDtypeStruct((1000, 2), jnp.float32)
     options = {"compute_flops": True, "compute_vjp_flops": True, "console_kwargs": PLAIN}
@@ -78,12 +51,6 @@ def test_bytes_have_units_and_keys_have_sizes():
 
     rows = lines(Model().tabulate(KEY, console_kwargs=PLAIN))
     assert rows[-1][4:] == ["1,000,000 (2.0 MB)", "1 (8 B)"]
-
-
-def test_paths_of_modules():
-    paths = Model().module_paths(KEY, X)
-    assert list(paths) == ["", "Block_0", "Block_0/layer", "Block_0/Counter_0"]
-    assert isinstance(paths["Block_0"], Block) and paths["Block_0/layer"].scope is None
 
 
 def test_errors_of_the_model_propagate():
