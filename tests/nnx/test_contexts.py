@@ -14,7 +14,6 @@ from weft.errors import (
 from weft.nnx.contexts import (
     NodeStates,
     current_update_context,
-    from_tree,
     merge_context,
     prefix,
     split_context,
@@ -38,73 +37,6 @@ class Model(nnx.Module):
     def __init__(self):
         self.a = self.b = Layer()
         self.stat = nnx.BatchStat(jnp.zeros(()))
-
-
-def test_shared_objects_are_split_and_merged_once():
-    model, layer = Model(), Layer()
-    with split_context() as ctx:
-        first = ctx.split(model)
-        second = ctx.split({"n": layer, "a": model.a}, nnx.Param, ...)
-        third = ctx.flatten(model)
-        fourth = ctx.flatten([layer, nnx.Cache(1)], nnx.Cache)
-        values = ctx.flatten([model.a, nnx.Cache(2)], with_paths=False)
-    assert nnx.to_flat_state(second[1]).paths == (("n", "w"),) and len(second) == 3
-    assert len(third[1]) == 0 and fourth[1].paths == ((1,),) and values[1] == [2]
-    assert [len(ctx.ref_index), ctx.is_inner] == [8, None]
-    with merge_context() as ctx:
-        made, found = ctx.merge(*first), ctx.merge(*second)
-        assert ctx.unflatten(*third) is made and ctx.unflatten(*fourth)[0] is found["n"]
-        assert ctx.unflatten(*values)[0] is made.a
-    assert found["a"] is made.a is made.b and made.a.w is not model.a.w
-    with pytest.raises(GraphStructureError, match="refers to object 1 of another one, with which"):
-        nnx.merge(*second)
-
-
-def test_flat_states_in_parts():
-    with split_context() as ctx:
-        graphdef, params, rest = ctx.flatten(Model(), nnx.Param, ...)
-        with pytest.raises(GraphStructureError, match="filters and with_paths=False"):
-            ctx.flatten(Model(), nnx.Param, with_paths=False)
-    with merge_context() as ctx:
-        assert ctx.unflatten(graphdef, params, rest).a.w.shape == (2,)
-
-
-def round_trip(model, change):
-    """Changes a model inside of a compiled function."""
-    with split_context("t") as ctx:
-        graphdef, state = ctx.split(model)
-        assert ctx.is_inner is False
-
-    @jax.jit
-    def f(state):
-        with merge_context("t", inner=True) as ctx:
-            inner = ctx.merge(graphdef, state)
-        result = change(inner)
-        with split_context("t") as ctx:
-            parts = ctx.split((inner, result))
-            assert ctx.is_inner is True
-        return parts
-
-    f(state)  # also with the cached program
-    with merge_context("t", inner=False) as ctx:
-        return ctx.merge(*f(state))
-
-
-@update_context("t")
-def test_round_trip_updates_the_inputs():
-    model = Model()
-    layer, w = model.a, model.a.w
-
-    def change(inner):
-        inner.a.w[...] += 1
-        inner.stat.set_metadata(tag="new")
-        inner.b = Layer(4)
-        return inner.a
-
-    same, found = round_trip(model, change)
-    assert same is model and found is layer and model.a is layer and layer.w is w
-    assert w[...].tolist() == [2, 2] and model.b.w.shape == (4,) and model.stat.tag == "new"
-    assert current_update_context("t").inner_ref_outer_index is None
 
 
 def test_equal_graphdefs_are_one_object():
@@ -173,62 +105,6 @@ def model():
     return nnx.Dict(a=layer, b=layer, stat=nnx.BatchStat(jnp.zeros(())))
 
 
-def test_objects_round_trip_through_states():
-    m = model()
-    tree = to_tree((m, m, {"q": m.a, "x": jnp.ones(1)}, 3))
-    assert [isinstance(x, NodeStates) for x in (*tree[:2], tree[2]["q"])] == [True] * 3
-    assert len(tree[1].state) == len(tree[2]["q"].state) == 0
-    first, second, rest, n = from_tree(tree)
-    assert first is second and rest["q"] is first.a is first.b and n == 3
-    assert first.a.w is not m.a.w
-
-    @jax.jit
-    def step(tree):
-        m, *_ = from_tree(tree)
-        m.a.w[...] += 1
-        return to_tree((m, {"a": m.a}))
-
-    new, found = from_tree(step(tree))
-    assert new.a is found["a"] and new.a.w[0] == 2 and m.a.w[0] == 1
-    assert from_tree(to_tree(m.a.w)).shape == (2,) and from_tree(3) == 3
-
-
-def split_in_two(ctx, path, prefix, x):
-    return NodeStates.from_split(*ctx.split(x, nnx.Param, ...), metadata=prefix)
-
-
-def test_split_fn_and_merge_fn():
-    m = model()
-    tree = to_tree((m, 3), prefix=("p", None), split_fn=split_in_two)
-    assert tree[0].metadata == "p" and len(tree[0].states) == 2
-    assert from_tree(tree)[0].b.w[...].tolist() == [1, 1]
-
-    def seen(ctx, path, prefix, x):
-        return jax.tree_util.keystr(path), prefix, type(x).__name__
-
-    assert to_tree((m, [3]), prefix=5, split_fn=seen) == (("[0]", 5, "Dict"), [3])
-    every = to_tree((m, [3]), prefix=(5, None), split_fn=seen, map_non_graph_nodes=True)
-    assert every == (("[0]", 5, "Dict"), [("[1][0]", None, "int")])
-    assert from_tree(tree, prefix=(0, 1), merge_fn=seen) == (("[0]", 0, "NodeStates"), 3)
-    every = from_tree(tree, prefix=2, merge_fn=seen, map_non_graph_nodes=True)
-    assert every[1] == ("[1]", 2, "int")
-
-
-def test_in_an_update_context():
-    m = model()
-    with update_context("t"):
-        tree = to_tree((m, m.a), ctxtag="t")
-
-        @jax.jit
-        def f(tree):
-            m, layer = from_tree(tree, ctxtag="t", is_inner=True)
-            layer.w[...] += 1
-            return to_tree({"m": m}, ctxtag="t")
-
-        assert from_tree(f(tree), ctxtag="t", is_inner=False)["m"] is m
-    assert m.b.w[0] == 2
-
-
 def test_inconsistent_prefixes():
     m = model()
     with pytest.raises(InconsistentAliasError, match="one Param is at '0/a/w', with 0"):
@@ -274,14 +150,6 @@ def test_prefix_works_in_jax(axes):
     assert (made.w, made.n, made.xs[0], made.name) == (0, None, 1, "node")
     f = jax.vmap(lambda m, x: m.w.sum() + m.xs[0].sum() + m.n * x, in_axes=(made, None))
     assert f(node, 2.0).tolist() == [6, 6, 6]
-
-
-def test_states_values_and_functions():
-    tree = [nnx.state(Node()), {"a": jnp.ones(1), "b": 3}]
-    by_filter = prefix(tree, {nnx.Param: "p", ...: "x"})
-    assert by_filter[0].w == "p" and by_filter[1] == {"a": "x", "b": "x"}
-    paths = prefix(tree, lambda path, x: (path, type(x).__name__))
-    assert paths[0].xs[0] == ((0, "xs", 0), "Cache") and paths[1]["b"] == ((1, "b"), "int")
 
 
 def test_unmatched_filters():

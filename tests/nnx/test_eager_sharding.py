@@ -7,11 +7,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from weft import nnx
-from weft.errors import AxisMetadataError, LogicalAxisError, MeshError, NoMeshError, ShardingWarning
-from weft.nnx.eager_sharding import use_eager_sharding, using_eager_sharding
-from weft.nnx.spmd import logical_axis_rules
+from weft.errors import AxisMetadataError, MeshError, NoMeshError, ShardingWarning
 
-RULES = (("rows", "data"),)
 KINDS = pytest.mark.parametrize(
     "kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
 )
@@ -28,37 +25,12 @@ def is_laid(variable, *spec):
 
 
 @KINDS
-@pytest.mark.parametrize("name", ["sharding", "sharding_names", "out_sharding"])
-def test_new_variable_is_sharded_under_a_mesh(kind, name):
-    with jax.set_mesh(mesh_of(kind)):
-        for layout in (("data", "model"), ["data", "model"], P("data", "model")):
-            w = nnx.Param(jnp.ones((4, 8)), **{name: layout})
-            assert is_laid(w, "data", "model") and tuple(w.out_sharding) == ("data", "model")
-            assert list(w.get_metadata()) == ["out_sharding"]
-        assert is_laid(nnx.Param(jnp.ones((4, 8))))
-        assert is_laid(nnx.Param(np.ones((4, 8)), **{name: ("data",)}), "data")
-
-
-@KINDS
 def test_mesh_of_variable_or_sharding(kind):
     mesh = mesh_of(kind)
     assert is_laid(nnx.Param(jnp.ones((4, 8)), out_sharding=("data",), mesh=mesh), "data")
     assert is_laid(nnx.Param(jnp.ones(4), out_sharding=NamedSharding(mesh, P("data"))), "data")
     both = nnx.Param((jnp.ones(4), {"a": jnp.ones((4, 2))}), out_sharding=("model",), mesh=mesh)
     assert all(x.sharding.spec[0] == "model" for x in jax.tree.leaves(both.get_value()))
-
-
-@KINDS
-def test_logical_axis_rules(kind):
-    rules = (("embed", "model"),)
-    with jax.set_mesh(mesh_of(kind)):
-        assert is_laid(
-            nnx.Param(jnp.ones((4, 8)), out_sharding=("embed",), sharding_rules=rules), "model"
-        )
-        with logical_axis_rules(rules):
-            assert is_laid(nnx.Param(jnp.ones((4, 8)), out_sharding=(None, "embed")), None, "model")
-            with pytest.raises(LogicalAxisError, match="conflict for the logical axis 'embed'"):
-                nnx.Param(jnp.ones(4), out_sharding=("embed",), sharding_rules=(("embed", "data"),))
 
 
 @KINDS
@@ -77,38 +49,6 @@ def test_format_sets_memory_layout(kind, order):
     assert w.out_sharding.spec == P("model", "data", None)
     with pytest.raises(AxisMetadataError, match="a NamedSharding, or a Format with one"):
         nnx.Param(jnp.ones((4, 8)), out_sharding=Format())
-
-
-@KINDS
-def test_abstract_variables_have_the_same_sharding(kind):
-    def make():
-        init = nnx.with_partitioning(jax.nn.initializers.ones, ("data", "model"))
-        return nnx.Dict(
-            laid=nnx.Linear(4, 8, kernel_init=init, rngs=nnx.Rngs(0)),
-            of_state=nnx.Param(jnp.ones((4, 8)), out_sharding=("rows",), sharding_rules=RULES),
-            pair=nnx.Param({"a": jnp.ones((4, 8))}, out_sharding=("model",)),
-            later=nnx.Param(jnp.ones(4), out_sharding=("data",), eager_sharding=False),
-        )
-
-    def specs(model):
-        leaves = jax.tree.leaves(nnx.state(model))
-        return [(x.shape, x.dtype, x.sharding.spec) for x in leaves if hasattr(x, "sharding")]
-
-    with jax.set_mesh(mesh_of(kind)):
-        made, abstract = make(), nnx.eval_shape(make)
-        assert isinstance(abstract.laid.kernel.sharding, NamedSharding)
-        assert abstract.laid.kernel.sharding.spec == P("data", "model")
-        assert abstract.later.sharding is None or kind is AxisType.Explicit
-        del made.later, abstract.later
-        padded = [
-            [(*s, *[None] * (len(n) - len(s))) for n, _, s in specs(m)] for m in (made, abstract)
-        ]
-        assert padded[0] == padded[1] and len(padded[0]) == 4
-        shape = nnx.Param(jax.ShapeDtypeStruct((4, 8), jnp.float32), out_sharding=("data",))
-        assert shape.sharding.spec == P("data")
-        # A layout that is there already stays.
-        assert nnx.eval_shape(lambda m: m, abstract).laid.kernel.sharding.spec == P("data", "model")
-    assert nnx.eval_shape(lambda: nnx.Param(jnp.ones(4))).sharding is None
 
 
 LAID_OUT = {"names": ("data", "model"), "spec": P("data", "model"), "none": None, "sharding": P}
@@ -137,18 +77,6 @@ def test_shapes_have_the_sharding_of_their_variable(kind, layout):
     assert kind is AxisType.Explicit or abstract.later.sharding is None
     if kind is AxisType.Auto:
         assert nnx.state(abstract).w.sharding == NamedSharding(mesh, expected)
-
-
-def test_it_can_be_turned_off():
-    assert using_eager_sharding() and use_eager_sharding.get_default()
-    with jax.set_mesh(mesh_of(AxisType.Auto)):
-        assert is_laid(nnx.Param(jnp.ones(4), out_sharding=("data",), eager_sharding=False))
-        with use_eager_sharding(False):
-            assert not using_eager_sharding()
-            assert is_laid(nnx.Param(jnp.ones(4), out_sharding=("data",)))
-            w = nnx.Param(jnp.ones(4), out_sharding=("data",), eager_sharding=True)
-            assert is_laid(w, "data")
-    assert nnx.Param(jnp.ones(4), out_sharding=("data",), eager_sharding=False).shape == (4,)
 
 
 @KINDS

@@ -16,30 +16,6 @@ class Model(nnx.Module):
         self.mean = nnx.BatchStat(jnp.zeros(1))
 
 
-def test_averages_follow_the_values():
-    model = Model()
-    ema = EMA(model, 0.5)
-    for value in (8.0, 4.0, 2.0):
-        model.w[...] = value
-        ema.update(model)
-    assert ema.params.w.tolist() == [3.0, 3.0] and ema.params.layers[0].b.tolist() == [0, 0, 0]
-    assert model.w[0] == 2.0 and ema.decay == 0.5
-
-
-def test_filter_selects_averaged_values():
-    model = Model()
-    ema = EMA(model, 0.9, only=[nnx.Param])
-    assert nnx.to_flat_state(nnx.state(ema)).paths == (
-        ("params", "layers", 0, "b"),
-        ("params", "w"),
-    )
-    ema.update(model)
-    ema.update(nnx.state(model, nnx.Param))
-    ema.update(nnx.to_pure_dict(nnx.state(model)))
-    assert type(ema.params.w) is nnx.Param
-    assert ema.params.w.get_metadata() == model.w.get_metadata() and ema.params.w is not model.w
-
-
 def test_keys_have_no_average():
     model = nnx.Dict(dropout=nnx.Dropout(0.5, rngs=nnx.Rngs(0)), w=nnx.Param(jnp.zeros(2)))
     with pytest.raises(AverageLeafError, match=r"RngKey at 'dropout.rngs.key' .*only=nnx.Param"):

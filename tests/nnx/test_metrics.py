@@ -1,13 +1,10 @@
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft import nnx
 from weft.errors import MetricArgumentError, MetricMethodError, MetricValueError
-from weft.nnx.graph import flatten_graph
 from weft.nnx.metrics import (
     Accuracy,
     Average,
@@ -40,20 +37,6 @@ def test_batches_equal_all_values_at_once(batches):
     np.testing.assert_allclose(statistics.standard_error_of_mean, error, rtol=1e-5)
 
 
-def test_average_of_numbers_masks_and_dtypes():
-    loss = Average("loss")
-    loss.update(loss=1)
-    loss.update(loss=nnx.Variable(jnp.array(2.0)), other="ignored")
-    loss.update(loss=jnp.ones((2, 2), jnp.bfloat16) * 3, mask=jnp.array([[True], [False]]))
-    assert float(loss.compute()) == 9 / 4 and int(loss.count[...]) == 4
-    loss.update(loss=7.0, mask=jnp.array(False))
-    loss.update(loss=jnp.array([jnp.nan, 9 / 4]), mask=np.array([0, 1]))
-    assert float(loss.compute()) == 9 / 4
-    assert loss.total.dtype == jnp.float32 and loss.count.dtype == jnp.int32
-    loss.reset()
-    assert np.isnan(loss.compute())
-
-
 def test_many_small_values_of_low_precision():
     average = Average()
     average.update(values=jnp.full(1000, 1.0, jnp.bfloat16))
@@ -68,44 +51,6 @@ def test_welford_of_empty_batches():
     assert welford.compute().mean == 2 and welford.compute().standard_deviation == 1
     welford.reset()
     assert welford.count[...] == welford.m2[...] == welford.mean[...] == 0
-
-
-def test_multiclass_and_binary_accuracy():
-    accuracy = Accuracy()
-    logits = jnp.array([[[0.1, 0.9], [0.8, 0.2]]])
-    accuracy.update(logits=logits, labels=jnp.array([[1, 1]]), step=3)
-    assert accuracy.compute() == 0.5
-    accuracy.update(logits=logits, labels=jnp.array([[1, 0]]), mask=jnp.array([[True, False]]))
-    assert accuracy.compute() == pytest.approx(2 / 3)
-    binary = Accuracy(0.5)
-    binary.update(logits=jnp.array([0.1, 0.5, 0.6, 0.7]), labels=jnp.array([0, 1, 1, 0]))
-    assert binary.compute() == 0.5 and binary.threshold == 0.5
-
-
-def test_several_metrics_are_updated_together():
-    metrics = MultiMetric(loss=Average("loss"), accuracy=Accuracy(), inner=MultiMetric(n=Average()))
-    update = {"logits": jnp.array([[0.0, 1.0]]), "labels": jnp.array([1]), "loss": 2.0, "values": 3}
-    metrics.update(**update)
-    values = metrics.compute()
-    assert list(values) == ["loss", "accuracy", "inner"] and values["inner"] == {"n": 3}
-    assert values["loss"] == 2 and values["accuracy"] == 1 and metrics.loss.count[...] == 1
-    metrics.reset()
-    assert np.isnan(metrics.compute()["loss"])
-    assert list(nnx.merge(*metrics.split()).compute()) == ["loss", "accuracy", "inner"]
-    assert flatten_graph(metrics).is_tracked
-
-
-def test_metrics_in_transformations():
-    @jax.jit
-    def step(metric, x):
-        metric.update(values=x)
-        return metric
-
-    metric = step(step(Average(), jnp.ones(3)), jnp.zeros(1))
-    assert metric.compute() == 0.75 and type(metric.total) is MetricState
-    graphdef, states, rest = metric.split(MetricState, ...)
-    assert len(nnx.to_flat_state(states)) == 2 and not rest
-    assert graphdef == nnx.graphdef(Average()) != nnx.graphdef(Average("x"))
 
 
 def test_custom_metric_missing_a_method():

@@ -25,17 +25,6 @@ class Layer(nnx.Module):
         return self.perturb("noise", x * self.w[...])
 
 
-class Viewed(Layer):
-    def set_view(self, deterministic: bool | None = None):
-        if deterministic is not None:
-            self.deterministic = deterministic
-
-
-class Open(nnx.Module):
-    def set_view(self, **kwargs):
-        self.given = tuple(kwargs)
-
-
 def test_layers_compare_by_identity_and_have_a_repr():
     exported = [getattr(nnx, name) for name in dir(nnx)]
     layers = [x for x in exported if getattr(x, "__module__", "").startswith("weft.nnx.nn.")]
@@ -46,27 +35,6 @@ def test_layers_compare_by_identity_and_have_a_repr():
         assert layer.__repr__ is nnx.Module.__repr__
 
 
-def test_modes_reach_every_module():
-    layer = Layer([Layer()])
-    layer.eval()
-    assert layer.deterministic and layer.sub[0].deterministic
-    layer.train(deterministic=True, sub=3, missing=1)
-    assert layer.deterministic and layer.sub == 3
-    layer.train()
-    assert not layer.deterministic and not hasattr(layer, "use_running_average")
-
-
-def test_attributes_of_chosen_modules():
-    layer = Layer(Layer())
-    layer.set_attributes(nnx.PathContains("sub"), deterministic=True)
-    assert layer.sub.deterministic and not layer.deterministic
-    with pytest.raises(ModuleAttributeNotFoundError, match="has the attributes foo; give raise_if"):
-        layer.set_attributes(foo=1, deterministic=True)
-    assert not layer.deterministic
-    layer.set_attributes(foo=1, raise_if_not_found=False)
-    assert not hasattr(layer, "foo")
-
-
 def test_copies_in_another_mode_share_variables():
     layer = Layer(Layer())
     new = nnx.with_attributes(layer, deterministic=True, only=nnx.PathContains("sub"))
@@ -74,24 +42,6 @@ def test_copies_in_another_mode_share_variables():
     assert new.w is layer.w and new.sub.w is layer.sub.w and new.sub is not layer.sub
     with pytest.raises(ModuleAttributeNotFoundError, match="no selected module in Layer has"):
         nnx.with_attributes(layer, foo=1)
-
-
-def test_views():
-    layer = Viewed(Viewed(Open()))
-    new = nnx.view(layer, deterministic=True, other=1)
-    assert new.deterministic and new.sub.deterministic and not layer.deterministic
-    assert new.w is layer.w and new.sub.sub.given == ("deterministic", "other")
-    only = nnx.view(layer, only=nnx.PathContains("sub"), deterministic=True)
-    assert only.sub.deterministic and not only.deterministic
-    with pytest.raises(
-        ModuleAttributeNotFoundError, match=r"`set_view` that takes foo; nnx.view_info"
-    ):
-        nnx.view(Viewed(), foo=1)
-    assert not nnx.view(Viewed(), foo=1, raise_if_not_found=False).deterministic
-    assert nnx.view_info(layer) == (
-        "Open:\n  set_view(**kwargs)\n"
-        "Viewed:\n  set_view(deterministic: bool | None = None)"
-    )  # fmt: skip
 
 
 def test_string_annotations_are_shown():
@@ -105,49 +55,8 @@ def test_string_annotations_are_shown():
     assert "set_view(mask: 'Mask' = None)" in nnx.view_info(Unknown())
 
 
-def test_sow_stores_values():
-    layer = Layer()
-    layer.sow(nnx.Intermediate, "h", 1)
-    assert layer.sow(nnx.Intermediate, "h", 2) is True
-    layer.sow("own_values", "total", 3, reduce_fn=lambda a, b: a + b, init_fn=lambda: 10)
-    layer.sow("own_values", "total", 4, reduce_fn=lambda a, b: a + b)
-    assert layer.h[...] == (1, 2) and layer.total[...] == 17
-    assert type(layer.total) is nnx.variable_type_from_name("own_values")
-    assert nnx.pop(layer, nnx.Intermediate).h[...] == (1, 2) and not hasattr(layer, "h")
-    with pytest.raises(
-        GraphStructureError, match=r"Layer.w is a Param, and should be a Intermediate"
-    ):
-        layer.sow(nnx.Intermediate, "w", 1)
-    with pytest.raises(
-        GraphStructureError, match=r"Layer.deterministic is a bool, and should be a Pert"
-    ):
-        layer.perturb("deterministic", 1.0)
-
-
-def test_perturbation_gradient_matches_value():
-    layer = Layer()
-    layer(3.0)
-
-    def loss(noise, state):
-        model = nnx.merge(graphdef, noise, state, copy=True)
-        return jnp.square(model(3.0)) * 2
-
-    graphdef, noise, state = nnx.split(layer, nnx.Perturbation, ...)
-    assert jax.grad(loss)(noise, state).noise[...] == 12.0
-    assert layer.perturb("other", {"a": 1.0}, "perturbations") == {"a": 1.0}
-    assert type(layer.other) is nnx.Perturbation
-
-
 def append(xs, x):
     return (*xs, x)
-
-
-def test_only_requested_kinds_stay():
-    captured = SownValues((nnx.Intermediate,), None, {"h": nnx.Intermediate((1,))})
-    assert captured.sow(nnx.Intermediate, "h", 2, append, tuple)
-    assert not captured.sow(nnx.Cache, "c", 2, append, tuple)
-    ((name, variable),) = captured.values()
-    assert name == "h" and type(variable) is nnx.Intermediate and variable.get_value() == (1, 2)
 
 
 def test_existing_or_requested_perturbations():

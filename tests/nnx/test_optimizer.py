@@ -21,22 +21,14 @@ from weft.errors import (
     TraceContextError,
     TransformationTypeError,
 )
-from weft.nnx.graph import flatten_graph
 from weft.nnx.optimizer import (
-    ModelAndOptimizer,
     OptArray,
     Optimizer,
     OptState,
     OptVariable,
-    StateDict,
     TrainState,
-    from_state_dict,
     gradients_like,
-    leaves_by_path,
-    raw_value,
     to_opt_state,
-    to_state_dict,
-    zip_state_dict,
 )
 
 
@@ -78,44 +70,6 @@ def test_model_learns():
         losses.append(float(value))
     assert losses[-1] < losses[0] / 50 and int(optimizer.step) == 60
     assert optimizer.step.dtype == jnp.uint32
-
-
-@pytest.mark.parametrize(
-    "tx",
-    [
-        optax.sgd(0.1),
-        optax.adamw(0.1, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
-        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)),
-        optax.inject_hyperparams(optax.adam)(0.1),
-        optax.named_chain(("a", optax.adam(0.1)), ("b", optax.scale(0.5))),
-        optax.MultiSteps(optax.adam(0.1), 2),
-        optax.adafactor(0.1, min_dim_size_to_factor=2),
-        optax.multi_transform(
-            {"a": optax.adam(0.1), "b": optax.sgd(0.1)},
-            lambda params: jax.tree.map(lambda x: "ab"[x.ndim == 1], params),
-        ),
-    ],
-    ids=["sgd", "masked", "chain", "injected", "named", "steps", "adafactor", "partition"],
-)
-def test_updates_match_optax(tx):
-    model = Model()
-    optimizer = Optimizer(model, tx, wrt=nnx.Param)
-    params = values(model, nnx.Param)
-    state = tx.init(params)
-    for i in range(3):
-        grads = jax.tree.map(lambda x, i=i: x * (i + 1) - 0.5, params)
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        moved = optimizer.update(model, nnx.State(grads))
-        assert isinstance(moved, nnx.State)
-        same(nnx.to_pure_dict(moved), updates)
-        same(values(model, nnx.Param), params)
-    kept = [x.get_raw_value() for _, x in nnx.to_flat_state(nnx.state(optimizer.opt_state))]
-    arrays = [x for x in kept if isinstance(x, jax.Array)]
-    assert sorted(x.size for x in arrays) == sorted(x.size for x in jax.tree.leaves(state))
-    assert float(sum(x.sum() for x in arrays)) == pytest.approx(
-        float(sum(jnp.sum(x) for x in jax.tree.leaves(state))), rel=1e-5
-    )
 
 
 def test_state_keeps_parameter_metadata():
@@ -161,76 +115,6 @@ def test_state_has_parameter_sharding():
         assert optimizer.opt_state[0].nu.kernel.get_value().sharding.is_equivalent_to(sharding, 2)
 
 
-def test_filter_selects_parameters():
-    model = Model()
-    before = values(model)
-    optimizer = Optimizer(model, optax.sgd(1.0), wrt=nnx.PathContains("bias"))
-    updates = optimizer.update(model, ones_like(model, ...))
-    assert list(updates) == ["layers"]
-    same(model.kernel[...], before["kernel"])
-    assert model.layers[0].bias[0] == 0
-    both = Optimizer(model, optax.sgd(1.0), wrt=[nnx.Param, nnx.BatchStat])
-    both.update(model, ones_like(model, ...))
-    assert both.wrt == (nnx.Param, nnx.BatchStat) and model.mean[0] == -1
-
-
-def test_gradients_may_be_states_dicts_or_models():
-    for grads in (
-        ones_like(Model()),
-        nnx.State(nnx.to_pure_dict(ones_like(Model()))),
-        nnx.to_pure_dict(ones_like(Model())),
-        jax.tree.map(jnp.ones_like, Model()),
-        {"kernel": jnp.ones((2, 3)), "layers": [{"bias": nnx.BatchStat(jnp.ones(3))}]},
-    ):
-        model = Model()
-        Optimizer(model, optax.sgd(1.0), wrt=nnx.Param).update(model, grads)
-        assert model.kernel[0].tolist() == [-1, 0, 1] and model.layers[0].bias[0] == 0
-
-
-def test_models_may_be_pytrees_variables_or_objects():
-    tree = {"a": nnx.Param(jnp.ones(2)), "b": [nnx.Param(jnp.ones(1))]}
-    Optimizer(tree, optax.adam(0.1), wrt=nnx.Param).update(tree, nnx.state(tree))
-    assert tree["b"][0][0] == pytest.approx(0.9)
-    variable = nnx.Param(jnp.ones(2))
-    alone = Optimizer(variable, optax.adam(0.1), wrt=nnx.Param)
-    alone.update(variable, nnx.Param(jnp.ones(2)))
-    assert type(alone.opt_state[0].mu) is OptVariable and variable[0] == pytest.approx(0.9)
-    nested = nnx.Dict(w=nnx.Param({"x": jnp.ones(2), "y": jnp.ones(3)}))
-    Optimizer(nested, optax.sgd(1.0, momentum=0.9), wrt=nnx.Param).update(nested, nnx.state(nested))
-    assert nested.w["y"].tolist() == [0, 0, 0]
-
-    class WithArrays(nnx.Module):
-        def __init__(self):
-            self.w, self.x, self.n = nnx.Param(jnp.ones(2)), jnp.ones(3), nnx.data(2.0)
-
-    model = WithArrays()
-    optimizer = Optimizer(model, optax.sgd(0.5, momentum=0.5), wrt=...)
-    assert type(optimizer.opt_state[0].trace.x) is OptArray
-    optimizer.update(model, nnx.state(model))
-    assert model.w[0] == 0.5 and model.x[0] == 0.5 and model.n == 2.0
-
-
-def test_shared_parameter_updates_once():
-    weight = nnx.Param(jnp.ones(2))
-    model = nnx.List([weight, weight])
-    optimizer = Optimizer(model, optax.sgd(0.25), wrt=nnx.Param)
-    optimizer.update(model, nnx.state(model))
-    assert model[1][0] == 0.75 and model[0] is weight is model[1]
-    state = nnx.State({"a": weight, "b": weight})
-    Optimizer(state, optax.sgd(0.25), wrt=nnx.Param).update(state, {"a": jnp.ones(2)})
-    assert weight[0] == 0.5
-
-
-def test_values_keep_dtype_and_updates_skip_hooks():
-    seen = []
-    model = nnx.Dict(
-        w=nnx.Param(jnp.ones(2, jnp.bfloat16), on_set_value=lambda v, x: seen.append(x) or x)
-    )
-    optimizer = Optimizer(model, optax.sgd(0.5, momentum=0.9), wrt=nnx.Param)
-    optimizer.update(model, {"w": jnp.ones(2)})
-    assert model.w.dtype == jnp.bfloat16 and not seen
-
-
 def test_values_in_references_are_written_to_them():
     model = nnx.Dict(w=nnx.Param(jnp.ones(2), ref=True))
     held = model.w.get_raw_value()
@@ -240,36 +124,12 @@ def test_values_in_references_are_written_to_them():
     assert isinstance(optimizer.opt_state[0].mu.w.get_raw_value(), jax.Ref)
 
 
-def test_extra_arguments_are_passed():
-    model = nnx.Dict(w=nnx.Param(jnp.array([2.0])))
-    optimizer = Optimizer(model, optax.lbfgs(), wrt=nnx.Param)
-
-    def loss(params):
-        return jnp.sum(params["w"] ** 2)
-
-    grads = nnx.State({"w": nnx.Param(2 * model.w[...])})
-    optimizer.update(model, grads, grad=grads, value=loss(values(model)), value_fn=loss)
-    assert abs(float(model.w[0])) < 2
-    scale = Optimizer(model, optax.contrib.reduce_on_plateau(), wrt=nnx.Param)
-    scale.update(model, grads, value=1.0)
-    assert scale.opt_state.best_value[...] == 1
-
-
 def test_hyperparameters_are_variables_that_can_be_set():
     model = nnx.Dict(w=nnx.Param(jnp.ones(2)))
     optimizer = Optimizer(model, optax.inject_hyperparams(optax.sgd)(0.5), wrt=nnx.Param)
     optimizer.opt_state.hyperparams["learning_rate"][...] = 0.25
     optimizer.update(model, {"w": jnp.ones(2)})
     assert model.w[0] == 0.75
-
-
-def test_optimizer_that_holds_the_model():
-    model = Model()
-    both = ModelAndOptimizer(model, optax.sgd(1.0))
-    assert both.model is model and both.wrt is nnx.Param
-    both.update(ones_like(model))
-    assert model.layers[0].bias[0] == 0
-    assert ("model", "kernel") in nnx.to_flat_state(nnx.state(both)).paths
 
 
 def test_optimizers_are_split_merged_and_copied():
@@ -300,24 +160,6 @@ def counted_step(traces):
         return model, optimizer
 
     return step
-
-
-def test_optimizers_of_one_transformation_are_traced_once():
-    traces = []
-    step = counted_step(traces)
-    schedule = optax.linear_schedule
-    for make in (
-        lambda: optax.adam(1e-3),
-        lambda: optax.sgd(0.1),
-        lambda: optax.adamw(schedule(1.0, 0.1, 10), mask=lambda p: jax.tree.map(jnp.ndim, p)),
-        lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adafactor(schedule(1, 0.1, 9))),
-    ):
-        del traces[:]
-        tx = make()
-        for _ in range(20):
-            model = nnx.Dict(w=nnx.Param(jnp.ones((2, 2))))
-            step((model, Optimizer(model, tx, wrt=nnx.Param)), {"w": jnp.ones((2, 2))})
-        assert len(traces) == 1
 
 
 def test_optimizers_of_one_transformation_share_a_program():
@@ -569,13 +411,6 @@ def test_state_of_a_transformation_as_variables():
 PARAMETERS = {("a", 0): nnx.Param(jnp.ones(2)), ("b",): nnx.Param(None), ("c",): jnp.ones(3)}
 
 
-def test_gradients_get_parameter_structure():
-    given = {"c": nnx.Param(jnp.zeros(3)), "a": [jnp.zeros(2)], "n": nnx.BatchStat(1.0), "x": 2}
-    made = gradients_like(PARAMETERS, given, nnx.Param)
-    assert nnx.to_flat_state(made).paths == (("a", 0), ("b",), ("c",)) and made["b"] is None
-    assert made["c"].shape == (3,) and made["a"][0].shape == (2,)
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -594,73 +429,9 @@ def test_gradients_like_checks_structure(given, message):
 Pair = collections.namedtuple("Pair", ["a", "b"])
 
 
-def variable(path, x):
-    return nnx.Variable(raw_value(x), path=path)
-
-
 def tree():
     state = nnx.State({"l": {"w": nnx.Param(jnp.ones(2))}, 0: nnx.Param(1.0)})
     return Pair(({"n": 3}, state), [None, 2.0, ()])
-
-
-def test_pytree_round_trips_through_variables():
-    there = to_state_dict(tree(), variable)
-    assert type(there) is Pair and type(there.a[1]) is StateDict and type(there.b) is nnx.List
-    assert there.b[0] is None and there.b[2] == () and there.a[0].n[...] == 3
-    assert there.a[1]["l"]["w"].path == ("l", "w") and there.a[0].n.path == (0, 0, "n")
-    back = from_state_dict(there)
-    assert type(back.a[1]) is nnx.State and type(back.a[0]) is dict and back.b == [None, 2.0, ()]
-    assert jax.tree.structure(back) == jax.tree.structure(
-        jax.tree.map(raw_value, tree(), is_leaf=lambda x: isinstance(x, nnx.Variable))
-    )
-
-
-def test_state_dict_tracks_changes():
-    class Holder(nnx.Module):
-        def __init__(self):
-            self.kept = to_state_dict(nnx.state(nnx.Dict(w=nnx.Param(1.0))), variable)
-
-    assert flatten_graph(Holder()).is_tracked
-    graphdef = nnx.graphdef(holder := Holder())
-    holder.kept["v"] = nnx.Param(2.0)
-    assert nnx.graphdef(holder) != graphdef
-
-
-def test_state_dict_acts_as_state():
-    model = nnx.Dict(a=nnx.Dict(w=nnx.Param(1.0)))
-    there = StateDict({"a": {"w": nnx.Param(2.0)}})
-    assert nnx.to_flat_state(there).paths == (("a", "w"),)
-    nnx.update(model, there)
-    assert model.a.w[...] == 2.0
-    assert nnx.merge(nnx.graphdef(model), there).a.w is there.a.w
-
-
-def test_values_find_their_variables():
-    there = to_state_dict(tree(), variable)
-    new = jax.tree.map(lambda x: x + 1, from_state_dict(there))
-    assert [float(jnp.sum(v)) for _, v in zip_state_dict(there, new)] == [4.0, 2.0, 4.0, 3.0]
-    with pytest.raises(OptimizerStateError, match=r"has a, b at 'its root', but .* returned 0, 1"):
-        list(zip_state_dict(there, tuple(new)))
-    with pytest.raises(OptimizerStateError, match=r"has n at 'a/0', .* returned \{\} for it; an"):
-        list(zip_state_dict(there, new._replace(a=({}, new.a[1]))))
-
-
-def test_leaves_by_path():
-    model = nnx.Dict(a=[nnx.Param(1), jnp.ones(1)], b=None)
-    model.c = model.a[0]
-    model.me = nnx.data(model)
-    assert list(leaves_by_path(model)) == [("a", 0), ("a", 1)]
-    assert list(leaves_by_path(nnx.state(model))) == [("a", 0), ("a", 1)]
-    shared = nnx.Param(1)
-    tree = {"a": [shared, {}, ()], "b": shared, "c": None}
-    assert list(leaves_by_path(tree)) == [("a", 0), ("b",)]
-    assert list(leaves_by_path(tree, once=True)) == [("a", 0)]
-    assert leaves_by_path(3) == {(): 3}
-
-
-def test_raw_values():
-    assert raw_value(nnx.Param(1, on_get_value=lambda v, x: x + 1)) == 1 and raw_value(2) == 2
-    assert isinstance(raw_value(nnx.Param(jnp.ones(1), ref=True)), jax.Array)
 
 
 class Linear(nnx.Module):
@@ -690,15 +461,6 @@ def step(state, x):
 
     grads, stats = jax.grad(loss, has_aux=True)(state.params)
     return state.apply_gradients(grads, stats=stats)
-
-
-def test_step_returns_new_state():
-    state = make()
-    new = step(step(state, jnp.ones((3, 2))), jnp.ones((3, 2)))
-    assert int(new.step) == 4 and new.stats.calls[...] == 2 and state.step == 2
-    assert new.params.w[0] == pytest.approx(0.8, abs=1e-3) and state.params.w[0] == 1
-    assert new.opt_state[0].mu.w.tag == "w"
-    assert float(new.apply("params", "stats")(jnp.ones(2))[0]) == pytest.approx(1.6, abs=1e-3)
 
 
 def test_gradients_are_variables_or_arrays():

@@ -1,10 +1,9 @@
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from weft import nnx
-from weft.errors import InvalidRngError, RngStreamNotFoundError
+from weft.errors import InvalidRngError
 
 
 def same(a, b):
@@ -22,43 +21,6 @@ def test_nth_key_folds_the_count():
     assert same(rngs.other(), jax.random.fold_in(jax.random.key(0), 0))
     assert same(rngs(), jax.random.fold_in(jax.random.key(0), 1))
     assert rngs.params.count[...] == 2 and type(rngs.params.key) is nnx.RngKey
-
-
-@pytest.mark.parametrize(
-    "seed",
-    [3, np.int32(3), jnp.array(3), jax.random.key(3), jax.random.PRNGKey(3), nnx.RngStream(3)],
-    ids=lambda x: type(x).__name__,
-)
-def test_stream_sources(seed):
-    assert same(nnx.Rngs(seed).default.key[...], jax.random.key(3))
-    assert same(nnx.Rngs({"a": seed}, b=1).a.key[...], jax.random.key(3))
-
-
-def test_streams_by_name():
-    rngs = nnx.Rngs(0, b=1, a=2)
-    assert list(rngs) == rngs.keys() == ["b", "a", "default"] and len(rngs) == 3
-    assert "a" in rngs and "c" not in rngs and [k for k, _ in rngs.items()] == list(rngs)
-    with pytest.raises(
-        RngStreamNotFoundError, match=r"^unknown PRNG stream 'c', and no default stream"
-    ):
-        nnx.Rngs(a=1).c()
-    with pytest.raises(KeyError, match=r"streams: 'a'. Create one: nnx.Rngs\(default=0\)"):
-        nnx.Rngs(a=1)()
-    for seed in ("a", 1.5, nnx.Rngs(0), jnp.ones(2)):
-        with pytest.raises(
-            InvalidRngError, match=r"stream 'default' was given (?s:.*); expected a num"
-        ):
-            nnx.Rngs(seed)
-
-
-def test_draws_without_keys():
-    rngs = nnx.Rngs(0, params=1)
-    key = jax.random.fold_in(jax.random.key(0), 0)
-    assert jnp.array_equal(rngs.normal((2,)), jax.random.normal(key, (2,)))
-    init = jax.nn.initializers.lecun_normal()
-    key = jax.random.fold_in(jax.random.key(1), 0)
-    assert jnp.array_equal(rngs.params.lecun_normal()((2, 2)), init(key, (2, 2)))
-    assert rngs.params.multinomial(5, jnp.ones(3) / 3).sum() == 5
 
 
 def test_forks_splits_and_broadcasts():
@@ -129,27 +91,6 @@ def test_with_rngs():
         return shapes(model)
 
     assert set(f(model).values()) == {(2,)} and set(shapes(model).values()) == {()}
-
-
-def test_reseeding():
-    rngs = nnx.List([nnx.Rngs(0, dropout=1), nnx.Rngs(5)])
-    rngs[0]()
-    nnx.reseed(rngs, default=7)
-    stream = nnx.RngStream(7)
-    assert same(rngs[0].default.key[...], stream()) and same(rngs[1].default.key[...], stream())
-    assert rngs[0].default.count[...] == 0 and same(rngs[0].dropout.key[...], jax.random.key(1))
-    nnx.split_rngs(rngs, splits=2)
-    with pytest.raises(
-        InvalidRngError, match=r"stream at '0/dropout' was split to the shape \(2,\)"
-    ):
-        nnx.reseed(rngs, dropout=1)
-    nnx.reseed(rngs, dropout=1, policy="match_shape")
-    assert same(rngs[0].dropout.key[...], jax.random.split(nnx.RngStream(1)(), 2))
-    seen = []
-    nnx.reseed(rngs, dropout=1, policy=lambda path, key, shape: seen.append((path, shape)) or key)
-    assert seen == [((0, "dropout"), (2,))] and rngs[0].dropout.count.shape == ()
-    with pytest.raises(InvalidRngError, match=r"policy='q' is none; give"):
-        nnx.reseed(rngs, dropout=1, policy="q")
 
 
 def test_streams_in_transformations():

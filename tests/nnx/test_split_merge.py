@@ -1,5 +1,3 @@
-import pickle
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -15,7 +13,7 @@ from weft.errors import (
     StateFilterError,
     VariableArgumentError,
 )
-from weft.nnx.split_merge import GraphState, RefMap, unpack, with_vars
+from weft.nnx.split_merge import GraphState, unpack, with_vars
 
 
 class Node(nnx.Module):
@@ -78,28 +76,6 @@ def test_clones():
     assert new.w is not node.w and new.w[...] is node.w[...] and new.n == 5
     assert nnx.clone(node, arrays=True).w[...] is not node.w[...]
     assert nnx.clone(node, variables=False).w is node.w
-
-
-def test_flatten_and_map():
-    node = model()
-    graphdef, flat = nnx.flatten(node)
-    assert flat.paths == (("stat",), ("w",), ("x",)) and nnx.unflatten(graphdef, flat).w is node.w
-    assert nnx.unflatten(graphdef, flat, copy_variables=True).w is not node.w
-    assert nnx.unflatten(graphdef, nnx.state(node)).w is node.w
-    _, leaves = nnx.flatten(node, with_paths=False)
-    assert leaves[0] == 3.0 and nnx.unflatten(graphdef, leaves).w.tag == "a"
-    new = nnx.map(lambda path, x: x.replace(0) if path == ("w",) else x, node)
-    assert new.w[...] == 0 and new.stat[...] == 3.0 and node.w.shape == (2,)
-
-
-def test_pure_values_and_shapes():
-    node = model()
-    assert nnx.as_pure(node).stat == 3.0 and nnx.as_pure([nnx.Param(1)]) == [1]
-    abstract = nnx.as_abstract(node)
-    assert abstract.w[...] == jax.ShapeDtypeStruct((2,), jnp.float32) and abstract.w.tag == "a"
-    assert abstract.x.shape == (1,) and nnx.graphdef(abstract) == nnx.graphdef(node)
-    nnx.set_metadata(node, only=nnx.Param, new=1)
-    assert node.w.new == 1 and not node.stat.has_metadata("new")
 
 
 def test_call_keeps_the_parts():
@@ -206,14 +182,6 @@ def small_model():
     return nnx.Dict(w=nnx.Param(jnp.ones(2)), n=nnx.BatchStat(jnp.zeros(())))
 
 
-def test_states_of_a_merge_are_disjoint():
-    graphdef, state = nnx.split(nnx.Dict(a=nnx.Dict(w=nnx.Param(1.0)), n=nnx.Cache(2)))
-    with pytest.raises(GraphStructureError, match=r"2 values at 'a/w', in several states"):
-        nnx.merge(graphdef, state, nnx.State({"a": {"w": nnx.Param(3.0)}}))
-    joined = nnx.merge_state(state, nnx.State({"a": {"w": nnx.Param(3.0)}}))
-    assert nnx.merge(graphdef, joined).a.w.get_value() == 3
-
-
 def test_graph_state_merges_without_a_graphdef():
     node = small_model()
     whole = unpack(node)
@@ -226,16 +194,6 @@ def test_graph_state_merges_without_a_graphdef():
     assert node.w[...].tolist() == [2, 2]
 
 
-def test_pytree():
-    whole = unpack(small_model())
-    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(whole)]
-    assert paths == ["['n'].value", "['w'].value"]
-    step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s))
-    assert nnx.merge(step(whole)).w[...].tolist() == [2, 2]
-    assert nnx.merge(pickle.loads(pickle.dumps(whole))).w[...].tolist() == [1, 1]
-    assert type(nnx.map_state(lambda _, x: x, whole)) is nnx.State and "GraphState({" in repr(whole)
-
-
 def test_invalid_state_or_graphdef():
     with pytest.raises(ObjectArgumentError, match="GraphState was given a int and a State"):
         GraphState(1, nnx.State({}))
@@ -245,18 +203,6 @@ def test_invalid_state_or_graphdef():
         nnx.merge(unpack(small_model(), nnx.Param, ...)[0])
     with pytest.raises(StateFilterError, match="no filter matches 'n'"):
         unpack(small_model(), nnx.Param)
-
-
-def test_keys_are_objects_themselves():
-    a, b = nnx.Param(jnp.ones(2)), nnx.Param(jnp.ones(2))
-    seen = RefMap([(a, 0)])
-    seen[b] = 1
-    assert a in seen and seen[b] == 1 and len(seen) == 2 and [x is a for x in seen] == [True, False]
-    assert nnx.Param(1) not in seen and seen.get(3) is None
-    del seen[a]
-    assert repr(seen) == "RefMap({Param: 1})"
-    with pytest.raises(KeyError):
-        seen[a]
 
 
 class Holder(nnx.Module):
@@ -287,15 +233,6 @@ def test_values_in_references_and_back(name):
     back = with_vars(held, **{name: False})
     assert back.w[...].tolist() == [3, 3] and not is_held(back.w) and back.w.get_metadata() == {}
     assert node.w[...].tolist() == [1, 1]
-
-
-def test_selected_and_already_converted():
-    node = Holder()
-    held = with_vars(node, ref=True, only=nnx.Param)
-    assert is_held(held.w) and held.n is node.n
-    assert with_vars(held, ref=True, only=nnx.Param).w is held.w
-    assert with_vars(node).w is node.w and with_vars(3, ref=True) == 3
-    assert is_held(with_vars({"a": [nnx.Param(1.0)]}, ref=True)["a"][0])
 
 
 def test_values_that_stay():

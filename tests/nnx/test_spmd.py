@@ -9,16 +9,13 @@ from weft.errors import (
     AxisMetadataError,
     LogicalAxisError,
     MeshError,
-    NoMeshError,
     PartitionNameError,
     TraceContextError,
     VariableArgumentError,
 )
 from weft.nnx.spmd import (
     PARTITION_NAME,
-    abstract_with_sharding,
     add_axis,
-    get_abstract_model,
     get_named_sharding,
     get_partition_spec,
     logical_axis_rules,
@@ -54,34 +51,6 @@ def model():
         return Model()
 
 
-def test_partition_specs():
-    with logical_axis_rules(RULES):
-        specs = get_partition_spec(nnx.state(model()))
-        assert nnx.to_pure_dict(specs) == {
-            "kernel": P("data", "model"), "bias": P(), "pair": P("model"), "step": None,
-            "rest": P(),
-        }  # fmt: skip
-        assert type(specs.kernel) is nnx.Param and specs.kernel.out_sharding == ("data", "model")
-        of_model = get_partition_spec(model())
-        assert of_model.kernel.get_value() == P("data", "model") and of_model.size == 7
-    assert get_partition_spec({"a": jnp.ones(2), "b": 3, "c": None}) == {
-        "a": P(), "b": None, "c": None,
-    }  # fmt: skip
-    assert get_partition_spec(nnx.Param({"a": jnp.ones(2)})).get_value() == {"a": P()}
-    assert get_partition_spec(nnx.Param(jnp.ones(2), ref=True)).get_value() == P()
-
-
-def test_named_shardings_of_a_model(mesh):
-    state = nnx.state(model(), nnx.Param)
-    with logical_axis_rules(RULES):
-        shardings = get_named_sharding(state, mesh)
-    assert shardings.kernel.get_value() == NamedSharding(mesh, P("data", "model"))
-    del state["pair"], shardings["pair"]
-    placed = jax.device_put(state, shardings)
-    assert placed.kernel.get_value().sharding.spec == P("data", "model")
-    assert jax.jit(lambda s: s, out_shardings=shardings)(state).kernel.out_sharding
-
-
 def test_invalid_shardings(mesh):
     with pytest.raises(MeshError, match=r"'pair' has the layout P\('embed',\), and the mesh"):
         get_named_sharding(nnx.state(model()), mesh)
@@ -93,38 +62,6 @@ def test_invalid_shardings(mesh):
         pytest.raises(LogicalAxisError, match=r"the layout of 'a/w': .*conflict"),
     ):
         get_partition_spec({"a": {"w": w}})
-
-
-def test_abstract_model(mesh):
-    with logical_axis_rules(RULES):
-        graphdef, state = get_abstract_model(Model, mesh)
-    kernel = state.kernel.get_value()
-    assert kernel.shape == (4, 8) and state.step.shape == ()
-    assert kernel.sharding == NamedSharding(mesh, P("data", "model"))
-    assert state.pair["a"].sharding.spec == P("model") and state.rest.sharding.spec == P()
-    assert nnx.merge(graphdef, state).kernel.out_sharding == ("data", "model")
-    with pytest.raises(MeshError, match="the mesh has the axes 'data', 'model'"):
-        get_abstract_model(Model, mesh)
-    with (
-        use_eager_sharding(False),
-        pytest.raises(MeshError, match=r"the layout of 'pair': .*'embed'"),
-    ):
-        get_abstract_model(Model, mesh)
-
-
-def test_abstract_values_get_their_layout(mesh):
-    with use_eager_sharding(False):
-        abstract = jax.eval_shape(lambda: nnx.state(Model()))
-    with jax.set_mesh(mesh), logical_axis_rules(RULES):
-        laid = abstract_with_sharding(abstract)
-    assert laid.kernel.get_value().sharding.spec == P("data", "model")
-    assert laid.bias.get_value().sharding is None and laid.pair["b"].sharding.spec == P("model")
-    assert abstract_with_sharding(nnx.state(model(), "no tag")) == nnx.State({})
-    abstract.kernel.set_metadata(mesh=mesh)
-    assert abstract_with_sharding(abstract.kernel).get_value().sharding.mesh == mesh
-    abstract.kernel.del_metadata("mesh")
-    with pytest.raises(NoMeshError, match="'kernel' has the layout"):
-        abstract_with_sharding(abstract)
 
 
 def test_initializers_with_a_layout(mesh):
@@ -144,34 +81,6 @@ def test_initializers_with_a_layout(mesh):
 
 def param(names=("data", "model"), **metadata):
     return nnx.Param(jnp.ones((4, 8)), out_sharding=names, eager_sharding=False, **metadata)
-
-
-@pytest.mark.parametrize(
-    ("index", "names"),
-    [
-        (0, ("layers", "data", "model")), (1, ("data", "layers", "model")),
-        (2, ("data", "model", "layers")), (-1, ("data", "model", "layers")),
-        (-3, ("layers", "data", "model")),
-    ],
-)  # fmt: skip
-def test_names_gain_and_lose_an_axis(index, names):
-    w = param()
-    assert add_axis(w, index, LAYERS) is w and w.out_sharding == names
-    assert remove_axis(w, index, LAYERS).out_sharding == ("data", "model")
-
-
-def test_unnamed_axis_round_trips():
-    w = param(("layers", "data", None))
-    for entry in ("layers", "data"):
-        assert w.out_sharding[0] == entry
-        remove_axis(w, 0, {})
-    assert w.out_sharding == (None,)
-    new = param((None,))
-    for variable in (w, new):
-        add_axis(add_axis(variable, 0, {}), 1, {})
-    assert w.out_sharding == ("data", "layers", None)
-    assert new.out_sharding == (None, None, None)
-    assert list(w.get_metadata()) == ["out_sharding", "eager_sharding"]
 
 
 def test_optimizer_state_sharding_follows():

@@ -42,15 +42,6 @@ def test_copies(copied):
     assert nnx.to_pure_dict(copied(example())) == {"a": {"b": 1}, "c": 2}
 
 
-def test_pytree_paths():
-    state = nnx.State({"b": jnp.ones(1), "a": nnx.Param(1.0), 1: {"c": 2}})
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    assert [jax.tree_util.keystr(p) for p, _ in leaves] == ["[1]['c']", "['a'].value", "['b']"]
-    assert jax.tree.map(lambda x: x + 1, state)[1]["c"] == 3
-    flat = nnx.to_flat_state(state)
-    assert jax.tree.map(lambda x: x, flat).paths == flat.paths == ((1, "c"), ("a",), ("b",))
-
-
 def test_list_with_attribute_has_a_pytree_state():
     """Its keys are integers and a string, also where it is nested."""
     model = nnx.Dict(layers=nnx.List([nnx.Param(jnp.float32(3))]))
@@ -62,23 +53,6 @@ def test_list_with_attribute_has_a_pytree_state():
     assert jax.tree.leaves(grads) == [2, 3]
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(grads)]
     assert paths == ["['layers'][0].value", "['layers']['scale'].value"]
-
-
-def test_flat_and_back():
-    state = example()
-    flat = nnx.to_flat_state(state)
-    assert flat.paths == (("a", "b"), ("c",)) and flat.leaves == [state.a.b, state.c]
-    assert flat.to_nested_state().a.b is state.a.b
-    assert nnx.from_flat_state({("a", "b"): 1}) == nnx.State({"a": {"b": 1}})
-    assert nnx.FlatState.from_sorted_keys_values([("a",)], [1]) == [(("a",), 1)]
-    merged = nnx.FlatState.merge(flat, nnx.FlatState([(("c",), 5)]))
-    assert dict(merged)[("c",)] == 5
-    assert [list(g) for g in flat.split(nnx.Cache, ...)] == [[flat[1]], [flat[0]]]
-    assert list(flat.filter(nnx.Cache)) == [flat[1]]
-    assert repr(nnx.FlatState([])) == "FlatState([])"
-    assert repr(nnx.FlatState([(("a",), 1)])) == "FlatState([\n  (('a',), 1),\n])"
-    with pytest.raises(StatePathError, match="'a/b' leads through 'a', which is a value"):
-        nnx.merge_state(nnx.State({"a": 1}), nnx.State({"a": {"b": 2}}))
 
 
 def test_parts_and_the_whole():
@@ -94,21 +68,6 @@ def test_parts_and_the_whole():
     for operation in (lambda: state | 1, lambda: state - 1):
         with pytest.raises(TypeError, match="unsupported operand"):
             operation()
-
-
-def test_pure_dicts():
-    state = example()
-    assert nnx.to_pure_dict(state) == {"a": {"b": 1}, "c": 2}
-    assert nnx.to_pure_dict(state, lambda x: type(x).__name__) == {
-        "a": {"b": "Param"},
-        "c": "Cache",
-    }
-    nnx.replace_by_pure_dict(state, {"a": {"b": 7}})
-    assert state.a.b[...] == 7 and isinstance(state.a.b, nnx.Param)
-    nnx.replace_by_pure_dict(state, {"c": 3}, lambda old, new: old[...] + new)
-    assert state.c == 5
-    with pytest.raises(StatePathError, match="the state has nothing at 'x/y', which the dict has"):
-        nnx.replace_by_pure_dict(state, {"x": {"y": 1}})
 
 
 def test_restore_int_paths():

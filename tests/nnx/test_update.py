@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import pytest
 
 from weft import nnx
-from weft.errors import GraphStructureError, StateFilterError, StatePathError
+from weft.errors import StatePathError
 
 
 class Model(nnx.Module):
@@ -13,37 +13,6 @@ class Model(nnx.Module):
         self.bias = None
         self.pair = (jnp.zeros(1), nnx.Param(2.0))
         self.layers = [nnx.Param(3.0), nnx.Cache(4.0)]
-
-
-def test_values_from_states_and_dicts():
-    model = Model()
-    w = model.w
-    nnx.update(model, nnx.State({"w": nnx.Param(5.0, tag="b")}), {"layers": {1: 6.0}, "n": 2})
-    assert model.w is w and w[...] == 5.0 and w.tag == "b" and model.n == 2
-    assert model.layers[1][...] == 6.0 and type(model.layers[1]) is nnx.Cache
-    nnx.update(model, {"x": jnp.ones(3), "pair": {0: jnp.ones(1)}, "bias": nnx.Param(7.0)})
-    assert model.x.shape == (3,) and model.pair[0] == 1 and model.pair[1][...] == 2.0
-    assert model.bias[...] == 7.0
-    nnx.update(model, {"new": nnx.Param(8.0)})
-    assert model.new[...] == 8.0
-
-
-def test_items_are_added():
-    layers, tree = nnx.List([nnx.Param(1)]), {"a": nnx.Param(1)}
-    nnx.update(layers, {1: nnx.Param(2), 2: nnx.Param(3)})
-    nnx.update(tree, {"b": 4})
-    assert [x[...] for x in layers] == [1, 2, 3] and tree["b"] == 4
-
-
-def test_pytrees_of_variables():
-    tree = [nnx.Param(1), {"a": nnx.Param(2), "b": 3}]
-    nnx.update(tree, {0: 5, 1: {"a": 6, "b": 7}})
-    assert (tree[0][...], tree[1]["a"][...], tree[1]["b"]) == (5, 6, 7)
-    w = nnx.Param({"k": 1})
-    nnx.update(w, nnx.Param({"k": 2}))
-    assert w["k"] == 2
-    nnx.update([w], {0: {"k": 3}})
-    assert w[...] == {"k": 3}
 
 
 @pytest.mark.parametrize(
@@ -67,22 +36,3 @@ def test_mismatched_state_changes_nothing(state, message):
         nnx.update((1, 2), {1: 5})
     with pytest.raises(StatePathError, match="a Model cannot be updated from a list; give a state"):
         nnx.update(model, [9.0])
-
-
-def test_variables_are_popped_everywhere():
-    model = Model()
-    model.again = model.layers[1]
-    model.layers.append(model.layers[1])
-    taken = nnx.pop(model, nnx.Cache)
-    assert nnx.to_pure_dict(taken) == {"again": 4.0}
-    assert len(model.layers) == 1 and not hasattr(model, "again")
-    layers = nnx.List([nnx.Param(1)])
-    layers.kind = nnx.Cache(2)
-    assert nnx.to_pure_dict(nnx.pop(layers, nnx.Cache)) == {"kind": 2} and len(layers) == 1
-    params, rest = nnx.pop(nnx.Dict(a=nnx.Param(1), b=nnx.Cache(2)), nnx.Param, nnx.Cache)
-    assert nnx.to_pure_dict(params) == {"a": 1} and nnx.to_pure_dict(rest) == {"b": 2}
-    with pytest.raises(StateFilterError, match=r"pop needs a filter, such as nnx.pop"):
-        nnx.pop(model)
-    with pytest.raises(GraphStructureError, match="the variable at 'pair/1' is in a tuple, which"):
-        nnx.pop(model, nnx.Param)
-    assert model.w[...] == 1.0 and len(model.layers) == 1

@@ -18,21 +18,6 @@ from weft.errors import (
     VariableTypeError,
 )
 
-BINARY = [
-    operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod,
-    operator.pow, operator.matmul, operator.eq, operator.ne, operator.lt, operator.le, operator.gt,
-    operator.ge, divmod,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("op", BINARY, ids=lambda op: op.__name__)
-def test_operators_use_the_value(op):
-    a, b = jnp.array([3.0, 4.0]), jnp.array([2.0, 4.0])
-    expected = jax.tree.leaves(op(a, b))
-    for x, y in [(nnx.Param(a), b), (a, nnx.Param(b)), (nnx.Param(a), nnx.Cache(b))]:
-        for got, want in zip(jax.tree.leaves(op(x, y)), expected, strict=True):
-            assert got.tolist() == want.tolist()
-
 
 @pytest.mark.parametrize("factor", [np.float64(3), np.full(2, 3.0)], ids=["scalar", "array"])
 def test_operators_of_numpy_values_leave_the_work_to_variables(factor):
@@ -60,25 +45,6 @@ def test_attributes_and_items_are_forwarded():
     assert nnx.Variable(1).get_metadata("out_sharding", None) is None
 
 
-def test_item_writes_create_a_new_array():
-    w = nnx.Param(jnp.zeros((2, 2)))
-    before = w[...]
-    w[0] = 5
-    w[1, 1] += 1
-    assert w[...].tolist() == [[5, 5], [0, 1]] and before.tolist() == [[0, 0], [0, 0]]
-    w[...] = 3
-    assert w[...].tolist() == [[3, 3], [3, 3]] and w.dtype == jnp.float32
-    w[...] = nnx.Param(jnp.ones((2, 2)))
-    w.set_value(7, index=(0, 0))
-    assert w.get_value(index=0).tolist() == [7, 1]
-    with pytest.raises(ValueError, match="ncompatible"):
-        w[...] = jnp.ones(3)
-    w.set_value(jnp.ones(3))
-    assert w.shape == (3,) and w[...].shape == (3,)
-    w.set_value(1)
-    assert w.get_raw_value() == 1
-
-
 def test_non_array_values():
     d = nnx.Variable({"a": 1})
     held = d[...]
@@ -94,25 +60,6 @@ def test_non_array_values():
     k = nnx.Variable(1)
     k[...] = "x"
     assert k[...] == "x"
-
-
-def test_hooks_run_on_every_access():
-    seen = []
-
-    def hook(name, change):
-        return lambda variable, x: seen.append((name, x)) or change(x)
-
-    w = nnx.Param(
-        10,
-        on_create_value=hook("create", lambda x: x - 1),
-        on_get_value=(hook("get", lambda x: x + 1), hook("then", lambda x: x * 2)),
-        on_set_value=hook("set", lambda x: x * 2),
-    )
-    assert w.get_raw_value() == 9 and w[...] == 20
-    w.set_value(3)
-    assert w.get_raw_value() == 6 and seen == [("create", 10), ("get", 9), ("then", 10), ("set", 3)]
-    w.set_raw_value(1)
-    assert w.get_raw_value() == 1 and len(seen) == 4
 
 
 class Doubled(nnx.Param):
@@ -196,29 +143,6 @@ def test_number_fills_variable_with_class_setter():
 def test_gradients_use_the_class_getter():
     grads = nnx.grad(lambda v: (v[...] * jnp.array([1.0, 10.0])).sum())(Doubled(jnp.ones(2)))
     np.testing.assert_array_equal(grads.get_raw_value(), [2, 20])
-
-
-def test_hooks_of_a_class_and_own_values():
-    class Positive(nnx.Param):
-        def on_set_value(self, value):
-            return abs(value)
-
-        def create_value(self, value):
-            return value + 1
-
-    w = Positive(1)
-    w.set_value(-3)
-    assert w[...] == 3 and Positive(5)[...] == 6
-
-    seen = []
-    v = nnx.Param(
-        1,
-        on_add_axis=lambda v, i, name: seen.append(("add", i, name)),
-        on_remove_axis=lambda v, i, name: seen.append(("remove", i, name)),
-    )
-    v.add_axis(0, "x")
-    v.remove_axis(1, None)
-    assert seen == [("add", 0, "x"), ("remove", 1, None)]
 
 
 def test_metadata():

@@ -6,13 +6,12 @@ import threading
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from weft import nnx
 from weft.errors import TraceContextError
 from weft.nnx.graph import flatten_graph
-from weft.nnx.versions import STRUCTURE_VERSION, ObjectInfo, StaticValue, path_of, static_value
+from weft.nnx.versions import STRUCTURE_VERSION, path_of
 
 
 class Model(nnx.Module):
@@ -79,36 +78,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_structural_changes_make_a_new_version(change):
-    model = watched()
-    before, graphdef = STRUCTURE_VERSION.now, nnx.graphdef(model)
-    assert nnx.graphdef(model) == graphdef and STRUCTURE_VERSION.now is before
-    change(model)
-    assert STRUCTURE_VERSION.now is not before
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda m: m.w.set_value(jnp.zeros(2)),
-        lambda m: m.w.__setitem__(0, 5.0),
-        lambda m: nnx.update(m, {"w": jnp.zeros(2)}),
-        lambda m: nnx.update(m, nnx.state(m, nnx.Param)),
-        lambda m: nnx.state(m),
-        lambda m: nnx.clone(m),
-        lambda m: setattr(Model(), "scale", 3.0),
-        lambda m: (m.layers[0], m.heads["a"], m.heads.get("b"), list(m.layers), len(m.heads)),
-    ],
-    ids=range(8),
-)
-def test_values_and_other_objects_keep_the_version(change):
-    model = watched()
-    before = STRUCTURE_VERSION.now
-    change(model)
-    assert STRUCTURE_VERSION.now is before
-
-
 def test_change_in_thread_is_detected():
     model, before = watched(), STRUCTURE_VERSION.now
     thread = threading.Thread(target=lambda: setattr(model, "scale", 2.0))
@@ -147,63 +116,6 @@ def test_objects_created_in_a_trace_are_mutable():
 
     model = f(jnp.arange(2.0))
     assert model.w[...].tolist() == model.new.tolist() == model.layers[2].tolist() == [0, 1]
-
-
-def test_untracked_containers_make_a_graph_untracked():
-    def is_tracked(value):
-        return flatten_graph(nnx.Dict(x=value)).is_tracked
-
-    assert (
-        is_tracked(1)
-        and is_tracked([1])
-        and is_tracked((1, {"a": [2]}))
-        and is_tracked(jnp.ones(1))
-    )
-    assert is_tracked(nnx.static((1, "a"))) and is_tracked(frozenset([1]))
-    assert is_tracked(nnx.static([1])) and not is_tracked({1, 2}) and not is_tracked(object())
-    assert not is_tracked(nnx.Param(1, names=["a"]))
-    assert not is_tracked(nnx.State({"a": jnp.ones(1)}))
-
-
-def test_static_values_compare_by_value():
-    assert StaticValue([1, {"a": (2.0,)}]) == StaticValue([1, {"a": (2.0,)}])
-    assert hash(StaticValue([1])) == hash(StaticValue([1]))
-    assert StaticValue(1) != StaticValue(1.0) and StaticValue(1) != 1
-    array = np.ones(1)
-    before = StaticValue(array)
-    assert before == StaticValue(array) == StaticValue(np.ones(1))
-    array[0] = 2
-    assert before != StaticValue(array)
-    assert repr(StaticValue([1])) == "[1]"
-
-
-def test_object_info_checks_trace():
-    watch = ObjectInfo()
-    watch.check(object())
-
-    def f(x):
-        with pytest.raises(TraceContextError, match="a Model is changed"):
-            watch.check(Model())
-        return x
-
-    jax.eval_shape(f, 1.0)
-
-
-def test_similar_static_values_differ():
-    values = [0, False, 0.0, -0.0, 1, True, 1.0, "1", b"1", None, (), (1,), (True,), jnp.float32]
-    for i, a in enumerate(values):
-        for j, b in enumerate(values):
-            assert (static_value(a) == static_value(b)) == (i == j), (a, b)
-            assert type(static_value(a).value) is type(a)
-
-
-def test_functions_compare_by_identity():
-    def scaled(by):
-        return lambda x: x * by
-
-    assert static_value(scaled(2)) != static_value(scaled(2))
-    assert static_value(jax.nn.initializers.zeros) == static_value(jax.nn.initializers.zeros)
-    assert static_value(jax.nn.initializers.zeros) != static_value(jax.nn.initializers.ones)
 
 
 class Layer(nnx.Module):

@@ -1,5 +1,3 @@
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,18 +9,14 @@ from weft import nnx
 from weft.errors import (
     ArgumentShapeError,
     ArgumentValueError,
-    InvalidRngError,
     MissingCacheError,
     MissingModeError,
-    RngArgumentError,
 )
 from weft.functional.attention_mask import (
     AttentionMask,
     as_attention_mask,
     causal_mask,
-    combine_masks,
     left_right_window_mask,
-    make_causal_mask,
 )
 from weft.nnx.module import Module, view
 from weft.nnx.nn.attention import (
@@ -32,7 +26,7 @@ from weft.nnx.nn.attention import (
 from weft.nnx.rngs import Rngs
 from weft.nnx.split_merge import merge, split
 from weft.nnx.state import to_flat_state
-from weft.nnx.variables import Cache, Intermediate
+from weft.nnx.variables import Cache
 
 X = draw(1, 2, 5, 8)
 OTHER = draw(2, 2, 7, 6)
@@ -44,64 +38,6 @@ def attention(*args, **kwargs):
 
 def close(x, y):
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
-
-
-def reference(layer, *args):
-    return jax.jit(functools.partial(_reference, layer))(*args)
-
-
-def _reference(layer, x, other, mask=None):
-    def project(linear, x):
-        return jnp.einsum("bld,dhf->blhf", x, linear.kernel[...]) + linear.bias[None, None]
-
-    query, key, value = (
-        project(layer.query, x),
-        project(layer.key, other),
-        project(layer.value, other),
-    )
-    logits = jnp.einsum("bqhf,bkhf->bhqk", query, key) / jnp.sqrt(query.shape[-1])
-    logits = logits if mask is None else jnp.where(mask, logits, -1e30)
-    found = jnp.einsum("bhqk,bkhf->bqhf", jax.nn.softmax(logits), value)
-    return jnp.einsum("bqhf,hfo->bqo", found, layer.out.kernel[...]) + layer.out.bias[None, None]
-
-
-def test_matches_reference():
-    layer = attention(2, 8, 6, 3, in_kv_features=6)
-    close(layer(X, OTHER), reference(layer, X, OTHER))
-    layer = attention()
-    mask = jnp.tril(jnp.ones((5, 5), bool))
-    close(layer(X, mask=make_causal_mask(X[..., 0])), reference(layer, X, X, mask))
-    close(layer(X, is_causal=True), reference(layer, X, X, mask))
-
-
-def test_input_defaults():
-    layer = attention()
-    np.testing.assert_array_equal(layer(X), layer(X, X, X))
-    np.testing.assert_array_equal(layer(X, 2 * X), layer(X, 2 * X, 2 * X))
-    close(layer(X[0]), layer(X)[0])
-
-
-def test_masks_are_combined():
-    layer = attention()
-    valid = jnp.arange(5)[None, None, None] < 3
-    both = layer(X, mask=combine_masks(make_causal_mask(X[..., 0]), jnp.ones((2, 1, 5, 5)) * valid))
-    close(both, layer(X, mask=valid, is_causal=True))
-
-
-def test_normalised_queries_and_keys_do_not_depend_on_their_size():
-    layer = attention(normalize_qk=True, use_bias=False)
-    np.testing.assert_allclose(layer(100 * X, 30 * X, X), layer(X), rtol=1e-2, atol=1e-3)
-    assert layer.query_ln.scale.shape == (4,) and layer.query_ln.bias is None
-
-
-def test_weights_are_kept():
-    layer = attention(dropout_rate=0.5, deterministic=False)
-    layer(X, sow_weights=True)
-    layer(X)
-    assert isinstance(layer.attention_weights, Intermediate)
-    (weights,) = layer.attention_weights.get_value()
-    assert weights.shape == (2, 2, 5, 5)
-    close(weights.sum(-1), 1)
 
 
 def test_dropout_follows_train_mode():
@@ -128,16 +64,6 @@ def test_dropout_follows_train_mode():
     np.testing.assert_array_equal(given[0], model(X, rngs=key))
 
 
-def test_without_own_streams():
-    layer = attention(dropout_rate=0.5, deterministic=False, keep_rngs=False)
-    assert layer.rngs is None and attention().rngs is None
-    assert layer(X, rngs=Rngs(0)).shape == X.shape
-    with pytest.raises(InvalidRngError, match=r"num_heads=2, in_features=8 applies dropout but ha"):
-        layer(X)
-    with pytest.raises(RngArgumentError, match="was given rngs=0; expected PRNG streams"):
-        layer(X, rngs=0)
-
-
 @pytest.mark.parametrize("kwargs", [{}, {"num_kv_heads": 1, "normalize_qk": True}])
 def test_decoding_equals_causal_attention(kwargs):
     layer = attention(**kwargs)
@@ -158,15 +84,6 @@ def test_decoding_equals_causal_attention(kwargs):
     decoded = merge(graphdef, state)
     assert decoded.cache_index[...] == 5
     close(decoded(X, is_causal=True), whole)
-
-
-def test_decoding_is_causal():
-    a, b = attention(decode=True), attention(decode=True)
-    for layer in (a, b):
-        layer.init_cache(X.shape)
-    for i in range(3):
-        x = X[:, i : i + 1]
-        close(a(x), b(x, is_causal=True))
 
 
 def test_decoding_with_a_mask_of_the_cache():
@@ -190,14 +107,6 @@ def test_a_full_cache_is_refused():
     for _ in range(2):
         assert jnp.isnan(compiled(layer, X[:, 2:3])).all()
         assert layer.cache_index.get_value() == 2
-
-
-def test_cache_in_half_precision():
-    layer = attention(decode=True)
-    layer.init_cache(X.shape, jnp.bfloat16)
-    y = layer(X[:, :1])
-    assert layer.cached_value.dtype == jnp.bfloat16
-    np.testing.assert_allclose(y, attention()(X[:, :1]), atol=2e-2)
 
 
 def test_views_have_separate_caches():
@@ -236,27 +145,6 @@ def test_errors_of_decoding():
     assert layer.cache_index[...] == 0 and (layer.cached_key[...] == 0).all()
 
 
-def test_custom_attention_fn():
-    seen = {}
-
-    def some(query, key, value, mask=None, dtype=None):
-        seen["some"] = mask.shape, dtype
-        return value
-
-    def anything(*args, **kwargs):
-        seen["anything"] = len(args), sorted(kwargs)
-        return args[2]
-
-    attention(attention_fn=some, dtype=jnp.float16)(X, mask=jnp.ones((2, 1, 5, 5)))
-    attention(attention_fn=anything)(X)
-    assert seen["some"] == ((2, 1, 5, 5), jnp.float16)
-    assert seen["anything"] == (
-        3,
-        ["broadcast_dropout", "deterministic", "dropout_rate", "dropout_rng", "dtype", "is_causal",
-         "mask", "module", "precision"],
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("name, inputs", [
     ("inputs_q", (X[..., :6], OTHER)),
     ("inputs_k", (X, X)),
@@ -284,48 +172,6 @@ def test_bad_arguments():
 Q = draw(1, 2, 5, 4, 3)
 K = draw(2, 2, 7, 4, 3)
 V = draw(3, 2, 7, 4, 6)
-
-
-def test_averages_the_values():
-    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", Q, K) / np.sqrt(3))
-    close(dot_product_attention(Q, K, V), jnp.einsum("bhqk,bkhd->bqhd", weights, V))
-
-
-def test_grouped_query_heads():
-    few = K[:, :, :2], V[:, :, :2]
-    each = (jnp.repeat(x, 2, axis=2) for x in few)
-    close(dot_product_attention(Q, *few), dot_product_attention(Q, *each))
-
-
-def test_causal():
-    mask = jnp.tril(jnp.ones((5, 7), bool))
-    close(dot_product_attention(Q, K, V, is_causal=True), dot_product_attention(Q, K, V, mask=mask))
-    first = jnp.arange(7) < 1
-    y = dot_product_attention(Q, K, V, mask=first, is_causal=True)
-    close(y, jnp.broadcast_to(V[:, :1], y.shape))
-
-
-def test_weights_are_kept_before_dropout():
-    module = Module()
-    options = {"dropout_rng": jax.random.key(0), "dropout_rate": 0.5, "module": module}
-    for _ in range(2):
-        dropped = dot_product_attention(Q, K, V, **options)
-    kept = module.attention_weights
-    assert isinstance(kept, Intermediate) and len(kept.get_value()) == 2
-    close(kept.get_value()[0].sum(-1), 1)
-    assert (jnp.abs(dropped - dot_product_attention(Q, K, V)) > 1e-3).any()
-
-
-def test_drop_all():
-    y = dot_product_attention(Q, K, V, dropout_rng=jax.random.key(0), dropout_rate=1.0)
-    assert (y == 0).all()
-
-
-def test_dtype():
-    half = [x.astype(jnp.bfloat16) for x in (Q, K, V)]
-    assert dot_product_attention(*half).dtype == jnp.bfloat16
-    assert dot_product_attention(Q, *half[1:]).dtype == jnp.float32
-    assert dot_product_attention(Q, K, V, dtype=jnp.float16).dtype == jnp.float16
 
 
 def test_errors():

@@ -20,46 +20,11 @@ from weft.nnx.nn.linear import Einsum, Embed, Linear, LinearGeneral
 X = draw(0, 2, 3, 4)
 
 
-def test_linear_map_is_a_product_plus_a_bias():
-    layer = Linear(4, 5, bias_init=jax.nn.initializers.ones, rngs=nnx.Rngs(0))
-    np.testing.assert_allclose(layer(X), X @ layer.kernel[...] + 1, rtol=1e-6)
-    assert (layer.in_features, layer.out_features, layer.bias.shape) == (4, 5, (5,))
-    assert Linear(4, 5, use_bias=False, rngs=nnx.Rngs(0)).bias is None
-
-
-def test_each_parameter_takes_a_key_of_the_stream_params():
-    rngs = nnx.Rngs(0, params=1)
-    Linear(4, 5, rngs=rngs)
-    assert (int(rngs.params.count[...]), int(rngs.default.count[...])) == (2, 0)
-    Linear(4, 5, use_bias=False, rngs=rngs)
-    assert int(rngs.params.count[...]) == 3
-
-
-def test_metadata_comes_from_layer_and_initializer():
-    init = nnx.with_metadata(jax.nn.initializers.ones, tag="head")
-    layer = Linear(
-        4, 5, kernel_init=init, kernel_metadata={"tag": "x", "more": 1}, rngs=nnx.Rngs(0)
-    )
-    assert layer.kernel.get_metadata() == {"tag": "head", "more": 1}
-    general = LinearGeneral(4, (5, 2), kernel_init=init, bias_metadata={"a": 1}, rngs=nnx.Rngs(0))
-    assert (general.kernel.tag, general.kernel.shape) == ("head", (4, 5, 2))
-    assert general.bias.get_metadata() == {"a": 1}
-
-
 def test_equal_layers_have_equal_graphdefs():
     one, other = (nnx.split(Linear(4, 5, rngs=nnx.Rngs(seed)))[0] for seed in range(2))
     assert one == other
     assert hash(one) == hash(other)
     assert one != nnx.graphdef(Linear(4, 5, precision="highest", rngs=nnx.Rngs(0)))
-
-
-def test_general_map_contracts_any_axes():
-    layer = LinearGeneral((3, 4), (5, 2), axis=(1, -1), rngs=nnx.Rngs(0))
-    expected = jnp.einsum("bij,ijkl->bkl", X, layer.kernel[...])
-    np.testing.assert_allclose(layer(X), expected, rtol=1e-5, atol=1e-6)
-    each = LinearGeneral(4, 5, batch_axis={0: 2}, rngs=nnx.Rngs(0))
-    expected = jnp.einsum("bti,bio->bto", X, each.kernel[...])
-    np.testing.assert_allclose(each(X), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_custom_dot_general_gets_only_set_options():
@@ -131,33 +96,6 @@ def test_invalid_sizes_are_rejected_at_creation():
         LinearGeneral(4, 5, batch_axis={1: 3}, rngs=nnx.Rngs(0))
 
 
-def test_bias_follows_kernel_axes():
-    layer = Einsum("b td,ndh->hbnt", (5, 4, 6), (6, 5), rngs=nnx.Rngs(0))
-    layer.bias[...] = jnp.arange(30.0).reshape(6, 5)
-    expected = jnp.einsum("btd,ndh->hbnt", X, layer.kernel[...])
-    expected += layer.bias[...][:, None, :, None]
-    np.testing.assert_allclose(layer(X), expected, rtol=1e-5, atol=1e-5)
-    assert layer.einsum_str == "btd,ndh->hbnt"
-
-
-def test_number_is_a_shape_of_one_axis():
-    layer = Einsum("ti,io->to", (4, 5), 5, rngs=nnx.Rngs(0))
-    same = Einsum("ti,io->to", (4, 5), (5,), rngs=nnx.Rngs(0))
-    assert layer.bias_shape == layer.bias.shape == (5,)
-    np.testing.assert_array_equal(layer(X[0]), same(X[0]))
-    assert Einsum(
-        "ti,i->t", 4, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.ones
-    ).kernel_shape == (4,)
-    wrong = Einsum("ti,io->to", (4, 5), 4, rngs=nnx.Rngs(0))
-    with pytest.raises(ArgumentShapeError, match=r"a bias of shape \(4,\); expected \(5,\)"):
-        wrong(X[0])
-
-
-def test_call_may_override_subscripts():
-    layer = Einsum("btd,do->bto", (4, 5), rngs=nnx.Rngs(0))
-    np.testing.assert_array_equal(layer(X, "btd,do->otb"), layer(X).T)
-
-
 def test_custom_einsum_and_its_errors():
     def strict(*args, **kwargs):
         raise ValueError("as it is")
@@ -204,22 +142,6 @@ def test_mismatched_input_is_shown_with_kernel_shape():
         biased(X, "btd,do->btdo")
 
 
-def test_embed_lookup_and_attend():
-    layer = Embed(10, 4, rngs=nnx.Rngs(0))
-    rows = layer([3, -1])
-    np.testing.assert_array_equal(rows, layer.embedding[...][jnp.array([3, 9])])
-    expected = rows @ layer.embedding[...].T
-    np.testing.assert_allclose(layer.attend(rows), expected, rtol=1e-5, atol=1e-6)
-    assert jnp.isnan(layer(10)).all()
-
-
-def test_results_have_the_dtype_of_the_table_by_default():
-    half = Embed(10, 4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    assert (half.dtype, half(0).dtype, half.attend(jnp.ones(4)).dtype) == (jnp.bfloat16,) * 3
-    wide = Embed(10, 4, dtype=jnp.float32, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    assert wide(0).dtype == jnp.float32
-
-
 def test_results_have_out_sharding():
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
@@ -238,11 +160,3 @@ def test_invalid_input_error_names_the_layer():
     message = r"Embed with features=4 was given queries of shape \(2, 3\); expected \(\.\.\., 4\)"
     with pytest.raises(ArgumentShapeError, match=message):
         layer.attend(jnp.ones((2, 3)))
-
-
-def test_embed_has_the_dtype_of_its_table_unless_it_is_set():
-    ids, table = jnp.array([0]), jnp.ones((2, 2), jnp.bfloat16)
-    for dtype, expected in ((None, jnp.bfloat16), (jnp.float16, jnp.float16)):
-        layer = Embed(2, 2, dtype=dtype, rngs=nnx.Rngs(0))
-        layer.embedding = nnx.Param(table)
-        assert layer(ids).dtype == layer.attend(jnp.ones((1, 2))).dtype == expected

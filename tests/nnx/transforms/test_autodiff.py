@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from weft import nnx
@@ -37,103 +36,8 @@ def loss(m, x=1.0):
     return (m.w * m.part.a * m.part.n * m.arr) * x
 
 
-# The derivatives of `loss` by name.
-OF = {"w": 4.0, "a": 24.0, "n": 6.0, "arr": 3.0}
-
-
 def names(grads):
     return {p[-1]: float(jnp.asarray(v)) for p, v in nnx.to_flat_state(grads)}
-
-
-def test_gradients_are_a_state_of_the_parameters():
-    value, grads = nnx.value_and_grad(loss)(Model())
-    assert float(value) == 12
-    assert isinstance(grads, nnx.State)
-    assert names(grads) == {"w": 4.0, "a": 24.0}
-    assert (type(grads.w), type(grads.part.a), grads.w.note) == (nnx.Param, LoRA, "kept")
-
-
-FILTERS = {
-    "lora": (LoRA, "a"),
-    "stats": (nnx.BatchStat, "n"),
-    "both": ((LoRA, nnx.BatchStat), "an"),
-    "not": (nnx.Not(nnx.Variable), ["arr"]),
-    "all": (..., ["w", "a", "n", "arr"]),
-    "path": (nnx.PathContains("part"), "an"),
-    "nothing": (nnx.Nothing(), ""),
-}
-
-
-@pytest.mark.parametrize("name", FILTERS)
-@pytest.mark.parametrize("mode", [{}, {"graph_updates": False}, {"graph": False}], ids=str)
-def test_parts_of_a_state(name, mode):
-    where, expected = FILTERS[name]
-    grads = nnx.grad(loss, argnums=nnx.DiffState(0, where), **mode)(Model())
-    assert names(grads) == {k: OF[k] for k in expected}
-
-
-@pytest.mark.parametrize("mode", [{"graph_updates": False}, {"graph": False}], ids=str)
-def test_gradients_of_trees_are_objects(mode):
-    m = Model()
-    grads = nnx.grad(loss, **mode)(m)
-    assert type(grads) is Model
-    assert (float(grads.w), float(grads.part.n), float(grads.arr)) == (4.0, 6.0, 3.0)
-    assert jax.tree.structure(grads) == jax.tree.structure(jax.grad(loss)(m))
-
-
-def test_gradients_have_the_form_of_argnums():
-    f = lambda a, x, b: loss(a) * x + loss(b)  # noqa: E731
-    args = Model(), jnp.float32(2.0), Model(1.0)
-    both = nnx.grad(f, argnums=(0, 1))(*args)
-    assert names(both[0])["w"] == 8 and float(both[1]) == 12
-    assert float(nnx.grad(f, argnums=1)(*args)) == 12
-    (last,) = nnx.grad(f, argnums=(-1,))(*args)
-    assert names(last) == {"w": 4.0, "a": 8.0}
-    order = nnx.grad(f, argnums=(nnx.DiffState(2, LoRA), 1, 0))(*args)
-    assert names(order[0]) == {"a": 8.0} and float(order[1]) == 12
-
-
-def test_variables_states_and_containers():
-    v = nnx.BatchStat(jnp.array(3.0))
-    of_variable = nnx.grad(lambda v: v**2)(v)
-    assert type(of_variable) is nnx.BatchStat and float(of_variable) == 6
-    m = Model()
-    tree = nnx.grad(lambda t: loss(t["m"]) * t["x"][0])({"m": m, "x": [jnp.float32(2.0)]})
-    assert names(tree["m"])["w"] == 8 and float(tree["x"][0]) == 12
-
-
-def test_shared_parameters_have_one_gradient():
-    m = Model()
-    pair = nnx.List([m, m])
-    assert float(nnx.grad(lambda p: loss(p[0]) + loss(p[1]))(pair)[0].w) == 8
-    first, second = nnx.grad(lambda a, b: loss(a) + loss(b), argnums=(0, 1))(m, m)
-    assert names(first)["w"] == 8 and names(second) == {}
-
-
-def test_changes_apply_and_gradients_keep_names():
-    m = Model()
-
-    def changing(m):
-        m.a_new = nnx.Intermediate(m.w * 2)
-        m.part.n[...] += 1
-        y = loss(m)
-        m.w[...] = 0.0
-        del m.part.a
-        return y
-
-    value, grads = nnx.value_and_grad(changing)(m)
-    assert float(value) == 18
-    assert names(grads) == {"w": 6.0, "a": 36.0}
-    assert (float(m.w), float(m.part.n), float(m.a_new)) == (0.0, 3.0, 6.0)
-    assert "a" not in m.part
-
-
-def test_has_aux():
-    m = Model()
-    grads, aux = nnx.grad(lambda m: (loss(m), {"m": m, "new": nnx.Dict(w=m.w)}), has_aux=True)(m)
-    assert aux["m"] is m and aux["new"].w is m.w and float(grads.w) == 4
-    (value, aux), grads = nnx.value_and_grad(lambda m: (loss(m), m.arr * 2), has_aux=True)(m)
-    assert (float(value), float(aux)) == (12.0, 8.0)
 
 
 def test_keyword_arguments_are_updated_not_differentiated():
@@ -146,11 +50,6 @@ def test_keyword_arguments_are_updated_not_differentiated():
     assert names(nnx.grad(f)(m, other=other, k=2.0))["w"] == 4 * 18 * 2
     assert float(other.part.n) == 3
     assert names(nnx.grad(loss)(x=2.0, m=m))["w"] == 8
-
-
-def test_second_derivatives():
-    f = lambda m: m.w**3  # noqa: E731
-    assert float(nnx.grad(lambda m: nnx.grad(f)(m).w[...])(Model()).w) == 18
 
 
 def test_invalid_arguments_raise():
@@ -217,23 +116,6 @@ def test_exception_leaves_state_unchanged():
     assert float(m.w) == 3
 
 
-@pytest.mark.parametrize("mode", [{}, {"graph_updates": False}, {"graph": False}], ids=str)
-def test_pullbacks(mode):
-    m = Model()
-
-    def f(m, x):
-        m.part.n[...] += 1
-        m.w.set_metadata(note="seen")
-        return loss(m, x)
-
-    y, pull = nnx.vjp(f, m, 2.0, **mode)
-    of_m, of_x = pull(jnp.float32(10.0))
-    assert (float(y), float(of_x), float(m.part.n), m.w.note) == (36.0, 180.0, 3.0, "seen")
-    assert float(of_m.w) == 120 and isinstance(of_m, Model if mode else nnx.State)
-    y, pull, aux = nnx.vjp(lambda m: (loss(m), {"k": 1.0}), has_aux=True, **mode)(m)
-    assert aux == {"k": 1.0} and float(pull(jnp.float32(1.0))[0].w) == 6
-
-
 def test_pullbacks_keep_names_and_escape_transforms():
     m = Model()
 
@@ -243,18 +125,6 @@ def test_pullbacks_keep_names_and_escape_transforms():
 
     _, pull = nnx.jit(lambda m: nnx.vjp(f, m))(m)
     assert names(pull(jnp.float32(1.0))[0]) == {"w": 4.0, "a": 24.0}
-
-
-@pytest.mark.parametrize("mode", [{}, {"graph_updates": False}, {"graph": False}], ids=str)
-def test_tangents(mode):
-    m, t = Model(), Model(10.0)
-    y, dy = nnx.jvp(loss, (m, 1.0), (t, 0.0), **mode)
-    expected = jax.jvp(loss, (m, 1.0), (t, 0.0))
-    np.testing.assert_allclose((y, dy), expected)
-    only_w = nnx.state(t, nnx.PathContains("w"))
-    y, dy, aux = nnx.jvp(lambda m: (loss(m), m.arr * 2), (m,), (only_w,), has_aux=True, **mode)
-    assert (float(dy), float(aux), float(t.w)) == (40.0, 8.0, 10.0)
-    assert float(nnx.jvp(lambda v: v**2, **mode)((m.w,), (t.w,))[1]) == 60
 
 
 def test_mismatched_tangents_are_rejected():
@@ -287,30 +157,6 @@ class Pair(nnx.Module):
 
 
 PLAIN = [{"graph": False}, {"graph_updates": False}]
-
-
-@pytest.mark.parametrize("mode", PLAIN, ids=str)
-@pytest.mark.parametrize("jit", [False, True])
-def test_results_may_be_objects(mode, jit):
-    def f(m, x):
-        m.part.n[...] += 1
-        return {"made": Pair(m.w * x, 7), "y": m.w * m.w}
-
-    def both(m, x):
-        y, pullback = nnx.vjp(f, m, x, **mode)
-        cotangent = {"made": Pair(10.0, np.zeros((), jax.dtypes.float0)), "y": jnp.array(1.0)}
-        tangents = jax.tree.map(jnp.ones_like, m), 0.0
-        z, dz, aux = nnx.jvp(lambda m, x: (f(m, x), "more"), (m, x), tangents, has_aux=True, **mode)
-        assert aux == "more"
-        return y, pullback(cotangent), z, dz["made"].w[...], dz["y"]
-
-    m = Model()
-    y, (of_m, of_x), z, dw, dy = (nnx.jit(both) if jit else both)(m, 2.0)
-    for made in (y["made"], z["made"]):
-        assert type(made) is Pair and float(made.w) == 6 and int(made.n) == 7
-    assert float(m.part.n) == 4
-    assert float(of_m.w) == 26 and float(of_m.part.a) == 0 and float(of_x) == 30
-    assert float(dw) == 2 and float(dy) == 6
 
 
 @pytest.mark.parametrize("mode", PLAIN, ids=str)
@@ -365,15 +211,6 @@ class Layer(nnx.Module):
     def __call__(self, x: jax.Array, power: int = 1, *, scale: float = 1.0) -> jax.Array:
         self.calls[...] += 1
         return jnp.sin(self.w * x * scale) ** power
-
-
-def test_remat_keeps_values_gradients_and_state():
-    layer = Layer()
-    loss, grads = nnx.value_and_grad(lambda m: m(2.0, 2, scale=0.5).sum())(layer)
-    w = jnp.arange(3.0)
-    assert jnp.allclose(loss, (jnp.sin(w) ** 2).sum())
-    assert jnp.allclose(grads.w[...], 2 * jnp.sin(w) * jnp.cos(w))
-    assert int(layer.calls) == 1
 
 
 def test_values_are_recomputed_in_the_backward_pass():

@@ -144,42 +144,6 @@ def test_bound_methods_cannot_be_transformed():
         nnx.custom_vjp(Pair().double)
 
 
-def test_transformed_functions_bind_as_methods():
-    class Layer(nnx.Module):
-        def __init__(self):
-            self.w = nnx.Param(jnp.array(2.0))
-
-        @nnx.vmap(in_axes=(None, 0))
-        def mapped(self, x):
-            return self.w * x
-
-        @nnx.remat(static_argnums=(2,))
-        def again(self, x, kind, *, factor=1.0):
-            return self.w * x * factor if kind == "times" else x
-
-        @staticmethod
-        @nnx.vmap
-        def plain(x):
-            return 2 * x
-
-    layer = Layer()
-    assert layer.mapped(jnp.ones(2)).tolist() == [2.0, 2.0]
-    assert float(layer.again(3.0, "times", factor=2.0)) == 12
-    assert Layer.plain(jnp.ones(2)).tolist() == [2.0, 2.0]
-    assert Layer.mapped.__name__ == "mapped"
-
-
-def test_keyword_and_default_arguments_use_positional_axes():
-    def f(m, x, k=3.0, *rest):
-        return m.w * x * k
-
-    mapped = nnx.vmap(f, in_axes=(None, 0, None))
-    xs = jnp.arange(2.0)
-    assert mapped(Pair(), xs).tolist() == [0.0, 6.0]
-    assert mapped(Pair(), k=5.0, x=xs).tolist() == [0.0, 10.0]
-    assert nnx.vmap(f, in_axes=(None, 0))(Pair(), xs).tolist() == [0.0, 6.0]
-
-
 def test_keyword_arguments_without_position_are_rejected():
     def f(x, *, scale):
         return x * scale
@@ -190,19 +154,6 @@ def test_keyword_arguments_without_position_are_rejected():
     assert float(nnx.remat(f)(1.0, scale=2.0)) == 2
     with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
         nnx.remat(f)(1.0, scale=2.0, other=1)
-
-
-def test_static_arguments_are_unchanged():
-    def f(m, kind, x):
-        assert isinstance(kind, Pair | str)
-        return m.w * x
-
-    f_remat = nnx.remat(f, static_argnums=1)
-    assert float(f_remat(Pair(), "text", 2.0)) == 4
-    with pytest.raises(jax.errors.TracerBoolConversionError):
-        nnx.remat(lambda m, flag: m.w if flag else 0.0)(Pair(), True)
-    negative = nnx.remat(lambda x, flag: x if flag else 2 * x, static_argnums=(-1,))
-    assert float(negative(1.0, False)) == 2
 
 
 class Model(nnx.Module):

@@ -1,6 +1,4 @@
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from weft import nnx
@@ -17,12 +15,9 @@ from weft.errors import (
     TraceContextError,
     TransformArgumentError,
 )
-from weft.lifting.kind import Static
-from weft.nnx.transforms.control_flow import box_objects, unbox_objects
 
 XS = jnp.arange(3.0)
 Carry = nnx.Carry
-MODES = pytest.mark.parametrize("mode", [{}, {"graph_updates": False}, {"graph": False}], ids=str)
 
 
 class Pair(nnx.Module):
@@ -33,81 +28,6 @@ class Pair(nnx.Module):
     def add(self, x):
         self.n[...] += x
         return self
-
-
-@MODES
-def test_module_is_carried_between_steps(mode):
-    m = Pair()
-    out, ys = nnx.scan(lambda m, x: (m.add(x), m.n * 1), **mode)(m, XS)
-    assert out.n is m.n
-    assert ys.tolist() == [0.0, 1.0, 3.0] and float(m.n) == 3
-
-
-@MODES
-def test_layers_are_applied_one_after_another(mode):
-    layers = Pair(jnp.arange(1.0, 4.0), jnp.zeros(3))
-
-    def f(x, layer):
-        layer.n[...] = x
-        return x * layer.w
-
-    y = nnx.scan(f, in_axes=(Carry, 0), out_axes=Carry, **mode)(jnp.ones(()), layers)
-    assert float(y) == 6
-    assert layers.n[...].tolist() == [1.0, 1.0, 2.0]
-
-
-def test_carry_in_any_and_several_positions():
-    f = nnx.scan(
-        lambda x, a, m: (x * a, a + 1, m.add(a)),
-        in_axes=(1, Carry, Carry),
-        out_axes=(1, Carry, Carry),
-    )
-    m = Pair()
-    y, a, out = f(jnp.ones((2, 3)), jnp.zeros(()), m)
-    assert y.tolist() == [[0.0, 1.0, 2.0]] * 2
-    assert float(a) == 3 and out is m and float(m.n) == 3
-
-
-def test_object_is_partly_carried_and_scanned():
-    m = Pair(XS, 0.0)
-    axes = nnx.StateAxes({nnx.Param: 0, ...: Carry})
-    f = lambda x, m: x + m.add(m.w[...]).n  # noqa: E731
-    y = nnx.scan(f, in_axes=(Carry, axes), out_axes=Carry)(jnp.zeros(()), m)
-    assert float(m.n) == 3 and float(y) == 0 + 1 + 3
-
-
-def test_options_and_empty_loops():
-    assert nnx.scan(lambda x, y: x * y, in_axes=(0, None), out_axes=0)(XS, 2.0).tolist() == [
-        0,
-        2,
-        4,
-    ]
-    backwards = nnx.scan(lambda c, x: (c + x, c), reverse=True, unroll=2)(jnp.zeros(()), XS)
-    assert backwards[1].tolist() == [3.0, 2.0, 0.0]
-    m = Pair()
-    nnx.scan(lambda m, x: (m.add(x), None))(m, jnp.zeros(0))
-    assert float(m.n) == 0
-
-
-def test_new_state_is_stacked():
-    layers = Pair(XS, XS)
-
-    def f(c, layer):
-        layer.seen = nnx.Cache(c)
-        layer.kind = "seen"
-        return c + layer.w, Pair(c)
-
-    _, made = nnx.scan(f)(jnp.zeros(()), layers)
-    assert layers.seen[...].tolist() == made.w[...].tolist() == [0.0, 0.0, 1.0]
-    assert layers.kind == "seen"
-
-
-def test_streams_advance_as_in_a_python_loop():
-    rngs, other = nnx.Rngs(0), nnx.Rngs(0)
-    draw = lambda rngs, x: (rngs, x + jax.random.normal(rngs.noise()))  # noqa: E731
-    _, ys = nnx.scan(draw)(rngs, XS)
-    np.testing.assert_allclose(ys, [draw(other, x)[1] for x in XS], rtol=1e-6)
-    assert int(rngs.default.count[...]) == 3
 
 
 def test_each_carry_has_a_counterpart():
@@ -250,23 +170,6 @@ def test_exception_in_a_scan_changes_nothing():
     assert float(m.add(1.0).n) == 1
 
 
-def test_gradients_go_through():
-    layers = Pair(jnp.arange(1.0, 4.0), jnp.zeros(3))
-
-    def loss(layers, x):
-        f = nnx.remat(lambda x, layer: jnp.sin(layer.add(x).w * x))
-        return nnx.scan(f, in_axes=(Carry, 0), out_axes=Carry)(x, layers)
-
-    def reference(w, x):
-        for i in range(3):
-            x = jnp.sin(w[i] * x)
-        return x
-
-    grads = nnx.grad(loss)(layers, jnp.float32(0.5))
-    np.testing.assert_allclose(grads.w[...], jax.grad(reference)(layers.w[...], 0.5), rtol=1e-5)
-    assert float(layers.n[0]) == 0.5
-
-
 class BranchPair(nnx.Module):
     def __init__(self, w=2.0, n=0.0):
         self.w = nnx.Param(jnp.asarray(w))
@@ -281,42 +184,6 @@ def up(m):
 def down(m):
     m.n[...] -= 10
     return m.w * 3
-
-
-@MODES
-def test_taken_branch_writes(mode):
-    m = BranchPair()
-    taken = [float(nnx.cond(p, up, down, m, **mode)) for p in (True, jnp.array(False), 1)]
-    assert (taken, float(m.n)) == ([4.0, 6.0, 4.0], -8.0)
-    taken = [float(nnx.switch(i, [up, down], m, **mode)) for i in (0, 7, -2, jnp.array(1))]
-    assert (taken, float(m.n)) == ([4.0, 6.0, 4.0, 6.0], -26.0)
-
-
-@MODES
-def test_branch_need_not_write_like_others(mode):
-    m, rngs = BranchPair(), nnx.Rngs(0)
-    draw = lambda m, rngs: m.n.set_value(rngs.noise.uniform())  # noqa: E731
-    for taken, count in ((False, 0), (True, 1)):
-        nnx.cond(taken, draw, lambda m, rngs: None, m, rngs, **mode)
-        assert int(rngs.default.count[...]) == count
-    assert float(m.n) == nnx.Rngs(0).noise.uniform()
-
-
-def test_equal_changes_are_applied():
-    m, other = nnx.Dict(part=BranchPair()), BranchPair()
-
-    def branch(value):
-        def change(m, other):
-            m.part = other
-            m.made = [nnx.Param(value)]
-            m.kind = "new"
-            return m, other.w
-
-        return change
-
-    out, w = nnx.cond(False, branch(1.0), branch(2.0), m, other)
-    assert out is m and w is other.w and m.part is other
-    assert (float(m.made[0]), m.kind) == (2.0, "new")
 
 
 def put(name, value):
@@ -457,45 +324,3 @@ def test_exception_in_a_branch_changes_nothing():
     with pytest.raises(KeyError, match="stop"):
         nnx.cond(True, up, stop, m)
     assert float(m.n) == 0
-
-
-def test_gradients_and_nesting():
-    m = BranchPair()
-
-    def inner(m):
-        return nnx.cond(m.n[...] > 0.5, up, down, m)
-
-    f = nnx.jit(nnx.value_and_grad(lambda m, p: nnx.cond(p, inner, up, m)))
-    with jax.checking_leaks():
-        value, grads = f(m, True)
-    assert (float(value), float(grads.w[...]), float(m.n)) == (6.0, 3.0, -10.0)
-
-
-def test_objects_leave_body_by_index():
-    m, v = nnx.Dict(w=nnx.Param(1.0)), nnx.Param(2.0)
-    given = {"m": m, "x": (jnp.ones(2), v)}
-    boxed = box_objects(given, {"m": m, "x": (jnp.zeros(2), v)})
-    assert (boxed["m"], boxed["x"][1]) == (Static(0), Static(1))
-    back = unbox_objects(given, boxed)
-    assert back["m"] is m and back["x"][1] is v and back["x"][0].tolist() == [0.0, 0.0]
-
-
-def test_one_object_may_be_carried_twice():
-    m = nnx.Dict()
-    boxed = box_objects((m, [m]), (m, [m]))
-    back = unbox_objects((m, [m]), boxed)
-    assert back[0] is m and back[1][0] is m
-
-
-def test_objects_are_returned_in_place():
-    a, b = nnx.Dict(), nnx.List()
-    with pytest.raises(
-        TransformArgumentError, match=r"a loop: the carry\[0\] is returned as another L"
-    ):
-        box_objects((a, b), (b, a))
-    with pytest.raises(
-        TransformArgumentError, match="receives 2 objects in its carry and returns 1"
-    ):
-        box_objects((a, b), (a, 1.0))
-    with pytest.raises(TransformArgumentError, match=r"the carry\[1\] is returned as another Dict"):
-        box_objects((a,), (a, nnx.Dict()))

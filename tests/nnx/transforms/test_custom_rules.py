@@ -22,39 +22,6 @@ def product(m: Model, x: jax.Array) -> jax.Array:
     return m.w * x
 
 
-def with_rule(**options: Any) -> Any:
-    """Returns `product` with gradients ten times too large."""
-    f = nnx.custom_vjp(product, **options)
-
-    def fwd(m: Model, x: jax.Array) -> tuple[jax.Array, Any]:
-        return f(m, x), (m, x)
-
-    def bwd(residuals: Any, g: Any) -> Any:
-        m, x = residuals
-        (of_model, of_x), out_g = g
-        assert of_x is None and set(of_model) == {"calls", "w"}
-        of_model.w[...] = 10 * out_g * x
-        return of_model, 10 * out_g * m.w
-
-    f.defvjp(fwd, bwd)
-    return f
-
-
-@pytest.mark.parametrize("jit", [False, True])
-def test_rule_defines_gradients_and_writes_once(jit: bool):
-    model, f = Model(), with_rule()
-    take = nnx.value_and_grad(f, argnums=(0, 1))
-    value, (of_model, of_x) = (nnx.jit(take) if jit else take)(model, 3.0)
-    assert float(value) == 6.0 and int(model.calls) == 1
-    assert type(of_model.w) is nnx.Param
-    assert float(of_model.w[...]) == 30.0 and float(of_x) == 20.0
-
-
-def test_plain_call_runs_function():
-    model = Model()
-    assert float(with_rule()(model, x=3.0)) == 6.0 and int(model.calls) == 1
-
-
 def test_cotangents_of_written_state():
     @nnx.custom_vjp
     def write(m: Model) -> jax.Array:
@@ -79,23 +46,6 @@ def test_tree_mode_gets_only_result_cotangent():
     f.defvjp(lambda m: (f(m), m), lambda m, g: (nnx.Dict(w=nnx.Param(g * 50)),))
     grads = nnx.grad(f, graph=False)(nnx.Dict(w=nnx.Param(jnp.array(3.0))))
     assert type(grads) is nnx.Dict and float(grads.w[...]) == 50.0
-
-
-def test_part_of_an_object_and_arguments_without_gradient():
-    f = nnx.custom_vjp(
-        lambda scale, m: scale(m.w[...] * m.n[...]),
-        nondiff_argnums=(0, nnx.DiffState(1, nnx.Param)),
-    )
-
-    def bwd(scale: Any, residuals: Any, g: Any) -> Any:
-        (of_model,), out_g = g
-        of_params = nnx.filter_state(of_model, nnx.Param)
-        return (nnx.map_state(lambda _, x: scale(out_g), of_params),)
-
-    f.defvjp(lambda scale, m: (f(scale, m), None), bwd)
-    model = nnx.Dict(w=nnx.Param(jnp.array(3.0)), n=nnx.BatchStat(jnp.array(2.0)))
-    grads = nnx.grad(lambda m: f(lambda x: 5 * x, m))(model)
-    assert {k: float(v) for k, v in nnx.to_pure_dict(grads).items()} == {"w": 5.0}
 
 
 def test_none_is_zero_and_invalid_gradients_fail():
@@ -290,29 +240,6 @@ class Params(nnx.Module):
 
 def gradient(loss: Any, model: nnx.Module, where: Any = nnx.Param) -> Any:
     return nnx.to_pure_dict(nnx.grad(loss, argnums=nnx.DiffState(0, where))(model))
-
-
-@pytest.mark.parametrize(
-    ("fun", "read"),
-    [
-        (lambda m: m.w, lambda m, out: out[...]),
-        (lambda m: m.w, lambda m, out: m.z[...]),
-        (lambda m: m, lambda m, out: out.w[...]),
-        (lambda m: {"of": [m.z, m.w], "new": nnx.Param(1.0)}, lambda m, out: out["of"][0][...]),
-        (lambda m: None, lambda m, out: m.w[...]),
-        (lambda m: nnx.jit(lambda m: m.w)(m), lambda m, out: out[...]),
-    ],
-    ids=["variable", "its alias", "object", "twice in a container", "left", "returned by jit"],
-)
-def test_unchanged_values_come_out_of_rules(fun: Any, read: Any):
-    f = times_ten(fun)
-
-    def loss(m: Held) -> jax.Array:
-        return 2 * read(m, f(m))
-
-    model = Held()
-    model.z = model.w
-    assert gradient(loss, model)["w"] == 20
 
 
 def test_unchanged_arrays_of_attributes_come_out_of_rules():

@@ -61,18 +61,6 @@ def traced(fn):
     return wrapper, traces
 
 
-def test_methods():
-    model = Model(2.0)
-    assert model(3.0) == 6 and model(3.0) == 6 and model.n[...] == 2
-    assert model.scaled(3.0, power=2) == 18 and model.scaled(3.0) == 6
-    assert Model.total(model, 1.0) == 3 and Model.scaled(model, 1.0) == 2
-    made = Model.made(5.0)
-    assert type(made) is Model and made(1.0) == 5
-    with pytest.raises(TransformArgumentError, match="scaled is a bound method of a Model"):
-        nnx.jit(Model.scaled.__wrapped__.__get__(model))
-    assert Model.scaled.__name__ == "scaled"
-
-
 def test_partials_and_callable_modules():
     class Layer(nnx.Module):
         def __init__(self):
@@ -89,30 +77,6 @@ def test_partials_and_callable_modules():
     assert g(model, 1.0) == 4 and g(model, x=1.0) == 4
     h = nnx.jit(functools.partial(lambda model, x: model.w * x, Model(7.0)))
     assert h(2.0) == 14
-
-
-def test_objects_passed_by_name():
-    traced = []
-
-    @nnx.jit
-    def f(x, model=None, *, other=None):
-        traced.append(x)
-        for i, m in enumerate([model, other]):
-            if m is not None:
-                m.n[...] += i + 1
-                x = x * m.w
-        return x
-
-    a, b = Model(2.0), Model(3.0)
-    for n in (1, 2, 3):
-        assert f(1.0, model=a) == 2 and a.n[...] == 4 * n - 3
-        assert f(1.0) == 1 and a.n[...] == 4 * n - 3
-        assert f(1.0, model=b) == 3 and b.n[...] == 3 * n - 2
-        assert f(1.0, other=a) == 2 and a.n[...] == 4 * n - 1
-        assert f(1.0, other=b, model=a) == 6 and (a.n[...], b.n[...]) == (4 * n, 3 * n)
-        assert f(1.0, a) == 2
-        a.n[...] -= 1
-    assert len(traced) == 5
 
 
 def test_captured_models_are_read_only():
@@ -136,24 +100,6 @@ def test_captured_models_are_read_only():
     assert model.w[...] == 2
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"static_argnums": 1}, {"static_argnums": -2}, {"static_argnames": "k"}],
-    ids=["number", "negative", "name"],
-)
-def test_static_argnums_and_argnames(options):
-    fn, traces = traced(lambda model, k, x: model.w * (x if k == "one" else 2 * x))
-    f, model = nnx.jit(fn, **options), Model()
-    for _ in range(2):
-        assert f(model, "one", 1.0) == 1 and f(model, "two", 1.0) == 2
-    assert len(traces) == 2
-    for _ in range(2):
-        assert f(model, k="one", x=1.0) == 1 and f(model, k="two", x=1.0) == 2
-    assert len(traces) == 4
-    with pytest.raises(ValueError, match="Non-hashable static arguments"):
-        f(model, ["one"], 1.0)
-
-
 def test_objects_are_not_static():
     f, model = nnx.jit(lambda model, k: model.w, static_argnums=1, static_argnames="k"), Model()
     f(model, 1)
@@ -161,26 +107,6 @@ def test_objects_are_not_static():
     for call in (lambda: f(model, model), lambda: f(model, k=Model())):
         with pytest.raises(TransformArgumentError, match=text):
             call()
-
-
-@pytest.mark.parametrize(
-    "options", [{"donate_argnums": 0}, {"donate_argnames": "model"}], ids=["number", "name"]
-)
-def test_donated_models(options):
-    @nnx.jit(**options)
-    def f(model, x):
-        model.w[...] += x
-        return model.w * 1
-
-    model = Model(jnp.ones(3))
-    for call in (lambda m: f(m, 1.0), lambda m: f(m, 1.0), lambda m: f(model=m, x=1.0)):
-        before, unchanged = model.w[...], model.n[...]
-        expected = np.asarray(before) + 1
-        np.testing.assert_array_equal(call(model), expected)
-        assert before.is_deleted() and unchanged.is_deleted()
-        assert model.n[...] == 0
-        np.testing.assert_array_equal(model.w[...], expected)
-    is_like_plain(nnx.jit(work), model)
 
 
 def test_donated_and_shared():
@@ -220,31 +146,6 @@ def test_error_while_tracing_donates_nothing():
 
 def mesh():
     return Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("x", "y"))
-
-
-def test_in_and_out_shardings():
-    x, whole = NamedSharding(mesh(), PartitionSpec("x")), NamedSharding(mesh(), PartitionSpec())
-    state = nnx.StateSharding({nnx.Param: x, ...: whole})
-
-    @nnx.jit(in_shardings=(state, whole), out_shardings=(state, x))
-    def f(model, y):
-        model.w[...] += y
-        return model, model.w * 2
-
-    model = Model(jnp.arange(8.0))
-    for i in range(2):
-        result, doubled = f(model, 1.0)
-        assert result is model
-        assert model.w[...].sharding.is_equivalent_to(x, 1)
-        assert model.n[...].sharding.is_equivalent_to(whole, 0)
-        assert doubled.sharding.is_equivalent_to(x, 1)
-        assert model.w[...].tolist() == (np.arange(8.0) + i + 1).tolist()
-    g = nnx.jit(lambda: Model(jnp.arange(8.0)), out_shardings=state)
-    assert g().w[...].sharding.is_equivalent_to(x, 1)
-    vector = nnx.List([nnx.Param(jnp.arange(8.0))])
-    h = nnx.jit(lambda v: v[0] * 1, in_shardings=x, donate_argnums=0)
-    assert h(vector).tolist() == list(range(8)) and h(vector)[1] == 1
-    assert vector[0][...].sharding.is_equivalent_to(x, 1)
 
 
 def test_conflicting_shardings_of_one_object_fail():
@@ -449,78 +350,6 @@ def test_cache_is_bounded():
     assert not h._programs and not h._cached_calls and h(model) == 11
 
 
-def test_functional_style():
-    @nnx.jit
-    def step(graphdef, state, x):
-        model = nnx.merge(graphdef, state)
-        y = model(x)
-        return y, nnx.state(model)
-
-    model = Model(2.0, k=1)
-    graphdef, state = nnx.split(model)
-    for i in range(3):
-        y, state = step(graphdef, state, 3.0)
-        assert y == 6 and state["n"][...] == i + 1
-    nnx.update(model, state)
-    assert model.n[...] == 3
-
-    @nnx.jit
-    def pure(graphdef, state, x):
-        return nnx.call((graphdef, state))(x)
-
-    y, (_, state) = pure(graphdef, state, 3.0)
-    assert y == 6 and state["n"][...] == 4
-
-
-def test_without_jit():
-    f, model = nnx.jit(work), Model(jnp.ones(2))
-    with jax.disable_jit():
-        is_like_plain(f, model)
-        is_like_plain(f, model, x=model)
-    is_like_plain(f, model)
-
-
-def test_in_other_transformations():
-    @nnx.jit
-    def f(m, x):
-        m.n[...] += 1
-        return m.w * x
-
-    model = Model(2.0)
-    assert nnx.jit(lambda m, x: f(m, x) + f(m, x))(model, 3.0) == 12 and model.n[...] == 2
-    grads = nnx.grad(lambda m, x: f(m, x))(model, 3.0)
-    assert grads["w"][...] == 3 and model.n[...] == 3
-    models = Model(jnp.arange(3.0))
-    models.n.set_value(jnp.zeros(3, int))
-    assert nnx.vmap(f)(models, jnp.ones(3)).tolist() == [0, 1, 2]
-    assert models.n[...].tolist() == [1, 1, 1]
-
-    def body(m, x):
-        return m, f(m, x)
-
-    _, ys = nnx.scan(body)(model, jnp.arange(3.0))
-    assert ys.tolist() == [0, 2, 4] and model.n[...] == 6
-    assert nnx.remat(f)(model, 1.0) == 2 and model.n[...] == 7
-    assert nnx.cond(True, f, lambda m, x: x, model, 1.0) == 2 and model.n[...] == 8
-    with pytest.raises(TraceContextError):
-        jax.jit(lambda x: f(model, x))(1.0)
-    assert jax.jit(lambda x: nnx.jit(lambda m: m.w * x)(model))(1.0) == 2
-
-
-def test_returned_objects():
-    @nnx.jit
-    def f(a, b):
-        new = Model(a.w * 2)
-        a.part, b.part = b, new
-        return {"again": a, "new": new, "variable": b.w}, 1.0
-
-    a, b = Model(1.0), Model(2.0)
-    for _ in range(2):
-        result, _ = f(a, b)
-        assert result["again"] is a and a.part is b and b.part is result["new"]
-        assert result["variable"] is b.w and result["new"].w[...] == 2
-
-
 def test_references_of_jax():
     f, model = nnx.jit(lambda m, x: m.w.set_value(m.w * x)), nnx.Dict(w=nnx.Param(2.0, ref=True))
     for value in (4, 8):
@@ -587,11 +416,6 @@ def test_reads_in_tree_mode():
         same(f([model]), look([model]))
     model.k = 2
     same(f(model), look(model))
-
-
-def test_abstract_results():
-    f, model = nnx.jit(lambda m, x: m(x)), Model(jnp.ones(3))
-    assert f.eval_shape(model, 1.0).shape == (3,) and model.n[...] == 0
 
 
 @pytest.mark.parametrize("kinds", ["Auto", "Explicit", "Mixed"])

@@ -8,14 +8,11 @@ from weft.errors import (
     CarryStructureError,
     LoopStructureError,
     RoleError,
-    SharedObjectError,
     SharedStateWarning,
 )
 from weft.errors import TransformArgumentError as ArgumentError
 from weft.lifting.state_creation import consts_and_carry
 from weft.nnx import Carry
-
-MODES = pytest.mark.parametrize("mode", [{}, {"graph_updates": False}, {"graph": False}], ids=str)
 
 
 class Pair(nnx.Module):
@@ -26,41 +23,6 @@ class Pair(nnx.Module):
     def add(self, x):
         self.n[...] += x
         return self
-
-
-@MODES
-def test_while_loop_updates_its_carry(mode):
-    m = Pair()
-    out = nnx.while_loop(lambda m: m.n[...] < 4, lambda m: m.add(1.5), m, **mode)
-    assert out.n is m.n and float(m.n) == 4.5
-
-
-@MODES
-def test_fori_loop_updates_its_carry(mode):
-    m = Pair()
-    x, out = nnx.fori_loop(1, 4, lambda i, c: (c[0] + i, c[1].add(i)), (jnp.zeros(()), m), **mode)
-    assert (float(x), out.n is m.n, float(m.n)) == (6.0, True, 6.0)
-    nnx.fori_loop(jnp.array(1), jnp.array(4), lambda i, m: m.add(i), m, **mode)
-    assert float(m.n) == 12
-
-
-def test_empty_loops_keep_the_state():
-    m = Pair()
-    nnx.while_loop(lambda m: False, lambda m: m.add(1), m)
-    nnx.fori_loop(3, 3, lambda i, m: m.add(1), m)
-    nnx.fori_loop(jnp.array(3), 1, lambda i, m: m.add(1), m)
-    assert float(m.n) == 0
-
-
-def test_changes_in_condition_are_dropped():
-    m = Pair()
-
-    def cond(m):
-        m.w[...] += 1
-        return m.n[...] < 2
-
-    nnx.while_loop(cond, lambda m: m.add(1), m)
-    assert (float(m.w), float(m.n)) == (2, 2)
 
 
 def test_condition_can_be_a_variable():
@@ -74,38 +36,6 @@ def test_condition_can_be_a_variable():
     assert int(nnx.while_loop(lambda m: m.go, body, m).n) == 3
     with pytest.raises(TypeError, match="boolean scalar"):
         nnx.while_loop(lambda m: m.n, body, m)
-
-
-def test_sharing_and_cycles_are_carried():
-    m = Pair()
-    m.me = m
-    carry = {"a": m, "b": (m, m.n)}
-
-    def body(c):
-        assert c["a"] is c["b"][0] and c["a"].me is c["a"] and c["b"][1] is c["a"].n
-        c["b"][1][...] += 1
-        return c
-
-    out = nnx.while_loop(lambda c: c["a"].n[...] < 3, body, carry)
-    assert out["a"] is m and out["b"][0] is m and out["b"][1] is m.n and float(m.n) == 3
-    with pytest.raises(
-        SharedObjectError, match=r"while_loop\(body\).* at c\['a'\] and at c\['a'\]\.me"
-    ):
-        nnx.while_loop(lambda c: True, body, carry, graph=False)
-
-
-def test_numbers_and_trees_in_variables():
-    m = nnx.Dict(n=nnx.Variable(0), t=nnx.Variable({"a": 1.0, "b": jnp.ones(2)}))
-
-    def body(m):
-        m.n.set_value(m.n.get_value() + 1)
-        t = m.t.get_value()
-        m.t.set_value({"a": t["a"] * 2, "b": t["b"] + t["a"]})
-        return m
-
-    nnx.while_loop(lambda m: m.n.get_value() < 3, body, m)
-    assert int(m.n.get_value()) == 3
-    assert float(m.t.get_value()["a"]) == 8 and m.t.get_value()["b"].tolist() == [8.0, 8.0]
 
 
 def test_body_must_return_its_objects():
@@ -171,15 +101,6 @@ def test_exception_leaves_state_unchanged():
         with pytest.raises(KeyError, match="stop"):
             loop()
     assert float(m.add(1.0).n) == 1
-
-
-def test_loop_with_fixed_bounds_can_be_differentiated():
-    def loss(m):
-        return nnx.fori_loop(0, 3, lambda i, c: (c[0] * c[1].w, c[1].add(1)), (1.0, m))[0]
-
-    m = Pair()
-    np.testing.assert_allclose(nnx.grad(loss)(m).w[...], 3 * 2.0**2)
-    assert float(m.n) == 3
 
 
 def test_loops_under_jit_and_no_leaks():

@@ -33,42 +33,6 @@ def stacked():
     return Pair(jnp.arange(6.0).reshape(3, 2), jnp.zeros(3))
 
 
-def test_state_is_mapped_and_written_back():
-    m = stacked()
-    w, n = m.w, m.n
-
-    @nnx.vmap
-    def f(m, x):
-        m.n[...] += x
-        m.w[...] = 2 * m.w[...]
-        return m.w.sum()
-
-    assert f(m, XS).tolist() == [2.0, 10.0, 18.0]
-    assert (m.w is w, m.n is n) == (True, True)
-    assert n[...].tolist() == [0.0, 1.0, 2.0]
-    np.testing.assert_array_equal(w[...], 2 * jnp.arange(6.0).reshape(3, 2))
-
-
-def test_new_objects_are_stacked_by_out_axes():
-    make = lambda x: Pair(x * jnp.ones(2), 1.0)  # noqa: E731
-    assert nnx.vmap(make)(XS).w.shape == (3, 2)
-    assert nnx.vmap(make, out_axes=-1)(XS).w.shape == (2, 3)
-    parts = nnx.vmap(make, out_axes=nnx.StateAxes({nnx.Param: 1, ...: None}))(XS)
-    assert (parts.w.shape, parts.n.shape) == ((2, 3), ())
-    assert nnx.vmap(lambda: Pair(), axis_size=3)().w.shape == (3,)
-
-
-def test_shared_variable_has_one_value():
-    m = Pair()
-
-    def count(m, x):
-        m.n[...] += 1
-        return m.w * x
-
-    assert nnx.vmap(count, in_axes=(None, 0))(m, XS).tolist() == [0.0, 2.0, 4.0]
-    assert float(m.n) == 1
-
-
 def differs(m, x):
     m.n[...] = x
 
@@ -100,35 +64,6 @@ def test_differing_parts_are_named():
         nnx.vmap(f, in_axes=(None, 0))(m, XS)
 
 
-def test_new_attributes_are_stacked():
-    m = stacked()
-
-    def f(m, x):
-        m.made = nnx.Cache(x)
-        m.items = [nnx.Cache(2 * x), m.w]
-        m.kind = "seen"
-        del m.n
-
-    nnx.vmap(f)(m, XS)
-    assert m.made[...].tolist() == [0.0, 1.0, 2.0]
-    assert m.items[0][...].tolist() == [0.0, 2.0, 4.0] and m.items[1] is m.w
-    assert m.kind == "seen" and not hasattr(m, "n")
-
-
-def test_cycles_and_sharing_are_preserved():
-    m = stacked()
-    m.me, m.again = m, m.w
-
-    def f(m, other):
-        assert m.me is m and m.again is m.w and other["m"] is m
-        m.n[...] += 1
-        return m
-
-    assert nnx.vmap(f)(m, {"m": m}) is m
-    assert m.me is m and m.again is m.w
-    assert m.n[...].tolist() == [1.0, 1.0, 1.0]
-
-
 def test_axis_size_mismatch_is_shown_with_paths():
     m = Pair(jnp.ones(3), jnp.ones(2))
     with pytest.raises(AxisSizeError, match=r"sizes \(m\.n: 2, m\.w: 3, x\['k'\]: 4\)"):
@@ -139,17 +74,6 @@ def test_axis_size_mismatch_is_shown_with_paths():
         nnx.vmap(lambda m: None, in_axes=None)(m)
     with pytest.raises(AxisSizeError, match=r"the size given: 2, m: 3"):
         nnx.vmap(lambda m: None, axis_size=2)(jnp.ones(3))
-
-
-def test_collectives_use_axis_name():
-    m = stacked()
-
-    @nnx.vmap(axis_name="i")
-    def f(m, x):
-        m.n[...] = jax.lax.psum(x, "i")
-
-    f(m, XS)
-    assert m.n[...].tolist() == [3.0, 3.0, 3.0]
 
 
 def test_exception_leaves_state_unchanged():
@@ -169,38 +93,11 @@ def test_exception_leaves_state_unchanged():
     assert nnx.vmap(lambda m: m.w.sum())(m).shape == (3,)
 
 
-def test_hooks_and_metadata_act_inside():
-    seen = []
-    v = nnx.Param(XS, note=1, on_set_value=lambda v, x: (seen.append(v.note), 10 * x)[1])
-
-    def f(v):
-        v[...] = v[...] + 1
-        v.set_metadata(note=2)
-
-    nnx.vmap(f)(v)
-    assert (seen, v.note, v[...].tolist()) == ([1], 2, [10.0, 20.0, 30.0])
-
-
 def test_no_leaks():
     with jax.checking_leaks():
         m = stacked()
         nnx.vmap(nnx.vmap(lambda m: differs(m, 1.0), in_axes=None, axis_size=2))(m)
     assert m.n[...].tolist() == [1.0, 1.0, 1.0]
-
-
-def test_names_of_the_axis():
-    metadata = {nnx.PARTITION_NAME: "layers"}
-    v = nnx.Param(jnp.ones((3, 2)), out_sharding=("layers", "a"), eager_sharding=False)
-    seen = []
-
-    def f(v):
-        seen.append(v.out_sharding)
-        v[...] += 1
-        return nnx.Param(v[...], out_sharding=("b",), eager_sharding=False)
-
-    made = nnx.vmap(f, out_axes=1, transform_metadata=metadata)(v)
-    assert (seen, v.out_sharding) == ([("a",)], ("layers", "a"))
-    assert made.out_sharding == ("b", "layers")
 
 
 def test_pmap_runs_on_devices():

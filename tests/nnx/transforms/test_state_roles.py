@@ -6,22 +6,12 @@ from jax.sharding import PartitionSpec as P
 
 from weft import nnx
 from weft.errors import RoleError, RoleKindError, StateFilterError, TransformArgumentError
-from weft.lifting import CARRY, Roles
-from weft.nnx.transforms.state_roles import as_roles
 
 
 class Pair(nnx.Module):
     def __init__(self, w=2.0, n=0.0):
         self.w = nnx.Param(jnp.asarray(w))
         self.n = nnx.BatchStat(jnp.asarray(n))
-
-
-def test_symbol_repr():
-    assert repr(nnx.StateAxes({nnx.Param: 1, ...: None})) == "StateAxes({Param: 1, ...: None})"
-    assert repr(nnx.StateAxes({"tag": nnx.Carry})) == "StateAxes({'tag': Carry})"
-    assert repr(nnx.StateSharding({...: P("x")})) == "StateSharding({...: P('x',)})"
-    state = nnx.DiffState(0, nnx.Param)
-    assert (state.argnum, state.filter) == (0, nnx.Param)
 
 
 def test_symbol_equality():
@@ -114,11 +104,6 @@ def test_pairs_and_lists_of_filters():
 def test_catch_all_filter_must_be_last():
     with pytest.raises(StateFilterError, match="put it last"):
         nnx.StateAxes({...: None, nnx.Param: 0})
-
-
-def test_prefixes_become_roles():
-    assert as_roles([nnx.Carry, 0, None]) == (CARRY, 0, None)
-    assert isinstance(as_roles(nnx.StateAxes({...: nnx.Carry})), Roles)
 
 
 class Parts(nnx.Module):
