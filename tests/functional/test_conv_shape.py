@@ -9,7 +9,6 @@ from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional import (
     compute_conv_paddings,
     compute_conv_transpose_paddings,
-    conv,
     conv_dilate_window,
     conv_explicit_padding,
     conv_output_shape,
@@ -238,22 +237,6 @@ def test_circular_and_reflect_padding():
     assert (around.ravel().tolist(), zeros) == ([4, 0, 1, 2, 3, 4, 0, 1], ((0, 0),))
     backwards, _ = pad_conv(x, padding="REFLECT", **ONE)
     assert backwards.ravel().tolist() == [1, 0, 1, 2, 3, 4, 3, 2]
-
-
-def test_any_batch_axes():
-    for shape in ((5, 6, 3), (2, 1, 5, 6, 3)):
-        padded, _ = pad_conv(array(*shape), padding="CIRCULAR", **TWO)
-        assert padded.shape == (*shape[:-3], 7, 8, 3)
-
-
-def test_causal_output_ignores_the_future():
-    x = array(1, 8, 1)
-    padded, zeros = pad_conv(x, padding="CAUSAL", window=(3,), strides=(1,), dilation=(2,))
-    weight = array(3, 1, 1)
-    y = conv(padded, weight, padding=zeros, dilation=2)
-    changed = conv(x.at[:, 5:].set(0.0), weight, padding=zeros, dilation=2)
-    assert y.shape == x.shape
-    np.testing.assert_array_equal(y[:, :5], changed[:, :5])
 
 
 @pytest.mark.parametrize("span", range(1, 8))

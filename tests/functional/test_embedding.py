@@ -28,31 +28,9 @@ def array(*shape):
     return RNG.normal(size=shape).astype(np.float32)
 
 
-def test_lookup_takes_rows():
-    table, ids = array(5, 3), np.array([[4, 0], [2, 2]])
-    np.testing.assert_array_equal(lookup(jnp.array(table), jnp.array(ids)), table[ids])
-
-
 def test_out_of_range_id_is_nan():
     y = lookup(jnp.ones((5, 3)), jnp.array([4, 5]))
     assert np.isnan(y).all(-1).tolist() == [False, True]
-
-
-def test_attend_is_the_product_with_the_transposed_table():
-    table, x = array(5, 3), array(2, 4, 3)
-    np.testing.assert_allclose(attend(jnp.array(table), jnp.array(x)), x @ table.T, rtol=1e-4)
-
-
-def test_gradients_of_a_tied_embedding_sum_both_uses():
-    table, ids = jnp.array(array(4, 3)), jnp.array([1, 3])
-
-    def loss(lookup_fn, attend_fn):
-        return lambda table: jnp.sum(attend_fn(table, lookup_fn(table, ids)) ** 2)
-
-    plain = loss(lambda t, i: jax.nn.one_hot(i, 4) @ t, lambda t, x: x @ t.T)
-    np.testing.assert_allclose(
-        jax.grad(loss(lookup, attend))(table), jax.grad(plain)(table), rtol=1e-4, atol=1e-5
-    )
 
 
 def test_sinusoidal_positions():

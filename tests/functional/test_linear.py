@@ -22,69 +22,11 @@ def array(*shape):
     return RNG.normal(size=shape).astype(np.float32)
 
 
-def test_dense_is_a_matrix_product_plus_a_bias():
-    x, w, b = array(2, 5, 3), array(3, 4), array(4)
-    np.testing.assert_allclose(dense(jnp.array(x), jnp.array(w)), x @ w, rtol=1e-5, atol=1e-6)
-    y = dense(jnp.array(x), jnp.array(w), jnp.array(b))
-    np.testing.assert_allclose(y, x @ w + b, rtol=1e-5, atol=1e-6)
-
-
-def test_dense_of_a_vector():
-    x, w = array(3), array(3, 4)
-    np.testing.assert_allclose(dense(jnp.array(x), jnp.array(w)), x @ w, rtol=1e-5, atol=1e-6)
-
-
 def test_dense_names_mismatched_sizes():
     with pytest.raises(ArgumentShapeError, match=r"shape \(4, 5\).*must be \(3,\).*\(2, 3\)"):
         dense(jnp.ones((2, 3)), jnp.ones((4, 5)))
     assert issubclass(ArgumentShapeError, WeftError)
     assert issubclass(ArgumentShapeError, ValueError)
-
-
-@pytest.mark.parametrize(
-    "x_shape, w_shape, axis, batch, subscripts",
-    [
-        ((2, 5, 6), (6, 3, 4), -1, (), "bti,ino->btno"),
-        ((2, 3, 4, 5), (3, 5, 7), (1, 3), (), "abcd,bdo->aco"),
-        ((2, 3, 4, 5), (5, 3, 7), (3, 1), (), "abcd,dbo->aco"),
-        ((2, 5, 6), (2, 6, 4), -1, 0, "bti,bio->bto"),
-        ((2, 5, 3, 6), (3, 6, 4), -1, 2, "btni,nio->nbto"),
-    ],
-)
-def test_dense_general_contracts_the_axes_that_einsum_would(
-    x_shape, w_shape, axis, batch, subscripts
-):
-    x, w = array(*x_shape), array(*w_shape)
-    y = dense_general(jnp.array(x), jnp.array(w), axis=axis, batch_axes=batch)
-    np.testing.assert_allclose(y, np.einsum(subscripts, x, w), rtol=1e-4, atol=1e-5)
-
-
-def test_dense_general_has_a_bias_per_batch_position():
-    x, w, b = array(4, 5, 3, 6), array(3, 6, 2), array(3, 2)
-    y = dense_general(jnp.array(x), jnp.array(w), jnp.array(b), axis=-1, batch_axes=2)
-    expected = np.einsum("btni,nio->nbto", x, w) + b[:, None, None, :]
-    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_project_follows_its_subscripts():
-    x, w, b = array(2, 5, 3, 4), array(6, 3, 4), array(6)
-    y = project("btnh,dnh->btd", jnp.array(x), jnp.array(w), jnp.array(b))
-    np.testing.assert_allclose(y, np.einsum("btnh,dnh->btd", x, w) + b, rtol=1e-4, atol=1e-5)
-
-
-def test_dtype_is_promoted_unless_specified():
-    x, w = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 4), jnp.bfloat16)
-    assert dense(x, w).dtype == jnp.bfloat16
-    assert dense(x, w.astype(jnp.float32)).dtype == jnp.float32
-    assert dense(x, w, preferred_element_type=jnp.float32).dtype == jnp.float32
-    assert project("bi,io->bo", x, w).dtype == jnp.bfloat16
-
-
-def test_gradients_match_matmul():
-    x, w = jnp.array(array(2, 3)), jnp.array(array(3, 4))
-    ours = jax.grad(lambda w: jnp.sum(dense(x, w) ** 2))(w)
-    plain = jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
-    np.testing.assert_allclose(ours, plain, rtol=1e-5)
 
 
 def test_dense_general_custom_dot_general():

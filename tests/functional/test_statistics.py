@@ -11,7 +11,7 @@ from tests.compiled import (
     segment_mean,
     update_running_average,
 )
-from weft.functional.statistics import mean_square, statistics_dtype
+from weft.functional.statistics import statistics_dtype
 
 RNG = np.random.default_rng(0)
 
@@ -37,18 +37,6 @@ def test_variance_is_accurate_with_large_mean(offset):
     np.testing.assert_allclose(variance[:, 0], reference.var(-1), rtol=1e-4)
 
 
-def test_moments_with_where():
-    x, where = array(4, 6), RNG.random((4, 6)) < 0.6
-    where[0, 0] = False
-    x[0, 0] = np.nan
-    where[3] = False
-    mean, variance = moments(jnp.array(x), where=jnp.array(where))
-    for row in range(3):
-        np.testing.assert_allclose(mean[row, 0], x[row][where[row]].mean(), rtol=1e-5)
-        np.testing.assert_allclose(variance[row, 0], x[row][where[row]].var(), rtol=1e-4)
-    assert (mean[3, 0], variance[3, 0]) == (0, 0)
-
-
 @pytest.mark.parametrize("masked", [False, True])
 def test_moments_combine_over_mapped_axes(masked):
     x = array(4, 6, 3) + 100 * np.arange(4, dtype=np.float32)[:, None, None]
@@ -64,35 +52,6 @@ def test_moments_combine_over_mapped_axes(masked):
         np.testing.assert_allclose(part_variance[0], counted.var(0), rtol=1e-4)
 
 
-def test_moments_are_float32_by_default():
-    x = jnp.ones((2, 3), jnp.bfloat16)
-    assert [m.dtype for m in moments(x)] == [jnp.float32] * 2
-    assert [m.dtype for m in moments(x, dtype=None)] == [jnp.bfloat16] * 2
-
-
-def test_gradients_match_definition():
-    x, g = jnp.array(array(3, 5)) + 3, jnp.array(array(2, 3, 1))
-
-    def ours(x):
-        mean, variance = moments(x)
-        return jnp.sum(g[0] * mean + g[1] * variance)
-
-    def plain(x):
-        return jnp.sum(g[0] * x.mean(-1, keepdims=True) + g[1] * x.var(-1, keepdims=True))
-
-    for derivative in (jax.grad, jax.hessian):
-        np.testing.assert_allclose(
-            *(jax.jit(derivative(f))(x) for f in (ours, plain)), rtol=1e-4, atol=1e-5
-        )
-
-
-def test_mean_square_with_where():
-    x = jnp.array([1.0, 3.0, 100.0])
-    where = jnp.array([True, True, False])
-    assert mean_square(x, (0,), where).tolist() == [5.0]
-    assert mean_square(x, (0,), ~jnp.ones(3, bool)).tolist() == [0.0]
-
-
 def test_segment_mean_is_the_mean_of_each_segment():
     x, ids = array(2, 5, 3, 4), np.array([[1, 1, 2, 2, 0], [3, 3, 3, 5, 5]])
     out = segment_mean(jnp.array(x), segment_ids=jnp.array(ids), axis=(1, 3))
@@ -101,12 +60,6 @@ def test_segment_mean_is_the_mean_of_each_segment():
         for t in range(5):
             same = x[b][ids[b] == ids[b, t]]
             np.testing.assert_allclose(out[b, t, :, 0], same.mean((0, 2)), rtol=1e-4, atol=1e-6)
-
-
-def test_segment_mean_with_where():
-    x, ids = jnp.array([[1.0, 3.0, 5.0]]), jnp.array([[1, 1, 2]])
-    where = jnp.array([[True, False, False]])
-    assert segment_mean(x, segment_ids=ids, axis=1, where=where).tolist() == [[1.0, 1.0, 0.0]]
 
 
 def test_mean_square_by_segment():

@@ -16,7 +16,6 @@ from weft.errors import (
 )
 from weft.hierarchy.base_layer import (
     BaseLayer,
-    BaseModel,
     CompositeTensorStats,
     DefaultTensorStats,
     ParameterNoise,
@@ -35,7 +34,6 @@ from weft.hierarchy.layers.embedding import Embedding
 from weft.hierarchy.module import functional
 from weft.hierarchy.module import functional as F
 from weft.hierarchy.param_init import ConstantInitializer, DefaultInitializer, GaussianInitializer
-from weft.struct import VDict
 
 
 class Affine(BaseLayer):
@@ -324,23 +322,6 @@ def test_one_without_a_stack(layer):
     np.testing.assert_array_equal(state["weight"], expected["weight"])
 
 
-def test_jit_equals_eager(layer):
-    eager = initialize_stacked(layer, 3, KEY)
-    compiled = jax.jit(lambda key: initialize_stacked(layer, 3, key))(KEY)
-    assert isinstance(compiled, VDict)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), eager, compiled)
-
-
-def test_prebuilt_under_jit(layer):
-    bias = jnp.arange(6.0).reshape(2, 3)
-    compiled = jax.jit(
-        lambda key, bias: initialize_stacked(layer, 2, key, prebuilt={"bias": bias})
-    )(KEY, bias)
-    np.testing.assert_array_equal(compiled["bias"], bias)
-    drawn = initialize_stacked(layer, 2, KEY)
-    np.testing.assert_allclose(compiled["weight"], drawn["weight"], rtol=1e-6)
-
-
 def test_specs_stand_for_values_elsewhere(layer):
     for number, initialize in ((None, lambda f: f), (2, lambda f: f), (2, jax.jit)):
         specs = stacked_parameter_specs(layer, number)
@@ -353,11 +334,6 @@ def test_specs_stand_for_values_elsewhere(layer):
         assert made["bias"].shape == specs["bias"].shape
     with pytest.raises(ParameterSpecError, match="weight has the shape"):
         initialize_stacked(layer, 2, KEY, prebuilt={"weight": ParameterSpec((2, 9, 9))})
-
-
-def test_shapes_without_drawing(layer):
-    shapes = jax.eval_shape(lambda key: initialize_stacked(layer, 4, key), KEY)
-    assert shapes["weight"].shape == (4, 2, 3)
 
 
 def test_prebuilt_layer_mismatch(layer):
@@ -398,27 +374,6 @@ def test_summaries_are_named_by_their_statistics():
         )
     )
     assert set(got) == {"a", "b"}
-
-
-class Line(BaseModel):
-    def _create_layer_parameter_specs(self):
-        return {"weight": ParameterSpec((1, 1))}
-
-    def forward(self, input_batch):
-        predictions = input_batch["x"] * self.parameters["weight"][0, 0]
-        return jnp.mean((predictions - input_batch["y"]) ** 2), {"predictions": predictions}
-
-
-def test_model_loss_is_differentiable():
-    model = Line.default_config().set(name="line").instantiate(parent=None)
-    batch = {"x": jnp.array([1.0, 2.0]), "y": jnp.array([2.0, 4.0])}
-
-    def loss(state):
-        return functional(model, None, state, (batch,), is_training=True)[0]
-
-    (value, aux), grads = jax.value_and_grad(loss, has_aux=True)({"weight": jnp.array([[1.0]])})
-    assert (float(value), aux["predictions"].tolist()) == (2.5, [1, 2])
-    assert float(grads["weight"][0, 0]) == -5.0
 
 
 TIED_KEY = jax.random.key(0)

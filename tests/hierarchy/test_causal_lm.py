@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from weft.config import config_for_function
 from weft.errors import LayerConfigError, MetricsError
-from weft.functional.sampling import chain, scale_by, top_k_logits
+from weft.functional.sampling import top_k_logits
 from weft.hierarchy.attention.bias import CausalAttentionBias
 from weft.hierarchy.attention.feed_forward import TransformerFeedForwardLayer
 from weft.hierarchy.attention.stack import RepeatedTransformerLayer, StackedTransformerLayer
@@ -208,35 +208,6 @@ def test_batch_without_targets_has_no_loss():
     assert all(np.isfinite(v) for v in means(summaries).values())
 
 
-def test_no_return_aux_gives_only_the_loss():
-    model, state = make()
-    (loss, aux), _ = call(model, state, input_batch=BATCH)
-    assert aux == {}
-    assert loss.shape == ()
-
-
-def test_packed_sequences_score_separately():
-    model, state = make()
-    packed = {
-        "input_ids": jnp.array([[2, 3, 4, 6, 7, 0]]),
-        "target_labels": jnp.array([[3, 4, 5, 7, 8, 0]]),
-        "input_segment_ids": jnp.array([[1, 1, 1, 2, 2, 0]]),
-        "input_positions": jnp.array([[0, 1, 2, 0, 1, 0]]),
-    }
-    (_, aux), _ = loss_and_aux(model, state, packed)
-    (_, alone), _ = loss_and_aux(model, state)
-    np.testing.assert_allclose(
-        aux["metrics"]["per_token_loss"][0, :3],
-        alone["metrics"]["per_token_loss"][0, :3],
-        rtol=1e-4,
-    )
-    np.testing.assert_allclose(
-        aux["metrics"]["per_token_loss"][0, 3:5],
-        alone["metrics"]["per_token_loss"][1, :2],
-        rtol=1e-4,
-    )
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def grads_of(model, state):
     def loss(state):
@@ -421,22 +392,6 @@ def test_greedy_decoding_through_the_cache_is_greedy():
     assert len(set(outputs.sequences.ravel().tolist())) > 2
 
 
-def test_samples_depend_on_the_key():
-    model, state = make()
-    modifier = chain(scale_by(20.0), top_k_logits(5))
-    inputs = {
-        "method": "sample_decode",
-        "input_batch": {"prefix": jnp.array([[2, 3, 0, 0, 0, 0]] * 2)},
-        "static": {"num_decodes": 4, "logits_modifier": modifier},
-    }
-    first, again, other = (
-        call(model, state, seed=seed, **inputs)[0].sequences for seed in (0, 0, 1)
-    )
-    np.testing.assert_array_equal(first, again)
-    assert (first != other).any()
-    assert len({tuple(s) for s in first.reshape(8, -1).tolist()}) > 2
-
-
 def test_scores_of_beams_are_sums_of_log_probabilities():
     model, state = make()
     prefix = jnp.array([[2, 3, 0, 0, 0, 0], [5, 0, 0, 0, 0, 0]])
@@ -595,13 +550,6 @@ def measure(cfg, batch=None, outputs=None, module_outputs=MODULE_OUTPUTS):
     return functional(metrics, None, {}, inputs, is_training=True)[0]
 
 
-def test_statistics_are_of_each_target():
-    stats = target_statistics(jnp.array(LOGITS), jnp.array(LABELS), jnp.array(LIVE))
-    np.testing.assert_allclose(stats["nll"], NLL, rtol=1e-5)
-    np.testing.assert_allclose(stats["log_normalizer"], LOG_NORMALIZER * LIVE, rtol=1e-5)
-    np.testing.assert_array_equal(stats["correct"], LIVE & (LOGITS.argmax(-1) == LABELS))
-
-
 @pytest.mark.parametrize("scale", [None, 0.1])
 def test_cross_entropy_metrics(scale):
     cfg = CrossEntropyLossMetrics.default_config().set(z_loss_scale=scale)
@@ -666,20 +614,6 @@ def test_unmatched_pattern_is_reported(caplog):
     assert float(loss.mean) == 0 and metrics.keys() == {"aux_loss"}
     assert "aux_loss_regex='aux_loss' of metrics matches none of the module outputs" in caplog.text
     assert "layer0/aux_loss" in caplog.text
-
-
-def test_no_pattern_means_no_auxiliary_loss():
-    loss, metrics = measure(AuxLossMetrics.default_config())
-    assert float(loss.mean) == 0
-    assert metrics == {}
-
-
-def test_models_metrics_are_cross_entropy_and_auxiliary_losses():
-    loss, metrics = measure(metrics_config(aux_loss_regex=".*/aux_loss", z_loss_scale=0.1))
-    expected = (NLL + 0.1 * np.square(LOG_NORMALIZER) * LIVE).sum() / 5
-    assert float(loss.mean) == pytest.approx(expected + 1.0, rel=1e-5)
-    assert float(loss.weight) == 5
-    assert {"perplexity", "z_loss", "aux_loss"} <= metrics.keys()
 
 
 class Halves(CompositeLossWeights):

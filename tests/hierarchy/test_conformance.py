@@ -10,7 +10,6 @@ from jax.sharding import Mesh, PartitionSpec
 from weft.errors import (
     BranchStructureError,
     LoopOutputError,
-    NoContextError,
     OutputConflictError,
 )
 from weft.hierarchy import transforms
@@ -470,18 +469,3 @@ def test_keyword_and_static_arguments():
     y, gradient = run(body)[0]
     assert_equal(y, 2 * jnp.sin(X * W))
     assert_equal(gradient, [3.0] * 3)
-
-
-def test_names_of_user_function():
-    def attend(x):
-        return x
-
-    for of in (transforms.jit, transforms.grad, transforms.checkify, transforms.pmap):
-        assert of(attend).__name__ == "attend"
-
-
-@pytest.mark.parametrize("name", sorted({*ALL, "eval_shape"} - {"scan"}))
-def test_outside_invocation_fails(name):
-    around = {**ALL, "eval_shape": transforms.eval_shape}[name]
-    with pytest.raises(NoContextError, match="belongs to an invocation"):
-        around(jnp.sin, X)

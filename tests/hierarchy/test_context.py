@@ -23,7 +23,6 @@ from weft.hierarchy.context import (
     OutputCollection,
     child_context,
     current_context,
-    fold_in_name,
     install_context_stack,
     new_output_collection,
     set_current_context,
@@ -56,29 +55,6 @@ def root_context(**kwargs):
     return InvocationContext(**{**fields, **kwargs})
 
 
-def test_child_derives_its_fields():
-    root = root_context()
-    child = root.add_child("a")
-    assert child.path() == "root.a"
-    assert child.state == {"w": 1}
-    assert child.is_training
-    assert child.prng_key == fold_in_name(root.prng_key, "a")
-    child.add_summary("s", 2)
-    assert root.get_summaries() == {"a": {"s": 2}}
-    assert root.add_child("b").state == {}  # a module without parameters
-
-
-def test_child_may_override_them():
-    other = root_context().add_child(
-        "eval", module=None or root_context().module, state={}, is_training=False, prng_key=None
-    )
-    assert (other.state, other.is_training, other.prng_key) == ({}, False, None)
-
-
-def test_no_key_stays_no_key():
-    assert root_context(prng_key=None).add_child("a").prng_key is None
-
-
 def test_unknown_children_are_named():
     with pytest.raises(
         InvalidDescendantError, match=r"root has no child 'aa'\. Did you mean 'a'\?"
@@ -97,13 +73,6 @@ def test_outputs_are_added_once():
     root.set_state_update({"y": 2})
     assert root.get_state_updates() == {"y": 2}
     assert root.get_module_outputs() == {"x": 1}
-
-
-def test_output_and_a_child_of_one_name():
-    root = root_context()
-    root.add_summary("a", 1)
-    with pytest.raises(OutputConflictError, match=r"'a' is already among the summaries"):
-        root.add_child("a")
 
 
 def test_context_is_restored_when_anything_raises():

@@ -42,19 +42,6 @@ def test_entries_have_separate_roles():
     np.testing.assert_array_equal(ctx.get_state_updates()["w"], np.arange(3.0) + 1)
 
 
-def test_invocation_is_compiled_once_for_equal_structure():
-    traces = []
-
-    def fn(x):
-        traces.append(current_context().is_training)
-        return current_context().state["w"] * x
-
-    fn = jit(KIND, in_context(fn))
-    for training in (True, True, False):
-        np.testing.assert_array_equal(fn(context(is_training=training), 2.0), [0, 2, 4])
-    assert traces == [True, False]
-
-
 def test_conflicting_outputs_write_nothing():
     ctx = context()
     ctx.add_summary("x", 1)

@@ -110,20 +110,6 @@ def test_default_padding_is_valid():
     assert run_conv(layer, params, jnp.ones((1, 5, 4, 2))).shape == (1, 5, 4, 3)
 
 
-def test_under_jit_and_grad():
-    layer, params = make_conv(Conv1D, input_dim=2, output_dim=3, window=3, padding="SAME")
-    x = array(2, 5, 2)
-    grads = jax.jit(jax.grad(lambda params: jnp.sum(run_conv(layer, params, x) ** 2)))(params)
-    np.testing.assert_allclose(
-        grads["bias"], 2 * run_conv(layer, params, x).sum((0, 1)), rtol=1e-4, atol=1e-5
-    )
-
-
-def test_unknown_sizes_stay_unknown():
-    layer, _ = make_conv(Conv2D, input_dim=2, output_dim=3, window=(3, 3), padding="SAME")
-    assert layer.output_shape(input_shape=(None, None, 8, 2)) == [None, None, 8, 3]
-
-
 @pytest.mark.parametrize("shape", [(1, 5, 3), (1, 5, 5, 2)])
 def test_mismatched_input_shape_is_rejected(shape):
     layer, _ = make_conv(Conv1D, input_dim=2, output_dim=3, window=3)
@@ -205,24 +191,6 @@ def test_first_axis_is_time():
     assert (y[0, 2:] == 0).all()
 
 
-@pytest.mark.parametrize(
-    "padding, expected, paddings",
-    [
-        ("VALID", [[0, 1], [2, 3], [4, 5]], [0, 0, 0]),
-        ("SAME", [[0, 1], [2, 3], [4, 5], [6, 0]], [0, 0, 0, 0]),
-        ("CAUSAL", [[0, 1], [2, 3], [4, 5], [6, 0]], [0, 0, 0, 0]),
-        ((1, 0), [[0, 0], [1, 2], [3, 4], [5, 6]], [0, 0, 0, 0]),
-    ],
-)
-def test_stacking_joins_vectors(padding, expected, paddings):
-    layer, params = make_over_time(StackOverTime, stride=2, padding=padding)
-    x = jnp.broadcast_to(jnp.arange(7.0)[None, :, None], (2, 7, 1))
-    y, out_paddings = run_over_time(layer, params, x, paddings=jnp.zeros((2, 7), int))
-    assert y[0].tolist() == expected
-    assert out_paddings[0].tolist() == paddings
-    assert tuple(layer.output_shape(input_shape=(2, 7, 1))) == y.shape
-
-
 def test_stacking_keeps_padding_at_zero():
     layer, params = make_over_time(StackOverTime, stride=2)
     x = jnp.ones((2, 7, 3)).at[0, 4:].set(jnp.nan)
@@ -267,31 +235,6 @@ def test_agrees_with_lax(cls, window, strides, padding):
     expected = lax.conv_transpose(x, params["weight"], strides, padding, dimension_numbers=layout)
     np.testing.assert_allclose(y, np.add(expected, params["bias"]), rtol=1e-4, atol=1e-5)
     assert tuple(layer.output_shape(input_shape=x.shape)) == y.shape
-
-
-def test_transposed_kernel_has_convolution_layout():
-    options = {"window": (3, 3), "strides": (2, 2), "padding": "SAME", "transpose_kernel": True}
-    layer, params = make_transpose(Conv2DTranspose, **options)
-    assert params["weight"].shape == (3, 3, 6, 4)
-    spec = layer.create_parameter_specs_recursively()["weight"]
-    assert (spec.fans()["fan_in"], spec.fans()["fan_out"]) == (36, 54)
-    x = array(2, 5, 4, 4)
-    layout = ("NHWC", "HWIO", "NHWC")
-    expected = lax.conv_transpose(
-        x, params["weight"], (2, 2), "SAME", dimension_numbers=layout, transpose_kernel=True
-    )
-    y = run_transpose(layer, params, x)
-    np.testing.assert_allclose(y, np.add(expected, params["bias"]), rtol=1e-4, atol=1e-5)
-
-
-def test_groups_have_separate_weights():
-    layer, params = make_transpose(
-        Conv2DTranspose, window=(3, 3), strides=(2, 2), padding="SAME", num_input_dim_groups=2
-    )
-    assert params["weight"].shape == (3, 3, 2, 6)
-    x = array(1, 4, 4, 4)
-    first = run_transpose(layer, params, x.at[..., 2:].set(0.0))
-    np.testing.assert_allclose(first[..., :3], run_transpose(layer, params, x)[..., :3], rtol=1e-5)
 
 
 @pytest.mark.parametrize("cls", [Conv1DTranspose, Conv2DTransposeWith1DPadding])

@@ -25,10 +25,8 @@ from weft.hierarchy.attention.qkv_linear import (
     QLinear,
 )
 from weft.hierarchy.lora import (
-    LoraFusedQKVAdapter,
     LoraFusedQKVLinear,
     LoraLinear,
-    LoraLinearAdapter,
     LoraMultiheadOutputLinear,
     merge_adapters,
 )
@@ -357,20 +355,3 @@ class OneWeight(BaseQKVLinear):
 def test_invalid_config_raises(make, said):
     with pytest.raises(LayerConfigError, match=re.escape(said)):
         make()
-
-
-def test_delta_is_the_weight_product_per_layer():
-    cfg = LoraLinearAdapter.default_config().set(name="a", input_dim=4, output_dim=3)
-    adapter = cfg.set(rank=2, alpha=1.0).instantiate(parent=None)
-    rng = np.random.default_rng(0)
-    down, up = rng.normal(size=(5, 4, 2)), rng.normal(size=(5, 2, 3))
-    state = {"lora_down": {"weight": down}, "lora_up": {"weight": up}}
-    got = adapter.delta(state, "...ir,...ro->...io")
-    for i in range(5):
-        np.testing.assert_allclose(got[i], 0.5 * down[i] @ up[i], rtol=1e-5, atol=1e-6)
-
-
-def test_enabled_projections_are_ordered():
-    cfg = LoraFusedQKVAdapter.default_config().set(name="a", input_dim=4, output_dim=4, num_heads=2)
-    cfg.set(rank=2, alpha=1.0, enable_lora={"value": True, "key": False, "query": True})
-    assert cfg.instantiate(parent=None).enabled() == ["query", "value"]

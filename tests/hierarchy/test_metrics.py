@@ -52,13 +52,6 @@ def test_sums_are_commutative_and_zero_weight_is_zero(pairs):
         np.testing.assert_allclose(forward.mean, mean, rtol=1e-4, atol=1e-5)
 
 
-def test_weighted_summaries_add_up():
-    total = WeightedSummary(jnp.array([1.0, 2.0]), 1.0) + WeightedSummary(
-        jnp.array([4.0, 2.0]), 2.0
-    )
-    np.testing.assert_allclose(total.mean, [3.0, 2.0])
-
-
 def test_nan_without_examples_does_not_count():
     total = WeightedScalar(jnp.nan, 0.0) + WeightedScalar(2.0, 3.0)
     assert (float(total.mean), float(total.weight)) == (2.0, 3.0)
@@ -81,11 +74,6 @@ def test_nan_without_examples_does_not_count():
 def test_invalid_weighted_summaries(summary, message):
     with pytest.raises(SummaryValueError, match=message):
         summary.validate()
-
-
-def test_sums_under_jit():
-    total = jax.jit(lambda a, b: a + b)(WeightedScalar(1.0, 1.0), WeightedScalar(2.0, 3.0))
-    assert float(total.mean) == 1.75
 
 
 def test_summaries_accumulate_by_kind(accumulator):
@@ -133,14 +121,6 @@ def test_batches_are_reduced_element_by_element(cls, reduce):
     for batch in BATCHES:
         accumulator.update({"x": cls(jnp.array(batch))})
     np.testing.assert_allclose(accumulator.summaries()["x"].value(), reduce(BATCHES, axis=0))
-
-
-def test_weighted_summaries_are_averaged():
-    total = WeightedSummary(2.0, 1.0).accumulate(WeightedSummary(5.0, 3.0))
-    assert isinstance(total, WeightedSummary)
-    assert (float(total.value()), float(total.weight)) == (4.25, 4.0)
-    nothing = WeightedSummary(7.0, 0.0).accumulate(WeightedSummary(8.0, 0.0))
-    assert float(nothing.value()) == 0
 
 
 def test_weighted_value_keeps_first_batch():

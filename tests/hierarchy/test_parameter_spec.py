@@ -90,22 +90,6 @@ def test_several_mesh_axes_for_one_axis(mesh):
     assert y.sharding.spec[0] == ("data", "model")
 
 
-def test_under_transformations(mesh):
-    def loss(x):
-        return (maybe_shard(x, ("data", None)) ** 2).sum()
-
-    np.testing.assert_allclose(jax.grad(loss)(X), 2 * X)
-    np.testing.assert_allclose(jax.vmap(loss)(X[None]), loss(X)[None])
-
-
-def test_identity_without_spec(mesh):
-    assert maybe_shard(X, None) is X
-
-
-def test_identity_without_mesh():
-    assert maybe_shard(X, ("data", "model")) is X
-
-
 def test_unknown_mesh_axis(mesh):
     with pytest.raises(MeshError, match="over 'fsdp', and the mesh has the axes 'data', 'model'"):
         maybe_shard(X, (("data", "fsdp"), None))

@@ -15,13 +15,10 @@ from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import functional as F
 from weft.hierarchy.pipeline import (
-    BaseSchedule,
     GPipeSchedule,
     Pipeline,
     StreamSchedule,
     shard_stages,
-    transpose_from_pipeline_stage_outputs,
-    transpose_to_pipeline_stage_inputs,
 )
 from weft.hierarchy.repeat import Repeat, drop_by_regex
 
@@ -218,16 +215,6 @@ def test_stages_exchange_rows_but_not_parameters(size, name, schedule, looped):
     assert f"f32[{STAGES},{DIM},{DIM // 2}]" not in text
 
 
-def test_skewing_and_back():
-    x = np.arange(12).reshape(3, 4)
-    skewed = transpose_to_pipeline_stage_inputs(jnp.asarray(x))
-    assert skewed.shape == (6, 4)
-    for m in range(3):
-        for n in range(4):
-            assert skewed[m + n, n] == x[m, n]
-    np.testing.assert_array_equal(transpose_from_pipeline_stage_outputs(skewed), x)
-
-
 @pytest.mark.parametrize(
     "fields, said",
     [
@@ -265,11 +252,6 @@ def made(cls):
 def test_number_of_steps():
     schedule = made(GPipeSchedule)
     assert (schedule.num_stages, schedule.num_microbatches, schedule.num_iterations) == (3, 4, 6)
-
-
-def test_base_class_is_abstract():
-    with pytest.raises(NotImplementedError):
-        made(BaseSchedule).scan(lambda work, x: (work, x), carry=None, state=None, xs=None)
 
 
 def test_rule_for_a_missing_mesh_axis_raises():

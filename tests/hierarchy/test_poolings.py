@@ -9,7 +9,6 @@ from weft.hierarchy.module import functional as F
 from weft.hierarchy.poolings import (
     AttentionPooling,
     AveragePooling,
-    BasePoolingLayer,
     FirstNTokenPooling,
     LastNTokenPooling,
     MaxPooling,
@@ -49,19 +48,6 @@ def test_first_and_last_tokens(n):
         np.testing.assert_array_equal(run(layer, TOKENS, PADDINGS), reference(pick, n))
     np.testing.assert_array_equal(run(pooling(FirstNTokenPooling), TOKENS), TOKENS[:, :1])
     np.testing.assert_array_equal(run(pooling(LastNTokenPooling), TOKENS), TOKENS[:, -1:])
-
-
-def test_mean_and_maximum():
-    for cls, of in ((AveragePooling, np.mean), (MaxPooling, np.max)):
-        got = run(pooling(cls), TOKENS, PADDINGS)
-        assert got.shape == (5, 1, DIM)
-        for i in (0, 1, 2, 4):
-            expected = of(TOKENS[i][~PADDINGS[i]], axis=0)
-            np.testing.assert_allclose(got[i, 0], expected, rtol=1e-5, atol=1e-6)
-        assert np.all(np.asarray(got[3]) == 0)
-        np.testing.assert_allclose(
-            run(pooling(cls), TOKENS)[:, 0], of(TOKENS, axis=1), rtol=1e-5, atol=1e-6
-        )
 
 
 def test_projection_behind_a_pooling(filled):
@@ -117,8 +103,3 @@ def test_attention_pooling_ignores_padding(filled):
 def test_invalid_poolings_raise(cls, fields, said):
     with pytest.raises(LayerConfigError, match=re.escape(said)):
         pooling(cls, **fields)
-
-
-def test_base_class_is_abstract():
-    with pytest.raises(NotImplementedError):
-        run(pooling(BasePoolingLayer), TOKENS)

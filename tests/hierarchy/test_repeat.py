@@ -4,14 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from weft.config import config_class, config_for_function
 from weft.errors import AxisSizeError, ParameterSpecError
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec, RematSpec
 from weft.hierarchy.context import fold_in_name
 from weft.hierarchy.module import functional as F
-from weft.hierarchy.param_init import FanAxes
 from weft.hierarchy.repeat import Repeat
 from weft.struct import VDict
 
@@ -161,21 +159,6 @@ def test_state_is_stacked_and_drawn_by_layer(state):
     )
 
 
-def test_parameter_specs():
-    specs = chain().create_parameter_specs_recursively()
-    weight = specs["layer"]["dense"]["weight"]
-    assert weight.shape == (3, DIM, DIM)
-    assert weight.mesh_axes == PartitionSpec(None, None, "model")
-    assert weight.fan_axes == FanAxes(in_axis=(-2,), out_axis=(-1,), batch_axis=(0,))
-    assert specs["layer"]["scale"].shape == (3, DIM)
-    assert isinstance(specs["layer"], VDict)
-
-
-def test_specs_and_state_have_one_structure(state):
-    specs = chain().create_parameter_specs_recursively()
-    assert jax.tree.structure(specs) == jax.tree.structure(state)
-
-
 def test_prebuilt(state):
     scale = jnp.arange(9.0).reshape(3, DIM)
     given = {"layer": {"scale": scale, "dense": {"weight": None}}}
@@ -255,18 +238,6 @@ def test_a_few_layers_are_unrolled_on_one_cpu(state):
     assert not unrolls(chain(layer={"remat_spec": RematSpec()}))
     with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
         assert not unrolls(chain())
-
-
-def test_gradients_match_loop(state):
-    def loss(state):
-        return (reference(state, X, [0.0] * 3)[0] ** 2).sum()
-
-    _, grads = loss_and_grads(chain(), state)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-        grads,
-        jax.grad(loss)(state),
-    )
 
 
 class Nested(Repeat):

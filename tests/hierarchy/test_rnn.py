@@ -11,7 +11,6 @@ from weft.errors import LayerConfigError
 from weft.hierarchy.layers import LayerNorm, Linear, MultiLinear
 from weft.hierarchy.module import functional as F
 from weft.hierarchy.rnn import (
-    BaseRNNCell,
     IdentityCell,
     LSTMCell,
     RepeatedRNNLayer,
@@ -173,11 +172,3 @@ def test_invalid_dims_raise():
     ):
         with pytest.raises(LayerConfigError, match=re.escape(said.format(cls.__name__, size))):
             made(cls, **fields)
-
-
-def test_base_class_is_abstract(wave):
-    cell = made(BaseRNNCell)
-    with pytest.raises(NotImplementedError):
-        cell.init_states(batch_size=1)
-    with pytest.raises(NotImplementedError):
-        run(cell, {}, {"inputs": wave((1, DIM)), "cached_states": {}}, "extend_step")

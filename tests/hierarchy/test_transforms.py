@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from weft.errors import ArgumentValueError, NoContextError, OutputConflictError
+from weft.errors import ArgumentValueError, OutputConflictError
 from weft.hierarchy import transforms
-from weft.hierarchy.context import current_context, new_output_collection
+from weft.hierarchy.context import new_output_collection
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import Module, functional, scan_in_context
 
@@ -52,26 +52,6 @@ def test_transformed_function_keeps_name_and_argument_names(name):
     assert list(inspect.signature(made).parameters) == ["state", "batch"]
 
 
-def test_scan_equals_the_loop():
-    xs = jnp.arange(3.0)
-    out, outputs = run(
-        lambda child: scan_in_context(lambda c, x: (child(c) + x, c), carry=jnp.ones(2), xs=xs)
-    )
-    carry, expected = jnp.ones(2), []
-    for x in xs:
-        expected.append(carry)
-        carry = jnp.sin(carry * 0.5) + x
-    np.testing.assert_allclose(out[0], carry, rtol=1e-6)
-    np.testing.assert_allclose(out[1], expected, rtol=1e-6)
-    assert list(outputs.summaries) == ["iter0", "iter1", "iter2"]
-    np.testing.assert_allclose(
-        outputs.summaries["iter1"]["child"]["mean"], jnp.sin(expected[1] * 0.5).mean(), rtol=1e-6
-    )
-    np.testing.assert_array_equal(outputs.state_updates["child"]["w"], [1.5] * 3)
-    keys = [outputs.summaries[f"iter{i}"]["child"]["key"].tolist() for i in range(3)]
-    assert len({str(key) for key in keys}) == 3
-
-
 def test_scan_of_states_and_keys():
     w, keys = jnp.array([0.5, 2.0]), jax.random.split(jax.random.PRNGKey(1))
     xs = {"x": jnp.array([1.0, 2.0]), "state": {"child": {"w": w}}, "prng_key": keys}
@@ -106,86 +86,6 @@ def test_iteration_summaries_merge_and_outputs_drop():
     np.testing.assert_allclose(merged["weighted"].mean, means.mean(), rtol=1e-6)
     assert merged["weighted"].weight == 3
     assert outputs.module_outputs == {}
-
-
-def test_remat_keeps_gradients_and_accepts_non_arrays():
-    def loss(w, lift, **kwargs):
-        def body(child):
-            return lift(lambda x, how, scale: child(x, scale=scale[how]))(jnp.ones(2), "a", kwargs)
-
-        return run(body, {"child": {"w": w}})[0].sum()
-
-    w = jnp.float32(0.5)
-    plain = jax.grad(loss)(w, lambda f: f, a=3.0)
-    with jax.checking_leaks():
-        lifted = jax.grad(loss)(w, transforms.remat, a=3.0)
-    np.testing.assert_allclose(plain, lifted, rtol=1e-6)
-
-
-def test_scan_with_remat():
-    def loss(w, remat_kwargs):
-        def body(child):
-            return scan_in_context(
-                lambda c, _: (child(c), None),
-                carry=jnp.ones(2),
-                xs=jnp.arange(4),
-                remat_kwargs=remat_kwargs,
-            )[0]
-
-        return run(body, {"child": {"w": w}})[0].sum()
-
-    grads = [jax.grad(loss)(jnp.float32(0.5), kwargs) for kwargs in (None, {"policy": None})]
-    np.testing.assert_allclose(*grads, rtol=1e-5)
-
-
-@pytest.mark.parametrize("state_axis", [0, None])
-def test_vmap_over_state_or_shared_state(state_axis):
-    w = jnp.arange(3.0) if state_axis == 0 else jnp.float32(2)
-    x = jnp.array([1.0, 2.0, 3.0])
-    with jax.checking_leaks():
-        out, outputs = run(
-            lambda child: transforms.vmap(child.forward, state_axis=state_axis)(x),
-            {"child": {"w": w}},
-        )
-    np.testing.assert_allclose(out, np.sin(x * w), rtol=1e-6)
-    np.testing.assert_allclose(outputs.summaries["child"]["mean"], out, rtol=1e-6)
-    assert len({str(k) for k in outputs.summaries["child"]["key"].tolist()}) == 3
-
-
-def test_vmap_in_axes_per_argument():
-    x = jnp.arange(6.0).reshape(2, 3)
-    out, _ = run(
-        lambda child: transforms.vmap(
-            lambda x, y: child(x) + y, state_axis=None, in_axes=(1, None), out_axes=1
-        )(x, jnp.ones(2))
-    )
-    np.testing.assert_allclose(out, np.sin(x * 0.5) + 1, rtol=1e-6)
-
-
-def test_transformations_nest():
-    def body(child):
-        inner = transforms.remat(lambda x: child(x))
-        return transforms.vmap(
-            lambda x: scan_in_context(lambda c, _: (inner(c), None), carry=x, xs=jnp.arange(2))[0],
-            state_axis=None,
-        )(jnp.array([1.0, 2.0]))
-
-    with jax.checking_leaks():
-        out, outputs = run(body)
-    expected = np.sin(np.sin(np.array([1.0, 2.0]) * 0.5) * 0.5)
-    np.testing.assert_allclose(out, expected, rtol=1e-6)
-    np.testing.assert_allclose(outputs.summaries["iter1"]["child"]["mean"], expected, rtol=1e-6)
-
-
-def test_outside_invocation_fails():
-    for call in (
-        lambda: transforms.remat(jnp.sin)(1.0),
-        lambda: transforms.vmap(jnp.sin)(jnp.ones(2)),
-        lambda: scan_in_context(lambda c, x: (c, x), carry=0, xs=jnp.ones(2)),
-    ):
-        with pytest.raises(NoContextError, match="belongs to an invocation"):
-            call()
-    assert current_context() is None
 
 
 def test_loops_with_one_prefix_do_not_overwrite_outputs():

@@ -1,22 +1,16 @@
-import re
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.errors import ArgumentValueError
 from weft.hierarchy.attention.bias import (
     NEG_INF,
     ALiBiAttentionLogitBiasLayer,
-    BaseAttentionBias,
     BiasAndResidual,
     BoolAttentionBias,
     BoolTensorAttentionBias,
     CausalAttentionBias,
     CausalAttentionLogitBiasLayer,
-    CompositeAttentionBias,
-    FullAttentionLogitBiasLayer,
     LeftRightWindowAttentionBias,
     MaskFnAttentionBias,
     SegmentIdAttentionBias,
@@ -28,7 +22,6 @@ from weft.hierarchy.attention.bias import (
     apply_attention_logit_biases,
     as_attention_bias,
     causal_mask,
-    compute_padding_biases,
     make_causal_biases,
     make_segment_mask,
     make_sliding_window_causal_biases,
@@ -78,12 +71,6 @@ def test_masks_by_position(cfg, expected):
     np.testing.assert_array_equal(bias.bool_value()[0, 0], expected)
 
 
-def test_positions_of_a_step():
-    cfg = CausalAttentionBias.default_config()
-    bias = cfg.instantiate(target_positions=jnp.array([[3], [1]]), source_positions=POSITIONS)
-    np.testing.assert_array_equal(allowed(bias).sum(axis=(1, 2, 3)), [4, 2])
-
-
 def test_segments():
     np.testing.assert_array_equal(allowed(SegmentIdAttentionBias(SEGMENTS))[0, 0], SAME)
     mask = make_segment_mask(source_segments=SEGMENTS[:, :3], target_segments=SEGMENTS)
@@ -96,12 +83,6 @@ def test_masks_as_arrays():
     np.testing.assert_array_equal(window, (COLUMNS <= ROWS) & (ROWS - COLUMNS <= 2))
 
 
-def test_sum_of_masks_is_a_mask():
-    bias = instantiate(CausalAttentionBias.default_config()) + SegmentIdAttentionBias(SEGMENTS)
-    assert isinstance(bias, CompositeAttentionBias)
-    np.testing.assert_array_equal(allowed(bias)[0, 0], SAME & (COLUMNS <= ROWS))
-
-
 def test_sum_with_an_array():
     slope = jnp.arange(2.0).reshape(1, 2, 1, 1) * (COLUMNS - ROWS)[None, None]
     causal = instantiate(CausalAttentionBias.default_config())
@@ -111,25 +92,6 @@ def test_sum_with_an_array():
             bias.value()[0, 1][ROWS >= COLUMNS], (COLUMNS - ROWS)[ROWS >= COLUMNS]
         )
         assert np.all(bias.value()[0, 1][ROWS < COLUMNS] < -1e14)
-
-
-def test_adding_none_is_identity():
-    causal = instantiate(CausalAttentionBias.default_config())
-    assert isinstance(causal + None, CausalAttentionBias)
-    assert isinstance(ZeroAttentionBias() + causal, CausalAttentionBias)
-    zero = as_attention_bias(None)
-    assert zero.value() is None and not zero.has_value() and zero.eval_shape() is None
-    assert not (zero + zero).has_value()
-    assert CompositeAttentionBias([]).value() is None
-    assert as_attention_bias(causal) is causal
-
-
-@pytest.mark.parametrize("shape", [(N, N), (2, N, N), (2, 1, N, N)])
-def test_axes_that_are_omitted(shape):
-    bias = as_attention_bias(jnp.zeros(shape))
-    assert bias.eval_shape() == (*((1,) if len(shape) == 2 else (2,)), 1, N, N)
-    mask = BoolTensorAttentionBias.from_tensor(jnp.ones(shape, bool))
-    assert allowed(mask).all() and mask.eval_shape() == bias.eval_shape()
 
 
 def test_dtype():
@@ -176,18 +138,6 @@ def test_several_of_a_class_become_one():
     np.testing.assert_array_equal(allowed(joined.bias)[0, 0], SAME & (COLUMNS <= ROWS))
 
 
-def test_masks_with_equal_positions_are_merged():
-    biases = [
-        MaskFnAttentionBias(mask, jnp.arange(N)[None], np.arange(N)[None])
-        for mask in (causal_mask, lambda q, k: q - k <= 1)
-    ]
-    merged = MaskFnAttentionBias.from_sequence(biases)
-    np.testing.assert_array_equal(allowed(merged)[0, 0], (COLUMNS <= ROWS) & (ROWS - COLUMNS <= 1))
-    later = MaskFnAttentionBias(causal_mask, jnp.arange(N)[None] + 1, np.arange(N)[None])
-    with pytest.raises(ArgumentValueError, match="2 biases of the class MaskFnAttentionBias"):
-        MaskFnAttentionBias.from_sequence([biases[0], later])
-
-
 def test_mask_functions_get_batch_queries_and_keys():
     shapes = []
 
@@ -213,19 +163,6 @@ def test_incompatible_biases():
         split(bias, SegmentIdAttentionBias)
 
 
-def test_biases_are_pytrees():
-    causal = instantiate(CausalAttentionBias.default_config())
-    bias = causal + SegmentIdAttentionBias(SEGMENTS)
-    np.testing.assert_array_equal(jax.jit(lambda b: b.value())(bias), bias.value())
-    assert isinstance(jax.tree.map(lambda x: x, bias), BaseAttentionBias)
-
-
-def test_shape_of_a_bias():
-    message = "an attention bias has the shape (5,); expected (batch, heads, target, source)"
-    with pytest.raises(ArgumentShapeError, match=re.escape(message)):
-        as_attention_bias(jnp.zeros(N))
-
-
 def test_mask_that_is_not_boolean():
     with pytest.raises(ArgumentValueError, match="a mask of the dtype float32 was given"):
         BoolTensorAttentionBias.from_tensor(jnp.zeros((N, N)))
@@ -249,10 +186,6 @@ def bias(cls, **fields):
     return np.asarray(F(layer, None, {}, inputs, is_training=False)[0])
 
 
-def test_full():
-    np.testing.assert_array_equal(bias(FullAttentionLogitBiasLayer)[0, 0] == 0, LAYER_SAME)
-
-
 def test_causal_within_segments():
     got = bias(CausalAttentionLogitBiasLayer)
     assert got.shape == (1, 1, 5, 5)
@@ -269,14 +202,6 @@ def test_alibi_falls_with_distance():
             expected = -slope * np.abs(DISTANCE)
             np.testing.assert_allclose(got[0, head][seen], expected[seen], rtol=1e-6)
             assert np.all(got[0, head][~seen] < -1e14)
-
-
-def test_padding():
-    ids = jnp.array([[5, 7, 0], [1, 0, 0]])
-    got = compute_padding_biases(ids, pad_token_id=0)
-    real = np.asarray(ids != 0)
-    np.testing.assert_array_equal(got[:, 0] == 0, real[:, :, None] & real[:, None])
-    np.testing.assert_array_equal(compute_padding_biases(ids, pad_token_id=None), 0.0)
 
 
 def test_adding_to_logits():

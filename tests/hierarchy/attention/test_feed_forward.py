@@ -104,17 +104,6 @@ def test_gate_and_weight(filled, wave):
     assert drawn == 0.25
 
 
-def test_dropped_branch_leaves_the_input(filled, wave):
-    layer = branch(norm=RMS)
-    dropping = branch(norm=RMS, stochastic_depth=layer.config.stochastic_depth.set(rate=0.5))
-    x, state = wave((32, DIM)), filled(layer)
-    y = run(dropping, state, x, key=jax.random.PRNGKey(0))
-    dropped = np.all(np.asarray(y == x), axis=-1)
-    assert 4 < dropped.sum() < 28
-    expected = x + 2 * (run(layer, state, x) - x)
-    np.testing.assert_allclose(y[~dropped], expected[~dropped], rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     "fields, message",
     [
@@ -145,16 +134,6 @@ def layer(**fields):
 
 def run_feed_forward(layer, state, x, key=None, is_training=False):
     return F(layer, key, state, (x,), is_training=is_training)
-
-
-def test_gated(filled, wave):
-    ffn, x = layer(structure="nonorm", activation=("nn.tanh", "linear")), wave((2, 3, DIM))
-    state = filled(ffn)
-    names = ("linear1_0", "linear1_1", "linear2")
-    x, a, b, c = jax.tree.map(np.asarray, (x, *(state[name] for name in names)))
-    hidden = np.tanh(x @ a["weight"] + a["bias"]) * (x @ b["weight"] + b["bias"])
-    expected = hidden @ c["weight"] + c["bias"]
-    np.testing.assert_allclose(run_feed_forward(ffn, state, x)[0], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("hidden_dim", [16, scaled_hidden_dim(4), scaled_hidden_dim()])

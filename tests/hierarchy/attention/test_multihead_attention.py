@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from tests.jaxprs import largest_array
-from weft.config import REQUIRED
 from weft.errors import ArgumentValueError, LayerConfigError
 from weft.hierarchy.attention.bias import (
     CausalAttentionBias,
@@ -22,19 +21,12 @@ from weft.hierarchy.attention.multihead_attention import (
     MultiheadAttention,
     MultiheadAttentionXL,
     SigmoidAttention,
-    compute_gqa_context,
-    compute_gqa_logits,
-    sigmoid_with_biases,
-    softmax_with_biases,
 )
 from weft.hierarchy.attention.qkv_linear import (
-    FusedGroupedQKVLinear,
     FusedQKVLinear,
     GroupedQKVLinear,
-    PerDimScale,
     QLinear,
     ScaleKey,
-    ScaleQuery,
 )
 from weft.hierarchy.attention.rope import RoFormerQKVLinear
 from weft.hierarchy.layers.linear import Dropout
@@ -113,23 +105,6 @@ def test_mask_equals_biases(mask, biases, filled, x):
     assert not np.allclose(masked, run(attention(), state, x).data, atol=1e-3)
 
 
-def test_causal_implies_mask(filled, x):
-    state = filled(attention())
-    np.testing.assert_array_equal(
-        run(attention(causal=True), state, x).data, run(attention(mask=CAUSAL), state, x).data
-    )
-
-
-def test_mask_and_biases_add_up(filled, x):
-    state = filled(attention())
-    window = make_sliding_window_causal_biases(LENGTH, 2)
-    np.testing.assert_allclose(
-        run(attention(mask=CAUSAL), state, x, attention_logit_biases=window).data,
-        run(attention(mask=WINDOW), state, x).data,
-        atol=1e-6,
-    )
-
-
 def test_mask_depends_on_positions(filled, x):
     layer = attention(mask=CAUSAL)
     state = filled(layer)
@@ -161,12 +136,6 @@ def test_dimensions(filled, wave):
     assert output.data.shape == (BATCH, 2, 5)
     assert output.probs.shape == (BATCH, HEADS, 2, 3)
     np.testing.assert_allclose(output.probs.sum(-1), 1.0, rtol=1e-5)
-
-
-def test_return_aux_selects_outputs(filled, x):
-    layer = attention()
-    output = run(layer, filled(layer), x)
-    assert output.probs is None and output.kv_state is None
 
 
 def test_sink_takes_probability(filled, x):
@@ -293,24 +262,6 @@ def test_grouped_heads_share_keys(filled, x):
     )
 
 
-def test_grouped_attention_with_as_many_key_heads(filled, x):
-    state = filled(attention())
-    np.testing.assert_allclose(
-        run(attention(GroupedQueryAttention), state, x).data,
-        run(attention(), state, x).data,
-        rtol=1e-6,
-    )
-
-
-def test_fused_and_grouped_fused_run(filled, x):
-    for cls, linear in (
-        (MultiheadAttention, FusedQKVLinear.default_config()),
-        (GroupedQueryAttention, FusedGroupedQKVLinear.default_config().set(num_kv_heads=1)),
-    ):
-        layer = attention(cls, input_linear=linear)
-        assert run(layer, filled(layer), x).data.shape == x.shape
-
-
 def test_sigmoid(filled, x):
     layer = attention(SigmoidAttention, seq_len=LENGTH, mask=CAUSAL)
     probs = run(layer, filled(layer), x, return_aux=["probs"]).probs
@@ -339,15 +290,6 @@ def test_keys_scaled_once_or_in_every_step(filled, x):
     np.testing.assert_allclose(by_scale, 1.0, rtol=1e-3)
 
 
-def test_without_a_key_scale(filled, x):
-    state = filled(attention())
-    np.testing.assert_array_equal(
-        run(attention(key_scale=None), state, x).data, run(attention(), state, x).data
-    )
-    assert isinstance(MultiheadAttention.default_key_scale_config(), ScaleKey.Config)
-    assert MultiheadAttention.default_query_scale_config() == attention().config.query_scale
-
-
 def test_shared_kv_state(filled, x):
     first = attention(mask=CAUSAL)
     second = attention(mask=CAUSAL, input_linear=QLinear.default_config())
@@ -360,23 +302,6 @@ def test_shared_kv_state(filled, x):
     assert sorted(second.init_states(batch_size=2, max_len=3, dtype=jnp.float32)) == ["time_step"]
 
 
-def test_functions_of_logits(wave):
-    logits = wave((1, 2, 3, 3)).astype(jnp.bfloat16)
-    bias = make_causal_biases(3)[None, None]
-    for fn in (softmax_with_biases, sigmoid_with_biases):
-        probs = fn(logits, bias)
-        assert probs.dtype == jnp.bfloat16
-        assert np.all(np.triu(probs.astype(jnp.float32), 1) == 0)
-    np.testing.assert_allclose(
-        softmax_with_biases(logits, None, jnp.full(2, 1e9)).astype(jnp.float32), 0.0
-    )
-    q, k = wave((1, 3, 4, 2)), wave((1, 5, 2, 2), 1.0)
-    logits = compute_gqa_logits(q, k)
-    np.testing.assert_allclose(logits[0, 3, 1, 2], q[0, 1, 3] @ k[0, 2, 1], rtol=1e-5)
-    context = compute_gqa_context(logits, k)
-    np.testing.assert_allclose(context[0, 1, 3], logits[0, 3, 1] @ k[0, :, 1], rtol=1e-5)
-
-
 def test_bfloat16_stays(filled, x):
     layer = attention(mask=CAUSAL, input_linear=rope())
     state = jax.tree.map(lambda p: p.astype(jnp.bfloat16), filled(layer))
@@ -384,28 +309,6 @@ def test_bfloat16_stays(filled, x):
     assert output.data.dtype == output.kv_state.k_proj.dtype == jnp.bfloat16
     exact = run(layer, filled(layer), x).data
     np.testing.assert_allclose(output.data.astype(jnp.float32), exact, atol=0.05)
-
-
-def test_gradients(filled, x):
-    layer = attention(mask=WINDOW, input_linear=rope())
-    state = filled(layer)
-
-    @jax.jit
-    def loss(state):
-        return (run(layer, state, x, is_training=True).data ** 2).sum()
-
-    grads = jax.jit(jax.grad(loss))(state)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        at, eps = (0,) * leaf.ndim, 1e-2
-        up, down = (
-            jax.tree_util.tree_map_with_path(
-                lambda p, x, path=path, at=at, d=d: x.at[at].add(d) if p == path else x, state
-            )
-            for d in (eps, -eps)
-        )
-        slope = (loss(up) - loss(down)) / (2 * eps)
-        grad = next(g for p, g in jax.tree_util.tree_leaves_with_path(grads) if p == path)
-        np.testing.assert_allclose(slope, grad[at], rtol=2e-2, atol=2e-2)
 
 
 def test_activations_are_sharded(filled):
@@ -476,15 +379,6 @@ def test_decoding_equals_the_whole_sequence(name, filled, x):
     expected = run(layer, state, x).data
     got = decode(layer, state, x, [-3, 1, 1, 1])
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("steps", [[1] * LENGTH, [-1, 2, 2, 1]], ids=str)
-def test_decoding_step_sizes(steps, filled, x):
-    cls, fields = DECODERS["rope, groups, window, sink"]
-    layer = attention(cls, **fields)
-    state = filled(layer)
-    got = decode(layer, state, x, steps)
-    np.testing.assert_allclose(got, run(layer, state, x).data, rtol=1e-4, atol=1e-5)
 
 
 def test_prompts_of_different_lengths(filled, x):
@@ -620,23 +514,6 @@ def test_scaling_logits_or_queries(filled, wave):
     assert not np.allclose(*outputs, atol=1e-4)
 
 
-def test_norms_and_scales_of_queries(filled, wave):
-    scale = ScaleQuery.default_config().set(
-        norm=RMSNorm.default_config(), per_dim_scale=PerDimScale.default_config()
-    )
-    layer = xl_attention(query_scale=scale)
-    x = wave((2, 4, XL_DIM))
-    assert run_xl(layer, filled(layer), query=x).data.shape == x.shape
-
-
-def test_dimension_of_positions(filled, wave):
-    layer = xl_attention(pos_emb_dim=6)
-    state = filled(layer)
-    assert state["r_proj"]["weight"].shape == (6, 2, 4)
-    assert sorted(state["r_proj"]) == ["weight"]
-    assert run_xl(layer, state, query=wave((1, 3, XL_DIM))).data.shape == (1, 3, XL_DIM)
-
-
 def test_shifting_a_sequence_shifts_the_output(filled, wave):
     """Without a mask, only relative positions count."""
     layer = xl_attention()
@@ -655,8 +532,3 @@ def test_self_attention_only(name, filled, wave):
     given = {name: jnp.arange(3)[None] if name == "query_positions" else wave((1, 3, XL_DIM))}
     with pytest.raises(ArgumentValueError, match=f"{name} given, but"):
         run_xl(layer, filled(layer), query=wave((1, 3, XL_DIM)), **given)
-
-
-def test_defaults():
-    assert MultiheadAttentionXL.default_config().scale_position is not REQUIRED
-    assert not MultiheadAttentionXL.default_config().input_linear.layer.bias

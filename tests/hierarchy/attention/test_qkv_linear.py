@@ -7,7 +7,6 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from weft.errors import ArgumentValueError, LayerConfigError
-from weft.hierarchy.attention.kv_cache import KVState
 from weft.hierarchy.attention.qkv_linear import (
     FusedGroupedQKVLinear,
     FusedQKVLinear,
@@ -133,22 +132,6 @@ def test_values_default_to_keys_and_keys_to_queries(filled, wave):
         run(layer, state, x, key=y),
         run(layer, state, x, key=y, value=y),
     )
-
-
-def test_dimensions_of_queries_keys_and_values_may_differ(filled, wave):
-    layer = qkv(QKVLinear, key_dim=5, value_dim=6)
-    inputs = {"key": wave((1, 3, 5)), "value": wave((1, 3, 6))}
-    assert run(layer, filled(layer), wave((1, 2, DIM)), **inputs).value.shape == (1, 3, HEADS, HEAD)
-
-
-def test_queries_only(filled, wave):
-    layer = qkv(QLinear)
-    assert QLinear.is_kv_sharing(layer.config) and not QKVLinear.is_kv_sharing(layer.config)
-    state = KVState(wave((1, 3, HEADS, HEAD)), wave((1, 3, HEADS, HEAD), 1.0), jnp.arange(3)[None])
-    output = run(layer, filled(layer), wave((1, 2, DIM)), kv_state=state)
-    assert output.query.shape == (1, 2, HEADS, HEAD)
-    np.testing.assert_array_equal(output.key, state.k_proj)
-    np.testing.assert_array_equal(output.value, state.v_proj)
 
 
 X = jnp.ones((1, 2, DIM))

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from weft.errors import ArgumentShapeError, ArgumentValueError, LayerConfigError
-from weft.functional import llama3_frequencies, yarn_frequencies, yarn_magnitude
 from weft.hierarchy.attention.kv_cache import KVState
 from weft.hierarchy.attention.qkv_linear import (
     FusedGroupedQKVLinear,
@@ -16,10 +15,8 @@ from weft.hierarchy.attention.qkv_linear import (
     ScaleQuery,
 )
 from weft.hierarchy.attention.rope import (
-    Llama3SinusoidalPositionalEmbedding,
     RoFormerQKVLinear,
     RoFormerSinusoidalPositionalEmbedding,
-    YaRNSinusoidalPositionalEmbedding,
     apply_rotary_position_embeddings,
 )
 from weft.hierarchy.layers.normalization import RMSNorm
@@ -43,41 +40,11 @@ def run(layer, state, query, **kwargs):
     return F(layer, None, state, {"query": query, **kwargs}, is_training=False)[0]
 
 
-def test_length_implies_positions():
-    by_length = embed(RoFormerSinusoidalPositionalEmbedding, {"max_seq_len": 3})
-    by_position = embed(RoFormerSinusoidalPositionalEmbedding, {"positions": jnp.arange(3)[None]})
-    np.testing.assert_array_equal(by_length, by_position)
-    angles = np.arange(3)[:, None] * np.array([1.0, 1e-2])
-    expected = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
-    np.testing.assert_allclose(by_length[0], expected, rtol=1e-5)
-
-
-def test_theta():
-    got = embed(RoFormerSinusoidalPositionalEmbedding, {"max_seq_len": 2}, theta=100.0)
-    np.testing.assert_allclose(got[0, 1, :2], np.sin([1.0, 0.1]), rtol=1e-5)
-
-
 @pytest.mark.parametrize("inputs", [{}, {"positions": jnp.zeros((1, 2)), "max_seq_len": 2}])
 def test_positions_or_a_length(inputs):
     message = "needs positions" if not inputs else "expected only one of them"
     with pytest.raises(ArgumentValueError, match=message):
         embed(RoFormerSinusoidalPositionalEmbedding, inputs)
-
-
-def test_yarn():
-    fields = {"original_max_seq_length": 16, "scaling_factor": 4.0}
-    got = embed(YaRNSinusoidalPositionalEmbedding, {"max_seq_len": 5}, attn_factor=2.0, **fields)
-    angles = np.arange(5)[:, None] * np.asarray(yarn_frequencies(HEAD, 1e4, **fields))
-    expected = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1) * yarn_magnitude(4.0, 2.0)
-    np.testing.assert_allclose(got[0], expected, rtol=1e-4, atol=1e-6)
-
-
-def test_llama3():
-    fields = {"original_max_seq_length": 16, "scaling_factor": 4.0, "high_freq_factor": 2.0}
-    got = embed(Llama3SinusoidalPositionalEmbedding, {"max_seq_len": 5}, theta=100.0, **fields)
-    angles = np.arange(5)[:, None] * np.asarray(llama3_frequencies(HEAD, 100.0, **fields))
-    expected = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
-    np.testing.assert_allclose(got[0], expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("inner", [QKVLinear.default_config(), None], ids=["plain", "grouped"])
@@ -92,21 +59,6 @@ def test_only_distances_count(inner, filled, wave):
         logits.append(jnp.einsum("btnh,bsh->bnts", out.query, out.key[:, :, 0]))
     np.testing.assert_allclose(*logits, rtol=1e-3, atol=1e-4)
     assert layer.num_kv_heads == out.key.shape[2]
-
-
-def test_position_0_is_not_rotated(filled, wave):
-    layer = rope(rotary_value=True)
-    state, x = filled(layer), wave((1, 2, DIM))
-    inner = F(layer.i_proj, None, state["i_proj"], (x,), is_training=False)[0]
-    out = run(layer, state, x)
-    for got, plain in zip(out, inner, strict=True):
-        np.testing.assert_allclose(got[:, 0], plain[:, 0], rtol=1e-6)
-        assert not np.allclose(got[:, 1], plain[:, 1], atol=1e-3)
-        np.testing.assert_allclose(
-            np.linalg.norm(got, axis=-1), np.linalg.norm(plain, axis=-1), rtol=1e-5
-        )
-    out = run(rope(), state, x)
-    np.testing.assert_array_equal(out.value, inner.value)
 
 
 def test_rotating_a_part(filled, wave):

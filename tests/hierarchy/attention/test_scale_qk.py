@@ -48,8 +48,3 @@ def test_per_dim_scale_starts_at_1_without_weight_decay():
     assert spec.shape == (3,) and spec.weight_decay_scale == 0
     state = layer.initialize_parameters_recursively(jnp.array([0, 0], jnp.uint32))
     np.testing.assert_array_equal(state["param"], 0.0)
-
-
-def test_dtype_stays():
-    x = jnp.ones((1, 2, 3, 4), jnp.bfloat16)
-    assert run(ScaleQuery, x).dtype == run(ScaleKey, x).dtype == jnp.bfloat16

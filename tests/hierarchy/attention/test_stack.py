@@ -22,7 +22,6 @@ from weft.hierarchy.attention.stack import (
     update_data_with_skip_connection,
 )
 from weft.hierarchy.attention.transformer import TransformerLayer
-from weft.hierarchy.base_layer import RematSpec
 from weft.hierarchy.module import functional as F
 from weft.struct import VDict
 
@@ -93,24 +92,6 @@ def test_stacked_and_repeated_are_the_same(filled, x):
     # Summaries have the same names, below the loop.
     assert sorted(stacked.summaries) == ["layer0", "layer1"]
     assert_close(stacked.summaries, repeated.summaries["repeat"])
-
-
-def loss_and_grads(module, state, x):
-    def loss(state):
-        output, outputs = F(module, jax.random.PRNGKey(0), state, (x,), is_training=True)
-        return (output.data**2).sum(), outputs.summaries
-
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))(state)
-
-
-def test_gradients_and_remat(filled, x):
-    of = states(filled)
-    (loss, _), grads = loss_and_grads(stack(STACKS[0]), of[STACKS[0]], x)
-    cfg = layer_config().set(remat_spec=RematSpec())
-    (other, summaries), repeated = loss_and_grads(stack(STACKS[1], cfg), of[STACKS[1]], x)
-    np.testing.assert_allclose(other, loss, rtol=1e-5)
-    assert_close(unstacked(repeated), grads, rtol=1e-3)
-    assert sorted(summaries["repeat"]) == ["layer0", "layer1"]
 
 
 WINDOW = {"mask": SlidingWindowAttentionBias.default_config(1)}
@@ -200,16 +181,6 @@ def test_sequences_share_a_pool_of_pages(filled, x):
     pages = [[0, 4, none], [1, 3, none]]
     pool, output = pages_after(cached_for(pages, pool, [2, 3]), x[jnp.arange(2), [2, 3]][:, None])
     assert_close(output[:, 0], expected[jnp.arange(2), jnp.array([2, 3])])
-
-
-def test_states_of_repeated_layers_are_stacked(filled):
-    module = stack(RepeatedTransformerLayer)
-    cached = module.init_states(batch_size=BATCH, max_len=4, dtype=jnp.bfloat16)
-    assert isinstance(cached["repeat"], VDict)
-    attention = cached["repeat"]["layer"]["self_attention"]["attention"]
-    assert attention["kv_cache"]["key"].shape == (LAYERS, BATCH, 4, 2, 2)
-    assert attention["kv_cache"]["key"].dtype == jnp.bfloat16
-    assert attention["time_step"].shape == (LAYERS, BATCH)
 
 
 def test_config_per_layer(filled, x):
@@ -453,9 +424,3 @@ def test_remat_keeps_values(cls, filled, wave):
 def test_spec_of_a_stack(cls):
     spec = build_remat_spec(cls.default_config())
     assert spec.prevent_cse == (cls is StackedTransformerLayer)
-
-
-def test_equal_specs_are_equal():
-    cfg = RepeatedTransformerLayer.default_config()
-    assert build_remat_spec(cfg) == build_remat_spec(cfg)
-    assert build_remat_spec(cfg) != build_remat_spec(cfg, save_pattern=None)

@@ -14,7 +14,6 @@ from weft.hierarchy.attention.transformer import (
     TransformerAttentionLayer,
     TransformerLayer,
 )
-from weft.hierarchy.base_layer import RematSpec
 from weft.hierarchy.module import functional as F
 
 DIM, SOURCE, BATCH, LENGTH = 8, 6, 2, 5
@@ -150,23 +149,6 @@ def test_shared_kv_state(filled, x):
     np.testing.assert_allclose(output.data, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_remat_keeps_values(filled, x):
-    layer, again = build(plain()), build(plain(remat_spec=RematSpec()))
-    state = filled(layer)
-
-    def grads(layer):
-        def loss(state):
-            return (F(layer, None, state, (x,), is_training=True)[0].data ** 2).sum()
-
-        return jax.jit(jax.grad(loss))(state)
-
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-        grads(layer),
-        grads(again),
-    )
-
-
 def test_adapter_is_a_bottleneck(filled, x):
     layer = build(adapted(bottleneck_ratio=0.25))
     assert layer.create_parameter_specs_recursively()["adapter"]["linear1"]["weight"].shape == (
@@ -174,14 +156,6 @@ def test_adapter_is_a_bottleneck(filled, x):
         2,
     )
     assert layer.config.adapter.structure == "postnorm"
-
-
-def test_probs_of_an_attention_layer(filled, x):
-    cfg = TransformerAttentionLayer.default_config().set(name="a", target_dim=DIM, source_dim=DIM)
-    cfg.attention.num_heads = 2
-    layer = build(cfg)
-    output = run(layer, filled(layer), target=x, return_aux={"probs"})
-    np.testing.assert_allclose(output.probs.sum(-1), 1.0, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

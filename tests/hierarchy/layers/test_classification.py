@@ -56,24 +56,6 @@ def test_perplexities_of_batches_add_up_to_that_of_all():
     close((parts[0] + parts[1]).mean, summaries["perplexity"].mean)
 
 
-def test_classification_with_smoothed_or_soft_labels():
-    smooth = np.eye(3, dtype="f")[LABELS[LIVE]] * 0.7 + 0.1
-    expected = mean_of(optax.softmax_cross_entropy, LOGITS[LIVE], smooth)
-    close(
-        run(ClassificationMetric, LOGITS, LABELS, num_classes=3, label_smoothing=0.3)[0], expected
-    )
-    soft = RNG.dirichlet(np.ones(3), size=8).astype("f")
-    expected = mean_of(optax.softmax_cross_entropy, LOGITS[LIVE], soft[LIVE])
-    close(run(ClassificationMetric, LOGITS, LABELS, soft, num_classes=3)[0], expected)
-
-
-def test_no_live_labels_give_zero():
-    loss, summaries = run(ClassificationMetric, LOGITS, jnp.full(8, -1), num_classes=3)
-    assert loss == 0
-    assert summaries["accuracy"].mean == 0
-    assert summaries["accuracy"].weight == 0
-
-
 @pytest.mark.parametrize("threshold", [0.5, 0.8])
 @pytest.mark.parametrize("trailing", [(), (1,)])
 def test_binary_metrics(threshold, trailing):
@@ -103,12 +85,6 @@ def test_binary_metrics_of_two_batches_add_up():
     _, second = run(BinaryClassificationMetric, logits[10:], labels[10:])
     for name in ("accuracy", "precision", "recall", "f_score"):
         close((first[name] + second[name]).mean, whole[name].mean)
-
-
-def test_binary_loss_of_soft_labels():
-    logits, soft = RNG.normal(size=6).astype("f"), RNG.random(6).astype("f")
-    loss, _ = run(BinaryClassificationMetric, logits, np.ones(6, int), soft)
-    close(loss, mean_of(optax.sigmoid_binary_cross_entropy, logits, soft))
 
 
 def test_hinge_loss():

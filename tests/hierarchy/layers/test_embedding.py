@@ -5,14 +5,12 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from weft.errors import LayerConfigError
-from weft.hierarchy.layers import sinusoidal_positional_embeddings
 from weft.hierarchy.layers.embedding import (
     Embedding,
     LearnedPositionalEmbedding,
     ModalityEmbedding,
     ModalityVocabInfo,
     SeparableSpaceTimePositionalEmbedding,
-    SinusoidalPositionalEmbedding,
 )
 from weft.hierarchy.module import functional as F
 
@@ -31,30 +29,9 @@ def run(layer, params, *inputs, **kwargs):
     return F(layer, None, params, inputs, is_training=True, **kwargs)[0]
 
 
-def test_looks_rows_up():
-    layer, params = make()
-    assert params["weight"].shape == (4, 6)
-    np.testing.assert_array_equal(run(layer, params, IDS), params["weight"][IDS])
-
-
-def test_attend_is_the_product_with_the_transposed_table():
-    layer, params = make()
-    x = jax.random.normal(KEY, (2, 5, 6))
-    logits = run(layer, params, x, method="attend")
-    np.testing.assert_allclose(logits, x @ params["weight"].T, rtol=1e-4, atol=1e-6)
-
-
 def test_vectors_start_with_length_about_one():
     _, params = make(num_embeddings=200, dim=300)
     np.testing.assert_allclose(params["weight"].std(), 300**-0.5, rtol=0.02)
-
-
-def test_scale():
-    layer, params = make(scale=Embedding.Scale.UNIT)
-    expected = params["weight"][IDS] * 6**0.5
-    np.testing.assert_allclose(run(layer, params, IDS), expected, rtol=1e-6)
-    layer, params = make(scale=Embedding.Scale.CONSTANT, scale_constant=3.0)
-    np.testing.assert_allclose(run(layer, params, IDS), params["weight"][IDS] * 3, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -63,11 +40,6 @@ def test_scale():
 def test_missing_scale_constant_is_rejected(scale, constant):
     with pytest.raises(LayerConfigError, match=r"emb: scale=.*and scale_constant=.*do not match"):
         make(scale=scale, scale_constant=constant)
-
-
-def test_dtype_of_table():
-    layer, params = make(scale=Embedding.Scale.UNIT, dtype=jnp.bfloat16)
-    assert run(layer, params, IDS).dtype == jnp.bfloat16
 
 
 def test_specs_and_layout_over_a_mesh():
@@ -84,13 +56,6 @@ def test_specs_and_layout_over_a_mesh():
         y = jax.jit(lambda params, ids: run(layer, params, ids))(params, IDS)
     assert y.sharding.spec[0] == "data"
     np.testing.assert_array_equal(y, params["weight"][IDS])
-
-
-def test_gradients_reach_the_rows_that_were_looked_up():
-    layer, params = make()
-    ids = jnp.array([1, 1, 3])
-    grads = jax.jit(jax.grad(lambda params: run(layer, params, ids).sum()))(params)
-    np.testing.assert_array_equal(grads["weight"][:, 0], [0, 2, 0, 1])
 
 
 def test_space_and_time_add_up():
@@ -111,19 +76,6 @@ def test_space_and_time_add_up():
 
 def run_positional(layer, state, *inputs, **kwargs):
     return F(layer, None, state, inputs, is_training=False, **kwargs)[0]
-
-
-def test_sinusoidal():
-    cfg = SinusoidalPositionalEmbedding.default_config().set(
-        name="p", dim=4, min_timescale=2, max_timescale=50
-    )
-    y = run_positional(cfg.instantiate(parent=None), {}, jnp.array([[0, 3]]))
-    expected = [np.sin(1.5), np.sin(3 / 50), np.cos(1.5), np.cos(3 / 50)]
-    np.testing.assert_allclose(y[0], [[0, 0, 1, 1], expected], rtol=1e-5)
-    same = sinusoidal_positional_embeddings(
-        jnp.array([[0, 3]]), dim=4, min_timescale=2, max_timescale=50
-    )
-    np.testing.assert_array_equal(y, same)
 
 
 def learned(**fields):

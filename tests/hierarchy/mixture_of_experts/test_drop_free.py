@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from weft.config import config_for_function
-from weft.errors import ArgumentShapeError, LayerConfigError
+from weft.errors import LayerConfigError
 from weft.hierarchy.attention import TransformerLayer
 from weft.hierarchy.mixture_of_experts import (
     ApproximateTokenDropFreeMoE,
@@ -208,8 +208,3 @@ def test_interpretation_is_set_everywhere():
 def test_invalid_config_raises(cls, fields, said):
     with pytest.raises(LayerConfigError, match=re.escape(said)):
         layer(cls, **fields)
-
-
-def test_inputs_have_three_axes():
-    with pytest.raises(ArgumentShapeError, match=r"moe: inputs of shape \(12, 8\); expected"):
-        run(layer(), x=X.reshape(-1, DIM))

@@ -15,7 +15,7 @@ from weft.hierarchy.mixture_of_experts.feed_forward import (
     TransformerFeedForwardMoE,
     get_outer_batch_from_mesh,
 )
-from weft.hierarchy.mixture_of_experts.gating import Top2Gating, TopKGating
+from weft.hierarchy.mixture_of_experts.gating import Top2Gating
 from weft.hierarchy.module import functional as F
 
 DIM, HIDDEN, EXPERTS = 8, 6, 4
@@ -118,14 +118,6 @@ def test_gated_experts_and_outer_batches():
     np.testing.assert_allclose(run(moe, state, x)[0], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_one_expert_equals_a_dense_layer():
-    cfg = config(gating=gating(TopKGating, num_experts_per_token=1), num_groups=1)
-    moe = cfg.set(num_experts=1).instantiate(parent=None)
-    state, x = state_of(moe), inputs()
-    dense = np.maximum(x @ state["wi_weight"][0], 0) @ state["wo_weight"][0]
-    np.testing.assert_allclose(run(moe, state, x)[0], dense, rtol=1e-4, atol=1e-5)
-
-
 def test_losses_are_weighted_and_summed():
     moe = layer(load_balance_loss_weight=0.5, router_z_loss_weight=0.1, corr_loss_weight=2.0)
     state, x = state_of(moe), inputs()
@@ -137,19 +129,6 @@ def test_losses_are_weighted_and_summed():
     np.testing.assert_allclose(outputs.summaries["corr_loss"], corr, rtol=1e-4)
     expected = 0.5 * of_gating["load_balance_loss"] + 0.1 * of_gating["router_z_loss"] + 2 * corr
     np.testing.assert_allclose(outputs.module_outputs["aux_loss"], expected, rtol=1e-5)
-
-
-def test_router_learns():
-    moe, x = layer(), inputs()
-
-    def loss(state):
-        y, outputs = run(moe, state, x)
-        return jnp.sum(jnp.square(y)), outputs.module_outputs["aux_loss"]
-
-    jacobian = jax.jit(jax.jacrev(loss))(state_of(moe))
-    for grads in jacobian:
-        assert np.all(np.isfinite(grads["gate_weight"]))
-        assert np.abs(grads["gate_weight"]).max() > 1e-4
 
 
 def test_residual_branch_and_dropout():

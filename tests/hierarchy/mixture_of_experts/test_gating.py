@@ -12,7 +12,6 @@ from weft.errors import LayerConfigError, MissingPrngKeyError
 from weft.hierarchy.attention import RematRegexSavePatterns
 from weft.hierarchy.mixture_of_experts.gating import (
     AdaptiveLoadBalanceLoss,
-    BaseGating,
     GateNoise,
     Top2Gating,
     TopKBiasGating,
@@ -316,8 +315,3 @@ def test_bounds_of_the_adaptive_loss():
     cfg = AdaptiveLoadBalanceLoss.default_config().set(name="a", max_value=0.1, min_value=0.2)
     with pytest.raises(LayerConfigError, match=r"a: min_value=0\.2 and max_value=0\.1"):
         cfg.instantiate(parent=None)
-
-
-def test_base_class_is_abstract():
-    with pytest.raises(NotImplementedError):
-        run(gating(BaseGating))

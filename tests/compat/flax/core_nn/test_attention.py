@@ -10,7 +10,7 @@ from tests.keys import quick_key
 from weft import functional
 from weft.core import apply, init
 from weft.core.nn import dot_product_attention, multi_head_dot_product_attention
-from weft.core.nn.attention import CacheEntry, PositionValues, attended_axes, causal, pairwise
+from weft.core.nn.attention import CacheEntry, PositionValues, pairwise
 from weft.errors import ArgumentShapeError, ArgumentValueError, ModifyScopeVariableError
 from weft.functional import AttentionMask
 
@@ -24,48 +24,6 @@ def compiled(f):
     return lambda *args, **kwargs: jax.device_get(jax.jit(lambda: f(*args, **kwargs))())
 
 
-def test_padding_is_masked():
-    valid = np.array([[True] * 4 + [False] * 2] * 2)
-    y, variables = compiled(init(ATTEND))(KEY, X, None, 2, padding_mask=valid)
-    short = compiled(apply(ATTEND))(variables, X[:, :4], None, 2)
-    np.testing.assert_allclose(y[:, :4], short, rtol=1e-5, atol=1e-6)
-
-
-def test_segments_are_independent():
-    segments = np.array([[0, 0, 0, 1, 1, 1]] * 2)
-    y, variables = compiled(init(ATTEND))(KEY, X, None, 2, segmentation=segments)
-    for part in (slice(0, 3), slice(3, 6)):
-        alone = compiled(apply(ATTEND))(variables, X[:, part], None, 2)
-        np.testing.assert_allclose(y[:, part], alone, rtol=1e-5, atol=1e-6)
-
-
-def test_key_padding_only():
-    keys = np.array([[True] * 4 + [False] * 2] * 2)
-    y, variables = compiled(init(ATTEND))(KEY, X, None, 2, key_padding_mask=keys)
-    expected = compiled(apply(ATTEND))(variables, X, X[:, :4], 2)
-    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_several_axes_are_flattened():
-    grid = X.reshape(2, 2, 3, 8)
-    segments = np.array([[0, 1, 0, 1, 1, 0]] * 2)
-    kwargs = {"causal_mask": True}
-    y, variables = compiled(init(ATTEND))(
-        KEY, grid, None, 2, segmentation=segments.reshape(2, 2, 3), **kwargs
-    )
-    flat = compiled(apply(ATTEND))(variables, X, None, 2, segmentation=segments, **kwargs)
-    np.testing.assert_allclose(y.reshape(2, 6, 8), flat, rtol=1e-5, atol=1e-6)
-
-
-def test_attention_over_one_of_two_axes():
-    grid = X.reshape(2, 2, 3, 8)
-    valid = np.array([[[1, 1, 0], [1, 0, 1]]] * 2, bool)
-    y, variables = compiled(init(ATTEND))(KEY, grid, None, 2, attention_axis=2, padding_mask=valid)
-    for i in range(2):
-        row = compiled(apply(ATTEND))(variables, grid[:, i], None, 2, padding_mask=valid[:, i])
-        np.testing.assert_allclose(y[:, i], row, rtol=1e-5, atol=1e-6)
-
-
 def test_attended_axes_may_be_in_any_order():
     grid = X.reshape(2, 2, 3, 8)
     valid = np.array([[[1, 1, 0], [1, 0, 1]]] * 2, bool)
@@ -74,13 +32,6 @@ def test_attended_axes_may_be_in_any_order():
         variables, grid, None, 2, padding_mask=valid, attention_axis=(2, 1)
     )
     np.testing.assert_allclose(y, other, rtol=1e-5, atol=1e-6)
-
-
-def test_result_has_dtype_of_probabilities():
-    half = jnp.ones((1, 3, 2, 4), jnp.bfloat16)
-    assert compiled(apply(dot_product_attention))({}, half, half, half).dtype == jnp.float32
-    y = compiled(apply(dot_product_attention))({}, half, half, half, dtype=jnp.bfloat16)
-    assert y.dtype == jnp.bfloat16
 
 
 def test_bad_features_and_axes():
@@ -114,7 +65,6 @@ def test_bad_caches():
 
 
 HEADS = jnp.zeros((1, 3, 2, 4))
-GRID = jnp.zeros((1, 2, 3, 2, 4))
 IDS = jnp.array([[1, 1, 2]])
 
 
@@ -122,39 +72,6 @@ def same(query=HEADS, key=HEADS, axes=(1,), **named):
     (name, of_queries), (key_name, of_keys) = named.items()
     values = PositionValues(name, of_queries, key_name, of_keys)
     return pairwise(jnp.equal, values, query, key, axes)
-
-
-def test_attended_axes():
-    assert attended_axes(5, None) == (1, 2)
-    assert attended_axes(5, 2) == (2,)
-    assert attended_axes(5, (2, 1)) == (2, 1)
-    with pytest.raises(ArgumentValueError, match=r"axis=3: .* which are 1 to 2 here"):
-        attended_axes(5, 3)
-
-
-def test_causal_mask_follows_flattened_order():
-    mask = causal(GRID, GRID, (1, 2))
-    assert mask.shape == (1, 1, 2, 3, 2, 3)
-    assert (mask.reshape(6, 6) == jnp.tri(6, dtype=bool)).all()
-    assert causal(GRID, GRID, (2,)).shape == (1, 1, 1, 3, 3)
-
-
-def test_pairs_of_positions():
-    expected = [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
-    for ids in (IDS, IDS[..., None]):
-        mask = same(ids=ids, key_ids=None)
-        assert mask.shape == (1, 1, 3, 3)
-        assert mask[0, 0].astype(int).tolist() == expected
-    other = same(ids=IDS, key_ids=jnp.array([[2, 1]]), key=HEADS[:, :2])
-    assert other[0, 0].astype(int).tolist() == [[0, 1], [0, 1], [1, 0]]
-    assert same(ids=None, key_ids=None) is None
-
-
-def test_batch_axes_come_first():
-    ids = jnp.arange(6).reshape(1, 2, 3) // 2
-    mask = same(GRID, GRID, (2,), ids=ids, key_ids=None)
-    assert mask.shape == (1, 2, 1, 3, 3)
-    assert mask[0, 1, 0].astype(int).tolist() == [[1, 0, 0], [0, 1, 1], [0, 1, 1]]
 
 
 def test_segment_ids_must_match_positions():
@@ -199,23 +116,6 @@ def decoded(variables, positions):
     return outputs, variables["cache"]["entry"]
 
 
-def test_steps_equal_the_whole_sequence(whole):
-    y, variables = whole
-    params = {"params": variables["params"]}
-    np.testing.assert_allclose(y, outputs_of_all(params, X), rtol=1e-5, atol=1e-6)
-    outputs, entry = decoded(variables, np.split(X, 6, axis=1))
-    np.testing.assert_allclose(np.concatenate(outputs, 1), y, rtol=1e-4, atol=1e-5)
-    assert (entry.i, entry.key.shape) == (6, (2, 6, 2, 4))
-
-
-def test_cache_size_may_differ_from_first_call(whole):
-    y, variables = whole
-    empty = jax.tree.map(lambda entry: entry((1, 9)), variables["cache"], is_leaf=callable)
-    outputs, entry = decoded({**variables, "cache": empty}, np.split(X[:1], 6, axis=1))
-    np.testing.assert_allclose(np.concatenate(outputs, 1), y[:1], rtol=1e-4, atol=1e-5)
-    assert (np.asarray(entry.key)[:, 6:] == 0).all()
-
-
 def test_full_cache_is_refused_and_marked_when_compiled(whole):
     _, variables = whole
     variables = {**variables, "cache": {"entry": variables["cache"]["entry"]((2, 4))}}
@@ -226,15 +126,6 @@ def test_full_cache_is_refused_and_marked_when_compiled(whole):
     expected = "decodes position 4, counted from 0, and its cache has room for 4 positions"
     with pytest.raises(ArgumentValueError, match=expected):
         apply(attend, mutable=["cache"])(full, one, cache=True)
-
-
-def test_positions_of_several_axes_in_order():
-    grid = X.reshape(2, 2, 3, 8)
-    y, variables = started(grid)
-    positions = [grid[:, i : i + 1, j : j + 1] for i in range(2) for j in range(3)]
-    outputs, _ = decoded(variables, positions)
-    outputs = np.stack(outputs, 1).reshape(y.shape)
-    np.testing.assert_allclose(outputs, y, rtol=1e-4, atol=1e-5)
 
 
 def test_padding_in_the_cache_is_masked(whole):
@@ -252,22 +143,6 @@ def test_padding_in_the_cache_is_masked(whole):
         y, variables = step(variables, X[:, i : i + 1], valid[:, i : i + 1])
     expected = outputs_of_all({"params": variables["params"]}, X[:, 2:])
     np.testing.assert_allclose(y, np.asarray(expected)[:, -1:], rtol=1e-4, atol=1e-5)
-
-
-def test_half_precision_cache():
-    half = jax.jit(lambda: init(attend)(KEY, X, dtype=jnp.bfloat16, cache=True))
-    entry = half()[1]["cache"]["entry"]
-    assert entry.key.dtype == entry.value.dtype == jnp.bfloat16
-    assert entry((1, 2), jnp.float32).key.dtype == jnp.float32
-
-
-def test_cache_is_made_under_jit_and_vmap():
-    made = jax.jit(lambda x: init(attend)(KEY, x, cache=True)[1]["cache"]["entry"])(X)
-    assert (made.key.shape, made.i) == ((2, 6, 2, 4), 0)
-    each = jax.jit(jax.vmap(lambda x: init(attend)(KEY, x[None], cache=True)[1]["cache"]["entry"]))(
-        X
-    )
-    assert each.key.shape == (2, 1, 6, 2, 4)
 
 
 def test_bad_steps(whole):
