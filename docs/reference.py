@@ -165,6 +165,8 @@ class Docstrings(griffe.Extension):
         for thing in _all_in(pkg):
             if isinstance(thing, griffe.Class):
                 _set_parameters(thing)
+                if any(base.path == CONFIG for base in _bases(thing)):
+                    _list_fields(thing)
         homes = homes_of({name: names_of(path, pkg) for name, path in packages().items()})
         for thing in _all_in(pkg):
             if thing.docstring is not None:
@@ -246,6 +248,18 @@ def _set_parameters(cls: griffe.Class) -> None:
     ordered = [this, *sorted(fields.values(), key=lambda field: field.kind is keyword)]
     init = griffe.Function("__init__", parameters=griffe.Parameters(*ordered), parent=cls)
     cls.set_member("__init__", init)
+
+
+def _list_fields(cls: griffe.Class) -> None:
+    """Lists the fields of a config in its docstring, instead of explaining each by itself."""
+    lines = []
+    for name, member in cls.members.items():
+        if isinstance(member, griffe.Attribute) and member.docstring is not None:
+            text = " ".join(member.docstring.value.split())
+            lines.append(f"    {name}: {text}")
+            member.docstring = None
+    if lines and cls.docstring is not None:
+        cls.docstring.value = "\n".join([cls.docstring.value, "", "Attributes:", *lines])
 
 
 def _bases(cls: griffe.Class) -> list[griffe.Class]:

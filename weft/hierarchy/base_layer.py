@@ -202,32 +202,29 @@ class BaseLayer(Module):
     """
 
     class Config(Module.Config):
-        """Configures a BaseLayer.
-
-        Attributes:
-            dtype: of the parameters; None for that of the parent layer, float32 at the root.
-            compute_dtype: of the computation, to which the layer casts its floating-point inputs
-                and parameters, but not its state; None for that of the parent layer, at the root
-                for no cast. Softmaxes, norms and losses are computed in float32 nevertheless.
-            quantization: of matrix products with the weights of linear layers, attention's
-                projections and experts: "int8" or "fp8", see `weft.functional.int8_dot_general`;
-                "off" for none, None for that of the parent layer. It holds for modules of Linen
-                and NNX inside, as `weft.functional.default_dot_general`.
-            output_dtype: of the layer's floating-point outputs; None for the parent's
-                `compute_dtype` if this layer has one of its own.
-            param_init: initializes the parameters; None for that of the parent layer.
-            param_partition_spec: the mesh axes of the layer's main weight, one entry per axis.
-            remat_spec: what to recompute in the backward pass; None keeps everything.
-        """
+        """Configures a BaseLayer."""
 
         dtype: DType | None = None
+        """Of the parameters; None for that of the parent layer, float32 at the root."""
         compute_dtype: DType | None = None
+        """Of the computation, to which the layer casts its floating-point inputs and parameters,
+        but not its state; None for that of the parent layer, at the root for no cast. Softmaxes,
+        norms and losses are computed in float32 nevertheless."""
         output_dtype: DType | None = None
+        """Of the layer's floating-point outputs; None for the parent's `compute_dtype` if this
+        layer has one of its own."""
         quantization: str | None = None
+        """Of matrix products with the weights of linear layers, attention's projections and
+        experts: "int8" or "fp8", see `weft.functional.int8_dot_general`; "off" for none, None for
+        that of the parent layer. It holds for modules of Linen and NNX inside, as
+        `weft.functional.default_dot_general`."""
         param_init: DefaultInitializer.Config | None = None
+        """Initializes the parameters; None for that of the parent layer."""
         param_partition_spec: NestedParameterSpec | PartitionSpec | Any | None = None
+        """The mesh axes of the layer's main weight, one entry per axis."""
         param_noise: ParameterNoise.Config | None = None
         remat_spec: RematSpec | None = None
+        """What to recompute in the backward pass; None keeps everything."""
         tensor_stats: TensorStats.Config | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None):

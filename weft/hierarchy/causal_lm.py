@@ -170,16 +170,13 @@ class ModalityLossMetrics(CrossEntropyLossMetrics):
     """
 
     class Config(CrossEntropyLossMetrics.Config):
-        """Configures a ModalityLossMetrics.
-
-        Attributes:
-          modalities: the targets of each modality by name: the range of ids of a
-            `ModalityVocabInfo`, or the name of a mask in the batch, `Bool[Array, "batch time"]`.
-          loss_weights: factors of the losses by name; 1 for others.
-        """
+        """Configures a ModalityLossMetrics."""
 
         modalities: config.Required[dict[str, ModalityVocabInfo | str]] = config.REQUIRED
+        """The targets of each modality by name: the range of ids of a `ModalityVocabInfo`, or the
+        name of a mask in the batch, `Bool[Array, "batch time"]`."""
         loss_weights: dict[str, float] = {}
+        """Factors of the losses by name; 1 for others."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -301,19 +298,16 @@ class CompositeLossMetrics(BaseLossMetrics):
     """
 
     class Config(BaseLossMetrics.Config):
-        """Configures a CompositeLossMetrics.
-
-        Attributes:
-          metrics: the parts by name. The loss of each is a metric `loss_{name}`. The number of
-            targets is that of the first class of metrics.
-          loss_weights: the factors of the losses; all 1 if None.
-          flatten_metrics: whether to merge the metrics of all parts into one dict, the default,
-            instead of nesting them by part.
-        """
+        """Configures a CompositeLossMetrics."""
 
         metrics: config.Required[dict[str, BaseLossMetrics.Config]] = config.REQUIRED
+        """The parts by name. The loss of each is a metric `loss_{name}`. The number of targets is
+        that of the first class of metrics."""
         loss_weights: CompositeLossWeights.Config | None = None
+        """The factors of the losses; all 1 if None."""
         flatten_metrics: bool | None = None
+        """Whether to merge the metrics of all parts into one dict, the default, instead of nesting
+        them by part."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -412,25 +406,22 @@ class Model(base_layer.BaseModel):
     """
 
     class Config(base_layer.BaseModel.Config):
-        """Configures a Model.
-
-        Attributes:
-          batch_axis_names: the mesh axes over which to shard examples; None to not shard inputs.
-          scan_chunk: number of positions whose logits are in memory at once; None for all. They are
-            recomputed in the backward pass.
-          vocab_chunk_size: number of tokens of the vocabulary, per device, whose logits are in
-            memory at once for the loss (see `linear_cross_entropy`). By default chosen by size, if
-            the vocabulary is large; set to `vocab_size` for all logits at once. Layers whose logits
-            are not a product with a weight compute all at once. The outputs still have `logits`,
-            which cost nothing if `jax.jit` finds them unused.
-        """
+        """Configures a Model."""
 
         decoder: Decoder.Config = Decoder.default_config()
         metrics: BaseLossMetrics.Config = metrics_config()
         batch_axis_names: tuple[str, ...] | None = ("data",)
+        """The mesh axes over which to shard examples; None to not shard inputs."""
         seq_axis_names: tuple[str, ...] | None = None
         scan_chunk: int | None = None
+        """Number of positions whose logits are in memory at once; None for all. They are recomputed
+        in the backward pass."""
         vocab_chunk_size: int | None = None
+        """Number of tokens of the vocabulary, per device, whose logits are in memory at once for
+        the loss (see `linear_cross_entropy`). By default chosen by size, if the vocabulary is
+        large; set to `vocab_size` for all logits at once. Layers whose logits are not a product
+        with a weight compute all at once. The outputs still have `logits`, which cost nothing if
+        `jax.jit` finds them unused."""
         param_init: DefaultInitializer.Config | None = normal_weights(None, 0.02)
 
     def __init__(self, cfg: Config, *, parent: Module | None):

@@ -126,19 +126,16 @@ class Conv1D(BaseConv):
     """
 
     class Config(BaseConv.Config):
-        """Configures a Conv1D; specs that are None leave layouts to the compiler.
-
-        Attributes:
-            strides: the step between two outputs.
-            padding: "SAME", "VALID", "CAUSAL", or one pair (left, right) in a tuple.
-            dilation: the step between two positions of a window; None is 1.
-        """
+        """Configures a Conv1D; specs that are None leave layouts to the compiler."""
 
         output_dim: Required[int] = REQUIRED
         window: Required[int] = REQUIRED
         strides: int = 1
+        """The step between two outputs."""
         padding: ConvPaddingType = ((0, 0),)
+        """One of "SAME", "VALID", "CAUSAL", or one pair (left, right) in a tuple."""
         dilation: int | None = None
+        """The step between two positions of a window; None is 1."""
         bias: bool = True
         input_partition_spec: PartitionSpec | MeshAxes | None = None
         output_partition_spec: PartitionSpec | MeshAxes | None = None
@@ -254,16 +251,13 @@ class StackOverTime(BaseLayer):
     """Layer without parameters that concatenates consecutive vectors into fewer, larger ones."""
 
     class Config(BaseLayer.Config):
-        """Configures a StackOverTime.
-
-        Attributes:
-            stride: number of vectors to concatenate.
-            padding: "SAME", "VALID", "CAUSAL" or a pair (left, right), for lengths that `stride`
-                does not divide. "VALID" drops the last vectors.
-        """
+        """Configures a StackOverTime."""
 
         stride: Required[int] = REQUIRED
+        """Number of vectors to concatenate."""
         padding: str | tuple[int, int] = "VALID"
+        """One of "SAME", "VALID", "CAUSAL" or a pair (left, right), for lengths that `stride` does
+        not divide. "VALID" drops the last vectors."""
 
     def _explicit_padding(self) -> tuple[tuple[int, int], ...]:
         cfg = self.config
@@ -319,22 +313,19 @@ class Conv1DTranspose(PaddedConv, BaseConvTranspose):
     """Transposed convolution over time, optionally of padded sequences."""
 
     class Config(BaseConvTranspose.Config):
-        """Configures a Conv1DTranspose.
-
-        Attributes:
-            strides: number of outputs per input.
-            padding: "SAME", "VALID", "CAUSAL", or one pair (left, right) in a tuple.
-            dilation: the step between two positions of a window.
-            anchor: as for `Conv1DWithPadding`.
-        """
+        """Configures a Conv1DTranspose."""
 
         output_dim: Required[int] = REQUIRED
         window: int = 1
         strides: int = 1
+        """Number of outputs per input."""
         padding: Required[ConvPaddingType] = REQUIRED
+        """One of "SAME", "VALID", "CAUSAL", or one pair (left, right) in a tuple."""
         dilation: int = 1
+        """The step between two positions of a window."""
         bias: bool = True
         anchor: int | None = None
+        """As for `Conv1DWithPadding`."""
 
     _num_axes = 1
 
@@ -352,21 +343,18 @@ class Conv2DTranspose(BaseConvTranspose):
     """Transposed convolution over height and width."""
 
     class Config(BaseConvTranspose.Config):
-        """Configures a Conv2DTranspose as a Conv1DTranspose, with sizes per axis.
-
-        Attributes:
-            padding: for "CAUSAL", time is the first axis.
-            transpose_kernel: whether the weight is flipped, with its last two axes exchanged, as
-                that of the convolution whose gradient this is.
-        """
+        """Configures a Conv2DTranspose as a Conv1DTranspose, with sizes per axis."""
 
         output_dim: Required[int] = REQUIRED
         window: tuple[int, int] = (1, 1)
         strides: tuple[int, int] = (1, 1)
         padding: Required[ConvPaddingType] = REQUIRED
+        """For "CAUSAL", time is the first axis."""
         dilation: tuple[int, int] = (1, 1)
         bias: bool = True
         transpose_kernel: bool = False
+        """Whether the weight is flipped, with its last two axes exchanged, as that of the
+        convolution whose gradient this is."""
 
     _num_axes = 2
 
@@ -442,16 +430,13 @@ class SqueezeExcitation(BaseLayer):
     """
 
     class Config(BaseLayer.Config):
-        """Configures a SqueezeExcitation.
-
-        Attributes:
-            se_ratio: hidden size of the gate, as a fraction of `input_dim`.
-            num_reduced_filters: hidden size of the gate; None goes by `se_ratio`.
-        """
+        """Configures a SqueezeExcitation."""
 
         input_dim: Required[int] = REQUIRED
         se_ratio: float = 0.0
+        """Hidden size of the gate, as a fraction of `input_dim`."""
         num_reduced_filters: int | None = None
+        """Hidden size of the gate; None goes by `se_ratio`."""
         activation: str = "nn.relu"
         gating: str = "nn.sigmoid"
         param_partition_spec: Any = (None, None, None, "model")

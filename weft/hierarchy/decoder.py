@@ -281,36 +281,33 @@ class Decoder(base_layer.BaseLayer):
     """Transformer over tokens, for whole sequences and for step-by-step decoding."""
 
     class Config(base_layer.BaseLayer.Config):
-        """Configures a Decoder.
-
-        Attributes:
-          attention_mask: computes one bias for the attention of all layers; None if layers mask by
-            themselves, by `attention.mask`.
-          output_norm: norm after the last layer; None for none.
-          lm_head: from vectors to logits; None for `emb.attend`.
-          dropout_rate: of every Dropout below without a rate of its own.
-          pad_token_id, eos_token_id: the ids of padding and of the end of a text. Of several end
-            ids, each ends decoding.
-          logits_forward_dtype: the dtype in which to compute logits; that of the vectors if None.
-          hidden_state_partition_spec: sharding of the layers' inputs and outputs by batch and time.
-        """
+        """Configures a Decoder."""
 
         vocab_size: Required[int] = REQUIRED
         dim: Required[int] = REQUIRED
         attention_mask: AttentionLogitBiasLayer.Config | None = None
+        """Computes one bias for the attention of all layers; None if layers mask by themselves, by
+        `attention.mask`."""
         emb: embedding.BaseEmbedding.Config = embedding.TransformerTextEmbeddings.default_config()
         transformer: BaseStackedTransformerLayer.Config = StackedTransformerLayer.default_config()
         output_norm: InstantiableConfig | None = normalization.LayerNorm.default_config()
+        """Norm after the last layer; None for none."""
         output_dropout: linear.Dropout.Config = linear.Dropout.default_config()
         lm_head: InstantiableConfig | None = None
+        """From vectors to logits; None for `emb.attend`."""
         dropout_rate: float = 0.0
+        """Rate of every Dropout below without a rate of its own."""
         pad_token_id: int = 0
+        """Id of padding."""
         eos_token_id: int | Sequence[int] = 1
+        """Id of the end of a text; several ids all end decoding."""
         decoding: DecodingLayer.Config = DecodingLayer.default_config()
         output_logits_modifier: config.ConfigOr[LogitsToLogitsFn] | None = None
         logits_forward_dtype: DType | None = None
+        """The dtype in which to compute logits; that of the vectors if None."""
         logits_partition_spec: MeshAxes = ("data", None, "model")
         hidden_state_partition_spec: MeshAxes | None = None
+        """Sharding of the layers' inputs and outputs by batch and time."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)

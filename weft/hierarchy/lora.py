@@ -244,19 +244,16 @@ class LoraFusedQKVAdapter(BaseLoraAdapter):
     """Adapter of projections to queries, keys and values."""
 
     class Config(BaseLoraAdapter.Config):
-        """Configures a LoraFusedQKVAdapter.
-
-        Attributes:
-          num_heads: the number of heads, which share `output_dim`.
-          num_kv_heads: the number of heads of keys and values, None for `num_heads`. If it differs
-            and keys or values have an adapter, `lora_up` becomes a `LoraUpGroupedLinear` and keeps
-            only its `param_init`.
-          enable_lora: which of "query", "key" and "value" have an adapter; omitted ones lack it.
-        """
+        """Configures a LoraFusedQKVAdapter."""
 
         num_heads: Required[int] = REQUIRED
+        """The number of heads, which share `output_dim`."""
         num_kv_heads: int | None = None
+        """The number of heads of keys and values, None for `num_heads`. If it differs and keys or
+        values have an adapter, `lora_up` becomes a `LoraUpGroupedLinear` and keeps only its
+        `param_init`."""
         enable_lora: Required[dict[str, bool]] = REQUIRED
+        """Which of "query", "key" and "value" have an adapter; omitted ones lack it."""
         lora_down: InstantiableConfig = LoraDownFusedLinear.default_config().set(
             param_init=_normal_init()
         )
@@ -407,16 +404,13 @@ class LoraFusedQKVLinear(qkv_linear.BaseQKVLinear):
     """
 
     class Config(qkv_linear.BaseQKVLinear.Config):
-        """Configures a LoraFusedQKVLinear.
-
-        Attributes:
-          layer: the projections, in one weight or several. If keys and values come from another
-            layer, only queries can have an adapter.
-          adapter: set its `rank`, `alpha` and `enable_lora`.
-        """
+        """Configures a LoraFusedQKVLinear."""
 
         layer: qkv_linear.BaseQKVLinear.Config = qkv_linear.FusedQKVLinear.default_config()
+        """The projections, in one weight or several. If keys and values come from another layer,
+        only queries can have an adapter."""
         adapter: LoraFusedQKVAdapter.Config = LoraFusedQKVAdapter.default_config()
+        """Set its `rank`, `alpha` and `enable_lora`."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)

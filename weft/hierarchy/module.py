@@ -178,15 +178,12 @@ class Module(Configurable):
     """
 
     class Config(Configurable.Config):
-        """Configures a Module.
-
-        Attributes:
-            name: unique among its siblings; set by `_add_child`.
-            vlog: level up to which `vlog` logs; None inherits the parent's.
-        """
+        """Configures a Module."""
 
         name: Required[str] = REQUIRED
+        """Unique among its siblings; set by `_add_child`."""
         vlog: int | None = None
+        """Level up to which `vlog` logs; None inherits the parent's."""
 
     def __init_subclass__(cls, **kwargs: object):
         super().__init_subclass__(**kwargs)

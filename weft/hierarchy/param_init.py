@@ -161,17 +161,14 @@ class WeightInitializer(Initializer):
     """
 
     class Config(Initializer.Config):
-        """Configures a WeightInitializer.
-
-        Attributes:
-            fan: "fan_in", "fan_out", "fan_avg" or None.
-            scale: factor of the variance; with fan=None, of the value.
-            distribution: "uniform", "normal" or "truncated_normal".
-        """
+        """Configures a WeightInitializer."""
 
         fan: str | None = "fan_avg"
+        """One of "fan_in", "fan_out", "fan_avg" or None."""
         scale: float = 1.0
+        """Factor of the variance; with fan=None, of the value."""
         distribution: str = "uniform"
+        """One of "uniform", "normal" or "truncated_normal"."""
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)

@@ -246,14 +246,11 @@ class Pipeline(Repeat):
     """
 
     class Config(Repeat.Config):
-        """Configures a Pipeline.
-
-        Attributes:
-          num_microbatches: number of parts of a batch, ideally several times the number of stages:
-            of `num_microbatches + num_layers - 1` steps, a stage is idle in `num_layers - 1`.
-        """
+        """Configures a Pipeline."""
 
         num_microbatches: Required[int] = REQUIRED
+        """Number of parts of a batch, ideally several times the number of stages: of
+        `num_microbatches + num_layers - 1` steps, a stage is idle in `num_layers - 1`."""
         schedule: BaseSchedule.Config = GPipeSchedule.default_config()
 
     def __init__(self, cfg: Config, *, parent: Module | None):

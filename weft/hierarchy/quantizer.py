@@ -131,14 +131,11 @@ class RandomVectorQuantizer(BaseQuantizer):
     """
 
     class Config(BaseQuantizer.Config):
-        """Configures a RandomVectorQuantizer.
-
-        Attributes:
-          rand_proj: linear map to one vector per codebook.
-        """
+        """Configures a RandomVectorQuantizer."""
 
         input_dim: Required[int] = REQUIRED
         rand_proj: InstantiableConfig = MultiLinear.default_config().set(bias=False)
+        """Linear map to one vector per codebook."""
         normalize_codebook: bool = True
         normalize_inputs: bool = True
         similarity_metric: SimilarityMetric = SimilarityMetric.L2_DISTANCE
@@ -209,16 +206,13 @@ class GumbelSoftmaxVectorQuantizer(BaseQuantizer):
     """
 
     class Config(BaseQuantizer.Config):
-        """Configures a GumbelSoftmaxVectorQuantizer.
-
-        Attributes:
-          input_proj: linear map to one logit per entry.
-          temperature_schedule: temperature, or function from the number of steps so far to it.
-        """
+        """Configures a GumbelSoftmaxVectorQuantizer."""
 
         input_dim: Required[int] = REQUIRED
         input_proj: InstantiableConfig = MultiLinear.default_config()
+        """Linear map to one logit per entry."""
         temperature_schedule: ConfigOr[Any] = 1.0
+        """Temperature, or function from the number of steps so far to it."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)

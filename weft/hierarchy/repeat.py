@@ -54,24 +54,21 @@ class Repeat(BaseLayer):
     """
 
     class Config(BaseLayer.Config):
-        """Configures a Repeat.
-
-        Attributes:
-          layer: the repeated layer. Its `remat_spec` applies to each iteration.
-          unroll: number of iterations per step of the loop; True for all. None for one, or on one
-            CPU for all of up to 4 without `remat_spec`: a loop copies what its backward pass needs,
-            which took a fifth of a step, and so few layers compile as fast.
-          drop_output: returns a predicate for paths of outputs to drop, such as
-            "module_outputs/attention/probs". Default: all module outputs, since stacking them costs
-            memory.
-        """
+        """Configures a Repeat."""
 
         layer: config.Required[config.InstantiableConfig] = config.REQUIRED
+        """The repeated layer. Its `remat_spec` applies to each iteration."""
         num_layers: config.Required[int] = config.REQUIRED
         unroll: bool | int | None = None
+        """Number of iterations per step of the loop; True for all. None for one, or on one CPU for
+        all of up to 4 without `remat_spec`: a loop copies what its backward pass needs, which took
+        a fifth of a step, and so few layers compile as fast."""
         drop_output: config.InstantiableConfig[Callable[[str], bool]] = config.config_for_function(
             drop_by_regex
         ).set(rules=["module_outputs.*"])
+        """Returns a predicate for paths of outputs to drop, such as
+        "module_outputs/attention/probs". Default: all module outputs, since stacking them costs
+        memory."""
 
     class Output(NamedTuple):
         """Final carry, and other outputs of the iterations along a leading axis."""

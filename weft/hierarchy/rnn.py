@@ -114,25 +114,22 @@ class LSTMCell(BaseRNNCell):
     """
 
     class Config(BaseRNNCell.Config):
-        """Configures an LSTMCell.
-
-        Attributes:
-          hidden_dim: size of the memory; None for `output_dim`.
-          max_cell_value: bound of the absolute value of the memory; None for none.
-          input_proj: linear map to the gates.
-          hidden_proj: linear map of the output before, of its own, as in Weft 0.2. The gates are
-            then input gate, forget gate, candidate and output gate.
-          norm: normalization of each gate before its activation (Ba et al., 2016); with
-            `hidden_proj`, of all gates together.
-          output_proj: linear map to `output_dim` (Sak et al., 2014), where `hidden_dim` is set.
-        """
+        """Configures an LSTMCell."""
 
         hidden_dim: int | None = None
+        """Size of the memory; None for `output_dim`."""
         max_cell_value: float | None = None
+        """Bound of the absolute value of the memory; None for none."""
         input_proj: InstantiableConfig = MultiLinear.default_config().set(bias=False)
+        """Linear map to the gates."""
         hidden_proj: InstantiableConfig | None = None
+        """Linear map of the output before, of its own, as in Weft 0.2. The gates are then input
+        gate, forget gate, candidate and output gate."""
         norm: InstantiableConfig | None = None
+        """Normalization of each gate before its activation (Ba et al., 2016); with `hidden_proj`,
+        of all gates together."""
         output_proj: Linear.Config | None = Linear.default_config().set(bias=False)
+        """Linear map to `output_dim` (Sak et al., 2014), where `hidden_dim` is set."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)

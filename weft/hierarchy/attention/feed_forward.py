@@ -58,23 +58,20 @@ class ResidualLayer(base_layer.BaseLayer):
     """
 
     class Config(base_layer.BaseLayer.Config):
-        """Configures a ResidualLayer.
-
-        Attributes:
-          structure: placement of norms; see the table in the module docstring.
-          norm: config of all norms, or one per position. With the structure "v2", only the given
-            positions have norms.
-          residual_gate_init: initial value of a learned θ that weighs the input by `sqrt(1 - g²)`
-            and the branch by `g = sigmoid(θ)` in their sum; None for no weights.
-        """
+        """Configures a ResidualLayer."""
 
         structure: str = "prenorm"
+        """Placement of norms; see the table in the module docstring."""
         norm: InstantiableConfig | dict[NormPosition, InstantiableConfig] = (
             normalization.LayerNorm.default_config()
         )
+        """Config of all norms, or one per position. With the structure "v2", only the given
+        positions have norms."""
         dropout: InstantiableConfig = linear.Dropout.default_config()
         stochastic_depth: InstantiableConfig = linear.StochasticDepth.default_config()
         residual_gate_init: float | None = None
+        """Initial value of a learned θ that weighs the input by `sqrt(1 - g²)` and the branch by
+        `g = sigmoid(θ)` in their sum; None for no weights."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -165,34 +162,30 @@ class TransformerFeedForwardLayer(ResidualLayer):
     """
 
     class Config(ResidualLayer.Config):
-        """Configures a TransformerFeedForwardLayer.
-
-        Attributes:
-          hidden_dim: the size between the linear maps, or a function of `input_dim`, such as
-            `scaled_hidden_dim(4)`.
-          activation: the name of the activation, such as "nn.gelu"; two names for a gated layer,
-            such as ("nn.silu", "linear").
-          hidden_dropout: between activation and `linear2`; None for that of the branch, or for
-            none with structure="postnorm".
-          add_dead_neuron_summary: whether to report, per activation, the number of hidden
-            dimensions that are 0 for all inputs.
-          add_value_rms_norm_summary: values whose root mean square to report: "linear1_outputs",
-            "linear2_outputs".
-        """
+        """Configures a TransformerFeedForwardLayer."""
 
         input_dim: Required[int] = REQUIRED
         hidden_dim: Required[int | FunctionConfigBase] = REQUIRED
+        """The size between the linear maps, or a function of `input_dim`, such as
+        `scaled_hidden_dim(4)`."""
         linear1: InstantiableConfig = linear.Linear.default_config().set(
             param_partition_spec=(None, "model")
         )
         activation: str | tuple[str, str] = "nn.relu"
+        """The name of the activation, such as "nn.gelu"; two names for a gated layer, such as
+        ("nn.silu", "linear")."""
         linear2: InstantiableConfig = linear.Linear.default_config().set(
             param_partition_spec=("model", None)
         )
         hidden_dropout: InstantiableConfig | None = None
+        """Dropout between activation and `linear2`; None for that of the branch, or for none with
+        structure="postnorm"."""
         residual_weight: float = 1.0
         add_dead_neuron_summary: bool | None = None
+        """Whether to report, per activation, the number of hidden dimensions that are 0 for all
+        inputs."""
         add_value_rms_norm_summary: Sequence[str] = []
+        """Values whose root mean square to report: "linear1_outputs", "linear2_outputs"."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)

@@ -71,16 +71,13 @@ class BaseKVCache(base_layer.BaseLayer):
     """Base of the caches of keys and values."""
 
     class Config(base_layer.BaseLayer.Config):
-        """Configures a BaseKVCache.
-
-        Attributes:
-          cache_dtype: dtype of the cache; None for the dtype passed to `init_states`.
-          kv_partition_spec: sharding of the cache, (batch, positions, kv_heads, per_head_dim), or
-            of its pages, (pages, positions, kv_heads, per_head_dim).
-        """
+        """Configures a BaseKVCache."""
 
         cache_dtype: DType | None = None
+        """Dtype of the cache; None for the dtype passed to `init_states`."""
         kv_partition_spec: PartitionSpec | MeshAxes | None = None
+        """Sharding of the cache, (batch, positions, kv_heads, per_head_dim), or of its pages,
+        (pages, positions, kv_heads, per_head_dim)."""
 
     Output = KVState
 
@@ -219,15 +216,12 @@ class PagedKVCache(BaseKVCache):
     """
 
     class Config(BaseKVCache.Config):
-        """Configures a PagedKVCache.
-
-        Attributes:
-          num_pages: size of the pool, from which the caller assigns pages to each sequence by
-            `page_indices`; None gives each sequence pages for all its positions.
-        """
+        """Configures a PagedKVCache."""
 
         page_size: config.Required[int] = config.REQUIRED
         num_pages: int | None = None
+        """Size of the pool, from which the caller assigns pages to each sequence by `page_indices`;
+        None gives each sequence pages for all its positions."""
 
     def init_states(self, shape: Shape, *, dtype: DType) -> KVPages:
         cfg = self.config

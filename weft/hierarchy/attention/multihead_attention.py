@@ -92,53 +92,51 @@ class MultiheadAttention(BaseLayer):
     """Multi-head attention (Vaswani et al., 2017)."""
 
     class Config(BaseLayer.Config):
-        """Configures a MultiheadAttention.
-
-        Attributes:
-          hidden_dim: total size of all heads; None for `query_dim`.
-          output_dim: None for `query_dim`.
-          query_scale, key_scale: norms and scales of queries and keys; None for none.
-          scale_kv_before_cache_update: whether keys are scaled once, before they are cached,
-            instead of in each step.
-          dropout: dropout of the probabilities.
-          mask: attention mask by position, such as `CausalAttentionBias.default_config()`; None for
-            full attention.
-          causal: shorthand for a causal `mask`.
-          atten_logit_cap: bound c of c * tanh(logits / c); None for none.
-          logit_sink: whether each head learns a logit of an extra key without a value, so that it
-            may attend to nothing.
-          implementation: "plain", "blockwise", "cudnn" or "tokamax"
-            (`weft.functional.fused_attention`); None chooses by device, lengths and what is asked
-            for. Only "plain" computes probabilities, and logits or probabilities of subclasses.
-          q_partition_spec, k_partition_spec, v_partition_spec: sharding of queries, keys and
-            values, (batch, time, heads, per_head_dim).
-          o_partition_spec: sharding of the output, (batch, time, dim).
-        """
+        """Configures a MultiheadAttention."""
 
         query_dim: Required[int] = REQUIRED
         key_dim: Required[int] = REQUIRED
         value_dim: Required[int] = REQUIRED
         num_heads: Required[int] = REQUIRED
         hidden_dim: int | None = None
+        """Total size of all heads; None for `query_dim`."""
         output_dim: int | None = None
+        """Size of the output; None for `query_dim`."""
         input_linear: qkv_linear.BaseQKVLinear.Config = qkv_linear.QKVLinear.default_config()
         output_linear: qkv_linear.MultiheadOutputLinear.Config = (
             qkv_linear.MultiheadOutputLinear.default_config()
         )
         query_scale: qkv_linear.BaseScaleQK.Config = qkv_linear.ScaleQuery.default_config()
+        """Norm and scale of queries."""
         key_scale: qkv_linear.BaseScaleQK.Config | None = qkv_linear.ScaleKey.default_config()
+        """Norm and scale of keys; None for none."""
         scale_kv_before_cache_update: bool | None = None
+        """Whether keys are scaled once, before they are cached, instead of in each step."""
         dropout: linear.Dropout.Config = linear.Dropout.default_config()
+        """Dropout of the probabilities."""
         mask: ClassConfigBase[bias_lib.MaskFnAttentionBias] | None = None
+        """Attention mask by position, such as `CausalAttentionBias.default_config()`; None for full
+        attention."""
         causal: bool | None = None
+        """Shorthand for a causal `mask`."""
         atten_logit_cap: float | None = None
+        """Bound c of c * tanh(logits / c); None for none."""
         logit_sink: bool | None = None
+        """Whether each head learns a logit of an extra key without a value, so that it may attend
+        to nothing."""
         implementation: AttentionImplementation | None = None
+        """One of "plain", "blockwise", "cudnn" and "tokamax" (`weft.functional.fused_attention`);
+        None chooses by device, lengths and what is asked for. Only "plain" computes probabilities,
+        and logits or probabilities of subclasses."""
         kv_cache: BaseKVCache.Config = KVCache.default_config()
         q_partition_spec: PartitionSpecType | None = None
+        """Sharding of queries, (batch, time, heads, per_head_dim)."""
         k_partition_spec: PartitionSpecType | None = None
+        """Sharding of keys, (batch, time, heads, per_head_dim)."""
         v_partition_spec: PartitionSpecType | None = None
+        """Sharding of values, (batch, time, heads, per_head_dim)."""
         o_partition_spec: PartitionSpecType | None = None
+        """Sharding of the output, (batch, time, dim)."""
 
     class Output(NamedTuple):
         """Output of attention.
@@ -536,16 +534,13 @@ class SigmoidAttention(MultiheadAttention):
     """Attention with sigmoid probabilities, independent for each key (Ramapuram et al., 2024)."""
 
     class Config(MultiheadAttention.Config):
-        """Configures a SigmoidAttention.
-
-        Attributes:
-          seq_len: expected number of keys.
-          subtract_seq_len_bias: whether to subtract log(`seq_len`) from logits, so that initial
-            probabilities sum to about 1.
-        """
+        """Configures a SigmoidAttention."""
 
         seq_len: Required[int] = REQUIRED
+        """Expected number of keys."""
         subtract_seq_len_bias: bool = True
+        """Whether to subtract log(`seq_len`) from logits, so that initial probabilities sum to
+        about 1."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -584,13 +579,10 @@ class MultiheadAttentionXL(MultiheadAttention):
         """On the queries, before adding `u` and `v`."""
 
     class Config(MultiheadAttention.Config):
-        """Configures a MultiheadAttentionXL.
-
-        Attributes:
-          pos_emb_dim: size of relative position embeddings; None for `query_dim`.
-        """
+        """Configures a MultiheadAttentionXL."""
 
         pos_emb_dim: int | None = None
+        """Size of relative position embeddings; None for `query_dim`."""
         relative_pos_emb: embedding.SinusoidalPositionalEmbedding.Config = (
             embedding.SinusoidalPositionalEmbedding.default_config()
         )

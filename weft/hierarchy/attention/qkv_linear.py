@@ -263,13 +263,10 @@ class FusedGroupedQKVLinear(BaseGroupedQKVLinear):
     """Single projection to the concatenated heads of queries, keys and values."""
 
     class Config(BaseQKVLinear.Config):
-        """Configures a FusedGroupedQKVLinear.
-
-        Attributes:
-          num_kv_heads: number of key heads, which divides `num_heads`.
-        """
+        """Configures a FusedGroupedQKVLinear."""
 
         num_kv_heads: Required[int] = REQUIRED
+        """Number of key heads, which divides `num_heads`."""
         layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
         output_partition_spec: jax.sharding.PartitionSpec | None = None
 

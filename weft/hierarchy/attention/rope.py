@@ -158,12 +158,7 @@ class RoFormerQKVLinear(qkv_linear.BaseQKVLinear):
     """Rotates the queries and keys of another projection layer."""
 
     class Config(qkv_linear.BaseQKVLinear.Config):
-        """Configures a RoFormerQKVLinear.
-
-        Attributes:
-          query_scale, key_scale: norms and scales of queries and keys before the rotation.
-          partial_rope_factor: fraction of leading dimensions of each head to rotate; None for all.
-        """
+        """Configures a RoFormerQKVLinear."""
 
         rope_pos_emb_layer: RoFormerSinusoidalPositionalEmbedding.Config = (
             RoFormerSinusoidalPositionalEmbedding.default_config()
@@ -171,8 +166,11 @@ class RoFormerQKVLinear(qkv_linear.BaseQKVLinear):
         input_linear: qkv_linear.BaseQKVLinear.Config = qkv_linear.QKVLinear.default_config()
         rotary_value: config.Required[bool] = config.REQUIRED
         query_scale: qkv_linear.BaseScaleQK.Config | None = None
+        """Norm and scale of queries before the rotation."""
         key_scale: qkv_linear.BaseScaleQK.Config | None = None
+        """Norm and scale of keys before the rotation."""
         partial_rope_factor: float | None = None
+        """Fraction of leading dimensions of each head to rotate; None for all."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)

@@ -56,21 +56,18 @@ class BaseStackedTransformerLayer(BaseTransformerLayer):
     """Base of stacks of transformer layers."""
 
     class Config(BaseTransformerLayer.Config):
-        """Configures a BaseStackedTransformerLayer.
-
-        Attributes:
-          layer: config of each layer; None for one that is set later, such as by a pipeline.
-          peak_stochastic_depth_rate: rate of the last layer, to which the rates grow linearly; None
-            keeps the configured rates.
-          carry: arguments that a layer gets from the previous layer's output; None for "data".
-          scan_kwargs: arguments with a leading axis of layers, in addition to `page_pool`.
-        """
+        """Configures a BaseStackedTransformerLayer."""
 
         num_layers: config.Required[int] = config.REQUIRED
         layer: BaseTransformerLayer.Config | None = TransformerLayer.default_config()
+        """Config of each layer; None for one that is set later, such as by a pipeline."""
         peak_stochastic_depth_rate: float | None = None
+        """Rate of the last layer, to which the rates grow linearly; None keeps the configured
+        rates."""
         carry: Sequence[str] | None = None
+        """Arguments that a layer gets from the previous layer's output; None for "data"."""
         scan_kwargs: Sequence[str] | None = None
+        """Arguments with a leading axis of layers, in addition to `page_pool`."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -361,17 +358,14 @@ class PipelinedTransformerLayer(BaseStackedTransformerLayer):
     """
 
     class Config(BaseStackedTransformerLayer.Config):
-        """Configures a PipelinedTransformerLayer.
-
-        Attributes:
-          num_stages: number of stages, which divides `num_layers`.
-          num_microbatches: number of parts of a batch; see `Pipeline`.
-          stage: stack of one stage's layers, each with the config `layer`.
-        """
+        """Configures a PipelinedTransformerLayer."""
 
         num_stages: config.Required[int] = config.REQUIRED
+        """Number of stages, which divides `num_layers`."""
         num_microbatches: config.Required[int] = config.REQUIRED
+        """Number of parts of a batch; see `Pipeline`."""
         stage: BaseLayer.Config = StackedTransformerLayer.default_config()
+        """Stack of one stage's layers, each with the config `layer`."""
         pipeline: TransformerPipeline.Config = TransformerPipeline.default_config()
 
     _decoding_child = "pipeline"

@@ -47,22 +47,19 @@ class Embedding(BaseLayer):
         CONSTANT = "constant"
 
     class Config(BaseLayer.Config):
-        """Configures an Embedding; specs that are None leave layouts to the compiler.
-
-        Attributes:
-            scale: None for unscaled vectors.
-            embedding_partition_spec: the mesh axes of the table in use.
-        """
+        """Configures an Embedding; specs that are None leave layouts to the compiler."""
 
         num_embeddings: Required[int] = REQUIRED
         dim: Required[int] = REQUIRED
         scale: "Embedding.Scale | None" = None
+        """None for unscaled vectors."""
         scale_constant: float | None = None
         param_init: DefaultInitializer.Config | None = normal_weights("fan_out")
         param_partition_spec: Any = (None, "model")
         input_partition_spec: PartitionSpec | MeshAxes | None = None
         output_partition_spec: PartitionSpec | MeshAxes | None = None
         embedding_partition_spec: PartitionSpec | MeshAxes | None = None
+        """The mesh axes of the table in use."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -243,22 +240,19 @@ class TransformerTextEmbeddings(BaseEmbedding):
     """Sum of the embeddings of token ids, and optionally of types and positions."""
 
     class Config(BaseEmbedding.Config):
-        """Configures a TransformerTextEmbeddings.
-
-        Attributes:
-          type_emb: embeds token types, such as "question" and "answer".
-          pos_emb: embeds positions; None if attention encodes them.
-          dropout: dropout of the sum, after the norm.
-          soft_cap_logits: bound c of the logits c * tanh(logits / c) of `attend`; None for none.
-        """
+        """Configures a TransformerTextEmbeddings."""
 
         vocab_size: Required[int] = REQUIRED
         token_emb: InstantiableConfig = Embedding.default_config()
         type_emb: InstantiableConfig | None = None
+        """Embeds token types, such as "question" and "answer"."""
         pos_emb: InstantiableConfig | None = None
+        """Embeds positions; None if attention encodes them."""
         norm: InstantiableConfig | None = None
         dropout: InstantiableConfig = Dropout.default_config()
+        """Dropout of the sum, after the norm."""
         soft_cap_logits: float | None = None
+        """Bound c of the logits c * tanh(logits / c) of `attend`; None for none."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)

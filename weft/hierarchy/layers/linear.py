@@ -136,15 +136,12 @@ class StochasticDepth(BaseLayer):
     """Layer that drops a residual branch at random in training, or scales it up."""
 
     class Config(BaseLayer.Config):
-        """Configures a StochasticDepth.
-
-        Attributes:
-            rate: the probability that the branch is dropped; None or 0 drops nothing.
-            mode: "row" draws for each example, "batch" once for all.
-        """
+        """Configures a StochasticDepth."""
 
         rate: float | None = None
+        """The probability that the branch is dropped; None or 0 drops nothing."""
         mode: str = "row"
+        """The mode "row" draws for each example, "batch" once for all."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Drops the branch's output, `Float[Array, "batch *rest"]`."""
@@ -159,14 +156,11 @@ class DropToken(BaseLayer):
     """Layer that removes random tokens from each example in training, which shortens it."""
 
     class Config(BaseLayer.Config):
-        """Configures a DropToken.
-
-        Attributes:
-            num_cls_tokens: number of leading tokens to always keep, excluded from `rate`.
-        """
+        """Configures a DropToken."""
 
         rate: float = 0
         num_cls_tokens: int = 0
+        """Number of leading tokens to always keep, excluded from `rate`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `Float[Array, "batch tokens dim"]` to `Float[Array, "batch kept dim"]`."""

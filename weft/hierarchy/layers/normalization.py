@@ -109,18 +109,15 @@ class GroupNorm(BaseNormalizationLayer):
     """Normalization of groups of channels (https://arxiv.org/abs/1803.08494)."""
 
     class Config(BaseNormalizationLayer.Config):
-        """Configures a GroupNorm.
-
-        Attributes:
-            num_groups: number of groups; must divide `input_dim`.
-            norm_type: None for LAYERNORM.
-            norm_axes: axes that share statistics in addition to a group's channels, such as 1 for
-                time, or -1 for none; None for all but the batch.
-        """
+        """Configures a GroupNorm."""
 
         num_groups: Required[int] = REQUIRED
+        """Number of groups; must divide `input_dim`."""
         norm_type: NormType | None = NormType.LAYERNORM
+        """None for LAYERNORM."""
         norm_axes: int | tuple[int, ...] | None = None
+        """Axes that share statistics in addition to a group's channels, such as 1 for time, or -1
+        for none; None for all but the batch."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)

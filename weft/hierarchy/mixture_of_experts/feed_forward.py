@@ -120,31 +120,28 @@ class TransformerFeedForwardMoE(ResidualLayer):
     """
 
     class Config(ResidualLayer.Config):
-        """Configures a TransformerFeedForwardMoE.
-
-        Attributes:
-          hidden_dim, activation: of an expert, as for `TransformerFeedForwardLayer`.
-          num_groups: groups per outer batch. More need less memory, but may drop more tokens.
-          outer_batch: number of parts of a batch that each use all experts; see
-            `get_outer_batch_from_mesh`.
-          router_z_loss_weight: weight of the gating's loss on the size of logits.
-          corr_loss_weight: weight of the mean squared cosine between two experts' router weights.
-          dim_to_mesh_axis_map: sharding of weights and activations by the letters of their axes, as
-            in the module docstring. With one outer batch, groups take its mesh axes as well.
-        """
+        """Configures a TransformerFeedForwardMoE."""
 
         input_dim: config.Required[int] = config.REQUIRED
         hidden_dim: config.Required[int | config.FunctionConfigBase] = config.REQUIRED
+        """Size between the linear maps of an expert, as for `TransformerFeedForwardLayer`."""
         activation: str | tuple[str, str] = "nn.relu"
+        """Name of an expert's activation, or two, as for `TransformerFeedForwardLayer`."""
         num_experts: config.Required[int] = config.REQUIRED
         num_groups: config.Required[int] = config.REQUIRED
+        """Groups per outer batch. More need less memory, but may drop more tokens."""
         outer_batch: int = 1
+        """Number of parts of a batch that each use all experts; see `get_outer_batch_from_mesh`."""
         gating: BaseGating.Config = Top2Gating.default_config()
         load_balance_loss_weight: float = 0.01
         router_z_loss_weight: float = 0.0
+        """Weight of the gating's loss on the size of logits."""
         corr_loss_weight: float = 0.0
+        """Weight of the mean squared cosine between two experts' router weights."""
         residual_weight: float = 1.0
         dim_to_mesh_axis_map: dict[str, PartitionSpec | None] = {**DIM_TO_MESH_AXES}
+        """Sharding of weights and activations by the letters of their axes, as in the module
+        docstring. With one outer batch, groups take its mesh axes as well."""
 
     _drops_hidden: ClassVar[bool] = True
 
@@ -341,31 +338,28 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
     """Mixture of experts in which each token reaches every expert it chose."""
 
     class Config(TransformerFeedForwardMoE.Config):
-        """Configures a TransformerFeedForwardDropFreeMoE.
-
-        Attributes:
-          gating: a `TopKDropFreeGating` or a subclass.
-          seq_load_balance_loss_weight: weight of a load-balancing loss per sequence; None for none.
-          input_dim_to_partition_spec: sharding of tokens ("bsm") and weights ("emh", "ehm") where
-            experts are applied; axis m is never sharded there.
-          output_dim_to_partition_spec: sharding of the result ("bsm").
-          gmm_backend: None for `jax.lax.ragged_dot`.
-          tiling: block sizes of rows, contracted and other columns, or a config that returns them;
-            required by `GMMBackend.MEGABLOX`.
-          preferred_element_type: dtype of products; None for that of the tokens.
-          interpret: whether to interpret the kernel, slowly, for tests without a TPU.
-        """
+        """Configures a TransformerFeedForwardDropFreeMoE."""
 
         gating: BaseGating.Config = TopKDropFreeGating.default_config()
+        """A `TopKDropFreeGating` or a subclass."""
         num_groups: int = 1
         dim_to_mesh_axis_map: dict[str, PartitionSpec | None] = {**DIM_TO_MESH_AXES, **_UNSPLIT}
         seq_load_balance_loss_weight: float | None = None
+        """Weight of a load-balancing loss per sequence; None for none."""
         input_dim_to_partition_spec: dict[str, PartitionSpec | None] = {**_TOKENS, **_UNSPLIT}
+        """Sharding of tokens ("bsm") and weights ("emh", "ehm") where experts are applied; axis m
+        is never sharded there."""
         output_dim_to_partition_spec: dict[str, PartitionSpec | None] = {**_TOKENS}
+        """Sharding of the result ("bsm")."""
         gmm_backend: GMMBackend | None = None
+        """Implementation of grouped products; None for `jax.lax.ragged_dot`."""
         tiling: config.InstantiableConfig | tuple[int, int, int] | None = None
+        """Block sizes of rows, contracted and other columns, or a config that returns them;
+        required by `GMMBackend.MEGABLOX`."""
         preferred_element_type: DType | None = None
+        """Dtype of products; None for that of the tokens."""
         interpret: bool = False
+        """Whether to interpret the kernel, slowly, for tests without a TPU."""
 
     # Dropout of hidden dimensions would need a key per device.
     _drops_hidden = False

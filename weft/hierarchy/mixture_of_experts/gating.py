@@ -75,19 +75,16 @@ class AdaptiveLoadBalanceLoss(base_layer.BaseLayer):
     """
 
     class Config(base_layer.BaseLayer.Config):
-        """Configures an AdaptiveLoadBalanceLoss.
-
-        Attributes:
-          moving_average: of the dropped fraction; set its `min_weight`.
-          max_value: the fraction above which the factor grows.
-          min_value: the fraction below which it shrinks.
-          log_step: the change of its logarithm per step.
-        """
+        """Configures an AdaptiveLoadBalanceLoss."""
 
         moving_average: MovingAverage.Config = MovingAverage.default_config()
+        """Moving average of the dropped fraction; set its `min_weight`."""
         max_value: Required[float] = REQUIRED
+        """The fraction above which the factor grows."""
         min_value: float = 1e-3
+        """The fraction below which it shrinks."""
         log_step: float = 0.01
+        """The change of its logarithm per step."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -219,23 +216,19 @@ class CapacityGating(BaseGating):
     """Gating with a maximum number of tokens per expert."""
 
     class Config(BaseGating.Config):
-        """Configures a gating with capacities.
-
-        Attributes:
-          gating_logit_cap: bound of the logits, by a tanh; 0 for none.
-          expert_capacity: the minimum capacity: number of tokens of a group per expert; 0 is None.
-          train_capacity_factor: capacity in training as a multiple of the equal share
-            `group_size / num_experts`. With None or 0, only `expert_capacity` counts; with neither,
-            nothing is dropped.
-          eval_capacity_factor: the same outside of training.
-          adaptive_load_balance_loss: computes a factor of the load-balancing loss; 1 if None.
-        """
+        """Configures a gating with capacities."""
 
         gating_logit_cap: float = 0.0
+        """Bound of the logits, by a tanh; 0 for none."""
         expert_capacity: int | None = None
+        """The minimum capacity: number of tokens of a group per expert; 0 is None."""
         train_capacity_factor: float | None = None
+        """Capacity in training as a multiple of the equal share `group_size / num_experts`. With
+        None or 0, only `expert_capacity` counts; with neither, nothing is dropped."""
         eval_capacity_factor: float | None = None
+        """The same outside of training."""
         adaptive_load_balance_loss: AdaptiveLoadBalanceLoss.Config | None = None
+        """Computes a factor of the load-balancing loss; 1 if None."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -298,13 +291,10 @@ class Top2Gating(CapacityGating):
     """Gating by the two likeliest experts, weighted by probabilities (Lepikhin et al., 2021)."""
 
     class Config(CapacityGating.Config):
-        """Configures a Top2Gating.
-
-        Attributes:
-          train_capacity_factor: the default 2 leaves room for all choices if equally spread.
-        """
+        """Configures a Top2Gating."""
 
         train_capacity_factor: float = 2.0
+        """The default 2 leaves room for all choices if equally spread."""
         eval_capacity_factor: float = 2.0
         mask_dtype: DType = jnp.int32
 
@@ -332,18 +322,15 @@ class TopKGating(CapacityGating):
     """
 
     class Config(CapacityGating.Config):
-        """Configures a TopKGating.
-
-        Attributes:
-          score_fn: from logits to scores; a softmax by default.
-          topk_fn: finds the highest scores; exactly by default.
-          noisy_gating: noise to add to logits in training before choosing experts.
-        """
+        """Configures a TopKGating."""
 
         num_experts_per_token: int = 2
         score_fn: ConfigOr[ScoreFn] | None = None
+        """From logits to scores; a softmax by default."""
         topk_fn: ConfigOr[TopKFn] | None = None
+        """Finds the highest scores; exactly by default."""
         noisy_gating: GateNoise | None = None
+        """Noise to add to logits in training before choosing experts."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -447,18 +434,15 @@ class TopKBiasGating(TopKDropFreeGating):
     """
 
     class Config(TopKDropFreeGating.Config):
-        """Configures a TopKBiasGating.
-
-        Attributes:
-          gating_update_rate: the change of a bias per step.
-          num_group_of_experts: number of groups of adjacent experts.
-          topk_group: number of these groups that a token may choose from.
-        """
+        """Configures a TopKBiasGating."""
 
         gating_update_rate: float = 0.001
+        """The change of a bias per step."""
         routed_scaling_factor: float = 2.5
         num_group_of_experts: int = 1
+        """Number of groups of adjacent experts."""
         topk_group: int = 1
+        """Number of these groups that a token may choose from."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
