@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,42 +15,50 @@ from weft.core import lift
 from weft.core.filters import Filter, in_filter
 from weft.lifting.signature import check_argnums
 from weft.linen.module_kind import ModuleState, lifted_call, merge_modules, unbound
-from weft.typing import Fn
+from weft.typing import Fn, PyTree, ShapeDtype
 
 Path = tuple[str, ...]
 
 
-def _scope_positions(module_state: ModuleState) -> list[tuple[int, Path]]:
-    """Returns each scope's carried scope, by index, and the path from there."""
+class _Position(NamedTuple):
+    """Position of a module's variables: in a carried scope, below a path."""
+
+    scope_index: int
+    path: Path
+
+
+def _scope_positions(module_state: ModuleState) -> list[_Position]:
+    """Returns the position of each scope in the outermost of the scopes that contain it."""
     scopes = module_state.scopes
-
-    def place(scope: Any) -> tuple[int, Path]:
-        n, i = min(
-            (len(other.path), i)
-            for i, other in enumerate(scopes)
-            if other.root is scope.root and scope.path[: len(other.path)] == other.path
-        )
-        return i, scope.path[n:]
-
-    return [place(scope) for scope in scopes]
-
-
-def _target_positions(module_state: ModuleState) -> list[tuple[int, Path]]:
-    places = _scope_positions(module_state)
-    return [places[ref.index] for ref in module_state.target_refs()]
+    positions: list[_Position] = []
+    for scope in scopes:
+        containing_scopes: list[tuple[int, int]] = []
+        for index, other in enumerate(scopes):
+            depth = len(other.path)
+            if other.root is scope.root and scope.path[:depth] == other.path:
+                containing_scopes.append((depth, index))
+        depth, index = min(containing_scopes)
+        positions.append(_Position(index, scope.path[depth:]))
+    return positions
 
 
-def _gradients(module_state: ModuleState, of_scopes: ModuleState) -> Any:
-    def below(variables: Any, path: Path) -> Any:
-        for name in path:
-            variables = variables.get(name, {})
-        return variables
+def _target_positions(module_state: ModuleState) -> list[_Position]:
+    positions = _scope_positions(module_state)
+    return [positions[ref.index] for ref in module_state.target_refs()]
 
-    found = [
-        {col: of for col, of_all in of_scopes.scopes[i].items() if (of := below(of_all, path))}
-        for i, path in _target_positions(module_state)
-    ]
-    return jax.tree.unflatten(module_state.target_structure(), found)
+
+def _target_gradients(module_state: ModuleState, gradients: ModuleState) -> PyTree:
+    """Returns the gradients of the target's modules, by collection, from those of all scopes."""
+    target_gradients: list[dict[str, PyTree]] = []
+    for position in _target_positions(module_state):
+        module_gradients: dict[str, PyTree] = {}
+        for collection, variables in gradients.scopes[position.scope_index].items():
+            for name in position.path:
+                variables = variables.get(name, {})
+            if variables:
+                module_gradients[collection] = variables
+        target_gradients.append(module_gradients)
+    return jax.tree.unflatten(module_state.target_structure(), target_gradients)
 
 
 class _ZeroTangents:
@@ -58,42 +66,53 @@ class _ZeroTangents:
 
     def __init__(self, module_state: ModuleState, wrt: Filter):
         self.module_state = module_state
-        self.shapes: list[dict[str, Any]] = [{} for _ in module_state.scopes]
-        for i, _ in _scope_positions(module_state):
-            variables = module_state.scopes[i].variables()
-            wanted = {col: v for col, v in variables.items() if v and in_filter(wrt, col)}
-            self.shapes[i] = jax.tree.map(jax.typeof, wanted)
+        # A scope inside of another one has no tangents of its own.
+        self.shapes: list[dict[str, PyTree]] = [{} for _ in module_state.scopes]
+        for scope_index, _ in _scope_positions(module_state):
+            for collection, variables in module_state.scopes[scope_index].variables().items():
+                if variables and in_filter(wrt, collection):
+                    shapes = jax.tree.map(jax.typeof, variables)
+                    self.shapes[scope_index][collection] = shapes
 
-    def filled(self, of_target: object) -> ModuleState:
-        """Inverts `_gradients`."""
-        of_scopes = [jax.tree.map(_zero_tangent, shapes) for shapes in self.shapes]
-        given = self.module_state.target_structure().flatten_up_to(of_target)
-        for (i, path), of_module in zip(_target_positions(self.module_state), given, strict=True):
-            for col, tangents in _nonempty_collections(of_module).items():
-                of_scopes[i][col] = _set_at_path(of_scopes[i].get(col, {}), path, tangents)
-        return ModuleState(self.module_state.module_def, of_scopes)
+    def filled(self, target_tangents: PyTree) -> ModuleState:
+        """Inverts `_target_gradients`."""
+        tangents = [jax.tree.map(_zero_tangent, shapes) for shapes in self.shapes]
+        structure = self.module_state.target_structure()
+        tangents_by_module = structure.flatten_up_to(target_tangents)
+        positions = _target_positions(self.module_state)
+        for position, module_tangents in zip(positions, tangents_by_module, strict=True):
+            scope_tangents = tangents[position.scope_index]
+            for collection, variables in _nonempty_collections(module_tangents).items():
+                scope_tangents[collection] = _set_at_path(
+                    scope_tangents.get(collection, {}), position.path, variables
+                )
+        return ModuleState(self.module_state.module_def, tangents)
 
 
-def _nonempty_collections(of_module: Mapping[str, Any]) -> dict[str, Any]:
+def _nonempty_collections(module_tangents: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """Returns the collections with tangents; those of variables not yet created are empty."""
-    return {col: tangents for col, tangents in of_module.items() if jax.tree.leaves(tangents)}
+    return {col: tree for col, tree in module_tangents.items() if jax.tree.leaves(tree)}
 
 
-def _set_at_path(variables: Any, path: Path, value: Any) -> Any:
+def _set_at_path(variables: PyTree, path: Path, value: PyTree) -> PyTree:
     if not path:
         return value
-    return {**variables, path[0]: _set_at_path(variables.get(path[0], {}), path[1:], value)}
+    name, *path_below = path
+    new_value = _set_at_path(variables.get(name, {}), tuple(path_below), value)
+    return {**variables, name: new_value}
 
 
-def _zero_tangent(of: Any) -> Any:
-    dtype = of.dtype if jnp.issubdtype(of.dtype, jnp.inexact) else jax.dtypes.float0
-    return np.zeros(of.shape, dtype) if dtype == jax.dtypes.float0 else jnp.zeros(of.shape, dtype)
+def _zero_tangent(shape: ShapeDtype) -> np.ndarray | jax.Array:
+    # JAX's tangents of integers have a type of their own, which is no type of JAX arrays.
+    if not jnp.issubdtype(shape.dtype, jnp.inexact):
+        return np.zeros(shape.shape, jax.dtypes.float0)
+    return jnp.zeros(shape.shape, shape.dtype)
 
 
 def vjp(
     fn: Fn,
-    mdl: object,
-    *primals: object,
+    mdl: PyTree,
+    *primals: PyTree,
     has_aux: bool = False,
     reduce_axes: tuple[()] = (),
     vjp_variables: Filter = "params",
@@ -110,23 +129,29 @@ def vjp(
     and of each argument, and with `has_aux` the auxiliary output.
     """
     fn = unbound(fn)
-    options = {"has_aux": has_aux, "reduce_axes": reduce_axes, "variables": variables, "rngs": rngs}
     with lifted_call((fn,), mdl, primals) as (module_state, primals):
         value, pullback, *aux = lift.vjp(
-            merge_modules(fn), module_state, *primals, vjp_variables=vjp_variables, **options
+            merge_modules(fn),
+            module_state,
+            *primals,
+            has_aux=has_aux,
+            reduce_axes=reduce_axes,
+            vjp_variables=vjp_variables,
+            variables=variables,
+            rngs=rngs,
         )
 
-    def pulled_back(pullback: Fn, cotangent: object) -> tuple[Any, ...]:
-        of_scopes, *of_primals = pullback(cotangent)
-        return _gradients(module_state, of_scopes), *of_primals
+    def module_pullback(pullback: Fn, cotangent: PyTree) -> tuple[PyTree, ...]:
+        gradients, *primal_gradients = pullback(cotangent)
+        return _target_gradients(module_state, gradients), *primal_gradients
 
-    return value, jax.tree_util.Partial(pulled_back, pullback), *aux
+    return value, jax.tree_util.Partial(module_pullback, pullback), *aux
 
 
 def value_and_grad(
     fn: Fn,
-    mdl: object,
-    *primals: object,
+    mdl: PyTree,
+    *primals: PyTree,
     has_aux: bool = False,
     reduce_axes: tuple[()] = (),
     variables: Filter = True,
@@ -138,13 +163,22 @@ def value_and_grad(
         The scalar result (with `has_aux`, the pair) and a tuple with the gradient of each argument.
     """
     fn = unbound(fn)
-    options = {"has_aux": has_aux, "reduce_axes": reduce_axes, "variables": variables, "rngs": rngs}
     with lifted_call((fn,), mdl, primals) as (module_state, primals):
-        *value, grads = lift.value_and_grad(merge_modules(fn), module_state, *primals, **options)
-    return (tuple(value) if has_aux else value[0]), grads
+        value, *aux, grads = lift.value_and_grad(
+            merge_modules(fn),
+            module_state,
+            *primals,
+            has_aux=has_aux,
+            reduce_axes=reduce_axes,
+            variables=variables,
+            rngs=rngs,
+        )
+    if has_aux:
+        return (value, *aux), grads
+    return value, grads
 
 
-def grad(fn: Fn, mdl: Any, *primals: Any, has_aux: bool = False, **kwargs: Any) -> Any:
+def grad(fn: Fn, mdl: PyTree, *primals: PyTree, has_aux: bool = False, **kwargs: Any) -> PyTree:
     """Returns the gradients of `value_and_grad`; with `has_aux`, and the auxiliary output."""
     value, grads = value_and_grad(fn, mdl, *primals, has_aux=has_aux, **kwargs)
     return (grads, value[1]) if has_aux else grads
@@ -152,10 +186,10 @@ def grad(fn: Fn, mdl: Any, *primals: Any, has_aux: bool = False, **kwargs: Any) 
 
 def jvp(
     fn: Fn,
-    mdl: object,
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    variable_tangents: object,
+    mdl: PyTree,
+    primals: Sequence[PyTree],
+    tangents: Sequence[PyTree],
+    variable_tangents: PyTree,
     variables: Filter = True,
     rngs: Filter = True,
 ) -> tuple[Any, Any]:
@@ -167,11 +201,19 @@ def jvp(
     """
     fn = unbound(fn)
     with lifted_call((fn,), mdl, tuple(primals)) as (module_state, primals):
-        given = module_state.target_structure().flatten_up_to(variable_tangents)
-        cols = sorted({col for of_module in given for col in _nonempty_collections(of_module)})
-        of_scopes = _ZeroTangents(module_state, cols).filled(variable_tangents)
-        given = module_state, primals, tangents, of_scopes, variables, rngs
-        return lift.jvp(merge_modules(fn), *given)
+        collections: set[str] = set()
+        for module_tangents in module_state.target_structure().flatten_up_to(variable_tangents):
+            collections.update(_nonempty_collections(module_tangents))
+        zero_tangents = _ZeroTangents(module_state, sorted(collections))
+        return lift.jvp(
+            merge_modules(fn),
+            module_state,
+            primals,
+            tangents,
+            zero_tangents.filled(variable_tangents),
+            variables,
+            rngs,
+        )
 
 
 def custom_vjp(
@@ -203,15 +245,20 @@ def custom_vjp(
     """
     check_argnums("linen.custom_vjp", "nondiff_argnums", fn, nondiff_argnums)
 
-    def run(mdl: object, *args: object) -> Any:
-        def backward(*args: object) -> tuple[Any, ...]:
-            of_target, *of_args = backward_fn(*args)
-            return zeros.filled(of_target), *of_args
+    def run(mdl: PyTree, *args: PyTree) -> PyTree:
+        def backward(*args: PyTree) -> tuple[PyTree, ...]:
+            target_gradients, *arg_gradients = backward_fn(*args)
+            return zero_tangents.filled(target_gradients), *arg_gradients
 
-        rule = merge_modules(forward_fn, 1), backward
-        lifted = lift.custom_vjp(merge_modules(fn), *rule, grad_vars, nondiff_argnums)
+        lifted = lift.custom_vjp(
+            merge_modules(fn),
+            merge_modules(forward_fn, 1),
+            backward,
+            grad_vars,
+            nondiff_argnums,
+        )
         with lifted_call((fn, forward_fn), mdl, args) as (module_state, args):
-            zeros = _ZeroTangents(module_state, grad_vars)
+            zero_tangents = _ZeroTangents(module_state, grad_vars)
             return lifted(module_state, *args)
 
     return run
@@ -236,15 +283,15 @@ def custom_jvp(
     """
     check_argnums("linen.custom_jvp", "nondiff_argnums", fn, nondiff_argnums)
 
-    def run(mdl: object, *args: object) -> Any:
-        def rule(*args: Any) -> tuple[Any, Any]:
-            *nondiff, inner, primals, tangents, of_scopes = args
+    def run(mdl: PyTree, *args: PyTree) -> PyTree:
+        def rule(*args: PyTree) -> tuple[PyTree, PyTree]:
+            *nondiff, inner_state, primals, tangents, scope_tangents = args
 
-            def on_modules(mdl: Any) -> tuple[Any, Any]:
-                variable_tangents = _gradients(module_state, of_scopes)
+            def jvp_of_modules(mdl: PyTree) -> tuple[PyTree, PyTree]:
+                variable_tangents = _target_gradients(module_state, scope_tangents)
                 return jvp_fn(*nondiff, mdl, primals, tangents, variable_tangents)
 
-            return merge_modules(on_modules, 1)(inner)
+            return merge_modules(jvp_of_modules, 1)(inner_state)
 
         lifted = lift.custom_jvp(merge_modules(fn), rule, grad_vars, nondiff_argnums)
         with lifted_call((fn, jvp_fn), mdl, args) as (module_state, args):

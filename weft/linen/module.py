@@ -33,7 +33,7 @@ from weft.linen.state import RUNNING
 
 
 def map_submodules(
-    fn: Callable[[str, "Module"], Any], value: Any, is_leaf: Callable[[Any], bool], at: str = ""
+    fn: Callable[[str, Any], Any], value: Any, is_leaf: Callable[[Any], bool], at: str = ""
 ) -> Any:
     """Maps the modules in an attribute's value; lists become tuples, and dicts frozen dicts.
 

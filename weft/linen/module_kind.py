@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import FunctionType, MappingProxyType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 
@@ -22,6 +22,11 @@ from weft.core.scope import Names, Scope, Variable
 from weft.lifting.static_keys import IdentityKey, value_key
 from weft.linen.module import Module, is_module, map_submodules
 from weft.linen.state import PATH_READERS, RUNNING, name_of
+from weft.typing import Fn, PyTree
+
+Carried = Module | Variable[Any]
+Arguments = tuple[tuple[PyTree, ...], dict[str, PyTree]]
+Unpack = Callable[..., Arguments]
 
 
 @jax.tree_util.register_static
@@ -30,9 +35,6 @@ class ModuleRef:
     """Placeholder of a module or a variable in arguments and fields while it crosses."""
 
     index: int
-
-
-Unpack = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 class TransformToken:
@@ -62,10 +64,15 @@ class ModuleDef:
 
     Attributes:
         captured: for each function, the modules in its closure.
+        options: keyword arguments that are not arrays.
     """
 
     def __init__(
-        self, specs: Sequence[_Spec], target: object, captured: Any, options: dict[str, Any]
+        self,
+        specs: Sequence[_Spec],
+        target: PyTree,
+        captured: tuple[tuple[ModuleRef, ...], ...],
+        options: dict[str, Any],
     ):
         self.specs = specs
         self.target = target
@@ -87,20 +94,28 @@ class ModuleDef:
         return self._hash
 
 
-def _spec_key(p: _Spec) -> Hashable:
-    fields = tuple((name, _field_key(value)) for name, value in p.fields.items())
-    counters, own_names = tuple(sorted(p.counters.items())), frozenset(p.own_names.items())
-    compared = p.is_bound, p.path, p.in_compact, p.place, p.transform_tokens
-    return p.cls, fields, counters, own_names, compared
+def _spec_key(spec: _Spec) -> Hashable:
+    # Without the name: modules that differ only in it compute the same.
+    return (
+        spec.cls,
+        tuple((name, _field_key(value)) for name, value in spec.fields.items()),
+        tuple(sorted(spec.counters.items())),
+        frozenset(spec.own_names.items()),
+        spec.is_bound,
+        spec.path,
+        spec.in_compact,
+        spec.place,
+        spec.transform_tokens,
+    )
 
 
-def _field_key(value: object) -> Hashable:
+def _field_key(value: PyTree) -> Hashable:
     if isinstance(value, ModuleRef):
         return value
     if isinstance(value, tuple):
         return type(value), tuple(map(_field_key, value))
     if isinstance(value, FrozenDict):
-        return tuple((value_key(name), _field_key(v)) for name, v in value.items())
+        return tuple((value_key(name), _field_key(item)) for name, item in value.items())
     return value_key(value)
 
 
@@ -108,15 +123,15 @@ def _field_key(value: object) -> Hashable:
 class ModuleState:
     """Scopes of modules, as a pytree whose structure contains the modules."""
 
-    def __init__(self, module_def: ModuleDef, scopes: Sequence[Any]):
+    def __init__(self, module_def: ModuleDef, scopes: Sequence[PyTree]):
         self.module_def = module_def
         self.scopes = tuple(scopes)
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], ModuleDef]:
+    def tree_flatten(self) -> tuple[tuple[PyTree, ...], ModuleDef]:
         return self.scopes, self.module_def
 
     @classmethod
-    def tree_unflatten(cls, module_def: ModuleDef, scopes: Sequence[Any]) -> "ModuleState":
+    def tree_unflatten(cls, module_def: ModuleDef, scopes: Sequence[PyTree]) -> "ModuleState":
         return cls(module_def, scopes)
 
     def target_refs(self) -> list[ModuleRef]:
@@ -129,103 +144,117 @@ class ModuleState:
 
     def modules(self) -> list[Any]:
         """Creates the modules and variables on the scopes."""
-        made: dict[int, Any] = {}
-
-        def module(i: int) -> Any:
-            if i not in made:
-                p, scope = self.module_def.specs[i], self.scopes[i]
-                fields = {name: _replace_refs(value, module) for name, value in p.fields.items()}
-                if issubclass(p.cls, Variable):
-                    made[i] = p.cls(scope, **fields)
-                    return made[i]
-                made[i] = p.cls(**fields, parent=scope if p.is_bound else None, name=p.name)
-                made[i]._state.resume(made[i], p)
-            return made[i]
-
         for scope in self.scopes:
             if scope.parent is not None:  # a module above makes this one again in its `setup`
                 scope.parent.release(scope.name)
-        return [module(i) for i in range(len(self.scopes))]
+        created: dict[int, Any] = {}
+
+        def create(ref: ModuleRef) -> Any:
+            if ref.index in created:
+                return created[ref.index]
+            spec, scope = self.module_def.specs[ref.index], self.scopes[ref.index]
+            # Modules in fields come first, in their order.
+            fields: dict[str, Any] = {}
+            for name, value in spec.fields.items():
+                fields[name] = map_submodules(lambda _, inner: create(inner), value, _is_module_ref)
+            if issubclass(spec.cls, Variable):
+                created[ref.index] = spec.cls(scope, **fields)
+            else:
+                parent = scope if spec.is_bound else None
+                module = spec.cls(**fields, parent=parent, name=spec.name)
+                module._state.resume(module, spec)
+                created[ref.index] = module
+            return created[ref.index]
+
+        return [create(ModuleRef(index)) for index in range(len(self.scopes))]
 
 
-def _replace_refs(value: object, module: Callable[[int], Any]) -> Any:
-    return map_submodules(lambda _, ref: module(ref.index), value, _is_module_ref)
+def _is_module_ref(leaf: object) -> TypeGuard[ModuleRef]:
+    return isinstance(leaf, ModuleRef)
 
 
-def _is_module_ref(x: object) -> bool:
-    return isinstance(x, ModuleRef)
-
-
-def _crosses(x: object) -> bool:
-    return isinstance(x, Module | Variable)
+def _is_carried(leaf: object) -> TypeGuard[Carried]:
+    return isinstance(leaf, Module | Variable)
 
 
 class ModuleSplitter:
-    """Extractor of modules and variables from the arguments of a lifted function."""
+    """Extractor of modules and variables from the arguments of a lifted function.
 
-    def __init__(self, target: object, token: TransformToken | None) -> None:
+    `modules`, `scopes` and `specs` have an entry for each, in the order of the refs.
+    """
+
+    def __init__(self, target: PyTree, token: TransformToken | None) -> None:
         self.modules: list[Any] = []
         self.scopes: list[Scope] = []
+        self.specs: list[Any] = []
         self._target = target
         self._token = token
-        self._refs: dict[int, ModuleRef] = {}
-        self.specs: list[Any] = []
+        self._refs_by_id: dict[int, ModuleRef] = {}
 
-    def ref(self, x: Module | Variable[Any]) -> ModuleRef:
+    def ref(self, carried: Carried) -> ModuleRef:
         """Adds a module, with those in its fields, or a variable."""
-        if id(x) not in self._refs:
-            self._refs[id(x)] = ref = ModuleRef(len(self.modules))
-            self.modules.append(x)
-            self.scopes.append(Scope({}) if x.scope is None else x.scope)
-            self.specs.append(None)
-            self.specs[ref.index] = self._spec(x)
-        return self._refs[id(x)]
+        if id(carried) not in self._refs_by_id:
+            ref = ModuleRef(len(self.modules))
+            self._refs_by_id[id(carried)] = ref
+            self.modules.append(carried)
+            self.scopes.append(Scope({}) if carried.scope is None else carried.scope)
+            self.specs.append(None)  # those in its fields are added before its spec is known
+            self.specs[ref.index] = self._spec(carried)
+        return self._refs_by_id[id(carried)]
 
-    def _spec(self, x: Module | Variable[Any]) -> _Spec:
-        if isinstance(x, Variable):
-            return _Spec(type(x), {name: of for name, of in vars(x).items() if name != "scope"})
-        fields = {
-            name: map_submodules(lambda _, inner: self.ref(inner), getattr(x, name), _crosses)
-            for name in x._field_names
-        }
-        state = x._state
+    def _spec(self, carried: Carried) -> _Spec:
+        fields: dict[str, Any] = {}
+        if isinstance(carried, Variable):
+            fields.update(vars(carried))
+            del fields["scope"]
+            return _Spec(type(carried), fields)
+        for name in carried._field_names:
+            value = getattr(carried, name)
+            fields[name] = map_submodules(lambda _, inner: self.ref(inner), value, _is_carried)
+        state = carried._state
         tokens = state.transform_tokens
-        if self._token is not None and x is self._target:
+        if self._token is not None and carried is self._target:
             tokens |= {self._token}
-        if x.scope is None:
-            return _Spec(type(x), fields, False, name_of(x), transform_tokens=tokens)
-        path = x.scope.path if type(x) in PATH_READERS else None
-        place = state.place.name if state.place else None
-        running = state.in_compact, place, dict(state.counters), tokens, state.own_names
-        return _Spec(type(x), fields, True, name_of(x), path, *running)
+        cls, name = type(carried), name_of(carried)
+        if carried.scope is None:
+            return _Spec(cls, fields, is_bound=False, name=name, transform_tokens=tokens)
+        return _Spec(
+            cls,
+            fields,
+            name=name,
+            path=carried.scope.path if cls in PATH_READERS else None,
+            in_compact=state.in_compact,
+            place=state.place.name if state.place else None,
+            counters=dict(state.counters),
+            transform_tokens=tokens,
+            own_names=state.own_names,
+        )
 
-    def refs(self, tree: Any) -> Any:
+    def refs(self, tree: PyTree) -> PyTree:
         """Returns a tree of arguments with refs in place of modules and variables."""
-        if _crosses(tree):
+        if _is_carried(tree):
             return self.ref(tree)
-        leaves, structure = jax.tree.flatten(tree, is_leaf=_crosses)
-        if not any(map(_crosses, leaves)):
+        leaves, structure = jax.tree.flatten(tree, is_leaf=_is_carried)
+        if not any(map(_is_carried, leaves)):
             return tree
-        return structure.unflatten([self.ref(x) if _crosses(x) else x for x in leaves])
+        return structure.unflatten([self.ref(x) if _is_carried(x) else x for x in leaves])
 
 
-def merge_modules(
-    fn: Callable[..., Any], index: int = 0, unpack: Unpack | None = None
-) -> Callable[..., Any]:
+def merge_modules(fn: Fn, index: int = 0, unpack: Unpack | None = None) -> Fn:
     """Converts a function of modules to one of a `ModuleState`, which was split at `index`.
 
     If given, `unpack` returns the positional and keyword arguments of `fn` for those of the result,
     which `weft.core.lift` then passes without wrappers.
     """
 
-    def run(module_state: ModuleState, *args: object, **kwargs: object) -> Any:
+    def run(module_state: ModuleState, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if unpack is not None:
             args, kwargs = unpack(*args)
         module_def, modules = module_state.module_def, module_state.modules()
-        inner = list(modules)
+        inner_modules = list(modules)
         with _swapped_state(captured_modules(fn), module_def.captured[index], modules):
             target, args, kwargs = jax.tree.map(
-                lambda x: modules[x.index] if _is_module_ref(x) else x,
+                lambda leaf: modules[leaf.index] if _is_module_ref(leaf) else leaf,
                 (module_def.target, args, kwargs),
                 is_leaf=_is_module_ref,
             )
@@ -238,19 +267,14 @@ def merge_modules(
                 RUNNING.lifted -= 1
                 RUNNING.module_stack.pop()
             # JAX may reuse a trace without calling the function, so this leaves with the results.
-            module_state.scopes[0].left_counts = frozenset(
-                ((i, name), n)
-                for i, module in enumerate(modules)
-                if is_module(module)
-                for name, n in module._state.counters.items()
-            )
-        for module in inner:
+            module_state.scopes[0].left_counts = _counts_of_submodules(modules)
+        for module in inner_modules:
             if is_module(module) and module.scope is not None:
                 module._end_scope()
-        leaves = jax.tree.leaves(result, is_leaf=is_module)
-        if any(isinstance(x, Module | Scope | Variable) for x in leaves):
-            name = getattr(fn, "__name__", "the function")
-            raise errors.TransformedMethodReturnValueError(f"{type(first).__name__}: {name}")
+        for leaf in jax.tree.leaves(result, is_leaf=is_module):
+            if isinstance(leaf, Module | Scope | Variable):
+                name = getattr(fn, "__name__", "the function")
+                raise errors.TransformedMethodReturnValueError(f"{type(first).__name__}: {name}")
         return result
 
     run.__name__ = getattr(fn, "__name__", "run")
@@ -259,28 +283,38 @@ def merge_modules(
     return run
 
 
+def _counts_of_submodules(modules: Sequence[Carried]) -> frozenset[tuple[tuple[int, str], int]]:
+    """Returns how many submodules each module has named, by the module's index and a class name."""
+    counts: list[tuple[tuple[int, str], int]] = []
+    for index, module in enumerate(modules):
+        if isinstance(module, Module):
+            for class_name, count in module._state.counters.items():
+                counts.append(((index, class_name), count))
+    return frozenset(counts)
+
+
 _CONTAINER_TYPES = (FunctionType, MethodType, functools.partial, list, tuple, dict)
 
 
-def captured_modules(fn: object) -> list[Module]:
+def captured_modules(fn: PyTree) -> list[Module]:
     """Returns the bound modules that a function captures, directly or through other functions."""
-    found: dict[int, Module] = {}
-    seen: set[int] = set()
-    to_see = list(reversed(_references_of(fn)))
-    while to_see:
-        value = to_see.pop()
+    modules_by_id: dict[int, Module] = {}
+    visited_ids: set[int] = set()
+    pending = list(reversed(_references_of(fn)))
+    while pending:
+        value = pending.pop()
         if isinstance(value, Module):
             if value.scope is not None:
-                found[id(value)] = value
-        elif (isinstance(value, _CONTAINER_TYPES) or struct.child_names(type(value))) and id(
-            value
-        ) not in seen:
-            seen.add(id(value))
-            to_see.extend(reversed(_references_of(value)))
-    return list(found.values())
+                modules_by_id[id(value)] = value
+            continue
+        has_references = isinstance(value, _CONTAINER_TYPES) or struct.child_names(type(value))
+        if has_references and id(value) not in visited_ids:
+            visited_ids.add(id(value))
+            pending.extend(reversed(_references_of(value)))
+    return list(modules_by_id.values())
 
 
-def _references_of(fn: object) -> Sequence[Any]:
+def _references_of(fn: PyTree) -> Sequence[Any]:
     if isinstance(fn, list | tuple):
         return fn
     if isinstance(fn, dict):
@@ -291,13 +325,13 @@ def _references_of(fn: object) -> Sequence[Any]:
         return fn.__func__, fn.__self__
     if not isinstance(fn, FunctionType):
         return [getattr(fn, name) for name in struct.child_names(type(fn))]
-    held = []
+    closure_values: list[Any] = []
     for cell in fn.__closure__ or ():
         try:
-            held.append(cell.cell_contents)
+            closure_values.append(cell.cell_contents)
         except ValueError:
             continue  # a name that has no value yet
-    return *held, fn.__defaults__, fn.__kwdefaults__
+    return *closure_values, fn.__defaults__, fn.__kwdefaults__
 
 
 @contextlib.contextmanager
@@ -308,49 +342,64 @@ def _swapped_state(
 
     A closure refers to the caller's module itself, which would use variables of the outer trace.
     """
-    before = [dict(vars(module)) for module in outer]
+    outer_attributes = [dict(vars(module)) for module in outer]
     for module, ref in zip(outer, refs, strict=True):
         _replace_attributes(module, vars(inner[ref.index]))
         inner[ref.index] = module
     try:
         yield
     finally:
-        for module, held in zip(outer, before, strict=True):
-            _replace_attributes(module, held)
+        for module, attributes in zip(outer, outer_attributes, strict=True):
+            _replace_attributes(module, attributes)
 
 
-def _replace_attributes(module: Module, held: dict[str, Any]) -> None:
-    held = dict(held)
+def _replace_attributes(module: Module, attributes: dict[str, Any]) -> None:
+    attributes = dict(attributes)  # they may be those of the module itself
     vars(module).clear()
-    vars(module).update(held)
+    vars(module).update(attributes)
 
 
-def unbound(fn: Callable[..., Any]) -> Callable[..., Any]:
+def unbound(fn: Fn) -> Fn:
     """Returns the function of a module's bound method, to be called with the module inside."""
     return fn.__func__ if isinstance(fn, MethodType) and is_module(fn.__self__) else fn
 
 
+class SplitCall(NamedTuple):
+    """Arguments of a lifted function, as they cross.
+
+    Attributes:
+        splitter: the modules outside, see `commit_counters`.
+        args, kwargs: the other arguments, without those that belong to the structure.
+    """
+
+    splitter: ModuleSplitter
+    module_state: ModuleState
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
+
+
 def split_modules(
-    fns: Sequence[Callable[..., Any]],
-    target: object,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] = MappingProxyType({}),
+    fns: Sequence[Fn],
+    target: PyTree,
+    args: tuple[PyTree, ...] = (),
+    kwargs: Mapping[str, PyTree] = MappingProxyType({}),
     token: TransformToken | None = None,
-) -> tuple[ModuleSplitter, ModuleState, Any, Any]:
+) -> SplitCall:
     """Extracts the modules from the arguments of lifted functions.
 
-    Returns the modules, their module_state, and the remaining `args` and `kwargs`. `token` marks
-    the target as inside of a transformed class.
+    `token` marks the target as inside of a transformed class.
     """
     _check_target(fns[0], target)
     splitter = ModuleSplitter(target, token)
-    refs = splitter.refs(target)
+    target_refs = splitter.refs(target)
     args, kwargs = splitter.refs((args, dict(kwargs)))
     captured = tuple(tuple(map(splitter.ref, captured_modules(fn))) for fn in fns)
-    options = {name: value for name, value in kwargs.items() if _is_static_argument(value)}
-    arrays = {name: value for name, value in kwargs.items() if name not in options}
-    module_def = ModuleDef(splitter.specs, refs, captured, options)
-    return splitter, ModuleState(module_def, splitter.scopes), args, arrays
+    options: dict[str, Any] = {}
+    arrays: dict[str, PyTree] = {}
+    for name, value in kwargs.items():
+        (options if _is_static_argument(value) else arrays)[name] = value
+    module_def = ModuleDef(splitter.specs, target_refs, captured, options)
+    return SplitCall(splitter, ModuleState(module_def, splitter.scopes), args, arrays)
 
 
 def _is_static_argument(value: object) -> bool:
@@ -358,37 +407,37 @@ def _is_static_argument(value: object) -> bool:
     return value is None or isinstance(value, bool | str) or callable(value)
 
 
-def _check_target(fn: object, target: object) -> None:
+def _check_target(fn: Fn, target: PyTree) -> None:
     if is_module(target):
         return
-    leaves = jax.tree.leaves(target, is_leaf=is_module)
-    wrong = [x for x in leaves if not is_module(x)] if leaves else [target]
-    if wrong:
-        name = getattr(fn, "__name__", "the function")
-        raise errors.TransformArgumentError(
-            f"{name} is transformed, and its first argument is {wrong[0]!r} of type "
-            f"{type(wrong[0]).__name__}; expected a module or a tree of modules. Give the module "
-            f"first, as {name}(self, ...)."
-        )
+    leaves = jax.tree.leaves(target, is_leaf=is_module) or [target]
+    for leaf in leaves:
+        if not is_module(leaf):
+            name = getattr(fn, "__name__", "the function")
+            raise errors.TransformArgumentError(
+                f"{name} is transformed, and its first argument is {leaf!r} of type "
+                f"{type(leaf).__name__}; expected a module or a tree of modules. Give the module "
+                f"first, as {name}(self, ...)."
+            )
 
 
 def commit_counters(splitter: ModuleSplitter) -> None:
     """Updates the outer modules' numbers of named submodules after a lifted function."""
-    counters: dict[int, dict[str, int]] = {}
-    for (i, name), n in splitter.scopes[0].left_counts:
-        counters.setdefault(i, {})[name] = n
-    for i, of_module in counters.items():
-        splitter.modules[i]._state.update_counters(of_module)
+    counters_by_index: dict[int, dict[str, int]] = {}
+    for (index, class_name), count in splitter.scopes[0].left_counts:
+        counters_by_index.setdefault(index, {})[class_name] = count
+    for index, counters in counters_by_index.items():
+        splitter.modules[index]._state.update_counters(counters)
 
 
 @contextlib.contextmanager
 def lifted_call(
-    fns: Sequence[Callable[..., Any]], target: object, args: tuple[Any, ...]
-) -> Iterator[tuple[ModuleState, Any]]:
+    fns: Sequence[Fn], target: PyTree, args: tuple[PyTree, ...]
+) -> Iterator[tuple[ModuleState, tuple[PyTree, ...]]]:
     """Enters a context for the call of a lifted function, with its first and its other arguments.
 
     See `split_modules`.
     """
-    splitter, module_state, args, _ = split_modules(fns, target, args)
-    yield module_state, args
-    commit_counters(splitter)
+    call = split_modules(fns, target, args)
+    yield call.module_state, call.args
+    commit_counters(call.splitter)

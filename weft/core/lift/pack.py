@@ -2,29 +2,33 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from weft.core.filters import Filter, canonical, group_collections, intersect_filters, union_filters
+from weft.core.rngs import LazyRng
 from weft.core.scope import Scope
 from weft.core.scope_kind import Group, ScopeKind, Select
 from weft.core.variable_store import copy_dicts
 from weft.errors import TransformArgumentError
-from weft.lifting.kind import Returned, is_carrier
+from weft.lifting.kind import Parts, Returned, is_carrier
+from weft.typing import Fn, PyTree
 
 Filters = Sequence[Filter]
+Variables = dict[str, Any]
+Streams = dict[str, LazyRng]
 
 
 def pack(
-    fn: Callable[..., Any],
-    in_variable_filters: Sequence[Filter],
-    out_variable_filters: Sequence[Filter],
-    rng_filters: Sequence[Filter],
+    fn: Fn,
+    in_variable_filters: Filters,
+    out_variable_filters: Filters,
+    rng_filters: Filters,
     name: str | None = None,
     enable_kwargs: bool = False,
-) -> Callable[..., Any]:
+) -> Fn:
     """Returns a transformation of functions of scopes, based on a function of groups of variables.
 
     The result takes a scope, or a pytree of scopes, and `args`. A group is a tuple with one dict
@@ -53,25 +57,33 @@ def pack(
     (4,)
     """
     title = name or getattr(fn, "__name__", "pack")
-    filters = in_variable_filters, out_variable_filters, rng_filters
 
     @functools.wraps(fn)
-    def call(scope: object, *args: object, **kwargs: object) -> Any:
+    def call(scope: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if kwargs and not enable_kwargs:
             raise TransformArgumentError(
                 f"{title}: it takes no arguments by name, and was given {sorted(kwargs)}; give "
                 "them by position, or make it with pack(..., enable_kwargs=True)."
             )
-        packed = _PackedCall(ScopeKind(title), scope, *filters)
+        packed = _PackedCall(
+            ScopeKind(title), scope, in_variable_filters, out_variable_filters, rng_filters
+        )
         try:
-            pair = fn(packed.scope_fn, packed.repack_fn, *packed.groups, *args, **kwargs)
+            pair = fn(
+                packed.scope_fn,
+                packed.repack_fn,
+                packed.variable_groups,
+                packed.rng_groups,
+                *args,
+                **kwargs,
+            )
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise TransformArgumentError(
                     f"{title}: the function returned a {type(pair).__name__}; expected a pair of "
                     "its result and what repack_fn gave."
                 )
-            result, changed = pair
-            packed.commit(changed)
+            result, changed_groups = pair
+            packed.commit(changed_groups)
         finally:
             packed.end()
         return result
@@ -80,57 +92,87 @@ def pack(
 
 
 class _PackedCall:
-    """Call of `pack`; `groups` are the variable groups and the groups of PRNG streams."""
+    """Call of `pack`.
 
-    def __init__(self, kind: ScopeKind, scope: object, ins: Filters, outs: Filters, rngs: Filters):
-        self._kind, self._outs = kind, outs
+    Attributes:
+        variable_groups: for each filter of collections, the variables of each root scope.
+        rng_groups: for each filter of streams, the PRNG streams of each root scope.
+    """
+
+    def __init__(
+        self,
+        kind: ScopeKind,
+        scope: PyTree,
+        in_filters: Filters,
+        out_filters: Filters,
+        rng_filters: Filters,
+    ):
+        self._kind, self._out_filters = kind, out_filters
         scopes, self._tree = jax.tree.flatten(scope, is_leaf=is_carrier(kind))
-        selects = [*map(Select, ins), *(Select(rngs=where) for where in rngs)]
-        self._filters = [tuple((select, None) for select in selects)] * len(scopes)
-        self._outer, self._static, groups = kind.split(scopes, self._filters)
-        self._roots = [i for i, fields in enumerate(self._static) if hasattr(fields, "mutable")]
-        self._mutable = [scopes[i].mutable for i in self._roots]
-        by_select = [[groups[i][k] for i in self._roots] for k in range(len(selects))]
-        self.groups = (
-            tuple(tuple(copy_dicts(g.variables) for g in of) for of in by_select[: len(ins)]),
-            tuple(tuple(g.streams for g in of) for of in by_select[len(ins) :]),
-        )
-        self._made: list[list[Scope]] = []
+        selects = [Select(filter_) for filter_ in in_filters]
+        selects += [Select(rngs=filter_) for filter_ in rng_filters]
+        # No group has a role: the function of groups applies the transformation.
+        self._parts: list[Parts] = [tuple((select, None) for select in selects)] * len(scopes)
+        self._outer, self._static, groups = kind.split(scopes, self._parts)
+        self._root_indices: list[int] = []
+        for index, static in enumerate(self._static):
+            if hasattr(static, "mutable"):
+                self._root_indices.append(index)
+        self._root_mutable = [scopes[index].mutable for index in self._root_indices]
 
-    def scope_fn(self, variable_groups: Any, rng_groups: Any, mutable_filter: Filter = True) -> Any:
-        changeable = functools.reduce(union_filters, self._outs, False)
+        root_groups = [groups[index] for index in self._root_indices]
+        variable_groups: list[tuple[Variables, ...]] = []
+        for i in range(len(in_filters)):
+            variable_groups.append(tuple(copy_dicts(group[i].variables) for group in root_groups))
+        rng_groups: list[tuple[Streams, ...]] = []
+        for i in range(len(in_filters), len(selects)):
+            rng_groups.append(tuple(group[i].streams for group in root_groups))
+        self.variable_groups = tuple(variable_groups)
+        self.rng_groups = tuple(rng_groups)
+        self._scopes_by_run: list[list[Scope]] = []
+
+    def scope_fn(
+        self,
+        variable_groups: Sequence[Sequence[Variables]],
+        rng_groups: Sequence[Sequence[Streams]],
+        mutable_filter: Filter = True,
+    ) -> PyTree:
+        changeable = functools.reduce(union_filters, self._out_filters, False)
         changeable = intersect_filters(changeable, mutable_filter)
-        static: list[Any] = list(self._static)
-        groups: list[tuple[Group, ...]] = [()] * len(static)
-        for root, (i, mutable) in enumerate(zip(self._roots, self._mutable, strict=True)):
-            inside = canonical(intersect_filters(mutable, changeable))
-            static[i] = dataclasses.replace(static[i], mutable=inside)
-            of_vars = (Group(group[root], {}, {}) for group in variable_groups)
-            groups[i] = (*of_vars, *(Group({}, group[root], {}) for group in rng_groups))
-        _, inner = self._kind.merge(tuple(static), groups)
-        self._made.append(inner)
-        return self._tree.unflatten(inner)
+        statics: list[Any] = list(self._static)
+        groups: list[tuple[Group, ...]] = [()] * len(statics)
+        for root, index in enumerate(self._root_indices):
+            mutable = canonical(intersect_filters(self._root_mutable[root], changeable))
+            statics[index] = dataclasses.replace(statics[index], mutable=mutable)
+            scope_groups = [Group(variables[root], {}, {}) for variables in variable_groups]
+            scope_groups += [Group({}, streams[root], {}) for streams in rng_groups]
+            groups[index] = tuple(scope_groups)
+        _, inner_scopes = self._kind.merge(tuple(statics), groups)
+        self._scopes_by_run.append(inner_scopes)
+        return self._tree.unflatten(inner_scopes)
 
-    def repack_fn(self, scope: object) -> Any:
+    def repack_fn(self, scope: PyTree) -> tuple[tuple[Variables, ...], ...]:
         scopes = jax.tree.leaves(scope, is_leaf=is_carrier(self._kind))
-        by_root = [
-            group_collections(scopes[i].mutable_variables(), self._outs) for i in self._roots
-        ]
-        return tuple(tuple(groups[k] for groups in by_root) for k in range(len(self._outs)))
+        root_groups: list[Sequence[Variables]] = []
+        for index in self._root_indices:
+            variables = scopes[index].mutable_variables()
+            root_groups.append(group_collections(variables, self._out_filters))
 
-    def commit(self, changed: Any) -> None:
-        if not self._made:
-            self.scope_fn(*self.groups)
-        last = self._made[-1]
+        return tuple(zip(*root_groups, strict=True))
+
+    def commit(self, changed_groups: Sequence[Sequence[Variables]]) -> None:
+        if not self._scopes_by_run:
+            self.scope_fn(self.variable_groups, self.rng_groups)
+        last_scopes = self._scopes_by_run[-1]
         collected, _, _ = self._kind.collect(
-            None, self._static, last, self._filters, Returned(None, [], [])
+            None, self._static, last_scopes, self._parts, Returned(None, [], [])
         )
         groups: list[tuple[Group, ...]] = [()] * len(self._static)
-        for root, i in enumerate(self._roots):
-            groups[i] = tuple(Group(group[root], {}, {}) for group in changed)
+        for root, index in enumerate(self._root_indices):
+            groups[index] = tuple(Group(variables[root], {}, {}) for variables in changed_groups)
         self._kind.commit(self._outer, collected, groups, [])
 
     def end(self) -> None:
-        for scopes in self._made:
+        for scopes in self._scopes_by_run:
             for scope in scopes:
                 scope.invalidate()
