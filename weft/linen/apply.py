@@ -1,22 +1,23 @@
 """Functions of modules: calls without a method, shared scopes and merged options."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+import functools
+from collections.abc import Callable
+from typing import Any
 
 from weft.core.filters import Filter
-from weft.core.rngs import RngKeys
 from weft.errors import CallShareScopeOnUnboundModuleError, ParameterGivenTwiceError
 from weft.linen.module import Module
 from weft.linen.state import ALL_BUT_INTERMEDIATES, name_of
+from weft.typing import T
 
-T = TypeVar("T")
+Capture = bool | Callable[[Module, str], bool]
 
 
 def apply(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     module: Module,
     mutable: Filter = False,
-    capture_intermediates: Any = False,
+    capture_intermediates: Capture = False,
 ) -> Callable[..., Any]:
     """Returns a pure function for a function of a module.
 
@@ -30,45 +31,45 @@ def apply(
     >>> twice({"params": {"kernel": jax.numpy.full((1, 1), 3.0)}}, jax.numpy.ones(1)).tolist()
     [9.0]
     """
-
-    def applied(variables: Mapping[str, Any], *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
-        options = {"mutable": mutable, "capture_intermediates": capture_intermediates}
-        return module.apply(variables, *args, rngs=rngs, method=fn, **options, **kwargs)
-
-    return applied
+    return functools.partial(
+        module.apply,
+        method=fn,
+        mutable=mutable,
+        capture_intermediates=capture_intermediates,
+    )
 
 
 def init_with_output(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     module: Module,
     mutable: Filter = ALL_BUT_INTERMEDIATES,
-    capture_intermediates: Any = False,
-) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    capture_intermediates: Capture = False,
+) -> Callable[..., tuple[T, dict[str, Any]]]:
     """Returns `initialize(rngs, *args, **kwargs)`, which creates the variables; see `apply`.
 
     It returns the result of `fn` and the variables.
     """
-
-    def initialize(rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        options = {"mutable": mutable, "capture_intermediates": capture_intermediates}
-        return module.init_with_output(rngs, *args, method=fn, **options, **kwargs)
-
-    return initialize
+    return functools.partial(
+        module.init_with_output,
+        method=fn,
+        mutable=mutable,
+        capture_intermediates=capture_intermediates,
+    )
 
 
 def init(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     module: Module,
     mutable: Filter = ALL_BUT_INTERMEDIATES,
-    capture_intermediates: bool | Callable[[Module, str], bool] = False,
+    capture_intermediates: Capture = False,
 ) -> Callable[..., dict[str, Any]]:
     """Returns a function like that of `init_with_output`, which returns only the variables."""
-    with_output = init_with_output(fn, module, mutable, capture_intermediates)
-
-    def initialize(rngs: RngKeys, *args: object, **kwargs: object) -> dict[str, Any]:
-        return with_output(rngs, *args, **kwargs)[1]
-
-    return initialize
+    return functools.partial(
+        module.init,
+        method=fn,
+        mutable=mutable,
+        capture_intermediates=capture_intermediates,
+    )
 
 
 def share_scope(module: Module, other: Module) -> None:
@@ -85,12 +86,14 @@ def share_scope(module: Module, other: Module) -> None:
     >>> sorted(Logged(nn.Dense(2)).init(jax.random.key(0), jax.numpy.ones(3))["params"])
     ['bias', 'kernel']
     """
-    if module.scope is None or other.scope is None:
-        unbound = module if module.scope is None else other
-        raise CallShareScopeOnUnboundModuleError(type(unbound).__name__)
-    is_below = other.path[: len(module.path)] == module.path
-    outer, inner = (module, other) if is_below else (other, module)
+    for one_module in (module, other):
+        if one_module.scope is None:
+            raise CallShareScopeOnUnboundModuleError(type(one_module).__name__)
+    outer, inner = other, module
+    if other.path[: len(module.path)] == module.path:
+        outer, inner = module, other
     if isinstance(inner.parent, Module) and inner.parent.scope is not None:
+        # Its own name is free again.
         inner.parent.scope.release(name_of(inner) or "")
     inner._rebind(outer.scope)
 
@@ -103,8 +106,9 @@ def merge_param(name: str, a: T | None, b: T | None) -> T:
     >>> merge_param("deterministic", None, True)
     True
     """
-    if a is None and b is None:
-        raise ParameterGivenTwiceError(name, "not at all")
     if a is not None and b is not None:
         raise ParameterGivenTwiceError(name, f"twice, as {a!r} and as {b!r}")
-    return a if b is None else b  # pyright: ignore[reportReturnType]
+    value = a if b is None else b
+    if value is None:
+        raise ParameterGivenTwiceError(name, "not at all")
+    return value

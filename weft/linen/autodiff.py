@@ -103,7 +103,7 @@ def _set_at_path(variables: PyTree, path: Path, value: PyTree) -> PyTree:
 
 
 def _zero_tangent(shape: ShapeDtype) -> np.ndarray | jax.Array:
-    # JAX's tangents of integers have a type of their own, which is no type of JAX arrays.
+    # Integers have tangents of a dtype that only NumPy's arrays can have.
     if not jnp.issubdtype(shape.dtype, jnp.inexact):
         return np.zeros(shape.shape, jax.dtypes.float0)
     return jnp.zeros(shape.shape, shape.dtype)

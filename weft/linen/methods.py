@@ -12,12 +12,14 @@ from typing import Any, TypeVar
 import jax
 
 from weft.core.filters import in_filter
+from weft.core.scope import Scope
 from weft.errors import (
     CallCompactUnboundModuleError,
     CallSetupUnboundModuleError,
     TransformArgumentError,
 )
 from weft.linen import state as state_lib
+from weft.typing import PyTree, T
 
 F = TypeVar("F", bound=Callable[..., Any])
 _NO_CONTEXT = contextlib.nullcontext()
@@ -56,7 +58,7 @@ def compact_name_scope(fun: F) -> F:
     """
 
     @functools.wraps(fun)
-    def scoped(self: state_lib.ModuleVariables, *args: object, **kwargs: object) -> Any:
+    def scoped(self: state_lib.ModuleVariables, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if not isinstance(self, state_lib.ModuleVariables):
             raise TransformArgumentError(
                 f"{fun} is to be a method of a module, and its first argument is {self!r} "
@@ -81,13 +83,15 @@ def nowrap(fun: F) -> F:
 def wrap_methods(cls: type[state_lib.ModuleVariables], fields: Collection[str]) -> None:
     """Wraps the methods that a module class itself defines, except for functions in fields."""
     for name, value in list(vars(cls).items()):
-        if name in fields or (name.startswith("__") and name != "__call__"):
+        is_special = name.startswith("__") and name != "__call__"
+        if name in fields or is_special:
             continue
         if isinstance(value, property):
             getter = value.fget and _wrap_getter(value.fget)
             setattr(cls, name, property(getter, value.fset, value.fdel, value.__doc__))
         elif isinstance(value, types.FunctionType):
-            setattr(cls, name, _wrap_setup(value) if name == "setup" else wrap_method(value))
+            wrap = _wrap_setup if name == "setup" else wrap_method
+            setattr(cls, name, wrap(value))
 
 
 def _wrap_setup(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,11 +107,13 @@ def _wrap_setup(fn: Callable[..., Any]) -> Callable[..., Any]:
     return setup
 
 
-def _wrap_getter(getter: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_getter(
+    getter: Callable[[state_lib.ModuleVariables], T],
+) -> Callable[[state_lib.ModuleVariables], T]:
     """Wraps a property's getter so that modules created in it belong to the module."""
 
     @functools.wraps(getter)
-    def get(self: state_lib.ModuleVariables) -> Any:
+    def get(self: state_lib.ModuleVariables) -> T:
         state_lib.RUNNING.module_stack.append(self)
         try:
             return getter(self)
@@ -117,7 +123,7 @@ def _wrap_getter(getter: Callable[..., Any]) -> Callable[..., Any]:
     return get
 
 
-def wrap_method(fn: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_method(fn: Callable[..., T]) -> Callable[..., T]:
     """Returns the wrapper of a method that is called on modules."""
     if getattr(fn, "nowrap", False) or getattr(fn, "method_handler_wrapped", False):
         return fn
@@ -125,7 +131,7 @@ def wrap_method(fn: Callable[..., Any]) -> Callable[..., Any]:
     name = fn.__name__
 
     @functools.wraps(fn)
-    def call(self: state_lib.ModuleVariables, *args: object, **kwargs: object) -> Any:
+    def call(self: state_lib.ModuleVariables, *args: PyTree, **kwargs: PyTree) -> T:
         state = self._state
         scope = self.scope
         if scope is None:
@@ -134,21 +140,21 @@ def wrap_method(fn: Callable[..., Any]) -> Callable[..., Any]:
                 raise CallCompactUnboundModuleError(f"the compact method {name}", cls)
         elif state.setup_is_due:
             self._run_setup()
+        # A compact method that a compact method calls continues with its names.
         begins = is_compact and not state.in_compact
         if begins:
             state.begin_compact(self, name)
         state_lib.RUNNING.module_stack.append(self)
+        # A compact method called within a `compact_name_scope` creates its submodules outside it.
+        place = state.at() if is_compact and state.place else _NO_CONTEXT
         try:
-            with (
-                _named_scope(self, name),
-                state.at() if is_compact and state.place else _NO_CONTEXT,
-            ):
+            with _named_scope(self, name), place:
                 if state_lib.RUNNING.interceptors:
                     result = state_lib.call_interceptors(fn, self, args, kwargs)
                 else:
                     result = fn(self, *args, **kwargs)
             if scope is not None and "capture" in scope.flags:
-                _capture(self, name, result)
+                _capture(self, scope, name, result)
             return result
         finally:
             state_lib.RUNNING.module_stack.pop()
@@ -159,15 +165,18 @@ def wrap_method(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _named_scope(module: state_lib.ModuleVariables, method: str) -> Any:
+def _named_scope(
+    module: state_lib.ModuleVariables, method: str
+) -> contextlib.AbstractContextManager[object]:
     if module.scope is None or not state_lib.named_call_enabled():
         return _NO_CONTEXT
-    shown = state_lib.name_of(module) or type(module).__name__
-    return jax.named_scope(shown if method == "__call__" else f"{shown}.{method}")
+    name = state_lib.name_of(module) or type(module).__name__
+    return jax.named_scope(name if method == "__call__" else f"{name}.{method}")
 
 
-def _capture(module: state_lib.ModuleVariables, method: str, result: object) -> None:
-    wanted = module.scope.flags["capture"]  # pyright: ignore[reportOptionalMemberAccess]
-    asked = method == "__call__" if wanted is True else wanted(module, method)
-    if asked and in_filter(module.scope.mutable, "intermediates"):  # pyright: ignore[reportOptionalMemberAccess]
+def _capture(module: state_lib.ModuleVariables, scope: Scope, method: str, result: PyTree) -> None:
+    """Stores the result of a method, if `capture_intermediates` selects it."""
+    selection = scope.flags["capture"]
+    is_selected = method == "__call__" if selection is True else selection(module, method)
+    if is_selected and in_filter(scope.mutable, "intermediates"):
         module.sow("intermediates", method, result)

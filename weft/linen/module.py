@@ -18,8 +18,9 @@ import difflib
 import enum
 import functools
 import inspect
+import operator
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, dataclass_transform
 
 from weft import core, errors, struct
@@ -30,75 +31,89 @@ from weft.core.settings import settings
 from weft.linen import methods, summary
 from weft.linen import state as state_lib
 from weft.linen.state import RUNNING
+from weft.typing import PyTree, T
 
 
 def map_submodules(
-    fn: Callable[[str, Any], Any], value: Any, is_leaf: Callable[[Any], bool], at: str = ""
+    fn: Callable[[str, Any], Any], value: Any, is_leaf: Callable[[Any], bool], name: str = ""
 ) -> Any:
     """Maps the modules in an attribute's value; lists become tuples, and dicts frozen dicts.
 
     Args:
         fn: maps the name of a module's place and the module to the replacement.
+        name: the name of the value's own place.
     """
     if is_leaf(value):
-        return fn(at, value)
+        return fn(name, value)
     if isinstance(value, tuple | list):
-        names = getattr(value, "_fields", range(len(value)))
-        items = _map_items(fn, zip(names, value, strict=True), is_leaf, at)
-        if isinstance(value, tuple) and all(a is b for a, b in zip(items, value, strict=True)):
+        item_names = getattr(value, "_fields", range(len(value)))
+        items = _map_items(fn, item_names, value, is_leaf, name)
+        is_namedtuple = hasattr(value, "_fields")
+        if isinstance(value, tuple) and all(map(operator.is_, items, value)):
             return value
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, Mapping) and isinstance(value, dict | FrozenDict):
-        items = _map_items(fn, value.items(), is_leaf, at)
+        return type(value)(*items) if is_namedtuple else tuple(items)
+    if isinstance(value, dict | FrozenDict):
+        items = _map_items(fn, value, value.values(), is_leaf, name)
         return FrozenDict(zip(value, items, strict=True))
-    names, holder = struct.child_names(type(value)), cast(Any, value)
-    before = [getattr(value, name) for name in names]
-    items = _map_items(fn, zip(names, before, strict=True), is_leaf, at)
-    changed = {n: a for n, a, b in zip(names, items, before, strict=True) if a is not b}
-    return holder.replace(**changed) if changed else value
+    child_names = struct.child_names(type(value))
+    children = [getattr(value, child_name) for child_name in child_names]
+    changed: dict[str, Any] = {}
+    new_children = _map_items(fn, child_names, children, is_leaf, name)
+    for child_name, child, new_child in zip(child_names, children, new_children, strict=True):
+        if new_child is not child:
+            changed[child_name] = new_child
+    return value.replace(**changed) if changed else value
 
 
 def _map_items(
-    fn: Callable[[str, "Module"], Any],
-    items: Iterable[tuple[Any, Any]],
+    fn: Callable[[str, Any], Any],
+    item_names: Iterable[Hashable],
+    items: Iterable[Any],
     is_leaf: Callable[[Any], bool],
-    at: str,
+    container_name: str,
 ) -> list[Any]:
     """Maps a container's values in the order of their names; returns them in their own."""
-    named = [(f"{at}_{name}", value) for name, value in items]
-    mapped: list[Any] = [None] * len(named)
-    for i in sorted(range(len(named)), key=lambda i: named[i][0]):
-        mapped[i] = map_submodules(fn, named[i][1], is_leaf, named[i][0])
+    names = [f"{container_name}_{item_name}" for item_name in item_names]
+    mapped = list(items)
+    for i in sorted(range(len(names)), key=names.__getitem__):
+        mapped[i] = map_submodules(fn, mapped[i], is_leaf, names[i])
     return mapped
 
 
 def module_repr(module: state_lib.ModuleVariables, step: str = "    ") -> str:
     """Returns the text of a module, as in Flax, each level indented by `step`."""
-    held = vars(module)
-    fields = [f.name for f in dataclasses.fields(cast(Any, module)) if f.repr and f.name in held]
-    children = module._state.children if "_state" in held else {}
-    names = {name for name in fields if name not in ("parent", "name")}
-    lines = []
-    if shown := [(n, held[n]) for n in fields if n in names and n not in children]:
-        lines.append("# attributes")
-        lines += [f"{name} = {_shown(value, step)}" for name, value in shown]
-    if children:
-        lines.append("# children")
-        lines += [f"{name} = {module_repr(child, step)}" for name, child in children.items()]
+    attributes = vars(module)
+    children = module._state.children if "_state" in attributes else {}
+    attribute_lines: list[str] = []
+    for field in dataclasses.fields(cast(Any, module)):
+        is_shown = field.repr and field.name not in ("parent", "name")
+        if is_shown and field.name in attributes and field.name not in children:
+            attribute_lines.append(f"{field.name} = {_shown(attributes[field.name], step)}")
+    child_lines = [f"{name} = {module_repr(child, step)}" for name, child in children.items()]
+    lines: list[str] = []
+    if attribute_lines:
+        lines += ["# attributes", *attribute_lines]
+    if child_lines:
+        lines += ["# children", *child_lines]
     if not lines:
         return f"{type(module).__name__}()"
-    inner = "\n".join(step + line for line in "\n".join(lines).split("\n"))
-    return f"{type(module).__name__}(\n{inner}\n)"
+    body = "\n".join(lines).replace("\n", f"\n{step}")
+    return f"{type(module).__name__}(\n{step}{body}\n)"
 
 
-def _own_variables(
+def _variables_without_children(
     module: state_lib.ModuleVariables, children: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Returns by collection the variables of a bound module, without those of known children."""
     scope = vars(module).get("scope")
-    found = {} if scope is None else scope.variables()
-    own = {col: {k: v for k, v in tree.items() if k not in children} for col, tree in found.items()}
-    return {col: tree for col, tree in own.items() if tree}
+    if scope is None:
+        return {}
+    variables: dict[str, dict[str, Any]] = {}
+    for collection, entries in scope.variables().items():
+        remaining = {name: value for name, value in entries.items() if name not in children}
+        if remaining:
+            variables[collection] = remaining
+    return variables
 
 
 def _shown(value: object, step: str) -> str:
@@ -160,26 +175,30 @@ class Module(state_lib.ModuleVariables):
 
     def __init_subclass__(cls, kw_only: bool = False, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        own = inspect.get_annotations(cls)
-        if taken := {name: own[name] for name in ("parent", "name") if name in own}:
-            raise errors.ReservedModuleAttributeError(taken)
+        annotations = inspect.get_annotations(cls)
+        reserved = {name: annotations[name] for name in ("parent", "name") if name in annotations}
+        if reserved:
+            raise errors.ReservedModuleAttributeError(reserved)
         has_hash = "__hash__" in vars(cls)
         dataclasses.dataclass(repr=False, kw_only=kw_only)(cls)
         if not has_hash:
             cls.__hash__ = _hash
         fields = dataclasses.fields(cls)
-        methods.wrap_methods(cls, {f.name for f in fields})
-        init = [f.name for f in fields if f.init]
-        cls._field_names = tuple(name for name in init if name not in ("parent", "name"))
+        methods.wrap_methods(cls, {field.name for field in fields})
+        field_names: list[str] = []
+        for field in fields:
+            if field.init and field.name not in ("parent", "name"):
+                field_names.append(field.name)
+        cls._field_names = tuple(field_names)
 
     def __post_init__(self) -> None:
-        set_ = object.__setattr__
-        set_(self, "_state", state_lib.State())
-        set_(self, "scope", None)
+        # `__setattr__` of the class itself reads what is set here.
+        object.__setattr__(self, "_state", state_lib.State())
+        object.__setattr__(self, "scope", None)
         parent = self.parent
         if parent is CurrentModule.MODULE:
             parent = state_lib.current_module()
-            set_(self, "parent", parent)
+            object.__setattr__(self, "parent", parent)
         if isinstance(parent, Scope):
             self._state.adopted = {}
             self._bind(parent)
@@ -189,11 +208,15 @@ class Module(state_lib.ModuleVariables):
             raise errors.InvalidParentModuleError(type(self).__name__, parent)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_parent_ref" in state:  # pickled by Flax
-            init = {f.name for f in dataclasses.fields(self) if f.init}
-            self.__init__(**{name: state[name] for name in init & state.keys()}, parent=None)
-        else:
+        if "_parent_ref" not in state:
             vars(self).update(state)
+            return
+        # Pickled by Flax, whose modules hold more than their fields.
+        fields: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            if field.init and field.name in state:
+                fields[field.name] = state[field.name]
+        self.__init__(**{**fields, "parent": None})
 
     # The tree.
 
@@ -211,7 +234,7 @@ class Module(state_lib.ModuleVariables):
 
     def _attach(self, child: "Module", name: str) -> None:
         scope: Any = self._state.place or self.scope
-        self._state.take(scope, name, self, child)
+        self._state.add_child(scope, name, self, child)
         object.__setattr__(child, "name", name)
         object.__setattr__(child, "parent", self)
         child._state.adopted = self._state.adopted
@@ -219,13 +242,14 @@ class Module(state_lib.ModuleVariables):
 
     def _bind(self, scope: Scope) -> None:
         object.__setattr__(self, "scope", scope)
-        held = vars(self)
+        attributes = vars(self)
         for name in self._field_names:
-            value = held.get(name)
+            value = attributes.get(name)
             if _may_hold_modules(type(value)):
                 adopted = map_submodules(self._adopt, value, is_module, name)
                 if adopted is not value:
-                    self._state.given = {**self._state.given, name: value}
+                    original_fields = self._state.original_fields
+                    self._state.original_fields = {**original_fields, name: value}
                     object.__setattr__(self, name, adopted)
 
     def _rebind(self, scope: Any) -> None:
@@ -246,14 +270,17 @@ class Module(state_lib.ModuleVariables):
         if module.scope is not None:
             return module
         adopted = self._state.adopted
-        if id(module) not in adopted:
-            is_new = isinstance(module.parent, Module)  # made in a `setup` that runs
-            adopted[id(module)] = module, module if is_new else module.clone()
-            # `getattr` of the module itself would run its `setup`.
-            default = getattr(type(self), _KEEPS_NAMES, settings.preserve_adopted_names)
-            keep = vars(self).get(_KEEPS_NAMES, default)
-            self._attach(adopted[id(module)][1], (keep and state_lib.name_of(module)) or name)
-        return adopted[id(module)][1]
+        if id(module) in adopted:
+            return adopted[id(module)][1]
+        is_created_in_setup = isinstance(module.parent, Module)  # of a `setup` that runs
+        submodule = module if is_created_in_setup else module.clone()
+        adopted[id(module)] = module, submodule
+        # `getattr` of the module itself would run its `setup`.
+        class_default = getattr(type(self), _KEEPS_NAMES, settings.preserve_adopted_names)
+        if vars(self).get(_KEEPS_NAMES, class_default):
+            name = state_lib.name_of(module) or name
+        self._attach(submodule, name)
+        return submodule
 
     def _run_setup(self) -> None:
         state = self._state
@@ -261,6 +288,7 @@ class Module(state_lib.ModuleVariables):
         if type(self).setup is not Module.setup:
             state.setup = state_lib.SetupProgress.RUNS
             RUNNING.module_stack.append(self)
+            # A module that has crossed a transformation takes its names again.
             scope.free_names(state.own_names)
             try:
                 self.setup()
@@ -293,22 +321,21 @@ class Module(state_lib.ModuleVariables):
 
     def __getattr__(self, name: str) -> Any:
         cls = type(self)
-        if name.startswith("__") or (
-            name not in ("_state", "scope") and "_state" not in vars(self)
-        ):
+        has_state = "_state" in vars(self)
+        if name.startswith("__") or (not has_state and name not in ("_state", "scope")):
             raise AttributeError(f"{cls.__name__} has no attribute {name!r}.")
-        if "_state" not in vars(self):
+        if not has_state:
             raise errors.IncorrectPostInitOverrideError(cls.__name__)
         if inspect.isdatadescriptor(inspect.getattr_static(cls, name, None)):
+            # The property raised an AttributeError itself.
             raise errors.DescriptorAttributeError(self._shown, name)
         if self.scope is not None and self._state.setup_is_due:
             self._run_setup()
             if name in vars(self):
                 return vars(self)[name]
-        near = difflib.get_close_matches(name, [*vars(self), *dir(cls)], n=1, cutoff=0.75)
-        raise errors.ModuleAttributeError(
-            self._shown, name, f"; did you mean {near[0]!r}?" if near else ""
-        )
+        near_names = difflib.get_close_matches(name, [*vars(self), *dir(cls)], n=1, cutoff=0.75)
+        hint = f"; did you mean {near_names[0]!r}?" if near_names else ""
+        raise errors.ModuleAttributeError(self._shown, name, hint)
 
     def __dir__(self) -> Iterable[str]:
         if self.scope is not None and self._state.setup_is_due:
@@ -320,16 +347,20 @@ class Module(state_lib.ModuleVariables):
 
     _repr_mimebundle_ = display.notebook_tree
 
-    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Callable[..., object]) -> Any:
         """Shows fields, variables and submodules, also those of `setup`, in Treescope's trees."""
         module = self
         with contextlib.suppress(Exception):  # `setup` may need inputs, or be wrong
             module = self.bind({}) if self.scope is None else self
             if module._state.setup_is_due:
                 module._run_setup()
-        held, children = vars(module), module._state.children
-        fields = {name: held[name] for name in self._field_names if name not in children}
-        shown = fields | _own_variables(module, children) | children
+        children = module._state.children
+        shown: dict[str, Any] = {}
+        for name in self._field_names:
+            if name not in children:
+                shown[name] = vars(module)[name]
+        shown |= _variables_without_children(module, children)
+        shown |= children
         return display.render_tree(self, shown, path, subtree_renderer)
 
     # Copies.
@@ -351,14 +382,15 @@ class Module(state_lib.ModuleVariables):
         >>> nn.Dense(3).clone(features=4).features
         4
         """
-        given = self._state.given
-        fields = {name: given.get(name, getattr(self, name)) for name in self._field_names}
+        fields = {name: getattr(self, name) for name in self._field_names}
+        fields |= self._state.original_fields
         if _deep_clone is not False:
             copies = {} if _deep_clone is True else _deep_clone
-            copied = functools.partial(_deep_copy, copies=copies, reset_names=_reset_names)
-            fields = {n: map_submodules(copied, v, is_module) for n, v in fields.items()}
-        name = None if _reset_names else state_lib.name_of(self)
-        return type(self)(**{**fields, "parent": parent, "name": name, **updates})
+            copy = functools.partial(_deep_copy, copies=copies, reset_names=_reset_names)
+            for name, value in fields.items():
+                fields[name] = map_submodules(copy, value, is_module)
+        own_name = None if _reset_names else state_lib.name_of(self)
+        return type(self)(**{**fields, "parent": parent, "name": own_name, **updates})
 
     def copy(
         self: M,
@@ -375,7 +407,7 @@ class Module(state_lib.ModuleVariables):
     def bind(
         self: M,
         variables: Mapping[str, Any],
-        *args: object,
+        *args: PyTree,
         rngs: RngKeys = None,
         mutable: Filter = False,
     ) -> M:
@@ -400,12 +432,12 @@ class Module(state_lib.ModuleVariables):
     def apply(
         self,
         variables: Mapping[str, Any],
-        *args: object,
+        *args: PyTree,
         rngs: RngKeys = None,
         method: "str | Callable[..., Any] | None" = None,
         mutable: Filter = False,
         capture_intermediates: "bool | Callable[[Module, str], bool]" = False,
-        **kwargs: object,
+        **kwargs: PyTree,
     ) -> Any:
         """Calls a method with variables.
 
@@ -430,11 +462,11 @@ class Module(state_lib.ModuleVariables):
     def init_with_output(
         self,
         rngs: RngKeys,
-        *args: object,
+        *args: PyTree,
         method: "str | Callable[..., Any] | None" = None,
         mutable: Filter = state_lib.ALL_BUT_INTERMEDIATES,
         capture_intermediates: "bool | Callable[[Module, str], bool]" = False,
-        **kwargs: object,
+        **kwargs: PyTree,
     ) -> tuple[Any, dict[str, Any]]:
         """Returns a method's result and the variables that it creates; see `init`."""
         run, mutable, flags = Module._runner(
@@ -446,11 +478,11 @@ class Module(state_lib.ModuleVariables):
     def init(
         self,
         rngs: RngKeys,
-        *args: object,
+        *args: PyTree,
         method: "str | Callable[..., Any] | None" = None,
         mutable: Filter = state_lib.ALL_BUT_INTERMEDIATES,
         capture_intermediates: "bool | Callable[[Module, str], bool]" = False,
-        **kwargs: object,
+        **kwargs: PyTree,
     ) -> dict[str, Any]:
         """Returns the variables that a method creates.
 
@@ -468,10 +500,10 @@ class Module(state_lib.ModuleVariables):
     def lazy_init(
         self,
         rngs: RngKeys,
-        *args: object,
+        *args: PyTree,
         method: "str | Callable[..., Any] | None" = None,
         mutable: Filter = state_lib.ALL_BUT_INTERMEDIATES,
-        **kwargs: object,
+        **kwargs: PyTree,
     ) -> dict[str, Any]:
         """Returns the variables of `init` without other computations, for arrays or their shapes.
 
@@ -482,19 +514,21 @@ class Module(state_lib.ModuleVariables):
 
     def _runner(
         self,
-        what: str,
-        method: "str | Callable[..., Any] | None",
+        entry_point: str,
+        method: "str | Callable[..., T] | None",
         mutable: Filter,
         capture: "bool | Callable[[Module, str], bool]",
-    ) -> tuple[Callable[..., Any], Filter, dict[str, Any]]:
-        _check_instance(self, what)
-        _ = self._state  # refuses what was not made whole
+    ) -> tuple[Callable[..., T], Filter, dict[str, Any]]:
+        """Returns a function of a scope that calls a method, with what may change and its flags."""
+        _check_instance(self, entry_point)
+        _ = self._state  # raises an error if `__post_init__` was not called
         call = self._method(method)
-        flags = {"capture": capture} if capture else {}
+        flags: dict[str, Any] = {}
         if capture:
+            flags["capture"] = capture
             mutable = union_filters(mutable, "intermediates")
 
-        def run(scope: Scope, *args: object, **kwargs: object) -> Any:
+        def run(scope: Scope, *args: PyTree, **kwargs: PyTree) -> T:
             module = self._with_scope(scope)
             try:
                 with state_lib.without_parent():
@@ -508,7 +542,7 @@ class Module(state_lib.ModuleVariables):
         """Returns a copy on another tree of variables, without submodules bound elsewhere."""
         return self.clone(parent=scope, _deep_clone=_has_bound_submodule(self))
 
-    def _method(self, method: "str | Callable[..., Any] | None") -> Callable[..., Any]:
+    def _method(self, method: "str | Callable[..., T] | None") -> Callable[..., T]:
         if method is None:
             method = "__call__"
         if isinstance(method, str):
@@ -528,10 +562,10 @@ class Module(state_lib.ModuleVariables):
     def module_paths(
         self,
         rngs: RngKeys,
-        *args: object,
+        *args: PyTree,
         show_repeated: bool = False,
         mutable: Filter = state_lib.ALL_BUT_INTERMEDIATES,
-        **kwargs: object,
+        **kwargs: PyTree,
     ) -> "dict[str, Module]":
         """Returns unbound copies of the modules that `init` uses, by path.
 
@@ -543,7 +577,7 @@ class Module(state_lib.ModuleVariables):
     def tabulate(
         self,
         rngs: RngKeys,
-        *args: object,
+        *args: PyTree,
         depth: int | None = None,
         show_repeated: bool = False,
         mutable: Filter = state_lib.ALL_BUT_INTERMEDIATES,
@@ -552,24 +586,36 @@ class Module(state_lib.ModuleVariables):
         column_kwargs: Mapping[str, Any] = {},
         compute_flops: bool = False,
         compute_vjp_flops: bool = False,
-        **kwargs: object,
+        **kwargs: PyTree,
     ) -> str:
         """Returns a table of a call's modules, inputs and outputs; see `weft.linen.tabulate`."""
-        of_rich = console_kwargs, table_kwargs, column_kwargs
-        options = depth, show_repeated, mutable, *of_rich, compute_flops, compute_vjp_flops
-        return summary.tabulate(self, rngs, *options, **kwargs)(*args)
+        tabulated = summary.tabulate(
+            self,
+            rngs,
+            depth,
+            show_repeated,
+            mutable,
+            console_kwargs,
+            table_kwargs,
+            column_kwargs,
+            compute_flops,
+            compute_vjp_flops,
+            **kwargs,
+        )
+        return tabulated(*args)
 
 
 @functools.lru_cache(maxsize=1024)
 def _may_hold_modules(cls: type) -> bool:
-    holders = Module, list, tuple, dict, FrozenDict
-    return issubclass(cls, holders) or hasattr(cls, "_weft_struct")
+    if issubclass(cls, Module | list | tuple | dict | FrozenDict):
+        return True
+    return hasattr(cls, "_weft_struct")
 
 
 _KEEPS_NAMES = "preserve_adopted_names"
 
 
-def _check_instance(x: object, method: str) -> None:
+def _check_instance(x: PyTree, method: str) -> None:
     if not isinstance(x, Module):
         raise errors.InvalidInstanceModuleError("Module", method)
 
@@ -580,18 +626,19 @@ def _deep_copy(_: str, module: Module, copies: dict[int, Module], reset_names: b
     return copies[id(module)]
 
 
-def _has_bound_submodule(value: Any) -> bool:
+def _has_bound_submodule(value: PyTree) -> bool:
+    items: Iterable[Any] = ()
     if isinstance(value, Module):
-        below = [vars(value).get(name) for name in value._field_names]
+        items = [vars(value).get(name) for name in value._field_names]
     elif isinstance(value, list | tuple):
-        below = value
-    elif isinstance(value, dict) or FrozenDict in type(value).__mro__:
-        below = value.values()
-    else:
-        return False
-    return any(
-        (isinstance(x, Module) and x.scope is not None) or _has_bound_submodule(x) for x in below
-    )
+        items = value
+    elif isinstance(value, dict | FrozenDict):
+        items = value.values()
+    for item in items:
+        is_bound = isinstance(item, Module) and item.scope is not None
+        if is_bound or _has_bound_submodule(item):
+            return True
+    return False
 
 
 def is_module(x: object) -> bool:
@@ -608,14 +655,9 @@ def _hash(self: Module) -> int:
             "Use `nn.jit`, `nn.remat` or `nn.cond` of weft.linen, or a function that calls it: "
             "`lambda x: module(x)`."
         )
+    fields = tuple(getattr(self, name) for name in self._field_names)
     try:
-        return hash(
-            (
-                type(self),
-                state_lib.name_of(self),
-                *(getattr(self, name) for name in self._field_names),
-            )
-        )
+        return hash((type(self), state_lib.name_of(self), *fields))
     except TypeError as error:
         raise TypeError(f"{self!r} has no hash: one of its fields has none ({error}).") from error
 

@@ -9,11 +9,12 @@ import contextlib
 import contextvars
 import dataclasses
 import enum
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from weft import errors
 from weft.core.filters import DenyList
 from weft.core.scope import Names, Scope, Variable
 from weft.core.settings import settings
+from weft.typing import PyTree, T
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Interceptor(Protocol):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         context: InterceptorContext,
-    ) -> Any: ...
+    ) -> PyTree: ...
 
 
 class _Running(threading.local):
@@ -68,7 +70,9 @@ PATH_READERS: "weakref.WeakSet[type[ModuleVariables]]" = weakref.WeakSet()
 def record_path_read(module: "ModuleVariables") -> None:
     """Records that a module reads its name or path."""
     if RUNNING.lifted:
-        PATH_READERS.update(type(m) for m in (module, *RUNNING.module_stack) if m is not None)
+        for reader in (module, *RUNNING.module_stack):
+            if reader is not None:
+                PATH_READERS.add(type(reader))
 
 
 def name_of(module: "ModuleVariables") -> str | None:
@@ -122,26 +126,30 @@ def intercept_methods(interceptor: Interceptor) -> Iterator[None]:
     ...     print(Identity().apply({}, 3))
     6
     """
-    before = RUNNING.interceptors
-    RUNNING.interceptors = (*before, interceptor)
+    outer_interceptors = RUNNING.interceptors
+    RUNNING.interceptors = (*outer_interceptors, interceptor)
     try:
         yield
     finally:
-        RUNNING.interceptors = before
+        RUNNING.interceptors = outer_interceptors
 
 
 def call_interceptors(
-    fn: Callable[..., Any], module: "ModuleVariables", args: Any, kwargs: Any
-) -> Any:
+    fn: Callable[..., T],
+    module: "ModuleVariables",
+    args: tuple[PyTree, ...],
+    kwargs: Mapping[str, PyTree],
+) -> T:
     """Calls a method through the interceptors."""
+    interceptors = RUNNING.interceptors
     context = InterceptorContext(module, fn.__name__, fn.__get__(module))
 
-    def call(depth: int, *args: object, **kwargs: object) -> Any:
+    def call(depth: int, *args: PyTree, **kwargs: PyTree) -> T:
         if depth == len(interceptors):
             return fn(module, *args, **kwargs)
-        return interceptors[depth](lambda *a, **k: call(depth + 1, *a, **k), args, kwargs, context)
+        next_fun = functools.partial(call, depth + 1)
+        return interceptors[depth](next_fun, args, kwargs, context)
 
-    interceptors = RUNNING.interceptors
     return call(0, *args, **kwargs)
 
 
@@ -189,7 +197,7 @@ class State:
     trace. Instances therefore hold only values that differ from the class's.
 
     Attributes:
-        given: original values of fields that hold modules.
+        original_fields: original values of fields that hold modules.
         transform_tokens: transformations of the module's class.
         own_names: names used by `setup` and the fields. They cross transformations with the module,
             so that a transformed function cannot reuse a name.
@@ -200,11 +208,11 @@ class State:
     setup = SetupProgress.DUE
     in_compact = False
     children: "dict[str, ModuleVariables]" = _NOTHING
-    given: dict[str, Any] = _NOTHING
+    original_fields: dict[str, Any] = _NOTHING
     transform_tokens: frozenset[Any] = frozenset()
     own_names: "Names" = _NOTHING
     adopted: dict[int, tuple[Any, Any]]
-    _taken: dict[str | None, list[str]] = _NOTHING
+    _names_in_compact: dict[str | None, list[str]] = _NOTHING
     _method = ""
     _named_by: "dict[str, tuple[str, ModuleVariables]]" = _NOTHING
     _name_scopes: frozenset[str] = frozenset()
@@ -236,20 +244,20 @@ class State:
     def begin_compact(self, module: "ModuleVariables", method: str) -> None:
         """Releases the names used by a previous call of a compact method."""
         scope: Any = module.scope
-        for col, names in self._taken.items():
+        for collection, names in self._names_in_compact.items():
             for name in names:
-                scope.release(name, col)
-                if col is None and (child := self.children.pop(name, None)):
+                scope.release(name, collection)
+                if collection is None and (child := self.children.pop(name, None)):
                     if not self._named_by:
                         self._named_by = {}
                     self._named_by[name] = self._method, child
-        self._taken = _NOTHING
+        self._names_in_compact = _NOTHING
         if self._places:
             self._places[0][1].clear()
         self.in_compact = True
         self._method = method
 
-    def take(
+    def add_child(
         self, scope: "Scope", name: str, module: "ModuleVariables", child: "ModuleVariables"
     ) -> None:
         """Records the name of a new submodule; raises an error if the name is taken."""
@@ -258,29 +266,29 @@ class State:
         if self.place is not None:
             return  # each call of the method creates it again
         if self.in_compact and name in self._named_by:
-            method, before = self._named_by[name]
-            if method != self._method and before != child.clone(name=name):
+            method, previous_child = self._named_by[name]
+            if method != self._method and previous_child != child.clone(name=name):
                 raise errors.MultipleMethodsCompactError(
                     type(module).__name__, name, (method, self._method)
                 )
         if not self.children:
             self.children = {}
         self.children[name] = child
-        self.note(name, None)
+        self.record_name(name, None)
 
-    def note(self, name: str, col: str | None) -> None:
+    def record_name(self, name: str, collection: str | None) -> None:
         """Records a name that the next call of a compact method may use again."""
         if self.in_compact:
-            if not self._taken:
-                self._taken = {}
-            self._taken.setdefault(col, []).append(name)
+            if not self._names_in_compact:
+                self._names_in_compact = {}
+            self._names_in_compact.setdefault(collection, []).append(name)
 
-    def next_name(self, prefix: str) -> str:
+    def next_name(self, class_name: str) -> str:
         """Returns a name for a submodule without one."""
         counters = self._all_places()[-1][1]
-        n = counters.get(prefix, 0)
-        counters[prefix] = n + 1
-        return f"{prefix}_{n}"
+        number = counters.get(class_name, 0)
+        counters[class_name] = number + 1
+        return f"{class_name}_{number}"
 
     def update_counters(self, counters: Mapping[str, int]) -> None:
         """Updates the numbers of named submodules with those of another copy of the module."""
@@ -326,18 +334,17 @@ class State:
             self._places = [(None, dict(spec.counters))]
 
 
-def untransformed(cls: Any) -> Any:
+def untransformed(cls: type["ModuleVariables"]) -> Any:
     """Returns the class that was transformed to make a class, or the class itself."""
     return vars(cls).get("_transforms", cls)
 
 
-T = TypeVar("T")
 ALL_BUT_INTERMEDIATES = DenyList("intermediates")
 """The default of `mutable` in `init`."""
 
 
-def _append(xs: tuple[Any, ...], x: object) -> tuple[Any, ...]:
-    return (*xs, x)
+def _append(values: tuple[PyTree, ...], value: PyTree) -> tuple[PyTree, ...]:
+    return (*values, value)
 
 
 class ModuleVariables:
@@ -348,12 +355,13 @@ class ModuleVariables:
 
     if TYPE_CHECKING:  # defined by `Module`
         parent: Any
+        _field_names: ClassVar[tuple[str, ...]]
 
-        def clone(self, **updates: object) -> "Self": ...
-        def init(self, *args: object, **kwargs: object) -> dict[str, Any]: ...
-        def apply(self, *args: object, **kwargs: object) -> Any: ...
+        def clone(self, **updates: Any) -> "Self": ...
+        def init(self, *args: PyTree, **kwargs: PyTree) -> dict[str, Any]: ...
+        def apply(self, *args: PyTree, **kwargs: PyTree) -> PyTree: ...
         def _run_setup(self) -> None: ...
-        def _rebind(self, scope: object) -> None: ...
+        def _rebind(self, scope: Any) -> None: ...
         def _end_scope(self) -> None: ...
 
     @property
@@ -362,17 +370,17 @@ class ModuleVariables:
             return type(self).__name__
         return f"{type(self).__name__} {'/'.join(self.scope.path) or '(the outermost module)'}"
 
-    def _bound(self, what: str) -> Scope:
+    def _bound(self, use: str) -> Scope:
         if self.scope is None:
-            raise errors.UnboundModuleError(what, type(self).__name__)
+            raise errors.UnboundModuleError(use, type(self).__name__)
         return self.scope
 
-    def _owner(self, what: str) -> Scope:
+    def _owner(self, variable: str) -> Scope:
         """Returns the scope in which a variable can be created."""
         if self.scope is None:
-            raise errors.UnboundModuleError(f"{what} was requested", type(self).__name__)
+            raise errors.UnboundModuleError(f"{variable} was requested", type(self).__name__)
         if not (self._state.in_compact or self._state.in_setup):
-            raise errors.CompactMethodError(what, self._shown)
+            raise errors.CompactMethodError(variable, self._shown)
         return self.scope
 
     @property
@@ -391,9 +399,9 @@ class ModuleVariables:
         self,
         name: str,
         init_fn: Callable[..., T],
-        *init_args: object,
+        *init_args: PyTree,
         unbox: bool = True,
-        **init_kwargs: object,
+        **init_kwargs: PyTree,
     ) -> T:
         """Returns a parameter, which `init` creates.
 
@@ -415,7 +423,7 @@ class ModuleVariables:
         """
         scope = self._owner(f"the parameter {name!r}")
         value = scope.param(name, init_fn, *init_args, unbox=unbox, **init_kwargs)
-        self._state.note(name, "params")
+        self._state.record_name(name, "params")
         return value
 
     def variable(
@@ -423,9 +431,9 @@ class ModuleVariables:
         col: str,
         name: str,
         init_fn: Callable[..., T] | None = None,
-        *init_args: object,
+        *init_args: PyTree,
         unbox: bool = True,
-        **init_kwargs: object,
+        **init_kwargs: PyTree,
     ) -> Variable[T]:
         """Returns a reference to a variable, whose `value` can be read, and set if mutable.
 
@@ -446,7 +454,7 @@ class ModuleVariables:
         """
         scope = self._owner(f"the variable {name!r} of {col!r}")
         ref = scope.variable(col, name, init_fn, *init_args, unbox=unbox, **init_kwargs)
-        self._state.note(name, col)
+        self._state.record_name(name, col)
         return ref
 
     def has_variable(self, col: str, name: str) -> bool:
@@ -454,13 +462,13 @@ class ModuleVariables:
         return self._bound(f"the variable {name!r} was requested").has_variable(col, name)
 
     def get_variable(
-        self, col: str, name: str, default: object = None, *, unbox: bool = False
-    ) -> Any:
+        self, col: str, name: str, default: PyTree = None, *, unbox: bool = False
+    ) -> PyTree:
         """Returns a variable's value, or `default`; with `unbox`, without its axis metadata."""
         scope = self._bound(f"the variable {name!r} was requested")
         return scope.get_variable(col, name, default, unbox=unbox)
 
-    def put_variable(self, col: str, name: str, value: object) -> None:
+    def put_variable(self, col: str, name: str, value: PyTree) -> None:
         """Sets a new or existing variable of this module, in a mutable collection."""
         self._bound(f"the variable {name!r} was set").put_variable(col, name, value)
 
@@ -487,7 +495,7 @@ class ModuleVariables:
         self,
         col: str,
         name: str,
-        value: object,
+        value: PyTree,
         reduce_fn: Callable[[Any, Any], Any] = _append,
         init_fn: Callable[[], Any] = tuple,
     ) -> bool:
@@ -514,11 +522,11 @@ class ModuleVariables:
         if not scope.has_variable(col, name):
             if not scope.name_reserved(name, col):
                 scope.reserve(name, col)
-                self._state.note(name, col)
+                self._state.record_name(name, col)
             # A branch or a loop that sows then begins with the previous value.
             scope.put_variable(col, name, init_fn())
-        before = scope.get_variable(col, name)
-        scope.put_variable(col, name, reduce_fn(before, value))
+        previous_value = scope.get_variable(col, name)
+        scope.put_variable(col, name, reduce_fn(previous_value, value))
         return True
 
     def perturb(self, name: str, value: T, collection: str = "perturbations") -> T:
@@ -542,7 +550,7 @@ class ModuleVariables:
         scope = self._bound(f"{name!r} was perturbed")
         if scope.is_mutable_collection(collection) and not scope.has_variable(collection, name):
             scope.variable(collection, name, lambda: jax.tree.map(jnp.zeros_like, value))
-            self._state.note(name, collection)
+            self._state.record_name(name, collection)
         if not scope.has_collection(collection):
             return value
         if not scope.has_variable(collection, name):

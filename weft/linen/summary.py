@@ -15,6 +15,7 @@ from weft.core import display as tables
 from weft.core.filters import Filter
 from weft.core.rngs import RngKeys
 from weft.linen import methods, state
+from weft.typing import PyTree, T
 
 Path = tuple[str, ...]
 
@@ -40,9 +41,9 @@ class RecordedCall:
 
 def record_calls(
     module: state.ModuleVariables,
-    rngs: Any,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] = {},
+    rngs: RngKeys,
+    args: tuple[PyTree, ...] = (),
+    kwargs: Mapping[str, PyTree] = {},
     mutable: Filter = state.ALL_BUT_INTERMEDIATES,
     show_repeated: bool = False,
 ) -> tuple[list[RecordedCall], dict[str, Any]]:
@@ -51,18 +52,23 @@ def record_calls(
     Arrays in the arguments may be `jax.ShapeDtypeStruct`; `kwargs` may contain `method`.
     """
     calls: list[RecordedCall] = []
-    seen: set[Path] = set()
+    recorded_paths: set[Path] = set()
 
-    def watch(
-        next_fun: Callable[..., Any], args: Any, kwargs: Any, context: state.InterceptorContext
-    ) -> Any:
+    def record(
+        next_fun: Callable[..., T],
+        args: tuple[PyTree, ...],
+        kwargs: Mapping[str, PyTree],
+        context: state.InterceptorContext,
+    ) -> T:
         path = context.module._bound("the path was requested").path
-        if context.method_name == "setup" or (path in seen and not show_repeated):
+        is_repeated = path in recorded_paths and not show_repeated
+        if context.method_name == "setup" or is_repeated:
             return next_fun(*args, **kwargs)
-        seen.add(path)
-        shapes_in = tables.to_shapes((tuple(args), dict(kwargs)))
+        recorded_paths.add(path)
+        input_args, input_kwargs = tables.to_shapes((tuple(args), dict(kwargs)))
         module = context.module.clone(_reset_names=True)
-        call = RecordedCall(module, path, context.method_name, *shapes_in, fn=_method(context))
+        fn = _method(context)
+        call = RecordedCall(module, path, context.method_name, input_args, input_kwargs, fn)
         calls.append(call)
         result = next_fun(*args, **kwargs)
         call.outputs, call.variables = tables.to_shapes((result, context.module.variables))
@@ -70,27 +76,28 @@ def record_calls(
 
     arrays, fill = tables.split_arrays((rngs, args, dict(kwargs)))
 
-    def initialize(arrays: list[Any]) -> dict[str, Any]:
+    def initialize(arrays: list[jax.Array]) -> dict[str, Any]:
         rngs, args, kwargs = fill(arrays)
-        with state.intercept_methods(watch):
+        with state.intercept_methods(record):
             return module.init(rngs, *args, mutable=mutable, **kwargs)
 
     return calls, jax.eval_shape(initialize, arrays)
 
 
-def _method(context: state.InterceptorContext) -> Callable[..., Any]:
+def _method(context: state.InterceptorContext) -> Callable[..., PyTree]:
+    """Returns the method of a recorded call, to be called alone on a copy of its module."""
     fn = context.orig_method.__func__  # pyright: ignore[reportFunctionMemberAccess]
     if not context.module._state.in_compact:
         return methods.wrap_method(fn)
 
     @functools.wraps(fn)
-    def run(module: state.ModuleVariables, *args: object, **kwargs: object) -> Any:
+    def run(module: state.ModuleVariables, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return fn(module, *args, **kwargs)
 
     return methods.wrap_method(methods.compact(run))  # it may be a helper of a compact method
 
 
-def without_transforms(module: Any) -> Any:
+def without_transforms(module: state.ModuleVariables) -> Any:
     """Returns an unbound copy of a module, of its class before transformations."""
     fields = {name: getattr(module, name) for name in module._field_names}
     return state.untransformed(type(module))(**fields, parent=None)
@@ -123,53 +130,71 @@ def tabulate(
     True
     """
 
-    def tabulated(*args: object, **more: object) -> str:
-        every = {**kwargs, **more}
-        calls, variables = record_calls(module, rngs, args, every, mutable, show_repeated)
-        cols = sorted(variables, key=lambda col: (col != "params", col))
-        variables = {col: variables[col] for col in cols}
-        counts = ["flops"] * compute_flops + ["vjp_flops"] * compute_vjp_flops
-        rows = []
-        seen: set[Path] = set()
+    def tabulated(*args: PyTree, **call_kwargs: PyTree) -> str:
+        calls, variables = record_calls(
+            module, rngs, args, {**kwargs, **call_kwargs}, mutable, show_repeated
+        )
+        # The parameters come first.
+        collections = sorted(variables, key=lambda name: (name != "params", name))
+        variables = {name: variables[name] for name in collections}
+        header = ["path", "module", "inputs", "outputs"]
+        if compute_flops:
+            header.append("flops")
+        if compute_vjp_flops:
+            header.append("vjp_flops")
+        rows: list[list[str]] = []
+        listed_paths: set[Path] = set()
         for call in calls:
             if depth is not None and len(call.path) > depth:
                 continue
-            flops = [_flops(call, rngs, with_vjp="vjp" in name) for name in counts]
-            of_cols = [
-                "" if call.path in seen else _variables_text(collection, call, calls, depth)
-                for collection in variables.values()
+            row = [
+                "/".join(call.path),
+                call.title,
+                tables.format_inputs(call.args, call.kwargs),
+                tables.format_tree(call.outputs),
             ]
-            seen.add(call.path)
-            inputs = tables.format_inputs(call.args, call.kwargs)
-            shown = [inputs, tables.format_tree(call.outputs), *map(str, flops), *of_cols]
-            rows.append(["/".join(call.path), call.title, *shown])
-        names = ["path", "module", "inputs", "outputs", *counts]
+            if compute_flops:
+                row.append(str(_flops(call, rngs, with_vjp=False)))
+            if compute_vjp_flops:
+                row.append(str(_flops(call, rngs, with_vjp=True)))
+            for collection in variables.values():
+                # The variables of a module called twice are shown and counted once.
+                is_listed = call.path in listed_paths
+                row.append("" if is_listed else _variables_text(collection, call, calls, depth))
+            listed_paths.add(call.path)
+            rows.append(row)
         return tables.render_table(
-            module, names, variables, rows, table_kwargs, column_kwargs, console_kwargs
+            module, header, variables, rows, table_kwargs, column_kwargs, console_kwargs
         )
 
     return tabulated
 
 
 def _variables_text(
-    collection: object, call: RecordedCall, calls: list[RecordedCall], depth: int | None
+    collection: PyTree, call: RecordedCall, calls: list[RecordedCall], depth: int | None
 ) -> str:
-    below = _at(collection, call.path)
-    names = {c.path[len(call.path)] for c in calls if _is_child(c.path, call.path)}
-    own = {name: value for name, value in below.items() if name not in names}
-    is_last = depth is not None and len(call.path) == depth
-    counted = below if is_last else own
+    """Returns a module's variables and their size; on the deepest level, that of all below it."""
+    variables = _variables_at(collection, call.path)
+    level = len(call.path)
+    child_names: set[str] = set()
+    for other in calls:
+        if len(other.path) > level and other.path[:level] == call.path:
+            child_names.add(other.path[level])
+    own_variables: dict[str, PyTree] = {}
+    for name in sorted(variables):
+        if name not in child_names:
+            own_variables[name] = variables[name]
+    is_deepest = depth is not None and level == depth
+    counted = variables if is_deepest else own_variables
     if not jax.tree.leaves(counted):
         return ""
-    lines = tables.format_tree(dict(sorted(own.items()))) + "\n\n" if own else ""
-    return lines + tables.format_size(counted)
+    size = tables.format_size(counted)
+    if not own_variables:
+        return size
+    return f"{tables.format_tree(own_variables)}\n\n{size}"
 
 
-def _is_child(path: Path, above: Path) -> bool:
-    return len(path) > len(above) and path[: len(above)] == above
-
-
-def _at(collection: object, path: Path) -> Mapping[str, Any]:
+def _variables_at(collection: PyTree, path: Path) -> Mapping[str, PyTree]:
     for name in path:
         collection = collection.get(name, {}) if isinstance(collection, Mapping) else {}
     return collection if isinstance(collection, Mapping) else {}
@@ -179,9 +204,10 @@ def _flops(call: RecordedCall, rngs: RngKeys, with_vjp: bool) -> int:
     """Returns XLA's FLOP count of a call, or of a call and the gradient of all inputs."""
     arrays, fill = tables.split_arrays((call.args, call.kwargs))
 
-    def run(variables: object, arrays: list[Any]) -> Any:
+    def run(variables: Mapping[str, Any], arrays: list[jax.Array]) -> PyTree:
         args, kwargs = fill(arrays)
-        options = {"rngs": rngs, "mutable": True, "method": call.fn}
-        return call.module.apply(variables, *args, **options, **kwargs)
+        return call.module.apply(
+            variables, *args, rngs=rngs, mutable=True, method=call.fn, **kwargs
+        )
 
     return tables.flops(run, call.variables, arrays, with_vjp=with_vjp)
