@@ -2,72 +2,91 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from weft.lifting import kind as kind_lib
-from weft.lifting import roles
-from weft.lifting.kind import Kind, PureArgs, PureResults, Static
+from weft.lifting.kind import (
+    Kind,
+    PureArgs,
+    PureResults,
+    Static,
+    call_pure,
+    commit_results,
+    is_state_node,
+    split_args,
+)
+from weft.lifting.roles import DIFF
 from weft.lifting.signature import named_after
 from weft.lifting.static_keys import jax_products
 from weft.lifting.units import Units
-from weft.typing import Fn
+from weft.typing import Fn, PyTree
 
 
 class _Call:
-    """Call as a function of the values to differentiate, selected by `wrt`, and of the rest."""
+    """Call as a function of the values to differentiate, selected by `wrt`, and of the others.
 
-    def __init__(self, kind: Kind, args: object, wrt: object, call: Fn | None = None):
+    Attributes:
+        diff_values: the values with the role DIFF.
+        other_values: one value per unit, None for those with the role DIFF.
+        units: the units without values, since functions that outlive the call hold no arrays of it.
+    """
+
+    def __init__(self, kind: Kind, args: PyTree, wrt: PyTree, call: Fn | None = None):
         self._kind = kind
-        self._outer, pure_args = kind_lib.split_args(kind, args, wrt, "wrt", call=call)
+        self._outer, pure_args = split_args(kind, args, wrt, "wrt", call=call)
         units = Units.of_pure_args(kind, pure_args)
-        self.diff = units.values_with_role(roles.DIFF)
-        self.rest = [None if unit.role is roles.DIFF else value for unit, value in units.items()]
-        # Values that outlive the call hold no arrays of it.
+        self.diff_values = units.values_with_role(DIFF)
+        others = units.mapped(lambda value, role: None if role is DIFF else value)
+        self.other_values = others.values
         self.units = units.mapped(lambda value, role: None)
-        self.run = functools.partial(_run, self.units)
 
-    def pure(self, fn: Fn, has_aux: bool) -> Callable[[list[Any]], Any]:
-        """Returns the function from `diff` to the result of `fn`, and all other outputs."""
+    def runner(self, fn: Fn) -> Callable[[list[PyTree], list[PyTree]], PureResults]:
+        """Returns `fn` as a function of the values to differentiate and the others."""
+        units = self.units
 
-        def of_diff(diff: list[Any]) -> tuple[Any, PureResults]:
-            results = self.run(fn, diff, self.rest)
+        def run(diff_values: list[PyTree], other_values: list[PyTree]) -> PureResults:
+            inside = units.with_values(other_values).with_role_replaced(DIFF, diff_values)
+            return call_pure(units.kind, fn, inside.pure_args())
+
+        return named_after(fn, run)
+
+    def pure(self, fn: Fn, has_aux: bool) -> Callable[[list[PyTree]], tuple[PyTree, PureResults]]:
+        """Returns the function from `diff_values` to the result of `fn`, and all other outputs."""
+        run = self.runner(fn)
+
+        def of_diff_values(diff_values: list[PyTree]) -> tuple[PyTree, PureResults]:
+            results = run(diff_values, self.other_values)
             value, aux = results.packed if has_aux else (results.packed, None)
             return value, results._replace(packed=aux)
 
-        return named_after(fn, of_diff)
+        return named_after(fn, of_diff_values)
 
-    def write_back(self, results: PureResults) -> Any:
-        return kind_lib.commit_results(self._kind, self._outer, results)
-
-
-def _run(units: Units, fn: Fn, diff: list[Any], rest: list[Any]) -> PureResults:
-    inside = units.with_values(rest).with_role_replaced(roles.DIFF, diff)
-    return kind_lib.call_pure(units.kind, fn, inside.pure_args())
+    def write_back(self, results: PureResults) -> PyTree:
+        """Writes changes of state; returns the function's own results."""
+        return commit_results(self._kind, self._outer, results)
 
 
-def in_args_tree(units: Units, values: list[Any]) -> Any:
+def in_args_tree(units: Units, values: list[PyTree]) -> PyTree:
     """Returns values for the role DIFF in the tree of the arguments; `units` are without values."""
-    by_unit = units.with_role_replaced(roles.DIFF, values).packed()
-    return jax.tree.map(
-        lambda x: x.groups if kind_lib.is_state_node(x) else x,
-        by_unit,
-        is_leaf=kind_lib.is_state_node,
-    )
+    packed = units.with_role_replaced(DIFF, values).packed()
+
+    def groups_of_node(leaf: PyTree) -> PyTree:
+        return leaf.groups if is_state_node(leaf) else leaf
+
+    return jax.tree.map(groups_of_node, packed, is_leaf=is_state_node)
 
 
 def value_and_grad(
     kind: Kind,
     fn: Fn,
     *,
-    wrt: object,
+    wrt: PyTree,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[..., tuple[PyTree, PyTree]]:
     """Applies `jax.value_and_grad` to a function that takes carriers.
 
     Args:
@@ -79,78 +98,89 @@ def value_and_grad(
     with None for arguments without gradients and, for a carrier, a tuple with one entry per group.
     """
 
-    def call(*args: object) -> tuple[Any, Any]:
-        of_call = _Call(kind, args, wrt, call)
-        pure = of_call.pure(fn, has_aux)
+    def call(*args: PyTree) -> tuple[PyTree, PyTree]:
+        this_call = _Call(kind, args, wrt, call)
         differentiated = jax.value_and_grad(
-            pure, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
+            this_call.pure(fn, has_aux), has_aux=True, holomorphic=holomorphic, allow_int=allow_int
         )
-        (value, results), grads = differentiated(of_call.diff)
-        aux = of_call.write_back(results)
-        return (value, aux) if has_aux else value, in_args_tree(of_call.units, grads)
+        (value, results), diff_grads = differentiated(this_call.diff_values)
+        aux = this_call.write_back(results)
+        grads = in_args_tree(this_call.units, diff_grads)
+        if has_aux:
+            return (value, aux), grads
+        return value, grads
 
     return call
 
 
-def grad(kind: Kind, fn: Fn, **kwargs: Any) -> Fn:
+def grad(kind: Kind, fn: Fn, *, has_aux: bool = False, **options: Any) -> Fn:
     """Returns the gradients of `value_and_grad`; with `has_aux`, and the auxiliary output."""
-    both = value_and_grad(kind, fn, **kwargs)
+    differentiated = value_and_grad(kind, fn, has_aux=has_aux, **options)
 
-    def call(*args: object) -> Any:
-        value, grads = both(*args)
-        return (grads, value[1]) if kwargs.get("has_aux") else grads
+    def call(*args: PyTree) -> PyTree:
+        value, grads = differentiated(*args)
+        if has_aux:
+            _, aux = value
+            return grads, aux
+        return grads
 
     return call
 
 
 def vjp(
-    kind: Kind, fn: Fn, *, wrt: object, has_aux: bool = False
-) -> Callable[..., tuple[Any, ...]]:
+    kind: Kind, fn: Fn, *, wrt: PyTree, has_aux: bool = False
+) -> Callable[..., tuple[PyTree, ...]]:
     """Applies `jax.vjp` to a function that takes carriers; see `value_and_grad` for the arguments.
 
     Returns a function that returns the result of `fn`, a function from its cotangent to gradients
     as in `value_and_grad`, and with `has_aux` the auxiliary output.
     """
 
-    def call(*args: object) -> tuple[Any, ...]:
-        of_call = _Call(kind, args, wrt, call)
-        value, pullback, results = jax.vjp(of_call.pure(fn, has_aux), of_call.diff, has_aux=True)
-        aux = of_call.write_back(results)
-        units = of_call.units
+    def call(*args: PyTree) -> tuple[PyTree, ...]:
+        this_call = _Call(kind, args, wrt, call)
+        pure = this_call.pure(fn, has_aux)
+        value, pullback, results = jax.vjp(pure, this_call.diff_values, has_aux=True)
+        aux = this_call.write_back(results)
+        units = this_call.units
 
-        def backward(pullback: Callable[[Any], Any], cotangent: object) -> Any:
-            (grads,) = pullback(cotangent)
-            return in_args_tree(units, grads)
+        def backward(pullback: Callable[[PyTree], tuple[PyTree]], cotangent: PyTree) -> PyTree:
+            (diff_grads,) = pullback(cotangent)
+            return in_args_tree(units, diff_grads)
 
         # A pytree of the residuals, so that it can leave a transformation.
-        of_value = jax.tree_util.Partial(backward, pullback)
-        return (value, of_value, aux) if has_aux else (value, of_value)
+        backward_of_value = jax.tree_util.Partial(backward, pullback)
+        if has_aux:
+            return value, backward_of_value, aux
+        return value, backward_of_value
 
     return call
 
 
 def jvp(
-    kind: Kind, fn: Fn, *, wrt: object, has_aux: bool = False
-) -> Callable[..., tuple[Any, ...]]:
+    kind: Kind, fn: Fn, *, wrt: PyTree, has_aux: bool = False
+) -> Callable[..., tuple[PyTree, ...]]:
     """Applies `jax.jvp` to a function that takes carriers; see `value_and_grad` for the arguments.
 
     Returns `call(args, tangents)`, with one tangent for each argument and group of state with role
     DIFF, in order. It returns the result of `fn`, its tangent, and with `has_aux` the output.
     """
 
-    def call(args: tuple[Any, ...], tangents: list[Any]) -> tuple[Any, ...]:
+    def call(args: tuple[PyTree, ...], tangents: list[PyTree]) -> tuple[PyTree, ...]:
         # The tangents are of existing state, so none can be created before.
-        of_call = _Call(kind, args, wrt)
-        pure = of_call.pure(fn, has_aux)
-        value, tangent, results = jax.jvp(pure, (of_call.diff,), (tangents,), has_aux=True)
-        aux = of_call.write_back(results)
-        return (value, tangent, aux) if has_aux else (value, tangent)
+        this_call = _Call(kind, args, wrt)
+        pure = this_call.pure(fn, has_aux)
+        primals = (this_call.diff_values,)
+        value, tangent, results = jax.jvp(pure, primals, (tangents,), has_aux=True)
+        aux = this_call.write_back(results)
+        if has_aux:
+            return value, tangent, aux
+        return value, tangent
 
     return call
 
 
 def custom_vjp(
-    kind: Kind, fn: Fn, forward_fn: Fn, backward_fn: Fn, *, wrt: object, of_state: bool = False
+    kind: Kind, fn: Fn, forward_fn: Fn, backward_fn: Fn, *, wrt: PyTree, of_state: bool = False
 ) -> Fn:
     """Applies `jax.custom_vjp` to a function that takes carriers.
 
@@ -165,27 +195,33 @@ def custom_vjp(
             groups of each carrier, and the collected static half.
     """
 
-    def call(*args: object) -> Any:
-        of_call = _Call(kind, args, wrt, call)
-        run = of_call.run
+    def call(*args: PyTree) -> PyTree:
+        this_call = _Call(kind, args, wrt, call)
+        run_forward = this_call.runner(forward_fn)
 
-        def forward(diff: list[Any], rest: list[Any]) -> tuple[PureResults, Any]:
-            results = run(forward_fn, diff, rest)
+        def forward(
+            diff_values: list[PyTree], other_values: list[PyTree]
+        ) -> tuple[PureResults, PyTree]:
+            results = run_forward(diff_values, other_values)
             value, residuals = results.packed
             return results._replace(packed=value), residuals
 
-        def backward(residuals: object, cotangents: PureResults) -> tuple[list[Any], None]:
-            static, groups = cotangents.static.value, [p.groups for p in cotangents.state_nodes]
-            more = (groups, static) if of_state else ()
-            return list(backward_fn(residuals, cotangents.packed, *more)), None
+        def backward(residuals: PyTree, cotangents: PureResults) -> tuple[list[PyTree], None]:
+            state_cotangents = ()
+            if of_state:
+                groups = [node.groups for node in cotangents.state_nodes]
+                state_cotangents = groups, cotangents.static.value
+            grads = backward_fn(residuals, cotangents.packed, *state_cotangents)
+            return list(grads), None
 
-        with_rule = jax.custom_vjp(named_after(fn, lambda diff, rest: run(fn, diff, rest)))
+        def without_gradient(leaf: PyTree) -> PyTree:
+            # JAX fails to transpose a scan whose stacked result has None as its gradient.
+            return leaf if isinstance(leaf, jax.Ref) else jax.lax.stop_gradient(leaf)
+
+        with_rule = jax.custom_vjp(this_call.runner(fn))
         with_rule.defvjp(named_after(forward_fn, forward), named_after(backward_fn, backward))
-        # JAX fails to transpose a scan whose stacked result has None as its gradient.
-        fixed = jax.tree.map(
-            lambda x: x if isinstance(x, jax.Ref) else jax.lax.stop_gradient(x), of_call.rest
-        )
-        return of_call.write_back(with_rule(of_call.diff, fixed))
+        other_values = jax.tree.map(without_gradient, this_call.other_values)
+        return this_call.write_back(with_rule(this_call.diff_values, other_values))
 
     return call
 
@@ -195,8 +231,8 @@ def custom_jvp(
     fn: Fn,
     jvp_fn: Fn,
     *,
-    wrt: object,
-    pack_tangent: Callable[[PureResults, Any, list[Any]], PureResults] | None = None,
+    wrt: PyTree,
+    pack_tangent: Callable[[PureResults, PyTree, list[PyTree]], PureResults] | None = None,
 ) -> Fn:
     """Applies `jax.custom_jvp` to a function that takes carriers.
 
@@ -210,27 +246,29 @@ def custom_jvp(
             returns, and the tangents that it takes. By default those of changed state are zero.
     """
 
-    def call(*args: Any) -> Any:
-        of_call = _Call(kind, args, wrt, call)
-        run = of_call.run
+    def call(*args: PyTree) -> PyTree:
+        this_call = _Call(kind, args, wrt, call)
 
-        def rule(primals: Any, tangents: Any) -> tuple[PureResults, PureResults]:
-            tangent: Any = None
+        def rule(
+            primals: tuple[list[PyTree], list[PyTree]], tangents: tuple[list[PyTree], PyTree]
+        ) -> tuple[PureResults, PureResults]:
+            diff_tangents, _ = tangents
+            tangent: PyTree = None
 
-            def value(*args: object) -> Any:
+            def primal_fn(*args: PyTree) -> PyTree:
                 nonlocal tangent
-                result, tangent = jvp_fn(tangents[0], *args)
-                return result
+                value, tangent = jvp_fn(diff_tangents, *args)
+                return value
 
-            results = run(value, *primals)
+            results = this_call.runner(primal_fn)(*primals)
             if pack_tangent is not None:
-                return results, pack_tangent(results, tangent, tangents[0])
-            zeros = jax.tree.map(jax.custom_derivatives.zero_from_primal, results)
+                return results, pack_tangent(results, tangent, diff_tangents)
+            zeros: PureResults = jax.tree.map(jax.custom_derivatives.zero_from_primal, results)
             return results, zeros._replace(packed=tangent)
 
-        with_rule = jax.custom_jvp(named_after(fn, lambda diff, rest: run(fn, diff, rest)))
+        with_rule = jax.custom_jvp(this_call.runner(fn))
         with_rule.defjvp(named_after(jvp_fn, rule))
-        return of_call.write_back(with_rule(of_call.diff, of_call.rest))
+        return this_call.write_back(with_rule(this_call.diff_values, this_call.other_values))
 
     return call
 
@@ -241,7 +279,7 @@ def remat(
     *,
     prevent_cse: bool = True,
     policy: Callable[..., bool] | None = None,
-    in_axes: object = None,
+    in_axes: PyTree = None,
 ) -> Fn:
     """Applies `jax.checkpoint` to a function that takes carriers.
 
@@ -249,14 +287,14 @@ def remat(
     """
 
     def pure(products: Static, pure_args: PureArgs) -> PureResults:
-        return kind_lib.call_pure(kind, fn, pure_args)
+        return call_pure(kind, fn, pure_args)
 
     rematerialized = jax.checkpoint(named_after(fn, pure), prevent_cse=prevent_cse, policy=policy)  # pyright: ignore[reportArgumentType]
 
-    def call(*args: object) -> Any:
-        outer, pure_args = kind_lib.split_args(kind, args, in_axes, call=call)
-        return kind_lib.commit_results(
-            kind, outer, rematerialized(Static(jax_products()), pure_args)
-        )
+    def call(*args: PyTree) -> PyTree:
+        outer, pure_args = split_args(kind, args, in_axes, call=call)
+        # JAX keeps the trace, which depends on the products that it found.
+        results = rematerialized(Static(jax_products()), pure_args)
+        return commit_results(kind, outer, results)
 
     return call

@@ -10,6 +10,7 @@ entries without a match do not cross.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 
 from weft.errors import RoleError
+from weft.typing import PyTree
 
 
 class SpecialRole(enum.Enum):
@@ -55,7 +57,7 @@ class Roles(tuple):
         return f"Roles({super().__repr__()})"
 
 
-def is_role(x: object) -> bool:
+def is_role(x: PyTree) -> bool:
     """Returns whether `x` is a leaf of a role prefix."""
     return x is None or isinstance(x, int | SpecialRole | Roles)
 
@@ -66,80 +68,123 @@ def carrier_roles(role: Role | Roles) -> Roles:
 
 
 def broadcast_roles(
-    prefix: object, tree: object, is_leaf: Callable[[Any], bool], what: str
+    prefix: PyTree, tree: PyTree, is_leaf: Callable[[PyTree], bool], prefix_name: str
 ) -> list[Any]:
-    """Returns one role for each leaf of `tree`, from a pytree prefix called `what` in errors.
+    """Returns one role for each leaf of `tree`, from a pytree prefix with a name for errors.
 
     Raises RoleError if `prefix` is not a prefix of `tree`.
     """
-    flat: list[Any] = []
+    leaf_roles: list[Any] = []
 
-    def extend(role: object, subtree: object) -> None:
-        flat.extend([role] * len(jax.tree.leaves(subtree, is_leaf=is_leaf)))
+    def extend(role: Role | Roles, subtree: PyTree) -> None:
+        n_leaves = len(jax.tree.leaves(subtree, is_leaf=is_leaf))
+        leaf_roles.extend([role] * n_leaves)
 
     try:
         jax.tree.map(extend, prefix, tree, is_leaf=is_role)
     except ValueError:
-        # The user's prefix does not contain the roles of carriers.
-        is_whole = not (isinstance(prefix, tuple) and any(type(x) is Roles for x in prefix))
-        given = f"{what}={prefix!r}" if is_whole else what
-        misfit = _prefix_mismatch(prefix, tree, is_leaf, what if is_whole else "")
-        raise RoleError(f"{given} {misfit}") from None
-    return flat
+        # `Roles` are made by Weft, so such a prefix is not what the user has written.
+        is_of_user = not (isinstance(prefix, tuple) and any(type(x) is Roles for x in prefix))
+        mismatch = _PrefixMismatch(is_leaf, prefix_name, is_of_user).describe(prefix, tree)
+        shown = f"{prefix_name}={prefix!r}" if is_of_user else prefix_name
+        raise RoleError(f"{shown} {mismatch}") from None
+    return leaf_roles
 
 
-def _prefix_mismatch(
-    prefix: object, tree: object, is_leaf: Callable[[Any], bool], what: str
-) -> str:
-    """Describes the first difference of a prefix and a tree; omits locations if `what` is ""."""
-    of_results = what.startswith("out")
-    of_args = what and not of_results
-    whole = "the result" if of_results else "the arguments"
-    fix = "Give one entry for all, or one for each."
+_Entries = dict[str, PyTree]
 
-    def find(role: object, x: object, path: str) -> str | None:
-        of_role, of_x = _entries(role, is_role), _entries(x, is_leaf)
-        if of_role is None:
+
+@dataclasses.dataclass(frozen=True)
+class _PrefixMismatch:
+    """Description of the first difference of a prefix and a tree.
+
+    Attributes:
+        shows_locations: whether the description may name parts of the prefix.
+    """
+
+    is_leaf: Callable[[PyTree], bool]
+    prefix_name: str
+    shows_locations: bool
+
+    def describe(self, prefix: PyTree, tree: PyTree) -> str:
+        difference = self._find(prefix, tree, "")
+        if difference is None:
+            difference = f"does not fit {self._tree_location('')}"
+        return f"{difference}. Give one entry for all, or one for each."
+
+    def _find(self, prefix: PyTree, tree: PyTree, path: str) -> str | None:
+        """Returns the first difference of two subtrees at a path, depth first."""
+        prefix_entries = _entries(prefix, is_role)
+        if prefix_entries is None:
             return None
-        place = whole if not path else f"{'the result' if of_results else 'args'}{path}"
-        if of_x is None or type(role) is not type(x) or list(of_role) != list(of_x):
-            if of_args and not path and isinstance(role, tuple) and of_x is not None:
-                return (
-                    f"has {_with_count(of_role, 'entry', 'entries')}, and the call has "
-                    f"{_with_count(of_x, 'argument', 'arguments')} by position. {fix}"
-                )
-            there, at = _describe(x, of_x), f" at {what}{path}" if what else ""
-            place = place if what else "what it speaks of"
-            return f"has {_describe(role, of_role)}{at}, where {place} is {there}. {fix}"
-        found = (find(of_role[key], of_x[key], path + key) for key in of_role)
-        return next((words for words in found if words is not None), None)
-
-    return find(prefix, tree, "") or f"does not fit {whole}. {fix}"
-
-
-def _entries(x: object, is_leaf: Callable[[Any], bool]) -> dict[str, Any] | None:
-    if x is not None and is_leaf(x):
+        entries = _entries(tree, self.is_leaf)
+        if entries is None or type(prefix) is not type(tree) or [*prefix_entries] != [*entries]:
+            return self._difference(prefix, prefix_entries, tree, entries, path)
+        for key, entry in prefix_entries.items():
+            difference = self._find(entry, entries[key], path + key)
+            if difference is not None:
+                return difference
         return None
-    found, _ = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
-    if len(found) == 1 and found[0][1] is x:
+
+    def _difference(
+        self,
+        prefix: PyTree,
+        prefix_entries: _Entries,
+        tree: PyTree,
+        entries: _Entries | None,
+        path: str,
+    ) -> str:
+        shown_prefix, shown_tree = _describe(prefix, prefix_entries), _describe(tree, entries)
+        if not self.shows_locations:
+            return f"has {shown_prefix}, where what it speaks of is {shown_tree}"
+        is_for_args = not path and not self._is_for_results and isinstance(prefix, tuple)
+        if is_for_args and entries is not None:
+            n_entries = _with_count(prefix_entries, "entry", "entries")
+            n_arguments = _with_count(entries, "argument", "arguments")
+            return f"has {n_entries}, and the call has {n_arguments} by position"
+        location = self._tree_location(path)
+        return f"has {shown_prefix} at {self.prefix_name}{path}, where {location} is {shown_tree}"
+
+    @property
+    def _is_for_results(self) -> bool:
+        return self.prefix_name.startswith("out")
+
+    def _tree_location(self, path: str) -> str:
+        if self._is_for_results:
+            return f"the result{path}"
+        return f"args{path}" if path else "the arguments"
+
+
+def _entries(tree: PyTree, is_leaf: Callable[[PyTree], bool]) -> _Entries | None:
+    """Returns the direct children of a tree by their JAX keys, or None for a leaf."""
+    if tree is not None and is_leaf(tree):
         return None
-    return {jax.tree_util.keystr(path): value for path, value in found}
+    children = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
+    if len(children) == 1 and children[0][1] is tree:
+        return None
+    return {jax.tree_util.keystr(path): child for path, child in children}
 
 
-def _describe(x: object, entries: dict[str, Any] | None) -> str:
+def _describe(tree: PyTree, entries: _Entries | None) -> str:
+    if isinstance(tree, jax.Array):
+        return "an array"
+    type_name = type(tree).__name__
     if entries is None:
-        return "an array" if isinstance(x, jax.Array) else f"one {type(x).__name__}"
-    keys = f" ({', '.join(entries)})" if isinstance(x, dict) and entries else ""
-    return f"a {type(x).__name__} of {_with_count(entries, 'entry', 'entries')}{keys}"
+        return f"one {type_name}"
+    description = f"a {type_name} of {_with_count(entries, 'entry', 'entries')}"
+    if isinstance(tree, dict) and entries:
+        description += f" ({', '.join(entries)})"
+    return description
 
 
-def _with_count(entries: dict[str, Any], one: str, several: str) -> str:
-    return f"{len(entries)} {one if len(entries) == 1 else several}"
+def _with_count(entries: _Entries, singular: str, plural: str) -> str:
+    return f"{len(entries)} {singular if len(entries) == 1 else plural}"
 
 
-def changed_shared_message(transformation: str, at: str) -> str:
+def changed_shared_message(transformation: str, location: str) -> str:
     """Returns the error message about a body that changes a value shared by all iterations."""
     return (
         f"{transformation}: the body returns or changes what is shared by all iterations (None), "
-        f"at {at}; have it carried from one to the next, or give an axis along which to stack it."
+        f"at {location}; have it carried from one to the next, or give an axis along which to "
+        "stack it."
     )
