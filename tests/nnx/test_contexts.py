@@ -216,3 +216,32 @@ def test_out_axes_and_shardings(modes):
         lambda m: total(m)[None], mesh=mesh, in_specs=(specs,), out_specs=P("d"), **modes
     )
     assert each(PrefixLayer()).tolist() == [7, 7, 7]
+
+
+def test_flat_states_in_parts():
+    with split_context() as ctx:
+        graphdef, params, rest = ctx.flatten(Model(), nnx.Param, ...)
+        with pytest.raises(GraphStructureError, match="filters and with_paths=False"):
+            ctx.flatten(Model(), nnx.Param, with_paths=False)
+    with merge_context() as ctx:
+        assert ctx.unflatten(graphdef, params, rest).a.w.shape == (2,)
+
+
+def test_shared_objects_are_split_and_merged_once():
+    model, layer = Model(), Layer()
+    with split_context() as ctx:
+        first = ctx.split(model)
+        second = ctx.split({"n": layer, "a": model.a}, nnx.Param, ...)
+        third = ctx.flatten(model)
+        fourth = ctx.flatten([layer, nnx.Cache(1)], nnx.Cache)
+        values = ctx.flatten([model.a, nnx.Cache(2)], with_paths=False)
+    assert nnx.to_flat_state(second[1]).paths == (("n", "w"),) and len(second) == 3
+    assert len(third[1]) == 0 and fourth[1].paths == ((1,),) and values[1] == [2]
+    assert [len(ctx.ref_index), ctx.is_inner] == [8, None]
+    with merge_context() as ctx:
+        made, found = ctx.merge(*first), ctx.merge(*second)
+        assert ctx.unflatten(*third) is made and ctx.unflatten(*fourth)[0] is found["n"]
+        assert ctx.unflatten(*values)[0] is made.a
+    assert found["a"] is made.a is made.b and made.a.w is not model.a.w
+    with pytest.raises(GraphStructureError, match="refers to object 1 of another one, with which"):
+        nnx.merge(*second)

@@ -146,3 +146,15 @@ def test_invalid_metrics():
         MultiMetric(loss=3)
     with pytest.raises(MetricArgumentError, match="given the name 'compute', which is a method of"):
         MultiMetric(compute=Average())
+
+
+def test_multiclass_and_binary_accuracy():
+    accuracy = Accuracy()
+    logits = jnp.array([[[0.1, 0.9], [0.8, 0.2]]])
+    accuracy.update(logits=logits, labels=jnp.array([[1, 1]]), step=3)
+    assert accuracy.compute() == 0.5
+    accuracy.update(logits=logits, labels=jnp.array([[1, 0]]), mask=jnp.array([[True, False]]))
+    assert accuracy.compute() == pytest.approx(2 / 3)
+    binary = Accuracy(0.5)
+    binary.update(logits=jnp.array([0.1, 0.5, 0.6, 0.7]), labels=jnp.array([0, 1, 1, 0]))
+    assert binary.compute() == 0.5 and binary.threshold == 0.5

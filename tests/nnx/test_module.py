@@ -118,3 +118,51 @@ def test_scopes_close_on_failure():
         jax.jit(Failing())(1.0)
     text = jax.jit(lambda x: block(x)).lower(jnp.ones((2, 3))).as_text(debug_info=True)
     assert "Block/linear/dot_general" in text and "Failing" not in text
+
+
+def test_sow_stores_values():
+    layer = Layer()
+    layer.sow(nnx.Intermediate, "h", 1)
+    assert layer.sow(nnx.Intermediate, "h", 2) is True
+    layer.sow("own_values", "total", 3, reduce_fn=lambda a, b: a + b, init_fn=lambda: 10)
+    layer.sow("own_values", "total", 4, reduce_fn=lambda a, b: a + b)
+    assert layer.h[...] == (1, 2) and layer.total[...] == 17
+    assert type(layer.total) is nnx.variable_type_from_name("own_values")
+    assert nnx.pop(layer, nnx.Intermediate).h[...] == (1, 2) and not hasattr(layer, "h")
+    with pytest.raises(
+        GraphStructureError, match=r"Layer.w is a Param, and should be a Intermediate"
+    ):
+        layer.sow(nnx.Intermediate, "w", 1)
+    with pytest.raises(
+        GraphStructureError, match=r"Layer.deterministic is a bool, and should be a Pert"
+    ):
+        layer.perturb("deterministic", 1.0)
+
+
+class Viewed(Layer):
+    def set_view(self, deterministic: bool | None = None):
+        if deterministic is not None:
+            self.deterministic = deterministic
+
+
+class Open(nnx.Module):
+    def set_view(self, **kwargs):
+        self.given = tuple(kwargs)
+
+
+def test_views():
+    layer = Viewed(Viewed(Open()))
+    new = nnx.view(layer, deterministic=True, other=1)
+    assert new.deterministic and new.sub.deterministic and not layer.deterministic
+    assert new.w is layer.w and new.sub.sub.given == ("deterministic", "other")
+    only = nnx.view(layer, only=nnx.PathContains("sub"), deterministic=True)
+    assert only.sub.deterministic and not only.deterministic
+    with pytest.raises(
+        ModuleAttributeNotFoundError, match=r"`set_view` that takes foo; nnx.view_info"
+    ):
+        nnx.view(Viewed(), foo=1)
+    assert not nnx.view(Viewed(), foo=1, raise_if_not_found=False).deterministic
+    assert nnx.view_info(layer) == (
+        "Open:\n  set_view(**kwargs)\n"
+        "Viewed:\n  set_view(deterministic: bool | None = None)"
+    )  # fmt: skip

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 
 from weft import nnx
-from weft.errors import InvalidRngError
+from weft.errors import InvalidRngError, RngStreamNotFoundError
 
 
 def same(a, b):
@@ -103,3 +103,41 @@ def test_streams_in_transformations():
     out, after = draw(rngs)
     assert after.default.count[...] == 1 and rngs.default.count[...] == 0
     assert jnp.array_equal(out, nnx.Rngs(0).normal((2,)))
+
+
+def test_streams_by_name():
+    rngs = nnx.Rngs(0, b=1, a=2)
+    assert list(rngs) == rngs.keys() == ["b", "a", "default"] and len(rngs) == 3
+    assert "a" in rngs and "c" not in rngs and [k for k, _ in rngs.items()] == list(rngs)
+    with pytest.raises(
+        RngStreamNotFoundError, match=r"^unknown PRNG stream 'c', and no default stream"
+    ):
+        nnx.Rngs(a=1).c()
+    with pytest.raises(KeyError, match=r"streams: 'a'. Create one: nnx.Rngs\(default=0\)"):
+        nnx.Rngs(a=1)()
+    for seed in ("a", 1.5, nnx.Rngs(0), jnp.ones(2)):
+        with pytest.raises(
+            InvalidRngError, match=r"stream 'default' was given (?s:.*); expected a num"
+        ):
+            nnx.Rngs(seed)
+
+
+def test_reseeding():
+    rngs = nnx.List([nnx.Rngs(0, dropout=1), nnx.Rngs(5)])
+    rngs[0]()
+    nnx.reseed(rngs, default=7)
+    stream = nnx.RngStream(7)
+    assert same(rngs[0].default.key[...], stream()) and same(rngs[1].default.key[...], stream())
+    assert rngs[0].default.count[...] == 0 and same(rngs[0].dropout.key[...], jax.random.key(1))
+    nnx.split_rngs(rngs, splits=2)
+    with pytest.raises(
+        InvalidRngError, match=r"stream at '0/dropout' was split to the shape \(2,\)"
+    ):
+        nnx.reseed(rngs, dropout=1)
+    nnx.reseed(rngs, dropout=1, policy="match_shape")
+    assert same(rngs[0].dropout.key[...], jax.random.split(nnx.RngStream(1)(), 2))
+    seen = []
+    nnx.reseed(rngs, dropout=1, policy=lambda path, key, shape: seen.append((path, shape)) or key)
+    assert seen == [((0, "dropout"), (2,))] and rngs[0].dropout.count.shape == ()
+    with pytest.raises(InvalidRngError, match=r"policy='q' is none; give"):
+        nnx.reseed(rngs, dropout=1, policy="q")

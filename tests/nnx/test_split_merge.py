@@ -274,3 +274,11 @@ def test_trees_name_both_places_of_a_shared_variable():
 
     with pytest.raises(GraphStructureError, match="NoTree at 'x' is of a class with pytree=False"):
         nnx.state(nnx.Dict(x=NoTree()), graph=False)
+
+
+def test_states_of_a_merge_are_disjoint():
+    graphdef, state = nnx.split(nnx.Dict(a=nnx.Dict(w=nnx.Param(1.0)), n=nnx.Cache(2)))
+    with pytest.raises(GraphStructureError, match=r"2 values at 'a/w', in several states"):
+        nnx.merge(graphdef, state, nnx.State({"a": {"w": nnx.Param(3.0)}}))
+    joined = nnx.merge_state(state, nnx.State({"a": {"w": nnx.Param(3.0)}}))
+    assert nnx.merge(graphdef, joined).a.w.get_value() == 3

@@ -9,13 +9,16 @@ from weft.errors import (
     AxisMetadataError,
     LogicalAxisError,
     MeshError,
+    NoMeshError,
     PartitionNameError,
     TraceContextError,
     VariableArgumentError,
 )
 from weft.nnx.spmd import (
     PARTITION_NAME,
+    abstract_with_sharding,
     add_axis,
+    get_abstract_model,
     get_named_sharding,
     get_partition_spec,
     logical_axis_rules,
@@ -172,3 +175,35 @@ def test_axis_hooks_without_metadata(where):
     # Changes are written back, and new variables are created.
     assert calls == [("removed", 1, "layers"), ("added", 1, "layers"), ("added", 2, "layers")]
     assert made.made.shape == (2, 5, 3)
+
+
+def test_abstract_values_get_their_layout(mesh):
+    with use_eager_sharding(False):
+        abstract = jax.eval_shape(lambda: nnx.state(Model()))
+    with jax.set_mesh(mesh), logical_axis_rules(RULES):
+        laid = abstract_with_sharding(abstract)
+    assert laid.kernel.get_value().sharding.spec == P("data", "model")
+    assert laid.bias.get_value().sharding is None and laid.pair["b"].sharding.spec == P("model")
+    assert abstract_with_sharding(nnx.state(model(), "no tag")) == nnx.State({})
+    abstract.kernel.set_metadata(mesh=mesh)
+    assert abstract_with_sharding(abstract.kernel).get_value().sharding.mesh == mesh
+    abstract.kernel.del_metadata("mesh")
+    with pytest.raises(NoMeshError, match="'kernel' has the layout"):
+        abstract_with_sharding(abstract)
+
+
+def test_abstract_model(mesh):
+    with logical_axis_rules(RULES):
+        graphdef, state = get_abstract_model(Model, mesh)
+    kernel = state.kernel.get_value()
+    assert kernel.shape == (4, 8) and state.step.shape == ()
+    assert kernel.sharding == NamedSharding(mesh, P("data", "model"))
+    assert state.pair["a"].sharding.spec == P("model") and state.rest.sharding.spec == P()
+    assert nnx.merge(graphdef, state).kernel.out_sharding == ("data", "model")
+    with pytest.raises(MeshError, match="the mesh has the axes 'data', 'model'"):
+        get_abstract_model(Model, mesh)
+    with (
+        use_eager_sharding(False),
+        pytest.raises(MeshError, match=r"the layout of 'pair': .*'embed'"),
+    ):
+        get_abstract_model(Model, mesh)

@@ -98,3 +98,35 @@ def test_pytree_with_any_keys(keys):
     prefix = nnx.State({"x": 0, "y": {"z": 1}})
     axes = jax.tree.map(lambda axis, below: len(jax.tree.leaves(below)), prefix, state)
     assert axes.raw_mapping == {"x": len(keys), "y": {"z": len(keys) ** 2}}
+
+
+def test_flat_and_back():
+    state = example()
+    flat = nnx.to_flat_state(state)
+    assert flat.paths == (("a", "b"), ("c",)) and flat.leaves == [state.a.b, state.c]
+    assert flat.to_nested_state().a.b is state.a.b
+    assert nnx.from_flat_state({("a", "b"): 1}) == nnx.State({"a": {"b": 1}})
+    assert nnx.FlatState.from_sorted_keys_values([("a",)], [1]) == [(("a",), 1)]
+    merged = nnx.FlatState.merge(flat, nnx.FlatState([(("c",), 5)]))
+    assert dict(merged)[("c",)] == 5
+    assert [list(g) for g in flat.split(nnx.Cache, ...)] == [[flat[1]], [flat[0]]]
+    assert list(flat.filter(nnx.Cache)) == [flat[1]]
+    assert repr(nnx.FlatState([])) == "FlatState([])"
+    assert repr(nnx.FlatState([(("a",), 1)])) == "FlatState([\n  (('a',), 1),\n])"
+    with pytest.raises(StatePathError, match="'a/b' leads through 'a', which is a value"):
+        nnx.merge_state(nnx.State({"a": 1}), nnx.State({"a": {"b": 2}}))
+
+
+def test_pure_dicts():
+    state = example()
+    assert nnx.to_pure_dict(state) == {"a": {"b": 1}, "c": 2}
+    assert nnx.to_pure_dict(state, lambda x: type(x).__name__) == {
+        "a": {"b": "Param"},
+        "c": "Cache",
+    }
+    nnx.replace_by_pure_dict(state, {"a": {"b": 7}})
+    assert state.a.b[...] == 7 and isinstance(state.a.b, nnx.Param)
+    nnx.replace_by_pure_dict(state, {"c": 3}, lambda old, new: old[...] + new)
+    assert state.c == 5
+    with pytest.raises(StatePathError, match="the state has nothing at 'x/y', which the dict has"):
+        nnx.replace_by_pure_dict(state, {"x": {"y": 1}})

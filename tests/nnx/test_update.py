@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import pytest
 
 from weft import nnx
-from weft.errors import StatePathError
+from weft.errors import GraphStructureError, StateFilterError, StatePathError
 
 
 class Model(nnx.Module):
@@ -36,3 +36,22 @@ def test_mismatched_state_changes_nothing(state, message):
         nnx.update((1, 2), {1: 5})
     with pytest.raises(StatePathError, match="a Model cannot be updated from a list; give a state"):
         nnx.update(model, [9.0])
+
+
+def test_variables_are_popped_everywhere():
+    model = Model()
+    model.again = model.layers[1]
+    model.layers.append(model.layers[1])
+    taken = nnx.pop(model, nnx.Cache)
+    assert nnx.to_pure_dict(taken) == {"again": 4.0}
+    assert len(model.layers) == 1 and not hasattr(model, "again")
+    layers = nnx.List([nnx.Param(1)])
+    layers.kind = nnx.Cache(2)
+    assert nnx.to_pure_dict(nnx.pop(layers, nnx.Cache)) == {"kind": 2} and len(layers) == 1
+    params, rest = nnx.pop(nnx.Dict(a=nnx.Param(1), b=nnx.Cache(2)), nnx.Param, nnx.Cache)
+    assert nnx.to_pure_dict(params) == {"a": 1} and nnx.to_pure_dict(rest) == {"b": 2}
+    with pytest.raises(StateFilterError, match=r"pop needs a filter, such as nnx.pop"):
+        nnx.pop(model)
+    with pytest.raises(GraphStructureError, match="the variable at 'pair/1' is in a tuple, which"):
+        nnx.pop(model, nnx.Param)
+    assert model.w[...] == 1.0 and len(model.layers) == 1

@@ -559,3 +559,35 @@ def test_shardings_argument_mismatch():
     f = nnx.jit(lambda m, x=0: m, in_shardings=(None,))
     with pytest.raises(CallMismatchError, match="in_shardings has 1 entries, but the call has 2"):
         f(Model(), 1.0)
+
+
+def test_in_other_transformations():
+    @nnx.jit
+    def f(m, x):
+        m.n[...] += 1
+        return m.w * x
+
+    model = Model(2.0)
+    assert nnx.jit(lambda m, x: f(m, x) + f(m, x))(model, 3.0) == 12 and model.n[...] == 2
+    grads = nnx.grad(lambda m, x: f(m, x))(model, 3.0)
+    assert grads["w"][...] == 3 and model.n[...] == 3
+    models = Model(jnp.arange(3.0))
+    models.n.set_value(jnp.zeros(3, int))
+    assert nnx.vmap(f)(models, jnp.ones(3)).tolist() == [0, 1, 2]
+    assert models.n[...].tolist() == [1, 1, 1]
+
+    def body(m, x):
+        return m, f(m, x)
+
+    _, ys = nnx.scan(body)(model, jnp.arange(3.0))
+    assert ys.tolist() == [0, 2, 4] and model.n[...] == 6
+    assert nnx.remat(f)(model, 1.0) == 2 and model.n[...] == 7
+    assert nnx.cond(True, f, lambda m, x: x, model, 1.0) == 2 and model.n[...] == 8
+    with pytest.raises(TraceContextError):
+        jax.jit(lambda x: f(model, x))(1.0)
+    assert jax.jit(lambda x: nnx.jit(lambda m: m.w * x)(model))(1.0) == 2
+
+
+def test_abstract_results():
+    f, model = nnx.jit(lambda m, x: m(x)), Model(jnp.ones(3))
+    assert f.eval_shape(model, 1.0).shape == (3,) and model.n[...] == 0
