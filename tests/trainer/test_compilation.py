@@ -70,11 +70,6 @@ def test_settings_of_the_user_are_kept(unset, tmp_path):
     assert not unset.exists()
 
 
-def test_empty_directory_means_none(tmp_path):
-    with compilation_cache(""):
-        assert jax.config.values["jax_compilation_cache_dir"] is None
-
-
 @pytest.mark.parametrize("why", ["a file", "full", "of others"])
 def test_directory_that_cannot_be_used_is_logged_once(unset, caplog, monkeypatch, why):
     unset.parent.mkdir(parents=True)

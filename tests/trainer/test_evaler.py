@@ -153,23 +153,6 @@ def test_metrics_are_computed_over_all_batches_and_written(make, mesh, tmp_path)
     assert evaler.input.log == ["closed"]
 
 
-def test_result_depends_on_the_key(make, mesh):
-    evaler = make()
-    noise = [float(run(evaler, mesh, seed=seed)[1]["noise"]) for seed in (0, 0, 1)]
-    assert noise[0] == noise[1] != noise[2]
-
-
-def test_one_device_and_eight_agree(make, mesh):
-    one = jax.sharding.Mesh(
-        np.array(jax.devices()[:1]).reshape(1, 1),
-        ("data", "model"),
-        axis_types=(AxisType.Auto,) * 2,
-    )
-    results = [run(make(), m)[1] for m in (one, mesh)]
-    assert float(results[0]["mean"].mean) == float(results[1]["mean"].mean)
-    assert float(results[0]["noise"]) == float(results[1]["noise"])
-
-
 def test_policy_decides_unless_it_is_forced(make, mesh):
     def when_low(below):
         return lambda *, step, train_summaries: train_summaries.get("loss", below) < below
@@ -278,18 +261,6 @@ def test_data_is_closed_when_the_model_fails(tmp_path, mesh):
     assert evaler.input.log == ["closed"]
 
 
-class Kept(BaseOutputWriter):
-    def write(self, *, input_batch, output_batch):
-        self.__dict__.setdefault("rows", []).append((input_batch, output_batch))
-
-
-def test_unbuffered_writer_needs_no_flush():
-    writer = Kept.default_config().set(name="w").instantiate(parent=None)
-    writer.write(input_batch={"x": 1}, output_batch={"y": 2})
-    writer.flush()
-    assert writer.rows == [({"x": 1}, {"y": 2})]
-
-
 def reported(loss, evaler="held_out"):
     return {"evalers": {evaler: {"loss": WeightedScalar(loss, 4.0)}}}
 
@@ -328,13 +299,6 @@ def test_best_metric_policy():
     assert not best()(step=1, train_summaries={})
 
 
-def test_best_metric_policy_restores_its_state():
-    policy, other = best(), best()
-    fires(policy, [2.0])
-    other.set_state(policy.get_state())
-    assert fires(other, [2.5, 1.5]) == [False, True]
-
-
 def test_best_metric_policy_errors():
     with pytest.raises(CheckpointPolicyError, match=r"BestMetricEvalPolicy got mode='least'"):
         best(mode="least")
@@ -369,15 +333,6 @@ def test_patience_ignores_steps_without_an_evaluation():
     stops_at(stopping, [1.0])
     assert not stopping(step=2, evaler_summaries={"other": {"loss": 5.0}})
     assert not stopping(step=3, evaler_summaries={})
-
-
-@pytest.mark.parametrize("cut", range(5))
-def test_early_stopping_restores_its_state(cut):
-    values = [2.0, 3.0, 1.0, 2.0, 2.0, 2.0]
-    before, after = make_stopping(patience=1, mode="min"), make_stopping(patience=1, mode="min")
-    assert stops_at(before, values[:cut]) is None
-    after.set_state(before.get_state())
-    assert cut + stops_at(after, values[cut:]) == stops_at(make_stopping(patience=1), values) == 4
 
 
 def test_higher_patience_resumes_the_run():

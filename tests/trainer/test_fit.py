@@ -15,7 +15,7 @@ from sklearn import metrics as sklearn
 import weft
 from weft import linen as nn
 from weft import nnx
-from weft.config import config_for_class, config_for_function
+from weft.config import config_for_class
 from weft.errors import (
     FitError,
     HookError,
@@ -63,12 +63,6 @@ class NoLoss(nn.Module):
     @nn.compact
     def __call__(self, x, y):
         return nn.Dense(1)(x) + y
-
-
-class TwoInputs(nn.Module):
-    @nn.compact
-    def __call__(self, inputs):
-        return nn.Dense(1)(inputs["a"] + inputs["b"])
 
 
 def per_row(out, batch):
@@ -225,9 +219,7 @@ def scalar(out, batch):
     return per_row(out, batch).mean()
 
 
-@pytest.mark.parametrize(
-    ("loss", "rows", "batch_size"), [("cross_entropy", 21, 8), (per_row, 21, 8), (scalar, 24, 16)]
-)
+@pytest.mark.parametrize(("loss", "rows", "batch_size"), [(per_row, 21, 8), (scalar, 24, 16)])
 @pytest.mark.usefixtures("all_devices")
 def test_validation_is_over_all_rows(loss, rows, batch_size):
     """The last batch is padded, or smaller for a loss that is a scalar."""
@@ -281,17 +273,6 @@ def test_a_scalar_that_turns_out_to_be_no_mean():
 
     with pytest.raises(LossError, match="'hidden' is a scalar that is not a mean over rows"):
         fit(validation=(X, LABELS), metrics=hidden, learning_rate=100.0)
-
-
-def test_metrics_by_name_and_function():
-    def share(out, batch):
-        return (batch["y"] == 0).astype(float)
-
-    result = fit(validation=(X, LABELS), metrics=["accuracy", share])
-    np.testing.assert_allclose(result.history.validation["share"], [8 / 24] * 3)
-    right = np.argmax(result.last.predict(X), -1) == LABELS
-    np.testing.assert_allclose(result.history.validation["accuracy"][-1], right.mean())
-    assert set(result.history.train) == {"accuracy", "learning_rate", "loss", "share", "step"}
 
 
 class Sows(nn.Module):
@@ -373,13 +354,8 @@ def test_models_with_their_own_loss(model):
     [
         lambda: config_for_class(nnx.Linear).set(in_features=4, out_features=1),
         lambda: Linear.default_config().set(input_dim=4, output_dim=1),
-        lambda: (
-            Linear.default_config()
-            .set(name="linear", input_dim=4, output_dim=1)
-            .instantiate(parent=None)
-        ),
     ],
-    ids=["config", "hierarchy", "layer"],
+    ids=["config", "hierarchy"],
 )
 def test_kinds_of_models(model):
     result = fit(model(), (X, Y), "mse", steps=60, optimizer=optax.adam(0.1))
@@ -417,27 +393,6 @@ def call(model, result, x):
     if isinstance(model, nnx.Module):
         return model(x)
     return model.apply(result.last.variables, x)
-
-
-def test_parameters_in_fewer_bits():
-    model = linear()
-    result = fit(model, precision="bfloat16")
-    assert {x.dtype for x in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(jnp.bfloat16)}
-    assert result.last.predict(X).dtype == jnp.bfloat16
-
-
-def test_layouts_may_name_any_axis_of_a_mesh():
-    axes = (("pipeline", "expert"), ("fsdp", "seq", "model"))
-    cfg = Linear.default_config().set(input_dim=4, output_dim=1, param_partition_spec=axes)
-    assert fit(cfg, (X, Y), "mse").last.predict(X).shape == Y.shape
-
-
-def test_several_inputs_are_a_dict():
-    data = {"a": X, "b": X, "y": Y}
-    result = fit(
-        TwoInputs(), data, "mse", optimizer=config_for_function(optax.sgd).set(learning_rate=0.1)
-    )
-    assert result.last.predict({"a": X, "b": X}).shape == (ROWS, 1)
 
 
 def test_config_can_be_run_and_the_seed_determines_the_run(tmp_path):
@@ -491,7 +446,7 @@ def of_eight_rows():
 
 
 @pytest.mark.usefixtures("all_devices")
-@pytest.mark.parametrize("ignored", [1.0, np.nan, np.inf])
+@pytest.mark.parametrize("ignored", [1.0, np.nan])
 def test_rows_have_weights(of_eight_rows, ignored):
     counts = np.arange(ROWS)[:, None] < 8
     x, y = np.where(counts, X, ignored), np.where(counts, Y, ignored)

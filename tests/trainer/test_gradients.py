@@ -10,14 +10,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from weft.config import config_for_function
 from weft.errors import (
     GradientAccumulationError,
-    LossWeightWarning,
     NoContextError,
     UntrainableParameterError,
 )
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import (
     InvocationContext,
-    current_context,
     functional,
     new_output_collection,
     set_current_context,
@@ -71,40 +69,10 @@ def test_only_gradients_with_own_layout_are_constrained():
     assert "custom_vjp" not in str(jax.make_jaxpr(lambda p: loss(p, specs))(params))
 
 
-def test_gradients_agree_with_jax():
-    forward_pass, grads, _ = differentiate()
-    expected = jax.grad(lambda p: fn(model_params=p, inputs={"x": X}).loss)(MODEL_PARAMS)
-    assert jax.tree.structure(grads) == jax.tree.structure(expected)
-    jax.tree.map(np.testing.assert_allclose, grads, expected)
-    np.testing.assert_allclose(forward_pass.outputs.aux["double"], 2 * forward_pass.outputs.loss)
-    again = forward_pass.forward_fn(
-        model_params=forward_pass.model_params, inputs=forward_pass.inputs
-    )
-    np.testing.assert_array_equal(again.loss, forward_pass.outputs.loss)
-
-
 def test_frozen_parameters_have_no_gradient():
     _, grads, _ = differentiate(trainable={"a": VDict(w=False), "b": True})
     assert grads["a"] == VDict(w=optax.MaskedNode())
     np.testing.assert_allclose(grads["b"], X * MODEL_PARAMS["a"]["w"] ** 2)
-
-
-def test_no_trainable_parameters():
-    forward_pass, grads, _ = differentiate(trainable={"a": VDict(w=False), "b": False})
-    assert jax.tree.leaves(grads) == []
-    assert np.isfinite(forward_pass.outputs.loss)
-
-
-def test_forward_pass_context_outputs_are_kept():
-    def reporting(**kwargs):
-        outputs = fn(**kwargs)
-        current_context().add_summary("twice", 2 * outputs.loss)
-        return outputs
-
-    forward_pass, _, context = differentiate(reporting)
-    np.testing.assert_allclose(
-        context.get_summaries()["twice"], 2 * forward_pass.outputs.loss, rtol=1e-6
-    )
 
 
 def test_only_floats_can_be_trained():
@@ -133,7 +101,6 @@ def batch_of(live):
 ALL = batch_of(np.ones(ROWS))
 # Of the two microbatches, one has three rows that count and the other one.
 SOME = batch_of([1, 0, 1, 1, 1, 0, 0, 0])
-NONE = batch_of(np.zeros(ROWS))
 
 
 def forward(*, model_params, inputs):
@@ -194,33 +161,6 @@ def step(batch, steps, fn=forward, **kwargs):
         )
 
     return run(inputs_of(batch))
-
-
-@pytest.mark.parametrize("batch", [ALL, SOME, NONE], ids=["all", "some", "none"])
-def test_accumulated_step_equals_full_batch_with_masks(batch):
-    (params, loss, _, summaries), (of_one, loss_of_one, _, summary_of_one) = (
-        step(batch, steps) for steps in (2, 1)
-    )
-    np.testing.assert_allclose(params["linear"]["w"], of_one["linear"]["w"], rtol=1e-6)
-    np.testing.assert_allclose(loss, loss_of_one, rtol=1e-6)
-    for value in ("mean", "weight"):
-        np.testing.assert_allclose(
-            getattr(summaries["loss"], value), getattr(summary_of_one["loss"], value), rtol=1e-6
-        )
-    np.testing.assert_allclose(summaries["mean_of_x"], summary_of_one["mean_of_x"], rtol=1e-5)
-
-
-def test_unweighted_model_averages_microbatches():
-    def unweighted(*, model_params, inputs):
-        outputs = forward(model_params=model_params, inputs=inputs)
-        del outputs.output_collection.summaries["loss"]
-        return outputs
-
-    with pytest.warns(LossWeightWarning, match="weights all microbatches equally"):
-        _, loss, _, _ = step(SOME, 2, fn=unweighted)
-    parts = [jax.tree.map(lambda x, i=i: x[i::2], SOME) for i in range(2)]
-    losses = [forward(model_params=PARAMS, inputs=inputs_of(part)).loss for part in parts]
-    np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-6)
 
 
 def test_state_is_updated_once_per_step():

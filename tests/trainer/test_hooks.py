@@ -7,7 +7,7 @@ from tests.trainer.language_models import Bigrams
 from weft.config import Configurable, config_for_class, config_for_function
 from weft.errors import HookError
 from weft.recipes.lm import lm_tiny
-from weft.trainer import EndRun, Hook, RunListener, has_ended
+from weft.trainer import EndRun, Hook, has_ended
 from weft.trainer.checkpointer import every_n_steps_policy
 from weft.trainer.hooks import Hooks, check_hook
 from weft.trainer.summary_writer import read_json_lines
@@ -25,16 +25,6 @@ EVENTS = {
     "on_rewind": (3,),
     "on_end": (4, "max_step"),
 }
-
-
-def test_listener_of_earlier_versions_is_a_hook():
-    assert RunListener is Hook
-
-
-def test_all_events_are_optional():
-    for event, values in {**EVENTS, "close": ()}.items():
-        assert getattr(Hook(), event)(*values) is None
-    assert {*EVENTS, "close"} == {name for name in vars(Hook) if not name.startswith("_")}
 
 
 def test_hooks_receive_all_events_in_order():

@@ -115,29 +115,6 @@ def test_evaler_keeps_the_module_outputs_of_a_path():
         np.testing.assert_allclose(output["hidden"]["y"], batch["x"] @ WEIGHT, rtol=1e-5)
 
 
-def test_compiled_evaluation_has_a_name(caplog):
-    with jax.log_compiles():
-        evaluate(make(ModelSummaryAccumulator.default_config()))
-    assert "Compiling jit(eval_step)" in caplog.text
-
-
-def test_model_is_traced_once_for_all_evaluations():
-    calculator = make(ModelSummaryAccumulator.default_config())
-    first, _ = evaluate(calculator)
-    second, _ = evaluate(calculator, weight=2 * WEIGHT)
-    assert TRACES.count("forward") == 1
-    assert float(first["error"].mean) != float(second["error"].mean)
-    assert float(second["error"].weight) == 24
-
-
-def test_key_determines_results_and_differs_per_batch():
-    calculator = make(ModelSummaryAccumulator.default_config())
-    noise = [float(evaluate(calculator, seed)[0]["noise"]) for seed in (0, 0, 1)]
-    assert noise[0] == noise[1] != noise[2]
-    one, _ = evaluate(calculator, 0, BATCHES[:1])
-    assert float(one["noise"]) != noise[0]
-
-
 def test_method_arguments_prefix_and_dtype():
     cfg = ModelSummaryAccumulator.default_config().set(
         model_method_kwargs={"scale": 2.0}, prefix="held_out", eval_dtype=jnp.bfloat16
@@ -249,17 +226,3 @@ def test_destinations_may_be_a_pattern():
     plus = Plus.default_config()
     cfg = composite([Dependency("a", "b.*")], a=plus, b1=plus.clone(source="a"), b2=plus)
     assert evaluate(make(cfg))[0] == {"a/sum": 3, "b1/sum": 6, "b2/sum": 3}
-
-
-def test_outputs_do_not_replace_fields_of_the_batch():
-    plus = Plus.default_config()
-    cfg = composite([Dependency("a", "b", dst_key="target")], a=plus, b=plus)
-    with pytest.raises(MetricCalculatorError, match=r"would replace \['target'\].*dst_key"):
-        evaluate(make(cfg))
-
-
-def test_parameters_may_keep_their_layout():
-    cfg = ModelSummaryAccumulator.default_config().set(name="calculator")
-    calculator = cfg.instantiate(parent=None, model=MODEL, model_param_partition_specs=None)
-    summaries, _ = evaluate(calculator)
-    np.testing.assert_allclose(summaries["error"].mean, mean_error(), rtol=1e-5)

@@ -19,18 +19,15 @@ from weft.errors import (
     UnknownLayerError,
 )
 from weft.hierarchy.base_layer import BaseModel
-from weft.hierarchy.layers import Linear
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import functional
 from weft.input.fake import FakeLmInput
-from weft.interop import as_hierarchy, as_linen
 from weft.trainer.checkpointer import every_n_steps_policy
 from weft.trainer.evaler import SpmdEvaler
 from weft.trainer.evaler import every_n_steps_policy as every_n_steps
 from weft.trainer.learner import Learner
 from weft.trainer.model import (
     build_model,
-    cast_floats,
     cast_for_forward,
     per_param_train_dtype_by_path,
 )
@@ -242,37 +239,6 @@ def test_resumed_run_restores_statistics_counters_and_keys(tmp_path, library):
     )
 
 
-class Nested(BaseModel):
-    """A layer of Linen, which holds one of NNX, between layers of the hierarchy."""
-
-    def __init__(self, cfg, *, parent):
-        super().__init__(cfg, parent=parent)
-        self._add_child("first", Linear.default_config().set(input_dim=4, output_dim=4))
-        shape = jax.ShapeDtypeStruct((1, 4), "float32")
-        self._add_child("guest", as_hierarchy(config_for_class(Guest), inputs=shape))
-
-    def forward(self, input_batch):
-        x = jax.nn.one_hot(input_batch["input_ids"][:, 0], 4)
-        y = self.guest(self.first(x))
-        return jnp.mean(jnp.square(y - 1)), {}
-
-
-class Guest(linen.Module):
-    @linen.compact
-    def __call__(self, x, train: bool):
-        x = linen.BatchNorm(use_running_average=not train)(x)
-        return as_linen(nnx.Linear, 4, 2, name="inner")(x)
-
-
-def test_layers_of_several_libraries_train_in_one_model(tmp_path):
-    trainer, listener = run(config(tmp_path, Nested.default_config(), max_step=2))
-    assert listener.losses[1] < listener.losses[0]
-    guest = trainer.trainer_state.model["guest"]
-    assert set(guest) == {"params", "batch_stats"}
-    assert guest["params"]["inner"]["kernel"].shape == (4, 2)
-    assert np.any(np.asarray(guest["batch_stats"]["BatchNorm_0"]["mean"]))
-
-
 # Errors name the path of the model.
 
 
@@ -393,19 +359,6 @@ BATCH = {"image": jnp.ones(3), "label": jnp.ones(3, jnp.int32)}
 
 def dtypes_of(tree):
     return jax.tree.map(lambda x: str(x.dtype), tree)
-
-
-def test_only_floats_are_cast():
-    assert dtypes_of(cast_floats(BATCH, jnp.bfloat16)) == {"image": "bfloat16", "label": "int32"}
-    assert cast_floats(BATCH, None) is BATCH
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, "bfloat16", jnp.dtype("bfloat16")], ids=str)
-def test_one_dtype_applies_to_parameters_and_batch(dtype):
-    params, batch = cast_for_forward(PARAMS, BATCH, dtype)
-    assert dtypes_of(params["norm"]) == {"scale": "bfloat16", "count": "int32"}
-    assert dtypes_of(batch) == {"image": "bfloat16", "label": "int32"}
-    assert cast_for_forward(PARAMS, BATCH, None) == (PARAMS, BATCH)
 
 
 def test_first_matching_rule_sets_the_dtype():

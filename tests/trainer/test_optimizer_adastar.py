@@ -93,19 +93,6 @@ def test_raw_updates_are_clipped_before_they_are_averaged():
         assert np.sqrt(np.mean((loose[0][name] - start) ** 2)) > largest
 
 
-def test_updates_can_be_transformed_before_they_are_scaled():
-    halved = adastar(adam_update_transformation=optax.scale(0.5), weight_decay=0.0)
-    assert_same(trajectory(halved), trajectory(adastar(learning_rate=0.15, weight_decay=0.0)))
-
-
-def test_disabled_averages_have_no_state():
-    tx = adastar(gradient_ema_decay=None)
-    state = tx.init({"w": OptParam(jnp.ones((3, 4), jnp.bfloat16))})[0]
-    assert state.gradient_ema is None
-    assert state.update_ema is None
-    assert state.gradient_square_ema["w"].dtype == jnp.float32
-
-
 def test_norms_are_reported_if_verbose():
     quiet, talkative = trajectory(adastar())[1], trajectory(adastar(verbosity=1))[1]
     np.testing.assert_allclose(quiet["schedule_scale"], 0.9, rtol=1e-6)

@@ -1,6 +1,5 @@
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
@@ -11,7 +10,6 @@ from weft.errors import TransformationTypeError
 from weft.hierarchy.base_layer import ParameterSpec
 from weft.hierarchy.module import InvocationContext, set_current_context
 from weft.hierarchy.parameter_spec import TensorSpec
-from weft.struct import VDict
 from weft.trainer import optimizers
 from weft.trainer.optimizers.base import (
     OptParam,
@@ -19,10 +17,7 @@ from weft.trainer.optimizers.base import (
     chain,
     copy_partition,
     named_chain,
-    opt_param_values,
     report,
-    tree_paths,
-    with_partition_fn,
 )
 
 PARAMS = {"a": {"w": OptParam(jnp.ones((4, 6)))}, "w": OptParam(jnp.ones((6,)))}
@@ -34,16 +29,6 @@ SPECS = {
 
 def layouts(specs):
     return jax.tree.map(lambda spec: spec.partition_spec, specs)
-
-
-def test_parameter_is_a_leaf():
-    assert jax.tree.leaves(PARAMS) == [PARAMS["a"]["w"], PARAMS["w"]]
-    assert (PARAMS["w"].shape, PARAMS["w"].dtype) == ((6,), jnp.float32)
-    assert opt_param_values(PARAMS)["w"].shape == (6,)
-
-
-def test_paths_are_joined_by_slashes():
-    assert tree_paths({"a": VDict(w=1), "c": [2]}) == {"a": VDict(w="a/w"), "c": ["c/0"]}
 
 
 @pytest.mark.parametrize(
@@ -84,18 +69,6 @@ def test_longest_matching_path_selects_parameter():
     }
     trace = optimizers.trace_partition(optax.trace(0.9)).partition(specs).trace
     assert layouts(trace) == {"a": {"w": PartitionSpec("data")}, "w": PartitionSpec("model")}
-
-
-def test_base_with_partition_gets_arrays():
-    seen = []
-    base = optax.GradientTransformation(
-        init=lambda params: seen.append(params) or optax.EmptyState(),
-        update=lambda updates, state, params: (seen.append(params) or updates, state),
-    )
-    tx = with_partition_fn(base, lambda specs: "the specs")
-    tx.update({"w": 1.0}, tx.init({"w": OptParam(3.0)}), {"w": OptParam(4.0)})
-    assert seen == [{"w": 3.0}, {"w": 4.0}]
-    assert tx.partition(SPECS) == "the specs"
 
 
 def test_chains_take_either_kind_and_configs():
@@ -141,10 +114,6 @@ def test_non_optimizer_is_rejected():
         chain(0.1)
 
 
-def test_copied_specs_drop_parameter_fields():
-    assert copy_partition(SPECS)["w"] == TensorSpec((6,), jnp.bfloat16, PartitionSpec("model"))
-
-
 def test_memory_kind_needs_full_path_match():
     def kinds(pattern):
         specs = copy_partition(SPECS, pattern=pattern, memory_kind="pinned_host")
@@ -164,13 +133,3 @@ def test_last_report_of_the_current_invocation_wins():
         report("gradient_norm", 2.0)
         report("gradient_norm", 3.0)
     assert context.get_summaries() == {"gradient_norm": 3.0}
-
-
-def test_arrays_are_sharded_by_the_specs():
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    specs = {"w": ParameterSpec((4, 8), jnp.float32, ("data", "model"))}
-    tx = optimizers.adamw_optimizer(0.1, b1=0.9, b2=0.99, eps=1e-8)
-    shardings = jax.tree.map(lambda spec: spec.sharding(mesh), tx.partition(specs))
-    state = jax.jit(lambda: tx.init({"w": OptParam(jnp.ones((4, 8)))}), out_shardings=shardings)()
-    assert {s.data.shape for s in state[0].mu["w"].addressable_shards} == {(2, 2)}
-    np.testing.assert_array_equal(state[0].mu["w"], np.zeros((4, 8)))

@@ -10,7 +10,7 @@ from weft.hierarchy.module import InvocationContext, set_current_context
 from weft.struct import VDict
 from weft.trainer import optimizers
 from weft.trainer.optimizers.base import OptParam
-from weft.trainer.optimizers.clipping import all_finite, global_norm, skips_undefined, tree_where
+from weft.trainer.optimizers.clipping import global_norm, skips_undefined
 
 RNG = np.random.default_rng(0)
 GRADS = {"w": RNG.normal(size=(3, 4)).astype(np.float32), "b": np.array([3.0, -4.0], np.float32)}
@@ -24,12 +24,6 @@ def step(tx, updates):
     with set_current_context(context):
         updates, _ = tx.update(jax.tree.map(jnp.asarray, updates), optax.EmptyState(), None)
     return updates, {name: float(x) for name, x in context.get_summaries().items()}
-
-
-def test_norm_is_computed_in_float32():
-    many = {"w": jnp.full((10_000,), 0.01, jnp.bfloat16)}
-    np.testing.assert_allclose(global_norm(many), 1.0, rtol=1e-2)
-    assert global_norm({}) == 0.0
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
@@ -85,12 +79,6 @@ def test_nan_is_not_hidden():
         assert np.isnan(reported["gradient_scale"])
 
 
-def test_norm_is_only_reported_without_limits():
-    updates, reported = step(optimizers.clip_by_global_norm(), GRADS)
-    jax.tree.map(np.testing.assert_array_equal, updates, GRADS)
-    assert list(reported) == ["gradient_norm"]
-
-
 def test_updates_keep_their_dtype():
     low = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), GRADS)
     for tx in (optimizers.clip_by_global_norm(0.1), optimizers.clip_by_block_rms(0.1)):
@@ -109,13 +97,6 @@ def test_blocks_are_clipped_separately():
     np.testing.assert_allclose(updates["repeat"]["layer"]["w"], expected, rtol=1e-5)
     assert set(reported) == {"small/norm", "repeat/0/layer/w/norm", "repeat/1/layer/w/norm"}
     np.testing.assert_allclose(reported["repeat/1/layer/w/norm"], rms[1], rtol=1e-6)
-
-
-def test_blocks_may_be_reported_and_not_clipped():
-    updates, reported = step(optimizers.clip_by_block_rms(None, summary_suffix="rms"), GRADS)
-    jax.tree.map(np.testing.assert_array_equal, updates, GRADS)
-    np.testing.assert_allclose(reported["b/rms"], np.sqrt(12.5), rtol=1e-6)
-    assert step(optimizers.clip_by_block_rms(1.0), GRADS)[1] == {}
 
 
 PARAMS = {"w": OptParam(jnp.zeros(2))}
@@ -174,18 +155,6 @@ def test_large_first_gradient_keeps_statistics_finite():
     assert np.isfinite(state.grad_norm_ema) and np.isfinite(state.grad_norm_square_ema)
 
 
-def test_nonfinite_gradients_are_skipped_without_limit():
-    first, state, _ = run(skip_and_clip(optax.scale(1.0)), [1e30, np.nan])
-    assert first == [np.float32(1e30), 0.0]
-    assert int(state.nonvalid_count) == 1
-
-
-def test_inner_transformation_sees_clipped_gradients():
-    first, _, reported = run(skip_and_clip(optax.scale(1.0), max_norm=2.0), [1.0, 8.0])
-    np.testing.assert_allclose(first, [1.0, 2.0], rtol=1e-6)
-    assert reported == {"gradient_norm": 8.0, "nonvalid_count": 0, "gradient_scale": 0.25}
-
-
 def test_limits_may_follow_the_mean_norm():
     tx = skip_and_clip(
         optax.scale(1.0),
@@ -232,12 +201,3 @@ def test_nan_step_does_not_affect_statistics():
 def test_statistics_need_a_decay():
     with pytest.raises(OptimizerArgumentError, match=r"set for example grad_norm_ema_decay=0\.99"):
         skip_and_clip(optax.scale(1.0), drop_norm=optimizers.drop_norm_by_grad_norm_ema())
-
-
-def test_helpers():
-    assert bool(all_finite({"a": jnp.ones(2), "b": {}}))
-    assert not bool(all_finite([1.0, jnp.array([1.0, jnp.inf])]))
-    assert bool(all_finite({}))
-    chosen = tree_where(jnp.array(False), {"a": jnp.ones(2)}, {"a": jnp.zeros(2, jnp.bfloat16)})
-    assert chosen["a"].dtype == jnp.bfloat16
-    assert not np.any(chosen["a"])

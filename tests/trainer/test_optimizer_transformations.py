@@ -30,19 +30,6 @@ def summaries_of(tx, updates=1.0, steps=1):
     return {name: float(value) for name, value in context.get_summaries().items()}
 
 
-def test_schedule_gets_the_number_of_steps():
-    tx = optimizers.scale_by_schedule(lambda step: step * 10.0)
-    assert summaries_of(tx, steps=3) == {"schedule_step": 3, "schedule_scale": 30}
-
-
-def test_name_distinguishes_schedules():
-    tx = optimizers.chain(
-        optimizers.scale_by_schedule(2.0, name="a"), optimizers.scale_by_schedule(3.0, name="b")
-    )
-    scales = {k: v for k, v in summaries_of(tx).items() if k.endswith("scale")}
-    assert scales == {"a/schedule_scale": 2, "b/schedule_scale": 3}
-
-
 @pytest.mark.parametrize("flip_sign", [True, False])
 def test_learning_rate_is_reported_unsigned(flip_sign):
     fn = optimizers.scale_from_learning_rate(lambda step: 0.5 + step, flip_sign=flip_sign)
@@ -99,13 +86,6 @@ def test_layers_of_a_stack_are_scaled_one_by_one():
     by_ratio = optimizers.scale_by_trust_ratio()
     scaled, _ = by_ratio.update(updates, by_ratio.init(params), params)
     np.testing.assert_allclose(scaled["layer"]["w"][:, 0], [5 / np.sqrt(2), 50 / np.sqrt(2)])
-
-
-def test_zero_decay_is_identity():
-    params = {"w": OptParam(jnp.array(jnp.nan))}
-    for tx in (optimizers.add_decayed_weights(0.0), optimizers.l2_regularizer(None)):
-        updates, _ = tx.update({"w": jnp.array(1.0)}, tx.init(params), params)
-        assert updates == {"w": 1.0}
 
 
 def test_decay_may_depend_on_a_power_of_the_learning_rate():
@@ -174,11 +154,6 @@ def test_integer_average_is_fixed_point_per_column():
     assert (specs.scale["w"].shape, specs.scale["w"].mesh_axes) == ((2,), ("model",))
 
 
-def test_integer_average_of_zeros_is_zero():
-    _, state = run(optimizers.ema(0.9, accumulator_dtype=jnp.int8), np.zeros((2, 3, 2)))
-    assert not np.any(state.ema["w"])
-
-
 def test_accumulator_has_its_own_dtype():
     out, state = run(optimizers.ema(0.9), dtype=jnp.bfloat16)
     assert (state.ema["w"].dtype, out[0].dtype) == (jnp.float32, jnp.bfloat16)
@@ -208,14 +183,6 @@ def test_schedule_starts_averages_at_parameters():
     np.testing.assert_allclose(averages, [2.0, 3.0, 0.9 * 3 + 0.1 * 6], rtol=1e-6)
 
 
-def test_no_decay_keeps_no_average():
-    tx = optimizers.param_ema()
-    state = tx.init({"w": OptParam(jnp.ones(1))})
-    assert state == optax.EmptyState()
-    assert tx.update({"w": 1.0}, state, {}) == ({"w": 1.0}, state)
-    assert tx.partition({}) == optax.EmptyState()
-
-
 def test_averages_of_parameters_keep_dtype_and_layout():
     spec = ParameterSpec((4, 2), jnp.bfloat16, ("data", None))
     tx = optimizers.param_ema(decay=0.9)
@@ -224,14 +191,6 @@ def test_averages_of_parameters_keep_dtype_and_layout():
     params = {"w": OptParam(jnp.ones((4, 2), jnp.bfloat16))}
     _, state = jax.jit(lambda state: tx.update({}, state, params))(tx.init(params))
     assert state.ema["w"].dtype == jnp.bfloat16
-
-
-def test_parameters_become_their_updates():
-    tx = optimizers.replace_with_updates()
-    params = {"w": OptParam(jnp.array([5.0, -1.0]))}
-    updates, _ = tx.update({"w": jnp.array([2.0, 3.0])}, tx.init(params), params)
-    new = optax.apply_updates({"w": params["w"].value}, updates)
-    np.testing.assert_array_equal(new["w"], [2.0, 3.0])
 
 
 def param(shape, *axes):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from weft.errors import ProfilerTraceError, ThroughputError
+from weft.errors import ProfilerTraceError
 from weft.hierarchy.base_layer import BaseModel
 from weft.trainer.profiling import (
     IdleTime,
@@ -136,12 +136,6 @@ def test_mfu_is_relative_to_peak_flops(tmp_path):
         assert run.step()["mfu"] == pytest.approx(3 * 2 * 4 * 8 * 8 / 12_288 / 2)
 
 
-def test_unknown_device_has_no_mfu(tmp_path):
-    run = Run(tmp_path)
-    run.step()
-    assert "mfu" not in run.step()
-
-
 @pytest.mark.parametrize(
     ("kind", "peak"),
     [
@@ -192,18 +186,7 @@ def test_marks_after_the_restored_step_are_void(tmp_path):
     ]
 
 
-def test_no_steps_between_readings_is_rejected():
-    with pytest.raises(ThroughputError, match=r"throughput.every_n_steps=0; expected 1 or more"):
-        Throughput.default_config().set(every_n_steps=0).instantiate()
-
-
 W, X = jnp.zeros((3, 5)), jnp.zeros((2, 3))
-
-
-def test_batched_product_counts_each_row():
-    x, w = jnp.zeros((4, 2, 3)), jnp.zeros((4, 3, 5))
-    counted = count_flops(lambda w, x: jnp.einsum("bij,bjk->bik", x, w), w, x)
-    assert counted == {"": 2 * 4 * 2 * 3 * 5}
 
 
 def test_scan_counts_its_body_for_each_iteration():
@@ -211,12 +194,6 @@ def test_scan_counts_its_body_for_each_iteration():
         return jax.lax.scan(lambda x, w: (jnp.dot(x, w["a"]), None), x, w)[0]
 
     assert count_flops(stack, {"a": jnp.zeros((7, 3, 3))}, X) == {"a": 7 * (2 * 2 * 3 * 3)}
-
-
-@pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint, lambda f: jax.vmap(f, (None, 0))])
-def test_flops_inside_transformations(transform):
-    x = X[None] if transform not in (jax.jit, jax.checkpoint) else X
-    assert count_flops(transform(lambda w, x: x @ w), W, x) == {"": 60}
 
 
 def test_gradient_counts_the_products_of_both_directions():
@@ -234,13 +211,6 @@ def test_weight_is_tracked_through_casts_and_slices():
 
     weights = {"a": jnp.zeros((5, 3)), "b": jnp.zeros((5, 9))}
     assert count_flops(fn, weights, X) == {"a": 60, "b": 2 * 2 * 5 * 4}
-
-
-def test_products_of_activations_have_no_weight():
-    def attention(w, x):
-        return (x @ w) @ (x @ w).T
-
-    assert count_flops(attention, W, X) == {"": 2 * 60, None: 2 * 2 * 2 * 5}
 
 
 def test_costliest_branch_of_a_cond_counts():

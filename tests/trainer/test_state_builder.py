@@ -48,10 +48,8 @@ from weft.trainer.state_builder import (
     PruneEmaStateBuilder,
     RestoreAndConvertBuilder,
     TensorStoreStateStorageBuilder,
-    clone_tree,
     import_weights,
     initial_state,
-    is_dict,
     traverse_and_set_target_state_parameters,
 )
 from weft.trainer.train_step import TrainerState
@@ -313,13 +311,6 @@ def test_selections_of_axlearn():
     assert taken(("model/a/.*", "SOURCE"), (".*", MergeStateSelection.TARGET)) == {"model/a/w"}
 
 
-def test_averages_become_parameters(saved):
-    converter = EmaParamsConverter.default_config()
-    state = run_initial(converted(saved, converter), state_of(0.0, ema=False))
-    assert filled(state.model["decoder"]["b"]["weight"]) == 121
-    assert filled(state.learner["optimizer"][1]) == -1
-
-
 def test_converters_and_builders_in_chains(saved):
     # The averages; the run takes one layer of them under another name.
     chain = ChainConverter.default_config().set(
@@ -393,13 +384,6 @@ def test_layers_of_other_model(saved, scope, expected):
     assert [filled(x["weight"]) for x in found] == expected
 
 
-def test_whole_model(saved):
-    converter = from_source(ModelStateScopeConverter, mesh_shape=[8], mesh_axis_names=["data"])
-    state = run_initial(converted(saved, converter), state_of(0.0, ema=False, **WHOLE))
-    assert filled(state.model["decoder"]["b"]["bias"]) == 21.5
-    np.testing.assert_array_equal(state.model["pos_emb"]["weight"].ravel(), np.arange(8.0))
-
-
 @pytest.mark.parametrize(
     ("strategy", "length", "expected"),
     [
@@ -447,23 +431,6 @@ def test_averages_of_unknown_parameters_are_pruned():
     assert jax.tree.structure(after.trainer_state.learner["ema"].ema) == jax.tree.structure(model)
     assert after.built_keys == {"learner/ema/ema/decoder/a/bias", "model/decoder/a/bias"}
     assert builder(Builder.State(3, state_of(1.0, ema=False))).step == 3
-
-
-class Doubles(Builder):
-    """Doubles what was drawn."""
-
-    def input_state_type(self):
-        return Builder.StateType.TENSORS
-
-    def __call__(self, state):
-        model = jax.tree.map(lambda x: 2 * x, state.trainer_state.model)
-        return Builder.State(0, state.trainer_state._replace(model=model))
-
-
-def test_custom_builder_modifies_drawn_state():
-    state = run_initial(Doubles.default_config(), state_of(0.0))
-    assert filled(state.model["decoder"]["a"]["weight"]) == -2
-    assert filled(state.learner["ema"].count) == -1
 
 
 # Mismatches.
@@ -524,18 +491,3 @@ class Lies(Builder):
 def test_builder_returning_no_array_is_named():
     with pytest.raises(StateBuilderError, match=r"a Lies, lists 'model/decoder"):
         run_initial(Lies.default_config(), state_of(0.0))
-
-
-def test_helpers():
-    tree = {"a": [1, 2], "b": {"c": 3}}
-    copy = clone_tree(tree)
-    copy["b"]["c"] = 4
-    assert tree["b"]["c"] == 3
-    assert is_dict(tree, "a") and not is_dict(tree, "x") and not is_dict(tree["a"])
-    result = traverse_and_set_target_state_parameters(
-        target_state={"x": {"w": 1}, "y": {"w": 2}},
-        target_scope="y",
-        source_params={"z": {"w": 5}},
-        source_scope="z",
-    )
-    assert result == {"x": {"w": 1}, "y": {"w": 5}}

@@ -1,7 +1,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import weft.hierarchy.metrics
 from weft.hierarchy.metrics import AudioSummary, CallbackSummary, ImageSummary, Summary
@@ -108,17 +107,7 @@ def test_values_not_due_are_not_evaluated():
     assert show(values, step=7, every=2, by_kind=by_kind) == []
 
 
-@pytest.mark.parametrize(("step", "due"), [(0, True), (50, True), (75, False), (100, True)])
-def test_every_n_steps(step, due):
-    assert bool(show({"loss": 1.0}, step=step, every=50)) == due
-
-
 def test_unsupported_values_are_named_and_omitted(caplog):
     shown = show({"a": {"odd": np.array(["x", "y"])}, "b": 1.0})
     assert [leaf.path for leaf in shown] == ["b"]
     assert "a/odd holds values of <U1" in caplog.text
-
-
-def test_keys_are_omitted(caplog):
-    assert show({"key": jax.random.key(0)}) == []
-    assert "key holds values of key<fry>" in caplog.text

@@ -3,7 +3,7 @@ import numpy as np
 
 from weft.hierarchy.parameter_spec import FactorizationSpec, ParameterSpec
 from weft.trainer.model import cast_floats
-from weft.trainer.train_step import keep_state_uncast, loss_is_finite, opt_params
+from weft.trainer.train_step import keep_state_uncast, opt_params
 
 
 def test_opt_params_carry_spec_fields():
@@ -20,8 +20,3 @@ def test_state_keeps_its_dtype():
     params = {"w": jnp.ones(1), "mean": jnp.ones(1)}
     mixed = keep_state_uncast(params, cast_floats(params, jnp.bfloat16), specs)
     assert (mixed["w"].dtype, mixed["mean"].dtype) == (jnp.bfloat16, jnp.float32)
-
-
-def test_scalar_loss():
-    assert loss_is_finite(jnp.float32(1))
-    assert not loss_is_finite(jnp.float32(jnp.inf))

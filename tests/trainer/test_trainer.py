@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from tests.sockets import connected, reading
 from tests.trainer.language_models import Bigrams
 from tests.trainer.test_state import OPTIMIZER
-from weft.config import config_class, config_for_function
+from weft.config import config_for_function
 from weft.debug.anomalies import AnomalyPolicy
 from weft.distributed.peers import Peers, StopRequest, use_peers
 from weft.distributed.preemption import StopRun
@@ -37,7 +37,6 @@ from weft.errors import (
 from weft.hierarchy.base_layer import BaseModel
 from weft.hierarchy.causal_lm import Model
 from weft.hierarchy.layers import Embedding, Linear
-from weft.input import Input
 from weft.input.fake import FakeLmInput
 from weft.recipes.lm import lm_tiny
 from weft.report.live import RunStatus
@@ -141,21 +140,6 @@ def test_run_learns_saves_and_reports(straight):
     assert any("loss" in json.loads(line).get("values", {}) for line in text.splitlines())
 
 
-def test_run_describes_its_state(straight):
-    trainer = straight[0]
-    tree, analysis = (
-        Path(trainer.config.dir, name).read_text(encoding="utf-8").splitlines()
-        for name in ("trainer_state_tree.txt", "model_analysis.txt")
-    )
-    state = trainer.trainer_state
-    assert len(tree) == len(jax.tree.leaves(state))
-    first = jax.tree.leaves(state.model)[0]
-    assert any(line.startswith("model/") and f"{[*first.shape]}" in line for line in tree)
-    total = sum(x.size for x in jax.tree.leaves(state.model))
-    assert analysis[-1] == f"total: {total:,} elements"
-    assert len(analysis) == len(jax.tree.leaves(state.model)) + 1
-
-
 def test_unknown_evalers_are_refused(straight):
     with pytest.raises(ArgumentValueError, match="names 'held_in', which is not one of the eval"):
         straight[0].run(return_evaler_summaries={"held_in"})
@@ -184,32 +168,6 @@ def test_interrupted_run_ends_bitwise_equal(straight, tmp_path):
     assert_equal_states(trainer, straight[0])
     # A run that is at its end already does nothing more.
     assert run(config(tmp_path))[1].losses == {}
-
-
-class GeneratedInput(Input):
-    """The batches of a fake input, from a generator."""
-
-    @config_class
-    class Config(Input.Config):
-        is_training: bool = False
-
-    def dataset(self):
-        fake = FakeLmInput.default_config().set(name="fake", is_training=self.config.is_training)
-        fake.set(global_batch_size=8, source_length=32, max_token_id=100)
-        yield from fake.instantiate(parent=None).dataset()
-
-
-def test_position_in_a_generator_is_counted(tmp_path, caplog):
-    cfgs = [
-        small_config(tmp_path / name, input=GeneratedInput.default_config())
-        for name in ("one", "two")
-    ]
-    _, whole, _ = run(cfgs[0])
-    run(cfgs[1].clone(max_step=2))
-    trainer, rest, _ = run(cfgs[1])
-    assert trainer.input.config.is_training  # else the fake input refuses to be endless
-    assert {step: whole.losses[step] for step in (3, 4)} == rest.losses
-    assert "trainer.input: iterators of dataset() have no get_state" in caplog.text
 
 
 def test_checkpoint_is_restored_onto_another_mesh(straight, tmp_path):
@@ -290,14 +248,6 @@ def test_run_stopped_in_last_evaluation_ends_once(straight, tmp_path):
     assert listener.ends == ((4, "SIGTERM"),)
 
 
-def test_train_dtype_is_configurable(straight, tmp_path):
-    trainer, recorder, _ = run(config(tmp_path, train_dtype=jnp.bfloat16))
-    weights = jax.tree.leaves(trainer.trainer_state.model)
-    assert {w.dtype for w in weights} == {jnp.dtype(jnp.float32)}
-    np.testing.assert_allclose(recorder.losses[1], straight[1].losses[1], rtol=2e-2)
-    assert recorder.losses[1] != straight[1].losses[1]
-
-
 def test_input_error_is_raised_after_saving(small, tmp_path, monkeypatch):
     trainer = trainer_of(small_config(tmp_path))
     batches = trainer.input.batches
@@ -371,13 +321,6 @@ def test_run_without_saved_last_step_fails(failing_at, caplog):
     with pytest.raises(CheckpointSaveError, match="4 cannot be saved"):
         trainer.run()
     assert trainer.checkpointer.checkpoint_steps(trainer.checkpointer.config.dir) == [2]
-
-
-def test_other_save_errors_fail_the_run(failing_at):
-    trainer = failing_at(2, lacks_room=False)
-    with pytest.raises(CheckpointSaveError, match="2 cannot be saved"):
-        trainer.run()
-    assert trainer.step == 2
 
 
 def test_initial_state_from_another_run(straight, tmp_path):
@@ -659,15 +602,6 @@ def checkpoints(saves, recorder, waits=()):
     return CheckpointHook(trainer, trainer, logs_failures=False)
 
 
-def test_full_disk_is_reported_and_the_run_continues():
-    recorder = Recorder()
-    for result in (True, False, FULL):
-        checkpoints([result], recorder).after_step(0, {}, {})
-    assert (recorder.saved, recorder.failed) == ([0], [0])
-    with pytest.raises(CheckpointSaveError, match="broken"):
-        checkpoints([BROKEN], recorder).after_step(0, {}, {})
-
-
 def test_state_of_an_undone_step_is_not_saved():
     checkpoints([], Recorder()).after_step(7, {}, {})
 
@@ -714,16 +648,3 @@ def test_compilation_cache_stores_programs_while_open(tmp_path):
     assert jax.config.jax_compilation_cache_dir == before
     jax.jit(lambda x: jnp.sin(x) + 18.25)(jnp.ones(3))
     assert list(tmp_path.iterdir()) == kept
-
-
-def test_no_compilation_cache_keeps_the_settings_of_jax():
-    before = jax.config.jax_compilation_cache_dir
-    with compilation_cache(None):
-        assert jax.config.jax_compilation_cache_dir == before
-
-
-def test_memory_and_operations_of_a_compiled_function():
-    x = jax.ShapeDtypeStruct((512, 512), jnp.float32)
-    text = aot_model_analysis(jax.jit(lambda x: x @ x).lower(x).compile())
-    assert "argument: 1.0 MiB" in text
-    assert "floating-point operations: 2.68" in text

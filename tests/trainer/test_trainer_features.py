@@ -27,7 +27,6 @@ from weft.trainer.evaler import (
 )
 from weft.trainer.gradients import with_minibatch_steps
 from weft.trainer.learner import DynamicLossScale, Learner
-from weft.trainer.model import per_param_train_dtype_by_path
 from weft.trainer.optimizers import adamw_optimizer
 from weft.trainer.optimizers.transformations import param_ema
 from weft.trainer.profiling import Throughput
@@ -255,37 +254,3 @@ def test_early_stopping_needs_an_evaler_of_the_run(tmp_path):
         EarlyStoppingError, match=r"'held_out', which the run does not have; it has none"
     ):
         cfg.instantiate(parent=None, devices=jax.devices()[:1])
-
-
-def lowered(cfg):
-    """Returns the learner's state and the outputs of a step by name, and its program."""
-    trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])
-    with trainer.mesh():
-        state = jax.eval_shape(trainer._new_state, jax.random.key(0))
-        batch = {
-            "x": jax.ShapeDtypeStruct((8, 2), np.float32),
-            "y": jax.ShapeDtypeStruct((8,), np.float32),
-        }
-        _, outputs = jax.eval_shape(trainer._train_step, state, batch)
-        text = trainer._train_step.lower(state, batch).as_text()
-    return state.learner, outputs, text
-
-
-def test_train_dtype_is_set_by_parameter_path(tmp_path):
-    train_dtype = config_for_function(per_param_train_dtype_by_path).set(
-        default_dtype=jnp.bfloat16, update_rules=[(".*/bias", None)]
-    )
-    _, _, text = lowered(config(tmp_path, train_dtype=train_dtype))
-    assert "tensor<2x1xbf16>" in text
-    assert "tensor<1xbf16>" not in text
-
-
-def test_disabled_features_are_not_traced(tmp_path):
-    state, outputs, _ = lowered(config(tmp_path))
-    assert sorted(state) == ["optimizer"]
-    assert sorted(outputs) == ["aux", "loss", "summaries"]
-    assert sorted(outputs["summaries"]) == ["learner", "model"]
-    assert sorted(outputs["summaries"]["learner"]) == ["optimizer"]
-    on, outputs, _ = lowered(everything(tmp_path))
-    assert sorted(on) == ["ema", "loss_scale", "optimizer"]
-    assert sorted(outputs["summaries"]["learner"]) == ["loss_scale", "optimizer"]

@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from weft.errors import CheckpointStateError, CheckpointStructureError, DamagedCheckpointError
-from weft.hierarchy.parameter_spec import TensorSpec
 from weft.trainer.checkpointer.index import (
     CheckpointValidationType,
     build_index,
@@ -67,23 +66,6 @@ def test_state_becomes_paths_shapes_dtypes_and_layouts():
         "state/model/w": {"shape": [4, 2], "dtype": "bfloat16", "spec": ["model"]},
         "step": 7,
     }
-
-
-def test_shapes_have_the_index_of_their_arrays():
-    state = {"w": jnp.ones((2, 3)), "k": jax.random.key(0)}
-    assert build_index(jax.eval_shape(lambda: state)) == build_index(
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-    )
-    spec = TensorSpec((2, 3), jnp.float32, mesh_axes=("data", None))
-    assert build_index(spec) == [
-        ("", {"shape": [2, 3], "dtype": "float32", "spec": ["data", None]})
-    ]
-
-
-def test_index_is_read_as_it_was_written(tmp_path):
-    index = build_index(make_state())
-    write_index_file(ckpt_dir=str(tmp_path), index=index)
-    assert read_index_file(str(tmp_path)) == index
 
 
 def test_spec_of_a_state_is_nested_and_has_layouts(tmp_path):

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from weft.errors import ArgumentShapeError
 from weft.trainer.summary_writer import event_file
 from weft.trainer.summary_writer.event_file import EventFile, SessionLog, SummaryWriter
 
@@ -54,14 +53,6 @@ def test_files_are_new_and_sort_in_order(tmp_path):
     assert len(set(paths)) == 3
     assert paths == sorted(paths)
     assert all("tfevents" in path for path in paths)
-
-
-def test_flush_writes_events(tmp_path, read_events):
-    file = EventFile(str(tmp_path))
-    file.add(event_file.scalar("loss", 1.0), step=1)
-    file.flush()
-    assert len(read_events(file.path)) == 2
-    file.close()
 
 
 def test_dropped_event_file_is_complete(tmp_path, read_events):
@@ -153,17 +144,3 @@ def test_values(tmp_path, read_events):
     tags = [value.tag for event in events for value in event.summary.value]
     assert tags == ["image", "images/0", "images/1", "sound", "weights", "note/text_summary"]
     assert {event.step for event in events} == {4}
-
-
-def test_settings_of_the_run(tmp_path, read_events):
-    writer = SummaryWriter(str(tmp_path), auto_flush=False)
-    writer.hparams({"learning_rate": 0.1, "name": "first"})
-    writer.close()
-    data = b"".join(event.SerializeToString() for event in read_events(tmp_path))
-    assert b"learning_rate" in data
-    assert b"first" in data
-
-
-def test_shapes_of_images(tmp_path):
-    with pytest.raises(ArgumentShapeError, match=r"image has shape \(2,\); expected \(height, wid"):
-        SummaryWriter(str(tmp_path)).image("image", np.ones(2), 0)

@@ -1,7 +1,6 @@
 import os
 import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -82,25 +81,6 @@ def test_only_due_values_are_written(make, read):
     ]
 
 
-def test_config_is_shown_as_a_block_of_text(make, read):
-    writer = make()
-    writer.log_config(writer.config, step=0)
-    ((_, tag, value),) = read()
-    assert tag == "trainer_config/text_summary"
-    lines = value.tensor.string_val[0].decode().splitlines()
-    assert [line[4:] for line in lines] == writer.config.debug_string().splitlines()
-    assert all(line.startswith("    ") for line in lines)
-
-
-def test_step_times_are_averaged(make, read):
-    writer = make()
-    writer.log_average_step_time(10, [1.0, 2.0, 6.0])
-    writer.log_average_step_time(20, [])
-    writer.flush()
-    ((step, tag, value),) = read()
-    assert (step, tag, value.simple_value) == (10, "average_step_time", 3.0)
-
-
 def test_restored_step_voids_later_events(make, tmp_path, read_events):
     first = make()
     for step in (1, 2, 3):
@@ -151,25 +131,6 @@ def test_closed_writer_opens_a_new_file(make, read):
     assert [step for step, _, _ in read()] == [1, 2]
 
 
-def test_custom_protocol_buffers(make, read):
-    with make().as_default() as file:
-        file.add(event_file.scalar("mine", 4.0), step=9)
-    ((step, tag, value),) = read()
-    assert (step, tag, value.simple_value) == (9, "mine", 4.0)
-
-
-def test_other_processes_write_nothing(make, tmp_path, monkeypatch):
-    writer = make()
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    writer(1, {"loss": 1.0})
-    writer.log_config(writer.config)
-    writer.log_checkpoint("d", state={}, action=CheckpointerAction.SAVE, step=1)
-    writer.log_average_step_time(1, [1.0])
-    with writer.as_default() as file:
-        assert file is None
-    assert not (tmp_path / "log").exists()
-
-
 def test_full_disk_only_loses_events(make, read, caplog, files_limited_to):
     writer = make(max_queue=0)
     writer(1, {"loss": 1.0})
@@ -185,8 +146,3 @@ def test_unwritable_directory_is_reported(tmp_path, make, caplog):
     (tmp_path / "log").write_text("a file is in the way", encoding="utf-8")
     make()(1, {"loss": 1.0})
     assert "cannot write to" in caplog.text
-
-
-def test_callback_errors_propagate(make):
-    with pytest.raises(ZeroDivisionError):
-        make()(1, {"x": CallbackSummary(lambda: 1 / 0)})
