@@ -12,7 +12,7 @@ from rich.console import Console
 
 from weft.cli import main
 from weft.cli.configs import load_config
-from weft.cli.train import program, run, split_arguments
+from weft.cli.train import _Training, program, run, split_arguments
 from weft.report.display import make_display
 from weft.report.recorder import RunRecorder
 from weft.trainer.run_dir import claim_run_dir
@@ -281,11 +281,11 @@ def test_required_base_run_is_trained_first(reason, tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     trained = []
 
-    def train(recipe, cfg, made_by=None):
+    def train(recipe, cfg, recipe_record=None):
         trained.append((recipe, cfg.dir))
         display = make_display(Console(), cfg.dir)
         display.on_end(7, reason)
-        return object(), display, {}
+        return _Training(object(), display, 7, reason, {})
 
     monkeypatch.setattr("weft.cli.train._run", train)
     monkeypatch.setattr("weft.cli.train._conclude", lambda *args: 0)

@@ -121,12 +121,12 @@ def _printable_log() -> Iterator[None]:
     if handler is None:
         yield
         return
-    before = handler.formatter
+    formatter = handler.formatter
     handler.setFormatter(_PrintableFormatter())
     try:
         yield
     finally:
-        handler.setFormatter(before)
+        handler.setFormatter(formatter)
 
 
 def _open_missing_streams() -> None:
@@ -174,12 +174,12 @@ def keep_freed_memory() -> None:
 @contextlib.contextmanager
 def _fewer_garbage_collections() -> Iterator[None]:
     # Imports and traces make many objects, few of them garbage in cycles.
-    before = gc.get_threshold()
-    gc.set_threshold(max(before[0], 50_000), *before[1:])
+    thresholds = gc.get_threshold()
+    gc.set_threshold(max(thresholds[0], 50_000), *thresholds[1:])
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        gc.set_threshold(*thresholds)
 
 
 # Commands that run a program of the user, which may import from where it is started.
@@ -193,12 +193,12 @@ def _children_ignore_current_directory() -> Iterator[None]:
     `multiprocessing` starts the workers of an input as `python -c`, which would look there first
     for its own modules. It has no argument for that, only this variable.
     """
-    before = os.environ.get(_SAFE_PATH)
-    os.environ[_SAFE_PATH] = before or "1"
+    variable = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = variable or "1"
     try:
         yield
     finally:
-        if before is None:
+        if variable is None:
             del os.environ[_SAFE_PATH]
 
 

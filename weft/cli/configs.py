@@ -49,9 +49,9 @@ def load_config(
         else:
             config = _parse(Path(name), _read(Path(name)), [*allow, *packages])
     else:
-        found = find_recipe(name)
-        config, overrides = found.config(overrides)
-        packages = found.packages()
+        named_recipe = find_recipe(name)
+        config, overrides = named_recipe.config(overrides)
+        packages = named_recipe.packages()
     allow = [*allow, *packages]
     config = apply_overrides(config, overrides, allow=allow, source="command line")
     _check_fields(config)
@@ -64,11 +64,11 @@ def _check_fields(config: SpmdTrainer.Config) -> None:
     Raises InvalidConfigValueError, with the path of a field.
     """
 
-    def is_plain(path: str, value: object) -> bool:
+    def is_checked(path: str, value: object) -> bool:
         is_plain = isinstance(value, str | int | float | list | tuple | dict)
-        return is_plain and bool(_NAMED.search(path))
+        return is_plain and path.endswith(("dtype", "partition_spec"))
 
-    for path, value in find_values(config, is_plain).items():
+    for path, value in find_values(config, is_checked).items():
         if path.endswith("dtype"):
             if not (isinstance(value, str) and _is_dtype(value)):
                 raise InvalidConfigValueError(
@@ -89,9 +89,6 @@ def _is_dtype(name: str) -> bool:
     return True
 
 
-_NAMED = re.compile(r"(dtype|partition_spec)$")
-
-
 def load_run(
     name: str,
     overrides: Sequence[str] = (),
@@ -105,8 +102,8 @@ def load_run(
     has to name the directory.
     """
     config = load_config(name, overrides, allow=allow, recipe=recipe)
-    named = any(override.partition("=")[0].strip() == "dir" for override in overrides)
-    if _is_path(name) and Path(name).is_file() and not named:
+    paths = [override.partition("=")[0].strip() for override in overrides]
+    if _is_path(name) and Path(name).is_file() and "dir" not in paths:
         raise CommandLineError(
             f"{name!r} would write to dir={config.dir!r}, but a file must not choose the "
             "directory: add dir=PATH to the command line."
@@ -123,7 +120,9 @@ def _is_path(name: str) -> bool:
 def run_directory(name: str) -> str:
     """Returns a run's directory: the given one, or that of a recipe's config."""
     is_recipe = name in named_trainer_configs() or ":" in name
-    return load_config(name).dir if is_recipe and not Path(name).exists() else name
+    if is_recipe and not Path(name).exists():
+        return load_config(name).dir
+    return name
 
 
 def run_config(
@@ -141,15 +140,16 @@ def run_config(
         RecipeError: if the recipe that made the config is needed, but has moved.
     """
     directory = run_directory(name)
-    recipe = recipe if directory == name else name
+    if directory != name:
+        recipe = name
     run_dir.check_places(directory)
     path = Path(directory, run_dir.CONFIG_FILE)
     if not run_dir.was_started(directory):
         if run_dir.has_steps(directory):
             raise _lost_config(directory)
-        what = "has no run in it" if Path(directory).is_dir() else "is not a directory"
+        problem = "has no run in it" if Path(directory).is_dir() else "is not a directory"
         raise CommandLineError(
-            f"{directory!r} {what}: there is no {path}. Name the directory of a run, the value "
+            f"{directory!r} {problem}: there is no {path}. Name the directory of a run, the value "
             "of `dir` that it was trained with."
         )
     text = _read_config(directory)
@@ -172,8 +172,8 @@ def _config_by_recipe(
     record = run_dir.surviving_record(str(path.parent)).get("recipe")
     if not isinstance(record, dict):
         raise error
-    is_ours = run_dir.is_signed(record, text)
-    if recipe is None and not is_ours:
+    is_signed = run_dir.is_signed(record, text)
+    if recipe is None and not is_signed:
         raise type(error)(
             f"{error}\nThe run was made by the recipe {record.get('name')}, but not by you on this "
             "machine, or its files have been changed. If you trust the directory, name your copy "
@@ -182,17 +182,17 @@ def _config_by_recipe(
     made_by = find_recipe(recipe) if recipe else recorded_recipe(record)
     try:
         return _parse(path, text, [*allow, *made_by.packages()])
-    except ConfigError as second:
-        if not is_ours or record["words"] is None:
+    except ConfigError as error_with_recipe:
+        if not is_signed or record["words"] is None:
             raise
         config, overrides = made_by.config(record["words"])
         config = apply_overrides(config, overrides, allow=made_by.packages())
         directory = str(path.parent)
         changes = run_dir.changes_of_run(directory, config.set(dir=directory))
         if changes:
-            raise type(second)(
-                f"{second}\n{made_by.name} cannot replace the text, because it makes another "
-                "config now:\n" + "\n".join(f"  {change}" for change in changes)
+            raise type(error_with_recipe)(
+                f"{error_with_recipe}\n{made_by.name} cannot replace the text, because it makes "
+                "another config now:\n" + "\n".join(f"  {change}" for change in changes)
             ) from None
         return config
 
@@ -205,14 +205,16 @@ def recipe_of_run(
     Takes the arguments of `load_run`.
     """
     if not _is_path(name):
-        found = find_recipe(name)
-        return found.record(overrides) if found.is_own() else None
-    before = run_dir.surviving_record(name).get("recipe") if Path(name).is_dir() else None
+        named_recipe = find_recipe(name)
+        return named_recipe.record(overrides) if named_recipe.is_own() else None
+    earlier_record = None
+    if Path(name).is_dir():
+        earlier_record = run_dir.surviving_record(name).get("recipe")
     # What others have written must not be signed.
-    if isinstance(before, dict) and run_dir.is_signed(before, _read_config(name)):
-        words = None if before["words"] is None else [*before["words"], *overrides]
-        made_by = find_recipe(recipe) if recipe else recorded_recipe(before)
-        return made_by.record(words)
+    if isinstance(earlier_record, dict) and run_dir.is_signed(earlier_record, _read_config(name)):
+        made_by = find_recipe(recipe) if recipe else recorded_recipe(earlier_record)
+        words = earlier_record["words"]
+        return made_by.record(None if words is None else [*words, *overrides])
     return find_recipe(recipe).record(None) if recipe else None
 
 
@@ -233,11 +235,11 @@ def _read_config(directory: str) -> str:
 
 
 def _lost_config(directory: str) -> CommandLineError:
-    where = shlex.quote(directory)
     return CommandLineError(
         f"the config of the run in {directory!r} is lost: {run_dir.CONFIG_FILE} is empty or "
         f"missing, and {run_dir.RECORD_FILE} has no copy of it. Name the recipe that was trained "
-        f"there, with its arguments; the run then continues: weft train RECIPE dir={where}"
+        f"there, with its arguments; the run then continues: weft train RECIPE "
+        f"dir={shlex.quote(directory)}"
     )
 
 
@@ -253,14 +255,16 @@ def parse_mesh(text: str) -> dict[str, int]:
     >>> parse_mesh("data=-1,model=2")
     {'data': -1, 'model': 2}
     """
-    pairs = [re.fullmatch(r"\s*(\w+)\s*=\s*(-1|[1-9]\d*)\s*", part) for part in text.split(",")]
-    names = [pair[1] for pair in pairs if pair]
-    if len(set(names)) < len(pairs):
-        raise CommandLineError(
-            f"--mesh {text!r} is not a list of distinct axes with their sizes; write it as "
-            "--mesh data=4,model=2."
-        )
-    return {pair[1]: int(pair[2]) for pair in pairs if pair}
+    sizes: dict[str, int] = {}
+    for axis in text.split(","):
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(-1|[1-9]\d*)\s*", axis)
+        if match is None or match[1] in sizes:
+            raise CommandLineError(
+                f"--mesh {text!r} is not a list of distinct axes with their sizes; write it as "
+                "--mesh data=4,model=2."
+            )
+        sizes[match[1]] = int(match[2])
+    return sizes
 
 
 def on_mesh(
@@ -309,7 +313,8 @@ def show_or_diff(arguments: argparse.Namespace) -> int:
         for comment in run_dir.length_comments(config):
             print(comment)
         return 0
-    a, b = (load_config(name, **arguments.trust) for name in (arguments.a, arguments.b))
-    changes = diff(a, b)
+    changes = diff(
+        load_config(arguments.a, **arguments.trust), load_config(arguments.b, **arguments.trust)
+    )
     print(printable(str(changes)))
     return 1 if changes else 0

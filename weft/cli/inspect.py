@@ -5,7 +5,6 @@ checks every file of every checkpoint. `report` writes the page of a run or of s
 """
 
 import argparse
-import itertools
 import math
 import os
 from collections import Counter
@@ -33,24 +32,24 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandLineError(f"{run!r} is not a directory. Name the directory of a run.")
     check_places(run)
     base_dir = os.path.join(run, CHECKPOINTS_DIR)
-    found = dirs.step_dirs(base_dir)
-    if not found:
+    checkpoints = dirs.step_dirs(base_dir)
+    if not checkpoints:
         raise CheckpointNotFoundError(
             f"there is no checkpoint in {base_dir!r}. Name the directory of a run that has saved."
         )
     console = display.table_console()
     if arguments.verify:
-        return _verify(found, console)
-    for step, directory in found.items():
+        return _verify(checkpoints, console)
+    for step, directory in checkpoints.items():
         try:
-            size = _size_of_files(directory)
+            size_text = display.bytes_text(_size_of_files(directory))
         except FileNotFoundError:  # deleted by the run, which continues
             continue
-        state = "" if manifest.has_manifest(directory) else "  incomplete: its manifest is missing"
-        console.print(
-            f"step {step:,}  {directory}  {display.bytes_text(size)}{state}", soft_wrap=True
-        )
-    step, directory = list(found.items())[-1]
+        line = f"step {step:,}  {directory}  {size_text}"
+        if not manifest.has_manifest(directory):
+            line += "  incomplete: its manifest is missing"
+        console.print(line, soft_wrap=True)
+    step, directory = list(checkpoints.items())[-1]
     table = display.tree_table(
         f"step {step:,}", ["shape", "dtype", "layout", "bytes"], numbers=["bytes"]
     )
@@ -62,33 +61,36 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(found: Mapping[int, str], console: Console) -> int:
+def _verify(checkpoints: Mapping[int, str], console: Console) -> int:
     """Prints whether each checkpoint is intact, and names every damaged file."""
-    num_damaged = 0
     # A stranger's manifest may name any size.
-    size = sum(manifest.recorded_bytes(directory) for directory in found.values())
-    console.print(f"reading up to {display.bytes_text(size)}; Ctrl-C stops", soft_wrap=True)
-    for step, directory in found.items():
+    num_bytes = sum(map(manifest.recorded_bytes, checkpoints.values()))
+    console.print(f"reading up to {display.bytes_text(num_bytes)}; Ctrl-C stops", soft_wrap=True)
+    num_damaged = 0
+    for step, directory in checkpoints.items():
         damage = manifest.find_damage(directory, step=step)
-        num_damaged += bool(damage)
-        num_files, size = (
-            len(dirs.list_files(directory)),
-            display.bytes_text(_size_of_files(directory)),
-        )
-        state = "DAMAGED" if damage else f"intact: {num_files:,} files, {size}"
+        if damage:
+            num_damaged += 1
+            state = "DAMAGED"
+        else:
+            num_files = len(dirs.list_files(directory))
+            size_text = display.bytes_text(_size_of_files(directory))
+            state = f"intact: {num_files:,} files, {size_text}"
         console.print(f"step {step:,}  {directory}  {state}", soft_wrap=True)
         for line in damage:
             console.print(f"  {line}", soft_wrap=True, markup=False)
-    if num_damaged:
-        console.print(
-            f"{num_damaged} of {len(found)} checkpoints are damaged. A resumed run skips "
-            "them; delete them, or restore their files from a copy."
-        )
-    return 1 if num_damaged else 0
+    if num_damaged == 0:
+        return 0
+    console.print(
+        f"{num_damaged} of {len(checkpoints)} checkpoints are damaged. A resumed run skips "
+        "them; delete them, or restore their files from a copy."
+    )
+    return 1
 
 
 def _size_of_files(directory: str) -> int:
-    return sum(os.path.getsize(os.path.join(directory, f)) for f in dirs.list_files(directory))
+    paths = [os.path.join(directory, name) for name in dirs.list_files(directory)]
+    return sum(map(os.path.getsize, paths))
 
 
 def _sizes(index: Index) -> Counter[str]:
@@ -101,12 +103,12 @@ def _sizes(index: Index) -> Counter[str]:
     for path, entry in index:
         size = 0
         if isinstance(entry, Mapping) and "shape" in entry:
-            # A PRNG key, such as key<fry>, is two words.
-            is_key = entry["dtype"].startswith("key<")
-            size = 8 if is_key else jnp.dtype(entry["dtype"]).itemsize
-            size *= math.prod(entry["shape"])
-        for name in itertools.accumulate(path.split("/"), "{}/{}".format):
-            sizes[name] += size
+            is_key = entry["dtype"].startswith("key<")  # such as key<fry>, of two words
+            bytes_per_value = 8 if is_key else jnp.dtype(entry["dtype"]).itemsize
+            size = bytes_per_value * math.prod(entry["shape"])
+        names = path.split("/")
+        for depth in range(1, len(names) + 1):
+            sizes["/".join(names[:depth])] += size
     return sizes
 
 
@@ -135,8 +137,10 @@ def write_report(arguments: argparse.Namespace) -> int:
     page = render_report(*directories)
     if arguments.out:
         out = Path(arguments.out)
+    elif len(directories) == 1:
+        out = Path(directories[0], REPORT_FILE)
     else:
-        out = Path(directories[0], REPORT_FILE) if len(directories) == 1 else Path(COMPARISON_FILE)
+        out = Path(COMPARISON_FILE)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         Directory(str(out.parent)).write(out.name, page)

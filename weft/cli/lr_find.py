@@ -12,8 +12,8 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import re
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,8 +27,9 @@ from weft.trainer import BaseCheckpointer, Hook, NoOpWriter, SpmdTrainer, schedu
 from weft.trainer.trainer_config_modifier import apply_config_modifiers, find_values, outermost
 from weft.typing import Nested, Tensor
 
-_SMOOTHING = 0.9
-_DIVERGED = 4.0
+_DECAY = 0.9
+# A loss of this multiple of the smallest one ends the search.
+_DIVERGED_FACTOR = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,17 +81,21 @@ def find_learning_rate(
             f"a sweep from {min_rate=:g} to {max_rate=:g} in {num_steps=}; expected 0 < min_rate < "
             "max_rate and 10 or more steps."
         )
-    sweep = {"min_rate": min_rate, "max_rate": max_rate, "num_steps": num_steps}
     cfg = apply_config_modifiers(cfg).clone()
-    is_rate = re.compile(r"(.*\.)?learning_rate").fullmatch
-    fields = outermost(find_values(cfg.learner, lambda path, value: is_rate(path)))
+
+    def is_rate(path: str, value: object) -> bool:
+        return path.rpartition(".")[2] == "learning_rate"
+
+    fields = outermost(find_values(cfg.learner, is_rate))
     if not fields:
         raise LearningRateSearchError(
             "the learner's config has no field `learning_rate` to sweep; use an optimizer with an "
             "argument of this name."
         )
+    sweep = {"min_rate": min_rate, "max_rate": max_rate, "num_steps": num_steps}
     for path in fields:
-        cfg.learner.set_recursively(path, value=config_for_function(exponential_sweep).set(**sweep))
+        rate_cfg = config_for_function(exponential_sweep).set(**sweep)
+        cfg.learner.set_recursively(path, value=rate_cfg)
     losses = _Losses()
     with tempfile.TemporaryDirectory() as directory:
         cfg.set(
@@ -106,17 +111,28 @@ def find_learning_rate(
         with contextlib.suppress(_DivergedError):
             cfg.instantiate(parent=None).run(listener=losses, progress=False)
     rate = exponential_sweep(min_rate=min_rate, max_rate=max_rate, num_steps=num_steps)
-    rates = [float(rate(i)) for i in range(1, len(losses.values) + 1)]
-    total, smoothed = 0.0, []
-    for i, loss in enumerate(losses.values):
-        total = _SMOOTHING * total + (1 - _SMOOTHING) * loss
-        smoothed.append(total / (1 - _SMOOTHING ** (i + 1)))
-    suggestion, names = _suggestion(rates, smoothed), [f"learner.{f}" for f in fields]
-    return LearningRateSearch(rates, losses.values, smoothed, suggestion, names)
+    rates = [float(rate(step)) for step in range(1, len(losses.values) + 1)]
+    smoothed = _smoothed(losses.values)
+    return LearningRateSearch(
+        rates=rates,
+        losses=losses.values,
+        smoothed=smoothed,
+        suggestion=_suggestion(rates, smoothed),
+        fields=[f"learner.{field}" for field in fields],
+    )
 
 
-def _suggestion(rates: list[float], smoothed: list[float]) -> float:
-    slopes = [after - before for before, after in itertools.pairwise(smoothed)]
+def _smoothed(losses: Sequence[float]) -> list[float]:
+    averages: list[float] = []
+    average = 0.0
+    for i, loss in enumerate(losses):
+        average = _DECAY * average + (1 - _DECAY) * loss
+        averages.append(average / (1 - _DECAY ** (i + 1)))  # without the bias of the start at 0
+    return averages
+
+
+def _suggestion(rates: Sequence[float], smoothed: Sequence[float]) -> float:
+    slopes = [loss - previous for previous, loss in itertools.pairwise(smoothed)]
     # The first averages are of few losses and therefore noisy.
     first = min(len(slopes) // 10, 5)
     steepest = min(range(first, len(slopes)), key=slopes.__getitem__, default=None)
@@ -145,7 +161,7 @@ class _Losses(Hook):
             raise _DivergedError
         self.values.append(loss)
         # A factor is not meaningful for losses below zero, such as log densities.
-        if loss > _DIVERGED * min(self.values) > 0:
+        if loss > _DIVERGED_FACTOR * min(self.values) > 0:
             raise _DivergedError
 
 
@@ -170,7 +186,7 @@ class NoCheckpoints(BaseCheckpointer):
 
 
 _ROWS = 20
-_BAR = 40
+_BAR_WIDTH = 40
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -196,11 +212,15 @@ def loss_table(search: LearningRateSearch) -> Table:
     table = Table("rate", "loss", "", box=None)
     low, high = min(search.smoothed), max(search.smoothed)
     last = len(search.rates) - 1
-    rows = sorted({round(i * last / (_ROWS - 1)) for i in range(_ROWS)})
-    nearest = min(rows, key=lambda row: abs(row - search.rates.index(search.suggestion)))
-    for row in rows:
-        share = (search.smoothed[row] - low) / (high - low) if high > low else 0.0
-        bar = "█" * max(1, round(_BAR * share))
-        mark = " ← falls fastest" if row == nearest else ""
-        table.add_row(f"{search.rates[row]:.2e}", f"{search.smoothed[row]:.4f}", bar + mark)
+    # Evenly selected steps, each once if there are fewer than rows.
+    steps = sorted({round(i * last / (_ROWS - 1)) for i in range(_ROWS)})
+    steepest = search.rates.index(search.suggestion)
+    nearest = min(steps, key=lambda step: abs(step - steepest))
+    for step in steps:
+        loss = search.smoothed[step]
+        share = (loss - low) / (high - low) if high > low else 0.0
+        bar = "█" * max(1, round(_BAR_WIDTH * share))
+        if step == nearest:
+            bar += " ← falls fastest"
+        table.add_row(f"{search.rates[step]:.2e}", f"{loss:.4f}", bar)
     return table

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -55,11 +55,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     recipe, overrides = split_arguments(arguments.recipe_and_overrides)
-    chosen = {"--mesh-selector": arguments.mesh_selector, "--mesh": arguments.mesh}
     cfg = configs.load_run(recipe, overrides, **arguments.trust)
     cfg = configs.on_mesh(cfg, selector=arguments.mesh_selector, mesh=arguments.mesh)
-    made_by = configs.recipe_of_run(recipe, overrides, recipe=arguments.made_by)
-    options = [word for option in chosen.items() if option[1] is not None for word in option]
+    recipe_record = configs.recipe_of_run(recipe, overrides, recipe=arguments.made_by)
+    options: list[str] = []
+    if arguments.mesh_selector is not None:
+        options += ["--mesh-selector", arguments.mesh_selector]
+    if arguments.mesh is not None:
+        options += ["--mesh", arguments.mesh]
     options += _options_for_texts(arguments)
     with contextlib.ExitStack() as stack:
         stack.enter_context(compilation.compilation_cache(cfg.compilation_cache_dir))
@@ -68,16 +71,22 @@ def _train(arguments: argparse.Namespace) -> int:
                 _move_aside(cfg.dir)
             stack.enter_context(run_lock(cfg.dir))
             run_dir.check_run_dir(cfg)
-        named = recipes.named_trainer_configs().get(recipe)
-        stopped: list[str] = []
-        if named is not None and not named.prepare(cfg, functools.partial(_train_base, stopped)):
-            return _stopped_code(stopped[0])
-        return _conclude(*_run(recipe, cfg, made_by), [*options, recipe, *overrides])
+        named_recipe = recipes.named_trainer_configs().get(recipe)
+        if named_recipe is not None:
+            signal_names: list[str] = []
+            if not named_recipe.prepare(cfg, functools.partial(_train_base, signal_names)):
+                return _stopped_code(signal_names[0])
+        training = _run(recipe, cfg, recipe_record)
+        return _conclude(training, [*options, recipe, *overrides])
 
 
 def _options_for_texts(arguments: argparse.Namespace) -> list[str]:
-    options = [word for name in arguments.allow for word in ("--allow", name)]
-    return options + (["--recipe", arguments.made_by] if arguments.made_by else [])
+    options: list[str] = []
+    for name in arguments.allow:
+        options += ["--allow", name]
+    if arguments.made_by:
+        options += ["--recipe", arguments.made_by]
+    return options
 
 
 @contextlib.contextmanager
@@ -88,14 +97,16 @@ def _suggested_commands(arguments: argparse.Namespace) -> Iterator[None]:
     except errors.RunDirError as error:
         if error.free_dir is None:
             raise
-        words = [w for w in arguments.words if w.partition("=")[0].strip() != "dir"]
-        commands = {"": [*words, f"dir={error.free_dir}"]}
+        words: list[str] = arguments.words
+        elsewhere = [word for word in words if word.partition("=")[0].strip() != "dir"]
+        elsewhere.append(f"dir={error.free_dir}")
+        lines = [str(error), "", f"  {program('weft')} {shlex.join(elsewhere)}"]
         if not isinstance(error, errors.RunDirInUseError) and not arguments.fresh:
-            where = 2 if words[0] == "launch" else 1
-            fresh = [*arguments.words[:where], "--fresh", *arguments.words[where:]]
-            commands["or, to move the old run aside and start again:"] = fresh
-        lines = [f"{text}\n  {program('weft')} {shlex.join(c)}" for text, c in commands.items()]
-        raise type(error)("\n".join([str(error), *lines]), free_dir=error.free_dir) from error
+            num_command_words = 2 if words[0] == "launch" else 1
+            fresh = [*words[:num_command_words], "--fresh", *words[num_command_words:]]
+            lines.append("or, to move the old run aside and start again:")
+            lines.append(f"  {program('weft')} {shlex.join(fresh)}")
+        raise type(error)("\n".join(lines), free_dir=error.free_dir) from error
 
 
 def _move_aside(directory: str) -> None:
@@ -104,30 +115,51 @@ def _move_aside(directory: str) -> None:
         print(printable(f"moved the earlier run from {directory} to {target}"))
 
 
-def _train_base(stopped: list[str], recipe: str, cfg: SpmdTrainer.Config) -> SpmdTrainer | None:
-    """Trains what a run starts from; returns the trainer, or None if it was stopped by a signal."""
+class _Training(NamedTuple):
+    """Training that has ended.
+
+    Attributes:
+        reason: Why it ended, see `Hook.on_end`; `step` is its last.
+        baselines: Losses of count-based models on the held-out part of the corpus, by name.
+    """
+
+    trainer: SpmdTrainer
+    display: Display
+    step: int
+    reason: str
+    baselines: Mapping[str, Baseline]
+
+
+def _train_base(
+    signal_names: list[str], recipe: str, cfg: SpmdTrainer.Config
+) -> SpmdTrainer | None:
+    """Trains what a run starts from.
+
+    Returns the trainer; None if a signal has stopped it, whose name is added to `signal_names`.
+    """
     run_dir.check_run_dir(cfg)
-    trainer, display, baselines = _run(recipe, cfg)
-    assert display.ended is not None
-    if not has_ended(display.ended[1]):
-        stopped.append(display.ended[1])
+    training = _run(recipe, cfg)
+    if not has_ended(training.reason):
+        signal_names.append(training.reason)
         return None
-    _compare_with_baselines(display, baselines)
-    display.print_line("")
-    return trainer
+    _compare_with_baselines(training.display, training.baselines)
+    training.display.print_line("")
+    return training.trainer
 
 
 def _run(
-    recipe: str, cfg: SpmdTrainer.Config, made_by: Mapping[str, Any] | None = None
-) -> tuple[SpmdTrainer, Display, Mapping[str, Baseline]]:
+    recipe: str, cfg: SpmdTrainer.Config, recipe_record: Mapping[str, Any] | None = None
+) -> _Training:
     trainer = cfg.instantiate(parent=None)
     # Only one process prints.
     console = TextConsole(highlight=False, quiet=jax.process_index() != 0)
     display = make_display(console, cfg.dir)
     display.print_line(f"weft {weft.__version__}, jax {jax.__version__}: training {recipe}")
     baselines = _print_corpus(cfg, display)
-    trainer.run(return_evaler_summaries=True, progress=display, recipe=made_by)
-    return trainer, display, baselines
+    trainer.run(return_evaler_summaries=True, progress=display, recipe=recipe_record)
+    assert display.ended is not None
+    step, reason = display.ended
+    return _Training(trainer, display, step, reason, baselines)
 
 
 def split_arguments(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -171,34 +203,32 @@ def _print_corpus(cfg: SpmdTrainer.Config, display: Display) -> Mapping[str, Bas
 # Output after training.
 
 
-def _conclude(
-    trainer: SpmdTrainer,
-    display: Display,
-    baselines: Mapping[str, Baseline],
-    arguments: Sequence[str],
-) -> int:
-    cfg = trainer.config
-    assert display.ended is not None
-    step, reason = display.ended
-    facts: dict[str, Any] = {
-        "baselines": {
-            name: {"nats_per_token": b.nats_per_token, "bits_per_byte": b.bits_per_byte}
-            for name, b in baselines.items()
+def _conclude(training: _Training, arguments: Sequence[str]) -> int:
+    """Writes the report, and prints samples and commands to continue with; returns the exit code.
+
+    `arguments` are those of `weft train` for this run.
+    """
+    cfg, display = training.trainer.config, training.display
+    losses_of_baselines: dict[str, dict[str, float]] = {}
+    for name, baseline in training.baselines.items():
+        losses_of_baselines[name] = {
+            "nats_per_token": baseline.nats_per_token,
+            "bits_per_byte": baseline.bits_per_byte,
         }
-    }
-    stopped = not has_ended(reason)
-    if not stopped:
-        _compare_with_baselines(display, baselines)
+    facts: dict[str, Any] = {"baselines": losses_of_baselines}
+    is_complete = has_ended(training.reason)
+    if is_complete:
+        _compare_with_baselines(display, training.baselines)
         with errors_logged("no text of the model can be shown"):
-            facts["samples"] = _sample(trainer, display, step)
+            facts["samples"] = _sample(training)
     if jax.process_index() == 0:
         with errors_logged("the record of the run cannot be written"):
             run_dir.update_record(cfg.dir, **facts)
         with errors_logged("the report of the run cannot be written"):
             write_report(cfg.dir)
-    commands = _next_commands(cfg, arguments, stopped=stopped, is_saved=display.is_saved)
+    commands = _next_commands(cfg, arguments, is_complete=is_complete, is_saved=display.is_saved)
     display.print_line("\n" + "\n".join(commands))
-    return _stopped_code(reason) if stopped else 0
+    return 0 if is_complete else _stopped_code(training.reason)
 
 
 def _stopped_code(signal_name: str) -> int:
@@ -213,14 +243,20 @@ def _compare_with_baselines(display: Display, baselines: Mapping[str, Baseline])
         line = f"{name} at step {step:,}: {', '.join(metric_texts(values))}"
         loss = values.get("loss")
         if loss is not None and baselines:
-            losses = {name: b.nats_per_token for name, b in baselines.items()}
-            beaten = [f"{name} ({of:.3f})" for name, of in losses.items() if loss < of]
+            beaten: list[str] = []
+            for baseline_name, baseline in baselines.items():
+                if loss < baseline.nats_per_token:
+                    beaten.append(f"{baseline_name} ({baseline.nats_per_token:.3f})")
             line += f"\n  below {', '.join(beaten)}" if beaten else "\n  above all baselines"
         display.print_line(line)
 
 
-def _sample(trainer: SpmdTrainer, display: Display, step: int) -> list[dict[str, Any]]:
-    """Prints generated text, if the model can_generate any, with the texts of earlier runs."""
+def _sample(training: _Training) -> list[dict[str, Any]]:
+    """Prints generated text, if the model can generate any.
+
+    Returns it with the texts of earlier steps, to be recorded.
+    """
+    trainer, step = training.trainer, training.step
     tokenizer = trained_models.find_tokenizer(trainer.config)
     if tokenizer is None or not trained_models.can_generate(trainer.model):
         return []
@@ -234,23 +270,23 @@ def _sample(trainer: SpmdTrainer, display: Display, step: int) -> list[dict[str,
             temperature=_SAMPLE_TEMPERATURE,
             seed=trainer.config.seed,
         )
-    display.print_line(f"\nUnprompted text from the model:\n\n{text}")
-    earlier = run_dir.read_record(trainer.config.dir).get("samples", [])
-    sample = {"step": step, "prompt": "", "text": text}
-    return [*(s for s in earlier if s["step"] != step), sample]
+    training.display.print_line(f"\nUnprompted text from the model:\n\n{text}")
+    recorded_samples = run_dir.read_record(trainer.config.dir).get("samples", [])
+    samples = [sample for sample in recorded_samples if sample["step"] != step]
+    return [*samples, {"step": step, "prompt": "", "text": text}]
 
 
 def _next_commands(
-    cfg: SpmdTrainer.Config, arguments: Sequence[str], *, stopped: bool, is_saved: bool
+    cfg: SpmdTrainer.Config, arguments: Sequence[str], *, is_complete: bool, is_saved: bool
 ) -> list[str]:
     weft_command = program("weft")
-    continued = list(arguments)
-    if not stopped:
-        continued = [a for a in arguments if not a.startswith("max_step=")]
-        continued.append(f"max_step={2 * cfg.max_step}")
+    next_arguments = list(arguments)
+    if is_complete:
+        next_arguments = [word for word in arguments if not word.startswith("max_step=")]
+        next_arguments.append(f"max_step={2 * cfg.max_step}")
     commands = [
         f"{program('tensorboard')} --logdir {shlex.quote(cfg.dir)}",
-        f"{weft_command} train {shlex.join(continued)}",
+        f"{weft_command} train {shlex.join(next_arguments)}",
     ]
     if is_saved and trained_models.find_tokenizer(cfg) is not None:
         commands.append(f"{weft_command} sample {shlex.quote(cfg.dir)} --prompt 'def '")
@@ -259,8 +295,11 @@ def _next_commands(
 
 def program(name: str) -> str:
     """Returns the command for a program installed with this one: its name if it is on the PATH."""
-    sibling, found = os.path.join(os.path.dirname(sys.argv[0]), name), shutil.which(name)
-    if not os.path.isfile(sibling) or (found and os.path.samefile(found, sibling)):
+    sibling = os.path.join(os.path.dirname(sys.argv[0]), name)
+    if not os.path.isfile(sibling):
+        return name
+    path_program = shutil.which(name)
+    if path_program and os.path.samefile(path_program, sibling):
         return name
     return shlex.quote(os.path.relpath(sibling))
 
@@ -307,9 +346,11 @@ def make_job(arguments: argparse.Namespace) -> Job:
         print(
             f"weft launch: not checked, because it is not on this machine: {error}", file=sys.stderr
         )
-    here = arguments.where == "local"
-    # Without -P, `python -m` would import from the current directory first.
-    program = [sys.executable, "-P", "-m", "weft"] if here else ["weft"]
+    is_local = arguments.where == "local"
+    program = ["weft"]
+    if is_local:
+        # Without -P, `python -m` would import from the current directory first.
+        program = [sys.executable, "-P", "-m", "weft"]
     cfg = JOBS[arguments.where].default_config()
     cfg.set(
         name=job_name(recipe),
@@ -317,7 +358,7 @@ def make_job(arguments: argparse.Namespace) -> Job:
         num_processes=arguments.num_processes,
     )
     job = config.apply_overrides(cfg, arguments.job, source="--job").instantiate()
-    if here and run_cfg is not None:
+    if is_local and run_cfg is not None:
         with _suggested_commands(arguments):
             if arguments.fresh:
                 _move_aside(run_cfg.dir)
@@ -333,5 +374,7 @@ def job_name(recipe: str) -> str:
     ('lm-tiny', 'wide-1', 'my-wide')
     """
     path, _, function = recipe.partition(":")
-    stem = os.path.splitext(os.path.basename(os.path.normpath(path)))[0]
-    return re.sub(r"[^a-z0-9]+", "-", f"{stem}-{function}".lower()).strip("-") or "weft"
+    file_name = os.path.basename(os.path.normpath(path))
+    stem, _ = os.path.splitext(file_name)
+    name = re.sub(r"[^a-z0-9]+", "-", f"{stem}-{function}".lower())
+    return name.strip("-") or "weft"

@@ -59,25 +59,29 @@ def restore_model(
             dir=os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR),
             validation=trainer.CheckpointValidationType.CONTAINS_STATE,
         ).instantiate(parent=None)
-        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        averaged = getattr(getattr(cfg.learner, "ema", None), "decay", None) is not None
+        has_average = getattr(getattr(cfg.learner, "ema", None), "decay", None) is not None
 
-        def kept(key: Tensor) -> NestedTensor:
+        def initial_params(key: Tensor) -> NestedTensor:
             params = model.initialize_parameters_recursively(key, prebuilt=None)
-            return at_least_float32(params) if averaged else params
+            return at_least_float32(params) if has_average else params
 
-        shapes = jax.eval_shape(kept, jax.random.key(0))
-        target = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
-        )
-        wanted = {"learner": {"ema": {"ema": target}}} if averaged else {"model": target}
-        restored, state = checkpointer.restore(step=step, state=wanted)
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+        def on_device(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        shapes = jax.eval_shape(initial_params, jax.random.key(0))
+        target: Any = {"model": jax.tree.map(on_device, shapes)}
+        if has_average:
+            target = {"learner": {"ema": {"ema": target["model"]}}}
+        restored_step, state = checkpointer.restore(step=step, state=target)
         checkpointer.stop()
-    if restored is None:
+    if restored_step is None:
         raise errors.CheckpointNotFoundError(
             f"the run in {cfg.dir!r} has not saved a checkpoint yet. Train it longer."
         )
-    return model, state["learner"]["ema"]["ema"] if averaged else state["model"]
+    params = state["learner"]["ema"]["ema"] if has_average else state["model"]
+    return model, params
 
 
 # Text generation.
@@ -85,7 +89,8 @@ def restore_model(
 
 def print_sample(arguments: argparse.Namespace) -> int:
     """Prints a prompt and its continuation."""
-    if any("\ud800" <= c <= "\udfff" for c in arguments.prompt):
+    # What the system's encoding lacks arrives as surrogates.
+    if any("\ud800" <= character <= "\udfff" for character in arguments.prompt):
         raise errors.CommandLineError(
             f"--prompt {arguments.prompt!a} has bytes that are not in "
             f"{sys.getfilesystemencoding()}, the encoding of this process; write it in that "
@@ -113,11 +118,11 @@ def print_sample(arguments: argparse.Namespace) -> int:
 
 def find_tokenizer(cfg: trainer.SpmdTrainer.Config) -> Tokenizer | None:
     """Returns the tokenizer of the input of a trainer's config, or None."""
-    found = run_dir.find_fields("tokenizer", cfg.input)
-    if not found:
+    tokenizers = list(run_dir.find_fields("tokenizer", cfg.input).values())
+    if not tokenizers:
         return None
     add_bos = any(run_dir.find_fields("add_bos", cfg.input).values())
-    return as_tokenizer(next(iter(found.values())), add_bos=add_bos)
+    return as_tokenizer(tokenizers[0], add_bos=add_bos)
 
 
 def generate(
@@ -151,13 +156,16 @@ def generate(
         )
     # A document begins with the end token of the previous one.
     ids = np.concatenate([[tokenizer.eos_id], tokenizer.encode(prompt.encode())])
-    make = _decoder if hasattr(model, "sample_decode") else _predictor
+    if hasattr(model, "sample_decode"):
+        sampler = _decoder(model, ids, num_tokens, temperature)
+    else:
+        sampler = _predictor(model, ids, num_tokens, temperature)
     # A step per token, which is all that the model computes at once.
     options = options_for_steps(jax.default_backend(), params, lambda: ids[:1], num_tokens)
-    sample = jax.jit(make(model, ids, num_tokens, temperature), compiler_options=options)
-    # The result omits the first token.
-    added = np.asarray(sample(params, jax.random.key(seed)))[len(ids) - 1 :]
-    return tokenizer.decode(until_end(added, tokenizer, run_dir.end_ids(model.config)))
+    sample = jax.jit(sampler, compiler_options=options)
+    tokens = np.asarray(sample(params, jax.random.key(seed)))
+    continuation = tokens[len(ids) - 1 :]  # without the prompt, whose first token is not returned
+    return tokenizer.decode(until_end(continuation, tokenizer, run_dir.end_ids(model.config)))
 
 
 def can_generate(model: Module) -> bool:
@@ -186,22 +194,23 @@ def _decoder(model: Module, ids: np.ndarray, num_tokens: int, temperature: float
 
 def _predictor(model: Module, ids: np.ndarray, num_tokens: int, temperature: float) -> Sampler:
     """Predicts each token from all earlier ones, for models without a cache."""
-    modify = scale_by(temperature)
+    modify_logits = scale_by(temperature)
 
     def sample(params: NestedTensor, key: Tensor) -> Tensor:
-        def add(at: Tensor, carry: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        def add_token(i: Tensor, carry: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
             tokens, key = carry
             inputs = {"input_batch": {"input_ids": tokens[None]}}
             outputs, _ = functional(
                 model, None, params, inputs, method="predict", is_training=False
             )
-            key, draw = jax.random.split(key)
-            logits = modify(outputs["logits"][0, at][None])[0]
-            return tokens.at[at + 1].set(jax.random.categorical(draw, logits)), key
+            key, token_key = jax.random.split(key)
+            logits = modify_logits(outputs["logits"][0, i][None])[0]
+            return tokens.at[i + 1].set(jax.random.categorical(token_key, logits)), key
 
         tokens = jnp.concatenate([ids, np.zeros(num_tokens, ids.dtype)]).astype(jnp.int32)
-        first, last = len(ids) - 1, len(ids) - 1 + num_tokens
-        return jax.lax.fori_loop(first, last, add, (tokens, key))[0][1:]
+        last = len(ids) - 1
+        tokens, _ = jax.lax.fori_loop(last, last + num_tokens, add_token, (tokens, key))
+        return tokens[1:]
 
     return sample
 
@@ -220,7 +229,8 @@ def export(arguments: argparse.Namespace) -> int:
     model_cfg: Any = cfg.model
     to_file = arguments.to.endswith(".safetensors")
     if arguments.merge or not to_file:
-        model_cfg, params = without_lora(model_cfg), merge_adapters(model, params)
+        model_cfg = without_lora(model_cfg)
+        params = merge_adapters(model, params)
     params = cast_floats(params, arguments.dtype)
     max_shard_bytes = int(arguments.max_file_gb * 1e9)
     if to_file:
@@ -230,14 +240,17 @@ def export(arguments: argparse.Namespace) -> int:
             arguments.to, params, metadata=metadata, max_shard_bytes=max_shard_bytes
         )
     else:
-        lengths = run_dir.find_fields("sequence_length", cfg.input).values()
         base = _base_of(cfg)
-        longest = max((n for n in lengths if isinstance(n, int)), default=2048)
+        longest = None  # that of the base
+        if base is None:
+            fields = run_dir.find_fields("sequence_length", cfg.input)
+            lengths = [length for length in fields.values() if isinstance(length, int)]
+            longest = max(lengths, default=2048)
         files = to_huggingface(
             arguments.to,
             model_cfg,
             params,
-            max_position_embeddings=longest if base is None else None,
+            max_position_embeddings=longest,
             base=base,
             tokenizer=_tokenizer_of(cfg),
             max_shard_bytes=max_shard_bytes,
@@ -284,6 +297,8 @@ def _base_of(cfg: trainer.SpmdTrainer.Config) -> str | None:
 
 def _tokenizer_of(cfg: trainer.SpmdTrainer.Config) -> str | None:
     """Returns the file of the tokenizer that the input names, if it has one."""
-    tokenizers = run_dir.find_fields("tokenizer", cfg.input).values()
-    paths = [t if isinstance(t, str) else getattr(t, "path", None) for t in tokenizers]
-    return next((path for path in paths if isinstance(path, str)), None)
+    for tokenizer in run_dir.find_fields("tokenizer", cfg.input).values():
+        path = tokenizer if isinstance(tokenizer, str) else getattr(tokenizer, "path", None)
+        if isinstance(path, str):
+            return path
+    return None
