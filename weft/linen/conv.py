@@ -6,7 +6,7 @@ import abc
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -22,6 +22,14 @@ from weft.typing import DType
 
 Sizes = int | Sequence[int] | None
 Shape = tuple[int, ...]
+
+
+class _Weights(NamedTuple):
+    """Shapes of a convolution's parameters, and its function of an input with one batch axis."""
+
+    kernel_shape: Shape
+    bias_shape: Shape
+    convolve: Callable[..., Array]
 
 
 class _Conv(Module):
@@ -56,29 +64,37 @@ class _Conv(Module):
             ScopeParamShapeError: if the given parameters have other sizes.
         """
         window = window_of(self, inputs)
-        n = len(window)
-        sizes = (self.strides, self.kernel_dilation, self.input_dilation)
-        strides, dilation, input_dilation = (functional.per_axis(size, n) for size in sizes)
-        options: dict[str, Any] = {"strides": strides, "dilation": dilation}
+        num_spatial = len(window)
+        input_dilation = functional.per_axis(self.input_dilation, num_spatial)
+        options: dict[str, Any] = {
+            "strides": functional.per_axis(self.strides, num_spatial),
+            "dilation": functional.per_axis(self.kernel_dilation, num_spatial),
+        }
         padded, options["padding"] = functional.pad_conv(
             inputs, window=window, padding=self.padding, input_dilation=input_dilation, **options
         )
-        spatial = padded.shape[padded.ndim - n - 1 : -1]
-        spatial = tuple((s - 1) * d + 1 for s, d in zip(spatial, input_dilation, strict=True))
-        *shapes, convolve = self._shapes_and_function(window, inputs.shape[-1], spatial, options)
-        x, kernel, bias = parameters(self, padded, *shapes)
-        options |= {"input_dilation": input_dilation, "precision": self.precision}
-        return functional.over_batch_axes(lambda x: convolve(x, kernel, bias, **options), x, n + 1)
+        spatial: list[int] = []
+        padded_spatial = padded.shape[-num_spatial - 1 : -1]
+        for size, dilation in zip(padded_spatial, input_dilation, strict=True):
+            spatial.append((size - 1) * dilation + 1)
+        weights = self._weights(window, inputs.shape[-1], tuple(spatial), options)
+        x, kernel, bias = parameters(self, padded, weights.kernel_shape, weights.bias_shape)
+        convolve = functools.partial(
+            weights.convolve,
+            weight=kernel,
+            bias=bias,
+            input_dilation=input_dilation,
+            precision=self.precision,
+            **options,
+        )
+        return functional.over_batch_axes(convolve, x, num_spatial + 1)
 
     @methods.nowrap
     @abc.abstractmethod
-    def _shapes_and_function(
+    def _weights(
         self, window: Shape, channels: int, spatial: Shape, options: dict[str, Any]
-    ) -> tuple[Shape, Shape, Callable[..., Array]]:
-        """Returns the shapes of kernel and bias, and the function of an input with one batch axis.
-
-        `spatial` is the spatial shape of the input, padded.
-        """
+    ) -> _Weights:
+        """Describes the parameters; `spatial` is the input's spatial shape, padded and dilated."""
 
 
 class Conv(_Conv):
@@ -106,9 +122,9 @@ class Conv(_Conv):
     """
 
     @methods.nowrap
-    def _shapes_and_function(
+    def _weights(
         self, window: Shape, channels: int, spatial: Shape, options: dict[str, Any]
-    ) -> tuple[Shape, Shape, Callable[..., Array]]:
+    ) -> _Weights:
         groups = self.feature_group_count
         if channels % groups or self.features % groups:
             raise errors.ArgumentShapeError(
@@ -116,10 +132,14 @@ class Conv(_Conv):
                 f"which the input's {channels} channels and the result's {self.features} can both "
                 "be divided."
             )
-        make = self.conv_general_dilated_cls
-        given = self.conv_general_dilated if make is None else make()
-        convolve = functools.partial(functional.conv, groups=groups, conv_general_dilated=given)
-        return (*window, channels // groups, self.features), (self.features,), convolve
+        conv_general_dilated = self.conv_general_dilated
+        if self.conv_general_dilated_cls is not None:
+            conv_general_dilated = self.conv_general_dilated_cls()
+        convolve = functools.partial(
+            functional.conv, groups=groups, conv_general_dilated=conv_general_dilated
+        )
+        kernel_shape = (*window, channels // groups, self.features)
+        return _Weights(kernel_shape, (self.features,), convolve)
 
 
 class ConvLocal(_Conv):
@@ -138,24 +158,26 @@ class ConvLocal(_Conv):
     """
 
     @methods.nowrap
-    def _shapes_and_function(
+    def _weights(
         self, window: Shape, channels: int, spatial: Shape, options: dict[str, Any]
-    ) -> tuple[Shape, Shape, Callable[..., Array]]:
-        needed = {
+    ) -> _Weights:
+        required_values = {
             "feature_group_count": 1,
             "conv_general_dilated": None,
             "conv_general_dilated_cls": None,
         }
-        for name, value in needed.items():
+        for name, value in required_values.items():
             if getattr(self, name) != value:
                 raise errors.ArgumentValueError(
                     f"ConvLocal {path_of(self)} has {name}={getattr(self, name)!r}; expected "
                     f"{value}: only Conv can do otherwise."
                 )
-        out = functional.conv_output_shape(spatial, window=window, **options)
-        shape: Any = (*out, channels * math.prod(window), self.features)
-        bias_shape: Any = (*out, self.features)
-        return shape, bias_shape, functools.partial(functional.conv_local, window=window)
+        out_spatial: Any = functional.conv_output_shape(spatial, window=window, **options)
+        return _Weights(
+            kernel_shape=(*out_spatial, channels * math.prod(window), self.features),
+            bias_shape=(*out_spatial, self.features),
+            convolve=functools.partial(functional.conv_local, window=window),
+        )
 
 
 def window_of(module: Any, inputs: Array) -> Shape:
@@ -227,20 +249,25 @@ class ConvTranspose(Module):
     ) -> Num[Array, "*batch_out_spatial features"]:
         """Applies the convolution to an input with any number of batch axes; raises as `Conv`."""
         window = window_of(self, inputs)
-        n = len(window)
+        num_spatial = len(window)
         options: dict[str, Any] = {
-            "strides": functional.per_axis(self.strides, n),
-            "dilation": functional.per_axis(self.kernel_dilation, n),
+            "strides": functional.per_axis(self.strides, num_spatial),
+            "dilation": functional.per_axis(self.kernel_dilation, num_spatial),
             "transpose_kernel": self.transpose_kernel,
         }
         padded, options["padding"] = functional.pad_conv_transpose(
             inputs, window=window, padding=self.padding, **options
         )
-        options["precision"] = self.precision
-        options["preferred_element_type"] = self.preferred_element_type
-        channels = (inputs.shape[-1], self.features)
-        shape = (*window, *(reversed(channels) if self.transpose_kernel else channels))
-        x, kernel, bias = parameters(self, padded, shape, (self.features,))
-        return functional.over_batch_axes(
-            lambda x: functional.conv_transpose(x, kernel, bias, **options), x, n + 1
+        kernel_shape = (*window, inputs.shape[-1], self.features)
+        if self.transpose_kernel:
+            kernel_shape = (*window, self.features, inputs.shape[-1])
+        x, kernel, bias = parameters(self, padded, kernel_shape, (self.features,))
+        convolve = functools.partial(
+            functional.conv_transpose,
+            weight=kernel,
+            bias=bias,
+            precision=self.precision,
+            preferred_element_type=self.preferred_element_type,
+            **options,
         )
+        return functional.over_batch_axes(convolve, x, num_spatial + 1)

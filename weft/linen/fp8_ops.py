@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
+from weft.core.scope import Variable
 from weft.functional import fp8
 from weft.functional.fp8 import OVERWRITE_WITH_GRADIENT
 from weft.linen.module import Module
@@ -40,24 +41,31 @@ class Fp8DotGeneralBase(Module):
     e5m2_dtype: DType = jnp.float8_e5m2
 
     def setup(self) -> None:
-        def variable(name: str, init: Any, size: int) -> Any:
-            return self.variable(OVERWRITE_WITH_GRADIENT, name, init, (size,), jnp.float32)
-
         for name in ("input", "kernel", "output_grad"):
-            history, scale = f"{name}_amax_history", f"{name}_scale"
-            setattr(self, history, variable(history, jnp.zeros, self.amax_history_length))
-            setattr(self, scale, variable(scale, jnp.ones, 1))
+            history_name, scale_name = f"{name}_amax_history", f"{name}_scale"
+            history = self._variable(history_name, jnp.zeros, self.amax_history_length)
+            setattr(self, history_name, history)
+            setattr(self, scale_name, self._variable(scale_name, jnp.ones, 1))
 
-    def _meta(self, name: str) -> tuple[Array, Array]:
+    def _variable(self, name: str, init: Callable[..., Array], size: int) -> Variable[Array]:
+        # Its "gradient" is its new value, which the optimizer is to store as it is.
+        return self.variable(OVERWRITE_WITH_GRADIENT, name, init, (size,), jnp.float32)
+
+    def _scale_and_history(self, name: str) -> tuple[Array, Array]:
         return getattr(self, f"{name}_scale").value, getattr(self, f"{name}_amax_history").value
 
-    def _scaled_dot_general(self, compute_dtype: DTypeLike) -> Any:
-        names = {"lhs": "input", "rhs": "kernel", "grad": "output_grad"}
-        metas = {of: self._meta(name) for of, name in names.items()}
+    def _scaled_dot_general(self, compute_dtype: DTypeLike) -> Callable[..., Array]:
+        lhs_scale, lhs_history = self._scale_and_history("input")
+        rhs_scale, rhs_history = self._scale_and_history("kernel")
+        grad_scale, grad_history = self._scale_and_history("output_grad")
         return functools.partial(
             fp8.fp8_scaled_dot_general,
-            **{f"{of}_scale": scale for of, (scale, _) in metas.items()},
-            **{f"{of}_amax_history": history for of, (_, history) in metas.items()},
+            lhs_scale=lhs_scale,
+            rhs_scale=rhs_scale,
+            grad_scale=grad_scale,
+            lhs_amax_history=lhs_history,
+            rhs_amax_history=rhs_history,
+            grad_amax_history=grad_history,
             quantize_compute_type=compute_dtype,
         )
 
@@ -67,14 +75,14 @@ class _DotGeneral(Fp8DotGeneralBase):
         self,
         lhs: Num[Array, "..."],
         rhs: Num[Array, "..."],
-        dimension_numbers: Any,
+        dimension_numbers: lax.DotDimensionNumbers,
         precision: lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
     ) -> Num[Array, "..."]:
         """Returns the product in the dtype of `rhs`; the last two arguments have no effect."""
         return self._product(jnp.asarray(lhs, rhs.dtype), rhs, dimension_numbers)
 
-    def _product(self, lhs: Array, rhs: Array, dimension_numbers: Any) -> Array:
+    def _product(self, lhs: Array, rhs: Array, dimension_numbers: lax.DotDimensionNumbers) -> Array:
         raise NotImplementedError
 
 
@@ -90,12 +98,12 @@ class Fp8DotGeneralOp(_DotGeneral):
             message = "Fp8DotGeneralOp is deprecated; use Fp8DirectDotGeneralOp or Fp8Einsum."
             warnings.warn(message, DeprecationWarning, stacklevel=3)
 
-    def _product(self, lhs: Array, rhs: Array, dimension_numbers: Any) -> Array:
+    def _product(self, lhs: Array, rhs: Array, dimension_numbers: lax.DotDimensionNumbers) -> Array:
         dtype = rhs.dtype
-        lhs = fp8.in_qdq(dtype, self.e4m3_dtype, lhs, *self._meta("input"))
-        rhs = fp8.in_qdq(dtype, self.e4m3_dtype, rhs, *self._meta("kernel"))
+        lhs = fp8.in_qdq(dtype, self.e4m3_dtype, lhs, *self._scale_and_history("input"))
+        rhs = fp8.in_qdq(dtype, self.e4m3_dtype, rhs, *self._scale_and_history("kernel"))
         y = fp8.dot_general_with_precision(lhs, rhs, dimension_numbers)
-        return fp8.out_qdq(dtype, self.e5m2_dtype, y, *self._meta("output_grad"))
+        return fp8.out_qdq(dtype, self.e5m2_dtype, y, *self._scale_and_history("output_grad"))
 
 
 class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
@@ -111,7 +119,7 @@ class Fp8DirectDotGeneralOp(_DotGeneral):
     `e4m3_dtype` and `e5m2_dtype` have no effect.
     """
 
-    def _product(self, lhs: Array, rhs: Array, dimension_numbers: Any) -> Array:
+    def _product(self, lhs: Array, rhs: Array, dimension_numbers: lax.DotDimensionNumbers) -> Array:
         product = self._scaled_dot_general(rhs.dtype)
         return product(lhs, rhs, dimension_numbers, preferred_element_type=rhs.dtype)
 

@@ -16,7 +16,7 @@ from weft.linen.apply import merge_param
 from weft.linen.linear import path_of
 from weft.linen.methods import compact
 from weft.linen.module import Module
-from weft.typing import DType
+from weft.typing import DType, PyTree
 
 
 class PReLU(Module):
@@ -114,14 +114,13 @@ class Sequential(Module):
         super().__post_init__()
 
     @compact
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if not self.layers:
             raise errors.ArgumentValueError(
                 f"Sequential {path_of(self)} has no layers; expected at least one."
             )
-        first, *others = self.layers
-        y = first(*args, **kwargs)
-        for layer in others:
+        y = self.layers[0](*args, **kwargs)
+        for layer in self.layers[1:]:
             if isinstance(y, tuple):
                 y = layer(*y)
             elif isinstance(y, dict):
@@ -146,31 +145,32 @@ class BatchApply:
         self.f = f
         self.num_dims = num_dims
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Calls the function with pytrees of arrays.
 
         Raises ArgumentShapeError if no array has `num_dims` axes, or a result lacks the batch axis.
         """
-        n = self.num_dims
-        leaves = jax.tree.leaves((args, kwargs))
-        shapes = [jnp.shape(x) for x in leaves]
-        batch = next((shape[:n] for shape in shapes if len(shape) >= n), None)
-        if batch is None:
+        num_dims = self.num_dims
+        shapes = [jnp.shape(x) for x in jax.tree.leaves((args, kwargs))]
+        batch_shapes = [shape[:num_dims] for shape in shapes if len(shape) >= num_dims]
+        if not batch_shapes:
             raise errors.ArgumentShapeError(
-                f"BatchApply merges {n} axes, but no argument has that many: the shapes are "
+                f"BatchApply merges {num_dims} axes, but no argument has that many: the shapes are "
                 f"{shapes}."
             )
+        batch_shape = batch_shapes[0]
+        batch_size = math.prod(batch_shape)
 
-        def flat(x: Any) -> Any:
-            return jnp.reshape(x, (-1, *x.shape[n:])) if jnp.ndim(x) >= n else x
+        def merge_axes(x: Array) -> Array:
+            return jnp.reshape(x, (-1, *x.shape[num_dims:])) if jnp.ndim(x) >= num_dims else x
 
-        def unflat(y: Any) -> Any:
-            if jnp.shape(y)[:1] != (math.prod(batch),):
+        def split_axis(y: Array) -> Array:
+            if jnp.shape(y)[:1] != (batch_size,):
                 raise errors.ArgumentShapeError(
                     f"BatchApply's function returned an array of shape {jnp.shape(y)}; expected "
-                    f"its first axis to have size {math.prod(batch)}, for the batch axes {batch}."
+                    f"its first axis to have size {batch_size}, for the batch axes {batch_shape}."
                 )
-            return jnp.reshape(y, (*batch, *y.shape[1:]))
+            return jnp.reshape(y, (*batch_shape, *y.shape[1:]))
 
-        args, kwargs = jax.tree.map(flat, (args, kwargs))
-        return jax.tree.map(unflat, self.f(*args, **kwargs))
+        args, kwargs = jax.tree.map(merge_axes, (args, kwargs))
+        return jax.tree.map(split_axis, self.f(*args, **kwargs))

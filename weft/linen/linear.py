@@ -16,7 +16,7 @@ from weft.functional.initializers import default_embed_init, lecun_normal, zeros
 from weft.linen.apply import merge_param
 from weft.linen.methods import compact
 from weft.linen.module import Module
-from weft.typing import DType
+from weft.typing import DType, PyTree
 
 DotGeneral = Callable[..., Array]
 Initializer = Callable[..., Any]
@@ -26,7 +26,9 @@ default_kernel_init = lecun_normal()
 class PromoteDtype(Protocol):
     """Function that converts arrays to a common dtype, as `weft.functional.promote_dtype`."""
 
-    def __call__(self, *args: Any, dtype: Any = None, inexact: bool = True) -> list[Any]: ...
+    def __call__(
+        self, *args: Array | None, dtype: DType | None = None, inexact: bool = True
+    ) -> list[Any]: ...
 
 
 def kernel_and_bias(
@@ -81,15 +83,10 @@ class Dense(Module):
                 f"Dense {path_of(self)} maps the last axis of its input, which has none: its shape "
                 "is ()."
             )
-        sizes = (shape[-1], self.features)
-        kernel, bias = kernel_and_bias(self, sizes, sizes[1:])
+        kernel, bias = kernel_and_bias(self, (shape[-1], self.features), (self.features,))
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         return functional.dense(
-            inputs,
-            kernel,
-            bias,
-            precision=self.precision,
-            dot_general=self.dot_general_cls() if self.dot_general_cls else self.dot_general,
+            inputs, kernel, bias, precision=self.precision, dot_general=_dot_general(self)
         )
 
 
@@ -132,20 +129,22 @@ class DenseGeneral(Module):
             ScopeParamShapeError: if the given parameters have other sizes.
         """
         functional.check_sizes(type(self).__name__, features=self.features)
-        sizes = jnp.shape(inputs)
+        input_shape = jnp.shape(inputs)
         features = as_tuple(self.features)
-        axis, batch_dims = self._axes(sizes)
-        batch = tuple(sizes[a] for a in batch_dims)
-        contracted = tuple(sizes[a] for a in axis)
+        axis, batch_dims = self._axes(input_shape)
+        batch_shape = tuple(input_shape[a] for a in batch_dims)
+        contracted_shape = tuple(input_shape[a] for a in axis)
 
-        init = _shaped(self.kernel_init, (math.prod(batch + contracted), math.prod(features)))
-        shape = batch + contracted + features
-        kernel = self.param("kernel", init, shape, self.param_dtype)
+        kernel_shape = batch_shape + contracted_shape + features
+        # The initializer's scale depends on the fans, which are those of a matrix.
+        matrix_shape = math.prod(batch_shape + contracted_shape), math.prod(features)
+        kernel_init = _reshaped(self.kernel_init, matrix_shape)
+        kernel = self.param("kernel", kernel_init, kernel_shape, self.param_dtype)
         bias = None
         if self.use_bias:
-            shape = batch + features
-            init = _shaped(self.bias_init, (math.prod(shape),))
-            bias = self.param("bias", init, shape, self.param_dtype)
+            bias_shape = batch_shape + features
+            bias_init = _reshaped(self.bias_init, (math.prod(bias_shape),))
+            bias = self.param("bias", bias_init, bias_shape, self.param_dtype)
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         return functional.dense_general(
             inputs,
@@ -154,23 +153,25 @@ class DenseGeneral(Module):
             axis=axis,
             batch_axes=batch_dims,
             precision=self.precision,
-            dot_general=self.dot_general_cls() if self.dot_general_cls else self.dot_general,
+            dot_general=_dot_general(self),
         )
 
-    def _axes(self, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        ndim = len(sizes)
+    def _axes(self, input_shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the contracted and the batch axes, from 0 and in order, after checking them."""
+        ndim = len(input_shape)
         axis = sorted(a + ndim if a < 0 else a for a in as_tuple(self.axis))
         batch_dims = sorted(as_tuple(self.batch_dims))
-        if batch_dims != list(range(len(batch_dims))):
+        num_batch_dims = len(batch_dims)
+        if batch_dims != list(range(num_batch_dims)):
             raise errors.ArgumentShapeError(
                 f"DenseGeneral {path_of(self)} has batch_dims={self.batch_dims}; expected the "
-                f"first axes, {tuple(range(len(batch_dims)))}: move the others with jnp.moveaxis."
+                f"first axes, {tuple(range(num_batch_dims))}: move the others with jnp.moveaxis."
             )
-        known = range(len(batch_dims), ndim)
-        if len(set(axis)) != len(axis) or not all(a in known for a in axis):
+        if len(set(axis)) != len(axis) or not set(axis) <= set(range(num_batch_dims, ndim)):
             raise errors.ArgumentShapeError(
                 f"DenseGeneral {path_of(self)} has axis={self.axis}; expected different axes of "
-                f"the input, whose shape is {sizes}, that are none of batch_dims={self.batch_dims}."
+                f"the input, whose shape is {input_shape}, that are none of "
+                f"batch_dims={self.batch_dims}."
             )
         return tuple(axis), tuple(batch_dims)
 
@@ -214,30 +215,37 @@ class Einsum(Module):
             ArgumentShapeError: if the subscripts do not match the numbers of axes.
         """
         subscripts = merge_param("einsum_str", self.einsum_str, einsum_str)
-        axes, out_axes, ndim = functional.project_weight_axes(
+        kernel_axes, out_axes, ndim = functional.project_weight_axes(
             subscripts, jnp.ndim(inputs), len(self.shape)
         )
-        bias_shape = tuple(self.shape[axis] for axis in axes)
+        bias_shape = tuple(self.shape[axis] for axis in kernel_axes)
         kernel, bias = kernel_and_bias(self, self.shape, bias_shape)
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        if bias is not None:
+            bias = functional.broadcast_bias(bias, out_axes, ndim)
         return functional.project(
             subscripts,
             inputs,
             kernel,
-            None if bias is None else functional.broadcast_bias(bias, out_axes, ndim),
+            bias,
             precision=self.precision,
             preferred_element_type=self.preferred_element_type,
         )
 
 
-def _shaped(init: Initializer, flat: tuple[int, ...]) -> Initializer:
-    """Wraps an initializer to draw in the shape `flat`, which defines the fans, and reshape."""
+def _dot_general(layer: Dense | DenseGeneral) -> DotGeneral | None:
+    return layer.dot_general if layer.dot_general_cls is None else layer.dot_general_cls()
 
-    def make(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+
+def _reshaped(init: Initializer, drawn_shape: tuple[int, ...]) -> Initializer:
+    """Wraps an initializer to draw in the shape `drawn_shape`, which defines the fans."""
+
+    def drawn_and_reshaped(key: Array, shape: tuple[int, ...], dtype: DType) -> PyTree:
         # Reshapes inside of a box, whose axis names are those of the new shape.
-        return jax.tree.map(lambda x: jnp.reshape(x, shape), init(key, flat, dtype))
+        drawn = init(key, drawn_shape, dtype)
+        return jax.tree.map(lambda x: jnp.reshape(x, shape), drawn)
 
-    return make
+    return drawn_and_reshaped
 
 
 def path_of(module: Module) -> str:

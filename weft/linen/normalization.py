@@ -29,7 +29,7 @@ from weft.linen.methods import compact
 from weft.linen.module import Module
 from weft.linen.state import name_of
 from weft.linen.transforms import map_variables
-from weft.typing import DType
+from weft.typing import DType, PyTree
 
 
 class _ScaleAndBias(Module):
@@ -100,8 +100,10 @@ class RMSNorm(Module):
     ) -> Float[Array, "*shape"]:
         features = sorted(canonical_axes(self.feature_axes, x.ndim))
         scale, _ = scale_and_bias(self, [x.shape[a] for a in features])
-        scale, axes = norm.along(features, scale, x), self.reduction_axes
-        return _normalized(self, functional.rms_norm, x, scale, axis=axes, where=mask)
+        scale = norm.along(features, scale, x)
+        return _normalized(
+            self, functional.rms_norm, x, scale, axis=self.reduction_axes, where=mask
+        )
 
 
 class GroupNorm(Module):
@@ -153,14 +155,18 @@ class GroupNorm(Module):
         channels = x.shape[-1]
         num_groups = functional.number_of_groups(channels, self.num_groups, self.group_size)
         axes = norm.group_norm_axes(self.reduction_axes, x.shape)
+        scale, bias = scale_and_bias(self, (channels,))
+        if mask is not None:
+            mask = jnp.broadcast_to(mask, x.shape)
         return _normalized(
             self,
             functional.group_norm,
             x,
-            *scale_and_bias(self, (channels,)),
+            scale,
+            bias,
             num_groups=num_groups,
             axis=axes,
-            where=None if mask is None else jnp.broadcast_to(mask, x.shape),
+            where=mask,
             fast_variance=self.use_fast_variance,
         )
 
@@ -223,10 +229,13 @@ def _normalized(
 
 def scale_and_bias(module: Any, shape: Sequence[int]) -> tuple[Array | None, Array | None]:
     """Returns the parameters `scale` and `bias` of a norm, or None where unused."""
-    given = tuple(shape), module.param_dtype
-    has_bias = getattr(module, "use_bias", False)  # RMSNorm has none
-    scale = module.param("scale", module.scale_init, *given) if module.use_scale else None
-    return scale, module.param("bias", module.bias_init, *given) if has_bias else None
+    shape = tuple(shape)
+    scale = bias = None
+    if module.use_scale:
+        scale = module.param("scale", module.scale_init, shape, module.param_dtype)
+    if getattr(module, "use_bias", False):  # RMSNorm has none
+        bias = module.param("bias", module.bias_init, shape, module.param_dtype)
+    return scale, bias
 
 
 class BatchNorm(Module):
@@ -288,39 +297,42 @@ class BatchNorm(Module):
         use_average = merge_param(
             "use_running_average", self.use_running_average, use_running_average
         )
-        features = canonical_axes(self.axis, x.ndim)
-        shape = [size if a in features else 1 for a, size in enumerate(x.shape)]
-        squeezed = tuple(size for a, size in enumerate(x.shape) if a in features)
-        kept = jnp.float32 if self.force_float32_reductions else self.param_dtype
-        averages = [
-            self.variable("batch_stats", "mean", lambda: jnp.zeros(squeezed, kept)),
-            self.variable("batch_stats", "var", lambda: jnp.ones(squeezed, kept)),
-        ]
+        features = sorted(canonical_axes(self.axis, x.ndim))
+        reduction_axes = [a for a in range(x.ndim) if a not in features]
+        feature_shape = tuple(x.shape[a] for a in features)
+        broadcast_shape = [x.shape[a] if a in features else 1 for a in range(x.ndim)]
+        average_dtype = jnp.float32 if self.force_float32_reductions else self.param_dtype
+        mean_average = self.variable("batch_stats", "mean", jnp.zeros, feature_shape, average_dtype)
+        var_average = self.variable("batch_stats", "var", jnp.ones, feature_shape, average_dtype)
+        x_dtype = statistics_dtype(x, self.force_float32_reductions)
         if use_average:
-            mean, var = (average.value.reshape(shape) for average in averages)
+            mean = mean_average.value.reshape(broadcast_shape)
+            var = var_average.value.reshape(broadcast_shape)
         else:
             initializing = self.is_initializing()
             mean, var = functional.moments(
                 x,
-                axis=[a for a in range(x.ndim) if a not in features],
+                axis=reduction_axes,
                 where=mask,
                 axis_name=None if initializing else self.axis_name,
                 axis_index_groups=self.axis_index_groups,
                 fast=self.use_fast_variance,
-                dtype=statistics_dtype(x, self.force_float32_reductions),
+                dtype=x_dtype,
             )
             if not initializing:
-                for average, value in zip(averages, (mean, var), strict=True):
+                for average, statistic in ((mean_average, mean), (var_average, var)):
                     average.value = functional.update_running_average(
-                        average.value, value.reshape(squeezed), decay=self.momentum
+                        average.value, statistic.reshape(feature_shape), decay=self.momentum
                     )
-        scale, bias = scale_and_bias(self, squeezed)
+        scale, bias = scale_and_bias(self, feature_shape)
+        scale_along_features = None if scale is None else scale.reshape(broadcast_shape)
+        bias_along_features = None if bias is None else bias.reshape(broadcast_shape)
         y = functional.batch_norm(
-            cast(x, statistics_dtype(x, self.force_float32_reductions)),
+            cast(x, x_dtype),
             mean,
             var,
-            None if scale is None else scale.reshape(shape),
-            None if bias is None else bias.reshape(shape),
+            scale_along_features,
+            bias_along_features,
             eps=self.epsilon,
             where=mask,
             dtype=None,
@@ -356,7 +368,7 @@ class SpectralNorm(Module):
     collection_name: str = "batch_stats"
 
     @compact
-    def __call__(self, *args: Any, update_stats: bool, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, update_stats: bool, **kwargs: PyTree) -> PyTree:
         """Calls the layer with the other arguments.
 
         Args:
@@ -365,7 +377,7 @@ class SpectralNorm(Module):
         Raises ArgumentShapeError if a parameter is not a matrix and `error_on_non_matrix` is set.
         """
         normalized = functools.partial(self._normalized, update_stats)
-        return _call(self, normalized, args, kwargs)
+        return _call_with_normalized(self, normalized, args, kwargs)
 
     def _normalized(self, update_stats: bool, name: str, weight: Array) -> Array:
         if weight.ndim < 2 or self.n_steps < 1:
@@ -375,17 +387,19 @@ class SpectralNorm(Module):
                 f"the parameter {name} has shape {weight.shape} and is not a matrix; set "
                 "error_on_non_matrix=False to take all axes but the last as its rows."
             )
-        col, dtype = self.collection_name, self.param_dtype
-        shape = (1, weight.shape[-1])
-        u = self.variable(
-            col, f"{name}/u", lambda: normal(1.0)(self.make_rng("params"), shape, dtype)
+
+        def initial_u() -> Array:
+            shape = (1, weight.shape[-1])
+            return normal(1.0)(self.make_rng("params"), shape, self.param_dtype)
+
+        u = self.variable(self.collection_name, f"{name}/u", initial_u)
+        sigma = self.variable(self.collection_name, f"{name}/sigma", jnp.ones, (), self.param_dtype)
+        normalized, new_u, new_sigma = norm.spectral_norm(
+            weight, u.value, n_steps=self.n_steps, eps=self.epsilon
         )
-        sigma = self.variable(col, f"{name}/sigma", jnp.ones, (), dtype)
-        options = {"n_steps": self.n_steps, "eps": self.epsilon}
-        weight, new_u, new_sigma = norm.spectral_norm(weight, u.value, **options)
         if update_stats:
             u.value, sigma.value = new_u, new_sigma
-        return weight.astype(canonicalize_dtype(weight, new_u, dtype=self.dtype))
+        return normalized.astype(canonicalize_dtype(normalized, new_u, dtype=self.dtype))
 
 
 class WeightNorm(Module):
@@ -415,16 +429,16 @@ class WeightNorm(Module):
     variable_filter: Iterable[str] | None = frozenset({"kernel"})
 
     @compact
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Calls the layer with the same arguments.
 
         Raises ArgumentValueError if a parameter lacks one of `feature_axes`.
         """
-        return _call(self, self._normalized, args, kwargs)
+        return _call_with_normalized(self, self._normalized, args, kwargs)
 
     def _normalized(self, name: str, weight: Array) -> Array:
-        parts = tuple(self.variable_filter or ())
-        if parts and not any(part in name for part in parts):
+        selected_parts = tuple(self.variable_filter or ())
+        if selected_parts and not any(part in name for part in selected_parts):
             return weight
         scale = None
         if self.use_scale:
@@ -435,24 +449,31 @@ class WeightNorm(Module):
         return y.astype(canonicalize_dtype(y, dtype=self.dtype))
 
 
-def _call(
-    module: Any,
+def _call_with_normalized(
+    module: SpectralNorm | WeightNorm,
     normalized: Callable[[str, Array], Array],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> PyTree:
+    """Calls a layer that sees `normalized(path, parameter)` in place of each parameter."""
     layer = module.layer_instance
 
-    def seen(variables: dict[str, Any]) -> dict[str, Any]:
-        def of_path(path: Any, weight: Array) -> Array:
-            below = jax.tree_util.keystr(path, simple=True, separator="/")
-            return normalized(f"{name_of(layer)}/{below}", weight)
+    def normalized_at_path(path: tuple[Any, ...], weight: Array) -> Array:
+        parameter_path = jax.tree_util.keystr(path, simple=True, separator="/")
+        return normalized(f"{name_of(layer)}/{parameter_path}", weight)
 
+    def normalized_variables(variables: dict[str, PyTree]) -> dict[str, PyTree]:
+        # One collection, `params`, if the layer has parameters.
         return {
-            col: jax.tree_util.tree_map_with_path(of_path, tree) for col, tree in variables.items()
+            collection: jax.tree_util.tree_map_with_path(normalized_at_path, tree)
+            for collection, tree in variables.items()
         }
 
     run = map_variables(
-        operator.call, "params", trans_in_fn=seen, init=module.is_initializing(), mutable=True
+        operator.call,
+        "params",
+        trans_in_fn=normalized_variables,
+        init=module.is_initializing(),
+        mutable=True,
     )
     return run(layer, *args, **kwargs)

@@ -27,7 +27,7 @@ from weft.linen.linear import Dense, kernel_and_bias
 from weft.linen.methods import compact, nowrap
 from weft.linen.module import Module
 from weft.linen.transforms import scan
-from weft.typing import DType
+from weft.typing import DType, PyTree
 
 Activation = Callable[[Array], Array]
 State = Float[Array, "*batch state"]
@@ -50,7 +50,7 @@ class RNNCellBase(Module):
     """
 
     @nowrap
-    def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> Any:
+    def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> PyTree:
         """Returns the state before the first input; `input_shape` includes batch axes."""
         raise NotImplementedError(f"{type(self).__name__} does not define initialize_carry.")
 
@@ -64,7 +64,7 @@ class _Cell(RNNCellBase):
     features: int
 
     @nowrap
-    def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> Any:
+    def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> PyTree:
         cell: Any = self  # subclasses declare the initializer and the dtype
         return cell.carry_init(rng, (*input_shape[:-1], cell.features), cell.param_dtype)
 
@@ -87,9 +87,10 @@ class _GatedCell(_Cell):
 class _MemoryCell(_Cell):
     @nowrap
     def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> Carry:
-        first, second = jax.random.split(rng)
-        make = super().initialize_carry
-        return make(first, input_shape), make(second, input_shape)
+        memory_key, output_key = jax.random.split(rng)
+        memory = super().initialize_carry(memory_key, input_shape)
+        output = super().initialize_carry(output_key, input_shape)
+        return memory, output
 
 
 class SimpleCell(_Cell):
@@ -120,9 +121,11 @@ class SimpleCell(_Cell):
 
     @compact
     def __call__(self, carry: State, inputs: Input) -> tuple[State, State]:
-        of_input, of_state = linear_maps(self, carry)
-        new = of_input(name="i")(inputs) + of_state(name="h")(carry)
-        carry = self.activation_fn(new + carry if self.residual else new)
+        input_map, state_map = linear_maps(self, carry)
+        candidate = input_map(name="i")(inputs) + state_map(name="h")(carry)
+        if self.residual:
+            candidate = candidate + carry
+        carry = self.activation_fn(candidate)
         return carry, carry
 
 
@@ -140,12 +143,12 @@ class GRUCell(_GatedCell):
 
     @compact
     def __call__(self, carry: State, inputs: Input) -> tuple[State, State]:
-        of_input, of_state = linear_maps(self, carry)
-        new_of_state = of_state(use_bias=True, bias_init=self.bias_init, name="hn")
+        input_map, state_map = linear_maps(self, carry)
+        candidate_map = state_map(use_bias=True, bias_init=self.bias_init, name="hn")
         carry = gru_step(
             carry,
-            [of_input(name=name)(inputs) for name in ("ir", "iz", "in")],
-            [of_state(name="hr")(carry), of_state(name="hz")(carry), new_of_state(carry)],
+            [input_map(name=name)(inputs) for name in ("ir", "iz", "in")],
+            [state_map(name="hr")(carry), state_map(name="hz")(carry), candidate_map(carry)],
             gate_fn=self.gate_fn,
             activation_fn=self.activation_fn,
         )
@@ -181,14 +184,16 @@ class MGUCell(_Cell):
 
     @compact
     def __call__(self, carry: State, inputs: Input) -> tuple[State, State]:
-        new_bias = self.activation_bias_init
-        of_input, of_state = linear_maps(self, carry, self.forget_bias_init)
-        new_of_input = of_input(bias_init=new_bias, name="in")
-        new_of_state = of_state(use_bias=self.reset_gate, bias_init=new_bias, name="hn")
+        input_map, state_map = linear_maps(self, carry, self.forget_bias_init)
+        candidate_bias = self.activation_bias_init
+        candidate_input_map = input_map(bias_init=candidate_bias, name="in")
+        candidate_state_map = state_map(
+            use_bias=self.reset_gate, bias_init=candidate_bias, name="hn"
+        )
         carry = mgu_step(
             carry,
-            [of_input(name="if")(inputs), new_of_input(inputs)],
-            [of_state(name="hf")(carry), new_of_state(carry)],
+            [input_map(name="if")(inputs), candidate_input_map(inputs)],
+            [state_map(name="hf")(carry), candidate_state_map(carry)],
             gate_fn=self.gate_fn,
             activation_fn=self.activation_fn,
             reset_gate=self.reset_gate,
@@ -208,12 +213,11 @@ def linear_maps(
     dense = functools.partial(
         Dense, features=state.shape[-1], dtype=cell.dtype, param_dtype=cell.param_dtype
     )
-    return (
-        functools.partial(
-            dense, kernel_init=cell.kernel_init, bias_init=bias_init or cell.bias_init
-        ),
-        functools.partial(dense, kernel_init=cell.recurrent_kernel_init, use_bias=False),
+    input_map = functools.partial(
+        dense, kernel_init=cell.kernel_init, bias_init=bias_init or cell.bias_init
     )
+    state_map = functools.partial(dense, kernel_init=cell.recurrent_kernel_init, use_bias=False)
+    return input_map, state_map
 
 
 class LSTMCell(_MemoryCell, _GatedCell):
@@ -237,10 +241,12 @@ class LSTMCell(_MemoryCell, _GatedCell):
     def __call__(self, carry: Carry, inputs: Input) -> tuple[Carry, State]:
         """Computes one step from memory and output to the next, and returns the output again."""
         c, h = carry
-        of_input, of_state = linear_maps(self, h)
-        of_input = functools.partial(of_input, use_bias=False)
-        of_state = functools.partial(of_state, use_bias=True, bias_init=self.bias_init)
-        gates = [of_input(name=f"i{g}")(inputs) + of_state(name=f"h{g}")(h) for g in GATES]
+        input_map, state_map = linear_maps(self, h)
+        gates: list[Array] = []
+        for gate in GATES:
+            from_input = input_map(use_bias=False, name=f"i{gate}")(inputs)
+            from_state = state_map(use_bias=True, bias_init=self.bias_init, name=f"h{gate}")(h)
+            gates.append(from_input + from_state)
         c, h = lstm_step(c, *gates, gate_fn=self.gate_fn, activation_fn=self.activation_fn)
         return (c, h), h
 
@@ -261,19 +267,30 @@ class OptimizedLSTMCell(_MemoryCell, _GatedCell):
     def __call__(self, carry: Carry, inputs: Input) -> tuple[Carry, State]:
         functional.check_sizes(type(self).__name__, features=self.features)
         c, h = carry
-        params = functools.partial(
-            _LinearParams, h.shape[-1], self.param_dtype, bias_init=self.bias_init
-        )
 
-        def mapped(x: Array, gate: str, init: Initializer, use_bias: bool) -> Array:
-            maps = [params(init, use_bias, name=f"{gate}{g}")(x.shape[-1]) for g in GATES]
-            kernels, biases = zip(*maps, strict=True)
-            bias = jnp.concatenate(biases) if use_bias else None
-            kernel = jnp.concatenate(kernels, -1)
-            return functional.dense(*promote_dtype(x, kernel, bias, dtype=self.dtype))
+        def mapped(x: Array, prefix: str, kernel_init: Initializer, use_bias: bool) -> Array:
+            """Applies the maps of all gates in one multiplication; each has its own parameters."""
+            kernels: list[Array] = []
+            biases: list[Array] = []
+            for gate in GATES:
+                params = _LinearParams(
+                    h.shape[-1],
+                    self.param_dtype,
+                    kernel_init,
+                    use_bias,
+                    self.bias_init,
+                    name=f"{prefix}{gate}",
+                )
+                kernel, bias = params(x.shape[-1])
+                kernels.append(kernel)
+                if bias is not None:
+                    biases.append(bias)
+            merged_kernel = jnp.concatenate(kernels, -1)
+            merged_bias = jnp.concatenate(biases) if use_bias else None
+            return functional.dense(*promote_dtype(x, merged_kernel, merged_bias, dtype=self.dtype))
 
-        from_input = mapped(inputs, "i", self.kernel_init, False)
-        from_state = mapped(h, "h", self.recurrent_kernel_init, True)
+        from_input = mapped(inputs, "i", self.kernel_init, use_bias=False)
+        from_state = mapped(h, "h", self.recurrent_kernel_init, use_bias=True)
         gates = jnp.split(from_input + from_state, 4, -1)
         c, h = lstm_step(c, *gates, gate_fn=self.gate_fn, activation_fn=self.activation_fn)
         return (c, h), h
@@ -319,7 +336,8 @@ class ConvLSTMCell(_MemoryCell):
             dtype=self.dtype,
             param_dtype=self.param_dtype,
         )
-        i, g, f, o = jnp.split(conv(name="ih")(inputs) + conv(name="hh")(h), 4, -1)
+        gates = conv(name="ih")(inputs) + conv(name="hh")(h)
+        i, g, f, o = jnp.split(gates, 4, -1)
         c, h = lstm_step(c, i, f + 1, g, o)
         return (c, h), h
 
@@ -374,14 +392,14 @@ class RNN(Module):
         self,
         inputs: Float[Array, "*batch_time_features"],
         *,
-        initial_carry: Any = None,
+        initial_carry: PyTree = None,
         init_key: Array | None = None,
         seq_lengths: Int[Array, "*batch"] | None = None,
         return_carry: bool | None = None,
         time_major: bool | None = None,
         reverse: bool | None = None,
         keep_order: bool | None = None,
-    ) -> Any:
+    ) -> PyTree:
         """Runs the cell; options override the attributes of the same name.
 
         Args:
@@ -394,11 +412,17 @@ class RNN(Module):
         Raises ArgumentShapeError if `seq_lengths` does not match the sequences.
         """
 
-        def first_carry(shape: tuple[int, ...]) -> Any:
+        def first_carry(shape: tuple[int, ...]) -> PyTree:
             key = jax.random.key(0) if init_key is None else init_key
             return self.cell.initialize_carry(key, shape)
 
-        def loop(step: Any, carry: Any, xs: Any, axis: int, reverse: bool) -> tuple[Any, Any]:
+        def loop(
+            step: Callable[..., tuple[PyTree, PyTree]],
+            carry: PyTree,
+            xs: PyTree,
+            axis: int,
+            reverse: bool,
+        ) -> tuple[PyTree, PyTree]:
             run = scan(
                 step,
                 variable_axes=self.variable_axes,
@@ -442,30 +466,45 @@ class Bidirectional(Module):
         self,
         inputs: Float[Array, "*batch_time_features"],
         *,
-        initial_carry: tuple[Any, Any] | None = None,
+        initial_carry: tuple[PyTree, PyTree] | None = None,
         init_key: Array | None = None,
         seq_lengths: Int[Array, "*batch"] | None = None,
         return_carry: bool | None = None,
         time_major: bool | None = None,
         reverse: bool | None = None,
         keep_order: bool | None = None,
-    ) -> Any:
+    ) -> PyTree:
         """Runs both; see `RNN`. `initial_carry` is a pair; `reverse`, `keep_order` are ignored."""
         return_carry = self.return_carry if return_carry is None else return_carry
-        keys = (None, None) if init_key is None else jax.random.split(init_key)
-        first = (None, None) if initial_carry is None else initial_carry
-        run = {
-            "seq_lengths": seq_lengths,
-            "return_carry": return_carry,
-            "time_major": self.time_major if time_major is None else time_major,
-        }
+        time_major = self.time_major if time_major is None else time_major
+        forward_carry = backward_carry = None
+        if initial_carry is not None:
+            forward_carry, backward_carry = initial_carry
+        forward_key = backward_key = None
+        if init_key is not None:
+            forward_key, backward_key = jax.random.split(init_key)
         forward = self.forward_rnn(
-            inputs, initial_carry=first[0], init_key=keys[0], reverse=False, **run
+            inputs,
+            initial_carry=forward_carry,
+            init_key=forward_key,
+            seq_lengths=seq_lengths,
+            return_carry=return_carry,
+            time_major=time_major,
+            reverse=False,
         )
         backward = self.backward_rnn(
-            inputs, initial_carry=first[1], init_key=keys[1], reverse=True, keep_order=True, **run
+            inputs,
+            initial_carry=backward_carry,
+            init_key=backward_key,
+            seq_lengths=seq_lengths,
+            return_carry=return_carry,
+            time_major=time_major,
+            reverse=True,
+            keep_order=True,
         )
         if not return_carry:
             return jax.tree.map(self.merge_fn, forward, backward)
-        (forward_carry, y), (backward_carry, z) = forward, backward
-        return (forward_carry, backward_carry), jax.tree.map(self.merge_fn, y, z)
+        forward_carry, forward_outputs = forward
+        backward_carry, backward_outputs = backward
+        outputs = jax.tree.map(self.merge_fn, forward_outputs, backward_outputs)
+        return (forward_carry, backward_carry), outputs
