@@ -12,8 +12,9 @@ instead of closing over them. Transformed functions must be called inside an inv
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,14 @@ from weft.hierarchy import context as context_lib
 from weft.hierarchy.context_kind import CONTEXT_KIND, OUTPUTS, in_context, with_packed_args
 from weft.lifting import CARRY, DIFF, FORK, Roles
 from weft.lifting.signature import as_tuple, check_argnums, named_after, resolve_argnums
-from weft.typing import ArrayLike
+from weft.typing import ArrayLike, PyTree, Tensor
+
+if TYPE_CHECKING:
+    from jax.experimental.checkify import Error
 
 Carry = TypeVar("Carry")
+P = ParamSpec("P")
+R = TypeVar("R")
 SHARED = jax.sharding.PartitionSpec()
 
 
@@ -36,35 +42,71 @@ def _mapped_roles(state_axis: int | None) -> Roles:
     return Roles((("state", state_axis), ("prng_key", FORK), ("shared", None), (OUTPUTS, 0)))
 
 
-def remat(fn: Callable[..., Any], **remat_kwargs: Any) -> Callable[..., Any]:
+class _SplitArgs:
+    """Arguments of a call, divided by their positions.
+
+    Attributes:
+        static: the arguments at the given positions.
+        traced: all others, which may be replaced.
+    """
+
+    def __init__(self, args: Sequence[Any], static_positions: Collection[int]):
+        static_args: dict[int, Any] = {}
+        traced_args: list[Any] = []
+        for position, arg in enumerate(args):
+            if position in static_positions:
+                static_args[position] = arg
+            else:
+                traced_args.append(arg)
+        self._num_args = len(args)
+        self._static_args = static_args
+        self.static = tuple(static_args.values())
+        self.traced = tuple(traced_args)
+
+    def join(self, traced: Iterable[Any]) -> list[Any]:
+        """Returns all arguments, with these in place of `traced`."""
+        remaining = iter(traced)
+        args: list[Any] = []
+        for position in range(self._num_args):
+            is_static = position in self._static_args
+            args.append(self._static_args[position] if is_static else next(remaining))
+        return args
+
+
+def remat(fn: Callable[P, R], **remat_kwargs: Any) -> Callable[P, R]:
     """Applies `jax.checkpoint` to a function that invokes modules.
 
     `fn` takes arrays and other arguments; `remat_kwargs` are `prevent_cse` and `policy`, as there.
     """
 
-    def call(*args: object, **kwargs: object) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
-        _, arrays, join_leaves = _split_at(leaves, {i for i, yes in enumerate(is_array) if not yes})
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        # `jax.checkpoint` takes arrays only: all other leaves of the arguments stay outside.
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        static_positions: set[int] = set()
+        for position, leaf in enumerate(leaves):
+            if not isinstance(leaf, jax.Array | np.ndarray):
+                static_positions.add(position)
+        split_leaves = _SplitArgs(leaves, static_positions)
 
-        def of_arrays(*arrays: object) -> Any:
-            args, kwargs = tree.unflatten(join_leaves(arrays))
-            return fn(*args, **kwargs)
+        def fn_of_arrays(*arrays: Tensor) -> R:
+            args, kwargs = structure.unflatten(split_leaves.join(arrays))
+            untyped_fn: Callable[..., R] = fn
+            return untyped_fn(*args, **kwargs)
 
-        lifted = lifting.remat(CONTEXT_KIND, in_context(of_arrays), **remat_kwargs)
-        return lifted(context_lib.require_context("remat"), *arrays)
+        lifted = lifting.remat(CONTEXT_KIND, in_context(fn_of_arrays), **remat_kwargs)
+        return lifted(context_lib.require_context("remat"), *split_leaves.traced)
 
     return call
 
 
 def vmap(
-    fn: Callable[..., Any],
+    fn: Callable[..., R],
     *,
     state_axis: int | None = 0,
-    in_axes: object = 0,
-    out_axes: object = 0,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     **vmap_kwargs: Any,
-) -> Callable[..., Any]:
+) -> Callable[..., R]:
     """Applies `jax.vmap` to a function that invokes modules.
 
     Each index has its own PRNG key; outputs of modules are stacked along axis 0.
@@ -77,18 +119,18 @@ def vmap(
 
 
 def _map_args(
-    map_: Callable[..., Callable[..., Any]],
-    fn: Callable[..., Any],
+    map_: Callable[..., Callable[..., R]],
+    fn: Callable[..., R],
     state_axis: int | None,
-    in_axes: object,
-    out_axes: object,
-    **options: object,
-) -> Callable[..., Any]:
+    in_axes: PyTree,
+    out_axes: PyTree,
+    **options: Any,
+) -> Callable[..., R]:
     """Applies `lifting.vmap` or `lifting.pmap` to a function that invokes modules."""
 
-    def call(*args: object) -> Any:
-        per_arg = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
-        roles = (_mapped_roles(state_axis), *per_arg)
+    def call(*args: PyTree) -> R:
+        axes_by_arg = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+        roles = (_mapped_roles(state_axis), *axes_by_arg)
         lifted = map_(CONTEXT_KIND, in_context(fn), in_axes=roles, out_axes=out_axes, **options)
         return lifted(context_lib.require_context(map_.__name__), *args)
 
@@ -99,14 +141,14 @@ def scan(
     context: context_lib.InvocationContext,
     fn: Callable[..., tuple[Carry, Any]],
     carry: Carry,
-    xs: Any,
+    xs: PyTree,
     *,
     state_axis: int | None,
     length: int | None = None,
     unroll: int | bool = 1,
     remat_kwargs: dict[str, Any] | None = None,
     drop_output: Callable[[str], bool] | None = None,
-) -> tuple[Carry, Any]:
+) -> tuple[Carry, PyTree]:
     """Runs `jax.lax.scan` on a function that invokes modules in `context`.
 
     Args:
@@ -117,11 +159,13 @@ def scan(
         remat_kwargs: if given, the body is recomputed in the backward pass, as by `remat`.
         drop_output: predicate for paths of outputs to drop, such as `module_outputs/layer/x`.
     """
-    # The named scope of the current context is already open.
     caller = context_lib.current_context()
     is_child = caller is not None and context.parent is caller
 
-    def body(context: context_lib.InvocationContext, carry: Carry, x: object) -> tuple[Carry, Any]:
+    def body(
+        context: context_lib.InvocationContext, carry: Carry, x: PyTree
+    ) -> tuple[Carry, PyTree]:
+        # The named scope of the current context is already open, but not that of a child.
         scope = jax.named_scope(context.name) if is_child else contextlib.nullcontext()
         with scope, context_lib.set_current_context(context, require_parent=False):
             result = fn(carry, x)
@@ -141,11 +185,11 @@ def scan(
 
 
 def _drop_outputs(outputs: dict[str, Any], path: str, drop: Callable[[str], bool]) -> None:
-    for name in list(outputs):
-        below = f"{path}/{name}"
-        if isinstance(outputs[name], dict):
-            _drop_outputs(outputs[name], below, drop)
-        elif drop(below):
+    for name, value in list(outputs.items()):
+        output_path = f"{path}/{name}"
+        if isinstance(value, dict):
+            _drop_outputs(value, output_path, drop)
+        elif drop(output_path):
             del outputs[name]
 
 
@@ -153,7 +197,7 @@ def scan_in_context(
     fn: Callable[..., tuple[Carry, Any]],
     *,
     carry: Carry,
-    xs: Any,
+    xs: PyTree,
     drop_output: Callable[[str], bool] | None = None,
     child_name_prefix: str = "iter",
     unroll: int | bool = 1,
@@ -171,18 +215,11 @@ def scan_in_context(
     Raises ArgumentValueError if `xs` has "xs" and names other than "state" and "prng_key".
     """
     context = context_lib.require_context("scan_in_context")
-    scanned = next((name for name in ("xs", "x") if isinstance(xs, Mapping) and name in xs), None)
-    if scanned is not None:
-        if other := xs.keys() - {scanned, "state", "prng_key"}:
-            raise ArgumentValueError(
-                f"xs of scan_in_context has {scanned!r} and {sorted(map(str, other))}; only "
-                "'state' and 'prng_key' replace fields of the context. Write `xs={'xs': xs}` to "
-                "scan all of it."
-            )
-        fn = _with_context_fields(fn, scanned)
-    inner = context.fork()
+    if isinstance(xs, Mapping) and ("xs" in xs or "x" in xs):
+        fn = _with_context_fields(fn, xs)
+    body_context = context.fork()
     result = scan(
-        inner,
+        body_context,
         fn,
         carry,
         xs,
@@ -192,7 +229,7 @@ def scan_in_context(
         drop_output=drop_output,
     )
     propagate_repeated_output_collections(
-        inner.output_collection,
+        body_context.output_collection,
         child_name_prefix=child_name_prefix,
         target_output_collection=context.output_collection,
         merge_summaries=merge_summaries,
@@ -200,10 +237,23 @@ def scan_in_context(
     return result
 
 
-def _with_context_fields(fn: Callable[..., Any], scanned: str) -> Callable[..., Any]:
-    def call(carry: Any, xs: Mapping[str, Any]) -> Any:
-        fields = dict(xs)
-        x = fields.pop(scanned)
+def _with_context_fields(fn: Callable[..., R], xs: Mapping[str, PyTree]) -> Callable[..., R]:
+    """Returns the body of a scan over `xs`, whose entries other than "xs" or "x" are for contexts.
+
+    Raises ArgumentValueError for entries that do not replace a field of the context.
+    """
+    name_of_arrays = "xs" if "xs" in xs else "x"
+    unknown_names = xs.keys() - {name_of_arrays, "state", "prng_key"}
+    if unknown_names:
+        raise ArgumentValueError(
+            f"xs of scan_in_context has {name_of_arrays!r} and "
+            f"{sorted(map(str, unknown_names))}; only 'state' and 'prng_key' replace fields of "
+            "the context. Write `xs={'xs': xs}` to scan all of it."
+        )
+
+    def call(carry: PyTree, slices: Mapping[str, PyTree]) -> R:
+        fields = dict(slices)
+        x = fields.pop(name_of_arrays)
         context = context_lib.require_context("scan_in_context").fork_with_outputs(**fields)
         with context_lib.set_current_context(context, require_parent=False):
             return fn(carry, x)
@@ -238,29 +288,32 @@ def propagate_repeated_output_collections(
     leaves = jax.tree.leaves(summaries)
     if not leaves:
         return
-    iterations = [jax.tree.map(lambda x, i=i: x[i], summaries) for i in range(len(leaves[0]))]
+    num_iterations = len(leaves[0])
+    iterations: list[PyTree] = []
+    for i in range(num_iterations):
+        iterations.append(jax.tree.map(operator.itemgetter(i), summaries))
     if merge_summaries:
-        by_name = {child_name_prefix: reduce_summaries(iterations)}
+        summaries_by_name = {child_name_prefix: reduce_summaries(iterations)}
     else:
-        by_name = {f"{child_name_prefix}{i}": x for i, x in enumerate(iterations)}
-    _add_outputs(target.summaries, by_name, "summaries")
+        summaries_by_name = {f"{child_name_prefix}{i}": x for i, x in enumerate(iterations)}
+    _add_outputs(target.summaries, summaries_by_name, "summaries")
 
 
-def _add_outputs(target: dict[str, Any], new: Mapping[str, Any], path: str) -> None:
-    for name, value in new.items():
-        below = f"{path}/{name}"
+def _add_outputs(target: dict[str, Any], outputs: Mapping[str, Any], path: str) -> None:
+    for name, value in outputs.items():
+        output_path = f"{path}/{name}"
         if isinstance(value, dict) and isinstance(target.setdefault(name, {}), dict):
-            _add_outputs(target[name], value, below)
+            _add_outputs(target[name], value, output_path)
         elif name in target:
             raise OutputConflictError(
-                f"two loops, or a loop and its caller, add the output {below!r}; give one of the "
-                "loops another child_name_prefix, or call another child in it."
+                f"two loops, or a loop and its caller, add the output {output_path!r}; give one of "
+                "the loops another child_name_prefix, or call another child in it."
             )
         else:
             target[name] = value
 
 
-def reduce_summaries(summaries: Sequence[Any]) -> Any:
+def reduce_summaries(summaries: Sequence[PyTree]) -> PyTree:
     """Merges trees of summaries of the same structure, at least one.
 
     Arrays are averaged; other summable values, such as a `WeightedScalar`, are added.
@@ -268,13 +321,13 @@ def reduce_summaries(summaries: Sequence[Any]) -> Any:
     return jax.tree.map(_reduce, *summaries, is_leaf=_is_summable)
 
 
-def _is_summable(x: object) -> bool:
+def _is_summable(x: PyTree) -> bool:
     return not isinstance(x, dict | jax.Array) and hasattr(x, "__add__")
 
 
-def _reduce(*values: Any) -> Any:
+def _reduce(*values: Any) -> PyTree:
     if _is_summable(values[0]):
-        return functools.reduce(lambda a, b: a + b, values)
+        return functools.reduce(operator.add, values)
     return jnp.mean(jnp.stack(values), axis=0)
 
 
@@ -282,18 +335,19 @@ def _reduce(*values: Any) -> Any:
 
 
 def jit(
-    fn: Callable[..., Any],
+    fn: Callable[P, R],
     *,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
     inline: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[P, R]:
     """Applies `jax.jit` to a function that invokes modules; takes the same arguments."""
     check_argnums("jit", "static_argnums", fn, static_argnums)
     check_argnums("jit", "donate_argnums", fn, donate_argnums)
 
     def shifted(argnums: int | Sequence[int]) -> tuple[int, ...]:
+        # Before the arguments comes the context; negative numbers count from the end.
         return tuple(i + 1 if i >= 0 else i for i in as_tuple(argnums))
 
     lifted = lifting.jit(
@@ -305,22 +359,22 @@ def jit(
         inline=inline,
     )
 
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         return lifted(context_lib.require_context("jit"), *args, **kwargs)
 
     return named_after(fn, call, leading=())
 
 
 def shard_map(
-    fn: Callable[..., Any],
+    fn: Callable[..., R],
     *,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-    in_specs: Any,
-    out_specs: object,
+    in_specs: PyTree,
+    out_specs: PyTree,
     state_spec: jax.sharding.PartitionSpec = SHARED,
     axis_names: frozenset[str] = frozenset(),
     check_vma: bool = True,
-) -> Callable[..., Any]:
+) -> Callable[..., R]:
     """Applies `jax.shard_map` to a function that invokes modules.
 
     Each device has its own PRNG key; outputs of modules are stacked along a new axis 0 of devices.
@@ -331,25 +385,28 @@ def shard_map(
         state_spec: sharding of the state; replicated by default.
         axis_names: mesh axes that are manual in `fn`; all by default.
     """
-    of_devices = jax.sharding.PartitionSpec(tuple(axis_names or mesh.axis_names))
+    device_axis = jax.sharding.PartitionSpec(tuple(axis_names or mesh.axis_names))
     roles = Roles(
-        (("state", state_spec), ("prng_key", FORK), ("shared", SHARED), (OUTPUTS, of_devices))
+        (("state", state_spec), ("prng_key", FORK), ("shared", SHARED), (OUTPUTS, device_axis))
     )
 
-    def of_device(context: context_lib.InvocationContext, *args: object) -> Any:
+    def run_on_device(context: context_lib.InvocationContext, *args: PyTree) -> R:
         result = in_context(fn)(context, *args)
-        for part in context.output_collection:
-            part.update(jax.tree.map(lambda x: jnp.asarray(x)[None], part))
+        # The new axis has size 1 on each device.
+        for outputs in context.output_collection:
+            outputs.update(jax.tree.map(lambda x: jnp.asarray(x)[None], outputs))
         return result
 
-    def call(*args: object) -> Any:
-        is_one = isinstance(in_specs, jax.sharding.PartitionSpec)
-        per_arg = (in_specs,) * len(args) if is_one else tuple(in_specs)
+    def call(*args: PyTree) -> R:
+        if isinstance(in_specs, jax.sharding.PartitionSpec):
+            specs_by_arg = (in_specs,) * len(args)
+        else:
+            specs_by_arg = tuple(in_specs)
         lifted = lifting.shard_map(
             CONTEXT_KIND,
-            named_after(fn, of_device),
+            named_after(fn, run_on_device),
             mesh=mesh,
-            in_specs=(roles, *per_arg),
+            in_specs=(roles, *specs_by_arg),
             out_specs=out_specs,
             axis_names=axis_names,
             check_vma=check_vma,
@@ -360,14 +417,14 @@ def shard_map(
 
 
 def pmap(
-    fn: Callable[..., Any],
+    fn: Callable[..., R],
     axis_name: str = "devices",
     *,
     state_axis: int | None = 0,
-    in_axes: object = 0,
-    out_axes: object = 0,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     devices: Sequence[Any] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[..., R]:
     """Applies `vmap` with one device per index.
 
     Args:
@@ -379,7 +436,9 @@ def pmap(
     )
 
 
-def checkify(fn: Callable[..., Any], errors: object = None) -> Callable[..., tuple[Any, Any]]:
+def checkify(
+    fn: Callable[P, R], errors: frozenset[type[Exception]] | None = None
+) -> Callable[P, tuple["Error", R]]:
     """Applies `jax.experimental.checkify.checkify` to a function that invokes modules.
 
     The new function returns the error, possibly empty, and the result of `fn`. The checks are
@@ -387,13 +446,13 @@ def checkify(fn: Callable[..., Any], errors: object = None) -> Callable[..., tup
     """
     lifted = lifting.checkify(CONTEXT_KIND, with_packed_args(fn), errors=errors)
 
-    def call(*args: object, **kwargs: object) -> tuple[Any, Any]:
+    def call(*args: P.args, **kwargs: P.kwargs) -> tuple["Error", R]:
         return lifted(context_lib.require_context("checkify"), args, kwargs)
 
     return named_after(fn, call, leading=())
 
 
-def eval_shape(fn: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+def eval_shape(fn: Callable[..., R], *args: PyTree, **kwargs: PyTree) -> R:
     """Applies `jax.eval_shape` to a function that invokes modules, and calls it.
 
     Arguments are arrays or `jax.ShapeDtypeStruct`s. No outputs of modules are added.
@@ -406,33 +465,39 @@ def eval_shape(fn: Callable[..., Any], *args: object, **kwargs: object) -> Any:
 _LOOP_ROLES = Roles((("prng_key", FORK), (True, None)))
 
 
-def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], init_val: object) -> Any:
+def while_loop(
+    cond_fn: Callable[[Carry], ArrayLike], body_fn: Callable[[Carry], Carry], init_val: Carry
+) -> Carry:
     """Runs `jax.lax.while_loop` on functions that invoke modules, inside an invocation.
 
     Every iteration has the same state and its own PRNG key. Raises LoopOutputError if a function
     adds a summary, state update or module output, which the loop cannot collect per iteration.
     """
-    fns = [_refuse_outputs(fn, "while_loop") for fn in (cond_fn, body_fn)]
-    lifted = lifting.while_loop(CONTEXT_KIND, *fns, in_axes=(_LOOP_ROLES, CARRY))
+    lifted = lifting.while_loop(
+        CONTEXT_KIND,
+        _refuse_outputs(cond_fn, "while_loop"),
+        _refuse_outputs(body_fn, "while_loop"),
+        in_axes=(_LOOP_ROLES, CARRY),
+    )
     return lifted(context_lib.require_context("while_loop"), init_val)
 
 
 def fori_loop(
     lower: ArrayLike,
     upper: ArrayLike,
-    body_fn: Callable[..., Any],
-    init_val: object,
+    body_fn: Callable[[ArrayLike, Carry], Carry],
+    init_val: Carry,
     *,
     unroll: int | bool | None = None,
-) -> Any:
+) -> Carry:
     """Runs `jax.lax.fori_loop` on a function that invokes modules; see `while_loop`.
 
     With Python numbers as bounds, the loop is reverse-differentiable and `unroll` applies.
     """
-    of_body = _refuse_outputs(body_fn, "fori_loop")
+    checked_body_fn = _refuse_outputs(body_fn, "fori_loop")
 
-    def body(i: ArrayLike, context: context_lib.InvocationContext, carry: Any) -> Any:
-        return of_body(context, i, carry)
+    def body(i: ArrayLike, context: context_lib.InvocationContext, carry: Carry) -> Carry:
+        return checked_body_fn(context, i, carry)
 
     named_after(body_fn, body)
     lifted = lifting.fori_loop(
@@ -441,8 +506,8 @@ def fori_loop(
     return lifted(context_lib.require_context("fori_loop"), init_val)
 
 
-def _refuse_outputs(fn: Callable[..., Any], loop: str) -> Callable[..., Any]:
-    def call(context: context_lib.InvocationContext, *args: object) -> Any:
+def _refuse_outputs(fn: Callable[..., R], loop: str) -> Callable[..., R]:
+    def call(context: context_lib.InvocationContext, *args: PyTree) -> R:
         result = in_context(fn)(context, *args)
         for kind, outputs in context.output_collection._asdict().items():
             for path, _ in jax.tree_util.tree_leaves_with_path(outputs):
@@ -458,14 +523,14 @@ def _refuse_outputs(fn: Callable[..., Any], loop: str) -> Callable[..., Any]:
 
 
 def cond(
-    pred: object, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: object
-) -> Any:
+    pred: ArrayLike, true_fun: Callable[..., R], false_fun: Callable[..., R], *operands: PyTree
+) -> R:
     """Runs `jax.lax.cond` on functions that invoke modules; see `switch`."""
     index = jnp.asarray(pred, bool).astype(jnp.int32)
     return _switch("cond", index, (false_fun, true_fun), operands, ("false_fun", "true_fun"))
 
 
-def switch(index: ArrayLike, branches: Sequence[Callable[..., Any]], *operands: object) -> Any:
+def switch(index: ArrayLike, branches: Sequence[Callable[..., R]], *operands: PyTree) -> R:
     """Runs `jax.lax.switch` on functions that invoke modules, inside an invocation.
 
     Args:
@@ -483,46 +548,53 @@ def switch(index: ArrayLike, branches: Sequence[Callable[..., Any]], *operands: 
 def _switch(
     name: str,
     index: ArrayLike,
-    branches: tuple[Callable[..., Any], ...],
-    operands: tuple[Any, ...],
+    branches: tuple[Callable[..., R], ...],
+    operands: tuple[PyTree, ...],
     names: tuple[str, ...] | None,
-) -> Any:
+) -> R:
     context = context_lib.require_context(name)
-    called: set[str] = set()
+    called_children: set[str] = set()
 
-    def in_branch(branch: Callable[..., Any]) -> Callable[..., Any]:
-        def call(inner: context_lib.InvocationContext, *operands: object) -> Any:
-            result = in_context(branch)(inner, *operands)
-            # Entries without outputs differ between branches and are not part of the result.
-            outputs = inner.output_collection
-            called.update(set.intersection(*(set(part) for part in outputs)))
-            if twice := sorted(called & context.output_collection.summaries.keys()):
+    def in_branch(branch: Callable[..., R]) -> Callable[..., R]:
+        def call(branch_context: context_lib.InvocationContext, *operands: PyTree) -> R:
+            result = in_context(branch)(branch_context, *operands)
+            outputs = branch_context.output_collection
+            # A child has an entry in each of the three.
+            called_children.update(
+                outputs.summaries.keys()
+                & outputs.state_updates.keys()
+                & outputs.module_outputs.keys()
+            )
+            repeated_children = sorted(called_children & context.output_collection.summaries.keys())
+            if repeated_children:
                 raise OutputConflictError(
-                    f"{twice} are invoked in one invocation of {context.path()} and again in a "
-                    f"branch of {name}, where their randomness would be the same. Name the second "
-                    "call: `with child_context('another_name', module=...)`."
+                    f"{repeated_children} are invoked in one invocation of {context.path()} and "
+                    f"again in a branch of {name}, where their randomness would be the same. Name "
+                    "the second call: `with child_context('another_name', module=...)`."
                 )
-            for part in outputs:
-                context_lib.drop_empty(part)
+            # Entries without outputs differ between branches and are not part of the result.
+            for entries in outputs:
+                context_lib.drop_empty(entries)
             return result
 
         return named_after(branch, call)
 
-    lifted = lifting.switch(CONTEXT_KIND, [in_branch(branch) for branch in branches], names=names)
+    lifted = lifting.switch(CONTEXT_KIND, list(map(in_branch, branches)), names=names)
     result = lifted(index, context, *operands)
-    for child in sorted(called):
-        context.output_collection.child(child)
+    # So that a second call of such a child is refused, whichever branch has run.
+    for child_name in sorted(called_children):
+        context.output_collection.child(child_name)
     return result
 
 
 def value_and_grad(
-    fn: Callable[..., Any],
+    fn: Callable[P, R],
     argnums: int | Sequence[int] = 0,
     *,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[P, tuple[R, PyTree]]:
     """Applies `jax.value_and_grad` to a function that invokes modules; takes the same arguments.
 
     Derivatives are with respect to arguments; `vjp` also returns those of parameters.
@@ -531,36 +603,39 @@ def value_and_grad(
     value, or with `has_aux` a pair of the value and the rest, and the gradients.
     """
 
-    def call(*args: object, **kwargs: object) -> tuple[Any, Any]:
-        at = resolve_argnums("value_and_grad", "argnums", fn, argnums, args)
+    def call(*args: P.args, **kwargs: P.kwargs) -> tuple[R, PyTree]:
+        positions = resolve_argnums("value_and_grad", "argnums", fn, argnums, args)
+        arg_roles = tuple(DIFF if i in positions else None for i in range(len(args)))
         lifted = lifting.value_and_grad(
             CONTEXT_KIND,
             with_packed_args(fn),
-            wrt=(None, tuple(DIFF if i in at else None for i in range(len(args))), None),
+            wrt=(None, arg_roles, None),
             has_aux=has_aux,
             holomorphic=holomorphic,
             allow_int=allow_int,
         )
         value, (_, grads, _) = lifted(context_lib.require_context("value_and_grad"), args, kwargs)
-        return value, grads[at[0]] if isinstance(argnums, int) else tuple(grads[i] for i in at)
+        if isinstance(argnums, int):
+            return value, grads[positions[0]]
+        return value, tuple(grads[i] for i in positions)
 
     return named_after(fn, call, leading=())
 
 
 def grad(
-    fn: Callable[..., Any],
+    fn: Callable[P, Any],
     argnums: int | Sequence[int] = 0,
     *,
     has_aux: bool = False,
     **kwargs: Any,
-) -> Callable[..., Any]:
+) -> Callable[P, PyTree]:
     """Applies `jax.grad` to a function that invokes modules; see `value_and_grad`.
 
     The new function returns the gradients, or with `has_aux` a pair of them and the rest.
     """
     value_and_grads = value_and_grad(fn, argnums, has_aux=has_aux, **kwargs)
 
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> PyTree:
         value, grads = value_and_grads(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
@@ -572,7 +647,7 @@ _STATE_ROLES = Roles((("state", DIFF), (True, None)))
 _OWN_STATE_ROLES = Roles((("state", DIFF), (("prng_key", *OUTPUTS), None)))
 
 
-def vjp(fn: Callable[..., Any], *primals: object, has_aux: bool = False) -> tuple[Any, ...]:
+def vjp(fn: Callable[..., Any], *primals: PyTree, has_aux: bool = False) -> tuple[PyTree, ...]:
     """Applies `jax.vjp` to a function that invokes modules, inside an invocation.
 
     Returns the result, a function from its cotangent to the gradients of the current module's state
@@ -584,19 +659,19 @@ def vjp(fn: Callable[..., Any], *primals: object, has_aux: bool = False) -> tupl
     return value, jax.tree_util.Partial(_apply_pullback, pullback), *aux
 
 
-def _apply_pullback(pullback: Callable[[Any], Any], cotangent: object) -> tuple[Any, ...]:
-    (of_state, _), of_primals, _ = pullback(cotangent)
-    return of_state["state"], *of_primals
+def _apply_pullback(pullback: Callable[[PyTree], PyTree], cotangent: PyTree) -> tuple[PyTree, ...]:
+    (state_grads, _), primal_grads, _ = pullback(cotangent)
+    return state_grads["state"], *primal_grads
 
 
 def jvp(
     fn: Callable[..., Any],
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    state_tangents: object = None,
+    primals: Sequence[PyTree],
+    tangents: Sequence[PyTree],
+    state_tangents: PyTree = None,
     *,
     has_aux: bool = False,
-) -> tuple[Any, ...]:
+) -> tuple[PyTree, ...]:
     """Applies `jax.jvp` to a function that invokes modules, inside an invocation.
 
     Args:
@@ -604,20 +679,24 @@ def jvp(
 
     Returns the result, its tangent, and with `has_aux` the auxiliary values.
     """
-    of_state = () if state_tangents is None else ({"state": state_tangents},)
-    wrt = (_STATE_ROLES if of_state else None, DIFF, None)
+    all_tangents = jax.tree.leaves(tuple(tangents))
+    state_roles = None
+    if state_tangents is not None:
+        all_tangents = [{"state": state_tangents}, *all_tangents]
+        state_roles = _STATE_ROLES
+    wrt = (state_roles, DIFF, None)
     lifted = lifting.jvp(CONTEXT_KIND, with_packed_args(fn), wrt=wrt, has_aux=has_aux)
     arguments = context_lib.require_context("jvp"), tuple(primals), {}
-    return lifted(arguments, [*of_state, *jax.tree.leaves(tuple(tangents))])
+    return lifted(arguments, all_tangents)
 
 
 def custom_vjp(
-    fn: Callable[..., Any],
-    forward_fn: Callable[..., Any],
-    backward_fn: Callable[..., Any],
+    fn: Callable[..., R],
+    forward_fn: Callable[..., tuple[R, Any]],
+    backward_fn: Callable[..., tuple[PyTree, ...]],
     *,
     nondiff_argnums: Sequence[int] = (),
-) -> Callable[..., Any]:
+) -> Callable[..., R]:
     """Applies `jax.custom_vjp` to a function that invokes modules.
 
     Args:
@@ -631,29 +710,42 @@ def custom_vjp(
     above the current one, since `backward_fn` could not return their gradients.
     """
 
-    def call(*args: object) -> Any:
-        at = resolve_argnums("custom_vjp", "nondiff_argnums", fn, nondiff_argnums, args)
-        nondiff, diff, join_args = _split_at(args, at)
+    def call(*args: PyTree) -> R:
+        nondiff_positions = resolve_argnums(
+            "custom_vjp", "nondiff_argnums", fn, nondiff_argnums, args
+        )
+        split_args = _SplitArgs(args, nondiff_positions)
+        diff_args = split_args.traced
 
-        def backward(residuals: object, cotangent: object) -> list[Any]:
-            of_state, *of_args = backward_fn(*nondiff, residuals, cotangent)
-            return [{"state": of_state}, *jax.tree.structure(diff).flatten_up_to(tuple(of_args))]
+        def primal(diff_args: tuple[PyTree, ...]) -> R:
+            return fn(*split_args.join(diff_args))
+
+        def forward(diff_args: tuple[PyTree, ...]) -> tuple[R, Any]:
+            return forward_fn(*split_args.join(diff_args))
+
+        def backward(residuals: Any, cotangent: PyTree) -> list[PyTree]:
+            state_grads, *arg_grads = backward_fn(*split_args.static, residuals, cotangent)
+            leaves = jax.tree.structure(diff_args).flatten_up_to(tuple(arg_grads))
+            return [{"state": state_grads}, *leaves]
 
         lifted = lifting.custom_vjp(
             CONTEXT_KIND,
-            in_context(named_after(fn, lambda diff: fn(*join_args(diff)))),
-            in_context(named_after(forward_fn, lambda diff: forward_fn(*join_args(diff)))),
+            in_context(named_after(fn, primal)),
+            in_context(named_after(forward_fn, forward)),
             named_after(backward_fn, backward),
             wrt=(_OWN_STATE_ROLES, DIFF),
         )
-        return lifted(context_lib.require_context("custom_vjp"), diff)
+        return lifted(context_lib.require_context("custom_vjp"), diff_args)
 
     return named_after(fn, call, leading=())
 
 
 def custom_jvp(
-    fn: Callable[..., Any], jvp_fn: Callable[..., Any], *, nondiff_argnums: Sequence[int] = ()
-) -> Callable[..., Any]:
+    fn: Callable[..., R],
+    jvp_fn: Callable[..., tuple[R, PyTree]],
+    *,
+    nondiff_argnums: Sequence[int] = (),
+) -> Callable[..., R]:
     """Applies `jax.custom_jvp` to a function that invokes modules.
 
     Args:
@@ -662,36 +754,33 @@ def custom_jvp(
     Returns a function with the arguments and results of `fn`; as for `custom_vjp`.
     """
 
-    def call(*args: object) -> Any:
-        at = resolve_argnums("custom_jvp", "nondiff_argnums", fn, nondiff_argnums, args)
-        nondiff, diff, join_args = _split_at(args, at)
+    def call(*args: PyTree) -> R:
+        nondiff_positions = resolve_argnums(
+            "custom_jvp", "nondiff_argnums", fn, nondiff_argnums, args
+        )
+        split_args = _SplitArgs(args, nondiff_positions)
+
+        def primal(diff_args: tuple[PyTree, ...]) -> R:
+            return fn(*split_args.join(diff_args))
 
         def rule(
-            tangents: list[Any], context: context_lib.InvocationContext, diff: tuple[Any, ...]
-        ) -> Any:
-            of_state, *of_args = tangents
-            of_args = jax.tree.structure(diff).unflatten(of_args)
-            return in_context(jvp_fn)(context, *nondiff, diff, of_args, of_state["state"])
+            tangents: list[PyTree],
+            context: context_lib.InvocationContext,
+            diff_args: tuple[PyTree, ...],
+        ) -> tuple[R, PyTree]:
+            state_tangents, *leaves = tangents
+            arg_tangents = jax.tree.structure(diff_args).unflatten(leaves)
+            run_rule = in_context(jvp_fn)
+            return run_rule(
+                context, *split_args.static, diff_args, arg_tangents, state_tangents["state"]
+            )
 
         lifted = lifting.custom_jvp(
             CONTEXT_KIND,
-            in_context(named_after(fn, lambda diff: fn(*join_args(diff)))),
+            in_context(named_after(fn, primal)),
             named_after(jvp_fn, rule),
             wrt=(_OWN_STATE_ROLES, DIFF),
         )
-        return lifted(context_lib.require_context("custom_jvp"), diff)
+        return lifted(context_lib.require_context("custom_jvp"), split_args.traced)
 
     return named_after(fn, call, leading=())
-
-
-def _split_at(
-    args: Sequence[Any], at: Collection[int]
-) -> tuple[tuple[Any, ...], tuple[Any, ...], Callable[[Any], list[Any]]]:
-    diff = tuple(x for i, x in enumerate(args) if i not in at)
-    fixed = [x if i in at else None for i, x in enumerate(args)]
-
-    def join_args(diff: Iterable[object]) -> list[Any]:
-        rest = iter(diff)
-        return [x if i in at else next(rest) for i, x in enumerate(fixed)]
-
-    return tuple(args[i] for i in sorted(at)), diff, join_args
