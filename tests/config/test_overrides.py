@@ -18,13 +18,11 @@ from weft.config import (
     Configurable,
     InstantiableConfig,
     InvalidConfigValueError,
-    Origin,
     Required,
     UnknownFieldError,
     apply_overrides,
     config_class,
     config_for_function,
-    origin,
     register_validator,
     validation,
 )
@@ -130,12 +128,6 @@ def test_part_may_be_replaced(cfg):
     assert cfg.layers[0] == Dropout.default_config().set(rate=0.5)
 
 
-def test_parts_keep_their_identity(cfg):
-    layer = cfg.layers[1]
-    apply_overrides(cfg, ["layers[1].dim=4"])
-    assert layer.dim == 4
-
-
 @pytest.mark.parametrize(
     ("override", "kind", "message"),
     [
@@ -188,19 +180,6 @@ def test_invalid_override_changes_nothing(cfg, override, kind, message):
     assert type(error.value) is kind
     assert message in str(error.value)
     assert cfg == before
-
-
-def test_error_names_origin_of_value(cfg):
-    cfg.limit = 3
-    with pytest.raises(ConfigTypeError, match=r"It is 3, set at .*test_overrides\.py:\d+\."):
-        apply_overrides(cfg, ["limit=x"])
-
-
-def test_source_is_kept_as_origin(cfg):
-    apply_overrides(cfg, ["layers[0].dim=3"], source="command line")
-    assert origin(cfg, "layers[0].dim") == Origin("command line")
-    with pytest.raises(ConfigTypeError, match=r"It is 3, set at command line\."):
-        apply_overrides(cfg, ["layers[0].dim=x"])
 
 
 def test_packages_may_be_allowed(cfg):

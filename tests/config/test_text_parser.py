@@ -18,14 +18,11 @@ from weft.config import (
     ConfigTypeError,
     Configurable,
     InstantiableConfig,
-    Origin,
-    RequiredFieldMissingError,
     UnknownFieldError,
     config_class,
     config_for_class,
     config_for_function,
     from_text,
-    origin,
     to_text,
 )
 from weft.config.text_parser import read_value
@@ -364,27 +361,10 @@ def test_non_configs_are_rejected():
         from_text("[1]", source="cfg")
 
 
-def test_non_config_text():
-    with pytest.raises(ConfigTextError, match="text: cannot read this as a config: "):
-        from_text("-" * 100_000 + "1")
-
-
 def test_partial_of_non_callable():
     text = f"{M}.Leaf.Config(value=functools.partial({M}.Colour.RED))"
     with pytest.raises(ConfigTextError, match=r"Colour\.RED cannot be called"):
         from_text(text, allow=(M,))
-
-
-def test_text_may_be_incomplete():
-    cfg = from_text("config_for_function(optax.sgd)()")
-    with pytest.raises(RequiredFieldMissingError):
-        cfg.instantiate()
-
-
-def test_values_have_line_origins():
-    cfg = from_text(f"{M}.Leaf.Config(\n  rate=0.5,\n  value=3)", source="runs/1/config.txt")
-    assert origin(cfg, "rate") == Origin("runs/1/config.txt", 2)
-    assert str(origin(cfg, "value")) == "runs/1/config.txt:3"
 
 
 def test_hostile_name_in_loaded_module():

@@ -57,24 +57,6 @@ def test_dtype_is_the_promoted_one(args, name):
     assert all(x.dtype.name == name for x in promoted if x is not None)
 
 
-def test_integers_stay_if_allowed():
-    assert canonicalize_dtype(INT, 1, inexact=False) == jnp.int32
-    (x,) = promote_dtype(INT, inexact=False)
-    assert x is INT
-
-
-def test_given_dtype_is_kept():
-    assert canonicalize_dtype(HALF, dtype=jnp.float16) == jnp.float16
-    assert canonicalize_dtype(dtype="float16") == "float16"
-    assert [x.dtype.name for x in promote_dtype(HALF, 2, dtype=jnp.float16)] == ["float16"] * 2
-
-
-def test_array_of_the_dtype_is_not_copied():
-    x, y = promote_dtype(HALF, INT)
-    assert x is HALF
-    assert y.dtype == jnp.bfloat16
-
-
 def test_weak_types_become_strong():
     def f(x):
         (y,) = promote_dtype(2.0 * x)

@@ -40,15 +40,6 @@ def test_masks_of_all_pairs(name):
     np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_single_query_uses_its_mask_row(name):
-    mask, _ = MASKS[name]
-    keys = jnp.arange(6)[None]
-    whole = evaluate_mask(mask, keys, keys)
-    step = evaluate_mask(mask, jnp.array([[4]]), keys)
-    np.testing.assert_array_equal(step[:, :, 0], whole[:, :, 4])
-
-
 def test_valid_keys_may_differ_by_example():
     mask = truncated_key_mask(jnp.array([1, 3])[:, None, None, None])
     out = evaluate_mask(mask, jnp.zeros((2, 1), int), jnp.arange(4)[None])
@@ -74,19 +65,6 @@ def test_mask_requires_query_and_key():
     mask = make_attention_mask(VALID, VALID[:, :2])
     assert mask.shape == (2, 1, 3, 2) and mask.dtype == jnp.float32
     assert mask[0, 0].tolist() == [[1, 1], [1, 1], [0, 0]]
-
-
-def test_segments():
-    segments = jnp.array([1, 1, 2])
-    mask = make_attention_mask(segments, segments, jnp.equal, extra_batch_dims=2, dtype=bool)
-    assert mask.shape == (1, 1, 1, 3, 3) and mask.dtype == bool
-    assert mask[0, 0, 0].astype(int).tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
-
-
-def test_causal():
-    mask = make_causal_mask(jnp.ones((4, 2, 3)), extra_batch_dims=1, dtype=jnp.int32)
-    assert mask.shape == (1, 4, 2, 1, 3, 3) and mask.dtype == jnp.int32
-    assert mask[0, 3, 1, 0].tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
 
 
 def test_combined():

@@ -7,7 +7,6 @@ from weft.config import REQUIRED, Required, config_class, config_for_function
 from weft.errors import InputDatasetError, InputReadError, NoMeshError
 from weft.hierarchy.module import Module
 from weft.hierarchy.module import functional as F
-from weft.hierarchy.parameter_spec import TensorSpec
 from weft.input.base import Input, PathAndRank, partition_by_path_rank
 from weft.input.dispatch import InputDispatcher, SpmdInputDispatcher, host_to_global_device_array
 
@@ -91,21 +90,10 @@ def test_partitioner_constrains_by_path_and_rank(mesh):
     assert blocks(result["ids"]) == blocks(result["my_doc/x"]) == 1
 
 
-def test_input_is_iterable():
-    assert [int(batch["ids"][0, 0]) for batch in make()] == [0, 1, 2]
-
-
 def test_partitioner_refuses_leaves_without_a_rule(mesh):
     partition = partition_by_path_rank({PathAndRank("ids", 2): PartitionSpec("data")})
     with pytest.raises(InputDatasetError, match=r"no rule of .* matches 'doc/x' with 1 axes; add"):
         partition({"doc": {"x": np.ones(3)}})
-
-
-def test_rules_of_a_partitioner_may_be_pairs(mesh):
-    partition = partition_by_path_rank({("ids", 2): PartitionSpec("data"), (None, None): None})
-    specs = partition({"ids": TensorSpec((8, 4)), "x": TensorSpec((8,))})
-    assert specs["ids"].mesh_axes == PartitionSpec("data")
-    assert specs["x"].mesh_axes is None
 
 
 def test_a_dispatcher_gets_the_partition_spec(mesh):
@@ -114,22 +102,10 @@ def test_a_dispatcher_gets_the_partition_spec(mesh):
     assert records.dispatcher.partition_spec == PartitionSpec("data")
 
 
-def test_partitioner_of_specs(mesh):
-    partition = partition_by_path_rank({PathAndRank("ids", 2): PartitionSpec("data")})
-    specs = partition({"ids": TensorSpec((8, 4))})
-    assert specs["ids"] == TensorSpec((8, 4), mesh_axes=PartitionSpec("data"))
-
-
 def test_partitioner_without_mesh_is_identity():
     partition = partition_by_path_rank({PathAndRank(None, None): PartitionSpec("data")})
     batch = {"x": np.ones(3)}
     assert partition(batch) is batch
-
-
-def test_element_spec_matches_a_process_batch():
-    assert make().element_spec() == {"ids": jax.ShapeDtypeStruct((8, 2), np.int32)}
-    with pytest.raises(InputDatasetError, match=r"records: the dataset is empty"):
-        make(num_batches=0).element_spec()
 
 
 def test_error_of_the_source_names_the_input_and_the_cause():

@@ -1,6 +1,5 @@
 import gzip
 import json
-import os
 import pickle
 import sys
 
@@ -62,24 +61,6 @@ def test_map_errors_name_the_record(folder):
         _ = upper[1]
 
 
-def test_removed_file(folder):
-    documents = text_dataset("?.txt")
-    os.remove("b.txt")
-    with pytest.raises(
-        InputReadError, match=r"^cannot read b\.txt: FileNotFoundError: .*No such file"
-    ):
-        _ = documents[1]
-
-
-def test_fingerprint_changes_with_files(folder):
-    before = [text_dataset("?.txt"), text_dataset("?.txt", document="line")]
-    assert before[0].fingerprint != before[1].fingerprint
-    assert [d.num_bytes for d in before] == [19, 19]
-    (folder / "b.txt").write_text("other\n\n", encoding="utf-8")
-    after = [text_dataset("?.txt"), text_dataset("?.txt", document="line")]
-    assert all(b.fingerprint != a.fingerprint for b, a in zip(before, after, strict=True))
-
-
 def text_length(document):
     return len(document["text"])
 
@@ -116,16 +97,6 @@ def saved_folder(tmp_path, monkeypatch):
     splits = {"train": rows, "test": rows.select([4])}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "splits")
     return tmp_path
-
-
-def test_rows_by_index(saved_folder):
-    ds = hugging_face_dataset(str(saved_folder / "one"))
-    assert [row["text"] for row in ds] == [f"row {i}" for i in range(5)]
-    assert pickle.loads(pickle.dumps(ds))[3] == {"text": "row 3"}
-    assert ds.num_bytes > 0
-    assert str(ds) == f"RecordDataset(5 rows of {saved_folder}/one)"
-    with pytest.raises(InputReadError, match=rf"row 2 of {saved_folder}/one: KeyError: 'words'"):
-        _ = ds.map(lambda row: row["words"])[2]
 
 
 def test_split(saved_folder):

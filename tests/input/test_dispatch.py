@@ -12,10 +12,8 @@ from weft.input.dispatch import (
     InputDispatcher,
     SpmdInputDispatcher,
     blocks_by_process,
-    current_mesh,
     global_to_host_array,
     host_to_global_device_array,
-    input_partition_spec,
 )
 
 
@@ -84,23 +82,6 @@ def test_defaults_follow_processes_and_devices():
     )
     batch = {"x": np.ones((8, 3))}
     assert LOGICAL_ROW_KEY not in default.logical_to_physical_batch(batch)
-
-
-def test_fewer_rows_than_processes():
-    feeds = dispatchers(4, 2, global_physical_batch_size=4)
-    assert [f.logical_feed_index for f in feeds] == [0, 1, None, None]
-    assert [f.feed_read_config()["shard_index"] for f in feeds] == [0, 1, 0, 0]
-    padding = feeds[3].logical_to_physical_batch({"x": np.ones((1, 2))})
-    assert (padding["x"] == 0).all()
-
-
-def test_default_physical_batch_has_a_row_per_device():
-    if jax.device_count() != 8:
-        pytest.skip("needs eight devices")
-    (feed, *_) = dispatchers(4, 6, logical_feed_indices=[0, 1])
-    # Three rows per logical feed; two devices per process.
-    assert feed.feed_physical_batch_size == 4
-    assert feed.config.global_physical_batch_size == 16
 
 
 @pytest.mark.parametrize(
@@ -256,25 +237,10 @@ def test_rows_follow_partition_spec_and_round_trip(mesh, spec, rows_per_device):
     jax.tree.map(np.testing.assert_array_equal, global_to_host_array(result), host)
 
 
-def test_second_axis_may_be_sharded(mesh):
-    host = {"ids": np.arange(32).reshape(4, 8), "length": np.arange(4)}
-    result = host_to_global_device_array(host, partition=PartitionSpec("data", "model"), mesh=mesh)
-    assert {s.data.shape for s in result["ids"].addressable_shards} == {(1, 4)}
-    assert {s.data.shape for s in result["length"].addressable_shards} == {(1,)}
-    np.testing.assert_array_equal(result["ids"], host["ids"])
-
-
 def test_global_batch_enters_jit_without_transfer(mesh):
     result = host_to_global_device_array(batch(), partition=PartitionSpec("data"), mesh=mesh)
     doubled = jax.jit(lambda x: x * 2)(result["ids"])
     assert doubled.sharding.is_equivalent_to(result["ids"].sharding, 2)
-
-
-def test_default_is_rows_over_all_axes(mesh):
-    assert input_partition_spec(mesh) == PartitionSpec(("data", "model"))
-    with jax.set_mesh(mesh):
-        assert input_partition_spec() == PartitionSpec(("data", "model"))
-        assert current_mesh() == mesh
 
 
 def test_indivisible_rows(mesh):
@@ -301,11 +267,6 @@ def test_text_is_rejected(mesh):
 def test_no_mesh():
     with pytest.raises(NoMeshError, match=r"no mesh is set.*jax\.set_mesh\(mesh\)"):
         host_to_global_device_array(batch())
-
-
-def test_jax_arrays_are_accepted(mesh):
-    result = host_to_global_device_array({"x": jnp.ones((8, 2))}, mesh=mesh)
-    assert float(result["x"].sum()) == 16
 
 
 def test_batch_on_the_mesh_of_a_with_statement():

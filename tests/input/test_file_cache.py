@@ -18,7 +18,6 @@ from weft.input.datasets import json_lines_dataset
 from weft.input.file_cache import (
     cache_folder,
     cached_bytes,
-    document_text,
     tokenize_documents,
 )
 from weft.input.tokenizers import ByteTokenizer
@@ -122,23 +121,12 @@ def test_invalid_document_is_named(folder, line, message):
         tokenize_documents(json_lines_dataset("a.jsonl"), Words())
 
 
-def test_document_of_plain_dataset_is_named_by_index():
-    documents = grain.MapDataset.source([{"text": "a"}, {"text": "bad"}])
-    with pytest.raises(InputReadError, match=r"^record 1 of \w*Dataset.* cannot be tokenized"):
-        tokenize_documents(documents, Words())
-
-
 def test_no_documents(folder):
     (folder / "a.jsonl").touch()
     with pytest.raises(
         EmptyCorpusError, match=r"\(0 records in 1 files\)\) has no documents; pass"
     ):
         tokenize_documents(json_lines_dataset("a.jsonl"), Words())
-
-
-def test_text_is_a_string_or_bytes():
-    assert document_text({"t": b"x"}, "t") == b"x"
-    assert document_text({"t": "x"}, "t") == "x"
 
 
 @pytest.fixture
@@ -233,11 +221,6 @@ def test_links_in_the_cache_are_replaced(cache, tmp_path):
     with pytest.raises(InputReadError, match=r"\.lock' is a symbolic link"):
         cached_bytes("kind", "key", make, num_bytes=None)
     assert (tmp_path / "victim").read_text(encoding="utf-8") == "private"
-
-
-def test_empty_data_is_cached():
-    assert cached_bytes("kind", "empty", lambda out: None, num_bytes=None).tobytes() == b""
-    assert cached_bytes("kind", "empty", lambda out: None, num_bytes=0).tobytes() == b""
 
 
 def test_failure_leaves_no_file(cache):

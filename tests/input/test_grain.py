@@ -138,12 +138,6 @@ class TestSharding:
         assert sorted(itertools.chain(*shards)) == list(range(n))
         assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
-    def test_shards_of_shards(self):
-        nested = shard_dataset(numbers(24), DispatchConfig((1, 2), (2, 3)))
-        assert list(nested) == list(range(24))[1::2][2::3]
-        assert DispatchConfig((1, 2), (2, 3)).flat_index() == 5
-        assert DispatchConfig([1], [4]) == DispatchConfig(1, 4)
-
     @pytest.mark.parametrize(("index", "num"), [(2, 2), (-1, 2), ((0, 1), (2,)), ((0, 3), (2, 3))])
     def test_invalid_index(self, index, num):
         with pytest.raises(InputDispatchError, match=r"shard_index=.* does not fit num_shards="):

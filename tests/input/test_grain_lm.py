@@ -82,15 +82,6 @@ def test_whole_texts_are_packed_greedily():
     ]
 
 
-@pytest.mark.parametrize("window_size", [128, None])
-def test_replaced_newlines_count_as_one_byte(window_size):
-    kwargs = {"vocab": VOCAB, "max_len": 8, "replace_newlines_with": r"<\n>"}
-    ds = text_to_lm_training_input(texts("a\nb"), window_size=window_size, **kwargs)
-    assert rows(ds, "target_num_bytes") == [(r"|a<\n>b.", r"a<\n>b|.", 3)]
-    ds = text_to_lm_eval_input(texts("a\nb"), **kwargs)
-    assert rows(ds, "target_num_bytes") == [(r"|a<\n>b.", r"a<\n>b|.", 3)]
-
-
 def evaluation(*values, **kwargs):
     ds = texts(*values, index=7)
     return text_to_lm_eval_input(ds, vocab=VOCAB, max_len=4, **kwargs)
@@ -116,12 +107,6 @@ def test_windows_of_evaluation():
 def test_strided_windows_count_each_target_once(stride, want):
     assert rows(evaluation("abcde", stride=stride), "target_num_bytes") == want
     assert rows(evaluation("abc", stride=stride)) == [("|abc", "abc|")]
-
-
-def test_index_is_that_of_the_text():
-    ds = grain.MapDataset.source([{"text": "abcdef", "id": "x"}, {"text": "g", "id": 3}])
-    windows = text_to_lm_eval_input(ds, vocab=VOCAB, max_len=4, index_key="id")
-    assert [one["id"] for one in windows] == ["x", "x", 3]
 
 
 @pytest.mark.parametrize("stride", [0, 5])

@@ -116,22 +116,9 @@ def test_max_examples_are_spread_over_the_stream():
     assert len(pack(docs, 10, max_examples=1000)) == 40
 
 
-def test_stream_memory_is_bounded_by_its_ids():
-    small = token_stream([np.array([1, 2])], eos_id=255)
-    bytes_and_eos = token_stream([np.arange(256)], eos_id=256)
-    assert (small.dtype, bytes_and_eos.dtype) == (np.uint8, np.uint16)
-    assert bytes_and_eos.tolist() == [256, *range(256), 256]
-
-
 def test_too_little_text_reports_its_size():
     with pytest.raises(EmptyCorpusError, match=r"4 tokens do not fill one sequence of 5; add text"):
         pack([[1, 2, 3]], 5, drop_remainder=True)
-
-
-def test_out_of_range_index_fails():
-    source = pack([[1, 2, 3]], 2)
-    with pytest.raises(IndexError, match=r"examples \[2\] of 2"):
-        source[2]
 
 
 @settings(deadline=None, max_examples=25)

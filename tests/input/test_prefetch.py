@@ -164,38 +164,3 @@ def test_ready_and_peek_do_not_block():
         # The end is ready, too.
         assert batches.ready(timeout=10)
         assert list(batches) == []
-
-
-def test_error_is_ready_and_next_raises_it():
-    with PrefetchingIterator(Counter(fails_at=0)) as batches:
-        assert batches.ready(timeout=10)
-        with pytest.raises(OSError, match="record 0 is broken"):
-            next(batches)
-
-
-def test_counts_waiting_seconds():
-    source = Held()
-    with PrefetchingIterator(source) as batches:
-        batches.ready(timeout=0.05)
-        waited = batches.wait_seconds
-        assert waited >= 0.05
-        timer = threading.Timer(0.05, source.let.release)
-        timer.start()
-        next(batches)
-        timer.join()
-        assert batches.wait_seconds >= waited + 0.04
-        source.let.release()
-
-
-def test_peek_returns_the_next_batch():
-    with PrefetchingIterator(Counter(stop=1)) as batches:
-        assert batches.peek() == batches.peek() == 0
-        assert batches.get_state() == {"next_index": 0}
-        assert next(batches) == 0
-        with pytest.raises(StopIteration):
-            batches.peek()
-    with (
-        PrefetchingIterator(Counter(fails_at=0)) as batches,
-        pytest.raises(OSError, match="record 0 is broken"),
-    ):
-        batches.peek()

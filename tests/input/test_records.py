@@ -1,9 +1,8 @@
 import pickle
 
-import grain
 import pytest
 
-from weft.errors import InputDatasetError, InputReadError
+from weft.errors import InputReadError
 from weft.input.records import FileRecordSource, LibraryRecordSource, RecordDataset, matching_files
 
 
@@ -46,14 +45,6 @@ def test_records_of_files_in_order():
     assert str(ds) == "RecordDataset(FileRecordSource(3 records in 3 files))"
 
 
-def test_grain_transforms_are_mapped():
-    class Double(grain.transforms.Map):
-        def map(self, element):
-            return 2 * element
-
-    assert dataset("ab").map(Double())[1] == "bb"
-
-
 def test_failing_records_are_named():
     ds = dataset("12", "3x!")
     with pytest.raises(
@@ -75,14 +66,6 @@ def test_failing_records_are_named():
         _ = dataset("x", kind=Titled).map(parse)[0]
 
 
-def test_weft_errors_are_not_wrapped_twice():
-    def check(letter):
-        raise InputDatasetError(f"{letter} is too long; leave it out")
-
-    with pytest.raises(InputReadError, match=r"^record 0 of a: a is too long; leave it out$"):
-        _ = dataset("a").map(check)[0]
-
-
 def test_unreadable_file():
     with pytest.raises(InputReadError, match=r"^cannot open torn: ValueError: no magic bytes$"):
         dataset("ab", "torn")
@@ -96,12 +79,6 @@ def test_fingerprint_identifies_data():
     assert dataset("a").fingerprint is None
     assert dataset("a").num_bytes is None
     assert RecordDataset("abc").describe(1) == "record 1 of abc"
-
-
-def test_empty_files():
-    assert list(dataset("", "")) == []
-    with pytest.raises(InputDatasetError, match=r"0 records in 2 files\)\) has no records; pass"):
-        _ = dataset("", "")[0]
 
 
 def test_library_rows():

@@ -52,12 +52,6 @@ def test_batches_are_text_of_the_corpus():
             assert any(row.astype(np.uint8).tobytes() in text for text in texts)
 
 
-def test_order_depends_on_seed():
-    first, again, other = (ids(batches(make(seed=s).source, 20)) for s in (1, 1, 2))
-    assert first == again
-    assert first != other
-
-
 def test_each_pass_reshuffles_all_sequences():
     files = tuple(TextFile(f"{i + 3}.py", bytes([i]) * 63) for i in range(12))
     source = make(corpus=Corpus("twelve", files, held_out_fraction=0.0)).source
@@ -126,11 +120,6 @@ def test_evaluation_counts_every_held_out_byte_once():
     assert bits_per_byte == pytest.approx(unigram.bits_per_byte, rel=1e-12)
 
 
-def test_segments_are_optional():
-    (batch,) = batches(make(segments=True).source, 1)
-    assert batch["input_segment_ids"].shape == batch["input_positions"].shape == (8, 64)
-
-
 def test_fields_are_set_by_path():
     cfg = Input.default_config().set(
         name="input",
@@ -194,10 +183,6 @@ class TestDocuments:
         for weights in ({"a": 1.0}, {"a": 1.0, "b": 1.0, "c": 1.0}):
             with pytest.raises(InputDatasetError, match=r"the documents are \['a', 'b'\]; pass"):
                 self.make(documents=named, weights=weights, is_training=True)
-
-    def test_too_few(self, folder):
-        with pytest.raises(EmptyCorpusError, match=r"the text of documents has 9 sequences of 16"):
-            self.make(is_training=True, global_batch_size=10)
 
     def test_tokenizer_defines_tokens_and_their_bytes(self, folder):
         class Threes:
@@ -281,11 +266,6 @@ def test_mixture_keeps_proportions_and_source_passes():
     assert by_source[0][:12] != [r - 100 for r in by_source[1][:12]]
 
 
-def test_no_weights_mean_equal_proportions():
-    rows = flat(take(open_(make_mixture(global_batch_size=4)), 11))
-    assert len(set(rows)) == 44
-
-
 def test_evaluation_reads_all_once_in_order():
     source = make_mixture(global_batch_size=4, is_training=False)
     rows = flat(names(batch) for batch in open_(source))
@@ -305,19 +285,6 @@ def test_invalid_weights():
         make_mixture(weights=[1.0])
     with pytest.raises(InputDatasetError, match=r"weights=\[1\.0, 0\.0, 1\.0\]; pass one positive"):
         open_(make_mixture(weights=[1.0, 0.0, 1.0]))
-
-
-def test_evaluation_of_an_incomplete_batch():
-    with pytest.raises(InputDatasetError, match=r"has 44 sequences, which is not a multiple of a"):
-        make_mixture(is_training=False)
-    assert len(batches(make_mixture(is_training=False, global_batch_size=11))) == 4
-
-
-def test_less_than_one_batch():
-    with pytest.raises(
-        EmptyCorpusError, match=r"^notes has 44 sequences of 4 tokens, fewer than one batch of 45"
-    ):
-        make_mixture(global_batch_size=45, name="notes")
 
 
 TEXTS = ["abcdefghij"[: 1 + i % 10] * (1 + i % 3) for i in range(37)]
@@ -411,18 +378,6 @@ def test_order_depends_on_pass_and_seed():
     assert len(found[0]) > len(TEXTS)
 
 
-def test_mixture_by_weights():
-    a, b = ([{"text": letter * 7}] * 5 for letter in "ab")
-    named = {"a": grain.MapDataset.source(a), "b": grain.MapDataset.source(b)}
-    source = make_stream(documents=named, weights={"a": 3.0, "b": 1.0}, split_documents=False)
-    texts = documents_of(stream_batches(source, 5)[0])
-    assert texts.count("a" * 7) == 3 * texts.count("b" * 7) == 60
-    with pytest.raises(
-        InputDatasetError, match=r"given for \['a'\], .* are \['a', 'b'\]; pass one"
-    ):
-        make_stream(documents=named, weights={"a": 1.0})
-
-
 def test_errors_name_the_document(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(
@@ -434,8 +389,3 @@ def test_errors_name_the_document(tmp_path):
         stream_batches(make_stream(documents=documents, sequence_length=31, split_documents=False))
     with pytest.raises(InputReadError, match=r"line 3 of \S+a\.jsonl: the record has no 'text'"):
         stream_batches(source)
-
-
-def test_no_documents():
-    with pytest.raises(EmptyCorpusError, match=r"^documents has no documents; pass files"):
-        make_stream(documents=grain.MapDataset.source([]))

@@ -29,13 +29,6 @@ def test_every_text_round_trips(text):
     assert tokenizer.decode(ids) == text
 
 
-def test_special_ids_follow_bytes_and_decode_to_nothing():
-    tokenizer = ByteTokenizer()
-    assert sorted({tokenizer.eos_id, tokenizer.pad_id}) == [256, 257]
-    assert tokenizer.vocab_size == 258
-    assert tokenizer.decode([tokenizer.eos_id, 104, 105, tokenizer.pad_id]) == "hi"
-
-
 def test_partial_character_decodes():
     assert ByteTokenizer().decode([104, 195]) == "h\ufffd"
 
@@ -112,13 +105,6 @@ def test_hugging_face(bpe):
     check(tokenizer)
     assert (tokenizer.eos_id, tokenizer.pad_id) == (0, 1)
     assert repr(tokenizer) == f"HuggingFaceTokenizer({bpe!r}, {tokenizer.vocab_size} tokens)"
-
-
-def test_special_ids_follow_the_vocabulary(bpe):
-    tokenizer = HuggingFaceTokenizer(bpe)
-    size = HuggingFaceTokenizer(bpe, eos_token="<|end|>", pad_token="<|pad|>").vocab_size
-    assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (size, size + 1, size + 2)
-    check(tokenizer)
 
 
 HOLES = {"a": 0, "b": 1, "c": 2, "d": 7}

@@ -9,7 +9,6 @@ from weft import nnx
 from weft.errors import (
     BridgeContextError,
     InvalidRngError,
-    LayerMethodError,
     LayerVariablesError,
     ModifyScopeVariableError,
     RngStreamNotFoundError,
@@ -80,56 +79,6 @@ def test_variables_are_named_as_submodules_are():
     np.testing.assert_allclose(jax.jit(Net().apply)(variables, X), y, rtol=1e-5)
 
 
-def test_keys_follow_creation_order():
-    variables = Net().init(nnx.Rngs(0), X)
-    rngs = nnx.Rngs(0)
-    np.testing.assert_array_equal(
-        variables["params"]["first"]["kernel"], normal(rngs.params(), (3, 3))
-    )
-    np.testing.assert_array_equal(
-        variables["params"]["many"][0]["scale"], normal(rngs.params(), (3,))
-    )
-
-
-def test_mutable_collections_are_returned():
-    net = Net()
-    variables = net.init(5, X)
-    assert variables["calls"]["n"] == 1
-    _, after = net.apply(variables, X, mutable=True)
-    assert after["calls"]["n"] == 2
-    assert net.scope is None
-    assert net.variables == {}
-
-
-def test_methods():
-    net, variables = Net(), Net().init(KEY, X)
-    a = net.apply(variables, X, method="encode")
-    b = net.apply(variables, X, method=Net.encode)
-    np.testing.assert_array_equal(a, b)
-    _, all_of_them = net.apply(variables, X, method="encode", mutable=True)
-    assert shapes(all_of_them) == shapes(variables)
-    with pytest.raises(LayerMethodError, match="Net has no method 'decode'"):
-        net.apply(variables, X, method="decode")
-
-
-def test_second_call_shares_variables():
-    class Outer(Module):
-        @compact
-        def __call__(self, x):
-            return Scale()(x)
-
-    class Twice(Module):
-        @compact
-        def __call__(self, x):
-            outer = Outer()
-            return outer(outer(x))
-
-    variables = Twice().init(KEY, X)
-    assert shapes(variables) == {"params": {"Outer_0": {"Scale_0": {"scale": (3,)}}}}
-    scale = variables["params"]["Outer_0"]["Scale_0"]["scale"]
-    np.testing.assert_allclose(Twice().apply(variables, X), X * scale[None] ** 2, rtol=1e-5)
-
-
 def test_custom_init_and_fields():
     class Parent(Module):
         child: Module
@@ -174,22 +123,6 @@ def test_axes_have_names():
         Boxed().apply(variables, X)
 
 
-def test_submodules_are_transformed():
-    class Mapped(Module):
-        @compact
-        def __call__(self, x):
-            scale = Scale()
-            y = nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(scale, x)
-            return nnx.remat(lambda m, x: m(x))(scale, y)
-
-    variables = Mapped().init(KEY, X)
-    scale = variables["params"]["Scale_0"]["scale"]
-    np.testing.assert_allclose(Mapped().apply(variables, X), X * scale[None] ** 2, rtol=1e-5)
-    grads = jax.grad(lambda v: Mapped().apply(v, X).sum())(variables)
-    assert jnp.any(grads["params"]["Scale_0"]["scale"])
-    assert shapes(jax.eval_shape(Mapped().init, KEY, X)) == shapes(variables)
-
-
 def test_modules_and_arrays_that_are_assigned():
     class Assigns(Module):
         @compact
@@ -229,24 +162,6 @@ def test_current_module_in_methods():
     Knows().init(1)
     assert seen[6] == (True, {})
     assert current_module() is None
-
-
-def test_priorities_order_attributes():
-    net = Dense(2)
-    net.z, net.a = nnx.Param(1), nnx.Param(2)
-    assert [name for name, _ in nnx.iter_children(net)] == ["a", "z"]
-    net.set_attr_priority("z", AttrPriority.HIGH)
-    assert [name for name, _ in nnx.iter_children(net)] == ["z", "a"]
-
-
-def test_sow():
-    class Sows(Module):
-        def __call__(self, x):
-            self.sow(nnx.Intermediate, "seen", x)
-            return x
-
-    _, sown = Sows().apply({}, X, mutable=["intermediates"])
-    np.testing.assert_array_equal(sown["intermediates"]["seen"][0], X)
 
 
 def test_parent_is_the_running_module():
@@ -321,19 +236,13 @@ class Outer(Module):
         return dropout(x, deterministic=not self.train)
 
 
-def test_variables_are_below_their_names():
-    y, variables = Outer().init_with_output(nnx.Rngs(0), X)
-    assert jax.tree.map(jnp.shape, variables) == {
-        "params": {
-            "Linear_0": {"bias": (3,), "kernel": (3, 3)},
-            "norm": {"bias": (3,), "scale": (3,)},
-            "Dense_0": {"bias": (2,), "kernel": (3, 2)},
-        },
-        "batch_stats": {"norm": {"mean": (3,), "var": (3,)}},
-    }
-    want = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
-    np.testing.assert_array_equal(variables["params"]["Linear_0"]["kernel"], want.kernel)
-    np.testing.assert_allclose(jax.jit(Outer().apply)(variables, X), y, rtol=1e-5)
+def test_outside_of_modules_fails():
+    with pytest.raises(BridgeContextError, match="linen_in_bridge_mdl was called outside"):
+        linen_in_bridge_mdl(nn.Dense(2))
+    with pytest.raises(BridgeContextError, match="nnx_in_bridge_mdl was called outside"):
+        nnx_in_bridge_mdl(lambda rngs: nnx.Linear(3, 3, rngs=rngs))
+    with pytest.raises(BridgeContextError, match="the PRNG streams was asked for by a Outer"):
+        Outer()(X)
 
 
 def test_state_and_keys():
@@ -346,12 +255,3 @@ def test_state_and_keys():
         net.apply(variables, X, rngs=rngs)
     with pytest.raises(InvalidRngError, match="draws a key from a PRNG stream"):
         net.apply(variables, X, mutable=True)
-
-
-def test_outside_of_modules_fails():
-    with pytest.raises(BridgeContextError, match="linen_in_bridge_mdl was called outside"):
-        linen_in_bridge_mdl(nn.Dense(2))
-    with pytest.raises(BridgeContextError, match="nnx_in_bridge_mdl was called outside"):
-        nnx_in_bridge_mdl(lambda rngs: nnx.Linear(3, 3, rngs=rngs))
-    with pytest.raises(BridgeContextError, match="the PRNG streams was asked for by a Outer"):
-        Outer()(X)

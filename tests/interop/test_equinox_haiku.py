@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.interop.layers import KEY, Average, Perceptron, X
+from tests.interop.layers import KEY, Perceptron, X
 from weft.errors import LayerMethodError, LayerVariablesError
 from weft.interop.equinox_haiku import EquinoxModel, HaikuModel
 
@@ -36,15 +36,6 @@ def test_other_arrays_are_constants():
     }
     y, _ = model.apply(variables, X, rngs={}, mutable=True)
     np.testing.assert_array_equal(y, X[jnp.array([1, 0])])
-
-
-def test_state_round_trips():
-    model = EquinoxModel(Average)
-    variables = model.init({}, X)
-    _, changed = model.apply(variables, X, rngs={}, mutable=["state"])
-    np.testing.assert_allclose(changed["state"]["0"], X.sum(0), rtol=1e-6)
-    assert model.apply(variables, X, rngs={}, mutable=False)[1] == {}
-    assert model.apply(variables, X, rngs={}, mutable=True, training=False)[1] == {}
 
 
 def test_key_is_passed_where_accepted():
@@ -93,13 +84,6 @@ def test_values_match_haiku():
         ema = changed["state"]["coder"]["batch_norm"]["~"]["mean_ema"]["hidden"]
         np.testing.assert_allclose(ema, after["coder/batch_norm/~/mean_ema"]["hidden"])
         assert model.apply(variables, *args, rngs={"x": KEY}, mutable=False, training=True)[1] == {}
-
-
-def test_transformed_function_without_state():
-    model = HaikuModel(hk.transform(lambda x: hk.Linear(2)(x)))
-    variables = model.init({"params": KEY}, X)
-    assert jax.tree.map(jnp.shape, variables) == {"params": {"linear": {"b": (2,), "w": (3, 2)}}}
-    assert model.apply(variables, X, rngs={}, mutable=True)[0].shape == (4, 2)
 
 
 def test_methods():

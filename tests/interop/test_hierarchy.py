@@ -16,7 +16,6 @@ from tests.interop.layers import DENSE, KEY, NAMED, RANDOM, SHAPE, STATEFUL, X
 from weft import linen, nnx
 from weft.config import REQUIRED, Required, config_class, config_for_class, config_for_function
 from weft.core.axis_rules import logical_axis_rules
-from weft.core.meta import unbox
 from weft.errors import (
     InvalidConfigValueError,
     LayerInputsError,
@@ -27,12 +26,11 @@ from weft.errors import (
 )
 from weft.functional import default_dot_general, int8_dot_general
 from weft.hierarchy.base_layer import BaseLayer
-from weft.hierarchy.layers.linear import Dropout, Linear
-from weft.hierarchy.layers.normalization import BatchNorm
+from weft.hierarchy.layers.linear import Linear
 from weft.hierarchy.module import Module, functional
 from weft.hierarchy.param_init import DefaultInitializer
 from weft.hierarchy.repeat import Repeat
-from weft.interop import InHierarchy, as_hierarchy, as_linen, as_nnx
+from weft.interop import InHierarchy, as_hierarchy, as_linen
 from weft.interop.hierarchy import HierarchyModel
 
 
@@ -275,13 +273,6 @@ def test_state_without_a_variable_is_rejected():
         run(layer, {"params": {}})
 
 
-def test_hierarchy_config_is_kept():
-    cfg = Linear.default_config().set(input_dim=3)
-    assert as_hierarchy(cfg, output_dim=2) == cfg.clone(output_dim=2)
-    assert as_hierarchy(Linear, output_dim=2) == Linear.default_config().set(output_dim=2)
-    assert isinstance(as_hierarchy(linen.Dense, 2, inputs=(SHAPE,)), InHierarchy.Config)
-
-
 # Layers of the hierarchy as models of other libraries.
 
 
@@ -302,20 +293,6 @@ def test_summaries_and_outputs_are_collections():
     np.testing.assert_array_equal(reported["module_outputs"]["x"], X)
 
 
-def test_parameters_and_updated_state_are_separate():
-    layer = as_nnx(BatchNorm, input_dim=3, rngs=nnx.Rngs(0)).lazy_init(X)
-    assert set(nnx.state(layer, nnx.Param)) == {"bias", "scale"}
-    layer.train()
-    layer(X)
-    assert jnp.any(layer.moving_mean[...])
-
-
-def test_layer_without_parameters():
-    layer = as_nnx(Dropout.default_config().set(rate=0.5), rngs=nnx.Rngs(0)).lazy_init(X)
-    layer.train()
-    assert not jnp.array_equal(layer(X), layer(X))
-
-
 class Plain(Module):
     def forward(self, x):
         return x + 1
@@ -326,14 +303,6 @@ def test_non_layer_module():
     y, variables = layer.init_with_output(KEY, X)
     np.testing.assert_array_equal(y, X + 1)
     assert variables == {}
-
-
-def test_initial_values_match_layer():
-    model = HierarchyModel(Linear, input_dim=3, output_dim=2)
-    layer = Linear.default_config().set(name="l", input_dim=3, output_dim=2)
-    want = layer.instantiate(parent=None).initialize_parameters_recursively(KEY)
-    made = model.init({"params": KEY}, X)
-    jax.tree.map(np.testing.assert_array_equal, unbox(made["params"]), want)
 
 
 def test_missing_method_is_named():
@@ -501,3 +470,10 @@ def test_sown_summaries_are_summaries():
     np.testing.assert_array_equal(once.summaries["mean"], X.mean())
     _, twice = functional(layer, KEY, state, {"x": X, "twice": True}, is_training=True)
     assert sorted(twice.summaries["mean"]) == ["0", "1"]
+
+
+def test_hierarchy_config_is_kept():
+    cfg = Linear.default_config().set(input_dim=3)
+    assert as_hierarchy(cfg, output_dim=2) == cfg.clone(output_dim=2)
+    assert as_hierarchy(Linear, output_dim=2) == Linear.default_config().set(output_dim=2)
+    assert isinstance(as_hierarchy(linen.Dense, 2, inputs=(SHAPE,)), InHierarchy.Config)

@@ -9,12 +9,10 @@ import pytest
 from tests.interop.layers import DENSE, KEY, RANDOM, STATEFUL, X, normal
 from weft import linen, nnx
 from weft import linen as nn
-from weft.core.logical import LogicallyPartitioned
 from weft.core.meta import Partitioned, unbox
 from weft.errors import (
     InvalidRngError,
     LayerVariablesError,
-    ModifyScopeVariableError,
     ScopeCollectionNotFound,
     TransformArgumentError,
 )
@@ -280,7 +278,6 @@ PLACES = {
     "in linen": lambda: Within(),
     "function": lambda: bridge.to_linen(lambda rngs: Around(rngs)),
 }
-GUESTS = ("nested", 0, "Dense_0", "kernel"), ("nested", 0, "BatchNorm_0", "scale")
 
 
 def _made_manually():
@@ -319,15 +316,6 @@ def test_linen_in_nnx_in_hierarchy_is_initialized_by_inputs():
     assert state["batch_stats"]["calls"] == 0
 
 
-def test_existing_variables_are_kept():
-    made = _made_manually()
-    made.late = bridge.ToNNX(linen.Dense(5), nnx.Rngs(1))
-    module = as_linen(made)
-    variables = unbox(module.init(jax.random.key(7), jnp.ones((2, 3))))
-    kernel = variables["params"]["nested"][0]["Dense_0"]["kernel"]
-    np.testing.assert_array_equal(kernel, made.nested[0].Dense_0["kernel"][...])
-
-
 class Block(nn.Module):
     train: bool = True
 
@@ -341,102 +329,6 @@ class Block(nn.Module):
     @nn.compact
     def encode(self, x):
         return nn.Dense(3)(x)
-
-
-def test_variables_are_attributes():
-    block = ToNNX(Block(), nnx.Rngs(0))
-    assert block.lazy_init(X) is block
-    assert type(block.BatchNorm_0["mean"]) is nnx.BatchStat
-    assert block.Dense_0["kernel"].shape == (3, 3)
-    assert (block.module, block.rngs) == (block.to_nnx__module, block.to_nnx__rngs)
-
-
-def test_each_call_draws_one_key_of_each_stream():
-    rngs = nnx.Rngs(0, dropout=1)
-    block = ToNNX(Block(), rngs).lazy_init(X)
-    assert int(rngs.dropout.count[...]) == 1
-    a, b = (block(X, mutable="batch_stats") for _ in range(2))
-    assert not jnp.array_equal(a, b)
-    assert int(block.rngs.dropout.count[...]) == int(block.rngs.default.count[...]) == 3
-    by_key = [block(X, rngs=KEY, mutable=True) for _ in range(2)]
-    np.testing.assert_array_equal(*by_key)
-    by_dict = [block(X, rngs={"dropout": KEY}, mutable=True) for _ in range(2)]
-    np.testing.assert_array_equal(*by_dict)
-
-
-def test_changes_update_existing_variables():
-    block = ToNNX(Block(), nnx.Rngs(0)).lazy_init(X)
-    mean = block.BatchNorm_0["mean"]
-    with pytest.raises(ModifyScopeVariableError, match="batch_stats"):
-        block(X)
-    for graph in (True, False):
-        before = mean[...]
-        nnx.jit(lambda b, x: b(x, mutable=["batch_stats"]), graph=graph)(block, X)
-        assert block.BatchNorm_0["mean"] is mean
-        assert not jnp.array_equal(mean[...], before)
-    block(X, mutable=True)
-    assert type(block.normal) is nnx.Intermediate
-    assert len(block.normal.get_value()) == 1
-
-
-def test_is_recreated():
-    dense = ToNNX(nn.Dense(2), nnx.Rngs(0)).lazy_init(X)
-    kernel, before = dense.kernel, dense.kernel[...]
-    dense.lazy_init(X)
-    assert dense.kernel is kernel
-    assert not jnp.array_equal(dense.kernel[...], before)
-
-
-def test_layers_are_mapped_and_scanned():
-    @nnx.split_rngs(splits=3)
-    @nnx.jit
-    @nnx.vmap
-    def make(rngs):
-        return ToNNX(Block(), rngs).lazy_init(X)
-
-    blocks = make(nnx.Rngs(0, dropout=1))
-    assert blocks.Dense_0["kernel"].shape == (3, 3, 3)
-
-    @nnx.jit
-    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-    def forward(block, x):
-        return block(x, mutable=["batch_stats"])
-
-    before = blocks.BatchNorm_0["mean"][...]
-    assert forward(blocks, X).shape == X.shape
-    assert not jnp.array_equal(blocks.BatchNorm_0["mean"][...], before)
-
-
-@pytest.mark.parametrize("kind", [Partitioned, LogicallyPartitioned], ids=["names", "logical"])
-def test_boxes_are_metadata(kind):
-    class Boxed(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            init = lambda key: kind(normal(key, (3, 2)), ("a", "b"))  # noqa: E731
-            kernel = self.param("kernel", init, unbox=False)
-            assert isinstance(kernel, kind)
-            assert kernel.names == ("a", "b")
-            return x @ kernel.value
-
-    with nnx.use_eager_sharding(False):
-        layer = ToNNX(Boxed(), nnx.Rngs(0)).lazy_init(X)
-    assert layer.kernel.out_sharding == ("a", "b")
-    assert layer.kernel.linen_meta_type is kind
-    assert layer(X).shape == (4, 2)
-    mesh = jax.make_mesh((3, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    with jax.set_mesh(mesh):
-        layer = ToNNX(Boxed(), nnx.Rngs(0)).lazy_init(X)
-    assert layer.kernel[...].sharding.spec == jax.sharding.PartitionSpec("a", "b")
-
-
-def test_methods_and_functions():
-    block = ToNNX(Block(), nnx.Rngs(0)).lazy_init(X, method="encode")
-    assert set(nnx.state(block, nnx.Param)) == {"Dense_0"}
-    a = block(X, method="encode")
-    b = block(X, method=Block.encode)
-    c = block(X, method=lambda module, x: module.encode(x))
-    np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(a, c)
 
 
 class Model(nnx.Module):

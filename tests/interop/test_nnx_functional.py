@@ -2,7 +2,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -15,8 +14,7 @@ from weft.errors import (
     LayerVariablesError,
     RngStreamNotFoundError,
 )
-from weft.interop.nnx import ToNNX
-from weft.interop.nnx_functional import ToLinen, functional, to_linen
+from weft.interop.nnx_functional import functional, to_linen
 
 RNGS = {"params": KEY, "dropout": jax.random.key(1)}
 
@@ -90,27 +88,6 @@ def test_layers_are_scanned_with_names_of_axes():
     assert changed["batch_stats"]["block"]["norm"]["mean"].shape == (3, 3)
 
 
-def test_remat_jit_and_gradients():
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.jit(nn.remat(ToLinen))(Block, (3,), name="block")(x).sum()
-
-    variables = jax.jit(Net().init)(RNGS, X)
-    grads = jax.grad(lambda p: Net().apply({**variables, "params": p}, X, rngs=RNGS))(
-        variables["params"]
-    )
-    assert jnp.any(grads["block"]["linear"]["kernel"].value)
-
-
-def test_methods():
-    model = to_linen(Block)
-    variables = model.init(RNGS, X, nnx_method="encode")
-    a = model.apply(variables, X, nnx_method="encode")
-    b = model.apply(variables, X, nnx_method=Block.encode)
-    np.testing.assert_array_equal(a, b)
-
-
 def test_class_that_takes_no_streams():
     class Scale(nnx.Module):
         def __init__(self, by):
@@ -144,22 +121,6 @@ def test_missing_streams_are_named():
         to_linen(Block).apply(variables, X)
 
 
-def test_initial_values_can_be_computed():
-    model, variables = to_linen(Block, abstract_init=False), block_variables()
-    a = model.apply(variables, X, rngs=RNGS)
-    b = to_linen(Block).apply(variables, X, rngs=RNGS)
-    np.testing.assert_array_equal(a, b)
-
-
-def test_nested_wrappers():
-    model = to_linen(lambda rngs: ToNNX(nn.Dense(2), rngs=rngs).lazy_init(X))
-    variables = model.init(KEY, X)
-    assert jax.tree.map(jnp.shape, variables) == {"params": {"bias": (2,), "kernel": (3, 2)}}
-    assert model.apply(variables, X).shape == (4, 2)
-    layer = ToNNX(to_linen(nnx.Linear, 3, 2), nnx.Rngs(0)).lazy_init(X)
-    assert layer(X).shape == (4, 2)
-
-
 class Counter(nnx.Module):
     def __init__(self, start, *, rngs):
         self.linear = nnx.Linear(3, 2, rngs=rngs)
@@ -168,19 +129,6 @@ class Counter(nnx.Module):
     def __call__(self, x):
         self.count[...] += 1
         return self.linear(x)
-
-
-def test_states_in_and_out():
-    made = functional(Counter)(4)
-    assert (made.module_type, made.graphdef, made.args, made.kwargs) == (Counter, None, (4,), {})
-    state = made.init(rngs=nnx.Rngs(0))
-    params, rest = nnx.split_state(state, nnx.Param, ...)
-    y, (_, after) = made.apply(params, rest)(jnp.ones((1, 3)))
-    assert y.shape == (1, 2)
-    assert after["count"][...] == 5
-    assert state["count"][...] == 4
-    z, _ = made.apply(state).linear(jnp.ones((1, 3)))
-    assert (y == z).all()
 
 
 def test_apply_before_init_is_rejected():

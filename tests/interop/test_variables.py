@@ -4,17 +4,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from weft import linen, nnx
-from weft.core.logical import LogicallyPartitioned
-from weft.core.meta import AxisMetadata, Partitioned
+from weft.core.meta import AxisMetadata
 from weft.errors import LayerVariablesError, PartitionNameError
 from weft.interop.variables import (
     NNXMeta,
-    collection_of,
     to_linen_var,
     to_nnx_var,
     with_partitioning,
 )
-from weft.serialization import from_bytes, to_bytes, to_state_dict
 
 W = jnp.ones((4, 8))
 
@@ -55,49 +52,11 @@ def test_box_is_a_pytree_that_compares_by_value():
     assert variable.sizes == [1, 2]
 
 
-def test_box_is_saved_as_its_value():
-    box = NNXMeta(nnx.Param, W, {"out_sharding": ("a", "b")})
-    assert to_state_dict({"w": box}) == {"w": {"value": W}}
-    back = from_bytes({"w": box.replace_boxed(0 * W)}, to_bytes({"w": box}))
-    assert back["w"].metadata == box.metadata
-    assert (back["w"].value == W).all()
-
-
 def test_box_shards_its_value():
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     box = NNXMeta(nnx.Param, W, {"out_sharding": ("a", "b")})
     with jax.set_mesh(mesh):
         assert box.unbox().sharding.spec == P("a", "b")
-
-
-def test_kinds_are_collections():
-    assert collection_of(nnx.BatchStat) == "batch_stats"
-
-    class CountOfBridge(nnx.Variable):
-        pass
-
-    assert collection_of(CountOfBridge) == "CountOfBridge"
-    assert type(to_nnx_var("CountOfBridge", 1)) is CountOfBridge
-    another = type("CountOfBridge", (nnx.Variable,), {})
-    assert collection_of(another) == "CountOfBridge"
-    assert type(to_nnx_var("params", W)) is nnx.Param
-
-
-@pytest.mark.parametrize(
-    "box",
-    [
-        Partitioned(W, ("a", None)),
-        LogicallyPartitioned(W, ("a", None), rules=[("a", "b")]),
-        NNXMeta(nnx.Param, W, {"tag": "t"}),
-        W,
-    ],
-    ids=["names", "logical", "metadata", "array"],
-)
-def test_round_trip(box):
-    with nnx.use_eager_sharding(False):
-        back = to_linen_var(to_nnx_var("params", box))
-    assert type(back) is type(box)
-    assert jax.tree.structure(back) == jax.tree.structure(box)
 
 
 def test_value_in_a_reference_is_read():

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from tests.sockets import connected, reading
 from tests.trainer.language_models import Bigrams
 from tests.trainer.test_state import OPTIMIZER
-from weft.config import config_for_function
+from weft.config import config_class, config_for_function
 from weft.debug.anomalies import AnomalyPolicy
 from weft.distributed.peers import Peers, StopRequest, use_peers
 from weft.distributed.preemption import StopRun
@@ -37,6 +37,7 @@ from weft.errors import (
 from weft.hierarchy.base_layer import BaseModel
 from weft.hierarchy.causal_lm import Model
 from weft.hierarchy.layers import Embedding, Linear
+from weft.input import Input
 from weft.input.fake import FakeLmInput
 from weft.recipes.lm import lm_tiny
 from weft.report.live import RunStatus
@@ -648,3 +649,29 @@ def test_compilation_cache_stores_programs_while_open(tmp_path):
     assert jax.config.jax_compilation_cache_dir == before
     jax.jit(lambda x: jnp.sin(x) + 18.25)(jnp.ones(3))
     assert list(tmp_path.iterdir()) == kept
+
+
+class GeneratedInput(Input):
+    """The batches of a fake input, from a generator."""
+
+    @config_class
+    class Config(Input.Config):
+        is_training: bool = False
+
+    def dataset(self):
+        fake = FakeLmInput.default_config().set(name="fake", is_training=self.config.is_training)
+        fake.set(global_batch_size=8, source_length=32, max_token_id=100)
+        yield from fake.instantiate(parent=None).dataset()
+
+
+def test_position_in_a_generator_is_counted(tmp_path, caplog):
+    cfgs = [
+        small_config(tmp_path / name, input=GeneratedInput.default_config())
+        for name in ("one", "two")
+    ]
+    _, whole, _ = run(cfgs[0])
+    run(cfgs[1].clone(max_step=2))
+    trainer, rest, _ = run(cfgs[1])
+    assert trainer.input.config.is_training  # else the fake input refuses to be endless
+    assert {step: whole.losses[step] for step in (3, 4)} == rest.losses
+    assert "trainer.input: iterators of dataset() have no get_state" in caplog.text

@@ -15,13 +15,10 @@ import sys
 import threading
 import types
 
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from tests.nnx.transforms.object_changes import ARRAYS, CHANGES, Config, Layer, Model, WithArrays
 from tests.nnx.transforms.object_snapshots import is_like_plain, look, same, work
@@ -92,16 +89,6 @@ def two_models():
     m.w.set_metadata(k=1)
     m.a, m.layers = Layer(3.0), [Layer(4.0)]
     return m, n
-
-
-@pytest.mark.parametrize("first", CALLS)
-def test_objects_at_other_arguments(first):
-    m, n = two_models()
-    f, names = nnx.jit(look), list(CALLS)
-    first, later = CALLS[first], names[names.index(first) :]
-    for second in map(CALLS.get, later):
-        for args, kwargs in (first(m, n), second(m, n)):
-            same(f(*args, **kwargs), look(*args, **kwargs))
 
 
 def test_writes_at_other_arguments():
@@ -498,112 +485,6 @@ def test_bool_replacing_a_variable_stays_data():
         assert len(jax.tree.leaves(nnx.state(again))) == len(jax.tree.leaves(state))
 
 
-VALUES = st.sampled_from(
-    [1, 1.0, True, None, "a", (1, 2), jnp.ones(2), jnp.float32(3), np.ones(2, np.float32)]
-)
-NAMES = st.sampled_from(["x", "y", "layer", "items", "table"])
-
-
-class Machine(RuleBasedStateMachine):
-    """Changes a model at random and compares each call with plain Python."""
-
-    def __init__(self):
-        super().__init__()
-        self.f = nnx.jit(work)
-        self.model, self.other = Layer(1.0), Layer(2.0)
-        self.model.items, self.model.table = [1], {"a": Layer(3.0)}
-
-    def parts(self):
-        return [x for _, x in nnx.iter_graph(self.model) if isinstance(x, nnx.Pytree)]
-
-    def variables(self):
-        return [x for _, x in nnx.iter_graph(self.model) if isinstance(x, nnx.Variable)]
-
-    def lists(self):
-        return [x for x in self.parts() if isinstance(x, nnx.List)]
-
-    @rule(data=st.data(), name=NAMES, value=VALUES)
-    def set_value(self, data, name, value):
-        setattr(data.draw(st.sampled_from(self.parts())), name, value)
-
-    @rule(data=st.data(), name=NAMES, value=VALUES)
-    def set_variable(self, data, name, value):
-        kind = data.draw(st.sampled_from([nnx.Param, nnx.Cache]))
-        setattr(
-            data.draw(st.sampled_from(self.parts())),
-            name,
-            kind(1 if isinstance(value, str) else value),
-        )
-
-    @rule(data=st.data(), name=NAMES)
-    def share(self, data, name):
-        x = data.draw(st.sampled_from(self.parts() + self.variables()))
-        setattr(data.draw(st.sampled_from(self.parts())), name, x)
-
-    @rule(data=st.data(), name=NAMES, make=st.sampled_from([Layer, list, dict, tuple]))
-    def set_container(self, data, name, make):
-        setattr(data.draw(st.sampled_from(self.parts())), name, make())
-
-    @rule(data=st.data())
-    def delete(self, data):
-        part = data.draw(st.sampled_from(self.parts()))
-        names = [name for name, _ in part._items() if isinstance(name, str)]
-        if names:
-            delattr(part, data.draw(st.sampled_from(names)))
-
-    @precondition(lambda self: self.lists())
-    @rule(data=st.data(), value=VALUES, i=st.integers(-2, 2))
-    def change_list(self, data, value, i):
-        xs = data.draw(st.sampled_from(self.lists()))
-        method = data.draw(st.sampled_from(["append", "insert", "pop", "reverse", "item", "new"]))
-        if method == "insert":
-            xs.insert(i, value)
-        elif method == "append":
-            xs.append(value)
-        elif method == "new":
-            xs.append(Layer())
-        elif method == "reverse":
-            xs.reverse()
-        elif -len(xs) <= i < len(xs):
-            xs.pop(i) if method == "pop" else xs.__setitem__(i, value)
-
-    @precondition(lambda self: self.variables())
-    @rule(data=st.data(), value=VALUES)
-    def change_variable(self, data, value):
-        variable = data.draw(st.sampled_from(self.variables()))
-        method = data.draw(st.sampled_from(["value", "set", "del"]))
-        if method == "value":
-            variable.set_value(None if isinstance(value, str) else value)
-        elif method == "set":
-            variable.set_metadata(k=value)
-        elif variable.has_metadata("k"):
-            variable.del_metadata("k")
-
-    @rule(copied=st.sampled_from([copy.deepcopy, nnx.clone, lambda m: m]))
-    def replace(self, copied):
-        self.model, self.other = copied(self.model), self.model
-
-    @rule()
-    def eval(self):
-        self.model.eval()
-
-    @rule(data=st.data())
-    def call(self, data):
-        m, n = self.model, self.other
-        call = data.draw(st.sampled_from([(m,), (m, n), (n, m), (m, 1.0), ([m],), (m, m)]))
-        is_like_plain(self.f, *call)
-        if data.draw(st.booleans()):
-            is_like_plain(self.f, *call)
-
-    @rule()
-    def call_by_name(self):
-        is_like_plain(self.f, x=self.model)
-
-
-Machine.TestCase.settings = settings(max_examples=9, stateful_step_count=20, deadline=None)
-TestMachine = Machine.TestCase
-
-
 def in_threads(*functions):
     """Runs functions at the same time, switching between them as often as can be."""
     errors = []
@@ -626,19 +507,6 @@ def in_threads(*functions):
         sys.setswitchinterval(interval)
     for error in errors:
         raise error
-
-
-def test_threads_with_separate_models():
-    f = nnx.jit(work)
-
-    def run():
-        model = Layer(1.0)
-        for i in range(15):
-            model.k = i % 3
-            is_like_plain(f, model)
-            is_like_plain(f, model)
-
-    in_threads(run, run, run)
 
 
 def test_change_is_seen_during_calls_in_other_threads():
