@@ -15,7 +15,8 @@ import jax
 from benchmarks import _llama, _torch_llama
 from benchmarks.harness import Row, counted, row
 from weft.trainer import RunListener, SpmdTrainer
-from weft.trainer.profiling import forward_flops, layer_times, peak_flops_of
+from weft.trainer.flops import forward_flops, peak_flops_of
+from weft.trainer.profiling import layer_times
 
 # Ten steps compile and warm up; then each ten are a measurement, until the trace.
 EVERY, TRACED, LAYERS = 10, 171, 8

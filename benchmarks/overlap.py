@@ -15,8 +15,8 @@ from benchmarks.harness import Row, counted
 from weft.debug.anomalies import AnomalyPolicy
 from weft.recipes import RECIPES
 from weft.report.results import TRAIN_SUMMARIES, read_results
-from weft.trainer.profiling import Throughput
 from weft.trainer.progress import RunListener
+from weft.trainer.throughput import Throughput
 
 READINGS, EVERY = 15, 20
 TARGET = 0.02

@@ -33,6 +33,7 @@ MODULES = (
     "weft.recipes",
     "weft.struct",
     "weft.trainer.dynamic_scale",
+    "weft.trainer.flops",
     "weft.trainer.profiling",
     "weft.training.checkpoints",
     "weft.training.common_utils",

@@ -15,9 +15,9 @@ from weft.input.datasets import json_lines_dataset
 from weft.input.grain import Input, per_feed_batch, shard_dataset_with_proportion
 from weft.trainer.learner import Learner
 from weft.trainer.optimizers import adamw_optimizer
-from weft.trainer.profiling import Throughput
 from weft.trainer.progress import RunListener
 from weft.trainer.summary_writer import JsonLinesWriter, read_json_lines
+from weft.trainer.throughput import Throughput
 from weft.trainer.trainer import SpmdTrainer
 
 

@@ -14,15 +14,10 @@ import pytest
 
 from weft.errors import ProfilerTraceError
 from weft.hierarchy.base_layer import BaseModel
-from weft.trainer.profiling import (
-    IdleTime,
-    StepTraces,
-    Throughput,
-    count_flops,
-    layer_times,
-    peak_flops_of,
-)
+from weft.trainer.flops import count_flops, peak_flops_of
+from weft.trainer.profiling import StepTraces, layer_times
 from weft.trainer.run_dir import read_record, update_record
+from weft.trainer.throughput import IdleTime, Throughput
 
 BATCH = {"input_ids": np.zeros((4, 8), np.int32)}
 LOSS = jnp.zeros(())

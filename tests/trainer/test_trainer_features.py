@@ -29,9 +29,9 @@ from weft.trainer.gradients import with_minibatch_steps
 from weft.trainer.learner import DynamicLossScale, Learner
 from weft.trainer.optimizers import adamw_optimizer
 from weft.trainer.optimizers.transformations import param_ema
-from weft.trainer.profiling import Throughput
 from weft.trainer.progress import RunListener
 from weft.trainer.summary_writer import JsonLinesWriter, read_json_lines
+from weft.trainer.throughput import Throughput
 from weft.trainer.trainer import SpmdTrainer
 
 

@@ -14,8 +14,8 @@ from weft.hierarchy import Module, ParameterSpec, functional
 from weft.input import Input
 from weft.report import display
 from weft.trainer import SpmdTrainer, mesh, state
+from weft.trainer.flops import Flops, count_flops
 from weft.trainer.model import build_model
-from weft.trainer.profiling import Flops, count_flops
 from weft.typing import Nested, NestedTensor, PyTree
 
 

@@ -67,7 +67,6 @@ from weft.trainer.parallelism import (
     mesh_shape_from_axes as mesh_shape_from_axes, ParallelismModifier as ParallelismModifier,
 )
 from weft.trainer.precision import Precision as Precision
-from weft.trainer.profiling import Throughput as Throughput
 from weft.trainer.schedule import cosine_with_linear_warmup as cosine_with_linear_warmup
 from weft.trainer.state_builder import (
     Builder as Builder, ChainBuilder as ChainBuilder, import_weights as import_weights,
@@ -85,6 +84,7 @@ from weft.trainer.summary_writer.trackers import (
     MLflowWriter as MLflowWriter, WandBWriter as WandBWriter,
 )
 from weft.trainer.supervised import Supervised as Supervised
+from weft.trainer.throughput import Throughput as Throughput
 from weft.trainer.train_step import TrainerState as TrainerState
 from weft.trainer.trainer import SpmdTrainer as SpmdTrainer
 from weft.trainer.trainer_config_modifier import (

@@ -39,6 +39,7 @@ from weft.trainer.summary_writer.base import (
     closing_writers,
 )
 from weft.trainer.summary_writer.files import SummaryWriter
+from weft.trainer.throughput import Throughput
 from weft.typing import Tensor
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class SpmdTrainer(BaseTrainer):
         hooks: dict[str, config.InstantiableConfig[Hook]] = {}
         summary_writer: BaseWriter.Config = SummaryWriter.default_config()
         early_stopping: EarlyStopping.Config | None = None
-        throughput: profiling.Throughput.Config | None = profiling.Throughput.default_config()
+        throughput: Throughput.Config | None = Throughput.default_config()
         log_every_n_steps: int | None = None
         watchdog_timeout_seconds: float | None = None
         crash_on_hang_timeout_seconds: float | None = None
@@ -117,7 +118,7 @@ class SpmdTrainer(BaseTrainer):
                     model=self.model,
                     model_param_partition_specs=self.trainer_state_partition_specs.model,
                 )
-        self._throughput: profiling.Throughput | None = config.maybe_instantiate(cfg.throughput)
+        self._throughput: Throughput | None = config.maybe_instantiate(cfg.throughput)
         self._early_stopping: EarlyStopping | None = config.maybe_instantiate(cfg.early_stopping)
         if self._early_stopping is not None:
             self._early_stopping.check(cfg.evalers)
