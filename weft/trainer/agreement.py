@@ -54,8 +54,8 @@ _JAX_SETTINGS = (
     "jax_numpy_dtype_promotion",
     "jax_threefry_partitionable",
 )
-_MAX_SHOWN = 5
-_MAX_SHOWN_LETTERS = 300
+_MAX_DIFFERENCES = 5
+_MAX_LETTERS = 300
 _ABSENT = "absent"
 _NEIGHBOR = "the recipe's module "
 # A network file system shows a new file to other machines after up to a minute.
@@ -93,13 +93,16 @@ def check_processes_agree(
     """
     if not stop.has_peers:
         return
-    mine = facts(cfg, lock=lock, recipe=recipe, prng_key=prng_key)
-    first = Facts(*json.loads(stop.from_first(json.dumps(mine).encode())))
-    differences = [] if jax.process_index() == 0 else _differences(first, mine)
-    own = StopRequest("error", _text(differences)) if differences else None
-    agreed = stop.agreed("preparing the state", own)
-    if agreed is not None and agreed.kind == "error":
-        raise ProcessesDifferError(agreed.text)
+    local_facts = facts(cfg, lock=lock, recipe=recipe, prng_key=prng_key)
+    encoded_facts = stop.from_first(json.dumps(local_facts).encode())
+    request = None
+    if jax.process_index() != 0:
+        differences = _differences(Facts(*json.loads(encoded_facts)), local_facts)
+        if differences:
+            request = StopRequest("error", _error_text(differences))
+    agreed_request = stop.agreed("preparing the state", request)
+    if agreed_request is not None and agreed_request.kind == "error":
+        raise ProcessesDifferError(agreed_request.text)
 
 
 def facts(
@@ -132,14 +135,14 @@ def facts(
     for setting in _JAX_SETTINGS:
         values[setting] = str(getattr(jax.config, setting, None))
     if isinstance(prng_key, jax.Array) and prng_key.is_fully_addressable:
-        key = jax.random.key_data(prng_key) if _is_typed(prng_key) else prng_key
-        values["the key of the run"] = str(np.asarray(key).tolist())
-    token = None if lock is None or jax.process_index() else lock.token
+        key_data = prng_key
+        if jax.numpy.issubdtype(prng_key.dtype, jax.dtypes.prng_key):
+            key_data = jax.random.key_data(prng_key)
+        values["the key of the run"] = str(np.asarray(key_data).tolist())
+    token = None
+    if lock is not None and jax.process_index() == 0:
+        token = lock.token
     return Facts(values, data_records(cfg), os.path.abspath(cfg.dir), token)
-
-
-def _is_typed(key: Tensor) -> bool:
-    return jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key)
 
 
 def _source_digest(file: str | None) -> str | None:
@@ -153,31 +156,32 @@ def _source_digest(file: str | None) -> str | None:
         return None
 
 
-def _differences(first: Facts, mine: Facts) -> list[str]:
+def _differences(first: Facts, local: Facts) -> list[str]:
     """Returns a text for each difference to process 0."""
-    if not _is_same_directory(first, mine):
-        return [_directory_text(first, mine)]
-    texts = []
-    # Each machine may have the same data in a folder of its own.
-    equal_data: set[tuple[str, str]] = set()
-    for path in sorted(first.data.keys() & mine.data.keys()):
-        here, there = mine.data[path], first.data[path]
-        if here["sha256"] != there["sha256"]:
-            texts.append(f"{path} is {data_text(here)}, there {data_text(there)}")
-        else:
-            names = {name for name in mine.values if _is_at_or_in(name, path)}
-            equal_data |= {(mine.values[n], first.values.get(n, _ABSENT)) for n in names}
-    for name in sorted(first.values.keys() | mine.values.keys()):
-        here, there = mine.values.get(name, _ABSENT), first.values.get(name, _ABSENT)
-        if name.startswith(_NEIGHBOR) and _ABSENT in (here, there):
+    if not _is_same_directory(first, local):
+        return [_directory_text(first, local)]
+    texts: list[str] = []
+    # Pairs of texts, here and in process 0, that name the same data: each machine may have it in a
+    # folder of its own.
+    same_data: set[tuple[str, str]] = set()
+    for path in sorted(first.data.keys() & local.data.keys()):
+        local_record, first_record = local.data[path], first.data[path]
+        if local_record["sha256"] != first_record["sha256"]:
+            texts.append(f"{path} is {data_text(local_record)}, there {data_text(first_record)}")
+            continue
+        for name, value in local.values.items():
+            if name == path or name.startswith((f"{path}.", f"{path}[")):
+                same_data.add((value, first.values.get(name, _ABSENT)))
+    for name in sorted(first.values.keys() | local.values.keys()):
+        local_value = local.values.get(name, _ABSENT)
+        first_value = first.values.get(name, _ABSENT)
+        if name.startswith(_NEIGHBOR) and _ABSENT in (local_value, first_value):
             continue  # imported by process 0 only, as for its logs
-        if _comparable(here) != _comparable(there) and (here, there) not in equal_data:
-            texts.append(f"{name} is {_short(here)}, there {_short(there)}")
+        if _comparable(local_value) == _comparable(first_value):
+            continue
+        if (local_value, first_value) not in same_data:
+            texts.append(f"{name} is {_shorten(local_value)}, there {_shorten(first_value)}")
     return texts
-
-
-def _is_at_or_in(name: str, path: str) -> bool:
-    return name == path or name.startswith((f"{path}.", f"{path}["))
 
 
 def _comparable(text: str) -> str:
@@ -185,38 +189,42 @@ def _comparable(text: str) -> str:
     return re.sub(r"^/.*(?= with the SHA-256 )", "", text)
 
 
-def _is_same_directory(first: Facts, mine: Facts) -> bool:
+def _is_same_directory(first: Facts, local: Facts) -> bool:
     """Returns whether the lock of process 0 is in this process's directory."""
-    is_same_path = first.directory == mine.directory
+    is_same_path = first.directory == local.directory
     seconds = _SAME_PATH_SECONDS if is_same_path else _OTHER_PATH_SECONDS
     deadline = time.monotonic() + seconds
-    while (token := lock_token(mine.directory)) != first.lock:
+    while True:
+        token = lock_token(local.directory)
+        if token == first.lock:
+            return True
         is_of_another_run = token is not None and not is_same_path
         if is_of_another_run or time.monotonic() >= deadline:
             return False
         time.sleep(_POLL_SECONDS)
-    return True
 
 
-def _directory_text(first: Facts, mine: Facts) -> str:
-    if first.directory != mine.directory:
-        return f"dir is {mine.directory}, there {first.directory}, which is another directory"
+def _directory_text(first: Facts, local: Facts) -> str:
+    if first.directory != local.directory:
+        return f"dir is {local.directory}, there {first.directory}, which is another directory"
     return (
-        f"dir is {mine.directory} in both, but on this machine it is another directory: the file "
+        f"dir is {local.directory} in both, but on this machine it is another directory: the file "
         "that locks it there is not here. The processes of a run share one directory"
     )
 
 
-def _short(text: str) -> str:
-    half = _MAX_SHOWN_LETTERS // 2
-    return text if len(text) <= 2 * half else f"{text[:half]}…{text[-half:]}"
+def _shorten(text: str) -> str:
+    half = _MAX_LETTERS // 2
+    if len(text) <= 2 * half:
+        return text
+    return f"{text[:half]}…{text[-half:]}"
 
 
-def _text(differences: list[str]) -> str:
-    shown = differences[:_MAX_SHOWN]
-    if len(differences) > _MAX_SHOWN:
-        shown.append(f"and {len(differences) - _MAX_SHOWN} more")
-    lines = "".join(f"\n  {text}" for text in shown)
+def _error_text(differences: list[str]) -> str:
+    texts = differences[:_MAX_DIFFERENCES]
+    if len(differences) > _MAX_DIFFERENCES:
+        texts.append(f"and {len(differences) - _MAX_DIFFERENCES} more")
+    lines = "".join(f"\n  {text}" for text in texts)
     return (
         f"process {jax.process_index()} of {jax.process_count()} differs from process 0:{lines}\n"
         "Start all processes of a run with the same command, code, data and settings."

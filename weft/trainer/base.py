@@ -170,10 +170,12 @@ class BaseTrainer(Module):
         self._step, self._state = 0, state
 
     @nowrap
-    def model_params_for_eval(self) -> Any:
+    def model_params_for_eval(self) -> NestedTensor:
         """Returns the parameters for evaluation: their moving average if the learner keeps one."""
-        ema = getattr(self.trainer_state.learner.get("ema"), "ema", None)
-        return self.trainer_state.model if not jax.tree.leaves(ema) else ema
+        average: Any = getattr(self.trainer_state.learner.get("ema"), "ema", None)
+        if not jax.tree.leaves(average):
+            return self.trainer_state.model
+        return average
 
     # The data.
 
@@ -186,17 +188,22 @@ class BaseTrainer(Module):
     @property
     def input_wait_seconds(self) -> float:
         """Time that the run has waited for batches."""
-        return 0.0 if self._batches is None else self._batches.wait_seconds
+        if self._batches is None:
+            return 0.0
+        return self._batches.wait_seconds
 
     # Checkpoints.
 
-    def _to_save(self, batches: PrefetchingIterator | None, state: TrainerState) -> dict[str, Any]:
-        host_state = {
+    def _checkpoint_state(
+        self, batches: PrefetchingIterator | None, state: TrainerState
+    ) -> dict[str, Any]:
+        """Returns what a checkpoint holds, by the names of its parts."""
+        return {
+            **state._asdict(),
             "input_iter": batches,
             "run_state": self._run_state,
             "next_step": self._step + 1,
         }
-        return {**state._asdict(), **host_state}
 
     @nowrap
     def restore_checkpoint(self, restore_step: int | None = None) -> int | None:
@@ -211,18 +218,22 @@ class BaseTrainer(Module):
             shapes = jax.eval_shape(self._new_state, jax.random.key(0))
             target = state_lib.with_shardings(shapes, self._shardings)
             step, restored = self.checkpointer.restore(
-                step=restore_step, state=self._to_save(batches, target)
+                step=restore_step, state=self._checkpoint_state(batches, target)
             )
             if step is not None:
                 self._step = restored["next_step"] - 1
-                self._state = TrainerState(**{k: restored[k] for k in TrainerState._fields})
+                self._state = TrainerState(
+                    prng_key=restored["prng_key"],
+                    model=restored["model"],
+                    learner=restored["learner"],
+                )
             return step
 
     @nowrap
     def save_checkpoint(
         self, evaler_summaries: dict[str, Any] | None, *, force: bool = False
     ) -> bool:
-        """Passes the state to the checkpointer and returns whether it is saved.
+        """Passes the state to the checkpointer, whose policy decides, and returns whether it saves.
 
         Args:
             evaler_summaries: from the evalers that ran after this step, for policies that use them.
@@ -245,7 +256,7 @@ class BaseTrainer(Module):
             self._run_lock.check_now()
         if not self.settle():
             return None
-        return self._to_save(self._batches, self.trainer_state)
+        return self._checkpoint_state(self._batches, self.trainer_state)
 
     # The step.
 
@@ -304,8 +315,9 @@ def _check_config(cfg: BaseTrainer.Config, path: str) -> None:
             f"{path}.max_step={cfg.max_step!r} is not a number of steps; expected an int such as "
             "1000, or math.inf for a run without end."
         )
-    policy = None if cfg.precision is None else as_precision(cfg.precision)
-    if policy is not None and None not in (policy.compute_dtype, cfg.train_dtype):
+    if cfg.precision is None or cfg.train_dtype is None:
+        return
+    if as_precision(cfg.precision).compute_dtype is not None:
         raise errors.InvalidConfigValueError(
             f"{path} has both precision={cfg.precision!r:.80} and "
             f"train_dtype={cfg.train_dtype!r:.80}, which both set the dtype of the computation; "
@@ -319,9 +331,11 @@ def jit_train_step(trainer: BaseTrainer) -> Any:
     Raises:
         MeshError: if a gradient does not fit the mesh; the message names it.
     """
-    cfg, mesh, model_specs = trainer.config, trainer._mesh, trainer._state_specs.model
+    cfg = trainer.config
+    mesh = trainer._mesh
+    model_specs = trainer._state_specs.model
     gradient_specs = state_lib.parameter_specs(trainer.model, trainer._rules.gradients)
-    state_lib.state_shardings(mesh, {"gradients": gradient_specs})
+    state_lib.state_shardings(mesh, {"gradients": gradient_specs})  # raises if one does not fit
     dtype = config.maybe_instantiate(cfg.train_dtype)
     step = functools.partial(
         train_step,
@@ -332,14 +346,19 @@ def jit_train_step(trainer: BaseTrainer) -> Any:
         gradient_specs=gradient_specs,
         train_dtype=dtype,
     )
-    platform, batch = mesh.devices.flat[0].platform, trainer.input.element_spec
-    options = options_for_steps(platform, model_specs, batch, cfg.max_step)
+    options = options_for_steps(
+        mesh.devices.flat[0].platform, model_specs, trainer.input.element_spec, cfg.max_step
+    )
     if cfg.anomaly_policy is not None:
         policy = cfg.anomaly_policy.instantiate()
         return anomalies.AnomalyGuard(policy, step, trainer._shardings, mesh, dtype, options)
-    layout = (trainer._shardings, None)
+    shardings = (trainer._shardings, None)  # batches come laid out, outputs are left to XLA
     return jax.jit(
-        step, in_shardings=layout, out_shardings=layout, donate_argnums=0, compiler_options=options
+        step,
+        in_shardings=shardings,
+        out_shardings=shardings,
+        donate_argnums=0,
+        compiler_options=options,
     )
 
 
@@ -348,9 +367,8 @@ def judge_of(trainer: BaseTrainer, first_key: Tensor, every_n_steps: int | None)
 
     `every_n_steps` is how often the loss is read, if there is no policy; 10 if None.
     """
-    program = trainer._train_step
-    if isinstance(program, anomalies.AnomalyGuard):
-        return program
+    if isinstance(trainer._train_step, anomalies.AnomalyGuard):
+        return trainer._train_step
     if trainer.learner.handles_undefined_loss():
         return anomalies.NoCheck()
     advise = functools.partial(_advise, trainer, first_key)

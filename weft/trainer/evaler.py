@@ -24,7 +24,7 @@ from weft.trainer.checkpointer.policy import BestMetric, EvalMetric
 from weft.trainer.hooks import EARLY_STOPPING, EndRun, Hook, RunningTrainer
 from weft.trainer.metric_calculator import BaseMetricCalculator, ModelSummaryAccumulator
 from weft.trainer.summary_writer.files import SummaryWriter
-from weft.typing import DType, Nested, NestedTensor, PartitionSpec, Tensor
+from weft.typing import DType, Nested, NestedTensor, PartitionSpec, PyTree, Tensor
 
 
 class EvalPolicy(Protocol):
@@ -120,7 +120,10 @@ class EarlyStopping(BestMetric, Hook):
                 f"early_stopping got patience={config.patience} and min_delta={config.min_delta:g};"
                 " expected numbers that are not negative."
             )
-        self._patience, self._min_delta, self._count = config.patience, config.min_delta, 0
+        # `BestMetric` compares with `_min_delta`.
+        self._patience = config.patience
+        self._min_delta = config.min_delta
+        self._count = 0  # of evaluations since the best
 
     @property
     def should_stop(self) -> bool:
@@ -145,13 +148,17 @@ class EarlyStopping(BestMetric, Hook):
         return self._end_if_due()
 
     def _end_if_due(self) -> EndRun | None:
-        return EndRun(EARLY_STOPPING) if self.should_stop else None
+        if self.should_stop:
+            return EndRun(EARLY_STOPPING)
+        return None
 
     def __call__(self, *, step: int, evaler_summaries: dict[str, Any]) -> bool:
         """Records the metric after a step, if it was evaluated; returns whether to stop."""
-        improved = self.improves(step, evaler_summaries)
-        if improved is not None:
-            self._count = 0 if improved else self._count + 1
+        has_improved = self.improves(step, evaler_summaries)
+        if has_improved:
+            self._count = 0
+        elif has_improved is not None:  # None without a new value
+            self._count += 1
         return self.should_stop
 
     def get_state(self) -> dict[str, Any]:
@@ -243,8 +250,10 @@ class SpmdEvaler(hierarchy.Module):
 
         Raises InputDatasetError if the dataset has no batch.
         """
-        if not (force_run or self._eval_policy(step=step, train_summaries=train_summaries or {})):
-            return prng_key, None, None
+        if not force_run:
+            is_due = self._eval_policy(step=step, train_summaries=train_summaries or {})
+            if not is_due:
+                return prng_key, None, None
         next_key, prng_key = jax.random.split(prng_key)
         calculator: BaseMetricCalculator = self.metric_calculator
         state = calculator.init_state(prng_key=prng_key, model_params=model_params)
@@ -270,27 +279,32 @@ class SpmdEvaler(hierarchy.Module):
         self.summary_writer(step, summaries)
         self.summary_writer.flush()
         self._on_outputs(step, outputs)
-        return next_key, summaries, outputs if return_aux else None
+        returned_outputs = outputs if return_aux else None
+        return next_key, summaries, returned_outputs
 
     def _on_outputs(self, step: int, outputs: list[Any]) -> None:
         """Handles the calculator's outputs for each batch of an evaluation."""
 
     def _global_batches(self) -> Generator[NestedTensor]:
         input_: Input = self.input
-        dispatched = input_.dispatcher is not None or input_.config.input_partitioner is not None
+        needs_dispatch = (
+            input_.dispatcher is not None or input_.config.input_partitioner is not None
+        )
         iterator: Any = iter(input_.dataset())
         with batches_until_stopped(iterator, input_.batches, self.path()) as batches:
             for batch in batches:
                 batch = host_to_global_device_array(batch, partition=input_.partition_spec)
-                yield self._dispatch(batch) if dispatched else batch
+                if needs_dispatch:
+                    batch = self._dispatch(batch)
+                yield batch
 
     @contextlib.contextmanager
-    def _traced(self, step: int, batch: int) -> Iterator[Callable[[Any], Any]]:
+    def _traced(self, step: int, batch_index: int) -> Iterator[Callable[[PyTree], PyTree]]:
         """Profiles the block if its batch is selected; yields a function that waits for results."""
-        if batch not in self.config.trace_at_iters:
+        if batch_index not in self.config.trace_at_iters:
             yield lambda x: x
             return
-        name = f"trace/step_{step:08d}_iter_{batch}"
+        name = f"trace/step_{step:08d}_iter_{batch_index}"
         with jax.profiler.trace(os.path.join(self.summary_writer.config.dir, name)):
             yield jax.block_until_ready
 
@@ -311,28 +325,28 @@ def run_evalers(
     The policy of each evaler receives the summaries of those before it. `may_run` is asked if one
     is due; none runs after it has returned False.
     """
-    results: dict[str, Any] = {}
+    summaries_by_evaler: dict[str, Any] = {}
+    policy_summaries = {**(train_summaries or {}), "evalers": summaries_by_evaler}
     for name, evaler in evalers.items():
-        summaries = {**(train_summaries or {}), "evalers": results}
         if forced is None:
-            is_due = evaler.eval_policy(step=step, train_summaries=summaries)
+            is_due = evaler.eval_policy(step=step, train_summaries=policy_summaries)
         else:
             is_due = name in forced
         if not is_due:
             continue
         if not may_run():
-            return results
+            break
         _, summaries, _ = evaler.eval_step(
             step,
             prng_key=prng_key,
             model_params=model_params,
-            train_summaries=summaries,
+            train_summaries=policy_summaries,
             force_run=True,
         )
         if summaries is not None:
-            results[name] = summaries
+            summaries_by_evaler[name] = summaries
             hook.on_eval(name, step, summaries)
-    return results
+    return summaries_by_evaler
 
 
 class EvaluationHook(Hook):
@@ -343,7 +357,8 @@ class EvaluationHook(Hook):
     """
 
     def __init__(self, trainer: RunningTrainer, evalers: Mapping[str, SpmdEvaler]):
-        self._trainer, self._evalers = trainer, evalers
+        self._trainer = trainer
+        self._evalers = evalers
         self.summaries: dict[str, Any] = {}
 
     def after_step(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> None:
@@ -354,18 +369,26 @@ class EvaluationHook(Hook):
 
     def run_at_end(self, names: Collection[str]) -> None:
         """Runs the evalers of these names, and those for the end, if they have not run yet."""
-        missing = (due_at_end(self._evalers) | set(names)) - self.summaries.keys()
-        self.summaries |= self._run(forced=missing)
+        due_names = due_at_end(self._evalers).union(names)
+        self.summaries |= self._run(forced=due_names - self.summaries.keys())
 
-    def _run(self, **which: Any) -> dict[str, Any]:
+    def _run(
+        self,
+        *,
+        train_summaries: dict[str, Any] | None = None,
+        forced: Collection[str] | None = None,
+        may_run: Callable[[], bool] = lambda: True,
+    ) -> dict[str, Any]:
         trainer = self._trainer
         return run_evalers(
             self._evalers,
             step=trainer.step,
             prng_key=jax.random.fold_in(trainer.trainer_state.prng_key, 0),
             model_params=trainer.model_params_for_eval(),
+            train_summaries=train_summaries,
             hook=trainer.hooks,
-            **which,
+            forced=forced,
+            may_run=may_run,
         )
 
 

@@ -20,7 +20,7 @@ from weft.hierarchy.module import Module, check_method, functional
 from weft.input.dispatch import current_mesh
 from weft.trainer.compilation import count, options_for_evaluation
 from weft.trainer.model import cast_floats, with_returned_loss
-from weft.typing import DType, Nested, NestedTensor, Tensor
+from weft.typing import DType, Nested, NestedTensor, PyTree, Tensor
 
 
 class BaseMetricCalculator(Module):
@@ -83,7 +83,9 @@ class BaseMetricCalculator(Module):
     def formatted_metric_name(self, metric_name: str) -> str:
         """Returns the name of a metric with the prefix, if any."""
         prefix = self.config.prefix
-        return f"{prefix}/{metric_name}" if prefix else metric_name
+        if not prefix:
+            return metric_name
+        return f"{prefix}/{metric_name}"
 
     def _with_prefix(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         return {self.formatted_metric_name(name): value for name, value in metrics.items()}
@@ -92,9 +94,9 @@ class BaseMetricCalculator(Module):
         self,
         method: str,
         *,
-        inputs: Callable[[Any], Any],
-        outputs: Callable[[Any, Any, context.OutputCollection], Any],
-    ) -> Callable[[NestedTensor, Tensor, NestedTensor], tuple[Tensor, Any]]:
+        inputs: Callable[[NestedTensor], tuple[PyTree, ...] | dict[str, PyTree]],
+        outputs: Callable[[NestedTensor, PyTree, context.OutputCollection], PyTree],
+    ) -> Callable[[NestedTensor, Tensor, NestedTensor], tuple[Tensor, PyTree]]:
         """Returns a method of the model, compiled at its first call.
 
         `inputs` maps a batch to the method's arguments, a tuple or a dict; `outputs` maps the
@@ -105,7 +107,9 @@ class BaseMetricCalculator(Module):
         # Checked now rather than at the first evaluation, which may be hours into training.
         check_method(self, self._model, method, errors.MetricCalculatorError)
 
-        def eval_step(params: NestedTensor, prng_key: Tensor, batch: NestedTensor) -> Any:
+        def eval_step(
+            params: NestedTensor, prng_key: Tensor, batch: NestedTensor
+        ) -> tuple[Tensor, PyTree]:
             next_key, key = jax.random.split(prng_key)
             specs = self._model_param_partition_specs
             if specs is not None:
@@ -123,16 +127,20 @@ class BaseMetricCalculator(Module):
             return next_key, outputs(batch, result, collection)
 
         @functools.cache
-        def compiled_for(mesh: jax.sharding.Mesh, size: int) -> Callable[..., Any]:
+        def compiled_for(mesh: jax.sharding.Mesh, num_parameters: int) -> InterruptibleJit:
+            platform = mesh.devices.flat[0].platform
             jitted = jax.jit(
                 eval_step,
                 out_shardings=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()),
-                compiler_options=options_for_evaluation(mesh.devices.flat[0].platform, size),
+                compiler_options=options_for_evaluation(platform, num_parameters),
             )
             return InterruptibleJit(jitted, self.path())
 
-        def run(params: NestedTensor, prng_key: Tensor, batch: NestedTensor) -> tuple[Tensor, Any]:
-            return compiled_for(current_mesh(), count(params))(params, prng_key, batch)
+        def run(
+            params: NestedTensor, prng_key: Tensor, batch: NestedTensor
+        ) -> tuple[Tensor, PyTree]:
+            compiled = compiled_for(current_mesh(), count(params))
+            return compiled(params, prng_key, batch)
 
         return run
 
@@ -158,15 +166,20 @@ class ModelSummaryAccumulator(BaseMetricCalculator):
     def __init__(self, cfg: Config, *, parent: Module | None, **kwargs: Any):
         super().__init__(cfg, parent=parent, **kwargs)
         self._accumulator: hierarchy.MetricAccumulator = cfg.metric_accumulator.instantiate()
-        keep = config.maybe_instantiate(cfg.filter_module_outputs) or (lambda path: False)
-        self._run = self._jit_of_model(
-            cfg.model_method,
-            inputs=lambda batch: {"input_batch": batch, **cfg.model_method_kwargs},
-            outputs=lambda batch, result, collection: (
-                with_returned_loss(collection.summaries, result),
-                context.filter_outputs(collection.module_outputs, keep),
-            ),
-        )
+        keep_output = config.maybe_instantiate(cfg.filter_module_outputs)
+        if keep_output is None:
+            keep_output = lambda path: False  # noqa: E731
+
+        def inputs(batch: NestedTensor) -> dict[str, PyTree]:
+            return {"input_batch": batch, **cfg.model_method_kwargs}
+
+        def outputs(
+            batch: NestedTensor, result: PyTree, collection: context.OutputCollection
+        ) -> tuple[dict[str, Any], PyTree]:
+            summaries = with_returned_loss(collection.summaries, result)
+            return summaries, context.filter_outputs(collection.module_outputs, keep_output)
+
+        self._run = self._jit_of_model(cfg.model_method, inputs=inputs, outputs=outputs)
 
     def init_state(self, *, prng_key: Tensor, model_params: NestedTensor) -> dict[str, Any]:
         self._accumulator = self.config.metric_accumulator.instantiate()
@@ -175,9 +188,10 @@ class ModelSummaryAccumulator(BaseMetricCalculator):
     def forward(
         self, input_batch: NestedTensor, *, model_params: NestedTensor, state: dict[str, Any]
     ) -> dict[str, Any]:
-        prng_key, (summaries, kept) = self._run(model_params, state["prng_key"], input_batch)
+        next_key, outputs = self._run(model_params, state["prng_key"], input_batch)
+        summaries, module_outputs = outputs
         self._accumulator.update(summaries)
-        return {"state": {"prng_key": prng_key}, "output": jax.device_get(kept)}
+        return {"state": {"prng_key": next_key}, "output": jax.device_get(module_outputs)}
 
     def get_summaries(
         self, *, model_params: NestedTensor, state: dict[str, Any], all_forward_outputs: list[Any]
@@ -213,11 +227,11 @@ class GlobalMetricCalculator(BaseMetricCalculator):
         super().__init__(cfg, parent=parent, **kwargs)
         self._run = self._jit_of_model(
             cfg.predict_method,
-            inputs=lambda batch: (self._given(batch),),
+            inputs=lambda batch: (self._predict_input(batch),),
             outputs=lambda batch, result, collection: PredictionOutputs(batch, result),
         )
 
-    def _given(self, input_batch: NestedTensor) -> Any:
+    def _predict_input(self, input_batch: NestedTensor) -> NestedTensor:
         field = self.config.predict_input_field
         if field is None:
             return input_batch
@@ -235,8 +249,8 @@ class GlobalMetricCalculator(BaseMetricCalculator):
     def get_summaries(
         self, *, model_params: NestedTensor, state: dict[str, Any], all_forward_outputs: list[Any]
     ) -> dict[str, Any]:
-        together = jax.tree.map(lambda *parts: np.concatenate(parts), *all_forward_outputs)
-        return self._with_prefix(self._calculate_metrics(together))
+        outputs = jax.tree.map(lambda *parts: np.concatenate(parts), *all_forward_outputs)
+        return self._with_prefix(self._calculate_metrics(outputs))
 
 
 class _Dependency(NamedTuple):
@@ -287,73 +301,80 @@ class CompositeMetricCalculator(BaseMetricCalculator):
         super().__init__(cfg, parent=parent, **kwargs)
         self._calculators: dict[str, BaseMetricCalculator] = {}
         for name, child in cfg.metric_calculators.items():
-            dtype = cfg.eval_dtype if child.eval_dtype is None else child.eval_dtype
-            child = child.clone(eval_dtype=dtype)
+            if child.eval_dtype is None:
+                child = child.clone(eval_dtype=cfg.eval_dtype)
             self._calculators[name] = self._add_child(name, child, **kwargs)  # pyright: ignore[reportArgumentType]
-        self._order = self._in_order_of_need()
+        self._order = self._sources_first()
 
-    def _in_order_of_need(self) -> list[str]:
-        needs: dict[str, list[str]] = {name: [] for name in self._calculators}
+    def _sources_first(self) -> list[str]:
+        """Returns the names of the calculators, each after those whose outputs it needs."""
+        sources: dict[str, list[str]] = {name: [] for name in self._calculators}
         for dependency in self.config.dependencies or ():
-            consumers = [name for name in needs if re.fullmatch(dependency.dst, name)]
-            for name, is_known in (
-                (dependency.src, dependency.src in needs),
-                (dependency.dst, bool(consumers)),
-            ):
-                if not is_known:
-                    raise errors.MetricCalculatorError(
-                        f"{self.path()}: the dependency {dependency} names {name!r}, which is not "
-                        f"one of the metric_calculators. {errors.did_you_mean(name, needs)}"
-                    )
+            if dependency.src not in sources:
+                raise self._unknown_calculator_error(dependency, dependency.src)
+            consumers = [name for name in sources if re.fullmatch(dependency.dst, name)]
+            if not consumers:
+                raise self._unknown_calculator_error(dependency, dependency.dst)
             for name in consumers:
-                needs[name].append(dependency.src)
+                sources[name].append(dependency.src)
         try:
-            return list(TopologicalSorter(needs).static_order())
+            return list(TopologicalSorter(sources).static_order())
         except CycleError as error:
             raise errors.MetricCalculatorError(
                 f"{self.path()}: the dependencies form a cycle: "
                 f"{' -> '.join(error.args[1])}. Remove one of them."
             ) from None
 
+    def _unknown_calculator_error(
+        self, dependency: _Dependency, name: str
+    ) -> errors.MetricCalculatorError:
+        return errors.MetricCalculatorError(
+            f"{self.path()}: the dependency {dependency} names {name!r}, which is not one of the "
+            f"metric_calculators. {errors.did_you_mean(name, self._calculators)}"
+        )
+
     def init_state(self, *, prng_key: Tensor, model_params: NestedTensor) -> dict[str, Any]:
-        return {
-            name: calculator.init_state(
-                prng_key=context.fold_in_name(prng_key, name), model_params=model_params
-            )
-            for name, calculator in self._calculators.items()
-        }
+        states: dict[str, Any] = {}
+        for name, calculator in self._calculators.items():
+            key = context.fold_in_name(prng_key, name)
+            states[name] = calculator.init_state(prng_key=key, model_params=model_params)
+        return states
 
     def forward(
         self, input_batch: NestedTensor, *, model_params: NestedTensor, state: dict[str, Any]
     ) -> dict[str, Any]:
-        states, outputs = {}, {}
+        states: dict[str, Any] = {}
+        outputs: dict[str, Any] = {}
         for name in self._order:
-            needed = {
-                dependency.dst_key or dependency.src: outputs[dependency.src]
-                for dependency in self.config.dependencies or ()
-                if re.fullmatch(dependency.dst, name)
-            }
+            source_outputs: dict[str, Any] = {}  # by field of the batch
+            for dependency in self.config.dependencies or ():
+                if re.fullmatch(dependency.dst, name):
+                    field = dependency.dst_key or dependency.src
+                    source_outputs[field] = outputs[dependency.src]
             batch = dict(input_batch)
-            if replaced := sorted(needed.keys() & batch.keys()):
+            replaced_fields = sorted(source_outputs.keys() & batch.keys())
+            if replaced_fields:
                 raise errors.MetricCalculatorError(
-                    f"{self.path()}: a dependency of {name!r} would replace {replaced} of the "
-                    "batch by the output of another calculator; give it another dst_key."
+                    f"{self.path()}: a dependency of {name!r} would replace {replaced_fields} of "
+                    "the batch by the output of another calculator; give it another dst_key."
                 )
             result = self._calculators[name].forward(
-                {**batch, **needed}, model_params=model_params, state=state[name]
+                {**batch, **source_outputs}, model_params=model_params, state=state[name]
             )
-            states[name], outputs[name] = result["state"], result["output"]
+            states[name] = result["state"]
+            outputs[name] = result["output"]
         return {"state": states, "output": outputs}
 
     def get_summaries(
         self, *, model_params: NestedTensor, state: dict[str, Any], all_forward_outputs: list[Any]
     ) -> dict[str, Any]:
-        together: dict[str, Any] = {}
+        all_summaries: dict[str, Any] = {}
         for name, calculator in self._calculators.items():
             summaries = calculator.get_summaries(
                 model_params=model_params,
                 state=state[name],
                 all_forward_outputs=[outputs[name] for outputs in all_forward_outputs],
             )
-            together |= {f"{name}/{key}": value for key, value in summaries.items()}
-        return self._with_prefix(together)
+            for metric_name, value in summaries.items():
+                all_summaries[f"{name}/{metric_name}"] = value
+        return self._with_prefix(all_summaries)

@@ -33,7 +33,7 @@ from weft.interop.hierarchy import InHierarchy
 from weft.trainer.optimizers.base import tree_paths
 from weft.trainer.precision import Precision, as_precision
 from weft.trainer.supervised import Supervised
-from weft.typing import DType, Nested, NestedTensor, T, Tensor
+from weft.typing import DType, Nested, NestedTensor, PyTree, T, Tensor, has_shape_dtype
 
 
 class LibraryModel(InHierarchy):
@@ -50,10 +50,12 @@ class LibraryModel(InHierarchy):
             outputs = super().forward(input_batch)
             loss, aux = check_outputs(self, outputs)
         if "loss" not in self.get_invocation_context().get_summaries():
-            fields = jax.tree.leaves(input_batch)
-            rows = fields[0].shape[0] if fields else 1
-            reported = with_returned_loss({}, outputs).get("loss", LossOfRows(loss, rows))
-            self.add_summary("loss", reported)
+            summary = with_returned_loss({}, outputs).get("loss")
+            if summary is None:
+                fields = jax.tree.leaves(input_batch)
+                rows = fields[0].shape[0] if fields else 1
+                summary = LossOfRows(loss, rows)
+            self.add_summary("loss", summary)
         return loss, aux
 
     @property
@@ -61,7 +63,7 @@ class LibraryModel(InHierarchy):
         """True if the module has a method `predict`."""
         return self._model.has_method("predict")
 
-    def predict(self, input_batch: Mapping[str, Any]) -> Any:
+    def predict(self, input_batch: Mapping[str, PyTree]) -> PyTree:
         """Calls the module's `predict` method with a batch."""
         with explain_call_errors(self, input_batch):
             return super().forward(input_batch, method="predict")
@@ -73,7 +75,7 @@ class LibraryModel(InHierarchy):
 
 def model_config(
     model: InstantiableConfig,
-    batch: Callable[[], Any],
+    batch: Callable[[], PyTree],
     precision: str | Precision.Config | None = None,
 ) -> Any:
     """Returns the config of the layer to train.
@@ -83,10 +85,12 @@ def model_config(
     `precision` sets the dtypes of parameters and computation.
     """
     config = _layer_config(model, batch)
-    return config if precision is None else as_precision(precision).model_config(config)
+    if precision is None:
+        return config
+    return as_precision(precision).model_config(config)
 
 
-def _layer_config(model: InstantiableConfig, batch: Callable[[], Any]) -> Any:
+def _layer_config(model: InstantiableConfig, batch: Callable[[], PyTree]) -> InstantiableConfig:
     if isinstance(model, Supervised.Config):
         return model.clone(batch_spec=batch())
     if isinstance(model, LibraryModel.Config) and model.inputs is REQUIRED:
@@ -104,18 +108,20 @@ def _makes_a_layer(model: InstantiableConfig) -> bool:
 def trained_model_config(trainer_config: ConfigBase) -> Any:
     """Returns the config of the layer that a trainer config trains."""
 
-    def batch() -> Any:
-        return trainer_config.input.clone(name="input").instantiate(parent=None).element_spec()
+    def batch_spec() -> PyTree:
+        input_ = trainer_config.input.clone(name="input").instantiate(parent=None)
+        return input_.element_spec()
 
-    return model_config(trainer_config.model, batch, trainer_config.precision)
+    return model_config(trainer_config.model, batch_spec, trainer_config.precision)
 
 
 def build_model(trainer_config: ConfigBase) -> hierarchy.BaseLayer:
     """Builds the model of a trainer config without the trainer, from its `model` and `input`."""
-    return trained_model_config(trainer_config).set(name="model").instantiate(parent=None)
+    cfg = trained_model_config(trainer_config)
+    return cfg.set(name="model").instantiate(parent=None)
 
 
-def check_outputs(model: hierarchy.Module, outputs: object) -> tuple[Tensor, Any]:
+def check_outputs(model: hierarchy.Module, outputs: PyTree) -> tuple[Tensor, PyTree]:
     """Returns the loss in at least float32 and auxiliary outputs.
 
     The loss may be a `WeightedScalar`, whose mean it then is.
@@ -129,27 +135,32 @@ def check_outputs(model: hierarchy.Module, outputs: object) -> tuple[Tensor, Any
     if isinstance(loss, hierarchy.WeightedScalar):
         loss = jnp.asarray(loss.mean)
     if not hasattr(loss, "dtype") or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
-        wrong = f"{model.path()} returned {_describe_value(loss)} as its loss; {expected}"
-        is_unreduced = bool(getattr(loss, "shape", ()))
-        raise ModelOutputError(wrong + " Take its mean: `loss.mean()`." if is_unreduced else wrong)
+        message = f"{model.path()} returned {_describe_value(loss)} as its loss; {expected}"
+        if getattr(loss, "shape", ()):
+            message += " Take its mean: `loss.mean()`."
+        raise ModelOutputError(message)
     return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)), aux
 
 
-def with_returned_loss(summaries: Mapping[str, Any], outputs: object) -> dict[str, Any]:
+def with_returned_loss(summaries: Mapping[str, Any], outputs: PyTree) -> dict[str, Any]:
     """Returns a model's summaries, with the loss if it is only returned, as a `WeightedScalar`."""
-    loss = outputs[0] if isinstance(outputs, tuple) and outputs else None
-    if "loss" in summaries or not isinstance(loss, hierarchy.WeightedScalar):
-        return dict(summaries)
-    loss.validate()
-    return {**summaries, "loss": loss}
+    summaries = dict(summaries)
+    if "loss" not in summaries and isinstance(outputs, tuple) and outputs:
+        loss = outputs[0]
+        if isinstance(loss, hierarchy.WeightedScalar):
+            loss.validate()
+            summaries["loss"] = loss
+    return summaries
 
 
-def _describe_value(x: Any) -> str:
-    if hasattr(x, "shape") and hasattr(x, "dtype"):
+def _describe_value(x: object) -> str:
+    if has_shape_dtype(x):
         return f"an array of shape {tuple(x.shape)} and dtype {x.dtype}"
     if isinstance(x, tuple):
         return f"a tuple of {len(x)}"
-    return "None" if x is None else f"a {type(x).__name__}"
+    if x is None:
+        return "None"
+    return f"a {type(x).__name__}"
 
 
 @contextlib.contextmanager
@@ -163,9 +174,11 @@ def explain_call_errors(model: hierarchy.Module, batch: Mapping[str, Any]) -> It
     except WeftError:
         raise
     except KeyError as error:
-        key = error.args[0] if error.args else None
-        if type(error) is not KeyError or not isinstance(key, str) or key in batch:
-            raise
+        key = None
+        if type(error) is KeyError and error.args:
+            key = error.args[0]
+        if not isinstance(key, str) or key in batch:
+            raise  # not a field of the batch
         raise BatchFieldError(
             f"{model.path()} looked up {key!r}, but the batch has no such field; it has "
             f"{', '.join(map(repr, batch))}. {did_you_mean(key, batch)} Add the field to the "
@@ -176,8 +189,9 @@ def explain_call_errors(model: hierarchy.Module, batch: Mapping[str, Any]) -> It
         if type(error) is not TypeError or missing is None:
             error.add_note(_called_with(model, batch))
             raise
+        argument = missing[1]
         raise ModelCallError(
-            f"{model.path()} requires more arguments than the batch: {missing[1]} is missing. It "
+            f"{model.path()} requires more arguments than the batch: {argument} is missing. It "
             "is called with one argument, a dict of the batch's fields, and with flags for "
             "training or evaluation if it takes them: `def __call__(self, input_batch)`."
         ) from error
@@ -212,46 +226,55 @@ def per_param_train_dtype_by_path(
     >>> dtypes({"norm": {"scale": jnp.ones(2)}, "linear": {"weight": jnp.ones(2)}})
     {'linear': {'weight': 'bfloat16'}, 'norm': {'scale': None}}
     """
-    return _ByPath(default_dtype, tuple((pattern, dtype) for pattern, dtype in update_rules))
+    rules = tuple((pattern, dtype) for pattern, dtype in update_rules)
+    return _DtypesByPath(default_dtype, rules)
 
 
 @dataclasses.dataclass(frozen=True)
-class _ByPath:
+class _DtypesByPath:
     default_dtype: DType | None
     rules: tuple[tuple[str, DType | None], ...]
 
-    def __call__(self, params: NestedTensor) -> Nested[Any]:
-        paths = tree_paths(params)
+    def __call__(self, params: NestedTensor) -> Nested[DType | None]:
+        tree = tree_paths(params)
+        paths = jax.tree.leaves(tree)
         for pattern, _ in self.rules:
-            if not any(re.fullmatch(pattern, path) for path in jax.tree.leaves(paths)):
+            if not any(re.fullmatch(pattern, path) for path in paths):
                 raise TrainDtypeError(
                     f"the rule {pattern!r} of train_dtype matches the whole path of no parameter. "
-                    f"{did_you_mean(pattern, jax.tree.leaves(paths))}"
+                    f"{did_you_mean(pattern, paths)}"
                 )
-        return jax.tree.map(self._dtype_of, paths)
+        return jax.tree.map(self._dtype_of, tree)
 
     def _dtype_of(self, path: str) -> DType | None:
-        matching = (dtype for pattern, dtype in self.rules if re.fullmatch(pattern, path))
-        return next(matching, self.default_dtype)
+        for pattern, dtype in self.rules:
+            if re.fullmatch(pattern, path):
+                return dtype
+        return self.default_dtype
 
 
 def cast_floats(in_tree: T, to_dtype: DType | None) -> T:
     """Casts floating-point arrays and `TensorSpec`s to a dtype; None leaves all unchanged."""
+    if to_dtype is None:
+        return in_tree
 
-    def cast(x: Any) -> Any:
+    def cast(x: Tensor | hierarchy.TensorSpec) -> Tensor | hierarchy.TensorSpec:
         if not isinstance(x, hierarchy.TensorSpec):
             return functional.cast_floats(x, to_dtype)
-        is_float = x.dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
-        return dataclasses.replace(x, dtype=to_dtype) if is_float else x
+        if x.dtype is not None and jnp.issubdtype(x.dtype, jnp.floating):
+            return dataclasses.replace(x, dtype=to_dtype)
+        return x
 
-    return in_tree if to_dtype is None else jax.tree.map(cast, in_tree)
+    return jax.tree.map(cast, in_tree)
 
 
 def cast_floats_per_param(in_tree: T, per_param_dtype: Nested[DType | None]) -> T:
     """Casts each floating-point array to its own dtype; None leaves it unchanged."""
-    is_none = lambda x: x is None  # noqa: E731
     return jax.tree.map(
-        lambda dtype, x: cast_floats(x, dtype), per_param_dtype, in_tree, is_leaf=is_none
+        lambda dtype, x: cast_floats(x, dtype),
+        per_param_dtype,
+        in_tree,
+        is_leaf=lambda x: x is None,
     )
 
 
@@ -262,5 +285,6 @@ def cast_for_forward(
     # Scalar types of JAX and NumPy are classes.
     if not callable(train_dtype) or isinstance(train_dtype, type):
         return cast_floats((params, batch), train_dtype)
-    cast = cast_floats_per_param(params, train_dtype(params))
-    return cast, cast_floats(batch, getattr(train_dtype, "default_dtype", None))
+    cast_params = cast_floats_per_param(params, train_dtype(params))
+    batch_dtype = getattr(train_dtype, "default_dtype", None)
+    return cast_params, cast_floats(batch, batch_dtype)

@@ -21,14 +21,16 @@ from weft.input import Input, PrefetchingIterator, host_to_global_device_array, 
 from weft.serialization.untrusted import memory_bytes
 from weft.trainer.learner import BaseLearner
 from weft.trainer.mesh import KindRules, check_divides, named_sharding
+from weft.trainer.optimizers.base import path_name
 from weft.trainer.train_step import TrainerState, opt_params
-from weft.typing import Nested, PartitionSpec, Tensor
+from weft.typing import DType, Nested, PartitionSpec, PyTree, Tensor
 
 # More than any array of a model.
-_MOST_ELEMENTS, _LARGEST_AXIS = 2**40, 2**31 - 1
+_MAX_ELEMENTS = 2**40
+_MAX_AXIS_SIZE = 2**31 - 1
 
 
-def parameter_specs(model: BaseLayer, rules: Rules) -> Any:
+def parameter_specs(model: BaseLayer, rules: Rules) -> PyTree:
     """Returns the specs of a model's parameters, with rules for the names of their axes.
 
     Raises ModelSizeError if one has more elements than any array can have.
@@ -36,11 +38,11 @@ def parameter_specs(model: BaseLayer, rules: Rules) -> Any:
     with logical_axis_rules(rules):
         specs = model.create_parameter_specs_recursively()
     for path, spec in jax.tree.leaves_with_path(specs):
-        size = math.prod(spec.shape)
-        if size > _MOST_ELEMENTS or max(spec.shape, default=0) > _LARGEST_AXIS:
+        num_elements = math.prod(spec.shape)
+        if num_elements > _MAX_ELEMENTS or max(spec.shape, default=0) > _MAX_AXIS_SIZE:
             raise ModelSizeError(
-                f"the parameter {jax.tree_util.keystr(path, simple=True, separator='.')} of the "
-                f"model has the shape {spec.shape}, {size:,} elements. Reduce a size of its config."
+                f"the parameter {path_name(path, '.')} of the model has the shape {spec.shape}, "
+                f"{num_elements:,} elements. Reduce a size of its config."
             )
     return specs
 
@@ -50,11 +52,12 @@ def state_specs(
 ) -> TrainerState:
     """Returns shapes, dtypes and layouts of the state, with rules for each kind of array."""
     rules = rules or KindRules()
-    for_learner = parameter_specs(model, rules.optimizer)
+    # Moments are laid out like parameters, by rules of their own.
+    optimized_specs = parameter_specs(model, rules.optimizer)
     return TrainerState(
         prng_key=TensorSpec(shape=()),
         model=parameter_specs(model, rules.parameters),
-        learner=learner.create_state_partition_specs(for_learner),
+        learner=learner.create_state_partition_specs(optimized_specs),
     )
 
 
@@ -63,36 +66,40 @@ def check_memory(specs: TrainerState, shardings: TrainerState, devices: Sequence
 
     Arrays in the memory of the host are not counted.
     """
-    needed = 0
-    largest = (0, "")
-    pairs = zip(jax.tree.leaves_with_path(specs), jax.tree.leaves(shardings), strict=True)
-    for (path, spec), sharding in pairs:
-        if sharding.memory_kind not in (None, devices[0].default_memory().kind):
-            continue
-        size = math.prod(sharding.shard_shape(tuple(spec.shape))) * _itemsize(spec.dtype)
-        needed += size
-        largest = max(largest, (size, jax.tree_util.keystr(path, simple=True, separator=".")))
+    device_memory_kind = devices[0].default_memory().kind
+    bytes_by_path: dict[str, int] = {}  # per device
+    leaves = zip(jax.tree.leaves_with_path(specs), jax.tree.leaves(shardings), strict=True)
+    for (path, spec), sharding in leaves:
+        if sharding.memory_kind in (None, device_memory_kind):
+            shard_shape = sharding.shard_shape(tuple(spec.shape))
+            bytes_by_path[path_name(path, ".")] = math.prod(shard_shape) * _itemsize(spec.dtype)
+    needed = sum(bytes_by_path.values())
     available = _memory_per_device(devices)
     if available is not None and needed > available:
+        largest = max(bytes_by_path, key=lambda path: bytes_by_path[path])
         raise ModelSizeError(
             f"the state of the run takes {needed:,} bytes per device, and a device has "
-            f"{available:,}. The largest array is {largest[1]} with {largest[0]:,}. Reduce the "
-            "model, or shard it over more devices with --mesh fsdp=8."
+            f"{available:,}. The largest array is {largest} with {bytes_by_path[largest]:,}. "
+            "Reduce the model, or shard it over more devices with --mesh fsdp=8."
         )
 
 
-def _itemsize(dtype: Any) -> int:
+def _itemsize(dtype: DType | None) -> int:
     if dtype is None:
         return 4
-    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else jnp.dtype(dtype).itemsize
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return 8
+    return jnp.dtype(dtype).itemsize
 
 
 def _memory_per_device(devices: Sequence[Any]) -> int | None:
     """Returns the bytes of the memory of a device of this process, None if unknown."""
-    here = [device for device in devices if device.process_index == jax.process_index()]
-    if here[0].platform == "cpu":
-        return memory_bytes() // len(here)
-    return (here[0].memory_stats() or {}).get("bytes_limit")
+    local_devices = [x for x in devices if x.process_index == jax.process_index()]
+    device = local_devices[0]
+    if device.platform == "cpu":
+        return memory_bytes() // len(local_devices)
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit")
 
 
 def partition_specs(specs: TrainerState) -> TrainerState:
@@ -100,16 +107,18 @@ def partition_specs(specs: TrainerState) -> TrainerState:
     return jax.tree.map(lambda spec: spec.partition_spec, specs)
 
 
-def state_shardings(mesh: jax.sharding.Mesh, specs: object) -> Any:
+def state_shardings(mesh: jax.sharding.Mesh, specs: PyTree) -> PyTree:
     """Returns the shardings of a tree of specs; raises a MeshError if an array does not fit."""
 
-    def sharding(path: jax.tree_util.KeyPath, spec: TensorSpec) -> jax.sharding.NamedSharding:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
+    def sharding_of(path: jax.tree_util.KeyPath, spec: TensorSpec) -> jax.sharding.NamedSharding:
+        name = path_name(path, ".")
         sharding = named_sharding(mesh, spec.partition_spec, name)
         check_divides(name, spec.shape, sharding)
-        return sharding.with_memory_kind(spec.memory_kind) if spec.memory_kind else sharding
+        if spec.memory_kind:
+            sharding = sharding.with_memory_kind(spec.memory_kind)
+        return sharding
 
-    return jax.tree_util.tree_map_with_path(sharding, specs)
+    return jax.tree_util.tree_map_with_path(sharding_of, specs)
 
 
 def new_state(
@@ -120,16 +129,19 @@ def new_state(
     # A model with an initialization of its own may look up its parameters there.
     nothing_built = jax.tree.map(lambda _: None, model_specs)
     params = model.initialize_parameters_recursively(init_key, prebuilt=nothing_built)
-    return TrainerState(
-        prng_key=prng_key, model=params, learner=learner.init(opt_params(params, model_specs))
-    )
+    learner_state = learner.init(opt_params(params, model_specs))
+    return TrainerState(prng_key=prng_key, model=params, learner=learner_state)
 
 
 def with_shardings(shapes: TrainerState, shardings: TrainerState) -> TrainerState:
     """Combines shapes and dtypes, as of `jax.eval_shape`, with `state_shardings`."""
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-    )
+
+    def with_sharding(
+        x: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
+    ) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(with_sharding, shapes, shardings)
 
 
 def batch_partition(input_: Input, batch_axis_names: str | Sequence[str] | None) -> PartitionSpec:
@@ -156,12 +168,15 @@ def open_batches(
     )
 
 
-def batch_shapes(input_: Input, partition: PartitionSpec, mesh: jax.sharding.Mesh) -> Nested[Any]:
+def batch_shapes(
+    input_: Input, partition: PartitionSpec, mesh: jax.sharding.Mesh
+) -> Nested[jax.ShapeDtypeStruct]:
     """Returns shapes, dtypes and layouts of a batch of all processes."""
     sharding = jax.sharding.NamedSharding(mesh, partition)
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            (x.shape[0] * jax.process_count(), *x.shape[1:]), x.dtype, sharding=sharding
-        ),
-        input_.element_spec(),
-    )
+
+    def global_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        rows, *row_shape = x.shape  # of this process
+        shape = (rows * jax.process_count(), *row_shape)
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(global_shape, input_.element_spec())

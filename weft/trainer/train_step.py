@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from weft.hierarchy import Module, NestedParameterSpec, functional
+from weft.hierarchy import Module, NestedParameterSpec, ParameterSpec, functional
 from weft.input import Input
 from weft.trainer.gradients import with_gradient_layouts
 from weft.trainer.model import (
@@ -16,7 +16,7 @@ from weft.trainer.model import (
     explain_call_errors,
     with_returned_loss,
 )
-from weft.trainer.optimizers.base import OptParam
+from weft.trainer.optimizers.base import NestedOptParam, OptParam
 from weft.trainer.update_transformation import ForwardOutputs
 from weft.typing import DType, NestedTensor, Tensor
 
@@ -33,27 +33,29 @@ class TrainerState(NamedTuple):
     learner: Any
 
 
-def opt_params(model_params: NestedTensor, specs: NestedParameterSpec) -> Any:
+def opt_params(model_params: NestedTensor, specs: NestedParameterSpec) -> NestedOptParam:
     """Converts parameters for the learner, with metadata from their `ParameterSpec`s."""
-    return jax.tree.map(
-        lambda spec, value: OptParam(
+
+    def opt_param(spec: ParameterSpec, value: Tensor) -> OptParam:
+        return OptParam(
             value=value,
             factorization_spec=spec.factorization,
             weight_decay_scale=spec.weight_decay_scale,
             is_state=spec.is_state,
-        ),
-        specs,
-        model_params,
-    )
+        )
+
+    return jax.tree.map(opt_param, specs, model_params)
 
 
 def keep_state_uncast(
-    params: NestedTensor, cast: NestedTensor, specs: NestedParameterSpec
+    params: NestedTensor, cast_params: NestedTensor, specs: NestedParameterSpec
 ) -> NestedTensor:
     """Returns cast parameters, and state uncast, since a moving average sums small numbers."""
-    return jax.tree.map(
-        lambda spec, whole, low: whole if spec.is_state else low, specs, params, cast
-    )
+
+    def select(spec: ParameterSpec, param: Tensor, cast_param: Tensor) -> Tensor:
+        return param if spec.is_state else cast_param
+
+    return jax.tree.map(select, specs, params, cast_params)
 
 
 def train_step(
@@ -85,8 +87,8 @@ def train_step(
     def forward(*, model_params: NestedTensor, inputs: Mapping[str, Any]) -> ForwardOutputs:
         model_params = with_gradient_layouts(model_params, model_specs, gradient_specs)
         params = model.apply_parameter_noise_recursively(inputs["noise_key"], model_params)
-        cast, batch = cast_for_forward(params, inputs["input_batch"], train_dtype)
-        params = keep_state_uncast(params, cast, model_specs)
+        cast_params, batch = cast_for_forward(params, inputs["input_batch"], train_dtype)
+        params = keep_state_uncast(params, cast_params, model_specs)
         with explain_call_errors(model, batch):
             outputs, collection = functional(
                 model, inputs["forward_key"], params, {"input_batch": batch}, is_training=True
@@ -97,7 +99,7 @@ def train_step(
         return ForwardOutputs(loss=loss, aux=aux, output_collection=collection)
 
     inputs = {"input_batch": batch, "forward_key": forward_key, "noise_key": noise_key}
-    results, collection = functional(
+    results, learner_collection = functional(
         learner,
         prng_key=learner_key,
         state=state.learner,
@@ -110,14 +112,20 @@ def train_step(
         is_training=True,
         copy_args_tree=False,
     )
-    of_model = results.forward_outputs
     new_state = TrainerState(
         prng_key=next_key,
         model=results.backward_outputs.updated_params,
-        learner=collection.state_updates,
+        learner=learner_collection.state_updates,
     )
-    summaries = {"model": of_model.output_collection.summaries, "learner": collection.summaries}
-    outputs = {"loss": of_model.loss, "aux": of_model.aux, "summaries": summaries}
+    forward_outputs = results.forward_outputs
+    outputs = {
+        "loss": forward_outputs.loss,
+        "aux": forward_outputs.aux,
+        "summaries": {
+            "model": forward_outputs.output_collection.summaries,
+            "learner": learner_collection.summaries,
+        },
+    }
     if with_gradients:
         outputs["gradients"] = results.backward_outputs.gradients
     return new_state, outputs
