@@ -16,10 +16,10 @@ from weft.errors import AnomalyPolicyError, LossSpikeError, UndefinedLossExcepti
 from weft.hierarchy.base_layer import BaseLayer, BaseModel, ParameterSpec
 from weft.input.fake import EmptyInput
 from weft.trainer.checkpointer import every_n_steps_policy
+from weft.trainer.hooks import Hook
 from weft.trainer.learner import Learner
 from weft.trainer.optimizers import chain, sgd_optimizer
 from weft.trainer.optimizers.clipping import clip_by_global_norm, skip_and_clip_by_global_norm
-from weft.trainer.progress import RunListener
 from weft.trainer.train_step import TrainerState
 from weft.trainer.trainer import SpmdTrainer
 
@@ -101,7 +101,7 @@ class Faulty(EmptyInput):
         return {"x": (x * scale).astype(np.float32), "below": below}
 
 
-class Recorder(RunListener):
+class Recorder(Hook):
     def __init__(self):
         self.losses, self.steps, self.saved, self.dispatched = {}, [], [], []
 

@@ -27,9 +27,9 @@ from weft.launch.distributed import joined_processes
 from weft.trainer.checkpointer import every_n_steps_policy
 from weft.trainer.evaler import SpmdEvaler
 from weft.trainer.evaler import every_n_steps_policy as evaluate_every_n_steps
+from weft.trainer.hooks import Hook
 from weft.trainer.learner import Learner
 from weft.trainer.optimizers import sgd_optimizer
-from weft.trainer.progress import RunListener
 from weft.trainer.summary_writer import JsonLinesWriter
 from weft.trainer.trainer import SpmdTrainer
 
@@ -114,7 +114,7 @@ class Trainer(SpmdTrainer):
         return super().save_checkpoint(evaler_summaries, force=force)
 
 
-class Listener(RunListener):
+class Listener(Hook):
     def __init__(self):
         self.steps, self.saved, self.evaluated, self.ended = [], [], [], None
 

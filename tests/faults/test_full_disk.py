@@ -8,7 +8,7 @@ from tests.faults import training
 from weft.config import config_for_function
 from weft.errors import CheckpointSaveError
 from weft.trainer.checkpointer import Checkpointer, OrbaxStateStorage, every_n_steps_policy
-from weft.trainer.progress import RunListener
+from weft.trainer.hooks import Hook
 
 pytestmark = [
     pytest.mark.long,
@@ -20,7 +20,7 @@ pytestmark = [
 ROOM = 1 << 15
 
 
-class Filler(RunListener):
+class Filler(Hook):
     """Fills the disk at one step, and makes room again at another."""
 
     def __init__(self, disk, *, full_at, free_at=None):

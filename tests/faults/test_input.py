@@ -13,9 +13,9 @@ from weft.hierarchy.base_layer import BaseModel
 from weft.hierarchy.layers import Linear
 from weft.input.datasets import json_lines_dataset
 from weft.input.grain import Input, per_feed_batch, shard_dataset_with_proportion
+from weft.trainer.hooks import Hook
 from weft.trainer.learner import Learner
 from weft.trainer.optimizers import adamw_optimizer
-from weft.trainer.progress import RunListener
 from weft.trainer.summary_writer import JsonLinesWriter, read_json_lines
 from weft.trainer.throughput import Throughput
 from weft.trainer.trainer import SpmdTrainer
@@ -45,7 +45,7 @@ def points(paths, global_batch_size=4):
     return build_dataset
 
 
-class Seen(RunListener):
+class Seen(Hook):
     def __init__(self):
         self.batches = []
 

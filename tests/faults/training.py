@@ -26,9 +26,9 @@ from weft.launch.distributed import joined_processes
 from weft.trainer.checkpointer import Checkpointer, OrbaxStateStorage
 from weft.trainer.evaler import SpmdEvaler
 from weft.trainer.evaler import every_n_steps_policy as evaluate_every_n_steps
+from weft.trainer.hooks import Hook
 from weft.trainer.learner import Learner
 from weft.trainer.optimizers import sgd_optimizer
-from weft.trainer.progress import RunListener
 from weft.trainer.trainer import SpmdTrainer
 
 fault = ""
@@ -133,7 +133,7 @@ class SlowStorage(OrbaxStateStorage):
         super().save_to_dir(on_commit_callback=slow, **kwargs)
 
 
-class Listener(RunListener):
+class Listener(Hook):
     saved = ()
     ended = None
     resumed_from = None

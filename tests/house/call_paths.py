@@ -20,9 +20,9 @@ from weft.hierarchy.module import functional
 from weft.hierarchy.repeat import Repeat
 from weft.input.fake import FakeLmInput
 from weft.trainer.checkpointer import every_n_steps_policy
+from weft.trainer.hooks import Hook
 from weft.trainer.learner import Learner
 from weft.trainer.optimizers import sgd_optimizer
-from weft.trainer.progress import RunListener
 from weft.trainer.trainer import SpmdTrainer
 
 WEFT = weft.__path__[0]
@@ -108,7 +108,7 @@ class _Model(BaseModel):
         return self.linear(x).mean(), {}
 
 
-class _StepCalls(RunListener):
+class _StepCalls(Hook):
     """Counts the calls from the end of one warm step to the end of the next."""
 
     def __init__(self):

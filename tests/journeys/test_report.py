@@ -18,7 +18,7 @@ from weft.errors import UndefinedLossException
 from weft.hierarchy import WeightedScalar
 from weft.input.fake import fake_source
 from weft.input.grain import Input, per_feed_batch
-from weft.trainer import Learner, RunListener, SpmdEvaler, SpmdTrainer
+from weft.trainer import Hook, Learner, SpmdEvaler, SpmdTrainer
 from weft.trainer.evaler import every_n_steps_policy
 from weft.trainer.optimizers import sgd_optimizer
 
@@ -83,7 +83,7 @@ def trainer(directory, *, learning_rate=0.5, scale=1.0, max_step=20):
     return cfg.instantiate(parent=None, devices=jax.devices()[:1])
 
 
-class Steps(RunListener):
+class Steps(Hook):
     def __init__(self):
         self.seen = []
 
@@ -145,7 +145,7 @@ def test_report_names_the_error_that_ended_the_run(tmp_path):
 def test_report_while_the_run_goes_on(tmp_path, capsys):
     directory, pages = tmp_path / "run", []
 
-    class Reader(RunListener):
+    class Reader(Hook):
         def on_eval(self, name, step, summaries):
             assert main(["report", str(directory)]) == 0
             pages.append((directory / "report.html").read_text(encoding="utf-8"))

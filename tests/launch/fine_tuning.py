@@ -18,13 +18,13 @@ from weft.launch.distributed import joined_processes
 from weft.recipes import lm_lora
 from weft.trainer.checkpointer.policy import EvalMetric
 from weft.trainer.evaler import EarlyStopping, every_n_steps_policy
-from weft.trainer.progress import RunListener
+from weft.trainer.hooks import Hook
 
 lm_lora._LLAMA |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
 ROWS, LENGTH, PROMPT, ADDED = 4, 16, 5, 3
 
 
-class Seen(RunListener):
+class Seen(Hook):
     def __init__(self):
         self.evals, self.saved = [], []
 

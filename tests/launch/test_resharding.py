@@ -17,7 +17,7 @@ from tests.weft_process import finish, weft_processes
 from weft.cli.configs import load_config
 from weft.trainer.checkpointer.dirs import step_dirs
 from weft.trainer.checkpointer.manifest import read_manifest
-from weft.trainer.progress import RunListener
+from weft.trainer.hooks import Hook
 
 pytestmark = pytest.mark.long
 
@@ -31,7 +31,7 @@ _WORDS = [
 ]
 
 
-class Begin(RunListener):
+class Begin(Hook):
     """Record of a run's start."""
 
     def on_start(self, trainer, resumed_from):

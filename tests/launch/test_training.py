@@ -10,7 +10,7 @@ import pytest
 
 from tests.weft_process import PATIENCE_SECONDS, children, finish, weft_processes
 from weft.cli.configs import load_config
-from weft.trainer.progress import RunListener
+from weft.trainer.hooks import Hook
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_device")]
 
@@ -57,7 +57,7 @@ def losses(run_dir):
 def train_here(run_dir, max_step):
     """Returns one process, this one, trains to a step; returns the step that it went on from."""
 
-    class Seen(RunListener):
+    class Seen(Hook):
         def on_start(self, trainer, resumed_from):
             self.resumed_from = resumed_from
 

@@ -7,12 +7,12 @@ import pytest
 
 from weft import nnx
 from weft.recipes.lm_nnx import LanguageModel, lm_nnx
-from weft.trainer.progress import RunListener
+from weft.trainer.hooks import Hook
 
 TINY = {"dim": 16, "num_layers": 2, "num_heads": 2, "hidden_dim": 32, "window": 7}
 
 
-class Losses(RunListener):
+class Losses(Hook):
     def __init__(self):
         self.losses, self.evals = [], []
 

@@ -39,9 +39,9 @@ from weft.input import global_to_host_array, host_to_global_device_array
 from weft.input.fake import fake_source
 from weft.input.grain import DispatchConfig, Input, per_feed_batch, shard_dataset
 from weft.trainer.evaler import SpmdEvaler
+from weft.trainer.hooks import Hook
 from weft.trainer.learner import Learner
 from weft.trainer.optimizers import sgd_optimizer
-from weft.trainer.progress import RunListener
 from weft.trainer.trainer import SpmdTrainer
 from weft.typing import NestedTensor, Tensor
 
@@ -510,7 +510,7 @@ def test_train_step_gets_the_global_batch(tmp_path):
     trainer = make_trainer(tmp_path)
     given = []
 
-    class Watcher(RunListener):
+    class Watcher(Hook):
         def on_step(self, step, outputs, batch):
             given.append(batch["x"])
 

@@ -76,7 +76,7 @@ def test_directory_that_cannot_be_used_is_logged_once(unset, caplog, monkeypatch
     if why == "a file":
         unset.write_text("", encoding="utf-8")
     elif why == "full":
-        monkeypatch.setattr(compilation, "_LEAST_FREE_BYTES", 2**80)
+        monkeypatch.setattr(compilation, "_MIN_FREE_BYTES", 2**80)
     else:
         unset.mkdir()
         unset.chmod(0o777)

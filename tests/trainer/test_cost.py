@@ -24,9 +24,9 @@ from weft.config import config_for_function
 from weft.hierarchy.module import functional
 from weft.input.fake import FakeLmInput
 from weft.trainer.checkpointer import every_n_steps_policy
+from weft.trainer.hooks import Hook
 from weft.trainer.learner import Learner
 from weft.trainer.optimizers import adamw_optimizer
-from weft.trainer.progress import RunListener
 from weft.trainer.trainer import SpmdTrainer
 
 WEFT = weft.__path__[0]
@@ -100,7 +100,7 @@ def test_each_layer_of_a_decoder_that_is_traced(way):
     assert all(x <= bound for x, bound in zip(per_layer, at_most, strict=True)), per_layer
 
 
-class Counted(RunListener):
+class Counted(Hook):
     """Cost of a step, from the end of one to the end of the next."""
 
     def __init__(self):

@@ -26,9 +26,9 @@ TRAIN = """
 import hashlib, sys
 import numpy as np
 from weft.cli.configs import load_config
-from weft.trainer.progress import RunListener
+from weft.trainer.hooks import Hook
 
-class Diary(RunListener):
+class Diary(Hook):
     def __init__(self, path):
         self.file = open(path, "a")
     def on_step(self, step, outputs, batch):

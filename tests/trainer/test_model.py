@@ -25,6 +25,7 @@ from weft.input.fake import FakeLmInput
 from weft.trainer.checkpointer import every_n_steps_policy
 from weft.trainer.evaler import SpmdEvaler
 from weft.trainer.evaler import every_n_steps_policy as every_n_steps
+from weft.trainer.hooks import Hook
 from weft.trainer.learner import Learner
 from weft.trainer.model import (
     build_model,
@@ -32,7 +33,6 @@ from weft.trainer.model import (
     per_param_train_dtype_by_path,
 )
 from weft.trainer.optimizers import adamw_optimizer, param_ema
-from weft.trainer.progress import RunListener
 from weft.trainer.trainer import SpmdTrainer
 
 LENGTH = 8
@@ -72,7 +72,7 @@ def trainer_of(cfg):
     return cfg.instantiate(parent=None, devices=jax.devices()[:8])
 
 
-class Losses(RunListener):
+class Losses(Hook):
     def __init__(self):
         self.losses, self.summaries, self.evals = [], [], []
 

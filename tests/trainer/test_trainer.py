@@ -48,9 +48,8 @@ from weft.trainer.checkpointer import CheckpointValidationType, every_n_steps_po
 from weft.trainer.checkpointer.dirs import step_dirs
 from weft.trainer.checkpointer.saving import CheckpointHook
 from weft.trainer.compilation import compilation_cache
-from weft.trainer.hooks import Hooks
+from weft.trainer.hooks import Hook, Hooks
 from weft.trainer.learner import Learner
-from weft.trainer.progress import RunListener
 from weft.trainer.state_builder import (
     MergeStateConverter,
     MergeStateSelection,
@@ -79,7 +78,7 @@ def trainer_of(cfg, devices=1):
     return cfg.instantiate(parent=None, devices=jax.devices()[:devices])
 
 
-class Recorder(RunListener):
+class Recorder(Hook):
     def __init__(self, at_step=None):
         self.losses, self.saved, self.evals, self.at_step = {}, [], [], at_step
         self.failed = []

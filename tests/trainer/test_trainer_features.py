@@ -26,10 +26,10 @@ from weft.trainer.evaler import (
     every_n_steps_policy,
 )
 from weft.trainer.gradients import with_minibatch_steps
+from weft.trainer.hooks import Hook
 from weft.trainer.learner import DynamicLossScale, Learner
 from weft.trainer.optimizers import adamw_optimizer
 from weft.trainer.optimizers.transformations import param_ema
-from weft.trainer.progress import RunListener
 from weft.trainer.summary_writer import JsonLinesWriter, read_json_lines
 from weft.trainer.throughput import Throughput
 from weft.trainer.trainer import SpmdTrainer
@@ -102,7 +102,7 @@ def config(directory, **kwargs):
     return cfg.set(**kwargs)
 
 
-class Recorder(RunListener):
+class Recorder(Hook):
     def __init__(self):
         self.losses, self.evals = [], []
 

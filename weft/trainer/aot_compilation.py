@@ -61,22 +61,23 @@ _GENERATIONS = (
 )
 
 
-def _system(generation: str, sides: str) -> SystemCharacteristics:
-    chips = math.prod(map(int, sides.split("x")))
-    return SystemCharacteristics(
-        platform="tpu",
-        topology_name=f"{generation}:{sides}",
-        chip_config_name="megacore" if sides.count("x") == 2 else "default",
-        chips_per_host_bounds=(1, 1, 1) if chips == 1 else (2, 2, 1),
-        devices_per_slice=chips,
-    )
+def _tpu_systems() -> dict[str, SystemCharacteristics]:
+    systems: dict[str, SystemCharacteristics] = {}
+    for name, generation, all_sides, cores_per_chip in _GENERATIONS:
+        for sides in all_sides:
+            lengths = [int(length) for length in sides.split("x")]
+            num_chips = math.prod(lengths)
+            systems[f"{name}-{cores_per_chip * num_chips}"] = SystemCharacteristics(
+                platform="tpu",
+                topology_name=f"{generation}:{sides}",
+                chip_config_name="megacore" if len(lengths) == 3 else "default",
+                chips_per_host_bounds=(1, 1, 1) if num_chips == 1 else (2, 2, 1),
+                devices_per_slice=num_chips,
+            )
+    return systems
 
 
-USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS = {
-    f"{name}-{cores * math.prod(map(int, sides.split('x')))}": _system(generation, sides)
-    for name, generation, all_sides, cores in _GENERATIONS
-    for sides in all_sides
-}
+USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS = _tpu_systems()
 """The TPU slices that can be compiled for, by names such as "v5p-128"."""
 
 
@@ -102,15 +103,17 @@ def get_devices_for_topology(topology: str | None, topology_num_slices: int = 1)
             f"{did_you_mean(name, USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS)} Or use virtual "
             "CPU devices: 'cpu-64'."
         )
-    # Only with `num_slices` does the compiler expect a network between slices.
-    slices = {"num_slices": topology_num_slices} if topology_num_slices > 1 else {}
+    options: dict[str, Any] = {}
+    if topology_num_slices > 1:
+        # Only with this option does the compiler expect a network between slices.
+        options["num_slices"] = topology_num_slices
     try:
-        described = topologies.get_topology_desc(
+        description = topologies.get_topology_desc(
             platform=system.platform,
             topology_name=system.topology_name,
             chip_config_name=system.chip_config_name,
             chips_per_host_bounds=system.chips_per_host_bounds,
-            **slices,
+            **options,
         )
     except RuntimeError as error:
         raise TopologyError(
@@ -118,7 +121,7 @@ def get_devices_for_topology(topology: str | None, topology_num_slices: int = 1)
             "pip install 'jax[tpu]'; no TPU is needed. Or compile for virtual CPU devices: "
             f"'cpu-{system.devices_per_slice}'."
         ) from error
-    return described.devices
+    return description.devices
 
 
 def _cpu_devices(count: int) -> Sequence[Any]:
@@ -158,8 +161,9 @@ def reshape_devices(
             f"num_slices={num_slices} slices of devices_per_slice={devices_per_slice}; all three "
             "numbers must be equal."
         )
-    names = [str(i) for i in range(len(sizes))]
-    return mesh_lib.build_mesh(mesh_lib.over_slices(sizes, num_slices), names, devices).devices
+    axis_names = [str(axis) for axis in range(len(sizes))]
+    hybrid_shape = mesh_lib.over_slices(sizes, num_slices)
+    return mesh_lib.build_mesh(hybrid_shape, axis_names, devices).devices
 
 
 def compile_trainer_programs(

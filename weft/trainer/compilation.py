@@ -24,12 +24,13 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 from weft.serialization.untrusted import check_local_path
+from weft.typing import PyTree
 
 logger = logging.getLogger(__name__)
 
 MAX_CACHE_BYTES = 2 * 2**30
-_LEAST_FREE_BYTES = 2**28
-# JAX's settings of the default cache, where the user has not chosen others.
+_MIN_FREE_BYTES = 2**28
+# JAX's settings of the default cache where the user has not chosen others: JAX's value, and ours.
 _DEFAULTS = {
     "jax_compilation_cache_max_size": (-1, MAX_CACHE_BYTES),
     "jax_persistent_cache_min_compile_time_secs": (1.0, 0.0),
@@ -49,8 +50,11 @@ def default_cache_dir() -> str:
     else:
         base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification says to ignore a relative path.
-    base = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
-    return os.path.join(base, "weft/xla") if os.path.isabs(base) else ""
+    if not os.path.isabs(base):
+        base = os.path.expanduser("~/.cache")
+    if not os.path.isabs(base):
+        return ""
+    return os.path.join(base, "weft/xla")
 
 
 @contextlib.contextmanager
@@ -69,21 +73,23 @@ def compilation_cache(directory: str | None) -> Iterator[None]:
     """
     if directory and "://" not in directory:  # JAX has storages of its own
         check_local_path(directory, "compilation_cache_dir")
-    settings: dict[str, Any] = {"jax_compilation_cache_dir": directory or None}
+    jax_settings = jax.config.values
+    settings: dict[str, Any] = {}
+    cache_dir = directory
     if directory is None:
-        if (
-            jax.config.values["jax_compilation_cache_dir"]
-            or not jax.config.values["jax_enable_compilation_cache"]
-        ):
+        has_jax_cache = jax_settings["jax_compilation_cache_dir"]
+        if has_jax_cache or not jax_settings["jax_enable_compilation_cache"]:
             yield
             return
-        settings["jax_compilation_cache_dir"] = default_cache_dir() or None
-        unset = {k: new for k, (old, new) in _DEFAULTS.items() if jax.config.values[k] == old}
-        settings |= unset
-    used = settings["jax_compilation_cache_dir"]
-    if used and not _is_usable(used, is_own=directory is None):
-        settings = {"jax_compilation_cache_dir": None}
-    before = {name: jax.config.values[name] for name in settings}
+        cache_dir = default_cache_dir()
+        for name, (jax_default, default) in _DEFAULTS.items():
+            if jax_settings[name] == jax_default:
+                settings[name] = default
+    if cache_dir and not _is_usable(cache_dir, is_default=directory is None):
+        settings = {}
+        cache_dir = None
+    settings["jax_compilation_cache_dir"] = cache_dir or None
+    previous_settings = {name: jax_settings[name] for name in settings}
     _update(settings)
     try:
         with warnings.catch_warnings():
@@ -91,7 +97,7 @@ def compilation_cache(directory: str | None) -> Iterator[None]:
             warnings.filterwarnings("ignore", r"Error \w+ persistent compilation cache entry")
             yield
     finally:
-        _update(before)
+        _update(previous_settings)
 
 
 def _update(settings: dict[str, Any]) -> None:
@@ -100,7 +106,7 @@ def _update(settings: dict[str, Any]) -> None:
         jax.config.update(name, value)
 
 
-def _is_usable(directory: str, *, is_own: bool) -> bool:
+def _is_usable(directory: str, *, is_default: bool) -> bool:
     """Returns whether programs can be stored in a directory; logs a warning if not."""
     if "://" in directory:
         return True
@@ -108,10 +114,10 @@ def _is_usable(directory: str, *, is_own: bool) -> bool:
         os.makedirs(directory, mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
-        if is_own:
+        if is_default:
             _check_owner(directory)
             _drop_partial_entries(directory)
-        if shutil.disk_usage(directory).free < _LEAST_FREE_BYTES:
+        if shutil.disk_usage(directory).free < _MIN_FREE_BYTES:
             raise OSError("the disk is almost full")
     except OSError as error:
         logger.warning(
@@ -152,18 +158,18 @@ _NO_OPTIMIZATIONS = {
     "xla_cpu_parallel_codegen_split_count": 1,
 }
 _FEW_OPTIMIZATIONS = {**_NO_OPTIMIZATIONS, "xla_backend_optimization_level": 1}
-_SMALL_MODEL = 10**6
-_MOST_STEPS = 300
+_MAX_PARAMETERS = 10**6
+_MAX_STEPS = 300
 # Measured with the recipe lm-tiny: what a program without optimizations takes longer, per parameter
 # and number of a batch, and per number of an initial state.
 _SECONDS_PER_PRODUCT = 1.6e-9
 _SECONDS_PER_INITIAL_NUMBER = 1e-7
 # A few seconds of compilation are saved.
-_MOST_SECONDS = 2.0
+_MAX_SECONDS = 2.0
 
 
 def options_for_steps(
-    platform: str, params: object, batch: Callable[[], object], steps: float
+    platform: str, params: PyTree, batch: Callable[[], PyTree], steps: float
 ) -> dict[str, Any] | None:
     """Returns the options for compiling a step that runs a number of times.
 
@@ -173,28 +179,28 @@ def options_for_steps(
         batch: returns the arrays of a batch, or their shapes; called if few steps of a small model
             run on a CPU.
     """
-    seconds = _SECONDS_PER_PRODUCT * count(params) * steps
-    is_little = (
+    seconds_per_number = _SECONDS_PER_PRODUCT * count(params) * steps
+    has_little_work = (
         platform == "cpu"
-        and steps <= _MOST_STEPS
-        and seconds <= _MOST_SECONDS
-        and seconds * count(batch()) <= _MOST_SECONDS
+        and steps <= _MAX_STEPS
+        and seconds_per_number <= _MAX_SECONDS
+        and seconds_per_number * count(batch()) <= _MAX_SECONDS
     )
-    return _options(platform, _NO_OPTIMIZATIONS, is_little)
+    return _options(platform, _NO_OPTIMIZATIONS, has_little_work)
 
 
-def options_for_init(platform: str, state: object) -> dict[str, Any] | None:
+def options_for_init(platform: str, state: PyTree) -> dict[str, Any] | None:
     """Returns the options for compiling the initialization of a state."""
     seconds = _SECONDS_PER_INITIAL_NUMBER * count(state)
-    return _options(platform, _NO_OPTIMIZATIONS, seconds <= _MOST_SECONDS)
+    return _options(platform, _NO_OPTIMIZATIONS, seconds <= _MAX_SECONDS)
 
 
 def options_for_evaluation(platform: str, parameters: int) -> dict[str, Any] | None:
     """Returns the options for compiling an evaluation of an unknown number of batches."""
-    return _options(platform, _FEW_OPTIMIZATIONS, parameters <= _SMALL_MODEL)
+    return _options(platform, _FEW_OPTIMIZATIONS, parameters <= _MAX_PARAMETERS)
 
 
-def count(tree: object) -> int:
+def count(tree: PyTree) -> int:
     """Returns the number of numbers in a tree of arrays or of their shapes.
 
     >>> count({"a": jnp.zeros((2, 3)), "b": jax.ShapeDtypeStruct((4,), "int32")})
@@ -203,8 +209,10 @@ def count(tree: object) -> int:
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
-def _options(platform: str, options: dict[str, Any], is_little: bool) -> dict[str, Any] | None:
-    if not is_little or platform != "cpu":
+def _options(
+    platform: str, options: dict[str, Any], has_little_work: bool
+) -> dict[str, Any] | None:
+    if not has_little_work or platform != "cpu":
         return None
     return {name: value for name, value in options.items() if name not in _unknown_options()}
 
@@ -212,13 +220,13 @@ def _options(platform: str, options: dict[str, Any], is_little: bool) -> dict[st
 @functools.cache
 def _unknown_options() -> frozenset[str]:
     """Returns the options that this version of XLA does not have; it names one at a time."""
-    unknown: set[str] = set()
-    while rest := {name: x for name, x in _NO_OPTIMIZATIONS.items() if name not in unknown}:
+    options = dict(_NO_OPTIMIZATIONS)
+    while options:
         try:
-            jax.jit(lambda: 0).lower().compile(compiler_options=rest)
-        except jax.errors.JaxRuntimeError as error:
-            named = {name for name in rest if f"'{name}'" in str(error)}
-            unknown |= named or rest.keys()
-        else:
+            jax.jit(lambda: 0).lower().compile(compiler_options=options)
             break
-    return frozenset(unknown)
+        except jax.errors.JaxRuntimeError as error:
+            refused_names = [name for name in options if f"'{name}'" in str(error)]
+            for name in refused_names or list(options):
+                del options[name]
+    return frozenset(_NO_OPTIMIZATIONS.keys() - options.keys())

@@ -91,7 +91,7 @@ class RunLock:
         )
         self._created_dirs: list[Path] = []
         self._fd: int | None = None
-        self._seen = math.inf  # when the file was last seen to be of this owner
+        self._last_look = math.inf  # when the file was last seen to be of this owner
         self._taken_by: _Owner | None = None
         self._folder: int | None = None  # the handle of the directory
         self._moved_to: str | None = None  # "renamed to …", or "removed"
@@ -110,7 +110,7 @@ class RunLock:
             RunDirTakenError: if another run has taken it.
             RunDirMovedError: if it was renamed or removed.
         """
-        if time.monotonic() - self._seen > 2 * _BEAT_SECONDS:  # this process was frozen
+        if time.monotonic() - self._last_look > 2 * _BEAT_SECONDS:  # this process was frozen
             self._look()
         if self._taken_by is not None:
             raise RunDirTakenError(
@@ -143,10 +143,10 @@ class RunLock:
         """
         directory = Path(self.directory)
         check_writable(directory)
-        missing = [path for path in (directory, *directory.parents) if not path.exists()]
+        missing_dirs = [path for path in (directory, *directory.parents) if not path.exists()]
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._created_dirs = missing
+            self._created_dirs = missing_dirs
             self._folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
             self._fd = self._wait_for_file()
             data = json.dumps(self._owner._asdict()).encode()
@@ -159,7 +159,7 @@ class RunLock:
                 raise unwritable_error(directory, error) from error
             raise
         _OPEN.add(self)
-        self._seen = -math.inf
+        self._last_look = -math.inf
         self._thread.start()
         return self
 
@@ -168,28 +168,32 @@ class RunLock:
 
     def _wait_for_file(self) -> int:
         """Returns the open lock file, as soon as it has no living owner."""
-        before, polls = None, 0
+        last_state = None
+        polls = 0
         while True:
-            fd, writable = self._open()
+            fd, is_writable = self._open()
+            keeps_file = False
             try:
-                locked = _try_lock(fd)
+                is_locked = _try_lock(fd)  # None without locks
                 owner, state = _read(fd)
-                if locked and not self._is_current(fd):
+                if is_locked and not self._is_current(fd):
                     continue  # removed by an owner that has just ended
-                is_here = owner is not None and owner.machine == self._owner.machine
-                is_free = locked is not False and (not state[0] or (is_here and locked))
-                is_alive = before is not None and state != before
+                is_on_machine = owner is not None and owner.machine == self._owner.machine
+                is_empty = not state.data
+                is_held = is_locked is False
+                is_free = not is_held and (is_empty or (is_on_machine and is_locked is True))
+                is_alive = last_state is not None and state != last_state
                 is_silent = polls >= _SILENT_POLLS
-                if not is_free and (is_alive or (locked is False and (is_here or is_silent))):
+                if not is_free and (is_alive or (is_held and (is_on_machine or is_silent))):
                     raise self._in_use_error(owner, state)
                 if is_free or is_silent:
-                    if writable:
-                        fd, taken = -1, fd
-                        return taken
+                    if is_writable:
+                        keeps_file = True
+                        return fd
                     self._path.unlink()
                     continue
             finally:
-                if fd >= 0:
+                if not keeps_file:
                     os.close(fd)
             if polls % _POLLS_PER_MESSAGE == 0:
                 logger.warning(
@@ -198,7 +202,8 @@ class RunLock:
                     owner or "an unknown run",
                     (_SILENT_POLLS - polls) * _POLL_SECONDS,
                 )
-            before, polls = state, polls + 1
+            last_state = state
+            polls += 1
             time.sleep(_POLL_SECONDS)
 
     def _open(self) -> tuple[int, bool]:
@@ -212,17 +217,17 @@ class RunLock:
             return os.path.samestat(os.fstat(fd), self._path.lstat())
         return False
 
-    def _in_use_error(self, owner: _Owner | None, state: tuple[bytes, int]) -> RunDirInUseError:
+    def _in_use_error(self, owner: _Owner | None, state: "_FileState") -> RunDirInUseError:
         silence = ""
         if owner is not None and owner.machine == self._owner.machine:
-            seconds = time.time() - state[1] / 1e9
+            seconds = state.seconds_since_beat()
             if seconds > _SILENT_POLLS * _POLL_SECONDS:
                 silence = f" It has been frozen for {seconds:.0f} s."
-        free = free_dir(self._given_dir)
+        unused_dir = free_dir(self._given_dir)
         return RunDirInUseError(
             f"dir={self._given_dir!r} is in use by {owner or 'another run'}.{silence} Wait for its "
-            f"end, stop it, or choose another directory, such as dir={free!r}.",
-            free_dir=free,
+            f"end, stop it, or choose another directory, such as dir={unused_dir!r}.",
+            free_dir=unused_dir,
         )
 
     # Holding it.
@@ -237,15 +242,15 @@ class RunLock:
     def _look(self) -> None:
         """Reads where the directory and whose the file is."""
         if self._folder is not None:
-            self._moved_to = self._way_of_directory(self._folder)
+            self._moved_to = self._change_of_directory(self._folder)
         run = Directory(self.directory)
         with contextlib.suppress(OSError), run.open(LOCK_FILE) as file:
             owner, _ = _read(file.fileno())
             if owner is not None and owner.token != self._owner.token:
                 self._taken_by = owner
-        self._seen = time.monotonic()
+        self._last_look = time.monotonic()
 
-    def _way_of_directory(self, folder: int) -> str | None:
+    def _change_of_directory(self, folder: int) -> str | None:
         """Returns what has become of the directory with a handle, None if it is in its place."""
         status = os.fstat(folder)
         try:
@@ -259,7 +264,9 @@ class RunLock:
             path = os.readlink(f"/proc/self/fd/{folder}")
             if os.path.samestat(status, os.stat(path)):
                 return f"renamed to {path!r}"
-        return "removed" if not status.st_nlink else "renamed"
+        if status.st_nlink == 0:
+            return "removed"
+        return "renamed"
 
     def release(self) -> None:
         """Removes the file, and directories that were created and are empty."""
@@ -277,7 +284,7 @@ class RunLock:
         if self._folder is not None:
             os.close(self._folder)
             self._folder = None
-        self._seen = math.inf
+        self._last_look = math.inf
         with contextlib.suppress(OSError):
             for path in self._created_dirs:
                 path.rmdir()
@@ -312,12 +319,15 @@ def run_lock(directory: str) -> Iterator[RunLock]:
         RunDirInUseError: if another run is writing to the directory.
         RunDirError: if the directory cannot be written.
     """
-    for held in _HELD.items:
-        if held.directory == os.path.realpath(directory):
-            yield held
+    for lock in _HELD.items:
+        if lock.directory == os.path.realpath(directory):
+            yield lock
             return
     lock = RunLock(directory)
-    with lock if jax.process_index() == 0 else contextlib.nullcontext(), _HELD.push(lock):
+    with contextlib.ExitStack() as stack:
+        if jax.process_index() == 0:
+            stack.enter_context(lock)
+        stack.enter_context(_HELD.push(lock))
         yield lock
 
 
@@ -325,7 +335,8 @@ def lock_token(directory: str) -> str | None:
     """Returns the token of a directory's lock, None if nobody holds one that can be read."""
     with contextlib.suppress(OSError), Directory(directory).open(LOCK_FILE) as file:
         owner, _ = _read(file.fileno())
-        return None if owner is None else owner.token
+        if owner is not None:
+            return owner.token
     return None
 
 
@@ -336,13 +347,13 @@ def is_in_use(directory: str) -> bool:
     except OSError:
         return False
     try:
-        owner, (_, mtime) = _read(fd)
+        owner, state = _read(fd)
+        is_on_machine = owner is not None and owner.machine == _machine()
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            if owner is not None and owner.machine == _machine():
-                return False
-        is_here = owner is not None and owner.machine == _machine()
-        return is_here or time.time() - mtime / 1e9 < _SILENT_POLLS * _POLL_SECONDS
+            if is_on_machine:
+                return False  # it would hold the lock
+        return is_on_machine or state.seconds_since_beat() < _SILENT_POLLS * _POLL_SECONDS
     finally:
         os.close(fd)
 
@@ -398,11 +409,21 @@ def _try_lock(fd: int) -> bool | None:
     return False
 
 
-def _read(fd: int) -> tuple[_Owner | None, tuple[bytes, int]]:
-    """Returns the owner, None if unknown, and a state of the file that changes with each beat."""
-    data, mtime = os.pread(fd, 4096, 0), os.fstat(fd).st_mtime_ns
+class _FileState(NamedTuple):
+    """State of the lock's file; it changes with each beat of the owner."""
+
+    data: bytes
+    mtime_ns: int
+
+    def seconds_since_beat(self) -> float:
+        return time.time() - self.mtime_ns / 1e9
+
+
+def _read(fd: int) -> tuple[_Owner | None, _FileState]:
+    """Returns the owner, None if unknown, and the state of the file."""
+    state = _FileState(os.pread(fd, 4096, 0), os.fstat(fd).st_mtime_ns)
     try:
-        owner = _Owner(**parse_json(data))
+        owner = _Owner(**parse_json(state.data))
     except (ValueError, TypeError):
         owner = None
-    return owner, (data, mtime)
+    return owner, state

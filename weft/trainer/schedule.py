@@ -32,20 +32,18 @@ def as_schedule_fn(s: Schedule | None) -> ScheduleFn:
     >>> as_schedule_fn(0.1)(7)
     0.1
     """
-    made: Any = config.maybe_instantiate(s)
-    if made is None:
-        made = 1.0
-    if callable(made):
-        return made
-    if (
-        not isinstance(made, int | float | np.generic | np.ndarray | jax.Array)
-        or np.ndim(made) != 0
-    ):
+    value: Any = config.maybe_instantiate(s)
+    if value is None:
+        value = 1.0
+    if callable(value):
+        return value
+    is_number = isinstance(value, int | float | np.generic | np.ndarray | jax.Array)
+    if not is_number or np.ndim(value) != 0:
         raise errors.ScheduleError(
             "a schedule is a number, a function from step to number, or a config of one; got "
-            f"{made!r} of type {type(made).__name__}."
+            f"{value!r} of type {type(value).__name__}."
         )
-    return lambda step: made
+    return lambda step: value
 
 
 def polynomial(
@@ -137,8 +135,8 @@ def segment_wise(segments: Sequence[Schedule], *, segment_steps: Sequence[int]) 
     >>> [float(warm(step)) for step in (0, 1, 2, 4, 5)]
     [0.0, 0.25, 0.5, 1.0, 0.5]
     """
-    covering_0 = _segments(segments, segment_steps)
-    return lambda step: jnp.where(step > 0, covering_0(step), 0)
+    schedule_from_0 = _segments(segments, segment_steps)
+    return lambda step: jnp.where(step > 0, schedule_from_0(step), 0)
 
 
 def _segments(segments: Sequence[Schedule], segment_steps: Sequence[int]) -> ScheduleFn:
@@ -148,12 +146,12 @@ def _segments(segments: Sequence[Schedule], segment_steps: Sequence[int]) -> Sch
         raise errors.ScheduleError(
             f"segment_wise needs lengths of at least 0; got segment_steps={list(segment_steps)}."
         )
-    first, *others = map(as_schedule_fn, segments)
+    first_schedule, *later_schedules = map(as_schedule_fn, segments)
     ends = list(itertools.accumulate(segment_steps))
 
     def fn(step):
-        value = first(step)
-        for end, schedule in zip(ends, others, strict=True):
+        value = first_schedule(step)
+        for end, schedule in zip(ends, later_schedules, strict=True):
             value = jnp.where(step <= end, value, schedule(step - end))
         return value
 
@@ -351,13 +349,15 @@ def warmup_stable_decay(
 
 
 def _whole_steps(warmup_steps: int | float, max_step: int) -> int:
-    return round(warmup_steps * max_step) if 0 < warmup_steps < 1 else int(warmup_steps)
+    if 0 < warmup_steps < 1:  # a share
+        return round(warmup_steps * max_step)
+    return int(warmup_steps)
 
 
-def _steps_between(name: str, what: str, begin: int, max_step: int) -> int:
+def _steps_between(name: str, begin_name: str, begin: int, max_step: int) -> int:
     if max_step <= begin:
         raise errors.ScheduleError(
-            f"{name} needs max_step above {what} ({begin}); got max_step={max_step}"
+            f"{name} needs max_step above {begin_name} ({begin}); got max_step={max_step}"
         )
     return max_step - begin
 

@@ -5,7 +5,7 @@ before any copy from a device whether the leaf is due at a step.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -67,36 +67,43 @@ def due_summaries(
     """
     if not every_n_steps_by_kind and step % every_n_steps:
         return []
-    due = _flatten(values, kept=_PLAIN)
-    if every_n_steps_by_kind:
-        intervals = {
-            path: every_n_steps_by_kind.get(_kind(x), every_n_steps) for path, x in due.items()
-        }
-        due = {path: x for path, x in due.items() if step % intervals[path] == 0}
+    due_leaves: dict[str, Any] = {}
+    for path, leaf in _flatten(values, leaf_types=_PLAIN):
+        interval = every_n_steps
+        if every_n_steps_by_kind:
+            interval = every_n_steps_by_kind.get(_kind(leaf), every_n_steps)
+        if step % interval == 0:
+            due_leaves[path] = leaf
+    host_leaves = jax.device_get(due_leaves)
     # The values of a callback are known on the host.
-    kept = (ArraySummary, AudioSummary, ImageSummary)
-    leaves = sorted(_flatten(jax.device_get(due), kept).items())
-    shown = [_show(path, leaf) for path, leaf in leaves]
-    return [summary for summary in shown if summary is not None]
+    leaf_types = (ArraySummary, AudioSummary, ImageSummary)
+    summaries: list[FlatSummary] = []
+    for path, leaf in sorted(_flatten(host_leaves, leaf_types), key=lambda item: item[0]):
+        summary = _show(path, leaf)
+        if summary is not None:
+            summaries.append(summary)
+    return summaries
 
 
-def _flatten(values: object, kept: tuple[type[Summary], ...]) -> dict[str, Any]:
-    """Returns the leaves of nested summaries by path; evaluates a `Summary` unless it is `kept`."""
-    leaves: dict[str, Any] = {}
-    rest: list[tuple[str, Any]] = [("", values)]
-    while rest:
-        path, value = rest.pop()
-        if isinstance(value, Mapping):
-            rest += [(f"{path}/{name}" if path else str(name), x) for name, x in value.items()]
-        elif isinstance(value, Summary) and not isinstance(value, kept):
-            shown: Any = value.value()
-            # Each number of a metric has a meaning; a histogram would lose it.
-            if isinstance(value, Metric) and hasattr(shown, "shape") and shown.shape:
-                shown = ArraySummary(shown)
-            rest.append((path, shown))
-        elif value is not None:
-            leaves[path] = value
-    return leaves
+def _flatten(
+    value: object, leaf_types: tuple[type[Summary], ...], path: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of nested summaries with their paths.
+
+    A `Summary` is replaced by its value, unless it is of one of the `leaf_types`.
+    """
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            item_path = f"{path}/{name}" if path else str(name)
+            yield from _flatten(item, leaf_types, item_path)
+    elif isinstance(value, Summary) and not isinstance(value, leaf_types):
+        summary_value: Any = value.value()
+        # Each number of a metric has a meaning; a histogram would lose it.
+        if isinstance(value, Metric) and hasattr(summary_value, "shape") and summary_value.shape:
+            summary_value = ArraySummary(summary_value)
+        yield from _flatten(summary_value, leaf_types, path)
+    elif value is not None:
+        yield path, value
 
 
 _PLAIN_KINDS: dict[type[Summary], SummaryKind] = {
@@ -116,15 +123,21 @@ def _kind(leaf: object) -> SummaryKind:
             return kind
     if isinstance(leaf, str):
         return "TextSummary"
-    return "HistogramSummary" if np.ndim(leaf) else "ScalarSummary"  # pyright: ignore[reportArgumentType]
+    if np.ndim(leaf):  # pyright: ignore[reportArgumentType]
+        return "HistogramSummary"
+    return "ScalarSummary"
 
 
 def _show(path: str, leaf: object) -> FlatSummary | None:
     """Returns a leaf as it is written; None, with a warning, if it has no numbers."""
     if isinstance(leaf, str):
         return FlatSummary(path, "TextSummary", leaf)
-    value: Any = leaf.value() if isinstance(leaf, Summary) else leaf
-    dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    value: Any = leaf
+    if isinstance(leaf, Summary):
+        value = leaf.value()
+    if not hasattr(value, "dtype"):
+        value = np.asarray(value)
+    dtype = value.dtype
     if not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
         logging.getLogger(__name__).warning(
             "The summary %s holds values of %s, which cannot be shown; it is left out.", path, dtype
@@ -134,10 +147,11 @@ def _show(path: str, leaf: object) -> FlatSummary | None:
     if isinstance(leaf, ArraySummary):
         return FlatSummary(path, "ArraySummary", array)
     if isinstance(leaf, ImageSummary):
-        return FlatSummary(path, "ImageSummary", array if array.ndim == 4 else array[None])
+        images = array if array.ndim == 4 else array[None]
+        return FlatSummary(path, "ImageSummary", images)
     if isinstance(leaf, AudioSummary):
-        sound = array if array.ndim == 3 else array[None]
-        return FlatSummary(path, "AudioSummary", sound, leaf.sample_rate)
+        sounds = array if array.ndim == 3 else array[None]
+        return FlatSummary(path, "AudioSummary", sounds, leaf.sample_rate)
     if array.ndim:
         return FlatSummary(path, "HistogramSummary", array)
     return FlatSummary(path, "ScalarSummary", float(np.real(array)))

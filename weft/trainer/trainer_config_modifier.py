@@ -38,37 +38,39 @@ from weft.trainer import gradients, mesh
 from weft.typing import MeshAxes, PartitionSpec, T
 
 
-def find_values(cfg: ConfigBase, wanted: Callable[[str, Any], object]) -> dict[str, Any]:
-    """Returns by path the values inside a config, itself at "", for which `wanted` returns true."""
-    found: dict[str, Any] = {}
+def find_values(cfg: ConfigBase, predicate: Callable[[str, Any], object]) -> dict[str, Any]:
+    """Returns by path the values inside a config, itself at "", for which `predicate` is true."""
+    values: dict[str, Any] = {}
 
     def enter(path: str, value: object, children: list | None) -> list | None:
-        if wanted(path, value):
-            found[path] = value
+        if predicate(path, value):
+            values[path] = value
         return children
 
     cfg.visit(visit_fn=lambda path, value: None, enter_fn=enter)
-    return found
+    return values
 
 
-def outermost(found: Mapping[str, T]) -> dict[str, T]:
+def outermost(values: Mapping[str, T]) -> dict[str, T]:
     """Returns the values that are not inside another one, given values of a config by path."""
-    below = tuple(f"{path}{separator}" for path in found for separator in ".[")
-    return {path: value for path, value in found.items() if not path.startswith(below)}
+    prefixes: list[str] = []  # of paths inside one of the values
+    for path in values:
+        prefixes += [f"{path}.", f"{path}["]
+    return {path: x for path, x in values.items() if not path.startswith(tuple(prefixes))}
 
 
 def _config_at(modifier: ConfigModifier, cfg: ConfigBase, path: str) -> ConfigBase:
     name = type(modifier).__name__
     try:
-        found = cfg.get_recursively(path)
+        value = cfg.get_recursively(path)
     except UnknownFieldError as error:
         raise ConfigModifierError(f"{name} finds nothing at {path!r}: {error}") from None
-    if not isinstance(found, ConfigBase):
+    if not isinstance(value, ConfigBase):
         raise ConfigModifierError(
-            f"{name} expects a config at {path!r}, but found {found!r:.80}; use the path of the "
+            f"{name} expects a config at {path!r}, but found {value!r:.80}; use the path of the "
             "layer, not of its field."
         )
-    return found
+    return value
 
 
 def _set_field(
@@ -86,21 +88,25 @@ def _set_field(
 def _set_field_of_layer(
     modifier: ConfigModifier, cfg: ConfigBase, path: str, field: str, value: object
 ) -> None:
-    config: Any = _config_at(modifier, cfg, path)
-    made = getattr(config, "klass", type(config))
-    if not issubclass(made, BaseLayer) or field in {"klass", *_restricted_fields(made)}:
+    config = _config_at(modifier, cfg, path)
+    cls = getattr(config, "klass", type(config))
+    if not issubclass(cls, BaseLayer) or field in {"klass", *_restricted_fields(cls)}:
         raise ConfigModifierError(
             f"{type(modifier).__name__} is to set {field!r} of {path!r}, but it may only set "
-            f"layouts and recomputation of layers. Set {field!r} of {made.__name__} in the config "
+            f"layouts and recomputation of layers. Set {field!r} of {cls.__name__} in the config "
             "itself."
         )
     _set_field(modifier, config, path, field, value)
 
 
-def _restricted_fields(made: object) -> frozenset[str]:
+def _restricted_fields(cls: object) -> frozenset[str]:
     """Returns the fields that only the caller may set, neither a text nor a modifier in it."""
-    names = needs_allow(made) if isinstance(made, type) else frozenset()
-    return frozenset() if isinstance(names, bool) else names
+    if not isinstance(cls, type):
+        return frozenset()
+    names = needs_allow(cls)
+    if isinstance(names, bool):
+        return frozenset()
+    return names
 
 
 def apply_config_modifiers(cfg: InstantiableConfig) -> Any:
@@ -108,16 +114,16 @@ def apply_config_modifiers(cfg: InstantiableConfig) -> Any:
     modifiers = getattr(cfg, "config_modifiers", ())
     if not modifiers:
         return cfg
-    changed = cfg.clone(config_modifiers=[])
-    for modifier in modifiers:
-        modify = maybe_instantiate(modifier)
-        if not callable(modify):
+    modified = cfg.clone(config_modifiers=[])
+    for modifier_config in modifiers:
+        modifier = maybe_instantiate(modifier_config)
+        if not callable(modifier):
             raise ConfigModifierError(
-                f"config_modifiers holds {modifier!r}, which cannot be called with a config. Write "
-                "the config of a modifier."
+                f"config_modifiers holds {modifier_config!r}, which cannot be called with a "
+                "config. Write the config of a modifier."
             )
-        changed = modify(changed)
-    return changed
+        modified = modifier(modified)
+    return modified
 
 
 class ChainConfigModifier(ConfigModifier):
@@ -229,10 +235,14 @@ class ReplaceLayerConfigModifier(ConfigModifier):
         exclude_keys: Sequence[str] | None = None
 
     def __call__(self, cfg: InstantiableConfig) -> Any:
-        target = self.config.target_cls
-        paths = find_values(cfg, lambda path, x: path and getattr(x, "klass", None) is target)
+        target_cls = self.config.target_cls
+
+        def is_target(path: str, value: object) -> bool:
+            return path != "" and getattr(value, "klass", None) is target_cls
+
+        paths = list(find_values(cfg, is_target))
         if not paths:
-            name = getattr(target, "__name__", target)  # a config has no name
+            name = getattr(target_cls, "__name__", target_cls)  # a config has no name
             raise ConfigModifierError(
                 f"{type(self).__name__} finds no config of {name} to replace."
             )
@@ -240,19 +250,23 @@ class ReplaceLayerConfigModifier(ConfigModifier):
             cfg.set_recursively(path, value=self._replacement(cfg.get_recursively(path)))
         return cfg
 
-    def _replacement(self, old: ConfigBase) -> Any:
+    def _replacement(self, replaced: ConfigBase) -> ConfigBase:
+        """Returns a copy of the replacement, with the fields that are common to both."""
         new = self.config.source_config.clone()
-        left_out = {"klass", *(self.config.exclude_keys or ())}
-        common = set(new.keys()) & set(old.keys()) - left_out
+        copied_names = set(new.keys()) & set(replaced.keys())
+        copied_names -= {"klass", *(self.config.exclude_keys or ())}
         # A text may set these fields of the replaced config, but not of its replacement.
-        decided = sorted(common & _restricted_fields(new.klass) - _restricted_fields(old.klass))
-        if decided:
+        newly_restricted = _restricted_fields(new.klass) - _restricted_fields(replaced.klass)
+        refused_names = sorted(copied_names & newly_restricted)
+        if refused_names:
             raise ConfigModifierError(
-                f"{type(self).__name__} is to copy {', '.join(decided)} from {old.klass.__name__} "
-                f"to {new.klass.__name__}, where it has effects outside the run. Set it in "
-                f"source_config, and add exclude_keys={decided!r}."
+                f"{type(self).__name__} is to copy {', '.join(refused_names)} from "
+                f"{replaced.klass.__name__} to {new.klass.__name__}, where it has effects outside "
+                f"the run. Set it in source_config, and add exclude_keys={refused_names!r}."
             )
-        return new.set(**{name: getattr(old, name) for name in sorted(common)})
+        for name in sorted(copied_names):
+            setattr(new, name, getattr(replaced, name))
+        return new
 
 
 class GradientAccumulationModifier(ConfigModifier):
@@ -265,10 +279,9 @@ class GradientAccumulationModifier(ConfigModifier):
         metric_accumulator: MetricAccumulator.Config = MetricAccumulator.default_config()
 
     def __call__(self, cfg: InstantiableConfig) -> Any:
-        own = self.config
         learner = _config_at(self, cfg, "learner")
         transformation = config_for_function(gradients.with_minibatch_steps).set(
-            steps=own.grad_acc_steps, metric_accumulator=own.metric_accumulator
+            steps=self.config.grad_acc_steps, metric_accumulator=self.config.metric_accumulator
         )
         _set_field(self, learner, "learner", "forward_fn_transformation", transformation)
         return cfg

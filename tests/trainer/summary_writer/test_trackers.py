@@ -13,7 +13,7 @@ from weft.config import config_for_function
 from weft.errors import MissingExtraError
 from weft.hierarchy.metrics import AudioSummary, ImageSummary
 from weft.recipes.lm import lm_tiny
-from weft.trainer.progress import RunListener
+from weft.trainer.hooks import Hook
 from weft.trainer.summary_writer.trackers import MLflowWriter, WandBWriter
 
 
@@ -304,7 +304,7 @@ def test_training_leaves_its_final_status(tmp_path, client):
     cfg.summary_writer = MLflowWriter.default_config().set(tracking_uri=f"file://{tmp_path}/store")
     trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])
 
-    class Fails(RunListener):
+    class Fails(Hook):
         def on_step(self, step, outputs, batch):
             if step == 1:
                 raise ValueError("as a listener's error ends a training")

@@ -37,7 +37,9 @@ def processor_zero_only(fn: F) -> F:
 
     @functools.wraps(fn)
     def call(*args: object, **kwargs: object) -> object:
-        return fn(*args, **kwargs) if jax.process_index() == 0 else None
+        if jax.process_index() != 0:
+            return None
+        return fn(*args, **kwargs)
 
     return call  # pyright: ignore[reportReturnType]
 
@@ -91,7 +93,8 @@ class BaseWriter(Module):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._dir, self._is_refused = cfg.dir, False
+        self._dir = cfg.dir
+        self._has_failed = False  # the last write
 
     def __call__(self, step: int, values: dict[str, Any]) -> None:
         """Writes a step's summaries: scalars, arrays and strings in nested dicts.
@@ -125,26 +128,33 @@ class BaseWriter(Module):
 
     @contextlib.contextmanager
     def _errors_reported(
-        self, where: str = "", errors: tuple[type[Exception], ...] = (OSError,)
+        self, destination: str | None = None, errors: tuple[type[Exception], ...] = (OSError,)
     ) -> Iterator[None]:
-        """Logs one warning for a series of write errors to `where`, by default the directory."""
-        log, where = logging.getLogger(__name__), where or self._dir
+        """Logs one warning for a series of write errors; None is the writer's directory."""
+        destination = destination or self._dir
         try:
             yield
         except errors as error:
-            if not self._is_refused:
-                lost = "Training continues; summaries are lost until writing succeeds again."
-                log.warning("%s cannot write to %s: %s. %s", self.path(), where, error, lost)
-            self._is_refused = True
+            if not self._has_failed:
+                logger.warning(
+                    "%s cannot write to %s: %s. Training continues; summaries are lost until "
+                    "writing succeeds again.",
+                    self.path(),
+                    destination,
+                    error,
+                )
+            self._has_failed = True
         else:
-            if self._is_refused:
-                log.warning("%s can write to %s again.", self.path(), where)
-            self._is_refused = False
+            if self._has_failed:
+                logger.warning("%s can write to %s again.", self.path(), destination)
+            self._has_failed = False
 
 
 def with_dir(cfg: BaseWriter.Config, directory: str) -> BaseWriter.Config:
     """Returns the config of a writer that writes to a directory, unless it has its own."""
-    return cfg.clone(dir=directory) if cfg.dir is REQUIRED else cfg
+    if cfg.dir is not REQUIRED:
+        return cfg
+    return cfg.clone(dir=directory)
 
 
 class PeriodicWriter(BaseWriter):
@@ -203,9 +213,9 @@ class CompositeWriter(BaseWriter):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._writers: list[Any] = [
-            self._add_child(name, with_dir(writer, cfg.dir)) for name, writer in cfg.writers.items()
-        ]
+        self._writers: list[Any] = []
+        for name, writer in cfg.writers.items():
+            self._writers.append(self._add_child(name, with_dir(writer, cfg.dir)))
 
     @property
     def writers(self) -> list[BaseWriter]:

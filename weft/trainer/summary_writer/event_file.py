@@ -57,7 +57,11 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[Any]:
     folder, name = os.path.split(path)
     with Directory(folder or os.curdir).open(name, at_most=_MAX_FILE_BYTES) as file:
         size = os.fstat(file.fileno()).st_size
-        while len(header := file.read(12)) == 12:
+        # Each record: its length in 8 bytes, their checksum, the event, and its checksum.
+        while True:
+            header = file.read(12)
+            if len(header) < 12:
+                break
             (length,) = struct.unpack("<Q", header[:8])
             if length > size:
                 break
@@ -89,8 +93,10 @@ class EventFile:
         stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         # TensorBoard reads the files of a directory in the order of their names.
         number = 0
-        while os.path.lexists(path := os.path.join(directory, f"{stem}.{number:03d}")):
+        path = os.path.join(directory, f"{stem}.{number:03d}")
+        while os.path.lexists(path):
             number += 1
+            path = os.path.join(directory, f"{stem}.{number:03d}")
         self.path = path
         self._records = tensorboardX.RecordWriter(path)
         self._at_exit = weakref.finalize(self, _close, self._records)
@@ -142,9 +148,11 @@ text: Callable[[str, str], Any] = protos.text
 
 def histogram(tag: str, values: np.ndarray, bins: int = 30) -> Any:
     """Returns a histogram of the finite values, in buckets of equal width; None without values."""
-    flat = np.asarray(values, np.float64).reshape(-1)
-    finite = flat[np.isfinite(flat)]
-    return protos.histogram(tag, finite, bins) if finite.size else None
+    numbers = np.asarray(values, np.float64).reshape(-1)
+    finite_numbers = numbers[np.isfinite(numbers)]
+    if not finite_numbers.size:
+        return None
+    return protos.histogram(tag, finite_numbers, bins)
 
 
 def images(tag: str, value: np.ndarray) -> Any:
@@ -185,8 +193,9 @@ def audio(tag: str, value: np.ndarray, sample_rate: int) -> Any:
 
 
 def _named(tag: str, batch: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    names = [tag] if len(batch) == 1 else [f"{tag}/{i}" for i in range(len(batch))]
-    return list(zip(names, batch, strict=True))
+    if len(batch) == 1:
+        return [(tag, batch[0])]
+    return [(f"{tag}/{i}", item) for i, item in enumerate(batch)]
 
 
 def png(image: np.ndarray) -> bytes:
@@ -197,15 +206,14 @@ def png(image: np.ndarray) -> bytes:
     rows = np.concatenate([np.zeros((height, 1), np.uint8), image.reshape(height, -1)], axis=1)
 
     def chunk(name: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        )
+        length = struct.pack(">I", len(data))
+        checksum = struct.pack(">I", zlib.crc32(name + data))
+        return length + name + data + checksum
 
+    signature = b"\x89PNG\r\n\x1a\n"
     header = struct.pack(">IIBBBBB", width, height, 8, color_type, 0, 0, 0)
     pixels = zlib.compress(rows.tobytes())
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
-    )
+    return signature + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
 def wav(clip: np.ndarray, sample_rate: int) -> bytes:
@@ -300,4 +308,6 @@ def _batch(image: ArrayLike) -> np.ndarray:
             f"image has shape {value.shape}; expected (height, width, channels), or several along "
             "a first axis."
         )
-    return value if value.ndim == 4 else value[None]
+    if value.ndim == 3:
+        return value[None]
+    return value

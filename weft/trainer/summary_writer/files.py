@@ -42,15 +42,15 @@ from weft.typing import Nested
 logger = logging.getLogger(__name__)
 
 _DEFAULT_FLUSH_SECONDS = 120.0
+_MAX_NUMBERS = 10_000
 
 
 def _table(path: str, array: np.ndarray) -> Any:
-    lines = np.array2string(array, precision=6, threshold=_MOST_NUMBERS, max_line_width=200)
+    lines = np.array2string(array, precision=6, threshold=_MAX_NUMBERS, max_line_width=200)
     # Indentation makes it a Markdown code block, which keeps the line breaks.
     return event_file.text(path, textwrap.indent(lines, "    "))
 
 
-_MOST_NUMBERS = 10_000
 _PROTOS: dict[SummaryKind, Callable[..., Any]] = {
     "ArraySummary": _table,
     "AudioSummary": event_file.audio,
@@ -84,18 +84,20 @@ class SummaryWriter(PeriodicWriter):
         super().__init__(cfg, parent=parent)
         self._file: event_file.EventFile | None = None
         self._max_queue = cfg.max_queue
-        self._flush_seconds = (
-            _DEFAULT_FLUSH_SECONDS if cfg.flush_ms is None else cfg.flush_ms / 1000
-        )
-        self._waiting = 0
+        self._flush_seconds = _DEFAULT_FLUSH_SECONDS
+        if cfg.flush_ms is not None:
+            self._flush_seconds = cfg.flush_ms / 1000
+        self._num_buffered = 0
         self._last_flush = time.monotonic()
 
     @processor_zero_only
     def __call__(self, step: int, values: dict[str, Any]) -> None:
         protos = []
         for path, kind, value, sample_rate in self._due(step, values):
-            rate = () if sample_rate is None else (sample_rate,)
-            protos.append(_PROTOS[kind](path, value, *rate))
+            arguments = [path, value]
+            if sample_rate is not None:
+                arguments.append(sample_rate)
+            protos.append(_PROTOS[kind](*arguments))
         self._add(step, protos)
 
     @processor_zero_only
@@ -134,7 +136,7 @@ class SummaryWriter(PeriodicWriter):
     def flush(self) -> None:
         if self._file is not None:
             self._write(event_file.EventFile.flush)
-            self._waiting = 0
+            self._num_buffered = 0
             self._last_flush = time.monotonic()
 
     @processor_zero_only
@@ -145,16 +147,16 @@ class SummaryWriter(PeriodicWriter):
     def _add(self, step: int, protos: list[Any]) -> None:
         protos = [proto for proto in protos if proto is not None]
         if protos:
-            of_step, *others = protos
-            for proto in others:
-                of_step.MergeFrom(proto)
-            self._write(lambda file: file.add(of_step, step))
-            self._waiting += len(protos)
+            step_proto, *other_protos = protos
+            for proto in other_protos:
+                step_proto.MergeFrom(proto)
+            self._write(lambda file: file.add(step_proto, step))
+            self._num_buffered += len(protos)
         is_old = time.monotonic() - self._last_flush >= self._flush_seconds
-        if self._waiting > self._max_queue or is_old:
+        if self._num_buffered > self._max_queue or is_old:
             self.flush()
 
-    def _write(self, action: Callable[[event_file.EventFile], Any]) -> None:
+    def _write(self, action: Callable[[event_file.EventFile], None]) -> None:
         with self._errors_reported():
             try:
                 self._file = self._file or event_file.EventFile(self._dir)
@@ -164,13 +166,13 @@ class SummaryWriter(PeriodicWriter):
                 raise
 
     def _drop_file(self) -> None:
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             file.close()
 
 
 JSON_LINES_FILE = "summaries.jsonl"
-_JSON_KINDS = ("ScalarSummary", "TextSummary")
 
 
 class JsonLinesWriter(PeriodicWriter):
@@ -188,16 +190,17 @@ class JsonLinesWriter(PeriodicWriter):
 
     @processor_zero_only
     def __call__(self, step: int, values: dict[str, Any]) -> None:
-        summaries = self._due(step, values)
-        fields = {
-            "values": {s.path: _as_json(s.value) for s in summaries if s.kind in _JSON_KINDS},
-            "arrays": {s.path: _as_json(s.value) for s in summaries if s.kind == "ArraySummary"},
-        }
-        if fields["arrays"] and len(json.dumps(fields["arrays"])) > _MAX_ARRAYS_BYTES:
+        fields: dict[str, dict[str, Any]] = {}
+        for summary in self._due(step, values):
+            if summary.kind in ("ScalarSummary", "TextSummary"):
+                fields.setdefault("values", {})[summary.path] = _as_json(summary.value)
+            elif summary.kind == "ArraySummary":
+                fields.setdefault("arrays", {})[summary.path] = _as_json(summary.value)
+        if "arrays" in fields and len(json.dumps(fields["arrays"])) > _MAX_ARRAYS_BYTES:
             names = ", ".join(fields.pop("arrays"))
             logger.warning("The arrays of step %d are too large for a line: %s.", step, names)
-        if any(fields.values()):
-            self._append(step, **{name: field for name, field in fields.items() if field})
+        if fields:
+            self._append(step, **fields)
 
     @processor_zero_only
     def log_config(self, config: ConfigBase, step: int = 0) -> None:
@@ -227,7 +230,9 @@ class JsonLinesWriter(PeriodicWriter):
             self._has_appended = True
 
 
-_MAX_FILE_BYTES, _MAX_LINE_BYTES, _MAX_ARRAYS_BYTES = 2**30, 2**24, 2**23
+_MAX_FILE_BYTES = 2**30
+_MAX_LINE_BYTES = 2**24
+_MAX_ARRAYS_BYTES = 2**23
 _LINE_FORM = {
     "step": int,
     "time": float,
@@ -237,16 +242,18 @@ _LINE_FORM = {
 }
 
 
-def _as_json(value: Any) -> Any:
-    """Returns a number, a text or an array, as nested lists, for JSON.
+_Json = float | str | list["_Json"]
 
-    JSON cannot represent numbers that are not finite; `float` parses their names.
-    """
-    if isinstance(value, np.ndarray):
-        return [_as_json(x) for x in value] if value.ndim else _as_json(value.item())
-    if isinstance(value, np.generic):
+
+def _as_json(value: float | str | np.generic | np.ndarray) -> _Json:
+    """Returns a number, a text or an array, as nested lists, for JSON."""
+    if isinstance(value, np.ndarray) and value.ndim > 0:
+        return [_as_json(row) for row in value]
+    if isinstance(value, np.generic | np.ndarray):
         return _as_json(value.item())
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # not a number in JSON; `float` parses its name
+    return value
 
 
 def _drop_partial_line(file: BinaryIO) -> bool:
@@ -298,7 +305,9 @@ def read_json_lines(path: str) -> list[dict[str, Any]]:
     Raises RunDirError if another line is not one that the writer writes, and an OSError if the file
     cannot be read; FileRefusedError if it is a link, no regular file, or larger than 1 GiB.
     """
-    folder, name = (path, JSON_LINES_FILE) if os.path.isdir(path) else os.path.split(path)
+    if os.path.isdir(path):
+        path = os.path.join(path, JSON_LINES_FILE)
+    folder, name = os.path.split(path)
     records: list[dict[str, Any]] = []
     damage: RunDirError | None = None
     with Directory(folder or os.curdir).open(name, at_most=_MAX_FILE_BYTES) as file:
@@ -306,19 +315,22 @@ def read_json_lines(path: str) -> list[dict[str, Any]]:
             line = file.readline(_MAX_LINE_BYTES)
             if not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES:
                 break
-            where = f"{os.path.join(folder, name)}, line {number}"
+            location = f"{path}, line {number}"
             try:
                 record = _parse_line(line)
             except ValueError as error:
-                damage = damage or _line_error(where, error)
+                damage = damage or _line_error(location, error)
                 continue
             if damage is not None:
                 raise damage
-            _check_line(record, where)
-            if record.get("checkpoint", {}).get("action") == CheckpointerAction.RESTORE.value:
-                records = [r for r in records if r["step"] <= record["step"]]
+            _check_line(record, location)
+            action = record.get("checkpoint", {}).get("action")
+            if action == CheckpointerAction.RESTORE.value:
+                records = [earlier for earlier in records if earlier["step"] <= record["step"]]
             values = record.get("values", {})
-            values.update({k: float(v) for k, v in values.items() if v in ("nan", "inf", "-inf")})
+            for summary_path, value in values.items():
+                if value in ("nan", "inf", "-inf"):
+                    values[summary_path] = float(value)
             records.append(record)
     if damage is not None:
         logger.warning("%s This line and those after it are left out.", damage)
@@ -331,7 +343,7 @@ def _parse_line(line: bytes) -> Any:
     return parse_json(line)
 
 
-def _check_line(record: Any, where: str) -> None:
+def _check_line(record: Any, location: str) -> None:
     """Raises a RunDirError unless a line is one that the writer writes; makes arrays of lists."""
     try:
         check_json(record, _LINE_FORM)
@@ -339,10 +351,11 @@ def _check_line(record: Any, where: str) -> None:
             raise ValueError(f"time is {record['time']!r}; expected seconds since 1970")
         # Lists of unequal lengths, or of what is not a number, are not arrays.
         arrays = record.get("arrays", {})
-        arrays.update({name: np.array(value, float) for name, value in arrays.items()})
+        for name, value in arrays.items():
+            arrays[name] = np.array(value, float)
     except (TypeError, ValueError) as error:
-        raise _line_error(where, error) from error
+        raise _line_error(location, error) from error
 
 
-def _line_error(where: str, why: object) -> RunDirError:
-    return RunDirError(f"{where} cannot be read: {why}. Remove the line.")
+def _line_error(location: str, error: Exception) -> RunDirError:
+    return RunDirError(f"{location} cannot be read: {error}. Remove the line.")

@@ -38,8 +38,10 @@ class _TrackerWriter(PeriodicWriter):
     def _log_number(self, step: int, name: str, value: float) -> None:
         self._log(step, {name: value})
 
-    def _named(self, name: str) -> str:
-        return f"{self.config.prefix}/{name}" if self.config.prefix else name
+    def _with_prefix(self, name: str) -> str:
+        if not self.config.prefix:
+            return name
+        return f"{self.config.prefix}/{name}"
 
     def _stored_id(self, file_name: str, make: Callable[[], str]) -> tuple[str, bool]:
         """Returns the run's id from a file in `dir`, or a new one, and whether it is new."""
@@ -93,31 +95,40 @@ class WandBWriter(_TrackerWriter):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._own_run: Any = None  # started by this writer
+        self._started_run: Any = None  # by this writer, not by the program
 
     def _start_run(self) -> None:
         if self._package.run is not None:
             return
         cfg = self.config
-        settings = cfg.wandb_settings_kwargs
-        same_names = ("project", "entity", "group", "notes", "mode")
-        self._package.init(
-            **{name: getattr(cfg, name) for name in same_names},
-            id=self._stored_id("wandb_id", lambda: f"{time.time_ns():x}")[0],
-            name=cfg.exp_name,
-            tags=cfg.tags and list(cfg.tags),
+        run_id, _ = self._stored_id("wandb_id", lambda: f"{time.time_ns():x}")
+        resume = cfg.resume
+        if resume == "auto":
             # wandb's own "auto" reads the id from its directory, not from the argument.
-            resume="allow" if cfg.resume == "auto" else cfg.resume,
+            resume = "allow"
+        settings = None
+        if cfg.wandb_settings_kwargs is not None:
+            settings = self._package.Settings(**cfg.wandb_settings_kwargs)
+        self._package.init(
+            id=run_id,
+            name=cfg.exp_name,
+            project=cfg.project,
+            entity=cfg.entity,
+            group=cfg.group,
+            tags=cfg.tags and list(cfg.tags),
+            notes=cfg.notes,
+            mode=cfg.mode,
+            resume=resume,
             dir=cfg.wandb_dir or cfg.dir,
-            settings=None if settings is None else self._package.Settings(**settings),
+            settings=settings,
         )
-        self._own_run = self._package.run
+        self._started_run = self._package.run
 
     @processor_zero_only
     def __call__(self, step: int, values: dict[str, Any]) -> None:
-        shown = self._due(step, values)
-        if shown:
-            self._log(step, {leaf.path: self._convert(leaf) for leaf in shown})
+        summaries = self._due(step, values)
+        if summaries:
+            self._log(step, {summary.path: self._convert(summary) for summary in summaries})
 
     @processor_zero_only
     def log_config(self, config: ConfigBase, step: int = 0) -> None:
@@ -126,9 +137,9 @@ class WandBWriter(_TrackerWriter):
 
     @processor_zero_only
     def close(self, *, failed: bool = False) -> None:
-        if self._own_run is not None and self._own_run is self._package.run:
+        if self._started_run is not None and self._started_run is self._package.run:
             self._package.finish(exit_code=int(failed))
-        self._own_run = None
+        self._started_run = None
 
     @staticmethod
     def format_config(val: Any) -> Any:
@@ -144,15 +155,19 @@ class WandBWriter(_TrackerWriter):
             return [WandBWriter.format_config(value) for value in val]
         if val is REQUIRED:
             return "REQUIRED"
-        return val if isinstance(val, bool | int | float | str | None) else value_repr(val)
+        if isinstance(val, bool | int | float | str | None):
+            return val
+        return value_repr(val)
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
         self._start_run()
-        self._package.log({self._named(name): v for name, v in values.items()}, step=step)
+        self._package.log({self._with_prefix(name): x for name, x in values.items()}, step=step)
 
-    def _convert(self, shown: FlatSummary) -> Any:
-        wandb, value = self._package, shown.value
-        match shown.kind:
+    def _convert(self, summary: FlatSummary) -> Any:
+        """Returns a value of wandb's types."""
+        wandb = self._package
+        value = summary.value
+        match summary.kind:
             case "HistogramSummary" | "ArraySummary":
                 if value.ndim == 2 and self.config.convert_2d_to_image:
                     return wandb.Image(value)
@@ -160,7 +175,7 @@ class WandBWriter(_TrackerWriter):
             case "ImageSummary":
                 return [wandb.Image(image) for image in value]
             case "AudioSummary":
-                return [wandb.Audio(clip, sample_rate=shown.sample_rate) for clip in value]
+                return [wandb.Audio(clip, sample_rate=summary.sample_rate) for clip in value]
             case _:
                 return value
 
@@ -203,9 +218,11 @@ class MLflowWriter(_TrackerWriter):
         client = self._client = self._package.MlflowClient(tracking_uri=cfg.tracking_uri)
 
         def create_run() -> str:
-            name = cfg.experiment_name
-            found = client.get_experiment_by_name(name)
-            experiment_id = client.create_experiment(name) if found is None else found.experiment_id
+            experiment = client.get_experiment_by_name(cfg.experiment_name)
+            if experiment is None:
+                experiment_id = client.create_experiment(cfg.experiment_name)
+            else:
+                experiment_id = experiment.experiment_id
             run = client.create_run(experiment_id, tags=cfg.tags, run_name=cfg.run_name)
             return run.info.run_id
 
@@ -215,12 +232,18 @@ class MLflowWriter(_TrackerWriter):
 
     @processor_zero_only
     def __call__(self, step: int, values: dict[str, Any]) -> None:
-        shown = self._due(step, values)
+        numbers: dict[str, float] = {}
+        texts: dict[str, str] = {}
+        for summary in self._due(step, values):
+            if summary.kind == "ScalarSummary":
+                numbers[summary.path] = summary.value
+            elif summary.kind == "TextSummary":
+                texts[summary.path] = summary.value
         with self._server_errors_reported():
-            self._log(step, {s.path: s.value for s in shown if s.kind == "ScalarSummary"})
-            for text in (s for s in shown if s.kind == "TextSummary"):
-                name = f"{self._named(text.path)}/step_{step:08d}.txt"
-                self._client.log_text(self._run_id, text.value, name)
+            self._log(step, numbers)
+            for path, text in texts.items():
+                name = f"{self._with_prefix(path)}/step_{step:08d}.txt"
+                self._client.log_text(self._run_id, text, name)
 
     @processor_zero_only
     def log_config(self, config: ConfigBase, step: int = 0) -> None:
@@ -235,7 +258,8 @@ class MLflowWriter(_TrackerWriter):
     @processor_zero_only
     def close(self, *, failed: bool = False) -> None:
         if self._run_id:
-            self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
+            status = "FAILED" if failed else "FINISHED"
+            self._client.set_terminated(self._run_id, status)
         self._run_id = ""
 
     def _server_errors_reported(self) -> AbstractContextManager[None]:
@@ -244,9 +268,11 @@ class MLflowWriter(_TrackerWriter):
 
     def _log(self, step: int, values: dict[str, float]) -> None:
         self._start_run()
-        now = int(time.time() * 1000)
-        metric = self._package.entities.Metric
-        metrics = [metric(self._named(path), value, now, step) for path, value in values.items()]
+        milliseconds = int(time.time() * 1000)
+        metrics: list[Any] = []
+        for path, value in values.items():
+            name = self._with_prefix(path)
+            metrics.append(self._package.entities.Metric(name, value, milliseconds, step))
         # MLflow accepts at most a thousand at a time.
         for i in range(0, len(metrics), 1000):
             self._client.log_batch(self._run_id, metrics=metrics[i : i + 1000])
