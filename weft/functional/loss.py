@@ -120,13 +120,13 @@ def logit_statistics(
     logits = logits.astype(jnp.float32)
     classes = positions(logits.shape[-1], logits.ndim)
     if soft_target_labels is not None:
-        soft = soft_target_labels.astype(jnp.float32)
+        probs = soft_target_labels.astype(jnp.float32)
         # A class without probability does not count, even if its logit is -inf.
-        expected = jnp.sum(soft * finite_or_counted(logits, soft != 0), axis=-1)
+        expected = jnp.sum(probs * finite_or_counted(logits, probs != 0), axis=-1)
     else:
         # A comparison and a sum, not a gather: stays local if classes are sharded over devices.
-        hit = target_labels[..., None] == classes
-        expected = jnp.sum(jnp.where(hit, logits, 0), axis=-1)
+        is_target = target_labels[..., None] == classes
+        expected = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
         if label_smoothing:
             expected += label_smoothing * (logits.mean(-1) - expected)
     log_normalizer = jax.nn.logsumexp(logits, axis=-1)
@@ -148,24 +148,29 @@ def cross_entropy_of_statistics(
 
     The statistics are finite also where a target does not count.
     """
-    live = live_targets.astype(jnp.float32)
     log_normalizer, expected, likeliest = statistics
-    total: Array | float = 1.0
+    weights = live_targets.astype(jnp.float32)
+    # - sum_c p_c (logit_c - log_normalizer), for probabilities that need not add up to 1.
+    total_prob: Array | float = 1.0
     if soft_target_labels is not None:
-        total = counted(soft_target_labels.astype(jnp.float32).sum(-1), live_targets)
-    per_target = log_normalizer * total - expected
-    z_loss = jnp.square(log_normalizer)
-    # Skipped without the factor: the square may overflow where the loss does not.
-    with_z_loss = per_target + z_loss_scale * z_loss if z_loss_scale else per_target
-    per_target_loss = jnp.where(live > 0, with_z_loss, 0)
-    loss, num_targets = weighted_mean(per_target_loss, live)
+        total_prob = counted(soft_target_labels.astype(jnp.float32).sum(-1), live_targets)
+    cross_entropies = log_normalizer * total_prob - expected
+    z_losses = jnp.square(log_normalizer)
+    per_target_loss = cross_entropies
+    if z_loss_scale:  # without the factor, the square may overflow where the loss does not
+        per_target_loss = cross_entropies + z_loss_scale * z_losses
+    per_target_loss = jnp.where(weights > 0, per_target_loss, 0)
+    loss, num_targets = weighted_mean(per_target_loss, weights)
+    cross_entropy_loss, _ = weighted_mean(cross_entropies, weights)
+    z_loss, _ = weighted_mean(z_losses, weights)
+    accuracy, _ = weighted_mean(likeliest == target_labels, weights)
     aux = {
         "total_loss": loss,
-        "cross_entropy_loss": weighted_mean(per_target, live)[0],
-        "z_loss": weighted_mean(z_loss, live)[0],
-        "accuracy": weighted_mean(likeliest == target_labels, live)[0],
+        "cross_entropy_loss": cross_entropy_loss,
+        "z_loss": z_loss,
+        "accuracy": accuracy,
         "num_targets": num_targets,
-        "per_target_loss": per_target_loss * live,
+        "per_target_loss": per_target_loss * weights,
         "live_targets": live_targets,
     }
     return loss, aux
@@ -203,15 +208,18 @@ def binary_cross_entropy(
     """
     if live_targets is None:
         live_targets = (target_labels >= 0) & (target_labels < 2)
-    live = live_targets.astype(jnp.float32)
-    logits, target_labels = counted(logits, live_targets), counted(target_labels, live_targets)
-    per_target = jnp.where(live > 0, sigmoid_cross_entropy(logits, target_labels), 0)
-    loss, num_targets = weighted_mean(per_target, live)
-    return loss, {
+    weights = live_targets.astype(jnp.float32)
+    logits = counted(logits, live_targets)
+    target_labels = counted(target_labels, live_targets)
+    cross_entropies = sigmoid_cross_entropy(logits, target_labels)
+    per_target_loss = jnp.where(weights > 0, cross_entropies, 0)
+    loss, num_targets = weighted_mean(per_target_loss, weights)
+    aux = {
         "num_targets": num_targets,
-        "per_target_loss": per_target * live,
+        "per_target_loss": per_target_loss * weights,
         "live_targets": live_targets,
     }
+    return loss, aux
 
 
 def sigmoid_cross_entropy(
@@ -222,11 +230,14 @@ def sigmoid_cross_entropy(
     >>> sigmoid_cross_entropy(jnp.array([1000.0, 1000.0]), jnp.array([1, 0])).tolist()
     [0.0, 1000.0]
     """
-    logits, targets = logits.astype(jnp.float32), targets.astype(jnp.float32)
+    logits = logits.astype(jnp.float32)
+    targets = targets.astype(jnp.float32)
     # An infinite logit is certain: without a loss if it is right.
     is_right = jnp.isinf(logits) & (targets == (logits > 0))
     logits = counted(logits, ~is_right)
-    return counted(jax.nn.softplus(logits) - targets * logits, ~is_right)
+    # With softplus(x) = -log(1 - sigmoid(x)), and -log(sigmoid(x)) = softplus(x) - x.
+    cross_entropies = jax.nn.softplus(logits) - targets * logits
+    return counted(cross_entropies, ~is_right)
 
 
 def categorical_hinge_loss(
@@ -240,11 +251,11 @@ def categorical_hinge_loss(
     >>> categorical_hinge_loss(logits, jnp.array([[1, 0], [1, 0]])).tolist()
     [0.0, 4.0]
     """
-    logits, targets = logits.astype(jnp.float32), targets.astype(jnp.float32)
-    targets = sharded_as(targets, logits)
+    logits = logits.astype(jnp.float32)
+    targets = sharded_as(targets.astype(jnp.float32), logits)
     right = jnp.sum(targets * finite_or_counted(logits, targets != 0), axis=-1)
-    wrong = jnp.max((1 - targets) * finite_or_counted(logits, targets != 1), axis=-1)
-    return jax.nn.relu(wrong - right + 1)
+    best_wrong = jnp.max((1 - targets) * finite_or_counted(logits, targets != 1), axis=-1)
+    return jax.nn.relu(best_wrong - right + 1)
 
 
 def squared_error(preds: Float[Array, "*shape"], targets: Num[Array, "*shape"]) -> Array:
@@ -266,8 +277,9 @@ def huber_error(
     [0.125, 2.5]
     """
     error = absolute_error(preds, targets)
-    inside = jnp.minimum(error, delta)
-    return 0.5 * jnp.square(inside) + delta * (error - inside)
+    quadratic_part = jnp.minimum(error, delta)
+    linear_part = error - quadratic_part
+    return 0.5 * jnp.square(quadratic_part) + delta * linear_part
 
 
 def kl_divergence(
@@ -284,13 +296,18 @@ def kl_divergence(
     >>> round(kl_divergence(half, jnp.array([1.0, 0.0])).item(), 3)
     0.693
     """
-    log_q, given = log_predictions.astype(jnp.float32), targets.astype(jnp.float32)
-    p = jnp.exp(given) if is_log_targets else given
-    is_possible = p > 0
-    log_p = counted(given, is_possible)
-    if not is_log_targets:
-        log_p = jnp.log(jnp.where(is_possible, given, 1))
-    return jnp.sum(counted(p, is_possible) * (log_p - counted(log_q, is_possible)), axis=-1)
+    log_q = log_predictions.astype(jnp.float32)
+    targets = targets.astype(jnp.float32)
+    if is_log_targets:
+        p = jnp.exp(targets)
+        is_possible = p > 0
+        log_p = counted(targets, is_possible)
+    else:
+        p = targets
+        is_possible = p > 0
+        log_p = jnp.log(jnp.where(is_possible, p, 1))
+    log_ratio = log_p - counted(log_q, is_possible)
+    return jnp.sum(counted(p, is_possible) * log_ratio, axis=-1)
 
 
 def weighted_mean(
@@ -315,9 +332,11 @@ def weighted_mean(
     if weights is None:
         return jnp.mean(values), jnp.float32(values.size)
     weights = jnp.broadcast_to(weights, values.shape).astype(jnp.float32)
-    total = jnp.sum(weights)
-    summed = jnp.sum(counted(values, weights) * weights)
-    return jnp.where(total > eps, summed / jnp.maximum(total, eps), 0), total
+    total_weight = jnp.sum(weights)
+    weighted_sum = jnp.sum(counted(values, weights) * weights)
+    # The divisor is at least `eps`, for the gradient of a mean that is replaced by 0.
+    mean = weighted_sum / jnp.maximum(total_weight, eps)
+    return jnp.where(total_weight > eps, mean, 0), total_weight
 
 
 def contrastive_logits(
@@ -349,18 +368,22 @@ def contrastive_loss(
     """
     if key_paddings is not None:
         logits = counted(logits, ~key_paddings)
-        soft_labels = None if soft_labels is None else counted(soft_labels, ~key_paddings)
+        if soft_labels is not None:
+            soft_labels = counted(soft_labels, ~key_paddings)
     if soft_labels is not None:
         # As `cross_entropy` does, for a temperature with a gradient.
-        logits = counted(logits, jnp.max(jnp.abs(soft_labels), axis=-1, keepdims=True))
+        has_label = jnp.max(jnp.abs(soft_labels), axis=-1, keepdims=True)
+        logits = counted(logits, has_label)
     logits = logits.astype(jnp.float32)
     # A logit of -inf has no gradient, of the temperature neither.
     is_finite = jnp.isfinite(logits)
-    logits = jnp.where(is_finite, counted(logits, is_finite) / temperature, logits)
+    scaled = counted(logits, is_finite) / temperature
+    logits = jnp.where(is_finite, scaled, logits)
     if key_paddings is not None:
         logits = jnp.where(key_paddings, jnp.finfo(jnp.float32).min, logits)
     labels = jnp.arange(logits.shape[0])
-    return cross_entropy(logits, labels, soft_target_labels=soft_labels)[0]
+    loss, _ = cross_entropy(logits, labels, soft_target_labels=soft_labels)
+    return loss
 
 
 def focal_loss(
@@ -378,11 +401,13 @@ def focal_loss(
     >>> focal_loss(jnp.zeros(2), jnp.array([1, 0]), gamma=0.0).round(4).tolist()
     [0.173..., 0.519...]
     """
-    logits, targets = logits.astype(jnp.float32), targets.astype(jnp.float32)
+    logits = logits.astype(jnp.float32)
+    targets = targets.astype(jnp.float32)
     cross_entropy = sigmoid_cross_entropy(logits, targets)
-    # p_t = exp(-cross_entropy), so that neither is computed from the other's rounding.
+    # So that neither is computed from the other's rounding.
+    target_prob = jnp.exp(-cross_entropy)
     weight = targets * alpha + (1 - targets) * (1 - alpha)
-    return weight * (1 - jnp.exp(-cross_entropy)) ** gamma * cross_entropy
+    return weight * (1 - target_prob) ** gamma * cross_entropy
 
 
 def generalized_iou(
@@ -398,16 +423,20 @@ def generalized_iou(
     >>> generalized_iou(box[None], jnp.stack([box, other])).round(3).tolist()
     [1.0, -0.33...]
     """
-    a, b = predictions.astype(jnp.float32), targets.astype(jnp.float32)
+    predictions = predictions.astype(jnp.float32)
+    targets = targets.astype(jnp.float32)
 
     def area(low: Array, high: Array) -> Array:
         return jnp.prod(jnp.maximum(high - low, 0), axis=-1)
 
-    low_a, high_a, low_b, high_b = a[..., :2], a[..., 2:], b[..., :2], b[..., 2:]
+    low_a, high_a = predictions[..., :2], predictions[..., 2:]
+    low_b, high_b = targets[..., :2], targets[..., 2:]
     intersection = area(jnp.maximum(low_a, low_b), jnp.minimum(high_a, high_b))
     union = area(low_a, high_a) + area(low_b, high_b) - intersection
-    around = area(jnp.minimum(low_a, low_b), jnp.maximum(high_a, high_b))
-    return intersection / (union + eps) - (around - union) / (around + eps)
+    enclosing = area(jnp.minimum(low_a, low_b), jnp.maximum(high_a, high_b))
+    iou = intersection / (union + eps)
+    uncovered_share = (enclosing - union) / (enclosing + eps)
+    return iou - uncovered_share
 
 
 def nearest_neighbor_entropy_loss(
@@ -440,11 +469,12 @@ def nearest_neighbor_entropy_loss(
     x = embeddings.astype(jnp.float32)
     if normalize_embedding:
         x = l2_normalize(x, eps)
-    others = jnp.where(jnp.eye(n, dtype=bool), -jnp.inf, x @ x.T)
-    nearest = x[jnp.argmax(others, axis=1)]
+    similarity = jnp.where(jnp.eye(n, dtype=bool), -jnp.inf, x @ x.T)
+    nearest = x[jnp.argmax(similarity, axis=1)]
     squares = jnp.sum(jnp.square(nearest - x + eps), axis=1)
     # The root has no gradient at 0.
-    distances = jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
+    is_apart = squares > 0
+    distances = jnp.where(is_apart, jnp.sqrt(jnp.where(is_apart, squares, 1)), 0)
     return -jnp.mean(jnp.log(distances + eps))
 
 
@@ -463,8 +493,12 @@ def elementwise_similarity(
     >>> elementwise_similarity(jnp.array([3.0, 4.0]), jnp.array([0.0, 2.0])).round(3).tolist()
     [0.0, 0.80...]
     """
-    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    return l2_normalize(x, eps) * l2_normalize(y, eps) if normalize_embedding else x * y
+    x = x.astype(jnp.float32)
+    y = y.astype(jnp.float32)
+    if normalize_embedding:
+        x = l2_normalize(x, eps)
+        y = l2_normalize(y, eps)
+    return x * y
 
 
 def activation_flops(
@@ -489,12 +523,14 @@ def activation_flops(
     vectors = embeddings.astype(jnp.float32).reshape(-1, embeddings.shape[-1])
     if paddings is None:
         paddings = jnp.zeros(vectors.shape[:1])
-    live = 1 - paddings.astype(jnp.float32).reshape(-1)
-    magnitudes = jnp.abs(counted(vectors, live[:, None]))
-    count = jnp.maximum(1, live.sum())
-    mean = jnp.sum(magnitudes * live[:, None], axis=0) / count
-    zeros = jnp.sum(magnitudes <= sparsity_threshold, axis=1)
-    return jnp.sum(jnp.square(mean)), jnp.sum(zeros * live) / count
+    is_live = 1 - paddings.astype(jnp.float32).reshape(-1)
+    magnitudes = jnp.abs(counted(vectors, is_live[:, None]))
+    num_live = jnp.maximum(1, is_live.sum())
+    mean_magnitudes = jnp.sum(magnitudes * is_live[:, None], axis=0) / num_live  # (dim,)
+    num_zeros = jnp.sum(magnitudes <= sparsity_threshold, axis=1)  # (vectors,)
+    cost = jnp.sum(jnp.square(mean_magnitudes))
+    mean_zeros = jnp.sum(num_zeros * is_live) / num_live
+    return cost, mean_zeros
 
 
 def with_cosine_margin(
@@ -524,8 +560,10 @@ def rank_pairs(ranks: Int[Array, "batch items"]) -> Float[Array, "batch items it
     >>> rank_pairs(jnp.array([[1, 2, 0]])).tolist()
     [[[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]]
     """
-    first, second = ranks[:, :, None], ranks[:, None, :]
-    return ((first < second) & (first > 0)).astype(jnp.float32)
+    first = ranks[:, :, None]
+    second = ranks[:, None, :]
+    is_before = (first < second) & (first > 0)
+    return is_before.astype(jnp.float32)
 
 
 def pairwise_loss(
@@ -550,8 +588,9 @@ def pairwise_loss(
     (0.693, 1.0)
     """
     logits = logits.astype(jnp.float32)
-    lags = counted(logits[:, None, :] - logits[:, :, None], pair_weights)
-    per_pair = jax.nn.softplus(lags)
-    total = jnp.sum(per_pair * pair_weights * loss_scale[:, None, None])
-    weight = jnp.sum(pair_weights, dtype=jnp.float32)
-    return total / jnp.maximum(weight, 1e-7), weight
+    # logit_j - logit_i at (b, i, j)
+    differences = counted(logits[:, None, :] - logits[:, :, None], pair_weights)
+    pair_losses = jax.nn.softplus(differences)
+    total_loss = jnp.sum(pair_losses * pair_weights * loss_scale[:, None, None])
+    total_weight = jnp.sum(pair_weights, dtype=jnp.float32)
+    return total_loss / jnp.maximum(total_weight, 1e-7), total_weight

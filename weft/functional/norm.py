@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -135,23 +135,33 @@ def group_norm(
             f"The last axis of x has {x.shape[-1]} channels (shape {x.shape}), which cannot be cut "
             f"into {num_groups} equal groups."
         )
-    axes = canonical_axes(range(1, x.ndim - 1) if axis is None else axis, x.ndim)
-    axes = (*(a for a in axes if a < x.ndim - 1), x.ndim)
-    where = where[..., None] if where is not None and where.ndim < x.ndim else where
-    y = arrays.finite_or_counted(cast(x, dtype), where).reshape(*x.shape[:-1], num_groups, -1)
-    of_channels = where
+    channel_axis = x.ndim - 1
+    if axis is None:
+        axis = range(1, channel_axis)
+    axes = [a for a in canonical_axes(axis, x.ndim) if a != channel_axis]
+    # Channels become two axes, (groups, channels of a group); the second is reduced.
+    axes = (*axes, channel_axis + 1)
+    if where is not None and where.ndim < x.ndim:
+        where = where[..., None]
+    y = arrays.finite_or_counted(cast(x, dtype), where)
+    y = y.reshape(*x.shape[:-1], num_groups, -1)
+    grouped_where = where
     if where is not None:
-        groups = (num_groups, -1) if where.shape[-1] > 1 else (1, 1)
-        where = where.reshape(*where.shape[:-1], *groups)
+        has_channels = where.shape[-1] > 1
+        group_shape = (num_groups, -1) if has_channels else (1, 1)
+        grouped_where = where.reshape(*where.shape[:-1], *group_shape)
     if segment_ids is not None and 1 in axes:
+        segment_mean = functools.partial(
+            statistics.segment_mean, segment_ids=segment_ids, axis=axes, where=grouped_where
+        )
         if subtract_mean:
-            y = y - statistics.segment_mean(y, segment_ids=segment_ids, axis=axes, where=where)
-        square = statistics.segment_mean(y * y, segment_ids=segment_ids, axis=axes, where=where)
-        y = y * jax.lax.rsqrt(square + eps)
+            y = y - segment_mean(y)
+        y = y * jax.lax.rsqrt(segment_mean(y * y) + eps)
     else:
         options = _Options(axes, float(eps), subtract_mean, fast_variance, None)
-        y = _normalize(y, None, None, where, options, axis_name, axis_index_groups)
-    return _with_ignored(x, _affine(y.reshape(x.shape), scale, bias, x.dtype), of_channels)
+        y = _normalize(y, None, None, grouped_where, options, axis_name, axis_index_groups)
+    y = _affine(y.reshape(x.shape), scale, bias, x.dtype)
+    return _with_ignored(x, y, where)
 
 
 def number_of_groups(channels: int, num_groups: int | None, group_size: int | None) -> int:
@@ -169,18 +179,20 @@ def number_of_groups(channels: int, num_groups: int | None, group_size: int | No
             f"num_groups={num_groups} and group_size={group_size}: give one of the two, and None "
             "for the other."
         )
-    given = num_groups if group_size is None else group_size
-    if given is None or given < 1:
+    divisor = num_groups if group_size is None else group_size
+    if divisor is None or divisor < 1:
         raise ArgumentValueError(
             f"num_groups={num_groups} and group_size={group_size}: expected a positive number of "
             f"groups, or of the {channels} channels of each."
         )
-    if channels % given:
+    if channels % divisor:
+        parts = f"{num_groups} equal groups" if group_size is None else f"groups of {group_size=}"
         raise ArgumentShapeError(
-            f"the input has {channels} channels, which cannot be cut into "
-            + (f"{given} equal groups." if group_size is None else f"groups of {group_size=}.")
+            f"the input has {channels} channels, which cannot be cut into {parts}."
         )
-    return given if group_size is None else channels // given
+    if group_size is None:
+        return divisor
+    return channels // divisor
 
 
 def batch_norm(
@@ -203,10 +215,12 @@ def batch_norm(
     >>> batch_norm(jnp.array([[5.0]]), jnp.array([1.0]), jnp.array([4.0]), eps=0.0).tolist()
     [[2.0]]
     """
-    mean, variance = (arrays.to_ndim(cast(s, dtype), x.ndim) for s in (mean, variance))
+    mean = arrays.to_ndim(cast(mean, dtype), x.ndim)
+    variance = arrays.to_ndim(cast(variance, dtype), x.ndim)
     finite = arrays.finite_or_counted(cast(x, dtype), where)
     y = (finite - mean) * jax.lax.rsqrt(variance + eps)
-    return _with_ignored(x, _affine(y, scale, bias, x.dtype), where)
+    y = _affine(y, scale, bias, x.dtype)
+    return _with_ignored(x, y, where)
 
 
 def l2_normalize(
@@ -249,7 +263,7 @@ def _normalize(
     if axis_name is None:
         return _normalize_locally(x, scale, bias, where, options)
     axes, eps, subtract_mean, fast, dtype = options
-    y, parts = arrays.finite_or_counted(cast(x, dtype), where), (axis_name, axis_index_groups)
+    y = arrays.finite_or_counted(cast(x, dtype), where)
     if subtract_mean:
         mean, square = statistics.moments(
             y,
@@ -262,9 +276,11 @@ def _normalize(
         )
         y = y - mean
     else:
-        square = statistics.mean_square(y, axes, where)
-        square = statistics.cross_axis_mean(y, axes, where, *parts)(square)
-    return _with_ignored(x, _affine(_divide_by_root(y, square, eps), scale, bias, x.dtype), where)
+        combine = statistics.cross_axis_mean(y, axes, where, axis_name, axis_index_groups)
+        square = combine(statistics.mean_square(y, axes, where))
+    y = _divide_by_root(y, square, eps)
+    y = _affine(y, scale, bias, x.dtype)
+    return _with_ignored(x, y, where)
 
 
 # As `jnp.mean` and `jnp.var` are. Twenty operations by themselves take three times as long to
@@ -279,20 +295,25 @@ def _normalize_locally(
         y, _, square = statistics.deviations(y, axes, where, fast=fast)
     else:
         square = statistics.mean_square(y, axes, where)
-    return _with_ignored(x, _affine(_divide_by_root(y, square, eps), scale, bias, x.dtype), where)
+    y = _divide_by_root(y, square, eps)
+    y = _affine(y, scale, bias, x.dtype)
+    return _with_ignored(x, y, where)
 
 
 def _with_ignored(x: Array, y: Array, where: Array | None) -> Array:
     """Returns `y`, with NaN and infinities of the input `x` in places that do not count."""
     if where is None:
         return y
-    fixed = jax.lax.stop_gradient(x).astype(y.dtype)
-    return jnp.where(where, y, jnp.where(jnp.isfinite(fixed), y, fixed))
+    ignored = jax.lax.stop_gradient(x).astype(y.dtype)
+    ignored = jnp.where(jnp.isfinite(ignored), y, ignored)
+    return jnp.where(where, y, ignored)
 
 
 def _divide_by_root(x: Array, square: Array, eps: float) -> Array:
     factor = jax.lax.rsqrt(jax.lax.add(square, statistics.constant(eps, square)))
-    return jax.lax.mul(x, factor) if factor.dtype == x.dtype else x * factor
+    if factor.dtype == x.dtype:
+        return jax.lax.mul(x, factor)
+    return x * factor  # x is complex, or has fewer bits than its statistics
 
 
 def _affine(y: Array, scale: Array | None, bias: Array | None, dtype: DTypeLike) -> Array:
@@ -306,7 +327,9 @@ def _affine(y: Array, scale: Array | None, bias: Array | None, dtype: DTypeLike)
 def _match_operand(x: Array, y: Array) -> Array:
     """Returns a scale or bias with the dtype and number of axes of the other operand."""
     x = cast(x, y.dtype)
-    return x if x.ndim == y.ndim else jax.lax.expand_dims(x, range(y.ndim - x.ndim))
+    if x.ndim == y.ndim:
+        return x
+    return jax.lax.expand_dims(x, range(y.ndim - x.ndim))
 
 
 def group_norm_axes(reduction_axes: Axes | None, shape: Sequence[int]) -> tuple[int, ...]:
@@ -340,17 +363,29 @@ def instance_norm_axes(
     >>> instance_norm_axes(-1, (2, 3, 4, 5))
     ((3,), (1, 2))
     """
-    features = tuple(sorted(canonical_axes(feature_axes, len(shape))))
-    if 0 in features:
+    channel_axes = tuple(sorted(canonical_axes(feature_axes, len(shape))))
+    if 0 in channel_axes:
         raise ArgumentValueError(
             f"feature_axes={feature_axes} of an input of shape {tuple(shape)} include the first "
             "axis, the batch axis; leave it out."
         )
-    return features, tuple(a for a in range(1, len(shape)) if a not in features)
+    spatial_axes = tuple(a for a in range(1, len(shape)) if a not in channel_axes)
+    return channel_axes, spatial_axes
+
+
+class NormLayer(Protocol):
+    """A layer of normalization, as `normalize_by_layer` reads it."""
+
+    @property
+    def epsilon(self) -> float: ...
+    @property
+    def axis_name(self) -> str | Sequence[str] | None: ...
+    @property
+    def axis_index_groups(self) -> Sequence[Sequence[int]] | None: ...
 
 
 def normalize_by_layer(
-    layer: Any,
+    layer: NormLayer,
     norm_fn: Callable[..., Array],
     x: Num[Array, "*shape"],
     *params: Array | None,
@@ -373,10 +408,20 @@ def normalize_by_layer(
 
 def along(axes: Sequence[int], values: Array | None, x: Num[Array, "*shape"]) -> Array | None:
     """Reshapes values of some axes of `x`, which may be merged, to broadcast to `x`."""
-    last = range(x.ndim - len(axes), x.ndim)
-    if values is None or (values.ndim == len(axes) and list(axes) == list(last)):
+    if values is None:
+        return None
+    last_axes = range(x.ndim - len(axes), x.ndim)
+    if values.ndim == len(axes) and list(axes) == list(last_axes):
         return values
-    return values.reshape([x.shape[a] if a in axes else 1 for a in range(x.ndim)])
+    return values.reshape(_shape_along(axes, x.shape))
+
+
+def _shape_along(axes: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """Returns the shape with size 1 at all other axes."""
+    sizes = [1] * len(shape)
+    for axis in axes:
+        sizes[axis] = shape[axis]
+    return sizes
 
 
 def weight_norm(
@@ -397,12 +442,12 @@ def weight_norm(
     >>> weight_norm(jnp.array([[2.0, -5.0]]), jnp.array([3.0, 1.0])).tolist()
     [[3.0, -1.0]]
     """
-    features = weight_features(weight.shape, feature_axes)
-    shared = tuple(a for a in range(weight.ndim) if a not in features)
-    y = l2_normalize(weight, eps, shared)
+    axes_with_norms = weight_features(weight.shape, feature_axes)
+    reduced_axes = tuple(a for a in range(weight.ndim) if a not in axes_with_norms)
+    y = l2_normalize(weight, eps, reduced_axes)
     if scale is None:
         return y
-    return y * scale.reshape([1 if a in shared else n for a, n in enumerate(weight.shape)])
+    return y * scale.reshape(_shape_along(axes_with_norms, weight.shape))
 
 
 def weight_features(shape: Sequence[int], feature_axes: Axes | None) -> tuple[int, ...]:
@@ -416,11 +461,13 @@ def weight_features(shape: Sequence[int], feature_axes: Axes | None) -> tuple[in
     if feature_axes is None:
         return ()
     axes = arrays.as_tuple(feature_axes)
-    if any(not -len(shape) <= a < len(shape) for a in axes):
-        raise ArgumentValueError(
-            f"feature_axes={feature_axes} are not all axes of a weight of shape {tuple(shape)}."
-        )
-    return tuple(sorted(canonical_axes(axes, len(shape))))
+    ndim = len(shape)
+    for axis in axes:
+        if not -ndim <= axis < ndim:
+            raise ArgumentValueError(
+                f"feature_axes={feature_axes} are not all axes of a weight of shape {tuple(shape)}."
+            )
+    return tuple(sorted(canonical_axes(axes, ndim)))
 
 
 def spectral_norm(
@@ -449,12 +496,12 @@ def spectral_norm(
     """
     if n_steps < 1:
         raise ArgumentValueError(f"n_steps={n_steps}: expected at least one step of the iteration.")
-    matrix = weight.reshape(-1, weight.shape[-1])
-    fixed = jax.lax.stop_gradient(matrix)
+    matrix = weight.reshape(-1, weight.shape[-1])  # (rows, columns)
+    constant_matrix = jax.lax.stop_gradient(matrix)
     v = u
     for _ in range(n_steps):
-        v = l2_normalize(u @ fixed.T, eps, None)
-        u = l2_normalize(v @ fixed, eps, None)
+        v = l2_normalize(u @ constant_matrix.T, eps, None)  # (1, rows)
+        u = l2_normalize(v @ constant_matrix, eps, None)  # (1, columns)
     u, v = jax.lax.stop_gradient((u, v))
     sigma = (v @ matrix @ u.T)[0, 0]
     # A weight of zeros stays zero.
