@@ -30,7 +30,8 @@ added to the array itself; the convolution adds zeros.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +60,10 @@ def per_axis(sizes: int | Sequence[int] | None, n: int) -> tuple[int, ...]:
     """
     if sizes is None:
         return (1,) * n
-    return as_tuple(sizes) if np.ndim(sizes) else as_tuple(sizes) * n
+    sizes_of_axes = as_tuple(sizes)
+    if np.ndim(sizes) == 0:
+        return sizes_of_axes * n
+    return sizes_of_axes
 
 
 def conv_dilate_window(*, window: Sizes, dilation: Sizes | None) -> tuple[int, ...]:
@@ -68,7 +72,8 @@ def conv_dilate_window(*, window: Sizes, dilation: Sizes | None) -> tuple[int, .
     >>> conv_dilate_window(window=(3, 5), dilation=(2, 1))
     (5, 5)
     """
-    dilation = (1,) * len(window) if dilation is None else dilation
+    if dilation is None:
+        dilation = (1,) * len(window)
     _require_same_rank(window=window, dilation=dilation)
     return tuple((w - 1) * d + 1 for w, d in zip(window, dilation, strict=True))
 
@@ -95,12 +100,13 @@ def conv_explicit_padding(
     span = conv_dilate_window(window=window, dilation=dilation)
     if padding == "VALID":
         return ((0, 0),) * len(window)
-    same = tuple(((n - 1) // 2, n // 2) for n in span)
+    same = _half_on_each_side(span)
     if padding == "SAME":
         return same
     if padding == "CAUSAL":
+        total = span[0] - 1
         left = max(span[0] - strides[0], 0)
-        return ((left, span[0] - 1 - left), *same[1:])
+        return ((left, total - left), *same[1:])
     raise _unknown_padding(padding, len(window), NAMED_PADDINGS)
 
 
@@ -135,14 +141,15 @@ def lax_conv_padding(
     if name == "VALID":
         return ((0, 0),) * len(window)
 
-    def pads(size: int, span: int, stride: int) -> tuple[int, int]:
-        total = max((-(-size // stride) - 1) * stride + span - size, 0)
-        less, more = total // 2, -(-total // 2)
-        return (less, more) if name == "SAME" else (more, less)
-
     # `lax.padtype_to_pads` takes four times as long.
     span = conv_dilate_window(window=window, dilation=dilation)
-    return tuple(map(pads, in_shape, span, strides))
+    pads = []
+    for size, n, stride in zip(in_shape, span, strides, strict=True):
+        num_outputs = -(-size // stride)
+        total = max((num_outputs - 1) * stride + n - size, 0)
+        less, more = total // 2, -(-total // 2)
+        pads.append((less, more) if name == "SAME" else (more, less))
+    return tuple(pads)
 
 
 def conv_output_shape(
@@ -161,10 +168,12 @@ def conv_output_shape(
     _require_same_rank(in_shape=in_shape, window=window)
     pads = conv_explicit_padding(window=window, strides=strides, padding=padding, dilation=dilation)
     span = conv_dilate_window(window=window, dilation=dilation)
-    return tuple(
-        None if size is None else max((size + sum(pad) - n) // stride + 1, 0)
-        for size, pad, n, stride in zip(in_shape, pads, span, strides, strict=True)
-    )
+    out_shape = []
+    for size, pad, n, stride in zip(in_shape, pads, span, strides, strict=True):
+        if size is not None:
+            size = max((size + sum(pad) - n) // stride + 1, 0)
+        out_shape.append(size)
+    return tuple(out_shape)
 
 
 def conv_transpose_explicit_padding(
@@ -185,17 +194,18 @@ def conv_transpose_explicit_padding(
         raise _unknown_padding(padding, len(window), NAMED_PADDINGS)
     span = conv_dilate_window(window=window, dilation=dilation)
 
-    def pads(axis: int) -> tuple[int, int]:
-        n, stride = span[axis], strides[axis]
-        total = n + stride - 2
+    pads = []
+    for axis, (n, stride) in enumerate(zip(span, strides, strict=True)):
+        total = n + stride - 2  # for `stride` outputs per input
         if padding == "VALID":
-            return n - 1, total + max(n - stride, 0) - (n - 1)
-        if padding == "CAUSAL" and axis == 0:
-            return n - 1, stride - 1
-        left = n - 1 if stride > n - 1 else -(-total // 2)
-        return left, total - left
-
-    return tuple(pads(axis) for axis in range(len(window)))
+            left = n - 1
+            total += max(n - stride, 0)
+        elif (padding == "CAUSAL" and axis == 0) or stride > n - 1:
+            left = n - 1
+        else:
+            left = -(-total // 2)
+        pads.append((left, total - left))
+    return tuple(pads)
 
 
 def conv_transpose_output_shape(
@@ -216,10 +226,18 @@ def conv_transpose_output_shape(
         window=window, strides=strides, padding=padding, dilation=dilation
     )
     # That of a convolution of the input with `stride - 1` zeros between its positions.
-    sizes = zip(in_shape, strides, strict=True)
-    dilated = [None if size is None else (size - 1) * stride + 1 for size, stride in sizes]
-    ones = (1,) * len(window)
-    return conv_output_shape(dilated, window=window, strides=ones, padding=pads, dilation=dilation)
+    dilated_shape = []
+    for size, stride in zip(in_shape, strides, strict=True):
+        if size is not None:
+            size = (size - 1) * stride + 1
+        dilated_shape.append(size)
+    return conv_output_shape(
+        dilated_shape,
+        window=window,
+        strides=(1,) * len(window),
+        padding=pads,
+        dilation=dilation,
+    )
 
 
 def compute_conv_paddings(
@@ -246,11 +264,15 @@ def compute_conv_paddings(
     >>> compute_conv_paddings(in_paddings, window=3, stride=2, conv_padding="SAME").tolist()
     [[0, 0, 1]]
     """
-    sizes = {"window": (window,), "strides": (stride,), "dilation": (dilation or 1,)}
+    if dilation is None:
+        dilation = 1
+    sizes = {"window": (window,), "strides": (stride,), "dilation": (dilation,)}
     pads = conv_explicit_padding(padding=conv_padding, **sizes)
     (length,) = conv_output_shape(in_paddings.shape[1:], padding=pads, **sizes)
-    offset = _anchor_offset(anchor, left=pads[0][0], window=window, dilation=dilation or 1)
-    return _take_paddings(in_paddings, jnp.arange(length) * stride + offset)
+    ((left, _),) = pads
+    offset = _anchor_offset(anchor, left=left, window=window, dilation=dilation)
+    anchored_inputs = jnp.arange(length) * stride + offset
+    return _take_paddings(in_paddings, anchored_inputs)
 
 
 def compute_conv_transpose_paddings(
@@ -276,8 +298,10 @@ def compute_conv_transpose_paddings(
     sizes = {"window": (window,), "strides": (stride,), "dilation": (dilation,)}
     pads = conv_transpose_explicit_padding(padding=conv_padding, **sizes)
     (length,) = conv_transpose_output_shape(in_paddings.shape[1:], padding=pads, **sizes)
-    offset = _anchor_offset(anchor, left=pads[0][0], window=window, dilation=dilation)
-    return _take_paddings(in_paddings, (jnp.arange(length) + offset) // stride)
+    ((left, _),) = pads
+    offset = _anchor_offset(anchor, left=left, window=window, dilation=dilation)
+    anchored_inputs = (jnp.arange(length) + offset) // stride
+    return _take_paddings(in_paddings, anchored_inputs)
 
 
 def _anchor_offset(anchor: int | None, *, left: int, window: int, dilation: int) -> int:
@@ -294,14 +318,27 @@ def _anchor_offset(anchor: int | None, *, left: int, window: int, dilation: int)
 
 
 def _take_paddings(paddings: Array, index: Array) -> Array:
-    one = True if paddings.dtype == bool else 1
-    return jnp.take(gathered(paddings, 1), index, axis=1, mode="fill", fill_value=one)
+    """Returns the paddings at the positions; those outside are padding."""
+    is_padding = True if paddings.dtype == bool else 1
+    paddings = gathered(paddings, 1)
+    return jnp.take(paddings, index, axis=1, mode="fill", fill_value=is_padding)
 
 
-def _require_same_rank(**sizes: Sequence) -> None:
-    if len({len(value) for value in sizes.values()}) > 1:
-        shown = ", ".join(f"{name}={value}" for name, value in sizes.items())
-        raise ArgumentShapeError(f"Expected one number per spatial axis in each of {shown}.")
+def _half_on_each_side(span: Sizes) -> Pairs:
+    """Returns a padding of `span - 1` positions in total, the odd one on the right."""
+    return tuple(((n - 1) // 2, n // 2) for n in span)
+
+
+def _require_same_rank(**sizes: Sequence[int | None]) -> None:
+    ranks = set(map(len, sizes.values()))
+    if len(ranks) > 1:
+        raise ArgumentShapeError(
+            f"Expected one number per spatial axis in each of {_as_arguments(sizes)}."
+        )
+
+
+def _as_arguments(sizes: Mapping[str, Sequence[int | None]]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in sizes.items())
 
 
 PADDINGS = ("VALID", "SAME", "SAME_LOWER", "CIRCULAR", "REFLECT", "CAUSAL")
@@ -337,13 +374,13 @@ def pad_conv(
     if not isinstance(padding, str):
         return x, _as_pairs(padding, len(window), PADDINGS, numbers=True)
     name = padding.upper()
-    if name != "VALID" and any(step != 1 for step in input_dilation or ()):
+    input_dilation = tuple(input_dilation or ())
+    if name != "VALID" and any(step != 1 for step in input_dilation):
         raise ArgumentValueError(
-            f"padding={padding!r} with input_dilation={tuple(input_dilation or ())}: give the "
+            f"padding={padding!r} with input_dilation={input_dilation}: give the "
             "padding as numbers, or use a transposed convolution."
         )
     span = conv_dilate_window(window=window, dilation=dilation)
-    none = ((0, 0),) * len(window)
     if name == "CAUSAL":
         if len(window) != 1:
             raise ArgumentValueError(
@@ -352,14 +389,16 @@ def pad_conv(
             )
         return x, ((span[0] - 1, 0),)
     if name in ("CIRCULAR", "REFLECT"):
-        sides = [((n - 1) // 2, n // 2) for n in span]
-        return _pad_spatial(x, sides, "wrap" if name == "CIRCULAR" else "reflect"), none
+        mode = "wrap" if name == "CIRCULAR" else "reflect"
+        no_zeros = ((0, 0),) * len(window)
+        return _pad_spatial(x, _half_on_each_side(span), mode), no_zeros
     if name not in PADDINGS:
         raise _unknown_padding(padding, len(window), PADDINGS, numbers=True)
-    spatial = x.shape[x.ndim - len(window) - 1 : -1]
-    return x, lax_conv_padding(
-        spatial, window=window, strides=strides, padding=name, dilation=dilation
+    spatial_shape = x.shape[x.ndim - len(window) - 1 : -1]
+    zeros = lax_conv_padding(
+        spatial_shape, window=window, strides=strides, padding=name, dilation=dilation
     )
+    return x, zeros
 
 
 def pad_conv_transpose(
@@ -393,16 +432,18 @@ def pad_conv_transpose(
         name = "SAME"
     if name == "CIRCULAR":
         span = conv_dilate_window(window=window, dilation=dilation)
-        sizes = zip(span, strides, strict=True)
-        circular = [_circular_padding(n, stride, transpose_kernel) for n, stride in sizes]
-        return _pad_spatial(x, [sides for sides, _ in circular], "wrap"), tuple(
-            z for _, z in circular
-        )
+        repeated, zeros = [], []
+        for n, stride in zip(span, strides, strict=True):
+            repeated_sides, zero_sides = _circular_padding(n, stride, transpose_kernel)
+            repeated.append(repeated_sides)
+            zeros.append(zero_sides)
+        return _pad_spatial(x, repeated, "wrap"), tuple(zeros)
     if name not in ("VALID", "SAME"):
         raise _unknown_padding(padding, len(window), TRANSPOSE_PADDINGS, numbers=True)
-    return x, conv_transpose_explicit_padding(
+    zeros = conv_transpose_explicit_padding(
         window=window, strides=strides, padding=name, dilation=dilation
     )
+    return x, zeros
 
 
 def _circular_padding(
@@ -414,16 +455,19 @@ def _circular_padding(
     kept, which centres the window; the positions repeated on the left reach up to them.
     """
     first = (max(span - stride, 0) + is_flipped) // 2
-    left = -(-(span - 1 - first) // stride)
+    left_outputs = span - 1 - first
+    left = -(-left_outputs // stride)
     right = (first + stride - 1) // stride
-    zeros = span - 1 - first - left * stride, first - 1 - (right - 1) * stride
-    return (left, right), zeros
+    left_zeros = left_outputs - left * stride
+    right_zeros = first - 1 - (right - 1) * stride
+    return (left, right), (left_zeros, right_zeros)
 
 
 def _pad_spatial(x: Array, sides: Sequence[tuple[int, int]], mode: str) -> Array:
-    batch = ((0, 0),) * (x.ndim - len(sides) - 1)
-    x = gathered(x, *range(len(batch), x.ndim - 1))
-    return jnp.pad(x, (*batch, *sides, (0, 0)), mode=mode)
+    num_batch_axes = x.ndim - len(sides) - 1
+    spatial_axes = range(num_batch_axes, x.ndim - 1)
+    widths = [(0, 0)] * num_batch_axes + [*sides, (0, 0)]
+    return jnp.pad(gathered(x, *spatial_axes), widths, mode=mode)
 
 
 def canonicalize_padding(padding: Padding, rank: int) -> str | list[tuple[int, int]]:
@@ -441,14 +485,18 @@ def canonicalize_padding(padding: Padding, rank: int) -> str | list[tuple[int, i
 
 def _as_pairs(padding: Padding, n: int, names: Sequence[str], numbers: bool = False) -> Pairs:
     """Returns `(left, right)` for each axis; `numbers` allows a number for both sides."""
+    sides: Any = padding  # what users give, which may be of any type
+    if numbers and isinstance(padding, int):
+        sides = (padding,) * n
     pairs = []
     try:
-        sides = (padding,) * n if numbers and isinstance(padding, int) else padding
-        for side in sides:  # pyright: ignore[reportGeneralTypeIssues] - an int is caught below
-            left, right = (side, side) if numbers and isinstance(side, int) else side
+        for side in sides:
+            if numbers and isinstance(side, int):
+                side = (side, side)
+            left, right = side
             pairs.append((int(left), int(right)))
-    except (TypeError, ValueError):
-        pairs = []
+    except (TypeError, ValueError) as error:
+        raise _unknown_padding(padding, n, names, numbers) from error
     if len(pairs) != n:
         raise _unknown_padding(padding, n, names, numbers)
     return tuple(pairs)
@@ -466,10 +514,9 @@ def _unknown_padding(
 
 
 def _require_axes(x: Array, **sizes: Sizes) -> None:
-    n = len(sizes["window"])
-    if x.ndim < n + 1 or any(len(value) != n for value in sizes.values()):
-        shown = ", ".join(f"{name}={value}" for name, value in sizes.items())
+    ranks = set(map(len, sizes.values()))
+    if len(ranks) > 1 or x.ndim < max(ranks) + 1:
         raise ArgumentShapeError(
-            f"Expected one number per spatial axis in each of {shown}, and an input with as many "
-            f"axes before its channels; its shape is {x.shape}."
+            f"Expected one number per spatial axis in each of {_as_arguments(sizes)}, and an "
+            f"input with as many axes before its channels; its shape is {x.shape}."
         )

@@ -109,44 +109,55 @@ def linear_logit_statistics(
     [1]
     """
     classes = weight.shape[0]
-    live = None if live_targets is None else live_targets[..., None]
-    x = arrays.counted(x, live)
+    where = None if live_targets is None else live_targets[..., None]
+    x = arrays.counted(x, where)
     chunks = num_chunks(target_labels.size, classes, chunk_size=chunk_size, num_shards=num_shards)
     if chunks == 1:
         logits = embedding.attend(weight, x, preferred_element_type=jnp.float32)
         logits = _finish_logits(logits, bias, logit_cap)
-        soft = soft_target_labels
+        if soft_target_labels is not None:
+            soft_target_labels = arrays.counted(soft_target_labels, where)
         return loss.logit_statistics(
             logits,
             target_labels,
             label_smoothing=label_smoothing,
-            soft_target_labels=None if soft is None else arrays.counted(soft, live),
+            soft_target_labels=soft_target_labels,
         )
-    in_shard = classes // num_shards
-    size = -(-in_shard // chunks)
     options = _Options(classes, logit_cap, label_smoothing)
 
-    def split(array: Array, axis: int) -> Array:
-        """Splits the axis of the classes into shards, chunks and the classes of a chunk."""
-        before, after = array.shape[:axis], array.shape[axis + 1 :]
-        array = array.reshape(*before, num_shards, in_shard, *after)
-        if padding := chunks * size - in_shard:
-            widths = [(0, padding if i == axis + 1 else 0) for i in range(array.ndim)]
-            array = jnp.pad(array, widths)
-        return array.reshape(*before, num_shards, chunks, size, *after)
-
-    def of_chunks(
+    def chunked_statistics(
         x: Array, weight: Array, bias: Array | None, soft: Array | None, target_labels: Array
     ) -> loss.LogitStatistics:
+        weight = _split_classes(weight, 0, num_shards, chunks)
+        if bias is not None:
+            bias = _split_classes(bias, 0, num_shards, chunks)
         if soft is not None:
+            class_axis = target_labels.ndim
+            soft = _split_classes(soft, class_axis, num_shards, chunks)
             # With the shards between other axes, XLA copies the labels.
-            soft = jnp.moveaxis(split(soft, target_labels.ndim), target_labels.ndim, 0)
-        head = _Head(split(weight, 0), None if bias is None else split(bias, 0), soft)
-        return _statistics(options, x, head, target_labels)
+            soft = jnp.moveaxis(soft, class_axis, 0)
+        return _statistics(options, x, _Head(weight, bias, soft), target_labels)
 
     operands = (x, weight, bias, soft_target_labels, target_labels)
     spec = arrays.explicit_spec(target_labels)
-    return arrays.sharded_by_compiler(of_chunks, *operands, spec=spec)
+    return arrays.sharded_by_compiler(chunked_statistics, *operands, spec=spec)
+
+
+def _split_classes(array: Array, axis: int, num_shards: int, chunks: int) -> Array:
+    """Splits the axis of the classes into shards, chunks and the classes of a chunk.
+
+    The last chunk of each shard is padded with zeros.
+    """
+    first_sizes, last_sizes = array.shape[:axis], array.shape[axis + 1 :]
+    classes_in_shard = array.shape[axis] // num_shards
+    array = array.reshape(*first_sizes, num_shards, classes_in_shard, *last_sizes)
+    chunk_size = -(-classes_in_shard // chunks)
+    padding = chunks * chunk_size - classes_in_shard
+    if padding:
+        widths = [(0, 0)] * array.ndim
+        widths[axis + 1] = (0, padding)
+        array = jnp.pad(array, widths)
+    return array.reshape(*first_sizes, num_shards, chunks, chunk_size, *last_sizes)
 
 
 def num_chunks(
@@ -171,19 +182,21 @@ def num_chunks(
             f"chunk_size={chunk_size} must be positive: the number of classes whose logits are in "
             "memory at once; None to choose one."
         )
-    in_shard = classes // num_shards
+    classes_in_shard = classes // num_shards
     if chunk_size is not None:
-        least = -(-in_shard // chunk_size)
+        least = -(-classes_in_shard // chunk_size)
     else:
         # Measured: on CPU, chunks of 2 MB stay in the cache, and save time. Accelerators need
         # larger products, and there only the memory is a gain.
-        logits = 2**19 if jax.default_backend() == "cpu" else 2**26
-        least = in_shard // max(256, logits // max(num_targets, 1))
+        chunk_logits = 2**19 if jax.default_backend() == "cpu" else 2**26
+        least = classes_in_shard // max(256, chunk_logits // max(num_targets, 1))
         if least < 8:
             return 1
     # Without a divisor, the last chunk is padded, for which the weight is copied.
-    divisors = (n for n in range(least, 2 * least + 1) if in_shard % n == 0)
-    return next(divisors, least)
+    for chunks in range(least, 2 * least + 1):
+        if classes_in_shard % chunks == 0:
+            return chunks
+    return least
 
 
 _Axes = tuple[tuple[int, ...], tuple[int, ...]]
@@ -206,28 +219,40 @@ class _Head(NamedTuple):
     @property
     def chunk_axes(self) -> _Head:
         """The axis of the chunks of each array."""
+        bias_axis = None if self.bias is None else 1
         soft = self.soft_target_labels
-        axes: Any = (1, None if self.bias is None else 1, None if soft is None else soft.ndim - 2)
+        soft_axis = None if soft is None else soft.ndim - 2
+        axes: Any = (1, bias_axis, soft_axis)
         return _Head(*axes)
+
+
+class _Chunk(NamedTuple):
+    """A chunk of the vocabulary of each shard.
+
+    Attributes:
+        logits: -inf in the padding.
+        probs: the targets' probabilities.
+        class_ids: the classes.
+        weight: in the dtype of the products.
+    """
+
+    logits: Float[Array, "*batch shards size"]
+    probs: Float[Array, "*batch shards size"]
+    class_ids: Int[Array, "shards size"]
+    weight: Float[Array, "shards size dim"]
 
 
 def _finish_logits(products: Array, bias: Array | None, cap: float | None) -> Array:
     logits = products.astype(jnp.float32)
     if bias is not None:
         logits += arrays.to_ndim(bias.astype(jnp.float32), logits.ndim)
-    return logits if cap is None else attention.cap_logits(logits, cap)
+    if cap is None:
+        return logits
+    return attention.cap_logits(logits, cap)
 
 
-def _chunk(
-    options: _Options, index: Array, x: Array, head: _Head, target_labels: Array
-) -> tuple[Array, Array, Array, Array]:
-    """Computes the logits of a chunk of each shard.
-
-    Returns:
-        Logits, `Float[Array, "*batch shards size"]`, -inf in the padding, the targets'
-        probabilities, of the same shape, the ids of the classes, `Int[Array, "shards size"]`, and
-        the weight, `Float[Array, "shards size dim"]`, in the dtype of the products.
-    """
+def _chunk(options: _Options, index: Array, x: Array, head: _Head, target_labels: Array) -> _Chunk:
+    """Computes the logits of a chunk of each shard."""
     shards, chunks, size, _ = head.weight.shape
     dtype = jnp.result_type(x, head.weight)
 
@@ -238,19 +263,21 @@ def _chunk(
     weight = weight.astype(dtype)
     products = _dot(x.astype(dtype), weight, ((x.ndim - 1,), (2,)))
     logits = _finish_logits(products, bias, options.logit_cap)
-    in_shard = options.classes // shards
-    offset = index * size + jnp.arange(size)
-    ids = in_shard * jnp.arange(shards)[:, None] + offset[None]
+
+    classes_in_shard = options.classes // shards
+    offset = index * size + jnp.arange(size)  # of each class within its shard
+    class_ids = classes_in_shard * jnp.arange(shards)[:, None] + offset[None]
     if soft is not None:
         probs = jnp.moveaxis(soft, 0, -2).astype(jnp.float32)
     else:
-        hit = target_labels[..., None, None] == arrays.to_ndim(ids, x.ndim + 1)
+        is_target = target_labels[..., None, None] == arrays.to_ndim(class_ids, x.ndim + 1)
         smoothing = options.label_smoothing
-        probs = jnp.where(hit, 1 - smoothing, 0) + smoothing / options.classes
-    if chunks * size != in_shard:
-        exists = arrays.to_ndim(offset < in_shard, x.ndim + 1)
-        logits, probs = jnp.where(exists, logits, -jnp.inf), jnp.where(exists, probs, 0)
-    return logits, probs, ids, weight
+        probs = jnp.where(is_target, 1 - smoothing, 0) + smoothing / options.classes
+    if chunks * size != classes_in_shard:
+        is_class = arrays.to_ndim(offset < classes_in_shard, x.ndim + 1)
+        logits = jnp.where(is_class, logits, -jnp.inf)
+        probs = jnp.where(is_class, probs, 0)
+    return _Chunk(logits, probs, class_ids, weight)
 
 
 def _dot(a: Array, b: Array, contracted: _Axes, batch: _Axes = ((), ())) -> Array:
@@ -263,83 +290,117 @@ def _dot(a: Array, b: Array, contracted: _Axes, batch: _Axes = ((), ())) -> Arra
 def _statistics(
     options: _Options, x: Array, head: _Head, target_labels: Array
 ) -> loss.LogitStatistics:
-    def of_chunk(carry: None, index: Array) -> tuple[None, tuple[Array, ...]]:
-        logits, probs, ids, _ = _chunk(options, index, x, head, target_labels)
+    """Returns the statistics of all classes, from those of each chunk of each shard."""
+
+    def chunk_statistics(carry: None, index: Array) -> tuple[None, _ChunkStatistics]:
+        logits, probs, class_ids, _ = _chunk(options, index, x, head, target_labels)
         largest = jnp.max(logits, axis=-1, keepdims=True)
         # As in `logit_statistics`.
-        first = jnp.where(logits == largest, arrays.to_ndim(ids, x.ndim + 1), options.classes)
-        return carry, (
-            jax.nn.logsumexp(logits, axis=-1),
-            jnp.sum(jnp.where(probs == 0, 0, probs * logits), axis=-1),
-            largest[..., 0],
-            jnp.min(first, axis=-1),
+        class_ids = arrays.to_ndim(class_ids, x.ndim + 1)
+        candidates = jnp.where(logits == largest, class_ids, options.classes)
+        statistics = _ChunkStatistics(
+            log_normalizer=jax.nn.logsumexp(logits, axis=-1),
+            expected=jnp.sum(jnp.where(probs == 0, 0, probs * logits), axis=-1),
+            largest=largest[..., 0],
+            likeliest=jnp.min(candidates, axis=-1),
         )
+        return carry, statistics
 
-    _, parts = jax.lax.scan(of_chunk, None, jnp.arange(head.weight.shape[1]))
-    log_normalizers, expected, largest, first = parts
-    over = (0, -1)  # chunks and shards
-    best = largest == jnp.max(largest, axis=over, keepdims=True)
+    num_chunks = head.weight.shape[1]
+    _, chunks = jax.lax.scan(chunk_statistics, None, jnp.arange(num_chunks))
+    axes = (0, -1)  # chunks and shards
+    is_largest = chunks.largest == jnp.max(chunks.largest, axis=axes, keepdims=True)
+    candidates = jnp.where(is_largest, chunks.likeliest, options.classes)
     return loss.LogitStatistics(
-        jax.nn.logsumexp(log_normalizers, axis=over),
-        jnp.sum(expected, axis=over),
-        jnp.min(jnp.where(best, first, options.classes), axis=over),
+        log_normalizer=jax.nn.logsumexp(chunks.log_normalizer, axis=axes),
+        expected=jnp.sum(chunks.expected, axis=axes),
+        likeliest=jnp.min(candidates, axis=axes),
     )
 
 
-def _statistics_fwd(options, x, head, target_labels):
-    # The gradient of soft labels is as large as the logits, and rarely used.
+class _ChunkStatistics(NamedTuple):
+    """Statistics of one chunk of each shard; stacked, of all chunks, along the first axis."""
+
+    log_normalizer: Float[Array, "*batch shards"]
+    expected: Float[Array, "*batch shards"]
+    largest: Float[Array, "*batch shards"]
+    likeliest: Int[Array, "*batch shards"]
+
+
+class _Residuals(NamedTuple):
+    x: Array
+    head: _Head
+    target_labels: Array
+    log_normalizer: Array
+    trained: _Head  # the arrays of the head that have a gradient
+
+
+def _statistics_fwd(
+    options: _Options, x: Any, head: Any, target_labels: Any
+) -> tuple[loss.LogitStatistics, _Residuals]:
+    """Computes the statistics; the leaves of arguments have a `value`, and say if perturbed."""
     soft = head.soft_target_labels
-    trained = (
-        head if soft is not None and soft.perturbed else head._replace(soft_target_labels=None)
-    )
+    trained = head
+    if soft is None or not soft.perturbed:
+        # The gradient of soft labels is as large as the logits, and rarely used.
+        trained = head._replace(soft_target_labels=None)
     x, head, target_labels, trained = jax.tree.map(
         lambda argument: argument.value, (x, head, target_labels, trained)
     )
     statistics: Any = _statistics(options, x, head, target_labels)
-    return statistics, (x, head, target_labels, statistics.log_normalizer, trained)
+    residuals = _Residuals(x, head, target_labels, statistics.log_normalizer, trained)
+    return statistics, residuals
 
 
-def _statistics_bwd(options, residuals, cotangents):
+def _statistics_bwd(
+    options: _Options, residuals: _Residuals, cotangents: tuple[Array | SymbolicZero, ...]
+) -> tuple[Array, _Head, None]:
     x, head, target_labels, log_normalizer, trained = residuals
-    d_log_normalizer, d_expected = (
-        jnp.zeros_like(log_normalizer) if isinstance(d, SymbolicZero) else d for d in cotangents[:2]
-    )
-    d_log_normalizer, d_expected, log_normalizer = (
-        array[..., None, None] for array in (d_log_normalizer, d_expected, log_normalizer)
-    )
-    batch = tuple(range(x.ndim - 1))
 
-    def of_chunk(carry, index):
+    def per_target(values: Array | SymbolicZero) -> Array:
+        """Returns one number per target, with axes for shards and classes."""
+        if isinstance(values, SymbolicZero):
+            values = jnp.zeros_like(log_normalizer)
+        return values[..., None, None]
+
+    d_log_normalizer = per_target(cotangents[0])
+    d_expected = per_target(cotangents[1])
+    log_normalizer = per_target(log_normalizer)
+    batch_axes = tuple(range(x.ndim - 1))
+
+    def add_chunk(carry: tuple[Array, _Head], index: Array) -> tuple[tuple[Array, _Head], None]:
         dx, d_head = carry
         logits, probs, _, weight = _chunk(options, index, x, head, target_labels)
         # Probabilities of ignored targets may be NaN; XLA would copy them if masked beforehand.
         probs = arrays.counted(probs, d_expected)
-        d = d_log_normalizer * jnp.exp(logits - log_normalizer) + d_expected * probs
+        d_logits = d_log_normalizer * jnp.exp(logits - log_normalizer) + d_expected * probs
         if options.logit_cap is not None:
             # The derivative of tanh; 0 in the padding, whose logits are not capped.
-            d *= 1 - jnp.square(jnp.maximum(logits / options.logit_cap, -1))
-        products = d.astype(weight.dtype)
+            d_logits *= 1 - jnp.square(jnp.maximum(logits / options.logit_cap, -1))
+        d_products = d_logits.astype(weight.dtype)
         # Shards stay apart until the end, so that devices add up their sums once.
-        dx += _dot(products, weight, ((x.ndim,), (1,)), ((x.ndim - 1,), (0,)))
-        new = _Head(
-            _dot(products, x.astype(weight.dtype), (batch, batch)),
-            None if trained.bias is None else jnp.sum(d, axis=batch),
-            None
-            if trained.soft_target_labels is None
-            else jnp.moveaxis(d_expected * arrays.finite_or_counted(logits, probs != 0), -2, 0),
-        )
+        dx += _dot(d_products, weight, ((x.ndim,), (1,)), ((x.ndim - 1,), (0,)))
+        d_weight = _dot(d_products, x.astype(weight.dtype), (batch_axes, batch_axes))
+        d_bias = None
+        if trained.bias is not None:
+            d_bias = jnp.sum(d_logits, axis=batch_axes)
+        d_soft = None
+        if trained.soft_target_labels is not None:
+            d_soft = d_expected * arrays.finite_or_counted(logits, probs != 0)
+            d_soft = jnp.moveaxis(d_soft, -2, 0)
 
-        def write(whole: Array, part: Array, axis: int) -> Array:
-            part = part.astype(whole.dtype)
-            return jax.lax.dynamic_update_index_in_dim(whole, part, index, axis)
+        def write(gradient: Array, chunk: Array, axis: int) -> Array:
+            chunk = chunk.astype(gradient.dtype)
+            return jax.lax.dynamic_update_index_in_dim(gradient, chunk, index, axis)
 
-        d_head = jax.tree.map(write, d_head, new, trained.chunk_axes)
+        d_chunk = _Head(d_weight, d_bias, d_soft)
+        d_head = jax.tree.map(write, d_head, d_chunk, trained.chunk_axes)
         return (dx, d_head), None
 
     shards, chunks = head.weight.shape[:2]
     dtype = jnp.promote_types(jnp.result_type(x, head.weight), jnp.float32)
-    start = jnp.zeros((shards, *x.shape), dtype), jax.tree.map(jnp.zeros_like, trained)
-    (dx, d_head), _ = jax.lax.scan(of_chunk, start, jnp.arange(chunks))
+    zeros = jnp.zeros((shards, *x.shape), dtype), jax.tree.map(jnp.zeros_like, trained)
+    (dx, d_head), _ = jax.lax.scan(add_chunk, zeros, jnp.arange(chunks))
     return dx.sum(0).astype(x.dtype), d_head, None
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,33 +107,48 @@ def _checked(
             f"{name} has no out_sharding, but got {out_sharding}. Leave it out, and constrain the "
             "result instead: jax.lax.with_sharding_constraint(y, sharding)."
         )
-    return jnp.result_type(lhs, rhs) if dtype is None else dtype
+    if dtype is None:
+        return jnp.result_type(lhs, rhs)
+    return dtype
 
 
 def _as_tuples(numbers: DimensionNumbers) -> DimensionNumbers:
-    (a, b), (c, d) = numbers
-    return (tuple(a), tuple(b)), (tuple(c), tuple(d))
+    """Returns the numbers in a form that is hashable."""
+    (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers
+    contracted = tuple(lhs_contracted), tuple(rhs_contracted)
+    return contracted, (tuple(lhs_batch), tuple(rhs_batch))
 
 
-def _quantized(x: Array, dtype: DTypeLike, axes: Sequence[int] | None) -> tuple[Array, Array]:
-    """Returns `x` over a scale, in 8 bits, and the scale, of size 1 in `axes`, or a scalar."""
+class _Quantized(NamedTuple):
+    """An array in 8 bits, to be multiplied by a scale: of size 1 along axes, or a scalar."""
+
+    numbers: Array
+    scale: Array
+
+
+def _quantized(x: Array, dtype: DTypeLike, axes: Sequence[int] | None) -> _Quantized:
+    """Quantizes `x` with a scale for the axes, or of the whole array."""
     x = x.astype(jnp.float32)
     is_int = jnp.issubdtype(dtype, jnp.integer)
-    largest = float((jnp.iinfo if is_int else jnp.finfo)(dtype).max)
-    amax = jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0)
+    limits = jnp.iinfo(dtype) if is_int else jnp.finfo(dtype)
+    largest_magnitude = jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0)
     # Normal for the scale of zeros; NaN remains NaN.
-    scale = jnp.maximum(amax / largest, jnp.finfo(jnp.float32).tiny)
+    scale = jnp.maximum(largest_magnitude / float(limits.max), jnp.finfo(jnp.float32).tiny)
     scaled = x / scale
-    q = (jnp.round(scaled) if is_int else scaled).astype(dtype)
-    return q, scale.reshape(()) if axes is None else scale
+    if is_int:
+        scaled = jnp.round(scaled)
+    if axes is None:
+        scale = scale.reshape(())
+    return _Quantized(scaled.astype(dtype), scale)
 
 
 def _int8_product(lhs: Array, rhs: Array, numbers: DimensionNumbers) -> Float[Array, "*result"]:
     """Returns the product of operands that are rounded to int8 over the contracted axes."""
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers
-    q_lhs, lhs_scale = _quantized(lhs, jnp.int8, lhs_contracted)
-    q_rhs, rhs_scale = _quantized(rhs, jnp.int8, rhs_contracted)
-    y = jax.lax.dot_general(q_lhs, q_rhs, numbers, preferred_element_type=jnp.int32)
+    int_lhs, lhs_scale = _quantized(lhs, jnp.int8, lhs_contracted)
+    int_rhs, rhs_scale = _quantized(rhs, jnp.int8, rhs_contracted)
+    y = jax.lax.dot_general(int_lhs, int_rhs, numbers, preferred_element_type=jnp.int32)
+    # The axes of `y` are (*batch, *axes of lhs alone, *axes of rhs alone).
     n_batch = len(lhs_batch)
     n_lhs = lhs.ndim - n_batch - len(lhs_contracted)
     n_rhs = rhs.ndim - n_batch - len(rhs_contracted)
@@ -145,9 +160,11 @@ def _int8_product(lhs: Array, rhs: Array, numbers: DimensionNumbers) -> Float[Ar
 
 
 def _result_axes(scale: Array, batch: Sequence[int], contracted: Sequence[int]) -> Array:
+    """Returns an operand's scale in the order of the result's axes, without contracted ones."""
     free = [a for a in range(scale.ndim) if a not in (*batch, *contracted)]
-    shape = [scale.shape[a] for a in (*batch, *free)]
-    return jax.lax.transpose(scale, (*batch, *free, *contracted)).reshape(shape)
+    result_axes = (*batch, *free)
+    shape = [scale.shape[a] for a in result_axes]
+    return jax.lax.transpose(scale, (*result_axes, *contracted)).reshape(shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -157,24 +174,32 @@ def _int8(
     return _int8_product(lhs, rhs, numbers)
 
 
-def _int8_fwd(lhs, rhs, numbers, precision):
-    return _int8(lhs, rhs, numbers, precision), (lhs, rhs)
+def _int8_fwd(
+    lhs: Array, rhs: Array, numbers: DimensionNumbers, precision: jax.lax.PrecisionLike
+) -> tuple[Array, tuple[Array, Array]]:
+    y: Any = _int8(lhs, rhs, numbers, precision)
+    return y, (lhs, rhs)
 
 
-def _int8_bwd(numbers, precision, residuals, g):
+def _int8_bwd(
+    numbers: DimensionNumbers,
+    precision: jax.lax.PrecisionLike,
+    residuals: tuple[Array, Array],
+    dy: Array,
+) -> tuple[Array, Array]:
     lhs, rhs = residuals
-    of_lhs = dot_general_transpose_lhs(
-        g, lhs, rhs, dimension_numbers=numbers, dot_general=_int8_product
+    dlhs = dot_general_transpose_lhs(
+        dy, lhs, rhs, dimension_numbers=numbers, dot_general=_int8_product
     )
-    of_rhs = dot_general_transpose_rhs(
-        g.astype(lhs.dtype),
+    drhs = dot_general_transpose_rhs(
+        dy.astype(lhs.dtype),
         lhs,
         rhs,
         dimension_numbers=numbers,
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-    return of_lhs.astype(lhs.dtype), of_rhs.astype(rhs.dtype)
+    return dlhs.astype(lhs.dtype), drhs.astype(rhs.dtype)
 
 
 _int8.defvjp(_int8_fwd, _int8_bwd)
@@ -182,26 +207,37 @@ _int8.defvjp(_int8_fwd, _int8_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _fp8(lhs: Array, rhs: Array, numbers: DimensionNumbers) -> Float[Array, "*result"]:
-    return _fp8_fwd(lhs, rhs, numbers)[0]
+    y, _ = _fp8_fwd(lhs, rhs, numbers)
+    return y
 
 
-def _fp8_fwd(lhs, rhs, numbers):
-    q_lhs, lhs_scale = _quantized(lhs, jnp.float8_e4m3fn, None)
-    q_rhs, rhs_scale = _quantized(rhs, jnp.float8_e4m3fn, None)
-    y = jax.lax.dot_general(q_lhs, q_rhs, numbers, preferred_element_type=jnp.float32)
-    y *= lhs_scale * rhs_scale
-    # Empty arrays carry the operands' dtypes.
-    empty = jnp.zeros(0, lhs.dtype), jnp.zeros(0, rhs.dtype)
-    return y, (q_lhs, lhs_scale, q_rhs, rhs_scale, empty)
+class _Fp8Residuals(NamedTuple):
+    lhs: _Quantized
+    rhs: _Quantized
+    empty_lhs: Array  # empty arrays carry the operands' dtypes
+    empty_rhs: Array
 
 
-def _fp8_bwd(numbers, residuals, g):
-    q_lhs, lhs_scale, q_rhs, rhs_scale, (like_lhs, like_rhs) = residuals
-    q_g, scale = _quantized(g, jnp.float8_e5m2, None)
+def _fp8_fwd(lhs: Array, rhs: Array, numbers: DimensionNumbers) -> tuple[Array, _Fp8Residuals]:
+    fp8_lhs = _quantized(lhs, jnp.float8_e4m3fn, None)
+    fp8_rhs = _quantized(rhs, jnp.float8_e4m3fn, None)
+    y = jax.lax.dot_general(
+        fp8_lhs.numbers, fp8_rhs.numbers, numbers, preferred_element_type=jnp.float32
+    )
+    y *= fp8_lhs.scale * fp8_rhs.scale
+    empty_lhs = jnp.zeros(0, lhs.dtype)
+    empty_rhs = jnp.zeros(0, rhs.dtype)
+    return y, _Fp8Residuals(fp8_lhs, fp8_rhs, empty_lhs, empty_rhs)
+
+
+def _fp8_bwd(numbers: DimensionNumbers, residuals: _Fp8Residuals, dy: Array) -> tuple[Array, Array]:
+    lhs, rhs, empty_lhs, empty_rhs = residuals
+    fp8_dy = _quantized(dy, jnp.float8_e5m2, None)
+    operands = fp8_dy.numbers, lhs.numbers, rhs.numbers
     options: Any = {"dimension_numbers": numbers, "preferred_element_type": jnp.float32}
-    of_lhs = dot_general_transpose_lhs(q_g, q_lhs, q_rhs, **options) * (rhs_scale * scale)
-    of_rhs = dot_general_transpose_rhs(q_g, q_lhs, q_rhs, **options) * (lhs_scale * scale)
-    return of_lhs.astype(like_lhs.dtype), of_rhs.astype(like_rhs.dtype)
+    dlhs = dot_general_transpose_lhs(*operands, **options) * (rhs.scale * fp8_dy.scale)
+    drhs = dot_general_transpose_rhs(*operands, **options) * (lhs.scale * fp8_dy.scale)
+    return dlhs.astype(empty_lhs.dtype), drhs.astype(empty_rhs.dtype)
 
 
 _fp8.defvjp(_fp8_fwd, _fp8_bwd)

@@ -36,9 +36,11 @@ def scale_by(
     [2.0, 4.0]
     """
 
-    def modify(logits):
+    def modify(logits: Array) -> Array:
         divisor = jnp.maximum(jnp.asarray(temperature, logits.dtype), min_temperature)
-        return logits / (divisor[..., None] if divisor.ndim else divisor)
+        if divisor.ndim:
+            divisor = divisor[..., None]
+        return logits / divisor
 
     return modify
 
@@ -62,13 +64,15 @@ def top_k_logits(
     if break_ties not in ("all", "smallest_index"):
         raise ArgumentValueError(f"break_ties={break_ties!r} must be 'all' or 'smallest_index'.")
 
-    def modify(logits):
-        values, index = jax.lax.top_k(logits, min(k, logits.shape[-1]))
+    def modify(logits: Array) -> Array:
+        vocab_size = logits.shape[-1]
+        top_values, top_tokens = jax.lax.top_k(logits, min(k, vocab_size))  # (*batch, k)
         if break_ties == "all":
-            return jnp.where(logits >= values[..., -1:], logits, EXCLUDED_LOGIT)
-        tokens = positions(logits.shape[-1], index.ndim + 1)
-        kept = jnp.any(index[..., None] == tokens, axis=-2)
-        return jnp.where(kept, logits, EXCLUDED_LOGIT)
+            stays = logits >= top_values[..., -1:]
+        else:
+            tokens = positions(vocab_size, top_tokens.ndim + 1)
+            stays = jnp.any(top_tokens[..., None] == tokens, axis=-2)
+        return jnp.where(stays, logits, EXCLUDED_LOGIT)
 
     return modify
 
@@ -84,19 +88,20 @@ def top_p_logits(p: float | Float[Array, "*#batch"]) -> LogitsToLogitsFn:
     [True, True, False]
     """
 
-    def modify(logits):
+    def modify(logits: Array) -> Array:
         threshold = jnp.asarray(p, jnp.float32)
-        threshold = threshold[..., None] if threshold.ndim else threshold
+        if threshold.ndim:
+            threshold = threshold[..., None]
         ordered = jnp.sort(logits, axis=-1, descending=True)
         probs = jax.nn.softmax(ordered.astype(jnp.float32), axis=-1)
-        before = jnp.cumsum(probs, axis=-1) - probs
+        likelier_probs = jnp.cumsum(probs, axis=-1) - probs
         # The likeliest token always stays. At 1 all stay, although a rounded sum may reach 1 early.
-        likeliest = positions(logits.shape[-1], logits.ndim) == 0
-        stays = (before < threshold) | to_ndim(threshold >= 1, logits.ndim) | likeliest
+        is_likeliest = positions(logits.shape[-1], logits.ndim) == 0
+        keeps_all = to_ndim(threshold >= 1, logits.ndim)
+        stays = (likelier_probs < threshold) | keeps_all | is_likeliest
         last = jnp.sum(stays, axis=-1, keepdims=True) - 1
-        return jnp.where(
-            logits >= jnp.take_along_axis(ordered, last, axis=-1), logits, EXCLUDED_LOGIT
-        )
+        smallest_logit = jnp.take_along_axis(ordered, last, axis=-1)
+        return jnp.where(logits >= smallest_logit, logits, EXCLUDED_LOGIT)
 
     return modify
 
@@ -108,7 +113,7 @@ def chain(*fns: LogitsToLogitsFn) -> LogitsToLogitsFn:
     [3.0]
     """
 
-    def modify(logits):
+    def modify(logits: Array) -> Array:
         for fn in fns:
             logits = fn(logits)
         return logits
@@ -132,4 +137,5 @@ def sample_token(
     else:
         token = jax.random.categorical(prng_key, logits, axis=-1)
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    return token, jnp.take_along_axis(log_probs, token[..., None], axis=-1)[..., 0]
+    token_log_prob = jnp.take_along_axis(log_probs, token[..., None], axis=-1)
+    return token, token_log_prob[..., 0]
