@@ -49,14 +49,16 @@ _OF_JAX = {
     "jnp": (jnp, "abs cos exp sin square tanh"),
 }
 ACTIVATIONS: dict[str, ActivationFn] = {
-    **{fn.__name__: fn for fn in (linear, exact_gelu, quick_gelu, squared_relu)},
-    **{
-        f"{prefix}.{name}": getattr(module, name)
-        for prefix, (module, names) in _OF_JAX.items()
-        for name in names.split()
-    },
+    "linear": linear,
+    "exact_gelu": exact_gelu,
+    "quick_gelu": quick_gelu,
+    "squared_relu": squared_relu,
 }
 """Activation functions by name, for `get_activation_fn`."""
+
+for _prefix, (_module, _names) in _OF_JAX.items():
+    for _name in _names.split():
+        ACTIVATIONS[f"{_prefix}.{_name}"] = getattr(_module, _name)
 
 
 def get_activation_fn(name: str) -> ActivationFn:
@@ -70,10 +72,15 @@ def get_activation_fn(name: str) -> ActivationFn:
     if name in ACTIVATIONS:
         return ACTIVATIONS[name]
     # "relu" and "jax.nn.relu" mean "nn.relu": compare last parts, which the prefix cannot blur.
-    last = {known.rsplit(".", 1)[-1]: known for known in ACTIVATIONS}
-    near = get_close_matches(name.rsplit(".", 1)[-1].lower(), last, n=3, cutoff=0.6)
-    if near:
-        hint = f"Did you mean {' or '.join(repr(last[n]) for n in near)}?"
+    names_by_last_part = {}
+    for activation_name in ACTIVATIONS:
+        _, _, last_part = activation_name.rpartition(".")
+        names_by_last_part[last_part] = activation_name
+    _, _, last_part = name.rpartition(".")
+    near_parts = get_close_matches(last_part.lower(), names_by_last_part, n=3, cutoff=0.6)
+    if near_parts:
+        near_names = [repr(names_by_last_part[part]) for part in near_parts]
+        hint = f"Did you mean {' or '.join(near_names)}?"
     else:
         hint = f"There are: {', '.join(ACTIVATIONS)}."
     raise UnknownActivationError(f"Unknown activation function {name!r}. {hint}")

@@ -68,23 +68,32 @@ def dot_product_attention(
     (1, 3, 4, 2)
     """
     _check_shared_heads(query, key)
-    key, value = gathered(key, -3), gathered(value, -3)
-    structured = attention_mask.as_attention_mask(mask)
+    key = gathered(key, -3)
+    value = gathered(value, -3)
     options: dict[str, Any] = {
         "bias": bias,
         "alibi_slopes": alibi_slopes,
-        "mask": structured,
+        "mask": attention_mask.as_attention_mask(mask),
         "scale": scale,
         "logit_cap": logit_cap,
         "logit_sink": logit_sink,
         "precision": precision,
     }
-    dropped = {"dropout_rate": dropout_rate, "dropout_key": dropout_key}
-    context = fused_attention(implementation, query, key, value, **options, **dropped)
+    context = fused_attention(
+        implementation,
+        query,
+        key,
+        value,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        **options,
+    )
     if context is not None:
         return context
-    drop = functools.partial(dropout, rate=dropout_rate, prng_key=dropout_key)
-    return plain_attention(query, key, value, **options, drop=drop if dropout_rate else None)
+    drop = None
+    if dropout_rate:
+        drop = functools.partial(dropout, rate=dropout_rate, prng_key=dropout_key)
+    return plain_attention(query, key, value, drop=drop, **options)
 
 
 def plain_attention(
@@ -118,20 +127,21 @@ def plain_attention(
     """
     target, source = query.shape[-3], key.shape[-3]
     logits = attention_logits(query, key, precision=precision)
-    is_one = isinstance(scale, float) and scale == 1.0  # it may be traced
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    is_one = isinstance(factor, float) and factor == 1.0  # it may be traced
     if not is_one:
-        logits = logits * (query.shape[-1] ** -0.5 if scale is None else scale)
+        logits = logits * factor
     if logit_cap:
         logits = cap_logits(logits, logit_cap)
     if alibi_slopes is not None:
-        logits = _add_bias(
-            logits, embedding.alibi_bias(alibi_slopes, *mask.positions(target, source))
-        )
+        positions = mask.positions(target, source)
+        logits = _add_bias(logits, embedding.alibi_bias(alibi_slopes, *positions))
     logits = _add_bias(logits, bias)
     if mask.restricts:
         allowed = mask.to_array(target, source)
         # It has four axes at least, logits without axes of a batch three.
-        allowed = allowed.reshape(allowed.shape[-min(allowed.ndim, logits.ndim) :])
+        ndim = min(allowed.ndim, logits.ndim)
+        allowed = allowed.reshape(allowed.shape[-ndim:])
         if masked_gradient:
             logits = _add_bias(logits, attention_mask.bool_to_bias(allowed))
         else:
@@ -144,7 +154,9 @@ def plain_attention(
     if drop is not None:
         weights = drop(weights)
     context = attention_context(weights, value, precision=precision)
-    return _divided(context, total) if divides_last else context
+    if divides_last:
+        return _divided(context, total)
+    return context
 
 
 def attention_logits(
@@ -237,7 +249,9 @@ def _weights_and_total(
     largest = jax.lax.stop_gradient(largest)
     weights = jnp.exp(logits - largest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    return weights, total if sink is None else total + jnp.exp(sink - largest)
+    if sink is not None:
+        total = total + jnp.exp(sink - largest)
+    return weights, total
 
 
 @functools.partial(jax.jit, inline=INLINE)
@@ -265,7 +279,8 @@ def attention_context(
     *batch, heads, target, source = probs.shape
     kv_heads, dim = value.shape[-2:]
     value = gathered(value, -3)
-    probs = probs if probs.dtype == value.dtype else probs.astype(value.dtype)
+    if probs.dtype != value.dtype:
+        probs = probs.astype(value.dtype)
     options = without_none(
         precision=precision, preferred_element_type=preferred_element_type, _dot_general=dot_general
     )
@@ -293,7 +308,9 @@ def sigmoid_attention_probs(
 def _add_bias(logits: Array, bias: Array | None) -> Array:
     """Returns the sum in float32."""
     logits = logits.astype(jnp.float32)
-    return logits if bias is None else logits + to_ndim(bias.astype(jnp.float32), logits.ndim)
+    if bias is None:
+        return logits
+    return logits + to_ndim(bias.astype(jnp.float32), logits.ndim)
 
 
 def per_dim_scale(
@@ -322,9 +339,11 @@ def relative_to_absolute(
     length, distances = x.shape[-2:]
     # Each row starts one entry further left than the row above: with one more entry per row, all
     # are evenly spaced in memory.
+    batch_shape = x.shape[:-2]
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
-    flat = padded.reshape(*x.shape[:-2], length * (distances + 1))
-    skewed = flat[..., : length * distances].reshape(*x.shape[:-2], length, distances)
+    flat = padded.reshape(*batch_shape, length * (distances + 1))
+    skewed = flat[..., : length * distances]
+    skewed = skewed.reshape(*batch_shape, length, distances)
     return skewed[..., length - 1 :]
 
 
@@ -343,10 +362,11 @@ def xl_attention_logits(
         u: added to the query for the product with keys.
         v: added to the query for the product with `relative_positions`.
     """
-    u, v = to_ndim(u, query.ndim), to_ndim(v, query.ndim)
-    return attention_logits(query + u, key) + relative_to_absolute(
-        attention_logits(query + v, relative_positions[None])
-    )
+    u = to_ndim(u, query.ndim)
+    v = to_ndim(v, query.ndim)
+    content_logits = attention_logits(query + u, key)
+    position_logits = attention_logits(query + v, relative_positions[None])
+    return content_logits + relative_to_absolute(position_logits)
 
 
 def attention_weights(
@@ -419,8 +439,9 @@ def drop_attention_weights(
         )
     if rate == 1.0:
         return jnp.zeros_like(weights)
-    shared = range(weights.ndim - 2) if broadcast else ()
-    return dropout(weights, rate=rate, mask=keep_mask(prng_key, rate, weights.shape, shared))
+    broadcast_axes = range(weights.ndim - 2) if broadcast else ()
+    mask = keep_mask(prng_key, rate, weights.shape, broadcast_axes)
+    return dropout(weights, rate=rate, mask=mask)
 
 
 def check_attention_shapes(
@@ -458,15 +479,18 @@ def _check_heads(shapes: dict[str, tuple[int, ...]], fits: bool, expected: str) 
         )
 
 
-def check_broadcastable(name: str, given: Array, full: tuple[int, ...]) -> None:
+def check_broadcastable(name: str, x: Array, logits_shape: tuple[int, ...]) -> None:
     """Raises ArgumentShapeError unless a bias or mask broadcasts to the logits."""
-    shape = jnp.shape(given)
-    if shape == full:
+    shape = jnp.shape(x)
+    if shape == logits_shape:
         return
-    sizes = zip(reversed(shape), reversed(full), strict=False)
-    if len(shape) > len(full) or any(n not in (1, m) for n, m in sizes):
+    broadcasts = len(shape) <= len(logits_shape)
+    for size, logits_size in zip(reversed(shape), reversed(logits_shape), strict=False):
+        broadcasts = broadcasts and size in (1, logits_size)
+    if not broadcasts:
         raise ArgumentShapeError(
-            f"{name} has shape {shape}, which does not broadcast to that of the logits, {full}."
+            f"{name} has shape {shape}, which does not broadcast to that of the logits, "
+            f"{logits_shape}."
         )
 
 
@@ -496,18 +520,23 @@ def attention_without_weights(
         ArgumentShapeError: if bias or mask does not broadcast to the logits.
         ArgumentValueError: if dropout has no key, or the implementation cannot compute it.
     """
-    key, value = gathered(key, -3), gathered(value, -3)
-    reasons = {**only_plain, f"dropout_rate={dropout_rate} drops all": dropout_rate == 1.0}
-    reason = next((text for text, is_so in reasons.items() if is_so), None)
+    key = gathered(key, -3)
+    value = gathered(value, -3)
+    reasons = [description for description, is_so in only_plain.items() if is_so]
+    if dropout_rate == 1.0:
+        reasons.append(f"dropout_rate={dropout_rate} drops all")
+    reason = reasons[0] if reasons else None
     *batch, target, heads, _ = query.shape
     source = key.shape[-3]
     plain = is_plain(implementation, target * source, reason)
     needs_weights = reason is not None or query.dtype != jnp.float32 or products_are_replaced()
     if plain and needs_weights:
         return None
-    named = [("bias", bias)] if bias is not None else []
-    for name, x in [*named, *(("mask", x) for x in mask.arrays)]:
-        check_broadcastable(name, x, (*batch, heads, target, source))
+    logits_shape = (*batch, heads, target, source)
+    if bias is not None:
+        check_broadcastable("bias", bias, logits_shape)
+    for mask_array in mask.arrays:
+        check_broadcastable("mask", mask_array, logits_shape)
     options: dict[str, Any] = {
         "bias": bias,
         "mask": mask,
@@ -525,11 +554,15 @@ def attention_without_weights(
             broadcast_dropout=broadcast_dropout,
             **options,
         )
-    drop = functools.partial(
-        drop_attention_weights, rate=dropout_rate, prng_key=dropout_rng, broadcast=broadcast_dropout
-    )
+    drop = None
+    if dropout_rate:
+        drop = functools.partial(
+            drop_attention_weights,
+            rate=dropout_rate,
+            prng_key=dropout_rng,
+            broadcast=broadcast_dropout,
+        )
     query = query / math.sqrt(query.shape[-1])
-    drop = drop if dropout_rate else None
     return plain_attention(query, key, value, scale=1.0, drop=drop, **options)
 
 
@@ -554,7 +587,9 @@ def key_and_value_inputs(
                 "if inputs_v is left out."
             )
         key = query
-    return key, key if value is None else value
+    if value is None:
+        value = key
+    return key, value
 
 
 def check_accepts_implementation(
@@ -610,9 +645,10 @@ def attention_cache_step(
             f"{layer} decodes position {int(index)}, counted from 0, and its cache has room for "
             f"{length} positions; make a longer cache, or begin again with an empty one."
         )
-    keys, values = (
-        jax.lax.dynamic_update_slice_in_dim(cached, new.astype(cached.dtype), index, len(batch))
-        for cached, new in ((cached_key, key), (cached_value, value))
-    )
-    seen = jnp.broadcast_to(jnp.arange(length) <= index, (*batch, 1, 1, length))
-    return keys, values, seen
+    axis = len(batch)
+    key = key.astype(cached_key.dtype)
+    keys = jax.lax.dynamic_update_slice_in_dim(cached_key, key, index, axis)
+    value = value.astype(cached_value.dtype)
+    values = jax.lax.dynamic_update_slice_in_dim(cached_value, value, index, axis)
+    is_filled = jnp.arange(length) <= index
+    return keys, values, jnp.broadcast_to(is_filled, (*batch, 1, 1, length))

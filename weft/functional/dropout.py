@@ -93,8 +93,9 @@ def stochastic_depth(
     """
     if mode not in ("row", "batch"):
         raise ArgumentValueError(f"mode={mode!r} must be 'row' (each example) or 'batch' (all).")
-    rows = x.shape[0] if mode == "row" else 1
-    mask = get_dropout_mask((rows, *[1] * (x.ndim - 1)), prng_key=prng_key, rate=rate)
+    num_decisions = x.shape[0] if mode == "row" else 1
+    mask_shape = (num_decisions,) + (1,) * (x.ndim - 1)
+    mask = get_dropout_mask(mask_shape, prng_key=prng_key, rate=rate)
     return dropout(x, rate=rate, mask=mask)
 
 
@@ -148,11 +149,14 @@ def drop_tokens(
     """
     _check_rate(rate)
     x = gathered(x, 1)
-    cls, patches = x[:, :num_cls_tokens], x[:, num_cls_tokens:]
-    kept = max(round(patches.shape[1] * (1 - rate)), 1)
-    order = jnp.argsort(jax.random.uniform(prng_key, patches.shape[:2]), axis=1)
-    index = jnp.sort(order[:, :kept], axis=1)
-    return jnp.concatenate([cls, jnp.take_along_axis(patches, index[:, :, None], axis=1)], axis=1)
+    cls_tokens = x[:, :num_cls_tokens]
+    tokens = x[:, num_cls_tokens:]
+    num_kept = max(round(tokens.shape[1] * (1 - rate)), 1)
+    # The first of a random permutation of each example, back in their order.
+    random_order = jnp.argsort(jax.random.uniform(prng_key, tokens.shape[:2]), axis=1)
+    index = jnp.sort(random_order[:, :num_kept], axis=1)
+    tokens = jnp.take_along_axis(tokens, index[:, :, None], axis=1)
+    return jnp.concatenate([cls_tokens, tokens], axis=1)
 
 
 def _check_rate(rate: float) -> None:

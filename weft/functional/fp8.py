@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from weft.errors import ArgumentValueError
-from weft.functional.arrays import explicit_spec, sharded_by_compiler
+from weft.functional.arrays import SpecEntry, explicit_spec, sharded_by_compiler
 
 # Collection of variables whose gradients are their next values.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
@@ -240,11 +240,11 @@ def quantized_dot_bwd(dimension_numbers, preferred_element_type, res, g):
         "precision": lax.Precision.HIGHEST,
         "preferred_element_type": preferred_element_type,
     }
-    of_lhs = dot_general_transpose_lhs(q_g, lhs, q_rhs, **options)
-    of_rhs = dot_general_transpose_rhs(q_g, q_lhs, rhs, **options)
-    of_lhs = dequantize(of_lhs, preferred_element_type, rhs_scale * scale)
-    of_rhs = dequantize(of_rhs, preferred_element_type, lhs_scale * scale)
-    return of_lhs, None, None, of_rhs, None, None, scale, amax_history
+    dlhs = dot_general_transpose_lhs(q_g, lhs, q_rhs, **options)
+    drhs = dot_general_transpose_rhs(q_g, q_lhs, rhs, **options)
+    dlhs = dequantize(dlhs, preferred_element_type, rhs_scale * scale)
+    drhs = dequantize(drhs, preferred_element_type, lhs_scale * scale)
+    return dlhs, None, None, drhs, None, None, scale, amax_history
 
 
 quantized_dot.defvjp(quantized_dot_fwd, quantized_dot_bwd)
@@ -275,13 +275,16 @@ def dot_general_transpose_lhs(
     (x_contracted, y_contracted), (x_batch, y_batch) = dimension_numbers
     x_free = [a for a in range(x.ndim) if a not in (*x_contracted, *x_batch)]
     y_free = [a for a in range(y.ndim) if a not in (*y_contracted, *y_batch)]
-    start = len(x_batch) + (0 if swap_ans else len(x_free))
-    g_of_y = range(start, start + len(y_free))
-    numbers = (tuple(g_of_y), tuple(y_free)), (tuple(range(len(x_batch))), y_batch)
-    product = dot_general(g, y, numbers, **options)
+    # The axes of `g` are (*batch, *x_free, *y_free), or with `swap_ans` (*batch, *y_free, *x_free).
+    n_batch = len(x_batch)
+    start = n_batch if swap_ans else n_batch + len(x_free)
+    g_contracted = tuple(range(start, start + len(y_free)))
+    g_batch = tuple(range(n_batch))
+    product = dot_general(g, y, ((g_contracted, tuple(y_free)), (g_batch, y_batch)), **options)
     # Its last axes are the contracted ones, in the order of `y`.
-    order = [*x_batch, *x_free, *(x_contracted[i] for i in np.argsort(y_contracted))]
-    return lax.transpose(product, np.argsort(order))
+    x_axes = [*x_batch, *x_free]
+    x_axes += [x_contracted[i] for i in np.argsort(y_contracted)]
+    return lax.transpose(product, np.argsort(x_axes))
 
 
 def dot_general_transpose_rhs(
@@ -293,7 +296,8 @@ def dot_general_transpose_rhs(
     **options: Unpack[ProductOptions],
 ) -> Array:
     """Returns the gradient of `dot_general(x, y)` with respect to `y`."""
-    swapped = tuple((of_y, of_x) for of_x, of_y in dimension_numbers)
+    (x_contracted, y_contracted), (x_batch, y_batch) = dimension_numbers
+    swapped = (y_contracted, x_contracted), (y_batch, x_batch)
     return dot_general_transpose_lhs(g, y, x, dimension_numbers=swapped, swap_ans=True, **options)
 
 
@@ -357,12 +361,21 @@ def fp8_scaled_dot_general(
         rhs_meta: tuple[Array, Array],
         grad_meta: tuple[Array, Array],
     ) -> Array:
-        of_lhs: Any = in_q(quantize_compute_type, jnp.float8_e4m3fn, lhs, *lhs_meta)
-        of_rhs: Any = in_q(quantize_compute_type, jnp.float8_e4m3fn, rhs, *rhs_meta)
+        quantize_operand: Any = functools.partial(in_q, quantize_compute_type, jnp.float8_e4m3fn)
+        q_lhs, lhs_scale = quantize_operand(lhs, *lhs_meta)
+        q_rhs, rhs_scale = quantize_operand(rhs, *rhs_meta)
         y = quantized_dot(
-            lhs, *of_lhs, rhs, *of_rhs, *grad_meta, dimension_numbers, preferred_element_type
+            lhs,
+            q_lhs,
+            lhs_scale,
+            rhs,
+            q_rhs,
+            rhs_scale,
+            *grad_meta,
+            dimension_numbers,
+            preferred_element_type,
         )
-        return out_dq(preferred_element_type, of_lhs[1], of_rhs[1], y)
+        return out_dq(preferred_element_type, lhs_scale, rhs_scale, y)
 
     metas = (
         (lhs_scale, lhs_amax_history),
@@ -373,16 +386,20 @@ def fp8_scaled_dot_general(
     return sharded_by_compiler(product, lhs, rhs, *metas, spec=spec)
 
 
-def _spec_of_product(lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers) -> list[Any]:
+def _spec_of_product(
+    lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers
+) -> list[SpecEntry]:
     """Returns the sharding of a product over Explicit axes: that of its axes in the operands."""
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = dimension_numbers
-    of_lhs, of_rhs = explicit_spec(lhs), explicit_spec(rhs)
-    spec = [of_lhs[axis] for axis in lhs_batch]
-    spec += [of_lhs[a] for a in range(lhs.ndim) if a not in (*lhs_contracted, *lhs_batch)]
+    lhs_spec = explicit_spec(lhs)
+    spec = [lhs_spec[axis] for axis in lhs_batch]
+    for axis, entry in enumerate(lhs_spec):
+        if axis not in (*lhs_contracted, *lhs_batch):
+            spec.append(entry)
     # Each axis of the mesh shards one axis at most.
-    used = jax.tree.leaves(spec)
-    for axis in range(rhs.ndim):
+    used_mesh_axes = set(jax.tree.leaves(spec))
+    for axis, entry in enumerate(explicit_spec(rhs)):
         if axis not in (*rhs_contracted, *rhs_batch):
-            is_used = any(name in used for name in jax.tree.leaves(of_rhs[axis]))
-            spec.append(None if is_used else of_rhs[axis])
+            is_free = used_mesh_axes.isdisjoint(jax.tree.leaves(entry))
+            spec.append(entry if is_free else None)
     return spec

@@ -107,29 +107,37 @@ def fused_attention(
     if is_plain(implementation, target * key.shape[-3]):
         return None
     if len(batch) != 1:
-        query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+        query = query.reshape(-1, *query.shape[-3:])
+        key = key.reshape(-1, *key.shape[-3:])
+        value = value.reshape(-1, *value.shape[-3:])
+        # Positions and segment ids have one axis after those of the batch, arrays three.
         arrays = tuple(_merge_batch(x, batch, 3) for x in mask.arrays)
         mask = jax.tree.map(lambda x: _merge_batch(x, batch, 1), mask.replace(arrays=()))
         mask = mask.replace(arrays=arrays)
-    options |= {"bias": _merge_batch(bias, batch, 3), "logit_cap": logit_cap or None}
-    out = _computed(implementation, _Call(query, key, value, mask, **options))
+    if bias is not None:
+        bias = _merge_batch(bias, batch, 3)
+    call = _Call(query, key, value, mask, bias=bias, logit_cap=logit_cap or None, **options)
+    out = _compute(implementation, call)
     return out.reshape(*batch, *out.shape[1:])
 
 
-def _merge_batch(x: Array | None, batch: list[int], others: int) -> Array | None:
+def _merge_batch(x: Array, batch: list[int], num_last_axes: int) -> Array:
     """Merges the axes of the batch into one; some may be missing or of size 1."""
-    if x is None:
-        return None
-    x = to_ndim(x, len(batch) + others)
-    sizes, rest = x.shape[:-others], x.shape[-others:]
-    if all(n == 1 for n in sizes):
-        return x.reshape(1, *rest)
-    return jnp.broadcast_to(x, (*batch, *rest)).reshape(-1, *rest)
+    x = to_ndim(x, len(batch) + num_last_axes)
+    batch_shape, last_shape = x.shape[:-num_last_axes], x.shape[-num_last_axes:]
+    if set(batch_shape) <= {1}:
+        return x.reshape(1, *last_shape)
+    return jnp.broadcast_to(x, (*batch, *last_shape)).reshape(-1, *last_shape)
 
 
-def _computed(implementation: AttentionImplementation | None, call: _Call) -> Array:
-    kernels = _KERNELS_OF.get(jax.default_backend(), ()) if implementation is None else ()
-    for name in [implementation] if implementation in _KERNELS else kernels:
+def _compute(implementation: AttentionImplementation | None, call: _Call) -> Array:
+    if implementation is None:
+        kernels = _KERNELS_OF.get(jax.default_backend(), ())
+    elif implementation in _KERNELS:
+        kernels = (implementation,)
+    else:
+        kernels = ()
+    for name in kernels:
         try:
             return _KERNELS[name](call)
         except _KernelRefusal as refusal:
@@ -154,55 +162,60 @@ def _log_once(message: str) -> None:
 def _window(call: _Call, reasons: dict[str, bool]) -> dict[str, Any]:
     """Returns the arguments of a kernel for the mask; raises what it cannot do, with `reasons`."""
     mask = call.mask
-    window, exact = window_of(mask.mask_fn)
+    window, is_exact = window_of(mask.mask_fn)
+    has_positions = mask.query_positions is not None or mask.key_positions is not None
     reasons = {
         "it has no dropout": call.dropout_rate > 0,
         "it has no logit sinks": call.logit_sink is not None,
         "it has no ALiBi": call.alibi_slopes is not None,
         "it has no segment ids": mask.query_segments is not None,
-        "its masks are windows, not other functions of positions": not exact,
-        "its positions count from 0": mask.query_positions is not None
-        or mask.key_positions is not None,
+        "its masks are windows, not other functions of positions": not is_exact,
+        "its positions count from 0": has_positions,
         **reasons,
     }
     for reason, is_so in reasons.items():
         if is_so:
             raise _KernelRefusal(reason)
-    left, right = window.left_context, window.right_context
-    if left is None and right in (None, 0):
-        return {"is_causal": right == 0}
-    lengths = call.query.shape[1], call.key.shape[1]
-    return {
-        "is_causal": right == 0,
-        "local_window_size": tuple(
-            max(lengths) if size is None else size for size in (left, right)
-        ),
-    }
+    is_causal = window.right_context == 0
+    if window.left_context is None and (is_causal or window.right_context is None):
+        return {"is_causal": is_causal}
+    unlimited = max(call.query.shape[1], call.key.shape[1])
+    window_size = []
+    for context in (window.left_context, window.right_context):
+        window_size.append(unlimited if context is None else context)
+    return {"is_causal": is_causal, "local_window_size": tuple(window_size)}
+
+
+def _mask_array(call: _Call) -> Array | None:
+    """Returns what of the mask is not a window, for kernels that take both."""
+    if not call.mask.arrays:
+        return None
+    return call.mask.replace(mask_fn=None).to_array(1, 1)
 
 
 def _cudnn(call: _Call) -> Array:
     query, key, value = call.query, call.key, call.value
     window, _ = window_of(call.mask.mask_fn)
     all_pairs = (query.shape[1], key.shape[1])
-    odd = call.bias is not None and any(n % 2 for n in all_pairs)
-    arguments = _window(
-        call,
-        {
-            f"it computes in float16 and bfloat16, and the query is {query.dtype}": query.dtype
-            not in (jnp.float16, jnp.bfloat16),
-            "it has no caps of logits": call.logit_cap is not None,
-            "its values have the size of its keys": query.shape[-1] != value.shape[-1],
-            "its windows are causal": window.right_context != 0 and window != Window(),
-            "its biases and masks have a row per query and a column per key": any(
-                x is not None and x.shape[-2:] != all_pairs for x in (call.bias, *call.mask.arrays)
-            ),
-            f"with a bias, its lengths are even, and they are {all_pairs}": odd,
-        },
-    )
-    mask = call.mask.replace(mask_fn=None).to_array(1, 1) if call.mask.arrays else None
+    has_16_bits = query.dtype in (jnp.float16, jnp.bfloat16)
+    broadcasts_pairs = False
+    for x in (call.bias, *call.mask.arrays):
+        if x is not None and x.shape[-2:] != all_pairs:
+            broadcasts_pairs = True
+    has_odd_length = any(length % 2 for length in all_pairs)
+    reasons = {
+        f"it computes in float16 and bfloat16, and the query is {query.dtype}": not has_16_bits,
+        "it has no caps of logits": call.logit_cap is not None,
+        "its values have the size of its keys": query.shape[-1] != value.shape[-1],
+        "its windows are causal": window.right_context != 0 and window != Window(),
+        "its biases and masks have a row per query and a column per key": broadcasts_pairs,
+        f"with a bias, its lengths are even, and they are {all_pairs}": call.bias is not None
+        and has_odd_length,
+    }
+    arguments = _window(call, reasons)
     try:
         return jax.nn.dot_product_attention(
-            query, key, value, call.bias, mask,
+            query, key, value, call.bias, _mask_array(call),
             scale=call.scale, implementation="cudnn", **arguments,
         )  # fmt: skip
     except (NotImplementedError, RuntimeError, ValueError) as error:
@@ -210,21 +223,18 @@ def _cudnn(call: _Call) -> Array:
 
 
 def _tokamax(call: _Call) -> Array:
-    both = call.bias is not None and call.logit_cap is not None
-    arguments = _window(
-        call,
-        {
-            "it is not installed (pip install 'weft[kernels]')": importlib.util.find_spec("tokamax")
-            is None,
-            "it caps the sum of logits and bias": both,
-        },
-    )
+    is_installed = importlib.util.find_spec("tokamax") is not None
+    caps_bias = call.bias is not None and call.logit_cap is not None
+    reasons = {
+        "it is not installed (pip install 'weft[kernels]')": not is_installed,
+        "it caps the sum of logits and bias": caps_bias,
+    }
+    arguments = _window(call, reasons)
     import tokamax  # pyright: ignore[reportMissingImports] - an extra
 
-    mask = call.mask.replace(mask_fn=None).to_array(1, 1) if call.mask.arrays else None
     try:
         return tokamax.dot_product_attention(
-            call.query, call.key, call.value, call.bias, mask,
+            call.query, call.key, call.value, call.bias, _mask_array(call),
             scale=call.scale, logits_soft_cap=call.logit_cap, precision=call.precision,
             implementation=_TOKAMAX_KERNELS, **arguments,
         )  # fmt: skip
