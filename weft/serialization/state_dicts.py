@@ -11,12 +11,13 @@ import copy
 import dataclasses
 import difflib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from weft import errors, struct
 
@@ -53,15 +54,25 @@ def current_path() -> str:
     return "/".join(map(str, _path.names))
 
 
-ToState = Callable[[Any], Any]
-FromState = Callable[[Any, Any], Any]
-_registry: dict[type, tuple[ToState, FromState]] = {}
+T = TypeVar("T")
+Dict = TypeVar("Dict", bound=dict[Any, Any])
+StateDict = PyTree  # nested dicts with string keys, or a leaf
+
+
+class _Rule(NamedTuple):
+    """The conversion of a type to state dicts and back."""
+
+    to_state: Callable[[Any], StateDict]
+    from_state: Callable[[Any, StateDict], Any]
+
+
+_rules: dict[type, _Rule] = {}
 
 
 def register_serialization_state(
     ty: type,
-    ty_to_state_dict: Callable[[Any], Any],
-    ty_from_state_dict: Callable[[Any, Any], Any],
+    ty_to_state_dict: Callable[[Any], StateDict],
+    ty_from_state_dict: Callable[[Any, StateDict], Any],
     override: bool = False,
 ) -> None:
     """Registers the conversion of a type to state dicts and back. Subclasses do not inherit it.
@@ -73,38 +84,41 @@ def register_serialization_state(
 
     Raises SerializationHandlerError if the type has a rule and `override` is False.
     """
-    if not override and (ty in _registry or _is_struct(ty)):
+    if not override and (ty in _rules or _is_struct(ty)):
         raise errors.SerializationHandlerError(
             f"{ty.__name__!r} already has a rule for its state dict; give override=True to replace "
             "it."
         )
-    _registry[ty] = (ty_to_state_dict, ty_from_state_dict)
+    _rules[ty] = _Rule(ty_to_state_dict, ty_from_state_dict)
 
 
 def _is_struct(ty: type) -> bool:
     return "_weft_struct" in vars(ty)
 
 
-def _handlers(ty: type) -> tuple[ToState, FromState] | None:
-    if ty in _registry:
-        return _registry[ty]
+def _rule_for(ty: type) -> _Rule | None:
+    if ty in _rules:
+        return _rules[ty]
     if _is_struct(ty):
-        return _struct_to_state, _struct_from_state
+        return _Rule(_struct_to_state, _struct_from_state)
     if issubclass(ty, tuple) and hasattr(ty, "_fields"):
-        return _namedtuple_to_state, _namedtuple_from_state
-    return _registry[dict] if issubclass(ty, dict) else None
+        return _Rule(_namedtuple_to_state, _namedtuple_from_state)
+    if issubclass(ty, dict):
+        return _rules[dict]
+    return None
 
 
-def is_serializable(target: object) -> bool:
+def is_serializable(target: PyTree | type) -> bool:
     """Returns whether there is a rule for the state dict of a type, or of a value's type.
 
     >>> is_serializable({"a": 1}), is_serializable(1)
     (True, False)
     """
-    return _handlers(target if isinstance(target, type) else type(target)) is not None
+    ty = target if isinstance(target, type) else type(target)
+    return _rule_for(ty) is not None
 
 
-def to_state_dict(target: object) -> Any:
+def to_state_dict(target: PyTree) -> StateDict:
     """Returns the state dict of a tree of dicts, lists, tuples, structs and registered types.
 
     Values of other types are leaves, returned unchanged.
@@ -114,12 +128,16 @@ def to_state_dict(target: object) -> Any:
     >>> to_state_dict({"layers": [1.0, 2.0]})
     {'layers': {'0': 1.0, '1': 2.0}}
     """
-    with _enter(".") if not _path.names else contextlib.nullcontext():
-        rule = _handlers(type(target))
-        return target if rule is None else rule[0](target)
+    rule = _rule_for(type(target))
+    if rule is None:
+        return target
+    if _path.names:
+        return rule.to_state(target)
+    with _enter("."):
+        return rule.to_state(target)
 
 
-def from_state_dict(target: object, state: object, name: str = ".") -> Any:
+def from_state_dict(target: PyTree, state: StateDict, name: str = ".") -> PyTree:
     """Returns a tree like `target` with the leaves of a state dict.
 
     Leaves are those of the state dict, regardless of the target's shapes and dtypes. Entries
@@ -134,125 +152,159 @@ def from_state_dict(target: object, state: object, name: str = ".") -> Any:
     >>> from_state_dict([0, 0], {"0": 1, "1": 2})
     [1, 2]
     """
-    with _enter(name) if name else contextlib.nullcontext():
-        rule = _handlers(type(target))
-        return _leaf_from_state(target, state) if rule is None else rule[1](target, state)
+    if not name:
+        return _from_state(target, state)
+    with _enter(name):
+        return _from_state(target, state)
 
 
-def _children_to_state(entries: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _from_state(target: PyTree, state: StateDict) -> PyTree:
+    rule = _rule_for(type(target))
+    if rule is None:
+        return _leaf_from_state(target, state)
+    return rule.from_state(target, state)
+
+
+# A rule takes the children of a value, by name, to their state dicts and back.
+
+
+def _children_to_state(children: Mapping[str, PyTree]) -> dict[str, StateDict]:
     state = {}
-    for name, value in entries:
+    for name, child in children.items():
         with _enter(name):
-            state[name] = to_state_dict(value)
+            state[name] = to_state_dict(child)
     return state
 
 
+def _children_from_state(
+    kind: str, children: Mapping[str, PyTree], state: Mapping[str, StateDict]
+) -> dict[str, PyTree]:
+    """Returns values like the children; raises unless the state dict has their names as keys."""
+    _check_keys(kind, list(children), state)
+    values = {}
+    for name, child in children.items():
+        values[name] = from_state_dict(child, state[name], name=name)
+    return values
+
+
 def _quoted(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in names)
+    return ", ".join(map(repr, names))
 
 
-def _check_keys(wanted: list[str], state: object, what: str, extra_allowed: bool = False) -> None:
+def _check_keys(
+    kind: str, names: list[str], state: StateDict, *, extra_allowed: bool = False
+) -> None:
     if not isinstance(state, Mapping):
         raise _mismatch(
-            what, f"expected a dict with the keys {_quoted(wanted)}, got a {type(state).__name__}"
+            kind, f"expected a dict with the keys {_quoted(names)}, got a {type(state).__name__}"
         )
-    lacks = [name for name in wanted if name not in state]
-    extra = [str(key) for key in state if key not in wanted]
-    if not lacks and (extra_allowed or not extra):
+    missing_names = [name for name in names if name not in state]
+    extra_names = [str(key) for key in state if key not in names]
+    if not missing_names and (extra_allowed or not extra_names):
         return
-    said = []
-    if lacks:
-        said.append(f"it lacks {_quoted(lacks)}")
-    if extra:
-        said.append(f"it has {_quoted(extra)}, which the target has not")
-    for name in lacks:
-        if near := difflib.get_close_matches(name, extra, n=1):
-            said.append(f"{near[0]!r} is near {name!r}")
-    raise _mismatch(what, "; ".join(said))
+    differences = []
+    if missing_names:
+        differences.append(f"it lacks {_quoted(missing_names)}")
+    if extra_names:
+        differences.append(f"it has {_quoted(extra_names)}, which the target has not")
+    for name in missing_names:
+        near_names = difflib.get_close_matches(name, extra_names, n=1)
+        if near_names:
+            differences.append(f"{near_names[0]!r} is near {name!r}")
+    raise _mismatch(kind, "; ".join(differences))
 
 
-def _mismatch(what: str, why: str) -> errors.StateDictMismatchError:
+def _mismatch(kind: str, reason: str) -> errors.StateDictMismatchError:
+    """Returns the error for a part of the target, of a kind such as "a dict"."""
     return errors.StateDictMismatchError(
-        f"the state dict does not fit {what} of the target at {current_path()!r}: {why}. Make the "
-        "target as the saved one was made, or change the state dict to the target's structure."
+        f"the state dict does not fit {kind} of the target at {current_path()!r}: {reason}. Make "
+        "the target as the saved one was made, or change the state dict to the target's structure."
     )
 
 
-def _dict_to_state(xs: dict[Any, Any]) -> dict[str, Any]:
-    names = [str(key) for key in xs]
-    if len(set(names)) < len(names):
-        same = sorted({name for name in names if names.count(name) > 1})
+def _dict_to_state(xs: dict[Any, PyTree]) -> dict[str, StateDict]:
+    children = {str(key): value for key, value in xs.items()}
+    if len(children) < len(xs):
+        names = [str(key) for key in xs]
+        repeated_names = sorted({name for name in names if names.count(name) > 1})
         raise errors.StateDictKeyError(
-            f"keys of the dict at {current_path()!r} are equal as strings: {_quoted(same)}; a "
-            "state dict has string keys, so rename one of the keys."
+            f"keys of the dict at {current_path()!r} are equal as strings: "
+            f"{_quoted(repeated_names)}; a state dict has string keys, so rename one of the keys."
         )
-    return _children_to_state(zip(names, xs.values(), strict=True))
+    return _children_to_state(children)
 
 
-def _dict_from_state(xs: dict[Any, Any], state: Mapping[str, Any]) -> dict[Any, Any]:
-    _check_keys([str(key) for key in xs], state, "a dict", extra_allowed=True)
-    made = copy.copy(xs)  # also one of an OrderedDict or another subclass
+def _dict_from_state(xs: Dict, state: Mapping[str, StateDict]) -> Dict:
+    _check_keys("a dict", [str(key) for key in xs], state, extra_allowed=True)
+    new_dict = copy.copy(xs)  # also one of an OrderedDict or another subclass
     for key, value in xs.items():
-        made[key] = from_state_dict(value, state[str(key)], name=str(key))
-    return made
+        name = str(key)
+        new_dict[key] = from_state_dict(value, state[name], name=name)
+    return new_dict
 
 
-def _sequence_to_state(xs: list[Any] | tuple[Any, ...]) -> dict[str, Any]:
-    return _children_to_state((str(i), x) for i, x in enumerate(xs))
+def _numbered(xs: Sequence[PyTree]) -> dict[str, PyTree]:
+    return {str(i): x for i, x in enumerate(xs)}
 
 
-def _sequence_from_state(xs: Any, state: Mapping[str, Any]) -> Any:
-    what = f"a {type(xs).__name__}"
+def _sequence_to_state(xs: Sequence[PyTree]) -> dict[str, StateDict]:
+    return _children_to_state(_numbered(xs))
+
+
+def _sequence_from_state(
+    xs: list[PyTree] | tuple[PyTree, ...], state: Mapping[str, StateDict]
+) -> list[PyTree] | tuple[PyTree, ...]:
+    kind = f"a {type(xs).__name__}"
     if isinstance(state, Mapping) and len(state) != len(xs):
-        raise _mismatch(what, f"the target has {len(xs)} entries, the state dict {len(state)}")
-    _check_keys([str(i) for i in range(len(xs))], state, what)
-    return type(xs)(from_state_dict(x, state[str(i)], name=str(i)) for i, x in enumerate(xs))
+        raise _mismatch(kind, f"the target has {len(xs)} entries, the state dict {len(state)}")
+    values = _children_from_state(kind, _numbered(xs), state)
+    return type(xs)(values.values())
 
 
-def _namedtuple_to_state(xs: Any) -> dict[str, Any]:
-    return _children_to_state(zip(xs._fields, xs, strict=True))
+def _namedtuple_to_state(xs: Any) -> dict[str, StateDict]:
+    return _children_to_state(xs._asdict())
 
 
-def _namedtuple_from_state(xs: Any, state: Any) -> Any:
-    old = {"name", "fields", "values"}  # the keys of files of before fields had their names
-    if isinstance(state, Mapping) and set(state) == old != set(xs._fields):
+def _namedtuple_from_state(xs: T, state: Mapping[str, StateDict]) -> T:
+    namedtuple: Any = xs
+    old_keys = {"name", "fields", "values"}  # of files of before fields had their names
+    if isinstance(state, Mapping) and set(state) == old_keys != set(namedtuple._fields):
         state = {field: state["values"][i] for i, field in state["fields"].items()}
-    _check_keys(list(xs._fields), state, f"the named tuple {type(xs).__name__}")
-    return type(xs)(*(from_state_dict(getattr(xs, f), state[f], name=f) for f in xs._fields))
+    kind = f"the named tuple {type(xs).__name__}"
+    values = _children_from_state(kind, namedtuple._asdict(), state)
+    return type(xs)(*values.values())
 
 
-def _struct_to_state(xs: object) -> dict[str, Any]:
-    return _children_to_state((name, getattr(xs, name)) for name in struct.child_names(type(xs)))
+def _struct_children(xs: PyTree) -> dict[str, PyTree]:
+    return {name: getattr(xs, name) for name in struct.child_names(type(xs))}
 
 
-def _struct_from_state(xs: Any, state: Mapping[str, Any]) -> Any:
-    names = list(struct.child_names(type(xs)))
-    _check_keys(names, state, f"the struct {type(xs).__name__}")
-    made = {name: from_state_dict(getattr(xs, name), state[name], name=name) for name in names}
-    return dataclasses.replace(xs, **made)
+def _struct_to_state(xs: PyTree) -> dict[str, StateDict]:
+    return _children_to_state(_struct_children(xs))
 
 
-def _partial_to_state(xs: jax.tree_util.Partial) -> dict[str, Any]:
-    return _children_to_state((("args", xs.args), ("keywords", xs.keywords)))
+def _struct_from_state(xs: PyTree, state: Mapping[str, StateDict]) -> PyTree:
+    kind = f"the struct {type(xs).__name__}"
+    values = _children_from_state(kind, _struct_children(xs), state)
+    return dataclasses.replace(xs, **values)
+
+
+def _partial_to_state(xs: jax.tree_util.Partial) -> dict[str, StateDict]:
+    return _children_to_state({"args": xs.args, "keywords": xs.keywords})
 
 
 def _partial_from_state(
-    xs: jax.tree_util.Partial, state: Mapping[str, Any]
+    xs: jax.tree_util.Partial, state: Mapping[str, StateDict]
 ) -> jax.tree_util.Partial:
-    _check_keys(["args", "keywords"], state, "a Partial")
-    args = from_state_dict(xs.args, state["args"], name="args")
-    keywords = from_state_dict(xs.keywords, state["keywords"], name="keywords")
-    return jax.tree_util.Partial(xs.func, *args, **keywords)
+    children = {"args": xs.args, "keywords": xs.keywords}
+    values = _children_from_state("a Partial", children, state)
+    return jax.tree_util.Partial(xs.func, *values["args"], **values["keywords"])
 
 
-_registry.update(
-    {
-        dict: (_dict_to_state, _dict_from_state),
-        list: (_sequence_to_state, _sequence_from_state),
-        tuple: (_sequence_to_state, _sequence_from_state),
-        jax.tree_util.Partial: (_partial_to_state, _partial_from_state),
-    }
-)
+_rules[dict] = _Rule(_dict_to_state, _dict_from_state)
+_rules[list] = _Rule(_sequence_to_state, _sequence_from_state)
+_rules[tuple] = _Rule(_sequence_to_state, _sequence_from_state)
+_rules[jax.tree_util.Partial] = _Rule(_partial_to_state, _partial_from_state)
 
 
 def is_prng_key(x: object) -> bool:
@@ -267,11 +319,10 @@ def is_stored_dtype(dtype: np.dtype) -> bool:
     return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
 
 
-def _leaf_from_state(target: Any, state: Any) -> Any:
+def _leaf_from_state(target: PyTree, state: StateDict) -> StateDict:
     if isinstance(target, jax.Array | np.ndarray) and isinstance(state, Mapping):
-        raise _mismatch(
-            "an array", f"expected an array, got a dict with {_quoted(map(str, state))}"
-        )
+        names = _quoted(map(str, state))
+        raise _mismatch("an array", f"expected an array, got a dict with {names}")
     if is_prng_key(target) and isinstance(state, np.ndarray):
         # Bytes of Flax hold what `jax.random.key_data` gave, as Flax itself writes no typed keys.
         return jax.random.wrap_key_data(jnp.asarray(state), impl=jax.random.key_impl(target))
