@@ -81,17 +81,17 @@ def test_initial_values_are_recorded():
     store = VariableStore({"state": {"old": 0}}, True)
     store.put("state", (), "old", 1)
     store.put("state", ("a",), "new", 2)
-    assert store.made == {"state": {"a": {"new": 2}}}
+    assert store.initial_values == {"state": {"a": {"new": 2}}}
     store.put("state", ("a",), "new", 3)
     store.put("state", ("a",), "new", 4)
-    assert store.made == {"state": {"a": {"new": 2}}}
+    assert store.initial_values == {"state": {"a": {"new": 2}}}
 
 
 def test_initial_dict_value_is_copied():
     store = VariableStore({}, True)
     store.put("state", (), "x", {"n": 0})
     store.put("state", (), "x", {"n": 1})
-    assert store.made == {"state": {"x": {"n": 0}}}
+    assert store.initial_values == {"state": {"x": {"n": 0}}}
 
 
 def test_copies_of_mappings():

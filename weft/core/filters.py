@@ -23,6 +23,8 @@ class DenyList:
 
 
 Filter = Union[bool, str, Collection[str], DenyList]  # noqa: UP007 - DenyList refers to it by name
+CanonicalFilter = tuple[bool, frozenset[str]]
+"""Hashable form of a filter: whether it denies, and the names that it lists or denies."""
 
 
 def in_filter(filter_like: Filter, col: str) -> bool:
@@ -67,18 +69,17 @@ def filter_to_set(x: Filter) -> set[str]:
     return set(x)
 
 
-def canonical(x: Filter) -> tuple[bool, frozenset[str]]:
-    """Returns whether a filter denies, and the names that it lists or denies.
-
-    The values are hashable, and equal for filters that match the same names.
-    """
+def canonical(x: Filter) -> CanonicalFilter:
+    """Returns the hashable form of a filter, equal for filters that match the same names."""
     if isinstance(x, DenyList):
         denies, names = canonical(x.deny)
         return not denies, names
-    return (True, frozenset()) if x is True else (False, frozenset(filter_to_set(x)))
+    if x is True:
+        return True, frozenset()
+    return False, frozenset(filter_to_set(x))
 
 
-def from_canonical(parts: tuple[bool, frozenset[str]]) -> Filter:
+def from_canonical(parts: CanonicalFilter) -> Filter:
     """Inverts `canonical`, up to filters that match the same names."""
     denies, names = parts
     if denies:
@@ -95,8 +96,10 @@ def union_filters(a: Filter, b: Filter) -> Filter:
     (deny_a, names_a), (deny_b, names_b) = canonical(a), canonical(b)
     if deny_a and deny_b:
         return from_canonical((True, names_a & names_b))
-    if deny_a or deny_b:
-        return from_canonical((True, names_a - names_b if deny_a else names_b - names_a))
+    if deny_a:
+        return from_canonical((True, names_a - names_b))
+    if deny_b:
+        return from_canonical((True, names_b - names_a))
     return from_canonical((False, names_a | names_b))
 
 

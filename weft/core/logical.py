@@ -8,6 +8,7 @@ names or rules and repeated names. Defaults are the context's rules and the mesh
 
 import enum
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -17,9 +18,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from weft import errors, struct
 from weft.core import meta, spmd
 from weft.core.axis_rules import Rule, Rules, checked_rules, get_logical_axis_rules
-from weft.typing import MeshAxes
+from weft.typing import MeshAxes, PyTree
 
 AnyRules = Iterable[Sequence[Any]]
+
+AxisEntry = Any  # a name, a tuple of names, None, or `PartitionSpec.UNCONSTRAINED`
 
 _FREE = PartitionSpec.UNCONSTRAINED
 
@@ -33,8 +36,8 @@ class AxisAssignment(NamedTuple):
         passed: indices of skipped rules for the name, whose mesh axes were taken.
     """
 
-    name: Any
-    entry: Any
+    name: AxisEntry
+    entry: AxisEntry
     rule: int | None = None
     passed: tuple[int, ...] = ()
 
@@ -44,67 +47,88 @@ class AxisAssignment(NamedTuple):
         return self.rule is None and bool(self.passed)
 
 
-def assign(names: Iterable[Any], rules: Rules) -> list[AxisAssignment]:
+def assign(names: Iterable[AxisEntry], rules: Rules) -> list[AxisAssignment]:
     """Applies rules to the names of one array's axes.
 
     Args:
         names: for each axis a logical name, None, `PartitionSpec.UNCONSTRAINED`, or a tuple of mesh
             axes, which are used unchanged.
     """
-    axes = [
-        AxisAssignment(name, None if isinstance(name, str) else name) for name in _checked(names)
-    ]
-    where = {axis.name: i for i, axis in enumerate(axes) if isinstance(axis.name, str)}
-    taken = {mesh_axis for axis in axes for mesh_axis in spmd.axes_of(axis.entry)}
-    for index, (name, mesh_axes) in enumerate(rules):
-        if name not in where or axes[where[name]].rule is not None:
-            continue
-        axis = axes[where[name]]
-        wanted = set(spmd.axes_of(mesh_axes))
-        if wanted & taken:
-            axes[where[name]] = axis._replace(passed=(*axis.passed, index))
+    axes: list[AxisAssignment] = []
+    positions: dict[str, int] = {}
+    used_mesh_axes: set[str] = set()
+    for name in _check_names(names):
+        if isinstance(name, str):
+            positions[name] = len(axes)
+            axes.append(AxisAssignment(name, None))
         else:
-            axes[where[name]] = axis._replace(entry=mesh_axes, rule=index)
-            taken |= wanted
+            used_mesh_axes.update(spmd.axes_of(name))
+            axes.append(AxisAssignment(name, name))
+    for index, (name, entry) in enumerate(rules):
+        if name not in positions:
+            continue
+        position = positions[name]
+        axis = axes[position]
+        if axis.rule is not None:
+            continue
+        mesh_axes = set(spmd.axes_of(entry))
+        if mesh_axes & used_mesh_axes:
+            axes[position] = axis._replace(passed=(*axis.passed, index))
+        else:
+            axes[position] = axis._replace(entry=entry, rule=index)
+            used_mesh_axes |= mesh_axes
     return axes
 
 
-def _checked(names: object) -> list[Any]:
+def _layout(axes: Iterable[AxisAssignment]) -> PartitionSpec:
+    return PartitionSpec(*(axis.entry for axis in axes))
+
+
+def _check_names(names: Iterable[AxisEntry]) -> list[AxisEntry]:
+    """Returns names of axes, lists as tuples; raises LogicalAxisError for other values."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise errors.LogicalAxisError(
             f"{names!r} was given for the names of an array's axes; expected one entry for each "
             f"axis. For one axis write ({names!r},)."
         )
-    names = [tuple(name) if isinstance(name, list) else name for name in names]
+    names = _with_tuples(names)
+    counts: Counter[str] = Counter()
     for name in names:
+        if isinstance(name, str):
+            counts[name] += 1
+            continue
         is_tuple = isinstance(name, tuple) and all(isinstance(part, str) for part in name)
-        if not (name is None or name is _FREE or isinstance(name, str) or is_tuple):
+        if not (name is None or name is _FREE or is_tuple):
             raise errors.LogicalAxisError(
                 f"{name!r} in {tuple(names)} is not a name of an axis; expected a logical name, a "
                 "tuple of mesh axes, or None."
             )
-    texts = [name for name in names if isinstance(name, str)]
-    twice = sorted({name for name in texts if texts.count(name) > 1})
-    if twice:
+    repeated = sorted(name for name, count in counts.items() if count > 1)
+    if repeated:
         raise errors.LogicalAxisError(
-            f"the logical axis {', '.join(map(repr, twice))} is there more than once in "
+            f"the logical axis {', '.join(map(repr, repeated))} is there more than once in "
             f"{tuple(names)}, and one array can be split only once over a mesh axis; give each of "
             "its axes another name, or None."
         )
     return names
 
 
+def _with_tuples(names: Iterable[AxisEntry]) -> list[AxisEntry]:
+    """Returns names of axes with tuples, which are hashable, in place of lists."""
+    return [tuple(name) if isinstance(name, list) else name for name in names]
+
+
 def conflict_message(axis: AxisAssignment, axes: Sequence[AxisAssignment], rules: Rules) -> str:
     """Returns a message about an axis whose rules were all skipped."""
     rule: Rule = rules[axis.passed[0]]
-    holders = [
-        f"{mesh_axis!r} is used by {other.name!r}"
-        for mesh_axis in spmd.axes_of(rule[1])
-        for other in axes
-        if mesh_axis in spmd.axes_of(other.entry)
-    ]
+    holders: list[str] = []
+    for mesh_axis in spmd.axes_of(rule[1]):
+        for other in axes:
+            if mesh_axis in spmd.axes_of(other.entry):
+                holders.append(f"{mesh_axis!r} is used by {other.name!r}")
+    names = tuple(other.name for other in axes)
     return (
-        f"in {tuple(a.name for a in axes)} the rule {rule!r} conflicts with another, as "
+        f"in {names} the rule {rule!r} conflicts with another, as "
         f"{' and '.join(holders)}; so the axis is not split. Put the more important rule first, "
         f"or, if this is intended, add a rule ({axis.name!r}, None) after it."
     )
@@ -115,7 +139,7 @@ def _rules_or_context(rules: AnyRules | None) -> Rules:
 
 
 def logical_to_mesh_axes(
-    array_dim_names: Iterable[Any] | None, rules: AnyRules | None = None
+    array_dim_names: Iterable[AxisEntry] | None, rules: AnyRules | None = None
 ) -> PartitionSpec | None:
     """Returns the layout of an array whose axes have logical names.
 
@@ -128,10 +152,10 @@ def logical_to_mesh_axes(
     """
     if array_dim_names is None:
         return None
-    return PartitionSpec(*(a.entry for a in assign(array_dim_names, _rules_or_context(rules))))
+    return _layout(assign(array_dim_names, _rules_or_context(rules)))
 
 
-def names_to_mesh_axes(names: Iterable[Any], rules: AnyRules | None = None) -> PartitionSpec:
+def names_to_mesh_axes(names: Iterable[AxisEntry], rules: AnyRules | None = None) -> PartitionSpec:
     """Returns the layout of an array whose axes have names of logical or mesh axes.
 
     Args:
@@ -143,37 +167,42 @@ def names_to_mesh_axes(names: Iterable[Any], rules: AnyRules | None = None) -> P
     """
     rules = _rules_or_context(rules)
     if not rules:
-        return PartitionSpec(*(tuple(n) if isinstance(n, list) else n for n in names))
-    axes = [axis.entry for axis in assign(mark_mesh_axes(names, rules), rules)]
-    return PartitionSpec(*(a[0] if isinstance(a, tuple) and len(a) == 1 else a for a in axes))
+        return PartitionSpec(*_with_tuples(names))
+    entries: list[AxisEntry] = []
+    for axis in assign(mark_mesh_axes(names, rules), rules):
+        is_single = isinstance(axis.entry, tuple) and len(axis.entry) == 1
+        entries.append(axis.entry[0] if is_single else axis.entry)
+    return PartitionSpec(*entries)
 
 
-def mark_mesh_axes(names: Iterable[Any], rules: Rules) -> list[Any]:
+def mark_mesh_axes(names: Iterable[AxisEntry], rules: Rules) -> list[AxisEntry]:
     """Converts names of `names_to_mesh_axes` for `assign`, with mesh axes in tuples.
 
     >>> rules = [("embed", "model"), ("fsdp", None)]
     >>> mark_mesh_axes(("embed", "model", ("data", "fsdp")), rules)
     ['embed', ('model',), ('data',)]
     """
-    meant = dict(reversed(rules))
+    first_rules = dict(reversed(rules))
 
-    def entry(name: object) -> Any:
+    def mark(name: AxisEntry) -> AxisEntry:
         if isinstance(name, str):
-            return name if name in meant else (name,)
+            return name if name in first_rules else (name,)
         if not isinstance(name, tuple | list):
             return name
-        parts = [axis for part in name for axis in spmd.axes_of(meant.get(part, part))]
-        return tuple(dict.fromkeys(parts)) or None
+        mesh_axes: dict[str, None] = {}  # in order, each once
+        for part in name:
+            mesh_axes |= dict.fromkeys(spmd.axes_of(first_rules.get(part, part)))
+        return tuple(mesh_axes) or None
 
-    return [entry(name) for name in names]
+    return [mark(name) for name in names]
 
 
-def _are_names(x: Any) -> bool:
+def _are_names(x: PyTree) -> bool:
     is_row = type(x) in (tuple, list) and any(isinstance(name, str) for name in x)
     return isinstance(x, PartitionSpec) or is_row
 
 
-def logical_to_mesh(tree: object, rules: AnyRules | None = None) -> Any:
+def logical_to_mesh(tree: PyTree, rules: AnyRules | None = None) -> PyTree:
     """Returns the layouts of a tree of arrays whose axes have logical names.
 
     `tree` contains `PartitionSpec`s or tuples with logical names, as `get_partition_spec` returns.
@@ -182,7 +211,7 @@ def logical_to_mesh(tree: object, rules: AnyRules | None = None) -> Any:
     {'step': None, 'w': P('data',)}
     """
 
-    def convert(x: Any) -> Any:
+    def convert(x: PyTree) -> PartitionSpec | None:
         if not _are_names(x):
             raise errors.LogicalAxisError(
                 f"the logical names of an array's axes are a {type(x).__name__}: "
@@ -194,11 +223,12 @@ def logical_to_mesh(tree: object, rules: AnyRules | None = None) -> Any:
     return jax.tree.map(convert, tree, is_leaf=_are_names)
 
 
-def logical_to_mesh_sharding(tree: object, mesh: Mesh, rules: AnyRules | None = None) -> Any:
+def logical_to_mesh_sharding(tree: PyTree, mesh: Mesh, rules: AnyRules | None = None) -> PyTree:
     """Returns the layouts of `logical_to_mesh` as `NamedSharding`s over a mesh."""
+    specs = logical_to_mesh(tree, rules)
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
-        logical_to_mesh(tree, rules),
+        specs,
         is_leaf=lambda x: isinstance(x, PartitionSpec),
     )
 
@@ -212,12 +242,12 @@ class RulesFallback(enum.Enum):
 
 
 def with_logical_constraint(
-    x: object,
-    logical_axis_resources: object,
+    x: PyTree,
+    logical_axis_resources: PyTree,
     rules: AnyRules | None = None,
     mesh: spmd.AnyMesh | None = None,
     fallback: RulesFallback = RulesFallback.AXIS_IS_UNSHARDED,
-) -> Any:
+) -> PyTree:
     """Lays out a value over a mesh by the logical names of its axes.
 
     Without rules or a mesh, `x` is returned unchanged.
@@ -234,40 +264,47 @@ def with_logical_constraint(
     >>> with_logical_constraint(1.0, ("embed",), [("embed", "data")])
     1.0
     """
-    found = _rules_or_context(rules)
-    if not found or logical_axis_resources is None:
+    checked = _rules_or_context(rules)
+    if not checked or logical_axis_resources is None:
         return x
 
-    def apply(names: object, part: object) -> Any:
-        return part if names is None else _constrain(part, names, found, mesh, fallback)
+    def apply(names: PyTree, part: PyTree) -> PyTree:
+        return part if names is None else _constrain(part, names, checked, mesh, fallback)
 
-    def is_leaf(names: object) -> bool:
-        nameless = type(names) is tuple and all(n is None or n is _FREE for n in names)
-        return names is None or nameless or _are_names(names)
+    def is_leaf(names: PyTree) -> bool:
+        if type(names) is tuple and all(name is None or name is _FREE for name in names):
+            return True
+        return names is None or _are_names(names)
 
     return jax.tree.map(apply, logical_axis_resources, x, is_leaf=is_leaf)
 
 
 def _constrain(
-    x: Any, names: Any, rules: Rules, mesh: spmd.AnyMesh | None, fallback: RulesFallback
-) -> Any:
+    x: PyTree,
+    names: Iterable[AxisEntry],
+    rules: Rules,
+    mesh: spmd.AnyMesh | None,
+    fallback: RulesFallback,
+) -> PyTree:
     axes = assign(names, rules)
-    nothing = [axis.name for axis in axes if isinstance(axis.name, str) and axis.rule is None]
-    if nothing and fallback is RulesFallback.RAISE_ERROR:
-        lost = [conflict_message(axis, axes, rules) for axis in axes if axis.is_unassigned]
+    unsplit = [axis.name for axis in axes if isinstance(axis.name, str) and axis.rule is None]
+    if unsplit and fallback is RulesFallback.RAISE_ERROR:
+        conflicts = ""
+        for axis in axes:
+            if axis.is_unassigned:
+                conflicts += f" And {conflict_message(axis, axes, rules)}"
         raise errors.LogicalAxisError(
-            f"no rule gave a mesh axis to {', '.join(map(repr, nothing))} in {tuple(names)}; add "
-            f"a rule, as ({nothing[0]!r}, None) for an axis that is not split."
-            + "".join(f" And {text}" for text in lost)
+            f"no rule gave a mesh axis to {', '.join(map(repr, unsplit))} in {tuple(names)}; add "
+            f"a rule, as ({unsplit[0]!r}, None) for an axis that is not split.{conflicts}"
         )
-    if nothing and fallback is RulesFallback.NO_CONSTRAINT:
+    if unsplit and fallback is RulesFallback.NO_CONSTRAINT:
         return x
     if mesh is None and spmd.get_global_mesh() is None:
         return x
     for axis in axes:
         if axis.is_unassigned:
             warnings.warn(conflict_message(axis, axes, rules), errors.ShardingWarning, stacklevel=2)
-    return spmd.constrain(x, PartitionSpec(*(axis.entry for axis in axes)), mesh)
+    return spmd.constrain(x, _layout(axes), mesh)
 
 
 class LogicallyPartitioned(meta.Partitioned):
@@ -287,7 +324,7 @@ class LogicallyPartitioned(meta.Partitioned):
         if self.rules is not None:
             object.__setattr__(self, "rules", checked_rules(self.rules))
 
-    def unbox(self, apply_constraint: bool = True) -> Any:
+    def unbox(self, apply_constraint: bool = True) -> PyTree:
         """Returns the value, laid out by the rules unless `apply_constraint` is False.
 
         The errors and warnings are those of `with_logical_constraint`.
@@ -306,7 +343,7 @@ class LogicallyPartitioned(meta.Partitioned):
                 f"the names {self.names!r} are logical, and there are no rules that say which mesh "
                 "axes they stand for; ask inside of logical_axis_rules(rules)."
             )
-        return NamedSharding(mesh, PartitionSpec(*(a.entry for a in assign(self.names, rules))))
+        return NamedSharding(mesh, _layout(assign(self.names, rules)))
 
     def to_nnx_metadata(self) -> dict[str, Any]:
         return super().to_nnx_metadata() | {"sharding_rules": self.rules}

@@ -3,18 +3,21 @@
 Unknown are arguments given only by shape, or all values that a JAX transformation transforms.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import jax.core
 from jax.interpreters.partial_eval import dce_jaxpr_consts
+from jax.tree_util import KeyPath
 
-from weft.core import display
+from weft.core.display import is_array
 from weft.errors import LazyInitError
-from weft.lifting import kind, state_creation, traces
+from weft.lifting.kind import SelectedLeaves
+from weft.lifting.state_creation import TracedFunction, without_debugging
+from weft.lifting.traces import at_trace, is_tracing
+from weft.typing import PyTree, Tensor
 
 
-def partial_eval(fn: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+def partial_eval(fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Computes `fn(*args, **kwargs)` where some arguments are known only by shape and dtype.
 
     Args:
@@ -24,14 +27,14 @@ def partial_eval(fn: Callable[..., Any], *args: object, **kwargs: object) -> Any
     Raises LazyInitError if a result depends on the value of a `jax.ShapeDtypeStruct`.
     """
     trace = _Trace(fn, args, kwargs)
-    unknown = trace.needs_unknown()
-    if any(unknown):
-        path = trace.paths[unknown.index(True)]
+    is_unknown = trace.depends_on_unknown()
+    if any(is_unknown):
+        path = trace.paths[is_unknown.index(True)]
         raise LazyInitError(jax.tree_util.keystr(path, simple=True, separator="/"))
-    return trace.evaluate(unknown)
+    return trace.evaluate(is_unknown)
 
 
-def partial_eval_or_shapes(fn: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+def partial_eval_or_shapes(fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Returns the result of `partial_eval`, with `jax.ShapeDtypeStruct` for unknown values.
 
     >>> x = jax.ShapeDtypeStruct((2,), "float32")
@@ -39,12 +42,12 @@ def partial_eval_or_shapes(fn: Callable[..., Any], *args: object, **kwargs: obje
     (ShapeDtypeStruct(shape=(2,), dtype=float32), Array(3., dtype=float32))
     """
     trace = _Trace(fn, args, kwargs)
-    return trace.evaluate(trace.needs_unknown())
+    return trace.evaluate(trace.depends_on_unknown())
 
 
 def evaluate_outside(
-    trace: jax.core.Trace, fn: Callable[[], Any], error: Callable[[Any], Exception]
-) -> Any:
+    trace: jax.core.Trace, fn: Callable[[], PyTree], error: Callable[[KeyPath], Exception]
+) -> PyTree:
     """Computes `fn()` in an outer trace, although `fn` runs in the present one.
 
     Args:
@@ -54,77 +57,96 @@ def evaluate_outside(
             only in the present trace.
     """
     inside = _Trace(fn, (), {})
-    every = range(len(inside.paths))
-    values = _outputs_outside(trace, inside, every)
-    if values is None:
-        (path, *_) = (inside.paths[i] for i in every if not _outputs_outside(trace, inside, [i]))
-        raise error(path)
-    return inside.results.replace(values)
+    outputs = range(len(inside.paths))
+    values = _outputs_outside(trace, inside, outputs)
+    if values is not None:
+        return inside.results.replace(values)
+    for i in outputs:
+        if not _outputs_outside(trace, inside, [i]):
+            raise error(inside.paths[i])
+    raise AssertionError("one of the results is not known outside")
 
 
 def _outputs_outside(
     trace: jax.core.Trace, inside: "_Trace", outputs: Sequence[int]
-) -> list[Any] | None:
+) -> list[Tensor] | None:
     """Returns some results, computed in an outer trace, or None if it does not have the inputs."""
-    used = [i in outputs for i in range(len(inside.paths))]
-    closed = state_creation.without_debugging(inside.traced.closed)
-    jaxpr, used_consts, _ = dce_jaxpr_consts(closed.jaxpr, used)
-    consts = [x for x, is_used in zip(closed.consts, used_consts, strict=True) if is_used]
-    with traces.at_trace(trace):
-        if not traces.is_tracing() and any(isinstance(x, jax.core.Tracer) for x in consts):
+    is_output = [i in outputs for i in range(len(inside.paths))]
+    closed = without_debugging(inside.traced.closed)
+    jaxpr, is_used, _ = dce_jaxpr_consts(closed.jaxpr, is_output)
+    used_consts: list[PyTree] = []
+    for const, is_used_const in zip(closed.consts, is_used, strict=True):
+        if is_used_const:
+            used_consts.append(const)
+    with at_trace(trace):
+        has_tracers = any(isinstance(const, jax.core.Tracer) for const in used_consts)
+        if has_tracers and not is_tracing():
             return None
         try:
-            # Constants are arrays of NumPy, which are mutable.
-            return list(map(jax.numpy.asarray, jax.core.eval_jaxpr(jaxpr, consts)))
+            values = jax.core.eval_jaxpr(jaxpr, used_consts)
         except jax.errors.UnexpectedTracerError:
             return None
+        # Constants are arrays of NumPy, which are mutable.
+        return list(map(jax.numpy.asarray, values))
 
 
 class _Trace:
     """Function that was traced once, with arrays or their shapes among its arguments.
 
     Attributes:
+        arrays: the arrays and shapes among the arguments.
         results: the result, in which those in the trace can be replaced.
         paths: their paths.
     """
 
-    results: kind.SelectedLeaves
-    paths: list[jax.tree_util.KeyPath]
+    results: SelectedLeaves
+    paths: list[KeyPath]
 
-    def __init__(self, fn: Callable[..., Any], args: object, kwargs: object):
-        given = kind.SelectedLeaves.of((args, kwargs), display.is_array, None)
+    def __init__(
+        self, fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ):
+        arg_leaves = SelectedLeaves.of((args, kwargs), is_array, None)
 
-        def of_arrays(*arrays: object) -> list[Any]:
-            args, kwargs = given.replace(arrays)
-            out = fn(*args, **kwargs)
-            paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(out)]
-            self.results = kind.SelectedLeaves.of(
-                out, lambda x: isinstance(x, jax.core.Tracer), None
-            )
-            self.paths = [paths[i] for i in self.results.indices]
-            traced = self.results.selected
+        def of_arrays(*arrays: Tensor) -> list[Tensor]:
+            args, kwargs = arg_leaves.replace(arrays)
+            result = fn(*args, **kwargs)
+            self.results = SelectedLeaves.of(result, _is_tracer, None)
+            result_paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(result)]
+            self.paths = [result_paths[i] for i in self.results.indices]
+            tracers = self.results.selected
             for i in self.results.indices:
                 self.results.leaves[i] = None  # tracers do not outlive their trace
-            return traced
+            return tracers
 
-        self.arrays = given.selected
-        self.traced = state_creation.TracedFunction(fn, of_arrays, *self.arrays)
+        self.arrays: list[Tensor | jax.ShapeDtypeStruct] = arg_leaves.selected
+        self.traced = TracedFunction(fn, of_arrays, *self.arrays)
 
-    def needs_unknown(self) -> list[bool]:
+    def depends_on_unknown(self) -> list[bool]:
         """Returns for each result in the trace whether it depends on unknown values."""
-        missing = [isinstance(x, jax.ShapeDtypeStruct) for x in self.arrays]
+        outputs = range(len(self.paths))
+        if not self._depends_on_unknown(outputs):
+            return [False for _ in outputs]  # most often, without a look at each
+        return [self._depends_on_unknown([i]) for i in outputs]
 
-        def needs_missing(outputs: Sequence[int]) -> bool:
-            used = self.traced.used_inputs(outputs)
-            return any(n and m for n, m in zip(used, missing, strict=True))
+    def _depends_on_unknown(self, outputs: Sequence[int]) -> bool:
+        inputs = zip(self.traced.used_inputs(outputs), self.arrays, strict=True)
+        return any(is_used and isinstance(x, jax.ShapeDtypeStruct) for is_used, x in inputs)
 
-        every = range(len(self.paths))
-        is_any = needs_missing(every)
-        return [is_any and needs_missing([i]) for i in every]
-
-    def evaluate(self, unknown: Sequence[bool]) -> Any:
+    def evaluate(self, is_unknown: Sequence[bool]) -> PyTree:
         """Returns the result, with shapes for unknown values."""
-        known = iter(self.traced.only([i for i, u in enumerate(unknown) if not u], *self.arrays))
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.traced.shapes]
-        pairs = zip(shapes, unknown, strict=True)
-        return self.results.replace([s if u else next(known) for s, u in pairs])
+        return self.results.replace(self._values_or_shapes(is_unknown))
+
+    def _values_or_shapes(
+        self, is_unknown: Sequence[bool]
+    ) -> Iterator[Tensor | jax.ShapeDtypeStruct]:
+        outputs = [i for i, is_unknown_value in enumerate(is_unknown) if not is_unknown_value]
+        values = iter(self.traced.only(outputs, *self.arrays))
+        for is_unknown_value, result_type in zip(is_unknown, self.traced.shapes, strict=True):
+            if is_unknown_value:
+                yield jax.ShapeDtypeStruct(result_type.shape, result_type.dtype)
+            else:
+                yield next(values)
+
+
+def _is_tracer(x: PyTree) -> bool:
+    return isinstance(x, jax.core.Tracer)

@@ -31,6 +31,7 @@ from jax.interpreters import mlir
 
 from weft import errors, struct
 from weft.core.settings import settings
+from weft.typing import PyTree
 
 Path = tuple[str, ...]
 Key = tuple[Path, str]
@@ -80,35 +81,49 @@ SuffixPart = str | int | LoopKeyNumber
 
 @functools.lru_cache(maxsize=4096)
 def _digest(suffix: tuple[str | int, ...], separator: bytes) -> int:
-    data = b"".join(
-        separator + token.encode()
-        if isinstance(token, str)
-        else separator + token.to_bytes((token.bit_length() + 7) // 8)
-        for token in suffix
-    )
-    return int.from_bytes(hashlib.sha1(data, usedforsecurity=False).digest()[:4])
+    data = b""
+    for part in suffix:
+        data += separator
+        if isinstance(part, str):
+            data += part.encode()
+        else:
+            n_bytes = (part.bit_length() + 7) // 8
+            data += part.to_bytes(n_bytes)
+    digest = hashlib.sha1(data, usedforsecurity=False).digest()
+    return int.from_bytes(digest[:4])
 
 
 def _suffix_digest(suffix: tuple[SuffixPart, ...]) -> np.uint32:
-    known = (token.number() if isinstance(token, LoopKeyNumber) else token for token in suffix)
-    return np.uint32(_digest(tuple(known), b"\0" if settings.fix_rng_separator else b""))
+    """Returns the number that is folded into a stream's key."""
+    parts: list[str | int] = []
+    for part in suffix:
+        parts.append(part.number() if isinstance(part, LoopKeyNumber) else part)
+    separator = b"\0" if settings.fix_rng_separator else b""
+    return np.uint32(_digest(tuple(parts), separator))
 
 
 @functools.cache
 def _digest_p() -> Any:
+    """Returns the operation without operands whose value is a digest, see above."""
     from jax.extend.core import Primitive  # as in `weft.core.tracing`
 
-    made = Primitive("digest")
-    made.def_impl(lambda *, suffix: jnp.asarray(_suffix_digest(suffix)))
-    made.def_abstract_eval(lambda *, suffix: jax.core.ShapedArray((), np.dtype("uint32")))
-    mlir.register_lowering(made, lambda ctx, *, suffix: [mlir.ir_constant(_suffix_digest(suffix))])
-    return made
+    def evaluate(*, suffix: tuple[SuffixPart, ...]) -> jax.Array:
+        return jnp.asarray(_suffix_digest(suffix))
+
+    def lower(context: mlir.LoweringRuleContext, *, suffix: tuple[SuffixPart, ...]) -> list[Any]:
+        return [mlir.ir_constant(_suffix_digest(suffix))]
+
+    digest_p = Primitive("digest")
+    digest_p.def_impl(evaluate)
+    digest_p.def_abstract_eval(lambda *, suffix: jax.core.ShapedArray((), np.dtype("uint32")))
+    mlir.register_lowering(digest_p, lower)
+    return digest_p
 
 
 class LazyRng(struct.PyTreeNode):
     """PRNG stream as seen by one scope; `suffix` has the names from the root to the scope."""
 
-    rng: Any
+    rng: jax.Array
     suffix: tuple[SuffixPart, ...] = struct.field(pytree_node=False, default=())
 
     @staticmethod
@@ -124,16 +139,19 @@ class LazyRng(struct.PyTreeNode):
         """Returns the stream of a scope further down."""
         return LazyRng(self.rng, (*self.suffix, *suffix))
 
-    def as_jax_rng(self) -> Any:
+    def as_jax_rng(self) -> jax.Array:
         """Returns the stream's key."""
         if not self.suffix:
             return self.rng
-        if any(isinstance(token, LoopKeyNumber) for token in self.suffix):
-            return jax.random.fold_in(self.rng, _digest_p().bind(suffix=self.suffix))
-        return jax.random.fold_in(self.rng, jnp.uint32(_suffix_digest(self.suffix)))
+        is_in_loop = any(isinstance(part, LoopKeyNumber) for part in self.suffix)
+        if is_in_loop:
+            number = _digest_p().bind(suffix=self.suffix)
+        else:
+            number = jnp.uint32(_suffix_digest(self.suffix))
+        return jax.random.fold_in(self.rng, number)
 
 
-def is_key(x: Any) -> bool:
+def is_key(x: PyTree) -> bool:
     """Returns whether `x` is a PRNG key: typed, or an array as returned by `PRNGKey`."""
     if not (hasattr(x, "shape") and hasattr(x, "dtype")):
         return False
@@ -146,11 +164,15 @@ def check_keys(rngs: Mapping[str, Any]) -> None:
     """Raises InvalidRngError if a stream's value is not a key."""
     for stream, key in rngs.items():
         if not is_key(key):
-            given = f"{key.dtype}{key.shape}" if hasattr(key, "shape") else repr(key)
+            shown = f"{key.dtype}{key.shape}" if hasattr(key, "shape") else repr(key)
             raise errors.InvalidRngError(
-                f"the PRNG stream {stream!r} was given {given}; expected a key, such as "
+                f"the PRNG stream {stream!r} was given {shown}; expected a key, such as "
                 "jax.random.key(0), or a dict of keys by the name of their stream."
             )
+
+
+Draws = frozenset[tuple[Key, int]]
+"""Numbers of drawn keys by scope and stream."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,22 +183,24 @@ class FrozenCounts:
         loops: the surrounding loops, each with the path from its scope to this one.
         begins: whether a loop begins here.
         creation_draws: number of keys, on top of the table, drawn by the run that created a loop's
-        state.
+            state.
         draws: number of keys that the loop skips, if known, or skipped if it has ended.
     """
 
-    table: frozenset[tuple[Key, int]] = frozenset()
+    table: Draws = frozenset()
     loops: tuple[tuple[Loop, Path], ...] = ()
     begins: bool = False
-    creation_draws: frozenset[tuple[Key, int]] = frozenset()
-    draws: frozenset[tuple[Key, int]] | None = None
+    creation_draws: Draws = frozenset()
+    draws: Draws | None = None
 
 
 class Counts:
     """Numbers of keys drawn by all scopes below one root, without keys that loops skip."""
 
     def __init__(self, frozen: FrozenCounts | None = None):
-        self._initial = frozen = frozen or FrozenCounts()
+        if frozen is None:
+            frozen = FrozenCounts()
+        self._initial = frozen
         self._table = dict(frozen.table)
         self._loops = frozen.loops
         if frozen.begins or frozen.creation_draws:
@@ -185,55 +209,74 @@ class Counts:
 
     def draw(self, key: Key) -> int | LoopKeyNumber:
         """Counts one more key and returns its number, from 1."""
-        self._table[key] = n = self._table.get(key, 0) + 1
+        n = self._table.get(key, 0) + 1
+        self._table[key] = n
         if not self._loops:
             return n
         path, stream = key
-        return LoopKeyNumber(
-            n, tuple((loop, ((*base, *path), stream)) for loop, base in self._loops)
-        )
+        keys_in_loops: list[tuple[Loop, Key]] = []
+        for loop, loop_path in self._loops:
+            keys_in_loops.append((loop, ((*loop_path, *path), stream)))
+        return LoopKeyNumber(n, tuple(keys_in_loops))
 
     def freeze(self) -> FrozenCounts:
         return FrozenCounts(frozenset(self._table.items()), self._loops)
 
     def below(self, path: Path) -> FrozenCounts:
         """Returns the counts of the scopes from `path` on, by relative path."""
-        n = len(path)
-        table = frozenset(
-            ((p[n:], stream), count) for (p, stream), count in self._table.items() if p[:n] == path
-        )
-        return FrozenCounts(table, tuple((loop, (*base, *path)) for loop, base in self._loops))
+        depth = len(path)
+        table: dict[Key, int] = {}
+        for (scope_path, stream), count in self._table.items():
+            if scope_path[:depth] == path:
+                table[scope_path[depth:], stream] = count
+        loops = tuple((loop, (*loop_path, *path)) for loop, loop_path in self._loops)
+        return FrozenCounts(frozenset(table.items()), loops)
 
-    def update_below(self, path: Path, after: FrozenCounts) -> None:
+    def update_below(self, path: Path, counts: FrozenCounts) -> None:
         """Updates the counts with the draws of a transformation; inverts `below`."""
-        self._table.update({((*path, *p), stream): count for (p, stream), count in after.table})
+        for (relative_path, stream), count in counts.table:
+            self._table[(*path, *relative_path), stream] = count
 
-    def end(self, made: "CreatedScopes | None" = None) -> FrozenCounts:
+    def end(self, created: "CreatedScopes | None" = None) -> FrozenCounts:
         """Returns the counts after the transformation, which ends a loop that began here.
 
-        `made` are the scopes in which the body has created state that the loop carries or shares,
-        in a run before the loop. The loop then continues the counts of that run.
+        `created` are the scopes in which the body has created state that the loop carries or
+        shares, in a run before the loop. The loop then continues the counts of that run.
         """
-        if not (self._initial.begins or self._initial.creation_draws):
+        initial = self._initial
+        if not (initial.begins or initial.creation_draws):
             return self.freeze()
-        before = dict(self._initial.table)
-        drawn = {key: n for key, count in self._table.items() if (n := count - before.get(key, 0))}
-        if self._initial.creation_draws:
+        counts_before = dict(initial.table)
+        draws: dict[Key, int] = {}
+        for key, count in self._table.items():
+            n_drawn = count - counts_before.get(key, 0)
+            if n_drawn:
+                draws[key] = n_drawn
+
+        # Each iteration's keys begin after the skipped ones.
+        skipped = draws
+        creation_draws: Draws = frozenset()
+        if initial.creation_draws:
             # The run that created the state has drawn additional keys.
-            skipped = {key: m for key, m in self._initial.creation_draws if drawn.get(key, 0) < m}
-            creation_draws = frozenset()
-        else:
-            skipped = drawn if made is None else made.skipped(drawn)
-            creation_draws = frozenset() if made is None else frozenset(skipped.items())
+            skipped = {key: n for key, n in initial.creation_draws if draws.get(key, 0) < n}
+        elif created is not None:
+            skipped = created.skipped(draws)
+            creation_draws = frozenset(skipped.items())
         self._loops[-1][0].draws = skipped
-        # The run that creates the state precedes the loop and skips the keys that it draws.
-        more = skipped if made is None else {}
-        table = frozenset(
-            (key, before.get(key, 0) + drawn.get(key, 0) + more.get(key, 0))
-            for key in {**before, **drawn, **more}
+
+        counts_after = dict(counts_before)
+        for key, n_drawn in draws.items():
+            counts_after[key] = counts_after.get(key, 0) + n_drawn
+        if created is None:
+            # The run that creates the state precedes the loop and skips the keys that it draws.
+            for key, n_skipped in skipped.items():
+                counts_after[key] = counts_after.get(key, 0) + n_skipped
+        return FrozenCounts(
+            frozenset(counts_after.items()),
+            initial.loops,
+            creation_draws=creation_draws,
+            draws=frozenset(skipped.items()),
         )
-        draws = frozenset(skipped.items())
-        return FrozenCounts(table, self._initial.loops, creation_draws=creation_draws, draws=draws)
 
 
 class CreatedScopes(NamedTuple):
@@ -244,26 +287,40 @@ class CreatedScopes(NamedTuple):
 
     def skipped(self, draws: Mapping[Key, int]) -> dict[Key, int]:
         """Returns which of one run's keys the loop skips before the state is created."""
-        drawing = sorted({path for path, _ in draws}, key=len, reverse=True)
+        nearest_first = sorted({path for path, _ in draws}, key=len, reverse=True)
 
-        def scope_of(made: Path) -> Path | None:
+        def drawing_scope(created: Path) -> Path | None:
             """Returns the nearest scope that has drawn keys, with which the state was created."""
-            return next((path for path in drawing if made[: len(path)] == path), None)
+            for path in nearest_first:
+                if created[: len(path)] == path:
+                    return path
+            return None
 
-        carried, shared = ({scope_of(path) for path in paths} for paths in self)
-        return {key: n for key, n in draws.items() if key[0] in carried or key[0] not in shared}
+        drew_for_carried = set(map(drawing_scope, self.carried))
+        drew_for_shared = set(map(drawing_scope, self.shared))
+        skipped: dict[Key, int] = {}
+        for (path, stream), n in draws.items():
+            if path in drew_for_carried or path not in drew_for_shared:
+                skipped[path, stream] = n
+        return skipped
 
 
-def counts_for_loop(before: FrozenCounts, after: FrozenCounts | None = None) -> FrozenCounts:
+def counts_for_loop(counts: FrozenCounts, after: FrozenCounts | None = None) -> FrozenCounts:
     """Returns a loop body's initial counts from those before and, if known, after the loop."""
-    return dataclasses.replace(before, begins=True, draws=after and after.draws)
+    draws = None if after is None else after.draws
+    return dataclasses.replace(counts, begins=True, draws=draws)
 
 
-def counts_after_creation(before: FrozenCounts, made: FrozenCounts) -> FrozenCounts:
-    """Returns the initial counts of a loop without a run before, after `made` created its state."""
-    known = dict(before.table)
-    creation_draws = frozenset((key, n - known.get(key, 0)) for key, n in made.table)
-    return dataclasses.replace(before, creation_draws=creation_draws)
+def counts_after_creation(counts: FrozenCounts, after: FrozenCounts) -> FrozenCounts:
+    """Returns the initial counts of a loop without a run before.
+
+    `after` are the counts after the run that has created its state.
+    """
+    counts_before = dict(counts.table)
+    creation_draws: set[tuple[Key, int]] = set()
+    for key, count in after.table:
+        creation_draws.add((key, count - counts_before.get(key, 0)))
+    return dataclasses.replace(counts, creation_draws=frozenset(creation_draws))
 
 
 def max_counts(a: FrozenCounts, b: FrozenCounts) -> FrozenCounts:

@@ -10,16 +10,22 @@ for finding in check_rules(rules, avals, mesh):
 
 import dataclasses
 import enum
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from weft.core.axis_rules import Rule, Rules, checked_rules
-from weft.core.logical import AxisAssignment, LogicallyPartitioned, assign, conflict_message
+from weft.core.logical import (
+    AxisAssignment,
+    AxisEntry,
+    LogicallyPartitioned,
+    assign,
+    conflict_message,
+)
 from weft.core.meta import Partitioned, is_axis_metadata
 from weft.core.spmd import AnyMesh, axes_of, get_global_mesh
+from weft.typing import PyTree
 
 
 class FindingKind(enum.Enum):
@@ -46,7 +52,7 @@ class Finding:
 
 
 def check_rules(
-    rules: Iterable[Sequence[Any]], tree: object, mesh: AnyMesh | None = None
+    rules: Iterable[Sequence[Any]], tree: PyTree, mesh: AnyMesh | None = None
 ) -> list[Finding]:
     """Lists probable mistakes in rules for logical axes.
 
@@ -65,86 +71,102 @@ def check_rules(
     rules = checked_rules(rules)
     mesh = get_global_mesh() if mesh is None else mesh
     findings: list[Finding] = []
-    used: set[int] = set()
-    passed: set[int] = set()
-    names: set[Any] = set()
-    for path, box in _partitioned(tree):
-        is_logical = isinstance(box, LogicallyPartitioned)
-        own = box.rules if is_logical else None
-        applied = own if own is not None else rules if is_logical else ()
-        names_of_box = [AxisAssignment(name, name) for name in box.names]
-        axes = assign(box.names, applied) if is_logical else names_of_box
-        findings += [Finding(kind, text, path) for kind, text in _about_names(axes, applied)]
-        findings += [Finding(kind, text, path) for kind, text in _about_sizes(axes, box, mesh)]
-        if is_logical and own is None:
-            used |= {axis.rule for axis in axes if axis.rule is not None}
-            passed.update(*(axis.passed for axis in axes))
-            names |= {axis.name for axis in axes}
+    # Of the given rules, by index; a box may have rules of its own.
+    used_rules: set[int] = set()
+    skipped_rules: set[int] = set()
+    names: set[AxisEntry] = set()
+    for path, box in _partitioned_boxes(tree):
+        box_rules: Rules = ()
+        if not isinstance(box, LogicallyPartitioned):
+            axes = [AxisAssignment(name, name) for name in box.names]
+        else:
+            box_rules = rules if box.rules is None else box.rules
+            axes = assign(box.names, box_rules)
+        findings += _check_names(path, axes, box_rules)
+        if mesh is not None:
+            findings += _check_sizes(path, axes, box, mesh)
+        if box_rules is rules:
+            for axis in axes:
+                names.add(axis.name)
+                skipped_rules.update(axis.passed)
+                if axis.rule is not None:
+                    used_rules.add(axis.rule)
     if mesh is not None:
         for rule in rules:
-            unknown = _unknown(axes_of(rule[1]), mesh, f"by the rule {rule!r} an axis")
-            findings += [Finding(kind, text) for kind, text in unknown]
-    unused = [index for index in range(len(rules)) if index not in used]
-    return findings + [_unused(rules[i], i in passed, names) for i in unused]
+            findings += _unknown_mesh_axes(
+                "", axes_of(rule[1]), mesh, f"by the rule {rule!r} an axis"
+            )
+    for index, rule in enumerate(rules):
+        if index not in used_rules:
+            findings.append(_unused_rule(rule, index in skipped_rules, names))
+    return findings
 
 
-def _partitioned(tree: object) -> Iterator[tuple[str, Partitioned]]:
+def _partitioned_boxes(tree: PyTree) -> Iterator[tuple[str, Partitioned[PyTree]]]:
+    """Yields each `Partitioned` of a tree, also inside of other boxes, with its path."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_axis_metadata):
-        where = jax.tree_util.keystr(path, simple=True, separator="/")
+        path_text = jax.tree_util.keystr(path, simple=True, separator="/")
         if isinstance(leaf, Partitioned):
-            yield where, leaf
+            yield path_text, leaf
         elif is_axis_metadata(leaf):
-            yield from ((where, box) for _, box in _partitioned(leaf.unbox()))
+            for _, inner_box in _partitioned_boxes(leaf.unbox()):
+                yield path_text, inner_box
 
 
-def _about_names(axes: list[AxisAssignment], rules: Rules) -> Iterator[tuple[FindingKind, str]]:
+def _check_names(path: str, axes: list[AxisAssignment], rules: Rules) -> Iterator[Finding]:
+    """Yields the axes that are not split for want of a rule, or since another one was first."""
     for axis in axes:
         if axis.is_unassigned:
-            yield FindingKind.FIGHTING_RULES, conflict_message(axis, axes, rules)
+            message = conflict_message(axis, axes, rules)
+            yield Finding(FindingKind.FIGHTING_RULES, message, path)
         elif axis.rule is None and axis.entry is None and axis.name is not None:
-            yield (
-                FindingKind.MISSING_RULE,
+            message = (
                 f"no rule is for {axis.name!r}, so the axis is not split; add "
-                f"({axis.name!r}, None) if this is meant.",
+                f"({axis.name!r}, None) if this is meant."
             )
+            yield Finding(FindingKind.MISSING_RULE, message, path)
 
 
-def _about_sizes(
-    axes: list[AxisAssignment], box: Partitioned, mesh: AnyMesh | None
-) -> Iterator[tuple[FindingKind, str]]:
-    if mesh is None:
-        return
-    for shape in dict.fromkeys(jax.numpy.shape(leaf) for leaf in jax.tree.leaves(box)):
+def _check_sizes(
+    path: str, axes: list[AxisAssignment], box: Partitioned[PyTree], mesh: AnyMesh
+) -> Iterator[Finding]:
+    """Yields the axes that a mesh cannot split into equal parts."""
+    shapes = dict.fromkeys(map(jax.numpy.shape, jax.tree.leaves(box)))
+    for shape in shapes:
         for index, (axis, size) in enumerate(zip(axes, shape, strict=False)):
-            known = [name for name in axes_of(axis.entry) if name in mesh.shape]
-            parts = math.prod(mesh.shape[name] for name in known)
-            if size % parts:
-                yield (
-                    FindingKind.INDIVISIBLE_AXIS,
-                    f"axis {index} of shape {shape}, {axis.name!r}, cannot be split into {parts} "
-                    f"equal parts over {axis.entry!r}; change its size or its layout.",
+            n_parts = 1
+            for mesh_axis in axes_of(axis.entry):
+                n_parts *= mesh.shape.get(mesh_axis, 1)
+            if size % n_parts:
+                message = (
+                    f"axis {index} of shape {shape}, {axis.name!r}, cannot be split into {n_parts} "
+                    f"equal parts over {axis.entry!r}; change its size or its layout."
                 )
+                yield Finding(FindingKind.INDIVISIBLE_AXIS, message, path)
             if axis.rule is None:  # unknown mesh axes of a rule are reported once, for the rule
-                yield from _unknown(axes_of(axis.entry), mesh, f"axis {index} of shape {shape}")
+                subject = f"axis {index} of shape {shape}"
+                yield from _unknown_mesh_axes(path, axes_of(axis.entry), mesh, subject)
 
 
-def _unknown(
-    names: Iterable[str], mesh: AnyMesh, subject: str
-) -> Iterator[tuple[FindingKind, str]]:
+def _unknown_mesh_axes(
+    path: str, names: Iterable[str], mesh: AnyMesh, subject: str
+) -> Iterator[Finding]:
     for name in names:
         if name not in mesh.shape:
-            yield (
-                FindingKind.UNKNOWN_MESH_AXIS,
+            message = (
                 f"{subject} is to be split over {name!r}, and the mesh has the axes "
-                f"{', '.join(map(repr, mesh.axis_names))}.",
+                f"{', '.join(map(repr, mesh.axis_names))}."
             )
+            yield Finding(FindingKind.UNKNOWN_MESH_AXIS, message, path)
 
 
-def _unused(rule: Rule, was_passed: bool, names: set[Any]) -> Finding:
+def _unused_rule(rule: Rule, is_skipped: bool, names: set[AxisEntry]) -> Finding:
     if rule[0] not in names:
-        why = f"no axis is called {rule[0]!r}"
-    elif was_passed:
-        why = "an earlier rule always takes its mesh axes"
+        reason = f"no axis is called {rule[0]!r}"
+    elif is_skipped:
+        reason = "an earlier rule always takes its mesh axes"
     else:
-        why = f"an earlier rule for {rule[0]!r} always holds"
-    return Finding(FindingKind.UNUSED_RULE, f"the rule {rule!r} is never used: {why}.", rule=rule)
+        reason = f"an earlier rule for {rule[0]!r} always holds"
+    return Finding(
+        FindingKind.UNUSED_RULE, f"the rule {rule!r} is never used: {reason}.", rule=rule
+    )

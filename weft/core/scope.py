@@ -310,7 +310,7 @@ class Scope:
 
     def has_collection(self, col: str) -> bool:
         """Returns whether a collection was given or has variables in any scope."""
-        return col in self._store.collections or col in self._store.given
+        return col in self._store.collections or col in self._store.empty_collections
 
     def is_collection_empty(self, col: str) -> bool:
         """Returns whether a collection has no variables in any scope."""

@@ -42,19 +42,9 @@ class _Call:
         self.other_values = others.values
         self.units = units.mapped(lambda value, role: None)
 
-    def runner(self, fn: Fn) -> Callable[[list[PyTree], list[PyTree]], PureResults]:
-        """Returns `fn` as a function of the values to differentiate and the others."""
-        units = self.units
-
-        def run(diff_values: list[PyTree], other_values: list[PyTree]) -> PureResults:
-            inside = units.with_values(other_values).with_role_replaced(DIFF, diff_values)
-            return call_pure(units.kind, fn, inside.pure_args())
-
-        return named_after(fn, run)
-
     def pure(self, fn: Fn, has_aux: bool) -> Callable[[list[PyTree]], tuple[PyTree, PureResults]]:
         """Returns the function from `diff_values` to the result of `fn`, and all other outputs."""
-        run = self.runner(fn)
+        run = _runner(self.units, fn)
 
         def of_diff_values(diff_values: list[PyTree]) -> tuple[PyTree, PureResults]:
             results = run(diff_values, self.other_values)
@@ -66,6 +56,16 @@ class _Call:
     def write_back(self, results: PureResults) -> PyTree:
         """Writes changes of state; returns the function's own results."""
         return commit_results(self._kind, self._outer, results)
+
+
+def _runner(units: Units, fn: Fn) -> Callable[[list[PyTree], list[PyTree]], PureResults]:
+    """Returns `fn` as a function of the values to differentiate and the others."""
+
+    def run(diff_values: list[PyTree], other_values: list[PyTree]) -> PureResults:
+        inside = units.with_values(other_values).with_role_replaced(DIFF, diff_values)
+        return call_pure(units.kind, fn, inside.pure_args())
+
+    return named_after(fn, run)
 
 
 def in_args_tree(units: Units, values: list[PyTree]) -> PyTree:
@@ -197,7 +197,7 @@ def custom_vjp(
 
     def call(*args: PyTree) -> PyTree:
         this_call = _Call(kind, args, wrt, call)
-        run_forward = this_call.runner(forward_fn)
+        run_forward = _runner(this_call.units, forward_fn)
 
         def forward(
             diff_values: list[PyTree], other_values: list[PyTree]
@@ -218,7 +218,7 @@ def custom_vjp(
             # JAX fails to transpose a scan whose stacked result has None as its gradient.
             return leaf if isinstance(leaf, jax.Ref) else jax.lax.stop_gradient(leaf)
 
-        with_rule = jax.custom_vjp(this_call.runner(fn))
+        with_rule = jax.custom_vjp(_runner(this_call.units, fn))
         with_rule.defvjp(named_after(forward_fn, forward), named_after(backward_fn, backward))
         other_values = jax.tree.map(without_gradient, this_call.other_values)
         return this_call.write_back(with_rule(this_call.diff_values, other_values))
@@ -248,6 +248,7 @@ def custom_jvp(
 
     def call(*args: PyTree) -> PyTree:
         this_call = _Call(kind, args, wrt, call)
+        units = this_call.units  # without the call's values, since JAX keeps the rule
 
         def rule(
             primals: tuple[list[PyTree], list[PyTree]], tangents: tuple[list[PyTree], PyTree]
@@ -260,13 +261,13 @@ def custom_jvp(
                 value, tangent = jvp_fn(diff_tangents, *args)
                 return value
 
-            results = this_call.runner(primal_fn)(*primals)
+            results = _runner(units, primal_fn)(*primals)
             if pack_tangent is not None:
                 return results, pack_tangent(results, tangent, diff_tangents)
             zeros: PureResults = jax.tree.map(jax.custom_derivatives.zero_from_primal, results)
             return results, zeros._replace(packed=tangent)
 
-        with_rule = jax.custom_jvp(this_call.runner(fn))
+        with_rule = jax.custom_jvp(_runner(units, fn))
         with_rule.defjvp(named_after(jvp_fn, rule))
         return this_call.write_back(with_rule(this_call.diff_values, this_call.other_values))
 
