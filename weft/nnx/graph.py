@@ -11,8 +11,7 @@ is made, so that an error leaves every object unchanged.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -116,8 +115,11 @@ class GraphDef(Generic[Node]):
     @property
     def attributes(self) -> list[tuple[Hashable, Any]]:
         """Attributes of all objects."""
-        found = (node for node in self.nodes if isinstance(node, NodeDef))
-        return [item for node in found for item in node.attributes]
+        attributes: list[tuple[Hashable, Any]] = []
+        for node in self.nodes:
+            if isinstance(node, NodeDef):
+                attributes.extend(node.attributes)
+        return attributes
 
     def with_outer_index(self, outer: Mapping[int, int]) -> "GraphDef":
         """Returns the description with the earlier indices of its objects."""
@@ -133,8 +135,9 @@ class GraphDef(Generic[Node]):
 
     def with_matching_outer_index(self, other: "GraphDef") -> "GraphDef":
         """Returns the description with the earlier indices that another one's `outer` has."""
-        own, outer = {part.index for part in self._objects()}, dict(other.outer)
-        return self.with_outer_index({i: outer[i] for i in own & set(outer)})
+        outer = dict(other.outer)
+        indices = {part.index for part in self._objects()}
+        return self.with_outer_index({i: outer[i] for i in indices & outer.keys()})
 
     def _objects(self) -> Iterator[Any]:
         return (part for part in self.nodes if part.index is not None)
@@ -148,9 +151,8 @@ class GraphDef(Generic[Node]):
         return self._hash
 
     def __repr__(self) -> str:
-        return f"GraphDef({getattr(self.root, 'type', type(self.root)).__name__}, " + (
-            f"{len(self.nodes)} nodes, {self.num_leaves} leaves)"
-        )
+        root_type = getattr(self.root, "type", type(self.root))
+        return f"GraphDef({root_type.__name__}, {len(self.nodes)} nodes, {self.num_leaves} leaves)"
 
 
 jax.tree_util.register_static(GraphDef)
@@ -167,8 +169,11 @@ def _parts(part: object, path: Path = (), owner: Any = None) -> Iterator[tuple[A
 
 def first_paths(graphdef: GraphDef) -> dict[int, Path]:
     """Returns the first path of each object."""
-    found = ((x, path) for x, path, _ in _parts(graphdef.root) if isinstance(x, _OBJECT_DEFS))
-    return {x.index: path for x, path in found if x.index is not None}
+    paths: dict[int, Path] = {}
+    for part, path, _ in _parts(graphdef.root):
+        if isinstance(part, _OBJECT_DEFS) and part.index is not None:
+            paths[part.index] = path
+    return paths
 
 
 Owner = tuple[Any, Hashable] | None
@@ -201,13 +206,15 @@ class FlatGraph:
 
 
 class _Flattener:
+    """Walk of a graph that describes its parts and collects its values, in one pass."""
+
     def __init__(
         self, with_metadata: bool, known: Mapping[Any, int], places: TreePlaces | None
     ) -> None:
         self.with_metadata = with_metadata
         self.places = places
-        self.index = {id(x): i for x, i in known.items()}
-        self.next = 1 + max(self.index.values(), default=-1)
+        self.index_of_id = {id(x): i for x, i in known.items()}
+        self.next_index = 1 + max(self.index_of_id.values(), default=-1)
         self.objects: list[Any] = []
         self.repeated: list[tuple[int, Path]] = []
         self.leaves: list[Any] = []
@@ -215,75 +222,91 @@ class _Flattener:
         self.paths: list[Path] = []
         self.is_tracked = True
 
-    def describe(self, x: object, path: Path, owner: object = None, is_data: bool = False) -> Any:
+    def describe(self, x: object, path: Path, owner: Owner = None, is_data: bool = False) -> Any:
+        """Returns the description of a part; `is_data` if its attribute is marked as data."""
         if isinstance(x, Variable):
-            index = self._index(x, path)
-            if type(index) is NodeRef:
-                return index
-            self._leaf(x, path, None)
-            metadata = NO_METADATA
-            if x._metadata:
-                self.is_tracked &= all(map(versions.is_immutable, x._metadata.values()))
-                metadata = metadata_key(x) if self.with_metadata else NO_METADATA
-            return VariableDef(type(x), index, metadata)
+            return self._describe_variable(x, path)
         if isinstance(x, Pytree):
-            index, marks = self._index(x, path), x._info.marks
-            if type(index) is NodeRef:
-                return index
-            attributes = tuple(
-                [
-                    (name, self._marked(x, name, value, (*path, name)))
-                    if name in marks
-                    else (name, plain_static_value(value))
-                    if (kind := type(value)) in PLAIN_TYPES
-                    else (name, versions.static_value(value))
-                    if kind in OTHER_STATIC_TYPES
-                    else (name, self.describe(value, (*path, name), (x, name)))
-                    for name, value in x._items()
-                ]
-            )
-            if self.places is not None:
-                self.places.leave(x)
-            return NodeDef(type(x), index, attributes, x._marks(), x._order())
+            return self._describe_object(x, path)
         if is_array(x):
-            self._leaf(x, path, owner)
+            self._add_leaf(x, path, owner)
             return _LEAF_DEF
-        below = container_items(x)
-        if below is None:
-            if isinstance(x, _CONTAINERS):
-                _check_no_objects(x, path)
-            if is_data and x is not None:
-                self._leaf(x, path, owner)
-                return _LEAF_DEF
-            self.is_tracked = self.is_tracked and versions.is_immutable(x)
-            return versions.static_value(x)
-        self.is_tracked &= isinstance(x, tuple)
-        items, tree = below
-        attributes = tuple(
-            (key, self.describe(v, (*path, key), _container_key(owner, key))) for key, v in items
-        )
-        return NodeDef(type(x), None, attributes, tree)
+        contents = container_items(x)
+        if contents is not None:
+            # Lists and dicts can change unnoticed.
+            self.is_tracked &= isinstance(x, tuple)
+            items, tree = contents
+            attributes: list[tuple[Hashable, Any]] = []
+            for key, value in items:
+                part = self.describe(value, (*path, key), _container_key(owner, key))
+                attributes.append((key, part))
+            return NodeDef(type(x), None, tuple(attributes), tree)
+        if isinstance(x, _CONTAINERS):
+            _check_no_objects(x, path)
+        if is_data and x is not None:
+            self._add_leaf(x, path, owner)
+            return _LEAF_DEF
+        return self._describe_static(x)
 
-    def _marked(self, x: Pytree, name: Any, value: Any, path: Path) -> Any:
-        if not x._info.marks[name] and not _holds_containers(value):
-            self.is_tracked &= versions.is_immutable(value)
-            return versions.static_value(value)
-        return self.describe(value, path, (x, name), is_data=True)
+    def _describe_variable(self, x: Variable[Any], path: Path) -> VariableDef | NodeRef:
+        index = self._enter(x, path)
+        if type(index) is NodeRef:
+            return index
+        self._add_leaf(x, path, None)
+        metadata = NO_METADATA
+        if x._metadata:
+            self.is_tracked &= all(map(versions.is_immutable, x._metadata.values()))
+            if self.with_metadata:
+                metadata = metadata_key(x)
+        return VariableDef(type(x), index, metadata)
 
-    def _index(self, x: Pytree | Variable[Any], path: Path) -> Any:
+    def _describe_object(self, x: Pytree, path: Path) -> NodeDef | NodeRef:
+        index = self._enter(x, path)
+        if type(index) is NodeRef:
+            return index
+        marks = x._info.marks
+        attributes: list[tuple[Hashable, Any]] = []
+        for name, value in x._items():
+            value_type = type(value)
+            # Most attributes are static, so these come without a call of `describe`.
+            if name in marks:
+                part = self._describe_marked(x, name, value, (*path, name))
+            elif value_type in PLAIN_TYPES:
+                part = plain_static_value(value)
+            elif value_type in OTHER_STATIC_TYPES:
+                part = versions.static_value(value)
+            else:
+                part = self.describe(value, (*path, name), (x, name))
+            attributes.append((name, part))
+        if self.places is not None:
+            self.places.leave(x)
+        return NodeDef(type(x), index, tuple(attributes), x._marks(), x._order())
+
+    def _describe_marked(self, x: Pytree, name: Any, value: Any, path: Path) -> Any:
+        """Returns the description of an attribute that was marked as data or as static."""
+        if x._info.marks[name] or _holds_containers(value):
+            return self.describe(value, path, (x, name), is_data=True)
+        return self._describe_static(value)
+
+    def _describe_static(self, x: object) -> StaticValue:
+        self.is_tracked = self.is_tracked and versions.is_immutable(x)
+        return versions.static_value(x)
+
+    def _enter(self, x: Pytree | Variable[Any], path: Path) -> Any:
+        """Returns a new index for an object, or a reference to it if it was met before."""
         if self.places is not None:
             self.places.enter(x, path)
-            self.index.pop(id(x), None)  # a tree has no references
-        new = self.next
-        index = self.index.setdefault(id(x), new)
-        if index != new:
+            self.index_of_id.pop(id(x), None)  # a tree has no references
+        new_index = self.next_index
+        index = self.index_of_id.setdefault(id(x), new_index)
+        if index != new_index:
             self.repeated.append((index, path))
             return NodeRef(index)
-        self.next += 1
+        self.next_index += 1
         self.objects.append(x)
         return index
 
-    def _leaf(self, x: Any, path: Path, owner: Any) -> None:
+    def _add_leaf(self, x: Any, path: Path, owner: Owner) -> None:
         self.leaves.append(x)
         self.owners.append(owner)
         self.paths.append(path)
@@ -294,12 +317,14 @@ def _holds_containers(x: object) -> bool:
     return isinstance(x, Pytree) or (type(x) is tuple and any(map(_holds_containers, x)))
 
 
-def _container_key(owner: Any, key: Hashable) -> Any:
+def _container_key(owner: Owner, key: Hashable) -> Owner:
+    """Returns the owner of a value with a key in a container, given that of the container."""
     if owner is None:
         return None
     x, place = owner
-    name, keys = place if isinstance(place, ContainerKey) else (place, ())
-    return x, ContainerKey(name, (*keys, key))
+    if isinstance(place, ContainerKey):
+        return x, ContainerKey(place.name, (*place.keys, key))
+    return x, ContainerKey(place, (key,))
 
 
 _CONTAINERS = (list, tuple, dict)
@@ -307,10 +332,12 @@ _CONTAINERS = (list, tuple, dict)
 
 def _check_no_objects(x: list[Any] | tuple[Any, ...] | dict[Any, Any], path: Path) -> None:
     """Rejects objects in a container unknown to JAX, where they would be constants."""
-    for item in x.values() if isinstance(x, dict) else x:
+    items = x.values() if isinstance(x, dict) else x
+    for item in items:
         if isinstance(item, Variable | Pytree):
+            location = ".".join(map(str, path)) or "the top"
             raise GraphStructureError(
-                f"the {type(x).__name__} at {'.'.join(map(str, path)) or 'the top'} holds a "
+                f"the {type(x).__name__} at {location} holds a "
                 f"{type(item).__name__}, but is not a pytree to JAX; use nnx.List or nnx.Dict, or "
                 "register the class with jax.tree_util."
             )
@@ -327,11 +354,15 @@ def flatten_graph(
     `known` has indices of objects of another description that this one refers to. With `places`
     it is a tree, and an object is another one at each of its places.
     """
-    walk = _Flattener(with_metadata, known, places)
-    root = walk.describe(x, ())
-    graphdef = GraphDef(root, walk.paths)
+    flattener = _Flattener(with_metadata, known, places)
+    root = flattener.describe(x, ())
     return FlatGraph(
-        graphdef, walk.leaves, walk.owners, walk.objects, walk.repeated, walk.is_tracked
+        GraphDef(root, flattener.paths),
+        flattener.leaves,
+        flattener.owners,
+        flattener.objects,
+        flattener.repeated,
+        flattener.is_tracked,
     )
 
 
@@ -353,33 +384,36 @@ def matching_objects(
         known: the same with descriptions of objects without repeated objects, whose values are all
             variables, and in which nothing can change unnoticed.
     """
-    found: list[Any] = []
-    is_alike = _matches(items, known, found) and len({*map(id, found)}) == len(found)
-    return found if is_alike else None
+    objects: list[Any] = []
+    if not _matches(items, known, objects):
+        return None
+    has_repeated = len({*map(id, objects)}) < len(objects)
+    return None if has_repeated else objects
 
 
 def _matches(
-    items: Sequence[tuple[Hashable, Any]], known: Sequence[tuple[Hashable, Any]], found: list[Any]
+    items: Sequence[tuple[Hashable, Any]], known: Sequence[tuple[Hashable, Any]], objects: list[Any]
 ) -> bool:
+    """Returns whether items match their descriptions; adds their objects to `objects`."""
     if len(items) != len(known):
         return False
     for (name, x), (known_name, part) in zip(items, known, strict=True):
-        kind = type(part)
-        if kind is StaticValue:
+        part_type = type(part)
+        if part_type is StaticValue:
             # The same function may close over other values now, so compare by value.
             is_same = type(x) in PLAIN_TYPES and x is part.value
             is_alike = is_same or versions.static_value(x) == part
         elif type(x) is not part.type:
             is_alike = False
-        elif kind is VariableDef:
-            found.append(x)
+        elif part_type is VariableDef:
+            objects.append(x)
             is_alike = not x._metadata or all(map(versions.is_immutable, x._metadata.values()))
         elif part.index is None:
-            is_alike = type(x) is tuple and _matches([*enumerate(x)], part.attributes, found)
+            is_alike = type(x) is tuple and _matches([*enumerate(x)], part.attributes, objects)
         else:
-            found.append(x)
+            objects.append(x)
             is_alike = x._marks() == part.marks and x._order() == part.order
-            is_alike = is_alike and _matches(x._items(), part.attributes, found)
+            is_alike = is_alike and _matches(x._items(), part.attributes, objects)
         if name != known_name or not is_alike:
             return False
     return True
@@ -397,27 +431,38 @@ def leaf_defs(graphdef: GraphDef) -> Iterator[tuple[Any, tuple[int, Hashable] | 
 
 def mutable_static_values(flat: FlatGraph) -> tuple[IdentityKey, ...]:
     """Returns the static values of a graph that can change, each equal to itself alone."""
-    metadata = (x._metadata.values() for x in flat.leaves if isinstance(x, Variable))
-    static = (x.value for x, *_ in _parts(flat.graphdef.root) if isinstance(x, StaticValue))
-    return tuple(versions.mutable_parts((*static, *itertools.chain(*metadata))))
+    values: list[Any] = []
+    for part, *_ in _parts(flat.graphdef.root):
+        if isinstance(part, StaticValue):
+            values.append(part.value)
+    for leaf in flat.leaves:
+        if isinstance(leaf, Variable):
+            values.extend(leaf._metadata.values())
+    return tuple(versions.mutable_parts(values))
 
 
 def unhashable_static_values(graphdef: GraphDef, is_unchanged: bool = False) -> list[Any]:
     """Returns the unhashable static values; with `is_unchanged`, without changed ones."""
-    parts = (part for part, *_ in _parts(graphdef.root) if isinstance(part, StaticValue))
-    of = [part for part in parts if not versions.is_hashable(part.value)]
-    return [part.value for part in of if not is_unchanged or StaticValue(part.value) == part]
+    values: list[Any] = []
+    for part, *_ in _parts(graphdef.root):
+        if not isinstance(part, StaticValue) or versions.is_hashable(part.value):
+            continue
+        if not is_unchanged or StaticValue(part.value) == part:
+            values.append(part.value)
+    return values
 
 
 def with_static_values(graphdef: GraphDef, values: Iterable[Any]) -> GraphDef:
     """Returns an equal description with other, pairwise equal `unhashable_static_values`."""
-    rest = iter(values)
+    remaining_values = iter(values)
 
     def replaced(part: object) -> Any:
         if isinstance(part, StaticValue):
-            return part if versions.is_hashable(part.value) else part.with_value(next(rest))
+            if versions.is_hashable(part.value):
+                return part
+            return part.with_value(next(remaining_values))
         if isinstance(part, NodeDef):
-            attributes = tuple([(name, replaced(below)) for name, below in part.attributes])
+            attributes = tuple([(name, replaced(value)) for name, value in part.attributes])
             return part._replace(attributes=attributes)
         return part
 
@@ -429,26 +474,32 @@ def with_plain_values(graphdef: GraphDef, leaves: Sequence[Any]) -> tuple[GraphD
 
     They are at each place of a shared variable.
     """
-    rest, known, held, paths = iter(leaves), {}, [], []
+    remaining_leaves = iter(leaves)
+    value_of_variable: dict[int, Any] = {}
+    values: list[Any] = []
+    paths: list[Path] = []
 
     def replaced(part: Any, path: Path) -> Any:
         if isinstance(part, NodeDef):
-            below = tuple([(name, replaced(x, (*path, name))) for name, x in part.attributes])
-            return part._replace(attributes=below)
-        is_variable = isinstance(part, VariableDef)
-        if is_variable:
-            known[part.index] = next(rest)
-        elif not isinstance(part, LeafDef | NodeRef):
+            attributes = [(name, replaced(x, (*path, name))) for name, x in part.attributes]
+            return part._replace(attributes=tuple(attributes))
+        if isinstance(part, LeafDef):
+            value = next(remaining_leaves)
+        elif isinstance(part, VariableDef):
+            value = value_of_variable[part.index] = next(remaining_leaves)
+        elif isinstance(part, NodeRef) and part.index in value_of_variable:
+            value = value_of_variable[part.index]
+            if isinstance(value, Variable):
+                return part
+        else:
             return part
-        index = None if isinstance(part, LeafDef) else part.index
-        value = next(rest) if index is None else known.get(index)
-        if isinstance(part, NodeRef) and (index not in known or isinstance(value, Variable)):
-            return part
-        held.append(value)
+        values.append(value)
         paths.append(path)
-        return part if is_variable and isinstance(value, Variable) else _LEAF_DEF
+        if isinstance(part, VariableDef) and isinstance(value, Variable):
+            return part
+        return _LEAF_DEF
 
-    return GraphDef(replaced(graphdef.root, ()), paths), held
+    return GraphDef(replaced(graphdef.root, ()), paths), values
 
 
 def leaves_of(graphdef: GraphDef, state: object) -> list[Any]:
@@ -459,20 +510,27 @@ def leaves_of(graphdef: GraphDef, state: object) -> list[Any]:
     if isinstance(state, list) and not isinstance(state, FlatState):
         return state
     is_flat = isinstance(state, Mapping) and all(path in state for path in graphdef.paths)
-    flat: Any = state if is_flat else to_flat_state(state)
-    found = dict(flat)
-    missing = [path for path in graphdef.paths if path not in found]
-    extra = set(found) - set(graphdef.paths)
-    if missing or extra:
-        what, paths = ("has no value for", missing) if missing else ("has values for", extra)
-        shown = ", ".join(sorted(path_text(path) for path in paths)[:5]) + (
-            " ..." if len(paths) > 5 else ""
-        )
+    flat_state: Any = state if is_flat else to_flat_state(state)
+    value_of_path = dict(flat_state)
+    missing = [path for path in graphdef.paths if path not in value_of_path]
+    if missing:
         raise GraphStructureError(
-            f"the state {what} {shown}, which the description has"
-            + ("; give all states that split returned." if missing else " not; remove it.")
+            f"the state has no value for {_listed(missing)}, which the description has; give all "
+            "states that split returned."
         )
-    return [found[path] for path in graphdef.paths]
+    unexpected = value_of_path.keys() - set(graphdef.paths)
+    if unexpected:
+        raise GraphStructureError(
+            f"the state has values for {_listed(unexpected)}, which the description has not; "
+            "remove it."
+        )
+    return [value_of_path[path] for path in graphdef.paths]
+
+
+def _listed(paths: Collection[Path]) -> str:
+    texts = sorted(path_text(path) for path in paths)[:5]
+    more = " ..." if len(paths) > len(texts) else ""
+    return ", ".join(texts) + more
 
 
 def copies(leaves: Iterable[Any]) -> list[Any]:
@@ -495,8 +553,10 @@ def call(graphdef_state: tuple[Any, ...], /) -> Any:
     >>> n, state.n.get_value()
     (3, 3)
     """
-    graphdef, state, *states = graphdef_state
-    return _MethodCaller((graphdef, merge_state(state, *states) if states else state), ())
+    graphdef, state, *further_states = graphdef_state
+    if further_states:
+        state = merge_state(state, *further_states)
+    return _MethodCaller((graphdef, state), ())
 
 
 class _MethodCaller:
@@ -512,11 +572,13 @@ class _MethodCaller:
 
     def __call__(self, *args: object, **kwargs: object) -> tuple[Any, tuple[GraphDef, State]]:
         graphdef, state = self._graphdef_state
-        root = build_graph(graphdef, copies(leaves_of(graphdef, state)), share=True)[0]
-        at = root
+        leaves = copies(leaves_of(graphdef, state))
+        root, _ = build_graph(graphdef, leaves, share=True)
+        method = root
         for part in self._path:
-            at = at[part[0]] if isinstance(part, list) else getattr(at, part)
-        result = at(*args, **kwargs)
+            # The key of an index is in a list, to tell it from the name of an attribute.
+            method = method[part[0]] if isinstance(part, list) else getattr(method, part)
+        result = method(*args, **kwargs)
         flat = flatten_graph(root)
         return result, (flat.graphdef, from_flat_state(flat.items()))
 
@@ -531,21 +593,21 @@ def find_duplicates(node: Any, /, *, only: Any = ...) -> list[list[Path]]:
     [[('a',), ('b',)]]
     """
     matches = to_predicate(only)
-    paths: dict[int, list[Path]] = {}
-    seen: set[int] = set()
+    paths_of_id: dict[int, list[Path]] = {}
+    visited_ids: set[int] = set()
 
     def walk(x: object, path: Path) -> None:
         if isinstance(x, Variable | Pytree):
             if matches(path, x):
-                paths.setdefault(id(x), []).append(path)
-            if id(x) in seen:
+                paths_of_id.setdefault(id(x), []).append(path)
+            if id(x) in visited_ids:
                 return
-            seen.add(id(x))
+            visited_ids.add(id(x))
         for key, value in children(x):
             walk(value, (*path, key))
 
     walk(node, ())
-    return [found for found in paths.values() if len(found) > 1]
+    return [paths for paths in paths_of_id.values() if len(paths) > 1]
 
 
 def recursive_map(
@@ -558,25 +620,28 @@ def recursive_map(
     >>> recursive_map(lambda path, x: x * 2 if isinstance(x, int) else x, (1, {"a": 2}))
     (2, {'a': 4})
     """
-    made: dict[int, Any] = {}
+    copy_of_id: dict[int, Any] = {}
     is_tree = not settings.resolve_graph_options(graph)[0]
     if is_tree:
         flatten_graph(node, places=TreePlaces())
 
     def walk(x: object, path: Path) -> Any:
         if isinstance(x, Variable | Pytree):
-            if is_tree or id(x) not in made:
-                is_variable = isinstance(x, Variable)
-                new: Any = x.copy() if is_variable else type(x)._from_items((), x._info.marks)
-                # Registered before its contents are mapped, so that cycles lead back to it.
-                made[id(x)] = new
-                if not is_variable:
-                    new._fill([(name, walk(v, (*path, name))) for name, v in x._items()])
-                made[id(x)] = f(path, new)
-            return made[id(x)]
+            if is_tree or id(x) not in copy_of_id:
+                copy_of_id[id(x)] = f(path, copied(x, path))
+            return copy_of_id[id(x)]
         items = children(x)
-        new = with_children(x, [walk(v, (*path, key)) for key, v in items]) if items else x
-        return f(path, new)
+        if not items:
+            return f(path, x)
+        return f(path, with_children(x, [walk(value, (*path, key)) for key, value in items]))
+
+    def copied(x: Variable[Any] | Pytree, path: Path) -> Any:
+        if isinstance(x, Variable):
+            return x.copy()
+        # Registered before its contents are mapped, so that cycles lead back to it.
+        copy = copy_of_id[id(x)] = type(x)._from_items((), x._info.marks)
+        copy._fill([(name, walk(value, (*path, name))) for name, value in x._items()])
+        return copy
 
     return walk(node, ())
 
@@ -592,16 +657,16 @@ class Change(NamedTuple):
 
 def check_changes(changes: Sequence[Change]) -> None:
     """Raises `TraceContextError` if an object may not be changed in this trace."""
-    for made, *_ in changes:
-        made._info.check(made)
+    for change in changes:
+        change.object._info.check(change.object)
 
 
 def apply_changes(changes: Sequence[Change]) -> None:
     """Applies planned changes."""
-    for made, part, items, marks in changes:
-        if type(made) is not part.type:
-            made.__class__ = part.type
-        made._set_items(items, marks, part.order)
+    for x, part, items, marks in changes:
+        if type(x) is not part.type:
+            x.__class__ = part.type
+        x._set_items(items, marks, part.order)
 
 
 def plan_graph(
@@ -618,62 +683,92 @@ def plan_graph(
             f"the description has {graphdef.num_leaves} values, and {len(leaves)} were given; give "
             "those that nnx.flatten returned."
         )
-    rest = iter(leaves)
-    objects: dict[int, Any] = dict(known)
-    changes: list[Change] = []
-    numbers: list[Any] = []  # values in place of arrays: their attributes stay data
-    watch = versions.ObjectInfo()  # shared: all objects are made at the same place
+    builder = _Builder(leaves, share, existing, known)
+    root = builder.build(graphdef.root)
+    objects = [builder.objects[i] for i in sorted(builder.objects)]
+    return root, objects, builder.changes
 
-    def build(part: Any) -> Any:
-        kind = type(part)
-        if kind is VariableDef:
-            value = next(rest)
-            if part.index in existing:
-                made = existing[part.index]
-            elif isinstance(value, Variable):
-                made = value if share else value.copy(_copy_ref=False)
-            else:
-                made = part.type.from_metadata(value, dict(part.metadata.value))
-            objects[part.index] = made
-            return made
-        if kind is StaticValue:
+
+class _Builder:
+    """Walk of a description that makes its objects, and plans changes of existing ones.
+
+    Attributes:
+        objects: by index; those of other descriptions at first.
+    """
+
+    def __init__(
+        self,
+        leaves: Iterable[Any],
+        share: bool,
+        existing: Mapping[int, Any],
+        known: Mapping[int, Any],
+    ):
+        self._leaves = iter(leaves)
+        self._share = share
+        self._existing = existing
+        self.objects: dict[int, Any] = dict(known)
+        self.changes: list[Change] = []
+        self._has_numbers = False  # in place of arrays: their attributes stay data
+        self._info = versions.ObjectInfo()  # shared: all objects are made at the same place
+
+    def build(self, part: Any) -> Any:
+        """Returns what a part describes."""
+        part_type = type(part)
+        if part_type is VariableDef:
+            return self._variable(part)
+        if part_type is StaticValue:
             return part.value
-        if kind is LeafDef:
-            value = next(rest)
+        if part_type is LeafDef:
+            value = next(self._leaves)
             if not is_data(value):
-                numbers.append(value)
+                self._has_numbers = True
             return value
-        if kind is NodeRef:
-            if part.index not in objects:
+        if part_type is NodeRef:
+            if part.index not in self.objects:
                 raise GraphStructureError(
                     f"the description refers to object {part.index} of another one, with which it "
                     "was split; merge both in one nnx.merge_context(), that one first."
                 )
-            return objects[part.index]
+            return self.objects[part.index]
         if part.index is None:
-            return jax.tree.unflatten(part.marks, [build(below) for _, below in part.attributes])
-        is_new = part.index not in existing
-        made = part.type._new_like(watch) if is_new else existing[part.index]
-        objects[part.index] = made
-        # Fast path: most attributes are static.
-        items = [
-            (name, below.value if type(below) is StaticValue else build(below))
-            for name, below in part.attributes
-        ]
+            contents = [self.build(value) for _, value in part.attributes]
+            return jax.tree.unflatten(part.marks, contents)
+        return self._object(part)
+
+    def _variable(self, part: VariableDef) -> Variable[Any]:
+        value = next(self._leaves)
+        if part.index in self._existing:
+            variable = self._existing[part.index]
+        elif not isinstance(value, Variable):
+            variable = part.type.from_metadata(value, dict(part.metadata.value))
+        elif self._share:
+            variable = value
+        else:
+            variable = value.copy(_copy_ref=False)
+        self.objects[part.index] = variable
+        return variable
+
+    def _object(self, part: NodeDef) -> Any:
+        assert part.index is not None
+        is_new = part.index not in self._existing
+        x: Any = part.type._new_like(self._info) if is_new else self._existing[part.index]
+        # Before its attributes, which may refer to it.
+        self.objects[part.index] = x
+        items: list[tuple[Any, Any]] = []
+        for name, value in part.attributes:
+            # Most attributes are static, so these come without a call of `build`.
+            items.append((name, value.value if type(value) is StaticValue else self.build(value)))
         marks = dict(part.marks)
-        if numbers:
-            marks |= {name: True for name, below in part.attributes if type(below) is LeafDef}
-        change = Change(made, part, items, marks)
+        if self._has_numbers:
+            for name, value in part.attributes:
+                if type(value) is LeafDef:
+                    marks[name] = True
+        change = Change(x, part, items, marks)
         if is_new:
             apply_changes([change])
-            return made
-        is_same = type(made) is part.type
-        if not is_same or not made._has_items(items, marks, part.order):
-            changes.append(change)
-        return made
-
-    root = build(graphdef.root)
-    return root, [objects[i] for i in sorted(objects)], changes
+        elif type(x) is not part.type or not x._has_items(items, marks, part.order):
+            self.changes.append(change)
+        return x
 
 
 def build_graph(
