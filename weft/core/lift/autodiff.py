@@ -2,34 +2,38 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from weft import errors, lifting
 from weft.core.filters import Filter
-from weft.core.lift.transforms import Fn
 from weft.core.scope import Scope
 from weft.core.scope_kind import Group, ScopeKind, Select
 from weft.lifting import DIFF, Roles, signature
+from weft.lifting.roles import SpecialRole
+from weft.typing import Fn, PyTree
 
 
-def _wrt(of_diff: Filter, variables: Filter, rngs: Filter) -> tuple[Roles, Any]:
+def _wrt(diff_collections: Filter, variables: Filter, rngs: Filter) -> tuple[Roles, SpecialRole]:
     """Returns the roles for differentiation of some collections and all arguments."""
-    return Roles(((Select(of_diff), DIFF), (Select(variables, rngs), None))), DIFF
+    scope_roles = Roles(((Select(diff_collections), DIFF), (Select(variables, rngs), None)))
+    return scope_roles, DIFF
 
 
-def _variables(grads: object) -> Any:
-    def is_groups(x: object) -> bool:
-        return isinstance(x, tuple) and len(x) > 0 and isinstance(x[0], Group)
+def _variables(gradients: PyTree) -> PyTree:
+    """Returns the gradients of collections from those of scopes' groups, of which one has any."""
 
-    return jax.tree.map(lambda groups: groups[0].variables, grads, is_leaf=is_groups)
+    def is_groups(node: PyTree) -> bool:
+        return isinstance(node, tuple) and len(node) > 0 and isinstance(node[0], Group)
+
+    return jax.tree.map(lambda groups: groups[0].variables, gradients, is_leaf=is_groups)
 
 
 def vjp(
     fn: Fn,
-    scope: object,
-    *primals: object,
+    scope: PyTree,
+    *primals: PyTree,
     has_aux: bool = False,
     reduce_axes: tuple[()] = (),
     vjp_variables: Filter = "params",
@@ -52,15 +56,15 @@ def vjp(
     return value, jax.tree_util.Partial(_pulled_back, pullback), *aux
 
 
-def _pulled_back(pullback: Callable[[Any], Any], cotangent: object) -> tuple[Any, ...]:
-    of_scope, of_primals = pullback(cotangent)
-    return _variables(of_scope), *of_primals
+def _pulled_back(pullback: Callable[[PyTree], PyTree], cotangent: PyTree) -> tuple[PyTree, ...]:
+    scope_gradients, primal_gradients = pullback(cotangent)
+    return _variables(scope_gradients), *primal_gradients
 
 
 def value_and_grad(
     fn: Fn,
-    scope: object,
-    *primals: object,
+    scope: PyTree,
+    *primals: PyTree,
     has_aux: bool = False,
     reduce_axes: tuple[()] = (),
     variables: Filter = True,
@@ -79,10 +83,12 @@ def value_and_grad(
         has_aux=has_aux,
     )
     value, (_, grads) = lifted(scope, primals)
-    return (*value, grads) if has_aux else (value, grads)
+    if has_aux:
+        return *value, grads
+    return value, grads
 
 
-def grad(fn: Fn, scope: Any, *primals: Any, has_aux: bool = False, **kwargs: Any) -> Any:
+def grad(fn: Fn, scope: PyTree, *primals: PyTree, has_aux: bool = False, **kwargs: Any) -> PyTree:
     """Returns the gradients of `value_and_grad`; with `has_aux`, and the auxiliary output."""
     _, *aux, grads = value_and_grad(fn, scope, *primals, has_aux=has_aux, **kwargs)
     return (grads, *aux) if has_aux else grads
@@ -90,10 +96,10 @@ def grad(fn: Fn, scope: Any, *primals: Any, has_aux: bool = False, **kwargs: Any
 
 def jvp(
     fn: Fn,
-    scope: object,
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    variable_tangents: object,
+    scope: PyTree,
+    primals: Sequence[PyTree],
+    tangents: Sequence[PyTree],
+    variable_tangents: PyTree,
     variables: Filter = True,
     rngs: Filter = True,
 ) -> tuple[Any, Any]:
@@ -101,19 +107,23 @@ def jvp(
 
     `variable_tangents` are tangents by collection; for several scopes, a pytree of such dicts.
     """
-    of_scopes = [
-        # Tangents of variables not yet created are empty.
-        {col: tangents for col, tangents in of_scope.items() if jax.tree.leaves(tangents)}
-        for of_scope in _structure_of_scopes(scope).flatten_up_to(variable_tangents)
-    ]
-    cols = {col for of_scope in of_scopes for col in of_scope}
+    groups: list[Group] = []
+    collections: set[str] = set()
+    for scope_tangents in _structure_of_scopes(scope).flatten_up_to(variable_tangents):
+        nonempty: dict[str, PyTree] = {}
+        for collection, variables_of_collection in scope_tangents.items():
+            # Tangents of variables not yet created are empty.
+            if jax.tree.leaves(variables_of_collection):
+                nonempty[collection] = variables_of_collection
+        collections.update(nonempty)
+        groups.append(Group(nonempty, {}, {}))
     lifted = lifting.jvp(
         ScopeKind("jvp"),
         lambda scope, primals: fn(scope, *primals),
-        wrt=_wrt(cols, variables, rngs),
+        wrt=_wrt(collections, variables, rngs),
     )
-    groups = [Group(of_scope, {}, {}) for of_scope in of_scopes]
-    return lifted((scope, tuple(primals)), [*groups, *jax.tree.leaves(tuple(tangents))])
+    primal_tangents = jax.tree.leaves(tuple(tangents))
+    return lifted((scope, tuple(primals)), [*groups, *primal_tangents])
 
 
 def custom_vjp(
@@ -149,19 +159,28 @@ def custom_vjp(
     signature.check_argnums("lift.custom_vjp", "nondiff_argnums", fn, nondiff_argnums)
 
     @functools.wraps(fn)
-    def call(scope: object, *args: object) -> Any:
-        nondiff, diff, together = _split_nondiff(args, nondiff_argnums)
-        scopes, of_args = _structure_of_scopes(scope), jax.tree.structure(diff)
+    def call(scope: PyTree, *args: PyTree) -> PyTree:
+        split = _split_nondiff(args, nondiff_argnums)
+        scope_structure = _structure_of_scopes(scope)
+        diff_structure = jax.tree.structure(split.diff)
+
+        def backward(residuals: PyTree, cotangent: PyTree) -> list[PyTree]:
+            """Returns the gradients as groups of scopes followed by arguments."""
+            variable_gradients, *arg_gradients = backward_fn(*split.nondiff, residuals, cotangent)
+            gradients: list[PyTree] = []
+            for scope_gradients in scope_structure.flatten_up_to(variable_gradients):
+                gradients.append(Group(dict(scope_gradients), {}, {}))
+            gradients += diff_structure.flatten_up_to(tuple(arg_gradients))
+            return gradients
+
         lifted = lifting.custom_vjp(
             ScopeKind("custom_vjp"),
-            lambda scope, diff: fn(scope, *together(diff)),
-            lambda scope, diff: forward_fn(scope, *together(diff)),
-            lambda needed, cotangent: _gradient_groups(
-                backward_fn(*nondiff, needed, cotangent), scopes, of_args
-            ),
+            lambda scope, diff: fn(scope, *split.joined_with(diff)),
+            lambda scope, diff: forward_fn(scope, *split.joined_with(diff)),
+            backward,
             wrt=_wrt(grad_vars, True, True),
         )
-        return lifted(scope, diff)
+        return lifted(scope, split.diff)
 
     return call
 
@@ -188,54 +207,65 @@ def custom_jvp(
     signature.check_argnums("lift.custom_jvp", "nondiff_argnums", fn, nondiff_argnums)
 
     @functools.wraps(fn)
-    def call(scope: object, *args: object) -> Any:
-        nondiff, diff, together = _split_nondiff(args, nondiff_argnums)
-        scopes = _structure_of_scopes(scope)
+    def call(scope: PyTree, *args: PyTree) -> PyTree:
+        split = _split_nondiff(args, nondiff_argnums)
+        scope_structure = _structure_of_scopes(scope)
+        num_scopes = scope_structure.num_leaves
 
-        def rule(tangents: list[Any], scope: object, diff: tuple[Any, ...]) -> Any:
-            n = scopes.num_leaves
-            of_variables = scopes.unflatten([group.variables for group in tangents[:n]])
-            of_args = jax.tree.structure(diff).unflatten(tangents[n:])
-            return jvp_fn(*nondiff, scope, diff, of_args, of_variables)
+        def rule(tangents: list[PyTree], scope: PyTree, diff: tuple[PyTree, ...]) -> PyTree:
+            # The groups of the scopes precede the arguments.
+            scope_tangents = [group.variables for group in tangents[:num_scopes]]
+            variable_tangents = scope_structure.unflatten(scope_tangents)
+            arg_tangents = jax.tree.structure(diff).unflatten(tangents[num_scopes:])
+            return jvp_fn(*split.nondiff, scope, diff, arg_tangents, variable_tangents)
 
         lifted = lifting.custom_jvp(
             ScopeKind("custom_jvp"),
-            lambda scope, diff: fn(scope, *together(diff)),
+            lambda scope, diff: fn(scope, *split.joined_with(diff)),
             rule,
             wrt=_wrt(grad_vars, True, True),
         )
-        return lifted(scope, diff)
+        return lifted(scope, split.diff)
 
     return call
 
 
-def _split_nondiff(
-    args: tuple[Any, ...], nondiff_argnums: Sequence[int]
-) -> tuple[tuple[Any, ...], tuple[Any, ...], Callable[[Any], list[Any]]]:
-    n = len(args) + 1
-    at = {i % n - 1 for i in nondiff_argnums}
-    diff = tuple(x for i, x in enumerate(args) if i not in at)
-    kept = [x if i in at else None for i, x in enumerate(args)]
+class _SplitArguments(NamedTuple):
+    """Positional arguments after the scope, divided by whether they are differentiated."""
 
-    def together(diff: Any) -> list[Any]:
-        rest = iter(diff)
-        return [x if i in at else next(rest) for i, x in enumerate(kept)]
+    nondiff_by_index: dict[int, PyTree]
+    diff: tuple[PyTree, ...]
 
-    return tuple(x for i, x in enumerate(args) if i in at), diff, together
+    @property
+    def nondiff(self) -> tuple[PyTree, ...]:
+        return tuple(self.nondiff_by_index.values())
 
-
-def _gradient_groups(grads: Any, scopes: Any, args: Any) -> list[Any]:
-    """Converts the result of `backward_fn` to groups of scopes followed by arguments."""
-    of_scope, *of_args = grads
-    of_scopes = scopes.flatten_up_to(of_scope)
-    return [*(Group(dict(g), {}, {}) for g in of_scopes), *args.flatten_up_to(tuple(of_args))]
+    def joined_with(self, diff: Sequence[PyTree]) -> list[PyTree]:
+        """Returns all arguments in order, with other values of the differentiated ones."""
+        args = list(diff)
+        for index, arg in self.nondiff_by_index.items():  # in increasing order
+            args.insert(index, arg)
+        return args
 
 
-def _structure_of_scopes(scope: object) -> Any:
+def _split_nondiff(args: tuple[PyTree, ...], nondiff_argnums: Sequence[int]) -> _SplitArguments:
+    num_args = len(args) + 1  # the numbers count the scope
+    nondiff_indices = {number % num_args - 1 for number in nondiff_argnums}
+    nondiff_by_index: dict[int, PyTree] = {}
+    diff: list[PyTree] = []
+    for index, arg in enumerate(args):
+        if index in nondiff_indices:
+            nondiff_by_index[index] = arg
+        else:
+            diff.append(arg)
+    return _SplitArguments(nondiff_by_index, tuple(diff))
+
+
+def _structure_of_scopes(scope: PyTree) -> Any:
     return jax.tree.structure(scope, is_leaf=lambda x: isinstance(x, Scope))
 
 
-def _check_reduce_axes(reduce_axes: object) -> None:
+def _check_reduce_axes(reduce_axes: tuple[()]) -> None:
     if reduce_axes:
         raise errors.TransformArgumentError(
             f"reduce_axes={reduce_axes!r}: JAX no longer reduces over axes automatically; sum the "

@@ -18,7 +18,8 @@ from weft.core.scope_kind import Group, ScopeKind, Select
 from weft.errors import TransformArgumentError
 from weft.lifting import CARRY, FORK, Roles, signature
 from weft.lifting.kind import Static, is_carrier
-from weft.typing import ArrayLike, Fn
+from weft.lifting.roles import Role
+from weft.typing import ArrayLike, Fn, PyTree, T
 
 
 class _Broadcast:
@@ -55,11 +56,13 @@ def axis_number(axis: VariableAxis) -> int | None:
     return axis.axis if isinstance(axis, In | Out) else axis
 
 
-def _selected(where: Filter, axis: Any) -> tuple[Select, int | None]:
+def _select_and_axis(where: Filter, axis: VariableAxis) -> tuple[Select, int | None]:
     select = Select(where, out=not isinstance(axis, In), enters=not isinstance(axis, Out))
     number = axis_number(axis)
+    if number is None:
+        return select, None
     try:
-        return select, None if number is None else operator.index(number)
+        return select, operator.index(number)
     except TypeError:
         raise TransformArgumentError(
             f"variable_axes={{{where!r}: {axis!r}}}; expected an axis, None for shared variables, "
@@ -68,13 +71,19 @@ def _selected(where: Filter, axis: Any) -> tuple[Select, int | None]:
 
 
 def roles_of(
-    axes: Mapping[Any, Any], rngs: Mapping[Any, bool], *first: tuple[Filter, Any]
+    axes: Mapping[Any, VariableAxis],
+    rngs: Mapping[Any, bool],
+    *first_roles: tuple[Filter, Role],
 ) -> Roles:
-    """Returns the roles of a scope's collections and streams."""
-    own = [(Select(where), role) for where, role in first]
-    mapped = [_selected(where, axis) for where, axis in axes.items()]
-    streams = [(Select(rngs=where), FORK if split else None) for where, split in rngs.items()]
-    return Roles([*own, *mapped, *streams])
+    """Returns the roles of a scope's collections and streams; `first_roles` take precedence."""
+    roles: list[tuple[Select, Role]] = []
+    for where, role in first_roles:
+        roles.append((Select(where), role))
+    for where, axis in axes.items():
+        roles.append(_select_and_axis(where, axis))
+    for where, is_split in rngs.items():
+        roles.append((Select(rngs=where), FORK if is_split else None))
+    return Roles(roles)
 
 
 def shared(variables: Filter, rngs: Filter) -> Roles:
@@ -82,9 +91,12 @@ def shared(variables: Filter, rngs: Filter) -> Roles:
     return Roles(((Select(variables, rngs), None),))
 
 
-def without_broadcast(axes: object) -> Any:
+def without_broadcast(axes: PyTree) -> PyTree:
     """Returns axes with the engine's value for `broadcast`."""
-    is_leaf = lambda x: x is None or x is broadcast  # noqa: E731
+
+    def is_leaf(axis: PyTree) -> bool:
+        return axis is None or axis is broadcast
+
     return jax.tree.map(lambda axis: None if axis is broadcast else axis, axes, is_leaf=is_leaf)
 
 
@@ -103,7 +115,7 @@ def with_packed_args(fn: Fn) -> Fn:
         return fn
 
     @functools.wraps(fn)
-    def call(scope: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(scope: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
         return fn(scope, *args, **kwargs)
 
     return call
@@ -121,7 +133,7 @@ def with_unpacked_args(fn: Fn, lifted: Fn) -> Fn:
         return lifted
 
     @functools.wraps(fn)
-    def call(scope: object, *args: object, **kwargs: object) -> Any:
+    def call(scope: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return lifted(scope, args, kwargs)
 
     return call
@@ -131,8 +143,8 @@ def vmap(
     fn: Fn,
     variable_axes: Mapping[Any, VariableAxis],
     split_rngs: Mapping[Any, bool],
-    in_axes: object = 0,
-    out_axes: object = 0,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     axis_size: int | None = None,
     axis_name: Hashable = None,
     spmd_axis_name: Hashable = None,
@@ -162,8 +174,8 @@ def pmap(
     fn: Fn,
     variable_axes: Mapping[Any, VariableAxis],
     split_rngs: Mapping[Any, bool],
-    in_axes: object = 0,
-    out_axes: object = 0,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     axis_name: str = "devices",
     devices: Sequence[Any] | None = None,
     metadata_params: Mapping[Any, Any] = {},
@@ -188,22 +200,24 @@ def shard_map(
     variable_specs: Mapping[Any, Any],
     split_rngs: Mapping[Any, bool],
     *,
-    mesh: Any,
-    in_specs: object,
-    out_specs: object,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    in_specs: PyTree,
+    out_specs: PyTree,
     axis_names: frozenset[str] = frozenset(),
     check_vma: bool = True,
 ) -> Fn:
     """Applies `jax.shard_map` to `fn(scope, *args)`."""
-    spec = jax.sharding.PartitionSpec()
-    of_vars = [(Select(where), spec) for where, spec in variable_specs.items()]
-    of_rngs = [(Select(rngs=where), FORK if split else spec) for where, split in split_rngs.items()]
-    roles = Roles([*of_vars, *of_rngs])
+    replicated = jax.sharding.PartitionSpec()
+    roles: list[tuple[Select, PyTree]] = []
+    for where, spec in variable_specs.items():
+        roles.append((Select(where), spec))
+    for where, is_split in split_rngs.items():
+        roles.append((Select(rngs=where), FORK if is_split else replicated))
     return _lifted(
         lifting.shard_map,
         fn,
         mesh=mesh,
-        in_specs=(roles, in_specs, spec),
+        in_specs=(Roles(roles), in_specs, replicated),
         out_specs=out_specs,
         axis_names=axis_names,
         check_vma=check_vma,
@@ -226,28 +240,36 @@ def remat(
             "arguments that have to be concrete in static_argnums."
         )
     signature.check_argnums("lift.remat", "static_argnums", fn, static_argnums)
-    static = signature.as_tuple(static_argnums)
+    static_argnums = signature.as_tuple(static_argnums)
     packed = with_packed_args(fn)
 
+    # A static argument crosses as a pytree without leaves, since it is part of a structure.
     @functools.wraps(packed)
-    def of_static(scope: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args = tuple(x.value if isinstance(x, Static) else x for x in args)
+    def without_static(
+        scope: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> PyTree:
+        args = tuple(arg.value if isinstance(arg, Static) else arg for arg in args)
         return packed(scope, args, kwargs)
 
     lifted = lifting.remat(
         ScopeKind("remat"),
-        of_static if static else packed,
+        without_static if static_argnums else packed,
         prevent_cse=prevent_cse,
         policy=policy,
         in_axes=(shared(variables, rngs), None, None),
     )
+    if not static_argnums:
+        return with_unpacked_args(fn, lifted)
 
-    def with_static(scope: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        at = {i % (len(args) + 1) - 1 for i in static}
-        args = tuple(Static(x) if i in at else x for i, x in enumerate(args))
-        return lifted(scope, args, kwargs)
+    def with_static(scope: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+        num_args = len(args) + 1  # the numbers count the scope
+        static_indices = {number % num_args - 1 for number in static_argnums}
+        new_args = list(args)
+        for index in static_indices:
+            new_args[index] = Static(args[index])
+        return lifted(scope, tuple(new_args), kwargs)
 
-    return with_unpacked_args(fn, with_static if static else lifted)
+    return with_unpacked_args(fn, with_static)
 
 
 checkpoint = remat
@@ -260,8 +282,8 @@ def scan(
     variable_broadcast: Filter = False,
     variable_carry: Filter = False,
     split_rngs: Mapping[Any, bool] = {},
-    in_axes: object = 0,
-    out_axes: object = 0,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
@@ -284,14 +306,15 @@ def scan(
     >>> variables["params"]["kernel"].shape
     (3, 4, 4)
     """
-    first = ((variable_broadcast, None), (variable_carry, CARRY))
+    roles = roles_of(variable_axes, split_rngs, (variable_broadcast, None), (variable_carry, CARRY))
+    kind = ScopeKind(
+        "scan", data_transform=data_transform, counts_first_run=check_constancy_invariants
+    )
     is_packed = takes_packed_args(fn)
     lifted = lifting.scan(
-        ScopeKind(
-            "scan", data_transform=data_transform, counts_first_run=check_constancy_invariants
-        ),
+        kind,
         fn if is_packed else lambda scope, carry, xs: fn(scope, carry, *xs),
-        in_axes=(roles_of(variable_axes, split_rngs, *first), CARRY, without_broadcast(in_axes)),
+        in_axes=(roles, CARRY, without_broadcast(in_axes)),
         out_axes=(CARRY, without_broadcast(out_axes)),
         length=length,
         reverse=reverse,
@@ -303,7 +326,7 @@ def scan(
         return lifted
 
     @functools.wraps(fn)
-    def call(scope: object, carry: object, *xs: object) -> Any:
+    def call(scope: PyTree, carry: PyTree, *xs: PyTree) -> PyTree:
         return lifted(scope, carry, xs)
 
     return call
@@ -322,16 +345,32 @@ def remat_scan(
 
     A variable has a new axis for each loop.
     """
-    state = (variable_axes, variable_broadcast, variable_carry, split_rngs)
 
-    def looped(inner: Fn, length: int) -> Fn:
-        def body(scope: object, carry: object) -> tuple[Any, None]:
-            return inner(scope, carry), None
+    def looped(inner_fn: Fn, length: int) -> Fn:
+        def body(scope: PyTree, carry: PyTree) -> tuple[PyTree, None]:
+            return inner_fn(scope, carry), None
 
-        loop = scan(remat(body, prevent_cse=False, policy=policy), *state, length=length)
-        return functools.wraps(body_fn)(lambda scope, carry: loop(scope, carry)[0])
+        loop = scan(
+            remat(body, prevent_cse=False, policy=policy),
+            variable_axes,
+            variable_broadcast,
+            variable_carry,
+            split_rngs,
+            length=length,
+        )
 
-    return functools.reduce(looped, reversed(lengths), body_fn)
+        @functools.wraps(body_fn)
+        def call(scope: PyTree, carry: PyTree) -> PyTree:
+            last_carry, _ = loop(scope, carry)
+            return last_carry
+
+        return call
+
+    # The innermost loop has the last length.
+    fn = body_fn
+    for length in reversed(lengths):
+        fn = looped(fn, length)
+    return fn
 
 
 def jit(
@@ -366,7 +405,7 @@ def jit(
         device = jax.devices(backend)[0]
 
     @functools.wraps(fn)
-    def call(scope: object, *args: object, **kwargs: object) -> Any:
+    def call(scope: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if device is None:
             return lifted(scope, *args, **kwargs)
         with jax.default_device(device):
@@ -392,22 +431,23 @@ def checkify(fn: Fn, variables: Filter = True, rngs: Filter = True, errors: obje
     return _lifted(lifting.checkify, fn, errors=errors, in_axes=in_axes)
 
 
-def named_call(fn: Fn, name: str | None = None) -> Fn:
+def named_call(fn: Callable[..., T], name: str | None = None) -> Callable[..., T]:
     """Names the operations of `fn` in profiles, by default after the function."""
-    shown = name or getattr(fn, "__name__", "fn")
+    scope_name = name or getattr(fn, "__name__", "fn")
 
     @functools.wraps(fn)
-    def call(*args: object, **kwargs: object) -> Any:
-        with jax.named_scope(shown):
+    def call(*args: PyTree, **kwargs: PyTree) -> T:
+        with jax.named_scope(scope_name):
             return fn(*args, **kwargs)
 
     return call
 
 
-Map = Callable[[Any], Any]
+Map = Callable[[PyTree], PyTree]
+Groups = tuple[Group, ...]
 
 
-def _identity(variables: object) -> Any:
+def _identity(variables: T) -> T:
     return variables
 
 
@@ -436,36 +476,40 @@ def map_variables(
     (3,)
     """
     kind = ScopeKind("map_variables")
+    mapped = Select(mapped_collections, out=mutable or init)
+    unmapped = Select(subtract_filters(variables, mapped_collections), rngs)
 
-    def map_in(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    # The first group of a scope has the mapped collections.
+    def map_in(groups: Groups) -> Groups:
         return _map_group(map_in_fn, groups[0]), *groups[1:]
 
-    def map_out(
-        found: tuple[Group, ...], left: tuple[Group, ...], is_first: bool
-    ) -> tuple[Group, ...]:
-        if not (is_first or mutable or left[0].variables or left[0].made):
-            return left
-        initial = kind.union(found[0], Group({}, {}, left[0].made))
-        made = map_out_fn(initial.variables) if left[0].made else {}
-        changed = _map_group(map_out_fn, kind.union(found[0], left[0]))
-        return changed._replace(made=made), *left[1:]
+    def map_out(inputs: Groups, results: Groups, is_first: bool) -> Groups:
+        changes = results[0]
+        if not (is_first or mutable or changes.variables or changes.made):
+            return results
+        # The function maps whole collections, so what has not changed takes part.
+        new = _map_group(map_out_fn, kind.union(inputs[0], changes))
+        created: dict[str, PyTree] = {}
+        if changes.made:
+            initial = kind.union(inputs[0], Group({}, {}, changes.made))
+            created = map_out_fn(initial.variables)
+        return new._replace(made=created), *results[1:]
 
-    def initialize(before: tuple[Group, ...], after: tuple[Group, ...]) -> tuple[Group, ...]:
-        return _map_group(map_out_fn, kind.union(before[0], after[0])), *before[1:]
+    def initialize(inputs: Groups, results: Groups) -> Groups:
+        return _map_group(map_out_fn, kind.union(inputs[0], results[0])), *inputs[1:]
 
-    mapped = Select(mapped_collections, out=mutable or init)
-    rest = Select(subtract_filters(variables, mapped_collections), rngs)
+    def is_first(scope: PyTree, *_: PyTree) -> bool:
+        scopes = jax.tree.leaves(scope, is_leaf=is_carrier(kind))
+        return any(kind.needs_creation(one, mapped_collections) for one in scopes)
+
     lifted = lifting.map_state(
         kind,
         with_packed_args(fn),
-        in_axes=(Roles(((mapped, None), (rest, None))), None, None),
+        in_axes=(Roles(((mapped, None), (unmapped, None))), None, None),
         map_in=map_in,
         map_out=map_out,
         initialize=initialize if init else None,
-        is_first=lambda scope, *_: any(
-            kind.needs_creation(s, mapped_collections)
-            for s in jax.tree.leaves(scope, is_leaf=is_carrier(kind))
-        ),
+        is_first=is_first,
     )
     return with_unpacked_args(fn, lifted)
 
@@ -476,10 +520,10 @@ def _map_group(fn: Map, group: Group) -> Group:
 
 def swap_collection(fn: Fn, col_a: str, col_b: str) -> Fn:
     """Swaps two collections that `fn(scope, *args)` sees."""
+    names = {col_a: col_b, col_b: col_a}
 
-    def swap(collections: dict[str, Any]) -> dict[str, Any]:
-        names = {col_a: col_b, col_b: col_a}
-        return {names[col]: variables for col, variables in collections.items()}
+    def swap(collections: dict[str, PyTree]) -> dict[str, PyTree]:
+        return {names[collection]: variables for collection, variables in collections.items()}
 
     return map_variables(fn, (col_a, col_b), swap, swap, mutable=True)
 
@@ -491,13 +535,13 @@ def fold_rngs(fn: Fn, variables: Filter = True, rngs: Filter = True) -> Fn:
     return with_unpacked_args(fn, lifting.map_state(kind, with_packed_args(fn), in_axes=in_axes))
 
 
-def tree_map_rngs(fn: Map, tree: object) -> Any:
+def tree_map_rngs(fn: Map, tree: PyTree) -> PyTree:
     """Maps the keys of PRNG streams, as in the groups of `pack`.
 
     `fn` maps a key to its replacement, such as several keys along a new axis.
     """
 
-    def map_one(stream: object) -> Any:
+    def map_one(stream: LazyRng | jax.Array) -> LazyRng | jax.Array:
         return stream.replace(rng=fn(stream.rng)) if isinstance(stream, LazyRng) else fn(stream)
 
     return jax.tree.map(map_one, tree, is_leaf=lambda x: isinstance(x, LazyRng))
@@ -506,12 +550,12 @@ def tree_map_rngs(fn: Map, tree: object) -> Any:
 def while_loop(
     cond_fn: Fn,
     body_fn: Fn,
-    scope: object,
-    init: object,
+    scope: PyTree,
+    init: T,
     carry_variables: Filter = False,
     broadcast_variables: Filter = True,
     split_rngs: Mapping[Any, bool] = {},
-) -> Any:
+) -> T:
     """Applies `jax.lax.while_loop` to functions of a scope and returns the last carry."""
     roles = roles_of({}, split_rngs, (carry_variables, CARRY), (broadcast_variables, None))
     kind = ScopeKind("while_loop", counts_first_run=False)
@@ -523,12 +567,12 @@ def fori_loop(
     lower: ArrayLike,
     upper: ArrayLike,
     body_fn: Fn,
-    scope: object,
-    init: object,
+    scope: PyTree,
+    init: T,
     carry_variables: Filter = False,
     broadcast_variables: Filter = True,
     split_rngs: Mapping[Any, bool] = {},
-) -> Any:
+) -> T:
     """Applies `jax.lax.fori_loop` to `body_fn(i, scope, carry)`; see `while_loop`."""
     roles = roles_of({}, split_rngs, (carry_variables, CARRY), (broadcast_variables, None))
     kind = ScopeKind("fori_loop", counts_first_run=False)
@@ -539,8 +583,8 @@ def cond(
     pred: ArrayLike,
     true_fun: Fn,
     false_fun: Fn,
-    scope: object,
-    *operands: object,
+    scope: PyTree,
+    *operands: PyTree,
     variables: Filter = True,
     rngs: Filter = True,
 ) -> Any:
@@ -556,8 +600,8 @@ def cond(
 def switch(
     index: ArrayLike,
     branches: Sequence[Fn],
-    scope: object,
-    *operands: object,
+    scope: PyTree,
+    *operands: PyTree,
     variables: Filter = True,
     rngs: Filter = True,
 ) -> Any:
