@@ -12,42 +12,49 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.errors import RecipeError, UnknownConfigError, did_you_mean
 from weft.recipes.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
-# Of each, the module and a summary.
-_RECIPES = {
-    "lm": (
+
+class _Entry(NamedTuple):
+    """Recipe of Weft: the module that defines it, and a summary."""
+
+    module: str
+    summary: str
+    preparation: str = ""
+
+
+_ENTRIES = {
+    "lm": _Entry(
         "lm",
         "a byte-level Transformer on the text of Python's standard library: minutes on two cores",
     ),
-    "lm-tiny": ("lm", "the same with steps of milliseconds: to try things out"),
-    "lm-moe": ("lm", "the default recipe with a mixture of experts in each layer"),
-    "lm-nnx": ("lm_nnx", "the default recipe's model as an NNX module, on the same data"),
-    "digits": (
+    "lm-tiny": _Entry("lm", "the same with steps of milliseconds: to try things out"),
+    "lm-moe": _Entry("lm", "the default recipe with a mixture of experts in each layer"),
+    "lm-nnx": _Entry("lm_nnx", "the default recipe's model as an NNX module, on the same data"),
+    "digits": _Entry(
         "digits",
         "a Linen convolutional network with BatchNorm on scikit-learn's digits: half a minute",
     ),
-    "lm-llama": ("lm_lora", "a small byte-level Llama: the base of lm-lora"),
-    "lm-lora": (
+    "lm-llama": _Entry("lm_lora", "a small byte-level Llama: the base of lm-lora"),
+    "lm-lora": _Entry(
         "lm_lora",
         "low-rank adapters on an imported checkpoint: base=PATH, or that of lm-llama",
+        "weft.recipes.lm_lora:prepare",
     ),
 }
-_PREPARATIONS = {"lm-lora": "weft.recipes.lm_lora:prepare"}
-RECIPES = tuple(
-    Recipe(
-        name,
-        summary,
-        f"weft.recipes.{module}:{name.replace('-', '_')}",
-        _PREPARATIONS.get(name, ""),
-    )
-    for name, (module, summary) in _RECIPES.items()
-)
+
+
+def _weft_recipe(name: str, entry: _Entry) -> Recipe:
+    function = f"weft.recipes.{entry.module}:{name.replace('-', '_')}"
+    return Recipe(name, entry.summary, function, entry.preparation)
+
+
+RECIPES = tuple(_weft_recipe(name, entry) for name, entry in _ENTRIES.items())
 
 
 def named_trainer_configs() -> dict[str, Recipe]:
@@ -56,12 +63,13 @@ def named_trainer_configs() -> dict[str, Recipe]:
     >>> next(iter(named_trainer_configs()))
     'lm'
     """
-    installed = {
-        point.name: Recipe(point.name, f"from {point.module}", f"{point.module}:{point.attr}")
-        for point in importlib.metadata.entry_points(group="weft.recipes")
-    }
-    weft = {recipe.name: recipe for recipe in RECIPES}
-    return weft | {name: x for name, x in installed.items() if name not in weft}
+    recipes = {recipe.name: recipe for recipe in RECIPES}
+    for point in importlib.metadata.entry_points(group="weft.recipes"):
+        # No package can replace a recipe of Weft.
+        if point.name not in _ENTRIES:
+            function = f"{point.module}:{point.attr}"
+            recipes[point.name] = Recipe(point.name, f"from {point.module}", function)
+    return recipes
 
 
 def find_recipe(word: str) -> Recipe:
@@ -75,24 +83,25 @@ def find_recipe(word: str) -> Recipe:
         RecipeError: if a file or module cannot have such a name.
         UnknownConfigError: if there is no recipe of this name.
     """
-    named = named_trainer_configs()
-    if word in named:
-        return named[word]
-    place, _, function = word.rpartition(":")
-    if place.endswith(".py"):
-        return _in_file(word, place, function)
+    recipes = named_trainer_configs()
+    if word in recipes:
+        return recipes[word]
+    module, _, function = word.rpartition(":")
+    if module.endswith(".py"):
+        return _recipe_in_file(word, module, function)
     if word.endswith(".py"):
         raise RecipeError(
             f"name the function of the file that makes the config, such as {word}:recipe."
         )
     if "/" in word:
         raise UnknownConfigError(f"there is no file or directory {word!r}, and no such recipe.")
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", place) or not function.isidentifier():
-        raise UnknownConfigError(f"unknown recipe {word!r}. {did_you_mean(word, named)}")
-    here = _module_file(Path.cwd(), place)
-    if here is None and _module_file(Path.cwd(), place.partition(".")[0]):
-        here = Path.cwd().joinpath(*place.split(".")).with_suffix(".py")  # which does not exist
-    return Recipe(word, "", f"{place}:{function}", file=str(here or ""))
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module) or not function.isidentifier():
+        raise UnknownConfigError(f"unknown recipe {word!r}. {did_you_mean(word, recipes)}")
+    file = _module_file(Path.cwd(), module)
+    if file is None and _module_file(Path.cwd(), module.partition(".")[0]):
+        # A file that does not exist, in a package of this directory: the error will name it.
+        file = Path.cwd().joinpath(*module.split(".")).with_suffix(".py")
+    return Recipe(word, "", f"{module}:{function}", file=str(file or ""))
 
 
 def recorded_recipe(record: Mapping[str, Any]) -> Recipe:
@@ -116,11 +125,15 @@ def recorded_recipe(record: Mapping[str, Any]) -> Recipe:
 
 def _module_file(root: Path, module: str) -> Path | None:
     path = root.joinpath(*module.split("."))
-    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        if file.is_file():
+            return file
+    return None
 
 
-def _in_file(word: str, place: str, function: str) -> Recipe:
-    path = Path(os.path.abspath(place))
+def _recipe_in_file(word: str, file: str, function: str) -> Recipe:
+    path = Path(os.path.abspath(file))
+    # The module's name begins with its outermost package, as in imports of its neighbors.
     names, folder = [path.stem], path.parent
     while (folder / "__init__.py").is_file():
         names, folder = [folder.name, *names], folder.parent

@@ -50,22 +50,21 @@ class Recipe(NamedTuple):
         if data_dir is not None:
             kwargs["data_dir"] = data_dir
         function = self._function()
-        missing = [
-            name
-            for name, argument in self.arguments().items()
-            if argument.default is argument.empty and name not in kwargs
-        ]
+        missing: list[str] = []
+        for name, parameter in self.arguments().items():
+            if parameter.default is parameter.empty and name not in kwargs:
+                missing.append(name)
         if missing:
+            words = " ".join(f"{name}=VALUE" for name in missing)
             raise RecipeError(
                 f"{self.name}: {' and '.join(missing)} of the function must be given: add "
-                f"{' '.join(f'{name}=VALUE' for name in missing)} to the command, or a default to "
-                "the function."
+                f"{words} to the command, or a default to the function."
             )
         if not self.is_own():
             return function(**kwargs)
         with _report_failures(f"{self.name} failed", self._root()):
-            made = function(**kwargs)
-        return _checked(made, f"{self.name} returned")
+            result = function(**kwargs)
+        return _checked_config(result, f"{self.name} returned")
 
     def config(self, words: Iterable[str]) -> "tuple[SpmdTrainer.Config, list[str]]":
         """Makes a config with the arguments among `key=value` words; returns the other words too.
@@ -74,22 +73,27 @@ class Recipe(NamedTuple):
             CommandLineError: if a value does not have the argument's type, or a word is misspelt.
             RecipeError: as `__call__`.
         """
-        known, given, others = self.arguments(), {}, []
+        parameters = self.arguments()
+        kwargs: dict[str, Any] = {}
+        other_words: list[str] = []
         for word in words:
-            name, _, text = word.partition("=")
-            if name.strip() in known:
-                given[name.strip()] = self._convert(word, known[name.strip()], text)
+            key, _, text = word.partition("=")
+            name = key.strip()
+            if name in parameters:
+                kwargs[name] = self._convert(word, parameters[name], text)
             else:
-                others.append(word)
-        made = self(**given)
-        for word in others:
+                other_words.append(word)
+        cfg = self(**kwargs)
+        fields = cfg._fields()
+        # The other words are overrides of the config's fields; those are checked where they apply.
+        for word in other_words:
             name = word.partition("=")[0].strip()
-            if name.isidentifier() and name not in made._fields() and similar_names(name, known):
+            if name.isidentifier() and name not in fields and similar_names(name, parameters):
                 raise CommandLineError(
                     f"{word}: {name!r} is neither an argument of {self.name} nor a field of its "
-                    f"config. {did_you_mean(name, [*known, *made._fields()])}"
+                    f"config. {did_you_mean(name, [*parameters, *fields])}"
                 )
-        return made, others
+        return cfg, other_words
 
     def arguments(self) -> dict[str, inspect.Parameter]:
         """Returns the arguments that can be set by name; their annotations are types."""
@@ -98,50 +102,59 @@ class Recipe(NamedTuple):
             parameters = inspect.signature(function, eval_str=True).parameters
         except Exception:  # a type that is imported for type checkers only
             parameters = inspect.signature(function).parameters
-        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        return {
-            name: p.replace(annotation=_type_of(p))
-            for name, p in parameters.items()
-            if p.kind in by_name
-        }
+        arguments: dict[str, inspect.Parameter] = {}
+        for name, parameter in parameters.items():
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                arguments[name] = parameter.replace(annotation=_type_of(parameter))
+        return arguments
 
     def written_arguments(self) -> list[str]:
         """Returns the names of the arguments in the source of a function, without importing it."""
-        module, _, name = self.function.partition(":")
+        module, _, function_name = self.function.partition(":")
         with contextlib.suppress(ImportError, OSError, SyntaxError, AttributeError, TypeError):
-            source = Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8")  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
+            source_path = importlib.util.find_spec(module).origin  # pyright: ignore[reportOptionalMemberAccess]
+            source = Path(source_path).read_text(encoding="utf-8")  # pyright: ignore[reportArgumentType]
             for node in ast.parse(source).body:
-                if isinstance(node, ast.FunctionDef) and node.name == name:
-                    return [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
+                if isinstance(node, ast.FunctionDef) and node.name == function_name:
+                    arguments = [*node.args.args, *node.args.kwonlyargs]
+                    return [argument.arg for argument in arguments]
         return []
 
-    def _convert(self, word: str, argument: inspect.Parameter, text: str) -> Any:
-        hint, default = argument.annotation, argument.default
+    def _convert(self, word: str, parameter: inspect.Parameter, text: str) -> Any:
+        """Returns the value of `text`, the part of a word after `=`, in the parameter's type."""
+
+        def read(value_text: str) -> object:
+            return read_value(value_text, allow=self.packages(), source="")
+
         try:
-            return convert(text, hint, lambda t: read_value(t, allow=self.packages(), source=""))
+            return convert(text, parameter.annotation, read)
         except NoConversion as error:
-            expected = error.cause or f"expected {type_name(hint)}, but got {text!r}."
-            shown = "" if default is argument.empty else f" It is {default!r} by default."
-            raise CommandLineError(f"{word}: {expected}{shown}") from None
+            message = str(error.cause or "")
+            if not message:
+                message = f"expected {type_name(parameter.annotation)}, but got {text!r}."
+            if parameter.default is not parameter.empty:
+                message += f" It is {parameter.default!r} by default."
+            raise CommandLineError(f"{word}: {message}") from None
 
     def description(self) -> str:
         """Describes the recipe and its arguments, one per line."""
-        docs = inspect.getdoc(self._function()) or ""
-        summary = self.summary or docs.partition("\n")[0]
-        rows = [
-            (
-                name if p.default is p.empty else f"{name}={p.default}",
-                type_name(p.annotation),
-                _description_of(name, docs),
-            )
-            for name, p in self.arguments().items()
-        ]
-        widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
-        lines = [
-            f"  {shown:{widths[0]}}  {kind:{widths[1]}}  {text}".rstrip()
-            for shown, kind, text in rows
-        ]
-        return "\n".join([f"{self.name}: {summary}" if summary else self.name, *lines])
+        docstring = inspect.getdoc(self._function()) or ""
+        summary = self.summary or docstring.partition("\n")[0]
+        # For each argument: name and default, type, description.
+        rows: list[tuple[str, str, str]] = []
+        for name, parameter in self.arguments().items():
+            word = name
+            if parameter.default is not parameter.empty:
+                word = f"{name}={parameter.default}"
+            description = _description_of(name, docstring)
+            rows.append((word, type_name(parameter.annotation), description))
+        word_width = max((len(word) for word, _, _ in rows), default=0)
+        type_width = max((len(type_text) for _, type_text, _ in rows), default=0)
+        lines = [f"{self.name}: {summary}" if summary else self.name]
+        for word, type_text, description in rows:
+            line = f"  {word:{word_width}}  {type_text:{type_width}}  {description}"
+            lines.append(line.rstrip())
+        return "\n".join(lines)
 
     def record(self, words: Iterable[str] | None) -> dict[str, Any]:
         """Returns what `recorded_recipe` reads: the recipe, and the words that made a config.
@@ -161,10 +174,10 @@ class Recipe(NamedTuple):
 
     def changed_files(self, record: Mapping[str, Any]) -> list[str]:
         """Returns the paths of the files of a record that have changed since."""
-        paths = {self._import().__file__ or os.devnull: record["sha256"]}
-        for path, digest in record.get("neighbors", {}).items():
-            paths[self._path(path)] = digest
-        return [path for path, digest in paths.items() if _file_digest(path) != digest]
+        digests = {self._import().__file__ or os.devnull: record["sha256"]}
+        for neighbor, digest in record.get("neighbors", {}).items():
+            digests[self._path(neighbor)] = digest
+        return [path for path, digest in digests.items() if _file_digest(path) != digest]
 
     def _neighbors(self) -> list[str]:
         """Returns the files of the modules that were imported from the recipe's directory.
@@ -174,12 +187,15 @@ class Recipe(NamedTuple):
         root = self._root()
         if not root:
             return []
-        names, paths = _loaded_from(root), set[str]()
+        top_level_names = _loaded_from(root)
+        paths: set[str] = set()
         for name, module in list(sys.modules.items()):
             file = getattr(module, "__file__", None)
-            if file is not None and file.endswith(".py") and name.partition(".")[0] in names:
+            is_neighbor = name.partition(".")[0] in top_level_names
+            if is_neighbor and file is not None and file.endswith(".py"):
                 paths.add(os.path.relpath(file, root))
-        return sorted(paths - {os.path.relpath(self.file, root)})
+        paths.discard(os.path.relpath(self.file, root))
+        return sorted(paths)
 
     def _path(self, neighbor: str) -> str:
         return os.path.join(self._root(), neighbor)
@@ -192,11 +208,17 @@ class Recipe(NamedTuple):
         if not self.is_own():
             return ()
         self._import()
-        top, root = self.function.partition(":")[0].partition(".")[0], self._root()
-        neighbors = _loaded_from(root) if root else set[str]()
-        return tuple(sorted({top, *neighbors} - {"__main__", "weft"}))
+        names = {self._module_name().partition(".")[0]}
+        root = self._root()
+        if root:
+            names |= _loaded_from(root)
+        return tuple(sorted(names - {"__main__", "weft"}))
 
-    def prepare(self, cfg: Any, train: Callable[[str, Any], Any]) -> bool:
+    def prepare(
+        self,
+        cfg: "SpmdTrainer.Config",
+        train: "Callable[[str, SpmdTrainer.Config], SpmdTrainer | None]",
+    ) -> bool:
         """Prepares the initial state of a run, such as a checkpoint that is trained first.
 
         Args:
@@ -206,17 +228,25 @@ class Recipe(NamedTuple):
         """
         if not self.preparation:
             return True
-        module, _, function = self.preparation.partition(":")
-        return getattr(importlib.import_module(module), function)(cfg, train)
+        module, _, function_name = self.preparation.partition(":")
+        function = getattr(importlib.import_module(module), function_name)
+        return function(cfg, train)
 
     def is_own(self) -> bool:
         """Returns whether the recipe is the user's, not Weft's."""
         return not self.function.startswith("weft.")
 
+    def _module_name(self) -> str:
+        return self.function.partition(":")[0]
+
     def _root(self) -> str:
         """Returns the directory from which the module's file is imported; "" without a file."""
-        depth = self.function.partition(":")[0].count(".") + self.file.endswith("__init__.py")
-        return str(Path(self.file).parents[depth]) if self.file else ""
+        if not self.file:
+            return ""
+        depth = self._module_name().count(".")
+        if self.file.endswith("__init__.py"):
+            depth += 1
+        return str(Path(self.file).parents[depth])
 
     def _import(self) -> ModuleType:
         """Imports the module, from its file unless it is installed.
@@ -226,7 +256,7 @@ class Recipe(NamedTuple):
 
         Raises RecipeError if there is no such module, it raises an error, or its name is taken.
         """
-        name, file, root = self.function.partition(":")[0], self.file, self._root()
+        name, file, root = self._module_name(), self.file, self._root()
         if file and not os.path.isfile(file):
             names = [path.name for path in Path(file).parent.glob("*.py")]
             raise RecipeError(
@@ -239,6 +269,7 @@ class Recipe(NamedTuple):
             try:
                 module = importlib.import_module(name)
             except ModuleNotFoundError as error:
+                # Another module may be missing, which this one imports.
                 if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                     raise
                 raise RecipeError(
@@ -259,11 +290,12 @@ class Recipe(NamedTuple):
                 f"{self.name}: {module.__file__} defines no {name!r}. "
                 f"{did_you_mean(name, _names_of_recipes(module))}"
             )
-        found: Any = getattr(module, name)
-        if isinstance(found, type) and issubclass(found, Configurable):
-            return found.default_config
-        is_function = callable(found) and not isinstance(found, type)
-        return found if is_function else _checked(found, f"{self.name} is").clone
+        target: Any = getattr(module, name)
+        if isinstance(target, type) and issubclass(target, Configurable):
+            return target.default_config
+        if callable(target) and not isinstance(target, type):
+            return target
+        return _checked_config(target, f"{self.name} is").clone
 
 
 def _file_digest(path: str) -> str:
@@ -273,46 +305,49 @@ def _file_digest(path: str) -> str:
     return ""
 
 
-def _checked(made: object, what: str) -> "SpmdTrainer.Config":
+def _checked_config(value: object, subject: str) -> "SpmdTrainer.Config":
+    """Returns a config; otherwise raises RecipeError, whose text begins with `subject`, a verb."""
     from weft.trainer.trainer import SpmdTrainer
 
-    if isinstance(made, SpmdTrainer.Config):
-        return made
+    if isinstance(value, SpmdTrainer.Config):
+        return value
+    description = f"an object of type {type_name(type(value))}"
     fix = "Return SpmdTrainer.default_config().set(model=…, …)."
-    if made is None:
+    if value is None:
+        description = "None"
         fix = "Does the function lack `return cfg`?"
-    elif isinstance(made, SpmdTrainer):
+    elif isinstance(value, SpmdTrainer):
         fix = "Return its config: leave out `.instantiate(parent=None)`."
-    kind = f"an object of type {type_name(type(made))}"
-    if made is None or isinstance(made, type):
-        kind = f"the class {made.__name__}" if made else "None"
-    raise RecipeError(f"{what} {kind}; expected a trainer's config, SpmdTrainer.Config. {fix}")
+    elif isinstance(value, type):
+        description = f"the class {value.__name__}"
+    raise RecipeError(
+        f"{subject} {description}; expected a trainer's config, SpmdTrainer.Config. {fix}"
+    )
 
 
 def _names_of_recipes(module: ModuleType) -> list[str]:
     """Returns names of what may be a recipe in a module: its functions, and configs."""
-    return [
-        name
-        for name, found in vars(module).items()
-        if not name.startswith("_")
-        and (
-            isinstance(found, ConfigBase)
-            or (inspect.isfunction(found) and found.__module__ == module.__name__)
-        )
-    ]
+    names: list[str] = []
+    for name, value in vars(module).items():
+        is_own_function = inspect.isfunction(value) and value.__module__ == module.__name__
+        if not name.startswith("_") and (isinstance(value, ConfigBase) or is_own_function):
+            names.append(name)
+    return names
 
 
-def _type_of(argument: inspect.Parameter) -> Any:
-    hint, default = argument.annotation, argument.default
-    if hint is argument.empty or isinstance(hint, str):
+def _type_of(parameter: inspect.Parameter) -> Any:
+    """Returns the type of a parameter, from its default if it has no annotation."""
+    hint, default = parameter.annotation, parameter.default
+    if hint is parameter.empty or isinstance(hint, str):
         return type(default) if isinstance(default, bool | int | float | str) else Any
     return hint | None if default is None and hint is not Any else hint
 
 
-def _description_of(name: str, docs: str) -> str:
+def _description_of(name: str, docstring: str) -> str:
     """Returns what the section `Args` of a docstring says about an argument."""
-    found = re.search(rf"^( +){name}(?: \(.*?\))?: (.*(?:\n\1 +.*)*)", docs, re.MULTILINE)
-    return " ".join(found[2].split()) if found else ""
+    # Lines that continue the text are indented more than the name.
+    entry = re.search(rf"^( +){name}(?: \(.*?\))?: (.*(?:\n\1 +.*)*)", docstring, re.MULTILINE)
+    return " ".join(entry[2].split()) if entry else ""
 
 
 _NO_USER_CODE = (str(Path(weft.__file__).parent), "<frozen ", str(Path(contextlib.__file__).parent))
@@ -320,36 +355,40 @@ _NO_USER_CODE = (str(Path(weft.__file__).parent), "<frozen ", str(Path(contextli
 
 def _loaded_from(root: str) -> set[str]:
     """Returns the names of imported modules and packages that are directly in a directory."""
-    names = set()
+    names: set[str] = set()
     for name, module in list(sys.modules.items()):
-        places = getattr(module, "__path__", None) or [getattr(module, "__file__", None)]
-        if "." not in name and any(place and os.path.dirname(place) == root for place in places):
+        if "." in name:
+            continue
+        # A package has directories, a module has a file; builtin modules have none.
+        paths = getattr(module, "__path__", None) or [getattr(module, "__file__", None)]
+        if any(path and os.path.dirname(path) == root for path in paths):
             names.add(name)
     return names
 
 
 @contextlib.contextmanager
-def _report_failures(what: str, root: str) -> Iterator[None]:
+def _report_failures(subject: str, root: str) -> Iterator[None]:
     """Raises errors of the user's code with the line that caused them, and without Weft's lines.
 
-    A message starts with `what`; `root` is the directory of the code, "" if unknown.
+    A message starts with `subject`; `root` is the directory of the code, "" if unknown.
     """
     try:
         yield
+    except RecipeError:
+        raise
     except (Exception, SystemExit) as error:
-        if isinstance(error, RecipeError):
-            raise
-        frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if not frame.filename.startswith(_NO_USER_CODE)
-        ]
-        own = [frame for frame in frames if frame.filename.startswith(root)] or frames
-        where = f"{what}:\n{''.join(traceback.format_list(own[-1:]))}"
+        user_frames: list[traceback.FrameSummary] = []
+        for frame in traceback.extract_tb(error.__traceback__):
+            if not frame.filename.startswith(_NO_USER_CODE):
+                user_frames.append(frame)
+        # A library may have raised it; the line in the user's own directory says more.
+        frames_below_root = [frame for frame in user_frames if frame.filename.startswith(root)]
+        last_frame = (frames_below_root or user_frames)[-1:]
+        location = f"{subject}:\n{''.join(traceback.format_list(last_frame))}"
         if isinstance(error, WeftError):
-            error.args = (f"{where}{error}",)
+            error.args = (f"{location}{error}",)
             raise
         text = "".join(traceback.format_exception_only(error)).rstrip()
         if isinstance(error, SystemExit):
             text += "\nPut what a program runs under `if __name__ == '__main__':`."
-        raise RecipeError(f"{where}{text}") from error
+        raise RecipeError(f"{location}{text}") from error
