@@ -22,7 +22,7 @@ def _wrt(diff_collections: Filter, variables: Filter, rngs: Filter) -> tuple[Rol
 
 
 def _variables(gradients: PyTree) -> PyTree:
-    """Returns the gradients of collections from those of scopes' groups, of which one has any."""
+    """Returns the gradients of collections from those of scopes; only the first group has any."""
 
     def is_groups(node: PyTree) -> bool:
         return isinstance(node, tuple) and len(node) > 0 and isinstance(node[0], Group)
