@@ -29,11 +29,6 @@ def test_each_command_names_the_function_that_runs_it(command):
     assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_train_parses_recipe_and_overrides():
-    arguments = parse_arguments(["train", "lm", "max_step=3", "dir=x"])
-    assert arguments.recipe_and_overrides == ["lm", "max_step=3", "dir=x"]
-
-
 def test_overrides_may_follow_options():
     arguments = parse_arguments(["check", "lm", "a=1", "--mesh", "data=2", "b=2"])
     assert (arguments.overrides, arguments.mesh) == (["a=1", "b=2"], "data=2")

@@ -11,7 +11,6 @@ import pytest
 
 from weft.cli import Output, continue_without_output, main
 from weft.cli.arguments import parse_arguments
-from weft.recipes import RECIPES
 
 HELP = {
     "": ["Trains JAX models."],
@@ -56,28 +55,6 @@ def test_help_describes_command_and_all_arguments(command, capsys, monkeypatch):
             assert re.search(r"\S {2,}\S", line) or line in ("  COMMAND", "  WHERE", "  ACTION")
 
 
-LM_ARGUMENTS = ("data_dir", "tokenizer", "text_key", "learning_rate", "batch_size", "steps")
-
-
-def test_recipes_are_listed_with_the_default_first(capsys):
-    assert main(["recipes"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == [f"{name}=" for name in LM_ARGUMENTS]
-    names = [line.split()[0] for line in lines[: 2 * len(RECIPES) : 2]]
-    assert names == [recipe.name for recipe in RECIPES]
-    assert [line for line in lines if line.endswith("(the default)")] == [lines[0]]
-
-
-def test_help_lists_the_arguments_of_a_recipe(capsys):
-    assert main(["train", "lm", "steps=3", "--help"]) == 0
-    text = capsys.readouterr().out
-    assert "usage: weft train" in text and "Arguments of lm: a byte-level Transformer" in text
-    for name in LM_ARGUMENTS:
-        assert f"\n  {name}=" in text
-    assert main(["train", "-h", "ln"]) == 2
-    assert "unknown recipe 'ln'. There are: " in capsys.readouterr().err
-
-
 def test_weft_alone_shows_what_to_do_first(capsys):
     assert main([]) == 0
     out, err = capsys.readouterr()
@@ -86,13 +63,6 @@ def test_weft_alone_shows_what_to_do_first(capsys):
     assert len(commands) == 4
     for command in commands:
         parse_arguments(command.split())
-
-
-def test_version_is_printed(capsys):
-    import weft
-
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"weft {weft.__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -176,15 +146,6 @@ thread.join()
     assert result.stdout.splitlines()[-1:] == [f"True {not is_kept}"], result.stderr
 
 
-def test_other_missing_module_propagates(monkeypatch):
-    def command(arguments):
-        raise ModuleNotFoundError("No module named 'nothing'", name="nothing")
-
-    monkeypatch.setattr("weft.cli.arguments.list_recipes", command)
-    with pytest.raises(ModuleNotFoundError):
-        main(["recipes"])
-
-
 def test_ctrl_c_before_a_run_ends_without_a_traceback(monkeypatch, capsys):
     def command(arguments):
         raise KeyboardInterrupt
@@ -258,15 +219,6 @@ def test_text_that_the_output_cannot_encode_is_escaped(encoding, written):
     with contextlib.redirect_stdout(Output(stream)):
         print("1 × → \udcf3", end="", flush=True)
     assert buffer.getvalue() == written
-
-
-def test_other_os_error_propagates(monkeypatch):
-    def command(arguments):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("weft.cli.arguments.list_recipes", command)
-    with pytest.raises(OSError, match="No space left"):
-        main(["recipes"])
 
 
 def test_control_characters_in_errors_are_escaped(capsys):

@@ -7,10 +7,9 @@ import pytest
 
 from weft.cli import main
 from weft.cli.configs import load_config, on_mesh, parse_mesh, run_config
-from weft.config import diff, from_text, to_text
+from weft.config import to_text
 from weft.errors import CommandLineError, ConfigTextError, UnknownConfigError, UnknownFieldError
 from weft.recipes.lm import lm_tiny
-from weft.trainer.parallelism import MESH_AXIS_NAMES
 from weft.trainer.run_dir import claim_run_dir
 
 
@@ -55,26 +54,6 @@ def test_run_that_lost_its_config_asks_for_its_recipe(tmp_path, how, capsys):
     assert f"the run then continues: weft train RECIPE dir={tmp_path}\n" in err
 
 
-def test_arguments_are_passed_to_recipe(tmp_path):
-    cfg = load_config("lm-tiny", [f"data_dir={tmp_path}", "seed=3"])
-    assert cfg.seed == 3 and cfg.input.source.corpus.paths == str(tmp_path)
-
-
-def test_axes_of_the_config():
-    cfg = on_mesh(lm_tiny(), mesh="model=2")
-    assert cfg.mesh_shape == (1, 2)
-    assert cfg.mesh_axis_names == ("data", "model")
-    assert on_mesh(lm_tiny(), mesh="data=-1, model=2").mesh_shape == (-1, 2)
-    assert on_mesh(lm_tiny()) == lm_tiny()
-
-
-def test_mesh_override_shards_transformer():
-    cfg = on_mesh(lm_tiny(), mesh="fsdp=4,model=2")
-    assert cfg.mesh_axis_names == MESH_AXIS_NAMES
-    assert dict(zip(cfg.mesh_axis_names, cfg.mesh_shape, strict=True))["fsdp"] == 4
-    assert cfg.model.decoder.emb.token_emb.param_partition_spec == ("model", "fsdp")
-
-
 def test_hardware():
     rules = [("gpu-.*", (4, 2)), ("tpu-.*", None)]
     assert on_mesh(lm_tiny().set(mesh_rules=rules), selector="gpu-8").mesh_shape == (4, 2)
@@ -100,17 +79,6 @@ def test_unknown_mesh_axis():
 def show(capsys, *words):
     assert main(["config", "show", *words]) == 0
     return capsys.readouterr().out
-
-
-@pytest.mark.parametrize("options", [(), ("--defaults",), ("--origin",)])
-def test_text_round_trips(options, capsys):
-    cfg = load_config("lm-tiny", ["max_step=7"])
-    assert not diff(from_text(show(capsys, "lm-tiny", "max_step=7", *options)), cfg)
-
-
-def test_defaults_are_omitted_unless_requested(capsys):
-    assert "watchdog_timeout_seconds" not in show(capsys, "lm-tiny")
-    assert "watchdog_timeout_seconds=None" in show(capsys, "lm-tiny", "--defaults")
 
 
 def test_origins_name_recipe_line_and_command_line(capsys):

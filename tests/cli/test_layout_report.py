@@ -1,6 +1,5 @@
 import jax
 import jax.numpy as jnp
-import pytest
 from jax.sharding import PartitionSpec
 
 from weft import linen as nn
@@ -9,7 +8,7 @@ from weft.config import config_for_class
 from weft.core.axis_rules import logical_axis_rules
 from weft.core.rules_report import FindingKind
 from weft.hierarchy.layers.linear import Linear
-from weft.hierarchy.parameter_spec import ParameterSpec, TensorSpec
+from weft.hierarchy.parameter_spec import TensorSpec
 from weft.interop.hierarchy import InHierarchy
 
 MESH = {"data": 4, "model": 2}
@@ -42,22 +41,6 @@ def test_invalid_layouts():
         "axis 0 is sharded over 'expert', but the mesh has the axes 'data', 'model'",
     )
     assert y.problems == ("axis 0 of size 12 does not divide over data=4 × model=2",)
-
-
-def test_origin_of_layout():
-    cfg = Linear.default_config().set(name="linear", input_dim=8, output_dim=4)
-    default = cfg.instantiate(parent=None)
-    cfg.param_partition_spec = ("data", "model")
-    model = cfg.instantiate(parent=None)
-
-    def reason(model):
-        specs = model.create_parameter_specs_recursively()
-        return {x.reason for x in array_layouts(specs, MESH, model=model)}
-
-    (own,) = reason(model)
-    assert "test_layout_report.py:" in own
-    (of_class,) = reason(default)
-    assert of_class == "the default of Linear"
 
 
 class Dense(nn.Module):
@@ -118,16 +101,3 @@ def test_mesh_axis_names_without_rules():
     assert weight.reason == "data×fsdp → data"
     (finding,) = rule_findings(specs, rules[1:], MESH)
     assert "the rule ('vocab', 'data') is never used" in str(finding)
-
-
-def test_rules_of_a_variable_are_not_checked():
-    spec = ParameterSpec((8,), jnp.float32, ("data",), logical_axes=("embed",))
-    assert rule_findings({"w": spec}, (), MESH) == []
-    assert array_layouts({"w": spec}, MESH)[0].reason == "embed → data"
-
-
-@pytest.mark.parametrize("shape", [(8, 6), ()])
-def test_layout_without_axes(shape):
-    (layout,) = array_layouts({"w": TensorSpec(shape, jnp.float32)}, MESH)
-    assert layout.bytes == layout.bytes_per_device
-    assert layout.reason == ""

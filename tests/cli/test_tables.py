@@ -2,10 +2,9 @@
 
 import io
 
-import pytest
 from rich.console import Console
 
-from weft.report.display import count_text, layout_text, shape_text, table_console, tree_table
+from weft.report.display import table_console, tree_table
 
 
 def test_tree_table_aligns_columns_without_margin():
@@ -19,19 +18,6 @@ def test_tree_table_aligns_columns_without_margin():
         "decoder             1,024 B",
         "  weight   (8, 32)     96 B",
     ]
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, ""), (999, "999"), (1500, "1.5k"), (3e6, "3.0M"), (2e15, "2.0P")]
-)
-def test_large_numbers_have_units(count, text):
-    assert count_text(count) == text
-
-
-def test_shapes_and_layouts():
-    assert shape_text(()) == "()"
-    assert layout_text(None) == ""
-    assert layout_text(["data", None]) == "(data, -)"
 
 
 def test_piped_output_has_tab_columns(capsys):

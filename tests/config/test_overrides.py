@@ -352,3 +352,9 @@ def test_forbidden_name_in_union():
         convert("os.system", collections.abc.Callable, read)
     assert isinstance(error.value.cause, ConfigReferenceError)
     assert convert("os.system", str | collections.abc.Callable, read) == "os.system"
+
+
+def test_error_names_origin_of_value(cfg):
+    cfg.limit = 3
+    with pytest.raises(ConfigTypeError, match=r"It is 3, set at .*test_overrides\.py:\d+\."):
+        apply_overrides(cfg, ["limit=x"])

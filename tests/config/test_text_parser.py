@@ -376,3 +376,8 @@ def test_text_of_millions_of_values_is_refused():
         from_text("[" + "0," * 3_000_000 + "]")
     with pytest.raises(ConfigTextError, match=r"^a value has 6,000,002 characters"):
         read_value("[" + "0," * 3_000_000 + "]", source="")
+
+
+def test_non_config_text():
+    with pytest.raises(ConfigTextError, match="text: cannot read this as a config: "):
+        from_text("-" * 100_000 + "1")

@@ -1,16 +1,8 @@
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from weft.core import display
 from weft.core.meta import Partitioned
-
-
-def test_values_by_shape():
-    tree = {"x": np.ones((2, 3)), "key": jax.random.key(0), "n": 3}
-    assert display.to_shapes(tree)["x"] == jax.ShapeDtypeStruct((2, 3), np.float64)
-    arrays, fill = display.split_arrays(tree)
-    assert len(arrays) == 2 and fill(["k", "x"]) == {"key": "k", "x": "x", "n": 3}
 
 
 def test_texts():
@@ -24,13 +16,6 @@ def test_texts():
     assert display.format_tree(len) == "len" and display.format_tree({}) == "{}"
     assert display.format_inputs((x,), {}) == "float32[2,3]"
     assert display.format_inputs((x,), {"n": 1}) == "- float32[2,3]\n- n: 1"
-
-
-def test_sizes():
-    assert display.format_size({"x": jnp.ones((500, 1)), "n": 3}) == "500 (2.0 KB)"
-    assert (
-        display.format_size(jax.random.key(0)) == "1 (8 B)" and display.format_size([]) == "0 (0 B)"
-    )
 
 
 def test_flops_of_a_function_and_of_its_gradient():

@@ -30,12 +30,6 @@ filters = st.recursive(
 few = settings(deadline=None, max_examples=25)
 
 
-@given(filters, names)
-@few
-def test_deny_list_inverts_its_filter(where, name):
-    assert in_filter(DenyList(where), name) is not in_filter(where, name)
-
-
 @given(filters, filters, st.lists(names, min_size=4))
 @few
 def test_set_operations_agree_with_in_filter(a, b, some):
@@ -71,23 +65,6 @@ def test_first_matching_filter_wins(wheres, name):
     matches = [in_filter(where, name) for where in wheres]
     first = [matches.index(True)] if any(matches) else []
     assert [i for i, group in enumerate(groups) if group] == first
-
-
-@given(st.dictionaries(names, st.integers()), st.lists(filters, max_size=4))
-@few
-def test_groups_are_disjoint_and_complete(xs, wheres):
-    groups = group_collections(xs, wheres)
-    assert len(groups) == len(wheres)
-    together = [name for group in groups for name in group]
-    assert len(together) == len(set(together))
-    assert set(together) == {name for name in xs if any(in_filter(w, name) for w in wheres)}
-    assert all(xs[name] == value for group in groups for name, value in group.items())
-
-
-def test_filter_to_set():
-    assert filter_to_set(False) == set()
-    assert filter_to_set("params") == {"params"}
-    assert filter_to_set(["params", "cache", "params"]) == {"params", "cache"}
 
 
 def test_non_filter_is_rejected():

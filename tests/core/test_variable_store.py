@@ -1,9 +1,7 @@
-from collections import OrderedDict
-
 import pytest
 
-from weft.core.frozen_dict import FrozenDict, freeze
-from weft.core.variable_store import VariableStore, copy_dicts, to_dicts
+from weft.core.frozen_dict import freeze
+from weft.core.variable_store import VariableStore
 from weft.errors import ScopeTreeError
 
 
@@ -14,25 +12,6 @@ def test_entries_of_scope():
     assert store.entries("params", ("z", "y")) == {}
     assert store.entries("cache", ("a",)) == {}
     assert store.collections == {"params": {"a": {"b": 1}, "c": 2}}
-
-
-def test_mutable_collections_are_copied():
-    params, state = freeze({"a": {"b": 1}}), OrderedDict(a={"b": 1})
-    store = VariableStore({"params": params, "state": state}, "state")
-    assert store.collections["params"] is params
-    store.put("state", ("a",), "b", 2)
-    store.put("state", ("new",), "c", 3)
-    assert store.collections["state"] == {"a": {"b": 2}, "new": {"c": 3}}
-    assert type(store.collections["state"]) is dict
-    assert state == {"a": {"b": 1}}
-
-
-def test_dicts_held_by_scopes_are_updated():
-    store = VariableStore({}, True)
-    store.put("state", ("a",), "b", {"c": 1})
-    held = store.entries("state", ("a", "b"))
-    store.put("state", (), "a", {"b": {"d": 2}})
-    assert held == {"c": 1, "d": 2}
 
 
 def test_value_of_other_mapping_class_is_replaced():
@@ -85,19 +64,3 @@ def test_initial_values_are_recorded():
     store.put("state", ("a",), "new", 3)
     store.put("state", ("a",), "new", 4)
     assert store.initial_values == {"state": {"a": {"new": 2}}}
-
-
-def test_initial_dict_value_is_copied():
-    store = VariableStore({}, True)
-    store.put("state", (), "x", {"n": 0})
-    store.put("state", (), "x", {"n": 1})
-    assert store.initial_values == {"state": {"x": {"n": 0}}}
-
-
-def test_copies_of_mappings():
-    inner = FrozenDict(b=[1])
-    xs = {"a": {"c": inner}}
-    assert type(to_dicts(xs)["a"]["c"]) is dict
-    assert copy_dicts(xs)["a"]["c"] is inner
-    assert copy_dicts(xs)["a"] is not xs["a"]
-    assert to_dicts(xs)["a"]["c"]["b"] is inner["b"]

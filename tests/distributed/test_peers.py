@@ -14,7 +14,7 @@ import pytest
 
 from tests.sockets import all_from, connected, full_pipe, reading
 from weft.distributed import peers as peers_lib
-from weft.distributed.peers import Peers, StopRequest, current_peers, use_peers
+from weft.distributed.peers import Peers, StopRequest
 from weft.errors import ProcessesNotReadyError, ProcessLostError
 
 NAMES = {i: f"process {i} of 3 (host h, pid {i})" for i in range(3)}
@@ -167,13 +167,6 @@ def test_request_is_deferred_at_a_plain_barrier(three):
     assert at_once(requesting, *asked) == [request] * 3
 
 
-def test_connections_disable_nagle(three):
-    # Else each point of agreement would take the 40 ms after which a kernel acknowledges.
-    for peers in three():
-        for connection in peers._connections.values():
-            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-
 def test_late_process_is_named_and_prints_stacks(three, capfd):
     lines = three()
     lines[2].doing = "compiling the step"
@@ -262,18 +255,6 @@ def test_last_message_arrives_despite_unread_data(alone):
         assert over.startswith("process 1 of 3 (host h, pid 1) has sent nothing for")
 
 
-def test_last_message_reaches_slow_reader(alone):
-    failing, first = alone(1, 0, buffer=1 << 16)
-    threading.Thread(target=keep_sending, args=(first,)).start()
-    for _ in range(100):  # more than there is room for
-        failing._send([failing._connections[0]], {"alive": "x" * 4000})
-    leaving = threading.Thread(target=failing.leave, args=("InputReadError: a.txt",))
-    leaving.start()
-    time.sleep(0.3)
-    assert messages(reading(first)())[-1] == {"bye": "InputReadError: a.txt"}
-    leaving.join()
-
-
 def test_coordinator_leaves_last_with_bounded_wait(alone):
     first, killed, slow = alone(0, 1, 2)
     killed.close()
@@ -290,16 +271,6 @@ def test_coordinator_leaves_last_with_bounded_wait(alone):
     assert 0.15 < time.monotonic() - started < 4
 
 
-def test_non_messages_are_skipped(alone):
-    peers, there = alone(1, 0)
-    there.sendall(b'GET / HTTP/1.1\r\n\r\n[1]\n{"other": 1}\n')
-    there.sendall(b"x" * (1 << 18) + b'\n{"go": 1, "stop": null}\n')
-    assert peers.agree(go_on) is None
-    peers.leave(patience_seconds=0)
-    at = {"at": 1, "within": None, "waits": False, "request": None}
-    assert at in messages(all_from(there))
-
-
 def test_failed_reader_thread_ends_the_run(alone, monkeypatch):
     def fails(peers, index, line):
         raise TypeError("unhashable")
@@ -309,29 +280,6 @@ def test_failed_reader_thread_ends_the_run(alone, monkeypatch):
     send(there, asked=None)
     with pytest.raises(ProcessLostError, match="to other processes failed: TypeError: "):
         peers.agree(go_on)
-
-
-def test_long_errors_are_truncated(three):
-    lines = three()
-    error = "XlaRuntimeError: " + "\N{SNOWMAN}" * (1 << 20) + " out of memory"
-    threading.Timer(0.1, lines[1].leave, (error,)).start()
-    for lost in at_once(*(lambda c=c: c.agree(go_on) for c in (lines[0], lines[2]))):
-        assert "process 1 of 3 (host h, pid 1) has failed: XlaRuntimeError: " in str(lost)
-        assert "out of memory. This process cannot" in str(lost) and len(str(lost)) < 5000
-    lines, request = three(), StopRequest("error", error)
-    agreed = at_once(*(lambda c=c: c.agree(lambda: request) for c in lines))
-    assert len(set(agreed)) == 1 and agreed[0].text.endswith("out of memory")
-
-
-def test_only_some_late_ones_are_named(monkeypatch, alone):
-    monkeypatch.setattr(
-        "tests.distributed.test_peers.NAMES", {i: f"process {i}" for i in range(20)}
-    )
-    peers, *_ = alone(0, *range(1, 20))
-    with pytest.raises(ProcessesNotReadyError) as late:
-        peers.agree(go_on, within_seconds=0.1)
-    shown = "; ".join(f"process {i}, which is starting" for i in range(1, 9))
-    assert f"within 0.1 s: {shown} and 11 more. All others" in str(late.value)
 
 
 def test_coordinator_is_named_with_activity(alone, capfd):
@@ -346,62 +294,12 @@ def test_coordinator_is_named_with_activity(alone, capfd):
     assert "in test_coordinator_is_named" in capfd.readouterr().err
 
 
-STRANGE = {
-    "nested": b"[" * 1_500,
-    "nested objects": b'{"at":' * 20_000,
-    "no text": b"\xff\xfe{}",
-    "a number": b"7",
-    "of the wrong type": b'{"at": "soon", "within": null, "request": null, "waits": false}',
-    "a point that is not a number": b'{"at": true}',
-    "a request of a kind that there is none of": b'{"at": 1, "request": ["x", "y"]}',
-    "a request that is none": b'{"at": 1, "request": 7}',
-    "no seconds": b'{"at": 1, "within": NaN, "waits": false}',
-    "unknown": b'{"at": 1, "within": null, "request": null, "waits": false, "more": 1}',
-    "many digits": b'{"at": ' + b"9" * 5_000 + b"}",
-    "too long": b'{"alive": "' + b"x" * 300_000 + b'"}',
-}
-
-
-@pytest.mark.parametrize("line", STRANGE.values(), ids=STRANGE)
-@pytest.mark.parametrize("process", [0, 1])
-def test_invalid_message_is_ignored(alone, caplog, process, line):
-    peers, there = alone(process, 1 - process)
-    there.sendall(line + b"\n")
-    if process == 0:
-        send(there, at=1, request=None, within=None, waits=False)
-    else:
-        send(there, go=1, stop=None)
-    assert peers.agree(go_on) is None
-    peers.leave(patience_seconds=0)
-    assert f"{NAMES[1 - process]} sent an invalid message; it is ignored" in caplog.text
-
-
-def test_rest_of_an_overlong_line_is_skipped(alone):
-    peers, there = alone(1, 0)
-    there.sendall(b"x" * 200_000)
-    time.sleep(0.3)
-    send(there, over="process 7 is gone")  # ends the long line
-    send(there, go=1, stop=None)
-    assert peers.agree(go_on) is None
-
-
 def test_messages_of_peers_are_escaped(alone):
     peers, there = alone(0, 1)
     send(there, bye="\x1b]0;title\x07 a\nweft: \x9b2J \u202e \ud800")
     shown = r"\x1b]0;title\x07 a" "\n    weft: " r"\x9b2J \u202e \ud800\."
     with pytest.raises(ProcessLostError, match="has failed: " + re.escape(shown[:-2])):
         peers.agree(go_on)
-
-
-def test_use_peers_sets_current_and_sends_error(alone):
-    assert current_peers() is None
-    peers, there = alone(1, 0)
-    heard = reading(there)
-    with pytest.raises(KeyError), use_peers(peers):
-        assert current_peers() is peers
-        raise KeyError("x")
-    assert current_peers() is None
-    assert messages(heard())[-1] == {"bye": "KeyError: 'x'"}
 
 
 STUCK = """

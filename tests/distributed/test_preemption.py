@@ -13,21 +13,18 @@ from weft.distributed import peers as peers_lib
 from weft.distributed import preemption, watchdog
 from weft.distributed.peers import Peers
 from weft.distributed.preemption import (
-    DelayedMax,
     GracefulStop,
     InterruptibleJit,
     StopRun,
-    barrier,
     barrier_after,
     batches_until_stopped,
     broadcast_from_first,
     compile_unless_stopped,
-    graceful_stop,
     max_over_processes,
     still_compiling,
     stop_point,
 )
-from weft.errors import ProcessesNotReadyError, ProcessLostError
+from weft.errors import ProcessesNotReadyError
 from weft.input import PrefetchingIterator
 
 
@@ -79,26 +76,6 @@ def test_second_ctrl_c_interrupts():
     with GracefulStop(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-
-
-def test_threads_keep_signal_handlers():
-    seen = []
-
-    def work():
-        with GracefulStop():
-            seen.append(signal.getsignal(signal.SIGTERM))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [signal.getsignal(signal.SIGTERM)]
-
-
-def test_single_process_agrees():
-    with GracefulStop() as stop:
-        assert stop.agreed("step 1") is None
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.agreed("step 2") == ("signal", "SIGTERM")
 
 
 class Busy:
@@ -159,13 +136,6 @@ def test_stop_while_waiting_for_input_takes_no_batch():
         assert not busy.done
         assert stopped.value.request == ("signal", "SIGTERM") and stopped.value.error is None
         assert batches.get_state() == 2
-
-
-def test_signal_in_the_block_takes_no_batch():
-    with PrefetchingIterator(Source()) as batches, GracefulStop() as stop:
-        with pytest.raises(StopRun), stop.next_batch(batches, "a step"):
-            signal.raise_signal(signal.SIGTERM)
-        assert batches.get_state() == 0
 
 
 def test_error_in_the_block_stops_the_run_and_takes_no_batch():
@@ -302,31 +272,6 @@ def test_compile_error_is_sent_to_other_processes():
     assert [(w.kind, w.text) for w in points] == [("error", "compiling the loss: XLA")] * 2
 
 
-def test_call_uses_the_compiled_program():
-    compilations = []
-
-    def listener(name, seconds, **_):
-        compilations.append(name) if "backend_compile" in name else None
-
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    double = jax.jit(lambda x: 2 * x + 17)
-    x = jnp.arange(3.0)
-    with GracefulStop() as stop:
-        stop.compile(double.lower(x))
-    n = len(compilations)
-    double(x)
-    InterruptibleJit(double, "twice")(x)
-    jax.monitoring.unregister_event_duration_listener(listener)
-    assert len(compilations) == n >= 1
-
-
-class Lost:
-    """Lines to processes, one of them gone."""
-
-    def raise_cause(self, error):
-        raise ProcessLostError("process 1 of 2 has ended") from error
-
-
 @pytest.fixture
 def two(monkeypatch):
     """Yields the lines between two processes, both ends here."""
@@ -371,31 +316,6 @@ def test_late_process_is_named_with_its_barrier(two, monkeypatch):
     thread.join()
 
 
-def test_late_process_is_awaited_without_limit(two):
-    def the_other():
-        with GracefulStop(two[1], patience_seconds=0.1):
-            time.sleep(0.5)
-            barrier()
-
-    thread = threading.Thread(target=the_other)
-    thread.start()
-    with GracefulStop(two[0], patience_seconds=0.1):
-        barrier()
-    thread.join()
-    barrier()  # no process outside of a run
-
-
-def test_error_caused_by_a_peer_names_it(monkeypatch):
-    monkeypatch.setattr("weft.distributed.preemption.current_peers", Lost)
-    with pytest.raises(ProcessLostError, match="process 1"), graceful_stop(print, 1):
-        raise RuntimeError("gloo: connection closed by peer")
-
-
-def test_one_process_agrees_with_itself():
-    later = DelayedMax()
-    assert (broadcast_from_first(3), max_over_processes(4), later(5), later(0)) == (3, 4, 5, 0)
-
-
 @pytest.fixture
 def two_processes(monkeypatch):
     """Simulates the second of two processes; the first always returns 7."""
@@ -408,9 +328,3 @@ def two_processes(monkeypatch):
 def test_broadcast_and_max(two_processes):
     assert broadcast_from_first(3) == 7
     assert (max_over_processes(3), max_over_processes(9)) == (7, 9)
-
-
-def test_delayed_max_lags_by_one_call(two_processes):
-    # Here all devices are of this process, so it is the largest of its own.
-    later = DelayedMax()
-    assert [later(n) for n in (0, 1, 0, 5)] == [0, 0, 1, 0]

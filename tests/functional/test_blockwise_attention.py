@@ -11,7 +11,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tests.jaxprs import largest_array
 from weft.errors import ArgumentValueError
 from weft.functional import (
-    alibi_slopes,
     and_masks,
     causal_mask,
     dot_product_attention,
@@ -86,16 +85,6 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_equals_the_plain_form(name):
     assert_equal_to_plain(qkv(11, 11), mask=MASKS[name])
-
-
-def test_everything_at_once_equals_the_plain_form():
-    more = {
-        "bias": array(B, H, 11, 11),
-        "logit_sink": array(H),
-        "alibi_slopes": alibi_slopes(H),
-    }
-    options = {"logit_cap": 2.0, "scale": 0.7}
-    assert_equal_to_plain(qkv(11, 11, kv_heads=1), more, mask=MASKS["all"], **options)
 
 
 # Each example compiles two programs.

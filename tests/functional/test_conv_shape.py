@@ -18,7 +18,6 @@ from weft.functional import (
     lax_conv_padding,
     pad_conv,
     pad_conv_transpose,
-    per_axis,
 )
 
 sizes = st.integers(1, 5)
@@ -112,11 +111,6 @@ def test_length_dependent_padding_is_rejected_by_name():
         lax_conv_padding((4, 4), window=(3,), strides=(1,), padding="SAME")
 
 
-def test_causal_transposed_keeps_the_first_outputs():
-    pads = conv_transpose_explicit_padding(window=(3,), strides=(2,), padding="CAUSAL")
-    assert pads == ((2, 1),)
-
-
 def test_dilated_window():
     assert conv_dilate_window(window=(3, 1), dilation=(4, 4)) == (9, 1)
     assert conv_dilate_window(window=(3, 1), dilation=None) == (3, 1)
@@ -176,24 +170,10 @@ def test_transposed_paddings_repeat_each_input():
     assert out(stride=1, conv_padding=((0, 0),), anchor=2) == [1]
 
 
-def test_paddings_keep_their_dtype():
-    for dtype in (jnp.bool_, jnp.int32, jnp.float32):
-        rows = jnp.zeros((2, 5), dtype)
-        out = compute_conv_paddings(rows, window=3, stride=1, conv_padding="SAME", anchor=2)
-        assert out.dtype == dtype
-        np.testing.assert_array_equal(out[:, -1], np.ones(2, dtype))
-
-
 @pytest.mark.parametrize("compute", [compute_conv_paddings, compute_conv_transpose_paddings])
 def test_anchor_outside_the_window_is_rejected(compute):
     with pytest.raises(ArgumentValueError, match=r"anchor=3 must be in the range \[1, 3\)"):
         compute(jnp.zeros((1, 5)), window=3, stride=1, conv_padding="SAME", anchor=3)
-
-
-def test_sizes_are_one_for_each_axis():
-    assert per_axis([2, 3], 2) == (2, 3)
-    assert per_axis(2, 2) == (2, 2)
-    assert per_axis(None, 3) == (1, 1, 1)
 
 
 RNG = np.random.default_rng(0)
@@ -224,19 +204,6 @@ def test_zero_padding_is_delegated(padding, zeros):
     assert pads == zeros
     if not isinstance(padding, str):
         assert pad_conv_transpose(x, padding=padding, **TWO)[1] == zeros
-
-
-def test_same_padding_covers_a_dilated_window():
-    x, dilated = array(2, 5, 6, 3), {**TWO, "dilation": (2, 1)}
-    assert pad_conv(x, padding="SAME", **dilated)[1] == ((2, 2), (0, 1))
-
-
-def test_circular_and_reflect_padding():
-    x = jnp.arange(5.0).reshape(1, 5, 1)
-    around, zeros = pad_conv(x, padding="CIRCULAR", **ONE)
-    assert (around.ravel().tolist(), zeros) == ([4, 0, 1, 2, 3, 4, 0, 1], ((0, 0),))
-    backwards, _ = pad_conv(x, padding="REFLECT", **ONE)
-    assert backwards.ravel().tolist() == [1, 0, 1, 2, 3, 4, 3, 2]
 
 
 @pytest.mark.parametrize("span", range(1, 8))

@@ -81,13 +81,6 @@ def test_rotary_keeps_the_dtype_and_computes_in_float32():
     np.testing.assert_array_equal(y, expected)
 
 
-def test_alibi_slopes_interpolate():
-    np.testing.assert_allclose(alibi_slopes(8), 2.0 ** -np.arange(1, 9))
-    eight, sixteen = 2.0 ** -np.arange(1, 9), 2.0 ** (-np.arange(1, 17) / 2)
-    np.testing.assert_allclose(alibi_slopes(12), [*eight, *sixteen[::2][:4]], rtol=1e-6)
-    assert alibi_slopes(1).shape == (1,)
-
-
 def test_alibi_bias_falls_with_distance():
     positions = np.array([[0, 1, 2, 3], [7, 8, 9, 10]])
     bias = alibi_bias(alibi_slopes(2), jnp.array(positions), jnp.array(positions))
@@ -135,12 +128,6 @@ def test_llama3_scaling_by_frequency():
     assert np.all(np.diff(scaled) < 0)
 
 
-def test_no_scaling_is_identity():
-    scaled = yarn_frequencies(16, 1e4, original_max_seq_length=128)
-    np.testing.assert_allclose(scaled, rotary_frequencies(16, 1e4), rtol=1e-6)
-    assert yarn_magnitude(1.0) == 1.0
-
-
 def test_only_slow_pairs_are_interpolated():
     length, scaling = 2048, 8.0
     plain = np.asarray(rotary_frequencies(64))
@@ -172,13 +159,6 @@ def test_ramp_between_fast_and_slow_pairs_is_not_rounded():
     )
     shares = np.clip((np.arange(8) - 2) / 4, 0, 1)
     np.testing.assert_allclose(rounded, plain * (1 - shares) + plain / 4 * shares, rtol=1e-5)
-
-
-def test_extrapolation_factor_0_interpolates_all():
-    scaled = yarn_frequencies(
-        16, original_max_seq_length=128, scaling_factor=4.0, extrapolation_factor=0.0
-    )
-    np.testing.assert_allclose(scaled, rotary_frequencies(16) / 4, rtol=1e-6)
 
 
 def test_one_ramp_step_when_all_pairs_are_fast_or_slow():

@@ -180,31 +180,6 @@ def test_linear_layers_take_the_default(layer, product):
     assert (y != plain).any()
 
 
-UNCHANGED = {
-    "of their own": of_linen(lambda: nn.Dense(8, dot_general=jax.lax.dot_general)),
-    "by a factory": of_linen(lambda: nn.Dense(8, dot_general_cls=lambda: jax.lax.dot_general)),
-    "einsum_op": of_nnx(
-        lambda rngs: nnx.Einsum(
-            "bti,io->bto", (4, 8), einsum_op=lambda *a, **k: jnp.einsum(*a, **k), rngs=rngs
-        )
-    ),
-    "integers": lambda: lambda: functional.dense(Y.astype(int), KERNEL.astype(int)),
-    "complex": of_linen(lambda: nn.Dense(8, param_dtype=jnp.complex64)),
-    "Conv": of_linen(lambda: nn.Conv(8, (3,))),
-    "attend": lambda: lambda: functional.attend(KERNEL.T, Y),
-    "attention": lambda: lambda: functional.dot_product_attention(*[Y[:, None]] * 3),
-    "norm": of_nnx(lambda rngs: nnx.LayerNorm(4, rngs=rngs)),
-}
-
-
-@pytest.mark.parametrize("layer", UNCHANGED)
-def test_the_default_leaves_other_products_alone(layer):
-    run = UNCHANGED[layer]()
-    with default_dot_general(int8_dot_general):
-        y = jax.jit(lambda: run())()
-    np.testing.assert_array_equal(y, jax.jit(lambda: run())())
-
-
 @pytest.mark.parametrize("name", ["scan", "remat", "jit"])
 def test_the_default_in_a_transformation_that_was_traced_before(name):
     model, _ = transformed(name)

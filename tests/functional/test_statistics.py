@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from tests.compiled import (
-    compute_mean_square_with_segment_ids,
     moments,
     segment_mean,
     update_running_average,
@@ -18,14 +17,6 @@ RNG = np.random.default_rng(0)
 
 def array(*shape):
     return RNG.normal(size=shape).astype(np.float32)
-
-
-@pytest.mark.parametrize("axis", [-1, 0, (0, 1), (-1, 1)])
-def test_moments_are_mean_and_variance(axis):
-    x = array(3, 4, 5)
-    mean, variance = moments(jnp.array(x), axis=axis)
-    np.testing.assert_allclose(mean, x.mean(axis, keepdims=True), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(variance, x.var(axis, keepdims=True), rtol=1e-4)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4, -1e6])
@@ -60,12 +51,6 @@ def test_segment_mean_is_the_mean_of_each_segment():
         for t in range(5):
             same = x[b][ids[b] == ids[b, t]]
             np.testing.assert_allclose(out[b, t, :, 0], same.mean((0, 2)), rtol=1e-4, atol=1e-6)
-
-
-def test_mean_square_by_segment():
-    x, ids = jnp.array([[[1.0], [3.0], [5.0]]]), jnp.array([[1, 1, 2]])
-    out = compute_mean_square_with_segment_ids(x, segment_ids=ids, reduction_axis=[1, 2])
-    assert out[..., 0].tolist() == [[5.0, 5.0, 25.0]]
 
 
 def test_running_average_keeps_its_dtype():

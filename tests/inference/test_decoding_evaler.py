@@ -164,25 +164,6 @@ def test_texts_end_before_each_of_several_ends(tmp_path, params, mesh):
     assert sampled[1] == [sampled[0][0]] + [257] * 5
 
 
-def test_zero_temperature_decodes_greedily(tmp_path, model, params, mesh):
-    greedy = config_for_function(scale_by).set(temperature=0.0)
-    samples = evaler(tmp_path, model, logits_modifier=greedy)
-    with jax.set_mesh(mesh):
-        _, _, outputs = samples.eval_step(
-            1, prng_key=jax.random.key(0), model_params=params, return_aux=True
-        )
-    assert len({sample["text"] for sample in written(tmp_path, 1)}) == 1
-    assert outputs[0]["sampled"].shape == (3, 6)
-
-
-def test_declined_policy_writes_nothing(tmp_path, model, params):
-    samples = evaler(tmp_path, model)
-    samples._eval_policy = lambda **kwargs: False
-    result = samples.eval_step(1, prng_key=jax.random.key(0), model_params=params)
-    assert result[1:] == (None, None)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [

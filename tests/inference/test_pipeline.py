@@ -178,13 +178,6 @@ def test_strings_are_split_off_and_merged():
     jax.tree.map(np.testing.assert_array_equal, merged, batch)
 
 
-def test_arrays_without_rows_are_refused(directory):
-    pipeline = pipeline_of(pipeline_config(directory).set(model_method="total"))
-    with pytest.raises(InferenceError, match=r"equally many rows.*'output/total': \(\)\}; set a"):
-        pipeline.run()
-    assert not (directory / "record-00000-of-00001.jsonl").exists()
-
-
 def test_unfinished_output_is_not_written_through_a_link(tmp_path):
     (tmp_path / "private").write_text("mine", encoding="utf-8")
     (tmp_path / ".out.jsonl.unfinished").symlink_to(tmp_path / "private")
@@ -201,15 +194,6 @@ def test_unfinished_output_is_not_written_through_a_link(tmp_path):
     sink.write({"a": 1})
     sink.flush()
     assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == '{"a": 1}\n'
-
-
-def test_output_paths_of_processes_differ(monkeypatch):
-    sink = JsonlExampleRecordSink.default_config().set(name="sink")
-    with pytest.raises(InferenceError, match=r"output_path='\{step\}' is not a format of pr"):
-        sink.clone(output_path="{step}").instantiate(parent=None)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(InferenceError, match="sink: all 2 processes would write to output_path"):
-        sink.clone(output_path="out.jsonl").instantiate(parent=None)
 
 
 def test_input_and_runner_shard_rows_alike(directory):
@@ -265,3 +249,19 @@ def test_each_process_writes_its_rows(directory):
     both = sorted(first + second, key=lambda record: record["input"]["x"])
     assert both == list(map(expected, range(NUM)))
     assert parts("same") == [list(map(expected, range(NUM))), []]
+
+
+def test_arrays_without_rows_are_refused(directory):
+    pipeline = pipeline_of(pipeline_config(directory).set(model_method="total"))
+    with pytest.raises(InferenceError, match=r"equally many rows.*'output/total': \(\)\}; set a"):
+        pipeline.run()
+    assert not (directory / "record-00000-of-00001.jsonl").exists()
+
+
+def test_output_paths_of_processes_differ(monkeypatch):
+    sink = JsonlExampleRecordSink.default_config().set(name="sink")
+    with pytest.raises(InferenceError, match=r"output_path='\{step\}' is not a format of pr"):
+        sink.clone(output_path="{step}").instantiate(parent=None)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(InferenceError, match="sink: all 2 processes would write to output_path"):
+        sink.clone(output_path="out.jsonl").instantiate(parent=None)

@@ -8,10 +8,9 @@ from weft.errors import CheckpointNotFoundError, InferenceError
 from weft.hierarchy.base_layer import BaseModel
 from weft.hierarchy.layers import Linear
 from weft.hierarchy.metrics import WeightedScalar
-from weft.inference.runner import DataPartitionType, InferenceRunner
+from weft.inference.runner import InferenceRunner
 from weft.trainer.checkpointer import Checkpointer
 from weft.trainer.learner import Learner
-from weft.trainer.mesh import build_mesh
 from weft.trainer.trainer import SpmdTrainer
 
 W = np.arange(8.0, dtype=np.float32).reshape(2, 4)
@@ -115,14 +114,6 @@ def test_batches_and_parameters_are_sharded(directory):
     np.testing.assert_allclose(y, X[0] @ W, rtol=1e-5)
 
 
-def test_axis_names_follow_the_runs_rules(directory):
-    cfg = config(directory, shape=(2, 2))
-    cfg.set(logical_axis_rules=[("model", "data")])
-    cfg.rules_by_kind.parameters = [("model", ("data", "model"))]
-    weight = runner_of(cfg).inference_runner_state.model["linear"]["weight"]
-    assert weight.sharding.spec == PartitionSpec(None, ("data", "model"))
-
-
 def test_moving_average_is_used(directory):
     trainer_cfg = SpmdTrainer.default_config().set(
         dir=str(directory),
@@ -140,22 +131,6 @@ def test_moving_average_is_used(directory):
     weight = runner.inference_runner_state.model["linear"]["weight"]
     np.testing.assert_array_equal(weight, (2 * W).astype(jnp.bfloat16))
     assert weight.dtype == jnp.bfloat16
-
-
-def test_inference_dtype_is_configurable(directory):
-    runner = runner_of(config(directory).set(inference_dtype=jnp.bfloat16))
-    (result,) = runner.run(batches()[:1], method="predict")
-    assert result.output_batch["y"].dtype == jnp.bfloat16
-    np.testing.assert_allclose(
-        result.output_batch["y"].astype(np.float32), X[0] @ W, rtol=0.05, atol=0.05
-    )
-
-
-def test_rows_by_kind_of_layout():
-    mesh = build_mesh((1, 1), AXES, jax.devices()[:1])
-    assert DataPartitionType.FULL.partition_spec(mesh) == PartitionSpec(AXES)
-    assert DataPartitionType.BATCH.partition_spec(mesh) == PartitionSpec(("data",))
-    assert DataPartitionType.REPLICATED.partition_spec(mesh) == PartitionSpec()
 
 
 def test_missing_items_are_named(directory, tmp_path):

@@ -166,3 +166,9 @@ def test_dispatching_works_in_any_context():
     batch = {"x": np.ones(2)}
     outputs, _ = F(trainer, prng_key=None, state={}, inputs={"batch": batch}, is_training=True)
     assert outputs[0] is outputs[1] is batch["x"]
+
+
+def test_element_spec_matches_a_process_batch():
+    assert make().element_spec() == {"ids": jax.ShapeDtypeStruct((8, 2), np.int32)}
+    with pytest.raises(InputDatasetError, match=r"records: the dataset is empty"):
+        make(num_batches=0).element_spec()

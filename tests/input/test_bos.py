@@ -77,20 +77,6 @@ def test_conversations_begin_with_bos(load):
     np.testing.assert_array_equal(example["target_labels"], plain["target_labels"])
 
 
-def test_evaluation_and_prompts_begin_as_the_training(load, tmp_path):
-    tokenizer, _ = load("<|bos|> $A")
-    path = str(tmp_path / "tokenizer.json")
-    shutil.copy(tokenizer.__reduce__()[0].args[0], path)
-    cfg = load_config("lm-tiny", [f"tokenizer={path}", "input.source.add_bos=True"])
-    with pytest.raises(TokenizerError, match=r"set the same `tokenizer` and `add_bos` for both"):
-        check_tokens(cfg)
-    cfg.evalers["held_out"].input.source.add_bos = True
-    check_tokens(cfg)
-    found = find_tokenizer(cfg)
-    assert found.encode("two").tolist() == [*tokenizer.bos_ids, *tokenizer.encode("two")]
-    assert found.decode(found.encode("two")) == "two"
-
-
 def test_bos_of_sentencepiece(tmp_path):
     pytest.importorskip("sentencepiece", reason="needs the extra text")
     path = tokenizer_kinds.train_pieces(tmp_path / "pieces", model_type="unigram")
@@ -106,3 +92,17 @@ def test_tokenizer_without_bos(load):
     for tokenizer in (ByteTokenizer(), load(None)[0]):
         with pytest.raises(TokenizerError, match=r"no token before a text, so add_bos=True has no"):
             lm_documents_source(tokenizer=tokenizer, **options)
+
+
+def test_evaluation_and_prompts_begin_as_the_training(load, tmp_path):
+    tokenizer, _ = load("<|bos|> $A")
+    path = str(tmp_path / "tokenizer.json")
+    shutil.copy(tokenizer.__reduce__()[0].args[0], path)
+    cfg = load_config("lm-tiny", [f"tokenizer={path}", "input.source.add_bos=True"])
+    with pytest.raises(TokenizerError, match=r"set the same `tokenizer` and `add_bos` for both"):
+        check_tokens(cfg)
+    cfg.evalers["held_out"].input.source.add_bos = True
+    check_tokens(cfg)
+    found = find_tokenizer(cfg)
+    assert found.encode("two").tolist() == [*tokenizer.bos_ids, *tokenizer.encode("two")]
+    assert found.decode(found.encode("two")) == "two"

@@ -9,7 +9,6 @@ from weft.errors import InputDatasetError
 from weft.hierarchy.module import nowrap
 from weft.input import Input, InputDispatcher, PrefetchingIterator
 from weft.input.composite import ConcatenatedInput, ZipInput
-from weft.input.fake import FakeLmInput
 from weft.input.grain import Input as GrainInput
 from weft.input.grain import per_feed_batch, shard_dataset
 
@@ -66,24 +65,6 @@ def test_batches_and_saved_positions(make, want):
         other = iter(input_.dataset())
         other.set_state(state)
         assert listed(other) == want[consumed:]
-
-
-def test_shapes_match_the_parts():
-    spec = zipped().element_spec()
-    assert {name: part["x"].shape for name, part in spec.items()} == {"a": (2,), "b": (2,)}
-    assert concatenated().element_spec()["x"].shape == (2,)
-
-
-def test_zip_ends_with_shortest_input():
-    it = iter(zipped().dataset())
-    assert len(list(it)) == 2
-    assert it.get_state() == {"a": {"next_index": 2}, "b": {"next_index": 2}}
-
-
-def test_is_training_is_inherited():
-    fake = FakeLmInput.default_config().set(global_batch_size=2, total_num_batches=1)
-    both = zipped(is_training=False, inputs={"a": fake, "b": rows(0, 2)})
-    assert both.children["a"].config.is_training is False
 
 
 def test_batches_of_all_are_dispatched_together():

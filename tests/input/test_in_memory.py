@@ -56,20 +56,6 @@ def test_batches_do_not_depend_on_the_number_of_processes(is_training, monkeypat
         np.testing.assert_array_equal(np.concatenate([b["x"] for b in own]), batch["x"])
 
 
-def test_positions_are_restored():
-    iterator = iter(array_input().dataset())
-    next(iterator)
-    state, wanted = iterator.get_state(), next(iterator)
-    again = iter(array_input().dataset())
-    again.set_state(state)
-    assert next(again)["x"].tolist() == wanted["x"].tolist()
-
-
-def test_batches_have_dtypes_of_jax():
-    spec = array_input().element_spec()
-    assert (spec["in"]["y"].dtype, spec["in"]["z"].dtype) == (np.int32, np.float32)
-
-
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [

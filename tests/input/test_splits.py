@@ -59,13 +59,6 @@ def test_shuffled_and_repeated_parts_have_no_record_in_common(before):
     assert parts[0] | parts[1] == expected
 
 
-def test_a_slice_of_repeated_records_leaks():
-    """Why there is a function for it."""
-    ds = records_of(20).seed(0).shuffle().repeat(None)
-    held_out = {ds[i] for i in range(5)}
-    assert held_out & {ds[i] for i in range(20, 100)}
-
-
 @pytest.mark.parametrize(
     ("repeated", "message"),
     [

@@ -389,3 +389,14 @@ def test_errors_name_the_document(tmp_path):
         stream_batches(make_stream(documents=documents, sequence_length=31, split_documents=False))
     with pytest.raises(InputReadError, match=r"line 3 of \S+a\.jsonl: the record has no 'text'"):
         stream_batches(source)
+
+
+def test_evaluation_of_an_incomplete_batch():
+    with pytest.raises(InputDatasetError, match=r"has 44 sequences, which is not a multiple of a"):
+        make_mixture(is_training=False)
+    assert len(batches(make_mixture(is_training=False, global_batch_size=11))) == 4
+
+
+def test_no_documents():
+    with pytest.raises(EmptyCorpusError, match=r"^documents has no documents; pass files"):
+        make_stream(documents=grain.MapDataset.source([]))

@@ -9,6 +9,7 @@ from weft import nnx
 from weft.errors import (
     BridgeContextError,
     InvalidRngError,
+    LayerMethodError,
     LayerVariablesError,
     ModifyScopeVariableError,
     RngStreamNotFoundError,
@@ -255,3 +256,14 @@ def test_state_and_keys():
         net.apply(variables, X, rngs=rngs)
     with pytest.raises(InvalidRngError, match="draws a key from a PRNG stream"):
         net.apply(variables, X, mutable=True)
+
+
+def test_methods():
+    net, variables = Net(), Net().init(KEY, X)
+    a = net.apply(variables, X, method="encode")
+    b = net.apply(variables, X, method=Net.encode)
+    np.testing.assert_array_equal(a, b)
+    _, all_of_them = net.apply(variables, X, method="encode", mutable=True)
+    assert shapes(all_of_them) == shapes(variables)
+    with pytest.raises(LayerMethodError, match="Net has no method 'decode'"):
+        net.apply(variables, X, method="decode")

@@ -8,7 +8,6 @@ import pytest
 from weft.errors import CoordinatorNotFoundError, ProcessEnvironmentError
 from weft.launch.distributed import (
     ProcessInfo,
-    first_host,
     joined_processes,
     process_info,
     wait_for_coordinator,
@@ -80,15 +79,6 @@ def test_process_info(environ, place):
 def test_inconsistent_environment_is_rejected(environ, message):
     with pytest.raises(ProcessEnvironmentError, match=message):
         process_info(environ)
-
-
-def test_first_slurm_host():
-    assert first_host("n[1,3-4]-ib,m") == "n1-ib"
-
-
-def test_single_process_joins_nothing():
-    with joined_processes({}) as place:
-        assert place is None
 
 
 def test_missing_coordinator_is_reported():

@@ -6,7 +6,6 @@ import pytest
 import yaml
 
 from weft.errors import JobConfigError
-from weft.launch.distributed import ProcessInfo, process_info
 from weft.launch.jobset import JobSetJob
 
 SCHEMA = json.loads(
@@ -53,13 +52,6 @@ def test_manifest_matches_api_schema(fields):
     VALIDATOR.validate(manifest)
 
 
-def test_schema_rejects_invalid_fields():
-    manifest = job().manifest()
-    manifest["spec"]["failurePolicy"]["maxRestart"] = 1
-    with pytest.raises(jsonschema.ValidationError, match="maxRestart"):
-        VALIDATOR.validate(manifest)
-
-
 def test_one_pod_per_process_and_joint_restart():
     spec, job_spec, pod, container = parts(job(max_tries=3).manifest())
     assert job_spec["parallelism"] == job_spec["completions"] == 4
@@ -67,16 +59,6 @@ def test_one_pod_per_process_and_joint_restart():
     assert (job_spec["backoffLimit"], pod["restartPolicy"]) == (0, "Never")
     assert spec["failurePolicy"]["maxRestarts"] == 2
     assert container["command"] == ["weft", "train", "lm"]
-
-
-def test_wrong_command_is_not_restarted():
-    spec, job_spec, _, container = parts(job(max_tries=3).manifest())
-    (rule,) = job_spec["podFailurePolicy"]["rules"]
-    codes = {"containerName": container["name"], "operator": "In", "values": [2]}
-    assert rule == {"action": "FailJob", "onExitCodes": codes}
-    (rule,) = spec["failurePolicy"]["rules"]
-    assert rule["action"] == "FailJobSet"
-    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
 
 
 def test_pod_spec_follows_config():
@@ -98,18 +80,6 @@ def test_pod_spec_follows_config():
     elsewhere = parts(job(**ALL, working_dir="/app").manifest())[3]
     assert elsewhere["workingDir"] == "/app"
     assert "workingDir" not in parts(job().manifest())[3]
-
-
-def test_pods_define_process_environment():
-    made = job(**ALL)
-    _, _, _, container = parts(made.manifest())
-    environ = {entry["name"]: entry["value"] for entry in container["env"][:-1]}
-    assert environ["GREETING"] == 'say "hi": yes'
-    # A pod that made way is not done, so it does not end with 0.
-    assert environ["WEFT_STOPPED_EXIT_CODE"] == "75"
-    # As JobSet names pods: JobSet, replicated job, number of the job, number of the pod; subdomain.
-    address = "lm-workers-0-0.lm:8476"
-    assert process_info(environ | {"JOB_COMPLETION_INDEX": "2"}) == ProcessInfo(address, 4, 2)
 
 
 @pytest.mark.parametrize("fields", [{}, {"namespace": "research"}], ids=["here", "namespace"])

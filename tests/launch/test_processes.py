@@ -9,7 +9,7 @@ import time
 import pytest
 
 from weft.errors import JobConfigError
-from weft.launch.processes import PrefixedLines, ProcessGroup, last_lines
+from weft.launch.processes import ProcessGroup, last_lines
 
 
 def run(script, num=2, **kwargs):
@@ -52,12 +52,6 @@ def signalled(number, script, **kwargs):
     outcome = group.run()
     thread.join()
     return outcome, said
-
-
-def test_lines_carry_process_numbers():
-    outcome, said = run('echo "I am $ID"; echo err >&2', num=3)
-    assert outcome.code == 0 and outcome.failed is None
-    assert sorted(said) == sorted((i, text) for i in range(3) for text in (f"I am {i}", "err"))
 
 
 def test_killed_process_ends_unresponsive_others():
@@ -181,12 +175,6 @@ def test_death_of_parent_stops_children(tmp_path):
         time.sleep(0.02)
 
 
-def test_only_last_lines_are_kept():
-    outcome, said = run('for i in $(seq 50); do echo "line $i"; done; exit 1', num=1)
-    assert len(said) == 50
-    assert outcome.failed.last_lines == tuple(f"line {i}" for i in range(31, 51))
-
-
 def test_logs_are_files_with_known_last_lines(tmp_path):
     paths = [str(tmp_path / "logs" / f"{i}.log") for i in range(2)]
     # The one that fails waits for the other, which would be ended with it.
@@ -215,34 +203,3 @@ def test_unwritable_log_is_rejected(tmp_path):
         JobConfigError, match=r"the log .*file.* cannot be written.*another log_dir"
     ):
         run("true", num=1, log_paths=[str(tmp_path / "file" / "0.log")])
-
-
-def test_handlers_are_unchanged_in_threads():
-    outcomes = []
-    thread = threading.Thread(target=lambda: outcomes.append(run("exit 0")[0]))
-    before = signal.getsignal(signal.SIGTERM)
-    thread.start()
-    thread.join()
-    assert outcomes[0].code == 0 and signal.getsignal(signal.SIGTERM) is before
-
-
-def test_numbers_are_aligned_and_closed_pipe_is_ignored(capsys, monkeypatch):
-    PrefixedLines(11)(2, "step 1")
-    assert capsys.readouterr().out == "[ 2] step 1\n"
-
-    class Closed:
-        writes = 0
-
-        def write(self, text):
-            self.writes += 1
-            raise BrokenPipeError
-
-        def flush(self):
-            raise BrokenPipeError
-
-    closed = Closed()
-    monkeypatch.setattr(sys, "stdout", closed)
-    say = PrefixedLines(2)
-    say(0, "a")
-    say(0, "b")
-    assert closed.writes == 1

@@ -104,20 +104,6 @@ def test_directives_match_fields():
     }
 
 
-@pytest.mark.parametrize("fields", [{}, ALL], ids=["few", "all"])
-def test_shell_reads_the_script(fields):
-    script = job(**fields).script()
-    subprocess.run(["bash", "-n"], input=script, encoding="utf-8", check=True)
-    assert "weft train lm 'a=[1, 2]'" in script
-    # srun gives a process one core, unless the option is repeated.
-    assert ("srun --kill-on-bad-exit=1 --cpus-per-task=16 " in script) == bool(fields)
-
-
-@pytest.mark.parametrize("time", ["90", "5:30", "8:00:00", "1-0", "1-12:30", "2-12:00:00"])
-def test_time_format(time):
-    assert directives(job(time=time).script())["time"] == time
-
-
 def test_script_runs_the_processes_and_ends_with_their_code(cluster):
     show = 'echo "$SLURM_PROCID/$JAX_NUM_PROCESSES $JAX_COORDINATOR_ADDRESS $GREETING"'
     fields = {"num_processes": 2, "env": {"GREETING": "it's"}, "setup": ["echo set up"]}
@@ -185,21 +171,6 @@ def test_slurm_processes_join(cluster):
 def test_invalid_slurm_fields_are_rejected(fields, message):
     with pytest.raises(JobConfigError, match=message):
         job(**fields)
-
-
-def test_submitit_submits_the_same_directives(cluster):
-    pytest.importorskip("submitit")
-    fields = ALL | {"max_tries": 1}
-    assert job(**fields).submit(str(cluster / "slurm")) == "4242"
-    script = Path(os.environ["CALLS"]).read_text(encoding="utf-8")
-    submitted, own = directives(script), directives(job(**fields).script())
-    assert {n: submitted[n] for n in own if n != "output"} == {
-        n: v for n, v in own.items() if n != "output"
-    }
-    assert f"{sys.executable} -P -u -m submitit" in script  # imports nothing from where it starts
-    assert "module load cuda" in script
-    assert "--kill-on-bad-exit=1 --cpus-per-task=16" in script
-    assert "export GREETING='it'\"'\"'s'" in script and "export JAX_NUM_PROCESSES=4" in script
 
 
 def test_submit_errors(cluster, monkeypatch):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.lifting.counting import BOXES, Box
+from tests.lifting.counting import BOXES
 from weft.lifting import CARRY, scan
 
 
@@ -20,21 +20,6 @@ def test_loop_is_traced_once_outside_of_traces():
     assert len(traces) == 1
     loop(0.0, jnp.ones(4))
     assert len(traces) == 2
-
-
-def test_non_arrays_are_unchanged():
-    def body(carry, mode, box):
-        assert mode == "add"
-        return carry + box.arrays["n"], None
-
-    loop = scan(BOXES, body, in_axes=(CARRY, None, None), out_axes=(CARRY, None), length=3)
-    assert loop(0, "add", Box(n=2))[0] == 6
-
-
-def test_loop_adds_nothing_to_the_outer_trace():
-    loop = scan(BOXES, lambda c, x: (c + x, None), in_axes=(CARRY, 0), out_axes=(CARRY, None))
-    jaxpr = jax.make_jaxpr(lambda x: loop(0.0, x))(jnp.ones(3))
-    assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["scan"]
 
 
 def test_equal_values_of_different_types_are_not_confused():

@@ -26,6 +26,8 @@ from weft.linen.attention import (
     dot_product_attention,
     dot_product_attention_weights,
 )
+from weft.linen.methods import compact
+from weft.linen.module import Module
 
 KEY = quick_key(0)
 X = draw(1, 2, 5, 8)
@@ -180,3 +182,19 @@ def test_a_structured_mask_in_decoding():
         step, new = layer.apply(given, x[:, i : i + 1], mask=mask, mutable="cache")
         cache = new["cache"]
         np.testing.assert_allclose(step[:, 0], whole[:, i], rtol=1e-5, atol=1e-6)
+
+
+def test_dot_general_modules():
+    class Scaled(Module):
+        @compact
+        def __call__(self, *args):
+            return self.param("scale", jax.nn.initializers.ones, ()) * jnp.einsum(*args)
+
+    layer = SelfAttention(
+        2, qk_attn_weights_einsum_cls=Scaled, attn_weights_value_einsum_cls=Scaled
+    )
+    y, variables = layer.init_with_output(KEY, X)
+    assert sorted(variables["params"]) == ["Scaled_0", "Scaled_1", "key", "out", "query", "value"]
+    np.testing.assert_allclose(y, SelfAttention(2).apply(variables, X), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ArgumentValueError, match="give both, or none"):
+        SelfAttention(2, qk_attn_weights_einsum_cls=Scaled).init(KEY, X)

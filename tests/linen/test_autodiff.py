@@ -63,41 +63,6 @@ def test_vjp_with_captured_module():
     np.testing.assert_allclose(of_variables["params"]["w"], expected, rtol=1e-5)
 
 
-def test_vjp_of_other_collections():
-    class Scaled(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            scale = self.variable("scales", "scale", lambda: jnp.ones(()))
-            return x * scale.value * self.param("w", jax.nn.initializers.ones, ())
-
-    def body(self, x):
-        y, pullback = nn.vjp(call, Scaled(), x, vjp_variables=["scales"])
-        return pullback(jnp.ones_like(y))[0]
-
-    of_variables, _ = run(body, X)
-    assert jax.tree.map(float, of_variables) == {"scales": {"scale": 15.0}}
-
-
-def test_jvp_of_a_tree_of_modules():
-    def body(self, x):
-        a, b = Linear(2), Linear(1)
-        b(a(x))
-        tangents = {"a": {"params": a.variables["params"]}, "b": {}}
-        return nn.jvp(both, {"b": b, "a": a}, (x,), (0 * x,), tangents)
-
-    (y, tangent), _ = run(body, X)
-    np.testing.assert_allclose(tangent, y, rtol=1e-5)  # it is linear in what a has
-
-
-def forward(m, x):
-    return nn.vjp(call, m, x)
-
-
-def signed(pullback, cotangent):
-    of_variables, of_x = pullback(cotangent)
-    return jax.tree.map(jnp.sign, of_variables), 10 * of_x
-
-
 def test_custom_vjp_of_several_modules_with_nondiff_argument():
     def fwd(ms, factor, x):
         return nn.vjp(lambda ms, x: factor * both(ms, x), ms, x)
@@ -119,19 +84,6 @@ def test_custom_vjp_of_several_modules_with_nondiff_argument():
     grads = jax.grad(loss)(variables["params"])
     for g in jax.tree.leaves(grads):
         assert set(np.unique(g)) <= {-1.0, 0.0, 1.0}
-
-
-def test_custom_vjp_under_other_transformations():
-    def body(self, x):
-        f = nn.custom_vjp(call, forward, signed)
-        inner = nn.remat(lambda self, m, x: f(m, x))
-        return nn.jit(lambda self, m, x: inner(self, m, x))(self, Linear(1), x)
-
-    m = model(body)
-    variables = m.init(KEY, X)
-    loss = lambda p: m.apply({**variables, "params": p}, X).sum()  # noqa: E731
-    of_w = jax.grad(loss)(variables["params"])["Linear_0"]["w"]
-    np.testing.assert_array_equal(of_w, jnp.sign(X.sum(0))[:, None])
 
 
 def test_custom_jvp():

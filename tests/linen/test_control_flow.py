@@ -107,19 +107,6 @@ def test_conditions_and_bodies_that_capture_modules():
     np.testing.assert_allclose(y, X @ w @ w, rtol=1e-4)
 
 
-def test_loops_of_several_modules():
-    def body(self, x):
-        modules = {"linear": Linear(), "counter": Counter()}
-        step = lambda ms, x: ms["counter"](ms["linear"](x))  # noqa: E731
-        options = {"carry_variables": "counts", "split_rngs": {"params": False}}
-        return fori_loop(2, step, modules, x, **options)
-
-    y, variables = model(body).init_with_output(KEY, X)
-    w = variables["params"]["Linear_0"]["w"]
-    np.testing.assert_allclose(y, ((X @ w) + 1) @ w + 2, rtol=1e-4)
-    assert variables["counts"]["Counter_0"]["count"] == 2
-
-
 def test_changed_carry_is_named():
     m = model(lambda self, x: while_loop(2, lambda m, x: {"a": x["a"][:1]}, self, {"a": x}))
     with pytest.raises(CarryStructureError, match=r"is given as float32\[2,3\] and returned as"):
@@ -143,27 +130,6 @@ def of_index(flag, f, g, m, *args, **options):
 
 
 branching = pytest.mark.parametrize("choose", [two, of_index])
-
-
-@branching
-def test_branches_create_other_variables(choose):
-    def f(self, x):
-        return Linear(2, name="a")(x)
-
-    def g(self, x):
-        return Linear(2, name="c")(Linear(4, name="b")(x))
-
-    m = model(lambda self, x, flag: choose(flag, f, g, self, x))
-    variables = m.init(KEY, X, True)
-    assert sorted(variables["params"]) == ["a", "b", "c"]
-    w = {name: below["w"] for name, below in variables["params"].items()}
-    np.testing.assert_allclose(m.apply(variables, X, True), X @ w["a"], rtol=1e-5)
-    np.testing.assert_allclose(m.apply(variables, X, False), X @ w["b"] @ w["c"], rtol=1e-4)
-    np.testing.assert_allclose(
-        jax.jit(m.apply)(variables, X, False), X @ w["b"] @ w["c"], rtol=1e-4
-    )
-    one = model(lambda self, x: f(self, x)).init(KEY, X)
-    np.testing.assert_array_equal(one["params"]["a"]["w"], w["a"])
 
 
 @branching
@@ -212,17 +178,6 @@ def test_branches_without_a_collection(choose):
     )
     with pytest.raises(InvalidRngError, match="lift the stream"):
         m.init(KEY, X)
-
-
-@branching
-def test_sow_sum_in_one_branch(choose):
-    def adds(self, x):
-        self.sow("sown", "sum", x, lambda a, b: a + b, lambda: 0.0)
-        return x
-
-    m = model(lambda self, x: choose(x < 3, adds, lambda self, x: x, self, x))
-    assert m.apply({}, 1.0, mutable="sown")[1] == {"sown": {"sum": 1.0}}
-    assert m.apply({}, 3.0, mutable="sown")[1] == {"sown": {"sum": 0.0}}
 
 
 # State that is made and changed in nested loops, see tests/core/lift/test_nested_state.py.

@@ -193,3 +193,30 @@ def test_exception_restores_state():
         bound(X)
     fails.pop()
     assert jnp.isfinite(bound(X)).all()
+
+
+def test_methods_with_name_scopes():
+    class Model(Module):
+        @compact_name_scope
+        def encode(self, x):
+            return Affine()(Affine(3)(x))
+
+        @compact_name_scope
+        def wrong(self, x):
+            return self.param("bias", jax.nn.initializers.zeros, (2,))
+
+        @compact
+        def __call__(self, x):
+            return Affine()(self.encode(self.encode(x)))
+
+    params = Model().init(KEY, X)["params"]
+    assert sorted(params) == ["Affine_0", "encode"]
+    assert sorted(params["encode"]) == ["Affine_0", "Affine_1"]
+    only = Model().init(KEY, X, method="encode")
+    np.testing.assert_array_equal(
+        only["params"]["encode"]["Affine_0"]["kernel"], params["encode"]["Affine_0"]["kernel"]
+    )
+    with pytest.raises(CompactMethodError, match="neither `setup` nor compact"):
+        Model().init(KEY, X, method="wrong")
+    with pytest.raises(CallCompactUnboundModuleError, match="the compact method encode"):
+        Model().encode(X)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 
 from weft import linen as nn
-from weft import nnx
 
 X = jnp.ones((3, 2))
 
@@ -103,14 +102,3 @@ def test_each_operation_is_in_the_scopes_of_its_modules(body, path):
     params = jax.eval_shape(model.init, jax.random.key(0), X)
     # Inside of a scan, JAX 0.12 keeps what is around it.
     assert paths(model.apply, params, X) in ({path}, {f"Model/{path}"})
-
-
-def test_modules_in_nnx():
-    class Outer(nnx.Module):
-        def __init__(self):
-            self.inner = nnx.bridge.ToNNX(Block(), rngs=nnx.Rngs(0)).lazy_init(X)
-
-        def __call__(self, x):
-            return self.inner(x)
-
-    assert paths(lambda model, x: model(x), Outer(), X) == {"Outer/inner/Block/dense"}

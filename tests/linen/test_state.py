@@ -12,18 +12,15 @@ from weft.errors import (
     NameInUseError,
     PerturbationNotFoundError,
     ScopeParamShapeError,
-    UnboundModuleError,
 )
 from weft.linen.methods import compact
 from weft.linen.module import Module
 from weft.linen.state import (
     SetupProgress,
-    current_module,
     disable_named_call,
     enable_named_call,
     intercept_methods,
     override_named_call,
-    without_parent,
 )
 
 
@@ -42,15 +39,6 @@ def test_duplicate_name():
         NameInUseError, match=r"'Affine_0' is used twice in 'Model inner'.*'submodule Affine'; cho"
     ):
         Outer().init(KEY, X)
-
-
-def test_explicit_names_not_counted():
-    class Model(Module):
-        @compact
-        def __call__(self, x):
-            return Affine()(Affine(name="a")(Affine()(x)))
-
-    assert sorted(Model().init(KEY, X)["params"]) == ["Affine_0", "Affine_1", "a"]
 
 
 def test_submodule_variable_name_conflict():
@@ -112,22 +100,6 @@ class Model(Module):
         return 2 * x
 
 
-def test_module_that_runs():
-    seen = []
-
-    class Watch(Module):
-        @compact
-        def __call__(self):
-            with without_parent():
-                inside = current_module()
-                made = Affine()
-            seen.append((current_module() is self, inside, made.parent))
-
-    Watch().init(KEY)
-    assert seen == [(True, None, None)]
-    assert current_module() is None
-
-
 def test_failed_interceptor_is_removed():
     def fail(*_):
         raise KeyError("interceptor")
@@ -178,29 +150,6 @@ ones = jax.nn.initializers.ones
 def model(fn, plain=False):
     """Returns a module with one method."""
     return type("Model", (Module,), {"__call__": fn if plain else compact(fn)})()
-
-
-@pytest.mark.parametrize(
-    ("what", "use"),
-    [
-        ("the variables were requested", lambda m: m.variables),
-        ("the path was requested", lambda m: m.path),
-        ("the parameter 'a' was requested", lambda m: m.param("a", ones, ())),
-        ("the variable 'a' of 'c' was requested", lambda m: m.variable("c", "a", ones)),
-        ("the variable 'a' was requested", lambda m: m.has_variable("c", "a")),
-        ("the variable 'a' was requested", lambda m: m.get_variable("c", "a")),
-        ("the variable 'a' was set", lambda m: m.put_variable("c", "a", 1)),
-        ("a key of the PRNG stream 'params'", lambda m: m.make_rng()),
-        ("the PRNG stream 's' was requested", lambda m: m.has_rng("s")),
-        ("`is_initializing` was called", lambda m: m.is_initializing()),
-        ("the collection 'c' was requested", lambda m: m.is_mutable_collection("c")),
-        ("'a' was sown", lambda m: m.sow("c", "a", 1)),
-        ("'a' was perturbed", lambda m: m.perturb("a", X)),
-    ],
-)
-def test_module_without_variables(what, use):
-    with pytest.raises(UnboundModuleError, match=rf"{what}.*Affine is not bound.*module.bind\(v"):
-        use(Affine())
 
 
 def test_duplicate_names():

@@ -79,38 +79,12 @@ def test_on_a_method_using_setup(lift):
     np.testing.assert_allclose(y, X @ w @ w @ w, rtol=1e-4)
 
 
-@everywhere
-def test_on_a_submodule_in_setup(lift):
-    class Model(nn.Module):
-        def setup(self):
-            self.layers = [lift(Linear)(3), Linear(3), lift(Linear)(3)]
-
-        def __call__(self, x):
-            for layer in (*self.layers, self.layers[0]):
-                x = layer(x)
-            return x
-
-    y, variables = Model().init_with_output(KEY, X)
-    a, b, c = (variables["params"][f"layers_{i}"]["w"] for i in range(3))
-    np.testing.assert_allclose(y, X @ a @ b @ c @ a, rtol=1e-4)
-
-
 # Several runs.
 
 
 def test_remat_scan_without_loops_is_rejected():
     with pytest.raises(TransformArgumentError, match=r"lengths=\(\)\) has no loops; give"):
         nn.remat_scan(Linear)
-
-
-def test_pmap_matches_vmap():
-    xs = jnp.arange(24.0).reshape(8, 1, 3)
-    run = lambda lift: lift(Linear, {"params": 0}, SPLIT)().init_with_output(KEY, xs)  # noqa: E731
-    y, variables = run(nn.pmap)
-    expected, of_vmap = run(nn.vmap)
-    np.testing.assert_array_equal(variables["params"]["w"], of_vmap["params"]["w"])
-    np.testing.assert_allclose(y, expected, rtol=1e-5)
-    assert len(y.sharding.device_set) == len(jax.devices())
 
 
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
@@ -137,19 +111,6 @@ def test_shard_map_sees_local_shards(axis_type):
 
 
 # How it is computed.
-
-
-def test_remat_with_static_arguments():
-    class Model(nn.Module):
-        @functools.partial(nn.remat, static_argnums=(2, 3))
-        @nn.compact
-        def __call__(self, x, flag, n):
-            assert flag is True
-            return [Linear()(x) for _ in range(n)]
-
-    assert len(Model().init(KEY, X, True, 2)["params"]) == 2
-    with pytest.raises(TransformArgumentError, match="concrete=True"):
-        nn.remat(Linear, concrete=True)().init(KEY, X)
 
 
 @pytest.mark.parametrize("of_class", [True, False])
@@ -328,3 +289,16 @@ def test_transformed_class_is_cached():
     assert nn.vmap(Linear, {"params": 0}) is not nn.vmap(Linear, {"params": 1})
     assert nn.vmap(Linear, {"params": 0}) is not nn.vmap(Linear, {"params": False})
     assert nn.remat(Linear, policy=lambda *_: True) is not nn.remat(Linear, policy=lambda *_: False)
+
+
+def test_remat_with_static_arguments():
+    class Model(nn.Module):
+        @functools.partial(nn.remat, static_argnums=(2, 3))
+        @nn.compact
+        def __call__(self, x, flag, n):
+            assert flag is True
+            return [Linear()(x) for _ in range(n)]
+
+    assert len(Model().init(KEY, X, True, 2)["params"]) == 2
+    with pytest.raises(TransformArgumentError, match="concrete=True"):
+        nn.remat(Linear, concrete=True)().init(KEY, X)

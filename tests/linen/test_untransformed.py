@@ -201,22 +201,6 @@ def test_lifted_functions_create_variables_in_the_body_of_a_loop(axes):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), variables, expected)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
-def test_number_of_traces_is_linear_in_the_depth(depth):
-    traces = []
-
-    def body(n, module, x):
-        if n == 0:
-            traces.append(0)
-            return nn.Dense(2, name="dense")(x)
-        inner = nn.remat(lambda module, x: body(n - 1, module, x))
-        return jax.vmap(lambda x: inner(module, x))(x)
-
-    x = jnp.ones((2,) * (depth + 1))
-    Compact(partial(body, depth)).init(KEY, x)
-    assert len(traces) == depth + 1
-
-
 FIRST = "the first value of 'v' of the collection 'state'"
 REFUSED = {
     "key": (
@@ -323,22 +307,3 @@ def test_bound_module_is_not_cached_by_jax(raw):
     message = r"Dense Dense_0 is bound to variables, so it has no hash, .*Use `nn.jit`.*lambda x"
     with pytest.raises(TypeError, match=message):
         Compact(call).init(KEY, X)
-
-
-def test_bound_module_can_be_mapped_and_differentiated_itself():
-    def call(module, x):
-        layer = nn.Dense(2)
-        return jax.vmap(layer)(x) + jax.jvp(layer, (x,), (x,))[0] + jax.vjp(layer, x)[0]
-
-    y, variables = Compact(call).init_with_output(KEY, X)
-    plain = Compact(lambda module, x: 3 * nn.Dense(2)(x))
-    jax.tree.map(np.testing.assert_array_equal, variables, plain.init(KEY, X))
-    np.testing.assert_allclose(y, plain.apply(variables, X), rtol=1e-6)
-
-
-def test_perturbation_has_mapped_shape():
-    module = Compact(lambda module, x: jax.vmap(lambda x: module.perturb("h", x) ** 2)(x))
-    variables = module.init(KEY, X)
-    np.testing.assert_array_equal(variables["perturbations"]["h"], np.zeros(2))
-    grads = jax.grad(lambda v: module.apply(v, X).sum())(variables)
-    np.testing.assert_allclose(grads["perturbations"]["h"], 2 * X.sum(0), rtol=1e-6)

@@ -225,3 +225,10 @@ def test_mistakes(make, message):
 def test_a_text_of_a_config_has_the_options():
     cfg = Supervised.default_config().set(metrics={"f1": metrics.F1Score("macro"), "a": "auc"})
     assert from_text(to_text(cfg)) == cfg
+
+
+def test_what_a_metric_has_to_define():
+    with pytest.raises(NotImplementedError, match="Metric must define `of_batch`"):
+        metrics.Metric().update(LOGITS, LABELS)
+    with pytest.raises(NotImplementedError, match="Metric must define `compute`"):
+        metrics.Metric().compute()

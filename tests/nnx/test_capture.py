@@ -227,18 +227,3 @@ def test_earlier_sown_values_precede_those_of_a_merged_module():
     _, seen = capture(lambda m: (m(x[0]), run(m, x)), nnx.Intermediate)(model)
     # The trace holds the whole state, so existing values are mapped, too.
     assert [jnp.shape(y) for y in seen.y[...]] == [(3, 2), (3, 2)]
-
-
-def test_perturbation_gradients_in_tree_mode():
-    model, x = nnx.Dict(a=Sower(2)), jnp.ones(2)
-
-    def run(model, x):
-        return model.a.perturb("between", model.a(x))
-
-    compiled = nnx.jit(run, graph=False)
-    _, zeros = capture(compiled, nnx.Perturbation)(model, x)
-
-    def loss(between):
-        return capture(compiled, init=between)(nnx.clone(model), x).sum() * 2
-
-    assert jax.grad(loss)(zeros)["a"].between[...].tolist() == [2, 2]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from weft import nnx
-from weft.errors import AttributeMarkError, GraphStructureError, LayerCallError
+from weft.errors import AttributeMarkError, GraphStructureError
 
 
 def test_list_is_a_list_and_a_module():
@@ -61,12 +61,6 @@ def test_plain_lists_dicts_and_tuples_work_as_attributes():
     assert type(merged.pair) is tuple and type(merged.layers[1]) is nnx.Dict
 
 
-def test_shared_list_stays_shared():
-    xs = nnx.List([nnx.Param(1)])
-    merged = nnx.merge(*nnx.split(nnx.Dict(a=xs, b=(xs,))))
-    assert merged.a is merged.b[0]
-
-
 def test_marks_move_with_the_items():
     xs = nnx.List([nnx.data(3), 2, nnx.data(1)])
     assert jax.tree.leaves(xs) == [3, 1]
@@ -111,45 +105,11 @@ def test_copies_keep_cycles_and_marks(copied):
     assert nnx.graphdef(new) == nnx.graphdef(xs)
 
 
-def test_pytree_structure():
-    tree = {"l": nnx.List([jnp.ones(1), nnx.Param(2.0)]), "d": nnx.Dict({"a": jnp.zeros(1)})}
-    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    assert paths == ["['d']['a']", "['l'][0]", "['l'][1].value"]
-    doubled = jax.tree.map(lambda x: x * 2, tree)
-    assert type(doubled["l"]) is nnx.List and doubled["l"][1][...] == 4.0
-    assert jax.jit(lambda t: t["l"][1] + 1)(tree) == 3.0
-
-
 def test_attributes_of_lists_are_kept():
     xs = nnx.List([nnx.Param(1.0)])
     xs.sow(nnx.Intermediate, "h", 2)
     merged = nnx.merge(*nnx.split(xs))
     assert merged.h[...] == (2,) and merged[0][...] == 1.0
-
-
-def test_sequential_passes_results_on():
-    assert nnx.Sequential()(3) == 3
-    assert nnx.Sequential(lambda x: (x, x + 1), lambda a, b: a + b)(3) == 7
-    assert nnx.Sequential(lambda x: {"a": x, "b": 1}, lambda a, b: a + b)(3) == 4
-    assert nnx.Sequential(lambda x: [x, x], len)(3) == 2
-    assert nnx.Sequential(lambda x, *, k: x + k, lambda x: x * 2)(3, k=1) == 8
-    with pytest.raises(LayerCallError, match="the layer 1 of a Sequential is 3, which is not"):
-        nnx.Sequential(abs, 3)(1)
-
-
-def test_dict_key_order_is_preserved():
-    heads = nnx.Dict(b=nnx.Param(1.0), a=2)
-    assert list(nnx.clone(heads)) == ["b", "a"] and list(nnx.state(heads)) == ["b"]
-    seen = []
-
-    @nnx.jit
-    def f(heads):
-        seen.append(list(heads))
-        heads["0"] = heads.pop("b")
-
-    f(heads)
-    assert seen == [["b", "a"]] and list(heads) == ["a", "0"]
-    assert nnx.graphdef(nnx.Dict(a=1, b=2)) != nnx.graphdef(nnx.Dict(b=2, a=1))
 
 
 def test_objects_in_non_pytree_list_are_rejected():

@@ -25,15 +25,6 @@ def is_laid(variable, *spec):
 
 
 @KINDS
-def test_mesh_of_variable_or_sharding(kind):
-    mesh = mesh_of(kind)
-    assert is_laid(nnx.Param(jnp.ones((4, 8)), out_sharding=("data",), mesh=mesh), "data")
-    assert is_laid(nnx.Param(jnp.ones(4), out_sharding=NamedSharding(mesh, P("data"))), "data")
-    both = nnx.Param((jnp.ones(4), {"a": jnp.ones((4, 2))}), out_sharding=("model",), mesh=mesh)
-    assert all(x.sharding.spec[0] == "model" for x in jax.tree.leaves(both.get_value()))
-
-
-@KINDS
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), None])
 def test_format_sets_memory_layout(kind, order):
     sharding = NamedSharding(mesh_of(kind), P("data", None))
@@ -92,14 +83,6 @@ def test_in_jit_and_without_values(kind):
         assert abstract.get_value().sharding.spec == P("data")
     doubled = jax.vmap(lambda x: nnx.Param(x, out_sharding=("model",), mesh=mesh_of(kind)))
     assert doubled(jnp.ones((2, 4))).shape == (2, 4)
-
-
-def test_hooks_run_first_and_later_values_are_kept():
-    with jax.set_mesh(mesh_of(AxisType.Auto)):
-        w = nnx.Param(jnp.ones(4), out_sharding=("data",), on_create_value=lambda _, x: x + 1)
-        assert w[0] == 2 and is_laid(w, "data")
-        w.set_value(jnp.zeros(4))
-        assert is_laid(w)
 
 
 def test_invalid_shardings():

@@ -26,18 +26,6 @@ def test_keys_have_no_average():
     assert ema.apply_to(model).w.tolist() == [1.0, 1.0]
 
 
-def test_averaged_model_shares_the_rest():
-    model = Model()
-    ema = EMA(model, 0.5, only=nnx.Param)
-    model.w[...] = 4.0
-    ema.update(model)
-    averaged = ema.apply_to(model)
-    assert type(averaged) is Model and averaged.w.tolist() == [2.0, 2.0] and model.w[0] == 4.0
-    assert averaged.mean is model.mean and averaged.layers is not model.layers
-    state = ema.apply_to(nnx.state(model))
-    assert type(state) is nnx.State and state.w[0] == 2.0
-
-
 def test_shared_variables_have_one_average():
     model = Model()
     model.tied = model.w
@@ -46,14 +34,6 @@ def test_shared_variables_have_one_average():
     ema.update(model)
     averaged = ema.apply_to(model)
     assert averaged.tied is averaged.w and averaged.w[0] == 2.0
-
-
-def test_dtypes_stay_and_values_may_be_pytrees():
-    model = nnx.Dict(w=nnx.Param(jnp.ones(2, jnp.bfloat16)), t=nnx.Param({"x": jnp.ones(1)}))
-    ema = EMA(model, 0.25)
-    ema.update({"w": jnp.zeros(2), "t": nnx.Param({"x": jnp.zeros(1)})})
-    assert ema.params.w.dtype == jnp.bfloat16 and ema.params.w[0] == 0.25
-    assert ema.params.t["x"][0] == 0.25
 
 
 def test_decay_that_is_an_array_changes_without_a_new_trace():

@@ -2,7 +2,7 @@ import pytest
 
 from weft import nnx
 from weft.errors import StateFilterError
-from weft.nnx.filters import grouped, predicates, to_predicate
+from weft.nnx.filters import to_predicate
 
 STATE = nnx.State(
     {
@@ -58,13 +58,6 @@ def test_filters_are_compared_by_value():
         assert make() == make() and hash(make()) == hash(make()) and make() != nnx.Not("b")
     assert repr(nnx.Not(...)) == "Not(Everything())"
     assert nnx.All("a") != nnx.Any("a")
-
-
-def test_first_matching_filter_wins():
-    groups, rest = grouped([(("a",), 1), (("b",), "x"), (("c",), None)], [int, lambda p, x: True])
-    assert groups == [[(("a",), 1)], [(("b",), "x"), (("c",), None)]] and rest == []
-    assert grouped([(("a",), 1)], [str])[1] == [(("a",), 1)]
-    assert len(predicates([nnx.Param, ..., ...])) == 3
 
 
 def test_errors_of_filters():

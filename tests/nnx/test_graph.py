@@ -64,55 +64,6 @@ def test_sharing_and_cycles_are_kept():
     assert nnx.to_pure_dict(state) == {"a": {"w": 2.0}, "w": 1.0}
 
 
-def test_walks():
-    node = Node(a=Node(n=3), xs=[1, (nnx.Param(2.0),)])
-    node.a.up = node
-    paths = [path for path, _ in nnx.iter_graph(node)]
-    assert paths == [
-        ("a", "n"), ("a", "w"), ("a",), ("w",), ("xs", 0), ("xs", 1, 0), ("xs", 1), ("xs",), (),
-    ]  # fmt: skip
-    assert [k for k, _ in nnx.iter_children(node)] == ["a", "w", "xs"]
-    assert [k for k, _ in nnx.iter_module_children(node)] == ["a", "xs"]
-    assert [p for p, _ in nnx.iter_modules(node)] == [("a",), ("xs",), ()]
-
-
-def test_duplicates():
-    leaf = Node()
-    root = {"a": leaf, "b": [leaf], "c": leaf.w}
-    assert nnx.find_duplicates(root) == [[("a",), ("b", 0)], [("a", "w"), ("c",)]]
-    assert nnx.find_duplicates(root, only=nnx.Param) == [[("a", "w"), ("c",)]]
-    assert nnx.find_duplicates(Node(a=Node())) == []
-
-
-def test_recursive_map():
-    leaf = Node(1.0, n=3)
-    root = Node(2.0, a=leaf, b=(leaf,), n=4)
-    leaf.up = root
-    seen = []
-
-    def f(path, x):
-        seen.append(path)
-        if isinstance(x, nnx.Variable):
-            return x.replace(x[...] * 10)
-        return x + 1 if isinstance(x, int) else x
-
-    new = nnx.recursive_map(f, root)
-    assert new.a is new.b[0] and new.a.up is new and new.a is not leaf
-    assert (new.w[...], new.a.w[...], new.n, new.a.n) == (20.0, 10.0, 5, 4)
-    assert (root.w[...], root.n) == (2.0, 4) and len(seen) == len(set(seen))
-
-
-def test_apply_calls_a_method():
-    class Adder(Node):
-        def add(self, x):
-            self.w[...] = self.w + x
-            return self.w[...]
-
-    graphdef, state = nnx.split(Adder(jnp.array(1.0)))
-    out, (after, new) = graphdef.apply(nnx.State({}), state).add(2.0)
-    assert out == 3 and after == graphdef and new.w[...] == 3
-
-
 class Counter(nnx.Module):
     def __init__(self):
         self.w = nnx.Param(jnp.zeros(()))

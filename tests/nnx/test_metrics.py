@@ -11,46 +11,14 @@ from weft.nnx.metrics import (
     Metric,
     MetricState,
     MultiMetric,
-    Statistics,
     Welford,
 )
-
-BATCHES = st.lists(
-    st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=4), min_size=1, max_size=4
-)
-
-
-@settings(deadline=None, max_examples=15)
-@given(BATCHES)
-def test_batches_equal_all_values_at_once(batches):
-    average, welford = Average(), Welford()
-    for batch in batches:
-        average.update(values=np.array(batch, np.float32))
-        welford.update(values=jnp.array(batch))
-    values = np.concatenate([np.array(batch, np.float64) for batch in batches])
-    statistics = welford.compute()
-    assert isinstance(statistics, Statistics)
-    np.testing.assert_allclose(average.compute(), values.mean(), atol=1e-4)
-    np.testing.assert_allclose(statistics.mean, values.mean(), atol=1e-4)
-    np.testing.assert_allclose(statistics.standard_deviation, values.std(), atol=1e-2)
-    error = statistics.standard_deviation / np.sqrt(values.size)
-    np.testing.assert_allclose(statistics.standard_error_of_mean, error, rtol=1e-5)
 
 
 def test_many_small_values_of_low_precision():
     average = Average()
     average.update(values=jnp.full(1000, 1.0, jnp.bfloat16))
     assert float(average.total[...]) == 1000
-
-
-def test_welford_of_empty_batches():
-    welford = Welford("x")
-    assert welford.compute().mean == 0 and np.isnan(welford.compute().standard_deviation)
-    welford.update(x=jnp.array([1.0, 3.0]))
-    welford.update(x=jnp.zeros((0,)))
-    assert welford.compute().mean == 2 and welford.compute().standard_deviation == 1
-    welford.reset()
-    assert welford.count[...] == welford.m2[...] == welford.mean[...] == 0
 
 
 def test_custom_metric_missing_a_method():

@@ -166,3 +166,14 @@ def test_views():
         "Open:\n  set_view(**kwargs)\n"
         "Viewed:\n  set_view(deterministic: bool | None = None)"
     )  # fmt: skip
+
+
+def test_attributes_of_chosen_modules():
+    layer = Layer(Layer())
+    layer.set_attributes(nnx.PathContains("sub"), deterministic=True)
+    assert layer.sub.deterministic and not layer.deterministic
+    with pytest.raises(ModuleAttributeNotFoundError, match="has the attributes foo; give raise_if"):
+        layer.set_attributes(foo=1, deterministic=True)
+    assert not layer.deterministic
+    layer.set_attributes(foo=1, raise_if_not_found=False)
+    assert not hasattr(layer, "foo")

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from weft import nnx
@@ -20,14 +19,6 @@ class Box(nnx.Pytree):
 
 def leaves(**attributes):
     return jax.tree.leaves(Box(**attributes))
-
-
-def test_data_by_default():
-    data = [jnp.ones(1), np.ones(1), nnx.Param(1), nnx.List([]), nnx.Rngs(0), [jnp.ones(1)]]
-    data += [(nnx.Param(1),), {"a": nnx.Param(1)}, jax.ShapeDtypeStruct((), float)]
-    static = [1, 1.0, "a", None, np.float32(1), [1], (), {}, len, int, object()]
-    assert all(map(nnx.is_data, data)) and not any(map(nnx.is_data, static))
-    assert nnx.has_data([[jnp.ones(1)]]) and not nnx.has_data([[1]])
 
 
 def test_explicit_marks():
@@ -85,26 +76,6 @@ def test_fields_and_annotations():
     assert D() != D()
 
 
-def test_registered_types_are_data():
-    @nnx.register_data_type
-    @jax.tree_util.register_dataclass
-    @dataclasses.dataclass
-    class Stats:
-        n: int
-
-    assert nnx.is_data(Stats(3)) and leaves(stats=Stats(3)) == [3]
-
-
-def test_pytree_leaves_are_data():
-    box = Box(w=nnx.Param(jnp.ones(1)), n=3, sub=Box(x=jnp.zeros(1)))
-    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(box)]
-    assert paths == [".sub.x", ".w.value"]
-    grown = jax.tree.map(lambda x: x + 1, box)
-    assert grown.n == 3 and grown.sub.x == 1 and grown.w[...] == 2 and box.w[...] == 1
-    assert jax.tree.structure(box) == jax.tree.structure(grown)
-    assert jax.tree.structure(box) != jax.tree.structure(Box(w=nnx.Param(1), n=4, sub=Box(x=1)))
-
-
 def test_data_attribute_stays_data():
     box = Box(a=jnp.ones(1), b=nnx.Param(1), c=2)
     numbers = jax.tree.map(lambda x: 0, box)
@@ -133,11 +104,6 @@ def test_each_trace_has_its_own_objects():
     assert list(vars(box)) == ["_info", "w"]
 
 
-def test_abstract_objects():
-    box = jax.eval_shape(lambda: Box(w=nnx.Param(jnp.ones(2)), x=jnp.ones(3), n=1))
-    assert box.w[...].shape == (2,) and box.x.shape == (3,) and box.n == 1
-
-
 def test_pytree_false():
     class Opaque(nnx.Pytree, pytree=False):
         def __init__(self):
@@ -156,13 +122,6 @@ def test_copies_keep_references_marks_and_cycles(copied):
     assert new.same is new.w is not box.w and new.me is new and new.xs is not box.xs
     new.a = 5
     assert nnx.flatten(new)[1].leaves[0] == 5
-
-
-def test_shallow_copy_shares():
-    box = Box(w=nnx.Param(2), n=1)
-    new = copy.copy(box)
-    new.n = 2
-    assert new.w is box.w and box.n == 1
 
 
 def test_properties_and_slots_of_subclasses_work():

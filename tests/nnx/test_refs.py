@@ -1,6 +1,3 @@
-import copy
-import pickle
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,21 +82,6 @@ def test_jax_transformed_functions_write_to_it():
         jax.jit(lambda: w.set_metadata(a=1))()
 
 
-def test_works_in_object_transforms():
-    model = nnx.Dict(w=nnx.Param(jnp.zeros(2), ref=True), n=nnx.Variable(jnp.array(0)))
-    held = model.w.get_raw_value()
-
-    @jit
-    def step(model):
-        model.w[...] += 1
-        model.n[...] += 1
-        return model.w.sum()
-
-    assert [float(step(model)) for _ in range(3)] == [2, 4, 6]
-    assert model.w[...].tolist() == [3, 3] and model.n[...] == 3
-    assert model.w.get_raw_value() is held and model.w.ref
-
-
 class Counter(nnx.Module):
     """A count in a `jax.Ref`, and a factor."""
 
@@ -167,32 +149,6 @@ def test_pytrees_have_a_reference_for_each_array():
     copied = w.copy()
     w["a"] = jnp.zeros(2)
     assert copied["a"].tolist() == [2, 2] and float(w.copy(hijax=False)["b"][1]) == 18
-
-
-def test_hooks():
-    w = nnx.Param(
-        jnp.ones(2), ref=True, on_set_value=lambda _, x: x * 2, on_get_value=lambda _, x: x + 1
-    )
-    w[0] = jnp.float32(3)
-    assert w[...].tolist() == [7, 3]
-
-
-def test_copies_have_separate_references():
-    w = nnx.Param(jnp.ones(2), ref=True)
-    model = nnx.Dict(w=w)
-    graphdef, state = nnx.split(model)
-    copies = [
-        w.copy(), copy.deepcopy(w), pickle.loads(pickle.dumps(w)), nnx.clone(model).w,
-        nnx.merge(graphdef, state, copy=True).w, w.replace(jnp.ones(2)),
-    ]  # fmt: skip
-    w[...] = 5
-    assert all(is_held(c) and c[...].tolist() == [1, 1] and c.ref for c in copies)
-    assert nnx.merge(graphdef, state).w is w
-    assert w.copy(_copy_ref=False).get_raw_value() is w.get_raw_value()
-    plain = w.copy(ref=False)
-    assert not is_held(plain) and plain.get_metadata() == {} and plain[...].tolist() == [5, 5]
-    assert nnx.to_pure_dict(state)["w"].tolist() == [5, 5]
-    assert nnx.as_abstract(model).w.get_value() == jax.ShapeDtypeStruct((2,), jnp.float32)
 
 
 def test_values_are_written_to_reference():

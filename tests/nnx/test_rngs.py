@@ -14,15 +14,6 @@ def shapes(node):
     return {p[-2]: x.shape for p, x in nnx.to_flat_state(nnx.state(node, nnx.RngKey))}
 
 
-def test_nth_key_folds_the_count():
-    rngs = nnx.Rngs(0, params=jax.random.key(1))
-    assert same(rngs.params(), jax.random.fold_in(jax.random.key(1), 0))
-    assert same(rngs["params"](), jax.random.fold_in(jax.random.key(1), 1))
-    assert same(rngs.other(), jax.random.fold_in(jax.random.key(0), 0))
-    assert same(rngs(), jax.random.fold_in(jax.random.key(0), 1))
-    assert rngs.params.count[...] == 2 and type(rngs.params.key) is nnx.RngKey
-
-
 def test_forks_splits_and_broadcasts():
     rngs = nnx.Rngs(0, params=1)
     key = jax.random.fold_in(jax.random.key(1), 0)
@@ -75,34 +66,6 @@ def test_fork_rngs_is_undone():
 
     key = jax.random.fold_in(jax.random.key(1), 1)
     assert same(f(rngs), key) and same(rngs.dropout.key[...], jax.random.key(1))
-
-
-def test_with_rngs():
-    model = nnx.Dict(rngs=nnx.Rngs(0, dropout=1, noise=2, z=3), w=nnx.Param(1))
-    new = nnx.with_rngs(model, split={"dropout": 3}, broadcast={"noise": 2}, fork="z")
-    assert shapes(new) == {"default": (), "dropout": (3,), "noise": (2,), "z": ()}
-    assert new.w is model.w and new.rngs.default.key is model.rngs.default.key
-    assert same(new.rngs.z.key[...], jax.random.fold_in(jax.random.key(3), 0))
-    assert set(shapes(model).values()) == {()} and model.rngs.z.count[...] == 1
-    assert shapes(nnx.with_rngs(model, split=2, only="z"))["dropout"] == ()
-
-    @nnx.with_rngs(split=2)
-    def f(model):
-        return shapes(model)
-
-    assert set(f(model).values()) == {(2,)} and set(shapes(model).values()) == {()}
-
-
-def test_streams_in_transformations():
-    rngs = nnx.Rngs(0)
-
-    @jax.jit
-    def draw(rngs):
-        return rngs.normal((2,)), rngs
-
-    out, after = draw(rngs)
-    assert after.default.count[...] == 1 and rngs.default.count[...] == 0
-    assert jnp.array_equal(out, nnx.Rngs(0).normal((2,)))
 
 
 def test_streams_by_name():

@@ -24,29 +24,6 @@ def test_set_globally_or_as_context():
     assert level.get_stack() == []
 
 
-def test_error_restores_it():
-    with pytest.raises(KeyError), level(1):
-        raise KeyError
-    assert level.current() == 0
-
-
-def test_reentrant_instance():
-    setting = level(4)
-    assert level.current() == 4
-    for _ in range(2):
-        with setting, setting:
-            assert level.get_stack() == [4, 4]
-        assert level.get_stack() == []
-
-
-def test_it_decorates_functions():
-    @level(5)
-    def f():
-        return level.current()
-
-    assert level.current() == 0 and f() == 5 and f() == 5 and level.current() == 0
-
-
 def test_thread_local():
     seen = []
     with level(6):
@@ -90,14 +67,6 @@ def changes(**mode):
 
 
 ALL, VALUES = (2.0, True, True), (2.0, False, False)
-
-
-def test_modes_control_updates():
-    assert changes() == ALL
-    assert changes(graph=True, graph_updates=True) == ALL
-    assert changes(graph_updates=False) == VALUES
-    assert changes(graph=False) == VALUES
-    assert changes(graph=False, graph_updates=True) == VALUES
 
 
 def test_sharing_needs_graph_mode():

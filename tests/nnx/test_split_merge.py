@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from weft import nnx
 from weft.errors import (
     GraphStructureError,
-    ImmutableVariableError,
     ObjectArgumentError,
     SharedObjectError,
     StateFilterError,
@@ -27,19 +26,6 @@ def model():
     return node
 
 
-def test_split_shares_variables_and_merge_takes_them():
-    node = model()
-    graphdef, params, rest = nnx.split(node, nnx.Param, ...)
-    assert list(params) == ["w"] and list(rest) == ["stat", "x"] and params.w is node.w
-    assert nnx.merge(graphdef, rest, params).w is node.w
-    assert nnx.merge(graphdef, rest, params, copy=True).w is not node.w
-    assert nnx.merge(graphdef, nnx.to_pure_dict(params), rest).w.tag == "a"
-    assert len(nnx.split(node, ...)) == 2 and nnx.variables(node).w is nnx.state(node).w
-    assert [list(s) for s in nnx.state(node, "a", nnx.BatchStat)] == [["w"], ["stat"]]
-    w = nnx.Param(1)
-    assert nnx.state(w) is w and nnx.merge(*nnx.split(w)) is w
-
-
 def test_mismatched_parts():
     graphdef, params, rest = nnx.split(model(), nnx.Param, ...)
     with pytest.raises(
@@ -52,30 +38,6 @@ def test_mismatched_parts():
         nnx.merge(graphdef, params, rest, {"q": 1})
     with pytest.raises(StateFilterError, match=r"'stat' and 1 more, .* are Param; add"):
         nnx.split(model(), nnx.Param)
-
-
-def test_both_are_new_in_a_transform():
-    node = model()
-    graphdef, state = nnx.split(node)
-
-    @jax.jit
-    def step(state, x):
-        inner = nnx.merge(graphdef, state)
-        inner.w[...] = inner.w + x
-        return nnx.state(inner)
-
-    new = step(state, 1.0)
-    assert new.w[...].tolist() == [2, 2] and node.w[...].tolist() == [1, 1]
-    nnx.update(node, new)
-    assert node.w[...].tolist() == [2, 2]
-
-
-def test_clones():
-    node = model()
-    new = nnx.clone(node)
-    assert new.w is not node.w and new.w[...] is node.w[...] and new.n == 5
-    assert nnx.clone(node, arrays=True).w[...] is not node.w[...]
-    assert nnx.clone(node, variables=False).w is node.w
 
 
 def test_call_keeps_the_parts():
@@ -233,15 +195,6 @@ def test_values_in_references_and_back(name):
     back = with_vars(held, **{name: False})
     assert back.w[...].tolist() == [3, 3] and not is_held(back.w) and back.w.get_metadata() == {}
     assert node.w[...].tolist() == [1, 1]
-
-
-def test_values_that_stay():
-    node = with_vars(Holder(), mutable=False)
-    with pytest.raises(ImmutableVariableError, match="Param of shape"):
-        node.w[...] = 0
-    again = with_vars(node, mutable=True)
-    again.w[...] = 0
-    assert again.w.get_metadata() == {} and node.w[0] == 1
 
 
 def test_duplicate_variables():

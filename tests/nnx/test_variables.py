@@ -37,14 +37,6 @@ def test_integers_and_single_values():
     assert nnx.Variable(lambda x: x + 1)(2) == 3
 
 
-def test_attributes_and_items_are_forwarded():
-    w = nnx.Param(jnp.arange(6.0).reshape(2, 3))
-    assert w.shape == (2, 3) and w.ndim == 2 and w.T.shape == (3, 2) and w.dtype == jnp.float32
-    assert len(w) == 2 and [r.tolist() for r in w][1] == [3, 4, 5] and w[0, 1] == 1
-    assert jnp.sum(w) == 15 and np.asarray(w).shape == (2, 3) and w.astype(int).dtype == jnp.int32
-    assert nnx.Variable(1).get_metadata("out_sharding", None) is None
-
-
 def test_non_array_values():
     d = nnx.Variable({"a": 1})
     held = d[...]
@@ -168,23 +160,6 @@ def test_metadata():
         w.q = 1
 
 
-def test_copies():
-    w = nnx.Param(1, a=2)
-    assert w.copy(5, a=3).a == 3 and w.replace(4)[...] == 4 and w.to_state().a == 2
-    assert type(w.copy()) is w.type is w.var_type is nnx.Param
-    w.copy_from(nnx.Param(6, b=1))
-    assert w[...] == 6 and w.get_metadata() == {"b": 1}
-    w.update_from_state(nnx.Param(7, c=1))
-    assert w[...] == 7 and w.get_metadata() == {"c": 1}
-    with pytest.raises(
-        VariableTypeError, match="Param cannot copy from a Cache; give a variable of its"
-    ):
-        w.copy_from(nnx.Cache(1))
-    for copied in (copy.deepcopy(w), pickle.loads(pickle.dumps(w)), copy.copy(w)):
-        assert type(copied) is nnx.Param and copied[...] == 7 and copied.c == 1 and copied is not w
-    assert nnx.Param.from_metadata(3, {"a": 1}).a == 1
-
-
 @pytest.mark.parametrize("op", [operator.iadd, operator.imul, operator.ior, operator.imatmul])
 def test_is_not_replaced_by_its_value(op):
     with pytest.raises(VariableOperationError, match=r"write variable\[...\] .= x to change"):
@@ -253,19 +228,6 @@ def test_immutable_variable_keeps_its_value():
     assert frozen[0] == 3.0
 
 
-def test_kinds_have_the_names_of_collections():
-    names = {
-        "params": nnx.Param,
-        "batch_stats": nnx.BatchStat,
-        "cache": nnx.Cache,
-        "intermediates": nnx.Intermediate,
-        "perturbations": nnx.Perturbation,
-    }
-    for name, kind in names.items():
-        assert nnx.variable_type_from_name(name) is kind
-        assert nnx.variable_name_from_type(kind) == name
-
-
 def test_new_names_and_kinds():
     made = nnx.variable_type_from_name("seen_tokens", base=nnx.Cache, allow_register=True)
     assert issubclass(made, nnx.Cache) and made.__name__ == "seen_tokens"
@@ -300,17 +262,18 @@ def test_errors_about_names():
         nnx.register_variable_name("params", Unknown)
 
 
-def test_initializer_sets_metadata():
-    ones = nnx.with_metadata(
-        jax.nn.initializers.ones, tag="head", on_get_value=lambda variable, value: value + 1
-    )
-    w = nnx.Param(ones(jax.random.key(0), (2,)), tag="other", scale=3)
-    assert w.tag == "head" and w.scale == 3
-    assert w[...].tolist() == [2, 2] and w.get_raw_value().tolist() == [1, 1]
-    assert ones.__name__ == jax.nn.initializers.ones.__name__
-
-
-def test_metadata_equality():
-    made = nnx.VariableMetadata(1, metadata={"a": 2})
-    assert made == nnx.VariableMetadata(1, metadata={"a": 2}) and made.entries() == {"a": 2}
-    assert nnx.Variable(made).get_metadata() == {"a": 2}
+def test_copies():
+    w = nnx.Param(1, a=2)
+    assert w.copy(5, a=3).a == 3 and w.replace(4)[...] == 4 and w.to_state().a == 2
+    assert type(w.copy()) is w.type is w.var_type is nnx.Param
+    w.copy_from(nnx.Param(6, b=1))
+    assert w[...] == 6 and w.get_metadata() == {"b": 1}
+    w.update_from_state(nnx.Param(7, c=1))
+    assert w[...] == 7 and w.get_metadata() == {"c": 1}
+    with pytest.raises(
+        VariableTypeError, match="Param cannot copy from a Cache; give a variable of its"
+    ):
+        w.copy_from(nnx.Cache(1))
+    for copied in (copy.deepcopy(w), pickle.loads(pickle.dumps(w)), copy.copy(w)):
+        assert type(copied) is nnx.Param and copied[...] == 7 and copied.c == 1 and copied is not w
+    assert nnx.Param.from_metadata(3, {"a": 1}).a == 1

@@ -10,11 +10,8 @@ from hypothesis import strategies as st
 
 from weft.report.charts import (
     Series,
-    finite,
     line_chart,
-    log_ticks,
     smoothed,
-    thin_out,
     ticks,
 )
 from weft.report.rendering import environment
@@ -55,22 +52,6 @@ def test_values_of_all_lines_are_shown_under_the_pointer():
     assert len([e for e in ET.fromstring(many).iter() if e.get("class") == "at"]) == 80
 
 
-def test_logarithmic_scale_has_equal_distances_for_equal_ratios():
-    points = [(0, 0.0), (1, 1.0), (2, 10.0), (3, 100.0)]
-    svg = drawn([Series("loss", points, dots=True)], y_title="loss", is_log=True)
-    ys = [float(e.get("cy")) for e in elements(svg, "circle")]
-    assert ys[0] - ys[1] == pytest.approx(ys[1] - ys[2], abs=0.2) and len(ys) == 3  # not of 0
-
-
-def test_level_is_labeled_and_inside_the_frame():
-    svg = drawn(
-        [Series("loss", [(0, 2.0), (1, 1.9)])], y_title="loss", levels={"bi<gram": 5.0}, height=320
-    )
-    (level,) = [p for p in elements(svg, "path") if p.get("class") == "level"]
-    assert 0 <= float(level.get("d").split()[1].partition("H")[0]) <= 320
-    assert "bi<gram 5" in [t.text for t in elements(svg, "text")]
-
-
 def test_lines_and_labels_stay_inside_the_drawing():
     series = Series("loss", [(0, 4.0), (10, 1.0)], dots=True)
     svg = drawn([series], y_title="loss", width=400, height=320)
@@ -102,12 +83,6 @@ def test_values_of_any_size_are_drawn_or_omitted(values, is_log):
         assert ">2e-15<" in svg  # a tick
 
 
-def test_many_points_are_thinned_except_the_ends():
-    points = [(i, float(i)) for i in range(10_000)]
-    thin = thin_out(points)
-    assert len(thin) == 500 and thin[0] == points[0] and thin[-1] == points[-1]
-
-
 @settings(deadline=None, max_examples=50)
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 12))
 def test_ticks_enclose_values_and_match_requested_count(low, spread, about):
@@ -117,28 +92,9 @@ def test_ticks_enclose_values_and_match_requested_count(low, spread, about):
     assert 2 <= len(found) <= about + 3
 
 
-@settings(deadline=None, max_examples=50)
-@given(st.floats(1e-9, 1e6), st.floats(1.0, 1e9), st.integers(2, 8))
-def test_logarithmic_ticks_enclose_values(low, ratio, about):
-    found = log_ticks(low, low * ratio, about)
-    assert found[0] <= low * 1.000001 and found[-1] >= low * ratio * 0.999999
-    assert 2 <= len(found) <= about + 3 and found == sorted(set(found))
-
-
-@pytest.mark.parametrize("value", [0.0, 5.0, -3.0])
-def test_ticks_surround_a_single_value(value):
-    found = ticks(value, value * (1 + 1e-15), 4)
-    assert found[0] < value < found[-1]
-
-
 def test_smoothing_removes_noise_keeps_trend():
     points = [(i, 100.0 - i + (-1) ** i) for i in range(100)]
     smooth = [y for _, y in smoothed(points)]
     assert all(a > b for a, b in pairwise(smooth[5:]))
     assert abs(smooth[-1] - 1.0) < 6
     assert smoothed(points[:8]) == points[:8]  # too few to average
-
-
-def test_smoothing_starts_at_initial_value_and_skips_nan():
-    assert smoothed([(1, 4.0), (2, math.nan), (3, 4.0)]) == [(1, 4.0), (3, pytest.approx(4.0))]
-    assert finite([(1, math.inf), (2, 1.0)]) == [(2, 1.0)]

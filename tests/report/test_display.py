@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from weft.errors import CheckpointSaveError
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.parameter_spec import ParameterSpec
 from weft.report.display import (
@@ -25,7 +24,7 @@ from weft.report.display import (
     make_display,
 )
 from weft.trainer import Learner, SpmdTrainer
-from weft.trainer.progress import Meter, metrics, scalar
+from weft.trainer.progress import Meter, metrics
 
 
 def trainer(max_step=100, trained=("w", "b")):
@@ -108,12 +107,6 @@ def test_stopped_run_reports_what_was_saved():
     )
 
 
-def test_failed_save_is_emphasized():
-    display = LineDisplay(console(), "runs/x")
-    display.on_save_failed(7, CheckpointSaveError("the checkpoint of step 6 could not be saved"))
-    assert "step 7  NOT SAVED: the checkpoint of step 6 could not be saved" in text_of(display)
-
-
 def test_log_output_has_no_control_codes():
     text = play(LineDisplay(console(), "runs/x"))
     assert "\x1b" not in text and "\r" not in text
@@ -123,21 +116,6 @@ def test_log_output_has_no_control_codes():
     assert "step 7  held_out: loss 1.500, bits per byte 2.200" in text
     first = "step 1/100  loss 3.000  accuracy 0.250  bits per byte 2.500  learning rate 0.004"
     assert first in text
-
-
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
-def test_only_axes_with_several_devices_are_shown():
-    shape, names = (1, 2, 1), ("pipeline", "data", "model")
-    with jax.set_mesh(jax.make_mesh(shape, names, devices=jax.devices()[:2])):
-        text = play(LineDisplay(console(), "runs/x"))
-    assert "devices    2 × cpu, mesh data=2\n" in text
-
-
-def test_frozen_parameters_are_told_apart():
-    display = LineDisplay(console(), "runs/x")
-    display.on_start(trainer(trained=["b"]), None)
-    assert "model      250,250 parameters, 250 of them trained, 1.0 MB" in text_of(display)
-    assert (display.parameters, display.trained) == (250_250, 250)
 
 
 def test_log_gets_a_line_every_ten_seconds():
@@ -237,13 +215,6 @@ def test_notebook_has_one_updating_output(cell):
     assert bundle["text/html"].startswith("<pre") and "runs/&lt;x&gt;" in bundle["text/html"]
 
 
-def test_display_type_follows_console(monkeypatch):
-    terminal = console(terminal=True)
-    monkeypatch.setattr(terminal.file, "isatty", lambda: True)
-    assert isinstance(make_display(terminal, "d"), LiveDisplay)
-    assert isinstance(make_display(console(), "d"), LineDisplay)
-
-
 def test_pipe_with_forced_colors_gets_lines(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     pipe = Console(file=io.StringIO())
@@ -254,14 +225,6 @@ def test_pipe_with_forced_colors_gets_lines(monkeypatch):
 def test_resumed_run_reports_its_step():
     assert "runs/x: resuming from step 40" in play(LineDisplay(console(), "runs/x"), 40)
     assert "finished at step 100 already" in play(LineDisplay(console(), "d"), 100, steps=[])
-
-
-def test_display_keeps_values_for_the_summary():
-    display = LineDisplay(console(), "d")
-    play(display, resumed_from=3)
-    assert display.evals == {"held_out": (7, {"loss": 1.5, "bits_per_byte": pytest.approx(2.2)})}
-    assert display.ended == (7, "max_step")
-    assert display.resumed_from == 3 and display.parameters == 250_250
 
 
 class Clock:
@@ -318,13 +281,6 @@ def test_speed_and_times_use_the_clock():
     assert readings[2].per_second is None and readings[2].seconds_left is None  # too early
 
 
-def test_speed_is_stable_for_steps_read_at_once():
-    ready, meter = set(range(11)), Meter(100, Clock())
-    for step in range(1, 20):
-        meter.on_step(step, {"loss": Loss(step, ready)}, BATCH)
-    assert meter.last().per_second == pytest.approx(100.0)
-
-
 def test_pauses_are_excluded_from_speed():
     clock = Clock()
     meter = Meter(100, clock)
@@ -334,39 +290,12 @@ def test_pauses_are_excluded_from_speed():
     assert run(meter, range(6, 16)).per_second == pytest.approx(100.0)
 
 
-def test_steps_that_end_during_a_pause_have_no_speed():
-    clock, ready = Clock(), set(range(6))
-    meter = Meter(100, clock)
-    for step in range(1, 13):  # those from 6 are dispatched ahead
-        meter.on_step(step, {"loss": Loss(step, ready)}, BATCH)
-    clock.now += 1000
-    meter.pause()
-    ready |= set(range(100))
-    clock.advance = 1e-9  # reading them takes no time
-    assert meter.on_step(13, {"loss": Loss(13, ready)}, BATCH).per_second == pytest.approx(100.0)
-
-
 def test_loss_is_averaged_over_recent_steps():
     meter = Meter(100, Clock())
     noisy = [run(meter, [step], loss=2.0 + (-1) ** step).loss for step in range(200)]
     assert noisy[0] == 3.0 and noisy[-1] == pytest.approx(2.0, abs=0.1)
     assert math.isnan(run(meter, [200], loss=math.nan).loss)
     assert run(meter, [201], loss=1.0).loss == 1.0
-
-
-def test_no_time_left_without_max_step_or_speed_without_a_batch():
-    reading = run(Meter(math.inf, Clock()), range(1, 15), batch=None)
-    assert reading.seconds_left is None and reading.per_second is None
-
-
-def test_examples_count_without_tokens():
-    reading = run(Meter(100, Clock()), range(1, 13), batch={"image": np.zeros((4, 8, 8))})
-    assert (reading.per_second, reading.unit) == (pytest.approx(4.0), "examples")
-
-
-def test_shallowest_summary_is_used():
-    assert scalar({"a": {"b": {"x": 1}}, "c": {"x": 2}}, "x") == 2
-    assert scalar({"a": {"b": 1}}, "x") is None
 
 
 def test_metrics_are_the_outermost_scalars_of_the_model():

@@ -77,17 +77,6 @@ def served(caplog, run_dir):
         yield url, listener
 
 
-def test_step_rate_needs_elapsed_time(monkeypatch):
-    moments = iter([10.0, 10.0, 10.5])
-    clock = types.SimpleNamespace(time=time.time, monotonic=lambda: next(moments))
-    monkeypatch.setattr("weft.report.live.time", clock)
-    status, rates = RunStatus(Watchdog()), []
-    for step in (1, 2, 3):
-        status.on_step(step, {"loss": jnp.array(1.0)}, {})
-        rates.append(status.snapshot()["steps_per_second"])
-    assert rates == [None, None, 4.0]
-
-
 def test_json_status_of_run(served, run_dir):
     url, listener = served
     text, kind = get(f"{url}/json")
@@ -214,11 +203,6 @@ def test_disabled_by_default_and_port_in_use_is_reported():
             status_page(port, Watchdog()),
         ):
             pass
-
-
-def test_page_before_first_step():
-    status = RunStatus(Watchdog())
-    assert "a run that starts" in status.html() and status.snapshot()["step"] == 0
 
 
 def request(url, text, timeout=20):

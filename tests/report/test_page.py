@@ -1,7 +1,6 @@
 """The report of a run, read as a browser would: from the files in its directory to one page."""
 
 import json
-import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 from weft.errors import RunDirError
 from weft.report.page import render_report, write_report
-from weft.report.results import config_values, named, read_results
+from weft.report.results import config_values, read_results
 from weft.trainer.run_dir import CONFIG_FILE, update_record
 from weft.trainer.summary_writer.event_file import EventFile, scalar
 from weft.trainer.summary_writer.files import JSON_LINES_FILE
@@ -95,22 +94,6 @@ def test_page_describes_run_and_is_self_contained(run_dir):
         assert part in page.text, part
 
 
-def test_page_has_dark_mode_and_line_styles(run_dir):
-    source = render_report(str(run_dir))
-    assert "prefers-color-scheme: dark" in source
-    lines = ["train, averaged", "held_out"]
-    assert 'type="checkbox"' in source and 'class="log"' in source
-    for style, name in enumerate(lines):
-        assert f'<li class="series-{style}">{name}</li>' in source
-        assert f".series-{style}" in source
-
-
-def test_curves_are_by_reporter_and_path(run_dir):
-    curves = read_results(str(run_dir)).curves
-    assert curves["held_out"]["model/loss"] == [(50, 2.0), (100, 2.0)]
-    assert len(curves["train_train"]["loss"]) == 100
-
-
 def test_curves_of_event_files_void_steps_before_a_restart(tmp_path):
     folder = tmp_path / "summaries" / "train_train"
     for first, last in ((1, 5), (3, 6)):
@@ -177,27 +160,9 @@ def test_run_without_summaries_has_a_page(tmp_path):
     assert "No summaries were written yet." in page.text and page.open == []
 
 
-def test_non_numeric_values_are_omitted(tmp_path):
-    write_lines(
-        tmp_path,
-        "train_train",
-        [
-            {"step": 1, "values": {"loss": 2.0, "note": "text"}},
-            {"step": 2, "values": {"loss": "nan"}},
-        ],
-    )
-    page = render_report(str(tmp_path))
-    assert not re.search(r"\bnan\b", page) and "step 1 · train, averaged 2<" in page
-
-
 def test_stopped_run_is_reported(tmp_path):
     update_record(str(tmp_path), end={"step": 7, "reason": "SIGTERM"})
     assert "7 steps, stopped by SIGTERM" in Page(render_report(str(tmp_path))).text
-
-
-def test_shallowest_name_is_used():
-    assert named({"a/b/loss": 1, "a/loss": 2, "xloss": 3}, "loss") == 2
-    assert named({"xloss": 3}, "loss") is None
 
 
 def test_failed_run_names_its_error(tmp_path):

@@ -43,14 +43,6 @@ def test_files_are_readable_by_other_programs(tmp_path):
         assert opened.metadata() == {"step": "7"}
 
 
-def test_trees_round_trip_or_become_nested_dicts(tmp_path):
-    path = tmp_path / "m.safetensors"
-    save_safetensors(path, TREE)
-    assert_same(load_safetensors(path, TREE), TREE)
-    assert_same(load_safetensors(path)["layers"]["0"], {"w": TREE["layers"][0]["w"]})
-    assert_same(load_safetensors(tmp_path, TREE), TREE)
-
-
 @pytest.mark.parametrize("boxed", [False, True])
 def test_variables_of_linen(tmp_path, boxed):
     init = nn.initializers.normal()
@@ -221,14 +213,6 @@ def test_unreadable_files(tmp_path):
         TensorFiles(tmp_path)
 
 
-def test_dtype_missing_in_numpy(tmp_path):
-    path = tmp_path / "m.safetensors"
-    header = b'{"a":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}'
-    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0\0")
-    with TensorFiles(path) as files, pytest.raises(WeightsReadError, match=r"'a' .*dtype F6_E2M3"):
-        files.read("a")
-
-
 EIGHT_BITS = (
     *("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"),
 )
@@ -321,3 +305,11 @@ def test_bytes_are_the_same_each_time(tmp_path):
         assert file.metadata() == metadata
         assert file.get_tensor("b").tolist() == [0, 1, 2]
         assert file.get_tensor("a").shape == (2, 0)
+
+
+def test_dtype_missing_in_numpy(tmp_path):
+    path = tmp_path / "m.safetensors"
+    header = b'{"a":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0\0")
+    with TensorFiles(path) as files, pytest.raises(WeightsReadError, match=r"'a' .*dtype F6_E2M3"):
+        files.read("a")

@@ -9,8 +9,6 @@ from weft.errors import MeshError, TopologyError
 from weft.inference.runner import InferenceRunner
 from weft.recipes.lm import lm_tiny
 from weft.trainer.aot_compilation import (
-    USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS,
-    SystemCharacteristics,
     aot_model_analysis,
     compile_inference_programs,
     compile_trainer_programs,
@@ -65,11 +63,6 @@ def test_indivisible_batch():
         compile_inference_programs(cfg, input_batch_spec=prefixes(3), topology="cpu-8")
 
 
-def test_devices_of_this_machine():
-    assert get_devices_for_topology(None) == jax.devices()
-    assert len(get_devices_for_topology("cpu-1")) == 1
-
-
 def test_more_devices_than_available_in_a_new_process(python_server):
     code = (
         "from weft.trainer.aot_compilation import get_devices_for_topology\n"
@@ -102,21 +95,6 @@ def test_without_the_compiler_of_a_topology():
         TopologyError, match=r"pip install 'jax\[tpu\]'.*virtual CPU devices: 'cpu-64'"
     ):
         get_devices_for_topology("tpu-v5p-128")
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
-def test_devices_of_every_system():
-    for name, system in USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS.items():
-        assert len(get_devices_for_topology(name)) == system.devices_per_slice
-
-
-def test_names_count_cores_or_chips():
-    systems = USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS
-    assert systems["v5p-128"] == SystemCharacteristics(
-        "tpu", "v5p:4x4x4", "megacore", (2, 2, 1), 64
-    )
-    assert systems["v5litepod-16"] == systems["v5e-16"]
-    assert systems["v6e-1"] == SystemCharacteristics("tpu", "v6e:1x1", "default", (1, 1, 1), 1)
 
 
 @needs_eight

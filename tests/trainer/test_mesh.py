@@ -21,12 +21,10 @@ from weft.input.fake import FakeLmInput
 from weft.trainer.learner import Learner
 from weft.trainer.mesh import (
     HybridMeshShape,
-    KindRules,
     RulesByKind,
     build_mesh,
     check_divides,
     named_sharding,
-    over_slices,
     rules_of,
     select_mesh_config,
 )
@@ -87,12 +85,6 @@ def test_hybrid_mesh_with_slices_on_second_axis():
     gpus = [Device(i, slice_index=i // 4) for i in range(8)]
     shape = HybridMeshShape(ici_mesh_shape=(2, 2), dcn_mesh_shape=(1, -1))
     assert ids(build_mesh(shape, ("data", "model"), gpus)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
-
-
-def test_plain_shape_over_several_slices():
-    assert over_slices((1, 8), 2) == HybridMeshShape((1, 4), (1, 2))
-    with pytest.raises(MeshError, match=r"form 3 slices, and no axis of mesh_shape=\(2, 4\)"):
-        over_slices((2, 4), 3)
 
 
 def test_cpu_devices_emulate_slices():
@@ -283,14 +275,6 @@ def test_rules_by_kind_only_change_sharding(model):
         (plain.model, plain.learner),
         (state.model, state.learner),
     )
-
-
-def test_rules_of_kind_override_general_rules():
-    rules = RulesByKind.default_config().set(**BY_KIND).instantiate()
-    of_kind = rules.with_all([("hidden", "model"), ("embed", "data")])
-    assert of_kind.parameters == (("hidden", None), ("embed", "data"))
-    assert of_kind.optimizer == (("hidden", "data"), ("embed", "data"))
-    assert RulesByKind.default_config().instantiate().with_all([]) == KindRules()
 
 
 def test_malformed_rules():

@@ -226,3 +226,10 @@ def test_destinations_may_be_a_pattern():
     plus = Plus.default_config()
     cfg = composite([Dependency("a", "b.*")], a=plus, b1=plus.clone(source="a"), b2=plus)
     assert evaluate(make(cfg))[0] == {"a/sum": 3, "b1/sum": 6, "b2/sum": 3}
+
+
+def test_outputs_do_not_replace_fields_of_the_batch():
+    plus = Plus.default_config()
+    cfg = composite([Dependency("a", "b", dst_key="target")], a=plus, b=plus)
+    with pytest.raises(MetricCalculatorError, match=r"would replace \['target'\].*dst_key"):
+        evaluate(make(cfg))

@@ -1,7 +1,6 @@
 """A run's directory: who may use it, and what it remembers."""
 
 import errno
-import json
 import os
 import re
 
@@ -17,15 +16,12 @@ from weft.input.datasets import json_lines_dataset
 from weft.input.text import lm_documents_source
 from weft.recipes.lm import lm_tiny
 from weft.serialization.directory import Directory
-from weft.trainer.parallelism import ParallelismModifier
 from weft.trainer.run_dir import (
     CONFIG_FILE,
     check_run_dir,
     claim_run_dir,
     data_text,
     environment,
-    find_fields,
-    free_dir,
     read_record,
     schedule_steps,
     update_record,
@@ -81,12 +77,6 @@ def test_starts_are_recorded_with_environment(tmp_path):
     assert "max_step=20" in (tmp_path / CONFIG_FILE).read_text(encoding="utf-8")
 
 
-def test_run_may_be_moved(tmp_path):
-    claim_and_save(run_config(tmp_path / "a"))
-    os.rename(tmp_path / "a", tmp_path / "b")
-    check_run_dir(run_config(tmp_path / "b"))
-
-
 def test_other_config_is_rejected_with_the_diff(tmp_path):
     claim_and_save(run_config(tmp_path))
     before = (tmp_path / CONFIG_FILE).read_text(encoding="utf-8")
@@ -104,14 +94,6 @@ def test_directory_without_a_checkpoint_is_free_for_another_config(tmp_path):
     assert claim_run_dir(run_config(tmp_path, width=8))
     assert "width=8" in (tmp_path / CONFIG_FILE).read_text(encoding="utf-8")
     assert len(read_record(str(tmp_path))["starts"]) == 1
-
-
-def test_free_name_has_the_next_number(tmp_path):
-    run_dir = str(tmp_path / "lm")
-    assert free_dir(run_dir) == free_dir(f"{run_dir}/") == f"{run_dir}-2"
-    os.mkdir(f"{run_dir}-2")
-    os.symlink("nowhere", f"{run_dir}-3")
-    assert free_dir(run_dir) == f"{run_dir}-4"
 
 
 def test_unserializable_values_compare_as_text(tmp_path):
@@ -380,37 +362,8 @@ def test_unreadable_config_or_record_is_named(tmp_path):
         check_run_dir(run_config(tmp_path))
 
 
-def test_run_resumes_with_another_sharding(tmp_path):
-    claim_and_save(lm_tiny().set(dir=str(tmp_path)))
-    modifier = ParallelismModifier.default_config().set(fsdp=2).instantiate()
-    cfg = modifier(lm_tiny().set(dir=str(tmp_path)))
-    check_run_dir(cfg)
-    cfg.model.decoder.dim = 8
-    with pytest.raises(RunDirError, match=r"model\.decoder\.dim") as caught:
-        check_run_dir(cfg)
-    assert "partition_spec" not in str(caught.value)
-
-
 def test_invalid_config_file_is_another_run(tmp_path):
     claim_and_save(run_config(tmp_path))
     (tmp_path / CONFIG_FILE).write_text("1 +", encoding="utf-8")
     with pytest.raises(RunDirError, match="belongs to a run with another config"):
         check_run_dir(run_config(tmp_path))
-
-
-def test_notes_are_added_to_the_record(tmp_path):
-    end = {"step": 3, "reason": "max_step"}
-    update_record(str(tmp_path), end=end)
-    update_record(str(tmp_path), model={"parameters": 1})
-    assert json.loads((tmp_path / "run.json").read_text(encoding="utf-8")) == {
-        "end": end,
-        "model": {"parameters": 1},
-    }
-    assert os.listdir(tmp_path) == ["run.json"]
-
-
-def test_configs_are_found_by_field_name():
-    corpus = config_for_function(folder_corpus).set(paths="x")
-    cfg = run_config("d", input=Source.default_config().set(corpus=corpus))
-    assert list(find_fields("corpus", cfg)) == ["input.corpus"]
-    assert find_fields("tokenizer", cfg) == {}

@@ -265,15 +265,6 @@ def test_forked_child_does_not_keep_the_lock(tmp_path):
         os.close(end)
 
 
-def test_full_disk_is_reported(tmp_path, monkeypatch):
-    def pwrite(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    with pytest.raises(RunDirError, match="No space left"), run_lock(str(tmp_path / "run")):
-        pass
-
-
 def test_run_is_moved_aside(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert move_aside("runs/lm") is None

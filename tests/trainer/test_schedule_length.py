@@ -59,11 +59,6 @@ def test_continued_run_keeps_its_curve(saved):
     assert schedule_notes(at(saved, "max_step=40")) == []
 
 
-def test_start_without_a_checkpoint_begins_again(saved):
-    (saved / "checkpoints" / "step_00000020").rmdir()
-    assert length(at(saved, "max_step=100")) == 100
-
-
 def test_schedule_that_ends_early_is_announced(tmp_path):
     words = [f"{RATE}.max_step=30", f"{RATE}.alpha=0"]
     (note,) = schedule_notes(at(tmp_path, *words))
@@ -74,11 +69,6 @@ def test_schedule_that_ends_early_is_announced(tmp_path):
     assert schedule_notes(at(tmp_path)) == []
 
 
-def test_neither_has_a_length(tmp_path):
-    with pytest.raises(ScheduleError, match=rf"{RATE}.max_step .* Set max_step=1000"):
-        learner_config(at(tmp_path, "max_step=inf"))
-
-
 def test_shown_config_has_the_length(saved, capsys):
     assert main(["config", "show", "lm-tiny", "max_step=2000"]) == 0
     text = capsys.readouterr().out
@@ -87,3 +77,8 @@ def test_shown_config_has_the_length(saved, capsys):
     assert main(["config", "show", str(saved), "max_step=100"]) == 0
     shown = capsys.readouterr().out.splitlines()[-1]
     assert shown == f"# {RATE}.max_step is 40, the max_step with which the run began."
+
+
+def test_neither_has_a_length(tmp_path):
+    with pytest.raises(ScheduleError, match=rf"{RATE}.max_step .* Set max_step=1000"):
+        learner_config(at(tmp_path, "max_step=inf"))

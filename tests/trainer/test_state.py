@@ -5,7 +5,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from weft.config import config_for_function
-from weft.errors import BatchShardingError, MeshError, ModelSizeError
+from weft.errors import MeshError, ModelSizeError
 from weft.hierarchy import TensorSpec
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.layers.linear import Linear
@@ -17,11 +17,9 @@ from weft.trainer.optimizers import adamw_optimizer
 from weft.trainer.state import (
     batch_partition,
     batch_shapes,
-    check_batches,
     new_state,
     open_batches,
     parameter_specs,
-    partition_specs,
     state_shardings,
     state_specs,
     with_shardings,
@@ -36,13 +34,6 @@ def parts():
     model.param_partition_spec = (None, "model")
     learner = Learner.default_config().set(name="learner", optimizer=OPTIMIZER)
     return model.instantiate(parent=None), learner.instantiate(parent=None)
-
-
-def test_optimizer_state_follows_parameter_sharding(parts):
-    layouts = partition_specs(state_specs(*parts))
-    assert layouts.prng_key == P()
-    assert layouts.model["weight"] == P(None, "model")
-    assert P(None, "model") in jax.tree.leaves(layouts.learner)
 
 
 def test_new_state_matches_its_specs(parts):
@@ -99,13 +90,6 @@ def test_batches_are_sharded_like_their_shapes(mesh):
     for x, shape in zip(jax.tree.leaves(batch), jax.tree.leaves(shapes), strict=True):
         assert (x.shape, x.dtype) == (shape.shape, shape.dtype)
         assert x.sharding.is_equivalent_to(shape.sharding, x.ndim)
-
-
-def test_batch_divisibility_needs_no_batch(mesh):
-    with jax.set_mesh(mesh):
-        check_batches(input_of(), P("data"))
-        with pytest.raises(BatchShardingError, match="6"):
-            check_batches(input_of(global_batch_size=6), P("data"))
 
 
 @pytest.mark.parametrize("output_dim", [10**9, 10**12])

@@ -144,3 +144,10 @@ def test_arrays_are_changed_as_a_whole(kind):
         c["w"][0].set(5)
     with pytest.raises(CursorTypeError, match="as a whole"):
         c["w"].shape[0] = 3
+
+
+def test_items_and_attributes_differ():
+    with pytest.raises(CursorTypeError, match=r"cursor.a cannot be set: write \['a'\] for an elem"):
+        cursor({"a": 1}).a = 2
+    with pytest.raises(CursorAttributeError, match=r"\['x'\] cannot be set: a Box has the fields"):
+        cursor(Box(1))["x"] = 2

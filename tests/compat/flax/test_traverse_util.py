@@ -116,3 +116,11 @@ def test_traversals_are_ordinary_objects():
         _ = t_identity.__array__
     with pytest.raises(TypeError, match="abstract"):
         Traversal()
+
+
+def test_non_string_keys_are_not_joined():
+    assert flatten_dict({1: {"a": 2}}) == {(1, "a"): 2}
+    with pytest.raises(
+        FlatDictError, match=re.escape("path (1, 'a') has 1, which is not a string")
+    ):
+        flatten_dict({1: {"a": 2}}, sep="/")

@@ -1,8 +1,10 @@
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from weft.errors import ArgumentValueError
+from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.hierarchy.attention.bias import (
     NEG_INF,
     ALiBiAttentionLogitBiasLayer,
@@ -222,3 +224,9 @@ def test_a_window_of_two_sizes_is_refused():
         cfg.set(**positions).instantiate()
     cfg.mask.sliding_window_size = 5
     assert cfg.set(**positions).instantiate().sliding_window_size == 5
+
+
+def test_shape_of_a_bias():
+    message = "an attention bias has the shape (5,); expected (batch, heads, target, source)"
+    with pytest.raises(ArgumentShapeError, match=re.escape(message)):
+        as_attention_bias(jnp.zeros(N))

@@ -399,15 +399,6 @@ def test_default_recipe_computes_the_same_in_transformers(transformers, tmp_path
     np.testing.assert_allclose(ours_again, ours, atol=1e-4)
 
 
-def test_mismatched_parameters(references, tmp_path):
-    cfg, params = from_huggingface(references("llama").folder)
-    params["decoder"]["adapter"] = {"weight": jnp.ones(1)}
-    del params["decoder"]["lm_head"]
-    with pytest.raises(WeightsMismatchError) as error:
-        to_huggingface(tmp_path, cfg, params)
-    assert "it lacks decoder.adapter.weight, and has decoder.lm_head.weight" in str(error.value)
-
-
 # What a folder has besides weights.
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
@@ -529,21 +520,6 @@ def test_facts_that_training_changed_are_replaced(references, tmp_path):
     assert settings["max_position_embeddings"] == 99 and settings["initializer_range"] == 0.125
     assert settings["rope_theta"] == settings["rope_parameters"]["rope_theta"] == 9e4
     assert settings["rope_scaling"]["low_freq_factor"] == 1.0
-
-
-def test_tokenizer_without_settings_gets_them(references, transformers, tmp_path):
-    save_tokenizer(tmp_path / "all")
-    (tmp_path / "bare").mkdir()
-    shutil.copy(tmp_path / "all" / "tokenizer.json", tmp_path / "bare" / "my own.JSON")
-    cfg, params = from_huggingface(references("llama").folder)
-    out = tmp_path / "out"
-    to_huggingface(out, cfg, params, tokenizer=tmp_path / "bare" / "my own.JSON")
-    assert read_json(out / "config.json")["bos_token_id"] is None  # Weft does not know it
-    model, tokenizer = loaded(transformers, out)
-    expected = transformers.AutoTokenizer.from_pretrained(tmp_path / "all")
-    assert tokenizer(TEXT).input_ids == expected(TEXT).input_ids
-    assert tokenizer.eos_token_id == 2 == model.config.eos_token_id
-    assert read_json(out / "special_tokens_map.json")["eos_token"] == "</s>"
 
 
 def test_model_of_sentencepiece(references, transformers, tmp_path, caplog):

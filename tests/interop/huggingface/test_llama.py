@@ -1,7 +1,7 @@
 import pytest
 
 from weft.errors import HuggingFaceConfigError
-from weft.interop.huggingface.causal_lms import LLAMA, MISTRAL, QWEN2, QWEN3
+from weft.interop.huggingface.causal_lms import LLAMA, QWEN2, QWEN3
 from weft.interop.huggingface.settings import Settings
 
 # As published by their makers, but for the sizes.
@@ -43,31 +43,6 @@ def test_configs_round_trip(family, values):
     assert (attention.input_linear.key_scale is not None) == (family is QWEN3)
     assert attention.hidden_dim == (64 if family is QWEN3 else 32)
     assert cfg.decoder.lm_head is None
-
-
-def test_attention_dropout():
-    cfg = LLAMA.read(Settings({**LLAMA_VALUES, "attention_dropout": 0.3}))
-    assert attention_of(cfg).dropout.rate == LLAMA.write(cfg)["attention_dropout"] == 0.3
-    assert LLAMA.write(LLAMA.read(Settings(LLAMA_VALUES)))["attention_dropout"] == 0.0
-
-
-def test_defaults_of_the_families():
-    fewer = {k: v for k, v in VALUES.items() if k != "num_key_value_heads"}
-    cfg = LLAMA.read(Settings({**fewer, "model_type": "llama"}))
-    assert attention_of(cfg).input_linear.input_linear.num_kv_heads == 4
-    cfg = QWEN3.read(Settings({**VALUES, "model_type": "qwen3"}))
-    assert attention_of(cfg).hidden_dim == 4 * 128
-    untied = {k: v for k, v in LLAMA_VALUES.items() if k != "tie_word_embeddings"}
-    assert LLAMA.read(Settings(untied)).decoder.lm_head is not None
-
-
-def test_windows_of_mistral():
-    values = {**VALUES, "model_type": "mistral"}
-    assert attention_of(MISTRAL.read(Settings(values))).mask.sliding_window_size == 4095
-    # Without a window it is a Llama.
-    whole = MISTRAL.read(Settings({**values, "sliding_window": None}))
-    assert whole == LLAMA.read(Settings({**values, "model_type": "llama"}))
-    assert MISTRAL.write(whole)["model_type"] == "llama"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from weft.errors import (
@@ -94,3 +95,24 @@ def test_streams_of_a_layer():
     assert fork_stream(None, "dropout", "") is None
     with pytest.raises(RngArgumentError, match="It was given rngs=Array"):
         fork_stream(jax.random.key(0), "dropout", "It")
+
+
+def test_along_axes():
+    y = Dropout(0.5, broadcast_dims=(0,), rngs=Rngs(0))(X)
+    assert (y == y[:1]).all() and (y != y[:, :1]).any()
+    with pytest.raises(ArgumentValueError, match=r"broadcast_dims=\(2,\) .*\(50, 40\)"):
+        Dropout(0.5, broadcast_dims=(2,), rngs=Rngs(0))(X)
+
+
+def test_call_accepts_streams_stream_or_key():
+    layer = Dropout(0.5, rng_collection="noise")
+    key = jax.random.key(3)
+    a = layer(X, rngs=Rngs(noise=key))
+    np.testing.assert_array_equal(a, layer(X, rngs=Rngs(key).default))
+    np.testing.assert_array_equal(a, layer(X, rngs=jax.random.fold_in(key, 0)))
+    with pytest.raises(RngStreamNotFoundError, match="unknown PRNG stream 'noise'"):
+        layer(X, rngs=Rngs(dropout=0))
+    with pytest.raises(
+        RngArgumentError, match=r"was given rngs='noise'; expected PRNG streams such"
+    ):
+        layer(X, rngs="noise")  # pyright: ignore[reportArgumentType]

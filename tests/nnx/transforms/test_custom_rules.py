@@ -41,13 +41,6 @@ def test_cotangents_of_written_state():
     assert float(nnx.grad(loss)(Model()).w[...]) == 7 * 3 + 100
 
 
-def test_tree_mode_gets_only_result_cotangent():
-    f = nnx.custom_vjp(lambda m: m.w[...] ** 2, graph=False)
-    f.defvjp(lambda m: (f(m), m), lambda m, g: (nnx.Dict(w=nnx.Param(g * 50)),))
-    grads = nnx.grad(f, graph=False)(nnx.Dict(w=nnx.Param(jnp.array(3.0))))
-    assert type(grads) is nnx.Dict and float(grads.w[...]) == 50.0
-
-
 def test_none_is_zero_and_invalid_gradients_fail():
     def failing(given: Any) -> Any:
         f = nnx.custom_vjp(lambda m, x: m.w * x)
@@ -85,18 +78,6 @@ def test_jvp_rule_works_in_both_modes():
     assert int(model.calls) == 1
     tangents = (nnx.State({"w": jnp.array(1.0)}), 0.0)
     assert [float(x) for x in nnx.jvp(f, (model, 3.0), tangents)] == [6.0, 30.0]
-
-
-def test_as_a_method():
-    class Scaled(Model):
-        @nnx.custom_vjp
-        def scaled(self, x: jax.Array) -> jax.Array:
-            return self.w * x
-
-    Scaled.scaled.defvjp(
-        lambda m, x: (Scaled.scaled(m, x), None), lambda r, g: (nnx.State({"w": 4 * g[1]}), None)
-    )
-    assert float(nnx.grad(lambda m: m.scaled(3.0))(Scaled()).w[...]) == 4.0
 
 
 class Pair(nnx.Module):

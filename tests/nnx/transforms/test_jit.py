@@ -61,24 +61,6 @@ def traced(fn):
     return wrapper, traces
 
 
-def test_partials_and_callable_modules():
-    class Layer(nnx.Module):
-        def __init__(self):
-            self.w, self.trace = nnx.Param(jnp.float32(2.0)), "an attribute"
-
-        def __call__(self, x):
-            return self.w * x
-
-    layer = Layer()
-    f = nnx.jit(layer)
-    assert f(3.0) == 6 and f.lower(3.0).compile()(3.0) == 6
-    g = nnx.jit(functools.partial(lambda k, model, x: model.w * x * k, 2.0))
-    model = Model(2.0)
-    assert g(model, 1.0) == 4 and g(model, x=1.0) == 4
-    h = nnx.jit(functools.partial(lambda model, x: model.w * x, Model(7.0)))
-    assert h(2.0) == 14
-
-
 def test_captured_models_are_read_only():
     model = Model(2.0)
     assert nnx.jit(lambda x: model.w * x)(3.0) == 6
@@ -179,34 +161,6 @@ def test_shardings_hold_when_structure_changes():
     f(model)
     assert model.part[...].tolist() == list(range(0, 16, 2))
     assert all(v[...].sharding.is_equivalent_to(x, 1) for v in model)
-
-
-def test_another_sharding_between_calls():
-    f, model = nnx.jit(work), Model(jnp.arange(8.0))
-    is_like_plain(f, model)
-    for spec in ("x", None, ("x", "y")):
-        model.w.set_value(jax.device_put(model.w[...], NamedSharding(mesh(), PartitionSpec(spec))))
-        is_like_plain(f, model)
-        is_like_plain(f, model)
-
-
-def test_equal_models_share_a_program():
-    initializer = jax.nn.initializers.lecun_normal()
-
-    class Block(nnx.Module):
-        def __init__(self):
-            self.layers = [Model(k=1), Model(k=2)]
-            self.act, self.init = jax.nn.gelu, initializer
-            self.heads = {"a": nnx.Param(jnp.ones(2), axes=("x",), tag="t")}
-            self.scale = functools.partial(jnp.multiply, 2.0)
-
-    fn, traces = traced(lambda m, x: m.layers[0].w * x)
-    f = nnx.jit(fn)
-    for i in range(20):
-        model = Block()
-        model.layers[0].w[...] = i
-        assert f(model, 1.0) == i
-    assert len(traces) == 1
 
 
 def test_closures_as_attributes():
@@ -348,13 +302,6 @@ def test_cache_is_bounded():
     assert g(1, model) == 1
     h.clear_cache()
     assert not h._programs and not h._cached_calls and h(model) == 11
-
-
-def test_references_of_jax():
-    f, model = nnx.jit(lambda m, x: m.w.set_value(m.w * x)), nnx.Dict(w=nnx.Param(2.0, ref=True))
-    for value in (4, 8):
-        f(model, 2.0)
-        assert model.w[...] == value
 
 
 def test_host_callback_that_changes_the_model():

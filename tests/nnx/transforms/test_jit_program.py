@@ -8,7 +8,8 @@ import pytest
 from jax.experimental import checkify
 
 from weft import nnx
-from weft.errors import CompiledCallError, TraceContextError
+from weft.errors import CompiledCallError, TraceContextError, TransformArgumentError
+from weft.nnx.transforms.jit_program import has_objects, object_arguments
 
 
 class Model(nnx.Module):
@@ -157,3 +158,16 @@ def test_failed_check_is_returned_and_writes_persist():
 def test_which_errors_are_checked():
     divide = nnx.checkify(lambda m: 1 / m.b, errors=checkify.float_checks)
     assert "division by zero" in str(divide(AbstractModel())[0].get())
+
+
+def options(**kwargs):
+    return nnx.jit(lambda *args, **kwargs: None, **kwargs)._options
+
+
+def test_objects_among_the_arguments():
+    m, n = Model(), Model()
+    at, rest, named = object_arguments(options(), (1.0, m, [n]), {"z": n, "a": m, "b": 2})
+    assert at == [(1, m), ("a", m), ("z", n)] and rest == [1.0, [n]] and named == {"b": 2}
+    assert has_objects([1, {"a": m}]) and has_objects(m.a) and not has_objects([1, None])
+    with pytest.raises(TransformArgumentError, match="remove the argument there"):
+        object_arguments(options(static_argnums=0), (m,), {})

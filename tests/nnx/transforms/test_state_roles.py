@@ -14,23 +14,6 @@ class Pair(nnx.Module):
         self.n = nnx.BatchStat(jnp.asarray(n))
 
 
-def test_symbol_equality():
-    first = nnx.StateAxes({nnx.Param: 1, ...: None})
-    assert first == nnx.StateAxes([(nnx.Param, 1), (..., None)])
-    assert hash(first) == hash(nnx.StateAxes({nnx.Param: 1, ...: None}))
-    assert first != nnx.StateAxes({nnx.Param: 0, ...: None})
-    assert first != nnx.StateSharding({nnx.Param: 1, ...: None})
-    assert len({nnx.DiffState(0, nnx.Param), nnx.DiffState(0, nnx.Param)}) == 1
-
-
-def test_parts_of_a_symbol_can_be_read():
-    axes = nnx.StateAxes({nnx.Param: 1, ...: nnx.Carry})
-    assert axes.axes == (1, nnx.Carry)
-    assert [axis for _, axis in axes.items()] == [1, nnx.Carry]
-    assert axes.filters[0](("w",), nnx.Param(1.0)) and axes.filters[1]((), 1)
-    assert nnx.StateSharding({...: P("x")}).shardings == (P("x"),)
-
-
 def test_first_matching_filter_wins():
     axes = nnx.StateAxes({nnx.PathContains("w"): 0, nnx.Param: 1})
     assert axes.map_prefix(("w",), nnx.Param(1.0)) == 0

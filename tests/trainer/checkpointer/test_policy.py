@@ -135,3 +135,8 @@ def test_invalid_arguments():
         keep_best(n=0)
     with pytest.raises(CheckpointPolicyError, match=r"KeepBest got mode='most'; expected 'max' or"):
         keep_best(mode="most")
+
+
+def test_modes():
+    with pytest.raises(CheckpointPolicyError, match="mode='best'; expected 'max' or 'min'"):
+        best("best")

@@ -5,7 +5,6 @@ from weft.config import config_class
 from weft.errors import ConfigTypeError, RequiredFieldMissingError, StepIntervalError
 from weft.trainer.summary_writer.base import (
     BaseWriter,
-    CheckpointerAction,
     CompositeWriter,
     NoOpWriter,
     PeriodicWriter,
@@ -38,43 +37,6 @@ class Recorder(BaseWriter):
 
     def close(self, *, failed=False):
         self.calls.append("close")
-
-
-def use(writer, config):
-    writer(1, {"loss": 2.0})
-    writer.log_config(config, step=3)
-    writer.log_checkpoint("dir", state={}, action=CheckpointerAction.SAVE, step=4)
-    writer.log_average_step_time(5, [0.1])
-    writer.flush()
-    writer.close()
-
-
-def test_composite_forwards_calls_and_shares_dir():
-    writers = {
-        "mine": Recorder.default_config().set(dir="/elsewhere"),
-        "lent": Recorder.default_config(),
-    }
-    cfg = CompositeWriter.default_config().set(name="writer", dir="/run", writers=writers)
-    composite = cfg.instantiate(parent=None)
-    mine, lent = composite.writers
-    assert (mine.config.dir, lent.config.dir) == ("/elsewhere", "/run")
-    assert composite.mine is mine
-    use(composite, cfg)
-    assert mine.calls == lent.calls
-    assert mine.calls == [
-        ("call", 1, {"loss": 2.0}),
-        ("config", cfg, 3),
-        ("checkpoint", "dir", {}, "SAVE", 4),
-        ("time", 5, [0.1]),
-        "flush",
-        "close",
-    ]
-
-
-def test_no_op_writer(tmp_path):
-    cfg = NoOpWriter.default_config().set(name="writer", dir=str(tmp_path))
-    use(cfg.instantiate(parent=None), cfg)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_dir_is_required():

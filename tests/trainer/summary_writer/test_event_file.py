@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from weft.errors import ArgumentShapeError
 from weft.trainer.summary_writer import event_file
 from weft.trainer.summary_writer.event_file import EventFile, SessionLog, SummaryWriter
 
@@ -144,3 +145,8 @@ def test_values(tmp_path, read_events):
     tags = [value.tag for event in events for value in event.summary.value]
     assert tags == ["image", "images/0", "images/1", "sound", "weights", "note/text_summary"]
     assert {event.step for event in events} == {4}
+
+
+def test_shapes_of_images(tmp_path):
+    with pytest.raises(ArgumentShapeError, match=r"image has shape \(2,\); expected \(height, wid"):
+        SummaryWriter(str(tmp_path)).image("image", np.ones(2), 0)
