@@ -10,7 +10,7 @@ Statistics of a single parameter, such as its root mean square, must be computed
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
@@ -56,48 +56,56 @@ def dataclass(clz: type[T] | None = None, **kwargs: Any):
     kwargs.setdefault("frozen", True)
     if kwargs.get("eq", True) and "__eq__" not in vars(clz):
         clz.__eq__ = _equal_fields
-    made = dataclasses.dataclass(**kwargs)(clz)
-    if not hasattr(made, "replace"):
-        made.replace = dataclasses.replace  # pyright: ignore[reportAttributeAccessIssue]
-    made._weft_struct = True  # pyright: ignore[reportAttributeAccessIssue]
-    _register(made)
-    return made
+    struct: Any = dataclasses.dataclass(**kwargs)(clz)
+    if not hasattr(struct, "replace"):
+        struct.replace = dataclasses.replace
+    struct._weft_struct = True
+    _register(struct)
+    return struct
 
 
 def _equal_fields(self: Any, other: Any) -> bool:
     """Compares as tuples do, in which the same array is equal to itself."""
     if type(self) is not type(other):
         return NotImplemented
-    names = [f.name for f in dataclasses.fields(self) if f.compare]
-    mine, its = ([getattr(x, name) for name in names] for x in (self, other))
-    return mine == its
+    names = [field.name for field in dataclasses.fields(self) if field.compare]
+    values = [getattr(self, name) for name in names]
+    return values == [getattr(other, name) for name in names]
 
 
 def child_names(cls: type) -> tuple[str, ...]:
     """Returns the fields that are children of the pytree; none if `cls` is not a struct."""
     if "_weft_struct" not in vars(cls):
         return ()
-    fields: Any = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
-    return tuple(f.name for f in fields if f.init and f.metadata.get("pytree_node", True))
+    names: list[str] = []
+    for field in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
+        if field.init and field.metadata.get("pytree_node", True):
+            names.append(field.name)
+    return tuple(names)
 
 
-def _register(cls: Any) -> None:
+def _register(cls: type[Any]) -> None:
     # Not `jax.tree_util.register_dataclass`: there JAX 0.10.2 takes the structures of two classes
     # with equal fields for equal, and now and then a function under `jit` returns the wrong class.
-    fields = [f for f in dataclasses.fields(cls) if f.init]
-    data = child_names(cls)
-    meta = [f.name for f in fields if f.name not in data]
-    keys = [jax.tree_util.GetAttrKey(name) for name in data]
+    children_fields = child_names(cls)
+    static_fields: list[str] = []
+    for field in dataclasses.fields(cls):
+        if field.init and field.name not in children_fields:
+            static_fields.append(field.name)
+    keys = [jax.tree_util.GetAttrKey(name) for name in children_fields]
 
-    def flatten(x: object) -> tuple[Any, Any]:
-        return [getattr(x, name) for name in data], tuple([getattr(x, name) for name in meta])
+    def flatten(x: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        children = [getattr(x, name) for name in children_fields]
+        return children, tuple([getattr(x, name) for name in static_fields])
 
-    def flatten_with_keys(x: object) -> tuple[Any, Any]:
-        children, static = flatten(x)
-        return zip(keys, children, strict=True), static
+    def flatten_with_keys(x: Any) -> tuple[Iterable[tuple[Any, Any]], tuple[Any, ...]]:
+        children, static_values = flatten(x)
+        return zip(keys, children, strict=True), static_values
 
-    def unflatten(static: tuple[Any, ...], children: Iterable[Any]) -> Any:
-        return cls(**dict(zip(data, children, strict=True)), **dict(zip(meta, static, strict=True)))
+    def unflatten(static_values: tuple[Any, ...], children: Iterable[Any]) -> Any:
+        fields = dict(zip(children_fields, children, strict=True))
+        fields.update(zip(static_fields, static_values, strict=True))
+        return cls(**fields)
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
 
@@ -165,17 +173,21 @@ def map_blocks(
     [3.0, 7.0]
     """
 
-    def of_layer(layer: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: map_blocks(fn, layer[name], *(o[name] for o in others), is_leaf=is_leaf)
-            for name in layer
-        }
+    def map_layer(layer: Mapping[str, Any], *other_layers: Mapping[str, Any]) -> dict[str, Any]:
+        results: dict[str, Any] = {}
+        for name, entry in layer.items():
+            other_entries = [other[name] for other in other_layers]
+            results[name] = map_blocks(fn, entry, *other_entries, is_leaf=is_leaf)
+        return results
 
-    def at(x: object, *others: Any) -> Any:
-        if not isinstance(x, VDict):
-            return fn(x, *others)
-        if not jax.tree.leaves(x):
-            return x
-        return VDict(jax.vmap(of_layer)(dict(x), *(dict(other) for other in others)))
+    def map_block(block: Any, *others: Any) -> Any:
+        if not isinstance(block, VDict):
+            return fn(block, *others)
+        if not jax.tree.leaves(block):
+            return block
+        return VDict(jax.vmap(map_layer)(dict(block), *map(dict, others)))
 
-    return jax.tree.map(at, tree, *rest, is_leaf=lambda x: isinstance(x, VDict) or is_leaf(x))
+    def is_block(x: Any) -> bool:
+        return isinstance(x, VDict) or is_leaf(x)
+
+    return jax.tree.map(map_block, tree, *rest, is_leaf=is_block)

@@ -18,7 +18,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,6 +32,7 @@ from weft.serialization import from_state_dict, msgpack_restore, msgpack_seriali
 from weft.serialization.directory import Directory, Entry
 from weft.serialization.state_dicts import is_stored_dtype
 from weft.serialization.untrusted import memory_bytes, refuse_url, utf8_fault
+from weft.typing import Leaf, PyTree
 
 ARRAYS_SUFFIX = "_gda"
 
@@ -44,25 +45,25 @@ def is_orbax(path: str) -> bool:
     return os.path.isfile(os.path.join(path, _ORBAX_FILE))
 
 
-def read_checkpoint(path: str, target: object, orbax_checkpointer: Any = None) -> Any:
+def read_checkpoint(path: str, target: PyTree, orbax_checkpointer: Any = None) -> PyTree:
     """Returns the state dict of a checkpoint, a file or directory.
 
     Arrays in files of their own are laid out like those of the state dict `target`. Arguments and
     errors are those of `restore_checkpoint`.
     """
-    layouts = {
-        _name(key): leaf.sharding
-        for key, leaf in jax.tree.leaves_with_path(target)
-        if getattr(leaf, "sharding", None) is not None
-    }
+    layouts: dict[str, jax.sharding.Sharding] = {}
+    for key_path, leaf in jax.tree.leaves_with_path(target):
+        sharding = getattr(leaf, "sharding", None)
+        if sharding is not None:
+            layouts[_name(key_path)] = sharding
     _check_entries(path)
     if os.path.isdir(path):
         return _with_empty_nodes(_read_orbax(path, layouts, orbax_checkpointer), target)
     return _with_arrays(_read_file(path), path, None if target is None else layouts)
 
 
-def _name(key: jax.tree_util.KeyPath) -> str:
-    return jax.tree_util.keystr(key, simple=True, separator="/")
+def _name(key_path: jax.tree_util.KeyPath) -> str:
+    return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
 def _check_utf8(path: str) -> None:
@@ -73,8 +74,8 @@ def _check_utf8(path: str) -> None:
 
 
 def _step_of(path: str) -> str:
-    found = re.search(r"-?\d[\d.]*(e\+?\d+)?$", path)
-    return found.group() if found else "unknown"
+    match = re.search(r"-?\d[\d.]*(e\+?\d+)?$", path)
+    return match.group() if match else "unknown"
 
 
 def _check_entries(path: str) -> None:
@@ -82,9 +83,10 @@ def _check_entries(path: str) -> None:
     directory, name = _split(path)
     with _refusals(path):
         for part in (name, name + ARRAYS_SUFFIX):
-            if os.path.lexists(directory.full_path(part)):
-                directory.check([Entry(part, os.lstat(directory.full_path(part)))])
-                if os.path.isdir(directory.full_path(part)):
+            part_path = directory.full_path(part)
+            if os.path.lexists(part_path):
+                directory.check([Entry(part, os.lstat(part_path))])
+                if os.path.isdir(part_path):
                     directory.check(directory.walk(part))
 
 
@@ -101,7 +103,7 @@ def _refusals(path: str) -> Iterator[None]:
         raise _damaged(path, str(error).rstrip(".")) from error
 
 
-def _read_file(path: str) -> Any:
+def _read_file(path: str) -> PyTree:
     directory, name = _split(path)
     with _refusals(path):
         data = directory.read_bytes(name, at_most=memory_bytes())
@@ -111,23 +113,26 @@ def _read_file(path: str) -> Any:
         raise _damaged(path, str(error)) from error
 
 
-def _with_arrays(state: object, path: str, layouts: Mapping[str, Any] | None) -> Any:
+def _with_arrays(
+    state: PyTree, path: str, layouts: Mapping[str, jax.sharding.Sharding] | None
+) -> PyTree:
     """Replaces placeholders by the arrays of several processes, which have files of their own."""
 
-    def filled(key: jax.tree_util.KeyPath, leaf: object) -> Any:
+    def with_array(key_path: jax.tree_util.KeyPath, leaf: Leaf) -> Leaf:
         if not (isinstance(leaf, str) and leaf.startswith(_PLACEHOLDER)):
             return leaf
+        name = _name(key_path)
         if layouts is None:
             raise errors.MPARestoreTargetRequiredError(path, _step_of(path))
-        if _name(key) not in layouts:
-            raise errors.MPARestoreTargetRequiredError(path, _step_of(path), _name(key))
-        parts = leaf.removeprefix(_PLACEHOLDER).split("/")
-        if {"", ".", ".."} & {*parts}:
-            raise _damaged(path, f"{_name(key)} names files elsewhere: {leaf!r}")
-        directory = os.path.join(path + ARRAYS_SUFFIX, *parts)
-        return _read_zarr(directory, layouts[_name(key)], _step_of(path))
+        if name not in layouts:
+            raise errors.MPARestoreTargetRequiredError(path, _step_of(path), name)
+        folders = leaf.removeprefix(_PLACEHOLDER).split("/")
+        if not {"", ".", ".."}.isdisjoint(folders):
+            raise _damaged(path, f"{name} names files elsewhere: {leaf!r}")
+        directory = os.path.join(path + ARRAYS_SUFFIX, *folders)
+        return _read_zarr(directory, layouts[name], _step_of(path))
 
-    return jax.tree.map_with_path(filled, state)
+    return jax.tree.map_with_path(with_array, state)
 
 
 def _read_zarr(directory: str, sharding: jax.sharding.Sharding, step: str) -> jax.Array:
@@ -143,10 +148,13 @@ def _read_zarr(directory: str, sharding: jax.sharding.Sharding, step: str) -> ja
 
     stored = result(tensorstore.open(spec, read=True))
     if stored.size * stored.dtype.numpy_dtype.itemsize > memory_bytes():
-        raise errors.MPARestoreDataCorruptedError(step, directory)  # absent chunks would be zeros
-    return jax.make_array_from_callback(
-        stored.shape, sharding, lambda index: result(stored[index].read())
-    )
+        # Chunks that are absent would be zeros, of any size that the file names.
+        raise errors.MPARestoreDataCorruptedError(step, directory)
+
+    def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        return result(stored[index].read())
+
+    return jax.make_array_from_callback(stored.shape, sharding, read_shard)
 
 
 def _import_orbax(path: str | None = None) -> Any:
@@ -156,23 +164,30 @@ def _import_orbax(path: str | None = None) -> Any:
     )
 
 
-def _orbax_checkpointer(path: str, given: Any) -> contextlib.AbstractContextManager[Any]:
-    if given is not None:
-        return contextlib.nullcontext(given)  # the caller closes it
+def _opened_checkpointer(
+    path: str, orbax_checkpointer: Any
+) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context with the user's checkpointer, which it does not close, or a new one."""
+    if orbax_checkpointer is not None:
+        return contextlib.nullcontext(orbax_checkpointer)
     ocp = _import_orbax(path)
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
 
 
-def _read_orbax(path: str, layouts: Mapping[str, Any], given: Any = None) -> Any:
+def _read_orbax(
+    path: str, layouts: Mapping[str, jax.sharding.Sharding], orbax_checkpointer: Any
+) -> PyTree:
     _check_utf8(path)
     ocp = _import_orbax(path)
     first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
-    def restore_args(key: jax.tree_util.KeyPath, saved: Any) -> Any:
+    def restore_args(key_path: jax.tree_util.KeyPath, saved: Any) -> Any:
         if type(saved) is not ocp.metadata.ArrayMetadata:
             return ocp.RestoreArgs()
+        layout = layouts.get(_name(key_path))
+        if layout is None and saved.sharding is not None:
+            layout = first_device
         # Arrays that were not JAX arrays, or that JAX would narrow (float64), become NumPy arrays.
-        layout = layouts.get(_name(key), first_device if saved.sharding is not None else None)
         if layout is None or jax.dtypes.canonicalize_dtype(saved.dtype) != saved.dtype:
             return ocp.RestoreArgs(restore_type=np.ndarray)
         layout.shard_shape(saved.shape)  # a layout that does not fit is not damage to the files
@@ -187,12 +202,13 @@ def _read_orbax(path: str, layouts: Mapping[str, Any], given: Any = None) -> Any
     if not is_orbax(path):
         raise _damaged(path, f"it is a directory without Orbax's file {_ORBAX_FILE}")
     _check_names(path)
-    with _orbax_checkpointer(path, given) as reader:
-        metadata = result(reader.metadata).item_metadata
+    with _opened_checkpointer(path, orbax_checkpointer) as checkpointer:
+        metadata = result(checkpointer.metadata).item_metadata
         if metadata is None:
             raise _damaged(path, "Orbax does not find the tree in it")
         args = jax.tree.map_with_path(restore_args, metadata.tree)
-        return to_state_dict(result(reader.restore, args=ocp.args.PyTreeRestore(restore_args=args)))
+        tree = result(checkpointer.restore, args=ocp.args.PyTreeRestore(restore_args=args))
+        return to_state_dict(tree)
 
 
 def _check_names(path: str) -> None:
@@ -203,22 +219,22 @@ def _check_names(path: str) -> None:
     except (OSError, ValueError) as error:
         raise _damaged(path, str(error)) from error
     names = content.get("tree_metadata", {}) if isinstance(content, dict) else {}
-    for of_array in names:
-        if os.path.pardir in re.split(r"['\"/\\]", of_array):
-            raise _damaged(path, f"an array is named {of_array}, which leads elsewhere")
+    for array_name in names:
+        if os.path.pardir in re.split(r"['\"/\\]", array_name):
+            raise _damaged(path, f"an array is named {array_name}, which leads elsewhere")
 
 
-def _with_empty_nodes(state: object, target: object) -> Any:
+def _with_empty_nodes(state: PyTree, target: PyTree) -> PyTree:
     """Restores nodes without leaves, such as `optax.EmptyState`, which Orbax reads as None."""
     if isinstance(state, dict) and isinstance(target, dict):
         return {key: _with_empty_nodes(value, target.get(key)) for key, value in state.items()}
-    empty = state is None and isinstance(target, dict) and not target
-    return {} if empty else state
+    is_empty_node = state is None and isinstance(target, dict) and not target
+    return {} if is_empty_node else state
 
 
-def _damaged(path: str, why: str) -> errors.DamagedCheckpointError:
+def _damaged(path: str, reason: str) -> errors.DamagedCheckpointError:
     return errors.DamagedCheckpointError(
-        f"the checkpoint {path!r} cannot be read ({why}). Copy it again, or restore another one."
+        f"the checkpoint {path!r} cannot be read ({reason}). Copy it again, or restore another one."
     )
 
 
@@ -255,7 +271,7 @@ class AsyncManager:
 
 def save_checkpoint(
     ckpt_dir: Path,
-    target: object,
+    target: PyTree,
     step: int | float,
     prefix: str = "checkpoint_",
     keep: int = 1,
@@ -297,7 +313,8 @@ def save_checkpoint(
     if orbax_checkpointer is not None or config.flax_use_orbax_checkpointing:
         options = prefix, keep, overwrite, keep_every_n_steps, async_manager, orbax_checkpointer
         return save_checkpoint_multiprocess(ckpt_dir, target, step, *options)
-    step, path = _new_checkpoint(ckpt_dir, step, prefix, overwrite)
+    new = _new_checkpoint(ckpt_dir, step, prefix, overwrite)
+    step, path = new
     state = to_state_dict(target)
     arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
     if not all(array.is_fully_addressable or array.is_fully_replicated for array in arrays):
@@ -306,7 +323,7 @@ def save_checkpoint(
 
     def write() -> None:
         _write(path, data)
-        _remove_others(ckpt_dir, prefix, (step, path), keep, keep_every_n_steps)
+        _remove_others(ckpt_dir, prefix, new, keep, keep_every_n_steps)
 
     if async_manager is None:
         write()
@@ -317,7 +334,7 @@ def save_checkpoint(
 
 def save_checkpoint_multiprocess(
     ckpt_dir: Path,
-    target: object,
+    target: PyTree,
     step: int | float,
     prefix: str = "checkpoint_",
     keep: int = 1,
@@ -339,7 +356,8 @@ def save_checkpoint_multiprocess(
         ArgumentValueError: if the path is not in UTF-8, which array storage needs.
         MissingExtraError: if Orbax is not installed.
     """
-    step, path = _new_checkpoint(ckpt_dir, step, prefix, overwrite)
+    new = _new_checkpoint(ckpt_dir, step, prefix, overwrite)
+    path = new.path
     _check_utf8(path)
     if async_manager is not None:
         async_manager.wait_previous_save()
@@ -348,32 +366,32 @@ def save_checkpoint_multiprocess(
         _remove(path)
     state = to_state_dict(target)
     _check_dtypes(state)
-    with _orbax_checkpointer(path, orbax_checkpointer) as writer:
-        writer.save(os.path.abspath(path), state, force=overwrite)
-        if hasattr(writer, "wait_until_finished"):
-            writer.wait_until_finished()
+    with _opened_checkpointer(path, orbax_checkpointer) as checkpointer:
+        checkpointer.save(os.path.abspath(path), state, force=overwrite)
+        if hasattr(checkpointer, "wait_until_finished"):
+            checkpointer.wait_until_finished()
     if is_first:
-        _remove_others(ckpt_dir, prefix, (step, path), keep, keep_every_n_steps)
+        _remove_others(ckpt_dir, prefix, new, keep, keep_every_n_steps)
     return path
 
 
-def _check_dtypes(state: object) -> None:
-    for key, leaf in jax.tree_util.tree_leaves_with_path(state):
+def _check_dtypes(state: PyTree) -> None:
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if isinstance(leaf, np.ndarray | np.generic) and not is_stored_dtype(leaf.dtype):
             raise errors.UnserializableValueError(
-                f"{_name(key)!r} is an array of {leaf.dtype}, and Orbax takes arrays of numbers "
-                "and booleans. Give texts as Python strings, convert other values to numbers, or "
+                f"{_name(key_path)!r} is an array of {leaf.dtype}, and Orbax takes arrays of "
+                "numbers and booleans. Give texts as Python strings, convert other values to numbers, or "
                 "leave them out."
             )
 
 
 def restore_checkpoint(
     ckpt_dir: Path,
-    target: object,
+    target: PyTree,
     step: int | float | None = None,
     prefix: str = "checkpoint_",
     orbax_checkpointer: Any = None,
-) -> Any:
+) -> PyTree:
     """Reads a checkpoint of `save_checkpoint` or Flax, in any of their formats.
 
     Args:
@@ -406,8 +424,8 @@ def restore_checkpoint(
 
 def latest_checkpoint(ckpt_dir: Path, prefix: str = "checkpoint_") -> str | None:
     """Returns the path of the checkpoint with the largest step, or None."""
-    found = _list_checkpoints(ckpt_dir, prefix)
-    return found[-1][1] if found else None
+    checkpoints = _list_checkpoints(ckpt_dir, prefix)
+    return checkpoints[-1].path if checkpoints else None
 
 
 def available_steps(
@@ -417,14 +435,15 @@ def available_steps(
 
     Raises a CheckpointStepError if `step_type` is int and a step is not whole.
     """
-    found = _list_checkpoints(ckpt_dir, prefix)
-    for step, path in found:
+    steps: list[int | float] = []
+    for step, path in _list_checkpoints(ckpt_dir, prefix):
         if step_type(step) != step:
             raise errors.CheckpointStepError(
                 f"the step of the checkpoint {path!r} is {step}, which is not of type "
                 f"{step_type.__name__}; use `step_type=float`."
             )
-    return [step_type(step) for step, _ in found]
+        steps.append(step_type(step))
+    return steps
 
 
 def natural_sort(file_list: Iterable[str], signed: bool = True) -> list[str]:
@@ -435,66 +454,80 @@ def natural_sort(file_list: Iterable[str], signed: bool = True) -> list[str]:
     """
 
     def parts(name: str) -> list[str | float]:
-        # Every second part is a number.
-        texts = _NUMBER.split(name)
-        numbers = [float(text) if signed else abs(float(text)) for text in texts[1::2]]
-        return [numbers[i // 2] if i % 2 else text for i, text in enumerate(texts)]
+        texts_and_numbers: list[str | float] = []
+        for i, text in enumerate(_NUMBER.split(name)):
+            if i % 2 == 0:
+                texts_and_numbers.append(text)
+            else:
+                texts_and_numbers.append(float(text) if signed else abs(float(text)))
+        return texts_and_numbers
 
     return sorted(file_list, key=parts)
 
 
+class _Checkpoint(NamedTuple):
+    step: int | float
+    path: str
+
+
 def _check_step(step: Any) -> int | float:
-    step = step.item() if hasattr(step, "item") else step
+    if hasattr(step, "item"):
+        step = step.item()
     if type(step) not in (int, float) or not np.isfinite(step):
         raise errors.CheckpointStepError(f"the step is {step!r}; expected a finite int or float.")
     return step
 
 
-def _new_checkpoint(
-    ckpt_dir: Path, step: int | float, prefix: str, overwrite: bool
-) -> tuple[int | float, str]:
+def _new_checkpoint(ckpt_dir: Path, step: int | float, prefix: str, overwrite: bool) -> _Checkpoint:
     """Returns the step and the path of a checkpoint to be written there."""
     step = _check_step(step)
-    directory, start = _directory_and_start(ckpt_dir, prefix)
-    path = os.path.join(directory, f"{start}{step}")
-    if not overwrite and any(there >= step for there, _ in _list_checkpoints(ckpt_dir, prefix)):
+    directory, name_prefix = _directory_and_name_prefix(ckpt_dir, prefix)
+    path = os.path.join(directory, f"{name_prefix}{step}")
+    steps = [checkpoint.step for checkpoint in _list_checkpoints(ckpt_dir, prefix)]
+    if steps and steps[-1] >= step and not overwrite:
         raise errors.InvalidCheckpointError(path, step)
     if os.path.islink(path) or (os.path.isdir(path) and not is_orbax(path)):
         raise errors.AlreadyExistsError(path)
-    return step, path
+    return _Checkpoint(step, path)
 
 
-def _directory_and_start(ckpt_dir: Path, prefix: str) -> tuple[str, str]:
-    """Returns the directory of checkpoints and the start of their names, however it is written."""
+def _directory_and_name_prefix(ckpt_dir: Path, prefix: str) -> tuple[str, str]:
+    """Returns the directory of checkpoints and the prefix of their names: either may have a `/`."""
     refuse_url(ckpt_dir, "ckpt_dir")
-    directory, start = os.path.split(os.path.join(ckpt_dir, prefix))
-    return directory or os.curdir, start
+    directory, name_prefix = os.path.split(os.path.join(ckpt_dir, prefix))
+    return directory or os.curdir, name_prefix
 
 
-def _list_checkpoints(ckpt_dir: Path, prefix: str) -> list[tuple[int | float, str]]:
-    directory, start = _directory_and_start(ckpt_dir, prefix)
-    found = []
-    for name in os.listdir(directory) if os.path.isdir(directory) else []:
-        text = name.removeprefix(start)
-        if name.startswith(start) and _NUMBER.fullmatch(text):
-            number = float(text) if re.search(r"[.eE]", text) else int(text)
-            found.append((number, os.path.join(directory, name)))
-    return sorted(found)
+def _list_checkpoints(ckpt_dir: Path, prefix: str) -> list[_Checkpoint]:
+    """Returns the checkpoints in a directory by ascending steps."""
+    directory, name_prefix = _directory_and_name_prefix(ckpt_dir, prefix)
+    if not os.path.isdir(directory):
+        return []
+    checkpoints: list[_Checkpoint] = []
+    for name in os.listdir(directory):
+        step_text = name.removeprefix(name_prefix)
+        if name.startswith(name_prefix) and _NUMBER.fullmatch(step_text):
+            is_whole = not re.search(r"[.eE]", step_text)
+            step = int(step_text) if is_whole else float(step_text)
+            checkpoints.append(_Checkpoint(step, os.path.join(directory, name)))
+    return sorted(checkpoints)
 
 
 def _select_path(ckpt_dir: str, step: int | float | None, prefix: str) -> str | None:
     if step is None:
-        itself = os.path.isfile(ckpt_dir) or is_orbax(ckpt_dir)
-        # What the user names may be a link.
-        return os.path.realpath(ckpt_dir) if itself else latest_checkpoint(ckpt_dir, prefix)
-    found = dict(_list_checkpoints(ckpt_dir, prefix))
-    if _check_step(step) not in found:
-        there = f"existing steps: {', '.join(map(str, found))}" if found else "there are none"
+        if os.path.isfile(ckpt_dir) or is_orbax(ckpt_dir):
+            return os.path.realpath(ckpt_dir)  # what the user names may be a link
+        return latest_checkpoint(ckpt_dir, prefix)
+    paths_by_step = dict(_list_checkpoints(ckpt_dir, prefix))
+    if _check_step(step) not in paths_by_step:
+        existing = "there are none"
+        if paths_by_step:
+            existing = f"existing steps: {', '.join(map(str, paths_by_step))}"
         raise errors.MatchingCheckpointNotFoundError(
-            f"there is no checkpoint {prefix}{step} in {ckpt_dir!r}; {there}. Use the step of an "
-            "existing one, or None for the newest."
+            f"there is no checkpoint {prefix}{step} in {ckpt_dir!r}; {existing}. Use the step of "
+            "an existing one, or None for the newest."
         )
-    return found[step]
+    return paths_by_step[step]
 
 
 def _temporary_path(path: str) -> str:
@@ -518,28 +551,36 @@ def _write(path: str, data: bytes) -> None:
         if os.path.lexists(being_written):
             os.remove(being_written)
         raise
-    for of_the_old in (replaced, path + ARRAYS_SUFFIX):
-        if os.path.islink(of_the_old):
-            os.remove(of_the_old)
-        shutil.rmtree(of_the_old, ignore_errors=True)
+    for old_path in (replaced, path + ARRAYS_SUFFIX):
+        if os.path.islink(old_path):
+            os.remove(old_path)
+        shutil.rmtree(old_path, ignore_errors=True)
 
 
 def _remove_others(
-    ckpt_dir: Path, prefix: str, new: tuple[int | float, str], keep: int, apart: int | None
+    ckpt_dir: Path, prefix: str, new: _Checkpoint, keep: int, keep_every_n_steps: int | None
 ) -> None:
-    others = [entry for entry in _list_checkpoints(ckpt_dir, prefix) if entry[1] != new[1]]
-    older = [entry for entry in others if entry[0] < new[0]]
-    doomed = [path for _, path in others[len(older) :]]
-    last_kept = -float("inf")
-    too_many = max(0, len(older) + 1 - keep) if keep else 0
-    for step, path in older[:too_many]:
-        if apart and step - last_kept >= apart:
-            last_kept = step
+    """Removes what `keep` does not retain, and checkpoints of later steps."""
+    older: list[_Checkpoint] = []
+    doomed: list[_Checkpoint] = []
+    for checkpoint in _list_checkpoints(ckpt_dir, prefix):
+        if checkpoint.path == new.path:
+            continue
+        if checkpoint.step < new.step:
+            older.append(checkpoint)
         else:
-            doomed.append(path)
-    for path in doomed:
-        if os.path.isfile(path) or is_orbax(path):
-            _remove(path)
+            doomed.append(checkpoint)
+    num_beyond_newest = max(0, len(older) + 1 - keep) if keep else 0
+    last_retained_step = -float("inf")
+    for checkpoint in older[:num_beyond_newest]:
+        is_apart = checkpoint.step - last_retained_step >= (keep_every_n_steps or 0)
+        if keep_every_n_steps and is_apart:
+            last_retained_step = checkpoint.step
+        else:
+            doomed.append(checkpoint)
+    for checkpoint in doomed:
+        if os.path.isfile(checkpoint.path) or is_orbax(checkpoint.path):
+            _remove(checkpoint.path)
 
 
 def _remove(path: str) -> None:
@@ -553,7 +594,7 @@ def _remove(path: str) -> None:
             os.remove(part)
 
 
-def is_multi_device_array(value: object) -> bool:
+def is_multi_device_array(value: Leaf) -> bool:
     """Returns whether devices hold different parts of an array.
 
     >>> is_multi_device_array(jax.numpy.ones(2))
@@ -562,7 +603,7 @@ def is_multi_device_array(value: object) -> bool:
     return isinstance(value, jax.Array) and not value.is_fully_replicated
 
 
-def save_args_from_target(target: object) -> Any:
+def save_args_from_target(target: PyTree) -> PyTree:
     """Returns a tree like `target` with an `orbax.checkpoint.SaveArgs` for each leaf.
 
     >>> jax.tree.map(lambda args: type(args).__name__, save_args_from_target({"w": np.ones(2)}))
@@ -572,7 +613,7 @@ def save_args_from_target(target: object) -> Any:
     return jax.tree.map(lambda _: ocp.SaveArgs(), target)
 
 
-def restore_args_from_target(target: object, mesh: Mesh | None = None) -> Any:
+def restore_args_from_target(target: PyTree, mesh: Mesh | None = None) -> PyTree:
     """Returns a tree like `target` with `orbax.checkpoint.RestoreArgs`, which restore its layout.
 
     Args:
@@ -586,7 +627,7 @@ def restore_args_from_target(target: object, mesh: Mesh | None = None) -> Any:
     """
     ocp = _import_orbax()
 
-    def layout(leaf: object) -> Any:
+    def layout(leaf: Leaf) -> jax.sharding.Sharding | None:
         sharding = getattr(leaf, "sharding", None)
         if sharding is None or mesh is None:
             return sharding
@@ -598,7 +639,7 @@ def restore_args_from_target(target: object, mesh: Mesh | None = None) -> Any:
     return ocp.checkpoint_utils.construct_restore_args(target, layouts, set_global_shape=False)
 
 
-def maybe_construct_transformations(target: object, transforms: Any | None) -> Any:
+def maybe_construct_transformations(target: PyTree, transforms: Any | None) -> Any:
     """Returns `transforms`, by default those that keep entries of `target` that are None.
 
     >>> list(maybe_construct_transformations({"a": {"b": None}, "c": 1}, None))
@@ -606,6 +647,6 @@ def maybe_construct_transformations(target: object, transforms: Any | None) -> A
     """
     if transforms is not None:
         return transforms
-    flat = traverse_util.flatten_dict(to_state_dict(target), keep_empty_nodes=True)
-    keep = _import_orbax().Transform(use_fallback=True)
-    return {"/".join(path): keep for path, leaf in flat.items() if leaf is None}
+    leaves = traverse_util.flatten_dict(to_state_dict(target), keep_empty_nodes=True)
+    keep_entry = _import_orbax().Transform(use_fallback=True)
+    return {"/".join(path): keep_entry for path, leaf in leaves.items() if leaf is None}
