@@ -27,23 +27,29 @@ def missing_modules() -> Mapping[str, str]:
 
 
 def _read_table(name: str) -> Mapping[str, str]:
-    table = Path(__file__).with_name(name).read_text(encoding="utf-8")
-    return dict(line.split(" # ") for line in table.splitlines())
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    table: dict[str, str] = {}
+    for line in text.splitlines():
+        dotted_name, advice = line.split(" # ")
+        table[dotted_name] = advice
+    return table
 
 
 def instead_of_module(name: str) -> str | None:
     """Returns what to use instead of a module, by its dotted name; None if it is not AXLearn's."""
     package, _, module = name.rpartition(".")
-    return missing_modules().get(module) if package in _PACKAGES else None
+    if package not in _PACKAGES:
+        return None
+    return missing_modules().get(module)
 
 
 def instead_of_name(owner: str, name: str) -> str | None:
     """Returns what to write instead of a name in a module, or below it, or of a class's field."""
-    for dotted_name, instead in differences().items():
+    for dotted_name, advice in differences().items():
         place, _, last = dotted_name.rpartition(".")
         is_owner = f"{place}.".startswith(f"{owner}.") or place.endswith(f".{owner}")
         if last == name and is_owner:
-            return instead
+            return advice
     return None
 
 
@@ -52,14 +58,18 @@ _UNEXPECTED_ARGUMENT = re.compile(r"(\w+)\(\) got an unexpected keyword argument
 
 def hint_for_name(owner: str, name: str) -> str | None:
     """Returns the sentence of an error about a name that a class or an object lacks, or None."""
-    instead = instead_of_name(owner, name)
-    return None if instead is None else f"In place of AXLearn's: {instead}."
+    advice = instead_of_name(owner, name)
+    if advice is None:
+        return None
+    return f"In place of AXLearn's: {advice}."
 
 
 def hint_for_error(error: Exception) -> str | None:
     """Returns the sentence about an argument that AXLearn's method of that name has, or None."""
-    call = _UNEXPECTED_ARGUMENT.search(str(error)) if isinstance(error, TypeError) else None
-    if call is None:
+    if not isinstance(error, TypeError):
         return None
-    method, argument = call.groups()
+    match = _UNEXPECTED_ARGUMENT.search(str(error))
+    if match is None:
+        return None
+    method, argument = match.groups()
     return hint_for_name("weft.hierarchy", f"{method}({argument})")

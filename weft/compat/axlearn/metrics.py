@@ -102,8 +102,10 @@ def average_rank(
     >>> average_rank(scores=scores, relevance_labels=labels, query_padding=jnp.array([False]))
     {'avg_rank': Array(2., dtype=float32)}
     """
-    padding = None if query_padding is None else query_padding.astype(bool)
-    return {"avg_rank": functional.average_rank(scores, relevance_labels, query_padding=padding)}
+    if query_padding is not None:
+        query_padding = query_padding.astype(bool)
+    rank = functional.average_rank(scores, relevance_labels, query_padding=query_padding)
+    return {"avg_rank": rank}
 
 
 def ndcg_at_k(
@@ -122,17 +124,21 @@ def ndcg_at_k(
     [0.333...]
     """
     num_items = scores.shape[-1]
-    discounts = 1 / jnp.log2(jnp.arange(2.0, num_items + 2))[None]
+    positions = jnp.arange(1.0, num_items + 1)
+    discounts = 1 / jnp.log2(positions + 1)[None]
     labels = relevance_labels.astype(jnp.float32)
+    best_gains = jnp.sort(labels, axis=-1, descending=True) * discounts
     if not ignore_ties:
-        equal = (scores[:, :, None] == scores[:, None]).astype(jnp.float32)
-        labels = jnp.einsum("qij,qj->qi", equal, labels) / equal.sum(axis=-1)
+        is_tied = (scores[:, :, None] == scores[:, None]).astype(jnp.float32)
+        labels = jnp.einsum("qij,qj->qi", is_tied, labels) / is_tied.sum(axis=-1)
     order = jnp.argsort(-scores, axis=-1)
     gains = jnp.take_along_axis(labels, order, axis=-1) * discounts
-    best = jnp.sort(relevance_labels.astype(jnp.float32), axis=-1, descending=True) * discounts
-    shares = {}
+    ndcg_by_k: dict[int, Array] = {}
     for k in top_ks:
-        end = num_items if k == -1 else min(k, num_items)
-        gain, most = gains[:, :end].sum(axis=-1), best[:, :end].sum(axis=-1)
-        shares[k] = jnp.where(most > 0, gain / jnp.where(most > 0, most, 1), 0)
-    return shares
+        num_ranked = num_items if k == -1 else min(k, num_items)
+        gain = gains[:, :num_ranked].sum(axis=-1)
+        best_gain = best_gains[:, :num_ranked].sum(axis=-1)
+        # Without a relevant item, 0 instead of 0 / 0.
+        divisor = jnp.where(best_gain > 0, best_gain, 1)
+        ndcg_by_k[k] = jnp.where(best_gain > 0, gain / divisor, 0)
+    return ndcg_by_k

@@ -32,13 +32,19 @@ FLAX_VERSION = "0.12.8"
 logger = logging.getLogger(__name__)
 
 
+# `flax` itself and `flax.version`, which Weft does not have.
+_OWN_MODULES = ("", "version")
+
+
 class _Flax(types.ModuleType):
     """The module `flax`, or `flax.version`; what it lacks is that of `weft`."""
 
     __version__ = FLAX_VERSION
 
     def __getattr__(self, name: str) -> Any:
-        return importlib.import_module("flax.version") if name == "version" else getattr(weft, name)
+        if name == "version":
+            return importlib.import_module("flax.version")
+        return getattr(weft, name)
 
     def __dir__(self) -> list[str]:
         return dir(weft)
@@ -50,18 +56,18 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: object = None
     ) -> ModuleSpec | None:
-        top, _, rest = name.partition(".")
-        if top != "flax" or not (
-            rest in ("", "version") or importlib.util.find_spec(f"weft.{rest}")
-        ):
+        package, _, submodule = name.partition(".")
+        if package != "flax":
             return None
-        return importlib.util.spec_from_loader(name, self, is_package=not rest)  # pyright: ignore[reportArgumentType]
+        if submodule not in _OWN_MODULES and not importlib.util.find_spec(f"weft.{submodule}"):
+            return None
+        return importlib.util.spec_from_loader(name, self, is_package=not submodule)  # pyright: ignore[reportArgumentType]
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        rest = spec.name.partition(".")[2]
-        if not rest and multiprocessing.parent_process() is None:
+        submodule = spec.name.partition(".")[2]
+        if not submodule and multiprocessing.parent_process() is None:
             logger.warning("flax is Weft %s in this process and its children", weft.__version__)
-        if rest in ("", "version"):
+        if submodule in _OWN_MODULES:
             return _Flax(spec.name)
         module = importlib.import_module(spec.name.replace("flax", "weft", 1))
         spec.loader_state = module.__spec__
@@ -104,8 +110,9 @@ def _let_children_follow() -> None:
     # Python looks in PYTHONPATH before its own library, so what is installed stays where it is.
     if folder_of_weft not in (*site.getsitepackages(), site.getusersitepackages()):
         folders.append(folder_of_weft)
-    new_folders = [folder for folder in folders if folder not in inherited.split(os.pathsep)]
-    os.environ["PYTHONPATH"] = os.pathsep.join([*new_folders, *filter(None, [inherited])])
+    inherited_folders = inherited.split(os.pathsep) if inherited else []
+    new_folders = [folder for folder in folders if folder not in inherited_folders]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*new_folders, *inherited_folders])
 
 
 if "flax" in sys.modules:

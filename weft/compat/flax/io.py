@@ -6,8 +6,8 @@ import glob as _glob
 import importlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import IO, Any
 
 from weft.errors import AlreadyExistsError, MissingExtraError
 
@@ -36,18 +36,50 @@ def override_mode(override: BackendMode) -> Iterator[None]:
     ...     isdir("/")
     True
     """
-    before = io_mode
+    outer_mode = io_mode
     set_mode(override)
     try:
         yield
     finally:
-        set_mode(before)
+        set_mode(outer_mode)
 
 
-def _gfile() -> Any:
-    """Returns TensorFlow's functions if they are used, else None."""
+class _LocalFiles:
+    """Functions of `tensorflow.io.gfile`, for local files."""
+
+    exists = os.path.exists
+    isdir = os.path.isdir
+    listdir = os.listdir
+    glob = _glob.glob
+    remove = os.remove
+    rmtree = shutil.rmtree
+    stat = os.stat
+
+    @staticmethod
+    def GFile(name: str, mode: str) -> IO[Any]:
+        return open(name, mode, encoding=None if "b" in mode else "utf-8")
+
+    @staticmethod
+    def makedirs(path: str) -> None:
+        os.makedirs(path, exist_ok=True)
+
+    @staticmethod
+    def copy(src: str, dst: str, overwrite: bool) -> None:
+        if os.path.exists(dst) and not overwrite:
+            raise AlreadyExistsError(dst)
+        shutil.copy(src, dst)
+
+    @staticmethod
+    def rename(src: str, dst: str, overwrite: bool) -> None:
+        if os.path.exists(dst) and not overwrite:
+            raise AlreadyExistsError(dst)
+        os.replace(src, dst)
+
+
+def _files() -> Any:
+    """Returns the functions of the backend."""
     if io_mode is BackendMode.DEFAULT:
-        return None
+        return _LocalFiles
     try:
         return importlib.import_module("tensorflow").io.gfile
     except ImportError as error:
@@ -58,40 +90,39 @@ def _gfile() -> Any:
 
 
 def GFile(name: str, mode: str) -> Any:
-    """Opens a file."""
-    if gfile := _gfile():
-        return gfile.GFile(name, mode)  # text is in UTF-8 there
-    return open(name, mode, encoding=None if "b" in mode else "utf-8")
+    """Opens a file; text is in UTF-8."""
+    return _files().GFile(name, mode)
 
 
 def exists(path: str) -> bool:
     """Returns whether there is a file or directory."""
-    return gfile.exists(path) if (gfile := _gfile()) else os.path.exists(path)
+    return _files().exists(path)
 
 
 def isdir(path: str) -> bool:
     """Returns whether a path is a directory."""
-    return gfile.isdir(path) if (gfile := _gfile()) else os.path.isdir(path)
+    return _files().isdir(path)
 
 
 def getsize(path: str) -> int:
     """Returns the number of bytes of a file."""
-    return gfile.stat(path).length if (gfile := _gfile()) else os.path.getsize(path)
+    status = _files().stat(path)
+    return status.st_size if isinstance(status, os.stat_result) else status.length
 
 
 def listdir(path: str) -> list[str]:
     """Returns the names in a directory."""
-    return gfile.listdir(path) if (gfile := _gfile()) else os.listdir(path)
+    return _files().listdir(path)
 
 
 def glob(pattern: str) -> list[str]:
     """Returns the paths that match a pattern."""
-    return gfile.glob(pattern) if (gfile := _gfile()) else _glob.glob(pattern)
+    return _files().glob(pattern)
 
 
 def makedirs(path: str) -> None:
     """Creates a directory, and those above it, unless it exists."""
-    gfile.makedirs(path) if (gfile := _gfile()) else os.makedirs(path, exist_ok=True)
+    _files().makedirs(path)
 
 
 def copy(src: str, dst: str, overwrite: bool = False) -> None:
@@ -99,30 +130,19 @@ def copy(src: str, dst: str, overwrite: bool = False) -> None:
 
     Raises AlreadyExistsError if `dst` exists, and `overwrite` is False.
     """
-    _run_unless_exists("copy", shutil.copy, src, dst, overwrite)
+    _files().copy(src, dst, overwrite=overwrite)
 
 
 def rename(src: str, dst: str, overwrite: bool = False) -> None:
     """Renames a file or directory; see `copy`."""
-    _run_unless_exists("rename", os.replace, src, dst, overwrite)
-
-
-def _run_unless_exists(
-    name: str, run: Callable[[str, str], object], src: str, dst: str, overwrite: bool
-) -> None:
-    if gfile := _gfile():
-        getattr(gfile, name)(src, dst, overwrite=overwrite)
-    elif os.path.exists(dst) and not overwrite:
-        raise AlreadyExistsError(dst)
-    else:
-        run(src, dst)
+    _files().rename(src, dst, overwrite=overwrite)
 
 
 def remove(path: str) -> None:
     """Removes a file."""
-    gfile.remove(path) if (gfile := _gfile()) else os.remove(path)
+    _files().remove(path)
 
 
 def rmtree(path: str) -> None:
     """Removes a directory and what is in it."""
-    gfile.rmtree(path) if (gfile := _gfile()) else shutil.rmtree(path)
+    _files().rmtree(path)

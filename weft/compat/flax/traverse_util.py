@@ -23,6 +23,7 @@ from weft.core.flat_dict import flatten_dict as flatten_dict
 from weft.core.flat_dict import path_aware_map as path_aware_map
 from weft.core.flat_dict import unflatten_dict as unflatten_dict
 from weft.errors import NestedDictError, TraversalError, warn_deprecated
+from weft.typing import PyTree
 
 
 def flatten_mapping(
@@ -79,35 +80,38 @@ class Traversal(abc.ABC):
         return super().__new__(cls)
 
     @abc.abstractmethod
-    def iterate(self, inputs: object) -> Iterator[Any]:
+    def iterate(self, inputs: PyTree) -> Iterator[PyTree]:
         """Yields the selected parts of `inputs`."""
 
     @abc.abstractmethod
-    def update(self, fn: Callable[[Any], Any], inputs: object) -> Any:
+    def update(self, fn: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
         """Returns a copy of `inputs` with each part replaced by `fn(part)`."""
 
-    def set(self, values: Iterable[Any], inputs: object) -> Any:
+    def set(self, values: Iterable[Any], inputs: PyTree) -> PyTree:
         """Returns a copy of `inputs` with the parts replaced by `values`, in order.
 
         Raises TraversalError if the numbers of parts and values differ.
         """
         values = list(values)
-        rest = iter(values)
+        num_parts = 0
 
-        def next_value(_: object) -> Any:
-            for value in rest:
-                return value
-            raise TraversalError(
-                f"set was given {len(values)} values, fewer than the traversal has parts here."
-            )
+        def next_value(_: PyTree) -> PyTree:
+            nonlocal num_parts
+            if num_parts == len(values):
+                raise TraversalError(
+                    f"set was given {len(values)} values, fewer than the traversal has parts here."
+                )
+            num_parts += 1
+            return values[num_parts - 1]
 
-        made = self.update(next_value, inputs)
-        if left := list(rest):
+        outputs = self.update(next_value, inputs)
+        num_unused = len(values) - num_parts
+        if num_unused:
             raise TraversalError(
-                f"set was given {len(values)} values, {len(left)} more than the traversal has "
+                f"set was given {len(values)} values, {num_unused} more than the traversal has "
                 "parts here."
             )
-        return made
+        return outputs
 
     def compose(self, other: "Traversal") -> "Traversal":
         """Selects the parts that `other` selects in the parts of this one."""
@@ -145,10 +149,10 @@ class TraverseId(Traversal):
     {'a': [2, 3], 'b': 3}
     """
 
-    def iterate(self, inputs: object) -> Iterator[Any]:
+    def iterate(self, inputs: PyTree) -> Iterator[PyTree]:
         yield inputs
 
-    def update(self, fn: Callable[[Any], Any], inputs: object) -> Any:
+    def update(self, fn: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
         return fn(inputs)
 
 
@@ -164,11 +168,11 @@ class TraverseCompose(Traversal):
     def __init__(self, x: Traversal, y: Traversal):
         self._x, self._y = x, y
 
-    def iterate(self, inputs: object) -> Iterator[Any]:
+    def iterate(self, inputs: PyTree) -> Iterator[PyTree]:
         for part in self._x.iterate(inputs):
             yield from self._y.iterate(part)
 
-    def update(self, fn: Callable[[Any], Any], inputs: object) -> Any:
+    def update(self, fn: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
         return self._x.update(lambda part: self._y.update(fn, part), inputs)
 
 
@@ -178,11 +182,11 @@ class TraverseMerge(Traversal):
     def __init__(self, *traversals: Traversal):
         self._traversals = traversals
 
-    def iterate(self, inputs: object) -> Iterator[Any]:
+    def iterate(self, inputs: PyTree) -> Iterator[PyTree]:
         for traversal in self._traversals:
             yield from traversal.iterate(inputs)
 
-    def update(self, fn: Callable[[Any], Any], inputs: object) -> Any:
+    def update(self, fn: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
         for traversal in self._traversals:
             inputs = traversal.update(fn, inputs)
         return inputs
@@ -191,14 +195,15 @@ class TraverseMerge(Traversal):
 class TraverseEach(Traversal):
     """Traversal of the entries of a list, tuple or mapping."""
 
-    def iterate(self, inputs: object) -> Iterator[Any]:
-        yield from (_checked_entries(inputs).values())
+    def iterate(self, inputs: PyTree) -> Iterator[PyTree]:
+        yield from _checked_entries(inputs).values()
 
-    def update(self, fn: Callable[[Any], Any], inputs: object) -> Any:
-        return _rebuild(inputs, {key: fn(part) for key, part in _checked_entries(inputs).items()})
+    def update(self, fn: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
+        entries = {key: fn(part) for key, part in _checked_entries(inputs).items()}
+        return _rebuild(inputs, entries)
 
 
-def _checked_entries(inputs: object) -> Mapping[Any, Any]:
+def _checked_entries(inputs: PyTree) -> Mapping[Any, Any]:
     if isinstance(inputs, Mapping):
         return inputs
     if isinstance(inputs, list | tuple):
@@ -209,16 +214,16 @@ def _checked_entries(inputs: object) -> Mapping[Any, Any]:
     )
 
 
-def _rebuild(inputs: object, entries: Mapping[Any, Any]) -> Any:
+def _rebuild(inputs: PyTree, entries: Mapping[Any, Any]) -> Any:
     if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
         return type(inputs)(*entries.values())
     if isinstance(inputs, list | tuple):
         return type(inputs)(entries.values())
     if not isinstance(inputs, MutableMapping):
         return type(inputs)(entries)  # pyright: ignore[reportCallIssue] - a FrozenDict, say
-    made = copy.copy(inputs)
-    made.update(entries)
-    return made
+    outputs = copy.copy(inputs)
+    outputs.update(entries)
+    return outputs
 
 
 class TraverseItem(Traversal):
@@ -227,20 +232,25 @@ class TraverseItem(Traversal):
     def __init__(self, key: Any):
         self._key = key
 
-    def iterate(self, inputs: Any) -> Iterator[Any]:
+    def iterate(self, inputs: PyTree) -> Iterator[PyTree]:
         part = inputs[self._key]
-        yield from part if self._is_slice() else (part,)
+        if isinstance(self._key, slice):
+            yield from part
+        else:
+            yield part
 
-    def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+    def update(self, fn: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
         if isinstance(inputs, Mapping):
             return _rebuild(inputs, {**inputs, self._key: fn(inputs[self._key])})
-        made = list(inputs) if isinstance(inputs, tuple) else copy.copy(inputs)
-        for key in range(*self._key.indices(len(made))) if self._is_slice() else (self._key,):
-            made[key] = fn(made[key])
-        return _rebuild(inputs, dict(enumerate(made))) if isinstance(inputs, tuple) else made
-
-    def _is_slice(self) -> bool:
-        return isinstance(self._key, slice)
+        outputs = list(inputs) if isinstance(inputs, tuple) else copy.copy(inputs)
+        keys = [self._key]
+        if isinstance(self._key, slice):
+            keys = range(*self._key.indices(len(outputs)))
+        for key in keys:
+            outputs[key] = fn(outputs[key])
+        if isinstance(inputs, tuple):
+            return _rebuild(inputs, dict(enumerate(outputs)))
+        return outputs
 
 
 class TraverseAttr(Traversal):
@@ -249,18 +259,18 @@ class TraverseAttr(Traversal):
     def __init__(self, attr: str):
         self._attr = attr
 
-    def iterate(self, inputs: object) -> Iterator[Any]:
+    def iterate(self, inputs: PyTree) -> Iterator[PyTree]:
         yield getattr(inputs, self._attr)
 
-    def update(self, fn: Callable[[Any], Any], inputs: object) -> Any:
+    def update(self, fn: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
         part = fn(getattr(inputs, self._attr))
         if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
             return inputs._replace(**{self._attr: part})  # pyright: ignore[reportAttributeAccessIssue]
         if dataclasses.is_dataclass(inputs) and not isinstance(inputs, type):
             return dataclasses.replace(inputs, **{self._attr: part})
-        made = copy.copy(inputs)
-        setattr(made, self._attr, part)
-        return made
+        outputs = copy.copy(inputs)
+        setattr(outputs, self._attr, part)
+        return outputs
 
 
 class TraverseFilter(Traversal):
@@ -269,21 +279,21 @@ class TraverseFilter(Traversal):
     def __init__(self, fn: Callable[[Any], bool]):
         self._fn = fn
 
-    def iterate(self, inputs: object) -> Iterator[Any]:
+    def iterate(self, inputs: PyTree) -> Iterator[PyTree]:
         if self._fn(inputs):
             yield inputs
 
-    def update(self, fn: Callable[[Any], Any], inputs: object) -> Any:
+    def update(self, fn: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
         return fn(inputs) if self._fn(inputs) else inputs
 
 
 class TraverseTree(Traversal):
     """Traversal of the leaves of a pytree."""
 
-    def iterate(self, inputs: object) -> Iterator[Any]:
+    def iterate(self, inputs: PyTree) -> Iterator[PyTree]:
         yield from jax.tree.leaves(inputs)
 
-    def update(self, fn: Callable[[Any], Any], inputs: object) -> Any:
+    def update(self, fn: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
         return jax.tree.map(fn, inputs)
 
 
@@ -300,23 +310,27 @@ class ModelParamTraversal(Traversal):
     def __init__(self, filter_fn: Callable[[str, Any], bool]):
         self._filter_fn = filter_fn
 
-    def _sorted(self, inputs: Any) -> list[tuple[Path, Any, bool]]:
+    def _selected(self, inputs: PyTree) -> tuple[dict[Path, Any], list[Path]]:
+        """Returns all leaves by path, sorted, and the paths of those that are selected."""
         check_mapping(inputs, "ModelParamTraversal")
-        flat = flatten_dict(inputs, keep_empty_nodes=True)
-        paths = sorted(flat, key=lambda path: [str(name) for name in path])
-        return [(path, flat[path], self._selects(path, flat[path])) for path in paths]
+        leaves = flatten_dict(inputs, keep_empty_nodes=True)
+        sorted_leaves: dict[Path, Any] = {}
+        selected: list[Path] = []
+        for path in sorted(leaves, key=lambda path: list(map(str, path))):
+            leaf = sorted_leaves[path] = leaves[path]
+            text = "/" + "/".join(map(str, path))
+            if leaf is not empty_node and self._filter_fn(text, leaf):
+                selected.append(path)
+        return sorted_leaves, selected
 
-    def _selects(self, path: Path, value: object) -> bool:
-        if value is empty_node:
-            return False
-        return self._filter_fn("/" + "/".join(str(name) for name in path), value)
+    def iterate(self, inputs: PyTree) -> Iterator[PyTree]:
+        leaves, selected = self._selected(inputs)
+        for path in selected:
+            yield leaves[path]
 
-    def iterate(self, inputs: object) -> Iterator[Any]:
-        yield from (value for _, value, selected in self._sorted(inputs) if selected)
-
-    def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
-        made = {
-            path: fn(value) if selected else value for path, value, selected in self._sorted(inputs)
-        }
-        nested = unflatten_dict(made)
-        return nested if isinstance(inputs, dict) else type(inputs)(nested)
+    def update(self, fn: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
+        leaves, selected = self._selected(inputs)
+        for path in selected:
+            leaves[path] = fn(leaves[path])
+        outputs = unflatten_dict(leaves)
+        return outputs if isinstance(inputs, dict) else type(inputs)(outputs)

@@ -380,8 +380,8 @@ def _check_dtypes(state: PyTree) -> None:
         if isinstance(leaf, np.ndarray | np.generic) and not is_stored_dtype(leaf.dtype):
             raise errors.UnserializableValueError(
                 f"{_name(key_path)!r} is an array of {leaf.dtype}, and Orbax takes arrays of "
-                "numbers and booleans. Give texts as Python strings, convert other values to numbers, or "
-                "leave them out."
+                "numbers and booleans. Give texts as Python strings, convert other values to "
+                "numbers, or leave them out."
             )
 
 
