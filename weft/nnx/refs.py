@@ -60,28 +60,38 @@ def var_defaults(
     >>> int(count), var_defaults().ref
     (1, False)
     """
-    now = VarDefaultsContext.current()
-    given = {name: v for name, v in (("hijax", hijax), ("ref", ref)) if v is not None}
-    return VarDefaultsContext(dataclasses.replace(now, **given)) if given else now
+    defaults = VarDefaultsContext.current()
+    if hijax is None and ref is None:
+        return defaults
+    if hijax is not None:
+        defaults = dataclasses.replace(defaults, hijax=hijax)
+    if ref is not None:
+        defaults = dataclasses.replace(defaults, ref=ref)
+    return VarDefaultsContext(defaults)
 
 
 def with_var_defaults(metadata: dict[str, Any]) -> dict[str, Any]:
     """Fills in `ref` and `hijax` of a new variable's metadata from the defaults."""
-    now = VarDefaultsContext.current()
-    if now is _NO_DEFAULTS and not ("ref" in metadata or "hijax" in metadata):
+    defaults = VarDefaultsContext.current()
+    if defaults is _NO_DEFAULTS and not ("ref" in metadata or "hijax" in metadata):
         return metadata
-    asked = {name: metadata.get(name, now[name]) for name in now}
-    rest = {name: v for name, v in metadata.items() if name not in asked}
-    return {**rest, **{name: True for name, v in asked.items() if v}}
+    metadata = dict(metadata)
+    for name, default in defaults.items():
+        # Only True is kept: a variable without it is one with False.
+        if metadata.pop(name, default):
+            metadata[name] = True
+    return metadata
 
 
 def to_ref(value: object, metadata: Mapping[str, Any]) -> Any:
     """Returns a value as a variable with this metadata holds it: in references, or unchanged."""
 
-    def held(x: Any) -> Any:
+    def in_ref(x: Any) -> Any:
         return jax.new_ref(x) if isinstance(x, jax.Array | np.ndarray) else x
 
-    return jax.tree.map(held, value) if "ref" in metadata or "hijax" in metadata else value
+    if "ref" in metadata or "hijax" in metadata:
+        return jax.tree.map(in_ref, value)
+    return value
 
 
 def is_in_ref(value: object) -> bool:
@@ -97,28 +107,29 @@ def read_ref(value: Any) -> Any:
 
 
 def initial_ref(
-    value: object, metadata: dict[str, Any], given: Mapping[str, Any], what: str
+    value: object, metadata: dict[str, Any], arguments: Mapping[str, Any], type_name: str
 ) -> Any:
     """Returns the value of a new variable as it is held.
 
     If it has other leaves than arrays, `metadata` loses `ref` and `hijax`. Raises
-    VariableArgumentError instead if `given`, the explicitly passed part, has `ref=True`.
+    VariableArgumentError instead if `arguments`, the explicitly passed part, have `ref=True`.
     """
     leaves, structure = jax.tree.flatten(value)
-    others = [x for x in leaves if not isinstance(x, _NUMERIC)]
-    if leaves and not others:
+    non_arrays = [x for x in leaves if not isinstance(x, _NUMERIC)]
+    if leaves and not non_arrays:
         return to_ref(structure.unflatten(map(jnp.asarray, leaves)), metadata)
-    if others and (given.get("ref") or given.get("hijax")):
+    if non_arrays and (arguments.get("ref") or arguments.get("hijax")):
+        leaf_type = type(non_arrays[0]).__name__
         raise VariableArgumentError(
-            f"a {what} with ref=True was given a {type(others[0]).__name__}, but a jax.Ref holds "
-            "an array; omit ref=True, or make another variable for it."
+            f"a {type_name} with ref=True was given a {leaf_type}, but a jax.Ref holds an array; "
+            "omit ref=True, or make another variable for it."
         )
     for name in ("ref", "hijax"):
         metadata.pop(name, None)
     return value
 
 
-def write_ref(held: Any, value: Any, index: Any, what: str) -> None:
+def write_ref(held: Any, value: Any, index: Any, type_name: str) -> None:
     """Writes to a part of a reference or to a part of a tree of references, in their dtypes.
 
     Raises VariableShapeError if the whole is written with another shape or structure.
@@ -126,16 +137,19 @@ def write_ref(held: Any, value: Any, index: Any, what: str) -> None:
     if index is not ... and not isinstance(held, jax.Ref):
         held, index = held[index], ...
     refs, structure = jax.tree.flatten(held)
+    is_alike = True
     if isinstance(held, jax.Ref):
-        values, is_alike = [jnp.asarray(value, held.dtype)], True
+        values = [jnp.asarray(value, held.dtype)]
     else:
-        values, is_alike = jax.tree.leaves(value), jax.tree.structure(value) == structure
-    shapes, wanted = ([x.shape for x in arrays] for arrays in (map(jnp.asarray, values), refs))
-    if index is ... and not (is_alike and shapes == wanted):
-        raise VariableShapeError(
-            f"a {what} is held in a jax.Ref, whose shape is fixed, and was given a value of shape "
-            f"{jax.tree.map(jnp.shape, value)}; give one of shape {structure.unflatten(wanted)}, "
-            "or make the variable without ref=True."
-        )
+        values = jax.tree.leaves(value)
+        is_alike = jax.tree.structure(value) == structure
+    if index is ...:
+        ref_shapes = [ref.shape for ref in refs]
+        if not is_alike or [jnp.shape(x) for x in values] != ref_shapes:
+            raise VariableShapeError(
+                f"a {type_name} is held in a jax.Ref, whose shape is fixed, and was given a value "
+                f"of shape {jax.tree.map(jnp.shape, value)}; give one of shape "
+                f"{structure.unflatten(ref_shapes)}, or make the variable without ref=True."
+            )
     for ref, x in zip(refs, values, strict=True):
         ref[index] = jnp.asarray(x, ref.dtype)

@@ -32,10 +32,12 @@ class State(Shown, MutableMapping[Hashable, Any]):
     """
 
     def __init__(self, mapping: Any = (), *, _copy: bool = True):
-        nested = mapping._mapping if isinstance(mapping, State) else mapping
-        if _copy or not isinstance(nested, dict):
-            nested = _plain(dict(nested))
-        object.__setattr__(self, "_mapping", nested)
+        if isinstance(mapping, State):
+            mapping = mapping._mapping
+        if _copy or not isinstance(mapping, dict):
+            mapping = _plain(dict(mapping))
+        # `__setattr__` sets entries.
+        object.__setattr__(self, "_mapping", mapping)
 
     @property
     def raw_mapping(self) -> dict[Hashable, Any]:
@@ -44,14 +46,15 @@ class State(Shown, MutableMapping[Hashable, Any]):
 
     def __getitem__(self, key: Hashable) -> Any:
         if key not in self._mapping:
-            near = ", ".join(map(repr, self._mapping)) or "nothing"
-            raise StatePathError(f"the state has no {key!r}; its keys: {near}.")
+            keys = ", ".join(map(repr, self._mapping)) or "nothing"
+            raise StatePathError(f"the state has no {key!r}; its keys: {keys}.")
         value = self._mapping[key]
         return State(value, _copy=False) if isinstance(value, dict) else value
 
     def __setitem__(self, key: Hashable, value: object) -> None:
-        is_nested = isinstance(value, State | dict)
-        self._mapping[key] = _plain(value) if is_nested else value
+        if isinstance(value, State | dict):
+            value = _plain(value)
+        self._mapping[key] = value
 
     def __delitem__(self, key: Hashable) -> None:
         del self._mapping[key]
@@ -83,8 +86,10 @@ class State(Shown, MutableMapping[Hashable, Any]):
         if not isinstance(other, State):
             return NotImplemented
         warn_deprecated("the difference of states", "compare the paths of nnx.to_flat_state")
-        gone = dict(to_flat_state(other))
-        return from_flat_state((p, v) for p, v in to_flat_state(self) if p not in gone)
+        removed_paths = {path for path, _ in to_flat_state(other)}
+        return from_flat_state(
+            (path, value) for path, value in to_flat_state(self) if path not in removed_paths
+        )
 
     def _repr_inside(self, inside: Enclosing) -> str:
         return mapping_repr(type(self).__name__, self.items(), inside)
@@ -149,10 +154,11 @@ def _warn_method(name: str, instead: str) -> None:
 
 def value_at(nested: Any, path: Path) -> Any:
     """Returns a part of a state, or of nested dicts."""
-    at = nested._mapping if isinstance(nested, State) else nested
+    if isinstance(nested, State):
+        nested = nested._mapping
     for part in path:
-        at = at[part]
-    return at
+        nested = nested[part]
+    return nested
 
 
 def path_text(path: Path) -> str:
@@ -161,9 +167,13 @@ def path_text(path: Path) -> str:
 
 
 def _plain(nested: State | dict[Hashable, Any]) -> Any:
+    """Returns a copy of nested states and dicts, as dicts."""
     if isinstance(nested, State):
         nested = nested._mapping
-    return {k: _plain(v) if isinstance(v, State | dict) else v for k, v in nested.items()}
+    copied: dict[Hashable, Any] = {}
+    for key, value in nested.items():
+        copied[key] = _plain(value) if isinstance(value, State | dict) else value
+    return copied
 
 
 def _flatten_state(state: State) -> tuple[tuple[Any, ...], tuple[Hashable, ...]]:
@@ -171,9 +181,12 @@ def _flatten_state(state: State) -> tuple[tuple[Any, ...], tuple[Hashable, ...]]
     try:
         keys = tuple(sorted(nested))  # pyright: ignore[reportArgumentType]
     except TypeError:
-        keys = tuple(sorted(nested, key=lambda k: _sort_key((k,))))
-    values = [nested[k] for k in keys]
-    return tuple([_sortable(v) if type(v) is dict else v for v in values]), keys
+        keys = tuple(sorted(nested, key=lambda key: _sort_key((key,))))
+    children: list[Any] = []
+    for key in keys:
+        value = nested[key]
+        children.append(_sortable(value) if type(value) is dict else value)
+    return tuple(children), keys
 
 
 def _sortable(nested: dict[Hashable, Any]) -> Any:
@@ -182,40 +195,47 @@ def _sortable(nested: dict[Hashable, Any]) -> Any:
     All others stay dicts, which JAX flattens much faster. This depends only on a dict's own keys,
     so a prefix of a state has the same nodes as the state.
     """
-    kinds = set(map(type, nested))
-    if len(kinds) > 1 or not kinds <= _SORTED_BY_JAX:
+    key_types = set(map(type, nested))
+    if len(key_types) > 1 or not key_types <= _SORTED_BY_JAX:
         return State(nested, _copy=False)
-    changed = nested
-    for key, value in nested.items():
-        if type(value) is dict and (below := _sortable(value)) is not value:
-            changed = dict(nested) if changed is nested else changed
-            changed[key] = below
-    return changed
+    return _with_replaced(nested, (dict,), _sortable)
 
 
 _SORTED_BY_JAX = {str, int}
 
 
 def _unsorted(nested: Any) -> Any:
+    """Converts the states of `_sortable` back to dicts."""
     if isinstance(nested, State):
         return nested._mapping
-    changed = nested
+    return _with_replaced(nested, (dict, State), _unsorted)
+
+
+def _with_replaced(
+    nested: dict[Hashable, Any], types: tuple[type, ...], convert: Callable[[Any], Any]
+) -> dict[Hashable, Any]:
+    """Returns a dict with converted values of some types; itself if all stay the same."""
+    converted = nested
     for key, value in nested.items():
-        kind = type(value)
-        if (kind is dict or kind is State) and (below := _unsorted(value)) is not value:
-            changed = dict(nested) if changed is nested else changed
-            changed[key] = below
-    return changed
+        if type(value) in types:
+            new_value = convert(value)
+            if new_value is not value:
+                if converted is nested:
+                    converted = dict(nested)
+                converted[key] = new_value
+    return converted
 
 
-def _unflatten_state(keys: tuple[Hashable, ...], values: Iterable[Any]) -> State:
-    plain = [_unsorted(v) if type(v) in (dict, State) else v for v in values]
-    return State(dict(zip(keys, plain, strict=True)), _copy=False)
+def _unflatten_state(keys: tuple[Hashable, ...], children: Iterable[Any]) -> State:
+    nested: dict[Hashable, Any] = {}
+    for key, child in zip(keys, children, strict=True):
+        nested[key] = _unsorted(child) if type(child) in (dict, State) else child
+    return State(nested, _copy=False)
 
 
 def _flatten_state_with_keys(state: State) -> tuple[Any, tuple[Hashable, ...]]:
-    values, keys = _flatten_state(state)
-    return [(jax.tree_util.DictKey(k), v) for k, v in zip(keys, values, strict=True)], keys
+    children, keys = _flatten_state(state)
+    return list(zip(map(jax.tree_util.DictKey, keys), children, strict=True)), keys
 
 
 jax.tree_util.register_pytree_with_keys(
@@ -228,7 +248,9 @@ class FlatState(list[tuple[Path, Any]]):
 
     def __init__(self, items: Iterable[tuple[Path, Any]] = (), /, *, sort: bool = True):
         items = [(tuple(path), value) for path, value in items]
-        super().__init__(sorted(items, key=lambda item: _sort_key(item[0])) if sort else items)
+        if sort:
+            items.sort(key=lambda item: _sort_key(item[0]))
+        super().__init__(items)
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -253,7 +275,8 @@ class FlatState(list[tuple[Path, Any]]):
         return groups[0] if not filters else tuple(groups)
 
     def filter(self, first: Filter, /, *filters: Filter) -> Any:
-        groups = [FlatState(g, sort=False) for g in grouped(self, (first, *filters))[0]]
+        matched_groups, _ = grouped(self, (first, *filters))
+        groups = [FlatState(group, sort=False) for group in matched_groups]
         return groups[0] if not filters else tuple(groups)
 
     @staticmethod
@@ -265,8 +288,10 @@ class FlatState(list[tuple[Path, Any]]):
         return FlatState(merged.items())
 
     def __repr__(self) -> str:
-        items = "\n".join(f"  {item!r}".replace("\n", "\n  ") + "," for item in self)
-        return f"FlatState([\n{items}\n])" if self else "FlatState([])"
+        if not self:
+            return "FlatState([])"
+        lines = [f"  {item!r}".replace("\n", "\n  ") + "," for item in self]
+        return "\n".join(["FlatState([", *lines, "])"])
 
 
 jax.tree_util.register_pytree_with_keys(
@@ -285,17 +310,19 @@ def to_flat_state(state: object) -> FlatState:
     items: list[tuple[Path, Any]] = []
 
     def walk(nested: Mapping[Hashable, Any], path: Path) -> None:
+        if isinstance(nested, State):
+            nested = nested._mapping  # whose items need no state of their own
         for key, value in nested.items():
             if isinstance(value, State | dict):
-                walk(value._mapping if isinstance(value, State) else value, (*path, key))
+                walk(value, (*path, key))
             else:
                 items.append(((*path, key), value))
 
     if isinstance(state, FlatState):
         return state
-    if not isinstance(state, State | Mapping):
+    if not isinstance(state, Mapping):
         return FlatState([((), state)])
-    walk(state._mapping if isinstance(state, State) else state, ())
+    walk(state, ())
     return FlatState(items)
 
 
@@ -309,27 +336,29 @@ def from_flat_state(flat_state: Any, *, cls: type[State] = State) -> State:
     for path, value in items:
         if not path:
             return value
-        *above, last = path
-        at = nested
-        for part in above:
-            at = at.setdefault(part, {})
-            if not isinstance(at, dict):
+        *parent_path, name = path
+        parent = nested
+        for part in parent_path:
+            parent = parent.setdefault(part, {})
+            if not isinstance(parent, dict):
                 raise StatePathError(
                     f"{path_text(path)!r} leads through {part!r}, which is a value; "
                     "a path has a value or further paths."
                 )
-        at[last] = value
+        parent[name] = value
     return cls(nested, _copy=False)
 
 
 def _split(flat: FlatState, filters: tuple[Filter, ...]) -> list[FlatState]:
-    groups, rest = grouped(flat, filters)
-    if rest:
+    groups, unmatched = grouped(flat, filters)
+    if unmatched:
+        path, value = unmatched[0]
+        paths = repr(path_text(path))
+        if len(unmatched) > 1:
+            paths += f" and {len(unmatched) - 1} more"
         raise StateFilterError(
-            f"no filter matches {path_text(rest[0][0])!r}"
-            + (f" and {len(rest) - 1} more" if len(rest) > 1 else "")
-            + f", a {type(rest[0][1]).__name__}; the filters are {filters_text(filters)}; "
-            "add `...` as the last."
+            f"no filter matches {paths}, a {type(value).__name__}; the filters are "
+            f"{filters_text(filters)}; add `...` as the last."
         )
     return [FlatState(group, sort=False) for group in groups]
 
@@ -344,8 +373,9 @@ def split_state(state: object, first: Filter, /, *filters: Filter) -> Any:
     >>> list(params), list(rest)
     (['a'], ['b'])
     """
-    groups = [g.to_nested_state() for g in _split(to_flat_state(state), (first, *filters))]
-    return groups[0] if not filters else tuple(groups)
+    groups = _split(to_flat_state(state), (first, *filters))
+    states = [group.to_nested_state() for group in groups]
+    return states[0] if not filters else tuple(states)
 
 
 def filter_state(state: object, first: Filter, /, *filters: Filter) -> Any:
@@ -357,7 +387,8 @@ def filter_state(state: object, first: Filter, /, *filters: Filter) -> Any:
 
 def merge_state(state: object, /, *states: object, cls: type[State] = State) -> State:
     """Merges states into one of class `cls`; later ones replace earlier ones."""
-    return from_flat_state(FlatState.merge(*map(to_flat_state, (state, *states))), cls=cls)
+    flat_states = map(to_flat_state, (state, *states))
+    return from_flat_state(FlatState.merge(*flat_states), cls=cls)
 
 
 def map_state(f: Callable[[Path, Any], Any], state: object) -> State:
@@ -390,25 +421,29 @@ def replace_by_pure_dict(
         return x.replace(value) if isinstance(x, Variable) else value
 
     replace = replace_fn or replaced
-    there = dict(to_flat_state(state))
-    for path, value in to_flat_state(restore_int_paths(pure_dict, there)):
-        if path not in there:
+    entries = dict(to_flat_state(state))
+    for path, value in to_flat_state(restore_int_paths(pure_dict, entries)):
+        if path not in entries:
             raise StatePathError(
                 f"the state has nothing at {path_text(path)!r}, which the dict has; "
                 "remove it from the dict."
             )
-        value_at(state, path[:-1])[path[-1]] = replace(there[path], value)
+        *parent_path, name = path
+        value_at(state, tuple(parent_path))[name] = replace(entries[path], value)
 
 
 def restore_int_paths(
     pure_dict: Mapping[Hashable, Any], paths: Iterable[Path] = ()
 ) -> dict[Hashable, Any]:
     """Converts string keys such as "0", except at `paths`, back to integers after file reads."""
-    kept = set(paths)
+    excepted_paths = set(paths)
+    value_of_path: dict[Path, Any] = {}
+    for path, value in to_flat_state(pure_dict):
+        if path not in excepted_paths:
+            path = tuple(map(_int_or_same, path))
+        value_of_path[path] = value
+    return _plain(from_flat_state(value_of_path))
 
-    def restored(path: Path) -> Path:
-        if path in kept:
-            return path
-        return tuple(int(p) if isinstance(p, str) and p.isdigit() else p for p in path)
 
-    return _plain(from_flat_state((restored(p), v) for p, v in to_flat_state(pure_dict)))
+def _int_or_same(part: Hashable) -> Hashable:
+    return int(part) if isinstance(part, str) and part.isdigit() else part
