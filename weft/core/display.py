@@ -15,6 +15,7 @@ import numpy as np
 
 from weft.core import meta
 from weft.lifting.kind import SelectedLeaves
+from weft.typing import PyTree, Tensor
 
 
 def join_lines(start: str, items: list[str], end: str) -> str:
@@ -32,7 +33,7 @@ def join_lines(start: str, items: list[str], end: str) -> str:
     return f"{start}\n  {inner}\n{end}"
 
 
-def notebook_tree(x: object, **kwargs: object) -> dict[str, str]:
+def notebook_tree(x: object, **kwargs: Any) -> dict[str, str]:
     """Returns Treescope's tree of an object, as HTML by its type; nothing without Treescope.
 
     Classes whose objects notebooks show as trees have it as their method `_repr_mimebundle_`.
@@ -53,31 +54,31 @@ def render_tree(
     return render_object_constructor(type(x), attributes, path, subtree_renderer)
 
 
-def to_shapes(tree: Any) -> Any:
+def to_shapes(tree: PyTree) -> PyTree:
     """Replaces arrays and tracers in a tree by `jax.ShapeDtypeStruct`s.
 
     >>> to_shapes({"x": jnp.ones(2), "n": 3})
     {'n': 3, 'x': ShapeDtypeStruct(shape=(2,), dtype=float32)}
     """
 
-    def one(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x
+    def to_shape(leaf: PyTree) -> PyTree:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(to_shape, tree)
 
 
-def is_array(x: object) -> bool:
+def is_array(x: PyTree) -> bool:
     """Returns whether a value has a shape and a dtype."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def split_arrays(tree: object) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+def split_arrays(tree: PyTree) -> tuple[list[Tensor], Callable[[Sequence[PyTree]], PyTree]]:
     """Returns the arrays of a tree, and a function that replaces them in the tree."""
     leaves = SelectedLeaves.of(tree, is_array, None)
     return leaves.selected, leaves.replace
 
 
-def format_tree(value: Any) -> str:
+def format_tree(tree: PyTree) -> str:
     """Formats a tree of shapes in lines: `name: value` in dicts, `- value` in lists.
 
     >>> print(format_tree({"a": jnp.ones(2), "b": [1, None]}))
@@ -86,71 +87,80 @@ def format_tree(value: Any) -> str:
     - 1
     - None
     """
-    if isinstance(value, Mapping):
-        items = ((f"{name}:", v) for name, v in value.items())
-        return "\n".join(_format_entry(mark, v) for mark, v in items) or "{}"
-    if isinstance(value, list | tuple):
-        return "\n".join(_format_entry("-", v) for v in value) or "[]"
-    if isinstance(value, meta.AxisMetadata):
-        names = getattr(value, "names", None)
-        where = f" P({', '.join(map(str, names))})" if names else f" {type(value).__name__}"
-        return format_tree(value.unbox()) + where
-    if is_array(value):
-        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-    return getattr(value, "__name__", None) or str(value)
+    if isinstance(tree, Mapping):
+        lines = [_format_named_entry(name, entry) for name, entry in tree.items()]
+        return "\n".join(lines) or "{}"
+    if isinstance(tree, list | tuple):
+        lines = ["- " + format_tree(entry).replace("\n", "\n  ") for entry in tree]
+        return "\n".join(lines) or "[]"
+    if isinstance(tree, meta.AxisMetadata):
+        names = getattr(tree, "names", None)
+        metadata = f"P({', '.join(map(str, names))})" if names else type(tree).__name__
+        return f"{format_tree(tree.unbox())} {metadata}"
+    if is_array(tree):
+        return f"{tree.dtype}[{','.join(map(str, tree.shape))}]"
+    return getattr(tree, "__name__", None) or str(tree)
 
 
-def _format_entry(mark: str, value: object) -> str:
-    shown = format_tree(value)
-    nested = isinstance(value, Mapping | list | tuple) and bool(value)
-    if mark == "-":
-        return "- " + shown.replace("\n", "\n  ")
-    if not nested:
-        return f"{mark} {shown}"
-    step = "" if isinstance(value, list | tuple) else "  "
-    return f"{mark}\n{step}" + shown.replace("\n", f"\n{step}")
+def _format_named_entry(name: str, entry: PyTree) -> str:
+    text = format_tree(entry)
+    if not isinstance(entry, Mapping | list | tuple) or not entry:
+        return f"{name}: {text}"
+    indent = "  " if isinstance(entry, Mapping) else ""
+    lines = text.replace("\n", f"\n{indent}")
+    return f"{name}:\n{indent}{lines}"
 
 
-def format_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+def format_inputs(args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> str:
     """Formats the arguments of a call, without a list around a single one."""
-    every = [*args, dict(kwargs)] if kwargs else list(args)
-    return format_tree(every[0] if len(every) == 1 else every)
+    inputs = list(args)
+    if kwargs:
+        inputs.append(dict(kwargs))
+    return format_tree(inputs[0] if len(inputs) == 1 else inputs)
 
 
-def format_size(tree: object) -> str:
+def format_size(tree: PyTree) -> str:
     """Returns the number of elements in a tree and their bytes, as `"8 (32 B)"`."""
-    leaves = [x for x in jax.tree.leaves(tree) if is_array(x)]
-    numbers = sum(math.prod(x.shape) for x in leaves)
-    number_of_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if number_of_bytes < 1000 or unit == "TB":
-            break
-        number_of_bytes /= 1000
-    shown = number_of_bytes if unit == "B" else f"{number_of_bytes:.1f}"
-    return f"{numbers:,} ({shown} {unit})"
+    n_elements = 0
+    n_bytes = 0
+    for leaf in jax.tree.leaves(tree):
+        if is_array(leaf):
+            size = math.prod(leaf.shape)
+            n_elements += size
+            n_bytes += size * leaf.dtype.itemsize
+    if n_bytes < 1000:
+        return f"{n_elements:,} ({n_bytes} B)"
+    units = ["KB", "MB", "GB", "TB"]
+    size_in_unit = n_bytes / 1000
+    while size_in_unit >= 1000 and len(units) > 1:
+        size_in_unit /= 1000
+        del units[0]
+    return f"{n_elements:,} ({size_in_unit:.1f} {units[0]})"
 
 
-def flops(fn: Callable[..., Any], *args: object, with_vjp: bool = False) -> int:
+def flops(fn: Callable[..., PyTree], *args: PyTree, with_vjp: bool = False) -> int:
     """Returns the FLOPs that XLA counts in a function of trees of arrays or their shapes.
 
     With `with_vjp`, includes the gradient of all inputs.
     """
 
-    def run(args: Any) -> Any:
-        return [x for x in jax.tree.leaves(fn(*args)) if is_array(x)]
+    def forward(args: tuple[PyTree, ...]) -> list[Tensor]:
+        return [leaf for leaf in jax.tree.leaves(fn(*args)) if is_array(leaf)]
 
-    def backward(args: Any) -> Any:
-        out, pullback = jax.vjp(run, args)
-        gradients = jax.tree.leaves(pullback(jax.tree.map(_cotangent, out)))
-        return [x for x in gradients if x.dtype != jax.dtypes.float0]
+    def backward(args: tuple[PyTree, ...]) -> list[Tensor]:
+        results, pullback = jax.vjp(forward, args)
+        gradients = pullback(list(map(_cotangent, results)))
+        return [x for x in jax.tree.leaves(gradients) if x.dtype != jax.dtypes.float0]
 
-    cost: Any = jax.jit(backward if with_vjp else run).lower(args).cost_analysis() or {}
-    return int(cost.get("flops", 0))
+    lowered = jax.jit(backward if with_vjp else forward).lower(args)
+    costs: Mapping[str, Any] = lowered.cost_analysis() or {}  # pyright: ignore[reportAssignmentType]
+    return int(costs.get("flops", 0))
 
 
-def _cotangent(x: Any) -> Any:
-    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
-    return x if is_float else np.zeros(x.shape, jax.dtypes.float0)
+def _cotangent(x: Tensor) -> Tensor | np.ndarray:
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return np.zeros(x.shape, jax.dtypes.float0)
 
 
 def render_table(
@@ -173,21 +183,25 @@ def render_table(
     from rich.table import Table
     from rich.text import Text
 
-    defaults = {
+    options: dict[str, Any] = {
         "title": f"{type(model).__name__} Summary",
         "caption": f"\nTotal Parameters: {format_size(variables)}",
-        **{"show_header": True, "show_lines": True, "show_footer": True},
+        "show_header": True,
+        "show_lines": True,
+        "show_footer": True,
     }
-    table = Table(**{**defaults, **table_kwargs})
-    *others, last = names
-    for name in others:
+    table = Table(**(options | dict(table_kwargs)))
+    *first_names, last_name = names
+    for name in first_names:
         table.add_column(name, footer=Text(""), **column_kwargs)
-    table.add_column(last, footer=Text("Total", justify="right"), **column_kwargs)
+    table.add_column(last_name, footer=Text("Total", justify="right"), **column_kwargs)
     for name, tree in variables.items():
         table.add_column(name, footer=Text(format_size(tree)), **column_kwargs)
     for row in rows:
         table.add_row(*map(Text, row))
-    terminal = {"force_terminal": True, "force_jupyter": False, **(console_kwargs or {})}
-    console = Console(file=io.StringIO(), **terminal)
-    console.print(table)
-    return "\n" + console.file.getvalue() + "\n"  # pyright: ignore[reportAttributeAccessIssue]
+    output = io.StringIO()
+    console_options: dict[str, Any] = {"force_terminal": True, "force_jupyter": False} | dict(
+        console_kwargs or {}
+    )
+    Console(file=output, **console_options).print(table)
+    return f"\n{output.getvalue()}\n"

@@ -501,7 +501,7 @@ def _as_select(where: Select | Filter) -> Select:
 
 
 def _union_of(filters: Sequence[Filter]) -> Filter:
-    return functools.reduce(union_filters, filters, False)
+    return functools.reduce(union_filters, filters) if filters else False
 
 
 def _collections_with_role(parts: SelectedParts, role: Role) -> CanonicalFilter:

@@ -7,14 +7,15 @@ messages its arguments and source line, so it takes all three from the user's fu
 import functools
 import inspect
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from weft.errors import TransformArgumentError
-from weft.typing import Fn
+from weft.typing import Fn, PyTree
 
 F = TypeVar("F", bound=Fn)
 T = TypeVar("T", int, str)
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _ANY_SIGNATURE = inspect.Signature(
     [
         inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
@@ -36,9 +37,8 @@ def named_after(
     """
     copy_name(fn, pure)
     # JAX would otherwise follow `__wrapped__` to a signature that `pure` does not have.
-    pure.__signature__ = (  # pyright: ignore[reportFunctionMemberAccess]
-        _ANY_SIGNATURE if leading is None else _signature(fn, leading, left_out)
-    )
+    signature = _ANY_SIGNATURE if leading is None else _signature(fn, leading, left_out)
+    pure.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
     return pure
 
 
@@ -51,12 +51,12 @@ def copy_name(fn: Fn, wrapper: F) -> F:
     while isinstance(inner, functools.partial):
         inner = inner.func
     named = inner if hasattr(inner, "__name__") else type(inner)
-    source = inspect.unwrap(inner)
     wrapper.__name__ = named.__name__
     wrapper.__qualname__ = getattr(named, "__qualname__", named.__name__)
-    wrapper.__wrapped__ = (  # pyright: ignore[reportFunctionMemberAccess]
-        source if hasattr(source, "__code__") else type(source).__call__
-    )
+    source = inspect.unwrap(inner)
+    if not hasattr(source, "__code__"):
+        source = type(source).__call__
+    wrapper.__wrapped__ = source  # pyright: ignore[reportFunctionMemberAccess]
     return wrapper
 
 
@@ -66,16 +66,18 @@ def _signature(
     signature = signature_of(fn)
     if signature is _ANY_SIGNATURE:
         return signature
-    parameters = list(signature.parameters.values())
-    kept = [p for i, p in enumerate(parameters) if i not in left_out and p.name not in left_out]
-    taken = {p.name for p in kept}
-    first = []
+    fn_parameters: list[inspect.Parameter] = []
+    for i, parameter in enumerate(signature.parameters.values()):
+        if i not in left_out and parameter.name not in left_out:
+            fn_parameters.append(parameter)
+    used_names = {parameter.name for parameter in fn_parameters}
+    leading_parameters: list[inspect.Parameter] = []
     for name in leading:
-        while name in taken:
+        while name in used_names:
             name = f"_{name}"
-        taken.add(name)
-        first.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY))
-    return inspect.Signature([*first, *kept])
+        used_names.add(name)
+        leading_parameters.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY))
+    return inspect.Signature([*leading_parameters, *fn_parameters])
 
 
 def signature_of(fn: Fn) -> inspect.Signature:
@@ -88,41 +90,45 @@ def signature_of(fn: Fn) -> inspect.Signature:
 
 def as_tuple(arguments: T | Iterable[T]) -> tuple[T, ...]:
     """Returns one or several positions or names of arguments as a tuple."""
-    is_one = isinstance(arguments, int | str)
-    return (arguments,) if is_one else tuple(arguments)  # pyright: ignore[reportReturnType, reportArgumentType]
+    if isinstance(arguments, int | str):
+        return (arguments,)  # pyright: ignore[reportReturnType]
+    return tuple(arguments)  # pyright: ignore[reportArgumentType]
 
 
-def check_argnums(title: str, what: str, fn: Fn, argnums: int | Iterable[int]) -> None:
+def check_argnums(title: str, parameter: str, fn: Fn, argnums: int | Iterable[int]) -> None:
     """Raises TransformArgumentError for positions of arguments that a function does not have.
 
-    `what` is the parameter with the positions. An unknown signature allows any position.
+    `parameter` is the name of the one with the positions. An unknown signature allows any position.
     """
-    numbers = as_tuple(argnums)
-    try:
-        parameters = inspect.signature(fn).parameters.values() if numbers else ()
-    except (TypeError, ValueError):
+    positions = as_tuple(argnums)
+    if not positions:
         return
-    if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        n = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-        _check_positions(title, what, fn, numbers, n, "takes")
+    n_args = 0
+    for fn_parameter in signature_of(fn).parameters.values():
+        if fn_parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            return
+        if fn_parameter.kind in _POSITIONAL:
+            n_args += 1
+    _check_positions(title, parameter, fn, positions, n_args, "takes")
 
 
 def resolve_argnums(
-    title: str, what: str, fn: Fn, argnums: int | Iterable[int], args: Sequence[Any]
+    title: str, parameter: str, fn: Fn, argnums: int | Iterable[int], args: Sequence[PyTree]
 ) -> list[int]:
     """Returns positions among the arguments of a call, counted from 0; see `check_argnums`."""
-    numbers = as_tuple(argnums)
-    _check_positions(title, what, fn, numbers, len(args), "is called with")
-    return [i % len(args) for i in numbers]
+    positions = as_tuple(argnums)
+    _check_positions(title, parameter, fn, positions, len(args), "is called with")
+    return [position % len(args) for position in positions]
 
 
 def _check_positions(
-    title: str, what: str, fn: Fn, numbers: Iterable[int], n: int, has: str
+    title: str, parameter: str, fn: Fn, positions: Iterable[int], n_args: int, verb: str
 ) -> None:
-    for number in numbers:
-        if not -n <= number < n:
+    for position in positions:
+        if not -n_args <= position < n_args:
+            fn_name = getattr(fn, "__name__", type(fn).__name__)
+            plural = "" if n_args == 1 else "s"
             raise TransformArgumentError(
-                f"{title}({getattr(fn, '__name__', type(fn).__name__)}): {what} has {number}, "
-                f"and the function {has} {n} argument{'' if n == 1 else 's'} by position; give "
-                "positions that it has."
+                f"{title}({fn_name}): {parameter} has {position}, and the function {verb} {n_args} "
+                f"argument{plural} by position; give positions that it has."
             )

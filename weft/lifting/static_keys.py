@@ -10,6 +10,7 @@ import functools
 import types
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,13 @@ import numpy as np
 _PLAIN_TYPES = frozenset((bool, int, str, bytes, type(None)))
 _IDENTITY_TYPES = (type, types.ModuleType, types.BuiltinFunctionType, types.FunctionType)
 
+PartKey = Callable[[Any], Hashable]
+
 
 class IdentityKey:
     """Object that is equal only to itself, kept alive so that its identity is not reused."""
 
-    def __init__(self, value: object):
+    def __init__(self, value: Any):
         self.value = value
 
     def __eq__(self, other: object) -> bool:
@@ -42,7 +45,7 @@ def jax_products() -> tuple[IdentityKey, ...]:
     return tuple(map(IdentityKey, products))
 
 
-def value_key(value: object) -> Hashable:
+def value_key(value: Any) -> Hashable:
     """Returns a hashable key of a static value, equal for values that a trace cannot tell apart.
 
     Containers, frozen dataclasses and values with a comparison of their own are compared by their
@@ -54,7 +57,7 @@ def value_key(value: object) -> Hashable:
     return _key(value, ())
 
 
-def _key(value: object, containers: tuple[object, ...]) -> Hashable:
+def _key(value: Any, containers: tuple[Any, ...]) -> Hashable:
     """Returns the key of a value inside of `containers`."""
     cls = type(value)
     if cls in _PLAIN_TYPES:
@@ -72,11 +75,12 @@ def _key(value: object, containers: tuple[object, ...]) -> Hashable:
     return _compound_key(value, functools.partial(_key, containers=(*containers, value)))
 
 
-def _compound_key(value: object, part_key: Callable[[object], Hashable]) -> Hashable:
+def _compound_key(value: Any, part_key: PartKey) -> Hashable:
+    """Returns the key of a value with parts; `part_key` returns the key of a part."""
     cls = type(value)
     if isinstance(value, functools.partial):
-        keywords = tuple((name, part_key(x)) for name, x in sorted(value.keywords.items()))
-        return cls, part_key(value.func), part_key(value.args), keywords
+        keywords = dict(sorted(value.keywords.items()))
+        return cls, part_key(value.func), part_key(value.args), part_key(keywords)
     if isinstance(value, types.MethodType):
         return cls, IdentityKey(value.__func__), part_key(value.__self__)
     if isinstance(value, tuple | list | deque):
@@ -84,12 +88,15 @@ def _compound_key(value: object, part_key: Callable[[object], Hashable]) -> Hash
     if isinstance(value, frozenset | set):
         return cls, frozenset(map(part_key, value))
     if isinstance(value, Mapping):
-        return cls, tuple((part_key(name), part_key(x)) for name, x in value.items())
+        items: list[Hashable] = []
+        for name, item in value.items():
+            items.append((part_key(name), part_key(item)))
+        return cls, tuple(items)
     if isinstance(value, types.SimpleNamespace):
         return cls, part_key(vars(value))
     if dataclasses.is_dataclass(value) and cls.__eq__ is not object.__eq__:
-        names = [field.name for field in dataclasses.fields(value)]
-        return cls, tuple(part_key(getattr(value, name)) for name in names)
+        fields = dataclasses.fields(value)
+        return cls, tuple(part_key(getattr(value, field.name)) for field in fields)
     try:
         hash(value)
     except TypeError:
@@ -97,7 +104,7 @@ def _compound_key(value: object, part_key: Callable[[object], Hashable]) -> Hash
     return cls, value
 
 
-def _pickled_key(value: object, part_key: Callable[[object], Hashable]) -> Hashable:
+def _pickled_key(value: Any, part_key: PartKey) -> Hashable:
     """Returns the key of a value without a hash, such as a `bytearray`: its pickled form."""
     cls = type(value)
     if cls.__eq__ is object.__eq__:
@@ -108,6 +115,8 @@ def _pickled_key(value: object, part_key: Callable[[object], Hashable]) -> Hasha
         return IdentityKey(value)
     if isinstance(pickled, str):
         return IdentityKey(value)
-    # The last two of the five parts are iterators over items.
-    parts = [list(part) if isinstance(part, Iterator) else part for part in pickled]
-    return cls, tuple(map(part_key, parts))
+    part_keys: list[Hashable] = []
+    for part in pickled:
+        # The last two of the five parts are iterators over items.
+        part_keys.append(part_key(list(part) if isinstance(part, Iterator) else part))
+    return cls, tuple(part_keys)
