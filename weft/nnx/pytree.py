@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import re
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -171,13 +172,17 @@ def dataclass(cls: Any = None, /, **kwargs: Any) -> Any:
 
 
 def _class_marks(cls: type) -> dict[str, bool]:
-    marks = {}
+    """Returns the marks of attributes that a class itself annotates or declares as fields."""
+    marks: dict[str, bool] = {}
     for name, annotation in vars(cls).get("__annotations__", {}).items():
         if isinstance(annotation, str):
-            if found := re.match(r"(?:\w+\.)*(Data|Static)\[", annotation):
-                marks[name] = found[1] == "Data"
+            match = re.match(r"(?:\w+\.)*(Data|Static)\[", annotation)
+            if match is not None:
+                marks[name] = match[1] == "Data"
         elif get_origin(annotation) is Annotated:
-            marks.update((name, m.is_data) for m in annotation.__metadata__ if isinstance(m, Mark))
+            for metadata in annotation.__metadata__:
+                if isinstance(metadata, Mark):
+                    marks[name] = metadata.is_data
     for name, value in vars(cls).items():
         if isinstance(value, dataclasses.Field) and "is_data" in value.metadata:
             marks[name] = value.metadata["is_data"]
@@ -201,14 +206,17 @@ class Pytree(Shown):
     _is_jax_pytree: bool = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        made = super().__new__(cls)
-        object.__setattr__(made, "_info", ObjectInfo())
-        return made
+        instance = super().__new__(cls)
+        object.__setattr__(instance, "_info", ObjectInfo())
+        return instance
 
     def __init_subclass__(cls, *, pytree: bool = True, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        inherited = [vars(base).get("_field_marks", {}) for base in reversed(cls.__mro__[1:])]
-        cls._field_marks = {k: v for of in (*inherited, _class_marks(cls)) for k, v in of.items()}
+        field_marks: dict[str, bool] = {}
+        for base in reversed(cls.__mro__[1:]):
+            field_marks.update(vars(base).get("_field_marks", {}))
+        field_marks.update(_class_marks(cls))
+        cls._field_marks = field_marks
         cls._is_jax_pytree = pytree
         if pytree:
             unflatten = functools.partial(_unflatten, cls)
@@ -223,29 +231,41 @@ class Pytree(Shown):
     def _new_like(cls, like: ObjectInfo) -> Any:
         if cls.__new__ is not Pytree.__new__:
             return cls.__new__(cls)
-        made = super().__new__(cls)
-        object.__setattr__(made, "_info", ObjectInfo(like))
-        return made
+        instance = super().__new__(cls)
+        object.__setattr__(instance, "_info", ObjectInfo(like))
+        return instance
 
     def _snapshot(self) -> list[Any]:
         """Returns parts that remain identical until the object changes."""
-        own, marks = vars(self), self._info.marks
-        return [type(self), len(own), *own, *own.values(), *marks, *marks.values()]
+        attributes, marks = vars(self), self._info.marks
+        return [
+            type(self),
+            len(attributes),
+            *attributes,
+            *attributes.values(),
+            *marks,
+            *marks.values(),
+        ]
 
     @classmethod
     def _from_items(cls, items: Iterable[tuple[Any, Any]], marks: Mapping[str, bool]) -> Any:
-        made = cls.__new__(cls)
-        made._info.marks.update(marks)
-        made._fill(items)
-        return made
+        instance = cls.__new__(cls)
+        instance._info.marks.update(marks)
+        instance._fill(items)
+        return instance
 
     def _marks(self) -> tuple[tuple[Hashable, bool], ...]:
+        """Returns the marks that say something else than the values of the attributes."""
         marks = self._info.marks
         if not marks:
             return ()
         items = dict(self._items())
-        kept = (n for n in marks if n in items and not (marks[n] and is_data(items[n])))
-        return tuple((name, marks[name]) for name in sorted(kept, key=str))
+        needed_marks: list[tuple[Hashable, bool]] = []
+        for name in sorted(marks, key=str):
+            is_marked_data = marks[name]
+            if name in items and not (is_marked_data and is_data(items[name])):
+                needed_marks.append((name, is_marked_data))
+        return tuple(needed_marks)
 
     @staticmethod
     def _key(name: object) -> Any:
@@ -258,7 +278,8 @@ class Pytree(Shown):
     def _replace(self, items: Items) -> None:
         """Replaces all attributes; unchanged ones remain visible to other threads throughout."""
         self._fill(items)
-        for name in vars(self).keys() - {"_info", *(name for name, _ in items)}:
+        names = {name for name, _ in items}
+        for name in vars(self).keys() - names - {"_info"}:
             del vars(self)[name]
 
     def _order(self) -> tuple[Hashable, ...] | None:
@@ -268,23 +289,24 @@ class Pytree(Shown):
     def _has_items(
         self, items: Items, marks: dict[str, bool], order: Sequence[Hashable] | None
     ) -> bool:
-        there = self._items()
-        return (
-            marks == self._info.marks
-            and order == self._order()
-            and len(there) == len(items)
-            and all(a is b and m == n for (m, a), (n, b) in zip(there, items, strict=True))
-        )
+        """Returns whether the object has these very values, by identity."""
+        own_items = self._items()
+        if marks != self._info.marks or order != self._order() or len(own_items) != len(items):
+            return False
+        for (own_name, own_value), (name, value) in zip(own_items, items, strict=True):
+            if own_value is not value or own_name != name:
+                return False
+        return True
 
     def _set_items(
         self, items: Items, marks: dict[str, bool], order: Sequence[Hashable] | None = None
     ) -> None:
-        there = self._items()
+        is_filled = bool(self._items())
         self._info.marks = marks
         if order is not None:
-            of_names = dict(items)
-            items = [(name, of_names[name]) for name in order]
-        if there:
+            value_of_name = dict(items)
+            items = [(name, value_of_name[name]) for name in order]
+        if is_filled:
             self._replace(items)
         else:
             self._fill(items)
@@ -295,26 +317,26 @@ class Pytree(Shown):
         return marks[name] if name in marks else is_data(value)  # pyright: ignore[reportArgumentType]
 
     def __setattr__(self, name: str, value: object) -> None:
-        watch, here = self._info, current_trace()
-        if watch.trace is not here and watch.trace != here:
-            watch.check(self)
-        kind = type(value)
+        info, trace = self._info, current_trace()
+        if info.trace is not trace and info.trace != trace:
+            info.check(self)
+        value_type = type(value)
         if (
-            watch.marks
+            info.marks
             or self._field_marks
-            or kind in _TRACKED_TYPES
-            or (isinstance(value, _NUMBERS) and kind is not type(vars(self).get(name)))
+            or value_type in _TRACKED_TYPES
+            or (isinstance(value, _NUMBERS) and value_type is not type(vars(self).get(name)))
         ):
             mark, value = self._mark_and_value(name, value)
             object.__setattr__(self, name, value)
             if mark is not None:
-                watch.marks[name] = mark
+                info.marks[name] = mark
             else:
-                watch.marks.pop(name, None)
+                info.marks.pop(name, None)
         else:  # fast path of most writes: no mark is needed
             object.__setattr__(self, name, value)
-        if watch.watched:
-            watch.changed()
+        if info.watched:
+            info.changed()
 
     def _mark_and_value(self, name: str, value: object) -> tuple[bool | None, Any]:
         """Returns the mark of an attribute's new value, and the value to store."""
@@ -323,11 +345,12 @@ class Pytree(Shown):
             mark, value = value.is_data, value.value
         elif mark is None and isinstance(value, _NUMBERS):
             # A number in place of data remains data, so that the structure does not change.
-            before = vars(self).get(name)
-            mark = True if isinstance(before, _VALUES) else None
+            mark = True if isinstance(vars(self).get(name), _VALUES) else None
         if mark is False:
             _check_static(self, name, value, mark)
-        return mark, tracked(value) if type(value) in _TRACKED_TYPES else value
+        if type(value) in _TRACKED_TYPES:
+            value = tracked(value)
+        return mark, value
 
     def __delattr__(self, name: str) -> None:
         self._info.check(self)
@@ -336,24 +359,29 @@ class Pytree(Shown):
         self._info.changed()
 
     def __getstate__(self) -> dict[str, Any]:
-        attributes = {k: v for k, v in vars(self).items() if k != "_info"}
-        marks = {k: v for k, v in self._info.marks.items() if k in attributes}
+        attributes = dict(vars(self))
+        del attributes["_info"]
+        marks = {name: mark for name, mark in self._info.marks.items() if name in attributes}
         return {"attributes": attributes, "marks": marks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_pytree__nodes" in state:  # pickled by Flax, which marks every attribute
             marks = state["_pytree__nodes"]
             for name, value in state.items():
-                if not name.startswith("_pytree__"):
-                    is_inferred = marks.get(name) == is_data(value)
-                    setattr(self, name, value if is_inferred else MarkedValue(value, marks[name]))
+                if name.startswith("_pytree__"):
+                    continue
+                if marks.get(name) != is_data(value):
+                    value = MarkedValue(value, marks[name])
+                setattr(self, name, value)
         else:
             self._info.marks.update(state["marks"])
             vars(self).update(state["attributes"])
 
     def _repr_inside(self, inside: Enclosing) -> str:
-        attributes = ((k, v) for k, v in vars(self).items() if k != "_info")
-        items = [f"{name}={object_repr(value, inside)}" for name, value in attributes]
+        items: list[str] = []
+        for name, value in vars(self).items():
+            if name != "_info":
+                items.append(f"{name}={object_repr(value, inside)}")
         return join_lines(f"{type(self).__name__}({_sizes(self)}", items, ")")
 
     def _repr_parts(self) -> dict[str, Any]:
@@ -369,39 +397,44 @@ _Structure = tuple[tuple[Any, StaticValue | None], ...]
 
 
 def _parts(x: Pytree) -> tuple[list[tuple[Any, Any]], _Structure]:
-    found, parts, marks = [], [], x._info.marks
+    """Returns the items that are data, and the structure."""
+    data_items: list[tuple[Any, Any]] = []
+    structure: list[tuple[Any, StaticValue | None]] = []
+    marks = x._info.marks
     for item in x._items():
         name, value = item
         # The keys of a Dict can be anything, and 1 and True are equal.
         key = name if type(name) is str else versions.static_value(name)
         if type(value) in PLAIN_TYPES and name not in marks:
-            parts.append((key, plain_static_value(value)))
+            structure.append((key, plain_static_value(value)))
         elif x._is_data(name, value):
-            found.append(item)
-            parts.append((key, None))
+            data_items.append(item)
+            structure.append((key, None))
         else:
-            parts.append((key, versions.static_value(value)))
-    return found, tuple(parts)
+            structure.append((key, versions.static_value(value)))
+    return data_items, tuple(structure)
 
 
 def _flatten(x: Pytree) -> tuple[list[Any], _Structure]:
-    found, structure = _parts(x)
-    return [value for _, value in found], structure
+    data_items, structure = _parts(x)
+    return [value for _, value in data_items], structure
 
 
 def _flatten_with_keys(x: Pytree) -> tuple[list[Any], _Structure]:
-    found, structure = _parts(x)
-    return [(x._key(name), value) for name, value in found], structure
+    data_items, structure = _parts(x)
+    return [(x._key(name), value) for name, value in data_items], structure
 
 
 def _unflatten(cls: type[Pytree], structure: _Structure, children: Iterable[Any]) -> Pytree:
-    of_data, items, marks = iter(children), [], {}
-    for key, part in structure:
+    remaining_children = iter(children)
+    items: list[tuple[Any, Any]] = []
+    marks: dict[str, bool] = {}
+    for key, static_value in structure:
         name = key if type(key) is str else key.value
-        if part is not None:
-            items.append((name, part.value))
+        if static_value is not None:
+            items.append((name, static_value.value))
             continue
-        value = next(of_data)
+        value = next(remaining_children)
         items.append((name, value))
         # Data remains data, whatever JAX replaces it with.
         if not is_data(value):
@@ -413,10 +446,10 @@ _CONTAINERS: dict[type, Callable[[Any], Any]] = {}
 _TRACKED_TYPES: set[type] = {tuple, MarkedValue}
 
 
-def register_container(kind: type, make: Callable[[Any], Any]) -> None:
+def register_container(container_type: type, make: Callable[[Any], Any]) -> None:
     """Registers a tracked version of a container type, excluding subclasses, for attributes."""
-    _CONTAINERS[kind] = make
-    _TRACKED_TYPES.add(kind)
+    _CONTAINERS[container_type] = make
+    _TRACKED_TYPES.add(container_type)
 
 
 def tracked(value: Any) -> Any:
@@ -424,18 +457,19 @@ def tracked(value: Any) -> Any:
 
     Raises AttributeMarkError if `data` or `static` is used inside a tuple.
     """
-    kind = type(value)
-    if kind in _CONTAINERS:
-        return _CONTAINERS[kind](value)
-    if kind is MarkedValue:
+    value_type = type(value)
+    if value_type in _CONTAINERS:
+        return _CONTAINERS[value_type](value)
+    if value_type is MarkedValue:
+        function = "data" if value.is_data else "static"
         raise AttributeMarkError(
-            f"nnx.{'data' if value.is_data else 'static'}({value.value!r}) is inside a tuple or "
-            "another mark; mark an attribute, or an item of a list or dict."
+            f"nnx.{function}({value.value!r}) is inside a tuple or another mark; mark an "
+            "attribute, or an item of a list or dict."
         )
-    if kind is tuple:
+    if value_type is tuple:
         items = tuple(map(tracked, value))
-        same = all(a is b for a, b in zip(items, value, strict=True))
-        return value if same else items
+        is_unchanged = all(map(operator.is_, items, value))
+        return value if is_unchanged else items
     return value
 
 
@@ -462,13 +496,19 @@ def children(x: object) -> list[tuple[Hashable, Any]]:
         return x._items()
     if isinstance(x, Variable) or is_array(x):
         return []
-    return (container_items(x) or ([], None))[0]
+    contents = container_items(x)
+    if contents is None:
+        return []
+    items, _ = contents
+    return items
 
 
 def data_children(x: object) -> list[tuple[Hashable, Any]]:
     """Returns the attributes or items that are data, which are an object's pytree children."""
     items = children(x)
-    return [(k, v) for k, v in items if x._is_data(k, v)] if isinstance(x, Pytree) else items
+    if not isinstance(x, Pytree):
+        return items
+    return [(name, value) for name, value in items if x._is_data(name, value)]
 
 
 def container_items(x: object) -> tuple[list[tuple[Hashable, Any]], Any] | None:
@@ -478,7 +518,7 @@ def container_items(x: object) -> tuple[list[tuple[Hashable, Any]], Any] | None:
     items, tree = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
     if jax.tree_util.treedef_is_leaf(tree) and (not items or items[0][1] is x):
         return None
-    return [(key_of(path[0]), value) for path, value in items], tree
+    return [(key_of(key), value) for (key,), value in items], tree
 
 
 def key_of(key: object) -> Hashable:
@@ -498,9 +538,11 @@ def with_item(x: object, keys: Sequence[Hashable], value: object) -> Any:
     """Returns a copy of a container with another value at a path of keys."""
     if not keys:
         return value
-    first, *rest = keys
-    items = children(x)
-    return with_children(x, [with_item(v, rest, value) if k == first else v for k, v in items])
+    first_key, *further_keys = keys
+    new_items: list[Any] = []
+    for key, item in children(x):
+        new_items.append(with_item(item, further_keys, value) if key == first_key else item)
+    return with_children(x, new_items)
 
 
 def iter_graph(node: object, /, *, graph: bool | None = None) -> Iterator[tuple[Path, Any]]:
@@ -512,17 +554,18 @@ def iter_graph(node: object, /, *, graph: bool | None = None) -> Iterator[tuple[
     >>> [path for path, _ in iter_graph({"a": nnx.List([1, nnx.Param(2)])})]
     [('a', 0), ('a', 1), ('a',), ()]
     """
-    seen: set[int] = set()
-    places = None if settings.resolve_graph_options(graph)[0] else TreePlaces()
+    visited_ids: set[int] = set()
+    is_graph, _ = settings.resolve_graph_options(graph)
+    places = None if is_graph else TreePlaces()
 
     def walk(x: object, path: Path) -> Iterator[tuple[Path, Any]]:
         is_object = isinstance(x, Variable | Pytree)
         if is_object and places is not None:
             places.enter(x, path)
         elif is_object:
-            if id(x) in seen:
+            if id(x) in visited_ids:
                 return
-            seen.add(id(x))
+            visited_ids.add(id(x))
         for name, value in children(x):
             yield from walk(value, (*path, name))
         if is_object and places is not None:
@@ -549,8 +592,8 @@ class TreePlaces:
     ):
         self._shared_error = shared_error or _shared_object_error
         self._place_of = place_of or _place
-        self._variables: dict[int, Path] = {}
-        self._open: dict[int, Path] = {}
+        self._path_of_variable: dict[int, Path] = {}
+        self._path_of_open_object: dict[int, Path] = {}
 
     def enter(self, x: Pytree | Variable[Any], path: Path) -> None:
         """Notes an object.
@@ -561,7 +604,7 @@ class TreePlaces:
             GraphStructureError: for an object of a class with `pytree=False`.
         """
         if isinstance(x, Variable):
-            first = self._variables.setdefault(id(x), path)
+            first_path = self._path_of_variable.setdefault(id(x), path)
         elif not x._is_jax_pytree:
             raise GraphStructureError(
                 f"the {type(x).__name__} at {self._place_of(path)} is of a class with "
@@ -569,13 +612,13 @@ class TreePlaces:
                 "define the class without pytree=False."
             )
         else:
-            first = self._open.setdefault(id(x), path)
-        if first is not path:
-            raise self._shared_error(x, first, path)
+            first_path = self._path_of_open_object.setdefault(id(x), path)
+        if first_path is not path:
+            raise self._shared_error(x, first_path, path)
 
     def leave(self, x: Pytree | Variable[Any]) -> None:
         """Notes the end of an object's contents."""
-        self._open.pop(id(x), None)
+        self._path_of_open_object.pop(id(x), None)
 
 
 def _shared_object_error(x: object, first: Path, second: Path) -> SharedObjectError:
@@ -592,14 +635,18 @@ def _place(path: Path) -> str:
 
 def iter_children(node: object, /, *, graph: bool | None = None) -> Iterator[tuple[Hashable, Any]]:
     """Yields the objects and variables in an object's attributes; `graph` is ignored."""
-    return ((k, v) for k, v in children(node) if isinstance(v, Variable | Pytree))
+    for name, value in children(node):
+        if isinstance(value, Variable | Pytree):
+            yield name, value
 
 
 def iter_module_children(
     node: object, /, *, graph: bool | None = None
 ) -> Iterator[tuple[Hashable, Any]]:
     """Yields the objects, without variables, in an object's attributes; `graph` is ignored."""
-    return ((k, v) for k, v in children(node) if isinstance(v, Pytree))
+    for name, value in children(node):
+        if isinstance(value, Pytree):
+            yield name, value
 
 
 def check_pytree(pytree: object) -> None:
@@ -618,7 +665,9 @@ def check_pytree(pytree: object) -> None:
             f"check_pytree was given a {type(pytree).__name__}; give an nnx.Module or nnx.Pytree."
         )
     for path, x in iter_graph(pytree):
-        for name, value in x._items() if isinstance(x, Pytree) else ():
+        if not isinstance(x, Pytree):
+            continue
+        for name, value in x._items():
             if not x._is_data(name, value) and holds_data(value):
                 raise AttributeMarkError(
                     f"{type(x).__name__} has a {type(value).__name__} with data in it at "
@@ -629,12 +678,13 @@ def check_pytree(pytree: object) -> None:
 
 def _sizes(x: Pytree) -> str:
     """Returns the sizes of an object's variables by class, as a comment."""
-    values: dict[str, list[object]] = {}
+    values_by_class: dict[str, list[object]] = {}
     for _, node in iter_graph(x):
         if isinstance(node, Variable):
-            values.setdefault(type(node).__name__, []).append(node._value)
-    if not values:
+            values_by_class.setdefault(type(node).__name__, []).append(node._value)
+    if not values_by_class:
         return ""
-    parts = [f"{name}: {size_text(values[name])}" for name in sorted(values)]
-    total = [f"Total: {size_text(values)}"] if len(parts) > 1 else []
-    return " # " + ", ".join(parts + total)
+    sizes = [f"{name}: {size_text(values)}" for name, values in sorted(values_by_class.items())]
+    if len(sizes) > 1:
+        sizes.append(f"Total: {size_text(values_by_class)}")
+    return " # " + ", ".join(sizes)
