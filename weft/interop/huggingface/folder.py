@@ -15,7 +15,7 @@ changed is replaced. Nothing of them is run, and names of code (`auto_map`) are 
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ _TEXTS = ("chat_template.jinja",)
 _MAX_BYTES = 2**28
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # What is true of the base's folder alone, and names of code.
-_NOT_KEPT = ("auto_map", "_name_or_path", "quantization_config", "custom_pipelines")
+_NOT_COPIED = ("auto_map", "_name_or_path", "quantization_config", "custom_pipelines")
 
 _PathLike = str | os.PathLike[str]
 
@@ -90,28 +90,33 @@ class SourceFolder:
             raise errors.WeightsReadError(
                 f"{str(self.path / name)!r} cannot be read ({error}). Copy the file again."
             ) from error
-        return {key: kept for key, kept in value.items() if key not in _NOT_KEPT}
+        for key in _NOT_COPIED:
+            value.pop(key, None)
+        return value
 
 
 def merged(
-    own: Mapping[str, Any], base: Mapping[str, Any], own_of_base: Mapping[str, Any]
+    model_values: Mapping[str, Any],
+    base_values: Mapping[str, Any],
+    rewritten_values: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns settings of a base, with what training has changed.
 
     Args:
-        own: what Weft writes for the model.
-        base: settings of the base.
-        own_of_base: what Weft writes for the base.
+        model_values: what Weft writes for the model.
+        base_values: settings of the base.
+        rewritten_values: what Weft writes for the base.
     """
-    values = {**own, **base}
-    for key, value in own.items():
-        if own_of_base.get(key) != value:
+    values = {**model_values, **base_values}
+    for key, value in model_values.items():
+        if rewritten_values.get(key) != value:
             values[key] = value
     # The same in the older and the newer names.
-    rope = own.get("rope_parameters")
+    rope = model_values.get("rope_parameters")
     if rope is not None:
-        if own_of_base.get("rope_parameters") == rope:
-            rope = {**(base.get("rope_parameters") or base.get("rope_scaling") or {}), **rope}
+        if rewritten_values.get("rope_parameters") == rope:
+            base_rope = base_values.get("rope_parameters") or base_values.get("rope_scaling") or {}
+            rope = {**base_rope, **rope}
         values |= rope_settings(rope)
     return values
 
@@ -120,14 +125,15 @@ def write_generation_config(
     folder: Directory, settings: Mapping[str, Any], base: SourceFolder | None
 ) -> str:
     """Writes how to generate: as the base says, with the ids of the settings."""
-    values = base and base.read_object(GENERATION_CONFIG)
-    if values is None:
-        values = {}
-        old: Mapping[str, Any] = {}
-    else:
-        old = (base and base.read_object(CONFIG)) or {}
+    values: dict[str, Any] = {}
+    base_settings: dict[str, Any] = {}
+    if base is not None:
+        base_values = base.read_object(GENERATION_CONFIG)
+        if base_values is not None:
+            values = base_values
+            base_settings = base.read_object(CONFIG) or {}
     for name in SPECIAL_IDS:
-        if name not in values or old.get(name) != settings[name]:
+        if name not in values or base_settings.get(name) != settings[name]:
             values[name] = settings[name]
     _write_json(folder, GENERATION_CONFIG, values)
     return GENERATION_CONFIG
@@ -145,16 +151,16 @@ def write_tokenizer(
     """
     path = Path(tokenizer)
     source = SourceFolder(path if path.is_dir() else path.parent)
-    names = {TOKENIZER: TOKENIZER, SENTENCEPIECE: SENTENCEPIECE}
+    target_names = {TOKENIZER: TOKENIZER, SENTENCEPIECE: SENTENCEPIECE}
     if not path.is_dir():
         is_model = path.suffix.lower() == ".model"
-        names = {path.name: SENTENCEPIECE if is_model else TOKENIZER}
+        target_names = {path.name: SENTENCEPIECE if is_model else TOKENIZER}
     tokens: dict[int, str] = {}
-    written = []
-    for there, name in names.items():
-        data = source.read(there)
+    written: list[str] = []
+    for source_name, name in target_names.items():
+        data = source.read(source_name)
         if data is not None:
-            tokens |= _tokens(data, source.path / there, name)
+            tokens |= _tokens(data, source.path / source_name, name)
             folder.write(name, data)
             written.append(name)
     if not written and not path.is_dir():
@@ -185,12 +191,6 @@ def write_tokenizer(
     return written + _write_special_tokens(folder, settings, tokens, written)
 
 
-def _not_a_tokenizer(path: Path, why: Exception) -> errors.WeightsReadError:
-    return errors.WeightsReadError(
-        f"{str(path)!r} is not copied as the tokenizer: {why}. Put the file of the tokenizer there."
-    )
-
-
 def _tokens(data: bytes, path: Path, name: str) -> dict[int, str]:
     """Returns the tokens of a tokenizer by id, of a `tokenizer.json` the added ones.
 
@@ -203,36 +203,51 @@ def _tokens(data: bytes, path: Path, name: str) -> dict[int, str]:
             return {i: model.id_to_piece(i) for i in range(model.get_piece_size())}
         value = untrusted.parse_json(data)
         untrusted.check_json(value, {"model": dict, "added_tokens?": [dict]})
+        tokens: dict[int, str] = {}
         vocab = value["model"].get("vocab")
-        tokens = {i: token for token, i in vocab.items()} if isinstance(vocab, dict) else {}
-        return tokens | {one["id"]: one["content"] for one in value.get("added_tokens", [])}
+        if isinstance(vocab, dict):
+            tokens = {i: token for token, i in vocab.items()}
+        for token in value.get("added_tokens", []):
+            tokens[token["id"]] = token["content"]
+        return tokens
     except (ValueError, KeyError, RuntimeError, TypeError) as error:
-        raise _not_a_tokenizer(path, error) from error
+        raise errors.WeightsReadError(
+            f"{str(path)!r} is not copied as the tokenizer: {error}. Put the file of the tokenizer "
+            "there."
+        ) from error
 
 
 def _write_special_tokens(
-    folder: Directory, settings: Mapping[str, Any], tokens: Mapping[int, str], there: list[str]
+    folder: Directory,
+    settings: Mapping[str, Any],
+    tokens: Mapping[int, str],
+    copied_files: Collection[str],
 ) -> list[str]:
     """Writes the files with special tokens that a tokenizer came without."""
-    special = {}
+    if TOKENIZER_CONFIG in copied_files:
+        return []
+    special_tokens: dict[str, str] = {}
     for name in SPECIAL_IDS:
-        ids: Any = settings[name]
-        first: Any = ids[0] if isinstance(ids, list) and ids else ids
-        if first in tokens:
-            special[name.removesuffix("_id")] = tokens[first]
-    written = []
-    if TOKENIZER_CONFIG not in there:
-        kind = "PreTrainedTokenizerFast" if TOKENIZER in there else "LlamaTokenizer"
-        values = {"tokenizer_class": kind, "clean_up_tokenization_spaces": False, **special}
-        length = settings.get("max_position_embeddings", settings.get("n_positions"))
-        if length is not None:
-            values["model_max_length"] = length
-        _write_json(folder, TOKENIZER_CONFIG, values)
-        written.append(TOKENIZER_CONFIG)
-    if SPECIAL_TOKENS not in there and TOKENIZER_CONFIG in written:
-        _write_json(folder, SPECIAL_TOKENS, special)
-        written.append(SPECIAL_TOKENS)
-    return written
+        token_id: Any = settings[name]
+        if isinstance(token_id, list) and token_id:
+            token_id = token_id[0]
+        if isinstance(token_id, int) and token_id in tokens:
+            special_tokens[name.removesuffix("_id")] = tokens[token_id]
+    values: dict[str, Any] = {
+        "tokenizer_class": "LlamaTokenizer",
+        "clean_up_tokenization_spaces": False,
+        **special_tokens,
+    }
+    if TOKENIZER in copied_files:
+        values["tokenizer_class"] = "PreTrainedTokenizerFast"
+    length = settings.get("max_position_embeddings", settings.get("n_positions"))
+    if length is not None:
+        values["model_max_length"] = length
+    _write_json(folder, TOKENIZER_CONFIG, values)
+    if SPECIAL_TOKENS in copied_files:
+        return [TOKENIZER_CONFIG]
+    _write_json(folder, SPECIAL_TOKENS, special_tokens)
+    return [TOKENIZER_CONFIG, SPECIAL_TOKENS]
 
 
 def _write_json(folder: Directory, name: str, value: Mapping[str, Any]) -> None:

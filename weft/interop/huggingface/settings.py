@@ -7,9 +7,15 @@ from typing import Any
 from weft import errors, functional, hierarchy
 
 ACTIVATIONS = {
-    **{"silu": "nn.silu", "swish": "nn.silu", "relu": "nn.relu", "gelu": "exact_gelu"},
-    **{"gelu_new": "nn.gelu", "gelu_pytorch_tanh": "nn.gelu", "quick_gelu": "quick_gelu"},
+    "silu": "nn.silu",
+    "swish": "nn.silu",
+    "relu": "nn.relu",
+    "gelu": "exact_gelu",
+    "gelu_new": "nn.gelu",
+    "gelu_pytorch_tanh": "nn.gelu",
+    "quick_gelu": "quick_gelu",
 }
+"""Activations of Weft by their names in `config.json`; the first name of each is written."""
 
 MAX_SIZE = 2**31 - 1
 MAX_WIDTH = 2**24  # of heads and features: index arrays have as many elements
@@ -119,13 +125,14 @@ class Settings:
             raise self.refusal("rope_parameters", values, "can be an object")
         rope = Settings(values, f"{self.source}: rope_parameters")
         rope.require("partial_rotary_factor", 1, 1.0)
-        kind = values.get("rope_type", values.get("type", "default"))
-        if not (isinstance(kind, str) and kind in _ROTARY):
-            raise rope.refusal("rope_type", kind, f"can be {' or '.join(map(repr, _ROTARY))}")
-        theta = rope.number("rope_theta", self.number("rope_theta", 10000.0, least=1.0), least=1.0)
+        rope_type = values.get("rope_type", values.get("type", "default"))
+        if not (isinstance(rope_type, str) and rope_type in _ROTARY):
+            raise rope.refusal("rope_type", rope_type, f"can be {' or '.join(map(repr, _ROTARY))}")
+        default_theta = self.number("rope_theta", 10000.0, least=1.0)
+        theta = rope.number("rope_theta", default_theta, least=1.0)
         length = self.size("max_position_embeddings", 2048, most=MAX_SIZE)
-        length = rope.size("original_max_position_embeddings", length, most=MAX_SIZE)
-        return _ROTARY[kind](rope, length).set(theta=theta)
+        original_length = rope.size("original_max_position_embeddings", length, most=MAX_SIZE)
+        return _ROTARY[rope_type](rope, original_length).set(theta=theta)
 
 
 def _plain(rope: Settings, length: int) -> Any:
