@@ -40,11 +40,11 @@ def virtual_devices() -> int:
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if platforms and "cpu" not in platforms.split(","):
         return 1
-    flag = r"--xla_force_host_platform_device_count=(\d+)"
-    counts = re.findall(flag, os.environ.get("XLA_FLAGS", ""))
     configured: int = jax.config.values[_SETTING]
     if configured > 0:
         return configured
+    flag = r"--xla_force_host_platform_device_count=(\d+)"
+    counts = re.findall(flag, os.environ.get("XLA_FLAGS", ""))
     return int(counts[-1]) if counts else 1
 
 
@@ -56,16 +56,16 @@ def missing_threads() -> str | None:
     devices, threads = virtual_devices(), os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         threads = len(os.sched_getaffinity(0))
-    given = os.environ.get(_VARIABLE, "")
-    if given.isdigit():
-        threads = int(given)
+    variable = os.environ.get(_VARIABLE, "")
+    if variable.isdigit():
+        threads = int(variable)
     if threads >= devices:
         return None
+    assignment = f"{_VARIABLE}={THREADS_PER_DEVICE * devices}"
     return (
         f"{devices} virtual CPU devices share {threads} threads, so their collective operations "
-        f"may wait for each other forever. Set {_VARIABLE}={THREADS_PER_DEVICE * devices} in the "
-        "environment before JAX uses a device, as in "
-        f"`{_VARIABLE}={THREADS_PER_DEVICE * devices} python train.py`, or use fewer devices."
+        f"may wait for each other forever. Set {assignment} in the environment before JAX uses a "
+        f"device, as in `{assignment} python train.py`, or use fewer devices."
     )
 
 
@@ -89,13 +89,13 @@ def _say(advice: str) -> None:
 
 
 def _has_devices() -> bool:
-    before = jax.config.values[_SETTING]
+    number = jax.config.values[_SETTING]
     try:
         # Once JAX has made its devices, it refuses another number; it has no question for that.
         jax.config.update(_SETTING, virtual_devices() + 1)
     except RuntimeError:
         return True
-    jax.config.update(_SETTING, before)
+    jax.config.update(_SETTING, number)
     return False
 
 
@@ -132,8 +132,8 @@ class FirstStepWatch:
         for end in (reader, writer):
             os.set_blocking(end, False)
             self._exit.callback(os.close, end)
-        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        self._exit.callback(signal.set_wakeup_fd, before)
+        previous_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self._exit.callback(signal.set_wakeup_fd, previous_fd)
         thread = threading.Thread(target=self._watch, args=(reader,), daemon=True)
         thread.start()
         self._exit.callback(thread.join)
@@ -150,17 +150,21 @@ class FirstStepWatch:
         self._ended.set()
 
     def _watch(self, signals: int) -> None:
-        started, stop, stopped_at, was_said = time.monotonic(), 0, 0.0, False
+        started_at, is_advice_printed = time.monotonic(), False
+        stop_signal, stop_deadline = 0, 0.0
         while not self._ended.wait(_POLL_SECONDS):
-            now = time.monotonic()
-            if not stop and (stop := _stop_signal(signals)):
-                stopped_at = now
-            if stop and now - stopped_at > _STOP_SECONDS:
+            current_time = time.monotonic()
+            if not stop_signal:
+                stop_signal = _stop_signal(signals)
+                stop_deadline = current_time + _STOP_SECONDS
+            elif current_time > stop_deadline:
+                # The main thread may never run its handler.
                 print_error(f"The first step is stopped while it waits. {self._advice}")
-                os._exit(128 + stop)
-            if now - started > _ADVICE_SECONDS and not was_said:
-                was_said = True
-                print_error(f"The first step takes {now - started:.0f} s. {self._advice}")
+                os._exit(128 + stop_signal)
+            waited_seconds = current_time - started_at
+            if waited_seconds > _ADVICE_SECONDS and not is_advice_printed:
+                is_advice_printed = True
+                print_error(f"The first step takes {waited_seconds:.0f} s. {self._advice}")
 
 
 def _stop_signal(signals: int) -> int:
@@ -169,5 +173,7 @@ def _stop_signal(signals: int) -> int:
         numbers = os.read(signals, 64)
     except BlockingIOError:
         return 0
-    stopping = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    return next((number for number in numbers if number in stopping), 0)
+    for number in numbers:
+        if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            return number
+    return 0

@@ -158,9 +158,9 @@ class Peers:
             ProcessLostError: if one is gone.
         """
         self._point += 1
-        sent = None if request is None else _clip_request(request())
-        at = {"at": self._point, "within": within_seconds, "waits": request is None}
-        self._send_to_coordinator(at | {"request": sent})
+        sent_request = None if request is None else _clip_request(request())
+        arrival = {"at": self._point, "within": within_seconds, "waits": request is None}
+        self._send_to_coordinator(arrival | {"request": sent_request})
         while True:
             # Read first: process 0 may have let all continue before it left.
             coordinator_left = self._id != 0 and 0 in self._lost
@@ -173,10 +173,10 @@ class Peers:
             if coordinator_left:
                 self._on_lost(0, "has ended before the others")
             alive()
-            if request is not None and sent is None:
-                sent = _clip_request(request())
-                if sent is not None:
-                    self._send_to_coordinator(at | {"request": sent})
+            if request is not None and sent_request is None:
+                sent_request = _clip_request(request())
+                if sent_request is not None:
+                    self._send_to_coordinator(arrival | {"request": sent_request})
 
     def from_first(self, data: bytes, alive: Callable[[], None] = lambda: None) -> bytes:
         """Returns the bytes that process 0 has passed, in all processes.
@@ -254,35 +254,45 @@ class Peers:
 
     def _read_messages(self, selector: selectors.BaseSelector) -> None:
         """Reads until this process ends and the others have closed their side."""
-        buffers = dict.fromkeys(self._connections, b"")
-        pulse, beat, sent = self._heartbeat_timeout / 4, 0.0, None
-        pause, looked = min(pulse, _ACTIVITY_SECONDS), time.monotonic()
+        incomplete_lines = dict.fromkeys(self._connections, b"")
+        heartbeat_seconds = self._heartbeat_timeout / 4
+        pause = min(heartbeat_seconds, _ACTIVITY_SECONDS)
+        last_heartbeat, sent_activity = 0.0, None
+        previous_time = time.monotonic()
         while self._open or not self._is_ending:
             for key, _ in selector.select(pause):
-                lines = self._read(key.data, buffers)
+                lines = self._read(key.data, incomplete_lines)
                 for line in lines or ():
                     if not self._is_ending:
                         self._on_line(key.data, line)
                 if lines is None:
                     selector.unregister(key.fileobj)
                     self._on_closed(key.data)
-            now = time.monotonic()
-            away, looked = now - looked - pause, now
+            current_time = time.monotonic()
+            away_seconds = current_time - previous_time - pause
+            previous_time = current_time
             if self._is_ending:
                 continue
-            if away > pulse:  # this process was stopped; the others need not have been silent
-                with self._changed:
-                    self._heard = {i: min(at + away, now) for i, at in self._heard.items()}
-                    if self._first_arrival is not None:
-                        self._first_arrival = min(self._first_arrival + away, now)
+            if away_seconds > heartbeat_seconds:
+                self._forgive(away_seconds, current_time)
             # Sent soon if the activity has changed, since the process may freeze during it.
-            due = _ACTIVITY_SECONDS if self.doing != sent else pulse
-            if now - beat >= min(due, pulse):
-                beat, sent = now, self.doing
-                self._send(self._connections.values(), {"alive": _clip_text(sent)})
-            self._check_timeouts(now)
+            due_seconds = heartbeat_seconds
+            if self.doing != sent_activity:
+                due_seconds = min(_ACTIVITY_SECONDS, heartbeat_seconds)
+            if current_time - last_heartbeat >= due_seconds:
+                last_heartbeat, sent_activity = current_time, self.doing
+                self._send(self._connections.values(), {"alive": _clip_text(sent_activity)})
+            self._check_timeouts(current_time)
 
-    def _read(self, index: int, buffers: dict[int, bytes]) -> list[bytes] | None:
+    def _forgive(self, away_seconds: float, current_time: float) -> None:
+        """Moves deadlines after this process was stopped; the others need not have been silent."""
+        with self._changed:
+            for index, heard_at in self._heard.items():
+                self._heard[index] = min(heard_at + away_seconds, current_time)
+            if self._first_arrival is not None:
+                self._first_arrival = min(self._first_arrival + away_seconds, current_time)
+
+    def _read(self, index: int, incomplete_lines: dict[int, bytes]) -> list[bytes] | None:
         """Returns the lines that have come from a process; None at the end."""
         try:
             data = self._connections[index].recv(MAX_LINE_BYTES)
@@ -291,8 +301,9 @@ class Peers:
         if not data:
             return None
         self._heard[index] = time.monotonic()
-        *lines, rest = (buffers[index] + data).split(b"\n")
-        buffers[index] = rest[: MAX_LINE_BYTES + 1]  # enough to know that it is too long
+        *lines, incomplete_line = (incomplete_lines[index] + data).split(b"\n")
+        # One byte more than allowed is enough to know that it is too long.
+        incomplete_lines[index] = incomplete_line[: MAX_LINE_BYTES + 1]
         return lines
 
     def _on_closed(self, index: int) -> None:
@@ -344,37 +355,44 @@ class Peers:
                 self._parts.clear()
                 self._changed.notify_all()
 
-    def _check_timeouts(self, now: float) -> None:
-        for index, heard in self._heard.items():
-            if index not in self._lost and now - heard > self._heartbeat_timeout:
-                self._on_lost(index, f"has sent nothing for {now - heard:.0f} s")
+    def _check_timeouts(self, current_time: float) -> None:
+        for index, heard_at in self._heard.items():
+            silent_seconds = current_time - heard_at
+            if index not in self._lost and silent_seconds > self._heartbeat_timeout:
+                self._on_lost(index, f"has sent nothing for {silent_seconds:.0f} s")
+        missing: list[int] = []
         with self._changed:
-            if self._id or self._first_arrival is None:
+            if self._id != 0 or self._first_arrival is None:
                 return
-            waited = now - self._first_arrival
-            furthest = max(self._reached_points.values())
-            missing = [i for i, at in self._reached_points.items() if at < furthest]
-        ended = [i for i in missing if i in self._lost]
-        if ended:
-            self._on_lost(ended[0], "has ended before the others")
-        elif missing and self._time_limit is not None and waited > self._time_limit:
+            waited_seconds = current_time - self._first_arrival
+            furthest_point = max(self._reached_points.values())
+            for index, point in self._reached_points.items():
+                if point < furthest_point:
+                    missing.append(index)
+        if not missing:
+            return
+        for index in missing:
+            if index in self._lost:
+                self._on_lost(index, "has ended before the others")
+                return
+        if self._time_limit is not None and waited_seconds > self._time_limit:
             text = (
                 f"not ready within {self._time_limit:g} s: {self._describe_missing(missing)}. "
                 "All others were waiting. If it is not frozen, its log has the stacks of its "
                 "threads."
             )
             self._fail(text, late=True, missing=missing)
-        elif missing and min(waited, now - self._late_logged_at) > _LATE_LOG_SECONDS:
-            self._late_logged_at = now
-            described = self._describe_missing(missing)
-            logger.warning("after %.0f s still waiting for %s", waited, described)
+        elif min(waited_seconds, current_time - self._late_logged_at) > _LATE_LOG_SECONDS:
+            self._late_logged_at = current_time
+            description = self._describe_missing(missing)
+            logger.warning("after %.0f s still waiting for %s", waited_seconds, description)
 
     def _describe_missing(self, missing: list[int]) -> str:
         # A time limit that another process has sent may end while process 0 itself is late.
         names = {0: "process 0"} | self._names
-        doing = self._activities | {0: self.doing}
-        described = [f"{names[i]}, which is {doing[i]}" for i in missing]
-        return join_first(described, _MAX_LATE_SHOWN, "; ")
+        activities = self._activities | {0: self.doing}
+        descriptions = [f"{names[index]}, which is {activities[index]}" for index in missing]
+        return join_first(descriptions, _MAX_LATE_SHOWN, "; ")
 
     # Process 0, which coordinates all.
 
@@ -385,11 +403,12 @@ class Peers:
             self._send([self._connections[0]], {"alive": _clip_text(self.doing)}, message)
 
     def _on_arrival(self, index: int, message: dict[str, Any]) -> None:
+        point = message["at"]
         with self._changed:
             # A request that comes after all have continued counts for the next point.
-            is_new = message["at"] > self._released_point
+            is_new = point > self._released_point
             if is_new:
-                self._reached_points[index] = message["at"]
+                self._reached_points[index] = point
                 self._time_limit = message.get("within")
                 if self._first_arrival is None:
                     self._first_arrival = time.monotonic()
@@ -397,22 +416,31 @@ class Peers:
             if request is not None:
                 self._requests[index] = self._pending_request = request
                 self._broadcast({"asked": request})
-            if is_new and min(self._reached_points.values()) == message["at"]:
-                go: dict[str, Any] = {"go": message["at"]}
-                if not message.get("waits"):
-                    requests = sorted(
-                        self._requests.values(), key=lambda r: _REQUEST_KINDS.index(r.kind)
-                    )
-                    self._agreed_request = requests[0] if requests else None
-                    self._requests, self._pending_request = {}, None
-                    go["stop"] = self._agreed_request
-                self._first_arrival = None
-                self._broadcast(go)
-                self._released_point = message["at"]
-                self._changed.notify_all()
+            if is_new and min(self._reached_points.values()) == point:
+                self._release(point, with_requests=not message.get("waits"))
+
+    def _release(self, point: int, *, with_requests: bool) -> None:
+        """Lets all processes continue after a point; `with_requests` if they agree there."""
+        go: dict[str, Any] = {"go": point}
+        if with_requests:
+            self._agreed_request = min(
+                self._requests.values(),
+                key=lambda request: _REQUEST_KINDS.index(request.kind),
+                default=None,
+            )
+            self._requests, self._pending_request = {}, None
+            go["stop"] = self._agreed_request
+        self._first_arrival = None
+        self._broadcast(go)
+        self._released_point = point
+        self._changed.notify_all()
 
     def _broadcast(self, message: dict[str, Any]) -> None:
-        self._send([c for i, c in self._connections.items() if i not in self._lost], message)
+        connections: list[socket.socket] = []
+        for index, connection in self._connections.items():
+            if index not in self._lost:
+                connections.append(connection)
+        self._send(connections, message)
 
     def _send(self, connections: Iterable[socket.socket], *messages: dict[str, Any]) -> None:
         with self._sending:
@@ -429,9 +457,9 @@ class Peers:
 
     # Ends.
 
-    def _on_lost(self, index: int, how: str) -> None:
+    def _on_lost(self, index: int, event: str) -> None:
         self._lost.add(index)
-        text = f"{self._names[index]} {how.rstrip('.')}. This process cannot continue without it."
+        text = f"{self._names[index]} {event.rstrip('.')}. This process cannot continue without it."
         self._fail(text, late=False)
 
     def _fail(self, text: str, *, late: bool, missing: Collection[int] = ()) -> None:
@@ -445,13 +473,16 @@ class Peers:
         with self._changed:
             if self._is_ending:
                 return
-            seconds = self._end_seconds * (_EARLIER_FACTOR if self._id else 1)
+            seconds = self._end_seconds
+            if self._id != 0:
+                seconds *= _EARLIER_FACTOR
             timer = threading.Timer(seconds, self._force_exit, args=(text,))
             timer.daemon = True
             timer.start()
             if self._id in missing:  # before the main thread continues
                 print_error(dump_stacks())
-            self._failure = (ProcessesNotReadyError if late else ProcessLostError)(text)
+            error_type = ProcessesNotReadyError if late else ProcessLostError
+            self._failure = error_type(text)
             self._changed.notify_all()
         logger.error("%s", text)
 
@@ -462,8 +493,9 @@ class Peers:
 
 def send_messages(connection: socket.socket, *messages: Mapping[str, Any]) -> None:
     """Sends messages as lines of JSON; the loss of the connection is noticed when reading."""
+    lines = "".join(f"{json.dumps(message)}\n" for message in messages)
     with contextlib.suppress(OSError):
-        connection.sendall(b"".join(json.dumps(message).encode() + b"\n" for message in messages))
+        connection.sendall(lines.encode())
 
 
 def decode_message(line: bytes) -> dict[str, Any]:
@@ -480,11 +512,14 @@ def decode_message(line: bytes) -> dict[str, Any]:
         message = parse_json(line)
     except ValueError:
         return {}
-    if isinstance(message, dict) and all(
-        name in _FIELDS and _FIELDS[name](value) for name, value in message.items()
-    ):
-        return {name: _escape_text(value) for name, value in message.items()}
-    return {}
+    if not isinstance(message, dict):
+        return {}
+    escaped: dict[str, Any] = {}
+    for name, value in message.items():
+        if name not in _FIELDS or not _FIELDS[name](value):
+            return {}
+        escaped[name] = _escape_text(value)
+    return escaped
 
 
 def _escape_text(value: object) -> object:
@@ -514,9 +549,9 @@ def _is_stop_request(value: object) -> bool:
 
 
 def _is_time_limit(value: object) -> bool:
-    return value is None or (
-        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-    )
+    if isinstance(value, bool):
+        return False
+    return value is None or (isinstance(value, int | float) and 0 <= value < math.inf)
 
 
 # The fields of messages, including those of the rendezvous.

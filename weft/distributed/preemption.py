@@ -43,6 +43,7 @@ from weft.errors import (
     UndefinedLossException,
 )
 from weft.input import PrefetchingIterator
+from weft.typing import PyTree
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +93,8 @@ class GracefulStop:
         self._peers = peers
         self._report = report
         self._patience_seconds = patience_seconds
-        self._within: float | None = None
-        self._now = "starting"
+        self._barrier_seconds: float | None = None  # how long a barrier waits, None for no limit
+        self._activity = "starting"
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> "GracefulStop":
@@ -123,19 +124,16 @@ class GracefulStop:
 
         Raises ProcessLostError if one is gone.
         """
-        what = "waiting for what process 0 has"
-        return (
-            data
-            if self._peers is None
-            else self._peers.from_first(data, lambda: self._report(what))
-        )
+        if self._peers is None:
+            return data
+        return self._peers.from_first(data, lambda: self._report("waiting for what process 0 has"))
 
-    def doing(self, what: str) -> None:
+    def doing(self, activity: str) -> None:
         """Announces the current activity to the watchdog and the other processes."""
-        self._now = what
+        self._activity = activity
         if self._peers is not None:
-            self._peers.doing = what
-        self._report(what)
+            self._peers.doing = activity
+        self._report(activity)
 
     @property
     def stop_requested(self) -> bool:
@@ -146,13 +144,17 @@ class GracefulStop:
         return self.signal_name is not None or self._peers.requested is not None
 
     def agreed(
-        self, doing: str, own: StopRequest | None = None, *, within_seconds: float | None = None
+        self,
+        doing: str,
+        own_request: StopRequest | None = None,
+        *,
+        within_seconds: float | None = None,
     ) -> StopRequest | None:
         """Returns why all processes stop here, or None. All must call it equally often.
 
         Args:
             doing: the next activity.
-            own: why this process requests to stop, in addition to a signal.
+            own_request: why this process requests to stop; it takes precedence over a signal.
             within_seconds: how long the first process waits here for the last.
 
         Raises:
@@ -161,9 +163,9 @@ class GracefulStop:
         """
 
         def request() -> StopRequest | None:
-            if own is None and self.signal_name is not None:
+            if own_request is None and self.signal_name is not None:
                 return StopRequest("signal", self.signal_name)
-            return own
+            return own_request
 
         if self._peers is None:
             self.doing(doing)
@@ -190,23 +192,25 @@ class GracefulStop:
             ProcessesNotReadyError: if one takes longer than another by more than the patience.
             ProcessLostError: if one is gone.
         """
-        before = self._now, self._within
+        outer_activity, outer_limit = self._activity, self._barrier_seconds
         self.doing(doing)
-        self._within = self._patience_seconds
+        self._barrier_seconds = self._patience_seconds
         try:
             yield
             self.barrier()
         finally:
-            self._within = before[1]
-        self.doing(before[0])
+            self._barrier_seconds = outer_limit
+        self.doing(outer_activity)
 
     def barrier(self) -> None:
         """Waits for all processes; within `barrier_after`, no longer than its patience."""
         if self._peers is None:
             return
-        what = f"waiting for the other processes while {self._now}"
-        self._peers.agree(None, within_seconds=self._within, alive=lambda: self._report(what))
-        self._report(self._now)
+        activity = f"waiting for the other processes while {self._activity}"
+        self._peers.agree(
+            None, within_seconds=self._barrier_seconds, alive=lambda: self._report(activity)
+        )
+        self._report(self._activity)
 
     # Waiting.
 
@@ -216,17 +220,17 @@ class GracefulStop:
         batches: PrefetchingIterator,
         doing: str,
         *,
-        own: StopRequest | None = None,
+        own_request: StopRequest | None = None,
         within_seconds: float | None = None,
-    ) -> Iterator[Any]:
+    ) -> Iterator[PyTree]:
         """Yields the next batch; at the end of the block, all processes agree on using theirs.
 
         If they stop, or one fails in its block, all raise StopRun, and no batch is consumed. With
-        a request to stop of its `own`, this process does not wait for its batch.
+        a request to stop of its own, this process does not wait for its batch.
         """
-        error = None
+        error: Exception | None = None
         is_ready = False
-        while own is None:
+        while own_request is None:
             is_ready = batches.ready(_POLL_SECONDS)
             if is_ready or self.stop_requested:
                 break
@@ -234,20 +238,25 @@ class GracefulStop:
             try:
                 yield batches.peek()
             except StopIteration:
-                own = StopRequest("end", "input ended")
+                own_request = StopRequest("end", "input ended")
             except Exception as raised:
-                where = f"process {jax.process_index()} of {jax.process_count()} has failed"
-                own = StopRequest("error", f"{where}: {type(raised).__name__}: {raised}")
                 error = raised
-        stop = self.agreed(doing, own, within_seconds=within_seconds)
+                own_request = StopRequest(
+                    "error",
+                    f"process {jax.process_index()} of {jax.process_count()} has failed: "
+                    f"{type(raised).__name__}: {raised}",
+                )
+        stop = self.agreed(doing, own_request, within_seconds=within_seconds)
         if stop is None:
             next(batches)
             return
-        if stop.kind == "error" and error is None:
+        if stop.kind != "error":
+            raise StopRun(stop)
+        if error is None:
             error = ProcessLostError(
                 f"{stop.text.rstrip('.')}. The training up to this point is saved."
             )
-        raise StopRun(stop, error if stop.kind == "error" else None)
+        raise StopRun(stop, error)
 
     def compile(self, lowered: jax.stages.Lowered) -> None:
         """Compiles a program, unless a process requests to stop before it is done.
@@ -270,14 +279,17 @@ class GracefulStop:
         compiler's error if it fails here.
         """
         self.doing(f"compiling {name}")
-        failure, own = None, None
+        failure: Exception | None = None
+        own_request: StopRequest | None = None
         try:
             self.compile(lowered)
         except Exception as error:
-            failure, own = error, StopRequest("error", f"compiling {name}: {error}")
-        stop = self.agreed(f"computing {name}", own, within_seconds=self._patience_seconds)
-        stop = stop or own
-        return None if stop is None else StopRun(stop, failure)
+            failure, own_request = error, StopRequest("error", f"compiling {name}: {error}")
+        agreed_request = self.agreed(
+            f"computing {name}", own_request, within_seconds=self._patience_seconds
+        )
+        request = agreed_request or own_request
+        return None if request is None else StopRun(request, failure)
 
 
 class InterruptibleJit:
@@ -291,15 +303,16 @@ class InterruptibleJit:
         self._jitted, self._name = jitted, name
         self._compiled: set[tuple] = set()
 
-    def __call__(self, *args: object) -> Any:
-        if _ACTIVE.top is not None:
-            leaves, tree = jax.tree.flatten(args)
-            signature = (tree, *((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves))
-            if signature not in self._compiled:
-                stop = _ACTIVE.top.compile_on_all(self._jitted.lower(*args), self._name)
-                if stop is not None:
-                    raise stop
-                self._compiled.add(signature)
+    def __call__(self, *args: PyTree) -> Any:
+        stop = _ACTIVE.top
+        if stop is not None:
+            leaves, structure = jax.tree.flatten(args)
+            types = tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves)
+            if (structure, types) not in self._compiled:
+                end_of_run = stop.compile_on_all(self._jitted.lower(*args), self._name)
+                if end_of_run is not None:
+                    raise end_of_run
+                self._compiled.add((structure, types))
         return self._jitted(*args)
 
 
@@ -330,10 +343,12 @@ def compile_unless_stopped(lowered: jax.stages.Lowered, name: str) -> bool:
     It returns False if the run is about to stop, or if another process cannot compile it, and
     raises the compiler's error in this process.
     """
-    stop = None if _ACTIVE.top is None else _ACTIVE.top.compile_on_all(lowered, name)
-    if stop is not None and stop.error is not None:
-        raise stop.error
-    return stop is None
+    if _ACTIVE.top is None:
+        return True
+    end_of_run = _ACTIVE.top.compile_on_all(lowered, name)
+    if end_of_run is not None and end_of_run.error is not None:
+        raise end_of_run.error
+    return end_of_run is None
 
 
 def barrier_after(doing: str) -> contextlib.AbstractContextManager[None]:
@@ -365,16 +380,16 @@ def batches_until_stopped(
         getattr(iterator, "close", lambda: None)()
 
 
-def _until_stopped(stop: GracefulStop, batches: PrefetchingIterator, name: str) -> Iterator[Any]:
-    for n in itertools.count(1):
-        stop.doing(f"waiting for batch {n} of {name}")
+def _until_stopped(stop: GracefulStop, batches: PrefetchingIterator, name: str) -> Iterator[PyTree]:
+    for number in itertools.count(1):
+        stop.doing(f"waiting for batch {number} of {name}")
         try:
-            with stop.next_batch(batches, f"running batch {n} of {name}") as batch:
+            with stop.next_batch(batches, f"running batch {number} of {name}") as batch:
                 pass
-        except StopRun as stopped:
-            if stopped.error is not None:
-                raise stopped.error from None
-            if stopped.request.kind == "end":
+        except StopRun as end_of_run:
+            if end_of_run.error is not None:
+                raise end_of_run.error from None
+            if end_of_run.request.kind == "end":
                 return
             raise
         yield batch
@@ -448,5 +463,5 @@ class DelayedMax:
         all_numbers = jax.make_array_from_process_local_data(sharding, local_numbers)
         # JAX caches the compiled reduction by the function and its sharding.
         largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
-        before, self._pending = self._pending, largest(all_numbers)
-        return 0 if before is None else int(before)
+        previous, self._pending = self._pending, largest(all_numbers)
+        return 0 if previous is None else int(previous)

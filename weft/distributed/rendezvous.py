@@ -23,6 +23,7 @@ is compared later, in `weft.trainer.agreement`.
 import contextlib
 import hashlib
 import hmac
+import itertools
 import json
 import logging
 import os
@@ -58,8 +59,12 @@ _WRONG_TOKEN = (
 
 logger = logging.getLogger(__name__)
 
-# Connections to other processes and their names, by index.
-_Joined = tuple[dict[int, socket.socket], dict[int, str]]
+
+class _Joined(NamedTuple):
+    """Connections to other processes and their names, by index."""
+
+    connections: dict[int, socket.socket]
+    names: dict[int, str]
 
 
 def rendezvous(
@@ -89,14 +94,15 @@ def rendezvous(
     host = host.strip("[]")
     if process_id == 0:
         # A rendezvous on this machine need not be visible to others.
-        here = host in ("localhost", "::1") or host.startswith("127.")
+        is_local = host in ("localhost", "::1") or host.startswith("127.")
+        server_address = (host if is_local else "", int(port))
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            server = socket.create_server((host if here else "", int(port)), family=family)
+            server = socket.create_server(server_address, family=family)
         except OSError as error:
-            why = str(error.strerror).partition(" (")[0]  # without the address
+            cause = str(error.strerror).partition(" (")[0]  # without the address
             raise CoordinatorNotFoundError(
-                f"process 0 of {num_processes} cannot listen at {address}: {why}. If another "
+                f"process 0 of {num_processes} cannot listen at {address}: {cause}. If another "
                 "program has taken the port, choose another one for all processes."
             ) from error
         with server:
@@ -112,24 +118,26 @@ def connect_peers(timeout_seconds: float) -> peers.Peers | None:
     The first exchange uses JAX, which would wait forever: if some processes do not join it in time,
     this process prints an error and exits. Returns None if there is one process only.
     """
-    if jax.process_count() == 1:
-        return None
     count, index = jax.process_count(), jax.process_index()
-    if index:
+    if count == 1:
+        return None
+    if index != 0:
         hosts, port, token = _broadcast(None, timeout_seconds)
         addresses = [(host, port) for host in hosts]
         return peers.Peers(index, *_join(addresses, index, count, token, timeout_seconds))
     with socket.create_server(("", 0)) as server:
-        name, port, token = socket.gethostname(), server.getsockname()[1], secrets.token_hex(16)
-        own_address = name
+        host, port, token = socket.gethostname(), server.getsockname()[1], secrets.token_hex(16)
+        hosts = [host, host]
+        # Others may not know the name, and the name may be an address that only this host has.
         with contextlib.suppress(OSError):
-            own_address = socket.gethostbyname(name)
-        _broadcast([[own_address, name], port, token], timeout_seconds)
-        address = f"{name}:{port}"
-        return peers.Peers(0, *_accept_all(server, count, token, timeout_seconds, address))
+            hosts[0] = socket.gethostbyname(host)
+        _broadcast([hosts, port, token], timeout_seconds)
+        joined = _accept_all(server, count, token, timeout_seconds, f"{host}:{port}")
+        return peers.Peers(0, *joined)
 
 
 def _broadcast(value: list | None, timeout_seconds: float) -> list:
+    """Returns the value of process 0, in all processes."""
     timer = threading.Timer(timeout_seconds, _exit_on_timeout, args=(timeout_seconds,))
     timer.daemon = True
     timer.start()
@@ -164,13 +172,13 @@ def _accept_all(
         stack.callback(acceptor.close)
         deadline = time.monotonic() + timeout_seconds
         while len(acceptor.names) < count:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining_seconds = deadline - time.monotonic()
+            if remaining_seconds <= 0:
                 text = _missing_text(acceptor.names, count, address, timeout_seconds)
                 for connection in acceptor.connections.values():
                     _answer(connection, refused=text)
                 raise ProcessesNotReadyError(text)
-            for key, _ in selector.select(min(left, _HELLO_SECONDS)):
+            for key, _ in selector.select(min(remaining_seconds, _HELLO_SECONDS)):
                 acceptor.take(key.data)
             acceptor.drop_silent()
             if acceptor.difference is not None:
@@ -178,10 +186,10 @@ def _accept_all(
                     _answer(connection, differs=acceptor.difference)
                 raise ProcessesDifferError(acceptor.difference)
         connections, names = acceptor.connections, acceptor.names
-        acceptor.connections = {}
+        acceptor.connections = {}  # those that remain open
     for index, connection in connections.items():
         _answer(connection, welcome=names[0], proof=acceptor.proofs[index])
-    return connections, names
+    return _Joined(connections, names)
 
 
 def _proof(token: str, purpose: str, *facts: str | int) -> str:
@@ -196,7 +204,7 @@ def _is_equal(proof: str, expected: str) -> bool:
 
 def versions() -> str:
     """Returns the versions that all processes of a run must have in common."""
-    python = ".".join(map(str, sys.version_info[:2]))
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
     jaxlib = version("jaxlib")
     return f"weft {weft.__version__}, jax {jax.__version__}, jaxlib {jaxlib}, Python {python}"
 
@@ -246,16 +254,18 @@ class _Acceptor:
             connection, _ = self._server.accept()
             connection.setblocking(False)
             if len(self._pending) >= _MAX_PENDING:
-                self._drop(next(iter(self._pending)))  # the oldest one
-            self._pending[connection] = _Pending(time.monotonic(), secrets.token_hex(16), b"")
-            peers.send_messages(connection, {"challenge": self._pending[connection].challenge})
+                oldest_connection = next(iter(self._pending))
+                self._drop(oldest_connection)
+            challenge = secrets.token_hex(16)
+            self._pending[connection] = _Pending(time.monotonic(), challenge, b"")
+            peers.send_messages(connection, {"challenge": challenge})
             self._selector.register(connection, selectors.EVENT_READ, connection)
 
     def drop_silent(self) -> None:
         """Closes connections that have not identified themselves in time."""
-        now = time.monotonic()
+        earliest_start = time.monotonic() - _HELLO_SECONDS
         for connection, pending in list(self._pending.items()):
-            if now - pending.since > _HELLO_SECONDS:
+            if pending.since < earliest_start:
                 self._drop(connection)
 
     def _read(self, connection: socket.socket) -> None:
@@ -266,10 +276,8 @@ class _Acceptor:
         except OSError:
             data = b""
         if connection not in self._pending:
-            if not data:  # killed before all had joined; another one may take its place
-                (index,) = (i for i, c in self.connections.items() if c is connection)
-                logger.warning("%s ended before all others came", self.names.pop(index))
-                self._drop(self.connections.pop(index))
+            if not data:
+                self._on_end_of_joined(connection)
             return
         pending = self._pending[connection]
         line = pending.line + data
@@ -280,18 +288,25 @@ class _Acceptor:
         else:
             self._pending[connection] = pending._replace(line=line)
 
+    def _on_end_of_joined(self, ended: socket.socket) -> None:
+        """Forgets a process that was killed before all had joined; another may take its place."""
+        for index, connection in list(self.connections.items()):
+            if connection is ended:
+                logger.warning("%s ended before all others came", self.names.pop(index))
+                self._drop(self.connections.pop(index))
+
     def _admit(self, connection: socket.socket, hello: dict[str, Any]) -> None:
-        index, of = hello.get("process"), hello.get("of")
-        if index is None or of is None:
+        index, its_count = hello.get("process"), hello.get("of")
+        if index is None or its_count is None:
             self._drop(connection)  # not a process of a run
             return
-        facts = (self._pending[connection].challenge, hello.get("challenge", ""), index, of)
+        own_challenge, its_challenge = self._pending[connection].challenge, hello.get("challenge")
+        facts = (own_challenge, its_challenge or "", index, its_count)
         if not _is_equal(hello.get("proof", ""), _proof(self._token, "join", *facts)):
             logger.warning("refused a process with a wrong token or without one")
             self._refuse(connection, _WRONG_TOKEN)
             return
-        host, pid = hello.get("host", "?"), hello.get("pid", "?")
-        name = _process_name(index, self._count, host, pid)
+        name = _process_name(index, self._count, hello.get("host", "?"), hello.get("pid", "?"))
         if hello.get("versions") != versions():
             self.difference = (
                 f"{name} has {hello.get('versions', 'another version of Weft')}, but "
@@ -300,8 +315,8 @@ class _Acceptor:
             _answer(connection, differs=self.difference)
             self._drop(connection)
             return
-        if of != self._count or not 0 < index < self._count or index in self.names:
-            text = f"process {index} of {of} came to a run of {self._count} processes"
+        if its_count != self._count or not 0 < index < self._count or index in self.names:
+            text = f"process {index} of {its_count} came to a run of {self._count} processes"
             if index in self.names:
                 text += f", in which {self.names[index]} is there already"
             self._refuse(connection, f"{text}. Give each process its own number.")
@@ -328,30 +343,33 @@ def _answer(connection: socket.socket, **message: str) -> None:
 def _join(
     addresses: Sequence[tuple[str, int]], index: int, count: int, token: str, timeout_seconds: float
 ) -> _Joined:
+    """Joins process 0 at the first of its addresses that leads to it."""
     deadline = time.monotonic() + timeout_seconds
-    attempt, error = 0, None
-    while time.monotonic() < deadline:
+    last_error: OSError | None = None
+    for address in itertools.cycle(addresses):
+        if time.monotonic() >= deadline:
+            break
         with contextlib.ExitStack() as stack:
+            answer: dict[str, Any] = {}
             try:
-                connection = stack.enter_context(
-                    socket.create_connection(addresses[attempt % len(addresses)], timeout=5)
-                )
+                connection = socket.create_connection(address, timeout=5)
+                stack.enter_context(connection)
                 answer = _introduce(connection, index, count, token, deadline)
-            except OSError as failure:
-                answer, error = {}, failure
+            except OSError as error:
+                last_error = error
             if "refused" in answer:
                 raise ProcessesNotReadyError(answer["refused"])
             if "differs" in answer:
                 raise ProcessesDifferError(answer["differs"])
             if "welcome" in answer:
-                stack.pop_all()
-                return {0: connection}, {0: answer["welcome"]}
-        attempt += 1
+                stack.pop_all()  # the connection remains open
+                return _Joined({0: connection}, {0: answer["welcome"]})
         time.sleep(0.1)
+    address_text = " or ".join(f"{host}:{port}" for host, port in addresses)
     raise ProcessesNotReadyError(
-        f"process {index} of {count} could not join process 0 at "
-        f"{' or '.join(f'{host}:{port}' for host, port in addresses)} within "
-        f"{timeout_seconds:g} s ({error}). Check in its log whether it runs and what it waits for."
+        f"process {index} of {count} could not join process 0 at {address_text} within "
+        f"{timeout_seconds:g} s ({last_error}). Check in its log whether it runs and what it waits "
+        "for."
     )
 
 
@@ -359,17 +377,25 @@ def _introduce(
     connection: socket.socket, index: int, count: int, token: str, deadline: float
 ) -> dict[str, Any]:
     """Returns the answer of process 0; {} of what does not prove to be process 0."""
-    theirs = _read_line(connection, _HELLO_SECONDS).get("challenge")
-    if theirs is None:
+    its_challenge = _read_line(connection, _HELLO_SECONDS).get("challenge")
+    if its_challenge is None:
         raise ConnectionError("what listens there is not process 0 of a run of this version")
-    facts = (theirs, secrets.token_hex(16), index, count)
-    hello = {"process": index, "of": count, "challenge": facts[1], "versions": versions()}
-    hello |= {"host": socket.gethostname(), "pid": os.getpid()}
-    peers.send_messages(connection, hello | {"proof": _proof(token, "join", *facts)})
+    own_challenge = secrets.token_hex(16)
+    facts = (its_challenge, own_challenge, index, count)
+    hello = {
+        "process": index,
+        "of": count,
+        "challenge": own_challenge,
+        "versions": versions(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "proof": _proof(token, "join", *facts),
+    }
+    peers.send_messages(connection, hello)
     # Process 0 waits for the others and reports first if they do not come.
     answer = _read_line(connection, deadline - time.monotonic() + _HELLO_SECONDS)
-    expected = _proof(token, "welcome", *facts)
-    if "welcome" in answer and not _is_equal(answer.get("proof", ""), expected):
+    expected_proof = _proof(token, "welcome", *facts)
+    if "welcome" in answer and not _is_equal(answer.get("proof", ""), expected_proof):
         raise ConnectionError("what listens there does not have the token of this run")
     return answer
 
@@ -395,10 +421,12 @@ def _process_name(index: int, count: int, host: str, pid: int | str) -> str:
 
 
 def _missing_text(names: dict[int, str], count: int, address: str, seconds: float) -> str:
-    missing = peers.join_first([str(i) for i in range(count) if i not in names], _MAX_LISTED, ", ")
-    there = peers.join_first([names[i] for i in sorted(names)], _MAX_LISTED, "; ")
-    plural = "processes" if count - len(names) > 1 else "process"
+    missing_indices = [str(index) for index in range(count) if index not in names]
+    missing = peers.join_first(missing_indices, _MAX_LISTED, ", ")
+    present_names = [names[index] for index in sorted(names)]
+    present = peers.join_first(present_names, _MAX_LISTED, "; ")
+    noun = "processes" if len(missing_indices) > 1 else "process"
     return (
-        f"{plural} {missing} of {count} did not come to {address} within {seconds:g} s. Present: "
-        f"{there}. Check in the logs of the missing ones whether they were started."
+        f"{noun} {missing} of {count} did not come to {address} within {seconds:g} s. Present: "
+        f"{present}. Check in the logs of the missing ones whether they were started."
     )

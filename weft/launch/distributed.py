@@ -51,17 +51,19 @@ def process_info(environ: Mapping[str, str]) -> ProcessInfo | None:
     ...           "SLURM_STEP_NODELIST": "gpu[07-08],big1"})
     ProcessInfo(coordinator='gpu07:61457', num_processes=4, process_id=3)
     """
-    slurm = _of_slurm(environ)
+    slurm_values = _slurm_values(environ)
     names = job.COORDINATOR_ADDRESS, job.NUM_PROCESSES, job.PROCESS_ID
-    explicit = {name: environ[name] for name in names if environ.get(name)}
-    if not explicit and (slurm is None or slurm[job.NUM_PROCESSES] == "1"):
+    explicit_values = {name: environ[name] for name in names if environ.get(name)}
+    if not explicit_values and slurm_values.get(job.NUM_PROCESSES, "1") == "1":
         return None
-    if explicit.get(job.NUM_PROCESSES) == "1" and explicit.get(job.PROCESS_ID, "0") == "0":
+    is_first = explicit_values.get(job.PROCESS_ID, "0") == "0"
+    if explicit_values.get(job.NUM_PROCESSES) == "1" and is_first:
         return None
-    values = dict(slurm or {})
+    # By precedence, the least first.
+    values = dict(slurm_values)
     if "JOB_COMPLETION_INDEX" in environ:
         values[job.PROCESS_ID] = environ["JOB_COMPLETION_INDEX"]
-    values |= explicit
+    values |= explicit_values
     missing = [name for name in names if name not in values]
     if missing:
         present = ", ".join(f"{name}={value}" for name, value in values.items())
@@ -91,13 +93,16 @@ def _parse(values: Mapping[str, str]) -> ProcessInfo:
     return ProcessInfo(address, num, index)
 
 
-def _of_slurm(environ: Mapping[str, str]) -> dict[str, str] | None:
-    names = ("JOB_ID", "STEP_NUM_TASKS", "PROCID", "STEP_NODELIST")
-    job_id, num, index, nodes = (environ.get(f"SLURM_{name}", "") for name in names)
-    if not (job_id.isdigit() and num and index and nodes):
-        return None
+def _slurm_values(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the values of the three variables in a step of Slurm; {} outside of one."""
+    job_id = environ.get("SLURM_JOB_ID", "")
+    num_tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
+    index = environ.get("SLURM_PROCID", "")
+    nodes = environ.get("SLURM_STEP_NODELIST", "")
+    if not (job_id.isdigit() and num_tasks and index and nodes):
+        return {}
     address = f"{first_host(nodes)}:{slurm_port(int(job_id))}"
-    return {job.NUM_PROCESSES: num, job.PROCESS_ID: index, job.COORDINATOR_ADDRESS: address}
+    return {job.NUM_PROCESSES: num_tasks, job.PROCESS_ID: index, job.COORDINATOR_ADDRESS: address}
 
 
 def slurm_port(job_id: int) -> int:
@@ -115,9 +120,10 @@ def first_host(node_list: str) -> str:
     >>> first_host("node[003-005,9],big1"), first_host("big1,big2"), first_host("r[1-2]n[5,7]")
     ('node003', 'big1', 'r1n5')
     """
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)
-    assert first is not None
-    return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first[0])
+    # A comma within brackets does not end a part of the list.
+    first_part = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)
+    assert first_part is not None
+    return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first_part[0])
 
 
 @contextlib.contextmanager

@@ -95,6 +95,9 @@ class JobSetJob(job_lib.Job):
     def manifest(self) -> dict[str, Any]:
         """Returns the manifest as plain values."""
         cfg = self.config
+        metadata = self._metadata(cfg.name)
+        if cfg.labels:
+            metadata["labels"] = dict(cfg.labels)
         job = {
             "parallelism": cfg.num_processes,
             "completions": cfg.num_processes,
@@ -104,21 +107,21 @@ class JobSetJob(job_lib.Job):
             "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": _IS_USAGE_ERROR}]},
             "template": {"spec": self._pod()},
         }
+        # A wrong command would fail again.
+        stop_on_usage_error = {
+            "name": "wrongCommand",
+            "action": "FailJobSet",
+            "onJobFailureReasons": ["PodFailurePolicy"],
+        }
         return {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
-            "metadata": self._metadata(cfg.name, labels=dict(cfg.labels)),
+            "metadata": metadata,
             "spec": {
                 "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
                 "failurePolicy": {
                     "maxRestarts": cfg.max_tries - 1,
-                    "rules": [
-                        {
-                            "name": "wrongCommand",
-                            "action": "FailJobSet",
-                            "onJobFailureReasons": ["PodFailurePolicy"],
-                        }
-                    ],
+                    "rules": [stop_on_usage_error],
                 },
                 "replicatedJobs": [
                     {"name": _REPLICATED_JOB, "replicas": 1, "template": {"spec": job}}
@@ -126,8 +129,11 @@ class JobSetJob(job_lib.Job):
             },
         }
 
-    def _metadata(self, name: str, **more: Any) -> dict[str, Any]:
-        return _without_empty({"name": name, "namespace": self.config.namespace, **more})
+    def _metadata(self, name: str) -> dict[str, Any]:
+        metadata: dict[str, Any] = {"name": name}
+        if self.config.namespace is not None:
+            metadata["namespace"] = self.config.namespace
+        return metadata
 
     @property
     def _secret_name(self) -> str:
@@ -153,40 +159,39 @@ class JobSetJob(job_lib.Job):
             # A preempted pod that saved has not finished, which exit code 0 would claim.
             **job_lib.TRY_AGAIN,
         }
+        env: list[dict[str, Any]] = []
+        for name, value in variables.items():
+            env.append({"name": name, "value": value})
         token = {"secretKeyRef": {"name": self._secret_name, "key": "token"}}
-        claim = cfg.volume_claim
-        container = {
+        env.append({"name": job_lib.RENDEZVOUS_TOKEN, "valueFrom": token})
+        container: dict[str, Any] = {
             "name": "main",
             "image": cfg.image,
             "command": list(cfg.command),
-            "env": [
-                *({"name": name, "value": value} for name, value in variables.items()),
-                {"name": job_lib.RENDEZVOUS_TOKEN, "valueFrom": token},
-            ],
+            "env": env,
             "ports": [{"containerPort": _COORDINATOR_PORT}],
-            # Requests default to the limits.
-            "resources": resources and {"limits": resources},
-            "workingDir": cfg.working_dir or (claim and cfg.mount_path),
-            "volumeMounts": claim and [{"name": "runs", "mountPath": cfg.mount_path}],
         }
-        return _without_empty(
-            {
-                "restartPolicy": "Never",
-                "terminationGracePeriodSeconds": round(cfg.grace_seconds),
-                "containers": [_without_empty(container)],
-                "nodeSelector": dict(cfg.node_selector),
-                "volumes": claim
-                and [{"name": "runs", "persistentVolumeClaim": {"claimName": claim}}],
-            }
-        )
+        pod: dict[str, Any] = {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": round(cfg.grace_seconds),
+            "containers": [container],
+        }
+        if cfg.node_selector:
+            pod["nodeSelector"] = dict(cfg.node_selector)
+        if resources:
+            container["resources"] = {"limits": resources}  # requests default to the limits
+        if cfg.working_dir is not None:
+            container["workingDir"] = cfg.working_dir
+        if cfg.volume_claim is not None:
+            container.setdefault("workingDir", cfg.mount_path)
+            container["volumeMounts"] = [{"name": "runs", "mountPath": cfg.mount_path}]
+            claim = {"claimName": cfg.volume_claim}
+            pod["volumes"] = [{"name": "runs", "persistentVolumeClaim": claim}]
+        return pod
 
     def yaml(self) -> str:
         """Returns the Secret and the manifest, for `kubectl apply -f -`."""
         return f"{to_yaml(self.secret())}\n---\n{to_yaml(self.manifest())}\n"
-
-
-def _without_empty(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value not in (None, {})}
 
 
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
@@ -211,20 +216,22 @@ def to_yaml(value: Mapping[str, Any] | Sequence[Any], indent: int = 0) -> str:
       env: {}
     """
     pad = " " * indent
-    lines = []
+    lines: list[str] = []
     if isinstance(value, Mapping):
-        for name, inner in value.items():
-            is_nested = isinstance(inner, Mapping | Sequence) and not isinstance(inner, str)
-            below = f" {_scalar(inner)}"
-            if is_nested and inner:
-                below = f"\n{to_yaml(inner, indent + 2 * isinstance(inner, Mapping))}"
-            lines.append(f"{pad}{_scalar(name)}:{below}")
-    else:
-        for inner in value:
-            if isinstance(inner, Mapping) and inner:
-                lines.append(f"{pad}- {to_yaml(inner, indent + 2).lstrip()}")
+        for name, item in value.items():
+            key = f"{pad}{_scalar(name)}:"
+            if isinstance(item, Mapping) and item:
+                lines += [key, to_yaml(item, indent + 2)]
+            elif isinstance(item, Sequence) and not isinstance(item, str) and item:
+                lines += [key, to_yaml(item, indent)]
             else:
-                lines.append(f"{pad}- {_scalar(inner)}")
+                lines.append(f"{key} {_scalar(item)}")
+    else:
+        for item in value:
+            text = _scalar(item)
+            if isinstance(item, Mapping) and item:
+                text = to_yaml(item, indent + 2).lstrip()
+            lines.append(f"{pad}- {text}")
     return "\n".join(lines)
 
 

@@ -47,8 +47,9 @@ class LocalJob(Job):
             if outcome.failed is not None:
                 _report(failure_text(outcome, cfg.num_processes))
             elif outcome.stopped_by is not None:
-                codes = ", ".join(f"process {e.index}: {e.code}" for e in sorted(outcome.ended))
-                _report(f"stopped by {outcome.stopped_by}; exit codes: {codes}")
+                codes = [f"process {end.index}: {end.code}" for end in sorted(outcome.ended)]
+                _report(f"stopped by {outcome.stopped_by}; exit codes: {', '.join(codes)}")
+            # A wrong command would fail again.
             if outcome.failed is None or not tries_left or outcome.code == USAGE_EXIT_CODE:
                 break
             _report(f"restarting all processes; tries left after this one: {tries_left - 1}")
@@ -56,26 +57,29 @@ class LocalJob(Job):
 
     def _run_once(self) -> Outcome:
         cfg = self.config
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+        # Another program may take the port before process 0 does; the run then fails and says so.
+        with socket.socket() as free_socket:
+            free_socket.bind(("127.0.0.1", 0))
+            _, port = free_socket.getsockname()
         token = secrets.token_hex(16)
-        logs = None
+        environments: list[dict[str, str]] = []
+        for index in range(cfg.num_processes):
+            environment = self.process_environment(index, f"127.0.0.1:{port}")
+            environment[RENDEZVOUS_TOKEN] = token
+            environments.append(environment)
+        log_paths: list[str] | None = None
         if cfg.log_dir is not None:
             width = len(str(cfg.num_processes - 1))
-            logs = [
-                os.path.join(cfg.log_dir, f"process-{i:0{width}}.log")
-                for i in range(cfg.num_processes)
-            ]
-            _report(f"{cfg.num_processes} process(es), with logs in {logs[0]} and its siblings")
+            names = [f"process-{index:0{width}}.log" for index in range(cfg.num_processes)]
+            log_paths = [os.path.join(cfg.log_dir, name) for name in names]
+            _report(
+                f"{cfg.num_processes} process(es), with logs in {log_paths[0]} and its siblings"
+            )
         group = ProcessGroup(
             cfg.command,
-            [
-                {**self.process_environment(i, address), RENDEZVOUS_TOKEN: token}
-                for i in range(cfg.num_processes)
-            ],
+            environments,
             say=PrefixedLines(cfg.num_processes),
-            log_paths=logs,
+            log_paths=log_paths,
             grace_seconds=cfg.grace_seconds,
             failure_grace_seconds=cfg.failure_grace_seconds,
         )
@@ -99,13 +103,15 @@ class LocalJob(Job):
 
     def _gpus(self, index: int) -> list[str]:
         cfg = self.config
-        needed = cfg.num_processes * cfg.gpus_per_process
-        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        visible = visible or [str(i) for i in range(needed)]
-        if len(visible) < needed:
+        num_gpus = cfg.num_processes * cfg.gpus_per_process
+        visible_text = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        visible = [name for name in visible_text.split(",") if name]
+        if not visible:
+            visible = [str(number) for number in range(num_gpus)]
+        if len(visible) < num_gpus:
             raise errors.JobConfigError(
                 f"{self._where('gpus_per_process')}={cfg.gpus_per_process} for "
-                f"num_processes={cfg.num_processes} needs {needed} GPUs, but "
+                f"num_processes={cfg.num_processes} needs {num_gpus} GPUs, but "
                 f"CUDA_VISIBLE_DEVICES={','.join(visible)} has {len(visible)}. Request fewer."
             )
         first = index * cfg.gpus_per_process

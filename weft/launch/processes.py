@@ -61,7 +61,10 @@ class Outcome(NamedTuple):
         """Exit code of the group: of the first failed process, or the first that is not 0."""
         if self.failed is not None:
             return self.failed.code
-        return next((e.code for e in self.ended if e.code), 0)
+        for end in self.ended:
+            if end.code:
+                return end.code
+        return 0
 
 
 # Makes the kernel send SIGTERM when this process ends, then executes the program. A `preexec_fn`
@@ -171,38 +174,43 @@ class ProcessGroup:
     # Waiting.
 
     def _wait(self) -> Outcome:
-        ended: list[Ended] = []
-        failed: Ended | None = None
-        while len(ended) < len(self._processes):
+        ends: list[Ended] = []
+        first_failure: Ended | None = None
+        while len(ends) < len(self._processes):
             try:
-                index, moment = self._ends.get(timeout=0.1)
+                index, end_time = self._ends.get(timeout=0.1)
             except queue.Empty:
                 if self._deadline is not None and time.monotonic() >= self._deadline:
                     self._kill_all()
                 continue
-            ended.append(self._described(index, moment))
-            if ended[-1].code and failed is None:
-                stopped_by = _stop_signal(ended[-1])
+            end = self._describe_end(index, end_time)
+            ends.append(end)
+            if end.code and first_failure is None:
+                # A signal that one process has handled is meant for all.
+                handled_signal = _stop_signal(end)
                 if self._stopped_by is None:
-                    failed = None if stopped_by else ended[-1]
-                    self._stopped_by = stopped_by
+                    if handled_signal is None:
+                        first_failure = end
+                    self._stopped_by = handled_signal
                     self._forward_signal(signal.SIGTERM)  # asks the others to stop
-                grace = self.grace_seconds if stopped_by else self.failure_grace_seconds
-                self._end_within(grace)
-        return Outcome(tuple(ended), failed, self._stopped_by)
+                self._end_within(
+                    self.grace_seconds if handled_signal else self.failure_grace_seconds
+                )
+        return Outcome(tuple(ends), first_failure, self._stopped_by)
 
-    def _described(self, index: int, moment: float) -> Ended:
+    def _describe_end(self, index: int, end_time: float) -> Ended:
         if self._readers:
             # A child process may keep the pipe open: use the lines that were read so far.
             self._readers[index].join(timeout=1)
         process = self._processes[index]
-        code, name = process.returncode, None
+        code, signal_name = process.returncode, None
         if code < 0:
-            code, name = 128 - code, signal.Signals(-code).name
+            signal_name = signal.Signals(-code).name
+            code = 128 - code
         lines = tuple(self._lines[index])
         if self.log_paths is not None:
             lines = last_lines(self.log_paths[index])
-        return Ended(index, process.pid, code, name, moment - self._started, lines)
+        return Ended(index, process.pid, code, signal_name, end_time - self._started, lines)
 
     def _end_within(self, seconds: float) -> None:
         self._deadline = min(self._deadline or float("inf"), time.monotonic() + seconds)

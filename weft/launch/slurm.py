@@ -64,10 +64,10 @@ class SlurmJob(job.Job):
             job.check_text(where, f"sbatch[{name!r}]", value, r"[^\s'\"\\]*", one_word)
         expected = "Slurm's time format: 90 (minutes), 8:00:00 or 2-12:00:00"
         job.check_text(where, "time", cfg.time, _TIME, expected)
-        both = sorted(self._own_directives().keys() & cfg.sbatch.keys())
-        if both:
+        repeated = sorted(self._own_directives().keys() & cfg.sbatch.keys())
+        if repeated:
             raise JobConfigError(
-                f"{self._where('sbatch')} sets {', '.join(both)}, which the job sets itself. "
+                f"{self._where('sbatch')} sets {', '.join(repeated)}, which the job sets itself. "
                 "Use the job's own field."
             )
 
@@ -77,7 +77,8 @@ class SlurmJob(job.Job):
 
     def _own_directives(self) -> dict[str, str]:
         cfg = self.config
-        wanted = {
+        # None leaves an option out.
+        options = {
             "job-name": cfg.name,
             "nodes": self._nodes(),
             "ntasks-per-node": cfg.num_processes // max(self._nodes(), 1),
@@ -93,7 +94,7 @@ class SlurmJob(job.Job):
             "signal": f"TERM@{round(cfg.grace_seconds)}",
             "requeue": "" if cfg.max_tries > 1 else None,
         }
-        return {name: str(value) for name, value in wanted.items() if value is not None}
+        return {name: str(value) for name, value in options.items() if value is not None}
 
     def directives(self) -> dict[str, str]:
         """Options of sbatch by name; "" for options without a value."""
@@ -105,37 +106,38 @@ class SlurmJob(job.Job):
         lines = ["#!/bin/bash"]
         for name, value in self.directives().items():
             lines.append(f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}")
+        lines += ["", "set -eo pipefail", *cfg.setup, "", *self._exports()]
         lines += [
-            *("", "set -eo pipefail", *cfg.setup, ""),
-            *self._exports(),
             "# The processes meet on the first node; Slurm tells each of them which one it is.",
             'first_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)"',
             f'export {job.COORDINATOR_ADDRESS}="$first_node:$((61440 + SLURM_JOB_ID % 4096))"',
             _TOKEN_LINE,
             "",
-            # Without --export, the variables above would depend on the cluster's defaults.
-            f"srun {' '.join(self._srun_options())} --label --export=ALL "
-            f"{shlex.join(cfg.command)} && exit 0",
-            "code=$?",
         ]
+        # Without --export, the variables above would depend on the cluster's defaults.
+        srun_options = [*self._srun_options(), "--label", "--export=ALL"]
+        lines += [f"srun {' '.join(srun_options)} {shlex.join(cfg.command)} && exit 0", "code=$?"]
         if cfg.max_tries > 1:
-            again = f"${{SLURM_RESTART_COUNT:-0}} < {cfg.max_tries - 1}"
+            has_tries_left = f"${{SLURM_RESTART_COUNT:-0}} < {cfg.max_tries - 1}"
             lines += [
-                f"if (( code != {job.USAGE_EXIT_CODE} && {again} )); then",
+                f"if (( code != {job.USAGE_EXIT_CODE} && {has_tries_left} )); then",
                 '  scontrol requeue "$SLURM_JOB_ID"',
                 "fi",
             ]
-        return "\n".join([*lines, 'exit "$code"']) + "\n"
+        lines.append('exit "$code"')
+        return "\n".join(lines) + "\n"
 
     def _srun_options(self) -> list[str]:
-        cores = self.config.cpus_per_process
-        # Since Slurm 22.05, srun does not inherit them from sbatch: processes would get one core.
-        of_cores = [] if cores is None else [f"--cpus-per-task={cores}"]
-        return ["--kill-on-bad-exit=1", *of_cores]
+        options = ["--kill-on-bad-exit=1"]
+        if self.config.cpus_per_process is not None:
+            # Since Slurm 22.05, srun does not inherit it from sbatch: processes would get one core.
+            options.append(f"--cpus-per-task={self.config.cpus_per_process}")
+        return options
 
     def _exports(self) -> list[str]:
-        again = job.TRY_AGAIN if self.config.max_tries > 1 else {}
-        variables = {**self.environment, **again}
+        variables = dict(self.environment)
+        if self.config.max_tries > 1:
+            variables |= job.TRY_AGAIN
         return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
 
     def submit(self, folder: str = "slurm") -> str:
@@ -162,17 +164,16 @@ class SlurmJob(job.Job):
                 "restart failed jobs. Submit the script, which does: weft launch slurm … | "
                 "sbatch"
             )
-        given = self.directives()
-        nodes, per_node = int(given.pop("nodes")), int(given.pop("ntasks-per-node"))
-        del given["output"]  # submitit manages the logs
+        directives = self.directives()
+        del directives["output"]  # submitit manages the logs
         try:
             # The job runs `python -m`, which without -P imports from the current directory first.
             executor = submitit.SlurmExecutor(folder, python=f"{shlex.quote(sys.executable)} -P")
             executor.update_parameters(
-                nodes=nodes,
-                ntasks_per_node=per_node,
-                job_name=given.pop("job-name"),
-                additional_parameters={name: value or True for name, value in given.items()},
+                nodes=int(directives.pop("nodes")),
+                ntasks_per_node=int(directives.pop("ntasks-per-node")),
+                job_name=directives.pop("job-name"),
+                additional_parameters={name: value or True for name, value in directives.items()},
                 setup=[*self.config.setup, *self._exports(), _TOKEN_LINE],
                 srun_args=self._srun_options(),
             )

@@ -105,7 +105,7 @@ class TrainingLoop:
         next_batch = self._stop.next_batch(
             self._batches,
             f"running step {number}",
-            own=None if end is None else end.as_request(),
+            own_request=None if end is None else end.as_request(),
             within_seconds=within_seconds,
         )
         with next_batch as batch:
