@@ -64,17 +64,22 @@ class Classifier(nn.Module):
         """
         x = input_batch["image"]
         for features in self.features:
-            x = nn.Conv(features, (3, 3), use_bias=False)(x)
-            x = nn.relu(nn.BatchNorm(use_running_average=not training, momentum=0.9)(x))
+            x = nn.Conv(features, (3, 3), use_bias=False)(x)  # BatchNorm has a bias
+            x = nn.BatchNorm(use_running_average=not training, momentum=0.9)(x)
+            x = nn.relu(x)
             x = nn.max_pool(x, (2, 2), strides=(2, 2))
+        x = x.reshape(len(x), -1)
         init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("features", None))
-        logits = nn.Dense(_NUM_CLASSES, kernel_init=init)(x.reshape(len(x), -1))
+        logits = nn.Dense(_NUM_CLASSES, kernel_init=init)(x)
 
+        # Padding of the last batch has no label, and counts in neither mean.
         label = input_batch["label"]
         loss, aux = functional.cross_entropy(logits, label)
-        right = jnp.sum(jnp.argmax(logits, axis=-1) == label) / jnp.maximum(1, aux["num_targets"])
-        self.sow("summaries", "loss", WeightedScalar(loss, aux["num_targets"]))
-        self.sow("summaries", "accuracy", WeightedScalar(right, aux["num_targets"]))
+        num_labels = aux["num_targets"]
+        num_correct = jnp.sum(jnp.argmax(logits, axis=-1) == label)
+        accuracy = num_correct / jnp.maximum(1, num_labels)
+        self.sow("summaries", "loss", WeightedScalar(loss, num_labels))
+        self.sow("summaries", "accuracy", WeightedScalar(accuracy, num_labels))
         return loss, {"logits": logits}
 
 
@@ -99,7 +104,7 @@ def digits_source(
     )
 
 
-def _images(split: input_lib.Split, *, global_batch_size: int) -> Any:
+def _images(split: input_lib.Split, *, global_batch_size: int) -> grain.Input.Config:
     source = config.config_for_function(digits_source).set(
         split=split, global_batch_size=global_batch_size, is_training=split == "train"
     )

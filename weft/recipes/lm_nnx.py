@@ -6,6 +6,7 @@ them. The trainer's `logical_axis_rules` map the axis names of the weights to th
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -60,7 +61,7 @@ def lm_nnx(
     return cfg.set(logical_axis_rules=AXIS_RULES)
 
 
-def _weight(*names: str | None, variance: float = 1.0) -> Any:
+def _weight(*names: str | None, variance: float = 1.0) -> Callable[..., nnx.Param]:
     init = nnx.initializers.variance_scaling(variance, "fan_in", "normal")
     return nnx.with_partitioning(init, names)
 
@@ -107,13 +108,13 @@ class Block(nnx.Module):
         positions = jnp.arange(time)
         sin, cos = functional.rotary_sincos(positions, dim=dim // self.num_heads)
 
-        def heads(linear: nnx.Linear):
+        sin, cos = sin[:, None], cos[:, None]  # the same for all heads
+
+        def heads(linear: nnx.Linear) -> jax.Array:
             return linear(x).reshape(batch, time, self.num_heads, -1)
 
-        query, key = (
-            functional.apply_rotary(heads(linear), sin[:, None], cos[:, None])
-            for linear in (self.query, self.key)
-        )
+        query = functional.apply_rotary(heads(self.query), sin, cos)
+        key = functional.apply_rotary(heads(self.key), sin, cos)
         mask = functional.sliding_window_causal_mask(self.window)
         y = functional.dot_product_attention(query, key, heads(self.value), mask=mask)
         return self.out(y.reshape(batch, time, dim))
@@ -139,17 +140,19 @@ class LanguageModel(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.pad_token_id = pad_token_id
-        named = nnx.with_partitioning(nnx.initializers.normal(dim**-0.5), ("vocab", "embed"))
-        self.embed = nnx.Embed(vocab_size, dim, embedding_init=named, rngs=rngs)
+        embedding_init = nnx.with_partitioning(
+            nnx.initializers.normal(dim**-0.5), ("vocab", "embed")
+        )
+        self.embed = nnx.Embed(vocab_size, dim, embedding_init=embedding_init, rngs=rngs)
         # Each block adds to the residual stream twice; the sum of all has the variance of one.
         variance = 1 / (2 * num_layers)
 
         @nnx.split_rngs(splits=num_layers)
         @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
-        def make(rngs: nnx.Rngs) -> Block:
+        def stacked_blocks(rngs: nnx.Rngs) -> Block:
             return Block(dim, num_heads, hidden_dim, window, variance, rngs=rngs)
 
-        self.blocks = make(rngs)
+        self.blocks = stacked_blocks(rngs)
         self.norm = nnx.RMSNorm(dim, rngs=rngs)
 
     def __call__(self, input_batch):
@@ -182,6 +185,7 @@ class LanguageModel(nnx.Module):
         def through_block(x: jax.Array, block: Block) -> jax.Array:
             return block(x)
 
+        # The embeddings have variance 1 / dim, as the weights of the logits should.
         x = self.embed(input_batch["input_ids"]) * math.sqrt(self.embed.features)
-        x = self.norm(through_block(x, self.blocks))
-        return {"logits": self.embed.attend(x)}
+        x = through_block(x, self.blocks)
+        return {"logits": self.embed.attend(self.norm(x))}
