@@ -9,6 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -25,9 +26,9 @@ from weft.hierarchy import context_kind, parameter_spec, transforms
 from weft.hierarchy.context import child_context, fold_in_name, set_current_context
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import Module, get_public_method, mark_method, nowrap
-from weft.hierarchy.param_init import DefaultInitializer, FanAxes
+from weft.hierarchy.param_init import DefaultInitializer, FanAxes, Initializer
 from weft.hierarchy.parameter_spec import NestedParameterSpec, ParameterSpec, TensorSpec
-from weft.typing import DType, NestedTensor, Tensor
+from weft.typing import DType, NestedTensor, PyTree, Tensor
 
 
 class TensorStats(Module):
@@ -73,8 +74,9 @@ class CompositeTensorStats(TensorStats):
         for child_name, child in self.children.items():
             child.add_stats(name, value)  # pyright: ignore[reportAttributeAccessIssue]
             if self.config.inline_child_summaries:
-                for of_child, summary in context.get_summaries().pop(child_name).items():
-                    self.add_summary(of_child, summary)
+                child_summaries = context.get_summaries().pop(child_name)
+                for summary_name, summary in child_summaries.items():
+                    self.add_summary(summary_name, summary)
 
 
 class DefaultTensorStats(CompositeTensorStats):
@@ -111,38 +113,42 @@ def initialize_stacked(
     """
     if n is None:
         return layer.initialize_parameters_recursively(prng_key, prebuilt=prebuilt)
-    given = dict(prebuilt or {})
-    for path, value in jax.tree_util.tree_leaves_with_path(given):
+    prebuilt = dict(prebuilt or {})
+    for path, value in jax.tree_util.tree_leaves_with_path(prebuilt):
         if np.shape(value)[:1] != (n,):
             raise errors.ParameterSpecError(
                 f"prebuilt {layer.path()}{jax.tree_util.keystr(path)} has shape "
                 f"{np.shape(value)}; expected a leading axis of {n}, one entry per copy of "
                 f"{layer.path()}."
             )
-    leaves, tree = jax.tree.flatten(given)
-    prebuilt_values = [None if _is_spec(x) else x for x in leaves]
+    # Specs are no arrays, so that they cannot go through a loop; arrays are sliced by it.
+    prebuilt_leaves, structure = jax.tree.flatten(prebuilt)
+    stacked_arrays = [None if _is_spec(leaf) else leaf for leaf in prebuilt_leaves]
 
-    def initialize(key: Tensor, values: list[Tensor | None]) -> NestedTensor:
-        both = [
-            jax.ShapeDtypeStruct(x.shape[1:], x.dtype or float) if value is None else value
-            for x, value in zip(leaves, values, strict=True)
-        ]
-        return layer.initialize_parameters_recursively(key, prebuilt=tree.unflatten(both))
+    def initialize_copy(key: Tensor, arrays: list[Tensor | None]) -> NestedTensor:
+        copy_leaves: list[Any] = []
+        for leaf, array in zip(prebuilt_leaves, arrays, strict=True):
+            if array is None:
+                copy_leaves.append(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype or float))
+            else:
+                copy_leaves.append(array)
+        prebuilt_copy = structure.unflatten(copy_leaves)
+        return layer.initialize_parameters_recursively(key, prebuilt=prebuilt_copy)
 
     keys = context_kind.fork_key(prng_key, n)
     if isinstance(prng_key, jax.core.Tracer):
         # A loop compiles for one copy, in 0.4 x the compile time of vmap.
-        return struct.VDict(
-            jax.lax.map(lambda key_and_values: initialize(*key_and_values), (keys, prebuilt_values))
-        )
+        per_copy = (keys, stacked_arrays)
+        return struct.VDict(jax.lax.map(lambda args: initialize_copy(*args), per_copy))
     # Outside of a compiled function, a loop would be recompiled at each call.
-    drawn = [
-        initialize(keys[i], jax.tree.map(lambda x, i=i: x[i], prebuilt_values)) for i in range(n)
-    ]
-    return struct.VDict(jax.tree.map(lambda *copies: jnp.stack(copies), *drawn))
+    copies: list[NestedTensor] = []
+    for i in range(n):
+        arrays = jax.tree.map(operator.itemgetter(i), stacked_arrays)
+        copies.append(initialize_copy(keys[i], arrays))
+    return struct.VDict(jax.tree.map(lambda *xs: jnp.stack(xs), *copies))
 
 
-def _is_spec(x: object) -> bool:
+def _is_spec(x: PyTree) -> bool:
     return isinstance(x, TensorSpec | jax.ShapeDtypeStruct)
 
 
@@ -229,7 +235,7 @@ class BaseLayer(Module):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._param_init = config.maybe_instantiate(cfg.param_init)
+        self._param_init: Any = config.maybe_instantiate(cfg.param_init)
         self._param_noise = config.maybe_instantiate(cfg.param_noise)
         if cfg.quantization not in (None, *_PRODUCTS):
             raise errors.InvalidConfigValueError(
@@ -237,10 +243,11 @@ class BaseLayer(Module):
                 f"{', '.join(map(repr, _PRODUCTS))}, or None for that of the layer around it. "
                 f"{errors.did_you_mean(str(cfg.quantization), _PRODUCTS)}"
             )
+        self._dot_general: Callable[..., Tensor] | None = None
         if cfg.quantization is not None:
             self._dot_general = _PRODUCTS[cfg.quantization]
-        else:
-            self._dot_general = parent.dot_general() if isinstance(parent, BaseLayer) else None
+        elif isinstance(parent, BaseLayer):
+            self._dot_general = parent.dot_general()
         self._casts = cfg.compute_dtype is not None or cfg.output_dtype is not None
         if cfg.tensor_stats is not None:
             self._add_child("tensor_stats", cfg.tensor_stats)
@@ -250,14 +257,18 @@ class BaseLayer(Module):
         """Returns the dtype of the layer's parameters."""
         if self.config.dtype is not None:
             return self.config.dtype
-        return self.parent.dtype() if isinstance(self.parent, BaseLayer) else jnp.float32
+        if isinstance(self.parent, BaseLayer):
+            return self.parent.dtype()
+        return jnp.float32
 
     @nowrap
     def compute_dtype(self) -> DType | None:
         """Returns the dtype of the layer's computation; None for that of its inputs."""
         if self.config.compute_dtype is not None:
             return self.config.compute_dtype
-        return self.parent.compute_dtype() if isinstance(self.parent, BaseLayer) else None
+        if isinstance(self.parent, BaseLayer):
+            return self.parent.compute_dtype()
+        return None
 
     @nowrap
     def dot_general(self) -> Callable[..., Tensor] | None:
@@ -265,7 +276,7 @@ class BaseLayer(Module):
         return self._dot_general
 
     @nowrap
-    def param_init(self) -> Any:
+    def param_init(self) -> Initializer:
         """Returns the initializer of the layer's parameters."""
         if self._param_init is not None:
             return self._param_init
@@ -283,27 +294,30 @@ class BaseLayer(Module):
         return None
 
     def _own_parameter_specs(self) -> dict[str, ParameterSpec]:
-        specs, path = {}, self.path()
+        """Returns the specs of the layer's own parameters, with all that they leave to it."""
+        path = self.path()
         cfg = self.config
-        names = [name for name in cfg.keys() if name.endswith("_dim")]  # noqa: SIM118
-        check_sizes(path, **{name: getattr(cfg, name) for name in names})
+        size_names = [name for name in cfg.keys() if name.endswith("_dim")]  # noqa: SIM118
+        check_sizes(path, **{name: getattr(cfg, name) for name in size_names})
+        specs: dict[str, ParameterSpec] = {}
         for name, spec in self._create_layer_parameter_specs().items():
             check_sizes(f"{path}.{name}", shape=tuple(spec.shape))
-            names = tuple(spec.partition_spec)
+            axis_names = tuple(spec.partition_spec)
             try:
-                mesh_axes = logical.names_to_mesh_axes(names)
+                mesh_axes = logical.names_to_mesh_axes(axis_names)
             except errors.LogicalAxisError as error:
-                raise errors.LogicalAxisError(f"{self.path()}.{name}: {error}") from None
+                raise errors.LogicalAxisError(f"{path}.{name}: {error}") from None
             if name in self._children:
                 raise errors.ParameterSpecError(
-                    f"{self.path()} has both a parameter and a child named {name!r}; rename one "
-                    "of them."
+                    f"{path} has both a parameter and a child named {name!r}; rename one of them."
                 )
+            # Names that the rules have changed are logical, and kept for a later mesh.
+            logical_axes = spec.logical_axes if tuple(mesh_axes) == axis_names else axis_names
             specs[name] = dataclasses.replace(
                 spec,
                 dtype=self.dtype() if spec.dtype is None else spec.dtype,
                 mesh_axes=mesh_axes,
-                logical_axes=spec.logical_axes if tuple(mesh_axes) == names else names,
+                logical_axes=logical_axes,
                 initializer=spec.initializer or self.param_init(),
                 fan_axes=spec.fan_axes or self._compute_fan_axes(name, spec),
             )
@@ -314,8 +328,8 @@ class BaseLayer(Module):
         with contextlib.suppress(Exception):
             specs = self.create_parameter_specs_recursively()
             if jax.tree.leaves(specs):
-                shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), specs)
-                return f" # {display.format_size(shapes)}"
+                arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), specs)
+                return f" # {display.format_size(arrays)}"
         return ""
 
     def _shown_parts(self) -> dict[str, Any]:
@@ -359,31 +373,42 @@ class BaseLayer(Module):
             ParameterSpecError: if a prebuilt value has the wrong shape, or matches no parameter.
             ParameterInitError: if no initializer fits a parameter.
         """
-        remaining: dict[str, Any] = dict(prebuilt or {})
+        prebuilt_entries: dict[str, Any] = dict(prebuilt or {})
         state: dict[str, Any] = {}
         for name, spec in self._own_parameter_specs().items():
-            given = remaining.pop(name, None)
-            state[name] = self._initialize_parameter(name, spec, prng_key, given)
+            prebuilt_value = prebuilt_entries.pop(name, None)
+            state[name] = self._initialize_parameter(name, spec, prng_key, prebuilt_value)
         for name, child in self._children.items():
             if isinstance(child, BaseLayer):
-                key, given = fold_in_name(prng_key, name), remaining.pop(name, None)
-                n = self._num_stacked(name)
-                state[name] = initialize_stacked(child, n, key, prebuilt=given)
-        if remaining:
+                state[name] = initialize_stacked(
+                    child,
+                    self._num_stacked(name),
+                    fold_in_name(prng_key, name),
+                    prebuilt=prebuilt_entries.pop(name, None),
+                )
+        if prebuilt_entries:
+            unknown_name = next(iter(prebuilt_entries))
             raise errors.ParameterSpecError(
-                f"prebuilt has {sorted(map(str, remaining))} for {self.path()}, which has no such "
-                f"parameters or children. {errors.did_you_mean(next(iter(remaining)), state)}"
+                f"prebuilt has {sorted(map(str, prebuilt_entries))} for {self.path()}, which has "
+                f"no such parameters or children. {errors.did_you_mean(unknown_name, state)}"
             )
         return state
 
     def _initialize_parameter(
-        self, name: str, spec: ParameterSpec, prng_key: Tensor, prebuilt: Any
+        self,
+        name: str,
+        spec: ParameterSpec,
+        prng_key: Tensor,
+        prebuilt: PyTree,
     ) -> Tensor | None:
         if prebuilt is None:
             assert spec.initializer is not None  # filled in by _own_parameter_specs
-            key, shape = fold_in_name(prng_key, name), tuple(spec.shape)
             return spec.initializer.initialize(
-                name, prng_key=key, shape=shape, dtype=spec.dtype, axes=spec.fan_axes
+                name,
+                prng_key=fold_in_name(prng_key, name),
+                shape=tuple(spec.shape),
+                dtype=spec.dtype,
+                axes=spec.fan_axes,
             )
         if tuple(np.shape(prebuilt)) != tuple(spec.shape):
             raise errors.ParameterSpecError(
@@ -402,7 +427,9 @@ class BaseLayer(Module):
             if isinstance(child, BaseLayer) and name in noisy:
                 key = fold_in_name(prng_key, name)
                 noisy[name] = child.apply_parameter_noise_recursively(key, noisy[name])
-        return noisy if self._param_noise is None else self._param_noise.apply(prng_key, noisy)
+        if self._param_noise is not None:
+            noisy = self._param_noise.apply(prng_key, noisy)
+        return noisy
 
     @nowrap
     def cast_parameters_recursively(self, params: NestedTensor) -> NestedTensor:
@@ -445,12 +472,12 @@ class BaseLayer(Module):
     def _with_casts(self, method: Callable[..., R]) -> Callable[..., R]:
         if not self._casts:
             return method
-        cfg, around = self.config, self.parent
+        cfg = self.config
         output_dtype = cfg.output_dtype
-        if output_dtype is None and isinstance(around, BaseLayer):
-            output_dtype = around.compute_dtype()
+        if output_dtype is None and isinstance(self.parent, BaseLayer):
+            output_dtype = self.parent.compute_dtype()
 
-        def call(layer: BaseLayer, *args: object, **kwargs: object) -> R:
+        def call(layer: BaseLayer, *args: PyTree, **kwargs: PyTree) -> R:
             context = layer.get_invocation_context()
             if cfg.compute_dtype is not None:
                 context.state = layer.cast_parameters_recursively(context.state)
@@ -462,8 +489,9 @@ class BaseLayer(Module):
     def _add_tensor_stats(self, name: str, value: Tensor) -> Tensor:
         """Adds summaries about an array, as `tensor_stats` says, and returns it."""
         if "tensor_stats" in self._children:
-            above = self.get_invocation_context().child_view("tensor_stats")
-            with set_current_context(above), child_context(name, module=self.tensor_stats):
+            # Summaries are below `tensor_stats/{name}`, a context for each array.
+            stats_context = self.get_invocation_context().child_view("tensor_stats")
+            with set_current_context(stats_context), child_context(name, module=self.tensor_stats):
                 self.tensor_stats.add_stats(name, value)
         return value
 
@@ -479,16 +507,22 @@ class BaseLayer(Module):
             activation_paddings: `Num[Array, "batch time"]`, 1 at padding: then each position that
                 is not padding counts equally.
         """
-        x, live, num_live = activations, None, len(activations)
+        is_live: Tensor | bool = True
+        num_live: Tensor | int = len(activations)
+        num_live_axes = 1
         if activation_paddings is not None:
-            live = 1 - activation_paddings.astype(x.dtype)
+            live = 1 - activation_paddings.astype(activations.dtype)
+            is_live = live > 0
             num_live = jnp.sum(live)
-        axes = tuple(range(1 if live is None else live.ndim, x.ndim))
-        square = jnp.mean(jnp.square(x), axis=axes)
-        for kind, values in (("mean", jnp.mean(x, axis=axes)), ("norm", jnp.sqrt(square))):
-            total = jnp.sum(values if live is None else jnp.where(live > 0, values, 0))
-            mean = total / jnp.maximum(1, num_live)
-            self.add_summary(f"activations/{name}_{kind}", WeightedScalar(mean, num_live))
+            num_live_axes = live.ndim
+        # All axes but those of the examples, or of the positions.
+        axes = tuple(range(num_live_axes, activations.ndim))
+        mean = jnp.mean(activations, axis=axes)
+        norm = jnp.sqrt(jnp.mean(jnp.square(activations), axis=axes))
+        for kind, values in (("mean", mean), ("norm", norm)):
+            total = jnp.sum(jnp.where(is_live, values, 0))
+            average = total / jnp.maximum(1, num_live)
+            self.add_summary(f"activations/{name}_{kind}", WeightedScalar(average, num_live))
 
     def _remat_name(self, x: Tensor, name: str) -> Tensor:
         """Names a value for policies that keep values by name, as `<layer class>.<name>`."""
@@ -535,7 +569,7 @@ class RedirectToSharedModule(BaseLayer):
                 )
             setattr(self, name, functools.partial(self.redirect, target))
 
-    def redirect(self, target: str, *args: object, **kwargs: object) -> Any:
+    def redirect(self, target: str, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Calls the method called `target` of the shared module."""
         shared = self.get_shared_module(self.config.shared_module).module
         method = get_public_method(shared, target)

@@ -41,7 +41,9 @@ class BaseAttentionBias(struct.PyTreeNode):
     def value(self) -> Tensor | None:
         """Returns `Float[Array, "#batch #heads target source"]`, or None for a bias of 0."""
         value = self._value()
-        return None if value is None else value.astype(self.dtype)
+        if value is None:
+            return None
+        return value.astype(self.dtype)
 
     def _value(self) -> Tensor | None:
         """Returns the value in any dtype."""
@@ -77,10 +79,17 @@ class BaseAttentionBias(struct.PyTreeNode):
 
     def bias_and_residual(self, cls: type[B]) -> "BiasAndResidual[B]":
         """Splits the bias into the part of class `cls`, or None, and the rest."""
-        of_class: Any = [part for part in self._parts() if isinstance(part, cls)]
-        rest = [part for part in self._parts() if not isinstance(part, cls)]
-        taken: Any = cls.from_sequence(of_class) if of_class else None
-        return BiasAndResidual(taken, CompositeAttentionBias(rest)._simplify())
+        parts_of_class: list[BaseAttentionBias] = []
+        remaining_parts: list[BaseAttentionBias] = []
+        for part in self._parts():
+            if isinstance(part, cls):
+                parts_of_class.append(part)
+            else:
+                remaining_parts.append(part)
+        bias: Any = None
+        if parts_of_class:
+            bias = cls.from_sequence(parts_of_class)
+        return BiasAndResidual(bias, CompositeAttentionBias(remaining_parts)._simplify())
 
     def astype(self, dtype: DType) -> Self:
         """Returns the bias with a value of another dtype."""
@@ -103,20 +112,32 @@ class CompositeAttentionBias(BaseAttentionBias):
     biases: Sequence[BaseAttentionBias]
 
     def _parts(self) -> list[BaseAttentionBias]:
-        return [part for bias in self.biases for part in as_attention_bias(bias)._parts()]
+        parts: list[BaseAttentionBias] = []
+        for bias in self.biases:
+            parts.extend(as_attention_bias(bias)._parts())
+        return parts
 
     def _simplify(self) -> BaseAttentionBias:
         if not self.biases:
             return ZeroAttentionBias()
-        return self.biases[0] if len(self.biases) == 1 else self
+        if len(self.biases) == 1:
+            return self.biases[0]
+        return self
 
     def value(self) -> Tensor | None:
-        parts = self._parts()
-        masks: list[Any] = [p.bool_value() for p in parts if isinstance(p, BoolAttentionBias)]
-        values: list[Any] = [p.value() for p in parts if not isinstance(p, BoolAttentionBias)]
+        # Masks are joined first: several `NEG_INF` in one sum would leave the range of the dtype.
+        masks: list[Any] = []
+        values: list[Any] = []
+        for part in self._parts():
+            if isinstance(part, BoolAttentionBias):
+                masks.append(part.bool_value())
+            else:
+                values.append(part.value())
         if masks:
             values.append(bool_to_bias(functools.reduce(jnp.logical_and, masks)))
-        return functools.reduce(operator.add, values).astype(self.dtype) if values else None
+        if not values:
+            return None
+        return functools.reduce(operator.add, values).astype(self.dtype)
 
 
 class TensorAttentionBias(BaseAttentionBias):
@@ -155,7 +176,9 @@ class BoolAttentionBias(BaseAttentionBias):
 
     def value(self) -> Tensor | None:
         mask = self.bool_value()
-        return None if mask is None else bool_to_bias(mask).astype(self.dtype)
+        if mask is None:
+            return None
+        return bool_to_bias(mask).astype(self.dtype)
 
     @classmethod
     def from_sequence(cls, biases: Sequence[Any]) -> BaseAttentionBias:
@@ -190,7 +213,8 @@ class BoolTensorAttentionBias(BoolAttentionBias):
 
     @classmethod
     def from_sequence(cls, biases: Sequence[Any]) -> BaseAttentionBias:
-        return cls.from_tensor(functools.reduce(jnp.logical_and, [b.bool_value() for b in biases]))
+        masks = [bias.bool_value() for bias in biases]
+        return cls.from_tensor(functools.reduce(jnp.logical_and, masks))
 
 
 class MaskFnAttentionBias(BoolAttentionBias):
@@ -216,21 +240,30 @@ class MaskFnAttentionBias(BoolAttentionBias):
 
     @classmethod
     def from_sequence(cls, biases: Sequence[Any]) -> BaseAttentionBias:
-        first, *others = biases
-        if others and _have_equal_positions(biases):
-            mask = and_masks(*(b.mask for b in biases))
+        if len(biases) > 1 and _have_equal_positions(biases):
+            mask = and_masks(*(bias.mask for bias in biases))
+            first = biases[0]
             return MaskFnAttentionBias(mask, first.target_positions, first.source_positions)
         return super().from_sequence(biases)
 
 
 def _have_equal_positions(biases: Sequence[MaskFnAttentionBias]) -> bool:
-    def equal(a: Any, b: Any) -> bool:
-        if a is b or isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
-            return a is b
-        return np.array_equal(a, b)
+    first = biases[0]
+    for bias in biases[1:]:
+        if not _known_to_be_equal(bias.target_positions, first.target_positions):
+            return False
+        if not _known_to_be_equal(bias.source_positions, first.source_positions):
+            return False
+    return True
 
-    first, *others = ((b.target_positions, b.source_positions) for b in biases)
-    return all(equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+def _known_to_be_equal(a: Tensor, b: Tensor) -> bool:
+    """Returns whether two arrays are equal; of tracers, only the same one is known to be."""
+    if a is b:
+        return True
+    if isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
+        return False
+    return np.array_equal(a, b)
 
 
 class CausalAttentionBias(MaskFnAttentionBias):
@@ -245,7 +278,9 @@ class CausalAttentionBias(MaskFnAttentionBias):
 
     @classmethod
     def from_sequence(cls, biases: Sequence[Any]) -> BaseAttentionBias:
-        return biases[0] if _have_equal_positions(biases) else super().from_sequence(biases)
+        if _have_equal_positions(biases):
+            return biases[0]
+        return super().from_sequence(biases)
 
 
 class SlidingWindowAttentionBias(MaskFnAttentionBias):
@@ -254,7 +289,7 @@ class SlidingWindowAttentionBias(MaskFnAttentionBias):
     sliding_window_size: int = struct.field(pytree_node=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_window(self, sliding_window_size=(self.sliding_window_size, 0))
+        _check_window(self, "sliding_window_size", (self.sliding_window_size, 0))
 
     @classmethod
     def default_config(cls, sliding_window_size: int) -> Any:
@@ -278,25 +313,29 @@ class LeftRightWindowAttentionBias(MaskFnAttentionBias):
     right_context: int | None = struct.field(pytree_node=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_window(self, left_and_right_context=(self.left_context, self.right_context))
+        _check_window(self, "left_and_right_context", (self.left_context, self.right_context))
 
     @classmethod
     def default_config(cls, left_context: int | None, right_context: int | None) -> Any:
         """Returns a config without positions, for the field `mask` of an attention layer."""
-        window = {"left_context": left_context, "right_context": right_context}
-        mask = config.config_for_function(attention_mask.left_right_window_mask).set(**window)
-        return config.config_for_class(cls).set(mask=mask, **window)
+        mask = config.config_for_function(attention_mask.left_right_window_mask)
+        return config.config_for_class(cls).set(
+            mask=mask.set(left_context=left_context, right_context=right_context),
+            left_context=left_context,
+            right_context=right_context,
+        )
 
 
-def _check_window(bias: MaskFnAttentionBias, **sizes: tuple[int | None, int | None]) -> None:
+def _check_window(
+    bias: MaskFnAttentionBias, name: str, window: tuple[int | None, int | None]
+) -> None:
     """Raises ArgumentValueError unless the mask of a bias is the window that its fields name."""
-    ((name, window),) = sizes.items()
-    found, is_window = attention_mask.window_of(bias.mask)
-    of_mask = found.left_context, found.right_context
-    if is_window and of_mask != window:
+    mask_fields, is_window = attention_mask.window_of(bias.mask)
+    mask_window = mask_fields.left_context, mask_fields.right_context
+    if is_window and mask_window != window:
         raise errors.ArgumentValueError(
             f"{type(bias).__name__} has {name}={window} (positions before and after) and a mask "
-            f"with {of_mask}: set the sizes of both, or replace both by "
+            f"with {mask_window}: set the sizes of both, or replace both by "
             f"{type(bias).__name__}.default_config(...)."
         )
 
@@ -321,7 +360,9 @@ def as_attention_bias(bias: BaseAttentionBias | Tensor | None) -> BaseAttentionB
     """Returns a bias as an object: itself, a wrapped value, or a `ZeroAttentionBias` for None."""
     if bias is None:
         return ZeroAttentionBias()
-    return bias if isinstance(bias, BaseAttentionBias) else TensorAttentionBias.from_tensor(bias)
+    if isinstance(bias, BaseAttentionBias):
+        return bias
+    return TensorAttentionBias.from_tensor(bias)
 
 
 def split(bias: BaseAttentionBias, *cls: type[BaseAttentionBias]) -> tuple[Any, ...]:
@@ -337,10 +378,10 @@ def split(bias: BaseAttentionBias, *cls: type[BaseAttentionBias]) -> tuple[Any, 
     (False, [[1, 1, 2]], 'TensorAttentionBias')
     """
     parts: list[BaseAttentionBias] = []
-    for one in cls:
-        taken = bias.bias_and_residual(one)
-        parts.append(ZeroAttentionBias() if taken.bias is None else taken.bias)
-        bias = taken.residual
+    for part_type in cls:
+        bias_and_residual = bias.bias_and_residual(part_type)
+        parts.append(as_attention_bias(bias_and_residual.bias))
+        bias = bias_and_residual.residual
     return (*parts, bias)
 
 
@@ -352,29 +393,44 @@ def as_mask_and_bias(bias: BaseAttentionBias) -> tuple[AttentionMask, Tensor | N
     >>> mask, rest.shape
     (AttentionMask(mask_fn=<function causal_mask at ...>, query_positions=None, ...), (1, 1, 3, 3))
     """
-    parts = as_attention_bias(bias)._parts()
-    of_positions = [part for part in parts if isinstance(part, MaskFnAttentionBias)]
-    equal = [part for part in of_positions if _have_equal_positions([of_positions[0], part])]
-    segments = [part for part in parts if isinstance(part, SegmentIdAttentionBias)][:1]
-    rest = [part for part in parts if not any(part is known for known in [*equal, *segments])]
-    arrays: list[Any] = [part.bool_value() for part in rest if isinstance(part, BoolAttentionBias)]
-    others = [part for part in rest if not isinstance(part, BoolAttentionBias)]
+    # An `AttentionMask` has room for functions of the same positions, and for ids of one kind of
+    # segments. Other masks go into it by their values.
+    mask_fn_parts: list[MaskFnAttentionBias] = []
+    segment_ids: Tensor | None = None
+    arrays: list[Any] = []
+    bias_parts: list[BaseAttentionBias] = []
+    for part in as_attention_bias(bias)._parts():
+        if isinstance(part, MaskFnAttentionBias) and (
+            not mask_fn_parts or _have_equal_positions([mask_fn_parts[0], part])
+        ):
+            mask_fn_parts.append(part)
+        elif isinstance(part, SegmentIdAttentionBias) and segment_ids is None:
+            segment_ids = part.segment_ids
+        elif isinstance(part, BoolAttentionBias):
+            arrays.append(part.bool_value())
+        else:
+            bias_parts.append(part)
     mask = AttentionMask(arrays=tuple(arrays))
-    if segments:
-        mask = mask.replace(query_segments=segments[0].segment_ids)
-    if equal:
-        first, *more = equal
-        mask_fn = and_masks(*(part.mask for part in equal)) if more else first.mask
-        positions = first.target_positions, first.source_positions
-        query, key = (None if _is_from_0(x) else x for x in positions)
-        mask = mask.replace(mask_fn=mask_fn, query_positions=query, key_positions=key)
-    return mask, CompositeAttentionBias(others).value()
+    if segment_ids is not None:
+        mask = mask.replace(query_segments=segment_ids)
+    if mask_fn_parts:
+        mask_fn = mask_fn_parts[0].mask
+        if len(mask_fn_parts) > 1:
+            mask_fn = and_masks(*(part.mask for part in mask_fn_parts))
+        mask = mask.replace(
+            mask_fn=mask_fn,
+            query_positions=_positions_unless_from_0(mask_fn_parts[0].target_positions),
+            key_positions=_positions_unless_from_0(mask_fn_parts[0].source_positions),
+        )
+    return mask, CompositeAttentionBias(bias_parts).value()
 
 
-def _is_from_0(positions: Any) -> bool:
-    return isinstance(positions, np.ndarray) and np.array_equal(
+def _positions_unless_from_0(positions: Tensor | np.ndarray) -> Tensor | np.ndarray | None:
+    """Returns positions for an `AttentionMask`, which takes None for those from 0 on."""
+    is_from_0 = isinstance(positions, np.ndarray) and np.array_equal(
         positions.ravel(), np.arange(positions.shape[-1])
     )
+    return None if is_from_0 else positions
 
 
 def make_causal_biases(seq_len: int) -> Tensor:
