@@ -17,7 +17,7 @@ Tensor = jax.Array
 Shape = Sequence[int]
 DType = Any  # whatever `jnp.dtype` accepts: a NumPy or ml_dtypes scalar type, a dtype, its name
 Nested = Union[T, Mapping[str, "Nested[T]"]]  # noqa: UP007 - a recursive alias needs the quoted form
-NestedTensor = Union[Tensor, Mapping[str, "NestedTensor"]]  # noqa: UP007 - as above
+NestedTensor = Nested[Tensor]
 PyTree = Any  # arrays in containers of the user's choice
 ArrayLike = jax.Array | np.ndarray | float | int | bool
 # One entry per axis: the mesh axis, or axes, that the axis is laid over, or None.

@@ -121,7 +121,7 @@ def initialize_stacked(
                 f"{np.shape(value)}; expected a leading axis of {n}, one entry per copy of "
                 f"{layer.path()}."
             )
-    # Specs are no arrays, so that they cannot go through a loop; arrays are sliced by it.
+    # A loop slices the arrays; specs cannot go through it.
     prebuilt_leaves, structure = jax.tree.flatten(prebuilt)
     stacked_arrays = [None if _is_spec(leaf) else leaf for leaf in prebuilt_leaves]
 

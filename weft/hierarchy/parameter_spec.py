@@ -1,6 +1,7 @@
 """Specifications of parameters: shape, sharding, initialization."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,13 @@ from jax.sharding import PartitionSpec
 
 from weft.core import axis_rules, display, logical, spmd
 from weft.errors import ParameterSpecError
-from weft.hierarchy.param_init import FanAxes, Initializer, constant_initializer, fans
+from weft.hierarchy.param_init import (
+    FanAxes,
+    Initializer,
+    constant_initializer,
+    fans,
+    maybe_prepend_axis,
+)
 from weft.typing import DType, MeshAxes, Nested, Shape, Tensor
 
 
@@ -18,10 +25,10 @@ class FactorizationSpec(NamedTuple):
     axes: tuple[str | None, ...]
 
 
-def pad_axes(mesh_axes: Any, ndim: int) -> tuple[Any, ...]:
+def pad_axes(mesh_axes: MeshAxes | PartitionSpec | None, ndim: int) -> tuple[Any, ...]:
     """Returns mesh axes for `ndim` axes, with None for those that `mesh_axes` leaves out."""
-    given = tuple(mesh_axes or ())
-    return given + (None,) * (ndim - len(given))
+    entries = tuple(mesh_axes or ())
+    return entries + (None,) * (ndim - len(entries))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -41,21 +48,28 @@ class TensorSpec:
 
     def _set_fields(self) -> dict[str, Any]:
         """Returns the fields that differ from their defaults."""
-        fields = ((f, getattr(self, f.name)) for f in dataclasses.fields(self))
-        return {f.name: value for f, value in fields if value is not f.default}
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not field.default:
+                values[field.name] = value
+        return values
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={value!r}" for name, value in self._set_fields().items())
-        return f"{type(self).__name__}({shown})"
+        arguments = [f"{name}={value!r}" for name, value in self._set_fields().items()]
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
-    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+    def __treescope_repr__(
+        self, path: str | None, subtree_renderer: Callable[..., object]
+    ) -> object:
         return display.render_tree(self, self._set_fields(), path, subtree_renderer)
 
     @property
     def partition_spec(self) -> PartitionSpec:
         """Sharding as a PartitionSpec."""
-        axes = pad_axes(self.mesh_axes, len(self.shape))
-        return PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in axes))
+        entries = pad_axes(self.mesh_axes, len(self.shape))
+        # A list, such as one in a config's text, cannot be hashed.
+        return PartitionSpec(*(tuple(x) if isinstance(x, list) else x for x in entries))
 
     def sharding(self, mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
         """Returns the sharding on a mesh."""
@@ -86,16 +100,20 @@ class ParameterSpec(TensorSpec):
 
     def __post_init__(self):
         if self.mesh_axes is not None and len(self.mesh_axes) < len(self.shape):
-            padded = pad_axes(self.mesh_axes, len(self.shape))
-            is_spec = isinstance(self.mesh_axes, PartitionSpec)
-            object.__setattr__(self, "mesh_axes", PartitionSpec(*padded) if is_spec else padded)
-        factors = None if self.factorization is None else self.factorization.axes
-        for name, axes in (("mesh_axes", self.mesh_axes), ("factorization", factors)):
-            if axes is not None and len(axes) != len(self.shape):
-                raise ParameterSpecError(
-                    f"{name}={axes} has {len(axes)} entries, but shape={tuple(self.shape)} has "
-                    f"{len(self.shape)} axes; give one entry per axis."
-                )
+            mesh_axes = pad_axes(self.mesh_axes, len(self.shape))
+            if isinstance(self.mesh_axes, PartitionSpec):
+                mesh_axes = PartitionSpec(*mesh_axes)
+            object.__setattr__(self, "mesh_axes", mesh_axes)
+        self._check_num_entries("mesh_axes", self.mesh_axes)
+        if self.factorization is not None:
+            self._check_num_entries("factorization", self.factorization.axes)
+
+    def _check_num_entries(self, name: str, entries: MeshAxes | PartitionSpec | None) -> None:
+        if entries is not None and len(entries) != len(self.shape):
+            raise ParameterSpecError(
+                f"{name}={entries} has {len(entries)} entries, but shape={tuple(self.shape)} has "
+                f"{len(self.shape)} axes; give one entry per axis."
+            )
 
     def fans(self) -> dict[str, float]:
         """Returns "fan_in", "fan_out" and "fan_avg", or raises ParameterSpecError without axes."""
@@ -139,17 +157,24 @@ def weight_and_bias_specs(
     return {"weight": weight, "bias": bias}
 
 
-def with_leading_axis(spec: ParameterSpec, size: int, mesh_axis: object = None) -> ParameterSpec:
+def with_leading_axis(
+    spec: ParameterSpec, size: int, mesh_axis: str | Sequence[str] | None = None
+) -> ParameterSpec:
     """Returns the spec of `size` stacked copies; the new axis is sharded over `mesh_axis`."""
-    prepended = spec.fan_axes and spec.fan_axes.prepend_axis(axis_type=FanAxes.AxisType.BATCH_AXIS)
-    factors = spec.factorization and FactorizationSpec((None, *spec.factorization.axes))
+    factorization = spec.factorization
+    if factorization is not None:
+        factorization = FactorizationSpec((None, *factorization.axes))
+    fan_axes = maybe_prepend_axis(spec.fan_axes, axis_type=FanAxes.AxisType.BATCH_AXIS)
+    logical_axes = spec.logical_axes
+    if logical_axes:
+        logical_axes = (spmd.axes_of(mesh_axis) or None, *logical_axes)
     return dataclasses.replace(
         spec,
         shape=(size, *spec.shape),
         mesh_axes=PartitionSpec(mesh_axis, *spec.partition_spec),
-        logical_axes=spec.logical_axes and (spmd.axes_of(mesh_axis) or None, *spec.logical_axes),
-        factorization=factors,
-        fan_axes=prepended,
+        logical_axes=logical_axes,
+        factorization=factorization,
+        fan_axes=fan_axes,
     )
 
 
@@ -158,19 +183,23 @@ def with_leading_axis_name(spec: ParameterSpec, name: str) -> ParameterSpec:
 
     Without a rule, `name` is a mesh axis. Raises LogicalAxisError if another axis has this name.
     """
-    (first,) = logical.mark_mesh_axes((name,), axis_rules.get_logical_axis_rules())
-    others = tuple(spec.logical_axes or spec.partition_spec)[1:]
-    mesh_axes = logical.names_to_mesh_axes((first, *others))
-    if logical.names_to_mesh_axes((None, *others))[1:] != spec.partition_spec[1:]:
+    # A name without a rule is marked as a mesh axis, and is then no string.
+    (first_name,) = logical.mark_mesh_axes((name,), axis_rules.get_logical_axis_rules())
+    names = (first_name, *tuple(spec.logical_axes or spec.partition_spec)[1:])
+    mesh_axes = logical.names_to_mesh_axes(names)
+    if logical.names_to_mesh_axes((None, *names[1:]))[1:] != spec.partition_spec[1:]:
         # The spec is sharded by other rules; those of the context take precedence.
-        entry = logical.names_to_mesh_axes((first,))[0]
-        taken = {axis for other in spec.partition_spec[1:] for axis in spmd.axes_of(other)}
-        entry = None if taken & set(spmd.axes_of(entry)) else entry
-        mesh_axes = PartitionSpec(entry, *spec.partition_spec[1:])
-    is_named = spec.logical_axes is not None or isinstance(first, str)
-    return dataclasses.replace(
-        spec, mesh_axes=mesh_axes, logical_axes=(first, *others) if is_named else None
-    )
+        first_entry = logical.names_to_mesh_axes((first_name,))[0]
+        mesh_axes_in_use: set[str] = set()
+        for entry in spec.partition_spec[1:]:
+            mesh_axes_in_use.update(spmd.axes_of(entry))
+        if mesh_axes_in_use.intersection(spmd.axes_of(first_entry)):
+            first_entry = None
+        mesh_axes = PartitionSpec(first_entry, *spec.partition_spec[1:])
+    logical_axes = None
+    if spec.logical_axes is not None or isinstance(first_name, str):
+        logical_axes = names
+    return dataclasses.replace(spec, mesh_axes=mesh_axes, logical_axes=logical_axes)
 
 
 def maybe_shard(x: Tensor, partition_spec: PartitionSpec | MeshAxes | None) -> Tensor:
@@ -189,10 +218,8 @@ def maybe_shard(x: Tensor, partition_spec: PartitionSpec | MeshAxes | None) -> T
     mesh = spmd.get_global_mesh()
     if partition_spec is None or mesh is None:
         return x
-    mesh_axes = set(mesh.axis_names)
-    sizes = (*x.shape, *[0] * len(partition_spec))
-    entries = [
-        None if size == 1 and mesh_axes.issuperset(spmd.axes_of(entry)) else entry
-        for entry, size in zip(logical.names_to_mesh_axes(partition_spec), sizes, strict=False)
-    ]
+    entries = list(logical.names_to_mesh_axes(partition_spec))
+    for axis, size in enumerate(x.shape[: len(entries)]):
+        if size == 1 and set(mesh.axis_names).issuperset(spmd.axes_of(entries[axis])):
+            entries[axis] = None
     return spmd.constrain(x, PartitionSpec(*entries))

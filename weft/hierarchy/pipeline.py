@@ -14,6 +14,7 @@ each device passes its part to the next one. At the dots, a stage computes on ro
 discarded. On any mesh, the result equals that of running the layers in sequence.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -28,36 +29,37 @@ from weft.hierarchy import parameter_spec, transforms
 from weft.hierarchy.context import InvocationContext, OutputCollection
 from weft.hierarchy.module import Module
 from weft.hierarchy.repeat import Repeat
-from weft.typing import PartitionSpec, Tensor
+from weft.typing import PartitionSpec, PyTree, Tensor
 
 PIPELINE_AXIS = "pipeline"
 """Name of the stage axis: a mesh axis, unless logical axis rules map it."""
 
-StepFn = Callable[[Any, Any], tuple[Any, Any]]
+StepFn = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 """Runs all stages for one step: takes their inputs, arrays `(num_stages, ...)`, and the step's
 entry of `xs`; returns their outputs and values to stack."""
 
 
 def stage_layout() -> Any:
-    """Returns the sharding of the stage axis by the mesh and rules of the context."""
+    """Returns the entry of a PartitionSpec for the stage axis, by the context's mesh and rules."""
     mesh = get_global_mesh()
     (entry,) = names_to_mesh_axes((PIPELINE_AXIS,))
-    is_absent = mesh is None or (entry == PIPELINE_AXIS and entry not in mesh.axis_names)
-    return PartitionSpec.UNCONSTRAINED if is_absent else entry
+    if mesh is None or (entry == PIPELINE_AXIS and entry not in mesh.axis_names):
+        return PartitionSpec.UNCONSTRAINED
+    return entry
 
 
-def shard_stages(x: object) -> Any:
+def shard_stages(x: PyTree) -> PyTree:
     """Shards the first axis of all arrays in a pytree as the stage axis.
 
     Raises MeshError if the mesh lacks an axis that the rules assign to stages.
     """
     entry = stage_layout()
 
-    def constrained(x: jax.Array) -> jax.Array:
-        others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
-        return constrain(x, PartitionSpec(entry, *others))
+    def shard_array(x: Tensor) -> Tensor:
+        unconstrained_axes = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+        return constrain(x, PartitionSpec(entry, *unconstrained_axes))
 
-    return jax.tree.map(constrained, x)
+    return jax.tree.map(shard_array, x)
 
 
 class BaseSchedule(Configurable):
@@ -83,8 +85,8 @@ class BaseSchedule(Configurable):
         return self.num_microbatches + self.num_stages - 1
 
     def scan(
-        self, fn: StepFn, *, carry: Any, state: InvocationContext, xs: Any, **scan_kwargs: Any
-    ) -> tuple[Any, Any]:
+        self, fn: StepFn, *, carry: PyTree, state: InvocationContext, xs: PyTree, **scan_kwargs: Any
+    ) -> tuple[PyTree, PyTree]:
         """Runs all microbatches through all stages.
 
         Args:
@@ -98,11 +100,13 @@ class BaseSchedule(Configurable):
         """
         raise NotImplementedError(type(self))
 
-    def _initial_inputs(self, microbatches: object) -> Any:
+    def _initial_inputs(self, microbatches: PyTree) -> PyTree:
         """Returns real rows as initial input of all stages, so that none fails on them."""
-        n = self.num_stages
-        work = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], (n, *x.shape[1:])), microbatches)
-        return shard_stages(work)
+
+        def repeat_first(x: Tensor) -> Tensor:
+            return jnp.broadcast_to(x[:1], (self.num_stages, *x.shape[1:]))
+
+        return shard_stages(jax.tree.map(repeat_first, microbatches))
 
 
 class GPipeSchedule(BaseSchedule):
@@ -112,23 +116,33 @@ class GPipeSchedule(BaseSchedule):
     """
 
     def scan(
-        self, fn: StepFn, *, carry: Any, state: InvocationContext, xs: Any, **scan_kwargs: Any
-    ) -> tuple[Any, Any]:
-        def body(work: Any, x: tuple[Any, Any]) -> tuple[Any, Any]:
-            entering, x = x
-            work = jax.tree.map(lambda a, b: _replace_stage(b, 0, a[None]), entering, work)
-            done, y = fn(shard_stages(work), x)
-            # The shift wraps around; the next microbatch replaces the values at the first stage.
-            passed_on = _shift_stages(shard_stages(done), 1)
-            return passed_on, (jax.tree.map(lambda x: x[0], passed_on), y)
+        self, fn: StepFn, *, carry: PyTree, state: InvocationContext, xs: PyTree, **scan_kwargs: Any
+    ) -> tuple[PyTree, PyTree]:
+        def body(stage_inputs: PyTree, step_inputs: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+            microbatch, x = step_inputs
+            stage_inputs = jax.tree.map(
+                lambda inputs, new: _replace_stage(inputs, 0, new[None]), stage_inputs, microbatch
+            )
+            stage_outputs, y = fn(shard_stages(stage_inputs), x)
+            # The shift wraps around, so that the result of the last stage is where the next
+            # microbatch replaces it.
+            next_inputs = _shift_stages(shard_stages(stage_outputs), 1)
+            result = jax.tree.map(operator.itemgetter(0), next_inputs)
+            return next_inputs, (result, y)
 
         # Rows that enter after the last microbatch are discarded.
-        at = jnp.minimum(jnp.arange(self.num_iterations), self.num_microbatches - 1)
-        entering = jax.tree.map(lambda x: x[at], carry)
-        work, xs, length = self._initial_inputs(carry), (entering, xs), self.num_iterations
+        numbers = jnp.minimum(jnp.arange(self.num_iterations), self.num_microbatches - 1)
+        microbatches = jax.tree.map(lambda x: x[numbers], carry)
         _, (results, ys) = transforms.scan(
-            state, body, work, xs, state_axis=None, length=length, **scan_kwargs
+            state,
+            body,
+            self._initial_inputs(carry),
+            (microbatches, xs),
+            state_axis=None,
+            length=self.num_iterations,
+            **scan_kwargs,
         )
+        # The first result is that of the step in which the first microbatch is at the last stage.
         return jax.tree.map(lambda x: x[self.num_stages - 1 :], results), ys
 
 
@@ -149,46 +163,57 @@ class StreamSchedule(BaseSchedule):
             )
 
     def scan(
-        self, fn: StepFn, *, carry: Any, state: InvocationContext, xs: Any, **scan_kwargs: Any
-    ) -> tuple[Any, Any]:
-        n, per_stage = self.num_stages, self.num_microbatches // self.num_stages
+        self, fn: StepFn, *, carry: PyTree, state: InvocationContext, xs: PyTree, **scan_kwargs: Any
+    ) -> tuple[PyTree, PyTree]:
+        num_stages = self.num_stages
+        num_columns = self.num_microbatches // num_stages
 
-        def body(buffers: Any, x: tuple[Any, Any]) -> tuple[Any, Any]:
-            (work, stream), (step, x) = buffers, x
-            column = step % per_stage
-            passing = jax.tree.map(lambda s: s[:, column], stream)
-            work = jax.tree.map(lambda w, p: _replace_stage(w, 0, p), work, passing)
-            done, y = fn(shard_stages(work), x)
-            done = shard_stages(done)
-            # The first stage took its microbatch; the others move up, and the last result follows.
-            moved = _shift_stages(passing, -1)
-            moved = jax.tree.map(lambda m, d: _replace_stage(m, n - 1, d), moved, done)
-            stream = jax.tree.map(lambda s, m: s.at[:, column].set(m), stream, moved)
-            return (_shift_stages(done, 1), shard_stages(stream)), y
+        # The stream holds the microbatches, `(num_stages, num_columns, ...)`, one row per stage.
+        # Step t moves column `t % num_columns` towards the first stage, by one: what is there
+        # enters the pipeline, and the last stage gets its own result.
+        def body(
+            buffers: tuple[PyTree, PyTree], step_inputs: tuple[Tensor, PyTree]
+        ) -> tuple[tuple[PyTree, PyTree], PyTree]:
+            stage_inputs, stream = buffers
+            step, x = step_inputs
+            number = step % num_columns
+            column = jax.tree.map(lambda x: x[:, number], stream)
+            stage_inputs = jax.tree.map(
+                lambda inputs, new: _replace_stage(inputs, 0, new), stage_inputs, column
+            )
+            stage_outputs, y = fn(shard_stages(stage_inputs), x)
+            stage_outputs = shard_stages(stage_outputs)
+            column = jax.tree.map(
+                lambda moved, results: _replace_stage(moved, num_stages - 1, results),
+                _shift_stages(column, -1),
+                stage_outputs,
+            )
+            stream = jax.tree.map(lambda x, new: x.at[:, number].set(new), stream, column)
+            return (_shift_stages(stage_outputs, 1), shard_stages(stream)), y
 
-        stream = jax.tree.map(lambda x: x.reshape(n, per_stage, *x.shape[1:]), carry)
+        stream = jax.tree.map(lambda x: x.reshape(num_stages, num_columns, *x.shape[1:]), carry)
         buffers = (self._initial_inputs(carry), shard_stages(stream))
         steps = jnp.arange(self.num_iterations)
         (_, stream), ys = transforms.scan(
             state, body, buffers, (steps, xs), state_axis=None, **scan_kwargs
         )
 
-        def collected(x: jax.Array) -> jax.Array:
-            # Results came n - 1 steps after the inputs whose places they take.
-            return jnp.roll(x, 1 - n, axis=1).reshape(-1, *x.shape[2:])
+        def in_order(x: Tensor) -> Tensor:
+            # Results came num_stages - 1 steps after the inputs whose places they take.
+            return jnp.roll(x, 1 - num_stages, axis=1).reshape(-1, *x.shape[2:])
 
-        return jax.tree.map(collected, stream), ys
+        return jax.tree.map(in_order, stream), ys
 
 
-def _shift_stages(x: object, by: int) -> Any:
+def _shift_stages(x: PyTree, shift: int) -> PyTree:
     """Passes the values of each stage to the next, or for -1 to the previous one."""
-    return jax.tree.map(lambda x: jnp.roll(x, by, axis=0), x)
+    return jax.tree.map(lambda x: jnp.roll(x, shift, axis=0), x)
 
 
-def _replace_stage(x: jax.Array, stage: int, by: jax.Array) -> jax.Array:
+def _replace_stage(x: Tensor, stage: int, values: Tensor) -> Tensor:
     """Replaces the values of one stage without communication between stages."""
     index = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0],) + (1,) * (x.ndim - 1), 0)
-    return jnp.where(index == stage, by, x)
+    return jnp.where(index == stage, values, x)
 
 
 def transpose_to_pipeline_stage_inputs(
@@ -205,10 +230,19 @@ def transpose_to_pipeline_stage_inputs(
     >>> transpose_to_pipeline_stage_inputs(jnp.array([[1, 2], [3, 4]])).tolist()
     [[1, 0], [3, 2], [0, 4]]
     """
-    n = x.shape[1]
-    padded = jnp.concatenate([x, jnp.zeros((n - 1, *x.shape[1:]), x.dtype)])
-    shifted = jax.vmap(lambda x, by: jnp.roll(x, by, axis=0), in_axes=(1, 0), out_axes=1)
-    return parameter_spec.maybe_shard(shifted(padded, jnp.arange(n)), partition_spec)
+    num_stages = x.shape[1]
+    padding = jnp.zeros((num_stages - 1, *x.shape[1:]), x.dtype)
+    by_step = _roll_stages(jnp.concatenate([x, padding]), jnp.arange(num_stages))
+    return parameter_spec.maybe_shard(by_step, partition_spec)
+
+
+def _roll_stages(x: Tensor, shifts: Tensor) -> Tensor:
+    """Rolls the first axis of an array `(steps, stages, ...)`, by the shift of each stage."""
+
+    def roll(stage: Tensor, shift: Tensor) -> Tensor:
+        return jnp.roll(stage, shift, axis=0)
+
+    return jax.vmap(roll, in_axes=(1, 0), out_axes=1)(x, shifts)
 
 
 def transpose_from_pipeline_stage_outputs(
@@ -225,9 +259,10 @@ def transpose_from_pipeline_stage_outputs(
     >>> transpose_from_pipeline_stage_outputs(jnp.array([[1, 0], [3, 2], [0, 4]])).tolist()
     [[1, 2], [3, 4]]
     """
-    steps, n = x.shape[:2]
-    shifted = jax.vmap(lambda x, by: jnp.roll(x, -by, axis=0), in_axes=(1, 0), out_axes=1)
-    return parameter_spec.maybe_shard(shifted(x, jnp.arange(n))[: steps - n + 1], partition_spec)
+    num_steps, num_stages = x.shape[:2]
+    num_microbatches = num_steps - num_stages + 1
+    by_microbatch = _roll_stages(x, -jnp.arange(num_stages))[:num_microbatches]
+    return parameter_spec.maybe_shard(by_microbatch, partition_spec)
 
 
 class Pipeline(Repeat):
@@ -280,9 +315,7 @@ class Pipeline(Repeat):
         )
         return specs
 
-    def _run(
-        self, fn: Callable[[Any, Any], tuple[Any, Any]], carry: Any = None, *, xs: Any = None
-    ) -> Repeat.Output:
+    def _run(self, fn: StepFn, carry: PyTree = None, *, xs: PyTree = None) -> Repeat.Output:
         """Runs the pipeline.
 
         Args:
@@ -306,43 +339,47 @@ class Pipeline(Repeat):
         """
         context = self.get_invocation_context()
         layer_context = context.add_child("layer", prng_key=context.prng_key)
-        inner = layer_context.fork()
+        body_context = layer_context.fork()
         run_stages = transforms.vmap(
             fn, axis_size=self.config.num_layers, spmd_axis_name=axes_of(stage_layout()) or None
         )
         carry, ys = self._schedule.scan(
-            lambda work, _: run_stages(work, xs),
+            lambda stage_inputs, _: run_stages(stage_inputs, xs),
             carry=jax.tree.map(self._split_microbatches, carry),
-            state=inner,
+            state=body_context,
             xs=None,
             **self._scan_kwargs(),
         )
-        outputs = jax.tree.map(transpose_from_pipeline_stage_outputs, inner.output_collection)
+        outputs = body_context.output_collection
+        outputs = jax.tree.map(transpose_from_pipeline_stage_outputs, outputs)
         self._add_outputs(layer_context, self._reduce_microbatches(outputs))
-        merge = jax.vmap(_merge_microbatches, in_axes=1)
-        stacked = jax.tree.map(lambda y: merge(transpose_from_pipeline_stage_outputs(y)), ys)
-        return Repeat.Output(jax.tree.map(_merge_microbatches, carry), stacked)
+        carry = jax.tree.map(_merge_microbatches, carry)
+        ys = jax.tree.map(transpose_from_pipeline_stage_outputs, ys)
+        return Repeat.Output(carry, jax.tree.map(jax.vmap(_merge_microbatches, in_axes=1), ys))
 
-    def _run_sequentially(self, fn: Callable[..., Any], carry: Any, *, xs: Any) -> Repeat.Output:
+    def _run_sequentially(self, fn: StepFn, carry: PyTree, *, xs: PyTree) -> Repeat.Output:
         """Runs the stages in sequence on the whole batch, as a `Repeat` does."""
         return super()._run(fn, carry, xs=xs)
 
     def _split_microbatches(self, x: Tensor) -> Tensor:
-        m = self.config.num_microbatches
-        if x.ndim == 0 or x.shape[0] % m:
+        num_microbatches = self.config.num_microbatches
+        if x.ndim == 0 or x.shape[0] % num_microbatches:
             raise ArgumentShapeError(
                 f"{self.path()}: a batch of shape {x.shape} does not divide into "
-                f"num_microbatches={m}; expected a multiple of {m} rows."
+                f"num_microbatches={num_microbatches}; expected a multiple of {num_microbatches} "
+                "rows."
             )
-        # Row i goes to microbatch i % m, so that rows stay on their devices and each microbatch is
-        # sharded like the batch.
-        return jnp.moveaxis(x.reshape(-1, m, *x.shape[1:]), 1, 0)
+        # Row i goes to microbatch i % num_microbatches, so that rows stay on their devices and each
+        # microbatch is sharded like the batch.
+        return jnp.moveaxis(x.reshape(-1, num_microbatches, *x.shape[1:]), 1, 0)
 
     def _reduce_microbatches(self, outputs: OutputCollection) -> OutputCollection:
-        summaries, m = outputs.summaries, self.config.num_microbatches
+        summaries = outputs.summaries
         if jax.tree.leaves(summaries):
-            parts = [jax.tree.map(lambda x, i=i: x[i], summaries) for i in range(m)]
-            summaries = transforms.reduce_summaries(parts)
+            by_microbatch: list[PyTree] = []
+            for i in range(self.config.num_microbatches):
+                by_microbatch.append(jax.tree.map(operator.itemgetter(i), summaries))
+            summaries = transforms.reduce_summaries(by_microbatch)
         return OutputCollection(
             summaries,
             jax.tree.map(_reduce_state_update, outputs.state_updates),
@@ -355,7 +392,9 @@ def _merge_microbatches(x: Tensor) -> Tensor:
 
 
 def _reduce_state_update(x: Tensor) -> Tensor:
-    return jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[-1]
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.mean(x, axis=0)
+    return x[-1]
 
 
 def _move_stages_first(path: jax.tree_util.KeyPath, x: Tensor) -> Tensor:

@@ -59,12 +59,13 @@ class KVPages(struct.PyTreeNode):
 
     def take(self, rows: Tensor) -> "KVPages":
         """Returns a state of copies of some sequences, `Int[Array, "rows"]`, each on own pages."""
-        indices = self.page_indices[rows]
+        page_indices = self.page_indices[rows]
 
-        def copied(pages: Tensor) -> Tensor:
-            return _pages_at(pages, indices).reshape(-1, *pages.shape[1:])
+        def copy_pages(pages: Tensor) -> Tensor:
+            return _pages_at(pages, page_indices).reshape(-1, *pages.shape[1:])
 
-        return KVPages(copied(self.key), copied(self.value), _consecutive(indices.shape))
+        new_indices = _consecutive(page_indices.shape)
+        return KVPages(copy_pages(self.key), copy_pages(self.value), new_indices)
 
 
 class BaseKVCache(base_layer.BaseLayer):
@@ -115,9 +116,11 @@ class BaseKVCache(base_layer.BaseLayer):
                 "was passed; omit it, or set kv_cache to PagedKVCache.default_config()."
             )
         new = KVState(k_proj, v_proj, jnp.broadcast_to(key_positions, k_proj.shape[:2]))
-        states, cached = self._extend(cached_states, new, unpadded_len, page_pool)
-        keys, values = cached.k_proj.astype(k_proj.dtype), cached.v_proj.astype(v_proj.dtype)
-        return states, cached._replace(k_proj=keys, v_proj=values)
+        states, kv_state = self._extend(cached_states, new, unpadded_len, page_pool)
+        kv_state = kv_state._replace(
+            k_proj=kv_state.k_proj.astype(k_proj.dtype), v_proj=kv_state.v_proj.astype(v_proj.dtype)
+        )
+        return states, kv_state
 
     def _extend(
         self, cached_states: Any, new: KVState, unpadded_len: Tensor | None, pool: KVPages | None
@@ -136,27 +139,30 @@ class BaseKVCache(base_layer.BaseLayer):
     def _shard(self, x: Tensor) -> Tensor:
         return parameter_spec.maybe_shard(x, self.config.kv_partition_spec)
 
-    def _write(self, cached: Tensor, at: tuple[Tensor, Tensor], new: Tensor) -> Tensor:
-        def write(cached: Tensor, at: tuple[Tensor, Tensor], new: Tensor) -> Tensor:
-            return cached.at[at].set(new.astype(cached.dtype), mode="drop")
+    def _write(self, cached: Tensor, indices: tuple[Tensor, Tensor], new: Tensor) -> Tensor:
+        """Writes to the first two axes of an array; indices past its end write nothing."""
+
+        def write(cached: Tensor, indices: tuple[Tensor, Tensor], new: Tensor) -> Tensor:
+            return cached.at[indices].set(new.astype(cached.dtype), mode="drop")
 
         spec = arrays.explicit_spec(cached)
-        return self._shard(arrays.sharded_by_compiler(write, cached, at, new, spec=spec))
+        return self._shard(arrays.sharded_by_compiler(write, cached, indices, new, spec=spec))
 
 
 class KVCache(BaseKVCache):
     """Cache with one array of keys and one of values, with an entry per position."""
 
     def init_states(self, shape: Shape, *, dtype: DType) -> NestedTensor:
-        return {name: self._zeros(shape, dtype) for name in ("key", "value")}
+        return {"key": self._zeros(shape, dtype), "value": self._zeros(shape, dtype)}
 
     def _extend(
         self, cached_states: Any, new: KVState, unpadded_len: Tensor | None, pool: KVPages | None
     ) -> tuple[Any, KVState]:
         batch, max_len = cached_states["key"].shape[:2]
-        at = (jnp.arange(batch)[:, None], _positions_to_write(new, unpadded_len, past_end=max_len))
-        key = self._write(cached_states["key"], at, new.k_proj)
-        value = self._write(cached_states["value"], at, new.v_proj)
+        rows = jnp.arange(batch)[:, None]
+        positions = _positions_to_write(new, unpadded_len, past_end=max_len)
+        key = self._write(cached_states["key"], (rows, positions), new.k_proj)
+        value = self._write(cached_states["value"], (rows, positions), new.v_proj)
         return {"key": key, "value": value}, KVState(key, value, jnp.arange(max_len)[None])
 
 
@@ -179,7 +185,8 @@ class SlidingWindowKVCache(BaseKVCache):
         batch, _, *heads = shape
         length = self.config.cached_kv_length
         return {
-            **{name: self._zeros((batch, length, *heads), dtype) for name in ("key", "value")},
+            "key": self._zeros((batch, length, *heads), dtype),
+            "value": self._zeros((batch, length, *heads), dtype),
             "key_positions": jnp.full((batch, length), -1, jnp.int32),
         }
 
@@ -187,22 +194,28 @@ class SlidingWindowKVCache(BaseKVCache):
         self, cached_states: Any, new: KVState, unpadded_len: Tensor | None, pool: KVPages | None
     ) -> tuple[Any, KVState]:
         batch, step = new.key_positions.shape
-        added: dict[str, Any] = dict(zip(("key", "value", "key_positions"), new, strict=False))
-        both = {
-            name: jnp.concatenate([x, added[name].astype(x.dtype)], axis=1)
-            for name, x in cached_states.items()
-        }
-        # The last entries before the step's padding.
-        count = jnp.full([batch], step) if unpadded_len is None else unpadded_len
-        last = count[:, None] + jnp.arange(self.config.cached_kv_length)[None]
+        if unpadded_len is None:
+            unpadded_len = jnp.full([batch], step)
         rows = jnp.arange(batch)[:, None]
-        states = {}
-        for name, x in both.items():
-            spec = arrays.explicit_spec(x)
-            states[name] = arrays.sharded_by_compiler(operator.getitem, x, (rows, last), spec=spec)
-        for name in ("key", "value"):
-            states[name] = self._shard(states[name])
-        return states, KVState(both["key"], both["value"], both["key_positions"])
+        # Of the entries of the cache and then those of the step, the last before its padding.
+        columns = unpadded_len[:, None] + jnp.arange(self.config.cached_kv_length)[None]
+
+        def append(cached: Tensor, new_entries: Tensor) -> Tensor:
+            return jnp.concatenate([cached, new_entries.astype(cached.dtype)], axis=1)
+
+        def take_last(entries: Tensor) -> Tensor:
+            spec = arrays.explicit_spec(entries)
+            return arrays.sharded_by_compiler(operator.getitem, entries, (rows, columns), spec=spec)
+
+        keys = append(cached_states["key"], new.k_proj)
+        values = append(cached_states["value"], new.v_proj)
+        key_positions = append(cached_states["key_positions"], new.key_positions)
+        states = {
+            "key": self._shard(take_last(keys)),
+            "value": self._shard(take_last(values)),
+            "key_positions": take_last(key_positions),
+        }
+        return states, KVState(keys, values, key_positions)
 
 
 class PagedKVCache(BaseKVCache):
@@ -226,52 +239,65 @@ class PagedKVCache(BaseKVCache):
     def init_states(self, shape: Shape, *, dtype: DType) -> KVPages:
         cfg = self.config
         batch, max_len, *heads = shape
-        indices = _consecutive((batch, -(-max_len // cfg.page_size)))
-        num_pages = indices.size
+        num_pages_per_sequence = -(-max_len // cfg.page_size)
+        page_indices = _consecutive((batch, num_pages_per_sequence))
+        num_pages = page_indices.size
         if cfg.num_pages is not None:
             num_pages = cfg.num_pages
-            indices = jnp.full_like(indices, num_pages)
-        pages = (num_pages, cfg.page_size, *heads)
-        return KVPages(self._zeros(pages, dtype), self._zeros(pages, dtype), indices)
+            page_indices = jnp.full_like(page_indices, num_pages)
+        pool_shape = (num_pages, cfg.page_size, *heads)
+        keys, values = self._zeros(pool_shape, dtype), self._zeros(pool_shape, dtype)
+        return KVPages(keys, values, page_indices)
 
     def _extend(
         self, cached_states: Any, new: KVState, unpadded_len: Tensor | None, pool: KVPages | None
     ) -> tuple[Any, KVState]:
-        indices, size = arrays.gathered(cached_states.page_indices, 1), self.config.page_size
-        used: KVPages = cached_states if pool is None else pool
-        length = indices.shape[1] * size
-        at = _positions_to_write(new, unpadded_len, past_end=length)
-        rows = jnp.arange(indices.shape[0])[:, None]
+        page_indices = arrays.gathered(cached_states.page_indices, 1)
+        page_size = self.config.page_size
+        pages: KVPages = cached_states if pool is None else pool
+        num_pages = len(pages.key)
+        max_len = page_indices.shape[1] * page_size
+        positions = _positions_to_write(new, unpadded_len, past_end=max_len)
+        rows = jnp.arange(page_indices.shape[0])[:, None]
 
-        def page_of(indices: Tensor, index: tuple[Tensor, Tensor]) -> Tensor:
-            return indices.at[index].get(mode="fill", fill_value=len(used.key))
+        def pages_of(page_indices: Tensor, indices: tuple[Tensor, Tensor]) -> Tensor:
+            # Past the end there is no page: `num_pages`, where nothing is written.
+            return page_indices.at[indices].get(mode="fill", fill_value=num_pages)
 
-        pages = arrays.sharded_by_compiler(
-            page_of, indices, (rows, at // size), spec=arrays.explicit_spec(at)
+        page_numbers = arrays.sharded_by_compiler(
+            pages_of,
+            page_indices,
+            (rows, positions // page_size),
+            spec=arrays.explicit_spec(positions),
         )
-        at = (pages, at % size)
-        key, value = self._write(used.key, at, new.k_proj), self._write(used.value, at, new.v_proj)
-        has_page = jnp.repeat(indices < len(used.key), size, axis=1)
-        key_positions = jnp.where(has_page, jnp.arange(length), -1)
-        return KVPages(key, value, indices), KVState(key, value, key_positions, indices)
+        places = (page_numbers, positions % page_size)
+        key = self._write(pages.key, places, new.k_proj)
+        value = self._write(pages.value, places, new.v_proj)
+        has_page = jnp.repeat(page_indices < num_pages, page_size, axis=1)
+        key_positions = jnp.where(has_page, jnp.arange(max_len), -1)
+        states = KVPages(key, value, page_indices)
+        return states, KVState(key, value, key_positions, page_indices)
 
     def maybe_normalize_kv(self, kv_state: KVState) -> KVState:
-        indices = kv_state.page_indices
-        if indices is None:
+        page_indices = kv_state.page_indices
+        if page_indices is None:
             return kv_state
 
-        def joined(pages: Tensor) -> Tensor:
-            return _pages_at(pages, indices).reshape(len(indices), -1, *pages.shape[2:])
+        def join_pages(pages: Tensor) -> Tensor:
+            sequences = _pages_at(pages, page_indices)
+            return sequences.reshape(len(page_indices), -1, *pages.shape[2:])
 
-        return KVState(joined(kv_state.k_proj), joined(kv_state.v_proj), kv_state.key_positions)
+        keys, values = join_pages(kv_state.k_proj), join_pages(kv_state.v_proj)
+        return KVState(keys, values, kv_state.key_positions)
 
 
 def _positions_to_write(new: KVState, unpadded_len: Tensor | None, *, past_end: int) -> Tensor:
     """Returns `Int[Array, "batch step"]`, `past_end` for padding: there, writes are dropped."""
-    at = new.key_positions
+    positions = new.key_positions
     if unpadded_len is None:
-        return at
-    return jnp.where(jnp.arange(at.shape[1])[None] < unpadded_len[:, None], at, past_end)
+        return positions
+    is_live = jnp.arange(positions.shape[1])[None] < unpadded_len[:, None]
+    return jnp.where(is_live, positions, past_end)
 
 
 def _pages_at(pages: Tensor, indices: Tensor) -> Tensor:
