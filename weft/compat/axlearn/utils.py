@@ -39,7 +39,7 @@ from weft.trainer.mesh import infer_mesh_shape as infer_mesh_shape
 from weft.trainer.model import cast_floats as cast_floats
 from weft.trainer.model import cast_floats_per_param as cast_floats_per_param
 from weft.trainer.optimizers.base import tree_paths as tree_paths
-from weft.typing import DType
+from weft.typing import DType, PyTree
 from weft.typing import Nested as Nested
 from weft.typing import NestedTensor as NestedTensor
 from weft.typing import Tensor as Tensor
@@ -71,13 +71,15 @@ def get_recursively(x: Nested[Any], path: Path, separator: str = "/") -> Any:
     >>> get_recursively({"layer": {"w": 1}}, "layer/w")
     1
     """
-    steps = _steps(path, separator)
-    for i, name in enumerate(steps):
+    names = _names(path, separator)
+    for i, name in enumerate(names):
         if not isinstance(x, Mapping) or name not in x:
-            at = _shown(steps[:i], separator) or "the root"
-            has = ", ".join(map(repr, x)) if isinstance(x, Mapping) else f"a {type(x).__name__}"
+            content = f"a {type(x).__name__}"
+            if isinstance(x, Mapping):
+                content = ", ".join(map(repr, x)) or "no entries"
+            parent = _joined(names[:i], separator) or "the root"
             raise errors.MissingStateError(
-                f"there is no {_shown(steps, separator)!r}: {at} has {has or 'no entries'}."
+                f"there is no {_joined(names, separator)!r}: {parent} has {content}."
             )
         x = x[name]
     return x
@@ -93,18 +95,19 @@ def set_recursively(x: dict[str, Any], *, value: object, path: Path, separator: 
     >>> tree
     {'layer': {'w': 1}}
     """
-    steps = _steps(path, separator)
-    for i, name in enumerate(steps):
+    names = _names(path, separator)
+    if not names:
+        raise errors.TreeMergeError("the path is empty; name at least one entry to set.")
+    for i, name in enumerate(names):
         if not isinstance(x, dict):
             raise errors.TreeMergeError(
-                f"{_shown(steps[:i], separator)!r} is a {type(x).__name__}, so nothing can be set "
-                f"at {_shown(steps, separator)!r}; give a path through dicts."
+                f"{_joined(names[:i], separator)!r} is a {type(x).__name__}, so nothing can be set "
+                f"at {_joined(names, separator)!r}; give a path through dicts."
             )
-        if i == len(steps) - 1:
+        if i < len(names) - 1:
+            x = x.setdefault(name, {})
+        else:
             x[name] = value
-            return
-        x = x.setdefault(name, {})
-    raise errors.TreeMergeError("the path is empty; name at least one entry to set.")
 
 
 def copy_recursively(
@@ -115,9 +118,10 @@ def copy_recursively(
     A target of None is a new dict; an empty path returns a copy of `source`, with shared arrays.
     """
     value = jax.tree.map(lambda leaf: leaf, get_recursively(source, path, separator))
-    if not _steps(path, separator):
+    if not _names(path, separator):
         return value
-    target = {} if target is None else target
+    if target is None:
+        target = {}
     set_recursively(target, value=value, path=path, separator=separator)
     return target
 
@@ -145,7 +149,10 @@ def match_regex_rules(
     >>> match_regex_rules("decoder/bias", rules=[(".*/bias", "no decay"), (".*", "decay")])
     'no decay'
     """
-    return next((value for regex, value in rules if re.fullmatch(regex, x)), default_value)
+    for regex, value in rules:
+        if re.fullmatch(regex, x):
+            return value
+    return default_value
 
 
 def prune_tree(
@@ -164,13 +171,13 @@ def prune_tree(
     """
     if not isinstance(in_tree, Mapping):
         return in_tree
-    kept = {}
+    pruned: dict[str, Nested[T]] = {}
     for name, entry in in_tree.items():
         path = f"{prefix}{separator}{name}" if prefix else name
         entry = prune_tree(entry, should_prune, prefix=path, separator=separator)
         if not should_prune(path, entry):
-            kept[name] = entry
-    return kept
+            pruned[name] = entry
+    return pruned
 
 
 def prune_empty(in_tree: Nested[T]) -> Nested[T]:
@@ -188,10 +195,9 @@ def tree_merge(
     >>> tree_merge({"a": 1}, secondary={"a": 2, "b": 3}, leaf_merge_fn=max)
     {'a': 2, 'b': 3}
     """
-    dicts = isinstance(primary, Mapping), isinstance(secondary, Mapping)
-    if dicts == (False, False):
+    if not isinstance(primary, Mapping) and not isinstance(secondary, Mapping):
         return copy.deepcopy(leaf_merge_fn(primary, secondary))
-    if not all(dicts):
+    if not isinstance(primary, Mapping) or not isinstance(secondary, Mapping):
         raise errors.TreeMergeError(
             f"tree_merge: a dict meets a leaf: {primary!r:.80} and {secondary!r:.80}; merge trees "
             "of the same structure."
@@ -231,14 +237,20 @@ def _is_empty(x: Any) -> bool:
 def expand_vdicts(tree: Nested[Any]) -> Nested[Any]:
     """Replaces each `VDict` by a list of dicts, one for each index of the leading axis."""
 
-    def expanded(x: Any) -> Any:
-        if not isinstance(x, VDict):
-            return x
-        sizes = {len(leaf) for leaf in jax.tree.leaves(x)}
-        layers = ({k: _at(i, v) for k, v in x.items()} for i in range(max(sizes, default=0)))
-        return [expand_vdicts(layer) for layer in layers]
+    def is_vdict(x: Any) -> bool:
+        return isinstance(x, VDict)
 
-    return jax.tree.map(expanded, tree, is_leaf=lambda x: isinstance(x, VDict))
+    def expanded(x: Any) -> Any:
+        if not is_vdict(x):
+            return x
+        num_layers = max(map(len, jax.tree.leaves(x)), default=0)
+        layers: list[Nested[Any]] = []
+        for i in range(num_layers):
+            layer = {name: _at(i, entry) for name, entry in x.items()}
+            layers.append(expand_vdicts(layer))
+        return layers
+
+    return jax.tree.map(expanded, tree, is_leaf=is_vdict)
 
 
 vectorized_tree_map = map_blocks
@@ -296,9 +308,11 @@ def register_per_param_settings(
         path: of what sets it; that of the current invocation by default.
     """
     context = current_context()
-    where = path or (context.path() if context else "")
+    if not path:
+        path = context.path() if context else ""
+    logger = logging.getLogger("weft.utils")
     for name, setting in flatten_items(settings):
-        logging.getLogger("weft.utils").info("%s %s: %s = %s", where, description, name, setting)
+        logger.info("%s %s: %s = %s", path, description, name, setting)
     return settings
 
 
@@ -313,13 +327,13 @@ def validate_float_dtype(dtype: DType) -> None:
 
 def check_param_shape_alignment(source_tree: NestedTensor, target_tree: NestedTensor) -> str | None:
     """Returns a message about arrays of different shapes in two trees, or None."""
-    theirs = dict(flatten_items(target_tree))
-    different = [
-        f"({path}): source: {x.shape}, target: {theirs[path].shape}"
-        for path, x in flatten_items(source_tree)
-        if x.shape != theirs[path].shape
-    ]
-    return "\n".join(different) or None
+    target_arrays = dict(flatten_items(target_tree))
+    lines: list[str] = []
+    for path, array in flatten_items(source_tree):
+        target_shape = target_arrays[path].shape
+        if array.shape != target_shape:
+            lines.append(f"({path}): source: {array.shape}, target: {target_shape}")
+    return "\n".join(lines) or None
 
 
 def as_tensor(x: Nested[Any]) -> NestedTensor:
@@ -370,14 +384,14 @@ def split_prng_key(
     if isinstance(prng_key, StackedKeyArray):
         return prng_key
     sizes = (num_keys,) if isinstance(num_keys, int) else tuple(num_keys)
-    split = lambda key: key  # noqa: E731
-    for size in reversed(sizes):
-        split = _split_then(size, split)
-    return StackedKeyArray(split(prng_key))
+    return StackedKeyArray(_split(prng_key, sizes))
 
 
-def _split_then(n: int, then: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    return lambda key: jax.vmap(then)(fork_key(key, n))
+def _split(prng_key: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    if not sizes:
+        return prng_key
+    keys = fork_key(prng_key, sizes[0])
+    return jax.vmap(lambda key: _split(key, sizes[1:]))(keys)
 
 
 _numeric_checks = contextvars.ContextVar("numeric_checks", default=False)
@@ -447,11 +461,12 @@ def get_data_dir() -> str | None:
 def thread_stack_traces() -> list[list[str]]:
     """Returns for each Python thread its name and the lines of its stack."""
     frames = sys._current_frames()
-    return [
-        [f"{thread.name} ({thread.ident})", *traceback.format_stack(frames[thread.ident])]
-        for thread in threading.enumerate()
-        if thread.ident in frames
-    ]
+    stacks: list[list[str]] = []
+    for thread in threading.enumerate():
+        if thread.ident in frames:
+            lines = traceback.format_stack(frames[thread.ident])
+            stacks.append([f"{thread.name} ({thread.ident})", *lines])
+    return stacks
 
 
 def create_device_mesh(
@@ -468,7 +483,9 @@ def create_device_mesh(
 
 def maybe_shard(x: NestedTensor, partition_spec: PartitionSpec | None) -> NestedTensor:
     """Constrains the layout of arrays; does nothing for a spec of None or without a mesh."""
-    return x if partition_spec is None else constrain(x, partition_spec)
+    if partition_spec is None:
+        return x
+    return constrain(x, partition_spec)
 
 
 def with_sharding_constraint(
@@ -486,21 +503,21 @@ def with_sharding_constraint(
 
 def complete_partition_spec_tree(
     treedef: Any, partition_spec_tree: Nested[PartitionSpec | None]
-) -> Any:
+) -> PyTree:
     """Returns a tree of specs with the structure `treedef` from one that is a prefix of it."""
-    whole = treedef.unflatten([0] * treedef.num_leaves)
-    return jax.tree.map(
-        lambda spec, part: jax.tree.map(lambda _: spec, part),
-        partition_spec_tree,
-        whole,
-        is_leaf=_is_layout,
-    )
+    tree = treedef.unflatten([0] * treedef.num_leaves)
+
+    def repeated(spec: PartitionSpec | None, part: PyTree) -> PyTree:
+        return jax.tree.map(lambda _: spec, part)
+
+    return jax.tree.map(repeated, partition_spec_tree, tree, is_leaf=_is_layout)
 
 
 def data_partition_type_to_spec(partition: DataPartitionType | PartitionSpec) -> PartitionSpec:
     """Returns the layout of rows over the mesh in the context; a PartitionSpec is unchanged."""
-    is_type = isinstance(partition, DataPartitionType)
-    return partition.partition_spec(current_mesh()) if is_type else partition
+    if isinstance(partition, DataPartitionType):
+        return partition.partition_spec(current_mesh())
+    return partition
 
 
 def host_to_global_array(
@@ -528,12 +545,14 @@ def _is_layout(x: object) -> bool:
     return x is None or isinstance(x, PartitionSpec)
 
 
-def _steps(path: Path, separator: str) -> list[str]:
-    return [name for name in path.split(separator) if name] if isinstance(path, str) else [*path]
+def _names(path: Path, separator: str) -> list[str]:
+    if isinstance(path, str):
+        return [name for name in path.split(separator) if name]
+    return list(path)
 
 
-def _shown(steps: list[str], separator: str) -> str:
-    return str(separator).join(map(str, steps))
+def _joined(names: list[str], separator: str) -> str:
+    return str(separator).join(map(str, names))
 
 
 def _at(i: int, tree: Nested[Any]) -> Nested[Any]:

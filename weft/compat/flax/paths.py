@@ -25,11 +25,17 @@ class FlaxModule(NamedTuple):
 @functools.cache
 def flax_modules() -> Mapping[str, FlaxModule]:
     """Returns the modules of `paths.txt` by their dotted names."""
-    modules = {}
-    table = Path(__file__).with_name("paths.txt").read_text(encoding="utf-8")
-    for line in table.splitlines():
+    table: dict[str, FlaxModule] = {}
+    text = Path(__file__).with_name("paths.txt").read_text(encoding="utf-8")
+    for line in text.splitlines():
         module, *places = line.split()
-        elsewhere = dict(place.split("=") for place in places if "=" in place)
-        others = tuple(place for place in places if "=" not in place)
-        modules[module] = FlaxModule(elsewhere, others)
-    return modules
+        elsewhere: dict[str, str] = {}
+        modules: list[str] = []
+        for place in places:
+            name, equals, target = place.partition("=")
+            if equals:
+                elsewhere[name] = target
+            else:
+                modules.append(place)
+        table[module] = FlaxModule(elsewhere, tuple(modules))
+    return table

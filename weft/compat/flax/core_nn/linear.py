@@ -40,8 +40,8 @@ def dense(
     ((2, 4), (3, 4))
     """
     kernel = scope.param("kernel", kernel_init, (inputs.shape[-1], features))
-    added = scope.param("bias", bias_init, (features,)) if bias else None
-    arrays = promote_dtype(inputs, kernel, added, dtype=dtype, inexact=False)
+    bias_array = scope.param("bias", bias_init, (features,)) if bias else None
+    arrays = promote_dtype(inputs, kernel, bias_array, dtype=dtype, inexact=False)
     return functional.dense(*arrays, precision=precision)
 
 
@@ -76,29 +76,31 @@ def dense_general(
     >>> y.shape, variables["params"]["kernel"].shape
     ((5, 4, 6), (2, 3, 4, 6))
     """
-    features, axis, batch_dims = map(as_tuple, (features, axis, batch_dims))
-    batch_dims = tuple(d % inputs.ndim for d in batch_dims)
+    features, axis = as_tuple(features), as_tuple(axis)
+    batch_dims = tuple(dim % inputs.ndim for dim in as_tuple(batch_dims))
     if set(batch_dims) != set(range(len(batch_dims))):
         raise errors.ArgumentShapeError(
             f"batch_dims is {batch_dims}; expected the first axes of the input, "
             f"{tuple(range(len(batch_dims)))}: move the others with jnp.moveaxis."
         )
-    batch = tuple(inputs.shape[d] for d in batch_dims)
+    batch_shape = tuple(inputs.shape[dim] for dim in batch_dims)
     contracted = tuple(inputs.shape[a] for a in axis)
 
-    def shaped(init: Initializer, flat: tuple[int, ...], shape: tuple[int, ...]) -> Initializer:
+    def init_param(
+        key: Array, init: Initializer, matrix_shape: tuple[int, ...], shape: tuple[int, ...]
+    ) -> Array:
         # A matrix with the fans of the map, repeated for every position of the batch axes.
-        def make(key: Any) -> Array:
-            return jnp.broadcast_to(jnp.reshape(init(key, flat), shape), (*batch, *shape))
+        param = jnp.reshape(init(key, matrix_shape), shape)
+        return jnp.broadcast_to(param, (*batch_shape, *shape))
 
-        return make
-
-    n_out = math.prod(features)
-    kernel = scope.param(
-        "kernel", shaped(kernel_init, (math.prod(contracted), n_out), (*contracted, *features))
-    )
-    added = scope.param("bias", shaped(bias_init, (n_out,), features)) if bias else None
-    arrays = promote_dtype(inputs, kernel, added, dtype=dtype, inexact=False)
+    num_outputs = math.prod(features)
+    matrix_shape = (math.prod(contracted), num_outputs)
+    kernel_shape = (*contracted, *features)
+    kernel = scope.param("kernel", init_param, kernel_init, matrix_shape, kernel_shape)
+    bias_array = None
+    if bias:
+        bias_array = scope.param("bias", init_param, bias_init, (num_outputs,), features)
+    arrays = promote_dtype(inputs, kernel, bias_array, dtype=dtype, inexact=False)
     return functional.dense_general(*arrays, axis=axis, batch_axes=batch_dims, precision=precision)
 
 

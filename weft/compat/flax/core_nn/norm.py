@@ -54,32 +54,37 @@ def batch_norm(
     """
     features = sorted(canonical_axes(axis, x.ndim))
     reduced = tuple(a for a in range(x.ndim) if a not in features)
-    shape = tuple(x.shape[a] if a in features else 1 for a in range(x.ndim))
-    squeezed = tuple(x.shape[a] for a in features)
-    initializing = not scope.has_variable(kind, "mean")
-    mean_of = scope.variable(kind, "mean", jnp.zeros, squeezed, jnp.float32)
-    var_of = scope.variable(kind, "var", jnp.ones, squeezed, jnp.float32)
+    feature_shape = tuple(x.shape[a] for a in features)
+    shape = tuple(x.shape[a] if a in features else 1 for a in range(x.ndim))  # broadcasts to x
+    is_initializing = not scope.has_variable(kind, "mean")
+    running_mean = scope.variable(kind, "mean", jnp.zeros, feature_shape, jnp.float32)
+    running_var = scope.variable(kind, "var", jnp.ones, feature_shape, jnp.float32)
     if use_running_average:
-        mean, var = mean_of.value, var_of.value
+        mean, var = running_mean.value, running_var.value
     else:
         mean, var = functional.moments(
             x,
             axis=reduced,
-            axis_name=None if initializing else axis_name,
+            axis_name=None if is_initializing else axis_name,
             axis_index_groups=axis_index_groups,
         )
-        mean, var = mean.reshape(squeezed), var.reshape(squeezed)
-        if not initializing:
-            for average, value in ((mean_of, mean), (var_of, var)):
+        mean, var = mean.reshape(feature_shape), var.reshape(feature_shape)
+        if not is_initializing:
+            for average, value in ((running_mean, mean), (running_var, var)):
                 average.value = functional.update_running_average(
                     average.value, value, decay=momentum
                 )
+    scale_array = bias_array = None
+    if scale:
+        scale_array = scope.param("scale", scale_init, feature_shape).reshape(shape)
+    if bias:
+        bias_array = scope.param("bias", bias_init, feature_shape).reshape(shape)
     y = functional.batch_norm(
         x.astype(jnp.float32),
         mean.reshape(shape),
         var.reshape(shape),
-        scope.param("scale", scale_init, squeezed).reshape(shape) if scale else None,
-        scope.param("bias", bias_init, squeezed).reshape(shape) if bias else None,
+        scale_array,
+        bias_array,
         eps=epsilon,
     )
     return y.astype(dtype)
