@@ -438,7 +438,7 @@ def mutable_static_values(flat: FlatGraph) -> tuple[IdentityKey, ...]:
     for leaf in flat.leaves:
         if isinstance(leaf, Variable):
             values.extend(leaf._metadata.values())
-    return tuple(versions.mutable_parts(values))
+    return tuple(versions.mutable_parts(tuple(values)))
 
 
 def unhashable_static_values(graphdef: GraphDef, is_unchanged: bool = False) -> list[Any]:

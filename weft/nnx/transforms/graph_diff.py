@@ -36,27 +36,31 @@ def differences(
         origins: for each graph the original number of every object, None for a new object.
     """
     a, b = parts
-    indices = [index_of(part) for part in parts]
-    numbers = [None if i is None else of[i] for i, of in zip(indices, origins, strict=True)]
+    a_number, b_number = _number_of(a, origins[0]), _number_of(b, origins[1])
     is_node = isinstance(a, NodeDef) and isinstance(b, NodeDef) and a.type is b.type
-    if None not in indices and numbers[0] != numbers[1]:
-        names = ["a new object" if n is None else "an existing object" for n in numbers]
-        seen = ("one object", "a different one") if None not in numbers else (names[0], names[1])
+    are_objects = index_of(a) is not None and index_of(b) is not None
+    if are_objects and a_number != b_number:
+        seen = "one object", "a different one"
+        if a_number is None:
+            seen = "a new object", "an existing object"
+        elif b_number is None:
+            seen = "an existing object", "a new object"
         yield Difference(path, seen, parts)
     elif not is_node and _without_index(a) != _without_index(b):
         yield Difference(path, (_describe_part(a), _describe_part(b)), parts)
     if not is_node:
         return
-    of_a, of_b = dict(a.attributes), dict(b.attributes)
-    for name in {**of_a, **of_b}:
-        if name not in of_a:
-            seen, owner = ("absent", "present"), numbers[1]
-            yield Difference((*path, name), seen, (None, of_b[name]), owner)
-        elif name not in of_b:
-            seen, owner = ("present", "absent"), numbers[0]
-            yield Difference((*path, name), seen, (of_a[name], None), owner)
-    for name in filter(of_b.__contains__, of_a):
-        yield from differences((of_a[name], of_b[name]), origins, (*path, name))
+    a_attributes, b_attributes = dict(a.attributes), dict(b.attributes)
+    for name in {**a_attributes, **b_attributes}:
+        if name not in a_attributes:
+            both_parts = None, b_attributes[name]
+            yield Difference((*path, name), ("absent", "present"), both_parts, b_number)
+        elif name not in b_attributes:
+            both_parts = a_attributes[name], None
+            yield Difference((*path, name), ("present", "absent"), both_parts, a_number)
+    for name, part in a_attributes.items():
+        if name in b_attributes:
+            yield from differences((part, b_attributes[name]), origins, (*path, name))
     if a.marks != b.marks:
         yield Difference(path, ("marked one way", "marked another way"), parts)
     elif a.order != b.order:
@@ -68,15 +72,22 @@ def index_of(part: object) -> int | None:
     return part.index if isinstance(part, NodeDef | VariableDef | NodeRef) else None
 
 
+def _number_of(part: object, origins: Sequence[int | None]) -> int | None:
+    index = index_of(part)
+    return None if index is None else origins[index]
+
+
 def _without_index(part: Any) -> Any:
-    # Numbers are local to each graph; the caller has compared the objects.
+    # Indices are local to each graph; the caller has compared the objects.
     return part if index_of(part) is None else part._replace(index=0)
 
 
 def _describe_part(part: object) -> str:
     if isinstance(part, StaticValue):
         return repr(part.value)
-    return part.type.__name__ if isinstance(part, NodeDef | VariableDef) else "an array"
+    if isinstance(part, NodeDef | VariableDef):
+        return part.type.__name__
+    return "an array"
 
 
 class NumberedGraph(NamedTuple):
@@ -99,25 +110,30 @@ def replaced_objects(
         origins: for each object after the index before, None for a new one.
         may_replace: whether a new object of its class may replace one.
     """
-    present = {index for index in origins if index is not None}
+    kept_indices = {index for index in origins if index is not None}
     replaced: dict[int, int] = {}
 
+    def replaces(new_index: int, old_index: int) -> bool:
+        """Returns whether an object is new, and the one in its place before is gone."""
+        return origins[new_index] is None and old_index not in kept_indices
+
     def walk(old: object, new: object) -> None:
-        if isinstance(old, NodeDef) and isinstance(new, NodeDef) and old.type is new.type:
-            if old.index is not None and new.index is not None:
-                is_new = origins[new.index] is None and old.index not in present
-                if is_new and may_replace(old):
-                    replaced[new.index] = old.index
-                elif origins[new.index] != old.index:
-                    return
-            of_old = dict(old.attributes)
-            for name, part in new.attributes:
-                if name in of_old:
-                    walk(of_old[name], part)
-        elif isinstance(old, VariableDef) and isinstance(new, VariableDef):
-            is_new = origins[new.index] is None and old.index not in present
-            if old.type is new.type and is_new and may_replace(old):
+        if isinstance(old, VariableDef) and isinstance(new, VariableDef):
+            is_like = old.type is new.type
+            if is_like and replaces(new.index, old.index) and may_replace(old):
                 replaced[new.index] = old.index
+            return
+        if not (isinstance(old, NodeDef) and isinstance(new, NodeDef) and old.type is new.type):
+            return
+        if old.index is not None and new.index is not None:
+            if replaces(new.index, old.index) and may_replace(old):
+                replaced[new.index] = old.index
+            elif origins[new.index] != old.index:
+                return
+        old_attributes = dict(old.attributes)
+        for name, part in new.attributes:
+            if name in old_attributes:
+                walk(old_attributes[name], part)
 
     walk(dict(before.root.attributes)[0], dict(after.root.attributes)[0])
     return replaced

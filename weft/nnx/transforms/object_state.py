@@ -57,8 +57,9 @@ class StaticObjects(NamedTuple):
         return paths[number] if 0 <= number < len(paths) else None
 
     def described(self) -> NumberedGraph:
-        objects = graph.first_paths(self.graphdef)
-        return NumberedGraph(self.graphdef, range(len(objects)))
+        """Returns the graph with the index of each object as its number."""
+        num_objects = len(graph.first_paths(self.graphdef))
+        return NumberedGraph(self.graphdef, range(num_objects))
 
 
 class ChangedObjects(NamedTuple):
@@ -96,89 +97,117 @@ class InnerObjects(NamedTuple):
 
     def has_same_structure(self) -> bool:
         """Returns whether only values and metadata of variables can have changed."""
-        return self.snapshots is not None and all(
-            are_identical(x._snapshot(), look) for x, look in self.snapshots
-        )
+        if self.snapshots is None:
+            return False
+        return all(are_identical(x._snapshot(), snapshot) for x, snapshot in self.snapshots)
 
     def has_same_graph(self, flat: graph.FlatGraph) -> bool:
         """Returns whether references and static values are those of the arguments."""
-        now, before = flat.graphdef, self.static.graphdef
-        return (
-            are_identical(flat.objects, self.objects)
-            and now == before
-            and (not self.static.changing or _keeps_mutable_values(now, before))
-        )
+        initial_graphdef = self.static.graphdef
+        if not are_identical(flat.objects, self.objects) or flat.graphdef != initial_graphdef:
+            return False
+        if not self.static.changing:
+            return True
+        return _keeps_mutable_values(initial_graphdef, flat.graphdef)
 
     def numbers(self) -> dict[Any, int]:
         """Returns the numbers of the values, by variable, or by owner and attribute."""
-        known: dict[Any, int] = {}
-        for n, (x, owner) in enumerate(zip(self.leaves, self.static.owners, strict=True)):
-            known[id(x) if owner is None else (id(self.objects[owner[0]]), owner[1])] = n
-        return known
+        number_of: dict[Any, int] = {}
+        for n, (leaf, owner) in enumerate(zip(self.leaves, self.static.owners, strict=True)):
+            if owner is None:
+                number_of[id(leaf)] = n
+            else:
+                object_index, attribute = owner
+                number_of[id(self.objects[object_index]), attribute] = n
+        return number_of
 
     def is_changed(self, leaf: object, n: int) -> bool:
         """Returns whether a value, or a variable's metadata, differs from its initial one."""
-        before, now = self.values[n], leaf
+        value = leaf
         if isinstance(leaf, Variable):
-            now = leaf._value
+            value = leaf._value
             if leaf._metadata is not self.metadata[n]:
                 return True
-        return now is not before and not _is_same_value(before, now)
+        initial_value = self.values[n]
+        return value is not initial_value and not _is_same_value(initial_value, value)
 
     def is_passed(self, leaf: Any, owner: graph.Owner, n: int) -> bool:
         """Returns whether custom rules alone have replaced the initial value."""
-        known = _passed_values(leaf, owner)
-        if known is None or (owner is None and leaf._metadata is not self.metadata[n]):
+        passed = _passed_values(leaf, owner)
+        if passed is None or (owner is None and leaf._metadata is not self.metadata[n]):
             return False
-        now = leaf._value if owner is None else leaf
-        return _is_same_value(known[0], self.values[n]) and _is_same_value(known[1], now)
+        value = leaf._value if owner is None else leaf
+        return _is_same_value(passed.initial, self.values[n]) and _is_same_value(
+            passed.returned, value
+        )
+
+
+class _Group(NamedTuple):
+    """A group of an object: which entries are in it, and what becomes of them."""
+
+    matches: Predicate
+    role: Any
 
 
 class Grouping:
     """The groups of values, and the roles of these groups."""
 
-    def __init__(self, of_args: Filters, of_results: Filters):
+    def __init__(self, arg_filters: Filters, result_filters: Filters):
         # By the beginnings of paths: 0 for arguments or 1 for results, and an object's index.
-        self._groups: dict[Path, list[tuple[Predicate, Any]]] = {
-            (part, i): [(to_predicate(where), role) for where, role in of_object]
-            for part, objects in enumerate((of_args, of_results))
-            for i, of_object in enumerate(objects)
-        }
+        self._groups: dict[Path, list[_Group]] = {}
+        for part, objects in enumerate((arg_filters, result_filters)):
+            for i, filter_roles in enumerate(objects):
+                groups = [_Group(to_predicate(where), role) for where, role in filter_roles]
+                self._groups[part, i] = groups
 
     def place(self, path: Path, leaf: object) -> tuple[int, int, int]:
         """Returns 0 for an argument or 1 for a result, and the indices of the object and group.
 
         Raises StateFilterError if no filter matches.
         """
-        groups = self._groups[at := path[:2]]
-        for g, (matches, _) in enumerate(groups):
-            if type(matches) is Everything or matches(path[2:], leaf):
-                return *at, g  # pyright: ignore[reportReturnType]
-        raise calls.unmatched_error(leaf, path, [where for where, _ in groups])
+        groups = self._groups[path[:2]]
+        for g, group in enumerate(groups):
+            if type(group.matches) is Everything or group.matches(path[2:], leaf):
+                return *path[:2], g  # pyright: ignore[reportReturnType]
+        raise calls.unmatched_error(leaf, path, [group.matches for group in groups])
 
     @property
     def depends_only_on_structure(self) -> bool:
         """True if equal graph descriptions always have the same groups."""
-        every = (matches for groups in self._groups.values() for matches, _ in groups)
-        return all(isinstance(matches, Everything | OfType) for matches in every)
+        for groups in self._groups.values():
+            for group in groups:
+                if not isinstance(group.matches, Everything | OfType):
+                    return False
+        return True
 
     def role(self, path: Path, leaf: object) -> Any:
-        return self.roles(path)[self.place(path, leaf)[2]]
+        """Returns the role of a value."""
+        _, _, g = self.place(path, leaf)
+        return self._groups[path[:2]][g].role
 
     def roles(self, path: Path) -> list[Any]:
-        return [role for _, role in self._groups[path[:2]]]
+        """Returns the roles of all groups of the object at the beginning of a path."""
+        return [group.role for group in self._groups[path[:2]]]
 
     def is_mapped(self, after: graph.FlatGraph, path: Path) -> bool:
-        roles = [self.role(p, leaf) for p, leaf in after.items() if p[: len(path)] == path]
+        """Returns whether all values below a path have an axis."""
+        roles: list[Any] = []
+        for leaf_path, leaf in after.items():
+            if leaf_path[: len(path)] == path:
+                roles.append(self.role(leaf_path, leaf))
         return all(isinstance(role, int) for role in roles or self.roles(path))
 
     def is_carried(self, path: Path) -> bool:
         """Returns whether a loop carries a part of the argument at the beginning of a path."""
         return any(role is CARRY for role in self.roles(path))
 
-    def is_same(self, path: Path, other: Path) -> bool:
-        of_path, of_other = self._groups[path[:2]], self._groups[other[:2]]
-        return len(of_path) == 1 and of_path == of_other
+    def is_same(self, path: Path, other_path: Path) -> bool:
+        """Returns whether the objects at two paths have the same single group."""
+        groups, other_groups = self._groups[path[:2]], self._groups[other_path[:2]]
+        if len(groups) != 1 or len(other_groups) != 1:
+            return False
+        group, other = groups[0], other_groups[0]
+        return (group.matches, group.role) == (other.matches, other.role)
 
 
 def are_identical(xs: list[Any], ys: list[Any]) -> bool:
@@ -186,17 +215,30 @@ def are_identical(xs: list[Any], ys: list[Any]) -> bool:
     return len(xs) == len(ys) and all(map(operator.is_, xs, ys))
 
 
-def _is_same_value(before: object, now: object) -> bool:
-    old, new = jax.tree.leaves(before), jax.tree.leaves(now)
-    return are_identical(old, new) and jax.tree.structure(before) == jax.tree.structure(now)
+def _is_same_value(x: object, y: object) -> bool:
+    """Returns whether two trees have the same structure, and the same leaves by identity."""
+    x_leaves, x_tree = jax.tree.flatten(x)
+    y_leaves, y_tree = jax.tree.flatten(y)
+    return are_identical(x_leaves, y_leaves) and x_tree == y_tree
 
 
 def is_differentiable(leaf: object) -> bool:
     """Returns whether a value, or a variable's one, has arrays of floats and no `jax.Ref`."""
-    arrays = jax.tree.leaves(leaf._value if isinstance(leaf, Variable) else leaf)
-    return not any(isinstance(x, jax.Ref) for x in arrays) and any(
-        isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays
-    )
+    if isinstance(leaf, Variable):
+        leaf = leaf._value
+    has_floats = False
+    for x in jax.tree.leaves(leaf):
+        if isinstance(x, jax.Ref):
+            return False
+        has_floats |= isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
+    return has_floats
+
+
+class _PassedValue(NamedTuple):
+    """A value that custom rules have returned unchanged: the initial one, and that of the rule."""
+
+    initial: Any
+    returned: Any
 
 
 def note_passed(leaf: Any, owner: graph.Owner, value: Any) -> None:
@@ -204,39 +246,46 @@ def note_passed(leaf: Any, owner: graph.Owner, value: Any) -> None:
 
     A variable keeps both values in `_passed`, an object those of its arrays in `_info.passed`.
     """
-    before = leaf
+    initial = leaf
     if owner is None:
-        before, value = leaf._value, value._value
-    known = _passed_values(leaf, owner)
-    if known is not None and _is_same_value(known[1], before):
-        before = known[0]
+        initial, value = leaf._value, value._value
+    earlier = _passed_values(leaf, owner)
+    if earlier is not None and _is_same_value(earlier.returned, initial):
+        # The initial value of a rule inside another one is that of the outer one.
+        initial = earlier.initial
+    passed = _PassedValue(initial, value)
     if owner is None:
-        object.__setattr__(leaf, "_passed", (before, value))
+        object.__setattr__(leaf, "_passed", passed)
     else:
-        info = owner[0]._info
-        info.passed = {**getattr(info, "passed", {}), owner[1]: (before, value)}
+        x, attribute = owner
+        x._info.passed = {**getattr(x._info, "passed", {}), attribute: passed}
 
 
-def _passed_values(leaf: Any, owner: graph.Owner) -> tuple[Any, Any] | None:
+def _passed_values(leaf: Any, owner: graph.Owner) -> _PassedValue | None:
     if owner is None:
         return getattr(leaf, "_passed", None)
-    return getattr(owner[0]._info, "passed", {}).get(owner[1])
+    x, attribute = owner
+    return getattr(x._info, "passed", {}).get(attribute)
 
 
-def _keeps_mutable_values(now: graph.GraphDef, before: graph.GraphDef) -> bool:
+def _keeps_mutable_values(before: graph.GraphDef, after: graph.GraphDef) -> bool:
     """Returns whether no mutable static value replaces a different, possibly equal, input one."""
-    old, new = ([*mutable_parts((*graph.unhashable_static_values(of),))] for of in (before, now))
-    went_in = set(old)
-    return all(a == b or a not in went_in for a, b in zip(new, old, strict=True))
+    input_values = list(mutable_parts(tuple(graph.unhashable_static_values(before))))
+    output_values = list(mutable_parts(tuple(graph.unhashable_static_values(after))))
+    distinct_inputs = set(input_values)
+    for output_value, input_value in zip(output_values, input_values, strict=True):
+        if output_value != input_value and output_value in distinct_inputs:
+            return False
+    return True
 
 
 def static_snapshot(flat: graph.FlatGraph, before: graph.GraphDef) -> StaticSnapshot | None:
     """Returns a snapshot of the mutable static values of a graph, None if it cannot have any."""
     if flat.is_tracked:
         return None
-    unchanged = mutable_parts((*graph.unhashable_static_values(before, is_unchanged=True),))
-    now = graph.unhashable_static_values(flat.graphdef)
-    return StaticSnapshot(now, [same.value for same in unchanged])
+    unchanged = mutable_parts(tuple(graph.unhashable_static_values(before, is_unchanged=True)))
+    values = graph.unhashable_static_values(flat.graphdef)
+    return StaticSnapshot(values, [key.value for key in unchanged])
 
 
 def changed_loop_arrays(
@@ -264,13 +313,18 @@ def changed_loop_arrays(
             calls.warn_of_dropped_structure(path, "replaces the array")
 
     # Variables have an identity, other objects only a place.
-    variables = {id(x): i for i, x in enumerate(inner.objects) if isinstance(x, Variable)}
-    places = {path: i for i, path in graph.first_paths(static.graphdef).items()}
+    index_of_variable: dict[int, int] = {}
+    for i, x in enumerate(inner.objects):
+        if isinstance(x, Variable):
+            index_of_variable[id(x)] = i
+    index_of_path = {path: i for i, path in graph.first_paths(static.graphdef).items()}
     paths = graph.first_paths(flat.graphdef)
-    origins = [
-        variables.get(id(x)) if isinstance(x, Variable) else places.get(paths[i])
-        for i, x in enumerate(flat.objects)
-    ]
+    origins: list[int | None] = []
+    for i, x in enumerate(flat.objects):
+        if isinstance(x, Variable):
+            origins.append(index_of_variable.get(id(x)))
+        else:
+            origins.append(index_of_path.get(paths[i]))
     grouping = Grouping(filters, ())
     for difference in _changes_of_arguments(static, flat, origins):
         path, change = difference.path, _change_text(*difference.parts)
@@ -305,13 +359,15 @@ def _changes_of_arguments(
     static: StaticObjects, after: graph.FlatGraph, origins: Sequence[int | None]
 ) -> Iterator[Difference]:
     """Yields the changes of the arguments' graph; marks, order and class may change."""
-    before, now = (dict(of.root.attributes)[0] for of in (static.graphdef, after.graphdef))
+    arguments_before = dict(static.graphdef.root.attributes)[0]
+    arguments_after = dict(after.graphdef.root.attributes)[0]
     both_origins = static.described().origins, origins
-    for difference in graph_diff.differences((before, now), both_origins, (0,)):
-        old, new = difference.parts
-        index = graph_diff.index_of(new)
-        is_same_object = index is not None and graph_diff.index_of(old) == origins[index]
-        if not is_same_object or type(old) is not type(new):
+    both_arguments = arguments_before, arguments_after
+    for difference in graph_diff.differences(both_arguments, both_origins, (0,)):
+        part_before, part_after = difference.parts
+        index = graph_diff.index_of(part_after)
+        is_same_object = index is not None and graph_diff.index_of(part_before) == origins[index]
+        if not is_same_object or type(part_before) is not type(part_after):
             yield difference
 
 
