@@ -15,7 +15,8 @@ import jax
 
 from weft.errors import LogicalAxisError
 
-Rule = tuple[str, Any]
+MeshAxes = Any  # a mesh axis, a tuple of them, None, or `PartitionSpec.UNCONSTRAINED`
+Rule = tuple[str, MeshAxes]
 Rules = tuple[Rule, ...]
 
 _context = jax.make_user_context(())
@@ -41,7 +42,7 @@ def checked_rules(rules: Iterable[Sequence[Any]] | None) -> Rules:
     return tuple(_checked_rule(rule) for rule in rules)
 
 
-def _checked_rule(rule: Any) -> Rule:
+def _checked_rule(rule: Sequence[Any]) -> Rule:
     is_pair = isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)
     if not is_pair:
         raise LogicalAxisError(
@@ -51,14 +52,14 @@ def _checked_rule(rule: Any) -> Rule:
     name, axes = rule
     if isinstance(axes, list):
         axes = tuple(axes)
-    each = axes if isinstance(axes, tuple) else (axes,)
-    is_single = axes is None or axes is jax.sharding.PartitionSpec.UNCONSTRAINED
-    if not is_single and not all(isinstance(a, str) for a in each):
+    names = axes if isinstance(axes, tuple) else (axes,)
+    is_without_names = axes is None or axes is jax.sharding.PartitionSpec.UNCONSTRAINED
+    if not is_without_names and not all(isinstance(axis, str) for axis in names):
         raise LogicalAxisError(
             f"the rule for {name!r} gives it the mesh axes {axes!r}; expected a name, a tuple of "
             "names, or None."
         )
-    if len(set(each)) < len(each):
+    if len(set(names)) < len(names):
         raise LogicalAxisError(
             f"the rule for {name!r} gives it the mesh axes {axes!r}; each may be there once."
         )
@@ -97,21 +98,24 @@ def composite_rules(
     >>> composite_rules([("embed", "data")], [("heads", "model")])
     (('embed', 'data'), ('heads', 'model'))
     """
-    first, second = checked_rules(rule1), checked_rules(rule2)
-
-    def axes(rules: Rules, name: str) -> list[Any]:
-        return [mesh_axes for other, mesh_axes in rules if other == name]
-
-    for name, _ in second:
-        one, other = axes(first, name), axes(second, name)
-        if one and one != other:
+    first_rules, second_rules = checked_rules(rule1), checked_rules(rule2)
+    first_axes, second_axes = _axes_by_name(first_rules), _axes_by_name(second_rules)
+    for name, axes in second_axes.items():
+        if name in first_axes and axes != first_axes[name]:
             raise LogicalAxisError(
                 f"two sets of rules conflict for the logical axis {name!r}: one gives it "
-                f"{_listed(one)}, the other {_listed(other)}; take it out of one of them."
+                f"{_listing(first_axes[name])}, the other {_listing(axes)}; take it out of one of "
+                "them."
             )
-    known = {name for name, _ in first}
-    return first + tuple(rule for rule in second if rule[0] not in known)
+    return first_rules + tuple(rule for rule in second_rules if rule[0] not in first_axes)
 
 
-def _listed(axes: list[Any]) -> str:
+def _axes_by_name(rules: Rules) -> dict[str, list[MeshAxes]]:
+    axes_by_name: dict[str, list[MeshAxes]] = {}
+    for name, axes in rules:
+        axes_by_name.setdefault(name, []).append(axes)
+    return axes_by_name
+
+
+def _listing(axes: list[MeshAxes]) -> str:
     return " and then ".join(map(repr, axes))

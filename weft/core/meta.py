@@ -13,7 +13,7 @@ import abc
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any, Generic, Self, TypeVar
 
 import jax
@@ -24,11 +24,15 @@ from weft.core.spmd import AnyMesh, constrain
 from weft.core.spmd import get_global_mesh as get_global_mesh
 from weft.core.spmd import global_mesh_defined as global_mesh_defined
 from weft.errors import AxisMetadataError, PartitioningUnspecifiedError, PartitionNameError
-from weft.typing import MeshAxes
+from weft.lifting.kind import SelectedLeaves, Structure
+from weft.typing import MeshAxes, PyTree
 
 A = TypeVar("A")
 B = TypeVar("B", bound="Partitioned")
+BoxT = TypeVar("BoxT")
+T = TypeVar("T")
 
+AxisNames = Any  # the mesh axes of one axis: a name, a tuple of names, or None
 
 PARTITION_NAME = "partition_name"
 """The key of `metadata_params` for the name of the new axis of a `Partitioned`."""
@@ -58,7 +62,7 @@ class AxisMetadata(abc.ABC, Generic[A]):
     def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
         """Returns this box for a value that has lost the axis `index`; inverse of `add_axis`."""
 
-    def replace_boxed(self, val: object) -> Self:
+    def replace_boxed(self, val: PyTree) -> Self:
         """Returns the same metadata around another value.
 
         Classes that are not a pytree node with one child must override this.
@@ -72,33 +76,38 @@ class AxisMetadata(abc.ABC, Generic[A]):
         return jax.tree.unflatten(structure, [val])
 
 
-def is_axis_metadata(val: object) -> bool:
+def is_axis_metadata(val: PyTree) -> bool:
     """Returns whether a value is a box."""
     return isinstance(val, AxisMetadata)
 
 
-def _open(box: AxisMetadata) -> tuple[list[Any], Any]:
+def _open(box: AxisMetadata[PyTree]) -> tuple[list[PyTree], Structure]:
+    """Returns the children of a box and its structure; without a pytree node, the box itself."""
     return jax.tree.flatten(box, is_leaf=lambda x: x is not box)
 
 
-def _content(box: AxisMetadata) -> Any:
+def _content(box: AxisMetadata[PyTree]) -> PyTree:
     """Returns the content of a box, without effects of unboxing such as a sharding constraint."""
     children, _ = _open(box)
-    return children[0] if len(children) == 1 and children[0] is not box else box.unbox()
+    if len(children) == 1 and children[0] is not box:
+        return children[0]
+    return box.unbox()
 
 
-def map_axis_meta(fn: Callable[[AxisMetadata], Any], tree: object) -> Any:
+def map_axis_meta(fn: Callable[[AxisMetadata[PyTree]], PyTree], tree: PyTree) -> PyTree:
     """Replaces each outermost box of a tree by a function's result; other leaves are unchanged.
 
     >>> map_axis_meta(lambda box: box.names, {"w": Partitioned(1.0, ("data",)), "b": 0.0})
     {'b': 0.0, 'w': ('data',)}
     """
-    return jax.tree.map(
-        lambda x: fn(x) if is_axis_metadata(x) else x, tree, is_leaf=is_axis_metadata
-    )
+
+    def map_leaf(leaf: PyTree) -> PyTree:
+        return fn(leaf) if is_axis_metadata(leaf) else leaf
+
+    return jax.tree.map(map_leaf, tree, is_leaf=is_axis_metadata)
 
 
-def unbox(tree: object) -> Any:
+def unbox(tree: PyTree) -> PyTree:
     """Returns the values of a tree without any boxes.
 
     >>> unbox({"w": Partitioned(1.0, ()), "b": 0.0})
@@ -109,7 +118,7 @@ def unbox(tree: object) -> Any:
     return map_axis_meta(lambda box: unbox(box.unbox()), tree)
 
 
-def replace_boxed(tree: Any, updates: Any) -> Any:
+def replace_boxed(tree: PyTree, updates: PyTree) -> PyTree:
     """Replaces the values in the boxes of a tree.
 
     Args:
@@ -119,23 +128,25 @@ def replace_boxed(tree: Any, updates: Any) -> Any:
     {'w': Partitioned(value=2.0, names=(), mesh=None)}
     """
 
-    def replace(old: Any, new: Any) -> Any:
-        if not is_axis_metadata(old):
-            return new
-        children, structure = _open(old)
+    def replace(leaf: PyTree, value: PyTree) -> PyTree:
+        if not is_axis_metadata(leaf):
+            return value
+        children, structure = _open(leaf)
         if len(children) != 1 or not is_axis_metadata(children[0]):
-            return old.replace_boxed(new)
-        if children[0] is old:  # not a pytree node
-            inner = old.unbox()
-            return old.replace_boxed(replace(inner, new) if is_axis_metadata(inner) else new)
+            return leaf.replace_boxed(value)
+        if children[0] is leaf:  # not a pytree node
+            inner = leaf.unbox()
+            if is_axis_metadata(inner):
+                value = replace(inner, value)
+            return leaf.replace_boxed(value)
         # The innermost box holds the value; outer boxes keep their metadata, whether or not their
         # own replace_boxed would forward the value.
-        return jax.tree.unflatten(structure, [replace(children[0], new)])
+        return jax.tree.unflatten(structure, [replace(children[0], value)])
 
     return jax.tree.map(replace, tree, updates, is_leaf=is_axis_metadata)
 
 
-def add_axis(tree: object, index: int, params: Mapping[Any, Any]) -> Any:
+def add_axis(tree: PyTree, index: int, params: Mapping[Any, Any]) -> PyTree:
     """Notifies every box of a tree, including nested ones, that its value has gained an axis.
 
     Args:
@@ -153,7 +164,7 @@ def add_axis(tree: object, index: int, params: Mapping[Any, Any]) -> Any:
     return _call_hooks(lambda box: box.add_axis(index, params), tree)
 
 
-def remove_axis(tree: object, index: int, params: Mapping[Any, Any]) -> Any:
+def remove_axis(tree: PyTree, index: int, params: Mapping[Any, Any]) -> PyTree:
     """Notifies every box of a tree, including nested ones, that its value has lost an axis.
 
     Args:
@@ -170,66 +181,77 @@ def remove_axis(tree: object, index: int, params: Mapping[Any, Any]) -> Any:
     return _call_hooks(lambda box: box.remove_axis(index, params), tree)
 
 
-def _open_inner(box: AxisMetadata) -> tuple[list[Any], Any, list[int]]:
-    """Returns a box's leaves and structure, and which leaves are inner boxes."""
+def _inner_boxes(box: AxisMetadata[PyTree]) -> SelectedLeaves:
+    """Returns a box's leaves, with the boxes among them selected."""
 
-    def is_inner(x: object) -> bool:
-        return is_axis_metadata(x) and x is not box
+    def is_inner(leaf: PyTree) -> bool:
+        return is_axis_metadata(leaf) and leaf is not box
 
-    leaves, structure = jax.tree.flatten(box, is_leaf=is_inner)
-    return leaves, structure, [i for i, x in enumerate(leaves) if is_inner(x)]
-
-
-def _is_unchanged(before: object, after: object) -> bool:
-    leaves, structure = jax.tree.flatten(before)
-    leaves_after, structure_after = jax.tree.flatten(after)
-    return structure == structure_after and all(map(operator.is_, leaves, leaves_after))
+    return SelectedLeaves.of(box, is_inner, is_inner)
 
 
-def _call_hooks(change: Callable[[Any], AxisMetadata], tree: object) -> Any:
-    def call(box: AxisMetadata) -> Any:
-        return call_inner(box, change(box))
+def _is_unchanged(tree: PyTree, new_tree: PyTree) -> bool:
+    leaves, structure = jax.tree.flatten(tree)
+    new_leaves, new_structure = jax.tree.flatten(new_tree)
+    return structure == new_structure and all(map(operator.is_, leaves, new_leaves))
 
-    def call_inner(before: AxisMetadata, after: AxisMetadata) -> Any:
+
+def _call_hooks(
+    hook: Callable[[AxisMetadata[PyTree]], AxisMetadata[PyTree]], tree: PyTree
+) -> PyTree:
+    """Calls a hook once for each box of a tree."""
+
+    def call(box: AxisMetadata[PyTree]) -> AxisMetadata[PyTree]:
+        return call_inner(box, hook(box))
+
+    def call_inner(
+        box: AxisMetadata[PyTree], new_box: AxisMetadata[PyTree]
+    ) -> AxisMetadata[PyTree]:
         """Calls the hooks of inner boxes, unless the hook of the outer box did."""
-        (old, _, at), (leaves, structure, at_after) = _open_inner(before), _open_inner(after)
-        if not at or len(at) != len(at_after):
-            return after
-        for i, j in zip(at, at_after, strict=True):
-            is_unchanged = _is_unchanged(old[i], leaves[j])
-            leaves[j] = call(leaves[j]) if is_unchanged else call_inner(old[i], leaves[j])
-        return structure.unflatten(leaves)
+        inner_boxes = _inner_boxes(box).selected
+        new_leaves = _inner_boxes(new_box)
+        new_inner_boxes = new_leaves.selected
+        if not inner_boxes or len(inner_boxes) != len(new_inner_boxes):
+            return new_box
+        called: list[AxisMetadata[PyTree]] = []
+        for inner_box, new_inner_box in zip(inner_boxes, new_inner_boxes, strict=True):
+            if _is_unchanged(inner_box, new_inner_box):
+                called.append(call(new_inner_box))
+            else:
+                called.append(call_inner(inner_box, new_inner_box))
+        return new_leaves.replace(called)
 
-    def at(path: Any, leaf: Any) -> Any:
+    def call_at(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
         if not is_axis_metadata(leaf):
             return leaf
         with about(jax.tree_util.keystr(path, simple=True, separator="/")):
             return call(leaf)
 
-    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=is_axis_metadata)
+    return jax.tree_util.tree_map_with_path(call_at, tree, is_leaf=is_axis_metadata)
 
 
 @contextlib.contextmanager
-def about(where: str) -> Iterator[None]:
+def about(path: str) -> Iterator[None]:
     """Prepends a path to that of an `AxisMetadataError`; other errors get a note."""
     try:
         yield
     except AxisMetadataError as error:
-        error.path = "/".join(part for part in (where, error.path) if part)
+        error.path = "/".join(filter(None, (path, error.path)))
         raise
     except Exception as error:
-        if where:
-            error.add_note(f"This is about the axis metadata of {where!r}.")
+        if path:
+            error.add_note(f"This is about the axis metadata of {path!r}.")
         raise
 
 
-def checked_names(names: Any) -> tuple[Any, ...]:
+def checked_names(names: Iterable[AxisNames]) -> tuple[AxisNames, ...]:
     """Returns names of axes as a tuple; raises AxisMetadataError for sets and single names."""
-    if isinstance(names, str | Mapping | Set) or not hasattr(names, "__iter__"):
+    is_unordered = isinstance(names, Mapping | Set)
+    if isinstance(names, str) or is_unordered or not hasattr(names, "__iter__"):
+        advice = "" if is_unordered else f" For one axis write ({names!r},)."
         raise AxisMetadataError(
             f"names is {names!r}; expected a sequence with one entry for each axis of the value: "
-            "a name, a tuple of names, or None."
-            + ("" if isinstance(names, Mapping | Set) else f" For one axis write ({names!r},).")
+            f"a name, a tuple of names, or None.{advice}"
         )
     return tuple(tuple(name) if isinstance(name, list) else name for name in names)
 
@@ -252,7 +274,7 @@ class Partitioned(struct.PyTreeNode, AxisMetadata[A]):
     """
 
     value: A
-    names: tuple[Any, ...] = struct.field(pytree_node=False)
+    names: tuple[AxisNames, ...] = struct.field(pytree_node=False)
     mesh: AnyMesh | None = struct.field(pytree_node=False, default=None)
 
     AXIS_NAME = PARTITION_NAME
@@ -268,7 +290,7 @@ class Partitioned(struct.PyTreeNode, AxisMetadata[A]):
             return self.value
         return constrain(self.value, self.get_partition_spec(), self.mesh)
 
-    def replace_boxed(self, val: object) -> Self:
+    def replace_boxed(self, val: PyTree) -> Self:
         return self.replace(value=val)
 
     def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
@@ -284,26 +306,30 @@ class Partitioned(struct.PyTreeNode, AxisMetadata[A]):
 
     def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
         position = self._position(index, len(self.names))
-        present = self.names[position] if position < len(self.names) else None
-        name, name_text, error = None, "without a name", PartitioningUnspecifiedError
-        if PARTITION_NAME in params:
-            name = checked_names((params[PARTITION_NAME],))[0]
-            name_text, error = f"as {name!r}", PartitionNameError
-        if PARTITION_NAME not in params or present != name:
-            raise error(
-                f"axis {index} of names={self.names!r} is called {present!r}, and is to be removed "
-                f"{name_text}; give the transformation the name, {{{PARTITION_NAME!r}: "
-                f"{present!r}}} as metadata_params (in NNX transform_metadata), or the axis that "
-                "was meant."
-            )
+        axis_name = self.names[position] if position < len(self.names) else None
+        if PARTITION_NAME not in params:
+            text = self._removal_error(index, axis_name, "without a name")
+            raise PartitioningUnspecifiedError(text)
+        (name,) = checked_names((params[PARTITION_NAME],))
+        if name != axis_name:
+            raise PartitionNameError(self._removal_error(index, axis_name, f"as {name!r}"))
         return self.replace(names=(*self.names[:position], *self.names[position + 1 :]))
+
+    def _removal_error(self, index: int, axis_name: AxisNames, removed_as: str) -> str:
+        return (
+            f"axis {index} of names={self.names!r} is called {axis_name!r}, and is to be removed "
+            f"{removed_as}; give the transformation the name, {{{PARTITION_NAME!r}: "
+            f"{axis_name!r}}} as metadata_params (in NNX transform_metadata), or the axis that "
+            "was meant."
+        )
 
     def _position(self, index: int, rank: int) -> int:
         """Returns the index of an axis counted from the front.
 
         `rank` is that of the value to which `index` refers, as far as the names determine it.
         """
-        ndim = max((getattr(leaf, "ndim", 0) for leaf in jax.tree.leaves(self.value)), default=0)
+        ndims = [getattr(leaf, "ndim", 0) for leaf in jax.tree.leaves(self.value)]
+        ndim = max(ndims, default=0)
         # Names may omit the last axes, and the value may or may not have the axis already, so the
         # rank is known only if there are as many names as axes.
         limit = rank if len(self.names) >= ndim else ndim + 1
@@ -312,12 +338,12 @@ class Partitioned(struct.PyTreeNode, AxisMetadata[A]):
         if -rank <= index < 0 and rank >= ndim:
             return rank + index
         if rank < ndim:
-            mend = f"name all {ndim} axes of the value, None for one that is not split"
+            advice = f"name all {ndim} axes of the value, None for one that is not split"
         else:
-            mend = f"expected an axis from {-rank} to {rank - 1}"
-        raise AxisMetadataError(f"there is no axis {index} for names={self.names!r}; {mend}.")
+            advice = f"expected an axis from {-rank} to {rank - 1}"
+        raise AxisMetadataError(f"there is no axis {index} for names={self.names!r}; {advice}.")
 
-    def _padded(self, length: int) -> tuple[Any, ...]:
+    def _padded(self, length: int) -> tuple[AxisNames, ...]:
         return (*self.names, *[None] * (length - len(self.names)))
 
     def get_partition_spec(self) -> jax.sharding.PartitionSpec:
@@ -340,7 +366,7 @@ class Partitioned(struct.PyTreeNode, AxisMetadata[A]):
 
 def with_partitioning(
     fn: Callable[..., Any], names: MeshAxes, mesh: jax.sharding.Mesh | None = None
-) -> Callable[..., Partitioned]:
+) -> Callable[..., Partitioned[PyTree]]:
     """Wraps an initializer to return a `Partitioned`.
 
     Args:
@@ -354,11 +380,11 @@ def with_partitioning(
     return boxed(fn, Partitioned, names, mesh)
 
 
-def boxed(fn: Callable[..., Any], box: Callable[..., Any], *metadata: object) -> Callable[..., Any]:
+def boxed(fn: Callable[..., Any], box: Callable[..., BoxT], *metadata: Any) -> Callable[..., BoxT]:
     """Wraps an initializer, or a factory of initializers, to return `box(value, *metadata)`."""
 
     @functools.wraps(fn)
-    def wrapper(*args: object, **kwargs: object) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> BoxT:
         value = fn(*args, **kwargs)
         if callable(value):
             value = fn()(*args, **kwargs)
@@ -367,18 +393,21 @@ def boxed(fn: Callable[..., Any], box: Callable[..., Any], *metadata: object) ->
     return wrapper
 
 
-def _map_layouts(fn: Callable[[Any], Any], plain: object, tree: object) -> Any:
-    def layout(x: Any) -> Any:
-        if is_axis_metadata(x):
-            has_layout = hasattr(x, "get_partition_spec")
-            return fn(x) if has_layout else _map_layouts(fn, plain, _content(x))
-        is_array = isinstance(x, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic)
-        return plain if is_array else None
+def _map_layouts(layout_of_box: Callable[[Any], T], default_layout: T, tree: PyTree) -> PyTree:
+    """Returns the layout of each value: that of its outermost box with one, else the default."""
+
+    def layout(leaf: PyTree) -> PyTree:
+        if isinstance(leaf, AxisMetadata):
+            if hasattr(leaf, "get_partition_spec"):
+                return layout_of_box(leaf)
+            return _map_layouts(layout_of_box, default_layout, _content(leaf))
+        is_array = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic)
+        return default_layout if is_array else None
 
     return jax.tree.map(layout, tree, is_leaf=is_axis_metadata)
 
 
-def get_partition_spec(tree: object) -> Any:
+def get_partition_spec(tree: PyTree) -> PyTree:
     """Returns the layout of each value of a tree, in place of its outermost box.
 
     An array has the spec of a `Partitioned` among its boxes, or an empty one; other leaves None.
@@ -386,15 +415,16 @@ def get_partition_spec(tree: object) -> Any:
     >>> get_partition_spec({"w": Partitioned(jax.numpy.ones(2), ("data",)), "b": 3})
     {'b': None, 'w': P('data',)}
     """
-    return _map_layouts(lambda box: box.get_partition_spec(), jax.sharding.PartitionSpec(), tree)
+    unsplit = jax.sharding.PartitionSpec()
+    return _map_layouts(lambda box: box.get_partition_spec(), unsplit, tree)
 
 
-def get_sharding(tree: object, mesh: jax.sharding.Mesh) -> Any:
+def get_sharding(tree: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
     """Returns the layouts of `get_partition_spec` as `NamedSharding`s over a mesh.
 
     >>> mesh = jax.make_mesh((1,), ("data",))
     >>> get_sharding(Partitioned(jax.numpy.ones(2), ("data",)), mesh).spec
     P('data',)
     """
-    plain = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return _map_layouts(lambda box: box.get_sharding(mesh), plain, tree)
+    unsplit = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return _map_layouts(lambda box: box.get_sharding(mesh), unsplit, tree)

@@ -9,7 +9,6 @@ dicts of arrays and PRNG keys.
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -24,7 +23,9 @@ from weft.core.rngs import Counts, LazyRng, Path, RngKeys, check_keys
 from weft.core.settings import settings
 from weft.core.variable_store import VariableDict, VariableStore, copy_dicts
 from weft.lifting import traces
+from weft.typing import PyTree
 
+T = TypeVar("T")
 V = TypeVar("V")
 MISSING: Any = object()
 
@@ -51,47 +52,48 @@ class Variable(Generic[V]):
     @value.setter
     def value(self, value: V) -> None:
         if self.unbox:
-            before = self.scope.get_variable(self.collection, self.name)
+            boxed_value = self.scope.get_variable(self.collection, self.name)
+            leaves = jax.tree.leaves(boxed_value, is_leaf=meta.is_axis_metadata)
             # Without boxes, the new value may have another structure.
-            is_box = meta.is_axis_metadata
-            if any(map(is_box, jax.tree.leaves(before, is_leaf=is_box))):
-                value = meta.replace_boxed(before, value)
+            if any(map(meta.is_axis_metadata, leaves)):
+                value = meta.replace_boxed(boxed_value, value)
         self.scope.put_variable(self.collection, self.name, value)
 
     def is_mutable(self) -> bool:
         return self.scope.is_mutable_collection(self.collection)
 
     def __repr__(self) -> str:
-        where = f"{self.collection}:{self.scope.path_text.rstrip('/')}/{self.name}"
-        scope = self.scope
-        value = "ended" if scope.invalid else scope.get_variable(self.collection, self.name)
-        return f"Variable({where} = {value!r})"
+        location = f"{self.collection}:{self.scope.path_text.rstrip('/')}/{self.name}"
+        value = "ended"
+        if not self.scope.invalid:
+            value = self.scope.get_variable(self.collection, self.name)
+        return f"Variable({location} = {value!r})"
 
 
 def check_shape(
     scope: "Scope",
     name: str,
-    value: object,
-    init_fn: Callable[..., Any],
+    value: PyTree,
+    init_fn: Callable[..., PyTree],
     init_args: tuple[Any, ...],
     init_kwargs: dict[str, Any],
 ) -> None:
     """Raises ScopeParamShapeError if a parameter's shape differs from its initializer's."""
     # Initializers return the shape that they are given; evaluating one costs half a millisecond.
-    shape: Any = init_args[0] if init_args else None
-    is_shape = isinstance(shape, tuple | list) and {int}.issuperset(map(type, shape))
-    if is_shape and getattr(meta.unbox(value), "shape", None) == tuple(shape):
+    shape_argument: Any = init_args[0] if init_args else None
+    is_shape = isinstance(shape_argument, tuple | list)
+    is_shape = is_shape and {int}.issuperset(map(type, shape_argument))
+    if is_shape and getattr(meta.unbox(value), "shape", None) == tuple(shape_argument):
         return
     expected = jax.eval_shape(
         lambda key: init_fn(key, *init_args, **init_kwargs), jax.random.key(0)
     )
-    for found, wanted in zip(jax.tree.leaves(value), jax.tree.leaves(expected), strict=False):
-        if jax.numpy.shape(found) != wanted.shape:
-            found = jax.numpy.shape(found)
-            raise errors.ScopeParamShapeError(name, scope.path_text, found, wanted.shape)
+    leaves = zip(jax.tree.leaves(value), jax.tree.leaves(expected), strict=False)
+    for leaf, expected_leaf in leaves:
+        shape = jax.numpy.shape(leaf)
+        if shape != expected_leaf.shape:
+            raise errors.ScopeParamShapeError(name, scope.path_text, shape, expected_leaf.shape)
 
-
-T = TypeVar("T")
 
 Names = Mapping[str | None, frozenset[str]]
 """Names in a scope by collection; None is for child scopes."""
@@ -145,15 +147,16 @@ class Scope:
             self._store = parent._store
             self._below = (*parent._below, name or "")
             self._counts = parent._counts
-        self.flags: FrozenDict[str, Any] = (
-            FrozenDict(flags or {}) if parent is None or flags else parent.flags
-        )
+        self.flags: FrozenDict[str, Any]
+        if parent is None or flags:
+            self.flags = FrozenDict(flags or {})
+        else:
+            self.flags = parent.flags
         self._rngs: dict[str, LazyRng] | None = None
         if rngs or parent is None:
-            self._rngs = {
-                stream: key if isinstance(key, LazyRng) else LazyRng(key)
-                for stream, key in (rngs or {}).items()
-            }
+            self._rngs = {}
+            for stream, key in (rngs or {}).items():
+                self._rngs[stream] = key if isinstance(key, LazyRng) else LazyRng(key)
 
     # The tree.
 
@@ -161,8 +164,10 @@ class Scope:
     def rngs(self) -> Mapping[str, LazyRng]:
         """The PRNG streams of this scope."""
         if self._rngs is None:
-            above: Any = self.parent
-            self._rngs = {name: s.at(self._below[-1]) for name, s in above.rngs.items()}
+            assert self.parent is not None, "a root has its own streams"
+            self._rngs = {}
+            for name, stream in self.parent.rngs.items():
+                self._rngs[name] = stream.at(self._below[-1])
         return self._rngs
 
     @property
@@ -209,8 +214,10 @@ class Scope:
 
     def name_reserved(self, name: str, col: str | None = None) -> bool:
         """Returns whether a name is taken, in a collection or, for None, among child scopes."""
-        for of, names in self._reserved.items():
-            if name in names and (col is None or of is None or of == col):
+        for names_col, names in self._reserved.items():
+            # The name of a child scope is taken in all collections.
+            is_shared = col is None or names_col is None
+            if name in names and (is_shared or names_col == col):
                 return True
         return False
 
@@ -233,18 +240,20 @@ class Scope:
 
     def take_names(self, names: Names) -> None:
         """Takes names, even if taken already, for values that cross a transformation with them."""
-        for col, of_col in names.items():
-            self._reserved.setdefault(col, set()).update(of_col)
+        for col, col_names in names.items():
+            self._reserved.setdefault(col, set()).update(col_names)
 
     def free_names(self, names: Names) -> None:
         """Inverts `take_names`."""
-        for col, of_col in names.items():
-            self._reserved.get(col, set()).difference_update(of_col)
+        for col, col_names in names.items():
+            self._reserved.get(col, set()).difference_update(col_names)
 
     def default_name(self, prefix: str) -> str:
         """Returns the first free name of `prefix0`, `prefix1` ..."""
-        names = (f"{prefix}{i}" for i in itertools.count())
-        return next(name for name in names if not self.name_reserved(name))
+        number = 0
+        while self.name_reserved(f"{prefix}{number}"):
+            number += 1
+        return f"{prefix}{number}"
 
     def push(self, name: str | None = None, prefix: str = "", reuse: bool = False) -> "Scope":
         """Returns a child scope, by default with a new name from `prefix`.
@@ -263,7 +272,7 @@ class Scope:
         name: str | None = None,
         prefix: str | None = None,
         named_call: bool = True,
-        **partial_kwargs: object,
+        **partial_kwargs: Any,
     ) -> Callable[..., Any]:
         """Binds a function `fn(scope, *args, **kwargs)` to a child of this scope.
 
@@ -274,15 +283,19 @@ class Scope:
             named_call: whether operations carry the name in profiles.
         """
         if name is None:
-            name_of_fn = f"{fn.__name__}_" if hasattr(fn, "__name__") else ""
-            scope = self.push(prefix=name_of_fn if prefix is None else prefix)
+            if prefix is None:
+                prefix = f"{fn.__name__}_" if hasattr(fn, "__name__") else ""
+            scope = self.push(prefix=prefix)
         else:
             scope = self.push(name)
 
         @functools.wraps(fn)
-        def bound(*args: object, **kwargs: object) -> Any:
-            with jax.named_scope(scope.name or "") if named_call else contextlib.nullcontext():
-                return fn(scope.rewound(), *args, **{**partial_kwargs, **kwargs})
+        def bound(*args: Any, **kwargs: Any) -> Any:
+            kwargs = partial_kwargs | kwargs
+            if not named_call:
+                return fn(scope.rewound(), *args, **kwargs)
+            with jax.named_scope(scope.name or ""):
+                return fn(scope.rewound(), *args, **kwargs)
 
         return bound
 
@@ -319,13 +332,21 @@ class Scope:
     def variables(self) -> dict[str, Any]:
         """Returns the collections of this scope."""
         self._check_valid()
-        found = {col: self._collection(col) for col in self._store.collections}
-        return {col: dict(x) for col, x in found.items() if x or self.parent is None}
+        variables: dict[str, Any] = {}
+        for col in self._store.collections:
+            entries = self._collection(col)
+            # The root has also collections without variables.
+            if entries or self.parent is None:
+                variables[col] = dict(entries)
+        return variables
 
     def mutable_variables(self) -> dict[str, Any]:
         """Returns the mutable collections, as new dicts."""
-        found = self.variables().items()
-        return {col: copy_dicts(entries) for col, entries in found if in_filter(self.mutable, col)}
+        variables: dict[str, Any] = {}
+        for col, entries in self.variables().items():
+            if in_filter(self.mutable, col):
+                variables[col] = copy_dicts(entries)
+        return variables
 
     def _collection(self, col: str) -> Mapping[str, Any]:
         self._check_valid()
@@ -338,13 +359,13 @@ class Scope:
         return name in self._collection(col)
 
     def get_variable(
-        self, col: str, name: str, default: object = None, *, unbox: bool = False
-    ) -> Any:
+        self, col: str, name: str, default: PyTree = None, *, unbox: bool = False
+    ) -> PyTree:
         """Returns a variable's value, or `default`; with `unbox`, without its axis metadata."""
         value = self._collection(col).get(name, default)
         return meta.unbox(value) if unbox else value
 
-    def put_variable(self, col: str, name: str, value: object) -> None:
+    def put_variable(self, col: str, name: str, value: PyTree) -> None:
         """Sets a new or existing variable to a pytree.
 
         Raises:
@@ -363,17 +384,19 @@ class Scope:
         col: str,
         name: str,
         init_fn: Callable[..., T] | None = None,
-        *init_args: object,
+        *init_args: Any,
         unbox: bool = True,
-        **init_kwargs: object,
+        **init_kwargs: Any,
     ) -> Variable[T]:
         """Returns a reference to a variable, created if it does not exist; see `param`."""
         self.reserve(name, col)
         if not self.has_variable(col, name):
             if init_fn is None or not self.is_mutable_collection(col):
                 if self.is_collection_empty(col):
-                    raise errors.ScopeCollectionNotFound(col, name, self.path_text, self._hint(col))
-                raise errors.ScopeVariableNotFoundError(name, col, self.path_text, self._near(col))
+                    hint = self._hint(col)
+                    raise errors.ScopeCollectionNotFound(col, name, self.path_text, hint)
+                listing = self._variable_listing(col)
+                raise errors.ScopeVariableNotFoundError(name, col, self.path_text, listing)
             self._make(col, name, lambda: init_fn(*init_args, **init_kwargs))
         return Variable(self, col, name, unbox)
 
@@ -381,9 +404,9 @@ class Scope:
         self,
         name: str,
         init_fn: Callable[..., T],
-        *init_args: object,
+        *init_args: Any,
         unbox: bool = True,
-        **init_kwargs: object,
+        **init_kwargs: Any,
     ) -> T:
         """Returns a parameter's value, created if it does not exist.
 
@@ -405,7 +428,8 @@ class Scope:
                 if self.is_collection_empty("params"):
                     hint = self._hint("params")
                     raise errors.ScopeCollectionNotFound("params", name, self.path_text, hint)
-                raise errors.ScopeParamNotFoundError(name, self.path_text, self._near("params"))
+                listing = self._variable_listing("params")
+                raise errors.ScopeParamNotFoundError(name, self.path_text, listing)
             value = self._make(
                 "params", name, lambda: init_fn(self.make_rng("params"), *init_args, **init_kwargs)
             )
@@ -424,19 +448,20 @@ class Scope:
             value = first_value()
             self.put_variable(col, name, value)
             return value
-        what = (
+        problem = (
             f"the first value of {name!r} of the collection {col!r} depends on what is transformed"
         )
         try:
             with traces.at_trace(trace):
                 value = first_value()
-                leaks = not traces.is_tracing() and any(map(_is_tracer, jax.tree.leaves(value)))
-                if not leaks:
+                has_tracers = any(map(_is_tracer, jax.tree.leaves(value)))
+                is_leaking = has_tracers and not traces.is_tracing()
+                if not is_leaking:
                     self.put_variable(col, name, value)
         except jax.errors.UnexpectedTracerError as error:
-            raise tracing.trace_error(what, self.path_text) from error
-        if leaks:
-            raise tracing.trace_error(what, self.path_text)
+            raise tracing.trace_error(problem, self.path_text) from error
+        if is_leaking:
+            raise tracing.trace_error(problem, self.path_text)
         return value
 
     # PRNG streams and flags.
@@ -445,31 +470,32 @@ class Scope:
         """Returns whether a stream exists."""
         return name in self.rngs
 
-    def make_rng(self, name: str = "params") -> Any:
+    def make_rng(self, name: str = "params") -> jax.Array:
         """Returns a new key of a stream; `params` replaces a missing one.
 
         Raises InvalidRngError if there is no stream.
         """
         stream = name if self.has_rng(name) else "params"
         if not self.has_rng(stream):
-            there = ", ".join(map(repr, self.rngs)) or "none"
+            listing = ", ".join(map(repr, self.rngs)) or "none"
+            advice = ", and lift the stream" if self._store.lifted_by else ""
             raise errors.InvalidRngError(
                 f"the scope {self.path_text!r} needs a key of the PRNG stream {name!r}, and the "
-                f"given streams are: {there}. Give a key: rngs={{{name!r}: key}}"
-                + (", and lift the stream." if self._store.lifted_by else ".")
+                f"given streams are: {listing}. Give a key: rngs={{{name!r}: key}}{advice}."
             )
         self._check_valid()
         self._check_trace(
             f"a key of the PRNG stream {stream!r} is drawn",
             "every index or iteration would draw the same",
         )
-        return self.rngs[stream].at(self._counts.draw((self._below, stream))).as_jax_rng()
+        number = self._counts.draw((self._below, stream))
+        return self.rngs[stream].at(number).as_jax_rng()
 
     def has_flag(self, key: str) -> bool:
         """Returns whether a flag was given."""
         return key in self.flags
 
-    def get_flag(self, key: str, default: object = MISSING) -> Any:
+    def get_flag(self, key: str, default: Any = MISSING) -> Any:
         """Returns a flag's value; raises ScopeFlagNotFoundError if there is none and no default."""
         if key not in self.flags and default is MISSING:
             raise errors.ScopeFlagNotFoundError(key, self.path_text, sorted(self.flags))
@@ -479,20 +505,27 @@ class Scope:
         if self.invalid:
             raise errors.InvalidScopeError(self.path_text)
 
-    def _check_trace(self, what: str, why: str = "") -> None:
+    def _check_trace(self, problem: str, consequence: str = "") -> None:
         if self._store.trace != traces.current_trace():
-            raise tracing.trace_error(what, self.path_text, why)
+            raise tracing.trace_error(problem, self.path_text, consequence)
 
-    def _hint(self, col: str, if_lifted: str = "") -> str:
-        if not (by := self._store.lifted_by) or in_filter(self._store.lifts, col):
-            return if_lifted.format(by) if by else ""
-        return f"{by} does not lift the collection {col!r}: name it among those it lifts."
+    def _hint(self, col: str, hint_if_lifted: str = "") -> str:
+        """Returns advice for a scope in a transformation, whose name replaces `{}` in the hint."""
+        transformation = self._store.lifted_by
+        if not transformation:
+            return ""
+        if in_filter(self._store.lifts, col):
+            return hint_if_lifted.format(transformation)
+        return (
+            f"{transformation} does not lift the collection {col!r}: name it among those it lifts."
+        )
 
-    def _near(self, col: str) -> str:
-        return "; there are: " + (", ".join(sorted(self._collection(col))) or "none")
+    def _variable_listing(self, col: str) -> str:
+        names = ", ".join(sorted(self._collection(col))) or "none"
+        return f"; there are: {names}"
 
 
-def _is_tracer(x: object) -> bool:
+def _is_tracer(x: PyTree) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
@@ -547,8 +580,8 @@ def apply(
     @tracing.entry_point
     @functools.wraps(fn)
     def applied(
-        variables: VariableDict, *args: object, rngs: RngKeys = None, **kwargs: object
-    ) -> Any:
+        variables: VariableDict, *args: PyTree, rngs: RngKeys = None, **kwargs: PyTree
+    ) -> PyTree:
         if not isinstance(variables, Mapping):
             raise errors.ApplyScopeInvalidVariablesTypeError(variables)
         params = variables.get("params")
@@ -558,8 +591,10 @@ def apply(
             result = fn(root, *args, **kwargs)
             if mutable is False:
                 return result
-            changed = root.mutable_variables()
-            return result, FrozenDict(changed) if settings.return_frozendict else changed
+            mutable_variables = root.mutable_variables()
+        if settings.return_frozendict:
+            return result, FrozenDict(mutable_variables)
+        return result, mutable_variables
 
     return applied
 
@@ -577,13 +612,13 @@ def init(
     >>> init(scale)(jax.random.key(0), 3.0)
     (6.0, {'params': {'factor': 2.0}})
     """
+    applied = apply(fn, mutable=mutable, flags={**(flags or {}), "initializing": True})
 
     @tracing.entry_point
     @functools.wraps(fn)
-    def initialize(rngs: RngKeys, *args: object, **kwargs: object) -> Any:
+    def initialize(rngs: RngKeys, *args: PyTree, **kwargs: PyTree) -> PyTree:
         keys = rngs if isinstance(rngs, Mapping) else {"params": rngs}
-        all_flags = {**(flags or {}), "initializing": True}
-        return apply(fn, mutable=mutable, flags=all_flags)({}, *args, rngs=keys, **kwargs)
+        return applied({}, *args, rngs=keys, **kwargs)
 
     return initialize
 
@@ -602,12 +637,14 @@ def lazy_init(
     >>> jax.tree.map(lambda v: v.shape, lazy_init(dense)(jax.random.key(0), x))
     {'params': {'kernel': (3, 2)}}
     """
+    init_fn = init(fn, mutable, flags)
 
     @functools.wraps(fn)
-    def initialize(rngs: RngKeys, *args: object, **kwargs: object) -> Any:
-        def make(rngs: RngKeys, *args: object, **kwargs: object) -> Any:
-            return init(fn, mutable, flags)(rngs, *args, **kwargs)[1]
+    def initialize(rngs: RngKeys, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        def variables(rngs: RngKeys, *args: PyTree, **kwargs: PyTree) -> PyTree:
+            _, variables = init_fn(rngs, *args, **kwargs)
+            return variables
 
-        return partial_eval(make, rngs, *args, **kwargs)
+        return partial_eval(variables, rngs, *args, **kwargs)
 
     return initialize

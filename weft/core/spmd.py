@@ -11,6 +11,7 @@ rule is skipped because of a used mesh axis. Invalid rules raise LogicalAxisErro
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -26,8 +27,10 @@ from weft.core.axis_rules import logical_axis_rules as logical_axis_rules
 from weft.core.axis_rules import set_logical_axis_rules as set_logical_axis_rules
 from weft.errors import MeshError, NoMeshError, ShardingWarning
 from weft.functional.arrays import INLINE
+from weft.typing import PyTree, Tensor
 
 AnyMesh = Mesh | AbstractMesh
+Entry = Any  # the mesh axes of one axis: a name, a tuple of names, None, or `UNCONSTRAINED`
 
 # Outside of a compiled function, a constraint with an abstract mesh would reject arrays on a single
 # device, and one with a mesh would lose the layout over explicit axes.
@@ -63,14 +66,16 @@ def global_mesh_defined() -> bool:
     return get_global_mesh() is not None
 
 
-def axes_of(entry: object) -> tuple[str, ...]:
+def axes_of(entry: Entry) -> tuple[str, ...]:
     """Returns the mesh axes in an entry of a layout."""
     if isinstance(entry, str):
         return (entry,)
-    return tuple(entry) if isinstance(entry, tuple | list) else ()
+    if isinstance(entry, tuple | list):
+        return tuple(entry)
+    return ()
 
 
-def constrain(value: object, spec: PartitionSpec, mesh: AnyMesh | None = None) -> Any:
+def constrain(value: PyTree, spec: PartitionSpec, mesh: AnyMesh | None = None) -> PyTree:
     """Lays out every array of a tree over a mesh.
 
     Args:
@@ -86,86 +91,95 @@ def constrain(value: object, spec: PartitionSpec, mesh: AnyMesh | None = None) -
     >>> constrain(jax.numpy.ones(4), PartitionSpec("data"), mesh).sharding.spec
     P('data',)
     """
-    here = get_global_mesh()
-    if mesh is None or (here is not None and here.shape_tuple == mesh.shape_tuple):
+    context_mesh = get_global_mesh()
+    if mesh is None or (context_mesh is not None and context_mesh.shape_tuple == mesh.shape_tuple):
         # Inside of a shard_map, only the mesh of the context knows the manual axes.
-        mesh = here
-    if mesh is None or all(kind is AxisType.Manual for kind in mesh.axis_types):
+        mesh = context_mesh
+    if mesh is None or all(axis_type is AxisType.Manual for axis_type in mesh.axis_types):
         return value  # inside of a shard_map over the whole mesh, all axes are manual
-    return jax.tree.map(lambda x: _place(x, spec, mesh), value)
+    return jax.tree.map(lambda leaf: _place(leaf, spec, mesh), value)
 
 
-def constrain_like_jit(value: object, sharding: object) -> Any:
+def constrain_like_jit(value: Tensor, sharding: jax.sharding.Sharding | PartitionSpec) -> Tensor:
     """Lays out an array in a compiled function as `in_shardings` of `jax.jit`.
 
     Unlike `jax.lax.with_sharding_constraint`, accepts explicit axes.
     """
-    named = isinstance(sharding, NamedSharding)
-    mesh = sharding.mesh if named else get_global_mesh()
-    spec = sharding.spec if named else sharding
-    is_spec = isinstance(spec, PartitionSpec)
-    if is_spec and mesh is not None and AxisType.Explicit in mesh.axis_types:
+    if isinstance(sharding, NamedSharding):
+        mesh, spec = sharding.mesh, sharding.spec
+    else:
+        mesh, spec = get_global_mesh(), sharding
+    has_explicit_axes = mesh is not None and AxisType.Explicit in mesh.axis_types
+    if has_explicit_axes and isinstance(spec, PartitionSpec):
         return constrain(value, spec, mesh)
     return jax.lax.with_sharding_constraint(value, sharding)
 
 
-def _place(x: object, spec: PartitionSpec, mesh: AnyMesh) -> Any:
-    if not isinstance(x, jax.Array | np.ndarray):
-        return x
+def _place(leaf: PyTree, spec: PartitionSpec, mesh: AnyMesh) -> PyTree:
+    """Lays out an array; axes of a mesh are explicit, automatic or manual."""
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        return leaf
+    entries = fitting_spec(spec, leaf.shape, mesh)
+    apply_constraint = jax.lax.with_sharding_constraint
+    if not isinstance(mesh, Mesh) or AxisType.Explicit in mesh.axis_types:
+        apply_constraint = _constrained
+    if AxisType.Explicit in mesh.axis_types:
+        present_spec = jax.typeof(leaf).sharding.spec
+        wanted_spec: list[Entry] = []
+        for entry, present in zip(
+            _of_type(AxisType.Explicit, entries, mesh), present_spec, strict=False
+        ):
+            is_free = entry is PartitionSpec.UNCONSTRAINED
+            wanted_spec.append(present if is_free else entry)
+        leaf = jax.sharding.reshard(leaf, _sharding(mesh, wanted_spec))
+    if AxisType.Auto in mesh.axis_types:
+        auto_entries = _of_type(AxisType.Auto, entries, mesh)
+        leaf = apply_constraint(leaf, _sharding(mesh, auto_entries))
+    return leaf
+
+
+def _of_type(axis_type: AxisType, entries: Iterable[Entry], mesh: AnyMesh) -> list[Entry]:
+    """Returns the entries of a layout with only the mesh axes of a type."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    entries = fitting_spec(spec, x.shape, mesh)
-
-    def only(kind: AxisType) -> PartitionSpec:
-        kept = [tuple(a for a in axes_of(entry) if types[a] is kind) for entry in entries]
-        return PartitionSpec(
-            *(
-                entry if entry is PartitionSpec.UNCONSTRAINED else _entry(axes)
-                for entry, axes in zip(entries, kept, strict=True)
-            )
-        )
-
-    apply = jax.lax.with_sharding_constraint if isinstance(mesh, Mesh) else _constrained
-    if AxisType.Explicit in types.values():
-        apply = _constrained
-        present = jax.typeof(x).sharding.spec
-        asked = [
-            old if new is PartitionSpec.UNCONSTRAINED else new
-            for new, old in zip(only(AxisType.Explicit), present, strict=False)
-        ]
-        x = jax.sharding.reshard(x, _sharding(mesh, PartitionSpec(*asked)))
-    if AxisType.Auto in types.values():
-        x = apply(x, _sharding(mesh, only(AxisType.Auto)))
-    return x
+    new_entries: list[Entry] = []
+    for entry in entries:
+        if entry is PartitionSpec.UNCONSTRAINED:
+            new_entries.append(entry)
+            continue
+        axes = tuple(axis for axis in axes_of(entry) if types[axis] is axis_type)
+        if len(axes) > 1:
+            new_entries.append(axes)
+        else:
+            new_entries.append(axes[0] if axes else None)
+    return new_entries
 
 
-def _entry(axes: tuple[str, ...]) -> Any:
-    return axes if len(axes) > 1 else axes[0] if axes else None
-
-
-def _sharding(mesh: AnyMesh, spec: PartitionSpec) -> Any:
+def _sharding(mesh: AnyMesh, entries: Iterable[Entry]) -> NamedSharding | PartitionSpec:
+    spec = PartitionSpec(*entries)
     return NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec
 
 
-def fitting_spec(spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh) -> list[Any]:
+def fitting_spec(spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh) -> list[Entry]:
     """Returns the entries of a layout, with a warning and None where a shape cannot be split."""
     if len(spec) > len(shape):
         raise MeshError(
             f"a value of shape {shape} has {len(shape)} axes, and the layout {tuple(spec)} names "
             f"{len(spec)}; name each axis once, None for one that is not split."
         )
-    sizes = {
-        name: 1 if kind is AxisType.Manual else mesh.shape[name]
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-    }
-    entries = list(spec)
-    named = [name for entry in spec for name in axes_of(entry)]
-    twice = sorted({name for name in named if named.count(name) > 1})
-    if twice:
+    sizes: dict[str, int] = {}
+    for name, axis_type in zip(mesh.axis_names, mesh.axis_types, strict=True):
+        sizes[name] = 1 if axis_type is AxisType.Manual else mesh.shape[name]
+    counts: Counter[str] = Counter()
+    for entry in spec:
+        counts.update(axes_of(entry))
+    repeated = sorted(name for name, count in counts.items() if count > 1)
+    if repeated:
         raise MeshError(
             f"the layout {tuple(spec)} of a value of shape {shape} names "
-            f"{', '.join(map(repr, twice))} more than once, and a mesh axis splits one axis of a "
-            "value; leave it at one, and write None at the others."
+            f"{', '.join(map(repr, repeated))} more than once, and a mesh axis splits one axis of "
+            "a value; leave it at one, and write None at the others."
         )
+    entries = list(spec)
     for axis, entry in enumerate(spec):
         unknown = [name for name in axes_of(entry) if name not in sizes]
         if unknown:
@@ -175,11 +189,11 @@ def fitting_spec(spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh) -> 
                 f"{', '.join(map(repr, sizes))}; use one of those, or None, or give rules that "
                 "map the logical name to a mesh axis."
             )
-        parts = math.prod(sizes[name] for name in axes_of(entry))
-        if shape[axis] % parts:
+        n_parts = math.prod(sizes[name] for name in axes_of(entry))
+        if shape[axis] % n_parts:
             warnings.warn(
-                f"axis {axis} of a value of shape {shape} cannot be split into {parts} equal parts "
-                f"over {entry!r}, so it is not split; change its size or its layout.",
+                f"axis {axis} of a value of shape {shape} cannot be split into {n_parts} equal "
+                f"parts over {entry!r}, so it is not split; change its size or its layout.",
                 ShardingWarning,
                 stacklevel=2,
             )
@@ -189,20 +203,23 @@ def fitting_spec(spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh) -> 
 
 AnyRules = Iterable[Sequence[Any]]
 Layout = NamedSharding | Format | PartitionSpec | tuple[Any, ...]
+AnySharding = Any  # a `Layout`, or any other value, which is not a sharding
 
 
-def get_mesh(sharding: object) -> AnyMesh | None:
+def get_mesh(sharding: AnySharding) -> AnyMesh | None:
     """Returns the mesh of a sharding, or None."""
     sharding = without_format(sharding)
     return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
-def without_format(sharding: object) -> Any:
+def without_format(sharding: AnySharding) -> AnySharding:
     """Returns the sharding of a `Format`; other values unchanged."""
     return sharding.sharding if isinstance(sharding, Format) else sharding
 
 
-def map_sharding(f: Callable[[Any], Any], sharding: object) -> Any:
+def map_sharding(
+    f: Callable[[Entry], Entry], sharding: AnySharding
+) -> NamedSharding | PartitionSpec | None:
     """Maps the entry of each axis of a sharding.
 
     Returns a `NamedSharding` over the same mesh or a `PartitionSpec`; None for other values.
@@ -212,13 +229,13 @@ def map_sharding(f: Callable[[Any], Any], sharding: object) -> Any:
     """
     sharding = without_format(sharding)
     if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, map_sharding(f, sharding.spec))
+        return NamedSharding(sharding.mesh, PartitionSpec(*map(f, sharding.spec)))
     if isinstance(sharding, PartitionSpec | tuple):
         return PartitionSpec(*map(f, sharding))
     return None
 
 
-def from_sharding_rules(sharding: Iterable[Any], sharding_rules: AnyRules) -> tuple[Any, ...]:
+def from_sharding_rules(sharding: Iterable[Entry], sharding_rules: AnyRules) -> tuple[Entry, ...]:
     """Translates names to mesh axes by these rules alone; the last one for a name applies.
 
     >>> from_sharding_rules(("embed", "model", None), [("embed", "data")])
@@ -227,12 +244,16 @@ def from_sharding_rules(sharding: Iterable[Any], sharding_rules: AnyRules) -> tu
     return tuple(map(_translator(sharding_rules), sharding))
 
 
-def _translator(rules: AnyRules) -> Callable[[Any], Any]:
-    table = dict(checked_rules(rules))
-    return lambda entry: table.get(entry, entry) if isinstance(entry, str) else entry
+def _translator(rules: AnyRules) -> Callable[[Entry], Entry]:
+    mesh_axes = dict(checked_rules(rules))
+
+    def translate(entry: Entry) -> Entry:
+        return mesh_axes.get(entry, entry) if isinstance(entry, str) else entry
+
+    return translate
 
 
-def apply_rules(sharding: object, sharding_rules: AnyRules | None) -> Any:
+def apply_rules(sharding: AnySharding, sharding_rules: AnyRules | None) -> Any:
     """Translates a sharding's names to mesh axes, by these rules and those of the context.
 
     Names without a rule are unchanged; for values that are not shardings, the result is None.
@@ -246,7 +267,9 @@ def apply_rules(sharding: object, sharding_rules: AnyRules | None) -> Any:
     return map_sharding(_translator(rules), sharding)
 
 
-def get_pspec(sharding: object, sharding_rules: AnyRules | None = None) -> PartitionSpec | None:
+def get_pspec(
+    sharding: AnySharding, sharding_rules: AnyRules | None = None
+) -> PartitionSpec | None:
     """Returns the layout of a sharding, with its names as mesh axes; see `apply_rules`."""
     sharding = without_format(sharding)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
@@ -254,8 +277,8 @@ def get_pspec(sharding: object, sharding_rules: AnyRules | None = None) -> Parti
 
 
 def shard_value(
-    value: object, out_sharding: object, sharding_rules: AnyRules | None, mesh: AnyMesh | None
-) -> Any:
+    value: PyTree, out_sharding: AnySharding, sharding_rules: AnyRules | None, mesh: AnyMesh | None
+) -> PyTree:
     """Lays out a value over a mesh.
 
     Args:
@@ -278,8 +301,10 @@ def shard_value(
     spec = get_pspec(out_sharding, sharding_rules)
     if not spec:
         return value
-    known = (mesh, get_mesh(out_sharding), get_global_mesh())
-    mesh = next((m for m in known if m is not None), None)
+    if mesh is None:
+        mesh = get_mesh(out_sharding)
+    if mesh is None:
+        mesh = get_global_mesh()
     if mesh is None:
         raise NoMeshError(
             f"a value is to be laid out as {spec}, and there is no mesh; give one, or enter "
