@@ -19,11 +19,12 @@ import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from weft.errors import WeightsMismatchError, WeightsReadError, WeightsWriteError
 from weft.serialization.directory import Directory
@@ -34,6 +35,9 @@ from weft.serialization.untrusted import (
     parse_json,
     read_json_file,
 )
+from weft.typing import ShapeDtype
+
+T = TypeVar("T")
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -43,11 +47,26 @@ _LARGEST_ITEM_BYTES = 8
 
 # The format's names of dtypes. Of its others, no program packs three bytes of F6 like another.
 _DTYPES = {
-    **{"BOOL": "bool", "BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"},
-    **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "C64": "complex64"},
-    **{"U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64"},
-    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
-    **{"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F4": "float4_e2m1fn"},
+    "BOOL": "bool",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "C64": "complex64",
+    "U8": "uint8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F4": "float4_e2m1fn",
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # Two in a byte, the first in its lower bits.
@@ -66,7 +85,9 @@ class PendingTensor(NamedTuple):
         """Number of bytes of the values in a file."""
         dtype = jnp.dtype(self.dtype)
         num_bytes = math.prod(self.shape) * dtype.itemsize
-        return num_bytes // 2 if dtype.name == _HALF_BYTES else num_bytes
+        if dtype.name == _HALF_BYTES:
+            return num_bytes // 2
+        return num_bytes
 
 
 class StoredTensor(NamedTuple):
@@ -80,7 +101,7 @@ class StoredTensor(NamedTuple):
 # Names.
 
 
-def tensor_names(tree: object) -> list[tuple[str, Any]]:
+def tensor_names(tree: PyTree[T]) -> list[tuple[str, T]]:
     """Returns the arrays of a tree with their names in a file.
 
     Boxes of axis metadata and NNX variables are named like their values. Raises WeightsWriteError
@@ -89,14 +110,16 @@ def tensor_names(tree: object) -> list[tuple[str, Any]]:
     >>> tensor_names({"layers": [{"weight": 1}, {"weight": 2}]})
     [('layers.0.weight', 1), ('layers.1.weight', 2)]
     """
-    named = [(_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-    names = [name for name, _ in named]
-    if len(set(names)) < len(names):
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise WeightsWriteError(
-            f"two arrays have the name {twice!r}, as when a key contains '.'. Rename one of them."
-        )
-    return named
+    leaves_by_name = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = _name(path)
+        if name in leaves_by_name:
+            raise WeightsWriteError(
+                f"two arrays have the name {name!r}, as when a key contains '.'. "
+                "Rename one of them."
+            )
+        leaves_by_name[name] = leaf
+    return list(leaves_by_name.items())
 
 
 def _name(path: jax.tree_util.KeyPath) -> str:
@@ -110,7 +133,7 @@ def _name(path: jax.tree_util.KeyPath) -> str:
 
 def save_safetensors(
     path: str | os.PathLike[str],
-    tree: object,
+    tree: PyTree,
     *,
     metadata: Mapping[str, str] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -132,11 +155,14 @@ def save_safetensors(
     ...     load_safetensors(f"{folder}/model.safetensors")["w"].shape
     (2, 3)
     """
-    tensors = {name: _pending(name, leaf) for name, leaf in tensor_names(tree)}
+    tensors = {}
+    for name, leaf in tensor_names(tree):
+        tensors[name] = _pending(name, leaf)
     return write_tensors(path, tensors, metadata=metadata, max_shard_bytes=max_shard_bytes)
 
 
 def _pending(name: str, leaf: object) -> PendingTensor:
+    """Returns a leaf as a tensor to write; raises if the format cannot hold it."""
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
         raise WeightsWriteError(
             f"{name!r} is of type {type(leaf).__qualname__}; a safetensors file holds arrays."
@@ -152,19 +178,20 @@ def _pending(name: str, leaf: object) -> PendingTensor:
             "checkpoint and export that, or gather the array "
             "(`jax.experimental.multihost_utils.process_allgather`)."
         )
-    dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
-    if np.dtype(dtype).kind in "OSU":
-        what = "objects" if np.dtype(dtype).hasobject else "strings"
+    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    dtype = leaf.dtype if is_array else np.asarray(leaf).dtype
+    if dtype.kind in "OSU":
+        content = "objects" if dtype.hasobject else "strings"
         raise WeightsWriteError(
-            f"{name!r} is an array of {what}, which a safetensors file does not take. Leave it "
+            f"{name!r} is an array of {content}, which a safetensors file does not take. Leave it "
             "out; texts may be in `metadata`."
         )
-    if jnp.dtype(dtype).name not in _NAMES:
+    if dtype.name not in _NAMES:
         raise WeightsWriteError(
             f"{name!r} has the dtype {dtype}, which a safetensors file does not take. Convert it "
             f"to one of {', '.join(sorted(_NAMES))}."
         )
-    if jnp.dtype(dtype).name == _HALF_BYTES and np.size(leaf) % 2:
+    if dtype.name == _HALF_BYTES and np.size(leaf) % 2:
         raise WeightsWriteError(
             f"{name!r} has {np.size(leaf)} values of {dtype}, and two fill a byte. Pad it to "
             "an even number, or convert it to float8_e4m3fn."
@@ -193,41 +220,49 @@ def write_tensors(
             "a tensor has the name '__metadata__', under which a safetensors file has metadata. "
             "Rename it; texts may be in `metadata`."
         )
-    stem = path.name.removesuffix(SUFFIX)
-    shards = _shards(tensors, max_shard_bytes)
-    names = [path.name]
-    if len(shards) > 1:
-        names = [f"{stem}-{i + 1:05}-of-{len(shards):05}{SUFFIX}" for i in range(len(shards))]
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = Directory(str(path.parent))
-    for name, shard in zip(names, shards, strict=True):
-        values = {key: np.asarray(tensors[key].read(), order="C") for key in shard}
-        _write_file(folder, name, values, metadata or {})
-    if len(shards) > 1:
-        where = {k: name for name, shard in zip(names, shards, strict=True) for k in shard}
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": size}, "weight_map": where}
-        names.append(stem + INDEX_SUFFIX)
-        folder.write(names[-1], json.dumps(index, indent=2) + "\n")
-    _remove_earlier(path.parent, stem, keep=names)
-    return [path.parent / name for name in names]
+    stem = path.name.removesuffix(SUFFIX)
+    shards = _shards(tensors, max_shard_bytes)
+    is_split = len(shards) > 1
+    file_names = []
+    file_of_tensor = {}
+    total_size = 0
+    for i, tensor_names_of_shard in enumerate(shards):
+        file_name = f"{stem}-{i + 1:05}-of-{len(shards):05}{SUFFIX}" if is_split else path.name
+        values = {}
+        for name in tensor_names_of_shard:
+            values[name] = np.asarray(tensors[name].read(), order="C")
+            file_of_tensor[name] = file_name
+            total_size += tensors[name].nbytes
+        _write_file(folder, file_name, values, metadata or {})
+        file_names.append(file_name)
+    if is_split:
+        index = {"metadata": {"total_size": total_size}, "weight_map": file_of_tensor}
+        index_name = stem + INDEX_SUFFIX
+        folder.write(index_name, json.dumps(index, indent=2) + "\n")
+        file_names.append(index_name)
+    _remove_earlier(path.parent, stem, keep=file_names)
+    return [path.parent / file_name for file_name in file_names]
 
 
 def _write_file(
-    folder: Directory, name: str, values: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+    folder: Directory, file_name: str, values: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
     """Writes one file, in the same way each time.
 
     The package's own writer orders the metadata at random, and only the user may read its file.
     """
-    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    header: dict[str, dict[str, Any]] = {}
+    if metadata:
+        header["__metadata__"] = dict(sorted(metadata.items()))
     # Larger items first, so that all are aligned.
-    order = sorted(values, key=lambda key: (-values[key].dtype.itemsize, key))
+    order = sorted(values, key=lambda name: (-values[name].dtype.itemsize, name))
     start = 0
-    for key in order:
-        value = values[key]
+    for tensor_name in order:
+        value = values[tensor_name]
         num_bytes = len(_packed(value))
-        header[key] = {
+        header[tensor_name] = {
             "dtype": _NAMES[jnp.dtype(value.dtype).name],
             "shape": list(value.shape),
             "data_offsets": [start, start + num_bytes],
@@ -235,16 +270,16 @@ def _write_file(
         start += num_bytes
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _LARGEST_ITEM_BYTES)
-    with folder.replacing(name) as file:
+    with folder.replacing(file_name) as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for key in order:
-            file.write(_packed(values[key]).data)
+        for tensor_name in order:
+            file.write(_packed(values[tensor_name]).data)
 
 
 def _packed(value: np.ndarray) -> np.ndarray:
     """Returns the bytes of an array in a file."""
-    in_order = value if value.dtype.isnative else value.byteswap()
-    packed = in_order.reshape(-1).view(np.uint8)
+    native = value if value.dtype.isnative else value.byteswap()
+    packed = native.reshape(-1).view(np.uint8)
     if value.dtype.name == _HALF_BYTES:
         return (packed[0::2] & 15) | (packed[1::2] << 4)
     return packed
@@ -259,6 +294,7 @@ def _unpacked(packed: np.ndarray, tensor: StoredTensor) -> np.ndarray:
 
 
 def _shards(tensors: Mapping[str, PendingTensor], max_shard_bytes: int) -> list[list[str]]:
+    """Returns the names of each file's tensors, in order; there is one file at least."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -272,9 +308,11 @@ def _shards(tensors: Mapping[str, PendingTensor], max_shard_bytes: int) -> list[
 
 def _remove_earlier(folder: Path, stem: str, keep: Sequence[str]) -> None:
     """Removes files of an earlier call under this name that the latest did not write."""
-    own = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(SUFFIX)}(\.index\.json)?")
+    file_name = re.compile(
+        rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(SUFFIX)}(\.index\.json)?"
+    )
     for name in os.listdir(folder):
-        if own.fullmatch(name) and name not in keep:
+        if file_name.fullmatch(name) and name not in keep:
             (folder / name).unlink()
 
 
@@ -297,52 +335,58 @@ class TensorFiles:
         check_local_path(path, "path")
         self.path = Path(path)
         self._stack = contextlib.ExitStack()
-        self._open: dict[Path, Any] = {}
-        self._headers: dict[Path, tuple[int, Any]] = {}
+        self._open_files: dict[Path, Any] = {}
+        self._headers: dict[Path, _Header] = {}
         self.tensors: dict[str, StoredTensor] = {}
         for file, names in _files_of(self.path).items():
-            there = self._tensors_of(file)
-            for name in there if names is None else names:
-                if name not in there:
+            stored_tensors = self._tensors_of(file)
+            if names is None:
+                self.tensors.update(stored_tensors)
+                continue
+            for name in names:
+                if name not in stored_tensors:
                     raise WeightsReadError(
                         f"{str(file)!r} lacks the tensor {name!r}, which the index says is in it. "
                         "Copy all files of the checkpoint again."
                     )
-                self.tensors[name] = there[name]
+                self.tensors[name] = stored_tensors[name]
 
     def _tensors_of(self, file: Path) -> dict[str, StoredTensor]:
         from safetensors import SafetensorError, safe_open
 
         try:
             open_file(file).close()  # a FIFO would be waited for
-            opened = self._stack.enter_context(safe_open(file, framework="np"))
+            open_tensors = self._stack.enter_context(safe_open(file, framework="np"))
         except (OSError, ValueError, SafetensorError) as error:
             raise WeightsReadError(
                 f"{str(file)!r} cannot be read as a safetensors file: {error}. Copy it again."
             ) from error
-        self._open[file] = opened
-        found = {}
-        for name in opened.keys():  # noqa: SIM118 - not a dict
-            part = opened.get_slice(name)
-            stored = StoredTensor(tuple(part.get_shape()), part.get_dtype(), file)
-            if not is_possible_shape(stored.shape, _LARGEST_ITEM_BYTES):
+        self._open_files[file] = open_tensors
+        stored_tensors = {}
+        for name in open_tensors.keys():  # noqa: SIM118 - not a dict
+            tensor = open_tensors.get_slice(name)
+            shape = tuple(tensor.get_shape())
+            if not is_possible_shape(shape, _LARGEST_ITEM_BYTES):
                 raise WeightsReadError(
-                    f"{name!r} in {str(file)!r} has the shape {list(stored.shape)}, which no array "
+                    f"{name!r} in {str(file)!r} has the shape {list(shape)}, which no array "
                     "can have. Copy the file again."
                 )
-            found[name] = stored
-        return found
+            stored_tensors[name] = StoredTensor(shape, tensor.get_dtype(), file)
+        return stored_tensors
 
     def __enter__(self) -> "TensorFiles":
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._open.clear()
+        self._open_files.clear()
         self._stack.close()
 
     def metadata(self) -> dict[str, str]:
         """Returns the strings stored in the files."""
-        return {k: v for file in self._open.values() for k, v in (file.metadata() or {}).items()}
+        metadata = {}
+        for file in self._open_files.values():
+            metadata.update(file.metadata() or {})
+        return metadata
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """Returns the values of a tensor, or of the part at `index`, a slice per axis.
@@ -357,8 +401,10 @@ class TensorFiles:
             )
         if tensor.dtype.startswith(("F8", "F4")):  # the package's reader lacks their names
             values = _unpacked(self._bytes(name, tensor.file), tensor)
-            return np.array(values if index is None else values[index])
-        file = self._open[tensor.file]
+            if index is not None:
+                values = values[index]
+            return np.array(values)
+        file = self._open_files[tensor.file]
         if index is None or not tensor.shape:
             return file.get_tensor(name)
         return file.get_slice(name)[index]
@@ -368,35 +414,51 @@ class TensorFiles:
         if path not in self._headers:
             with open_file(path) as file:
                 (length,) = struct.unpack("<Q", file.read(8))
-                self._headers[path] = (8 + length, parse_json(file.read(length)))
-        start, header = self._headers[path]
-        begin, end = header[name]["data_offsets"]
+                self._headers[path] = _Header(8 + length, parse_json(file.read(length)))
+        header = self._headers[path]
+        begin, end = header.entries[name]["data_offsets"]
         if begin == end:
             return np.empty(0, np.uint8)
-        return np.memmap(path, np.uint8, "r", start + begin, (end - begin,))
+        return np.memmap(path, np.uint8, "r", header.end + begin, (end - begin,))
+
+
+class _Header(NamedTuple):
+    """The header of a file: the position after it, and the entry of each tensor."""
+
+    end: int
+    entries: dict[str, dict[str, Any]]
+
+
+def _file_in_folder(folder: Path) -> Path:
+    """Returns the file, or the index, of the one checkpoint in a folder."""
+    for suffix in (SUFFIX, INDEX_SUFFIX):
+        path = folder / f"model{suffix}"
+        if path.exists():
+            return path
+    paths = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
+    if not paths:
+        paths = sorted(folder.glob(f"*{SUFFIX}"))
+    if len(paths) != 1:
+        names = ", ".join(path.name for path in paths) or "no safetensors file"
+        raise WeightsReadError(
+            f"{str(folder)!r} has {names} in it, and not just one checkpoint of safetensors "
+            "files. Give the path of a file, or of an index."
+        )
+    return paths[0]
 
 
 def _files_of(path: Path) -> dict[Path, list[str] | None]:
     """Returns the files, each with the tensors to read from it; None for all."""
     if path.is_dir():
-        named = [path / f"model{suffix}" for suffix in (SUFFIX, INDEX_SUFFIX)]
-        found = [p for p in named if p.exists()][:1] or sorted(path.glob(f"*{INDEX_SUFFIX}"))
-        found = found or sorted(path.glob(f"*{SUFFIX}"))
-        if len(found) != 1:
-            there = ", ".join(p.name for p in found) or "no safetensors file"
-            raise WeightsReadError(
-                f"{str(path)!r} has {there} in it, and not just one checkpoint of safetensors "
-                "files. Give the path of a file, or of an index."
-            )
-        path = found[0]
+        path = _file_in_folder(path)
     if not path.exists():
         raise WeightsReadError(f"there is no file {str(path)!r}.")
     if not path.name.endswith(INDEX_SUFFIX):
         return {path: None}
+    files: dict[Path, list[str]] = {}
     try:
-        where = read_json_file(path)["weight_map"]
-        files: dict[Path, list[str]] = {}
-        for name, file in where.items():
+        for name, file in read_json_file(path)["weight_map"].items():
+            # Only the name: an index of a stranger does not lead out of its folder.
             files.setdefault(path.parent / Path(file).name, []).append(name)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise WeightsReadError(
@@ -413,8 +475,8 @@ def _files_of(path: Path) -> dict[Path, list[str] | None]:
 
 
 def load_safetensors(
-    path: str | os.PathLike[str], target: object = None, *, cast: bool = False
-) -> Any:
+    path: str | os.PathLike[str], target: PyTree = None, *, cast: bool = False
+) -> PyTree:
     """Reads a tree of arrays.
 
     Args:
@@ -430,40 +492,40 @@ def load_safetensors(
     with TensorFiles(path) as files:
         if target is None:
             return _nested({name: files.read(name) for name in files.tensors}, files.path)
-        named = tensor_names(target)
-        check_tensors(files, dict(named), cast=cast)
-        values = [_read_as(files, name, leaf) for name, leaf in named]
+        named_leaves = tensor_names(target)
+        check_tensors(files, dict(named_leaves), cast=cast)
+        values = [_read_as(files, name, leaf) for name, leaf in named_leaves]
         return jax.tree.unflatten(jax.tree.structure(target), values)
 
 
 def _nested(values: Mapping[str, np.ndarray], path: Path) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, value in values.items():
-        *above, last = name.split(".")
+        *parent_keys, last_key = name.split(".")
         node: Any = tree
-        for part in above:
-            node = node.setdefault(part, {})
+        for key in parent_keys:
+            node = node.setdefault(key, {})
             if not isinstance(node, dict):
                 break
-        if not isinstance(node, dict) or last in node:
+        if not isinstance(node, dict) or last_key in node:
             raise WeightsMismatchError(
                 f"{str(path)!r} has the tensor {name!r} and another one below or above that name, "
                 "which no nested dict can. Give a target, or read it with TensorFiles."
             )
-        node[last] = value
+        node[last_key] = value
     return tree
 
 
-def _read_as(files: TensorFiles, name: str, leaf: Any) -> jax.Array:
-    shape, dtype = leaf.shape, jnp.dtype(leaf.dtype)
+def _read_as(files: TensorFiles, name: str, leaf: ShapeDtype) -> jax.Array:
+    dtype = jnp.dtype(leaf.dtype)
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
         return jnp.asarray(files.read(name).astype(dtype))
 
-    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+    def read_part(index: tuple[slice, ...] | None) -> np.ndarray:
         return np.asarray(files.read(name, index), dtype)
 
-    return jax.make_array_from_callback(shape, sharding, part)
+    return jax.make_array_from_callback(leaf.shape, sharding, read_part)
 
 
 # Comparing.
@@ -471,7 +533,7 @@ def _read_as(files: TensorFiles, name: str, leaf: Any) -> jax.Array:
 
 def check_tensors(
     files: TensorFiles,
-    wanted: Mapping[str, Any],
+    wanted: Mapping[str, ShapeDtype],
     *,
     cast: bool = False,
     extra_allowed: Callable[[str], bool] = lambda name: False,
@@ -482,43 +544,51 @@ def check_tensors(
         wanted: arrays or their shapes, by name.
         extra_allowed: returns whether the files may have another tensor.
     """
-    there = files.tensors
-    missing = [name for name in wanted if name not in there]
-    extra = [name for name in there if name not in wanted and not extra_allowed(name)]
-    both = [name for name in wanted if name in there]
-    shapes = [name for name in both if tuple(there[name].shape) != tuple(wanted[name].shape)]
+    extra_names = []
+    unexpected = []
+    for name, stored in files.tensors.items():
+        if name not in wanted and not extra_allowed(name):
+            extra_names.append(name)
+            unexpected.append(f"{name} {list(stored.shape)}")
+    missing = []
+    shapes = []
     dtypes = []
-    if not cast:
-        dtypes = [n for n in both if _DTYPES.get(there[n].dtype) != jnp.dtype(wanted[n].dtype).name]
-    if not (missing or extra or shapes or dtypes):
+    for name, leaf in wanted.items():
+        shape, dtype = list(leaf.shape), jnp.dtype(leaf.dtype).name
+        stored = files.tensors.get(name)
+        if stored is None:
+            missing.append(f"{name} {shape}{_suggestion(name, extra_names)}")
+            continue
+        if list(stored.shape) != shape:
+            shapes.append(f"{name} {list(stored.shape)} in the file, {shape} wanted")
+        if not cast and _DTYPES.get(stored.dtype) != dtype:
+            dtypes.append(f"{name} {stored.dtype} in the file, {dtype} wanted")
+    if not (missing or unexpected or shapes or dtypes):
         return
-    lines = [f"the tensors of {str(files.path)!r} are not those of the target:"]
-    lines += _list_names(
-        "missing", missing, lambda n: f"{list(wanted[n].shape)}{_suggestion(n, extra)}"
-    )
-    lines += _list_names("unexpected", extra, lambda n: f"{list(there[n].shape)}")
-    lines += _list_names(
-        "shape",
-        shapes,
-        lambda n: f"{list(there[n].shape)} in the file, {list(wanted[n].shape)} wanted",
-    )
-    lines += _list_names(
-        "dtype",
-        dtypes,
-        lambda n: f"{there[n].dtype} in the file, {jnp.dtype(wanted[n].dtype).name} wanted",
-    )
-    if missing or extra or shapes:
+    lines = [
+        f"the tensors of {str(files.path)!r} are not those of the target:",
+        *_list_differences("missing", missing),
+        *_list_differences("unexpected", unexpected),
+        *_list_differences("shape", shapes),
+        *_list_differences("dtype", dtypes),
+    ]
+    if missing or unexpected or shapes:
         lines.append("Give the target of the model that the file was written from.")
     else:
         lines.append("Give cast=True to convert them.")
     raise WeightsMismatchError("\n".join(lines))
 
 
-def _suggestion(name: str, extra: list[str]) -> str:
-    near = difflib.get_close_matches(name, extra, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+def _suggestion(name: str, extra_names: list[str]) -> str:
+    near_names = difflib.get_close_matches(name, extra_names, n=1)
+    if not near_names:
+        return ""
+    return f"; did you mean {near_names[0]!r}?"
 
 
-def _list_names(what: str, names: list[str], describe: Callable[[str], str]) -> list[str]:
-    lines = [f"  {what}: {name} {describe(name)}" for name in names[:_SHOWN]]
-    return lines + ([f"  {what}: … {len(names) - _SHOWN} more"] if len(names) > _SHOWN else [])
+def _list_differences(kind: str, differences: list[str]) -> list[str]:
+    """Returns a line for each of the first differences, and one with the number of the others."""
+    lines = [f"  {kind}: {difference}" for difference in differences[:_SHOWN]]
+    if len(differences) > _SHOWN:
+        lines.append(f"  {kind}: … {len(differences) - _SHOWN} more")
+    return lines
