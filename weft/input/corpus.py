@@ -39,9 +39,20 @@ Split = Literal["train", "held_out"]
 # Tests, platform-dependent files and files that some distributions package separately: without
 # them, the text of a Python version is nearly the same everywhere.
 STDLIB_EXCLUDED = (
-    *("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"),
-    *("config-*", "_sysconfigdata*"),
-    *("distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo"),
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idle_test",
+    "config-*",
+    "_sysconfigdata*",
+    "distutils",
+    "ensurepip",
+    "idlelib",
+    "lib2to3",
+    "tkinter",
+    "turtledemo",
 )
 
 
@@ -58,7 +69,8 @@ class TextFile:
 
 def _cut(file: TextFile, held_out_fraction: float) -> tuple[TextFile, TextFile]:
     """Returns a file without its end, cut before a line where there are several, and its end."""
-    text, end = file.text, max(1, int((1 - held_out_fraction) * len(file.text)))
+    text = file.text
+    end = max(1, int((1 - held_out_fraction) * len(text)))
     end = text.rfind(b"\n", 0, end) + 1 or end
     while end < len(text) and text[end] & 0xC0 == 0x80:  # within a character of UTF-8
         end += 1
@@ -105,10 +117,9 @@ class Corpus:
         object.__setattr__(self, "files", ordered)
 
     def __repr__(self) -> str:
-        parts = (
-            f"{split} {len(files)} files, {sum(len(f.text) for f in files)} bytes"
-            for split, files in self._splits.items()
-        )
+        parts = []
+        for split, files in self._splits.items():
+            parts.append(f"{split} {len(files)} files, {self.num_bytes(split)} bytes")
         return f"Corpus({self.name!r}: {'; '.join(parts)})"
 
     @functools.cached_property
@@ -124,13 +135,16 @@ class Corpus:
 
     @functools.cached_property
     def _splits(self) -> dict[Split, tuple[TextFile, ...]]:
-        held_out = [is_held_out(file.name, self.held_out_fraction) for file in self.files]
-        train = tuple(f for f, out in zip(self.files, held_out, strict=True) if not out)
-        others = tuple(f for f, out in zip(self.files, held_out, strict=True) if out)
-        if self.files and not (train and others) and 0 < self.held_out_fraction < 1:
+        train: list[TextFile] = []
+        held_out: list[TextFile] = []
+        for file in self.files:
+            part = held_out if is_held_out(file.name, self.held_out_fraction) else train
+            part.append(file)
+        if not (train and held_out) and 0 < self.held_out_fraction < 1:
             parts = [_cut(file, self.held_out_fraction) for file in self.files]
-            train, others = (tuple(f for f in part if f.text) for part in zip(*parts, strict=True))
-        return {"train": train, "held_out": others}
+            train = [start for start, _ in parts if start.text]
+            held_out = [end for _, end in parts if end.text]
+        return {"train": tuple(train), "held_out": tuple(held_out)}
 
     def split(self, split: Split) -> tuple[TextFile, ...]:
         """Returns the files of one part, in order.
@@ -180,8 +194,9 @@ def stdlib_corpus(*, pattern: str = "**/*.py", held_out_fraction: float = 0.1) -
 
 @functools.lru_cache(2)  # of training and evaluation
 def _stdlib_corpus(root: Path, pattern: str, held_out_fraction: float) -> Corpus:
-    found = _list_files(root, pattern, STDLIB_EXCLUDED)
-    files = [TextFile(name, _read_text(path)) for name, path in found]
+    files = []
+    for file_name, path in _list_files(root, pattern, STDLIB_EXCLUDED):
+        files.append(TextFile(file_name, _read_text(path)))
     name = f"stdlib-{sysconfig.get_python_version()}"
     return _checked(Corpus(name, tuple(files), held_out_fraction), [root], pattern)
 
@@ -211,10 +226,11 @@ def folder_corpus(
             files have the same name.
         InputReadError: If a record cannot be read or has no text; names the record.
     """
-    named = [paths] if isinstance(paths, str) else paths
-    for path in named:
+    if isinstance(paths, str):
+        paths = [paths]
+    for path in paths:
         check_local_path(path, "paths")
-    roots = [Path(path) for path in named]
+    roots = [Path(path) for path in paths]
     files: list[TextFile] = []
     for root in roots:
         if root.is_file():
@@ -223,62 +239,72 @@ def folder_corpus(
         prefix = f"{root.name}/" if len(roots) > 1 else ""
         for name, path in _list_files(root, pattern, exclude):
             files.extend(_documents(prefix + name, path, text_key))
-    seen: set[str] = set()
+    names: set[str] = set()
     for file in files:
-        if file.name in seen:
+        if file.name in names:
             raise CorpusReadError(
                 f"two files of {[str(r) for r in roots]} are named {file.name!r} in the "
                 "corpus; names determine the split and must differ: rename one of the folders "
                 "or pass their common parent"
             )
-        seen.add(file.name)
+        names.add(file.name)
     name = roots[0].name if roots else ""
     return _checked(Corpus(name, tuple(files), held_out_fraction), roots, pattern)
 
 
 def _checked(corpus: Corpus, roots: Sequence[Path], pattern: str) -> Corpus:
-    if not any(file.text for file in corpus.files):
-        where = ", ".join(str(root) for root in roots) or "no path"
-        missing = [str(root) for root in roots if not root.exists()]
-        why = f"; {', '.join(missing)} does not exist" if missing else ""
-        raise EmptyCorpusError(
-            f"no text: {len(corpus.files)} files match {pattern!r} in {where}, with 0 "
-            f"bytes{why}; pass a folder that contains text, or another pattern"
-        )
-    return corpus
+    """Returns the corpus; raises if it has no text."""
+    if any(file.text for file in corpus.files):
+        return corpus
+    folders = ", ".join(map(str, roots)) or "no path"
+    missing = [str(root) for root in roots if not root.exists()]
+    reason = f"; {', '.join(missing)} does not exist" if missing else ""
+    raise EmptyCorpusError(
+        f"no text: {len(corpus.files)} files match {pattern!r} in {folders}, with 0 "
+        f"bytes{reason}; pass a folder that contains text, or another pattern"
+    )
+
+
+def _matches(name: str, globs: Sequence[str]) -> bool:
+    # A name may itself have brackets.
+    return any(name == glob or fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
 def _list_files(root: Path, pattern: str, exclude: Sequence[str]) -> list[tuple[str, Path]]:
-    def matches(name: str, globs: Sequence[str]) -> bool:
-        # A name may itself have brackets.
-        return any(name == glob or fnmatch.fnmatchcase(name, glob) for glob in globs)
-
-    found = []
-    for folder, subfolders, names in os.walk(root):
+    """Returns the files below a folder whose relative names match, with these names."""
+    globs = (pattern, pattern.removeprefix("**/"))
+    named_paths = []
+    for folder, subfolders, file_names in os.walk(root):
         # Pruned during the walk: a standard library can include a site-packages of 10,000 files.
-        subfolders[:] = sorted(name for name in subfolders if not matches(name, exclude))
+        subfolders[:] = sorted(name for name in subfolders if not _matches(name, exclude))
         # Sorted, so that the file that an error names does not depend on the file system.
-        for path in (Path(folder, name) for name in sorted(names) if not matches(name, exclude)):
-            name = path.relative_to(root).as_posix()
-            if matches(name, (pattern, pattern.removeprefix("**/"))) and path.is_file():
-                found.append((name, path))
-    return found
+        for file_name in sorted(file_names):
+            if _matches(file_name, exclude):
+                continue
+            path = Path(folder, file_name)
+            relative_name = path.relative_to(root).as_posix()
+            if _matches(relative_name, globs) and path.is_file():
+                named_paths.append((relative_name, path))
+    return named_paths
 
 
 def _documents(name: str, path: Path, text_key: str) -> list[TextFile]:
-    kind = format_of(str(path))
-    if kind == "text":
+    """Returns a text as one file, or each record of a file of records as one."""
+    file_format = format_of(str(path))
+    if file_format == "text":
         return [TextFile(name, _read_text(path))]
     # Local import, so that a corpus of text does not need Grain.
     from weft.input.datasets import json_lines_dataset, parquet_dataset
     from weft.input.file_cache import document_text
 
-    def text(record: object) -> bytes:
-        found = document_text(record, text_key)
-        return found.encode() if isinstance(found, str) else found
+    def text_of(record: object) -> bytes:
+        text = document_text(record, text_key)
+        if isinstance(text, str):
+            return text.encode()
+        return text
 
-    read = parquet_dataset if kind == "parquet" else json_lines_dataset
-    texts: Any = read(str(path)).map(text)
+    read = parquet_dataset if file_format == "parquet" else json_lines_dataset
+    texts: Any = read(str(path)).map(text_of)
     return [TextFile(f"{name}#{i:07}", texts[i]) for i in range(len(texts))]
 
 
@@ -335,16 +361,17 @@ def ngram_baselines(corpus: Corpus, *, max_train_bytes: int = 32_000_000) -> Map
     """
     train = _corpus_tokens(corpus, "train")[: max_train_bytes + 1]
     held_out = _corpus_tokens(corpus, "held_out")
-    num_tokens, num_bytes = len(held_out) - 1, corpus.num_bytes("held_out")
-    nats = ngram_nats(train, held_out, vocab_size=tokenizers.ByteTokenizer.eos_id + 1)
-    return {
-        ORDER_NAMES[order]: Baseline(
+    num_targets = len(held_out) - 1
+    num_bytes = corpus.num_bytes("held_out")
+    nats_by_order = ngram_nats(train, held_out, vocab_size=tokenizers.ByteTokenizer.eos_id + 1)
+    baselines = {}
+    for order, nats in nats_by_order.items():
+        baselines[ORDER_NAMES[order]] = Baseline(
             order=order,
-            nats_per_token=total / num_tokens,
-            bits_per_byte=total / num_bytes / math.log(2),
+            nats_per_token=nats / num_targets,
+            bits_per_byte=nats / num_bytes / math.log(2),
         )
-        for order, total in nats.items()
-    }
+    return baselines
 
 
 def ngram_nats(train: np.ndarray, held_out: np.ndarray, *, vocab_size: int) -> dict[int, float]:
@@ -356,26 +383,27 @@ def ngram_nats(train: np.ndarray, held_out: np.ndarray, *, vocab_size: int) -> d
         vocab_size: Size of the alphabet. Memory is `8 * vocab_size**3` bytes.
     """
     # A duplicate of the first token gives every target two tokens of context.
-    seen = np.concatenate([train[:1], train]).astype(np.int32)
-    asked = np.concatenate([held_out[:1], held_out]).astype(np.int32)
-    keys, key_counts = np.unique(_encode_ngrams(asked, 3, vocab_size), return_counts=True)
-    probability = np.full(len(keys), 1 / vocab_size)
+    train = np.concatenate([train[:1], train]).astype(np.int32)
+    held_out = np.concatenate([held_out[:1], held_out]).astype(np.int32)
+    held_out_trigrams = _encode_ngrams(held_out, 3, vocab_size)
+    trigrams, trigram_counts = np.unique(held_out_trigrams, return_counts=True)
+    # p(c | h) of the last token of each trigram, for contexts h of one token more each time.
+    probability = np.full(len(trigrams), 1 / vocab_size)
     nats = {}
     for order in ORDER_NAMES:
-        contexts = vocab_size ** (order - 1)
-        counts = np.bincount(
-            _encode_ngrams(seen, order, vocab_size), minlength=contexts * vocab_size
-        )
-        by_context = counts.reshape(contexts, vocab_size)
-        totals = by_context.sum(axis=1)
-        kinds = np.bincount(np.flatnonzero(counts) // vocab_size, minlength=contexts)
-        key = keys % vocab_size**order
-        context = key // vocab_size
-        n, t = totals[context], kinds[context]
-        smoothed = (counts[key] + t * probability) / np.maximum(n + t, 1)
+        num_contexts = vocab_size ** (order - 1)
+        train_ngrams = _encode_ngrams(train, order, vocab_size)
+        counts = np.bincount(train_ngrams, minlength=num_contexts * vocab_size)  # N(h c)
+        context_counts = counts.reshape(num_contexts, vocab_size).sum(axis=1)  # N(h)
+        observed_ngrams = np.flatnonzero(counts)
+        types = np.bincount(observed_ngrams // vocab_size, minlength=num_contexts)  # T(h)
+        ngrams = trigrams % vocab_size**order
+        contexts = ngrams // vocab_size
+        n, t = context_counts[contexts], types[contexts]
+        smoothed = (counts[ngrams] + t * probability) / np.maximum(n + t, 1)
         # For an unseen context, use the shorter one.
         probability = np.where(n > 0, smoothed, probability)
-        nats[order] = float(-np.sum(key_counts * np.log(probability)))
+        nats[order] = float(-np.sum(trigram_counts * np.log(probability)))
     return nats
 
 
@@ -387,7 +415,8 @@ def _corpus_tokens(corpus: Corpus, split: Split) -> np.ndarray:
 
 def _encode_ngrams(tokens: np.ndarray, order: int, vocab_size: int) -> np.ndarray:
     """Encodes each n-gram as one number, the last token least significant."""
-    key = tokens[: len(tokens) - order + 1]
+    num_ngrams = len(tokens) - order + 1
+    codes = tokens[:num_ngrams]
     for offset in range(1, order):
-        key = key * vocab_size + tokens[offset : len(tokens) - order + 1 + offset]
-    return key
+        codes = codes * vocab_size + tokens[offset : num_ngrams + offset]
+    return codes

@@ -30,28 +30,33 @@ def files_record(files: Sequence[str]) -> dict[str, str | int]:
     """
     fingerprints = [file_fingerprint(file) for file in files]
     num_bytes = sum(size for _, size, _ in fingerprints)
-    whole, total = num_bytes <= _WHOLE_BYTES, hashlib.sha256()
-    for file, fingerprint in zip(files, fingerprints, strict=True):
-        name, size = os.path.basename(file), fingerprint[1]
-        digest = _contents_digest(*fingerprint, whole=whole)
+    reads_all = num_bytes <= _WHOLE_BYTES
+    total = hashlib.sha256()
+    for file, (path, size, mtime) in zip(files, fingerprints, strict=True):
+        name = os.path.basename(file)
+        digest = _contents_digest(path, size, mtime, reads_all=reads_all)
         total.update(f"{len(name)} {name} {size} {digest}\n".encode(errors="surrogatepass"))
     name = os.path.basename(files[0])
     if len(files) > 1:
         name += f" and {len(files) - 1} more"
-    record: dict[str, str | int] = {"name": name, "sha256": total.hexdigest()}
-    record |= {"files": len(files), "bytes": num_bytes}
-    if not whole:
+    record: dict[str, str | int] = {
+        "name": name,
+        "sha256": total.hexdigest(),
+        "files": len(files),
+        "bytes": num_bytes,
+    }
+    if not reads_all:
         record["sampled"] = True
     return record
 
 
 @functools.lru_cache(2**14)
-def _contents_digest(path: str, size: int, mtime: int, *, whole: bool) -> str:
+def _contents_digest(path: str, size: int, mtime: int, *, reads_all: bool) -> str:
     """Returns the digest of a file; size and time of change tell when to read it again."""
     del mtime
     digest = hashlib.sha256()
     with read_errors(f"cannot read {path}"), open_file(path, buffering=0) as file:
-        if whole or size <= _NUM_PARTS * _PART_BYTES:
+        if reads_all or size <= _NUM_PARTS * _PART_BYTES:
             while data := file.read(_READ_BYTES):
                 digest.update(data)
         else:

@@ -34,11 +34,13 @@ def token_stream(documents: Iterable[np.ndarray], *, eos_id: int) -> np.ndarray:
     >>> token_stream([np.array([1, 2]), np.array([3])], eos_id=9).tolist()
     [9, 1, 2, 9, 3, 9]
     """
-    parts: list[np.ndarray] = [np.array([eos_id])]
+    eos = np.array([eos_id])
+    parts = [eos]
+    largest_id = eos_id
     for document in documents:
-        parts += [document, parts[0]]
-    largest = max(int(part.max(initial=0)) for part in parts)
-    return np.concatenate(parts, dtype=np.min_scalar_type(largest), casting="unsafe")
+        parts += [document, eos]
+        largest_id = max(largest_id, int(document.max(initial=0)))
+    return np.concatenate(parts, dtype=np.min_scalar_type(largest_id), casting="unsafe")
 
 
 class ByteCorrections:
@@ -51,8 +53,9 @@ class ByteCorrections:
     """
 
     def __init__(self, token_num_bytes: np.ndarray):
-        self._table = token_num_bytes
-        self._rows, self._position = [NO_CORRECTIONS], 1
+        self._token_num_bytes = token_num_bytes
+        self._rows = [NO_CORRECTIONS]
+        self._position = 1  # of the next document: after the first `eos`
         self.is_known = True
 
     def add(self, ids: np.ndarray, num_bytes: np.ndarray | None) -> None:
@@ -63,9 +66,9 @@ class ByteCorrections:
         """
         self.is_known &= num_bytes is not None
         if num_bytes is not None:
-            differences = num_bytes - self._table[ids]
-            places = np.flatnonzero(differences)
-            rows = np.stack([places + self._position, differences[places]], axis=1)
+            differences = num_bytes - self._token_num_bytes[ids]
+            index = np.flatnonzero(differences)
+            rows = np.stack([index + self._position, differences[index]], axis=1)
             self._rows.append(rows.astype(np.int64))
         self._position += len(ids) + 1
 
@@ -74,7 +77,9 @@ class ByteCorrections:
 
         None if the numbers of a document are not known.
         """
-        return np.concatenate(self._rows) if self.is_known else None
+        if not self.is_known:
+            return None
+        return np.concatenate(self._rows)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -136,19 +141,20 @@ class PackedSequences:
                 f"windows of {self.sequence_length} tokens cannot have stride={self.stride}; use a "
                 f"number from 1 to {self.sequence_length}"
             )
-        num_targets = len(self.stream) - 1
-        # The first sequence has `overlap` more new targets than the others.
-        overlap = self.sequence_length - self._stride
-        whole, rest = divmod(max(num_targets - overlap, 0), self._stride)
-        partial = rest or (not whole and num_targets > 0)
-        available = whole if self.drop_remainder or not partial else whole + 1
-        if available < 1:
+        # Every sequence but the first repeats this many targets of the one before.
+        self._overlap = self.sequence_length - self._stride
+        num_targets = max(len(self.stream) - 1, 0)
+        num_sequences, num_left_over = divmod(max(num_targets - self._overlap, 0), self._stride)
+        has_partial = num_left_over > 0 or (num_sequences == 0 and num_targets > 0)
+        if has_partial and not self.drop_remainder:
+            num_sequences += 1
+        if num_sequences == 0:
             raise EmptyCorpusError(
-                f"{max(num_targets, 0)} tokens do not fill one sequence of {self.sequence_length}; "
+                f"{num_targets} tokens do not fill one sequence of {self.sequence_length}; "
                 "add text or reduce sequence_length"
             )
-        self._available = available
-        self._num_examples = min(available, self.max_examples or available)
+        self._num_sequences = num_sequences
+        self._num_examples = min(num_sequences, self.max_examples or num_sequences)
         multiple = self.pad_to_multiple_of
         self._num_padded = -(-self._num_examples // multiple) * multiple
 
@@ -159,7 +165,8 @@ class PackedSequences:
         return f"PackedSequences({len(self)} of {self.sequence_length} tokens)"
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {name: rows[0] for name, rows in self.take(np.array([index])).items()}
+        batch = self.take(np.array([index]))
+        return {name: rows[0] for name, rows in batch.items()}
 
     def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Returns several examples as one batch, with a first axis `batch`.
@@ -168,45 +175,52 @@ class PackedSequences:
         """
         if np.any((indices < 0) | (indices >= len(self))):
             raise IndexError(f"examples {indices.tolist()} of {len(self)}")
-        starts = indices * self._available // self._num_examples * self._stride
+        # Examples are evenly spaced over the sequences; those that pad lie beyond the stream.
+        sequences = indices * self._num_sequences // self._num_examples
+        starts = sequences * self._stride
         starts = np.where(indices < self._num_examples, starts, len(self.stream))
-        at = starts[:, None] + np.arange(self.sequence_length + 1)
-        tokens = np.take(self.stream, at, mode="clip").astype(np.int32)
+        positions = starts[:, None] + np.arange(self.sequence_length + 1)  # (batch, length + 1)
+        tokens = np.take(self.stream, positions, mode="clip").astype(np.int32)
+        pad_id = np.int32(self.pad_id)
         # The stream's last token is only a target; as an input it would predict padding.
-        is_input = at[:, 1:] < len(self.stream)
-        inputs = np.where(is_input, tokens[:, :-1], np.int32(self.pad_id))
+        is_input = positions[:, 1:] < len(self.stream)
+        inputs = np.where(is_input, tokens[:, :-1], pad_id)
         live_targets = is_input.copy()
-        overlap = self.sequence_length - self._stride
-        live_targets[starts > 0, :overlap] = False
-        targets = np.where(live_targets, tokens[:, 1:], np.int32(self.pad_id))
+        live_targets[starts > 0, : self._overlap] = False
+        targets = np.where(live_targets, tokens[:, 1:], pad_id)
         batch = {"input_ids": inputs, "target_labels": targets, "live_targets": live_targets}
         if self.corrections is not None:
-            first = starts + 1 + np.where(starts > 0, overlap, 0)
-            corrections = self._corrections_in(self.corrections, first, at[:, -1] + 1)
-            batch["target_num_bytes"] = (self._num_bytes(batch) + corrections).astype(np.int32)
-        return batch | self._segment_features(inputs, is_input) if self.segments else batch
+            first_target = starts + 1 + np.where(starts > 0, self._overlap, 0)
+            end = positions[:, -1] + 1
+            num_bytes = self._table_num_bytes(targets, live_targets)
+            num_bytes += _corrections_between(self.corrections, first_target, end)
+            batch["target_num_bytes"] = num_bytes.astype(np.int32)
+        if self.segments:
+            batch |= self._segment_features(inputs, is_input)
+        return batch
 
-    def _num_bytes(self, batch: dict[str, np.ndarray]) -> np.ndarray:
-        targets = batch["target_labels"]
-        text = batch["live_targets"] & (targets != self.eos_id)
-        if self.token_num_bytes is not None:
-            text = np.where(text, self.token_num_bytes[targets], 0)
-        return np.sum(text, axis=1)
+    def _table_num_bytes(self, targets: np.ndarray, live_targets: np.ndarray) -> np.ndarray:
+        """Returns the bytes of each example's targets, without corrections."""
+        is_text = live_targets & (targets != self.eos_id)
+        if self.token_num_bytes is None:
+            return np.sum(is_text, axis=1)
+        return np.sum(np.where(is_text, self.token_num_bytes[targets], 0), axis=1)
 
-    def _corrections_in(
-        self, corrections: np.ndarray, first: np.ndarray, end: np.ndarray
-    ) -> np.ndarray:
-        """Returns the sum of the corrections at positions from `first` to before `end`."""
-        totals = np.concatenate([[0], np.cumsum(corrections[:, 1])])
-        before, until = np.searchsorted(corrections[:, 0], [first, end])
-        return totals[until] - totals[before]
-
-    def _segment_features(self, inputs: np.ndarray, live: np.ndarray) -> dict[str, np.ndarray]:
-        starts = inputs == self.eos_id
-        starts[:, 0] = True  # a sequence may begin inside a document
+    def _segment_features(self, inputs: np.ndarray, is_input: np.ndarray) -> dict[str, np.ndarray]:
+        is_start = inputs == self.eos_id
+        is_start[:, 0] = True  # a sequence may begin inside a document
+        segment_ids = np.cumsum(is_start, axis=1, dtype=np.int32)
         index = np.arange(self.sequence_length, dtype=np.int32)
-        segment_start = np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+        segment_start = np.maximum.accumulate(np.where(is_start, index, 0), axis=1)
         return {
-            "input_segment_ids": np.where(live, np.cumsum(starts, axis=1, dtype=np.int32), 0),
-            "input_positions": np.where(live, index - segment_start, 0),
+            "input_segment_ids": np.where(is_input, segment_ids, 0),
+            "input_positions": np.where(is_input, index - segment_start, 0),
         }
+
+
+def _corrections_between(corrections: np.ndarray, first: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Returns the sum of the corrections at positions from `first` to before `end`."""
+    positions, differences = corrections.T
+    cumulative = np.concatenate([[0], np.cumsum(differences)])
+    first_row, end_row = np.searchsorted(positions, [first, end])
+    return cumulative[end_row] - cumulative[first_row]
