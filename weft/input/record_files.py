@@ -10,7 +10,7 @@ and mapped into memory.
 import codecs
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, BinaryIO
 
@@ -57,16 +57,21 @@ class LineFile:
 
     def line(self, index: int) -> bytes:
         """Returns the bytes of a record's line."""
-        start, end = (int(x) for x in self._line_bounds[index])
+        start, end = self._bounds(index)
         return self._read(start, end)
+
+    def _bounds(self, index: int) -> tuple[int, int]:
+        start, end = self._line_bounds[index].tolist()
+        return start, end
 
     def line_number(self, index: int) -> int:
         """Returns the number of a record's line in the file, from 1. Reads everything before it."""
-        end, at, newlines = int(self._line_bounds[index][0]), 0, 0
-        while at < end:
-            chunk = self._read(at, min(at + _CHUNK, end))
-            newlines, at = newlines + chunk.count(b"\n"), at + len(chunk)
-        return newlines + 1
+        line_start, _ = self._bounds(index)
+        num_newlines = 0
+        for start in range(0, line_start, _CHUNK):
+            chunk = self._read(start, min(start + _CHUNK, line_start))
+            num_newlines += chunk.count(b"\n")
+        return num_newlines + 1
 
     def describe(self, index: int) -> str:
         """Returns the name of a record for messages."""
@@ -107,48 +112,58 @@ class LineFile:
     @cached_property
     def _line_bounds(self) -> np.ndarray:
         """`Int64[np.ndarray, "lines 2"]`: first byte of each line, and end of its last."""
-        size = self._size
-
-        def find(out: BinaryIO) -> None:
-            mark = self._read(0, min(len(codecs.BOM_UTF8), size))
-            begin = len(mark) if mark == codecs.BOM_UTF8 else 0
-            # `seen` counts the bytes that are not blank, `before` those before the current line.
-            start, last, seen, before = begin, b"\n", 0, 0
-            for at in range(begin, size, _CHUNK):
-                # Includes the byte before, to detect a `\r` before the first newline.
-                data = last + self._read(at, min(at + _CHUNK, size))
-                chunk, last = np.frombuffer(data, np.uint8), data[-1:]
-                newlines = np.flatnonzero(chunk[1:] == _NEWLINE)
-                ends = newlines + at
-                starts = np.concatenate([[start], ends + 1])
-                ends = ends - (chunk[newlines] == _RETURN)
-                counts = seen + np.cumsum(~_IS_BLANK[chunk[1:]])
-                counts_at_ends = np.concatenate([[before], counts[newlines]])
-                start, seen, before = int(starts[-1]), int(counts[-1]), int(counts_at_ends[-1])
-                bounds = np.stack([starts[:-1], ends], axis=1).astype(np.int64)
-                out.write(bounds[np.diff(counts_at_ends) > 0].tobytes())
-            if seen > before:
-                out.write(np.array([start, size], np.int64).tobytes())
-
-        index = cached_bytes("lines", self.fingerprint, find, num_bytes=size)
+        index = cached_bytes("lines", self.fingerprint, self._write_bounds, num_bytes=self._size)
         return index.view(np.int64).reshape(-1, 2)
+
+    def _write_bounds(self, out: BinaryIO) -> None:
+        """Writes the bounds of lines, one chunk of the file after the other."""
+        size = self._size
+        mark = self._read(0, min(len(codecs.BOM_UTF8), size))
+        text_start = len(mark) if mark == codecs.BOM_UTF8 else 0
+        line_start = text_start
+        last_byte = b"\n"
+        # Bytes that are not blank, up to the end of the chunk and up to the start of the line.
+        num_inked = num_inked_at_line = 0
+        for chunk_start in range(text_start, size, _CHUNK):
+            # Begins with the byte before, to detect a `\r` before the first newline.
+            data = last_byte + self._read(chunk_start, min(chunk_start + _CHUNK, size))
+            last_byte = data[-1:]
+            codes = np.frombuffer(data, np.uint8)
+            newlines = np.flatnonzero(codes[1:] == _NEWLINE)
+            newline_positions = newlines + chunk_start
+            starts = np.concatenate([[line_start], newline_positions + 1])
+            ends = newline_positions - (codes[newlines] == _RETURN)
+            bounds = np.stack([starts[:-1], ends], axis=1).astype(np.int64)
+            inked = num_inked + np.cumsum(~_IS_BLANK[codes[1:]])
+            inked_at_lines = np.concatenate([[num_inked_at_line], inked[newlines]])
+            is_blank = np.diff(inked_at_lines) == 0
+            out.write(bounds[~is_blank].tobytes())
+            line_start = int(starts[-1])
+            num_inked = int(inked[-1])
+            num_inked_at_line = int(inked_at_lines[-1])
+        if num_inked > num_inked_at_line:
+            out.write(np.array([line_start, size], np.int64).tobytes())
 
     @cached_property
     def _size(self) -> int:
         """Number of bytes, decompressed."""
-        return self.num_bytes if self._decompressed is None else len(self._decompressed)
+        if self._decompressed is None:
+            return self.num_bytes
+        return len(self._decompressed)
 
 
 class JsonLinesFile(LineFile):
     """JSON values of a file with one value per line, or of one array or object as a whole."""
 
     def __len__(self) -> int:
-        return super().__len__() if self._whole is None else len(self._whole)
+        if self._whole is None:
+            return super().__len__()
+        return len(self._whole)
 
     def __getitem__(self, index: int) -> Any:
         if self._whole is not None:
             return parse_json(self._whole[index])
-        start, end = (int(x) for x in self._line_bounds[index])
+        start, end = self._bounds(index)
         if end - start > _MAX_RECORD_BYTES:
             raise InputReadError(
                 f"{self.describe(index)} has {end - start:,} bytes, and a record may have "
@@ -158,15 +173,16 @@ class JsonLinesFile(LineFile):
         try:
             return parse_json(line)
         except ValueError as error:
-            column, what = 1, str(error)
+            column, reason = 1, str(error)
             if isinstance(error, json.JSONDecodeError):
-                column, what = error.colno, error.msg
+                column, reason = error.colno, error.msg
             elif isinstance(error, UnicodeDecodeError):
-                column, what = error.start + 1, error.reason
-            shown = line.decode(errors="replace")[max(column - 21, 0) : column + 19]
+                column, reason = error.start + 1, error.reason
+            text = line.decode(errors="replace")
+            excerpt = text[max(column - 21, 0) : column + 19]
             raise InputReadError(
-                f"{self.path}, line {self.line_number(index)}, column {column}: {what}, in "
-                f"{shown!r}; a JSON lines file has one whole JSON value in each line"
+                f"{self.path}, line {self.line_number(index)}, column {column}: {reason}, in "
+                f"{excerpt!r}; a JSON lines file has one whole JSON value in each line"
             ) from error
 
     def describe(self, index: int) -> str:
@@ -180,19 +196,22 @@ class JsonLinesFile(LineFile):
 
         An array in one line is one record, unless all of its values are objects.
         """
-        bounds = self._line_bounds
-        if not len(bounds):
+        num_lines = len(self._line_bounds)
+        if num_lines == 0:
             return None
-        start, end = (int(x) for x in bounds[0])
+        start, end = self._bounds(0)
         opening = self._read(start, min(end, start + 100)).lstrip()[:1]
         if opening not in (b"[", b"{"):
             return None
         try:
-            first = self._value(start, end, opening)
+            value = self._value(start, end, opening)
         except ValueError:  # the first line is a part of it
             return self._of_several_lines(start, opening)
-        is_array = isinstance(first, list) and all(isinstance(x, dict) for x in first)
-        return _as_lines(first) if is_array and first and len(bounds) == 1 else None
+        if num_lines > 1 or not isinstance(value, list) or not value:
+            return None
+        if not all(isinstance(item, dict) for item in value):
+            return None
+        return _as_lines(value)
 
     def _of_several_lines(self, start: int, opening: bytes) -> list[bytes] | None:
         try:
@@ -204,7 +223,8 @@ class JsonLinesFile(LineFile):
                 f"{self.path} begins like one JSON array, and is none: {error}; mend it, or write "
                 "one whole JSON value in each line"
             ) from error
-        return _as_lines(value if isinstance(value, list) else [value])
+        values = value if isinstance(value, list) else [value]
+        return _as_lines(values)
 
     def _value(self, start: int, end: int, opening: bytes) -> Any:
         """Returns the JSON value of a part of the file; raises ValueError if it is none."""
@@ -248,19 +268,20 @@ class ParquetFile:
     """
 
     def __init__(self, path: str, columns: Sequence[str] | None = None):
-        self.path, self._columns = path, None if columns is None else list(columns)
+        self.path = path
+        self._columns = None if columns is None else list(columns)
         self.fingerprint = (*file_fingerprint(path), *(columns or ()))
         with self._opened() as file:
             self._num_rows = file.metadata.num_rows
-            self.num_bytes = sum(
-                file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)
-            )
+            self.num_bytes = 0
+            for group in range(file.num_row_groups):
+                self.num_bytes += file.metadata.row_group(group).total_byte_size
             names = file.schema_arrow.names
-            missing = [name for name in self._columns or () if name not in names]
-        if missing:
-            raise InputReadError(
-                f"{path} has no column {missing[0]!r}; it has {names}: change columns"
-            )
+        for column in self._columns or ():
+            if column not in names:
+                raise InputReadError(
+                    f"{path} has no column {column!r}; it has {names}: change columns"
+                )
 
     def __reduce__(self):
         return type(self), (self.path, self._columns)
@@ -269,8 +290,10 @@ class ParquetFile:
         return self._num_rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        batch = self._reader.get_batch(index // _ROWS_PER_BATCH)
-        return batch.slice(index % _ROWS_PER_BATCH, 1).to_pylist()[0]
+        batch_index, row_index = divmod(index, _ROWS_PER_BATCH)
+        batch = self._reader.get_batch(batch_index)
+        (row,) = batch.slice(row_index, 1).to_pylist()
+        return row
 
     def describe(self, index: int) -> str:
         """Returns the name of a record for messages."""
@@ -299,17 +322,18 @@ class ParquetFile:
         data = cached_bytes("parquet", self.fingerprint, unpack, num_bytes=self.num_bytes)
         return pa.ipc.open_file(pa.py_buffer(data))
 
-    def _tables(self, file: Any):
+    def _tables(self, file: Any) -> Iterator[Any]:
         """Yields tables of equal sizes, so that a row's number determines its table."""
         import pyarrow as pa  # pyright: ignore[reportMissingImports]
 
-        rest = None
+        left_over = None
         for group in range(file.num_row_groups):
             with read_errors(f"row group {group} of {self.path} cannot be read"):
                 table = file.read_row_group(group, columns=self._columns)
-            table = table if rest is None else pa.concat_tables([rest, table])
-            whole = len(table) // _ROWS_PER_BATCH * _ROWS_PER_BATCH
-            rest = table.slice(whole)
-            yield table.slice(0, whole).combine_chunks()
-        if rest is not None:
-            yield rest.combine_chunks()
+            if left_over is not None:
+                table = pa.concat_tables([left_over, table])
+            num_whole_rows = len(table) // _ROWS_PER_BATCH * _ROWS_PER_BATCH
+            left_over = table.slice(num_whole_rows)
+            yield table.slice(0, num_whole_rows).combine_chunks()
+        if left_over is not None:
+            yield left_over.combine_chunks()

@@ -66,8 +66,11 @@ def until_end(tokens: np.ndarray, tokenizer: Tokenizer, end_ids: Sequence[int] =
     >>> until_end(np.array([5, 6, 7, 8]), ByteTokenizer(), end_ids=(7,)).tolist()
     [5, 6]
     """
-    ends = np.flatnonzero(np.isin(tokens, [tokenizer.eos_id, tokenizer.pad_id, *end_ids]))
-    return tokens[: ends[0]] if len(ends) else tokens
+    is_end = np.isin(tokens, [tokenizer.eos_id, tokenizer.pad_id, *end_ids])
+    ends = np.flatnonzero(is_end)
+    if len(ends) == 0:
+        return tokens
+    return tokens[: ends[0]]
 
 
 def text_num_bytes(
@@ -88,28 +91,33 @@ def text_num_bytes(
     sizes = tokenizer.token_num_bytes[ids].astype(np.int64)
     if isinstance(tokenizer, ByteTokenizer):
         return sizes
-    words = text.decode("utf-8") if isinstance(text, bytes) else text
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")
     decoded = tokenizer.decode(ids)
     # A space may be put before every text.
-    if decoded not in (words, f" {words}"):
-        _log_lossy(repr(tokenizer), words, decoded)
+    if decoded not in (text, f" {text}"):
+        _log_lossy(repr(tokenizer), text, decoded)
         return None
-    ends, total = np.cumsum(sizes), len(words.encode())
-    if not len(ends) or ends[-1] == total:
+    ends = np.cumsum(sizes)
+    num_bytes = len(text.encode())
+    if len(ends) == 0 or ends[-1] == num_bytes:
         return sizes
     # With integers, the differences are at the first or last tokens that can have them.
-    scaled = ends * total // max(1, ends[-1])
-    scaled[-1] = total
-    return np.diff(scaled, prepend=0)
+    scaled_ends = ends * num_bytes // max(1, ends[-1])
+    scaled_ends[-1] = num_bytes
+    return np.diff(scaled_ends, prepend=0)
 
 
 def _log_lossy(tokenizer: str, text: str, decoded: str) -> None:
     if tokenizer in _LOGGED:
         return
     _LOGGED.add(tokenizer)
-    pairs = enumerate(zip(text, decoded, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(text), len(decoded)))
-    context = slice(max(0, at - 8), at + 24)
+    first_difference = min(len(text), len(decoded))
+    for i, (character, decoded_character) in enumerate(zip(text, decoded, strict=False)):
+        if character != decoded_character:
+            first_difference = i
+            break
+    context = slice(max(0, first_difference - 8), first_difference + 24)
     logger.warning(
         "%s does not decode every text to itself: it encodes %r and decodes %r. Bits per byte are "
         "not reported, since they are not defined for it; compare cross entropies instead.",
@@ -126,9 +134,11 @@ class _TokenizerWithBos:
     """Tokenizer whose texts begin with further tokens."""
 
     def __init__(self, tokenizer: Tokenizer, bos_ids: Sequence[int]):
-        self._tokenizer, self._bos_ids = tokenizer, np.array(bos_ids, np.int32)
+        self._tokenizer = tokenizer
+        self._bos_ids = np.array(bos_ids, np.int32)
         self.bos_ids = tuple(bos_ids)
-        self.eos_id, self.pad_id = tokenizer.eos_id, tokenizer.pad_id
+        self.eos_id = tokenizer.eos_id
+        self.pad_id = tokenizer.pad_id
         self.vocab_size = tokenizer.vocab_size
         self.token_num_bytes = tokenizer.token_num_bytes.copy()
         self.token_num_bytes[self._bos_ids] = 0
@@ -142,13 +152,15 @@ class _TokenizerWithBos:
         return np.concatenate([self._bos_ids, self._tokenizer.encode(text)])
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        one = self._tokenizer.encode
-        encode = getattr(self._tokenizer, "encode_batch", lambda texts: map(one, texts))
-        return [np.concatenate([self._bos_ids, ids]) for ids in encode(texts)]
+        encode_batch = getattr(self._tokenizer, "encode_batch", None)
+        if encode_batch is None:
+            return [self.encode(text) for text in texts]
+        return [np.concatenate([self._bos_ids, ids]) for ids in encode_batch(texts)]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         ids = np.asarray(ids).reshape(-1)
-        return self._tokenizer.decode(ids[~np.isin(ids, self._bos_ids)])
+        is_bos = np.isin(ids, self._bos_ids)
+        return self._tokenizer.decode(ids[~is_bos])
 
 
 def bos_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -156,13 +168,13 @@ def bos_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
     Raises TokenizerError if there are none.
     """
-    found = getattr(tokenizer, "bos_ids", ())
-    if not found:
+    ids = getattr(tokenizer, "bos_ids", ())
+    if not ids:
         raise TokenizerError(
             f"{tokenizer!r} puts no token before a text, so add_bos=True has none to add; leave it "
             "out, or pass a tokenizer whose file has one, in its template or as its bos piece"
         )
-    return tuple(found)
+    return tuple(ids)
 
 
 def with_bos(tokenizer: Tokenizer) -> Tokenizer:
@@ -173,8 +185,10 @@ def with_bos(tokenizer: Tokenizer) -> Tokenizer:
 
     Raises TokenizerError if the tokenizer has no such tokens.
     """
-    found = bos_ids(tokenizer)
-    return tokenizer if found == (tokenizer.eos_id,) else _TokenizerWithBos(tokenizer, found)
+    ids = bos_ids(tokenizer)
+    if ids == (tokenizer.eos_id,):
+        return tokenizer
+    return _TokenizerWithBos(tokenizer, ids)
 
 
 class ByteTokenizer:
@@ -204,13 +218,15 @@ class ByteTokenizer:
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Encodes a text as `Int32[np.ndarray, "bytes"]`, without an end."""
-        data = text.encode() if isinstance(text, str) else text
-        return np.frombuffer(data, np.uint8).astype(np.int32)
+        if isinstance(text, str):
+            text = text.encode()
+        return np.frombuffer(text, np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Decodes ids, without `eos_id` and `pad_id`; invalid UTF-8 becomes U+FFFD."""
-        values = np.asarray(ids).reshape(-1)
-        return values[values < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        ids = np.asarray(ids).reshape(-1)
+        text = ids[ids < 256].astype(np.uint8).tobytes()
+        return text.decode("utf-8", errors="replace")
 
 
 _MAX_NUM_IDS = 2**24
@@ -271,13 +287,13 @@ class _FileTokenizer:
         if token is None:
             self.vocab_size += 1
             return self.vocab_size - 1
-        found = self._token_id(token)
-        if found is None:
+        token_id = self._token_id(token)
+        if token_id is None:
             raise TokenizerError(
                 f"{path} has no token {token!r} to be the {name}; it has {self._examples()}: "
                 f"name one of its special tokens, or omit {name} for a new id"
             )
-        return found
+        return token_id
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Encodes a text, without an end: `Int32[np.ndarray, "tokens"]`."""
@@ -285,17 +301,21 @@ class _FileTokenizer:
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         """Encodes several texts on all cores. See `encode`."""
-        words = [text.decode("utf-8") if isinstance(text, bytes) else text for text in texts]
+        decoded_texts: list[str] = []
+        for text in texts:
+            if isinstance(text, bytes):
+                text = text.decode("utf-8")
+            decoded_texts.append(text)
         with self._library_errors("cannot encode a text"):
-            return [np.array(ids, np.int32) for ids in self._encode(words)]
+            return [np.array(ids, np.int32) for ids in self._encode(decoded_texts)]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Decodes ids, without `eos_id` and `pad_id`."""
-        values = np.asarray(ids).reshape(-1).tolist()
-        special = (self.eos_id, self.pad_id)
-        known = [i for i in values if 0 <= i < self._num_tokens and i not in special]
+        ids = np.asarray(ids).reshape(-1)
+        is_text = (ids >= 0) & (ids < self._num_tokens)
+        is_text &= (ids != self.eos_id) & (ids != self.pad_id)
         with self._library_errors("cannot decode a text"):
-            return self._decode(known)
+            return self._decode(ids[is_text].tolist())
 
     @cached_property
     def bos_ids(self) -> tuple[int, ...]:
@@ -324,13 +344,14 @@ class _FileTokenizer:
         sizes = np.zeros(self.vocab_size, np.int32)
         with self._library_errors("cannot decode its tokens"):
             anchor = self._anchor()
-            pair = len(self._decode([anchor, anchor]).encode())
+            anchor_num_bytes = len(self._decode([anchor, anchor]).encode())
             ids = self._token_ids()
             texts = self._decode_batch([[anchor, i, anchor] for i in ids])
             for i, text in zip(ids, texts, strict=True):
-                # A part of a character decodes to U+FFFD.
-                is_part = "\ufffd" in text
-                sizes[i] = self._num_bytes(i) if is_part else len(text.encode()) - pair
+                if "\ufffd" in text:  # what a part of a character decodes to
+                    sizes[i] = self._num_bytes(i)
+                else:
+                    sizes[i] = len(text.encode()) - anchor_num_bytes
         sizes[[self.eos_id, self.pad_id, *self._unknown_ids()]] = 0
         return np.maximum(sizes, 0)
 
@@ -399,35 +420,41 @@ class HuggingFaceTokenizer(_FileTokenizer):
         return self._tokenizer.token_to_id(token)
 
     def _examples(self) -> str:
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        return ", ".join(repr(token.content) for token in list(added)[:8]) or "no special tokens"
+        added_tokens = list(self._tokenizer.get_added_tokens_decoder().values())
+        texts = [repr(token.content) for token in added_tokens[:8]]
+        return ", ".join(texts) or "no special tokens"
 
     def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
-        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return (one.ids for one in encoded)
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def _tokens_before_text(self) -> list[int]:
         text = self._decode([self._anchor()]) or "a"
-        encoding = self._tokenizer.encode(text, add_special_tokens=True)
-        of_text = self._tokenizer.encode(text, add_special_tokens=False).ids
-        starts = range(len(encoding.ids) - len(of_text) + 1)
-        places = (i for i in starts if encoding.ids[i : i + len(of_text)] == of_text)
-        return encoding.ids[: next(places, 0)]
+        ids = self._tokenizer.encode(text, add_special_tokens=True).ids
+        text_ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        for start in range(len(ids) - len(text_ids) + 1):
+            if ids[start : start + len(text_ids)] == text_ids:
+                return ids[:start]
+        return []
 
     def _decode_batch(self, ids: list[list[int]]) -> list[str]:
         return self._tokenizer.decode_batch(ids, skip_special_tokens=True)
 
     def _num_bytes(self, index: int) -> int:
         token = self._tokenizer.id_to_token(index)
-        return len(token) if self._is_byte_level else _piece_num_bytes(token)
+        if self._is_byte_level:
+            return len(token)
+        return _piece_num_bytes(token)
 
     def _unknown_ids(self) -> list[int]:
-        unknown = getattr(self._tokenizer.model, "unk_token", None)
-        found = self._token_id(unknown) if unknown else None
-        return [] if found is None else [found]
+        unknown_token = getattr(self._tokenizer.model, "unk_token", None)
+        if not unknown_token:
+            return []
+        unknown_id = self._token_id(unknown_token)
+        return [] if unknown_id is None else [unknown_id]
 
 
 class SentencePieceTokenizer(_FileTokenizer):
@@ -446,12 +473,16 @@ class SentencePieceTokenizer(_FileTokenizer):
         return range(self._num_tokens)
 
     def _special_id(self, path: str, name: str, token: str | None) -> int:
-        own = self._processor.eos_id() if name == "eos_token" else self._processor.pad_id()
-        return own if token is None and own >= 0 else super()._special_id(path, name, token)
+        model_id = self._processor.eos_id() if name == "eos_token" else self._processor.pad_id()
+        if token is None and model_id >= 0:
+            return model_id
+        return super()._special_id(path, name, token)
 
     def _token_id(self, token: str) -> int | None:
-        found = self._processor.piece_to_id(token)
-        return found if self._processor.id_to_piece(found) == token else None
+        token_id = self._processor.piece_to_id(token)
+        if self._processor.id_to_piece(token_id) != token:  # that of the unknown token
+            return None
+        return token_id
 
     def _examples(self) -> str:
         ids = range(min(8, self._num_tokens))
@@ -464,8 +495,8 @@ class SentencePieceTokenizer(_FileTokenizer):
         return self._processor.decode(ids)
 
     def _tokens_before_text(self) -> list[int]:
-        bos = self._processor.bos_id()
-        return [bos] if bos >= 0 else []
+        bos_id = self._processor.bos_id()
+        return [bos_id] if bos_id >= 0 else []
 
     def _decode_batch(self, ids: list[list[int]]) -> list[str]:
         return self._processor.decode(ids)
@@ -498,11 +529,12 @@ def as_tokenizer(tokenizer: ConfigOr[Tokenizer] | str, *, add_bos: bool = False)
         return with_bos(as_tokenizer(tokenizer))
     if not isinstance(tokenizer, str):
         return maybe_instantiate(tokenizer)
-    kinds: dict[str, Any] = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
     check_local_path(tokenizer, "tokenizer")
-    kind = kinds.get(os.path.splitext(tokenizer)[1].lower())
-    if kind is not None:
-        return kind(tokenizer)
+    _, suffix = os.path.splitext(tokenizer)
+    classes: dict[str, Any] = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
+    tokenizer_class = classes.get(suffix.lower())
+    if tokenizer_class is not None:
+        return tokenizer_class(tokenizer)
     raise TokenizerError(
         f"{tokenizer!r} is not the path of a tokenizer; pass that of a tokenizer.json of Hugging "
         "Face, or of a SentencePiece model, *.model"
