@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from weft.config import Configurable
 from weft.debug import first_nonfinite
@@ -155,15 +156,17 @@ class AnomalyPolicy(Configurable):
         if cfg.on_spike is None:
             return jnp.zeros((), bool)
         # The averages begin at 0; this is Adam's bias correction.
-        share = 1 - cfg.spike_decay ** jnp.maximum(track.count, 1).astype(jnp.float32)
-        mean = track.mean / share
-        stddev = jnp.sqrt(jnp.maximum(track.square / share - jnp.square(mean), 0))
-        spike = track.count >= cfg.spike_min_steps
+        count = jnp.maximum(track.count, 1).astype(jnp.float32)
+        correction = 1 - cfg.spike_decay**count
+        mean = track.mean / correction
+        variance = track.square / correction - jnp.square(mean)
+        stddev = jnp.sqrt(jnp.maximum(variance, 0))
+        is_spike = track.count >= cfg.spike_min_steps
         if cfg.spike_stddevs is not None:
-            spike &= loss > mean + cfg.spike_stddevs * stddev
+            is_spike &= loss > mean + cfg.spike_stddevs * stddev
         if cfg.spike_factor is not None:
-            spike &= loss > cfg.spike_factor * mean
-        return spike
+            is_spike &= loss > cfg.spike_factor * mean
+        return is_spike
 
     def apply_to_step(
         self,
@@ -180,16 +183,19 @@ class AnomalyPolicy(Configurable):
         """
         cfg = self.config
         loss = loss.astype(jnp.float32)
-        pairs = zip(_float_leaves(new_state), _float_leaves(state), strict=True)
-        # Numbers that were undefined before the step, such as an infinite threshold, are intended.
-        bad_leaves = jnp.stack([~_finite(new) & _finite(old) for (_, new), (_, old) in pairs])
-        bad_gradients = _undefined({} if gradients is None else gradients)
+        became_undefined = []
+        leaves = zip(_float_leaves(state), _float_leaves(new_state), strict=True)
+        for (_, old_leaf), (_, new_leaf) in leaves:
+            # Numbers that were undefined before, such as an infinite threshold, are intended.
+            became_undefined.append(~_is_finite(new_leaf) & _is_finite(old_leaf))
+        bad_leaves = jnp.stack(became_undefined)
+        bad_gradients = _undefined_leaves({} if gradients is None else gradients)
         undefined = ~jnp.isfinite(loss) | jnp.any(bad_leaves) | jnp.any(bad_gradients)
         spike = ~undefined & self._is_spike(loss, track)
         bad = undefined | spike | track.held
         skipped = (undefined & (cfg.on_undefined == "skip")) | (spike & (cfg.on_spike == "skip"))
         skipped &= ~jnp.asarray(track.held)
-        kept = tree_where(~bad, new_state, state)
+        returned_state = tree_where(~bad, new_state, state)
         # A bad step that is not skipped keeps its key, with which the diagnosis repeats it.
         key = jnp.where(bad & ~skipped, state.prng_key, new_state.prng_key)
 
@@ -208,7 +214,7 @@ class AnomalyPolicy(Configurable):
             held=bad,
         )
         verdict = Verdict(track, undefined, spike, bad_leaves, bad_gradients)
-        return kept._replace(prng_key=key), verdict
+        return returned_state._replace(prng_key=key), verdict
 
 
 class Judge(Protocol):
@@ -239,7 +245,8 @@ class LossCheck:
     counts_late = False
 
     def __init__(self, every_n_steps: int, advise: Callable[[Step], str]):
-        self._every_n_steps, self._advise = every_n_steps, advise
+        self._every_n_steps = every_n_steps
+        self._advise = advise
 
     def is_bad(self, step: Step) -> bool:
         if step.number == 1 or step.number % self._every_n_steps == 0:
@@ -276,14 +283,17 @@ class AnomalyGuard:
         train_dtype: Any,
         compiler_options: dict[str, Any] | None,
     ):
-        self._policy, self._train_dtype = policy, train_dtype
+        self._policy = policy
+        self._train_dtype = train_dtype
         self._search = first_nonfinite.NonfiniteSearch(step)
         self._gradient_names: list[str] = []
         self._replicated = jax.sharding.NamedSharding(mesh, PartitionSpec())
         self._track = LossTrack()
         self._rewinds = 0
 
-        def train_step(state: TrainerState, track: LossTrack, batch: NestedTensor) -> Any:
+        def train_step(
+            state: TrainerState, track: LossTrack, batch: NestedTensor
+        ) -> tuple[Any, Verdict, dict[str, Any]]:
             new_state, outputs = step(state, batch, with_gradients=True)
             gradients = outputs.pop("gradients")
             self._gradient_names = jax.tree.leaves(tree_paths(gradients))
@@ -310,7 +320,12 @@ class AnomalyGuard:
         """
         return self._run(self._jitted, (state, batch), {})
 
-    def _run(self, jitted: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(
+        self,
+        jitted: Callable[..., Any],
+        args: tuple[TrainerState, NestedTensor],
+        kwargs: Mapping[str, Any],
+    ) -> tuple[Any, dict[str, Any]]:
         state, batch = args
         state, verdict, outputs = jitted(state, self._replicated_track(), batch, **kwargs)
         self._track = verdict.track
@@ -327,15 +342,19 @@ class AnomalyGuard:
 
     def get_state(self) -> dict[str, Any]:
         """Returns the averages and counts as JSON values."""
-        saved = {name: getattr(self._track, name).item() for name in _SAVED}
-        return {**saved, "rewinds": self._rewinds}
+        state = {name: getattr(self._track, name).item() for name in _SAVED}
+        state["rewinds"] = self._rewinds
+        return state
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Sets saved averages and counts; rewinds since the start of the process stay counted."""
         check_json(state, {"rewinds": int, **dict.fromkeys(_SAVED, (bool, float))})
         self._rewinds = max(self._rewinds, state["rewinds"])
-        dtypes = {name: getattr(LossTrack(), name).dtype for name in _SAVED}
-        self._track = LossTrack(**{name: np.asarray(state[name], dtypes[name]) for name in _SAVED})
+        empty_track = LossTrack()
+        values = {}
+        for name in _SAVED:
+            values[name] = np.asarray(state[name], getattr(empty_track, name).dtype)
+        self._track = LossTrack(**values)
 
     # After a step.
 
@@ -354,7 +373,8 @@ class AnomalyGuard:
             LossSpikeError: the same for a spike.
         """
         verdict = jax.device_get(step.verdict)
-        cfg, track, batch = self._policy.config, verdict.track, step.batch
+        cfg = self._policy.config
+        track, batch = verdict.track, step.batch
         loss = float(step.outputs["loss"])
         self._track = track._replace(held=np.False_)
         action = cfg.on_undefined if verdict.undefined else cfg.on_spike
@@ -408,9 +428,11 @@ class AnomalyGuard:
             text += " The outputs of all modules are finite."
         if np.isfinite(loss) and module in (None, first_nonfinite.UNKNOWN):
             text += self._describe_gradients(state, batch, verdict)
-        leaves = _float_leaves(state)
-        bad = [path for (path, _), is_bad in zip(leaves, verdict.bad_leaves, strict=True) if is_bad]
-        names = [path_name(path[1:]) for path in bad if path[0].name == "model"]
+        names = []
+        for (path, _), is_bad in zip(_float_leaves(state), verdict.bad_leaves, strict=True):
+            state_field, *parameter_path = path
+            if is_bad and state_field.name == "model":
+                names.append(path_name(tuple(parameter_path)))
         if names:
             text += f" Parameters undefined by its update: {_listed(names)}."
         return text, module
@@ -419,38 +441,48 @@ class AnomalyGuard:
         self, state: TrainerState, batch: NestedTensor, verdict: Verdict
     ) -> str:
         names = self._gradient_names
-        pairs = zip(names, verdict.bad_gradients, strict=True)
-        bad = [name for name, is_bad in pairs if is_bad]
-        if not bad:
-            return " The gradients are finite too; the learner's update is not." if names else ""
-        module, bad = self._search.first_gradient(state, batch, bad, names)
+        if not names:
+            return ""
+        bad_names = []
+        for name, is_bad in zip(names, verdict.bad_gradients, strict=True):
+            if is_bad:
+                bad_names.append(name)
+        if not bad_names:
+            return " The gradients are finite too; the learner's update is not."
+        module, bad_names = self._search.first_gradient(state, batch, bad_names, names)
         if module is None:
-            return f" Undefined gradients: {_listed(bad)}."
+            return f" Undefined gradients: {_listed(bad_names)}."
         return (
             f" In the backward pass the first module with an undefined gradient is {module}. "
-            f"Undefined gradients, in backward order: {_listed(bad)}."
+            f"Undefined gradients, in backward order: {_listed(bad_names)}."
         )
 
 
-def _float_leaves(state: object) -> list[tuple[Any, Any]]:
-    found = jax.tree_util.tree_flatten_with_path(state)[0]
-    return [(path, x) for path, x in found if jnp.issubdtype(x.dtype, jnp.floating)]
+def _float_leaves(state: NestedTensor | TrainerState) -> list[tuple[Any, Tensor]]:
+    """Returns the floating-point arrays of a tree, with their key paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return [(path, x) for path, x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
-def _finite(x: Tensor) -> Tensor:
+def _is_finite(x: Tensor) -> Tensor:
     return jnp.all(jnp.isfinite(x))
 
 
-def _undefined(gradients: NestedTensor) -> Tensor:
+def _undefined_leaves(gradients: NestedTensor) -> Tensor:
+    """Returns for each gradient whether it has an undefined number."""
+
     def by_leaf(gradients: NestedTensor) -> Tensor:
-        bad = (~_finite(x) for x in jax.tree.leaves(gradients))
-        return jnp.stack([jnp.zeros((), bool), *bad])[1:]
+        is_bad = [jnp.zeros((), bool)]  # for no gradients: there is no stack of nothing
+        for x in jax.tree.leaves(gradients):
+            is_bad.append(~_is_finite(x))
+        return jnp.stack(is_bad)[1:]
 
     def none(gradients: NestedTensor) -> Tensor:
         return jnp.zeros(len(jax.tree.leaves(gradients)), bool)
 
     # If their norm is finite, all are; the compiler shares the norm with the learner's.
-    return jax.lax.cond(jnp.isfinite(norm_by_squares(gradients)), none, by_leaf, gradients)
+    is_finite = jnp.isfinite(norm_by_squares(gradients))
+    return jax.lax.cond(is_finite, none, by_leaf, gradients)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -468,9 +500,9 @@ def check_loss(loss: Tensor, step: int, look_first: Callable[[], str] | None = N
     """
     if loss_is_finite(loss):
         return
-    advice = (
-        "Look first at the learning rate and the batch." if look_first is None else look_first()
-    )
+    advice = "Look first at the learning rate and the batch."
+    if look_first is not None:
+        advice = look_first()
     raise UndefinedLossException(
         f"the loss after step {step} is {float(loss)}; the last checkpoint predates it. {advice} "
         f"{_CONTINUE}"
@@ -479,15 +511,14 @@ def check_loss(loss: Tensor, step: int, look_first: Callable[[], str] | None = N
 
 def advice_for_later_step(summaries: Mapping[str, Any], batch: NestedTensor) -> str:
     """Returns what to look at first if the first loss of the run was finite."""
-    wrong_batch, rate = _batch_text(batch), readings.scalar(summaries, "learning_rate")
-    first = "The first loss of the run was finite, so look first"
-    if wrong_batch:
-        first = f"{wrong_batch} Look then"
-    shown = "" if rate is None else f", {float(rate):.3g} in this step"
-    return (
-        f"{first} at the learning rate{shown}: lower it, warm up for longer, or clip gradients by "
-        "their norm."
-    )
+    batch_advice = _batch_text(batch)
+    text = "The first loss of the run was finite, so look first at the learning rate"
+    if batch_advice:
+        text = f"{batch_advice} Look then at the learning rate"
+    learning_rate = readings.scalar(summaries, "learning_rate")
+    if learning_rate is not None:
+        text += f", {float(learning_rate):.3g} in this step"
+    return f"{text}: lower it, warm up for longer, or clip gradients by their norm."
 
 
 def advice_for_gradients(batch: NestedTensor, *, updated: bool) -> str:
@@ -496,12 +527,17 @@ def advice_for_gradients(batch: NestedTensor, *, updated: bool) -> str:
     Args:
         updated: whether an earlier update may be the cause.
     """
-    return _batch_text(batch) or (
+    batch_advice = _batch_text(batch)
+    if batch_advice:
+        return batch_advice
+    text = (
         "Look there first for a root or norm of 0, whose derivative is infinite, and for a "
         "logarithm, root or division whose undefined result `jnp.where` drops: its gradient stays "
         "undefined, so replace what goes in."
-        + (" Look then at the learning rate." if updated else "")
     )
+    if updated:
+        text += " Look then at the learning rate."
+    return text
 
 
 def advice_for_first_step(
@@ -516,9 +552,9 @@ def advice_for_first_step(
         find_module: returns the first module with an undefined output, see `NonfiniteSearch`.
         state: the state before the step.
     """
-    wrong_batch = _batch_text(batch)
-    if wrong_batch:
-        return wrong_batch
+    batch_advice = _batch_text(batch)
+    if batch_advice:
+        return batch_advice
     names = undefined_names(state.model)
     if names:
         return (
@@ -530,10 +566,12 @@ def advice_for_first_step(
     if module not in (None, first_nonfinite.UNKNOWN):
         text += f"; the first module with an undefined output is {module}"
     if module is not None and re.search(r", a (Embed|Embedding) \(", module):
-        ranges = ", ".join(f"{name} from {low} to {high}" for name, low, high in _ids(batch))
+        ranges = ", ".join(_id_ranges(batch))
         return f"{text}. Look first at its ids, which need a row each: the batch has {ranges}."
-    cast = jax.eval_shape(lambda p, b: cast_for_forward(p, b, train_dtype), state.model, batch)
-    if any(x.dtype == jnp.float16 for x in jax.tree.leaves(cast)):
+    cast_arrays = jax.eval_shape(
+        lambda params, batch: cast_for_forward(params, batch, train_dtype), state.model, batch
+    )
+    if any(x.dtype == jnp.float16 for x in jax.tree.leaves(cast_arrays)):
         return (
             f"{text}. Look first at the range of float16, which ends at 65504: train in bfloat16, "
             "or scale what is larger; then for a logarithm or root of 0 or less."
@@ -548,18 +586,19 @@ def _batch_text(batch: NestedTensor) -> str | None:
     return f"The batch has undefined numbers in {', '.join(names)}: look at the input first."
 
 
-def undefined_names(tree: object) -> list[str]:
+def undefined_names(tree: PyTree) -> list[str]:
     """Returns the paths of floating-point arrays with a NaN or an infinity."""
-    return [
-        path_name(path)
-        for path, x in leaves_by_path(tree).items()
-        if jnp.issubdtype(x.dtype, jnp.floating) and not jnp.all(jnp.isfinite(x))
-    ]
+    names = []
+    for path, x in leaves_by_path(tree).items():
+        if jnp.issubdtype(x.dtype, jnp.floating) and not jnp.all(jnp.isfinite(x)):
+            names.append(path_name(path))
+    return names
 
 
-def _ids(batch: NestedTensor) -> list[tuple[str, int, int]]:
-    return [
-        (path_name(path), int(jnp.min(x)), int(jnp.max(x)))
-        for path, x in leaves_by_path(batch).items()
-        if jnp.issubdtype(x.dtype, jnp.integer)
-    ]
+def _id_ranges(batch: NestedTensor) -> list[str]:
+    """Returns the name, smallest and largest number of each array of integers."""
+    ranges = []
+    for path, x in leaves_by_path(batch).items():
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            ranges.append(f"{path_name(path)} from {int(jnp.min(x))} to {int(jnp.max(x))}")
+    return ranges

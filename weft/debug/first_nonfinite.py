@@ -76,14 +76,20 @@ class NonfiniteSearch:
         the paths of `undefined` parameters, in the order of the backward pass.
         """
         self._trained = frozenset(trained)
-        found = self._first_failure(self._backward, state, batch)
-        last_call = {path: i for i, path in enumerate(self._ended_calls)}
+        module = self._first_failure(self._backward, state, batch)
+        order_of_use = {name: self._index_of_use(name) for name in undefined}
+        return module, sorted(undefined, key=order_of_use.__getitem__, reverse=True)
 
-        def used(name: str) -> int:
-            owners = {_count_common_names(path, name): i for path, i in last_call.items()}
-            return owners[max(owners)] if owners and max(owners) else -1
-
-        return found, sorted(undefined, key=used, reverse=True)
+    def _index_of_use(self, parameter: str) -> int:
+        """Returns the index of the last call of the module that has a parameter; -1 for none."""
+        index_of_use = -1
+        most_names = 1
+        for i, path in enumerate(self._ended_calls):
+            common_names = _count_common_names(path, parameter)
+            if common_names >= most_names:
+                most_names = common_names
+                index_of_use = i
+        return index_of_use
 
     def _first_failure(
         self, checked: jax.stages.Wrapped, state: train_step.TrainerState, batch: NestedTensor
@@ -98,13 +104,17 @@ class NonfiniteSearch:
                     )
                     return UNKNOWN
                 self._compiled.add(checked)
-            text = checked(state, batch)[0].get()
+            error, _ = checked(state, batch)
+            text = error.get()
         except (errors.ProcessLostError, errors.ProcessesNotReadyError):
             raise
         except Exception as failure:  # such as an operation that cannot be checked
             logger.warning("the search for the undefined module failed: %s", failure)
             return UNKNOWN
-        return None if text is None else text.partition(" (`check` failed)")[0]
+        if text is None:
+            return None
+        module, _, _ = text.partition(" (`check` failed)")
+        return module
 
     def _run_forward(self, state: train_step.TrainerState, batch: NestedTensor) -> None:
         self._ended_calls.clear()
@@ -160,22 +170,23 @@ def _check_gradients(tree: T, name: str) -> T:
         return (gradient,)
 
     same.defvjp(lambda x: (x, None), backward)
-    return jax.tree.map(
-        lambda x: same(x) if _is_floating(x) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, nnx.Pytree | nnx.Variable),  # which have an identity
-    )
+
+    def has_identity(x: object) -> bool:
+        return isinstance(x, nnx.Pytree | nnx.Variable)
+
+    return jax.tree.map(lambda x: same(x) if _is_floating(x) else x, tree, is_leaf=has_identity)
 
 
 def _count_common_names(module: str, parameter: str) -> int:
     """Returns how many last names of a module's path occur, in order, in a parameter's path."""
-    names = parameter.split("/")[:-1]
-    best, parts = 0, module.split(".")
-    for start in range(len(parts)):
-        rest = iter(names)
-        if all(part in rest for part in parts[start:]):
-            best = max(best, len(parts) - start)
-    return best
+    *parameter_names, _ = parameter.split("/")
+    module_names = module.split(".")
+    for start in range(len(module_names)):
+        # An iterator is searched from the last hit on, so that the order counts.
+        names_after_hit = iter(parameter_names)
+        if all(name in names_after_hit for name in module_names[start:]):
+            return len(module_names) - start
+    return 0
 
 
 class IdleLearner(Module):
@@ -190,11 +201,12 @@ class IdleLearner(Module):
     def forward_and_backward(
         self, *, fn: ForwardFn, inputs: NestedTensor, opt_params: NestedOptParam
     ) -> ForwardBackwardOutputs:
-        values, trained = opt_param_values(opt_params), self.trained
-        if trained is None:
+        values = opt_param_values(opt_params)
+        trained_paths = self.trained
+        if trained_paths is None:
             outputs = fn(model_params=values, inputs=inputs)
         else:
-            trainable = jax.tree.map(lambda path: path in trained, tree_paths(opt_params))
+            trainable = jax.tree.map(lambda path: path in trained_paths, tree_paths(opt_params))
             forward_pass, _ = gradients.forward_and_gradients(
                 fn, inputs=inputs, opt_params=opt_params, trainable=trainable
             )
@@ -291,18 +303,20 @@ class _CallTracer:
         return self.see(call, method, args, kwargs, root=_root(module))
 
     def on_linen_call(self, next_fun: Method, args: Args, kwargs: Kwargs, context: Any) -> Any:
-        module, prefix = context.module, self._prefix()
-        call = ModuleCall(
-            _join_path(prefix, *module.path), type(module).__name__, context.method_name
-        )
+        module = context.module
+        prefix = self._prefix()
+        path = _join_path(prefix, *module.path)
+        call = ModuleCall(path, type(module).__name__, context.method_name)
         return self.see(call, next_fun, args, kwargs, prefix=prefix)
 
     def on_haiku_call(self, next_fun: Method, args: Args, kwargs: Kwargs, context: Any) -> Any:
         if context.method_name == "__init__":
             return next_fun(*args, **kwargs)
-        module, prefix = context.module, self._prefix()
-        parts = [part for part in module.module_name.split("/") if part != "~"]
-        call = ModuleCall(_join_path(prefix, *parts), type(module).__name__, context.method_name)
+        module = context.module
+        prefix = self._prefix()
+        names = [name for name in module.module_name.split("/") if name != "~"]
+        path = _join_path(prefix, *names)
+        call = ModuleCall(path, type(module).__name__, context.method_name)
         return self.see(call, next_fun, args, kwargs, prefix=prefix)
 
     def on_nnx_model(self, model: nnx.Pytree) -> None:
@@ -314,35 +328,42 @@ class _CallTracer:
 
     def _prefix(self) -> str:
         """Returns the path of the outermost module of a library whose modules know their paths."""
-        last = self._open[-1] if self._open else None
-        if last is not None and last.prefix is not None and last.context is current_context():
-            return last.prefix
+        if self._open:
+            innermost = self._open[-1]
+            if innermost.prefix is not None and innermost.context is current_context():
+                return innermost.prefix
         return self._innermost_path()
 
     def _innermost_path(self) -> str:
-        context, last = current_context(), self._open[-1] if self._open else None
-        if last is not None and (context is None or last.context is context):
-            return last.path
-        module = None if context is None else context.module
-        return "" if module is None else self._absolute_path(module)
+        context = current_context()
+        if self._open:
+            innermost = self._open[-1]
+            if context is None or innermost.context is context:
+                return innermost.path
+        if context is None or context.module is None:
+            return ""
+        return self._absolute_path(context.module)
 
     def _absolute_path(self, module: ModuleNode) -> str:
         """Returns the path of a hierarchy layer, also inside a model of another library."""
         root = _root(module)
-        outer = next((call for call in reversed(self._open) if call.root is not root), None)
-        if outer is None:
-            return module.path()
-        return _join_path(outer.path, module.path().partition(".")[2])
+        for call in reversed(self._open):
+            if call.root is not root:
+                _, _, path_below_root = module.path().partition(".")
+                return _join_path(call.path, path_below_root)
+        return module.path()
 
 
 _TRACERS = ThreadStack[_CallTracer]()
 
 
 def _on_nnx_call(x: object, name: str, method: Method, args: Args, kwargs: Kwargs) -> Any:
-    path, tracer = vars(x).get(_PATH_ATTRIBUTE), _TRACERS.top
+    path = vars(x).get(_PATH_ATTRIBUTE)
+    tracer = _TRACERS.top
     if tracer is None or path is None:
         return method(*args, **kwargs)
-    return tracer.see(ModuleCall(path, original_class(x).__name__, name), method, args, kwargs)
+    call = ModuleCall(path, original_class(x).__name__, name)
+    return tracer.see(call, method, args, kwargs)
 
 
 def _root(module: ModuleNode) -> ModuleNode:
