@@ -11,7 +11,7 @@ Samples depend only on parameters, prompts and the run's key, so a resumed run r
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -65,27 +65,32 @@ class SampleDecoding(BaseMetricCalculator):
         self._tokenizer = as_tokenizer(cfg.tokenizer)
         self._end_ids = run_dir.end_ids(self._model.config)
         modifier = config.maybe_instantiate(cfg.logits_modifier)
-        self._run = self._jit_of_model(
-            "sample_decode",
-            inputs=lambda batch: {
-                "input_batch": self._prefixes(batch),
+
+        def inputs(batch: NestedTensor) -> dict[str, Any]:
+            return {
+                "input_batch": self._prefixes(_fields_of(batch)),
                 "max_sequence_length": cfg.prompt_length - 1 + cfg.num_tokens,
                 "logits_modifier": modifier,
-            },
-            outputs=lambda batch, result, collection: {
-                "prompts": self._prompts(batch),
-                "sampled": self._added(batch, result.sequences[:, 0]),
-            },
-        )
+            }
+
+        def outputs(batch: NestedTensor, result: Any, collection: Any) -> dict[str, Tensor]:
+            fields = _fields_of(batch)
+            first_sequences = result.sequences[:, 0]  # (batch, time), the best of each
+            return {
+                "prompts": self._prompts(fields),
+                "sampled": self._continuations(fields, first_sequences),
+            }
+
+        self._run = self._jit_of_model("sample_decode", inputs=inputs, outputs=outputs)
 
     def _prompts(self, batch: Mapping[str, Tensor]) -> Tensor:
         cfg = self.config
         tokens = batch.get(cfg.prompt_field)
         if tokens is None or tokens.shape[1] < cfg.prompt_length:
-            found = "the field is missing" if tokens is None else f"it has {tokens.shape[1]}"
+            reason = "the field is missing" if tokens is None else f"it has {tokens.shape[1]}"
             raise errors.DecodingEvalError(
                 f"{self.path()}: prompts are the first prompt_length={cfg.prompt_length} tokens of "
-                f"{cfg.prompt_field!r}, but {found}. The batch has "
+                f"{cfg.prompt_field!r}, but {reason}. The batch has "
                 f"{', '.join(sorted(map(str, batch)))}."
             )
         return tokens[:, : cfg.prompt_length]
@@ -99,42 +104,46 @@ class SampleDecoding(BaseMetricCalculator):
         live = batch.get("input_segment_ids", batch.get("live_targets"))
         if live is None:
             return None
-        ends = jnp.where(live != 0, jnp.arange(1, live.shape[1] + 1)[None], 1)
-        return jnp.minimum(jnp.max(ends, axis=1), self.config.prompt_length)
+        position_ends = jnp.arange(1, live.shape[1] + 1)[None]  # (1, time)
+        lengths = jnp.max(jnp.where(live != 0, position_ends, 1), axis=1)
+        return jnp.minimum(lengths, self.config.prompt_length)
 
-    def _added(self, batch: Mapping[str, Tensor], sequences: Tensor) -> Tensor:
+    def _continuations(self, batch: Mapping[str, Tensor], sequences: Tensor) -> Tensor:
         """Returns the tokens that follow each prompt; sequences begin after its first token."""
         lengths = self._prompt_lengths(batch)
         if lengths is None:
             return sequences[:, self.config.prompt_length - 1 :]
-        places = lengths[:, None] - 1 + jnp.arange(self.config.num_tokens)[None]
-        return jnp.take_along_axis(sequences, places, axis=1)
+        positions = lengths[:, None] - 1 + jnp.arange(self.config.num_tokens)[None]
+        return jnp.take_along_axis(sequences, positions, axis=1)
 
     def get_summaries(
         self, *, model_params: NestedTensor, state: dict[str, Any], all_forward_outputs: list[Any]
     ) -> dict[str, Any]:
         samples = self.texts(all_forward_outputs)
-        shown = {
-            f"sample_{i}": sample["prompt"] + sample["text"]
-            for i, sample in enumerate(samples[: self.config.num_shown])
-        }
+        summaries: dict[str, Any] = {}
+        for i, sample in enumerate(samples[: self.config.num_shown]):
+            summaries[f"sample_{i}"] = sample["prompt"] + sample["text"]
         lengths = [sample["num_tokens"] for sample in samples]
-        return self._with_prefix({**shown, "num_tokens": float(np.mean(lengths))})
+        summaries["num_tokens"] = float(np.mean(lengths))
+        return self._with_prefix(summaries)
 
     def texts(self, all_forward_outputs: list[Any]) -> list[dict[str, Any]]:
         """Returns the samples as JSON values: `prompt`, `text` and `num_tokens`, those sampled."""
         samples = []
         for outputs in all_forward_outputs:
-            for prompt, added in zip(outputs["prompts"], outputs["sampled"], strict=True):
-                added = until_end(added, self._tokenizer, self._end_ids)
-                samples.append(
-                    {
-                        "prompt": self._tokenizer.decode(prompt),
-                        "text": self._tokenizer.decode(added),
-                        "num_tokens": len(added),
-                    }
-                )
+            for prompt, sampled in zip(outputs["prompts"], outputs["sampled"], strict=True):
+                continuation = until_end(sampled, self._tokenizer, self._end_ids)
+                sample = {
+                    "prompt": self._tokenizer.decode(prompt),
+                    "text": self._tokenizer.decode(continuation),
+                    "num_tokens": len(continuation),
+                }
+                samples.append(sample)
         return samples
+
+
+def _fields_of(batch: NestedTensor) -> Mapping[str, Tensor]:
+    return cast(Mapping[str, Tensor], batch)
 
 
 class DecodingEvaler(evaler.SpmdEvaler):

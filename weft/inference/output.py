@@ -13,7 +13,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -26,6 +26,9 @@ from weft.input import dispatch
 from weft.serialization.directory import Directory
 from weft.serialization.untrusted import check_local_path
 from weft.typing import Nested
+
+T = TypeVar("T")
+Json = Any  # what `json.dumps` takes
 
 
 class BaseOutputWriter(Module):
@@ -121,7 +124,8 @@ class JsonlExampleRecordSink(BaseRecordSink):
     def _open(self) -> IO[str]:
         if self._file is None:
             self._output_path.parent.mkdir(parents=True, exist_ok=True)
-            folder, name = Directory(str(self._output_path.parent)), self._unfinished.name
+            folder = Directory(str(self._output_path.parent))
+            name = self._unfinished.name
             # One that a killed process has left; a link of its name is refused.
             if folder.has_file(name):
                 folder.remove(name)
@@ -130,13 +134,18 @@ class JsonlExampleRecordSink(BaseRecordSink):
         return self._file
 
 
-def _to_json(x: Any) -> Any:
-    x = x.tolist() if hasattr(x, "tolist") else x
-    return x.decode() if isinstance(x, bytes) else x
+def _to_json(x: Any) -> Json:
+    if hasattr(x, "tolist"):
+        x = x.tolist()
+    if isinstance(x, bytes):
+        return x.decode()
+    return x
 
 
-def _finite_or_text(x: Any) -> Any:
-    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+def _finite_or_text(x: T) -> T | str:
+    if isinstance(x, float) and not math.isfinite(x):
+        return str(x)
+    return x
 
 
 class OutputConverter(Protocol):
@@ -189,7 +198,8 @@ class OutputRecordWriter(BaseOutputWriter):
         if self._converter is not None:
             records = self._converter(**local)
         leaves, tree = jax.tree.flatten(records)
-        if len({np.shape(x)[:1] for x in leaves}) > 1 or not all(map(np.ndim, leaves)):
+        row_shapes = {np.shape(x)[:1] for x in leaves}  # of an array without axes, ()
+        if len(row_shapes) > 1 or () in row_shapes:
             shapes = {"/".join(path): np.shape(x) for path, x in flatten_dict(records).items()}
             raise errors.InferenceError(
                 f"{self.path()}: records need arrays with equally many rows, one per example, but "
@@ -207,26 +217,35 @@ def _local_rows(batch: dict[str, Any]) -> tuple[dict[str, Any], bool]:
 
     Outputs are laid out like the inputs, whose rows are in the order in which they were read.
     """
-    inputs = [x for x in jax.tree.leaves(batch["input_batch"]) if isinstance(x, jax.Array)]
-    spread = [x for x in inputs if x.ndim and not x.is_fully_addressable]
-    if not spread:
+    spread_input = _first_spread_array(batch["input_batch"])
+    if spread_input is None:
         return jax.tree.map(np.asarray, batch), True
-    sharding: Any = spread[0].sharding
-    mesh, num_rows = sharding.mesh, spread[0].shape[0]
-    rows = NamedSharding(mesh, PartitionSpec(*sharding.spec[:1]))
+    input_sharding: Any = spread_input.sharding
+    mesh = input_sharding.mesh
+    num_rows = spread_input.shape[0]
+    row_sharding = NamedSharding(mesh, PartitionSpec(*input_sharding.spec[:1]))
+    replicated = NamedSharding(mesh, PartitionSpec())
 
-    def local(x: Any) -> Any:
+    def local(x: jax.Array | np.ndarray) -> Nested[np.ndarray]:
         if not isinstance(x, jax.Array):
             return np.asarray(x)
-        has_rows = x.ndim and x.shape[0] == num_rows
-        sharding = rows if has_rows else NamedSharding(mesh, PartitionSpec())
+        has_rows = x.ndim > 0 and x.shape[0] == num_rows
+        sharding = row_sharding if has_rows else replicated
         return dispatch.global_to_host_array(jax.device_put(x, sharding))
 
-    held = {
-        device: (device.process_index, dispatch.shard_start(index)[0])
-        for device, index in rows.devices_indices_map((num_rows,)).items()
-    }
-    blocks = dispatch.blocks_by_process(held, "the batch")
-    mine = jax.process_index()
-    first = min(process for process, block in blocks.items() if block == blocks[mine])
-    return jax.tree.map(local, batch), first == mine
+    block_of_device = {}
+    for device, index in row_sharding.devices_indices_map((num_rows,)).items():
+        first_row = dispatch.shard_start(index)[0]
+        block_of_device[device] = (device.process_index, first_row)
+    blocks = dispatch.blocks_by_process(block_of_device, "the batch")
+    this_process = jax.process_index()
+    same_rows = [process for process, rows in blocks.items() if rows == blocks[this_process]]
+    return jax.tree.map(local, batch), min(same_rows) == this_process
+
+
+def _first_spread_array(tree: Nested[Any]) -> jax.Array | None:
+    """Returns the first array that other processes hold a part of; None if there is none."""
+    for x in jax.tree.leaves(tree):
+        if isinstance(x, jax.Array) and x.ndim and not x.is_fully_addressable:
+            return x
+    return None

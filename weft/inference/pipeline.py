@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from weft import config, errors
 from weft import input as input_lib
@@ -32,9 +33,11 @@ def pop_string_tensors(input_batch: dict[str, Any]) -> tuple[dict[str, Any], dic
     >>> pop_string_tensors({"x": np.ones(1), "of": {"text": np.array(["a"])}})
     ({'x': array([1.])}, {'of': {'text': array(['a'], dtype='<U1')}})
     """
-    flat = flatten_dict(input_batch)
-    strings = {path: x for path, x in flat.items() if np.asarray(x).dtype.kind in "OSU"}
-    numbers = {path: x for path, x in flat.items() if path not in strings}
+    numbers = {}
+    strings = {}
+    for path, x in flatten_dict(input_batch).items():
+        is_string = np.asarray(x).dtype.kind in "OSU"
+        (strings if is_string else numbers)[path] = x
     return unflatten_dict(numbers), unflatten_dict(strings)
 
 
@@ -80,18 +83,13 @@ class InferencePipeline(Module):
 
     def _check_rows(self) -> None:
         partition_type = self.runner.config.input_batch_partition_spec
-        read, placed = (
-            axes_of(spec[0] if len(spec) else None)
-            for spec in (
-                self.input.partition_spec,
-                partition_type.partition_spec(jax.sharding.get_mesh()),
-            )
-        )
-        if read != placed:
+        input_axes = _axes_of_rows(self.input.partition_spec)
+        runner_axes = _axes_of_rows(partition_type.partition_spec(jax.sharding.get_mesh()))
+        if input_axes != runner_axes:
             raise errors.InferenceError(
-                f"{self.path()}: the input shards the rows of a batch over {read}, the runner, by "
-                f"input_batch_partition_spec={partition_type}, over {placed}. Set one of them to "
-                "that of the other."
+                f"{self.path()}: the input shards the rows of a batch over {input_axes}, the "
+                f"runner, by input_batch_partition_spec={partition_type}, over {runner_axes}. Set "
+                "one of them to that of the other."
             )
 
     def run(self, **kwargs: Any) -> None:
@@ -100,19 +98,22 @@ class InferencePipeline(Module):
         For `kwargs` and errors see `InferenceRunner.create_method_runner`.
         """
         method = self.runner.create_method_runner(method=self.config.model_method, **kwargs)
-        with (
-            self.runner.mesh(),
-            batches_until_stopped(
-                iter(self.input.dataset()), self.input.batches, self.path()
-            ) as batches,
-        ):
-            for batch in batches:
-                numbers, kept = pop_string_tensors(batch)
-                if dispatch.LOGICAL_ROW_KEY in numbers:
-                    kept[dispatch.LOGICAL_ROW_KEY] = numbers.pop(dispatch.LOGICAL_ROW_KEY)
-                result = method(numbers)
-                self.output_writer.write(
-                    input_batch=merge_with_string_tensors(result.input_batch, kept),
-                    output_batch=result.output_batch,
-                )
+        with self.runner.mesh():
+            dataset = iter(self.input.dataset())
+            with batches_until_stopped(dataset, self.input.batches, self.path()) as batches:
+                for batch in batches:
+                    numbers, host_arrays = pop_string_tensors(batch)
+                    if dispatch.LOGICAL_ROW_KEY in numbers:
+                        rows = numbers.pop(dispatch.LOGICAL_ROW_KEY)
+                        host_arrays[dispatch.LOGICAL_ROW_KEY] = rows
+                    result = method(numbers)
+                    self.output_writer.write(
+                        input_batch=merge_with_string_tensors(result.input_batch, host_arrays),
+                        output_batch=result.output_batch,
+                    )
         self.output_writer.flush()
+
+
+def _axes_of_rows(spec: PartitionSpec) -> tuple[str, ...]:
+    """Returns the mesh axes over which the first axis of arrays is sharded."""
+    return axes_of(spec[0] if len(spec) else None)

@@ -71,7 +71,8 @@ def predictions(
 
     Raises LossError if the shapes or dtypes do not fit.
     """
-    outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
+    outputs = jnp.asarray(outputs)
+    targets = jnp.asarray(targets)
     weights = target_weights(weights, targets)
     if outputs.shape != targets.shape:
         check_logits(outputs, targets)
@@ -81,23 +82,27 @@ def predictions(
                 "for each class, or outputs in the shape of the targets, which are one logit of "
                 "class 1 each: let the model drop the last axis."
             )
-        predicted, classes = jnp.argmax(outputs, -1), outputs.shape[-1]
+        predicted = jnp.argmax(outputs, -1)
+        num_classes = outputs.shape[-1]
     elif jnp.issubdtype(outputs.dtype, jnp.floating):
-        predicted, classes = (outputs > 0).astype(int), 2
+        predicted = (outputs > 0).astype(int)
+        num_classes = 2
         # A probability, or a class of 0 and 1. Others, such as -1, do not count.
         is_known = (targets >= 0) & (targets <= 1)
         targets = jnp.where(is_known, targets > 0.5, -1)
     elif outputs.dtype == bool:
-        predicted, classes = outputs.astype(int), 2
+        predicted = outputs.astype(int)
+        num_classes = 2
     elif num_classes is None:
         raise errors.LossError(
             f"the outputs are integers of shape {outputs.shape}, the predicted classes; expected "
             "also how many classes there are: num_classes=…, or logits as outputs."
         )
     else:
-        predicted, classes = outputs, num_classes
-    is_class = (targets >= 0) & (targets < classes)
-    return Predictions(targets.astype(int), predicted, jnp.where(is_class, weights, 0), classes)
+        predicted = outputs
+    is_class = (targets >= 0) & (targets < num_classes)
+    weights = jnp.where(is_class, weights, 0)
+    return Predictions(targets.astype(int), predicted, weights, num_classes)
 
 
 class Accuracy(Metric):
@@ -154,13 +159,16 @@ class _OfClasses(Metric):
                 "'weighted' or 'micro', or None for a score of each class."
             )
         # Comparisons and sums, not a scatter: they stay local where rows are sharded.
-        classes = jnp.arange(batch.num_classes)
-        weights = batch.weights.reshape(-1)[:, None]
-        actual = jnp.where(batch.actual.reshape(-1)[:, None] == classes[None], weights, 0)
-        is_predicted = batch.predicted.reshape(-1)[:, None] == classes[None]
+        classes = jnp.arange(batch.num_classes)[None]  # (1, classes)
+        weights = batch.weights.reshape(-1)[:, None]  # (targets, 1)
+        is_actual = batch.actual.reshape(-1)[:, None] == classes
+        is_predicted = batch.predicted.reshape(-1)[:, None] == classes
+        actual = jnp.where(is_actual, weights, 0)
+        predicted = jnp.where(is_predicted, weights, 0)
+        hits = jnp.where(is_predicted, actual, 0)
         return self.replace(
-            hits=jnp.sum(jnp.where(is_predicted, actual, 0), axis=0),
-            predicted=jnp.sum(jnp.where(is_predicted, weights, 0), axis=0),
+            hits=jnp.sum(hits, axis=0),
+            predicted=jnp.sum(predicted, axis=0),
             actual=jnp.sum(actual, axis=0),
         )
 
@@ -170,7 +178,9 @@ class _OfClasses(Metric):
 
     def compute(self) -> Tensor:
         """Returns the score, `Float[Array, ""]`, or those of classes with `average=None`."""
-        hits, predicted, actual = map(_of_some, (self.hits, self.predicted, self.actual))
+        hits = _of_some(self.hits)
+        predicted = _of_some(self.predicted)
+        actual = _of_some(self.actual)
         numerator, denominator = self._terms(hits, predicted, actual)
         scores = _ratio(numerator, denominator)
         if self.average is None:
@@ -179,8 +189,11 @@ class _OfClasses(Metric):
             return scores[1]
         if self.average == "micro":
             return _ratio(jnp.sum(numerator), jnp.sum(denominator))
-        share = actual if self.average == "weighted" else actual + predicted > 0
-        return _ratio(jnp.sum(scores * share), jnp.sum(share))
+        if self.average == "weighted":
+            class_weights = actual
+        else:
+            class_weights = actual + predicted > 0  # "macro": of the classes that occur
+        return _ratio(jnp.sum(scores * class_weights), jnp.sum(class_weights))
 
 
 class Precision(_OfClasses):
@@ -276,13 +289,14 @@ class Perplexity(Metric):
     weight: Tensor | None = None
 
     def of_batch(self, outputs: ArrayLike, targets: ArrayLike, weights: Weights = None) -> Self:
-        outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
+        outputs = jnp.asarray(outputs)
+        targets = jnp.asarray(targets)
         check_logits(outputs, targets)
         is_class = (targets >= 0) & (targets < outputs.shape[-1])
-        live = jnp.where(is_class, target_weights(weights, targets), 0)
-        _, aux = functional.cross_entropy(outputs, targets, live_targets=live)
-        nats = jnp.where(live > 0, aux["per_target_loss"], 0)
-        return self.replace(nats=jnp.sum(nats), weight=jnp.sum(live))
+        weights = jnp.where(is_class, target_weights(weights, targets), 0)
+        _, aux = functional.cross_entropy(outputs, targets, live_targets=weights)
+        nats = jnp.where(weights > 0, aux["per_target_loss"], 0)
+        return self.replace(nats=jnp.sum(nats), weight=jnp.sum(weights))
 
     def compute(self) -> Tensor:
         """Returns the perplexity, `Float[Array, ""]`; 1 if no target counts."""
@@ -297,6 +311,8 @@ def _of_some(counts: Tensor | None) -> Tensor:
 
 def _ratio(numerator: Tensor | None, denominator: Tensor | None) -> Tensor:
     """Returns the ratio in float32, 0 where the denominator is 0."""
-    numerator, denominator = _of_some(numerator), _of_some(denominator)
+    numerator = _of_some(numerator)
+    denominator = _of_some(denominator)
     is_defined = denominator > 0
-    return jnp.where(is_defined, numerator / jnp.where(is_defined, denominator, 1), 0)
+    ratio = numerator / jnp.where(is_defined, denominator, 1)
+    return jnp.where(is_defined, ratio, 0)

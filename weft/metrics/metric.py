@@ -10,13 +10,14 @@ batches, since most metrics are not the mean of those of batches:
 A metric is also a `Summary`: a model may report that of its batch, and an evaler adds them up.
 """
 
+from collections.abc import Hashable
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
-from jaxtyping import Float
+from jaxtyping import Float, PyTree
 
 from weft import errors
 from weft.core.spmd import constrain
@@ -47,7 +48,7 @@ class Metric(MetricSummary):
     4.761
     """
 
-    def of_batch(self, outputs: Any, targets: Any, weights: Weights = None) -> Self:
+    def of_batch(self, outputs: PyTree, targets: PyTree, weights: Weights = None) -> Self:
         """Returns the metric of one batch alone.
 
         Args:
@@ -61,11 +62,11 @@ class Metric(MetricSummary):
         """Returns the value over all batches so far."""
         raise NotImplementedError(f"{type(self).__name__} must define `compute`.")
 
-    def update(self, outputs: Any, targets: Any, weights: Weights = None) -> Self:
+    def update(self, outputs: PyTree, targets: PyTree, weights: Weights = None) -> Self:
         """Returns the metric with one more batch; for the arguments see `of_batch`."""
+        metric_of_batch = self.of_batch(outputs, targets, weights)
         # Each of several processes reads the sums, and the rows that a metric keeps.
-        batch = constrain(self.of_batch(outputs, targets, weights), PartitionSpec())
-        return self.merge(batch)
+        return self.merge(constrain(metric_of_batch, PartitionSpec()))
 
     def merge(self, other: Self) -> Self:
         """Returns the metric of the batches of both.
@@ -91,8 +92,9 @@ class Metric(MetricSummary):
         return jax.device_get(self).compute()
 
 
-def _structure(metric: Metric) -> Any:
-    return jax.tree.structure(metric), [jnp.shape(x) for x in jax.tree.leaves(metric)]
+def _structure(metric: Metric) -> tuple[Hashable, list[tuple[int, ...]]]:
+    leaves, treedef = jax.tree.flatten(metric)
+    return treedef, list(map(jnp.shape, leaves))
 
 
 def target_weights(weights: Weights, targets: Tensor) -> Float[Tensor, "..."]:
@@ -105,5 +107,6 @@ def target_weights(weights: Weights, targets: Tensor) -> Float[Tensor, "..."]:
             f"the weights have shape {weights.shape} and the targets {targets.shape}; expected one "
             "weight for each row, or for each target."
         )
-    axes = tuple(range(weights.ndim, targets.ndim))
-    return jnp.broadcast_to(jnp.expand_dims(weights, axes), targets.shape).astype(jnp.float32)
+    missing_axes = tuple(range(weights.ndim, targets.ndim))
+    weights = jnp.expand_dims(weights, missing_axes)
+    return jnp.broadcast_to(weights, targets.shape).astype(jnp.float32)

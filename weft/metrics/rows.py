@@ -12,6 +12,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from weft import errors, functional, struct
 from weft.metrics.classification import check_logits
@@ -22,9 +23,9 @@ from weft.typing import Tensor
 class Rows(NamedTuple):
     """Rows of a batch."""
 
-    outputs: Any
-    targets: Any
-    weights: Any
+    outputs: PyTree
+    targets: PyTree
+    weights: ArrayLike
 
 
 class _OfRows(Metric):
@@ -36,7 +37,7 @@ class _OfRows(Metric):
         batches = _on_host((*self.batches, *other.batches))
         return self.replace(batches=batches)
 
-    def _with_rows(self, outputs: Any, targets: Any, weights: ArrayLike) -> Self:
+    def _with_rows(self, outputs: PyTree, targets: PyTree, weights: ArrayLike) -> Self:
         return self.replace(batches=(Rows(outputs, targets, weights),))
 
     def _all_rows(self) -> Rows:
@@ -44,16 +45,18 @@ class _OfRows(Metric):
             raise errors.LossError(
                 f"{type(self).__name__} has no batch yet; call `metric = metric.update(...)`."
             )
-        join = jnp.concatenate if _is_traced(self.batches) else np.concatenate
-        return jax.tree.map(lambda *parts: join(parts), *self.batches)
+        concatenate: Any = jnp.concatenate if _is_traced(self.batches) else np.concatenate
+        return jax.tree.map(lambda *parts: concatenate(parts), *self.batches)
 
 
-def _is_traced(tree: object) -> bool:
+def _is_traced(tree: PyTree) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
 def _on_host(batches: tuple[Rows, ...]) -> tuple[Rows, ...]:
-    return batches if _is_traced(batches) else jax.device_get(batches)
+    if _is_traced(batches):
+        return batches
+    return jax.device_get(batches)
 
 
 class AUC(_OfRows):
@@ -80,28 +83,36 @@ class AUC(_OfRows):
 
         Raises LossError if the shapes or dtypes do not fit.
         """
-        outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
+        outputs = jnp.asarray(outputs)
+        targets = jnp.asarray(targets)
         weights = target_weights(weights, targets).reshape(-1)
         if outputs.shape == targets.shape:
-            scores, classes = outputs.astype(jnp.float32).reshape(-1), 2
+            num_classes = 2
+            scores = outputs.astype(jnp.float32).reshape(-1)
         else:
             check_logits(outputs, targets)
-            logits = outputs.astype(jnp.float32).reshape(-1, outputs.shape[-1])
-            classes = logits.shape[-1]
-            if classes == 1:
+            num_classes = outputs.shape[-1]
+            if num_classes == 1:
                 raise errors.LossError(
                     f"AUC got outputs of shape {outputs.shape}, logits of a single class; let the "
                     "model drop the last axis."
                 )
-            # The difference grows with the probability and, unlike it, does not round to 1.
-            scores = logits[:, 1] - logits[:, 0] if classes == 2 else jax.nn.softmax(logits)
+            scores = _class_scores(outputs.astype(jnp.float32).reshape(-1, num_classes))
         targets = targets.reshape(-1)
-        is_class = (targets >= 0) & (targets < classes)
+        is_class = (targets >= 0) & (targets < num_classes)
         return self._with_rows(scores, targets, jnp.where(is_class, weights, 0))
 
     def compute(self) -> Tensor:
         """Returns the area, `Float[Array, ""]`."""
         return _mean_area(*self._all_rows())
+
+
+def _class_scores(logits: Tensor) -> Tensor:
+    """Returns a score of class 1 of two classes, or of each of more."""
+    if logits.shape[-1] == 2:
+        # The difference grows with the probability and, unlike it, does not round to 1.
+        return logits[:, 1] - logits[:, 0]
+    return jax.nn.softmax(logits)
 
 
 @jax.jit
@@ -112,10 +123,9 @@ def _mean_area(scores: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     """
     if scores.ndim == 1:
         return functional.roc_auc_score(targets > 0, scores, weights=weights)
-    areas = [
-        functional.roc_auc_score(targets == i, scores[:, i], weights=weights)
-        for i in range(scores.shape[-1])
-    ]
+    areas = []
+    for i in range(scores.shape[-1]):
+        areas.append(functional.roc_auc_score(targets == i, scores[:, i], weights=weights))
     return jnp.mean(jnp.stack(areas))
 
 
@@ -135,9 +145,9 @@ class AllRows(_OfRows):
     1.633
     """
 
-    fn: Callable[[Any, Any], Any] = struct.field(pytree_node=False)
+    fn: Callable[[PyTree, PyTree], Any] = struct.field(pytree_node=False)
 
-    def of_batch(self, outputs: Any, targets: Any, weights: Weights = None) -> Self:
+    def of_batch(self, outputs: PyTree, targets: PyTree, weights: Weights = None) -> Self:
         """Returns the metric of one batch alone.
 
         Args:
@@ -145,8 +155,10 @@ class AllRows(_OfRows):
             targets: The same.
             weights: Of rows.
         """
-        rows = len(jax.tree.leaves(outputs)[0])
-        return self._with_rows(outputs, targets, jnp.ones(rows) if weights is None else weights)
+        if weights is None:
+            num_rows = len(jax.tree.leaves(outputs)[0])
+            weights = jnp.ones(num_rows)
+        return self._with_rows(outputs, targets, weights)
 
     def compute(self) -> Any:
         """Returns the function's result for all rows.
