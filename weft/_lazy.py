@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def _offered(package: str) -> Mapping[str, tuple[str, str]]:
     stub = _ROOT.joinpath(*package.split(".")[1:], "__init__.pyi")
     if not stub.exists():
         return {}
-    offered = {}
+    offered: dict[str, tuple[str, str]] = {}
     for node in ast.parse(stub.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
@@ -50,35 +50,43 @@ def lazy_exports(
 
     The package's `__init__.pyi` is the table of its names.
     """
-    this, offered = sys.modules[package], _offered(package)
-    this.__class__ = _Package
+    package_module = sys.modules[package]
+    package_module.__class__ = _Package
+    offered = _offered(package)
 
     def get(name: str) -> object:
         if name not in offered:
             return current_door().find_attribute(package, name)
-        module, its_name = offered[name]
-        if module != package and hasattr(found := importlib.import_module(module), its_name):
-            value = getattr(found, its_name)
+        module_name, name_there = offered[name]
+        # Of the package itself, only submodules are offered.
+        module = None if module_name == package else importlib.import_module(module_name)
+        if hasattr(module, name_there):
+            value = getattr(module, name_there)
         else:
-            value = importlib.import_module(f"{module}.{its_name}")
-        vars(this)[name] = value  # the next use does not come here
+            value = importlib.import_module(f"{module_name}.{name_there}")
+        vars(package_module)[name] = value  # the next use does not come here
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(this), *offered})
+        return sorted({*vars(package_module), *offered})
 
     return get, names, sorted(offered)
+
+
+def _packages_of(parts: list[str]) -> Iterator[str]:
+    """Yields the packages of Weft that a dotted name may begin with, the outermost first."""
+    if parts[0] == "weft":
+        for end in range(2, len(parts)):
+            yield ".".join(parts[:end])
 
 
 def public_name(module: str, name: str) -> str:
     """Returns the shortest dotted name under which a package offers an object of a module."""
     first, *attributes = name.split(".")
-    parts = module.split(".")
-    for end in range(2, len(parts)) if parts[0] == "weft" else ():
-        package = ".".join(parts[:end])
-        for offered, place in _offered(package).items():
-            if place == (module, first):
-                return ".".join([package, offered, *attributes])
+    for package in _packages_of(module.split(".")):
+        for offered_name, origin in _offered(package).items():
+            if origin == (module, first):
+                return ".".join([package, offered_name, *attributes])
     return f"{current_door().public_path(module)}.{name}"
 
 
@@ -89,11 +97,11 @@ def defining_name(name: str) -> str:
     """
     name = current_door().current_name(name)
     parts = name.split(".")
-    for end in range(2, len(parts)) if parts[0] == "weft" else ():
-        package = ".".join(parts[:end])
-        module, its_name = _offered(package).get(parts[end], (package, ""))
+    for package in _packages_of(parts):
+        first, *attributes = parts[package.count(".") + 1 :]
+        module, name_there = _offered(package).get(first, (package, ""))
         if module != package:
-            return ".".join([module, its_name, *parts[end + 1 :]])
+            return ".".join([module, name_there, *attributes])
     return name
 
 

@@ -71,24 +71,27 @@ def similar_names(name: object, candidates: _Iterable[object]) -> list[str]:
     def similarity(candidate: str) -> float:
         wrong, right = str(name).lower(), candidate.lower()
         ratio = SequenceMatcher(None, wrong, right).ratio()
-        contained = len(wrong) > 2 and len(right) > 2 and (wrong in right or right in wrong)
-        return max(ratio, 0.65) if contained else ratio
+        is_contained = wrong in right or right in wrong
+        if is_contained and min(len(wrong), len(right)) > 2:
+            return max(ratio, 0.65)
+        return ratio
 
     scores = {candidate: similarity(candidate) for candidate in map(str, candidates)}
-    near = [candidate for candidate, score in scores.items() if score >= 0.6]
-    return sorted(near, key=lambda candidate: (-scores[candidate], candidate))
+    similar = [candidate for candidate, score in scores.items() if score >= 0.6]
+    return sorted(similar, key=lambda candidate: (-scores[candidate], candidate))
 
 
 def did_you_mean(name: object, candidates: _Iterable[object]) -> str:
     """Returns the last sentence of an error about an unknown name, or a key that is not a name."""
-    candidates = sorted(map(str, candidates))
-    near = similar_names(name, candidates)[:3]
-    if near:
-        return f"Did you mean {' or '.join(repr(n) for n in near)}?"
-    if not candidates:
+    names = sorted(map(str, candidates))
+    nearest = similar_names(name, names)[:3]
+    if nearest:
+        return f"Did you mean {' or '.join(map(repr, nearest))}?"
+    if not names:
         return "There are none."
-    shown = ", ".join(candidates[:12]) + (", …" if len(candidates) > 12 else "")
-    return f"There are: {shown}."
+    if len(names) > 12:
+        names = [*names[:12], "…"]
+    return f"There are: {', '.join(names)}."
 
 
 class AsFlaxError(WeftError, ImportError):

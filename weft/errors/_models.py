@@ -45,11 +45,11 @@ class JaxTransformError(ScopeError, RuntimeError):
         lifted: tuple[str, ...] = (),
         why: str = "",
     ):
-        of_modules = " or ".join(f"`nn.{name}`" for name in lifted if name not in _OF_SCOPES)
-        of_scopes = " or ".join(f"`lift.{name}`" for name in lifted)
-        fix = f"{of_scopes or 'the transformation of the same name'} of weft.core.lift"
-        if of_modules:
-            fix = f"{of_modules} of weft.linen in its place (for scopes {fix})"
+        scope_names = " or ".join(f"`lift.{name}`" for name in lifted)
+        module_names = " or ".join(f"`nn.{name}`" for name in lifted if name not in _OF_SCOPES)
+        fix = f"{scope_names or 'the transformation of the same name'} of weft.core.lift"
+        if module_names:
+            fix = f"{module_names} of weft.linen in its place (for scopes {fix})"
         else:
             fix += " in its place, or transform the whole `init` or `apply`"
         super().__init__(
@@ -178,9 +178,9 @@ class ApplyScopeInvalidVariablesTypeError(ScopeError, TypeError):
     """The variables passed to `apply` are not a dict of collections."""
 
     def __init__(self, variables: object = None, col: str | None = None):
-        what = "the variables are" if col is None else f"the collection {col!r} is"
+        subject = "the variables are" if col is None else f"the collection {col!r} is"
         super().__init__(
-            f"{what} a {type(variables).__name__}; expected a dict of collections, such as "
+            f"{subject} a {type(variables).__name__}; expected a dict of collections, such as "
             '{"params": {...}}.'
         )
 
