@@ -26,7 +26,7 @@ import enum
 import importlib
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,15 +39,23 @@ _BUILTINS = bool, int, float, complex, str, bytes, list, tuple, dict, set, froze
 BUILTINS = types.MappingProxyType({cls.__name__: cls for cls in _BUILTINS})
 
 
-def _listed(use: str) -> frozenset[str]:
+def _read_list(use: str) -> frozenset[str]:
+    """Returns the dotted names with this use."""
     text = Path(__file__).with_name("references.txt").read_text(encoding="utf-8")
-    lines = (line.split() for line in text.splitlines())
-    return frozenset(f"{module}.{n}" for its, module, *names in lines if its == use for n in names)
+    dotted_names: set[str] = set()
+    for line in text.splitlines():
+        use_of_line, module, *names = line.split()
+        if use_of_line == use:
+            dotted_names.update(f"{module}.{name}" for name in names)
+    return frozenset(dotted_names)
 
 
+VALUES = _read_list("value")
+TARGETS = _read_list("target")
 # `ml_dtypes.bfloat16(1.5)` is a record and not a value: some strings make it crash the process.
 # Its dtype is numpy.dtype('bfloat16') or jax.numpy.bfloat16.
-VALUES, TARGETS, RECORDS, ENUMS = map(_listed, ("value", "target", "record", "enum"))
+RECORDS = _read_list("record")
+ENUMS = _read_list("enum")
 
 Use = Literal["value", "target", "partial", "record"]
 """Use of a name by a text: as a value or config class, configured with `config_for_function` or
@@ -55,11 +63,18 @@ Use = Literal["value", "target", "partial", "record"]
 """
 
 _LISTED = {"value": VALUES, "target": VALUES | TARGETS, "partial": VALUES, "record": RECORDS}
-_MODULES = frozenset(
-    module
-    for name in VALUES | TARGETS | RECORDS | ENUMS
-    for module in [name[:i] for i, char in enumerate(name) if char == "."]
-)
+
+
+def _modules_of(names: Iterable[str]) -> frozenset[str]:
+    """Returns all packages and modules with which dotted names begin."""
+    modules: set[str] = set()
+    for name in names:
+        parts = name.split(".")
+        modules.update(".".join(parts[:end]) for end in range(1, len(parts)))
+    return frozenset(modules)
+
+
+_MODULES = _modules_of(VALUES | TARGETS | RECORDS | ENUMS)
 # Their modules start processes or run commands.
 _NOT_IMPORTABLE = ("weft.cli", "weft.launch")
 
@@ -83,22 +98,31 @@ def reference_to(obj: object) -> str | None:
             return public_name(module, name)
     # Many libraries export definitions of private modules from public ones.
     package = module.partition(".")[0]
-    loaded = [n for n in list(sys.modules) if _is_in_packages(n, (package,)) and not _is_private(n)]
-    for public in sorted(loaded, key=lambda n: (n.count("."), n)):
-        for namespace in _namespaces(public):
-            # Other objects have no name of their own.
-            members = vars(_lookup_in_module(public, namespace))
-            candidates = [name] if name else [n for n, x in members.items() if x is obj]
-            for candidate in candidates:
-                if _lookup_in_module(public, [*namespace, candidate]) is obj:
-                    return ".".join([public, *namespace, candidate])
+    public_modules: list[str] = []
+    for loaded_module in list(sys.modules):
+        if _is_in_packages(loaded_module, (package,)) and not _is_private(loaded_module):
+            public_modules.append(loaded_module)
+    public_modules.sort(key=lambda module: (module.count("."), module))  # the shortest first
+    for public_module in public_modules:
+        for namespace in _namespaces(public_module):
+            if name:
+                names = [name]
+            else:  # an object without a name of its own
+                members = vars(_lookup_in_module(public_module, namespace))
+                names = [member for member, value in members.items() if value is obj]
+            for candidate in names:
+                if _lookup_in_module(public_module, [*namespace, candidate]) is obj:
+                    return ".".join([public_module, *namespace, candidate])
     return None
 
 
 def _namespaces(module: str) -> list[list[str]]:
-    members = getattr(sys.modules.get(module), "__dict__", {})
-    nested = [name for name, x in members.items() if isinstance(x, types.SimpleNamespace)]
-    return [[], *([name] for name in nested)]
+    """Returns the names of a module that lead to its names: none, and those of its namespaces."""
+    namespaces: list[list[str]] = [[]]
+    for name, value in getattr(sys.modules.get(module), "__dict__", {}).items():
+        if isinstance(value, types.SimpleNamespace):
+            namespaces.append([name])
+    return namespaces
 
 
 def _is_private(module: str) -> bool:
@@ -114,18 +138,25 @@ _ABSENT = object()
 
 def _lookup_in_module(module: str, names: Sequence[str]) -> Any:
     """Looks up names in a loaded module without running properties or `__getattr__`."""
-    found: Any = sys.modules.get(module, _ABSENT)
+    obj: Any = sys.modules.get(module, _ABSENT)
     for name in names:
-        if isinstance(found, enum.EnumMeta) and name in found.__members__:
-            found = found.__members__[name]
-        elif isinstance(found, type):
-            found = next((vars(c)[name] for c in found.__mro__ if name in vars(c)), _ABSENT)
-            found = found.__func__ if isinstance(found, staticmethod) else found
-        elif isinstance(found, types.ModuleType | types.SimpleNamespace):
-            found = vars(found).get(name, _ABSENT)
+        if isinstance(obj, enum.EnumMeta) and name in obj.__members__:
+            obj = obj.__members__[name]
+        elif isinstance(obj, type):
+            obj = _lookup_in_class(obj, name)
+        elif isinstance(obj, types.ModuleType | types.SimpleNamespace):
+            obj = vars(obj).get(name, _ABSENT)
         else:
             return _ABSENT
-    return found
+    return obj
+
+
+def _lookup_in_class(cls: type, name: str) -> Any:
+    for base in cls.__mro__:
+        if name in vars(base):
+            attribute = vars(base)[name]
+            return attribute.__func__ if isinstance(attribute, staticmethod) else attribute
+    return _ABSENT
 
 
 def resolve_reference(name: str, *, allow: Sequence[str] = (), use: Use = "value") -> Any:
@@ -135,13 +166,15 @@ def resolve_reference(name: str, *, allow: Sequence[str] = (), use: Use = "value
     """
     if name in BUILTINS:
         return BUILTINS[name]
-    module, rest = _split_reference(defining_name(name), allow)
-    found = _lookup_in_module(module, rest) if module else _ABSENT
-    if found is not _ABSENT:
-        names = {name, f"{module}.{'.'.join(rest)}", public_name(module, ".".join(rest))}
-        if any(_is_permitted(found, n, allow, use) for n in sorted(names)):
-            return found
-    raise ConfigReferenceError(_refusal(found, name, module, allow, use))
+    module, attributes = _split_reference(defining_name(name), allow)
+    obj = _lookup_in_module(module, attributes) if module else _ABSENT
+    if obj is not _ABSENT:
+        qualified_name = ".".join(attributes)
+        # The list, or the reader, may have the object under any of its names.
+        names = {name, f"{module}.{qualified_name}", public_name(module, qualified_name)}
+        if any(_is_permitted(obj, candidate, allow, use) for candidate in sorted(names)):
+            return obj
+    raise ConfigReferenceError(_refusal(obj, name, module, allow, use))
 
 
 def is_record(name: str) -> bool:
@@ -154,48 +187,59 @@ def is_allowed(cls: type, allow: Sequence[str]) -> bool:
     return _is_in_packages(f"{cls.__module__}.{cls.__qualname__}", allow)
 
 
-def _is_permitted(found: Any, name: str, allow: Sequence[str], use: Use) -> bool:
-    if name in _LISTED[use] or (
-        _is_in_packages(name, allow) and _is_defined_in_package(found, name)
-    ):
+def _is_permitted(obj: Any, name: str, allow: Sequence[str], use: Use) -> bool:
+    if name in _LISTED[use]:
         return True
-    if use == "value" and isinstance(found, enum.Enum):
+    if _is_in_packages(name, allow) and _is_defined_in_package(obj, name):
+        return True
+    if use != "value":
+        # Calling a configurable class would bypass the checks of its config fields.
+        return False
+    if isinstance(obj, enum.Enum):
         return name.rpartition(".")[0] in ENUMS
-    # Calling such a class would bypass the checks of its config fields.
-    return use == "value" and _is_configurable(found) and not _has_outside_effects(found, allow)
+    return _is_configurable(obj) and not _has_outside_effects(obj, allow)
 
 
-def _refusal(found: Any, name: str, module: str, allow: Sequence[str], use: Use) -> str:
-    if found is not _ABSENT and _has_outside_effects(found, allow):
+def _refusal(obj: Any, name: str, module: str, allow: Sequence[str], use: Use) -> str:
+    if obj is not _ABSENT and _has_outside_effects(obj, allow):
         return (
-            f"a text may not name {name!r}: {found.__qualname__} has effects outside of the "
+            f"a text may not name {name!r}: {obj.__qualname__} has effects outside of the "
             f"run, such as connections or commands. {_allow_hint(name)}"
         )
-    if found is not _ABSENT and _is_in_packages(name, allow):
+    if obj is not _ABSENT and _is_in_packages(name, allow):
         return f"a text may not name {name!r}: {name.rpartition('.')[0]} only imports it."
     if name in TARGETS:
         return (
             f"a text may not name {name!r} here, because it reads files. Write it as "
             f"config_for_function({name})(…), or set this value in a program."
         )
-    known = sorted(VALUES | TARGETS | RECORDS)
-    home, _, last = name.rpartition(".")
-    near = [entry for entry in known if entry.rpartition(".")[0] == home]
-    if module and _is_in_packages(name, ("weft", *allow)):
-        members = vars(sys.modules[module]).items()
-        near += [f"{module}.{n}" for n, x in members if n[0] != "_" and _is_configurable(x)]
-    elsewhere = [entry for entry in known if entry.rpartition(".")[2] == last]
-    fix = (
-        f" Did you mean {elsewhere[0]!r}?"
-        if elsewhere and name not in elsewhere
-        else f" {did_you_mean(name, near)}"
-        if found is _ABSENT and near
-        else ""
-    )
     return (
         f"a text may not name {name!r}{_AS[use]}: it is neither listed in weft.config.references "
-        f"nor a configurable class of an imported module.{fix} {_allow_hint(name)}"
+        f"nor a configurable class of an imported module."
+        f"{_similar_names(name, module, allow, exists=obj is not _ABSENT)} {_allow_hint(name)}"
     )
+
+
+def _similar_names(name: str, module: str, allow: Sequence[str], *, exists: bool) -> str:
+    """Returns a sentence with names that a text may have meant, or nothing."""
+    package, _, last_part = name.rpartition(".")
+    namesakes: list[str] = []
+    neighbors: list[str] = []
+    for listed_name in sorted(VALUES | TARGETS | RECORDS):
+        listed_package, _, listed_last_part = listed_name.rpartition(".")
+        if listed_last_part == last_part:
+            namesakes.append(listed_name)
+        if listed_package == package:
+            neighbors.append(listed_name)
+    if namesakes and name not in namesakes:
+        return f" Did you mean {namesakes[0]!r}?"
+    if module and _is_in_packages(name, ("weft", *allow)):
+        for member, value in vars(sys.modules[module]).items():
+            if not member.startswith("_") and _is_configurable(value):
+                neighbors.append(f"{module}.{member}")
+    if exists or not neighbors:
+        return ""
+    return f" {did_you_mean(name, neighbors)}"
 
 
 _AS = {
@@ -228,8 +272,9 @@ def _split_reference(name: str, allow: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _import_if_listed(module: str, allow: Sequence[str]) -> bool:
-    of_weft = _is_in_packages(module, ("weft",)) and not _is_in_packages(module, _NOT_IMPORTABLE)
-    if not (module in _MODULES or of_weft or _is_in_packages(module, allow)) or _is_private(module):
+    is_of_weft = _is_in_packages(module, ("weft",))
+    is_listed = module in _MODULES or (is_of_weft and not _is_in_packages(module, _NOT_IMPORTABLE))
+    if _is_private(module) or not (is_listed or _is_in_packages(module, allow)):
         return False
     try:
         importlib.import_module(module)
@@ -240,20 +285,21 @@ def _import_if_listed(module: str, allow: Sequence[str]) -> bool:
     return True
 
 
-def _is_configurable(found: object) -> bool:
+def _is_configurable(obj: object) -> bool:
     # A Configurable or a config class is intended to be configured.
-    return isinstance(found, type) and issubclass(found, ConfigNode | Configurable)
+    return isinstance(obj, type) and issubclass(obj, ConfigNode | Configurable)
 
 
 def _has_outside_effects(cls: type, allow: Sequence[str]) -> bool:
     return isinstance(cls, type) and needs_allow(cls) is True and not is_allowed(cls, allow)
 
 
-def _is_defined_in_package(found: object, name: str) -> bool:
-    """Returns whether an object is defined in the package that it was found in."""
-    if isinstance(found, types.ModuleType | types.SimpleNamespace):
+def _is_defined_in_package(obj: object, name: str) -> bool:
+    """Returns whether an object is defined in the package with which its name begins."""
+    if isinstance(obj, types.ModuleType | types.SimpleNamespace):
         return False
-    owner = found if hasattr(found, "__module__") else type(found)
-    home = str(getattr(owner, "__module__", "")).partition(".")[0]
+    owner = obj if hasattr(obj, "__module__") else type(obj)
+    defining_package = str(getattr(owner, "__module__", "")).partition(".")[0]
     package = name.partition(".")[0]
-    return home.removesuffix("lib") == package.removesuffix("lib")
+    # `jaxlib` is a part of `jax`.
+    return defining_package.removesuffix("lib") == package.removesuffix("lib")

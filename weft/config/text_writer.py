@@ -14,6 +14,7 @@ a name, such as lambdas or objects of other libraries, are written as `unreadabl
 `diff` compares two configs by path.
 """
 
+import contextlib
 import enum
 import functools
 import sys
@@ -49,17 +50,25 @@ def value_text(value: object) -> str:
     return _Writer(omit_defaults=True, origins=False, lines=False).write(value)
 
 
+class _Child(NamedTuple):
+    """Child of a value, with the text before it and the line that set it."""
+
+    prefix: str
+    value: Any
+    origin: Origin | None = None
+
+
 class _Writer:
     def __init__(self, omit_defaults: bool, origins: bool, lines: bool = True):
         self.omit_defaults = omit_defaults
         self.origins = origins
         self.lines = lines
-        self.names: dict[int, str | None] = {}  # by id, to avoid repeated searches
+        self.names_by_id: dict[int, str | None] = {}  # to avoid repeated searches
 
     def _name(self, obj: object) -> str | None:
-        if id(obj) not in self.names:
-            self.names[id(obj)] = references.reference_to(obj)
-        return self.names[id(obj)]
+        if id(obj) not in self.names_by_id:
+            self.names_by_id[id(obj)] = references.reference_to(obj)
+        return self.names_by_id[id(obj)]
 
     def write(self, value: Any, indent: int = 0) -> str:
         if isinstance(value, values.ConfigNode):
@@ -70,74 +79,79 @@ class _Writer:
             return repr(value)
         if isinstance(value, enum.Enum):
             name = self._name(type(value))
-            return f"{name}.{value.name}" if name and value.name else unreadable(value)
+            if not name or not value.name:  # a combination of flags has none
+                return unreadable(value)
+            return f"{name}.{value.name}"
         if type(value) is dict:
-            pairs = [(f"{self.write(k)}: ", child, None) for k, child in value.items()]
+            pairs = [_Child(f"{self.write(key)}: ", child) for key, child in value.items()]
             return self._block("{", pairs, "}", indent)
-        if type(value) in (list, tuple):
-            opening, closing = "[]" if type(value) is list else "()"
-            items = [("", child, None) for child in value]
-            return self._block(opening, items, closing, indent)
-        if values.record_fields(value) is not None and not (callable(value) and self._name(value)):
-            name = self._name(type(value)) or unreadable(type(value))
-            fields = [
-                (f"{suffix[1:]}=", child, None) for suffix, child in values.child_items(value) or ()
-            ]
-            return self._block(f"{name}(", fields, ")", indent)
-        return self._leaf(value)
+        if type(value) is list:
+            return self._block("[", [_Child("", child) for child in value], "]", indent)
+        if type(value) is tuple:
+            return self._block("(", [_Child("", child) for child in value], ")", indent)
+        field_names = values.record_fields(value)
+        if field_names is None or (callable(value) and self._name(value)):
+            return self._leaf(value)
+        name = self._name(type(value)) or unreadable(type(value))
+        fields = [_Child(f"{name}=", getattr(value, name)) for name in field_names]
+        return self._block(f"{name}(", fields, ")", indent)
 
     def _config(self, config: values.ConfigNode, indent: int) -> str:
         fields = config._fields()
-        shown = []
+        children: list[_Child] = []
         for name, value in config._field_values().items():
-            omitted = self.omit_defaults and values.values_equal(value, fields[name].default())
-            if not omitted and (name != config._target or not _is_target_in_head(config)):
-                shown.append((f"{name}=", value, config._origins.get(name)))
-        return self._block(f"{self._head(config)}(", shown, ")", indent, break_lines=self.lines)
+            if name == config._target and _is_target_in_head(config):
+                continue
+            if self.omit_defaults and values.values_equal(value, fields[name].default()):
+                continue
+            children.append(_Child(f"{name}=", value, config._origins.get(name)))
+        return self._block(f"{self._head(config)}(", children, ")", indent, break_lines=self.lines)
 
     def _block(
         self,
         opening: str,
-        items: Sequence[tuple[str, Any, Origin | None]],
+        children: Sequence[_Child],
         closing: str,
         indent: int,
         *,
         break_lines: bool = False,
     ) -> str:
         """Writes children between brackets, on one line if they fit and include no config."""
-        inner = [prefix + self.write(child, indent + 4) for prefix, child, _ in items]
-        short = ", ".join(inner)
-        if opening == "(" and len(inner) == 1:
-            short += ","
-        fits = indent + len(opening + short + closing) <= _WIDTH and "\n" not in short
-        if not inner or not self.lines or (fits and not break_lines):
-            return opening + short + closing
-        pad = " " * (indent + 4)
-        lines = [
-            pad + self._commented(text + ",", origin)
-            for text, (_, _, origin) in zip(inner, items, strict=True)
-        ]
-        return "\n".join([opening, *lines, " " * indent + closing])
+        texts = [child.prefix + self.write(child.value, indent + 4) for child in children]
+        line = ", ".join(texts)
+        if opening == "(" and len(texts) == 1:
+            line += ","  # of a tuple
+        line = opening + line + closing
+        fits = indent + len(line) <= _WIDTH and "\n" not in line
+        if not texts or not self.lines or (fits and not break_lines):
+            return line
+        lines = [opening]
+        for child, text in zip(children, texts, strict=True):
+            lines.append(" " * (indent + 4) + self._commented(text + ",", child.origin))
+        lines.append(" " * indent + closing)
+        return "\n".join(lines)
 
     def _commented(self, text: str, origin: Origin | None) -> str:
         if not self.origins or origin is None:
             return text
         # The comment belongs to the first line of the field.
-        first, *rest = text.split("\n", 1)
-        return "\n".join([f"{first}  # {' '.join(str(origin).split())}", *rest])
+        first_line, newline, other_lines = text.partition("\n")
+        comment = " ".join(str(origin).split())
+        return f"{first_line}  # {comment}{newline}{other_lines}"
 
     def _leaf(self, value: object) -> str:
         if isinstance(value, set | frozenset) and type(value) in (set, frozenset):
-            inner = ", ".join(sorted(self.write(child) for child in value))
-            if type(value) is set:
-                return f"{{{inner}}}" if inner else "set()"
-            return f"frozenset({{{inner}}})" if inner else "frozenset()"
+            if not value:
+                return f"{type(value).__name__}()"
+            members = ", ".join(sorted(self.write(child) for child in value))
+            return f"{{{members}}}" if type(value) is set else f"frozenset({{{members}}})"
         if type(value) is complex:
             return f"complex({self.write(value.real)}, {self.write(value.imag)})"
         if isinstance(value, functools.partial):
-            args = [*map(self.write, (value.func, *value.args))]
-            named = [f"{name}={self.write(child)}" for name, child in value.keywords.items()]
-            return f"functools.partial({', '.join(args + named)})"
+            arguments = [self.write(child) for child in (value.func, *value.args)]
+            for name, child in value.keywords.items():
+                arguments.append(f"{name}={self.write(child)}")
+            return f"functools.partial({', '.join(arguments)})"
         for write in (_numpy_text, _partition_spec_text, self._name):
             text = write(value)
             if text is not None:
@@ -149,9 +163,9 @@ class _Writer:
             return self._name(type(config)) or unreadable(type(config))
         target = config._field_values()[config._target or ""]
         name = self._name(target)
-        maker = getattr(config, "_factory_name", "")
-        if maker:
-            return f"{maker}({name or unreadable(target)})"
+        factory_name = getattr(config, "_factory_name", "")
+        if factory_name:
+            return f"{factory_name}({name or unreadable(target)})"
         return f"{name}.Config" if name else unreadable(target)
 
 
@@ -166,22 +180,23 @@ def unreadable(value: Any) -> str:
     """Returns the placeholder of a value that has no text."""
     if isinstance(value, values.InMemory):
         return f"unreadable({value.description!r})"
-    named = value if hasattr(value, "__qualname__") else type(value)
-    name = f"{named.__module__}.{named.__qualname__}"
-    return f"unreadable({name if named is value else f'an object of type {name}'!r})"
+    if hasattr(value, "__qualname__"):
+        description = f"{value.__module__}.{value.__qualname__}"
+    else:
+        description = f"an object of type {type(value).__module__}.{type(value).__qualname__}"
+    return f"unreadable({description!r})"
 
 
 def _numpy_text(value: Any) -> str | None:
+    # A value of NumPy means that it is loaded; this package does not load it.
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
     if isinstance(value, numpy.dtype):
         for name in (value.name, value.str):
-            try:
+            with contextlib.suppress(TypeError):
                 if numpy.dtype(name) == value:
                     return f"numpy.dtype({name!r})"
-            except TypeError:
-                continue
         return None
     if isinstance(value, numpy.generic) and type(value.item()) in (bool, int, float):
         return f"{type(value).__module__}.{type(value).__name__}({value.item()!r})"
@@ -222,7 +237,9 @@ def _format_value(value: object) -> str:
     if value is ABSENT:
         return "nothing"
     text = value._label() if isinstance(value, values.ConfigNode) else value_text(value)
-    return text if len(text) <= 120 else text[:119] + "…"
+    if len(text) > 120:
+        text = text[:119] + "…"
+    return text
 
 
 class ConfigDiff(tuple[Change, ...]):
@@ -251,27 +268,28 @@ def diff(a: object, b: object) -> ConfigDiff:
 
 
 def _compare(path: str, a: Any, b: Any, changes: list[Change]) -> None:
+    """Appends the changes from `a` to `b`."""
     if values.values_equal(a, b):
         return
     both_configs = isinstance(a, values.ConfigNode) and isinstance(b, values.ConfigNode)
-    a_parts, b_parts = _children(a), _children(b)
-    comparable = both_configs or (type(a) is type(b) and a_parts is not None)
-    if not comparable or a_parts is None or b_parts is None:
+    if not both_configs and type(a) is not type(b):
         changes.append(Change(path, a, b))
         return
+    a_items, b_items = values.child_items(a), values.child_items(b)
+    if a_items is None or b_items is None:
+        changes.append(Change(path, a, b))
+        return
+    a_children, b_children = dict(a_items), dict(b_items)
     if both_configs and type(a) is not type(b):
         changes.append(Change(path, a, b))
         # The change already covers the class.
-        for parts, config in ((a_parts, a), (b_parts, b)):
-            parts.pop(f".{config._target}", None)
-    suffixes = [*a_parts, *(s for s in b_parts if s not in a_parts)]
+        a_children.pop(f".{a._target}", None)
+        b_children.pop(f".{b._target}", None)
+    suffixes = list(a_children | b_children)
     if both_configs:
         suffixes.sort(key=lambda suffix: suffix != f".{a._target}")  # the function or class first
     for suffix in suffixes:
-        before, after = a_parts.get(suffix, ABSENT), b_parts.get(suffix, ABSENT)
-        _compare(values.join_path(path, suffix), before, after, changes)
-
-
-def _children(value: object) -> dict[str, Any] | None:
-    children = values.child_items(value)
-    return None if children is None else dict(children)
+        child_path = values.join_path(path, suffix)
+        a_child = a_children.get(suffix, ABSENT)
+        b_child = b_children.get(suffix, ABSENT)
+        _compare(child_path, a_child, b_child, changes)
