@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from weft import errors, lifting
 from weft.core.tracing import entry_point
 from weft.lifting import DIFF, Roles, kind, signature
 from weft.nnx import graph, pytree
-from weft.nnx.filters import Everything, to_predicate
+from weft.nnx.filters import Everything, Path, Predicate, to_predicate
 from weft.nnx.settings import GraphOptions, resolve_graph_options
 from weft.nnx.split_merge import state
 from weft.nnx.state import from_flat_state, path_text, to_flat_state
@@ -30,27 +30,42 @@ Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class _RuleArguments:
-    def __init__(self, kind: ObjectKind, args: tuple[Any, ...], where: Sequence[Any]):
+    """The arguments of a call that are differentiated: their tree, and what each object holds.
+
+    Between the engine and a user's rule, the values of an object are a group, by their number, and
+    those of the rule are a `State` or another object of the class.
+    """
+
+    def __init__(self, kind: ObjectKind, args: tuple[Any, ...], filters: Sequence[Any]):
         self._tree = jax.tree.structure(args, is_leaf=is_object)
-        given = [
-            (x, wanted)
-            for arg, wanted in zip(args, where, strict=True)
-            for x in jax.tree.leaves(arg, is_leaf=is_object)
-        ]
-        self._is_object = [is_object(x) for x, _ in given]
-        objects = [x for x, _ in given if is_object(x)]
+        self._is_object: list[bool] = []  # of each leaf of the arguments
+        self._is_wanted: list[Predicate] = []  # of each object, whether an entry is differentiated
+        objects: list[Any] = []
+        for arg, filter_of_arg in zip(args, filters, strict=True):
+            for leaf in jax.tree.leaves(arg, is_leaf=is_object):
+                self._is_object.append(is_object(leaf))
+                if is_object(leaf):
+                    objects.append(leaf)
+                    self._is_wanted.append(to_predicate(filter_of_arg))
         self._is_variable = [isinstance(x, Variable) for x in objects]
-        self._wanted = [to_predicate(wanted) for x, wanted in given if is_object(x)]
-        flat = kind.flatten(objects)
         self._graphdefs = [graph.flatten_graph(x, places=kind.places()).graphdef for x in objects]
-        # Variables with shapes as values, as templates.
-        self._leaves = [(path, map_value(jax.typeof, x)) for path, x in flat.items()]
+        # The values by number: the object, the path in it, and a variable with its shape as value.
+        self._values: list[_ObjectValue] = []
+        for (_, i, *path), leaf in kind.flatten(objects).items():
+            object_index: Any = i
+            template = map_value(jax.typeof, leaf)
+            self._values.append(_ObjectValue(object_index, tuple(path), template))
 
     def roles(self) -> Any:
-        of_objects = (Roles(((wanted, DIFF), (Everything(), None))) for wanted in self._wanted)
-        return self._tree.unflatten(
-            next(of_objects) if is_object else DIFF for is_object in self._is_object
-        )
+        """Returns the tree of the arguments' roles."""
+        wanted = iter(self._is_wanted)
+        roles: list[Any] = []
+        for is_object_leaf in self._is_object:
+            if is_object_leaf:
+                roles.append(Roles(((next(wanted), DIFF), (Everything(), None))))
+            else:
+                roles.append(DIFF)
+        return self._tree.unflatten(roles)
 
     def to_arguments(
         self, groups: Sequence[object_state.Group], arrays: Sequence[Any] | None, is_whole: bool
@@ -59,95 +74,123 @@ class _RuleArguments:
 
         `arrays=None` sets all arrays to None; without `is_whole`, a `State` replaces each object.
         """
+        remaining_objects = (self._to_object(i, x, is_whole) for i, x in enumerate(groups))
+        remaining_arrays = itertools.repeat(None) if arrays is None else iter(arrays)
+        leaves: list[Any] = []
+        for is_object_leaf in self._is_object:
+            leaves.append(next(remaining_objects if is_object_leaf else remaining_arrays))
+        return self._tree.unflatten(leaves)
 
-        def of_object(i: int, group: object_state.Group) -> Any:
-            items = {
-                path[2:]: group.get(n, map_value(_zeros_like, leaf))
-                for n, (path, leaf) in enumerate(self._leaves)
-                if path[1] == i
-            }
-            if self._is_variable[i]:
-                return next(iter(items.values()), None)
-            if not is_whole:
-                return from_flat_state(items.items())
-            graphdef = self._graphdefs[i]
-            return graph.build_graph(graphdef, [items[path] for path in graphdef.paths])[0]
-
-        of_objects = itertools.starmap(of_object, enumerate(groups))
-        of_arrays = itertools.repeat(None) if arrays is None else iter(arrays)
-        of_leaves = (next(of_objects if x else of_arrays) for x in self._is_object)
-        return self._tree.unflatten(of_leaves)
+    def _to_object(self, i: int, group: object_state.Group, is_whole: bool) -> Any:
+        """Returns the values of an object as a variable, an object or a `State`."""
+        value_of_path: dict[Path, Any] = {}
+        for n, value in enumerate(self._values):
+            if value.object_index == i:
+                zeros = map_value(_zeros_like, value.template)
+                value_of_path[value.path] = group.get(n, zeros)
+        if self._is_variable[i]:
+            return next(iter(value_of_path.values()), None)
+        if not is_whole:
+            return from_flat_state(value_of_path.items())
+        graphdef = self._graphdefs[i]
+        x, _ = graph.build_graph(graphdef, [value_of_path[path] for path in graphdef.paths])
+        return x
 
     def updates(self, groups: Sequence[object_state.Group]) -> Any:
         """Returns the tree of the arguments, with None for all but the variables in the groups."""
-        keep = {
-            (path[1], path[2:])
-            for n, (path, _) in enumerate(self._leaves)
-            if any(n in group for group in groups)
-        }
-        numbers = itertools.count()
+        updated: set[tuple[int, Path]] = set()
+        for n, value in enumerate(self._values):
+            if any(n in group for group in groups):
+                updated.add((value.object_index, value.path))
+        object_indices = itertools.count()
 
         def pruned(x: Any) -> Any:
             if not is_object(x):
                 return None
-            i = next(numbers)
+            i = next(object_indices)
 
-            def at(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
-                return leaf if (i, tuple(map(pytree.key_of, path))) in keep else None
+            def updated_or_none(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+                return leaf if (i, tuple(map(pytree.key_of, path))) in updated else None
 
-            return jax.tree_util.tree_map_with_path(at, x, is_leaf=is_variable)
+            return jax.tree_util.tree_map_with_path(updated_or_none, x, is_leaf=is_variable)
 
-        given = self.to_arguments(groups, None, is_whole=True)
-        return jax.tree.map(pruned, given, is_leaf=is_object)
+        arguments = self.to_arguments(groups, None, is_whole=True)
+        return jax.tree.map(pruned, arguments, is_leaf=is_object)
 
-    def to_groups(self, name: str, given: object) -> list[Any]:
+    def to_groups(self, name: str, gradients: object) -> list[Any]:
         """Converts a rule's result, one value per argument, to groups of objects, then arrays.
 
         Raises TransformArgumentError if it does not fit the arguments.
         """
         trees = self._tree.children()
-        if not isinstance(given, tuple | list) or len(given) != len(trees):
-            n = len(given) if isinstance(given, tuple | list) else 1
+        is_sequence = isinstance(gradients, tuple | list)
+        if not is_sequence or len(gradients) != len(trees):
+            num_values = len(gradients) if is_sequence else 1
             raise errors.TransformArgumentError(
-                f"{name}: the rule returns {n} values for {len(trees)} arguments; return a tuple "
-                "with one per argument, None for no gradient."
+                f"{name}: the rule returns {num_values} values for {len(trees)} arguments; return "
+                "a tuple with one per argument, None for no gradient."
             )
-        found: list[Any] = []
-        for tree, value in zip(trees, given, strict=True):
-            found += [None] * tree.num_leaves if value is None else tree.flatten_up_to(value)
-        objects = [x for x, is_obj in zip(found, self._is_object, strict=True) if is_obj]
-        arrays = [x for x, is_obj in zip(found, self._is_object, strict=True) if not is_obj]
-        return [*(self._group(name, i, value) for i, value in enumerate(objects)), *arrays]
-
-    def _group(self, name: str, i: int, value: Any) -> dict[int, Any]:
-        found = to_flat_state(state(value) if is_object(value) else {} if value is None else value)
-        by_path = {path: value_of(v) for path, v in found}
-        # A state has a variable that is at several places at the first of them.
-        leaves = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_variable)
-        values_by_place = {tuple(map(pytree.key_of, path)): value_of(v) for path, v in leaves}
-        group = {}
-        for n, (path, leaf) in enumerate(self._leaves):
-            if path[1] != i or not self._wanted[i](path[2:], leaf):
-                continue
-            if path[2:] in by_path:
-                x = by_path.pop(path[2:])
-                group[n] = leaf.copy(x) if isinstance(leaf, Variable) else x
-            elif path[2:] in values_by_place:
-                x = values_by_place[path[2:]]
-                group[n] = leaf.copy(x) if isinstance(leaf, Variable) else x
+        leaves: list[Any] = []
+        for tree, gradient in zip(trees, gradients, strict=True):
+            if gradient is None:
+                leaves += [None] * tree.num_leaves
             else:
-                group[n] = map_value(_zeros_like, leaf)
-        if by_path:
+                leaves += tree.flatten_up_to(gradient)
+        groups: list[Any] = []
+        arrays: list[Any] = []
+        for leaf, is_object_leaf in zip(leaves, self._is_object, strict=True):
+            if is_object_leaf:
+                groups.append(self._to_group(name, len(groups), leaf))
+            else:
+                arrays.append(leaf)
+        return [*groups, *arrays]
+
+    def _to_group(self, name: str, i: int, gradient: Any) -> dict[int, Any]:
+        """Returns the gradient of an object, a `State` or another object, as a group."""
+        gradient_state: Any = {}
+        if is_object(gradient):
+            gradient_state = state(gradient)
+        elif gradient is not None:
+            gradient_state = gradient
+        value_of_path: dict[Path, Any] = {}
+        for path, leaf in to_flat_state(gradient_state):
+            value_of_path[path] = value_of(leaf)
+        # A state has a variable that is at several places at the first of them.
+        value_of_place: dict[Path, Any] = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(gradient, is_leaf=is_variable):
+            value_of_place[tuple(map(pytree.key_of, path))] = value_of(leaf)
+        group: dict[int, Any] = {}
+        for n, (object_index, path, template) in enumerate(self._values):
+            if object_index != i or not self._is_wanted[i](path, template):
+                continue
+            if path in value_of_path:
+                value = value_of_path.pop(path)
+            elif path in value_of_place:
+                value = value_of_place[path]
+            else:
+                group[n] = map_value(_zeros_like, template)
+                continue
+            group[n] = template.copy(value) if isinstance(template, Variable) else value
+        if value_of_path:
             raise errors.TransformArgumentError(
-                f"{name}: the rule returns a gradient at {path_text(next(iter(by_path)))!r}, "
+                f"{name}: the rule returns a gradient at {path_text(next(iter(value_of_path)))!r}, "
                 "where the argument has no differentiated variable; remove it."
             )
         return group
 
 
+class _ObjectValue(NamedTuple):
+    """A value of the arguments: the object's index, the path in it, and its shape in its place."""
+
+    object_index: int
+    path: Path
+    template: Any
+
+
 def _zeros_like(x: jax.Array | jax.ShapeDtypeStruct) -> Any:
-    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
-    return jnp.zeros(x.shape, x.dtype) if is_float else np.zeros(x.shape, jax.dtypes.float0)
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.zeros(x.shape, x.dtype)
+    return np.zeros(x.shape, jax.dtypes.float0)
 
 
 class _CustomRule:
@@ -162,11 +205,14 @@ class _CustomRule:
         self._fun = fun
         modes = resolve_graph_options(**options)
         self._kind = ObjectKind(self.name, *modes, is_result_free=True, has_rule=True)
-        is_one = isinstance(nondiff_argnums, int | state_roles.DiffState)
-        given = (nondiff_argnums,) if is_one else tuple(nondiff_argnums)
-        self._fixed = frozenset(x for x in given if isinstance(x, int))
-        signature.check_argnums(f"nnx.{self.name}", "nondiff_argnums", fun, self._fixed)
-        self._filters = {x.argnum: x.filter for x in given if isinstance(x, state_roles.DiffState)}
+        if isinstance(nondiff_argnums, int | state_roles.DiffState):
+            nondiff_argnums = (nondiff_argnums,)
+        self._fixed_argnums = frozenset(x for x in nondiff_argnums if isinstance(x, int))
+        signature.check_argnums(f"nnx.{self.name}", "nondiff_argnums", fun, self._fixed_argnums)
+        self._filters: dict[int, Any] = {}
+        for x in nondiff_argnums:
+            if isinstance(x, state_roles.DiffState):
+                self._filters[x.argnum] = x.filter
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -175,33 +221,43 @@ class _CustomRule:
     def __call__(self, /, *args: object, **kwargs: object) -> Any:
         if kwargs:
             args, kwargs = calls.bind_positional(self._fun, args, kwargs)
-        at = {i + len(args) if i < 0 else i for i in self._fixed}
-        fixed = [args[i] for i in sorted(at)]
-        others = tuple(x for i, x in enumerate(args) if i not in at)
-        where = [self._filters.get(i, ...) for i in range(len(args)) if i not in at]
+        num_args = len(args)
+        fixed_argnums = {i + num_args if i < 0 else i for i in self._fixed_argnums}
+        other_argnums = [i for i in range(num_args) if i not in fixed_argnums]
+        fixed_args = [args[i] for i in sorted(fixed_argnums)]
+        other_args = tuple(args[i] for i in other_argnums)
+        filters = [self._filters.get(i, ...) for i in other_argnums]
 
         def bound(fn: Callable[..., Any]) -> Callable[..., Any]:
+            """Returns a function of the other arguments alone."""
+            # It may outlive the call, and does not keep the other arguments alive.
+            args_template = [arg if i in fixed_argnums else None for i, arg in enumerate(args)]
+
             def call(*others: object) -> Any:
-                rest = iter(others)
-                given = iter(fixed)
-                every = (next(given) if i in at else next(rest) for i in range(len(args)))
-                return fn(*every, **kwargs)
+                all_args = list(args_template)
+                for i, arg in zip(other_argnums, others, strict=True):
+                    all_args[i] = arg
+                return fn(*all_args, **kwargs)
 
             return signature.copy_name(fn, call)
 
-        names = [x for i, x in enumerate(calls.parameter_names(self._fun)) if i not in at]
+        names = calls.parameter_names(self._fun)
+        other_names = [name for i, name in enumerate(names) if i not in fixed_argnums]
         specs = ("nondiff_argnums", "the result")
-        with TransformCall(self.name, self._fun, others, specs, names=names, place=self._place):
-            return self._lifted(bound, fixed, _RuleArguments(self._kind, others, where))(*others)
+        with TransformCall(
+            self.name, self._fun, other_args, specs, names=other_names, place=self._place
+        ):
+            objects = _RuleArguments(self._kind, other_args, filters)
+            return self._lifted(bound, fixed_args, objects)(*other_args)
 
     def _lifted(self, bound: Bind, fixed: list[Any], objects: _RuleArguments) -> Callable[..., Any]:
         raise NotImplementedError
 
     def _require_rule(self, rule: object, method: str) -> Any:
         if rule is None:
+            function_name = getattr(self._fun, "__name__", self._fun)
             raise errors.TransformArgumentError(
-                f"nnx.{self.name}({getattr(self._fun, '__name__', self._fun)}) has no rule; call "
-                f"f.{method} first."
+                f"nnx.{self.name}({function_name}) has no rule; call f.{method} first."
             )
         return rule
 
@@ -236,24 +292,35 @@ class CustomVjp(_CustomRule):
         def forward(*others: Any) -> tuple[Any, Any]:
             result, residuals = bound(fwd)(*others)
             flat = graph.flatten_graph(residuals)
-            values = [x.get_raw_value() if isinstance(x, Variable) else x for x in flat.leaves]
+            values: list[Any] = []
+            for leaf in flat.leaves:
+                values.append(leaf.get_raw_value() if isinstance(leaf, Variable) else leaf)
             return result, (kind.Static(flat.graphdef), values)
 
         takes_updates = "updates_g" in signature.signature_of(bwd).parameters
 
         def backward(
-            residuals: Any, cotangent: Any, of_state: Sequence[object_state.Groups], collected: Any
+            residuals: Any,
+            cotangent: Any,
+            state_cotangents: Sequence[object_state.Groups],
+            collected: Any,
         ) -> list[Any]:
             graphdef, values = residuals
             g = self._kind.cotangents(collected, cotangent)
-            groups = [{n: x for group in of for n, x in group.items()} for of in of_state]
-            more: dict[str, Any] = {}
+            cotangents_by_object: list[object_state.Group] = []
+            for groups in state_cotangents:
+                cotangents: object_state.Group = {}
+                for group in groups:
+                    cotangents.update(group)
+                cotangents_by_object.append(cotangents)
+            updates: dict[str, Any] = {}
             if self._kind.structure:
-                g = objects.to_arguments(groups, None, is_whole=False), g
+                g = objects.to_arguments(cotangents_by_object, None, is_whole=False), g
             elif takes_updates:
-                more = {"updates_g": objects.updates(groups)}
-            given = bwd(*fixed, graph.build_graph(graphdef.value, values)[0], g, **more)
-            return objects.to_groups(self.name, given)
+                updates = {"updates_g": objects.updates(cotangents_by_object)}
+            rule_residuals, _ = graph.build_graph(graphdef.value, values)
+            gradients = bwd(*fixed, rule_residuals, g, **updates)
+            return objects.to_groups(self.name, gradients)
 
         return lifting.custom_vjp(
             self._kind,
