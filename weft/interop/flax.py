@@ -4,6 +4,7 @@ They are called like Weft's. Boxes of axis metadata are converted to those of We
 """
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,30 +13,33 @@ from weft.core.filters import DenyList
 from weft.core.logical import LogicallyPartitioned
 from weft.core.meta import AxisMetadata, Partitioned, map_axis_meta
 from weft.interop.linen import LinenModel
-from weft.interop.models import import_library
+from weft.interop.models import Layer, import_library
 from weft.interop.nnx import NNXModel
 from weft.interop.variables import NNXMeta
 from weft.nnx.variables import variable_type_from_name
 from weft.nnx.versions import StaticValue
 from weft.serialization import from_state_dict, register_serialization_state, to_state_dict
+from weft.typing import Leaf
+
+_Box = Any  # an `AxisMetadata` of Flax, which need not be installed
 
 
 class FlaxBox(AxisMetadata):
     """A boxed Flax value without an equivalent class in Weft."""
 
-    def __init__(self, box: Any):
+    def __init__(self, box: _Box):
         self.box = box
 
-    def unbox(self) -> Any:
+    def unbox(self) -> Leaf:
         return self.box.unbox()
 
-    def replace_boxed(self, val: Any) -> "FlaxBox":
+    def replace_boxed(self, val: Leaf) -> "FlaxBox":
         return FlaxBox(self.box.replace_boxed(val))
 
-    def add_axis(self, index: int, params: Any) -> "FlaxBox":
+    def add_axis(self, index: int, params: Mapping[Any, Any]) -> "FlaxBox":
         return FlaxBox(self.box.add_axis(index, params))
 
-    def remove_axis(self, index: int, params: Any) -> "FlaxBox":
+    def remove_axis(self, index: int, params: Mapping[Any, Any]) -> "FlaxBox":
         return FlaxBox(self.box.remove_axis(index, params))
 
 
@@ -54,16 +58,16 @@ register_serialization_state(
 )
 
 
-def _to_weft(box: Any) -> AxisMetadata:
-    kind = type(box).__name__
-    if kind == "Partitioned":
+def _to_weft(box: _Box) -> AxisMetadata:
+    class_name = type(box).__name__
+    if class_name == "Partitioned":
         return Partitioned(box.value, box.names, box.mesh)
-    if kind == "LogicallyPartitioned":
+    if class_name == "LogicallyPartitioned":
         return LogicallyPartitioned(box.value, box.names, box.mesh, box.rules)
     return FlaxBox(box)
 
 
-def _to_flax(box: AxisMetadata) -> Any:
+def _to_flax(box: AxisMetadata) -> _Box:
     """Returns the Flax box for a box of Weft; the bare value if Flax has none."""
     if isinstance(box, FlaxBox):
         return box.box
@@ -81,7 +85,7 @@ class FlaxLinenModel(LinenModel):
     quantizes = False
 
     @staticmethod
-    def _without_parent() -> Any:
+    def _without_parent() -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     @staticmethod
@@ -107,7 +111,7 @@ class FlaxNNXModel(NNXModel):
 
     quantizes = False
 
-    def __init__(self, module: object, *args: object, **kwargs: object):
+    def __init__(self, module: Layer, *args: object, **kwargs: object):
         super().__init__(module, *args, **kwargs)
         self.metadata_fn = _box_variable
 
@@ -115,15 +119,18 @@ class FlaxNNXModel(NNXModel):
     def nnx(self) -> Any:
         return import_library("flax.nnx", "flax")
 
-    def _collection(self, leaf: object) -> str:
-        return _collection_name(type(leaf)) if isinstance(leaf, self.nnx.Variable) else "arrays"
+    def _collection(self, leaf: Leaf) -> str:
+        if not isinstance(leaf, self.nnx.Variable):
+            return "arrays"
+        return _collection_name(type(leaf))
 
-    def _new(self, col: str, value: object) -> Any:
-        made = super()._new(col, value)
+    def _new(self, col: str, value: object) -> Leaf:
+        leaf = super()._new(col, value)
         if col == "arrays":
-            return made
-        kind = self.nnx.variable_type_from_name(col, allow_register=True)
-        return kind(made.get_raw_value(), **{"eager_sharding": False, **made.get_metadata()})
+            return leaf
+        variable_type = self.nnx.variable_type_from_name(col, allow_register=True)
+        metadata = {"eager_sharding": False, **leaf.get_metadata()}
+        return variable_type(leaf.get_raw_value(), **metadata)
 
 
 _FLAX_METADATA = ("eager_sharding", "hijax", "ref")
@@ -135,10 +142,13 @@ def _collection_name(kind: type) -> str:
     return nnx.variable_name_from_type(kind, allow_register=True)
 
 
-def _box_variable(variable: Any) -> Any:
+def _box_variable(variable: Leaf) -> Leaf | NNXMeta:
+    """Returns the entry of a collection for a variable of Flax."""
     value = variable.get_raw_value()
-    metadata = {k: v for k, v in variable.get_metadata().items() if k not in _FLAX_METADATA}
+    metadata = dict(variable.get_metadata())
+    for name in _FLAX_METADATA:
+        metadata.pop(name, None)
     if not metadata:
         return value
-    kind = variable_type_from_name(_collection_name(type(variable)), allow_register=True)
-    return NNXMeta(kind, value, metadata)
+    collection = _collection_name(type(variable))
+    return NNXMeta(variable_type_from_name(collection, allow_register=True), value, metadata)

@@ -8,7 +8,7 @@ Linen keeps a variable's axes in a box around its value, NNX in its metadata. A 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 import jax
@@ -16,6 +16,7 @@ import jax
 from weft import errors, nnx, serialization
 from weft.core import meta, spmd
 from weft.nnx.versions import StaticValue
+from weft.typing import Leaf
 
 _BOX = "linen_meta_type"
 """The metadata entry with the class of the box that the other entries came from."""
@@ -40,20 +41,20 @@ class NNXMeta(meta.AxisMetadata):
     metadata: Mapping[str, Any]
 
     @property
-    def _names(self) -> Any:
+    def _out_sharding(self) -> Any:
         return self.metadata.get("out_sharding")
 
     def replace(self, **updates: object) -> Self:
         """Returns a copy with other fields."""
         return dataclasses.replace(self, **updates)
 
-    def unbox(self) -> Any:
+    def unbox(self) -> Leaf:
         """Returns the value, sharded over the mesh of the metadata or of `jax.set_mesh`, if any."""
-        if not self._names:
+        if not self._out_sharding:
             return self.value
         return spmd.constrain(self.value, self.get_partition_spec(), self.metadata.get("mesh"))
 
-    def replace_boxed(self, val: object) -> Self:
+    def replace_boxed(self, val: Leaf) -> Self:
         return self.replace(value=val)
 
     def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
@@ -65,15 +66,15 @@ class NNXMeta(meta.AxisMetadata):
         return self._renamed(lambda names: names.remove_axis(index, named))
 
     def _renamed(self, change: Callable[[meta.Partitioned], meta.Partitioned]) -> Self:
-        if self._names is None:
+        if self._out_sharding is None:
             return self
-        names = getattr(self._names, "spec", self._names)
-        changed = change(meta.Partitioned(self.value, tuple(names))).names
-        return self.replace(metadata={**self.metadata, "out_sharding": changed})
+        names = getattr(self._out_sharding, "spec", self._out_sharding)
+        renamed = change(meta.Partitioned(self.value, tuple(names)))
+        return self.replace(metadata={**self.metadata, "out_sharding": renamed.names})
 
     def get_partition_spec(self) -> jax.sharding.PartitionSpec:
         """Returns the layout of the metadata, by its rules and those of the context."""
-        spec = spmd.get_pspec(self._names, self.metadata.get("sharding_rules"))
+        spec = spmd.get_pspec(self._out_sharding, self.metadata.get("sharding_rules"))
         return jax.sharding.PartitionSpec() if spec is None else spec
 
     def to_nnx_variable(self) -> nnx.Variable[Any]:
@@ -87,16 +88,18 @@ def _register() -> None:
     def static(box: NNXMeta) -> StaticValue:
         return StaticValue((box.var_type, tuple(sorted(box.metadata.items()))))
 
-    def made(fixed: StaticValue, children: Any) -> NNXMeta:
-        var_type, metadata = fixed.value
-        return NNXMeta(var_type, next(iter(children)), dict(metadata))
+    def flatten(box: NNXMeta) -> tuple[list[Any], StaticValue]:
+        return [box.value], static(box)
 
-    jax.tree_util.register_pytree_with_keys(
-        NNXMeta,
-        lambda box: ([(key, box.value)], static(box)),
-        made,
-        lambda box: ([box.value], static(box)),
-    )
+    def flatten_with_keys(box: NNXMeta) -> tuple[list[Any], StaticValue]:
+        return [(key, box.value)], static(box)
+
+    def unflatten(static_value: StaticValue, children: Iterable[Any]) -> NNXMeta:
+        var_type, metadata = static_value.value
+        (value,) = children
+        return NNXMeta(var_type, value, dict(metadata))
+
+    jax.tree_util.register_pytree_with_keys(NNXMeta, flatten_with_keys, unflatten, flatten)
     serialization.register_serialization_state(
         NNXMeta,
         lambda box: {"value": serialization.to_state_dict(box.value)},
@@ -119,12 +122,13 @@ def collection_of(kind: type[nnx.Variable[Any]]) -> str:
     return kind.__name__
 
 
-def to_linen_var(vs: nnx.Variable[Any]) -> Any:
+def to_linen_var(vs: nnx.Variable[Any]) -> Leaf | meta.AxisMetadata:
     """Returns the Linen collection entry of an NNX variable.
 
     It is the value; with metadata, in its original box or an `NNXMeta`.
     """
-    metadata, value = vs.get_metadata(), vs._read()
+    value = vs._read()
+    metadata = vs.get_metadata()
     if not metadata:
         return value
     box = metadata.pop(_BOX, None)
@@ -142,9 +146,9 @@ def to_nnx_var(col: str, x: Any, *, lay_out: bool = True) -> nnx.Variable[Any]:
 
     Raises LayerVariablesError for a box of another kind, or of a class that cannot be metadata.
     """
-    kind = nnx.variable_type_from_name(col, allow_register=True)
+    variable_type = nnx.variable_type_from_name(col, allow_register=True)
     if not meta.is_axis_metadata(x):
-        return kind(x)
+        return variable_type(x)
     if isinstance(x, NNXMeta):
         if collection_of(x.var_type) != col:
             raise errors.LayerVariablesError(
@@ -160,7 +164,9 @@ def to_nnx_var(col: str, x: Any, *, lay_out: bool = True) -> nnx.Variable[Any]:
         )
     metadata = {**x.to_nnx_metadata(), _BOX: type(x)}
     value = metadata.pop("value")
-    return kind(value, **metadata) if lay_out else kind.from_metadata(value, metadata)
+    if lay_out:
+        return variable_type(value, **metadata)
+    return variable_type.from_metadata(value, metadata)
 
 
 def with_partitioning(
