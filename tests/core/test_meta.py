@@ -180,41 +180,6 @@ def test_errors_of_custom_boxes_name_the_variable():
 
 
 names = st.sampled_from([None, "data", "model", ("data", "model")])
-changes = st.lists(
-    st.tuples(st.booleans(), st.integers(0, 7), names, st.booleans(), st.booleans()), max_size=8
-)
-
-
-@settings(deadline=None, max_examples=25)
-@given(changes, st.lists(st.tuples(st.integers(1, 3), names, st.booleans()), max_size=3))
-def test_number_of_names_matches_axes(changes, axes):
-    value = np.zeros([size for size, _, _ in axes])
-    inner = Partitioned(value, tuple(name for _, name, _ in axes))
-    box = {"w": Factored(inner, tuple(factored for _, _, factored in axes))}
-    for add, where, name, factored, negative in changes:
-        value = meta.unbox(box)["w"]
-        rank = value.ndim + add
-        if not rank:
-            continue
-        index = where % rank
-        signed = index - rank if negative else index
-        params = {PARTITION_NAME: name, "factored": factored}
-        if add:
-            wider = meta.replace_boxed(box, {"w": np.expand_dims(value, index)})
-            added = meta.add_axis(wider, signed, params)
-            back = meta.replace_boxed(meta.remove_axis(added, signed, params), {"w": value})
-            assert describe(back) == describe(box)
-            box = added
-        else:
-            was = box["w"]
-            params = {
-                PARTITION_NAME: was.array.names[index],
-                "factored": was.factored[index],
-            }
-            removed = meta.remove_axis(box, signed, params)
-            assert describe(meta.add_axis(removed, signed, params)) == describe(box)
-            box = meta.replace_boxed(removed, {"w": np.take(value, 0, index)})
-        assert len(box["w"].factored) == len(box["w"].array.names) == meta.unbox(box)["w"].ndim
 
 
 def describe(tree):

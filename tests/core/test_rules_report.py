@@ -56,34 +56,6 @@ def test_shapes_are_enough():
     assert check_rules([("embed", "data"), ("heads", "model")], avals) == []
 
 
-@pytest.mark.parametrize(
-    ("rules", "why"),
-    [
-        ([("embed", "data"), ("nobody", "model")], "('nobody', 'model') is never used: no axis"),
-        (
-            [("embed", "data"), ("embed", None)],
-            "('embed', None) is never used: an earlier rule for",
-        ),
-        (
-            [("embed", "data"), ("heads", "data"), ("heads", None)],
-            "('heads', 'data') is never used: an earlier rule always takes its mesh axes",
-        ),
-    ],
-)
-def test_unused_rule(rules, why):
-    tree = {"w": box((8, 4), "embed", "heads" if len(rules) > 2 else None)}
-    [finding] = check_rules(rules, tree)
-    assert (finding.kind, finding.path) == (FindingKind.UNUSED_RULE, "")
-    assert why in str(finding)
-
-
-def test_conflicting_rules():
-    tree = {"layer": {"w": box((8, 4), "embed", "heads"), "b": box((4,), "heads")}}
-    [finding] = check_rules([("embed", "data"), ("heads", "data")], tree)
-    assert (finding.kind, finding.path) == (FindingKind.FIGHTING_RULES, "layer/w")
-    assert "('heads', 'data') conflicts with another, as 'data' is used by 'embed'" in str(finding)
-
-
 def test_name_without_rule():
     [finding] = check_rules([], Note({"w": box((8,), "embed")}))
     assert (finding.kind, finding.path) == (FindingKind.MISSING_RULE, "")

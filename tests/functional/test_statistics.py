@@ -75,3 +75,9 @@ def test_segment_mean_of_half_precision_sums_in_float32():
     mean = segment_mean(x, segment_ids=jnp.ones(x.shape, int), axis=1)
     assert mean.dtype == jnp.bfloat16
     assert mean[0, 0] == x.astype(jnp.float32).mean().astype(jnp.bfloat16)
+
+
+def test_segment_mean_with_where():
+    x, ids = jnp.array([[1.0, 3.0, 5.0]]), jnp.array([[1, 1, 2]])
+    where = jnp.array([[True, False, False]])
+    assert segment_mean(x, segment_ids=ids, axis=1, where=where).tolist() == [[1.0, 1.0, 0.0]]

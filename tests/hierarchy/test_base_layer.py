@@ -185,15 +185,6 @@ def test_layers_compute_in_their_compute_dtype(remat):
     )
 
 
-def test_gradients_have_the_dtype_of_the_parameters():
-    layer = make(compute_dtype=jnp.bfloat16)
-    params = layer.initialize_parameters_recursively(jax.random.key(0))
-    grads = jax.grad(lambda p: forward(layer, p, jnp.ones((3, 2)))[0].astype("float32").sum())(
-        params
-    )
-    assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
-
-
 def test_dtype_and_init_default_to_the_parent():
     init = DefaultInitializer.default_config().set(
         init_by_param_name={".*weight": ConstantInitializer.default_config().set(value=3.0)}
@@ -260,16 +251,6 @@ def test_noise_is_applied_where_configured():
     assert jnp.abs(noisy["second"]["weight"] - params["second"]["weight"]).min() > 0
 
 
-def test_tensor_stats_report_activations():
-    layer = make(
-        first=Affine.default_config().set(tensor_stats=DefaultTensorStats.default_config())
-    )
-    params = layer.initialize_parameters_recursively(jax.random.key(0))
-    _, outputs = forward(layer, params, jnp.zeros((1, 2)))
-    stats = outputs.summaries["first"]["tensor_stats"]["y"]
-    assert set(stats) == {"rms_norm", "max_abs"}
-
-
 def test_errors_name_the_missing_entry():
     layer = make()
     params = layer.initialize_parameters_recursively(jax.random.key(0))
@@ -311,15 +292,6 @@ def layer():
 
 
 KEY = jax.random.PRNGKey(0)
-
-
-def test_one_without_a_stack(layer):
-    specs = stacked_parameter_specs(layer, None)
-    assert type(specs) is dict and specs["weight"].shape == (2, 3)
-    state = initialize_stacked(layer, None, KEY)
-    expected = layer.initialize_parameters_recursively(KEY)
-    assert type(state) is dict
-    np.testing.assert_array_equal(state["weight"], expected["weight"])
 
 
 def test_specs_stand_for_values_elsewhere(layer):
@@ -425,13 +397,6 @@ def test_output_layer_with_the_weights_of_the_embedding():
     weight = params["emb"]["weight"]
     logits = jax.jit(lambda params: F(layer, None, params, (ids,), is_training=True)[0])(params)
     np.testing.assert_allclose(logits, weight[ids] @ weight.T, rtol=1e-4, atol=1e-6)
-
-
-def test_forward_without_a_map():
-    layer, params = make_tied()
-    ids = jnp.array([[1, 4]])
-    y, _ = F(layer, None, params, (ids,), is_training=True, method="through")
-    np.testing.assert_array_equal(y, params["emb"]["weight"][ids])
 
 
 def test_module_that_is_not_shared_is_named():

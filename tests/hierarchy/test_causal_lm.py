@@ -17,7 +17,6 @@ from weft.hierarchy.attention.stack import RepeatedTransformerLayer, StackedTran
 from weft.hierarchy.base_layer import RematSpec
 from weft.hierarchy.causal_lm import (
     AuxLossMetrics,
-    BaseLossMetrics,
     CompositeLossMetrics,
     CompositeLossWeights,
     CrossEntropyLossMetrics,
@@ -33,7 +32,6 @@ from weft.hierarchy.causal_lm import (
 from weft.hierarchy.decoder import LmHead
 from weft.hierarchy.decoding import StopOnMaxLength
 from weft.hierarchy.layers.embedding import ModalityVocabInfo, TransformerTextEmbeddings
-from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import functional
 
 DIM, VOCAB, LENGTH = 8, 10, 6
@@ -447,19 +445,6 @@ def test_batches_are_sharded():
     assert sharded["logits"].sharding.spec == PartitionSpec("data", None, "model")
 
 
-def test_positions_may_be_sharded():
-    cfg = decoder_config().set(
-        logits_partition_spec=(("data",), "seq", None),
-        hidden_state_partition_spec=(("data",), "seq", None),
-    )
-    model, state = make(cfg, batch_axis_names=("data",), seq_axis_names=("seq",))
-    expected, _ = call(model, state, method="extract_logits", input_batch=BATCH)
-    with mesh(data=2, seq=2):
-        logits, _ = call(model, state, method="extract_logits", input_batch=BATCH)
-    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
-    assert logits.sharding.spec[:2] == ("data", "seq")
-
-
 def test_mesh_may_have_other_axes():
     cfg = decoder_config().set(logits_partition_spec=(None, None, None))
     model, state = make(cfg, batch_axis_names=None)
@@ -581,13 +566,6 @@ def test_batch_may_define_live_targets():
     loss, _ = measure(CrossEntropyLossMetrics.default_config(), {"live_targets": live})
     assert float(loss.mean) == pytest.approx(NLL[:, 0].mean(), rel=1e-5)
     assert float(loss.weight) == 2
-
-
-def test_statistics_replace_logits():
-    stats = target_statistics(jnp.array(LOGITS), jnp.array(LABELS), jnp.array(LIVE))
-    cfg = CrossEntropyLossMetrics.default_config().set(z_loss_scale=0.1)
-    of_logits, of_stats = measure(cfg), measure(cfg, outputs={"target_statistics": stats})
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), of_logits, of_stats)
 
 
 def test_perplexities_add_in_log_space():
@@ -731,20 +709,6 @@ def test_loss_of_each_modality(given):
     assert float(metrics["bits_per_byte"].weight) == 7
 
 
-def test_model_reports_each_modality():
-    modalities = {"low": ModalityVocabInfo("low", 0, 0, 0, 5), "all": "live"}
-    metrics = ModalityLossMetrics.default_config().set(modalities=modalities)
-    model, state = make(metrics=metrics)
-    batch = {**BATCH, "live": jnp.ones((2, LENGTH), bool)}
-    (_, aux), summaries = loss_and_aux(model, state, batch)
-    labels = np.asarray(BATCH["target_labels"])
-    low = (labels >= 0) & (labels < 5)
-    nll = reference(aux["logits"], labels, low)
-    assert float(summaries["low"]["loss"].mean) == pytest.approx(nll.sum() / low.sum(), rel=1e-4)
-    assert float(summaries["all"]["loss"].mean) == float(summaries["cross_entropy"].mean)
-    assert float(summaries["loss"].weight) == low.sum() + 9
-
-
 @pytest.mark.parametrize(
     "fields, message",
     [
@@ -761,33 +725,6 @@ def test_invalid_modalities(fields, message):
         measure(cfg, {"is_high": jnp.array(IS_HIGH)})
 
 
-def test_losses_of_parts_are_metrics():
-    _, metrics = measure(metrics_config(aux_loss_regex=".*/aux_loss").set(flatten_metrics=None))
-    assert float(metrics["loss_aux"].mean) == 1.0
-    assert float(metrics["loss_lm"].mean) == float(metrics["cross_entropy"].mean)
-
-
-def test_model_takes_live_targets():
-    model, state = make()
-    (default, _), _ = loss_and_aux(model, state, {**BATCH, "live_targets": None})
-    assert float(default) == float(loss_and_aux(model, state, BATCH)[0][0])
-    live = np.zeros(BATCH["target_labels"].shape, bool)
-    live[0, 1] = True
-    (loss, aux), _ = loss_and_aux(model, state, {**BATCH, "live_targets": jnp.array(live)})
-    nll = reference(aux["logits"], np.asarray(BATCH["target_labels"]), live)
-    assert float(loss) == pytest.approx(nll.sum(), rel=1e-4)
-    assert float(aux["metrics"]["cross_entropy"].weight) == 1
-
-
 def test_empty_composite_is_rejected():
     with pytest.raises(MetricsError, match="metrics of metrics is empty; expected at least one"):
         measure(CompositeLossMetrics.default_config().set(metrics={}))
-
-
-def test_custom_metric():
-    class Count(BaseLossMetrics):
-        def forward(self, input_batch, *, predict_outputs, module_outputs):
-            return WeightedScalar(jnp.array(1.0), jnp.array(1.0)), {"n": input_batch["n"]}
-
-    loss, metrics = measure(Count.default_config(), {"n": jnp.array(3)})
-    assert (float(loss.mean), metrics) == (1.0, {"n": 3})

@@ -5,12 +5,10 @@ from jax.sharding import PartitionSpec
 
 from weft.config import REQUIRED, InstantiableConfig, config_class
 from weft.hierarchy.attention.feed_forward import TransformerFeedForwardLayer
-from weft.hierarchy.attention.multihead_attention import MultiheadAttention
 from weft.hierarchy.attention.rope import RoFormerQKVLinear
 from weft.hierarchy.attention.transformer import TransformerAttentionLayer, TransformerLayer
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.config_setters import (
-    set_attention_partition_specs,
     set_bias_recursively,
     set_double_shard_weights_config,
     set_dropout_rate_recursively,
@@ -88,12 +86,6 @@ def test_norms_are_replaced_and_keep_the_size_of_their_input():
     assert cfg.blocks[0].norm.eps == 0.5  # a copy
 
 
-def test_setters_apply_to_the_root_config():
-    cfg = Dropout.default_config()
-    set_dropout_rate_recursively(cfg, 0.3)
-    assert cfg.rate == 0.3
-
-
 def config(**fields):
     cfg = TransformerLayer.default_config().set(name="layer", input_dim=8, **fields)
     cfg.self_attention.attention.num_heads = 4
@@ -116,23 +108,6 @@ def test_weights_use_both_axes():
     assert ffn["linear1"]["weight"].mesh_axes == PartitionSpec("fsdp", "model")
     assert ffn["linear2"]["weight"].mesh_axes == PartitionSpec("model", "fsdp")
     assert cfgs[0].self_attention.attention.q_partition_spec is None
-
-
-def test_one_layer_and_its_activations():
-    cfg = config()
-    set_double_shard_weights_config(cfg, batch_axis_names="data", set_attn_activation_specs=True)
-    attention = cfg.self_attention.attention
-    assert attention.q_partition_spec == ("data", "seq", "model", None)
-    assert attention.k_partition_spec == attention.v_partition_spec == attention.q_partition_spec
-    assert attention.o_partition_spec == ("data", "seq", None)
-    assert cfg.feed_forward.linear1.output_partition_spec == ("data", "seq", "model")
-
-
-def test_nested_projections():
-    cfg = MultiheadAttention.default_config().set(input_linear=RoFormerQKVLinear.default_config())
-    set_attention_partition_specs(cfg, tp_axis_names="tensor")
-    expected = ("fsdp", "tensor", None)
-    assert cfg.input_linear.input_linear.layer.param_partition_spec == expected
 
 
 def test_feed_forward_only():

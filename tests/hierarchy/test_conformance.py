@@ -250,17 +250,6 @@ def test_zero_iterations_keep_the_carry():
     assert_equal(carries, [X] * 4)
 
 
-def test_loop_equals_python_loop_and_child_is_usable_outside():
-    def body(root):
-        looped = transforms.fori_loop(0, 3, lambda i, c: root.child(c) + i, X)
-        return looped, root.child(X)
-
-    expected = X
-    for i in range(3):
-        expected = jnp.sin(expected * W) + i
-    assert_equal(run(body)[0], (expected, jnp.sin(X * W)))
-
-
 @pytest.mark.parametrize("taken", [True, False])
 def test_update_in_one_branch_keeps_state_if_other_is_taken(taken):
     traces = []
@@ -277,23 +266,6 @@ def test_update_in_one_branch_keeps_state_if_other_is_taken(taken):
     assert_equal(y, jnp.sin(X * W * (1 if taken else 2)))
     assert_equal(outputs.state_updates, {"child": {"w": updated if taken else W}, "other": {}})
     assert traces == ["updating"]
-
-
-@pytest.mark.parametrize("taken", [True, False])
-@pytest.mark.parametrize("outer", ["jit", "remat", "vmap", "scan", "cond", "vjp"])
-def test_update_in_one_branch_of_nested_transform(outer, taken):
-    def body(root):
-        def chosen(x):
-            def updating(x):
-                return root.child(x, "state_updates")
-
-            return transforms.cond(taken, updating, lambda x: x, x)
-
-        return ALL[outer](chosen, X)
-
-    _, outputs = run(body)
-    (update,) = jax.tree.leaves(outputs.state_updates)
-    assert_equal(update.reshape(()), W + jnp.sin(X * W).mean() if taken else W)
 
 
 def test_child_that_was_invoked_before_is_named_in_a_branch():

@@ -173,27 +173,6 @@ def test_cached_decoding_equals_the_full_forward(stack, variant, kv_cache):
     np.testing.assert_array_equal(states["time_step"], time_step + 3)
 
 
-def test_multi_token_steps():
-    decoder, state = make(decoder_config(variant="mask_layer"))
-    expected = call(decoder, state, input_batch={"input_ids": IDS})["logits"]
-    states, _ = call(
-        decoder,
-        state,
-        method="prefill_states",
-        time_step=jnp.array([2, 2]),
-        input_batch={"input_ids": IDS[:, :2]},
-        static={"max_sequence_length": LENGTH},
-    )
-    _, outputs = call(
-        decoder,
-        state,
-        method="extend_step",
-        cached_states=states,
-        input_batch={"input_ids": IDS[:, 2:5]},
-    )
-    np.testing.assert_allclose(outputs["logits"], expected[:, 2:5], rtol=1e-4, atol=1e-5)
-
-
 def test_hypotheses_have_pages_of_their_own():
     cfg, found = decoder_config(RepeatedTransformerLayer, "rope", num_layers=2), []
     for kv_cache in (KVCache.default_config(), PagedKVCache.default_config().set(page_size=4)):
@@ -273,21 +252,6 @@ def test_every_hypothesis_attends_to_the_source_of_its_prompt(stack):
         decoded = np.asarray(sequences)[:, beam, 2:, None]
         scores = np.take_along_axis(log_probs[:, 1:-1], decoded, axis=2).sum((1, 2))
         np.testing.assert_allclose(found.live_scores[:, beam], scores, rtol=1e-3, atol=1e-4)
-
-
-def test_sequences_are_padded_with_the_decoders_tokens():
-    cfg = decoder_config().set(pad_token_id=7, eos_token_id=4)
-    cfg.output_logits_modifier = lambda logits: jnp.full_like(logits, -1e9).at[..., 4].set(0)
-    decoder, state = make(cfg)
-    inputs = {"input_batch": {"prefix": jnp.array([[1, 0, 7, 7]])}, "prng_key": jax.random.key(0)}
-    static = {"max_sequence_length": 4, "num_decodes": 1}
-    sampled = call(decoder, state, method="sample_decode", static=static, **inputs)
-    assert sampled.sequences.tolist() == [[[0, 4, 7, 7]]]
-    found = call(decoder, state, method="beam_search_decode", static=static, **inputs)
-    assert found.sequences.tolist() == [[[0, 4, 7, 7]]]
-    static["stop_decoding_condition"] = StopOnMaxLength(100)
-    sampled = call(decoder, state, method="sample_decode", static=static, **inputs)
-    assert sampled.sequences.tolist() == [[[0, 4, 4, 4]]]
 
 
 def test_decoding_class_is_configurable():

@@ -21,7 +21,6 @@ from weft.hierarchy.decoding import (
     infer_initial_time_step,
     sample_decode,
 )
-from weft.struct import VDict
 
 VOCAB = 10
 BIGRAM = np.full((VOCAB, VOCAB), -1e9, np.float32)
@@ -114,60 +113,6 @@ def test_initial_time_step_is_the_position_of_the_last_token():
     prefix = jnp.array([[0, 0, 0], [4, 0, 0], [4, 5, 0], [4, 0, 6], [4, 5, 6]])
     assert loops.infer_initial_time_step(prefix, pad_id=0).tolist() == [0, 0, 1, 2, 2]
     assert loops.infer_initial_time_step(jnp.array([[0, 7, 9, 9]]), pad_id=9).tolist() == [1]
-
-
-def test_add_and_flatten_decoding_dim():
-    x = jnp.arange(6).reshape(2, 3)
-    expanded = loops.add_decoding_dim(x, 4)
-    assert expanded.shape == (2, 4, 3)
-    np.testing.assert_array_equal(expanded[:, 2], x)
-    flat = loops.flatten_decoding_dim(expanded)
-    np.testing.assert_array_equal(flat, np.repeat(x, 4, axis=0))
-    np.testing.assert_array_equal(loops.unflatten_decoding_dim(flat, 2, 4), expanded)
-
-
-def test_scalars_have_no_decoding_axis():
-    x = jnp.array(3)
-    assert loops.add_decoding_dim(x, 4).shape == ()
-    assert loops.flatten_decoding_dim(x).shape == ()
-    assert loops.unflatten_decoding_dim(x, 2, 4).shape == ()
-
-
-def test_caches_follow_hypotheses_in_stacked_layers():
-    of_prompts = jnp.array([[10.0], [20.0]])
-    cache = {
-        "key": of_prompts,
-        "step": jnp.array(5),
-        "layers": VDict(key=jnp.stack([of_prompts, of_prompts + 1])),
-    }
-    expanded = loops.expand_cache(cache, 2)
-    assert expanded["key"][:, 0].tolist() == [10, 10, 20, 20]
-    assert expanded["layers"]["key"][1, :, 0].tolist() == [11, 11, 21, 21]
-    assert expanded["step"] == 5
-    marked = {
-        "key": jnp.arange(4),
-        "step": expanded["step"],
-        "layers": VDict(key=jnp.stack([jnp.arange(4), jnp.arange(4) + 100])),
-    }
-    gathered = loops.gather_cache(marked, jnp.array([[1, 1], [1, 0]]))
-    assert gathered["key"].tolist() == [1, 1, 3, 2]
-    assert gathered["layers"]["key"].tolist() == [[1, 1, 3, 2], [101, 101, 103, 102]]
-    assert gathered["step"] == 5
-
-
-def test_tokens_are_read_and_written_at_each_prompts_position():
-    sequences = jnp.arange(12).reshape(2, 2, 3)
-    index = jnp.array([0, 2])
-    assert loops.tokens_at(sequences, index).tolist() == [[0, 3], [8, 11]]
-    new = loops.write_tokens_at(sequences, index, jnp.array([[-1, -2], [-3, -4]]))
-    assert new.tolist() == [[[-1, 1, 2], [-2, 4, 5]], [[6, 7, -3], [9, 10, -4]]]
-
-
-def test_out_of_range_positions_are_ignored():
-    sequences = jnp.arange(12).reshape(2, 2, 3)
-    new = loops.write_tokens_at(sequences, jnp.array([3, 7]), jnp.ones((2, 2)))
-    np.testing.assert_array_equal(new, sequences)
-    assert loops.tokens_at(sequences, jnp.array([3, 7])).tolist() == [[2, 5], [8, 11]]
 
 
 def test_initial_sequences_pad_after_the_prompt():
@@ -430,17 +375,6 @@ def test_scores_are_the_sums_of_log_probabilities():
             assert found == pytest.approx(score(log_probs, [1, 2], decoded), rel=1e-4)
 
 
-def test_narrow_beam_is_greedy():
-    log_probs = table(6)
-    log_probs[:, :, EOS] = -1e4  # it never ends by itself
-    outputs = search([[1, 0, 0, 0, 0, 0]], log_probs, num_decodes=1)
-    prompt = [1]
-    for _ in range(6):
-        scores = [score(log_probs, prompt, [token]) for token in range(BEAM_VOCAB)]
-        prompt.append(int(np.argmax(scores)))
-    assert outputs.live_sequences[0, 0].tolist() == prompt[1:]
-
-
 def test_missing_hypotheses_are_padding():
     log_probs = table(7)
     outputs = search([[1, 2, 1, 2]], log_probs, num_decodes=27)
@@ -487,24 +421,6 @@ def test_out_of_vocabulary_end_token_is_rejected():
 def test_unknown_brevity_penalty_is_rejected():
     with pytest.raises(ArgumentValueError, match="bp_type='gnmt'; expected 't5' or 'hf'"):
         brevity_penalty_fn(bp_type="gnmt")
-
-
-@pytest.mark.parametrize(
-    "alpha, bp_type, length, expected",
-    [(0, "t5", 9, -6), (1, "t5", 1, -6), (1, "t5", 7, -3), (0.5, "hf", 4, -3), (1, "hf", 10, -0.6)],
-)
-def test_brevity_penalty_values(alpha, bp_type, length, expected):
-    penalize = brevity_penalty_fn(alpha=alpha, bp_type=bp_type)
-    found = penalize(length=jnp.array(length), raw_scores=jnp.array(-6.0))
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-
-
-def test_equal_hypotheses_are_merged_into_the_first():
-    matrix = compute_merge_matrix_by_prefix_ids(jnp.array([[1, 2, 1, 3, 2], [4, 4, 4, 4, 4]]))
-    first = np.zeros((5, 5), int)
-    first[[0, 0, 1, 1, 3], [0, 2, 1, 4, 3]] = 1
-    np.testing.assert_array_equal(matrix[0], first)
-    np.testing.assert_array_equal(matrix[1], [[1] * 5, *[[0] * 5] * 4])
 
 
 class SameSum:

@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from weft.config import config_for_function
 from weft.errors import ArgumentValueError, LayerConfigError
@@ -86,17 +85,6 @@ def test_linear_adapter_is_two_products(filled, wave):
     base = np.add(x @ state["layer"]["weight"], state["layer"]["bias"])
     expected = base + (x @ down @ up) * ALPHA / RANK
     np.testing.assert_allclose(run(layer, state, x), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_output_adapter_is_two_products(filled, wave):
-    layer = made(lora_output(), model_dim=DIM, num_heads=HEADS, per_head_dim=HEAD)
-    x = wave((2, 3, HEADS, HEAD))
-    state = filled(layer)
-    down, up = (state["adapter"][name]["weight"] for name in ("lora_down", "lora_up"))
-    weight, bias = map(np.asarray, (state["layer"]["weight"], state["layer"]["bias"]))
-    base = np.tensordot(x, weight, ((2, 3), (1, 2))) + bias
-    added = np.tensordot(x, down, ((2, 3), (1, 2))) @ up * ALPHA / RANK
-    np.testing.assert_allclose(run(layer, state, x), base + added, rtol=1e-5, atol=1e-6)
 
 
 def test_qkv_adapter_adds_to_enabled_projections(filled, wave):
@@ -263,15 +251,6 @@ def test_adapter_dropout_keeps_layer_output(filled, wave):
     state["adapter"] = jax.tree.map(jnp.zeros_like, state["adapter"])
     y, _ = F(layer, jax.random.PRNGKey(0), state, (x,), is_training=True)
     np.testing.assert_array_equal(y, run(layer, state, x))
-
-
-def test_weight_sharding():
-    specs = qkv_layer().create_parameter_specs_recursively()
-    up, down = (specs["adapter"][name]["weight"].mesh_axes for name in ("lora_up", "lora_down"))
-    assert up == PartitionSpec(None, None, "model", None)
-    assert down == PartitionSpec(None, None, "model")
-    assert specs["adapter"]["lora_down"]["weight"].fans()["fan_in"] == DIM
-    assert specs["adapter"]["lora_up"]["weight"].fans()["fan_out"] == HEADS * HEAD
 
 
 def test_only_queries_allow_cross_attention(filled, wave):

@@ -133,20 +133,6 @@ def test_side_outputs_are_nested_as_the_modules_are():
     assert outputs.summaries == {}
 
 
-def test_functional_is_pure_under_jit_grad_and_vmap():
-    root, state = make(1)
-
-    def loss(state, x):
-        return call(root, state, x)[0].sum()
-
-    x = jnp.ones(2)
-    grads = jax.jit(jax.grad(loss, allow_int=True))(state, x)
-    assert grads["leaf"]["w"] == 8.0
-    batched = jax.vmap(loss, in_axes=(None, 0))(state, jnp.ones((3, 2)))
-    np.testing.assert_allclose(batched, loss(state, x) * np.ones(3))
-    assert current_context() is None
-
-
 def test_inputs_may_be_named_and_are_copied():
     _, state = make(0)
 
@@ -183,15 +169,6 @@ def test_child_key_folds_its_name_into_the_parents():
     )
     np.testing.assert_array_equal(fold(key, "child"), [849616983, 2420731061])
     assert call(root, state, method="deep_key", key=None)[0] is None
-
-
-def test_descendants_can_be_called_through_their_parents():
-    root, state = make(2)
-    out, outputs = call(root, state, jnp.ones(1), method="deep_leaf")
-    np.testing.assert_allclose(out, [4 + 2])
-    assert outputs.summaries == {
-        "inner": {"leaf": {"mean": 1}, "inner": {"leaf": {"mean": 1}}},
-    }
 
 
 def test_calling_a_child_twice_shows_calls_and_fix():

@@ -108,14 +108,6 @@ def test_output_has_names(state):
     assert output.ys[0].shape == (3,)
 
 
-def test_outputs_of_iterations(state):
-    _, outputs = run(chain(), state, X, drop_output_collections=())
-    assert sorted(outputs.summaries) == ["layer0", "layer1", "layer2", "outer"]
-    updates = outputs.state_updates["layer"]["scale"]
-    np.testing.assert_allclose(updates, state["layer"]["scale"] + 1)
-    assert not outputs.module_outputs.get("layer")
-
-
 def test_module_outputs_are_kept_on_request(state):
     def keep_all():
         return lambda path: False
@@ -238,23 +230,3 @@ def test_a_few_layers_are_unrolled_on_one_cpu(state):
     assert not unrolls(chain(layer={"remat_spec": RematSpec()}))
     with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
         assert not unrolls(chain())
-
-
-class Nested(Repeat):
-    def forward(self, x):
-        return self._run(lambda x, _: (self.layer(x).carry, None), x).carry
-
-
-def test_repeat_in_repeat():
-    inner = Chain.default_config().set(num_layers=2, layer=Block.default_config())
-    module = (
-        Nested.default_config().set(name="n", num_layers=2, layer=inner).instantiate(parent=None)
-    )
-    state = module.initialize_parameters_recursively(jax.random.PRNGKey(0))
-    assert state["layer"]["layer"]["scale"].shape == (2, 2, DIM)
-    y, outputs = run(module, state, X)
-    flat = {
-        "layer": jax.tree.map(lambda p: p.reshape(4, *p.shape[2:]), dict(state["layer"]["layer"]))
-    }
-    np.testing.assert_allclose(y, reference(flat, X, [0.0] * 4)[0], rtol=1e-5)
-    assert sorted(outputs.summaries["layer1"]) == ["layer0", "layer1", "outer"]

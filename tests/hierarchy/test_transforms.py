@@ -7,7 +7,6 @@ import pytest
 
 from weft.errors import ArgumentValueError, OutputConflictError
 from weft.hierarchy import transforms
-from weft.hierarchy.context import new_output_collection
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import Module, functional, scan_in_context
 
@@ -105,14 +104,6 @@ def test_loops_with_one_prefix_do_not_overwrite_outputs():
     assert list(two_loops("other").module_outputs) == ["iter", "other"]
     with pytest.raises(OutputConflictError, match=r"add the output 'module_outputs/iter/child/y'"):
         two_loops("iter")
-
-
-def test_propagation_leaves_no_empty_summaries():
-    target = new_output_collection()
-    transforms.propagate_repeated_output_collections(
-        new_output_collection(), child_name_prefix="iter", target_output_collection=target
-    )
-    assert target == new_output_collection()
 
 
 @pytest.mark.parametrize("depth", range(1, 7))

@@ -164,3 +164,17 @@ def test_ready_and_peek_do_not_block():
         # The end is ready, too.
         assert batches.ready(timeout=10)
         assert list(batches) == []
+
+
+def test_counts_waiting_seconds():
+    source = Held()
+    with PrefetchingIterator(source) as batches:
+        batches.ready(timeout=0.05)
+        waited = batches.wait_seconds
+        assert waited >= 0.05
+        timer = threading.Timer(0.05, source.let.release)
+        timer.start()
+        next(batches)
+        timer.join()
+        assert batches.wait_seconds >= waited + 0.04
+        source.let.release()

@@ -34,33 +34,12 @@ def model(body):
     return Model()
 
 
-def run(body, *args):
-    """Returns the result of a body that was initialized before, and its parameters."""
-    m = model(body)
-    variables = m.init(KEY, *args)
-    return m.apply(variables, *args), variables["params"]
-
-
 def call(m, x):
     return m(x)
 
 
 def both(ms, x):
     return ms["b"](ms["a"](x)).sum()
-
-
-def test_vjp_with_captured_module():
-    def body(self, x):
-        captured = Linear(2)
-        y, pullback = nn.vjp(lambda m, x: m(captured(x)), Linear(1), x)
-        return y, pullback(jnp.ones_like(y))
-
-    (y, (of_variables, _)), params = run(body, X)
-    hidden = X @ params["Linear_0"]["w"]
-    np.testing.assert_allclose(y, hidden @ params["Linear_1"]["w"], rtol=1e-5)
-    expected = hidden.T @ jnp.ones((2, 1))
-    assert list(of_variables) == ["params"]
-    np.testing.assert_allclose(of_variables["params"]["w"], expected, rtol=1e-5)
 
 
 def test_custom_vjp_of_several_modules_with_nondiff_argument():

@@ -82,31 +82,6 @@ def test_loop_matches_python(loop, n):
     assert after[1] == then[1]
 
 
-@loops
-def test_params_created_in_body_are_shared(loop):
-    def body(self, x):
-        return loop(3, lambda self, x: Linear()(x), self, x, split_rngs={"params": False})
-
-    m = model(body)
-    y, variables = m.init_with_output(KEY, X)
-    w = variables["params"]["Linear_0"]["w"]
-    np.testing.assert_allclose(y, X @ w @ w @ w, rtol=1e-4)
-    np.testing.assert_allclose(m.apply(variables, X), y, rtol=1e-4)
-
-
-def test_conditions_and_bodies_that_capture_modules():
-    def body(self, x):
-        linear, bound = Linear(), Linear(1)
-        linear(x), bound(x)
-        on = lambda self, c: (c[0] < 2) & (jnp.sum(bound(c[1])) < jnp.inf)  # noqa: E731
-        step = lambda self, c: (c[0] + 1, linear(c[1]))  # noqa: E731
-        return nn.while_loop(on, step, self, (0, x))[1]
-
-    y, variables = model(body).init_with_output(KEY, X)
-    w = variables["params"]["Linear_0"]["w"]
-    np.testing.assert_allclose(y, X @ w @ w, rtol=1e-4)
-
-
 def test_changed_carry_is_named():
     m = model(lambda self, x: while_loop(2, lambda m, x: {"a": x["a"][:1]}, self, {"a": x}))
     with pytest.raises(CarryStructureError, match=r"is given as float32\[2,3\] and returned as"):

@@ -2,7 +2,6 @@ import copy
 import dataclasses
 import pickle
 import re
-import typing
 from concurrent.futures import ThreadPoolExecutor
 
 import cloudpickle
@@ -13,7 +12,6 @@ import pytest
 import treescope
 
 from tests.linen.modules import KEY, Affine, Counter, X
-from weft import linen as nn
 from weft.errors import (
     ApplyModuleInvalidMethodError,
     CallUnbindOnUnboundModuleError,
@@ -58,24 +56,6 @@ def test_modules_are_values():
     ):
         dataclass_hash = type("Sized", (Module,), {"__annotations__": {"sizes": list}})([1])
         hash(dataclass_hash)
-
-
-def test_class_may_define_hash():
-    class Model(Module):
-        sizes: list
-
-        def __hash__(self):
-            return len(self.sizes)
-
-    assert hash(Model([1, 2])) == 2
-
-    class Named(Module):
-        title: str
-
-        def __hash__(self):
-            return super().__hash__() + 1
-
-    assert hash(Named("a")) == Module.__hash__(Named("a")) + 1
 
 
 def test_parent_and_name_are_keyword_only():
@@ -168,47 +148,7 @@ def test_attributes_are_set_in_setup_only():
     assert "features" not in vars(free)
 
 
-def test_setup_runs_when_it_is_first_needed():
-    runs = []
-
-    class Model(Module):
-        def setup(self):
-            runs.append(self.name)
-            self.layer = Affine()
-
-        def __call__(self, x):
-            return self.layer(x)
-
-    class Outer(Module):
-        def setup(self):
-            self.a, self.b = Model(), Model()
-
-        def __call__(self, x):
-            return self.b(self.b.layer(x))
-
-    assert list(Outer().init(KEY, X)["params"]) == ["b"]
-    assert runs == ["b"]
-
-
 # Copies.
-
-
-def test_clones():
-    model = Model(4, name="n")
-    assert model.clone() == model and model.clone(features=5).features == 5
-    with pytest.raises(TypeError, match="feature"):
-        model.clone(feature=5)
-
-    class Wrapper(Module):
-        inner: Module
-        more: tuple = ()
-
-    inner = Affine(name="inner")
-    wrapper = Wrapper(inner, (inner,))
-    assert wrapper.clone().inner is inner
-    copied = wrapper.clone(_deep_clone=True, _reset_names=True)
-    assert copied.inner is not inner and copied.inner.name is None
-    assert copied.more[0].features == 2
 
 
 def test_pickles_and_deep_copies():
@@ -297,12 +237,6 @@ def test_threads_are_independent():
     assert found == [((2, i + 1), ["first", "rest_0"]) for i in range(4)]
 
 
-@pytest.mark.parametrize("cls", [Module, Affine, nn.RNN, nn.vmap(nn.Dense, {"params": 0})])
-def test_type_hints_are_found(cls):
-    assert {"parent", "name", *cls._field_names} <= set(typing.get_type_hints(cls))
-    assert {"parent", "name", *cls._field_names} <= set(typing.get_type_hints(cls.__init__))
-
-
 class ShownModel(Module):
     inner: Module
     sizes: tuple = (1, 2)
@@ -336,3 +270,21 @@ def test_unset_fields_are_not_shown():
     shown = []
     Late(1)
     assert shown == ["Late(\n    # attributes\n    a = 1\n    b = 2\n)"]
+
+
+def test_clones():
+    model = Model(4, name="n")
+    assert model.clone() == model and model.clone(features=5).features == 5
+    with pytest.raises(TypeError, match="feature"):
+        model.clone(feature=5)
+
+    class Wrapper(Module):
+        inner: Module
+        more: tuple = ()
+
+    inner = Affine(name="inner")
+    wrapper = Wrapper(inner, (inner,))
+    assert wrapper.clone().inner is inner
+    copied = wrapper.clone(_deep_clone=True, _reset_names=True)
+    assert copied.inner is not inner and copied.inner.name is None
+    assert copied.more[0].features == 2

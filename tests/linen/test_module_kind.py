@@ -39,11 +39,6 @@ class Linear(nn.Module):
         return x @ self.param("w", jax.nn.initializers.normal(1.0), (x.shape[-1], self.features))
 
 
-def twice(self, x):
-    x = Linear()(x)
-    return Linear()(x)
-
-
 def around(fn):
     """Returns a model of a module, what `fn` makes of it, and another module."""
 
@@ -144,17 +139,6 @@ def test_names_continue_after_a_transform_in_eager_calls(lifted):
         np.testing.assert_allclose(m.apply(variables, X), chained(variables, X, 3), rtol=1e-4)
 
 
-def test_names_after_branches_use_max_count():
-    m = around(lambda self, x, flag: nn.cond(flag, lambda self, x: Linear()(x), twice, self, x))
-    variables = m.init(KEY, X, True)
-    w = [variables["params"][f"Linear_{i}"]["w"] for i in range(4)]
-    for _ in range(2):
-        np.testing.assert_allclose(m.apply(variables, X, True), X @ w[0] @ w[1] @ w[3], rtol=1e-4)
-        np.testing.assert_allclose(
-            m.apply(variables, X, False), chained(variables, X, 4), rtol=1e-4
-        )
-
-
 def test_name_taken_outside_is_rejected_inside():
     m = model(
         lambda self, x: nn.remat(lambda self, x: Linear(name="a")(x))(self, Linear(name="a")(x))
@@ -231,21 +215,6 @@ def test_captured_modules(captures):
     (inside, outside), variables = model(body).init_with_output(KEY, X)
     np.testing.assert_allclose(inside, outside, rtol=1e-5)
     assert list(variables["params"]) == ["Linear_0"]
-
-
-def test_captured_module_and_its_submodule():
-    class Model(nn.Module):
-        def setup(self):
-            self.dense = Linear()
-
-        def __call__(self, x):
-            dense = self.dense
-            f = nn.remat(lambda m, x: self.dense(x) + dense(x) + m(x))
-            return f(dense, x), dense(x)
-
-    (y, one), variables = Model().init_with_output(KEY, X)
-    np.testing.assert_allclose(y, 3 * one, rtol=1e-5)
-    assert list(variables["params"]) == ["dense"]
 
 
 def test_module_of_another_tree_is_captured():
@@ -352,22 +321,6 @@ def test_cache_distinguishes_submodules():
             assert shown(Outer(wrap(Field(value))).apply({}, 0.0)) == shown(jnp.asarray(value))
             expected = jnp.asarray(value) + 100
             assert shown(Outer(wrap(Other(value))).apply({}, 0.0)) == shown(expected)
-
-
-def test_cache_distinguishes_shared_modules():
-    class Sum(nn.Module):
-        a: nn.Module
-        b: nn.Module
-
-        @nn.jit
-        def __call__(self, x):
-            return self.a(x) + self.b(x)
-
-    one = Linear()
-    both, same = Sum(Linear(), Linear()), Sum(one, one)
-    assert list(both.init(KEY, X)["params"]) == ["a", "b"]
-    assert list(same.init(KEY, X)["params"]) == ["a"]
-    assert list(both.init(KEY, X)["params"]) == ["a", "b"]
 
 
 # How often a model is compiled.
@@ -486,25 +439,6 @@ def test_cache_distinguishes_capturing():
 
 
 # Arguments and results.
-
-
-def test_fields_of_all_types_are_kept():
-    class Model(nn.Module):
-        sizes: Any
-        table: Any
-        fn: Any
-        inner: Any
-
-        @nn.remat
-        def __call__(self, x):
-            assert self.sizes == (1, (2, 3))
-            assert self.table["a"] == {"b": (4,)}
-            assert self.fn is jnp.tanh
-            return self.inner["m"][0](x)
-
-    inner = {"m": [Linear()]}
-    variables = Model([1, [2, 3]], {"a": {"b": [4]}}, jnp.tanh, inner).init(KEY, X)
-    assert list(variables["params"]) == ["inner_m_0"]
 
 
 def test_non_array_keyword_arguments_are_static():

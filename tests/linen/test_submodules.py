@@ -10,33 +10,9 @@ from tests.linen.modules import KEY, Affine, X
 from tests.linen.transformed import ALL
 from weft import linen as nn
 from weft import struct
-from weft.core.frozen_dict import FrozenDict
 from weft.errors import NameInUseError
 from weft.linen.methods import compact
 from weft.linen.module import Module, map_submodules
-
-
-def test_tuple_without_modules_stays_itself():
-    given = (1, (2, "x"))
-    assert map_submodules(lambda at, x: x, given, lambda x: False) is given
-
-
-class Holder(Module):
-    inner: Any
-
-    def __call__(self, x):
-        inner = self.inner
-        for layer in inner.values() if isinstance(inner, FrozenDict) else inner:
-            x = layer(x)
-        return x
-
-
-def test_inputs_are_not_mutated():
-    layer, layers = Affine(), [Affine()]
-    holder = Holder(layers)
-    holder.init(KEY, X)
-    assert holder.inner is layers and layer.scope is None and layers[0].scope is None
-
 
 # Names in transformations: the same names are allowed inside and outside.
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 
 from weft import nnx
-from weft.errors import GraphStructureError, LoopStructureError, ObjectArgumentError
+from weft.errors import GraphStructureError, ObjectArgumentError
 from weft.nnx.capture import capture
 
 
@@ -24,19 +24,6 @@ class Layer(nnx.Module):
 
 def names(module):
     return [name for name, _ in module._items()]
-
-
-def test_modules_that_a_traced_function_closes_over_sow():
-    class Plain(nnx.Module):
-        """Changes nothing."""
-
-        def __call__(self, x):
-            self.sow(nnx.Intermediate, "x", 2 * x)
-            return x
-
-    plain = Plain()
-    _, seen = jax.jit(capture(plain, nnx.Intermediate))(3)
-    assert nnx.to_pure_dict(seen) == {"x": (6,)} and names(plain) == []
 
 
 def test_errors_and_copies_are_cleaned_up():
@@ -138,15 +125,6 @@ def test_sown_values_in_loops_are_stacked(transformed, modes):
     if not modes:
         run(x, model)
         assert model.y[0].tolist() == seen.y[0].tolist()
-
-
-def test_shared_module_keeps_its_attributes_in_a_loop():
-    def body(x, m):
-        m.new = nnx.Cache(x)
-        return x
-
-    with pytest.raises(LoopStructureError, match=r"makes an attribute at m\.new"):
-        nnx.scan(body, in_axes=(nnx.Carry, SOWN), out_axes=nnx.Carry)(jnp.ones(2), Sower(3, 2))
 
 
 def test_modules_merged_under_vmap_sow():

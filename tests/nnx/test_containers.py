@@ -105,13 +105,6 @@ def test_copies_keep_cycles_and_marks(copied):
     assert nnx.graphdef(new) == nnx.graphdef(xs)
 
 
-def test_attributes_of_lists_are_kept():
-    xs = nnx.List([nnx.Param(1.0)])
-    xs.sow(nnx.Intermediate, "h", 2)
-    merged = nnx.merge(*nnx.split(xs))
-    assert merged.h[...] == (2,) and merged[0][...] == 1.0
-
-
 def test_objects_in_non_pytree_list_are_rejected():
     class Layers(list):
         pass
@@ -136,11 +129,3 @@ def test_static_container_stays_static():
         xs.e = nnx.static(nnx.List([nnx.Param(1.0)]))
     with pytest.raises(AttributeMarkError, match=r"Dict\.e is static"):
         xs.e = nnx.static(nnx.List([nnx.data(1.0)]))
-
-
-def test_setdefault_returns_what_is_stored():
-    d = nnx.Dict()
-    d.setdefault("a", {})["b"] = nnx.Param(jnp.ones(1))
-    assert isinstance(d.a, nnx.Dict) and d.a.b.shape == (1,)
-    assert d.setdefault("a", 3) is d.a
-    assert d.setdefault("n") is None and "n" in d

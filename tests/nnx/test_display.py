@@ -36,28 +36,10 @@ def test_containers_and_states():
     assert repr(nnx.State({"a": {"b": 1}})) == "State({\n  'a': State({\n    'b': 1\n  })\n})"
 
 
-def test_functions_and_types_are_shown_by_name():
-    assert repr(nnx.Dict(f=nnx.relu, g=jnp.add, dtype=jnp.float32)) == (
-        "Dict({\n  'f': relu,\n  'g': add,\n  'dtype': float32\n})"
-    )
-
-
-def test_tuple_with_objects_has_a_line_for_each():
-    assert repr(nnx.Dict(sizes=(3, 3))) == "Dict({\n  'sizes': (3, 3)\n})"
-    assert repr(nnx.Sequential(nnx.relu, nnx.List())) == (
-        "Sequential(\n  layers=(\n    relu,\n    List([])\n  )\n)"
-    )
-
-
 def test_cycle_is_not_followed():
     block = Block()
     block.me = block
     assert "me=Block(...)" in repr(block)
-
-
-def test_display_prints(capsys):
-    nnx.display(nnx.Param(1), 2)
-    assert capsys.readouterr().out == "Param(\n  value=1\n)\n2\n"
 
 
 def test_display_uses_treescope_in_a_notebook(monkeypatch, capsys):

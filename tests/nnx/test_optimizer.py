@@ -108,17 +108,6 @@ def test_hyperparameters_are_variables_that_can_be_set():
     assert model.w[0] == 0.75
 
 
-def counted_step(traces):
-    @jax.jit
-    def step(model_and_optimizer, grads):
-        traces.append(1)
-        model, optimizer = model_and_optimizer
-        optimizer.update(model, grads)
-        return model, optimizer
-
-    return step
-
-
 def test_optimizers_of_one_transformation_share_a_program():
     traces = []
 
@@ -136,46 +125,6 @@ def test_optimizers_of_one_transformation_share_a_program():
     step(model, optimizer)
     assert len(traces) == 1 and int(optimizer.step) == 2
     assert optimizer.opt_state[0].mu.kernel.out_sharding == ("in", "out")
-
-
-def test_optimizers_in_transformations():
-    def make():
-        model = Model()
-        return model, Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
-
-    model, optimizer = nnx.jit(make)()
-    optimizer.update(model, ones_like(model))
-    _, abstract = nnx.eval_shape(make)
-    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), values(abstract))
-    assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), values(optimizer))
-
-    @nnx.vmap
-    def several(rate):
-        model = Model()
-        optimizer = Optimizer(model, optax.sgd(1.0, momentum=0.9), wrt=nnx.Param)
-        optimizer.update(model, jax.tree.map(lambda x: x * rate, ones_like(model)))
-        return model, optimizer
-
-    model, optimizer = several(jnp.array([0.0, 1.0]))
-    assert model.layers[0].bias[:, 0].tolist() == [1.0, 0.0]
-    assert optimizer.opt_state[0].trace.kernel.shape == (2, 2, 3)
-
-
-def test_different_optimizers_update_separately():
-    step = counted_step([])
-    for i in range(8):
-
-        def scaled(updates, state, params=None, factor=float(i)):
-            return jax.tree.map(lambda g: g * factor, updates), state
-
-        def shifted(updates, state, params=None, i=i):
-            return jax.tree.map(lambda g: g + jnp.float32(i), updates), state
-
-        rules = [optax.GradientTransformation(lambda params: (), f) for f in (scaled, shifted)]
-        tx = optax.chain(*rules, optax.sgd(optax.constant_schedule(float(i))))
-        model = nnx.Dict(w=nnx.Param(jnp.zeros(1)))
-        model, _ = step((model, Optimizer(model, tx, wrt=nnx.Param)), {"w": jnp.ones(1)})
-        assert model.w[0] == -2 * i * i
 
 
 def test_optimizer_of_another_trace_is_rejected():
@@ -432,3 +381,18 @@ def test_values_find_their_variables():
         list(zip_state_dict(there, tuple(new)))
     with pytest.raises(OptimizerStateError, match=r"has n at 'a/0', .* returned \{\} for it; an"):
         list(zip_state_dict(there, new._replace(a=({}, new.a[1]))))
+
+
+def test_extra_arguments_are_passed():
+    model = nnx.Dict(w=nnx.Param(jnp.array([2.0])))
+    optimizer = Optimizer(model, optax.lbfgs(), wrt=nnx.Param)
+
+    def loss(params):
+        return jnp.sum(params["w"] ** 2)
+
+    grads = nnx.State({"w": nnx.Param(2 * model.w[...])})
+    optimizer.update(model, grads, grad=grads, value=loss(values(model)), value_fn=loss)
+    assert abs(float(model.w[0])) < 2
+    scale = Optimizer(model, optax.contrib.reduce_on_plateau(), wrt=nnx.Param)
+    scale.update(model, grads, value=1.0)
+    assert scale.opt_state.best_value[...] == 1

@@ -101,18 +101,6 @@ def test_cycles_are_for_graphs():
         nnx.remat(change, graph=False)(m)
 
 
-def test_settings_are_the_default():
-    with nnx.set_graph_updates(False):
-        assert changes() == VALUES
-        assert changes(graph_updates=True) == ALL
-    with nnx.set_graph_mode(False):
-        assert changes() == VALUES
-        assert changes(graph=True) == ALL
-        with nnx.set_graph_mode(True):
-            assert changes() == ALL
-    assert changes() == ALL
-
-
 def test_settings_are_read_at_transform_time():
     with nnx.set_graph_mode(False):
         f = nnx.remat(change)
@@ -135,20 +123,3 @@ def test_settings_are_thread_local_and_restored():
     with pytest.raises(KeyError), nnx.set_graph_updates(False):
         raise KeyError
     assert nnx.set_graph_updates.current_value() is True
-
-
-def test_set_permanently_or_decorate():
-    before = nnx.set_graph_mode.current_value()
-    try:
-        nnx.set_graph_mode(0)
-        assert nnx.set_graph_mode.current_value() is False
-        assert changes() == VALUES
-    finally:
-        nnx.set_graph_mode(before)
-
-    @nnx.set_graph_updates(False)
-    def decorated():
-        return changes()
-
-    assert decorated() == VALUES
-    assert changes() == ALL

@@ -67,21 +67,6 @@ def test_invalid_shardings(mesh):
         get_partition_spec({"a": {"w": w}})
 
 
-def test_initializers_with_a_layout(mesh):
-    w = nnx.Param(
-        with_partitioning(
-            jax.nn.initializers.he_normal(),
-            ("data",),
-            mesh,
-            on_get_value=lambda _, x: x + 1,
-            tag="a",
-        )(jax.random.key(0), (4, 8)),
-        tag="b",
-    )
-    assert w.get_raw_value().sharding.spec == P("data") and w.mesh == mesh and w.tag == "a"
-    assert jnp.allclose(w.get_value(), w.get_raw_value() + 1)
-
-
 def param(names=("data", "model"), **metadata):
     return nnx.Param(jnp.ones((4, 8)), out_sharding=names, eager_sharding=False, **metadata)
 
@@ -136,45 +121,6 @@ def test_missing_axes():
     w = param()
     with pytest.raises(TraceContextError, match="Param of shape"):
         jax.jit(lambda: add_axis(w, 0, LAYERS) and None)()
-
-
-@pytest.mark.parametrize("where", ["method", "hook"])
-def test_axis_hooks_without_metadata(where):
-    calls = []
-
-    class Telling(nnx.Param):
-        def add_axis(self, axis_index, axis_name):
-            calls.append(("added", axis_index, axis_name))
-
-        def remove_axis(self, axis_index, axis_name):
-            calls.append(("removed", axis_index, axis_name))
-
-    def make(value):
-        if where == "method":
-            return Telling(value)
-        return nnx.Param(
-            value,
-            on_add_axis=lambda variable, i, name: calls.append(("added", i, name)),
-            on_remove_axis=lambda variable, i, name: calls.append(("removed", i, name)),
-        )
-
-    params = {nnx.PARTITION_NAME: "layers"}
-    add_axis(make(jnp.ones(3)), 0, params)
-    remove_axis({"w": make(jnp.ones(3))}, 0, params)
-    assert calls == [("added", 0, "layers"), ("removed", 0, "layers")]
-    calls.clear()
-
-    def body(carry, model):
-        model.w[...] *= 2
-        return carry, nnx.Dict(made=make(jnp.ones((2, 5))))
-
-    loop = nnx.scan(
-        body, in_axes=(nnx.Carry, 1), out_axes=(nnx.Carry, 2), transform_metadata=params
-    )
-    _, made = loop(0, nnx.Dict(w=make(jnp.ones((4, 3)))))
-    # Changes are written back, and new variables are created.
-    assert calls == [("removed", 1, "layers"), ("added", 1, "layers"), ("added", 2, "layers")]
-    assert made.made.shape == (2, 5, 3)
 
 
 def test_abstract_values_get_their_layout(mesh):

@@ -1,6 +1,3 @@
-import copy
-import pickle
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -30,18 +27,6 @@ def test_state_is_a_nested_mapping():
     assert nnx.map_state(lambda path, x: path, state).a.b == ("a", "b")
 
 
-def test_source_dict_is_not_mutated():
-    given = {"a": {"b": 1}}
-    state = nnx.State(given)
-    state.a.b = 2
-    assert given == {"a": {"b": 1}} and nnx.State(state) == state
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies(copied):
-    assert nnx.to_pure_dict(copied(example())) == {"a": {"b": 1}, "c": 2}
-
-
 def test_list_with_attribute_has_a_pytree_state():
     """Its keys are integers and a string, also where it is nested."""
     model = nnx.Dict(layers=nnx.List([nnx.Param(jnp.float32(3))]))
@@ -68,13 +53,6 @@ def test_parts_and_the_whole():
     for operation in (lambda: state | 1, lambda: state - 1):
         with pytest.raises(TypeError, match="unsupported operand"):
             operation()
-
-
-def test_restore_int_paths():
-    assert nnx.restore_int_paths({"0": {"1": 2}, "a": 3}) == {0: {1: 2}, "a": 3}
-    state = nnx.state(nnx.List([nnx.Param(1), nnx.Param(2)]))
-    nnx.replace_by_pure_dict(state, {"0": 5})
-    assert nnx.to_pure_dict(state) == {0: 5, 1: 2}
 
 
 @pytest.mark.parametrize("keys", [("b", "a"), (10, 9), ("b", 1, "a"), (True, 1.5), ((1,), (0,))])

@@ -172,6 +172,22 @@ class TestLearner:
 
 
 class TestUpdateRules:
+    def test_update_types(self):
+        assert [learners.should_update_with_optimizers(t) for t in (*UpdateType, None)] == [
+            False,
+            True,
+            False,
+            True,
+            False,
+        ]
+        assert [learners.should_apply_state_updates(t) for t in (*UpdateType, None)] == [
+            False,
+            False,
+            True,
+            True,
+            False,
+        ]
+
     @pytest.mark.parametrize("frozen", [UpdateType.NO_UPDATE, None])
     def test_frozen_parameters_stay_and_have_no_state(self, frozen):
         learner = make(update_rules=[("linear/.*", frozen)])

@@ -233,3 +233,11 @@ def test_outputs_do_not_replace_fields_of_the_batch():
     cfg = composite([Dependency("a", "b", dst_key="target")], a=plus, b=plus)
     with pytest.raises(MetricCalculatorError, match=r"would replace \['target'\].*dst_key"):
         evaluate(make(cfg))
+
+
+def test_key_determines_results_and_differs_per_batch():
+    calculator = make(ModelSummaryAccumulator.default_config())
+    noise = [float(evaluate(calculator, seed)[0]["noise"]) for seed in (0, 0, 1)]
+    assert noise[0] == noise[1] != noise[2]
+    one, _ = evaluate(calculator, 0, BATCHES[:1])
+    assert float(one["noise"]) != noise[0]

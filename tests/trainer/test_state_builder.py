@@ -36,9 +36,6 @@ from weft.trainer.optimizers.transformations import ParamEmaState
 from weft.trainer.state_builder import (
     BaseConverterFromPretrainedModel,
     Builder,
-    ChainBuilder,
-    ChainConverter,
-    EmaParamsConverter,
     ImportedWeightsBuilder,
     MergeStateConverter,
     MergeStateSelection,
@@ -309,24 +306,6 @@ def test_selections_of_axlearn():
     assert taken() == everything
     assert taken(("model/a/.*", "TARGET")) == everything - {"model/a/w"}
     assert taken(("model/a/.*", "SOURCE"), (".*", MergeStateSelection.TARGET)) == {"model/a/w"}
-
-
-def test_converters_and_builders_in_chains(saved):
-    # The averages; the run takes one layer of them under another name.
-    chain = ChainConverter.default_config().set(
-        converters=[
-            EmaParamsConverter.default_config(),
-            merge((r"model/head/(.*)", r"model/decoder/a/\1")),
-        ]
-    )
-    like = state_of(0.0, ema=False, head=layer(0.0))
-    first = converted(saved, chain)
-    second = converted(saved, merge(("model/decoder/b/.*", MergeStateSelection.SOURCE)), step=10)
-    builders = ChainBuilder.default_config().set(builders=[first, second])
-    state = run_initial(builders, like)
-    assert filled(state.model["head"]["weight"]) == 120
-    assert filled(state.model["decoder"]["b"]["weight"]) == 11
-    assert filled(state.model["decoder"]["a"]["weight"]) == -1
 
 
 class TwoLinears(BaseLayer):

@@ -102,34 +102,6 @@ def test_body_creating_its_carry_is_traced_twice_in_init():
     assert len(traces) == 1
 
 
-def layers_under_jit(fn, rngs):
-    layer = lift.jit(fn)
-
-    def body(scope, carry, _):
-        return carry, jnp.stack([layer(scope.push(f"layer{i}"), carry) for i in range(3)])
-
-    _, ys = apply(scanned(body))({}, jnp.float32(0), None, rngs=rngs)
-    return ys
-
-
-def test_jitted_layers_in_a_loop_draw_distinct_keys():
-    draws, _ = drawing(((), "noise", 2))
-    ys = layers_under_jit(lambda scope, x: draws(scope, x)[0], RNGS)
-    assert len(set(ys.ravel().tolist())) == 6
-
-
-def test_keys_of_a_loop_are_the_same_without_jit():
-    def body(scope, carry, _):
-        keys = [scope.make_rng("noise"), scope.push("a").make_rng("noise"), scope.make_rng("noise")]
-        return carry, [jax.random.key_data(key) for key in keys]
-
-    loop = scanned(body, split_rngs={"noise": False})
-    expected = apply(loop)({}, 0.0, None, rngs=RNGS)
-    with jax.disable_jit():
-        result = apply(loop)({}, 0.0, None, rngs=RNGS)
-    jax.tree.map(np.testing.assert_array_equal, result, expected)
-
-
 def test_gradients_through_a_loop_that_draws_several_keys():
     def body(scope, carry, _):
         keep = jax.random.bernoulli(scope.make_rng("noise"), 0.5)

@@ -86,23 +86,6 @@ def test_pages_are_rejected(cls, fields):
         step(layer, states, [[0]], 1, page_pool=pages)
 
 
-def test_window_keeps_the_last_positions():
-    layer = cache(SlidingWindowKVCache, cached_kv_length=2, cache_dtype=jnp.bfloat16)
-    states = layer.init_states(SHAPE, dtype=jnp.float32)
-    # The first row is one position and padding.
-    (states, kv), k = step(layer, states, [[0, 1, 2]], 3, unpadded_len=jnp.array([1, 3]))
-    np.testing.assert_array_equal(kv.key_positions, [[-1, -1, 0, 1, 2]] * 2)
-    np.testing.assert_array_equal(states["key_positions"], [[-1, 0], [1, 2]])
-    np.testing.assert_array_equal(states["key"][0, 1], k[0, 0])
-    np.testing.assert_array_equal(states["key"][1], k[1, 1:])
-    assert states["key"].dtype == jnp.bfloat16 and kv.k_proj.dtype == jnp.float32
-    (states, kv), later = step(layer, states, [[1], [3]], 1)
-    np.testing.assert_array_equal(kv.key_positions, [[-1, 0, 1], [1, 2, 3]])
-    np.testing.assert_array_equal(kv.k_proj[1], np.concatenate([k[1, 1:], later[1]]))
-    np.testing.assert_array_equal(kv.v_proj[:, 1:], -kv.k_proj[:, 1:])
-    np.testing.assert_array_equal(states["key_positions"], [[0, 1], [2, 3]])
-
-
 def test_pages_are_those_of_each_sequence():
     layer = cache(PagedKVCache, page_size=2, num_pages=4)
     states = layer.init_states((2, 3, 1, 3), dtype=jnp.float32)
@@ -146,29 +129,6 @@ def test_positions_without_a_page_are_masked(filled, wave):
     probs = np.asarray(step(cached, x[:, 3:])[1].probs)[:, :, 0]
     np.testing.assert_allclose(probs.sum(-1), 1, rtol=1e-5)
     assert (probs[0] > 0).all() and (probs[1, :, 2:] > 0).all() and not probs[1, :, :2].any()
-
-
-def test_page_pool_of_other_sequences():
-    layer = cache(PagedKVCache, page_size=2, num_pages=3, cache_dtype=jnp.bfloat16)
-    states = layer.init_states((2, 4, 1, 3), dtype=jnp.float32)
-    first, second = (states.replace(page_indices=jnp.array(x)) for x in ([[0], [1]], [[2], [0]]))
-    (first, _), k = step(layer, first, [[0, 1]], 2)
-    none = jnp.array([2, 0])
-    # Another batch writes to the page that is left, and reads one of the first.
-    (second, kv), other = step(layer, second, [[0, 1]], 2, unpadded_len=none, page_pool=first)
-    joined = layer.maybe_normalize_kv(kv)
-    np.testing.assert_array_equal(joined.k_proj, np.stack([other[0], k[0]]))
-    np.testing.assert_array_equal(second.key[:2], first.key[:2])
-    assert second.key.dtype == jnp.bfloat16 and joined.k_proj.dtype == jnp.float32
-
-
-def test_copies_of_sequences_have_their_own_pages():
-    layer = cache(PagedKVCache, page_size=2)
-    states = layer.init_states((2, 3, 1, 3), dtype=jnp.float32)
-    (states, _), k = step(layer, states, [[0, 1, 2]], 3)
-    states = states.take(jnp.array([1, 1, 0]))
-    np.testing.assert_array_equal(states.page_indices, [[0, 1], [2, 3], [4, 5]])
-    np.testing.assert_array_equal(states.key.reshape(3, 4, 1, 3)[:, :3], k[[1, 1, 0]])
 
 
 MASKS = {

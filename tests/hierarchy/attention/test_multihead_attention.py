@@ -105,15 +105,6 @@ def test_mask_equals_biases(mask, biases, filled, x):
     assert not np.allclose(masked, run(attention(), state, x).data, atol=1e-3)
 
 
-def test_mask_depends_on_positions(filled, x):
-    layer = attention(mask=CAUSAL)
-    state = filled(layer)
-    positions = jnp.broadcast_to(jnp.arange(LENGTH)[::-1], (BATCH, LENGTH))
-    backwards = run(layer, state, x, query_positions=positions).data
-    forwards = run(layer, state, x[:, ::-1]).data
-    np.testing.assert_allclose(backwards, forwards[:, ::-1], rtol=1e-5, atol=1e-6)
-
-
 def test_segments_are_independent(filled, x):
     layer = attention(mask=CAUSAL, input_linear=rope())
     state = filled(layer)
@@ -300,33 +291,6 @@ def test_shared_kv_state(filled, x):
         run(second, shared, x, kv_state=kv_state).data, run(first, state, x).data, rtol=1e-6
     )
     assert sorted(second.init_states(batch_size=2, max_len=3, dtype=jnp.float32)) == ["time_step"]
-
-
-def test_bfloat16_stays(filled, x):
-    layer = attention(mask=CAUSAL, input_linear=rope())
-    state = jax.tree.map(lambda p: p.astype(jnp.bfloat16), filled(layer))
-    output = run(layer, state, x.astype(jnp.bfloat16), return_aux=["kv_state"])
-    assert output.data.dtype == output.kv_state.k_proj.dtype == jnp.bfloat16
-    exact = run(layer, filled(layer), x).data
-    np.testing.assert_allclose(output.data.astype(jnp.float32), exact, atol=0.05)
-
-
-def test_activations_are_sharded(filled):
-    n = jax.device_count()
-    heads = ("data", None, None, None)
-    layer = attention(
-        q_partition_spec=heads,
-        k_partition_spec=heads,
-        v_partition_spec=heads,
-        o_partition_spec=("data", None, None),
-    )
-    state, x = filled(layer), jnp.ones((n, 3, DIM))
-    plain = run(layer, state, x).data
-    mesh = jax.make_mesh((n,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    with jax.set_mesh(mesh):
-        laid_out = jax.jit(lambda x: run(layer, state, x).data)(x)
-    assert laid_out.sharding.spec[0] == "data"
-    np.testing.assert_allclose(laid_out, plain, rtol=1e-5)
 
 
 # Decoding.

@@ -11,12 +11,10 @@ from jax.sharding import PartitionSpec
 from weft.errors import ArgumentShapeError, LayerConfigError
 from weft.hierarchy.attention import (
     PipelinedTransformerLayer,
-    RepeatedTransformerLayer,
     StackedTransformerLayer,
     TransformerLayer,
 )
 from weft.hierarchy.attention.bias import CausalAttentionBias
-from weft.hierarchy.causal_lm import Model
 from weft.hierarchy.module import functional as F
 from weft.struct import VDict
 
@@ -133,16 +131,6 @@ def test_on_a_mesh(stacked_state, expected, wave):
     assert not re.search(rf"= f32\[{STAGES},{DIM},\d+\]\S* all-gather", text)
 
 
-def test_stages_may_be_loops(stacked_state, expected, wave):
-    stage = RepeatedTransformerLayer.default_config()
-    module = piped(stage=stage)
-    by_layer = in_stages(stacked_state)["pipeline"]["layer"]
-    layers = jax.tree.map(lambda *x: jnp.stack(x, axis=1), by_layer["layer0"], by_layer["layer1"])
-    state = {"pipeline": {"layer": VDict(repeat=VDict(layer=layers))}}
-    compiled = jax.jit(lambda s, k: F(module, None, s, k, is_training=False)[0].data)
-    close(compiled(state, inputs(wave)), expected[0].data)
-
-
 def test_decoding_equals_the_whole_sequence(stacked_state, wave):
     module, data = piped(), wave((BATCH, TIME, DIM))
     state = in_stages(stacked_state)
@@ -172,29 +160,6 @@ def test_decoding_equals_the_whole_sequence(stacked_state, wave):
         return jnp.concatenate(pieces, axis=1), whole.data
 
     close(*decode(state, data))
-
-
-def test_language_model_of_stages(filled):
-    def model(stack):
-        stack.set(num_layers=STAGES, layer=layer())
-        cfg = Model.default_config().set(name="model", batch_axis_names=None)
-        cfg.decoder.set(transformer=stack, dim=DIM, vocab_size=11)
-        return cfg.instantiate(parent=None)
-
-    stages = PipelinedTransformerLayer.default_config().set(num_stages=STAGES, num_microbatches=2)
-    piped_model, plain = model(stages), model(StackedTransformerLayer.default_config())
-    state = filled(plain)
-    layers = state["decoder"]["transformer"]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), layers["layer0"], layers["layer1"])
-    in_two = {"pipeline": {"layer": VDict(layer0=stacked)}}
-    ids = jnp.arange(BATCH * TIME).reshape(BATCH, TIME) % 10 + 1
-    batch = {"input_ids": ids, "target_labels": ids, "input_segment_ids": ids // 6 + 1}
-
-    def loss(model, state):
-        return jax.jit(lambda s: F(model, None, s, (batch,), is_training=True)[0][0])(state)
-
-    of_stages = loss(piped_model, {**state, "decoder": {**state["decoder"], "transformer": in_two}})
-    np.testing.assert_allclose(of_stages, loss(plain, state), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

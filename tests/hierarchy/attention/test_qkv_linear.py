@@ -121,19 +121,6 @@ def test_fused_grouped_equals_separate(filled, wave):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
 
 
-def test_values_default_to_keys_and_keys_to_queries(filled, wave):
-    layer = qkv(QKVLinear)
-    state, x, y = filled(layer), wave((1, 2, DIM)), wave((1, 3, DIM), 1.0)
-    jax.tree.map(
-        np.testing.assert_array_equal, run(layer, state, x), run(layer, state, x, key=x, value=x)
-    )
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        run(layer, state, x, key=y),
-        run(layer, state, x, key=y, value=y),
-    )
-
-
 X = jnp.ones((1, 2, DIM))
 
 

@@ -183,28 +183,6 @@ def test_sequences_share_a_pool_of_pages(filled, x):
     assert_close(output[:, 0], expected[jnp.arange(2), jnp.array([2, 3])])
 
 
-def test_config_per_layer(filled, x):
-    cfgs = [layer_config().set(remat_spec=None) for _ in range(2)]
-    cfgs[1].feed_forward.hidden_dim = 12
-    module = stack(StackedTransformerLayer, cfgs, num_layers=2)
-    specs = module.create_parameter_specs_recursively()
-    hidden = [specs[f"layer{i}"]["feed_forward"]["linear1"]["bias"].shape for i in range(2)]
-    assert hidden == [(16,), (12,)]
-    assert run(module, filled(module), data=x)[0].data.shape == x.shape
-
-
-def test_stack_of_stacks(filled, x):
-    inner = RepeatedTransformerLayer.default_config().set(num_layers=2, layer=layer_config())
-    module = stack(StackedTransformerLayer, [layer_config(), inner], num_layers=2)
-    state = filled(module)
-    expected = run(module, state, data=x)[0].data
-    cached = module.init_states(batch_size=BATCH, max_len=LENGTH, dtype=jnp.float32)
-    (_, output), _ = run(
-        module, state, "extend_step", cached_states=cached, data=x, is_prefill=True
-    )
-    assert_close(output.data, expected)
-
-
 def test_stochastic_depth_grows():
     module = stack(StackedTransformerLayer, num_layers=4, peak_stochastic_depth_rate=0.4)
     for part in ("self_attention", "feed_forward"):

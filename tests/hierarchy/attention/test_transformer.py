@@ -7,7 +7,6 @@ import pytest
 
 from weft.errors import ArgumentValueError, LayerConfigError
 from weft.hierarchy.attention.bias import CausalAttentionBias
-from weft.hierarchy.attention.qkv_linear import QLinear
 from weft.hierarchy.attention.transformer import (
     BottleNeckAdapterTransformerLayer,
     ParallelTransformerLayer,
@@ -95,23 +94,6 @@ def test_decoding_equals_the_whole_sequence(name, filled, x, wave):
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["plain", "parallel"])
-def test_segments_and_positions(name, filled, x):
-    """A packed sequence gives what its parts give by themselves."""
-    layer = build(LAYERS[name]())
-    state = filled(layer)
-    packed = run(
-        layer,
-        state,
-        data=x,
-        target_segment_ids=jnp.array([[1, 1, 2, 2, 2]] * BATCH),
-        target_positions=jnp.array([[0, 1, 0, 1, 2]]),
-    ).data
-    for part in (slice(0, 2), slice(2, 5)):
-        alone = run(layer, state, data=x[:, part]).data
-        np.testing.assert_allclose(packed[:, part], alone, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", LAYERS)
 def test_return_aux(name, filled, x, wave):
     layer = build(LAYERS[name]())
@@ -125,28 +107,6 @@ def test_return_aux(name, filled, x, wave):
         assert output.cross_attention_probs.shape == (BATCH, 2, LENGTH, 3)
     output = run(layer, filled(layer), data=x, **inputs)
     assert output[1:] == (None, None, None)
-
-
-def test_shared_kv_state(filled, x):
-    first, cfg = build(plain()), plain()
-    cfg.self_attention.attention.input_linear = QLinear.default_config()
-    second = build(cfg)
-    kv_state = run(
-        first, filled(first), data=x, return_aux={"self_attention_kv_state"}
-    ).self_attention_kv_state
-    state = filled(second)
-    expected = run(second, state, data=x, self_attention_kv_state=kv_state).data
-    cached = second.init_states(batch_size=BATCH, max_len=LENGTH, dtype=jnp.float32)
-    _, output = run(
-        second,
-        state,
-        "extend_step",
-        cached_states=cached,
-        data=x,
-        is_prefill=True,
-        self_attention_kv_state=kv_state,
-    )
-    np.testing.assert_allclose(output.data, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_adapter_is_a_bottleneck(filled, x):

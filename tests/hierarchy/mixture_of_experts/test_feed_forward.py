@@ -97,15 +97,6 @@ def test_equals_a_loop_over_tokens(factor, capacity):
     np.testing.assert_allclose(aux_loss, 0.01 * summaries["load_balance_loss"], rtol=1e-6)
 
 
-def test_padding_uses_no_slot():
-    moe, x = layer(gating=gating(train_capacity_factor=0.7)), inputs()
-    state, paddings = state_of(moe), np.random.default_rng(2).random((4, 3)) < 0.5
-    y, _ = run(moe, state, x, paddings=jnp.asarray(paddings))
-    expected = reference(state, x, groups=2, capacity=2, paddings=paddings)
-    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
-    assert np.all(np.asarray(y)[paddings] == 0)
-
-
 def test_gated_experts_and_outer_batches():
     moe = layer(activation=("nn.tanh", "linear"), outer_batch=2, num_groups=3)
     state, x = state_of(moe), inputs()

@@ -115,19 +115,6 @@ def test_equals_a_loop_over_tokens(name):
     np.testing.assert_allclose(np.mean(dropped), 1 - kept, atol=1e-6)
 
 
-def test_padding_is_ignored():
-    live = np.array([[[1, 1, 0, 1, 0, 0], [0, 1, 1, 1, 1, 1]]], bool)
-    layer = gating(Top2Gating, train_capacity_factor=1.0)
-    output, _ = run(layer, live=jnp.asarray(live))
-    expected = np.stack([reference(LOGITS[0, g], 2, 2, live[0, g]) for g in range(2)])[None]
-    np.testing.assert_allclose(output.combine_tensor, expected, rtol=1e-5, atol=1e-6)
-    # The losses are those of the first group's live tokens alone.
-    alone = run(layer, LOGITS[:, :1, [0, 1, 3]])[0]
-    first = run(layer, LOGITS[:, :1], live=jnp.asarray(live[:, :1]))[0]
-    for name in ("load_balance_loss", "router_z_loss"):
-        np.testing.assert_allclose(getattr(first, name), getattr(alone, name), rtol=1e-5)
-
-
 @pytest.mark.parametrize("cls", [Top2Gating, TopKDropFreeGating])
 def test_summaries_of_experts(cls):
     live = np.array([[[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]]], bool)

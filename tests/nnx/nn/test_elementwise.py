@@ -15,22 +15,9 @@ from weft.errors import (
 from weft.nnx.module import Module
 from weft.nnx.nn.elementwise import Dropout
 from weft.nnx.nn.parameters import draw_key, fork_stream, resolve_mode
-from weft.nnx.rngs import Rngs, RngStream, split_rngs
-from weft.nnx.split_merge import merge, split
+from weft.nnx.rngs import Rngs, RngStream
 
 X = jnp.ones((50, 40))
-
-
-def test_each_call_differs():
-    layer = Dropout(0.5, rngs=Rngs(0))
-    assert (layer(X) != layer(X)).any()
-    assert layer.rngs is not None and layer.rngs.count[...] == 2
-
-
-def test_layers_of_one_source_differ():
-    rngs = Rngs(0)
-    a, b = Dropout(0.5, rngs=rngs), Dropout(0.5, rngs=rngs)
-    assert (a(X) != b(X)).any()
 
 
 def test_no_key_is_needed_if_deterministic():
@@ -41,14 +28,6 @@ def test_no_key_is_needed_if_deterministic():
         InvalidRngError, match=r"Dropout with rate=0.5 applies .* rngs=nnx.Rngs\(drop"
     ):
         Dropout(0.5)(X)
-
-
-def test_batch_members_differ():
-    layer = Dropout(0.5, rngs=Rngs(0))
-    split_rngs(layer, splits=3)
-    graphdef, state = split(layer)
-    y = jax.vmap(lambda state: merge(graphdef, state)(X))(state)
-    assert (y[0] != y[1]).any() and (y[1] != y[2]).any()
 
 
 @pytest.mark.parametrize("rate", [-0.5, 1.5])

@@ -22,25 +22,6 @@ def product(m: Model, x: jax.Array) -> jax.Array:
     return m.w * x
 
 
-def test_cotangents_of_written_state():
-    @nnx.custom_vjp
-    def write(m: Model) -> jax.Array:
-        m.w[...] = m.w * 3
-        return m.w[...]
-
-    def bwd(residuals: None, g: Any) -> Any:
-        (of_model,), out_g = g
-        return nnx.State({"w": of_model.w[...] * 3 + out_g * 100})
-
-    write.defvjp(lambda m: (write(m), None), lambda r, g: (bwd(r, g),))
-
-    def loss(m: Model) -> jax.Array:
-        out = write(m)
-        return out + 7 * m.w[...]
-
-    assert float(nnx.grad(loss)(Model()).w[...]) == 7 * 3 + 100
-
-
 def test_none_is_zero_and_invalid_gradients_fail():
     def failing(given: Any) -> Any:
         f = nnx.custom_vjp(lambda m, x: m.w * x)
@@ -278,16 +259,6 @@ def test_values_that_rules_leave_inside_transformations(transform: Any, expected
             gradient(loss, Held())
     else:
         assert gradient(loss, Held())["w"] == expected
-
-
-def test_jitted_calls_in_shared_scans_only_read():
-    f = times_ten(lambda m, x: m.w * x, of_result=100)
-    jitted = nnx.jit(f)
-
-    def loss(m: Held) -> jax.Array:
-        return scanned(None)(lambda m, x: jitted(m, x) + jitted(m, x))(m, jnp.ones(3)).sum()
-
-    assert gradient(loss, Held())["w"] == 3 * (100 + 10 * 100)
 
 
 def test_captured_objects_keep_values_and_are_not_returned():

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.nnx.transforms.object_snapshots import is_like_plain, look, same, work
 from weft import nnx
@@ -161,21 +161,6 @@ def test_shardings_hold_when_structure_changes():
     f(model)
     assert model.part[...].tolist() == list(range(0, 16, 2))
     assert all(v[...].sharding.is_equivalent_to(x, 1) for v in model)
-
-
-def test_closures_as_attributes():
-    fn, traces = traced(lambda model, x: model.act(model.w * x))
-    f, model = nnx.jit(fn), Model()
-
-    def times(k):
-        return lambda x: x * k
-
-    for i in range(20):
-        model.act = times(float(i))
-        assert f(model, 1.0) == i and f(model, 1.0) == i
-    act = times(2.0)
-    assert [f(Model(act=act), 1.0) for _ in range(20)] == [2.0] * 20
-    assert len(traces) == 21
 
 
 def test_only_structure_changes_retrace():
@@ -363,41 +348,6 @@ def test_reads_in_tree_mode():
         same(f([model]), look([model]))
     model.k = 2
     same(f(model), look(model))
-
-
-@pytest.mark.parametrize("kinds", ["Auto", "Explicit", "Mixed"])
-@pytest.mark.parametrize("donated", [None, 0])
-def test_shardings_over_axes_of_every_type(kinds, donated):
-    types = {
-        "Auto": (AxisType.Auto,) * 2,
-        "Explicit": None,  # as `jax.make_mesh` gives them
-        "Mixed": (AxisType.Explicit, AxisType.Auto),
-    }[kinds]
-    given = {} if types is None else {"axis_types": types}
-    here = jax.make_mesh((4, 2), ("x", "y"), **given)
-    split, whole = (NamedSharding(here, PartitionSpec(*spec)) for spec in (("x", "y"), ()))
-    state = nnx.StateSharding({nnx.Param: split, ...: whole})
-
-    @nnx.jit(in_shardings=(state,), out_shardings=(whole, state), donate_argnums=donated)
-    def step(model):
-        model.w[...] += 1
-        return model.w.sum(), nnx.clone(model)
-
-    model = Model(jnp.ones((4, 2)))
-    for i in range(2):
-        total, clone = step(model)
-        assert total == 8 * (i + 2)
-        for x in (model, clone):
-            assert x.w[...].sharding.is_equivalent_to(split, 2)
-            assert x.n[...].sharding.is_equivalent_to(whole, 0)
-
-
-def test_partition_specs_under_explicit_mesh():
-    with jax.set_mesh(jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])):
-        model = Model(jax.device_put(jnp.ones(4), PartitionSpec("x")))
-        state = nnx.StateSharding({nnx.Param: PartitionSpec("x"), ...: PartitionSpec()})
-        nnx.jit(lambda m: m.w.set_value(m.w + 1), in_shardings=(state,))(model)
-        assert model.w[...].sharding.spec == PartitionSpec("x")
 
 
 NAMES = ["donated_state", "state", "donated", "kept", "rest", "named", "self", "static", "args"]

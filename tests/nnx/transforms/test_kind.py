@@ -13,7 +13,7 @@ from weft.errors import (
     StateFilterError,
     TraceContextError,
 )
-from weft.nnx.transforms.kind import ObjectKind, is_object, trace_of
+from weft.nnx.transforms.kind import ObjectKind
 
 
 class Pair(nnx.Module):
@@ -25,40 +25,6 @@ class Pair(nnx.Module):
 def through(f, *args, **mode):
     """Runs a function through all stages of a transformation, without further computation."""
     return nnx.remat(f, **mode)(*args)
-
-
-def test_is_carrier():
-    assert is_object(Pair()) and is_object(nnx.Param(1.0)) and is_object(nnx.List())
-    assert not is_object({"a": nnx.Param(1.0)}) and not is_object(jnp.ones(1))
-    assert trace_of(Pair()) == trace_of(nnx.Param(1.0))
-
-
-PAST = {
-    "an attribute": lambda m: vars(m).update(k=2),
-    "another attribute": lambda m: vars(m).update(scale=3),
-    "a variable": lambda m: vars(m).update(w=nnx.Param(m.w * 2)),
-    "its class": lambda m: object.__setattr__(m, "__class__", Other),
-    "an item": lambda m: list.append(m.items, nnx.Param(1.0)),
-    "another item": lambda m: list.__setitem__(m.items, 0, nnx.Param(1.0)),
-    "a key": lambda m: dict.__setitem__(m.heads, "b", nnx.Param(1.0)),
-    "a mark": lambda m: setattr(m, "scale", nnx.data(1)),
-    "nothing": lambda m: None,
-}
-
-
-class Other(Pair):
-    pass
-
-
-@pytest.mark.parametrize("change", PAST.values(), ids=PAST)
-def test_untracked_writes_are_committed(change):
-    m = Pair()
-    m.scale, m.items, m.heads = 1, [nnx.Param(0.0)], {"a": nnx.Param(0.0)}
-    expected = nnx.clone(m)
-    change(expected)
-    through(change, m)
-    assert nnx.graphdef(m) == nnx.graphdef(expected)
-    assert jax.tree.leaves(m) == jax.tree.leaves(expected)
 
 
 def test_captured_objects_are_rejected():
@@ -161,25 +127,3 @@ def test_call_leaks_no_objects():
     del m
     gc.collect()
     assert outer() is None and inside[0]() is None
-
-
-def test_three_transformations_with_writes_at_each():
-    m = Pair(jnp.float32(2.0), jnp.float32(0.0))
-
-    @nnx.jit
-    def first(m, xs):
-        m.n[...] += 1
-
-        def second(m, xs):
-            m.n[...] += 10
-
-            def third(m, x):
-                m.n[...] += 100
-                return m, m.w * x
-
-            return nnx.scan(third)(m, xs)[1].sum()
-
-        return nnx.value_and_grad(second)(m, xs)
-
-    value, grads = first(m, jnp.arange(3.0))
-    assert (float(value), float(grads.w), float(m.n)) == (6.0, 3.0, 311.0)
