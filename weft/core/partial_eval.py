@@ -3,6 +3,7 @@
 Unknown are arguments given only by shape, or all values that a JAX transformation transforms.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax.core
@@ -74,10 +75,7 @@ def _outputs_outside(
     is_output = [i in outputs for i in range(len(inside.paths))]
     closed = without_debugging(inside.traced.closed)
     jaxpr, is_used, _ = dce_jaxpr_consts(closed.jaxpr, is_output)
-    used_consts: list[PyTree] = []
-    for const, is_used_const in zip(closed.consts, is_used, strict=True):
-        if is_used_const:
-            used_consts.append(const)
+    used_consts = list(itertools.compress(closed.consts, is_used))
     with at_trace(trace):
         has_tracers = any(isinstance(const, jax.core.Tracer) for const in used_consts)
         if has_tracers and not is_tracing():

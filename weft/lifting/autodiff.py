@@ -17,7 +17,7 @@ from weft.lifting.kind import (
     is_state_node,
     split_args,
 )
-from weft.lifting.roles import DIFF
+from weft.lifting.roles import DIFF, Role
 from weft.lifting.signature import named_after
 from weft.lifting.static_keys import jax_products
 from weft.lifting.units import Units
@@ -38,8 +38,7 @@ class _Call:
         self._outer, pure_args = split_args(kind, args, wrt, "wrt", call=call)
         units = Units.of_pure_args(kind, pure_args)
         self.diff_values = units.values_with_role(DIFF)
-        others = units.mapped(lambda value, role: None if role is DIFF else value)
-        self.other_values = others.values
+        self.other_values = units.mapped(_without_diff).values
         self.units = units.mapped(lambda value, role: None)
 
     def pure(self, fn: Fn, has_aux: bool) -> Callable[[list[PyTree]], tuple[PyTree, PureResults]]:
@@ -56,6 +55,10 @@ class _Call:
     def write_back(self, results: PureResults) -> PyTree:
         """Writes changes of state; returns the function's own results."""
         return commit_results(self._kind, self._outer, results)
+
+
+def _without_diff(value: PyTree, role: Role) -> PyTree:
+    return None if role is DIFF else value
 
 
 def _runner(units: Units, fn: Fn) -> Callable[[list[PyTree], list[PyTree]], PureResults]:

@@ -63,7 +63,7 @@ def vmap(
     metadata = metadata or {}
 
     # Keys have been split along a new first axis, and the caller's keys stay as they are.
-    def input_axis(role: Role) -> PyTree:
+    def input_axis(_: PyTree, role: Role) -> PyTree:
         return 0 if role is FORK else role
 
     def output_axis(role: Role) -> PyTree:
@@ -82,23 +82,21 @@ def vmap(
             has_returned = True
             return results
 
-        def map_over(result_axes: PyTree) -> Callable[[PyTree], PureResults]:
-            return jax.vmap(
-                named_after(fn, mapped),
-                in_axes=(units.mapped(lambda _, role: input_axis(role)).packed(),),
-                out_axes=result_axes,
-                axis_size=n,
-                axis_name=axis_name,
-                spmd_axis_name=spmd_axis_name,
-            )
-
+        options: dict[str, Any] = {
+            "in_axes": (units.mapped(input_axis).packed(),),
+            "axis_size": n,
+            "axis_name": axis_name,
+            "spmd_axis_name": spmd_axis_name,
+        }
+        result_axes = axes.out_axes_of_results(units, out_axes, output_axis)
+        named_after(fn, mapped)
         try:
-            batched = map_over(axes.out_axes_of_results(units, out_axes, output_axis))
-            results = batched(entered.packed())
+            results = jax.vmap(mapped, out_axes=result_axes, **options)(entered.packed())
         except ValueError:
             # JAX only finds after the run that a result without an axis differs between indices.
             if has_returned:
-                _check_shared_results(fn, map_over(0), entered, out_axes)
+                batched = jax.vmap(mapped, out_axes=0, **options)
+                _check_shared_results(fn, batched, entered, out_axes)
             raise
         results = axes.leave_axis(units, results, out_axes, metadata)
         return commit_results(kind, outer, results)

@@ -86,16 +86,19 @@ def scan(
 
         def first_inputs(body: LoopBody) -> tuple[list[Tensor], list[Tensor]]:
             index = n - 1 if reverse and n else 0
-            # Even without iterations there are keys for one, and zeros for all other values.
-            x = [xs[index] if xs.shape[0] else _zeros_like_slice(xs) for xs in body.xs]
+            x: list[Tensor] = []
+            for leaf in body.xs:
+                # Even without iterations there are keys for one, and zeros for all other values.
+                x.append(leaf[index] if leaf.shape[0] else _zeros_like_slice(leaf))
             return body.carry, x
 
         make_body = functools.partial(LoopBody, fn, out_axes, structures)
         body, step, created = prepare_loop(make_body, units, first_inputs)
+        xs = body.xs if n else [leaf[:0] for leaf in body.xs]
         carry, ys = jax.lax.scan(
             named_after(fn, step),
             body.carry,
-            body.xs if n else [xs[:0] for xs in body.xs],
+            xs,
             length=n,
             reverse=reverse,
             unroll=unroll,
@@ -155,10 +158,11 @@ class LoopBody:
         self._out_axes = out_axes
         self._carry_structures = structures
         self._units = units
-        carry, self._carry_structure = jax.tree.flatten(units.values_with_role(CARRY))
+        carried = units.values_with_role(CARRY)
+        leaves, self._carry_structure = jax.tree.flatten(carried)
         # JAX carries no references; all iterations use the same ones.
-        self._refs = [leaf if isinstance(leaf, jax.Ref) else None for leaf in carry]
-        self.carry: list[Tensor] = _without_refs(carry)
+        self._refs = [leaf if isinstance(leaf, jax.Ref) else None for leaf in leaves]
+        self.carry: list[Tensor] = _without_refs(leaves)
         stacked: list[PyTree] = []
         for unit, value in units.items():
             if _is_sliced(unit.role):
@@ -187,8 +191,9 @@ class LoopBody:
 
     def inside(self, carry: list[Tensor], x: PyTree) -> Units:
         """Returns the units with which an iteration begins."""
-        sliced = _with_sliced(self._units, self._x_structure.unflatten(x))
-        return sliced.with_role_replaced(CARRY, self._with_refs(carry))
+        sliced_values = self._x_structure.unflatten(x)
+        sliced_units = _with_sliced(self._units, sliced_values)
+        return sliced_units.with_role_replaced(CARRY, self._with_refs(carry))
 
     def _next(
         self, carry: list[Tensor], units: Units, results: PureResults
@@ -204,7 +209,8 @@ class LoopBody:
         structures = carry_structures(self._out_axes, results.packed)
         _check_carry_structures(self.transformation, self._carry_structures, structures)
 
-        next_carry = _without_refs(jax.tree.leaves(returned.values_with_role(CARRY)))
+        carried = returned.values_with_role(CARRY)
+        next_carry = _without_refs(jax.tree.leaves(carried))
         sliced = [value for unit, value in returned.items() if _is_sliced(unit.role)]
         y, y_structure = jax.tree.flatten(sliced)
         self.outcome = BodyOutcome(
@@ -217,20 +223,19 @@ class LoopBody:
 
     def results(self, carry: list[Tensor], ys: list[Tensor]) -> PureResults:
         """Returns the results of the loop from its last carry and its stacked slices."""
-        assert self.outcome is not None, "JAX has traced the body"
+        outcome = self.outcome
+        assert outcome is not None, "JAX has traced the body"
         final_carry: list[Tensor] = []
-        for initial, final, is_unchanged in zip(
-            self.carry, carry, self.outcome.is_unchanged, strict=True
-        ):
-            # The caller's own array, so that later steps see that it did not change.
+        leaves = zip(self.carry, carry, outcome.is_unchanged, strict=True)
+        for initial, final, is_unchanged in leaves:
+            # The caller's own array, so that a surrounding function sees that it did not change.
             is_kept = is_unchanged and isinstance(initial, jax.Array)
             final_carry.append(initial if is_kept else final)
-        stacked = _with_sliced(self.outcome.shared, self.outcome.y_structure.unflatten(ys))
-        final_units = stacked.mapped(_move_axis_from_front).with_role_replaced(
-            CARRY, self._with_refs(final_carry)
-        )
+        stacked_values = outcome.y_structure.unflatten(ys)
+        stacked_units = _with_sliced(outcome.shared, stacked_values).mapped(_move_axis_from_front)
+        final_units = stacked_units.with_role_replaced(CARRY, self._with_refs(final_carry))
         state_nodes, packed = final_units.packed()
-        return PureResults(self.outcome.static, state_nodes, packed)
+        return PureResults(outcome.static, state_nodes, packed)
 
     @property
     def has_refs(self) -> bool:

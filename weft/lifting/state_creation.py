@@ -20,6 +20,7 @@ state in loops, JAX traces the body directly.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -92,10 +93,7 @@ class TracedFunction:
     def only(self, outputs: Sequence[int], *args: PyTree) -> list[Tensor]:
         """Returns some leaves of the result, computed without the others."""
         jaxpr, is_used = self._reduced(outputs)
-        inputs: list[PyTree] = []
-        for leaf, is_used_leaf in zip(jax.tree.leaves(args), is_used, strict=True):
-            if is_used_leaf:
-                inputs.append(leaf)
+        inputs = list(itertools.compress(jax.tree.leaves(args), is_used))
         results = jax.core.eval_jaxpr(jaxpr, self.closed.consts, *inputs)
         results_by_number = dict(zip(sorted(set(outputs)), results, strict=True))
         # A constant of the trace would be no array, and a change of it would be computed by NumPy.
@@ -119,9 +117,10 @@ class TracedFunction:
     def _reduced(self, outputs: Sequence[int]) -> tuple[Jaxpr, list[bool]]:
         """Returns the jaxpr of some leaves of the result, and which inputs it has."""
         jaxpr = without_debugging(self.closed).jaxpr
-        wanted = set(outputs)
-        is_wanted = [number in wanted for number in range(len(jaxpr.outvars))]
-        return dce_jaxpr(jaxpr, is_wanted)
+        is_output = [False] * len(jaxpr.outvars)
+        for number in outputs:
+            is_output[number] = True
+        return dce_jaxpr(jaxpr, is_output)
 
 
 _DEBUGGING = ("debug_callback", "debug_print")
@@ -335,6 +334,8 @@ def final_results(kind: Kind, results: PureResults, created: Sequence[Group | No
 
 def groups_before_and_after(units: Units, results: PureResults) -> list[tuple[Group, Group, Role]]:
     """Returns each group of the input carriers: before, what has changed after, and its role."""
-    changed_groups = [group for node in results.state_nodes for group in node.groups]
+    changed_groups: list[Group] = []
+    for node in results.state_nodes:
+        changed_groups.extend(node.groups)
     roles = [unit.role for unit in units.layout.units if unit.carrier is not None]
     return list(zip(units.groups(), changed_groups, roles, strict=True))
