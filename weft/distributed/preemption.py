@@ -458,10 +458,12 @@ class DelayedMax:
         if jax.process_count() == 1:
             return number
         mesh = Mesh(np.array(jax.devices()), ("devices",))
+        by_device = NamedSharding(mesh, PartitionSpec("devices"))
+        replicated = NamedSharding(mesh, PartitionSpec())
+        # Each device holds the number of its process.
         local_numbers = np.full(len(jax.local_devices()), number, np.int32)
-        sharding = NamedSharding(mesh, PartitionSpec("devices"))
-        all_numbers = jax.make_array_from_process_local_data(sharding, local_numbers)
+        all_numbers = jax.make_array_from_process_local_data(by_device, local_numbers)
         # JAX caches the compiled reduction by the function and its sharding.
-        largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        largest = jax.jit(jnp.max, out_shardings=replicated)
         previous, self._pending = self._pending, largest(all_numbers)
         return 0 if previous is None else int(previous)

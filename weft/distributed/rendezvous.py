@@ -141,7 +141,7 @@ def _broadcast(value: list | None, timeout_seconds: float) -> list:
     timer = threading.Timer(timeout_seconds, _exit_on_timeout, args=(timeout_seconds,))
     timer.daemon = True
     timer.start()
-    padded = np.zeros(_ADDRESS_BYTES, np.uint8)
+    padded = np.zeros(_ADDRESS_BYTES, np.uint8)  # of one size in all processes
     if value is not None:
         data = np.frombuffer(json.dumps(value).encode(), np.uint8)
         padded[: data.size] = data
@@ -302,6 +302,7 @@ class _Acceptor:
             return
         own_challenge, its_challenge = self._pending[connection].challenge, hello.get("challenge")
         facts = (own_challenge, its_challenge or "", index, its_count)
+        # Before this proof, nothing that the process says has an effect, or an answer.
         if not _is_equal(hello.get("proof", ""), _proof(self._token, "join", *facts)):
             logger.warning("refused a process with a wrong token or without one")
             self._refuse(connection, _WRONG_TOKEN)

@@ -59,19 +59,23 @@ def handle_stop_signals(handler: Callable[[signal.Signals], None]) -> Iterator[N
     A signal that is ignored, as SIGHUP under `nohup`, or that the program handles itself, stays as
     it is. Only the main thread can handle signals; in other threads, nothing is changed.
     """
-    previous = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT, *OTHER_STOP_SIGNALS):
-            is_other = number in OTHER_STOP_SIGNALS
-            if not is_other or signal.getsignal(number) is signal.SIG_DFL:
-                previous[number] = signal.signal(
-                    number, lambda number, frame: handler(signal.Signals(number))
-                )
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_signal(number: int, frame: types.FrameType | None) -> None:
+        handler(signal.Signals(number))
+
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    for number in OTHER_STOP_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            numbers.append(number)
+    previous_handlers = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         yield
     finally:
-        for number, handled in previous.items():
-            signal.signal(number, handled)
+        for number, previous_handler in previous_handlers.items():
+            signal.signal(number, previous_handler)
 
 
 class Interrupts:
@@ -165,20 +169,24 @@ class Watchdog:
             self._thread.join()
 
     def _watch(self) -> None:
-        limits = [t for t in (self._timeout, self._crash_after) if t is not None]
+        limits = [seconds for seconds in (self._timeout, self._crash_after) if seconds is not None]
         printed_at = 0.0
         while not self._stopped.wait(min(limits) / 4):
-            silent = time.monotonic() - self._last
-            due = time.monotonic() - printed_at
-            if self._timeout is not None and min(silent, due) > self._timeout:
+            silent_seconds = self.silent_seconds
+            seconds_since_print = time.monotonic() - printed_at
+            # Printed again after each further timeout, as long as the step hangs.
+            if (
+                self._timeout is not None
+                and min(silent_seconds, seconds_since_print) > self._timeout
+            ):
                 printed_at = time.monotonic()
-                self._print_stacks(silent)
-            if self._crash_after is not None and silent > self._crash_after:
-                self._print_stacks(silent)
+                self._print_stacks(silent_seconds)
+            if self._crash_after is not None and silent_seconds > self._crash_after:
+                self._print_stacks(silent_seconds)
                 os.kill(os.getpid(), signal.SIGABRT)
                 return
 
-    def _print_stacks(self, silent: float) -> None:
+    def _print_stacks(self, silent_seconds: float) -> None:
         message = "No progress for %.0f s while %s. The stacks of all threads:"
-        call_with_timeout(logger.error, message, silent, self.doing)
+        call_with_timeout(logger.error, message, silent_seconds, self.doing)
         print_error(dump_stacks())

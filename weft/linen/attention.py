@@ -43,7 +43,7 @@ def dot_product_attention_weights(
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | None = None,
     broadcast_dropout: bool = True,
-    dropout_rng: Any = None,
+    dropout_rng: Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     dtype: DType | None = None,
@@ -103,7 +103,7 @@ def dot_product_attention(
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | MaskFn | AttentionMask | None = None,
     broadcast_dropout: bool = True,
-    dropout_rng: Any = None,
+    dropout_rng: Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     dtype: DType | None = None,
@@ -176,6 +176,9 @@ def dot_product_attention(
     )
 
 
+_PARAMETERS = inspect.signature(dot_product_attention).parameters
+
+
 class MultiHeadDotProductAttention(Module):
     """Multi-head attention (Vaswani et al., 2017).
 
@@ -237,7 +240,7 @@ class MultiHeadDotProductAttention(Module):
         inputs_kv: Float[Array, "*batch keys key_features"] | None = None,
         mask: Bool[Array, "#*batch #heads #queries #keys"] | MaskFn | AttentionMask | None = None,
         deterministic: bool | None = None,
-        dropout_rng: Any = None,
+        dropout_rng: Array | None = None,
         sow_weights: bool = False,
     ) -> Float[Array, "*batch queries out_features"]:
         """Applies attention.
@@ -262,7 +265,10 @@ class MultiHeadDotProductAttention(Module):
         functional.check_sizes(type(self).__name__, **{name: getattr(self, name) for name in sizes})
         inputs_k, inputs_v = self._inputs(inputs_q, inputs_k, inputs_v, inputs_kv)
         features = self.qkv_features or inputs_q.shape[-1]
-        heads = self.num_heads, attention.head_features(features, self.num_heads, self._shown)
+        heads = (
+            self.num_heads,
+            attention.head_features(features, self.num_heads, self._name_in_errors),
+        )
         dense = functools.partial(
             DenseGeneral,
             use_bias=self.use_bias,
@@ -278,12 +284,15 @@ class MultiHeadDotProductAttention(Module):
             dot_general=self.qkv_dot_general,
             dot_general_cls=self.qkv_dot_general_cls,
         )
-        inputs = {"query": inputs_q, "key": inputs_k, "value": inputs_v}
-        query, key, value = (to_heads(name=name)(x) for name, x in inputs.items())
+        query = to_heads(name="query")(inputs_q)
+        key = to_heads(name="key")(inputs_k)
+        value = to_heads(name="value")(inputs_v)
         if self.normalize_qk:
-            options = {"use_bias": False, "dtype": self.dtype, "param_dtype": self.param_dtype}
-            query = LayerNorm(**options, name="query_ln")(query)
-            key = LayerNorm(**options, name="key_ln")(key)
+            layer_norm = functools.partial(
+                LayerNorm, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype
+            )
+            query = layer_norm(name="query_ln")(query)
+            key = layer_norm(name="key_ln")(key)
         if self.decode:
             key, value, mask = self._decode(query, key, value, mask)
         deterministic, dropout_rng = self._dropout(deterministic, dropout_rng)
@@ -298,7 +307,7 @@ class MultiHeadDotProductAttention(Module):
             "force_fp32_for_softmax": self.force_fp32_for_softmax,
         }
         x = self.attention_fn(query, key, value, **self._accepted(options, sow_weights))
-        return dense(
+        out = dense(
             self.out_features or inputs_q.shape[-1],
             axis=(-2, -1),
             kernel_init=self.out_kernel_init or self.kernel_init,
@@ -306,7 +315,8 @@ class MultiHeadDotProductAttention(Module):
             dot_general=self.out_dot_general,
             dot_general_cls=self.out_dot_general_cls,
             name="out",
-        )(x)
+        )
+        return out(x)
 
     @nowrap
     def _inputs(
@@ -316,34 +326,40 @@ class MultiHeadDotProductAttention(Module):
             errors.warn_deprecated("inputs_kv", "give inputs_k, and inputs_v if it is another")
             if inputs_k is not None or inputs_v is not None:
                 raise errors.ArgumentValueError(
-                    f"{self._shown} was given both inputs_kv and inputs_k or inputs_v; give "
-                    "inputs_k, and inputs_v if it is another."
+                    f"{self._name_in_errors} was given both inputs_kv and inputs_k or inputs_v; "
+                    "give inputs_k, and inputs_v if it is another."
                 )
             inputs_k = both
-        return attention.key_and_value_inputs(inputs_q, inputs_k, inputs_v, self._shown)
+        return attention.key_and_value_inputs(inputs_q, inputs_k, inputs_v, self._name_in_errors)
 
     @nowrap
     def _decode(
         self, query: Array, key: Array, value: Array, mask: Array | MaskFn | AttentionMask | None
     ) -> tuple[Array, Array, Array | MaskFn | AttentionMask | None]:
-        begun = self.has_variable("cache", "cached_key")
+        """Returns all keys and values so far, and the mask of this position."""
+        has_cache = self.has_variable("cache", "cached_key")
         cached_key = self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
         cached_value = self.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)
         index = self.variable("cache", "cache_index", lambda: jnp.zeros((), jnp.int32))
-        if not begun:
-            return key, value, mask
-        keys, values, seen = attention.attention_cache_step(
-            *(cached_key.value, cached_value.value, index.value),
-            *(query, key, value),
-            layer=self._shown,
+        if not has_cache:
+            return key, value, mask  # a call of the full length, which creates the cache
+        keys, values, cached_positions = attention.attention_cache_step(
+            cached_key.value,
+            cached_value.value,
+            index.value,
+            query,
+            key,
+            value,
+            layer=self._name_in_errors,
         )
-        mask = attention_mask.mask_of_step(mask, index.value, keys.shape[-3])
+        length = keys.shape[-3]
+        mask = attention_mask.mask_of_step(mask, index.value, length)
         cached_key.value, cached_value.value = keys, values
-        index.value = jnp.minimum(index.value + 1, keys.shape[-3])
-        return keys, values, combine_masks(mask, seen)
+        index.value = jnp.minimum(index.value + 1, length)
+        return keys, values, combine_masks(mask, cached_positions)
 
     @nowrap
-    def _dropout(self, deterministic: bool | None, rng: Any) -> tuple[bool, Any]:
+    def _dropout(self, deterministic: bool | None, rng: Array | None) -> tuple[bool, Array | None]:
         if self.dropout_rate == 0.0:
             return True, None
         deterministic = merge_param("deterministic", self.deterministic, deterministic)
@@ -353,21 +369,26 @@ class MultiHeadDotProductAttention(Module):
 
     @nowrap
     def _accepted(self, options: dict[str, Any], sow_weights: bool) -> dict[str, Any]:
+        """Returns the options that `attention_fn` accepts, with those of this layer alone."""
+        parameters = _PARAMETERS
+        if self.attention_fn is not dot_product_attention:
+            parameters = inspect.signature(self.attention_fn).parameters
+            attention.check_accepts_implementation(
+                self.implementation, parameters, self._name_in_errors
+            )
         if self.implementation is not None:
             options["implementation"] = self.implementation
-        einsums = {
+        accepted = {name: value for name, value in options.items() if name in parameters}
+        einsum_factories = {
             "qk_attn_weights_einsum": self.qk_attn_weights_einsum_cls,
             "attn_weights_value_einsum": self.attn_weights_value_einsum_cls,
         }
-        if self.attention_fn is not dot_product_attention:
-            known = inspect.signature(self.attention_fn).parameters
-            attention.check_accepts_implementation(self.implementation, known, self._shown)
-            options = {name: x for name, x in options.items() if name in known}
-            einsums = {name: make for name, make in einsums.items() if name in known}
-        options |= {name: make() for name, make in einsums.items() if make is not None}
+        for name, factory in einsum_factories.items():
+            if factory is not None and name in parameters:
+                accepted[name] = factory()
         if sow_weights:
-            options["module"] = self
-        return options
+            accepted["module"] = self
+        return accepted
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
@@ -383,7 +404,7 @@ class SelfAttention(MultiHeadDotProductAttention):
         inputs_q: Float[Array, "*batch length features"],
         mask: Bool[Array, "#*batch #heads #length #length"] | None = None,
         deterministic: bool | None = None,
-        dropout_rng: Any = None,
+        dropout_rng: Array | None = None,
         sow_weights: bool = False,
     ) -> Float[Array, "*batch length out_features"]:
         errors.warn_deprecated("SelfAttention", "call MultiHeadDotProductAttention with inputs_q")

@@ -73,6 +73,7 @@ class _Conv(Module):
         padded, options["padding"] = functional.pad_conv(
             inputs, window=window, padding=self.padding, input_dilation=input_dilation, **options
         )
+        # The convolution dilates the input itself, so only its shape is needed here.
         spatial: list[int] = []
         padded_spatial = padded.shape[-num_spatial - 1 : -1]
         for size, dilation in zip(padded_spatial, input_dilation, strict=True):

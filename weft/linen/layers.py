@@ -85,6 +85,7 @@ class Dropout(Module):
             return inputs
         if self.rate == 1:
             return jnp.zeros_like(inputs)
+        # Only here, so that a call without randomness needs no stream.
         key = self.make_rng(self.rng_collection) if rng is None else rng
         mask = keep_mask(key, self.rate, inputs.shape, self.broadcast_dims)
         return functional.dropout(inputs, rate=self.rate, mask=mask)

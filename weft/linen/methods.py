@@ -146,7 +146,7 @@ def wrap_method(fn: Callable[..., T]) -> Callable[..., T]:
             state.begin_compact(self, name)
         state_lib.RUNNING.module_stack.append(self)
         # A compact method called within a `compact_name_scope` creates its submodules outside it.
-        place = state.at() if is_compact and state.place else _NO_CONTEXT
+        place = state.creating_at() if is_compact and state.place else _NO_CONTEXT
         try:
             with _named_scope(self, name), place:
                 if state_lib.RUNNING.interceptors:

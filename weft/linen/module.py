@@ -88,7 +88,7 @@ def module_repr(module: state_lib.ModuleVariables, step: str = "    ") -> str:
     for field in dataclasses.fields(cast(Any, module)):
         is_shown = field.repr and field.name not in ("parent", "name")
         if is_shown and field.name in attributes and field.name not in children:
-            attribute_lines.append(f"{field.name} = {_shown(attributes[field.name], step)}")
+            attribute_lines.append(f"{field.name} = {_text_of_value(attributes[field.name], step)}")
     child_lines = [f"{name} = {module_repr(child, step)}" for name, child in children.items()]
     lines: list[str] = []
     if attribute_lines:
@@ -116,7 +116,7 @@ def _variables_without_children(
     return variables
 
 
-def _shown(value: object, step: str) -> str:
+def _text_of_value(value: object, step: str) -> str:
     if callable(value) and hasattr(value, "__name__"):
         return value.__name__
     if dataclasses.is_dataclass(value) and hasattr(value, "_state"):
@@ -203,7 +203,7 @@ class Module(state_lib.ModuleVariables):
             self._state.adopted = {}
             self._bind(parent)
         elif isinstance(parent, Module):
-            parent._adopt_fields(self)
+            parent._attach_created(self)
         elif parent is not None:
             raise errors.InvalidParentModuleError(type(self).__name__, parent)
 
@@ -223,20 +223,21 @@ class Module(state_lib.ModuleVariables):
     def setup(self) -> None:
         """Creates submodules and variables as attributes; runs before the first method."""
 
-    def _adopt_fields(self, child: "Module") -> None:
+    def _attach_created(self, child: "Module") -> None:
         """Attaches a submodule created in one of this module's methods."""
-        state = self._state
-        if state.in_setup and state_lib.name_of(child) is None:
+        state, name = self._state, state_lib.name_of(child)
+        if state.in_setup and name is None:
             return  # the attribute that it is assigned to names it
         if not (state.in_setup or state.names_submodules):
-            raise errors.AssignSubModuleError(type(child).__name__, self._shown)
-        self._attach(child, state_lib.name_of(child) or state.next_name(type(child).__name__))
+            raise errors.AssignSubModuleError(type(child).__name__, self._name_in_errors)
+        self._attach(child, name or state.next_name(type(child).__name__))
 
     def _attach(self, child: "Module", name: str) -> None:
         scope: Any = self._state.place or self.scope
         self._state.add_child(scope, name, self, child)
         object.__setattr__(child, "name", name)
         object.__setattr__(child, "parent", self)
+        # One table for the whole tree, so that a module in several places is one submodule.
         child._state.adopted = self._state.adopted
         child._bind(scope.push(name))
 
@@ -309,14 +310,14 @@ class Module(state_lib.ModuleVariables):
             object.__setattr__(self, name, value)
             return
         if not self._state.in_setup:
-            raise errors.SetAttributeFrozenModuleError(self._shown, name, value)
+            raise errors.SetAttributeFrozenModuleError(self._name_in_errors, name, value)
         if name in self._field_names or name in ("parent", "name"):
-            raise errors.SetAttributeInModuleSetupError(self._shown, name)
+            raise errors.SetAttributeInModuleSetupError(self._name_in_errors, name)
         object.__setattr__(self, name, map_submodules(self._adopt, value, is_module, name))
 
     def __delattr__(self, name: str) -> None:
         if self.__dict__.get("scope") is not None:
-            raise errors.SetAttributeFrozenModuleError(self._shown, name, "(deleted)")
+            raise errors.SetAttributeFrozenModuleError(self._name_in_errors, name, "(deleted)")
         object.__delattr__(self, name)
 
     def __getattr__(self, name: str) -> Any:
@@ -328,14 +329,14 @@ class Module(state_lib.ModuleVariables):
             raise errors.IncorrectPostInitOverrideError(cls.__name__)
         if inspect.isdatadescriptor(inspect.getattr_static(cls, name, None)):
             # The property raised an AttributeError itself.
-            raise errors.DescriptorAttributeError(self._shown, name)
+            raise errors.DescriptorAttributeError(self._name_in_errors, name)
         if self.scope is not None and self._state.setup_is_due:
             self._run_setup()
             if name in vars(self):
                 return vars(self)[name]
         near_names = difflib.get_close_matches(name, [*vars(self), *dir(cls)], n=1, cutoff=0.75)
         hint = f"; did you mean {near_names[0]!r}?" if near_names else ""
-        raise errors.ModuleAttributeError(self._shown, name, hint)
+        raise errors.ModuleAttributeError(self._name_in_errors, name, hint)
 
     def __dir__(self) -> Iterable[str]:
         if self.scope is not None and self._state.setup_is_due:
@@ -650,7 +651,7 @@ def _hash(self: Module) -> int:
     if self.scope is not None:
         # JAX reuses a trace for an equal function, but it contains the first one's variables.
         raise TypeError(
-            f"{self._shown} is bound to variables, so it has no hash, and `jax.jit`, "
+            f"{self._name_in_errors} is bound to variables, so it has no hash, and `jax.jit`, "
             "`jax.checkpoint` or `jax.lax.cond` cannot take the module itself as the function. "
             "Use `nn.jit`, `nn.remat` or `nn.cond` of weft.linen, or a function that calls it: "
             "`lambda x: module(x)`."

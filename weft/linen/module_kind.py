@@ -78,14 +78,16 @@ class ModuleDef:
         self.target = target
         self.captured = captured
         self.options = options
+        option_keys = [(name, value_key(value)) for name, value in options.items()]
         self._key = (
             tuple(map(_spec_key, specs)),
             jax.tree.structure(target),
             captured,
-            tuple((name, value_key(value)) for name, value in options.items()),
+            tuple(option_keys),
+            # Interceptors run inside, so a trace with others is another one.
             tuple(map(IdentityKey, RUNNING.interceptors)),
         )
-        self._hash = hash(self._key)
+        self._hash = hash(self._key)  # JAX asks for it several times in a call
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ModuleDef) and self._key == other._key
@@ -95,11 +97,12 @@ class ModuleDef:
 
 
 def _spec_key(spec: _Spec) -> Hashable:
+    fields = [(name, _field_key(value)) for name, value in spec.fields.items()]
     # Without the name: modules that differ only in it compute the same.
     return (
         spec.cls,
-        tuple((name, _field_key(value)) for name, value in spec.fields.items()),
-        tuple(sorted(spec.counters.items())),
+        tuple(fields),
+        frozenset(spec.counters.items()),
         frozenset(spec.own_names.items()),
         spec.is_bound,
         spec.path,
@@ -218,6 +221,7 @@ class ModuleSplitter:
         cls, name = type(carried), name_of(carried)
         if carried.scope is None:
             return _Spec(cls, fields, is_bound=False, name=name, transform_tokens=tokens)
+        # A trace is valid for all modules that are equal in this, at any path.
         return _Spec(
             cls,
             fields,
@@ -251,6 +255,7 @@ def merge_modules(fn: Fn, index: int = 0, unpack: Unpack | None = None) -> Fn:
         if unpack is not None:
             args, kwargs = unpack(*args)
         module_def, modules = module_state.module_def, module_state.modules()
+        # A module of the closure replaces its inner one in `modules` during the call.
         inner_modules = list(modules)
         with _swapped_state(captured_modules(fn), module_def.captured[index], modules):
             target, args, kwargs = jax.tree.map(
@@ -393,6 +398,7 @@ def split_modules(
     splitter = ModuleSplitter(target, token)
     target_refs = splitter.refs(target)
     args, kwargs = splitter.refs((args, dict(kwargs)))
+    # All functions get the modules of all: branches must have the same arguments.
     captured = tuple(tuple(map(splitter.ref, captured_modules(fn))) for fn in fns)
     options: dict[str, Any] = {}
     arrays: dict[str, PyTree] = {}

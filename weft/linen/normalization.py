@@ -157,7 +157,7 @@ class GroupNorm(Module):
         axes = norm.group_norm_axes(self.reduction_axes, x.shape)
         scale, bias = scale_and_bias(self, (channels,))
         if mask is not None:
-            mask = jnp.broadcast_to(mask, x.shape)
+            mask = jnp.broadcast_to(mask, x.shape)  # before the channels are divided into groups
         return _normalized(
             self,
             functional.group_norm,
@@ -222,9 +222,15 @@ def _normalized(
     *params: Array | None,
     **options: Any,
 ) -> Array:
-    dtype = canonicalize_dtype(x, *params, dtype=module.dtype)
-    options |= {"dtype": dtype, "force_float32": module.force_float32_reductions}
-    return norm.normalize_by_layer(module, norm_fn, x, *params, **options)
+    return norm.normalize_by_layer(
+        module,
+        norm_fn,
+        x,
+        *params,
+        dtype=canonicalize_dtype(x, *params, dtype=module.dtype),
+        force_float32=module.force_float32_reductions,
+        **options,
+    )
 
 
 def scale_and_bias(module: Any, shape: Sequence[int]) -> tuple[Array | None, Array | None]:
@@ -309,7 +315,7 @@ class BatchNorm(Module):
             mean = mean_average.value.reshape(broadcast_shape)
             var = var_average.value.reshape(broadcast_shape)
         else:
-            initializing = self.is_initializing()
+            initializing = self.is_initializing()  # where the mapped axis need not exist
             mean, var = functional.moments(
                 x,
                 axis=reduction_axes,
@@ -397,6 +403,7 @@ class SpectralNorm(Module):
         normalized, new_u, new_sigma = norm.spectral_norm(
             weight, u.value, n_steps=self.n_steps, eps=self.epsilon
         )
+        # The next call continues the power iteration from here.
         if update_stats:
             u.value, sigma.value = new_u, new_sigma
         return normalized.astype(canonicalize_dtype(normalized, new_u, dtype=self.dtype))

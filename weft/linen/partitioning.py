@@ -29,7 +29,7 @@ from weft.core.scope import Scope, Variable
 from weft.lifting.signature import as_tuple
 from weft.linen import transforms
 from weft.linen.state import ModuleVariables, current_module
-from weft.typing import PyTree
+from weft.typing import PyTree, T
 
 Target = TypeVar("Target")
 
@@ -53,7 +53,7 @@ class AxisMetadata(struct.PyTreeNode, meta.AxisMetadata):
     def unbox(self) -> Self:
         return self
 
-    def replace_boxed(self, val: object) -> Any:
+    def replace_boxed(self, val: T) -> T:
         return val
 
     def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
@@ -101,24 +101,24 @@ class PartitionedVariable(Variable):
         self.fallback = fallback
 
     @property
-    def value(self) -> Any:
+    def value(self) -> PyTree:
         """The value, laid out by the rules."""
         return with_sharding_constraint(super().value, self.axes, fallback=self.fallback)
 
     @value.setter
-    def value(self, value: object) -> None:
+    def value(self, value: PyTree) -> None:
         value = with_sharding_constraint(value, self.axes, fallback=self.fallback)
         Variable.value.__set__(self, value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def param_with_axes(
     name: str,
-    init_fn: Callable[..., Any],
-    *init_args: Any,
+    init_fn: Callable[..., T],
+    *init_args: PyTree,
     axes: Sequence[str | None] | Mapping[str, Any] | None = None,
     module: ModuleVariables | None = None,
-    **init_kwargs: Any,
-) -> Any:
+    **init_kwargs: PyTree,
+) -> T:
     """Returns a parameter with axis names, laid out by the rules.
 
     Args:
@@ -152,11 +152,11 @@ def variable_with_axes(
     collection: str,
     name: str,
     init_fn: Callable[..., Any],
-    *init_args: Any,
+    *init_args: PyTree,
     axes: Sequence[str | None] | Mapping[str, Any] | None = None,
     module: ModuleVariables | None = None,
     fallback: RulesFallback = RulesFallback.AXIS_IS_UNSHARDED,
-    **init_kwargs: Any,
+    **init_kwargs: PyTree,
 ) -> PartitionedVariable:
     """Returns a variable with axis names, laid out by the rules; see `param_with_axes`.
 

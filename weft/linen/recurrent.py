@@ -123,6 +123,7 @@ class SimpleCell(_Cell):
     def __call__(self, carry: State, inputs: Input) -> tuple[State, State]:
         input_map, state_map = linear_maps(self, carry)
         candidate = input_map(name="i")(inputs) + state_map(name="h")(carry)
+        # The activation comes last, so a residual state stays within its range.
         if self.residual:
             candidate = candidate + carry
         carry = self.activation_fn(candidate)
@@ -287,6 +288,7 @@ class OptimizedLSTMCell(_MemoryCell, _GatedCell):
                     biases.append(bias)
             merged_kernel = jnp.concatenate(kernels, -1)
             merged_bias = jnp.concatenate(biases) if use_bias else None
+            # Shape (*batch, 4 * state), the gates in their order.
             return functional.dense(*promote_dtype(x, merged_kernel, merged_bias, dtype=self.dtype))
 
         from_input = mapped(inputs, "i", self.kernel_init, use_bias=False)
@@ -338,6 +340,7 @@ class ConvLSTMCell(_MemoryCell):
         )
         gates = conv(name="ih")(inputs) + conv(name="hh")(h)
         i, g, f, o = jnp.split(gates, 4, -1)
+        # The bias of 1 keeps the memory in the first steps of training.
         c, h = lstm_step(c, i, f + 1, g, o)
         return (c, h), h
 

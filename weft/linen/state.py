@@ -248,12 +248,13 @@ class State:
             for name in names:
                 scope.release(name, collection)
                 if collection is None and (child := self.children.pop(name, None)):
+                    # Another compact method must not use the name for another module.
                     if not self._named_by:
                         self._named_by = {}
                     self._named_by[name] = self._method, child
         self._names_in_compact = _NOTHING
         if self._places:
-            self._places[0][1].clear()
+            self._places[0][1].clear()  # automatic names count from 0 again
         self.in_compact = True
         self._method = method
 
@@ -262,7 +263,9 @@ class State:
     ) -> None:
         """Records the name of a new submodule; raises an error if the name is taken."""
         if scope.name_reserved(name):
-            raise errors.NameInUseError(f"submodule {type(child).__name__}", name, module._shown)
+            raise errors.NameInUseError(
+                f"submodule {type(child).__name__}", name, module._name_in_errors
+            )
         if self.place is not None:
             return  # each call of the method creates it again
         if self.in_compact and name in self._named_by:
@@ -301,7 +304,7 @@ class State:
         return self._places
 
     @contextlib.contextmanager
-    def at(self, place: "Scope | None" = None) -> Iterator[None]:
+    def creating_at(self, place: "Scope | None" = None) -> Iterator[None]:
         """Enters a context that creates submodules at a place, by default the module's scope."""
         places = self._all_places()
         places.append(places[0] if place is None else (place, {}))
@@ -316,9 +319,9 @@ class State:
         """Returns a context that creates submodules in a scope with the name of a method."""
         scope: Any = module.scope
         if scope.name_reserved(name) and name not in self._name_scopes:
-            raise errors.NameInUseError("compact_name_scope", name, module._shown)
+            raise errors.NameInUseError("compact_name_scope", name, module._name_in_errors)
         self._name_scopes |= {name}
-        return self.at(scope.push(name, reuse=True))
+        return self.creating_at(scope.push(name, reuse=True))
 
     def resume(self, module: "ModuleVariables", spec: Any) -> None:
         """Takes over the state of another copy of the module, a `module_kind._Spec`."""
@@ -326,10 +329,13 @@ class State:
         if spec.own_names:
             self.own_names = spec.own_names
             scope.take_names(spec.own_names)
-        self.in_compact, self.transform_tokens = spec.in_compact, spec.transform_tokens
+        self.in_compact = spec.in_compact
+        self.transform_tokens = spec.transform_tokens
         if spec.place is not None:
+            # The copy outside runs a `compact_name_scope`, so submodules belong below its scope.
             self._name_scopes |= {spec.place}
-            self._all_places().append((scope.push(spec.place, reuse=True), dict(spec.counters)))
+            place = scope.push(spec.place, reuse=True)
+            self._all_places().append((place, dict(spec.counters)))
         elif spec.counters:
             self._places = [(None, dict(spec.counters))]
 
@@ -365,33 +371,33 @@ class ModuleVariables:
         def _end_scope(self) -> None: ...
 
     @property
-    def _shown(self) -> str:
+    def _name_in_errors(self) -> str:
         if self.scope is None:
             return type(self).__name__
         return f"{type(self).__name__} {'/'.join(self.scope.path) or '(the outermost module)'}"
 
-    def _bound(self, use: str) -> Scope:
+    def _bound_scope(self, use: str) -> Scope:
         if self.scope is None:
             raise errors.UnboundModuleError(use, type(self).__name__)
         return self.scope
 
-    def _owner(self, variable: str) -> Scope:
+    def _scope_for_creation(self, variable: str) -> Scope:
         """Returns the scope in which a variable can be created."""
         if self.scope is None:
             raise errors.UnboundModuleError(f"{variable} was requested", type(self).__name__)
         if not (self._state.in_compact or self._state.in_setup):
-            raise errors.CompactMethodError(variable, self._shown)
+            raise errors.CompactMethodError(variable, self._name_in_errors)
         return self.scope
 
     @property
     def variables(self) -> dict[str, Any]:
         """The variables of this module and its submodules, by collection."""
-        return self._bound("the variables were requested").variables()
+        return self._bound_scope("the variables were requested").variables()
 
     @property
     def path(self) -> tuple[str, ...]:
         """The names of the modules from the root to this one."""
-        scope = self._bound("the path was requested")
+        scope = self._bound_scope("the path was requested")
         record_path_read(self)  # pyright: ignore[reportArgumentType]
         return scope.path
 
@@ -421,7 +427,7 @@ class ModuleVariables:
         >>> Bias().init(jax.random.key(0), jax.numpy.zeros((4, 2)))
         {'params': {'bias': Array([1., 1.], dtype=float32)}}
         """
-        scope = self._owner(f"the parameter {name!r}")
+        scope = self._scope_for_creation(f"the parameter {name!r}")
         value = scope.param(name, init_fn, *init_args, unbox=unbox, **init_kwargs)
         self._state.record_name(name, "params")
         return value
@@ -452,44 +458,44 @@ class ModuleVariables:
         >>> Counter().apply({"state": {"calls": 4}}, mutable=["state"])
         (5, {'state': {'calls': 5}})
         """
-        scope = self._owner(f"the variable {name!r} of {col!r}")
+        scope = self._scope_for_creation(f"the variable {name!r} of {col!r}")
         ref = scope.variable(col, name, init_fn, *init_args, unbox=unbox, **init_kwargs)
         self._state.record_name(name, col)
         return ref
 
     def has_variable(self, col: str, name: str) -> bool:
         """Returns whether this module has a variable."""
-        return self._bound(f"the variable {name!r} was requested").has_variable(col, name)
+        return self._bound_scope(f"the variable {name!r} was requested").has_variable(col, name)
 
     def get_variable(
         self, col: str, name: str, default: PyTree = None, *, unbox: bool = False
     ) -> PyTree:
         """Returns a variable's value, or `default`; with `unbox`, without its axis metadata."""
-        scope = self._bound(f"the variable {name!r} was requested")
+        scope = self._bound_scope(f"the variable {name!r} was requested")
         return scope.get_variable(col, name, default, unbox=unbox)
 
     def put_variable(self, col: str, name: str, value: PyTree) -> None:
         """Sets a new or existing variable of this module, in a mutable collection."""
-        self._bound(f"the variable {name!r} was set").put_variable(col, name, value)
+        self._bound_scope(f"the variable {name!r} was set").put_variable(col, name, value)
 
     def make_rng(self, name: str = "params") -> jax.Array:
         """Returns a new PRNG key of a stream; `params` replaces a missing one.
 
         Raises InvalidRngError if there is no stream.
         """
-        return self._bound(f"a key of the PRNG stream {name!r} was requested").make_rng(name)
+        return self._bound_scope(f"a key of the PRNG stream {name!r} was requested").make_rng(name)
 
     def has_rng(self, name: str) -> bool:
         """Returns whether `init` or `apply` was given a PRNG stream."""
-        return self._bound(f"the PRNG stream {name!r} was requested").has_rng(name)
+        return self._bound_scope(f"the PRNG stream {name!r} was requested").has_rng(name)
 
     def is_initializing(self) -> bool:
         """Returns whether the call is by `init`, not `apply`."""
-        return self._bound("`is_initializing` was called").get_flag("initializing", False)
+        return self._bound_scope("`is_initializing` was called").get_flag("initializing", False)
 
     def is_mutable_collection(self, col: str) -> bool:
         """Returns whether the variables of a collection can be changed."""
-        return self._bound(f"the collection {col!r} was requested").is_mutable_collection(col)
+        return self._bound_scope(f"the collection {col!r} was requested").is_mutable_collection(col)
 
     def sow(
         self,
@@ -516,7 +522,7 @@ class ModuleVariables:
         >>> Twice().apply({}, 3, mutable=["intermediates"])
         (6, {'intermediates': {'input': (3,)}})
         """
-        scope = self._bound(f"{name!r} was sown")
+        scope = self._bound_scope(f"{name!r} was sown")
         if not scope.is_mutable_collection(col):
             return False
         if not scope.has_variable(col, name):
@@ -547,12 +553,14 @@ class ModuleVariables:
         >>> jax.grad(lambda v: Square().apply(v, x))(variables)
         {'perturbations': {'x': Array([2., 6.], dtype=float32)}}
         """
-        scope = self._bound(f"{name!r} was perturbed")
-        if scope.is_mutable_collection(collection) and not scope.has_variable(collection, name):
+        scope = self._bound_scope(f"{name!r} was perturbed")
+        exists = scope.has_variable(collection, name)
+        if not exists and scope.is_mutable_collection(collection):
             scope.variable(collection, name, lambda: jax.tree.map(jnp.zeros_like, value))
             self._state.record_name(name, collection)
-        if not scope.has_collection(collection):
-            return value
-        if not scope.has_variable(collection, name):
+            exists = True
+        if exists:
+            return jax.tree.map(jnp.add, value, scope.get_variable(collection, name))
+        if scope.has_collection(collection):
             raise errors.PerturbationNotFoundError(name, collection, scope.path_text)
-        return jax.tree.map(jnp.add, value, scope.get_variable(collection, name))
+        return value

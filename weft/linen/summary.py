@@ -60,7 +60,7 @@ def record_calls(
         kwargs: Mapping[str, PyTree],
         context: state.InterceptorContext,
     ) -> T:
-        path = context.module._bound("the path was requested").path
+        path = context.module._bound_scope("the path was requested").path
         is_repeated = path in recorded_paths and not show_repeated
         if context.method_name == "setup" or is_repeated:
             return next_fun(*args, **kwargs)

@@ -132,6 +132,7 @@ def _transform_function(
 ) -> Fn:
     for name in ("static_argnums", "donate_argnums"):
         signature.check_argnums(f"linen.{prefix.lower()}", name, fn, options.get(name, ()))
+    # Each wrapper around the function would be a frame in every traceback.
     packing = _PACKINGS.get(build)
     unpack = None if packing is None else packing.unpack
     lifted = build(merge_modules(fn, unpack=unpack), **options)
@@ -663,13 +664,13 @@ def fori_loop(
 
 def cond(
     pred: ArrayLike,
-    true_fun: Fn,
-    false_fun: Fn,
+    true_fun: Callable[..., T],
+    false_fun: Callable[..., T],
     mdl: PyTree,
     *operands: PyTree,
     variables: Filter = True,
     rngs: Filter = True,
-) -> Any:
+) -> T:
     """Applies `jax.lax.cond` to functions of a module.
 
     Args:
@@ -700,12 +701,12 @@ def cond(
 
 def switch(
     index: ArrayLike,
-    branches: Sequence[Fn],
+    branches: Sequence[Callable[..., T]],
     mdl: PyTree,
     *operands: PyTree,
     variables: Filter = True,
     rngs: Filter = True,
-) -> Any:
+) -> T:
     """Applies `jax.lax.switch` to functions `branch(module, *operands)`; see `cond`."""
     fns = tuple(map(unbound, branches))
     lifted = [merge_modules(fn, i) for i, fn in enumerate(fns)]

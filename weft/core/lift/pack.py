@@ -92,11 +92,11 @@ def pack(
 
 
 class _PackedCall:
-    """Call of `pack`.
+    """Call of `pack`; of the scopes, only the roots cross, which are not below another one.
 
     Attributes:
-        variable_groups: for each filter of collections, the variables of each root scope.
-        rng_groups: for each filter of streams, the PRNG streams of each root scope.
+        variable_groups: for each filter of collections, the variables of each root.
+        rng_groups: for each filter of streams, the PRNG streams of each root.
     """
 
     def __init__(
@@ -108,25 +108,31 @@ class _PackedCall:
         rng_filters: Filters,
     ):
         self._kind, self._out_filters = kind, out_filters
-        scopes, self._tree = jax.tree.flatten(scope, is_leaf=is_carrier(kind))
-        selects = [Select(filter_) for filter_ in in_filters]
-        selects += [Select(rngs=filter_) for filter_ in rng_filters]
+        scopes, self._structure = jax.tree.flatten(scope, is_leaf=is_carrier(kind))
+        selects = [Select(collections) for collections in in_filters]
+        selects += [Select(rngs=streams) for streams in rng_filters]
         # No group has a role: the function of groups applies the transformation.
-        self._parts: list[Parts] = [tuple((select, None) for select in selects)] * len(scopes)
+        parts = tuple((select, None) for select in selects)
+        self._parts: list[Parts] = [parts] * len(scopes)
         self._outer, self._static, groups = kind.split(scopes, self._parts)
+
         self._root_indices: list[int] = []
+        self._root_mutable: list[Filter] = []
+        root_groups: list[tuple[Group, ...]] = []
         for index, static in enumerate(self._static):
             if hasattr(static, "mutable"):
                 self._root_indices.append(index)
-        self._root_mutable = [scopes[index].mutable for index in self._root_indices]
-
-        root_groups = [groups[index] for index in self._root_indices]
+                self._root_mutable.append(scopes[index].mutable)
+                root_groups.append(groups[index])
+        # From groups by root to roots by group.
+        groups_by_select = list(zip(*root_groups, strict=True))
+        num_variable_groups = len(in_filters)
         variable_groups: list[tuple[Variables, ...]] = []
-        for i in range(len(in_filters)):
-            variable_groups.append(tuple(copy_dicts(group[i].variables) for group in root_groups))
+        for groups_of_roots in groups_by_select[:num_variable_groups]:
+            variable_groups.append(tuple(copy_dicts(group.variables) for group in groups_of_roots))
         rng_groups: list[tuple[Streams, ...]] = []
-        for i in range(len(in_filters), len(selects)):
-            rng_groups.append(tuple(group[i].streams for group in root_groups))
+        for groups_of_roots in groups_by_select[num_variable_groups:]:
+            rng_groups.append(tuple(group.streams for group in groups_of_roots))
         self.variable_groups = tuple(variable_groups)
         self.rng_groups = tuple(rng_groups)
         self._scopes_by_run: list[list[Scope]] = []
@@ -142,14 +148,14 @@ class _PackedCall:
         statics: list[Any] = list(self._static)
         groups: list[tuple[Group, ...]] = [()] * len(statics)
         for root, index in enumerate(self._root_indices):
-            mutable = canonical(intersect_filters(self._root_mutable[root], changeable))
-            statics[index] = dataclasses.replace(statics[index], mutable=mutable)
-            scope_groups = [Group(variables[root], {}, {}) for variables in variable_groups]
-            scope_groups += [Group({}, streams[root], {}) for streams in rng_groups]
-            groups[index] = tuple(scope_groups)
+            mutable = intersect_filters(self._root_mutable[root], changeable)
+            statics[index] = dataclasses.replace(statics[index], mutable=canonical(mutable))
+            root_groups = [Group(variables[root], {}, {}) for variables in variable_groups]
+            root_groups += [Group({}, streams[root], {}) for streams in rng_groups]
+            groups[index] = tuple(root_groups)
         _, inner_scopes = self._kind.merge(tuple(statics), groups)
         self._scopes_by_run.append(inner_scopes)
-        return self._tree.unflatten(inner_scopes)
+        return self._structure.unflatten(inner_scopes)
 
     def repack_fn(self, scope: PyTree) -> tuple[tuple[Variables, ...], ...]:
         scopes = jax.tree.leaves(scope, is_leaf=is_carrier(self._kind))
@@ -157,13 +163,13 @@ class _PackedCall:
         for index in self._root_indices:
             variables = scopes[index].mutable_variables()
             root_groups.append(group_collections(variables, self._out_filters))
-
         return tuple(zip(*root_groups, strict=True))
 
     def commit(self, changed_groups: Sequence[Sequence[Variables]]) -> None:
         if not self._scopes_by_run:
             self.scope_fn(self.variable_groups, self.rng_groups)
         last_scopes = self._scopes_by_run[-1]
+        # Only the static half counts: the function itself has returned the groups.
         collected, _, _ = self._kind.collect(
             None, self._static, last_scopes, self._parts, Returned(None, [], [])
         )

@@ -264,9 +264,9 @@ def remat(
     def with_static(scope: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
         num_args = len(args) + 1  # the numbers count the scope
         static_indices = {number % num_args - 1 for number in static_argnums}
-        new_args = list(args)
-        for index in static_indices:
-            new_args[index] = Static(args[index])
+        new_args: list[PyTree] = []
+        for index, arg in enumerate(args):
+            new_args.append(Static(arg) if index in static_indices else arg)
         return lifted(scope, tuple(new_args), kwargs)
 
     return with_unpacked_args(fn, with_static)
@@ -385,8 +385,8 @@ def jit(
 ) -> Fn:
     """Applies `jax.jit` to `fn(scope, *args)`, compiling once for equal structure.
 
-    The position of the scope does not matter, and a new `fn` with the same code and equal captured
-    values is not recompiled. PRNG streams restart inside, from a key drawn outside.
+    The position of the scope does not matter. A function that is transformed again is compiled
+    again, as with `jax.jit`. PRNG streams restart inside, from a key drawn outside.
 
     Returns the function. Its `explain_recompile()` describes the cause of a recompilation, and its
     `lower` is that of `jax.jit`.
@@ -581,13 +581,13 @@ def fori_loop(
 
 def cond(
     pred: ArrayLike,
-    true_fun: Fn,
-    false_fun: Fn,
+    true_fun: Callable[..., T],
+    false_fun: Callable[..., T],
     scope: PyTree,
     *operands: PyTree,
     variables: Filter = True,
     rngs: Filter = True,
-) -> Any:
+) -> T:
     """Applies `jax.lax.cond` to functions `fun(scope, *operands)` with equal result structures.
 
     Variables that only one of them creates are created for both, and both draw the same keys.
@@ -599,12 +599,12 @@ def cond(
 
 def switch(
     index: ArrayLike,
-    branches: Sequence[Fn],
+    branches: Sequence[Callable[..., T]],
     scope: PyTree,
     *operands: PyTree,
     variables: Filter = True,
     rngs: Filter = True,
-) -> Any:
+) -> T:
     """Applies `jax.lax.switch` to functions `branch(scope, *operands)`; see `cond`."""
     in_axes = (shared(variables, rngs), *[None] * len(operands))
     return lifting.switch(ScopeKind("switch"), branches, in_axes=in_axes)(index, scope, *operands)
