@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from weft.config import apply_overrides, diff, from_text, to_text
 from weft.errors import CommandLineError, ConfigError, InvalidConfigValueError
-from weft.recipes import find_recipe, named_trainer_configs, recorded_recipe
+from weft.recipes import Recipe, find_recipe, named_trainer_configs, recorded_recipe
 from weft.serialization.untrusted import printable, read_text_file
 from weft.trainer import SpmdTrainer, run_dir, select_mesh_config
 from weft.trainer.parallelism import MESH_AXIS_NAMES, ParallelismModifier
@@ -43,7 +43,7 @@ def load_config(
     makes no config, is invalid, or cannot be read.
     """
     if _is_path(name):
-        packages = find_recipe(recipe).packages() if recipe else ()
+        packages = _packages_of(recipe)
         if Path(name).is_dir():
             config = run_config(name, allow=allow, recipe=recipe)
         else:
@@ -153,9 +153,8 @@ def run_config(
             "of `dir` that it was trained with."
         )
     text = _read_config(directory)
-    packages = find_recipe(recipe).packages() if recipe else ()
     try:
-        config = _parse(path, text, [*allow, *packages])
+        config = _parse(path, text, [*allow, *_packages_of(recipe)])
     except ConfigError as error:
         config = _config_by_recipe(path, text, allow, recipe, error)
     _check_fields(config)
@@ -179,7 +178,7 @@ def _config_by_recipe(
             "machine, or its files have been changed. If you trust the directory, name your copy "
             "of the recipe: --recipe path/to/file.py:function"
         ) from None
-    made_by = find_recipe(recipe) if recipe else recorded_recipe(record)
+    made_by = _recipe_of_record(record, recipe)
     try:
         return _parse(path, text, [*allow, *made_by.packages()])
     except ConfigError as error_with_recipe:
@@ -206,16 +205,35 @@ def recipe_of_run(
     """
     if not _is_path(name):
         named_recipe = find_recipe(name)
-        return named_recipe.record(overrides) if named_recipe.is_own() else None
+        if not named_recipe.is_own():
+            return None
+        return named_recipe.record(overrides)
     earlier_record = None
     if Path(name).is_dir():
         earlier_record = run_dir.surviving_record(name).get("recipe")
     # What others have written must not be signed.
     if isinstance(earlier_record, dict) and run_dir.is_signed(earlier_record, _read_config(name)):
-        made_by = find_recipe(recipe) if recipe else recorded_recipe(earlier_record)
         words = earlier_record["words"]
-        return made_by.record(None if words is None else [*words, *overrides])
-    return find_recipe(recipe).record(None) if recipe else None
+        if words is not None:
+            words = [*words, *overrides]
+        return _recipe_of_record(earlier_record, recipe).record(words)
+    if not recipe:
+        return None
+    return find_recipe(recipe).record(None)
+
+
+def _recipe_of_record(record: dict[str, Any], recipe: str | None) -> Recipe:
+    """Returns the recipe that made a run, from where the user says that it is now, if anywhere."""
+    if recipe:
+        return find_recipe(recipe)
+    return recorded_recipe(record)
+
+
+def _packages_of(recipe: str | None) -> Sequence[str]:
+    """Returns the packages that a text may name because the user names a recipe of theirs."""
+    if not recipe:
+        return ()
+    return find_recipe(recipe).packages()
 
 
 def _read(path: Path) -> str:

@@ -47,8 +47,11 @@ class TextConsole(Console):
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            # Rich's own, such as those that move the cursor, are not text.
-            yield segment if segment.control else segment._replace(text=printable(segment.text))
+            # Those that move the cursor and the like are Rich's own.
+            if segment.control:
+                yield segment
+            else:
+                yield segment._replace(text=printable(segment.text))
 
 
 def make_display(console: Console, dir: str | None) -> "Display":
@@ -319,7 +322,8 @@ class LiveDisplay(_BlockDisplay):
                 continue
             if handler.stream in (stdout, stderr):
                 self._streams[handler] = handler.stream
-                handler.setStream(sys.stderr if handler.stream is stderr else sys.stdout)
+                replacement = sys.stderr if handler.stream is stderr else sys.stdout
+                handler.setStream(replacement)
 
 
 class NotebookDisplay(_BlockDisplay):

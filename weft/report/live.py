@@ -180,14 +180,18 @@ class RunStatus(Hook):
                 entry[metric] = _json_number(value)
             last_evaluations[name] = entry
         max_step = self._facts.get("max_step")
+        if max_step == math.inf:
+            max_step = None
         seconds_left = self._reading and self._reading.seconds_left
+        if seconds_left is not None:
+            seconds_left = round(seconds_left, 1)
         return {
             **self._facts,
-            "max_step": max_step if max_step != math.inf else None,
+            "max_step": max_step,
             "doing": self._watchdog.doing,
             "seconds_since_progress": round(self._watchdog.silent_seconds, 1),
             "seconds_running": round(time.time() - self._started, 1),
-            "seconds_left": None if seconds_left is None else round(seconds_left, 1),
+            "seconds_left": seconds_left,
             "steps_per_second": self._steps_per_second(),
             "losses": losses,
             "last_evaluations": last_evaluations,

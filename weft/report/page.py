@@ -113,7 +113,7 @@ class RunPage:
     """
 
     status: str
-    facts: Table | None
+    facts: Table
     loss: Figure | None
     metrics: Gallery
     evaluations: Table | None
@@ -131,13 +131,12 @@ class _Comparison:
     Attributes:
         results: A row for each run.
         curves: The evaluations of the runs over each other.
-        differing_fields: Of their configs; None if there are none, or a config is missing.
+        differing_fields: Of their configs; None if a config is missing.
     """
 
     results: Table
     train_loss: Figure
     curves: Gallery
-    has_all_configs: bool
     differing_fields: Table | None
 
 
@@ -146,10 +145,9 @@ def run_page(run: Results) -> RunPage:
     samples: list[Sample] = []
     for sample in reversed(run.record.get("samples", [])):
         samples.append(Sample(f"{sample['step']:,}", sample["prompt"], sample["text"]))
-    facts = list(_facts(run).items())
     return RunPage(
         status=_status(run),
-        facts=Table([], facts) if facts else None,
+        facts=Table([], list(_facts(run).items())),
         loss=_loss(run),
         metrics=_metrics(run),
         evaluations=_evaluations(run),
@@ -339,13 +337,11 @@ def _comparison(runs: Sequence[Results]) -> _Comparison:
     train_series: list[Series] = []
     for style, run in enumerate(runs):
         train_series.append(Series(run.name, smoothed(run.train("loss")), style))
-    has_all_configs = all(run.config for run in runs)
     return _Comparison(
         results=_results(runs),
         train_loss=_figure("train loss", train_series),
         curves=_compared_curves(runs),
-        has_all_configs=has_all_configs,
-        differing_fields=_differing_fields(runs) if has_all_configs else None,
+        differing_fields=_differing_fields(runs),
     )
 
 
@@ -407,6 +403,8 @@ _MISSING = "—"
 
 
 def _differing_fields(runs: Sequence[Results]) -> Table | None:
+    if not all(run.config for run in runs):
+        return None
     configs = [config_values(run.config) for run in runs]
     paths: dict[str, None] = {}  # in the order of the configs
     for config in configs:
@@ -419,8 +417,6 @@ def _differing_fields(runs: Sequence[Results]) -> Table | None:
         is_of_another_class = _MISSING in cells and parent in cells_by_path
         if len(set(cells)) > 1 and not is_of_another_class:
             cells_by_path[path] = cells
-    if not cells_by_path:
-        return None
     rows = [[path, *cells] for path, cells in cells_by_path.items()]
     return Table(["field", *(run.name for run in runs)], rows)
 
