@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -238,12 +239,12 @@ class Checkpointer(BaseCheckpointer):
         writer = config.maybe_instantiate(cfg.index_writer)
         self._index_writer = writer or index_lib.write_index_file
         self._filter = config.maybe_instantiate(cfg.restore_state_filter)
-        self._keep_best = None if cfg.keep_best is None else cfg.keep_best.instantiate()
+        self._keep_best: policy_lib.KeepBest | None = config.maybe_instantiate(cfg.keep_best)
         if cfg.summary_writer is not None:
             self._add_child("summary_writer", with_dir(cfg.summary_writer, cfg.dir))
-        self._saving: int | None = None  # the step of the save in progress
+        self._step_in_progress: int | None = None  # that is being saved
         self._last_step: int | None = None  # saved or restored, so it need not be saved again
-        self._last_removal = -float("inf")
+        self._last_removal = -math.inf
         self._damaged: dict[int, DamagedCheckpoint] = {}
 
     def ckpt_dir(self, step: int) -> str:
@@ -279,8 +280,10 @@ class Checkpointer(BaseCheckpointer):
         force: bool = False,
     ) -> bool:
         evaler_summaries = evaler_summaries or {}
-        wanted = self._save_policy(step=step, evaler_summaries=evaler_summaries)
-        if not (wanted or force) or step in (self._saving, self._last_step):
+        # The policy sees all steps, also if a save is forced.
+        is_due = self._save_policy(step=step, evaler_summaries=evaler_summaries)
+        is_saved = step in (self._step_in_progress, self._last_step)
+        if is_saved or not (is_due or force):
             return False
         if callable(state):
             state = state()
@@ -304,8 +307,9 @@ class Checkpointer(BaseCheckpointer):
         dirs.check_name(self.config.dir)
         ckpt_dir = dirs.temporary_dir(final_dir)
         self._create_dir(final_dir, step)
-        policy = self._save_policy
-        policy_state = policy.get_state() if isinstance(policy, PythonSavable) else None
+        policy_state = None
+        if isinstance(self._save_policy, PythonSavable):
+            policy_state = self._save_policy.get_state()
 
         def publish(*, ckpt_dir: str, index: index_lib.Index) -> None:
             if jax.process_index() != 0:
@@ -334,7 +338,7 @@ class Checkpointer(BaseCheckpointer):
         except BaseException:
             shutil.rmtree(ckpt_dir, ignore_errors=True)
             raise
-        self._saving = step
+        self._step_in_progress = step
 
     def _create_dir(self, final_dir: str, step: int) -> None:
         failure: Exception | None = None
@@ -344,14 +348,15 @@ class Checkpointer(BaseCheckpointer):
             except OSError as error:
                 failure = error
         if broadcast_from_first(failure is not None):
-            failure = failure or OSError(
-                errno.EIO, f"process 0 could not make {dirs.temporary_dir(final_dir)}"
-            )
+            if failure is None:
+                temporary_dir = dirs.temporary_dir(final_dir)
+                failure = OSError(errno.EIO, f"process 0 could not make {temporary_dir}")
             raise self._save_error(step, failure) from failure
 
     def _finish_save(self, *, alone: bool = False) -> CheckpointSaveError | None:
         """Waits for the save in progress; returns its failure, in all processes unless `alone`."""
-        step, self._saving = self._saving, None
+        step = self._step_in_progress
+        self._step_in_progress = None
         if step is None:
             return None
         failure = None
@@ -361,64 +366,81 @@ class Checkpointer(BaseCheckpointer):
             failure = self._save_error(step, error)
             failure.__cause__ = error
         if not alone:
+            # All processes go on, or none: they agree on the worst failure.
             worst = max_over_processes(_severity(failure))
-            if worst and failure is None:
-                other = OSError("another process could not write its part; see its error")
-                failure = self._save_error(step, other)
+            if worst != _NO_FAILURE and failure is None:
+                error = OSError("another process could not write its part; see its error")
+                failure = self._save_error(step, error)
             if failure is not None:
-                failure.lacks_room, failure.of_file_system = worst == 1, worst <= 2
+                failure.lacks_room = worst == _LACKS_ROOM
+                failure.of_file_system = worst in (_LACKS_ROOM, _OF_FILE_SYSTEM)
         if failure is None:
             self._last_step = step
         return failure
 
     def _save_error(self, step: int, error: BaseException) -> CheckpointSaveError:
-        complete = "unknown"
+        complete_steps = "unknown"
         with contextlib.suppress(CheckpointReadError):
-            complete = ", ".join(map(str, self.checkpoint_steps(self.config.dir))) or "none"
+            complete_steps = ", ".join(map(str, self.checkpoint_steps(self.config.dir))) or "none"
         lacks_room = dirs.is_disk_full(error)
-        # Array storage adds a description of its own settings.
-        text = str(error).partition(" [tensorstore_spec=")[0].rstrip(".")
-        why, mend = f"{type(error).__name__}: {text}", retries.advice(error)
         if lacks_room:
+            cause = "the disk, or a quota of it, is full"
             process = re.search(r"process \d+ of \d+: ", str(error))
-            why = f"{process[0] if process else ''}the disk, or a quota of it, is full"
-            mend = "Free disk space"
-        if mend:
-            mend = f" {mend}."
+            if process is not None:
+                cause = process[0] + cause
+            advice = "Free disk space"
+        else:
+            # Array storage adds a description of its own settings.
+            text = str(error).partition(" [tensorstore_spec=")[0].rstrip(".")
+            cause = f"{type(error).__name__}: {text}"
+            advice = retries.advice(error)
+        message = (
+            f"the checkpoint of step {step} could not be saved in {self.config.dir!r}: {cause}. "
+            f"Complete checkpoints: {complete_steps}."
+        )
+        if advice:
+            message += f" {advice}."
         return CheckpointSaveError(
-            f"the checkpoint of step {step} could not be saved in {self.config.dir!r}: {why}. "
-            f"Complete checkpoints: {complete}.{mend}",
-            lacks_room=lacks_room,
-            of_file_system=retries.is_of_file_system(error),
+            message, lacks_room=lacks_room, of_file_system=retries.is_of_file_system(error)
         )
 
     def _remove_old(self, step: int) -> None:
-        now = time.monotonic()
-        if now - self._last_removal < self.config.gc_loop_interval_seconds:
+        """Removes the checkpoints that no rule keeps, after the save of a step."""
+        cfg = self.config
+        time_of_removal = time.monotonic()
+        if time_of_removal - self._last_removal < cfg.gc_loop_interval_seconds:
             return
-        self._last_removal = now
-        # Later steps are from another course of the run and must not cause removals.
-        paths = {s: path for s, path in dirs.step_dirs(self.config.dir).items() if s <= step}
-        facts, cfg = {}, self.config
-        for s, path in paths.items():
-            if s not in self._damaged:
-                found = manifest.read_manifest(path, step=s)
-                facts[s] = {} if isinstance(found, str) else found.facts
-        kept = policy_lib.kept_steps(
+        self._last_removal = time_of_removal
+        paths: dict[int, str] = {}
+        facts: dict[int, dict[str, Any]] = {}  # of undamaged checkpoints
+        for saved_step, path in dirs.step_dirs(cfg.dir).items():
+            if saved_step > step:
+                break  # from another course of the run; it must not cause removals
+            paths[saved_step] = path
+            if saved_step in self._damaged:
+                continue
+            content = manifest.read_manifest(path, step=saved_step)
+            facts[saved_step] = {}
+            if isinstance(content, manifest.Manifest):
+                facts[saved_step] = content.facts
+        kept_steps = policy_lib.kept_steps(
             facts,
             last_n=cfg.keep_last_n,
             every_n_steps=cfg.keep_every_n_steps,
             every_n_seconds=cfg.keep_every_n_seconds,
             best=self._keep_best,
         )
-        for old in paths.keys() - kept:
+        for old_step in paths.keys() - kept_steps:
             try:
-                self.cleanup_checkpoint(paths[old], sync=False)
+                self.cleanup_checkpoint(paths[old_step], sync=False)
             except OSError as error:
-                logger.warning("The old checkpoint %s cannot be removed: %s", paths[old], error)
+                logger.warning(
+                    "The old checkpoint %s cannot be removed: %s", paths[old_step], error
+                )
 
     def wait_until_finished(self) -> None:
-        if failure := self._finish_save():
+        failure = self._finish_save()
+        if failure is not None:
             raise failure
 
     def stop(self, *, has_exception: bool = False) -> None:
@@ -437,38 +459,46 @@ class Checkpointer(BaseCheckpointer):
         self, *, step: int | None = None, state: Nested[Any]
     ) -> tuple[int | None, Nested[Any]]:
         self.wait_until_finished()
-        whole_state = state
+        given_state = state
         validation = self.config.validation or index_lib.CheckpointValidationType.EXACT
         if self._filter is not None:
             state = self._filter(state)
             validation = validation.allowing_more
-        damaged = []
-        for found in self._candidate_steps(step):
+        damaged: list[DamagedCheckpoint] = []
+        for candidate in self._candidate_steps(step):
             try:
-                restored = self._restore_step(found, state, validation)
+                restored = self._restore_step(candidate, state, validation)
             except DamagedCheckpointError as error:
-                damaged.append(DamagedCheckpoint(self.ckpt_dir(found), error.damage))
-                self._damaged[found] = damaged[-1]
+                checkpoint = DamagedCheckpoint(self.ckpt_dir(candidate), error.damage)
+                damaged.append(checkpoint)
+                self._damaged[candidate] = checkpoint
                 if step is None:
                     logger.warning(
                         "The checkpoint %s is damaged. Restoring the previous one instead.",
-                        damaged[-1],
+                        checkpoint,
                     )
             else:
-                return found, restored
+                return candidate, restored
         if not damaged:
-            return None, whole_state
+            return None, given_state
         raise self._all_damaged_error(step, damaged)
 
-    def _candidate_steps(self, wanted: int | None) -> Iterator[int]:
-        """Yields the wanted step, or all from the newest on, as process 0 sees them."""
-        none = -1
-        steps = reversed(dirs.step_dirs(self.config.dir) if jax.process_index() == 0 else {})
-        if wanted is not None:
-            if not broadcast_from_first(wanted in steps):
-                raise dirs.not_found_error(self.config.dir, wanted)
-            steps = iter([wanted])
-        while (step := broadcast_from_first(next(steps, none))) != none:
+    def _candidate_steps(self, requested_step: int | None) -> Iterator[int]:
+        """Yields the requested step, or all from the newest on, as process 0 sees them."""
+        steps: list[int] = []
+        if jax.process_index() == 0:
+            steps = list(reversed(dirs.step_dirs(self.config.dir)))
+        if requested_step is not None:
+            if not broadcast_from_first(requested_step in steps):
+                raise dirs.not_found_error(self.config.dir, requested_step)
+            yield requested_step
+            return
+        # One by one: each is a number that process 0 sends, and -1 is the end.
+        remaining_steps = iter(steps)
+        while True:
+            step = broadcast_from_first(next(remaining_steps, -1))
+            if step == -1:
+                return
             yield step
 
     def _restore_step(
@@ -480,7 +510,9 @@ class Checkpointer(BaseCheckpointer):
             damage = damage or ["another process found damage; its error names the file"]
             raise DamagedCheckpointError(f"the checkpoint {ckpt_dir} is damaged", damage=damage)
         policy = self._save_policy
-        policy_state = _read_policy_state(ckpt_dir) if isinstance(policy, PythonSavable) else None
+        policy_state = None
+        if isinstance(policy, PythonSavable):
+            policy_state = _read_policy_state(ckpt_dir)
         restored = self._storage.restore_from_dir(
             step, state, ckpt_dir=ckpt_dir, validation=validation
         )
@@ -491,22 +523,26 @@ class Checkpointer(BaseCheckpointer):
         return restored
 
     def _all_damaged_error(
-        self, wanted: int | None, damaged: list[DamagedCheckpoint]
+        self, requested_step: int | None, damaged: list[DamagedCheckpoint]
     ) -> DamagedCheckpointError:
-        damage = [line for checkpoint in damaged for line in checkpoint.damage]
-        if wanted is None:
-            return DamagedCheckpointError(
+        if requested_step is None:
+            message = (
                 f"every checkpoint in {self.config.dir!r} is damaged: "
                 f"{'; '.join(map(str, damaged))}. Restore one from a copy, or move the "
-                "directory away to start over.",
-                damage=damage,
+                "directory away to start over."
             )
-        others = [s for s in self.checkpoint_steps(self.config.dir) if s != wanted]
-        return DamagedCheckpointError(
-            f"the checkpoint {damaged[0]} is damaged. "
-            f"Restore another step: {', '.join(map(str, others)) or 'there is none'}.",
-            damage=damage,
-        )
+        else:
+            other_steps = list(self.checkpoint_steps(self.config.dir))
+            if requested_step in other_steps:
+                other_steps.remove(requested_step)
+            message = (
+                f"the checkpoint {damaged[0]} is damaged. Restore another step: "
+                f"{', '.join(map(str, other_steps)) or 'there is none'}."
+            )
+        damage: list[str] = []
+        for checkpoint in damaged:
+            damage += checkpoint.damage
+        return DamagedCheckpointError(message, damage=damage)
 
     def _log(
         self, ckpt_dir: str, step: int, action: CheckpointerAction, state: Nested[Any] | None
@@ -515,11 +551,18 @@ class Checkpointer(BaseCheckpointer):
             self.summary_writer.log_checkpoint(ckpt_dir, state=state, action=action, step=step)
 
 
+_NO_FAILURE, _LACKS_ROOM, _OF_FILE_SYSTEM, _OTHER_FAILURE = range(4)
+
+
 def _severity(failure: CheckpointSaveError | None) -> int:
     """Returns a number by which processes agree on the worst failure of theirs."""
     if failure is None:
-        return 0
-    return 1 if failure.lacks_room else 2 if failure.of_file_system else 3
+        return _NO_FAILURE
+    if failure.lacks_room:
+        return _LACKS_ROOM
+    if failure.of_file_system:
+        return _OF_FILE_SYSTEM
+    return _OTHER_FAILURE
 
 
 def _read_policy_state(ckpt_dir: str) -> dict[str, Any] | None:

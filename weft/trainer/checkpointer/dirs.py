@@ -69,12 +69,11 @@ def step_dirs(base_dir: str) -> dict[int, str]:
 
     Raises FileRefusedError if one is a link, or otherwise neither a directory nor a file.
     """
-    directory = Directory(base_dir)
-    entries = _entries(base_dir)
-    of_steps = [entry for entry in entries if _STEP_DIR.fullmatch(entry.name)]
-    directory.check(of_steps)
-    found = {parse_step_from_dir(entry.name): entry.name for entry in of_steps}
-    return {step: os.path.join(base_dir, found[step]) for step in sorted(found)}
+    entries = [entry for entry in _entries(base_dir) if _STEP_DIR.fullmatch(entry.name)]
+    Directory(base_dir).check(entries)
+    paths = [os.path.join(base_dir, entry.name) for entry in entries]
+    paths.sort(key=parse_step_from_dir)
+    return {parse_step_from_dir(path): path for path in paths}
 
 
 def has_checkpoint(base_dir: str) -> bool:
@@ -224,7 +223,7 @@ def fsync(path: str) -> None:
         os.close(descriptor)
 
 
-def read_json(directory: str, name: str, what: str, parse: Callable[[Any], T]) -> T:
+def read_json(directory: str, name: str, purpose: str, parse: Callable[[Any], T]) -> T:
     """Returns what `parse` makes of a JSON file below the directory of a checkpoint.
 
     Raises DamagedCheckpointError if the file cannot be read, or `parse` raises.
@@ -233,15 +232,15 @@ def read_json(directory: str, name: str, what: str, parse: Callable[[Any], T]) -
     try:
         return parse(retries.read(path, lambda: Directory(directory).read_json(name)))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise unreadable_error(directory, name, what, error) from error
+        raise unreadable_error(directory, name, purpose, error) from error
 
 
 def unreadable_error(
-    directory: str, name: str, what: str, error: Exception
+    directory: str, name: str, purpose: str, error: Exception
 ) -> DamagedCheckpointError:
     """Returns the error about a file of a checkpoint that does not hold what it should."""
     return DamagedCheckpointError(
-        f"{os.path.join(directory, name)!r} cannot be read as {what} ({type(error).__name__}: "
+        f"{os.path.join(directory, name)!r} cannot be read as {purpose} ({type(error).__name__}: "
         f"{error}). Restore another checkpoint, or use the version of Weft that wrote it.",
         damage=[f"{name}: cannot be read ({error})"],
     )
@@ -261,7 +260,8 @@ class CommitGroup:
 
     def __init__(self, ckpt_dir: str):
         self._dir = os.path.join(ckpt_dir, "processes")
-        self._index, self._count = jax.process_index(), jax.process_count()
+        self._index = jax.process_index()
+        self._count = jax.process_count()
 
     @contextlib.contextmanager
     def barrier(self) -> Iterator[None]:
@@ -282,13 +282,14 @@ class CommitGroup:
                 self._file(self._index, "writing").write_text(text, encoding="utf-8")
             # The first process may have failed too, and removed everything.
             with contextlib.suppress(OSError):
-                self._rename("full" if is_disk_full(error) else "failed")
+                state = "full" if is_disk_full(error) else "failed"
+                self._rename(state)
             raise
-        if self._index:
+        if self._index != 0:
             self._rename("written")
             return
-        for other in range(1, self._count):
-            self._wait_for(other)
+        for process in range(1, self._count):
+            self._wait_for(process)
         shutil.rmtree(self._dir)
 
     def _file(self, index: int, state: str) -> Path:
@@ -297,18 +298,18 @@ class CommitGroup:
     def _rename(self, state: str) -> None:
         os.rename(self._file(self._index, "writing"), self._file(self._index, state))
 
-    def _wait_for(self, other: int) -> None:
+    def _wait_for(self, process: int) -> None:
         deadline = time.monotonic() + _BARRIER_SECONDS
-        while not self._file(other, "written").exists():
+        while not self._file(process, "written").exists():
             for state, number in (("full", errno.ENOSPC), ("failed", errno.EIO)):
-                file = self._file(other, state)
+                file = self._file(process, state)
                 if file.exists():
                     reason = file.read_text(encoding="utf-8") or os.strerror(number)
-                    raise OSError(number, f"process {other} of {self._count}: {reason}")
+                    raise OSError(number, f"process {process} of {self._count}: {reason}")
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"process {other} of {self._count} has not written its part of the checkpoint "
-                    f"within {_BARRIER_SECONDS:.0f} s"
+                    f"process {process} of {self._count} has not written its part of the "
+                    f"checkpoint within {_BARRIER_SECONDS:.0f} s"
                 )
             time.sleep(_POLL_SECONDS)
 

@@ -76,35 +76,37 @@ def maybe_restore_python_savables(value_map: Mapping[str, object], *, dir: str) 
     for path, value in value_map.items():
         if not isinstance(value, PythonSavable):
             continue
-        name, content = _read(path, dir)
-        is_bytes = _BYTES in content
+        file, content = _read(path, dir)
         try:
-            if is_bytes:
+            if _BYTES in content:
                 value.set_state(base64.b64decode(content[_BYTES]))
             else:
                 value.set_state(_with_bytes(content["state"]))
         except WeftError:
             raise
         except Exception as error:  # whatever an object makes of a state that is not its own
-            raise dirs.unreadable_error(dir, name, "the state of an object", error) from error
+            raise dirs.unreadable_error(dir, file, "the state of an object", error) from error
 
 
 def _read(path: str, directory: str) -> tuple[str, dict[str, Any]]:
     """Returns this process's file and state; if others wrote states, the one they agree on."""
-    own = _file(path, jax.process_index(), jax.process_count())
-    if dirs.exists(os.path.join(directory, own)):
-        return own, _load(directory, own)
+    process_file = _file(path, jax.process_index(), jax.process_count())
+    if dirs.exists(os.path.join(directory, process_file)):
+        return process_file, _load(directory, process_file)
+    contents: dict[str, dict[str, Any]] = {}  # by file
     process_dirs = dirs.names(directory)
-    files = [f"{name}/{os.path.basename(own)}" for name in process_dirs]
-    found = [file for file in files if dirs.exists(os.path.join(directory, file))]
-    contents = [_load(directory, file) for file in found]
-    if not contents or any(content != contents[0] for content in contents):
-        raise CheckpointStructureError(
-            f"{directory!r} has no state of {path!r} for process {jax.process_index()} of "
-            f"{jax.process_count()}, but {process_dirs}, and their states differ. Restore with the "
-            "number of processes that saved it."
-        )
-    return found[0], contents[0]
+    for process_dir in process_dirs:
+        file = f"{process_dir}/{os.path.basename(process_file)}"
+        if dirs.exists(os.path.join(directory, file)):
+            contents[file] = _load(directory, file)
+    for file, content in contents.items():
+        if all(other == content for other in contents.values()):
+            return file, content
+    raise CheckpointStructureError(
+        f"{directory!r} has no state of {path!r} for process {jax.process_index()} of "
+        f"{jax.process_count()}, but {process_dirs}, and their states differ. Restore with the "
+        "number of processes that saved it."
+    )
 
 
 def _load(directory: str, file: str) -> dict[str, Any]:
@@ -147,7 +149,10 @@ class RunState:
     """
 
     def __init__(self, parts: Mapping[str, object]):
-        self._parts = {name: p for name, p in parts.items() if isinstance(p, PythonSavable)}
+        self._parts: dict[str, PythonSavable] = {}
+        for name, part in parts.items():
+            if isinstance(part, PythonSavable):
+                self._parts[name] = part
 
     def get_state(self) -> dict[str, Any]:
         """Returns the states by name."""

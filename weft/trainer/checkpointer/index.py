@@ -26,7 +26,7 @@ from weft.typing import DType, Nested, PartitionSpec
 
 INDEX = "index"
 _VERSION = 1
-_SHOWN = 8
+_MAX_LINES = 8
 
 Entry = Mapping[str, Any] | bool | int | float | str
 """Python value, or a dict: "shape", "dtype" and "spec" of an array, "savable" of an object that
@@ -79,16 +79,16 @@ class IndexFileWriter(Protocol):
 
 def flatten_state(state: Nested[Any]) -> list[tuple[str, Any]]:
     """Returns the leaves of a state by path; raises CheckpointStateError if two paths are equal."""
-    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_state_leaf)
-    named = [(jax.tree_util.keystr(p, simple=True, separator="/"), leaf) for p, leaf in leaves]
-    paths = [path for path, _ in named]
-    if len(set(paths)) != len(paths):
-        twice = next(path for i, path in enumerate(paths) if path in paths[:i])
-        raise errors.CheckpointStateError(
-            f"the state has two leaves with the path {twice!r}; a name may contain '/'. "
-            "Rename one of them."
-        )
-    return named
+    leaves: dict[str, Any] = {}
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_state_leaf):
+        path = jax.tree_util.keystr(key_path, simple=True, separator="/")
+        if path in leaves:
+            raise errors.CheckpointStateError(
+                f"the state has two leaves with the path {path!r}; a name may contain '/'. "
+                "Rename one of them."
+            )
+        leaves[path] = leaf
+    return list(leaves.items())
 
 
 def is_state_leaf(x: object) -> bool:
@@ -121,11 +121,12 @@ def _entry(path: str, leaf: object) -> Entry:
     if isinstance(leaf, PythonSavable):
         return {"savable": type(leaf).__name__}
     if is_array(leaf):
-        return {
-            "shape": [int(size) for size in leaf.shape],
-            "dtype": str(leaf.dtype) if is_key_dtype(leaf.dtype) else jnp.dtype(leaf.dtype).name,
-            "spec": _layout(leaf),
-        }
+        if is_key_dtype(leaf.dtype):
+            dtype_name = str(leaf.dtype)
+        else:
+            dtype_name = jnp.dtype(leaf.dtype).name
+        shape = [int(size) for size in leaf.shape]
+        return {"shape": shape, "dtype": dtype_name, "spec": _layout(leaf)}
     if isinstance(leaf, bool | int | float | str):
         return leaf
     raise errors.CheckpointStateError(
@@ -134,7 +135,7 @@ def _entry(path: str, leaf: object) -> Entry:
     )
 
 
-def _layout(leaf: ArrayOrSpec) -> list[Any] | None:
+def _layout(leaf: ArrayOrSpec) -> list[str | list[str] | None] | None:
     """Returns the mesh axes of each dimension; None for an array without a mesh."""
     if isinstance(leaf, TensorSpec):
         spec = leaf.partition_spec
@@ -143,7 +144,10 @@ def _layout(leaf: ArrayOrSpec) -> list[Any] | None:
         if not isinstance(sharding, jax.sharding.NamedSharding):
             return None
         spec = sharding.spec
-    return [list(axes) if isinstance(axes, tuple) else axes for axes in spec]
+    layout = []
+    for axes in spec:
+        layout.append(list(axes) if isinstance(axes, tuple) else axes)
+    return layout
 
 
 def write_index_file(*, ckpt_dir: str, index: Index) -> None:
@@ -189,8 +193,10 @@ def _check_entry(path: str, entry: object) -> None:
 
 
 def _dtype_of_name(name: str) -> Any:
-    keys = {str(dtype): dtype for dtype in _key_dtypes().values()}
-    return keys[name] if name.startswith("key<") else jnp.dtype(name)
+    if not name.startswith("key<"):
+        return jnp.dtype(name)
+    key_dtypes = {str(dtype): dtype for dtype in _key_dtypes().values()}
+    return key_dtypes[name]
 
 
 def read_state_spec(ckpt_dir: str) -> Nested[Any]:
@@ -199,20 +205,26 @@ def read_state_spec(ckpt_dir: str) -> Nested[Any]:
     The result has nested dicts by the parts of each path, with a `TensorSpec` for each array, and
     Python values. Savable objects are omitted.
     """
-    leaves = {
-        path: _tensor_spec(entry) if isinstance(entry, Mapping) else entry
-        for path, entry in read_index_file(ckpt_dir)
-        if not isinstance(entry, Mapping) or "shape" in entry
-    }
+    leaves: dict[str, Any] = {}
+    for path, entry in read_index_file(ckpt_dir):
+        if not isinstance(entry, Mapping):
+            leaves[path] = entry
+        elif "shape" in entry:
+            leaves[path] = _tensor_spec(entry)
     return flat_dict.unflatten_dict(leaves, sep="/")
 
 
 def _tensor_spec(entry: Mapping[str, Any]) -> TensorSpec:
-    shape, layout = tuple(entry["shape"]), entry["spec"]
-    if layout is not None:
-        axes = [tuple(axes) if isinstance(axes, list) else axes for axes in layout]
-        layout = PartitionSpec(*axes, *[None] * (len(shape) - len(axes)))
-    return TensorSpec(shape=shape, dtype=_dtype_of_name(entry["dtype"]), mesh_axes=layout)
+    shape = tuple(entry["shape"])
+    partition_spec = None
+    if entry["spec"] is not None:
+        mesh_axes: list[str | tuple[str, ...] | None] = []
+        for axes in entry["spec"]:
+            mesh_axes.append(tuple(axes) if isinstance(axes, list) else axes)
+        mesh_axes += [None] * (len(shape) - len(mesh_axes))
+        partition_spec = PartitionSpec(*mesh_axes)
+    dtype = _dtype_of_name(entry["dtype"])
+    return TensorSpec(shape=shape, dtype=dtype, mesh_axes=partition_spec)
 
 
 def key_implementation(dtype: DType) -> str:
@@ -221,15 +233,18 @@ def key_implementation(dtype: DType) -> str:
     >>> key_implementation(jax.random.key(0, impl="rbg").dtype)
     'rbg'
     """
-    return next(name for name, known in _key_dtypes().items() if known == dtype)
+    names = {key_dtype: name for name, key_dtype in _key_dtypes().items()}
+    return names[dtype]
 
 
 @functools.cache
 def _key_dtypes() -> dict[str, Any]:
-    return {
-        name: jax.eval_shape(lambda impl=name: jax.random.key(0, impl=impl)).dtype
-        for name in ("threefry2x32", "rbg", "unsafe_rbg")
-    }
+    """Returns the dtypes of typed keys by the names of their implementations."""
+    dtypes: dict[str, Any] = {}
+    for name in ("threefry2x32", "rbg", "unsafe_rbg"):
+        key = jax.eval_shape(functools.partial(jax.random.key, 0, impl=name))
+        dtypes[name] = key.dtype
+    return dtypes
 
 
 def check_state_structure(
@@ -242,59 +257,78 @@ def check_state_structure(
 
     Takes the index of each; the error names paths, shapes and dtypes on both sides.
     """
-    saved, wanted = dict(ckpt_structure), dict(target_structure)
-    missing = [path for path in wanted if path not in saved]
-    unused = [path for path in saved if path not in wanted]
-    extra = [] if validation.allows_more else unused
-    shapes, dtypes = [], []
-    for path in wanted.keys() & saved.keys():
-        if _kind(saved[path]) != _kind(wanted[path]):
-            shapes.append(path)
-        elif _dtype_of(saved[path]) != _dtype_of(wanted[path]) and (
-            validation.checks_dtype or "key<" in _dtype_of(saved[path]) + _dtype_of(wanted[path])
-        ):
-            dtypes.append(path)
-    differ = sorted(shapes + dtypes)
-    if not (missing or extra or differ):
+    saved = dict(ckpt_structure)
+    target = dict(target_structure)
+    missing_paths = [path for path in target if path not in saved]
+    unused_paths = [path for path in saved if path not in target]
+    extra_paths: list[str] = []
+    if not validation.allows_more:
+        extra_paths = unused_paths
+    other_kinds: list[str] = []
+    other_dtypes: list[str] = []
+    for path in target.keys() & saved.keys():
+        if _kind(saved[path]) != _kind(target[path]):
+            other_kinds.append(path)
+            continue
+        saved_dtype = _dtype_of(saved[path])
+        target_dtype = _dtype_of(target[path])
+        # Keys cannot be converted.
+        must_agree = validation.checks_dtype or "key<" in saved_dtype + target_dtype
+        if saved_dtype != target_dtype and must_agree:
+            other_dtypes.append(path)
+    if not (missing_paths or extra_paths or other_kinds or other_dtypes):
         return
-    lines = [f"the checkpoint and the state differ (validation is {validation.value}):"]
-    lines += _list_some(
-        differ,
-        lambda path: f"checkpoint {_entry_text(saved[path])}, state {_entry_text(wanted[path])}",
-    )
+
+    def describe_difference(path: str) -> str:
+        return f"checkpoint {_entry_text(saved[path])}, state {_entry_text(target[path])}"
 
     def describe_missing(path: str) -> str:
-        similar = config.similar_names(path, unused)
-        hint = f" Did you mean {similar[0]!r}?" if similar else ""
-        return f"state {_entry_text(wanted[path])}, not in the checkpoint.{hint}"
+        text = f"state {_entry_text(target[path])}, not in the checkpoint."
+        similar_paths = config.similar_names(path, unused_paths)
+        if similar_paths:
+            text += f" Did you mean {similar_paths[0]!r}?"
+        return text
 
-    lines += _list_some(missing, describe_missing)
-    lines += _list_some(
-        extra, lambda path: f"checkpoint {_entry_text(saved[path])}, not in the state"
-    )
-    if missing or shapes:
+    def describe_extra(path: str) -> str:
+        return f"checkpoint {_entry_text(saved[path])}, not in the state"
+
+    lines = [f"the checkpoint and the state differ (validation is {validation.value}):"]
+    lines += _list_some(sorted(other_kinds + other_dtypes), describe_difference)
+    lines += _list_some(missing_paths, describe_missing)
+    lines += _list_some(extra_paths, describe_extra)
+    if missing_paths or other_kinds:
         lines.append("Restore with the model and learner configs that it was saved with.")
     else:
-        kind = ("CONTAINS_STATE" if extra else "EXACT") + ("_UP_TO_DTYPE" if dtypes else "")
-        lines.append(f"To restore it nevertheless, set the checkpointer's validation to {kind!r}.")
+        sufficient = "CONTAINS_STATE" if extra_paths else "EXACT"
+        if other_dtypes:
+            sufficient += "_UP_TO_DTYPE"
+        lines.append(
+            f"To restore it nevertheless, set the checkpointer's validation to {sufficient!r}."
+        )
     raise errors.CheckpointStructureError("\n".join(lines))
 
 
 def _list_some(paths: list[str], describe: Callable[[str], str]) -> list[str]:
     """Returns a line for each of the first paths, and one that counts the others."""
-    lines = [f"  {path}: {describe(path)}" for path in paths[:_SHOWN]]
-    return lines + ([f"  … {len(paths) - _SHOWN} more"] if len(paths) > _SHOWN else [])
+    lines = [f"  {path}: {describe(path)}" for path in paths[:_MAX_LINES]]
+    if len(paths) > _MAX_LINES:
+        lines.append(f"  … {len(paths) - _MAX_LINES} more")
+    return lines
 
 
-def _kind(entry: Entry) -> object:
+def _kind(entry: Entry) -> tuple[int, ...] | str | type:
     """Returns the part of an entry that must agree under every validation."""
-    if isinstance(entry, Mapping):
-        return tuple(entry["shape"]) if "shape" in entry else "savable"
-    return type(entry)
+    if not isinstance(entry, Mapping):
+        return type(entry)
+    if "shape" in entry:
+        return tuple(entry["shape"])
+    return "savable"
 
 
 def _dtype_of(entry: Entry) -> str:
-    return entry.get("dtype", "") if isinstance(entry, Mapping) else ""
+    if isinstance(entry, Mapping):
+        return entry.get("dtype", "")
+    return ""
 
 
 def _entry_text(entry: Entry) -> str:

@@ -47,42 +47,46 @@ class Manifest:
         check_json(content, _FORM)
         self._dir = ckpt_dir
         self.facts: dict[str, Any] = dict(content["facts"])
-        self.files: dict[str, Any] = {path: dict(e) for path, e in content["files"].items()}
-        for path in self.files:
+        self.files: dict[str, dict[str, Any]] = {}
+        for path, entry in content["files"].items():
             if os.path.isabs(path) or ".." in path.split("/"):
                 raise ValueError(f"{path!r} is not below the checkpoint")
+            self.files[path] = dict(entry)
 
-    def damage_of(self, path: str, into: memoryview | None = None) -> str | None:
+    def damage_of(self, path: str, buffer: memoryview | None = None) -> str | None:
         """Returns the damage of one of `files`, or None; fills a buffer of its exact size."""
         if path not in self.files:
             return "is not in the manifest"
-        return find_file_damage(self._dir, path, into, self.files[path])
+        return find_file_damage(self._dir, path, buffer, self.files[path])
 
     def damage_of_all(self, paths: Iterable[str]) -> list[str]:
         """Returns one line for each damaged file."""
         paths = list(paths)
+        lines: list[str] = []
         with ThreadPoolExecutor(_THREADS) as pool:
-            faults = list(pool.map(self.damage_of, paths))
-        return [f"{p}: {fault}" for p, fault in zip(paths, faults, strict=True) if fault]
+            for path, damage in zip(paths, pool.map(self.damage_of, paths), strict=True):
+                if damage is not None:
+                    lines.append(f"{path}: {damage}")
+        return lines
 
 
 def write_manifest(ckpt_dir: str, *, facts: Mapping[str, Any] | None = None) -> None:
     """Syncs a complete checkpoint's files to the disk; writes its manifest with JSON `facts`."""
     paths = [path for path in list_files(ckpt_dir) if path != MANIFEST]
 
-    def describe(path: str) -> dict[str, Any]:
+    def sync_and_describe(path: str) -> dict[str, Any]:
         full_path = os.path.join(ckpt_dir, path)
         fsync(full_path)
         with Directory(ckpt_dir).open(path, buffering=0) as file:
             return {"size": os.path.getsize(full_path), _DIGEST: _digest_of_file(file)}
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        files = dict(zip(paths, pool.map(describe, paths), strict=True))
-    content = {"version": _VERSION, "facts": dict(facts or {}), "files": files}
-    text = json.dumps({**content, _DIGEST: _digest_of_json(content)})
-    Directory(ckpt_dir).write(MANIFEST, text)
-    for root, _, _ in os.walk(ckpt_dir):
-        fsync(root)
+        files = dict(zip(paths, pool.map(sync_and_describe, paths), strict=True))
+    content: dict[str, Any] = {"version": _VERSION, "facts": dict(facts or {}), "files": files}
+    content[_DIGEST] = _digest_of_json(content)
+    Directory(ckpt_dir).write(MANIFEST, json.dumps(content))
+    for folder, _, _ in os.walk(ckpt_dir):
+        fsync(folder)
 
 
 def has_manifest(ckpt_dir: str) -> bool:
@@ -105,9 +109,9 @@ def read_manifest(ckpt_dir: str, *, step: int | None = None) -> Manifest | str:
         return f"{MANIFEST}: cannot be read ({type(error).__name__}: {error})"
     if _digest_of_json(content) != digest:
         return f"{MANIFEST}: {_CHANGED}"
-    written = manifest.facts.get("step", step)
-    if step is not None and written != step:
-        return f"{MANIFEST}: was written for step {written}, not {step}"
+    written_step = manifest.facts.get("step", step)
+    if step is not None and written_step != step:
+        return f"{MANIFEST}: was written for step {written_step}, not {step}"
     return manifest
 
 
@@ -119,19 +123,20 @@ def find_damage(
     Any `step` is accepted if None. Files below `except_below`, which ends in "/", are not checked;
     the others are then taken to be JSON, and those that are too large for it are not read.
     """
-    if odd := find_odd_file(ckpt_dir):
-        return [odd]
+    odd_file = find_odd_file(ckpt_dir)
+    if odd_file is not None:
+        return [odd_file]
     manifest = read_manifest(ckpt_dir, step=step)
     if isinstance(manifest, str):
         return [manifest]
     if except_below is None:
         return manifest.damage_of_all(sorted(manifest.files))
-    others = sorted(path for path in manifest.files if not path.startswith(except_below))
-    for path in others:
+    json_paths = sorted(path for path in manifest.files if not path.startswith(except_below))
+    for path in json_paths:
         size = manifest.files[path]["size"]
         if size > MAX_JSON_BYTES:
             return [f"{path}: has {size:,} bytes; at most {MAX_JSON_BYTES:,} are read"]
-    return manifest.damage_of_all(others)
+    return manifest.damage_of_all(json_paths)
 
 
 def recorded_bytes(ckpt_dir: str) -> int:
@@ -155,7 +160,7 @@ def find_odd_file(ckpt_dir: str) -> str | None:
 
 
 def find_file_damage(
-    ckpt_dir: str, path: str, into: memoryview | None, expected: Mapping[str, Any] | None = None
+    ckpt_dir: str, path: str, buffer: memoryview | None, expected: Mapping[str, Any] | None = None
 ) -> str | None:
     """Returns the damage of a file, or None, and leaves its content in a buffer of its exact size.
 
@@ -167,10 +172,12 @@ def find_file_damage(
             size = os.fstat(file.fileno()).st_size
             if expected is not None and size != expected["size"]:
                 return f"has {size} bytes instead of {expected['size']}"
-            if into is not None and len(into) != size:
-                return f"has {size} bytes, where the array takes {len(into)}"
-            digest = _digest_of_file(file, into)
-        return _CHANGED if expected is not None and digest != expected[_DIGEST] else None
+            if buffer is not None and len(buffer) != size:
+                return f"has {size} bytes, where the array takes {len(buffer)}"
+            digest = _digest_of_file(file, buffer)
+        if expected is not None and digest != expected[_DIGEST]:
+            return _CHANGED
+        return None
 
     try:
         return retries.read(os.path.join(ckpt_dir, path), find)
@@ -180,17 +187,22 @@ def find_file_damage(
         return f"cannot be read ({error})"
 
 
-def _digest_of_file(file: Any, into: memoryview | None = None) -> str:
-    """Returns the digest of an unbuffered file and leaves its content in `into`."""
-    digest, at = _xxh3(), 0
-    block = memoryview(bytearray(_BLOCK_BYTES if into is None else 0))
+def _digest_of_file(file: Any, buffer: memoryview | None = None) -> str:
+    """Returns the digest of an unbuffered file and leaves its content in the buffer."""
+    digest = _xxh3()
+    position = 0
+    scratch = memoryview(bytearray(_BLOCK_BYTES if buffer is None else 0))
     while True:
-        buffer = block if into is None else into[at : at + _BLOCK_BYTES]
-        read = file.readinto(buffer) if len(buffer) else 0
-        if not read:
+        block = scratch
+        if buffer is not None:
+            block = buffer[position : position + _BLOCK_BYTES]
+        num_read = 0
+        if len(block) > 0:
+            num_read = file.readinto(block)
+        if not num_read:
             return digest.hexdigest()
-        digest.update(buffer[:read])
-        at += read
+        digest.update(block[:num_read])
+        position += num_read
 
 
 def _digest_of_json(value: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Policies that decide whether to save after a step, and which older checkpoints to keep.
+"""Policies that decide when to save, after which steps, and which older checkpoints to keep.
 
 Garbage collection deletes the others. A checkpoint is kept if at least one of these rules keeps it:
 
@@ -10,7 +10,7 @@ Garbage collection deletes the others. A checkpoint is kept if at least one of t
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from weft import config as config_lib
@@ -62,14 +62,13 @@ class EvalMetric(NamedTuple):
 
 def scalars_of(step: int, evaler_summaries: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Returns the numbers that evalers reported after a step, by evaler name and path."""
-    return {
-        name: {
-            leaf.path: float(leaf.value)
-            for leaf in due_summaries(step, summaries, every_n_steps=1)
-            if leaf.kind == "ScalarSummary"
-        }
-        for name, summaries in evaler_summaries.items()
-    }
+    scalars: dict[str, dict[str, float]] = {}
+    for name, summaries in evaler_summaries.items():
+        scalars[name] = {}
+        for summary in due_summaries(step, summaries, every_n_steps=1):
+            if summary.kind == "ScalarSummary":
+                scalars[name][summary.path] = float(summary.value)
+    return scalars
 
 
 def metric_value(
@@ -95,7 +94,9 @@ def check_mode(mode: str | None, *, of: str) -> int:
     """Returns 1 for "max" and -1 for "min"; raises CheckpointPolicyError for another mode."""
     if mode not in ("max", "min"):
         raise CheckpointPolicyError(f"{of} got mode={mode!r}; expected 'max' or 'min'.")
-    return 1 if mode == "max" else -1
+    if mode == "min":
+        return -1
+    return 1
 
 
 class EverySecondsPolicy(config_lib.Configurable):
@@ -115,13 +116,14 @@ class EverySecondsPolicy(config_lib.Configurable):
             raise CheckpointPolicyError(
                 f"EverySecondsPolicy got seconds={config.seconds!r}; expected more than 0."
             )
-        self._last = time.monotonic()
-        self._all = DelayedMax()
+        self._last_save = time.monotonic()
+        self._max_over_processes = DelayedMax()
 
     def __call__(self, *, step: int, evaler_summaries: dict[str, Any]) -> bool:
-        is_due = bool(self._all(time.monotonic() - self._last >= self.config.seconds))
+        is_due_here = time.monotonic() - self._last_save >= self.config.seconds
+        is_due = bool(self._max_over_processes(is_due_here))
         if is_due:
-            self._last = time.monotonic()
+            self._last_save = time.monotonic()
         return is_due
 
 
@@ -135,15 +137,19 @@ class AnyPolicy(config_lib.Configurable):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self._policies: list[CheckpointPolicy] = [
-            config_lib.maybe_instantiate(p) for p in config.policies
-        ]
+        self._policies: list[CheckpointPolicy] = []
+        for policy in config.policies:
+            self._policies.append(config_lib.maybe_instantiate(policy))
         states = RunState({str(i): policy for i, policy in enumerate(self._policies)})
-        self.get_state, self.set_state = states.get_state, states.set_state
+        self.get_state = states.get_state
+        self.set_state = states.set_state
 
     def __call__(self, *, step: int, evaler_summaries: dict[str, Any]) -> bool:
-        decisions = [p(step=step, evaler_summaries=evaler_summaries) for p in self._policies]
-        return any(decisions)  # all are called, since some count steps
+        is_due = False
+        for policy in self._policies:  # all are called, since some count steps
+            if policy(step=step, evaler_summaries=evaler_summaries):
+                is_due = True
+        return is_due
 
 
 class BestMetric(config_lib.Configurable):
@@ -156,7 +162,8 @@ class BestMetric(config_lib.Configurable):
 
     def __init__(self, config: Any, *, name: str | None = None):
         super().__init__(config)
-        self._metric, self._name = config.metric, name or type(self).__name__
+        self._metric: EvalMetric = config.metric
+        self._name = name or type(self).__name__
         self._sign = check_mode(config.mode, of=self._name)
         self._best: float | None = None
 
@@ -166,12 +173,12 @@ class BestMetric(config_lib.Configurable):
         if value is None:
             return None
         if self._best is None:
-            improved = not math.isnan(value)
+            has_improved = not math.isnan(value)
         else:
-            improved = self._sign * (value - self._best) > self._min_delta
-        if improved:
+            has_improved = self._sign * (value - self._best) > self._min_delta
+        if has_improved:
             self._best = value
-        return improved
+        return has_improved
 
     def get_state(self) -> dict[str, Any]:
         """Returns the best value so far."""
@@ -223,12 +230,14 @@ class KeepBest(config_lib.Configurable):
     def kept(self, facts: Mapping[int, Mapping[str, Any]]) -> set[int]:
         """Returns the steps to keep, given the facts of each step's manifest."""
         evaler, name = self.config.metric
-        values = {
-            s: f.get("metrics", {}).get(evaler, {}).get(name, math.nan) for s, f in facts.items()
-        }
-        # Ties go to the newer step; NaN is never kept.
-        best = sorted((self._sign * v, step) for step, v in values.items() if not math.isnan(v))
-        return {step for _, step in best[-self.config.n :]}
+        ranked_steps: list[tuple[float, int]] = []
+        for step, step_facts in facts.items():
+            metrics = step_facts.get("metrics", {}).get(evaler, {})
+            value = metrics.get(name, math.nan)
+            if not math.isnan(value):  # NaN is never kept
+                ranked_steps.append((self._sign * value, step))
+        ranked_steps.sort()  # ties go to the newer step
+        return {step for _, step in ranked_steps[-self.config.n :]}
 
 
 def kept_steps(
@@ -244,21 +253,23 @@ def kept_steps(
     >>> sorted(kept_steps({step: {} for step in range(10, 101, 10)}, last_n=2, every_n_steps=30))
     [10, 40, 70, 90, 100]
     """
-    kept = set(list(facts)[-last_n:])
-    kept |= _spaced_steps(facts, every_n_steps, lambda step: step)
-    kept |= _spaced_steps(
-        facts, every_n_seconds, lambda step: facts[step].get("saved_at", math.nan)
-    )
-    return kept if best is None else kept | best.kept(facts)
+    steps = set(list(facts)[-last_n:])
+    if every_n_steps is not None:
+        steps |= _spaced_steps({step: step for step in facts}, every_n_steps)
+    if every_n_seconds is not None:
+        times = {step: step_facts.get("saved_at", math.nan) for step, step_facts in facts.items()}
+        steps |= _spaced_steps(times, every_n_seconds)
+    if best is not None:
+        steps |= best.kept(facts)
+    return steps
 
 
-def _spaced_steps(
-    steps: Iterable[int], distance: float | None, position: Callable[[int], float]
-) -> set[int]:
-    kept: set[int] = set()
-    last = -math.inf
-    for step in steps:
-        if distance is not None and position(step) - last >= distance:
-            kept.add(step)
-            last = position(step)
-    return kept
+def _spaced_steps(positions: Mapping[int, float], distance: float) -> set[int]:
+    """Returns the first step, and each whose position is so far from the last one."""
+    steps: set[int] = set()
+    last_position = -math.inf
+    for step, position in positions.items():
+        if position - last_position >= distance:
+            steps.add(step)
+            last_position = position
+    return steps

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
 import jax
@@ -169,7 +169,10 @@ class OrbaxStateStorage(StateStorage):
         self.wait_until_finished()
         leaves = index_lib.flatten_state(state)
         index = index_lib.build_index(state)
-        arrays = {_array_name(path): _to_save(path, leaf) for path, leaf in leaves if _stored(leaf)}
+        arrays: dict[str, Array] = {}
+        for path, leaf in leaves:
+            if _is_stored(leaf):
+                arrays[_array_name(path)] = _to_save(path, leaf)
         processes = dirs.CommitGroup(ckpt_dir)
         copied = threading.Event()  # the state may change from now on
 
@@ -202,26 +205,27 @@ class OrbaxStateStorage(StateStorage):
             return []
         if self._handler is None:
             handlers = self._ocp.type_handlers
-            of_jax = handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_MIN_SLICE_BYTES)
-            self._handler = self._ocp.PyTreeCheckpointHandler(
-                use_ocdbt=False,
-                use_compression=False,
-                type_handler_registry=handlers.create_type_handler_registry(
-                    (jax.Array, of_jax), (np.ndarray, handlers.NumpyHandler())
+            registry = handlers.create_type_handler_registry(
+                (
+                    jax.Array,
+                    handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_MIN_SLICE_BYTES),
                 ),
+                (np.ndarray, handlers.NumpyHandler()),
             )
-        args = self._ocp.SaveArgs(chunk_byte_size=self.config.max_chunk_bytes)
-        saving = self._handler.async_save(
-            self._path(directory),
-            args=self._ocp.args.PyTreeSave(arrays, save_args=dict.fromkeys(arrays, args)),
-        )
+            self._handler = self._ocp.PyTreeCheckpointHandler(
+                use_ocdbt=False, use_compression=False, type_handler_registry=registry
+            )
+        array_args = self._ocp.SaveArgs(chunk_byte_size=self.config.max_chunk_bytes)
+        save_args = self._ocp.args.PyTreeSave(arrays, save_args=dict.fromkeys(arrays, array_args))
+        saving = self._handler.async_save(self._path(directory), args=save_args)
         return asyncio.run(saving) or []
 
     def wait_until_finished(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
 
@@ -235,46 +239,55 @@ class OrbaxStateStorage(StateStorage):
     ) -> Nested[Any]:
         saved = index_lib.read_index_file(ckpt_dir)
         index_lib.check_state_structure(saved, index_lib.build_index(state), validation=validation)
-        leaves = index_lib.flatten_state(state)
-        targets = {path: leaf for path, leaf in leaves if _stored(leaf)}
-        arrays = self._read_arrays(step, targets, ckpt_dir, saved)
-        self._restore_objects(dict(leaves), os.path.join(ckpt_dir, self._PYTHON))
-        values = dict(saved)
-        restored = [_restored(path, leaf, arrays, values) for path, leaf in leaves]
-        return jax.tree.unflatten(
-            jax.tree.structure(state, is_leaf=index_lib.is_state_leaf), restored
-        )
+        leaves = dict(index_lib.flatten_state(state))
+        array_leaves = {path: leaf for path, leaf in leaves.items() if _is_stored(leaf)}
+        arrays = self._read_arrays(step, array_leaves, ckpt_dir, saved)
+        self._restore_objects(leaves, os.path.join(ckpt_dir, self._PYTHON))
+        saved_values = dict(saved)
+        restored_leaves = [
+            _restored(path, leaf, arrays, saved_values) for path, leaf in leaves.items()
+        ]
+        tree = jax.tree.structure(state, is_leaf=index_lib.is_state_leaf)
+        return jax.tree.unflatten(tree, restored_leaves)
 
     def _read_arrays(
-        self, step: int, targets: dict[str, Any], ckpt_dir: str, saved: index_lib.Index
-    ) -> dict[str, Any]:
-        found = read_manifest(ckpt_dir, step=step) if has_manifest(ckpt_dir) else None
-        manifest, faults = (None, [found]) if isinstance(found, str) else (found, [])
-        files = ArrayFiles(ckpt_dir, self._ARRAYS, manifest)
-        arrays, seen, array_faults = files.read(
-            {_array_name(path): _with_layout(leaf) for path, leaf in targets.items()}
-        )
-        faults += array_faults
+        self, step: int, leaves: dict[str, Any], ckpt_dir: str, saved: index_lib.Index
+    ) -> dict[str, Array]:
+        """Returns the arrays by path; raises if any file of an array is damaged, needed or not."""
+        damage: list[str] = []
+        manifest = None
+        if has_manifest(ckpt_dir):
+            manifest = read_manifest(ckpt_dir, step=step)
+            if isinstance(manifest, str):
+                damage.append(manifest)
+                manifest = None
+        targets = {_array_name(path): _with_layout(leaf) for path, leaf in leaves.items()}
+        read = ArrayFiles(ckpt_dir, self._ARRAYS, manifest).read(targets)
+        damage += read.damage
         if manifest is not None:
-            # Files that no process needs are checked too, each by one of the processes.
-            below = sorted(p for p in manifest.files if p.startswith(f"{self._ARRAYS}/"))
-            own_paths = below[jax.process_index() :: jax.process_count()]
-            # A stranger's manifest may name anything, of any size.
-            names = {_array_name(path) for path, _ in saved}
-            others = [path for path in below if path.split("/")[1] not in names]
-            size = sum(manifest.files[path]["size"] for path in others)
-            if size > MAX_JSON_BYTES:
-                largest = max(others, key=lambda path: manifest.files[path]["size"])
-                faults.append(f"{largest}: of no array; such files have {size:,} bytes in all")
-            else:
-                faults += manifest.damage_of_all(p for p in own_paths if p not in seen)
-        if max_over_processes(bool(faults)):
-            faults = faults or ["another process, which names it, has found damage"]
+            array_names = {_array_name(path) for path, _ in saved}
+            damage += self._damage_of_unread_files(manifest, read.paths, array_names)
+        if max_over_processes(bool(damage)):
+            damage = damage or ["another process, which names it, has found damage"]
             raise DamagedCheckpointError(
-                f"the checkpoint {ckpt_dir} is damaged: {'; '.join(faults[:8])}. Restore another.",
-                damage=faults,
+                f"the checkpoint {ckpt_dir} is damaged: {'; '.join(damage[:8])}. Restore another.",
+                damage=damage,
             )
-        return {path: arrays[_array_name(path)] for path in targets}
+        return {path: read.arrays[_array_name(path)] for path in leaves}
+
+    def _damage_of_unread_files(
+        self, manifest: Manifest, read_paths: set[str], array_names: set[str]
+    ) -> list[str]:
+        """Checks files that no process needs, too, each by one of the processes."""
+        paths = sorted(path for path in manifest.files if path.startswith(f"{self._ARRAYS}/"))
+        # A stranger's manifest may name anything, of any size.
+        foreign_paths = [path for path in paths if path.split("/")[1] not in array_names]
+        foreign_bytes = sum(manifest.files[path]["size"] for path in foreign_paths)
+        if foreign_bytes > MAX_JSON_BYTES:
+            largest = max(foreign_paths, key=lambda path: manifest.files[path]["size"])
+            return [f"{largest}: of no array; such files have {foreign_bytes:,} bytes in all"]
+        process_paths = paths[jax.process_index() :: jax.process_count()]
+        return manifest.damage_of_all(path for path in process_paths if path not in read_paths)
 
     def _restore_objects(self, leaves: dict[str, Any], directory: str) -> None:
         damage = None
@@ -304,10 +317,10 @@ def _array_folder(ckpt_dir: str, name: str) -> str:
     It is not the path of a handle, `/proc/self/fd/N`: after an error, writes of array storage may
     still go on when the handle is closed, and N may be the folder of the next save by then.
     """
-    above, last = os.path.split(os.path.abspath(ckpt_dir))
-    directory = Directory(above)
-    directory.make_folder(f"{last}/{name}")
-    return directory.full_path(f"{last}/{name}")
+    parent, ckpt_name = os.path.split(os.path.abspath(ckpt_dir))
+    directory = Directory(parent)
+    directory.make_folder(f"{ckpt_name}/{name}")
+    return directory.full_path(f"{ckpt_name}/{name}")
 
 
 def _remove_partial(ckpt_dir: str) -> None:
@@ -316,13 +329,13 @@ def _remove_partial(ckpt_dir: str) -> None:
         shutil.rmtree(ckpt_dir, ignore_errors=True)
 
 
-def _stored(leaf: Any) -> bool:
+def _is_stored(leaf: object) -> bool:
     # Orbax refuses arrays without elements; the index has all the information about them.
     return index_lib.is_array(leaf) and 0 not in leaf.shape
 
 
 def _restored(
-    path: str, leaf: object, arrays: Mapping[str, Array], values: Mapping[str, object]
+    path: str, leaf: object, arrays: Mapping[str, Array], saved_values: Mapping[str, object]
 ) -> object:
     if path in arrays:
         return arrays[path]
@@ -330,19 +343,20 @@ def _restored(
         return np.zeros(leaf.shape, leaf.dtype)
     if index_lib.is_array(leaf):
         return jnp.zeros(leaf.shape, leaf.dtype, device=_sharding_of(leaf))
-    return leaf if index_lib.is_state_leaf(leaf) else values[path]
+    if index_lib.is_state_leaf(leaf):
+        return leaf
+    return saved_values[path]
 
 
 def _array_name(path: str) -> str:
     """Returns an array's directory name: its path with hyphens, cut for file systems."""
     # No dots, since Orbax splits names at dots when reading.
-    parts = [
-        quote(part, safe="").replace(".", "%2E").replace("-", "%2D") for part in path.split("/")
-    ]
-    name = "-".join(parts)
+    quoted_path = quote(path, safe="/").replace(".", "%2E").replace("-", "%2D")
+    name = quoted_path.replace("/", "-")
     if len(name) <= 200:
         return name
-    return f"{name[:160]}-{hashlib.sha256(path.encode()).hexdigest()[:32]}"
+    digest = hashlib.sha256(path.encode()).hexdigest()
+    return f"{name[:160]}-{digest[:32]}"
 
 
 def _to_save(path: str, leaf: Array) -> Array:
@@ -357,8 +371,9 @@ def _to_save(path: str, leaf: Array) -> Array:
             f"{path!r} is an array of {leaf.dtype}, which the array storage does not support; save "
             "it as uint8."
         )
-    # A NumPy array can change while it is being written; a JAX array cannot.
-    return leaf if isinstance(leaf, jax.Array) else np.array(leaf)
+    if isinstance(leaf, jax.Array):
+        return leaf
+    return np.array(leaf)  # it can change while it is being written
 
 
 def _sharding_of(leaf: index_lib.ArrayOrSpec) -> jax.sharding.Sharding:
@@ -373,12 +388,28 @@ def _sharding_of(leaf: index_lib.ArrayOrSpec) -> jax.sharding.Sharding:
 def _with_layout(leaf: index_lib.ArrayOrSpec) -> Target:
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf
-    dtype = leaf.dtype if index_lib.is_key_dtype(leaf.dtype) else jnp.dtype(leaf.dtype)
+    dtype = leaf.dtype
+    if not index_lib.is_key_dtype(dtype):
+        dtype = jnp.dtype(dtype)
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=_sharding_of(leaf))
 
 
 class ArrayFileError(Exception):
     """Damage of a file; the message names the file and the fault."""
+
+
+class ReadArrays(NamedTuple):
+    """Result of reading arrays.
+
+    Attributes:
+        arrays: the undamaged ones, by name.
+        paths: of the files that were read.
+        damage: a line for each damaged file.
+    """
+
+    arrays: dict[str, Array]
+    paths: set[str]
+    damage: list[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -394,31 +425,35 @@ class ArrayFiles:
     within: str
     manifest: Manifest | None
 
-    def read(self, targets: Mapping[str, Target]) -> tuple[dict[str, Any], set[str], list[str]]:
+    def read(self, targets: Mapping[str, Target]) -> ReadArrays:
         """Reads arrays, several at a time.
 
         Args:
             targets: by name, NumPy arrays or objects with shape, dtype and sharding.
-
-        Returns the undamaged arrays by name, the files that were read, and a line for each damage.
         """
-        arrays, seen, faults = {}, set(), []
+        result = ReadArrays({}, set(), [])
 
-        def read_one(name: str) -> None:
+        def read_array(name: str) -> None:
             try:
-                arrays[name] = _Reader(self, name, seen).read(targets[name])
+                reader = _Reader(self, name, result.paths)
+                result.arrays[name] = reader.read(targets[name])
             except ArrayFileError as error:
-                faults.append(str(error))
+                result.damage.append(str(error))
 
         largest_first = sorted(targets, key=lambda name: -math.prod(targets[name].shape))
         with ThreadPoolExecutor(_READER_THREADS) as pool:
-            list(pool.map(read_one, largest_first))
-        return arrays, seen, sorted(faults)
+            list(pool.map(read_array, largest_first))
+        result.damage.sort()
+        return result
 
 
 class _Reader:
-    def __init__(self, files: ArrayFiles, name: str, seen: set[str]):
-        self._files, self._name, self._seen = files, name, seen
+    """Reader of one array; adds the files that it reads to `read_paths`."""
+
+    def __init__(self, files: ArrayFiles, array_name: str, read_paths: set[str]):
+        self._files = files
+        self._array_name = array_name
+        self._read_paths = read_paths
         size = self._size(".zarray")
         if size > _MAX_HEADER_BYTES:
             raise self._fault(".zarray", f"has {size:,} bytes, more than any that Weft writes")
@@ -426,12 +461,15 @@ class _Reader:
         self._fill(".zarray", memoryview(header))
         try:
             content = parse_json(header)
-            self._chunk = tuple(map(int, content["chunks"]))
+            self._chunk_shape = tuple(map(int, content["chunks"]))
             self._shape = tuple(map(int, content["shape"]))
             # "<f4", or a name such as "bfloat16" that NumPy lacks.
-            name = content["dtype"]
-            self._dtype = np.dtype(name) if name[0] in "<>|=" else jnp.dtype(name)
-            plain = (content["compressor"], content["filters"], content["order"])
+            dtype_name = content["dtype"]
+            if dtype_name[0] in "<>|=":
+                self._dtype = np.dtype(dtype_name)
+            else:
+                self._dtype = jnp.dtype(dtype_name)
+            encoding = (content["compressor"], content["filters"], content["order"])
             self._separator = content.get("dimension_separator", ".")
         except (
             ValueError,
@@ -442,70 +480,90 @@ class _Reader:
             OverflowError,  # JSON of Python may have an Infinity
         ) as error:
             raise self._fault(".zarray", f"does not describe an array ({error})") from error
-        chunks_fit = len(self._chunk) == len(self._shape) and min(self._chunk, default=1) > 0
-        is_written_here = plain == (None, None, "C") and self._separator in (".", "/")
-        if not is_written_here or not chunks_fit or self._dtype.hasobject:
+        same_rank = len(self._chunk_shape) == len(self._shape)
+        chunks_fit = same_rank and all(size > 0 for size in self._chunk_shape)
+        is_plain = encoding == (None, None, "C") and self._separator in (".", "/")
+        if not is_plain or not chunks_fit or self._dtype.hasobject:
             raise self._fault(".zarray", "describes an array that was not written by Weft")
 
     def read(self, target: Target) -> Array:
         """Returns the array with the dtype and layout of the target."""
-        impl, shape, dtype = None, tuple(target.shape), target.dtype
-        if index_lib.is_key_dtype(dtype):
-            impl = index_lib.key_implementation(dtype)
-            data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
-            shape, dtype = shape + data.shape, data.dtype
+        if index_lib.is_key_dtype(target.dtype):
+            impl = index_lib.key_implementation(target.dtype)
+            data_spec = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
+            data_shape = (*target.shape, *data_spec.shape)
+            sharding: Any = getattr(target, "sharding", None)
+            data_target = jax.ShapeDtypeStruct(data_shape, data_spec.dtype, sharding=sharding)
+            data: Any = self.read(data_target)
+            return jax.random.wrap_key_data(data, impl=impl)
+        shape = tuple(target.shape)
         if shape != self._shape:
             raise self._fault(".zarray", f"has the shape {self._shape}, the index {shape}")
         if isinstance(target, np.ndarray | np.generic):
-            return self._region(tuple(slice(0, n) for n in shape), dtype)
-        regions: dict[tuple, np.ndarray] = {}
-        parts = []
-        sharding: Any = target.sharding
-        for device, index in sharding.addressable_devices_indices_map(shape).items():
-            region = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
-            key = tuple((s.start, s.stop) for s in region)
-            if key not in regions:
-                regions[key] = self._region(region, dtype)
-            memory_kind = sharding.memory_kind
-            on_device = jax.sharding.SingleDeviceSharding(device, memory_kind=memory_kind)
-            parts.append(jax.device_put(regions[key], on_device))
-        array = jax.make_array_from_single_device_arrays(shape, sharding, parts)
-        return array if impl is None else jax.random.wrap_key_data(array, impl=impl)
+            return self._read_region(tuple((0, size) for size in shape), target.dtype)
+        regions: dict[_Region, np.ndarray] = {}  # devices may have the same one
+        shards: list[jax.Array] = []
+        sharding = target.sharding
+        for device, slices in sharding.addressable_devices_indices_map(shape).items():
+            bounds: list[tuple[int, int]] = []
+            for axis_slice, size in zip(slices, shape, strict=True):
+                start, stop, _ = axis_slice.indices(size)
+                bounds.append((start, stop))
+            region = tuple(bounds)
+            if region not in regions:
+                regions[region] = self._read_region(region, target.dtype)
+            device_sharding = jax.sharding.SingleDeviceSharding(
+                device, memory_kind=sharding.memory_kind
+            )
+            shards.append(jax.device_put(regions[region], device_sharding))
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
-    def _region(self, region: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+    def _read_region(self, region: "_Region", dtype: np.dtype) -> np.ndarray:
         """Returns the elements of a region of the array, assembled from its chunks."""
-        whole = _aligned(tuple(s.stop - s.start for s in region), self._dtype)
-        for at, within, chunk_name in self._chunks(region):
-            part = whole[at]
-            if part.shape == self._chunk and part.flags.c_contiguous:
-                self._fill(chunk_name, _bytes_of(part))
+        result = _aligned(tuple(stop - start for start, stop in region), self._dtype)
+        for overlap in self._overlaps(region):
+            part = result[overlap.in_region]
+            if part.shape == self._chunk_shape and part.flags.c_contiguous:
+                self._fill(overlap.chunk_name, _bytes_of(part))
             else:
                 # Checked before memory is allocated for it.
-                size = self._size(chunk_name)
-                expected = math.prod(self._chunk) * self._dtype.itemsize
-                if size != expected:
-                    raise self._fault(chunk_name, f"has {size} bytes instead of {expected}")
-                chunk = _aligned(self._chunk, self._dtype)
-                self._fill(chunk_name, _bytes_of(chunk))
-                whole[at] = chunk[within]
-        return whole if whole.dtype == dtype else whole.astype(dtype)
+                size = self._size(overlap.chunk_name)
+                expected_size = math.prod(self._chunk_shape) * self._dtype.itemsize
+                if size != expected_size:
+                    raise self._fault(
+                        overlap.chunk_name, f"has {size} bytes instead of {expected_size}"
+                    )
+                chunk = _aligned(self._chunk_shape, self._dtype)
+                self._fill(overlap.chunk_name, _bytes_of(chunk))
+                result[overlap.in_region] = chunk[overlap.in_chunk]
+        if result.dtype == dtype:
+            return result
+        return result.astype(dtype)
 
-    def _chunks(self, region: tuple[slice, ...]) -> Iterator[tuple[Any, Any, str]]:
-        """Yields for each chunk its place in the region, its part of the region, and its name."""
-        numbers = [
-            range(s.start // c, -(-s.stop // c)) for s, c in zip(region, self._chunk, strict=True)
-        ]
-        for number in itertools.product(*numbers):
-            at, within = [], []
-            for i, c, s in zip(number, self._chunk, region, strict=True):
-                first, last = max(s.start, i * c), min(s.stop, (i + 1) * c)
-                at.append(slice(first - s.start, last - s.start))
-                within.append(slice(first - i * c, last - i * c))
-            name = self._separator.join(map(str, number)) or "0"
-            yield (*at, ...), (*within, ...), name
+    def _overlaps(self, region: "_Region") -> Iterator["_Overlap"]:
+        """Yields what each chunk has in common with a region.
+
+        Along an axis, chunk i has the elements from i * size to (i + 1) * size, beyond the array,
+        too, whose last chunk is filled up.
+        """
+        chunk_ranges: list[range] = []
+        for (start, stop), size in zip(region, self._chunk_shape, strict=True):
+            chunk_ranges.append(range(start // size, math.ceil(stop / size)))
+        for chunk_index in itertools.product(*chunk_ranges):
+            in_region: list[slice] = []
+            in_chunk: list[slice] = []
+            for i, size, (start, stop) in zip(chunk_index, self._chunk_shape, region, strict=True):
+                chunk_start = i * size
+                first = max(start, chunk_start)
+                last = min(stop, chunk_start + size)
+                in_region.append(slice(first - start, last - start))
+                in_chunk.append(slice(first - chunk_start, last - chunk_start))
+            name = self._separator.join(map(str, chunk_index)) or "0"
+            # With an ellipsis, the elements of an array without axes are one, too.
+            yield _Overlap(name, (*in_region, ...), (*in_chunk, ...))
 
     def _path(self, name: str) -> str:
-        return f"{self._files.within}/{self._name}/{name}"
+        return f"{self._files.within}/{self._array_name}/{name}"
 
     def _size(self, name: str) -> int:
         def size() -> int:
@@ -515,24 +573,37 @@ class _Reader:
         try:
             return retries.read(os.path.join(self._files.ckpt_dir, self._path(name)), size)
         except FileNotFoundError:
-            self._seen.add(self._path(name))
+            self._read_paths.add(self._path(name))
             raise self._fault(name, "is missing") from None
         except OSError as error:
-            self._seen.add(self._path(name))
+            self._read_paths.add(self._path(name))
             raise self._fault(name, f"cannot be read ({error})") from None
 
-    def _fill(self, name: str, into: memoryview) -> None:
-        path, manifest = self._path(name), self._files.manifest
-        self._seen.add(path)
-        if manifest is not None:
-            fault = manifest.damage_of(path, into)
+    def _fill(self, name: str, buffer: memoryview) -> None:
+        """Reads a file into a buffer, and compares its digest."""
+        path = self._path(name)
+        self._read_paths.add(path)
+        if self._files.manifest is not None:
+            damage = self._files.manifest.damage_of(path, buffer)
         else:
-            fault = find_file_damage(self._files.ckpt_dir, path, into)
-        if fault is not None:
-            raise self._fault(name, fault)
+            damage = find_file_damage(self._files.ckpt_dir, path, buffer)
+        if damage is not None:
+            raise self._fault(name, damage)
 
     def _fault(self, name: str, fault: str) -> ArrayFileError:
         return ArrayFileError(f"{self._path(name)}: {fault}")
+
+
+# The first element and the end of a region, along each axis.
+_Region = tuple[tuple[int, int], ...]
+
+
+class _Overlap(NamedTuple):
+    """What a chunk has in common with a region, as an index into each."""
+
+    chunk_name: str
+    in_region: tuple[Any, ...]
+    in_chunk: tuple[Any, ...]
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
