@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from weft import struct
+from weft.typing import PyTree
 
 
 class DynamicScaleResult(NamedTuple):
@@ -68,24 +69,29 @@ class DynamicScale(struct.PyTreeNode):
         Gradients are averaged over the mapped axis `axis_name`, if given.
         """
 
-        def scaled(*args: object, **kwargs: object) -> tuple[Array, Any]:
-            loss, *rest = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs),)
+        def scaled(*args: PyTree, **kwargs: PyTree) -> tuple[Array, PyTree]:
+            if has_aux:
+                loss, aux = fun(*args, **kwargs)
+            else:
+                loss, aux = fun(*args, **kwargs), None
             product = loss * self.scale
             # Dividing the product again may be infinite where the loss is not.
             loss = jnp.asarray(loss, product.dtype)
-            return product, (loss, *rest) if has_aux else loss
+            if has_aux:
+                return product, (loss, aux)
+            return product, loss
 
         grad_fn = jax.grad(scaled, argnums, has_aux=True)
 
-        def value_and_grad(*args: object, **kwargs: object) -> DynamicScaleResult:
+        def value_and_grad(*args: PyTree, **kwargs: PyTree) -> DynamicScaleResult:
             grad, result = grad_fn(*args, **kwargs)
             grad = jax.tree.map(self._unscaled, grad)
             if axis_name is not None:
                 grad = jax.lax.pmean(grad, axis_name)
-            finite = jnp.array(True)
-            for g in jax.tree.leaves(grad):
-                finite &= jnp.all(jnp.isfinite(g))
-            return DynamicScaleResult(self.after(finite), finite, result, grad)
+            is_finite = jnp.array(True)
+            for leaf in jax.tree.leaves(grad):
+                is_finite &= jnp.all(jnp.isfinite(leaf))
+            return DynamicScaleResult(self.after(is_finite), is_finite, result, grad)
 
         return value_and_grad
 
@@ -95,11 +101,14 @@ class DynamicScale(struct.PyTreeNode):
     def after(self, finite: Array) -> DynamicScale:
         """Returns the scale for the next step."""
         scale = jnp.asarray(self.scale, jnp.float32)
-        grow = self.fin_steps == self.growth_interval
-        largest = jnp.finfo(jnp.float32).max
-        larger = jnp.where(grow, jnp.minimum(scale * self.growth_factor, largest), scale)
-        shrunk = scale * self.backoff_factor
+        is_due = self.fin_steps == self.growth_interval
+        max_scale = jnp.finfo(jnp.float32).max
+        grown_scale = jnp.minimum(scale * self.growth_factor, max_scale)
+        reduced_scale = scale * self.backoff_factor
         if self.minimum_scale is not None:
-            shrunk = jnp.maximum(shrunk, self.minimum_scale)
-        fin_steps = jnp.where(grow | ~finite, 0, self.fin_steps + 1)
-        return self.replace(fin_steps=fin_steps, scale=jnp.where(finite, larger, shrunk))
+            reduced_scale = jnp.maximum(reduced_scale, self.minimum_scale)
+        scale_if_finite = jnp.where(is_due, grown_scale, scale)
+        return self.replace(
+            fin_steps=jnp.where(is_due | ~finite, 0, self.fin_steps + 1),
+            scale=jnp.where(finite, scale_if_finite, reduced_scale),
+        )

@@ -48,7 +48,7 @@ def has_ended(reason: str) -> bool:
 
 
 class EndRun(NamedTuple):
-    """Request of a hook to end the run after the step under way.
+    """Request of a hook to end the run early, after the step under way.
 
     The run is complete then: its last step is saved, and evaluations at the end are run. If the
     hooks of several processes do not agree, one request ends the run in all of them.

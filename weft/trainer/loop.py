@@ -48,8 +48,12 @@ class TrainingLoop:
         stop: preemption.GracefulStop,
         restore: Callable[[], object],
     ):
-        self._trainer, self._hooks, self._judge = trainer, hooks, judge
-        self._batches, self._between_steps, self._stop = batches, between_steps, stop
+        self._trainer = trainer
+        self._hooks = hooks
+        self._judge = judge
+        self._batches = batches
+        self._between_steps = between_steps
+        self._stop = stop
         self._restore = restore
         self._max_step = trainer.config.max_step
         self._first_step = cpu_threads.FirstStepWatch()
@@ -58,7 +62,10 @@ class TrainingLoop:
         self.last_step: Step | None = None
 
     def run(self) -> preemption.StopRun | None:
-        """Runs the remaining steps; returns the request to stop that ends them, if any."""
+        """Runs the remaining steps; returns the request that has ended the run early, if any.
+
+        It comes from a signal, the end of the data, or a hook's `EndRun`.
+        """
         try:
             for step in self._steps():
                 self._stop.doing(f"evaluating or saving after step {step.number}")
@@ -99,13 +106,16 @@ class TrainingLoop:
     def _next_batch(self, number: int) -> NestedTensor:
         """Waits for a step's batch, until all processes have theirs; raises StopRun at the end."""
         self._stop.doing(f"waiting for the input of step {number}")
-        end, within_seconds = self._hooks.end, None
+        request = None
+        if self._hooks.end is not None:
+            request = self._hooks.end.as_request()
+        within_seconds = None
         if not self._is_compiled:
             within_seconds = self._trainer.config.readiness_timeout_seconds
         next_batch = self._stop.next_batch(
             self._batches,
             f"running step {number}",
-            own_request=None if end is None else end.as_request(),
+            own_request=request,
             within_seconds=within_seconds,
         )
         with next_batch as batch:
@@ -134,7 +144,8 @@ class TrainingLoop:
 
     def _settle(self) -> _Outcome:
         """Judges and reports the last step, if that was not done yet."""
-        step, self._unsettled = self._unsettled, None
+        step = self._unsettled
+        self._unsettled = None
         if step is None:
             return _Outcome.KEPT
         outcome = _Outcome.KEPT
@@ -158,7 +169,8 @@ class TrainingLoop:
         self._hooks.on_rewind(self._trainer.step)
 
     def _write_last_summaries(self) -> None:
-        step, self._unsettled = self._unsettled, None
+        step = self._unsettled
+        self._unsettled = None
         if step is not None:
             with contextlib.suppress(Exception):  # the first error counts
                 self._hooks.on_summaries(step.number, step.outputs, step.batch)

@@ -154,16 +154,24 @@ def _infer_sizes(
             f"{shapes_text}: each size is a positive number, and one may be -1 for the rest."
         )
     num_given = math.prod(given_sizes)
-    fits = num_devices % num_given == 0 if has_open_size else num_devices == num_given
-    if not fits or num_devices == 0:
-        needed = f"a multiple of {num_given}" if has_open_size else f"{num_given}"
+    needed_devices = f"{num_given}"
+    fits = num_devices == num_given
+    if has_open_size:
+        needed_devices = f"a multiple of {num_given}"
+        fits = num_devices > 0 and num_devices % num_given == 0
+    if not fits:
         raise MeshError(
-            f"{shapes_text} needs {needed} devices "
+            f"{shapes_text} needs {needed_devices} devices "
             f"and there are {num_devices}; the sizes must multiply to the number of devices "
             "(-1 fills in the rest)."
         )
-    open_size = num_devices // num_given
-    return [tuple(open_size if size == -1 else size for size in shape) for shape in shapes.values()]
+    filled_shapes: list[tuple[int, ...]] = []
+    for shape in shapes.values():
+        filled_shape = list(shape)
+        if -1 in filled_shape:
+            filled_shape[filled_shape.index(-1)] = num_devices // num_given
+        filled_shapes.append(tuple(filled_shape))
+    return filled_shapes
 
 
 def _named_sizes(names: Sequence[str], shape: MeshShape) -> str:

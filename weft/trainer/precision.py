@@ -25,7 +25,7 @@ from weft.errors import InvalidConfigValueError, did_you_mean
 from weft.functional import arrays
 from weft.hierarchy.context import fold_in_name
 from weft.trainer.optimizers import base
-from weft.typing import DType, T, Tensor
+from weft.typing import DType, PyTree, T, Tensor
 
 
 class Precision(config.Configurable):
@@ -68,21 +68,21 @@ class Precision(config.Configurable):
 
     def model_config(self, model: Any) -> Any:
         """Returns the config of a model with this policy's parameters and computation."""
-        given = arrays.without_none(
+        fields = arrays.without_none(
             dtype=self.param_dtype,
             compute_dtype=self.compute_dtype,
             quantization=self.config.quantization,
         )
-        for name, value in given.items():
+        for name, value in fields.items():
             if name not in model.keys():  # noqa: SIM118 - a config is not a mapping
                 raise InvalidConfigValueError(
                     f"precision is to set {name}={value!r} of the model, but {model!r:.80} has no "
                     "such field; expected the config of a layer or of a library's module. Set "
                     "it inside of the function that makes it."
                 )
-        return model.clone(**given)
+        return model.clone(**fields)
 
-    def with_stored_moments(self, state: T, params: Any) -> T:
+    def with_stored_moments(self, state: T, params: PyTree) -> T:
         """Returns the state of an optimizer, or its specs, with moments in their stored dtypes.
 
         Args:
@@ -91,10 +91,10 @@ class Precision(config.Configurable):
         """
         if self.moment_dtype is None:
             return state
-        param_at = base.leaves_by_path(params)
+        params_by_path = base.leaves_by_path(params)
 
         def stored(path: tuple[Any, ...], x: Any) -> Any:
-            param = base.parameter_of(path, x, param_at)
+            param = base.parameter_of(path, x, params_by_path)
             if param is None or not jnp.issubdtype(x.dtype, jnp.floating):
                 return x
             dtype: Any = self.moment_dtype
@@ -133,17 +133,18 @@ def _checked(name: str, dtype: DType | None) -> DType | None:
     )
 
 
-_POLICIES = {
-    name: Precision.default_config().set(
+def _policy(stored: str, computed: str, quantization: str | None = None) -> Precision.Config:
+    return Precision.default_config().set(
         param_dtype=stored, compute_dtype=computed, quantization=quantization, moment_dtype=stored
     )
-    for name, stored, computed, quantization in (
-        ("float32", "float32", "float32", None),
-        ("mixed_bfloat16", "float32", "bfloat16", None),
-        ("bfloat16", "bfloat16", "bfloat16", None),
-        ("int8", "float32", "float32", "int8"),
-        ("fp8", "float32", "float32", "fp8"),
-    )
+
+
+_POLICIES = {
+    "float32": _policy("float32", "float32"),
+    "mixed_bfloat16": _policy("float32", "bfloat16"),
+    "bfloat16": _policy("bfloat16", "bfloat16"),
+    "int8": _policy("float32", "float32", "int8"),
+    "fp8": _policy("float32", "float32", "fp8"),
 }
 
 

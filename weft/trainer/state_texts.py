@@ -7,12 +7,10 @@
 import logging
 import math
 
-import jax
-
 from weft.errors import WeftError
 from weft.hierarchy.base_layer import BaseLayer
-from weft.hierarchy.parameter_spec import ParameterSpec
 from weft.serialization.directory import Directory
+from weft.trainer.optimizers.base import leaves_by_path, path_name
 from weft.trainer.state import TrainerState
 
 logger = logging.getLogger(__name__)
@@ -33,28 +31,25 @@ def write(directory: str, specs: TrainerState, model: BaseLayer) -> None:
 
 def state_tree_text(specs: TrainerState) -> str:
     """Returns a line for each array of the state, in order of the tree."""
-    lines = []
-    for path, spec in jax.tree_util.tree_leaves_with_path(specs):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        lines.append(f"{name}: {spec.dtype}{list(spec.shape)} {spec.partition_spec}")
+    lines: list[str] = []
+    for path, spec in leaves_by_path(specs).items():
+        lines.append(f"{path_name(path)}: {spec.dtype}{list(spec.shape)} {spec.partition_spec}")
     return "\n".join(lines) + "\n"
 
 
 def model_analysis_text(model: BaseLayer) -> str:
     """Returns a line for each parameter, and the number of all their elements."""
     specs = model.create_parameter_specs_recursively()
-    lines, total = [], 0
-    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+    lines: list[str] = []
+    total = 0
+    for path, spec in leaves_by_path(specs).items():
+        name = path_name(path)
         size = math.prod(spec.shape)
         total += size
         line = f"{name}: {list(spec.shape)}, {size:,} elements"
         if spec.initializer is not None:
-            last = name.rpartition("/")[2]
-            line += f", {spec.initializer.debug_string(name=last, axes=spec.fan_axes)}"
+            _, _, last_name = name.rpartition("/")
+            line += f", {spec.initializer.debug_string(name=last_name, axes=spec.fan_axes)}"
         lines.append(line)
-    return "\n".join([*lines, f"total: {total:,} elements"]) + "\n"
-
-
-def _is_spec(x: object) -> bool:
-    return isinstance(x, ParameterSpec)
+    lines.append(f"total: {total:,} elements")
+    return "\n".join(lines) + "\n"

@@ -293,17 +293,18 @@ class Throughput(Configurable, Hook):
 
     def _read(self, step: int) -> _Reading | None:
         """Reads the clock; returns None at the first step, which includes compilation."""
-        now = self._pause_began
-        if now is None:
-            now = self._clock()
-        now -= self._paused_seconds
+        # A pause counts as its beginning.
+        clock_time = self._pause_began
+        if clock_time is None:
+            clock_time = self._clock()
+        step_time = clock_time - self._paused_seconds
         last_reading = self._last_reading
-        self._last_reading = (step, now)
+        self._last_reading = (step, step_time)
         if last_reading is None:
             return None
         last_step, last_time = last_reading
-        self._productive_seconds += now - last_time
-        return _Reading(step - last_step, now - last_time)
+        self._productive_seconds += step_time - last_time
+        return _Reading(step - last_step, step_time - last_time)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

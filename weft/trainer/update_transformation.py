@@ -19,7 +19,7 @@ from weft.hierarchy.base_layer import NestedParameterSpec, ParameterSpec
 from weft.hierarchy.context import require_context
 from weft.hierarchy.module import Module, OutputCollection, nowrap
 from weft.trainer.optimizers import base, clipping
-from weft.typing import DType, Nested, NestedTensor, Tensor
+from weft.typing import DType, Nested, NestedTensor, PyTree, T, Tensor
 
 
 class LearnerModule(Module):
@@ -86,15 +86,15 @@ class ForwardBackwardOutputs(struct.PyTreeNode):
     backward_outputs: BackwardOutputs
 
 
-def mask_tree(tree: object, *, keep: Nested[bool], mask_value: object = optax.MaskedNode()) -> Any:
+def mask_tree(tree: PyTree, *, keep: Nested[bool], mask_value: object = optax.MaskedNode()) -> Any:
     """Replaces the leaves of a tree that `keep`, which may have more leaves, marks False.
 
     >>> mask_tree({"a": 1, "b": 2}, keep={"a": True, "b": False}, mask_value=None)
     {'a': 1, 'b': None}
     """
-    is_kept = base.leaves_by_path(keep)
+    flags = base.leaves_by_path(keep)
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaf if is_kept[path] else mask_value, tree
+        lambda path, leaf: leaf if flags[path] else mask_value, tree
     )
 
 
@@ -141,10 +141,14 @@ class Updates(struct.PyTreeNode):
 
         `keep` is a tree like `opt_params` that marks the parameters to keep, or makes one from it.
         """
-        kept = keep(self.opt_params) if callable(keep) else keep
+        if callable(keep):
+            keep = keep(self.opt_params)
         if "inplace_updates" in fields:
             _check_inplace_updates(self)
-        return self.replace(**{name: mask_tree(getattr(self, name), keep=kept) for name in fields})
+        masked: dict[str, PyTree] = {}
+        for name in fields:
+            masked[name] = mask_tree(getattr(self, name), keep=keep)
+        return self.replace(**masked)
 
     def updated_values(
         self, round_sum: Callable[[str, Tensor, DType], Tensor] | None = None
@@ -157,36 +161,37 @@ class Updates(struct.PyTreeNode):
         Raises InplaceUpdateError if the parameter of an in-place update is missing or differs.
         """
         _check_inplace_updates(self)
-        delta_at = base.leaves_by_path(self.delta_updates)
-        inplace_at = base.leaves_by_path(self.inplace_updates)
+        deltas = base.leaves_by_path(self.delta_updates)
+        inplace_updates = base.leaves_by_path(self.inplace_updates)
 
         def updated(path: tuple[Any, ...], param: base.OptParam) -> Tensor:
-            if path in inplace_at:
-                return jnp.asarray(inplace_at[path], param.dtype)
-            if path in delta_at:
-                total = param.value + delta_at[path]
-                if round_sum is None:
-                    return total.astype(param.dtype)
-                return round_sum(base.path_name(path), total, param.dtype)
-            return param.value
+            if path in inplace_updates:
+                return jnp.asarray(inplace_updates[path], param.dtype)
+            if path not in deltas:
+                return param.value
+            total = param.value + deltas[path]
+            if round_sum is None:
+                return total.astype(param.dtype)
+            return round_sum(base.path_name(path), total, param.dtype)
 
         return jax.tree_util.tree_map_with_path(updated, self.opt_params)
 
 
 def _check_inplace_updates(updates: Updates) -> None:
-    param_at = base.leaves_by_path(updates.opt_params)
+    params = base.leaves_by_path(updates.opt_params)
     for path, value in base.leaves_by_path(updates.inplace_updates).items():
-        if path not in param_at:
-            name, names = base.path_name(path), [base.path_name(known) for known in param_at]
+        if path not in params:
+            name = base.path_name(path)
+            param_names = [base.path_name(param_path) for param_path in params]
             raise errors.InplaceUpdateError(
                 f"the state update {name!r} is not for a parameter; a layer may only update what "
                 "its `_create_layer_parameter_specs` names. "
-                f"{errors.did_you_mean(name, names)}"
+                f"{errors.did_you_mean(name, param_names)}"
             )
-        if jnp.shape(value) != tuple(param_at[path].shape):
+        if jnp.shape(value) != tuple(params[path].shape):
             raise errors.InplaceUpdateError(
                 f"the state update of {base.path_name(path)!r} has shape {jnp.shape(value)}, but "
-                f"the parameter has {tuple(param_at[path].shape)}."
+                f"the parameter has {tuple(params[path].shape)}."
             )
 
 
@@ -201,7 +206,7 @@ class UpdateTransformation(LearnerModule):
         raise NotImplementedError(f"{type(self).__name__} must define `transform_update`.")
 
 
-def set_state_update(module: Module, value: Any) -> None:
+def set_state_update(module: Module, value: PyTree) -> None:
     """Sets the whole new state of a module, of any type.
 
     State updates of a root are a dict, in which a state of another type has the module's name.
@@ -210,8 +215,10 @@ def set_state_update(module: Module, value: Any) -> None:
     if isinstance(value, dict):
         context.set_state_update(value)
         return
-    of_parent = context if context.parent is None else context.parent
-    of_parent.get_state_updates()[context.name] = value
+    dict_context = context
+    if context.parent is not None:
+        dict_context = context.parent
+    dict_context.get_state_updates()[context.name] = value
 
 
 def optimizer_arguments(updates: Updates) -> dict[str, Any]:
@@ -228,11 +235,14 @@ def optimizer_arguments(updates: Updates) -> dict[str, Any]:
     def value_fn(params: NestedTensor, obj_fn: object = None, grad_fn: object = None) -> Tensor:
         del obj_fn, grad_fn
         values = base.leaves_by_path(params)
-        # An optimizer sees a part of the parameters, maybe in another dtype.
-        all_params = jax.tree_util.tree_map_with_path(
-            lambda path, x: values[path].astype(x.dtype) if path in values else x,
-            forward_pass.model_params,
-        )
+
+        def current_value(path: jax.tree_util.KeyPath, x: Tensor) -> Tensor:
+            # An optimizer sees a part of the parameters, maybe in another dtype.
+            if path in values:
+                return values[path].astype(x.dtype)
+            return x
+
+        all_params = jax.tree_util.tree_map_with_path(current_value, forward_pass.model_params)
         run = require_context("the loss").functional(forward_pass.forward_fn)
         outputs, _ = run(model_params=all_params, inputs=forward_pass.inputs)
         return outputs.loss
@@ -315,20 +325,19 @@ class OverrideInplaceUpdateTransformation(WrappedPartitionedGradientTransformati
                 delta_updates=self._optimized(updates.delta_updates),
             )
         )
-        replacements = {
-            path: value
-            for path, value in base.leaves_by_path(updates.delta_updates).items()
-            if self._replaces(base.path_name(path))
-        }
+        inplace_updates = base.leaves_by_path(updates.inplace_updates)
+        for path, delta in base.leaves_by_path(updates.delta_updates).items():
+            if self._replaces(base.path_name(path)):
+                inplace_updates[path] = delta
         return optimized.replace(
-            opt_params=updates.opt_params,
-            inplace_updates=_nested(base.leaves_by_path(updates.inplace_updates) | replacements),
+            opt_params=updates.opt_params, inplace_updates=_nested(inplace_updates)
         )
 
     def _replaces(self, path: str) -> bool:
         return any(re.fullmatch(rule, path) for rule in self.config.rules)
 
-    def _optimized(self, tree: object) -> Any:
+    def _optimized(self, tree: PyTree) -> PyTree:
+        """Masks the parameters that are replaced."""
         keep = jax.tree.map(lambda path: not self._replaces(path), base.tree_paths(tree))
         return mask_tree(tree, keep=keep)
 
@@ -355,22 +364,30 @@ class GradientMonitorTransformation(OverrideInplaceUpdateTransformation):
         rules: Sequence[str] = (r"(.*/)?gradient_norm",)
 
     def transform_update(self, updates: Updates) -> Updates:
-        groups: dict[str, list[Tensor]] = {}
-        for path, x in base.leaves_by_path(updates.delta_updates).items():
+        gradients_by_group: dict[str, list[Tensor]] = {}
+        for path, gradient in base.leaves_by_path(updates.delta_updates).items():
             name = base.path_name(path)
             if self._replaces(name):
-                self.add_summary(f"activation_gradient_norm/{name.rpartition('/')[0]}", x)
-            elif (group := self._group_of(name)) is not None:
-                groups.setdefault(group, []).append(x.astype(jnp.float32))
-        for group, gradients in groups.items():
+                layer, _, _ = name.rpartition("/")
+                self.add_summary(f"activation_gradient_norm/{layer}", gradient)
+                continue
+            group = self._group_of(name)
+            if group is not None:
+                gradients = gradients_by_group.setdefault(group, [])
+                gradients.append(gradient.astype(jnp.float32))
+        for group, gradients in gradients_by_group.items():
             self.add_summary(f"gradient_norm/{group}", optax.tree.norm(gradients))
-            counts = [jnp.sum(~jnp.isfinite(x)) for x in gradients]
+            counts = [jnp.sum(~jnp.isfinite(gradient)) for gradient in gradients]
             self.add_summary(f"gradient_nonfinite/{group}", sum(counts))
         return super().transform_update(updates)
 
     def _group_of(self, path: str) -> str | None:
-        groups = self.config.groups or [(".*", path)]
-        return next((group for pattern, group in groups if re.fullmatch(pattern, path)), None)
+        if not self.config.groups:
+            return path
+        for pattern, group in self.config.groups:
+            if re.fullmatch(pattern, path):
+                return group
+        return None
 
 
 class ConditionalUpdateTransformation(UpdateTransformation):
@@ -414,13 +431,12 @@ class ConditionalUpdateTransformation(UpdateTransformation):
             lambda delta: jnp.where(should_update, delta, 0), transformed.delta_updates
         )
         # In skipped steps, in-place updates keep the parameters.
-        values = base.leaves_by_path(updates.param_values())
-        before = values | base.leaves_by_path(updates.inplace_updates)
-        inplace = {
-            path: jnp.where(should_update, value, before[path])
-            for path, value in base.leaves_by_path(transformed.inplace_updates).items()
-        }
-        return transformed.replace(delta_updates=deltas, inplace_updates=_nested(inplace))
+        values_before = base.leaves_by_path(updates.param_values())
+        values_before |= base.leaves_by_path(updates.inplace_updates)
+        inplace_updates = base.leaves_by_path(transformed.inplace_updates)
+        for path, value in inplace_updates.items():
+            inplace_updates[path] = jnp.where(should_update, value, values_before[path])
+        return transformed.replace(delta_updates=deltas, inplace_updates=_nested(inplace_updates))
 
 
 def as_update_transformation(cfg: config.InstantiableConfig) -> UpdateTransformation.Config:
@@ -430,5 +446,9 @@ def as_update_transformation(cfg: config.InstantiableConfig) -> UpdateTransforma
     return WrappedPartitionedGradientTransformation.default_config().set(transformation=cfg)
 
 
-def _nested(leaves: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
-    return unflatten_dict({tuple(part.key for part in path): x for path, x in leaves.items()})
+def _nested(leaves_by_path: dict[tuple[Any, ...], T]) -> dict[str, Any]:
+    leaves: dict[tuple[str, ...], T] = {}
+    for path, leaf in leaves_by_path.items():
+        names = tuple(part.key for part in path)
+        leaves[names] = leaf
+    return unflatten_dict(leaves)

@@ -291,7 +291,7 @@ class Checkpointer(BaseCheckpointer):
                 return False
         if self._keep_best is not None:
             metric = self._keep_best.config.metric
-            policy_lib.metric_value(metric, step, evaler_summaries, of=f"{self.path()}.keep_best")
+            policy_lib.metric_value(metric, step, evaler_summaries, user=f"{self.path()}.keep_best")
         metrics = policy_lib.scalars_of(step, evaler_summaries)
         facts = {"step": step, "saved_at": time.time(), "metrics": metrics}
         failure = self._finish_save()

@@ -72,11 +72,11 @@ def scalars_of(step: int, evaler_summaries: dict[str, Any]) -> dict[str, dict[st
 
 
 def metric_value(
-    metric: EvalMetric, step: int, evaler_summaries: dict[str, Any], *, of: str
+    metric: EvalMetric, step: int, evaler_summaries: dict[str, Any], *, user: str
 ) -> float | None:
     """Returns the value of a metric; None if the evaler did not run after this step.
 
-    Raises CheckpointPolicyError, which names the caller, `of`, if the evaler does not report it.
+    Raises CheckpointPolicyError, with the name of the metric's `user`, if it is not reported.
     """
     evaler, name = metric
     if evaler not in evaler_summaries:
@@ -84,16 +84,16 @@ def metric_value(
     scalars = scalars_of(step, {evaler: evaler_summaries[evaler]})[evaler]
     if name not in scalars:
         raise CheckpointPolicyError(
-            f"{of} uses {name!r}, which the evaler {evaler!r} does not report. "
+            f"{user} uses {name!r}, which the evaler {evaler!r} does not report. "
             f"{did_you_mean(name, scalars)}"
         )
     return scalars[name]
 
 
-def check_mode(mode: str | None, *, of: str) -> int:
+def check_mode(mode: str | None, *, user: str) -> int:
     """Returns 1 for "max" and -1 for "min"; raises CheckpointPolicyError for another mode."""
     if mode not in ("max", "min"):
-        raise CheckpointPolicyError(f"{of} got mode={mode!r}; expected 'max' or 'min'.")
+        raise CheckpointPolicyError(f"{user} got mode={mode!r}; expected 'max' or 'min'.")
     if mode == "min":
         return -1
     return 1
@@ -164,12 +164,12 @@ class BestMetric(config_lib.Configurable):
         super().__init__(config)
         self._metric: EvalMetric = config.metric
         self._name = name or type(self).__name__
-        self._sign = check_mode(config.mode, of=self._name)
+        self._sign = check_mode(config.mode, user=self._name)
         self._best: float | None = None
 
     def improves(self, step: int, evaler_summaries: dict[str, Any]) -> bool | None:
         """Returns whether the metric has its best value so far; None if it was not evaluated."""
-        value = metric_value(self._metric, step, evaler_summaries, of=self._name)
+        value = metric_value(self._metric, step, evaler_summaries, user=self._name)
         if value is None:
             return None
         if self._best is None:
@@ -223,7 +223,7 @@ class KeepBest(config_lib.Configurable):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self._sign = check_mode(config.mode, of="KeepBest")
+        self._sign = check_mode(config.mode, user="KeepBest")
         if config.n < 1:
             raise CheckpointPolicyError(f"KeepBest got n={config.n}; expected 1 or more.")
 

@@ -57,8 +57,9 @@ def error_number(error: BaseException | None) -> int | None:
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None:
             return error.errno
-        if found := _NUMBER_TEXT.search(str(error)):
-            return int(found[1] or found[2])
+        match = _NUMBER_TEXT.search(str(error))
+        if match is not None:
+            return int(match[1] or match[2])
         error = error.__cause__ or error.__context__
     return None
 
@@ -73,7 +74,9 @@ def advice(error: BaseException) -> str:
     for numbers, text in _ADVICE.items():
         if number in numbers:
             return text
-    return "" if number is None else _ADVICE_FOR_OTHERS
+    if number is None:
+        return ""
+    return _ADVICE_FOR_OTHERS
 
 
 def retried(action: Callable[[], T]) -> T:

@@ -1,4 +1,7 @@
-"""The hook that saves a run, which continues if the file system refuses a save."""
+"""The hook that saves a run, which continues if the file system refuses a save.
+
+When to save is decided by the checkpointer's policy, see `weft.trainer.checkpointer.policy`.
+"""
 
 import logging
 import time
@@ -27,7 +30,8 @@ class CheckpointHook(Hook):
     def __init__(
         self, trainer: RunningTrainer, checkpointer: BaseCheckpointer, *, logs_failures: bool
     ):
-        self._trainer, self._checkpointer = trainer, checkpointer
+        self._trainer = trainer
+        self._checkpointer = checkpointer
         self._logs_failures = logs_failures
         self._evaler_summaries: dict[str, Any] = {}
 
@@ -35,7 +39,8 @@ class CheckpointHook(Hook):
         self._evaler_summaries[name] = summaries
 
     def after_step(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> None:
-        evaler_summaries, self._evaler_summaries = self._evaler_summaries, {}
+        evaler_summaries = self._evaler_summaries
+        self._evaler_summaries = {}
         if self._trainer.step != step:  # the step was bad, and the run has gone back
             return
         try:

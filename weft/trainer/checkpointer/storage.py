@@ -599,7 +599,7 @@ _Region = tuple[tuple[int, int], ...]
 
 
 class _Overlap(NamedTuple):
-    """What a chunk has in common with a region, as an index into each."""
+    """Overlap of a chunk and a region, as an index into each."""
 
     chunk_name: str
     in_region: tuple[Any, ...]

@@ -16,7 +16,7 @@ from weft.errors import OptimizerArgumentError
 from weft.hierarchy.base_layer import NestedParameterSpec
 from weft.trainer.optimizers import base, clipping, transformations
 from weft.trainer.schedule import Schedule
-from weft.typing import DType, NestedTensor, Tensor
+from weft.typing import DType, NestedTensor, PyTree, Tensor
 
 ScaleByLionState = optax.ScaleByLionState
 """State of Lion, from optax."""
@@ -45,15 +45,18 @@ def sgd_optimizer(
     >>> float(updates["w"])
     -1.0
     """
-    trace = base.trace_partition(optax.trace(decay=momentum)) if momentum else base.identity()
+    trace = base.identity()
+    if momentum:
+        trace = base.trace_partition(optax.trace(decay=momentum))
     decay = transformations.add_decayed_weights(
         weight_decay, per_param_scale=weight_decay_per_param_scale
     )
-    first = (trace, decay) if decouple_weight_decay else (decay, trace)
-    return base.chain(
-        *first,
-        transformations.scale_by_schedule(transformations.scale_from_learning_rate(learning_rate)),
+    scale = transformations.scale_by_schedule(
+        transformations.scale_from_learning_rate(learning_rate)
     )
+    if decouple_weight_decay:
+        return base.chain(trace, decay, scale)
+    return base.chain(decay, trace, scale)
 
 
 def adam_optimizer(
@@ -153,7 +156,9 @@ def _adam(
     transformation: base.TransformationLike | None,
 ) -> list[base.PartitionedGradientTransformation]:
     adam = base.adam_partition(optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype))
-    return [adam] if transformation is None else [adam, base.as_partitioned(transformation)]
+    if transformation is None:
+        return [adam]
+    return [adam, base.as_partitioned(transformation)]
 
 
 def adafactor_optimizer(
@@ -315,7 +320,10 @@ def adastar_optimizer(
       update_schedule: scales the whole update, weight decay included.
       verbosity: 1 or more reports norms of updates per parameter.
     """
-    raw, smoothed = ("raw_update_norm", "smoothed_update_norm") if verbosity >= 1 else (None, None)
+    raw_suffix = smoothed_suffix = None
+    if verbosity >= 1:
+        raw_suffix = "raw_update_norm"
+        smoothed_suffix = "smoothed_update_norm"
     parts: list[base.TransformationLike] = [
         _scale_by_averages(
             (gradient_ema_decay, gradient_ema_debias),
@@ -323,9 +331,11 @@ def adastar_optimizer(
             (update_ema_decay, update_ema_debias),
             eps=eps,
             eps_square=eps_square,
-            clip=clipping.clip_by_block_rms(raw_update_clipping_threshold, summary_suffix=raw),
+            clip=clipping.clip_by_block_rms(
+                raw_update_clipping_threshold, summary_suffix=raw_suffix
+            ),
         ),
-        clipping.clip_by_block_rms(None, summary_suffix=smoothed),
+        clipping.clip_by_block_rms(None, summary_suffix=smoothed_suffix),
     ]
     if adam_update_transformation is not None:
         parts.append(adam_update_transformation)
@@ -358,10 +368,11 @@ def _scale_by_averages(
     eps_square: float,
     clip: base.PartitionedGradientTransformation,
 ) -> base.PartitionedGradientTransformation:
-    def specs_of(params: Any) -> AdastarState:
+    def specs_of(params: PyTree) -> AdastarState:
         specs = jax.tree.map(lambda param: base.spec_like(param, jnp.float32), params)
-        decays = gradient_average[0], square_average[0], update_average[0]
-        averages = (None if decay is None else specs for decay in decays)
+        averages: list[PyTree] = []
+        for decay, _ in (gradient_average, square_average, update_average):
+            averages.append(None if decay is None else specs)
         return AdastarState(base.COUNT_SPEC, *averages)
 
     def update_fn(
@@ -385,9 +396,11 @@ def _averaged(
     decay, debias = average
     if decay is None:
         return x, None
-    ema = jax.tree.map(lambda new, kept: (1 - decay) * new + decay * kept, x, ema)
-    correction = 1 - decay**count if debias else 1.0
-    return jax.tree.map(lambda kept: kept / correction, ema), ema
+    ema = jax.tree.map(lambda new, average: (1 - decay) * new + decay * average, x, ema)
+    correction = 1.0
+    if debias:
+        correction = 1 - decay**count
+    return jax.tree.map(lambda average: average / correction, ema), ema
 
 
 _SPACES = {"device": jax.memory.Space.Device, "pinned_host": jax.memory.Space.Host}

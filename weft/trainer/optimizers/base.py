@@ -26,7 +26,7 @@ from weft import config, errors
 from weft.hierarchy.base_layer import NestedParameterSpec
 from weft.hierarchy.module import current_context
 from weft.hierarchy.parameter_spec import FactorizationSpec, TensorSpec
-from weft.typing import DType, Nested, NestedTensor, Shape, Tensor
+from weft.typing import DType, Nested, NestedTensor, PyTree, Shape, T, Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,8 +140,9 @@ def tree_paths(
     >>> tree_paths({"a": {"b": 1}, "c": (2, 3)})
     {'a': {'b': 'a/b'}, 'c': ('c/0', 'c/1')}
     """
-    name = lambda path, _: path_name(path, separator)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(name, tree, is_leaf=is_leaf)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path_name(path, separator), tree, is_leaf=is_leaf
+    )
 
 
 def path_name(path: tuple[Any, ...], separator: str = "/") -> str:
@@ -149,7 +150,7 @@ def path_name(path: tuple[Any, ...], separator: str = "/") -> str:
     return jax.tree_util.keystr(path, simple=True, separator=separator)
 
 
-def leaves_by_path(tree: object) -> dict[tuple[Any, ...], Any]:
+def leaves_by_path(tree: PyTree) -> dict[tuple[Any, ...], Any]:
     """Returns the leaves of a tree by their JAX key paths."""
     return dict(jax.tree_util.tree_leaves_with_path(tree))
 
@@ -208,7 +209,7 @@ def mirrored_partition(init: Callable[[Any], Any]) -> TransformPartitionSpecFn:
     """
 
     def partition(param_specs: NestedParameterSpec) -> NestedOptStateSpec:
-        spec_at = leaves_by_path(param_specs)
+        specs_by_path = leaves_by_path(param_specs)
 
         def abstract(spec: TensorSpec) -> jax.ShapeDtypeStruct:
             dtype = jnp.float32 if spec.dtype is None else spec.dtype
@@ -217,7 +218,7 @@ def mirrored_partition(init: Callable[[Any], Any]) -> TransformPartitionSpecFn:
         shapes = jax.tree.map(abstract, param_specs)
 
         def laid_out(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> OptStateSpec:
-            spec = parameter_of(path, leaf, spec_at)
+            spec = parameter_of(path, leaf, specs_by_path)
             if spec is None:
                 return replicated(leaf.shape, leaf.dtype)
             return TensorSpec(shape=leaf.shape, dtype=leaf.dtype, mesh_axes=spec.mesh_axes)
@@ -228,15 +229,17 @@ def mirrored_partition(init: Callable[[Any], Any]) -> TransformPartitionSpecFn:
 
 
 def parameter_of(
-    path: tuple[Any, ...], leaf: Any, param_at: Mapping[tuple[Any, ...], Any]
-) -> Any | None:
+    path: tuple[Any, ...], leaf: Any, params_by_path: Mapping[tuple[Any, ...], T]
+) -> T | None:
     """Returns the parameter that a leaf of an optimizer's state belongs to, as a moment does.
 
     That is the one of the same shape whose path ends that of the leaf; None if there is none.
     """
-    suffixes = (path[i:] for i in range(len(path) + 1))  # the longest first
-    param = next((param_at[suffix] for suffix in suffixes if suffix in param_at), None)
-    return None if param is None or tuple(param.shape) != tuple(leaf.shape) else param
+    for start in range(len(path) + 1):  # the longest suffix first
+        param: Any = params_by_path.get(path[start:])
+        if param is not None:
+            return param if tuple(param.shape) == tuple(leaf.shape) else None
+    return None
 
 
 def with_dtype(x: Any, dtype: DType) -> Any:
@@ -245,15 +248,19 @@ def with_dtype(x: Any, dtype: DType) -> Any:
         return dataclasses.replace(x, value=x.value.astype(dtype))
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(dtype=dtype)
-    return dataclasses.replace(x, dtype=dtype) if isinstance(x, TensorSpec) else x.astype(dtype)
+    if isinstance(x, TensorSpec):
+        return dataclasses.replace(x, dtype=dtype)
+    return x.astype(dtype)
 
 
-def at_least_float32(tree: Any) -> Any:
+def at_least_float32(tree: T) -> T:
     """Returns a tree of arrays, `OptParam`s or `TensorSpec`s with floats of at least float32."""
 
     def widened(x: Any) -> Any:
         is_short = jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4
-        return with_dtype(x, jnp.float32) if is_short else x
+        if not is_short:
+            return x
+        return with_dtype(x, jnp.float32)
 
     return jax.tree.map(widened, tree)
 
@@ -271,12 +278,11 @@ def with_partition_fn(
         updates: NestedTensor, state: optax.OptState, params: NestedOptParam, **extra_args: Any
     ) -> tuple[Any, optax.OptState]:
         if names is not None:
-            extra_args = {name: extra_args[name] for name in names if name in extra_args}
+            extra_args = {name: x for name, x in extra_args.items() if name in names}
         return base.update(updates, state, opt_param_values(params), **extra_args)
 
-    takes_more = isinstance(base, optax.GradientTransformationExtraArgs)
     cls = PartitionedGradientTransformation
-    if takes_more:
+    if isinstance(base, optax.GradientTransformationExtraArgs):
         cls = PartitionedGradientTransformationExtraArgs
     return cls(init_fn, update_fn, partition_fn)
 
@@ -297,17 +303,17 @@ def as_partitioned(transformation: TransformationLike) -> PartitionedGradientTra
 
     Raises a TransformationTypeError for other values.
     """
-    made = config.maybe_instantiate(transformation)
-    if isinstance(made, PartitionedGradientTransformation):
-        return made
-    if isinstance(made, optax.MultiSteps):
-        update: Any = made.update
-        made = optax.GradientTransformationExtraArgs(made.init, update)
-    if isinstance(made, optax.GradientTransformation):
-        return with_partition_fn(made, mirrored_partition(made.init))
+    optimizer = config.maybe_instantiate(transformation)
+    if isinstance(optimizer, PartitionedGradientTransformation):
+        return optimizer
+    if isinstance(optimizer, optax.MultiSteps):
+        update: Any = optimizer.update
+        optimizer = optax.GradientTransformationExtraArgs(optimizer.init, update)
+    if isinstance(optimizer, optax.GradientTransformation):
+        return with_partition_fn(optimizer, mirrored_partition(optimizer.init))
     raise errors.TransformationTypeError(
         "an optimizer is a PartitionedGradientTransformation, an optax.GradientTransformation, or "
-        f"a config of one; got {made!r} of type {type(made).__name__}."
+        f"a config of one; got {optimizer!r} of type {type(optimizer).__name__}."
     )
 
 

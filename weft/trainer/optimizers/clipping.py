@@ -3,6 +3,7 @@
 A skipped step leaves parameters and state unchanged, except for the counters of skipped steps.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -15,7 +16,7 @@ from weft.hierarchy.base_layer import NestedParameterSpec
 from weft.struct import VDict, map_blocks
 from weft.trainer.optimizers import base
 from weft.trainer.schedule import decay_bias_correction
-from weft.typing import NestedTensor, T, Tensor
+from weft.typing import NestedTensor, PyTree, T, Tensor
 
 
 def global_norm(updates: NestedTensor) -> Tensor:
@@ -46,8 +47,9 @@ def scaled(updates: NestedTensor, factor: Tensor) -> NestedTensor:
 
 def clipping_factor(norm: Tensor, max_norm: float | None, eps: float) -> Tensor:
     """Returns the factor that reduces a norm to `max_norm`: at most 1, and NaN if the norm is."""
-    # The factor depends on the norm even without a limit, to propagate NaN.
-    return norm * 0 + 1 if max_norm is None else jnp.minimum(1.0, max_norm / (norm + eps))
+    if max_norm is None:
+        return norm * 0 + 1  # depends on the norm nevertheless, to propagate NaN
+    return jnp.minimum(1.0, max_norm / (norm + eps))
 
 
 def clip_by_global_norm(
@@ -89,14 +91,20 @@ def clip_by_block_rms(
         path with this suffix, as "decoder/emb/weight/norm"; in a stack, under "repeat/0/layer/...".
     """
 
+    def root_mean_square(update: Tensor) -> Tensor:
+        return jnp.sqrt(jnp.mean(jnp.square(update.astype(jnp.float32))))
+
+    def scale(update: Tensor, factor: Tensor) -> Tensor:
+        return (update * factor).astype(update.dtype)
+
     def clipped(updates: NestedTensor, params: base.NestedOptParam) -> NestedTensor:
-        rms = map_blocks(lambda u: jnp.sqrt(jnp.mean(jnp.square(u.astype(jnp.float32)))), updates)
+        rms = map_blocks(root_mean_square, updates)
         if summary_suffix is not None:
             report_blocks(rms, summary_suffix)
         if threshold is None:
             return updates
         factors = jax.tree.map(lambda x: 1.0 / jnp.maximum(1.0, x / threshold), rms)
-        return map_blocks(lambda u, factor: (u * factor).astype(u.dtype), updates, factors)
+        return map_blocks(scale, updates, factors)
 
     return base.stateless(clipped)
 
@@ -107,21 +115,25 @@ def report_blocks(values: NestedTensor, suffix: str) -> None:
     Each enclosing `VDict` adds a leading axis to the values.
     """
 
-    def visit(value: NestedTensor, path: str) -> None:
-        if isinstance(value, VDict):
-            num_layers = next((len(x) for x in jax.tree.leaves(value)), 0)
-            for i in range(num_layers):
-                visit(jax.tree.map(lambda x, i=i: x[i], dict(value)), f"{path}{i}/")
-            return
-        entries = jax.tree_util.tree_flatten_with_path(
-            value, is_leaf=lambda x: isinstance(x, VDict)
-        )[0]
-        for below, entry in entries:
-            name = path + "".join(f"{part}/" for part in [base.path_name(below)] if part)
+    def is_stack(x: object) -> bool:
+        return isinstance(x, VDict)
+
+    def visit(tree: NestedTensor, prefix: str) -> None:
+        for path, entry in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stack):
+            entry_prefix = prefix
+            if path:
+                entry_prefix += f"{base.path_name(path)}/"
             if isinstance(entry, VDict):
-                visit(entry, name)
+                visit_layers(entry, entry_prefix)
             else:
-                base.report(name + suffix, entry)
+                base.report(entry_prefix + suffix, entry)
+
+    def visit_layers(stack: VDict, prefix: str) -> None:
+        leaves = jax.tree.leaves(stack)
+        num_layers = len(leaves[0]) if leaves else 0
+        for i in range(num_layers):
+            layer = jax.tree.map(operator.itemgetter(i), dict(stack))
+            visit(layer, f"{prefix}{i}/")
 
     visit(values, "")
 
@@ -145,9 +157,11 @@ class DropNormThresholdFn(Protocol):
 
 def drop_norm_by_grad_norm_ema(multipliers: Sequence[float] = (20, 40, 100)) -> DropNormThresholdFn:
     """Returns thresholds at multiples of the mean norm; the first step has none."""
-    return lambda *, count, mean, stddev: {
-        f"{m}x_ema": jnp.where(count > 0, mean * m, jnp.inf) for m in multipliers
-    }
+
+    def thresholds(*, count: Tensor, mean: Tensor, stddev: Tensor) -> dict[str, Tensor]:
+        return {f"{m}x_ema": jnp.where(count > 0, mean * m, jnp.inf) for m in multipliers}
+
+    return thresholds
 
 
 def drop_norm_by_grad_norm_stddev(
@@ -157,10 +171,14 @@ def drop_norm_by_grad_norm_stddev(
 
     There are no thresholds in the first `min_count` steps.
     """
-    return lambda *, count, mean, stddev: {
-        f"{m}x_stddev": jnp.where(count >= min_count, mean + stddev * m, jnp.inf)
-        for m in multipliers
-    }
+
+    def thresholds(*, count: Tensor, mean: Tensor, stddev: Tensor) -> dict[str, Tensor]:
+        values: dict[str, Tensor] = {}
+        for m in multipliers:
+            values[f"{m}x_stddev"] = jnp.where(count >= min_count, mean + stddev * m, jnp.inf)
+        return values
+
+    return thresholds
 
 
 class SkipClipState(NamedTuple):
@@ -205,7 +223,7 @@ def skip_and_clip_by_global_norm(
     """
     transformation = base.as_partitioned(inner)
     limit: Any = config.maybe_instantiate(drop_norm)
-    norms = None
+    statistics = None
     if callable(limit):
         if grad_norm_ema_decay is None:
             raise errors.OptimizerArgumentError(
@@ -213,10 +231,11 @@ def skip_and_clip_by_global_norm(
                 "grad_norm_ema_decay for the statistics that the function needs; set for example "
                 "grad_norm_ema_decay=0.99."
             )
-        norms = _NormStatistics(cast(DropNormThresholdFn, limit), grad_norm_ema_decay)
+        statistics = _NormStatistics(cast(DropNormThresholdFn, limit), grad_norm_ema_decay)
 
     def init_fn(params: base.NestedOptParam) -> SkipClipState:
-        zeros = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), _specs(norms, None))
+        specs = _specs(statistics, None)
+        zeros = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
         return zeros._replace(inner_state=transformation.init(params))
 
     def update_fn(
@@ -224,11 +243,12 @@ def skip_and_clip_by_global_norm(
     ) -> tuple[NestedTensor, SkipClipState]:
         norm = global_norm(updates)
         is_valid = jnp.isfinite(norm)
-        accepted, drop_stats = state, state.drop_stats
-        if norms is not None:
-            is_small, drop_stats = norms.compare(norm, state)
+        accepted_state = state
+        drop_stats = state.drop_stats
+        if statistics is not None:
+            is_small, drop_stats = statistics.compare(norm, state)
             is_valid &= is_small
-            accepted = norms.with_norm(norm, state)
+            accepted_state = statistics.with_norm(norm, state)
         elif limit is not None:
             is_valid &= norm < cast(float, limit)
         nonvalid_count = state.nonvalid_count + jnp.where(is_valid, 0, 1)
@@ -243,16 +263,19 @@ def skip_and_clip_by_global_norm(
             transformation, updates, state.inner_state, params, extra_args
         )
         updates = jax.tree.map(lambda u: jnp.where(is_valid, u, 0), updates)
-        state = tree_where(is_valid, accepted._replace(inner_state=inner_state), state)
+        accepted_state = accepted_state._replace(inner_state=inner_state)
+        state = tree_where(is_valid, accepted_state, state)
         return updates, state._replace(nonvalid_count=nonvalid_count, drop_stats=drop_stats)
 
     def partition_fn(param_specs: NestedParameterSpec) -> SkipClipState:
-        return _specs(norms, transformation.partition(param_specs))
+        return _specs(statistics, transformation.partition(param_specs))
 
     return base.PartitionedGradientTransformationExtraArgs(init_fn, update_fn, partition_fn)
 
 
 class _NormStatistics(NamedTuple):
+    """Thresholds for the norm, by its moving mean and standard deviation, which a state holds."""
+
     threshold_fn: DropNormThresholdFn
     decay: float
 
@@ -260,14 +283,17 @@ class _NormStatistics(NamedTuple):
         """Returns whether the norm is below all thresholds, and the updated counts."""
         mean = state.grad_norm_ema
         stddev = jnp.sqrt(jnp.maximum(state.grad_norm_square_ema - jnp.square(mean), 0))
-        thresholds = self.threshold_fn(count=state.count, mean=mean, stddev=stddev)
-        exceeded = {name: norm > threshold for name, threshold in thresholds.items()}
-        counts = {name: state.drop_stats[name] + exceeded[name] for name in exceeded}
         base.report("gradient_norm_ema", mean)
         base.report("gradient_norm_stddev", stddev)
-        for name, count in counts.items():
-            base.report(f"count_exceeds_{name}", count)
-        return ~jnp.any(jnp.array(list(exceeded.values()))), counts
+        thresholds = self.threshold_fn(count=state.count, mean=mean, stddev=stddev)
+        exceeds_each: list[Tensor] = []
+        counts: dict[str, Tensor] = {}
+        for name, threshold in thresholds.items():
+            exceeds = norm > threshold
+            exceeds_each.append(exceeds)
+            counts[name] = state.drop_stats[name] + exceeds
+            base.report(f"count_exceeds_{name}", counts[name])
+        return ~jnp.any(jnp.array(exceeds_each)), counts
 
     def with_norm(self, norm: Tensor, state: SkipClipState) -> SkipClipState:
         """Returns the state after adding the norm to the statistics."""
@@ -286,34 +312,55 @@ class _NormStatistics(NamedTuple):
         )
 
 
-def _specs(norms: _NormStatistics | None, inner: base.NestedOptStateSpec) -> SkipClipState:
-    if norms is None:
-        return SkipClipState(None, base.COUNT_SPEC, None, None, inner, None)
-    number, zero = base.replicated((), jnp.float32), jnp.zeros(())
-    thresholds = norms.threshold_fn(count=jnp.zeros((), jnp.int32), mean=zero, stddev=zero)
-    drop_stats = dict.fromkeys(thresholds, base.COUNT_SPEC)
-    return SkipClipState(base.COUNT_SPEC, base.COUNT_SPEC, number, number, inner, drop_stats)
+def _specs(
+    statistics: _NormStatistics | None, inner_specs: base.NestedOptStateSpec
+) -> SkipClipState:
+    specs = SkipClipState(
+        count=None,
+        nonvalid_count=base.COUNT_SPEC,
+        grad_norm_ema=None,
+        grad_norm_square_ema=None,
+        inner_state=inner_specs,
+        drop_stats=None,
+    )
+    if statistics is None:
+        return specs
+    zero = jnp.zeros(())
+    thresholds = statistics.threshold_fn(count=jnp.zeros((), jnp.int32), mean=zero, stddev=zero)
+    return specs._replace(
+        count=base.COUNT_SPEC,
+        grad_norm_ema=base.replicated((), jnp.float32),
+        grad_norm_square_ema=base.replicated((), jnp.float32),
+        drop_stats=dict.fromkeys(thresholds, base.COUNT_SPEC),
+    )
 
 
 _SKIPPING_STATES = (SkipClipState, optax.ApplyIfFiniteState, optax.ZeroNansState)
 
 
-def skips_undefined(state: object) -> bool:
+def skips_undefined(state: PyTree) -> bool:
     """Returns whether a part of an optimizer, here or of optax, skips steps with NaN gradients."""
-    found = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, _SKIPPING_STATES))
-    return any(isinstance(x, _SKIPPING_STATES) for x in found)
+
+    def is_skipping(x: object) -> bool:
+        return isinstance(x, _SKIPPING_STATES)
+
+    return any(map(is_skipping, jax.tree.leaves(state, is_leaf=is_skipping)))
 
 
-def all_finite(tree: object) -> Tensor:
+def all_finite(tree: PyTree) -> Tensor:
     """Returns whether every number of every array is finite."""
-    finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]
-    return jnp.all(jnp.array(finite)) if finite else jnp.array(True)
+    are_finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]
+    if not are_finite:
+        return jnp.array(True)
+    return jnp.all(jnp.array(are_finite))
 
 
 def tree_where(condition: Tensor, tree: T, otherwise: T) -> T:
     """Returns `tree` if the condition holds, else `otherwise`, in the dtypes of the latter."""
 
     def choose(x: Tensor, y: Tensor) -> Tensor:
-        return jnp.where(condition, x if x.dtype == y.dtype else x.astype(y.dtype), y)
+        if x.dtype != y.dtype:
+            x = x.astype(y.dtype)
+        return jnp.where(condition, x, y)
 
     return jax.tree.map(choose, tree, otherwise)

@@ -4,6 +4,7 @@ A per-parameter scale is a function from the tree of parameters to a tree of fac
 """
 
 import logging
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -17,7 +18,7 @@ from weft.functional.arrays import to_ndim
 from weft.hierarchy import base_layer, parameter_spec
 from weft.trainer.optimizers import base
 from weft.trainer.schedule import Schedule, ScheduleFn, as_schedule_fn
-from weft.typing import DType, Nested, NestedTensor, PartitionSpec, Shape, Tensor
+from weft.typing import DType, Nested, NestedTensor, PartitionSpec, PyTree, Shape, Tensor
 
 PerParamScale = Callable[[base.NestedOptParam], Nested[Any]]
 """Maps parameters to a scale for each."""
@@ -55,9 +56,10 @@ def scale_by_schedule(
 
 
 def scale_from_learning_rate(learning_rate: Schedule, *, flip_sign: bool = True) -> ScheduleFn:
-    """Adapts a learning rate for `scale_by_schedule`; reports its value and "lr_schedule_step".
+    """Returns the schedule that computes the learning rate of each step, for `scale_by_schedule`.
 
-    The returned schedule is negated for gradient descent unless `flip_sign` is False.
+    It reports "learning_rate" and "lr_schedule_step", and is negated for gradient descent unless
+    `flip_sign` is False.
     """
     learning_rate_fn = as_schedule_fn(learning_rate)
 
@@ -65,7 +67,9 @@ def scale_from_learning_rate(learning_rate: Schedule, *, flip_sign: bool = True)
         value = learning_rate_fn(step)
         base.report("lr_schedule_step", step)
         base.report("learning_rate", value)
-        return -value if flip_sign else value
+        if flip_sign:
+            return -value
+        return value
 
     return fn
 
@@ -145,8 +149,9 @@ def scale_by_trust_ratio(
     """
     trust_ratio = optax.scale_by_trust_ratio(min_norm, trust_coefficient, eps)
 
-    def scaled(update: Tensor, value: Tensor) -> Any:
-        return trust_ratio.update(update, optax.EmptyState(), value)[0]
+    def scaled(update: Tensor, value: Tensor) -> optax.Updates:
+        scaled_update, _ = trust_ratio.update(update, optax.EmptyState(), value)
+        return scaled_update
 
     return base.stateless(
         lambda updates, params: struct.map_blocks(scaled, updates, base.opt_param_values(params))
@@ -170,7 +175,9 @@ def decay_scales(params: base.NestedOptParam, per_param_scale: PerParamScale | N
 
 
 def _layer_scale(param: base.OptParam, otherwise: float | Tensor = 1.0) -> float | Tensor:
-    return otherwise if param.weight_decay_scale is None else param.weight_decay_scale
+    if param.weight_decay_scale is None:
+        return otherwise
+    return param.weight_decay_scale
 
 
 def add_decayed_weights(
@@ -200,8 +207,10 @@ def add_decayed_weights(
             rate = rate * learning_rate_fn(state.count) ** learning_rate_exponent
         return _with_decay(updates, params, rate, scale_fn), state
 
-    count = None if learning_rate_exponent is None else base.COUNT_SPEC
-    return base.starting_at_zero(update_fn, lambda _: AddDecayedWeightsState(count))
+    count_spec = None
+    if learning_rate_exponent is not None:
+        count_spec = base.COUNT_SPEC
+    return base.starting_at_zero(update_fn, lambda _: AddDecayedWeightsState(count_spec))
 
 
 def l2_regularizer(
@@ -228,12 +237,11 @@ def _with_decay(
 ) -> NestedTensor:
     if isinstance(rate, int | float) and rate == 0:
         return updates
-    return jax.tree.map(
-        lambda update, param, scale: update + rate * scale * param.value,
-        updates,
-        params,
-        decay_scales(params, scale_fn),
-    )
+
+    def add_decay(update: Tensor, param: base.OptParam, scale: float | Tensor) -> Tensor:
+        return update + rate * scale * param.value
+
+    return jax.tree.map(add_decay, updates, params, decay_scales(params, scale_fn))
 
 
 def decoupled_scale_and_decay(
@@ -291,50 +299,61 @@ def ema(
     ) -> tuple[NestedTensor, EmaState]:
         decay = decay_fn(state.count)
         count = optax.safe_increment(state.count)
-        correction = 1 - decay**count if debias else 1.0
+        correction = 1.0
+        if debias:
+            correction = 1 - decay**count
 
-        averages = jax.tree.map(
-            lambda u, kept, scale: (1 - decay) * u + decay * _from_accumulator(kept, scale),
-            updates,
-            state.ema,
-            state.scale,
+        def new_average(update: Tensor, stored: Tensor, scale: Tensor) -> Tensor:
+            return (1 - decay) * update + decay * _from_accumulator(stored, scale)
+
+        def corrected(average: Tensor, update: Tensor) -> Tensor:
+            return (average / correction).astype(update.dtype)
+
+        averages = jax.tree.map(new_average, updates, state.ema, state.scale)
+        updates = jax.tree.map(corrected, averages, updates)
+        accumulators = jax.tree.map(
+            lambda average, stored: _to_accumulator(average, stored.dtype), averages, state.ema
         )
-        kept = jax.tree.map(lambda x, old: _to_accumulator(x, old.dtype), averages, state.ema)
-        new_ema = jax.tree.map(lambda x, pair: pair[0], averages, kept)
-        new_scale = jax.tree.map(lambda x, pair: pair[1], averages, kept)
-        updates = jax.tree.map(lambda x, u: (x / correction).astype(u.dtype), averages, updates)
+        new_ema = jax.tree.map(lambda _, accumulator: accumulator[0], averages, accumulators)
+        new_scale = jax.tree.map(lambda _, accumulator: accumulator[1], averages, accumulators)
         return updates, EmaState(count, new_ema, new_scale)
 
-    def specs_of(params: Any) -> EmaState:
-        specs = jax.tree.map(spec_of, params), jax.tree.map(scale_spec_of, params)
-        return EmaState(base.COUNT_SPEC, *specs)
+    def specs_of(params: Nested[base_layer.ParameterSpec | base.OptParam]) -> EmaState:
+        return EmaState(
+            base.COUNT_SPEC, jax.tree.map(spec_of, params), jax.tree.map(scale_spec_of, params)
+        )
 
-    def spec_of(x: base_layer.ParameterSpec | base.OptParam) -> base.OptStateSpec:
-        return base.spec_like(x, x.dtype if accumulator_dtype is None else accumulator_dtype)
+    def spec_of(param: base_layer.ParameterSpec | base.OptParam) -> base.OptStateSpec:
+        dtype = param.dtype if accumulator_dtype is None else accumulator_dtype
+        return base.spec_like(param, dtype)
 
-    def scale_spec_of(x: base_layer.ParameterSpec | base.OptParam) -> base.OptStateSpec:
-        spec = spec_of(x)
+    def scale_spec_of(param: base_layer.ParameterSpec | base.OptParam) -> base.OptStateSpec:
+        spec = spec_of(param)
         if not jnp.issubdtype(jnp.dtype(spec.dtype), jnp.integer):
             return base.replicated((1,), jnp.float32)
-        mesh_axes = None if spec.mesh_axes is None else spec.mesh_axes[1:]
+        mesh_axes = spec.mesh_axes
+        if mesh_axes is not None:
+            mesh_axes = mesh_axes[1:]
         return parameter_spec.TensorSpec(spec.shape[1:], jnp.float32, mesh_axes)
 
     return base.starting_at_zero(update_fn, specs_of)
 
 
-def _from_accumulator(kept: Tensor, scale: Tensor) -> Tensor:
-    if not jnp.issubdtype(kept.dtype, jnp.integer):
-        return kept
-    return kept.astype(jnp.float32) * to_ndim(scale, kept.ndim)
+def _from_accumulator(stored: Tensor, scale: Tensor) -> Tensor:
+    if not jnp.issubdtype(stored.dtype, jnp.integer):
+        return stored
+    return stored.astype(jnp.float32) * to_ndim(scale, stored.ndim)
 
 
-def _to_accumulator(x: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
+def _to_accumulator(average: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
+    """Returns an average as it is stored, and its scale."""
     if not jnp.issubdtype(dtype, jnp.integer):
-        return x.astype(dtype), jnp.zeros((1,), jnp.float32)
-    x = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(x), axis=0 if x.ndim else None) / jnp.iinfo(dtype).max
-    divisor = to_ndim(jnp.where(scale > 0, scale, 1), x.ndim)
-    return jnp.round(x / divisor).astype(dtype), scale
+        return average.astype(dtype), jnp.zeros((1,), jnp.float32)
+    average = average.astype(jnp.float32)
+    first_axis = 0 if average.ndim else None
+    scale = jnp.max(jnp.abs(average), axis=first_axis) / jnp.iinfo(dtype).max
+    divisor = to_ndim(jnp.where(scale > 0, scale, 1), average.ndim)
+    return jnp.round(average / divisor).astype(dtype), scale
 
 
 class ParamEmaState(NamedTuple):
@@ -365,24 +384,22 @@ def param_ema(
     decay_fn = as_schedule_fn(decay)
 
     def init_fn(params: base.NestedOptParam) -> ParamEmaState:
-        first = jax.tree.map(
-            lambda param: param.value if param.is_state else jnp.zeros_like(param.value), params
-        )
-        return ParamEmaState(jnp.zeros((), jnp.int32), first)
+        def first_average(param: base.OptParam) -> Tensor:
+            return param.value if param.is_state else jnp.zeros_like(param.value)
+
+        return ParamEmaState(jnp.zeros((), jnp.int32), jax.tree.map(first_average, params))
 
     def update_fn(
         updates: NestedTensor, state: ParamEmaState, params: base.NestedOptParam
     ) -> tuple[NestedTensor, ParamEmaState]:
         decay = decay_fn(state.count)
-        averages = jax.tree.map(
-            lambda param, kept: (
-                param.value
-                if param.is_state
-                else ((1 - decay) * param.value + decay * kept).astype(kept.dtype)
-            ),
-            params,
-            state.ema,
-        )
+
+        def new_average(param: base.OptParam, average: Tensor) -> Tensor:
+            if param.is_state:
+                return param.value
+            return ((1 - decay) * param.value + decay * average).astype(average.dtype)
+
+        averages = jax.tree.map(new_average, params, state.ema)
         return updates, ParamEmaState(optax.safe_increment(state.count), averages)
 
     def partition_fn(param_specs: base_layer.NestedParameterSpec) -> ParamEmaState:
@@ -391,7 +408,7 @@ def param_ema(
     return base.PartitionedGradientTransformation(init_fn, update_fn, partition_fn)
 
 
-def schedule_free_states(tree: object) -> list[optax.contrib.ScheduleFreeState]:
+def schedule_free_states(tree: PyTree) -> list[optax.contrib.ScheduleFreeState]:
     """Returns the states of schedule-free optimizers in a state, or in its specs."""
 
     def is_state(x: object) -> bool:
@@ -415,24 +432,23 @@ def _schedule_free_params() -> base.PartitionedGradientTransformation:
         state: ParamEmaState,
         params: base.NestedOptParam,
         *,
-        optimizer_states: object = (),
+        optimizer_states: PyTree = (),
     ) -> tuple[NestedTensor, ParamEmaState]:
-        value_by_path = base.leaves_by_path(base.opt_param_values(params))
-
-        def trained_by(schedule_free: optax.contrib.ScheduleFreeState) -> Any:
-            return jax.tree_util.tree_map_with_path(
-                lambda path, _: value_by_path[path], schedule_free.z
-            )
-
-        evaluated_by_path = dict(value_by_path)
+        trained_values = base.leaves_by_path(base.opt_param_values(params))
+        evaluated_values = dict(trained_values)
         for schedule_free in schedule_free_states(optimizer_states):
-            trained = trained_by(schedule_free)
+            # The optimizer's part of the parameters.
+            trained = jax.tree_util.tree_map_with_path(
+                lambda path, _: trained_values[path], schedule_free.z
+            )
             averages = optax.contrib.schedule_free_eval_params(schedule_free, trained)
-            evaluated_by_path.update(base.leaves_by_path(averages))
-        kept = jax.tree_util.tree_map_with_path(
-            lambda path, before: evaluated_by_path[path].astype(before.dtype), state.ema
-        )
-        return updates, ParamEmaState(optax.safe_increment(state.count), kept)
+            evaluated_values.update(base.leaves_by_path(averages))
+
+        def new_average(path: jax.tree_util.KeyPath, average: Tensor) -> Tensor:
+            return evaluated_values[path].astype(average.dtype)
+
+        averages = jax.tree_util.tree_map_with_path(new_average, state.ema)
+        return updates, ParamEmaState(optax.safe_increment(state.count), averages)
 
     def partition_fn(param_specs: base_layer.NestedParameterSpec) -> ParamEmaState:
         return ParamEmaState(base.COUNT_SPEC, base.copy_partition(param_specs))
@@ -490,9 +506,9 @@ def scale_by_factored_rms(
             axes = row_and_col(param.factorization_spec)
             return _step(update, _Moment(*moment), axes, decay, eps)
 
-        steps = jax.tree.map(step, updates, params, state.v_row, state.v_col, state.v)
-        moments = jax.tree.map(lambda u, s: s[1], updates, steps)
-        updates = jax.tree.map(lambda u, s: s[0], updates, steps)
+        results = jax.tree.map(step, updates, params, state.v_row, state.v_col, state.v)
+        moments = jax.tree.map(lambda _, result: result[1], updates, results)
+        updates = jax.tree.map(lambda _, result: result[0], updates, results)
         return updates, _state(count, moments)
 
     def moment_spec(param: base.OptParam | base_layer.ParameterSpec) -> _Moment:
@@ -500,19 +516,19 @@ def scale_by_factored_rms(
             return _moment_spec(param.shape, None, row_and_col(param.factorization_spec))
         return _moment_spec(param.shape, param.partition_spec, row_and_col(param.factorization))
 
-    return base.starting_at_zero(
-        update_fn, lambda params: _state(base.COUNT_SPEC, jax.tree.map(moment_spec, params))
-    )
+    def specs_of(params: Nested[base.OptParam | base_layer.ParameterSpec]) -> optax.FactoredState:
+        return _state(base.COUNT_SPEC, jax.tree.map(moment_spec, params))
+
+    return base.starting_at_zero(update_fn, specs_of)
 
 
-def _state(count: Any, moments: Nested[_Moment]) -> optax.FactoredState:
-    fields = {
-        name: jax.tree.map(
-            lambda m, name=name: getattr(m, name), moments, is_leaf=lambda x: type(x) is _Moment
+def _state(count: jax.typing.ArrayLike, moments: Nested[_Moment]) -> optax.FactoredState:
+    def field(name: str) -> NestedTensor:
+        return jax.tree.map(
+            operator.attrgetter(name), moments, is_leaf=lambda x: type(x) is _Moment
         )
-        for name in _Moment._fields
-    }
-    return optax.FactoredState(count=count, **fields)
+
+    return optax.FactoredState(count, v_row=field("v_row"), v_col=field("v_col"), v=field("v"))
 
 
 def _moment_spec(
@@ -522,11 +538,16 @@ def _moment_spec(
     if axes is None:
         return _Moment(unused, unused, parameter_spec.TensorSpec(shape, jnp.float32, mesh_axes))
 
-    def without(axis: int) -> parameter_spec.TensorSpec:
-        layout = None if mesh_axes is None else (*mesh_axes[:axis], *mesh_axes[axis + 1 :])
-        return parameter_spec.TensorSpec((*shape[:axis], *shape[axis + 1 :]), jnp.float32, layout)
+    def mean_spec(axis: int) -> parameter_spec.TensorSpec:
+        """Returns the spec of the mean over an axis."""
+        mean_shape = (*shape[:axis], *shape[axis + 1 :])
+        mean_mesh_axes = None
+        if mesh_axes is not None:
+            mean_mesh_axes = (*mesh_axes[:axis], *mesh_axes[axis + 1 :])
+        return parameter_spec.TensorSpec(mean_shape, jnp.float32, mean_mesh_axes)
 
-    return _Moment(without(axes[0]), without(axes[1]), unused)
+    row, col = axes
+    return _Moment(mean_spec(row), mean_spec(col), unused)
 
 
 def _step(
@@ -534,8 +555,8 @@ def _step(
 ) -> tuple[Tensor, _Moment]:
     squares = jnp.square(update.astype(jnp.float32)) + eps
 
-    def averaged(kept: Tensor, new: Tensor) -> Tensor:
-        return decay * kept + (1 - decay) * new
+    def averaged(average: Tensor, new: Tensor) -> Tensor:
+        return decay * average + (1 - decay) * new
 
     if axes is None:
         v = averaged(moment.v, squares)
@@ -545,6 +566,6 @@ def _step(
     v_col = averaged(moment.v_col, jnp.mean(squares, axis=col))
     # The mean over the remaining one of both axes; the other axes are stacked, not factored.
     mean = jnp.mean(v_row, axis=col - (row < col), keepdims=True)
-    by_row = jnp.expand_dims(jax.lax.rsqrt(v_row / mean), axis=row)
-    by_col = jnp.expand_dims(jax.lax.rsqrt(v_col), axis=col)
-    return update * by_row * by_col, _Moment(v_row, v_col, moment.v)
+    row_factor = jnp.expand_dims(jax.lax.rsqrt(v_row / mean), axis=row)
+    col_factor = jnp.expand_dims(jax.lax.rsqrt(v_col), axis=col)
+    return update * row_factor * col_factor, _Moment(v_row, v_col, moment.v)
