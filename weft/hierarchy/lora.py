@@ -36,7 +36,7 @@ from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.config_setters import for_each_config, is_config_of
 from weft.hierarchy.layers.linear import Dropout, Linear
 from weft.hierarchy.module import Module, nowrap
-from weft.typing import NestedTensor, Shape, Tensor
+from weft.typing import NestedTensor, PyTree, Shape, Tensor
 
 PROJECTIONS = ("query", "key", "value")
 
@@ -189,7 +189,7 @@ class BaseLoraAdapter(BaseLayer):
         self._add_child("lora_down", self._down())
         self._add_child("lora_up", cfg.lora_up.set(input_dim=cfg.rank, output_dim=cfg.output_dim))
 
-    def _down(self) -> Any:
+    def _down(self) -> InstantiableConfig:
         """Returns the config of `lora_down`."""
         cfg = self.config
         return cfg.lora_down.set(input_dim=cfg.input_dim, output_dim=cfg.rank)
@@ -210,13 +210,17 @@ class BaseLoraAdapter(BaseLayer):
         `state` may have leading axes of layers. `subscripts` are those of both weights and the
         result, as for an einsum.
         """
-        entries: Any = state
-        down, up = (entries[name]["weight"] for name in ("lora_down", "lora_up"))
+        down, up = _weights(state)
         return self._product(down, up, subscripts)
 
     def _product(self, down: Tensor, up: Tensor, subscripts: str) -> Tensor:
-        down, up = down.astype(jnp.float32), up.astype(jnp.float32)
-        return self.scale() * project(subscripts, down, up)
+        product = project(subscripts, down.astype(jnp.float32), up.astype(jnp.float32))
+        return self.scale() * product
+
+
+def _weights(state: PyTree) -> tuple[Tensor, Tensor]:
+    """Returns the weights of both maps of an adapter with this state."""
+    return state["lora_down"]["weight"], state["lora_up"]["weight"]
 
 
 class LoraLinearAdapter(BaseLoraAdapter):
@@ -234,10 +238,12 @@ class LoraMultiheadOutputAdapter(BaseLoraAdapter):
             bias=False, param_init=_normal_init()
         )
 
-    def _down(self) -> Any:
-        cfg, heads = self.config, self.config.num_heads
-        per_head_dim = cfg.input_dim // heads
-        return cfg.lora_down.set(model_dim=cfg.rank, num_heads=heads, per_head_dim=per_head_dim)
+    def _down(self) -> InstantiableConfig:
+        cfg = self.config
+        per_head_dim = cfg.input_dim // cfg.num_heads
+        return cfg.lora_down.set(
+            model_dim=cfg.rank, num_heads=cfg.num_heads, per_head_dim=per_head_dim
+        )
 
 
 class LoraFusedQKVAdapter(BaseLoraAdapter):
@@ -263,9 +269,10 @@ class LoraFusedQKVAdapter(BaseLoraAdapter):
 
     def _add_maps(self) -> None:
         cfg = self.config
-        if unknown := sorted(cfg.enable_lora.keys() - set(PROJECTIONS)):
+        unknown_keys = sorted(cfg.enable_lora.keys() - set(PROJECTIONS))
+        if unknown_keys:
             raise LayerConfigError(
-                f"{self.path()}: enable_lora has {unknown}; its keys are 'query', 'key' and "
+                f"{self.path()}: enable_lora has {unknown_keys}; its keys are 'query', 'key' and "
                 "'value'."
             )
         if not self.enabled():
@@ -273,41 +280,43 @@ class LoraFusedQKVAdapter(BaseLoraAdapter):
                 f"{self.path()}: enable_lora={cfg.enable_lora} enables nothing; enable one of "
                 "'query', 'key' and 'value', or use the layer without an adapter."
             )
-        n, heads = len(self.enabled()), self._heads()
-        down = cfg.lora_down.set(input_dim=cfg.input_dim, output_dim=cfg.rank, num_enabled=n)
-        if set(heads) == {cfg.num_heads}:
-            up = cfg.lora_up.set(num_enabled=n, num_heads=cfg.num_heads)
+        num_enabled = len(self.enabled())
+        down = cfg.lora_down.set(
+            input_dim=cfg.input_dim, output_dim=cfg.rank, num_enabled=num_enabled
+        )
+        num_heads_by_projection = self._num_heads_by_projection()
+        if set(num_heads_by_projection) == {cfg.num_heads}:
+            up = cfg.lora_up.set(num_enabled=num_enabled, num_heads=cfg.num_heads)
         else:
             up = LoraUpGroupedLinear.default_config().set(
-                num_heads=heads, param_init=cfg.lora_up.param_init
+                num_heads=num_heads_by_projection, param_init=cfg.lora_up.param_init
             )
         per_head_dim = cfg.output_dim // cfg.num_heads
         self._add_child("lora_down", down)
         self._add_child("lora_up", up.set(input_dim=cfg.rank, per_head_dim=per_head_dim))
 
-    def _heads(self) -> list[int]:
+    def _num_heads_by_projection(self) -> list[int]:
         cfg = self.config
-        of_kv = cfg.num_heads if cfg.num_kv_heads is None else cfg.num_kv_heads
-        return [cfg.num_heads if name == "query" else of_kv for name in self.enabled()]
+        num_kv_heads = cfg.num_heads if cfg.num_kv_heads is None else cfg.num_kv_heads
+        return [cfg.num_heads if name == "query" else num_kv_heads for name in self.enabled()]
 
     def forward(self, inputs: Tensor) -> Sequence[Tensor]:
         """Returns the terms to add to the projections with an adapter."""
-        added = self.lora_up(self.lora_down(self.lora_dropout(inputs)))
-        return [x * self.scale() for x in added]
+        terms = self.lora_up(self.lora_down(self.lora_dropout(inputs)))
+        return [term * self.scale() for term in terms]
 
     @nowrap
     def deltas(self, state: NestedTensor) -> dict[str, Tensor]:
         """Returns the equivalent terms to add to the weights, by projection; see `delta`."""
-        entries: Any = state
-        down, up = (entries[name]["weight"] for name in ("lora_down", "lora_up"))
-        if isinstance(self.lora_up, LoraUpGroupedLinear):
-            ups = self.lora_up.split(up)
-        else:
-            ups = [up[..., i, :, :, :] for i in range(len(self.enabled()))]
-        return {
-            name: self._product(down[..., i, :, :], ups[i], "...ir,...rkh->...ikh")
-            for i, name in enumerate(self.enabled())
-        }
+        down, up = _weights(state)
+        deltas: dict[str, Tensor] = {}
+        for i, name in enumerate(self.enabled()):
+            if isinstance(self.lora_up, LoraUpGroupedLinear):
+                projection_up = self.lora_up.split(up)[i]
+            else:
+                projection_up = up[..., i, :, :, :]
+            deltas[name] = self._product(down[..., i, :, :], projection_up, "...ir,...rkh->...ikh")
+        return deltas
 
     @nowrap
     def enabled(self) -> list[str]:
@@ -316,11 +325,11 @@ class LoraFusedQKVAdapter(BaseLoraAdapter):
 
 
 def _check_layer_class(adapted: BaseLayer, cls: type, instead: str) -> None:
-    given: type = adapted.config.layer.klass
-    if not issubclass(given, cls):
+    layer_class: type = adapted.config.layer.klass
+    if not issubclass(layer_class, cls):
         raise LayerConfigError(
-            f"{adapted.path()}: layer is a {given.__name__}, which this adapter does not fit; "
-            f"expected a {cls.__name__}. {instead}"
+            f"{adapted.path()}: layer is a {layer_class.__name__}, which this adapter does not "
+            f"fit; expected a {cls.__name__}. {instead}"
         )
 
 

@@ -12,6 +12,7 @@ Dropout and stochastic depth apply to the branch after its norms, right before t
 """
 
 import enum
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,14 +86,16 @@ class ResidualLayer(base_layer.BaseLayer):
     def _add_norms(self, dim: int) -> None:
         cfg = self.config
         norm_names = _NORMS[cfg.structure]
-        norms: Any = cfg.norm if isinstance(cfg.norm, dict) else dict.fromkeys(norm_names, cfg.norm)
-        by_choice = cfg.structure == "v2"
-        if by_choice and not isinstance(cfg.norm, dict):
-            raise errors.LayerConfigError(
-                f"{self.path()}: structure='v2' needs a dict of norms by position, such as "
-                "{NormPosition.IN_NORM: RMSNorm.default_config()}, but norm is one config."
-            )
-        if not by_choice and norms.keys() != norm_names.keys():
+        norms: dict[NormPosition, InstantiableConfig] = cfg.norm
+        if not isinstance(norms, dict):
+            norms = dict.fromkeys(norm_names, cfg.norm)
+        if cfg.structure == "v2":
+            if not isinstance(cfg.norm, dict):
+                raise errors.LayerConfigError(
+                    f"{self.path()}: structure='v2' needs a dict of norms by position, such as "
+                    "{NormPosition.IN_NORM: RMSNorm.default_config()}, but norm is one config."
+                )
+        elif norms.keys() != norm_names.keys():
             raise errors.LayerConfigError(
                 f"{self.path()}: structure={cfg.structure!r} has norms at "
                 f"{', '.join(map(str, norm_names))}, but norm has {', '.join(map(str, norms))}."
@@ -103,9 +106,11 @@ class ResidualLayer(base_layer.BaseLayer):
 
     def _add_dropouts(self, hidden: InstantiableConfig | None = None) -> None:
         """Adds the dropouts of the branch, and `dropout1` for its hidden dimensions if given."""
-        if hidden is not None:
+        if hidden is None:
+            self._add_child("dropout", self.config.dropout)
+        else:
             self._add_child("dropout1", hidden)
-        self._add_child("dropout" if hidden is None else "dropout2", self.config.dropout)
+            self._add_child("dropout2", self.config.dropout)
         self._add_child("stochastic_depth", self.config.stochastic_depth)
 
     def _create_layer_parameter_specs(self) -> dict[str, base_layer.ParameterSpec]:
@@ -115,17 +120,25 @@ class ResidualLayer(base_layer.BaseLayer):
         return {"residual_gate_theta": parameter_spec.constant_spec((), init, mesh_axes=())}
 
     def _normalize(self, position: NormPosition, x: Tensor) -> Tensor:
-        return getattr(self, self._norms[position])(x) if position in self._norms else x
+        if position not in self._norms:
+            return x
+        norm = getattr(self, self._norms[position])
+        return norm(x)
 
     def _enter_branch(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what skips the branch, and the branch's input."""
         normalized = self._normalize(_IN, x)
-        return (normalized if self.config.structure == "hybridnorm_v2" else x), normalized
+        if self.config.structure == "hybridnorm_v2":
+            return normalized, normalized
+        return x, normalized
 
     def _leave_branch(self, skipped: Tensor, y: Tensor, *, weight: float = 1.0) -> Tensor:
         """Returns the layer's output for a branch output `y`, which is scaled by `weight`."""
         dropout = self.dropout2 if "dropout2" in self._children else self.dropout
-        y = self.stochastic_depth(dropout(self._normalize(_RES, y)))
-        y = y if weight == 1 else y * weight
+        y = dropout(self._normalize(_RES, y))
+        y = self.stochastic_depth(y)
+        if weight != 1:
+            y = y * weight
         if self.config.residual_gate_init is not None:
             gate = jax.nn.sigmoid(self.parameters["residual_gate_theta"])
             y = y * gate.astype(y.dtype)
@@ -151,8 +164,9 @@ def scale_dim(input_dim: int, *, scale: float) -> int:
 
 def hidden_dim_of(cfg: Any) -> int:
     """Returns the hidden dimension of a feed-forward layer's config."""
-    dim = cfg.hidden_dim
-    return dim if isinstance(dim, int) else dim.set(input_dim=cfg.input_dim).instantiate()
+    if isinstance(cfg.hidden_dim, int):
+        return cfg.hidden_dim
+    return cfg.hidden_dim.set(input_dim=cfg.input_dim).instantiate()
 
 
 class TransformerFeedForwardLayer(ResidualLayer):
@@ -189,9 +203,11 @@ class TransformerFeedForwardLayer(ResidualLayer):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        if unknown := set(cfg.add_value_rms_norm_summary) - {"linear1_outputs", "linear2_outputs"}:
+        value_names = {"linear1_outputs", "linear2_outputs"}
+        unknown_names = sorted(set(cfg.add_value_rms_norm_summary) - value_names)
+        if unknown_names:
             raise errors.LayerConfigError(
-                f"{self.path()}: add_value_rms_norm_summary has {sorted(unknown)}; expected "
+                f"{self.path()}: add_value_rms_norm_summary has {unknown_names}; expected "
                 "'linear1_outputs' or 'linear2_outputs'."
             )
         hidden_dim = hidden_dim_of(cfg)
@@ -204,13 +220,16 @@ class TransformerFeedForwardLayer(ResidualLayer):
         for name in self._activations:
             self._add_child(name, linear1)
         self._add_child("linear2", cfg.linear2.set(input_dim=hidden_dim, output_dim=cfg.input_dim))
+        hidden_dropout = cfg.hidden_dropout
         # With the norm after the sum, only the branch's output is dropped.
-        by_default = None if cfg.structure == "postnorm" else cfg.dropout
-        self._add_dropouts(by_default if cfg.hidden_dropout is None else cfg.hidden_dropout)
+        if hidden_dropout is None and cfg.structure != "postnorm":
+            hidden_dropout = cfg.dropout
+        self._add_dropouts(hidden_dropout)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Applies the layer to `Float[Array, "*batch input_dim"]`."""
-        skipped, x = self._enter_branch(self._add_tensor_stats("inputs", inputs))
+        inputs = self._add_tensor_stats("inputs", inputs)
+        skipped, x = self._enter_branch(inputs)
         x = self._linear1_activation(x)
         if "dropout1" in self._children:
             x = self.dropout1(x)
@@ -220,17 +239,19 @@ class TransformerFeedForwardLayer(ResidualLayer):
         return self._add_tensor_stats("outputs", outputs)
 
     def _linear1_activation(self, x: Tensor) -> Tensor:
-        hidden = None
+        factors: list[Tensor] = []
         for i, (name, activation) in enumerate(self._activations.items()):
-            y = self._remat_name(getattr(self, name)(x), f"linear1_{i}")
+            linear1 = getattr(self, name)
+            y = self._remat_name(linear1(x), f"linear1_{i}")
             self._report("linear1_outputs" if i == 0 else f"linear1_{i}_outputs", y)
-            y = functional.get_activation_fn(activation)(y)
+            activation_fn = functional.get_activation_fn(activation)
+            y = activation_fn(y)
             if self.config.add_dead_neuron_summary:
                 largest = jnp.max(jnp.abs(y), axis=tuple(range(y.ndim - 1)))
                 self.add_summary(f"dead_neurons/{i}_{activation}", jnp.sum(largest == 0))
-            hidden = y if hidden is None else hidden * y
-        assert hidden is not None  # there is at least one activation
-        return hidden
+            factors.append(y)
+        # One factor, or the two of a gated layer.
+        return math.prod(factors[1:], start=factors[0])
 
     def _report(self, name: str, value: Tensor) -> None:
         self._add_tensor_stats(name, value)

@@ -10,6 +10,7 @@ host memory, and recomputes the rest in the backward pass.
 """
 
 import enum
+import operator
 import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ from weft.hierarchy.base_layer import BaseLayer, RematSpec
 from weft.hierarchy.module import Module
 from weft.hierarchy.pipeline import Pipeline
 from weft.hierarchy.repeat import Repeat
-from weft.typing import DType, NestedTensor, Tensor
+from weft.typing import DType, NestedTensor, PyTree, Tensor
 
 Output = BaseTransformerLayer.Output
 
@@ -92,20 +93,24 @@ class BaseStackedTransformerLayer(BaseTransformerLayer):
 
 
 def _aux_to_carry(carry: Sequence[str] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-    aux = {name for name in carry or () if name != "data"}
-    return {**kwargs, "return_aux": {*(kwargs.get("return_aux") or ()), *aux}}
+    """Returns the arguments of a layer that also returns what the next layer gets."""
+    return_aux: set[str] = set(kwargs.get("return_aux") or ())
+    return_aux.update(carry or ())
+    return {**kwargs, "return_aux": return_aux - {"data"}}
 
 
 def _pop_scanned(scan_kwargs: Sequence[str] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Removes and returns the arguments with a leading axis of layers."""
-    # Each layer has its own pages.
-    names = {*(scan_kwargs or ()), *({"page_pool"} & kwargs.keys())}
+    names = set(scan_kwargs or ())
+    if "page_pool" in kwargs:  # each layer has its own pages
+        names.add("page_pool")
     return {name: kwargs.pop(name, None) for name in names}
 
 
 def _select_outputs(output: Output, return_aux: Collection[str] | None) -> Output:
-    fields = {"data", *(return_aux or ())}
-    return output._replace(**{name: None for name in Output._fields if name not in fields})
+    """Returns the output without optional values that were not asked for."""
+    omitted_names = set(Output._fields) - {"data", *(return_aux or ())}
+    return output._replace(**dict.fromkeys(omitted_names))
 
 
 class StackedTransformerLayer(BaseStackedTransformerLayer):
@@ -142,14 +147,15 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
             cfg.peak_stochastic_depth_rate, stage_order=index + 1, num_stages=cfg.num_layers
         )
         for name in ("self_attention", "cross_attention", "feed_forward"):
-            if getattr(layer, name, None) is not None:
-                getattr(layer, name).stochastic_depth.rate = rate
+            branch = getattr(layer, name, None)
+            if branch is not None:
+                branch.stochastic_depth.rate = rate
 
     def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
-        return {
-            name: layer.init_states(batch_size=batch_size, max_len=max_len, dtype=dtype)
-            for name, layer in self._layers()
-        }
+        states: dict[str, NestedTensor] = {}
+        for name, layer in self._layers():
+            states[name] = layer.init_states(batch_size=batch_size, max_len=max_len, dtype=dtype)
+        return states
 
     def _layers(self) -> list[tuple[str, Any]]:
         names = [f"layer{i}" for i in range(self.config.num_layers)]
@@ -160,24 +166,25 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
     ) -> tuple[NestedTensor, Output]:
         cfg = self.config
         return_aux = layer_kwargs.get("return_aux")
-        scanned = _pop_scanned(cfg.scan_kwargs, layer_kwargs)
+        scanned_kwargs = _pop_scanned(cfg.scan_kwargs, layer_kwargs)
+        carried_names = set(cfg.carry or ()) - {"data"}
         layer_kwargs = _aux_to_carry(cfg.carry, layer_kwargs)
         outputs: list[Output] = []
         for i, (name, _) in enumerate(self._layers()):
             if self._update_data is not None:
                 data = self._update_data(data, outputs)
-            for key in set(cfg.carry or ()) - {"data"} if outputs else ():
-                layer_kwargs[key] = getattr(outputs[-1], key)
-            own = jax.tree.map(lambda x, i=i: x[i], scanned)
+            if outputs:
+                for carried_name in carried_names:
+                    layer_kwargs[carried_name] = getattr(outputs[-1], carried_name)
             self._update_layer_kwargs(layer_kwargs, all_layer_outputs=outputs)
+            scanned_slices = jax.tree.map(operator.itemgetter(i), scanned_kwargs)
             cached_states, output = self._call_child(
-                name, mode, cached_states, data, **layer_kwargs, **own
+                name, mode, cached_states, data, **layer_kwargs, **scanned_slices
             )
             outputs.append(output)
             data = output.data
-        return cached_states, self._aggregate_layer_outputs(
-            [_select_outputs(o, return_aux) for o in outputs]
-        )
+        selected_outputs = [_select_outputs(output, return_aux) for output in outputs]
+        return cached_states, self._aggregate_layer_outputs(selected_outputs)
 
     def _update_layer_kwargs(
         self, layer_kwargs: dict[str, Any], *, all_layer_outputs: list[Output]
@@ -185,13 +192,15 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
         """Changes the arguments of the next layer in place; subclasses may override this."""
 
     def _aggregate_layer_outputs(self, layer_outputs: Sequence[Output]) -> Output:
-        def stacked(name: str) -> Tensor | None:
+        def stack(name: str) -> Tensor | None:
             values = [getattr(output, name) for output in layer_outputs]
-            return None if any(v is None for v in values) else jnp.stack(values)
+            if any(value is None for value in values):
+                return None
+            return jnp.stack(values)
 
         return layer_outputs[-1]._replace(
-            self_attention_probs=stacked("self_attention_probs"),
-            cross_attention_probs=stacked("cross_attention_probs"),
+            self_attention_probs=stack("self_attention_probs"),
+            cross_attention_probs=stack("cross_attention_probs"),
         )
 
 
@@ -204,45 +213,62 @@ class TransformerRepeat(Repeat):
         carry: Sequence[str] | None = None
         scan_kwargs: Sequence[str] | None = None
 
-    def forward(self, data: Tensor, **layer_kwargs: object) -> Output:
+    def forward(self, data: Tensor, **layer_kwargs: PyTree) -> Output:
         """Applies all layers to a whole sequence."""
 
-        def apply(_: None, **kwargs: object) -> tuple[None, Output]:
+        def apply(_: None, **kwargs: PyTree) -> tuple[None, Output]:
             return None, self.layer(**kwargs)
 
-        return self._loop(apply, None, data, **layer_kwargs)[1]
+        _, output = self._loop(apply, None, data, **layer_kwargs)
+        return output
 
     def extend_step(
-        self, cached_states: dict[str, Any], data: Tensor, **layer_kwargs: object
+        self, cached_states: dict[str, Any], data: Tensor, **layer_kwargs: PyTree
     ) -> tuple[NestedTensor, Output]:
         """Applies all layers to the next positions."""
 
-        def apply(state: NestedTensor, **kwargs: object) -> tuple[NestedTensor, Output]:
+        def apply(state: NestedTensor, **kwargs: PyTree) -> tuple[NestedTensor, Output]:
             return self.layer.extend_step(state, **kwargs)
 
         states, output = self._loop(apply, cached_states["layer"], data, **layer_kwargs)
         return struct.VDict(layer=states), output
 
     def _loop(
-        self, apply: Callable[..., tuple[Any, Output]], states: object, data: Tensor, **kwargs: Any
-    ) -> tuple[Any, Output]:
+        self,
+        apply: Callable[..., tuple[PyTree, Output]],
+        states: PyTree,
+        data: Tensor,
+        **kwargs: PyTree,
+    ) -> tuple[PyTree, Output]:
         cfg = self.config
         return_aux = kwargs.get("return_aux")
+        # Arguments are carried from layer to layer, scanned along the layers, or the same for all.
         kwargs = _aux_to_carry(cfg.carry, {"data": data, **kwargs})
-        carried = {name: kwargs.pop(name) for name in cfg.carry or ("data",)}
-        scanned = _pop_scanned(cfg.scan_kwargs, kwargs)
+        carried_kwargs = {name: kwargs.pop(name) for name in cfg.carry or ("data",)}
+        scanned_kwargs = _pop_scanned(cfg.scan_kwargs, kwargs)
 
         def step(
-            carried: dict[str, Any], x: tuple[NestedTensor, dict[str, Any]]
-        ) -> tuple[dict[str, Any], Any]:
-            state, own = x
-            state, output = apply(state, **carried, **own, **kwargs)
-            rest = _select_outputs(output, return_aux)._replace(data=None)
-            return {name: getattr(output, name) for name in carried}, (state, rest)
+            carried_kwargs: dict[str, PyTree], x: tuple[PyTree, dict[str, PyTree]]
+        ) -> tuple[dict[str, PyTree], tuple[PyTree, Output]]:
+            state, scanned_slices = x
+            state, output = apply(state, **carried_kwargs, **scanned_slices, **kwargs)
+            next_kwargs = {name: getattr(output, name) for name in carried_kwargs}
+            stacked_output = _select_outputs(output, return_aux)._replace(data=None)
+            return next_kwargs, (state, stacked_output)
 
-        carried, (states, rest) = self._run(step, carried, xs=(states, scanned))
-        last_kv_state = jax.tree.map(lambda x: x[-1], rest.self_attention_kv_state)
-        return states, rest._replace(data=carried["data"], self_attention_kv_state=last_kv_state)
+        carried_kwargs, (states, output) = self._run(
+            step, carried_kwargs, xs=(states, scanned_kwargs)
+        )
+        output = output._replace(
+            data=carried_kwargs["data"],
+            self_attention_kv_state=_last(output.self_attention_kv_state),
+        )
+        return states, output
+
+
+def _last(stacked: PyTree) -> PyTree:
+    """Returns the entries of the last layer."""
+    return jax.tree.map(operator.itemgetter(-1), stacked)
 
 
 class RepeatedTransformerLayer(BaseStackedTransformerLayer):
@@ -280,17 +306,22 @@ class TransformerPipeline(Pipeline):
         for name in layer_kwargs:
             if name.endswith("_logit_biases") and layer_kwargs[name] is not None:
                 layer_kwargs[name] = bias.as_attention_bias(layer_kwargs[name])  # it has four axes
-        leaves, tree = jax.tree.flatten(layer_kwargs)
-        # Arrays with a row per example move with the rows; others are shared.
-        with_rows = [jnp.shape(x)[:1] == (batch,) for x in leaves]
+        leaves, structure = jax.tree.flatten(layer_kwargs)
+        # Arrays with a row per example move with the rows; others are shared by all stages.
+        arrays_by_position: dict[int, Tensor] = {}
+        for position, leaf in enumerate(leaves):
+            if jnp.shape(leaf)[:1] == (batch,):
+                arrays_by_position[position] = leaf
 
-        def stage(carry: Any, _: None) -> tuple[Any, Output]:
-            data, rows = carry
-            moving = iter(rows)
-            mixed = [
-                next(moving) if is_row else x for x, is_row in zip(leaves, with_rows, strict=True)
-            ]
-            output = self.layer(data, return_aux=return_aux, **tree.unflatten(mixed))
+        def stage(
+            carry: tuple[Tensor, dict[int, Tensor]], _: None
+        ) -> tuple[tuple[Tensor, dict[int, Tensor]], Output]:
+            data, rows_by_position = carry
+            stage_leaves = list(leaves)
+            for position, rows in rows_by_position.items():
+                stage_leaves[position] = rows
+            stage_kwargs = structure.unflatten(stage_leaves)
+            output = self.layer(data, return_aux=return_aux, **stage_kwargs)
             # Rows first, so that microbatches can be joined.
             probs = _map_probs(lambda x: jnp.moveaxis(x, 0, 1), output)
             # Values shared by all rows, such as positions, are returned once per row.
@@ -298,13 +329,12 @@ class TransformerPipeline(Pipeline):
                 lambda x: jnp.broadcast_to(x, (data.shape[0], *x.shape[1:])),
                 output.self_attention_kv_state,
             )
-            rest = output._replace(data=None, self_attention_kv_state=kv_state, **probs)
-            return (output.data, rows), rest
+            stacked_output = output._replace(data=None, self_attention_kv_state=kv_state, **probs)
+            return (output.data, rows_by_position), stacked_output
 
-        rows = [x for x, is_row in zip(leaves, with_rows, strict=True) if is_row]
-        (data, _), rest = self._run(stage, (data, rows))
-        probs = _map_probs(lambda x: jnp.moveaxis(x, 1, 2), rest)
-        return _merge_stages(data, rest._replace(**probs))
+        (data, _), output = self._run(stage, (data, arrays_by_position))
+        probs = _map_probs(lambda x: jnp.moveaxis(x, 1, 2), output)
+        return _merge_stages(data, output._replace(**probs))
 
     def extend_step(
         self,
@@ -312,31 +342,34 @@ class TransformerPipeline(Pipeline):
         data: Tensor,
         *,
         page_pool: kv_cache.KVPages | None = None,
-        **kwargs: object,
+        **kwargs: PyTree,
     ) -> tuple[NestedTensor, Output]:
         """Applies the stages in sequence; `page_pool` has leading axes of stages and of layers."""
 
-        def stage(data: Tensor, own: tuple[Any, kv_cache.KVPages | None]) -> tuple[Tensor, Any]:
-            state, page_pool = own
-            given = without_none(page_pool=page_pool)
-            state, output = self.layer.extend_step(state, data, **given, **kwargs)
+        def stage(
+            data: Tensor, x: tuple[PyTree, kv_cache.KVPages | None]
+        ) -> tuple[Tensor, tuple[PyTree, Output]]:
+            state, page_pool = x
+            pool_kwargs = without_none(page_pool=page_pool)
+            state, output = self.layer.extend_step(state, data, **pool_kwargs, **kwargs)
             return output.data, (state, output._replace(data=None))
 
         xs = (cached_states["layer"], page_pool)
-        data, (states, rest) = self._run_sequentially(stage, data, xs=xs)
-        return struct.VDict(layer=states), _merge_stages(data, rest)
+        data, (states, output) = self._run_sequentially(stage, data, xs=xs)
+        return struct.VDict(layer=states), _merge_stages(data, output)
 
 
-def _map_probs(fn: Callable[[Tensor], Tensor], output: Output) -> dict[str, Any]:
+def _map_probs(fn: Callable[[Tensor], Tensor], output: Output) -> dict[str, PyTree]:
     """Returns the probabilities in the output, each mapped by `fn`; None for those it lacks."""
     return {name: jax.tree.map(fn, getattr(output, name)) for name in _PROBS}
 
 
-def _merge_stages(data: Tensor, rest: Output) -> Output:
-    return rest._replace(
+def _merge_stages(data: Tensor, output: Output) -> Output:
+    """Returns the output of the stack, from that of the stages with a leading axis of stages."""
+    return output._replace(
         data=data,
-        self_attention_kv_state=jax.tree.map(lambda x: x[-1], rest.self_attention_kv_state),
-        **_map_probs(lambda x: x.reshape(-1, *x.shape[2:]), rest),
+        self_attention_kv_state=_last(output.self_attention_kv_state),
+        **_map_probs(lambda x: x.reshape(-1, *x.shape[2:]), output),
     )
 
 
@@ -390,8 +423,11 @@ class PipelinedTransformerLayer(BaseStackedTransformerLayer):
                 "'data'; use RepeatedTransformerLayer."
             )
         stage: Any = cfg.stage
-        num_layers, layer = cfg.num_layers // cfg.num_stages, self._with_input_dim(cfg.layer)
-        stage = stage.set(input_dim=cfg.input_dim, num_layers=num_layers, layer=layer)
+        stage.set(
+            input_dim=cfg.input_dim,
+            num_layers=cfg.num_layers // cfg.num_stages,
+            layer=self._with_input_dim(cfg.layer),
+        )
         pipeline = cfg.pipeline.set(layer=stage, num_layers=cfg.num_stages)
         self._add_child("pipeline", pipeline.set(num_microbatches=cfg.num_microbatches))
 
