@@ -160,13 +160,13 @@ def custom_vjp(
 
     @functools.wraps(fn)
     def call(scope: PyTree, *args: PyTree) -> PyTree:
-        split = _split_nondiff(args, nondiff_argnums)
+        nondiff, diff_args = _split_nondiff(args, nondiff_argnums)
         scope_structure = _structure_of_scopes(scope)
-        diff_structure = jax.tree.structure(split.diff)
+        diff_structure = jax.tree.structure(diff_args)
 
         def backward(residuals: PyTree, cotangent: PyTree) -> list[PyTree]:
             """Returns the gradients as groups of scopes followed by arguments."""
-            variable_gradients, *arg_gradients = backward_fn(*split.nondiff, residuals, cotangent)
+            variable_gradients, *arg_gradients = backward_fn(*nondiff.values, residuals, cotangent)
             gradients: list[PyTree] = []
             for scope_gradients in scope_structure.flatten_up_to(variable_gradients):
                 gradients.append(Group(dict(scope_gradients), {}, {}))
@@ -175,12 +175,12 @@ def custom_vjp(
 
         lifted = lifting.custom_vjp(
             ScopeKind("custom_vjp"),
-            lambda scope, diff: fn(scope, *split.joined_with(diff)),
-            lambda scope, diff: forward_fn(scope, *split.joined_with(diff)),
+            lambda scope, diff: fn(scope, *nondiff.joined_with(diff)),
+            lambda scope, diff: forward_fn(scope, *nondiff.joined_with(diff)),
             backward,
             wrt=_wrt(grad_vars, True, True),
         )
-        return lifted(scope, split.diff)
+        return lifted(scope, diff_args)
 
     return call
 
@@ -208,7 +208,7 @@ def custom_jvp(
 
     @functools.wraps(fn)
     def call(scope: PyTree, *args: PyTree) -> PyTree:
-        split = _split_nondiff(args, nondiff_argnums)
+        nondiff, diff_args = _split_nondiff(args, nondiff_argnums)
         scope_structure = _structure_of_scopes(scope)
         num_scopes = scope_structure.num_leaves
 
@@ -217,38 +217,43 @@ def custom_jvp(
             scope_tangents = [group.variables for group in tangents[:num_scopes]]
             variable_tangents = scope_structure.unflatten(scope_tangents)
             arg_tangents = jax.tree.structure(diff).unflatten(tangents[num_scopes:])
-            return jvp_fn(*split.nondiff, scope, diff, arg_tangents, variable_tangents)
+            return jvp_fn(*nondiff.values, scope, diff, arg_tangents, variable_tangents)
 
         lifted = lifting.custom_jvp(
             ScopeKind("custom_jvp"),
-            lambda scope, diff: fn(scope, *split.joined_with(diff)),
+            lambda scope, diff: fn(scope, *nondiff.joined_with(diff)),
             rule,
             wrt=_wrt(grad_vars, True, True),
         )
-        return lifted(scope, split.diff)
+        return lifted(scope, diff_args)
 
     return call
 
 
-class _SplitArguments(NamedTuple):
-    """Positional arguments after the scope, divided by whether they are differentiated."""
+class _NondiffArguments(NamedTuple):
+    """Positional arguments after the scope that are not differentiated.
 
-    nondiff_by_index: dict[int, PyTree]
-    diff: tuple[PyTree, ...]
+    JAX keeps rules, so these refer to nothing else of a call: no tracer outlives its trace.
+    """
+
+    by_index: dict[int, PyTree]
 
     @property
-    def nondiff(self) -> tuple[PyTree, ...]:
-        return tuple(self.nondiff_by_index.values())
+    def values(self) -> tuple[PyTree, ...]:
+        return tuple(self.by_index.values())
 
     def joined_with(self, diff: Sequence[PyTree]) -> list[PyTree]:
         """Returns all arguments in order, with other values of the differentiated ones."""
         args = list(diff)
-        for index, arg in self.nondiff_by_index.items():  # in increasing order
+        for index, arg in self.by_index.items():  # in increasing order
             args.insert(index, arg)
         return args
 
 
-def _split_nondiff(args: tuple[PyTree, ...], nondiff_argnums: Sequence[int]) -> _SplitArguments:
+def _split_nondiff(
+    args: tuple[PyTree, ...], nondiff_argnums: Sequence[int]
+) -> tuple[_NondiffArguments, tuple[PyTree, ...]]:
+    """Returns the arguments that are not differentiated, and those that are."""
     num_args = len(args) + 1  # the numbers count the scope
     nondiff_indices = {number % num_args - 1 for number in nondiff_argnums}
     nondiff_by_index: dict[int, PyTree] = {}
@@ -258,7 +263,7 @@ def _split_nondiff(args: tuple[PyTree, ...], nondiff_argnums: Sequence[int]) -> 
             nondiff_by_index[index] = arg
         else:
             diff.append(arg)
-    return _SplitArguments(nondiff_by_index, tuple(diff))
+    return _NondiffArguments(nondiff_by_index), tuple(diff)
 
 
 def _structure_of_scopes(scope: PyTree) -> Any:
