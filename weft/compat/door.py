@@ -65,7 +65,9 @@ def current_name(name: str) -> str:
     >>> current_name("weft.vdict.VDict")
     'weft.struct.VDict'
     """
-    return _replace_start(name, new_names()) if name.startswith("weft.") else name
+    if not name.startswith("weft."):
+        return name
+    return _replace_start(name, new_names())
 
 
 class CompatDoor(_door.Door):
@@ -77,23 +79,25 @@ class CompatDoor(_door.Door):
         elsewhere = flax_modules().get(module, FlaxModule()).elsewhere
         if name in elsewhere:
             return pkgutil.resolve_name(elsewhere[name])
-        if not name.startswith("__"):
-            full_name = f"{module}.{name}"
-            if full_name in flax_modules():  # has more names than the module of an earlier version
-                return importlib.import_module(full_name)
-            new_name = new_names().get(full_name)
-            if new_name is not None:
-                return pkgutil.resolve_name(":".join(new_name.rsplit(".", 1)))
-            _check_axlearn_module(full_name, _left_out_error)
-            is_package = hasattr(sys.modules.get(module), "__path__")
-            if is_package and importlib.util.find_spec(full_name):
-                return importlib.import_module(full_name)
-            for place in _places(module):
-                if hasattr(place, name):
-                    return getattr(place, name)
-            instead = hints.instead_of_name(module, name)
-            if instead is not None:
-                raise _left_out_error(f"{module} has no {name!r} of AXLearn: {instead}.")
+        if name.startswith("__"):
+            return super().find_attribute(module, name)
+        full_name = f"{module}.{name}"
+        if full_name in flax_modules():  # has more names than the module of an earlier version
+            return importlib.import_module(full_name)
+        new_name = new_names().get(full_name)
+        if new_name is not None:
+            owner, _, attribute = new_name.rpartition(".")
+            return pkgutil.resolve_name(f"{owner}:{attribute}")
+        _check_axlearn_module(full_name, _left_out_error)
+        is_package = hasattr(sys.modules.get(module), "__path__")
+        if is_package and importlib.util.find_spec(full_name):
+            return importlib.import_module(full_name)
+        for place in _places(module):
+            if hasattr(place, name):
+                return getattr(place, name)
+        advice = hints.instead_of_name(module, name)
+        if advice is not None:
+            raise _left_out_error(f"{module} has no {name!r} of AXLearn: {advice}.")
         return super().find_attribute(module, name)
 
     def current_name(self, name: str) -> str:
@@ -150,19 +154,21 @@ def _other_names(module: str) -> list[str]:
 
 def _check_axlearn_module(name: str, error: Callable[[str], Exception]) -> None:
     """Raises an error with what to use instead if a module is one of AXLearn's that Weft lacks."""
-    instead = hints.instead_of_module(name)
-    if instead is None:
+    advice = hints.instead_of_module(name)
+    if advice is None:
         return
     package, _, module = name.rpartition(".")
     parent = sys.modules.get(package)
     if PathFinder.find_spec(name, getattr(parent, "__path__", None)) is None:
-        raise error(f"{package} has no module {module!r} of AXLearn: {instead}.")
+        raise error(f"{package} has no module {module!r} of AXLearn: {advice}.")
 
 
 def _left_out_error(text: str) -> Exception:
     from weft.errors import LeftOutError
 
-    return LeftOutError(text) if _is_from_import() else AttributeError(text)
+    if _is_from_import():
+        return LeftOutError(text)
+    return AttributeError(text)
 
 
 def _is_from_import() -> bool:
@@ -198,10 +204,11 @@ class _Finder:
             _check_axlearn_module(name, _missing_module_error)
             return None
         is_moved = name in new_names()
-        spec = None if is_moved else PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = functools.partial(_execute, spec.loader.exec_module)
-            return spec
+        if not is_moved:
+            spec = PathFinder.find_spec(name, path)
+            if spec is not None and spec.loader is not None:
+                spec.loader.exec_module = functools.partial(_execute, spec.loader.exec_module)
+                return spec
         if is_moved or name in flax_modules():
             return importlib.util.spec_from_loader(name, _OtherNames(), is_package=True)  # pyright: ignore[reportArgumentType]
         return None
