@@ -258,6 +258,7 @@ class SpmdEvaler(hierarchy.Module):
         calculator: BaseMetricCalculator = self.metric_calculator
         state = calculator.init_state(prng_key=prng_key, model_params=model_params)
         outputs: list[Nested[Any]] = []
+        # Outputs of all batches stay on the host: a calculator may need them at once.
         with contextlib.closing(self._global_batches()) as batches:
             for batch in batches:
                 with self._traced(step, len(outputs)) as finish:
@@ -277,7 +278,7 @@ class SpmdEvaler(hierarchy.Module):
             model_params=model_params, state=state, all_forward_outputs=outputs
         )
         self.summary_writer(step, summaries)
-        self.summary_writer.flush()
+        self.summary_writer.flush()  # evaluations are rare, and their results looked for
         self._on_outputs(step, outputs)
         returned_outputs = outputs if return_aux else None
         return next_key, summaries, returned_outputs
@@ -335,7 +336,7 @@ def run_evalers(
         if not is_due:
             continue
         if not may_run():
-            break
+            break  # the run has gone back: there is no state after this step
         _, summaries, _ = evaler.eval_step(
             step,
             prng_key=prng_key,
@@ -383,6 +384,7 @@ class EvaluationHook(Hook):
         return run_evalers(
             self._evalers,
             step=trainer.step,
+            # A key of its own: whether a step is evaluated does not change the next one.
             prng_key=jax.random.fold_in(trainer.trainer_state.prng_key, 0),
             model_params=trainer.model_params_for_eval(),
             train_summaries=train_summaries,

@@ -162,6 +162,7 @@ def _result(model: M, cfg: SpmdTrainer.Config, trainer: SpmdTrainer) -> FitResul
         train=_read_series(cfg.dir, "train_train"), validation=_read_series(cfg.dir, VALIDATION)
     )
     last_params = trainer.model_params_for_eval()
+    # The last state is in memory; only another one is read from its checkpoint.
     last = best = FitState(trainer.step, _variables(trainer, last_params), trainer)
     checkpoints_dir = os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR)
     best_step = _best_step(checkpoints_dir, history.validation)
@@ -227,6 +228,7 @@ def _variables(trainer: SpmdTrainer, params: PyTree) -> PyTree:
 
 def _restore_params(checkpoints_dir: str, trainer: SpmdTrainer, step: int) -> PyTree:
     """Returns the parameters for evaluation of a step that was saved."""
+    # Only what evaluation needs is read: the average of the parameters, or else these.
     state = trainer.trainer_state
     has_average = "ema" in state.learner
     target = state._replace(prng_key={}, learner={})
@@ -398,11 +400,12 @@ def _run(
                 display = make_display(error_console(), None)  # shows no directory
         else:
             cfg.dir = dir
-        trainer = cfg.clone().instantiate(parent=None)
+        trainer = cfg.clone().instantiate(parent=None)  # the trainer sets fields of its config
         end = _EndReason()
         trainer.run(listener=[end, *hooks], progress=display)
         if trainer.trainer_state is None:
             raise FitError(f"fit was stopped by {end.reason} before the first step.")
+        # Batches that can be repeated start again; an iterator may be too short.
         if end.reason == INPUT_ENDED:
             raise InputDatasetError(
                 f"data ended after {trainer.step} of {cfg.max_step} steps; expected a batch for "

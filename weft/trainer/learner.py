@@ -304,6 +304,7 @@ class _OneForwardPassLearner(BaseLearner):
             forward_pass={"default": forward_pass},
         )
         updated_params = self.update(updates)
+        # The trainer watches only gradients that would spoil the parameters.
         is_handled = self.handles_undefined_gradients(self.state, opt_params)
         must_be_finite = jax.tree.map(operator.not_, is_handled)
         gradients = mask_tree(gradients, keep=must_be_finite)
@@ -421,6 +422,7 @@ class Learner(_OneForwardPassLearner):
 
     def update(self, updates: Updates) -> NestedTensor:
         self._add_per_variable_summaries(updates)
+        # The optimizer sees no masked leaves, and has no state for them.
         applies_state = jax.tree.map(
             should_apply_state_updates, self._update_types(updates.opt_params)
         )
@@ -428,12 +430,14 @@ class Learner(_OneForwardPassLearner):
         masked = masked.mask(
             self.should_update_with_optimizers, fields=("opt_params", "delta_updates")
         )
+        # The sum is over all parameters again; those without an update keep their values.
         optimized = self._optimize(masked).replace(opt_params=updates.opt_params)
         round_sum = None
         if self._precision is not None:
             round_sum = functools.partial(self._rounded_param, self._precision)
         new_params = optimized.updated_values(round_sum)
         self._update_ema(updates.opt_params, new_params)
+        # Last, since it takes back what the step has added to the state, the average included.
         if self.config.ignore_undefined_loss or self._loss_scale is not None:
             new_params = self._unless_undefined(new_params, updates)
         return new_params

@@ -158,6 +158,7 @@ class ChainConverter(Converter):
         return needs_tensors(*(converter.target_state_type() for converter in self._converters))
 
     def target_to_source(self, target: Builder.State) -> tuple[Builder.State, Any]:
+        # From the target's end of the chain to the source's; `auxes` is in the order of the chain.
         auxes = []
         for converter in reversed(self._converters):
             target, aux = converter.target_to_source(target)
@@ -233,6 +234,8 @@ def initial_state(
 
     if builder is None:
         return compute(init, shardings)
+    # A builder of shapes is asked first, and what it leaves out is computed. A builder of arrays
+    # gets a whole state, and may leave any part of it as it is.
     specs = with_shardings(jax.eval_shape(init, prng_key), shardings)
     is_initialized = builder.input_state_type() is Builder.StateType.TENSORS
     state = specs
@@ -249,6 +252,7 @@ def initial_state(
         if path not in missing_paths:
             _check_built(builder, path, values.get(path), spec)
 
+    # XLA drops the computation of all other leaves.
     def init_missing(prng_key: Tensor) -> dict[str, Tensor]:
         initialized = _leaves_by_path(init(prng_key))
         return {path: initialized[path] for path in missing_paths}
@@ -303,6 +307,7 @@ class BaseStateStorageBuilder(Builder):
         self, state: Builder.State, base_dir: str, step: int | None, storage: StateStorage.Config
     ) -> Builder.State:
         validation = self.config.validation
+        # The state may be a part of the checkpoint; the structure of that part is compared below.
         cfg = Checkpointer.default_config().set(
             name="checkpointer", dir=base_dir, storage=storage, validation=validation.allowing_more
         )
@@ -484,7 +489,7 @@ class EmaParamsConverter(Converter):
     def target_to_source(self, target: Builder.State) -> tuple[Builder.State, Any]:
         averages = {"ema": {"ema": at_least_float32(target.trainer_state.model)}}
         source = TrainerState(prng_key={}, model={}, learner=averages)
-        return Builder.State(target.step, source), target
+        return Builder.State(target.step, source), target  # `aux` is the target itself
 
     def source_to_target(self, source: Builder.State, aux: Any) -> Builder.State:
         averages = source.trainer_state.learner["ema"]["ema"]

@@ -81,12 +81,16 @@ def train_step(
 
     Returns the new state, and a dict of "loss", "aux", "summaries" and optionally "gradients".
     """
+    # The key of the next step is in the state: a resumed run draws the same numbers.
     next_key, noise_key, forward_key, learner_key = jax.random.split(state.prng_key, 4)
     batch = input_.dispatch_global_batch(batch)
 
+    # The learner differentiates it, maybe for parts of the batch. All arrays that depend on the
+    # batch are in `inputs`, so that it can be split.
     def forward(*, model_params: NestedTensor, inputs: Mapping[str, Any]) -> ForwardOutputs:
         model_params = with_gradient_layouts(model_params, model_specs, gradient_specs)
         params = model.apply_parameter_noise_recursively(inputs["noise_key"], model_params)
+        # Inside of the differentiated function: gradients have the dtypes of the stored parameters.
         cast_params, batch = cast_for_forward(params, inputs["input_batch"], train_dtype)
         params = keep_state_uncast(params, cast_params, model_specs)
         with explain_call_errors(model, batch):

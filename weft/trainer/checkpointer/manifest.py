@@ -49,6 +49,7 @@ class Manifest:
         self.facts: dict[str, Any] = dict(content["facts"])
         self.files: dict[str, dict[str, Any]] = {}
         for path, entry in content["files"].items():
+            # A stranger's manifest may name anything.
             if os.path.isabs(path) or ".." in path.split("/"):
                 raise ValueError(f"{path!r} is not below the checkpoint")
             self.files[path] = dict(entry)
@@ -85,6 +86,7 @@ def write_manifest(ckpt_dir: str, *, facts: Mapping[str, Any] | None = None) -> 
     content: dict[str, Any] = {"version": _VERSION, "facts": dict(facts or {}), "files": files}
     content[_DIGEST] = _digest_of_json(content)
     Directory(ckpt_dir).write(MANIFEST, json.dumps(content))
+    # The names of files are on the disk only when their directories are.
     for folder, _, _ in os.walk(ckpt_dir):
         fsync(folder)
 
@@ -189,6 +191,7 @@ def find_file_damage(
 
 def _digest_of_file(file: Any, buffer: memoryview | None = None) -> str:
     """Returns the digest of an unbuffered file and leaves its content in the buffer."""
+    # One pass over the file, in blocks that are digested while they are in the processor's cache.
     digest = _xxh3()
     position = 0
     scratch = memoryview(bytearray(_BLOCK_BYTES if buffer is None else 0))

@@ -207,6 +207,7 @@ def add_decayed_weights(
             rate = rate * learning_rate_fn(state.count) ** learning_rate_exponent
         return _with_decay(updates, params, rate, scale_fn), state
 
+    # Without a schedule there is nothing to count, and the state has no arrays.
     count_spec = None
     if learning_rate_exponent is not None:
         count_spec = base.COUNT_SPEC
@@ -236,7 +237,7 @@ def _with_decay(
     scale_fn: PerParamScale | None,
 ) -> NestedTensor:
     if isinstance(rate, int | float) and rate == 0:
-        return updates
+        return updates  # not 0 * inf
 
     def add_decay(update: Tensor, param: base.OptParam, scale: float | Tensor) -> Tensor:
         return update + rate * scale * param.value
@@ -349,6 +350,7 @@ def _to_accumulator(average: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
     """Returns an average as it is stored, and its scale."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return average.astype(dtype), jnp.zeros((1,), jnp.float32)
+    # The largest absolute value of a column is the largest integer.
     average = average.astype(jnp.float32)
     first_axis = 0 if average.ndim else None
     scale = jnp.max(jnp.abs(average), axis=first_axis) / jnp.iinfo(dtype).max
@@ -506,6 +508,7 @@ def scale_by_factored_rms(
             axes = row_and_col(param.factorization_spec)
             return _step(update, _Moment(*moment), axes, decay, eps)
 
+        # A pair per parameter, of its update and its moment; `updates` has the structure for both.
         results = jax.tree.map(step, updates, params, state.v_row, state.v_col, state.v)
         moments = jax.tree.map(lambda _, result: result[1], updates, results)
         updates = jax.tree.map(lambda _, result: result[0], updates, results)
