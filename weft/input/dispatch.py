@@ -26,10 +26,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from weft.config import REQUIRED, Required
-from weft.core.spmd import axes_of, get_concrete_mesh
+from weft.core.spmd import Entry, axes_of, get_concrete_mesh
 from weft.errors import BatchShardingError, InputDispatchError, NoMeshError
 from weft.hierarchy.module import Module, nowrap
 from weft.hierarchy.parameter_spec import pad_axes
@@ -80,16 +80,16 @@ def host_to_global_device_array(
     (3, P('data', None))
     """
     mesh = mesh or current_mesh()
-    partition = input_partition_spec(mesh) if partition is None else partition
+    partition_entries = tuple(input_partition_spec(mesh) if partition is None else partition)
 
-    def to_global(path, leaf) -> Tensor:
+    def to_global(path: jax.tree_util.KeyPath, leaf: jax.typing.ArrayLike) -> Tensor:
         local = np.asarray(leaf)
         if local.dtype.kind in "OSU":
             raise BatchShardingError(
                 f"input batch: {_leaf_name(path)} has dtype {local.dtype}, which devices do not "
                 "support; drop it or encode it as numbers before the batch leaves the input"
             )
-        entries = pad_axes(tuple(partition)[: local.ndim], local.ndim)
+        entries = pad_axes(partition_entries[: local.ndim], local.ndim)
         sharding = NamedSharding(mesh, PartitionSpec(*entries))
         shape = _global_shape(_leaf_name(path), local.shape, sharding)
         return jax.make_array_from_process_local_data(sharding, local, shape)
@@ -103,14 +103,21 @@ def global_to_host_array(global_arrays: Nested[Tensor]) -> Nested[np.ndarray]:
     def to_host(leaf: Tensor) -> np.ndarray:
         if leaf.is_fully_addressable:
             return np.asarray(leaf)
-        shards = [(shard_start(s.index), s.data) for s in leaf.addressable_shards]
-        # Per axis, the position of each block among this process's blocks.
-        starts = [sorted({start[axis] for start, _ in shards}) for axis in range(leaf.ndim)]
-        block = shards[0][1].shape
-        local = np.empty([len(s) * b for s, b in zip(starts, block, strict=True)], leaf.dtype)
-        for start, data in shards:
-            first = [starts[a].index(start[a]) * block[a] for a in range(leaf.ndim)]
-            local[tuple(slice(f, f + b) for f, b in zip(first, block, strict=True))] = data
+        shards = leaf.addressable_shards
+        block_shape = shards[0].data.shape
+        starts_by_axis = []  # of this process's blocks, in order
+        local_shape = []
+        for axis, block_size in enumerate(block_shape):
+            starts = sorted({shard_start(shard.index)[axis] for shard in shards})
+            starts_by_axis.append(starts)
+            local_shape.append(len(starts) * block_size)
+        local = np.empty(local_shape, leaf.dtype)
+        for shard in shards:
+            local_index = []
+            for axis, start in enumerate(shard_start(shard.index)):
+                local_start = starts_by_axis[axis].index(start) * block_shape[axis]
+                local_index.append(slice(local_start, local_start + block_shape[axis]))
+            local[tuple(local_index)] = shard.data
         return local
 
     return jax.tree.map(to_host, global_arrays)
@@ -119,23 +126,34 @@ def global_to_host_array(global_arrays: Nested[Tensor]) -> Nested[np.ndarray]:
 def _global_shape(name: str, local: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
     """Computes the global shape from this process's shape and its number of blocks per axis."""
     mesh, spec = sharding.mesh, sharding.spec
-    num_blocks = [math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in spec]
+    num_blocks_by_axis = [_num_blocks(mesh, entry) for entry in spec]
     # With one element per block, indices are block numbers.
-    indices = sharding.addressable_devices_indices_map(tuple(num_blocks)).values()
+    indices = sharding.addressable_devices_indices_map(tuple(num_blocks_by_axis)).values()
     shape = []
     for axis, size in enumerate(local):
-        local_blocks = len({shard_start(index)[axis] for index in indices})
-        if size % local_blocks:
-            axes = ", ".join(f"{a!r} of {mesh.shape[a]}" for a in axes_of(spec[axis]))
-            total, rest = size * num_blocks[axis] // local_blocks, num_blocks[axis]
+        num_blocks = num_blocks_by_axis[axis]
+        num_local_blocks = len({shard_start(index)[axis] for index in indices})
+        if size % num_local_blocks:
+            mesh_axes = ", ".join(f"{a!r} of {mesh.shape[a]}" for a in axes_of(spec[axis]))
+            total = size * num_blocks // num_local_blocks
             raise BatchShardingError(
                 f"input batch: axis {axis} of {name}, of size {total} over "
-                f"{jax.process_count()} process(es), does not divide over the {rest} blocks of "
-                f"mesh axis {axes}; use a multiple of {rest}, such as {-(-total // rest) * rest}, "
-                "or set the input's partition_spec to fewer mesh axes"
+                f"{jax.process_count()} process(es), does not divide over the {num_blocks} blocks "
+                f"of mesh axis {mesh_axes}; use a multiple of {num_blocks}, such as "
+                f"{_next_multiple(total, num_blocks)}, or set the input's partition_spec to fewer "
+                "mesh axes"
             )
-        shape.append(size // local_blocks * num_blocks[axis])
+        shape.append(size // num_local_blocks * num_blocks)
     return tuple(shape)
+
+
+def _num_blocks(mesh: Mesh | AbstractMesh, entry: Entry) -> int:
+    """Returns into how many blocks an entry of a partition divides an axis."""
+    return math.prod(mesh.shape[axis] for axis in axes_of(entry))
+
+
+def _next_multiple(number: int, divisor: int) -> int:
+    return -(-number // divisor) * divisor
 
 
 def shard_start(index: tuple[slice, ...] | None) -> tuple[int, ...]:
@@ -143,7 +161,7 @@ def shard_start(index: tuple[slice, ...] | None) -> tuple[int, ...]:
     return tuple(part.start or 0 for part in index or ())
 
 
-def _leaf_name(path) -> str:
+def _leaf_name(path: jax.tree_util.KeyPath) -> str:
     return repr(jax.tree_util.keystr(path, simple=True, separator="/"))
 
 
@@ -246,17 +264,19 @@ class InputDispatcher(BaseInputDispatcher):
             complete.logical_feed_indices = list(range(min(rows, feeds)))
         if complete.global_physical_batch_size is None:
             devices_per_feed = max(jax.device_count() // feeds, 1)
-            per_feed = -(-rows // max(len(complete.logical_feed_indices), 1))
-            per_feed = -(-per_feed // devices_per_feed) * devices_per_feed
-            complete.global_physical_batch_size = per_feed * feeds
+            rows_per_feed = -(-rows // max(len(complete.logical_feed_indices), 1))
+            rows_per_feed = _next_multiple(rows_per_feed, devices_per_feed)
+            complete.global_physical_batch_size = rows_per_feed * feeds
         super().__init__(complete, parent=parent)
-        if wrong := self._config_error():
-            raise InputDispatchError(f"{self.path()}: {wrong}")
+        config_error = self._config_error()
+        if config_error is not None:
+            raise InputDispatchError(f"{self.path()}: {config_error}")
 
     def _config_error(self) -> str | None:
         """Returns a description of the first contradiction, or None."""
         cfg = self.config
-        indices, feeds = list(cfg.logical_feed_indices), cfg.num_physical_feeds
+        indices = list(cfg.logical_feed_indices)
+        feeds = cfg.num_physical_feeds
         logical, physical = cfg.global_logical_batch_size, cfg.global_physical_batch_size
         if not 0 <= cfg.physical_feed_index < feeds:
             return (
@@ -273,12 +293,12 @@ class InputDispatcher(BaseInputDispatcher):
             return (
                 f"global_logical_batch_size={logical} does not divide over {len(indices)} "
                 "logical feeds; use a multiple, such as "
-                f"{-(-logical // len(indices)) * len(indices)}"
+                f"{_next_multiple(logical, len(indices))}"
             )
         if physical % feeds:
             return (
                 f"global_physical_batch_size={physical} does not divide over {feeds} physical "
-                f"feeds; use a multiple, such as {-(-physical // feeds) * feeds}"
+                f"feeds; use a multiple, such as {_next_multiple(physical, feeds)}"
             )
         if self.feed_physical_batch_size < self.feed_logical_batch_size:
             return (
@@ -295,8 +315,10 @@ class InputDispatcher(BaseInputDispatcher):
     @property
     def logical_feed_index(self) -> int | None:
         indices = list(self.config.logical_feed_indices)
-        mine = self.config.physical_feed_index
-        return indices.index(mine) if mine in indices else None
+        physical_index = self.config.physical_feed_index
+        if physical_index not in indices:
+            return None
+        return indices.index(physical_index)
 
     @property
     def feed_physical_batch_size(self) -> int:
@@ -321,9 +343,10 @@ class InputDispatcher(BaseInputDispatcher):
     ) -> Nested[np.ndarray]:
         if not isinstance(logical_feed_batch, Mapping):
             logical_feed_batch = {_UNNAMED: logical_feed_batch}
-        size, index = self.feed_logical_batch_size, self.logical_feed_index
+        size = self.feed_logical_batch_size
+        index = self.logical_feed_index
 
-        def pad(path, leaf: np.ndarray) -> np.ndarray:
+        def pad(path: jax.tree_util.KeyPath, leaf: np.ndarray) -> np.ndarray:
             leaf = np.asarray(leaf)
             if leaf.ndim == 0 or len(leaf) != size:
                 raise InputDispatchError(
@@ -338,22 +361,29 @@ class InputDispatcher(BaseInputDispatcher):
 
         physical = jax.tree_util.tree_map_with_path(pad, dict(logical_feed_batch))
         if not self._is_identity:
-            row = np.full(self.feed_physical_batch_size, -1, np.int32)
+            logical_rows = np.full(self.feed_physical_batch_size, -1, np.int32)
             if index is not None:
-                row[:size] = index * size + np.arange(size)
-            physical[LOGICAL_ROW_KEY] = row
-        return physical[_UNNAMED] if physical.keys() == {_UNNAMED} else physical
+                logical_rows[:size] = index * size + np.arange(size)
+            physical[LOGICAL_ROW_KEY] = logical_rows
+        return _without_name(physical)
 
     @nowrap
     def physical_to_logical_batch(self, global_physical_batch: Nested[Tensor]) -> Nested[Tensor]:
         if self._is_identity:
             return global_physical_batch
         batch: dict[str, Any] = dict(global_physical_batch)  # pyright: ignore[reportArgumentType]
-        held = batch.pop(LOGICAL_ROW_KEY)
-        wanted = jnp.arange(self.config.global_logical_batch_size)
-        physical_row = jnp.argmax(held[None, :] == wanted[:, None], axis=1)
-        logical = jax.tree.map(lambda x: jnp.take(x, physical_row, axis=0), batch)
-        return logical[_UNNAMED] if logical.keys() == {_UNNAMED} else logical
+        row_of_physical = batch.pop(LOGICAL_ROW_KEY)  # (physical rows,)
+        rows = jnp.arange(self.config.global_logical_batch_size)
+        physical_of_row = jnp.argmax(row_of_physical[None, :] == rows[:, None], axis=1)
+        logical = jax.tree.map(lambda x: jnp.take(x, physical_of_row, axis=0), batch)
+        return _without_name(logical)
+
+
+def _without_name(batch: dict[str, Any]) -> Any:
+    """Returns the batch; one that is not a dict without its name."""
+    if batch.keys() == {_UNNAMED}:
+        return batch[_UNNAMED]
+    return batch
 
 
 class SpmdInputDispatcher(BaseInputDispatcher):
@@ -387,41 +417,47 @@ class SpmdInputDispatcher(BaseInputDispatcher):
         return sorted(set(feeds.values())).index(feeds[jax.process_index()])
 
     def _blocks_of_processes(self) -> dict[int, tuple[int, ...]]:
-        mesh, spec = current_mesh(), self.config.partition_spec
-        first = spec[0] if len(spec) else None
-        num_blocks = math.prod(mesh.shape[axis] for axis in axes_of(first))
+        mesh = current_mesh()
+        spec = self.config.partition_spec
+        row_entry = spec[0] if len(spec) else None
+        num_blocks = _num_blocks(mesh, row_entry)
         size = self.config.global_logical_batch_size
         if size % num_blocks:
             raise InputDispatchError(
                 f"{self.path()}: global_logical_batch_size={size} does not divide over the "
                 f"{num_blocks} blocks of rows that {spec} creates on mesh {dict(mesh.shape)}; "
-                f"use a multiple, such as {-(-size // num_blocks) * num_blocks}"
+                f"use a multiple, such as {_next_multiple(size, num_blocks)}"
             )
-        sharding = NamedSharding(mesh, PartitionSpec(first))
-        held = {
-            device: (device.process_index, shard_start(index)[0])
-            for device, index in sharding.devices_indices_map((num_blocks,)).items()
-        }
-        return blocks_by_process(held, self.path())
+        sharding = NamedSharding(mesh, PartitionSpec(row_entry))
+        block_of_device = {}
+        for device, index in sharding.devices_indices_map((num_blocks,)).items():
+            block_of_device[device] = (device.process_index, shard_start(index)[0])
+        return blocks_by_process(block_of_device, self.path())
 
 
 def blocks_by_process(
-    held: Mapping[object, tuple[int, int]], path: str
+    block_of_device: Mapping[Any, tuple[int, int]], path: str
 ) -> dict[int, tuple[int, ...]]:
     """Groups the blocks of rows of all devices by process.
 
+    Args:
+        block_of_device: the process and the block of each device.
+
     Raises InputDispatchError if two processes share some of their blocks but not all.
     """
-    by_process: dict[int, set[int]] = {}
-    for process, block in held.values():
-        by_process.setdefault(process, set()).add(block)
-    feeds = {process: tuple(sorted(blocks)) for process, blocks in sorted(by_process.items())}
+    block_sets: dict[int, set[int]] = {}
+    for process, block in block_of_device.values():
+        block_sets.setdefault(process, set()).add(block)
+    feeds = {process: tuple(sorted(block_sets[process])) for process in sorted(block_sets)}
     for process, blocks in feeds.items():
-        for other, theirs in feeds.items():
-            if blocks != theirs and (set(blocks) & set(theirs) or len(blocks) != len(theirs)):
+        for other_process, other_blocks in feeds.items():
+            if blocks == other_blocks:
+                continue
+            is_disjoint = set(blocks).isdisjoint(other_blocks)
+            if not is_disjoint or len(blocks) != len(other_blocks):
                 raise InputDispatchError(
                     f"{path}: process {process} holds the blocks of rows {blocks} and process "
-                    f"{other} {theirs}; they must hold equally many, either the same or "
-                    "disjoint ones: assign whole processes to the mesh axes of the batch"
+                    f"{other_process} {other_blocks}; they must hold equally many, either the "
+                    "same or disjoint ones: assign whole processes to the mesh axes of the batch"
                 )
     return feeds

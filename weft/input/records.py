@@ -34,7 +34,9 @@ class Records(Protocol):
 def describe_record(records: Records, index: int) -> str:
     """Returns the name of a record for messages."""
     describe = getattr(records, "describe", None)
-    return describe(index) if describe else f"record {index} of {records}"
+    if describe is None:
+        return f"record {index} of {records}"
+    return describe(index)
 
 
 @contextlib.contextmanager
@@ -63,12 +65,14 @@ class FileRecordSource:
         sizes = []
         for path in self._paths:
             with read_errors(f"cannot open {path}"):
-                self._sources.append(open_file(path))
-                sizes.append(len(self._sources[-1]))
-        self._ends = list(itertools.accumulate(sizes))
+                source = open_file(path)
+                sizes.append(len(source))
+            self._sources.append(source)
+        # Of file i, the records from `_starts[i]` to before `_starts[i + 1]`.
+        self._starts = list(itertools.accumulate(sizes, initial=0))
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._starts[-1]
 
     def __repr__(self) -> str:
         return f"FileRecordSource({len(self)} records in {len(self._paths)} files)"
@@ -88,24 +92,36 @@ class FileRecordSource:
         """Returns the name of a record for messages."""
         file, record = self._locate(index)
         describe = getattr(self._sources[file], "describe", None)
-        return describe(record) if describe else f"record {record} of {self._paths[file]}"
+        if describe is None:
+            return f"record {record} of {self._paths[file]}"
+        return describe(record)
 
     @property
     def fingerprint(self) -> tuple | None:
         """Identity of the data; None if unknown for a file."""
-        parts = [getattr(source, "fingerprint", None) for source in self._sources]
-        kinds = [type(source).__name__ for source in self._sources]
-        return None if None in parts else tuple(zip(kinds, parts, strict=True))
+        fingerprints = []
+        for source in self._sources:
+            fingerprint = getattr(source, "fingerprint", None)
+            if fingerprint is None:
+                return None
+            fingerprints.append((type(source).__name__, fingerprint))
+        return tuple(fingerprints)
 
     @property
     def num_bytes(self) -> int | None:
         """Approximate size of all files in bytes; None if unknown for one."""
-        sizes: list[Any] = [getattr(source, "num_bytes", None) for source in self._sources]
-        return None if None in sizes else sum(sizes)
+        total = 0
+        for source in self._sources:
+            num_bytes = getattr(source, "num_bytes", None)
+            if num_bytes is None:
+                return None
+            total += num_bytes
+        return total
 
     def _locate(self, index: int) -> tuple[int, int]:
-        file = bisect.bisect_right(self._ends, index)
-        return file, index - (self._ends[file - 1] if file else 0)
+        """Returns the index of a record's file, and that of the record in it."""
+        file = bisect.bisect_right(self._starts, index, lo=1) - 1
+        return file, index - self._starts[file]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -138,7 +154,8 @@ class RecordDataset(grain.MapDataset):
 
     def __init__(self, source: Records, functions: Sequence[Callable[[Any], Any]] = ()):
         super().__init__()
-        self._source, self._functions = source, tuple(functions)
+        self._source = source
+        self._functions = tuple(functions)
 
     def __len__(self) -> int:
         return len(self._source)
@@ -154,14 +171,16 @@ class RecordDataset(grain.MapDataset):
             try:
                 value = function(value)
             except Exception as error:
-                # An InputDatasetError already names its cause.
-                kind = "" if isinstance(error, InputDatasetError) else f"{type(error).__name__}: "
-                raise InputReadError(f"{self.describe(index)}: {kind}{error}") from error
+                reason = f"{type(error).__name__}: {error}"
+                if isinstance(error, InputDatasetError):  # which names its cause
+                    reason = str(error)
+                raise InputReadError(f"{self.describe(index)}: {reason}") from error
         return value
 
     def map(self, transform):
-        function = transform.map if isinstance(transform, grain.transforms.Map) else transform
-        return RecordDataset(self._source, (*self._functions, function))
+        if isinstance(transform, grain.transforms.Map):
+            transform = transform.map
+        return RecordDataset(self._source, (*self._functions, transform))
 
     def with_source(self, change: Callable[[Records], Records]) -> "RecordDataset":
         """Returns the dataset with the same functions and another source, made from its own."""
@@ -177,7 +196,9 @@ class RecordDataset(grain.MapDataset):
     @property
     def fingerprint(self) -> tuple | None:
         """Identity of the data; None if unknown, also if functions are applied."""
-        return None if self._functions else getattr(self._source, "fingerprint", None)
+        if self._functions:
+            return None
+        return getattr(self._source, "fingerprint", None)
 
     @property
     def num_bytes(self) -> int | None:
@@ -198,30 +219,32 @@ def matching_files(paths: str | Sequence[str]) -> list[str]:
     patterns = [paths] if isinstance(paths, str) else [str(path) for path in paths]
     if not patterns:
         raise InputReadError("no paths were given, so there is nothing to read; pass at least one")
-    found: list[str] = []
+    files: list[str] = []
     for pattern in patterns:
         check_local_path(pattern, "paths")
         if os.path.isfile(pattern):
-            found.append(pattern)
+            files.append(pattern)
             continue
         matches = _matches(pattern)
         if not matches:
             raise InputReadError(_no_match(pattern))
-        found += matches
-    return list(dict.fromkeys(found))
+        files += matches
+    return list(dict.fromkeys(files))
 
 
 def _matches(pattern: str) -> list[str]:
+    """Returns the files that match a pattern, below the longest folder that it names."""
     parts = pattern.split("/")
-    length = len(parts) - 1
-    while length and not os.path.isdir("/".join(parts[:length]) or "/"):
-        length -= 1
-    folder = "".join(f"{part}/" for part in parts[:length])
-    rest = "/".join(parts[length:])
+    num_folders = len(parts) - 1
+    while num_folders and not os.path.isdir("/".join(parts[:num_folders]) or "/"):
+        num_folders -= 1
+    folder = "".join(f"{part}/" for part in parts[:num_folders])
+    relative_pattern = "/".join(parts[num_folders:])
     # Brackets may also be part of a file's name, next to a star.
-    for below in (rest, rest.replace("[", "[[]")):
-        found = glob.glob(glob.escape(folder) + below, recursive=True)
-        files = sorted(path for path in found if os.path.isfile(path))
+    with_literal_brackets = relative_pattern.replace("[", "[[]")
+    for glob_pattern in (relative_pattern, with_literal_brackets):
+        paths = glob.glob(glob.escape(folder) + glob_pattern, recursive=True)
+        files = sorted(filter(os.path.isfile, paths))
         if files:
             return files
     return []
@@ -233,9 +256,9 @@ def _no_match(pattern: str) -> str:
         return f"{pattern} is a folder; name the files in it, such as '{path / '*'}'"
     folder = next(p for p in path.parents if p.is_dir() or p == p.parent)
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    holds = ", ".join(repr(name) for name in names[:5]) or "nothing"
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    content = ", ".join(map(repr, names[:5])) or "nothing"
+    if len(names) > 5:
+        content += f" and {len(names) - 5} more"
     return (
-        f"no file matches {pattern!r}; the folder {str(folder)!r} holds {holds}{more}: correct the "
-        "path"
+        f"no file matches {pattern!r}; the folder {str(folder)!r} holds {content}: correct the path"
     )

@@ -67,16 +67,19 @@ def split_part(data: ConfigOr[Any], part: Split, *, held_out: float = 0.1, seed:
     loaded = maybe_instantiate(data)
     if isinstance(loaded, grain.MapDataset):
         _check_once(loaded)
-        of_part = _Part(len(loaded), part, held_out, seed)
+        records_of_part = _Part(len(loaded), part, held_out, seed)
         if isinstance(loaded, RecordDataset):
-            return loaded.with_source(lambda source: _PartOfRecords(source, of_part))
-        return _PartOfDataset(loaded, of_part)
+            return loaded.with_source(lambda source: _PartOfRecords(source, records_of_part))
+        return _PartOfDataset(loaded, records_of_part)
     if isinstance(loaded, list):
-        return [loaded[i] for i in _Part(len(loaded), part, held_out, seed).indices()]
+        indices = _Part(len(loaded), part, held_out, seed).indices()
+        return [loaded[i] for i in indices]
     if isinstance(loaded, Arrays):
-        return Arrays(_rows(loaded.value, _Part(loaded.num_rows, part, held_out, seed)))
+        rows_of_part = _Part(loaded.num_rows, part, held_out, seed)
+        return Arrays(_rows(loaded.value, rows_of_part))
     if isinstance(loaded, np.ndarray | jax.Array | tuple | Mapping):
-        return _rows(loaded, _Part(_num_rows(loaded), part, held_out, seed))
+        rows_of_part = _Part(_num_rows(loaded), part, held_out, seed)
+        return _rows(loaded, rows_of_part)
     if isinstance(loaded, Corpus):
         raise InputDatasetError(
             f"{loaded} splits itself, by the names of its files; use its method `split`, and set "
@@ -102,10 +105,10 @@ class _Part:
                 f"{num_records} records cannot be split into two parts; expected at least 2"
             )
         size = min(max(1, round(num_records * held_out)), num_records - 1)
-        chosen = np.random.default_rng(seed).choice(num_records, size, replace=False)
-        self._held_out = np.sort(chosen)
-        # How many of the others come before each.
-        self._others_before = self._held_out - np.arange(size)
+        held_out_records = np.random.default_rng(seed).choice(num_records, size, replace=False)
+        self._held_out = np.sort(held_out_records)
+        # How many of the training part come before each.
+        self._num_train_before = self._held_out - np.arange(size)
         self._is_held_out = part == "held_out"
         self.num_records = size if self._is_held_out else num_records - size
         self.identity = (part, held_out, seed)
@@ -113,20 +116,21 @@ class _Part:
     def __getitem__(self, index: int) -> int:
         if self._is_held_out:
             return int(self._held_out[index])
-        return index + int(np.searchsorted(self._others_before, index, side="right"))
+        return index + int(np.searchsorted(self._num_train_before, index, side="right"))
 
     def indices(self) -> np.ndarray:
         if self._is_held_out:
             return self._held_out
         index = np.arange(self.num_records)
-        return index + np.searchsorted(self._others_before, index, side="right")
+        return index + np.searchsorted(self._num_train_before, index, side="right")
 
 
 class _PartOfRecords:
     """Records of a part, with their names in the whole."""
 
     def __init__(self, records: Records, part: _Part):
-        self._records, self._part = records, part
+        self._records = records
+        self._part = part
 
     def __len__(self) -> int:
         return self._part.num_records
@@ -142,13 +146,17 @@ class _PartOfRecords:
 
     @property
     def fingerprint(self) -> tuple | None:
-        whole = getattr(self._records, "fingerprint", None)
-        return whole and (whole, self._part.identity)
+        fingerprint = getattr(self._records, "fingerprint", None)
+        if fingerprint is None:
+            return None
+        return (fingerprint, self._part.identity)
 
     @property
     def num_bytes(self) -> int | None:
-        whole = getattr(self._records, "num_bytes", None)
-        return whole and math.ceil(whole * len(self) / len(self._records))
+        num_bytes = getattr(self._records, "num_bytes", None)
+        if num_bytes is None:
+            return None
+        return math.ceil(num_bytes * len(self) / len(self._records))
 
 
 class _PartOfDataset(grain.MapDataset):
@@ -172,21 +180,21 @@ class _PartOfDataset(grain.MapDataset):
 
 def _check_once(dataset: grain.MapDataset) -> None:
     """Raises InputDatasetError if a record may occur twice."""
-    mend = "call split before `repeat` and mixing, and repeat its first part"
-    seen: set[int] = set()
-    for one in _ancestors(dataset):
-        if type(one).__name__.startswith("Repeat"):
+    advice = "call split before `repeat` and mixing, and repeat its first part"
+    visited_ids: set[int] = set()
+    for ancestor in _ancestors(dataset):
+        if type(ancestor).__name__.startswith("Repeat"):
             raise InputDatasetError(
-                f"{dataset} is repeated, so both parts would have the same records; {mend}"
+                f"{dataset} is repeated, so both parts would have the same records; {advice}"
             )
-        if id(one) in seen:
+        if id(ancestor) in visited_ids:
             raise InputDatasetError(
-                f"{dataset} has the records of {one} twice, so both parts could have the same "
-                f"record; {mend}"
+                f"{dataset} has the records of {ancestor} twice, so both parts could have the same "
+                f"record; {advice}"
             )
-        seen.add(id(one))
+        visited_ids.add(id(ancestor))
     if len(dataset) >= _ENDLESS:
-        raise InputDatasetError(f"{dataset} has no end, so it cannot be split; {mend}")
+        raise InputDatasetError(f"{dataset} has no end, so it cannot be split; {advice}")
 
 
 def _ancestors(dataset: Any) -> Iterator[Any]:
