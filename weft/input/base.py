@@ -152,11 +152,13 @@ class Input(Module):
             except StopIteration:
                 return
             except Exception as error:
-                at = "a batch" if state is None else f"the batch after state {state}"
+                name = "a batch" if state is None else f"the batch after state {state}"
                 raise InputReadError(
-                    f"{self.path()}: {at} cannot be read: {type(error).__name__}: {error}"
+                    f"{self.path()}: {name} cannot be read: {type(error).__name__}: {error}"
                 ) from error
-            yield self.dispatcher.logical_to_physical_batch(batch) if self.dispatcher else batch
+            if self.dispatcher:
+                batch = self.dispatcher.logical_to_physical_batch(batch)
+            yield batch
 
     @nowrap
     def dispatch_global_batch(self, global_physical_batch: Nested[Tensor]) -> Nested[Tensor]:

@@ -137,13 +137,13 @@ class _ConcatenatedIterator(_CompositeIterator):
 class _ZipIterator(_CompositeIterator):
     def __next__(self) -> Any:
         # If one ends, those before it must not advance: only returned batches count.
-        before = self.get_state() if hasattr(self, "get_state") else None
+        state = self.get_state() if hasattr(self, "get_state") else None
         batch = {}
         for name, part in self._parts.items():
             try:
                 batch[name] = next(part)
             except StopIteration:
-                if before is not None:
-                    self.set_state(before)
+                if state is not None:
+                    self.set_state(state)
                 raise
         return batch

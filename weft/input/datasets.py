@@ -55,10 +55,10 @@ def text_dataset(
     return RecordDataset(FileRecordSource(_files(paths, "text"), open_file))
 
 
-def _files(paths: str | Sequence[str], wanted: Format) -> list[str]:
+def _files(paths: str | Sequence[str], expected: Format) -> list[str]:
     files = matching_files(paths)
     for file in files:
-        check_format(file, wanted)
+        check_format(file, expected)
     return files
 
 
@@ -133,31 +133,35 @@ def hugging_face_dataset(
         MissingExtraError: If `datasets` is not installed.
     """
     datasets = import_extra("datasets", "hf", needed_by="hugging_face_dataset")
-    saved = os.path.isdir(path) and {"state.json", "dataset_dict.json"} & set(os.listdir(path))
+    is_saved = False
+    if os.path.isdir(path):
+        is_saved = not {"state.json", "dataset_dict.json"}.isdisjoint(os.listdir(path))
     with read_errors(f"cannot load the dataset {path!r}, split {split!r}"):
-        if saved:
-            found = datasets.load_from_disk(path)
+        if is_saved:
+            dataset = datasets.load_from_disk(path)
         else:
-            found = datasets.load_dataset(path, name, split=split)
+            dataset = datasets.load_dataset(path, name, split=split)
     title = path if split is None else f"{split} of {path}"
-    if isinstance(found, dict):
-        if split is None and len(found) == 1:
-            split = next(iter(found))
-        if split not in found:
+    if isinstance(dataset, dict):
+        if split is None and len(dataset) == 1:
+            split = next(iter(dataset))
+        if split not in dataset:
             raise InputReadError(
-                f"the dataset {path!r} has the splits {sorted(found)}, not {split!r}; set split "
+                f"the dataset {path!r} has the splits {sorted(dataset)}, not {split!r}; set split "
                 "to one of them"
             )
-        found = found[split]
-    elif saved and split is not None:
+        dataset = dataset[split]
+    elif is_saved and split is not None:
         raise InputReadError(
             f"the dataset {path!r} was saved without splits, so it has no {split!r}; omit split"
         )
-    files = [file["filename"] for file in found.cache_files]
-    states = (title, *map(file_fingerprint, files)) if files else None
-    num_bytes = sum(os.path.getsize(file) for file in files)
+    files = [file["filename"] for file in dataset.cache_files]
+    fingerprint = (title, *map(file_fingerprint, files)) if files else None
+    num_bytes = sum(map(os.path.getsize, files))
     return RecordDataset(
-        LibraryRecordSource(found, unit="row", title=title, fingerprint=states, num_bytes=num_bytes)
+        LibraryRecordSource(
+            dataset, unit="row", title=title, fingerprint=fingerprint, num_bytes=num_bytes
+        )
     )
 
 

@@ -100,11 +100,11 @@ def _is_whole(folder: Path, name: str) -> bool:
     """Returns whether there is a cached file, and its bytes are those that were written."""
     try:
         with Directory(str(folder)).open(name) as file:
-            rest = os.fstat(file.fileno()).st_size - _END_BYTES
+            num_unread = os.fstat(file.fileno()).st_size - _END_BYTES
             digest = _xxh3()
-            while rest > 0 and (block := file.read(min(rest, _BLOCK_BYTES))):
+            while num_unread > 0 and (block := file.read(min(num_unread, _BLOCK_BYTES))):
                 digest.update(block)
-                rest -= len(block)
+                num_unread -= len(block)
             is_whole = file.read(_END_BYTES) == _MARK + digest.digest()
     except FileNotFoundError:
         return False
@@ -211,7 +211,7 @@ def tokenize_documents(
     ids = getattr(tokenizer, "fingerprint", None)
     num_bytes = getattr(documents, "num_bytes", None) if data and ids else 0
 
-    made: list[packing.ByteCorrections] = []
+    finished_corrections: list[packing.ByteCorrections] = []  # one, if tokenized here
 
     def tokenize(out: BinaryIO) -> None:
         corrections = packing.ByteCorrections(tokenizer.token_num_bytes)
@@ -222,21 +222,21 @@ def tokenize_documents(
             out.write(eos)
             if corrections.is_known:
                 corrections.add(tokens, tokenizers.text_num_bytes(tokenizer, text, tokens))
-        made.append(corrections)
+        finished_corrections.append(corrections)
 
     def correct(out: BinaryIO) -> None:
-        if not made:  # the tokens are of another process, or an earlier one
+        if not finished_corrections:  # the tokens are of another process, or an earlier one
             with open(os.devnull, "wb") as nothing:
                 tokenize(nothing)
-        rows = made[0].rows()
+        rows = finished_corrections[0].rows()
         out.write(_UNKNOWN if rows is None else rows.tobytes())
 
     key = (data, ids, text_key)
     stream = cached_bytes("tokens", key, tokenize, num_bytes=num_bytes).view(dtype)
-    found = cached_bytes("token_bytes", key, correct, num_bytes=num_bytes)
-    if len(found) == len(_UNKNOWN):
+    rows = cached_bytes("token_bytes", key, correct, num_bytes=num_bytes)
+    if len(rows) == len(_UNKNOWN):
         return TokenizedDocuments(stream, None)
-    return TokenizedDocuments(stream, np.frombuffer(found, np.int64).reshape(-1, 2))
+    return TokenizedDocuments(stream, np.frombuffer(rows, np.int64).reshape(-1, 2))
 
 
 _UNKNOWN = b"?"

@@ -111,16 +111,16 @@ def format_of(path: str) -> Format:
     return _FORMATS.get(suffix, "text")
 
 
-def check_format(path: str, wanted: Format) -> None:
+def check_format(path: str, expected: Format) -> None:
     """Raises an InputReadError if the name of a file says that it holds something else.
 
     JSON may also be in files of other names, such as `.txt`.
     """
-    found = format_of(path)
-    if found != wanted and not (found == "text" and wanted != "text"):
+    file_format = format_of(path)
+    if file_format not in (expected, "text"):
         raise InputReadError(
-            f"{path} is read with {_READERS[found]}, not with {_READERS[wanted]}, by its suffix "
-            f"{suffix_of(path)}; call it .txt if it is text"
+            f"{path} is read with {_READERS[file_format]}, not with {_READERS[expected]}, by its "
+            f"suffix {suffix_of(path)}; call it .txt if it is text"
         )
 
 

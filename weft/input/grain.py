@@ -353,11 +353,11 @@ def rekey(
     def fn(example: Mapping[str, Any]) -> dict[str, Any]:
         result = _copy_dicts(example) if retain_original_inputs else {}
         for new, old in key_map.items():
-            *above, last = path(new)
-            at = result
-            for part in above:
-                at = at.setdefault(part, {})
-            at[last] = lookup(example, old)
+            *parent_keys, last_key = path(new)
+            parent = result
+            for key in parent_keys:
+                parent = parent.setdefault(key, {})
+            parent[last_key] = lookup(example, old)
         return result
 
     return ds.map(fn)

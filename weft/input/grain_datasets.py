@@ -42,16 +42,19 @@ class ProportionMapDataset(_MapDataset):
     """Elements whose index, modulo a period, is in a range."""
 
     def __init__(self, parent: grain.MapDataset, *, start: int, end: int, period: int):
-        self._start, self._kept, self._period = start, end - start, period
-        whole, rest = divmod(len(parent), period)
-        super().__init__(parent, whole * self._kept + min(max(rest - start, 0), self._kept))
+        self._start = start
+        self._period = period
+        self._num_in_range = end - start
+        num_periods, num_left_over = divmod(len(parent), period)
+        num_in_last = min(max(num_left_over - start, 0), self._num_in_range)
+        super().__init__(parent, num_periods * self._num_in_range + num_in_last)
 
     def _element(self, index: int, offset: int) -> Any:
-        round_, place = divmod(index, self._kept)
-        return self._parent[offset + round_ * self._period + self._start + place]
+        period_index, position = divmod(index, self._num_in_range)
+        return self._parent[offset + period_index * self._period + self._start + position]
 
     def __str__(self) -> str:
-        end = self._start + self._kept
+        end = self._start + self._num_in_range
         return f"ProportionMapDataset[{self._start}:{end} of {self._period}]"
 
 
@@ -216,9 +219,10 @@ class WorkerIterator(grain.DatasetIterator):
             raise StopIteration
         if not self._workers:
             mark_flags_as_parsed()
-            rest = self._ds.slice(slice(self._next_index, None))
-            rest = rest.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
-            self._workers.append(iter(rest.mp_prefetch(self._options)))
+            unread = self._ds.slice(slice(self._next_index, None))
+            read_options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
+            unread = unread.to_iter_dataset(read_options)
+            self._workers.append(iter(unread.mp_prefetch(self._options)))
         element = next(self._workers[0])
         self._next_index += 1
         return element

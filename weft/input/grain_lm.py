@@ -73,9 +73,11 @@ def text_to_lm_training_input(
 
     def pack(window: list[Mapping[str, Any]]) -> dict[str, np.ndarray]:
         examples = _sequences(window, loaded, max_len)
-        padding = np.sum(~examples["live_targets"][-1])
-        kept = len(examples["input_ids"]) - int(padding > max_padding_fraction * max_len)
-        return {name: rows[:kept] for name, rows in examples.items()}
+        num_examples = len(examples["input_ids"])
+        num_padded = np.sum(~examples["live_targets"][-1])
+        if num_padded > max_padding_fraction * max_len:
+            num_examples -= 1
+        return {name: rows[:num_examples] for name, rows in examples.items()}
 
     return _rows(tokens.batch(window_size, batch_fn=list).map(pack))
 

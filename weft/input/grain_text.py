@@ -89,9 +89,12 @@ def tokenize(
 
     def fn(example: Mapping[str, Any]) -> dict[str, Any]:
         tokens = {}
-        for key, one in loaded.items():
-            ids = one.encode(file_cache.document_text(example, key, named_by="in vocab"))
-            tokens[key] = np.append(ids, np.int32(one.eos_id)) if with_eos else ids
+        for key, tokenizer in loaded.items():
+            text = file_cache.document_text(example, key, named_by="in vocab")
+            ids = tokenizer.encode(text)
+            if with_eos:
+                ids = np.append(ids, np.int32(tokenizer.eos_id))
+            tokens[key] = ids
         return {**example, **tokens}
 
     return ds.map(fn)
@@ -120,9 +123,10 @@ def num_bytes(
     total = 0
     for document in np.split(ids, ends):
         text = vocab.decode(document)
-        # A part of a character decodes to another one.
-        is_cut = "\ufffd" in text
-        total += int(vocab.token_num_bytes[document].sum()) if is_cut else len(text.encode())
+        if "\ufffd" in text:  # what a part of a character decodes to
+            total += int(vocab.token_num_bytes[document].sum())
+        else:
+            total += len(text.encode())
         total -= excess * text.count(newline)
     return total
 
@@ -194,7 +198,8 @@ def tokenize_turns(
     ([256, 97, 10, 98], [257, 257, 98, 256])
     """
     loaded: Tokenizer = maybe_instantiate(vocab)
-    first = np.array(bos_ids(loaded) if add_bos else [loaded.eos_id], np.int32)
+    start_ids = bos_ids(loaded) if add_bos else (loaded.eos_id,)
+    start = np.array(start_ids, np.int32)
     for role, template in templates.items():
         if template.count(_CONTENT) != 1:
             raise InputDatasetError(
@@ -203,19 +208,19 @@ def tokenize_turns(
             )
 
     def fn(example: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        conversation = _Conversation(loaded, first)
+        conversation = _Conversation(loaded, start)
         for role, content in _turns(example):
             if role not in templates:
                 raise InputDatasetError(
                     f"a turn has the unknown role {role!r}; its template is missing. "
                     f"{did_you_mean(role, templates)}"
                 )
-            before, after = templates[role].split(_CONTENT)
+            prefix, suffix = templates[role].split(_CONTENT)
             if role == learned_role:
-                conversation.add(before)
-                conversation.add_learned(content + after)
+                conversation.add(prefix)
+                conversation.add_learned(content + suffix)
             else:
-                conversation.add(before + content + after)
+                conversation.add(prefix + content + suffix)
         return conversation.example()
 
     return ds.map(fn)
@@ -249,13 +254,15 @@ class _Conversation:
         self._num_bytes.append(num_bytes.astype(np.int32))
 
     def example(self) -> dict[str, np.ndarray]:
-        ids, live = np.concatenate(self._tokens), np.concatenate(self._is_target)
-        labels = np.where(live, ids, np.int32(self._vocab.pad_id))
+        ids = np.concatenate(self._tokens)
+        is_target = np.concatenate(self._is_target)
+        num_bytes = np.concatenate(self._num_bytes)
+        labels = np.where(is_target, ids, np.int32(self._vocab.pad_id))
         return {
             "input_ids": ids[:-1],
             "target_labels": labels[1:],
-            "live_targets": live[1:],
-            "target_num_bytes": np.concatenate(self._num_bytes)[1:],
+            "live_targets": is_target[1:],
+            "target_num_bytes": num_bytes[1:],
         }
 
 
@@ -266,14 +273,17 @@ def _turns(example: Mapping[str, Any]) -> list[tuple[str, str]]:
             turns = [(turn["role"], turn["content"]) for turn in example["messages"]]
         else:
             turns = [("user", example["prompt"]), ("assistant", example["response"])]
-        if turns and all(isinstance(part, str) for turn in turns for part in turn):
+        are_strings = [
+            isinstance(role, str) and isinstance(content, str) for role, content in turns
+        ]
+        if turns and all(are_strings):
             return turns
     except (KeyError, TypeError):
         pass
-    shown = f"of type {type(example).__name__}"
+    description = f"of type {type(example).__name__}"
     if isinstance(example, Mapping):
-        shown = f"with {sorted(map(str, example))}"
+        description = f"with {sorted(map(str, example))}"
     raise InputDatasetError(
-        f"the example, {shown}, has no conversation; expected 'messages', a list of dicts of "
+        f"the example, {description}, has no conversation; expected 'messages', a list of dicts of "
         "'role' and 'content', or a 'prompt' and a 'response', all of them strings"
     )

@@ -40,15 +40,17 @@ class Arrays(InMemory[dict[str, Any]]):
     """
 
     def __init__(self, arrays: Mapping[str, Any]):
-        found = checked_arrays(arrays)
-        digest, shown = hashlib.blake2b(digest_size=8), []
-        for name, x in named_leaves(found).items():
+        numpy_arrays = checked_arrays(arrays)
+        leaves = named_leaves(numpy_arrays)
+        digest = hashlib.blake2b(digest_size=8)
+        descriptions = []
+        for name, x in leaves.items():
             digest.update(f"{name} {x.dtype} {x.shape}\n".encode())
             digest.update(np.ascontiguousarray(x).view(np.uint8).data)
-            shown.append(f"{name} {x.dtype}[{', '.join(map(str, x.shape[1:]))}]")
-        self.num_rows: int = len(jax.tree.leaves(found)[0])
-        text = f"{self.num_rows} rows of {', '.join(shown)}, digest {digest.hexdigest()}"
-        super().__init__(found, text)
+            descriptions.append(f"{name} {x.dtype}[{', '.join(map(str, x.shape[1:]))}]")
+        self.num_rows: int = len(next(iter(leaves.values())))
+        text = f"{self.num_rows} rows of {', '.join(descriptions)}, digest {digest.hexdigest()}"
+        super().__init__(numpy_arrays, text)
 
     def take(self, indices: np.ndarray) -> dict[str, Any]:
         """Returns rows as a batch."""
@@ -57,28 +59,30 @@ class Arrays(InMemory[dict[str, Any]]):
 
 def checked_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Returns nested dicts of NumPy arrays; raises an InputDatasetError like `Arrays`."""
-    found = jax.tree.map(np.asarray, dict(arrays), is_leaf=lambda x: not isinstance(x, Mapping))
-    leaves = named_leaves(found)
-    rows = {x.shape[:1] for x in leaves.values()}
-    if len(rows) != 1 or () in rows:
+    numpy_arrays = jax.tree.map(
+        np.asarray, dict(arrays), is_leaf=lambda x: not isinstance(x, Mapping)
+    )
+    leaves = named_leaves(numpy_arrays)
+    row_shapes = {x.shape[:1] for x in leaves.values()}  # of an array without axes, ()
+    if len(row_shapes) != 1 or () in row_shapes:
         shapes = ", ".join(f"{name} {x.shape}" for name, x in leaves.items())
         raise InputDatasetError(
             f"the arrays have the shapes {shapes or 'of no array'}; expected at least one array, "
             "and the same number of rows, the first axis, in all of them."
         )
-    if (0,) in rows:
+    if (0,) in row_shapes:
         raise InputDatasetError(f"the arrays {', '.join(leaves)} have no rows; expected some.")
     for name, x in leaves.items():
         _check_dtype(name, x)
-    return found
+    return numpy_arrays
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
     """Returns the leaves of nested dicts by path, such as `inputs/ids`."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): x
-        for path, x in jax.tree.leaves_with_path(tree)
-    }
+    leaves = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        leaves[jax.tree_util.keystr(path, simple=True, separator="/")] = leaf
+    return leaves
 
 
 def batch_dtype(x: np.ndarray) -> np.dtype:
@@ -124,7 +128,8 @@ def array_source(
         InputDispatchError: If `global_batch_size` is not positive.
     """
     grain_input.check_batch_size(global_batch_size)
-    num_rows, last = arrays.num_rows, arrays.num_rows % global_batch_size
+    num_rows = arrays.num_rows
+    last_batch_size = num_rows % global_batch_size
     for name in padding or ():
         if name not in arrays.value:
             raise InputDatasetError(
@@ -137,34 +142,41 @@ def array_source(
         )
 
     @functools.lru_cache(maxsize=2)  # a batch has rows of two passes at most
-    def order(number: int) -> np.ndarray:
+    def order_of_pass(number: int) -> np.ndarray:
         return np.random.default_rng((seed, number)).permutation(num_rows)
 
     def build_dataset(dispatch_config: grain_input.DispatchConfig) -> grain.IterDataset:
         rows = grain_input.feed_rows(global_batch_size, dispatch_config)
         is_shared = rows != slice(0, global_batch_size)
-        if not is_training and last and padding is None and is_shared:
+        if not is_training and last_batch_size and padding is None and is_shared:
             raise InputDatasetError(
-                f"the last batch has {last} of {global_batch_size} rows, which several processes "
-                f"cannot share; set padding, or a batch size that divides {num_rows}."
+                f"the last batch has {last_batch_size} of {global_batch_size} rows, which several "
+                f"processes cannot share; set padding, or a batch size that divides {num_rows}."
             )
         num_batches = sys.maxsize if is_training else -(-num_rows // global_batch_size)
 
         def batch(index: int) -> dict[str, Any]:
             positions = index * global_batch_size + np.arange(rows.start, rows.stop)
             if is_training:
-                passes, places = np.divmod(positions, num_rows)
-                orders = [order(number)[places[passes == number]] for number in np.unique(passes)]
-                return take(np.concatenate(orders))
-            return take(positions if padding is not None else positions[positions < num_rows])
+                passes, positions_in_pass = np.divmod(positions, num_rows)
+                row_indices = []
+                for number in np.unique(passes):
+                    is_of_pass = passes == number
+                    row_indices.append(order_of_pass(number)[positions_in_pass[is_of_pass]])
+                return take(np.concatenate(row_indices))
+            if padding is None:
+                positions = positions[positions < num_rows]
+            return take(positions)
 
         ds = grain.MapDataset.range(num_batches).map(batch)
         return grain_input.maybe_to_iter_dataset(ds, read_options=grain_input.IN_STEP)
 
     def take(indices: np.ndarray) -> dict[str, Any]:
-        batch, is_padding = arrays.take(np.minimum(indices, num_rows - 1)), indices >= num_rows
+        batch = arrays.take(np.minimum(indices, num_rows - 1))
+        is_padding = indices >= num_rows
         if is_padding.any():
-            for name, value in (dict.fromkeys(batch, 0.0) | dict(padding or {})).items():
+            padding_values = dict.fromkeys(batch, 0.0) | dict(padding or {})
+            for name, value in padding_values.items():
                 for array in jax.tree.leaves(batch[name]):
                     array[is_padding] = value
         return batch
