@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from jaxtyping import Array, Num
 from weft.errors import ArgumentShapeError
 from weft.functional import conv_shape, linear
 from weft.functional.arrays import (
+    OutSharding,
     explicit_spec,
     gathered,
     num_parts,
@@ -41,7 +41,7 @@ def conv(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     conv_general_dilated: Callable[..., Array] | None = None,
-    out_sharding: Any = None,
+    out_sharding: OutSharding = None,
 ) -> Num[Array, "batch *out_spatial output"]:
     """Convolves the spatial axes of `x`, without flipping the window.
 
@@ -75,13 +75,14 @@ def conv(
         )
     strides = conv_shape.per_axis(strides, len(window))
     dilation = conv_shape.per_axis(dilation, len(window))
+    pads = conv_shape.conv_explicit_padding(
+        window=window, strides=strides, padding=padding, dilation=dilation
+    )
     y = _conv_general(
         x,
         weight,
         strides=strides,
-        padding=conv_shape.conv_explicit_padding(
-            window=window, strides=strides, padding=padding, dilation=dilation
-        ),
+        padding=pads,
         lhs_dilation=conv_shape.per_axis(input_dilation, len(window)),
         rhs_dilation=dilation,
         feature_group_count=groups,
@@ -90,7 +91,9 @@ def conv(
         fn=conv_general_dilated,
         out_sharding=out_sharding,
     )
-    return y if bias is None else linear.add_bias(y, bias)
+    if bias is None:
+        return y
+    return linear.add_bias(y, bias)
 
 
 def conv_local(
@@ -139,7 +142,9 @@ def conv_local(
         dimension_numbers=_channels_last(n),
         precision=precision,
     )
-    return y if bias is None else linear.add_bias(y, bias)
+    if bias is None:
+        return y
+    return linear.add_bias(y, bias)
 
 
 def conv_transpose(
@@ -182,20 +187,23 @@ def conv_transpose(
         )
     strides = conv_shape.per_axis(strides, len(window))
     dilation = conv_shape.per_axis(dilation, len(window))
+    pads = conv_shape.conv_transpose_explicit_padding(
+        window=window, strides=strides, padding=padding, dilation=dilation
+    )
     y = _conv_general(
         x,
         weight,
         strides=(1,) * len(window),
-        padding=conv_shape.conv_transpose_explicit_padding(
-            window=window, strides=strides, padding=padding, dilation=dilation
-        ),
+        padding=pads,
         lhs_dilation=strides,
         rhs_dilation=dilation,
         feature_group_count=groups,
         precision=precision,
         preferred_element_type=preferred_element_type,
     )
-    return y if bias is None else linear.add_bias(y, bias)
+    if bias is None:
+        return y
+    return linear.add_bias(y, bias)
 
 
 def _flip_kernel(weight: Array, groups: int) -> Array:
@@ -283,7 +291,8 @@ def pool(
             f"window={window} must have one size for each of the {x.ndim - 2} spatial "
             f"axes of x, whose shape is {x.shape}: (batch, *spatial, channels)."
         )
-    strides = (1,) * len(window) if strides is None else tuple(strides)
+    if strides is None:
+        strides = (1,) * len(window)
     pads = conv_shape.conv_explicit_padding(window=window, strides=strides, padding=padding)
     # XLA's gradient of the largest of overlapping windows is wrong over a sharded spatial axis.
     x = gathered(x, *range(1, x.ndim - 1))
@@ -309,7 +318,10 @@ def max_pool(
     >>> max_pool(jnp.arange(4.0).reshape(1, 4, 1), (2,), strides=(2,)).ravel().tolist()
     [1.0, 3.0]
     """
-    lowest = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        lowest = -jnp.inf
+    else:
+        lowest = jnp.iinfo(x.dtype).min
     return pool(x, lowest, lax.max, window, strides=strides, padding=padding)
 
 
@@ -344,4 +356,5 @@ def avg_pool(
     if count_include_pad:
         return total / math.prod(window)
     ones = jnp.ones((1, *x.shape[1:-1], 1), x.dtype)
-    return total / pool(ones, 0, lax.add, window, strides=strides, padding=padding)
+    num_values = pool(ones, 0, lax.add, window, strides=strides, padding=padding)
+    return total / num_values

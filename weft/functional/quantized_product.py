@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from weft.errors import ArgumentValueError
+from weft.functional.arrays import OutSharding
 from weft.functional.fp8 import dot_general_transpose_lhs, dot_general_transpose_rhs
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -37,7 +38,7 @@ def int8_dot_general(
     dimension_numbers: DimensionNumbers,
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-    out_sharding: Any = None,
+    out_sharding: OutSharding = None,
 ) -> Float[Array, "*result"]:
     """Returns `jax.lax.dot_general` of operands rounded to int8, for `dot_general=` of layers.
 
@@ -68,7 +69,7 @@ def fp8_dot_general(
     dimension_numbers: DimensionNumbers,
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-    out_sharding: Any = None,
+    out_sharding: OutSharding = None,
 ) -> Float[Array, "*result"]:
     """Returns `jax.lax.dot_general` of operands rounded to fp8, for `dot_general=` of layers.
 
@@ -93,7 +94,7 @@ def fp8_dot_general(
 
 
 def _checked(
-    name: str, lhs: Array, rhs: Array, dtype: DTypeLike | None, out_sharding: Any
+    name: str, lhs: Array, rhs: Array, dtype: DTypeLike | None, out_sharding: OutSharding
 ) -> DTypeLike:
     """Returns the dtype of the result."""
     for which, x in (("lhs", lhs), ("rhs", rhs)):

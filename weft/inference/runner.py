@@ -53,7 +53,9 @@ class DataPartitionType(enum.Enum):
         names = mesh.axis_names
         if self is DataPartitionType.BATCH:
             names = tuple(name for name in names if name in parallelism.BATCH_AXIS_NAMES)
-        return PartitionSpec(names) if names else PartitionSpec()
+        if not names:
+            return PartitionSpec()
+        return PartitionSpec(names)
 
 
 @dataclasses.dataclass(repr=False, eq=False)
@@ -199,11 +201,13 @@ class InferenceRunner(Module):
             drop_module_outputs=drop_module_outputs,
             **kwargs,
         )
+        if prng_key is None:
+            prng_key = jax.random.key(0)
         return MethodRunner(
             lambda key, batch: run(key, self._state.model, batch),
             lambda batch: host_to_global_device_array(batch, partition=from_spec, mesh=self._mesh),
             self.mesh,
-            jax.random.key(0) if prng_key is None else prng_key,
+            prng_key,
         )
 
     def run(
@@ -248,20 +252,23 @@ def method_program(
             is_training=False,
             drop_output_collections=(),
         )
-        rows = {x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)}
-        kept = {
-            path: x
-            for path, x in flat_dict.flatten_dict(collection.module_outputs).items()
-            if not drop_module_outputs("/".join(map(str, path)))
-        }
-        laid_out = jax.tree.map(lambda x: _constrain_rows(x, rows, to_spec, mesh), output)
-        return next_key, laid_out, flat_dict.unflatten_dict(kept), collection.summaries
+        numbers_of_rows = {x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)}
+        output = jax.tree.map(lambda x: _constrain_rows(x, numbers_of_rows, to_spec, mesh), output)
+        module_outputs = {}
+        for path, x in flat_dict.flatten_dict(collection.module_outputs).items():
+            if not drop_module_outputs("/".join(map(str, path))):
+                module_outputs[path] = x
+        module_outputs = flat_dict.unflatten_dict(module_outputs)
+        return next_key, output, module_outputs, collection.summaries
 
     return inference_step
 
 
-def _constrain_rows(x: Tensor, rows: set[int], spec: PartitionSpec, mesh: jax.sharding.Mesh) -> Any:
-    has_rows = jnp.ndim(x) > 0 and x.shape[0] in rows
-    return jax.lax.with_sharding_constraint(
-        x, jax.sharding.NamedSharding(mesh, spec if has_rows else PartitionSpec())
-    )
+def _constrain_rows(
+    x: Tensor, numbers_of_rows: set[int], spec: PartitionSpec, mesh: jax.sharding.Mesh
+) -> Tensor:
+    """Lays an output out like the rows of the batch if it has as many, and replicates it if not."""
+    has_rows = jnp.ndim(x) > 0 and x.shape[0] in numbers_of_rows
+    if not has_rows:
+        spec = PartitionSpec()
+    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec))

@@ -160,8 +160,8 @@ class Directory:
         """Returns what is in a folder, by default in the directory itself, sorted by name."""
         prefix = f"{folder}/" if folder else ""
         entries = []
-        with self._folder_of(f"{prefix}_") as (fd, _), os.scandir(fd) as found:
-            for entry in found:
+        with self._folder_of(f"{prefix}_") as (fd, _), os.scandir(fd) as scanned:
+            for entry in scanned:
                 if len(entries) > MAX_ENTRIES:
                     break  # `walk` refuses it
                 with contextlib.suppress(FileNotFoundError):  # removed in the meantime
@@ -170,9 +170,10 @@ class Directory:
 
     def walk(self, folder: str = "") -> Iterator[Entry]:
         """Yields what is in a folder and below it, links included, which are not followed."""
-        below, count = [self.entries(folder)], 0
-        while below:
-            entries = below.pop()
+        pending_folders = [self.entries(folder)]
+        count = 0
+        while pending_folders:
+            entries = pending_folders.pop()
             count += len(entries)
             if count > MAX_ENTRIES:
                 raise self.refusal(folder, f"holds more than {MAX_ENTRIES:,} files")
@@ -180,7 +181,7 @@ class Directory:
                 yield entry
                 if entry.is_folder:
                     with contextlib.suppress(FileNotFoundError):  # removed in the meantime
-                        below.append(self.entries(entry.name))
+                        pending_folders.append(self.entries(entry.name))
 
     def check(self, entries: Iterable[Entry]) -> None:
         """Refuses entries that are neither folders nor regular files."""
@@ -237,8 +238,8 @@ class Directory:
         fd = self.descriptor(name, flags)
         if os.fstat(fd).st_nlink > 1:
             os.close(fd)
-            with self.open(name) as shared, self.replacing(name) as own:
-                shutil.copyfileobj(shared, own)
+            with self.open(name) as shared_file, self.replacing(name) as copy:
+                shutil.copyfileobj(shared_file, copy)
             fd = self.descriptor(name, flags)
         return fd
 
@@ -305,23 +306,24 @@ class Directory:
             fd = os.open(self.path, _TO_FOLDER)
         try:
             for i, folder in enumerate(folders):
-                way = "/".join(folders[: i + 1])
-                below = self._open_folder(way, folder, fd, make=make)
+                relative_name = "/".join(folders[: i + 1])
+                folder_fd = self._open_folder(relative_name, folder, fd, make=make)
                 os.close(fd)
-                fd = below
+                fd = folder_fd
             yield fd, last
         finally:
             os.close(fd)
 
-    def _open_folder(self, name: str, last: str, above: int, *, make: bool) -> int:
+    def _open_folder(self, name: str, last: str, parent_fd: int, *, make: bool) -> int:
+        """Opens a folder by the last part of its name, in its parent; never through a link."""
         if make:
             with self._naming(name), contextlib.suppress(FileExistsError):
-                os.mkdir(last, dir_fd=above)
+                os.mkdir(last, dir_fd=parent_fd)
         try:
             with self._naming(name):
-                return os.open(last, _TO_FOLDER | os.O_NOFOLLOW, dir_fd=above)
+                return os.open(last, _TO_FOLDER | os.O_NOFOLLOW, dir_fd=parent_fd)
         except OSError:
-            self._refuse_other_than(stat.S_IFDIR, name, last, above)
+            self._refuse_other_than(stat.S_IFDIR, name, last, parent_fd)
             raise
 
     def _refuse_other_than(self, kind: int, name: str, last: str, folder: int) -> None:
@@ -331,10 +333,11 @@ class Directory:
             if stat.S_IFMT(status.st_mode) != kind:
                 raise self._kind_refusal(name, status, _KINDS[kind])
 
-    def _kind_refusal(self, name: str, status: os.stat_result, wanted: str) -> FileRefusedError:
+    def _kind_refusal(self, name: str, status: os.stat_result, expected: str) -> FileRefusedError:
         kind = stat.S_IFMT(status.st_mode)
-        what, fix = _KINDS.get(kind, "of an unknown kind"), _FIXES.get(kind, "")
-        return self.refusal(name, f"is {what}, where {wanted} was expected{fix}")
+        kind_text = _KINDS.get(kind, "of an unknown kind")
+        fix = _FIXES.get(kind, "")
+        return self.refusal(name, f"is {kind_text}, where {expected} was expected{fix}")
 
     @contextlib.contextmanager
     def _naming(self, name: str) -> Iterator[None]:

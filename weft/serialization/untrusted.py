@@ -128,7 +128,10 @@ def parse_json(data: str | bytes | bytearray) -> Any:
     {'a': [1]}
     """
     # Some programs put a mark before UTF-8 (BOM).
-    text = data if isinstance(data, str) else data.decode("utf-8-sig")
+    if isinstance(data, str):
+        text = data
+    else:
+        text = data.decode("utf-8-sig")
     if len(text) > MAX_JSON_VALUES and sum(map(text.count, ",[{")) > MAX_JSON_VALUES:
         raise ValueError(f"it has more than {MAX_JSON_VALUES:,} values")
     try:
@@ -163,7 +166,7 @@ def check_json(value: object, form: Any, where: str = "") -> None:
     if not _has_kind(value, form):
         raise ValueError(f"{where or 'it'} is {_shortened(value)}; expected {_form_text(form)}")
     if isinstance(form, tuple):
-        form = next(one for one in form if _has_kind(value, one))
+        form = next(option for option in form if _has_kind(value, option))
     if isinstance(form, list):
         for i, item in enumerate(cast(list[object], value)):
             check_json(item, form[0], f"{where}[{i}]")
@@ -195,18 +198,22 @@ _NAMES = {
 def _form_text(form: Any) -> str:
     if isinstance(form, tuple):
         return " or ".join(map(_form_text, form))
-    return _NAMES[type(form) if isinstance(form, list | dict) else form]
+    if isinstance(form, list | dict):
+        form = type(form)
+    return _NAMES[form]
 
 
 def _shortened(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
+    if len(text) <= 60:
+        return text
+    return f"{text[:60]}…"
 
 
 def _has_kind(value: object, form: Any) -> bool:
     """Returns whether a value is of the kind that a form begins with."""
     if isinstance(form, tuple):
-        return any(_has_kind(value, one) for one in form)
+        return any(_has_kind(value, option) for option in form)
     if form is datetime.datetime:
         return isinstance(value, str) and _is_time(value)
     if form is int:
@@ -215,7 +222,9 @@ def _has_kind(value: object, form: Any) -> bool:
         return type(value) is float or (type(value) is int and abs(value) < 2**1000)
     if form is None:
         return value is None
-    return type(value) is (type(form) if isinstance(form, list | dict) else form)
+    if isinstance(form, list | dict):
+        form = type(form)
+    return type(value) is form
 
 
 def _is_time(text: str) -> bool:
@@ -253,7 +262,7 @@ def printable(text: str) -> str:
     >>> printable("é: \x1b[2J\nnext")
     'é: \\x1b[2J\nnext'
     """
-    return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _COMMANDS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 # First bytes of non-text formats, and commands that unpack them, whatever the file is called.
@@ -279,15 +288,16 @@ def invalid_text_reason(data: bytes) -> str | None:
     """
     for start, (kind, program) in _PACKED.items():
         if data.startswith(start) and (kind != "bzip2" or data[4:10] == b"1AY&SY"):
-            fix = (
-                f"unpack it first, for example with `{program}`" if program else "extract its text"
-            )
+            fix = "extract its text"
+            if program is not None:
+                fix = f"unpack it first, for example with `{program}`"
             return f"is not text: {kind} data begins at byte 0; {fix}, or leave the file out"
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         fix = "convert it, for example with `iconv -f UTF-16 -t UTF-8 <old >new`"
         return f"is not text in UTF-8, but in UTF-16; {fix}, or leave the file out"
-    if (at := data.find(b"\0")) >= 0:
-        return f"is not text: byte {at:,} is 0, as in binary files; leave the file out"
+    zero_position = data.find(b"\0")
+    if zero_position >= 0:
+        return f"is not text: byte {zero_position:,} is 0, as in binary files; leave the file out"
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as error:
