@@ -171,7 +171,7 @@ def made(n):
         (traced_in_jits, 159, 5220),
         (scanned, 203, 6300),
         (eager, 35, 700),
-        (made, 182, 5850),
+        (made, 182, 5900),
     ],
     ids=["traced", "traced in jits of their own", "scanned", "called eagerly", "made abstractly"],
 )

@@ -143,9 +143,18 @@ def test_metadata():
     w.set_metadata(b=3)
     w.set_metadata("c", 4)
     w.del_metadata("a")
-    assert w.get_metadata() == {"tag": "t", "b": 3, "c": 4} and not w.has_metadata("a")
+    assert w.get_metadata(exclude_required=True) == {"tag": "t", "b": 3, "c": 4}
+    assert w.get_metadata() == {
+        "tag": "t",
+        "b": 3,
+        "c": 4,
+        "hijax": False,
+        "ref": False,
+        "eager_sharding": True,
+    }
+    assert not w.has_metadata("a")
     w.set_metadata({"z": 1})
-    assert w.get_metadata() == {"z": 1}
+    assert w.get_metadata(exclude_required=True) == {"z": 1}
     with pytest.raises(VariableMetadataError, match=r"^Param has no metadata 'q'; it has: z.$"):
         w.get_metadata("q")
     with pytest.raises(VariableMetadataError, match="Param has no metadata 'q'"):
@@ -191,7 +200,9 @@ def test_outer_variable_is_not_written_in_a_trace(transform, write):
 
     with pytest.raises(TraceContextError, match=r"a Param of shape \(2,\) is changed inside of a"):
         transform(f)(jnp.zeros(2))
-    assert w.get_raw_value().tolist() == [1, 1] and list(w.get_metadata()) == ["on_set_value"]
+    assert w.get_raw_value().tolist() == [1, 1] and list(w.get_metadata(exclude_required=True)) == [
+        "on_set_value"
+    ]
 
 
 def test_pytree_leaf_is_the_value():
@@ -267,9 +278,9 @@ def test_copies():
     assert w.copy(5, a=3).a == 3 and w.replace(4)[...] == 4 and w.to_state().a == 2
     assert type(w.copy()) is w.type is w.var_type is nnx.Param
     w.copy_from(nnx.Param(6, b=1))
-    assert w[...] == 6 and w.get_metadata() == {"b": 1}
+    assert w[...] == 6 and w.get_metadata(exclude_required=True) == {"b": 1}
     w.update_from_state(nnx.Param(7, c=1))
-    assert w[...] == 7 and w.get_metadata() == {"c": 1}
+    assert w[...] == 7 and w.get_metadata(exclude_required=True) == {"c": 1}
     with pytest.raises(
         VariableTypeError, match="Param cannot copy from a Cache; give a variable of its"
     ):

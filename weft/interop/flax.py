@@ -129,7 +129,7 @@ class FlaxNNXModel(NNXModel):
         if col == "arrays":
             return leaf
         variable_type = self.nnx.variable_type_from_name(col, allow_register=True)
-        metadata = {"eager_sharding": False, **leaf.get_metadata()}
+        metadata = {"eager_sharding": False, **leaf._metadata}
         return variable_type(leaf.get_raw_value(), **metadata)
 
 

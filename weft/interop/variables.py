@@ -128,7 +128,7 @@ def to_linen_var(vs: nnx.Variable[Any]) -> Leaf | meta.AxisMetadata:
     It is the value; with metadata, in its original box or an `NNXMeta`.
     """
     value = vs._read()
-    metadata = vs.get_metadata()
+    metadata = dict(vs._metadata)
     if not metadata:
         return value
     box = metadata.pop(_BOX, None)

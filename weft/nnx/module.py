@@ -392,7 +392,7 @@ class SownValues(Pytree):
     def _replace_outer(self, outer: Variable[Any], name: str) -> Variable[Any]:
         """Replaces an outer trace's variable, leaving a placeholder in it."""
         values = _values(outer)
-        inner = type(outer).from_metadata(values, outer.get_metadata())
+        inner = type(outer).from_metadata(values, outer._metadata)
         self.variables[next(i for i, x in enumerate(self.variables) if x is outer)] = inner
         before = (values[name],) if name in values else ()
         noted = {**outer.get_raw_value(), name: UnreturnedValue(before)}

@@ -75,7 +75,7 @@ def to_opt_state(tree: object, shapes: Mapping[Path, tuple[int, ...]] | None = N
     def make(path: Path, x: object) -> OptState[Any]:
         if not isinstance(x, Variable):
             return OptArray(x)
-        value, metadata = raw_value(x), x.get_metadata()
+        value, metadata = raw_value(x), dict(x._metadata)
         metadata.pop("mutable", None)
         own = metadata.pop("optimizer_sharding", None)
         if own is not None:
@@ -208,12 +208,12 @@ class ModelAndOptimizer(Optimizer[M]):
 
 def _plain(x: object) -> Any:
     """Returns a variable without `jax.Ref`, since transformations look into variables."""
-    return type(x).from_metadata(raw_value(x), x.get_metadata()) if isinstance(x, Variable) else x
+    return type(x).from_metadata(raw_value(x), x._metadata) if isinstance(x, Variable) else x
 
 
 def _sharded_like(parameter: Variable[Any], value: object) -> Any:
     """Returns a new value sharded like the parameter; the state may span more devices."""
-    metadata = parameter.get_metadata()
+    metadata = parameter._metadata
     layouts = [metadata.get(name) for name in ("optimizer_sharding", "out_sharding")]
     if None in layouts or mesh_of(metadata) is None:
         return value

@@ -452,13 +452,13 @@ def vars_as(node: Any, /, **options: Any) -> Any:
 
 
 def _with_storage(variable: Variable[Any], wanted: dict[str, bool]) -> Variable[Any]:
-    there = {"mutable": True, "hijax": False, "ref": False, **variable.get_metadata()}
+    there = {"mutable": True, **variable.get_metadata()}
     updates = {name: value for name, value in wanted.items() if there[name] != value}
     if not updates:
         return variable
     value = variable.get_raw_value()
     if updates.get("ref") or updates.get("hijax"):
-        metadata = {**variable.get_metadata(), **updates}
+        metadata = {**variable._metadata, **updates}
         value = initial_ref(value, metadata, updates, type(variable).__name__)
     new = variable.copy(value, **updates)
     if updates.get("mutable"):

@@ -25,7 +25,7 @@ from weft.core.display import join_lines
 from weft.lifting.traces import current_trace
 from weft.nnx import versions
 from weft.nnx.display import Enclosing, Shown, size_text, value_repr
-from weft.nnx.eager_sharding import shard_new_value, with_out_sharding
+from weft.nnx.eager_sharding import shard_new_value, using_eager_sharding, with_out_sharding
 from weft.nnx.refs import initial_ref, is_in_ref, read_ref, to_ref, with_var_defaults, write_ref
 from weft.nnx.versions import STRUCTURE_VERSION, StaticValue, foreign_trace_error, origin
 
@@ -34,8 +34,24 @@ V = TypeVar("V", bound="Variable[Any]")
 _MISSING: Any = object()
 _ARRAYS = (jax.Array, np.ndarray)
 _describe = versions.class_and_shape
-_DEFAULTS = {"hijax": False, "ref": False, "eager_sharding": True}
-"""Metadata that every variable has; `get_metadata()` returns only what was given."""
+_REQUIRED_METADATA = ("hijax", "ref", "eager_sharding")
+"""Metadata that every variable has; `_metadata` holds only what differs from the defaults."""
+
+
+def _default_metadata() -> dict[str, bool]:
+    return {"hijax": False, "ref": False, "eager_sharding": using_eager_sharding()}
+
+
+def _without_defaults(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Drops defaults from metadata of `get_metadata()`, or equal variables would compare unequal.
+
+    Called where there is an entry `hijax`, as in all such metadata.
+    """
+    stored = dict(metadata)
+    for name, default in _default_metadata().items():
+        if stored.get(name) is default:
+            del stored[name]
+    return stored
 
 
 def _call_hooks(hooks: Any, variable: "Variable[Any]", *args: Any) -> Any:
@@ -81,6 +97,8 @@ class Variable(Shown, Generic[A]):
             metadata, value = {**metadata, **value.entries()}, value.raw_value
         if self._hooks:
             metadata = {**self._hooks, **metadata}
+        if "hijax" in metadata:
+            metadata = _without_defaults(metadata)
         given, metadata = metadata, with_var_defaults(metadata)
         if metadata:
             metadata = with_out_sharding(metadata, type(self).__name__)
@@ -242,15 +260,20 @@ class Variable(Shown, Generic[A]):
     def get_metadata(
         self, name: str | None = None, default: object = _MISSING, *, exclude_required: bool = False
     ) -> Any:
-        """Returns all metadata as a new dict, or the entry `name`; `exclude_required` is ignored.
+        """Returns all metadata as a new dict, or the entry `name`.
+
+        Args:
+            exclude_required: omits `hijax`, `ref` and `eager_sharding`, which every variable has.
 
         Raises VariableMetadataError if there is no such entry, and no default.
         """
         if name is None:
-            return dict(self._metadata)
+            if exclude_required:
+                return {k: v for k, v in self._metadata.items() if k not in _REQUIRED_METADATA}
+            return {**_default_metadata(), **self._metadata}
         if name not in self._metadata and default is _MISSING:
-            if name in _DEFAULTS:
-                return _DEFAULTS[name]
+            if name in _REQUIRED_METADATA:
+                return _default_metadata()[name]
             raise errors.VariableMetadataError(
                 f"{_describe(self)} has no metadata {name!r}; it has: "
                 f"{', '.join(self._metadata) or 'none'}."
@@ -280,6 +303,8 @@ class Variable(Shown, Generic[A]):
                 f"{_describe(self)}: set_metadata was given {args!r} and {metadata!r}; give names "
                 "and values (name=value), or a mapping that replaces all metadata."
             )
+        if "hijax" in changed:
+            changed = _without_defaults(changed)
         changed = with_out_sharding(changed, type(self).__name__)
         object.__setattr__(self, "_metadata", changed)
         if self._watched:
@@ -287,7 +312,7 @@ class Variable(Shown, Generic[A]):
 
     def has_metadata(self, name: str) -> bool:
         """Returns whether there is an entry, given or by default."""
-        return name in self._metadata or name in _DEFAULTS
+        return name in self._metadata or name in _REQUIRED_METADATA
 
     def del_metadata(self, name: str) -> None:
         """Removes an entry.
@@ -302,7 +327,10 @@ class Variable(Shown, Generic[A]):
         """Returns a variable from a value and metadata, without calling hooks."""
         variable = object.__new__(cls)
         set_ = object.__setattr__
-        set_(variable, "_metadata", dict(attributes))
+        metadata = dict(attributes)
+        if "hijax" in metadata:
+            metadata = _without_defaults(metadata)
+        set_(variable, "_metadata", metadata)
         set_(variable, "_trace", current_trace())
         set_(variable, "_watched", False)
         set_(variable, "_value", value)
@@ -370,8 +398,8 @@ class Variable(Shown, Generic[A]):
         metadata = object.__getattribute__(self, "_metadata")
         if name in metadata:
             return metadata[name]
-        if name in _DEFAULTS:
-            return _DEFAULTS[name]
+        if name in _REQUIRED_METADATA:
+            return _default_metadata()[name]
         try:
             return getattr(self.get_value(), name)
         except AttributeError:
@@ -453,9 +481,7 @@ class Variable(Shown, Generic[A]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_var_metadata" in state:  # pickled by Flax, which stores all its defaults
-            given = state["_var_metadata"].items()
-            off = [("ref", False), ("hijax", False), ("eager_sharding", True)]
-            metadata = {name: value for name, value in given if (name, value) not in off}
+            metadata = _without_defaults(state["_var_metadata"])
             state = {"value": state["_raw_value"], "metadata": metadata}
         value = to_ref(state["value"], state["metadata"])
         made = type(self).from_metadata(value, state["metadata"])
