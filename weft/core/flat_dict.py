@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from weft.errors import FlatDictError, NestedDictError
+from weft.typing import PyTree
 
 Path = tuple[Any, ...]
+FlatKey = Any  # a path, or a string of its names joined by a separator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +23,7 @@ class _EmptyNode:
 empty_node = _EmptyNode()
 
 
-def check_mapping(xs: object, function: str) -> None:
+def check_mapping(xs: PyTree, function: str) -> None:
     """Raises unless `xs` is a mapping."""
     if not isinstance(xs, Mapping):
         raise NestedDictError(
@@ -29,7 +31,7 @@ def check_mapping(xs: object, function: str) -> None:
         )
 
 
-def _join_path(path: Path, sep: str | None) -> Any:
+def _join_path(path: Path, sep: str | None) -> FlatKey:
     if sep is None:
         return path
     for name in path:
@@ -39,13 +41,15 @@ def _join_path(path: Path, sep: str | None) -> Any:
                 f"{sep!r}; leave out `sep`, or make the key a string."
             )
     joined = sep.join(path)
-    if sep and path and (parts := tuple(joined.split(sep))) != path:
-        key = next(name for name, part in zip(path, parts, strict=False) if name != part)
-        raise FlatDictError(
-            f"the path {path} has the key {key!r}, which contains the separator {sep!r}: split at "
-            "it again, it would be another path. Use a separator that no key contains, or leave "
-            "out `sep`."
-        )
+    if not sep or not path:
+        return joined
+    for name, part in zip(path, joined.split(sep), strict=False):
+        if name != part:
+            raise FlatDictError(
+                f"the path {path} has the key {name!r}, which contains the separator {sep!r}: "
+                "split at it again, it would be another path. Use a separator that no key "
+                "contains, or leave out `sep`."
+            )
     return joined
 
 
@@ -71,13 +75,17 @@ def flatten_dict(
     {('a', 'b'): 1, ('a', 'c'): _EmptyNode()}
     """
     check_mapping(xs, "flatten_dict")
-    flat = {}
+    flat: dict[FlatKey, Any] = {}
 
-    def visit(value: object, path: Path) -> None:
-        if isinstance(value, Mapping) and not (is_leaf and is_leaf(path, value)):
-            for key, inner in value.items():
-                visit(inner, (*path, key))
-            if value or not keep_empty_nodes or not path:
+    def visit(value: PyTree, path: Path) -> None:
+        is_dict = isinstance(value, Mapping)
+        if is_dict and is_leaf is not None:
+            is_dict = not is_leaf(path, value)
+        if is_dict:
+            for name, inner_value in value.items():
+                visit(inner_value, (*path, name))
+            is_kept = keep_empty_nodes and path and not value
+            if not is_kept:
                 return
             value = empty_node
         key = _join_path(path, sep)
@@ -92,7 +100,7 @@ def flatten_dict(
     return flat
 
 
-def unflatten_dict(xs: Mapping[Any, Any], sep: str | None = None) -> Any:
+def unflatten_dict(xs: Mapping[Any, Any], sep: str | None = None) -> PyTree:
     """Returns the nested dict of a flat dict; inverts `flatten_dict`.
 
     Paths are tuples of keys, or strings joined by `sep`.
@@ -139,16 +147,17 @@ def _collision(path: Path) -> FlatDictError:
     )
 
 
-def _split_key(key: object, sep: str | None) -> Path:
-    if sep is not None and isinstance(key, str):
-        return tuple(key.split(sep))
-    if sep is None and isinstance(key, tuple):
+def _split_key(key: FlatKey, sep: str | None) -> Path:
+    if sep is not None:
+        if isinstance(key, str):
+            return tuple(key.split(sep))
+        raise FlatDictError(f"the key {key!r} is not a path; expected a string, as sep is set.")
+    if isinstance(key, tuple):
         return key
-    if sep is None and isinstance(key, str) and len(key) == 1:
+    if isinstance(key, str) and len(key) == 1:
         return (key,)
     raise FlatDictError(
-        f"the key {key!r} is not a path; expected "
-        + ('a tuple of keys, or `sep`, such as "/".' if sep is None else "a string, as sep is set.")
+        f'the key {key!r} is not a path; expected a tuple of keys, or `sep`, such as "/".'
     )
 
 
@@ -162,4 +171,7 @@ def path_aware_map(f: Callable[[Path, Any], Any], nested_dict: Mapping[Any, Any]
     """
     check_mapping(nested_dict, "path_aware_map")
     flat = flatten_dict(nested_dict, keep_empty_nodes=True)
-    return unflatten_dict({path: x if x is empty_node else f(path, x) for path, x in flat.items()})
+    for path, leaf in flat.items():
+        if leaf is not empty_node:
+            flat[path] = f(path, leaf)
+    return unflatten_dict(flat)

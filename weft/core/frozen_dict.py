@@ -6,7 +6,7 @@ The functions `copy` and `pop` accept both.
 """
 
 import textwrap
-from collections.abc import Iterable, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Hashable, Iterable, Iterator, KeysView, Mapping, ValuesView
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ import jax
 
 from weft.errors import FrozenDictMutationError, NestedDictError
 from weft.serialization import state_dicts
+from weft.typing import PyTree
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -47,7 +48,7 @@ class FrozenDict(Mapping[K, V]):
 
     __slots__ = ("_dict", "_hash")
 
-    def __init__(self, *args: object, __unsafe_skip_copy__: bool = False, **kwargs: object):
+    def __init__(self, *args: Any, __unsafe_skip_copy__: bool = False, **kwargs: Any):
         entries: dict[Any, Any] = dict(*args, **kwargs)
         # Nested entries are unshared plain dicts; `__getitem__` freezes them.
         self._dict: dict[K, V] = entries if __unsafe_skip_copy__ else _thawed(entries)
@@ -74,7 +75,9 @@ class FrozenDict(Mapping[K, V]):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, FrozenDict):
             return self._dict == other._dict
-        return self._dict == dict(other) if isinstance(other, Mapping) else NotImplemented
+        if isinstance(other, Mapping):
+            return self._dict == dict(other)
+        return NotImplemented
 
     def __hash__(self) -> int:
         if self._hash is None:
@@ -105,8 +108,9 @@ class FrozenDict(Mapping[K, V]):
 
     def pop(self, key: K) -> tuple["FrozenDict[K, V]", V]:
         """Returns a copy without an entry, and that entry's value."""
-        value = self[key]
-        return type(self)({k: v for k, v in self._dict.items() if k != key}), value
+        entries = dict(self._dict)
+        value = _frozen(entries.pop(key))
+        return type(self)(entries), value
 
     def unfreeze(self) -> dict[Any, Any]:
         """Returns a nested dict with the same entries."""
@@ -116,31 +120,35 @@ class FrozenDict(Mapping[K, V]):
         """Formats one entry per line, indented by depth."""
         return f"FrozenDict({_lines(self._dict, num_spaces)})"
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Hashable, V]], tuple[K, ...]]:
         keys = tuple(sorted(self._dict))  # pyright: ignore[reportArgumentType]
-        return tuple((jax.tree_util.DictKey(key), self._dict[key]) for key in keys), keys
+        children: list[tuple[Hashable, V]] = []
+        for key in keys:
+            children.append((jax.tree_util.DictKey(key), self._dict[key]))
+        return children, keys
 
     @classmethod
     def tree_unflatten(cls, keys: Iterable[K], values: Iterable[V]) -> "FrozenDict[K, V]":
         return cls(zip(keys, values, strict=True), __unsafe_skip_copy__=True)
 
 
-def _immutable(what: str) -> FrozenDictMutationError:
+def _immutable(change: str) -> FrozenDictMutationError:
     return FrozenDictMutationError(
-        f"a FrozenDict is immutable, so {what} does not work; use `copy({{key: value}})` for one "
+        f"a FrozenDict is immutable, so {change} does not work; use `copy({{key: value}})` for one "
         "with other entries, `pop(key)` for one without an entry, or `unfreeze()` for a dict."
     )
 
 
-def _frozen(value: object) -> Any:
+def _frozen(value: PyTree) -> PyTree:
     if not isinstance(value, dict):
         return value
     view = object.__new__(FrozenDict)  # the constructor would copy the outermost dict
-    view._dict, view._hash = value, None
+    view._dict = value
+    view._hash = None
     return view
 
 
-def _thawed(value: object) -> Any:
+def _thawed(value: PyTree) -> PyTree:
     if isinstance(value, FrozenDict):
         value = value._dict
     if not isinstance(value, dict):
@@ -148,14 +156,16 @@ def _thawed(value: object) -> Any:
     return {key: _thawed(inner) for key, inner in value.items()}
 
 
-def _lines(value: object, num_spaces: int) -> str:
+def _lines(value: PyTree, num_spaces: int) -> str:
     if isinstance(value, FrozenDict):
         return value.pretty_repr(num_spaces)
     if not isinstance(value, dict):
         return repr(value)
     if not value:
         return "{}"
-    entries = "".join(f"{key}: {_lines(inner, num_spaces)},\n" for key, inner in value.items())
+    entries = ""
+    for key, inner in value.items():
+        entries += f"{key}: {_lines(inner, num_spaces)},\n"
     return "{\n" + textwrap.indent(entries, " " * num_spaces) + "}"
 
 
@@ -170,19 +180,19 @@ def freeze(xs: Mapping[Any, Any]) -> FrozenDict[Any, Any]:
     return FrozenDict(xs)
 
 
-def unfreeze(x: object) -> Any:
+def unfreeze(x: PyTree) -> PyTree:
     """Returns a nested dict with the entries of a FrozenDict or dict; other values unchanged."""
     return _thawed(x)
 
 
-def _check_dict(x: object, function: str) -> None:
+def _check_dict(x: PyTree, function: str) -> None:
     if not isinstance(x, FrozenDict | dict):
         raise NestedDictError(
             f"{function} was given a {type(x).__name__}; expected a dict or a FrozenDict."
         )
 
 
-def copy(x: object, add_or_replace: Mapping[Any, Any] = _NOTHING) -> Any:
+def copy(x: PyTree, add_or_replace: Mapping[Any, Any] = _NOTHING) -> PyTree:
     """Returns a dict or FrozenDict with added or replaced entries; containers in a dict are copied.
 
     Raises NestedDictError if `x` is neither.
@@ -193,10 +203,11 @@ def copy(x: object, add_or_replace: Mapping[Any, Any] = _NOTHING) -> Any:
     _check_dict(x, "copy")
     if isinstance(x, FrozenDict):
         return x.copy(add_or_replace)
-    return {**jax.tree.map(lambda leaf: leaf, x), **add_or_replace}
+    copied_entries = jax.tree.map(lambda leaf: leaf, x)
+    return {**copied_entries, **add_or_replace}
 
 
-def pop(x: object, key: object) -> tuple[Any, Any]:
+def pop(x: PyTree, key: Any) -> tuple[PyTree, Any]:
     """Returns a dict or FrozenDict without an entry, and that entry's value.
 
     Raises NestedDictError if `x` is neither.
@@ -207,11 +218,11 @@ def pop(x: object, key: object) -> tuple[Any, Any]:
     _check_dict(x, "pop")
     if isinstance(x, FrozenDict):
         return x.pop(key)
-    rest = copy(x)
-    return rest, rest.pop(key)
+    entries = copy(x)
+    return entries, entries.pop(key)
 
 
-def pretty_repr(x: object, num_spaces: int = 4) -> str:
+def pretty_repr(x: PyTree, num_spaces: int = 4) -> str:
     """Formats a nested dict or FrozenDict with one entry per line; other values by `repr`.
 
     >>> print(pretty_repr({"a": {"b": 1}}))

@@ -53,11 +53,11 @@ def check_trace_level(base_level: TraceState) -> None:
 
 
 def trace_error(
-    what: str = "A scope is used", where: str = "/", why: str = ""
+    problem: str = "A scope is used", location: str = "/", consequence: str = ""
 ) -> JaxTransformError:
     """Returns the error that names the running transformation; see `JaxTransformError`."""
-    of_jax = running_transformation()
-    return JaxTransformError(what, where, of_jax, lifted_names(of_jax), why)
+    jax_name = running_transformation()
+    return JaxTransformError(problem, location, jax_name, lifted_names(jax_name), consequence)
 
 
 # By the function of JAX that runs: what its user called.
@@ -97,28 +97,33 @@ _OTHER_NAMES = {
 
 def running_transformation() -> str:
     """Returns the innermost transformation of JAX that the user called, "" if unknown."""
-    found, frame = "", sys._getframe(1)
+    jax_name = ""
+    frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("jax."):
-            key = f"{module.rpartition('.')[2]}.{frame.f_code.co_name}"
-            if key in _NAMES and (not found or key in _CALL_OTHERS):
-                found = _NAMES[key]
+            _, _, module_name = module.rpartition(".")
+            key = f"{module_name}.{frame.f_code.co_name}"
+            if key in _NAMES and (not jax_name or key in _CALL_OTHERS):
+                jax_name = _NAMES[key]
         elif module.startswith("weft.lifting."):
-            found = ""  # not called by the user
-        elif found:
+            jax_name = ""  # not called by the user
+        elif jax_name:
             break
         frame = frame.f_back
-    return found
+    return jax_name
 
 
-def lifted_names(of_jax: str) -> tuple[str, ...]:
+def lifted_names(jax_name: str) -> tuple[str, ...]:
     """Returns the names of Weft's functions for a result of `running_transformation`.
 
     >>> lifted_names("jax.lax.scan"), lifted_names("jax.linearize")
     (('scan',), ('jvp',))
     """
-    return _OTHER_NAMES.get(of_jax) or tuple(filter(None, (of_jax.rpartition(".")[2],)))
+    if jax_name in _OTHER_NAMES:
+        return _OTHER_NAMES[jax_name]
+    _, _, name = jax_name.rpartition(".")
+    return (name,) if name else ()
 
 
 P = ParamSpec("P")
