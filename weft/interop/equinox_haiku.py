@@ -6,7 +6,7 @@ is a level of the collections. State of stateful layers is the collection `state
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,10 @@ from weft import errors
 from weft.core import display, filters, flat_dict, meta
 from weft.interop import models
 from weft.typing import PyTree
+
+
+def _equinox() -> Any:
+    return models.import_library("equinox", "equinox")
 
 
 class EquinoxModel(models.Model):
@@ -39,7 +43,7 @@ class EquinoxModel(models.Model):
 
     def _make(self, key: jax.Array | None) -> tuple[Any, Any]:
         """Returns the module and its state; None if it has none."""
-        eqx = models.import_library("equinox", "equinox")
+        eqx = _equinox()
         if isinstance(self.module, tuple):
             return self.module
         if not isinstance(self.module, type):
@@ -54,7 +58,7 @@ class EquinoxModel(models.Model):
     @functools.cached_property
     def _abstract(self) -> tuple[Any, Any]:
         """The module and its state, with shapes as arrays."""
-        eqx = models.import_library("equinox", "equinox")
+        eqx = _equinox()
         with jax.ensure_compile_time_eval():
             return eqx.filter_eval_shape(self._make, jax.random.key(0))
 
@@ -64,7 +68,7 @@ class EquinoxModel(models.Model):
         return flat_dict.unflatten_dict(_array_leaves(module, state))
 
     def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
-        eqx = models.import_library("equinox", "equinox")
+        eqx = _equinox()
         module, state = self._with_values(variables)
         if training is not None:
             module = eqx.nn.inference_mode(module, value=not training)
@@ -78,12 +82,7 @@ class EquinoxModel(models.Model):
         out, new_state = call(*args, **{"state": state, **kwargs})
         if not filters.in_filter(mutable, "state"):
             return out, {}
-        new_leaves = jax.tree.leaves(new_state)
-        changed: models.Variables = {}
-        for i, (old, new) in enumerate(zip(old_leaves, new_leaves, strict=True)):
-            if new is not old:
-                changed[str(i)] = new
-        return out, _nonempty(state=changed)
+        return out, _nonempty(state=_changed_leaves(old_leaves, jax.tree.leaves(new_state)))
 
     def _with_values(self, variables: Mapping[str, Any]) -> tuple[Any, Any]:
         """Returns the module and its state, with the variables as their arrays."""
@@ -95,6 +94,14 @@ class EquinoxModel(models.Model):
         _, fill = display.split_arrays(self._abstract)
         # `leaves` has the order of the arrays in the pytree.
         return fill([values[path] for path in leaves])
+
+
+def _changed_leaves(old_leaves: Sequence[Any], new_leaves: Sequence[Any]) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    for i, (old, new) in enumerate(zip(old_leaves, new_leaves, strict=True)):
+        if new is not old:
+            changed[str(i)] = new
+    return changed
 
 
 def _array_leaves(module: models.Layer, state: PyTree) -> dict[models.Path, Any]:
