@@ -12,7 +12,8 @@ from weft.cli import main
 from weft.cli.configs import load_config, load_run, recipe_of_run, run_config
 from weft.config import to_text
 from weft.errors import ConfigError, RecipeError
-from weft.trainer.run_dir import claim_run_dir, is_signed, read_record, signed
+from weft.trainer.record_signature import is_signed, signed
+from weft.trainer.run_dir import claim_run_dir, read_record
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

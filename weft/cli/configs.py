@@ -17,7 +17,7 @@ from weft.config import apply_overrides, diff, from_text, to_text
 from weft.errors import CommandLineError, ConfigError, InvalidConfigValueError
 from weft.recipes import Recipe, find_recipe, named_trainer_configs, recorded_recipe
 from weft.serialization.untrusted import printable, read_text_file
-from weft.trainer import SpmdTrainer, run_dir, select_mesh_config
+from weft.trainer import SpmdTrainer, record_signature, run_dir, select_mesh_config
 from weft.trainer.parallelism import MESH_AXIS_NAMES, ParallelismModifier
 from weft.trainer.trainer_config_modifier import apply_config_modifiers, find_values
 
@@ -171,7 +171,7 @@ def _config_by_recipe(
     record = run_dir.surviving_record(str(path.parent)).get("recipe")
     if not isinstance(record, dict):
         raise error
-    is_signed = run_dir.is_signed(record, text)
+    is_signed = record_signature.is_signed(record, text)
     if recipe is None and not is_signed:
         raise type(error)(
             f"{error}\nThe run was made by the recipe {record.get('name')}, but not by you on this "
@@ -212,7 +212,9 @@ def recipe_of_run(
     if Path(name).is_dir():
         earlier_record = run_dir.surviving_record(name).get("recipe")
     # What others have written must not be signed.
-    if isinstance(earlier_record, dict) and run_dir.is_signed(earlier_record, _read_config(name)):
+    if isinstance(earlier_record, dict) and record_signature.is_signed(
+        earlier_record, _read_config(name)
+    ):
         words = earlier_record["words"]
         if words is not None:
             words = [*words, *overrides]
