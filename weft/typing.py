@@ -1,7 +1,19 @@
 """Types for signatures: aliases, and what a transformation does to the type of a function."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeGuard, TypeVar, Union, cast, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeGuard,
+    TypeVar,
+    Union,
+    cast,
+    overload,
+)
 
 import jax
 import numpy as np
@@ -22,6 +34,27 @@ PyTree = Any  # arrays in containers of the user's choice
 ArrayLike = jax.Array | np.ndarray | float | int | bool
 # One entry per axis: the mesh axis, or axes, that the axis is laid over, or None.
 MeshAxes = Sequence[str | Sequence[str] | None]
+
+if TYPE_CHECKING:
+    # fmt: off
+    ActivationName = Literal[
+        "linear", "exact_gelu", "quick_gelu", "squared_relu", "nn.celu", "nn.elu", "nn.gelu",
+        "nn.glu", "nn.hard_sigmoid", "nn.hard_silu", "nn.hard_swish", "nn.hard_tanh",
+        "nn.identity", "nn.leaky_relu", "nn.log_sigmoid", "nn.log_softmax", "nn.mish",
+        "nn.relu", "nn.relu6", "nn.selu", "nn.sigmoid", "nn.silu", "nn.soft_sign", "nn.softmax",
+        "nn.softplus", "nn.sparse_plus", "nn.squareplus", "nn.standardize", "nn.swish",
+        "nn.tanh", "jnp.abs", "jnp.cos", "jnp.exp", "jnp.sin", "jnp.square", "jnp.tanh",
+    ]
+    # fmt: on
+    FeedForwardStructure = Literal[
+        "prenorm", "postnorm", "hybridnorm", "hybridnorm_v2", "v2", "nonorm"
+    ]
+    FanName = Literal["fan_in", "fan_out", "fan_avg"]
+    DistributionName = Literal["uniform", "normal", "truncated_normal"]
+    QuantizationName = Literal["int8", "fp8", "off"]
+else:
+    # Layers check the names themselves, and advise; a config field would refuse them before.
+    ActivationName = FeedForwardStructure = FanName = DistributionName = QuantizationName = str
 
 # The names of `flax.typing`, which need not be as precise as those above.
 A, C, F, K, M = TypeVar("A"), TypeVar("C"), TypeVar("F"), TypeVar("K"), TypeVar("M")

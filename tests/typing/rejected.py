@@ -10,7 +10,14 @@ import weft
 from weft import linen as nn
 from weft import nnx
 from weft.config import REQUIRED, Required, config_class, config_for_function
-from weft.hierarchy import BaseLayer, Conv2D, Dropout, LayerNorm, Linear
+from weft.hierarchy import (
+    BaseLayer,
+    Conv2D,
+    Dropout,
+    LayerNorm,
+    Linear,
+    TransformerFeedForwardLayer,
+)
 from weft.trainer import SpmdTrainer
 
 
@@ -89,6 +96,9 @@ def configs(trainer: SpmdTrainer.Config):
     cfg.set(dim=8).clone(norm=Dropout.default_config())  # pyright: ignore[reportArgumentType]
     cfg.norm.clone(epss=1e-6)  # pyright: ignore[reportCallIssue]
     Conv2D.default_config().set(windows=(3, 3))  # pyright: ignore[reportCallIssue]
+    TransformerFeedForwardLayer.default_config().set(activation="nn.rellu")  # pyright: ignore[reportArgumentType]
+    TransformerFeedForwardLayer.default_config().set(structure="pre")  # pyright: ignore[reportArgumentType]
+    cfg.set(quantization="int4")  # pyright: ignore[reportArgumentType]
     trainer.set(max_steps=3)  # pyright: ignore[reportCallIssue]
     trainer.checkpointer.set(name=3)  # pyright: ignore[reportArgumentType]
     config_for_function(half).instantiate().lower()  # pyright: ignore[reportAttributeAccessIssue]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from weft.errors import UnknownActivationError
+from weft.typing import ActivationName
 
 ActivationFn = Callable[[Array], Array]
 """An activation function, applied to each element."""
@@ -61,7 +62,7 @@ for _prefix, (_module, _names) in _OF_JAX.items():
         ACTIVATIONS[f"{_prefix}.{_name}"] = getattr(_module, _name)
 
 
-def get_activation_fn(name: str) -> ActivationFn:
+def get_activation_fn(name: ActivationName) -> ActivationFn:
     """Returns the activation function with the given name.
 
     Raises UnknownActivationError if `name` is not one of `ACTIVATIONS`.

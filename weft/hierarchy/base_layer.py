@@ -28,7 +28,7 @@ from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import Module, get_public_method, mark_method, nowrap
 from weft.hierarchy.param_init import DefaultInitializer, FanAxes, Initializer
 from weft.hierarchy.parameter_spec import NestedParameterSpec, ParameterSpec, TensorSpec
-from weft.typing import DType, NestedTensor, PyTree, Tensor
+from weft.typing import DType, NestedTensor, PyTree, QuantizationName, Tensor
 
 
 class TensorStats(Module):
@@ -219,7 +219,7 @@ class BaseLayer(Module):
         output_dtype: DType | None = None
         """Of the layer's floating-point outputs; None for the parent's `compute_dtype` if this
         layer has one of its own."""
-        quantization: str | None = None
+        quantization: QuantizationName | None = None
         """Of matrix products with the weights of linear layers, attention's projections and
         experts: "int8" or "fp8", see `weft.functional.int8_dot_general`; "off" for none, None for
         that of the parent layer. It holds for modules of Linen and NNX inside, as

@@ -29,7 +29,7 @@ from weft.hierarchy.metrics import Perplexity, WeightedScalar, bits_per_byte
 from weft.hierarchy.module import Module, nowrap
 from weft.hierarchy.param_init import DefaultInitializer, normal_weights
 from weft.hierarchy.parameter_spec import maybe_shard
-from weft.typing import PartitionSpec, Tensor
+from weft.typing import ActivationName, PartitionSpec, Tensor
 
 Metrics = dict[str, Any]
 
@@ -651,7 +651,7 @@ def gpt_decoder_config(
     num_heads: int,
     vocab_size: int,
     max_position_embeddings: int,
-    activation_function: str = "nn.relu",
+    activation_function: ActivationName | tuple[ActivationName, ActivationName] = "nn.relu",
     layer_norm_epsilon: float = 1e-8,
     dropout_rate: float = 0.0,
     layer_remat: base_layer.RematSpec | None = None,

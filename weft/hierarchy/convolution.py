@@ -21,7 +21,7 @@ from weft.functional import arrays
 from weft.hierarchy import param_init, parameter_spec
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module, nowrap
-from weft.typing import MeshAxes, PartitionSpec, Tensor
+from weft.typing import ActivationName, MeshAxes, PartitionSpec, Tensor
 
 ConvPaddingType = functional.ConvPadding
 """How a convolution pads: "SAME", "VALID" or "CAUSAL", or `(left, right)` per spatial axis."""
@@ -437,8 +437,8 @@ class SqueezeExcitation(BaseLayer):
         """Hidden size of the gate, as a fraction of `input_dim`."""
         num_reduced_filters: int | None = None
         """Hidden size of the gate; None goes by `se_ratio`."""
-        activation: str = "nn.relu"
-        gating: str = "nn.sigmoid"
+        activation: ActivationName = "nn.relu"
+        gating: ActivationName = "nn.sigmoid"
         param_partition_spec: Any = (None, None, None, "model")
 
     def __init__(self, cfg: Config, *, parent: Module | None):

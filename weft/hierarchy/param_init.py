@@ -17,7 +17,7 @@ from weft import config, errors
 from weft.config import REQUIRED, Configurable, InstantiableConfig, Required
 from weft.functional.arrays import as_tuple
 from weft.functional.initializers import DISTRIBUTIONS, draw, fan_sizes
-from weft.typing import DType, Shape, Tensor
+from weft.typing import DistributionName, DType, FanName, Shape, Tensor
 
 PARAM_REGEXP_WEIGHT = ".*weight$"
 """Matches the paths of weights, in a `DefaultInitializer`."""
@@ -163,11 +163,11 @@ class WeightInitializer(Initializer):
     class Config(Initializer.Config):
         """Configures a WeightInitializer."""
 
-        fan: str | None = "fan_avg"
+        fan: FanName | None = "fan_avg"
         """One of "fan_in", "fan_out", "fan_avg" or None."""
         scale: float = 1.0
         """Factor of the variance; with fan=None, of the value."""
-        distribution: str = "uniform"
+        distribution: DistributionName = "uniform"
         """One of "uniform", "normal" or "truncated_normal"."""
 
     def __init__(self, cfg: Config):
@@ -271,7 +271,7 @@ def initializer_of_weights(initializer: InstantiableConfig) -> DefaultInitialize
     return DefaultInitializer.default_config().set(init_by_param_name=rules)
 
 
-def normal_weights(fan: str | None, scale: float = 1.0) -> DefaultInitializer.Config:
+def normal_weights(fan: FanName | None, scale: float = 1.0) -> DefaultInitializer.Config:
     """Returns the config of a DefaultInitializer with a normal WeightInitializer for weights."""
     weight = WeightInitializer.default_config().set(fan=fan, scale=scale, distribution="normal")
     return initializer_of_weights(weight)

@@ -25,7 +25,7 @@ from weft.errors import InvalidConfigValueError, did_you_mean
 from weft.functional import arrays
 from weft.hierarchy.context import fold_in_name
 from weft.trainer.optimizers import base
-from weft.typing import DType, PyTree, T, Tensor
+from weft.typing import DType, PyTree, QuantizationName, T, Tensor
 
 
 class Precision(config.Configurable):
@@ -56,7 +56,7 @@ class Precision(config.Configurable):
 
         param_dtype: DType | None = None
         compute_dtype: DType | None = None
-        quantization: str | None = None
+        quantization: QuantizationName | None = None
         moment_dtype: DType | None = None
         stochastic_rounding: bool = True
 
@@ -133,7 +133,9 @@ def _checked(name: str, dtype: DType | None) -> DType | None:
     )
 
 
-def _policy(stored: str, computed: str, quantization: str | None = None) -> Precision.Config:
+def _policy(
+    stored: str, computed: str, quantization: QuantizationName | None = None
+) -> Precision.Config:
     return Precision.default_config().set(
         param_dtype=stored, compute_dtype=computed, quantization=quantization, moment_dtype=stored
     )

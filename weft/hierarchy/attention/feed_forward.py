@@ -24,7 +24,7 @@ from weft.config import REQUIRED, FunctionConfigBase, InstantiableConfig, Requir
 from weft.hierarchy import base_layer, parameter_spec
 from weft.hierarchy.layers import linear, normalization
 from weft.hierarchy.module import Module
-from weft.typing import Tensor
+from weft.typing import ActivationName, FeedForwardStructure, Tensor
 
 
 class NormPosition(enum.Enum):
@@ -61,7 +61,7 @@ class ResidualLayer(base_layer.BaseLayer):
     class Config(base_layer.BaseLayer.Config):
         """Configures a ResidualLayer."""
 
-        structure: str = "prenorm"
+        structure: FeedForwardStructure = "prenorm"
         """Placement of norms; see the table in the module docstring."""
         norm: InstantiableConfig | dict[NormPosition, InstantiableConfig] = (
             normalization.LayerNorm.default_config()
@@ -185,7 +185,7 @@ class TransformerFeedForwardLayer(ResidualLayer):
         linear1: InstantiableConfig = linear.Linear.default_config().set(
             param_partition_spec=(None, "model")
         )
-        activation: str | tuple[str, str] = "nn.relu"
+        activation: ActivationName | tuple[ActivationName, ActivationName] = "nn.relu"
         """The name of the activation, such as "nn.gelu"; two names for a gated layer, such as
         ("nn.silu", "linear")."""
         linear2: InstantiableConfig = linear.Linear.default_config().set(
@@ -213,10 +213,12 @@ class TransformerFeedForwardLayer(ResidualLayer):
         hidden_dim = hidden_dim_of(cfg)
         self._add_norms(cfg.input_dim)
         linear1 = cfg.linear1.set(input_dim=cfg.input_dim, output_dim=hidden_dim)
+        self._activations: dict[str, ActivationName] = {}
         if isinstance(cfg.activation, str):
-            self._activations = {"linear1": cfg.activation}
+            self._activations["linear1"] = cfg.activation
         else:
-            self._activations = {f"linear1_{i}": name for i, name in enumerate(cfg.activation)}
+            for i, activation in enumerate(cfg.activation):
+                self._activations[f"linear1_{i}"] = activation
         for name in self._activations:
             self._add_child(name, linear1)
         self._add_child("linear2", cfg.linear2.set(input_dim=hidden_dim, output_dim=cfg.input_dim))

@@ -38,7 +38,7 @@ from weft.hierarchy.attention.feed_forward import ResidualLayer, hidden_dim_of
 from weft.hierarchy.config_setters import for_each_config
 from weft.hierarchy.mixture_of_experts.gating import BaseGating, Top2Gating, TopKDropFreeGating
 from weft.hierarchy.module import Module
-from weft.typing import DType, PartitionSpec, PyTree, Tensor
+from weft.typing import ActivationName, DType, PartitionSpec, PyTree, Tensor
 
 T = TypeVar("T")
 
@@ -125,7 +125,7 @@ class TransformerFeedForwardMoE(ResidualLayer):
         input_dim: config.Required[int] = config.REQUIRED
         hidden_dim: config.Required[int | config.FunctionConfigBase] = config.REQUIRED
         """Size between the linear maps of an expert, as for `TransformerFeedForwardLayer`."""
-        activation: str | tuple[str, str] = "nn.relu"
+        activation: ActivationName | tuple[ActivationName, ActivationName] = "nn.relu"
         """Name of an expert's activation, or two, as for `TransformerFeedForwardLayer`."""
         num_experts: config.Required[int] = config.REQUIRED
         num_groups: config.Required[int] = config.REQUIRED
