@@ -51,29 +51,39 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         raise CommandLineError(
             f"unknown command {argv[0]!r}. {did_you_mean(argv[0], commands.choices)}"
         )
-    if argv and argv[0] == "train" and {"-h", "--help"} & {*argv}:
+    if argv and argv[0] == "train" and ("-h" in argv or "--help" in argv):
         train = commands.choices["train"]
-        for name in [word for word in argv[1:] if not word.startswith("-") and "=" not in word][:1]:
-            train.epilog = f"{train.epilog}\nArguments of {find_recipe(name).description()}\n"
-    arguments, rest = parser.parse_known_args(argv)
+        recipes = [word for word in argv[1:] if not word.startswith("-") and "=" not in word]
+        if recipes:
+            description = find_recipe(recipes[0]).description()
+            train.epilog = f"{train.epilog}\nArguments of {description}\n"
+    arguments, unparsed_words = parser.parse_known_args(argv)
     arguments.words = list(argv)
     if "allow" in arguments:
         arguments.trust = {"allow": arguments.allow, "recipe": arguments.made_by}
-    if rest:
+    if unparsed_words:
         # argparse does not accept positional arguments after an option.
-        words = getattr(arguments, "overrides", getattr(arguments, "recipe_and_overrides", None))
-        for word in rest if words is not None else ():
-            name, equals, value = word.removeprefix("--").partition("=")
-            # No option has such characters.
-            if word.startswith("--") and (equals or "_" in name or "." in name):
-                raise CommandLineError(
-                    f"{word}: leave out the dashes. A field of the config, or an argument of the "
-                    f"recipe, is set by {name.replace('-', '_')}={value or 'VALUE'}."
-                )
-        if words is None or any(word.startswith("-") for word in rest):
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        words.extend(rest)
+        overrides = getattr(arguments, "overrides", None)
+        if overrides is None:
+            overrides = getattr(arguments, "recipe_and_overrides", None)
+        if overrides is not None:
+            _check_dashes(unparsed_words)
+        if overrides is None or any(word.startswith("-") for word in unparsed_words):
+            parser.error(f"unrecognized arguments: {' '.join(unparsed_words)}")
+        overrides.extend(unparsed_words)
     return arguments
+
+
+def _check_dashes(words: Sequence[str]) -> None:
+    """Refuses a field or an argument of the recipe that is written like an option."""
+    for word in words:
+        name, equals, value = word.removeprefix("--").partition("=")
+        # No option has such characters.
+        if word.startswith("--") and (equals or "_" in name or "." in name):
+            raise CommandLineError(
+                f"{word}: leave out the dashes. A field of the config, or an argument of the "
+                f"recipe, is set by {name.replace('-', '_')}={value or 'VALUE'}."
+            )
 
 
 def print_welcome(arguments: argparse.Namespace) -> int:
@@ -410,12 +420,12 @@ def _add_lr_find(commands: _Commands) -> None:
         usage="weft lr-find [-h] [--min RATE] [--max RATE] [--steps N] [--allow NAME] [RECIPE] "
         "[path.to.field=value ...]",
     )
-    for name, default, what in (("min", 1e-6, "first"), ("max", 1.0, "last")):
+    for name, default, position in (("min", 1e-6, "first"), ("max", 1.0, "last")):
         find.add_argument(
             f"--{name}",
             type=float,
             default=default,
-            help=f"learning rate of the {what} step (%(default)g)",
+            help=f"learning rate of the {position} step (%(default)g)",
         )
     find.add_argument("--steps", type=int, default=100, help="number of steps (%(default)s)")
     _add_recipe_and_overrides(find, "as in `weft train`; after all options")

@@ -330,11 +330,14 @@ class InHierarchy(BaseLayer):
         for path, value in values.items():
             if path in layer_paths:
                 variables[layer_paths[path]] = value
+        keys: dict[str, jax.Array] = {}
+        if self.prng_key is not None:
+            keys["default"] = self.prng_key
         with use_eager_sharding(False), self._quantized():
             out, changed = self._model.apply(
                 unflatten_dict(variables),
                 *args,
-                rngs={} if self.prng_key is None else {"default": self.prng_key},
+                rngs=keys,
                 mutable=filters.DenyList(tuple(trained_collections)),
                 training=self.is_training,
                 **kwargs,
@@ -419,12 +422,14 @@ def _spec(entry: Any, *, is_state: bool) -> PyTree:
     is_logical = isinstance(entry, logical.LogicallyPartitioned) or tuple(layout) != names
 
     def spec(value: jax.ShapeDtypeStruct) -> ParameterSpec:
+        logical_axes = pad_axes(names, len(value.shape)) if is_logical else None
+        weight_decay_scale = 0.0 if is_state else None
         return ParameterSpec(
             shape=value.shape,
             dtype=value.dtype,
             mesh_axes=layout,
-            weight_decay_scale=0.0 if is_state else None,
-            logical_axes=pad_axes(names, len(value.shape)) if is_logical else None,
+            weight_decay_scale=weight_decay_scale,
+            logical_axes=logical_axes,
             is_state=is_state,
         )
 
