@@ -43,11 +43,12 @@ def fan_sizes(
     >>> fan_sizes((3, 3, 8, 16), in_axes=(2,), out_axes=(3,))
     {'fan_in': 72.0, 'fan_out': 144.0, 'fan_avg': 108.0}
     """
-    inputs, outputs, copies = (
-        math.prod(shape[axis] for axis in axes) for axes in (in_axes, out_axes, batch_axes)
-    )
-    window = math.prod(shape) / max(1, inputs * outputs * copies)
-    fan_in, fan_out = inputs * window, outputs * window
+    num_inputs = math.prod(shape[axis] for axis in in_axes)
+    num_outputs = math.prod(shape[axis] for axis in out_axes)
+    num_copies = math.prod(shape[axis] for axis in batch_axes)
+    window_size = math.prod(shape) / max(1, num_inputs * num_outputs * num_copies)
+    fan_in = num_inputs * window_size
+    fan_out = num_outputs * window_size
     return {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}
 
 
@@ -76,8 +77,8 @@ def draw(
         return jax.random.uniform(prng_key, shape, dtype, -1.0, 1.0) * factor
     if distribution == "normal":
         return jax.random.normal(prng_key, shape, dtype) * factor
-    drawn = jax.random.truncated_normal(prng_key, -2.0, 2.0, shape, dtype)
-    return drawn * (factor / jnp.asarray(_TRUNCATED_STD, dtype))
+    values = jax.random.truncated_normal(prng_key, -2.0, 2.0, shape, dtype)
+    return values * (factor / jnp.asarray(_TRUNCATED_STD, dtype))
 
 
 def zeros_init() -> Initializer:

@@ -65,8 +65,8 @@ def pool(
     >>> pool(jnp.full((1, 4, 1), 3.0), 1.0, jax.lax.mul, (2,), (2,), "VALID").ravel().tolist()
     [9.0, 9.0]
     """
-    reduced = functools.partial(functional.pool, initial=init, reduce=reduce_fn)
-    return _pool_batched(reduced, inputs, window_shape, strides, padding)
+    pool_windows = functools.partial(functional.pool, initial=init, reduce=reduce_fn)
+    return _pool_batched(pool_windows, inputs, window_shape, strides, padding)
 
 
 def avg_pool(
@@ -86,20 +86,23 @@ def avg_pool(
     """
     if not count_include_pad:
         inputs = inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32))
-    averaged = functools.partial(functional.avg_pool, count_include_pad=count_include_pad)
-    return _pool_batched(averaged, inputs, window_shape, strides, padding)
+    pool_windows = functools.partial(functional.avg_pool, count_include_pad=count_include_pad)
+    return _pool_batched(pool_windows, inputs, window_shape, strides, padding)
 
 
 def _pool_batched(
     pool: Callable[..., Array], x: Array, window: Sizes, strides: Sizes | None, padding: ConvPadding
 ) -> Array:
-    first = x.ndim - len(window) - 1
-    if first < 0:
+    """Pools with any number of batch axes; strides are 1 by default."""
+    num_batch_axes = x.ndim - len(window) - 1
+    if num_batch_axes < 0:
         raise ArgumentShapeError(
             f"window_shape={window} is for {len(window)} spatial axes, but the input has "
             f"shape {x.shape}: before its channels there are {x.ndim - 1}."
         )
-    strides = (1,) * len(window) if strides is None else tuple(strides)
-    pads = lax_conv_padding(x.shape[first:-1], window=window, strides=strides, padding=padding)
-    pool = functools.partial(pool, window=window, strides=strides, padding=pads)
-    return arrays.over_batch_axes(pool, x, len(window) + 1)
+    if strides is None:
+        strides = (1,) * len(window)
+    spatial_shape = x.shape[num_batch_axes:-1]
+    pads = lax_conv_padding(spatial_shape, window=window, strides=strides, padding=padding)
+    pool = functools.partial(pool, window=window, strides=tuple(strides), padding=pads)
+    return arrays.over_batch_axes(pool, x, item_ndim=len(window) + 1)

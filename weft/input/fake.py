@@ -184,6 +184,11 @@ def fake_source(
     return build_dataset
 
 
+def _mode(is_training: bool) -> str:
+    """Returns the first word of texts."""
+    return "train" if is_training else "eval"
+
+
 def _cast(example: Nested[Any], spec: Nested[jax.ShapeDtypeStruct], index: int) -> Nested[Any]:
     def cast(path, leaf_spec: jax.ShapeDtypeStruct, value: object) -> np.ndarray:
         array = np.asarray(value, leaf_spec.dtype)
@@ -216,7 +221,7 @@ def fake_text_source(
     Args:
         is_training: Whether to shuffle; selects the first word of texts, `train` or `eval`, too.
     """
-    mode = "train" if is_training else "eval"
+    mode = _mode(is_training)
     examples = [{text_field_name: f"{mode} text {i}"} for i in range(batch_size)]
     return fake_source(is_training, examples, repeat, shuffle_buffer_size=shuffle_buffer_size)
 
@@ -229,10 +234,10 @@ def fake_text2text_source(
     shuffle_buffer_size: int | None = None,
 ) -> BuildDatasetFn:
     """Returns a source of two pairs of texts."""
-    mode = "train" if is_training else "eval"
-    examples = [
-        {source_key: f"{mode} source {i}", target_key: f"{mode} target {i}"} for i in range(2)
-    ]
+    mode = _mode(is_training)
+    examples = []
+    for i in range(2):
+        examples.append({source_key: f"{mode} source {i}", target_key: f"{mode} target {i}"})
     return fake_source(is_training, examples, shuffle_buffer_size=shuffle_buffer_size)
 
 
@@ -245,10 +250,10 @@ def fake_classification_source(
     shuffle_buffer_size: int | None = None,
 ) -> BuildDatasetFn:
     """Returns a source of one text per class, with the class as its target."""
-    mode = "train" if is_training else "eval"
-    examples = [
-        {source_key: f"{mode} text {i}", target_key: name} for i, name in enumerate(classes)
-    ]
+    mode = _mode(is_training)
+    examples = []
+    for i, name in enumerate(classes):
+        examples.append({source_key: f"{mode} text {i}", target_key: name})
     return fake_source(is_training, examples, shuffle_buffer_size=shuffle_buffer_size)
 
 
@@ -262,11 +267,10 @@ def fake_classification_source_instruct_lm(
     eob_text: str = "<eob>",
 ) -> BuildDatasetFn:
     """Returns a source of one question and answer per class, each pair as one text."""
-    mode = "train" if is_training else "eval"
-    examples = [
-        {text_key: f"{mode} question {i}{eob_text}{name}{eoa_text}"}
-        for i, name in enumerate(classes)
-    ]
+    mode = _mode(is_training)
+    examples = []
+    for i, name in enumerate(classes):
+        examples.append({text_key: f"{mode} question {i}{eob_text}{name}{eoa_text}"})
     return fake_source(is_training, examples, shuffle_buffer_size=shuffle_buffer_size)
 
 
@@ -280,10 +284,10 @@ def fake_speech_source(
 ) -> BuildDatasetFn:
     """Returns a source of noise of various lengths, `Int16["samples"]`."""
     rng = np.random.default_rng(0)
-    examples = [
-        {speech_key: rng.integers(-(2**15), 2**15, rng.integers(1, max_len + 1), np.int16)}
-        for _ in range(num_examples)
-    ]
+    examples = []
+    for _ in range(num_examples):
+        length = rng.integers(1, max_len + 1)
+        examples.append({speech_key: rng.integers(-(2**15), 2**15, length, np.int16)})
     return fake_source(is_training, examples, shuffle_buffer_size=shuffle_buffer_size)
 
 
@@ -298,10 +302,13 @@ def fake_glue_source(
     spec: Nested[jax.ShapeDtypeStruct] | None = None,
 ) -> BuildDatasetFn:
     """Returns a source of one or more texts with a label."""
-    mode = "train" if is_training else "eval"
-    keys = [input_key] if isinstance(input_key, str) else list(input_key)
-    examples = [
-        {key: f"{mode} {key} {i}" for key in keys} | {label_key: label_value}
-        for i in range(2 if num_examples is None else num_examples)
-    ]
+    mode = _mode(is_training)
+    keys = [input_key] if isinstance(input_key, str) else input_key
+    if num_examples is None:
+        num_examples = 2
+    examples = []
+    for i in range(num_examples):
+        example: dict[str, Any] = {key: f"{mode} {key} {i}" for key in keys}
+        example[label_key] = label_value
+        examples.append(example)
     return fake_source(is_training, examples, spec=spec, shuffle_buffer_size=shuffle_buffer_size)

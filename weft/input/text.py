@@ -69,10 +69,10 @@ def sequence_batches(
         InputDatasetError: If the weights do not fit the sources, or in evaluation the number of
             sequences is not a multiple of the batch.
     """
-    sizes = [len(source) for source in sources]
-    if sum(sizes) < global_batch_size:
+    num_sequences = sum(map(len, sources))
+    if num_sequences < global_batch_size:
         raise EmptyCorpusError(
-            f"{name} has {sum(sizes)} sequences of {sources[0].sequence_length} tokens, fewer "
+            f"{name} has {num_sequences} sequences of {sources[0].sequence_length} tokens, fewer "
             f"than one batch of {global_batch_size}; add text, or reduce sequence_length or "
             "global_batch_size"
         )
@@ -85,18 +85,19 @@ def sequence_batches(
             f"{len(sources)} sources cannot be mixed with weights={list(weights)}; pass one "
             "positive weight for each"
         )
-    if not is_training and sum(sizes) % global_batch_size:
+    if not is_training and num_sequences % global_batch_size:
         raise InputDatasetError(
-            f"{name} has {sum(sizes)} sequences, which is not a multiple of a batch of "
+            f"{name} has {num_sequences} sequences, which is not a multiple of a batch of "
             f"{global_batch_size}, so the last ones would not be evaluated; pad a source with "
             "sequences of masked tokens, or use a batch size that divides their number"
         )
     all_sources = _SequenceMixture(sources)
+    order_seed = seed if is_training else None
 
     def build_dataset(dispatch_config: grain_input.DispatchConfig) -> grain.IterDataset:
         rows = grain_input.feed_rows(global_batch_size, dispatch_config)
         ds = grain_input.shard_dataset_with_proportion(
-            all_sources.order(weights, seed if is_training else None),
+            all_sources.order(weights, order_seed),
             range_start=rows.start,
             range_end=rows.stop,
             period=global_batch_size,
@@ -118,7 +119,7 @@ class _SequenceMixture:
 
     def __init__(self, sources: Sequence[packing.PackedSequences]):
         self._sources = list(sources)
-        self._starts = np.concatenate([[0], np.cumsum([len(source) for source in sources])])
+        self._starts = np.array([0, *itertools.accumulate(map(len, sources))])
 
     def order(self, weights: Sequence[float] | None, seed: int | None) -> grain.MapDataset:
         """Returns the indices in reading order; without a seed, sequentially and once."""
@@ -134,11 +135,11 @@ class _SequenceMixture:
         """Returns the examples of some indices as one batch."""
         if len(self._sources) == 1:
             return self._sources[0].take(indices)
-        which = np.searchsorted(self._starts, indices, side="right") - 1
+        source_indices = np.searchsorted(self._starts, indices, side="right") - 1
         batch: dict[str, np.ndarray] = {}
         counts_bytes = all(source.corrections is not None for source in self._sources)
-        for i in np.unique(which):
-            rows = np.flatnonzero(which == i)
+        for i in np.unique(source_indices):
+            rows = np.flatnonzero(source_indices == i)
             examples = self._sources[i].take(indices[rows] - self._starts[i])
             if not counts_bytes:  # all batches have the same features
                 examples.pop("target_num_bytes", None)
@@ -264,9 +265,12 @@ def lm_documents_source(
     loaded = as_tokenizer(tokenizer, add_bos=add_bos)
     pack = _packing(loaded, sequence_length, global_batch_size, is_training, segments)
     sources = [pack(maybe_instantiate(dataset), text_key=text_key) for dataset in named.values()]
+    source_weights = None
+    if weights is not None:
+        source_weights = [weights[name] for name in named]
     return sequence_batches(
         sources,
-        weights=None if weights is None else [weights[name] for name in named],
+        weights=source_weights,
         global_batch_size=global_batch_size,
         is_training=is_training,
         seed=seed,
@@ -282,13 +286,14 @@ def named_documents(
 
     Raises InputDatasetError if the weights do not name the documents.
     """
-    named = documents if isinstance(documents, Mapping) else {"documents": documents}
-    if weights is not None and set(weights) != set(named):
+    if not isinstance(documents, Mapping):
+        documents = {"documents": documents}
+    if weights is not None and set(weights) != set(documents):
         raise InputDatasetError(
             f"weights are given for {sorted(map(str, weights))}, but the documents are "
-            f"{sorted(map(str, named))}; pass one positive weight for each of them"
+            f"{sorted(map(str, documents))}; pass one positive weight for each of them"
         )
-    return named
+    return documents
 
 
 def lm_stream_source(
@@ -321,24 +326,23 @@ def lm_stream_source(
     """
     named = named_documents(documents, weights)
     loaded = as_tokenizer(tokenizer, add_bos=add_bos)
-    datasets = {name: maybe_instantiate(one) for name, one in named.items()}
-    for name, one in datasets.items():
-        if not len(one):
+    datasets = {name: maybe_instantiate(dataset) for name, dataset in named.items()}
+    for name, dataset in datasets.items():
+        if not len(dataset):
             raise EmptyCorpusError(f"{name} has no documents; pass files that contain records")
-    limit = None if split_documents else sequence_length
+    most_tokens = num_bins = None
+    if not split_documents:
+        most_tokens = sequence_length
+        num_bins = global_batch_size
 
     def build_dataset(dispatch_config: grain_input.DispatchConfig) -> grain_input.Dataset:
         # Mapped first, while errors can name the document.
-        tokenize = functools.partial(_tokenize, loaded, text_key, limit)
-        tokens = {name: one.map(tokenize) for name, one in datasets.items()}
-        packed = grain_lm.pack_pairs(
-            grain_input.maybe_to_iter_dataset(
-                _mix_documents(tokens, weights, seed if is_training else None),
-                read_options=grain.ReadOptions(num_threads, 8 * num_threads),
-            ),
-            sequence_length,
-            num_bins=None if split_documents else global_batch_size,
-        )
+        tokenize = functools.partial(_tokenize, loaded, text_key, most_tokens)
+        tokens = {name: dataset.map(tokenize) for name, dataset in datasets.items()}
+        mixed = _mix_documents(tokens, weights, seed if is_training else None)
+        read_options = grain.ReadOptions(num_threads, 8 * num_threads)
+        mixed = grain_input.maybe_to_iter_dataset(mixed, read_options=read_options)
+        packed = grain_lm.pack_pairs(mixed, sequence_length, num_bins=num_bins)
         if not is_training:
             packed = grain_input.pad_for_evaluation(
                 packed, per_feed_batch_size=global_batch_size, max_num_examples=sys.maxsize
@@ -356,8 +360,10 @@ def _mix_documents(
     """Shuffles, repeats and mixes; without a seed, concatenates."""
     if seed is None:
         return grain.MapDataset.concatenate(list(named.values()))
-    weights = weights or {name: float(len(one)) for name, one in named.items()}
-    return _shuffle_and_mix(list(named.values()), [weights[name] for name in named], seed)
+    if not weights:
+        weights = {name: float(len(dataset)) for name, dataset in named.items()}
+    ordered_weights = [weights[name] for name in named]
+    return _shuffle_and_mix(list(named.values()), ordered_weights, seed)
 
 
 def _shuffle_and_mix(
@@ -369,15 +375,15 @@ def _shuffle_and_mix(
 
 
 def _tokenize(
-    tokenizer: Tokenizer, text_key: str, limit: int | None, record: object
+    tokenizer: Tokenizer, text_key: str, most_tokens: int | None, record: object
 ) -> dict[str, np.ndarray]:
     """Converts a document to `next_token_pairs`."""
     text = file_cache.document_text(record, text_key)
     tokens = tokenizer.encode(text)
-    if limit is not None and len(tokens) >= limit:
+    if most_tokens is not None and len(tokens) >= most_tokens:
         raise InputDatasetError(
             f"the document has {len(tokens) + 1} tokens with its end, more than "
-            f"sequence_length={limit}; leave it out, increase sequence_length, or "
+            f"sequence_length={most_tokens}; leave it out, increase sequence_length, or "
             "set split_documents=True"
         )
     num_bytes = text_num_bytes(tokenizer, text, tokens)
