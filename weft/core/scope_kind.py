@@ -3,7 +3,7 @@
 Only roots cross, the given scopes that are not below another one; scopes below are found again from
 their roots. A group of a scope's state is a triple: variables, PRNG streams, and created variables.
 Output groups contain only changed variables; created variables are returned with their initial
-values in `made`, and among the variables only if written to again. Initial values thus cross
+values in `created`, and among the variables only if written to again. Initial values thus cross
 transformations like other values, along the same axes.
 """
 
@@ -65,12 +65,12 @@ class Group(NamedTuple):
 
     Attributes:
         variables: by collection, scope and name.
-        made: initial values of variables that the call has created, nested as `variables`.
+        created: initial values of variables that the call has created, nested as `variables`.
     """
 
     variables: dict[str, Any]
     streams: dict[str, LazyRng]
-    made: dict[str, Any]
+    created: dict[str, Any]
 
 
 Groups = tuple[Group, ...]
@@ -117,11 +117,11 @@ _Static = tuple[_Root | _Descendant, ...]
 class _Collected:
     """Static part of a scope after the function; `counts` is None for a scope below a root.
 
-    `left`, the scope's `left_counts`, does not distinguish results.
+    `left_counts`, those of the scope, do not distinguish results.
     """
 
     counts: FrozenCounts | None
-    left: frozenset[tuple[tuple[int, str], int]] = dataclasses.field(compare=False)
+    left_counts: frozenset[tuple[tuple[int, str], int]] = dataclasses.field(compare=False)
 
 
 class _Outer(NamedTuple):
@@ -171,11 +171,12 @@ class ScopeKind(lifting.Kind):
                     "both in the same way."
                 )
             static.append(descendant)
-            groups.append((_EMPTY,) * len(scope_parts))
+            groups.append((_EMPTY,) * len(scope_parts))  # its state crosses with the root's
         return _Outer(carriers, tuple(static)), tuple(static), groups
 
     def _split_root(self, scope: Scope, parts: SelectedParts) -> tuple[_Root, Groups]:
         store = scope._store
+        # Of an outer trace, where the state of this call was created, see `create_outside`.
         is_outside = scope.mutable is not False and store.trace != current_trace()
         variables: dict[str, Any] = {}
         for col in store.collections:
@@ -300,21 +301,22 @@ class ScopeKind(lifting.Kind):
         groups: Sequence[Sequence[Group | None]],
         new_groups: Sequence[Groups],
     ) -> list[Scope]:
-        here = current_trace()
+        trace = current_trace()
         # All or nothing: nothing is written before all scopes were checked.
         for i, scope in enumerate(outer.scopes):
             scope._check_valid()
-            if scope._store.trace != here:
+            if scope._store.trace != trace:
                 _check_unchanged(scope, outer.static[i], static[i].counts, groups[i])
         for scope, collected, scope_groups in zip(outer.scopes, static, groups, strict=True):
-            scope.left_counts = collected.left
-            if collected.counts is None or scope._store.trace != here:
+            scope.left_counts = collected.left_counts
+            # The root above commits for this scope; a scope of an outer trace has no changes.
+            if collected.counts is None or scope._store.trace != trace:
                 continue
             if collected.counts.table:
                 scope._counts.update_below(scope._below, collected.counts)
             for group in scope_groups:
-                if group is not None and (group.made or group.variables):
-                    _write(scope, group.made, only_new=True)
+                if group is not None and (group.created or group.variables):
+                    _write(scope, group.created, only_new=True)
                     _write(scope, group.variables)
         return []
 
@@ -360,14 +362,14 @@ class ScopeKind(lifting.Kind):
         return False
 
     def created(self, inputs: Group, outputs: Group) -> Group | None:
-        return Group(outputs.made, {}, {}) if outputs.made else None
+        return Group(outputs.created, {}, {}) if outputs.created else None
 
     def union(self, group: Group, other: Group) -> Group:
-        variables = _union(_union(group.variables, other.made), other.variables)
+        variables = _union(_union(group.variables, other.created), other.variables)
         return group._replace(variables=variables)
 
     def with_created(self, group: Group, created: Group) -> Group:
-        return group._replace(made=_union(created.variables, group.made))
+        return group._replace(created=_union(created.variables, group.created))
 
     # Keys, metadata and locations.
 
@@ -401,7 +403,7 @@ class ScopeKind(lifting.Kind):
                     new_collections[col] = change_metadata(entries, axis, metadata)
             return new_collections
 
-        return group._replace(variables=changed(group.variables), made=changed(group.made))
+        return group._replace(variables=changed(group.variables), created=changed(group.created))
 
     def location(self, static: _Static, carrier: int | None, path: KeyPath) -> str:
         if carrier is None:
@@ -458,9 +460,13 @@ class ScopeKind(lifting.Kind):
         for branches in zip(*statics, strict=True):
             counts: FrozenCounts | None = None
             if branches[0].counts is not None:
-                counts = functools.reduce(rngs_lib.max_counts, [b.counts for b in branches])
-            left = functools.reduce(rngs_lib.max_by_key, [b.left for b in branches])
-            joined.append(_Collected(counts, left))
+                counts = functools.reduce(
+                    rngs_lib.max_counts, [branch.counts for branch in branches]
+                )
+            left_counts = functools.reduce(
+                rngs_lib.max_by_key, [branch.left_counts for branch in branches]
+            )
+            joined.append(_Collected(counts, left_counts))
         return tuple(joined)
 
 
@@ -614,7 +620,7 @@ def _check_unchanged(
     for group in groups:
         if group is None:
             continue
-        for entry, value in (*_entries(scope, group.made), *_entries(scope, group.variables)):
+        for entry, value in (*_entries(scope, group.created), *_entries(scope, group.variables)):
             col, path, name = entry
             if not is_same(store.entries(col, path).get(name), value):
                 raise _written_error(store, entry)

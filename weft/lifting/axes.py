@@ -38,6 +38,7 @@ def enter_axis(
     from each. Raises AxisSizeError if sizes disagree, an axis does not exist, or the size is
     unknown.
     """
+    # Metadata first: a hook may change the shape of a value.
     entered = _change_metadata(units, -1, metadata)
     n = _axis_size(entered, size, transformation)
     values: list[PyTree] = []
@@ -52,8 +53,8 @@ def leave_axis(
     units: Units, results: PureResults, out_axes: PyTree, metadata: Metadata
 ) -> PureResults:
     """Returns the results, with the axis added to their metadata."""
-    left = _change_metadata(units.of_results(results, out_axes), 1, metadata)
-    state_nodes, packed = left.packed()
+    returned = units.of_results(results, out_axes)
+    state_nodes, packed = _change_metadata(returned, 1, metadata).packed()
     return PureResults(results.static, state_nodes, packed)
 
 

@@ -200,7 +200,8 @@ class LoopBody:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the next carry and `y` of an iteration with these results; sets the outcome."""
         returned = units.of_results(results, self._out_axes)
-        # The groups of the input carriers come first and have only what has changed.
+        # The groups of the input carriers come first and have only what has changed; the next
+        # iteration needs the unchanged values, too.
         for i, group in enumerate(units.groups()):
             if returned.layout.units[i].role is CARRY:
                 returned.values[i] = units.kind.union(group, returned.values[i])
@@ -315,6 +316,7 @@ def carry_structures_of_args(in_axes: PyTree, args: tuple[PyTree, ...]) -> Carry
 
 def _check_shared(transformation: str, units: Units, returned: Units) -> None:
     """Raises RoleError if the body returns or changes what all iterations share."""
+    # Unchanged values are the same tracers; a change makes a new one.
     shared_ids: set[int] = set()
     for unit, value in units.items():
         if unit.role is None:
@@ -381,8 +383,9 @@ def _check_carry_structures(
     transformation: str, structures: CarryStructures, next_structures: CarryStructures
 ) -> None:
     """Raises CarryStructureError if the carry comes back in other containers."""
-    if len(structures) != len(next_structures) == 1:
-        # One role for all results, which are a tuple of the carried arguments.
+    has_one_role = len(next_structures) == 1
+    if has_one_role and len(structures) != 1:
+        # The results are a tuple of the carried arguments, with one role for all.
         next_structures = tuple(next_structures[0].children())
     for structure, next_structure in zip(structures, next_structures, strict=False):
         if structure != next_structure:
@@ -425,6 +428,7 @@ def while_loop(kind: Kind, cond_fn: Fn, body_fn: Fn, *, in_axes: PyTree) -> Fn:
         named_after(cond_fn, is_on)
         named_after(body_fn, iterate)
         start = jnp.int32(0), body.carry
+        # The only effects that it may have are reads of references.
         if body.has_refs and jax.make_jaxpr(is_on)(start).effects:
             raise RoleError(
                 "while_loop: the condition reads a jax.Ref (a variable with ref=True), and JAX "

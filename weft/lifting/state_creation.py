@@ -240,12 +240,14 @@ def prepare_loop(
     traced = TracedFunction(body.fn, body.first_iteration, *inputs)
     first: FirstIteration = traced.shapes
     if first.created is None:
+        # The trace of the first iteration is that of all.
         if not needs_collected:
             return PreparedLoop(body, _step_of(traced), nothing_created)
         body_static = kind.static_of_run(static, collected=first.static.value)
         body = make_body(units.with_static(body_static))
         return PreparedLoop(body, body, nothing_created)
 
+    # Only what the created state depends on is computed, and not the rest of the iteration.
     created_structure = jax.tree.structure(first.created)
     created_leaves = traced.only(range(created_structure.num_leaves), *inputs)
     created = created_structure.unflatten(created_leaves)
@@ -258,6 +260,7 @@ def prepare_loop(
             body_static = kind.static_of_run(static, first.static.value, second.static.value)
             body = make_body(units.with_static(body_static))
 
+    # This trace finds the state, so it has the same carry before and after.
     traced = TracedFunction(body.fn, body.first_iteration, *first_inputs(body))
     created_later = traced.shapes.created
     if created_later is not None:

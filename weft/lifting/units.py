@@ -74,6 +74,7 @@ class UnitLayout:
             if not is_node:
                 units.append(Unit(leaf_role, None, None, i))
                 continue
+            # The groups of a node are in the order of its roles.
             for where, role in carrier_roles(leaf_role):
                 units.append(Unit(role, where, n_carriers, i))
             n_carriers += 1
@@ -116,6 +117,7 @@ class Units:
         leaf_roles: tuple[Any, ...],
         holds_results: bool,
     ) -> Units:
+        # A `StateNode` is a leaf here: its groups are units, whatever their own leaves are.
         leaves, structure = jax.tree.flatten(packed, is_leaf=is_state_node)
         are_state_nodes = tuple(map(is_state_node, leaves))
         values: list[PyTree] = []
@@ -197,10 +199,13 @@ class Units:
         unit = self.layout.units[i]
         if unit.carrier is not None:
             return self.kind.location(self.static, unit.carrier, path)
+        # The tree with the number of each leaf in its place, to find the path of one.
         positions = self.layout.structure.unflatten(range(self.layout.structure.num_leaves))
         unit_path, _ = tree_leaves_with_path(positions)[unit.leaf]
         if self.layout.holds_results:
-            return f"the result{keystr((*unit_path[1:], *path))}"
+            # The tree is a pair, whose second part is the user's result.
+            _, *path_in_result = unit_path
+            return f"the result{keystr((*path_in_result, *path))}"
         return self.kind.location(self.static, None, (*unit_path, *path))
 
     def location_in_groups(self, path: KeyPath) -> str:

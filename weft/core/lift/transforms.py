@@ -485,15 +485,15 @@ def map_variables(
 
     def map_out(inputs: Groups, results: Groups, is_first: bool) -> Groups:
         changes = results[0]
-        if not (is_first or mutable or changes.variables or changes.made):
+        if not (is_first or mutable or changes.variables or changes.created):
             return results
         # The function maps whole collections, so what has not changed takes part.
         new = _map_group(map_out_fn, kind.union(inputs[0], changes))
         created: dict[str, PyTree] = {}
-        if changes.made:
-            initial = kind.union(inputs[0], Group({}, {}, changes.made))
+        if changes.created:
+            initial = kind.union(inputs[0], Group({}, {}, changes.created))
             created = map_out_fn(initial.variables)
-        return new._replace(made=created), *results[1:]
+        return new._replace(created=created), *results[1:]
 
     def initialize(inputs: Groups, results: Groups) -> Groups:
         return _map_group(map_out_fn, kind.union(inputs[0], results[0])), *inputs[1:]
