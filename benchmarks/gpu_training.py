@@ -14,7 +14,7 @@ import jax
 
 from benchmarks import _llama, _torch_llama
 from benchmarks.harness import Row, counted, row
-from weft.trainer import RunListener, SpmdTrainer
+from weft.trainer import Hook, SpmdTrainer
 from weft.trainer.flops import forward_flops, peak_flops_of
 from weft.trainer.profiling import layer_times
 
@@ -22,7 +22,7 @@ from weft.trainer.profiling import layer_times
 EVERY, TRACED, LAYERS = 10, 171, 8
 
 
-class _Steps(RunListener):
+class _Steps(Hook):
     """Waits for every tenth step."""
 
     def __init__(self) -> None:

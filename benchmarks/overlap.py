@@ -15,19 +15,19 @@ from benchmarks.harness import Row, counted
 from weft.debug.anomalies import AnomalyPolicy
 from weft.recipes import RECIPES
 from weft.report.results import TRAIN_SUMMARIES, read_results
-from weft.trainer.progress import RunListener
+from weft.trainer.hooks import Hook
 from weft.trainer.throughput import Throughput
 
 READINGS, EVERY = 15, 20
 TARGET = 0.02
 
 
-class _Waiting(RunListener):
+class _Waiting(Hook):
     def on_step(self, step, outputs, batch):
         jax.block_until_ready(outputs)
 
 
-def idle(policy: AnomalyPolicy.Config | None, listener: RunListener | None = None) -> list[float]:
+def idle(policy: AnomalyPolicy.Config | None, listener: Hook | None = None) -> list[float]:
     """Returns the shares of idle time that a run reports."""
     with tempfile.TemporaryDirectory() as directory:
         cfg = RECIPES[0]().set(dir=directory, max_step=(READINGS + 1) * EVERY, evalers={})

@@ -15,7 +15,7 @@ from benchmarks._lm_linen import LanguageModel
 from benchmarks.harness import Row, counted
 from weft.config import config_for_class
 from weft.recipes import find_recipe
-from weft.trainer import Precision, RunListener
+from weft.trainer import Hook, Precision
 
 STEPS, LAST = 200, 50
 _ARGUMENTS = [f"steps={STEPS}", "batch_size=8", "learning_rate=5e-4"]
@@ -25,7 +25,7 @@ _HALF = Precision.default_config().set(
 _NEAREST = _HALF.clone(stochastic_rounding=False)
 
 
-class _Losses(RunListener):
+class _Losses(Hook):
     def __init__(self):
         self.values: list[Any] = []
 

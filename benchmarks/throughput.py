@@ -16,7 +16,7 @@ from benchmarks.harness import Row, row
 from weft.config import config_for_function
 from weft.recipes import RECIPES
 from weft.trainer.checkpointer import every_n_steps_policy
-from weft.trainer.progress import RunListener
+from weft.trainer.hooks import Hook
 
 PAIRS, BLOCK = 16, 8
 
@@ -45,7 +45,7 @@ class _ByHand:
         return losses
 
 
-class _Alternating(RunListener):
+class _Alternating(Hook):
     """Measures blocks of the trainer's steps, each followed by a block of the loop."""
 
     def __init__(self):

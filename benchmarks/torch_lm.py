@@ -28,7 +28,7 @@ from weft.config import config_for_function
 from weft.hierarchy import SlidingWindowAttentionBias
 from weft.recipes import RECIPES
 from weft.trainer.checkpointer import every_n_steps_policy
-from weft.trainer.progress import RunListener
+from weft.trainer.hooks import Hook
 
 PAIRS = 16
 
@@ -235,7 +235,7 @@ def _process(make: Callable[..., dict[str, _Trainable]], *args: Any) -> Iterator
     process.join()
 
 
-class _Alternating(RunListener):
+class _Alternating(Hook):
     """Measures blocks of the trainer's steps, each followed by a block of each of the others."""
 
     def __init__(self, size: _Size, stack: contextlib.ExitStack):
