@@ -58,10 +58,10 @@ def partition_by_path_rank(
     >>> partition({"input_ids": np.zeros((2, 3))})["input_ids"].shape
     (2, 3)
     """
-    rules = [
-        (None if path is None else re.compile(path), rank, spec)
-        for (path, rank), spec in path_rank_to_partition.items()
-    ]
+    rules = []
+    for (path, rank), spec in path_rank_to_partition.items():
+        pattern = None if path is None else re.compile(path)
+        rules.append((pattern, rank, spec))
 
     def constrain(path, leaf: Tensor) -> Tensor:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -120,7 +120,9 @@ class Input(Module):
         spec = self.config.partition_spec
         if spec is not None:
             return spec
-        return self.dispatcher.partition_spec if self.dispatcher else input_partition_spec()
+        if self.dispatcher:
+            return self.dispatcher.partition_spec
+        return input_partition_spec()
 
     @nowrap
     def dataset(self) -> Iterable[Nested[np.ndarray]]:
@@ -166,7 +168,9 @@ class Input(Module):
         batch = global_physical_batch
         if self.dispatcher:
             batch = self.dispatcher.physical_to_logical_batch(batch)
-        return self._input_partitioner(batch) if self._input_partitioner else batch
+        if self._input_partitioner:
+            batch = self._input_partitioner(batch)
+        return batch
 
     @nowrap
     def __iter__(self) -> Iterator[Nested[np.ndarray]]:

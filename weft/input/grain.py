@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 import grain.experimental
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from weft import config, errors
 from weft.hierarchy.module import Module, nowrap
@@ -68,9 +69,8 @@ class DispatchConfig:
     def __post_init__(self) -> None:
         for name in ("shard_index", "num_shards"):
             value = getattr(self, name)
-            object.__setattr__(
-                self, name, tuple(value) if isinstance(value, Sequence) else (value,)
-            )
+            levels = tuple(value) if isinstance(value, Sequence) else (value,)
+            object.__setattr__(self, name, levels)
         index, num = self.levels()
         if len(index) != len(num) or not all(0 <= i < n for i, n in zip(index, num, strict=True)):
             raise errors.InputDispatchError(
@@ -149,7 +149,9 @@ def array_record_dataset(
     files = [paths] if isinstance(paths, str) else list(paths)
     source = FileRecordSource(files, lambda path: data_source_cls(path, **data_source_cls_args))
     ds = RecordDataset(source)
-    return ds if seed is None else ds.seed(seed)
+    if seed is None:
+        return ds
+    return ds.seed(seed)
 
 
 def maybe_to_iter_dataset(
@@ -277,15 +279,17 @@ def unbatch(ds: Dataset, *, skip_empty_batch: bool = False) -> grain.IterDataset
     )
 
 
-def default_pad_example_fn(example: object) -> Any:
+def default_pad_example_fn(example: PyTree) -> PyTree:
     """Returns an example of the same structure, shapes and types, with zeros and empty strings.
 
     >>> default_pad_example_fn({"ids": np.array([3, 4]), "text": "abc", "n": 2})
     {'ids': array([0, 0]), 'n': 0, 'text': ''}
     """
 
-    def pad(leaf: object) -> Any:
-        return np.zeros_like(leaf) if isinstance(leaf, np.ndarray) else type(leaf)()
+    def pad(leaf: T) -> T | np.ndarray:
+        if isinstance(leaf, np.ndarray):
+            return np.zeros_like(leaf)
+        return type(leaf)()
 
     return jax.tree.map(pad, example)
 
@@ -339,7 +343,9 @@ def rekey(
     """
 
     def path(key: str) -> list[str]:
-        return key.split(separator) if separator else [key]
+        if not separator:
+            return [key]
+        return key.split(separator)
 
     def lookup(example: object, key: str | None) -> Any:
         if not key:
@@ -351,13 +357,15 @@ def rekey(
         return example
 
     def fn(example: Mapping[str, Any]) -> dict[str, Any]:
-        result = _copy_dicts(example) if retain_original_inputs else {}
-        for new, old in key_map.items():
-            *parent_keys, last_key = path(new)
+        result: dict[str, Any] = {}
+        if retain_original_inputs:
+            result = _copy_dicts(example)
+        for new_key, old_key in key_map.items():
+            *parent_keys, last_key = path(new_key)
             parent = result
             for key in parent_keys:
                 parent = parent.setdefault(key, {})
-            parent[last_key] = lookup(example, old)
+            parent[last_key] = lookup(example, old_key)
         return result
 
     return ds.map(fn)
@@ -379,13 +387,15 @@ def sample_from_datasets(*, sources: Sequence[Dataset], weights: Sequence[float]
         )
     random_access = [ds for ds in sources if isinstance(ds, grain.MapDataset)]
     if len(random_access) == len(sources):
-        endless = [ds if len(ds) >= sys.maxsize else ds.repeat(None) for ds in random_access]
+        endless = []
+        for ds in random_access:
+            endless.append(ds if len(ds) >= sys.maxsize else ds.repeat(None))
         return grain.MapDataset.mix(endless, weights)
     repeated = [grain.experimental.RepeatIterDataset(maybe_to_iter_dataset(ds)) for ds in sources]
     return grain.IterDataset.mix(repeated, weights)
 
 
-def _copy_dicts(example: object) -> Any:
+def _copy_dicts(example: PyTree) -> PyTree:
     if not isinstance(example, Mapping):
         return example
     return {key: _copy_dicts(value) for key, value in example.items()}
