@@ -19,6 +19,7 @@ hypothesis can overtake its worst finished one.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -88,7 +89,9 @@ def unflatten_decoding_dim(
     x: Shaped[Array, "rows ..."], batch_size: int, num_decodes: int
 ) -> Shaped[Array, "batch decodes ..."]:
     """Splits the first axis into prompts and hypotheses; a scalar is unchanged."""
-    return x if x.ndim == 0 else x.reshape(batch_size, num_decodes, *x.shape[1:])
+    if x.ndim == 0:
+        return x
+    return x.reshape(batch_size, num_decodes, *x.shape[1:])
 
 
 def expand_cache(cache: NestedTensor, num_decodes: int) -> NestedTensor:
@@ -97,9 +100,10 @@ def expand_cache(cache: NestedTensor, num_decodes: int) -> NestedTensor:
     In a `VDict` the arrays of several layers are stacked, and the prompts are the second axis.
     """
 
-    def expand(x: Any) -> Any:
+    def expand(x: Tensor | KVPages) -> Tensor | KVPages:
         if isinstance(x, KVPages):
-            return x.take(jnp.repeat(jnp.arange(len(x.page_indices)), num_decodes))
+            rows = jnp.repeat(jnp.arange(len(x.page_indices)), num_decodes)
+            return x.take(rows)
         return flatten_decoding_dim(add_decoding_dim(x, num_decodes))
 
     return struct.map_blocks(expand, cache, is_leaf=_is_pages)
@@ -110,10 +114,12 @@ def gather_cache(cache: NestedTensor, hypotheses: Int[Array, "batch decodes"]) -
     batch, num_decodes = hypotheses.shape
     rows = (jnp.arange(batch)[:, None] * num_decodes + hypotheses).reshape(-1)
 
-    def gather(x: Any) -> Any:
+    def gather(x: Tensor | KVPages) -> Tensor | KVPages:
         if isinstance(x, KVPages):
             return x.take(rows)
-        return x if x.ndim == 0 else x[rows]
+        if x.ndim == 0:
+            return x
+        return x[rows]
 
     return struct.map_blocks(gather, cache, is_leaf=_is_pages)
 
@@ -126,7 +132,7 @@ def gather_hypotheses(
     x: Shaped[Array, "batch decodes ..."], hypotheses: Int[Array, "batch chosen"]
 ) -> Shaped[Array, "batch chosen ..."]:
     """Gathers hypotheses of each prompt."""
-    return jax.vmap(lambda of_prompt, chosen: of_prompt[chosen])(x, hypotheses)
+    return jax.vmap(operator.getitem)(x, hypotheses)
 
 
 def initial_sequences(
@@ -388,13 +394,16 @@ def sample_decode(
         )
         tokens = jax.random.categorical(key, log_probs)
         scores = jnp.take_along_axis(log_probs, tokens[:, :, None], axis=2)[:, :, 0]
-        done, at, index = state.stop_decoding, state.cur_index, state.cur_index + 1
+        done = state.stop_decoding
+        index = state.cur_index + 1
         sequences = write_tokens_at(state.sequences, index, jnp.where(done, pad_id, tokens))
         ends = stop_decoding_condition(index=index, sequences=sequences, prefix_len=time_step + 1)
         return DecodingState(
             cur_index=index,
             sequences=sequences,
-            token_scores=write_tokens_at(state.token_scores, at, jnp.where(done, 0.0, scores)),
+            token_scores=write_tokens_at(
+                state.token_scores, state.cur_index, jnp.where(done, 0.0, scores)
+            ),
             stop_decoding=done | ends,
             cache=cache,
             prng_key=next_key,
@@ -574,12 +583,13 @@ class _BeamSearch:
         scores, chosen = jax.lax.top_k(jnp.concatenate(scores, axis=1), state.scores.shape[1])
         sequences = gather_hypotheses(jnp.concatenate(sequences, axis=1), chosen)
 
-        # Live hypotheses: the best of the others.
-        others = candidates.at[:, :, eos_ids].set(NEG_INF)
-        of_prompt = jnp.where(jax.nn.one_hot(forced, vocab, dtype=bool), 0.0, NEG_INF)
-        others = others.at[:, :1].set(jnp.where(is_forced, of_prompt, others[:, :1]))
-        others = others.reshape(others.shape[0], -1)
-        live_scores, chosen = jax.lax.top_k(others, state.live_scores.shape[1])
+        # Live hypotheses: the best that do not end. Within a prompt, only its token can follow.
+        live_candidates = candidates.at[:, :, eos_ids].set(NEG_INF)
+        prompt_scores = jnp.where(jax.nn.one_hot(forced, vocab, dtype=bool), 0.0, NEG_INF)
+        first_candidates = jnp.where(is_forced, prompt_scores, live_candidates[:, :1])
+        live_candidates = live_candidates.at[:, :1].set(first_candidates)
+        live_candidates = live_candidates.reshape(len(live_candidates), -1)
+        live_scores, chosen = jax.lax.top_k(live_candidates, state.live_scores.shape[1])
         parents, tokens = chosen // vocab, chosen % vocab
         live_sequences = write_tokens_at(
             gather_hypotheses(state.live_sequences, parents), index, tokens

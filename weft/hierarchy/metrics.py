@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from weft import errors, struct
 from weft.config import Configurable
-from weft.typing import NestedTensor, Tensor
+from weft.typing import NestedTensor, PyTree, Tensor
 
 
 class Summary(struct.PyTreeNode):
@@ -170,11 +170,13 @@ class WeightedSummary(WeightedValue):
 
 @jax.jit
 def _merge_means(*means_and_weights: Tensor | float) -> tuple[Tensor, Tensor]:
-    mean, weight, *other = map(jnp.asarray, means_and_weights)
-    pairs, weights = ((mean, weight), other), weight + other[1]
+    mean_a, weight_a, mean_b, weight_b = map(jnp.asarray, means_and_weights)
     # The mean of no examples is 0, and one that is NaN does not count.
-    total = sum(jnp.where(w > 0, x, 0) * w for x, w in pairs)
-    return jnp.where(weights > 0, total / jnp.maximum(weights, 1e-30), 0), weights
+    total_a = jnp.where(weight_a > 0, mean_a, 0) * weight_a
+    total_b = jnp.where(weight_b > 0, mean_b, 0) * weight_b
+    weight = weight_a + weight_b
+    mean = (total_a + total_b) / jnp.maximum(weight, 1e-30)
+    return jnp.where(weight > 0, mean, 0), weight
 
 
 class _ReducerSummary(_ValueSummary, MetricSummary):
@@ -307,7 +309,7 @@ class _UnweightedMean(WeightedScalar):
     """Mean of numbers that were reported without a weight."""
 
 
-def _as_weighted(value: Any) -> Any:
+def _as_weighted(value: PyTree) -> PyTree:
     if isinstance(value, Mapping):
         return {name: _as_weighted(child) for name, child in value.items()}
     if value is None or isinstance(value, Summary | str) or np.ndim(value):
@@ -315,22 +317,28 @@ def _as_weighted(value: Any) -> Any:
     return _UnweightedMean(value, 1.0)
 
 
-def _as_numbers(value: object) -> Any:
+def _as_numbers(value: PyTree) -> PyTree:
     if isinstance(value, Mapping):
         return {name: _as_numbers(child) for name, child in value.items()}
-    return value.mean if isinstance(value, _UnweightedMean) else value
+    if isinstance(value, _UnweightedMean):
+        return value.mean
+    return value
 
 
-def _accumulate(total: Any, new: Any, path: str) -> Any:
-    if isinstance(total, Mapping) != isinstance(new, Mapping):
+def _accumulate(total: PyTree, summaries: PyTree, path: str) -> PyTree:
+    if isinstance(total, Mapping) != isinstance(summaries, Mapping):
         raise errors.OutputConflictError(
             f"the summary {path!r} is a dict in one batch and a value in another; rename one "
             "of them."
         )
     if isinstance(total, Mapping):
         totals = dict(total)
-        for name, value in new.items():
-            below = f"{path}/{name}" if path else name
-            totals[name] = _accumulate(total[name], value, below) if name in total else value
+        for name, value in summaries.items():
+            if name in total:
+                child_path = f"{path}/{name}" if path else name
+                value = _accumulate(total[name], value, child_path)
+            totals[name] = value
         return totals
-    return total.accumulate(new) if isinstance(total, Summary) else total
+    if isinstance(total, Summary):
+        return total.accumulate(summaries)
+    return total

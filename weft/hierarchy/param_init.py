@@ -7,7 +7,7 @@ weights keep the variance of activations (by their fans), biases start at 0, sca
 import enum
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from weft import config, errors
 from weft.config import REQUIRED, Configurable, InstantiableConfig, Required
 from weft.functional.arrays import as_tuple
 from weft.functional.initializers import DISTRIBUTIONS, draw, fan_sizes
-from weft.typing import DistributionName, DType, FanName, Shape, Tensor
+from weft.typing import ArrayLike, DistributionName, DType, FanName, Shape, Tensor
 
 PARAM_REGEXP_WEIGHT = ".*weight$"
 """Matches the paths of weights, in a `DefaultInitializer`."""
@@ -75,20 +75,26 @@ class FanAxes(NamedTuple):
         >>> FanAxes(-2, 1).prepend_axis(axis_type=FanAxes.AxisType.BATCH_AXIS)
         FanAxes(in_axis=(-2,), out_axis=(2,), batch_axis=(0,))
         """
-        moved = (tuple(a + 1 if a >= 0 else a for a in axes) for axes in self.tuples())
-        return FanAxes(*moved)._with(0, axis_type)
+        shifted = [_shift(axes, 1, lambda axis: axis >= 0) for axes in self.tuples()]
+        return FanAxes(*shifted)._with(0, axis_type)
 
     def append_axis(self, *, axis_type: "FanAxes.AxisType") -> "FanAxes":
         """Returns the axes after a new last axis of this type is added."""
-        moved = (tuple(a - 1 if a < 0 else a for a in axes) for axes in self.tuples())
-        return FanAxes(*moved)._with(-1, axis_type)
+        shifted = [_shift(axes, -1, lambda axis: axis < 0) for axes in self.tuples()]
+        return FanAxes(*shifted)._with(-1, axis_type)
 
     def _with(self, axis: int, axis_type: "FanAxes.AxisType") -> "FanAxes":
         name = axis_type.value
         if name is None:
             return self
         axes: Any = getattr(self, name)
-        return self._replace(**{name: (axis, *axes) if axis == 0 else (*axes, axis)})
+        axes = (axis, *axes) if axis == 0 else (*axes, axis)
+        return self._replace(**{name: axes})
+
+
+def _shift(axes: tuple[int, ...], shift: int, is_shifted: Callable[[int], bool]) -> tuple[int, ...]:
+    """Returns axes after another one was added, which shifts those that count from its end."""
+    return tuple(axis + shift if is_shifted(axis) else axis for axis in axes)
 
 
 def maybe_prepend_axis(fan_axes: FanAxes | None, *, axis_type: FanAxes.AxisType) -> FanAxes | None:
@@ -146,8 +152,10 @@ class GaussianInitializer(Initializer):
 
     def initialize(self, name, *, prng_key, shape, dtype, axes=None):
         cfg = self.config
-        drawn = jax.random.normal(prng_key, shape, dtype) * jnp.asarray(cfg.std, dtype)
-        return drawn if cfg.mean is None else drawn + jnp.asarray(cfg.mean, dtype)
+        values = jax.random.normal(prng_key, shape, dtype) * jnp.asarray(cfg.std, dtype)
+        if cfg.mean is not None:
+            values = values + jnp.asarray(cfg.mean, dtype)
+        return values
 
     def debug_string(self, name=None, shape=None, axes=None):
         return f"normal({self.config.mean or 0}, {self.config.std}^2)"
@@ -199,12 +207,18 @@ class WeightInitializer(Initializer):
 
     def debug_string(self, name=None, shape=None, axes=None):
         cfg = self.config
-        is_uniform, bound = cfg.distribution == "uniform", f"{cfg.scale}"
+        is_uniform = cfg.distribution == "uniform"
+        scale = f"{cfg.scale}"
         if cfg.fan is not None:
-            fan = cfg.fan if shape is None or axes is None else fans(shape, axes)[cfg.fan]
-            bound = f"sqrt({'3 * ' if is_uniform else ''}{cfg.scale} / {fan})"
-        spread = f"-{bound}, {bound}" if is_uniform else f"0, {bound}^2"
-        return f"{cfg.distribution}({spread})"
+            fan = cfg.fan
+            if shape is not None and axes is not None:
+                fan = fans(shape, axes)[cfg.fan]
+            # A uniform distribution within ±b has the variance b²/3.
+            factor = "3 * " if is_uniform else ""
+            scale = f"sqrt({factor}{cfg.scale} / {fan})"
+        if is_uniform:
+            return f"uniform(-{scale}, {scale})"
+        return f"{cfg.distribution}(0, {scale}^2)"
 
 
 def fans(shape: Shape, axes: FanAxes) -> dict[str, float]:
@@ -236,9 +250,9 @@ class DefaultInitializer(Initializer):
             PARAM_REGEXP_BIAS: ConstantInitializer.default_config().set(value=0.0),
             PARAM_REGEXP_SCALE: ConstantInitializer.default_config().set(value=1.0),
         }
-        given = cfg.init_by_param_name
-        # The first match applies, so that the given rules come first, also in place of a default.
-        self._rule_configs = {**given, **by_default, **given}
+        rules = cfg.init_by_param_name
+        # The first match applies, so that these rules come first, also in place of a default.
+        self._rule_configs = {**rules, **by_default, **rules}
         self._rules = {regex: init.instantiate() for regex, init in self._rule_configs.items()}
 
     @property
@@ -294,27 +308,29 @@ class PerGroupInitializer(Initializer):
         self._initializer: Any = config.maybe_instantiate(cfg.initializer)
 
     def initialize(self, name, *, prng_key, shape, dtype, axes=None):
-        n = self.config.num_groups
-        if not shape or shape[-1] % n:
+        num_groups = self.config.num_groups
+        if not shape or shape[-1] % num_groups:
             raise errors.ParameterInitError(
-                f"{name!r} of shape {tuple(shape)} cannot be drawn in {n} groups; its last axis "
-                "must be a multiple of num_groups."
+                f"{name!r} of shape {tuple(shape)} cannot be drawn in {num_groups} groups; its "
+                "last axis must be a multiple of num_groups."
             )
-        part = (*shape[:-1], shape[-1] // n)
-        drawn = jax.vmap(
-            lambda key: self._initializer.initialize(
-                name, prng_key=key, shape=part, dtype=dtype, axes=axes
-            ),
-            out_axes=len(shape) - 1,
-        )(jax.random.split(prng_key, n))
-        return drawn.reshape(shape)
+        group_shape = (*shape[:-1], shape[-1] // num_groups)
+
+        def draw_group(key: Tensor) -> Tensor:
+            return self._initializer.initialize(
+                name, prng_key=key, shape=group_shape, dtype=dtype, axes=axes
+            )
+
+        # The new axis of groups comes before the last, which both then become.
+        draw_groups = jax.vmap(draw_group, out_axes=len(shape) - 1)
+        return draw_groups(jax.random.split(prng_key, num_groups)).reshape(shape)
 
     def debug_string(self, name=None, shape=None, axes=None):
-        of_part = self._initializer.debug_string(name=name, shape=shape, axes=axes)
-        return f"{self.config.num_groups} * [{of_part}]"
+        group_text = self._initializer.debug_string(name=name, shape=shape, axes=axes)
+        return f"{self.config.num_groups} * [{group_text}]"
 
 
-def constant_initializer(value: object) -> Initializer:
+def constant_initializer(value: ArrayLike) -> Initializer:
     """Returns a ConstantInitializer of `value`."""
     return ConstantInitializer.default_config().set(value=value).instantiate()
 
