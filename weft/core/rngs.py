@@ -143,6 +143,7 @@ class LazyRng(struct.PyTreeNode):
         """Returns the stream's key."""
         if not self.suffix:
             return self.rng
+        # In a loop the number is known only after the loop's trace, so an operation computes it.
         is_in_loop = any(isinstance(part, LoopKeyNumber) for part in self.suffix)
         if is_in_loop:
             number = _digest_p().bind(suffix=self.suffix)
@@ -305,20 +306,20 @@ class CreatedScopes(NamedTuple):
         return skipped
 
 
-def counts_for_loop(counts: FrozenCounts, after: FrozenCounts | None = None) -> FrozenCounts:
+def counts_for_loop(counts: FrozenCounts, final_counts: FrozenCounts | None = None) -> FrozenCounts:
     """Returns a loop body's initial counts from those before and, if known, after the loop."""
-    draws = None if after is None else after.draws
+    draws = None if final_counts is None else final_counts.draws
     return dataclasses.replace(counts, begins=True, draws=draws)
 
 
-def counts_after_creation(counts: FrozenCounts, after: FrozenCounts) -> FrozenCounts:
+def counts_after_creation(counts: FrozenCounts, creation_counts: FrozenCounts) -> FrozenCounts:
     """Returns the initial counts of a loop without a run before.
 
-    `after` are the counts after the run that has created its state.
+    `creation_counts` are those after the run that has created its state.
     """
     counts_before = dict(counts.table)
     creation_draws: set[tuple[Key, int]] = set()
-    for key, count in after.table:
+    for key, count in creation_counts.table:
         creation_draws.add((key, count - counts_before.get(key, 0)))
     return dataclasses.replace(counts, creation_draws=frozenset(creation_draws))
 

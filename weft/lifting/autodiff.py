@@ -33,6 +33,7 @@ class _Call:
         units: the units without values, since functions that outlive the call hold no arrays of it.
     """
 
+    # JAX differentiates functions of pytrees, and all leaves: the other values have to be apart.
     def __init__(self, kind: Kind, args: PyTree, wrt: PyTree, call: Fn | None = None):
         self._kind = kind
         self._outer, pure_args = split_args(kind, args, wrt, "wrt", call=call)

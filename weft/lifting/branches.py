@@ -217,6 +217,7 @@ def _run_switch(branches: Sequence[_TracedBranch], units: Units, index: ArrayLik
     except TypeError:
         _check_same_structure(units, branches, created)
         raise  # it is the index that does not fit
+    # An entry that nobody changes keeps its value from before, or its initial value.
     initial |= zip(returned_initial, initial_values, strict=True)
     final = _by_path(units.groups()) | initial
     final |= zip(returned_final, final_values, strict=True)
