@@ -105,8 +105,8 @@ def conv_explicit_padding(
         return same
     if padding == "CAUSAL":
         total = span[0] - 1
-        left = max(span[0] - strides[0], 0)
-        return ((left, total - left), *same[1:])
+        left_pad = max(span[0] - strides[0], 0)
+        return ((left_pad, total - left_pad), *same[1:])
     raise _unknown_padding(padding, len(window), NAMED_PADDINGS)
 
 
@@ -198,13 +198,13 @@ def conv_transpose_explicit_padding(
     for axis, (n, stride) in enumerate(zip(span, strides, strict=True)):
         total = n + stride - 2  # for `stride` outputs per input
         if padding == "VALID":
-            left = n - 1
+            left_pad = n - 1
             total += max(n - stride, 0)
         elif (padding == "CAUSAL" and axis == 0) or stride > n - 1:
-            left = n - 1
+            left_pad = n - 1
         else:
-            left = -(-total // 2)
-        pads.append((left, total - left))
+            left_pad = -(-total // 2)
+        pads.append((left_pad, total - left_pad))
     return tuple(pads)
 
 
@@ -269,8 +269,8 @@ def compute_conv_paddings(
     sizes = {"window": (window,), "strides": (stride,), "dilation": (dilation,)}
     pads = conv_explicit_padding(padding=conv_padding, **sizes)
     (length,) = conv_output_shape(in_paddings.shape[1:], padding=pads, **sizes)
-    ((left, _),) = pads
-    offset = _anchor_offset(anchor, left=left, window=window, dilation=dilation)
+    ((left_pad, _),) = pads
+    offset = _anchor_offset(anchor, left_pad=left_pad, window=window, dilation=dilation)
     anchored_inputs = jnp.arange(length) * stride + offset
     return _take_paddings(in_paddings, anchored_inputs)
 
@@ -298,23 +298,23 @@ def compute_conv_transpose_paddings(
     sizes = {"window": (window,), "strides": (stride,), "dilation": (dilation,)}
     pads = conv_transpose_explicit_padding(padding=conv_padding, **sizes)
     (length,) = conv_transpose_output_shape(in_paddings.shape[1:], padding=pads, **sizes)
-    ((left, _),) = pads
-    offset = _anchor_offset(anchor, left=left, window=window, dilation=dilation)
+    ((left_pad, _),) = pads
+    offset = _anchor_offset(anchor, left_pad=left_pad, window=window, dilation=dilation)
     anchored_inputs = (jnp.arange(length) + offset) // stride
     return _take_paddings(in_paddings, anchored_inputs)
 
 
-def _anchor_offset(anchor: int | None, *, left: int, window: int, dilation: int) -> int:
+def _anchor_offset(anchor: int | None, *, left_pad: int, window: int, dilation: int) -> int:
     """Returns the first output's anchor, counted from the first input."""
     if anchor is None:
         return 0
     (span,) = conv_dilate_window(window=(window,), dilation=(dilation,))
-    if not left <= anchor < span:
+    if not left_pad <= anchor < span:
         raise ArgumentValueError(
-            f"anchor={anchor} must be in the range [{left}, {span}): at least the {left} "
+            f"anchor={anchor} must be in the range [{left_pad}, {span}): at least the {left_pad} "
             f"position(s) padded on the left, and inside the window's {span}."
         )
-    return anchor - left
+    return anchor - left_pad
 
 
 def _take_paddings(paddings: Array, index: Array) -> Array:
@@ -456,11 +456,11 @@ def _circular_padding(
     """
     first = (max(span - stride, 0) + is_flipped) // 2
     left_outputs = span - 1 - first
-    left = -(-left_outputs // stride)
-    right = (first + stride - 1) // stride
-    left_zeros = left_outputs - left * stride
-    right_zeros = first - 1 - (right - 1) * stride
-    return (left, right), (left_zeros, right_zeros)
+    num_left = -(-left_outputs // stride)
+    num_right = (first + stride - 1) // stride
+    left_zeros = left_outputs - num_left * stride
+    right_zeros = first - 1 - (num_right - 1) * stride
+    return (num_left, num_right), (left_zeros, right_zeros)
 
 
 def _pad_spatial(x: Array, sides: Sequence[tuple[int, int]], mode: str) -> Array:
@@ -493,8 +493,8 @@ def _as_pairs(padding: Padding, n: int, names: Sequence[str], numbers: bool = Fa
         for side in sides:
             if numbers and isinstance(side, int):
                 side = (side, side)
-            left, right = side
-            pairs.append((int(left), int(right)))
+            left_pad, right_pad = side
+            pairs.append((int(left_pad), int(right_pad)))
     except (TypeError, ValueError) as error:
         raise _unknown_padding(padding, n, names, numbers) from error
     if len(pairs) != n:

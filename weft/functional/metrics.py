@@ -239,14 +239,14 @@ def _positions_of_equals(ordered: Array, values: Array) -> tuple[Array, Array]:
     return first, end
 
 
-def _weight_up_to(values: Array, others: Array, weights: Array) -> tuple[Array, Array]:
-    """Returns, for each value, the total weight of `others` below it, and of those not above it.
+def _weight_up_to(values: Array, compared: Array, weights: Array) -> tuple[Array, Array]:
+    """Returns, for each value, the total weight of what is less, and of what is not greater.
 
     By a sort and cumulative sums: n log n operations, where comparing all pairs takes n².
     """
-    order = jnp.argsort(others)
+    order = jnp.argsort(compared)
     cumulative = jnp.concatenate([jnp.zeros(1), jnp.cumsum(weights[order])])
-    first, end = _positions_of_equals(others[order], values)
+    first, end = _positions_of_equals(compared[order], values)
     return cumulative[first], cumulative[end]
 
 

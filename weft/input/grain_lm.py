@@ -185,7 +185,8 @@ def next_token_pairs(
 
 
 def _pairs(*columns: np.ndarray) -> dict[str, np.ndarray]:
-    return {_PAIRS: np.stack([np.asarray(x, np.int32) for x in columns], axis=1)}
+    int_columns = [np.asarray(column, np.int32) for column in columns]
+    return {_PAIRS: np.stack(int_columns, axis=1)}
 
 
 def pack_pairs(ds: grain.IterDataset, length: int, *, num_bins: int | None) -> grain.IterDataset:
@@ -205,21 +206,25 @@ class PairFeatures:
     """
 
     def __init__(self, vocab: Tokenizer, rows: slice = slice(None)):
-        self._pad_id, self._rows = vocab.pad_id, rows
+        self._pad_id = vocab.pad_id
+        self._rows = rows
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         segments = batch[f"{_PAIRS}_segment_ids"][self._rows]
         inputs, targets, is_live, sizes = np.moveaxis(batch[_PAIRS][self._rows], -1, 0)
         is_token = segments > 0
         live_targets = is_token & (is_live != 0)
+        inputs = np.where(is_token, inputs, self._pad_id)
+        targets = np.where(live_targets, targets, self._pad_id)
         sizes = np.where(live_targets, sizes, 0)
         num_bytes = np.sum(sizes, axis=-1, dtype=np.int32)
         is_known = np.all(sizes >= 0, axis=-1)
+        num_bytes = np.where(is_known, num_bytes, np.int32(packing.UNKNOWN_NUM_BYTES))
         return {
-            "input_ids": np.where(is_token, inputs, self._pad_id).astype(np.int32),
-            "target_labels": np.where(live_targets, targets, self._pad_id).astype(np.int32),
+            "input_ids": inputs.astype(np.int32),
+            "target_labels": targets.astype(np.int32),
             "live_targets": live_targets,
-            "target_num_bytes": np.where(is_known, num_bytes, np.int32(packing.UNKNOWN_NUM_BYTES)),
+            "target_num_bytes": num_bytes,
             "input_segment_ids": segments,
             "input_positions": batch[f"{_PAIRS}_positions"][self._rows],
         }
@@ -248,10 +253,12 @@ def _sequences(
 ) -> dict[str, np.ndarray]:
     """Returns all examples of some tokenized documents."""
     corrections = packing.ByteCorrections(vocab.token_num_bytes)
+    tokens = []
     for document in documents:
+        tokens.append(document["text"])
         corrections.add(document["text"], document[_NUM_BYTES])
     source = packing.PackedSequences(
-        packing.token_stream((document["text"] for document in documents), eos_id=vocab.eos_id),
+        packing.token_stream(tokens, eos_id=vocab.eos_id),
         sequence_length=max_len,
         eos_id=vocab.eos_id,
         pad_id=vocab.pad_id,
