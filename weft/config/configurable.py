@@ -72,17 +72,20 @@ def check_complete(config: ConfigBase, overrides: Mapping[str, object] | None = 
         RequiredFieldMissingError: if a field is still REQUIRED.
         InvalidConfigValueError: for an invalid value in a list or dict.
     """
-    overrides = overrides or {}
-    values = {n: value for n, value in config._field_values().items() if n not in overrides}
-    missing = [name for name, value in {**values, **overrides}.items() if value is REQUIRED]
+    values = config._field_values()
+    for name in overrides or {}:
+        values.pop(name, None)
+    missing = [name for name, value in values.items() if value is REQUIRED]
+    missing += [name for name, value in (overrides or {}).items() if value is REQUIRED]
     if missing:
         paths = ", ".join(join_path(config._path, f".{name}") for name in missing)
         verb = "is" if len(missing) == 1 else "are"
         origin = config._origins.get(config._target or "")
+        creation = f", which was created at {origin}" if origin else ""
+        arguments = ", ".join(f"{name}=…" for name in missing)
         raise errors.RequiredFieldMissingError(
-            f"{paths} {verb} still REQUIRED in "
-            f"{config._label()}{f', which was created at {origin}' if origin else ''}. Write "
-            f"cfg.set({', '.join(f'{name}=…' for name in missing)}) before cfg.instantiate()."
+            f"{paths} {verb} still REQUIRED in {config._label()}{creation}. Write "
+            f"cfg.set({arguments}) before cfg.instantiate()."
         )
     for name, value in values.items():
         # Fields were checked when set, but lists and dicts may have changed since.
@@ -163,8 +166,13 @@ def needs_allow(cls: type) -> "bool | frozenset[str]":
 
     Includes the fields of all bases.
     """
-    declared = [vars(base).get("_needs_allow", ()) for base in cls.__mro__]
-    return True in declared or frozenset(name for names in declared for name in names or ())
+    names: set[str] = set()
+    for base in cls.__mro__:
+        declared_names = vars(base).get("_needs_allow", ())
+        if declared_names is True:
+            return True
+        names.update(declared_names or ())
+    return frozenset(names)
 
 
 def _reject_object(value: Configurable) -> None:

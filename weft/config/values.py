@@ -137,12 +137,12 @@ def record_fields(x: Any) -> list[str] | None:
     if is_attrs(x):
         return [field.name for field in type(x).__attrs_attrs__ if hasattr(x, field.name)]
     if is_dataclass(x):
-        # Pseudo-fields (ClassVar, InitVar) have another kind, and no value in instances.
-        return [
-            name
-            for name, field in type(x).__dataclass_fields__.items()
-            if field._field_type.name == "_FIELD" and hasattr(x, name)
-        ]
+        names: list[str] = []
+        for name, field in type(x).__dataclass_fields__.items():
+            # Pseudo-fields (ClassVar, InitVar) have another kind, and no value in instances.
+            if field._field_type.name == "_FIELD" and hasattr(x, name):
+                names.append(name)
+        return names
     return None
 
 
@@ -207,13 +207,16 @@ def copy_value(x: Any, path: str = "") -> Any:
 
 
 def _copy_record(x: object, path: str) -> Any:
-    old = dict(child_items(x) or ())
-    new = {suffix[1:]: copy_value(child, path + suffix) for suffix, child in old.items()}
-    changed = {name: child for name, child in new.items() if child is not old[f".{name}"]}
-    if not changed and type(x).__hash__ is not None:
+    changes: dict[str, Any] = {}
+    for name in record_fields(x) or ():
+        value = getattr(x, name)
+        copied_value = copy_value(value, f"{path}.{name}")
+        if copied_value is not value:
+            changes[name] = copied_value
+    if not changes and type(x).__hash__ is not None:
         return x  # a frozen record of immutable values
     try:
-        return _replace_fields(x, changed)
+        return _replace_fields(x, changes)
     except Exception:
         return x
 
@@ -340,19 +343,19 @@ def to_flat_dict(root: ConfigNode, *, omit_default_values: Sequence[Any]) -> dic
     def enter(path: str, value: object, children: Pairs | None) -> Pairs | None:
         if isinstance(value, ConfigNode):
             # Fields are omitted here rather than at leaves, because their defaults matter.
-            return [
-                (join_path(path, f".{name}"), child)
-                for name, child in value._field_values().items()
-                if not _is_omitted(value._fields()[name].default(), child, omit_default_values)
-            ]
+            shown_fields: Pairs = []
+            for name, child in value._field_values().items():
+                default = value._fields()[name].default()
+                if not _is_omitted(default, child, omit_default_values):
+                    shown_fields.append((join_path(path, f".{name}"), child))
+            return shown_fields
         names = record_fields(value)
         if names is not None:
             # As of the dict that `to_dict` makes of it.
-            children = [
-                (f"{path}[{name!r}]", getattr(value, name))
-                for name in names
-                if _is_shown(value, name)
-            ]
+            children = []
+            for name in names:
+                if _is_shown(value, name):
+                    children.append((f"{path}[{name!r}]", getattr(value, name)))
         return children or None  # an empty container is a leaf
 
     visit(root, visit_fn=flat.__setitem__, enter_fn=enter)
@@ -448,10 +451,14 @@ def get_path(value: object, path: str | Sequence[Any]) -> Any:
 
 def set_path(config: ConfigNode, path: str | Sequence[Any], value: object) -> None:
     """Sets the value at a path. See `ConfigBase.set_recursively`."""
-    owner, (name, *inside) = split_path(config, path)
-    around = [node for _, node in walk_path(owner, [name, *inside[:-1]])[1:]] if inside else []
-    for node, step in reversed(list(zip(around, inside, strict=True))):
-        value = replace_part(node, step, value)
+    owner, (name, *inner_steps) = split_path(config, path)
+    # A value inside of a field's container: from the inside out, each container gets a new part.
+    containers: list[Any] = []
+    if inner_steps:
+        trail = walk_path(owner, [name, *inner_steps[:-1]])
+        containers = [node for _, node in trail[1:]]
+    for container, step in reversed(list(zip(containers, inner_steps, strict=True))):
+        value = replace_part(container, step, value)
     setattr(owner, name, value)
 
 
