@@ -46,6 +46,7 @@ def forward_and_gradients(
 
     Raises UntrainableParameterError if a parameter to be trained has no floating-point dtype.
     """
+    # Only the leaves that are trained are arguments of the loss; the others are constants.
     values = opt_param_values(opt_params)
     leaves, tree = jax.tree.flatten(values)
     paths = jax.tree.leaves(tree_paths(values))
@@ -208,6 +209,7 @@ class _Microbatches:
             outputs = self.fn(model_params=tree.unflatten(all_leaves), inputs=inputs)
             return outputs.loss, outputs
 
+        # Weighted sums as the carry: one microbatch's activations are in memory at a time.
         def add_microbatch(
             sums: dict[int, Tensor], inputs: NestedTensor
         ) -> tuple[dict[int, Tensor], tuple[Tensor, ForwardOutputs]]:

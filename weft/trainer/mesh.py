@@ -83,12 +83,13 @@ def build_mesh(
         devices = jax.devices()
     names = tuple(mesh_axis_names)
     axis_types = (jax.sharding.AxisType.Auto,) * len(names)
+    # JAX places neighbors on the mesh near each other, but within one slice only.
     if not isinstance(mesh_shape, HybridMeshShape):
         (sizes,) = _infer_sizes({"mesh_shape": mesh_shape}, names, len(devices))
         num_slices = len(_groups_by(_slice_of, devices))
         if num_slices == 1 or devices[0].platform != "tpu":
             return jax.make_mesh(sizes, names, axis_types=axis_types, devices=devices)
-        mesh_shape = over_slices(sizes, num_slices)  # make_mesh handles a single slice only
+        mesh_shape = over_slices(sizes, num_slices)
     grid = _hybrid_grid(mesh_shape, names, devices)
     return jax.sharding.Mesh(grid, names, axis_types=axis_types)
 

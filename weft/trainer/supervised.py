@@ -157,6 +157,8 @@ class MeanOfRows(MetricSummary):
                 batch_leaves[index] = leaf[None]
             return fn(*tree.unflatten(batch_leaves))
 
+        # The same function for the whole batch and for rows of it: a mean over rows is the mean of
+        # its values for single rows, and for example a ratio of sums is not.
         scalar = jnp.asarray(fn(outputs, batch))
         tolerance = 1e-3
         if jnp.issubdtype(scalar.dtype, jnp.inexact):
@@ -314,7 +316,7 @@ class Supervised(hierarchy.BaseModel):
     def forward(self, input_batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """Returns the loss, and reports it and the metrics."""
         batch = _without_padding(dict(input_batch), input_batch)
-        outputs = self.predict(batch)
+        outputs = self.predict(batch)  # whole, since a model may mix rows, as BatchNorm does
         loss = self._values("loss", self._loss, outputs, batch)
         if not isinstance(loss, WeightedScalar):
             assert isinstance(loss, jax.Array)

@@ -135,13 +135,14 @@ def temporary_dir(step_dir: str) -> str:
 
 def commit_dir(step_dir: str) -> None:
     """Renames a complete directory to its final name, replacing an older one."""
-    replaced = step_dir + _REPLACED
+    replaced_dir = step_dir + _REPLACED
     if exists(step_dir):
-        _make_free(replaced)
-        _rename(step_dir, replaced)
+        # A process that is killed between both renames leaves this one, which is then renamed back.
+        _make_free(replaced_dir)
+        _rename(step_dir, replaced_dir)
     _rename(temporary_dir(step_dir), step_dir)
     retries.retried(lambda: fsync(os.path.dirname(step_dir)))
-    shutil.rmtree(replaced, ignore_errors=True)
+    shutil.rmtree(replaced_dir, ignore_errors=True)
 
 
 def remove_dir(step_dir: str) -> None:
