@@ -37,13 +37,20 @@ class Origin(NamedTuple):
     line: int = 0
 
     def __str__(self) -> str:
-        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-        cell = shell.compile.format_code_name(self.file) if shell is not None else None
-        file = cell[1] if cell is not None else self.file
+        file = _cell_of_notebook(self.file) or self.file
         if os.path.isabs(file):
             relative = os.path.relpath(file)
             file = file if relative.startswith("..") else relative
         return f"{file}:{self.line}" if self.line else file
+
+
+def _cell_of_notebook(file: str) -> str | None:
+    """Returns IPython's name of the cell whose code has this file name."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is None:
+        return None
+    kind_and_name = shell.compile.format_code_name(file)
+    return None if kind_and_name is None else kind_and_name[1]
 
 
 def caller_origin() -> Origin | None:
@@ -87,20 +94,21 @@ def _one_line(value: Any, *, all_fields: bool) -> str:
         return _one_line(child, all_fields=all_fields)
 
     if isinstance(value, values.ConfigNode):
-        shown = [
-            f"{name}={write(child)}"
-            for name, child in value._field_values().items()
-            if name != value._target
-            and (all_fields or not values.values_equal(child, value._fields()[name].default()))
-        ]
-        return f"{value._label()}({', '.join(shown)})"
+        arguments: list[str] = []
+        for name, child in value._field_values().items():
+            if name == value._target:
+                continue
+            if all_fields or not values.values_equal(child, value._fields()[name].default()):
+                arguments.append(f"{name}={write(child)}")
+        return f"{value._label()}({', '.join(arguments)})"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key!r}: {write(child)}' for key, child in value.items())}}}"
+        pairs = [f"{key!r}: {write(child)}" for key, child in value.items()]
+        return f"{{{', '.join(pairs)}}}"
     if type(value) in (list, tuple):
-        inner = ", ".join(write(child) for _, child in values.child_items(value) or ())
+        items = ", ".join(map(write, value))
         if isinstance(value, list):
-            return f"[{inner}]"
-        return f"({inner},)" if len(value) == 1 else f"({inner})"
+            return f"[{items}]"
+        return f"({items},)" if len(value) == 1 else f"({items})"
     return getattr(value, "__qualname__", None) or repr(value)
 
 

@@ -118,17 +118,11 @@ def _matches_class(value: object, cls: type, args: tuple, configs: bool) -> bool
     if cls in _SEQUENCES:
         return _matches_sequence(value, cls, args, configs)
     if cls in _MAPPINGS:
-        return isinstance(value, collections.abc.Mapping) and (
-            len(args) != 2
-            or all(
-                matches_type(key, args[0]) and matches_type(child, args[1], configs=configs)
-                for key, child in value.items()
-            )
-        )
+        return _matches_mapping(value, args, configs)
     if cls in _SETS:
-        return isinstance(value, collections.abc.Set) and all(
-            matches_type(child, arg, configs=configs) for arg in args for child in value
-        )
+        if not isinstance(value, collections.abc.Set):
+            return False
+        return not args or all(matches_type(x, args[0], configs=configs) for x in value)
     if cls is type:
         return isinstance(value, type) or not isinstance(value, _PLAIN)
     if cls is collections.abc.Callable:
@@ -145,6 +139,19 @@ _NUMBERS: dict[type, tuple[type, ...]] = {
     float: (numbers.Real,),
     complex: (numbers.Complex,),
 }
+
+
+def _matches_mapping(value: object, args: tuple, configs: bool) -> bool:
+    if not isinstance(value, collections.abc.Mapping):
+        return False
+    if len(args) == 2:
+        key_hint, value_hint = args
+        for key, child in value.items():
+            if not matches_type(key, key_hint):
+                return False
+            if not matches_type(child, value_hint, configs=configs):
+                return False
+    return True
 
 
 def _matches_sequence(value: object, cls: type, args: tuple, configs: bool) -> bool:
@@ -353,13 +360,13 @@ def _check_body(cls: type) -> None:
 def _overridable(cls: type) -> set[str]:
     """Returns the names of the methods that every config has, such as `set`."""
     bases = [base for base in cls.__mro__[1:] if base.__module__.startswith("weft.config.")]
-    return {
-        name
-        for base in bases
-        for name, value in vars(base).items()
-        if isinstance(value, types.FunctionType)
-        and (not name.startswith("_") or name == "__getattr__")
-    }
+    names: set[str] = set()
+    for base in bases:
+        for name, value in vars(base).items():
+            is_public = not name.startswith("_") or name == "__getattr__"
+            if is_public and isinstance(value, types.FunctionType):
+                names.add(name)
+    return names
 
 
 def check_reserved_name(name: str, cls: type, *, what: str) -> None:
