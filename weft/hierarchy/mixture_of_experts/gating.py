@@ -206,8 +206,10 @@ class BaseGating(base_layer.BaseLayer):
             return
         for i, share in enumerate(routing.over_capacity(routed, live)):
             self.add_summary(f"over_capacity_{i + 1}", share)
-        kept = routing.choices_per_expert(experts, num_experts=num_experts, where=routed.kept)
-        over_capacity = (choices - kept) / jnp.maximum(1, choices)
+        served_choices = routing.choices_per_expert(
+            experts, num_experts=num_experts, where=routed.kept
+        )
+        over_capacity = (choices - served_choices) / jnp.maximum(1, choices)
         self.add_summary("expert_over_capacity", metrics.WeightedSummary(over_capacity, choices))
         self.add_summary("dropped_tokens", routing.dropped_tokens(routed, live))
 
@@ -407,21 +409,24 @@ class TopKDropFreeGating(TopKGating):
         logits = self._cap_logits(logits, live)
         scores, experts, gates = self._choose(logits, live)
         probs = _as_probs(scores)
-        all_tokens = [
-            None if x is None else x.reshape(-1, *x.shape[2:]) for x in (probs, experts, live)
-        ]
-        loss = routing.load_balance_loss(*all_tokens)  # pyright: ignore[reportArgumentType]
-        of_sequences = None
+        # The load is balanced over all tokens, and with a weight also within each sequence.
+        loss = routing.load_balance_loss(
+            probs.reshape(-1, *probs.shape[2:]),
+            experts.reshape(-1, *experts.shape[2:]),
+            None if live is None else live.reshape(-1),
+        )
+        seq_loss = None
         if seq_load_balance_loss_weight is not None:
-            of_sequences = jnp.mean(routing.load_balance_loss(probs, experts, live))
-            of_sequences = seq_load_balance_loss_weight * of_sequences
-            self.add_summary("seq_load_balance_loss", of_sequences)
-        gates = gates if live is None else jnp.where(live[..., None], gates, 0.0)
+            seq_losses = routing.load_balance_loss(probs, experts, live)
+            seq_loss = seq_load_balance_loss_weight * jnp.mean(seq_losses)
+            self.add_summary("seq_load_balance_loss", seq_loss)
+        if live is not None:
+            gates = jnp.where(live[..., None], gates, 0.0)
         combine = self._remat_name(gates, "gate_weights")
         dispatch = self._remat_name(experts, "gate_assignment")
         loss = self._scale_load_balance_loss(loss, jnp.zeros(()))
         z_loss = routing.router_z_loss(logits, live)
-        output = self.Output(combine, dispatch, loss, z_loss, of_sequences)
+        output = self.Output(combine, dispatch, loss, z_loss, seq_loss)
         self._report(output, experts, live)
         return output
 
@@ -446,28 +451,31 @@ class TopKBiasGating(TopKDropFreeGating):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        groups, kept = cfg.num_group_of_experts, cfg.topk_group
-        if groups < 1 or cfg.num_experts % groups:
+        num_groups, topk_group = cfg.num_group_of_experts, cfg.topk_group
+        if num_groups < 1 or cfg.num_experts % num_groups:
             raise LayerConfigError(
                 f"{self.path()}: num_experts={cfg.num_experts} is not divisible by "
-                f"num_group_of_experts={groups}; set a divisor."
+                f"num_group_of_experts={num_groups}; set a divisor."
             )
-        if not 1 <= kept <= groups or kept * cfg.num_experts // groups < self.num_choices():
+        group_size = cfg.num_experts // num_groups
+        if not 1 <= topk_group <= num_groups or topk_group * group_size < self.num_choices():
             raise LayerConfigError(
-                f"{self.path()}: topk_group={kept} of num_group_of_experts={groups} groups of "
-                f"{cfg.num_experts // groups} experts leave too few for num_experts_per_token="
-                f"{self.num_choices()}; expected 1 to {groups} groups with as many experts."
+                f"{self.path()}: topk_group={topk_group} of num_group_of_experts={num_groups} "
+                f"groups of {group_size} experts leave too few for num_experts_per_token="
+                f"{self.num_choices()}; expected 1 to {num_groups} groups with as many experts."
             )
 
     def _create_layer_parameter_specs(self) -> dict[str, base_layer.ParameterSpec]:
         return {"gating_bias": constant_spec((self.config.num_experts,), dtype=jnp.float32)}
 
     def _preference(self, scores: Tensor) -> Tensor:
-        groups, kept = self.config.num_group_of_experts, self.config.topk_group
-        biased = scores + to_ndim(self.parameters["gating_bias"], scores.ndim)
-        if groups == 1:
-            return biased
-        return routing.limit_to_groups(biased, num_groups=groups, num_kept=kept)
+        cfg = self.config
+        biased_scores = scores + to_ndim(self.parameters["gating_bias"], scores.ndim)
+        if cfg.num_group_of_experts == 1:
+            return biased_scores
+        return routing.limit_to_groups(
+            biased_scores, num_groups=cfg.num_group_of_experts, num_kept=cfg.topk_group
+        )
 
     def _choose(self, logits: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         cfg, bias = self.config, self.parameters["gating_bias"]
