@@ -192,6 +192,15 @@ def test_static_arguments_and_names():
     np.testing.assert_allclose(apply(rematted)({}, VECTOR, 2), VECTOR**2, rtol=1e-5)
 
 
+def test_a_static_scope_leaves_the_arguments_of_remat_traced():
+    def f(scope, x):
+        assert isinstance(x, jax.core.Tracer)
+        return 2 * x
+
+    rematted = lift.remat(f, static_argnums=0)
+    np.testing.assert_array_equal(apply(rematted)({}, VECTOR), 2 * VECTOR)
+
+
 def test_jit_device_and_backend():
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")
