@@ -26,9 +26,9 @@ from weft.trainer.optimizers.clipping import skip_and_clip_by_global_norm
 def trainer_config(
     directory: str,
     *,
-    model: Any,
-    train_input: Any,
-    held_out_input: Any,
+    model: InstantiableConfig,
+    train_input: Input.Config,
+    held_out_input: Input.Config,
     max_step: int,
     peak_lr: float,
     eval_every: int,
@@ -185,7 +185,7 @@ def _set_tokenizer(cfg: trainer.SpmdTrainer.Config, tokenizer: str | None) -> No
         owner.set(eos_token_id=loaded.eos_id)
 
 
-def _model(*, dim: int, num_layers: int, num_heads: int, context: int) -> Any:
+def _model(*, dim: int, num_layers: int, num_heads: int, context: int) -> Model.Config:
     layer = hierarchy.TransformerLayer.default_config()
     # Training sequences are not longer. When sampling, positions must not attend over distances
     # that did not occur in training.
@@ -324,7 +324,8 @@ def _moe_model() -> Model.Config:
     """
     model = _model(dim=96, num_layers=_NUM_LAYERS, num_heads=4, context=128)
     transformer = model.decoder.transformer
-    transformer.layer.feed_forward = hierarchy.TransformerFeedForwardMoE.default_config().set(
+    layer: Any = transformer.layer
+    layer.feed_forward = hierarchy.TransformerFeedForwardMoE.default_config().set(
         norm=hierarchy.RMSNorm.default_config(),
         hidden_dim=hierarchy.scaled_hidden_dim(4 / 3),
         activation=("nn.silu", "linear"),

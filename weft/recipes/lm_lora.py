@@ -132,7 +132,9 @@ def lm_lora(
     return cfg
 
 
-def prepare(cfg: SpmdTrainer.Config, train: Callable[[str, Any], SpmdTrainer | None]) -> bool:
+def prepare(
+    cfg: SpmdTrainer.Config, train: Callable[[str, SpmdTrainer.Config], SpmdTrainer | None]
+) -> bool:
     """Creates the small Llama's checkpoint if a run needs it; returns whether the run can begin.
 
     Args:
@@ -140,14 +142,15 @@ def prepare(cfg: SpmdTrainer.Config, train: Callable[[str, Any], SpmdTrainer | N
     """
     builder: Any = cfg.init_state_builder
     path = builder.path
-    saved = step_dirs(os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR))
-    if path != _BASE or saved or Path(path, "config.json").exists():
+    saved_steps = step_dirs(os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR))
+    # A run that continues has its weights; other checkpoints are the user's.
+    if path != _BASE or saved_steps or Path(path, "config.json").exists():
         return True
-    base: Any = lm_llama()
-    trainer = train("lm-llama", base)
+    base_cfg: Any = lm_llama()
+    trainer = train("lm-llama", base_cfg)
     if trainer is None:
         return False
-    _export(path, base.model, trainer)
+    _export(path, base_cfg.model, trainer)
     return True
 
 
@@ -185,7 +188,8 @@ def _model_of(base: str) -> Any:
 def _tokenizer_of(base: str, model: Any) -> Any:
     """Returns the config of a checkpoint's tokenizer, None for bytes; sets the model's padding."""
     decoder = model.decoder
-    path = Path(base if Path(base).is_dir() else Path(base).parent, "tokenizer.json")
+    folder = Path(base) if Path(base).is_dir() else Path(base).parent
+    path = folder / "tokenizer.json"
     if not path.exists():
         if decoder.vocab_size != _LLAMA["vocab_size"]:
             raise errors.HuggingFaceConfigError(
@@ -197,24 +201,27 @@ def _tokenizer_of(base: str, model: Any) -> Any:
     HuggingFaceTokenizer(str(path))  # raises if the file, or the package to read it, is missing
     import tokenizers
 
-    loaded = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
     # The first of several ends separates documents.
-    eos, *_ = decoding.end_ids(decoder.eos_token_id)
-    pad = decoder.pad_token_id
-    if eos == NO_PADDING:
+    eos_id, *_ = decoding.end_ids(decoder.eos_token_id)
+    if eos_id == NO_PADDING:
         raise errors.HuggingFaceConfigError(
             f"the config of the checkpoint {base!r} has no eos_token_id, which separates "
             "documents. Add it to config.json."
         )
-    if loaded.id_to_token(eos) is None:
+    eos_token = tokenizer.id_to_token(eos_id)
+    if eos_token is None:
         raise errors.HuggingFaceConfigError(
-            f"the config of the checkpoint {base!r} has eos_token_id={eos}, for which "
+            f"the config of the checkpoint {base!r} has eos_token_id={eos_id}, for which "
             f"{str(path)!r} has no token. Put the model's own tokenizer.json there, or correct "
             "config.json."
         )
-    if pad == NO_PADDING or loaded.id_to_token(pad) is None:
-        pad = eos  # The input knows padding by its position.
-    decoder.pad_token_id = pad
+    pad_id = decoder.pad_token_id
+    pad_token = None if pad_id == NO_PADDING else tokenizer.id_to_token(pad_id)
+    if pad_token is None:
+        # The input knows padding by its position.
+        pad_id, pad_token = eos_id, eos_token
+    decoder.pad_token_id = pad_id
     return config.config_for_class(HuggingFaceTokenizer).set(
-        path=str(path), eos_token=loaded.id_to_token(eos), pad_token=loaded.id_to_token(pad)
+        path=str(path), eos_token=eos_token, pad_token=pad_token
     )

@@ -1,6 +1,7 @@
 import functools
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
