@@ -79,7 +79,7 @@ EXTRAS_bench := train,text,bench
 EXTRAS_docs := train,text,examples,docs
 
 $(VENV)/.has-%: Makefile $(LOCK) pyproject.toml | $(BIN)/python
-	@echo "Installing weft[$(EXTRAS_$*)] into $(VENV); the first time takes a few minutes."
+	@echo "Installing weft-jax[$(EXTRAS_$*)] into $(VENV); the first time takes a few minutes."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--constraint $(LOCK) --editable '.[$(EXTRAS_$*)]'
 	@touch $@

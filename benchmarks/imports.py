@@ -144,4 +144,4 @@ def sizes(of: Distribution) -> Iterator[Row]:
 
 def run() -> list[Row]:
     """Imports, then sizes."""
-    return [*_times(), *sizes(distribution("weft"))]
+    return [*_times(), *sizes(distribution("weft-jax"))]

@@ -66,9 +66,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, **kwargs: object) -> str:
-    """Turns links to the repository's files into links to their pages."""
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **kwargs: object) -> str:
+    """Turns links to the repository's files into links to their pages, and names its address."""
     source = page.file.src_uri
+    if config.repo_url:
+        markdown = markdown.replace("git clone REPOSITORY", f"git clone {config.repo_url}")
 
     def to_page(link: re.Match[str]) -> str:
         target = _target(source, link[2])

@@ -61,7 +61,7 @@ for module in ("weft.trainer.fit", "weft.recipes.lm", "weft:fit", "weft.input.te
     assert len(lines) == 4
     for line in lines:
         assert " needs the package grain" in line
-        assert "install it with `pip install 'weft[train]'`" in line
+        assert "install it with `pip install 'weft-jax[train]'`" in line
 
 
 @pytest.mark.parametrize(

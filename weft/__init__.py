@@ -6,11 +6,13 @@ Examples in docstrings assume `import jax, optax, jax.numpy as jnp, numpy as np`
 `from weft import linen as nn, nnx`.
 """
 
+from weft._distribution import warn_of_namesake
 from weft._lazy import lazy_exports, name_missing_extras
 from weft.compat.door import open_door
 
 __version__ = "0.2.0"
 
+warn_of_namesake()
 name_missing_extras()
 open_door()
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

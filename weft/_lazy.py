@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from weft._distribution import DISTRIBUTION
 from weft._door import current_door
 
 _ROOT = Path(__file__).parent
@@ -144,5 +145,5 @@ def _missing_extra(needed_by: str, package: str, extra: str, error: ImportError)
 
     return MissingExtraError(
         f"{needed_by} needs the package {package}, which cannot be imported ({error}); install it "
-        f"with `pip install 'weft[{extra}]'`"
+        f"with `pip install '{DISTRIBUTION}[{extra}]'`"
     )

@@ -5,6 +5,7 @@ of other libraries, which compare with these, in tests/parity/test_pages.py.
 """
 
 import re
+import subprocess
 
 import pytest
 
@@ -71,6 +72,27 @@ def test_navigation_names_every_page():
 def test_page_links_exist(page):
     links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@named(PAGES)
+def test_commands_of_the_repository_follow_where_to_get_it(page):
+    text = page.read_text(encoding="utf-8")
+    command = re.search(r"(`|\$ )make [a-z-]+|python examples/", text)
+    if command is not None and page.parent.name != "decisions":
+        assert "#get-the-files" in text[: command.start()]
+
+
+def test_no_text_installs_the_other_distribution_of_that_name():
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, encoding="utf-8", check=True
+    ).stdout.splitlines()
+    install = re.compile(r"""\binstall\s+(-\S+\s+)*['"]?weft(?![-\w])""")
+    wrong = []
+    for name in files:
+        if name.endswith((".md", ".py", ".toml", ".yml", ".html", ".txt", "Makefile")):
+            text = (ROOT / name).read_text(encoding="utf-8")
+            wrong += [f"{name}: {line[0]}" for line in install.finditer(text)]
+    assert wrong == []
 
 
 def test_import_lines_of_axlearn_work():

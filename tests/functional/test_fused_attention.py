@@ -121,7 +121,9 @@ def test_tokamax_is_asked_for_its_kernels(monkeypatch):
 
 def test_tokamax_without_its_package_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", None)
-    with pytest.raises(ArgumentValueError, match=r"not installed \(pip install 'weft\[kernels\]'"):
+    with pytest.raises(
+        ArgumentValueError, match=r"not installed \(pip install 'weft-jax\[kernels\]'"
+    ):
         dot_product_attention(X, X, X, implementation="tokamax")
 
 

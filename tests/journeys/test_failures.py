@@ -119,7 +119,7 @@ def test_missing_extra(folder):
     )
     out = done.stdout + done.stderr
     assert done.returncode == 2, out
-    assert "needs the package tensorboardX" in out and "pip install 'weft[train]'" in out
+    assert "needs the package tensorboardX" in out and "pip install 'weft-jax[train]'" in out
     assert "Traceback" not in out and not (folder / "runs").exists()
 
 

@@ -149,13 +149,13 @@ def test_wheel_and_its_extras(packages, tmp_path):
     python, weft = environment / "bin/python", environment / "bin/weft"
 
     def install(*extras):
-        wanted = f"weft[{','.join(extras)}] @ {packages[0].as_uri()}"
+        wanted = f"weft-jax[{','.join(extras)}] @ {packages[0].as_uri()}"
         uv = [sys.executable, "-m", "uv", "--quiet", "pip", "install", "--constraint", LOCK]
         called(*uv, "--python", python, wanted)
 
     install()
     text = called(python, "-c", IMPORT_AND_TRAIN, code=2, **outside)
-    assert "pip install 'weft[train]'" in text
+    assert "pip install 'weft-jax[train]'" in text
     assert "train" in called(weft, "--help", **outside)
 
     install("train")
@@ -185,7 +185,7 @@ def test_extras_of_the_wheel_need_no_cuda(packages):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     # Both have PyTorch, whose build for the CPU is not on every index.
     chosen = extras["optional-dependencies"].keys() - {"parity", "bench"}
-    wanted = f"weft[{','.join(chosen)}] @ {packages[0].as_uri()}"
+    wanted = f"weft-jax[{','.join(chosen)}] @ {packages[0].as_uri()}"
     uv = [sys.executable, "-m", "uv", "--quiet", "pip", "compile", "--constraint", LOCK]
     found = called(*uv, "--python", sys.executable, "-", input=wanted)
     assert not CUDA.search(found)

@@ -194,5 +194,5 @@ def test_missing_submitit_names_the_extra(monkeypatch):
         return import_module(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_submitit)
-    with pytest.raises(MissingExtraError, match=r"pip install 'weft\[launch\]'.*\| sbatch"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'weft-jax\[launch\]'.*\| sbatch"):
         job().submit()

@@ -46,5 +46,7 @@ def test_batches_do_not_depend_on_the_number_of_processes():
 
 def test_missing_scikit_learn_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(MissingExtraError, match=r"scikit-learn.*pip install 'weft\[examples\]'"):
+    with pytest.raises(
+        MissingExtraError, match=r"scikit-learn.*pip install 'weft-jax\[examples\]'"
+    ):
         digits_source(split="train", global_batch_size=8, is_training=True)

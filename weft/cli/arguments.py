@@ -252,7 +252,7 @@ def _add_launch(commands: _Commands) -> None:
     slurm.add_argument(
         "--submit",
         action="store_true",
-        help="submit it with submitit (pip install 'weft[launch]') and print the job's number",
+        help="submit it with submitit (pip install 'weft-jax[launch]') and print the job's number",
     )
     _add_place(
         places,

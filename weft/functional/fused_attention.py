@@ -226,7 +226,7 @@ def _tokamax(call: _Call) -> Array:
     is_installed = importlib.util.find_spec("tokamax") is not None
     caps_bias = call.bias is not None and call.logit_cap is not None
     reasons = {
-        "it is not installed (pip install 'weft[kernels]')": not is_installed,
+        "it is not installed (pip install 'weft-jax[kernels]')": not is_installed,
         "it caps the sum of logits and bias": caps_bias,
     }
     arguments = _window(call, reasons)

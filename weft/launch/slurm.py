@@ -155,7 +155,7 @@ class SlurmJob(job.Job):
         except ModuleNotFoundError as error:
             raise MissingExtraError(
                 "submitting needs the package 'submitit', which the extra `launch` installs: "
-                "pip install 'weft[launch]'. Or submit the script: weft launch slurm … | "
+                "pip install 'weft-jax[launch]'. Or submit the script: weft launch slurm … | "
                 "sbatch"
             ) from error
         if self.config.max_tries > 1:

@@ -117,7 +117,7 @@ def _read(split: input_lib.Split) -> tuple[np.ndarray, np.ndarray]:
     except ImportError as error:
         raise errors.MissingExtraError(
             f"the images of the recipe digits come with scikit-learn, which cannot be imported "
-            f"({error}). Install it with `pip install 'weft[examples]'`."
+            f"({error}). Install it with `pip install 'weft-jax[examples]'`."
         ) from error
     data: Any = load_digits()
     images = (data.images[..., None] / 16).astype(np.float32)

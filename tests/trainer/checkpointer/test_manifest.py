@@ -102,5 +102,7 @@ def test_every_file_and_directory_is_synced(ckpt_dir, monkeypatch):
 
 def test_missing_xxhash_names_the_extra(ckpt_dir, monkeypatch):
     monkeypatch.setitem(sys.modules, "xxhash", None)
-    with pytest.raises(MissingExtraError, match=r"package xxhash, .*pip install 'weft\[train\]'"):
+    with pytest.raises(
+        MissingExtraError, match=r"package xxhash, .*pip install 'weft-jax\[train\]'"
+    ):
         write_manifest(str(ckpt_dir))

@@ -63,7 +63,9 @@ def make(path, **kwargs):
 
 def test_missing_wandb_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingExtraError, match=r"writer: WandBWriter.*pip install 'weft\[wandb\]"):
+    with pytest.raises(
+        MissingExtraError, match=r"writer: WandBWriter.*pip install 'weft-jax\[wandb\]"
+    ):
         make(tmp_path)
 
 
@@ -229,7 +231,7 @@ def make_mlflow(path, **kwargs):
 
 def test_missing_mlflow_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(MissingExtraError, match=r"writer: MLflowWriter.*'weft\[mlflow\]'"):
+    with pytest.raises(MissingExtraError, match=r"writer: MLflowWriter.*'weft-jax\[mlflow\]'"):
         make_mlflow(tmp_path)
 
 

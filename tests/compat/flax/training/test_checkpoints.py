@@ -500,7 +500,7 @@ def test_missing_package_names_the_extra(arrays_checkpoint, monkeypatch, package
     path = str(directory / ("checkpoint_7" if package == "tensorstore" else "checkpoint_8"))
     name = package.replace(".", "-")
     with pytest.raises(
-        MissingExtraError, match=rf"needs the package {name}.*pip install 'weft\[train\]'"
+        MissingExtraError, match=rf"needs the package {name}.*pip install 'weft-jax\[train\]'"
     ):
         read_checkpoint(path, {"w": jnp.zeros((4, 2)), "l": {"0": jnp.zeros(2), "1": 0}})
 
