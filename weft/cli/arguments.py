@@ -33,6 +33,7 @@ _SUMMARIES = {
     "tabulate": "print the model as a table, without allocating its arrays",
     "check": "compile a recipe for a mesh, and print its sharding; exit code 1 if it does not fit",
     "lr-find": "suggest a learning rate, from a short run with increasing rates",
+    "sweep": "train a recipe with each of several settings, and compare the runs",
     "run-as-flax": "run a program that imports flax on Weft, without editing it",
 }
 
@@ -123,6 +124,7 @@ def _build_parser() -> tuple[argparse.ArgumentParser, _Commands]:
     _add_config_arguments(_add(commands, "tabulate", "tabulate:run"))
     _add_check(commands)
     _add_lr_find(commands)
+    _add_sweep(commands)
     _add_run_as_flax(commands)
     return parser, commands
 
@@ -410,6 +412,45 @@ def _add_export(commands: _Commands) -> None:
         help="maximum size of a file; larger exports are split (%(default)g)",
     )
     _add_trust(export)
+
+
+def _add_sweep(commands: _Commands) -> None:
+    sweep = _add(
+        commands,
+        "sweep",
+        "sweep:run",
+        usage="weft sweep [-h] --over FIELD=VALUES ... [--samples N] [--seed N] [--jobs N] "
+        "[--metric NAME] [--best highest] [--dir DIR] [RECIPE] [path.to.field=value ...]",
+        epilog="Examples:\n"
+        "  weft sweep digits --over learning_rate=1e-3,3e-3 --over width=32,64 epochs=3\n"
+        "  weft sweep digits --over 'learning_rate=log(1e-4, 1e-1)' --samples 20 --jobs 2\n"
+        "\n"
+        "A sweep that was interrupted continues when it is started again.",
+    )
+    _add_recipe_and_overrides(sweep, "as in `weft train`")
+    sweep.add_argument(
+        "--over",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUES",
+        help="values of a field, separated by commas, or uniform(LOW, HIGH) or log(LOW, HIGH) to "
+        "draw from; repeatable: all combinations are tried",
+    )
+    sweep.add_argument("--samples", type=int, metavar="N", help="try N random settings instead")
+    sweep.add_argument("--seed", type=int, default=0, help="seed of the settings (%(default)s)")
+    sweep.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="runs at the same time (%(default)s)"
+    )
+    sweep.add_argument(
+        "--metric", default="loss", help="what to sort by: the name of a summary (%(default)s)"
+    )
+    sweep.add_argument(
+        "--best",
+        choices=["lowest", "highest"],
+        default="lowest",
+        help="which value of the metric is best (%(default)s)",
+    )
+    sweep.add_argument("--dir", metavar="DIR", help="the directory; by default sweeps/RECIPE")
 
 
 def _add_lr_find(commands: _Commands) -> None:

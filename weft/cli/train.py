@@ -63,7 +63,7 @@ def _train(arguments: argparse.Namespace) -> int:
         options += ["--mesh-selector", arguments.mesh_selector]
     if arguments.mesh is not None:
         options += ["--mesh", arguments.mesh]
-    options += _options_for_texts(arguments)
+    options += options_for_texts(arguments)
     with contextlib.ExitStack() as stack:
         stack.enter_context(compilation.compilation_cache(cfg.compilation_cache_dir))
         with _suggested_commands(arguments):
@@ -80,7 +80,8 @@ def _train(arguments: argparse.Namespace) -> int:
         return _conclude(training, [*options, recipe, *overrides])
 
 
-def _options_for_texts(arguments: argparse.Namespace) -> list[str]:
+def options_for_texts(arguments: argparse.Namespace) -> list[str]:
+    """Returns the options of a command that say what the texts of configs may name."""
     options: list[str] = []
     for name in arguments.allow:
         options += ["--allow", name]
@@ -304,6 +305,9 @@ def program(name: str) -> str:
     return shlex.quote(os.path.relpath(sibling))
 
 
+# Without -P, `python -m` would import from the current directory first.
+THIS_WEFT = [sys.executable, "-P", "-m", "weft"]
+
 JOBS: dict[str, type[Job]] = {"local": LocalJob, "slurm": SlurmJob, "k8s": JobSetJob}
 
 
@@ -347,14 +351,11 @@ def make_job(arguments: argparse.Namespace) -> Job:
             f"weft launch: not checked, because it is not on this machine: {error}", file=sys.stderr
         )
     is_local = arguments.where == "local"
-    program = ["weft"]
-    if is_local:
-        # Without -P, `python -m` would import from the current directory first.
-        program = [sys.executable, "-P", "-m", "weft"]
+    program = THIS_WEFT if is_local else ["weft"]
     cfg = JOBS[arguments.where].default_config()
     cfg.set(
         name=job_name(recipe),
-        command=[*program, "train", *_options_for_texts(arguments), recipe, *overrides],
+        command=[*program, "train", *options_for_texts(arguments), recipe, *overrides],
         num_processes=arguments.num_processes,
     )
     job = config.apply_overrides(cfg, arguments.job, source="--job").instantiate()

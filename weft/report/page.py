@@ -45,6 +45,11 @@ def render_report(*directories: str) -> str:
     if len(runs) == 1:
         return render("run.html", title=runs[0].name, run=run_page(runs[0]))
     _make_names_distinct(runs)
+    return render_comparison(runs)
+
+
+def render_comparison(runs: Sequence[Results]) -> str:
+    """Returns the comparison of runs with different names as HTML, in their order."""
     if len(runs) == 2:
         title = f"{runs[0].name} and {runs[1].name}"
     else:
