@@ -18,6 +18,8 @@ COMMANDS = {
     "tabulate lm": "tabulate:run",
     "check lm": "check:run",
     "lr-find lm": "lr_find:run",
+    "sweep lm --over a=1,2": "sweep:run",
+    "completion bash": "completion:print_script",
 }
 
 

@@ -1,6 +1,7 @@
 """Argument parsers of all commands, and `weft recipes`. Imports nothing slow."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -34,6 +35,7 @@ _SUMMARIES = {
     "check": "compile a recipe for a mesh, and print its sharding; exit code 1 if it does not fit",
     "lr-find": "suggest a learning rate, from a short run with increasing rates",
     "sweep": "train a recipe with each of several settings, and compare the runs",
+    "completion": "print what a shell reads to complete `weft` commands",
     "run-as-flax": "run a program that imports flax on Weft, without editing it",
 }
 
@@ -46,6 +48,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         SystemExit: from argparse, which has printed help or an error.
     """
     parser, commands = _build_parser()
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks what could come next
+        from weft.cli.completion import complete
+
+        complete(parser)
     if argv and not argv[0].startswith("-") and argv[0] not in commands.choices:
         from weft.errors import did_you_mean
 
@@ -125,6 +131,7 @@ def _build_parser() -> tuple[argparse.ArgumentParser, _Commands]:
     _add_check(commands)
     _add_lr_find(commands)
     _add_sweep(commands)
+    _add_completion(commands)
     _add_run_as_flax(commands)
     return parser, commands
 
@@ -451,6 +458,19 @@ def _add_sweep(commands: _Commands) -> None:
         help="which value of the metric is best (%(default)s)",
     )
     sweep.add_argument("--dir", metavar="DIR", help="the directory; by default sweeps/RECIPE")
+
+
+def _add_completion(commands: _Commands) -> None:
+    completion = _add(
+        commands,
+        "completion",
+        "completion:print_script",
+        epilog="Once, for your shell:\n"
+        "  echo 'eval \"$(weft completion bash)\"' >> ~/.bashrc\n"
+        "  echo 'eval \"$(weft completion zsh)\"' >> ~/.zshrc\n"
+        "  weft completion fish > ~/.config/fish/completions/weft.fish",
+    )
+    completion.add_argument("shell", metavar="SHELL", choices=["bash", "zsh", "fish"])
 
 
 def _add_lr_find(commands: _Commands) -> None:
