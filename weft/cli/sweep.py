@@ -167,7 +167,7 @@ def settings_to_try(
         for axis in axes:
             if isinstance(axis, Range):
                 raise CommandLineError(
-                    f"--over {axis.field} is a range, of which values are drawn: add --samples 20, "
+                    f"--over {axis.field} is a range: add --samples 20 to draw from it, "
                     "or list its values."
                 )
             values_by_field.append(axis.values)
