@@ -25,7 +25,7 @@ from weft.trainer.learner import BaseLearner, with_precision
 from weft.trainer.model import PerParamDType, model_config
 from weft.trainer.precision import Precision, as_precision
 from weft.trainer.run_lock import RunLock
-from weft.trainer.train_step import TrainerState, train_step
+from weft.trainer.train_step import BatchTransform, TrainerState, train_step
 from weft.trainer.trainer_config_modifier import apply_config_modifiers
 from weft.typing import DType, Nested, NestedTensor, PartitionSpec, Tensor
 
@@ -56,6 +56,8 @@ class BaseTrainer(Module):
             precision: policy for the dtypes of parameters, computation and the optimizer's moments:
                 "float32", "mixed_bfloat16", "bfloat16", "int8", "fp8", or a `Precision.Config`;
                 None for those of the model and the optimizer.
+            batch_transform: function of a batch and a PRNG key that returns another batch of the
+                same shapes, called at each step of training, as for augmentation; or its config.
             train_dtype: dtype of the model's computation in training, instead of a policy's; None
                 for that of its parameters. May be a function that returns one per parameter, such
                 as `per_param_train_dtype_by_path`.
@@ -77,6 +79,7 @@ class BaseTrainer(Module):
         checkpointer: BaseCheckpointer.Config = Checkpointer.default_config()
         init_state_builder: state_builder.Builder.Config | None = None
         precision: str | Precision.Config | None = None
+        batch_transform: config.ConfigOr[BatchTransform] | None = None
         train_dtype: DType | config.ConfigOr[PerParamDType] | None = None
         anomaly_policy: anomalies.AnomalyPolicy.Config | None = None
         config_modifiers: Sequence[config.ConfigOr[config.ConfigModifier]] = []
@@ -345,6 +348,7 @@ def jit_train_step(trainer: BaseTrainer) -> Any:
         model_specs=model_specs,
         gradient_specs=gradient_specs,
         train_dtype=dtype,
+        batch_transform=config.maybe_instantiate(cfg.batch_transform),
     )
     options = options_for_steps(
         mesh.devices.flat[0].platform, model_specs, trainer.input.element_spec, cfg.max_step

@@ -8,12 +8,13 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import inspect
 import math
 import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from weft.config import REQUIRED, InMemory, InstantiableConfig, config_for_funct
 from weft.core import flat_dict
 from weft.errors import FitError, InputDatasetError, did_you_mean
 from weft.hierarchy import Module, functional
-from weft.input import Arrays, Batches
+from weft.input import Arrays, Batches, split
 from weft.interop.models import adapter_of, model_of
 from weft.interop.nnx import NNXModel
 from weft.metrics import Metric
@@ -40,19 +41,24 @@ from weft.trainer.optimizers.algorithms import adam_optimizer, adamw_optimizer, 
 from weft.trainer.optimizers.base import TransformationLike, as_partitioned
 from weft.trainer.optimizers.transformations import SCHEDULE_FREE
 from weft.trainer.precision import Precision
+from weft.trainer.run_lock import move_aside
 from weft.trainer.summary_writer.files import JsonLinesWriter, read_json_lines
 from weft.trainer.supervised import (
+    LOSSES,
     MetricLike,
     OutputFn,
     Supervised,
     compares_classes,
     metric_name,
 )
+from weft.trainer.train_step import BatchTransform
 from weft.trainer.trainer import SpmdTrainer
 from weft.typing import PyTree, Tensor
 
 VALIDATION = "validation"
 M = TypeVar("M")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +151,8 @@ class FitResult(Generic[M]):
     Attributes:
         model: The model that was given. A module of NNX has the values of the last step.
         last: State after the last step.
-        best: State with the smallest loss on the validation data; without any, the last one.
+        best: State with the smallest loss on the validation data, or the best value of the argument
+            `best`; without validation data, the last one.
         config: Config of the `SpmdTrainer` that ran; its `dir` is missing if `fit` was given none.
     """
 
@@ -156,7 +163,9 @@ class FitResult(Generic[M]):
     config: SpmdTrainer.Config = dataclasses.field(repr=False)
 
 
-def _result(model: M, cfg: SpmdTrainer.Config, trainer: SpmdTrainer) -> FitResult[M]:
+def _result(
+    model: M, cfg: SpmdTrainer.Config, trainer: SpmdTrainer, watched: "_Watched"
+) -> FitResult[M]:
     """Returns the result of a run that has ended, reading its directory."""
     history = History(
         train=_read_series(cfg.dir, "train_train"), validation=_read_series(cfg.dir, VALIDATION)
@@ -165,7 +174,7 @@ def _result(model: M, cfg: SpmdTrainer.Config, trainer: SpmdTrainer) -> FitResul
     # The last state is in memory; only another one is read from its checkpoint.
     last = best = FitState(trainer.step, _variables(trainer, last_params), trainer)
     checkpoints_dir = os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR)
-    best_step = _best_step(checkpoints_dir, history.validation)
+    best_step = _best_step(checkpoints_dir, history.validation, watched)
     if best_step is not None and best_step != trainer.step:
         best_params = _restore_params(checkpoints_dir, trainer, best_step)
         best = FitState(best_step, _variables(trainer, best_params), trainer)
@@ -207,16 +216,20 @@ def _column_name(summary_path: str) -> str:
     return summary_path.removeprefix("model/")
 
 
-def _best_step(checkpoints_dir: str, validation: dict[str, np.ndarray]) -> int | None:
-    """Returns the saved step with the smallest loss, the last one of several."""
-    if "loss" not in validation:
+def _best_step(
+    checkpoints_dir: str, validation: dict[str, np.ndarray], watched: "_Watched"
+) -> int | None:
+    """Returns the saved step with the best value, the last one of several."""
+    if watched.metric not in validation:
         return None
     saved_steps = checkpointer.Checkpointer.checkpoint_steps(checkpoints_dir)
+    sign = -1 if watched.mode == "max" else 1
     best_step = None
-    best_loss = math.inf
-    for step, loss in zip(validation["step"].tolist(), validation["loss"].tolist(), strict=True):
-        if step in saved_steps and loss <= best_loss:
-            best_step, best_loss = step, loss
+    lowest = math.inf
+    values = (sign * validation[watched.metric]).tolist()
+    for step, value in zip(validation["step"].tolist(), values, strict=True):
+        if step in saved_steps and value <= lowest:
+            best_step, lowest = step, value
     return best_step
 
 
@@ -252,6 +265,7 @@ def _restore_params(checkpoints_dir: str, trainer: SpmdTrainer, step: int) -> Py
 
 
 NameOrFn = str | OutputFn
+Mode = Literal["min", "max"]
 
 _ADAM = {"b1": 0.9, "b2": 0.999, "eps": 1e-8}
 OPTIMIZERS: dict[str, Any] = {
@@ -259,12 +273,62 @@ OPTIMIZERS: dict[str, Any] = {
     "adamw": config_for_function(adamw_optimizer).set(**_ADAM, weight_decay=1e-4),
     "sgd": config_for_function(sgd_optimizer).set(decouple_weight_decay=False),
 }
+_BETTER: dict[str, Mode] = {
+    "loss": "min",
+    **dict.fromkeys([*LOSSES, "perplexity"], "min"),
+    **dict.fromkeys(["accuracy", "auc", "f1", "precision", "recall"], "max"),
+}
+"""Whether less or more of a named metric is better."""
 _TARGETS = ("y", "label", "labels", "target", "targets")
 _LEARNING_RATE = 1e-3
 
 _MAX_RECORDED_STEPS = 1000
 
 
+_OTHER_NAMES = {
+    "callback": "callbacks=[…]",
+    "checkpoint_dir": "dir=…",
+    "class_weights": "class_weight=…",
+    "learning_rates": "learning_rate=…",
+    "lr": "learning_rate=…",
+    "max_epochs": "epochs=…",
+    "max_steps": "steps=…",
+    "num_epochs": "epochs=…",
+    "num_steps": "steps=…",
+    "n_epochs": "epochs=…",
+    "loss_fn": "loss=…",
+    "optim": "optimizer=…",
+    "patience": "early_stopping=3, the number of evaluations to wait",
+    "sample_weight": "a field row_weight of the data",
+    "save_dir": "dir=…",
+    "train_data": "data, the second argument",
+    "val_data": "validation=…",
+    "valid_data": "validation=…",
+    "validation_data": "validation=…",
+    "verbose": "progress=False for no display",
+    "weight_decay": "an optimizer of optax, as optimizer=optax.adamw(1e-3, weight_decay=0.01)",
+}
+"""What other libraries call the arguments of `fit`."""
+
+
+def _explains_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Lets a call with an argument that the function does not have name the one that it means."""
+    parameters = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in parameters:
+                hint = did_you_mean(name, parameters)
+                if name in _OTHER_NAMES:
+                    hint = f"Write {_OTHER_NAMES[name]}."
+                raise FitError(f"fit has no argument {name!r}. {hint}")
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_explains_arguments
 @compilation.compilation_cache(None)
 def fit(
     model: M,
@@ -275,13 +339,21 @@ def fit(
     steps: int | None = None,
     batch_size: int | None = None,
     validation: Data | None = None,
+    validation_split: float | None = None,
     metrics: MetricLike | Sequence[MetricLike] | Mapping[str, MetricLike] = (),
     optimizer: str | TransformationLike = "adam",
     learning_rate: float | Callable[[Any], Any] | InstantiableConfig[Any] | None = None,
     target: str | None = None,
+    class_weight: Mapping[int, float] | Sequence[float] | None = None,
+    transform: BatchTransform | None = None,
+    early_stopping: int | evaler.EarlyStopping.Config | None = None,
+    best: str | tuple[str, Mode] = "loss",
     precision: str | Precision.Config | None = None,
     seed: int = 0,
     dir: str | None = None,
+    fresh: bool = False,
+    save_every: int | None = None,
+    evaluate_every: int | None = None,
     progress: bool = True,
     callbacks: Sequence[Hook] = (),
 ) -> FitResult[M]:
@@ -304,17 +376,30 @@ def fit(
         batch_size: Rows of a batch over all devices; for arrays 32 by default.
         validation: Data in one of the same forms, evaluated after each epoch, or with `steps` ten
             times, and at the end. Rows that fill up the last batch do not count.
+        validation_split: Fraction of the rows of `data`, chosen by `seed`, to evaluate on instead
+            of training on them.
         metrics: "accuracy", "auc", "confusion_matrix", "f1", "perplexity", "precision", "recall",
             names of losses, metrics such as `weft.metrics.F1Score("macro")`, or functions like
             `loss`: a scalar has to be a mean over rows, if not use `AllRows`. A dict names them.
         optimizer: "adam", "adamw", "sgd", an optimizer of optax, or the config of one.
         learning_rate: Rate of a named optimizer, 0.001 by default, or a schedule.
         target: Field of the targets; by default y, label, labels, target or targets.
+        class_weight: Weight of the rows of each class, by class, in the loss and the metrics of
+            training: a mean over rows with these weights. Labels are integers.
+        transform: Function of a batch and a PRNG key that returns a batch of the same shapes, such
+            as an augmentation. It is called within the compiled step, in training alone.
+        early_stopping: Number of evaluations without a better value of `best` that do not yet end
+            the run, or the config of an `EarlyStopping`; None runs all steps.
+        best: Number of the evaluations by which `FitResult.best` is chosen: "loss" or the name of a
+            metric; with "min" or "max" for one whose better direction is not known.
         precision: Policy for the dtypes in this run and in `FitState.predict`: "float32",
             "mixed_bfloat16", "bfloat16", "int8", "fp8", or a `Precision.Config`.
         seed: Seed of parameters, noise and the order of arrays.
         dir: Directory for checkpoints and the record of the run. A run whose directory has a
             checkpoint resumes. None keeps nothing on disk.
+        fresh: Whether to move aside what an earlier run has left in `dir`, such as to `dir.1`.
+        save_every, evaluate_every: Numbers of steps between checkpoints and between evaluations, in
+            place of those of `validation`. The last step is saved and evaluated, too.
         progress: Whether to show the progress, see `SpmdTrainer.run`.
         callbacks: Hooks, called in this order at the steps of the run; see `weft.trainer.Hook`.
 
@@ -331,63 +416,110 @@ def fit(
     >>> round(float(model.bias[0]), 1), len(result.history.train["loss"])
     (1.0, 100)
     """
-    _check_counts(epochs=epochs, steps=steps, batch_size=batch_size)
+    _check_counts(
+        epochs=epochs,
+        steps=steps,
+        batch_size=batch_size,
+        save_every=save_every,
+        evaluate_every=evaluate_every,
+    )
+    if validation_split is not None:
+        if validation is not None:
+            raise FitError("fit got validation and validation_split; expected one of the two.")
+        data, validation = split(data, held_out=validation_split, seed=seed)
     train = read_data(data, "data", batch_size)
     held_out = None
     if validation is not None:
         held_out = read_data(validation, "validation", batch_size)
+    watched = _watched_metric(best, _metrics_by_name(metrics), loss, held_out)
+    if class_weight is not None:
+        train = _with_class_weight(train, class_weight, _target_name(target, train), loss)
     cfg = SpmdTrainer.default_config().set(
         name="trainer",
         seed=seed,
         model=_model_config(model, loss, _metrics_by_name(metrics), target, train),
         learner=Learner.default_config().set(optimizer=_optimizer(optimizer, learning_rate)),
         input=train.input_config(seed=seed),
+        batch_transform=transform,
         precision=precision,
         mesh_shape=parallelism.mesh_shape_from_axes(data=-1),
         # The other axes are those that layouts of layers may name.
         mesh_axis_names=parallelism.MESH_AXIS_NAMES,
     )
-    _set_length(cfg, train, held_out, epochs, steps, keeps_dir=dir is not None)
+    lengths = _Lengths(epochs, steps, save_every, evaluate_every, keeps_dir=dir is not None)
+    _set_length(cfg, train, held_out, lengths, watched)
+    if early_stopping is not None:
+        cfg.early_stopping = _early_stopping(early_stopping, held_out, watched)
     _set_average(cfg, optimizer)
-    return _run(model, cfg, dir, progress, callbacks)
+    if fresh and dir is not None:
+        move_aside(dir)
+    return _run(model, cfg, dir, progress, callbacks, watched)
+
+
+class _Lengths(NamedTuple):
+    """The arguments of `fit` on how long to train, and when to save and to evaluate."""
+
+    epochs: int | None
+    steps: int | None
+    save_every: int | None
+    evaluate_every: int | None
+    keeps_dir: bool
+
+
+class _Watched(NamedTuple):
+    """Number of the evaluations by which the best state is chosen."""
+
+    metric: str
+    mode: Mode
+
+    @property
+    def path(self) -> policy.EvalMetric:
+        """Its place among the summaries of the evaluations."""
+        return policy.EvalMetric(VALIDATION, self.metric)
 
 
 def _set_length(
     cfg: SpmdTrainer.Config,
     train: FitData,
     held_out: FitData | None,
-    epochs: int | None,
-    steps: int | None,
-    *,
-    keeps_dir: bool,
+    lengths: _Lengths,
+    watched: _Watched,
 ) -> None:
     """Sets the number of steps, and when to evaluate, save and record; checks the model."""
-    if steps is not None:
+    if lengths.steps is not None:
+        steps = lengths.steps
         interval = math.ceil(steps / 10)
-    elif epochs is not None and train.num_batches is not None:
-        steps = train.num_steps(epochs)
+    elif lengths.epochs is not None and train.num_batches is not None:
+        steps = train.num_steps(lengths.epochs)
         interval = train.num_batches
     else:
         raise FitError(
-            f"fit got epochs={epochs}, but the number of batches of the data is unknown; set steps "
-            "instead."
+            f"fit got epochs={lengths.epochs}, but the number of batches of the data is unknown; "
+            "set steps instead."
         )
     cfg.max_step = steps
     cfg.summary_writer = JsonLinesWriter.default_config().set(
         write_every_n_steps=math.ceil(steps / _MAX_RECORDED_STEPS)
     )
     counts_rows = _check_model(cfg, train, held_out)
+    save_interval = lengths.save_every or lengths.evaluate_every or interval
     if held_out is not None:
-        _add_validation(cfg, held_out, interval, counts_rows)
-    elif not keeps_dir:
-        interval = steps  # no checkpoint but the last is of use
+        evaluate_interval = lengths.evaluate_every or interval
+        _add_validation(cfg, held_out, evaluate_interval, counts_rows, watched)
+    elif not lengths.keeps_dir:
+        save_interval = steps  # no checkpoint but the last is of use
     cfg.checkpointer.save_policy = config_for_function(policy.every_n_steps_and_last_policy).set(
-        n=interval, max_step=steps
+        n=save_interval, max_step=steps
     )
 
 
 def _run(
-    model: M, cfg: SpmdTrainer.Config, dir: str | None, progress: bool, callbacks: Sequence[Hook]
+    model: M,
+    cfg: SpmdTrainer.Config,
+    dir: str | None,
+    progress: bool,
+    callbacks: Sequence[Hook],
+    watched: _Watched,
 ) -> FitResult[M]:
     if dir is None and jax.process_count() > 1:
         raise FitError("fit got dir=None; several processes need a directory that they share.")
@@ -411,7 +543,7 @@ def _run(
                 f"data ended after {trainer.step} of {cfg.max_step} steps; expected a batch for "
                 "each. Pass an iterable that can be repeated, such as a list, or set fewer steps."
             )
-        result = _result(model, cfg, trainer)
+        result = _result(model, cfg, trainer, watched)
     if isinstance(_layer(model), InMemory) and isinstance(model_of(model), NNXModel):
         result.last.update(model)
     if dir is None:
@@ -419,12 +551,12 @@ def _run(
     return result
 
 
-def _check_counts(*, epochs: int | None, steps: int | None, batch_size: int | None) -> None:
+def _check_counts(epochs: int | None, steps: int | None, **others: int | None) -> None:
     if (epochs is None) == (steps is None):
         raise FitError(
             f"fit got epochs={epochs} and steps={steps}; expected one of the two, such as epochs=10"
         )
-    for name, value in {"epochs": epochs, "steps": steps, "batch_size": batch_size}.items():
+    for name, value in {"epochs": epochs, "steps": steps, **others}.items():
         if value is not None and value < 1:
             raise FitError(f"fit got {name}={value}; expected 1 or more.")
 
@@ -447,12 +579,8 @@ def _model_config(
 ) -> Module.Config:
     layer = _layer(model)
     if loss is not None:
-        if not target:
-            usual_targets = [name for name in _TARGETS if name in data.fields]
-            if len(usual_targets) == 1:
-                target = usual_targets[0]
         return Supervised.default_config().set(
-            layer=layer, loss=loss, metrics=metrics, target=target or None
+            layer=layer, loss=loss, metrics=metrics, target=_target_name(target, data)
         )
     if metrics or target:
         argument = f"target={target!r}"
@@ -465,6 +593,109 @@ def _model_config(
     if isinstance(layer, Module.Config):
         return layer
     return LibraryModel.default_config().set(layer=layer)
+
+
+def _target_name(target: str | None, data: FitData) -> str | None:
+    """Returns the field of the targets: the one that was named, or the only one of a usual name."""
+    usual_targets = [name for name in _TARGETS if name in data.fields]
+    if not target and len(usual_targets) == 1:
+        return usual_targets[0]
+    return target or None
+
+
+def _watched_metric(
+    best: str | tuple[str, Mode],
+    metrics: Mapping[str, MetricLike],
+    loss: NameOrFn | None,
+    held_out: FitData | None,
+) -> _Watched:
+    """Returns what chooses the best state; raises a FitError if it is not evaluated."""
+    name, mode = best if isinstance(best, tuple) else (best, None)
+    if name != "loss" and held_out is None:
+        raise FitError(
+            f"fit got best={best!r}, a number of the evaluations, and no validation data; pass "
+            "validation=… or validation_split=0.1."
+        )
+    if name != "loss" and loss is not None and name not in metrics:
+        raise FitError(
+            f"fit got best={name!r}, which is neither 'loss' nor one of metrics. "
+            f"{did_you_mean(name, ['loss', *metrics])}"
+        )
+    if mode is None:
+        metric = metrics.get(name, name)
+        known_name = metric_name(metric)
+        if known_name not in _BETTER:
+            raise FitError(
+                f"fit got best={name!r}; say whether more is better: best=({name!r}, 'max') or "
+                f"best=({name!r}, 'min')."
+            )
+        mode = _BETTER[known_name]
+    if mode not in ("min", "max"):
+        raise FitError(f"fit got best={best!r}; expected 'min' or 'max' as its direction.")
+    return _Watched(name, mode)
+
+
+def _early_stopping(
+    early_stopping: int | evaler.EarlyStopping.Config, held_out: FitData | None, watched: _Watched
+) -> evaler.EarlyStopping.Config:
+    if held_out is None:
+        raise FitError(
+            "fit got early_stopping and no validation data; pass validation=… or "
+            "validation_split=0.1."
+        )
+    if isinstance(early_stopping, evaler.EarlyStopping.Config):
+        return early_stopping
+    if isinstance(early_stopping, bool) or not isinstance(early_stopping, int):
+        raise FitError(
+            f"fit got early_stopping={early_stopping!r}; expected the number of evaluations "
+            "without a better value that do not yet end the run, such as 3, or the config of an "
+            "EarlyStopping."
+        )
+    return evaler.EarlyStopping.default_config().set(
+        metric=watched.path, mode=watched.mode, patience=early_stopping
+    )
+
+
+def _with_class_weight(
+    train: FitData,
+    class_weight: Mapping[int, float] | Sequence[float],
+    target: str | None,
+    loss: NameOrFn | None,
+) -> FitData:
+    """Returns data whose rows have the weights of their classes; raises a FitError for others."""
+    if loss is None or target is None:
+        raise FitError(
+            "fit got class_weight, which weights rows by the classes in the target; it needs a "
+            "loss, and a target field such as y."
+        )
+    weights = class_weight
+    if not isinstance(weights, Mapping):
+        weights = dict(enumerate(weights))
+    for label, weight in weights.items():
+        if not (math.isfinite(weight) and weight >= 0):
+            raise FitError(
+                f"fit got class_weight={weight} for the class {label}; expected numbers of 0 or "
+                "more."
+            )
+    return train.with_row_weights(functools.partial(_weights_of_rows, target, dict(weights)))
+
+
+def _weights_of_rows(target: str, class_weight: Mapping[int, float], fields: Fields) -> np.ndarray:
+    labels = np.asarray(fields[target])
+    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+        raise FitError(
+            f"fit got class_weight, and {target!r} is {labels.dtype}{list(labels.shape)}; expected "
+            "one integer label per row."
+        )
+    missing = sorted({*np.unique(labels).tolist()} - {*class_weight})
+    if missing:
+        raise FitError(
+            f"class_weight has no weight for the classes {missing[:8]}; give each class one."
+        )
+    table = np.zeros(max(class_weight) + 1, np.float32)
+    for label, weight in class_weight.items():
+        table[label] = weight
+    return table[labels]
 
 
 def _layer(model: object) -> Any:
@@ -641,7 +872,7 @@ def _first_rows(data: FitData, batch_spec: Mapping[str, PyTree]) -> Fields:
 
 
 def _add_validation(
-    cfg: SpmdTrainer.Config, data: FitData, interval: int, counts_rows: bool
+    cfg: SpmdTrainer.Config, data: FitData, interval: int, counts_rows: bool, watched: _Watched
 ) -> None:
     if isinstance(data.values, Arrays) and not counts_rows:
         rows_of_last_batch = data.values.num_rows % (data.batch_size or 1)
@@ -665,5 +896,5 @@ def _add_validation(
     )
     cfg.evalers = {VALIDATION: validation}
     cfg.checkpointer.keep_best = policy.KeepBest.default_config().set(
-        metric=policy.EvalMetric(VALIDATION, "loss"), mode="min"
+        metric=watched.path, mode=watched.mode
     )

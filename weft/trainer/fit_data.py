@@ -66,6 +66,24 @@ class FitData:
         self.checks.append(fn)
         fn(self.name, self.fields)
 
+    def with_row_weights(self, weights_of_rows: Callable[[Fields], np.ndarray]) -> "FitData":
+        """Returns the same data with rows weighted by a function of the fields."""
+
+        def weighted(fields: Fields) -> Fields:
+            weights = weights_of_rows(fields)
+            return {**fields, ROW_WEIGHT: weights * fields.get(ROW_WEIGHT, np.float32(1))}
+
+        if isinstance(self.values, Arrays):
+            return dataclasses.replace(self, values=Arrays(weighted(self.values.value)))
+        batches = self.values.value
+        if isinstance(batches, grain.MapDataset | grain.IterDataset):
+            mapped_batches = batches.map(weighted)
+        elif self.values.is_iterator:
+            mapped_batches = map(weighted, batches)
+        else:
+            mapped_batches = _MappedIterable(weighted, batches)
+        return dataclasses.replace(self, values=Batches(mapped_batches))
+
     def input_config(self, *, seed: int = 0, counts_rows: bool = False) -> Input.Config:
         """Returns the config of an input; `seed` is for the order of arrays in training.
 

@@ -1,11 +1,12 @@
 """Training step as a pure function of the state and a batch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from weft.errors import InputDatasetError
 from weft.hierarchy import Module, NestedParameterSpec, ParameterSpec, functional
 from weft.input import Input
 from weft.trainer.gradients import with_gradient_layouts
@@ -18,7 +19,7 @@ from weft.trainer.model import (
 )
 from weft.trainer.optimizers.base import NestedOptParam, OptParam
 from weft.trainer.update_transformation import ForwardOutputs
-from weft.typing import DType, NestedTensor, Tensor
+from weft.typing import DType, NestedTensor, T, Tensor
 
 
 class TrainerState(NamedTuple):
@@ -31,6 +32,33 @@ class TrainerState(NamedTuple):
     prng_key: Any
     model: Any
     learner: Any
+
+
+BatchTransform = Callable[[Any, jax.Array], Any]
+"""Function of a batch and a PRNG key that returns another batch of the same shapes and dtypes."""
+
+_TRANSFORM = 0x7472616E
+"""Number of the key of transforms among those of a step."""
+
+
+def transformed(batch: T, transform: BatchTransform, key: jax.Array) -> T:
+    """Returns a transformed batch; raises an InputDatasetError if its form has changed."""
+    new_batch = transform(batch, key)
+    tree, new_tree = jax.tree.structure(batch), jax.tree.structure(new_batch)
+    if tree != new_tree:
+        raise InputDatasetError(
+            f"the transform of batches returned {new_tree}; expected the fields that it was given, "
+            f"{tree}."
+        )
+    fields = jax.tree_util.tree_leaves_with_path(batch)
+    for (path, x), new_x in zip(fields, jax.tree.leaves(new_batch), strict=True):
+        old_type, new_type = jax.typeof(x), jax.typeof(new_x)
+        if (old_type.shape, old_type.dtype) != (new_type.shape, new_type.dtype):
+            raise InputDatasetError(
+                f"the transform of batches returned {jax.tree_util.keystr(path)} as "
+                f"{new_type.str_short()}; expected {old_type.str_short()}, as it was given."
+            )
+    return new_batch
 
 
 def opt_params(model_params: NestedTensor, specs: NestedParameterSpec) -> NestedOptParam:
@@ -68,6 +96,7 @@ def train_step(
     model_specs: NestedParameterSpec,
     gradient_specs: NestedParameterSpec,
     train_dtype: DType | PerParamDType | None,
+    batch_transform: BatchTransform | None = None,
     with_gradients: bool = False,
 ) -> tuple[TrainerState, dict[str, Any]]:
     """Runs the model on a batch and lets the learner update its parameters.
@@ -76,6 +105,7 @@ def train_step(
         batch: as provided by the processes; `input_` dispatches it.
         model: returns a loss, maybe a `WeightedScalar`, and auxiliary outputs from
             `forward(input_batch)`.
+        batch_transform: changes the batch by a key, which is another one at each step.
         train_dtype: dtype of the computation, for all parameters or by path; None for that of each.
         with_gradients: whether to return the gradients that have to be finite.
 
@@ -84,6 +114,10 @@ def train_step(
     # The key of the next step is in the state: a resumed run draws the same numbers.
     next_key, noise_key, forward_key, learner_key = jax.random.split(state.prng_key, 4)
     batch = input_.dispatch_global_batch(batch)
+    if batch_transform is not None:
+        # Not one more part of the split: runs without a transform keep their keys.
+        transform_key = jax.random.fold_in(state.prng_key, _TRANSFORM)
+        batch = transformed(batch, batch_transform, transform_key)
 
     # The learner differentiates it, maybe for parts of the batch. All arrays that depend on the
     # batch are in `inputs`, so that it can be split.

@@ -1,0 +1,200 @@
+"""Arguments of `weft.fit` with which a training is stopped, split, weighted and augmented."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import weft
+from weft import nnx
+from weft.errors import FitError, InputDatasetError, LossError
+from weft.metrics import F1Score
+from weft.trainer import EarlyStopping, EvalMetric, Hook
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+ROWS, CLASSES = 24, 3
+X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
+LABELS = np.arange(ROWS) % CLASSES
+OPPOSITE = (X, (LABELS + 1) % CLASSES)
+"""Held-out labels with which a model gets worse at each step."""
+
+
+def linear(out=CLASSES):
+    return nnx.Linear(4, out, rngs=nnx.Rngs(0))
+
+
+def fit(data=(X, LABELS), loss="cross_entropy", **kwargs):
+    options = {"steps": 12, "batch_size": 8, "learning_rate": 0.1, "progress": False} | kwargs
+    return weft.fit(linear(), data, loss, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lr": 0.1}, FitError, "no argument 'lr'. Write learning_rate=…"),
+        ({"patience": 3}, FitError, "Write early_stopping=3, the number of evaluations"),
+        ({"verbose": 0}, FitError, "Write progress=False"),
+        ({"validation_data": 0}, FitError, "Write validation=…"),
+        ({"batchsize": 3}, FitError, "no argument 'batchsize'. Did you mean 'batch_size'"),
+        ({"early_stopping": 1}, FitError, "no validation data; pass validation=… or"),
+        ({"best": "accuracy"}, FitError, "best='accuracy', a number of the evaluations, and no"),
+        ({"best": "acc", "validation": OPPOSITE}, FitError, "neither 'loss' nor one of metrics"),
+        (
+            {"best": "mine", "validation": OPPOSITE, "metrics": {"mine": lambda out, batch: out}},
+            FitError,
+            r"best=\('mine', 'max'\) or best=\('mine', 'min'\)",
+        ),
+        ({"best": ("loss", "up"), "validation": OPPOSITE}, FitError, "expected 'min' or 'max'"),
+        ({"early_stopping": True, "validation": OPPOSITE}, FitError, "early_stopping=True; exp"),
+        ({"validation_split": 0.1, "validation": OPPOSITE}, FitError, "expected one of the two"),
+        ({"validation_split": 2}, InputDatasetError, "held_out=2 cannot be a fraction"),
+        (
+            {"validation_split": 0.1, "data": iter([(X, LABELS)]), "batch_size": None},
+            InputDatasetError,
+            "has no random access",
+        ),
+        ({"class_weight": {0: 1.0}}, FitError, r"no weight for the classes \[1, 2\]"),
+        ({"class_weight": [1, 2, -1]}, FitError, "class_weight=-1 for the class 2"),
+        ({"class_weight": [1, 1, 1], "loss": None}, FitError, "it needs a loss, and a target"),
+        (
+            {"class_weight": [1], "loss": "mse", "data": (X, X[:, :3])},
+            FitError,
+            r"'y' is float32\[24, 3\]; expected one integer label per row",
+        ),
+        ({"save_every": 0}, FitError, "save_every=0; expected 1 or more"),
+        ({"transform": lambda batch, key: batch["x"]}, InputDatasetError, "expected the fields"),
+        (
+            {"transform": lambda batch, key: batch | {"x": batch["x"][:, :2]}},
+            InputDatasetError,
+            r"returned \['x'\] as float32\[8,2\]; expected float32\[8,4\]",
+        ),
+    ],
+)
+def test_mistakes(options, error, message):
+    with pytest.raises(error, match=message):
+        fit(**options)
+
+
+def test_a_part_is_held_out():
+    x, y = np.arange(40, dtype=np.float32)[:, None], np.zeros((40, 1), np.float32)
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.scale = nnx.Param(jnp.ones(()))
+
+        def __call__(self, x):
+            return x * self.scale
+
+    options = {"epochs": 1, "batch_size": 6, "optimizer": optax.sgd(0.0), "progress": False}
+    first = weft.fit(Net(), (x, y), "mae", validation_split=0.25, **options)
+    # Without updates, the losses are means of the rows themselves: 30 of them, and 10 others.
+    total = first.history.train["loss"].sum() * 6 + first.history.validation["loss"][-1] * 10
+    assert len(first.history.train["loss"]) == 5 and float(total) == pytest.approx(x.sum())
+    again = weft.fit(Net(), (x, y), "mae", validation_split=0.25, **options)
+    assert again.history.validation["loss"] == first.history.validation["loss"]
+    other = weft.fit(Net(), (x, y), "mae", validation_split=0.25, seed=1, **options)
+    assert other.history.validation["loss"] != first.history.validation["loss"]
+
+
+def test_a_run_stops_early_and_its_best_state_is_kept(tmp_path):
+    result = fit(validation=OPPOSITE, early_stopping=2, evaluate_every=1, dir=str(tmp_path))
+    assert result.last.step == 5 and result.best.step == 2
+    # The same after the config was edited.
+    cfg = result.config.clone(dir=str(tmp_path / "edited"), max_step=10)
+    cfg.early_stopping.patience = 4
+    trainer = cfg.instantiate(parent=None)
+    trainer.run(progress=False)
+    assert trainer.step < 10
+    # A config of one's own.
+    stopping = EarlyStopping.default_config().set(metric=EvalMetric("validation", "loss"))
+    assert fit(validation=OPPOSITE, early_stopping=stopping, evaluate_every=2).last.step == 4
+
+
+def test_the_best_state_by_a_metric():
+    result = fit(
+        validation=OPPOSITE,
+        metrics={"accuracy": "accuracy", "macro": F1Score("macro")},
+        best="macro",
+        evaluate_every=1,
+    )
+    scores = result.history.validation["macro"]
+    assert scores[result.history.validation["step"] == result.best.step] == scores.max()
+    lowest = fit(
+        validation=OPPOSITE, metrics="accuracy", best=("accuracy", "min"), evaluate_every=1
+    )
+    accuracies = lowest.history.validation["accuracy"]
+    index = lowest.history.validation["step"] == lowest.best.step
+    assert accuracies[index] == accuracies.min() < accuracies.max()
+
+
+class Saves(Hook):
+    def __init__(self):
+        self.steps = []
+
+    def on_checkpoint(self, step):
+        self.steps.append(step)
+
+
+def test_intervals(tmp_path):
+    saves = Saves()
+    options = {"save_every": 5, "evaluate_every": 4, "dir": str(tmp_path), "callbacks": [saves]}
+    result = fit(validation=OPPOSITE, **options)
+    assert result.history.validation["step"].tolist() == [4, 8, 12]
+    assert saves.steps == [5, 10, 12]
+
+
+@pytest.mark.parametrize("as_batches", [False, True])
+def test_classes_have_weights(as_batches):
+    """The first step of gradient descent, against the weighted mean worked out by hand."""
+    weights = np.array([1.0, 2.0, 5.0], np.float32)
+    data, batch_size = (X, LABELS), ROWS
+    if as_batches:
+        data, batch_size = [(X, LABELS)], None
+    model = linear()
+    kernel = jnp.asarray(model.kernel[...])
+    options = {"steps": 1, "batch_size": batch_size, "progress": False}
+    weft.fit(
+        model, data, "cross_entropy", class_weight=weights, optimizer=optax.sgd(1.0), **options
+    )
+
+    def loss(kernel):
+        log_probabilities = jax.nn.log_softmax(X @ kernel)
+        losses = -log_probabilities[np.arange(ROWS), LABELS]
+        return (losses * weights[LABELS]).sum() / weights[LABELS].sum()
+
+    expected = kernel - jax.grad(loss)(kernel)
+    np.testing.assert_allclose(model.kernel[...], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_batches_are_transformed_in_training_alone(tmp_path):
+    seen = []
+
+    def noisy(batch, key):
+        jax.debug.callback(lambda x: seen.append(float(x)), jax.random.uniform(key))
+        return batch | {"x": batch["x"] + jax.random.normal(key, batch["x"].shape)}
+
+    options = {"transform": noisy, "validation": (X, LABELS), "evaluate_every": 4}
+    noisy_result = fit(dir=str(tmp_path / "whole"), **options)
+    assert len(set(seen)) == 12, "another key at each step, and none in evaluations"
+    # A run that is resumed sees the same noise.
+    fit(steps=6, dir=str(tmp_path / "part"), **options)
+    resumed = fit(dir=str(tmp_path / "part"), **options)
+    np.testing.assert_array_equal(resumed.history.train["loss"], noisy_result.history.train["loss"])
+    plain = fit(validation=(X, LABELS), evaluate_every=4)
+    assert plain.history.train["loss"][0] != noisy_result.history.train["loss"][0]
+
+
+def test_a_fresh_run_moves_the_old_one_aside(tmp_path):
+    directory = tmp_path / "run"
+    first = fit(dir=str(directory))
+    again = fit(dir=str(directory), learning_rate=0.2, fresh=True)
+    assert (tmp_path / "run.1/checkpoints").exists()
+    assert first.history.train["loss"][0] == again.history.train["loss"][0]
+    assert first.history.train["loss"][-1] != again.history.train["loss"][-1]
+
+
+def test_weights_of_classes_need_a_loss_per_row():
+    with pytest.raises(LossError, match="returned a scalar, which includes the rows"):
+        fit(loss=lambda outputs, batch: outputs.mean(), class_weight=[1, 1, 1])
