@@ -63,6 +63,11 @@ def fit(data=(X, LABELS), loss="cross_entropy", **kwargs):
             FitError,
             r"'y' is float32\[24, 3\]; expected one integer label per row",
         ),
+        (
+            {"loss": lambda outputs, batch: (outputs.sum(axis=-1), {"kl": outputs.mean()})},
+            LossError,
+            "one number per row, and 'kl', which it returns beside it, is a scalar",
+        ),
         ({"save_every": 0}, FitError, "save_every=0; expected 1 or more"),
         ({"transform": lambda batch, key: batch["x"]}, InputDatasetError, "expected the fields"),
         (
@@ -198,3 +203,33 @@ def test_a_fresh_run_moves_the_old_one_aside(tmp_path):
 def test_weights_of_classes_need_a_loss_per_row():
     with pytest.raises(LossError, match="returned a scalar, which includes the rows"):
         fit(loss=lambda outputs, batch: outputs.mean(), class_weight=[1, 1, 1])
+
+
+def parts_of_loss(outputs, batch):
+    """A loss per row, and two numbers beside it."""
+    error = (outputs - batch["y"]) ** 2
+    return error.sum(axis=-1), {"first": error[:, 0], "share": jnp.full(len(error), 0.25)}
+
+
+class OwnLoss(nnx.Module):
+    def __init__(self):
+        self.linear = linear(2)
+
+    def __call__(self, batch):
+        error = (self.linear(batch["x"]) - batch["y"]) ** 2
+        parts = {"first": error[:, 0].mean(), "share": jnp.float32(0.25), "outputs": error}
+        return error.sum(axis=-1).mean(), parts
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_parts_of_a_loss_are_in_the_history(own):
+    options = {"steps": 2, "batch_size": 8, "progress": False, "evaluate_every": 2}
+    data = (X, X[:, :2])
+    if own:
+        result = weft.fit(OwnLoss(), data, validation=data, **options)
+    else:
+        result = weft.fit(linear(2), data, parts_of_loss, validation=(X[:8], X[:8, :2]), **options)
+    for values in (result.history.train, result.history.validation):
+        assert values["share"].tolist() == [0.25] * len(values["step"])
+        assert (values["first"] > 0).all() and (values["first"] < values["loss"]).all()
+    assert "outputs" not in result.history.train

@@ -369,8 +369,10 @@ def fit(
             `row_weight` is the weight of each row in losses and metrics with a number per row.
         loss: "cross_entropy" (logits and integer labels), "binary_cross_entropy" (logits and
             probabilities), "mse", "mae" or "huber"; a function of the model's outputs and the batch
-            that returns one number per row, a scalar or a `WeightedScalar`; or None if the model is
-            called with the batch, a dict, and returns `(loss, aux)`. With a loss, it is called with
+            that returns one number per row, a scalar or a `WeightedScalar`, or a pair of this and a
+            dict of such numbers to report, `(loss, {"kl": kl})`; or None if the model is called
+            with the batch, a dict, and returns `(loss, aux)`, where scalars in a dict `aux` are
+            reported. With a loss, it is called with
             the fields of the batch except the target: an array if there is one, else a dict.
         epochs, steps: Number of passes over the data, or of batches.
         batch_size: Rows of a batch over all devices; for arrays 32 by default.

@@ -41,7 +41,7 @@ class LibraryModel(InHierarchy):
 
     Values that the module sows into the collection `summaries` are reported, and so is the loss,
     with the weight that the module returns it with or else as the mean over the rows of the batch,
-    unless the module sows its own `loss`.
+    unless the module sows its own `loss`. So are scalars by name in its auxiliary outputs.
     """
 
     def forward(self, input_batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
@@ -49,13 +49,17 @@ class LibraryModel(InHierarchy):
         with explain_call_errors(self, input_batch):
             outputs = super().forward(input_batch)
             loss, aux = check_outputs(self, outputs)
-        if "loss" not in self.get_invocation_context().get_summaries():
-            summary = with_returned_loss({}, outputs).get("loss")
-            if summary is None:
-                fields = jax.tree.leaves(input_batch)
-                rows = fields[0].shape[0] if fields else 1
-                summary = LossOfRows(loss, rows)
+        summaries = self.get_invocation_context().get_summaries()
+        fields = jax.tree.leaves(input_batch)
+        rows = fields[0].shape[0] if fields else 1
+        if "loss" not in summaries:
+            summary = with_returned_loss({}, outputs).get("loss", LossOfRows(loss, rows))
             self.add_summary("loss", summary)
+        if isinstance(aux, Mapping):
+            for name, value in aux.items():
+                is_number = hasattr(value, "dtype") and not jnp.shape(value)
+                if isinstance(name, str) and is_number and name not in summaries:
+                    self.add_summary(name, hierarchy.WeightedScalar(value, rows))
         return loss, aux
 
     @property

@@ -219,7 +219,8 @@ class Supervised(hierarchy.BaseModel):
         Attributes:
             layer: The model, see `weft.interop.as_hierarchy`.
             loss: Name of a loss, or a function of outputs and batch: a scalar, one per row, or a
-                mean with its weight, a `WeightedScalar`.
+                mean with its weight, a `WeightedScalar`; or a pair of this and a dict of such
+                numbers to report, such as the parts that the loss is the sum of.
             metrics: Such names or functions, or metrics of `weft.metrics`, by the name to report
                 them as. A function may also return a metric of its batch.
             target: The field of the batch that named losses and metrics compare the outputs with.
@@ -317,11 +318,15 @@ class Supervised(hierarchy.BaseModel):
         """Returns the loss, and reports it and the metrics."""
         batch = _without_padding(dict(input_batch), input_batch)
         outputs = self.predict(batch)  # whole, since a model may mix rows, as BatchNorm does
-        loss = self._values("loss", self._loss, outputs, batch)
+        loss, parts = self._loss_and_parts(outputs, batch)
         if not isinstance(loss, WeightedScalar):
             assert isinstance(loss, jax.Array)
             loss = self._mean("loss", loss, batch)
         self.add_summary("loss", loss)
+        for name, part in parts.items():
+            if not isinstance(part, Summary):
+                part = self._mean(name, part, batch)
+            self.add_summary(name, part)
         for name, fn in self._metrics.items():
             self.add_summary(name, self._metric_summary(name, fn, outputs, batch))
         return jnp.asarray(loss.mean), {}
@@ -345,8 +350,16 @@ class Supervised(hierarchy.BaseModel):
         """
         for name, fn in self._metrics.items():
             self._values(name, fn, outputs, batch)
-        values = self._values("loss", self._loss, outputs, batch)
-        return isinstance(values, jax.Array) and values.ndim > 0
+        loss, parts = self._loss_and_parts(outputs, batch)
+        is_per_row = isinstance(loss, jax.Array) and loss.ndim > 0
+        for name, part in parts.items():
+            if is_per_row and isinstance(part, jax.Array) and not part.ndim:
+                raise errors.LossError(
+                    f"the loss has one number per row, and {name!r}, which it returns beside it, is "
+                    "a scalar, which would include rows that fill up a batch; return one number "
+                    "per row."
+                )
+        return is_per_row
 
     @hierarchy.nowrap
     def check_means(self, outputs: PyTree, batch: Mapping[str, PyTree]) -> None:
@@ -355,6 +368,25 @@ class Supervised(hierarchy.BaseModel):
             values = jax.eval_shape(functools.partial(self._values, name, fn), outputs, batch)
             if not isinstance(values, Summary) and not values.ndim:
                 MeanOfRows.of_batch(name, fn, outputs, batch).value()
+
+    def _loss_and_parts(
+        self, outputs: PyTree, batch: Mapping[str, PyTree]
+    ) -> tuple[Tensor | Summary, dict[str, Tensor | Summary]]:
+        """Returns the values of the loss, and the numbers by name that it returns beside it."""
+        parts: Mapping[str, Any] = {}
+
+        def loss_alone(outputs: PyTree, batch: Mapping[str, PyTree]) -> Any:
+            nonlocal parts
+            result = self._loss(outputs, batch)
+            if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+                result, parts = result
+            return result
+
+        loss = self._values("loss", loss_alone, outputs, batch)
+        values_of_parts: dict[str, Tensor | Summary] = {}
+        for name, part in parts.items():
+            values_of_parts[name] = self._values(name, lambda *_, part=part: part, outputs, batch)
+        return loss, values_of_parts
 
     def _values(
         self, name: str, fn: OutputFn, outputs: PyTree, batch: Mapping[str, PyTree]
