@@ -355,8 +355,8 @@ class Supervised(hierarchy.BaseModel):
         for name, part in parts.items():
             if is_per_row and isinstance(part, jax.Array) and not part.ndim:
                 raise errors.LossError(
-                    f"the loss has one number per row, and {name!r}, which it returns beside it, is "
-                    "a scalar, which would include rows that fill up a batch; return one number "
+                    f"the loss has one number per row, and {name!r}, which it returns beside it, "
+                    "is a scalar, which would include rows that fill up a batch; return one number "
                     "per row."
                 )
         return is_per_row
