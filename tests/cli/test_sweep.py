@@ -65,7 +65,10 @@ def test_random_settings_differ_and_depend_on_the_seed():
     ("words", "message"),
     [
         ([], "nothing to sweep: name values of a field"),
-        (["--over", "learning_rate=log(1e-3, 1)"], "add --samples 20 to draw from it, or list its values"),
+        (
+            ["--over", "learning_rate=log(1e-3, 1)"],
+            "add --samples 20 to draw from it, or list its values",
+        ),
         (["--over", "width=1", "--over", "width=2"], "--over width=… is given twice"),
         (["--over", "widht=1,2"], "unknown field 'widht'"),
         (["--over", "width=1,2", "--samples", "0"], "--samples 0: expected 1 or more"),
