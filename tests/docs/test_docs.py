@@ -58,7 +58,7 @@ def test_page_output_matches(page, monkeypatch, tmp_path, request):
 @named([page for page in PAGES if "weft " in page.read_text(encoding="utf-8")])
 def test_page_commands_parse(page):
     consoles = [block.text for block in blocks(page) if block.language == "console"]
-    for command in re.findall(r"^\$ weft (.*?)(?:\s+#.*)?$", "".join(consoles), re.MULTILINE):
+    for command in re.findall(r"^\$ weft (.*?)(?:\s+[#>].*)?$", "".join(consoles), re.MULTILINE):
         assert parse_arguments(command.split()).command
 
 
