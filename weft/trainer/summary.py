@@ -5,7 +5,7 @@ before any copy from a device whether the leaf is due at a step.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -68,7 +68,7 @@ def due_summaries(
     if not every_n_steps_by_kind and step % every_n_steps:
         return []
     due_leaves: dict[str, Any] = {}
-    for path, leaf in _flatten(values, leaf_types=_PLAIN):
+    for path, leaf in _flatten(values, leaf_types=_PLAIN).items():
         interval = every_n_steps
         if every_n_steps_by_kind:
             interval = every_n_steps_by_kind.get(_kind(leaf), every_n_steps)
@@ -78,32 +78,35 @@ def due_summaries(
     # The values of a callback are known on the host.
     leaf_types = (ArraySummary, AudioSummary, ImageSummary)
     summaries: list[FlatSummary] = []
-    for path, leaf in sorted(_flatten(host_leaves, leaf_types), key=lambda item: item[0]):
+    for path, leaf in sorted(_flatten(host_leaves, leaf_types).items()):
         summary = _show(path, leaf)
         if summary is not None:
             summaries.append(summary)
     return summaries
 
 
-def _flatten(
-    value: object, leaf_types: tuple[type[Summary], ...], path: str = ""
-) -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of nested summaries with their paths.
+def _flatten(values: object, leaf_types: tuple[type[Summary], ...]) -> dict[str, Any]:
+    """Returns the leaves of nested summaries by path.
 
     A `Summary` is replaced by its value, unless it is of one of the `leaf_types`.
     """
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            item_path = f"{path}/{name}" if path else str(name)
-            yield from _flatten(item, leaf_types, item_path)
-    elif isinstance(value, Summary) and not isinstance(value, leaf_types):
-        summary_value: Any = value.value()
-        # Each number of a metric has a meaning; a histogram would lose it.
-        if isinstance(value, Metric) and hasattr(summary_value, "shape") and summary_value.shape:
-            summary_value = ArraySummary(summary_value)
-        yield from _flatten(summary_value, leaf_types, path)
-    elif value is not None:
-        yield path, value
+    leaves: dict[str, Any] = {}
+    # Without recursion: it runs at each step, and a call takes longer than an iteration.
+    unvisited: list[tuple[str, Any]] = [("", values)]
+    while unvisited:
+        path, value = unvisited.pop()
+        if isinstance(value, Mapping):
+            for name, item in value.items():
+                unvisited.append((f"{path}/{name}" if path else str(name), item))
+        elif isinstance(value, Summary) and not isinstance(value, leaf_types):
+            summary_value: Any = value.value()
+            # Each number of a metric has a meaning; a histogram would lose it.
+            if isinstance(value, Metric) and getattr(summary_value, "shape", ()):
+                summary_value = ArraySummary(summary_value)
+            unvisited.append((path, summary_value))
+        elif value is not None:
+            leaves[path] = value
+    return leaves
 
 
 _PLAIN_KINDS: dict[type[Summary], SummaryKind] = {
