@@ -295,7 +295,13 @@ class _OneForwardPassLearner(BaseLearner):
     def forward_and_backward(
         self, *, fn: ForwardFn, inputs: NestedTensor, opt_params: base.NestedOptParam
     ) -> ForwardBackwardOutputs:
-        forward_pass, gradients = self._forward_and_gradients(fn, inputs, opt_params)
+        forward_pass, gradients = forward_and_gradients(
+            self._differentiated_fn(fn),
+            inputs=inputs,
+            opt_params=opt_params,
+            trainable=self.should_update_with_optimizers(opt_params),
+        )
+        forward_pass, gradients = self._unscaled(fn, forward_pass, gradients)
         outputs = forward_pass.outputs
         updates = Updates(
             opt_params=opt_params,
@@ -313,24 +319,23 @@ class _OneForwardPassLearner(BaseLearner):
             backward_outputs=BackwardOutputs(updated_params=updated_params, gradients=gradients),
         )
 
-    def _forward_and_gradients(
-        self, fn: ForwardFn, inputs: NestedTensor, opt_params: base.NestedOptParam
+    def _differentiated_fn(self, fn: ForwardFn) -> ForwardFn:
+        """Returns the function to differentiate; its loss is scaled if there is a scale."""
+        if self._loss_scale is not None:
+            # Before the transformation: each microbatch has a loss and gradients of its own.
+            fn = with_scaled_loss(fn, self.state["loss_scale"]["scale"])
+        return self._transformed(fn)
+
+    def _unscaled(
+        self, fn: ForwardFn, forward_pass: ForwardPass, gradients: NestedTensor
     ) -> tuple[ForwardPass, NestedTensor]:
-        """Differentiates the scaled loss, if there is a scale; returns unscaled numbers."""
-        trainable = self.should_update_with_optimizers(opt_params)
-        differentiate = functools.partial(
-            forward_and_gradients, inputs=inputs, opt_params=opt_params, trainable=trainable
-        )
-        unscaled_fn = self._transformed(fn)
+        """Returns loss and gradients without the scale of the function that was differentiated."""
         if self._loss_scale is None:
-            return differentiate(unscaled_fn)
+            return forward_pass, gradients
         scale = self.state["loss_scale"]["scale"]
-        # Scaled before the transformation: each microbatch has a loss and gradients of its own.
-        scaled_fn = self._transformed(with_scaled_loss(fn, scale))
-        forward_pass, gradients = differentiate(scaled_fn)
         loss = unscaled(forward_pass.outputs.loss, scale)
         outputs = forward_pass.outputs.replace(loss=loss)
-        forward_pass = forward_pass.replace(outputs=outputs, forward_fn=unscaled_fn)
+        forward_pass = forward_pass.replace(outputs=outputs, forward_fn=self._transformed(fn))
         return forward_pass, unscaled(gradients, scale)
 
     def _transformed(self, fn: ForwardFn) -> ForwardFn:
