@@ -52,9 +52,16 @@ if TYPE_CHECKING:
     FanName = Literal["fan_in", "fan_out", "fan_avg"]
     DistributionName = Literal["uniform", "normal", "truncated_normal"]
     QuantizationName = Literal["int8", "fp8", "off"]
+    LossName = Literal["cross_entropy", "binary_cross_entropy", "mse", "mae", "huber"]
+    MetricName = Literal[
+        "accuracy", "auc", "confusion_matrix", "f1", "perplexity", "precision", "recall"
+    ]
+    OptimizerName = Literal["adam", "adamw", "sgd"]
+    PrecisionName = Literal["float32", "mixed_bfloat16", "bfloat16", "int8", "fp8"]
 else:
     # Layers check the names themselves, and advise; a config field would refuse them before.
     ActivationName = FeedForwardStructure = FanName = DistributionName = QuantizationName = str
+    LossName = MetricName = OptimizerName = PrecisionName = str
 
 # The names of `flax.typing`, which need not be as precise as those above.
 A, C, F, K, M = TypeVar("A"), TypeVar("C"), TypeVar("F"), TypeVar("K"), TypeVar("M")

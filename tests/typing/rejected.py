@@ -107,3 +107,10 @@ def configs(trainer: SpmdTrainer.Config):
 def packages():
     print(weft.nnx.Liner)  # pyright: ignore[reportAttributeAccessIssue]
     print(weft.linen.Dens)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def fits(model: weft.nnx.Linear):
+    weft.fit(model, (), "crossentropy", epochs=1)  # pyright: ignore[reportArgumentType]
+    weft.fit(model, (), "mse", lr=0.1)  # pyright: ignore[reportCallIssue]
+    weft.fit(model, (), "mse", optimizer="adan")  # pyright: ignore[reportArgumentType]
+    weft.fit(model, (), "mse", epochs=1).modell  # pyright: ignore[reportAttributeAccessIssue]

@@ -53,7 +53,7 @@ from weft.trainer.supervised import (
 )
 from weft.trainer.train_step import BatchTransform
 from weft.trainer.trainer import SpmdTrainer
-from weft.typing import PyTree, Tensor
+from weft.typing import LossName, MetricName, OptimizerName, PrecisionName, PyTree, Tensor
 
 VALIDATION = "validation"
 M = TypeVar("M")
@@ -265,6 +265,7 @@ def _restore_params(checkpoints_dir: str, trainer: SpmdTrainer, step: int) -> Py
 
 
 NameOrFn = str | OutputFn
+MetricOption = MetricName | LossName | OutputFn | Metric
 Mode = Literal["min", "max"]
 
 _ADAM = {"b1": 0.9, "b2": 0.999, "eps": 1e-8}
@@ -333,22 +334,22 @@ def _explains_arguments(function: Callable[P, R]) -> Callable[P, R]:
 def fit(
     model: M,
     data: Data,
-    loss: NameOrFn | None = None,
+    loss: LossName | OutputFn | None = None,
     *,
     epochs: int | None = None,
     steps: int | None = None,
     batch_size: int | None = None,
     validation: Data | None = None,
     validation_split: float | None = None,
-    metrics: MetricLike | Sequence[MetricLike] | Mapping[str, MetricLike] = (),
-    optimizer: str | TransformationLike = "adam",
+    metrics: MetricOption | Sequence[MetricOption] | Mapping[str, MetricOption] = (),
+    optimizer: OptimizerName | TransformationLike = "adam",
     learning_rate: float | Callable[[Any], Any] | InstantiableConfig[Any] | None = None,
     target: str | None = None,
     class_weight: Mapping[int, float] | Sequence[float] | None = None,
     transform: BatchTransform | None = None,
     early_stopping: int | evaler.EarlyStopping.Config | None = None,
     best: str | tuple[str, Mode] = "loss",
-    precision: str | Precision.Config | None = None,
+    precision: PrecisionName | Precision.Config | None = None,
     seed: int = 0,
     dir: str | None = None,
     fresh: bool = False,
