@@ -7,6 +7,7 @@ from weft.config import REQUIRED, Required, config_class, config_for_function
 from weft.errors import InputDatasetError, InputReadError, NoMeshError
 from weft.hierarchy.module import Module
 from weft.hierarchy.module import functional as F
+from weft.hierarchy.parameter_spec import TensorSpec
 from weft.input.base import Input, PathAndRank, partition_by_path_rank
 from weft.input.dispatch import InputDispatcher, SpmdInputDispatcher, host_to_global_device_array
 
@@ -172,3 +173,9 @@ def test_element_spec_matches_a_process_batch():
     assert make().element_spec() == {"ids": jax.ShapeDtypeStruct((8, 2), np.int32)}
     with pytest.raises(InputDatasetError, match=r"records: the dataset is empty"):
         make(num_batches=0).element_spec()
+
+
+def test_partitioner_of_specs(mesh):
+    partition = partition_by_path_rank({PathAndRank("ids", 2): PartitionSpec("data")})
+    specs = partition({"ids": TensorSpec((8, 4))})
+    assert specs["ids"] == TensorSpec((8, 4), mesh_axes=PartitionSpec("data"))

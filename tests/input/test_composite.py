@@ -9,6 +9,7 @@ from weft.errors import InputDatasetError
 from weft.hierarchy.module import nowrap
 from weft.input import Input, InputDispatcher, PrefetchingIterator
 from weft.input.composite import ConcatenatedInput, ZipInput
+from weft.input.fake import FakeLmInput
 from weft.input.grain import Input as GrainInput
 from weft.input.grain import per_feed_batch, shard_dataset
 
@@ -103,3 +104,9 @@ def test_no_inputs():
         cfg = cls.default_config().set(name="input", is_training=True, inputs=none)
         with pytest.raises(InputDatasetError, match=r"inputs is empty, so there are no batches"):
             cfg.instantiate(parent=None)
+
+
+def test_is_training_is_inherited():
+    fake = FakeLmInput.default_config().set(global_batch_size=2, total_num_batches=1)
+    both = zipped(is_training=False, inputs={"a": fake, "b": rows(0, 2)})
+    assert both.children["a"].config.is_training is False

@@ -1,3 +1,5 @@
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -5,12 +7,19 @@ import pytest
 from weft.errors import InputDatasetError
 from weft.input.dispatch import InputDispatcher
 from weft.input.fake import (
+    EmptyInput,
     FakeLmInput,
     FakeSeq2SeqInput,
     FakeSequenceClassificationInput,
+    fake_classification_source,
+    fake_classification_source_instruct_lm,
+    fake_glue_source,
     fake_grain_source,
+    fake_serialized_json_source,
     fake_source,
     fake_speech_source,
+    fake_text2text_source,
+    fake_text_source,
 )
 from weft.input.grain import DispatchConfig, Input
 
@@ -117,3 +126,38 @@ def test_fake_source_feeds_the_grain_input():
 
     fake = Input.default_config().set(name="fake", source=source).instantiate(parent=None)
     assert fake.element_spec()["x"].shape == (4, 2)
+
+
+def test_spec_casts_and_checks():
+    spec = {"x": jax.ShapeDtypeStruct((2,), np.float32)}
+    (example,) = fake_source(False, [{"x": [1, 2]}], spec=spec)(ALL)
+    assert example["x"].dtype == np.float32
+    with pytest.raises(InputDatasetError, match=r"example 1: 'x' has shape \(3,\), the spec says"):
+        fake_source(False, [{"x": [1, 2]}, {"x": [1, 2, 3]}], spec=spec)
+
+
+def test_texts():
+    assert list(fake_text_source(is_training=False, batch_size=3)(ALL)) == [
+        {"text": f"eval text {i}"} for i in range(3)
+    ]
+    pairs = fake_text2text_source(is_training=True, source_key="a", shuffle_buffer_size=0)
+    assert pairs(ALL)[1] == {"a": "train source 1", "target_text": "train target 1"}
+    classes = fake_classification_source(is_training=False, classes=["cat", "dog"])
+    assert [e["target_text"] for e in classes(ALL)] == ["cat", "dog"]
+    instruct = fake_classification_source_instruct_lm(is_training=False)
+    assert instruct(ALL)[1] == {"text": "eval question 1<eob>no<eoa>"}
+    glue = fake_glue_source(
+        input_key=("q", "a"), label_key="y", is_training=False, label_value=1, num_examples=3
+    )
+    assert len(glue(ALL)) == 3
+    assert glue(ALL)[2] == {"q": "eval q 2", "a": "eval a 2", "y": 1}
+    assert len(fake_glue_source(input_key="q", label_key="y", is_training=False)(ALL)) == 2
+
+
+def test_json():
+    examples = [{"a": [1, 2]}, "x"]
+    assert [json.loads(e) for e in fake_serialized_json_source(examples)(ALL)] == examples
+
+
+def test_empty():
+    assert take(make(EmptyInput, total_num_batches=2), 5) == [{}, {}]

@@ -287,3 +287,8 @@ def test_second_process_waits_for_the_first(cache):
 
 def test_limit_is_a_number_of_bytes():
     assert file_cache.MAX_BYTES_IN_MEMORY == 64 * 2**20
+
+
+def test_empty_data_is_cached():
+    assert cached_bytes("kind", "empty", lambda out: None, num_bytes=None).tobytes() == b""
+    assert cached_bytes("kind", "empty", lambda out: None, num_bytes=0).tobytes() == b""

@@ -225,3 +225,9 @@ def test_ends_count_where_they_also_pad(window_size):
     assert show(example["input_ids"]) == "|q\nab|||"
     assert show(example["target_labels"]) == "||" + "ab|" + "|||"
     assert example["live_targets"].tolist() == [False] * 2 + [True] * 3 + [False] * 3
+
+
+def test_index_is_that_of_the_text():
+    ds = grain.MapDataset.source([{"text": "abcdef", "id": "x"}, {"text": "g", "id": 3}])
+    windows = text_to_lm_eval_input(ds, vocab=VOCAB, max_len=4, index_key="id")
+    assert [one["id"] for one in windows] == ["x", "x", 3]

@@ -136,3 +136,9 @@ def test_padding_with_the_end_of_a_text_changes_nothing_else(docs, length, strid
         for name in ("live_targets", "target_num_bytes", "input_segment_ids", "input_positions"):
             np.testing.assert_array_equal(ours[name], want[name])
         np.testing.assert_array_equal(ours["live_targets"], want["target_labels"] != PAD)
+
+
+def test_out_of_range_index_fails():
+    source = pack([[1, 2, 3]], 2)
+    with pytest.raises(IndexError, match=r"examples \[2\] of 2"):
+        source[2]

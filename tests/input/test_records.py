@@ -2,7 +2,7 @@ import pickle
 
 import pytest
 
-from weft.errors import InputReadError
+from weft.errors import InputDatasetError, InputReadError
 from weft.input.records import FileRecordSource, LibraryRecordSource, RecordDataset, matching_files
 
 
@@ -122,3 +122,9 @@ class TestMatchingFiles:
             matching_files("sub")
         with pytest.raises(InputReadError, match=r"no paths were given"):
             matching_files([])
+
+
+def test_empty_files():
+    assert list(dataset("", "")) == []
+    with pytest.raises(InputDatasetError, match=r"0 records in 2 files\)\) has no records; pass"):
+        _ = dataset("", "")[0]
