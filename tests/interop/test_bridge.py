@@ -267,3 +267,21 @@ def test_methods():
     assert shapes(all_of_them) == shapes(variables)
     with pytest.raises(LayerMethodError, match="Net has no method 'decode'"):
         net.apply(variables, X, method="decode")
+
+
+def test_second_call_shares_variables():
+    class Outer(Module):
+        @compact
+        def __call__(self, x):
+            return Scale()(x)
+
+    class Twice(Module):
+        @compact
+        def __call__(self, x):
+            outer = Outer()
+            return outer(outer(x))
+
+    variables = Twice().init(KEY, X)
+    assert shapes(variables) == {"params": {"Outer_0": {"Scale_0": {"scale": (3,)}}}}
+    scale = variables["params"]["Outer_0"]["Scale_0"]["scale"]
+    np.testing.assert_allclose(Twice().apply(variables, X), X * scale[None] ** 2, rtol=1e-5)

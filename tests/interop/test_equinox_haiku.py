@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.interop.layers import KEY, Perceptron, X
+from tests.interop.layers import KEY, Average, Perceptron, X
 from weft.errors import LayerMethodError, LayerVariablesError
 from weft.interop.equinox_haiku import EquinoxModel, HaikuModel
 
@@ -95,3 +95,12 @@ def test_methods():
         model.init({"params": KEY}, X, method="decode")
     with pytest.raises(LayerMethodError, match=r"transformed function .* 'encode'"):
         HaikuModel(hk.transform(lambda x: x)).init({}, X, method="encode")
+
+
+def test_state_round_trips():
+    model = EquinoxModel(Average)
+    variables = model.init({}, X)
+    _, changed = model.apply(variables, X, rngs={}, mutable=["state"])
+    np.testing.assert_allclose(changed["state"]["0"], X.sum(0), rtol=1e-6)
+    assert model.apply(variables, X, rngs={}, mutable=False)[1] == {}
+    assert model.apply(variables, X, rngs={}, mutable=True, training=False)[1] == {}

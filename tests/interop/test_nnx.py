@@ -395,3 +395,34 @@ def test_mismatch_is_named():
 
     with pytest.raises(LayerVariablesError, match="'w' in the collections 'state' and 'params'"):
         ToNNX(Twice(), nnx.Rngs(0)).lazy_init(X)
+
+
+def test_methods_and_functions():
+    block = ToNNX(Block(), nnx.Rngs(0)).lazy_init(X, method="encode")
+    assert set(nnx.state(block, nnx.Param)) == {"Dense_0"}
+    a = block(X, method="encode")
+    b = block(X, method=Block.encode)
+    c = block(X, method=lambda module, x: module.encode(x))
+    np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(a, c)
+
+
+def test_variables_are_attributes():
+    block = ToNNX(Block(), nnx.Rngs(0))
+    assert block.lazy_init(X) is block
+    assert type(block.BatchNorm_0["mean"]) is nnx.BatchStat
+    assert block.Dense_0["kernel"].shape == (3, 3)
+    assert (block.module, block.rngs) == (block.to_nnx__module, block.to_nnx__rngs)
+
+
+def test_each_call_draws_one_key_of_each_stream():
+    rngs = nnx.Rngs(0, dropout=1)
+    block = ToNNX(Block(), rngs).lazy_init(X)
+    assert int(rngs.dropout.count[...]) == 1
+    a, b = (block(X, mutable="batch_stats") for _ in range(2))
+    assert not jnp.array_equal(a, b)
+    assert int(block.rngs.dropout.count[...]) == int(block.rngs.default.count[...]) == 3
+    by_key = [block(X, rngs=KEY, mutable=True) for _ in range(2)]
+    np.testing.assert_array_equal(*by_key)
+    by_dict = [block(X, rngs={"dropout": KEY}, mutable=True) for _ in range(2)]
+    np.testing.assert_array_equal(*by_dict)

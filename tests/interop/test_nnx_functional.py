@@ -2,6 +2,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -134,3 +135,23 @@ class Counter(nnx.Module):
 def test_apply_before_init_is_rejected():
     with pytest.raises(GraphStructureError, match="Counter is known after `init` was called"):
         functional(Counter)(4).apply({})
+
+
+def test_states_in_and_out():
+    made = functional(Counter)(4)
+    assert (made.module_type, made.graphdef, made.args, made.kwargs) == (Counter, None, (4,), {})
+    state = made.init(rngs=nnx.Rngs(0))
+    params, rest = nnx.split_state(state, nnx.Param, ...)
+    y, (_, after) = made.apply(params, rest)(jnp.ones((1, 3)))
+    assert y.shape == (1, 2)
+    assert after["count"][...] == 5
+    assert state["count"][...] == 4
+    z, _ = made.apply(state).linear(jnp.ones((1, 3)))
+    assert (y == z).all()
+
+
+def test_initial_values_can_be_computed():
+    model, variables = to_linen(Block, abstract_init=False), block_variables()
+    a = model.apply(variables, X, rngs=RNGS)
+    b = to_linen(Block).apply(variables, X, rngs=RNGS)
+    np.testing.assert_array_equal(a, b)

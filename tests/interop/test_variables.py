@@ -4,7 +4,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from weft import linen, nnx
-from weft.core.meta import AxisMetadata
+from weft.core.logical import LogicallyPartitioned
+from weft.core.meta import AxisMetadata, Partitioned
 from weft.errors import LayerVariablesError, PartitionNameError
 from weft.interop.variables import (
     NNXMeta,
@@ -12,6 +13,7 @@ from weft.interop.variables import (
     to_nnx_var,
     with_partitioning,
 )
+from weft.serialization import from_bytes, to_bytes, to_state_dict
 
 W = jnp.ones((4, 8))
 
@@ -87,3 +89,28 @@ def test_initializers_set_sharding():
         w = nnx.Param(init(jax.random.key(0), (2, 3)))
     assert w.out_sharding == ("a", None)
     assert isinstance(to_linen_var(w), linen.Partitioned)
+
+
+def test_box_is_saved_as_its_value():
+    box = NNXMeta(nnx.Param, W, {"out_sharding": ("a", "b")})
+    assert to_state_dict({"w": box}) == {"w": {"value": W}}
+    back = from_bytes({"w": box.replace_boxed(0 * W)}, to_bytes({"w": box}))
+    assert back["w"].metadata == box.metadata
+    assert (back["w"].value == W).all()
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        Partitioned(W, ("a", None)),
+        LogicallyPartitioned(W, ("a", None), rules=[("a", "b")]),
+        NNXMeta(nnx.Param, W, {"tag": "t"}),
+        W,
+    ],
+    ids=["names", "logical", "metadata", "array"],
+)
+def test_round_trip(box):
+    with nnx.use_eager_sharding(False):
+        back = to_linen_var(to_nnx_var("params", box))
+    assert type(back) is type(box)
+    assert jax.tree.structure(back) == jax.tree.structure(box)
