@@ -167,10 +167,13 @@ def test_values_are_written_to_reference():
 
 def test_variable_defaults():
     assert dict(var_defaults()) == {"hijax": False, "ref": False} and len(var_defaults()) == 2
+    plain = nnx.Param(jnp.ones(2))
     with var_defaults(ref=True):
         assert var_defaults().ref and is_held(nnx.Param(jnp.ones(2)))
         assert not is_held(nnx.Param(jnp.ones(2), ref=False))
+        assert not is_held(nnx.Param(jnp.ones(2), **plain.get_metadata()))
         with var_defaults(hijax=True):
+            assert not is_held(nnx.Param(jnp.ones(2), hijax=False, ref=False))
             assert dict(var_defaults()) == {"hijax": True, "ref": True}
         names = nnx.Variable(("a", "b"))
         assert names[0] == "a" and not names.ref

@@ -169,6 +169,22 @@ def test_metadata():
         w.q = 1
 
 
+def test_metadata_with_defaults_makes_equal_variables():
+    w = nnx.Param(jnp.zeros(2), tag="a")
+    metadata = w.get_metadata()
+    changed = nnx.Param(jnp.zeros(2))
+    changed.set_metadata(metadata)
+    copies = [
+        nnx.Param(w[...], **metadata),
+        nnx.Param.from_metadata(w[...], metadata),
+        w.copy(**metadata),
+        changed,
+    ]
+    for equal in copies:
+        assert nnx.graphdef(equal) == nnx.graphdef(w) and equal.get_metadata() == metadata
+        assert jax.tree.structure(equal) == jax.tree.structure(w)
+
+
 @pytest.mark.parametrize("op", [operator.iadd, operator.imul, operator.ior, operator.imatmul])
 def test_is_not_replaced_by_its_value(op):
     with pytest.raises(VariableOperationError, match=r"write variable\[...\] .= x to change"):

@@ -97,10 +97,11 @@ class Variable(Shown, Generic[A]):
             metadata, value = {**metadata, **value.entries()}, value.raw_value
         if self._hooks:
             metadata = {**self._hooks, **metadata}
-        if "hijax" in metadata:
-            metadata = _without_defaults(metadata)
         given, metadata = metadata, with_var_defaults(metadata)
         if metadata:
+            # After `with_var_defaults`, for which `hijax=False` is a choice and no default.
+            if "hijax" in given:
+                metadata = _without_defaults(metadata)
             metadata = with_out_sharding(metadata, type(self).__name__)
         set_(self, "_metadata", metadata)
         set_(self, "_trace", current_trace())
@@ -345,6 +346,8 @@ class Variable(Shown, Generic[A]):
         if metadata:
             if "ref" in updates or "hijax" in updates:
                 metadata = with_var_defaults(metadata)
+            if "hijax" in updates:
+                metadata = _without_defaults(metadata)
             new = to_ref(read_ref(new) if _copy_ref and self._is_in_ref() else new, metadata)
         return type(self).from_metadata(new, metadata)
 
