@@ -66,7 +66,7 @@ def fit(data=(X, LABELS), loss="cross_entropy", **kwargs):
         (
             {"loss": lambda outputs, batch: (outputs.sum(axis=-1), {"kl": outputs.mean()})},
             LossError,
-            "one number per row, and 'kl', which it returns beside it, is a scalar",
+            "one number per row, and 'kl', which it returns with it, is a scalar",
         ),
         ({"save_every": 0}, FitError, "save_every=0; expected 1 or more"),
         ({"transform": lambda batch, key: batch["x"]}, InputDatasetError, "expected the fields"),
@@ -206,7 +206,7 @@ def test_weights_of_classes_need_a_loss_per_row():
 
 
 def parts_of_loss(outputs, batch):
-    """A loss per row, and two numbers beside it."""
+    """A loss per row, and two further numbers."""
     error = (outputs - batch["y"]) ** 2
     return error.sum(axis=-1), {"first": error[:, 0], "share": jnp.full(len(error), 0.25)}
 

@@ -113,4 +113,4 @@ def fits(model: weft.nnx.Linear):
     weft.fit(model, (), "crossentropy", epochs=1)  # pyright: ignore[reportArgumentType]
     weft.fit(model, (), "mse", lr=0.1)  # pyright: ignore[reportCallIssue]
     weft.fit(model, (), "mse", optimizer="adan")  # pyright: ignore[reportArgumentType]
-    weft.fit(model, (), "mse", epochs=1).modell  # pyright: ignore[reportAttributeAccessIssue]
+    print(weft.fit(model, (), "mse", epochs=1).modell)  # pyright: ignore[reportAttributeAccessIssue]

@@ -355,7 +355,7 @@ class Supervised(hierarchy.BaseModel):
         for name, part in parts.items():
             if is_per_row and isinstance(part, jax.Array) and not part.ndim:
                 raise errors.LossError(
-                    f"the loss has one number per row, and {name!r}, which it returns beside it, "
+                    f"the loss has one number per row, and {name!r}, which it returns with it, "
                     "is a scalar, which would include rows that fill up a batch; return one number "
                     "per row."
                 )
@@ -372,7 +372,7 @@ class Supervised(hierarchy.BaseModel):
     def _loss_and_parts(
         self, outputs: PyTree, batch: Mapping[str, PyTree]
     ) -> tuple[Tensor | Summary, dict[str, Tensor | Summary]]:
-        """Returns the values of the loss, and the numbers by name that it returns beside it."""
+        """Returns the values of the loss, and the numbers by name that it returns with it."""
         parts: Mapping[str, Any] = {}
 
         def loss_alone(outputs: PyTree, batch: Mapping[str, PyTree]) -> Any:
