@@ -128,7 +128,7 @@ def test_missing_dataset(saved_folder):
 
 def test_hugging_face_without_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtraError, match=r"the package datasets.*weft\[hf\]"):
+    with pytest.raises(MissingExtraError, match=r"the package datasets.*weft-jax\[hf\]"):
         hugging_face_dataset("any")
 
 
@@ -177,5 +177,5 @@ def test_missing_data(tfds_folder):
 
 def test_tfds_without_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
-    with pytest.raises(MissingExtraError, match=r"package tensorflow-datasets.*weft\[tfds\]"):
+    with pytest.raises(MissingExtraError, match=r"package tensorflow-datasets.*weft-jax\[tfds\]"):
         tfds_dataset("any", split="train")

@@ -169,7 +169,7 @@ def test_without_pyarrow(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").touch()
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(MissingExtraError, match=r"needs the package pyarrow.*weft\[parquet\]"):
+    with pytest.raises(MissingExtraError, match=r"needs the package pyarrow.*weft-jax\[parquet\]"):
         ParquetFile(str(tmp_path / "a.parquet"))
 
 

@@ -188,7 +188,7 @@ def test_missing_tokens(bpe, pieces):
 def test_without_the_package(kind, package, folder, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     (folder / "any").touch()
-    with pytest.raises(MissingExtraError, match=rf"needs the package {package}.*weft\[text\]"):
+    with pytest.raises(MissingExtraError, match=rf"needs the package {package}.*weft-jax\[text\]"):
         kind(str(folder / "any"))
 
 

@@ -46,6 +46,7 @@ from weft.trainer.checkpointer.manifest import (
     has_manifest,
     read_manifest,
 )
+from weft.trainer.checkpointer.quiet_writes import quiet_writes
 from weft.typing import Nested
 
 Array = jax.Array | np.ndarray
@@ -178,7 +179,7 @@ class OrbaxStateStorage(StateStorage):
 
         def save() -> None:
             try:
-                with processes.barrier():
+                with processes.barrier(), quiet_writes():
                     python_dir = os.path.join(ckpt_dir, self._PYTHON)
                     host_state.maybe_save_python_savables(dict(leaves), dir=python_dir)
                     futures = self._start_write(arrays, _array_folder(ckpt_dir, self._ARRAYS))
