@@ -64,7 +64,7 @@ def rows(columns: int) -> Iterator[list[Segment]]:
     for step, values in EVALUATIONS.items():
         display.evals["held_out"] = (step, values)
         yield from _wrapped(f"step {step}  held_out: {', '.join(metric_texts(values))}", columns)
-    display._reading, display._saved = STEP, 400
+    display._reading, display._saved_step = STEP, 400
     yield from console.render_lines(display._render(), pad=False)
 
 

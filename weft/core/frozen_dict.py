@@ -120,12 +120,12 @@ class FrozenDict(Mapping[K, V]):
         """Formats one entry per line, indented by depth."""
         return f"FrozenDict({_lines(self._dict, num_spaces)})"
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Hashable, V]], tuple[K, ...]]:
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Hashable, V], ...], tuple[K, ...]]:
         keys = tuple(sorted(self._dict))  # pyright: ignore[reportArgumentType]
         children: list[tuple[Hashable, V]] = []
         for key in keys:
             children.append((jax.tree_util.DictKey(key), self._dict[key]))
-        return children, keys
+        return tuple(children), keys
 
     @classmethod
     def tree_unflatten(cls, keys: Iterable[K], values: Iterable[V]) -> "FrozenDict[K, V]":
