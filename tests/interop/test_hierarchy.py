@@ -265,6 +265,9 @@ def test_prebuilt_values_must_match():
         layer.initialize_parameters_recursively(KEY, prebuilt={"params": {"kernel": jnp.ones(2)}})
     with pytest.raises(ParameterSpecError, match="'params/weight'"):
         layer.initialize_parameters_recursively(KEY, prebuilt={"params": {"weight": jnp.ones(2)}})
+    layer = layer_of((linen.Dropout(0.5),))
+    with pytest.raises(ParameterSpecError, match=r"whose layer Dropout has: none\.$"):
+        layer.initialize_parameters_recursively(KEY, prebuilt={"params": {"weight": jnp.ones(2)}})
 
 
 def test_state_without_a_variable_is_rejected():

@@ -140,6 +140,23 @@ def test_write_replaces_links_and_leaves_nothing_behind(run, victim, tmp_path):
     assert run.names() == ["file", "folder"]
 
 
+def test_written_files_survive_a_power_loss(run, monkeypatch):
+    """The file is synced before it gets its name, and the folder afterwards."""
+    synced = []
+
+    def fsync(descriptor):
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        synced.append("folder" if is_folder else "file")
+        if is_folder:
+            assert run.read_text("new") == "text"
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    run.write("new", "text")
+    assert synced == ["file", "folder"]
+    run.write("new", "text", sync=False)
+    assert synced == ["file", "folder"]
+
+
 def test_names_in_place_of_temporary_files_are_not_written_through(run, victim, tmp_path):
     os.symlink(victim, tmp_path / "run" / f".file.{os.getpid()}")
     run.write("file", "new")

@@ -191,6 +191,19 @@ def test_multiprocess_array_is_rejected(tmp_path, monkeypatch):
         save_safetensors(tmp_path / "m.safetensors", {"a": value})
 
 
+def test_tensors_of_several_files_are_those_of_the_files(tmp_path):
+    files = save_safetensors(tmp_path / "model.safetensors", TREE, max_shard_bytes=24)
+    first, second = (load_file(file) for file in files[:2])
+    save_file({**first, "unlisted": np.ones(1)}, files[0])
+    with TensorFiles(tmp_path) as tensor_files:
+        assert tensor_files.read("unlisted") == 1
+    name = min(second)
+    save_file({**first, name: second[name]}, files[0])
+    message = rf"{name}' is in 'model-00001-of.* and in 'model-00002-of.*, and readers take one or"
+    with pytest.raises(WeightsReadError, match=message):
+        TensorFiles(tmp_path)
+
+
 def test_unreadable_files(tmp_path):
     with pytest.raises(WeightsReadError, match="there is no file"):
         TensorFiles(tmp_path / "m.safetensors")

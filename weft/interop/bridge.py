@@ -21,12 +21,25 @@ from weft.core import flat_dict
 from weft.core.filters import Filter
 from weft.core.meta import unbox
 from weft.core.tracing import ThreadStack
-from weft.interop.models import Layer, Method, Path, RngsLike, path_text, resolve_method
+from weft.interop.models import (
+    Layer,
+    Method,
+    Path,
+    RngsLike,
+    path_text,
+    resolve_method,
+)
 from weft.interop.nnx import NNXModel, ToNNX
 from weft.interop.variables import collection_of, to_linen_var, to_nnx_var
 from weft.typing import PyTree
 
-__path__: list[str] = []  # its modules of earlier versions are found in the table of moved names
+__path__: list[
+    str
+] = []  # its modules of earlier versions are found in the table of moved names
+
+
+Value = Any
+"""Value of an attribute: a module, an array, a container of these, or any other object."""
 
 
 class AttrPriority(enum.IntEnum):
@@ -47,9 +60,17 @@ class Scope(nnx.Pytree):
         initializing: whether `init` runs.
     """
 
-    def __init__(self, rngs: nnx.Rngs, mutable: Filter = False, *, initializing: bool = False):
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        mutable: Filter = False,
+        *,
+        initializing: bool = False,
+    ):
         self.rngs = rngs
-        self.mutable = tuple(mutable) if isinstance(mutable, list | set) else mutable
+        self.mutable = (
+            tuple(mutable) if isinstance(mutable, list | set) else mutable
+        )
         self.initializing = initializing
         # Values for attributes that the module has not made yet.
         self.unused_variables: dict[Any, Any] = {}
@@ -120,7 +141,7 @@ def compact(f: F) -> F:
 
 def _with_current_module(f: F, in_compact: bool = False) -> F:
     @functools.wraps(f)
-    def call(self: "Module", *args: object, **kwargs: object) -> Any:
+    def call(self: "Module", *args: PyTree, **kwargs: PyTree) -> PyTree:
         with enter_module(self, in_compact):
             return f(self, *args, **kwargs)
 
@@ -128,7 +149,7 @@ def _with_current_module(f: F, in_compact: bool = False) -> F:
 
 
 class _ModuleMeta(type(nnx.Module)):
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args: PyTree, **kwargs: PyTree) -> PyTree:
         context = current_context()
         if context is None:
             return super().__call__(*args, **kwargs)
@@ -175,20 +196,24 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
         scope: Any
         attr_priorities: dict[str, int]
 
-    def __new__(cls, *args: object, **kwargs: object) -> Any:
+    def __new__(cls, *args: PyTree, **kwargs: PyTree) -> "Module":
         module = super().__new__(cls, *args, **kwargs)
         vars(module).update(scope=None, attr_priorities={})
         return module
 
-    def __init_subclass__(cls, **kwargs: object) -> None:
+    def __init_subclass__(cls, **kwargs: PyTree) -> None:
         super().__init_subclass__(**kwargs)
         for name, value in list(vars(cls).items()):
             is_method = callable(value) and hasattr(value, "__code__")
             is_public = name == "__call__" or not name.startswith("_")
-            is_entered = name == "setup" or hasattr(value, "_with_current_module")
+            is_entered = name == "setup" or hasattr(
+                value, "_with_current_module"
+            )
             if is_method and is_public and not is_entered:
                 setattr(cls, name, _with_current_module(value))
-        if "__init__" not in vars(cls) and "__init__" not in _names_of_bases(cls):
+        if "__init__" not in vars(cls) and "__init__" not in _names_of_bases(
+            cls
+        ):
             dataclasses.dataclass(cls, repr=False, eq=False)
 
     def setup(self) -> None:
@@ -201,7 +226,10 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
         vars(self)["attr_priorities"] = {**self.attr_priorities, name: value}
 
     def _items(self) -> list[tuple[Any, Any]]:
-        priorities = {"scope": AttrPriority.LOW, **vars(self).get("attr_priorities", {})}
+        priorities = {
+            "scope": AttrPriority.LOW,
+            **vars(self).get("attr_priorities", {}),
+        }
 
         def order(item: tuple[Any, Any]) -> tuple[AttrPriority, Any]:
             name, _ = item
@@ -209,7 +237,7 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
 
         return sorted(super()._items(), key=order)
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name: str, value: Value) -> None:
         if name != "scope" and isinstance(self.scope, Scope):
             variables = self.scope.unused_variables.pop(name, None)
             if variables is None:
@@ -217,12 +245,15 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
             value = _with_variables(value, variables, self.scope)
         super().__setattr__(name, value)
 
-    def _attach(self, name: str, child: object) -> None:
+    def _attach(self, name: str, child: Value) -> None:
         if isinstance(self.scope, Scope):
             # A submodule that is made in each call takes over the variables of the call before.
             earlier_child = vars(self).get(name)
             unused_variables = self.scope.unused_variables
-            if isinstance(earlier_child, nnx.Pytree) and name not in unused_variables:
+            if (
+                isinstance(earlier_child, nnx.Pytree)
+                and name not in unused_variables
+            ):
                 variables = _module_variables(earlier_child)
                 unused_variables[name] = flat_dict.unflatten_dict(variables)
         self.set_attr_priority(name, AttrPriority.INIT_PARENT)
@@ -263,7 +294,9 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
         try:
             return rngs[name]()
         except errors.RngStreamNotFoundError as error:
-            error.add_note(f"This is about {type(self).__name__}; give its call rngs=...")
+            error.add_note(
+                f"This is about {type(self).__name__}; give its call rngs=..."
+            )
             raise
 
     def is_initializing(self) -> bool:
@@ -274,10 +307,10 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
         self,
         name: str,
         init_fn: Callable[..., Any],
-        *init_args: object,
+        *init_args: PyTree,
         unbox: bool = True,
-        **init_kwargs: object,
-    ) -> Any:
+        **init_kwargs: PyTree,
+    ) -> nnx.Variable[Any]:
         """Returns a parameter, which is made if missing.
 
         Args:
@@ -293,10 +326,15 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
         if variable is None:
             value = init_fn(self.make_rng("params"), *init_args, **init_kwargs)
             return self._new("params", name, value)
-        init_shapes = _shapes(lambda key: init_fn(key, *init_args, **init_kwargs))
-        shapes = [jnp.shape(x) for x in jax.tree.leaves(variable.get_raw_value())]
+        init_shapes = _shapes(
+            lambda key: init_fn(key, *init_args, **init_kwargs)
+        )
+        leaves = jax.tree.leaves(variable.get_raw_value())
+        shapes = [jnp.shape(leaf) for leaf in leaves]
         if init_shapes != shapes:
-            raise errors.ScopeParamShapeError(name, type(self).__name__, shapes, init_shapes)
+            raise errors.ScopeParamShapeError(
+                name, type(self).__name__, shapes, init_shapes
+            )
         return variable
 
     def variable(
@@ -304,10 +342,10 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
         col: str,
         name: str,
         init_fn: Callable[..., Any] | None = None,
-        *init_args: object,
+        *init_args: PyTree,
         unbox: bool = True,
-        **init_kwargs: object,
-    ) -> Any:
+        **init_kwargs: PyTree,
+    ) -> nnx.Variable[Any]:
         """Returns a variable, which is made by `init_fn(*init_args)` if missing; see `param`.
 
         Raises LayerVariablesError if the variable is missing and there is no `init_fn`.
@@ -330,53 +368,68 @@ class Module(nnx.Module, metaclass=_ModuleMeta):
         attribute = vars(self).get(name)
         if attribute is None:
             return None
-        if not isinstance(attribute, nnx.Variable) or collection_of(type(attribute)) != col:
+        if (
+            not isinstance(attribute, nnx.Variable)
+            or collection_of(type(attribute)) != col
+        ):
             raise errors.LayerVariablesError(
                 f"{type(self).__name__}.{name} is a {type(attribute).__name__}, where a variable "
                 f"of the collection {col!r} was to be; use another name."
             )
         return attribute
 
-    def _new(self, col: str, name: str, value: object) -> nnx.Variable[Any]:
+    def _new(self, col: str, name: str, value: PyTree) -> nnx.Variable[Any]:
         setattr(self, name, to_nnx_var(col, value))
         return vars(self)[name]
 
     # The ways in and out.
 
     def init(
-        self, rngs: RngsLike = None, *args: object, method: Method = "__call__", **kwargs: Any
+        self,
+        rngs: RngsLike = None,
+        *args: PyTree,
+        method: Method = "__call__",
+        **kwargs: PyTree,
     ) -> dict[str, Any]:
         """Returns the variables that a method makes, as of its end.
 
         `rngs` are `Rngs`, a key or number, or a dict of these by stream; `method` is the method,
         its name, or a function of the module.
         """
-        _, variables = self.init_with_output(rngs, *args, method=method, **kwargs)
+        _, variables = self.init_with_output(
+            rngs, *args, method=method, **kwargs
+        )
         return variables
 
     def init_with_output(
         self,
         rngs: RngsLike = None,
-        *args: Any,
+        *args: PyTree,
         method: Method = "__call__",
         mutable: Filter = False,
-        **kwargs: Any,
+        **kwargs: PyTree,
     ) -> tuple[Any, dict[str, Any]]:
         """Returns a method's result and the variables that it makes; see `init`."""
         return self.apply(
-            {}, *args, rngs=rngs, method=method, mutable=mutable or True, _initialize=True, **kwargs
+            {},
+            *args,
+            rngs=rngs,
+            method=method,
+            mutable=mutable or True,
+            _initialize=True,
+            **kwargs,
         )
 
     def apply(
         self,
         variables: Mapping[str, Any],
-        *args: object,
+        *args: PyTree,
         rngs: RngsLike = None,
         method: Method = "__call__",
         mutable: Filter = False,
         _initialize: bool = False,
-        **kwargs: object,
-    ) -> Any:
+        **kwargs: PyTree,
+    ) -> PyTree:
         """Calls a method on variables; `rngs` and `method` as for `init`.
 
         Returns its result; in a pair with all collections, as of its end, unless `mutable=False`.
@@ -398,7 +451,11 @@ def _shapes(init: Callable[[jax.Array], PyTree]) -> list[tuple[int, ...]]:
 
     def initial_value(key: jax.Array) -> PyTree:
         value = init(key)
-        return value.raw_value if isinstance(value, nnx.VariableMetadata) else unbox(value)
+        return (
+            value.raw_value
+            if isinstance(value, nnx.VariableMetadata)
+            else unbox(value)
+        )
 
     shapes = jax.eval_shape(initial_value, jax.random.key(0))
     return [x.shape for x in jax.tree.leaves(shapes)]
@@ -413,10 +470,14 @@ def _names_of_bases(cls: type) -> set[str]:
     return names
 
 
-def _by_attribute(module: Module, variables: Mapping[str, Any]) -> dict[Any, Any]:
+def _by_attribute(
+    module: Module, variables: Mapping[str, Any]
+) -> dict[Any, Any]:
     """Returns the entries of collections as variables, by the attributes that they belong to."""
     variables_by_path: dict[Path, Any] = {}
-    for (collection, *names), entry in flat_dict.flatten_dict(variables).items():
+    for (collection, *names), entry in flat_dict.flatten_dict(
+        variables
+    ).items():
         path = tuple(names)
         if path in variables_by_path:
             raise errors.LayerVariablesError(
@@ -433,7 +494,7 @@ _ARRAYS = "arrays"
 """The collection of arrays that are in no variable."""
 
 
-def _with_variables(value: Any, variables: Any, scope: Scope) -> Any:
+def _with_variables(value: Value, variables: PyTree, scope: Scope) -> Value:
     """Returns the value of an attribute with the variables that the caller gave for it.
 
     A module is changed in place; a container with a variable or array is copied.
@@ -451,20 +512,31 @@ def _with_variables(value: Any, variables: Any, scope: Scope) -> Any:
             setattr(value, name, variable)
     elif isinstance(value, nnx.Pytree) and variables:
         nnx.update(value, variables)
-    elif isinstance(value, nnx.Variable | jax.Array) and not isinstance(variables, dict):
+    elif isinstance(value, nnx.Variable | jax.Array) and not isinstance(
+        variables, dict
+    ):
         return variables
     return value
 
 
 def _container_with_variables(
-    container: list[Any] | tuple[Any, ...] | dict[Any, Any], variables: Any, scope: Scope
-) -> Any:
-    items = container if isinstance(container, dict) else dict(enumerate(container))
-    variables_by_key = variables if isinstance(variables, Mapping) else {}
+    container: list[Any] | tuple[Any, ...] | dict[Any, Any],
+    variables: PyTree,
+    scope: Scope,
+) -> Value:
+    if isinstance(container, dict):
+        items = container
+    else:
+        items = dict(enumerate(container))
+    variables_by_key: Mapping[Any, Any] = {}
+    if isinstance(variables, Mapping):
+        variables_by_key = variables
     new_items: dict[Any, Any] = {}
     is_same = True
     for key, item in items.items():
-        new_items[key] = _with_variables(item, variables_by_key.get(key, {}), scope)
+        new_items[key] = _with_variables(
+            item, variables_by_key.get(key, {}), scope
+        )
         is_same = is_same and new_items[key] is item
     if is_same:
         return container
@@ -482,7 +554,9 @@ def _module_variables(module: nnx.Pytree) -> dict[Path, Any]:
     # Variables that no method has asked for are not lost.
     for module_path, node in nnx.iter_graph(module):
         if isinstance(node, Module) and isinstance(node.scope, Scope):
-            for path, leaf in flat_dict.flatten_dict(node.scope.unused_variables).items():
+            for path, leaf in flat_dict.flatten_dict(
+                node.scope.unused_variables
+            ).items():
                 variables[*module_path, *path] = leaf
     return variables
 
@@ -516,7 +590,9 @@ def _current_parent(function_name: str) -> tuple[Module, bool]:
     return context.module, context.in_compact
 
 
-def nnx_in_bridge_mdl(factory: Callable[[nnx.Rngs], M], name: str | None = None) -> M:
+def nnx_in_bridge_mdl(
+    factory: Callable[[nnx.Rngs], M], name: str | None = None
+) -> M:
     """Returns an NNX module as a submodule of the running bridge module.
 
     `factory` makes it from the streams. In `setup` it has the name of its attribute, otherwise
@@ -535,7 +611,9 @@ def nnx_in_bridge_mdl(factory: Callable[[nnx.Rngs], M], name: str | None = None)
     scope = parent._require_scope("the PRNG streams")
     if "params" in scope.rngs or "default" in scope.rngs:
         module = factory(scope.rngs)
-        return _attach_child(parent, _child_name(name, is_compact, type(module)), module)
+        return _attach_child(
+            parent, _child_name(name, is_compact, type(module)), module
+        )
     keys = {stream: draw() for stream, draw in scope.rngs.items()}
     if not is_compact:
         # The attribute, which is not known yet, has the values that replace these.
@@ -565,7 +643,7 @@ def _child_name(name: str | None, is_compact: bool, cls: type) -> str | None:
     return name or default_name(cls)
 
 
-def _attach_child(parent: Module, name: str | None, child: Any) -> Any:
+def _attach_child(parent: Module, name: str | None, child: Value) -> Value:
     if name is None:
         return child
     parent._attach(name, child)
@@ -578,7 +656,9 @@ class _LinenModule(ToNNX):
         self.to_nnx__mutable = scope.mutable
         self.to_nnx__initializing = scope.initializing
 
-    def __call__(self, *args: Any, rngs: RngsLike = None, **kwargs: Any) -> Any:
+    def __call__(
+        self, *args: PyTree, rngs: RngsLike = None, **kwargs: PyTree
+    ) -> PyTree:
         if self.to_nnx__initializing and not self._own_variables():
             kwargs.pop("mutable", None)
             return self._init_with_output(self._keys(rngs), args, kwargs)

@@ -18,7 +18,7 @@ from weft.interop import models
 from weft.typing import PyTree
 
 
-def _equinox() -> Any:
+def _equinox() -> models.Library:
     return models.import_library("equinox", "equinox")
 
 
@@ -32,14 +32,17 @@ class EquinoxModel(models.Model):
         **kwargs: for a class, except `key`.
     """
 
-    def __init__(self, module: models.Layer, *args: object, **kwargs: object):
+    def __init__(self, module: models.Layer, *args: PyTree, **kwargs: PyTree):
         self.module, self.args, self.kwargs = module, args, kwargs
 
     @property
     def name(self) -> str:
-        module = self.module[0] if isinstance(self.module, tuple) else self.module
-        module_class = module if isinstance(module, type) else type(module)
-        return module_class.__name__
+        module = self.module
+        if isinstance(module, tuple):
+            module, _ = module
+        if isinstance(module, type):
+            return module.__name__
+        return type(module).__name__
 
     def _make(self, key: jax.Array | None) -> tuple[Any, Any]:
         """Returns the module and its state; None if it has none."""
@@ -51,9 +54,11 @@ class EquinoxModel(models.Model):
         kwargs = self.kwargs
         if "key" in models.parameter_names(self.module):
             kwargs = {"key": key, **kwargs}
-        module, state = eqx.nn.make_with_state(self.module)(*self.args, **kwargs)
-        has_state = bool(jax.tree.leaves(state))
-        return module, state if has_state else None
+        make = eqx.nn.make_with_state(self.module)
+        module, state = make(*self.args, **kwargs)
+        if not jax.tree.leaves(state):
+            return module, None
+        return module, state
 
     @functools.cached_property
     def _abstract(self) -> tuple[Any, Any]:
@@ -67,7 +72,16 @@ class EquinoxModel(models.Model):
         module, state = self._make(key)
         return flat_dict.unflatten_dict(_array_leaves(module, state))
 
-    def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
+    def apply(
+        self,
+        variables,
+        *args,
+        rngs,
+        mutable,
+        training=None,
+        method=None,
+        **kwargs,
+    ):
         eqx = _equinox()
         module, state = self._with_values(variables)
         if training is not None:
@@ -78,11 +92,13 @@ class EquinoxModel(models.Model):
             kwargs = {"key": key, **kwargs}
         if state is None:
             return call(*args, **kwargs), {}
-        old_leaves = jax.tree.leaves(state)  # the call invalidates the state that it is given
+        # The call invalidates the state that it is given.
+        old_leaves = jax.tree.leaves(state)
         out, new_state = call(*args, **{"state": state, **kwargs})
         if not filters.in_filter(mutable, "state"):
             return out, {}
-        return out, _nonempty(state=_changed_leaves(old_leaves, jax.tree.leaves(new_state)))
+        new_leaves = jax.tree.leaves(new_state)
+        return out, _nonempty(state=_changed_leaves(old_leaves, new_leaves))
 
     def _with_values(self, variables: Mapping[str, Any]) -> tuple[Any, Any]:
         """Returns the module and its state, with the variables as their arrays."""
@@ -96,7 +112,9 @@ class EquinoxModel(models.Model):
         return fill([values[path] for path in leaves])
 
 
-def _changed_leaves(old_leaves: Sequence[Any], new_leaves: Sequence[Any]) -> dict[str, Any]:
+def _changed_leaves(
+    old_leaves: Sequence[Any], new_leaves: Sequence[Any]
+) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     for i, (old, new) in enumerate(zip(old_leaves, new_leaves, strict=True)):
         if new is not old:
@@ -104,13 +122,17 @@ def _changed_leaves(old_leaves: Sequence[Any], new_leaves: Sequence[Any]) -> dic
     return changed
 
 
-def _array_leaves(module: models.Layer, state: PyTree) -> dict[models.Path, Any]:
+def _array_leaves(
+    module: models.Layer, state: PyTree
+) -> dict[models.Path, Any]:
     """Returns the arrays of a module and its state by collection and path."""
     leaves: dict[models.Path, Any] = {}
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(module):
         if not display.is_array(leaf):
             continue
-        collection = "params" if jnp.issubdtype(leaf.dtype, jnp.inexact) else "constants"
+        collection = "constants"
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            collection = "params"
         names = [jax.tree_util.keystr((key,), simple=True) for key in key_path]
         leaves[collection, *names] = leaf
     for i, leaf in enumerate(jax.tree.leaves(state)):
@@ -138,7 +160,7 @@ class HaikuModel(models.Model):
         module: a result of `haiku.transform` or `transform_with_state`, or a class of modules.
     """
 
-    def __init__(self, module: models.Layer, *args: object, **kwargs: object):
+    def __init__(self, module: models.Layer, *args: PyTree, **kwargs: PyTree):
         self.module, self.args, self.kwargs = module, args, kwargs
 
     @property
@@ -146,14 +168,18 @@ class HaikuModel(models.Model):
         return getattr(self.module, "__name__", type(self.module).__name__)
 
     def _functions(
-        self, method: str | None, kwargs: Mapping[str, Any], training: bool | None
+        self,
+        method: str | None,
+        kwargs: Mapping[str, Any],
+        training: bool | None,
     ) -> _HaikuFunctions:
         hk = models.import_library("haiku", "dm-haiku")
         if isinstance(self.module, type):
             # A layer of Haiku is made inside of each transformed call.
-            def run(*args: Any, **kwargs: Any) -> Any:
+            def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
                 layer = self.module(*self.args, **self.kwargs)
-                return models.resolve_method(layer, method, self.name)(*args, **kwargs)
+                bound_method = models.resolve_method(layer, method, self.name)
+                return bound_method(*args, **kwargs)
 
             transformed = hk.transform_with_state(run)
             called = getattr(self.module, method or "__call__", run)
@@ -167,26 +193,44 @@ class HaikuModel(models.Model):
         transformed = self.module
         if isinstance(transformed, hk.Transformed):
             transformed = hk.with_empty_state(transformed)
-        return _HaikuFunctions(transformed.init, transformed.apply, dict(kwargs))
+        return _HaikuFunctions(
+            transformed.init, transformed.apply, dict(kwargs)
+        )
 
     def init(self, rngs, *args, training=None, method=None, **kwargs):
         functions = self._functions(method, kwargs, training)
         key = models.single_key(rngs, "params", "default")
         params, state = functions.init(key, *args, **functions.kwargs)
-        return _nonempty(params=_nest_by_module_path(params), state=_nest_by_module_path(state))
+        return _nonempty(
+            params=_nest_by_module_path(params),
+            state=_nest_by_module_path(state),
+        )
 
-    def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
+    def apply(
+        self,
+        variables,
+        *args,
+        rngs,
+        mutable,
+        training=None,
+        method=None,
+        **kwargs,
+    ):
         functions = self._functions(method, kwargs, training)
         params = _join_module_path(variables.get("params", {}))
         state = _join_module_path(variables.get("state", {}))
         key = models.single_key(rngs, "default", "dropout")
-        out, new_state = functions.apply(params, state, key, *args, **functions.kwargs)
+        out, new_state = functions.apply(
+            params, state, key, *args, **functions.kwargs
+        )
         if not filters.in_filter(mutable, "state"):
             return out, {}
         return out, _nonempty(state=_nest_by_module_path(new_state))
 
 
-def _nest_by_module_path(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _nest_by_module_path(
+    tree: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
     values_by_path: dict[models.Path, Any] = {}
     for module, values in tree.items():
         for path, value in flat_dict.flatten_dict(values).items():

@@ -18,8 +18,12 @@ from weft.interop.nnx import NNXModel
 from weft.interop.variables import NNXMeta
 from weft.nnx.variables import variable_type_from_name
 from weft.nnx.versions import StaticValue
-from weft.serialization import from_state_dict, register_serialization_state, to_state_dict
-from weft.typing import Leaf
+from weft.serialization import (
+    from_state_dict,
+    register_serialization_state,
+    to_state_dict,
+)
+from weft.typing import Leaf, PyTree
 
 _Box = Any  # an `AxisMetadata` of Flax, which need not be installed
 
@@ -49,12 +53,16 @@ def _flatten(x: FlaxBox) -> tuple[list[Any], StaticValue]:
 
 
 jax.tree_util.register_pytree_node(
-    FlaxBox, _flatten, lambda fixed, leaves: FlaxBox(jax.tree.unflatten(fixed.value, leaves))
+    FlaxBox,
+    _flatten,
+    lambda fixed, leaves: FlaxBox(jax.tree.unflatten(fixed.value, leaves)),
 )
 register_serialization_state(
     FlaxBox,
     lambda x: {"value": to_state_dict(x.unbox())},
-    lambda x, state: x.replace_boxed(from_state_dict(x.unbox(), state["value"], name="value")),
+    lambda x, state: x.replace_boxed(
+        from_state_dict(x.unbox(), state["value"], name="value")
+    ),
 )
 
 
@@ -73,7 +81,9 @@ def _to_flax(box: AxisMetadata) -> _Box:
         return box.box
     linen = import_library("flax.linen", "flax")
     if isinstance(box, LogicallyPartitioned):
-        return linen.LogicallyPartitioned(box.value, box.names, box.mesh, box.rules)
+        return linen.LogicallyPartitioned(
+            box.value, box.names, box.mesh, box.rules
+        )
     if isinstance(box, Partitioned):
         return linen.Partitioned(box.value, box.names, box.mesh)
     return box.unbox()
@@ -111,7 +121,7 @@ class FlaxNNXModel(NNXModel):
 
     quantizes = False
 
-    def __init__(self, module: Layer, *args: object, **kwargs: object):
+    def __init__(self, module: Layer, *args: PyTree, **kwargs: PyTree):
         super().__init__(module, *args, **kwargs)
         self.metadata_fn = _box_variable
 
@@ -128,7 +138,9 @@ class FlaxNNXModel(NNXModel):
         leaf = super()._new(col, value)
         if col == "arrays":
             return leaf
-        variable_type = self.nnx.variable_type_from_name(col, allow_register=True)
+        variable_type = self.nnx.variable_type_from_name(
+            col, allow_register=True
+        )
         metadata = {"eager_sharding": False, **leaf._metadata}
         return variable_type(leaf.get_raw_value(), **metadata)
 
@@ -151,4 +163,8 @@ def _box_variable(variable: Leaf) -> Leaf | NNXMeta:
     if not metadata:
         return value
     collection = _collection_name(type(variable))
-    return NNXMeta(variable_type_from_name(collection, allow_register=True), value, metadata)
+    return NNXMeta(
+        variable_type_from_name(collection, allow_register=True),
+        value,
+        metadata,
+    )

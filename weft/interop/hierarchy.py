@@ -26,7 +26,7 @@ from weft.interop import models
 from weft.interop.models import Model, Path
 from weft.interop.variables import NNXMeta
 from weft.nnx.eager_sharding import use_eager_sharding
-from weft.typing import DType, PyTree
+from weft.typing import DType, Leaf, PyTree, T
 
 
 class HierarchyModel(Model):
@@ -41,7 +41,7 @@ class HierarchyModel(Model):
 
     quantizes = True
 
-    def __init__(self, config: Any, **kwargs: Any):
+    def __init__(self, config: models.Layer, **kwargs: PyTree):
         _check_is_layer(config, kwargs)
         if isinstance(config, type):
             config = config.default_config()  # pyright: ignore[reportAttributeAccessIssue]
@@ -101,7 +101,9 @@ class HierarchyModel(Model):
             _, outputs = self._call(state, key, True, method, args, kwargs)
             return outputs.state_updates
 
-        updated = flatten_dict(jax.eval_shape(state_updates, arrays, jax.random.key(0)))
+        updated = flatten_dict(
+            jax.eval_shape(state_updates, arrays, jax.random.key(0))
+        )
         specs = flatten_dict(self._specs())
         variables: dict[Path, Any] = {}
         for path, value in flatten_dict(state).items():
@@ -109,17 +111,29 @@ class HierarchyModel(Model):
             variables[collection, *path] = _boxed(value, specs[path])
         return unflatten_dict(variables)
 
-    def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
+    def apply(
+        self,
+        variables,
+        *args,
+        rngs,
+        mutable,
+        training=None,
+        method=None,
+        **kwargs,
+    ):
         collections: dict[Path, str] = {}
         values: dict[Path, Any] = {}
         for collection in ("params", "state"):
-            for path, entry in flatten_dict(variables.get(collection, {})).items():
+            entries = flatten_dict(variables.get(collection, {}))
+            for path, entry in entries.items():
                 collections[path] = collection
                 values[path] = meta.unbox(entry)
         specs = self._specs()
         models.check_variables(self.name, flatten_dict(specs), values)
 
-        def value_of(path: jax.tree_util.KeyPath, spec: ParameterSpec) -> Any:
+        def value_of(
+            path: jax.tree_util.KeyPath, spec: ParameterSpec
+        ) -> PyTree:
             return values[tuple(entry.key for entry in path)]
 
         # With an entry for each child, also for one without parameters.
@@ -139,7 +153,7 @@ class HierarchyModel(Model):
         return out, unflatten_dict(changed)
 
 
-def _boxed(value: object, spec: ParameterSpec) -> Any:
+def _boxed(value: T, spec: ParameterSpec) -> "T | _NamedAxes":
     names = tuple(spec.logical_axes or spec.partition_spec)
     if not any(names):
         return value
@@ -155,12 +169,16 @@ class _NamedAxes(meta.Partitioned):
     def unbox(self, apply_constraint: bool = True) -> Any:
         if not apply_constraint:
             return self.value
-        return spmd.constrain(self.value, logical.names_to_mesh_axes(self.names), self.mesh)
+        return spmd.constrain(
+            self.value, logical.names_to_mesh_axes(self.names), self.mesh
+        )
 
 
-def _check_is_layer(config: object, kwargs: Mapping[str, Any]) -> None:
+def _check_is_layer(config: models.Layer, kwargs: Mapping[str, Any]) -> None:
     """Refuses modules that act outside of a run, and fields reserved for the layer's config."""
-    cls = config if isinstance(config, type) else getattr(config, "klass", type(config))
+    cls = config
+    if not isinstance(config, type):
+        cls = getattr(config, "klass", type(config))
     guarded_fields = needs_allow(cls)
     if guarded_fields and not issubclass(cls, BaseLayer):
         raise errors.UnknownLayerError(
@@ -187,18 +205,16 @@ class InHierarchy(BaseLayer):
     """
 
     class Config(BaseLayer.Config):
-        """Configures an InHierarchy.
-
-        Attributes:
-            layer: see `weft.interop.model_of`.
-            args, kwargs: for a class of layers.
-            inputs: of a call: arrays or `jax.ShapeDtypeStruct`.
-        """
+        """Configures an InHierarchy."""
 
         layer: config_lib.Required[Any] = config_lib.REQUIRED
+        """See `weft.interop.model_of`."""
         args: tuple = ()
+        """Arguments of a class of layers."""
         kwargs: dict[str, Any] = {}
+        """Keyword arguments of a class of layers."""
         inputs: config_lib.Required[tuple] = config_lib.REQUIRED
+        """Those of a call: arrays or `jax.ShapeDtypeStruct`."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -215,7 +231,10 @@ class InHierarchy(BaseLayer):
                     "how they begin and are laid out. Leave it out, and give that layer its "
                     "initializers, with the names of their axes."
                 )
-        if self.dot_general() not in (None, jax.lax.dot_general) and not self._model.quantizes:
+        if (
+            self.dot_general() not in (None, jax.lax.dot_general)
+            and not self._model.quantizes
+        ):
             raise errors.InvalidConfigValueError(
                 f"{self.path()} is to quantize matrix products, but it is {self._model.name}, a "
                 "layer of another library, which computes them itself. Give its linear layers "
@@ -225,14 +244,19 @@ class InHierarchy(BaseLayer):
         self._variable_shapes: dict[Path, Any] | None = None
 
     def _make(self, key: jax.Array) -> dict[str, Any]:
-        def with_values(x: Any) -> Any:
-            return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+        def with_values(x: Leaf) -> Leaf:
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return jnp.zeros(x.shape, x.dtype)
+            return x
 
         inputs = jax.tree.map(with_values, self.config.inputs)
         # As in training: statistics that only a batch can begin have to be made.
         try:
-            with use_eager_sharding(False):  # that they are laid out is for the specs to say
-                variables = dict(self._model.init({"default": key}, *inputs, training=True))
+            # The specs determine the layout.
+            with use_eager_sharding(False):
+                variables = dict(
+                    self._model.init({"default": key}, *inputs, training=True)
+                )
         except TypeError as error:
             if inputs:
                 raise
@@ -251,7 +275,9 @@ class InHierarchy(BaseLayer):
         cast: dict[str, Any] = {}
         for collection, entries in variables.items():
             is_trained = self._model.trains(collection)
-            cast[collection] = cast_floats(entries, dtype) if is_trained else entries
+            cast[collection] = (
+                cast_floats(entries, dtype) if is_trained else entries
+            )
         return cast
 
     def _configured_dtype(self) -> DType | None:
@@ -264,12 +290,16 @@ class InHierarchy(BaseLayer):
 
     def _variables(self) -> dict[Path, Any]:
         if self._variable_shapes is None:
-            self._variable_shapes = flatten_dict(jax.eval_shape(self._make, jax.random.key(0)))
+            self._variable_shapes = flatten_dict(
+                jax.eval_shape(self._make, jax.random.key(0))
+            )
         return self._variable_shapes
 
     def _shown_parts(self) -> dict[str, Any]:
         parts = {"layer": self.config.layer, **super()._shown_parts()}
-        with contextlib.suppress(Exception):  # a layer that is wrong has a text too
+        with contextlib.suppress(
+            Exception
+        ):  # a layer that is wrong has a text too
             parts |= self.create_parameter_specs_recursively()
         return parts
 
@@ -277,40 +307,54 @@ class InHierarchy(BaseLayer):
     def create_parameter_specs_recursively(self) -> dict[str, Any]:
         specs: dict[Path, Any] = {}
         for path, entry in self._variables().items():
-            specs[_string_path(path)] = _spec(entry, is_state=not self._model.trains(path[0]))
+            specs[_string_path(path)] = _spec(
+                entry, is_state=not self._model.trains(path[0])
+            )
         return unflatten_dict(specs)
 
     @nowrap
     def initialize_parameters_recursively(
         self, prng_key, *, prebuilt: Mapping[str, Any] | None = None
     ):
-        made = partial_eval(self._make, prng_key)  # without what the variables do not need
+        made = partial_eval(
+            self._make, prng_key
+        )  # without what the variables do not need
         state = _unboxed_values(made)
         values = dict(state)
         for path, value in flatten_dict(prebuilt or {}).items():
             if value is None:
                 continue
             if path not in state or np.shape(value) != jnp.shape(state[path]):
-                shapes = [f"{models.path_text(p)} {jnp.shape(x)}" for p, x in state.items()]
+                shapes = [
+                    f"{models.path_text(p)} {jnp.shape(x)}"
+                    for p, x in state.items()
+                ]
                 raise errors.ParameterSpecError(
                     f"prebuilt has {models.path_text(path)!r} of shape {np.shape(value)} for "
-                    f"{self.path()}, whose layer {self._model.name} has: {', '.join(shapes)}."
+                    f"{self.path()}, whose layer {self._model.name} has: "
+                    f"{', '.join(shapes) or 'none'}."
                 )
             # A spec says that a value will be put in its place.
             values[path] = None if isinstance(value, ParameterSpec) else value
         return unflatten_dict(values)
 
     @nowrap
-    def cast_parameters_recursively(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def cast_parameters_recursively(
+        self, params: Mapping[str, Any]
+    ) -> dict[str, Any]:
         return self._with_cast_parameters(params, self.compute_dtype())
 
-    def forward(self, *args: object, **kwargs: Any) -> Any:
+    def forward(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Calls the layer, or its public method named `method`, with the given arguments.
 
         Raises LayerMethodError if the method is private.
         """
         method = kwargs.get("method")
-        if isinstance(method, str) and method.startswith("_") and method != "__call__":
+        if (
+            isinstance(method, str)
+            and method.startswith("_")
+            and method != "__call__"
+        ):
             raise errors.LayerMethodError(
                 f"{self.path()} is to call {method!r} of a {self._model.name}; name one of its "
                 "public methods."
@@ -351,7 +395,9 @@ class InHierarchy(BaseLayer):
             return contextlib.nullcontext()
         return default_dot_general(dot_general)
 
-    def _add_outputs(self, changed: Mapping[Path, Any], state_paths: Collection[Path]) -> None:
+    def _add_outputs(
+        self, changed: Mapping[Path, Any], state_paths: Collection[Path]
+    ) -> None:
         flat_updates: dict[Path, Any] = {}
         flat_reports: dict[Path, Any] = {}
         for path, value in changed.items():
@@ -364,7 +410,10 @@ class InHierarchy(BaseLayer):
         reports = unflatten_dict(flat_reports)
         for name, value in reports.pop("summaries", {}).items():
             self.add_summary(name, _sown_value(value))
-        for name, value in {**reports.pop("module_outputs", {}), **reports}.items():
+        for name, value in {
+            **reports.pop("module_outputs", {}),
+            **reports,
+        }.items():
             self.add_module_output(name, value)
 
 
@@ -383,7 +432,7 @@ def _unboxed_values(variables: Mapping[str, Any]) -> dict[Path, Any]:
     return values
 
 
-def _sown_value(value: object) -> Any:
+def _sown_value(value: PyTree) -> PyTree:
     """Returns the sown value, or a dict of them by number if there are several."""
     if isinstance(value, Mapping):
         return {name: _sown_value(entry) for name, entry in value.items()}
@@ -394,7 +443,7 @@ def _sown_value(value: object) -> Any:
     return {str(i): x for i, x in enumerate(value)}
 
 
-def _axis_names(entry: object) -> tuple[Any, ...]:
+def _axis_names(entry: Leaf) -> tuple[Any, ...]:
     """Returns the names of the axes in a box of metadata; () without one."""
     if isinstance(entry, NNXMeta):
         names = entry.metadata.get("out_sharding")
@@ -405,10 +454,13 @@ def _axis_names(entry: object) -> tuple[Any, ...]:
     return ()
 
 
-def _layout(entry: object) -> jax.sharding.PartitionSpec:
+def _layout(entry: Leaf) -> jax.sharding.PartitionSpec:
     names = _axis_names(entry)
     if isinstance(entry, logical.LogicallyPartitioned):
-        return logical.logical_to_mesh_axes(names, entry.rules) or jax.sharding.PartitionSpec()
+        return (
+            logical.logical_to_mesh_axes(names, entry.rules)
+            or jax.sharding.PartitionSpec()
+        )
     variable_rules = None
     if isinstance(entry, NNXMeta):
         variable_rules = entry.metadata.get("sharding_rules")
@@ -416,10 +468,13 @@ def _layout(entry: object) -> jax.sharding.PartitionSpec:
     return logical.names_to_mesh_axes(names, rules)
 
 
-def _spec(entry: Any, *, is_state: bool) -> PyTree:
+def _spec(entry: PyTree, *, is_state: bool) -> PyTree:
     """Returns the specs of the arrays of a collection's entry, which may be in a box."""
     layout, names = _layout(entry), _axis_names(entry)
-    is_logical = isinstance(entry, logical.LogicallyPartitioned) or tuple(layout) != names
+    is_logical = (
+        isinstance(entry, logical.LogicallyPartitioned)
+        or tuple(layout) != names
+    )
 
     def spec(value: jax.ShapeDtypeStruct) -> ParameterSpec:
         logical_axes = pad_axes(names, len(value.shape)) if is_logical else None
@@ -436,7 +491,9 @@ def _spec(entry: Any, *, is_state: bool) -> PyTree:
     return jax.tree.map(spec, meta.unbox(entry))
 
 
-def as_hierarchy(x: object, /, *args: object, inputs: object = (), **kwargs: Any) -> Any:
+def as_hierarchy(
+    x: models.Layer, /, *args: PyTree, inputs: PyTree = (), **kwargs: PyTree
+) -> Any:
     """Returns the config of a hierarchy layer that wraps a layer of any library.
 
     Its parameters have the mesh axes of the layer's axis metadata. Changes that a call makes, such
@@ -460,13 +517,17 @@ def as_hierarchy(x: object, /, *args: object, inputs: object = (), **kwargs: Any
     if isinstance(x, type) and issubclass(x, Module):
         return x.default_config().set(**kwargs)
     inputs = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
-    return InHierarchy.default_config().set(layer=x, args=args, kwargs=kwargs, inputs=inputs)
+    return InHierarchy.default_config().set(
+        layer=x, args=args, kwargs=kwargs, inputs=inputs
+    )
 
 
-def as_child_config(x: Any) -> config_lib.InstantiableConfig:
+def as_child_config(x: models.Layer) -> config_lib.InstantiableConfig:
     """Returns the config of a child that is not the config of a module, see `Module._add_child`."""
-    is_layer = isinstance(x, functions.ClassConfigBase) and models.adapter_of(x.klass)
-    makes_module = isinstance(x, functions.CallConfig) and {"name", "parent"} <= set(x.keys())
-    if makes_module and not is_layer:
-        return x
+    if not isinstance(x, functions.CallConfig):
+        return as_hierarchy(x)
+    if isinstance(x, functions.ClassConfigBase) and models.adapter_of(x.klass):
+        return as_hierarchy(x)
+    if {"name", "parent"} <= set(x.keys()):
+        return x  # of a function that makes a module
     return as_hierarchy(x)

@@ -1,7 +1,11 @@
 """Layers of Linen in other models, and layers of other libraries in models of Linen."""
 
+import dataclasses
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
+
+import jax
 
 from weft import errors, linen
 from weft.core.filters import Filter
@@ -9,6 +13,7 @@ from weft.core.flat_dict import flatten_dict, path_aware_map, unflatten_dict
 from weft.interop import models
 from weft.interop.models import Keys, Layer, Method, Model, Path, Variables
 from weft.linen.state import without_parent
+from weft.typing import Leaf, PyTree
 
 
 def linen_streams(rngs: Keys) -> dict[str, Any]:
@@ -20,12 +25,38 @@ def linen_streams(rngs: Keys) -> dict[str, Any]:
     return streams
 
 
+def _completed(module: Layer) -> Layer:
+    """Returns a module with what its constructor adds to its fields.
+
+    One that was read from the text of a config has its fields alone, and so have modules in them.
+    """
+    if "_state" in vars(module):
+        return module
+
+    def complete(x: Leaf) -> Leaf:
+        return _completed(x) if _is_module(x) else x
+
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(module):
+        if field.init and field.name in vars(module):
+            value = vars(module)[field.name]
+            fields[field.name] = jax.tree.map(
+                complete, value, is_leaf=_is_module
+            )
+    return type(module)(**fields)
+
+
+def _is_module(x: Leaf) -> bool:
+    is_instance = dataclasses.is_dataclass(x) and not isinstance(x, type)
+    return is_instance and hasattr(x, "init_with_output")
+
+
 class LinenModel(Model):
     """A Linen module, or a class of modules with its arguments."""
 
     quantizes = True
 
-    def __init__(self, module: Layer, *args: object, **kwargs: object):
+    def __init__(self, module: Layer, *args: PyTree, **kwargs: PyTree):
         with self._without_parent():
             if isinstance(module, type):
                 module = module(*args, **kwargs)
@@ -34,14 +65,14 @@ class LinenModel(Model):
                     f"a module of Linen was to be used, and a {type(module).__name__} was given; "
                     "give one, or let weft.interop.model_of say what it is."
                 )
-            self.module = module.clone(parent=None)  # pyright: ignore[reportAttributeAccessIssue]
+            self.module = _completed(module).clone(parent=None)
 
     @staticmethod
     def _base_class() -> type:
         return linen.Module
 
     @staticmethod
-    def _without_parent() -> Any:
+    def _without_parent() -> AbstractContextManager[None]:
         return without_parent()
 
     @property
@@ -52,13 +83,26 @@ class LinenModel(Model):
         _, variables = self.init_with_output(rngs, *args, **kwargs)
         return variables
 
-    def init_with_output(self, rngs, *args, training=None, method=None, **kwargs):
+    def init_with_output(
+        self, rngs, *args, training=None, method=None, **kwargs
+    ):
         kwargs = self._arguments(method, kwargs, training)
         with self._without_parent():
-            out, variables = self.module.init_with_output(linen_streams(rngs), *args, **kwargs)
+            out, variables = self.module.init_with_output(
+                linen_streams(rngs), *args, **kwargs
+            )
         return out, self._from_library(variables)
 
-    def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
+    def apply(
+        self,
+        variables,
+        *args,
+        rngs,
+        mutable,
+        training=None,
+        method=None,
+        **kwargs,
+    ):
         kwargs = self._arguments(method, kwargs, training)
         library_variables = self._to_library(variables)
         with self._without_parent():
@@ -74,7 +118,9 @@ class LinenModel(Model):
         out, library_variables = out
         old_values = flatten_dict(variables)
         changed: dict[Path, Any] = {}
-        for path, value in flatten_dict(self._from_library(library_variables)).items():
+        for path, value in flatten_dict(
+            self._from_library(library_variables)
+        ).items():
             if path not in old_values or old_values[path] is not value:
                 changed[path] = value
         return out, unflatten_dict(changed)
@@ -90,7 +136,7 @@ class LinenModel(Model):
             kwargs = {"method": method, **kwargs}
         return models.add_mode(called, kwargs, training)
 
-    def _library_filter(self, mutable: Filter) -> Any:
+    def _library_filter(self, mutable: Filter) -> Filter:
         return mutable
 
     def _to_library(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -112,8 +158,12 @@ class InLinen(linen.Module):
 
     @linen.compact
     def __call__(
-        self, *args: object, training: bool | None = None, method: Method = None, **kwargs: object
-    ) -> Any:
+        self,
+        *args: PyTree,
+        training: bool | None = None,
+        method: Method = None,
+        **kwargs: PyTree,
+    ) -> PyTree:
         """Calls the layer, or its method named `method`; `training` overrides the attribute."""
         scope: Any = self.scope
         if training is None:
@@ -124,7 +174,11 @@ class InLinen(linen.Module):
             variables = self.model.init(draw_keys(self), *args, **options)
             store_variables(self, variables)
         out, changed = self.model.apply(
-            variables, *args, rngs=draw_keys(self), mutable=scope.mutable, **options
+            variables,
+            *args,
+            rngs=draw_keys(self),
+            mutable=scope.mutable,
+            **options,
         )
         if not self.is_initializing():
             store_variables(self, rebox_all(variables, changed))
@@ -145,19 +199,23 @@ def store_variables(module: linen.Module, variables: Mapping[str, Any]) -> None:
                 module.put_variable(collection, name, value)
 
 
-def rebox_all(variables: Mapping[str, Any], changed: Mapping[str, Any]) -> Variables:
+def rebox_all(
+    variables: Mapping[str, Any], changed: Mapping[str, Any]
+) -> Variables:
     """Returns changed variables in the boxes in which they were."""
     boxes = flatten_dict(variables)
-    return path_aware_map(lambda path, value: models.rebox(boxes.get(path), value), changed)
+    return path_aware_map(
+        lambda path, value: models.rebox(boxes.get(path), value), changed
+    )
 
 
 def as_linen(
-    x: object,
+    x: Layer,
     /,
-    *args: object,
+    *args: PyTree,
     name: str | None = None,
     training: bool | None = None,
-    **kwargs: object,
+    **kwargs: PyTree,
 ) -> linen.Module:
     """Returns a layer of any library as a module of Linen.
 

@@ -16,13 +16,20 @@ from typing import Any
 import jax
 
 from weft import errors
-from weft.config import REQUIRED, ClassConfigBase, FunctionConfigBase, InMemory, InstantiableConfig
+from weft.config import (
+    REQUIRED,
+    ClassConfigBase,
+    FunctionConfigBase,
+    InMemory,
+    InstantiableConfig,
+)
 from weft.core import filters, meta
 from weft.nnx.rngs import Rngs
 from weft.nnx.state import path_text
 from weft.nnx.versions import StaticValue
-from weft.typing import T
+from weft.typing import Leaf, PyTree, T
 
+Library = Any  # a module of Python that need not be installed
 Layer = Any
 """A layer of a library, a class of layers, or a function that makes one; they share no type."""
 Path = tuple[Any, ...]
@@ -55,10 +62,10 @@ class Model(abc.ABC):
     def init(
         self,
         rngs: Keys,
-        *args: object,
+        *args: PyTree,
         training: bool | None = None,
         method: str | None = None,
-        **kwargs: object,
+        **kwargs: PyTree,
     ) -> Variables:
         """Returns the variables of the layer, for a call with the given arguments.
 
@@ -66,7 +73,7 @@ class Model(abc.ABC):
         """
 
     def init_with_output(
-        self, rngs: Keys, *args: object, **kwargs: Any
+        self, rngs: Keys, *args: PyTree, **kwargs: PyTree
     ) -> tuple[Any, Mapping[str, Any]]:
         """Returns a call's result and the variables that it makes; arguments as for `init`."""
         variables = self.init(rngs, *args, **kwargs)
@@ -77,12 +84,12 @@ class Model(abc.ABC):
     def apply(
         self,
         variables: Mapping[str, Any],
-        *args: object,
+        *args: PyTree,
         rngs: Keys,
         mutable: filters.Filter,
         training: bool | None = None,
         method: str | None = None,
-        **kwargs: object,
+        **kwargs: PyTree,
     ) -> tuple[Any, Variables]:
         """Calls the layer on its variables, whose values may be in boxes; see `init`.
 
@@ -101,7 +108,10 @@ class Model(abc.ABC):
         return callable(getattr(layer, name, None))
 
     def _key(self) -> StaticValue:
-        attributes = [(name, x) for name, x in vars(self).items() if not name.startswith("_")]
+        attributes: list[tuple[str, Any]] = []
+        for name, value in vars(self).items():
+            if not name.startswith("_"):
+                attributes.append((name, value))
         return StaticValue((type(self), tuple(attributes)))
 
     def __eq__(self, other: object) -> bool:
@@ -114,7 +124,7 @@ class Model(abc.ABC):
         return f"{type(self).__name__}({self.name})"
 
 
-def import_library(name: str, extra: str) -> Any:
+def import_library(name: str, extra: str) -> Library:
     """Imports and returns a library.
 
     Raises MissingLibraryError if it is missing; the message names the `extra` to install.
@@ -149,7 +159,10 @@ def parameter_names(fn: Callable[..., Any]) -> set[str]:
         return set()
     names: set[str] = set()
     for name, parameter in parameters.items():
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        if parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        ):
             names.add(name)
     return names
 
@@ -181,11 +194,15 @@ def add_mode(
     flags: dict[str, bool] = {}
     for name, value_in_training in _VALUES_IN_TRAINING.items():
         if name in accepted:
-            flags[name] = value_in_training if training else not value_in_training
+            flags[name] = (
+                value_in_training if training else not value_in_training
+            )
     return {**flags, **kwargs}
 
 
-def resolve_method(layer: Layer, method: Method, name: str) -> Callable[..., Any]:
+def resolve_method(
+    layer: Layer, method: Method, name: str
+) -> Callable[..., Any]:
     """Returns the layer itself, its method of that name, or a function of the layer.
 
     Raises LayerMethodError if the layer has no such method.
@@ -200,7 +217,9 @@ def resolve_method(layer: Layer, method: Method, name: str) -> Callable[..., Any
     if not callable(bound_method):
         public_methods: list[str] = []
         for attribute in dir(type(layer)):
-            if attribute[0] != "_" and callable(getattr(type(layer), attribute)):
+            if attribute[0] != "_" and callable(
+                getattr(type(layer), attribute)
+            ):
                 public_methods.append(attribute)
         raise errors.LayerMethodError(
             f"{name} has no method {method!r}; there are: {', '.join(public_methods) or 'none'}."
@@ -208,7 +227,7 @@ def resolve_method(layer: Layer, method: Method, name: str) -> Callable[..., Any
     return bound_method
 
 
-def rebox(old: Any, value: T) -> T | meta.AxisMetadata:
+def rebox(old: Leaf, value: T) -> T | meta.AxisMetadata:
     """Puts a value into the box of the one that it replaces, if that has a box."""
     if meta.is_axis_metadata(old) and not meta.is_axis_metadata(value):
         return old.replace_boxed(value)
@@ -216,7 +235,10 @@ def rebox(old: Any, value: T) -> T | meta.AxisMetadata:
 
 
 def check_variables(
-    name: str, expected: Mapping[Path, Any], values: Mapping[Path, Any], shapes: bool = True
+    name: str,
+    expected: Mapping[Path, Any],
+    values: Mapping[Path, Any],
+    shapes: bool = True,
 ) -> None:
     """Checks that values match a layer's variables, objects with a shape by collection and path.
 
@@ -230,7 +252,9 @@ def check_variables(
                 f"{paths}. Give it the variables that its `init` made."
             )
         shape = getattr(values[path], "shape", None)
-        if shapes and shape is not None and tuple(shape) != tuple(variable.shape):
+        if not shapes or shape is None:
+            continue
+        if tuple(shape) != tuple(variable.shape):
             raise errors.LayerVariablesError(
                 f"the variable {path_text(path)!r} of {name} has the shape {tuple(shape)}; "
                 f"expected {tuple(variable.shape)}. The variables are those of another layer."
@@ -261,7 +285,7 @@ def adapter_of(x: Layer) -> str:
     return ""
 
 
-def model_of(x: Layer, *args: object, **kwargs: object) -> Model:
+def model_of(x: Layer, *args: PyTree, **kwargs: PyTree) -> Model:
     """Returns the `Model` of a layer.
 
     Args:
@@ -306,7 +330,9 @@ class _ConfigFactory:
 
     def __init__(self, config: _FactoryConfig):
         self._config = config
-        self.factory = config.klass if isinstance(config, ClassConfigBase) else config.fn
+        self.factory = (
+            config.klass if isinstance(config, ClassConfigBase) else config.fn
+        )
         self.__name__ = self.factory.__name__
 
     def __call__(self, *, rngs: Rngs) -> Layer:

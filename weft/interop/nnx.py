@@ -15,13 +15,22 @@ from weft import errors, nnx
 from weft.core import display, meta, partial_eval
 from weft.core.filters import DenyList, Filter, in_filter
 from weft.core.flat_dict import flatten_dict, unflatten_dict
+from weft.core.rngs import LazyRng
 from weft.core.tracing import ThreadStack
 from weft.interop import linen, models
-from weft.interop.models import Keys, Layer, Method, Model, Path, RngsLike, Variables
+from weft.interop.models import (
+    Keys,
+    Layer,
+    Method,
+    Model,
+    Path,
+    RngsLike,
+    Variables,
+)
 from weft.interop.variables import collection_of, to_linen_var, to_nnx_var
 from weft.linen.state import without_parent
 from weft.nnx.intercept import visit_model
-from weft.typing import Leaf
+from weft.typing import Leaf, PyTree
 
 ModuleOrMethod = TypeVar("ModuleOrMethod")
 _OWN_PREFIX = "to_nnx__"
@@ -47,12 +56,14 @@ class ToNNX(nnx.Module):
         self.to_nnx__module = module
         if isinstance(rngs, nnx.Rngs):
             rngs = rngs.fork()
+        elif isinstance(rngs, Mapping):
+            rngs = nnx.Rngs(rngs)
         elif rngs is not None:
             rngs = nnx.Rngs(params=rngs)
         self.to_nnx__rngs = rngs
 
     @property
-    def module(self) -> Any:
+    def module(self) -> Layer:
         """Linen module."""
         return self.to_nnx__module
 
@@ -66,32 +77,40 @@ class ToNNX(nnx.Module):
         module = self.to_nnx__module
         return module if isinstance(module, Model) else linen.LinenModel(module)
 
-    def lazy_init(self, *args: Any, rngs: RngsLike = None, **kwargs: Any) -> Self:
+    def lazy_init(
+        self, *args: PyTree, rngs: RngsLike = None, **kwargs: PyTree
+    ) -> Self:
         """Makes the variables and returns the module itself; arguments are those of a call."""
         keys = self._keys(rngs)
         self._init_with_output(keys, args, self._with_mode(kwargs))
         return self
 
-    def _init_with_output(self, keys: Keys, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _init_with_output(
+        self, keys: Keys, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PyTree:
         out, variables = self._model.init_with_output(keys, *args, **kwargs)
         self._assign_variables(variables)
         return out
 
     def __getattr__(self, name: str) -> Any:
         module = vars(self).get("to_nnx__module")
-        is_method = name[:2] != "__" and callable(getattr(type(module), name, None))
+        is_method = name[:2] != "__" and callable(
+            getattr(type(module), name, None)
+        )
         if is_method and not isinstance(module, Model):
             return functools.partial(self.__call__, method=name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}"
+        )
 
     def __call__(
         self,
-        *args: Any,
+        *args: PyTree,
         rngs: RngsLike = None,
         method: Method = None,
         mutable: Filter | None = None,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: PyTree,
+    ) -> PyTree:
         """Calls the Linen module on its variables.
 
         Args:
@@ -107,12 +126,16 @@ class ToNNX(nnx.Module):
             if not any(layer is self for layer in initialized):
                 initialized.append(self)
                 return self._init_with_output(keys, args, kwargs)
-            out, _ = model.apply(self._variables(), *args, rngs=keys, mutable=True, **kwargs)
+            out, _ = model.apply(
+                self._variables(), *args, rngs=keys, mutable=True, **kwargs
+            )
             return out
         if mutable is None:
             mutable = self.to_nnx__mutable
         variables = self._variables()
-        out, changed = model.apply(variables, *args, rngs=keys, mutable=mutable or False, **kwargs)
+        out, changed = model.apply(
+            variables, *args, rngs=keys, mutable=mutable or False, **kwargs
+        )
         if changed:
             self._assign_variables(changed)
         return out
@@ -156,10 +179,12 @@ class ToNNX(nnx.Module):
                     f"{models.path_text(path)!r} of type {type(variable).__name__}, which is in no "
                     "collection; make it a variable, such as nnx.Param."
                 )
-            entries[collection_of(type(variable)), *path] = to_linen_var(variable)
+            entries[collection_of(type(variable)), *path] = to_linen_var(
+                variable
+            )
         return unflatten_dict(entries)
 
-    def _applies_layout(self, x: object) -> bool:
+    def _applies_layout(self, x: Leaf) -> bool:
         """Returns whether to apply the layout of a new value's box; an error without a mesh."""
         return True
 
@@ -168,10 +193,15 @@ class ToNNX(nnx.Module):
         new_variables: dict[Path, nnx.Variable[Any]] = {}
         for (collection, *names), entry in flatten_dict(variables).items():
             path = tuple(names)
-            variable_type = nnx.variable_type_from_name(collection, allow_register=True)
+            variable_type = nnx.variable_type_from_name(
+                collection, allow_register=True
+            )
             own_variable: nnx.Variable[Any] | None = own_variables.get(path)
             other = new_variables.get(path)
-            if other is None and type(own_variable) not in (type(None), variable_type):
+            if other is None and type(own_variable) not in (
+                type(None),
+                variable_type,
+            ):
                 other = own_variable
             if other is not None:
                 raise errors.LayerVariablesError(
@@ -181,14 +211,16 @@ class ToNNX(nnx.Module):
                 )
             if own_variable is None:
                 lay_out = self._applies_layout(entry)
-                new_variables[path] = to_nnx_var(collection, entry, lay_out=lay_out)
+                new_variables[path] = to_nnx_var(
+                    collection, entry, lay_out=lay_out
+                )
             else:
                 new_variable = to_nnx_var(collection, entry, lay_out=False)
                 own_variable.set_raw_value(new_variable.get_raw_value())
         for path, variable in new_variables.items():
             self._set_variable(path, variable)
 
-    def _set_variable(self, path: Path, variable: object) -> None:
+    def _set_variable(self, path: Path, variable: Leaf) -> None:
         if len(path) == 1:
             setattr(self, path[0], variable)
             return
@@ -198,12 +230,15 @@ class ToNNX(nnx.Module):
         entries = vars(self)[attribute]
         for submodule in submodules:
             if submodule not in entries:
-                entries[submodule] = {}  # stored as another object, a `Dict` of NNX
+                # Stored as another object, a `Dict` of NNX.
+                entries[submodule] = {}
             entries = entries[submodule]
         entries[name] = variable
 
 
-def lazy_init(fn: ModuleOrMethod, *args: Any, **kwargs: Any) -> ModuleOrMethod:
+def lazy_init(
+    fn: ModuleOrMethod, *args: PyTree, **kwargs: PyTree
+) -> ModuleOrMethod:
     """Makes the variables of other libraries' layers in a module by calling it; returns `fn`.
 
     Raises TransformArgumentError if `fn` is neither an NNX module nor a method of one.
@@ -275,9 +310,11 @@ class NNXModel(Model):
     nnx: Any = nnx
     quantizes = True
 
-    def __init__(self, module: Layer, *args: object, **kwargs: Any):
+    def __init__(self, module: Layer, *args: PyTree, **kwargs: PyTree):
         self.module, self.args, self.kwargs = module, args, kwargs
-        self.takes_rngs = "rngs" not in kwargs and "rngs" in models.parameter_names(module)
+        self.takes_rngs = (
+            "rngs" not in kwargs and "rngs" in models.parameter_names(module)
+        )
         self.abstract = True
         self.metadata_fn: Any = to_linen_var
 
@@ -304,8 +341,13 @@ class NNXModel(Model):
             module = self.nnx.clone(self.module)
             keys: dict[str, jax.Array] = {}
             for tag in self._tags(module):
-                if tag in rngs or "default" in rngs:
-                    keys[tag] = rngs[tag if tag in rngs else "default"]
+                if tag in rngs:
+                    keys[tag] = rngs[tag]
+                elif "default" in rngs:
+                    # The same key for each stream would make them draw the same numbers.
+                    keys[tag] = LazyRng.create(
+                        rngs["default"], tag
+                    ).as_jax_rng()
             self.nnx.reseed(module, policy="match_shape", **keys)
             return module
         kwargs = self.kwargs
@@ -345,17 +387,22 @@ class NNXModel(Model):
         return variables
 
     def _collection(self, leaf: Leaf) -> str:
-        return collection_of(type(leaf)) if isinstance(leaf, nnx.Variable) else "arrays"
+        if not isinstance(leaf, nnx.Variable):
+            return "arrays"
+        return collection_of(type(leaf))
 
-    def boxed(self, leaf: Leaf) -> Any:
+    def boxed(self, leaf: Leaf) -> Leaf:
         """Returns a collection's entry for a variable or array."""
         if not isinstance(leaf, self.nnx.Variable):
             return leaf
-        return leaf.get_raw_value() if self.metadata_fn is None else self.metadata_fn(leaf)
+        if self.metadata_fn is None:
+            return leaf.get_raw_value()
+        return self.metadata_fn(leaf)
 
     def boxes(self, leaves: Mapping[Path, Any]) -> Variables:
         """Returns variables and arrays, by collection and path, as collections."""
-        return unflatten_dict({path: self.boxed(leaf) for path, leaf in leaves.items()})
+        boxes = {path: self.boxed(leaf) for path, leaf in leaves.items()}
+        return unflatten_dict(boxes)
 
     def _describe(self, rngs: Keys) -> _AbstractModule:
         """Returns the module without computing values other than its streams."""
@@ -368,7 +415,9 @@ class NNXModel(Model):
             graphdef, leaves_with_values = self._leaves(self.make(streams))
             keys: dict[Path, Any] = {}
             for path, leaf in leaves_with_values.items():
-                leaves[path] = self._with_value(leaf, display.to_shapes(_raw_value(leaf)))
+                leaves[path] = self._with_value(
+                    leaf, display.to_shapes(_raw_value(leaf))
+                )
                 if self._is_key(leaf):
                     keys[path] = leaf.get_raw_value()
             return keys
@@ -376,15 +425,18 @@ class NNXModel(Model):
         if self.abstract or self._is_instance:
             # What is computed from keys that are not known stays a shape.
             default = jax.eval_shape(lambda: jax.random.key(0))
-            if rngs and self._is_instance and self._tags(self.module) == {"default"}:
+            is_given = rngs and self._is_instance
+            if is_given and self._tags(self.module) == {"default"}:
                 # A stream for all purposes.
                 default = models.single_key(rngs, "dropout")
-            keys = partial_eval.partial_eval_or_shapes(build, {"default": default, **rngs})
+            keys = partial_eval.partial_eval_or_shapes(
+                build, {"default": default, **rngs}
+            )
         else:
             keys = build({"default": jax.random.key(0), **rngs})
         return _AbstractModule(graphdef, leaves, keys)
 
-    def _with_value(self, leaf: Leaf, value: Any) -> Leaf:
+    def _with_value(self, leaf: Leaf, value: Leaf) -> Leaf:
         if not isinstance(leaf, self.nnx.Variable):
             return value
         return type(leaf).from_metadata(value, leaf.get_metadata())
@@ -418,15 +470,29 @@ class NNXModel(Model):
             if self._is_key(leaf):
                 leaf = self._rng_leaf(leaf, abstract.keys[path], rngs)
             else:
-                leaf = self._with_value(leaf, values[self._collection(leaf), *path])
+                leaf = self._with_value(
+                    leaf, values[self._collection(leaf), *path]
+                )
             leaves.append((path, leaf))
-        module = self.nnx.merge(abstract.graphdef, self.nnx.from_flat_state(leaves))
-        extra = {path: entry for path, entry in entries.items() if path not in expected}
+        module = self.nnx.merge(
+            abstract.graphdef, self.nnx.from_flat_state(leaves)
+        )
+        extra = {
+            path: entry
+            for path, entry in entries.items()
+            if path not in expected
+        }
         self._attach(module, extra)
-        module_values = {path: values[path] for path in self.collections(module) if path in values}
+        module_values = {
+            path: values[path]
+            for path in self.collections(module)
+            if path in values
+        }
         return MergedModule(module, module_values, new_variables)
 
-    def _check_values(self, expected: Mapping[Path, Any], values: Mapping[Path, Any]) -> None:
+    def _check_values(
+        self, expected: Mapping[Path, Any], values: Mapping[Path, Any]
+    ) -> None:
         models.check_variables(self.name, expected, values, shapes=False)
         # Other collections, such as a cache, may hold values for other inputs than the first.
         parameter_shapes: dict[Path, Any] = {}
@@ -436,7 +502,9 @@ class NNXModel(Model):
                 parameter_shapes[path] = shape
         models.check_variables(self.name, parameter_shapes, values)
 
-    def _rng_leaf(self, leaf: Leaf, value: jax.Array | jax.ShapeDtypeStruct, rngs: Keys) -> Leaf:
+    def _rng_leaf(
+        self, leaf: Leaf, value: jax.Array | jax.ShapeDtypeStruct, rngs: Keys
+    ) -> Leaf:
         """Returns a part of a PRNG stream; streams without a known key refuse to draw."""
         if not isinstance(value, jax.ShapeDtypeStruct):
             return self._with_value(leaf, value)
@@ -478,7 +546,7 @@ class NNXModel(Model):
                 stacklevel=6,
             )
 
-    def _new(self, col: str, value: object) -> Leaf:
+    def _new(self, col: str, value: Leaf) -> Leaf:
         if col == "arrays":
             return meta.unbox(value)
         return to_nnx_var(col, value)
@@ -491,7 +559,12 @@ class NNXModel(Model):
         return self.boxes(self.collections(module))
 
     def init_wrapped_layers(
-        self, module: Layer, args: Any, kwargs: Any, method: Method, training: bool | None = None
+        self,
+        module: Layer,
+        args: tuple[PyTree, ...],
+        kwargs: Mapping[str, PyTree],
+        method: Method,
+        training: bool | None = None,
     ) -> None:
         """Makes the variables of other libraries' layers in a new module, by calling it.
 
@@ -512,23 +585,39 @@ class NNXModel(Model):
             variable.set_raw_value(value)
         old_ids = {id(variable) for variable, _ in old_values}
 
-        def is_sown(path: Path, node: object) -> bool:
-            return isinstance(node, nnx.Intermediate) and id(node) not in old_ids
+        def is_sown(path: Path, node: Leaf) -> bool:
+            is_old = id(node) in old_ids
+            return isinstance(node, nnx.Intermediate) and not is_old
 
         nnx.pop(module, is_sown)
 
-    def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
+    def apply(
+        self,
+        variables,
+        *args,
+        rngs,
+        mutable,
+        training=None,
+        method=None,
+        **kwargs,
+    ):
         merged = self.merge_values(variables, rngs, mutable)
         out = self.call(merged.module, args, kwargs, method, training)
         # What was made is not among the variables of the caller: it is a change.
-        old_values = {
-            path: x for path, x in merged.values.items() if path not in merged.new_variables
-        }
+        old_values: dict[Path, Any] = {}
+        for path, value in merged.values.items():
+            if path not in merged.new_variables:
+                old_values[path] = value
         return out, self.changes(merged.module, old_values, mutable)
 
     def call(
-        self, module: Layer, args: Any, kwargs: Any, method: Method, training: bool | None = None
-    ) -> Any:
+        self,
+        module: Layer,
+        args: tuple[PyTree, ...],
+        kwargs: Mapping[str, PyTree],
+        method: Method,
+        training: bool | None = None,
+    ) -> PyTree:
         """Calls the module or one of its methods, in a mode."""
         if training is not None and isinstance(module, self.nnx.Module):
             if training:
@@ -538,9 +627,12 @@ class NNXModel(Model):
         if isinstance(module, nnx.Pytree):
             visit_model(module)
         with without_parent():
-            return models.resolve_method(module, method, self.name)(*args, **kwargs)
+            bound_method = models.resolve_method(module, method, self.name)
+            return bound_method(*args, **kwargs)
 
-    def changes(self, module: Layer, old_values: Mapping[Path, Any], mutable: Filter) -> Variables:
+    def changes(
+        self, module: Layer, old_values: Mapping[Path, Any], mutable: Filter
+    ) -> Variables:
         """Returns a module's values in mutable collections that are not the old ones."""
         changed: dict[Path, Any] = {}
         for path, leaf in self.collections(module).items():
@@ -550,7 +642,7 @@ class NNXModel(Model):
         return self.boxes(changed)
 
 
-def _raw_value(leaf: Leaf) -> Any:
+def _raw_value(leaf: Leaf) -> Leaf:
     return leaf.get_raw_value() if hasattr(leaf, "get_raw_value") else leaf
 
 
@@ -566,13 +658,16 @@ class InNNX(ToNNX):
         deterministic: the opposite of training mode; None does not set the mode.
     """
 
-    def __init__(self, model: Model, rngs: RngsLike = None, *, mutable: Filter = True):
+    def __init__(
+        self, model: Model, rngs: RngsLike = None, *, mutable: Filter = True
+    ):
         super().__init__(model, rngs)
         self.to_nnx__mutable = mutable
         self.deterministic: bool | None = None
 
-    def _applies_layout(self, x: object) -> bool:
-        return meta.global_mesh_defined() or getattr(x, "mesh", None) is not None
+    def _applies_layout(self, x: Leaf) -> bool:
+        has_mesh = getattr(x, "mesh", None) is not None
+        return has_mesh or meta.global_mesh_defined()
 
     def _with_mode(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         if self.deterministic is None:
@@ -580,7 +675,9 @@ class InNNX(ToNNX):
         return {"training": not self.deterministic, **kwargs}
 
 
-def as_nnx(x: object, /, *args: object, rngs: RngsLike = None, **kwargs: object) -> nnx.Module:
+def as_nnx(
+    x: Layer, /, *args: PyTree, rngs: RngsLike = None, **kwargs: PyTree
+) -> nnx.Module:
     """Returns a layer of any library as a module of NNX.
 
     Its variables are attributes of the module, with their axis metadata, made by

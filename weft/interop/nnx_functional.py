@@ -18,6 +18,7 @@ from weft.interop.linen import draw_keys, rebox_all, store_variables
 from weft.interop.models import Keys, Layer, Method
 from weft.interop.nnx import NNXModel
 from weft.interop.variables import to_linen_var
+from weft.typing import PyTree
 
 
 class ToLinen(linen.Module):
@@ -37,7 +38,9 @@ class ToLinen(linen.Module):
         return super().__getattr__(name)
 
     @linen.compact
-    def __call__(self, *args: object, nnx_method: Method = None, **kwargs: object) -> Any:
+    def __call__(
+        self, *args: PyTree, nnx_method: Method = None, **kwargs: PyTree
+    ) -> Any:
         """Calls the NNX module on the variables.
 
         `nnx_method` is a method, its name, or a function of the NNX module.
@@ -80,12 +83,12 @@ class ToLinen(linen.Module):
 
 def to_linen(
     nnx_class: Callable[..., Any],
-    *args: object,
+    *args: PyTree,
     metadata_fn: Callable[[Any], Any] | None = to_linen_var,
     name: str | None = None,
     skip_rng: bool = False,
     abstract_init: bool = True,
-    **kwargs: object,
+    **kwargs: PyTree,
 ) -> ToLinen:
     """Returns an NNX module as a module of Linen.
 
@@ -102,7 +105,13 @@ def to_linen(
     {'params': {'bias': (2,), 'kernel': (3, 2)}}
     """
     return ToLinen(
-        nnx_class, args, FrozenDict(kwargs), skip_rng, metadata_fn, abstract_init, name=name
+        nnx_class,
+        args,
+        FrozenDict(kwargs),
+        skip_rng,
+        metadata_fn,
+        abstract_init,
+        name=name,
     )
 
 
@@ -127,7 +136,7 @@ class Functional(Generic[M]):
         self.graphdef, state = nnx.split(module)
         return state
 
-    def apply(self, *states: object) -> Any:
+    def apply(self, *states: PyTree) -> Any:
         """Returns a callable like the module, on the given state or its parts; see `nnx.call`.
 
         Calls return the result, description and state. Raises GraphStructureError before `init`.

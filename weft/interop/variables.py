@@ -16,7 +16,7 @@ import jax
 from weft import errors, nnx, serialization
 from weft.core import meta, spmd
 from weft.nnx.versions import StaticValue
-from weft.typing import Leaf
+from weft.typing import Leaf, MeshAxes, PyTree
 
 _BOX = "linen_meta_type"
 """The metadata entry with the class of the box that the other entries came from."""
@@ -44,7 +44,7 @@ class NNXMeta(meta.AxisMetadata):
     def _out_sharding(self) -> Any:
         return self.metadata.get("out_sharding")
 
-    def replace(self, **updates: object) -> Self:
+    def replace(self, **updates: Leaf) -> Self:
         """Returns a copy with other fields."""
         return dataclasses.replace(self, **updates)
 
@@ -52,7 +52,9 @@ class NNXMeta(meta.AxisMetadata):
         """Returns the value, sharded over the mesh of the metadata or of `jax.set_mesh`, if any."""
         if not self._out_sharding:
             return self.value
-        return spmd.constrain(self.value, self.get_partition_spec(), self.metadata.get("mesh"))
+        return spmd.constrain(
+            self.value, self.get_partition_spec(), self.metadata.get("mesh")
+        )
 
     def replace_boxed(self, val: Leaf) -> Self:
         return self.replace(value=val)
@@ -65,16 +67,22 @@ class NNXMeta(meta.AxisMetadata):
         named = {meta.PARTITION_NAME: None, **params}
         return self._renamed(lambda names: names.remove_axis(index, named))
 
-    def _renamed(self, change: Callable[[meta.Partitioned], meta.Partitioned]) -> Self:
+    def _renamed(
+        self, change: Callable[[meta.Partitioned], meta.Partitioned]
+    ) -> Self:
         if self._out_sharding is None:
             return self
         names = getattr(self._out_sharding, "spec", self._out_sharding)
         renamed = change(meta.Partitioned(self.value, tuple(names)))
-        return self.replace(metadata={**self.metadata, "out_sharding": renamed.names})
+        return self.replace(
+            metadata={**self.metadata, "out_sharding": renamed.names}
+        )
 
     def get_partition_spec(self) -> jax.sharding.PartitionSpec:
         """Returns the layout of the metadata, by its rules and those of the context."""
-        spec = spmd.get_pspec(self._out_sharding, self.metadata.get("sharding_rules"))
+        spec = spmd.get_pspec(
+            self._out_sharding, self.metadata.get("sharding_rules")
+        )
         return jax.sharding.PartitionSpec() if spec is None else spec
 
     def to_nnx_variable(self) -> nnx.Variable[Any]:
@@ -94,17 +102,23 @@ def _register() -> None:
     def flatten_with_keys(box: NNXMeta) -> tuple[list[Any], StaticValue]:
         return [(key, box.value)], static(box)
 
-    def unflatten(static_value: StaticValue, children: Iterable[Any]) -> NNXMeta:
+    def unflatten(
+        static_value: StaticValue, children: Iterable[Any]
+    ) -> NNXMeta:
         var_type, metadata = static_value.value
         (value,) = children
         return NNXMeta(var_type, value, dict(metadata))
 
-    jax.tree_util.register_pytree_with_keys(NNXMeta, flatten_with_keys, unflatten, flatten)
+    jax.tree_util.register_pytree_with_keys(
+        NNXMeta, flatten_with_keys, unflatten, flatten
+    )
     serialization.register_serialization_state(
         NNXMeta,
         lambda box: {"value": serialization.to_state_dict(box.value)},
         lambda box, state: box.replace(
-            value=serialization.from_state_dict(box.value, state["value"], name="value")
+            value=serialization.from_state_dict(
+                box.value, state["value"], name="value"
+            )
         ),
     )
 
@@ -137,7 +151,7 @@ def to_linen_var(vs: nnx.Variable[Any]) -> Leaf | meta.AxisMetadata:
     return box.from_nnx_metadata({"value": value, **metadata})
 
 
-def to_nnx_var(col: str, x: Any, *, lay_out: bool = True) -> nnx.Variable[Any]:
+def to_nnx_var(col: str, x: Leaf, *, lay_out: bool = True) -> nnx.Variable[Any]:
     """Returns the NNX variable for an entry of a Linen collection.
 
     Args:
@@ -170,7 +184,9 @@ def to_nnx_var(col: str, x: Any, *, lay_out: bool = True) -> nnx.Variable[Any]:
 
 
 def with_partitioning(
-    fn: Callable[..., Any], names: object, mesh: jax.sharding.Mesh | None = None
+    fn: Callable[..., Any],
+    names: MeshAxes,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Callable[..., nnx.VariableMetadata]:
     """Returns an initializer for bridge modules whose values have a layout.
 
@@ -180,7 +196,7 @@ def with_partitioning(
     """
 
     @functools.wraps(fn)
-    def initialize(*args: object, **kwargs: object) -> nnx.VariableMetadata:
+    def initialize(*args: PyTree, **kwargs: PyTree) -> nnx.VariableMetadata:
         metadata = {"out_sharding": names, "mesh": mesh, _BOX: meta.Partitioned}
         return nnx.VariableMetadata(fn(*args, **kwargs), metadata=metadata)
 

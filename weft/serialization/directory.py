@@ -94,13 +94,17 @@ class Directory:
 
     # Reading.
 
-    def open(self, name: str, *, at_most: int | None = None, buffering: int = -1) -> BinaryIO:
+    def open(
+        self, name: str, *, at_most: int | None = None, buffering: int = -1
+    ) -> BinaryIO:
         """Opens a regular file for reading, if it has `at_most` so many bytes."""
         fd = self.descriptor(name, os.O_RDONLY)
         size = os.fstat(fd).st_size
         if at_most is not None and size > at_most:
             os.close(fd)
-            raise self.refusal(name, f"has {size:,} bytes; at most {at_most:,} are read")
+            raise self.refusal(
+                name, f"has {size:,} bytes; at most {at_most:,} are read"
+            )
         return cast(BinaryIO, open(fd, "rb", buffering))
 
     def read_bytes(self, name: str, *, at_most: int) -> bytes:
@@ -154,18 +158,30 @@ class Directory:
 
     def names(self, folder: str = "") -> list[str]:
         """Returns the sorted names in a folder, by default in the directory itself."""
-        return sorted(os.path.basename(entry.name) for entry in self.entries(folder))
+        return sorted(
+            os.path.basename(entry.name) for entry in self.entries(folder)
+        )
 
     def entries(self, folder: str = "") -> list[Entry]:
         """Returns what is in a folder, by default in the directory itself, sorted by name."""
         prefix = f"{folder}/" if folder else ""
         entries = []
-        with self._folder_of(f"{prefix}_") as (fd, _), os.scandir(fd) as scanned:
+        with (
+            self._folder_of(f"{prefix}_") as (fd, _),
+            os.scandir(fd) as scanned,
+        ):
             for entry in scanned:
                 if len(entries) > MAX_ENTRIES:
                     break  # `walk` refuses it
-                with contextlib.suppress(FileNotFoundError):  # removed in the meantime
-                    entries.append(Entry(prefix + entry.name, entry.stat(follow_symlinks=False)))
+                with contextlib.suppress(
+                    FileNotFoundError
+                ):  # removed in the meantime
+                    entries.append(
+                        Entry(
+                            prefix + entry.name,
+                            entry.stat(follow_symlinks=False),
+                        )
+                    )
         return sorted(entries, key=lambda entry: entry.name)
 
     def walk(self, folder: str = "") -> Iterator[Entry]:
@@ -176,22 +192,35 @@ class Directory:
             entries = pending_folders.pop()
             count += len(entries)
             if count > MAX_ENTRIES:
-                raise self.refusal(folder, f"holds more than {MAX_ENTRIES:,} files")
+                raise self.refusal(
+                    folder, f"holds more than {MAX_ENTRIES:,} files"
+                )
             for entry in entries:
                 yield entry
                 if entry.is_folder:
-                    with contextlib.suppress(FileNotFoundError):  # removed in the meantime
+                    with contextlib.suppress(
+                        FileNotFoundError
+                    ):  # removed in the meantime
                         pending_folders.append(self.entries(entry.name))
 
     def check(self, entries: Iterable[Entry]) -> None:
         """Refuses entries that are neither folders nor regular files."""
         for entry in entries:
             if not (entry.is_folder or entry.is_file):
-                raise self._kind_refusal(entry.name, entry.status, "a file or folder")
+                raise self._kind_refusal(
+                    entry.name, entry.status, "a file or folder"
+                )
 
     # Writing.
 
-    def write(self, name: str, data: str | bytes, *, mode: int = 0o666, sync: bool = True) -> None:
+    def write(
+        self,
+        name: str,
+        data: str | bytes,
+        *,
+        mode: int = 0o666,
+        sync: bool = True,
+    ) -> None:
         """Replaces a file atomically: readers see the new or the previous contents.
 
         Args:
@@ -202,7 +231,9 @@ class Directory:
             file.write(data.encode("utf-8") if isinstance(data, str) else data)
 
     @contextlib.contextmanager
-    def replacing(self, name: str, *, mode: int = 0o666, sync: bool = True) -> Iterator[BinaryIO]:
+    def replacing(
+        self, name: str, *, mode: int = 0o666, sync: bool = True
+    ) -> Iterator[BinaryIO]:
         """Yields a new file that replaces that of the name at the end, unless the block raises."""
         with self._folder_of(name, make=True) as (folder, last):
             temporary = f".{last}.{secrets.token_hex(8)}"
@@ -216,7 +247,9 @@ class Directory:
                     if sync:
                         os.fsync(fd)
                 with self._naming(name):
-                    os.replace(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
+                    os.replace(
+                        temporary, last, src_dir_fd=folder, dst_dir_fd=folder
+                    )
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary, dir_fd=folder)
@@ -262,14 +295,23 @@ class Directory:
 
     def rename(self, name: str, new_name: str) -> None:
         """Renames an entry, as `os.replace`."""
-        old_folder, new_folder = self._folder_of(name), self._folder_of(new_name)
-        with old_folder as (old, old_last), new_folder as (new, new_last), self._naming(name):
+        old_folder, new_folder = (
+            self._folder_of(name),
+            self._folder_of(new_name),
+        )
+        with (
+            old_folder as (old, old_last),
+            new_folder as (new, new_last),
+            self._naming(name),
+        ):
             os.replace(old_last, new_last, src_dir_fd=old, dst_dir_fd=new)
 
     def remove(self, name: str) -> None:
         """Removes a file or link, or a folder with all that is in it; links are not followed."""
         with self._folder_of(name) as (folder, last), self._naming(name):
-            if stat.S_ISDIR(os.stat(last, dir_fd=folder, follow_symlinks=False).st_mode):
+            if stat.S_ISDIR(
+                os.stat(last, dir_fd=folder, follow_symlinks=False).st_mode
+            ):
                 shutil.rmtree(last, dir_fd=folder)
             else:
                 os.unlink(last, dir_fd=folder)
@@ -293,51 +335,66 @@ class Directory:
         return status is not None
 
     @contextlib.contextmanager
-    def _folder_of(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+    def _folder_of(
+        self, name: str, *, make: bool = False
+    ) -> Iterator[tuple[int, str]]:
         """Yields the handle of the folder that a name is in, and the last part of the name."""
         *folders, last = name.split("/")
         if {"", ".", ".."} & {*folders, last}:
             raise self.refusal(name, "is not a path below the directory")
         if len(folders) > MAX_DEPTH:
             raise self.refusal(
-                folders[0], f"has something more than {MAX_DEPTH} folders deep in it"
+                folders[0],
+                f"has something more than {MAX_DEPTH} folders deep in it",
             )
         with self._naming(""):
             fd = os.open(self.path, _TO_FOLDER)
         try:
             for i, folder in enumerate(folders):
                 relative_name = "/".join(folders[: i + 1])
-                folder_fd = self._open_folder(relative_name, folder, fd, make=make)
+                folder_fd = self._open_folder(
+                    relative_name, folder, fd, make=make
+                )
                 os.close(fd)
                 fd = folder_fd
             yield fd, last
         finally:
             os.close(fd)
 
-    def _open_folder(self, name: str, last: str, parent_fd: int, *, make: bool) -> int:
+    def _open_folder(
+        self, name: str, last: str, parent_fd: int, *, make: bool
+    ) -> int:
         """Opens a folder by the last part of its name, in its parent; never through a link."""
         if make:
             with self._naming(name), contextlib.suppress(FileExistsError):
                 os.mkdir(last, dir_fd=parent_fd)
         try:
             with self._naming(name):
-                return os.open(last, _TO_FOLDER | os.O_NOFOLLOW, dir_fd=parent_fd)
+                return os.open(
+                    last, _TO_FOLDER | os.O_NOFOLLOW, dir_fd=parent_fd
+                )
         except OSError:
             self._refuse_other_than(stat.S_IFDIR, name, last, parent_fd)
             raise
 
-    def _refuse_other_than(self, kind: int, name: str, last: str, folder: int) -> None:
+    def _refuse_other_than(
+        self, kind: int, name: str, last: str, folder: int
+    ) -> None:
         """Explains why an entry could not be opened, if it is of another kind."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             status = os.stat(last, dir_fd=folder, follow_symlinks=False)
             if stat.S_IFMT(status.st_mode) != kind:
                 raise self._kind_refusal(name, status, _KINDS[kind])
 
-    def _kind_refusal(self, name: str, status: os.stat_result, expected: str) -> FileRefusedError:
+    def _kind_refusal(
+        self, name: str, status: os.stat_result, expected: str
+    ) -> FileRefusedError:
         kind = stat.S_IFMT(status.st_mode)
         kind_text = _KINDS.get(kind, "of an unknown kind")
         fix = _FIXES.get(kind, "")
-        return self.refusal(name, f"is {kind_text}, where {expected} was expected{fix}")
+        return self.refusal(
+            name, f"is {kind_text}, where {expected} was expected{fix}"
+        )
 
     @contextlib.contextmanager
     def _naming(self, name: str) -> Iterator[None]:
@@ -348,6 +405,10 @@ class Directory:
             raise
         except OSError as error:
             number = error.errno or errno.EIO
-            raise OSError(number, error.strerror or str(error), self.full_path(name)) from error
-        except ValueError as error:  # a NUL in the name, or half of a surrogate pair
+            raise OSError(
+                number, error.strerror or str(error), self.full_path(name)
+            ) from error
+        except (
+            ValueError
+        ) as error:  # a NUL in the name, or half of a surrogate pair
             raise self.refusal(name, f"is not a path: {error}") from error

@@ -43,7 +43,9 @@ def _path_text(*path: str) -> str:
     return repr("/".join((".", *path)))
 
 
-def _to_numpy(x: jax.Array | np.ndarray | np.generic, path: tuple[str, ...]) -> np.ndarray:
+def _to_numpy(
+    x: jax.Array | np.ndarray | np.generic, path: tuple[str, ...]
+) -> np.ndarray:
     try:
         array = np.asarray(x)
     except (TypeError, RuntimeError) as error:
@@ -51,7 +53,12 @@ def _to_numpy(x: jax.Array | np.ndarray | np.generic, path: tuple[str, ...]) -> 
             f"the array at {_path_text(*path)} has no values to write: {error}"
         ) from error
     dtype = array.dtype
-    if dtype.hasobject or dtype.names or dtype.type is np.void or isinstance(x, np.ma.MaskedArray):
+    if (
+        dtype.hasobject
+        or dtype.names
+        or dtype.type is np.void
+        or isinstance(x, np.ma.MaskedArray)
+    ):
         raise errors.UnserializableValueError(
             f"the array at {_path_text(*path)} is a {type(x).__name__} of dtype {dtype}, which "
             "has no form as bytes here; give arrays of numbers, of booleans or of strings."
@@ -70,7 +77,9 @@ def _to_packable(x: PyTree, path: tuple[str, ...], in_place: bool) -> Packable:
                     f"{type(key).__name__}; use to_bytes or to_state_dict, which make strings of "
                     "keys."
                 )
-            packable_dict[key] = _to_packable(value, (*path, str(key)), in_place)
+            packable_dict[key] = _to_packable(
+                value, (*path, str(key)), in_place
+            )
         return packable_dict
     if type(x) is list:
         packable_list = []
@@ -119,7 +128,11 @@ def _in_chunks(array: np.ndarray) -> np.ndarray | dict[str, Packable]:
     chunks = []
     for start in range(0, flat.size, chunk_length):
         chunks.append(flat[start : start + chunk_length])
-    return {_CHUNKED: True, "shape": _numbered(array.shape), "chunks": _numbered(chunks)}
+    return {
+        _CHUNKED: True,
+        "shape": _numbered(array.shape),
+        "chunks": _numbered(chunks),
+    }
 
 
 def _numbered(values: Sequence[T]) -> dict[str, T]:
@@ -133,7 +146,9 @@ def _encode_ext(x: complex | np.ndarray | np.generic) -> "msgpack.ExtType":
     if not isinstance(x, np.ndarray | np.generic):
         return msgpack.ExtType(_COMPLEX, msgpack.packb((x.real, x.imag)))
     code = _NDARRAY if isinstance(x, np.ndarray) else _SCALAR
-    return msgpack.ExtType(code, msgpack.packb((x.shape, x.dtype.name, x.tobytes())))
+    return msgpack.ExtType(
+        code, msgpack.packb((x.shape, x.dtype.name, x.tobytes()))
+    )
 
 
 def _parse_dtype(name: Unpacked) -> np.dtype:
@@ -142,9 +157,18 @@ def _parse_dtype(name: Unpacked) -> np.dtype:
     try:
         dtype = _dtype_named(name)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"they hold an array of an unknown dtype, {name!r}") from error
-    if dtype.hasobject or dtype.names or dtype.type is np.void or not dtype.itemsize:
-        raise ValueError(f"they hold an array of the dtype {name!r}, which has no form as bytes")
+        raise ValueError(
+            f"they hold an array of an unknown dtype, {name!r}"
+        ) from error
+    if (
+        dtype.hasobject
+        or dtype.names
+        or dtype.type is np.void
+        or not dtype.itemsize
+    ):
+        raise ValueError(
+            f"they hold an array of the dtype {name!r}, which has no form as bytes"
+        )
     return dtype
 
 
@@ -159,26 +183,44 @@ def _dtype_named(name: str) -> np.dtype:
     return np.dtype(f"S{num_bits // 8}")
 
 
-def _check_shape(value: Unpacked, dtype: np.dtype, num_elements: int) -> tuple[int, ...]:
+def _check_shape(
+    value: Unpacked, dtype: np.dtype, num_elements: int
+) -> tuple[int, ...]:
     """Returns the value if it is the shape of an array with so many elements, and raises if not."""
-    if not (isinstance(value, list | tuple) and all(type(n) is int and n >= 0 for n in value)):
+    if not (
+        isinstance(value, list | tuple)
+        and all(type(n) is int and n >= 0 for n in value)
+    ):
         raise ValueError(f"{value!r} is not the shape of an array")
-    if not untrusted.is_possible_shape(value, dtype.itemsize) or math.prod(value) != num_elements:
-        raise ValueError(f"an array of the shape {list(value)} is not made of {num_elements} items")
+    if (
+        not untrusted.is_possible_shape(value, dtype.itemsize)
+        or math.prod(value) != num_elements
+    ):
+        raise ValueError(
+            f"an array of the shape {list(value)} is not made of {num_elements} items"
+        )
     return tuple(value)
 
 
-def _decode_ext(code: int, data: bytes) -> "complex | np.ndarray | np.generic | msgpack.ExtType":
+def _decode_ext(
+    code: int, data: bytes
+) -> "complex | np.ndarray | np.generic | msgpack.ExtType":
     import msgpack
 
     if code not in (_NDARRAY, _COMPLEX, _SCALAR):
         return msgpack.ExtType(code, data)
     parts = msgpack.unpackb(data)
     if code == _COMPLEX:
-        if not (isinstance(parts, list) and list(map(type, parts)) == [float, float]):
+        if not (
+            isinstance(parts, list) and list(map(type, parts)) == [float, float]
+        ):
             raise ValueError(f"{parts!r} is not a complex number")
         return complex(*parts)
-    if not (isinstance(parts, list) and len(parts) == 3 and isinstance(parts[2], bytes)):
+    if not (
+        isinstance(parts, list)
+        and len(parts) == 3
+        and isinstance(parts[2], bytes)
+    ):
         raise ValueError("an array consists of a shape, a dtype and bytes")
     shape, dtype_name, buffer = parts
     dtype = _parse_dtype(dtype_name)
@@ -196,7 +238,9 @@ def _decode_parts(x: Unpacked) -> Unpacked:
     if not isinstance(x, dict):
         return x
     if _CHUNKED in x:
-        return _join_chunks(_in_order(x.get("shape")), _in_order(x.get("chunks")))
+        return _join_chunks(
+            _in_order(x.get("shape")), _in_order(x.get("chunks"))
+        )
     if _PRNG_KEY in x:
         return _decode_key(x[_PRNG_KEY], x.get("data"))
     return {key: _decode_parts(value) for key, value in x.items()}
@@ -215,17 +259,29 @@ def _in_order(numbered: Unpacked) -> list[Unpacked]:
 
 
 def _join_chunks(shape: list[Unpacked], parts: list[Unpacked]) -> np.ndarray:
-    chunks = [part for part in parts if isinstance(part, np.ndarray) and part.ndim == 1]
+    chunks = [
+        part
+        for part in parts
+        if isinstance(part, np.ndarray) and part.ndim == 1
+    ]
     dtypes = {chunk.dtype for chunk in chunks}
     if len(chunks) < len(parts) or len(dtypes) != 1:
-        raise ValueError("the parts of a large array are not arrays of one dtype")
+        raise ValueError(
+            "the parts of a large array are not arrays of one dtype"
+        )
     array = np.concatenate(chunks)
     return array.reshape(_check_shape(shape, array.dtype, array.size))
 
 
 def _decode_key(impl: Unpacked, data: Unpacked) -> jax.Array:
-    if not (isinstance(impl, str) and isinstance(data, np.ndarray) and data.dtype == np.uint32):
-        raise ValueError("a PRNG key has the name of an implementation, and data of uint32")
+    if not (
+        isinstance(impl, str)
+        and isinstance(data, np.ndarray)
+        and data.dtype == np.uint32
+    ):
+        raise ValueError(
+            "a PRNG key has the name of an implementation, and data of uint32"
+        )
     try:
         return jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
     except TypeError as error:
@@ -247,7 +303,9 @@ def msgpack_serialize(pytree: PyTree, in_place: bool = False) -> bytes:
     import msgpack
 
     tree = _to_packable(pytree, (), in_place)
-    return cast(bytes, msgpack.packb(tree, default=_encode_ext, strict_types=True))
+    return cast(
+        bytes, msgpack.packb(tree, default=_encode_ext, strict_types=True)
+    )
 
 
 def msgpack_restore(encoded_pytree: bytes) -> PyTree:
@@ -257,13 +315,22 @@ def msgpack_restore(encoded_pytree: bytes) -> PyTree:
     """
     import msgpack
 
-    size = memoryview(encoded_pytree).nbytes  # a TypeError for what is not bytes
+    size = memoryview(
+        encoded_pytree
+    ).nbytes  # a TypeError for what is not bytes
     try:
-        unpacked = msgpack.unpackb(encoded_pytree, ext_hook=_decode_ext, strict_map_key=False)
+        unpacked = msgpack.unpackb(
+            encoded_pytree, ext_hook=_decode_ext, strict_map_key=False
+        )
         return _decode_parts(unpacked)
     # TypeError: a list as the key of a dict. The rest is for `msgpack`, which has an error for each
     # way in which bytes can end.
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+    except (
+        ValueError,
+        TypeError,
+        RecursionError,
+        msgpack.UnpackException,
+    ) as error:
         raise errors.DamagedBytesError(
             f"the {size} bytes are not what msgpack_serialize writes: {error}. "
             "Look whether the file was written and read as a whole, in binary mode."

@@ -26,7 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from weft.errors import WeightsMismatchError, WeightsReadError, WeightsWriteError
+from weft.errors import (
+    WeightsMismatchError,
+    WeightsReadError,
+    WeightsWriteError,
+)
 from weft.serialization.directory import Directory
 from weft.serialization.untrusted import (
     check_local_path,
@@ -123,7 +127,11 @@ def tensor_names(tree: PyTree[T]) -> list[tuple[str, T]]:
 
 
 def _name(path: jax.tree_util.KeyPath) -> str:
-    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
+    if (
+        path
+        and isinstance(path[-1], jax.tree_util.GetAttrKey)
+        and path[-1].name == "value"
+    ):
         path = path[:-1]  # what a box holds
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
@@ -158,16 +166,22 @@ def save_safetensors(
     tensors = {}
     for name, leaf in tensor_names(tree):
         tensors[name] = _pending(name, leaf)
-    return write_tensors(path, tensors, metadata=metadata, max_shard_bytes=max_shard_bytes)
+    return write_tensors(
+        path, tensors, metadata=metadata, max_shard_bytes=max_shard_bytes
+    )
 
 
 def _pending(name: str, leaf: object) -> PendingTensor:
     """Returns a leaf as a tensor to write; raises if the format cannot hold it."""
-    if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+    if not isinstance(
+        leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex
+    ):
         raise WeightsWriteError(
             f"{name!r} is of type {type(leaf).__qualname__}; a safetensors file holds arrays."
         )
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(
+        leaf.dtype, jax.dtypes.prng_key
+    ):
         raise WeightsWriteError(
             f"{name!r} holds PRNG keys ({leaf.dtype}), which a safetensors file cannot. Give the "
             "parameters alone, such as `nnx.state(model, nnx.Param)`, or `jax.random.key_data`."
@@ -210,7 +224,9 @@ def write_tensors(
     check_local_path(path, "path")
     path = Path(path)
     if not path.name.endswith(SUFFIX):
-        raise WeightsWriteError(f"{str(path)!r} does not end in {SUFFIX!r}. Add it to the name.")
+        raise WeightsWriteError(
+            f"{str(path)!r} does not end in {SUFFIX!r}. Add it to the name."
+        )
     if max_shard_bytes < 1:
         raise WeightsWriteError(
             f"max_shard_bytes={max_shard_bytes} leaves no room; give 1 or more."
@@ -229,7 +245,11 @@ def write_tensors(
     file_of_tensor = {}
     total_size = 0
     for i, tensor_names_of_shard in enumerate(shards):
-        file_name = f"{stem}-{i + 1:05}-of-{len(shards):05}{SUFFIX}" if is_split else path.name
+        file_name = (
+            f"{stem}-{i + 1:05}-of-{len(shards):05}{SUFFIX}"
+            if is_split
+            else path.name
+        )
         values = {}
         for name in tensor_names_of_shard:
             values[name] = np.asarray(tensors[name].read(), order="C")
@@ -238,7 +258,10 @@ def write_tensors(
         _write_file(folder, file_name, values, metadata or {})
         file_names.append(file_name)
     if is_split:
-        index = {"metadata": {"total_size": total_size}, "weight_map": file_of_tensor}
+        index = {
+            "metadata": {"total_size": total_size},
+            "weight_map": file_of_tensor,
+        }
         index_name = stem + INDEX_SUFFIX
         folder.write(index_name, json.dumps(index, indent=2) + "\n")
         file_names.append(index_name)
@@ -247,7 +270,10 @@ def write_tensors(
 
 
 def _write_file(
-    folder: Directory, file_name: str, values: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+    folder: Directory,
+    file_name: str,
+    values: Mapping[str, np.ndarray],
+    metadata: Mapping[str, str],
 ) -> None:
     """Writes one file, in the same way each time.
 
@@ -257,7 +283,9 @@ def _write_file(
     if metadata:
         header["__metadata__"] = dict(sorted(metadata.items()))
     # Larger items first, so that all are aligned.
-    order = sorted(values, key=lambda name: (-values[name].dtype.itemsize, name))
+    order = sorted(
+        values, key=lambda name: (-values[name].dtype.itemsize, name)
+    )
     start = 0
     for tensor_name in order:
         value = values[tensor_name]
@@ -268,7 +296,9 @@ def _write_file(
             "data_offsets": [start, start + num_bytes],
         }
         start += num_bytes
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text = json.dumps(
+        header, ensure_ascii=False, separators=(",", ":")
+    ).encode()
     text += b" " * (-len(text) % _LARGEST_ITEM_BYTES)
     with folder.replacing(file_name) as file:
         file.write(struct.pack("<Q", len(text)) + text)
@@ -293,7 +323,9 @@ def _unpacked(packed: np.ndarray, tensor: StoredTensor) -> np.ndarray:
     return packed.reshape(-1).view(dtype).reshape(tensor.shape)
 
 
-def _shards(tensors: Mapping[str, PendingTensor], max_shard_bytes: int) -> list[list[str]]:
+def _shards(
+    tensors: Mapping[str, PendingTensor], max_shard_bytes: int
+) -> list[list[str]]:
     """Returns the names of each file's tensors, in order; there is one file at least."""
     shards: list[list[str]] = [[]]
     size = 0
@@ -340,23 +372,30 @@ class TensorFiles:
         self.tensors: dict[str, StoredTensor] = {}
         for file, names in _files_of(self.path).items():
             stored_tensors = self._tensors_of(file)
-            if names is None:
-                self.tensors.update(stored_tensors)
-                continue
-            for name in names:
+            for name in names or ():
                 if name not in stored_tensors:
                     raise WeightsReadError(
                         f"{str(file)!r} lacks the tensor {name!r}, which the index says is in it. "
                         "Copy all files of the checkpoint again."
                     )
-                self.tensors[name] = stored_tensors[name]
+            # Those that the index does not name count, too: other readers take all of a file.
+            for name, tensor in stored_tensors.items():
+                if name in self.tensors:
+                    raise WeightsReadError(
+                        f"the tensor {name!r} is in {self.tensors[name].file.name!r} and in "
+                        f"{file.name!r} of {str(file.parent)!r}, and readers take one or the "
+                        "other. Copy all files of one checkpoint again."
+                    )
+                self.tensors[name] = tensor
 
     def _tensors_of(self, file: Path) -> dict[str, StoredTensor]:
         from safetensors import SafetensorError, safe_open
 
         try:
             open_file(file).close()  # a FIFO would be waited for
-            open_tensors = self._stack.enter_context(safe_open(file, framework="np"))
+            open_tensors = self._stack.enter_context(
+                safe_open(file, framework="np")
+            )
         except (OSError, ValueError, SafetensorError) as error:
             raise WeightsReadError(
                 f"{str(file)!r} cannot be read as a safetensors file: {error}. Copy it again."
@@ -388,7 +427,9 @@ class TensorFiles:
             metadata.update(file.metadata() or {})
         return metadata
 
-    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+    def read(
+        self, name: str, index: tuple[slice, ...] | None = None
+    ) -> np.ndarray:
         """Returns the values of a tensor, or of the part at `index`, a slice per axis.
 
         Raises WeightsReadError for a dtype that NumPy and ml_dtypes lack.
@@ -399,7 +440,9 @@ class TensorFiles:
                 f"{name!r} in {str(tensor.file)!r} has the dtype {tensor.dtype}; "
                 f"{', '.join(_DTYPES)} can be read. Convert the checkpoint to one of them first."
             )
-        if tensor.dtype.startswith(("F8", "F4")):  # the package's reader lacks their names
+        if tensor.dtype.startswith(
+            ("F8", "F4")
+        ):  # the package's reader lacks their names
             values = _unpacked(self._bytes(name, tensor.file), tensor)
             if index is not None:
                 values = values[index]
@@ -414,12 +457,16 @@ class TensorFiles:
         if path not in self._headers:
             with open_file(path) as file:
                 (length,) = struct.unpack("<Q", file.read(8))
-                self._headers[path] = _Header(8 + length, parse_json(file.read(length)))
+                self._headers[path] = _Header(
+                    8 + length, parse_json(file.read(length))
+                )
         header = self._headers[path]
         begin, end = header.entries[name]["data_offsets"]
         if begin == end:
             return np.empty(0, np.uint8)
-        return np.memmap(path, np.uint8, "r", header.end + begin, (end - begin,))
+        return np.memmap(
+            path, np.uint8, "r", header.end + begin, (end - begin,)
+        )
 
 
 class _Header(NamedTuple):
@@ -491,7 +538,9 @@ def load_safetensors(
     """
     with TensorFiles(path) as files:
         if target is None:
-            return _nested({name: files.read(name) for name in files.tensors}, files.path)
+            return _nested(
+                {name: files.read(name) for name in files.tensors}, files.path
+            )
         named_leaves = tensor_names(target)
         check_tensors(files, dict(named_leaves), cast=cast)
         values = [_read_as(files, name, leaf) for name, leaf in named_leaves]
@@ -560,7 +609,9 @@ def check_tensors(
             missing.append(f"{name} {shape}{_suggestion(name, extra_names)}")
             continue
         if list(stored.shape) != shape:
-            shapes.append(f"{name} {list(stored.shape)} in the file, {shape} wanted")
+            shapes.append(
+                f"{name} {list(stored.shape)} in the file, {shape} wanted"
+            )
         if not cast and _DTYPES.get(stored.dtype) != dtype:
             dtypes.append(f"{name} {stored.dtype} in the file, {dtype} wanted")
     if not (missing or unexpected or shapes or dtypes):
@@ -573,7 +624,9 @@ def check_tensors(
         *_list_differences("dtype", dtypes),
     ]
     if missing or unexpected or shapes:
-        lines.append("Give the target of the model that the file was written from.")
+        lines.append(
+            "Give the target of the model that the file was written from."
+        )
     else:
         lines.append("Give cast=True to convert them.")
     raise WeightsMismatchError("\n".join(lines))

@@ -137,7 +137,9 @@ def to_state_dict(target: PyTree) -> StateDict:
         return rule.to_state(target)
 
 
-def from_state_dict(target: PyTree, state: StateDict, name: str = ".") -> PyTree:
+def from_state_dict(
+    target: PyTree, state: StateDict, name: str = "."
+) -> PyTree:
     """Returns a tree like `target` with the leaves of a state dict.
 
     Leaves are those of the state dict, regardless of the target's shapes and dtypes. Entries
@@ -192,11 +194,16 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def _check_keys(
-    kind: str, names: list[str], state: StateDict, *, extra_allowed: bool = False
+    kind: str,
+    names: list[str],
+    state: StateDict,
+    *,
+    extra_allowed: bool = False,
 ) -> None:
     if not isinstance(state, Mapping):
         raise _mismatch(
-            kind, f"expected a dict with the keys {_quoted(names)}, got a {type(state).__name__}"
+            kind,
+            f"expected a dict with the keys {_quoted(names)}, got a {type(state).__name__}",
         )
     missing_names = [name for name in names if name not in state]
     extra_names = [str(key) for key in state if key not in names]
@@ -206,7 +213,9 @@ def _check_keys(
     if missing_names:
         differences.append(f"it lacks {_quoted(missing_names)}")
     if extra_names:
-        differences.append(f"it has {_quoted(extra_names)}, which the target has not")
+        differences.append(
+            f"it has {_quoted(extra_names)}, which the target has not"
+        )
     for name in missing_names:
         near_names = difflib.get_close_matches(name, extra_names, n=1)
         if near_names:
@@ -226,7 +235,9 @@ def _dict_to_state(xs: dict[Any, PyTree]) -> dict[str, StateDict]:
     children = {str(key): value for key, value in xs.items()}
     if len(children) < len(xs):
         names = [str(key) for key in xs]
-        repeated_names = sorted({name for name in names if names.count(name) > 1})
+        repeated_names = sorted(
+            {name for name in names if names.count(name) > 1}
+        )
         raise errors.StateDictKeyError(
             f"keys of the dict at {current_path()!r} are equal as strings: "
             f"{_quoted(repeated_names)}; a state dict has string keys, so rename one of the keys."
@@ -256,7 +267,10 @@ def _sequence_from_state(
 ) -> list[PyTree] | tuple[PyTree, ...]:
     kind = f"a {type(xs).__name__}"
     if isinstance(state, Mapping) and len(state) != len(xs):
-        raise _mismatch(kind, f"the target has {len(xs)} entries, the state dict {len(state)}")
+        raise _mismatch(
+            kind,
+            f"the target has {len(xs)} entries, the state dict {len(state)}",
+        )
     values = _children_from_state(kind, _numbered(xs), state)
     return type(xs)(values.values())
 
@@ -267,9 +281,17 @@ def _namedtuple_to_state(xs: Any) -> dict[str, StateDict]:
 
 def _namedtuple_from_state(xs: T, state: Mapping[str, StateDict]) -> T:
     namedtuple: Any = xs
-    old_keys = {"name", "fields", "values"}  # of files of before fields had their names
-    if isinstance(state, Mapping) and set(state) == old_keys != set(namedtuple._fields):
-        state = {field: state["values"][i] for i, field in state["fields"].items()}
+    old_keys = {
+        "name",
+        "fields",
+        "values",
+    }  # of files of before fields had their names
+    if isinstance(state, Mapping) and set(state) == old_keys != set(
+        namedtuple._fields
+    ):
+        state = {
+            field: state["values"][i] for i, field in state["fields"].items()
+        }
     kind = f"the named tuple {type(xs).__name__}"
     values = _children_from_state(kind, namedtuple._asdict(), state)
     return type(xs)(*values.values())
@@ -309,7 +331,9 @@ _rules[jax.tree_util.Partial] = _Rule(_partial_to_state, _partial_from_state)
 
 def is_prng_key(x: object) -> bool:
     """Returns whether a value is an array of typed PRNG keys."""
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return isinstance(x, jax.Array) and jnp.issubdtype(
+        x.dtype, jax.dtypes.prng_key
+    )
 
 
 def is_stored_dtype(dtype: np.dtype) -> bool:
@@ -320,10 +344,16 @@ def is_stored_dtype(dtype: np.dtype) -> bool:
 
 
 def _leaf_from_state(target: PyTree, state: StateDict) -> StateDict:
-    if isinstance(target, jax.Array | np.ndarray) and isinstance(state, Mapping):
+    if isinstance(target, jax.Array | np.ndarray) and isinstance(
+        state, Mapping
+    ):
         names = _quoted(map(str, state))
-        raise _mismatch("an array", f"expected an array, got a dict with {names}")
+        raise _mismatch(
+            "an array", f"expected an array, got a dict with {names}"
+        )
     if is_prng_key(target) and isinstance(state, np.ndarray):
         # Bytes of Flax hold what `jax.random.key_data` gave, as Flax itself writes no typed keys.
-        return jax.random.wrap_key_data(jnp.asarray(state), impl=jax.random.key_impl(target))
+        return jax.random.wrap_key_data(
+            jnp.asarray(state), impl=jax.random.key_impl(target)
+        )
     return state

@@ -48,7 +48,7 @@ def refuse_url(path: str | os.PathLike[str], what: str) -> None:
 
 
 def check_local_path(path: str | os.PathLike[str], what: str) -> None:
-    """Refuses a URL, and a path in `~`, which would become a folder of that name.
+    """Refuses a URL, and a path in `~` or of Windows, which would become a folder of that name.
 
     Raises PathNotLocalError, as `refuse_url`.
     """
@@ -58,6 +58,26 @@ def check_local_path(path: str | os.PathLike[str], what: str) -> None:
             f"{what}={os.fspath(path)!r} begins with '~', which a shell replaces by the home "
             "directory, but did not do here. Write the whole path."
         )
+    if is_windows_path(os.fspath(path)):
+        raise PathNotLocalError(f"{what}={os.fspath(path)!r} {WINDOWS_PATH}")
+
+
+WINDOWS_PATH = (
+    "is a path as Windows has them. On this system a path has no drive letter, and / between its "
+    "parts: runs/lm."
+)
+
+
+def is_windows_path(path: str) -> bool:
+    """Returns whether a path has a drive letter or is written with backslashes, on other systems.
+
+    >>> is_windows_path("runs/lm")
+    False
+    """
+    is_windows = re.match(r"[A-Za-z]:[\\/]|\\\\", path) is not None
+    has_backslashes = "\\" in path and "/" not in path
+    is_like_windows = is_windows or has_backslashes
+    return os.name == "posix" and is_like_windows and not os.path.exists(path)
 
 
 def utf8_fault(path: str | os.PathLike[str]) -> str | None:
@@ -80,10 +100,14 @@ def open_file(path: str | os.PathLike[str], *, buffering: int = -1) -> Any:
     Raises OSError if the file is missing, or is a directory, a FIFO, a socket or a device.
     """
     # Without O_NONBLOCK, to open a FIFO waits until another process writes to it.
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    flags = (
+        os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    )
     try:
         fd = os.open(path, flags)
-    except ValueError as error:  # a NUL in the path, or half of a surrogate pair
+    except (
+        ValueError
+    ) as error:  # a NUL in the path, or half of a surrogate pair
         raise OSError(f"{os.fspath(path)!r} is not a path: {error}") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -115,7 +139,9 @@ def _read_file(path: str | os.PathLike[str], at_most: int) -> bytes:
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > at_most:
-            raise ValueError(f"it has {size:,} bytes; at most {at_most:,} are read")
+            raise ValueError(
+                f"it has {size:,} bytes; at most {at_most:,} are read"
+            )
         return file.read(size)
 
 
@@ -132,7 +158,10 @@ def parse_json(data: str | bytes | bytearray) -> Any:
         text = data
     else:
         text = data.decode("utf-8-sig")
-    if len(text) > MAX_JSON_VALUES and sum(map(text.count, ",[{")) > MAX_JSON_VALUES:
+    if (
+        len(text) > MAX_JSON_VALUES
+        and sum(map(text.count, ",[{")) > MAX_JSON_VALUES
+    ):
         raise ValueError(f"it has more than {MAX_JSON_VALUES:,} values")
     try:
         return json.loads(text)
@@ -164,7 +193,9 @@ def check_json(value: object, form: Any, where: str = "") -> None:
     ValueError: end.step is 'x'; expected a count
     """
     if not _has_kind(value, form):
-        raise ValueError(f"{where or 'it'} is {_shortened(value)}; expected {_form_text(form)}")
+        raise ValueError(
+            f"{where or 'it'} is {_shortened(value)}; expected {_form_text(form)}"
+        )
     if isinstance(form, tuple):
         form = next(option for option in form if _has_kind(value, option))
     if isinstance(form, list):
@@ -219,7 +250,9 @@ def _has_kind(value: object, form: Any) -> bool:
     if form is int:
         return type(value) is int and 0 <= value <= MAX_COUNT
     if form is float:
-        return type(value) is float or (type(value) is int and abs(value) < 2**1000)
+        return type(value) is float or (
+            type(value) is int and abs(value) < 2**1000
+        )
     if form is None:
         return value is None
     if isinstance(form, list | dict):
@@ -242,7 +275,11 @@ def is_possible_shape(shape: Sequence[int], itemsize: int) -> bool:
     (True, False)
     """
     largest = math.prod(size for size in shape if size) * itemsize
-    return len(shape) <= MAX_AXES and min(shape, default=0) >= 0 and largest < 2**63
+    return (
+        len(shape) <= MAX_AXES
+        and min(shape, default=0) >= 0
+        and largest < 2**63
+    )
 
 
 # What a terminal obeys instead of showing it: the control characters C0 and C1 except tabs and line
@@ -262,7 +299,9 @@ def printable(text: str) -> str:
     >>> printable("é: \x1b[2J\nnext")
     'é: \\x1b[2J\nnext'
     """
-    return _COMMANDS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    return _COMMANDS.sub(
+        lambda match: match[0].encode("unicode_escape").decode(), text
+    )
 
 
 # First bytes of non-text formats, and commands that unpack them, whatever the file is called.
@@ -287,14 +326,20 @@ def invalid_text_reason(data: bytes) -> str | None:
     (None, 'is not text: byte 1 is 0, as in binary files; leave the file out')
     """
     for start, (kind, program) in _PACKED.items():
-        if data.startswith(start) and (kind != "bzip2" or data[4:10] == b"1AY&SY"):
+        if data.startswith(start) and (
+            kind != "bzip2" or data[4:10] == b"1AY&SY"
+        ):
             fix = "extract its text"
             if program is not None:
                 fix = f"unpack it first, for example with `{program}`"
             return f"is not text: {kind} data begins at byte 0; {fix}, or leave the file out"
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        fix = "convert it, for example with `iconv -f UTF-16 -t UTF-8 <old >new`"
-        return f"is not text in UTF-8, but in UTF-16; {fix}, or leave the file out"
+        fix = (
+            "convert it, for example with `iconv -f UTF-16 -t UTF-8 <old >new`"
+        )
+        return (
+            f"is not text in UTF-8, but in UTF-16; {fix}, or leave the file out"
+        )
     zero_position = data.find(b"\0")
     if zero_position >= 0:
         return f"is not text: byte {zero_position:,} is 0, as in binary files; leave the file out"

@@ -1,7 +1,7 @@
 import pytest
 
 from weft.errors import HuggingFaceConfigError
-from weft.interop.huggingface.causal_lms import GPT2
+from weft.interop.huggingface.families.gpt2 import GPT2
 from weft.interop.huggingface.settings import Settings
 
 # As published; omitted settings have their defaults.
@@ -37,7 +37,6 @@ def test_dropout_settings():
     [
         {"scale_attn_weights": False},
         {"scale_attn_by_inverse_layer_idx": True},
-        {"tie_word_embeddings": False},
         {"add_cross_attention": True},
         {"activation_function": "tanh"},
     ],

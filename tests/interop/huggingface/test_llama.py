@@ -1,7 +1,9 @@
 import pytest
 
 from weft.errors import HuggingFaceConfigError
-from weft.interop.huggingface.causal_lms import LLAMA, QWEN2, QWEN3
+from weft.interop.huggingface.families.llama import LLAMA
+from weft.interop.huggingface.families.qwen2 import QWEN2
+from weft.interop.huggingface.families.qwen3 import QWEN3
 from weft.interop.huggingface.settings import Settings
 
 # As published by their makers, but for the sizes.
@@ -48,9 +50,9 @@ def test_configs_round_trip(family, values):
 @pytest.mark.parametrize(
     "setting",
     [
-        {"use_sliding_window": True},
         {"layer_types": ["full_attention", "sliding_attention"]},
         {"pretraining_tp": 2},
+        {"partial_rotary_factor": 0.5},
     ],
     ids=lambda setting: next(iter(setting)),
 )

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints of GPT-2, Llama, Mistral and Qwen as causal LMs, and back."""
+"""Hugging Face checkpoints as models of the hierarchy, and back; see `FAMILIES` for which."""
 
 from weft._lazy import lazy_exports
 

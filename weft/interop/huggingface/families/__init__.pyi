@@ -1,0 +1,1 @@
+from weft.interop.huggingface.families.table import FAMILIES as FAMILIES
