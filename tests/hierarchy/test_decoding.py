@@ -170,6 +170,12 @@ def test_decoding_ends_at_a_stopping_sequence(stopping_seqs, expected):
     assert stops(StopOnSubsequence(stopping_seqs)) == expected
 
 
+def test_matches_end_after_the_prompt():
+    assert stops(StopOnSubsequence([3, 4]), prefix_len=2) == [2, 5]  # 3 is in the prompt
+    assert stops(StopOnSubsequence([3, 4]), prefix_len=3) == [5]
+    assert stops(StopOnSubsequence([3, 4]), prefix_len=6) == []
+
+
 def test_prompts_have_separate_positions_and_lengths():
     sequences = jnp.array([[[1, 5, 7], [1, 7, 5]], [[1, 5, 7], [1, 7, 5]]])
     stop = StopOnSubsequence(7)(

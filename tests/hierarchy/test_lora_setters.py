@@ -17,11 +17,16 @@ from weft.hierarchy.attention import (
 from weft.hierarchy.attention.qkv_linear import QLinear
 from weft.hierarchy.layers import LayerNorm
 from weft.hierarchy.lora import (
+    LoraExperts,
     base_state,
     merge_adapters,
     set_lora_recursively,
     with_base_state,
     without_lora,
+)
+from weft.hierarchy.mixture_of_experts import (
+    TransformerFeedForwardDropFreeMoE,
+    TransformerFeedForwardMoE,
 )
 from weft.hierarchy.module import functional as F
 
@@ -124,3 +129,37 @@ def test_adapters_are_removed():
     cfg = stack(grouped=True)
     assert without_lora(adapted(cfg)) == cfg
     assert without_lora(cfg) == cfg
+
+
+def test_experts_are_a_target_that_a_dense_model_lacks():
+    cfg = TransformerLayer.default_config()
+    with pytest.raises(LayerConfigError, match=r"no mixture of experts, and targets has 'experts'"):
+        set_lora_recursively(cfg, rank=2, alpha=2.0, targets=["experts"])
+
+
+@pytest.mark.parametrize(
+    ("cls", "activation"),
+    [
+        (TransformerFeedForwardMoE, "nn.relu"),
+        (TransformerFeedForwardDropFreeMoE, ("nn.silu", "linear")),
+    ],
+)
+def test_adapters_of_experts_merge_into_their_weights(cls, activation, filled):
+    cfg = LoraExperts.default_config().set(name="experts", input_dim=DIM)
+    cfg.layer = cls.default_config().set(
+        hidden_dim=6, num_experts=4, num_groups=1, activation=activation
+    )
+    cfg.adapter.set(rank=2, alpha=6.0)
+    layer = layer_of(cfg)
+    state = filled(layer)
+    x = jnp.sin(jnp.arange(2 * 4 * DIM, dtype=jnp.float32)).reshape(2, 4, DIM)
+    outputs = F(layer, None, state, (x,), is_training=False)[0]
+    merged = merge_adapters(layer, state)
+    alone = layer_of(cfg.layer.clone(name="experts", input_dim=DIM))
+    expected = F(alone, None, merged, (x,), is_training=False)[0]
+    np.testing.assert_allclose(outputs, expected, atol=1e-5)
+    without = F(alone, None, base_state(state), (x,), is_training=False)[0]
+    assert np.abs(without - expected).max() > 0.1
+    cfg.adapter.rank = 0
+    with pytest.raises(LayerConfigError, match=r"rank=0 leaves no dimensions"):
+        layer_of(cfg)

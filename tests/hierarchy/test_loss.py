@@ -186,3 +186,18 @@ def test_rankings_match_axlearn():
         logits=a, ranks=ranks, loss_scale=jnp.array([1.0, 2.0, 1.0])
     )
     assert found == near((1.3606176, 8))
+
+
+def test_equal_embeddings_are_1e_8_apart_in_each_component():
+    # The third is sqrt(0.8) from both others; the difference of these is (1e-8, 1e-8).
+    equal = jnp.array([[3.0, 4.0], [3.0, 4.0], [1.0, 0.0]])
+    expected = -(2 * np.log(1e-8 * (1 + np.sqrt(2))) + np.log(np.sqrt(0.8))) / 3
+    assert losses.koleo_loss(equal) == near(expected)
+
+
+def test_similarity_adds_eps_to_squared_lengths():
+    # (3, 4) has the length 5, (1, 0) the length 1.
+    loss, _ = losses.negative_cosine_similarity_loss(
+        jnp.array([[3.0, 4.0]]), jnp.array([[1.0, 0.0]]), eps=0.5
+    )
+    assert loss == near(-3 / np.sqrt(25.5 * 1.5))

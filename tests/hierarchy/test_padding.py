@@ -91,6 +91,17 @@ def test_prompts_keep_their_ends(has_mask):
         assert [prompt[0], *sequence.tolist()] == greedy(*model, prompt, LENGTH)
 
 
+def test_beams_continue_after_the_prompt(model):
+    prefix = jnp.array([[5, END, 9, 9], [7, END, END, END]])
+    kwargs = {"method": "beam_search_decode", "static": {"max_sequence_length": LENGTH - 1}}
+    lengths = jnp.array([2, 2])
+    found, _ = call(*model, input_batch={"prefix": prefix, "prefix_len": lengths}, **kwargs)
+    short = {"prefix": prefix[:, :2], "prefix_len": lengths}
+    want, _ = call(*model, input_batch=short, **kwargs)
+    np.testing.assert_array_equal(found.sequences, want.sequences)
+    assert (found.live_sequences[:, 0, 0] == END).all()
+
+
 def test_bytes_that_are_not_known_give_no_figure(model):
     unknown = {**batch(END), "target_num_bytes": jnp.array([6, -1])}
     _, summaries = loss_and_aux(*model, unknown)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.hierarchy.test_causal_lm import build, call, decoder_config
 from weft.errors import ArgumentValueError
 from weft.hierarchy.decoding import StopOnSubsequence, beam_search_decode, sample_decode
 
@@ -26,6 +27,19 @@ def test_sampling_stops_at_each_end():
         **kwargs,
     )
     assert found.sequences[:, 0].tolist() == [[3, 4, 0, 0, 0, 0], [9, 0, 1, 0, 0, 0]]
+
+
+def test_model_with_several_ends_stops_at_each():
+    model = build(decoder_config().set(pad_token_id=0, eos_token_id=ENDS))
+    key = {"method": "sample_decode", "static": {"num_decodes": 64, "max_sequence_length": 5}}
+    found, _ = call(*model, input_batch={"prefix": jnp.array([[5, 6]])}, **key)
+    ended_by = set()
+    for sequence in found.sequences[0].tolist():
+        places = [i for i, token in enumerate(sequence) if token in ENDS]
+        if places:
+            ended_by.add(sequence[places[0]])
+            assert set(sequence[places[0] + 1 :]) <= {0}
+    assert ended_by == set(ENDS)
 
 
 def test_beams_end_with_any_of_several_ends():

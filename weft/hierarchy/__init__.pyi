@@ -16,6 +16,7 @@ from weft.hierarchy.attention.bias import (
     make_causal_biases as make_causal_biases, make_segment_mask as make_segment_mask,
     make_sliding_window_causal_biases as make_sliding_window_causal_biases,
     MaskFnAttentionBias as MaskFnAttentionBias, SegmentIdAttentionBias as SegmentIdAttentionBias,
+    RelativePositionAttentionLogitBiasLayer as RelativePositionAttentionLogitBiasLayer,
     SlidingWindowAttentionBias as SlidingWindowAttentionBias,
     SymmetricALiBiAttentionLogitBiasLayer as SymmetricALiBiAttentionLogitBiasLayer,
     TensorAttentionBias as TensorAttentionBias, ZeroAttentionBias as ZeroAttentionBias,
@@ -27,7 +28,8 @@ from weft.hierarchy.attention.feed_forward import (
 )
 from weft.hierarchy.attention.kv_cache import (
     BaseKVCache as BaseKVCache, KVCache as KVCache, KVPages as KVPages, KVState as KVState,
-    PagedKVCache as PagedKVCache, SlidingWindowKVCache as SlidingWindowKVCache,
+    KVRing as KVRing, PagedKVCache as PagedKVCache, RingKVCache as RingKVCache,
+    SlidingWindowKVCache as SlidingWindowKVCache,
 )
 from weft.hierarchy.attention.multihead_attention import (
     compute_gqa_context as compute_gqa_context, compute_gqa_logits as compute_gqa_logits,
@@ -48,7 +50,9 @@ from weft.hierarchy.attention.qkv_linear import (
 )
 from weft.hierarchy.attention.rope import (
     apply_rotary_position_embeddings as apply_rotary_position_embeddings,
+    DynamicNTKSinusoidalPositionalEmbedding as DynamicNTKSinusoidalPositionalEmbedding,
     Llama3SinusoidalPositionalEmbedding as Llama3SinusoidalPositionalEmbedding,
+    LongRoPESinusoidalPositionalEmbedding as LongRoPESinusoidalPositionalEmbedding,
     RoFormerQKVLinear as RoFormerQKVLinear,
     RoFormerSinusoidalPositionalEmbedding as RoFormerSinusoidalPositionalEmbedding,
     YaRNSinusoidalPositionalEmbedding as YaRNSinusoidalPositionalEmbedding,
@@ -94,6 +98,7 @@ from weft.hierarchy.config_setters import (
     set_feed_forward_partition_specs as set_feed_forward_partition_specs,
     set_layer_norm_eps_recursively as set_layer_norm_eps_recursively,
     set_norm_recursively as set_norm_recursively,
+    set_weight_format_recursively as set_weight_format_recursively,
 )
 from weft.hierarchy.context import (
     child_context as child_context, clone_context_stack as clone_context_stack,
@@ -126,6 +131,14 @@ from weft.hierarchy.decoding import (
     StopDecodingCondition as StopDecodingCondition, StopOnMaxLength as StopOnMaxLength,
     StopOnSubsequence as StopOnSubsequence, unflatten_decoding_dim as unflatten_decoding_dim,
 )
+from weft.hierarchy.encoder_decoder import (
+    EncoderDecoderModel as EncoderDecoderModel, SourceEncoder as SourceEncoder,
+)
+from weft.hierarchy.encoder_models import (
+    BaseEncoderModel as BaseEncoderModel, EncoderClassifier as EncoderClassifier,
+    MaskedLanguageModel as MaskedLanguageModel, MaskedLmHead as MaskedLmHead,
+)
+from weft.hierarchy.encoders import Encoder as Encoder, PatchEmbedding as PatchEmbedding
 from weft.hierarchy.layers.classification import (
     BaseClassificationHead as BaseClassificationHead,
     BaseClassificationMetric as BaseClassificationMetric,
@@ -150,18 +163,20 @@ from weft.hierarchy.layers.normalization import (
     BaseNormalizationLayer as BaseNormalizationLayer, BatchNorm as BatchNorm,
     GroupNorm as GroupNorm, L2Norm as L2Norm, LayerNorm as LayerNorm,
     LayerNormStateless as LayerNormStateless, MovingAverage as MovingAverage, NormType as NormType,
+    MultiheadRMSNorm as MultiheadRMSNorm,
     RMSNorm as RMSNorm, RMSNormStateless as RMSNormStateless,
 )
 from weft.hierarchy.lora import (
     base_state as base_state, BaseLoraAdapter as BaseLoraAdapter,
     LoraDownFusedLinear as LoraDownFusedLinear, LoraDownMultiheadLinear as LoraDownMultiheadLinear,
+    LoraExperts as LoraExperts,
     LoraFusedQKVAdapter as LoraFusedQKVAdapter, LoraFusedQKVLinear as LoraFusedQKVLinear,
     LoraLinear as LoraLinear, LoraLinearAdapter as LoraLinearAdapter,
     LoraMultiheadOutputAdapter as LoraMultiheadOutputAdapter,
     LoraMultiheadOutputLinear as LoraMultiheadOutputLinear, LoraUpFusedLinear as LoraUpFusedLinear,
     LoraUpGroupedLinear as LoraUpGroupedLinear, merge_adapters as merge_adapters,
-    set_lora_recursively as set_lora_recursively, with_base_state as with_base_state,
-    without_lora as without_lora,
+    set_lora_recursively as set_lora_recursively, unmerge_adapters as unmerge_adapters,
+    with_base_state as with_base_state, without_lora as without_lora,
 )
 from weft.hierarchy.loss import (
     asymmetric_contrastive_loss_from_features as asymmetric_contrastive_loss_from_features,
@@ -174,6 +189,9 @@ from weft.hierarchy.loss import (
     ranking_pairwise_loss as ranking_pairwise_loss, ReductionMethod as ReductionMethod,
     symmetric_contrastive_loss_from_features as symmetric_contrastive_loss_from_features,
     symmetric_contrastive_loss_from_logits as symmetric_contrastive_loss_from_logits,
+)
+from weft.hierarchy.mesh_layout import (
+    set_partition_specs_recursively as set_partition_specs_recursively,
 )
 from weft.hierarchy.metrics import (
     AudioSummary as AudioSummary, CallbackSummary as CallbackSummary, ImageSummary as ImageSummary,
@@ -226,6 +244,11 @@ from weft.hierarchy.poolings import (
     BasePoolingLayer as BasePoolingLayer, FirstNTokenPooling as FirstNTokenPooling,
     LastNTokenPooling as LastNTokenPooling, MaxPooling as MaxPooling,
     PoolingWithProjection as PoolingWithProjection,
+)
+from weft.hierarchy.preferences import (
+    ModelWithReference as ModelWithReference, PolicyLossMetrics as PolicyLossMetrics,
+    PolicyModel as PolicyModel, PreferenceLossMetrics as PreferenceLossMetrics,
+    PreferenceModel as PreferenceModel, without_reference as without_reference,
 )
 from weft.hierarchy.quantizer import (
     BaseQuantizer as BaseQuantizer, GumbelSoftmaxVectorQuantizer as GumbelSoftmaxVectorQuantizer,

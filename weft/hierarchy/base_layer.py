@@ -21,13 +21,26 @@ from jax.sharding import PartitionSpec
 
 from weft import config, errors, struct
 from weft.core import display, logical
-from weft.functional import cast_floats, check_sizes, fp8_dot_general, int8_dot_general
+from weft.functional import (
+    cast_floats,
+    check_sizes,
+    fp8_dot_general,
+    int8_dot_general,
+)
 from weft.hierarchy import context_kind, parameter_spec, transforms
-from weft.hierarchy.context import child_context, fold_in_name, set_current_context
+from weft.hierarchy.context import (
+    child_context,
+    fold_in_name,
+    set_current_context,
+)
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import Module, get_public_method, mark_method, nowrap
 from weft.hierarchy.param_init import DefaultInitializer, FanAxes, Initializer
-from weft.hierarchy.parameter_spec import NestedParameterSpec, ParameterSpec, TensorSpec
+from weft.hierarchy.parameter_spec import (
+    NestedParameterSpec,
+    ParameterSpec,
+    TensorSpec,
+)
 from weft.typing import DType, NestedTensor, PyTree, QuantizationName, Tensor
 
 
@@ -42,7 +55,10 @@ class TensorRMSNorm(TensorStats):
     """Reports the root mean square."""
 
     def add_stats(self, name: str, value: Tensor) -> None:
-        self.add_summary("rms_norm", jnp.sqrt(jnp.mean(jnp.square(value.astype(jnp.float32)))))
+        self.add_summary(
+            "rms_norm",
+            jnp.sqrt(jnp.mean(jnp.square(value.astype(jnp.float32)))),
+        )
 
 
 class TensorMaxAbs(TensorStats):
@@ -92,16 +108,26 @@ class DefaultTensorStats(CompositeTensorStats):
         inline_child_summaries: bool = True
 
 
-def stacked_parameter_specs(layer: "BaseLayer", n: int | None) -> dict[str, Any]:
+def stacked_parameter_specs(
+    layer: "BaseLayer", n: int | None
+) -> dict[str, Any]:
     """Returns the specs of `n` copies of a layer, or for n=None of the layer itself."""
     specs = layer.create_parameter_specs_recursively()
     if n is None:
         return specs
-    return struct.VDict(jax.tree.map(lambda spec: parameter_spec.with_leading_axis(spec, n), specs))
+    return struct.VDict(
+        jax.tree.map(
+            lambda spec: parameter_spec.with_leading_axis(spec, n), specs
+        )
+    )
 
 
 def initialize_stacked(
-    layer: "BaseLayer", n: int | None, prng_key: Tensor, *, prebuilt: NestedTensor | None = None
+    layer: "BaseLayer",
+    n: int | None,
+    prng_key: Tensor,
+    *,
+    prebuilt: NestedTensor | None = None,
 ) -> dict[str, Any]:
     """Initializes the parameters of `n` copies of a layer, or for n=None of the layer itself.
 
@@ -112,7 +138,9 @@ def initialize_stacked(
     Raises ParameterSpecError if a value in `prebuilt` has a wrong leading axis or shape.
     """
     if n is None:
-        return layer.initialize_parameters_recursively(prng_key, prebuilt=prebuilt)
+        return layer.initialize_parameters_recursively(
+            prng_key, prebuilt=prebuilt
+        )
     prebuilt = dict(prebuilt or {})
     for path, value in jax.tree_util.tree_leaves_with_path(prebuilt):
         if np.shape(value)[:1] != (n,):
@@ -123,23 +151,33 @@ def initialize_stacked(
             )
     # A loop slices the arrays; specs cannot go through it.
     prebuilt_leaves, structure = jax.tree.flatten(prebuilt)
-    stacked_arrays = [None if _is_spec(leaf) else leaf for leaf in prebuilt_leaves]
+    stacked_arrays = [
+        None if _is_spec(leaf) else leaf for leaf in prebuilt_leaves
+    ]
 
-    def initialize_copy(key: Tensor, arrays: list[Tensor | None]) -> NestedTensor:
+    def initialize_copy(
+        key: Tensor, arrays: list[Tensor | None]
+    ) -> NestedTensor:
         copy_leaves: list[Any] = []
         for leaf, array in zip(prebuilt_leaves, arrays, strict=True):
             if array is None:
-                copy_leaves.append(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype or float))
+                copy_leaves.append(
+                    jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype or float)
+                )
             else:
                 copy_leaves.append(array)
         prebuilt_copy = structure.unflatten(copy_leaves)
-        return layer.initialize_parameters_recursively(key, prebuilt=prebuilt_copy)
+        return layer.initialize_parameters_recursively(
+            key, prebuilt=prebuilt_copy
+        )
 
     keys = context_kind.fork_key(prng_key, n)
     if isinstance(prng_key, jax.core.Tracer):
         # A loop compiles for one copy, in 0.4 x the compile time of vmap.
         per_copy = (keys, stacked_arrays)
-        return struct.VDict(jax.lax.map(lambda args: initialize_copy(*args), per_copy))
+        return struct.VDict(
+            jax.lax.map(lambda args: initialize_copy(*args), per_copy)
+        )
     # Outside of a compiled function, a loop would be recompiled at each call.
     copies: list[NestedTensor] = []
     for i in range(n):
@@ -198,7 +236,11 @@ class Parameters(dict[str, Any]):
         )
 
 
-_PRODUCTS = {"int8": int8_dot_general, "fp8": fp8_dot_general, "off": jax.lax.dot_general}
+_PRODUCTS = {
+    "int8": int8_dot_general,
+    "fp8": fp8_dot_general,
+    "off": jax.lax.dot_general,
+}
 
 
 class BaseLayer(Module):
@@ -226,7 +268,9 @@ class BaseLayer(Module):
         `weft.functional.default_dot_general`."""
         param_init: DefaultInitializer.Config | None = None
         """Initializes the parameters; None for that of the parent layer."""
-        param_partition_spec: NestedParameterSpec | PartitionSpec | Any | None = None
+        param_partition_spec: (
+            NestedParameterSpec | PartitionSpec | Any | None
+        ) = None
         """The mesh axes of the layer's main weight, one entry per axis."""
         param_noise: ParameterNoise.Config | None = None
         remat_spec: RematSpec | None = None
@@ -248,7 +292,9 @@ class BaseLayer(Module):
             self._dot_general = _PRODUCTS[cfg.quantization]
         elif isinstance(parent, BaseLayer):
             self._dot_general = parent.dot_general()
-        self._casts = cfg.compute_dtype is not None or cfg.output_dtype is not None
+        self._casts = (
+            cfg.compute_dtype is not None or cfg.output_dtype is not None
+        )
         if cfg.tensor_stats is not None:
             self._add_child("tensor_stats", cfg.tensor_stats)
 
@@ -288,7 +334,9 @@ class BaseLayer(Module):
         """Returns the specs of the layer's own parameters, without those of its children."""
         return {}
 
-    def _compute_fan_axes(self, name: str, spec: ParameterSpec) -> FanAxes | None:
+    def _compute_fan_axes(
+        self, name: str, spec: ParameterSpec
+    ) -> FanAxes | None:
         if name.endswith("weight") and len(spec.shape) >= 2:
             return FanAxes(in_axis=-2, out_axis=-1)
         return None
@@ -306,13 +354,19 @@ class BaseLayer(Module):
             try:
                 mesh_axes = logical.names_to_mesh_axes(axis_names)
             except errors.LogicalAxisError as error:
-                raise errors.LogicalAxisError(f"{path}.{name}: {error}") from None
+                raise errors.LogicalAxisError(
+                    f"{path}.{name}: {error}"
+                ) from None
             if name in self._children:
                 raise errors.ParameterSpecError(
                     f"{path} has both a parameter and a child named {name!r}; rename one of them."
                 )
             # Names that the rules have changed are logical, and kept for a later mesh.
-            logical_axes = spec.logical_axes if tuple(mesh_axes) == axis_names else axis_names
+            logical_axes = (
+                spec.logical_axes
+                if tuple(mesh_axes) == axis_names
+                else axis_names
+            )
             specs[name] = dataclasses.replace(
                 spec,
                 dtype=self.dtype() if spec.dtype is None else spec.dtype,
@@ -328,7 +382,9 @@ class BaseLayer(Module):
         with contextlib.suppress(Exception):
             specs = self.create_parameter_specs_recursively()
             if jax.tree.leaves(specs):
-                arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), specs)
+                arrays = jax.tree.map(
+                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), specs
+                )
                 return f" # {display.format_size(arrays)}"
         return ""
 
@@ -338,7 +394,9 @@ class BaseLayer(Module):
             for name, spec in self._create_layer_parameter_specs().items():
                 dtype = jnp.dtype(spec.dtype or self.dtype()).name
                 axes = spec.mesh_axes if any(spec.partition_spec) else None
-                parts[name] = ParameterSpec(spec.shape, dtype, axes, is_state=spec.is_state)
+                parts[name] = ParameterSpec(
+                    spec.shape, dtype, axes, is_state=spec.is_state
+                )
         return parts
 
     def _num_stacked(self, name: str) -> int | None:
@@ -354,7 +412,9 @@ class BaseLayer(Module):
         specs: dict[str, Any] = dict(self._own_parameter_specs())
         for name, child in self._children.items():
             if isinstance(child, BaseLayer):
-                specs[name] = stacked_parameter_specs(child, self._num_stacked(name))
+                specs[name] = stacked_parameter_specs(
+                    child, self._num_stacked(name)
+                )
         return specs
 
     @nowrap
@@ -377,7 +437,9 @@ class BaseLayer(Module):
         state: dict[str, Any] = {}
         for name, spec in self._own_parameter_specs().items():
             prebuilt_value = prebuilt_entries.pop(name, None)
-            state[name] = self._initialize_parameter(name, spec, prng_key, prebuilt_value)
+            state[name] = self._initialize_parameter(
+                name, spec, prng_key, prebuilt_value
+            )
         for name, child in self._children.items():
             if isinstance(child, BaseLayer):
                 state[name] = initialize_stacked(
@@ -402,7 +464,9 @@ class BaseLayer(Module):
         prebuilt: PyTree,
     ) -> Tensor | None:
         if prebuilt is None:
-            assert spec.initializer is not None  # filled in by _own_parameter_specs
+            assert (
+                spec.initializer is not None
+            )  # filled in by _own_parameter_specs
             return spec.initializer.initialize(
                 name,
                 prng_key=fold_in_name(prng_key, name),
@@ -426,7 +490,9 @@ class BaseLayer(Module):
         for name, child in self._children.items():
             if isinstance(child, BaseLayer) and name in noisy:
                 key = fold_in_name(prng_key, name)
-                noisy[name] = child.apply_parameter_noise_recursively(key, noisy[name])
+                noisy[name] = child.apply_parameter_noise_recursively(
+                    key, noisy[name]
+                )
         if self._param_noise is not None:
             noisy = self._param_noise.apply(prng_key, noisy)
         return noisy
@@ -460,9 +526,15 @@ class BaseLayer(Module):
 
     def _in_context(self, method: Callable[..., R]) -> Callable[..., R]:
         spec = self.config.remat_spec
-        if spec is not None and self.is_training and not getattr(method, "_weft_no_remat", False):
+        if (
+            spec is not None
+            and self.is_training
+            and not getattr(method, "_weft_no_remat", False)
+        ):
             policy = config.maybe_instantiate(spec.policy)
-            method = transforms.remat(method, prevent_cse=spec.prevent_cse, policy=policy)
+            method = transforms.remat(
+                method, prevent_cse=spec.prevent_cse, policy=policy
+            )
         return self._with_casts(method)
 
     def _cast_inputs(self, inputs: T) -> T:
@@ -490,13 +562,22 @@ class BaseLayer(Module):
         """Adds summaries about an array, as `tensor_stats` says, and returns it."""
         if "tensor_stats" in self._children:
             # Summaries are below `tensor_stats/{name}`, a context for each array.
-            stats_context = self.get_invocation_context().child_view("tensor_stats")
-            with set_current_context(stats_context), child_context(name, module=self.tensor_stats):
+            stats_context = self.get_invocation_context().child_view(
+                "tensor_stats"
+            )
+            with (
+                set_current_context(stats_context),
+                child_context(name, module=self.tensor_stats),
+            ):
                 self.tensor_stats.add_stats(name, value)
         return value
 
     def _add_activation_summary(
-        self, *, name: str, activations: Tensor, activation_paddings: Tensor | None = None
+        self,
+        *,
+        name: str,
+        activations: Tensor,
+        activation_paddings: Tensor | None = None,
     ) -> None:
         """Adds the mean and the root mean square of activations as summaries.
 
@@ -522,7 +603,9 @@ class BaseLayer(Module):
         for kind, values in (("mean", mean), ("norm", norm)):
             total = jnp.sum(jnp.where(is_live, values, 0))
             average = total / jnp.maximum(1, num_live)
-            self.add_summary(f"activations/{name}_{kind}", WeightedScalar(average, num_live))
+            self.add_summary(
+                f"activations/{name}_{kind}", WeightedScalar(average, num_live)
+            )
 
     def _remat_name(self, x: Tensor, name: str) -> Tensor:
         """Names a value for policies that keep values by name, as `<layer class>.<name>`."""
@@ -532,7 +615,9 @@ class BaseLayer(Module):
 class BaseModel(BaseLayer):
     """Layer that computes a loss from a batch. A subclass defines `forward`."""
 
-    def forward(self, input_batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    def forward(
+        self, input_batch: Mapping[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
         """Returns the loss, a scalar, and a dict of auxiliary outputs such as logits."""
         raise NotImplementedError(type(self))
 
@@ -562,7 +647,9 @@ class RedirectToSharedModule(BaseLayer):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         for name, target in (cfg.method_map or {"forward": "forward"}).items():
-            if name != "forward" and (name.startswith("_") or hasattr(BaseLayer, name)):
+            if name != "forward" and (
+                name.startswith("_") or hasattr(BaseLayer, name)
+            ):
                 raise errors.LayerMethodError(
                     f"{self.path()} cannot redirect {name!r} of its method_map; expected 'forward' "
                     "or a new public name."

@@ -19,17 +19,29 @@ from weft import config, functional
 from weft.errors import LayerConfigError, MetricsError, did_you_mean
 from weft.functional.arrays import counted
 from weft.functional.loss import LogitStatistics, logit_statistics
-from weft.hierarchy import base_layer, config_setters, context, decoding, transforms
+from weft.hierarchy import (
+    base_layer,
+    config_setters,
+    context,
+    decoding,
+    transforms,
+)
 from weft.hierarchy.attention.bias import CausalAttentionBias
-from weft.hierarchy.attention.stack import RepeatedTransformerLayer, StackedTransformerLayer
+from weft.hierarchy.attention.stack import (
+    RepeatedTransformerLayer,
+    StackedTransformerLayer,
+)
 from weft.hierarchy.decoder import Decoder, warn_if_padding_is_end
-from weft.hierarchy.layers.embedding import LearnedPositionalEmbedding, ModalityVocabInfo
+from weft.hierarchy.layers.embedding import (
+    LearnedPositionalEmbedding,
+    ModalityVocabInfo,
+)
 from weft.hierarchy.layers.normalization import LayerNorm
 from weft.hierarchy.metrics import Perplexity, WeightedScalar, bits_per_byte
 from weft.hierarchy.module import Module, nowrap
 from weft.hierarchy.param_init import DefaultInitializer, normal_weights
 from weft.hierarchy.parameter_spec import maybe_shard
-from weft.typing import ActivationName, PartitionSpec, Tensor
+from weft.typing import ActivationName, PartitionSpec, T, Tensor
 
 Metrics = dict[str, Any]
 
@@ -78,7 +90,9 @@ def target_statistics(
       denominator, and `correct`, whether no token is likelier than the target.
     """
     logits = counted(logits, live_targets[..., None])
-    return _live_statistics(logit_statistics(logits, target_labels), target_labels, live_targets)
+    return _live_statistics(
+        logit_statistics(logits, target_labels), target_labels, live_targets
+    )
 
 
 def _live_statistics(
@@ -95,8 +109,10 @@ def _live_statistics(
 
 
 def _live_targets(input_batch: Mapping[str, Any]) -> Tensor:
-    given = input_batch.get("live_targets")
-    return input_batch["target_labels"] >= 0 if given is None else given
+    live_targets = input_batch.get("live_targets")
+    if live_targets is None:
+        return input_batch["target_labels"] >= 0
+    return live_targets
 
 
 def _num_targets(input_batch: Mapping[str, Any]) -> Tensor:
@@ -133,11 +149,15 @@ class CrossEntropyLossMetrics(BaseLossMetrics):
             stats = target_statistics(predict_outputs["logits"], labels, mask)
         per_token_loss, scale = stats["nll"], self.config.z_loss_scale
         if scale:
-            per_token_loss = per_token_loss + scale * jnp.square(stats["log_normalizer"])
+            per_token_loss = per_token_loss + scale * jnp.square(
+                stats["log_normalizer"]
+            )
         num_targets = _num_targets(input_batch)
 
         def mean(per_target: Tensor) -> WeightedScalar:
-            return WeightedScalar(jnp.sum(per_target) / jnp.maximum(1, num_targets), num_targets)
+            return WeightedScalar(
+                jnp.sum(per_target) / jnp.maximum(1, num_targets), num_targets
+            )
 
         nats = mean(stats["nll"])
         metrics: Metrics = {
@@ -145,7 +165,9 @@ class CrossEntropyLossMetrics(BaseLossMetrics):
             "cross_entropy": nats,
             "perplexity": Perplexity(jnp.exp(nats.mean), num_targets),
             "accuracy": mean(stats["correct"]),
-            "train_live_targets": WeightedScalar(num_targets / len(labels), len(labels)),
+            "train_live_targets": WeightedScalar(
+                num_targets / len(labels), len(labels)
+            ),
             "per_token_loss": per_token_loss,
             "live_targets": mask,
             "num_targets": num_targets,
@@ -153,7 +175,9 @@ class CrossEntropyLossMetrics(BaseLossMetrics):
         if scale:
             metrics["z_loss"] = mean(jnp.square(stats["log_normalizer"]))
         if "target_num_bytes" in input_batch:
-            metrics["bits_per_byte"] = bits_per_byte(stats["nll"], input_batch["target_num_bytes"])
+            metrics["bits_per_byte"] = bits_per_byte(
+                stats["nll"], input_batch["target_num_bytes"]
+            )
         return mean(per_token_loss), metrics
 
 
@@ -172,7 +196,9 @@ class ModalityLossMetrics(CrossEntropyLossMetrics):
     class Config(CrossEntropyLossMetrics.Config):
         """Configures a ModalityLossMetrics."""
 
-        modalities: config.Required[dict[str, ModalityVocabInfo | str]] = config.REQUIRED
+        modalities: config.Required[dict[str, ModalityVocabInfo | str]] = (
+            config.REQUIRED
+        )
         """The targets of each modality by name: the range of ids of a `ModalityVocabInfo`, or the
         name of a mask in the batch, `Bool[Array, "batch time"]`."""
         loss_weights: dict[str, float] = {}
@@ -181,7 +207,9 @@ class ModalityLossMetrics(CrossEntropyLossMetrics):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         if not cfg.modalities:
-            raise MetricsError(f"modalities of {self.path()} is empty; expected at least one.")
+            raise MetricsError(
+                f"modalities of {self.path()} is empty; expected at least one."
+            )
         for name in cfg.loss_weights:
             if name not in cfg.modalities:
                 raise MetricsError(
@@ -202,13 +230,19 @@ class ModalityLossMetrics(CrossEntropyLossMetrics):
         statistics = predict_outputs.get("target_statistics")
         if statistics is None:
             labels = input_batch["target_labels"]
-            statistics = target_statistics(predict_outputs["logits"], labels, live)
+            statistics = target_statistics(
+                predict_outputs["logits"], labels, live
+            )
         _, metrics = super().forward(
             input_batch,
             predict_outputs={"target_statistics": statistics},
             module_outputs=module_outputs,
         )
-        batch = {name: x for name, x in input_batch.items() if name != "target_num_bytes"}
+        batch = {
+            name: x
+            for name, x in input_batch.items()
+            if name != "target_num_bytes"
+        }
         losses = []
         for name in cfg.modalities:
             if name in metrics:
@@ -219,19 +253,31 @@ class ModalityLossMetrics(CrossEntropyLossMetrics):
             mask = self._mask(name, input_batch)
             part = {key: jnp.where(mask, x, 0) for key, x in statistics.items()}
             loss, metrics[name] = super().forward(
-                {**batch, "live_targets": jnp.where(mask, live, jnp.zeros_like(live))},
+                {
+                    **batch,
+                    "live_targets": jnp.where(mask, live, jnp.zeros_like(live)),
+                },
                 predict_outputs={"target_statistics": part},
                 module_outputs=module_outputs,
             )
             metrics[name]["loss"] = loss
-            losses.append(WeightedScalar(cfg.loss_weights.get(name, 1.0) * loss.mean, loss.weight))
+            losses.append(
+                WeightedScalar(
+                    cfg.loss_weights.get(name, 1.0) * loss.mean, loss.weight
+                )
+            )
         return functools.reduce(operator.add, losses), metrics
 
     def _mask(self, name: str, input_batch: Mapping[str, Any]) -> Tensor:
         """Returns the targets of a modality, `Bool[Array, "batch time"]`."""
-        modality, labels = self.config.modalities[name], input_batch["target_labels"]
+        modality, labels = (
+            self.config.modalities[name],
+            input_batch["target_labels"],
+        )
         if isinstance(modality, ModalityVocabInfo):
-            return (labels >= modality.vocab_start) & (labels < modality.vocab_end)
+            return (labels >= modality.vocab_start) & (
+                labels < modality.vocab_end
+            )
         if modality not in input_batch:
             raise MetricsError(
                 f"modality {name!r} of {self.path()} has the mask {modality!r}, which the batch "
@@ -264,9 +310,15 @@ class AuxLossMetrics(BaseLossMetrics):
             return WeightedScalar(jnp.float32(0), weight), {}
         by_path = {
             jax.tree_util.keystr(path, simple=True, separator="/"): value
-            for path, value in jax.tree_util.tree_leaves_with_path(module_outputs)
+            for path, value in jax.tree_util.tree_leaves_with_path(
+                module_outputs
+            )
         }
-        losses = [jnp.mean(value) for path, value in by_path.items() if re.fullmatch(regex, path)]
+        losses = [
+            jnp.mean(value)
+            for path, value in by_path.items()
+            if re.fullmatch(regex, path)
+        ]
         if not losses:
             logger.warning(
                 "aux_loss_regex=%r of %s matches none of the module outputs %s; a repeated layer "
@@ -275,7 +327,9 @@ class AuxLossMetrics(BaseLossMetrics):
                 self.path(),
                 sorted(by_path),
             )
-        mean = jnp.mean(jnp.stack(losses or [jnp.float32(0)])).astype(jnp.float32)
+        mean = jnp.mean(jnp.stack(losses or [jnp.float32(0)])).astype(
+            jnp.float32
+        )
         loss = WeightedScalar(mean, weight)
         return loss, {"aux_loss": loss}
 
@@ -300,7 +354,9 @@ class CompositeLossMetrics(BaseLossMetrics):
     class Config(BaseLossMetrics.Config):
         """Configures a CompositeLossMetrics."""
 
-        metrics: config.Required[dict[str, BaseLossMetrics.Config]] = config.REQUIRED
+        metrics: config.Required[dict[str, BaseLossMetrics.Config]] = (
+            config.REQUIRED
+        )
         """The parts by name. The loss of each is a metric `loss_{name}`. The number of targets is
         that of the first class of metrics."""
         loss_weights: CompositeLossWeights.Config | None = None
@@ -333,25 +389,37 @@ class CompositeLossMetrics(BaseLossMetrics):
             parts[name] = part(
                 input_batch,
                 predict_outputs=predict_outputs,
-                module_outputs=context.filter_outputs(module_outputs, part.filter_module_outputs),
+                module_outputs=context.filter_outputs(
+                    module_outputs, part.filter_module_outputs
+                ),
             )
-        is_weighted = cfg.loss_weights is not None
-        weights = self.loss_weights(parts) if is_weighted else dict.fromkeys(parts, 1.0)
-        kinds: dict[Any, WeightedScalar] = {}
+        weights = dict.fromkeys(parts, 1.0)
+        if cfg.loss_weights is not None:
+            weights = self.loss_weights(parts)
+        # Losses of one class are one mean over all their targets; those of classes add up.
+        losses_by_kind: dict[str | type, WeightedScalar] = {}
         for name, (loss, _) in parts.items():
             part = getattr(self, name)
             kind = name if isinstance(part, AuxLossMetrics) else type(part)
             loss = WeightedScalar(weights[name] * loss.mean, loss.weight)
-            kinds[kind] = kinds[kind] + loss if kind in kinds else loss
-        first, *others = kinds.values()
-        mean = first.mean + sum(loss.mean for loss in others)
-        return WeightedScalar(mean, first.weight), self._collect(parts)
+            if kind in losses_by_kind:
+                loss = losses_by_kind[kind] + loss
+            losses_by_kind[kind] = loss
+        first_loss, *further_losses = losses_by_kind.values()
+        mean = first_loss.mean + sum(loss.mean for loss in further_losses)
+        loss = WeightedScalar(mean, first_loss.weight)
+        return loss, self._collect(parts)
 
-    def _collect(self, parts: dict[str, tuple[WeightedScalar, Metrics]]) -> Metrics:
-        collected: Metrics = {f"loss_{name}": loss for name, (loss, _) in parts.items()}
-        if self.config.flatten_metrics is False:
-            return collected | {name: metrics for name, (_, metrics) in parts.items()}
+    def _collect(
+        self, parts: dict[str, tuple[WeightedScalar, Metrics]]
+    ) -> Metrics:
+        collected: Metrics = {}
+        for part, (loss, _) in parts.items():
+            collected[f"loss_{part}"] = loss
         for part, (_, metrics) in parts.items():
+            if self.config.flatten_metrics is False:
+                collected[part] = metrics
+                continue
             if both := sorted(collected.keys() & metrics.keys()):
                 raise MetricsError(
                     f"{part!r} of {self.path()} has the metrics {both}, which another part also "
@@ -361,10 +429,11 @@ class CompositeLossMetrics(BaseLossMetrics):
         return collected
 
 
-def _loss_value(name: str, metric: Any) -> Any:
+def _loss_value(name: str, metric: T) -> T | Tensor:
     """Returns a part's loss without its weight, and other metrics unchanged."""
-    is_loss = name.startswith("loss_") and isinstance(metric, WeightedScalar)
-    return jnp.asarray(metric.mean) if is_loss else metric
+    if name.startswith("loss_") and isinstance(metric, WeightedScalar):
+        return jnp.asarray(metric.mean)
+    return metric
 
 
 def metrics_config(
@@ -376,14 +445,20 @@ def metrics_config(
     """
     return CompositeLossMetrics.default_config().set(
         metrics={
-            "lm": CrossEntropyLossMetrics.default_config().set(z_loss_scale=z_loss_scale),
-            "aux": AuxLossMetrics.default_config().set(aux_loss_regex=aux_loss_regex),
+            "lm": CrossEntropyLossMetrics.default_config().set(
+                z_loss_scale=z_loss_scale
+            ),
+            "aux": AuxLossMetrics.default_config().set(
+                aux_loss_regex=aux_loss_regex
+            ),
         },
         flatten_metrics=True,
     )
 
 
-TransformerStackConfig = StackedTransformerLayer.Config | RepeatedTransformerLayer.Config
+TransformerStackConfig = (
+    StackedTransformerLayer.Config | RepeatedTransformerLayer.Config
+)
 """Configs of a stack of transformer layers."""
 
 
@@ -422,7 +497,9 @@ class Model(base_layer.BaseModel):
         large; set to `vocab_size` for all logits at once. Layers whose logits are not a product
         with a weight compute all at once. The outputs still have `logits`, which cost nothing if
         `jax.jit` finds them unused."""
-        param_init: DefaultInitializer.Config | None = normal_weights(None, 0.02)
+        param_init: DefaultInitializer.Config | None = normal_weights(
+            None, 0.02
+        )
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -456,8 +533,15 @@ class Model(base_layer.BaseModel):
         mean = jnp.asarray(loss.mean)
         if not return_aux:
             return mean, {}
-        metrics = {name: _loss_value(name, value) for name, value in metrics.items()}
-        return mean, {**predictions, "metrics": metrics, "loss": mean, "num_targets": loss.weight}
+        metrics = {
+            name: _loss_value(name, value) for name, value in metrics.items()
+        }
+        return mean, {
+            **predictions,
+            "metrics": metrics,
+            "loss": mean,
+            "num_targets": loss.weight,
+        }
 
     def _shard_batch(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
         cfg = self.config
@@ -465,25 +549,36 @@ class Model(base_layer.BaseModel):
         batch = {name: x for name, x in input_batch.items() if x is not None}
         if axes == (None, None):
             return batch
-        return {name: maybe_shard(x, PartitionSpec(*axes[: x.ndim])) for name, x in batch.items()}
+        return {
+            name: maybe_shard(x, PartitionSpec(*axes[: x.ndim]))
+            for name, x in batch.items()
+        }
 
     def _target_mask(self, input_batch: Mapping[str, Any]) -> Tensor:
         cfg, labels = self.decoder.config, input_batch["target_labels"]
         if input_batch.get("live_targets") is not None:
             return input_batch["live_targets"]
         warn_if_padding_is_end(cfg, "live_targets")
-        return (labels >= 0) & (labels < cfg.vocab_size) & (labels != cfg.pad_token_id)
+        return (
+            (labels >= 0)
+            & (labels < cfg.vocab_size)
+            & (labels != cfg.pad_token_id)
+        )
 
     def _compute_metrics(
         self, batch: dict[str, Any], predictions: dict[str, Any]
     ) -> tuple[WeightedScalar, dict[str, Any]]:
-        statistics = self._statistics_in_chunks(batch, predictions.get("hidden_states"))
+        statistics = self._statistics_in_chunks(
+            batch, predictions.get("hidden_states")
+        )
         outputs = predictions
         if statistics is not None:
             outputs = {**predictions, "target_statistics": statistics}
         keep = self.metrics.filter_module_outputs
         module_outputs = context.filter_outputs(self.get_module_outputs(), keep)
-        return self.metrics(batch, predict_outputs=outputs, module_outputs=module_outputs)
+        return self.metrics(
+            batch, predict_outputs=outputs, module_outputs=module_outputs
+        )
 
     def _statistics_in_chunks(
         self, batch: Mapping[str, Any], hidden_states: Tensor | None
@@ -510,7 +605,9 @@ class Model(base_layer.BaseModel):
             return None
         return _live_statistics(statistics, labels, batch["live_targets"])
 
-    def _scan_positions(self, batch: Mapping[str, Any], hidden_states: Tensor) -> dict[str, Tensor]:
+    def _scan_positions(
+        self, batch: Mapping[str, Any], hidden_states: Tensor
+    ) -> dict[str, Tensor]:
         """Returns `target_statistics`, computed from `scan_chunk` positions at a time."""
         chunk, length = self.config.scan_chunk, hidden_states.shape[1]
 
@@ -518,12 +615,16 @@ class Model(base_layer.BaseModel):
             # Positions after the last one fill its chunk; their targets do not count.
             widths = [(0, 0), (0, -length % chunk), *[(0, 0)] * (x.ndim - 2)]
             padded = jnp.pad(x, widths)
-            return jnp.moveaxis(padded.reshape(len(x), -1, chunk, *x.shape[2:]), 1, 0)
+            return jnp.moveaxis(
+                padded.reshape(len(x), -1, chunk, *x.shape[2:]), 1, 0
+            )
 
         def from_chunks(x: Tensor) -> Tensor:
             return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, :length]
 
-        def of_chunk(carry: None, xs: tuple[Tensor, Tensor, Tensor]) -> tuple[None, Any]:
+        def of_chunk(
+            carry: None, xs: tuple[Tensor, Tensor, Tensor]
+        ) -> tuple[None, Any]:
             hidden_states, labels, mask = xs
             logits = self.compute_logits({"hidden_states": hidden_states})
             return carry, target_statistics(logits, labels, mask)
@@ -531,7 +632,10 @@ class Model(base_layer.BaseModel):
         xs = (hidden_states, batch["target_labels"], batch["live_targets"])
         with context.child_context("scan_chunk", module=self):
             _, statistics = transforms.scan_in_context(
-                of_chunk, carry=None, xs=jax.tree.map(to_chunks, xs), remat_kwargs={}
+                of_chunk,
+                carry=None,
+                xs=jax.tree.map(to_chunks, xs),
+                remat_kwargs={},
             )
         return jax.tree.map(from_chunks, statistics)
 
@@ -543,9 +647,13 @@ class Model(base_layer.BaseModel):
           `hidden_states`, `Float[Array, "batch time dim"]`, for `compute_logits`.
         """
         batch = self._shard_batch(input_batch)
-        names = {k: k for k in ("input_ids", "input_segment_ids", "token_type_ids")}
+        names = {
+            k: k for k in ("input_ids", "input_segment_ids", "token_type_ids")
+        }
         names["input_positions"] = "positions"
-        outputs = self.decoder({names[k]: x for k, x in batch.items() if k in names})
+        outputs = self.decoder(
+            {names[k]: x for k, x in batch.items() if k in names}
+        )
         if self.config.scan_chunk is not None:
             del outputs["logits"]
         return outputs
@@ -559,7 +667,9 @@ class Model(base_layer.BaseModel):
         """Returns the logits of the token after each input, `Float[Array, "batch time vocab"]`."""
         predictions = self.predict(input_batch)
         logits = predictions.get("logits")
-        return self.compute_logits(predictions) if logits is None else logits
+        if logits is None:
+            return self.compute_logits(predictions)
+        return logits
 
     def score(self, input_batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Returns a dict of the loss of each target and which targets count.
@@ -570,9 +680,13 @@ class Model(base_layer.BaseModel):
         mask = self._target_mask(input_batch)
         batch = {**input_batch, "live_targets": mask}
         predictions = self.predict(input_batch)
-        statistics = self._statistics_in_chunks(batch, predictions.get("hidden_states"))
+        statistics = self._statistics_in_chunks(
+            batch, predictions.get("hidden_states")
+        )
         if statistics is None:
-            statistics = target_statistics(predictions["logits"], batch["target_labels"], mask)
+            statistics = target_statistics(
+                predictions["logits"], batch["target_labels"], mask
+            )
         return {"per_token_loss": statistics["nll"], "live_targets": mask}
 
     def sample_decode(
@@ -581,7 +695,8 @@ class Model(base_layer.BaseModel):
         *,
         num_decodes: int = 1,
         max_sequence_length: int | None = None,
-        logits_modifier: config.ConfigOr[functional.LogitsToLogitsFn] | None = None,
+        logits_modifier: config.ConfigOr[functional.LogitsToLogitsFn]
+        | None = None,
         stop_decoding_condition: decoding.StopDecodingCondition | None = None,
     ) -> decoding.SampleOutputs:
         """Samples continuations of prompts; see `DecodingLayer.sample_decode`.
@@ -593,7 +708,8 @@ class Model(base_layer.BaseModel):
         with context.child_context("sample_decode", module=self.decoder):
             return self.decoder.sample_decode(
                 input_batch=input_batch,
-                max_sequence_length=max_sequence_length or input_batch["prefix"].shape[1],
+                max_sequence_length=max_sequence_length
+                or input_batch["prefix"].shape[1],
                 num_decodes=num_decodes,
                 logits_modifier=logits_modifier,
                 stop_decoding_condition=stop_decoding_condition,
@@ -615,15 +731,23 @@ class Model(base_layer.BaseModel):
         with context.child_context("beam_search_decode", module=self.decoder):
             return self.decoder.beam_search_decode(
                 input_batch=input_batch,
-                max_sequence_length=max_sequence_length or input_batch["prefix"].shape[1],
+                max_sequence_length=max_sequence_length
+                or input_batch["prefix"].shape[1],
                 num_decodes=num_decodes,
                 brevity_penalty=brevity_penalty,
             )
 
 
 def _summaries(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    nested = {k: _summaries(x) if isinstance(x, dict) else x for k, x in metrics.items()}
-    return {k: x for k, x in nested.items() if isinstance(x, WeightedScalar | dict) and x != {}}
+    nested = {
+        k: _summaries(x) if isinstance(x, dict) else x
+        for k, x in metrics.items()
+    }
+    return {
+        k: x
+        for k, x in nested.items()
+        if isinstance(x, WeightedScalar | dict) and x != {}
+    }
 
 
 def layer_norm_config(eps: float = 1e-5) -> LayerNorm.Config:
@@ -631,7 +755,9 @@ def layer_norm_config(eps: float = 1e-5) -> LayerNorm.Config:
     return LayerNorm.default_config().set(eps=eps)
 
 
-def residual_initializer_cfg(num_layers: int, scale: float = 0.02) -> DefaultInitializer.Config:
+def residual_initializer_cfg(
+    num_layers: int, scale: float = 0.02
+) -> DefaultInitializer.Config:
     """Returns an initializer of layers that add to the residual stream, to keep its variance.
 
     Weights are normal with the standard deviation `scale / sqrt(2 * num_layers)`, where `scale` is
@@ -651,7 +777,8 @@ def gpt_decoder_config(
     num_heads: int,
     vocab_size: int,
     max_position_embeddings: int,
-    activation_function: ActivationName | tuple[ActivationName, ActivationName] = "nn.relu",
+    activation_function: ActivationName
+    | tuple[ActivationName, ActivationName] = "nn.relu",
     layer_norm_epsilon: float = 1e-8,
     dropout_rate: float = 0.0,
     layer_remat: base_layer.RematSpec | None = None,
@@ -666,10 +793,16 @@ def gpt_decoder_config(
     stack = stack_cfg.clone()
     layer: Any = stack.layer
     attention = layer.self_attention.attention
-    attention.set(num_heads=num_heads, mask=CausalAttentionBias.default_config())
-    layer.feed_forward.set(hidden_dim=4 * hidden_dim, activation=activation_function)
+    attention.set(
+        num_heads=num_heads, mask=CausalAttentionBias.default_config()
+    )
+    layer.feed_forward.set(
+        hidden_dim=4 * hidden_dim, activation=activation_function
+    )
     residual = residual_initializer_cfg(num_layers)
-    layer.feed_forward.linear2.param_init = attention.output_linear.param_init = residual
+    layer.feed_forward.linear2.param_init = (
+        attention.output_linear.param_init
+    ) = residual
     if layer_remat is not None:
         layer.remat_spec = layer_remat
     pos_emb = LearnedPositionalEmbedding.default_config().set(
@@ -677,7 +810,10 @@ def gpt_decoder_config(
     )
     stack.set(num_layers=num_layers, layer=layer)
     cfg = Decoder.default_config().set(
-        transformer=stack, dim=hidden_dim, vocab_size=vocab_size, dropout_rate=dropout_rate
+        transformer=stack,
+        dim=hidden_dim,
+        vocab_size=vocab_size,
+        dropout_rate=dropout_rate,
     )
     cfg.emb.pos_emb = pos_emb
     config_setters.set_layer_norm_eps_recursively(cfg, layer_norm_epsilon)

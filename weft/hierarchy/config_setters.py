@@ -8,10 +8,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from weft.config import REQUIRED, ConfigBase, InstantiableConfig
-from weft.hierarchy.attention import multihead_attention, transformer
+from weft.functional import WeightFormat
+from weft.hierarchy.attention import (
+    feed_forward,
+    multihead_attention,
+    transformer,
+)
 from weft.hierarchy.layers.linear import Dropout
-from weft.hierarchy.layers.normalization import BaseNormalizationLayer, LayerNormStateless
-from weft.typing import PartitionSpec
+from weft.hierarchy.layers.normalization import (
+    BaseNormalizationLayer,
+    LayerNormStateless,
+)
+from weft.typing import PartitionSpec, PyTree
 
 
 def set_dropout_rate_recursively(
@@ -34,18 +42,55 @@ def set_layer_norm_eps_recursively(
     _set_field(cfg, LayerNormStateless, "eps", eps, set_only_if_none)
 
 
-def _set_field(cfg: ConfigBase, cls: type, name: str, value: object, only_if_none: bool) -> None:
-    def set_value(config: Any) -> None:
-        if is_config_of(config, cls) and not (only_if_none and getattr(config, name) is not None):
-            setattr(config, name, value)
+def _set_field(
+    cfg: ConfigBase,
+    cls: type,
+    name: str,
+    value: float | None,
+    only_if_none: bool,
+) -> None:
+    def set_value(config: InstantiableConfig) -> None:
+        if not is_config_of(config, cls):
+            return
+        if only_if_none and getattr(config, name) is not None:
+            return
+        setattr(config, name, value)
 
     for_each_config(cfg, set_value)
+
+
+def set_weight_format_recursively(
+    cfg: ConfigBase, weight_format: WeightFormat | None
+) -> None:
+    """Sets `weight_format` of the linear maps of every attention and feed-forward layer.
+
+    Adapters are added afterwards, so that their own weights are not stored in few bits.
+
+    >>> cfg = transformer.TransformerLayer.default_config()
+    >>> set_weight_format_recursively(cfg, "nf4")
+    >>> cfg.feed_forward.linear1.weight_format
+    'nf4'
+    """
+    layers = (
+        multihead_attention.MultiheadAttention,
+        feed_forward.TransformerFeedForwardLayer,
+    )
+
+    def set_format(config: InstantiableConfig) -> None:
+        if hasattr(config, "weight_format"):
+            config.weight_format = weight_format
+
+    def set_in_layer(config: InstantiableConfig) -> None:
+        if is_config_of(config, layers):
+            for_each_config(config, set_format)
+
+    for_each_config(cfg, set_in_layer)
 
 
 def set_bias_recursively(cfg: ConfigBase, bias: bool = False) -> None:
     """Sets every field `bias`."""
 
-    def set_bias(config: Any) -> None:
+    def set_bias(config: InstantiableConfig) -> None:
         if "bias" in config.keys():  # noqa: SIM118 - a config is not a mapping
             config.bias = bias
 
@@ -55,24 +100,26 @@ def set_bias_recursively(cfg: ConfigBase, bias: bool = False) -> None:
 def set_norm_recursively(cfg: ConfigBase, norm_cfg: InstantiableConfig) -> None:
     """Replaces every normalization layer; a new one without an `input_dim` gets the old one's."""
 
-    def replaced(value: Any) -> Any:
+    def replaced(value: PyTree) -> PyTree:
         if is_config_of(value, BaseNormalizationLayer):
-            new = norm_cfg.clone()
-            if "input_dim" in new.keys() and new.input_dim is REQUIRED:  # noqa: SIM118
-                new.input_dim = value.input_dim
-            return new
+            norm = norm_cfg.clone()
+            if "input_dim" in norm.keys() and norm.input_dim is REQUIRED:  # noqa: SIM118
+                norm.input_dim = value.input_dim
+            return norm
         if isinstance(value, dict):
             return {key: replaced(child) for key, child in value.items()}
-        return type(value)(map(replaced, value)) if type(value) in (list, tuple) else value
+        if type(value) in (list, tuple):
+            return type(value)(map(replaced, value))
+        return value
 
-    def has_norm(value: Any) -> bool:
+    def has_norm(value: PyTree) -> bool:
         if isinstance(value, dict):
             value = list(value.values())
         if type(value) in (list, tuple):
             return any(map(has_norm, value))
         return is_config_of(value, BaseNormalizationLayer)
 
-    def set_norm(config: Any) -> None:
+    def set_norm(config: InstantiableConfig) -> None:
         for name, value in config.items():
             if has_norm(value):
                 setattr(config, name, replaced(value))
@@ -82,15 +129,17 @@ def set_norm_recursively(cfg: ConfigBase, norm_cfg: InstantiableConfig) -> None:
 
 def is_config_of(value: object, cls: type | tuple[type, ...]) -> bool:
     """Returns whether a value is the config of one of the classes."""
+    if not isinstance(value, ConfigBase):
+        return False
     klass = getattr(value, "klass", None)
-    return isinstance(value, ConfigBase) and isinstance(klass, type) and issubclass(klass, cls)
+    return isinstance(klass, type) and issubclass(klass, cls)
 
 
-def for_each_config(root: ConfigBase, fn: Callable[[ConfigBase], None]) -> None:
+def for_each_config(root: ConfigBase, fn: Callable[[Any], None]) -> None:
     """Calls `fn` on every config inside `root`, inner ones first, and on `root` itself."""
     configs: list[ConfigBase] = []
 
-    def enter(path: str, value: object, children: list | None) -> list | None:
+    def enter(path: str, value: PyTree, children: list | None) -> list | None:
         if isinstance(value, ConfigBase):
             configs.append(value)
         return children
@@ -120,18 +169,31 @@ def set_attention_partition_specs(
       set_attn_activation_specs: whether to set those of queries, keys, values, the output and the
         cache, whose positions are not split.
     """
-    weight = (fsdp_axis_names, tp_axis_names, None)
-    _innermost_linear(cfg.input_linear).param_partition_spec = weight
-    _innermost_linear(cfg.output_linear).param_partition_spec = weight
+    fsdp, tp = fsdp_axis_names, tp_axis_names
+    innermost_linear(cfg.input_linear).param_partition_spec = (fsdp, tp, None)
+    innermost_linear(cfg.output_linear).param_partition_spec = (fsdp, tp, None)
+    _set_adapter_specs(
+        cfg.input_linear,
+        down=(None, fsdp, None),
+        up=(None, None, tp, None),
+    )
+    _set_adapter_specs(
+        cfg.output_linear, down=(None, tp, None), up=(None, fsdp)
+    )
     if set_attn_activation_specs:
         heads = (batch_axis_names, seq_axis_names, tp_axis_names, None)
-        cfg.set(q_partition_spec=heads, k_partition_spec=heads, v_partition_spec=heads)
+        cfg.set(
+            q_partition_spec=heads,
+            k_partition_spec=heads,
+            v_partition_spec=heads,
+        )
         cfg.o_partition_spec = (batch_axis_names, seq_axis_names, None)
-        cfg.kv_cache.kv_partition_spec = (batch_axis_names, None, tp_axis_names, None)
+        cache = (batch_axis_names, None, tp_axis_names, None)
+        cfg.kv_cache.kv_partition_spec = cache
 
 
 def set_feed_forward_partition_specs(
-    cfg: Any,
+    cfg: InstantiableConfig,
     *,
     batch_axis_names: AxisNames = ("data", "fsdp"),
     fsdp_axis_names: AxisNames = "fsdp",
@@ -145,32 +207,79 @@ def set_feed_forward_partition_specs(
     `set_attention_partition_specs`.
     """
     if hasattr(cfg, "dim_to_mesh_axis_map"):
-        axis_names = (batch_axis_names, fsdp_axis_names, tp_axis_names, seq_axis_names)
-        _set_expert_partition_specs(cfg, *axis_names)
+        _set_expert_partition_specs(
+            cfg,
+            _mesh_axes(batch_axis_names),
+            _mesh_axes(fsdp_axis_names),
+            _mesh_axes(tp_axis_names),
+            _mesh_axes(seq_axis_names),
+        )
         return
-    linear1, linear2 = _innermost_linear(cfg.linear1), _innermost_linear(cfg.linear2)
-    linear1.param_partition_spec = (fsdp_axis_names, tp_axis_names)
-    linear2.param_partition_spec = (tp_axis_names, fsdp_axis_names)
+    fsdp, tp = fsdp_axis_names, tp_axis_names
+    linear1 = innermost_linear(cfg.linear1)
+    linear2 = innermost_linear(cfg.linear2)
+    linear1.param_partition_spec = (fsdp, tp)
+    linear2.param_partition_spec = (tp, fsdp)
+    _set_adapter_specs(cfg.linear1, down=(fsdp, None), up=(None, tp))
+    _set_adapter_specs(cfg.linear2, down=(tp, None), up=(None, fsdp))
     activations = (batch_axis_names, seq_axis_names, tp_axis_names)
     linear1.output_partition_spec = activations
     linear2.output_partition_spec = activations
 
 
-def _innermost_linear(cfg: Any) -> Any:
+def innermost_linear(cfg: InstantiableConfig) -> InstantiableConfig:
+    """Returns the config of a linear map within layers that rotate its outputs or adapt it."""
+    inner = _inner_layer(cfg)
+    return cfg if inner is None else innermost_linear(inner)
+
+
+def _inner_layer(cfg: InstantiableConfig) -> InstantiableConfig | None:
     for name in ("input_linear", "layer"):
         if hasattr(cfg, name):
-            return _innermost_linear(getattr(cfg, name))
-    return cfg
+            return getattr(cfg, name)
+    return None
 
 
-def _set_expert_partition_specs(cfg: Any, *axis_names: AxisNames) -> None:
+def _set_adapter_specs(
+    cfg: InstantiableConfig | None,
+    *,
+    down: Sequence[AxisNames],
+    up: Sequence[AxisNames],
+) -> None:
+    """Sets the specs of the adapter of a linear map, if it has one.
+
+    Inputs and outputs are sharded as those of the weight, and divide wherever they do; the rank,
+    which may be smaller than an axis of the mesh, is not sharded.
+    """
+    while cfg is not None:
+        if hasattr(cfg, "adapter"):
+            cfg.adapter.lora_down.param_partition_spec = tuple(down)
+            cfg.adapter.lora_up.param_partition_spec = tuple(up)
+        cfg = _inner_layer(cfg)
+
+
+def _mesh_axes(axis_names: AxisNames) -> str | tuple[str, ...] | None:
+    """Returns the names in the form that a PartitionSpec takes."""
+    if axis_names is None or isinstance(axis_names, str):
+        return axis_names
+    return tuple(axis_names)
+
+
+def _set_expert_partition_specs(
+    cfg: InstantiableConfig,
+    batch: str | tuple[str, ...] | None,
+    fsdp: str | tuple[str, ...] | None,
+    tp: str | tuple[str, ...] | None,
+    seq: str | tuple[str, ...] | None,
+) -> None:
     """Sets those of a mixture of experts, whose arrays are keyed by the letters of their axes."""
-    batch, fsdp, tp, seq = (x if x is None or isinstance(x, str) else tuple(x) for x in axis_names)
     axes = dict(cfg.dim_to_mesh_axis_map)
     for dims, spec in axes.items():
         if dims[0] == "o" and spec is not None:
             axes[dims] = PartitionSpec(batch, *tuple(spec)[1:])
-    experts = axes["emh"][0] if axes.get("emh") else None
+    experts = None
+    if axes.get("emh"):
+        experts = axes["emh"][0]
     axes["me"] = PartitionSpec(fsdp, None)
     axes["emh"] = PartitionSpec(experts, fsdp, tp)
     axes["ehm"] = PartitionSpec(experts, tp, fsdp)
@@ -186,7 +295,8 @@ def _set_expert_partition_specs(cfg: Any, *axis_names: AxisNames) -> None:
 
 
 def set_double_shard_weights_config(
-    cfg: transformer.TransformerLayer.Config | Sequence[transformer.TransformerLayer.Config],
+    cfg: transformer.TransformerLayer.Config
+    | Sequence[transformer.TransformerLayer.Config],
     *,
     batch_axis_names: AxisNames = ("data", "fsdp"),
     fsdp_axis_names: AxisNames = "fsdp",
@@ -204,11 +314,15 @@ def set_double_shard_weights_config(
         "tp_axis_names": tp_axis_names,
         "seq_axis_names": seq_axis_names,
     }
-    layers: Any = cfg if isinstance(cfg, list | tuple) else [cfg]
+    layers: Any = cfg
+    if not isinstance(cfg, list | tuple):
+        layers = [cfg]
     for layer in layers:
         for attention in (layer.self_attention, layer.cross_attention):
             if attention is not None:
                 set_attention_partition_specs(
-                    attention.attention, set_attn_activation_specs=set_attn_activation_specs, **axes
+                    attention.attention,
+                    set_attn_activation_specs=set_attn_activation_specs,
+                    **axes,
                 )
         set_feed_forward_partition_specs(layer.feed_forward, **axes)

@@ -71,7 +71,9 @@ class OutputCollection(NamedTuple):
 
     def child(self, name: str) -> "OutputCollection":
         """Returns the collection of a child, created if missing."""
-        return OutputCollection(*(outputs.setdefault(name, {}) for outputs in self))
+        return OutputCollection(
+            *(outputs.setdefault(name, {}) for outputs in self)
+        )
 
     def update(self, collection: "OutputCollection") -> None:
         """Adds the top-level entries of `collection`, replacing entries of the same name."""
@@ -79,7 +81,9 @@ class OutputCollection(NamedTuple):
             mine.update(theirs)
 
 
-def filter_outputs(outputs: Mapping[str, Any], keep: Callable[[str], bool]) -> dict[str, Any]:
+def filter_outputs(
+    outputs: Mapping[str, Any], keep: Callable[[str], bool]
+) -> dict[str, Any]:
     """Returns the outputs in nested dicts whose path `keep` accepts.
 
     >>> filter_outputs({"decoder": {"x": 1, "y": 2}, "z": 3}, lambda path: path == "decoder/x")
@@ -125,7 +129,9 @@ def check_name(name: object, place: str) -> None:
 
 def fold_in_name(prng_key: Tensor, name: str) -> Tensor:
     """Returns a child's PRNG key: the parent's key with the child's name folded in."""
-    digest = int(hashlib.md5(name.encode(), usedforsecurity=False).hexdigest(), 16)
+    digest = int(
+        hashlib.md5(name.encode(), usedforsecurity=False).hexdigest(), 16
+    )
     return jax.random.fold_in(prng_key, digest % (2**31 - 1))
 
 
@@ -153,7 +159,9 @@ class InvocationContext:
     state: NestedTensor
     is_training: bool
     prng_key: Any
-    output_collection: OutputCollection = dataclasses.field(default_factory=new_output_collection)
+    output_collection: OutputCollection = dataclasses.field(
+        default_factory=new_output_collection
+    )
 
     def __post_init__(self):
         if isinstance(self.prng_key, _ChildKey):
@@ -163,7 +171,9 @@ class InvocationContext:
             del self.prng_key
         # The trace of outputs and keys: that in which the invocation began.
         try:
-            self._trace: Any = current_trace() if self.parent is None else self.parent._trace
+            self._trace: Any = (
+                current_trace() if self.parent is None else self.parent._trace
+            )
         except AttributeError:
             raise errors.ArgumentValueError(
                 f"parent={self.parent!r} is of type {type(self.parent).__name__}; expected the "
@@ -180,7 +190,9 @@ class InvocationContext:
     def __getattr__(self, name: str) -> Any:
         if name == "prng_key" and "_derived" in self.__dict__:
             key = self._derived.parent.prng_key
-            return None if key is None else fold_in_name(key, self._derived.name)
+            return (
+                None if key is None else fold_in_name(key, self._derived.name)
+            )
         raise AttributeError(f"InvocationContext has no attribute {name!r}.")
 
     def path(self) -> str:
@@ -189,7 +201,9 @@ class InvocationContext:
             return self._path or self.name
         return f"{self.parent.path()}.{self.name}"
 
-    def add_child(self, name: str, **override_kwargs: Any) -> "InvocationContext":
+    def add_child(
+        self, name: str, **override_kwargs: Any
+    ) -> "InvocationContext":
         """Returns a new child context for invoking `module`, by default the child of that name.
 
         Args:
@@ -208,7 +222,10 @@ class InvocationContext:
             **override_kwargs,
         }
         if "output_collection" not in fields:
-            if self._trace is not current_trace() and self.is_from_outer_trace():
+            if (
+                self._trace is not current_trace()
+                and self.is_from_outer_trace()
+            ):
                 # A pure call, which may be traced several times, as branches and loops are.
                 fields["output_collection"] = new_output_collection()
             else:
@@ -259,7 +276,9 @@ class InvocationContext:
                 f"second call: {self._suggest_call(name, module)}."
             )
         self._child_calls[name] = _caller_location()
-        if name in self._child_views:  # a descendant was called first, through this child
+        if (
+            name in self._child_views
+        ):  # a descendant was called first, through this child
             return self.output_collection.child(name)
         return self.output_collection.add_child(name)
 
@@ -272,7 +291,10 @@ class InvocationContext:
         if number < 2:
             stem = name
         number += 1
-        while f"{stem}_{number}" in self._child_calls or f"{stem}_{number}" in self._child_views:
+        while (
+            f"{stem}_{number}" in self._child_calls
+            or f"{stem}_{number}" in self._child_views
+        ):
             number += 1
         # The code belongs in a method of the module whose context is current.
         caller = (current_context() or self).module
@@ -284,11 +306,17 @@ class InvocationContext:
         """Returns the state of this context's module, a descendant, or a shared module."""
         context: InvocationContext | None = self
         while context is not None:
-            names = None if context.module is None else context.module.find_descendant(module)
+            names = (
+                None
+                if context.module is None
+                else context.module.find_descendant(module)
+            )
             if names is not None:
                 state: Any = context.state
                 for name in names:
-                    state = state.get(name, {})  # modules without parameters may have no entry
+                    state = state.get(
+                        name, {}
+                    )  # modules without parameters may have no entry
                 return state
             if module in context._shared_states:
                 return context._shared_states[module]
@@ -299,13 +327,17 @@ class InvocationContext:
             "`self._share_with_descendants(module, shared_module_name=...)`."
         )
 
-    def functional(self, method_fn: Callable[P, R]) -> Callable[P, tuple[R, OutputCollection]]:
+    def functional(
+        self, method_fn: Callable[P, R]
+    ) -> Callable[P, tuple[R, OutputCollection]]:
         """Returns a pure function that calls `method_fn` in a copy of this context without outputs.
 
         It returns the result of `method_fn` and an `OutputCollection`.
         """
 
-        def pure(*args: P.args, **kwargs: P.kwargs) -> tuple[R, OutputCollection]:
+        def pure(
+            *args: P.args, **kwargs: P.kwargs
+        ) -> tuple[R, OutputCollection]:
             context = self.fork()
             # The copy belongs to the trace of the call, so its outputs are not those of a leak.
             context._trace = current_trace()
@@ -358,7 +390,9 @@ class InvocationContext:
         outputs: dict[str, Any] = getattr(self.output_collection, kind)
         if self.is_from_outer_trace():
             raise side_effect_error(
-                self, f"the {_SINGULAR[kind]} {name!r} is added", "a tracer would leak"
+                self,
+                f"the {_SINGULAR[kind]} {name!r} is added",
+                "a tracer would leak",
             )
         if name in outputs:
             raise errors.OutputConflictError(
@@ -369,7 +403,9 @@ class InvocationContext:
     def set_state_update(self, value: NestedTensor) -> None:
         """Replaces all state updates of this invocation, by a dict or, as a whole, by an array."""
         if self.is_from_outer_trace():
-            raise side_effect_error(self, "state updates are set", "a tracer would leak")
+            raise side_effect_error(
+                self, "state updates are set", "a tracer would leak"
+            )
         updates = self.output_collection.state_updates
         if isinstance(value, dict):
             updates.clear()
@@ -445,7 +481,9 @@ class ActiveContext:
     __slots__ = ("_context", "_scope")
 
     # A class, since a generator takes three times as many Python calls.
-    def __init__(self, context: InvocationContext, caller: InvocationContext | None):
+    def __init__(
+        self, context: InvocationContext, caller: InvocationContext | None
+    ):
         scope_name = context.name
         ancestor = context.parent
         # A call of a descendant further down opens the scopes on the way to it, too.
@@ -519,9 +557,14 @@ def install_context_stack(stack: Sequence[InvocationContext]) -> None:
 
 def _caller_location() -> str:
     frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") in _INTERNAL_MODULES:
+    while (
+        frame is not None
+        and frame.f_globals.get("__name__") in _INTERNAL_MODULES
+    ):
         frame = frame.f_back
-    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return (
+        "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    )
 
 
 _INTERNAL_MODULES = (__name__, "weft.hierarchy.module", "contextlib")
@@ -534,13 +577,17 @@ def side_effect_error(
 
     `effect` is such as "the PRNG key is read", `reason` as "every iteration would draw the same".
     """
-    location = context.path() if context.module is None else context.module.path()
+    location = (
+        context.path() if context.module is None else context.module.path()
+    )
     jax_transform = running_transformation()
     replacements = "the transformation of the same name"
     if jax_transform:
         names = lifted_names(jax_transform)
         # `scan` has another name in this package.
-        names = ["scan_in_context" if name == "scan" else name for name in names]
+        names = [
+            "scan_in_context" if name == "scan" else name for name in names
+        ]
         replacements = "` or `".join(names)
     return errors.ContextTransformError(
         f"{effect} in {location!r} inside of {jax_transform or 'a transformation of JAX'}, "

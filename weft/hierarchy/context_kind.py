@@ -15,7 +15,11 @@ from jax.tree_util import KeyPath
 from weft import errors, lifting
 from weft.core.filters import group_collections
 from weft.hierarchy import context as context_lib
-from weft.hierarchy.context import InvocationContext, ModuleNode, OutputCollection
+from weft.hierarchy.context import (
+    InvocationContext,
+    ModuleNode,
+    OutputCollection,
+)
 from weft.lifting import signature
 from weft.lifting.kind import Parts
 from weft.typing import PyTree, Tensor
@@ -70,7 +74,9 @@ class ContextKind(lifting.Kind):
     carrier_types = (InvocationContext,)
     carriers_are_leaves = True
 
-    def split(self, carriers: Sequence[InvocationContext], parts: Sequence[Parts]):
+    def split(
+        self, carriers: Sequence[InvocationContext], parts: Sequence[Parts]
+    ):
         statics: list[_Static] = []
         groups: list[tuple[dict[str, Any], ...]] = []
         for context, context_parts in zip(carriers, parts, strict=True):
@@ -93,7 +99,11 @@ class ContextKind(lifting.Kind):
             )
         return list(carriers), tuple(statics), groups
 
-    def merge(self, static: tuple[_Static, ...], groups: Sequence[tuple[dict[str, Any], ...]]):
+    def merge(
+        self,
+        static: tuple[_Static, ...],
+        groups: Sequence[tuple[dict[str, Any], ...]],
+    ):
         contexts: list[InvocationContext] = []
         for fields, context_groups in zip(static, groups, strict=True):
             entries = _flatten_groups(context_groups)
@@ -107,11 +117,15 @@ class ContextKind(lifting.Kind):
                 prng_key=entries.get("prng_key"),
             )
             # Without a role for `shared`, there are no states.
-            shared_states = zip(fields.shared, entries.get("shared", []), strict=False)
+            shared_states = zip(
+                fields.shared, entries.get("shared", []), strict=False
+            )
             context._shared_states = dict(shared_states)
             context._path = fields.path
             if fields.is_from_outer_trace:
-                context._trace = None  # not that of the call, as of the context outside
+                context._trace = (
+                    None  # not that of the call, as of the context outside
+                )
             contexts.append(context)
         return None, contexts
 
@@ -127,7 +141,9 @@ class ContextKind(lifting.Kind):
             groups.append(group_collections(outputs, _filters(context_parts)))
         return None, groups, []
 
-    def commit(self, outer: Sequence[InvocationContext], static, groups, new_groups):
+    def commit(
+        self, outer: Sequence[InvocationContext], static, groups, new_groups
+    ):
         # All or nothing: no outputs are added before those of all contexts were checked.
         updates: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for context, context_groups in zip(outer, groups, strict=True):
@@ -150,25 +166,41 @@ class ContextKind(lifting.Kind):
         key = group.get("prng_key")
         return group if key is None else {**group, "prng_key": fork_key(key, n)}
 
-    def created(self, inputs: dict[str, Any], outputs: dict[str, Any]) -> dict[str, Any] | None:
+    def created(
+        self, inputs: dict[str, Any], outputs: dict[str, Any]
+    ) -> dict[str, Any] | None:
         """Returns the state entries that a call updates; other branches leave them unchanged."""
-        entries = _state_entries_at(inputs.get("state", {}), outputs.get("state_updates", {}))
+        entries = _state_entries_at(
+            inputs.get("state", {}), outputs.get("state_updates", {})
+        )
         return {"state_updates": entries} if entries else None
 
-    def union(self, group: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    def union(
+        self, group: dict[str, Any], other: dict[str, Any]
+    ) -> dict[str, Any]:
         return _merge_nested(_outputs_of(group), _outputs_of(other))
 
-    def location(self, static: tuple[_Static, ...], carrier: int | None, path: KeyPath) -> str:
+    def location(
+        self, static: tuple[_Static, ...], carrier: int | None, path: KeyPath
+    ) -> str:
         if carrier is None:
             return super().location(static, carrier, path)
-        return _describe_entry(static[carrier].module, static[carrier].path, path)
+        return _describe_entry(
+            static[carrier].module, static[carrier].path, path
+        )
 
-    def place_of(self, context: InvocationContext, kind: str, path: KeyPath) -> str:
+    def place_of(
+        self, context: InvocationContext, kind: str, path: KeyPath
+    ) -> str:
         """Returns the location of an output, by its kind and path; for errors."""
-        return _describe_entry(context.module, context.path(), (jax.tree_util.DictKey(kind), *path))
+        return _describe_entry(
+            context.module, context.path(), (jax.tree_util.DictKey(kind), *path)
+        )
 
 
-def _describe_entry(module: ModuleNode | None, context_path: str, path: KeyPath) -> str:
+def _describe_entry(
+    module: ModuleNode | None, context_path: str, path: KeyPath
+) -> str:
     module_path = context_path if module is None else module.path()
     entry = jax.tree_util.keystr(path, simple=True, separator="/")
     return f"{entry!r} of the module {module_path!r}"
@@ -178,7 +210,9 @@ def _filters(parts: Parts) -> list[Any]:
     return [entry_filter for entry_filter, _ in parts]
 
 
-def _flatten_groups(groups: tuple[dict[str, Any] | None, ...]) -> dict[str, Any]:
+def _flatten_groups(
+    groups: tuple[dict[str, Any] | None, ...],
+) -> dict[str, Any]:
     """Returns the entries of all groups; a group that is None has none."""
     entries: dict[str, Any] = {}
     for group in groups:
@@ -190,7 +224,9 @@ def _outputs_of(group: dict[str, Any]) -> dict[str, Any]:
     return {name: entries for name, entries in group.items() if name in OUTPUTS}
 
 
-def _state_entries_at(state: PyTree, updates: Mapping[str, PyTree]) -> dict[str, PyTree]:
+def _state_entries_at(
+    state: PyTree, updates: Mapping[str, PyTree]
+) -> dict[str, PyTree]:
     """Returns the entries of a nested state at the places of updates, where present."""
     entries: dict[str, PyTree] = {}
     if not isinstance(state, dict):
@@ -219,10 +255,14 @@ def _merge_nested(entries: PyTree, new_entries: PyTree) -> PyTree:
 CONTEXT_KIND = ContextKind()
 
 
-def in_context(fn: Callable[P, R]) -> Callable[Concatenate[InvocationContext, P], R]:
+def in_context(
+    fn: Callable[P, R],
+) -> Callable[Concatenate[InvocationContext, P], R]:
     """Returns `fn` with an additional first argument: the context to run in."""
 
-    def call(context: InvocationContext, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(
+        context: InvocationContext, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
         with context_lib.set_current_context(context, require_parent=False):
             return fn(*args, **kwargs)
 
@@ -235,7 +275,11 @@ def with_packed_args(
     """Returns `fn` as a function of a context, a tuple of arguments and a dict of keywords."""
     run_in_context = in_context(fn)
 
-    def call(context: InvocationContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+    def call(
+        context: InvocationContext,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> R:
         return run_in_context(context, *args, **kwargs)
 
     return signature.named_after(fn, call)

@@ -72,16 +72,22 @@ class BaseConv(BaseLayer):
     def _window_sizes(self) -> dict[str, Any]:
         cfg, n = self.config, self._num_axes
         names = ("window", "strides", "dilation")
-        sizes = {name: functional.per_axis(getattr(cfg, name), n) for name in names}
+        sizes = {
+            name: functional.per_axis(getattr(cfg, name), n) for name in names
+        }
         return {**sizes, "padding": cfg.padding}
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg = self.config
         shape = (*self._window_sizes()["window"], *self._channels())
         factors = (None,) * self._num_axes + ("row", "col")
-        specs = parameter_spec.weight_and_bias_specs(cfg, shape, factors, bias_axes=slice(-1, None))
+        specs = parameter_spec.weight_and_bias_specs(
+            cfg, shape, factors, bias_axes=slice(-1, None)
+        )
         if cfg.bias:  # also if the weight's last axis is that of inputs
-            specs["bias"] = dataclasses.replace(specs["bias"], shape=(cfg.output_dim,))
+            specs["bias"] = dataclasses.replace(
+                specs["bias"], shape=(cfg.output_dim,)
+            )
         return specs
 
     def _channels(self) -> tuple[int, int]:
@@ -90,10 +96,20 @@ class BaseConv(BaseLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolves `Float[Array, "batch *spatial input_dim"]`."""
-        cfg, params, options = self.config, self.parameters, self._window_sizes()
+        cfg, params, options = (
+            self.config,
+            self.parameters,
+            self._window_sizes(),
+        )
         del options["window"]
         bias = params["bias"] if cfg.bias else None
-        y = self._conv(x, params["weight"], bias, groups=cfg.num_input_dim_groups, **options)
+        y = self._conv(
+            x,
+            params["weight"],
+            bias,
+            groups=cfg.num_input_dim_groups,
+            **options,
+        )
         return self._add_tensor_stats("outputs", y)
 
     def _conv(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -103,18 +119,27 @@ class BaseConv(BaseLayer):
     _out_paddings = staticmethod(functional.compute_conv_paddings)
 
     @nowrap
-    def output_shape(self, *, input_shape: Sequence[int | None]) -> list[int | None]:
+    def output_shape(
+        self, *, input_shape: Sequence[int | None]
+    ) -> list[int | None]:
         """Returns the shape of the output; raises ArgumentShapeError for a wrong rank or channels.
 
         `input_shape` is `(batch, *spatial, input_dim)`, None for unknown sizes.
         """
         batch, *spatial, channels = input_shape
-        if len(spatial) != self._num_axes or channels not in (None, self.config.input_dim):
+        if len(spatial) != self._num_axes or channels not in (
+            None,
+            self.config.input_dim,
+        ):
             raise errors.ArgumentShapeError(
                 f"{self.path()}: input_shape={tuple(input_shape)} must be (batch, "
                 f"{self._num_axes} spatial sizes, {self.config.input_dim} channels)."
             )
-        return [batch, *self._out_sizes(spatial, **self._window_sizes()), self.config.output_dim]
+        return [
+            batch,
+            *self._out_sizes(spatial, **self._window_sizes()),
+            self.config.output_dim,
+        ]
 
 
 class Conv1D(BaseConv):
@@ -147,7 +172,9 @@ class Conv1D(BaseConv):
 
         Returns `Float[Array, "batch out_time output_dim"]`.
         """
-        y = super().forward(parameter_spec.maybe_shard(x, self.config.input_partition_spec))
+        y = super().forward(
+            parameter_spec.maybe_shard(x, self.config.input_partition_spec)
+        )
         return parameter_spec.maybe_shard(y, self.config.output_partition_spec)
 
 
@@ -192,13 +219,18 @@ def zero_padding(x: Tensor, paddings: Tensor) -> Tensor:
 
 
 def convolve_with_paddings(
-    convolve: Callable[[Tensor], Tensor], x: Tensor, paddings: Tensor, out_paddings: Tensor
+    convolve: Callable[[Tensor], Tensor],
+    x: Tensor,
+    paddings: Tensor,
+    out_paddings: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Convolves `x`, `Num[Array, "batch time *rest"]`, without its padding.
 
     Returns the output and its paddings.
     """
-    return zero_padding(convolve(zero_padding(x, paddings)), out_paddings), out_paddings
+    return zero_padding(
+        convolve(zero_padding(x, paddings)), out_paddings
+    ), out_paddings
 
 
 class PaddedConv(BaseConv):
@@ -209,7 +241,9 @@ class PaddedConv(BaseConv):
 
         `x` is `Float[Array, "batch time *spatial input_dim"]`.
         """
-        return convolve_with_paddings(super().forward, x, paddings, self.conv_paddings(paddings))
+        return convolve_with_paddings(
+            super().forward, x, paddings, self.conv_paddings(paddings)
+        )
 
     def conv_paddings(self, paddings: Tensor) -> Tensor:
         """Returns the paddings of the output, by the window along the first spatial axis."""
@@ -261,17 +295,25 @@ class StackOverTime(BaseLayer):
 
     def _explicit_padding(self) -> tuple[tuple[int, int], ...]:
         cfg = self.config
-        padding = cfg.padding if isinstance(cfg.padding, str) else (tuple(cfg.padding),)
+        padding = (
+            cfg.padding
+            if isinstance(cfg.padding, str)
+            else (tuple(cfg.padding),)
+        )
         return functional.conv_explicit_padding(
             window=(cfg.stride,), strides=(cfg.stride,), padding=padding
         )
 
-    def forward(self, inputs: Tensor, *, paddings: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, inputs: Tensor, *, paddings: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Returns `Float[Array, "batch out_time stride*dim"]` and its paddings.
 
         `inputs` are `Float[Array, "batch time dim"]`.
         """
-        return convolve_with_paddings(self._stack, inputs, paddings, self.conv_paddings(paddings))
+        return convolve_with_paddings(
+            self._stack, inputs, paddings, self.conv_paddings(paddings)
+        )
 
     def _stack(self, x: Tensor) -> Tensor:
         x = jnp.pad(x, ((0, 0), *self._explicit_padding(), (0, 0)))
@@ -279,22 +321,32 @@ class StackOverTime(BaseLayer):
         count = x.shape[1] // stride
         x = arrays.gathered(x[:, : count * stride], 1, 2)
         batch, _, dim = x.shape
-        return arrays.reshaped(x, (batch, count, stride * dim), arrays.explicit_spec(x)[:1])
+        return arrays.reshaped(
+            x, (batch, count, stride * dim), arrays.explicit_spec(x)[:1]
+        )
 
     def conv_paddings(self, paddings: Tensor) -> Tensor:
         """Returns the paddings of the output: those of the first vector of each."""
         stride = self.config.stride
         return functional.compute_conv_paddings(
-            paddings, window=stride, stride=stride, conv_padding=self._explicit_padding()
+            paddings,
+            window=stride,
+            stride=stride,
+            conv_padding=self._explicit_padding(),
         )
 
     @nowrap
-    def output_shape(self, *, input_shape: Sequence[int | None]) -> list[int | None]:
+    def output_shape(
+        self, *, input_shape: Sequence[int | None]
+    ) -> list[int | None]:
         """Returns the shape of the output from `(batch, time, dim)`, None for unknown sizes."""
         batch, time, dim = input_shape
         stride = self.config.stride
         (out_time,) = functional.conv_output_shape(
-            (time,), window=(stride,), strides=(stride,), padding=self._explicit_padding()
+            (time,),
+            window=(stride,),
+            strides=(stride,),
+            padding=self._explicit_padding(),
         )
         return [batch, out_time, None if dim is None else dim * stride]
 
@@ -329,7 +381,9 @@ class Conv1DTranspose(PaddedConv, BaseConvTranspose):
 
     _num_axes = 1
 
-    def forward(self, x: Tensor, *, paddings: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, *, paddings: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns `Float[Array, "batch out_time output_dim"]`, and its paddings or None.
 
         `x` is `Float[Array, "batch time input_dim"]`; `paddings` None means it has none.
@@ -359,7 +413,9 @@ class Conv2DTranspose(BaseConvTranspose):
     _num_axes = 2
 
     def _conv(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return super()._conv(x, *args, transpose_kernel=self.config.transpose_kernel, **kwargs)
+        return super()._conv(
+            x, *args, transpose_kernel=self.config.transpose_kernel, **kwargs
+        )
 
     def _channels(self) -> tuple[int, int]:
         cfg = self.config
@@ -367,7 +423,9 @@ class Conv2DTranspose(BaseConvTranspose):
             return super()._channels()
         return cfg.output_dim // cfg.num_input_dim_groups, cfg.input_dim
 
-    def _compute_fan_axes(self, name: str, spec: ParameterSpec) -> param_init.FanAxes | None:
+    def _compute_fan_axes(
+        self, name: str, spec: ParameterSpec
+    ) -> param_init.FanAxes | None:
         if name == "weight" and self.config.transpose_kernel:
             return param_init.FanAxes(in_axis=-1, out_axis=-2)
         return super()._compute_fan_axes(name, spec)
@@ -413,7 +471,9 @@ class MaxPool2D(BaseLayer):
         return functional.max_pool(x, cfg.window, strides=cfg.strides)
 
     @nowrap
-    def output_shape(self, *, input_shape: Sequence[int | None]) -> list[int | None]:
+    def output_shape(
+        self, *, input_shape: Sequence[int | None]
+    ) -> list[int | None]:
         """Returns the shape of the output; sizes may be None if unknown."""
         cfg = self.config
         batch, *spatial, channels = input_shape
@@ -450,13 +510,23 @@ class SqueezeExcitation(BaseLayer):
         self._activation = functional.get_activation_fn(cfg.activation)
         self._gating = functional.get_activation_fn(cfg.gating)
         if reduced:
-            conv = Conv2D.default_config().set(param_partition_spec=cfg.param_partition_spec)
-            self._add_child("reduce", conv.clone(input_dim=cfg.input_dim, output_dim=reduced))
-            self._add_child("expand", conv.clone(input_dim=reduced, output_dim=cfg.input_dim))
+            conv = Conv2D.default_config().set(
+                param_partition_spec=cfg.param_partition_spec
+            )
+            self._add_child(
+                "reduce",
+                conv.clone(input_dim=cfg.input_dim, output_dim=reduced),
+            )
+            self._add_child(
+                "expand",
+                conv.clone(input_dim=reduced, output_dim=cfg.input_dim),
+            )
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Scales the channels of `inputs`, `Float[Array, "batch height width input_dim"]`."""
         if not self._reduced:
             return inputs
         squeezed = jnp.mean(inputs, axis=(1, 2), keepdims=True)
-        return inputs * self._gating(self.expand(self._activation(self.reduce(squeezed))))
+        return inputs * self._gating(
+            self.expand(self._activation(self.reduce(squeezed)))
+        )

@@ -23,10 +23,16 @@ from weft.config import REQUIRED, InstantiableConfig, Required, maybe_set_config
 from weft.core.logical import names_to_mesh_axes
 from weft.core.spmd import axes_of, get_global_mesh
 from weft.functional import LogitsToLogitsFn, arrays, attend, loss
-from weft.functional.linear_cross_entropy import linear_logit_statistics, num_chunks
+from weft.functional.linear_cross_entropy import (
+    linear_logit_statistics,
+    num_chunks,
+)
 from weft.hierarchy import base_layer, config_setters, context, decoding
 from weft.hierarchy.attention.bias import AttentionLogitBiasLayer
-from weft.hierarchy.attention.stack import BaseStackedTransformerLayer, StackedTransformerLayer
+from weft.hierarchy.attention.stack import (
+    BaseStackedTransformerLayer,
+    StackedTransformerLayer,
+)
 from weft.hierarchy.layers import embedding, linear, normalization
 from weft.hierarchy.module import Module, nowrap
 from weft.hierarchy.param_init import FanAxes
@@ -92,7 +98,8 @@ class BaseDecoder(Protocol):
 
 
 def log_probs_from_logits(
-    logits: Tensor, logits_modifier: config.ConfigOr[LogitsToLogitsFn] | None = None
+    logits: Tensor,
+    logits_modifier: config.ConfigOr[LogitsToLogitsFn] | None = None,
 ) -> Tensor:
     """Returns the log probabilities of modified logits, `Float[Array, "*batch vocab"]`, in float32.
 
@@ -169,15 +176,21 @@ class DecodingLayer(config.Configurable):
                 "prng_key= to `functional`, or decode the likeliest tokens by beam_search_decode "
                 "with num_decodes=1."
             )
-        cross = _cross_attention_kwargs(cross_attention_data, cross_attention_logit_biases)
+        cross = _cross_attention_kwargs(
+            cross_attention_data, cross_attention_logit_biases
+        )
         modifier = config.maybe_instantiate(logits_modifier)
         return decoding.sample_decode(
             **self._prefill(input_batch, max_sequence_length, cross),
-            tokens_to_scores=self._tokens_to_scores(num_decodes, cross, modifier),
+            tokens_to_scores=self._tokens_to_scores(
+                num_decodes, cross, modifier
+            ),
             num_decodes=num_decodes,
             max_decode_len=max_sequence_length,
             stop_decoding_condition=stop_decoding_condition
-            or decoding.StopOnSubsequence([[i] for i in decoding.end_ids(cfg.eos_token_id)]),
+            or decoding.StopOnSubsequence(
+                [[i] for i in decoding.end_ids(cfg.eos_token_id)]
+            ),
             prng_key=prng_key,
             pad_id=cfg.pad_token_id,
         )
@@ -201,7 +214,9 @@ class DecodingLayer(config.Configurable):
           brevity_penalty: corrects scores for lengths; see `brevity_penalty_fn`.
         """
         cfg = self.config
-        cross = _cross_attention_kwargs(cross_attention_data, cross_attention_logit_biases)
+        cross = _cross_attention_kwargs(
+            cross_attention_data, cross_attention_logit_biases
+        )
         return decoding.beam_search_decode(
             **self._prefill(input_batch, max_sequence_length, cross),
             tokens_to_scores=self._tokens_to_scores(num_decodes, cross, None),
@@ -213,29 +228,49 @@ class DecodingLayer(config.Configurable):
         )
 
     def _prefill(
-        self, input_batch: Mapping[str, Any], max_sequence_length: int, cross: dict[str, Tensor]
+        self,
+        input_batch: Mapping[str, Any],
+        max_sequence_length: int,
+        cross: dict[str, Tensor],
     ) -> dict[str, Any]:
         prefix: Tensor = input_batch["prefix"]
-        pad_id, lengths = self.config.pad_token_id, input_batch.get("prefix_len")
+        pad_id, lengths = (
+            self.config.pad_token_id,
+            input_batch.get("prefix_len"),
+        )
         if lengths is None:
             warn_if_padding_is_end(self.config, "prefix_len")
             time_step = decoding.infer_initial_time_step(prefix, pad_id=pad_id)
         else:
-            time_step = jnp.clip(jnp.asarray(lengths, jnp.int32) - 1, 0, prefix.shape[1] - 1)
+            time_step = jnp.clip(
+                jnp.asarray(lengths, jnp.int32) - 1, 0, prefix.shape[1] - 1
+            )
         # What follows a prompt is not part of it; beam search would continue with other tokens.
-        prefix = jnp.where(jnp.arange(prefix.shape[1])[None] <= time_step[:, None], prefix, pad_id)
+        prefix = jnp.where(
+            jnp.arange(prefix.shape[1])[None] <= time_step[:, None],
+            prefix,
+            pad_id,
+        )
         batch = {"input_ids": prefix}
         cache, _ = self._decoder.prefill_states(
-            time_step=time_step, input_batch=batch, max_sequence_length=max_sequence_length, **cross
+            time_step=time_step,
+            input_batch=batch,
+            max_sequence_length=max_sequence_length,
+            **cross,
         )
         return {"inputs": prefix, "time_step": time_step, "cache": cache}
 
     def _tokens_to_scores(
-        self, num_decodes: int, cross: dict[str, Any], logits_modifier: LogitsToLogitsFn | None
+        self,
+        num_decodes: int,
+        cross: dict[str, Any],
+        logits_modifier: LogitsToLogitsFn | None,
     ) -> Callable[[Tensor, NestedTensor], tuple[Tensor, NestedTensor]]:
         """Returns a pure function of tokens and cache, usable in a loop's body."""
         cross = {
-            name: decoding.flatten_decoding_dim(decoding.add_decoding_dim(x, num_decodes))
+            name: decoding.flatten_decoding_dim(
+                decoding.add_decoding_dim(x, num_decodes)
+            )
             for name, x in cross.items()
         }
 
@@ -243,15 +278,21 @@ class DecodingLayer(config.Configurable):
             cache, outputs = self._decoder.extend_step(
                 cached_states=cache, input_batch={"input_ids": ids}, **cross
             )
-            return log_probs_from_logits(outputs["logits"][:, -1], logits_modifier), cache
+            return log_probs_from_logits(
+                outputs["logits"][:, -1], logits_modifier
+            ), cache
 
         # A step's side outputs cannot leave the loop, and no caller needs them.
         pure = context.require_context("decoding").functional(extend)
         return lambda ids, cache: pure(ids, cache)[0]
 
 
-def _cross_attention_kwargs(data: Tensor | None, biases: Tensor | None) -> dict[str, Tensor]:
-    return arrays.without_none(cross_attention_data=data, cross_attention_logit_biases=biases)
+def _cross_attention_kwargs(
+    data: Tensor | None, biases: Tensor | None
+) -> dict[str, Tensor]:
+    return arrays.without_none(
+        cross_attention_data=data, cross_attention_logit_biases=biases
+    )
 
 
 class LmHead(base_layer.BaseLayer):
@@ -262,10 +303,19 @@ class LmHead(base_layer.BaseLayer):
         embedding_dim: Required[int] = REQUIRED
         param_partition_spec: Any = (None, "model")
 
-    def _create_layer_parameter_specs(self) -> dict[str, base_layer.ParameterSpec]:
+    def _create_layer_parameter_specs(
+        self,
+    ) -> dict[str, base_layer.ParameterSpec]:
         shape = (self.config.vocab_size, self.config.embedding_dim)
-        mesh_axes, fan_axes = self.config.param_partition_spec, FanAxes(in_axis=-1, out_axis=-2)
-        return {"weight": base_layer.ParameterSpec(shape, mesh_axes=mesh_axes, fan_axes=fan_axes)}
+        mesh_axes, fan_axes = (
+            self.config.param_partition_spec,
+            FanAxes(in_axis=-1, out_axis=-2),
+        )
+        return {
+            "weight": base_layer.ParameterSpec(
+                shape, mesh_axes=mesh_axes, fan_axes=fan_axes
+            )
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `Float[Array, "*batch embedding_dim"]` to `Float[Array, "*batch vocab_size"]`."""
@@ -273,8 +323,9 @@ class LmHead(base_layer.BaseLayer):
 
     def linear_head(self) -> embedding.LinearHead | None:
         """Returns the parameters of `forward`; None if a subclass computes something else."""
-        own = type(self).forward is LmHead.forward
-        return embedding.LinearHead(self.parameters["weight"]) if own else None
+        if type(self).forward is not LmHead.forward:
+            return None
+        return embedding.LinearHead(self.parameters["weight"])
 
 
 class Decoder(base_layer.BaseLayer):
@@ -288,9 +339,15 @@ class Decoder(base_layer.BaseLayer):
         attention_mask: AttentionLogitBiasLayer.Config | None = None
         """Computes one bias for the attention of all layers; None if layers mask by themselves, by
         `attention.mask`."""
-        emb: embedding.BaseEmbedding.Config = embedding.TransformerTextEmbeddings.default_config()
-        transformer: BaseStackedTransformerLayer.Config = StackedTransformerLayer.default_config()
-        output_norm: InstantiableConfig | None = normalization.LayerNorm.default_config()
+        emb: InstantiableConfig[embedding.BaseEmbedding] = (
+            embedding.TransformerTextEmbeddings.default_config()
+        )
+        transformer: BaseStackedTransformerLayer.Config = (
+            StackedTransformerLayer.default_config()
+        )
+        output_norm: InstantiableConfig | None = (
+            normalization.LayerNorm.default_config()
+        )
         """Norm after the last layer; None for none."""
         output_dropout: linear.Dropout.Config = linear.Dropout.default_config()
         lm_head: InstantiableConfig | None = None
@@ -312,19 +369,29 @@ class Decoder(base_layer.BaseLayer):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         cfg = cfg.clone()
-        config_setters.set_dropout_rate_recursively(cfg, cfg.dropout_rate, set_only_if_none=True)
+        config_setters.set_dropout_rate_recursively(
+            cfg, cfg.dropout_rate, set_only_if_none=True
+        )
         self._maybe_add_child("attention_mask", cfg.attention_mask)
-        self._add_child("emb", maybe_set_config(cfg.emb, dim=cfg.dim, vocab_size=cfg.vocab_size))
+        self._add_child(
+            "emb",
+            maybe_set_config(cfg.emb, dim=cfg.dim, vocab_size=cfg.vocab_size),
+        )
         self._add_child("transformer", cfg.transformer.set(input_dim=cfg.dim))
         if cfg.output_norm is not None:
-            self._add_child("output_norm", maybe_set_config(cfg.output_norm, input_dim=cfg.dim))
+            self._add_child(
+                "output_norm",
+                maybe_set_config(cfg.output_norm, input_dim=cfg.dim),
+            )
         self._add_child("output_dropout", cfg.output_dropout)
         head_dims = {"vocab_size": cfg.vocab_size, "embedding_dim": cfg.dim}
         self._maybe_add_child("lm_head", cfg.lm_head, **head_dims)
         self._decoding = cfg.decoding.set(
             pad_token_id=cfg.pad_token_id, eos_token_id=cfg.eos_token_id
         ).instantiate(decoder=self)
-        self._output_logits_modifier = config.maybe_instantiate(cfg.output_logits_modifier)
+        self._output_logits_modifier = config.maybe_instantiate(
+            cfg.output_logits_modifier
+        )
 
     # Whole sequences.
 
@@ -348,15 +415,22 @@ class Decoder(base_layer.BaseLayer):
         Returns a dict of `logits`, `Float[Array, "batch time vocab"]`, and the `hidden_states` they
         are computed from, `Float[Array, "batch time dim"]`.
         """
-        segment_ids, positions = input_batch.get("input_segment_ids"), input_batch.get("positions")
+        segment_ids, positions = (
+            input_batch.get("input_segment_ids"),
+            input_batch.get("positions"),
+        )
         if cross_attention_data is not None:  # not every layer takes it
             kwargs["cross_attention_data"] = cross_attention_data
-            kwargs["cross_attention_logit_biases"] = cross_attention_logit_biases
+            kwargs["cross_attention_logit_biases"] = (
+                cross_attention_logit_biases
+            )
         x = self.emb(_embedding_inputs(input_batch, positions))
         outputs = self.transformer(
             maybe_shard(x, self.config.hidden_state_partition_spec),
             self_attention_logit_biases=self.compute_attention_logit_biases(
-                input_batch["input_ids"], segment_ids=segment_ids, positions=positions
+                input_batch["input_ids"],
+                segment_ids=segment_ids,
+                positions=positions,
             ),
             target_segment_ids=segment_ids,
             target_positions=positions,
@@ -368,7 +442,9 @@ class Decoder(base_layer.BaseLayer):
         self._add_tensor_stats("outputs", x)
         if "output_norm" in self.children:
             x = self._add_tensor_stats("norm_outputs", self.output_norm(x))
-        x = maybe_shard(self.output_dropout(x), self.config.hidden_state_partition_spec)
+        x = maybe_shard(
+            self.output_dropout(x), self.config.hidden_state_partition_spec
+        )
         outputs = {"hidden_states": x}
         return {**outputs, "logits": self.compute_logits(outputs)}
 
@@ -398,24 +474,45 @@ class Decoder(base_layer.BaseLayer):
         another class or with a `compute_dtype` of its own, computes the logits. The weight
         is sharded by tokens, as the logits are.
         """
-        own = type(self).compute_logits is Decoder.compute_logits
-        if not own or self._output_logits_modifier is not None:
+        if type(self).compute_logits is not Decoder.compute_logits:
+            return None
+        if self._output_logits_modifier is not None:
             return None
         layer = self.lm_head if "lm_head" in self.children else self.emb
-        if not hasattr(layer, "linear_head") or layer.compute_dtype() != self.compute_dtype():
+        if not hasattr(layer, "linear_head"):
+            return None
+        if layer.compute_dtype() != self.compute_dtype():
             return None
         with context.child_context("linear_head", module=layer):
             head = layer.linear_head()
         if head is None:
             return None
-        return head._replace(weight=maybe_shard(head.weight, (self._logits_mesh_axes()[-1], None)))
+        vocab_axes = self._logits_mesh_axes()[-1]
+        weight = maybe_shard(head.weight, (vocab_axes, None))
+        return head._replace(weight=weight)
 
     def _logits_mesh_axes(self) -> PartitionSpec:
         """Returns the mesh axes of the logits' three axes."""
-        return names_to_mesh_axes((*(self.config.logits_partition_spec or ()), *[None] * 3)[:3])
+        spec = (*(self.config.logits_partition_spec or ()), None, None, None)
+        return names_to_mesh_axes(spec[:3])
+
+    def _logits_shards(self) -> list[int]:
+        """Returns the number of devices over which each of the logits' axes is split."""
+        mesh = get_global_mesh()
+        if not mesh:
+            return [1, 1, 1]
+        shards: list[int] = []
+        for entry in self._logits_mesh_axes():
+            sizes = [mesh.shape.get(axis, 1) for axis in axes_of(entry)]
+            shards.append(math.prod(sizes))
+        return shards
 
     def target_statistics(
-        self, hidden_states: Tensor, target_labels: Tensor, *, chunk_size: int | None = None
+        self,
+        hidden_states: Tensor,
+        target_labels: Tensor,
+        *,
+        chunk_size: int | None = None,
     ) -> loss.LogitStatistics | None:
         """Computes statistics of the logits of `hidden_states` in chunks of the vocabulary.
 
@@ -429,17 +526,19 @@ class Decoder(base_layer.BaseLayer):
           None if all logits are to be computed at once: there are few, `chunk_size` is as large as
           the vocabulary, or `linear_head` is None.
         """
-        cfg, mesh = self.config, get_global_mesh()
-        batch, time, vocab = (
-            math.prod(mesh.shape.get(axis, 1) for axis in axes_of(entry)) if mesh else 1
-            for entry in self._logits_mesh_axes()
-        )
-        num_shards = vocab if cfg.vocab_size % vocab == 0 else 1  # as `maybe_shard` does
-        num_targets = target_labels.size // (batch * time)
+        cfg = self.config
+        batch_shards, time_shards, vocab_shards = self._logits_shards()
+        if cfg.vocab_size % vocab_shards:
+            vocab_shards = 1  # as `maybe_shard` does
         chunks = num_chunks(
-            num_targets, cfg.vocab_size, chunk_size=chunk_size, num_shards=num_shards
+            target_labels.size // (batch_shards * time_shards),
+            cfg.vocab_size,
+            chunk_size=chunk_size,
+            num_shards=vocab_shards,
         )
-        head = self.linear_head() if chunks > 1 else None
+        if chunks <= 1:
+            return None
+        head = self.linear_head()
         if head is None:
             return None
         x = hidden_states
@@ -450,8 +549,8 @@ class Decoder(base_layer.BaseLayer):
             head.weight,
             target_labels,
             logit_cap=head.logit_cap,
-            chunk_size=-(-cfg.vocab_size // (num_shards * chunks)),
-            num_shards=num_shards,
+            chunk_size=-(-cfg.vocab_size // (vocab_shards * chunks)),
+            num_shards=vocab_shards,
         )
 
     def compute_attention_logit_biases(
@@ -487,7 +586,9 @@ class Decoder(base_layer.BaseLayer):
 
     @nowrap
     def _pads_with_end(self) -> bool:
-        return self.config.pad_token_id in decoding.end_ids(self.config.eos_token_id)
+        return self.config.pad_token_id in decoding.end_ids(
+            self.config.eos_token_id
+        )
 
     # Step by step.
 
@@ -504,7 +605,9 @@ class Decoder(base_layer.BaseLayer):
         }
         if "attention_mask" in self.children:
             shape = (batch_size, max_sequence_length)
-            states["input_ids"] = jnp.full(shape, self.config.pad_token_id, jnp.int32)
+            states["input_ids"] = jnp.full(
+                shape, self.config.pad_token_id, jnp.int32
+            )
         return states
 
     def extend_step(
@@ -532,8 +635,12 @@ class Decoder(base_layer.BaseLayer):
         biases = None
         if "attention_mask" in self.children:
             rows = jnp.arange(ids.shape[0])[:, None]
-            states["input_ids"] = states["input_ids"].at[rows, positions].set(ids, mode="drop")
-            biases = self._biases_of_step(states["input_ids"], positions, is_prefill, segment_ids)
+            states["input_ids"] = (
+                states["input_ids"].at[rows, positions].set(ids, mode="drop")
+            )
+            biases = self._biases_of_step(
+                states["input_ids"], positions, is_prefill, segment_ids
+            )
         states["transformer_state"], outputs = self.transformer.extend_step(
             states["transformer_state"],
             maybe_shard(x, self.config.hidden_state_partition_spec),
@@ -549,23 +656,32 @@ class Decoder(base_layer.BaseLayer):
         return states, self._outputs(outputs.data)
 
     def _biases_of_step(
-        self, input_ids: Tensor, positions: Tensor, is_prefill: bool, segment_ids: Tensor | None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        is_prefill: bool,
+        segment_ids: Tensor | None,
     ) -> Tensor:
         """Returns the rows of the bias for a step's positions, `Int[Array, "batch step"]`.
 
         `is_prefill` omits positions after the step.
         """
-        seen = input_ids[:, : positions.shape[1]] if is_prefill else input_ids
+        if is_prefill:
+            input_ids = input_ids[:, : positions.shape[1]]
         last = positions[:, -1:]
         if segment_ids is not None:
-            last = positions[:, :1] + jnp.sum(segment_ids != 0, axis=1, keepdims=True)
-        is_token = jnp.arange(seen.shape[1])[None] <= last
+            last = positions[:, :1] + jnp.sum(
+                segment_ids != 0, axis=1, keepdims=True
+            )
+        is_token = jnp.arange(input_ids.shape[1])[None] <= last
         if not self._pads_with_end():
-            is_token &= self._is_token(seen)
+            is_token &= self._is_token(input_ids)
         biases: Any = self.compute_attention_logit_biases(
-            seen, segment_ids=is_token.astype(jnp.int32)
+            input_ids, segment_ids=is_token.astype(jnp.int32)
         )
-        return jnp.take_along_axis(biases, positions[:, None, :, None], axis=2, mode="clip")
+        return jnp.take_along_axis(
+            biases, positions[:, None, :, None], axis=2, mode="clip"
+        )
 
     def prefill_states(
         self,
@@ -577,9 +693,8 @@ class Decoder(base_layer.BaseLayer):
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Returns the state after right-padded prompts; see `BaseDecoder.prefill_states`."""
         batch_size, length = input_batch["input_ids"].shape
-        floats = {
-            x.dtype for x in jax.tree.leaves(self.state) if jnp.issubdtype(x.dtype, jnp.floating)
-        }
+        dtypes = {x.dtype for x in jax.tree.leaves(self.state)}
+        floats = [x for x in dtypes if jnp.issubdtype(x, jnp.floating)]
         with context.child_context("init_states", module=self):
             states = self.init_states(
                 batch_size=batch_size,
@@ -606,6 +721,10 @@ class Decoder(base_layer.BaseLayer):
         return self._decoding.beam_search_decode(**kwargs)
 
 
-def _embedding_inputs(batch: Mapping[str, Any], positions: Tensor | None) -> dict[str, Any]:
+def _embedding_inputs(
+    batch: Mapping[str, Any], positions: Tensor | None
+) -> dict[str, Any]:
     types = batch.get("token_type_ids")
-    return arrays.without_none(inputs=batch["input_ids"], positions=positions, token_type_ids=types)
+    return arrays.without_none(
+        inputs=batch["input_ids"], positions=positions, token_type_ids=types
+    )

@@ -80,9 +80,13 @@ def add_decoding_dim(
     return x if x.ndim == 0 else jnp.repeat(x[:, None], num_decodes, axis=1)
 
 
-def flatten_decoding_dim(x: Shaped[Array, "batch decodes ..."]) -> Shaped[Array, "rows ..."]:
+def flatten_decoding_dim(
+    x: Shaped[Array, "batch decodes ..."],
+) -> Shaped[Array, "rows ..."]:
     """Merges the first two axes; a scalar is unchanged."""
-    return x if x.ndim == 0 else x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+    return (
+        x if x.ndim == 0 else x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+    )
 
 
 def unflatten_decoding_dim(
@@ -109,7 +113,9 @@ def expand_cache(cache: NestedTensor, num_decodes: int) -> NestedTensor:
     return struct.map_blocks(expand, cache, is_leaf=_is_pages)
 
 
-def gather_cache(cache: NestedTensor, hypotheses: Int[Array, "batch decodes"]) -> NestedTensor:
+def gather_cache(
+    cache: NestedTensor, hypotheses: Int[Array, "batch decodes"]
+) -> NestedTensor:
     """Gathers for each new hypothesis the cache, as of `expand_cache`, of the one it continues."""
     batch, num_decodes = hypotheses.shape
     rows = (jnp.arange(batch)[:, None] * num_decodes + hypotheses).reshape(-1)
@@ -129,7 +135,8 @@ def _is_pages(x: object) -> bool:
 
 
 def gather_hypotheses(
-    x: Shaped[Array, "batch decodes ..."], hypotheses: Int[Array, "batch chosen"]
+    x: Shaped[Array, "batch decodes ..."],
+    hypotheses: Int[Array, "batch chosen"],
 ) -> Shaped[Array, "batch chosen ..."]:
     """Gathers hypotheses of each prompt."""
     return jax.vmap(operator.getitem)(x, hypotheses)
@@ -154,7 +161,9 @@ def initial_sequences(
       ArgumentValueError: if `num_decodes` is not positive.
     """
     if num_decodes < 1:
-        raise errors.ArgumentValueError(f"num_decodes={num_decodes}; expected at least 1.")
+        raise errors.ArgumentValueError(
+            f"num_decodes={num_decodes}; expected at least 1."
+        )
     length = inputs.shape[1]
     if length > max_decode_len + 1:
         raise errors.ArgumentShapeError(
@@ -162,8 +171,14 @@ def initial_sequences(
             f"allows, which is {max_decode_len + 1} with the first token; "
             f"raise max_decode_len to {length - 1} or more."
         )
-    prompt = jnp.where(jnp.arange(length)[None] <= time_step[:, None], inputs, pad_id)
-    padded = jnp.pad(prompt, ((0, 0), (0, max_decode_len + 1 - length)), constant_values=pad_id)
+    prompt = jnp.where(
+        jnp.arange(length)[None] <= time_step[:, None], inputs, pad_id
+    )
+    padded = jnp.pad(
+        prompt,
+        ((0, 0), (0, max_decode_len + 1 - length)),
+        constant_values=pad_id,
+    )
     return add_decoding_dim(padded.astype(jnp.int32), num_decodes)
 
 
@@ -171,7 +186,9 @@ def tokens_at(
     sequences: Int[Array, "batch decodes length"], index: Int[Array, " batch"]
 ) -> Int[Array, "batch decodes"]:
     """Returns the tokens at each prompt's position, the last ones for a position beyond the end."""
-    return jnp.take_along_axis(sequences, index[:, None, None], axis=2, mode="clip")[:, :, 0]
+    return jnp.take_along_axis(
+        sequences, index[:, None, None], axis=2, mode="clip"
+    )[:, :, 0]
 
 
 def write_tokens_at(
@@ -180,7 +197,9 @@ def write_tokens_at(
     values: Shaped[Array, "batch decodes"],
 ) -> Shaped[Array, "batch decodes length"]:
     """Returns `x` with new values at each prompt's position; those beyond the end are ignored."""
-    return x.at[jnp.arange(x.shape[0]), :, index].set(values.astype(x.dtype), mode="drop")
+    return x.at[jnp.arange(x.shape[0]), :, index].set(
+        values.astype(x.dtype), mode="drop"
+    )
 
 
 def next_token_scores(
@@ -197,7 +216,10 @@ def next_token_scores(
 
 
 def run_loop(
-    kind: str, cond: Callable[[State], Any], body: Callable[[State], State], state: State
+    kind: str,
+    cond: Callable[[State], Any],
+    body: Callable[[State], State],
+    state: State,
 ) -> State:
     """Runs `jax.lax.while_loop` ("lax"), or the same in Python, with concrete values ("python").
 
@@ -206,7 +228,9 @@ def run_loop(
     if kind == "lax":
         return lax.while_loop(cond, body, state)
     if kind != "python":
-        raise errors.ArgumentValueError(f"loop={kind!r}; expected 'lax' or 'python'.")
+        raise errors.ArgumentValueError(
+            f"loop={kind!r}; expected 'lax' or 'python'."
+        )
     while cond(state):
         state = body(state)
     return state
@@ -243,7 +267,9 @@ class StopOnSubsequence(StopDecodingCondition):
     """
 
     def __init__(
-        self, stopping_seqs: int | Sequence[int] | Sequence[Sequence[int]], pad_value: int = -1
+        self,
+        stopping_seqs: int | Sequence[int] | Sequence[Sequence[int]],
+        pad_value: int = -1,
     ):
         """Creates the condition from a token, a sequence of tokens, or several such sequences.
 
@@ -251,12 +277,15 @@ class StopOnSubsequence(StopDecodingCondition):
 
         Raises ArgumentValueError if there is no sequence, or an empty one.
         """
-        seqs = [stopping_seqs] if isinstance(stopping_seqs, int | np.integer) else stopping_seqs
-        seqs = [seqs] if all(isinstance(token, int | np.integer) for token in seqs) else seqs
-        self._seqs = [
-            tuple(int(token) for token in seq if token != pad_value)  # pyright: ignore[reportGeneralTypeIssues]
-            for seq in seqs
-        ]
+        seqs: Any = stopping_seqs
+        if isinstance(seqs, int | np.integer):
+            seqs = [seqs]
+        if all(isinstance(token, int | np.integer) for token in seqs):
+            seqs = [seqs]
+        self._seqs: list[tuple[int, ...]] = []
+        for seq in seqs:
+            tokens = [int(token) for token in seq if token != pad_value]
+            self._seqs.append(tuple(tokens))
         if not all(self._seqs):
             raise errors.ArgumentValueError(
                 f"stopping_seqs={stopping_seqs} has an empty sequence; expected token ids, such "
@@ -268,7 +297,9 @@ class StopOnSubsequence(StopDecodingCondition):
         stop = jnp.zeros(sequences.shape[:2], bool)
         for seq in self._seqs:
             positions = index[:, None] + jnp.arange(1 - len(seq), 1)[None]
-            window = jnp.take_along_axis(sequences, positions[:, None], axis=2, mode="clip")
+            window = jnp.take_along_axis(
+                sequences, positions[:, None], axis=2, mode="clip"
+            )
             is_complete = positions[:, :1] >= 0
             stop |= is_complete & jnp.all(window == jnp.array([[seq]]), axis=2)
         is_decoded = index >= prefix_len
@@ -289,7 +320,9 @@ class StopOnMaxLength(StopDecodingCondition):
         self._max_num_decodes = max_num_decodes
 
     def __call__(self, *, index, sequences, prefix_len):
-        stop = jnp.asarray(index - prefix_len + 1 >= jnp.reshape(self._max_num_decodes, -1))
+        stop = jnp.asarray(
+            index - prefix_len + 1 >= jnp.reshape(self._max_num_decodes, -1)
+        )
         return jnp.broadcast_to(stop.reshape(-1, 1), sequences.shape[:2])
 
 
@@ -299,13 +332,17 @@ class CompositeDecodingCondition(StopDecodingCondition):
     def __init__(self, conditions: Sequence[StopDecodingCondition]):
         """Creates the condition; raises ArgumentValueError if there are no conditions."""
         if not conditions:
-            raise errors.ArgumentValueError("conditions is empty; expected at least one condition.")
+            raise errors.ArgumentValueError(
+                "conditions is empty; expected at least one condition."
+            )
         self._conditions = tuple(conditions)
 
     def __call__(self, *, index, sequences, prefix_len):
         stop = jnp.zeros(sequences.shape[:2], bool)
         for condition in self._conditions:
-            stop |= condition(index=index, sequences=sequences, prefix_len=prefix_len)
+            stop |= condition(
+                index=index, sequences=sequences, prefix_len=prefix_len
+            )
         return stop
 
 
@@ -380,7 +417,11 @@ def sample_decode(
     """
     last = inputs.shape[1] if max_decode_len is None else max_decode_len
     sequences = initial_sequences(
-        inputs, time_step, num_decodes=num_decodes, max_decode_len=last, pad_id=pad_id
+        inputs,
+        time_step,
+        num_decodes=num_decodes,
+        max_decode_len=last,
+        pad_id=pad_id,
     )
 
     def unfinished(state: DecodingState) -> Tensor:
@@ -393,16 +434,24 @@ def sample_decode(
             tokens_to_scores, state.sequences, state.cur_index, state.cache
         )
         tokens = jax.random.categorical(key, log_probs)
-        scores = jnp.take_along_axis(log_probs, tokens[:, :, None], axis=2)[:, :, 0]
+        scores = jnp.take_along_axis(log_probs, tokens[:, :, None], axis=2)[
+            :, :, 0
+        ]
         done = state.stop_decoding
         index = state.cur_index + 1
-        sequences = write_tokens_at(state.sequences, index, jnp.where(done, pad_id, tokens))
-        ends = stop_decoding_condition(index=index, sequences=sequences, prefix_len=time_step + 1)
+        sequences = write_tokens_at(
+            state.sequences, index, jnp.where(done, pad_id, tokens)
+        )
+        ends = stop_decoding_condition(
+            index=index, sequences=sequences, prefix_len=time_step + 1
+        )
         return DecodingState(
             cur_index=index,
             sequences=sequences,
             token_scores=write_tokens_at(
-                state.token_scores, state.cur_index, jnp.where(done, 0.0, scores)
+                state.token_scores,
+                state.cur_index,
+                jnp.where(done, 0.0, scores),
             ),
             stop_decoding=done | ends,
             cache=cache,
@@ -422,14 +471,18 @@ def sample_decode(
 
 
 def _prompt_scores(
-    prefix_scores: Float[Array, "batch length"] | None, time_step: Tensor, sequences: Tensor
+    prefix_scores: Float[Array, "batch length"] | None,
+    time_step: Tensor,
+    sequences: Tensor,
 ) -> Float[Array, "batch decodes max_decode_len"]:
     batch, num_decodes, length = sequences.shape
     scores = jnp.zeros((batch, length - 1), jnp.float32)
     if prefix_scores is not None:
         size = min(prefix_scores.shape[1], length - 1)
         in_prompt = jnp.arange(size)[None] < time_step[:, None]
-        scores = scores.at[:, :size].set(jnp.where(in_prompt, prefix_scores[:, :size], 0.0))
+        scores = scores.at[:, :size].set(
+            jnp.where(in_prompt, prefix_scores[:, :size], 0.0)
+        )
     return add_decoding_dim(scores, num_decodes)
 
 
@@ -479,11 +532,16 @@ def brevity_penalty_fn(
     -3.0
     """
     if bp_type not in ("t5", "hf"):
-        raise errors.ArgumentValueError(f"bp_type={bp_type!r}; expected 't5' or 'hf'.")
+        raise errors.ArgumentValueError(
+            f"bp_type={bp_type!r}; expected 't5' or 'hf'."
+        )
 
     def penalize(*, length: Tensor, raw_scores: Tensor) -> Tensor:
         size = jnp.asarray(length, jnp.float32)
-        return raw_scores / (size if bp_type == "hf" else (5.0 + size) / 6.0) ** alpha
+        return (
+            raw_scores
+            / (size if bp_type == "hf" else (5.0 + size) / 6.0) ** alpha
+        )
 
     return penalize
 
@@ -494,18 +552,24 @@ class PrefixMerger(Protocol):
     Beam search adds up the probabilities of merged hypotheses.
     """
 
-    def init_state(self, *, tokens: Int[Array, "batch decodes length"]) -> NestedTensor:
+    def init_state(
+        self, *, tokens: Int[Array, "batch decodes length"]
+    ) -> NestedTensor:
         """Returns the state for padded prompts; its arrays begin with the axes (batch, decodes)."""
         ...
 
-    def update(self, *, tokens: Int[Array, "batch decodes"], state: NestedTensor) -> NestedTensor:
+    def update(
+        self, *, tokens: Int[Array, "batch decodes"], state: NestedTensor
+    ) -> NestedTensor:
         """Returns the state after the newest token of each hypothesis.
 
         The first step has the last token of each prompt.
         """
         ...
 
-    def compute(self, state: NestedTensor) -> Int[Array, "batch decodes decodes"]:
+    def compute(
+        self, state: NestedTensor
+    ) -> Int[Array, "batch decodes decodes"]:
         """Returns 1 at (b, i, j) if hypothesis j of prompt b counts as its hypothesis i, else 0."""
         ...
 
@@ -552,12 +616,17 @@ class _BeamSearch:
         # Scores only fall as sequences grow, and penalties only shrink.
         best = jnp.max(state.live_scores, axis=1)
         bound = self.penalize(length=jnp.array(self.last), raw_scores=best)
-        return (state.index < self.last) & (bound > jnp.min(state.scores, axis=1))
+        return (state.index < self.last) & (
+            bound > jnp.min(state.scores, axis=1)
+        )
 
     def step(self, state: _BeamState) -> _BeamState:
         is_open = self.is_unfinished(state)
         log_probs, cache = next_token_scores(
-            self.tokens_to_scores, state.live_sequences, state.index, state.cache
+            self.tokens_to_scores,
+            state.live_sequences,
+            state.index,
+            state.cache,
         )
         vocab = log_probs.shape[-1]
         pad_id, eos_ids = self.pad_id, jnp.array(self.eos_ids)
@@ -568,8 +637,12 @@ class _BeamSearch:
                     f"tokens_to_scores scores; expected 0 <= eos_id < {vocab}."
                 )
         index = state.index + 1
-        candidates = jnp.maximum(state.live_scores[:, :, None] + log_probs, NEG_INF)
-        forced = jnp.take_along_axis(self.prompts, index[:, None], axis=1, mode="clip")
+        candidates = jnp.maximum(
+            state.live_scores[:, :, None] + log_probs, NEG_INF
+        )
+        forced = jnp.take_along_axis(
+            self.prompts, index[:, None], axis=1, mode="clip"
+        )
         is_forced = (forced != pad_id)[..., None]
         candidates = jnp.where(is_forced, NEG_INF, candidates)
 
@@ -577,28 +650,52 @@ class _BeamSearch:
         scores, sequences = [state.scores], [state.sequences]
         for eos_id in self.eos_ids:
             ended = jnp.full(state.live_sequences.shape[:2], eos_id)
-            penalized = self.penalize(length=index[:, None], raw_scores=candidates[:, :, eos_id])
-            scores.append(jnp.where(candidates[:, :, eos_id] > NEG_INF, penalized, NEG_INF))
-            sequences.append(write_tokens_at(state.live_sequences, index, ended))
-        scores, chosen = jax.lax.top_k(jnp.concatenate(scores, axis=1), state.scores.shape[1])
-        sequences = gather_hypotheses(jnp.concatenate(sequences, axis=1), chosen)
+            penalized = self.penalize(
+                length=index[:, None], raw_scores=candidates[:, :, eos_id]
+            )
+            scores.append(
+                jnp.where(
+                    candidates[:, :, eos_id] > NEG_INF, penalized, NEG_INF
+                )
+            )
+            sequences.append(
+                write_tokens_at(state.live_sequences, index, ended)
+            )
+        scores, chosen = jax.lax.top_k(
+            jnp.concatenate(scores, axis=1), state.scores.shape[1]
+        )
+        sequences = gather_hypotheses(
+            jnp.concatenate(sequences, axis=1), chosen
+        )
 
         # Live hypotheses: the best that do not end. Within a prompt, only its token can follow.
         live_candidates = candidates.at[:, :, eos_ids].set(NEG_INF)
-        prompt_scores = jnp.where(jax.nn.one_hot(forced, vocab, dtype=bool), 0.0, NEG_INF)
-        first_candidates = jnp.where(is_forced, prompt_scores, live_candidates[:, :1])
+        prompt_scores = jnp.where(
+            jax.nn.one_hot(forced, vocab, dtype=bool), 0.0, NEG_INF
+        )
+        first_candidates = jnp.where(
+            is_forced, prompt_scores, live_candidates[:, :1]
+        )
         live_candidates = live_candidates.at[:, :1].set(first_candidates)
         live_candidates = live_candidates.reshape(len(live_candidates), -1)
-        live_scores, chosen = jax.lax.top_k(live_candidates, state.live_scores.shape[1])
+        live_scores, chosen = jax.lax.top_k(
+            live_candidates, state.live_scores.shape[1]
+        )
         parents, tokens = chosen // vocab, chosen % vocab
         live_sequences = write_tokens_at(
             gather_hypotheses(state.live_sequences, parents), index, tokens
         )
-        merger_state = jax.tree.map(lambda x: gather_hypotheses(x, parents), state.merger_state)
-        live_scores, merger_state = _merge_prefixes(self.merger, tokens, live_scores, merger_state)
+        merger_state = jax.tree.map(
+            lambda x: gather_hypotheses(x, parents), state.merger_state
+        )
+        live_scores, merger_state = _merge_prefixes(
+            self.merger, tokens, live_scores, merger_state
+        )
 
         def if_open(new: Tensor, old: Tensor) -> Tensor:
-            return jnp.where(is_open.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+            return jnp.where(
+                is_open.reshape(-1, *[1] * (new.ndim - 1)), new, old
+            )
 
         return _BeamState(
             index=if_open(index, state.index),
@@ -650,13 +747,24 @@ def beam_search_decode(
     last = inputs.shape[1] if max_decode_len is None else max_decode_len
     penalize = brevity_penalty or brevity_penalty_fn()
     sequences = initial_sequences(
-        inputs, time_step, num_decodes=num_decodes, max_decode_len=last, pad_id=pad_id
+        inputs,
+        time_step,
+        num_decodes=num_decodes,
+        max_decode_len=last,
+        pad_id=pad_id,
     )
     nothing = jnp.full(sequences.shape[:2], NEG_INF, jnp.float32)
-    merger_state = None if prefix_merger is None else prefix_merger.init_state(tokens=sequences)
+    merger_state = (
+        None
+        if prefix_merger is None
+        else prefix_merger.init_state(tokens=sequences)
+    )
     # The hypotheses of a prompt are equal at first, so all but one start dead.
     live_scores, merger_state = _merge_prefixes(
-        prefix_merger, tokens_at(sequences, time_step), nothing.at[:, 0].set(0.0), merger_state
+        prefix_merger,
+        tokens_at(sequences, time_step),
+        nothing.at[:, 0].set(0.0),
+        merger_state,
     )
     padding = ((0, 0), (0, last + 1 - inputs.shape[1]))
     state = _BeamState(
@@ -678,9 +786,17 @@ def beam_search_decode(
         prompts=prompts,
         pad_id=pad_id,
     )
-    state = run_loop(loop, lambda state: jnp.any(search.is_unfinished(state)), search.step, state)
+    state = run_loop(
+        loop,
+        lambda state: jnp.any(search.is_unfinished(state)),
+        search.step,
+        state,
+    )
     return BeamSearchOutputs(
-        state.sequences[:, :, 1:], state.scores, state.live_sequences[:, :, 1:], state.live_scores
+        state.sequences[:, :, 1:],
+        state.scores,
+        state.live_sequences[:, :, 1:],
+        state.live_scores,
     )
 
 
@@ -691,5 +807,7 @@ def _merge_prefixes(
     if merger is None:
         return scores, state
     state = merger.update(tokens=tokens, state=state)
-    merged = jax.nn.logsumexp(scores[:, None, :], axis=2, b=merger.compute(state))
+    merged = jax.nn.logsumexp(
+        scores[:, None, :], axis=2, b=merger.compute(state)
+    )
     return jnp.maximum(merged, NEG_INF), state

@@ -9,24 +9,28 @@ learner trains only the adapters with
 
     update_rules = [(".*/adapter/.*", UpdateType.ALL_UPDATES), (".*", UpdateType.NO_UPDATE)]
 
-and `merge_adapters` adds the trained adapters to the weights of the layers.
+and `merge_adapters` adds the trained adapters to the weights of the layers; `unmerge_adapters`
+subtracts them again.
 
     set_lora_recursively(cfg, rank=8, alpha=16.0)
 
 replaces the projections of every attention in a config by a `LoraFusedQKVLinear`, its output by a
 `LoraMultiheadOutputLinear`, and each linear map of a feed-forward layer by a `LoraLinear`.
+With `targets=[…, "experts"]`, each expert of a mixture gets adapters too (`LoraExperts`).
+A frozen layer may be stored in 8 or 4 bits (`weft.hierarchy.stored_weight`).
 `base_state` and `with_base_state` separate a state from its adapters, and join them again.
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from weft.config import REQUIRED, ConfigBase, InstantiableConfig, Required
-from weft.errors import ArgumentValueError, LayerConfigError
+from weft.errors import ArgumentValueError, LayerConfigError, did_you_mean
 from weft.functional import project
 from weft.hierarchy import param_init
 from weft.hierarchy.attention import kv_cache, qkv_linear
@@ -35,17 +39,50 @@ from weft.hierarchy.attention.multihead_attention import MultiheadAttention
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.config_setters import for_each_config, is_config_of
 from weft.hierarchy.layers.linear import Dropout, Linear
+from weft.hierarchy.mixture_of_experts.feed_forward import (
+    TransformerFeedForwardMoE,
+)
 from weft.hierarchy.module import Module, nowrap
-from weft.typing import NestedTensor, PyTree, Shape, Tensor
+from weft.hierarchy.stored_weight import dequantized_state
+from weft.typing import DType, NestedTensor, PyTree, Shape, Tensor
+
+ConfigT = TypeVar("ConfigT", bound=ConfigBase)
 
 PROJECTIONS = ("query", "key", "value")
 
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "linear1", "linear2")
+"""Linear maps of a transformer layer that can have adapters."""
 
-def _normal_init() -> Any:
+EXPERTS = "experts"
+"""Target of the weights of all experts of a mixture, which has to be named: each expert gets
+adapters of its own."""
+
+
+class AdapterFactors(NamedTuple):
+    """The two matrices of an adapter of one weight, whatever the layout of the weight.
+
+    Those of experts have an axis of experts before the last two.
+
+    Attributes:
+        down: `Float[Array, "*layers inputs rank"]`.
+        up: `Float[Array, "*layers rank outputs"]`.
+        scale: factor of their product.
+        weight_shape: shape of the weight of one layer, or one expert.
+        input_axes: axes of the weight that are inputs; the others are outputs.
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: float
+    weight_shape: Shape
+    input_axes: tuple[int, ...]
+
+
+def _normal_init() -> param_init.DefaultInitializer.Config:
     return param_init.normal_weights("fan_in")
 
 
-def _zeros_init() -> Any:
+def _zeros_init() -> param_init.DefaultInitializer.Config:
     zeros = param_init.ConstantInitializer.default_config().set(value=0.0)
     return param_init.initializer_of_weights(zeros)
 
@@ -53,7 +90,8 @@ def _zeros_init() -> Any:
 class WeightOnlyLinear(BaseLayer):
     """Map with one weight and no bias. A subclass defines the weight's shape and the map."""
 
-    _sizes: ClassVar[tuple[str, ...]]  # config fields of the sizes of the weight's axes
+    # Config fields of the sizes of the weight's axes.
+    _sizes: ClassVar[tuple[str, ...]]
     _fan_axes: ClassVar[param_init.FanAxes]
     _subscripts: ClassVar[str]
 
@@ -61,10 +99,14 @@ class WeightOnlyLinear(BaseLayer):
         return tuple(getattr(self.config, name) for name in self._sizes)
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        shape, mesh_axes = self._weight_shape(), self.config.param_partition_spec
-        return {"weight": ParameterSpec(shape, mesh_axes=mesh_axes, fan_axes=self._fan_axes)}
+        weight = ParameterSpec(
+            self._weight_shape(),
+            mesh_axes=self.config.param_partition_spec,
+            fan_axes=self._fan_axes,
+        )
+        return {"weight": weight}
 
-    def forward(self, inputs: Tensor) -> Any:
+    def forward(self, inputs: Tensor) -> Tensor | list[Tensor]:
         return project(self._subscripts, inputs, self.parameters["weight"])
 
 
@@ -146,7 +188,10 @@ class LoraUpGroupedLinear(WeightOnlyLinear):
         Returns `Float[Array, "batch time heads per_head_dim"]` per map.
         """
         weights = self.split(self.parameters["weight"])
-        return [project(self._subscripts, x, w) for x, w in zip(inputs, weights, strict=True)]
+        outputs: list[Tensor] = []
+        for x, weight in zip(inputs, weights, strict=True):
+            outputs.append(project(self._subscripts, x, weight))
+        return outputs
 
 
 class LoraDownMultiheadLinear(qkv_linear.MultiheadOutputLinear):
@@ -168,7 +213,9 @@ class BaseLoraAdapter(BaseLayer):
         alpha: Required[float] = REQUIRED
         lora_dropout: InstantiableConfig = Dropout.default_config()
         lora_down: InstantiableConfig = Linear.default_config().set(
-            bias=False, param_init=_normal_init(), param_partition_spec=(None, None)
+            bias=False,
+            param_init=_normal_init(),
+            param_partition_spec=(None, None),
         )
         lora_up: InstantiableConfig = Linear.default_config().set(
             bias=False, param_init=_zeros_init()
@@ -176,18 +223,17 @@ class BaseLoraAdapter(BaseLayer):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        if cfg.rank < 1:
-            raise LayerConfigError(
-                f"{self.path()}: rank={cfg.rank} leaves no dimensions; expected at least 1. For a "
-                "layer without an adapter, use the layer itself."
-            )
+        _check_rank(self)
         self._add_child("lora_dropout", cfg.lora_dropout)
         self._add_maps()
 
     def _add_maps(self) -> None:
         cfg = self.config
         self._add_child("lora_down", self._down())
-        self._add_child("lora_up", cfg.lora_up.set(input_dim=cfg.rank, output_dim=cfg.output_dim))
+        self._add_child(
+            "lora_up",
+            cfg.lora_up.set(input_dim=cfg.rank, output_dim=cfg.output_dim),
+        )
 
     def _down(self) -> InstantiableConfig:
         """Returns the config of `lora_down`."""
@@ -201,7 +247,8 @@ class BaseLoraAdapter(BaseLayer):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Returns the term to add to the layer's outputs."""
-        return self.lora_up(self.lora_down(self.lora_dropout(inputs))) * self.scale()
+        low_rank = self.lora_down(self.lora_dropout(inputs))
+        return self.lora_up(low_rank) * self.scale()
 
     @nowrap
     def delta(self, state: NestedTensor, subscripts: str) -> Tensor:
@@ -214,8 +261,19 @@ class BaseLoraAdapter(BaseLayer):
         return self._product(down, up, subscripts)
 
     def _product(self, down: Tensor, up: Tensor, subscripts: str) -> Tensor:
-        product = project(subscripts, down.astype(jnp.float32), up.astype(jnp.float32))
+        product = project(
+            subscripts, down.astype(jnp.float32), up.astype(jnp.float32)
+        )
         return self.scale() * product
+
+
+def _check_rank(adapter: BaseLayer) -> None:
+    rank = adapter.config.rank
+    if rank < 1:
+        raise LayerConfigError(
+            f"{adapter.path()}: rank={rank} leaves no dimensions; expected at least 1. For a layer "
+            "without an adapter, use the layer itself."
+        )
 
 
 def _weights(state: PyTree) -> tuple[Tensor, Tensor]:
@@ -234,15 +292,19 @@ class LoraMultiheadOutputAdapter(BaseLoraAdapter):
         """Configures a LoraMultiheadOutputAdapter; the `num_heads` heads share `input_dim`."""
 
         num_heads: Required[int] = REQUIRED
-        lora_down: InstantiableConfig = LoraDownMultiheadLinear.default_config().set(
-            bias=False, param_init=_normal_init()
+        lora_down: InstantiableConfig = (
+            LoraDownMultiheadLinear.default_config().set(
+                bias=False, param_init=_normal_init()
+            )
         )
 
     def _down(self) -> InstantiableConfig:
         cfg = self.config
         per_head_dim = cfg.input_dim // cfg.num_heads
         return cfg.lora_down.set(
-            model_dim=cfg.rank, num_heads=cfg.num_heads, per_head_dim=per_head_dim
+            model_dim=cfg.rank,
+            num_heads=cfg.num_heads,
+            per_head_dim=per_head_dim,
         )
 
 
@@ -260,8 +322,8 @@ class LoraFusedQKVAdapter(BaseLoraAdapter):
         `param_init`."""
         enable_lora: Required[dict[str, bool]] = REQUIRED
         """Which of "query", "key" and "value" have an adapter; omitted ones lack it."""
-        lora_down: InstantiableConfig = LoraDownFusedLinear.default_config().set(
-            param_init=_normal_init()
+        lora_down: InstantiableConfig = (
+            LoraDownFusedLinear.default_config().set(param_init=_normal_init())
         )
         lora_up: InstantiableConfig = LoraUpFusedLinear.default_config().set(
             param_init=_zeros_init()
@@ -282,27 +344,41 @@ class LoraFusedQKVAdapter(BaseLoraAdapter):
             )
         num_enabled = len(self.enabled())
         down = cfg.lora_down.set(
-            input_dim=cfg.input_dim, output_dim=cfg.rank, num_enabled=num_enabled
+            input_dim=cfg.input_dim,
+            output_dim=cfg.rank,
+            num_enabled=num_enabled,
         )
-        num_heads_by_projection = self._num_heads_by_projection()
-        if set(num_heads_by_projection) == {cfg.num_heads}:
-            up = cfg.lora_up.set(num_enabled=num_enabled, num_heads=cfg.num_heads)
+        num_heads_of_enabled = self._num_heads_of_enabled()
+        if set(num_heads_of_enabled) == {cfg.num_heads}:
+            up = cfg.lora_up.set(
+                num_enabled=num_enabled, num_heads=cfg.num_heads
+            )
         else:
             up = LoraUpGroupedLinear.default_config().set(
-                num_heads=num_heads_by_projection, param_init=cfg.lora_up.param_init
+                num_heads=num_heads_of_enabled,
+                param_init=cfg.lora_up.param_init,
             )
         per_head_dim = cfg.output_dim // cfg.num_heads
         self._add_child("lora_down", down)
-        self._add_child("lora_up", up.set(input_dim=cfg.rank, per_head_dim=per_head_dim))
+        self._add_child(
+            "lora_up", up.set(input_dim=cfg.rank, per_head_dim=per_head_dim)
+        )
 
-    def _num_heads_by_projection(self) -> list[int]:
+    def _num_heads_of_enabled(self) -> list[int]:
+        """Returns the number of heads of each projection with an adapter."""
         cfg = self.config
-        num_kv_heads = cfg.num_heads if cfg.num_kv_heads is None else cfg.num_kv_heads
-        return [cfg.num_heads if name == "query" else num_kv_heads for name in self.enabled()]
+        num_kv_heads = cfg.num_kv_heads
+        if num_kv_heads is None:
+            num_kv_heads = cfg.num_heads
+        num_heads: list[int] = []
+        for name in self.enabled():
+            num_heads.append(cfg.num_heads if name == "query" else num_kv_heads)
+        return num_heads
 
     def forward(self, inputs: Tensor) -> Sequence[Tensor]:
         """Returns the terms to add to the projections with an adapter."""
-        terms = self.lora_up(self.lora_down(self.lora_dropout(inputs)))
+        low_rank = self.lora_down(self.lora_dropout(inputs))
+        terms = self.lora_up(low_rank)
         return [term * self.scale() for term in terms]
 
     @nowrap
@@ -315,21 +391,24 @@ class LoraFusedQKVAdapter(BaseLoraAdapter):
                 projection_up = self.lora_up.split(up)[i]
             else:
                 projection_up = up[..., i, :, :, :]
-            deltas[name] = self._product(down[..., i, :, :], projection_up, "...ir,...rkh->...ikh")
+            deltas[name] = self._product(
+                down[..., i, :, :], projection_up, "...ir,...rkh->...ikh"
+            )
         return deltas
 
     @nowrap
     def enabled(self) -> list[str]:
         """Returns the projections with an adapter, in the order of the weights' first axis."""
-        return [name for name in PROJECTIONS if self.config.enable_lora.get(name)]
+        enable_lora = self.config.enable_lora
+        return [name for name in PROJECTIONS if enable_lora.get(name)]
 
 
-def _check_layer_class(adapted: BaseLayer, cls: type, instead: str) -> None:
+def _check_layer_class(adapted: BaseLayer, cls: type, advice: str) -> None:
     layer_class: type = adapted.config.layer.klass
     if not issubclass(layer_class, cls):
         raise LayerConfigError(
             f"{adapted.path()}: layer is a {layer_class.__name__}, which this adapter does not "
-            f"fit; expected a {cls.__name__}. {instead}"
+            f"fit; expected a {cls.__name__}. {advice}"
         )
 
 
@@ -346,7 +425,27 @@ class AdaptedLinear(BaseLayer):
     def merged(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns the state of the layer alone, with the adapter merged into its weight."""
         delta = self.adapter.delta(state["adapter"], self._delta_subscripts)
-        return _add_to_weight(state["layer"], delta)
+        return _add_to_weight(dequantized_state(state["layer"]), delta)
+
+    @nowrap
+    def factors(self, state: dict[str, Any]) -> dict[str, AdapterFactors]:
+        """Returns the adapters of a state, by the paths of their weights in the layer."""
+        down, up = _weights(state["adapter"])
+        return {"weight": self._factors(down, up)}
+
+    @nowrap
+    def with_factors(
+        self, state: dict[str, Any], factors: Mapping[str, AdapterFactors]
+    ) -> dict[str, Any]:
+        """Returns a state with other adapters: the inverse of `factors`."""
+        down, up = _weights(state["adapter"])
+        new = factors["weight"]
+        return _replace_factors(
+            state, new.down.reshape(down.shape), new.up.reshape(up.shape)
+        )
+
+    def _factors(self, down: Tensor, up: Tensor) -> AdapterFactors:
+        raise NotImplementedError(type(self))
 
 
 class LoraLinear(AdaptedLinear):
@@ -372,12 +471,23 @@ class LoraLinear(AdaptedLinear):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         _check_layer_class(
-            self, Linear, "For attention, use LoraFusedQKVLinear and LoraMultiheadOutputLinear."
+            self,
+            Linear,
+            "For attention, use LoraFusedQKVLinear and LoraMultiheadOutputLinear.",
         )
-        layer = cfg.layer.set(input_dim=cfg.input_dim, output_dim=cfg.output_dim)
+        layer = cfg.layer.set(
+            input_dim=cfg.input_dim, output_dim=cfg.output_dim
+        )
         self._add_child("layer", layer)
-        adapter = cfg.adapter.set(input_dim=cfg.input_dim, output_dim=cfg.output_dim)
+        adapter = cfg.adapter.set(
+            input_dim=cfg.input_dim, output_dim=cfg.output_dim
+        )
         self._add_child("adapter", adapter)
+
+    def _factors(self, down: Tensor, up: Tensor) -> AdapterFactors:
+        cfg = self.config
+        shape = (cfg.input_dim, cfg.output_dim)
+        return AdapterFactors(down, up, self.adapter.scale(), shape, (0,))
 
 
 class LoraMultiheadOutputLinear(AdaptedLinear):
@@ -392,18 +502,40 @@ class LoraMultiheadOutputLinear(AdaptedLinear):
         layer: qkv_linear.MultiheadOutputLinear.Config = (
             qkv_linear.MultiheadOutputLinear.default_config()
         )
-        adapter: LoraMultiheadOutputAdapter.Config = LoraMultiheadOutputAdapter.default_config()
+        adapter: LoraMultiheadOutputAdapter.Config = (
+            LoraMultiheadOutputAdapter.default_config()
+        )
 
     _delta_subscripts = "...rnh,...rm->...mnh"
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        instead = "For other layers, use LoraLinear and LoraFusedQKVLinear."
-        _check_layer_class(self, qkv_linear.MultiheadOutputLinear, instead)
+        advice = "For other layers, use LoraLinear and LoraFusedQKVLinear."
+        _check_layer_class(self, qkv_linear.MultiheadOutputLinear, advice)
         layer = cfg.layer.set(model_dim=cfg.model_dim, num_heads=cfg.num_heads)
         self._add_child("layer", layer.set(per_head_dim=cfg.per_head_dim))
-        adapter = cfg.adapter.set(output_dim=cfg.model_dim, num_heads=cfg.num_heads)
-        self._add_child("adapter", adapter.set(input_dim=cfg.num_heads * cfg.per_head_dim))
+        adapter = cfg.adapter.set(
+            output_dim=cfg.model_dim, num_heads=cfg.num_heads
+        )
+        self._add_child(
+            "adapter", adapter.set(input_dim=cfg.num_heads * cfg.per_head_dim)
+        )
+
+    def _factors(self, down: Tensor, up: Tensor) -> AdapterFactors:
+        cfg = self.config
+        # (…, rank, heads, dim) → (…, heads × dim, rank)
+        down = down.reshape(*down.shape[:-2], -1).swapaxes(-1, -2)
+        shape = (cfg.model_dim, cfg.num_heads, cfg.per_head_dim)
+        return AdapterFactors(down, up, self.adapter.scale(), shape, (1, 2))
+
+    @nowrap
+    def with_factors(
+        self, state: dict[str, Any], factors: Mapping[str, AdapterFactors]
+    ) -> dict[str, Any]:
+        down, up = _weights(state["adapter"])
+        new = factors["weight"]
+        new_down = new.down.swapaxes(-1, -2).reshape(down.shape)
+        return _replace_factors(state, new_down, new.up.reshape(up.shape))
 
 
 class LoraFusedQKVLinear(qkv_linear.BaseQKVLinear):
@@ -415,16 +547,22 @@ class LoraFusedQKVLinear(qkv_linear.BaseQKVLinear):
     class Config(qkv_linear.BaseQKVLinear.Config):
         """Configures a LoraFusedQKVLinear."""
 
-        layer: qkv_linear.BaseQKVLinear.Config = qkv_linear.FusedQKVLinear.default_config()
+        layer: qkv_linear.BaseQKVLinear.Config = (
+            qkv_linear.FusedQKVLinear.default_config()
+        )
         """The projections, in one weight or several. If keys and values come from another layer,
         only queries can have an adapter."""
-        adapter: LoraFusedQKVAdapter.Config = LoraFusedQKVAdapter.default_config()
+        adapter: LoraFusedQKVAdapter.Config = (
+            LoraFusedQKVAdapter.default_config()
+        )
         """Set its `rank`, `alpha` and `enable_lora`."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        instead = "For other layers, use LoraLinear and LoraMultiheadOutputLinear."
-        _check_layer_class(self, qkv_linear.BaseQKVLinear, instead)
+        advice = (
+            "For other layers, use LoraLinear and LoraMultiheadOutputLinear."
+        )
+        _check_layer_class(self, qkv_linear.BaseQKVLinear, advice)
         if hasattr(cfg.layer, "input_linear"):
             raise LayerConfigError(
                 f"{self.path()}: layer is a {cfg.layer.klass.__name__}, which changes queries "
@@ -439,11 +577,11 @@ class LoraFusedQKVLinear(qkv_linear.BaseQKVLinear):
             num_kv_heads=layer.num_kv_heads,
         )
         adapter: Any = self._add_child("adapter", adapter_cfg)
-        of_keys = [name for name in adapter.enabled() if name != "query"]
-        if of_keys and layer.is_kv_sharing(layer.config):
+        enabled_kv = [name for name in adapter.enabled() if name != "query"]
+        if enabled_kv and layer.is_kv_sharing(layer.config):
             raise LayerConfigError(
                 f"{self.path()}: layer is a {type(layer).__name__}, whose keys and values come "
-                f"from another layer, and enable_lora has {of_keys}; enable only 'query'."
+                f"from another layer, and enable_lora has {enabled_kv}; enable only 'query'."
             )
 
     @classmethod
@@ -475,10 +613,16 @@ class LoraFusedQKVLinear(qkv_linear.BaseQKVLinear):
                 "with cross attention."
             )
         projected = self.layer(
-            query, key=key, value=value, kv_state=kv_state, query_positions=query_positions
+            query,
+            key=key,
+            value=value,
+            kv_state=kv_state,
+            query_positions=query_positions,
         )
-        added = zip(enabled, self.adapter(query), strict=True)
-        return projected._replace(**{name: getattr(projected, name) + x for name, x in added})
+        adapted: dict[str, Tensor] = {}
+        for name, term in zip(enabled, self.adapter(query), strict=True):
+            adapted[name] = getattr(projected, name) + term
+        return projected._replace(**adapted)
 
     @nowrap
     def merged(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -487,7 +631,8 @@ class LoraFusedQKVLinear(qkv_linear.BaseQKVLinear):
         A layer of unknown weights raises LayerConfigError.
         """
         deltas = self.adapter.deltas(state["adapter"])
-        layer, base = self.layer, copy.copy(state["layer"])
+        layer = self.layer
+        base = dequantized_state(state["layer"])
         if isinstance(layer, qkv_linear.FusedQKVLinear):
             parts = jnp.unstack(base["qkv_proj"]["weight"], axis=-4)
             weight = jnp.stack(_add_deltas(parts, deltas), axis=-4)
@@ -500,7 +645,8 @@ class LoraFusedQKVLinear(qkv_linear.BaseQKVLinear):
             base["qkv_proj"] = _replace_weight(base["qkv_proj"], weight)
         elif "q_proj" in base:
             for name, delta in deltas.items():
-                base[f"{name[0]}_proj"] = _add_to_weight(base[f"{name[0]}_proj"], delta)
+                key = f"{name[0]}_proj"
+                base[key] = _add_to_weight(base[key], delta)
         else:
             raise LayerConfigError(
                 f"{self.path()}: the weights of a {type(layer).__name__} are unknown, so an "
@@ -509,22 +655,244 @@ class LoraFusedQKVLinear(qkv_linear.BaseQKVLinear):
             )
         return base
 
+    @nowrap
+    def factors(self, state: dict[str, Any]) -> dict[str, AdapterFactors]:
+        """Returns the adapters of a state, by the paths of the weights of separate projections."""
+        cfg = self.config
+        down, _ = _weights(state["adapter"])
+        ups = self._ups(state["adapter"])
+        factors: dict[str, AdapterFactors] = {}
+        for i, name in enumerate(self.adapter.enabled()):
+            up = ups[i]
+            factors[f"{name[0]}_proj.weight"] = AdapterFactors(
+                down[..., i, :, :],
+                up.reshape(*up.shape[:-2], -1),
+                self.adapter.scale(),
+                (cfg.query_dim, up.shape[-2], up.shape[-1]),
+                (0,),
+            )
+        return factors
 
-def _add_deltas(parts: Iterable[Tensor], deltas: Mapping[str, Tensor]) -> list[Tensor]:
-    return [part + deltas.get(name, 0) for name, part in zip(PROJECTIONS, parts, strict=True)]
+    @nowrap
+    def with_factors(
+        self, state: dict[str, Any], factors: Mapping[str, AdapterFactors]
+    ) -> dict[str, Any]:
+        """Returns a state with other adapters: the inverse of `factors`."""
+        _, up = _weights(state["adapter"])
+        downs: list[Tensor] = []
+        ups: list[Tensor] = []
+        for name, like in zip(
+            self.adapter.enabled(), self._ups(state["adapter"]), strict=True
+        ):
+            new = factors[f"{name[0]}_proj.weight"]
+            downs.append(new.down)
+            ups.append(new.up.reshape(like.shape))
+        if isinstance(self.adapter.lora_up, LoraUpGroupedLinear):
+            new_up = jnp.concatenate(ups, axis=-2)
+        else:
+            new_up = jnp.stack(ups, axis=-4)
+        new_down = jnp.stack(downs, axis=-3)
+        return _replace_factors(state, new_down, new_up.reshape(up.shape))
+
+    def _ups(self, adapter_state: dict[str, Any]) -> list[Tensor]:
+        """Returns the weights to heads of each projection, `(…, rank, heads, per_head_dim)`."""
+        _, up = _weights(adapter_state)
+        if isinstance(self.adapter.lora_up, LoraUpGroupedLinear):
+            return self.adapter.lora_up.split(up)
+        return [up[..., i, :, :, :] for i in range(up.shape[-4])]
+
+
+class LoraExpertFactors(BaseLayer):
+    """One factor of the adapters of the weights of all experts.
+
+    Parameters: for each weight, one of the same name, (num_experts, inputs, outputs).
+    """
+
+    class Config(BaseLayer.Config):
+        """Configures a LoraExpertFactors; the surrounding layer sets the shapes and sharding."""
+
+        shapes: Required[dict[str, Shape]] = REQUIRED
+        mesh_axes: Required[dict[str, Any]] = REQUIRED
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        cfg = self.config
+        specs: dict[str, ParameterSpec] = {}
+        for name, shape in cfg.shapes.items():
+            specs[name] = ParameterSpec(
+                tuple(shape),
+                mesh_axes=cfg.mesh_axes[name],
+                fan_axes=param_init.FanAxes(
+                    in_axis=1, out_axis=2, batch_axis=0
+                ),
+            )
+        return specs
+
+    def forward(self) -> dict[str, Tensor]:
+        """Returns the factors by the names of the weights."""
+        return {name: self.parameters[name] for name in self.config.shapes}
+
+
+class LoraExpertsAdapter(BaseLayer):
+    """Adapters of the weights of experts; a token passes those of the experts that it chose."""
+
+    class Config(BaseLayer.Config):
+        """Configures a LoraExpertsAdapter, which has no dropout."""
+
+        rank: Required[int] = REQUIRED
+        alpha: Required[float] = REQUIRED
+        weight_specs: Required[dict[str, ParameterSpec]] = REQUIRED
+        """Specs of the weights; set by the surrounding layer."""
+        lora_down: LoraExpertFactors.Config = (
+            LoraExpertFactors.default_config().set(param_init=_normal_init())
+        )
+        lora_up: LoraExpertFactors.Config = (
+            LoraExpertFactors.default_config().set(param_init=_zeros_init())
+        )
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        _check_rank(self)
+        down_shapes: dict[str, Shape] = {}
+        up_shapes: dict[str, Shape] = {}
+        down_axes: dict[str, Any] = {}
+        up_axes: dict[str, Any] = {}
+        for name, spec in cfg.weight_specs.items():
+            num_experts, inputs, outputs = spec.shape
+            down_shapes[name] = (num_experts, inputs, cfg.rank)
+            up_shapes[name] = (num_experts, cfg.rank, outputs)
+            entries = tuple(spec.mesh_axes or (None, None, None))
+            down_axes[name] = (entries[0], entries[1], None)
+            up_axes[name] = (entries[0], None, entries[2])
+        self._add_child(
+            "lora_down",
+            cfg.lora_down.set(shapes=down_shapes, mesh_axes=down_axes),
+        )
+        self._add_child(
+            "lora_up", cfg.lora_up.set(shapes=up_shapes, mesh_axes=up_axes)
+        )
+
+    @nowrap
+    def scale(self) -> float:
+        """Returns the factor of the products."""
+        return self.config.alpha / self.config.rank
+
+    def forward(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Returns the factors of the terms to add to the weights, by their names."""
+        downs, ups = self.lora_down(), self.lora_up()
+        return {name: (downs[name], ups[name] * self.scale()) for name in downs}
+
+
+class LoraExperts(BaseLayer):
+    """Mixture of experts with adapters of the weights of each expert.
+
+    The term of an adapter is the product of an expert's tokens with both factors; its sum with the
+    weights is never computed.
+    """
+
+    class Config(BaseLayer.Config):
+        """Configures a LoraExperts; set `rank` and `alpha` of `adapter`."""
+
+        input_dim: Required[int] = REQUIRED
+        layer: TransformerFeedForwardMoE.Config = (
+            TransformerFeedForwardMoE.default_config()
+        )
+        adapter: LoraExpertsAdapter.Config = LoraExpertsAdapter.default_config()
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        _check_layer_class(
+            self, TransformerFeedForwardMoE, "For other layers, use LoraLinear."
+        )
+        layer: Any = self._add_child(
+            "layer", cfg.layer.set(input_dim=cfg.input_dim)
+        )
+        self._add_child(
+            "adapter",
+            cfg.adapter.set(weight_specs=layer.expert_weight_specs()),
+        )
+
+    def forward(self, inputs: Tensor, paddings: Tensor | None = None) -> Tensor:
+        """Applies the layer with the adapters; see `TransformerFeedForwardMoE.forward`."""
+        return self.layer(inputs, paddings, low_rank_factors=self.adapter())
+
+    @nowrap
+    def merged(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns the state of the layer alone, with the adapters merged into its weights."""
+        merged = copy.copy(state["layer"])
+        for name, factors in self.factors(state).items():
+            product = jnp.matmul(
+                factors.down.astype(jnp.float32), factors.up.astype(jnp.float32)
+            )
+            weight = merged[name] + factors.scale * product
+            merged[name] = weight.astype(merged[name].dtype)
+        return merged
+
+    @nowrap
+    def factors(self, state: dict[str, Any]) -> dict[str, AdapterFactors]:
+        """Returns the adapters of a state, by the names of their weights in the layer."""
+        adapter = state["adapter"]
+        factors: dict[str, AdapterFactors] = {}
+        for name, down in adapter["lora_down"].items():
+            up = adapter["lora_up"][name]
+            shape = (down.shape[-2], up.shape[-1])
+            factors[name] = AdapterFactors(
+                down, up, self.adapter.scale(), shape, (0,)
+            )
+        return factors
+
+    @nowrap
+    def with_factors(
+        self, state: dict[str, Any], factors: Mapping[str, AdapterFactors]
+    ) -> dict[str, Any]:
+        """Returns a state with other adapters: the inverse of `factors`."""
+        adapter = copy.copy(state["adapter"])
+        downs = copy.copy(adapter["lora_down"])
+        ups = copy.copy(adapter["lora_up"])
+        for name, new in factors.items():
+            downs[name] = new.down.astype(downs[name].dtype)
+            ups[name] = new.up.astype(ups[name].dtype)
+        adapter["lora_down"], adapter["lora_up"] = downs, ups
+        new_state = copy.copy(state)  # a stack stays marked as one
+        new_state["adapter"] = adapter
+        return new_state
+
+
+def _replace_factors(
+    state: dict[str, Any], down: Tensor, up: Tensor
+) -> dict[str, Any]:
+    adapter = copy.copy(state["adapter"])
+    adapter["lora_down"] = _replace_weight(adapter["lora_down"], down)
+    adapter["lora_up"] = _replace_weight(adapter["lora_up"], up)
+    new_state = copy.copy(state)  # a stack stays marked as one
+    new_state["adapter"] = adapter
+    return new_state
+
+
+def _add_deltas(
+    parts: Iterable[Tensor], deltas: Mapping[str, Tensor]
+) -> list[Tensor]:
+    sums: list[Tensor] = []
+    for name, part in zip(PROJECTIONS, parts, strict=True):
+        sums.append(part + deltas.get(name, 0))
+    return sums
 
 
 def _replace_weight(state: dict[str, Any], weight: Tensor) -> dict[str, Any]:
-    new = copy.copy(state)  # a stack stays marked as one
-    new["weight"] = weight.astype(state["weight"].dtype)
-    return new
+    new_state = copy.copy(state)  # a stack stays marked as one
+    new_state["weight"] = weight.astype(state["weight"].dtype)
+    return new_state
 
 
 def _add_to_weight(state: dict[str, Any], delta: Tensor) -> dict[str, Any]:
     return _replace_weight(state, state["weight"] + delta)
 
 
-_ADAPTED_LAYERS = (LoraLinear, LoraMultiheadOutputLinear, LoraFusedQKVLinear)
+_ADAPTED_LAYERS = (
+    LoraLinear,
+    LoraMultiheadOutputLinear,
+    LoraFusedQKVLinear,
+    LoraExperts,
+)
 
 
 def merge_adapters(layer: BaseLayer, state: dict[str, Any]) -> dict[str, Any]:
@@ -540,13 +908,76 @@ def merge_adapters(layer: BaseLayer, state: dict[str, Any]) -> dict[str, Any]:
     >>> sorted(merge_adapters(layer, state))
     ['bias', 'weight']
     """
+
+    def merge(path: str, adapted: Any, adapted_state: dict[str, Any]) -> Any:
+        return adapted.merged(adapted_state)
+
+    return map_adapted_layers(layer, dequantized_state(state), merge)
+
+
+def unmerge_adapters(
+    layer: BaseLayer, merged_state: PyTree, state: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the state with adapters whose `merge_adapters` is `merged_state`, up to rounding.
+
+    Args:
+      layer: the model with adapters.
+      state: a state of it with the adapters to subtract.
+
+    >>> cfg = LoraLinear.default_config().set(name="lora", input_dim=2, output_dim=2)
+    >>> _ = cfg.adapter.set(rank=1, alpha=1.0)
+    >>> layer = cfg.instantiate(parent=None)
+    >>> state = layer.initialize_parameters_recursively(jax.random.PRNGKey(0))
+    >>> unmerged = unmerge_adapters(layer, merge_adapters(layer, state), state)
+    >>> bool(jnp.allclose(unmerged["layer"]["weight"], state["layer"]["weight"]))
+    True
+    """
+    merged_with_adapters = with_base_state(state, merged_state)
+    base = merge_adapters(layer, _negated(merged_with_adapters))
+    return with_base_state(state, base)
+
+
+def _negated(state: PyTree) -> PyTree:
+    """Returns a state whose adapters have the opposite effect."""
+    if not isinstance(state, dict):
+        return state
+    new_state = copy.copy(state)  # a stack stays marked as one
+    if _has_adapter(state):
+        adapter = copy.copy(state["adapter"])
+        adapter["lora_up"] = jax.tree.map(jnp.negative, adapter["lora_up"])
+        new_state["layer"] = _negated(state["layer"])
+        new_state["adapter"] = adapter
+        return new_state
+    for name, child in state.items():
+        new_state[name] = _negated(child)
+    return new_state
+
+
+def map_adapted_layers(
+    layer: BaseLayer,
+    state: dict[str, Any],
+    fn: Callable[[str, Any, dict[str, Any]], Any],
+    path: str = "",
+) -> dict[str, Any]:
+    """Returns a copy of a state with those of layers with adapters replaced.
+
+    Args:
+      fn: function of the path of such a layer, the layer and its state.
+    """
+    new_state = copy.copy(state)  # a stack stays marked as one
     if isinstance(layer, _ADAPTED_LAYERS):
-        return layer.merged(state)
-    new: Any = copy.copy(state)  # a stack stays marked as one
+        # An expert that all tokens pass has adapters within a layer with adapters.
+        new_state["layer"] = map_adapted_layers(
+            layer.layer, state["layer"], fn, path
+        )
+        return fn(path, layer, new_state)
     for name, child in layer.children.items():
-        if isinstance(child, BaseLayer) and name in new:
-            new[name] = merge_adapters(child, new[name])
-    return new
+        if isinstance(child, BaseLayer) and name in state:
+            child_path = f"{path}.{name}".lstrip(".")
+            new_state[name] = map_adapted_layers(
+                child, state[name], fn, child_path
+            )
+    return new_state
 
 
 def set_lora_recursively(
@@ -557,6 +988,8 @@ def set_lora_recursively(
     dropout_rate: float = 0.0,
     attention: bool = True,
     feed_forward: bool = True,
+    targets: Collection[str] | None = None,
+    dtype: DType | None = None,
 ) -> None:
     """Adds adapters to the linear maps of every attention and feed-forward layer, in place.
 
@@ -564,8 +997,11 @@ def set_lora_recursively(
 
     Args:
       alpha: their outputs are multiplied by `alpha / rank`.
+      targets: which of `LORA_TARGETS` get one, and `EXPERTS` if each expert does; None for all of
+        `LORA_TARGETS`.
+      dtype: of the adapters' weights, None for that of the layers.
 
-    Raises LayerConfigError if there is no layer to adapt.
+    Raises LayerConfigError if there is no layer to adapt, or no such target.
 
     >>> from weft.hierarchy.attention.transformer import TransformerLayer
     >>> cfg = TransformerLayer.default_config()
@@ -573,33 +1009,84 @@ def set_lora_recursively(
     >>> cfg.feed_forward.linear1.klass.__name__
     'LoraLinear'
     """
-    done = []
+    num_adapted = 0
+    adapted_targets = LORA_TARGETS if targets is None else tuple(targets)
+    all_targets = (*LORA_TARGETS, EXPERTS)
+    for target in adapted_targets:
+        if target not in all_targets:
+            raise LayerConfigError(
+                f"no linear map of a transformer layer is called {target!r}; adapters can be at "
+                f"{', '.join(all_targets)}. {did_you_mean(target, all_targets)}"
+            )
+    is_query, is_key, is_value, is_output = (
+        target in adapted_targets for target in LORA_TARGETS[:4]
+    )
 
-    def with_adapter(layer: Any, kind: Any) -> Any:
-        done.append(layer)
-        new = kind.default_config().set(layer=layer)
-        new.adapter.set(rank=rank, alpha=alpha)
-        new.adapter.lora_dropout.rate = dropout_rate
-        return new
+    def with_adapter(
+        layer: InstantiableConfig, adapted_class: type[BaseLayer]
+    ) -> InstantiableConfig:
+        nonlocal num_adapted
+        num_adapted += 1
+        adapted: Any = adapted_class.default_config()
+        adapted.layer = layer
+        adapted.adapter.set(rank=rank, alpha=alpha, dtype=dtype)
+        if adapted_class is not LoraExperts:
+            adapted.adapter.lora_dropout.rate = dropout_rate
+        return adapted
 
-    def add(config: Any) -> None:
+    def add_to_attention(config: InstantiableConfig) -> None:
+        output_linear = config.output_linear
+        if is_output and is_config_of(
+            output_linear, qkv_linear.MultiheadOutputLinear
+        ):
+            config.output_linear = with_adapter(
+                output_linear, LoraMultiheadOutputLinear
+            )
+        # A projection that rotates is around the one that gets the adapter.
+        is_wrapped = hasattr(config.input_linear, "input_linear")
+        parent = config.input_linear if is_wrapped else config
+        layer = parent.input_linear
+        if is_config_of(layer, LoraFusedQKVLinear):
+            return
+        projects_kv = not layer.klass.is_kv_sharing(layer)
+        enable_lora = {
+            "query": is_query,
+            "key": is_key and projects_kv,
+            "value": is_value and projects_kv,
+        }
+        if any(enable_lora.values()):
+            parent.input_linear = with_adapter(layer, LoraFusedQKVLinear)
+            parent.input_linear.adapter.enable_lora = enable_lora
+
+    def add(config: InstantiableConfig) -> None:
         if attention and is_config_of(config, MultiheadAttention):
-            if is_config_of(config.output_linear, qkv_linear.MultiheadOutputLinear):
-                config.output_linear = with_adapter(config.output_linear, LoraMultiheadOutputLinear)
-            is_wrapped = hasattr(config.input_linear, "input_linear")
-            holder = config.input_linear if is_wrapped else config
-            if not is_config_of(holder.input_linear, LoraFusedQKVLinear):
-                layer = holder.input_linear
-                own = not layer.klass.is_kv_sharing(layer)
-                holder.input_linear = with_adapter(layer, LoraFusedQKVLinear)
-                holder.input_linear.adapter.enable_lora = {"query": True, "key": own, "value": own}
+            add_to_attention(config)
         if feed_forward and is_config_of(config, TransformerFeedForwardLayer):
             for name in ("linear1", "linear2"):
-                if is_config_of(getattr(config, name), Linear):
-                    setattr(config, name, with_adapter(getattr(config, name), LoraLinear))
+                layer = getattr(config, name)
+                if name in adapted_targets and is_config_of(layer, Linear):
+                    setattr(config, name, with_adapter(layer, LoraLinear))
+
+    num_mixtures = 0
+
+    def add_to_experts(config: InstantiableConfig) -> None:
+        nonlocal num_mixtures
+        if is_config_of(config, LoraExperts):
+            return
+        for name, value in config.items():
+            if is_config_of(value, TransformerFeedForwardMoE):
+                num_mixtures += 1
+                setattr(config, name, with_adapter(value, LoraExperts))
 
     for_each_config(cfg, add)
-    if not done:
+    if EXPERTS in adapted_targets:
+        for_each_config(cfg, add_to_experts)
+        if not num_mixtures:
+            raise LayerConfigError(
+                f"{cfg._label()} has no mixture of experts, and targets has {EXPERTS!r}; leave it "
+                "out."
+            )
+    if not num_adapted:
         raise LayerConfigError(
             f"{cfg._label()} has no attention and no feed-forward layer to which an adapter could "
             f"be added (attention={attention}, feed_forward={feed_forward}). "
@@ -607,20 +1094,26 @@ def set_lora_recursively(
         )
 
 
-def without_lora(cfg: Any) -> Any:
-    """Returns a copy of the config without adapters, for the result of `merge_adapters`."""
-    new = cfg.clone()
+def without_lora(cfg: ConfigT) -> ConfigT:
+    """Returns a copy of the config without adapters, for the result of `merge_adapters`.
 
-    def remove(config: Any) -> None:
+    Its weights are stored in the layers' dtypes.
+    """
+    base_cfg = cfg.clone()
+
+    def remove(config: InstantiableConfig) -> None:
+        # Not `getattr`: a config looks for similar names of fields that it lacks.
+        if "weight_format" in config:
+            config.set(weight_format=None)
         for name, value in config.items():
             if is_config_of(value, _ADAPTED_LAYERS):
                 setattr(config, name, value.layer)
 
-    for_each_config(new, remove)
-    return new
+    for_each_config(base_cfg, remove)
+    return base_cfg
 
 
-def base_state(state: dict[str, Any]) -> Any:
+def base_state(state: PyTree) -> PyTree:
     """Returns a copy of a state without adapters, which are dropped, not merged.
 
     `state` can also consist of shapes, specs or shardings.
@@ -632,13 +1125,14 @@ def base_state(state: dict[str, Any]) -> Any:
     if not isinstance(state, dict):
         return state
     if _has_adapter(state):
-        return state["layer"]
-    new = copy.copy(state)  # a stack stays marked as one
-    new.update({name: base_state(child) for name, child in state.items()})
-    return new
+        return base_state(state["layer"])
+    new_state = copy.copy(state)  # a stack stays marked as one
+    for name, child in state.items():
+        new_state[name] = base_state(child)
+    return new_state
 
 
-def with_base_state(state: dict[str, Any], base: dict[str, Any]) -> Any:
+def with_base_state(state: PyTree, base: PyTree) -> PyTree:
     """Returns a copy of a state with adapters, with the other parameters from `base`.
 
     >>> state = {"linear": {"layer": {"weight": 1}, "adapter": {"lora_down": 2, "lora_up": 3}}}
@@ -647,18 +1141,65 @@ def with_base_state(state: dict[str, Any], base: dict[str, Any]) -> Any:
     """
     if not isinstance(state, dict):
         return base
-    new = copy.copy(state)
+    new_state = copy.copy(state)  # a stack stays marked as one
     if _has_adapter(state):
-        new["layer"] = base
-    else:
-        new.update({name: with_base_state(child, base[name]) for name, child in state.items()})
-    return new
+        new_state["layer"] = base
+        # Not the base's own leaves: theirs may be stored in another way.
+        if adapter_state(state["layer"]):
+            new_state["layer"] = with_base_state(state["layer"], base)
+        return new_state
+    for name, child in state.items():
+        new_state[name] = with_base_state(child, base[name])
+    return new_state
 
 
-def _has_adapter(state: dict[str, Any]) -> bool:
-    adapter = state.get("adapter")
-    return (
-        state.keys() == {"layer", "adapter"}
-        and isinstance(adapter, dict)
-        and ({"lora_down", "lora_up"} <= adapter.keys())
-    )
+def adapter_state(state: PyTree) -> dict[str, Any]:
+    """Returns the adapters of a state, nested as there; `state` may also consist of shapes.
+
+    >>> state = {"linear": {"layer": {"weight": 1}, "adapter": {"lora_down": 2, "lora_up": 3}}}
+    >>> adapter_state({**state, "norm": {"scale": 4}})
+    {'linear': {'adapter': {'lora_down': 2, 'lora_up': 3}}}
+    """
+    adapters = copy.copy(state)  # a stack stays marked as one
+    if _has_adapter(state):
+        inner_adapters = adapter_state(state["layer"])
+        if inner_adapters:
+            adapters["layer"] = inner_adapters
+        else:
+            del adapters["layer"]
+        return adapters
+    for name, child in state.items():
+        child_adapters: Any = {}
+        if isinstance(child, dict):
+            child_adapters = adapter_state(child)
+        if child_adapters:
+            adapters[name] = child_adapters
+        else:
+            del adapters[name]
+    return adapters
+
+
+def with_adapter_state(base: PyTree, adapters: PyTree) -> dict[str, Any]:
+    """Returns a state of its base and its adapters: the inverse of both.
+
+    >>> adapters = {"linear": {"adapter": {"lora_down": 2, "lora_up": 3}}}
+    >>> with_adapter_state({"linear": {"weight": 1}, "norm": 4}, adapters)["linear"]["layer"]
+    {'weight': 1}
+    """
+    if _is_adapter(adapters.get("adapter")):
+        layer = with_adapter_state(base, adapters.get("layer", {}))
+        return {"layer": layer, "adapter": adapters["adapter"]}
+    state = copy.copy(base)  # a stack stays marked as one
+    for name, child in adapters.items():
+        state[name] = with_adapter_state(base[name], child)
+    return state
+
+
+def _has_adapter(state: dict[str, PyTree]) -> bool:
+    if state.keys() != {"layer", "adapter"}:
+        return False
+    return _is_adapter(state["adapter"])
+
+
+def _is_adapter(state: PyTree) -> bool:
+    return isinstance(state, dict) and {"lora_down", "lora_up"} <= state.keys()

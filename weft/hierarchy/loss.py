@@ -26,7 +26,9 @@ class ReductionMethod(enum.StrEnum):
     MEAN = "mean"
 
 
-def _reduce(loss: Tensor, weight: Tensor | None, reduction: ReductionMethod) -> Tensor:
+def _reduce(
+    loss: Tensor, weight: Tensor | None, reduction: ReductionMethod
+) -> Tensor:
     if reduction == ReductionMethod.MEAN:
         return functional.weighted_mean(loss, weight)[0]
     weighted = loss if weight is None else counted(loss, weight) * weight
@@ -43,10 +45,14 @@ def _broadcast_weight(weight: Tensor | None, ndim: int) -> Tensor | None:
 def _counted(weight: Tensor | None, *arrays: Tensor) -> list[Tensor]:
     """Returns arrays with 0 where the weight of the element or example is 0."""
     weights = [_broadcast_weight(weight, x.ndim) for x in arrays]
-    return [counted(x, weight) for x, weight in zip(arrays, weights, strict=True)]
+    return [
+        counted(x, weight) for x, weight in zip(arrays, weights, strict=True)
+    ]
 
 
-def _weighted_scalar(loss: Tensor, weight: Tensor | None, eps: float) -> WeightedScalar:
+def _weighted_scalar(
+    loss: Tensor, weight: Tensor | None, eps: float
+) -> WeightedScalar:
     weight = _broadcast_weight(weight, loss.ndim)
     return WeightedScalar(*functional.weighted_mean(loss, weight, eps=eps))
 
@@ -73,7 +79,9 @@ def mean_squared_error(
     (2.5, 2.0)
     """
     preds, targets = _counted(sample_weight, preds, targets)
-    return _weighted_scalar(functional.squared_error(preds, targets), sample_weight, eps)
+    return _weighted_scalar(
+        functional.squared_error(preds, targets), sample_weight, eps
+    )
 
 
 def bilinear_mean_squared_error(
@@ -92,7 +100,9 @@ def bilinear_mean_squared_error(
       sample_weight, eps: as for `mean_squared_error`, of the resized images.
     """
     preds, targets = (
-        jax.image.resize(x.astype(jnp.float32), shape, "bilinear", antialias=False)
+        jax.image.resize(
+            x.astype(jnp.float32), shape, "bilinear", antialias=False
+        )
         for x in (preds, targets)
     )
     return mean_squared_error(preds, targets, sample_weight, eps)
@@ -106,7 +116,9 @@ def l1_loss(
 ) -> WeightedScalar:
     """Returns the mean of `|preds - targets|`; see `mean_squared_error`."""
     preds, targets = _counted(sample_weight, preds, targets)
-    return _weighted_scalar(functional.absolute_error(preds, targets), sample_weight, eps)
+    return _weighted_scalar(
+        functional.absolute_error(preds, targets), sample_weight, eps
+    )
 
 
 def huber_loss(
@@ -126,11 +138,13 @@ def huber_loss(
         the values may be anything.
       reduce_axis: an axis to take the mean over first.
     """
-    weight = _broadcast_weight(sample_weight, predictions.ndim - (reduce_axis is not None))
-    of_elements = weight
+    weight = _broadcast_weight(
+        sample_weight, predictions.ndim - (reduce_axis is not None)
+    )
+    element_weight = weight
     if weight is not None and reduce_axis is not None:
-        of_elements = jnp.expand_dims(weight, reduce_axis)
-    predictions, targets = _counted(of_elements, predictions, targets)
+        element_weight = jnp.expand_dims(weight, reduce_axis)
+    predictions, targets = _counted(element_weight, predictions, targets)
     loss = functional.huber_error(predictions, targets, delta=delta)
     if reduce_axis is not None:
         loss = jnp.mean(loss, axis=reduce_axis)
@@ -152,7 +166,9 @@ def giou_loss(
     """
     predictions, targets = _counted(sample_weight, predictions, targets)
     return _reduce(
-        1 - functional.generalized_iou(predictions, targets, eps=eps), sample_weight, reduction
+        1 - functional.generalized_iou(predictions, targets, eps=eps),
+        sample_weight,
+        reduction,
     )
 
 
@@ -170,7 +186,9 @@ def focal_loss(
     """
     logits, targets = _counted(sample_weight, logits, targets)
     loss = functional.focal_loss(logits, targets, alpha=alpha, gamma=gamma)
-    return _reduce(loss, _broadcast_weight(sample_weight, loss.ndim), ReductionMethod.SUM)
+    return _reduce(
+        loss, _broadcast_weight(sample_weight, loss.ndim), ReductionMethod.SUM
+    )
 
 
 def kl_divergence(
@@ -183,7 +201,9 @@ def kl_divergence(
 
     The second result is a dict of `per_example_loss`, `Float[Array, "*batch"]`.
     """
-    per_example = functional.kl_divergence(log_predictions, targets, is_log_targets=is_log_targets)
+    per_example = functional.kl_divergence(
+        log_predictions, targets, is_log_targets=is_log_targets
+    )
     return jnp.mean(per_example), {"per_example_loss": per_example}
 
 
@@ -213,10 +233,18 @@ def large_margin_cosine_loss(
             "large_margin_cosine_loss needs the right classes once: pass either labels or "
             "soft_labels."
         )
-    targets: Any = soft_labels if labels is None else jax.nn.one_hot(labels, logits.shape[-1])
+    targets: Any = (
+        soft_labels
+        if labels is None
+        else jax.nn.one_hot(labels, logits.shape[-1])
+    )
     right: Any = jnp.argmax(targets, axis=-1) if labels is None else labels
-    logits = functional.with_cosine_margin(logits, targets, alpha=alpha, margin=margin)
-    loss, aux = functional.cross_entropy(logits, right, soft_target_labels=targets)
+    logits = functional.with_cosine_margin(
+        logits, targets, alpha=alpha, margin=margin
+    )
+    loss, aux = functional.cross_entropy(
+        logits, right, soft_target_labels=targets
+    )
     correct = aux["live_targets"] & (jnp.argmax(logits, axis=-1) == right)
     num_examples = aux["num_targets"]
     accuracy = jnp.sum(correct) / jnp.maximum(1, num_examples)
@@ -234,12 +262,17 @@ def asymmetric_contrastive_loss_from_logits(
     if key_paddings is not None:
         key_paddings = key_paddings.astype(bool)
     return functional.contrastive_loss(
-        logits, temperature=temperature, key_paddings=key_paddings, soft_labels=soft_labels
+        logits,
+        temperature=temperature,
+        key_paddings=key_paddings,
+        soft_labels=soft_labels,
     )
 
 
 def _key_paddings(
-    positive_keys: Tensor, negative_keys: Tensor | None, negative_paddings: Tensor | None
+    positive_keys: Tensor,
+    negative_keys: Tensor | None,
+    negative_paddings: Tensor | None,
 ) -> Tensor | None:
     if negative_keys is None or negative_paddings is None:
         return None
@@ -248,11 +281,16 @@ def _key_paddings(
 
 
 def _logits_with_negatives(
-    queries: Tensor, keys: Tensor, negatives: Tensor | None, negative_paddings: Tensor | None
+    queries: Tensor,
+    keys: Tensor,
+    negatives: Tensor | None,
+    negative_paddings: Tensor | None,
 ) -> Tensor:
     if negatives is not None:
         if negative_paddings is not None:
-            negatives = counted(negatives, ~negative_paddings.astype(bool)[:, None])
+            negatives = counted(
+                negatives, ~negative_paddings.astype(bool)[:, None]
+            )
         keys = jnp.concatenate([keys, negatives])
     return functional.contrastive_logits(queries, keys)
 
@@ -278,8 +316,12 @@ def asymmetric_contrastive_loss_from_features(
     0.0
     """
     return asymmetric_contrastive_loss_from_logits(
-        _logits_with_negatives(queries, positive_keys, negative_keys, negative_key_paddings),
-        key_paddings=_key_paddings(positive_keys, negative_keys, negative_key_paddings),
+        _logits_with_negatives(
+            queries, positive_keys, negative_keys, negative_key_paddings
+        ),
+        key_paddings=_key_paddings(
+            positive_keys, negative_keys, negative_key_paddings
+        ),
         temperature=temperature,
         soft_labels=soft_labels,
     )
@@ -398,5 +440,7 @@ def ranking_pairwise_loss(
       The mean over pairs, and their number.
     """
     return functional.pairwise_loss(
-        logits=logits, pair_weights=functional.rank_pairs(ranks), loss_scale=loss_scale
+        logits=logits,
+        pair_weights=functional.rank_pairs(ranks),
+        loss_scale=loss_scale,
     )

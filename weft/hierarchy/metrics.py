@@ -147,7 +147,9 @@ class WeightedValue(MetricSummary):
                 f"{type(self).__name__} has a mean of shape {mean} and a weight of shape {weight}; "
                 "expected the same shape, or a single weight."
             )
-        if not isinstance(self.weight, jax.core.Tracer) and np.any(np.asarray(self.weight) < 0):
+        if not isinstance(self.weight, jax.core.Tracer) and np.any(
+            np.asarray(self.weight) < 0
+        ):
             raise errors.SummaryValueError(
                 f"{type(self).__name__} has the weight {self.weight}; expected at least 0."
             )
@@ -162,7 +164,9 @@ class WeightedSummary(WeightedValue):
     """
 
     def accumulate(self, other: Self) -> Self:
-        return type(self)(*_merge_means(self.mean, self.weight, other.mean, other.weight))
+        return type(self)(
+            *_merge_means(self.mean, self.weight, other.mean, other.weight)
+        )
 
     def __add__(self, other: Self) -> Self:
         return self.accumulate(other)
@@ -256,7 +260,8 @@ class Perplexity(WeightedScalar):
 
 
 def bits_per_byte(
-    per_target_loss: Float[Array, "batch time"], target_num_bytes: Int[Array, " batch"]
+    per_target_loss: Float[Array, "batch time"],
+    target_num_bytes: Int[Array, " batch"],
 ) -> WeightedScalar:
     """Returns bits per byte of text, whose weight is the number of bytes.
 
@@ -271,7 +276,9 @@ def bits_per_byte(
     """
     is_known = jnp.all(target_num_bytes >= 0)
     bits = jnp.where(is_known, jnp.sum(per_target_loss) / math.log(2), jnp.nan)
-    num_bytes = jnp.where(is_known, jnp.sum(target_num_bytes), 1).astype(jnp.float32)
+    num_bytes = jnp.where(is_known, jnp.sum(target_num_bytes), 1).astype(
+        jnp.float32
+    )
     return WeightedScalar(bits / jnp.maximum(1, num_bytes), num_bytes)
 
 
@@ -298,7 +305,9 @@ class MetricAccumulator(Configurable):
 
         Raises OutputConflictError if a name is a dict in one batch and a value in another.
         """
-        self._total = _accumulate(self._total, _as_weighted(model_outputs), path="")
+        self._total = _accumulate(
+            self._total, _as_weighted(model_outputs), path=""
+        )
 
     def summaries(self) -> dict[str, Any]:
         """Returns the accumulated summaries, nested like those of one batch."""

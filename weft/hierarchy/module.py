@@ -11,7 +11,16 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import (
+    Any,
+    Concatenate,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    overload,
+    runtime_checkable,
+)
 
 import jax
 
@@ -20,12 +29,17 @@ from weft._door import current_door
 from weft.config import REQUIRED, Configurable, InstantiableConfig, Required
 from weft.core import display, tracing
 from weft.hierarchy import context as context_lib
-from weft.hierarchy.context import InvocationContext, OutputCollection, current_context
+from weft.hierarchy.context import (
+    InvocationContext,
+    OutputCollection,
+    current_context,
+)
 from weft.typing import NestedTensor, PyTree, Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 R = TypeVar("R")
+ResultT = TypeVar("ResultT", covariant=True)
 
 
 @runtime_checkable
@@ -68,15 +82,21 @@ def get_public_method(module: "Module", name: str) -> Callable[..., Any] | None:
     if name.startswith("_"):
         return None
     attribute = inspect.getattr_static(module, name, None)
-    if not callable(attribute) or isinstance(attribute, type | staticmethod | Module):
+    if not callable(attribute) or isinstance(
+        attribute, type | staticmethod | Module
+    ):
         return None
     return getattr(module, name)
 
 
-def check_method(owner: "Module", model: "Module", method: str, error: type[Exception]) -> None:
+def check_method(
+    owner: "Module", model: "Module", method: str, error: type[Exception]
+) -> None:
     """Raises an error if `owner` is to call a public method that the model does not have."""
     if get_public_method(model, method) is None:
-        public_names = [name for name in dir(type(model)) if not name.startswith("_")]
+        public_names = [
+            name for name in dir(type(model)) if not name.startswith("_")
+        ]
         raise error(
             f"{owner.path()} is to call {method!r} of the model, but {type(model).__name__} has no "
             f"such method. {errors.did_you_mean(method, public_names)}"
@@ -95,10 +115,14 @@ def _in_own_context(
         if caller is None or caller.module is self:
             return method(self, *args, **kwargs)
         try:
-            with context_lib.ActiveContext(self._child_context_of(caller), caller):
+            with context_lib.ActiveContext(
+                self._child_context_of(caller), caller
+            ):
                 bound_method = functools.partial(self._in_context(method), self)
                 for interceptor in _INTERCEPTORS.get():
-                    bound_method = _intercepted(interceptor, self, method.__name__, bound_method)
+                    bound_method = _intercepted(
+                        interceptor, self, method.__name__, bound_method
+                    )
                 return bound_method(*args, **kwargs)
         except Exception as error:
             _add_path_note(error, self, method.__name__)
@@ -108,11 +132,15 @@ def _in_own_context(
     return call
 
 
-Interceptor = Callable[["Module", str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Interceptor = Callable[
+    ["Module", str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
+]
 """Function of a module, a method's name, the method and its arguments; it calls the method."""
 
 
-_INTERCEPTORS: ContextVar[tuple[Interceptor, ...]] = ContextVar("interceptors", default=())
+_INTERCEPTORS: ContextVar[tuple[Interceptor, ...]] = ContextVar(
+    "interceptors", default=()
+)
 
 
 @contextlib.contextmanager
@@ -126,7 +154,10 @@ def intercept_module_calls(interceptor: Interceptor) -> Iterator[None]:
 
 
 def _intercepted(
-    interceptor: Interceptor, module: "Module", name: str, bound_method: Callable[P, R]
+    interceptor: Interceptor,
+    module: "Module",
+    name: str,
+    bound_method: Callable[P, R],
 ) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         return interceptor(module, name, bound_method, args, kwargs)
@@ -139,7 +170,9 @@ def _add_path_note(error: Exception, module: "Module", method: str) -> None:
     if getattr(error, "_weft_path_noted", False):
         return
     error._weft_path_noted = True  # pyright: ignore[reportAttributeAccessIssue]
-    error.add_note(f"In {type(module).__name__}.{method} of module {module.path()!r}.")
+    error.add_note(
+        f"In {type(module).__name__}.{method} of module {module.path()!r}."
+    )
     hint = current_door().hint_for_error(error)
     if hint is not None:
         error.add_note(hint)
@@ -192,7 +225,9 @@ class Module(Configurable):
                 continue
             # `nowrap` on a base's method holds for its overrides.
             definitions = [vars(base).get(name) for base in cls.__mro__]
-            if not any(getattr(method, "_weft_nowrap", False) for method in definitions):
+            if not any(
+                getattr(method, "_weft_nowrap", False) for method in definitions
+            ):
                 setattr(cls, name, _in_own_context(value))
 
     def __init__(self, cfg: Config, *, parent: "Module | None"):
@@ -204,7 +239,10 @@ class Module(Configurable):
         self._children: dict[str, Module] = {}
         self._shared: dict[str, Module] = {}
         choice_of_class = type(self)._methods_to_wrap_for_auto_child_context
-        if choice_of_class is not Module._methods_to_wrap_for_auto_child_context:
+        if (
+            choice_of_class
+            is not Module._methods_to_wrap_for_auto_child_context
+        ):
             self._wrap_methods(self._methods_to_wrap_for_auto_child_context())
         self._vlog_level: int | None = cfg.vlog
         if cfg.vlog is None and parent is not None:
@@ -212,7 +250,9 @@ class Module(Configurable):
 
     # The methods.
 
-    def _methods_to_wrap_for_auto_child_context(self) -> dict[str, Callable[..., Any]]:
+    def _methods_to_wrap_for_auto_child_context(
+        self,
+    ) -> dict[str, Callable[..., Any]]:
         """Returns the methods that open this module's context when another module calls them.
 
         By default all public ones. An override may leave some out, or add private ones.
@@ -237,7 +277,11 @@ class Module(Configurable):
         for name, method in methods.items():
             if name not in wrapped_by_class:
                 function = getattr(method, "__func__", method)
-                setattr(self, name, functools.partial(_in_own_context(function), self))
+                setattr(
+                    self,
+                    name,
+                    functools.partial(_in_own_context(function), self),
+                )
 
     # The tree.
 
@@ -256,7 +300,11 @@ class Module(Configurable):
 
     def path(self) -> str:
         """Returns the names from the root to this module, joined by dots."""
-        return self._name if self._parent is None else f"{self._parent.path()}.{self._name}"
+        return (
+            self._name
+            if self._parent is None
+            else f"{self._parent.path()}.{self._name}"
+        )
 
     def __getattr__(self, name: str) -> Any:
         # By `__dict__`: before `__init__` has set these two, `self._children` would come back here.
@@ -287,8 +335,12 @@ class Module(Configurable):
     def __repr__(self) -> str:
         if "_children" not in vars(self):
             return f"{type(self).__name__}(...)"
-        items = [f"{name}={value!r}" for name, value in self._shown_parts().items()]
-        return display.join_lines(f"{type(self).__name__}({self._shown_size()}", items, ")")
+        items = [
+            f"{name}={value!r}" for name, value in self._shown_parts().items()
+        ]
+        return display.join_lines(
+            f"{type(self).__name__}({self._shown_size()}", items, ")"
+        )
 
     _repr_mimebundle_ = display.notebook_tree
 
@@ -296,9 +348,13 @@ class Module(Configurable):
         self, path: str | None, subtree_renderer: Callable[..., object]
     ) -> object:
         """Shows settings, parameters and children in Treescope's trees."""
-        return display.render_tree(self, self._shown_parts(), path, subtree_renderer)
+        return display.render_tree(
+            self, self._shown_parts(), path, subtree_renderer
+        )
 
-    def _add_child(self, name: str, child_config: Any, **kwargs: object) -> "Module":
+    def _add_child(
+        self, name: str, child_config: Any, **kwargs: object
+    ) -> "Module":
         """Creates a child.
 
         Args:
@@ -314,7 +370,11 @@ class Module(Configurable):
             ChildConfigError: if `child_config` does not make a module of this name and parent.
         """
         context_lib.check_name(name, f"a child of {self.path()}")
-        if name in self._children or name in self.__dict__ or hasattr(type(self), name):
+        if (
+            name in self._children
+            or name in self.__dict__
+            or hasattr(type(self), name)
+        ):
             holder = "a child" if name in self._children else "an attribute"
             raise errors.ChildNameConflictError(
                 f"{self.path()} already has {holder} {name!r}; give the child another name."
@@ -327,7 +387,11 @@ class Module(Configurable):
 
         is_module_config = isinstance(child_config, Module.Config)
         # Layers of other libraries, and functions that make modules.
-        config = child_config if is_module_config else current_door().config_of_layer(child_config)
+        config = (
+            child_config
+            if is_module_config
+            else current_door().config_of_layer(child_config)
+        )
         try:
             child = config.clone(name=name).instantiate(parent=self, **kwargs)
         except errors.UnknownLayerError as error:
@@ -378,7 +442,9 @@ class Module(Configurable):
             module = module._children[name]
         return module._add_child(names[-1], child_config, **kwargs)
 
-    def find_descendant(self, module: context_lib.ModuleNode) -> list[str] | None:
+    def find_descendant(
+        self, module: context_lib.ModuleNode
+    ) -> list[str] | None:
         """Returns the names from this module to `module`, or None if it is not below this one.
 
         Raises InvalidDescendantError for what is not a module.
@@ -409,7 +475,9 @@ class Module(Configurable):
 
     # Shared modules.
 
-    def _share_with_descendants(self, module: "Module", *, shared_module_name: str) -> None:
+    def _share_with_descendants(
+        self, module: "Module", *, shared_module_name: str
+    ) -> None:
         """Lets all modules below this one call `module`, which is this module or below it.
 
         Raises:
@@ -430,7 +498,9 @@ class Module(Configurable):
             return dict(self._shared)
         return self._parent.shared_modules() | self._shared
 
-    def get_shared_module(self, shared_module_or_name: "Module | str") -> SharedModule:
+    def get_shared_module(
+        self, shared_module_or_name: "Module | str"
+    ) -> SharedModule:
         """Returns a module shared by this one or an ancestor, with its state in this invocation.
 
         Raises InvalidDescendantError if the module, or a module of this name, is not shared.
@@ -494,7 +564,9 @@ class Module(Configurable):
         key = context.prng_key
         if key is not None and context.is_from_outer_trace():
             raise context_lib.side_effect_error(
-                context, "the PRNG key is read", "every index or iteration would draw the same"
+                context,
+                "the PRNG key is read",
+                "every index or iteration would draw the same",
             )
         return key
 
@@ -512,7 +584,9 @@ class Module(Configurable):
 
         Raises OutputConflictError if the name was used before in this invocation.
         """
-        for leaf in jax.tree.leaves(value, is_leaf=lambda v: hasattr(v, "validate")):
+        for leaf in jax.tree.leaves(
+            value, is_leaf=lambda v: hasattr(v, "validate")
+        ):
             if hasattr(leaf, "validate"):
                 leaf.validate()
         self.get_invocation_context().add_summary(name, value)
@@ -544,13 +618,44 @@ class Module(Configurable):
                 "%s: " + msg, self.path(), *args, **kwargs
             )
 
-    def vprint(self, level: int, msg: str, *args: object, **kwargs: Any) -> None:
+    def vprint(
+        self, level: int, msg: str, *args: object, **kwargs: Any
+    ) -> None:
         """Prints `msg.format(*args, **kwargs)`, including traced values, if `vlog` would log."""
         if self.vlog_is_on(level):
             jax.debug.print(f"{self.path()}: {msg}", *args, **kwargs)
 
 
+class HasForward(Protocol[ResultT]):
+    """Module whose `forward` returns a `ResultT`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> ResultT: ...
+
+
+@overload
 def functional(
+    module: HasForward[R],
+    prng_key: Tensor | None,
+    state: NestedTensor,
+    inputs: Sequence[Any] | dict[str, Any],
+    *,
+    is_training: bool,
+    drop_output_collections: Sequence[str] = ...,
+    copy_args_tree: bool = ...,
+) -> tuple[R, OutputCollection]: ...
+@overload
+def functional(
+    module: Module,
+    prng_key: Tensor | None,
+    state: NestedTensor,
+    inputs: Sequence[Any] | dict[str, Any],
+    *,
+    method: str = ...,
+    is_training: bool,
+    drop_output_collections: Sequence[str] = ...,
+    copy_args_tree: bool = ...,
+) -> tuple[Any, OutputCollection]: ...
+def functional(  # pyright: ignore[reportInconsistentOverload]  # modules have `forward`
     module: Module,
     prng_key: Tensor | None,
     state: NestedTensor,
@@ -576,7 +681,9 @@ def functional(
     # methods below read and fill them by the current context, which the root's is until the end.
     if copy_args_tree:
         state, inputs = jax.tree.map(lambda x: x, (state, inputs))
-    context = InvocationContext(module.name, None, module, state, is_training, prng_key)
+    context = InvocationContext(
+        module.name, None, module, state, is_training, prng_key
+    )
     args, kwargs = inputs, {}
     if isinstance(inputs, dict):
         args, kwargs = (), inputs
@@ -586,7 +693,9 @@ def functional(
             is_wrapped = hasattr(bound_method, "_weft_method")
             if is_wrapped and getattr(bound_method, "__self__", None) is module:
                 # Its wrapper would find the module's context open, and leave out the casts.
-                method_with_casts = module._with_casts(bound_method._weft_method)
+                method_with_casts = module._with_casts(
+                    bound_method._weft_method
+                )
                 bound_method = functools.partial(method_with_casts, module)
             result = bound_method(*args, **kwargs)
     except Exception as error:

@@ -17,7 +17,14 @@ from weft import config, errors
 from weft.config import REQUIRED, Configurable, InstantiableConfig, Required
 from weft.functional.arrays import as_tuple
 from weft.functional.initializers import DISTRIBUTIONS, draw, fan_sizes
-from weft.typing import ArrayLike, DistributionName, DType, FanName, Shape, Tensor
+from weft.typing import (
+    ArrayLike,
+    DistributionName,
+    DType,
+    FanName,
+    Shape,
+    Tensor,
+)
 
 PARAM_REGEXP_WEIGHT = ".*weight$"
 """Matches the paths of weights, in a `DefaultInitializer`."""
@@ -75,12 +82,16 @@ class FanAxes(NamedTuple):
         >>> FanAxes(-2, 1).prepend_axis(axis_type=FanAxes.AxisType.BATCH_AXIS)
         FanAxes(in_axis=(-2,), out_axis=(2,), batch_axis=(0,))
         """
-        shifted = [_shift(axes, 1, lambda axis: axis >= 0) for axes in self.tuples()]
+        shifted = [
+            _shift(axes, 1, lambda axis: axis >= 0) for axes in self.tuples()
+        ]
         return FanAxes(*shifted)._with(0, axis_type)
 
     def append_axis(self, *, axis_type: "FanAxes.AxisType") -> "FanAxes":
         """Returns the axes after a new last axis of this type is added."""
-        shifted = [_shift(axes, -1, lambda axis: axis < 0) for axes in self.tuples()]
+        shifted = [
+            _shift(axes, -1, lambda axis: axis < 0) for axes in self.tuples()
+        ]
         return FanAxes(*shifted)._with(-1, axis_type)
 
     def _with(self, axis: int, axis_type: "FanAxes.AxisType") -> "FanAxes":
@@ -92,14 +103,20 @@ class FanAxes(NamedTuple):
         return self._replace(**{name: axes})
 
 
-def _shift(axes: tuple[int, ...], shift: int, is_shifted: Callable[[int], bool]) -> tuple[int, ...]:
+def _shift(
+    axes: tuple[int, ...], shift: int, is_shifted: Callable[[int], bool]
+) -> tuple[int, ...]:
     """Returns axes after another one was added, which shifts those that count from its end."""
     return tuple(axis + shift if is_shifted(axis) else axis for axis in axes)
 
 
-def maybe_prepend_axis(fan_axes: FanAxes | None, *, axis_type: FanAxes.AxisType) -> FanAxes | None:
+def maybe_prepend_axis(
+    fan_axes: FanAxes | None, *, axis_type: FanAxes.AxisType
+) -> FanAxes | None:
     """Returns `fan_axes.prepend_axis(...)`, or None for None."""
-    return None if fan_axes is None else fan_axes.prepend_axis(axis_type=axis_type)
+    if fan_axes is None:
+        return None
+    return fan_axes.prepend_axis(axis_type=axis_type)
 
 
 class Initializer(Configurable):
@@ -120,7 +137,10 @@ class Initializer(Configurable):
         )
 
     def debug_string(
-        self, name: str | None = None, shape: Shape | None = None, axes: FanAxes | None = None
+        self,
+        name: str | None = None,
+        shape: Shape | None = None,
+        axes: FanAxes | None = None,
     ) -> str:
         """Returns a formula of the distribution."""
         return type(self).__name__
@@ -152,7 +172,9 @@ class GaussianInitializer(Initializer):
 
     def initialize(self, name, *, prng_key, shape, dtype, axes=None):
         cfg = self.config
-        values = jax.random.normal(prng_key, shape, dtype) * jnp.asarray(cfg.std, dtype)
+        values = jax.random.normal(prng_key, shape, dtype) * jnp.asarray(
+            cfg.std, dtype
+        )
         if cfg.mean is not None:
             values = values + jnp.asarray(cfg.mean, dtype)
         return values
@@ -191,9 +213,17 @@ class WeightInitializer(Initializer):
 
     def initialize(self, name, *, prng_key, shape, dtype, axes=None):
         scale = self._scale(name, shape, axes)
-        return draw(prng_key, shape, dtype, distribution=self.config.distribution, scale=scale)
+        return draw(
+            prng_key,
+            shape,
+            dtype,
+            distribution=self.config.distribution,
+            scale=scale,
+        )
 
-    def _scale(self, name: str | None, shape: Shape, axes: FanAxes | None) -> float:
+    def _scale(
+        self, name: str | None, shape: Shape, axes: FanAxes | None
+    ) -> float:
         cfg = self.config
         if cfg.fan is None:
             return cfg.scale
@@ -203,7 +233,10 @@ class WeightInitializer(Initializer):
                 "set `fan_axes=FanAxes(in_axis=..., out_axis=...)` in its ParameterSpec."
             )
         variance = cfg.scale / fans(shape, axes)[cfg.fan]
-        return math.sqrt(3 * variance if cfg.distribution == "uniform" else variance)
+        if cfg.distribution == "uniform":
+            # A uniform distribution within ±b has the variance b²/3.
+            return math.sqrt(3 * variance)
+        return math.sqrt(variance)
 
     def debug_string(self, name=None, shape=None, axes=None):
         cfg = self.config
@@ -213,7 +246,6 @@ class WeightInitializer(Initializer):
             fan = cfg.fan
             if shape is not None and axes is not None:
                 fan = fans(shape, axes)[cfg.fan]
-            # A uniform distribution within ±b has the variance b²/3.
             factor = "3 * " if is_uniform else ""
             scale = f"sqrt({factor}{cfg.scale} / {fan})"
         if is_uniform:
@@ -227,7 +259,9 @@ def fans(shape: Shape, axes: FanAxes) -> dict[str, float]:
     A receptive field counts towards both.
     """
     in_axes, out_axes, batch_axes = axes.tuples()
-    return fan_sizes(shape, in_axes=in_axes, out_axes=out_axes, batch_axes=batch_axes)
+    return fan_sizes(
+        shape, in_axes=in_axes, out_axes=out_axes, batch_axes=batch_axes
+    )
 
 
 class DefaultInitializer(Initializer):
@@ -247,13 +281,20 @@ class DefaultInitializer(Initializer):
         super().__init__(cfg)
         by_default = {
             PARAM_REGEXP_WEIGHT: WeightInitializer.default_config(),
-            PARAM_REGEXP_BIAS: ConstantInitializer.default_config().set(value=0.0),
-            PARAM_REGEXP_SCALE: ConstantInitializer.default_config().set(value=1.0),
+            PARAM_REGEXP_BIAS: ConstantInitializer.default_config().set(
+                value=0.0
+            ),
+            PARAM_REGEXP_SCALE: ConstantInitializer.default_config().set(
+                value=1.0
+            ),
         }
         rules = cfg.init_by_param_name
         # The first match applies, so that these rules come first, also in place of a default.
         self._rule_configs = {**rules, **by_default, **rules}
-        self._rules = {regex: init.instantiate() for regex, init in self._rule_configs.items()}
+        self._rules = {
+            regex: init.instantiate()
+            for regex, init in self._rule_configs.items()
+        }
 
     @property
     def config(self) -> Any:
@@ -273,21 +314,31 @@ class DefaultInitializer(Initializer):
 
     def initialize(self, name, *, prng_key, shape, dtype, axes=None):
         init = self._initializer_of(name)
-        return init.initialize(name, prng_key=prng_key, shape=shape, dtype=dtype, axes=axes)
+        return init.initialize(
+            name, prng_key=prng_key, shape=shape, dtype=dtype, axes=axes
+        )
 
     def debug_string(self, *, name, shape=None, axes=None):
-        return self._initializer_of(name).debug_string(name=name, shape=shape, axes=axes)
+        return self._initializer_of(name).debug_string(
+            name=name, shape=shape, axes=axes
+        )
 
 
-def initializer_of_weights(initializer: InstantiableConfig) -> DefaultInitializer.Config:
+def initializer_of_weights(
+    initializer: InstantiableConfig,
+) -> DefaultInitializer.Config:
     """Returns the config of a DefaultInitializer that initializes weights by `initializer`."""
     rules = {PARAM_REGEXP_WEIGHT: initializer}
     return DefaultInitializer.default_config().set(init_by_param_name=rules)
 
 
-def normal_weights(fan: FanName | None, scale: float = 1.0) -> DefaultInitializer.Config:
+def normal_weights(
+    fan: FanName | None, scale: float = 1.0
+) -> DefaultInitializer.Config:
     """Returns the config of a DefaultInitializer with a normal WeightInitializer for weights."""
-    weight = WeightInitializer.default_config().set(fan=fan, scale=scale, distribution="normal")
+    weight = WeightInitializer.default_config().set(
+        fan=fan, scale=scale, distribution="normal"
+    )
     return initializer_of_weights(weight)
 
 
@@ -323,10 +374,14 @@ class PerGroupInitializer(Initializer):
 
         # The new axis of groups comes before the last, which both then become.
         draw_groups = jax.vmap(draw_group, out_axes=len(shape) - 1)
-        return draw_groups(jax.random.split(prng_key, num_groups)).reshape(shape)
+        return draw_groups(jax.random.split(prng_key, num_groups)).reshape(
+            shape
+        )
 
     def debug_string(self, name=None, shape=None, axes=None):
-        group_text = self._initializer.debug_string(name=name, shape=shape, axes=axes)
+        group_text = self._initializer.debug_string(
+            name=name, shape=shape, axes=axes
+        )
         return f"{self.config.num_groups} * [{group_text}]"
 
 
@@ -344,7 +399,9 @@ def truncated_normal(stddev: float = 1e-2, dtype: DType = jnp.float32):
     """Returns `init(key, shape, dtype)`, truncated normal with the final deviation `stddev`."""
 
     def init(key: Tensor, shape: Shape, dtype: DType = dtype) -> Tensor:
-        return draw(key, shape, dtype, distribution="truncated_normal", scale=stddev)
+        return draw(
+            key, shape, dtype, distribution="truncated_normal", scale=stddev
+        )
 
     return init
 

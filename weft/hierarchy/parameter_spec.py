@@ -25,7 +25,9 @@ class FactorizationSpec(NamedTuple):
     axes: tuple[str | None, ...]
 
 
-def pad_axes(mesh_axes: MeshAxes | PartitionSpec | None, ndim: int) -> tuple[Any, ...]:
+def pad_axes(
+    mesh_axes: MeshAxes | PartitionSpec | None, ndim: int
+) -> tuple[Any, ...]:
     """Returns mesh axes for `ndim` axes, with None for those that `mesh_axes` leaves out."""
     entries = tuple(mesh_axes or ())
     return entries + (None,) * (ndim - len(entries))
@@ -56,24 +58,32 @@ class TensorSpec:
         return values
 
     def __repr__(self) -> str:
-        arguments = [f"{name}={value!r}" for name, value in self._set_fields().items()]
+        arguments = [
+            f"{name}={value!r}" for name, value in self._set_fields().items()
+        ]
         return f"{type(self).__name__}({', '.join(arguments)})"
 
     def __treescope_repr__(
         self, path: str | None, subtree_renderer: Callable[..., object]
     ) -> object:
-        return display.render_tree(self, self._set_fields(), path, subtree_renderer)
+        return display.render_tree(
+            self, self._set_fields(), path, subtree_renderer
+        )
 
     @property
     def partition_spec(self) -> PartitionSpec:
         """Sharding as a PartitionSpec."""
         entries = pad_axes(self.mesh_axes, len(self.shape))
         # A list, such as one in a config's text, cannot be hashed.
-        return PartitionSpec(*(tuple(x) if isinstance(x, list) else x for x in entries))
+        return PartitionSpec(
+            *(tuple(x) if isinstance(x, list) else x for x in entries)
+        )
 
     def sharding(self, mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
         """Returns the sharding on a mesh."""
-        return jax.sharding.NamedSharding(mesh, self.partition_spec, memory_kind=self.memory_kind)
+        return jax.sharding.NamedSharding(
+            mesh, self.partition_spec, memory_kind=self.memory_kind
+        )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -108,7 +118,9 @@ class ParameterSpec(TensorSpec):
         if self.factorization is not None:
             self._check_num_entries("factorization", self.factorization.axes)
 
-    def _check_num_entries(self, name: str, entries: MeshAxes | PartitionSpec | None) -> None:
+    def _check_num_entries(
+        self, name: str, entries: MeshAxes | PartitionSpec | None
+    ) -> None:
         if entries is not None and len(entries) != len(self.shape):
             raise ParameterSpecError(
                 f"{name}={entries} has {len(entries)} entries, but shape={tuple(self.shape)} has "
@@ -128,10 +140,14 @@ NestedParameterSpec = Nested[ParameterSpec]
 """Specs of parameters, nested as the parameters."""
 
 
-def constant_spec(shape: Shape, value: float = 0.0, **kwargs: Any) -> ParameterSpec:
+def constant_spec(
+    shape: Shape, value: float = 0.0, **kwargs: Any
+) -> ParameterSpec:
     """Returns the spec of a parameter that starts at `value` and has no weight decay."""
     initializer = constant_initializer(value)
-    return ParameterSpec(shape, initializer=initializer, weight_decay_scale=0.0, **kwargs)
+    return ParameterSpec(
+        shape, initializer=initializer, weight_decay_scale=0.0, **kwargs
+    )
 
 
 def weight_and_bias_specs(
@@ -149,7 +165,10 @@ def weight_and_bias_specs(
     mesh_axes = pad_axes(cfg.param_partition_spec, len(shape))
     factorization = FactorizationSpec(factors)
     weight = ParameterSpec(
-        shape, mesh_axes=mesh_axes, factorization=factorization, fan_axes=fan_axes
+        shape,
+        mesh_axes=mesh_axes,
+        factorization=factorization,
+        fan_axes=fan_axes,
     )
     if not cfg.bias:
         return {"weight": weight}
@@ -164,7 +183,9 @@ def with_leading_axis(
     factorization = spec.factorization
     if factorization is not None:
         factorization = FactorizationSpec((None, *factorization.axes))
-    fan_axes = maybe_prepend_axis(spec.fan_axes, axis_type=FanAxes.AxisType.BATCH_AXIS)
+    fan_axes = maybe_prepend_axis(
+        spec.fan_axes, axis_type=FanAxes.AxisType.BATCH_AXIS
+    )
     logical_axes = spec.logical_axes
     if logical_axes:
         logical_axes = (spmd.axes_of(mesh_axis) or None, *logical_axes)
@@ -184,10 +205,15 @@ def with_leading_axis_name(spec: ParameterSpec, name: str) -> ParameterSpec:
     Without a rule, `name` is a mesh axis. Raises LogicalAxisError if another axis has this name.
     """
     # A name without a rule is marked as a mesh axis, and is then no string.
-    (first_name,) = logical.mark_mesh_axes((name,), axis_rules.get_logical_axis_rules())
+    (first_name,) = logical.mark_mesh_axes(
+        (name,), axis_rules.get_logical_axis_rules()
+    )
     names = (first_name, *tuple(spec.logical_axes or spec.partition_spec)[1:])
     mesh_axes = logical.names_to_mesh_axes(names)
-    if logical.names_to_mesh_axes((None, *names[1:]))[1:] != spec.partition_spec[1:]:
+    if (
+        logical.names_to_mesh_axes((None, *names[1:]))[1:]
+        != spec.partition_spec[1:]
+    ):
         # The spec is sharded by other rules; those of the context take precedence.
         first_entry = logical.names_to_mesh_axes((first_name,))[0]
         mesh_axes_in_use: set[str] = set()
@@ -199,10 +225,14 @@ def with_leading_axis_name(spec: ParameterSpec, name: str) -> ParameterSpec:
     logical_axes = None
     if spec.logical_axes is not None or isinstance(first_name, str):
         logical_axes = names
-    return dataclasses.replace(spec, mesh_axes=mesh_axes, logical_axes=logical_axes)
+    return dataclasses.replace(
+        spec, mesh_axes=mesh_axes, logical_axes=logical_axes
+    )
 
 
-def maybe_shard(x: Tensor, partition_spec: PartitionSpec | MeshAxes | None) -> Tensor:
+def maybe_shard(
+    x: Tensor, partition_spec: PartitionSpec | MeshAxes | None
+) -> Tensor:
     """Constrains the sharding of an array on the mesh of `jax.set_mesh`.
 
     Args:
@@ -220,6 +250,8 @@ def maybe_shard(x: Tensor, partition_spec: PartitionSpec | MeshAxes | None) -> T
         return x
     entries = list(logical.names_to_mesh_axes(partition_spec))
     for axis, size in enumerate(x.shape[: len(entries)]):
-        if size == 1 and set(mesh.axis_names).issuperset(spmd.axes_of(entries[axis])):
+        if size == 1 and set(mesh.axis_names).issuperset(
+            spmd.axes_of(entries[axis])
+        ):
             entries[axis] = None
     return spmd.constrain(x, PartitionSpec(*entries))

@@ -43,7 +43,9 @@ def stage_layout() -> Any:
     """Returns the entry of a PartitionSpec for the stage axis, by the context's mesh and rules."""
     mesh = get_global_mesh()
     (entry,) = names_to_mesh_axes((PIPELINE_AXIS,))
-    if mesh is None or (entry == PIPELINE_AXIS and entry not in mesh.axis_names):
+    if mesh is None or (
+        entry == PIPELINE_AXIS and entry not in mesh.axis_names
+    ):
         return PartitionSpec.UNCONSTRAINED
     return entry
 
@@ -85,7 +87,13 @@ class BaseSchedule(Configurable):
         return self.num_microbatches + self.num_stages - 1
 
     def scan(
-        self, fn: StepFn, *, carry: PyTree, state: InvocationContext, xs: PyTree, **scan_kwargs: Any
+        self,
+        fn: StepFn,
+        *,
+        carry: PyTree,
+        state: InvocationContext,
+        xs: PyTree,
+        **scan_kwargs: Any,
     ) -> tuple[PyTree, PyTree]:
         """Runs all microbatches through all stages.
 
@@ -116,12 +124,22 @@ class GPipeSchedule(BaseSchedule):
     """
 
     def scan(
-        self, fn: StepFn, *, carry: PyTree, state: InvocationContext, xs: PyTree, **scan_kwargs: Any
+        self,
+        fn: StepFn,
+        *,
+        carry: PyTree,
+        state: InvocationContext,
+        xs: PyTree,
+        **scan_kwargs: Any,
     ) -> tuple[PyTree, PyTree]:
-        def body(stage_inputs: PyTree, step_inputs: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        def body(
+            stage_inputs: PyTree, step_inputs: tuple[PyTree, PyTree]
+        ) -> tuple[PyTree, PyTree]:
             microbatch, x = step_inputs
             stage_inputs = jax.tree.map(
-                lambda inputs, new: _replace_stage(inputs, 0, new[None]), stage_inputs, microbatch
+                lambda inputs, new: _replace_stage(inputs, 0, new[None]),
+                stage_inputs,
+                microbatch,
             )
             stage_outputs, y = fn(shard_stages(stage_inputs), x)
             # The shift wraps around, so that the result of the last stage is where the next
@@ -131,7 +149,9 @@ class GPipeSchedule(BaseSchedule):
             return next_inputs, (result, y)
 
         # Rows that enter after the last microbatch are discarded.
-        numbers = jnp.minimum(jnp.arange(self.num_iterations), self.num_microbatches - 1)
+        numbers = jnp.minimum(
+            jnp.arange(self.num_iterations), self.num_microbatches - 1
+        )
         microbatches = jax.tree.map(lambda x: x[numbers], carry)
         _, (results, ys) = transforms.scan(
             state,
@@ -163,7 +183,13 @@ class StreamSchedule(BaseSchedule):
             )
 
     def scan(
-        self, fn: StepFn, *, carry: PyTree, state: InvocationContext, xs: PyTree, **scan_kwargs: Any
+        self,
+        fn: StepFn,
+        *,
+        carry: PyTree,
+        state: InvocationContext,
+        xs: PyTree,
+        **scan_kwargs: Any,
     ) -> tuple[PyTree, PyTree]:
         num_stages = self.num_stages
         num_columns = self.num_microbatches // num_stages
@@ -179,19 +205,27 @@ class StreamSchedule(BaseSchedule):
             number = step % num_columns
             column = jax.tree.map(lambda x: x[:, number], stream)
             stage_inputs = jax.tree.map(
-                lambda inputs, new: _replace_stage(inputs, 0, new), stage_inputs, column
+                lambda inputs, new: _replace_stage(inputs, 0, new),
+                stage_inputs,
+                column,
             )
             stage_outputs, y = fn(shard_stages(stage_inputs), x)
             stage_outputs = shard_stages(stage_outputs)
             column = jax.tree.map(
-                lambda moved, results: _replace_stage(moved, num_stages - 1, results),
+                lambda moved, results: _replace_stage(
+                    moved, num_stages - 1, results
+                ),
                 _shift_stages(column, -1),
                 stage_outputs,
             )
-            stream = jax.tree.map(lambda x, new: x.at[:, number].set(new), stream, column)
+            stream = jax.tree.map(
+                lambda x, new: x.at[:, number].set(new), stream, column
+            )
             return (_shift_stages(stage_outputs, 1), shard_stages(stream)), y
 
-        stream = jax.tree.map(lambda x: x.reshape(num_stages, num_columns, *x.shape[1:]), carry)
+        stream = jax.tree.map(
+            lambda x: x.reshape(num_stages, num_columns, *x.shape[1:]), carry
+        )
         buffers = (self._initial_inputs(carry), shard_stages(stream))
         steps = jnp.arange(self.num_iterations)
         (_, stream), ys = transforms.scan(
@@ -212,7 +246,9 @@ def _shift_stages(x: PyTree, shift: int) -> PyTree:
 
 def _replace_stage(x: Tensor, stage: int, values: Tensor) -> Tensor:
     """Replaces the values of one stage without communication between stages."""
-    index = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0],) + (1,) * (x.ndim - 1), 0)
+    index = jax.lax.broadcasted_iota(
+        jnp.int32, (x.shape[0],) + (1,) * (x.ndim - 1), 0
+    )
     return jnp.where(index == stage, values, x)
 
 
@@ -232,7 +268,9 @@ def transpose_to_pipeline_stage_inputs(
     """
     num_stages = x.shape[1]
     padding = jnp.zeros((num_stages - 1, *x.shape[1:]), x.dtype)
-    by_step = _roll_stages(jnp.concatenate([x, padding]), jnp.arange(num_stages))
+    by_step = _roll_stages(
+        jnp.concatenate([x, padding]), jnp.arange(num_stages)
+    )
     return parameter_spec.maybe_shard(by_step, partition_spec)
 
 
@@ -311,11 +349,16 @@ class Pipeline(Repeat):
         """Returns the specs, with the axis of stages named "pipeline"."""
         specs = super().create_parameter_specs_recursively()
         specs["layer"] = jax.tree.map(
-            lambda spec: parameter_spec.with_leading_axis_name(spec, PIPELINE_AXIS), specs["layer"]
+            lambda spec: parameter_spec.with_leading_axis_name(
+                spec, PIPELINE_AXIS
+            ),
+            specs["layer"],
         )
         return specs
 
-    def _run(self, fn: StepFn, carry: PyTree = None, *, xs: PyTree = None) -> Repeat.Output:
+    def _run(
+        self, fn: StepFn, carry: PyTree = None, *, xs: PyTree = None
+    ) -> Repeat.Output:
         """Runs the pipeline.
 
         Args:
@@ -341,7 +384,9 @@ class Pipeline(Repeat):
         layer_context = context.add_child("layer", prng_key=context.prng_key)
         body_context = layer_context.fork()
         run_stages = transforms.vmap(
-            fn, axis_size=self.config.num_layers, spmd_axis_name=axes_of(stage_layout()) or None
+            fn,
+            axis_size=self.config.num_layers,
+            spmd_axis_name=axes_of(stage_layout()) or None,
         )
         carry, ys = self._schedule.scan(
             lambda stage_inputs, _: run_stages(stage_inputs, xs),
@@ -355,9 +400,13 @@ class Pipeline(Repeat):
         self._add_outputs(layer_context, self._reduce_microbatches(outputs))
         carry = jax.tree.map(_merge_microbatches, carry)
         ys = jax.tree.map(transpose_from_pipeline_stage_outputs, ys)
-        return Repeat.Output(carry, jax.tree.map(jax.vmap(_merge_microbatches, in_axes=1), ys))
+        return Repeat.Output(
+            carry, jax.tree.map(jax.vmap(_merge_microbatches, in_axes=1), ys)
+        )
 
-    def _run_sequentially(self, fn: StepFn, carry: PyTree, *, xs: PyTree) -> Repeat.Output:
+    def _run_sequentially(
+        self, fn: StepFn, carry: PyTree, *, xs: PyTree
+    ) -> Repeat.Output:
         """Runs the stages in sequence on the whole batch, as a `Repeat` does."""
         return super()._run(fn, carry, xs=xs)
 
@@ -373,17 +422,23 @@ class Pipeline(Repeat):
         # microbatch is sharded like the batch.
         return jnp.moveaxis(x.reshape(-1, num_microbatches, *x.shape[1:]), 1, 0)
 
-    def _reduce_microbatches(self, outputs: OutputCollection) -> OutputCollection:
+    def _reduce_microbatches(
+        self, outputs: OutputCollection
+    ) -> OutputCollection:
         summaries = outputs.summaries
         if jax.tree.leaves(summaries):
             by_microbatch: list[PyTree] = []
             for i in range(self.config.num_microbatches):
-                by_microbatch.append(jax.tree.map(operator.itemgetter(i), summaries))
+                by_microbatch.append(
+                    jax.tree.map(operator.itemgetter(i), summaries)
+                )
             summaries = transforms.reduce_summaries(by_microbatch)
         return OutputCollection(
             summaries,
             jax.tree.map(_reduce_state_update, outputs.state_updates),
-            jax.tree_util.tree_map_with_path(_move_stages_first, outputs.module_outputs),
+            jax.tree_util.tree_map_with_path(
+                _move_stages_first, outputs.module_outputs
+            ),
         )
 
 

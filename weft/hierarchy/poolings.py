@@ -9,9 +9,17 @@ import jax.numpy as jnp
 
 from weft.config import REQUIRED, InstantiableConfig, Required
 from weft.errors import LayerConfigError
-from weft.functional.arrays import counted, finite_or_counted, gathered, positions
+from weft.functional.arrays import (
+    counted,
+    finite_or_counted,
+    gathered,
+    positions,
+)
 from weft.hierarchy.attention.bias import BoolTensorAttentionBias
-from weft.hierarchy.attention.feed_forward import TransformerFeedForwardLayer, scaled_hidden_dim
+from weft.hierarchy.attention.feed_forward import (
+    TransformerFeedForwardLayer,
+    scaled_hidden_dim,
+)
 from weft.hierarchy.attention.transformer import TransformerAttentionLayer
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.layers.linear import Linear
@@ -62,8 +70,12 @@ class AttentionPooling(BasePoolingLayer):
     """
 
     class Config(BasePoolingLayer.Config):
-        cross_attention: InstantiableConfig = TransformerAttentionLayer.default_config()
-        feed_forward: InstantiableConfig = TransformerFeedForwardLayer.default_config()
+        cross_attention: InstantiableConfig = (
+            TransformerAttentionLayer.default_config()
+        )
+        feed_forward: InstantiableConfig = (
+            TransformerFeedForwardLayer.default_config()
+        )
 
     @classmethod
     def default_config(cls) -> Config:
@@ -77,12 +89,16 @@ class AttentionPooling(BasePoolingLayer):
         super().__init__(cfg, parent=parent)
         dims = {"target_dim": cfg.output_dim, "source_dim": cfg.input_dim}
         self._add_child("cross_attention", cfg.cross_attention.set(**dims))
-        self._add_child("feed_forward", cfg.feed_forward.set(input_dim=cfg.output_dim))
+        self._add_child(
+            "feed_forward", cfg.feed_forward.set(input_dim=cfg.output_dim)
+        )
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg = self.config
         # Queries are initialized as the rows of a weight.
-        query = ParameterSpec((cfg.num_outputs, cfg.output_dim), mesh_axes=(None, None))
+        query = ParameterSpec(
+            (cfg.num_outputs, cfg.output_dim), mesh_axes=(None, None)
+        )
         return {"query_weight": query}
 
     def forward(self, tokens: Tensor, paddings: Tensor | None = None) -> Tensor:
@@ -90,11 +106,17 @@ class AttentionPooling(BasePoolingLayer):
         target = jnp.broadcast_to(query, (tokens.shape[0], *query.shape))
         bias = None
         if paddings is not None:
-            tokens = finite_or_counted(tokens, jnp.logical_not(paddings)[..., None])
+            tokens = finite_or_counted(
+                tokens, jnp.logical_not(paddings)[..., None]
+            )
             is_real = jnp.logical_not(paddings)[:, None, None]
             shape = (*is_real.shape[:2], query.shape[0], is_real.shape[-1])
-            bias = BoolTensorAttentionBias.from_tensor(jnp.broadcast_to(is_real, shape))
-        attended = self.cross_attention(target=target, source=tokens, attention_logit_biases=bias)
+            bias = BoolTensorAttentionBias.from_tensor(
+                jnp.broadcast_to(is_real, shape)
+            )
+        attended = self.cross_attention(
+            target=target, source=tokens, attention_logit_biases=bias
+        )
         return self.feed_forward(attended.data)
 
 
@@ -110,8 +132,12 @@ class AveragePooling(BasePoolingLayer):
 
     def forward(self, tokens: Tensor, paddings: Tensor | None = None) -> Tensor:
         weights = _token_mask(tokens, paddings).astype(jnp.float32)[..., None]
-        total = jnp.sum(counted(tokens, weights) * weights, axis=1, keepdims=True)
-        mean = total / (jnp.sum(weights, axis=1, keepdims=True) + self.config.eps)
+        total = jnp.sum(
+            counted(tokens, weights) * weights, axis=1, keepdims=True
+        )
+        mean = total / (
+            jnp.sum(weights, axis=1, keepdims=True) + self.config.eps
+        )
         return mean.astype(tokens.dtype)
 
 
@@ -122,8 +148,12 @@ class MaxPooling(BasePoolingLayer):
 
     def forward(self, tokens: Tensor, paddings: Tensor | None = None) -> Tensor:
         is_real = _token_mask(tokens, paddings)[..., None]
-        largest = jnp.max(jnp.where(is_real, tokens, -jnp.inf), axis=1, keepdims=True)
-        return jnp.where(jnp.any(is_real, axis=1, keepdims=True), largest, 0.0).astype(tokens.dtype)
+        largest = jnp.max(
+            jnp.where(is_real, tokens, -jnp.inf), axis=1, keepdims=True
+        )
+        return jnp.where(
+            jnp.any(is_real, axis=1, keepdims=True), largest, 0.0
+        ).astype(tokens.dtype)
 
 
 class FirstNTokenPooling(BasePoolingLayer):
@@ -135,7 +165,10 @@ class FirstNTokenPooling(BasePoolingLayer):
         tokens = gathered(tokens, 1)
         is_real = gathered(_token_mask(tokens, paddings), 1)
         return _select_tokens(
-            tokens, is_real, jnp.cumsum(is_real, axis=1) - 1, self.config.num_outputs
+            tokens,
+            is_real,
+            jnp.cumsum(is_real, axis=1) - 1,
+            self.config.num_outputs,
         )
 
 
@@ -147,7 +180,9 @@ class LastNTokenPooling(BasePoolingLayer):
     def forward(self, tokens: Tensor, paddings: Tensor | None = None) -> Tensor:
         tokens = gathered(tokens, 1)
         is_real = gathered(_token_mask(tokens, paddings), 1)
-        order = jnp.sum(is_real, axis=1, keepdims=True) - jnp.cumsum(is_real, axis=1)
+        order = jnp.sum(is_real, axis=1, keepdims=True) - jnp.cumsum(
+            is_real, axis=1
+        )
         return _select_tokens(tokens, is_real, order, self.config.num_outputs)
 
 
@@ -165,14 +200,22 @@ class PoolingWithProjection(BasePoolingLayer):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        pooler = cfg.pooler.set(input_dim=cfg.input_dim, output_dim=cfg.input_dim)
+        pooler = cfg.pooler.set(
+            input_dim=cfg.input_dim, output_dim=cfg.input_dim
+        )
         if 1 != cfg.num_outputs != pooler.num_outputs != 1:
             raise LayerConfigError(
                 f"{self.path()}: num_outputs={cfg.num_outputs}, but that of its pooler is "
                 f"{pooler.num_outputs}; set one of the two."
             )
-        self._add_child("pooler", pooler.set(num_outputs=max(cfg.num_outputs, pooler.num_outputs)))
-        self._add_child("proj", cfg.proj.set(input_dim=cfg.input_dim, output_dim=cfg.output_dim))
+        self._add_child(
+            "pooler",
+            pooler.set(num_outputs=max(cfg.num_outputs, pooler.num_outputs)),
+        )
+        self._add_child(
+            "proj",
+            cfg.proj.set(input_dim=cfg.input_dim, output_dim=cfg.output_dim),
+        )
 
     def forward(self, tokens: Tensor, paddings: Tensor | None = None) -> Tensor:
         return self.proj(self.pooler(tokens, paddings))
@@ -185,9 +228,13 @@ def _token_mask(tokens: Tensor, paddings: Tensor | None) -> Tensor:
     return jnp.logical_not(paddings)
 
 
-def _select_tokens(tokens: Tensor, is_real: Tensor, order: Tensor, n: int) -> Tensor:
+def _select_tokens(
+    tokens: Tensor, is_real: Tensor, order: Tensor, n: int
+) -> Tensor:
     """Returns the tokens in `is_real` at places 0 to `n - 1` of `order`, in that order."""
-    is_at = (order[..., None] == positions(n, order.ndim + 1)) & is_real[..., None]
+    is_at = (order[..., None] == positions(n, order.ndim + 1)) & is_real[
+        ..., None
+    ]
     tokens = counted(tokens, is_real[..., None])
     # At most one token is at each place, so that nothing is rounded.
     return jnp.einsum("btn,btd->bnd", is_at.astype(tokens.dtype), tokens)

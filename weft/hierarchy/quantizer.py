@@ -69,9 +69,17 @@ class BaseQuantizer(BaseLayer):
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg = self.config
         shape = (cfg.codebook_size, cfg.num_codebooks, cfg.codebook_dim)
-        initializer = param_init.gaussian_initializer(std=1.0) if cfg.param_init is None else None
+        initializer = (
+            param_init.gaussian_initializer(std=1.0)
+            if cfg.param_init is None
+            else None
+        )
         mesh_axes = cfg.param_partition_spec
-        return {"codebook": ParameterSpec(shape, mesh_axes=mesh_axes, initializer=initializer)}
+        return {
+            "codebook": ParameterSpec(
+                shape, mesh_axes=mesh_axes, initializer=initializer
+            )
+        }
 
     def forward(self, inputs: Tensor, paddings: Tensor | None = None) -> Output:
         """Quantizes frames.
@@ -97,8 +105,14 @@ class BaseQuantizer(BaseLayer):
         num_frames = jnp.sum(~is_padding)
         self.add_summary("codebook/num_frames", num_frames)
         coverage = functional.compute_code_coverage(onehots, paddings)
-        for name, value in (("coverage", coverage), ("entropy", entropy), ("pplx", pplx)):
-            self.add_summary(f"codebook/{name}", metrics.WeightedScalar(value, num_frames))
+        for name, value in (
+            ("coverage", coverage),
+            ("entropy", entropy),
+            ("pplx", pplx),
+        ):
+            self.add_summary(
+                f"codebook/{name}", metrics.WeightedScalar(value, num_frames)
+            )
         return output._replace(
             ids=jnp.where(is_padding, -1, ids),
             quantized_vectors=jnp.where(is_padding[..., None], 0, vectors),
@@ -106,7 +120,10 @@ class BaseQuantizer(BaseLayer):
 
 
 def quantize_by_nearest_neighbor(
-    inputs: Tensor, *, codebook: Tensor, metric: SimilarityMetric = SimilarityMetric.L2_DISTANCE
+    inputs: Tensor,
+    *,
+    codebook: Tensor,
+    metric: SimilarityMetric = SimilarityMetric.L2_DISTANCE,
 ) -> BaseQuantizer.Output:
     """Returns the most similar entry of each codebook.
 
@@ -134,7 +151,9 @@ class RandomVectorQuantizer(BaseQuantizer):
         """Configures a RandomVectorQuantizer."""
 
         input_dim: Required[int] = REQUIRED
-        rand_proj: InstantiableConfig = MultiLinear.default_config().set(bias=False)
+        rand_proj: InstantiableConfig = MultiLinear.default_config().set(
+            bias=False
+        )
         """Linear map to one vector per codebook."""
         normalize_codebook: bool = True
         normalize_inputs: bool = True
@@ -142,22 +161,33 @@ class RandomVectorQuantizer(BaseQuantizer):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        dims = {"num_outputs": cfg.num_codebooks, "output_dim": cfg.codebook_dim}
-        self._add_child("rand_proj", cfg.rand_proj.set(input_dim=cfg.input_dim, **dims))
+        dims = {
+            "num_outputs": cfg.num_codebooks,
+            "output_dim": cfg.codebook_dim,
+        }
+        self._add_child(
+            "rand_proj", cfg.rand_proj.set(input_dim=cfg.input_dim, **dims)
+        )
 
     def create_parameter_specs_recursively(self) -> dict[str, Any]:
         """Returns the specs of all parameters, which are state that nothing updates."""
         specs = super().create_parameter_specs_recursively()
-        return jax.tree.map(lambda spec: dataclasses.replace(spec, is_state=True), specs)
+        return jax.tree.map(
+            lambda spec: dataclasses.replace(spec, is_state=True), specs
+        )
 
-    def forward(self, inputs: Tensor, paddings: Tensor | None = None) -> BaseQuantizer.Output:
+    def forward(
+        self, inputs: Tensor, paddings: Tensor | None = None
+    ) -> BaseQuantizer.Output:
         cfg = self.config
         x, codebook = self.rand_proj(inputs), self.parameters["codebook"]
         if cfg.normalize_inputs:
             x = functional.l2_normalize(x, eps=1e-12)
         if cfg.normalize_codebook:
             codebook = functional.l2_normalize(codebook, eps=1e-12)
-        output = quantize_by_nearest_neighbor(x, codebook=codebook, metric=cfg.similarity_metric)
+        output = quantize_by_nearest_neighbor(
+            x, codebook=codebook, metric=cfg.similarity_metric
+        )
         return jax.lax.stop_gradient(self._padded(output, paddings))
 
 
@@ -175,20 +205,34 @@ class KmeansVectorQuantizer(BaseQuantizer):
 
         beta: float = 0.25
 
-    def forward(self, inputs: Tensor, paddings: Tensor | None = None) -> BaseQuantizer.Output:
+    def forward(
+        self, inputs: Tensor, paddings: Tensor | None = None
+    ) -> BaseQuantizer.Output:
         cfg = self.config
         if inputs.shape[-1] != cfg.num_codebooks * cfg.codebook_dim:
             raise errors.ArgumentShapeError(
                 f"{self.path()}: inputs of shape {inputs.shape}; expected a last axis of "
                 f"num_codebooks * codebook_dim = {cfg.num_codebooks * cfg.codebook_dim}."
             )
-        where = None if paddings is None else ~paddings.astype(jnp.bool_)[..., None, None]
-        x = inputs.reshape(*inputs.shape[:-1], cfg.num_codebooks, cfg.codebook_dim)
+        where = (
+            None
+            if paddings is None
+            else ~paddings.astype(jnp.bool_)[..., None, None]
+        )
+        x = inputs.reshape(
+            *inputs.shape[:-1], cfg.num_codebooks, cfg.codebook_dim
+        )
         x = counted(x, where)
-        output = quantize_by_nearest_neighbor(x, codebook=self.parameters["codebook"])
+        output = quantize_by_nearest_neighbor(
+            x, codebook=self.parameters["codebook"]
+        )
         q, fixed = output.quantized_vectors, jax.lax.stop_gradient
-        kmeans_loss, _ = functional.weighted_mean(functional.squared_error(fixed(x), q), where)
-        commitment_loss, _ = functional.weighted_mean(functional.squared_error(x, fixed(q)), where)
+        kmeans_loss, _ = functional.weighted_mean(
+            functional.squared_error(fixed(x), q), where
+        )
+        commitment_loss, _ = functional.weighted_mean(
+            functional.squared_error(x, fixed(q)), where
+        )
         self.add_summary("kmeans_loss", kmeans_loss)
         self.add_summary("commitment_loss", commitment_loss)
         # The difference is 0, but its gradient is not.
@@ -216,15 +260,26 @@ class GumbelSoftmaxVectorQuantizer(BaseQuantizer):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._temperature: Any = config.maybe_instantiate(cfg.temperature_schedule)
-        dims = {"num_outputs": cfg.num_codebooks, "output_dim": cfg.codebook_size}
-        self._add_child("input_proj", cfg.input_proj.set(input_dim=cfg.input_dim, **dims))
+        self._temperature: Any = config.maybe_instantiate(
+            cfg.temperature_schedule
+        )
+        dims = {
+            "num_outputs": cfg.num_codebooks,
+            "output_dim": cfg.codebook_size,
+        }
+        self._add_child(
+            "input_proj", cfg.input_proj.set(input_dim=cfg.input_dim, **dims)
+        )
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        step = parameter_spec.constant_spec((), value=0, dtype=jnp.int32, is_state=True)
+        step = parameter_spec.constant_spec(
+            (), value=0, dtype=jnp.int32, is_state=True
+        )
         return {**super()._create_layer_parameter_specs(), "step": step}
 
-    def forward(self, inputs: Tensor, paddings: Tensor | None = None) -> BaseQuantizer.Output:
+    def forward(
+        self, inputs: Tensor, paddings: Tensor | None = None
+    ) -> BaseQuantizer.Output:
         if paddings is not None:
             inputs = counted(inputs, ~paddings.astype(jnp.bool_)[..., None])
         codebook = self.parameters["codebook"].astype(inputs.dtype)
@@ -237,12 +292,16 @@ class GumbelSoftmaxVectorQuantizer(BaseQuantizer):
         if self.is_training:
             probs = jax.nn.softmax(logits / self._next_temperature(), axis=-1)
             weights = weights + (probs - jax.lax.stop_gradient(probs))
-        vectors = jnp.einsum("...gv,vgd->...gd", weights.astype(codebook.dtype), codebook)
+        vectors = jnp.einsum(
+            "...gv,vgd->...gd", weights.astype(codebook.dtype), codebook
+        )
         return self._padded(self.Output(ids, vectors), paddings)
 
     def _next_temperature(self) -> Tensor:
         step, schedule = self.parameters["step"], self._temperature
-        temperature = jnp.asarray(schedule(step) if callable(schedule) else schedule, jnp.float32)
+        temperature = jnp.asarray(
+            schedule(step) if callable(schedule) else schedule, jnp.float32
+        )
         self.add_state_update("step", step + 1)
         self.add_summary("temperature", temperature)
         return temperature

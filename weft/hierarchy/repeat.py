@@ -63,9 +63,11 @@ class Repeat(BaseLayer):
         """Number of iterations per step of the loop; True for all. None for one, or on one CPU for
         all of up to 4 without `remat_spec`: a loop copies what its backward pass needs, which took
         a fifth of a step, and so few layers compile as fast."""
-        drop_output: config.InstantiableConfig[Callable[[str], bool]] = config.config_for_function(
-            drop_by_regex
-        ).set(rules=["module_outputs.*"])
+        drop_output: config.InstantiableConfig[Callable[[str], bool]] = (
+            config.config_for_function(drop_by_regex).set(
+                rules=["module_outputs.*"]
+            )
+        )
         """Returns a predicate for paths of outputs to drop, such as
         "module_outputs/attention/probs". Default: all module outputs, since stacking them costs
         memory."""
@@ -82,19 +84,35 @@ class Repeat(BaseLayer):
         self._drop_output = config.maybe_instantiate(cfg.drop_output)
 
     def _num_stacked(self, name: str) -> int | None:
-        return self.config.num_layers if name == "layer" else super()._num_stacked(name)
+        return (
+            self.config.num_layers
+            if name == "layer"
+            else super()._num_stacked(name)
+        )
 
     def init_states(self, **kwargs: object) -> NestedTensor:
         """Returns the stacked decoding states of all iterations."""
         n = self.config.num_layers
         state = self.layer.init_states(**kwargs)
-        return struct.VDict(layer=jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), state))
+        return struct.VDict(
+            layer=jax.tree.map(
+                lambda x: jnp.broadcast_to(x, (n, *x.shape)), state
+            )
+        )
 
     def _scan_kwargs(self) -> dict[str, Any]:
-        cfg, spec, remat_kwargs = self.config, self.layer.config.remat_spec, None
+        cfg, spec, remat_kwargs = (
+            self.config,
+            self.layer.config.remat_spec,
+            None,
+        )
         unroll = cfg.unroll
         if unroll is None:
-            unroll = cfg.num_layers <= _MAX_UNROLLED and spec is None and on_one_cpu()
+            unroll = (
+                cfg.num_layers <= _MAX_UNROLLED
+                and spec is None
+                and on_one_cpu()
+            )
         unroll = unroll or 1
         if spec is not None and self.is_training:
             # A loop separates its forward and backward pass; only without one could the compiler
@@ -104,10 +122,18 @@ class Repeat(BaseLayer):
                 "prevent_cse": spec.prevent_cse and without_loop,
                 "policy": config.maybe_instantiate(spec.policy),
             }
-        return {"unroll": unroll, "remat_kwargs": remat_kwargs, "drop_output": self._drop_output}
+        return {
+            "unroll": unroll,
+            "remat_kwargs": remat_kwargs,
+            "drop_output": self._drop_output,
+        }
 
     def _run(
-        self, fn: Callable[[Any, Any], tuple[Any, Any]], carry: Any = None, *, xs: Any = None
+        self,
+        fn: Callable[[Any, Any], tuple[Any, Any]],
+        carry: Any = None,
+        *,
+        xs: Any = None,
     ) -> Output:
         """Runs the loop.
 
@@ -124,14 +150,24 @@ class Repeat(BaseLayer):
         layer_context = context.add_child("layer", prng_key=context.prng_key)
         inner = layer_context.fork()
         result = transforms.scan(
-            inner, fn, carry, xs, state_axis=0, length=self.config.num_layers, **self._scan_kwargs()
+            inner,
+            fn,
+            carry,
+            xs,
+            state_axis=0,
+            length=self.config.num_layers,
+            **self._scan_kwargs(),
         )
         self._add_outputs(layer_context, inner.output_collection)
         return Repeat.Output(*result)
 
-    def _add_outputs(self, layer_context: InvocationContext, repeated: OutputCollection) -> None:
+    def _add_outputs(
+        self, layer_context: InvocationContext, repeated: OutputCollection
+    ) -> None:
         outputs = self.get_invocation_context().output_collection
-        target = outputs._replace(state_updates=layer_context.output_collection.state_updates)
+        target = outputs._replace(
+            state_updates=layer_context.output_collection.state_updates
+        )
         transforms.propagate_repeated_output_collections(
             repeated, child_name_prefix="layer", target_output_collection=target
         )

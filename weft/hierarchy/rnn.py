@@ -78,13 +78,21 @@ class BaseRNNCell(BaseLayer):
         Summaries of the steps are averaged under "step".
         """
 
-        def step(states: NestedTensor, x: Tensor) -> tuple[NestedTensor, Tensor]:
+        def step(
+            states: NestedTensor, x: Tensor
+        ) -> tuple[NestedTensor, Tensor]:
             return self.extend_step(inputs=x, cached_states=states)
 
         xs = gathered(time_major_inputs, 0)
-        states = sharded_as_steps(xs, self.init_states(batch_size=xs.shape[1]), axis=0)
+        states = sharded_as_steps(
+            xs, self.init_states(batch_size=xs.shape[1]), axis=0
+        )
         _, outputs = scan_in_context(
-            step, carry=states, xs=xs, child_name_prefix="step", merge_summaries=True
+            step,
+            carry=states,
+            xs=xs,
+            child_name_prefix="step",
+            merge_summaries=True,
         )
         return outputs
 
@@ -120,7 +128,9 @@ class LSTMCell(BaseRNNCell):
         """Size of the memory; None for `output_dim`."""
         max_cell_value: float | None = None
         """Bound of the absolute value of the memory; None for none."""
-        input_proj: InstantiableConfig = MultiLinear.default_config().set(bias=False)
+        input_proj: InstantiableConfig = MultiLinear.default_config().set(
+            bias=False
+        )
         """Linear map to the gates."""
         hidden_proj: InstantiableConfig | None = None
         """Linear map of the output before, of its own, as in Weft 0.2. The gates are then input
@@ -128,12 +138,17 @@ class LSTMCell(BaseRNNCell):
         norm: InstantiableConfig | None = None
         """Normalization of each gate before its activation (Ba et al., 2016); with `hidden_proj`,
         of all gates together."""
-        output_proj: Linear.Config | None = Linear.default_config().set(bias=False)
+        output_proj: Linear.Config | None = Linear.default_config().set(
+            bias=False
+        )
         """Linear map to `output_dim` (Sak et al., 2014), where `hidden_dim` is set."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        hidden_dim, output_dim = cfg.hidden_dim or self.output_dim, self.output_dim
+        hidden_dim, output_dim = (
+            cfg.hidden_dim or self.output_dim,
+            self.output_dim,
+        )
         if hidden_dim != output_dim and cfg.output_proj is None:
             raise errors.LayerConfigError(
                 f"{self.path()}: hidden_dim={hidden_dim} differs from output_dim={output_dim}, and "
@@ -144,8 +159,12 @@ class LSTMCell(BaseRNNCell):
         if cfg.hidden_proj is not None:
             input_dim, norm_dim = cfg.input_dim, 4 * hidden_dim
         gates: dict[str, Any] = {"num_outputs": 4, "output_dim": hidden_dim}
-        self._add_child("input_proj", cfg.input_proj.set(input_dim=input_dim, **gates))
-        self._maybe_add_child("hidden_proj", cfg.hidden_proj, input_dim=output_dim, **gates)
+        self._add_child(
+            "input_proj", cfg.input_proj.set(input_dim=input_dim, **gates)
+        )
+        self._maybe_add_child(
+            "hidden_proj", cfg.hidden_proj, input_dim=output_dim, **gates
+        )
         self._maybe_add_child("norm", cfg.norm, input_dim=norm_dim)
         if cfg.hidden_dim is not None:
             dims = {"input_dim": hidden_dim, "output_dim": output_dim}
@@ -154,12 +173,19 @@ class LSTMCell(BaseRNNCell):
     def init_states(self, *, batch_size: int) -> NestedTensor:
         """Returns zeros: `c`, `(batch, hidden_dim)`, and `m`, `(batch, output_dim)`."""
         sizes = {"c": self._hidden_dim, "m": self.output_dim}
-        return {name: jnp.zeros((batch_size, n), self.dtype()) for name, n in sizes.items()}
+        return {
+            name: jnp.zeros((batch_size, n), self.dtype())
+            for name, n in sizes.items()
+        }
 
-    def extend_step(self, *, inputs: Tensor, cached_states: Any) -> tuple[NestedTensor, Tensor]:
+    def extend_step(
+        self, *, inputs: Tensor, cached_states: Any
+    ) -> tuple[NestedTensor, Tensor]:
         c, m, dtype = cached_states["c"], cached_states["m"], inputs.dtype
         gates = self._gates(inputs, m.astype(dtype))
-        new_c, y = lstm_step(c, *gates, max_cell_value=self.config.max_cell_value)
+        new_c, y = lstm_step(
+            c, *gates, max_cell_value=self.config.max_cell_value
+        )
         y = y.astype(dtype)
         if "output_proj" in self.children:
             y = self.output_proj(y)
@@ -170,14 +196,18 @@ class LSTMCell(BaseRNNCell):
         if "hidden_proj" in self.children:
             gates = self.input_proj(x) + self.hidden_proj(m)
             if "norm" in self.children:
-                gates = self.norm(gates.reshape(*gates.shape[:-2], -1)).reshape(gates.shape)
+                gates = self.norm(gates.reshape(*gates.shape[:-2], -1)).reshape(
+                    gates.shape
+                )
             return jnp.unstack(gates, axis=-2)
         x = gathered(x, -1)
         gates = self.input_proj(jnp.concatenate([x, sharded_as(m, x)], axis=-1))
         if "norm" in self.children:
             gates = self.norm(gates)
         # The order in which AXLearn's checkpoints have them.
-        candidate, forget_gate, input_gate, output_gate = jnp.unstack(gates, axis=-2)
+        candidate, forget_gate, input_gate, output_gate = jnp.unstack(
+            gates, axis=-2
+        )
         return input_gate, forget_gate, candidate, output_gate
 
 
@@ -193,7 +223,9 @@ class StackedRNNLayer(BaseRNNCell):
         super().__init__(cfg, parent=parent)
         dim = cfg.input_dim
         for i, layer in enumerate(cfg.layers):
-            dim = self._add_child(f"layer{i}", layer.clone(input_dim=dim)).output_dim
+            dim = self._add_child(
+                f"layer{i}", layer.clone(input_dim=dim)
+            ).output_dim
         self._output_dim = dim
         _check_output_dim(self, cfg.output_dim, dim)
 
@@ -203,16 +235,23 @@ class StackedRNNLayer(BaseRNNCell):
 
     def init_states(self, *, batch_size: int) -> NestedTensor:
         """Returns the states of all cells by their names."""
-        return {name: cell.init_states(batch_size=batch_size) for name, cell in self._cells()}
+        return {
+            name: cell.init_states(batch_size=batch_size)
+            for name, cell in self._cells()
+        }
 
     def _cells(self) -> list[tuple[str, Any]]:
         names = [f"layer{i}" for i in range(len(self.config.layers))]
         return [(name, self.children[name]) for name in names]
 
-    def extend_step(self, *, inputs: Tensor, cached_states: Any) -> tuple[NestedTensor, Tensor]:
+    def extend_step(
+        self, *, inputs: Tensor, cached_states: Any
+    ) -> tuple[NestedTensor, Tensor]:
         states, x = {}, inputs
         for name, cell in self._cells():
-            states[name], x = cell.extend_step(inputs=x, cached_states=cached_states[name])
+            states[name], x = cell.extend_step(
+                inputs=x, cached_states=cached_states[name]
+            )
         return states, x
 
     def forward(self, time_major_inputs: Tensor) -> Tensor:
@@ -231,7 +270,9 @@ class RNNRepeat(Repeat):
         x = gathered(time_major_inputs, 0, -1)
         return self._run(lambda x, _: (self.layer(x), None), x).carry
 
-    def extend_step(self, *, inputs: Tensor, cached_states: Any) -> tuple[NestedTensor, Tensor]:
+    def extend_step(
+        self, *, inputs: Tensor, cached_states: Any
+    ) -> tuple[NestedTensor, Tensor]:
         """Computes one step of all cells."""
 
         def step(x: Tensor, state: NestedTensor) -> tuple[Tensor, NestedTensor]:
@@ -256,24 +297,32 @@ class RepeatedRNNLayer(BaseRNNCell):
         super().__init__(cfg, parent=parent)
         _check_output_dim(self, cfg.output_dim, cfg.input_dim)
         layer = cfg.layer.clone(input_dim=cfg.input_dim)
-        self._add_child("repeat", cfg.repeat.set(layer=layer, num_layers=cfg.num_layers))
+        self._add_child(
+            "repeat", cfg.repeat.set(layer=layer, num_layers=cfg.num_layers)
+        )
         _check_output_dim(self, self.repeat.layer.output_dim, cfg.input_dim)
 
     def init_states(self, *, batch_size: int) -> NestedTensor:
         """Returns the stacked states of all cells."""
         return {"repeat": self.repeat.init_states(batch_size=batch_size)}
 
-    def extend_step(self, *, inputs: Tensor, cached_states: Any) -> tuple[NestedTensor, Tensor]:
-        states, y = self.repeat.extend_step(inputs=inputs, cached_states=cached_states["repeat"])
+    def extend_step(
+        self, *, inputs: Tensor, cached_states: Any
+    ) -> tuple[NestedTensor, Tensor]:
+        states, y = self.repeat.extend_step(
+            inputs=inputs, cached_states=cached_states["repeat"]
+        )
         return {"repeat": states}, y
 
     def forward(self, time_major_inputs: Tensor) -> Tensor:
         return self.repeat(time_major_inputs)
 
 
-def _check_output_dim(cell: BaseRNNCell, given: int | None, expected: int) -> None:
-    if given not in (None, expected):
+def _check_output_dim(
+    cell: BaseRNNCell, output_dim: int | None, expected: int
+) -> None:
+    if output_dim not in (None, expected):
         raise errors.LayerConfigError(
-            f"{cell.path()}: output_dim={given}, but the outputs of this {type(cell).__name__} "
-            f"have the size {expected}; set output_dim to {expected} or None."
+            f"{cell.path()}: output_dim={output_dim}, but the outputs of this "
+            f"{type(cell).__name__} have the size {expected}; set output_dim to {expected} or None."
         )

@@ -23,9 +23,19 @@ import numpy as np
 from weft import lifting
 from weft.errors import ArgumentValueError, LoopOutputError, OutputConflictError
 from weft.hierarchy import context as context_lib
-from weft.hierarchy.context_kind import CONTEXT_KIND, OUTPUTS, in_context, with_packed_args
+from weft.hierarchy.context_kind import (
+    CONTEXT_KIND,
+    OUTPUTS,
+    in_context,
+    with_packed_args,
+)
 from weft.lifting import CARRY, DIFF, FORK, Roles
-from weft.lifting.signature import as_tuple, check_argnums, named_after, resolve_argnums
+from weft.lifting.signature import (
+    as_tuple,
+    check_argnums,
+    named_after,
+    resolve_argnums,
+)
 from weft.typing import ArrayLike, PyTree, Tensor
 
 if TYPE_CHECKING:
@@ -39,7 +49,14 @@ SHARED = jax.sharding.PartitionSpec()
 
 def _mapped_roles(state_axis: int | None) -> Roles:
     """Returns the roles of a context along a new axis: separate keys, stacked outputs."""
-    return Roles((("state", state_axis), ("prng_key", FORK), ("shared", None), (OUTPUTS, 0)))
+    return Roles(
+        (
+            ("state", state_axis),
+            ("prng_key", FORK),
+            ("shared", None),
+            (OUTPUTS, 0),
+        )
+    )
 
 
 class _SplitArgs:
@@ -69,7 +86,9 @@ class _SplitArgs:
         args: list[Any] = []
         for position in range(self._num_args):
             is_static = position in self._static_args
-            args.append(self._static_args[position] if is_static else next(remaining))
+            args.append(
+                self._static_args[position] if is_static else next(remaining)
+            )
         return args
 
 
@@ -93,8 +112,12 @@ def remat(fn: Callable[P, R], **remat_kwargs: Any) -> Callable[P, R]:
             untyped_fn: Callable[..., R] = fn
             return untyped_fn(*args, **kwargs)
 
-        lifted = lifting.remat(CONTEXT_KIND, in_context(fn_of_arrays), **remat_kwargs)
-        return lifted(context_lib.require_context("remat"), *split_leaves.traced)
+        lifted = lifting.remat(
+            CONTEXT_KIND, in_context(fn_of_arrays), **remat_kwargs
+        )
+        return lifted(
+            context_lib.require_context("remat"), *split_leaves.traced
+        )
 
     return call
 
@@ -115,7 +138,9 @@ def vmap(
         state_axis: axis of the state to map over; None to share the state.
         **vmap_kwargs: `axis_size`, `axis_name`, `spmd_axis_name`.
     """
-    return _map_args(lifting.vmap, fn, state_axis, in_axes, out_axes, **vmap_kwargs)
+    return _map_args(
+        lifting.vmap, fn, state_axis, in_axes, out_axes, **vmap_kwargs
+    )
 
 
 def _map_args(
@@ -129,9 +154,17 @@ def _map_args(
     """Applies `lifting.vmap` or `lifting.pmap` to a function that invokes modules."""
 
     def call(*args: PyTree) -> R:
-        axes_by_arg = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+        axes_by_arg = (
+            in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+        )
         roles = (_mapped_roles(state_axis), *axes_by_arg)
-        lifted = map_(CONTEXT_KIND, in_context(fn), in_axes=roles, out_axes=out_axes, **options)
+        lifted = map_(
+            CONTEXT_KIND,
+            in_context(fn),
+            in_axes=roles,
+            out_axes=out_axes,
+            **options,
+        )
         return lifted(context_lib.require_context(map_.__name__), *args)
 
     return named_after(fn, call, leading=())
@@ -166,8 +199,15 @@ def scan(
         context: context_lib.InvocationContext, carry: Carry, x: PyTree
     ) -> tuple[Carry, PyTree]:
         # The named scope of the current context is already open, but not that of a child.
-        scope = jax.named_scope(context.name) if is_child else contextlib.nullcontext()
-        with scope, context_lib.set_current_context(context, require_parent=False):
+        scope = (
+            jax.named_scope(context.name)
+            if is_child
+            else contextlib.nullcontext()
+        )
+        with (
+            scope,
+            context_lib.set_current_context(context, require_parent=False),
+        ):
             result = fn(carry, x)
         if drop_output is not None:
             for kind, outputs in context.output_collection._asdict().items():
@@ -176,15 +216,24 @@ def scan(
 
     named_after(fn, body)
     if remat_kwargs is not None:
-        body = lifting.remat(CONTEXT_KIND, body, **{"prevent_cse": False, **remat_kwargs})
+        body = lifting.remat(
+            CONTEXT_KIND, body, **{"prevent_cse": False, **remat_kwargs}
+        )
     in_axes = (_mapped_roles(state_axis), CARRY, 0)
     lifted = lifting.scan(
-        CONTEXT_KIND, body, in_axes=in_axes, out_axes=(CARRY, 0), length=length, unroll=unroll
+        CONTEXT_KIND,
+        body,
+        in_axes=in_axes,
+        out_axes=(CARRY, 0),
+        length=length,
+        unroll=unroll,
     )
     return lifted(context, carry, xs)
 
 
-def _drop_outputs(outputs: dict[str, Any], path: str, drop: Callable[[str], bool]) -> None:
+def _drop_outputs(
+    outputs: dict[str, Any], path: str, drop: Callable[[str], bool]
+) -> None:
     for name, value in list(outputs.items()):
         output_path = f"{path}/{name}"
         if isinstance(value, dict):
@@ -237,7 +286,9 @@ def scan_in_context(
     return result
 
 
-def _with_context_fields(fn: Callable[..., R], xs: Mapping[str, PyTree]) -> Callable[..., R]:
+def _with_context_fields(
+    fn: Callable[..., R], xs: Mapping[str, PyTree]
+) -> Callable[..., R]:
     """Returns the body of a scan over `xs`, whose entries other than "xs" or "x" are for contexts.
 
     Raises ArgumentValueError for entries that do not replace a field of the context.
@@ -254,7 +305,9 @@ def _with_context_fields(fn: Callable[..., R], xs: Mapping[str, PyTree]) -> Call
     def call(carry: PyTree, slices: Mapping[str, PyTree]) -> R:
         fields = dict(slices)
         x = fields.pop(name_of_arrays)
-        context = context_lib.require_context("scan_in_context").fork_with_outputs(**fields)
+        context = context_lib.require_context(
+            "scan_in_context"
+        ).fork_with_outputs(**fields)
         with context_lib.set_current_context(context, require_parent=False):
             return fn(carry, x)
 
@@ -284,7 +337,11 @@ def propagate_repeated_output_collections(
     summaries, state_updates, module_outputs = repeated_output_collection
     _add_outputs(target.state_updates, state_updates, "state_updates")
     if jax.tree.leaves(module_outputs):
-        _add_outputs(target.module_outputs, {child_name_prefix: module_outputs}, "module_outputs")
+        _add_outputs(
+            target.module_outputs,
+            {child_name_prefix: module_outputs},
+            "module_outputs",
+        )
     leaves = jax.tree.leaves(summaries)
     if not leaves:
         return
@@ -295,14 +352,20 @@ def propagate_repeated_output_collections(
     if merge_summaries:
         summaries_by_name = {child_name_prefix: reduce_summaries(iterations)}
     else:
-        summaries_by_name = {f"{child_name_prefix}{i}": x for i, x in enumerate(iterations)}
+        summaries_by_name = {
+            f"{child_name_prefix}{i}": x for i, x in enumerate(iterations)
+        }
     _add_outputs(target.summaries, summaries_by_name, "summaries")
 
 
-def _add_outputs(target: dict[str, Any], outputs: Mapping[str, Any], path: str) -> None:
+def _add_outputs(
+    target: dict[str, Any], outputs: Mapping[str, Any], path: str
+) -> None:
     for name, value in outputs.items():
         output_path = f"{path}/{name}"
-        if isinstance(value, dict) and isinstance(target.setdefault(name, {}), dict):
+        if isinstance(value, dict) and isinstance(
+            target.setdefault(name, {}), dict
+        ):
             _add_outputs(target[name], value, output_path)
         elif name in target:
             raise OutputConflictError(
@@ -385,16 +448,27 @@ def shard_map(
         state_spec: sharding of the state; replicated by default.
         axis_names: mesh axes that are manual in `fn`; all by default.
     """
-    device_axis = jax.sharding.PartitionSpec(tuple(axis_names or mesh.axis_names))
+    device_axis = jax.sharding.PartitionSpec(
+        tuple(axis_names or mesh.axis_names)
+    )
     roles = Roles(
-        (("state", state_spec), ("prng_key", FORK), ("shared", SHARED), (OUTPUTS, device_axis))
+        (
+            ("state", state_spec),
+            ("prng_key", FORK),
+            ("shared", SHARED),
+            (OUTPUTS, device_axis),
+        )
     )
 
-    def run_on_device(context: context_lib.InvocationContext, *args: PyTree) -> R:
+    def run_on_device(
+        context: context_lib.InvocationContext, *args: PyTree
+    ) -> R:
         result = in_context(fn)(context, *args)
         # The new axis has size 1 on each device.
         for outputs in context.output_collection:
-            outputs.update(jax.tree.map(lambda x: jnp.asarray(x)[None], outputs))
+            outputs.update(
+                jax.tree.map(lambda x: jnp.asarray(x)[None], outputs)
+            )
         return result
 
     def call(*args: PyTree) -> R:
@@ -432,7 +506,13 @@ def pmap(
         devices: by default as many of `jax.devices()` as needed.
     """
     return _map_args(
-        lifting.pmap, fn, state_axis, in_axes, out_axes, axis_name=axis_name, devices=devices
+        lifting.pmap,
+        fn,
+        state_axis,
+        in_axes,
+        out_axes,
+        axis_name=axis_name,
+        devices=devices,
     )
 
 
@@ -458,7 +538,9 @@ def eval_shape(fn: Callable[..., R], *args: PyTree, **kwargs: PyTree) -> R:
     Arguments are arrays or `jax.ShapeDtypeStruct`s. No outputs of modules are added.
     """
     inputs = Roles(((("state", "prng_key", "shared"), None),))
-    lifted = lifting.eval_shape(CONTEXT_KIND, with_packed_args(fn), in_axes=(inputs, None, None))
+    lifted = lifting.eval_shape(
+        CONTEXT_KIND, with_packed_args(fn), in_axes=(inputs, None, None)
+    )
     return lifted(context_lib.require_context("eval_shape"), args, kwargs)
 
 
@@ -466,7 +548,9 @@ _LOOP_ROLES = Roles((("prng_key", FORK), (True, None)))
 
 
 def while_loop(
-    cond_fn: Callable[[Carry], ArrayLike], body_fn: Callable[[Carry], Carry], init_val: Carry
+    cond_fn: Callable[[Carry], ArrayLike],
+    body_fn: Callable[[Carry], Carry],
+    init_val: Carry,
 ) -> Carry:
     """Runs `jax.lax.while_loop` on functions that invoke modules, inside an invocation.
 
@@ -496,12 +580,19 @@ def fori_loop(
     """
     checked_body_fn = _refuse_outputs(body_fn, "fori_loop")
 
-    def body(i: ArrayLike, context: context_lib.InvocationContext, carry: Carry) -> Carry:
+    def body(
+        i: ArrayLike, context: context_lib.InvocationContext, carry: Carry
+    ) -> Carry:
         return checked_body_fn(context, i, carry)
 
     named_after(body_fn, body)
     lifted = lifting.fori_loop(
-        CONTEXT_KIND, lower, upper, body, in_axes=(_LOOP_ROLES, CARRY), unroll=unroll
+        CONTEXT_KIND,
+        lower,
+        upper,
+        body,
+        in_axes=(_LOOP_ROLES, CARRY),
+        unroll=unroll,
     )
     return lifted(context_lib.require_context("fori_loop"), init_val)
 
@@ -523,14 +614,25 @@ def _refuse_outputs(fn: Callable[..., R], loop: str) -> Callable[..., R]:
 
 
 def cond(
-    pred: ArrayLike, true_fun: Callable[..., R], false_fun: Callable[..., R], *operands: PyTree
+    pred: ArrayLike,
+    true_fun: Callable[..., R],
+    false_fun: Callable[..., R],
+    *operands: PyTree,
 ) -> R:
     """Runs `jax.lax.cond` on functions that invoke modules; see `switch`."""
     index = jnp.asarray(pred, bool).astype(jnp.int32)
-    return _switch("cond", index, (false_fun, true_fun), operands, ("false_fun", "true_fun"))
+    return _switch(
+        "cond",
+        index,
+        (false_fun, true_fun),
+        operands,
+        ("false_fun", "true_fun"),
+    )
 
 
-def switch(index: ArrayLike, branches: Sequence[Callable[..., R]], *operands: PyTree) -> R:
+def switch(
+    index: ArrayLike, branches: Sequence[Callable[..., R]], *operands: PyTree
+) -> R:
     """Runs `jax.lax.switch` on functions that invoke modules, inside an invocation.
 
     Args:
@@ -556,7 +658,9 @@ def _switch(
     called_children: set[str] = set()
 
     def in_branch(branch: Callable[..., R]) -> Callable[..., R]:
-        def call(branch_context: context_lib.InvocationContext, *operands: PyTree) -> R:
+        def call(
+            branch_context: context_lib.InvocationContext, *operands: PyTree
+        ) -> R:
             result = in_context(branch)(branch_context, *operands)
             outputs = branch_context.output_collection
             # A child has an entry in each of the three.
@@ -565,7 +669,9 @@ def _switch(
                 & outputs.state_updates.keys()
                 & outputs.module_outputs.keys()
             )
-            repeated_children = sorted(called_children & context.output_collection.summaries.keys())
+            repeated_children = sorted(
+                called_children & context.output_collection.summaries.keys()
+            )
             if repeated_children:
                 raise OutputConflictError(
                     f"{repeated_children} are invoked in one invocation of {context.path()} and "
@@ -579,7 +685,9 @@ def _switch(
 
         return named_after(branch, call)
 
-    lifted = lifting.switch(CONTEXT_KIND, list(map(in_branch, branches)), names=names)
+    lifted = lifting.switch(
+        CONTEXT_KIND, list(map(in_branch, branches)), names=names
+    )
     result = lifted(index, context, *operands)
     # So that a second call of such a child is refused, whichever branch has run.
     for child_name in sorted(called_children):
@@ -604,8 +712,12 @@ def value_and_grad(
     """
 
     def call(*args: P.args, **kwargs: P.kwargs) -> tuple[R, PyTree]:
-        positions = resolve_argnums("value_and_grad", "argnums", fn, argnums, args)
-        arg_roles = tuple(DIFF if i in positions else None for i in range(len(args)))
+        positions = resolve_argnums(
+            "value_and_grad", "argnums", fn, argnums, args
+        )
+        arg_roles = tuple(
+            DIFF if i in positions else None for i in range(len(args))
+        )
         lifted = lifting.value_and_grad(
             CONTEXT_KIND,
             with_packed_args(fn),
@@ -614,7 +726,9 @@ def value_and_grad(
             holomorphic=holomorphic,
             allow_int=allow_int,
         )
-        value, (_, grads, _) = lifted(context_lib.require_context("value_and_grad"), args, kwargs)
+        value, (_, grads, _) = lifted(
+            context_lib.require_context("value_and_grad"), args, kwargs
+        )
         if isinstance(argnums, int):
             return value, grads[positions[0]]
         return value, tuple(grads[i] for i in positions)
@@ -647,19 +761,27 @@ _STATE_ROLES = Roles((("state", DIFF), (True, None)))
 _OWN_STATE_ROLES = Roles((("state", DIFF), (("prng_key", *OUTPUTS), None)))
 
 
-def vjp(fn: Callable[..., Any], *primals: PyTree, has_aux: bool = False) -> tuple[PyTree, ...]:
+def vjp(
+    fn: Callable[..., Any], *primals: PyTree, has_aux: bool = False
+) -> tuple[PyTree, ...]:
     """Applies `jax.vjp` to a function that invokes modules, inside an invocation.
 
     Returns the result, a function from its cotangent to the gradients of the current module's state
     and of each argument, and with `has_aux` the rest.
     """
     wrt = (_STATE_ROLES, DIFF, None)
-    lifted = lifting.vjp(CONTEXT_KIND, with_packed_args(fn), wrt=wrt, has_aux=has_aux)
-    value, pullback, *aux = lifted(context_lib.require_context("vjp"), primals, {})
+    lifted = lifting.vjp(
+        CONTEXT_KIND, with_packed_args(fn), wrt=wrt, has_aux=has_aux
+    )
+    value, pullback, *aux = lifted(
+        context_lib.require_context("vjp"), primals, {}
+    )
     return value, jax.tree_util.Partial(_apply_pullback, pullback), *aux
 
 
-def _apply_pullback(pullback: Callable[[PyTree], PyTree], cotangent: PyTree) -> tuple[PyTree, ...]:
+def _apply_pullback(
+    pullback: Callable[[PyTree], PyTree], cotangent: PyTree
+) -> tuple[PyTree, ...]:
     (state_grads, _), primal_grads, _ = pullback(cotangent)
     return state_grads["state"], *primal_grads
 
@@ -685,7 +807,9 @@ def jvp(
         all_tangents = [{"state": state_tangents}, *all_tangents]
         state_roles = _STATE_ROLES
     wrt = (state_roles, DIFF, None)
-    lifted = lifting.jvp(CONTEXT_KIND, with_packed_args(fn), wrt=wrt, has_aux=has_aux)
+    lifted = lifting.jvp(
+        CONTEXT_KIND, with_packed_args(fn), wrt=wrt, has_aux=has_aux
+    )
     arguments = context_lib.require_context("jvp"), tuple(primals), {}
     return lifted(arguments, all_tangents)
 
@@ -724,8 +848,12 @@ def custom_vjp(
             return forward_fn(*split_args.join(diff_args))
 
         def backward(residuals: Any, cotangent: PyTree) -> list[PyTree]:
-            state_grads, *arg_grads = backward_fn(*split_args.static, residuals, cotangent)
-            leaves = jax.tree.structure(diff_args).flatten_up_to(tuple(arg_grads))
+            state_grads, *arg_grads = backward_fn(
+                *split_args.static, residuals, cotangent
+            )
+            leaves = jax.tree.structure(diff_args).flatten_up_to(
+                tuple(arg_grads)
+            )
             return [{"state": state_grads}, *leaves]
 
         lifted = lifting.custom_vjp(
@@ -772,7 +900,11 @@ def custom_jvp(
             arg_tangents = jax.tree.structure(diff_args).unflatten(leaves)
             run_rule = in_context(jvp_fn)
             return run_rule(
-                context, *split_args.static, diff_args, arg_tangents, state_tangents["state"]
+                context,
+                *split_args.static,
+                diff_args,
+                arg_tangents,
+                state_tangents["state"],
             )
 
         lifted = lifting.custom_jvp(
@@ -781,6 +913,8 @@ def custom_jvp(
             named_after(jvp_fn, rule),
             wrt=(_OWN_STATE_ROLES, DIFF),
         )
-        return lifted(context_lib.require_context("custom_jvp"), split_args.traced)
+        return lifted(
+            context_lib.require_context("custom_jvp"), split_args.traced
+        )
 
     return named_after(fn, call, leading=())

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional import relative_position_buckets
 from weft.hierarchy.attention.bias import (
     NEG_INF,
     ALiBiAttentionLogitBiasLayer,
@@ -15,6 +16,7 @@ from weft.hierarchy.attention.bias import (
     CausalAttentionLogitBiasLayer,
     LeftRightWindowAttentionBias,
     MaskFnAttentionBias,
+    RelativePositionAttentionLogitBiasLayer,
     SegmentIdAttentionBias,
     SlidingWindowAttentionBias,
     SymmetricALiBiAttentionLogitBiasLayer,
@@ -204,6 +206,22 @@ def test_alibi_falls_with_distance():
             expected = -slope * np.abs(DISTANCE)
             np.testing.assert_allclose(got[0, head][seen], expected[seen], rtol=1e-6)
             assert np.all(got[0, head][~seen] < -1e14)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_relative_positions_have_a_bias_by_bucket(is_causal):
+    cfg = RelativePositionAttentionLogitBiasLayer.default_config().set(name="bias", num_heads=2)
+    layer = cfg.set(num_buckets=8, max_distance=5, is_causal=is_causal).instantiate(parent=None)
+    weight = jnp.arange(16.0).reshape(8, 2)
+    inputs = {"segment_ids": LAYER_SEGMENTS, "positions": LAYER_POSITIONS}
+    got = np.asarray(F(layer, None, {"weight": weight}, inputs, is_training=False)[0])
+    buckets = relative_position_buckets(
+        jnp.asarray(-DISTANCE), num_buckets=8, max_distance=5, is_causal=is_causal
+    )
+    seen = LAYER_SAME & (DISTANCE >= 0) if is_causal else LAYER_SAME
+    for head in range(2):
+        np.testing.assert_array_equal(got[0, head][seen], weight[buckets, head][seen])
+        assert np.all(got[0, head][~seen] < -1e14)
 
 
 def test_adding_to_logits():

@@ -13,6 +13,7 @@ from weft.hierarchy.attention.transformer import (
     TransformerAttentionLayer,
     TransformerLayer,
 )
+from weft.hierarchy.layers import Dropout, LayerNorm
 from weft.hierarchy.module import functional as F
 
 DIM, SOURCE, BATCH, LENGTH = 8, 6, 2, 5
@@ -45,7 +46,19 @@ def adapted(**fields):
     return cfg.set(layer=layer, **fields)
 
 
-LAYERS = {"plain": plain, "cross": with_cross_attention, "parallel": parallel, "adapted": adapted}
+def parallel_with_two_norms():
+    dropout = Dropout.default_config().set(rate=0.0)
+    norm = LayerNorm.default_config()
+    return parallel().set(feed_forward_norm=norm, dropout=dropout)
+
+
+LAYERS = {
+    "plain": plain,
+    "cross": with_cross_attention,
+    "parallel": parallel,
+    "parallel_with_two_norms": parallel_with_two_norms,
+    "adapted": adapted,
+}
 
 
 def build(cfg):

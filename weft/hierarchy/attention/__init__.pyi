@@ -20,6 +20,7 @@ from weft.hierarchy.attention.bias import (
     make_causal_biases as make_causal_biases, make_segment_mask as make_segment_mask,
     make_sliding_window_causal_biases as make_sliding_window_causal_biases,
     MaskFnAttentionBias as MaskFnAttentionBias, SegmentIdAttentionBias as SegmentIdAttentionBias,
+    RelativePositionAttentionLogitBiasLayer as RelativePositionAttentionLogitBiasLayer,
     SlidingWindowAttentionBias as SlidingWindowAttentionBias,
     SymmetricALiBiAttentionLogitBiasLayer as SymmetricALiBiAttentionLogitBiasLayer,
     TensorAttentionBias as TensorAttentionBias, ZeroAttentionBias as ZeroAttentionBias,
@@ -31,7 +32,8 @@ from weft.hierarchy.attention.feed_forward import (
 )
 from weft.hierarchy.attention.kv_cache import (
     BaseKVCache as BaseKVCache, KVCache as KVCache, KVPages as KVPages, KVState as KVState,
-    PagedKVCache as PagedKVCache, SlidingWindowKVCache as SlidingWindowKVCache,
+    KVRing as KVRing, PagedKVCache as PagedKVCache, RingKVCache as RingKVCache,
+    SlidingWindowKVCache as SlidingWindowKVCache,
 )
 from weft.hierarchy.attention.multihead_attention import (
     compute_gqa_context as compute_gqa_context, compute_gqa_logits as compute_gqa_logits,
@@ -51,8 +53,10 @@ from weft.hierarchy.attention.qkv_linear import (
     ScaleKey as ScaleKey, ScaleQuery as ScaleQuery,
 )
 from weft.hierarchy.attention.rope import (
+    DynamicNTKSinusoidalPositionalEmbedding as DynamicNTKSinusoidalPositionalEmbedding,
     apply_rotary_position_embeddings as apply_rotary_position_embeddings,
     Llama3SinusoidalPositionalEmbedding as Llama3SinusoidalPositionalEmbedding,
+    LongRoPESinusoidalPositionalEmbedding as LongRoPESinusoidalPositionalEmbedding,
     RoFormerQKVLinear as RoFormerQKVLinear,
     RoFormerSinusoidalPositionalEmbedding as RoFormerSinusoidalPositionalEmbedding,
     YaRNSinusoidalPositionalEmbedding as YaRNSinusoidalPositionalEmbedding,

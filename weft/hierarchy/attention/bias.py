@@ -19,10 +19,18 @@ import numpy as np
 
 from weft import config, errors, struct
 from weft._door import current_door
-from weft.functional import alibi_bias, alibi_slopes, and_masks, attention_mask, bool_to_bias
-from weft.functional.arrays import to_ndim
+from weft.functional import (
+    alibi_bias,
+    alibi_slopes,
+    and_masks,
+    attention_mask,
+    bool_to_bias,
+    lookup,
+    relative_position_buckets,
+)
+from weft.functional.arrays import gathered, to_ndim
 from weft.functional.attention_mask import AttentionMask, MaskFn, causal_mask
-from weft.hierarchy.base_layer import BaseLayer
+from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.typing import DType, Tensor
 
 B = TypeVar("B", bound="BaseAttentionBias")
@@ -31,7 +39,9 @@ B = TypeVar("B", bound="BaseAttentionBias")
 class BaseAttentionBias(struct.PyTreeNode):
     """Bias added to attention logits. A subclass defines `_value`."""
 
-    dtype: DType = struct.field(pytree_node=False, kw_only=True, default=jnp.float32)
+    dtype: DType = struct.field(
+        pytree_node=False, kw_only=True, default=jnp.float32
+    )
 
     def __getattr__(self, name: str) -> Any:
         message = f"{type(self).__name__!r} object has no attribute {name!r}"
@@ -58,7 +68,9 @@ class BaseAttentionBias(struct.PyTreeNode):
         """Returns False if the value is None."""
         return self.eval_shape() is not None
 
-    def __add__(self, other: "BaseAttentionBias | Tensor | None") -> "BaseAttentionBias":
+    def __add__(
+        self, other: "BaseAttentionBias | Tensor | None"
+    ) -> "BaseAttentionBias":
         parts = [*self._parts(), *as_attention_bias(other)._parts()]
         return CompositeAttentionBias(parts)._simplify()
 
@@ -68,7 +80,9 @@ class BaseAttentionBias(struct.PyTreeNode):
         return [self] if self.has_value() else []
 
     @classmethod
-    def from_sequence(cls, biases: "Sequence[BaseAttentionBias]") -> "BaseAttentionBias":
+    def from_sequence(
+        cls, biases: "Sequence[BaseAttentionBias]"
+    ) -> "BaseAttentionBias":
         """Returns one bias of this class equal to the sum; raises ArgumentValueError if none is."""
         if len(biases) == 1:
             return biases[0]
@@ -89,7 +103,9 @@ class BaseAttentionBias(struct.PyTreeNode):
         bias: Any = None
         if parts_of_class:
             bias = cls.from_sequence(parts_of_class)
-        return BiasAndResidual(bias, CompositeAttentionBias(remaining_parts)._simplify())
+        return BiasAndResidual(
+            bias, CompositeAttentionBias(remaining_parts)._simplify()
+        )
 
     def astype(self, dtype: DType) -> Self:
         """Returns the bias with a value of another dtype."""
@@ -134,7 +150,9 @@ class CompositeAttentionBias(BaseAttentionBias):
             else:
                 values.append(part.value())
         if masks:
-            values.append(bool_to_bias(functools.reduce(jnp.logical_and, masks)))
+            values.append(
+                bool_to_bias(functools.reduce(jnp.logical_and, masks))
+            )
         if not values:
             return None
         return functools.reduce(operator.add, values).astype(self.dtype)
@@ -157,7 +175,9 @@ class TensorAttentionBias(BaseAttentionBias):
         return self._tensor.astype(self.dtype)
 
     @classmethod
-    def from_sequence(cls, biases: Sequence[BaseAttentionBias]) -> BaseAttentionBias:
+    def from_sequence(
+        cls, biases: Sequence[BaseAttentionBias]
+    ) -> BaseAttentionBias:
         value = CompositeAttentionBias(list(biases)).value()
         if value is None:
             raise errors.ArgumentValueError(
@@ -236,23 +256,31 @@ class MaskFnAttentionBias(BoolAttentionBias):
         return config.config_for_class(cls).set(mask=mask)
 
     def bool_value(self) -> Tensor:
-        return attention_mask.evaluate_mask(self.mask, self.target_positions, self.source_positions)
+        return attention_mask.evaluate_mask(
+            self.mask, self.target_positions, self.source_positions
+        )
 
     @classmethod
     def from_sequence(cls, biases: Sequence[Any]) -> BaseAttentionBias:
         if len(biases) > 1 and _have_equal_positions(biases):
             mask = and_masks(*(bias.mask for bias in biases))
             first = biases[0]
-            return MaskFnAttentionBias(mask, first.target_positions, first.source_positions)
+            return MaskFnAttentionBias(
+                mask, first.target_positions, first.source_positions
+            )
         return super().from_sequence(biases)
 
 
 def _have_equal_positions(biases: Sequence[MaskFnAttentionBias]) -> bool:
     first = biases[0]
     for bias in biases[1:]:
-        if not _known_to_be_equal(bias.target_positions, first.target_positions):
+        if not _known_to_be_equal(
+            bias.target_positions, first.target_positions
+        ):
             return False
-        if not _known_to_be_equal(bias.source_positions, first.source_positions):
+        if not _known_to_be_equal(
+            bias.source_positions, first.source_positions
+        ):
             return False
     return True
 
@@ -269,7 +297,9 @@ def _known_to_be_equal(a: Tensor, b: Tensor) -> bool:
 class CausalAttentionBias(MaskFnAttentionBias):
     """Mask by which each position attends to itself and earlier positions."""
 
-    mask: MaskFn = struct.field(pytree_node=False, default=causal_mask, kw_only=True)
+    mask: MaskFn = struct.field(
+        pytree_node=False, default=causal_mask, kw_only=True
+    )
 
     @classmethod
     def default_config(cls) -> Any:
@@ -289,12 +319,16 @@ class SlidingWindowAttentionBias(MaskFnAttentionBias):
     sliding_window_size: int = struct.field(pytree_node=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_window(self, "sliding_window_size", (self.sliding_window_size, 0))
+        _check_window(
+            self, "sliding_window_size", (self.sliding_window_size, 0)
+        )
 
     @classmethod
     def default_config(cls, sliding_window_size: int) -> Any:
         """Returns a config without positions, for the field `mask` of an attention layer."""
-        mask = config.config_for_function(attention_mask.sliding_window_causal_mask)
+        mask = config.config_for_function(
+            attention_mask.sliding_window_causal_mask
+        )
         return config.config_for_class(cls).set(
             mask=mask.set(sliding_window_size=sliding_window_size),
             sliding_window_size=sliding_window_size,
@@ -313,14 +347,22 @@ class LeftRightWindowAttentionBias(MaskFnAttentionBias):
     right_context: int | None = struct.field(pytree_node=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_window(self, "left_and_right_context", (self.left_context, self.right_context))
+        _check_window(
+            self,
+            "left_and_right_context",
+            (self.left_context, self.right_context),
+        )
 
     @classmethod
-    def default_config(cls, left_context: int | None, right_context: int | None) -> Any:
+    def default_config(
+        cls, left_context: int | None, right_context: int | None
+    ) -> Any:
         """Returns a config without positions, for the field `mask` of an attention layer."""
         mask = config.config_for_function(attention_mask.left_right_window_mask)
         return config.config_for_class(cls).set(
-            mask=mask.set(left_context=left_context, right_context=right_context),
+            mask=mask.set(
+                left_context=left_context, right_context=right_context
+            ),
             left_context=left_context,
             right_context=right_context,
         )
@@ -356,7 +398,9 @@ class ZeroAttentionBias(BoolAttentionBias):
         return None
 
 
-def as_attention_bias(bias: BaseAttentionBias | Tensor | None) -> BaseAttentionBias:
+def as_attention_bias(
+    bias: BaseAttentionBias | Tensor | None,
+) -> BaseAttentionBias:
     """Returns a bias as an object: itself, a wrapped value, or a `ZeroAttentionBias` for None."""
     if bias is None:
         return ZeroAttentionBias()
@@ -365,7 +409,9 @@ def as_attention_bias(bias: BaseAttentionBias | Tensor | None) -> BaseAttentionB
     return TensorAttentionBias.from_tensor(bias)
 
 
-def split(bias: BaseAttentionBias, *cls: type[BaseAttentionBias]) -> tuple[Any, ...]:
+def split(
+    bias: BaseAttentionBias, *cls: type[BaseAttentionBias]
+) -> tuple[Any, ...]:
     """Splits a bias by class.
 
     Returns:
@@ -385,7 +431,9 @@ def split(bias: BaseAttentionBias, *cls: type[BaseAttentionBias]) -> tuple[Any, 
     return (*parts, bias)
 
 
-def as_mask_and_bias(bias: BaseAttentionBias) -> tuple[AttentionMask, Tensor | None]:
+def as_mask_and_bias(
+    bias: BaseAttentionBias,
+) -> tuple[AttentionMask, Tensor | None]:
     """Returns a bias as a mask, described where its parts are, and the value of the other parts.
 
     >>> bias = CausalAttentionBias(np.arange(3), np.arange(3)) + jnp.zeros((3, 3))
@@ -419,13 +467,19 @@ def as_mask_and_bias(bias: BaseAttentionBias) -> tuple[AttentionMask, Tensor | N
             mask_fn = and_masks(*(part.mask for part in mask_fn_parts))
         mask = mask.replace(
             mask_fn=mask_fn,
-            query_positions=_positions_unless_from_0(mask_fn_parts[0].target_positions),
-            key_positions=_positions_unless_from_0(mask_fn_parts[0].source_positions),
+            query_positions=_positions_unless_from_0(
+                mask_fn_parts[0].target_positions
+            ),
+            key_positions=_positions_unless_from_0(
+                mask_fn_parts[0].source_positions
+            ),
         )
     return mask, CompositeAttentionBias(bias_parts).value()
 
 
-def _positions_unless_from_0(positions: Tensor | np.ndarray) -> Tensor | np.ndarray | None:
+def _positions_unless_from_0(
+    positions: Tensor | np.ndarray,
+) -> Tensor | np.ndarray | None:
     """Returns positions for an `AttentionMask`, which takes None for those from 0 on."""
     is_from_0 = isinstance(positions, np.ndarray) and np.array_equal(
         positions.ravel(), np.arange(positions.shape[-1])
@@ -442,17 +496,25 @@ def make_causal_biases(seq_len: int) -> Tensor:
     return _bias_from_mask(causal_mask, seq_len)
 
 
-def make_sliding_window_causal_biases(seq_len: int, sliding_window_size: int) -> Tensor:
+def make_sliding_window_causal_biases(
+    seq_len: int, sliding_window_size: int
+) -> Tensor:
     """Returns the bias of attention to `sliding_window_size` positions before each."""
-    return _bias_from_mask(attention_mask.sliding_window_causal_mask(sliding_window_size), seq_len)
+    return _bias_from_mask(
+        attention_mask.sliding_window_causal_mask(sliding_window_size), seq_len
+    )
 
 
-def make_segment_mask(*, source_segments: Tensor, target_segments: Tensor) -> Tensor:
+def make_segment_mask(
+    *, source_segments: Tensor, target_segments: Tensor
+) -> Tensor:
     """Returns the bias of attention within segments, `Float[Array, "batch 1 target source"]`.
 
     Segment ids are `Int[Array, "batch source"]` and `Int[Array, "batch target"]`.
     """
-    return bool_to_bias(attention_mask.segment_mask(target_segments, source_segments))
+    return bool_to_bias(
+        attention_mask.segment_mask(target_segments, source_segments)
+    )
 
 
 def _bias_from_mask(mask: MaskFn, seq_len: int) -> Tensor:
@@ -471,7 +533,9 @@ def _add_heads_axis(tensor: Tensor) -> Tensor:
     return tensor if tensor.ndim == 4 else tensor[:, None]
 
 
-def compute_padding_biases(input_ids: Tensor, *, pad_token_id: int | None) -> Tensor:
+def compute_padding_biases(
+    input_ids: Tensor, *, pad_token_id: int | None
+) -> Tensor:
     """Returns the bias that masks padding, `Float[Array, "batch 1 time time"]`.
 
     Args:
@@ -481,7 +545,11 @@ def compute_padding_biases(input_ids: Tensor, *, pad_token_id: int | None) -> Te
     >>> (compute_padding_biases(jnp.array([[5, 0]]), pad_token_id=0) == 0).tolist()
     [[[[True, False], [False, False]]]]
     """
-    padding = jnp.zeros(input_ids.shape) if pad_token_id is None else input_ids == pad_token_id
+    padding = (
+        jnp.zeros(input_ids.shape)
+        if pad_token_id is None
+        else input_ids == pad_token_id
+    )
     bias = padding * attention_mask.NEG_INF
     return bias[:, None, :, None] + bias[:, None, None, :]
 
@@ -495,7 +563,9 @@ def apply_attention_logit_biases(
     """
     if attention_logit_biases is None:
         return logits
-    return logits + to_ndim(attention_logit_biases, logits.ndim).astype(logits.dtype)
+    return logits + to_ndim(attention_logit_biases, logits.ndim).astype(
+        logits.dtype
+    )
 
 
 def alibi_get_slopes(num_heads: int) -> list[float]:
@@ -515,7 +585,9 @@ class AttentionLogitBiasLayer(BaseLayer):
 
         Segment ids and positions, within the segments, are `Int[Array, "batch time"]`.
         """
-        return make_segment_mask(source_segments=segment_ids, target_segments=segment_ids)
+        return make_segment_mask(
+            source_segments=segment_ids, target_segments=segment_ids
+        )
 
 
 class FullAttentionLogitBiasLayer(AttentionLogitBiasLayer):
@@ -526,8 +598,12 @@ class CausalAttentionLogitBiasLayer(AttentionLogitBiasLayer):
     """Layer whose bias lets positions attend to themselves and earlier ones of their segment."""
 
     def forward(self, *, segment_ids: Tensor, positions: Tensor) -> Tensor:
-        causal = bool_to_bias(attention_mask.evaluate_mask(causal_mask, positions, positions))
-        return causal + super().forward(segment_ids=segment_ids, positions=positions)
+        causal = bool_to_bias(
+            attention_mask.evaluate_mask(causal_mask, positions, positions)
+        )
+        return causal + super().forward(
+            segment_ids=segment_ids, positions=positions
+        )
 
 
 class _FallingLogits(AttentionLogitBiasLayer):
@@ -537,13 +613,63 @@ class _FallingLogits(AttentionLogitBiasLayer):
         num_heads: config.Required[int] = config.REQUIRED
 
     def forward(self, *, segment_ids: Tensor, positions: Tensor) -> Tensor:
-        falling = alibi_bias(alibi_slopes(self.config.num_heads), positions, positions)
-        return falling + super().forward(segment_ids=segment_ids, positions=positions)
+        falling = alibi_bias(
+            alibi_slopes(self.config.num_heads), positions, positions
+        )
+        return falling + super().forward(
+            segment_ids=segment_ids, positions=positions
+        )
 
 
-class ALiBiAttentionLogitBiasLayer(_FallingLogits, CausalAttentionLogitBiasLayer):
+class ALiBiAttentionLogitBiasLayer(
+    _FallingLogits, CausalAttentionLogitBiasLayer
+):
     """Layer for causal attention whose logits fall with distance."""
 
 
-class SymmetricALiBiAttentionLogitBiasLayer(_FallingLogits, FullAttentionLogitBiasLayer):
+class SymmetricALiBiAttentionLogitBiasLayer(
+    _FallingLogits, FullAttentionLogitBiasLayer
+):
     """Layer for bidirectional attention whose logits fall with distance."""
+
+
+class RelativePositionAttentionLogitBiasLayer(AttentionLogitBiasLayer):
+    """Layer with a learned bias for each head and bucket of distances (Raffel et al., 2020).
+
+    Positions attend to their segment, or with `is_causal` to earlier ones of it only. Parameter:
+    `weight` of shape (num_buckets, num_heads).
+    """
+
+    class Config(AttentionLogitBiasLayer.Config):
+        """Configures a RelativePositionAttentionLogitBiasLayer.
+
+        The fields are arguments of `functional.relative_position_buckets`.
+        """
+
+        num_heads: config.Required[int] = config.REQUIRED
+        num_buckets: int = 32
+        max_distance: int = 128
+        is_causal: bool = False
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        shape = (self.config.num_buckets, self.config.num_heads)
+        return {"weight": ParameterSpec(shape, mesh_axes=(None, "model"))}
+
+    def forward(self, *, segment_ids: Tensor, positions: Tensor) -> Tensor:
+        cfg = self.config
+        keys = gathered(positions, -1)[:, None, :]  # (batch, 1, source)
+        distances = keys - positions[:, :, None]
+        buckets = relative_position_buckets(
+            distances,
+            num_buckets=cfg.num_buckets,
+            max_distance=cfg.max_distance,
+            is_causal=cfg.is_causal,
+        )
+        # (batch, target, source, heads) to (batch, heads, target, source)
+        by_head = jnp.moveaxis(lookup(self.parameters["weight"], buckets), 3, 1)
+        masks = super().forward(segment_ids=segment_ids, positions=positions)
+        if cfg.is_causal:
+            masks += bool_to_bias(
+                attention_mask.evaluate_mask(causal_mask, positions, positions)
+            )
+        return by_head + masks

@@ -20,7 +20,12 @@ import jax
 import jax.numpy as jnp
 
 from weft import config, errors, functional
-from weft.config import REQUIRED, FunctionConfigBase, InstantiableConfig, Required
+from weft.config import (
+    REQUIRED,
+    FunctionConfigBase,
+    InstantiableConfig,
+    Required,
+)
 from weft.hierarchy import base_layer, parameter_spec
 from weft.hierarchy.layers import linear, normalization
 from weft.hierarchy.module import Module
@@ -38,7 +43,11 @@ class NormPosition(enum.Enum):
     """After the sum."""
 
 
-_IN, _RES, _OUT = NormPosition.IN_NORM, NormPosition.RES_NORM, NormPosition.OUT_NORM
+_IN, _RES, _OUT = (
+    NormPosition.IN_NORM,
+    NormPosition.RES_NORM,
+    NormPosition.OUT_NORM,
+)
 
 # Names of the children by structure and position.
 _NORMS: dict[str, dict[NormPosition, str]] = {
@@ -69,7 +78,9 @@ class ResidualLayer(base_layer.BaseLayer):
         """Config of all norms, or one per position. With the structure "v2", only the given
         positions have norms."""
         dropout: InstantiableConfig = linear.Dropout.default_config()
-        stochastic_depth: InstantiableConfig = linear.StochasticDepth.default_config()
+        stochastic_depth: InstantiableConfig = (
+            linear.StochasticDepth.default_config()
+        )
         residual_gate_init: float | None = None
         """Initial value of a learned θ that weighs the input by `sqrt(1 - g²)` and the branch by
         `g = sigmoid(θ)` in their sum; None for no weights."""
@@ -113,11 +124,17 @@ class ResidualLayer(base_layer.BaseLayer):
             self._add_child("dropout2", self.config.dropout)
         self._add_child("stochastic_depth", self.config.stochastic_depth)
 
-    def _create_layer_parameter_specs(self) -> dict[str, base_layer.ParameterSpec]:
+    def _create_layer_parameter_specs(
+        self,
+    ) -> dict[str, base_layer.ParameterSpec]:
         init = self.config.residual_gate_init
         if init is None:
             return {}
-        return {"residual_gate_theta": parameter_spec.constant_spec((), init, mesh_axes=())}
+        return {
+            "residual_gate_theta": parameter_spec.constant_spec(
+                (), init, mesh_axes=()
+            )
+        }
 
     def _normalize(self, position: NormPosition, x: Tensor) -> Tensor:
         if position not in self._norms:
@@ -132,9 +149,13 @@ class ResidualLayer(base_layer.BaseLayer):
             return normalized, normalized
         return x, normalized
 
-    def _leave_branch(self, skipped: Tensor, y: Tensor, *, weight: float = 1.0) -> Tensor:
+    def _leave_branch(
+        self, skipped: Tensor, y: Tensor, *, weight: float = 1.0
+    ) -> Tensor:
         """Returns the layer's output for a branch output `y`, which is scaled by `weight`."""
-        dropout = self.dropout2 if "dropout2" in self._children else self.dropout
+        dropout = (
+            self.dropout2 if "dropout2" in self._children else self.dropout
+        )
         y = dropout(self._normalize(_RES, y))
         y = self.stochastic_depth(y)
         if weight != 1:
@@ -142,7 +163,9 @@ class ResidualLayer(base_layer.BaseLayer):
         if self.config.residual_gate_init is not None:
             gate = jax.nn.sigmoid(self.parameters["residual_gate_theta"])
             y = y * gate.astype(y.dtype)
-            skipped = skipped * jnp.sqrt(1 - jnp.square(gate)).astype(skipped.dtype)
+            skipped = skipped * jnp.sqrt(1 - jnp.square(gate)).astype(
+                skipped.dtype
+            )
         if self.config.structure == "nonorm":
             return y
         return self._normalize(_OUT, skipped + y)
@@ -185,7 +208,9 @@ class TransformerFeedForwardLayer(ResidualLayer):
         linear1: InstantiableConfig = linear.Linear.default_config().set(
             param_partition_spec=(None, "model")
         )
-        activation: ActivationName | tuple[ActivationName, ActivationName] = "nn.relu"
+        activation: ActivationName | tuple[ActivationName, ActivationName] = (
+            "nn.relu"
+        )
         """The name of the activation, such as "nn.gelu"; two names for a gated layer, such as
         ("nn.silu", "linear")."""
         linear2: InstantiableConfig = linear.Linear.default_config().set(
@@ -204,7 +229,9 @@ class TransformerFeedForwardLayer(ResidualLayer):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         value_names = {"linear1_outputs", "linear2_outputs"}
-        unknown_names = sorted(set(cfg.add_value_rms_norm_summary) - value_names)
+        unknown_names = sorted(
+            set(cfg.add_value_rms_norm_summary) - value_names
+        )
         if unknown_names:
             raise errors.LayerConfigError(
                 f"{self.path()}: add_value_rms_norm_summary has {unknown_names}; expected "
@@ -212,7 +239,9 @@ class TransformerFeedForwardLayer(ResidualLayer):
             )
         hidden_dim = hidden_dim_of(cfg)
         self._add_norms(cfg.input_dim)
-        linear1 = cfg.linear1.set(input_dim=cfg.input_dim, output_dim=hidden_dim)
+        linear1 = cfg.linear1.set(
+            input_dim=cfg.input_dim, output_dim=hidden_dim
+        )
         self._activations: dict[str, ActivationName] = {}
         if isinstance(cfg.activation, str):
             self._activations["linear1"] = cfg.activation
@@ -221,7 +250,10 @@ class TransformerFeedForwardLayer(ResidualLayer):
                 self._activations[f"linear1_{i}"] = activation
         for name in self._activations:
             self._add_child(name, linear1)
-        self._add_child("linear2", cfg.linear2.set(input_dim=hidden_dim, output_dim=cfg.input_dim))
+        self._add_child(
+            "linear2",
+            cfg.linear2.set(input_dim=hidden_dim, output_dim=cfg.input_dim),
+        )
         hidden_dropout = cfg.hidden_dropout
         # With the norm after the sum, only the branch's output is dropped.
         if hidden_dropout is None and cfg.structure != "postnorm":
@@ -237,7 +269,9 @@ class TransformerFeedForwardLayer(ResidualLayer):
             x = self.dropout1(x)
         x = self._remat_name(self.linear2(x), "linear2_0")
         self._report("linear2_outputs", x)
-        outputs = self._leave_branch(skipped, x, weight=self.config.residual_weight)
+        outputs = self._leave_branch(
+            skipped, x, weight=self.config.residual_weight
+        )
         return self._add_tensor_stats("outputs", outputs)
 
     def _linear1_activation(self, x: Tensor) -> Tensor:
@@ -245,12 +279,16 @@ class TransformerFeedForwardLayer(ResidualLayer):
         for i, (name, activation) in enumerate(self._activations.items()):
             linear1 = getattr(self, name)
             y = self._remat_name(linear1(x), f"linear1_{i}")
-            self._report("linear1_outputs" if i == 0 else f"linear1_{i}_outputs", y)
+            self._report(
+                "linear1_outputs" if i == 0 else f"linear1_{i}_outputs", y
+            )
             activation_fn = functional.get_activation_fn(activation)
             y = activation_fn(y)
             if self.config.add_dead_neuron_summary:
                 largest = jnp.max(jnp.abs(y), axis=tuple(range(y.ndim - 1)))
-                self.add_summary(f"dead_neurons/{i}_{activation}", jnp.sum(largest == 0))
+                self.add_summary(
+                    f"dead_neurons/{i}_{activation}", jnp.sum(largest == 0)
+                )
             factors.append(y)
         # One factor, or the two of a gated layer.
         return math.prod(factors[1:], start=factors[0])
@@ -258,4 +296,6 @@ class TransformerFeedForwardLayer(ResidualLayer):
     def _report(self, name: str, value: Tensor) -> None:
         self._add_tensor_stats(name, value)
         if name in self.config.add_value_rms_norm_summary:
-            self.add_summary(f"rms_norm/{name}", jnp.sqrt(jnp.mean(jnp.square(value))))
+            self.add_summary(
+                f"rms_norm/{name}", jnp.sqrt(jnp.mean(jnp.square(value)))
+            )

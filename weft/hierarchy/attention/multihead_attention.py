@@ -25,10 +25,19 @@ from weft import errors, functional
 from weft._door import EnumTypeWithHints
 from weft.config import REQUIRED, ClassConfigBase, Required
 from weft.functional import arrays, attention
-from weft.functional.fused_attention import AttentionImplementation, fused_attention, is_plain
+from weft.functional.fused_attention import (
+    AttentionImplementation,
+    fused_attention,
+    is_plain,
+)
 from weft.hierarchy.attention import bias as bias_lib
 from weft.hierarchy.attention import qkv_linear
-from weft.hierarchy.attention.kv_cache import BaseKVCache, KVCache, KVPages, KVState
+from weft.hierarchy.attention.kv_cache import (
+    BaseKVCache,
+    KVCache,
+    KVPages,
+    KVState,
+)
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.context import child_context
 from weft.hierarchy.layers import embedding, linear
@@ -51,16 +60,24 @@ class ForwardMode(enum.Enum, metaclass=EnumTypeWithHints):
 
 
 def softmax_with_biases(
-    logits: Tensor, attention_logit_biases: Tensor | None = None, logit_sink: Tensor | None = None
+    logits: Tensor,
+    attention_logit_biases: Tensor | None = None,
+    logit_sink: Tensor | None = None,
 ) -> Tensor:
     """Computes `functional.attention_probs` in the dtype of the logits."""
-    probs = functional.attention_probs(logits, attention_logit_biases, logit_sink=logit_sink)
+    probs = functional.attention_probs(
+        logits, attention_logit_biases, logit_sink=logit_sink
+    )
     return probs.astype(logits.dtype)
 
 
-def sigmoid_with_biases(logits: Tensor, attention_logit_biases: Tensor | None = None) -> Tensor:
+def sigmoid_with_biases(
+    logits: Tensor, attention_logit_biases: Tensor | None = None
+) -> Tensor:
     """Computes `functional.sigmoid_attention_probs` in the dtype of the logits."""
-    return functional.sigmoid_attention_probs(logits, attention_logit_biases).astype(logits.dtype)
+    return functional.sigmoid_attention_probs(
+        logits, attention_logit_biases
+    ).astype(logits.dtype)
 
 
 def compute_gqa_logits(q_proj: Tensor, k_proj: Tensor) -> Tensor:
@@ -102,13 +119,19 @@ class MultiheadAttention(BaseLayer):
         """Total size of all heads; None for `query_dim`."""
         output_dim: int | None = None
         """Size of the output; None for `query_dim`."""
-        input_linear: qkv_linear.BaseQKVLinear.Config = qkv_linear.QKVLinear.default_config()
+        input_linear: qkv_linear.BaseQKVLinear.Config = (
+            qkv_linear.QKVLinear.default_config()
+        )
         output_linear: qkv_linear.MultiheadOutputLinear.Config = (
             qkv_linear.MultiheadOutputLinear.default_config()
         )
-        query_scale: qkv_linear.BaseScaleQK.Config = qkv_linear.ScaleQuery.default_config()
+        query_scale: qkv_linear.BaseScaleQK.Config = (
+            qkv_linear.ScaleQuery.default_config()
+        )
         """Norm and scale of queries."""
-        key_scale: qkv_linear.BaseScaleQK.Config | None = qkv_linear.ScaleKey.default_config()
+        key_scale: qkv_linear.BaseScaleQK.Config | None = (
+            qkv_linear.ScaleKey.default_config()
+        )
         """Norm and scale of keys; None for none."""
         scale_kv_before_cache_update: bool | None = None
         """Whether keys are scaled once, before they are cached, instead of in each step."""
@@ -168,15 +191,21 @@ class MultiheadAttention(BaseLayer):
         )
         self._add_child("o_proj", output_linear)
         self._add_child("dropout", cfg.dropout)
-        self._add_child("scale_query", cfg.query_scale.set(per_head_dim=self.per_head_dim()))
-        self._maybe_add_child("scale_key", cfg.key_scale, per_head_dim=self.per_head_dim())
+        self._add_child(
+            "scale_query", cfg.query_scale.set(per_head_dim=self.per_head_dim())
+        )
+        self._maybe_add_child(
+            "scale_key", cfg.key_scale, per_head_dim=self.per_head_dim()
+        )
         self._shares_kv = cfg.input_linear.klass.is_kv_sharing(cfg.input_linear)
         if not self._shares_kv:
             self._add_child("kv_cache", cfg.kv_cache)
         self._mask = cfg.mask
         if cfg.causal:
             mask = cfg.mask
-            if mask is not None and not issubclass(mask.klass, bias_lib.CausalAttentionBias):
+            if mask is not None and not issubclass(
+                mask.klass, bias_lib.CausalAttentionBias
+            ):
                 raise errors.LayerConfigError(
                     f"{self.path()}: causal=True and mask={mask.klass.__name__} are both "
                     "set; causal=True already sets a mask, so set only one of them."
@@ -198,7 +227,9 @@ class MultiheadAttention(BaseLayer):
         if issubclass(self._mask.klass, bias_lib.CausalAttentionBias):
             window = None
         elif "sliding_window_size" in values or "left_context" in values:
-            window = values.get("sliding_window_size", values.get("left_context"))
+            window = values.get(
+                "sliding_window_size", values.get("left_context")
+            )
         else:
             return
         if window is None or window > length:
@@ -249,7 +280,11 @@ class MultiheadAttention(BaseLayer):
         if not self.config.logit_sink:
             return {}
         # The heads of the projections are divided over this axis, too.
-        return {"sink": constant_spec((self.config.num_heads,), mesh_axes=("model",))}
+        return {
+            "sink": constant_spec(
+                (self.config.num_heads,), mesh_axes=("model",)
+            )
+        }
 
     def forward(
         self,
@@ -258,7 +293,9 @@ class MultiheadAttention(BaseLayer):
         key: Tensor | None = None,
         value: Tensor | None = None,
         kv_state: KVState | None = None,
-        attention_logit_biases: bias_lib.BaseAttentionBias | Tensor | None = None,
+        attention_logit_biases: bias_lib.BaseAttentionBias
+        | Tensor
+        | None = None,
         segment_ids: Tensor | None = None,
         query_positions: Tensor | None = None,
         return_aux: Collection[str] | None = None,
@@ -278,7 +315,9 @@ class MultiheadAttention(BaseLayer):
           query_positions: `Int[Array, "#batch target"]`; None counts from 0.
           return_aux: optional outputs to return: "probs", "kv_state".
         """
-        positions: Any = _from_0(query) if query_positions is None else query_positions
+        positions: Any = (
+            _from_0(query) if query_positions is None else query_positions
+        )
         proj = self._project(query, key, value, kv_state, positions)
         if kv_state is not None:
             key_positions = kv_state.key_positions
@@ -290,11 +329,20 @@ class MultiheadAttention(BaseLayer):
         kv_state = KVState(proj.key, proj.value, key_positions)
         return self._attend(proj.query, positions, kv_state, biases, return_aux)
 
-    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
+    def init_states(
+        self, *, batch_size: int, max_len: int, dtype: DType
+    ) -> NestedTensor:
         """Returns the initial state for decoding sequences of up to `max_len` positions."""
-        states: dict[str, Any] = {"time_step": jnp.zeros([batch_size], jnp.int32)}
+        states: dict[str, Any] = {
+            "time_step": jnp.zeros([batch_size], jnp.int32)
+        }
         if not self._shares_kv:
-            shape = (batch_size, max_len, self.num_kv_heads, self.per_head_dim())
+            shape = (
+                batch_size,
+                max_len,
+                self.num_kv_heads,
+                self.per_head_dim(),
+            )
             states["kv_cache"] = self.kv_cache.init_states(shape, dtype=dtype)
         return states
 
@@ -308,7 +356,9 @@ class MultiheadAttention(BaseLayer):
         value: Tensor | None = None,
         kv_state: KVState | None = None,
         segment_ids: Tensor | None = None,
-        attention_logit_biases: bias_lib.BaseAttentionBias | Tensor | None = None,
+        attention_logit_biases: bias_lib.BaseAttentionBias
+        | Tensor
+        | None = None,
         return_aux: Collection[str] | None = None,
         page_pool: KVPages | None = None,
     ) -> tuple[NestedTensor, Output]:
@@ -333,7 +383,10 @@ class MultiheadAttention(BaseLayer):
         unpadded_len = jnp.full([batch], step, jnp.int32)
         if segment_ids is not None:
             unpadded_len = jnp.sum(segment_ids != 0, axis=1, dtype=jnp.int32)
-        proj = self._project(query, key, value, kv_state, positions)
+        # Angles may depend on the length of a sequence, which does not count padding.
+        last = time_step + jnp.maximum(unpadded_len - 1, 0)
+        projected_positions = jnp.minimum(positions, last[:, None])
+        proj = self._project(query, key, value, kv_state, projected_positions)
         states = {**cached_states, "time_step": time_step + unpadded_len}
         if kv_state is None:
             states["kv_cache"], cached = self.kv_cache.extend_step(
@@ -345,20 +398,32 @@ class MultiheadAttention(BaseLayer):
                 page_pool=page_pool,
             )
             cached = self.kv_cache.maybe_normalize_kv(cached)
-            kv_state = KVState(proj.key, proj.value, positions) if is_prefill else cached
+            kv_state = (
+                KVState(proj.key, proj.value, positions)
+                if is_prefill
+                else cached
+            )
         else:
             # A projection may change the other layer's keys and values.
             kv_state = kv_state._replace(k_proj=proj.key, v_proj=proj.value)
         assert kv_state is not None
         key_positions = kv_state.key_positions
-        filled = (key_positions >= 0) & (key_positions < states["time_step"][:, None])
+        filled = (key_positions >= 0) & (
+            key_positions < states["time_step"][:, None]
+        )
         biases = bias_lib.as_attention_bias(attention_logit_biases)
         if not is_prefill and (bias := biases.value()) is not None:
             # A cache may hold only some positions.
-            at = key_positions[:, None, None]
-            biases = bias_lib.as_attention_bias(jnp.take_along_axis(bias, at, axis=-1, mode="clip"))
-        biases = biases + bias_lib.BoolTensorAttentionBias.from_tensor(filled[:, None, None])
-        return states, self._attend(proj.query, positions, kv_state, biases, return_aux)
+            bias_of_keys = jnp.take_along_axis(
+                bias, key_positions[:, None, None], axis=-1, mode="clip"
+            )
+            biases = bias_lib.as_attention_bias(bias_of_keys)
+        biases = biases + bias_lib.BoolTensorAttentionBias.from_tensor(
+            filled[:, None, None]
+        )
+        return states, self._attend(
+            proj.query, positions, kv_state, biases, return_aux
+        )
 
     def _project(
         self,
@@ -371,7 +436,11 @@ class MultiheadAttention(BaseLayer):
         """Projects to queries, keys and values."""
         cfg = self.config
         proj = self.i_proj(
-            query, key=key, value=value, kv_state=kv_state, query_positions=query_positions
+            query,
+            key=key,
+            value=value,
+            kv_state=kv_state,
+            query_positions=query_positions,
         )
         q_proj = self._projection("q_proj", proj.query, cfg.q_partition_spec)
         if kv_state is not None:
@@ -382,7 +451,9 @@ class MultiheadAttention(BaseLayer):
             k_proj = self._scale_key(k_proj, query_positions)
         return proj._replace(query=q_proj, key=k_proj, value=v_proj)
 
-    def _projection(self, name: str, x: Tensor, spec: PartitionSpecType | None) -> Tensor:
+    def _projection(
+        self, name: str, x: Tensor, spec: PartitionSpecType | None
+    ) -> Tensor:
         """Shards a projection, names it for remat and reports it."""
         return self._add_tensor_stats(
             f"{name}_outputs", self._remat_name(maybe_shard(x, spec), name)
@@ -416,7 +487,9 @@ class MultiheadAttention(BaseLayer):
                 target_positions=query_positions, source_positions=key_positions
             )
         q_proj, probs = self._scale_query(q_proj, query_positions), None
-        context = self._attention_without_probs(q_proj, k_proj, v_proj, biases, "probs" in aux)
+        context = self._attention_without_probs(
+            q_proj, k_proj, v_proj, biases, "probs" in aux
+        )
         if context is None:
             context, probs = self._compute_attention(
                 q_proj=q_proj,
@@ -437,7 +510,12 @@ class MultiheadAttention(BaseLayer):
         return self.scale_query(q_proj, positions=positions)
 
     def _attention_without_probs(
-        self, q: Tensor, k: Tensor, v: Tensor, biases: bias_lib.BaseAttentionBias, wants_probs: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        biases: bias_lib.BaseAttentionBias,
+        wants_probs: bool,
     ) -> Tensor | None:
         """Returns the context, or None if the probabilities must be computed."""
         cfg = self.config
@@ -448,20 +526,33 @@ class MultiheadAttention(BaseLayer):
         elif changed := [
             name
             for name in _PARTS_OF_PLAIN
-            if getattr(type(self), name) is not getattr(MultiheadAttention, name)
+            if getattr(type(self), name)
+            is not getattr(MultiheadAttention, name)
         ]:
             only_plain = f"{type(self).__name__} has its own {changed[0]}"
-        elif self.is_training and type(self.dropout).forward is not linear.Dropout.forward:
+        elif (
+            self.is_training
+            and type(self.dropout).forward is not linear.Dropout.forward
+        ):
             only_plain = f"{type(self.dropout).__name__} drops probabilities in its own way"
         try:
             sink = self.parameters["sink"] if cfg.logit_sink else None
             cap = cfg.atten_logit_cap or None
-            if is_plain(cfg.implementation, q.shape[1] * k.shape[1], only_plain):
+            if is_plain(
+                cfg.implementation, q.shape[1] * k.shape[1], only_plain
+            ):
                 if only_plain is not None:
                     return None
                 drop, bias = self.dropout if rate else None, biases.value()
                 return attention.plain_attention(
-                    q, k, v, bias=bias, scale=1.0, logit_cap=cap, logit_sink=sink, drop=drop
+                    q,
+                    k,
+                    v,
+                    bias=bias,
+                    scale=1.0,
+                    logit_cap=cap,
+                    logit_sink=sink,
+                    drop=drop,
                 )
             mask, bias = bias_lib.as_mask_and_bias(biases)
             key = None
@@ -482,7 +573,9 @@ class MultiheadAttention(BaseLayer):
                 dropout_key=key,
             )
         except errors.ArgumentValueError as error:
-            raise errors.ArgumentValueError(f"{self.path()}: {error}") from error
+            raise errors.ArgumentValueError(
+                f"{self.path()}: {error}"
+            ) from error
 
     def _compute_attention(
         self,
@@ -496,14 +589,24 @@ class MultiheadAttention(BaseLayer):
     ) -> tuple[Tensor, Tensor]:
         """Computes context and probabilities from scaled queries and keys, and all biases."""
         logits = self._compute_logits(
-            q_proj, k_proj, query_positions=query_positions, key_positions=key_positions
+            q_proj,
+            k_proj,
+            query_positions=query_positions,
+            key_positions=key_positions,
         )
         logits = self._cap_logits(logits)
-        probs = self.dropout(self._compute_probs(logits, attention_logit_biases.value()))
+        probs = self.dropout(
+            self._compute_probs(logits, attention_logit_biases.value())
+        )
         return self._compute_context(probs, v_proj), probs
 
     def _compute_logits(
-        self, q_proj: Tensor, k_proj: Tensor, *, query_positions: Tensor, key_positions: Tensor
+        self,
+        q_proj: Tensor,
+        k_proj: Tensor,
+        *,
+        query_positions: Tensor,
+        key_positions: Tensor,
     ) -> Tensor:
         return functional.attention_logits(q_proj, k_proj)
 
@@ -557,10 +660,16 @@ class SigmoidAttention(MultiheadAttention):
 
 
 def xl_attention_logits(
-    q_proj: Tensor, k_proj: Tensor, relative_pos_emb: Tensor, u: Tensor, v: Tensor
+    q_proj: Tensor,
+    k_proj: Tensor,
+    relative_pos_emb: Tensor,
+    u: Tensor,
+    v: Tensor,
 ) -> Tensor:
     """Computes `functional.xl_attention_logits`: content and relative position over a sequence."""
-    return functional.xl_attention_logits(q_proj, k_proj, relative_pos_emb, u, v)
+    return functional.xl_attention_logits(
+        q_proj, k_proj, relative_pos_emb, u, v
+    )
 
 
 class MultiheadRelativePositionLinear(qkv_linear.MultiheadInputLinear):
@@ -589,12 +698,16 @@ class MultiheadAttentionXL(MultiheadAttention):
         relative_pos_linear: MultiheadRelativePositionLinear.Config = (
             MultiheadRelativePositionLinear.default_config().set(bias=False)
         )
-        scale_position: Required["MultiheadAttentionXL.ScalePosition"] = REQUIRED
+        scale_position: Required["MultiheadAttentionXL.ScalePosition"] = (
+            REQUIRED
+        )
 
     @classmethod
     def default_config(cls) -> Config:
         """Returns a config with one fused projection without bias."""
-        cfg = super().default_config().set(scale_position=cls.ScalePosition.LOGIT)
+        cfg = (
+            super().default_config().set(scale_position=cls.ScalePosition.LOGIT)
+        )
         cfg.input_linear = qkv_linear.FusedQKVLinear.default_config()
         cfg.input_linear.layer.bias = False
         return cfg
@@ -608,13 +721,19 @@ class MultiheadAttentionXL(MultiheadAttention):
             )
         dim = cfg.pos_emb_dim or cfg.query_dim
         self._add_child("relative_pos_emb", cfg.relative_pos_emb.set(dim=dim))
-        r_proj = cfg.relative_pos_linear.set(model_dim=dim, num_heads=cfg.num_heads)
+        r_proj = cfg.relative_pos_linear.set(
+            model_dim=dim, num_heads=cfg.num_heads
+        )
         self._add_child("r_proj", r_proj.set(per_head_dim=self.per_head_dim()))
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         shape = (self.config.num_heads, self.per_head_dim())
         bias = ParameterSpec(shape, mesh_axes=("model", None))
-        return {**super()._create_layer_parameter_specs(), "u_bias": bias, "v_bias": bias}
+        return {
+            **super()._create_layer_parameter_specs(),
+            "u_bias": bias,
+            "v_bias": bias,
+        }
 
     def forward(self, query, *, key=None, value=None, **kwargs):
         """Self-attends over a whole sequence; see `MultiheadAttention.forward`.
@@ -622,10 +741,15 @@ class MultiheadAttentionXL(MultiheadAttention):
         Raises:
           ArgumentValueError: if `key`, `value` or `query_positions` is given; positions start at 0.
         """
-        given = {"key": key, "value": value, "query_positions": kwargs.get("query_positions")}
-        if wrong := [name for name, x in given.items() if x is not None]:
+        refused_arguments = {
+            "key": key,
+            "value": value,
+            "query_positions": kwargs.get("query_positions"),
+        }
+        names = [name for name, x in refused_arguments.items() if x is not None]
+        if names:
             raise errors.ArgumentValueError(
-                f"{self.path()}: {', '.join(wrong)} given, but MultiheadAttentionXL is self "
+                f"{self.path()}: {', '.join(names)} given, but MultiheadAttentionXL is self "
                 "attention with positions from 0; omit the argument or use MultiheadAttention."
             )
         return super().forward(query, **kwargs)
@@ -634,24 +758,41 @@ class MultiheadAttentionXL(MultiheadAttention):
         if self.config.scale_position is self.ScalePosition.QUERY:
             return super()._scale_query(q_proj, positions)
         with child_context("scale_query"):
-            return self.scale_query.apply_per_dim_scale(self.scale_query.apply_norm(q_proj))
+            return self.scale_query.apply_per_dim_scale(
+                self.scale_query.apply_norm(q_proj)
+            )
 
     def _compute_logits(
-        self, q_proj: Tensor, k_proj: Tensor, *, query_positions: Tensor, key_positions: Tensor
+        self,
+        q_proj: Tensor,
+        k_proj: Tensor,
+        *,
+        query_positions: Tensor,
+        key_positions: Tensor,
     ) -> Tensor:
         u, v = self.parameters["u_bias"], self.parameters["v_bias"]
         length = k_proj.shape[1]
         distances = jnp.arange(length - 1, -length, -1)
-        r_proj = self.r_proj(self.relative_pos_emb(distances).astype(q_proj.dtype))
+        r_proj = self.r_proj(
+            self.relative_pos_emb(distances).astype(q_proj.dtype)
+        )
         if q_proj.shape[1] == length:
             logits = xl_attention_logits(q_proj, k_proj, r_proj, u, v)
         else:
             # A decoding step has few queries, each with its own position.
-            by_distance = functional.attention_logits(q_proj + arrays.to_ndim(v, 4), r_proj[None])
-            at = length - 1 - (query_positions[:, :, None] - key_positions[:, None, :])
-            logits = functional.attention_logits(
+            content_logits = functional.attention_logits(
                 q_proj + arrays.to_ndim(u, 4), k_proj
-            ) + jnp.take_along_axis(by_distance, at[:, None], axis=-1, mode="clip")
+            )
+            logits_by_distance = functional.attention_logits(
+                q_proj + arrays.to_ndim(v, 4), r_proj[None]
+            )
+            # The first of `distances` is length - 1.
+            distance = query_positions[:, :, None] - key_positions[:, None, :]
+            index = (length - 1 - distance)[:, None]
+            position_logits = jnp.take_along_axis(
+                logits_by_distance, index, axis=-1, mode="clip"
+            )
+            logits = content_logits + position_logits
         if self.config.scale_position is self.ScalePosition.LOGIT:
             with child_context("scale_logits", module=self.scale_query):
                 return self.scale_query.apply_scale_factor(logits)

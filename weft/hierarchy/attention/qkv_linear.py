@@ -16,19 +16,29 @@ import jax
 import jax.numpy as jnp
 
 from weft import functional
-from weft.config import REQUIRED, InstantiableConfig, Required, config_for_function
+from weft.config import (
+    REQUIRED,
+    InstantiableConfig,
+    Required,
+    config_for_function,
+)
 from weft.errors import ArgumentValueError, LayerConfigError
 from weft.hierarchy import base_layer, context, param_init, transforms
 from weft.hierarchy.attention.kv_cache import KVState
 from weft.hierarchy.module import Module
-from weft.hierarchy.parameter_spec import constant_spec, maybe_shard, weight_and_bias_specs
+from weft.hierarchy.parameter_spec import (
+    constant_spec,
+    maybe_shard,
+    weight_and_bias_specs,
+)
+from weft.hierarchy.stored_weight import StoredWeightLayer
 from weft.typing import Tensor
 
 
-class BaseMultiheadLinear(base_layer.BaseLayer):
+class BaseMultiheadLinear(StoredWeightLayer):
     """Base of linear maps between the model dimension and the heads."""
 
-    class Config(base_layer.BaseLayer.Config):
+    class Config(StoredWeightLayer.Config):
         model_dim: Required[int] = REQUIRED
         num_heads: Required[int] = REQUIRED
         per_head_dim: Required[int] = REQUIRED
@@ -39,10 +49,14 @@ class BaseMultiheadLinear(base_layer.BaseLayer):
     _fan_axes: ClassVar[param_init.FanAxes]
     _bias_axes: ClassVar[slice]  # the axes of the weight that the bias has
 
-    def _create_layer_parameter_specs(self) -> dict[str, base_layer.ParameterSpec]:
+    def _create_layer_parameter_specs(
+        self,
+    ) -> dict[str, base_layer.ParameterSpec]:
         cfg = self.config
         shape = (cfg.model_dim, cfg.num_heads, cfg.per_head_dim)
-        return weight_and_bias_specs(cfg, shape, ("row", None, "col"), bias_axes=self._bias_axes)
+        return weight_and_bias_specs(
+            cfg, shape, ("row", None, "col"), bias_axes=self._bias_axes
+        )
 
     def _compute_fan_axes(
         self, name: str, spec: base_layer.ParameterSpec
@@ -51,11 +65,19 @@ class BaseMultiheadLinear(base_layer.BaseLayer):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Projects the last axis or axes of `Float[Array, "batch time ..."]`."""
-        bias = self.parameters["bias"] if self.config.bias else None
-        weight = self.parameters["weight"]
-        return functional.project(
-            self._subscripts, inputs, weight, bias, dot_general=self.dot_general()
-        )
+        parameters = self.parameters
+        bias = parameters["bias"] if self.config.bias else None
+
+        def product(inputs: Tensor, weight: Tensor) -> Tensor:
+            return functional.project(
+                self._subscripts,
+                inputs,
+                weight,
+                bias,
+                dot_general=self.dot_general(),
+            )
+
+        return self._with_weight(product, inputs, parameters)
 
 
 class MultiheadInputLinear(BaseMultiheadLinear):
@@ -67,15 +89,25 @@ class MultiheadInputLinear(BaseMultiheadLinear):
 
     def project_stacked(self, inputs: Tensor) -> list[Tensor]:
         """Returns the projections of weights and biases that are stacked along a leading axis."""
-        weight = jnp.moveaxis(self.parameters["weight"], 0, 1)
-        bias = self.parameters["bias"] if self.config.bias else None
-        dot_general = self.dot_general()
-        outputs = functional.project(
-            "...d,dknh->...knh", inputs, weight, bias, dot_general=dot_general
-        )
+        parameters = self.parameters
+        bias = parameters["bias"] if self.config.bias else None
+
+        def product(inputs: Tensor, weight: Tensor) -> Tensor:
+            return functional.project(
+                "...d,dknh->...knh",
+                inputs,
+                jnp.moveaxis(weight, 0, 1),
+                bias,
+                dot_general=self.dot_general(),
+            )
+
+        outputs = self._with_weight(product, inputs, parameters)
         axis = outputs.ndim - 3
         # The gradient of a split is a concatenation, but that of slices a sum of padded arrays.
-        return [x.squeeze(axis) for x in jax.lax.split(outputs, (1,) * weight.shape[1], axis)]
+        return [
+            x.squeeze(axis)
+            for x in jax.lax.split(outputs, (1,) * outputs.shape[axis], axis)
+        ]
 
 
 class MultiheadOutputLinear(BaseMultiheadLinear):
@@ -123,25 +155,38 @@ class BaseQKVLinear(base_layer.BaseLayer):
         """Returns whether a config of this class uses keys and values of another layer."""
         return False
 
-    def _add_projection(self, name: str, *, model_dim: int, num_heads: int) -> None:
+    def _add_projection(
+        self, name: str, *, model_dim: int, num_heads: int
+    ) -> None:
         dims = {"model_dim": model_dim, "num_heads": num_heads}
-        self._add_child(name, self.config.layer.set(**dims, per_head_dim=self.config.per_head_dim))
+        self._add_child(
+            name,
+            self.config.layer.set(
+                **dims, per_head_dim=self.config.per_head_dim
+            ),
+        )
 
-    def _with_dims(self, layer: "BaseQKVLinear.Config") -> "BaseQKVLinear.Config":
+    def _with_dims(
+        self, layer: "BaseQKVLinear.Config"
+    ) -> "BaseQKVLinear.Config":
         """Returns the config of a projection inside of this one, with the sizes of this one."""
-        dims: dict[str, Any] = {name: getattr(self.config, name) for name in _DIMS}
+        dims: dict[str, Any] = {x: getattr(self.config, x) for x in _DIMS}
         return layer.set(**dims)
 
-    def _check_equal_dims(self, instead: str) -> None:
+    def _check_equal_dims(self, alternative: str) -> None:
         cfg = self.config
         if not cfg.query_dim == cfg.key_dim == cfg.value_dim:
             raise LayerConfigError(
                 f"{self.path()}: query_dim={cfg.query_dim}, key_dim={cfg.key_dim} and "
-                f"value_dim={cfg.value_dim} must be equal to share one weight; use {instead}."
+                f"value_dim={cfg.value_dim} must be equal to share one weight; use {alternative}."
             )
 
     def _inputs(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_state: KVState | None
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_state: KVState | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the inputs of the projections; key defaults to query, value to key."""
         if kv_state is not None:
@@ -150,8 +195,11 @@ class BaseQKVLinear(base_layer.BaseLayer):
                 "but was given kv_state; omit it, or set input_linear to "
                 "QLinear.default_config()."
             )
-        key = query if key is None else key
-        return query, key, key if value is None else value
+        if key is None:
+            key = query
+        if value is None:
+            value = key
+        return query, key, value
 
     def forward(
         self,
@@ -180,7 +228,9 @@ class QKVLinear(BaseQKVLinear):
     class Config(BaseQKVLinear.Config):
         """Configures a QKVLinear; `layer` is the config of each projection."""
 
-        layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
+        layer: MultiheadInputLinear.Config = (
+            MultiheadInputLinear.default_config()
+        )
         query_partition_spec: jax.sharding.PartitionSpec | None = None
         key_partition_spec: jax.sharding.PartitionSpec | None = None
         value_partition_spec: jax.sharding.PartitionSpec | None = None
@@ -188,11 +238,25 @@ class QKVLinear(BaseQKVLinear):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         kv_heads = self.num_kv_heads
-        self._add_projection("q_proj", model_dim=cfg.query_dim, num_heads=cfg.num_heads)
-        self._add_projection("k_proj", model_dim=cfg.key_dim, num_heads=kv_heads)
-        self._add_projection("v_proj", model_dim=cfg.value_dim, num_heads=kv_heads)
+        self._add_projection(
+            "q_proj", model_dim=cfg.query_dim, num_heads=cfg.num_heads
+        )
+        self._add_projection(
+            "k_proj", model_dim=cfg.key_dim, num_heads=kv_heads
+        )
+        self._add_projection(
+            "v_proj", model_dim=cfg.value_dim, num_heads=kv_heads
+        )
 
-    def forward(self, query, *, key=None, value=None, kv_state=None, query_positions=None):
+    def forward(
+        self,
+        query,
+        *,
+        key=None,
+        value=None,
+        kv_state=None,
+        query_positions=None,
+    ):
         cfg = self.config
         query, key, value = self._inputs(query, key, value, kv_state)
         return self.Output(
@@ -233,28 +297,45 @@ class FusedQKVLinear(BaseQKVLinear):
     class Config(BaseQKVLinear.Config):
         """Configures a FusedQKVLinear; `layer` is the config of one of three projections."""
 
-        layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
+        layer: MultiheadInputLinear.Config = (
+            MultiheadInputLinear.default_config()
+        )
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         self._check_equal_dims("QKVLinear")
-        self._add_projection("qkv_proj", model_dim=cfg.query_dim, num_heads=cfg.num_heads)
+        self._add_projection(
+            "qkv_proj", model_dim=cfg.query_dim, num_heads=cfg.num_heads
+        )
 
     def _num_stacked(self, name: str) -> int | None:
         return 3 if name == "qkv_proj" else super()._num_stacked(name)
 
-    def forward(self, query, *, key=None, value=None, kv_state=None, query_positions=None):
+    def forward(
+        self,
+        query,
+        *,
+        key=None,
+        value=None,
+        kv_state=None,
+        query_positions=None,
+    ):
         inputs = self._inputs(query, key, value, kv_state)
         if key is None and value is None:
             if type(self.qkv_proj) is MultiheadInputLinear:
                 return self.Output(*self.qkv_proj.project_stacked(query))
             with context.child_context("qkv_proj"):
-                project_all = transforms.vmap(self.qkv_proj.forward, in_axes=None, axis_size=3)
+                project_all = transforms.vmap(
+                    self.qkv_proj.forward, in_axes=None, axis_size=3
+                )
                 return self.Output(*project_all(query))
         outputs = []
         for i, x in enumerate(inputs):
-            own = jax.tree.map(lambda p, i=i: p[i], dict(self.parameters["qkv_proj"]))
-            with context.child_context(f"{'qkv'[i]}_proj", module=self.qkv_proj, state=own):
+            stacked_state = dict(self.parameters["qkv_proj"])
+            state = jax.tree.map(lambda p, i=i: p[i], stacked_state)
+            with context.child_context(
+                f"{'qkv'[i]}_proj", module=self.qkv_proj, state=state
+            ):
                 outputs.append(self.qkv_proj(x))
         return self.Output(*outputs)
 
@@ -267,16 +348,28 @@ class FusedGroupedQKVLinear(BaseGroupedQKVLinear):
 
         num_kv_heads: Required[int] = REQUIRED
         """Number of key heads, which divides `num_heads`."""
-        layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
+        layer: MultiheadInputLinear.Config = (
+            MultiheadInputLinear.default_config()
+        )
         output_partition_spec: jax.sharding.PartitionSpec | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         self._check_equal_dims("GroupedQKVLinear")
         num_heads = cfg.num_heads + 2 * cfg.num_kv_heads
-        self._add_projection("qkv_proj", model_dim=cfg.query_dim, num_heads=num_heads)
+        self._add_projection(
+            "qkv_proj", model_dim=cfg.query_dim, num_heads=num_heads
+        )
 
-    def forward(self, query, *, key=None, value=None, kv_state=None, query_positions=None):
+    def forward(
+        self,
+        query,
+        *,
+        key=None,
+        value=None,
+        kv_state=None,
+        query_positions=None,
+    ):
         cfg = self.config
         self._inputs(query, key, value, kv_state)
         if key is not None or value is not None:
@@ -293,11 +386,15 @@ class QLinear(BaseQKVLinear):
     """Projection to queries only; keys and values come from another layer."""
 
     class Config(BaseQKVLinear.Config):
-        layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
+        layer: MultiheadInputLinear.Config = (
+            MultiheadInputLinear.default_config()
+        )
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._add_projection("q_proj", model_dim=cfg.query_dim, num_heads=cfg.num_heads)
+        self._add_projection(
+            "q_proj", model_dim=cfg.query_dim, num_heads=cfg.num_heads
+        )
 
     @classmethod
     def is_kv_sharing(cls, cfg: BaseQKVLinear.Config) -> bool:
@@ -355,9 +452,15 @@ class PerDimScale(base_layer.BaseLayer):
         dim: Required[int] = REQUIRED
         param_partition_spec: Any = (None,)
 
-    def _create_layer_parameter_specs(self) -> dict[str, base_layer.ParameterSpec]:
+    def _create_layer_parameter_specs(
+        self,
+    ) -> dict[str, base_layer.ParameterSpec]:
         cfg = self.config
-        return {"param": constant_spec((cfg.dim,), mesh_axes=cfg.param_partition_spec)}
+        return {
+            "param": constant_spec(
+                (cfg.dim,), mesh_axes=cfg.param_partition_spec
+            )
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         """Scales the last axis, of size `dim`."""
@@ -394,7 +497,9 @@ class _NormAndScale(BaseScaleQK):
 
     def apply_norm(self, proj: Tensor) -> Tensor:
         """Normalizes if a norm is configured."""
-        return proj if self.config.norm is None else self.norm(proj)
+        if self.config.norm is None:
+            return proj
+        return self.norm(proj)
 
     def apply_scale_factor(self, proj: Tensor) -> Tensor:
         return proj * self._scale
@@ -416,14 +521,20 @@ class ScaleQuery(_NormAndScale):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._maybe_add_child("per_dim_scale", cfg.per_dim_scale, dim=cfg.per_head_dim)
+        self._maybe_add_child(
+            "per_dim_scale", cfg.per_dim_scale, dim=cfg.per_head_dim
+        )
 
     def apply_per_dim_scale(self, proj: Tensor) -> Tensor:
         """Scales each dimension if a `per_dim_scale` is configured."""
-        return proj if self.config.per_dim_scale is None else self.per_dim_scale(proj)
+        if self.config.per_dim_scale is None:
+            return proj
+        return self.per_dim_scale(proj)
 
     def forward(self, proj: Tensor, *, positions: Tensor | None) -> Tensor:
-        return self.apply_scale_factor(self.apply_per_dim_scale(self.apply_norm(proj)))
+        return self.apply_scale_factor(
+            self.apply_per_dim_scale(self.apply_norm(proj))
+        )
 
 
 class ScaleKey(_NormAndScale):

@@ -3,6 +3,7 @@
 Inner products of queries and keys then depend on relative positions (Su et al., 2021).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,7 +29,9 @@ class RoFormerSinusoidalPositionalEmbedding(BaseLayer):
         """Returns the default positions of a sequence, `Int[Array, "1 max_seq_len"]`."""
         return jnp.arange(max_seq_len)[None]
 
-    def _positions(self, positions: Tensor | None, max_seq_len: int | None) -> Tensor:
+    def _positions(
+        self, positions: Tensor | None, max_seq_len: int | None
+    ) -> Tensor:
         if positions is not None and max_seq_len is not None:
             raise errors.ArgumentValueError(
                 f"{self.path()} was given positions of shape {positions.shape} and "
@@ -42,7 +45,9 @@ class RoFormerSinusoidalPositionalEmbedding(BaseLayer):
             )
         return self.default_query_positions(max_seq_len)
 
-    def forward(self, *, positions: Tensor | None = None, max_seq_len: int | None = None) -> Tensor:
+    def forward(
+        self, *, positions: Tensor | None = None, max_seq_len: int | None = None
+    ) -> Tensor:
         """Returns sines, then cosines, `Float[Array, "batch time dim"]`.
 
         Args:
@@ -53,7 +58,9 @@ class RoFormerSinusoidalPositionalEmbedding(BaseLayer):
           ArgumentValueError: unless exactly one of the arguments is given.
         """
         positions = self._positions(positions, max_seq_len)
-        return jnp.concatenate(functional.sincos(positions, self._frequencies()), axis=-1)
+        return jnp.concatenate(
+            functional.sincos(positions, self._frequencies()), axis=-1
+        )
 
     def _frequencies(self) -> Tensor:
         return functional.rotary_frequencies(self.config.dim, self.config.theta)
@@ -90,21 +97,30 @@ class YaRNSinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
             beta_slow=cfg.beta_slow,
             truncate=cfg.truncate,
         )
-        return frequencies, functional.yarn_magnitude(cfg.scaling_factor, cfg.attn_factor)
+        return frequencies, functional.yarn_magnitude(
+            cfg.scaling_factor, cfg.attn_factor
+        )
 
     def build_rotary_sinusoidal_positional_embeddings(
         self, positions: Tensor, inv_freq: Tensor, mscale: float
     ) -> Tensor:
         """Returns sines and cosines times `mscale`; `inv_freq` is the angle per position."""
-        return jnp.concatenate(functional.sincos(positions, inv_freq), axis=-1) * mscale
+        return (
+            jnp.concatenate(functional.sincos(positions, inv_freq), axis=-1)
+            * mscale
+        )
 
-    def forward(self, *, positions: Tensor | None = None, max_seq_len: int | None = None) -> Tensor:
+    def forward(
+        self, *, positions: Tensor | None = None, max_seq_len: int | None = None
+    ) -> Tensor:
         return self.build_rotary_sinusoidal_positional_embeddings(
             self._positions(positions, max_seq_len), *self.compute_rope_params()
         )
 
 
-class Llama3SinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
+class Llama3SinusoidalPositionalEmbedding(
+    RoFormerSinusoidalPositionalEmbedding
+):
     """Rotary embedding of Llama 3.1 for contexts longer than in initial training."""
 
     class Config(RoFormerSinusoidalPositionalEmbedding.Config):
@@ -127,6 +143,81 @@ class Llama3SinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding)
         )
 
 
+class DynamicNTKSinusoidalPositionalEmbedding(
+    RoFormerSinusoidalPositionalEmbedding
+):
+    """Rotary embedding whose frequencies fall as a sequence outgrows the training's context.
+
+    Beyond `original_max_seq_length`, `theta` grows with the length n, one more than the largest
+    position of the batch, times (factor * n / original - factor + 1) ** (dim / (dim - 2)).
+    """
+
+    class Config(RoFormerSinusoidalPositionalEmbedding.Config):
+        """Configures a DynamicNTKSinusoidalPositionalEmbedding."""
+
+        original_max_seq_length: config.Required[int] = config.REQUIRED
+        scaling_factor: float = 1.0
+
+    def forward(
+        self, *, positions: Tensor | None = None, max_seq_len: int | None = None
+    ) -> Tensor:
+        cfg = self.config
+        positions = self._positions(positions, max_seq_len)
+        original, factor = cfg.original_max_seq_length, cfg.scaling_factor
+        length = jnp.maximum(jnp.max(positions) + 1, original)
+        growth = factor * length / original - (factor - 1)
+        exponents = jnp.arange(0, cfg.dim, 2, dtype=jnp.float32) / cfg.dim
+        theta = cfg.theta * growth ** (cfg.dim / (cfg.dim - 2))
+        return jnp.concatenate(
+            functional.sincos(positions, theta**-exponents), axis=-1
+        )
+
+
+class LongRoPESinusoidalPositionalEmbedding(
+    RoFormerSinusoidalPositionalEmbedding
+):
+    """Rotary embedding with a factor per frequency, found by search (Ding et al., 2024).
+
+    Sequences of a batch that all fit into `original_max_seq_length` have `short_factors`, longer
+    ones `long_factors`.
+    """
+
+    class Config(RoFormerSinusoidalPositionalEmbedding.Config):
+        """Configures a LongRoPESinusoidalPositionalEmbedding."""
+
+        original_max_seq_length: config.Required[int] = config.REQUIRED
+        short_factors: config.Required[Sequence[float]] = config.REQUIRED
+        """Divisors of the `dim / 2` frequencies."""
+        long_factors: config.Required[Sequence[float]] = config.REQUIRED
+        attn_factor: float = 1.0
+        """Factor of sines and cosines."""
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        for name in ("short_factors", "long_factors"):
+            count = len(getattr(cfg, name))
+            if 2 * count != cfg.dim:
+                raise errors.LayerConfigError(
+                    f"{self.path()}: {name} has {count} numbers; expected one for each of the "
+                    f"{cfg.dim // 2} frequencies of dim={cfg.dim}."
+                )
+
+    def forward(
+        self, *, positions: Tensor | None = None, max_seq_len: int | None = None
+    ) -> Tensor:
+        cfg = self.config
+        positions = self._positions(positions, max_seq_len)
+        is_long = jnp.max(positions) >= cfg.original_max_seq_length
+        divisors = jnp.where(
+            is_long,
+            jnp.asarray(cfg.long_factors, jnp.float32),
+            jnp.asarray(cfg.short_factors, jnp.float32),
+        )
+        frequencies = self._frequencies() / divisors
+        sincos = functional.sincos(positions, frequencies)
+        return jnp.concatenate(sincos, axis=-1) * cfg.attn_factor
+
+
 def apply_rotary_position_embeddings(
     *,
     query: Tensor,
@@ -140,18 +231,21 @@ def apply_rotary_position_embeddings(
 
     `sinusoidal_pos` is `Float[Array, "#batch time #heads dim"]`, first the sines.
     """
-    return (
-        _rotate(query, sinusoidal_pos),
-        _rotate(key, sinusoidal_pos) if rotary_key else key,
-        _rotate(value, sinusoidal_pos) if rotary_value else value,
-    )
+    if rotary_key:
+        key = _rotate(key, sinusoidal_pos)
+    if rotary_value:
+        value = _rotate(value, sinusoidal_pos)
+    return _rotate(query, sinusoidal_pos), key, value
 
 
 def _rotate(x: Tensor, sinusoidal_pos: Tensor) -> Tensor:
     """Rotates as many leading dimensions of `x` as there are sines and cosines."""
     dim = sinusoidal_pos.shape[-1]
-    turned = functional.apply_rotary(x[..., :dim], *jnp.split(sinusoidal_pos, 2, axis=-1))
-    return turned if dim == x.shape[-1] else jnp.concatenate([turned, x[..., dim:]], axis=-1)
+    sines, cosines = jnp.split(sinusoidal_pos, 2, axis=-1)
+    rotated = functional.apply_rotary(x[..., :dim], sines, cosines)
+    if dim == x.shape[-1]:
+        return rotated
+    return jnp.concatenate([rotated, x[..., dim:]], axis=-1)
 
 
 class RoFormerQKVLinear(qkv_linear.BaseQKVLinear):
@@ -163,7 +257,9 @@ class RoFormerQKVLinear(qkv_linear.BaseQKVLinear):
         rope_pos_emb_layer: RoFormerSinusoidalPositionalEmbedding.Config = (
             RoFormerSinusoidalPositionalEmbedding.default_config()
         )
-        input_linear: qkv_linear.BaseQKVLinear.Config = qkv_linear.QKVLinear.default_config()
+        input_linear: qkv_linear.BaseQKVLinear.Config = (
+            qkv_linear.QKVLinear.default_config()
+        )
         rotary_value: config.Required[bool] = config.REQUIRED
         query_scale: qkv_linear.BaseScaleQK.Config | None = None
         """Norm and scale of queries before the rotation."""
@@ -174,18 +270,27 @@ class RoFormerQKVLinear(qkv_linear.BaseQKVLinear):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        factor = 1.0 if cfg.partial_rope_factor is None else cfg.partial_rope_factor
-        self._rotary_dim = int(cfg.per_head_dim * factor) if 0 < factor <= 1 else 0
+        factor = cfg.partial_rope_factor
+        if factor is None:
+            factor = 1.0
+        self._rotary_dim = 0
+        if 0 < factor <= 1:
+            self._rotary_dim = int(cfg.per_head_dim * factor)
         if not 0 < factor <= 1 or self._rotary_dim % 2:
             raise errors.LayerConfigError(
                 f"{self.path()}: partial_rope_factor={factor} of per_head_dim={cfg.per_head_dim} "
                 f"rotates {self._rotary_dim} dimensions; expected a factor in (0, 1] and an even "
                 "number of dimensions."
             )
-        self._add_child("rope_pos_emb_layer", cfg.rope_pos_emb_layer.set(dim=self._rotary_dim))
+        self._add_child(
+            "rope_pos_emb_layer",
+            cfg.rope_pos_emb_layer.set(dim=self._rotary_dim),
+        )
         self._add_child("i_proj", self._with_dims(cfg.input_linear))
         for name in ("query_scale", "key_scale"):
-            self._maybe_add_child(name, getattr(cfg, name), per_head_dim=cfg.per_head_dim)
+            self._maybe_add_child(
+                name, getattr(cfg, name), per_head_dim=cfg.per_head_dim
+            )
 
     @property
     def num_kv_heads(self) -> int:
@@ -195,19 +300,35 @@ class RoFormerQKVLinear(qkv_linear.BaseQKVLinear):
     def is_kv_sharing(cls, cfg: Any) -> bool:
         return cfg.input_linear.klass.is_kv_sharing(cfg.input_linear)
 
-    def forward(self, query, *, key=None, value=None, kv_state=None, query_positions=None):
+    def forward(
+        self,
+        query,
+        *,
+        key=None,
+        value=None,
+        kv_state=None,
+        query_positions=None,
+    ):
         cfg = self.config
         q, k, v = self.i_proj(
-            query, key=key, value=value, kv_state=kv_state, query_positions=query_positions
+            query,
+            key=key,
+            value=value,
+            kv_state=kv_state,
+            query_positions=query_positions,
         )
         if query_positions is None:
-            query_positions = self.rope_pos_emb_layer.default_query_positions(query.shape[1])
+            query_positions = self.rope_pos_emb_layer.default_query_positions(
+                query.shape[1]
+            )
         if q.shape[1] != k.shape[1] and kv_state is None:
             raise errors.ArgumentShapeError(
                 f"{self.path()} rotates keys by the positions of the queries, but there are "
                 f"{q.shape[1]} queries and {k.shape[1]} keys; use QKVLinear for cross attention."
             )
-        sinusoidal = self.rope_pos_emb_layer(positions=query_positions)[:, :, None]
+        sinusoidal = self.rope_pos_emb_layer(positions=query_positions)[
+            :, :, None
+        ]
         if cfg.query_scale is not None:
             q = self.query_scale(q, positions=query_positions)
         q = _rotate(q, sinusoidal)
@@ -215,5 +336,6 @@ class RoFormerQKVLinear(qkv_linear.BaseQKVLinear):
             return self.Output(q, k, v)  # already rotated by the other layer
         if cfg.key_scale is not None:
             k = self.key_scale(k, positions=query_positions)
-        v = _rotate(v, sinusoidal) if cfg.rotary_value else v
+        if cfg.rotary_value:
+            v = _rotate(v, sinusoidal)
         return self.Output(q, _rotate(k, sinusoidal), v)

@@ -22,7 +22,10 @@ from weft import config, errors, functional, struct
 from weft.functional.arrays import without_none
 from weft.hierarchy.attention import bias, kv_cache
 from weft.hierarchy.attention.multihead_attention import ForwardMode
-from weft.hierarchy.attention.transformer import BaseTransformerLayer, TransformerLayer
+from weft.hierarchy.attention.transformer import (
+    BaseTransformerLayer,
+    TransformerLayer,
+)
 from weft.hierarchy.base_layer import BaseLayer, RematSpec
 from weft.hierarchy.module import Module
 from weft.hierarchy.pipeline import Pipeline
@@ -40,7 +43,9 @@ class UpdateDataFn(Protocol):
         ...
 
 
-def update_data_with_skip_connection(skip_connections: dict[int, int]) -> UpdateDataFn:
+def update_data_with_skip_connection(
+    skip_connections: dict[int, int],
+) -> UpdateDataFn:
     """Returns a function that adds outputs of earlier layers to inputs of later ones.
 
     `skip_connections` maps each later layer to the earlier one, both counted from 0.
@@ -48,7 +53,9 @@ def update_data_with_skip_connection(skip_connections: dict[int, int]) -> Update
 
     def update_data(data: Tensor, all_layer_outputs: list[Output]) -> Tensor:
         earlier = skip_connections.get(len(all_layer_outputs))
-        return data if earlier is None else data + all_layer_outputs[earlier].data
+        return (
+            data if earlier is None else data + all_layer_outputs[earlier].data
+        )
 
     return update_data
 
@@ -60,7 +67,9 @@ class BaseStackedTransformerLayer(BaseTransformerLayer):
         """Configures a BaseStackedTransformerLayer."""
 
         num_layers: config.Required[int] = config.REQUIRED
-        layer: BaseTransformerLayer.Config | None = TransformerLayer.default_config()
+        layer: BaseTransformerLayer.Config | None = (
+            TransformerLayer.default_config()
+        )
         """Config of each layer; None for one that is set later, such as by a pipeline."""
         peak_stochastic_depth_rate: float | None = None
         """Rate of the last layer, to which the rates grow linearly; None keeps the configured
@@ -92,14 +101,18 @@ class BaseStackedTransformerLayer(BaseTransformerLayer):
         return layer.set(input_dim=self.config.input_dim)
 
 
-def _aux_to_carry(carry: Sequence[str] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _aux_to_carry(
+    carry: Sequence[str] | None, kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """Returns the arguments of a layer that also returns what the next layer gets."""
     return_aux: set[str] = set(kwargs.get("return_aux") or ())
     return_aux.update(carry or ())
     return {**kwargs, "return_aux": return_aux - {"data"}}
 
 
-def _pop_scanned(scan_kwargs: Sequence[str] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _pop_scanned(
+    scan_kwargs: Sequence[str] | None, kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """Removes and returns the arguments with a leading axis of layers."""
     names = set(scan_kwargs or ())
     if "page_pool" in kwargs:  # each layer has its own pages
@@ -107,7 +120,9 @@ def _pop_scanned(scan_kwargs: Sequence[str] | None, kwargs: dict[str, Any]) -> d
     return {name: kwargs.pop(name, None) for name in names}
 
 
-def _select_outputs(output: Output, return_aux: Collection[str] | None) -> Output:
+def _select_outputs(
+    output: Output, return_aux: Collection[str] | None
+) -> Output:
     """Returns the output without optional values that were not asked for."""
     omitted_names = set(Output._fields) - {"data", *(return_aux or ())}
     return output._replace(**dict.fromkeys(omitted_names))
@@ -119,9 +134,11 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
     class Config(BaseStackedTransformerLayer.Config):
         """Configures a StackedTransformerLayer; `layer` may be a list with one config per layer."""
 
-        layer: BaseTransformerLayer.Config | Sequence[BaseTransformerLayer.Config] | None = (
-            TransformerLayer.default_config()
-        )
+        layer: (
+            BaseTransformerLayer.Config
+            | Sequence[BaseTransformerLayer.Config]
+            | None
+        ) = TransformerLayer.default_config()
         data_merger: config.InstantiableConfig[UpdateDataFn] | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None):
@@ -144,17 +161,23 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
     def _set_stochastic_depth_rate(self, layer: Any, index: int) -> None:
         cfg = self.config
         rate = functional.get_stochastic_depth_linear_rate(
-            cfg.peak_stochastic_depth_rate, stage_order=index + 1, num_stages=cfg.num_layers
+            cfg.peak_stochastic_depth_rate,
+            stage_order=index + 1,
+            num_stages=cfg.num_layers,
         )
         for name in ("self_attention", "cross_attention", "feed_forward"):
             branch = getattr(layer, name, None)
             if branch is not None:
                 branch.stochastic_depth.rate = rate
 
-    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
+    def init_states(
+        self, *, batch_size: int, max_len: int, dtype: DType
+    ) -> NestedTensor:
         states: dict[str, NestedTensor] = {}
         for name, layer in self._layers():
-            states[name] = layer.init_states(batch_size=batch_size, max_len=max_len, dtype=dtype)
+            states[name] = layer.init_states(
+                batch_size=batch_size, max_len=max_len, dtype=dtype
+            )
         return states
 
     def _layers(self) -> list[tuple[str, Any]]:
@@ -162,7 +185,11 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
         return [(name, getattr(self, name)) for name in names]
 
     def _forward_for_mode(
-        self, mode: ForwardMode, cached_states: dict[str, Any], data: Tensor, **layer_kwargs: Any
+        self,
+        mode: ForwardMode,
+        cached_states: dict[str, Any],
+        data: Tensor,
+        **layer_kwargs: Any,
     ) -> tuple[NestedTensor, Output]:
         cfg = self.config
         return_aux = layer_kwargs.get("return_aux")
@@ -175,15 +202,26 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
                 data = self._update_data(data, outputs)
             if outputs:
                 for carried_name in carried_names:
-                    layer_kwargs[carried_name] = getattr(outputs[-1], carried_name)
+                    layer_kwargs[carried_name] = getattr(
+                        outputs[-1], carried_name
+                    )
             self._update_layer_kwargs(layer_kwargs, all_layer_outputs=outputs)
-            scanned_slices = jax.tree.map(operator.itemgetter(i), scanned_kwargs)
+            scanned_slices = jax.tree.map(
+                operator.itemgetter(i), scanned_kwargs
+            )
             cached_states, output = self._call_child(
-                name, mode, cached_states, data, **layer_kwargs, **scanned_slices
+                name,
+                mode,
+                cached_states,
+                data,
+                **layer_kwargs,
+                **scanned_slices,
             )
             outputs.append(output)
             data = output.data
-        selected_outputs = [_select_outputs(output, return_aux) for output in outputs]
+        selected_outputs = [
+            _select_outputs(output, return_aux) for output in outputs
+        ]
         return cached_states, self._aggregate_layer_outputs(selected_outputs)
 
     def _update_layer_kwargs(
@@ -191,7 +229,9 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
     ) -> None:
         """Changes the arguments of the next layer in place; subclasses may override this."""
 
-    def _aggregate_layer_outputs(self, layer_outputs: Sequence[Output]) -> Output:
+    def _aggregate_layer_outputs(
+        self, layer_outputs: Sequence[Output]
+    ) -> Output:
         def stack(name: str) -> Tensor | None:
             values = [getattr(output, name) for output in layer_outputs]
             if any(value is None for value in values):
@@ -223,14 +263,21 @@ class TransformerRepeat(Repeat):
         return output
 
     def extend_step(
-        self, cached_states: dict[str, Any], data: Tensor, **layer_kwargs: PyTree
+        self,
+        cached_states: dict[str, Any],
+        data: Tensor,
+        **layer_kwargs: PyTree,
     ) -> tuple[NestedTensor, Output]:
         """Applies all layers to the next positions."""
 
-        def apply(state: NestedTensor, **kwargs: PyTree) -> tuple[NestedTensor, Output]:
+        def apply(
+            state: NestedTensor, **kwargs: PyTree
+        ) -> tuple[NestedTensor, Output]:
             return self.layer.extend_step(state, **kwargs)
 
-        states, output = self._loop(apply, cached_states["layer"], data, **layer_kwargs)
+        states, output = self._loop(
+            apply, cached_states["layer"], data, **layer_kwargs
+        )
         return struct.VDict(layer=states), output
 
     def _loop(
@@ -244,16 +291,25 @@ class TransformerRepeat(Repeat):
         return_aux = kwargs.get("return_aux")
         # Arguments are carried from layer to layer, scanned along the layers, or the same for all.
         kwargs = _aux_to_carry(cfg.carry, {"data": data, **kwargs})
-        carried_kwargs = {name: kwargs.pop(name) for name in cfg.carry or ("data",)}
+        carried_kwargs = {
+            name: kwargs.pop(name) for name in cfg.carry or ("data",)
+        }
         scanned_kwargs = _pop_scanned(cfg.scan_kwargs, kwargs)
 
         def step(
-            carried_kwargs: dict[str, PyTree], x: tuple[PyTree, dict[str, PyTree]]
+            carried_kwargs: dict[str, PyTree],
+            x: tuple[PyTree, dict[str, PyTree]],
         ) -> tuple[dict[str, PyTree], tuple[PyTree, Output]]:
             state, scanned_slices = x
-            state, output = apply(state, **carried_kwargs, **scanned_slices, **kwargs)
-            next_kwargs = {name: getattr(output, name) for name in carried_kwargs}
-            stacked_output = _select_outputs(output, return_aux)._replace(data=None)
+            state, output = apply(
+                state, **carried_kwargs, **scanned_slices, **kwargs
+            )
+            next_kwargs = {
+                name: getattr(output, name) for name in carried_kwargs
+            }
+            stacked_output = _select_outputs(output, return_aux)._replace(
+                data=None
+            )
             return next_kwargs, (state, stacked_output)
 
         carried_kwargs, (states, output) = self._run(
@@ -287,8 +343,12 @@ class RepeatedTransformerLayer(BaseStackedTransformerLayer):
                 "a rate per layer, but repeated layers share one config; use "
                 "StackedTransformerLayer, or set the rate of layer's stochastic_depth."
             )
-        repeat = cfg.repeat.set(layer=self._with_input_dim(cfg.layer), num_layers=cfg.num_layers)
-        self._add_child("repeat", repeat.set(carry=cfg.carry, scan_kwargs=cfg.scan_kwargs))
+        repeat = cfg.repeat.set(
+            layer=self._with_input_dim(cfg.layer), num_layers=cfg.num_layers
+        )
+        self._add_child(
+            "repeat", repeat.set(carry=cfg.carry, scan_kwargs=cfg.scan_kwargs)
+        )
 
 
 # Optional outputs of stages, with axes of layers and rows.
@@ -299,13 +359,22 @@ class TransformerPipeline(Pipeline):
     """Pipeline of a pipelined stack."""
 
     def forward(
-        self, data: Tensor, *, return_aux: Collection[str] | None = None, **layer_kwargs: Any
+        self,
+        data: Tensor,
+        *,
+        return_aux: Collection[str] | None = None,
+        **layer_kwargs: Any,
     ) -> Output:
         """Applies all stages to a whole sequence; keyword arguments go to each stage."""
         batch = data.shape[0]
         for name in layer_kwargs:
-            if name.endswith("_logit_biases") and layer_kwargs[name] is not None:
-                layer_kwargs[name] = bias.as_attention_bias(layer_kwargs[name])  # it has four axes
+            if (
+                name.endswith("_logit_biases")
+                and layer_kwargs[name] is not None
+            ):
+                layer_kwargs[name] = bias.as_attention_bias(
+                    layer_kwargs[name]
+                )  # it has four axes
         leaves, structure = jax.tree.flatten(layer_kwargs)
         # Arrays with a row per example move with the rows; others are shared by all stages.
         arrays_by_position: dict[int, Tensor] = {}
@@ -329,7 +398,9 @@ class TransformerPipeline(Pipeline):
                 lambda x: jnp.broadcast_to(x, (data.shape[0], *x.shape[1:])),
                 output.self_attention_kv_state,
             )
-            stacked_output = output._replace(data=None, self_attention_kv_state=kv_state, **probs)
+            stacked_output = output._replace(
+                data=None, self_attention_kv_state=kv_state, **probs
+            )
             return (output.data, rows_by_position), stacked_output
 
         (data, _), output = self._run(stage, (data, arrays_by_position))
@@ -351,7 +422,9 @@ class TransformerPipeline(Pipeline):
         ) -> tuple[Tensor, tuple[PyTree, Output]]:
             state, page_pool = x
             pool_kwargs = without_none(page_pool=page_pool)
-            state, output = self.layer.extend_step(state, data, **pool_kwargs, **kwargs)
+            state, output = self.layer.extend_step(
+                state, data, **pool_kwargs, **kwargs
+            )
             return output.data, (state, output._replace(data=None))
 
         xs = (cached_states["layer"], page_pool)
@@ -359,7 +432,9 @@ class TransformerPipeline(Pipeline):
         return struct.VDict(layer=states), _merge_stages(data, output)
 
 
-def _map_probs(fn: Callable[[Tensor], Tensor], output: Output) -> dict[str, PyTree]:
+def _map_probs(
+    fn: Callable[[Tensor], Tensor], output: Output
+) -> dict[str, PyTree]:
     """Returns the probabilities in the output, each mapped by `fn`; None for those it lacks."""
     return {name: jax.tree.map(fn, getattr(output, name)) for name in _PROBS}
 
@@ -399,7 +474,9 @@ class PipelinedTransformerLayer(BaseStackedTransformerLayer):
         """Number of parts of a batch; see `Pipeline`."""
         stage: BaseLayer.Config = StackedTransformerLayer.default_config()
         """Stack of one stage's layers, each with the config `layer`."""
-        pipeline: TransformerPipeline.Config = TransformerPipeline.default_config()
+        pipeline: TransformerPipeline.Config = (
+            TransformerPipeline.default_config()
+        )
 
     _decoding_child = "pipeline"
 
@@ -429,7 +506,9 @@ class PipelinedTransformerLayer(BaseStackedTransformerLayer):
             layer=self._with_input_dim(cfg.layer),
         )
         pipeline = cfg.pipeline.set(layer=stage, num_layers=cfg.num_stages)
-        self._add_child("pipeline", pipeline.set(num_microbatches=cfg.num_microbatches))
+        self._add_child(
+            "pipeline", pipeline.set(num_microbatches=cfg.num_microbatches)
+        )
 
 
 class RematRegexSavePatterns(enum.Enum):
@@ -471,7 +550,9 @@ def save_and_offload_these_names_regex(
         name = params.get("name") if prim.name == "name" else None
         if name is None:
             return False
-        if names_which_can_be_saved and re.fullmatch(names_which_can_be_saved, name):
+        if names_which_can_be_saved and re.fullmatch(
+            names_which_can_be_saved, name
+        ):
             return True
         if not re.fullmatch(names_which_can_be_offloaded or "", name):
             return False
@@ -496,7 +577,9 @@ def build_remat_spec(
     return RematSpec(
         # In a loop, the compiler cannot merge recomputed values with the original ones.
         prevent_cse=issubclass(stack_cfg.klass, StackedTransformerLayer),
-        policy=config.config_for_function(save_and_offload_these_names_regex).set(
+        policy=config.config_for_function(
+            save_and_offload_these_names_regex
+        ).set(
             names_which_can_be_saved=save_pattern,
             names_which_can_be_offloaded=offload_pattern,
             offload_dst=offload_dst,

@@ -10,9 +10,15 @@ from typing import Any, ClassVar, NamedTuple
 from weft.config import REQUIRED, InstantiableConfig, Required
 from weft.errors import ArgumentValueError, LayerConfigError
 from weft.hierarchy.attention.bias import BaseAttentionBias
-from weft.hierarchy.attention.feed_forward import ResidualLayer, TransformerFeedForwardLayer
+from weft.hierarchy.attention.feed_forward import (
+    ResidualLayer,
+    TransformerFeedForwardLayer,
+)
 from weft.hierarchy.attention.kv_cache import KVPages, KVState
-from weft.hierarchy.attention.multihead_attention import ForwardMode, MultiheadAttention
+from weft.hierarchy.attention.multihead_attention import (
+    ForwardMode,
+    MultiheadAttention,
+)
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.layers.normalization import LayerNorm
 from weft.hierarchy.module import Module
@@ -26,13 +32,17 @@ class TransformerAttentionLayer(ResidualLayer):
         target_dim: Required[int] = REQUIRED
         source_dim: Required[int] = REQUIRED
         attention: InstantiableConfig = MultiheadAttention.default_config()
+        residual_weight: float = 1.0
+        """Factor of the attention's output in the sum."""
 
     Output = MultiheadAttention.Output
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         self._add_norms(cfg.target_dim)
-        attention = cfg.attention.set(query_dim=cfg.target_dim, output_dim=cfg.target_dim)
+        attention = cfg.attention.set(
+            query_dim=cfg.target_dim, output_dim=cfg.target_dim
+        )
         attention.set(key_dim=cfg.source_dim, value_dim=cfg.source_dim)
         self._add_child("attention", attention)
         self._add_dropouts()
@@ -64,11 +74,19 @@ class TransformerAttentionLayer(ResidualLayer):
             query_positions=target_positions,
             return_aux=return_aux,
         )
-        return output._replace(data=self._leave_branch(skipped, output.data))
+        return output._replace(data=self._sum(skipped, output.data))
 
-    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
+    def _sum(self, skipped: Tensor, y: Tensor) -> Tensor:
+        weight = self.config.residual_weight
+        return self._leave_branch(skipped, y, weight=weight)
+
+    def init_states(
+        self, *, batch_size: int, max_len: int, dtype: DType
+    ) -> NestedTensor:
         """Returns the initial state of decoding; see `MultiheadAttention.init_states`."""
-        states = self.attention.init_states(batch_size=batch_size, max_len=max_len, dtype=dtype)
+        states = self.attention.init_states(
+            batch_size=batch_size, max_len=max_len, dtype=dtype
+        )
         return {"attention": states}
 
     def extend_step(
@@ -92,7 +110,10 @@ class TransformerAttentionLayer(ResidualLayer):
         """
         skipped, x = self._enter_branch(target)
         kwargs = _source_kwargs(source)
-        kwargs |= {"attention_logit_biases": attention_logit_biases, "return_aux": return_aux}
+        kwargs |= {
+            "attention_logit_biases": attention_logit_biases,
+            "return_aux": return_aux,
+        }
         if "key" in kwargs:
             output = self.attention(x, **kwargs)
         else:
@@ -105,7 +126,9 @@ class TransformerAttentionLayer(ResidualLayer):
                 **kwargs,
             )
             cached_states = {**cached_states, "attention": states}
-        return cached_states, output._replace(data=self._leave_branch(skipped, output.data))
+        return cached_states, output._replace(
+            data=self._sum(skipped, output.data)
+        )
 
 
 def _source_kwargs(source: Tensor | KVState | None) -> dict[str, Any]:
@@ -137,7 +160,9 @@ class BaseTransformerLayer(BaseLayer):
         self_attention_kv_state: KVState | None = None
         cross_attention_probs: Tensor | None = None
 
-    _decoding_child: ClassVar[str | None] = None  # the child with the state of decoding
+    _decoding_child: ClassVar[str | None] = (
+        None  # the child with the state of decoding
+    )
 
     def forward(self, data: Tensor, **kwargs: Any) -> Output:
         """Applies the layer to a whole sequence.
@@ -153,14 +178,20 @@ class BaseTransformerLayer(BaseLayer):
           target_positions: `Int[Array, "#batch target"]`; None counts from 0.
         """
         data = self._remat_name(data, "input")
-        return self._forward_for_mode(ForwardMode.FORWARD, {}, data, **kwargs)[1]
+        return self._forward_for_mode(ForwardMode.FORWARD, {}, data, **kwargs)[
+            1
+        ]
 
-    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
+    def init_states(
+        self, *, batch_size: int, max_len: int, dtype: DType
+    ) -> NestedTensor:
         """Returns the initial state for decoding sequences of up to `max_len` positions."""
         if self._decoding_child is None:
             raise NotImplementedError(type(self))
         child: Any = self.children[self._decoding_child]
-        states = child.init_states(batch_size=batch_size, max_len=max_len, dtype=dtype)
+        states = child.init_states(
+            batch_size=batch_size, max_len=max_len, dtype=dtype
+        )
         return {self._decoding_child: states}
 
     def extend_step(
@@ -187,28 +218,46 @@ class BaseTransformerLayer(BaseLayer):
         return self._forward_for_mode(mode, cached_states, data, **kwargs)
 
     def _forward_for_mode(
-        self, mode: ForwardMode, cached_states: dict[str, Any], data: Tensor, **kwargs: Any
+        self,
+        mode: ForwardMode,
+        cached_states: dict[str, Any],
+        data: Tensor,
+        **kwargs: Any,
     ) -> tuple[dict[str, Any], Output]:
         """Applies the layer; the default calls the child with the state of decoding."""
         if self._decoding_child is None:
             raise NotImplementedError(type(self))
-        return self._call_child(self._decoding_child, mode, cached_states, data, **kwargs)
+        return self._call_child(
+            self._decoding_child, mode, cached_states, data, **kwargs
+        )
 
     def _call_child(
-        self, name: str, mode: ForwardMode, cached_states: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        name: str,
+        mode: ForwardMode,
+        cached_states: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[dict[str, Any], Any]:
         """Calls `forward` of a child, or its `extend_step` with its entry of the states."""
         child: Any = self._children[name]
         if mode is ForwardMode.FORWARD:
             return cached_states, child(*args, **kwargs)
         states, output = child.extend_step(
-            cached_states[name], *args, is_prefill=mode is ForwardMode.PREFILL, **kwargs
+            cached_states[name],
+            *args,
+            is_prefill=mode is ForwardMode.PREFILL,
+            **kwargs,
         )
         return {**cached_states, name: states}, output
 
 
 def _part_return_aux(return_aux: Collection[str] | None, part: str) -> set[str]:
-    return {name.removeprefix(part) for name in return_aux or () if name.startswith(part)}
+    return {
+        name.removeprefix(part)
+        for name in return_aux or ()
+        if name.startswith(part)
+    }
 
 
 class TransformerLayer(BaseTransformerLayer):
@@ -217,18 +266,27 @@ class TransformerLayer(BaseTransformerLayer):
     class Config(BaseTransformerLayer.Config):
         """Configures a TransformerLayer; without `cross_attention`, it attends only to itself."""
 
-        self_attention: InstantiableConfig = TransformerAttentionLayer.default_config()
+        self_attention: InstantiableConfig = (
+            TransformerAttentionLayer.default_config()
+        )
         cross_attention: InstantiableConfig | None = None
-        feed_forward: InstantiableConfig = TransformerFeedForwardLayer.default_config()
+        feed_forward: InstantiableConfig = (
+            TransformerFeedForwardLayer.default_config()
+        )
 
     _decoding_child = "self_attention"
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         dim = cfg.input_dim
-        self._add_child("self_attention", cfg.self_attention.set(target_dim=dim, source_dim=dim))
+        self._add_child(
+            "self_attention",
+            cfg.self_attention.set(target_dim=dim, source_dim=dim),
+        )
         self._add_child("feed_forward", cfg.feed_forward.set(input_dim=dim))
-        self._maybe_add_child("cross_attention", cfg.cross_attention, target_dim=dim)
+        self._maybe_add_child(
+            "cross_attention", cfg.cross_attention, target_dim=dim
+        )
 
     def _forward_for_mode(
         self,
@@ -246,8 +304,12 @@ class TransformerLayer(BaseTransformerLayer):
         return_aux: Collection[str] | None = None,
     ) -> tuple[dict[str, Any], BaseTransformerLayer.Output]:
         self._check_cross_attention(cross_attention_data)
-        is_whole = mode is ForwardMode.FORWARD
-        of_mode = {"target_positions": target_positions} if is_whole else {"page_pool": page_pool}
+        if mode is ForwardMode.FORWARD:
+            mode_arguments: dict[str, Any] = {
+                "target_positions": target_positions
+            }
+        else:
+            mode_arguments = {"page_pool": page_pool}
         cached_states, self_attention = self._call_child(
             "self_attention",
             mode,
@@ -257,7 +319,7 @@ class TransformerLayer(BaseTransformerLayer):
             attention_logit_biases=self_attention_logit_biases,
             segment_ids=target_segment_ids,
             return_aux=_part_return_aux(return_aux, "self_attention_"),
-            **of_mode,
+            **mode_arguments,
         )
         data, cross_probs = self_attention.data, None
         if cross_attention_data is not None:
@@ -275,7 +337,9 @@ class TransformerLayer(BaseTransformerLayer):
             cross_attention_probs=cross_probs,
         )
 
-    def _check_cross_attention(self, cross_attention_data: Tensor | None) -> None:
+    def _check_cross_attention(
+        self, cross_attention_data: Tensor | None
+    ) -> None:
         has_layer = self.config.cross_attention is not None
         if has_layer and cross_attention_data is None:
             raise ArgumentValueError(
@@ -296,10 +360,18 @@ class ParallelTransformerLayer(BaseTransformerLayer):
         """Configures a ParallelTransformerLayer; `feed_forward` has no norm and skip connection."""
 
         norm: InstantiableConfig = LayerNorm.default_config()
-        self_attention: MultiheadAttention.Config = MultiheadAttention.default_config()
+        feed_forward_norm: InstantiableConfig | None = None
+        """Norm of the feed-forward layer's input, as in GPT-NeoX; None for `norm`, whose output
+        both branches then share."""
+        self_attention: MultiheadAttention.Config = (
+            MultiheadAttention.default_config()
+        )
         feed_forward: TransformerFeedForwardLayer.Config = (
             TransformerFeedForwardLayer.default_config().set(structure="nonorm")
         )
+        dropout: InstantiableConfig | None = None
+        """Dropout of the attention's output; None for none. That of the other branch is part of
+        `feed_forward`."""
 
     _decoding_child = "self_attention"
 
@@ -307,9 +379,15 @@ class ParallelTransformerLayer(BaseTransformerLayer):
         super().__init__(cfg, parent=parent)
         dim = cfg.input_dim
         self._add_child("norm", cfg.norm.set(input_dim=dim))
+        self._maybe_add_child(
+            "feed_forward_norm", cfg.feed_forward_norm, input_dim=dim
+        )
+        self._maybe_add_child("dropout", cfg.dropout)
         self._add_child(
             "self_attention",
-            cfg.self_attention.set(query_dim=dim, key_dim=dim, value_dim=dim, output_dim=dim),
+            cfg.self_attention.set(
+                query_dim=dim, key_dim=dim, value_dim=dim, output_dim=dim
+            ),
         )
         self._add_child("feed_forward", cfg.feed_forward.set(input_dim=dim))
 
@@ -326,8 +404,12 @@ class ParallelTransformerLayer(BaseTransformerLayer):
         return_aux: Collection[str] | None = None,
     ) -> tuple[dict[str, Any], BaseTransformerLayer.Output]:
         x = self.norm(data)
-        is_whole = mode is ForwardMode.FORWARD
-        of_mode = {"query_positions": target_positions} if is_whole else {"page_pool": page_pool}
+        if mode is ForwardMode.FORWARD:
+            mode_arguments: dict[str, Any] = {
+                "query_positions": target_positions
+            }
+        else:
+            mode_arguments = {"page_pool": page_pool}
         cached_states, attention = self._call_child(
             "self_attention",
             mode,
@@ -336,10 +418,15 @@ class ParallelTransformerLayer(BaseTransformerLayer):
             attention_logit_biases=self_attention_logit_biases,
             segment_ids=target_segment_ids,
             return_aux=_part_return_aux(return_aux, "self_attention_"),
-            **of_mode,
+            **mode_arguments,
         )
+        if self.config.feed_forward_norm is not None:
+            x = self.feed_forward_norm(data)
+        y = attention.data
+        if self.config.dropout is not None:
+            y = self.dropout(y)
         return cached_states, self.Output(
-            data=data + attention.data + self.feed_forward(x),
+            data=data + y + self.feed_forward(x),
             self_attention_probs=attention.probs,
             self_attention_kv_state=attention.kv_state,
         )
@@ -356,7 +443,9 @@ class BottleNeckAdapterTransformerLayer(BaseTransformerLayer):
 
         layer: BaseTransformerLayer.Config = TransformerLayer.default_config()
         adapter: TransformerFeedForwardLayer.Config = (
-            TransformerFeedForwardLayer.default_config().set(structure="postnorm")
+            TransformerFeedForwardLayer.default_config().set(
+                structure="postnorm"
+            )
         )
         bottleneck_ratio: float = 0.5
 
@@ -371,10 +460,19 @@ class BottleNeckAdapterTransformerLayer(BaseTransformerLayer):
                 f"{cfg.input_dim} has no dimensions; expected at least 1."
             )
         self._add_child("layer", cfg.layer.set(input_dim=cfg.input_dim))
-        self._add_child("adapter", cfg.adapter.set(input_dim=cfg.input_dim, hidden_dim=hidden_dim))
+        self._add_child(
+            "adapter",
+            cfg.adapter.set(input_dim=cfg.input_dim, hidden_dim=hidden_dim),
+        )
 
     def _forward_for_mode(
-        self, mode: ForwardMode, cached_states: dict[str, Any], data: Tensor, **kwargs: Any
+        self,
+        mode: ForwardMode,
+        cached_states: dict[str, Any],
+        data: Tensor,
+        **kwargs: Any,
     ) -> tuple[dict[str, Any], BaseTransformerLayer.Output]:
-        states, output = super()._forward_for_mode(mode, cached_states, data, **kwargs)
+        states, output = super()._forward_for_mode(
+            mode, cached_states, data, **kwargs
+        )
         return states, output._replace(data=self.adapter(output.data))

@@ -45,5 +45,6 @@ from weft.hierarchy.layers.normalization import (
     BaseNormalizationLayer as BaseNormalizationLayer, BatchNorm as BatchNorm,
     GroupNorm as GroupNorm, L2Norm as L2Norm, LayerNorm as LayerNorm,
     LayerNormStateless as LayerNormStateless, MovingAverage as MovingAverage, NormType as NormType,
+    MultiheadRMSNorm as MultiheadRMSNorm,
     RMSNorm as RMSNorm, RMSNormStateless as RMSNormStateless,
 )

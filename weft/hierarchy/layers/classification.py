@@ -22,7 +22,11 @@ class BaseClassificationMetric(base_layer.BaseLayer):
         num_classes: config.Required[int] = config.REQUIRED
 
     def forward(
-        self, logits: Tensor, *, labels: Tensor, soft_labels: Tensor | None = None
+        self,
+        logits: Tensor,
+        *,
+        labels: Tensor,
+        soft_labels: Tensor | None = None,
     ) -> Tensor:
         """Reports metrics and returns the loss, `Float[Array, ""]`.
 
@@ -35,7 +39,9 @@ class BaseClassificationMetric(base_layer.BaseLayer):
         raise NotImplementedError(type(self))
 
     def _label_mask(self, labels: Tensor) -> Tensor:
-        return ((labels >= 0) & (labels < self.config.num_classes)).astype(jnp.float32)
+        return ((labels >= 0) & (labels < self.config.num_classes)).astype(
+            jnp.float32
+        )
 
     def _report(self, mask: Tensor, **means: Tensor) -> None:
         for name, mean in means.items():
@@ -51,7 +57,11 @@ class ClassificationMetric(BaseClassificationMetric):
         label_smoothing: float = 0.0
 
     def forward(
-        self, logits: Tensor, *, labels: Tensor, soft_labels: Tensor | None = None
+        self,
+        logits: Tensor,
+        *,
+        labels: Tensor,
+        soft_labels: Tensor | None = None,
     ) -> Tensor:
         mask = self._label_mask(labels)
         loss, _ = functional.cross_entropy(
@@ -63,7 +73,9 @@ class ClassificationMetric(BaseClassificationMetric):
         )
         accuracy, _ = weighted_mean(jnp.argmax(logits, axis=-1) == labels, mask)
         self._report(mask, loss=loss, accuracy=accuracy)
-        self.add_summary("perplexity", metrics.Perplexity(jnp.exp(loss), mask.sum()))
+        self.add_summary(
+            "perplexity", metrics.Perplexity(jnp.exp(loss), mask.sum())
+        )
         return loss
 
 
@@ -83,7 +95,11 @@ class BinaryClassificationMetric(BaseClassificationMetric):
         prediction_threshold: float = 0.5
 
     def forward(
-        self, logits: Tensor, *, labels: Tensor, soft_labels: Tensor | None = None
+        self,
+        logits: Tensor,
+        *,
+        labels: Tensor,
+        soft_labels: Tensor | None = None,
     ) -> Tensor:
         """Reports metrics and returns the loss, `Float[Array, ""]`.
 
@@ -94,17 +110,28 @@ class BinaryClassificationMetric(BaseClassificationMetric):
         """
         logits = logits.reshape(labels.shape)
         mask = self._label_mask(labels)
-        targets = labels if soft_labels is None else soft_labels.reshape(labels.shape)
-        loss, _ = functional.binary_cross_entropy(logits, target_labels=targets, live_targets=mask)
-        predicted = jax.nn.sigmoid(logits.astype(jnp.float32)) >= self.config.prediction_threshold
+        targets = (
+            labels if soft_labels is None else soft_labels.reshape(labels.shape)
+        )
+        loss, _ = functional.binary_cross_entropy(
+            logits, target_labels=targets, live_targets=mask
+        )
+        predicted = (
+            jax.nn.sigmoid(logits.astype(jnp.float32))
+            >= self.config.prediction_threshold
+        )
         true = labels == 1
         accuracy, _ = weighted_mean(predicted == true, mask)
         # Each is a mean over another set, so each has its own weight.
         precision, num_predicted = weighted_mean(true, mask * predicted)
         recall, num_true = weighted_mean(predicted, mask * true)
-        f_score, weight = weighted_mean(predicted & true, mask * (predicted * 0.5 + true * 0.5))
+        f_score, weight = weighted_mean(
+            predicted & true, mask * (predicted * 0.5 + true * 0.5)
+        )
         self._report(mask, loss=loss, accuracy=accuracy)
-        self.add_summary("precision", metrics.WeightedScalar(precision, num_predicted))
+        self.add_summary(
+            "precision", metrics.WeightedScalar(precision, num_predicted)
+        )
         self.add_summary("recall", metrics.WeightedScalar(recall, num_true))
         self.add_summary("f_score", metrics.WeightedScalar(f_score, weight))
         return loss
@@ -114,13 +141,20 @@ class CategoricalHingeLossMetric(BaseClassificationMetric):
     """Hinge loss; reports `loss` and `accuracy`."""
 
     def forward(
-        self, logits: Tensor, *, labels: Tensor, soft_labels: Tensor | None = None
+        self,
+        logits: Tensor,
+        *,
+        labels: Tensor,
+        soft_labels: Tensor | None = None,
     ) -> Tensor:
         mask = self._label_mask(labels)
         if soft_labels is None:
             soft_labels = jax.nn.one_hot(labels, self.config.num_classes)
-        of_label = [counted(x, mask[..., None]) for x in (logits, soft_labels)]
-        loss, _ = weighted_mean(functional.categorical_hinge_loss(*of_label), mask)
+        losses = functional.categorical_hinge_loss(
+            counted(logits, mask[..., None]),
+            counted(soft_labels, mask[..., None]),
+        )
+        loss, _ = weighted_mean(losses, mask)
         accuracy, _ = weighted_mean(jnp.argmax(logits, axis=-1) == labels, mask)
         self._report(mask, loss=loss, accuracy=accuracy)
         return loss
@@ -134,7 +168,9 @@ class BaseClassificationHead(base_layer.BaseLayer):
 
         input_dim: config.Required[int] = config.REQUIRED
         num_classes: config.Required[int] = config.REQUIRED
-        metric: config.InstantiableConfig = ClassificationMetric.default_config()
+        metric: config.InstantiableConfig = (
+            ClassificationMetric.default_config()
+        )
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -145,7 +181,13 @@ class BaseClassificationHead(base_layer.BaseLayer):
         raise NotImplementedError(type(self))
 
     def loss(
-        self, *, logits: Tensor, target_labels: Tensor, soft_labels: Tensor | None = None
+        self,
+        *,
+        logits: Tensor,
+        target_labels: Tensor,
+        soft_labels: Tensor | None = None,
     ) -> Tensor:
         """Reports metrics and returns the loss; see `BaseClassificationMetric.forward`."""
-        return self.metric(logits, labels=target_labels, soft_labels=soft_labels)
+        return self.metric(
+            logits, labels=target_labels, soft_labels=soft_labels
+        )

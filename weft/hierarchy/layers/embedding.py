@@ -63,7 +63,9 @@ class Embedding(BaseLayer):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        if (cfg.scale is Embedding.Scale.CONSTANT) != (cfg.scale_constant is not None):
+        if (cfg.scale is Embedding.Scale.CONSTANT) != (
+            cfg.scale_constant is not None
+        ):
             raise LayerConfigError(
                 f"{self.path()}: scale={cfg.scale} and scale_constant={cfg.scale_constant} do not "
                 "match; set both scale=Embedding.Scale.CONSTANT and scale_constant, or no "
@@ -73,7 +75,9 @@ class Embedding(BaseLayer):
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg = self.config
         shape = (cfg.num_embeddings, cfg.dim)
-        return {"weight": ParameterSpec(shape, mesh_axes=cfg.param_partition_spec)}
+        return {
+            "weight": ParameterSpec(shape, mesh_axes=cfg.param_partition_spec)
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns vectors, `Float[Array, "*batch dim"]`, for `x`, `Int[Array, "*batch"]`.
@@ -86,11 +90,15 @@ class Embedding(BaseLayer):
             y = y * math.sqrt(cfg.dim)
         elif cfg.scale is Embedding.Scale.CONSTANT:
             y = y * cfg.scale_constant
-        return maybe_shard(self._add_tensor_stats("outputs", y), cfg.output_partition_spec)
+        return maybe_shard(
+            self._add_tensor_stats("outputs", y), cfg.output_partition_spec
+        )
 
     def embeddings(self) -> Tensor:
         """Returns the table, `Float[Array, "num_embeddings dim"]`."""
-        return maybe_shard(self.parameters["weight"], self.config.embedding_partition_spec)
+        return maybe_shard(
+            self.parameters["weight"], self.config.embedding_partition_spec
+        )
 
     def attend(self, x: Tensor) -> Tensor:
         """Returns the inner product with every vector of the table: logits of a tied output layer.
@@ -113,8 +121,12 @@ class SeparableSpaceTimePositionalEmbedding(BaseLayer):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._add_child("spatial_embeddings", cfg.spatial_embeddings.clone(dim=cfg.dim))
-        self._add_child("temporal_embeddings", cfg.temporal_embeddings.clone(dim=cfg.dim))
+        self._add_child(
+            "spatial_embeddings", cfg.spatial_embeddings.clone(dim=cfg.dim)
+        )
+        self._add_child(
+            "temporal_embeddings", cfg.temporal_embeddings.clone(dim=cfg.dim)
+        )
 
     @property
     def num_spatial_embeddings(self) -> int:
@@ -155,7 +167,10 @@ class SinusoidalPositionalEmbedding(BaseLayer):
         """Embeds positions of any shape, as `functional.sinusoidal_positions` does."""
         cfg = self.config
         return sinusoidal_positions(
-            positions, dim=cfg.dim, min_timescale=cfg.min_timescale, max_timescale=cfg.max_timescale
+            positions,
+            dim=cfg.dim,
+            min_timescale=cfg.min_timescale,
+            max_timescale=cfg.max_timescale,
         )
 
 
@@ -256,11 +271,16 @@ class TransformerTextEmbeddings(BaseEmbedding):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._add_child("token_emb", cfg.token_emb.set(dim=cfg.dim, num_embeddings=cfg.vocab_size))
+        self._add_child(
+            "token_emb",
+            cfg.token_emb.set(dim=cfg.dim, num_embeddings=cfg.vocab_size),
+        )
         self._maybe_add_child("type_emb", cfg.type_emb, dim=cfg.dim)
         self._maybe_add_child("pos_emb", cfg.pos_emb, dim=cfg.dim)
         if cfg.norm is not None:
-            self._add_child("norm", maybe_set_config(cfg.norm, input_dim=cfg.dim))
+            self._add_child(
+                "norm", maybe_set_config(cfg.norm, input_dim=cfg.dim)
+            )
         self._add_child("dropout", cfg.dropout)
 
     def forward(self, input_batch: Mapping[str, Any]) -> Tensor:
@@ -268,10 +288,14 @@ class TransformerTextEmbeddings(BaseEmbedding):
         x = self.token_emb(ids)
         if "type_emb" in self.children:
             types = input_batch.get("token_type_ids")
-            x = x + self.type_emb(jnp.zeros_like(ids) if types is None else types)
+            if types is None:
+                types = jnp.zeros_like(ids)
+            x = x + self.type_emb(types)
         if "pos_emb" in self.children:
             positions = input_batch.get("positions")
-            x = x + self.pos_emb(jnp.arange(ids.shape[1])[None] if positions is None else positions)
+            if positions is None:
+                positions = jnp.arange(ids.shape[1])[None]
+            x = x + self.pos_emb(positions)
         if "norm" in self.children:
             x = self.norm(x)
         return self.dropout(x)
@@ -279,15 +303,21 @@ class TransformerTextEmbeddings(BaseEmbedding):
     def attend(self, x: Tensor) -> Tensor:
         logits = self.token_emb.attend(x)
         cap = self.config.soft_cap_logits
-        return logits if not cap else cap_logits(logits, cap)
+        if not cap:
+            return logits
+        return cap_logits(logits, cap)
 
     def linear_head(self) -> LinearHead | None:
-        own = type(self).attend is TransformerTextEmbeddings.attend
-        if not own or getattr(type(self.token_emb), "attend", None) is not Embedding.attend:
+        if type(self).attend is not TransformerTextEmbeddings.attend:
+            return None
+        token_attend = getattr(type(self.token_emb), "attend", None)
+        if token_attend is not Embedding.attend:
             return None
         if self.token_emb.compute_dtype() != self.compute_dtype():
             return None
-        return LinearHead(self.token_emb.embeddings(), self.config.soft_cap_logits or None)
+        return LinearHead(
+            self.token_emb.embeddings(), self.config.soft_cap_logits or None
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,7 +363,11 @@ class ModalityEmbedding(BaseEmbedding):
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg = self.config
         shape = (cfg.modality_vocab_info.vocab_size, cfg.dim)
-        return {"weight": ParameterSpec(shape=shape, mesh_axes=cfg.param_partition_spec)}
+        return {
+            "weight": ParameterSpec(
+                shape=shape, mesh_axes=cfg.param_partition_spec
+            )
+        }
 
     def forward(self, input_batch: NestedTensor) -> Tensor:
         """Embeds `input_batch["inputs"]`, ids of any modality, `Int[Array, "batch time"]`.
@@ -341,10 +375,14 @@ class ModalityEmbedding(BaseEmbedding):
         Returns `Float[Array, "batch time dim"]`, zero for ids of other modalities.
         """
         inputs: Any = input_batch["inputs"]
-        zeros = jnp.zeros((*inputs.shape, self.config.dim), self.parameters["weight"].dtype)
+        zeros = jnp.zeros(
+            (*inputs.shape, self.config.dim), self.parameters["weight"].dtype
+        )
         return self.lookup_modality_embeddings(inputs, zeros)
 
-    def lookup_modality_embeddings(self, input_ids: Tensor, accum: Tensor) -> Tensor:
+    def lookup_modality_embeddings(
+        self, input_ids: Tensor, accum: Tensor
+    ) -> Tensor:
         """Adds the embeddings of this modality's ids to `accum`, `Float[Array, "batch time dim"]`.
 
         `input_ids`, `Int[Array, "batch time"]`, may have ids of any modality.
@@ -353,7 +391,10 @@ class ModalityEmbedding(BaseEmbedding):
         info = cfg.modality_vocab_info
         ids = maybe_shard(input_ids, cfg.in_partition_spec)
         mine = (ids >= info.vocab_start) & (ids < info.vocab_end)
-        x = lookup(self.parameters["weight"], jnp.where(mine, ids - info.vocab_start, 0))
+        x = lookup(
+            self.parameters["weight"],
+            jnp.where(mine, ids - info.vocab_start, 0),
+        )
         added = accum + jnp.where(mine[..., None], x, 0).astype(accum.dtype)
         return maybe_shard(added, cfg.out_partition_spec)
 

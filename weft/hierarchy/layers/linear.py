@@ -11,11 +11,16 @@ from weft.functional import statistics
 from weft.hierarchy.base_layer import BaseLayer, ParameterNoise, ParameterSpec
 from weft.hierarchy.module import nowrap
 from weft.hierarchy.param_init import FanAxes
-from weft.hierarchy.parameter_spec import constant_spec, maybe_shard, weight_and_bias_specs
+from weft.hierarchy.parameter_spec import (
+    constant_spec,
+    maybe_shard,
+    weight_and_bias_specs,
+)
+from weft.hierarchy.stored_weight import StoredWeightLayer
 from weft.typing import MeshAxes, NestedTensor, PartitionSpec, Tensor
 
 
-class Linear(BaseLayer):
+class Linear(StoredWeightLayer):
     """Linear map of the last axis.
 
     Parameters: `weight` of shape (input_dim, output_dim), and `bias`.
@@ -26,7 +31,7 @@ class Linear(BaseLayer):
     (2, 3)
     """
 
-    class Config(BaseLayer.Config):
+    class Config(StoredWeightLayer.Config):
         """Configures a Linear; without an `output_partition_spec` the compiler chooses."""
 
         input_dim: Required[int] = REQUIRED
@@ -38,23 +43,38 @@ class Linear(BaseLayer):
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg = self.config
         shape = (cfg.input_dim, cfg.output_dim)
-        return weight_and_bias_specs(cfg, shape, ("row", "col"), bias_axes=slice(1, None))
+        return weight_and_bias_specs(
+            cfg, shape, ("row", "col"), bias_axes=slice(1, None)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `Float[Array, "*batch input_dim"]` to `Float[Array, "*batch output_dim"]`."""
-        bias = self.parameters["bias"] if self.config.bias else None
-        y = functional.dense(x, self._weight(), bias, dot_general=self.dot_general())
-        return maybe_shard(self._add_tensor_stats("outputs", y), self.config.output_partition_spec)
+        parameters = self.parameters
+        bias = parameters["bias"] if self.config.bias else None
 
-    def _weight(self) -> Tensor:
-        return self.parameters["weight"]
+        def product(x: Tensor, weight: Tensor) -> Tensor:
+            return functional.dense(
+                x,
+                self._normalized(weight),
+                bias,
+                dot_general=self.dot_general(),
+            )
+
+        y = self._with_weight(product, x, parameters)
+        return maybe_shard(
+            self._add_tensor_stats("outputs", y),
+            self.config.output_partition_spec,
+        )
+
+    def _normalized(self, weight: Tensor) -> Tensor:
+        return weight
 
 
 class UnitNormLinear(Linear):
     """Linear map with weight vectors of unit length; cosines for inputs of unit length."""
 
-    def _weight(self) -> Tensor:
-        return functional.l2_normalize(self.parameters["weight"], axis=0, eps=1e-12)
+    def _normalized(self, weight: Tensor) -> Tensor:
+        return functional.l2_normalize(weight, axis=0, eps=1e-12)
 
 
 class MultiLinear(BaseLayer):
@@ -76,7 +96,9 @@ class MultiLinear(BaseLayer):
         cfg, factors = self.config, ("row", None, "col")
         shape = (cfg.input_dim, cfg.num_outputs, cfg.output_dim)
         axes = FanAxes(in_axis=0, out_axis=(1, 2))
-        return weight_and_bias_specs(cfg, shape, factors, bias_axes=slice(1, None), fan_axes=axes)
+        return weight_and_bias_specs(
+            cfg, shape, factors, bias_axes=slice(1, None), fan_axes=axes
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Applies every map to `Float[Array, "*batch input_dim"]`.
@@ -85,7 +107,10 @@ class MultiLinear(BaseLayer):
         """
         bias = self.parameters["bias"] if self.config.bias else None
         y = functional.dense_general(
-            inputs, self.parameters["weight"], bias, dot_general=self.dot_general()
+            inputs,
+            self.parameters["weight"],
+            bias,
+            dot_general=self.dot_general(),
         )
         return self._add_tensor_stats("outputs", y)
 
@@ -105,7 +130,9 @@ class VariationalNoise(ParameterNoise):
         leaves, structure = jax.tree.flatten(params)
         keys = jax.random.split(prng_key, len(leaves))
         noisy = [
-            x + jax.random.normal(key, x.shape, x.dtype) * jnp.asarray(std, x.dtype)
+            x
+            + jax.random.normal(key, x.shape, x.dtype)
+            * jnp.asarray(std, x.dtype)
             for x, key in zip(leaves, keys, strict=True)
         ]
         return jax.tree.unflatten(structure, noisy)
@@ -149,7 +176,9 @@ class StochasticDepth(BaseLayer):
         if not self.is_training or not cfg.rate:
             return x
         prng_key = self.require_prng_key("stochastic depth")
-        return functional.stochastic_depth(x, rate=cfg.rate, prng_key=prng_key, mode=cfg.mode)
+        return functional.stochastic_depth(
+            x, rate=cfg.rate, prng_key=prng_key, mode=cfg.mode
+        )
 
 
 class DropToken(BaseLayer):
@@ -185,4 +214,6 @@ class GradientMonitor(BaseLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns `x`, an array of any shape."""
-        return statistics.with_gradient_norm(x, self.parameters["gradient_norm"])
+        return statistics.with_gradient_norm(
+            x, self.parameters["gradient_norm"]
+        )

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from weft import errors, functional
 from weft.config import REQUIRED, Required
+from weft.functional import arrays
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module
 from weft.hierarchy.param_init import constant_initializer
@@ -28,7 +29,9 @@ class BaseNormalizationLayer(BaseLayer):
         eps: float = 1e-8
         forward_dtype: DType | None = jnp.float32
 
-    def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, *, segment_ids: Tensor | None = None
+    ) -> Tensor:
         """Normalizes vectors.
 
         Args:
@@ -42,24 +45,36 @@ class BaseNormalizationLayer(BaseLayer):
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         initial = {"scale": 1.0, "bias": 0.0}
-        return {name: self._vector_spec(initial[name]) for name in self._parameter_names}
+        return {
+            name: self._vector_spec(initial[name])
+            for name in self._parameter_names
+        }
 
     def _scale_and_bias(self) -> list[Tensor]:
         return [self.parameters[name] for name in self._parameter_names]
 
     def _vector_spec(self, value: float, **kwargs: Any) -> ParameterSpec:
-        shape, mesh_axes = (self.config.input_dim,), self.config.param_partition_spec
+        shape, mesh_axes = (
+            (self.config.input_dim,),
+            self.config.param_partition_spec,
+        )
         initializer = constant_initializer(value)
-        return ParameterSpec(shape, mesh_axes=mesh_axes, initializer=initializer, **kwargs)
+        return ParameterSpec(
+            shape, mesh_axes=mesh_axes, initializer=initializer, **kwargs
+        )
 
 
 class LayerNormStateless(BaseNormalizationLayer):
     """Layer normalization without parameters."""
 
-    def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, *, segment_ids: Tensor | None = None
+    ) -> Tensor:
         # Every position has statistics of its own.
         cfg = self.config
-        y = functional.layer_norm(x, *self._scale_and_bias(), eps=cfg.eps, dtype=cfg.forward_dtype)
+        y = functional.layer_norm(
+            x, *self._scale_and_bias(), eps=cfg.eps, dtype=cfg.forward_dtype
+        )
         return self._add_tensor_stats("outputs", y)
 
 
@@ -83,19 +98,79 @@ class RMSNormStateless(BaseNormalizationLayer):
         input_partition_spec: PartitionSpec | MeshAxes | None = None
         output_partition_spec: PartitionSpec | MeshAxes | None = None
 
-    def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, *, segment_ids: Tensor | None = None
+    ) -> Tensor:
         # Every position has statistics of its own.
         cfg = self.config
-        norm = functional.centered_rms_norm if cfg.zero_centered else functional.rms_norm
+        norm = (
+            functional.centered_rms_norm
+            if cfg.zero_centered
+            else functional.rms_norm
+        )
         x = maybe_shard(x, cfg.input_partition_spec)
-        y = norm(x, *self._scale_and_bias(), eps=cfg.eps, dtype=cfg.forward_dtype)
-        return maybe_shard(self._add_tensor_stats("outputs", y), cfg.output_partition_spec)
+        y = norm(
+            x, *self._scale_and_bias(), eps=cfg.eps, dtype=cfg.forward_dtype
+        )
+        return maybe_shard(
+            self._add_tensor_stats("outputs", y), cfg.output_partition_spec
+        )
 
 
 class RMSNorm(RMSNormStateless):
     """Normalization by the root mean square (https://arxiv.org/abs/1910.07467)."""
 
+    class Config(RMSNormStateless.Config):
+        """Configures a RMSNorm."""
+
+        scale_offset: float = 0.0
+        """Number added to the parameter `scale` before use; 1 for one that is 0 at first, so that
+        weight decay draws the factor to 1."""
+
     _parameter_names = ("scale",)
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        return {"scale": self._vector_spec(1.0 - self.config.scale_offset)}
+
+    def _scale_and_bias(self) -> list[Tensor]:
+        scale, offset = self.parameters["scale"], self.config.scale_offset
+        if not offset:
+            return [scale]
+        # In bfloat16, 1 + scale would lose what tells scales apart.
+        return [scale.astype(jnp.float32) + offset]
+
+
+class MultiheadRMSNorm(RMSNormStateless):
+    """Normalization of all heads of a position together.
+
+    The root mean square is that of `num_heads * input_dim` numbers. Parameter: `scale` of shape
+    (num_heads, input_dim).
+    """
+
+    class Config(RMSNormStateless.Config):
+        """Configures a MultiheadRMSNorm."""
+
+        num_heads: Required[int] = REQUIRED
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        shape = (self.config.num_heads, self.config.input_dim)
+        return {"scale": constant_spec(shape, 1.0, mesh_axes=("model", None))}
+
+    def forward(
+        self, x: Tensor, *, segment_ids: Tensor | None = None
+    ) -> Tensor:
+        """Normalizes the last two axes of `Float[Array, "*batch num_heads input_dim"]`."""
+        cfg = self.config
+        spec = arrays.explicit_spec(x)
+        together = (*x.shape[:-2], x.shape[-2] * x.shape[-1])
+        y = functional.rms_norm(
+            arrays.reshaped(x, together, spec[:-2]),
+            self.parameters["scale"].reshape(-1),
+            eps=cfg.eps,
+            dtype=cfg.forward_dtype,
+        )
+        y = arrays.reshaped(y, x.shape, spec)
+        return self._add_tensor_stats("outputs", y)
 
 
 class NormType(enum.Enum):
@@ -127,9 +202,13 @@ class GroupNorm(BaseNormalizationLayer):
                 f"num_groups={cfg.num_groups} equal groups; set num_groups to a divisor."
             )
         self._subtracts_mean = cfg.norm_type is not NormType.RMSNORM
-        self._parameter_names = ("scale", "bias") if self._subtracts_mean else ("scale",)
+        self._parameter_names = (
+            ("scale", "bias") if self._subtracts_mean else ("scale",)
+        )
 
-    def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, *, segment_ids: Tensor | None = None
+    ) -> Tensor:
         """Normalizes groups of channels of `x`, `Float[Array, "batch *spatial input_dim"]`.
 
         Each segment of axis 1 has its own statistics, including padding (0).
@@ -163,14 +242,20 @@ class BatchNorm(BaseNormalizationLayer):
     _parameter_names = ("scale", "bias")
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        moving: dict[str, Any] = {"dtype": jnp.float32, "weight_decay_scale": 0.0, "is_state": True}
+        moving: dict[str, Any] = {
+            "dtype": jnp.float32,
+            "weight_decay_scale": 0.0,
+            "is_state": True,
+        }
         return {
             **super()._create_layer_parameter_specs(),
             "moving_mean": self._vector_spec(0.0, **moving),
             "moving_variance": self._vector_spec(1.0, **moving),
         }
 
-    def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, *, segment_ids: Tensor | None = None
+    ) -> Tensor:
         """Normalizes each channel of `x`, `Float[Array, "*batch input_dim"]`.
 
         Positions whose entry of `segment_ids` is 0 do not affect the statistics. NaN and infinities
@@ -181,18 +266,29 @@ class BatchNorm(BaseNormalizationLayer):
         statistics = [self.parameters[name] for name in names]
         where = None
         if segment_ids is not None:
-            where = (segment_ids > 0).reshape(*segment_ids.shape, *[1] * (x.ndim - 2))
+            where = (segment_ids > 0).reshape(
+                *segment_ids.shape, *[1] * (x.ndim - 2)
+            )
         if self.is_training:
             old = statistics
             axes = tuple(range(x.ndim - 1))
-            new = functional.moments(x, axis=axes, where=where, dtype=cfg.forward_dtype)
+            new = functional.moments(
+                x, axis=axes, where=where, dtype=cfg.forward_dtype
+            )
             statistics = [m.reshape(-1) for m in new]
             for name, *averages in zip(names, old, statistics, strict=True):
-                average = functional.update_running_average(*averages, decay=cfg.decay)
+                average = functional.update_running_average(
+                    *averages, decay=cfg.decay
+                )
                 self.add_state_update(name, average)
         params = self._scale_and_bias()
         y = functional.batch_norm(
-            x, *statistics, *params, eps=cfg.eps, where=where, dtype=cfg.forward_dtype
+            x,
+            *statistics,
+            *params,
+            eps=cfg.eps,
+            where=where,
+            dtype=cfg.forward_dtype,
         )
         return self._add_tensor_stats("outputs", y)
 
@@ -224,8 +320,14 @@ class MovingAverage(BaseLayer):
         min_weight: Required[float] = REQUIRED
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        shape, kind = tuple(self.config.shape), {"dtype": jnp.float32, "is_state": True}
-        return {"count": constant_spec((), **kind), "value": constant_spec(shape, **kind)}
+        shape, kind = (
+            tuple(self.config.shape),
+            {"dtype": jnp.float32, "is_state": True},
+        )
+        return {
+            "count": constant_spec((), **kind),
+            "value": constant_spec(shape, **kind),
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the average including `x`, an array of the configured shape."""

@@ -21,8 +21,15 @@ import enum
 import math
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import (
+    Any,
+    ClassVar,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    runtime_checkable,
+)
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +37,33 @@ from jax.sharding import AxisType
 
 from weft import config, errors
 from weft._door import EnumTypeWithHints
-from weft.core.spmd import axes_of, constrain, constrain_like_jit, get_global_mesh
+from weft.core.spmd import (
+    axes_of,
+    constrain,
+    constrain_like_jit,
+    get_global_mesh,
+)
 from weft.functional import get_activation_fn, project, routing
-from weft.functional.arrays import explicit_spec, finite_or_counted, gathered, reshaped, sharded_as
+from weft.functional.arrays import (
+    explicit_spec,
+    finite_or_counted,
+    gathered,
+    reshaped,
+    sharded_as,
+)
 from weft.hierarchy import base_layer, param_init, parameter_spec
-from weft.hierarchy.attention.feed_forward import ResidualLayer, hidden_dim_of
+from weft.hierarchy.attention.feed_forward import (
+    ResidualLayer,
+    TransformerFeedForwardLayer,
+    hidden_dim_of,
+)
 from weft.hierarchy.config_setters import for_each_config
-from weft.hierarchy.mixture_of_experts.gating import BaseGating, Top2Gating, TopKDropFreeGating
-from weft.hierarchy.module import Module
+from weft.hierarchy.mixture_of_experts.gating import (
+    BaseGating,
+    Top2Gating,
+    TopKDropFreeGating,
+)
+from weft.hierarchy.module import Module, nowrap
 from weft.typing import ActivationName, DType, PartitionSpec, PyTree, Tensor
 
 T = TypeVar("T")
@@ -101,6 +127,29 @@ def get_outer_batch_from_mesh(
     return outer_batch
 
 
+class ExpertWeight(NamedTuple):
+    """Weight of each expert, and the factors of a low-rank term to add to it, if any.
+
+    Attributes:
+        weight: `Float[Array, "experts inputs outputs"]`.
+        down: `Float[Array, "experts inputs rank"]`.
+        up: `Float[Array, "experts rank outputs"]`.
+    """
+
+    weight: Tensor
+    down: Tensor | None = None
+    up: Tensor | None = None
+
+    def product(
+        self, x: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Returns the product of inputs and the sum of both, which is never computed."""
+        y = multiply(x, self.weight)
+        if self.down is None or self.up is None:
+            return y
+        return y + multiply(multiply(x, self.down), self.up)
+
+
 class _GroupSizes(NamedTuple):
     """Numbers into which the tokens of a batch are divided."""
 
@@ -113,7 +162,8 @@ class TransformerFeedForwardMoE(ResidualLayer):
 
     Parameters: `gate_weight` (input_dim, num_experts) of the router, `wi_weight` (num_experts,
     input_dim, hidden_dim), or `wi_0_weight` and `wi_1_weight` of a gated layer, and `wo_weight`
-    (num_experts, hidden_dim, input_dim). Experts have no biases.
+    (num_experts, hidden_dim, input_dim). Experts have no biases. With `shared_expert_gate`, there
+    is a `shared_expert_gate_weight` (input_dim, 1).
 
     The module output "aux_loss" is the weighted sum of its losses. A language model adds it to its
     own loss with `metrics_config(aux_loss_regex=".*/aux_loss")`.
@@ -123,9 +173,13 @@ class TransformerFeedForwardMoE(ResidualLayer):
         """Configures a TransformerFeedForwardMoE."""
 
         input_dim: config.Required[int] = config.REQUIRED
-        hidden_dim: config.Required[int | config.FunctionConfigBase] = config.REQUIRED
+        hidden_dim: config.Required[int | config.FunctionConfigBase] = (
+            config.REQUIRED
+        )
         """Size between the linear maps of an expert, as for `TransformerFeedForwardLayer`."""
-        activation: ActivationName | tuple[ActivationName, ActivationName] = "nn.relu"
+        activation: ActivationName | tuple[ActivationName, ActivationName] = (
+            "nn.relu"
+        )
         """Name of an expert's activation, or two, as for `TransformerFeedForwardLayer`."""
         num_experts: config.Required[int] = config.REQUIRED
         num_groups: config.Required[int] = config.REQUIRED
@@ -139,7 +193,14 @@ class TransformerFeedForwardMoE(ResidualLayer):
         corr_loss_weight: float = 0.0
         """Weight of the mean squared cosine between two experts' router weights."""
         residual_weight: float = 1.0
-        dim_to_mesh_axis_map: dict[str, PartitionSpec | None] = {**DIM_TO_MESH_AXES}
+        shared_expert: TransformerFeedForwardLayer.Config | None = None
+        """Layer with structure="nonorm" that all tokens pass, in addition to their experts; None
+        for none."""
+        shared_expert_gate: bool = False
+        """Whether a sigmoid of each token weighs the output of the shared expert."""
+        dim_to_mesh_axis_map: dict[str, PartitionSpec | None] = {
+            **DIM_TO_MESH_AXES
+        }
         """Sharding of weights and activations by the letters of their axes, as in the module
         docstring. With one outer batch, groups take its mesh axes as well."""
 
@@ -152,7 +213,9 @@ class TransformerFeedForwardMoE(ResidualLayer):
                 raise errors.LayerConfigError(
                     f"{self.path()}: {name}={getattr(cfg, name)}; expected at least 1."
                 )
-        unknown_keys = sorted(cfg.dim_to_mesh_axis_map.keys() - DIM_TO_MESH_AXES.keys())
+        unknown_keys = sorted(
+            cfg.dim_to_mesh_axis_map.keys() - DIM_TO_MESH_AXES.keys()
+        )
         if unknown_keys:
             raise errors.LayerConfigError(
                 f"{self.path()}: dim_to_mesh_axis_map has {unknown_keys}; expected keys "
@@ -170,6 +233,14 @@ class TransformerFeedForwardMoE(ResidualLayer):
         if cfg.structure == "postnorm" or not self._drops_hidden:
             hidden_dropout = None
         self._add_dropouts(hidden_dropout)
+        if cfg.shared_expert_gate and cfg.shared_expert is None:
+            raise errors.LayerConfigError(
+                f"{self.path()}: shared_expert_gate=True, but there is no shared_expert to weigh; "
+                "set one, or no gate."
+            )
+        self._maybe_add_child(
+            "shared_expert", cfg.shared_expert, input_dim=cfg.input_dim
+        )
 
     def _wi_names(self) -> list[str]:
         """Returns the names of the weights before the activations; a gated layer has two."""
@@ -177,10 +248,20 @@ class TransformerFeedForwardMoE(ResidualLayer):
             return ["wi_weight"]
         return [f"wi_{i}_weight" for i in range(len(self._activations))]
 
-    def _create_layer_parameter_specs(self) -> dict[str, base_layer.ParameterSpec]:
+    @nowrap
+    def expert_weight_specs(self) -> dict[str, base_layer.ParameterSpec]:
+        """Returns the specs of the weights of experts, `(experts, inputs, outputs)`."""
+        specs = self._create_layer_parameter_specs()
+        return {name: specs[name] for name in (*self._wi_names(), "wo_weight")}
+
+    def _create_layer_parameter_specs(
+        self,
+    ) -> dict[str, base_layer.ParameterSpec]:
         cfg = self.config
         m, e, h = cfg.input_dim, cfg.num_experts, self._hidden_dim
-        expert_fan_axes = param_init.FanAxes(in_axis=1, out_axis=2, batch_axis=0)
+        expert_fan_axes = param_init.FanAxes(
+            in_axis=1, out_axis=2, batch_axis=0
+        )
         specs = super()._create_layer_parameter_specs()
         specs["gate_weight"] = base_layer.ParameterSpec(
             (m, e),
@@ -191,23 +272,40 @@ class TransformerFeedForwardMoE(ResidualLayer):
         wi_weight = base_layer.ParameterSpec(
             (e, m, h),
             mesh_axes=cfg.dim_to_mesh_axis_map.get("emh"),
-            factorization=parameter_spec.FactorizationSpec((None, "row", "col")),
+            factorization=parameter_spec.FactorizationSpec(
+                (None, "row", "col")
+            ),
             fan_axes=expert_fan_axes,
         )
         for name in self._wi_names():
             specs[name] = wi_weight
         specs["wo_weight"] = dataclasses.replace(
-            wi_weight, shape=(e, h, m), mesh_axes=cfg.dim_to_mesh_axis_map.get("ehm")
+            wi_weight,
+            shape=(e, h, m),
+            mesh_axes=cfg.dim_to_mesh_axis_map.get("ehm"),
         )
+        if cfg.shared_expert_gate:
+            specs["shared_expert_gate_weight"] = base_layer.ParameterSpec(
+                (m, 1),
+                mesh_axes=(None, None),
+                fan_axes=param_init.FanAxes(in_axis=0, out_axis=1),
+            )
         return specs
 
-    def forward(self, inputs: Tensor, paddings: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        inputs: Tensor,
+        paddings: Tensor | None = None,
+        *,
+        low_rank_factors: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
         """Applies the layer; the output has the shape of `inputs`.
 
         Args:
           inputs: `Float[Array, "batch time input_dim"]`. Earlier tokens get slots first.
           paddings: `Bool[Array, "batch time"]`, True for tokens without experts and loss, whose
             NaN and infinities are taken for 0.
+          low_rank_factors: of terms to add to the weights of experts, by name; see `ExpertWeight`.
 
         Raises ArgumentShapeError if the tokens do not divide into the groups in training. Outside
         of training, the number of groups is reduced.
@@ -218,9 +316,32 @@ class TransformerFeedForwardMoE(ResidualLayer):
             inputs = finite_or_counted(inputs, live[..., None])
         inputs = self._add_tensor_stats("inputs", inputs)
         skipped, x = self._enter_branch(inputs)
-        x = self._remat_name(self._apply_experts(x, live), "linear2_0")
-        outputs = self._leave_branch(skipped, x, weight=self.config.residual_weight)
+        weights = self._expert_weights(low_rank_factors or {})
+        y = self._apply_experts(x, live, weights)
+        if self.config.shared_expert is not None:
+            y = y + self._shared_expert_output(x)
+        x = self._remat_name(y, "linear2_0")
+        outputs = self._leave_branch(
+            skipped, x, weight=self.config.residual_weight
+        )
         return self._add_tensor_stats("outputs", outputs)
+
+    def _expert_weights(
+        self, low_rank_factors: Mapping[str, tuple[Tensor, Tensor]]
+    ) -> list[ExpertWeight]:
+        """Returns the weights before the activations, and that of the output."""
+        weights: list[ExpertWeight] = []
+        for name in (*self._wi_names(), "wo_weight"):
+            factors = low_rank_factors.get(name, ())
+            weights.append(ExpertWeight(self.parameters[name], *factors))
+        return weights
+
+    def _shared_expert_output(self, x: Tensor) -> Tensor:
+        y = self.shared_expert(x)
+        if not self.config.shared_expert_gate:
+            return y
+        weight = self.parameters["shared_expert_gate_weight"].astype(x.dtype)
+        return y * jax.nn.sigmoid(x @ weight)
 
     def _group_sizes(self, num_tokens: int) -> _GroupSizes:
         cfg = self.config
@@ -234,9 +355,13 @@ class TransformerFeedForwardMoE(ResidualLayer):
                 f"{cfg.outer_batch} times num_groups={cfg.num_groups} groups; set num_groups to a "
                 f"divisor of {tokens_per_outer_batch}."
             )
-        return _GroupSizes(outer_batch, math.gcd(tokens_per_outer_batch, cfg.num_groups))
+        return _GroupSizes(
+            outer_batch, math.gcd(tokens_per_outer_batch, cfg.num_groups)
+        )
 
-    def _apply_experts(self, x: Tensor, live: Tensor | None) -> Tensor:
+    def _apply_experts(
+        self, x: Tensor, live: Tensor | None, weights: list[ExpertWeight]
+    ) -> Tensor:
         sizes = self._group_sizes(math.prod(x.shape[:-1]))
         tokens = self._shard(_as_groups(x, sizes), "ogsm")
         logits = self._shard(self._router_logits(tokens), "ogse")
@@ -253,7 +378,7 @@ class TransformerFeedForwardMoE(ResidualLayer):
             partition_spec=self._partition_spec("oegcm", sizes.outer_batch),
         )
         combined = self.gating.combine(
-            self._shard(self._experts(slots), "oegcm"),
+            self._shard(self._experts(slots, weights), "oegcm"),
             combine_tensor=self._shard(output.combine_tensor, "ogsec"),
             dtype=x.dtype,
             partition_spec=self._partition_spec("ogsm", sizes.outer_batch),
@@ -262,22 +387,32 @@ class TransformerFeedForwardMoE(ResidualLayer):
 
     def _router_logits(self, tokens: Tensor) -> Tensor:
         """Computes logits in float32, for stability (Fedus et al., 2022, section 2.4)."""
-        return tokens.astype(jnp.float32) @ self.parameters["gate_weight"].astype(jnp.float32)
+        return tokens.astype(jnp.float32) @ self.parameters[
+            "gate_weight"
+        ].astype(jnp.float32)
 
-    def _experts(self, slots: Tensor) -> Tensor:
+    def _experts(self, slots: Tensor, weights: list[ExpertWeight]) -> Tensor:
         """Applies each expert to its slots, `(o e g c m)`."""
+
+        def multiply(x: Tensor, weight: Tensor) -> Tensor:
+            return project(
+                "oegci,eij->oegcj",
+                x,
+                weight.astype(x.dtype),
+                dot_general=self.dot_general(),
+            )
+
         factors: list[Tensor] = []
-        for i, name in enumerate(self._wi_names()):
-            weight = self.parameters[name].astype(slots.dtype)
-            y = project("oegcm,emh->oegch", slots, weight, dot_general=self.dot_general())
-            y = self._remat_name(self._shard(y, "oegch"), f"linear1_{i}")
+        *input_weights, output_weight = weights
+        for i, weight in enumerate(input_weights):
+            y = self._shard(weight.product(slots, multiply), "oegch")
+            y = self._remat_name(y, f"linear1_{i}")
             factors.append(self._activations[i](y))
         # One factor, or the two of a gated layer.
         hidden = math.prod(factors[1:], start=factors[0])
         if "dropout1" in self._children:
             hidden = self.dropout1(hidden)
-        weight = self.parameters["wo_weight"].astype(slots.dtype)
-        return project("oegch,ehm->oegcm", hidden, weight, dot_general=self.dot_general())
+        return output_weight.product(hidden, multiply)
 
     def _add_losses(self, output: BaseGating.Output) -> None:
         cfg = self.config
@@ -285,14 +420,18 @@ class TransformerFeedForwardMoE(ResidualLayer):
         if cfg.router_z_loss_weight:
             loss = loss + cfg.router_z_loss_weight * output.router_z_loss
         if cfg.corr_loss_weight:
-            corr_loss = routing.decorrelation_loss(self.parameters["gate_weight"])
+            corr_loss = routing.decorrelation_loss(
+                self.parameters["gate_weight"]
+            )
             self.add_summary("corr_loss", corr_loss)
             loss = loss + cfg.corr_loss_weight * corr_loss
         if output.seq_load_balance_loss is not None:
             loss = loss + output.seq_load_balance_loss
         self.add_module_output("aux_loss", loss)
 
-    def _partition_spec(self, dims: str, outer_batch: int) -> PartitionSpec | None:
+    def _partition_spec(
+        self, dims: str, outer_batch: int
+    ) -> PartitionSpec | None:
         spec = self.config.dim_to_mesh_axis_map.get(dims)
         if spec is None or outer_batch > 1:
             return spec
@@ -304,7 +443,9 @@ class TransformerFeedForwardMoE(ResidualLayer):
         return PartitionSpec(*(axes or None for axes in mesh_axes))
 
     def _shard(self, x: Tensor, dims: str) -> Tensor:
-        return parameter_spec.maybe_shard(x, self._partition_spec(dims, x.shape[0]))
+        return parameter_spec.maybe_shard(
+            x, self._partition_spec(dims, x.shape[0])
+        )
 
 
 def _as_groups(x: Tensor, sizes: _GroupSizes) -> Tensor:
@@ -316,7 +457,9 @@ def _as_groups(x: Tensor, sizes: _GroupSizes) -> Tensor:
     group_size = math.prod(batch) // math.prod(sizes)
     batch_axes, *_, dim_axes = explicit_spec(x)
     x = gathered(x, *range(1, x.ndim - 1))
-    return reshaped(x, (*sizes, group_size, dim), (None, batch_axes, None, dim_axes))
+    return reshaped(
+        x, (*sizes, group_size, dim), (None, batch_axes, None, dim_axes)
+    )
 
 
 class GMMBackend(enum.Enum, metaclass=EnumTypeWithHints):
@@ -330,7 +473,10 @@ class GMMBackend(enum.Enum, metaclass=EnumTypeWithHints):
 
 _TOKENS = {"bsm": PartitionSpec("data", None, None)}
 # Weights with the hidden dimensions over "model", of experts on all devices or over "expert".
-_UNSPLIT = {"emh": PartitionSpec(None, None, "model"), "ehm": PartitionSpec(None, "model", None)}
+_UNSPLIT = {
+    "emh": PartitionSpec(None, None, "model"),
+    "ehm": PartitionSpec(None, "model", None),
+}
 _SPLIT = {dims: DIM_TO_MESH_AXES[dims] for dims in _UNSPLIT}
 
 
@@ -343,13 +489,21 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         gating: BaseGating.Config = TopKDropFreeGating.default_config()
         """A `TopKDropFreeGating` or a subclass."""
         num_groups: int = 1
-        dim_to_mesh_axis_map: dict[str, PartitionSpec | None] = {**DIM_TO_MESH_AXES, **_UNSPLIT}
+        dim_to_mesh_axis_map: dict[str, PartitionSpec | None] = {
+            **DIM_TO_MESH_AXES,
+            **_UNSPLIT,
+        }
         seq_load_balance_loss_weight: float | None = None
         """Weight of a load-balancing loss per sequence; None for none."""
-        input_dim_to_partition_spec: dict[str, PartitionSpec | None] = {**_TOKENS, **_UNSPLIT}
+        input_dim_to_partition_spec: dict[str, PartitionSpec | None] = {
+            **_TOKENS,
+            **_UNSPLIT,
+        }
         """Sharding of tokens ("bsm") and weights ("emh", "ehm") where experts are applied; axis m
         is never sharded there."""
-        output_dim_to_partition_spec: dict[str, PartitionSpec | None] = {**_TOKENS}
+        output_dim_to_partition_spec: dict[str, PartitionSpec | None] = {
+            **_TOKENS
+        }
         """Sharding of the result ("bsm")."""
         gmm_backend: GMMBackend | None = None
         """Implementation of grouped products; None for `jax.lax.ragged_dot`."""
@@ -372,14 +526,18 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
                 "use a TopKDropFreeGating or a TopKBiasGating, or change the layer to a "
                 "TransformerFeedForwardMoE."
             )
-        self._tiling: tuple[int, int, int] | None = config.maybe_instantiate(cfg.tiling)
+        self._tiling: tuple[int, int, int] | None = config.maybe_instantiate(
+            cfg.tiling
+        )
         if cfg.gmm_backend is GMMBackend.MEGABLOX and self._tiling is None:
             raise errors.LayerConfigError(
                 f"{self.path()}: gmm_backend={cfg.gmm_backend} needs a tiling: block sizes "
                 "of rows, contracted and other columns, such as (128, 128, 128)."
             )
 
-    def _apply_experts(self, x: Tensor, live: Tensor | None) -> Tensor:
+    def _apply_experts(
+        self, x: Tensor, live: Tensor | None, weights: list[ExpertWeight]
+    ) -> Tensor:
         if x.ndim != 3:
             raise errors.ArgumentShapeError(
                 f"{self.path()}: inputs of shape {x.shape}; expected (batch, time, "
@@ -394,7 +552,6 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
             live=live,
         )
         self._add_losses(output)
-        weights = [self.parameters[name] for name in (*self._wi_names(), "wo_weight")]
         # Of each token, the experts that it chose, and their weights in the result.
         experts, gates = output.dispatch_tensor, output.combine_tensor
         y, num_dropped = self._apply_sharded(tokens, experts, gates, weights)
@@ -405,12 +562,16 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         """Reports the fraction of dropped choices; nothing is dropped here."""
 
     def _apply_sharded(
-        self, x: Tensor, experts: Tensor, gates: Tensor, weights: list[Tensor]
+        self,
+        x: Tensor,
+        experts: Tensor,
+        gates: Tensor,
+        weights: list[ExpertWeight],
     ) -> tuple[Tensor, Tensor]:
         """Applies experts to the tokens of each device; also counts dropped choices."""
         mesh = get_global_mesh()
         if mesh is None:
-            return self._apply_locally(x, experts, gates, *weights)
+            return self._apply_locally(x, experts, gates, weights)
         cfg = self.config
         token_entries = _padded_spec(cfg.input_dim_to_partition_spec["bsm"])
         # Each device needs all of a token, to multiply it by its part of the weights.
@@ -421,18 +582,28 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         hidden_axes = axes_of(wi_spec[2])
         token_axes = axes_of(token_spec[0]) + axes_of(token_spec[1])
 
-        def apply_on_device(*operands: Tensor) -> tuple[Tensor, Tensor]:
-            y, num_dropped = self._apply_locally(*operands, expert_axes=expert_axes)
+        def apply_on_device(
+            x: Tensor,
+            experts: Tensor,
+            gates: Tensor,
+            weights: list[ExpertWeight],
+        ) -> tuple[Tensor, Tensor]:
+            y, num_dropped = self._apply_locally(
+                x, experts, gates, weights, expert_axes=expert_axes
+            )
             # Sums over the experts of other devices, and over their hidden dimensions.
             y = jax.lax.psum(y, hidden_axes + expert_axes)
             return y, jax.lax.psum(num_dropped, expert_axes + token_axes)
 
-        operands = [x, experts, gates, *weights]
-        wi_specs = [wi_spec] * (len(weights) - 1)
-        in_specs = (token_spec, token_spec, token_spec, *wi_specs, wo_spec)
+        weight_specs = [_specs_of_factors(wi_spec, weights[0])] * (
+            len(weights) - 1
+        )
+        weight_specs.append(_specs_of_factors(wo_spec, weights[-1]))
+        operands: Any = (x, experts, gates, weights)
+        in_specs: Any = (token_spec, token_spec, token_spec, weight_specs)
         if AxisType.Explicit in mesh.axis_types:
             # Over these, JAX takes operands only as they are in the specs.
-            operands = list(map(constrain, operands, in_specs))
+            operands = jax.tree.map(constrain, operands, in_specs)
         sharded_fn = jax.shard_map(
             apply_on_device,
             mesh=mesh if isinstance(mesh, jax.sharding.Mesh) else None,
@@ -455,7 +626,8 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         x: Tensor,
         experts: Tensor,
         gates: Tensor,
-        *weights: Tensor,
+        weights: list[ExpertWeight],
+        *,
         expert_axes: tuple[str, ...] = (),
     ) -> tuple[Tensor, Tensor]:
         """Applies one device's experts to its tokens; also counts dropped choices.
@@ -468,7 +640,7 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         `expert_axes` are the mesh axes over which experts are divided.
         """
         num_choices_per_token = experts.shape[-1]
-        num_experts = weights[0].shape[0]
+        num_experts = weights[0].weight.shape[0]
         tokens = x.reshape(-1, x.shape[-1])
         choices = experts.reshape(-1, num_choices_per_token)
         # Without mesh axes, this is device 0 of 1.
@@ -482,25 +654,38 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         token_of_row = rows.choices // num_choices_per_token
         is_real = rows.is_real[:, None]
         inputs = jnp.where(is_real, tokens[token_of_row], 0)
+
+        def multiply(x: Tensor, weight: Tensor) -> Tensor:
+            return self._grouped_product(x, weight, rows.sizes)
+
         factors: list[Tensor] = []
-        for weight, activation in zip(weights[:-1], self._activations, strict=True):
-            factors.append(activation(self._grouped_product(inputs, weight, rows.sizes)))
+        *input_weights, output_weight = weights
+        for weight, activation in zip(
+            input_weights, self._activations, strict=True
+        ):
+            factors.append(activation(weight.product(inputs, multiply)))
         hidden = math.prod(factors[1:], start=factors[0])
-        y = self._grouped_product(hidden, weights[-1], rows.sizes)
+        y = output_weight.product(hidden, multiply)
         # Rows that no expert computed hold arbitrary values.
         y = jnp.where(is_real, y, 0) * gates.reshape(-1)[rows.choices][:, None]
         outputs = jnp.zeros(tokens.shape, y.dtype).at[token_of_row].add(y)
         is_of_device = (choices >= first) & (choices < first + num_experts)
         num_dropped = jnp.sum(is_of_device) - jnp.sum(rows.is_real)
-        return outputs.reshape(x.shape).astype(x.dtype), num_dropped.astype(jnp.float32)
+        return outputs.reshape(x.shape).astype(x.dtype), num_dropped.astype(
+            jnp.float32
+        )
 
-    def _grouped_product(self, x: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
+    def _grouped_product(
+        self, x: Tensor, weight: Tensor, sizes: Tensor
+    ) -> Tensor:
         """Multiplies the first `sizes[0]` rows of `x` by `weight[0]`, and so on."""
         cfg = self.config
         dtype = cfg.preferred_element_type or x.dtype
         weight = weight.astype(x.dtype)
         if cfg.gmm_backend is not GMMBackend.MEGABLOX:
-            return jax.lax.ragged_dot(x, weight, sizes, preferred_element_type=dtype)
+            return jax.lax.ragged_dot(
+                x, weight, sizes, preferred_element_type=dtype
+            )
         # Importing Pallas is slow, and most models do not need it.
         from jax.experimental.pallas.ops.tpu import megablox
 
@@ -511,8 +696,20 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         # The kernel takes whole blocks of rows.
         x = jnp.pad(x, ((0, -num_rows % tiling[0]), (0, 0)))
         sizes = sizes.astype(jnp.int32)
-        y = megablox.gmm(x, weight, sizes, dtype, tiling, interpret=cfg.interpret)
+        y = megablox.gmm(
+            x, weight, sizes, dtype, tiling, interpret=cfg.interpret
+        )
         return y[:num_rows]
+
+
+def _specs_of_factors(spec: PartitionSpec, weight: ExpertWeight) -> Any:
+    """Returns the sharding of a weight of experts and of its factors, by that of the weight."""
+    experts, inputs, outputs = spec
+    if weight.down is None:
+        return ExpertWeight(spec)  # pyright: ignore[reportArgumentType]
+    down = PartitionSpec(experts, inputs, None)
+    up = PartitionSpec(experts, None, outputs)
+    return ExpertWeight(spec, down, up)  # pyright: ignore[reportArgumentType]
 
 
 def _padded_spec(spec: PartitionSpec | None) -> PartitionSpec:
@@ -532,8 +729,13 @@ class ApproximateTokenDropFreeMoE(TransformerFeedForwardDropFreeMoE):
         """Configures an ApproximateTokenDropFreeMoE; `expert_parallel_capacity` is at least 1."""
 
         expert_parallel_capacity: float = 1.25
-        dim_to_mesh_axis_map: dict[str, PartitionSpec | None] = {**DIM_TO_MESH_AXES}
-        input_dim_to_partition_spec: dict[str, PartitionSpec | None] = {**_TOKENS, **_SPLIT}
+        dim_to_mesh_axis_map: dict[str, PartitionSpec | None] = {
+            **DIM_TO_MESH_AXES
+        }
+        input_dim_to_partition_spec: dict[str, PartitionSpec | None] = {
+            **_TOKENS,
+            **_SPLIT,
+        }
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -544,7 +746,9 @@ class ApproximateTokenDropFreeMoE(TransformerFeedForwardDropFreeMoE):
             )
 
     def _num_rows(self, num_choices: int, num_parts: int) -> int:
-        capacity = math.ceil(self.config.expert_parallel_capacity * num_choices / num_parts)
+        capacity = math.ceil(
+            self.config.expert_parallel_capacity * num_choices / num_parts
+        )
         return min(num_choices, capacity)
 
     def _report_dropped(self, share: Tensor) -> None:
@@ -561,13 +765,17 @@ def set_interpret_in_moe_config_recursively(
 
     def set_interpret(cfg: config.ConfigBase) -> None:
         if isinstance(cfg, TransformerFeedForwardDropFreeMoE.Config):
-            cfg.set(interpret=True, preferred_element_type=preferred_element_type)
+            cfg.set(
+                interpret=True, preferred_element_type=preferred_element_type
+            )
 
     for_each_config(cfg, set_interpret)
 
 
 def convert_dense_to_moe_parameters(
-    source_parameters: Mapping[str, Any], *, target_parameter_specs: Mapping[str, Any]
+    source_parameters: Mapping[str, Any],
+    *,
+    target_parameter_specs: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Copies dense layers into every expert (sparse upcycling: Komatsuzaki et al., 2023).
 
@@ -595,14 +803,18 @@ _DENSE_NAMES = {
 _INITIALIZED = ("gate_weight", "gating")
 
 
-def _convert(source: Mapping[str, Any], specs: Mapping[str, Any], path: str) -> dict[str, Any]:
+def _convert(
+    source: Mapping[str, Any], specs: Mapping[str, Any], path: str
+) -> dict[str, Any]:
     source_stack, target_stack = _Stack.of(source), _Stack.of(specs)
     if source_stack and target_stack and source_stack != target_stack:
         source = _restacked(source, source_stack, target_stack, path)
     has_experts = "wo_weight" in specs
     copied_names: set[str] = set()
     # Of the same class, since a VDict marks a stack.
-    parameters: dict[str, Any] = type(specs)() if isinstance(specs, dict) else {}
+    parameters: dict[str, Any] = (
+        type(specs)() if isinstance(specs, dict) else {}
+    )
     for name, spec in specs.items():
         entry_path = f"{path}/{name}" if path else name
         if has_experts and name in _INITIALIZED:
@@ -611,7 +823,9 @@ def _convert(source: Mapping[str, Any], specs: Mapping[str, Any], path: str) -> 
             dense_name = _DENSE_NAMES[name]
             copied_names.add(dense_name)
             dense_layer = _source_entry(source, dense_name, entry_path)
-            parameters[name] = _repeat_for_experts(dense_layer, spec, entry_path)
+            parameters[name] = _repeat_for_experts(
+                dense_layer, spec, entry_path
+            )
         elif isinstance(spec, Mapping):
             copied_names.add(name)
             parameters[name] = _convert(source.get(name, {}), spec, entry_path)
@@ -641,7 +855,9 @@ def _source_entry(source: Mapping[str, T], name: str, entry_path: str) -> T:
 
 
 def _repeat_for_experts(
-    dense_layer: Mapping[str, Tensor], spec: base_layer.ParameterSpec, entry_path: str
+    dense_layer: Mapping[str, Tensor],
+    spec: base_layer.ParameterSpec,
+    entry_path: str,
 ) -> Tensor:
     names_without_counterpart = sorted(set(dense_layer) - {"weight"})
     if names_without_counterpart:
@@ -652,10 +868,14 @@ def _repeat_for_experts(
     # Experts are the third axis from the end; axes of a stack may precede it.
     weight = jnp.expand_dims(dense_layer["weight"], -3)
     num_experts = spec.shape[-3]
-    return _check_shape(jnp.repeat(weight, num_experts, axis=-3), spec, entry_path)
+    return _check_shape(
+        jnp.repeat(weight, num_experts, axis=-3), spec, entry_path
+    )
 
 
-def _check_shape(value: Tensor, spec: base_layer.ParameterSpec, entry_path: str) -> Tensor:
+def _check_shape(
+    value: Tensor, spec: base_layer.ParameterSpec, entry_path: str
+) -> Tensor:
     if tuple(value.shape) != tuple(spec.shape):
         raise errors.ParameterSpecError(
             f"{entry_path} has shape {tuple(spec.shape)} in the target, but the source has "
@@ -696,7 +916,10 @@ class _Stack:
 
 
 def _restacked(
-    source: Mapping[str, Any], source_stack: _Stack, target_stack: _Stack, path: str
+    source: Mapping[str, Any],
+    source_stack: _Stack,
+    target_stack: _Stack,
+    path: str,
 ) -> dict[str, Any]:
     """Returns the parameters of a stack with its layers nested as in another stack."""
     num_source_layers = _num_layers(source_stack)
@@ -729,7 +952,9 @@ def _layers_of(tree: PyTree, stack: _Stack | None) -> Iterator[PyTree]:
             yield from _layers_of(tree[f"layer{i}"], block)
     else:
         for i in range(stack.num_repeats):
-            block_tree = jax.tree.map(operator.itemgetter(i), tree["repeat"]["layer"])
+            block_tree = jax.tree.map(
+                operator.itemgetter(i), tree["repeat"]["layer"]
+            )
             yield from _layers_of(block_tree, stack.blocks[0])
 
 
@@ -738,6 +963,15 @@ def _nest(layers: Iterator[PyTree], stack: _Stack | None) -> PyTree:
     if stack is None:
         return next(layers)
     if stack.num_repeats is None:
-        return {f"layer{i}": _nest(layers, block) for i, block in enumerate(stack.blocks)}
-    block_trees = [_nest(layers, stack.blocks[0]) for _ in range(stack.num_repeats)]
-    return {"repeat": {"layer": jax.tree.map(lambda *xs: jnp.stack(xs), *block_trees)}}
+        return {
+            f"layer{i}": _nest(layers, block)
+            for i, block in enumerate(stack.blocks)
+        }
+    block_trees = [
+        _nest(layers, stack.blocks[0]) for _ in range(stack.num_repeats)
+    ]
+    return {
+        "repeat": {
+            "layer": jax.tree.map(lambda *xs: jnp.stack(xs), *block_trees)
+        }
+    }

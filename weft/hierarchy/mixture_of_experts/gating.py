@@ -95,16 +95,23 @@ class AdaptiveLoadBalanceLoss(base_layer.BaseLayer):
             )
         self._add_child("value_average", cfg.moving_average)
 
-    def _create_layer_parameter_specs(self) -> dict[str, base_layer.ParameterSpec]:
+    def _create_layer_parameter_specs(
+        self,
+    ) -> dict[str, base_layer.ParameterSpec]:
         return {"log_scale": constant_spec((), dtype=jnp.float32)}
 
     def forward(self, value: Tensor) -> Tensor:
         """Returns the factor from the dropped fraction of choices, and in training updates it."""
         cfg = self.config
-        average, log_scale = self.value_average(value), self.parameters["log_scale"]
+        average, log_scale = (
+            self.value_average(value),
+            self.parameters["log_scale"],
+        )
         if self.is_training:
             step = jnp.where(
-                average > cfg.max_value, 1.0, jnp.where(average < cfg.min_value, -1, 0)
+                average > cfg.max_value,
+                1.0,
+                jnp.where(average < cfg.min_value, -1, 0),
             )
             self.add_state_update("log_scale", log_scale + cfg.log_step * step)
         self.add_summary("average", average)
@@ -170,7 +177,11 @@ class BaseGating(base_layer.BaseLayer):
         Returns `Float[Array, "outer expert group capacity dim"]`, computed in `dtype` and sharded
         by `partition_spec`. `combine_tensor` is not used here.
         """
-        x = jnp.einsum("ogsec,ogsm->oegcm", dispatch_tensor.astype(dtype), inputs.astype(dtype))
+        x = jnp.einsum(
+            "ogsec,ogsm->oegcm",
+            dispatch_tensor.astype(dtype),
+            inputs.astype(dtype),
+        )
         return maybe_shard(x, partition_spec)
 
     @nowrap
@@ -186,22 +197,38 @@ class BaseGating(base_layer.BaseLayer):
 
         Returns `Float[Array, "outer group token dim"]`; see `dispatch` for the other arguments.
         """
-        y = jnp.einsum("ogsec,oegcm->ogsm", combine_tensor.astype(dtype), inputs.astype(dtype))
+        y = jnp.einsum(
+            "ogsec,oegcm->ogsm",
+            combine_tensor.astype(dtype),
+            inputs.astype(dtype),
+        )
         return maybe_shard(y, partition_spec)
 
     def _report(
-        self, output: Output, experts: Tensor, live: Tensor | None, routed: Any = None
+        self,
+        output: Output,
+        experts: Tensor,
+        live: Tensor | None,
+        routed: Any = None,
     ) -> None:
         """Adds summaries about the choices `experts`, and about those dropped in `routed`."""
         self.add_summary("load_balance_loss", output.load_balance_loss)
         self.add_summary("router_z_loss", output.router_z_loss)
         num_experts = self.config.num_experts
-        where = None if live is None else jnp.broadcast_to(live[..., None], experts.shape)
-        choices = routing.choices_per_expert(experts, num_experts=num_experts, where=where)
+        where = (
+            None
+            if live is None
+            else jnp.broadcast_to(live[..., None], experts.shape)
+        )
+        choices = routing.choices_per_expert(
+            experts, num_experts=num_experts, where=where
+        )
         total = jnp.sum(choices)
         load = choices / jnp.maximum(1, total)
         self.add_summary("expert_load", metrics.WeightedSummary(load, total))
-        self.add_summary("dispatch_entropy", jnp.sum(jax.scipy.special.entr(load)))
+        self.add_summary(
+            "dispatch_entropy", jnp.sum(jax.scipy.special.entr(load))
+        )
         if routed is None:
             return
         for i, share in enumerate(routing.over_capacity(routed, live)):
@@ -210,7 +237,10 @@ class BaseGating(base_layer.BaseLayer):
             experts, num_experts=num_experts, where=routed.kept
         )
         over_capacity = (choices - served_choices) / jnp.maximum(1, choices)
-        self.add_summary("expert_over_capacity", metrics.WeightedSummary(over_capacity, choices))
+        self.add_summary(
+            "expert_over_capacity",
+            metrics.WeightedSummary(over_capacity, choices),
+        )
         self.add_summary("dropped_tokens", routing.dropped_tokens(routed, live))
 
 
@@ -234,7 +264,11 @@ class CapacityGating(BaseGating):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        for name in ("expert_capacity", "train_capacity_factor", "eval_capacity_factor"):
+        for name in (
+            "expert_capacity",
+            "train_capacity_factor",
+            "eval_capacity_factor",
+        ):
             value = getattr(cfg, name)
             if value is not None and value < 0:
                 raise LayerConfigError(
@@ -246,7 +280,9 @@ class CapacityGating(BaseGating):
                 f"{self.path()}: a token chooses {self.num_choices()} of num_experts="
                 f"{cfg.num_experts} experts; expected at least 1, and at most num_experts."
             )
-        self._maybe_add_child("adaptive_load_balance_loss", cfg.adaptive_load_balance_loss)
+        self._maybe_add_child(
+            "adaptive_load_balance_loss", cfg.adaptive_load_balance_loss
+        )
 
     @nowrap
     def num_choices(self) -> int:
@@ -254,7 +290,9 @@ class CapacityGating(BaseGating):
         raise NotImplementedError(type(self))
 
     def _cap_logits(self, logits: Tensor, live: Tensor | None) -> Tensor:
-        logits = finite_or_counted(logits, None if live is None else live[..., None])
+        logits = finite_or_counted(
+            logits, None if live is None else live[..., None]
+        )
         # Tokens of a group compete for the slots of an expert, and experts for a token.
         logits = gathered(logits, -2, -1)
         logits = logits.astype(jnp.float32)
@@ -263,28 +301,48 @@ class CapacityGating(BaseGating):
 
     def _capacity(self, group_size: int) -> int:
         cfg = self.config
-        factor = cfg.train_capacity_factor if self.is_training else cfg.eval_capacity_factor
+        factor = (
+            cfg.train_capacity_factor
+            if self.is_training
+            else cfg.eval_capacity_factor
+        )
         return routing.expert_capacity(
-            group_size, cfg.num_experts, factor=factor or None, minimum=cfg.expert_capacity or None
+            group_size,
+            cfg.num_experts,
+            factor=factor or None,
+            minimum=cfg.expert_capacity or None,
         )
 
-    def _scale_load_balance_loss(self, load_balance_loss: Tensor, over_capacity: Tensor) -> Tensor:
+    def _scale_load_balance_loss(
+        self, load_balance_loss: Tensor, over_capacity: Tensor
+    ) -> Tensor:
         loss = jnp.mean(load_balance_loss)
         if self.config.adaptive_load_balance_loss is None:
             return loss
         return loss * self.adaptive_load_balance_loss(jnp.mean(over_capacity))
 
     def _route(
-        self, logits: Tensor, experts: Tensor, gates: Tensor, loss: Tensor, live: Tensor | None
+        self,
+        logits: Tensor,
+        experts: Tensor,
+        gates: Tensor,
+        loss: Tensor,
+        live: Tensor | None,
     ) -> BaseGating.Output:
         capacity = self._capacity(logits.shape[-2])
         sizes = {"num_experts": self.config.num_experts, "capacity": capacity}
         routed = routing.route(experts, gates, live=live, **sizes)
         over_capacity = routing.over_capacity(routed, live)
-        combine = self._remat_name(routing.combine_tensor(routed, **sizes), "gate_weights")
-        dispatch = self._remat_name(routing.dispatch_tensor(routed, **sizes), "gate_assignment")
+        combine = self._remat_name(
+            routing.combine_tensor(routed, **sizes), "gate_weights"
+        )
+        dispatch = self._remat_name(
+            routing.dispatch_tensor(routed, **sizes), "gate_assignment"
+        )
         loss = self._scale_load_balance_loss(loss, over_capacity)
-        output = self.Output(combine, dispatch, loss, routing.router_z_loss(logits, live))
+        output = self.Output(
+            combine, dispatch, loss, routing.router_z_loss(logits, live)
+        )
         self._report(output, experts, live, routed)
         return output
 
@@ -303,7 +361,9 @@ class Top2Gating(CapacityGating):
     def num_choices(self) -> int:
         return 2
 
-    def forward(self, logits: Tensor, live: Tensor | None = None) -> BaseGating.Output:
+    def forward(
+        self, logits: Tensor, live: Tensor | None = None
+    ) -> BaseGating.Output:
         logits = self._cap_logits(logits, live)
         probs = jax.nn.softmax(logits, axis=-1)
         values, experts = jax.lax.top_k(probs, 2)
@@ -312,15 +372,18 @@ class Top2Gating(CapacityGating):
         loss = routing.load_balance_loss(probs, experts[..., :1], live)
         output = self._route(logits, experts, gates, loss, live)
         return output._replace(
-            dispatch_tensor=output.dispatch_tensor.astype(self.config.mask_dtype)
+            dispatch_tensor=output.dispatch_tensor.astype(
+                self.config.mask_dtype
+            )
         )
 
 
 class TopKGating(CapacityGating):
     """Gating by the `k` experts with the highest scores.
 
-    Weights are the scores, normalized to sum to 1 for several choices; a single choice keeps its
-    score as weight, so that the router learns from it (Fedus et al., 2022).
+    Weights are the scores, normalized to sum to 1 for several choices unless `normalize_gates` is
+    False; a single choice keeps its score as weight, so that the router learns from it (Fedus et
+    al., 2022).
     """
 
     class Config(CapacityGating.Config):
@@ -331,6 +394,8 @@ class TopKGating(CapacityGating):
         """From logits to scores; a softmax by default."""
         topk_fn: ConfigOr[TopKFn] | None = None
         """Finds the highest scores; exactly by default."""
+        normalize_gates: bool = True
+        """Whether the weights of a token's choices sum to 1."""
         noisy_gating: GateNoise | None = None
         """Noise to add to logits in training before choosing experts."""
 
@@ -354,23 +419,31 @@ class TopKGating(CapacityGating):
         """Returns the axes of `dispatch_tensor`, one letter per axis."""
         return cls._axes
 
-    def forward(self, logits: Tensor, live: Tensor | None = None) -> BaseGating.Output:
+    def forward(
+        self, logits: Tensor, live: Tensor | None = None
+    ) -> BaseGating.Output:
         logits = self._cap_logits(logits, live)
         scores, experts, gates = self._choose(logits, live)
         loss = routing.load_balance_loss(_as_probs(scores), experts, live)
         return self._route(logits, experts, gates, loss, live)
 
-    def _choose(self, logits: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _choose(
+        self, logits: Tensor, live: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns scores of all experts, the chosen experts and their weights."""
         k = self.config.num_experts_per_token
         scores = chosen_by = self._score_fn(logits)
         if self.config.noisy_gating is GateNoise.GUMBEL and self.is_training:
             key = self.require_prng_key("the noise")
             # The order of a softmax's scores is that of the logits.
-            chosen_by = self._score_fn(logits + jax.random.gumbel(key, logits.shape))
-        _, experts = self._topk_fn(jax.lax.stop_gradient(self._preference(chosen_by)), k)
+            chosen_by = self._score_fn(
+                logits + jax.random.gumbel(key, logits.shape)
+            )
+        _, experts = self._topk_fn(
+            jax.lax.stop_gradient(self._preference(chosen_by)), k
+        )
         gates = jnp.take_along_axis(scores, experts, axis=-1)
-        if k > 1:
+        if k > 1 and self.config.normalize_gates:
             gates = _as_probs(gates)
         return scores, experts, gates
 
@@ -458,31 +531,54 @@ class TopKBiasGating(TopKDropFreeGating):
                 f"num_group_of_experts={num_groups}; set a divisor."
             )
         group_size = cfg.num_experts // num_groups
-        if not 1 <= topk_group <= num_groups or topk_group * group_size < self.num_choices():
+        if (
+            not 1 <= topk_group <= num_groups
+            or topk_group * group_size < self.num_choices()
+        ):
             raise LayerConfigError(
                 f"{self.path()}: topk_group={topk_group} of num_group_of_experts={num_groups} "
                 f"groups of {group_size} experts leave too few for num_experts_per_token="
                 f"{self.num_choices()}; expected 1 to {num_groups} groups with as many experts."
             )
 
-    def _create_layer_parameter_specs(self) -> dict[str, base_layer.ParameterSpec]:
-        return {"gating_bias": constant_spec((self.config.num_experts,), dtype=jnp.float32)}
+    def _create_layer_parameter_specs(
+        self,
+    ) -> dict[str, base_layer.ParameterSpec]:
+        return {
+            "gating_bias": constant_spec(
+                (self.config.num_experts,), dtype=jnp.float32
+            )
+        }
 
     def _preference(self, scores: Tensor) -> Tensor:
         cfg = self.config
-        biased_scores = scores + to_ndim(self.parameters["gating_bias"], scores.ndim)
+        biased_scores = scores + to_ndim(
+            self.parameters["gating_bias"], scores.ndim
+        )
         if cfg.num_group_of_experts == 1:
             return biased_scores
         return routing.limit_to_groups(
-            biased_scores, num_groups=cfg.num_group_of_experts, num_kept=cfg.topk_group
+            biased_scores,
+            num_groups=cfg.num_group_of_experts,
+            num_kept=cfg.topk_group,
         )
 
-    def _choose(self, logits: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _choose(
+        self, logits: Tensor, live: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         cfg, bias = self.config, self.parameters["gating_bias"]
         scores, experts, gates = super()._choose(logits, live)
         if self.is_training:
-            where = None if live is None else jnp.broadcast_to(live[..., None], experts.shape)
-            load = routing.choices_per_expert(experts, num_experts=cfg.num_experts, where=where)
+            where = (
+                None
+                if live is None
+                else jnp.broadcast_to(live[..., None], experts.shape)
+            )
+            load = routing.choices_per_expert(
+                experts, num_experts=cfg.num_experts, where=where
+            )
             step = cfg.gating_update_rate * jnp.sign(jnp.mean(load) - load)
-            self.add_state_update("gating_bias", jax.lax.stop_gradient(bias + step))
+            self.add_state_update(
+                "gating_bias", jax.lax.stop_gradient(bias + step)
+            )
         return scores, experts, gates * cfg.routed_scaling_factor
