@@ -11,7 +11,8 @@ COMMANDS = {
     "recipes": "arguments:list_recipes",
     "config show lm": "configs:show_or_diff",
     "config diff lm lm-moe": "configs:show_or_diff",
-    "sample runs/lm": "trained_models:print_sample",
+    "sample runs/lm": "sample:print_sample",
+    "chat checkpoints/llama": "sample:chat",
     "inspect runs/lm": "inspect:run",
     "report runs/lm runs/wide": "inspect:write_report",
     "export runs/lm --to out": "trained_models:export",
@@ -38,19 +39,25 @@ def test_overrides_may_follow_options():
     assert arguments.recipe_and_overrides == ["lm", "b=2"]
 
 
-@pytest.mark.parametrize("words", [["recipes", "lm", "x=1"], ["check", "lm", "--mash", "data=2"]])
-def test_unrecognized_arguments(words, capsys):
+def test_unrecognized_arguments(capsys):
     with pytest.raises(SystemExit):
-        parse_arguments(words)
-    assert f"unrecognized arguments: {words[2]}" in capsys.readouterr().err
+        parse_arguments(["recipes", "lm", "x=1"])
+    assert "unrecognized arguments: x=1" in capsys.readouterr().err
+
+
+def test_unknown_option_suggests_the_nearest():
+    with pytest.raises(CommandLineError, match=r"unknown option --mash\. Did you mean '--mesh'"):
+        parse_arguments(["check", "lm", "--mash", "data=2"])
 
 
 @pytest.mark.parametrize("command", ["train lm", "check lm", "lr-find lm", "launch local -n 2 lm"])
 def test_field_with_dashes_is_told_to_leave_them_out(command):
     with pytest.raises(CommandLineError, match=r"--max-step=3: leave out the dashes.* max_step=3"):
         parse_arguments([*command.split(), "--max-step=3"])
-    with pytest.raises(CommandLineError, match=r"--max_step: leave out .* max_step=VALUE"):
+    with pytest.raises(CommandLineError, match=r"--max_step: leave out .* max_step=3"):
         parse_arguments([*command.split(), "--max_step", "3"])
+    with pytest.raises(CommandLineError, match=r"--max_step: leave out .* max_step=VALUE"):
+        parse_arguments([*command.split(), "--max_step"])
 
 
 def test_unknown_command_suggests_the_nearest():

@@ -18,6 +18,8 @@ from weft.recipes.lm import lm_tiny
 def recipe(num_workers: int = 0):
     if "JAX_NUM_PROCESSES" in os.environ:  # one that `weft launch local` has started
         raise ValueError(f"the launched process has {len(NUMBERS)} numbers")
+    if os.readlink("/proc/self/fd/1").endswith("output.txt"):  # that `weft sweep` has started
+        raise ValueError(f"the run of a sweep has {len(NUMBERS)} numbers")
     options = grain.MultiprocessingOptions(num_workers=num_workers)
     numbers = iter(prefetch_dataset(NUMBERS, multiprocessing_options=options))
     print([int(next(numbers)) for _ in range(2)])
@@ -52,8 +54,11 @@ def test_workers_and_launched_processes_import_nothing_from_there(python_server,
     with weft_processes(python_server, strange, command=[command]) as start:
         shown = start("config", "show", "../own/own.py:recipe", "num_workers=1")
         launched = start("launch", "local", "-n", "1", "../own/own.py:recipe", "dir=run")
+        words = ["--over", "num_workers=0", "--dir", "sweep", "../own/own.py:recipe"]
+        swept = start("sweep", *words)
         assert finish(shown).startswith("[0, 1]\n")
         assert "ValueError: the launched process has 2 numbers" in finish(launched, 2)
+        assert "ValueError: the run of a sweep has 2 numbers" in finish(swept, 1)
     assert not list(tmp_path.glob("*.ran"))
 
 

@@ -31,7 +31,7 @@ HELP = {
     "config": ["show", "diff"],
     "config show": ["Print a config as text that Weft can read."],
     "config diff": ["Print the differences between two configs; exit code 1 if there are any."],
-    "sample": ["Generate text from a trained run."],
+    "sample": ["Generate text from a trained run, or a Hugging Face folder."],
     "inspect": ["Print the contents of a run's checkpoints, without loading them."],
     "report": ["Write the report of a run, or a comparison of several, as one HTML page."],
     "export": ["Write a run's parameters as safetensors, or as a Hugging Face checkpoint."],
@@ -69,7 +69,7 @@ def test_weft_alone_shows_what_to_do_first(capsys):
     ("argv", "message"),
     [
         (["trian"], "unknown command 'trian'. Did you mean 'train'?"),
-        (["sample"], "DIR"),
+        (["sample"], "RUN|FOLDER"),
         (["sample", "x", "--tokens", "many"], "invalid int value: 'many'"),
         (["config", "diff", "lm"], "required: B"),
         (["report", "runs/none"], "'runs/none' is not the directory of a run"),

@@ -12,6 +12,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+import weft
+from weft import linen
 from weft.cli import main
 from weft.cli.configs import load_config
 from weft.config import config_for_class, from_text, to_text
@@ -49,6 +51,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     (folder / "config.json").write_text(json.dumps(QWEN), encoding="utf-8")
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "a"}', encoding="utf-8")
     cfg = load_config("lm-tiny", [f"dir={folder / 'lora'}"])
     cfg.model = huggingface_model_config(folder)
     cfg.init_state_builder = ImportedWeightsBuilder.default_config().set(path=str(folder))
@@ -105,14 +108,13 @@ def test_hugging_face_checkpoint_is_merged_and_has_the_tokenizer(run, tmp_path):
     directory, model, params = run
     assert export(directory, "--to", tmp_path / "hf", "--max-file-gb", "0.00001") == 0
     names = sorted(file.name for file in (tmp_path / "hf").iterdir())
-    assert {"config.json", "generation_config.json", "tokenizer.json"} <= set(names)
-    assert {"tokenizer_config.json", "special_tokens_map.json"} <= set(names)
+    assert names[0] == "config.json" and names[-2:] == ["tokenizer.json", "tokenizer_config.json"]
     assert "model.safetensors.index.json" in names
     cfg, read = from_huggingface(tmp_path / "hf")
     merged = merge_adapters(model, params)
     jax.tree.map(np.testing.assert_array_equal, read, merged)
     values = json.loads((tmp_path / "hf" / "config.json").read_text(encoding="utf-8"))
-    assert values["max_position_embeddings"] == 77 and values["eos_token_id"] == [0, 1]
+    assert values == QWEN
     assert to_text(cfg) == to_text(huggingface_model_config(tmp_path / "hf"))
 
 
@@ -122,9 +124,15 @@ def test_hugging_face_checkpoint_is_merged_and_has_the_tokenizer(run, tmp_path):
         (["--to", "m.safetensors", "--dtype", "int8"], "--dtype='int8' is not one of float32, bf"),
         (["--to", "m.safetensors", "--max-file-gb", "0"], "--max-file-gb=0 is too small"),
         (["--to", "file"], "--to='file' is a file. Name a folder"),
+        (
+            ["--to", "out/x.pt"],
+            "--to='out/x.pt': files in the form .pt are not written. Name a file that ends in "
+            ".safetensors, such as out/x.safetensors, or a folder for a Hugging Face checkpoint, "
+            "such as out/x.",
+        ),
         (["--to", "m.safetensors", "--step", "3"], "no checkpoint of step 3"),
     ],
-    ids=["dtype", "size", "file", "step"],
+    ids=["dtype", "size", "file", "form", "step"],
 )
 def test_invalid_export(run, arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -161,7 +169,7 @@ def test_same_weights_export_to_the_same_bytes(run, tmp_path):
         assert export(directory, "--to", tmp_path / name / "m.safetensors") == 0
         assert export(directory, "--to", tmp_path / name / "hf") == 0
     files = [path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*.*")]
-    assert len(files) == 7
+    assert len(files) == 5
     for file in files:
         first, second = (tmp_path / name / file for name in ("a", "b"))
         assert first.read_bytes() == second.read_bytes(), file
@@ -187,3 +195,23 @@ def test_private_file_in_place_of_the_tokenizer_is_not_copied(run, tmp_path, cap
         "tokenizer.json' is a symbolic link, where a file was expected" in capsys.readouterr().err
     )
     assert not (tmp_path / "hf" / "tokenizer.json").exists()
+
+
+def test_best_step_of_a_run_of_fit(tmp_path, capsys):
+    x = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32)
+    labels = np.arange(24) % 3
+    # With these labels, the model gets worse at each step.
+    result = weft.fit(
+        linen.Dense(3), (x, labels), "cross_entropy", steps=6, batch_size=8, learning_rate=0.1,
+        validation=(x, (labels + 1) % 3), evaluate_every=2, progress=False,
+        dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    assert result.best.step < result.last.step
+    path = str(tmp_path / "best.safetensors")
+    assert main(["export", str(tmp_path / "run"), "--to", path, "--step", "best"]) == 0
+    best, last = result.best.variables["params"], result.last.variables["params"]
+    (exported,) = (value for name, value in load_file(path).items() if name.endswith("kernel"))
+    np.testing.assert_array_equal(exported, best["kernel"])
+    assert not np.array_equal(exported, last["kernel"])
+    assert main(["export", str(tmp_path / "run"), "--to", path, "--step", "worst"]) == 2
+    assert "'worst' is neither the number of a step nor 'best'" in capsys.readouterr().err

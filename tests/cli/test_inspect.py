@@ -4,9 +4,18 @@ import json
 import shutil
 import sys
 
+import jax
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from weft.cli import main
+from weft.interop.huggingface import (
+    folder_contents,
+    huggingface_model_config,
+    parameter_shapes,
+    to_huggingface,
+)
 from weft.trainer.checkpointer import dirs
 from weft.trainer.checkpointer.index import write_index_file
 from weft.trainer.checkpointer.manifest import write_manifest
@@ -101,3 +110,73 @@ def test_verify_checks_digest_of_every_file(tmp_path, capsys):
     assert "step 200" in lines[2] and "intact" in lines[2]
     assert lines[3].endswith("DAMAGED") and lines[4].startswith("  index: has 1 bytes instead of")
     assert lines[5].startswith("2 of 3 checkpoints are damaged. A resumed run skips them")
+
+
+SETTINGS = {
+    "model_type": "phi3",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+UP = "model.layers.0…2.mlp.gate_up_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A Hugging Face folder."""
+    (tmp_path / "config.json").write_text(json.dumps(SETTINGS), encoding="utf-8")
+    cfg = huggingface_model_config(tmp_path, dtype="bfloat16")
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), parameter_shapes(cfg))
+    to_huggingface(tmp_path, cfg, params, base=tmp_path)
+    return tmp_path
+
+
+def test_tensors_of_a_folder_and_their_parameters(folder, capsys):
+    assert main(["inspect", str(folder), "--mesh", "fsdp=4,model=2"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"phi3  {folder}  21 tensors in 1 file, ")
+    rows = [" ".join(line.split()) for line in lines]
+    linear1 = "decoder.transformer.repeat.layer.feed_forward.linear1"
+    shape = "(3, 16, 24) float32 (-, fsdp, model)"
+    assert f"{UP} 0:24 BF16 {linear1}_0.weight {shape}" in rows
+    assert f"{UP} 24:48 BF16 {linear1}_1.weight {shape}" in rows
+    head = "lm_head.weight BF16 decoder.lm_head.weight (32, 16) float32 (model, fsdp)"
+    assert head in rows and len(rows) == 13
+
+
+def test_tensors_that_do_not_fit(folder, capsys):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = np.zeros(2, np.float32)
+    tensors["model.more.weight"] = tensors.pop("model.norm.weight")
+    tensors["lm_head.weight"] = np.zeros((33, 16), np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    assert main(["inspect", str(folder)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(lines[-4:]) == [
+        "missing  model.norm.weight (16)",
+        "shape  lm_head.weight (33, 16) in the file, (32, 16) wanted",
+        "unexpected  model.more.weight (16)",
+        "unused  model.layers.1.self_attn.rotary_emb.inv_freq (2)",
+    ]
+    contents = folder_contents(folder)
+    assert contents.refused == ["model.more.weight"] and list(contents.missing) == [
+        "model.norm.weight"
+    ]
+
+
+def test_options_of_folders_and_of_runs(folder, tmp_path, capsys):
+    for options, message in (
+        (["--verify"], "--verify checks the checkpoints of a run, and "),
+        (["--mesh", "fsdp=-1"], "leaves a size to the devices of a run; write each size"),
+        (["--mesh", "model=4"], "2 does not divide over model = 4 devices"),
+    ):
+        assert main(["inspect", str(folder), *options]) != 0
+        assert message in " ".join(capsys.readouterr().err.split())
+    run = tmp_path / "run"
+    save(run, 100)
+    assert main(["inspect", str(run), "--mesh", "fsdp=2"]) == 2
+    assert "--mesh shows the layouts of a Hugging Face folder, and" in capsys.readouterr().err

@@ -48,7 +48,7 @@ def config(directory):
 
 
 def test_invalid_sweep_is_rejected(tmp_path):
-    for kwargs in ({"min_rate": 0}, {"min_rate": 2.0}, {"num_steps": 9}):
+    for kwargs in ({"min_rate": 0}, {"min_rate": 2.0}):
         with pytest.raises(LearningRateSearchError, match=r"expected 0 < min_rate < max_rate"):
             find_learning_rate(config(tmp_path), **kwargs)
 
@@ -69,4 +69,4 @@ def test_loss_that_never_falls_is_reported(tmp_path):
     cfg.learner.optimizer = config_for_function(sgd_optimizer).set(decouple_weight_decay=True)
     cfg.learner.optimizer.learning_rate = 0.0
     with pytest.raises(LearningRateSearchError, match=r"does not fall at any rate from 1000 to"):
-        find_learning_rate(cfg, min_rate=1e3, max_rate=1e4, num_steps=10)
+        find_learning_rate(cfg, min_rate=1e3, max_rate=1e4, num_steps=20)

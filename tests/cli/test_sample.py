@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.keys import quick_key
 from weft import linen
 from weft.cli import main
 from weft.cli.configs import load_config
-from weft.cli.trained_models import find_tokenizer, generate, restore_model
+from weft.cli.sample import of_layer
+from weft.cli.trained_models import find_tokenizer, restore_model
 from weft.config import config_for_class
-from weft.errors import CommandLineError
+from weft.errors import GenerationError
+from weft.generation import Generator
 from weft.hierarchy.base_layer import BaseModel
-from weft.hierarchy.decoding import SampleOutputs
 from weft.input import ByteTokenizer
 from weft.trainer.model import LibraryModel
 from weft.trainer.run_dir import claim_run_dir
@@ -43,7 +45,7 @@ def save(tmp_path, monkeypatch):
 
 def initial(cfg):
     model = cfg.model.set(name="model").instantiate(parent=None)
-    return model.initialize_parameters_recursively(jax.random.key(0))
+    return jax.jit(model.initialize_parameters_recursively)(quick_key(0))
 
 
 def total(params):
@@ -87,8 +89,8 @@ def test_sample_depends_on_seed_unless_greedy(save, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tokens", "0"], "at least one token"),
-        (["--temperature", "-1"], "a temperature of 0 or more"),
+        (["--tokens", "0"], "tokens=0; expected 1, or more"),
+        (["--temperature", "-1"], "temperature=-1; expected 0, or more"),
     ],
 )
 def test_out_of_range_values_are_reported(save, options, message, capsys):
@@ -125,26 +127,15 @@ def test_non_run_directory_is_rejected(tmp_path, capsys):
     assert f"has no run in it: there is no {tmp_path}/config.txt" in capsys.readouterr().err
 
 
-class Successor(BaseModel):
-    """After each byte comes the next one; after `e` the text ends."""
-
-    def sample_decode(self, input_batch, *, max_sequence_length, logits_modifier):
-        del logits_modifier
-        (prefix,) = input_batch["prefix"]
-        added = prefix[-1] + 1 + jnp.arange(max_sequence_length + 1 - len(prefix))
-        added = jnp.where(added > ord("e"), ByteTokenizer.eos_id, added)
-        sequence = jnp.concatenate([prefix[1:], added])[None, None]
-        return SampleOutputs(sequences=sequence, token_scores=0.0 * sequence)
-
-
-def run(model=Successor, **kwargs):
-    arguments = {"prompt": "xab", "num_tokens": 2, "temperature": 1.0, "seed": 0} | kwargs
-    model = model.default_config().set(name="model").instantiate(parent=None)
-    return generate(model, {}, tokenizer=ByteTokenizer(), **arguments)
+def run(model, *, prompt="xab", num_tokens=2, **settings):
+    layer = model.set(name="model").instantiate(parent=None)
+    generator = Generator(of_layer(layer, {}, ByteTokenizer()))
+    (completion,) = generator.generate(prompt, tokens=num_tokens, **settings)
+    return completion.text
 
 
 class NextByte(linen.Module):
-    """The same by its logits, and only for what it has seen."""
+    """After each byte comes the next one; after `e` the text ends."""
 
     def __call__(self, input_batch):
         return jnp.float32(0), {}
@@ -153,6 +144,18 @@ class NextByte(linen.Module):
         following = input_batch["input_ids"] + 1
         following = jnp.where(following > ord("e"), ByteTokenizer.eos_id, following)
         return {"logits": 99.0 * jax.nn.one_hot(following, 264)}
+
+
+class Undecided(linen.Module):
+    """All letters from `b` to `y` are equally likely."""
+
+    def __call__(self, input_batch):
+        return jnp.float32(0), {}
+
+    def predict(self, input_batch):
+        ids = jnp.arange(264)
+        logits = jnp.where((ids >= ord("b")) & (ids <= ord("y")), 1.0, 0.0)
+        return {"logits": jnp.broadcast_to(logits, (*input_batch["input_ids"].shape, 264))}
 
 
 class Silent(linen.Module):
@@ -165,25 +168,25 @@ def of_library(layer):
     return LibraryModel.default_config().set(layer=config_for_class(layer), inputs=inputs)
 
 
-class Of:
-    def __init__(self, config):
-        self.default_config = lambda: config
-
-
 @pytest.mark.parametrize(("num_tokens", "text"), [(1, "c"), (9, "cde")])
 def test_library_module_with_predict_generates(num_tokens, text):
-    assert run(Of(of_library(NextByte)), num_tokens=num_tokens) == text
-    assert run(Of(of_library(NextByte)), num_tokens=num_tokens, temperature=0.0) == text
+    assert run(of_library(NextByte), num_tokens=num_tokens) == text
+    assert run(of_library(NextByte), num_tokens=num_tokens, temperature=0.0) == text
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_temperature_0_takes_the_first_of_the_likeliest(seed):
+    assert run(of_library(Undecided), num_tokens=3, temperature=0.0, seed=seed) == "bbb"
 
 
 def test_module_without_predict_is_rejected():
-    with pytest.raises(CommandLineError, match=r"LibraryModel generates no text.*`predict"):
-        run(Of(of_library(Silent)))
+    with pytest.raises(GenerationError, match=r"LibraryModel generates no text.*`predict"):
+        run(of_library(Silent))
 
 
 def test_non_text_model_is_rejected():
-    with pytest.raises(CommandLineError, match="BaseModel generates no text"):
-        run(BaseModel)
+    with pytest.raises(GenerationError, match="BaseModel generates no text"):
+        run(BaseModel.default_config())
 
 
 def test_tokenizer_of_data_is_found():

@@ -104,6 +104,15 @@ def test_step_may_not_be_a_link_either(place, capsys):
         refused(command, capsys, f"run/{STEP}' is a symbolic link")
 
 
+def test_runs_of_a_sweep_are_no_links(place, capsys):
+    (place / "sweep").mkdir()
+    os.symlink(place / "home", place / "sweep" / "002")
+    words = ["--over", "seed=1,2", "--dir", "sweep", "max_step=1"]
+    assert main(["sweep", "lm-tiny", *words]) == 2
+    assert "sweep/002' is a symbolic link, where a directory" in capsys.readouterr().err
+    assert not (place / "sweep" / "001").exists()
+
+
 def test_names_of_temporary_files_cannot_be_known(place, capsys):
     """They were `.config.txt.PID`, and written through."""
     for name in ("config.txt", "run.json", "report.html"):

@@ -1,15 +1,12 @@
-"""`weft sweep`: the settings that it tries, and a sweep of real runs."""
+"""`weft sweep`: the settings that it tries; tests/journeys/test_sweep.py has real runs."""
 
-import json
-import os
-import signal
-import time
+import io
 
 import pytest
+from rich.console import Console
 
-from tests.weft_process import PATIENCE_SECONDS, finish, weft_processes
-from weft.cli import main
-from weft.cli.sweep import Choice, Range, parse_axis, settings_to_try
+from weft.cli import main, sweep
+from weft.cli.sweep import Choice, Range, Trial, parse_axis, settings_to_try
 from weft.errors import CommandLineError
 
 
@@ -82,39 +79,38 @@ def test_sweeps_that_cannot_be_run(words, message, tmp_path, monkeypatch, capsys
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.long
-def test_runs_are_compared_and_kept(tmp_path, python_server):
-    words = ["sweep", "digits", "--over", "learning_rate=1e-2,1e-5,1e-3", "--metric", "accuracy"]
-    words += ["--best", "highest", "--jobs", "2", "batch_size=64", "steps=40"]
-    sweep = tmp_path / "sweeps/digits"
-    (sweep / "003/run.json").mkdir(parents=True)  # which no run can write
-    with weft_processes(python_server, cwd=tmp_path) as start:
-        told = finish(start(*words), code=1)
-        assert "003 learning_rate=1e-3\n  failed with exit code 2; the end of sweeps/dig" in told
-        rows = [line.split() for line in told.splitlines() if line.startswith(" 00")]
-        assert [row[0] for row in rows] == ["001", "002"] and rows[0][1] == "(best)"
-        assert float(rows[0][3]) > 0.8 > float(rows[1][2])
-        page = (sweep / "comparison.html").read_text(encoding="utf-8")
-        assert page.index("001 learning_rate=1e-2 (best)") < page.index("002 learning_rate=1e-5")
-
-        # The same sweep again runs what has failed, and nothing else; another one is refused.
-        (sweep / "003/run.json").rmdir()
-        assert "\n 003 " in finish(start(*words))
-        record = json.loads((sweep / "001/run.json").read_text(encoding="utf-8"))
-        assert len(record["starts"]) == 1
-        assert "has another sweep" in finish(start(*words, "seed=3"), code=2)
+OTHER = "learner.optimizer.inner.learning_rate.decay_steps"
 
 
-@pytest.mark.long
-def test_a_signal_ends_the_runs(tmp_path, python_server):
-    output = tmp_path / "sweeps/digits/001/output.txt"
-    with weft_processes(python_server, cwd=tmp_path) as start:
-        process = start("sweep", "digits", "--over", "batch_size=32,64", "steps=1000000")
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not (output.exists() and "step 1/" in output.read_text(encoding="utf-8")):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        os.kill(process.pid, signal.SIGTERM)
-        assert "start the same sweep again to continue it" in finish(process, code=143)
-        assert "SIGTERM" in output.read_text(encoding="utf-8")
-        assert not (tmp_path / "sweeps/digits/002").exists()
+@pytest.mark.parametrize(
+    ("width", "header"),
+    [
+        (100, ["run", "width", "data_dir", "decay_steps", "rate", "lowest", "loss", "step"]),
+        (90, ["run", "width", "data_dir", "rate", "lowest", "loss", "step"]),
+        (80, ["run", "width", "data_dir", "rate", "lowest", "loss"]),
+        (60, ["run", "width", "data_dir", "lowest", "loss"]),
+        (26, ["run", "lowest", "loss"]),
+    ],
+)
+def test_table_fits_a_terminal_and_splits_no_number(width, header, monkeypatch):
+    trials = []
+    for number in (1, 2, 3):
+        settings = {
+            "model.width": f"{1024 * number}",
+            "data_dir": f"data/of-{'long' * number}-names-of-folders",
+            OTHER: "100000000",
+            "rate": f"0.0{number}234567890123456",
+        }
+        trials.append(Trial(f"sweeps/lm/00{number}", settings, best=(0.12345, 123_456 * number)))
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    monkeypatch.setattr("weft.cli.sweep.display.table_console", lambda: console)
+    sweep._print_table(trials, "lowest loss")
+    lines = console.file.getvalue().splitlines()
+    assert lines[0].split() == header
+    assert len(lines) == 4 and max(map(len, lines)) <= width
+    assert all("0.1235" in line for line in lines[1:])
+    if "rate" in header:
+        assert "1024" in lines[1] and "0.01234567890123456" in lines[1]
+        assert "data/of-long-names-…" in lines[1]
+    if "step" in header:
+        assert "123,456" in lines[1]

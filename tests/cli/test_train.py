@@ -148,7 +148,7 @@ def test_end_of_a_saved_run_does_not_fail_for_its_records(run_dir, monkeypatch, 
         on_end(recorder, step, reason)
 
     monkeypatch.setattr(RunRecorder, "on_end", damaging)
-    monkeypatch.setattr("weft.cli.trained_models.generate", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr("weft.cli.sample.generate_text", lambda *args, **kwargs: 1 / 0)
     assert main([*TINY, "dir=run", "max_step=61"]) == 0
     assert "Traceback" not in capsys.readouterr().err
     for what in (
@@ -266,9 +266,8 @@ def test_suggested_programs_are_on_path(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("all_devices")
 def test_run_resumes_on_another_mesh(folder, capsys, monkeypatch):
     small = [*TINY, "dir=over", "model.decoder.transformer.num_layers=1", "evalers={}"]
-    with monkeypatch.context() as patch:
-        patch.setattr("weft.cli.train._sample", lambda *args: [])
-        assert main([*small, "max_step=1"]) == 0
+    monkeypatch.setattr("weft.cli.train._sample", lambda *args: [])
+    assert main([*small, "max_step=1"]) == 0
     assert main([*small, "max_step=2", "--mesh", "fsdp=4,model=2"]) == 0
     said = capsys.readouterr().out
     assert "mesh fsdp=4, model=2" in said
@@ -281,7 +280,7 @@ def test_required_base_run_is_trained_first(reason, tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     trained = []
 
-    def train(recipe, cfg, recipe_record=None):
+    def train(recipe, cfg, recipe_record=None, resume=False):
         trained.append((recipe, cfg.dir))
         display = make_display(Console(), cfg.dir)
         display.on_end(7, reason)

@@ -69,22 +69,23 @@ for name in ("cut", "whole"):
 
 def test_interrupted_run_continues_and_ends_bitwise_equal(python_server, start, tmp_path):
     run_dir = tmp_path / "cut"
-    same = ["evalers={}", "learner.optimizer.inner.learning_rate.max_step=60"]
+    same = [
+        "evalers={}",
+        "learner.optimizer.inner.learning_rate.max_step=60",
+        "learner.ema.decay=0.9",
+        "model.decoder.transformer.layer.feed_forward.dropout.rate=0.1",
+    ]
     endless = ["max_step=1000000", "checkpointer.save_policy.n=5", *same]
 
-    # Asked to stop, it saves where it stops.
+    # Killed, it continues from what was saved.
     process = start("cut", *endless)
     wait_for_save(run_dir, process)
-    process.send_signal(signal.SIGTERM)
-    (line,) = [line for line in finish(process, 143).splitlines() if line.startswith("stopped by")]
-    step = int(line.split("after step ")[1].split()[0].replace(",", ""))
-    assert line == f"stopped by SIGTERM after step {step:,}, which is saved in cut"
-    assert newest_step(run_dir) == step
-    assert (run_dir / "report.html").is_file()
+    process.kill()
+    assert process.wait(timeout=PATIENCE_SECONDS) == -signal.SIGKILL
 
-    # The next start continues from there, without a reader, as of `weft train | head`, too.
+    # Asked to stop, it saves where it stops; without a reader, as of `weft train | head`, too.
     process = start("cut", *endless)
-    wait_for_save(run_dir, process, after=step)
+    wait_for_save(run_dir, process, after=newest_step(run_dir))
     process.stdout.close()
     wait_for_save(run_dir, process, after=newest_step(run_dir))  # its end would print
     process.send_signal(signal.SIGHUP)  # the terminal is gone
@@ -92,8 +93,9 @@ def test_interrupted_run_continues_and_ends_bitwise_equal(python_server, start, 
     step = newest_step(run_dir)
     record = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
     assert record["end"] == {"step": step, "reason": "SIGHUP"}
+    assert (run_dir / "report.html").is_file()
 
     out = finish(python_server.start("-c", FINISH, f"max_step={step + 3}", *same, cwd=tmp_path))
     assert f"resuming from step {step:,}" in out
     whole, cut = (saved_state(tmp_path / name, step + 3) for name in ("whole", "cut"))
-    assert len(whole) > 20 and whole == cut
+    assert any("ema" in path for path in whole) and whole == cut

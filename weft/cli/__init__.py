@@ -67,13 +67,17 @@ class Output:
         except OSError as error:
             self.error = error
             # Discards buffered text, which would fail again at exit.
-            with contextlib.suppress(OSError, ValueError):  # the stream may have no descriptor
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # the stream may have no descriptor
                 devnull = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(devnull, self._stream.fileno())
                 os.close(devnull)
             if not self.is_optional:
                 raise
-            logger.warning("no further output, as the stream cannot be written: %s", error)
+            logger.warning(
+                "no further output, as the stream cannot be written: %s", error
+            )
 
 
 def continue_without_output() -> None:
@@ -100,7 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError):
             output.flush()
     # The reader, such as `head`, closed the pipe.
-    if output.error is None or output.is_optional or isinstance(output.error, BrokenPipeError):
+    if (
+        output.error is None
+        or output.is_optional
+        or isinstance(output.error, BrokenPipeError)
+    ):
         return code
     _print_error(f"the output cannot be written: {output.error.strerror}")
     return code or 1
@@ -160,10 +168,14 @@ def keep_freed_memory() -> None:
     nothing if an accelerator may be used, or if the environment configures `malloc`
     (`MALLOC_...`, `GLIBC_TUNABLES`).
     """
-    is_configured = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
+    is_configured = any(
+        name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ
+    )
     if is_configured or sys.platform != "linux":
         return
-    if os.environ.get("JAX_PLATFORMS") != "cpu" and any(map(find_spec, _ACCELERATORS)):
+    if os.environ.get("JAX_PLATFORMS") != "cpu" and any(
+        map(find_spec, _ACCELERATORS)
+    ):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
     if mallopt is not None:
@@ -225,7 +237,9 @@ def _run_command(argv: Sequence[str] | None, output: Output) -> int:
             return run(arguments)
         with _children_ignore_current_directory():
             return run(arguments)
-    except SystemExit as end:  # argparse has printed help, a version or an error
+    except (
+        SystemExit
+    ) as end:  # argparse has printed help, a version or an error
         return int(end.code or 0)
     except WeftError as error:
         _print_error(str(error))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import weft
-from weft.errors import CommandLineError
+from weft.errors import CommandLineError, did_you_mean, similar_names
 from weft.recipes import RECIPES, find_recipe, named_trainer_configs
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -27,8 +27,10 @@ _SUMMARIES = {
     "recipes": "list the recipes, the default one first",
     "show": "print a config as text that Weft can read",
     "diff": "print the differences between two configs; exit code 1 if there are any",
-    "sample": "generate text from a trained run",
-    "inspect": "print the contents of a run's checkpoints, without loading them",
+    "sample": "generate text from a trained run, or a Hugging Face folder",
+    "chat": "hold a conversation with a model that has a chat template",
+    "eval": "measure a language model on texts, questions or tasks",
+    "inspect": "print what a run's checkpoints or a Hugging Face folder hold, without loading it",
     "report": "write the report of a run, or a comparison of several, as one HTML page",
     "export": "write a run's parameters as safetensors, or as a Hugging Face checkpoint",
     "tabulate": "print the model as a table, without allocating its arrays",
@@ -53,44 +55,69 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
         complete(parser)
     if argv and not argv[0].startswith("-") and argv[0] not in commands.choices:
-        from weft.errors import did_you_mean
-
         raise CommandLineError(
             f"unknown command {argv[0]!r}. {did_you_mean(argv[0], commands.choices)}"
         )
     if argv and argv[0] == "train" and ("-h" in argv or "--help" in argv):
         train = commands.choices["train"]
-        recipes = [word for word in argv[1:] if not word.startswith("-") and "=" not in word]
+        recipes = [
+            word
+            for word in argv[1:]
+            if not word.startswith("-") and "=" not in word
+        ]
         if recipes:
             description = find_recipe(recipes[0]).description()
             train.epilog = f"{train.epilog}\nArguments of {description}\n"
     arguments, unparsed_words = parser.parse_known_args(argv)
     arguments.words = list(argv)
     if "allow" in arguments:
-        arguments.trust = {"allow": arguments.allow, "recipe": arguments.made_by}
+        arguments.trust = {
+            "allow": arguments.allow,
+            "recipe": arguments.made_by,
+        }
     if unparsed_words:
         # argparse does not accept positional arguments after an option.
         overrides = getattr(arguments, "overrides", None)
         if overrides is None:
             overrides = getattr(arguments, "recipe_and_overrides", None)
         if overrides is not None:
-            _check_dashes(unparsed_words)
-        if overrides is None or any(word.startswith("-") for word in unparsed_words):
+            command = commands.choices[argv[0]]
+            _check_dashes(unparsed_words, argv, command)
+        if overrides is None or any(
+            word.startswith("-") for word in unparsed_words
+        ):
             parser.error(f"unrecognized arguments: {' '.join(unparsed_words)}")
         overrides.extend(unparsed_words)
     return arguments
 
 
-def _check_dashes(words: Sequence[str]) -> None:
+def _check_dashes(
+    unparsed_words: Sequence[str],
+    argv: Sequence[str],
+    command: argparse.ArgumentParser,
+) -> None:
     """Refuses a field or an argument of the recipe that is written like an option."""
-    for word in words:
+    options = [
+        option.removeprefix("--") for option in command._option_string_actions
+    ]
+    for word in unparsed_words:
+        if not word.startswith("--"):
+            continue
         name, equals, value = word.removeprefix("--").partition("=")
         # No option has such characters.
-        if word.startswith("--") and (equals or "_" in name or "." in name):
+        is_field = bool(equals) or "_" in name or "." in name
+        similar_options = similar_names(name, options)
+        if similar_options and not is_field:
             raise CommandLineError(
-                f"{word}: leave out the dashes. A field of the config, or an argument of the "
-                f"recipe, is set by {name.replace('-', '_')}={value or 'VALUE'}."
+                f"unknown option {word}. Did you mean '--{similar_options[0]}'?"
             )
+        next_words = argv[argv.index(word) + 1 :]
+        if not equals and next_words and not next_words[0].startswith("-"):
+            value = next_words[0]
+        raise CommandLineError(
+            f"{word}: leave out the dashes. A field of the config, or an argument of the "
+            f"recipe, is set by {name.replace('-', '_')}={value or 'VALUE'}."
+        )
 
 
 def print_welcome(arguments: argparse.Namespace) -> int:
@@ -112,18 +139,27 @@ weft {weft.__version__} trains JAX models.
 
 
 def _build_parser() -> tuple[argparse.ArgumentParser, _Commands]:
-    parser = argparse.ArgumentParser(prog="weft", description="Trains JAX models.")
-    parser.add_argument("--version", action="version", version=f"weft {weft.__version__}")
+    parser = argparse.ArgumentParser(
+        prog="weft", description="Trains JAX models."
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"weft {weft.__version__}"
+    )
     parser.set_defaults(command="weft.cli.arguments:print_welcome")
     commands = parser.add_subparsers(metavar="COMMAND")
     _add_train(commands)
     _add_launch(commands)
     recipes = _add(commands, "recipes", "arguments:list_recipes")
     recipes.add_argument(
-        "recipe", nargs="?", metavar="RECIPE", help="list the arguments of this recipe"
+        "recipe",
+        nargs="?",
+        metavar="RECIPE",
+        help="list the arguments of this recipe",
     )
     _add_config(commands)
     _add_sample(commands)
+    _add_chat(commands)
+    _add_eval(commands)
     _add_inspect(commands)
     _add_report(commands)
     _add_export(commands)
@@ -136,7 +172,9 @@ def _build_parser() -> tuple[argparse.ArgumentParser, _Commands]:
     return parser, commands
 
 
-def _add(commands: _Commands, name: str, function: str, **kwargs: Any) -> argparse.ArgumentParser:
+def _add(
+    commands: _Commands, name: str, function: str, **kwargs: Any
+) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         name,
         help=_SUMMARIES[name],
@@ -156,10 +194,15 @@ def _add_dir(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", help=_RUN)
 
 
-def _add_recipe_and_overrides(parser: argparse.ArgumentParser, text: str) -> None:
+def _add_recipe_and_overrides(
+    parser: argparse.ArgumentParser, text: str
+) -> None:
     """Adds an optional recipe; `weft.cli.train.split_arguments` tells it from the overrides."""
     parser.add_argument(
-        "recipe_and_overrides", nargs="*", metavar="RECIPE path.to.field=value", help=text
+        "recipe_and_overrides",
+        nargs="*",
+        metavar="RECIPE path.to.field=value",
+        help=text,
     )
     _add_trust(parser)
 
@@ -199,8 +242,8 @@ def _add_train(commands: _Commands) -> None:
         commands,
         "train",
         "train:run",
-        usage="weft train [-h] [--fresh] [--mesh AXIS=SIZE,...] [--allow NAME] [RECIPE] "
-        "[path.to.field=value ...]",
+        usage="weft train [-h] [--fresh] [--resume] [--mesh AXIS=SIZE,...] [--allow NAME] "
+        "[RECIPE] [path.to.field=value ...]",
         epilog="Examples:\n"
         "  weft train\n"
         "  weft train lm dir=runs/wide model.decoder.dim=256 max_step=2000 seed=1\n"
@@ -216,6 +259,11 @@ def _add_train(commands: _Commands) -> None:
         "RECIPE`) and config fields to set, such as learning_rate=1e-3, dir=runs/name, seed=1",
     )
     _add_fresh(train)
+    train.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in the directory although its config, code or data have changed",
+    )
     _add_mesh(train)
 
 
@@ -280,7 +328,12 @@ def _add_launch(commands: _Commands) -> None:
 
 
 def _add_place(
-    places: _Commands, name: str, *, fields: str, epilog: str, examples: Sequence[str]
+    places: _Commands,
+    name: str,
+    *,
+    fields: str,
+    epilog: str,
+    examples: Sequence[str],
 ) -> argparse.ArgumentParser:
     place = _add(
         places,
@@ -298,7 +351,9 @@ def _add_place(
         "\n"
         + (f"{epilog}\n\n" if epilog else "")
         + "Examples:\n"
-        + "".join(f"  weft launch {name} -n 2 {example}\n" for example in examples),
+        + "".join(
+            f"  weft launch {name} -n 2 {example}\n" for example in examples
+        ),
     )
     place.set_defaults(where=name)
     place.add_argument(
@@ -327,10 +382,14 @@ def _add_config(commands: _Commands) -> None:
     show.set_defaults(action="show")
     _add_config_arguments(show)
     show.add_argument(
-        "--defaults", action="store_true", help="also print fields that have their default values"
+        "--defaults",
+        action="store_true",
+        help="also print fields that have their default values",
     )
     show.add_argument(
-        "--origin", action="store_true", help="append to each field the line that set it"
+        "--origin",
+        action="store_true",
+        help="append to each field the line that set it",
     )
     diff = _add(actions, "diff", "configs:show_or_diff")
     diff.set_defaults(action="diff")
@@ -340,23 +399,212 @@ def _add_config(commands: _Commands) -> None:
 
 
 def _add_sample(commands: _Commands) -> None:
-    sample = _add(commands, "sample", "trained_models:print_sample")
-    _add_dir(sample)
-    sample.add_argument("--prompt", default="", help="start of the text")
-    for name, default, text in (
-        ("tokens", 256, "maximum number of tokens to generate"),
-        ("temperature", 0.8, "0 for greedy decoding, 1 for the model's own distribution"),
-        ("seed", 0, "seed of the sampling"),
-    ):
-        sample.add_argument(
-            f"--{name}", type=type(default), default=default, help=f"{text} (%(default)s)"
-        )
+    sample = _add(
+        commands,
+        "sample",
+        "sample:print_sample",
+        epilog="Examples:\n"
+        "  weft sample runs/lm --prompt 'def ' --tokens 100\n"
+        "  weft sample checkpoints/llama --prompt-file prompts.txt --top-k 50 --top-p 0.9\n",
+    )
+    _add_model(sample)
+    sample.add_argument(
+        "--prompt", help="start of the text; by default nothing"
+    )
+    sample.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        help="a text file with a prompt in each line",
+    )
+    sample.add_argument(
+        "--n",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of texts for each prompt (%(default)s)",
+    )
+    sample.add_argument(
+        "--stream",
+        action="store_true",
+        help="print the text while it is generated",
+    )
+    _add_sampling(sample)
     _add_trust(sample)
 
 
+def _add_chat(commands: _Commands) -> None:
+    chat = _add(
+        commands,
+        "chat",
+        "sample:chat",
+        epilog="Examples:\n"
+        "  weft chat checkpoints/llama --system 'Answer in one sentence.'\n",
+    )
+    _add_model(chat)
+    chat.add_argument(
+        "--system", metavar="TEXT", help="first message, of the role `system`"
+    )
+    _add_sampling(chat)
+    _add_trust(chat)
+
+
+def _add_eval(commands: _Commands) -> None:
+    parser = _add(
+        commands,
+        "eval",
+        "eval:run",
+        epilog="Rows of DATA, in JSON lines or Parquet:\n"
+        '  {"text": …}                                  perplexity; so is a file of text\n'
+        '  {"prompt": …, "choices": […], "answer": …}   multiple choice\n'
+        '  {"prompt": …, "answer": …}                   exact match\n'
+        '  {"prompt": …} with --checker                 pass@k\n'
+        "\n"
+        "Examples:\n"
+        "  weft eval runs/lm book.txt --stride 256\n"
+        "  weft eval checkpoints/llama questions.jsonl --shots 5 --json result.json\n"
+        "  weft eval checkpoints/llama tasks.jsonl --checker check.py:is_right --k 1 --k 10\n",
+    )
+    _add_model(parser)
+    parser.add_argument("data", metavar="DATA", help="a file, see below")
+    parser.add_argument(
+        "--task",
+        choices=("perplexity", "multiple-choice", "exact-match", "pass@k"),
+        help="by default the one that the fields of the first row are for",
+    )
+    for name, metavar, text in (
+        ("shots", "N", "solved rows before each prompt (0)"),
+        ("length", "N", "tokens of a window of text (the model's, or 1024)"),
+        ("stride", "N", "tokens by which it moves on (half of the length)"),
+        ("tokens", "N", "largest number of tokens of an answer (64)"),
+        ("n", "N", "samples of each prompt for pass@k (the largest k)"),
+        ("seed", "N", "of samples and of the choice of solved rows (0)"),
+        ("limit", "N", "use the first N rows only"),
+    ):
+        parser.add_argument(f"--{name}", type=int, metavar=metavar, help=text)
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="of samples for pass@k (0.8); exact answers are the likeliest",
+    )
+    parser.add_argument(
+        "--examples",
+        metavar="FILE",
+        help="where solved rows come from; by default the other rows of DATA",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="write prompts in the chat template of the model",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end answers before this text; repeatable (the end of the line)",
+    )
+    parser.add_argument(
+        "--checker",
+        metavar="FILE.py:FUNCTION",
+        help="function of a row and a completion that returns whether it is right",
+    )
+    parser.add_argument(
+        "--k",
+        type=int,
+        action="append",
+        metavar="K",
+        help="number of samples, one of them right; repeatable (1)",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result of each row here, too"
+    )
+    _add_trust(parser)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """Adds a model that generates text."""
+    parser.add_argument(
+        "dir",
+        metavar="RUN|FOLDER",
+        help=f"{_RUN}; or the folder of a Hugging Face checkpoint",
+    )
+    parser.add_argument(
+        "--step",
+        type=_step,
+        metavar="N",
+        help="the step of a run, or 'best' for that with the best value in an evaluation; by "
+        "default the newest one",
+    )
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Adds the settings of generation."""
+    for name, default, text in (
+        ("tokens", 256, "maximum number of tokens to generate"),
+        (
+            "temperature",
+            0.8,
+            "0 for greedy decoding, 1 for the model's own distribution",
+        ),
+        ("seed", 0, "seed of the sampling"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=type(default),
+            default=default,
+            help=f"{text} (%(default)s)",
+        )
+    for name, value_type, metavar, text in (
+        ("top-k", int, "K", "choose from the K likeliest tokens"),
+        (
+            "top-p",
+            float,
+            "P",
+            "choose from the fewest tokens with a probability of P together",
+        ),
+        (
+            "min-p",
+            float,
+            "P",
+            "choose from tokens with P times the largest probability, or more",
+        ),
+        (
+            "repetition-penalty",
+            float,
+            "X",
+            "above 1, makes tokens less likely that the text has",
+        ),
+    ):
+        parser.add_argument(
+            f"--{name}", type=value_type, metavar=metavar, help=text
+        )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; repeatable",
+    )
+
+
 def _add_inspect(commands: _Commands) -> None:
-    inspect = _add(commands, "inspect", "inspect:run")
-    _add_dir(inspect)
+    inspect = _add(
+        commands,
+        "inspect",
+        "inspect:run",
+        epilog="Examples:\n"
+        "  weft inspect runs/lm\n"
+        "  weft inspect llama --mesh fsdp=4,model=2\n",
+    )
+    inspect.add_argument(
+        "dir", metavar="DIR", help=f"{_RUN}, or a Hugging Face folder"
+    )
+    inspect.add_argument(
+        "--mesh",
+        metavar="AXIS=SIZE,...",
+        help="mesh on which to show the layouts of a Hugging Face folder",
+    )
     inspect.add_argument(
         "--verify",
         action="store_true",
@@ -383,6 +631,18 @@ def _add_report(commands: _Commands) -> None:
     )
 
 
+def _step(text: str) -> int | str:
+    """Returns the value of `--step`."""
+    if text == "best":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither the number of a step nor 'best'"
+        ) from None
+
+
 def _add_export(commands: _Commands) -> None:
     export = _add(
         commands,
@@ -390,7 +650,7 @@ def _add_export(commands: _Commands) -> None:
         "trained_models:export",
         epilog="Examples:\n"
         "  weft export runs/lm --to lm.safetensors\n"
-        "  weft export runs/lm-lora --to checkpoints/lm-lora\n"
+        "  weft export runs/lm-lora --to checkpoints/lm-lora --merge\n"
         "\n"
         "The second form supports causal LMs with a counterpart in transformers: "
         "GPT-2, Llama, Mistral, Qwen.",
@@ -402,14 +662,20 @@ def _add_export(commands: _Commands) -> None:
         metavar="PATH",
         help="a *.safetensors file; or a folder, for a Hugging Face checkpoint",
     )
-    export.add_argument("--step", type=int, help="step of the checkpoint; defaults to the newest")
+    export.add_argument(
+        "--step",
+        type=_step,
+        metavar="STEP",
+        help="step of the checkpoint, or `best`; defaults to the newest",
+    )
     export.add_argument(
         "--merge",
         action="store_true",
         help="merge low-rank adapters into the weights, as a Hugging Face checkpoint always does",
     )
     export.add_argument(
-        "--dtype", help="convert to this dtype, such as bfloat16; defaults to the checkpoint's"
+        "--dtype",
+        help="convert to this dtype, such as bfloat16; defaults to the checkpoint's",
     )
     export.add_argument(
         "--max-file-gb",
@@ -429,7 +695,7 @@ def _add_sweep(commands: _Commands) -> None:
         usage="weft sweep [-h] --over FIELD=VALUES ... [--samples N] [--seed N] [--jobs N] "
         "[--metric NAME] [--best highest] [--dir DIR] [RECIPE] [path.to.field=value ...]",
         epilog="Examples:\n"
-        "  weft sweep digits --over learning_rate=1e-3,3e-3 --over width=32,64 epochs=3\n"
+        "  weft sweep digits --over learning_rate=1e-3,3e-3 --over batch_size=32,64 steps=60\n"
         "  weft sweep digits --over 'learning_rate=log(1e-4, 1e-1)' --samples 20 --jobs 2\n"
         "\n"
         "A sweep that was interrupted continues when it is started again.",
@@ -443,13 +709,23 @@ def _add_sweep(commands: _Commands) -> None:
         help="values of a field, separated by commas, or uniform(LOW, HIGH) or log(LOW, HIGH) to "
         "draw from; repeatable: all combinations are tried",
     )
-    sweep.add_argument("--samples", type=int, metavar="N", help="try N random settings instead")
-    sweep.add_argument("--seed", type=int, default=0, help="seed of the settings (%(default)s)")
     sweep.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="runs at the same time (%(default)s)"
+        "--samples", type=int, metavar="N", help="try N random settings instead"
     )
     sweep.add_argument(
-        "--metric", default="loss", help="what to sort by: the name of a summary (%(default)s)"
+        "--seed", type=int, default=0, help="seed of the settings (%(default)s)"
+    )
+    sweep.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs at the same time (%(default)s)",
+    )
+    sweep.add_argument(
+        "--metric",
+        default="loss",
+        help="what to sort by: the name of a summary (%(default)s)",
     )
     sweep.add_argument(
         "--best",
@@ -457,7 +733,9 @@ def _add_sweep(commands: _Commands) -> None:
         default="lowest",
         help="which value of the metric is best (%(default)s)",
     )
-    sweep.add_argument("--dir", metavar="DIR", help="the directory; by default sweeps/RECIPE")
+    sweep.add_argument(
+        "--dir", metavar="DIR", help="the directory; by default sweeps/RECIPE"
+    )
 
 
 def _add_completion(commands: _Commands) -> None:
@@ -470,7 +748,9 @@ def _add_completion(commands: _Commands) -> None:
         "  echo 'eval \"$(weft completion zsh)\"' >> ~/.zshrc\n"
         "  weft completion fish > ~/.config/fish/completions/weft.fish",
     )
-    completion.add_argument("shell", metavar="SHELL", choices=["bash", "zsh", "fish"])
+    completion.add_argument(
+        "shell", metavar="SHELL", choices=["bash", "zsh", "fish"]
+    )
 
 
 def _add_lr_find(commands: _Commands) -> None:
@@ -481,14 +761,19 @@ def _add_lr_find(commands: _Commands) -> None:
         usage="weft lr-find [-h] [--min RATE] [--max RATE] [--steps N] [--allow NAME] [RECIPE] "
         "[path.to.field=value ...]",
     )
-    for name, default, position in (("min", 1e-6, "first"), ("max", 1.0, "last")):
+    for name, default, position in (
+        ("min", 1e-6, "first"),
+        ("max", 1.0, "last"),
+    ):
         find.add_argument(
             f"--{name}",
             type=float,
             default=default,
             help=f"learning rate of the {position} step (%(default)g)",
         )
-    find.add_argument("--steps", type=int, default=100, help="number of steps (%(default)s)")
+    find.add_argument(
+        "--steps", type=int, default=100, help="number of steps (%(default)s)"
+    )
     _add_recipe_and_overrides(find, "as in `weft train`; after all options")
 
 
@@ -524,7 +809,11 @@ def _add_check(commands: _Commands) -> None:
         "the mesh size",
     )
     check.add_argument(
-        "--slices", type=int, default=1, metavar="N", help="number of slices (%(default)s)"
+        "--slices",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of slices (%(default)s)",
     )
 
 
@@ -536,9 +825,14 @@ def _add_run_as_flax(commands: _Commands) -> None:
         usage="weft run-as-flax [-h] (SCRIPT | -m MODULE) [ARGUMENT ...]",
     )
     program.set_defaults(command="weft.as_flax:run")
-    program.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run")
     program.add_argument(
-        "program", nargs=argparse.REMAINDER, metavar="SCRIPT", help="a script, and its arguments"
+        "-m", dest="module", nargs=argparse.REMAINDER, help="a module to run"
+    )
+    program.add_argument(
+        "program",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT",
+        help="a script, and its arguments",
     )
 
 
@@ -558,6 +852,8 @@ def list_recipes(arguments: argparse.Namespace) -> int:
         print(f"{recipe.name:{width}}  {recipe.summary}{default}")
         names = " ".join(f"{name}=" for name in recipe.written_arguments())
         print(f"{'':{width}}  {names}".rstrip())
-    print("\nweft recipes NAME explains the arguments of one. All take fields of their config too,")
+    print(
+        "\nweft recipes NAME explains the arguments of one. All take fields of their config too,"
+    )
     print("such as max_step=100 and precision=bfloat16 (or mixed_bfloat16).")
     return 0

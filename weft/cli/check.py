@@ -17,7 +17,12 @@ from rich.text import Text
 
 from weft.cli import configs
 from weft.cli.collectives import Collective, collectives_of
-from weft.cli.layout_report import ArrayLayout, array_layouts, is_conflict, rule_findings
+from weft.cli.layout_report import (
+    ArrayLayout,
+    array_layouts,
+    is_conflict,
+    rule_findings,
+)
 from weft.core.axis_rules import Rules
 from weft.errors import BatchShardingError, MeshError, ShardingWarning
 from weft.hierarchy.parameter_spec import ParameterSpec, TensorSpec
@@ -33,12 +38,22 @@ from weft.typing import DType, Nested
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints layouts, memory and collectives of a recipe; returns 1 if it does not fit the mesh."""
-    cfg = configs.load_config(arguments.recipe, arguments.overrides, **arguments.trust)
-    cfg = configs.on_mesh(cfg, selector=arguments.mesh_selector, mesh=arguments.mesh)
-    devices = get_devices_for_topology(_topology(arguments.devices, cfg), arguments.slices)
+    cfg = configs.load_config(
+        arguments.recipe,
+        arguments.overrides,
+        keep_unreadable=True,
+        **arguments.trust,
+    )
+    cfg = configs.with_recorded_batch(cfg)
+    cfg = configs.on_mesh(
+        cfg, selector=arguments.mesh_selector, mesh=arguments.mesh
+    )
+    devices = get_devices_for_topology(
+        _topology(arguments.devices, cfg), arguments.slices
+    )
     mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
     console = display.table_console()
-    console.print(f"{arguments.recipe} on {_mesh_text(mesh)}\n", soft_wrap=True)
+    display.print_words(console, f"{arguments.recipe} on {_mesh_text(mesh)}\n")
     with warnings.catch_warnings(), jax.set_mesh(mesh):
         warnings.simplefilter("ignore", ShardingWarning)
         problems = _report_layouts(console, cfg, mesh)
@@ -48,9 +63,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _mesh_text(mesh: Mesh) -> str:
-    sizes = [f"{name}={size}" for name, size in mesh.shape.items() if size > 1] or ["1 device"]
+    sizes = [
+        f"{name}={size}" for name, size in mesh.shape.items() if size > 1
+    ] or ["1 device"]
     device = mesh.devices.flat[0]
-    device_kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
+    device_kind = (
+        "virtual CPU devices"
+        if device.platform == "cpu"
+        else device.device_kind
+    )
     return f"{' × '.join(sizes)}: {mesh.size} {device_kind}"
 
 
@@ -74,39 +95,60 @@ class _SpecsAndRules(NamedTuple):
     rules: Rules
 
 
-def _report_layouts(console: Console, cfg: SpmdTrainer.Config, mesh: Mesh) -> list[str]:
+def _report_layouts(
+    console: Console, cfg: SpmdTrainer.Config, mesh: Mesh
+) -> list[str]:
     """Prints tables of layouts and warnings about rules; returns the problems."""
     model = build_model(cfg)
-    learner = run_dir.learner_config(cfg).set(name="learner").instantiate(parent=None)
+    learner = (
+        run_dir.learner_config(cfg).set(name="learner").instantiate(parent=None)
+    )
     sizes, rules = dict(mesh.shape), rules_of(cfg)
     specs = state_specs(model, learner, rules)
-    params = array_layouts(specs.model, sizes, model=model, rules=rules.parameters)
+    params = array_layouts(
+        specs.model, sizes, model=model, rules=rules.parameters
+    )
     learner_state = array_layouts(specs.learner, sizes)
     layouts = {"parameter": params}
-    specs_and_rules = {"parameters": _SpecsAndRules(specs.model, rules.parameters)}
+    specs_and_rules = {
+        "parameters": _SpecsAndRules(specs.model, rules.parameters)
+    }
     # Arrays with the same layouts as the parameters are listed once.
     if rules.gradients != rules.parameters:
         gradient_specs = parameter_specs(model, rules.gradients)
-        layouts["gradient"] = array_layouts(gradient_specs, sizes, rules=rules.gradients)
-        specs_and_rules["gradients"] = _SpecsAndRules(gradient_specs, rules.gradients)
+        layouts["gradient"] = array_layouts(
+            gradient_specs, sizes, rules=rules.gradients
+        )
+        specs_and_rules["gradients"] = _SpecsAndRules(
+            gradient_specs, rules.gradients
+        )
     is_learner_listed = rules.optimizer != rules.parameters
     if is_learner_listed:
         layouts["state of the learner"] = learner_state
         optimizer_specs = parameter_specs(model, rules.optimizer)
-        specs_and_rules["optimizer"] = _SpecsAndRules(optimizer_specs, rules.optimizer)
+        specs_and_rules["optimizer"] = _SpecsAndRules(
+            optimizer_specs, rules.optimizer
+        )
     layouts["batch"] = array_layouts(_batch_specs(cfg), sizes)
     for name, named_layouts in layouts.items():
         for table in _layout_tables(name, named_layouts):
             console.print(table)
             console.print()
-    console.print(_totals({"parameters": params, "optimizer and other state": learner_state}))
+    console.print(
+        _totals(
+            {"parameters": params, "optimizer and other state": learner_state}
+        )
+    )
     console.print()
     if not is_learner_listed:
         layouts["state of the learner"] = _without_copies(learner_state, params)
     problems: list[str] = []
     for name, named_layouts in layouts.items():
         for layout in named_layouts:
-            problems += [f"{name} {layout.path}: {problem}" for problem in layout.problems]
+            problems += [
+                f"{name} {layout.path}: {problem}"
+                for problem in layout.problems
+            ]
     return problems + _report_findings(console, specs_and_rules, sizes)
 
 
@@ -115,11 +157,17 @@ def _without_copies(
 ) -> list[ArrayLayout]:
     """Leaves out averages and the like of parameters whose problems are listed already."""
     endings = tuple(f"/{layout.path}" for layout in params if layout.problems)
-    return [layout for layout in learner_state if not f"/{layout.path}".endswith(endings)]
+    return [
+        layout
+        for layout in learner_state
+        if not f"/{layout.path}".endswith(endings)
+    ]
 
 
 def _report_findings(
-    console: Console, specs_and_rules: Mapping[str, _SpecsAndRules], sizes: Mapping[str, int]
+    console: Console,
+    specs_and_rules: Mapping[str, _SpecsAndRules],
+    sizes: Mapping[str, int],
 ) -> list[str]:
     """Prints notes about the rules of each kind of arrays; returns what must be fixed."""
     conflicts: list[str] = []
@@ -129,7 +177,7 @@ def _report_findings(
             if is_conflict(finding):
                 conflicts.append(f"{prefix}{finding}")
             else:
-                console.print(f"note: {prefix}{finding}", soft_wrap=True)
+                display.print_words(console, f"note: {prefix}{finding}")
     return conflicts
 
 
@@ -145,27 +193,43 @@ def _batch_specs(cfg: SpmdTrainer.Config) -> Nested[TensorSpec]:
     return jax.tree.map(spec, input_.element_spec())
 
 
-def _layout_tables(title: str, layouts: Sequence[ArrayLayout]) -> Iterator[RenderableType]:
+def _layout_tables(
+    title: str, layouts: Sequence[ArrayLayout]
+) -> Iterator[RenderableType]:
     """Yields a table of the arrays, and one of the numbered reasons in its last column."""
     numbers_by_reason: dict[str, int] = {}
     for layout in layouts:
         if layout.reason:
-            numbers_by_reason.setdefault(layout.reason, len(numbers_by_reason) + 1)
+            numbers_by_reason.setdefault(
+                layout.reason, len(numbers_by_reason) + 1
+            )
     columns = ["array", "layout", "by", "per device"]
     if not numbers_by_reason:
         columns.remove("by")
     table = display.tree_table(title, columns, numbers=["by", "per device"])
-    for _, name, layout in display.tree_lines((layout.path, layout) for layout in layouts):
+    for _, name, layout in display.tree_lines(
+        (layout.path, layout) for layout in layouts
+    ):
         if layout is None:
             table.add_row(Text(name))
             continue
         dims = ",".join(map(str, layout.shape))
-        layout_text = display.layout_text(layout.spec).replace(", ", ",") or "on every device"
-        problems = [Text(problem, style="bold red") for problem in layout.problems]
-        cells = [f"{_dtype_text(layout.dtype)}[{dims}]", Group(Text(layout_text), *problems)]
+        layout_text = (
+            display.layout_text(layout.spec).replace(", ", ",")
+            or "on every device"
+        )
+        problems = [
+            Text(problem, style="bold red") for problem in layout.problems
+        ]
+        cells = [
+            f"{_dtype_text(layout.dtype)}[{dims}]",
+            Group(Text(layout_text), *problems),
+        ]
         if numbers_by_reason:
             cells.append(str(numbers_by_reason.get(layout.reason, "")))
-        table.add_row(Text(name), *cells, display.bytes_text(layout.bytes_per_device))
+        table.add_row(
+            Text(name), *cells, display.bytes_text(layout.bytes_per_device)
+        )
     yield table
     if numbers_by_reason:
         legend = display.tree_table("by", ["source of the layout"], numbers=[])
@@ -180,16 +244,32 @@ def _dtype_text(dtype: DType) -> str:
     >>> _dtype_text(np.dtype("float32")), _dtype_text(np.dtype("bool"))
     ('f32', 'bool')
     """
-    short = {"bfloat": "bf", "float": "f", "uint": "u", "int": "s", "complex": "c"}
-    return re.sub(rf"^({'|'.join(short)})(?=\d)", lambda match: short[match[0]], str(dtype))
+    short = {
+        "bfloat": "bf",
+        "float": "f",
+        "uint": "u",
+        "int": "s",
+        "complex": "c",
+    }
+    return re.sub(
+        rf"^({'|'.join(short)})(?=\d)",
+        lambda match: short[match[0]],
+        str(dtype),
+    )
 
 
 def _totals(layouts_by_name: Mapping[str, Sequence[ArrayLayout]]) -> Table:
-    table = display.tree_table("", ["in all", "per device"], numbers=["in all", "per device"])
+    table = display.tree_table(
+        "", ["in all", "per device"], numbers=["in all", "per device"]
+    )
     for name, layouts in layouts_by_name.items():
         num_bytes = sum(layout.bytes for layout in layouts)
         bytes_per_device = sum(layout.bytes_per_device for layout in layouts)
-        table.add_row(name, display.bytes_text(num_bytes), display.bytes_text(bytes_per_device))
+        table.add_row(
+            name,
+            display.bytes_text(num_bytes),
+            display.bytes_text(bytes_per_device),
+        )
     return table
 
 
@@ -197,7 +277,10 @@ def _totals(layouts_by_name: Mapping[str, Sequence[ArrayLayout]]) -> Table:
 
 
 def _report_program(
-    console: Console, cfg: SpmdTrainer.Config, mesh: Mesh, devices: Sequence[Any]
+    console: Console,
+    cfg: SpmdTrainer.Config,
+    mesh: Mesh,
+    devices: Sequence[Any],
 ) -> list[str]:
     """Compiles the train step, prints its collectives and memory; returns the problems."""
     with warnings.catch_warnings(record=True) as caught:
@@ -213,7 +296,9 @@ def _report_program(
         except (MeshError, BatchShardingError) as error:
             return [str(error)]
     collectives = collectives_of(compiled.as_text() or "")
-    console.print(_collectives_table(collectives, _shape_of_program(cfg, mesh, devices)))
+    console.print(
+        _collectives_table(collectives, _shape_of_program(cfg, mesh, devices))
+    )
     console.print()
     console.print(_memory_table(compiled.memory_analysis()))
     console.print()
@@ -228,7 +313,9 @@ def _shape_of_program(
     cfg: SpmdTrainer.Config, mesh: Mesh, devices: Sequence[Any]
 ) -> dict[str, int]:
     """Returns the mesh axes that the collectives of a program refer to."""
-    num_slices = len({getattr(device, "slice_index", None) for device in devices})
+    num_slices = len(
+        {getattr(device, "slice_index", None) for device in devices}
+    )
     if devices[0].platform != "tpu" or num_slices == 1:
         return dict(mesh.shape)
     # A TPU program covers one slice; transfers between slices are not in it.
@@ -238,7 +325,9 @@ def _shape_of_program(
     return dict(zip(mesh.axis_names, hybrid.ici_mesh_shape, strict=True))
 
 
-def _collectives_table(collectives: Iterable[Collective], mesh_shape: dict[str, int]) -> Table:
+def _collectives_table(
+    collectives: Iterable[Collective], mesh_shape: dict[str, int]
+) -> Table:
     """Returns a table of the collectives of one step by kind and mesh axes, most bytes first."""
     times: Counter[tuple[str, str, str]] = Counter()
     num_bytes: Counter[tuple[str, str, str]] = Counter()
@@ -259,13 +348,17 @@ def _collectives_table(collectives: Iterable[Collective], mesh_shape: dict[str, 
 
 
 def _memory_table(memory: Any) -> Table:
-    table = display.tree_table("memory per device", ["bytes"], numbers=["bytes"])
+    table = display.tree_table(
+        "memory per device", ["bytes"], numbers=["bytes"]
+    )
     if memory is None:
         table.add_row("unknown for this kind of device")
         return table
     parts = {
         "state and batch": memory.argument_size_in_bytes,
-        "other results": (memory.output_size_in_bytes - memory.alias_size_in_bytes),
+        "other results": (
+            memory.output_size_in_bytes - memory.alias_size_in_bytes
+        ),
         "temporaries": memory.temp_size_in_bytes,
         "program": memory.generated_code_size_in_bytes,
     }
@@ -277,11 +370,13 @@ def _memory_table(memory: Any) -> Table:
 
 def _conclude(console: Console, problems: Sequence[str]) -> int:
     if not problems:
-        console.print("fits: all sizes divide evenly, and the train step compiles")
+        console.print(
+            "fits: all sizes divide evenly, and the train step compiles"
+        )
         return 0
     plural = "s" if len(problems) > 1 else ""
     console.print(f"{len(problems)} problem{plural}:", style="bold red")
     for problem in problems:
-        console.print(f"  {problem}", soft_wrap=True, markup=False)
+        display.print_words(console, f"  {problem}")
     console.print("Change a size, the mesh, or the source of the layout.")
     return 1

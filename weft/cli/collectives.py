@@ -30,21 +30,27 @@ Groups = tuple[tuple[int, ...], ...]
 """Positions of devices in the mesh, by the groups that communicate with each other."""
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (?P<shape>.+?) (?P<op>[a-z][\w\-]*)\(")
+_INSTRUCTION = re.compile(
+    r"^\s+(?:ROOT )?%?[\w.\-]+ = (?P<shape>.+?) (?P<op>[a-z][\w\-]*)\("
+)
 _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
 )
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIP_COUNT = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
 _ARRAY_TYPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
-_IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_IOTA_GROUPS = re.compile(
+    r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+)
 _MESH_GROUPS = re.compile(
     r"replica_groups=mesh\[([^\]]+)\]"
     r"(?:, device_ids=\((?:\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))\))? \{([^}]*)\}"
 )
 # An axis, or the part of a size of it after parts of another size: 'a', 'a':(2)4.
 _AXIS_PART = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
-_LISTED_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
+_LISTED_GROUPS = re.compile(
+    r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +99,9 @@ def _groups_over(positions: np.ndarray, axes: Sequence[int]) -> Groups:
     """Returns the positions along some axes, for each index of the others."""
     other_axes = [axis for axis in range(positions.ndim) if axis not in axes]
     group_size = math.prod(positions.shape[axis] for axis in axes)
-    return _as_groups(positions.transpose(*other_axes, *axes).reshape(-1, group_size))
+    return _as_groups(
+        positions.transpose(*other_axes, *axes).reshape(-1, group_size)
+    )
 
 
 @dataclasses.dataclass
@@ -233,7 +241,10 @@ def _groups_of_mesh(
         positions = _iota(iota_dims or str(num_devices), order)
     parts: dict[str, tuple[int, int]] = {}
     for name, outer_size, part_size in _AXIS_PART.findall(group_axes):
-        parts[name] = (int(outer_size or 1), int(part_size or sizes.get(name, 1)))
+        parts[name] = (
+            int(outer_size or 1),
+            int(part_size or sizes.get(name, 1)),
+        )
     # Each axis becomes three: 'a':(2)4 of an axis of 16 is the middle one of 2, 4 and 2.
     dims: list[int] = []
     axes_of_groups: list[int] = []

@@ -47,12 +47,16 @@ def _run_directories(prefix: str, **kwargs: object) -> list[str]:
     """Returns the directories of runs that begin with a prefix, and those that lead to others."""
     found = []
     for path in sorted(glob.glob(f"{glob.escape(prefix)}*/")):
-        is_run = any(os.path.exists(os.path.join(path, name)) for name in _RUN_FILES)
+        is_run = any(
+            os.path.exists(os.path.join(path, name)) for name in _RUN_FILES
+        )
         found.append(path.rstrip("/") if is_run else path)
     return found
 
 
-def _recipe_words(prefix: str, parsed_args: argparse.Namespace, **kwargs: object) -> list[str]:
+def _recipe_words(
+    prefix: str, parsed_args: argparse.Namespace, **kwargs: object
+) -> list[str]:
     """Returns recipes, or what may be set in the one that the line names."""
     words: list[str] = []
     for name in ("recipe", "recipe_and_overrides"):
@@ -61,7 +65,11 @@ def _recipe_words(prefix: str, parsed_args: argparse.Namespace, **kwargs: object
     names = [word for word in words if "=" not in word and word != prefix]
     field, equals, value = prefix.partition("=")
     if equals:
-        return [f"{field}={path}" for path in _run_directories(value)] if field == "dir" else []
+        return (
+            [f"{field}={path}" for path in _run_directories(value)]
+            if field == "dir"
+            else []
+        )
     if not names:
         files = sorted(glob.glob(f"{glob.escape(prefix)}*.py"))
         return [*named_trainer_configs(), *_run_directories(prefix), *files]
@@ -77,7 +85,10 @@ def _recipe_words(prefix: str, parsed_args: argparse.Namespace, **kwargs: object
 def _fields(recipe: Recipe, prefix: str) -> list[str]:
     """Returns the arguments of a recipe, or the fields of its config below the last dot."""
     if "." not in prefix:
-        return [f"{name}=" for name in ("dir", *recipe.arguments())] + ["model.", "learner."]
+        return [f"{name}=" for name in ("dir", *recipe.arguments())] + [
+            "model.",
+            "learner.",
+        ]
     from weft.cli import configs  # imports JAX
     from weft.config import ConfigBase
 

@@ -7,19 +7,46 @@ and `weft config diff` print configs as text.
 import argparse
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from weft.config import apply_overrides, diff, from_text, to_text
+from weft.config import (
+    REQUIRED,
+    ConfigBase,
+    Required,
+    UnreadValue,
+    apply_overrides,
+    diff,
+    from_text,
+    to_text,
+)
 from weft.errors import CommandLineError, ConfigError, InvalidConfigValueError
-from weft.recipes import Recipe, find_recipe, named_trainer_configs, recorded_recipe
+from weft.hierarchy.module import nowrap
+from weft.input import Input
+from weft.recipes import (
+    Recipe,
+    find_recipe,
+    named_trainer_configs,
+    recorded_recipe,
+)
 from weft.serialization.untrusted import printable, read_text_file
-from weft.trainer import SpmdTrainer, record_signature, run_dir, select_mesh_config
+from weft.trainer import (
+    SpmdTrainer,
+    record_signature,
+    run_dir,
+    select_mesh_config,
+)
 from weft.trainer.parallelism import MESH_AXIS_NAMES, ParallelismModifier
-from weft.trainer.trainer_config_modifier import apply_config_modifiers, find_values
+from weft.trainer.trained_model import recorded_batch
+from weft.trainer.trainer_config_modifier import (
+    apply_config_modifiers,
+    find_values,
+)
+from weft.typing import Nested
 
 
 def load_config(
@@ -28,6 +55,7 @@ def load_config(
     *,
     allow: Sequence[str] = (),
     recipe: str | None = None,
+    keep_unreadable: bool = False,
 ) -> SpmdTrainer.Config:
     """Loads a config, and applies its modifiers.
 
@@ -38,6 +66,8 @@ def load_config(
         allow: Names that the text of a config may use, see `weft.config.from_text`.
         recipe: The recipe whose modules a file or the config of a run may name. By default, a run
             that this user has started finds its recipe.
+        keep_unreadable: Whether values that only a program has, and no override replaces, are an
+            error only where they are used, see `weft.config.from_text`.
 
     Raises UnknownConfigError, RecipeError, ConfigError or CommandLineError for what does not exist,
     makes no config, is invalid, or cannot be read.
@@ -53,7 +83,12 @@ def load_config(
         config, overrides = named_recipe.config(overrides)
         packages = named_recipe.packages()
     allow = [*allow, *packages]
-    config = apply_overrides(config, overrides, allow=allow, source="command line")
+    config = apply_overrides(
+        config, overrides, allow=allow, source="command line"
+    )
+    unread_values = _unread_values(config)
+    if unread_values and not keep_unreadable:
+        raise unread_values[0].error
     _check_fields(config)
     return apply_config_modifiers(config)
 
@@ -128,7 +163,7 @@ def run_directory(name: str) -> str:
 def run_config(
     name: str, *, allow: Sequence[str] = (), recipe: str | None = None
 ) -> SpmdTrainer.Config:
-    """Reads the config of a run.
+    """Reads the config of a run; values that only a program has are kept unread.
 
     Args:
         name: The directory of the run, or the recipe that it trains.
@@ -147,53 +182,148 @@ def run_config(
     if not run_dir.was_started(directory):
         if run_dir.has_steps(directory):
             raise _lost_config(directory)
-        problem = "has no run in it" if Path(directory).is_dir() else "is not a directory"
+        problem = (
+            "has no run in it"
+            if Path(directory).is_dir()
+            else "is not a directory"
+        )
         raise CommandLineError(
             f"{directory!r} {problem}: there is no {path}. Name the directory of a run, the value "
             "of `dir` that it was trained with."
         )
     text = _read_config(directory)
-    try:
-        config = _parse(path, text, [*allow, *_packages_of(recipe)])
-    except ConfigError as error:
-        config = _config_by_recipe(path, text, allow, recipe, error)
+    config = _run_config(path, text, allow, recipe)
     _check_fields(config)
     return config.set(dir=directory)
 
 
-def _config_by_recipe(
-    path: Path, text: str, allow: Sequence[str], recipe: str | None, error: ConfigError
+def _run_config(
+    path: Path, text: str, allow: Sequence[str], recipe: str | None
 ) -> SpmdTrainer.Config:
-    """Returns the config of a run whose text cannot be read without the recipe that made it.
+    """Returns the config of a run, with the help of the recipe that made it if that is needed."""
+    record: Any = run_dir.surviving_record(str(path.parent)).get("recipe")
+    has_record = isinstance(record, dict)
+    config: SpmdTrainer.Config | None = None
+    try:
+        config = _parse(path, text, [*allow, *_packages_of(recipe)])
+    except ConfigError:
+        if not has_record:
+            raise
+    if config is not None and (not has_record or not _unread_values(config)):
+        return config
+    is_signed = record_signature.is_signed(record, text)
+    if recipe is None and not is_signed:
+        return _with_advice(
+            lambda: _parse(path, text, allow),
+            f"The run was made by {record.get('name')}, but not by you on this machine, or its "
+            "files have been changed. If you trust the directory, name your copy of the recipe: "
+            "--recipe path/to/file.py:function",
+        )
+    if recipe is None and record["function"].startswith("__main__:"):
+        return _parse(path, text, allow)
+    return _config_by_recipe(
+        path, text, allow, _recipe_of_record(record, recipe), record, is_signed
+    )
+
+
+def check_is_read(config: SpmdTrainer.Config, field: str, advice: str) -> None:
+    """Raises the error of a part of a run's config that only a program has, with advice."""
+    part = getattr(config, field)
+    if isinstance(part, UnreadValue):
+        unread_values = [part]
+    else:
+        unread_values = _unread_values(part)
+    if unread_values:
+        error = unread_values[0].error
+        raise type(error)(f"{error} {advice}")
+
+
+def with_recorded_batch(config: SpmdTrainer.Config) -> SpmdTrainer.Config:
+    """Returns the config of a run with an input that knows the shapes of a batch.
+
+    Data that only a program has, as in a run of `weft.fit`, is not needed for what traces a model.
+    """
+    if not _unread_values(config.input):
+        return config
+    records = run_dir.surviving_record(config.dir).get("batch")
+    if records is None:
+        raise _unread_values(config.input)[0].error
+    evalers: dict[str, Any] = {}
+    for name, evaler in config.evalers.items():
+        if not _unread_values(evaler):
+            evalers[name] = evaler
+    recorded_input = RecordedInput.default_config().set(
+        batch=recorded_batch(records),
+        partition_spec=config.input.partition_spec,
+    )
+    return config.clone(input=recorded_input, evalers=evalers)
+
+
+class RecordedInput(Input):
+    """Input that knows the shapes of a batch alone, from the record of a run."""
+
+    class Config(Input.Config):
+        """Configures a RecordedInput."""
+
+        batch: Required[Nested[jax.ShapeDtypeStruct]] = REQUIRED
+        """Shapes and dtypes, in nested dicts."""
+
+    @nowrap
+    def element_spec(self) -> Nested[jax.ShapeDtypeStruct]:
+        return self.config.batch
+
+
+def _unread_values(config: ConfigBase) -> list[UnreadValue]:
+    values = find_values(config, lambda _, x: isinstance(x, UnreadValue))
+    return list(values.values())
+
+
+def _with_advice(
+    parse: Callable[[], SpmdTrainer.Config], advice: str
+) -> SpmdTrainer.Config:
+    """Returns a config whose errors, and that of values it keeps unread, have the advice."""
+    try:
+        config = parse()
+    except ConfigError as error:
+        raise type(error)(f"{error}\n{advice}") from None
+    for value in _unread_values(config):
+        value.error = type(value.error)(f"{value.error}\n{advice}")
+    return config
+
+
+def _config_by_recipe(
+    path: Path,
+    text: str,
+    allow: Sequence[str],
+    made_by: Recipe,
+    record: dict[str, Any],
+    is_signed: bool,
+) -> SpmdTrainer.Config:
+    """Returns the config of a run whose text may name what its recipe defines.
 
     The recipe makes the config again if the text has values without a name, such as lambdas.
     """
-    record = run_dir.surviving_record(str(path.parent)).get("recipe")
-    if not isinstance(record, dict):
-        raise error
-    is_signed = record_signature.is_signed(record, text)
-    if recipe is None and not is_signed:
-        raise type(error)(
-            f"{error}\nThe run was made by the recipe {record.get('name')}, but not by you on this "
-            "machine, or its files have been changed. If you trust the directory, name your copy "
-            "of the recipe: --recipe path/to/file.py:function"
-        ) from None
-    made_by = _recipe_of_record(record, recipe)
+    words: list[str] | None = record["words"] if is_signed else None
     try:
-        return _parse(path, text, [*allow, *made_by.packages()])
-    except ConfigError as error_with_recipe:
-        if not is_signed or record["words"] is None:
+        config = _parse(path, text, [*allow, *made_by.packages()])
+        if words is None or not _unread_values(config):
+            return config
+        problem = _unread_values(config)[0].error
+    except ConfigError as error:
+        if words is None:
             raise
-        config, overrides = made_by.config(record["words"])
-        config = apply_overrides(config, overrides, allow=made_by.packages())
-        directory = str(path.parent)
-        changes = run_dir.changes_of_run(directory, config.set(dir=directory))
-        if changes:
-            raise type(error_with_recipe)(
-                f"{error_with_recipe}\n{made_by.name} cannot replace the text, because it makes "
-                "another config now:\n" + "\n".join(f"  {change}" for change in changes)
-            ) from None
-        return config
+        problem = error
+    config, overrides = made_by.config(words)
+    config = apply_overrides(config, overrides, allow=made_by.packages())
+    directory = str(path.parent)
+    changes = run_dir.changes_of_run(directory, config.set(dir=directory))
+    if changes:
+        raise type(problem)(
+            f"{problem}\n{made_by.name} cannot replace the text, because it makes "
+            "another config now:\n"
+            + "\n".join(f"  {change}" for change in changes)
+        ) from None
+    return config
 
 
 def recipe_of_run(
@@ -251,7 +381,9 @@ def _read_config(directory: str) -> str:
     except FileNotFoundError:
         raise _lost_config(directory) from None
     except OSError as error:
-        raise CommandLineError(f"cannot read the config of a run: {error}") from None
+        raise CommandLineError(
+            f"cannot read the config of a run: {error}"
+        ) from None
 
 
 def _lost_config(directory: str) -> CommandLineError:
@@ -264,7 +396,7 @@ def _lost_config(directory: str) -> CommandLineError:
 
 
 def _parse(path: Path, text: str, allow: Sequence[str]) -> Any:
-    return from_text(text, source=str(path), allow=allow)
+    return from_text(text, source=str(path), allow=allow, keep_unreadable=True)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -288,7 +420,10 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def on_mesh(
-    cfg: SpmdTrainer.Config, *, selector: str | None = None, mesh: str | None = None
+    cfg: SpmdTrainer.Config,
+    *,
+    selector: str | None = None,
+    mesh: str | None = None,
 ) -> SpmdTrainer.Config:
     """Applies the hardware and mesh of the command line to a trainer's config.
 
@@ -327,14 +462,24 @@ def on_mesh(
 def show_or_diff(arguments: argparse.Namespace) -> int:
     """Prints a config, or the differences between two."""
     if arguments.action == "show":
-        config = load_config(arguments.recipe, arguments.overrides, **arguments.trust)
-        text = to_text(config, omit_defaults=not arguments.defaults, origins=arguments.origin)
+        config = load_config(
+            arguments.recipe,
+            arguments.overrides,
+            keep_unreadable=True,
+            **arguments.trust,
+        )
+        text = to_text(
+            config,
+            omit_defaults=not arguments.defaults,
+            origins=arguments.origin,
+        )
         print(printable(text))
         for comment in run_dir.length_comments(config):
             print(comment)
         return 0
     changes = diff(
-        load_config(arguments.a, **arguments.trust), load_config(arguments.b, **arguments.trust)
+        load_config(arguments.a, keep_unreadable=True, **arguments.trust),
+        load_config(arguments.b, keep_unreadable=True, **arguments.trust),
     )
     print(printable(str(changes)))
     return 1 if changes else 0

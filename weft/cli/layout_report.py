@@ -70,8 +70,12 @@ def array_layouts(
         # Of a PRNG key only the shape is known, that of its two words.
         dtype = jnp.dtype("float32" if spec.dtype is None else spec.dtype)
         shard_shape: list[int] = []
-        for size, mesh_axes in zip(spec.shape, spec.partition_spec, strict=False):
-            shard_shape.append(math.ceil(size / _num_shards(mesh_axes, mesh_shape)))
+        for size, mesh_axes in zip(
+            spec.shape, spec.partition_spec, strict=False
+        ):
+            shard_shape.append(
+                math.ceil(size / _num_shards(mesh_axes, mesh_shape))
+            )
         layouts.append(
             ArrayLayout(
                 path=path,
@@ -88,12 +92,20 @@ def array_layouts(
     return layouts
 
 
-def _num_shards(mesh_axes: str | Sequence[str] | None, mesh_shape: Mapping[str, int]) -> int:
-    return math.prod(mesh_shape.get(name, 1) for name in spmd.axes_of(mesh_axes))
+def _num_shards(
+    mesh_axes: str | Sequence[str] | None, mesh_shape: Mapping[str, int]
+) -> int:
+    return math.prod(
+        mesh_shape.get(name, 1) for name in spmd.axes_of(mesh_axes)
+    )
 
 
-def _problems(spec: hierarchy.TensorSpec, mesh_shape: Mapping[str, int]) -> Iterator[str]:
-    for axis, (size, mesh_axes) in enumerate(zip(spec.shape, spec.partition_spec, strict=False)):
+def _problems(
+    spec: hierarchy.TensorSpec, mesh_shape: Mapping[str, int]
+) -> Iterator[str]:
+    for axis, (size, mesh_axes) in enumerate(
+        zip(spec.shape, spec.partition_spec, strict=False)
+    ):
         names = spmd.axes_of(mesh_axes)
         unknown = [repr(name) for name in names if name not in mesh_shape]
         if unknown:
@@ -102,7 +114,11 @@ def _problems(spec: hierarchy.TensorSpec, mesh_shape: Mapping[str, int]) -> Iter
                 f"the axes {', '.join(map(repr, mesh_shape))}"
             )
         elif size % _num_shards(mesh_axes, mesh_shape):
-            sizes = [f"{name}={mesh_shape[name]}" for name in names if mesh_shape[name] > 1]
+            sizes = [
+                f"{name}={mesh_shape[name]}"
+                for name in names
+                if mesh_shape[name] > 1
+            ]
             yield f"axis {axis} of size {size} does not divide over {' × '.join(sizes)}"
 
 
@@ -121,7 +137,9 @@ def _rules_applied(
         else:
             continue
         mesh_text = "×".join(spmd.axes_of(mesh_axes))
-        candidates = [target for rule_name, target in rules if rule_name == name]
+        candidates = [
+            target for rule_name, target in rules if rule_name == name
+        ]
         if not candidates and name == mesh_text:
             continue  # a mesh axis
         if mesh_axes is not None:
@@ -131,7 +149,9 @@ def _rules_applied(
         elif None in candidates:
             texts.append(f"{name} → -")
         else:
-            texts.append(f"{name} → - ({'×'.join(spmd.axes_of(candidates[0]))} is taken)")
+            texts.append(
+                f"{name} → - ({'×'.join(spmd.axes_of(candidates[0]))} is taken)"
+            )
     return ", ".join(texts)
 
 
@@ -155,7 +175,9 @@ def _origin_in_config(model: hierarchy.Module | None, path: str) -> str:
 
 
 def rule_findings(
-    specs: Nested[object], rules: axis_rules.Rules, mesh_shape: Mapping[str, int]
+    specs: Nested[object],
+    rules: axis_rules.Rules,
+    mesh_shape: Mapping[str, int],
 ) -> list[Finding]:
     """Returns findings about rules for logical axes, see `weft.core.rules_report`.
 
@@ -164,7 +186,11 @@ def rule_findings(
     boxes: dict[str, logical.LogicallyPartitioned] = {}
     names_in_tuples: set[str] = set()
     for key_path, spec in jax.tree_util.tree_leaves_with_path(specs):
-        axes = spec.logical_axes if isinstance(spec, hierarchy.ParameterSpec) else None
+        axes = (
+            spec.logical_axes
+            if isinstance(spec, hierarchy.ParameterSpec)
+            else None
+        )
         if not axes:
             continue
         if logical.names_to_mesh_axes(axes, rules) == spec.partition_spec:
@@ -177,12 +203,16 @@ def rule_findings(
             path = jax.tree_util.keystr(key_path, simple=True, separator="/")
             shape = jax.ShapeDtypeStruct(spec.shape, "float32")
             boxes[path] = logical.LogicallyPartitioned(shape, axes)
-    mesh = jax.sharding.AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape))
+    mesh = jax.sharding.AbstractMesh(
+        tuple(mesh_shape.values()), tuple(mesh_shape)
+    )
     findings: list[Finding] = []
     for finding in check_rules(rules, boxes, mesh):
         is_shown_with_array = finding.kind is FindingKind.INDIVISIBLE_AXIS
         # A name in a tuple is that of a part of an axis, and `boxes` have whole axes.
-        is_in_tuple = finding.rule is not None and finding.rule[0] in names_in_tuples
+        is_in_tuple = (
+            finding.rule is not None and finding.rule[0] in names_in_tuples
+        )
         if not (is_shown_with_array or is_in_tuple):
             findings.append(finding)
     return findings
@@ -190,4 +220,7 @@ def rule_findings(
 
 def is_conflict(finding: Finding) -> bool:
     """Returns whether a finding must be fixed, unlike a rule or a name that is only unused."""
-    return finding.kind in (FindingKind.FIGHTING_RULES, FindingKind.UNKNOWN_MESH_AXIS)
+    return finding.kind in (
+        FindingKind.FIGHTING_RULES,
+        FindingKind.UNKNOWN_MESH_AXIS,
+    )

@@ -23,11 +23,23 @@ from weft.cli import configs, train
 from weft.config import config_for_function
 from weft.errors import LearningRateSearchError
 from weft.report import display
-from weft.trainer import BaseCheckpointer, Hook, NoOpWriter, SpmdTrainer, schedule
-from weft.trainer.trainer_config_modifier import apply_config_modifiers, find_values, outermost
+from weft.trainer import (
+    BaseCheckpointer,
+    Hook,
+    NoOpWriter,
+    SpmdTrainer,
+    schedule,
+)
+from weft.trainer.trainer_config_modifier import (
+    apply_config_modifiers,
+    find_values,
+    outermost,
+)
 from weft.typing import Nested, Tensor
 
 _DECAY = 0.9
+_LEAST_STEPS = 20
+_LEAST_STEPS_PER_TENFOLD = 3
 # A loss of this multiple of the smallest one ends the search.
 _DIVERGED_FACTOR = 4.0
 
@@ -50,7 +62,9 @@ class LearningRateSearch:
     fields: list[str]
 
 
-def exponential_sweep(*, min_rate: float, max_rate: float, num_steps: int) -> schedule.ScheduleFn:
+def exponential_sweep(
+    *, min_rate: float, max_rate: float, num_steps: int
+) -> schedule.ScheduleFn:
     """Returns a schedule that grows by equal factors from step 1 to step `num_steps`.
 
     >>> rate = exponential_sweep(min_rate=1e-4, max_rate=1.0, num_steps=5)
@@ -60,26 +74,42 @@ def exponential_sweep(*, min_rate: float, max_rate: float, num_steps: int) -> sc
 
     def rate(step: int | Tensor) -> Tensor:
         share = (jnp.asarray(step, jnp.float32) - 1) / (num_steps - 1)
-        return jnp.exp(math.log(min_rate) + share * math.log(max_rate / min_rate))
+        return jnp.exp(
+            math.log(min_rate) + share * math.log(max_rate / min_rate)
+        )
 
     return rate
 
 
 def find_learning_rate(
-    cfg: SpmdTrainer.Config, *, min_rate: float = 1e-6, max_rate: float = 1.0, num_steps: int = 100
+    cfg: SpmdTrainer.Config,
+    *,
+    min_rate: float = 1e-6,
+    max_rate: float = 1.0,
+    num_steps: int = 100,
 ) -> LearningRateSearch:
     """Runs the first steps of a trainer's config with a growing learning rate.
 
     Every field `learning_rate` of the learner is replaced, in a copy. Nothing is evaluated, saved
     or written to the run's directory. A loss that is not finite or far above its best ends it.
 
-    Raises LearningRateSearchError if the arguments do not describe a sweep, the learner has no
-    field `learning_rate`, or the loss does not fall.
+    Raises LearningRateSearchError if the arguments do not describe a sweep, it has too few steps,
+    the learner has no field `learning_rate`, or the loss does not fall.
     """
-    if not 0 < min_rate < max_rate or num_steps < 10:
+    if not 0 < min_rate < max_rate:
         raise LearningRateSearchError(
-            f"a sweep from {min_rate=:g} to {max_rate=:g} in {num_steps=}; expected 0 < min_rate < "
-            "max_rate and 10 or more steps."
+            f"a sweep from {min_rate=:g} to {max_rate=:g}; expected 0 < min_rate < max_rate."
+        )
+    steps_per_tenfold = num_steps / math.log10(max_rate / min_rate)
+    if num_steps < _LEAST_STEPS or steps_per_tenfold < _LEAST_STEPS_PER_TENFOLD:
+        least_steps = max(
+            _LEAST_STEPS,
+            math.ceil(num_steps * _LEAST_STEPS_PER_TENFOLD / steps_per_tenfold),
+        )
+        raise LearningRateSearchError(
+            f"{num_steps} steps are too few for rates from {min_rate:g} to {max_rate:g}: the loss "
+            "of a batch varies more than it falls from one to the next. Expected "
+            f"{least_steps} steps or more."
         )
     cfg = apply_config_modifiers(cfg).clone()
 
@@ -110,7 +140,9 @@ def find_learning_rate(
         )
         with contextlib.suppress(_DivergedError):
             cfg.instantiate(parent=None).run(listener=losses, progress=False)
-    rate = exponential_sweep(min_rate=min_rate, max_rate=max_rate, num_steps=num_steps)
+    rate = exponential_sweep(
+        min_rate=min_rate, max_rate=max_rate, num_steps=num_steps
+    )
     rates = [float(rate(step)) for step in range(1, len(losses.values) + 1)]
     smoothed = _smoothed(losses.values)
     return LearningRateSearch(
@@ -127,15 +159,21 @@ def _smoothed(losses: Sequence[float]) -> list[float]:
     average = 0.0
     for i, loss in enumerate(losses):
         average = _DECAY * average + (1 - _DECAY) * loss
-        averages.append(average / (1 - _DECAY ** (i + 1)))  # without the bias of the start at 0
+        averages.append(
+            average / (1 - _DECAY ** (i + 1))
+        )  # without the bias of the start at 0
     return averages
 
 
 def _suggestion(rates: Sequence[float], smoothed: Sequence[float]) -> float:
-    slopes = [loss - previous for previous, loss in itertools.pairwise(smoothed)]
+    slopes = [
+        loss - previous for previous, loss in itertools.pairwise(smoothed)
+    ]
     # The first averages are of few losses and therefore noisy.
     first = min(len(slopes) // 10, 5)
-    steepest = min(range(first, len(slopes)), key=slopes.__getitem__, default=None)
+    steepest = min(
+        range(first, len(slopes)), key=slopes.__getitem__, default=None
+    )
     if steepest is None or slopes[steepest] >= 0:
         raise LearningRateSearchError(
             f"the loss does not fall at any rate from {rates[0]:g} to {rates[-1]:g}: it starts at "
@@ -155,7 +193,9 @@ class _Losses(Hook):
     def __init__(self) -> None:
         self.values: list[float] = []
 
-    def on_step(self, step: int, outputs: dict[str, Any], batch: Nested[Tensor]) -> None:
+    def on_step(
+        self, step: int, outputs: dict[str, Any], batch: Nested[Tensor]
+    ) -> None:
         loss = float(outputs["loss"])
         if not math.isfinite(loss):
             raise _DivergedError
@@ -200,9 +240,10 @@ def run(arguments: argparse.Namespace) -> int:
     )
     console = display.table_console()
     console.print(loss_table(search))
-    console.print(
+    display.print_words(
+        console,
         f"The loss falls fastest at a learning rate of {search.suggestion:.2g}, a good first "
-        f"peak value for {', '.join(search.fields)}."
+        f"peak value for {', '.join(search.fields)}.",
     )
     return 0
 

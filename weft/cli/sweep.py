@@ -23,12 +23,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rich.table import Table
-
 from weft import cli
 from weft.cli import configs, train
 from weft.distributed.watchdog import handle_stop_signals
-from weft.errors import CommandLineError, FileRefusedError, RunDirError, did_you_mean
+from weft.errors import (
+    CommandLineError,
+    FileRefusedError,
+    RunDirError,
+    did_you_mean,
+)
 from weft.launch.processes import end_with_parent, last_lines
 from weft.report import display
 from weft.report.charts import Point, finite
@@ -42,6 +45,7 @@ RECORD_FILE = "sweep.json"
 COMPARISON_FILE = "comparison.html"
 OUTPUT_FILE = "output.txt"
 _POLL_SECONDS = 0.1
+_LONGEST_VALUE = 20
 _DISTRIBUTIONS = ("uniform", "log")
 
 
@@ -69,7 +73,9 @@ class Range:
     def draw(self, rng: random.Random) -> str:
         """Returns a number with three significant digits."""
         if self.is_log:
-            number = math.exp(rng.uniform(math.log(self.low), math.log(self.high)))
+            number = math.exp(
+                rng.uniform(math.log(self.low), math.log(self.high))
+            )
         else:
             number = rng.uniform(self.low, self.high)
         return f"{number:.3g}"
@@ -91,7 +97,9 @@ class Trial:
     @property
     def name(self) -> str:
         """The number of the trial and its settings."""
-        settings = " ".join(f"{field}={value}" for field, value in self.settings.items())
+        settings = " ".join(
+            f"{field}={value}" for field, value in self.settings.items()
+        )
         return f"{os.path.basename(self.directory)} {settings}"
 
 
@@ -161,7 +169,9 @@ def settings_to_try(
     fields = [axis.field for axis in axes]
     for field in fields:
         if fields.count(field) > 1:
-            raise CommandLineError(f"--over {field}=… is given twice; write its values in one.")
+            raise CommandLineError(
+                f"--over {field}=… is given twice; write its values in one."
+            )
     if num_samples is None:
         values_by_field = []
         for axis in axes:
@@ -172,7 +182,9 @@ def settings_to_try(
                 )
             values_by_field.append(axis.values)
         combinations = itertools.product(*values_by_field)
-        return [dict(zip(fields, values, strict=True)) for values in combinations]
+        return [
+            dict(zip(fields, values, strict=True)) for values in combinations
+        ]
     if num_samples < 1:
         raise CommandLineError(f"--samples {num_samples}: expected 1 or more.")
     rng = random.Random(seed)
@@ -201,16 +213,31 @@ def run(arguments: argparse.Namespace) -> int:
     width = max(3, len(str(len(settings))))
     trials = []
     for number, fields in enumerate(settings, start=1):
-        trials.append(Trial(os.path.join(directory, f"{number:0{width}}"), fields))
+        trials.append(
+            Trial(os.path.join(directory, f"{number:0{width}}"), fields)
+        )
     commands = []
     for trial in trials:
-        words = [*overrides, *(f"{field}={value}" for field, value in trial.settings.items())]
+        words = [
+            *overrides,
+            *(f"{field}={value}" for field, value in trial.settings.items()),
+        ]
         words.append(f"dir={trial.directory}")
-        configs.load_run(recipe, words, **arguments.trust)  # raises for a setting that is wrong
+        configs.load_run(
+            recipe, words, **arguments.trust
+        )  # raises for a setting that is wrong
         options = train.options_for_texts(arguments)
         commands.append([*train.THIS_WEFT, "train", *options, recipe, *words])
-    _check_record(directory, {"recipe": recipe, "overrides": overrides, "settings": settings})
-    print(printable(f"{len(trials)} runs of {recipe} in {directory}, {arguments.jobs} at a time"))
+    _check_record(
+        directory,
+        {"recipe": recipe, "overrides": overrides, "settings": settings},
+    )
+    _check_folders(directory, trials)
+    print(
+        printable(
+            f"{len(trials)} runs of {recipe} in {directory}, {arguments.jobs} at a time"
+        )
+    )
     processes = _Processes(arguments.jobs)
     num_failed = 0
     for trial, code in processes.run(trials, commands):
@@ -246,6 +273,13 @@ def _check_record(directory: str, record: Mapping[str, object]) -> None:
         )
 
 
+def _check_folders(directory: str, trials: Sequence[Trial]) -> None:
+    """Refuses links in place of the directories of runs: they may lead anywhere."""
+    folder = Directory(directory)
+    for trial in trials:
+        folder.has_folder(os.path.basename(trial.directory))
+
+
 class _Processes:
     """Starts processes, a few at a time, and stops them when this process is asked to stop."""
 
@@ -272,7 +306,9 @@ class _Processes:
                     else:
                         break
                 time.sleep(_POLL_SECONDS)
-                for process in [x for x in self._running if x.poll() is not None]:
+                for process in [
+                    x for x in self._running if x.poll() is not None
+                ]:
                     yield self._running.pop(process), process.returncode
 
     @contextlib.contextmanager
@@ -358,15 +394,19 @@ def _print_end(trial: Trial, code: int, metric: str) -> None:
     if trial.best is not None:
         value, step = trial.best
         line += f"  {metric} {value:.4g} at step {step:,.0f}"
-    print(printable(line))
+    display.print_words(display.table_console(), line)
     if code != 0:
         output = os.path.join(trial.directory, OUTPUT_FILE)
-        print(printable(f"  failed with exit code {code}; the end of {output}:"))
+        print(
+            printable(f"  failed with exit code {code}; the end of {output}:")
+        )
         for output_line in last_lines(output)[-5:]:
             print(printable(f"    {output_line}"))
 
 
-def _compare(directory: str, trials: Sequence[Trial], metric: str, direction: str) -> None:
+def _compare(
+    directory: str, trials: Sequence[Trial], metric: str, direction: str
+) -> None:
     """Prints the table of the trials, the best one first, and writes the page."""
     sign = -1 if direction == "highest" else 1
     ranked = sorted(
@@ -377,22 +417,75 @@ def _compare(directory: str, trials: Sequence[Trial], metric: str, direction: st
         hint = did_you_mean(metric, _metric_names(trials))
         print(printable(f"no run has a value of --metric {metric}. {hint}"))
         return
-    table = Table(box=None)
-    table.add_column("run")
-    for field in ranked[0].settings:
-        table.add_column(field, justify="right")
-    table.add_column(f"{direction} {metric}", justify="right")
-    table.add_column("step", justify="right")
     results = []
+    for rank, trial in enumerate(ranked):
+        result = read_results(trial.directory)
+        result.name = trial.name + _mark(rank)
+        results.append(result)
+    _print_table(ranked, f"{direction} {metric}")
+    Directory(directory).write(COMPARISON_FILE, render_comparison(results))
+    print(printable(f"compared in {Path(directory, COMPARISON_FILE)}"))
+
+
+def _mark(rank: int) -> str:
+    return " (best)" if rank == 0 else ""
+
+
+def _print_table(ranked: Sequence[Trial], metric_header: str) -> None:
+    """Prints the trials; a narrow terminal has no columns of fields that vary least."""
+    fields = list(ranked[0].settings)
+    header_of_field = _short_names(fields)
+    numbers_of_values = {}
+    for field in fields:
+        values = {trial.settings[field] for trial in ranked}
+        numbers_of_values[field] = len(values)
+    headers = [header_of_field[field] for field in fields]
+    headers += [metric_header, "step"]
+    table = display.tree_table("run", headers, numbers=headers)
     for rank, trial in enumerate(ranked):
         assert trial.best is not None
         value, step = trial.best
-        mark = " (best)" if rank == 0 else ""
         number = os.path.basename(trial.directory)
-        table.add_row(f"{number}{mark}", *trial.settings.values(), f"{value:.4g}", f"{step:,.0f}")
-        result = read_results(trial.directory)
-        result.name = f"{trial.name}{mark}"
-        results.append(result)
-    display.table_console().print(table)
-    Directory(directory).write(COMPARISON_FILE, render_comparison(results))
-    print(printable(f"compared in {Path(directory, COMPARISON_FILE)}"))
+        cells = [_shortened(text) for text in trial.settings.values()]
+        table.add_row(
+            number + _mark(rank), *cells, f"{value:.4g}", f"{step:,.0f}"
+        )
+    constants: list[str] = []
+    variables: list[str] = []
+    most_varied = sorted(
+        fields, key=numbers_of_values.__getitem__, reverse=True
+    )
+    for field in reversed(most_varied):
+        if numbers_of_values[field] == 1:
+            constants.append(header_of_field[field])
+        else:
+            variables.append(header_of_field[field])
+    display.print_table(
+        display.table_console(),
+        table,
+        less_important=[*constants, "step", *variables],
+    )
+
+
+def _short_names(fields: Sequence[str]) -> dict[str, str]:
+    """Returns the last name of the path of each field, or the path where two have that name.
+
+    >>> _short_names(["model.width", "learner.rate", "evaler.rate"])
+    {'model.width': 'width', 'learner.rate': 'learner.rate', 'evaler.rate': 'evaler.rate'}
+    """
+    last_names = [field.rpartition(".")[2] for field in fields]
+    header_of_field = {}
+    for field, name in zip(fields, last_names, strict=True):
+        is_unique = last_names.count(name) == 1 and name != "step"
+        header_of_field[field] = name if is_unique else field
+    return header_of_field
+
+
+def _shortened(text: str) -> str:
+    """Returns a value that a table has room for: a number stays whole."""
+    try:
+        float(text)
+    except ValueError:
+        if len(text) > _LONGEST_VALUE:
+            return f"{text[: _LONGEST_VALUE - 1]}…"
+    return text

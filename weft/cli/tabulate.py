@@ -35,12 +35,23 @@ class Row(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table of a recipe's model."""
-    cfg = configs.load_config(arguments.recipe, arguments.overrides, **arguments.trust)
+    cfg = configs.load_config(
+        arguments.recipe,
+        arguments.overrides,
+        keep_unreadable=True,
+        **arguments.trust,
+    )
+    configs.check_is_read(
+        cfg, "model", "weft inspect lists the parameters of a run."
+    )
+    cfg = configs.with_recorded_batch(cfg)
     model = build_model(cfg)
     specs = state.parameter_specs(model, mesh.rules_of(cfg).parameters)
     flops = forward_flops(cfg, model, specs)
     columns = ["class", "parameters", "FLOPs", "shape", "dtype", "layout"]
-    table = display.tree_table("module", columns, numbers=["parameters", "FLOPs"])
+    table = display.tree_table(
+        "module", columns, numbers=["parameters", "FLOPs"]
+    )
     for row in rows("", model, specs):
         if row.path:
             name = row.path.rpartition("/")[2]
@@ -59,13 +70,17 @@ def run(arguments: argparse.Namespace) -> int:
             *_cells(row),
         )
     console = display.table_console()
-    console.print(table)
+    display.print_table(
+        console, table, less_important=["class", "layout", "dtype"]
+    )
     for line in _totals(specs, flops):
-        console.print(line, soft_wrap=True)
+        display.print_words(console, line)
     return 0
 
 
-def rows(path: str, module: Module | None, specs: Mapping[str, Any]) -> Iterator[Row]:
+def rows(
+    path: str, module: Module | None, specs: Mapping[str, Any]
+) -> Iterator[Row]:
     """Yields a row for each module that has parameters, and for each of these.
 
     Args:
@@ -82,7 +97,9 @@ def rows(path: str, module: Module | None, specs: Mapping[str, Any]) -> Iterator
             yield from rows(child_path, child, child_specs)
 
 
-def forward_flops(cfg: SpmdTrainer.Config, model: Module, specs: Nested[ParameterSpec]) -> Flops:
+def forward_flops(
+    cfg: SpmdTrainer.Config, model: Module, specs: Nested[ParameterSpec]
+) -> Flops:
     """Counts the operations of the loss of one example, by parameter path.
 
     Args:
@@ -90,15 +107,21 @@ def forward_flops(cfg: SpmdTrainer.Config, model: Module, specs: Nested[Paramete
     """
     input_: Input = cfg.input.set(name="input").instantiate(parent=None)
     batch = input_.element_spec()
-    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, _dtype(spec)), specs)
+    params = jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, _dtype(spec)), specs
+    )
 
     def forward(params: NestedTensor, batch: NestedTensor) -> PyTree:
         inputs = {"input_batch": batch}
-        return functional(model, prng_key=None, state=params, inputs=inputs, is_training=False)
+        return functional(
+            model, prng_key=None, state=params, inputs=inputs, is_training=False
+        )
 
     batch_size = jax.tree.leaves(batch)[0].shape[0]
     batch_flops = count_flops(forward, params, batch)
-    return Flops({path: flops // batch_size for path, flops in batch_flops.items()})
+    return Flops(
+        {path: flops // batch_size for path, flops in batch_flops.items()}
+    )
 
 
 def _totals(specs: Nested[ParameterSpec], flops: Flops) -> Iterator[str]:
@@ -109,12 +132,18 @@ def _totals(specs: Nested[ParameterSpec], flops: Flops) -> Iterator[str]:
             num_state_values += math.prod(spec.shape)
         else:
             num_parameters += math.prod(spec.shape)
-    state_text = f", and {num_state_values:,} values of state" if num_state_values else ""
+    state_text = (
+        f", and {num_state_values:,} values of state"
+        if num_state_values
+        else ""
+    )
     yield f"{num_parameters:,} parameters{state_text}, {display.bytes_text(num_bytes)}"
     activations_text = ""
     if flops[None]:
         count = display.count_text(flops[None])
-        activations_text = f"including {count} for products of activations, as in attention; "
+        activations_text = (
+            f"including {count} for products of activations, as in attention; "
+        )
     yield (
         f"{display.count_text(flops.total())} FLOPs for the loss of an example, {activations_text}"
         "a training step takes about three times as many"

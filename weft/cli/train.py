@@ -16,9 +16,10 @@ import jax
 
 import weft
 from weft import cli, config, errors, recipes
-from weft.cli import configs, trained_models
+from weft.cli import configs, sample, trained_models
 from weft.distributed import cpu_threads
 from weft.distributed.preemption import still_compiling
+from weft.generation.decoding_models import can_generate
 from weft.input import Baseline, ByteTokenizer, Corpus, ngram_baselines
 from weft.launch import JobSetJob, LocalJob, SlurmJob, joined_processes
 from weft.launch.job import STOPPED_EXIT_CODE, Job
@@ -27,6 +28,7 @@ from weft.report.page import write_report
 from weft.report.recorder import errors_logged
 from weft.serialization.untrusted import printable
 from weft.trainer import SpmdTrainer, compilation, has_ended, run_dir
+from weft.trainer.frozen_base import keep_builder_of_run
 from weft.trainer.run_lock import RunLock, move_aside, run_lock
 
 _SAMPLE_TOKENS = 256
@@ -56,8 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     recipe, overrides = split_arguments(arguments.recipe_and_overrides)
     cfg = configs.load_run(recipe, overrides, **arguments.trust)
-    cfg = configs.on_mesh(cfg, selector=arguments.mesh_selector, mesh=arguments.mesh)
-    recipe_record = configs.recipe_of_run(recipe, overrides, recipe=arguments.made_by)
+    cfg = configs.on_mesh(
+        cfg, selector=arguments.mesh_selector, mesh=arguments.mesh
+    )
+    recipe_record = configs.recipe_of_run(
+        recipe, overrides, recipe=arguments.made_by
+    )
     options: list[str] = []
     if arguments.mesh_selector is not None:
         options += ["--mesh-selector", arguments.mesh_selector]
@@ -65,18 +71,27 @@ def _train(arguments: argparse.Namespace) -> int:
         options += ["--mesh", arguments.mesh]
     options += options_for_texts(arguments)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(compilation.compilation_cache(cfg.compilation_cache_dir))
+        stack.enter_context(
+            compilation.compilation_cache(cfg.compilation_cache_dir)
+        )
         with _suggested_commands(arguments):
+            if arguments.fresh and arguments.resume:
+                raise errors.CommandLineError(
+                    "--fresh starts a run again, and --resume continues it; write one of the two."
+                )
             if arguments.fresh:
                 _move_aside(cfg.dir)
             stack.enter_context(run_lock(cfg.dir))
-            run_dir.check_run_dir(cfg)
+            keep_builder_of_run(cfg)
+            run_dir.check_run_dir(cfg, resume=arguments.resume)
         named_recipe = recipes.named_trainer_configs().get(recipe)
         if named_recipe is not None:
             signal_names: list[str] = []
-            if not named_recipe.prepare(cfg, functools.partial(_train_base, signal_names)):
+            if not named_recipe.prepare(
+                cfg, functools.partial(_train_base, signal_names)
+            ):
                 return _stopped_code(signal_names[0])
-        training = _run(recipe, cfg, recipe_record)
+        training = _run(recipe, cfg, recipe_record, resume=arguments.resume)
         return _conclude(training, [*options, recipe, *overrides])
 
 
@@ -99,12 +114,21 @@ def _suggested_commands(arguments: argparse.Namespace) -> Iterator[None]:
         if error.free_dir is None:
             raise
         words: list[str] = arguments.words
-        elsewhere = [word for word in words if word.partition("=")[0].strip() != "dir"]
+        elsewhere = [
+            word for word in words if word.partition("=")[0].strip() != "dir"
+        ]
         elsewhere.append(f"dir={error.free_dir}")
         lines = [str(error), "", f"  {program('weft')} {shlex.join(elsewhere)}"]
-        if not isinstance(error, errors.RunDirInUseError) and not arguments.fresh:
+        if (
+            not isinstance(error, errors.RunDirInUseError)
+            and not arguments.fresh
+        ):
             num_command_words = 2 if words[0] == "launch" else 1
-            fresh = [*words[:num_command_words], "--fresh", *words[num_command_words:]]
+            fresh = [
+                *words[:num_command_words],
+                "--fresh",
+                *words[num_command_words:],
+            ]
             lines.append("or, to move the old run aside and start again:")
             lines.append(f"  {program('weft')} {shlex.join(fresh)}")
         raise type(error)("\n".join(lines), free_dir=error.free_dir) from error
@@ -149,15 +173,26 @@ def _train_base(
 
 
 def _run(
-    recipe: str, cfg: SpmdTrainer.Config, recipe_record: Mapping[str, Any] | None = None
+    recipe: str,
+    cfg: SpmdTrainer.Config,
+    recipe_record: Mapping[str, Any] | None = None,
+    *,
+    resume: bool = False,
 ) -> _Training:
     trainer = cfg.instantiate(parent=None)
     # Only one process prints.
     console = TextConsole(highlight=False, quiet=jax.process_index() != 0)
     display = make_display(console, cfg.dir)
-    display.print_line(f"weft {weft.__version__}, jax {jax.__version__}: training {recipe}")
+    display.print_line(
+        f"weft {weft.__version__}, jax {jax.__version__}: training {recipe}"
+    )
     baselines = _print_corpus(cfg, display)
-    trainer.run(return_evaler_summaries=True, progress=display, recipe=recipe_record)
+    trainer.run(
+        return_evaler_summaries=True,
+        progress=display,
+        recipe=recipe_record,
+        resume=resume,
+    )
     assert display.ended is not None
     step, reason = display.ended
     return _Training(trainer, display, step, reason, baselines)
@@ -181,7 +216,9 @@ def split_arguments(words: Sequence[str]) -> tuple[str, list[str]]:
 # Output before training.
 
 
-def _print_corpus(cfg: SpmdTrainer.Config, display: Display) -> Mapping[str, Baseline]:
+def _print_corpus(
+    cfg: SpmdTrainer.Config, display: Display
+) -> Mapping[str, Baseline]:
     """Prints the corpus, and the losses of count-based models on its held-out part."""
     baselines: Mapping[str, Baseline] = {}
     for corpus_cfg in run_dir.find_fields("corpus", cfg.input).values():
@@ -196,8 +233,13 @@ def _print_corpus(cfg: SpmdTrainer.Config, display: Display) -> Mapping[str, Bas
         if isinstance(trained_models.find_tokenizer(cfg), ByteTokenizer):
             baselines = ngram_baselines(corpus)
             for name, baseline in baselines.items():
-                values = {"loss": baseline.nats_per_token, "bits_per_byte": baseline.bits_per_byte}
-                display.print_line(f"{name:9}  {', '.join(metric_texts(values))}")
+                values = {
+                    "loss": baseline.nats_per_token,
+                    "bits_per_byte": baseline.bits_per_byte,
+                }
+                display.print_line(
+                    f"{name:9}  {', '.join(metric_texts(values))}"
+                )
     return baselines
 
 
@@ -227,17 +269,25 @@ def _conclude(training: _Training, arguments: Sequence[str]) -> int:
             run_dir.update_record(cfg.dir, **facts)
         with errors_logged("the report of the run cannot be written"):
             write_report(cfg.dir)
-    commands = _next_commands(cfg, arguments, is_complete=is_complete, is_saved=display.is_saved)
-    display.print_line("\n" + "\n".join(commands))
+    commands = _next_commands(
+        cfg, arguments, is_complete=is_complete, is_saved=display.is_saved
+    )
+    display.print_line("")
+    for words in commands:
+        display.print_command(words)
     return 0 if is_complete else _stopped_code(training.reason)
 
 
 def _stopped_code(signal_name: str) -> int:
     """Returns the exit code after a signal, as in a shell unless the environment has another."""
-    return int(os.environ.get(STOPPED_EXIT_CODE, 128 + signal.Signals[signal_name]))
+    return int(
+        os.environ.get(STOPPED_EXIT_CODE, 128 + signal.Signals[signal_name])
+    )
 
 
-def _compare_with_baselines(display: Display, baselines: Mapping[str, Baseline]) -> None:
+def _compare_with_baselines(
+    display: Display, baselines: Mapping[str, Baseline]
+) -> None:
     if display.evals:
         display.print_line("")
     for name, (step, values) in display.evals.items():
@@ -247,8 +297,14 @@ def _compare_with_baselines(display: Display, baselines: Mapping[str, Baseline])
             beaten: list[str] = []
             for baseline_name, baseline in baselines.items():
                 if loss < baseline.nats_per_token:
-                    beaten.append(f"{baseline_name} ({baseline.nats_per_token:.3f})")
-            line += f"\n  below {', '.join(beaten)}" if beaten else "\n  above all baselines"
+                    beaten.append(
+                        f"{baseline_name} ({baseline.nats_per_token:.3f})"
+                    )
+            line += (
+                f"\n  below {', '.join(beaten)}"
+                if beaten
+                else "\n  above all baselines"
+            )
         display.print_line(line)
 
 
@@ -259,38 +315,57 @@ def _sample(training: _Training) -> list[dict[str, Any]]:
     """
     trainer, step = training.trainer, training.step
     tokenizer = trained_models.find_tokenizer(trainer.config)
-    if tokenizer is None or not trained_models.can_generate(trainer.model):
+    if tokenizer is None or not can_generate(trainer.model):
         return []
     with trainer.mesh():
-        text = trained_models.generate(
+        text = sample.generate_text(
             trainer.model,
             trainer.model_params_for_eval(),
             tokenizer=tokenizer,
-            prompt="",
-            num_tokens=_SAMPLE_TOKENS,
+            tokens=_SAMPLE_TOKENS,
             temperature=_SAMPLE_TEMPERATURE,
             seed=trainer.config.seed,
         )
     training.display.print_line(f"\nUnprompted text from the model:\n\n{text}")
-    recorded_samples = run_dir.read_record(trainer.config.dir).get("samples", [])
-    samples = [sample for sample in recorded_samples if sample["step"] != step]
+    recorded_samples = run_dir.read_record(trainer.config.dir).get(
+        "samples", []
+    )
+    # Those with a prompt are of the run's own evaluations.
+    samples = [
+        each
+        for each in recorded_samples
+        if each["step"] != step or each["prompt"]
+    ]
     return [*samples, {"step": step, "prompt": "", "text": text}]
 
 
 def _next_commands(
-    cfg: SpmdTrainer.Config, arguments: Sequence[str], *, is_complete: bool, is_saved: bool
-) -> list[str]:
+    cfg: SpmdTrainer.Config,
+    arguments: Sequence[str],
+    *,
+    is_complete: bool,
+    is_saved: bool,
+) -> list[list[str]]:
+    """Returns the commands that a person wants next, as quoted words."""
     weft_command = program("weft")
+    directory = shlex.quote(cfg.dir)
     next_arguments = list(arguments)
     if is_complete:
-        next_arguments = [word for word in arguments if not word.startswith("max_step=")]
+        next_arguments = [
+            word for word in arguments if not word.startswith("max_step=")
+        ]
         next_arguments.append(f"max_step={2 * cfg.max_step}")
     commands = [
-        f"{program('tensorboard')} --logdir {shlex.quote(cfg.dir)}",
-        f"{weft_command} train {shlex.join(next_arguments)}",
+        [program("tensorboard"), "--logdir", directory],
+        [weft_command, "train", *map(shlex.quote, next_arguments)],
     ]
-    if is_saved and trained_models.find_tokenizer(cfg) is not None:
-        commands.append(f"{weft_command} sample {shlex.quote(cfg.dir)} --prompt 'def '")
+    if not is_saved or trained_models.find_tokenizer(cfg) is None:
+        return commands
+    templates = run_dir.find_fields("template", cfg.input).values()
+    if any(template is not None for template in templates):
+        commands.append([weft_command, "chat", directory])
+    else:
+        commands.append([weft_command, "sample", directory, "--prompt 'def '"])
     return commands
 
 
@@ -308,7 +383,11 @@ def program(name: str) -> str:
 # Without -P, `python -m` would import from the current directory first.
 THIS_WEFT = [sys.executable, "-P", "-m", "weft"]
 
-JOBS: dict[str, type[Job]] = {"local": LocalJob, "slurm": SlurmJob, "k8s": JobSetJob}
+JOBS: dict[str, type[Job]] = {
+    "local": LocalJob,
+    "slurm": SlurmJob,
+    "k8s": JobSetJob,
+}
 
 
 def launch(arguments: argparse.Namespace) -> int:
@@ -348,17 +427,26 @@ def make_job(arguments: argparse.Namespace) -> Job:
         if arguments.where != "k8s":
             raise
         print(
-            f"weft launch: not checked, because it is not on this machine: {error}", file=sys.stderr
+            f"weft launch: not checked, because it is not on this machine: {error}",
+            file=sys.stderr,
         )
     is_local = arguments.where == "local"
     program = THIS_WEFT if is_local else ["weft"]
     cfg = JOBS[arguments.where].default_config()
     cfg.set(
         name=job_name(recipe),
-        command=[*program, "train", *options_for_texts(arguments), recipe, *overrides],
+        command=[
+            *program,
+            "train",
+            *options_for_texts(arguments),
+            recipe,
+            *overrides,
+        ],
         num_processes=arguments.num_processes,
     )
-    job = config.apply_overrides(cfg, arguments.job, source="--job").instantiate()
+    job = config.apply_overrides(
+        cfg, arguments.job, source="--job"
+    ).instantiate()
     if is_local and run_cfg is not None:
         with _suggested_commands(arguments):
             if arguments.fresh:
