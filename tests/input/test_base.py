@@ -97,6 +97,13 @@ def test_partitioner_refuses_leaves_without_a_rule(mesh):
         partition({"doc": {"x": np.ones(3)}})
 
 
+def test_rules_of_a_partitioner_may_be_pairs(mesh):
+    partition = partition_by_path_rank({("ids", 2): PartitionSpec("data"), (None, None): None})
+    specs = partition({"ids": TensorSpec((8, 4)), "x": TensorSpec((8,))})
+    assert specs["ids"].mesh_axes == PartitionSpec("data")
+    assert specs["x"].mesh_axes is None
+
+
 def test_a_dispatcher_gets_the_partition_spec(mesh):
     dispatcher = SpmdInputDispatcher.default_config().set(global_logical_batch_size=8)
     records = make(partition_spec=PartitionSpec("data"), input_dispatcher=dispatcher)

@@ -11,11 +11,18 @@ from weft.cli.configs import load_config
 from weft.cli.trained_models import find_tokenizer
 from weft.debug.lookup_checks import check_tokens
 from weft.errors import TokenizerError
+from weft.input.chat import ChatTemplate, encode_example
 from weft.input.grain import DispatchConfig
 from weft.input.grain_lm import text_to_lm_eval_input, text_to_lm_training_input
 from weft.input.grain_text import tokenize_turns
 from weft.input.text import lm_documents_source, lm_stream_source
-from weft.input.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
+from weft.input.tokenizers import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    encode_prompt,
+    with_bos,
+)
 
 TEXTS = ["one two", "two"]
 
@@ -106,3 +113,18 @@ def test_evaluation_and_prompts_begin_as_the_training(load, tmp_path):
     found = find_tokenizer(cfg)
     assert found.encode("two").tolist() == [*tokenizer.bos_ids, *tokenizer.encode("two")]
     assert found.decode(found.encode("two")) == "two"
+
+
+def test_prompts_and_conversations(load):
+    tokenizer, reference = load("<|bos|> $A")
+    with_beginning = with_bos(tokenizer)
+    ids = encode_prompt(with_beginning, "<|user|>one").tolist()
+    assert ids == reference.encode("<|user|>one").ids
+    # A template writes the beginning itself.
+    template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}", {"bos_token": "<|bos|>"})
+    messages = [{"role": "user", "content": "<|user|>one"}]
+    assert template.encode(messages, tokenizer=with_beginning).tolist() == ids
+    tokens = encode_example({"text": "<|user|>"}, tokenizer=with_beginning)
+    want = [*tokenizer.bos_ids, *tokenizer.encode("<|user|>"), tokenizer.eos_id]
+    assert tokens.ids.tolist() == want
+    assert tokens.is_learned.tolist() == [i > 0 for i in range(len(want))]

@@ -198,6 +198,9 @@ def test_json_that_is_damaged(tmp_path):
         InputReadError, match=r"record 0 of .*a\.json: the record has no 'text', it"
     ):
         folder_corpus(str(tmp_path))
+    (tmp_path / "a.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(InputReadError, match=r"the record is empty; expected one with 'text'"):
+        folder_corpus(str(tmp_path))
 
 
 def test_rows_of_parquet_files_are_documents(tmp_path):

@@ -46,6 +46,12 @@ def training(*values, **kwargs):
     return text_to_lm_training_input(texts(*values), vocab=VOCAB, max_len=4, **kwargs)
 
 
+def test_example_without_text():
+    ds = text_to_lm_eval_input(grain.MapDataset.source([{"t": "a"}]), vocab=VOCAB, max_len=4)
+    with pytest.raises(InputDatasetError, match=r"it has \['t'\]; rename one of these to 'text'"):
+        next(iter(ds))
+
+
 def test_windows_are_concatenated_and_split():
     # Windows are "|ab|cdef|" and "|g|".
     ds = training("ab", "cdef", "g", window_size=2)

@@ -6,6 +6,7 @@ import pytest
 
 from weft.config import config_for_class, config_for_function
 from weft.errors import InputDatasetError
+from weft.input.chat import ChatTemplate
 from weft.input.grain_text import (
     count_num_bytes,
     num_bytes,
@@ -33,7 +34,9 @@ def test_tokenize_replaces_only_the_named_fields():
 
 
 def test_tokenize_without_the_field():
-    with pytest.raises(InputDatasetError, match=r"no 'text', it has \['q'\]; name one of these"):
+    with pytest.raises(
+        InputDatasetError, match=r"no 'text', it has \['q'\]; name one of .* in vocab"
+    ):
         first(tokenize, {"q": "a"}, vocab={"text": VOCAB})
 
 
@@ -108,6 +111,35 @@ def test_only_turns_of_the_assistant_are_targets():
         "live_targets": bool,
         "target_num_bytes": np.int32,
     }
+
+
+def test_chat_templates():
+    source = (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    template = config_for_class(ChatTemplate).set(source=source)
+    rows = [
+        {"messages": CONVERSATION[1:3]},
+        {"prompt": "q", "completion": "ab"},
+        {"prompt": "q", "response": "ab"},
+    ]
+    for row in rows:
+        example = first(tokenize_turns, row, vocab=VOCAB, template=template)
+        assert text_of(example["input_ids"]) == "u:q;a:ab"
+        assert text_of(example["target_labels"]) == ".....ab;"
+        assert example["live_targets"].tolist() == [c != "." for c in ".....ab;"]
+        assert example["target_num_bytes"].tolist() == [0] * 5 + [1] * 3
+        assert {name: x.dtype for name, x in example.items()} == {
+            "input_ids": np.int32,
+            "target_labels": np.int32,
+            "live_targets": bool,
+            "target_num_bytes": np.int32,
+        }
+    with pytest.raises(
+        InputDatasetError, match="leave out add_bos, templates and learned_role, or"
+    ):
+        first(tokenize_turns, {}, vocab=VOCAB, template=template, learned_role="user")
 
 
 def test_templates_of_turns():

@@ -166,6 +166,23 @@ def test_ready_and_peek_do_not_block():
         assert list(batches) == []
 
 
+def test_several_batches_and_the_end_are_ready():
+    source = Held(stop=2)
+    with PrefetchingIterator(source, buffer_size=3) as batches:
+        assert batches.remaining() is None
+        source.let.release()
+        assert not batches.ready(timeout=0.1, count=2)
+        source.let.release()
+        assert batches.ready(timeout=10, count=2)
+        assert batches.remaining() is None
+        source.let.release()
+        # There are no three.
+        assert batches.ready(timeout=10, count=3)
+        num_batches, error = batches.remaining()
+        assert num_batches == 2 and isinstance(error, StopIteration)
+        assert list(batches) == [0, 1]
+
+
 def test_counts_waiting_seconds():
     source = Held()
     with PrefetchingIterator(source) as batches:

@@ -3,7 +3,8 @@ import pickle
 import pytest
 
 from weft.errors import InputDatasetError, InputReadError
-from weft.input.records import FileRecordSource, LibraryRecordSource, RecordDataset, matching_files
+from weft.input.record_dataset import RecordDataset
+from weft.input.records import FileRecordSource, LibraryRecordSource, matching_files
 
 
 class Letters(list):

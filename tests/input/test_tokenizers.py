@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 
 from tests.input import tokenizer_kinds
 from weft.errors import MissingExtraError, TokenizerError
+from weft.input.grain_text import with_regex_mapping
 from weft.input.tokenizers import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     as_tokenizer,
+    encode_prompt,
+    parses_special,
     text_num_bytes,
 )
 
@@ -150,6 +153,48 @@ def test_no_text_spells_a_special_token(bpe):
     ids = tokenizer.encode("one<|end|>two")
     assert tokenizer.eos_id not in ids
     assert tokenizer.decode(ids) == "one<|end|>two"
+
+
+def test_prompts_spell_special_tokens(bpe, pieces):
+    tokenizer = HuggingFaceTokenizer(bpe, eos_token="<|end|>")
+    text = "one<|end|>two"
+    ids = encode_prompt(tokenizer, text)
+    assert (ids.dtype, ids.tolist().count(tokenizer.eos_id)) == (np.int32, 1)
+    assert tokenizer.decode(ids) == "onetwo"
+    np.testing.assert_array_equal(tokenizer.encode(text, parse_special=True), ids)
+    # Threads that encode documents are not disturbed.
+    assert tokenizer.eos_id not in tokenizer.encode(text)
+    spelling = SentencePieceTokenizer(pieces)
+    assert spelling.encode("one</s>", parse_special=True)[-1] == spelling.eos_id
+    copy = pickle.loads(pickle.dumps(HuggingFaceTokenizer(bpe, special_tokens=["<x>"])))
+    assert encode_prompt(copy, "<x>").tolist() == [HuggingFaceTokenizer(bpe)._num_tokens]
+    mapped = with_regex_mapping(tokenizer, encode_mapping=[("!", "<|end|>")])
+    assert encode_prompt(mapped, "one!two").tolist() == ids.tolist()
+    assert tokenizer.eos_id not in mapped.encode("one!two")
+
+
+def test_prompts_of_tokenizers_without_special_tokens():
+    class Letters:
+        def encode(self, text):
+            return ByteTokenizer().encode(text)
+
+    assert not parses_special(Letters())
+    assert encode_prompt(Letters(), "a<|end|>").tolist() == [*b"a<|end|>"]
+    assert encode_prompt(ByteTokenizer(), b"a<|end|>").tolist() == [*b"a<|end|>"]
+
+
+BAD_PROMPTS = [
+    (7, "the prompt is of type int; expected a string"),
+    ("a\ud800", r"the text has '\\ud800' at 1, half of a surrogate pair, which is not a character"),
+    (b"a\xff", "the prompt is not text in UTF-8: byte 1 is 0xff; pass a string, or its bytes"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS)
+def test_bad_prompts(bpe, pieces, prompt, message):
+    for tokenizer in (HuggingFaceTokenizer(bpe), SentencePieceTokenizer(pieces)):
+        with pytest.raises(TokenizerError, match=message):
+            encode_prompt(tokenizer, prompt)
 
 
 def test_sentencepiece(pieces):

@@ -9,17 +9,24 @@ import numpy as np
 import pytest
 
 from tests.keys import quick_key
+from tests.strange_runs import on_one_device
 from weft.cli import main
 from weft.cli.configs import load_config, run_config
-from weft.cli.trained_models import find_tokenizer, restore_model
+from weft.cli.trained_models import _export_adapter, find_tokenizer, restore_model
 from weft.config import maybe_instantiate, to_text
-from weft.errors import HuggingFaceConfigError, WeightsReadError
+from weft.errors import (
+    CommandLineError,
+    FrozenBaseError,
+    HuggingFaceConfigError,
+    WeightsReadError,
+)
 from weft.hierarchy.lora import base_state, merge_adapters, without_lora
 from weft.input.tokenizers import HuggingFaceTokenizer
 from weft.interop.huggingface import from_huggingface, to_huggingface
 from weft.interop.huggingface.checkpoint import huggingface_model_config
 from weft.recipes import lm_lora
 from weft.serialization import save_safetensors
+from weft.trainer import FrozenBaseBuilder, ImportedWeightsBuilder
 from weft.trainer.lookup_checks import check_tokens
 
 SMALL = {**lm_lora._LLAMA, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -84,12 +91,30 @@ def test_base_and_result_round_trip_through_export(tmp_path, monkeypatch, capsys
         if "lora_up" in jax.tree_util.keystr(path)
     ]
     assert ups and all(np.abs(x).max() > 0 for x in ups)
-    # A run that has saved needs no base to go on.
-    (tmp_path / "runs/lm-llama").rename(tmp_path / "runs/away")
-    assert lm_lora.prepare(cfg, train=None)
-    assert main(["export", "runs/lm-lora", "--to", "merged"]) == 0
+    assert main(["export", "runs/lm-lora", "--to", "merged", "--merge"]) == 0
     merged = merge_adapters(model, params)
     jax.tree.map(np.testing.assert_array_equal, from_huggingface("merged")[1], merged)
+    # Checkpoints do not hold the base; no other one is trained for a run that has saved.
+    assert lm_lora.prepare(cfg, train=None)
+    assert isinstance(cfg.init_state_builder, FrozenBaseBuilder.Config)
+    (tmp_path / "runs/lm-llama").rename(tmp_path / "runs/away")
+    with pytest.raises(FrozenBaseError, match=r"there is no 'runs/lm-llama/huggingface'"):
+        restore_model(run_config("runs/lm-lora"))
+    # Those of an earlier version do, and such a run continues without it.
+    (tmp_path / "runs/away").rename(tmp_path / "runs/lm-llama")
+    earlier = load_config("lm-lora", [*words, "dir=runs/earlier"])
+    builder = ImportedWeightsBuilder.default_config().set(path=earlier.init_state_builder.path)
+    earlier.set(init_state_builder=builder)
+    earlier.instantiate(parent=None, devices=one_device).run(progress=False)
+    (tmp_path / "runs/lm-llama").rename(tmp_path / "runs/away")
+    capsys.readouterr()
+    with on_one_device():
+        assert main(["train", "lm-lora", *words, "dir=runs/earlier", "max_step=3"]) == 0
+    assert "step 2" in capsys.readouterr().out
+    cfg = run_config("runs/earlier")
+    assert isinstance(cfg.init_state_builder, ImportedWeightsBuilder.Config)
+    assert not isinstance(cfg.init_state_builder, FrozenBaseBuilder.Config)
+    restore_model(cfg, step=3)
 
 
 def test_stopped_base_run_ends_prepare(tmp_path, monkeypatch):
@@ -119,6 +144,8 @@ def test_model_from_base(tmp_path):
     save_safetensors(file, {"a": np.ones(1)}, metadata={"model": to_text(cfg)})
     run = load_config("lm-lora", [f"base={file}"])
     assert without_lora(run.model) == cfg
+    with pytest.raises(CommandLineError, match=r"is a file, and PEFT loads .*: --merge"):
+        _export_adapter("adapter", run.model, {}, str(file))
     save_safetensors(file, {"a": np.ones(1)}, metadata={"model": to_text(run.model)})
     with pytest.raises(
         HuggingFaceConfigError, match=r"has adapters in addition to .* with --merge"

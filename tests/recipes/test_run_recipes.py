@@ -160,11 +160,12 @@ def test_code_is_not_imported_for_a_directory_that_others_may_have_written(
     )
     shutil.copy(home / "own.py", attack)
     change(run, attack)
-    commands = [["config", "show", run.dir]]
+    assert main(["config", "show", run.dir]) == 0  # as it is written
+    assert "config_for_class(own.Net)(" in capsys.readouterr().out
+    commands = [["tabulate", run.dir]]
     if change is with_other_file:
         commands += [
             ["train", run.dir],
-            ["tabulate", run.dir],
             ["export", run.dir, "--to", "out"],
             ["launch", "local", "-n", "2", run.dir],
         ]
@@ -172,7 +173,7 @@ def test_code_is_not_imported_for_a_directory_that_others_may_have_written(
         assert main(command) == 2
         error = capsys.readouterr().err
         assert "a text may not name 'own" in error
-        assert f"made by the recipe {home}/own.py:recipe, but not by you" in error
+        assert f"made by {home}/own.py:recipe, but not by you" in error
         assert "--recipe path/to/file.py:function" in error
     assert not (tmp_path / "it-ran").exists()
     width = load_config(run.dir, recipe=f"{home}/own.py:recipe").model.width

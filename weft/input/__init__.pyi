@@ -2,6 +2,9 @@ from weft.input.base import (
     Input as Input, InputPartitionFn as InputPartitionFn,
     partition_by_path_rank as partition_by_path_rank, PathAndRank as PathAndRank,
 )
+from weft.input.chat import (
+    ChatTemplate as ChatTemplate, encode_example as encode_example, LearnedTokens as LearnedTokens,
+)
 from weft.input.corpus import (
     Baseline as Baseline, Corpus as Corpus, folder_corpus as folder_corpus,
     ngram_baselines as ngram_baselines, Split as Split, stdlib_corpus as stdlib_corpus,
@@ -18,6 +21,10 @@ from weft.input.in_memory import (
     IterableInput as IterableInput,
 )
 from weft.input.packing import PackedSequences as PackedSequences, token_stream as token_stream
+from weft.input.preferences import (
+    encode_preference as encode_preference, preference_arrays as preference_arrays,
+    prompt_arrays as prompt_arrays,
+)
 from weft.input.prefetch import (
     PrefetchingIterator as PrefetchingIterator, SavableIterator as SavableIterator,
     savable_iterator as savable_iterator,

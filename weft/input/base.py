@@ -43,7 +43,9 @@ class PathAndRank(NamedTuple):
 
 
 def partition_by_path_rank(
-    path_rank_to_partition: Mapping[PathAndRank | tuple[str | None, int | None], PartitionSpec],
+    path_rank_to_partition: Mapping[
+        PathAndRank | tuple[str | None, int | None], PartitionSpec
+    ],
 ) -> InputPartitionFn:
     """Returns a partition function with rules by path and rank; the identity without a mesh.
 
@@ -66,7 +68,9 @@ def partition_by_path_rank(
     def constrain(path, leaf: Tensor) -> Tensor:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         for pattern, rank, spec in rules:
-            if rank in (None, len(leaf.shape)) and (pattern is None or pattern.fullmatch(name)):
+            if rank in (None, len(leaf.shape)) and (
+                pattern is None or pattern.fullmatch(name)
+            ):
                 if isinstance(leaf, TensorSpec):
                     return dataclasses.replace(leaf, mesh_axes=spec)
                 return jax.lax.with_sharding_constraint(leaf, spec)
@@ -87,27 +91,28 @@ class Input(Module):
     """Base of all inputs; iterates over `batches`. Subclasses define `dataset`."""
 
     class Config(Module.Config):
-        """Configures an Input.
-
-        Attributes:
-            partition_spec: Sharding of the global batch at the start of the step. Defaults to the
-                dispatcher's, else rows over all mesh axes.
-            input_dispatcher: Assigns rows to processes. None: each process reads equally many.
-            input_partitioner: Further sharding constraints inside the step.
-        """
+        """Configures an Input."""
 
         partition_spec: PartitionSpec | None = None
+        """Sharding of the global batch at the start of the step. Defaults to the dispatcher's, else
+        rows over all mesh axes."""
         input_dispatcher: BaseInputDispatcher.Config | None = None
+        """Assigns rows to processes. None: each process reads equally many."""
         input_partitioner: ConfigOr[InputPartitionFn] | None = None
+        """Further sharding constraints inside the step."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         dispatcher = cfg.input_dispatcher
         if dispatcher is not None:
             if cfg.partition_spec is not None:
-                dispatcher = maybe_set_config(dispatcher.clone(), partition_spec=cfg.partition_spec)
+                dispatcher = maybe_set_config(
+                    dispatcher.clone(), partition_spec=cfg.partition_spec
+                )
             self._add_child("input_dispatcher", dispatcher)
-        self._input_partitioner: InputPartitionFn | None = maybe_instantiate(cfg.input_partitioner)
+        self._input_partitioner: InputPartitionFn | None = maybe_instantiate(
+            cfg.input_partitioner
+        )
 
     @property
     def dispatcher(self) -> BaseInputDispatcher | None:
@@ -138,7 +143,10 @@ class Input(Module):
         """Returns `num_shards` and `shard_index` of this process."""
         if self.dispatcher:
             return self.dispatcher.feed_read_config()
-        return {"num_shards": jax.process_count(), "shard_index": jax.process_index()}
+        return {
+            "num_shards": jax.process_count(),
+            "shard_index": jax.process_index(),
+        }
 
     @nowrap
     def batches(self, it: Iterable[Any]) -> Iterator[Nested[np.ndarray]]:
@@ -148,13 +156,19 @@ class Input(Module):
         """
         iterator: Any = iter(it)
         while True:
-            state = iterator.get_state() if hasattr(iterator, "get_state") else None
+            state = (
+                iterator.get_state() if hasattr(iterator, "get_state") else None
+            )
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
             except Exception as error:
-                name = "a batch" if state is None else f"the batch after state {state}"
+                name = (
+                    "a batch"
+                    if state is None
+                    else f"the batch after state {state}"
+                )
                 raise InputReadError(
                     f"{self.path()}: {name} cannot be read: {type(error).__name__}: {error}"
                 ) from error
@@ -163,7 +177,9 @@ class Input(Module):
             yield batch
 
     @nowrap
-    def dispatch_global_batch(self, global_physical_batch: Nested[Tensor]) -> Nested[Tensor]:
+    def dispatch_global_batch(
+        self, global_physical_batch: Nested[Tensor]
+    ) -> Nested[Tensor]:
         """Returns the model's batch from arrays with all processes' rows, in the compiled step."""
         batch = global_physical_batch
         if self.dispatcher:
@@ -196,4 +212,6 @@ class Input(Module):
         finally:
             if hasattr(it, "close"):
                 it.close()
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch
+        )

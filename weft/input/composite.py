@@ -18,15 +18,14 @@ class CompositeInput(Input):
     """Base of composite inputs, whose children each read their own part of the data."""
 
     class Config(Input.Config):
-        """Configures a composite input.
-
-        Attributes:
-            is_training: Whether the input is for training; set in each of `inputs` with the field.
-        """
+        """Configures a composite input."""
 
         is_training: config.Required[bool] = config.REQUIRED
+        """Whether the input is for training; set in each of `inputs` with the field."""
 
-    def _add_inputs(self, inputs: Mapping[str, config.InstantiableConfig]) -> dict[str, Input]:
+    def _add_inputs(
+        self, inputs: Mapping[str, config.InstantiableConfig]
+    ) -> dict[str, Input]:
         """Adds the inputs as children.
 
         Raises InputDatasetError if there is none, or one has its own dispatcher.
@@ -62,7 +61,9 @@ class ConcatenatedInput(CompositeInput):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._inputs = self._add_inputs({f"input{i}": c for i, c in enumerate(cfg.inputs)})
+        self._inputs = self._add_inputs(
+            {f"input{i}": c for i, c in enumerate(cfg.inputs)}
+        )
 
     @nowrap
     def dataset(self) -> Iterable[Nested[np.ndarray]]:
@@ -87,12 +88,19 @@ class ZipInput(CompositeInput):
 class _Composite:
     """Dataset that opens the datasets of its parts when iterated."""
 
-    def __init__(self, iterator_class: "type[_CompositeIterator]", inputs: Mapping[str, Input]):
+    def __init__(
+        self,
+        iterator_class: "type[_CompositeIterator]",
+        inputs: Mapping[str, Input],
+    ):
         self._iterator_class, self._inputs = iterator_class, inputs
 
     def __iter__(self) -> "_CompositeIterator":
         return self._iterator_class(
-            {name: iter(input_.dataset()) for name, input_ in self._inputs.items()}
+            {
+                name: iter(input_.dataset())
+                for name, input_ in self._inputs.items()
+            }
         )
 
 
@@ -108,7 +116,9 @@ class _CompositeIterator(Iterator[Any]):
             hasattr(part, name) for part in self._parts.values()
         ):
             return self._get_states if name == "get_state" else self._set_states
-        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+        raise AttributeError(
+            f"{type(self).__name__!r} has no attribute {name!r}"
+        )
 
     def _get_states(self) -> dict[str, Any]:
         return {name: part.get_state() for name, part in self._parts.items()}

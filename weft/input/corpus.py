@@ -72,7 +72,9 @@ def _cut(file: TextFile, held_out_fraction: float) -> tuple[TextFile, TextFile]:
     text = file.text
     end = max(1, int((1 - held_out_fraction) * len(text)))
     end = text.rfind(b"\n", 0, end) + 1 or end
-    while end < len(text) and text[end] & 0xC0 == 0x80:  # within a character of UTF-8
+    while (
+        end < len(text) and text[end] & 0xC0 == 0x80
+    ):  # within a character of UTF-8
         end += 1
     return TextFile(file.name, text[:end]), TextFile(file.name, text[end:])
 
@@ -119,7 +121,9 @@ class Corpus:
     def __repr__(self) -> str:
         parts = []
         for split, files in self._splits.items():
-            parts.append(f"{split} {len(files)} files, {self.num_bytes(split)} bytes")
+            parts.append(
+                f"{split} {len(files)} files, {self.num_bytes(split)} bytes"
+            )
         return f"Corpus({self.name!r}: {'; '.join(parts)})"
 
     @functools.cached_property
@@ -138,7 +142,11 @@ class Corpus:
         train: list[TextFile] = []
         held_out: list[TextFile] = []
         for file in self.files:
-            part = held_out if is_held_out(file.name, self.held_out_fraction) else train
+            part = (
+                held_out
+                if is_held_out(file.name, self.held_out_fraction)
+                else train
+            )
             part.append(file)
         if not (train and held_out) and 0 < self.held_out_fraction < 1:
             parts = [_cut(file, self.held_out_fraction) for file in self.files]
@@ -176,7 +184,9 @@ class Corpus:
         }
 
 
-def stdlib_corpus(*, pattern: str = "**/*.py", held_out_fraction: float = 0.1) -> Corpus:
+def stdlib_corpus(
+    *, pattern: str = "**/*.py", held_out_fraction: float = 0.1
+) -> Corpus:
     """Returns the running Python's standard library: 500 files, 10 MB of code and prose.
 
     Args:
@@ -189,16 +199,22 @@ def stdlib_corpus(*, pattern: str = "**/*.py", held_out_fraction: float = 0.1) -
     >>> stdlib_corpus(pattern="json/*.py").files[0]  # doctest: +ELLIPSIS
     TextFile('json/__init__.py', ... bytes)
     """
-    return _stdlib_corpus(Path(sysconfig.get_paths()["stdlib"]), pattern, held_out_fraction)
+    return _stdlib_corpus(
+        Path(sysconfig.get_paths()["stdlib"]), pattern, held_out_fraction
+    )
 
 
 @functools.lru_cache(2)  # of training and evaluation
-def _stdlib_corpus(root: Path, pattern: str, held_out_fraction: float) -> Corpus:
+def _stdlib_corpus(
+    root: Path, pattern: str, held_out_fraction: float
+) -> Corpus:
     files = []
     for file_name, path in _list_files(root, pattern, STDLIB_EXCLUDED):
         files.append(TextFile(file_name, _read_text(path)))
     name = f"stdlib-{sysconfig.get_python_version()}"
-    return _checked(Corpus(name, tuple(files), held_out_fraction), [root], pattern)
+    return _checked(
+        Corpus(name, tuple(files), held_out_fraction), [root], pattern
+    )
 
 
 def folder_corpus(
@@ -249,7 +265,9 @@ def folder_corpus(
             )
         names.add(file.name)
     name = roots[0].name if roots else ""
-    return _checked(Corpus(name, tuple(files), held_out_fraction), roots, pattern)
+    return _checked(
+        Corpus(name, tuple(files), held_out_fraction), roots, pattern
+    )
 
 
 def _checked(corpus: Corpus, roots: Sequence[Path], pattern: str) -> Corpus:
@@ -267,16 +285,22 @@ def _checked(corpus: Corpus, roots: Sequence[Path], pattern: str) -> Corpus:
 
 def _matches(name: str, globs: Sequence[str]) -> bool:
     # A name may itself have brackets.
-    return any(name == glob or fnmatch.fnmatchcase(name, glob) for glob in globs)
+    return any(
+        name == glob or fnmatch.fnmatchcase(name, glob) for glob in globs
+    )
 
 
-def _list_files(root: Path, pattern: str, exclude: Sequence[str]) -> list[tuple[str, Path]]:
+def _list_files(
+    root: Path, pattern: str, exclude: Sequence[str]
+) -> list[tuple[str, Path]]:
     """Returns the files below a folder whose relative names match, with these names."""
     globs = (pattern, pattern.removeprefix("**/"))
     named_paths = []
     for folder, subfolders, file_names in os.walk(root):
         # Pruned during the walk: a standard library can include a site-packages of 10,000 files.
-        subfolders[:] = sorted(name for name in subfolders if not _matches(name, exclude))
+        subfolders[:] = sorted(
+            name for name in subfolders if not _matches(name, exclude)
+        )
         # Sorted, so that the file that an error names does not depend on the file system.
         for file_name in sorted(file_names):
             if _matches(file_name, exclude):
@@ -345,7 +369,9 @@ class Baseline:
         return ORDER_NAMES[self.order]
 
 
-def ngram_baselines(corpus: Corpus, *, max_train_bytes: int = 32_000_000) -> Mapping[str, Baseline]:
+def ngram_baselines(
+    corpus: Corpus, *, max_train_bytes: int = 32_000_000
+) -> Mapping[str, Baseline]:
     """Computes the baselines "unigram", "bigram" and "trigram" on the held-out part of a corpus.
 
     Args:
@@ -363,7 +389,9 @@ def ngram_baselines(corpus: Corpus, *, max_train_bytes: int = 32_000_000) -> Map
     held_out = _corpus_tokens(corpus, "held_out")
     num_targets = len(held_out) - 1
     num_bytes = corpus.num_bytes("held_out")
-    nats_by_order = ngram_nats(train, held_out, vocab_size=tokenizers.ByteTokenizer.eos_id + 1)
+    nats_by_order = ngram_nats(
+        train, held_out, vocab_size=tokenizers.ByteTokenizer.eos_id + 1
+    )
     baselines = {}
     for order, nats in nats_by_order.items():
         baselines[ORDER_NAMES[order]] = Baseline(
@@ -374,7 +402,9 @@ def ngram_baselines(corpus: Corpus, *, max_train_bytes: int = 32_000_000) -> Map
     return baselines
 
 
-def ngram_nats(train: np.ndarray, held_out: np.ndarray, *, vocab_size: int) -> dict[int, float]:
+def ngram_nats(
+    train: np.ndarray, held_out: np.ndarray, *, vocab_size: int
+) -> dict[int, float]:
     """Computes the total cross-entropy, in nats, of all held-out tokens but the first, by order.
 
     Args:
@@ -393,10 +423,16 @@ def ngram_nats(train: np.ndarray, held_out: np.ndarray, *, vocab_size: int) -> d
     for order in ORDER_NAMES:
         num_contexts = vocab_size ** (order - 1)
         train_ngrams = _encode_ngrams(train, order, vocab_size)
-        counts = np.bincount(train_ngrams, minlength=num_contexts * vocab_size)  # N(h c)
-        context_counts = counts.reshape(num_contexts, vocab_size).sum(axis=1)  # N(h)
+        counts = np.bincount(
+            train_ngrams, minlength=num_contexts * vocab_size
+        )  # N(h c)
+        context_counts = counts.reshape(num_contexts, vocab_size).sum(
+            axis=1
+        )  # N(h)
         observed_ngrams = np.flatnonzero(counts)
-        types = np.bincount(observed_ngrams // vocab_size, minlength=num_contexts)  # T(h)
+        types = np.bincount(
+            observed_ngrams // vocab_size, minlength=num_contexts
+        )  # T(h)
         ngrams = trigrams % vocab_size**order
         contexts = ngrams // vocab_size
         n, t = context_counts[contexts], types[contexts]
@@ -413,7 +449,9 @@ def _corpus_tokens(corpus: Corpus, split: Split) -> np.ndarray:
     return packing.token_stream(documents, eos_id=tokenizer.eos_id)
 
 
-def _encode_ngrams(tokens: np.ndarray, order: int, vocab_size: int) -> np.ndarray:
+def _encode_ngrams(
+    tokens: np.ndarray, order: int, vocab_size: int
+) -> np.ndarray:
     """Encodes each n-gram as one number, the last token least significant."""
     num_ngrams = len(tokens) - order + 1
     codes = tokens[:num_ngrams]

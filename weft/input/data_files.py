@@ -35,7 +35,11 @@ def files_record(files: Sequence[str]) -> dict[str, str | int]:
     for file, (path, size, mtime) in zip(files, fingerprints, strict=True):
         name = os.path.basename(file)
         digest = _contents_digest(path, size, mtime, reads_all=reads_all)
-        total.update(f"{len(name)} {name} {size} {digest}\n".encode(errors="surrogatepass"))
+        total.update(
+            f"{len(name)} {name} {size} {digest}\n".encode(
+                errors="surrogatepass"
+            )
+        )
     name = os.path.basename(files[0])
     if len(files) > 1:
         name += f" and {len(files) - 1} more"
@@ -51,11 +55,16 @@ def files_record(files: Sequence[str]) -> dict[str, str | int]:
 
 
 @functools.lru_cache(2**14)
-def _contents_digest(path: str, size: int, mtime: int, *, reads_all: bool) -> str:
+def _contents_digest(
+    path: str, size: int, mtime: int, *, reads_all: bool
+) -> str:
     """Returns the digest of a file; size and time of change tell when to read it again."""
     del mtime
     digest = hashlib.sha256()
-    with read_errors(f"cannot read {path}"), open_file(path, buffering=0) as file:
+    with (
+        read_errors(f"cannot read {path}"),
+        open_file(path, buffering=0) as file,
+    ):
         if reads_all or size <= _NUM_PARTS * _PART_BYTES:
             while data := file.read(_READ_BYTES):
                 digest.update(data)

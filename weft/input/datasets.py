@@ -21,11 +21,16 @@ from typing import Literal
 from weft._lazy import import_extra
 from weft.errors import InputReadError
 from weft.input.formats import Format, check_format, read_whole, without_mark
-from weft.input.record_files import JsonLinesFile, LineFile, ParquetFile, file_fingerprint
+from weft.input.record_dataset import RecordDataset
+from weft.input.record_files import (
+    JsonLinesFile,
+    LineFile,
+    ParquetFile,
+    file_fingerprint,
+)
 from weft.input.records import (
     FileRecordSource,
     LibraryRecordSource,
-    RecordDataset,
     matching_files,
     read_errors,
 )
@@ -110,7 +115,9 @@ class _TextLines(LineFile):
         return _text_record(self.line(index), self, index)
 
 
-def _text_record(data: bytes, source: _WholeFile | _TextLines, index: int) -> dict[str, bytes]:
+def _text_record(
+    data: bytes, source: _WholeFile | _TextLines, index: int
+) -> dict[str, bytes]:
     """Returns a text as a record with the key `text`, like JSON and Parquet records."""
     fault = invalid_text_reason(data)
     if fault is not None:
@@ -135,7 +142,9 @@ def hugging_face_dataset(
     datasets = import_extra("datasets", "hf", needed_by="hugging_face_dataset")
     is_saved = False
     if os.path.isdir(path):
-        is_saved = not {"state.json", "dataset_dict.json"}.isdisjoint(os.listdir(path))
+        is_saved = not {"state.json", "dataset_dict.json"}.isdisjoint(
+            os.listdir(path)
+        )
     with read_errors(f"cannot load the dataset {path!r}, split {split!r}"):
         if is_saved:
             dataset = datasets.load_from_disk(path)
@@ -160,13 +169,21 @@ def hugging_face_dataset(
     num_bytes = sum(map(os.path.getsize, files))
     return RecordDataset(
         LibraryRecordSource(
-            dataset, unit="row", title=title, fingerprint=fingerprint, num_bytes=num_bytes
+            dataset,
+            unit="row",
+            title=title,
+            fingerprint=fingerprint,
+            num_bytes=num_bytes,
         )
     )
 
 
 def tfds_dataset(
-    name: str, *, split: str, data_dir: str | None = None, download: bool = False
+    name: str,
+    *,
+    split: str,
+    data_dir: str | None = None,
+    download: bool = False,
 ) -> RecordDataset:
     """Returns the examples of a split, as dicts of NumPy arrays and bytes.
 
@@ -179,12 +196,16 @@ def tfds_dataset(
         MissingExtraError: If `tensorflow-datasets` is not installed.
     """
     package = "tensorflow-datasets"
-    tfds = import_extra("tensorflow_datasets", "tfds", needed_by="tfds_dataset", package=package)
+    tfds = import_extra(
+        "tensorflow_datasets", "tfds", needed_by="tfds_dataset", package=package
+    )
     try:
         if os.path.exists(os.path.join(name, "dataset_info.json")):
             builder = tfds.builder_from_directory(name)
         else:
-            builder = tfds.builder(name, data_dir=data_dir, file_format="array_record")
+            builder = tfds.builder(
+                name, data_dir=data_dir, file_format="array_record"
+            )
             if download:
                 builder.download_and_prepare()
         rows = builder.as_data_source(split)

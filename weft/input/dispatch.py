@@ -80,9 +80,13 @@ def host_to_global_device_array(
     (3, P('data', None))
     """
     mesh = mesh or current_mesh()
-    partition_entries = tuple(input_partition_spec(mesh) if partition is None else partition)
+    partition_entries = tuple(
+        input_partition_spec(mesh) if partition is None else partition
+    )
 
-    def to_global(path: jax.tree_util.KeyPath, leaf: jax.typing.ArrayLike) -> Tensor:
+    def to_global(
+        path: jax.tree_util.KeyPath, leaf: jax.typing.ArrayLike
+    ) -> Tensor:
         local = np.asarray(leaf)
         if local.dtype.kind in "OSU":
             raise BatchShardingError(
@@ -108,33 +112,45 @@ def global_to_host_array(global_arrays: Nested[Tensor]) -> Nested[np.ndarray]:
         starts_by_axis = []  # of this process's blocks, in order
         local_shape = []
         for axis, block_size in enumerate(block_shape):
-            starts = sorted({shard_start(shard.index)[axis] for shard in shards})
+            starts = sorted(
+                {shard_start(shard.index)[axis] for shard in shards}
+            )
             starts_by_axis.append(starts)
             local_shape.append(len(starts) * block_size)
         local = np.empty(local_shape, leaf.dtype)
         for shard in shards:
             local_index = []
             for axis, start in enumerate(shard_start(shard.index)):
-                local_start = starts_by_axis[axis].index(start) * block_shape[axis]
-                local_index.append(slice(local_start, local_start + block_shape[axis]))
+                local_start = (
+                    starts_by_axis[axis].index(start) * block_shape[axis]
+                )
+                local_index.append(
+                    slice(local_start, local_start + block_shape[axis])
+                )
             local[tuple(local_index)] = shard.data
         return local
 
     return jax.tree.map(to_host, global_arrays)
 
 
-def _global_shape(name: str, local: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
+def _global_shape(
+    name: str, local: tuple[int, ...], sharding: NamedSharding
+) -> tuple[int, ...]:
     """Computes the global shape from this process's shape and its number of blocks per axis."""
     mesh, spec = sharding.mesh, sharding.spec
     num_blocks_by_axis = [_num_blocks(mesh, entry) for entry in spec]
     # With one element per block, indices are block numbers.
-    indices = sharding.addressable_devices_indices_map(tuple(num_blocks_by_axis)).values()
+    indices = sharding.addressable_devices_indices_map(
+        tuple(num_blocks_by_axis)
+    ).values()
     shape = []
     for axis, size in enumerate(local):
         num_blocks = num_blocks_by_axis[axis]
         num_local_blocks = len({shard_start(index)[axis] for index in indices})
         if size % num_local_blocks:
-            mesh_axes = ", ".join(f"{a!r} of {mesh.shape[a]}" for a in axes_of(spec[axis]))
+            mesh_axes = ", ".join(
+                f"{a!r} of {mesh.shape[a]}" for a in axes_of(spec[axis])
+            )
             total = size * num_blocks // num_local_blocks
             raise BatchShardingError(
                 f"input batch: axis {axis} of {name}, of size {total} over "
@@ -201,7 +217,10 @@ class BaseInputDispatcher(Module):
     @nowrap
     def feed_read_config(self) -> dict[str, int]:
         """Returns `num_shards` and `shard_index` of this process; padding feeds read part 0."""
-        return {"num_shards": self.num_logical_feeds, "shard_index": self.logical_feed_index or 0}
+        return {
+            "num_shards": self.num_logical_feeds,
+            "shard_index": self.logical_feed_index or 0,
+        }
 
     @nowrap
     def logical_to_physical_batch(
@@ -219,12 +238,18 @@ class BaseInputDispatcher(Module):
         self, logical_feed_shapes: Nested[jax.ShapeDtypeStruct]
     ) -> Nested[jax.ShapeDtypeStruct]:
         """Returns the shapes of `logical_to_physical_batch`."""
-        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), logical_feed_shapes)
+        zeros = jax.tree.map(
+            lambda x: np.zeros(x.shape, x.dtype), logical_feed_shapes
+        )
         batch = self.logical_to_physical_batch(zeros)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch
+        )
 
     @nowrap
-    def physical_to_logical_batch(self, global_physical_batch: Nested[Tensor]) -> Nested[Tensor]:
+    def physical_to_logical_batch(
+        self, global_physical_batch: Nested[Tensor]
+    ) -> Nested[Tensor]:
         """Returns the model's batch, inside the compiled step."""
         return global_physical_batch
 
@@ -233,20 +258,17 @@ class InputDispatcher(BaseInputDispatcher):
     """Dispatcher where some processes read, and all contribute equally many rows."""
 
     class Config(BaseInputDispatcher.Config):
-        """Configures an InputDispatcher.
-
-        Attributes:
-            global_physical_batch_size: Rows of the physical batch. Defaults to the smallest size
-                that gives each process a multiple of its devices.
-            num_physical_feeds: Defaults to the number of processes.
-            physical_feed_index: Defaults to the index of this process.
-            logical_feed_indices: Physical feeds that read; by default all, at most as many as rows.
-        """
+        """Configures an InputDispatcher."""
 
         global_physical_batch_size: int | None = None
+        """Rows of the physical batch. Defaults to the smallest size that gives each process a
+        multiple of its devices."""
         num_physical_feeds: int | None = None
+        """Defaults to the number of processes."""
         physical_feed_index: int | None = None
+        """Defaults to the index of this process."""
         logical_feed_indices: Sequence[int] | None = None
+        """Physical feeds that read; by default all, at most as many as rows."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         """Completes the config and validates its sizes and indices.
@@ -264,7 +286,9 @@ class InputDispatcher(BaseInputDispatcher):
             complete.logical_feed_indices = list(range(min(rows, feeds)))
         if complete.global_physical_batch_size is None:
             devices_per_feed = max(jax.device_count() // feeds, 1)
-            rows_per_feed = -(-rows // max(len(complete.logical_feed_indices), 1))
+            rows_per_feed = -(
+                -rows // max(len(complete.logical_feed_indices), 1)
+            )
             rows_per_feed = _next_multiple(rows_per_feed, devices_per_feed)
             complete.global_physical_batch_size = rows_per_feed * feeds
         super().__init__(complete, parent=parent)
@@ -277,14 +301,21 @@ class InputDispatcher(BaseInputDispatcher):
         cfg = self.config
         indices = list(cfg.logical_feed_indices)
         feeds = cfg.num_physical_feeds
-        logical, physical = cfg.global_logical_batch_size, cfg.global_physical_batch_size
+        logical, physical = (
+            cfg.global_logical_batch_size,
+            cfg.global_physical_batch_size,
+        )
         if not 0 <= cfg.physical_feed_index < feeds:
             return (
                 f"physical_feed_index={cfg.physical_feed_index} is not one of the "
                 f"num_physical_feeds={feeds} feeds; expected 0 to {feeds - 1}"
             )
         distinct = set(indices)
-        if not indices or len(distinct) != len(indices) or not distinct <= set(range(feeds)):
+        if (
+            not indices
+            or len(distinct) != len(indices)
+            or not distinct <= set(range(feeds))
+        ):
             return (
                 f"logical_feed_indices={indices} must be at least one, and distinct, of the "
                 f"num_physical_feeds={feeds} feeds; choose from 0 to {feeds - 1}"
@@ -323,7 +354,10 @@ class InputDispatcher(BaseInputDispatcher):
     @property
     def feed_physical_batch_size(self) -> int:
         """Rows per batch of each process."""
-        return self.config.global_physical_batch_size // self.config.num_physical_feeds
+        return (
+            self.config.global_physical_batch_size
+            // self.config.num_physical_feeds
+        )
 
     @property
     def partition_spec(self) -> PartitionSpec:
@@ -354,12 +388,16 @@ class InputDispatcher(BaseInputDispatcher):
                     f"global batch of {self.config.global_logical_batch_size} over "
                     f"{self.num_logical_feeds} feeds has {size} rows; batch the dataset by {size}"
                 )
-            padded = np.zeros((self.feed_physical_batch_size, *leaf.shape[1:]), leaf.dtype)
+            padded = np.zeros(
+                (self.feed_physical_batch_size, *leaf.shape[1:]), leaf.dtype
+            )
             if index is not None:
                 padded[:size] = leaf
             return padded
 
-        physical = jax.tree_util.tree_map_with_path(pad, dict(logical_feed_batch))
+        physical = jax.tree_util.tree_map_with_path(
+            pad, dict(logical_feed_batch)
+        )
         if not self._is_identity:
             logical_rows = np.full(self.feed_physical_batch_size, -1, np.int32)
             if index is not None:
@@ -368,14 +406,20 @@ class InputDispatcher(BaseInputDispatcher):
         return _without_name(physical)
 
     @nowrap
-    def physical_to_logical_batch(self, global_physical_batch: Nested[Tensor]) -> Nested[Tensor]:
+    def physical_to_logical_batch(
+        self, global_physical_batch: Nested[Tensor]
+    ) -> Nested[Tensor]:
         if self._is_identity:
             return global_physical_batch
         batch: dict[str, Any] = dict(global_physical_batch)  # pyright: ignore[reportArgumentType]
         row_of_physical = batch.pop(LOGICAL_ROW_KEY)  # (physical rows,)
         rows = jnp.arange(self.config.global_logical_batch_size)
-        physical_of_row = jnp.argmax(row_of_physical[None, :] == rows[:, None], axis=1)
-        logical = jax.tree.map(lambda x: jnp.take(x, physical_of_row, axis=0), batch)
+        physical_of_row = jnp.argmax(
+            row_of_physical[None, :] == rows[:, None], axis=1
+        )
+        logical = jax.tree.map(
+            lambda x: jnp.take(x, physical_of_row, axis=0), batch
+        )
         return _without_name(logical)
 
 
@@ -395,13 +439,10 @@ class SpmdInputDispatcher(BaseInputDispatcher):
     """
 
     class Config(BaseInputDispatcher.Config):
-        """Configures a SpmdInputDispatcher.
-
-        Attributes:
-            partition_spec: Sharding of the global batch; the first entry is for the rows.
-        """
+        """Configures a SpmdInputDispatcher."""
 
         partition_spec: Required[PartitionSpec] = REQUIRED
+        """Sharding of the global batch; the first entry is for the rows."""
 
     @property
     def partition_spec(self) -> PartitionSpec:
@@ -430,8 +471,13 @@ class SpmdInputDispatcher(BaseInputDispatcher):
             )
         sharding = NamedSharding(mesh, PartitionSpec(row_entry))
         block_of_device = {}
-        for device, index in sharding.devices_indices_map((num_blocks,)).items():
-            block_of_device[device] = (device.process_index, shard_start(index)[0])
+        for device, index in sharding.devices_indices_map(
+            (num_blocks,)
+        ).items():
+            block_of_device[device] = (
+                device.process_index,
+                shard_start(index)[0],
+            )
         return blocks_by_process(block_of_device, self.path())
 
 
@@ -448,7 +494,10 @@ def blocks_by_process(
     block_sets: dict[int, set[int]] = {}
     for process, block in block_of_device.values():
         block_sets.setdefault(process, set()).add(block)
-    feeds = {process: tuple(sorted(block_sets[process])) for process in sorted(block_sets)}
+    feeds = {
+        process: tuple(sorted(block_sets[process]))
+        for process in sorted(block_sets)
+    }
     for process, blocks in feeds.items():
         for other_process, other_blocks in feeds.items():
             if blocks == other_blocks:

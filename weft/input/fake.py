@@ -14,7 +14,12 @@ import numpy as np
 from weft import config, errors
 from weft.hierarchy.module import Module, nowrap
 from weft.input.base import Input
-from weft.input.grain import BuildDatasetFn, DispatchConfig, feed_rows, shard_dataset
+from weft.input.grain import (
+    BuildDatasetFn,
+    DispatchConfig,
+    feed_rows,
+    shard_dataset,
+)
 from weft.serialization.untrusted import check_json
 from weft.typing import Nested
 
@@ -23,19 +28,16 @@ class EmptyInput(Input):
     """Batches without arrays, for steps that create their own data."""
 
     class Config(Input.Config):
-        """Configures an EmptyInput or a subclass.
-
-        Attributes:
-            is_training: Whether the input may be endless.
-            total_num_batches: Number of batches. None: endless.
-            max_token_id: Exclusive upper bound of token ids.
-        """
+        """Configures an EmptyInput or a subclass."""
 
         is_training: config.Required[bool] = config.REQUIRED
+        """Whether the input may be endless."""
         global_batch_size: config.Required[int] = config.REQUIRED
         total_num_batches: int | None = None
+        """Number of batches. None: endless."""
         source_length: int = 1024
         max_token_id: int = 2048
+        """Exclusive upper bound of token ids."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -74,7 +76,9 @@ class FakeIterator(Iterator[Nested[np.ndarray]]):
     def __next__(self) -> Nested[np.ndarray]:
         if self._next_index == self._source.config.total_num_batches:
             raise StopIteration
-        batch = self._source._global_batch(np.random.default_rng(self._next_index))
+        batch = self._source._global_batch(
+            np.random.default_rng(self._next_index)
+        )
         self._next_index += 1
         return jax.tree.map(lambda x: x[self._rows], batch)
 
@@ -95,7 +99,9 @@ class FakeLmInput(EmptyInput):
     def _global_batch(self, rng: np.random.Generator) -> Nested[np.ndarray]:
         cfg = self.config
         size, length = cfg.global_batch_size, cfg.source_length
-        tokens = rng.integers(cfg.max_token_id, size=(size, length + 1), dtype=np.int32)
+        tokens = rng.integers(
+            cfg.max_token_id, size=(size, length + 1), dtype=np.int32
+        )
         return {
             "input_ids": tokens[:, :-1],
             "target_labels": tokens[:, 1:],
@@ -113,8 +119,12 @@ class FakeSeq2SeqInput(EmptyInput):
     def _global_batch(self, rng: np.random.Generator) -> Nested[np.ndarray]:
         cfg = self.config
         size = cfg.global_batch_size
-        source = rng.integers(cfg.max_token_id, size=(size, cfg.source_length), dtype=np.int32)
-        target = rng.integers(cfg.max_token_id, size=(size, cfg.target_length + 1), dtype=np.int32)
+        source = rng.integers(
+            cfg.max_token_id, size=(size, cfg.source_length), dtype=np.int32
+        )
+        target = rng.integers(
+            cfg.max_token_id, size=(size, cfg.target_length + 1), dtype=np.int32
+        )
         return {
             "source": {"input_ids": source},
             "target": {"input_ids": target[:, :-1]},
@@ -135,12 +145,17 @@ class FakeSequenceClassificationInput(EmptyInput):
             "input_ids": rng.integers(
                 cfg.max_token_id, size=(size, cfg.source_length), dtype=np.int32
             ),
-            "target_labels": rng.integers(cfg.num_labels, size=size, dtype=np.int32),
+            "target_labels": rng.integers(
+                cfg.num_labels, size=size, dtype=np.int32
+            ),
         }
 
 
 def fake_grain_source(
-    examples: Iterable[Any], *, repeat: int | None = 1, shuffle_seed: int | None = None
+    examples: Iterable[Any],
+    *,
+    repeat: int | None = 1,
+    shuffle_seed: int | None = None,
 ) -> grain.MapDataset:
     """Returns a dataset of examples.
 
@@ -174,7 +189,9 @@ def fake_source(
     """
     examples = list(examples)
     if spec is not None:
-        examples = [_cast(example, spec, i) for i, example in enumerate(examples)]
+        examples = [
+            _cast(example, spec, i) for i, example in enumerate(examples)
+        ]
     seed = 0 if is_training and shuffle_buffer_size != 0 else None
 
     def build_dataset(dispatch_config: DispatchConfig) -> grain.MapDataset:
@@ -189,8 +206,12 @@ def _mode(is_training: bool) -> str:
     return "train" if is_training else "eval"
 
 
-def _cast(example: Nested[Any], spec: Nested[jax.ShapeDtypeStruct], index: int) -> Nested[Any]:
-    def cast(path, leaf_spec: jax.ShapeDtypeStruct, value: object) -> np.ndarray:
+def _cast(
+    example: Nested[Any], spec: Nested[jax.ShapeDtypeStruct], index: int
+) -> Nested[Any]:
+    def cast(
+        path, leaf_spec: jax.ShapeDtypeStruct, value: object
+    ) -> np.ndarray:
         array = np.asarray(value, leaf_spec.dtype)
         if array.shape != tuple(leaf_spec.shape):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -203,7 +224,9 @@ def _cast(example: Nested[Any], spec: Nested[jax.ShapeDtypeStruct], index: int) 
     return jax.tree_util.tree_map_with_path(cast, spec, example)
 
 
-def fake_serialized_json_source(examples: Iterable[Nested[Any]]) -> BuildDatasetFn:
+def fake_serialized_json_source(
+    examples: Iterable[Nested[Any]],
+) -> BuildDatasetFn:
     """Returns a source of the JSON texts of examples."""
     return fake_source(False, [json.dumps(example) for example in examples])
 
@@ -222,8 +245,12 @@ def fake_text_source(
         is_training: Whether to shuffle; selects the first word of texts, `train` or `eval`, too.
     """
     mode = _mode(is_training)
-    examples = [{text_field_name: f"{mode} text {i}"} for i in range(batch_size)]
-    return fake_source(is_training, examples, repeat, shuffle_buffer_size=shuffle_buffer_size)
+    examples = [
+        {text_field_name: f"{mode} text {i}"} for i in range(batch_size)
+    ]
+    return fake_source(
+        is_training, examples, repeat, shuffle_buffer_size=shuffle_buffer_size
+    )
 
 
 def fake_text2text_source(
@@ -237,8 +264,12 @@ def fake_text2text_source(
     mode = _mode(is_training)
     examples = []
     for i in range(2):
-        examples.append({source_key: f"{mode} source {i}", target_key: f"{mode} target {i}"})
-    return fake_source(is_training, examples, shuffle_buffer_size=shuffle_buffer_size)
+        examples.append(
+            {source_key: f"{mode} source {i}", target_key: f"{mode} target {i}"}
+        )
+    return fake_source(
+        is_training, examples, shuffle_buffer_size=shuffle_buffer_size
+    )
 
 
 def fake_classification_source(
@@ -254,7 +285,9 @@ def fake_classification_source(
     examples = []
     for i, name in enumerate(classes):
         examples.append({source_key: f"{mode} text {i}", target_key: name})
-    return fake_source(is_training, examples, shuffle_buffer_size=shuffle_buffer_size)
+    return fake_source(
+        is_training, examples, shuffle_buffer_size=shuffle_buffer_size
+    )
 
 
 def fake_classification_source_instruct_lm(
@@ -270,8 +303,12 @@ def fake_classification_source_instruct_lm(
     mode = _mode(is_training)
     examples = []
     for i, name in enumerate(classes):
-        examples.append({text_key: f"{mode} question {i}{eob_text}{name}{eoa_text}"})
-    return fake_source(is_training, examples, shuffle_buffer_size=shuffle_buffer_size)
+        examples.append(
+            {text_key: f"{mode} question {i}{eob_text}{name}{eoa_text}"}
+        )
+    return fake_source(
+        is_training, examples, shuffle_buffer_size=shuffle_buffer_size
+    )
 
 
 def fake_speech_source(
@@ -287,8 +324,12 @@ def fake_speech_source(
     examples = []
     for _ in range(num_examples):
         length = rng.integers(1, max_len + 1)
-        examples.append({speech_key: rng.integers(-(2**15), 2**15, length, np.int16)})
-    return fake_source(is_training, examples, shuffle_buffer_size=shuffle_buffer_size)
+        examples.append(
+            {speech_key: rng.integers(-(2**15), 2**15, length, np.int16)}
+        )
+    return fake_source(
+        is_training, examples, shuffle_buffer_size=shuffle_buffer_size
+    )
 
 
 def fake_glue_source(
@@ -311,4 +352,9 @@ def fake_glue_source(
         example: dict[str, Any] = {key: f"{mode} {key} {i}" for key in keys}
         example[label_key] = label_value
         examples.append(example)
-    return fake_source(is_training, examples, spec=spec, shuffle_buffer_size=shuffle_buffer_size)
+    return fake_source(
+        is_training,
+        examples,
+        spec=spec,
+        shuffle_buffer_size=shuffle_buffer_size,
+    )

@@ -23,7 +23,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from weft._lazy import import_extra
-from weft.errors import EmptyCorpusError, FileRefusedError, InputDatasetError, InputReadError
+from weft.errors import (
+    EmptyCorpusError,
+    FileRefusedError,
+    InputDatasetError,
+    InputReadError,
+)
 from weft.input import packing, tokenizers
 from weft.input.records import Records, describe_record
 from weft.serialization.directory import Directory
@@ -50,7 +55,11 @@ def cache_folder() -> Path:
 
 
 def cached_bytes(
-    kind: str, key: object, make: Callable[[BinaryIO], None], *, num_bytes: int | None
+    kind: str,
+    key: object,
+    make: Callable[[BinaryIO], None],
+    *,
+    num_bytes: int | None,
 ) -> np.ndarray:
     """Returns the bytes that `make` writes, in memory or mapped from the cache folder.
 
@@ -74,7 +83,9 @@ def cached_bytes(
         if not _is_whole(folder, name):
             os.makedirs(folder, exist_ok=True)
             # The lock is released when its process dies.
-            with open(Directory(str(folder)).open_to_change(f"{name}.lock"), "wb") as lock:
+            with open(
+                Directory(str(folder)).open_to_change(f"{name}.lock"), "wb"
+            ) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not _is_whole(folder, name):
                     _write_file(folder, name, make)
@@ -93,7 +104,9 @@ _BLOCK_BYTES = 2**20
 
 
 def _xxh3() -> Any:
-    return import_extra("xxhash", "train", needed_by="a cache of large data").xxh3_128()
+    return import_extra(
+        "xxhash", "train", needed_by="a cache of large data"
+    ).xxh3_128()
 
 
 def _is_whole(folder: Path, name: str) -> bool:
@@ -102,7 +115,9 @@ def _is_whole(folder: Path, name: str) -> bool:
         with Directory(str(folder)).open(name) as file:
             num_unread = os.fstat(file.fileno()).st_size - _END_BYTES
             digest = _xxh3()
-            while num_unread > 0 and (block := file.read(min(num_unread, _BLOCK_BYTES))):
+            while num_unread > 0 and (
+                block := file.read(min(num_unread, _BLOCK_BYTES))
+            ):
                 digest.update(block)
                 num_unread -= len(block)
             is_whole = file.read(_END_BYTES) == _MARK + digest.digest()
@@ -111,7 +126,10 @@ def _is_whole(folder: Path, name: str) -> bool:
     except FileRefusedError:
         is_whole = False
     if not is_whole:
-        logger.warning("%s is damaged, or of an earlier version; it is made again", folder / name)
+        logger.warning(
+            "%s is damaged, or of an earlier version; it is made again",
+            folder / name,
+        )
     return is_whole
 
 
@@ -137,7 +155,9 @@ def _open_memmap(path: str, dtype: np.typing.DTypeLike) -> np.ndarray:
     return _CachedMemmap(path, dtype, "r", shape=(length,))
 
 
-def _write_file(folder: Path, name: str, make: Callable[[BinaryIO], None]) -> None:
+def _write_file(
+    folder: Path, name: str, make: Callable[[BinaryIO], None]
+) -> None:
     start = time.monotonic()
     with Directory(str(folder)).replacing(name, mode=0o600) as file:
         make(file)
@@ -150,10 +170,15 @@ def _write_file(folder: Path, name: str, make: Callable[[BinaryIO], None]) -> No
     logger.info("made %s (%d bytes) in %.1f s", folder / name, size, seconds)
 
 
-def document_text(record: object, text_key: str, *, named_by: str = "as text_key") -> str | bytes:
+def document_text(
+    record: object,
+    text_key: str,
+    *,
+    advice: str = "name one of these as text_key",
+) -> str | bytes:
     """Returns the text of a record.
 
-    `named_by` says in errors how the caller names the field.
+    `advice` says in the error about a record without the field how to name another.
 
     Raises InputDatasetError if the record has no such text.
     """
@@ -162,9 +187,12 @@ def document_text(record: object, text_key: str, *, named_by: str = "as text_key
             f"the record is of type {type(record).__name__}; expected a dict with {text_key!r}"
         )
     if text_key not in record:
+        if not record:
+            raise InputDatasetError(
+                f"the record is empty; expected one with {text_key!r}"
+            )
         raise InputDatasetError(
-            f"the record has no {text_key!r}, it has {sorted(map(str, record))}; name one of "
-            f"these {named_by}"
+            f"the record has no {text_key!r}, it has {sorted(map(str, record))}; {advice}"
         )
     text = record[text_key]
     if not isinstance(text, str | bytes):
@@ -189,7 +217,10 @@ class TokenizedDocuments:
 
 
 def tokenize_documents(
-    documents: Records, tokenizer: tokenizers.Tokenizer, *, text_key: str = "text"
+    documents: Records,
+    tokenizer: tokenizers.Tokenizer,
+    *,
+    text_key: str = "text",
 ) -> TokenizedDocuments:
     """Computes the `weft.input.packing.token_stream` of a dataset.
 
@@ -205,13 +236,17 @@ def tokenize_documents(
     [256, 97, 98, 256, 99, 256]
     """
     if not len(documents):
-        raise EmptyCorpusError(f"{documents} has no documents; pass files that contain records")
+        raise EmptyCorpusError(
+            f"{documents} has no documents; pass files that contain records"
+        )
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     data = getattr(documents, "fingerprint", None)
     ids = getattr(tokenizer, "fingerprint", None)
     num_bytes = getattr(documents, "num_bytes", None) if data and ids else 0
 
-    finished_corrections: list[packing.ByteCorrections] = []  # one, if tokenized here
+    finished_corrections: list[
+        packing.ByteCorrections
+    ] = []  # one, if tokenized here
 
     def tokenize(out: BinaryIO) -> None:
         corrections = packing.ByteCorrections(tokenizer.token_num_bytes)
@@ -221,22 +256,30 @@ def tokenize_documents(
             out.write(tokens.astype(dtype).tobytes())
             out.write(eos)
             if corrections.is_known:
-                corrections.add(tokens, tokenizers.text_num_bytes(tokenizer, text, tokens))
+                corrections.add(
+                    tokens, tokenizers.text_num_bytes(tokenizer, text, tokens)
+                )
         finished_corrections.append(corrections)
 
     def correct(out: BinaryIO) -> None:
-        if not finished_corrections:  # the tokens are of another process, or an earlier one
+        if (
+            not finished_corrections
+        ):  # the tokens are of another process, or an earlier one
             with open(os.devnull, "wb") as nothing:
                 tokenize(nothing)
         rows = finished_corrections[0].rows()
         out.write(_UNKNOWN if rows is None else rows.tobytes())
 
     key = (data, ids, text_key)
-    stream = cached_bytes("tokens", key, tokenize, num_bytes=num_bytes).view(dtype)
+    stream = cached_bytes("tokens", key, tokenize, num_bytes=num_bytes).view(
+        dtype
+    )
     rows = cached_bytes("token_bytes", key, correct, num_bytes=num_bytes)
     if len(rows) == len(_UNKNOWN):
         return TokenizedDocuments(stream, None)
-    return TokenizedDocuments(stream, np.frombuffer(rows, np.int64).reshape(-1, 2))
+    return TokenizedDocuments(
+        stream, np.frombuffer(rows, np.int64).reshape(-1, 2)
+    )
 
 
 _UNKNOWN = b"?"
@@ -247,7 +290,9 @@ def _tokenized(
     documents: Records, tokenizer: tokenizers.Tokenizer, text_key: str
 ) -> Iterator[tuple[str | bytes, np.ndarray]]:
     """Yields texts and their ids; tokenizes many at a time, as some tokenizers use all cores."""
-    encode_batch = getattr(tokenizer, "encode_batch", lambda texts: map(tokenizer.encode, texts))
+    encode_batch = getattr(
+        tokenizer, "encode_batch", lambda texts: map(tokenizer.encode, texts)
+    )
     texts: dict[int, str | bytes] = {}
     size, logged = 0, time.monotonic()
     for index in range(len(documents)):
@@ -256,7 +301,9 @@ def _tokenized(
             try:
                 texts[index] = document_text(record, text_key)
             except InputDatasetError as error:
-                raise InputReadError(f"{describe_record(documents, index)}: {error}") from error
+                raise InputReadError(
+                    f"{describe_record(documents, index)}: {error}"
+                ) from error
             size += len(texts[index])
         if size < _BATCH_CHARACTERS and index + 1 < len(documents):
             continue
@@ -269,11 +316,15 @@ def _tokenized(
         texts, size = {}, 0
         if time.monotonic() - logged > _LOG_SECONDS:
             logged = time.monotonic()
-            logger.info("tokenized %d of %d documents", index + 1, len(documents))
+            logger.info(
+                "tokenized %d of %d documents", index + 1, len(documents)
+            )
 
 
 def _raise_for_document(
-    documents: Records, tokenizer: tokenizers.Tokenizer, texts: Mapping[int, str | bytes]
+    documents: Records,
+    tokenizer: tokenizers.Tokenizer,
+    texts: Mapping[int, str | bytes],
 ) -> None:
     for index, text in texts.items():
         try:

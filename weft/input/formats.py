@@ -28,9 +28,38 @@ _READERS: dict[Format, str] = {
 }
 _UNREAD = frozenset(
     (
-        *(".csv", ".tsv", ".xls", ".xlsx", ".ods", ".arrow", ".avro", ".feather", ".orc"),
-        *(".doc", ".docx", ".odt", ".pdf", ".rtf", ".arrayrecord", ".array_record", ".tfrecord"),
-        *(".pickle", ".pkl", ".npy", ".npz", ".safetensors", ".pt", ".h5", ".db", ".sqlite"),
+        *(
+            ".csv",
+            ".tsv",
+            ".xls",
+            ".xlsx",
+            ".ods",
+            ".arrow",
+            ".avro",
+            ".feather",
+            ".orc",
+        ),
+        *(
+            ".doc",
+            ".docx",
+            ".odt",
+            ".pdf",
+            ".rtf",
+            ".arrayrecord",
+            ".array_record",
+            ".tfrecord",
+        ),
+        *(
+            ".pickle",
+            ".pkl",
+            ".npy",
+            ".npz",
+            ".safetensors",
+            ".pt",
+            ".h5",
+            ".db",
+            ".sqlite",
+        ),
     )
 )
 
@@ -90,7 +119,9 @@ def read_whole(path: str) -> bytes:
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > memory_bytes():
-            raise OSError(f"it has {size:,} bytes, more than the memory of this machine")
+            raise OSError(
+                f"it has {size:,} bytes, more than the memory of this machine"
+            )
         return file.read()
 
 

@@ -28,7 +28,8 @@ from weft import config, errors
 from weft.hierarchy.module import Module, nowrap
 from weft.input import base as input_base
 from weft.input import grain_datasets
-from weft.input.records import FileRecordSource, RecordDataset
+from weft.input.record_dataset import RecordDataset
+from weft.input.records import FileRecordSource
 from weft.typing import Nested
 
 T = TypeVar("T")
@@ -72,7 +73,9 @@ class DispatchConfig:
             levels = tuple(value) if isinstance(value, Sequence) else (value,)
             object.__setattr__(self, name, levels)
         index, num = self.levels()
-        if len(index) != len(num) or not all(0 <= i < n for i, n in zip(index, num, strict=True)):
+        if len(index) != len(num) or not all(
+            0 <= i < n for i, n in zip(index, num, strict=True)
+        ):
             raise errors.InputDispatchError(
                 f"shard_index={index} does not fit num_shards={num}; expected one index from 0 "
                 "to num_shards - 1 for each number"
@@ -102,7 +105,9 @@ class Input(input_base.Input):
     """Input whose source builds a Grain dataset."""
 
     class Config(input_base.Input.Config):
-        source: config.Required[config.ConfigOr[BuildDatasetFn]] = config.REQUIRED
+        source: config.Required[config.ConfigOr[BuildDatasetFn]] = (
+            config.REQUIRED
+        )
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -120,11 +125,15 @@ class Input(input_base.Input):
         Threads read up to 32 batches ahead of a `MapDataset`; a source can set other
         `grain.ReadOptions` with `maybe_to_iter_dataset(ds, read_options=…)`.
         """
-        return maybe_to_iter_dataset(self._batches(), read_options=_BATCHES_AHEAD)
+        return maybe_to_iter_dataset(
+            self._batches(), read_options=_BATCHES_AHEAD
+        )
 
     @nowrap
     def element_spec(self) -> Nested[jax.ShapeDtypeStruct]:
-        return self._spec_of(maybe_to_iter_dataset(self._batches(), read_options=IN_STEP))
+        return self._spec_of(
+            maybe_to_iter_dataset(self._batches(), read_options=IN_STEP)
+        )
 
     @nowrap
     def _batches(self) -> Dataset:
@@ -147,7 +156,9 @@ def array_record_dataset(
     Raises InputReadError if a file or record cannot be read; names both.
     """
     files = [paths] if isinstance(paths, str) else list(paths)
-    source = FileRecordSource(files, lambda path: data_source_cls(path, **data_source_cls_args))
+    source = FileRecordSource(
+        files, lambda path: data_source_cls(path, **data_source_cls_args)
+    )
     ds = RecordDataset(source)
     if seed is None:
         return ds
@@ -155,7 +166,9 @@ def array_record_dataset(
 
 
 def maybe_to_iter_dataset(
-    ds: Dataset, *, read_options: config.ConfigOr[grain.ReadOptions] = GRAIN_READ_OPTIONS
+    ds: Dataset,
+    *,
+    read_options: config.ConfigOr[grain.ReadOptions] = GRAIN_READ_OPTIONS,
 ) -> grain.IterDataset:
     """Converts to an `IterDataset`, unless `ds` is one."""
     if isinstance(ds, grain.MapDataset):
@@ -166,7 +179,8 @@ def maybe_to_iter_dataset(
 def prefetch_dataset(
     ds: Dataset,
     *,
-    multiprocessing_options: config.ConfigOr[grain.MultiprocessingOptions] | None = None,
+    multiprocessing_options: config.ConfigOr[grain.MultiprocessingOptions]
+    | None = None,
 ) -> grain.IterDataset:
     """Reads ahead in worker processes, keeping the order.
 
@@ -180,12 +194,16 @@ def prefetch_dataset(
     if options is None or options.num_workers == 0:
         return maybe_to_iter_dataset(ds)
     if isinstance(ds, grain.MapDataset):
-        return grain_datasets.IterDataset(grain_datasets.WorkerIterator, ds, options=options)
+        return grain_datasets.IterDataset(
+            grain_datasets.WorkerIterator, ds, options=options
+        )
     grain_datasets.mark_flags_as_parsed()
     return ds.mp_prefetch(options)
 
 
-def shard_dataset(ds: Dataset, dispatch_config: DispatchConfig) -> grain.MapDataset:
+def shard_dataset(
+    ds: Dataset, dispatch_config: DispatchConfig
+) -> grain.MapDataset:
     """Selects every `num_shards`-th element, starting at `shard_index`.
 
     Raises InputDatasetError if `ds` is not a `MapDataset`.
@@ -214,11 +232,17 @@ def shard_dataset_with_proportion(
             "expected 0 <= range_start < range_end <= period"
         )
     ds = _require_map_dataset(ds, "shard_dataset_with_proportion")
-    return grain_datasets.ProportionMapDataset(ds, start=range_start, end=range_end, period=period)
+    return grain_datasets.ProportionMapDataset(
+        ds, start=range_start, end=range_end, period=period
+    )
 
 
 def per_feed_batch(
-    ds: Dataset, *, global_batch_size: int, dispatch_config: DispatchConfig, **kwargs: Any
+    ds: Dataset,
+    *,
+    global_batch_size: int,
+    dispatch_config: DispatchConfig,
+    **kwargs: Any,
 ) -> Dataset:
     """Batches this process's share of the global batch.
 
@@ -227,7 +251,9 @@ def per_feed_batch(
 
     Raises InputDispatchError if the batch size does not divide.
     """
-    return ds.batch(feed_batch_size(global_batch_size, dispatch_config), **kwargs)
+    return ds.batch(
+        feed_batch_size(global_batch_size, dispatch_config), **kwargs
+    )
 
 
 def check_batch_size(global_batch_size: int) -> None:
@@ -238,7 +264,9 @@ def check_batch_size(global_batch_size: int) -> None:
         )
 
 
-def feed_batch_size(global_batch_size: int, dispatch_config: DispatchConfig) -> int:
+def feed_batch_size(
+    global_batch_size: int, dispatch_config: DispatchConfig
+) -> int:
     """Returns the number of rows of a global batch in one shard.
 
     Raises InputDispatchError if the batch size is not positive, or does not divide.
@@ -266,7 +294,9 @@ def feed_rows(global_batch_size: int, dispatch_config: DispatchConfig) -> slice:
     return slice(start, start + rows)
 
 
-def unbatch(ds: Dataset, *, skip_empty_batch: bool = False) -> grain.IterDataset:
+def unbatch(
+    ds: Dataset, *, skip_empty_batch: bool = False
+) -> grain.IterDataset:
     """Splits batches into rows.
 
     Args:
@@ -275,7 +305,9 @@ def unbatch(ds: Dataset, *, skip_empty_batch: bool = False) -> grain.IterDataset
     Returns a dataset whose iterator raises `InputDatasetError` for a batch that cannot be split.
     """
     return grain_datasets.IterDataset(
-        grain_datasets.UnbatchIterator, maybe_to_iter_dataset(ds), skip_empty_batch=skip_empty_batch
+        grain_datasets.UnbatchIterator,
+        maybe_to_iter_dataset(ds),
+        skip_empty_batch=skip_empty_batch,
     )
 
 
@@ -312,7 +344,9 @@ def pad_for_evaluation(
     if isinstance(ds, grain.MapDataset):
         grain_datasets.check_num_examples(len(ds), max_num_examples)
         length = -(-len(ds) // per_feed_batch_size) * per_feed_batch_size
-        return grain_datasets.PadMapDataset(ds, length=length, pad_example_fn=pad_example_fn)
+        return grain_datasets.PadMapDataset(
+            ds, length=length, pad_example_fn=pad_example_fn
+        )
     return grain_datasets.IterDataset(
         grain_datasets.PadIterator,
         ds,
@@ -371,7 +405,9 @@ def rekey(
     return ds.map(fn)
 
 
-def sample_from_datasets(*, sources: Sequence[Dataset], weights: Sequence[float]) -> Dataset:
+def sample_from_datasets(
+    *, sources: Sequence[Dataset], weights: Sequence[float]
+) -> Dataset:
     """Mixes repeated datasets endlessly and deterministically, in the proportions of the weights.
 
     Args:
@@ -380,7 +416,11 @@ def sample_from_datasets(*, sources: Sequence[Dataset], weights: Sequence[float]
 
     Raises InputDatasetError if the lengths differ or a weight is not positive.
     """
-    if len(sources) != len(weights) or not sources or any(w <= 0 for w in weights):
+    if (
+        len(sources) != len(weights)
+        or not sources
+        or any(w <= 0 for w in weights)
+    ):
         raise errors.InputDatasetError(
             f"{len(sources)} sources cannot be mixed with weights={list(weights)}; pass one "
             "positive weight for each of at least one source"
@@ -391,7 +431,10 @@ def sample_from_datasets(*, sources: Sequence[Dataset], weights: Sequence[float]
         for ds in random_access:
             endless.append(ds if len(ds) >= sys.maxsize else ds.repeat(None))
         return grain.MapDataset.mix(endless, weights)
-    repeated = [grain.experimental.RepeatIterDataset(maybe_to_iter_dataset(ds)) for ds in sources]
+    repeated = [
+        grain.experimental.RepeatIterDataset(maybe_to_iter_dataset(ds))
+        for ds in sources
+    ]
     return grain.IterDataset.mix(repeated, weights)
 
 

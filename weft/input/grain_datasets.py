@@ -41,7 +41,9 @@ class _MapDataset(grain.MapDataset):
 class ProportionMapDataset(_MapDataset):
     """Elements whose index, modulo a period, is in a range."""
 
-    def __init__(self, parent: grain.MapDataset, *, start: int, end: int, period: int):
+    def __init__(
+        self, parent: grain.MapDataset, *, start: int, end: int, period: int
+    ):
         self._start = start
         self._period = period
         self._num_in_range = end - start
@@ -51,7 +53,9 @@ class ProportionMapDataset(_MapDataset):
 
     def _element(self, index: int, offset: int) -> Any:
         period_index, position = divmod(index, self._num_in_range)
-        return self._parent[offset + period_index * self._period + self._start + position]
+        return self._parent[
+            offset + period_index * self._period + self._start + position
+        ]
 
     def __str__(self) -> str:
         end = self._start + self._num_in_range
@@ -61,7 +65,9 @@ class ProportionMapDataset(_MapDataset):
 class PadMapDataset(_MapDataset):
     """Dataset padded to a length."""
 
-    def __init__(self, parent: grain.MapDataset, *, length: int, pad_example_fn: Callable):
+    def __init__(
+        self, parent: grain.MapDataset, *, length: int, pad_example_fn: Callable
+    ):
         super().__init__(parent, length)
         self._pad_example_fn = pad_example_fn
 
@@ -161,7 +167,11 @@ class UnbatchIterator(grain.DatasetIterator):
 
     def __next__(self) -> Any:
         while self._row >= self._num_rows:
-            self._before, self._row, self._num_rows = self._parent.get_state(), 0, 0
+            self._before, self._row, self._num_rows = (
+                self._parent.get_state(),
+                0,
+                0,
+            )
             self._read()
         row = self._row
         self._row += 1
@@ -191,7 +201,11 @@ class UnbatchIterator(grain.DatasetIterator):
     def set_state(self, state: dict[str, Any]) -> None:
         check_json(state, {"row": int})
         self._parent.set_state(state["parent"])
-        self._before, self._row, self._num_rows = state["parent"], state["row"], 0
+        self._before, self._row, self._num_rows = (
+            state["parent"],
+            state["row"],
+            0,
+        )
         if self._row:
             self._read()
 
@@ -203,7 +217,9 @@ class WorkerIterator(grain.DatasetIterator):
     run may resume with another number of workers.
     """
 
-    def __init__(self, ds: grain.MapDataset, *, options: grain.MultiprocessingOptions):
+    def __init__(
+        self, ds: grain.MapDataset, *, options: grain.MultiprocessingOptions
+    ):
         super().__init__()
         self._ds, self._options = ds, options
         self._next_index = 0
@@ -214,13 +230,17 @@ class WorkerIterator(grain.DatasetIterator):
 
     def __next__(self) -> Any:
         if self._ended:
-            raise InputDatasetError("the iterator is closed; create a new one: iter(dataset)")
+            raise InputDatasetError(
+                "the iterator is closed; create a new one: iter(dataset)"
+            )
         if self._next_index >= len(self._ds):
             raise StopIteration
         if not self._workers:
             mark_flags_as_parsed()
             unread = self._ds.slice(slice(self._next_index, None))
-            read_options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
+            read_options = grain.ReadOptions(
+                num_threads=1, prefetch_buffer_size=1
+            )
             unread = unread.to_iter_dataset(read_options)
             self._workers.append(iter(unread.mp_prefetch(self._options)))
         element = next(self._workers[0])

@@ -20,7 +20,12 @@ import numpy as np
 from weft.config import ConfigOr, maybe_instantiate
 from weft.errors import warn_of_padding_by_value
 from weft.input import file_cache, grain_text, packing
-from weft.input.grain import Dataset, RaggedTensor, maybe_to_iter_dataset, unbatch
+from weft.input.grain import (
+    Dataset,
+    RaggedTensor,
+    maybe_to_iter_dataset,
+    unbatch,
+)
 from weft.input.tokenizers import Tokenizer, as_tokenizer, text_num_bytes
 
 # Documents are small: with Grain's default of 500 windows ahead, a start would take minutes.
@@ -67,7 +72,9 @@ def text_to_lm_training_input(
     if window_size is None:
 
         def pairs(example: Mapping[str, Any]) -> dict[str, np.ndarray]:
-            return next_token_pairs(example["text"], example[_NUM_BYTES], eos_id=loaded.eos_id)
+            return next_token_pairs(
+                example["text"], example[_NUM_BYTES], eos_id=loaded.eos_id
+            )
 
         return _pack_whole(tokens.map(pairs), loaded, max_len)
 
@@ -113,9 +120,13 @@ def text_to_lm_eval_input(
     loaded = as_tokenizer(vocab, add_bos=add_bos)
 
     def split(example: Mapping[str, Any]) -> dict[str, Any]:
-        windows: dict[str, Any] = _sequences([example], loaded, max_len, stride=stride)
+        windows: dict[str, Any] = _sequences(
+            [example], loaded, max_len, stride=stride
+        )
         if index_key is not None:
-            windows[index_key] = RaggedTensor([example[index_key]] * len(windows["input_ids"]))
+            windows[index_key] = RaggedTensor(
+                [example[index_key]] * len(windows["input_ids"])
+            )
         return windows
 
     return _rows(_tokenize_text(ds, loaded, replace_newlines_with).map(split))
@@ -153,7 +164,9 @@ def streaming_packing(
             live = live_labels(targets, loaded)
         num_bytes = example.get("target_num_bytes")
         if num_bytes is None:
-            num_bytes = loaded.token_num_bytes[np.where(live, targets, loaded.pad_id)]
+            num_bytes = loaded.token_num_bytes[
+                np.where(live, targets, loaded.pad_id)
+            ]
         return _pairs(example["input_ids"], targets, live, num_bytes)
 
     return _pack_whole(ds.map(pairs), loaded, max_len)
@@ -163,7 +176,8 @@ def live_labels(labels: np.ndarray, vocab: Tokenizer) -> np.ndarray:
     """Returns which labels count, by their values: neither negative nor `pad_id`."""
     if vocab.pad_id == vocab.eos_id:
         warn_of_padding_by_value(
-            f"pad_id and eos_id of {vocab!r} are both {vocab.pad_id}", "the examples"
+            f"pad_id and eos_id of {vocab!r} are both {vocab.pad_id}",
+            "the examples",
         )
     return (labels >= 0) & (labels != vocab.pad_id)
 
@@ -189,11 +203,15 @@ def _pairs(*columns: np.ndarray) -> dict[str, np.ndarray]:
     return {_PAIRS: np.stack(int_columns, axis=1)}
 
 
-def pack_pairs(ds: grain.IterDataset, length: int, *, num_bins: int | None) -> grain.IterDataset:
+def pack_pairs(
+    ds: grain.IterDataset, length: int, *, num_bins: int | None
+) -> grain.IterDataset:
     """Packs pairs into sequences, whole into `num_bins` at a time; split where one ends if None."""
     lengths = {_PAIRS: length}
     if num_bins is None:
-        return grain.experimental.ConcatThenSplitIterDataset(ds, length_struct=lengths)
+        return grain.experimental.ConcatThenSplitIterDataset(
+            ds, length_struct=lengths
+        )
     return grain.experimental.FirstFitPackIterDataset(
         ds, length_struct=lengths, num_packing_bins=num_bins, shuffle_bins=False
     )
@@ -209,9 +227,13 @@ class PairFeatures:
         self._pad_id = vocab.pad_id
         self._rows = rows
 
-    def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def __call__(
+        self, batch: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
         segments = batch[f"{_PAIRS}_segment_ids"][self._rows]
-        inputs, targets, is_live, sizes = np.moveaxis(batch[_PAIRS][self._rows], -1, 0)
+        inputs, targets, is_live, sizes = np.moveaxis(
+            batch[_PAIRS][self._rows], -1, 0
+        )
         is_token = segments > 0
         live_targets = is_token & (is_live != 0)
         inputs = np.where(is_token, inputs, self._pad_id)
@@ -219,7 +241,9 @@ class PairFeatures:
         sizes = np.where(live_targets, sizes, 0)
         num_bytes = np.sum(sizes, axis=-1, dtype=np.int32)
         is_known = np.all(sizes >= 0, axis=-1)
-        num_bytes = np.where(is_known, num_bytes, np.int32(packing.UNKNOWN_NUM_BYTES))
+        num_bytes = np.where(
+            is_known, num_bytes, np.int32(packing.UNKNOWN_NUM_BYTES)
+        )
         return {
             "input_ids": inputs.astype(np.int32),
             "target_labels": targets.astype(np.int32),
@@ -240,7 +264,9 @@ def _tokenize_text(ds: Dataset, vocab: Tokenizer, newlines: str) -> Dataset:
         )
 
     def fn(example: Mapping[str, Any]) -> dict[str, Any]:
-        text = file_cache.document_text(example, "text")
+        text = file_cache.document_text(
+            example, "text", advice="rename one of these to 'text'"
+        )
         tokens = vocab.encode(text)
         num_bytes = text_num_bytes(vocab, text, tokens)
         return {**example, "text": tokens, _NUM_BYTES: num_bytes}
@@ -249,7 +275,11 @@ def _tokenize_text(ds: Dataset, vocab: Tokenizer, newlines: str) -> Dataset:
 
 
 def _sequences(
-    documents: list[Any], vocab: Tokenizer, max_len: int, *, stride: int | None = None
+    documents: list[Any],
+    vocab: Tokenizer,
+    max_len: int,
+    *,
+    stride: int | None = None,
 ) -> dict[str, np.ndarray]:
     """Returns all examples of some tokenized documents."""
     corrections = packing.ByteCorrections(vocab.token_num_bytes)
@@ -273,7 +303,9 @@ def _sequences(
     return examples
 
 
-def _pack_whole(ds: Dataset, vocab: Tokenizer, max_len: int) -> grain.IterDataset:
+def _pack_whole(
+    ds: Dataset, vocab: Tokenizer, max_len: int
+) -> grain.IterDataset:
     def split(example: Mapping[str, np.ndarray]) -> dict[str, RaggedTensor]:
         pairs = example[_PAIRS]
         starts = range(0, len(pairs), max_len)

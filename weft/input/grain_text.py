@@ -15,10 +15,20 @@ import numpy as np
 from weft.config import ConfigOr, maybe_instantiate
 from weft.errors import InputDatasetError, did_you_mean
 from weft.input import file_cache, grain, packing
-from weft.input.tokenizers import Tokenizer, bos_ids, text_num_bytes
+from weft.input.chat import ChatTemplate, encode_example
+from weft.input.tokenizers import (
+    Tokenizer,
+    bos_ids,
+    encode_prompt,
+    text_num_bytes,
+)
 
 Substitutions = Sequence[tuple[str, str]]
-TURN_TEMPLATES = {"system": "{content}\n", "user": "{content}\n", "assistant": "{content}"}
+TURN_TEMPLATES = {
+    "system": "{content}\n",
+    "user": "{content}\n",
+    "assistant": "{content}",
+}
 
 _CONTENT = "{content}"
 
@@ -41,22 +51,38 @@ def with_regex_mapping(
     >>> vocab.encode("a\n\nb").tolist(), vocab.decode([97, 124, 98])
     ([97, 124, 98], 'a\nb')
     """
-    return _MappedTokenizer(maybe_instantiate(vocab), encode_mapping, decode_mapping)
+    return _MappedTokenizer(
+        maybe_instantiate(vocab), encode_mapping, decode_mapping
+    )
 
 
 class _MappedTokenizer:
-    def __init__(self, vocab: Tokenizer, encode: Substitutions, decode: Substitutions):
-        self._vocab, self._encode_mapping, self._decode_mapping = vocab, encode, decode
+    def __init__(
+        self, vocab: Tokenizer, encode: Substitutions, decode: Substitutions
+    ):
+        self._vocab, self._encode_mapping, self._decode_mapping = (
+            vocab,
+            encode,
+            decode,
+        )
         self.eos_id, self.pad_id = vocab.eos_id, vocab.pad_id
-        self.vocab_size, self.token_num_bytes = vocab.vocab_size, vocab.token_num_bytes
+        self.vocab_size, self.token_num_bytes = (
+            vocab.vocab_size,
+            vocab.token_num_bytes,
+        )
         self.bos_ids = getattr(vocab, "bos_ids", ())
 
     def __repr__(self) -> str:
         return f"with_regex_mapping({self._vocab!r})"
 
-    def encode(self, text: str | bytes) -> np.ndarray:
+    def encode(
+        self, text: str | bytes, *, parse_special: bool = False
+    ) -> np.ndarray:
         words = text.decode("utf-8") if isinstance(text, bytes) else text
-        return self._vocab.encode(_substitute(self._encode_mapping, words))
+        words = _substitute(self._encode_mapping, words)
+        if parse_special:
+            return encode_prompt(self._vocab, words)
+        return self._vocab.encode(words)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return _substitute(self._decode_mapping, self._vocab.decode(ids))
@@ -69,7 +95,10 @@ def _substitute(mapping: Substitutions, text: str) -> str:
 
 
 def tokenize(
-    ds: grain.Dataset, *, vocab: Mapping[str, ConfigOr[Tokenizer]], with_eos: bool = False
+    ds: grain.Dataset,
+    *,
+    vocab: Mapping[str, ConfigOr[Tokenizer]],
+    with_eos: bool = False,
 ) -> grain.Dataset:
     """Replaces texts in examples by their tokens, `Int32["tokens"]`.
 
@@ -85,12 +114,16 @@ def tokenize(
     >>> tokenize(ds, vocab={"text": ByteTokenizer()}, with_eos=True)[0]
     {'text': array([ 97,  98, 256], dtype=int32), 'id': 7}
     """
-    loaded: dict[str, Tokenizer] = {key: maybe_instantiate(one) for key, one in vocab.items()}
+    loaded: dict[str, Tokenizer] = {
+        key: maybe_instantiate(one) for key, one in vocab.items()
+    }
 
     def fn(example: Mapping[str, Any]) -> dict[str, Any]:
         tokens = {}
         for key, tokenizer in loaded.items():
-            text = file_cache.document_text(example, key, named_by="in vocab")
+            text = file_cache.document_text(
+                example, key, advice="name one of these in vocab"
+            )
             ids = tokenizer.encode(text)
             if with_eos:
                 ids = np.append(ids, np.int32(tokenizer.eos_id))
@@ -101,7 +134,10 @@ def tokenize(
 
 
 def num_bytes(
-    ids: np.ndarray | Sequence[int], *, vocab: Tokenizer, newlines_replaced_with: str | None = None
+    ids: np.ndarray | Sequence[int],
+    *,
+    vocab: Tokenizer,
+    newlines_replaced_with: str | None = None,
 ) -> int:
     r"""Returns the number of bytes of the texts that ids decode to, without special ones.
 
@@ -155,7 +191,9 @@ def count_num_bytes(
 
     def fn(example: Mapping[str, Any]) -> dict[str, Any]:
         ids = example[input_key]
-        n = num_bytes(ids, vocab=loaded, newlines_replaced_with=newlines_replaced_with)
+        n = num_bytes(
+            ids, vocab=loaded, newlines_replaced_with=newlines_replaced_with
+        )
         return {**example, output_key: np.asarray(n, np.int32)}
 
     return ds.map(fn)
@@ -165,6 +203,7 @@ def tokenize_turns(
     ds: grain.Dataset,
     *,
     vocab: ConfigOr[Tokenizer],
+    template: ConfigOr[ChatTemplate] | None = None,
     templates: Mapping[str, str] = TURN_TEMPLATES,
     learned_role: str = "assistant",
     add_bos: bool = False,
@@ -172,13 +211,16 @@ def tokenize_turns(
     r"""Tokenizes conversations, with the turns of the assistant as the only targets.
 
     An example has `messages`, a list of dicts of `role` and `content`; or a `prompt`, of the role
-    "user", and a `response`, of the assistant. With `eos` before the first turn and after each of
-    the assistant's:
+    "user", and a `completion` or `response`, of the assistant. With `eos` before the first turn and
+    after each of the assistant's:
 
         inputs   eos Q 1 \n A 1 eos Q 2 \n A 2
         targets  .   . . A  1 eos . . . A  2 eos
 
     Args:
+        template: A chat template, such as that of `weft.interop.load_tokenizer(folder)`, which
+            writes the conversation and its beginning instead. Examples are those of
+            `weft.input.encode_example`, and may have `tools`.
         templates: The text of a turn by its role, with `{content}`. For the assistant, what
             precedes the content is not a target; what follows it is.
         learned_role: The role of the assistant.
@@ -200,11 +242,19 @@ def tokenize_turns(
     loaded: Tokenizer = maybe_instantiate(vocab)
     start_ids = bos_ids(loaded) if add_bos else (loaded.eos_id,)
     start = np.array(start_ids, np.int32)
-    for role, template in templates.items():
-        if template.count(_CONTENT) != 1:
+    if template is not None:
+        is_default = templates is TURN_TEMPLATES and learned_role == "assistant"
+        if add_bos or not is_default:
             raise InputDatasetError(
-                f"the template {template!r} of the role {role!r} does not have {_CONTENT} once; "
-                'write for example "User: {content}\\n"'
+                "a chat template writes the beginning and the turns of all roles itself; leave out "
+                "add_bos, templates and learned_role, or template"
+            )
+        return _tokenize_with_template(ds, loaded, maybe_instantiate(template))
+    for role, turn_template in templates.items():
+        if turn_template.count(_CONTENT) != 1:
+            raise InputDatasetError(
+                f"the template {turn_template!r} of the role {role!r} does not have {_CONTENT} "
+                'once; write for example "User: {content}\\n"'
             )
 
     def fn(example: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -224,6 +274,36 @@ def tokenize_turns(
         return conversation.example()
 
     return ds.map(fn)
+
+
+def _tokenize_with_template(
+    ds: grain.Dataset, vocab: Tokenizer, template: ChatTemplate
+) -> grain.Dataset:
+    def fn(example: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        ids, is_learned = encode_example(
+            example, tokenizer=vocab, template=template
+        )
+        num_bytes = np.where(is_learned, vocab.token_num_bytes[ids], 0)
+        return _next_tokens(ids, is_learned, num_bytes, pad_id=vocab.pad_id)
+
+    return ds.map(fn)
+
+
+def _next_tokens(
+    ids: np.ndarray,
+    is_target: np.ndarray,
+    num_bytes: np.ndarray,
+    *,
+    pad_id: int,
+) -> dict[str, np.ndarray]:
+    """Returns the inputs of a conversation and their targets, the tokens that follow."""
+    labels = np.where(is_target, ids, np.int32(pad_id))
+    return {
+        "input_ids": ids[:-1],
+        "target_labels": labels[1:],
+        "live_targets": is_target[1:],
+        "target_num_bytes": num_bytes[1:],
+    }
 
 
 class _Conversation:
@@ -246,9 +326,13 @@ class _Conversation:
         num_bytes = text_num_bytes(self._vocab, text, ids)
         if num_bytes is None:
             num_bytes = np.full(len(ids), packing.UNKNOWN_NUM_BYTES)
-        self._append(np.append(ids, self._vocab.eos_id), True, np.append(num_bytes, 0))
+        self._append(
+            np.append(ids, self._vocab.eos_id), True, np.append(num_bytes, 0)
+        )
 
-    def _append(self, ids: np.ndarray, is_target: bool, num_bytes: np.ndarray) -> None:
+    def _append(
+        self, ids: np.ndarray, is_target: bool, num_bytes: np.ndarray
+    ) -> None:
         self._tokens.append(ids.astype(np.int32))
         self._is_target.append(np.full(len(ids), is_target))
         self._num_bytes.append(num_bytes.astype(np.int32))
@@ -257,33 +341,35 @@ class _Conversation:
         ids = np.concatenate(self._tokens)
         is_target = np.concatenate(self._is_target)
         num_bytes = np.concatenate(self._num_bytes)
-        labels = np.where(is_target, ids, np.int32(self._vocab.pad_id))
-        return {
-            "input_ids": ids[:-1],
-            "target_labels": labels[1:],
-            "live_targets": is_target[1:],
-            "target_num_bytes": num_bytes[1:],
-        }
+        return _next_tokens(
+            ids, is_target, num_bytes, pad_id=self._vocab.pad_id
+        )
 
 
 def _turns(example: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns the role and content of each turn of a conversation."""
     try:
         if "messages" in example:
-            turns = [(turn["role"], turn["content"]) for turn in example["messages"]]
+            turns = [
+                (turn["role"], turn["content"]) for turn in example["messages"]
+            ]
         else:
-            turns = [("user", example["prompt"]), ("assistant", example["response"])]
+            answer = example.get("completion")
+            if answer is None:
+                answer = example["response"]
+            turns = [("user", example["prompt"]), ("assistant", answer)]
         are_strings = [
-            isinstance(role, str) and isinstance(content, str) for role, content in turns
+            isinstance(role, str) and isinstance(content, str)
+            for role, content in turns
         ]
         if turns and all(are_strings):
             return turns
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, AttributeError):
         pass
     description = f"of type {type(example).__name__}"
     if isinstance(example, Mapping):
         description = f"with {sorted(map(str, example))}"
     raise InputDatasetError(
         f"the example, {description}, has no conversation; expected 'messages', a list of dicts of "
-        "'role' and 'content', or a 'prompt' and a 'response', all of them strings"
+        "'role' and 'content', or a 'prompt' and a 'completion' or 'response', all of them strings"
     )

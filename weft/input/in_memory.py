@@ -17,7 +17,13 @@ import grain.experimental
 import jax
 import numpy as np
 
-from weft.config import REQUIRED, ConfigOr, InMemory, Required, maybe_instantiate
+from weft.config import (
+    REQUIRED,
+    ConfigOr,
+    InMemory,
+    Required,
+    maybe_instantiate,
+)
 from weft.errors import InputDatasetError, did_you_mean
 from weft.hierarchy.module import Module, nowrap
 from weft.input import grain as grain_input
@@ -47,14 +53,18 @@ class Arrays(InMemory[dict[str, Any]]):
         for name, x in leaves.items():
             digest.update(f"{name} {x.dtype} {x.shape}\n".encode())
             digest.update(np.ascontiguousarray(x).view(np.uint8).data)
-            descriptions.append(f"{name} {x.dtype}[{', '.join(map(str, x.shape[1:]))}]")
+            descriptions.append(
+                f"{name} {x.dtype}[{', '.join(map(str, x.shape[1:]))}]"
+            )
         self.num_rows: int = len(next(iter(leaves.values())))
         text = f"{self.num_rows} rows of {', '.join(descriptions)}, digest {digest.hexdigest()}"
         super().__init__(numpy_arrays, text)
 
     def take(self, indices: np.ndarray) -> dict[str, Any]:
         """Returns rows as a batch."""
-        return jax.tree.map(lambda x: x[indices].astype(batch_dtype(x), copy=False), self.value)
+        return jax.tree.map(
+            lambda x: x[indices].astype(batch_dtype(x), copy=False), self.value
+        )
 
 
 def checked_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,7 +73,9 @@ def checked_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
         np.asarray, dict(arrays), is_leaf=lambda x: not isinstance(x, Mapping)
     )
     leaves = named_leaves(numpy_arrays)
-    row_shapes = {x.shape[:1] for x in leaves.values()}  # of an array without axes, ()
+    row_shapes = {
+        x.shape[:1] for x in leaves.values()
+    }  # of an array without axes, ()
     if len(row_shapes) != 1 or () in row_shapes:
         shapes = ", ".join(f"{name} {x.shape}" for name, x in leaves.items())
         raise InputDatasetError(
@@ -71,7 +83,9 @@ def checked_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
             "and the same number of rows, the first axis, in all of them."
         )
     if (0,) in row_shapes:
-        raise InputDatasetError(f"the arrays {', '.join(leaves)} have no rows; expected some.")
+        raise InputDatasetError(
+            f"the arrays {', '.join(leaves)} have no rows; expected some."
+        )
     for name, x in leaves.items():
         _check_dtype(name, x)
     return numpy_arrays
@@ -145,31 +159,46 @@ def array_source(
     def order_of_pass(number: int) -> np.ndarray:
         return np.random.default_rng((seed, number)).permutation(num_rows)
 
-    def build_dataset(dispatch_config: grain_input.DispatchConfig) -> grain.IterDataset:
+    def build_dataset(
+        dispatch_config: grain_input.DispatchConfig,
+    ) -> grain.IterDataset:
         rows = grain_input.feed_rows(global_batch_size, dispatch_config)
         is_shared = rows != slice(0, global_batch_size)
-        if not is_training and last_batch_size and padding is None and is_shared:
+        if (
+            not is_training
+            and last_batch_size
+            and padding is None
+            and is_shared
+        ):
             raise InputDatasetError(
                 f"the last batch has {last_batch_size} of {global_batch_size} rows, which several "
                 f"processes cannot share; set padding, or a batch size that divides {num_rows}."
             )
-        num_batches = sys.maxsize if is_training else -(-num_rows // global_batch_size)
+        num_batches = (
+            sys.maxsize if is_training else -(-num_rows // global_batch_size)
+        )
 
         def batch(index: int) -> dict[str, Any]:
-            positions = index * global_batch_size + np.arange(rows.start, rows.stop)
+            positions = index * global_batch_size + np.arange(
+                rows.start, rows.stop
+            )
             if is_training:
                 passes, positions_in_pass = np.divmod(positions, num_rows)
                 row_indices = []
                 for number in np.unique(passes):
                     is_of_pass = passes == number
-                    row_indices.append(order_of_pass(number)[positions_in_pass[is_of_pass]])
+                    row_indices.append(
+                        order_of_pass(number)[positions_in_pass[is_of_pass]]
+                    )
                 return take(np.concatenate(row_indices))
             if padding is None:
                 positions = positions[positions < num_rows]
             return take(positions)
 
         ds = grain.MapDataset.range(num_batches).map(batch)
-        return grain_input.maybe_to_iter_dataset(ds, read_options=grain_input.IN_STEP)
+        return grain_input.maybe_to_iter_dataset(
+            ds, read_options=grain_input.IN_STEP
+        )
 
     def take(indices: np.ndarray) -> dict[str, Any]:
         batch = arrays.take(np.minimum(indices, num_rows - 1))
@@ -188,16 +217,13 @@ class ArrayInput(Input):
     """Input over arrays in memory, see `array_source`."""
 
     class Config(Input.Config):
-        """Configures an ArrayInput; the fields are the arguments of `array_source`.
-
-        Attributes:
-            arrays: The data, or the config of a function that reads it.
-            is_training: Trainer and evaler set it.
-        """
+        """Configures an ArrayInput; the fields are the arguments of `array_source`."""
 
         arrays: Required[ConfigOr[Arrays]] = REQUIRED
+        """The data, or the config of a function that reads it."""
         global_batch_size: Required[int] = REQUIRED
         is_training: bool = True
+        """Trainer and evaler set it."""
         seed: int = 0
         padding: dict[str, float] | None = None
 
@@ -213,7 +239,9 @@ class ArrayInput(Input):
 
     @nowrap
     def dataset(self) -> grain.IterDataset:
-        ds: Any = self._source(grain_input.DispatchConfig(**self._feed_read_config()))
+        ds: Any = self._source(
+            grain_input.DispatchConfig(**self._feed_read_config())
+        )
         return ds
 
 
@@ -233,7 +261,9 @@ class Batches(InMemory[Iterable[Any]]):
         try:
             self.first: Any = next(iterator)
         except StopIteration:
-            raise InputDatasetError("there is no batch in the iterable; expected one.") from None
+            raise InputDatasetError(
+                "there is no batch in the iterable; expected one."
+            ) from None
         if self.is_iterator:
             batches = itertools.chain([self.first], iterator)
         elif hasattr(iterator, "close"):
@@ -249,14 +279,11 @@ class IterableInput(Input):
     """
 
     class Config(Input.Config):
-        """Configures an IterableInput.
-
-        Attributes:
-            is_training: Whether to repeat; trainer and evaler set it.
-        """
+        """Configures an IterableInput."""
 
         batches: Required[Batches] = REQUIRED
         is_training: bool = True
+        """Whether to repeat; trainer and evaler set it."""
 
     @nowrap
     def element_spec(self) -> Nested[jax.ShapeDtypeStruct]:
@@ -266,8 +293,14 @@ class IterableInput(Input):
     def dataset(self) -> Iterable[Nested[np.ndarray]]:
         batches: Batches = self.config.batches
         if isinstance(batches.value, grain.MapDataset | grain.IterDataset):
-            ds = grain_input.maybe_to_iter_dataset(batches.value, read_options=grain_input.IN_STEP)
-            return grain.experimental.RepeatIterDataset(ds) if self.config.is_training else ds
+            ds = grain_input.maybe_to_iter_dataset(
+                batches.value, read_options=grain_input.IN_STEP
+            )
+            return (
+                grain.experimental.RepeatIterDataset(ds)
+                if self.config.is_training
+                else ds
+            )
         repeats = self.config.is_training and not batches.is_iterator
         make = functools.partial(_passes, batches.value, repeats)
         return CountingIterator(make(), make)

@@ -12,6 +12,7 @@ exactly once. Sequences are independent, so an iterator's state is one integer.
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 
@@ -40,7 +41,9 @@ def token_stream(documents: Iterable[np.ndarray], *, eos_id: int) -> np.ndarray:
     for document in documents:
         parts += [document, eos]
         largest_id = max(largest_id, int(document.max(initial=0)))
-    return np.concatenate(parts, dtype=np.min_scalar_type(largest_id), casting="unsafe")
+    return np.concatenate(
+        parts, dtype=np.min_scalar_type(largest_id), casting="unsafe"
+    )
 
 
 class ByteCorrections:
@@ -68,7 +71,9 @@ class ByteCorrections:
         if num_bytes is not None:
             differences = num_bytes - self._token_num_bytes[ids]
             index = np.flatnonzero(differences)
-            rows = np.stack([index + self._position, differences[index]], axis=1)
+            rows = np.stack(
+                [index + self._position, differences[index]], axis=1
+            )
             self._rows.append(rows.astype(np.int64))
         self._position += len(ids) + 1
 
@@ -80,6 +85,23 @@ class ByteCorrections:
         if not self.is_known:
             return None
         return np.concatenate(self._rows)
+
+
+class Sequences(Protocol):
+    """Interface of random-access sources of sequences of one length.
+
+    Attributes:
+        corrections: None if the batches of `take` have no `target_num_bytes`.
+    """
+
+    sequence_length: int
+    corrections: np.ndarray | None
+
+    def __len__(self) -> int: ...
+
+    def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns several sequences as one batch."""
+        ...
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -132,10 +154,14 @@ class PackedSequences:
     max_examples: int | None = None
     stride: int | None = None
     token_num_bytes: np.ndarray | None = None
-    corrections: np.ndarray | None = dataclasses.field(default_factory=lambda: NO_CORRECTIONS)
+    corrections: np.ndarray | None = dataclasses.field(
+        default_factory=lambda: NO_CORRECTIONS
+    )
 
     def __post_init__(self) -> None:
-        self._stride = self.sequence_length if self.stride is None else self.stride
+        self._stride = (
+            self.sequence_length if self.stride is None else self.stride
+        )
         if not 1 <= self._stride <= self.sequence_length:
             raise InputDatasetError(
                 f"windows of {self.sequence_length} tokens cannot have stride={self.stride}; use a "
@@ -144,8 +170,12 @@ class PackedSequences:
         # Every sequence but the first repeats this many targets of the one before.
         self._overlap = self.sequence_length - self._stride
         num_targets = max(len(self.stream) - 1, 0)
-        num_sequences, num_left_over = divmod(max(num_targets - self._overlap, 0), self._stride)
-        has_partial = num_left_over > 0 or (num_sequences == 0 and num_targets > 0)
+        num_sequences, num_left_over = divmod(
+            max(num_targets - self._overlap, 0), self._stride
+        )
+        has_partial = num_left_over > 0 or (
+            num_sequences == 0 and num_targets > 0
+        )
         if has_partial and not self.drop_remainder:
             num_sequences += 1
         if num_sequences == 0:
@@ -154,7 +184,9 @@ class PackedSequences:
                 "add text or reduce sequence_length"
             )
         self._num_sequences = num_sequences
-        self._num_examples = min(num_sequences, self.max_examples or num_sequences)
+        self._num_examples = min(
+            num_sequences, self.max_examples or num_sequences
+        )
         multiple = self.pad_to_multiple_of
         self._num_padded = -(-self._num_examples // multiple) * multiple
 
@@ -178,8 +210,12 @@ class PackedSequences:
         # Examples are evenly spaced over the sequences; those that pad lie beyond the stream.
         sequences = indices * self._num_sequences // self._num_examples
         starts = sequences * self._stride
-        starts = np.where(indices < self._num_examples, starts, len(self.stream))
-        positions = starts[:, None] + np.arange(self.sequence_length + 1)  # (batch, length + 1)
+        starts = np.where(
+            indices < self._num_examples, starts, len(self.stream)
+        )
+        positions = starts[:, None] + np.arange(
+            self.sequence_length + 1
+        )  # (batch, length + 1)
         tokens = np.take(self.stream, positions, mode="clip").astype(np.int32)
         pad_id = np.int32(self.pad_id)
         # The stream's last token is only a target; as an input it would predict padding.
@@ -188,37 +224,53 @@ class PackedSequences:
         live_targets = is_input.copy()
         live_targets[starts > 0, : self._overlap] = False
         targets = np.where(live_targets, tokens[:, 1:], pad_id)
-        batch = {"input_ids": inputs, "target_labels": targets, "live_targets": live_targets}
+        batch = {
+            "input_ids": inputs,
+            "target_labels": targets,
+            "live_targets": live_targets,
+        }
         if self.corrections is not None:
             first_target = starts + 1 + np.where(starts > 0, self._overlap, 0)
             end = positions[:, -1] + 1
             num_bytes = self._table_num_bytes(targets, live_targets)
-            num_bytes += _corrections_between(self.corrections, first_target, end)
+            num_bytes += _corrections_between(
+                self.corrections, first_target, end
+            )
             batch["target_num_bytes"] = num_bytes.astype(np.int32)
         if self.segments:
             batch |= self._segment_features(inputs, is_input)
         return batch
 
-    def _table_num_bytes(self, targets: np.ndarray, live_targets: np.ndarray) -> np.ndarray:
+    def _table_num_bytes(
+        self, targets: np.ndarray, live_targets: np.ndarray
+    ) -> np.ndarray:
         """Returns the bytes of each example's targets, without corrections."""
         is_text = live_targets & (targets != self.eos_id)
         if self.token_num_bytes is None:
             return np.sum(is_text, axis=1)
-        return np.sum(np.where(is_text, self.token_num_bytes[targets], 0), axis=1)
+        return np.sum(
+            np.where(is_text, self.token_num_bytes[targets], 0), axis=1
+        )
 
-    def _segment_features(self, inputs: np.ndarray, is_input: np.ndarray) -> dict[str, np.ndarray]:
+    def _segment_features(
+        self, inputs: np.ndarray, is_input: np.ndarray
+    ) -> dict[str, np.ndarray]:
         is_start = inputs == self.eos_id
         is_start[:, 0] = True  # a sequence may begin inside a document
         segment_ids = np.cumsum(is_start, axis=1, dtype=np.int32)
         index = np.arange(self.sequence_length, dtype=np.int32)
-        segment_start = np.maximum.accumulate(np.where(is_start, index, 0), axis=1)
+        segment_start = np.maximum.accumulate(
+            np.where(is_start, index, 0), axis=1
+        )
         return {
             "input_segment_ids": np.where(is_input, segment_ids, 0),
             "input_positions": np.where(is_input, index - segment_start, 0),
         }
 
 
-def _corrections_between(corrections: np.ndarray, first: np.ndarray, end: np.ndarray) -> np.ndarray:
+def _corrections_between(
+    corrections: np.ndarray, first: np.ndarray, end: np.ndarray
+) -> np.ndarray:
     """Returns the sum of the corrections at positions from `first` to before `end`."""
     positions, differences = corrections.T
     cumulative = np.concatenate([[0], np.cumsum(differences)])

@@ -32,7 +32,9 @@ class SavableIterator(Protocol):
     def set_state(self, state: object) -> None: ...
 
 
-def savable_iterator(make: Callable[[], Iterable[Any]], name: str) -> SavableIterator:
+def savable_iterator(
+    make: Callable[[], Iterable[Any]], name: str
+) -> SavableIterator:
     """Returns an iterator of `make()` whose position can be saved.
 
     If it has no `get_state` of its own, the position is the number of items: to restore it, the
@@ -52,7 +54,9 @@ def savable_iterator(make: Callable[[], Iterable[Any]], name: str) -> SavableIte
 class CountingIterator(Iterator[Any]):
     """Iterator that counts its items, and reads them again to restore a count."""
 
-    def __init__(self, iterator: Iterator[Any], make: Callable[[], Iterable[Any]]):
+    def __init__(
+        self, iterator: Iterator[Any], make: Callable[[], Iterable[Any]]
+    ):
         self._iterator, self._make, self._count = iterator, make, 0
 
     def __next__(self) -> Any:
@@ -122,8 +126,11 @@ class PrefetchingIterator(Iterator[Any]):
         batch, self._state = self._reader.take()
         return batch
 
-    def ready(self, timeout: float | None = None) -> bool:
+    def ready(self, timeout: float | None = None, count: int = 1) -> bool:
         """Waits until `next` does not block; returns False after `timeout` seconds.
+
+        With a `count`, up to the size of the buffer, it waits until so many batches are there or
+        the source has ended.
 
         With a slow source, callers can do other work in between:
 
@@ -132,12 +139,14 @@ class PrefetchingIterator(Iterator[Any]):
             batch = next(batches)
         """
         if self._reader is None:
-            self._reader = _ReaderThread(self._source, self._stream, self._buffer_size)
-        if self._reader.buffer:
+            self._reader = _ReaderThread(
+                self._source, self._stream, self._buffer_size
+            )
+        if len(self._reader.buffer) >= count:
             return True
         start = time.monotonic()
         try:
-            return self._reader.wait(timeout)
+            return self._reader.wait(timeout, count)
         finally:
             self.wait_seconds += time.monotonic() - start
 
@@ -146,6 +155,13 @@ class PrefetchingIterator(Iterator[Any]):
         self.ready()
         assert self._reader is not None
         return self._reader.look()[0]
+
+    def remaining(self) -> tuple[int, BaseException] | None:
+        """Returns the number of batches until the end and the error there; None before the end.
+
+        The error is a StopIteration if the source has no more batches.
+        """
+        return None if self._reader is None else self._reader.remaining()
 
     def get_state(self) -> Any:
         """Returns the source's state after the last returned batch."""
@@ -184,7 +200,10 @@ class _ReaderThread:
         self._stopped = False
         self._end: BaseException | None = None
         self._thread = threading.Thread(
-            target=self._run, args=(source, stream), name="weft-input-prefetch", daemon=True
+            target=self._run,
+            args=(source, stream),
+            name="weft-input-prefetch",
+            daemon=True,
         )
         self._thread.start()
 
@@ -202,18 +221,27 @@ class _ReaderThread:
 
     def _put(self, item: tuple[Any, Any]) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or len(self.buffer) < self._buffer_size)
+            self._changed.wait_for(
+                lambda: self._stopped or len(self.buffer) < self._buffer_size
+            )
             if self._stopped:
                 return False
             self.buffer.append(item)
             self._changed.notify_all()
             return True
 
-    def wait(self, timeout: float | None) -> bool:
+    def wait(self, timeout: float | None, count: int) -> bool:
         with self._changed:
             return self._changed.wait_for(
-                lambda: bool(self.buffer) or self._end is not None, timeout
+                lambda: len(self.buffer) >= count or self._end is not None,
+                timeout,
             )
+
+    def remaining(self) -> tuple[int, BaseException] | None:
+        with self._changed:
+            if self._end is None:
+                return None
+            return len(self.buffer), self._end
 
     def look(self) -> tuple[Any, Any]:
         with self._changed:

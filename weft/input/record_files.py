@@ -107,12 +107,16 @@ class LineFile:
                 formats.unpack(self.path, out)
 
         at_most = formats.most_unpacked_bytes(self.path)
-        return cached_bytes("unpacked", self.fingerprint, unpack, num_bytes=at_most)
+        return cached_bytes(
+            "unpacked", self.fingerprint, unpack, num_bytes=at_most
+        )
 
     @cached_property
     def _line_bounds(self) -> np.ndarray:
         """`Int64[np.ndarray, "lines 2"]`: first byte of each line, and end of its last."""
-        index = cached_bytes("lines", self.fingerprint, self._write_bounds, num_bytes=self._size)
+        index = cached_bytes(
+            "lines", self.fingerprint, self._write_bounds, num_bytes=self._size
+        )
         return index.view(np.int64).reshape(-1, 2)
 
     def _write_bounds(self, out: BinaryIO) -> None:
@@ -126,7 +130,9 @@ class LineFile:
         num_inked = num_inked_at_line = 0
         for chunk_start in range(text_start, size, _CHUNK):
             # Begins with the byte before, to detect a `\r` before the first newline.
-            data = last_byte + self._read(chunk_start, min(chunk_start + _CHUNK, size))
+            data = last_byte + self._read(
+                chunk_start, min(chunk_start + _CHUNK, size)
+            )
             last_byte = data[-1:]
             codes = np.frombuffer(data, np.uint8)
             newlines = np.flatnonzero(codes[1:] == _NEWLINE)
@@ -135,7 +141,9 @@ class LineFile:
             ends = newline_positions - (codes[newlines] == _RETURN)
             bounds = np.stack([starts[:-1], ends], axis=1).astype(np.int64)
             inked = num_inked + np.cumsum(~_IS_BLANK[codes[1:]])
-            inked_at_lines = np.concatenate([[num_inked_at_line], inked[newlines]])
+            inked_at_lines = np.concatenate(
+                [[num_inked_at_line], inked[newlines]]
+            )
             is_blank = np.diff(inked_at_lines) == 0
             out.write(bounds[~is_blank].tobytes())
             line_start = int(starts[-1])
@@ -213,7 +221,9 @@ class JsonLinesFile(LineFile):
             return None
         return _as_lines(value)
 
-    def _of_several_lines(self, start: int, opening: bytes) -> list[bytes] | None:
+    def _of_several_lines(
+        self, start: int, opening: bytes
+    ) -> list[bytes] | None:
         try:
             value = self._value(start, self._size, opening)
         except ValueError as error:
@@ -301,7 +311,10 @@ class ParquetFile:
 
     def _opened(self) -> Any:
         parquet = import_extra(
-            "pyarrow.parquet", "parquet", needed_by="reading Parquet", package="pyarrow"
+            "pyarrow.parquet",
+            "parquet",
+            needed_by="reading Parquet",
+            package="pyarrow",
         )
         with read_errors(f"{self.path} is not a Parquet file"):
             return parquet.ParquetFile(self.path)
@@ -314,12 +327,16 @@ class ParquetFile:
             with self._opened() as file:
                 schema = file.schema_arrow
                 if self._columns is not None:
-                    schema = pa.schema([schema.field(name) for name in self._columns])
+                    schema = pa.schema(
+                        [schema.field(name) for name in self._columns]
+                    )
                 with pa.ipc.new_file(out, schema) as writer:
                     for table in self._tables(file):
                         writer.write_table(table, max_chunksize=_ROWS_PER_BATCH)
 
-        data = cached_bytes("parquet", self.fingerprint, unpack, num_bytes=self.num_bytes)
+        data = cached_bytes(
+            "parquet", self.fingerprint, unpack, num_bytes=self.num_bytes
+        )
         return pa.ipc.open_file(pa.py_buffer(data))
 
     def _tables(self, file: Any) -> Iterator[Any]:
@@ -328,7 +345,9 @@ class ParquetFile:
 
         left_over = None
         for group in range(file.num_row_groups):
-            with read_errors(f"row group {group} of {self.path} cannot be read"):
+            with read_errors(
+                f"row group {group} of {self.path} cannot be read"
+            ):
                 table = file.read_row_group(group, columns=self._columns)
             if left_over is not None:
                 table = pa.concat_tables([left_over, table])

@@ -1,10 +1,6 @@
 """Random access to records of many files, with the file and record in errors.
 
-`RecordDataset` is a Grain `MapDataset`. Errors of functions that are mapped before shuffling,
-mixing or batching name the record:
-
-    ds = json_lines_dataset("data/*.jsonl").map(to_example)    # errors name file and line
-    ds = ds.seed(0).shuffle().repeat(None)                     # from here on, only the batch
+Nothing here imports Grain, which takes half a second: commands that train nothing read files too.
 """
 
 import bisect
@@ -17,9 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import grain
-
-from weft.errors import InputDatasetError, InputReadError
+from weft.errors import InputReadError
 from weft.serialization.untrusted import check_local_path
 
 
@@ -47,7 +41,9 @@ def read_errors(fault: str) -> Iterator[None]:
     except InputReadError:
         raise
     except Exception as error:
-        raise InputReadError(f"{fault}: {type(error).__name__}: {error}") from error
+        raise InputReadError(
+            f"{fault}: {type(error).__name__}: {error}"
+        ) from error
 
 
 class FileRecordSource:
@@ -75,7 +71,9 @@ class FileRecordSource:
         return self._starts[-1]
 
     def __repr__(self) -> str:
-        return f"FileRecordSource({len(self)} records in {len(self._paths)} files)"
+        return (
+            f"FileRecordSource({len(self)} records in {len(self._paths)} files)"
+        )
 
     def __getitem__(self, index: int) -> Any:
         file, record = self._locate(index)
@@ -149,63 +147,6 @@ class LibraryRecordSource:
         return f"{self.unit} {index} of {self.title}"
 
 
-class RecordDataset(grain.MapDataset):
-    """Random-access records with functions, whose errors name the record."""
-
-    def __init__(self, source: Records, functions: Sequence[Callable[[Any], Any]] = ()):
-        super().__init__()
-        self._source = source
-        self._functions = tuple(functions)
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return self.slice(index)
-        if not len(self):
-            raise InputDatasetError(f"{self} has no records; pass nonempty files")
-        index = index % len(self)
-        value = self._source[index]
-        for function in self._functions:
-            try:
-                value = function(value)
-            except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                if isinstance(error, InputDatasetError):  # which names its cause
-                    reason = str(error)
-                raise InputReadError(f"{self.describe(index)}: {reason}") from error
-        return value
-
-    def map(self, transform):
-        if isinstance(transform, grain.transforms.Map):
-            transform = transform.map
-        return RecordDataset(self._source, (*self._functions, transform))
-
-    def with_source(self, change: Callable[[Records], Records]) -> "RecordDataset":
-        """Returns the dataset with the same functions and another source, made from its own."""
-        return RecordDataset(change(self._source), self._functions)
-
-    def __str__(self) -> str:
-        return f"RecordDataset({self._source!r})"
-
-    def describe(self, index: int) -> str:
-        """Returns the name of a record for messages."""
-        return describe_record(self._source, index)
-
-    @property
-    def fingerprint(self) -> tuple | None:
-        """Identity of the data; None if unknown, also if functions are applied."""
-        if self._functions:
-            return None
-        return getattr(self._source, "fingerprint", None)
-
-    @property
-    def num_bytes(self) -> int | None:
-        """Approximate size of the records in bytes; None if unknown."""
-        return getattr(self._source, "num_bytes", None)
-
-
 def matching_files(paths: str | Sequence[str]) -> list[str]:
     """Returns the files that match paths and patterns, each once.
 
@@ -216,9 +157,13 @@ def matching_files(paths: str | Sequence[str]) -> list[str]:
 
     Raises InputReadError if one of them matches no file, PathNotLocalError for a URL.
     """
-    patterns = [paths] if isinstance(paths, str) else [str(path) for path in paths]
+    patterns = (
+        [paths] if isinstance(paths, str) else [str(path) for path in paths]
+    )
     if not patterns:
-        raise InputReadError("no paths were given, so there is nothing to read; pass at least one")
+        raise InputReadError(
+            "no paths were given, so there is nothing to read; pass at least one"
+        )
     files: list[str] = []
     for pattern in patterns:
         check_local_path(pattern, "paths")
@@ -236,7 +181,9 @@ def _matches(pattern: str) -> list[str]:
     """Returns the files that match a pattern, below the longest folder that it names."""
     parts = pattern.split("/")
     num_folders = len(parts) - 1
-    while num_folders and not os.path.isdir("/".join(parts[:num_folders]) or "/"):
+    while num_folders and not os.path.isdir(
+        "/".join(parts[:num_folders]) or "/"
+    ):
         num_folders -= 1
     folder = "".join(f"{part}/" for part in parts[:num_folders])
     relative_pattern = "/".join(parts[num_folders:])
@@ -260,5 +207,6 @@ def _no_match(pattern: str) -> str:
     if len(names) > 5:
         content += f" and {len(names) - 5} more"
     return (
-        f"no file matches {pattern!r}; the folder {str(folder)!r} holds {content}: correct the path"
+        f"no file matches {pattern!r}; the folder {str(folder)!r} holds {content}: "
+        "correct the path"
     )

@@ -22,7 +22,8 @@ from weft.config import ConfigOr, maybe_instantiate
 from weft.errors import InputDatasetError
 from weft.input.corpus import Corpus, Split
 from weft.input.in_memory import Arrays
-from weft.input.records import RecordDataset, Records, describe_record
+from weft.input.record_dataset import RecordDataset
+from weft.input.records import Records, describe_record
 
 T = TypeVar("T")
 _ENDLESS = 2**48
@@ -52,7 +53,9 @@ def split(data: T, *, held_out: float = 0.1, seed: int = 0) -> tuple[T, T]:
     )
 
 
-def split_part(data: ConfigOr[Any], part: Split, *, held_out: float = 0.1, seed: int = 0) -> Any:
+def split_part(
+    data: ConfigOr[Any], part: Split, *, held_out: float = 0.1, seed: int = 0
+) -> Any:
     """Returns one part of `split`, in a config of an input.
 
     Args:
@@ -63,13 +66,17 @@ def split_part(data: ConfigOr[Any], part: Split, *, held_out: float = 0.1, seed:
     (2,)
     """
     if part not in ("train", "held_out"):
-        raise InputDatasetError(f"part={part!r}; expected 'train' or 'held_out'.")
+        raise InputDatasetError(
+            f"part={part!r}; expected 'train' or 'held_out'."
+        )
     loaded = maybe_instantiate(data)
     if isinstance(loaded, grain.MapDataset):
         _check_once(loaded)
         records_of_part = _Part(len(loaded), part, held_out, seed)
         if isinstance(loaded, RecordDataset):
-            return loaded.with_source(lambda source: _PartOfRecords(source, records_of_part))
+            return loaded.with_source(
+                lambda source: _PartOfRecords(source, records_of_part)
+            )
         return _PartOfDataset(loaded, records_of_part)
     if isinstance(loaded, list):
         indices = _Part(len(loaded), part, held_out, seed).indices()
@@ -94,7 +101,9 @@ def split_part(data: ConfigOr[Any], part: Split, *, held_out: float = 0.1, seed:
 class _Part:
     """Indices of the records of a part, as arithmetic on the sorted held-out ones."""
 
-    def __init__(self, num_records: int, part: Split, held_out: float, seed: int):
+    def __init__(
+        self, num_records: int, part: Split, held_out: float, seed: int
+    ):
         if not 0 < held_out < 1:
             raise InputDatasetError(
                 f"held_out={held_out} cannot be a fraction of the records; expected more than 0 "
@@ -105,7 +114,9 @@ class _Part:
                 f"{num_records} records cannot be split into two parts; expected at least 2"
             )
         size = min(max(1, round(num_records * held_out)), num_records - 1)
-        held_out_records = np.random.default_rng(seed).choice(num_records, size, replace=False)
+        held_out_records = np.random.default_rng(seed).choice(
+            num_records, size, replace=False
+        )
         self._held_out = np.sort(held_out_records)
         # How many of the training part come before each.
         self._num_train_before = self._held_out - np.arange(size)
@@ -116,13 +127,17 @@ class _Part:
     def __getitem__(self, index: int) -> int:
         if self._is_held_out:
             return int(self._held_out[index])
-        return index + int(np.searchsorted(self._num_train_before, index, side="right"))
+        return index + int(
+            np.searchsorted(self._num_train_before, index, side="right")
+        )
 
     def indices(self) -> np.ndarray:
         if self._is_held_out:
             return self._held_out
         index = np.arange(self.num_records)
-        return index + np.searchsorted(self._num_train_before, index, side="right")
+        return index + np.searchsorted(
+            self._num_train_before, index, side="right"
+        )
 
 
 class _PartOfRecords:
@@ -194,7 +209,9 @@ def _check_once(dataset: grain.MapDataset) -> None:
             )
         visited_ids.add(id(ancestor))
     if len(dataset) >= _ENDLESS:
-        raise InputDatasetError(f"{dataset} has no end, so it cannot be split; {advice}")
+        raise InputDatasetError(
+            f"{dataset} has no end, so it cannot be split; {advice}"
+        )
 
 
 def _ancestors(dataset: Any) -> Iterator[Any]:

@@ -35,19 +35,29 @@ from typing import Any
 import grain
 import numpy as np
 
-from weft.config import ConfigOr, config_for_class, config_for_function, maybe_instantiate
+from weft.config import (
+    ConfigOr,
+    config_for_class,
+    config_for_function,
+    maybe_instantiate,
+)
 from weft.errors import EmptyCorpusError, InputDatasetError
 from weft.input import file_cache, grain_lm, packing
 from weft.input import grain as grain_input
 from weft.input.corpus import Corpus, Split, stdlib_corpus
 from weft.input.records import Records
-from weft.input.tokenizers import ByteTokenizer, Tokenizer, as_tokenizer, text_num_bytes
+from weft.input.tokenizers import (
+    ByteTokenizer,
+    Tokenizer,
+    as_tokenizer,
+    text_num_bytes,
+)
 
 _MOST_WORKERS = 1000
 
 
 def sequence_batches(
-    sources: Sequence[packing.PackedSequences],
+    sources: Sequence[packing.Sequences],
     *,
     global_batch_size: int,
     is_training: bool,
@@ -94,7 +104,9 @@ def sequence_batches(
     all_sources = _SequenceMixture(sources)
     order_seed = seed if is_training else None
 
-    def build_dataset(dispatch_config: grain_input.DispatchConfig) -> grain.IterDataset:
+    def build_dataset(
+        dispatch_config: grain_input.DispatchConfig,
+    ) -> grain.IterDataset:
         rows = grain_input.feed_rows(global_batch_size, dispatch_config)
         ds = grain_input.shard_dataset_with_proportion(
             all_sources.order(weights, order_seed),
@@ -102,14 +114,20 @@ def sequence_batches(
             range_end=rows.stop,
             period=global_batch_size,
         )
-        ds = ds.batch(rows.stop - rows.start, drop_remainder=True).map(all_sources.take)
+        ds = ds.batch(rows.stop - rows.start, drop_remainder=True).map(
+            all_sources.take
+        )
         if num_workers:
             options = grain.MultiprocessingOptions(
                 num_workers=num_workers, per_worker_buffer_size=2
             )
-            return grain_input.prefetch_dataset(ds, multiprocessing_options=options)
+            return grain_input.prefetch_dataset(
+                ds, multiprocessing_options=options
+            )
         # No threads, because the trainer reads ahead in its own.
-        return grain_input.maybe_to_iter_dataset(ds, read_options=grain_input.IN_STEP)
+        return grain_input.maybe_to_iter_dataset(
+            ds, read_options=grain_input.IN_STEP
+        )
 
     return build_dataset
 
@@ -117,27 +135,41 @@ def sequence_batches(
 class _SequenceMixture:
     """Sequences of several sources under one index, where those of one source are adjacent."""
 
-    def __init__(self, sources: Sequence[packing.PackedSequences]):
+    def __init__(self, sources: Sequence[packing.Sequences]):
         self._sources = list(sources)
         self._starts = np.array([0, *itertools.accumulate(map(len, sources))])
 
-    def order(self, weights: Sequence[float] | None, seed: int | None) -> grain.MapDataset:
+    def order(
+        self, weights: Sequence[float] | None, seed: int | None
+    ) -> grain.MapDataset:
         """Returns the indices in reading order; without a seed, sequentially and once."""
         starts = self._starts.tolist()
         if seed is None:
             return grain.MapDataset.range(starts[-1])
         if weights is None:
-            return grain.MapDataset.range(starts[-1]).seed(seed).shuffle().repeat(None)
-        parts = [grain.MapDataset.range(start, end) for start, end in itertools.pairwise(starts)]
+            return (
+                grain.MapDataset.range(starts[-1])
+                .seed(seed)
+                .shuffle()
+                .repeat(None)
+            )
+        parts = [
+            grain.MapDataset.range(start, end)
+            for start, end in itertools.pairwise(starts)
+        ]
         return _shuffle_and_mix(parts, weights, seed)
 
     def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the examples of some indices as one batch."""
         if len(self._sources) == 1:
             return self._sources[0].take(indices)
-        source_indices = np.searchsorted(self._starts, indices, side="right") - 1
+        source_indices = (
+            np.searchsorted(self._starts, indices, side="right") - 1
+        )
         batch: dict[str, np.ndarray] = {}
-        counts_bytes = all(source.corrections is not None for source in self._sources)
+        counts_bytes = all(
+            source.corrections is not None for source in self._sources
+        )
         for i in np.unique(source_indices):
             rows = np.flatnonzero(source_indices == i)
             examples = self._sources[i].take(indices[rows] - self._starts[i])
@@ -145,7 +177,9 @@ class _SequenceMixture:
                 examples.pop("target_num_bytes", None)
             for key, values in examples.items():
                 if key not in batch:
-                    batch[key] = np.empty((len(indices), *values.shape[1:]), values.dtype)
+                    batch[key] = np.empty(
+                        (len(indices), *values.shape[1:]), values.dtype
+                    )
                 batch[key][rows] = values
         return batch
 
@@ -187,7 +221,9 @@ def lm_text_source(
     """
     corpus = maybe_instantiate(corpus)
     loaded = as_tokenizer(tokenizer, add_bos=add_bos)
-    pack = _packing(loaded, sequence_length, global_batch_size, is_training, segments)
+    pack = _packing(
+        loaded, sequence_length, global_batch_size, is_training, segments
+    )
     documents = [{"text": file.text} for file in corpus.split(split)]
     return sequence_batches(
         [pack(documents, max_examples=max_examples)],
@@ -200,15 +236,24 @@ def lm_text_source(
 
 
 def _packing(
-    tokenizer: Tokenizer, length: int, batch_size: int, is_training: bool, segments: bool
+    tokenizer: Tokenizer,
+    length: int,
+    batch_size: int,
+    is_training: bool,
+    segments: bool,
 ) -> Callable[..., packing.PackedSequences]:
     """Returns a function from documents to `PackedSequences`."""
     grain_input.check_batch_size(batch_size)
 
     def pack(
-        documents: Records, *, text_key: str = "text", max_examples: int | None = None
+        documents: Records,
+        *,
+        text_key: str = "text",
+        max_examples: int | None = None,
     ) -> packing.PackedSequences:
-        tokens = file_cache.tokenize_documents(documents, tokenizer, text_key=text_key)
+        tokens = file_cache.tokenize_documents(
+            documents, tokenizer, text_key=text_key
+        )
         return packing.PackedSequences(
             tokens.stream,
             corrections=tokens.corrections,
@@ -263,8 +308,13 @@ def lm_documents_source(
     """
     named = named_documents(documents, weights)
     loaded = as_tokenizer(tokenizer, add_bos=add_bos)
-    pack = _packing(loaded, sequence_length, global_batch_size, is_training, segments)
-    sources = [pack(maybe_instantiate(dataset), text_key=text_key) for dataset in named.values()]
+    pack = _packing(
+        loaded, sequence_length, global_batch_size, is_training, segments
+    )
+    sources = [
+        pack(maybe_instantiate(dataset), text_key=text_key)
+        for dataset in named.values()
+    ]
     source_weights = None
     if weights is not None:
         source_weights = [weights[name] for name in named]
@@ -280,7 +330,8 @@ def lm_documents_source(
 
 
 def named_documents(
-    documents: ConfigOr[Any] | Mapping[str, ConfigOr[Any]], weights: Mapping[str, float] | None
+    documents: ConfigOr[Any] | Mapping[str, ConfigOr[Any]],
+    weights: Mapping[str, float] | None,
 ) -> Mapping[str, ConfigOr[Any]]:
     """Returns documents by name, unnamed ones as "documents".
 
@@ -326,26 +377,38 @@ def lm_stream_source(
     """
     named = named_documents(documents, weights)
     loaded = as_tokenizer(tokenizer, add_bos=add_bos)
-    datasets = {name: maybe_instantiate(dataset) for name, dataset in named.items()}
+    datasets = {
+        name: maybe_instantiate(dataset) for name, dataset in named.items()
+    }
     for name, dataset in datasets.items():
         if not len(dataset):
-            raise EmptyCorpusError(f"{name} has no documents; pass files that contain records")
+            raise EmptyCorpusError(
+                f"{name} has no documents; pass files that contain records"
+            )
     most_tokens = num_bins = None
     if not split_documents:
         most_tokens = sequence_length
         num_bins = global_batch_size
 
-    def build_dataset(dispatch_config: grain_input.DispatchConfig) -> grain_input.Dataset:
+    def build_dataset(
+        dispatch_config: grain_input.DispatchConfig,
+    ) -> grain_input.Dataset:
         # Mapped first, while errors can name the document.
         tokenize = functools.partial(_tokenize, loaded, text_key, most_tokens)
-        tokens = {name: dataset.map(tokenize) for name, dataset in datasets.items()}
+        tokens = {
+            name: dataset.map(tokenize) for name, dataset in datasets.items()
+        }
         mixed = _mix_documents(tokens, weights, seed if is_training else None)
         read_options = grain.ReadOptions(num_threads, 8 * num_threads)
-        mixed = grain_input.maybe_to_iter_dataset(mixed, read_options=read_options)
+        mixed = grain_input.maybe_to_iter_dataset(
+            mixed, read_options=read_options
+        )
         packed = grain_lm.pack_pairs(mixed, sequence_length, num_bins=num_bins)
         if not is_training:
             packed = grain_input.pad_for_evaluation(
-                packed, per_feed_batch_size=global_batch_size, max_num_examples=sys.maxsize
+                packed,
+                per_feed_batch_size=global_batch_size,
+                max_num_examples=sys.maxsize,
             )
         rows = grain_input.feed_rows(global_batch_size, dispatch_config)
         batches = packed.batch(global_batch_size, drop_remainder=True)
@@ -355,7 +418,9 @@ def lm_stream_source(
 
 
 def _mix_documents(
-    named: Mapping[str, grain.MapDataset], weights: Mapping[str, float] | None, seed: int | None
+    named: Mapping[str, grain.MapDataset],
+    weights: Mapping[str, float] | None,
+    seed: int | None,
 ) -> grain_input.Dataset:
     """Shuffles, repeats and mixes; without a seed, concatenates."""
     if seed is None:

@@ -5,17 +5,20 @@
     )
 
 For bytes, ids 0 to 255 are the bytes, and two more ids are special. A model's bits per byte then
-follow exactly from its cross-entropy. Trained tokenizers need the extra `text`; text never encodes
-to special tokens, even if it spells one. Inputs also take the path of a tokenizer's file alone.
+follow exactly from its cross-entropy. Trained tokenizers need the extra `text`. The text of a
+document never encodes to special tokens, even if it spells one; that of a prompt or a chat template
+does, with `parse_special=True`. Inputs also take the path of a tokenizer's file alone.
 """
 
 import contextlib
 import hashlib
+import inspect
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 from jaxtyping import Int
@@ -33,7 +36,8 @@ class Tokenizer(Protocol):
 
     Optional members are `encode_batch`, a faster `encode` of a list of texts; `fingerprint`, a
     string that changes with the ids of texts, which enables caching of tokens; and `bos_ids`, a
-    tuple of the tokens that begin a text, see `with_bos`.
+    tuple of the tokens that begin a text, see `with_bos`. `encode` may have an argument
+    `parse_special`, see `encode_prompt`.
 
     Attributes:
         eos_id: Separates documents; never an id of text.
@@ -57,7 +61,61 @@ class Tokenizer(Protocol):
         ...
 
 
-def until_end(tokens: np.ndarray, tokenizer: Tokenizer, end_ids: Sequence[int] = ()) -> np.ndarray:
+class PromptTokenizer(Tokenizer, Protocol):
+    """Interface of tokenizers that find the special tokens that a text spells."""
+
+    def encode(
+        self, text: str | bytes, *, parse_special: bool = False
+    ) -> np.ndarray:
+        """Encodes a text, without an end.
+
+        Args:
+            parse_special: Whether a special token that the text spells is encoded as its id, as in
+                prompts and chat templates. Documents are read without.
+        """
+        ...
+
+
+def parses_special(tokenizer: Tokenizer) -> TypeGuard[PromptTokenizer]:
+    """Returns whether `encode` of a tokenizer has the argument `parse_special`."""
+    return "parse_special" in inspect.signature(tokenizer.encode).parameters
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str | bytes) -> np.ndarray:
+    """Encodes the text of a prompt, with the special tokens that it spells.
+
+    This is `encode(text, parse_special=True)`, or `encode(text)` of a tokenizer without the
+    argument.
+
+    Raises TokenizerError if the text is none.
+
+    >>> encode_prompt(ByteTokenizer(), "a").tolist()
+    [97]
+    """
+    if not isinstance(text, str | bytes):
+        raise TokenizerError(
+            f"the prompt is of type {type(text).__name__}; expected a string"
+        )
+    if isinstance(text, str):
+        _check_unicode(text)
+    if parses_special(tokenizer):
+        return tokenizer.encode(text, parse_special=True)
+    return tokenizer.encode(text)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TokenizerError(
+            f"the text has {text[error.start]!a} at {error.start}, half of a surrogate pair, "
+            "which is not a character; read it with the encoding that it was written in"
+        ) from error
+
+
+def until_end(
+    tokens: np.ndarray, tokenizer: Tokenizer, end_ids: Sequence[int] = ()
+) -> np.ndarray:
     """Returns the tokens before the first one that ends or pads a text.
 
     Args:
@@ -113,7 +171,9 @@ def _log_lossy(tokenizer: str, text: str, decoded: str) -> None:
         return
     _LOGGED.add(tokenizer)
     first_difference = min(len(text), len(decoded))
-    for i, (character, decoded_character) in enumerate(zip(text, decoded, strict=False)):
+    for i, (character, decoded_character) in enumerate(
+        zip(text, decoded, strict=False)
+    ):
         if character != decoded_character:
             first_difference = i
             break
@@ -148,14 +208,26 @@ class _TokenizerWithBos:
     def __repr__(self) -> str:
         return f"with_bos({self._tokenizer!r})"
 
-    def encode(self, text: str | bytes) -> np.ndarray:
-        return np.concatenate([self._bos_ids, self._tokenizer.encode(text)])
+    @property
+    def without_bos(self) -> Tokenizer:
+        return self._tokenizer
+
+    def encode(
+        self, text: str | bytes, *, parse_special: bool = False
+    ) -> np.ndarray:
+        if parse_special:
+            ids = encode_prompt(self._tokenizer, text)
+        else:
+            ids = self._tokenizer.encode(text)
+        return np.concatenate([self._bos_ids, ids])
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         encode_batch = getattr(self._tokenizer, "encode_batch", None)
         if encode_batch is None:
             return [self.encode(text) for text in texts]
-        return [np.concatenate([self._bos_ids, ids]) for ids in encode_batch(texts)]
+        return [
+            np.concatenate([self._bos_ids, ids]) for ids in encode_batch(texts)
+        ]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         ids = np.asarray(ids).reshape(-1)
@@ -191,8 +263,15 @@ def with_bos(tokenizer: Tokenizer) -> Tokenizer:
     return _TokenizerWithBos(tokenizer, ids)
 
 
+def without_bos(tokenizer: Tokenizer) -> Tokenizer:
+    """Returns the tokenizer that `with_bos` was called with, or the tokenizer itself."""
+    if isinstance(tokenizer, _TokenizerWithBos):
+        return tokenizer.without_bos
+    return tokenizer
+
+
 class ByteTokenizer:
-    """Tokenizer whose ids are bytes.
+    """Tokenizer whose ids are bytes. No text spells its special tokens.
 
     Attributes:
         eos_id: 256, at the start of each document and after the last one.
@@ -216,8 +295,11 @@ class ByteTokenizer:
     def __repr__(self) -> str:
         return "ByteTokenizer()"
 
-    def encode(self, text: str | bytes) -> np.ndarray:
+    def encode(
+        self, text: str | bytes, *, parse_special: bool = False
+    ) -> np.ndarray:
         """Encodes a text as `Int32[np.ndarray, "bytes"]`, without an end."""
+        del parse_special
         if isinstance(text, str):
             text = text.encode()
         return np.frombuffer(text, np.uint8).astype(np.int32)
@@ -247,7 +329,13 @@ class _FileTokenizer:
         MissingExtraError: If the required package is not installed.
     """
 
-    def __init__(self, path: str, *, eos_token: str | None = None, pad_token: str | None = None):
+    def __init__(
+        self,
+        path: str,
+        *,
+        eos_token: str | None = None,
+        pad_token: str | None = None,
+    ):
         self._arguments = (path, eos_token, pad_token)
         if not isinstance(path, str | os.PathLike):
             # `open` accepts the descriptor of an open file, and closes it.
@@ -265,7 +353,9 @@ class _FileTokenizer:
         with self._library_errors("cannot read a text"):
             self.vocab_size = self._num_tokens = self._load(content)
         if self._num_tokens == 0:
-            raise TokenizerError(f"{path} has no tokens; pass the file of a trained tokenizer")
+            raise TokenizerError(
+                f"{path} has no tokens; pass the file of a trained tokenizer"
+            )
         if self._num_tokens > _MAX_NUM_IDS:
             raise TokenizerError(
                 f"{path} has a token with the id {self._num_tokens - 1}; expected ids below "
@@ -278,7 +368,9 @@ class _FileTokenizer:
 
     def __reduce__(self):
         path, eos_token, pad_token = self._arguments
-        return partial(type(self), path, eos_token=eos_token, pad_token=pad_token), ()
+        return partial(
+            type(self), path, eos_token=eos_token, pad_token=pad_token
+        ), ()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._arguments[0]!r}, {self.vocab_size} tokens)"
@@ -295,9 +387,27 @@ class _FileTokenizer:
             )
         return token_id
 
-    def encode(self, text: str | bytes) -> np.ndarray:
-        """Encodes a text, without an end: `Int32[np.ndarray, "tokens"]`."""
-        return self.encode_batch([text])[0]
+    def encode(
+        self, text: str | bytes, *, parse_special: bool = False
+    ) -> np.ndarray:
+        """Encodes a text, without an end: `Int32[np.ndarray, "tokens"]`.
+
+        Args:
+            parse_special: Whether a special token that the text spells is encoded as its id, as
+                transformers does. Documents are read without, prompts and chat templates with it.
+        """
+        if not parse_special:
+            return self.encode_batch([text])[0]
+        if isinstance(text, bytes):
+            try:
+                text = text.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise TokenizerError(
+                    f"the prompt is not text in UTF-8: byte {error.start} is "
+                    f"0x{text[error.start]:02x}; pass a string, or its bytes in UTF-8"
+                ) from error
+        with self._library_errors("cannot encode a text"):
+            return np.array(self._encode_prompt(text), np.int32)
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         """Encodes several texts on all cores. See `encode`."""
@@ -307,7 +417,9 @@ class _FileTokenizer:
                 text = text.decode("utf-8")
             decoded_texts.append(text)
         with self._library_errors("cannot encode a text"):
-            return [np.array(ids, np.int32) for ids in self._encode(decoded_texts)]
+            return [
+                np.array(ids, np.int32) for ids in self._encode(decoded_texts)
+            ]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Decodes ids, without `eos_id` and `pad_id`."""
@@ -331,7 +443,10 @@ class _FileTokenizer:
         except (TokenizerError, MissingExtraError):
             raise
         except BaseException as error:
-            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            if (
+                isinstance(error, Exception)
+                or type(error).__name__ == "PanicException"
+            ):
                 raise TokenizerError(
                     f"{self._arguments[0]} {fault}: {type(error).__name__}: {error}; pass the "
                     "original file of the tokenizer"
@@ -359,7 +474,11 @@ class _FileTokenizer:
         """Returns the id of a token that is some text of its own."""
         for i in self._token_ids():
             text = self._decode([i, i])
-            if len(text) > 1 and "\ufffd" not in text and i not in (self.eos_id, self.pad_id):
+            if (
+                len(text) > 1
+                and "\ufffd" not in text
+                and i not in (self.eos_id, self.pad_id)
+            ):
                 return i
         return 0
 
@@ -377,6 +496,10 @@ class _FileTokenizer:
         raise NotImplementedError(type(self))
 
     def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        raise NotImplementedError(type(self))
+
+    def _encode_prompt(self, text: str) -> Sequence[int]:
+        """Encodes a text with the special tokens that it spells."""
         raise NotImplementedError(type(self))
 
     def _decode(self, ids: list[int]) -> str:
@@ -398,12 +521,43 @@ class _FileTokenizer:
 
 
 class HuggingFaceTokenizer(_FileTokenizer):
-    """A `tokenizer.json` of Hugging Face's `tokenizers`."""
+    """A `tokenizer.json` of Hugging Face's `tokenizers`.
+
+    Args:
+        special_tokens: Tokens that are special, too. One that the file lacks gets a new id.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        eos_token: str | None = None,
+        pad_token: str | None = None,
+        special_tokens: Sequence[str] = (),
+    ):
+        self._special_tokens = tuple(special_tokens)
+        self._newly_special: list[str] = []
+        super().__init__(path, eos_token=eos_token, pad_token=pad_token)
+        if self._newly_special:
+            self.fingerprint += f" {self._newly_special}"
+
+    def __reduce__(self):
+        path, eos_token, pad_token = self._arguments
+        return partial(
+            type(self),
+            path,
+            eos_token=eos_token,
+            pad_token=pad_token,
+            special_tokens=self._special_tokens,
+        ), ()
 
     def _load(self, content: bytes) -> int:
-        tokenizers = import_extra("tokenizers", "text", needed_by="this tokenizer")
+        tokenizers = import_extra(
+            "tokenizers", "text", needed_by="this tokenizer"
+        )
         with self._library_errors("is not a tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        self._mark_special_tokens()
         # The input pads and truncates; text must not encode to special tokens.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -413,8 +567,26 @@ class HuggingFaceTokenizer(_FileTokenizer):
         # There may be fewer tokens than ids.
         return max(self._token_ids(), default=-1) + 1
 
+    def _mark_special_tokens(self) -> None:
+        """Makes the named tokens special, so that no document yields them."""
+        _, eos_token, pad_token = self._arguments
+        added_tokens = self._tokenizer.get_added_tokens_decoder().values()
+        token_by_content = {token.content: token for token in added_tokens}
+        for content in (*self._special_tokens, eos_token, pad_token):
+            token = token_by_content.get(content)
+            if token is None:
+                if content in self._special_tokens:
+                    self._tokenizer.add_special_tokens([content])
+                    self._newly_special.append(content)
+            elif not token.special:
+                token.special = True
+                self._tokenizer.add_special_tokens([token])
+                self._newly_special.append(token.content)
+
     def _token_ids(self) -> Sequence[int]:
-        return sorted(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        return sorted(
+            self._tokenizer.get_vocab(with_added_tokens=True).values()
+        )
 
     def _token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
@@ -425,8 +597,39 @@ class HuggingFaceTokenizer(_FileTokenizer):
         return ", ".join(texts) or "no special tokens"
 
     def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = self._tokenizer.encode_batch_fast(
+            texts, add_special_tokens=False
+        )
         return [encoding.ids for encoding in encodings]
+
+    @cached_property
+    def _prompt_tokenizer(self) -> Any:
+        """The tokenizer of prompts: a copy, as threads may encode documents meanwhile."""
+        tokenizers = import_extra(
+            "tokenizers", "text", needed_by="this tokenizer"
+        )
+        tokenizer = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        tokenizer.encode_special_tokens = False
+        # It adds tokens, which `encode` leaves out, and cuts spaces off the tokens' offsets.
+        tokenizer.post_processor = tokenizers.processors.Sequence([])
+        return tokenizer
+
+    def _encode_prompt(self, text: str) -> Sequence[int]:
+        return self._prompt_tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Encodes a prompt, and returns where its tokens are in the text.
+
+        Returns the ids of `encode(text, parse_special=True)`, and the index of the first character
+        of each token and that after its last one, `Int32[np.ndarray, "tokens 2"]`.
+        """
+        _check_unicode(text)
+        with self._library_errors("cannot encode a text"):
+            encoding = self._prompt_tokenizer.encode(
+                text, add_special_tokens=False
+            )
+        ids = np.array(encoding.ids, np.int32)
+        return ids, np.array(encoding.offsets, np.int32).reshape(-1, 2)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -457,46 +660,127 @@ class HuggingFaceTokenizer(_FileTokenizer):
         return [] if unknown_id is None else [unknown_id]
 
 
+# A character for private use, which no model of SentencePiece joins with the next one.
+_GUARD = "\ue000"
+
+
 class SentencePieceTokenizer(_FileTokenizer):
     """A model of SentencePiece, `tokenizer.model`.
 
     Without `eos_token` or `pad_token`, the model's own ones are used if they exist.
+
+    Args:
+        special_tokens: The ids of special tokens that the model has no piece for.
+        adds_bos: Whether a text begins with the model's beginning of a text, if it has one.
     """
 
+    def __init__(
+        self,
+        path: str,
+        *,
+        eos_token: str | None = None,
+        pad_token: str | None = None,
+        special_tokens: Mapping[str, int] | None = None,
+        adds_bos: bool = True,
+    ):
+        self._adds_bos = adds_bos
+        self._added_ids = dict(special_tokens or {})
+        super().__init__(path, eos_token=eos_token, pad_token=pad_token)
+        if self._added_ids:
+            self.fingerprint += f" {self._added_ids}"
+
+    def __reduce__(self):
+        path, eos_token, pad_token = self._arguments
+        return partial(
+            type(self),
+            path,
+            eos_token=eos_token,
+            pad_token=pad_token,
+            special_tokens=self._added_ids,
+            adds_bos=self._adds_bos,
+        ), ()
+
     def _load(self, content: bytes) -> int:
-        sentencepiece = import_extra("sentencepiece", "text", needed_by="this tokenizer")
+        sentencepiece = import_extra(
+            "sentencepiece", "text", needed_by="this tokenizer"
+        )
         with self._library_errors("is not a SentencePiece model"):
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
-        return self._processor.get_piece_size()
+            self._processor = sentencepiece.SentencePieceProcessor(
+                model_proto=content
+            )
+        self._num_pieces = self._processor.get_piece_size()
+        return max([self._num_pieces - 1, *self._added_ids.values()]) + 1
 
     def _token_ids(self) -> Sequence[int]:
-        return range(self._num_tokens)
+        return range(self._num_pieces)
 
     def _special_id(self, path: str, name: str, token: str | None) -> int:
-        model_id = self._processor.eos_id() if name == "eos_token" else self._processor.pad_id()
+        model_id = (
+            self._processor.eos_id()
+            if name == "eos_token"
+            else self._processor.pad_id()
+        )
         if token is None and model_id >= 0:
             return model_id
         return super()._special_id(path, name, token)
 
     def _token_id(self, token: str) -> int | None:
+        if token in self._added_ids:
+            return self._added_ids[token]
         token_id = self._processor.piece_to_id(token)
-        if self._processor.id_to_piece(token_id) != token:  # that of the unknown token
+        if (
+            self._processor.id_to_piece(token_id) != token
+        ):  # that of the unknown token
             return None
         return token_id
 
     def _examples(self) -> str:
-        ids = range(min(8, self._num_tokens))
+        ids = range(min(8, self._num_pieces))
         return ", ".join(repr(self._processor.id_to_piece(i)) for i in ids)
 
     def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
         return self._processor.encode(texts, out_type=int)
 
+    @cached_property
+    def _special_ids(self) -> Mapping[str, int]:
+        """The ids of the pieces that no text is encoded as, and of the named tokens."""
+        ids = dict(self._added_ids)
+        for i in range(self._num_pieces):
+            is_named = i in (self.eos_id, self.pad_id)
+            if is_named or self._processor.is_control(i):
+                ids[self._processor.id_to_piece(i)] = i
+        return ids
+
+    def _encode_continuation(self, text: str) -> list[int]:
+        """Encodes a text without the space that the model puts before one."""
+        guard_ids = self._processor.encode(_GUARD, out_type=int)
+        ids = self._processor.encode(_GUARD + text, out_type=int)
+        ids = ids[len(guard_ids) :]
+        first_ids = self._processor.encode(text[:1], out_type=int)
+        unknown_id = self._processor.unk_id()
+        if first_ids[-1:] == [unknown_id]:
+            # Unknown characters in a row, here with the guard, are one token.
+            ids = [unknown_id, *ids]
+        return ids
+
+    def _encode_prompt(self, text: str) -> Sequence[int]:
+        # Longer tokens first, as one may begin with another.
+        tokens = sorted(self._special_ids, key=len, reverse=True)
+        pattern = "|".join(map(re.escape, tokens))
+        parts = re.split(f"({pattern})", text) if pattern else [text]
+        # The space before a text is only put before one without a special token at its start.
+        ids = list(self._processor.encode(parts[0], out_type=int))
+        for token, continuation in zip(parts[1::2], parts[2::2], strict=True):
+            ids.append(self._special_ids[token])
+            ids.extend(self._encode_continuation(continuation))
+        return ids
+
     def _decode(self, ids: list[int]) -> str:
-        return self._processor.decode(ids)
+        return self._processor.decode([i for i in ids if i < self._num_pieces])
 
     def _tokens_before_text(self) -> list[int]:
         bos_id = self._processor.bos_id()
-        return [bos_id] if bos_id >= 0 else []
+        return [bos_id] if bos_id >= 0 and self._adds_bos else []
 
     def _decode_batch(self, ids: list[list[int]]) -> list[str]:
         return self._processor.decode(ids)
@@ -514,7 +798,9 @@ def _piece_num_bytes(piece: str) -> int:
     return len(piece.replace("▁", " ").encode())
 
 
-def as_tokenizer(tokenizer: ConfigOr[Tokenizer] | str, *, add_bos: bool = False) -> Tokenizer:
+def as_tokenizer(
+    tokenizer: ConfigOr[Tokenizer] | str, *, add_bos: bool = False
+) -> Tokenizer:
     """Returns a tokenizer from its config, or from the path of its file; see also `with_bos`.
 
     A path that ends in `.json` is that of a `HuggingFaceTokenizer`, one that ends in `.model` that
@@ -531,7 +817,10 @@ def as_tokenizer(tokenizer: ConfigOr[Tokenizer] | str, *, add_bos: bool = False)
         return maybe_instantiate(tokenizer)
     check_local_path(tokenizer, "tokenizer")
     _, suffix = os.path.splitext(tokenizer)
-    classes: dict[str, Any] = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
+    classes: dict[str, Any] = {
+        ".json": HuggingFaceTokenizer,
+        ".model": SentencePieceTokenizer,
+    }
     tokenizer_class = classes.get(suffix.lower())
     if tokenizer_class is not None:
         return tokenizer_class(tokenizer)

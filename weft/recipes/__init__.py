@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from weft.errors import RecipeError, UnknownConfigError, did_you_mean
 from weft.recipes.recipe import Recipe
+from weft.serialization.untrusted import WINDOWS_PATH, is_windows_path
 
 logger = logging.getLogger(__name__)
 
@@ -33,18 +34,40 @@ _ENTRIES = {
         "lm",
         "a byte-level Transformer on the text of Python's standard library: minutes on two cores",
     ),
-    "lm-tiny": _Entry("lm", "the same with steps of milliseconds: to try things out"),
-    "lm-moe": _Entry("lm", "the default recipe with a mixture of experts in each layer"),
-    "lm-nnx": _Entry("lm_nnx", "the default recipe's model as an NNX module, on the same data"),
+    "lm-tiny": _Entry(
+        "lm", "the same with steps of milliseconds: to try things out"
+    ),
+    "lm-moe": _Entry(
+        "lm", "the default recipe with a mixture of experts in each layer"
+    ),
+    "lm-nnx": _Entry(
+        "lm_nnx",
+        "the default recipe's model as an NNX module, on the same data",
+    ),
     "digits": _Entry(
         "digits",
         "a Linen convolutional network with BatchNorm on scikit-learn's digits: half a minute",
     ),
-    "lm-llama": _Entry("lm_lora", "a small byte-level Llama: the base of lm-lora"),
+    "lm-llama": _Entry(
+        "lm_lora", "a small byte-level Llama: the base of lm-lora"
+    ),
     "lm-lora": _Entry(
         "lm_lora",
         "low-rank adapters on an imported checkpoint: base=PATH, or that of lm-llama",
         "weft.recipes.lm_lora:prepare",
+    ),
+    "sft": _Entry(
+        "sft",
+        "fine-tuning of an imported checkpoint on conversations: base=FOLDER data=chat.jsonl",
+    ),
+    "dpo": _Entry(
+        "dpo",
+        "preference optimization on pairs of answers: base=FOLDER data=preferences.jsonl",
+    ),
+    "grpo": _Entry(
+        "grpo",
+        "tuning by a reward of the model's answers: base=FOLDER data=prompts.jsonl "
+        "reward=file.py:function",
     ),
 }
 
@@ -68,7 +91,9 @@ def named_trainer_configs() -> dict[str, Recipe]:
         # No package can replace a recipe of Weft.
         if point.name not in _ENTRIES:
             function = f"{point.module}:{point.attr}"
-            recipes[point.name] = Recipe(point.name, f"from {point.module}", function)
+            recipes[point.name] = Recipe(
+                point.name, f"from {point.module}", function
+            )
     return recipes
 
 
@@ -87,6 +112,8 @@ def find_recipe(word: str) -> Recipe:
     if word in recipes:
         return recipes[word]
     module, _, function = word.rpartition(":")
+    if is_windows_path(word) and not os.path.exists(module):
+        raise UnknownConfigError(f"{word!r} {WINDOWS_PATH}")
     if module.endswith(".py"):
         return _recipe_in_file(word, module, function)
     if word.endswith(".py"):
@@ -94,9 +121,16 @@ def find_recipe(word: str) -> Recipe:
             f"name the function of the file that makes the config, such as {word}:recipe."
         )
     if "/" in word:
-        raise UnknownConfigError(f"there is no file or directory {word!r}, and no such recipe.")
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module) or not function.isidentifier():
-        raise UnknownConfigError(f"unknown recipe {word!r}. {did_you_mean(word, recipes)}")
+        raise UnknownConfigError(
+            f"there is no file or directory {word!r}, and no such recipe."
+        )
+    if (
+        not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module)
+        or not function.isidentifier()
+    ):
+        raise UnknownConfigError(
+            f"unknown recipe {word!r}. {did_you_mean(word, recipes)}"
+        )
     file = _module_file(Path.cwd(), module)
     if file is None and _module_file(Path.cwd(), module.partition(".")[0]):
         # A file that does not exist, in a package of this directory: the error will name it.
@@ -119,7 +153,10 @@ def recorded_recipe(record: Mapping[str, Any]) -> Recipe:
             f"moved, name it: --recipe path/to/{os.path.basename(file)}:{function}"
         )
     for path in recipe.changed_files(record):
-        logger.warning("%s has changed since the run was started; its present code is used", path)
+        logger.warning(
+            "%s has changed since the run was started; its present code is used",
+            path,
+        )
     return recipe
 
 

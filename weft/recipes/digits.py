@@ -64,12 +64,16 @@ class Classifier(nn.Module):
         """
         x = input_batch["image"]
         for features in self.features:
-            x = nn.Conv(features, (3, 3), use_bias=False)(x)  # BatchNorm has a bias
+            x = nn.Conv(features, (3, 3), use_bias=False)(
+                x
+            )  # BatchNorm has a bias
             x = nn.BatchNorm(use_running_average=not training, momentum=0.9)(x)
             x = nn.relu(x)
             x = nn.max_pool(x, (2, 2), strides=(2, 2))
         x = x.reshape(len(x), -1)
-        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("features", None))
+        init = nn.with_logical_partitioning(
+            nn.initializers.lecun_normal(), ("features", None)
+        )
         logits = nn.Dense(_NUM_CLASSES, kernel_init=init)(x)
 
         # Padding of the last batch has no label, and counts in neither mean.
@@ -84,7 +88,11 @@ class Classifier(nn.Module):
 
 
 def digits_source(
-    *, split: input_lib.Split, global_batch_size: int, is_training: bool, seed: int = 0
+    *,
+    split: input_lib.Split,
+    global_batch_size: int,
+    is_training: bool,
+    seed: int = 0,
 ) -> grain.BuildDatasetFn:
     """Returns a source of batches of images in [0, 1] and their labels.
 
@@ -104,9 +112,13 @@ def digits_source(
     )
 
 
-def _images(split: input_lib.Split, *, global_batch_size: int) -> grain.Input.Config:
+def _images(
+    split: input_lib.Split, *, global_batch_size: int
+) -> grain.Input.Config:
     source = config.config_for_function(digits_source).set(
-        split=split, global_batch_size=global_batch_size, is_training=split == "train"
+        split=split,
+        global_batch_size=global_batch_size,
+        is_training=split == "train",
     )
     return grain.Input.default_config().set(source=source)
 

@@ -15,11 +15,19 @@ from weft import hierarchy, trainer
 from weft.config import InstantiableConfig, config_for_function
 from weft.hierarchy.causal_lm import Model
 from weft.hierarchy.param_init import normal_weights
-from weft.input import ByteTokenizer, as_tokenizer, folder_corpus, stdlib_corpus
+from weft.input import (
+    ByteTokenizer,
+    as_tokenizer,
+    base,
+    folder_corpus,
+    stdlib_corpus,
+)
 from weft.input.grain import Input
 from weft.input.text import lm_text_source
 from weft.trainer.checkpointer.policy import every_n_steps_policy
-from weft.trainer.evaler import every_n_steps_policy as eval_every_n_steps_policy
+from weft.trainer.evaler import (
+    every_n_steps_policy as eval_every_n_steps_policy,
+)
 from weft.trainer.optimizers.clipping import skip_and_clip_by_global_norm
 
 
@@ -27,8 +35,8 @@ def trainer_config(
     directory: str,
     *,
     model: InstantiableConfig,
-    train_input: Input.Config,
-    held_out_input: Input.Config,
+    train_input: base.Input.Config,
+    held_out_input: base.Input.Config,
     max_step: int,
     peak_lr: float,
     eval_every: int,
@@ -44,9 +52,9 @@ def trainer_config(
         save_every: Number of steps between checkpoints; defaults to that between evaluations.
     """
     optimizer = config_for_function(trainer.adamw_optimizer).set(
-        learning_rate=config_for_function(trainer.cosine_with_linear_warmup).set(
-            peak_lr=peak_lr, warmup_steps=0.05, alpha=0.1
-        ),
+        learning_rate=config_for_function(
+            trainer.cosine_with_linear_warmup
+        ).set(peak_lr=peak_lr, warmup_steps=0.05, alpha=0.1),
         b1=0.9,
         b2=0.95,
         eps=1e-8,
@@ -54,11 +62,15 @@ def trainer_config(
     )
     evaler = trainer.SpmdEvaler.default_config().set(
         input=held_out_input,
-        eval_policy=config_for_function(eval_every_n_steps_policy).set(n=eval_every),
-        summary_writer=_writer(every_n_steps=1),
+        eval_policy=config_for_function(eval_every_n_steps_policy).set(
+            n=eval_every
+        ),
+        summary_writer=summary_writer(every_n_steps=1),
     )
     checkpointer = trainer.Checkpointer.default_config().set(
-        save_policy=config_for_function(every_n_steps_policy).set(n=save_every or eval_every),
+        save_policy=config_for_function(every_n_steps_policy).set(
+            n=save_every or eval_every
+        ),
         keep_last_n=2,
     )
     return trainer.SpmdTrainer.default_config().set(
@@ -74,13 +86,13 @@ def trainer_config(
         input=train_input,
         evalers={"held_out": evaler},
         checkpointer=checkpointer,
-        summary_writer=_writer(every_n_steps=5),
+        summary_writer=summary_writer(every_n_steps=5),
         mesh_shape=(-1, 1),
         mesh_axis_names=("data", "model"),
     )
 
 
-def _writer(*, every_n_steps: int) -> trainer.CompositeWriter.Config:
+def summary_writer(*, every_n_steps: int) -> trainer.CompositeWriter.Config:
     """Returns writers for TensorBoard and, for the report, JSON lines."""
     writers = {
         "tensorboard": trainer.SummaryWriter.default_config(),
@@ -171,7 +183,9 @@ def set_corpus(cfg: trainer.SpmdTrainer.Config, **fields: object) -> None:
         input_cfg.source.corpus.set(**fields)
 
 
-def _set_tokenizer(cfg: trainer.SpmdTrainer.Config, tokenizer: str | None) -> None:
+def _set_tokenizer(
+    cfg: trainer.SpmdTrainer.Config, tokenizer: str | None
+) -> None:
     """Sets the tokenizer to train and evaluate with, and the ids of the model; None for bytes."""
     if tokenizer is None:
         return
@@ -180,23 +194,30 @@ def _set_tokenizer(cfg: trainer.SpmdTrainer.Config, tokenizer: str | None) -> No
         input_cfg.source.tokenizer = tokenizer
     model: Any = cfg.model
     owner = getattr(model, "decoder", model)
-    owner.set(vocab_size=-(-loaded.vocab_size // 8) * 8, pad_token_id=loaded.pad_id)
+    owner.set(
+        vocab_size=-(-loaded.vocab_size // 8) * 8, pad_token_id=loaded.pad_id
+    )
     if hasattr(owner, "eos_token_id"):
         owner.set(eos_token_id=loaded.eos_id)
 
 
-def _model(*, dim: int, num_layers: int, num_heads: int, context: int) -> Model.Config:
+def _model(
+    *, dim: int, num_layers: int, num_heads: int, context: int
+) -> Model.Config:
     layer = hierarchy.TransformerLayer.default_config()
     # Training sequences are not longer. When sampling, positions must not attend over distances
     # that did not occur in training.
-    window = hierarchy.SlidingWindowAttentionBias.default_config(sliding_window_size=context - 1)
+    window = hierarchy.SlidingWindowAttentionBias.default_config(
+        sliding_window_size=context - 1
+    )
     layer.self_attention.set(
         norm=hierarchy.RMSNorm.default_config(),
         attention=hierarchy.MultiheadAttention.default_config().set(
             num_heads=num_heads,
             mask=window,
             input_linear=hierarchy.RoFormerQKVLinear.default_config().set(
-                input_linear=hierarchy.FusedQKVLinear.default_config(), rotary_value=False
+                input_linear=hierarchy.FusedQKVLinear.default_config(),
+                rotary_value=False,
             ),
         ),
     )
@@ -207,7 +228,10 @@ def _model(*, dim: int, num_layers: int, num_heads: int, context: int) -> Model.
     )
     hierarchy.set_bias_recursively(layer, False)
     # Each layer adds to the residual stream twice; the sum of all has the variance of one.
-    for to_residual in (layer.self_attention.attention.output_linear, layer.feed_forward.linear2):
+    for to_residual in (
+        layer.self_attention.attention.output_linear,
+        layer.feed_forward.linear2,
+    ):
         to_residual.param_init = initializer(variance=1 / (2 * num_layers))
     decoder = hierarchy.Decoder.default_config().set(
         dim=dim,
@@ -220,7 +244,9 @@ def _model(*, dim: int, num_layers: int, num_heads: int, context: int) -> Model.
         pad_token_id=ByteTokenizer.pad_id,
     )
     decoder.emb.token_emb.scale = hierarchy.Embedding.Scale.UNIT
-    return Model.default_config().set(decoder=decoder, param_init=initializer(variance=1.0))
+    return Model.default_config().set(
+        decoder=decoder, param_init=initializer(variance=1.0)
+    )
 
 
 def initializer(*, variance: float) -> hierarchy.DefaultInitializer.Config:
@@ -254,8 +280,12 @@ def text_trainer_config(
     """
     corpus = config_for_function(stdlib_corpus).set(held_out_fraction=0.02)
     if data_dir is not None:
-        corpus = config_for_function(folder_corpus).set(paths=data_dir, text_key=text_key)
-        name = re.sub(r"[^\w.]+", "-", Path(os.path.abspath(data_dir)).stem).strip("-")
+        corpus = config_for_function(folder_corpus).set(
+            paths=data_dir, text_key=text_key
+        )
+        name = re.sub(
+            r"[^\w.]+", "-", Path(os.path.abspath(data_dir)).stem
+        ).strip("-")
         directory = f"{directory}-{name or 'data'}"
 
     def text(split: str, global_batch_size: int) -> Input.Config:
@@ -313,7 +343,9 @@ def lm_moe(
         peak_lr=learning_rate,
         eval_every=200,
     )
-    return cfg.set(mesh_shape=(-1, 1, 1), mesh_axis_names=("data", "expert", "model"))
+    return cfg.set(
+        mesh_shape=(-1, 1, 1), mesh_axis_names=("data", "expert", "model")
+    )
 
 
 def _moe_model() -> Model.Config:
@@ -325,29 +357,33 @@ def _moe_model() -> Model.Config:
     model = _model(dim=96, num_layers=_NUM_LAYERS, num_heads=4, context=128)
     transformer = model.decoder.transformer
     layer: Any = transformer.layer
-    layer.feed_forward = hierarchy.TransformerFeedForwardMoE.default_config().set(
-        norm=hierarchy.RMSNorm.default_config(),
-        hidden_dim=hierarchy.scaled_hidden_dim(4 / 3),
-        activation=("nn.silu", "linear"),
-        num_experts=8,
-        # Each sequence of a batch is a group.
-        num_groups=16,
-        gating=hierarchy.Top2Gating.default_config().set(
-            train_capacity_factor=2.5, eval_capacity_factor=4.0
-        ),
-        load_balance_loss_weight=0.01,
-        router_z_loss_weight=0.001,
-        # Experts start like dense layers, routers close to uniform.
-        param_init=hierarchy.DefaultInitializer.default_config().set(
-            init_by_param_name={
-                ".*gate_weight$": _weight(variance=0.01),
-                ".*wo_weight$": _weight(variance=1 / (2 * _NUM_LAYERS)),
-                hierarchy.PARAM_REGEXP_WEIGHT: _weight(variance=1.0),
-            }
-        ),
+    layer.feed_forward = (
+        hierarchy.TransformerFeedForwardMoE.default_config().set(
+            norm=hierarchy.RMSNorm.default_config(),
+            hidden_dim=hierarchy.scaled_hidden_dim(4 / 3),
+            activation=("nn.silu", "linear"),
+            num_experts=8,
+            # Each sequence of a batch is a group.
+            num_groups=16,
+            gating=hierarchy.Top2Gating.default_config().set(
+                train_capacity_factor=2.5, eval_capacity_factor=4.0
+            ),
+            load_balance_loss_weight=0.01,
+            router_z_loss_weight=0.001,
+            # Experts start like dense layers, routers close to uniform.
+            param_init=hierarchy.DefaultInitializer.default_config().set(
+                init_by_param_name={
+                    ".*gate_weight$": _weight(variance=0.01),
+                    ".*wo_weight$": _weight(variance=1 / (2 * _NUM_LAYERS)),
+                    hierarchy.PARAM_REGEXP_WEIGHT: _weight(variance=1.0),
+                }
+            ),
+        )
     )
     # By default a loop drops side outputs of its layers.
     transformer.repeat.drop_output.rules = [r"module_outputs(?!.*/aux_loss$).*"]
     return model.set(
-        metrics=hierarchy.metrics_config(aux_loss_regex="decoder/transformer/.*/aux_loss")
+        metrics=hierarchy.metrics_config(
+            aux_loss_regex="decoder/transformer/.*/aux_loss"
+        )
     )

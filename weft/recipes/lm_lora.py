@@ -19,10 +19,20 @@ from weft import config, errors, serialization
 from weft.hierarchy import decoding
 from weft.hierarchy.lora import set_lora_recursively, without_lora
 from weft.input import ByteTokenizer, HuggingFaceTokenizer
-from weft.interop.huggingface import FAMILIES, huggingface_model_config, to_huggingface
+from weft.interop.huggingface import (
+    FAMILIES,
+    check_generates_text,
+    huggingface_model_config,
+    to_huggingface,
+)
 from weft.interop.huggingface.settings import NO_PADDING, Settings
 from weft.recipes.lm import initializer, set_corpus, text_trainer_config
-from weft.trainer import ImportedWeightsBuilder, SpmdTrainer, UpdateType, run_dir
+from weft.trainer import (
+    FrozenBaseBuilder,
+    SpmdTrainer,
+    UpdateType,
+    run_dir,
+)
 from weft.trainer.checkpointer.dirs import step_dirs
 
 _BASE_DIR = "runs/lm-llama"
@@ -61,7 +71,11 @@ def lm_llama(
         batch_size: Sequences per step.
         steps: Number of steps, and length of the schedule.
     """
-    model: Any = FAMILIES["llama"].read(Settings(_LLAMA)).set(param_init=initializer(variance=1.0))
+    model: Any = (
+        FAMILIES["llama"]
+        .read(Settings(_LLAMA))
+        .set(param_init=initializer(variance=1.0))
+    )
     cfg = text_trainer_config(
         _BASE_DIR,
         data_dir,
@@ -89,6 +103,7 @@ def lm_lora(
     """Returns a recipe for low-rank adapters on all layers of an imported, frozen causal LM.
 
     Documents begin with the tokens that the base's own tokenizer puts before a text, if any.
+    Checkpoints hold the adapters, not the base.
 
     Args:
         data_dir: A folder of text to train on; None for the standard library's tables of encodings.
@@ -121,7 +136,9 @@ def lm_lora(
         (".*/adapter/.*", UpdateType.ALL_UPDATES),
         (".*", UpdateType.NO_UPDATE),
     ]
-    cfg.init_state_builder = ImportedWeightsBuilder.default_config().set(path=base or _BASE)
+    cfg.init_state_builder = FrozenBaseBuilder.default_config().set(
+        path=base or _BASE
+    )
     if tokenizer is not None:
         # The base learnt texts that begin as the template of its tokenizer says.
         has_bos = bool(tokenizer.instantiate().bos_ids)
@@ -133,7 +150,8 @@ def lm_lora(
 
 
 def prepare(
-    cfg: SpmdTrainer.Config, train: Callable[[str, SpmdTrainer.Config], SpmdTrainer | None]
+    cfg: SpmdTrainer.Config,
+    train: Callable[[str, SpmdTrainer.Config], SpmdTrainer | None],
 ) -> bool:
     """Creates the small Llama's checkpoint if a run needs it; returns whether the run can begin.
 
@@ -143,7 +161,7 @@ def prepare(
     builder: Any = cfg.init_state_builder
     path = builder.path
     saved_steps = step_dirs(os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR))
-    # A run that continues has its weights; other checkpoints are the user's.
+    # A run that continues had a base; other checkpoints are the user's.
     if path != _BASE or saved_steps or Path(path, "config.json").exists():
         return True
     base_cfg: Any = lm_llama()
@@ -157,7 +175,9 @@ def prepare(
 def _export(path: str, model: Any, trainer: SpmdTrainer) -> None:
     """Writes a trained model once, regardless of the number of processes."""
     # Replicated over all processes.
-    params = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), trainer.trainer_state.model)
+    params = jax.tree.map(
+        lambda x: np.asarray(x.addressable_data(0)), trainer.trainer_state.model
+    )
     if jax.process_index() == 0:
         to_huggingface(path, model, params, max_position_embeddings=_LENGTH)
     if jax.process_count() > 1:
@@ -168,6 +188,7 @@ def _export(path: str, model: Any, trainer: SpmdTrainer) -> None:
 
 def _model_of(base: str) -> Any:
     if not base.endswith(".safetensors"):
+        check_generates_text(base)
         return huggingface_model_config(base)
     with serialization.TensorFiles(base) as files:
         text = files.metadata().get("model")
@@ -196,9 +217,13 @@ def _tokenizer_of(base: str, model: Any) -> Any:
                 f"there is no {str(path)!r}, and the vocabulary of {decoder.vocab_size} tokens is "
                 "not that of bytes. Put the model's tokenizer.json there."
             )
-        decoder.set(pad_token_id=ByteTokenizer.pad_id, eos_token_id=ByteTokenizer.eos_id)
+        decoder.set(
+            pad_token_id=ByteTokenizer.pad_id, eos_token_id=ByteTokenizer.eos_id
+        )
         return None
-    HuggingFaceTokenizer(str(path))  # raises if the file, or the package to read it, is missing
+    HuggingFaceTokenizer(
+        str(path)
+    )  # raises if the file, or the package to read it, is missing
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_file(str(path))

@@ -61,7 +61,9 @@ def lm_nnx(
     return cfg.set(logical_axis_rules=AXIS_RULES)
 
 
-def _weight(*names: str | None, variance: float = 1.0) -> Callable[..., nnx.Param]:
+def _weight(
+    *names: str | None, variance: float = 1.0
+) -> Callable[..., nnx.Param]:
     init = nnx.initializers.variance_scaling(variance, "fan_in", "normal")
     return nnx.with_partitioning(init, names)
 
@@ -87,15 +89,21 @@ class Block(nnx.Module):
         self.norm_2 = nnx.RMSNorm(dim, rngs=rngs)
 
         def linear(n_in: int, n_out: int, kernel_init: Any) -> nnx.Linear:
-            return nnx.Linear(n_in, n_out, use_bias=False, kernel_init=kernel_init, rngs=rngs)
+            return nnx.Linear(
+                n_in, n_out, use_bias=False, kernel_init=kernel_init, rngs=rngs
+            )
 
         self.query = linear(dim, dim, _weight("embed", "heads"))
         self.key = linear(dim, dim, _weight("embed", "heads"))
         self.value = linear(dim, dim, _weight("embed", "heads"))
-        self.out = linear(dim, dim, _weight("heads", "embed", variance=variance))
+        self.out = linear(
+            dim, dim, _weight("heads", "embed", variance=variance)
+        )
         self.gate = linear(dim, hidden_dim, _weight("embed", "hidden"))
         self.up = linear(dim, hidden_dim, _weight("embed", "hidden"))
-        self.down = linear(hidden_dim, dim, _weight("hidden", "embed", variance=variance))
+        self.down = linear(
+            hidden_dim, dim, _weight("hidden", "embed", variance=variance)
+        )
 
     def __call__(self, x):
         """Returns the residual stream after the block, `Float[Array, "batch time dim"]`."""
@@ -106,7 +114,9 @@ class Block(nnx.Module):
     def _attend(self, x):
         batch, time, dim = x.shape
         positions = jnp.arange(time)
-        sin, cos = functional.rotary_sincos(positions, dim=dim // self.num_heads)
+        sin, cos = functional.rotary_sincos(
+            positions, dim=dim // self.num_heads
+        )
 
         sin, cos = sin[:, None], cos[:, None]  # the same for all heads
 
@@ -116,7 +126,9 @@ class Block(nnx.Module):
         query = functional.apply_rotary(heads(self.query), sin, cos)
         key = functional.apply_rotary(heads(self.key), sin, cos)
         mask = functional.sliding_window_causal_mask(self.window)
-        y = functional.dot_product_attention(query, key, heads(self.value), mask=mask)
+        y = functional.dot_product_attention(
+            query, key, heads(self.value), mask=mask
+        )
         return self.out(y.reshape(batch, time, dim))
 
 
@@ -143,14 +155,18 @@ class LanguageModel(nnx.Module):
         embedding_init = nnx.with_partitioning(
             nnx.initializers.normal(dim**-0.5), ("vocab", "embed")
         )
-        self.embed = nnx.Embed(vocab_size, dim, embedding_init=embedding_init, rngs=rngs)
+        self.embed = nnx.Embed(
+            vocab_size, dim, embedding_init=embedding_init, rngs=rngs
+        )
         # Each block adds to the residual stream twice; the sum of all has the variance of one.
         variance = 1 / (2 * num_layers)
 
         @nnx.split_rngs(splits=num_layers)
         @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
         def stacked_blocks(rngs: nnx.Rngs) -> Block:
-            return Block(dim, num_heads, hidden_dim, window, variance, rngs=rngs)
+            return Block(
+                dim, num_heads, hidden_dim, window, variance, rngs=rngs
+            )
 
         self.blocks = stacked_blocks(rngs)
         self.norm = nnx.RMSNorm(dim, rngs=rngs)
@@ -165,12 +181,18 @@ class LanguageModel(nnx.Module):
         """
         logits = self.predict(input_batch)["logits"]
         labels = input_batch["target_labels"]
-        live_targets = input_batch.get("live_targets", labels != self.pad_token_id)
-        loss, aux = functional.cross_entropy(logits, labels, live_targets=live_targets)
+        live_targets = input_batch.get(
+            "live_targets", labels != self.pad_token_id
+        )
+        loss, aux = functional.cross_entropy(
+            logits, labels, live_targets=live_targets
+        )
         num_targets = aux["num_targets"]
         self.sow("summaries", "loss", WeightedScalar(loss, num_targets))
         if "target_num_bytes" in input_batch:
-            bits = bits_per_byte(aux["per_target_loss"], input_batch["target_num_bytes"])
+            bits = bits_per_byte(
+                aux["per_target_loss"], input_batch["target_num_bytes"]
+            )
             self.sow("summaries", "bits_per_byte", bits)
         return loss, {}
 
@@ -186,6 +208,8 @@ class LanguageModel(nnx.Module):
             return block(x)
 
         # The embeddings have variance 1 / dim, as the weights of the logits should.
-        x = self.embed(input_batch["input_ids"]) * math.sqrt(self.embed.features)
+        x = self.embed(input_batch["input_ids"]) * math.sqrt(
+            self.embed.features
+        )
         x = through_block(x, self.blocks)
         return {"logits": self.embed.attend(self.norm(x))}

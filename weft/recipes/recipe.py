@@ -19,7 +19,13 @@ from weft.config import ConfigBase, Configurable
 from weft.config.fields import type_name
 from weft.config.overrides import NoConversion, convert
 from weft.config.text_parser import read_value
-from weft.errors import CommandLineError, RecipeError, WeftError, did_you_mean, similar_names
+from weft.errors import (
+    CommandLineError,
+    RecipeError,
+    WeftError,
+    did_you_mean,
+    similar_names,
+)
 
 if TYPE_CHECKING:
     from weft.trainer.trainer import SpmdTrainer
@@ -42,7 +48,9 @@ class Recipe(NamedTuple):
     preparation: str = ""
     file: str = ""
 
-    def __call__(self, data_dir: str | None = None, **kwargs: Any) -> "SpmdTrainer.Config":
+    def __call__(
+        self, data_dir: str | None = None, **kwargs: Any
+    ) -> "SpmdTrainer.Config":
         """Makes a fresh config; see `weft.config.TrainerConfigFn`.
 
         Raises RecipeError if an argument is missing, or the function does not return such a config.
@@ -66,7 +74,9 @@ class Recipe(NamedTuple):
             result = function(**kwargs)
         return _checked_config(result, f"{self.name} returned")
 
-    def config(self, words: Iterable[str]) -> "tuple[SpmdTrainer.Config, list[str]]":
+    def config(
+        self, words: Iterable[str]
+    ) -> "tuple[SpmdTrainer.Config, list[str]]":
         """Makes a config with the arguments among `key=value` words; returns the other words too.
 
         Raises:
@@ -88,7 +98,11 @@ class Recipe(NamedTuple):
         # The other words are overrides of the config's fields; those are checked where they apply.
         for word in other_words:
             name = word.partition("=")[0].strip()
-            if name.isidentifier() and name not in fields and similar_names(name, parameters):
+            if (
+                name.isidentifier()
+                and name not in fields
+                and similar_names(name, parameters)
+            ):
                 raise CommandLineError(
                     f"{word}: {name!r} is neither an argument of {self.name} nor a field of its "
                     f"config. {did_you_mean(name, [*parameters, *fields])}"
@@ -104,23 +118,35 @@ class Recipe(NamedTuple):
             parameters = inspect.signature(function).parameters
         arguments: dict[str, inspect.Parameter] = {}
         for name, parameter in parameters.items():
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                arguments[name] = parameter.replace(annotation=_type_of(parameter))
+            if parameter.kind in (
+                parameter.POSITIONAL_OR_KEYWORD,
+                parameter.KEYWORD_ONLY,
+            ):
+                arguments[name] = parameter.replace(
+                    annotation=_type_of(parameter)
+                )
         return arguments
 
     def written_arguments(self) -> list[str]:
         """Returns the names of the arguments in the source of a function, without importing it."""
         module, _, function_name = self.function.partition(":")
-        with contextlib.suppress(ImportError, OSError, SyntaxError, AttributeError, TypeError):
+        with contextlib.suppress(
+            ImportError, OSError, SyntaxError, AttributeError, TypeError
+        ):
             source_path = importlib.util.find_spec(module).origin  # pyright: ignore[reportOptionalMemberAccess]
             source = Path(source_path).read_text(encoding="utf-8")  # pyright: ignore[reportArgumentType]
             for node in ast.parse(source).body:
-                if isinstance(node, ast.FunctionDef) and node.name == function_name:
+                if (
+                    isinstance(node, ast.FunctionDef)
+                    and node.name == function_name
+                ):
                     arguments = [*node.args.args, *node.args.kwonlyargs]
                     return [argument.arg for argument in arguments]
         return []
 
-    def _convert(self, word: str, parameter: inspect.Parameter, text: str) -> Any:
+    def _convert(
+        self, word: str, parameter: inspect.Parameter, text: str
+    ) -> Any:
         """Returns the value of `text`, the part of a word after `=`, in the parameter's type."""
 
         def read(value_text: str) -> object:
@@ -149,7 +175,9 @@ class Recipe(NamedTuple):
             description = _description_of(name, docstring)
             rows.append((word, type_name(parameter.annotation), description))
         word_width = max((len(word) for word, _, _ in rows), default=0)
-        type_width = max((len(type_text) for _, type_text, _ in rows), default=0)
+        type_width = max(
+            (len(type_text) for _, type_text, _ in rows), default=0
+        )
         lines = [f"{self.name}: {summary}" if summary else self.name]
         for word, type_text, description in rows:
             line = f"  {word:{word_width}}  {type_text:{type_width}}  {description}"
@@ -168,7 +196,10 @@ class Recipe(NamedTuple):
             "function": self.function,
             "file": self.file,
             "sha256": _file_digest(source),
-            "neighbors": {path: _file_digest(self._path(path)) for path in self._neighbors()},
+            "neighbors": {
+                path: _file_digest(self._path(path))
+                for path in self._neighbors()
+            },
             "words": None if words is None else list(words),
         }
 
@@ -177,7 +208,11 @@ class Recipe(NamedTuple):
         digests = {self._import().__file__ or os.devnull: record["sha256"]}
         for neighbor, digest in record.get("neighbors", {}).items():
             digests[self._path(neighbor)] = digest
-        return [path for path, digest in digests.items() if _file_digest(path) != digest]
+        return [
+            path
+            for path, digest in digests.items()
+            if _file_digest(path) != digest
+        ]
 
     def _neighbors(self) -> list[str]:
         """Returns the files of the modules that were imported from the recipe's directory.
@@ -236,6 +271,13 @@ class Recipe(NamedTuple):
         """Returns whether the recipe is the user's, not Weft's."""
         return not self.function.startswith("weft.")
 
+    def load_function(self) -> Callable[..., Any]:
+        """Returns the function, which may also be of another kind, such as a reward.
+
+        Raises RecipeError if it cannot be imported.
+        """
+        return self._function()
+
     def _module_name(self) -> str:
         return self.function.partition(":")[0]
 
@@ -270,7 +312,9 @@ class Recipe(NamedTuple):
                 module = importlib.import_module(name)
             except ModuleNotFoundError as error:
                 # Another module may be missing, which this one imports.
-                if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                if error.name is None or not f"{name}.".startswith(
+                    f"{error.name}."
+                ):
                     raise
                 raise RecipeError(
                     f"{self.name}: there is no module {name!r}. Name a file, path/to/file.py, or "
@@ -329,8 +373,12 @@ def _names_of_recipes(module: ModuleType) -> list[str]:
     """Returns names of what may be a recipe in a module: its functions, and configs."""
     names: list[str] = []
     for name, value in vars(module).items():
-        is_own_function = inspect.isfunction(value) and value.__module__ == module.__name__
-        if not name.startswith("_") and (isinstance(value, ConfigBase) or is_own_function):
+        is_own_function = (
+            inspect.isfunction(value) and value.__module__ == module.__name__
+        )
+        if not name.startswith("_") and (
+            isinstance(value, ConfigBase) or is_own_function
+        ):
             names.append(name)
     return names
 
@@ -339,18 +387,28 @@ def _type_of(parameter: inspect.Parameter) -> Any:
     """Returns the type of a parameter, from its default if it has no annotation."""
     hint, default = parameter.annotation, parameter.default
     if hint is parameter.empty or isinstance(hint, str):
-        return type(default) if isinstance(default, bool | int | float | str) else Any
+        return (
+            type(default)
+            if isinstance(default, bool | int | float | str)
+            else Any
+        )
     return hint | None if default is None and hint is not Any else hint
 
 
 def _description_of(name: str, docstring: str) -> str:
     """Returns what the section `Args` of a docstring says about an argument."""
     # Lines that continue the text are indented more than the name.
-    entry = re.search(rf"^( +){name}(?: \(.*?\))?: (.*(?:\n\1 +.*)*)", docstring, re.MULTILINE)
+    entry = re.search(
+        rf"^( +){name}(?: \(.*?\))?: (.*(?:\n\1 +.*)*)", docstring, re.MULTILINE
+    )
     return " ".join(entry[2].split()) if entry else ""
 
 
-_NO_USER_CODE = (str(Path(weft.__file__).parent), "<frozen ", str(Path(contextlib.__file__).parent))
+_NO_USER_CODE = (
+    str(Path(weft.__file__).parent),
+    "<frozen ",
+    str(Path(contextlib.__file__).parent),
+)
 
 
 def _loaded_from(root: str) -> set[str]:
@@ -360,7 +418,9 @@ def _loaded_from(root: str) -> set[str]:
         if "." in name:
             continue
         # A package has directories, a module has a file; builtin modules have none.
-        paths = getattr(module, "__path__", None) or [getattr(module, "__file__", None)]
+        paths = getattr(module, "__path__", None) or [
+            getattr(module, "__file__", None)
+        ]
         if any(path and os.path.dirname(path) == root for path in paths):
             names.add(name)
     return names
@@ -382,7 +442,9 @@ def _report_failures(subject: str, root: str) -> Iterator[None]:
             if not frame.filename.startswith(_NO_USER_CODE):
                 user_frames.append(frame)
         # A library may have raised it; the line in the user's own directory says more.
-        frames_below_root = [frame for frame in user_frames if frame.filename.startswith(root)]
+        frames_below_root = [
+            frame for frame in user_frames if frame.filename.startswith(root)
+        ]
         last_frame = (frames_below_root or user_frames)[-1:]
         location = f"{subject}:\n{''.join(traceback.format_list(last_frame))}"
         if isinstance(error, WeftError):
@@ -390,5 +452,7 @@ def _report_failures(subject: str, root: str) -> Iterator[None]:
             raise
         text = "".join(traceback.format_exception_only(error)).rstrip()
         if isinstance(error, SystemExit):
-            text += "\nPut what a program runs under `if __name__ == '__main__':`."
+            text += (
+                "\nPut what a program runs under `if __name__ == '__main__':`."
+            )
         raise RecipeError(f"{location}{text}") from error
