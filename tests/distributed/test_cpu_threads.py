@@ -58,7 +58,8 @@ os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
 TRAINS = """
 from weft.cli import main
 
-code = main("train lm-tiny --mesh fsdp=8 max_step=1 dir=run".split())
+small = "evalers={} model.decoder.transformer.num_layers=1"
+code = main(f"train lm-tiny --mesh fsdp=8 max_step=1 dir=run {small}".split())
 print(code, os.environ["NPROC"], len(os.listdir("/proc/self/task")))
 """
 

@@ -104,6 +104,118 @@ def test_processes_continue_and_stop_together(three):
     assert [c.requested for c in lines] == [None] * 3
 
 
+def begin(peers, *requests):
+    """Begins steps; returns their number, and why it stopped."""
+    for count, request in enumerate(requests):
+        stop = peers.begin_step(lambda r=request: r)
+        if stop is not None:
+            return count, stop
+    return len(requests), None
+
+
+def wait_until_asked(lines):
+    """Waits until the request of one has reached all, as it does while the devices compute."""
+    deadline = time.monotonic() + 10
+    while not all(peers.stops_soon for peers in lines) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+SIGTERM = StopRequest("signal", "SIGTERM")
+ENDED = StopRequest("end", "input ended")
+
+
+def test_steps_need_no_message(three, monkeypatch):
+    lines = three()
+    sent = []
+    monkeypatch.setattr(peers_lib, "send_messages", lambda _, *messages: sent.extend(messages))
+    assert [begin(peers, *[None] * 50) for peers in lines] == [(50, None)] * 3
+    assert [message for message in sent if "alive" not in message] == []
+
+
+@pytest.mark.parametrize("asking", range(3))
+def test_all_stop_before_the_first_step_that_none_has_begun(three, asking):
+    lines = three()
+    begun = [4, 5, 6]
+    for peers, count in zip(lines, begun, strict=True):
+        begin(peers, *[None] * count)
+    lines[asking].request_stop(SIGTERM)
+    wait_until_asked(lines)
+    stops = at_once(*(lambda p=p: begin(p, *[None] * 9) for p in lines))
+    assert stops == [(6 - count, SIGTERM) for count in begun]
+
+
+def test_stops_that_all_request_are_before_that_step(three):
+    lines = three()
+    end = StopRequest("end", "a hook: accurate")
+    stops = at_once(*(lambda p=p: begin(p, None, None, end) for p in lines))
+    assert stops == [(2, end)] * 3
+
+
+def test_data_that_ends_stops_all_where_it_ends(three):
+    lines = three()
+    begin(lines[1], None, None, None)  # two steps ahead
+    begin(lines[0], None)
+    begin(lines[2], None)
+    # Of two ends the earlier one counts.
+    lines[0].request_stop(ENDED, before=5)
+    lines[2].request_stop(ENDED, before=4)
+    wait_until_asked(lines)
+    stops = at_once(*(lambda p=p: begin(p, *[None] * 9) for p in lines))
+    assert stops == [(2, ENDED), (0, ENDED), (2, ENDED)]
+
+
+def test_signal_comes_before_the_end_of_data(three):
+    lines = three()
+    lines[2].request_stop(ENDED, before=4)
+    wait_until_asked(lines)
+    lines[0].request_stop(SIGTERM)
+    stops = at_once(*(lambda p=p: begin(p, *[None] * 9) for p in lines))
+    assert [stop for _, stop in stops] == [SIGTERM] * 3
+    assert len({peers.next_step for peers in lines}) == 1 and lines[0].next_step <= 4
+
+
+def test_error_at_the_end_of_data_is_the_reason(three):
+    lines = three()
+    error = StopRequest("error", "process 1 of 3 has failed")
+    lines[1].request_stop(error, before=3)
+    lines[2].request_stop(ENDED, before=3)
+    wait_until_asked(lines)
+    assert at_once(*(lambda p=p: begin(p, *[None] * 9) for p in lines)) == [(2, error)] * 3
+
+
+def test_a_stop_holds_for_its_run_only(three):
+    lines = three()
+    lines[1].request_stop(ENDED, before=4)
+    wait_until_asked(lines)
+    assert at_once(*(lambda p=p: begin(p, *[None] * 3) for p in lines)) == [(3, None)] * 3
+    assert at_once(*(lambda p=p: p.agree(go_on, starts_run=True) for p in lines)) == [None] * 3
+    assert at_once(*(lambda p=p: begin(p, *[None] * 3) for p in lines)) == [(3, None)] * 3
+
+
+def test_steps_that_do_not_depend_on_each_other_are_an_error(three):
+    lines = three()
+    begin(lines[0], *[None] * 9)
+    lines[1].request_stop(ENDED, before=3)
+    wait_until_asked(lines)
+    errors = at_once(*(lambda p=p: begin(p, None, None, None) for p in lines))
+    assert [type(error) for error in errors] == [ProcessLostError] * 3
+    assert "the data of one process has ended, and others have begun a later step" in str(errors[0])
+
+
+def test_process_that_holds_up_the_steps_is_named(three, monkeypatch, caplog):
+    monkeypatch.setattr(peers_lib, "_LATE_LOG_SECONDS", 0.3)
+    lines = three()
+    lines[2].doing = "waiting for the input of step 2"
+    begin(lines[0], None, None)
+    begin(lines[1], None)
+    deadline = time.monotonic() + 10
+    while not caplog.text and time.monotonic() < deadline:
+        lines[1].doing += "."  # so that it is sent
+        time.sleep(0.05)
+    assert "still waiting for process 2 of 3" in caplog.text
+    assert "which is waiting for the input of step 2" in caplog.text
+
+
 def test_request_while_waiting_reaches_late_processes(three):
     lines, request = three(), []
     waiting = threading.Thread(

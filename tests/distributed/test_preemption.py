@@ -11,7 +11,7 @@ import pytest
 from tests.sockets import connected
 from weft.distributed import peers as peers_lib
 from weft.distributed import preemption, watchdog
-from weft.distributed.peers import Peers
+from weft.distributed.peers import Peers, StopRequest
 from weft.distributed.preemption import (
     GracefulStop,
     InterruptibleJit,
@@ -49,6 +49,15 @@ def test_swallowed_interrupt_stops_the_run():
         assert stop.agreed("step 1") is None
 
 
+@pytest.fixture
+def handled():
+    """Handles SIGHUP, which stays ignored where `nohup` runs the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("handled")
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 )
@@ -120,8 +129,7 @@ class Source:
 
 
 def next_batch(stop, batches):
-    with stop.next_batch(batches, "a step") as batch:
-        return batch
+    return stop.next_batch(batches, "a step")
 
 
 def test_stop_while_waiting_for_input_takes_no_batch():
@@ -140,7 +148,7 @@ def test_stop_while_waiting_for_input_takes_no_batch():
 
 def test_error_in_the_block_stops_the_run_and_takes_no_batch():
     with PrefetchingIterator(Source()) as batches, GracefulStop() as stop:
-        with pytest.raises(StopRun) as stopped, stop.next_batch(batches, "a step"):
+        with pytest.raises(StopRun) as stopped, stop.meet_with_batch(batches, "a step"):
             raise ZeroDivisionError
         assert isinstance(stopped.value.error, ZeroDivisionError)
         assert batches.get_state() == 0
@@ -328,3 +336,63 @@ def two_processes(monkeypatch):
 def test_broadcast_and_max(two_processes):
     assert broadcast_from_first(3) == 7
     assert (max_over_processes(3), max_over_processes(9)) == (7, 9)
+
+
+@pytest.fixture
+def one_of_two():
+    """Yields the stop of process 0, and the connections of process 1."""
+    here, there = connected()
+    first = Peers(0, {1: here}, {1: "process 1 of 2"}, end_seconds=1e6)
+    second = Peers(1, {0: there}, {0: "process 0 of 2"}, end_seconds=1e6)
+    with GracefulStop(first) as stop:
+        yield stop, second
+    closing = threading.Thread(target=second.leave)
+    closing.start()
+    first.leave()
+    closing.join()
+
+
+class Computing:
+    """An array that the devices have not computed."""
+
+    def is_ready(self):
+        return False
+
+
+def test_wait_for_the_devices_ends_by_a_signal(one_of_two):
+    stop, other = one_of_two
+    timer = threading.Timer(0.2, signal.raise_signal, (signal.SIGTERM,))
+    timer.start()
+    stop.wait_until_computed(Computing())
+    deadline = time.monotonic() + 10
+    while not other.stops_soon and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert other.begin_step(lambda: None) == ("signal", "SIGTERM")
+    with PrefetchingIterator(Source(), buffer_size=3) as batches:
+        with pytest.raises(StopRun) as stopped:
+            next_batch(stop, batches)
+        assert stopped.value.request == ("signal", "SIGTERM") and batches.get_state() == 0
+
+
+def test_step_begins_with_the_batches_of_the_next_ones(one_of_two):
+    stop, other = one_of_two
+    busy = Busy()
+    with PrefetchingIterator(Source(busy), buffer_size=3) as batches, busy:
+        timer = threading.Timer(0.3, other.request_stop, (StopRequest("signal", "SIGTERM"),))
+        timer.start()
+        # It has two batches, waits for the third, and does not wait any longer for a stop.
+        with pytest.raises(StopRun):
+            next_batch(stop, batches)
+        assert not busy.done and batches.get_state() == 0
+
+
+def test_data_that_ends_stops_both_where_it_ends(one_of_two):
+    stop, other = one_of_two
+    failure = OSError("a.txt, record 3")
+    with PrefetchingIterator(Source(error=failure), buffer_size=3) as batches:
+        assert [next_batch(stop, batches) for _ in range(2)] == [1, 2]
+        with pytest.raises(StopRun) as stopped:
+            next_batch(stop, batches)
+    assert stopped.value.error is failure
+    steps = [other.begin_step(lambda: None) for _ in range(3)]
+    assert steps[:2] == [None, None] and steps[2].kind == "error" and "record 3" in steps[2].text

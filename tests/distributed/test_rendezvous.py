@@ -325,6 +325,13 @@ def test_other_versions_are_refused_in_all_processes(address):
     assert "weft 0." in versions() and ", Python 3." in versions()
 
 
+def test_refused_version_is_raised(address):
+    stranger = Recorder(address, lambda hello: {"differs": "process 1 of 2 has weft 0.1.0"})
+    with pytest.raises(ProcessesDifferError, match=r"process 1 of 2 has weft 0\.1\.0"):
+        rendezvous(address, process_id=1, num_processes=2, timeout_seconds=5)
+    stranger.stop()
+
+
 def test_many_strangers_do_not_block(address):
     with contextlib.ExitStack() as stack, first_of(address, 2):
         strangers = [stack.enter_context(connected(address)) for _ in range(200)]

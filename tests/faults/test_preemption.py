@@ -60,11 +60,15 @@ def test_all_processes_stop_in_each_phase(start, num, phases):
             processes[-1].wait_for(f"here {phase}")
         time.sleep(0.2)
         before["time"] = time.monotonic()
-        # A scheduler signals all of them, but one must suffice.
-        processes[-1].send(signal.SIGTERM)
-        if phase in ("stepping", "waiting"):
-            for process in processes[:-1]:
-                process.send(signal.SIGTERM)
+        # A scheduler signals all of them, but one must suffice: also one that waits in C++ for the
+        # step of the one that waits for its input.
+        signaled = processes[-1:]
+        if phase == "stepping":
+            signaled = processes
+        elif phase == "waiting":
+            signaled = processes[:1]
+        for process in signaled:
+            process.send(signal.SIGTERM)
         before = check_stop(processes, phase, before)
     if "compiling" in phases:
         assert before["still_compiling"] and before["ended"] == [0, "SIGTERM"]

@@ -229,7 +229,7 @@ def main():
                 report_phase("unstarted")
                 time.sleep(120)
             try:
-                trainer.run(listener=listener)
+                trainer.run(listener=listener, resume=True)
             finally:
                 done = {
                     "fault": fault,

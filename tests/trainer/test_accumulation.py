@@ -113,12 +113,16 @@ def accumulated(result, directory):
     ("model", "loss", "data"),
     [
         (InLinen(), None, DATA),
+        (Sows(), None, DATA),
+        (config_for_class(InNNX), None, DATA),
         (config_for_class(SowsInNNX), None, DATA),
+        (InHierarchy.default_config(), None, DATA),
         (Reports.default_config(), None, DATA),
         (Outputs(), mean_of_tokens, DATA),
         (Outputs(), "mse", {"x": X, "y": Y[..., None], "row_weight": ROW_WEIGHT}),
+        (Outputs(), per_row, {"x": X, "y": Y, "row_weight": ROW_WEIGHT}),
     ],
-    ids=str.split("linen nnx-sows reports function name"),
+    ids=str.split("linen linen-sows nnx nnx-sows hierarchy reports function name rows"),
 )
 def test_microbatches_of_unequal_weight(model, loss, data, tmp_path):
     result, whole = steps(model, loss, data)

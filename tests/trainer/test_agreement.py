@@ -107,3 +107,16 @@ def test_directory_of_another_machine_is_named(cfg, compare, monkeypatch):
 def test_requests_to_stop_are_left_to_the_run(cfg, compare, monkeypatch):
     monkeypatch.setattr(Meeting, "agreed", lambda *args: StopRequest("signal", "SIGTERM"))
     compare(first_facts(cfg), cfg)
+
+
+def test_own_port_is_no_difference(cfg, compare):
+    compare(first_facts(cfg), cfg.clone(status_port=8080))
+
+
+def test_many_and_long_differences_are_cut(cfg, compare):
+    cfg.fn = {f"key{i}": "x" * 1000 for i in range(9)}
+    with pytest.raises(ProcessesDifferError) as caught:
+        compare(first_facts(cfg.clone(fn=None)), cfg)
+    text = str(caught.value)
+    assert text.startswith("process 1 of 2 differs from process 0:\n  fn is absent, there None\n")
+    assert "fn['key0'] is 'xxx" in text and "\n  and 5 more\n" in text and len(text) < 3000

@@ -22,6 +22,7 @@ from weft.errors import (
     InputDatasetError,
     InputReadError,
     InvalidConfigValueError,
+    LayerMethodError,
     LossError,
     ModelCallError,
     RunDirError,
@@ -345,7 +346,7 @@ class HierarchyLoss(BaseModel):
 def test_models_with_their_own_loss(model):
     result = fit(model, (X, Y), None, steps=40, learning_rate=0.1, validation=(X, Y))
     assert result.history.validation["loss"][-1] < 0.1 * result.history.validation["loss"][0]
-    with pytest.raises(FitError, match="predict is for models that were given a loss"):
+    with pytest.raises(LayerMethodError, match="predict is for models that were given a loss"):
         result.last.predict(X)
 
 
@@ -446,7 +447,7 @@ def of_eight_rows():
 
 
 @pytest.mark.usefixtures("all_devices")
-@pytest.mark.parametrize("ignored", [1.0, np.nan])
+@pytest.mark.parametrize("ignored", [1.0, np.nan, np.inf])
 def test_rows_have_weights(of_eight_rows, ignored):
     counts = np.arange(ROWS)[:, None] < 8
     x, y = np.where(counts, X, ignored), np.where(counts, Y, ignored)

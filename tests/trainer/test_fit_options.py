@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import weft
-from weft import nnx
+from weft import hierarchy, linen, nnx
 from weft.errors import FitError, InputDatasetError, LossError
 from weft.metrics import F1Score
 from weft.trainer import EarlyStopping, EvalMetric, Hook
@@ -25,9 +25,9 @@ def linear(out=CLASSES):
     return nnx.Linear(4, out, rngs=nnx.Rngs(0))
 
 
-def fit(data=(X, LABELS), loss="cross_entropy", **kwargs):
+def fit(data=(X, LABELS), loss="cross_entropy", model=None, **kwargs):
     options = {"steps": 12, "batch_size": 8, "learning_rate": 0.1, "progress": False} | kwargs
-    return weft.fit(linear(), data, loss, **options)
+    return weft.fit(linear() if model is None else model, data, loss, **options)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,27 @@ def test_a_run_stops_early_and_its_best_state_is_kept(tmp_path):
     trainer = cfg.instantiate(parent=None)
     trainer.run(progress=False)
     assert trainer.step < 10
+    stopped = weft.load(cfg.dir, linear(), step="best")
+    assert stopped.step == 2 and weft.load(cfg.dir, linear()).step == trainer.step
     # A config of one's own.
     stopping = EarlyStopping.default_config().set(metric=EvalMetric("validation", "loss"))
     assert fit(validation=OPPOSITE, early_stopping=stopping, evaluate_every=2).last.step == 4
+
+
+def test_an_edited_length_moves_the_last_evaluation_and_the_best_step(tmp_path):
+    """The last step is evaluated and saved, also if it is not one of the interval."""
+    options = {"validation": (X, LABELS), "evaluate_every": 5}
+    cfg = fit(dir=str(tmp_path / "run"), **options).config
+    cfg = cfg.clone(dir=str(tmp_path / "edited"), max_step=13)
+    cfg.instantiate(parent=None).run(progress=False)
+    for step in ("best", "last"):
+        assert weft.load(cfg.dir, linear(), step=step).step == 13
+    # Continued to another length.
+    cfg.clone(max_step=17).instantiate(parent=None).run(progress=False)
+    last = weft.load(cfg.dir, linear())
+    whole = fit(steps=17, dir=str(tmp_path / "whole"), **options)
+    np.testing.assert_array_equal(last.predict(X), whole.last.predict(X))
+    assert whole.history.validation["step"].tolist() == [5, 10, 15, 17]
 
 
 def test_the_best_state_by_a_metric():
@@ -126,12 +144,69 @@ def test_the_best_state_by_a_metric():
     )
     scores = result.history.validation["macro"]
     assert scores[result.history.validation["step"] == result.best.step] == scores.max()
+    assert (result.best.metric, result.best.value) == ("macro", scores.max())
+    shown = f"TrainedModel(step={result.best.step}, macro={scores.max():.4g})"
+    assert repr(result.best) == shown and shown in repr(result)
+    assert repr(fit().best) == "TrainedModel(step=12)"
     lowest = fit(
         validation=OPPOSITE, metrics="accuracy", best=("accuracy", "min"), evaluate_every=1
     )
     accuracies = lowest.history.validation["accuracy"]
     index = lowest.history.validation["step"] == lowest.best.step
     assert accuracies[index] == accuracies.min() < accuracies.max()
+
+
+class LinenNoise(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return noisy(linen.Dense(CLASSES)(x), [self.make_rng("first"), self.make_rng("second")])
+
+
+class ObjectNoise(nnx.Module):
+    def __init__(self):
+        self.linear = linear()
+        self.rngs = nnx.Rngs(params=0, first=1, second=2)
+
+    def __call__(self, x):
+        return noisy(self.linear(x), [self.rngs.first(), self.rngs.second(), self.rngs.params()])
+
+
+class LayerNoise(hierarchy.BaseLayer):
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        layer = hierarchy.Linear.default_config()
+        self._add_child("linear", layer.set(input_dim=4, output_dim=CLASSES))
+
+    def forward(self, x):
+        return noisy(self.linear(x), list(jax.random.split(self.prng_key)))
+
+
+drawn = []
+
+
+def noisy(x, keys):
+    numbers = jnp.stack([jax.random.normal(key) for key in keys])
+    jax.debug.callback(lambda values: drawn.append(tuple(values.tolist())), numbers)
+    return x + numbers.sum()
+
+
+@pytest.mark.parametrize("kind", [LinenNoise, ObjectNoise, LayerNoise])
+def test_streams_that_a_model_may_draw_from(kind):
+    def run():
+        drawn.clear()
+        model = kind.default_config() if kind is LayerNoise else kind()
+        options = {"validation": (X, LABELS), "evaluate_every": 2}
+        result = fit(model=model, steps=4, **options)
+        jax.effects_barrier()
+        return result, drawn[:]
+
+    result, of_run = run()
+    assert len(of_run) > 4, "in training and in evaluations"
+    numbers = [number for values in set(of_run) for number in values]
+    assert len(set(numbers)) == len(numbers), "of each stream, and at each step"
+    assert len(set(of_run)) >= 5
+    assert run()[1] == of_run
+    np.testing.assert_array_equal(result.last.predict(X), result.last.predict(X))
 
 
 class Saves(Hook):
@@ -144,9 +219,9 @@ class Saves(Hook):
 
 def test_intervals(tmp_path):
     saves = Saves()
-    options = {"save_every": 5, "evaluate_every": 4, "dir": str(tmp_path), "callbacks": [saves]}
+    options = {"save_every": 5, "evaluate_every": 7, "dir": str(tmp_path), "callbacks": [saves]}
     result = fit(validation=OPPOSITE, **options)
-    assert result.history.validation["step"].tolist() == [4, 8, 12]
+    assert result.history.validation["step"].tolist() == [7, 12]
     assert saves.steps == [5, 10, 12]
 
 
@@ -233,3 +308,25 @@ def test_parts_of_a_loss_are_in_the_history(own):
         assert values["share"].tolist() == [0.25] * len(values["step"])
         assert (values["first"] > 0).all() and (values["first"] < values["loss"]).all()
     assert "outputs" not in result.history.train
+
+
+def test_result_draws_its_history_and_confusion_matrix():
+    result = fit(validation=(X, LABELS), metrics=["accuracy", "confusion_matrix"])
+    titles = [axes.get_title() for axes in result.plot().axes]
+    assert titles == ["loss", "accuracy", "learning_rate"]
+    evaluated, computed = result.confusion_matrix(), result.confusion_matrix((X, LABELS))
+    (axes,) = evaluated.axes
+    counts = [int(text.get_text()) for text in axes.texts]
+    assert counts == [int(text.get_text()) for text in computed.axes[0].texts]
+    hits = counts[0] + counts[4] + counts[8]
+    row = result.history.validation["step"].tolist().index(result.best.step)
+    assert sum(counts) == ROWS and hits == round(ROWS * result.history.validation["accuracy"][row])
+
+
+def test_confusion_matrix_says_what_it_needs():
+    result = fit(steps=2)
+    with pytest.raises(FitError, match=r"pass inputs and labels, or call fit with metrics=\["):
+        result.confusion_matrix()
+    regression = weft.fit(linear(1), (X, X[:, :1]), "mse", steps=2, batch_size=8, progress=False)
+    with pytest.raises(FitError, match=r"scores of classes, .*; these have the shape \(24, 1\)"):
+        regression.confusion_matrix((X, LABELS))

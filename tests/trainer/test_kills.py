@@ -1,6 +1,7 @@
 """A training process is killed at random moments, again and again, and ends with the same bits.
 
-`make soak` kills it 60 times; here, as often as WEFT_SOAK_KILLS says, or once.
+`make soak` kills it 60 times, or as often as WEFT_SOAK_KILLS says. tests/cli/test_train_process.py
+kills one once.
 """
 
 import json
@@ -17,9 +18,12 @@ from tests.weft_process import finish
 from weft.trainer.checkpointer.dirs import step_dirs
 from weft.trainer.checkpointer.manifest import find_damage, read_manifest
 
-pytestmark = pytest.mark.long
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif("WEFT_SOAK_KILLS" not in os.environ, reason="runs by `make soak`"),
+]
 
-KILLS = int(os.environ.get("WEFT_SOAK_KILLS", "1"))
+KILLS = int(os.environ.get("WEFT_SOAK_KILLS", "60"))
 _PATIENCE_SECONDS = 200.0
 
 TRAIN = """

@@ -104,6 +104,13 @@ def test_summaries_of_all_batches_add_up():
     assert outputs == [{}, {}, {}]
 
 
+def test_parameters_may_keep_their_layout():
+    cfg = ModelSummaryAccumulator.default_config().set(name="calculator")
+    calculator = cfg.instantiate(parent=None, model=MODEL, model_param_partition_specs=None)
+    summaries, _ = evaluate(calculator)
+    np.testing.assert_allclose(summaries["error"].mean, mean_error(), rtol=1e-5)
+
+
 def test_evaler_keeps_the_module_outputs_of_a_path():
     keep = config_for_function(lambda: lambda path: path == "hidden/y")
     cfg = ModelSummaryAccumulator.default_config().set(filter_module_outputs=keep)

@@ -99,11 +99,13 @@ def close(a, b):
     "make",
     [
         plateau,
+        optax.polyak_sgd,
         lambda: optax.MultiSteps(plateau(), every_k_schedule=2),
+        lambda: optax.contrib.momo(0.5),
         lambda: optax.contrib.sophia(0.1),
         sam,
     ],
-    ids=["reduce_on_plateau", "MultiSteps", "sophia", "sam"],
+    ids=["reduce_on_plateau", "polyak_sgd", "MultiSteps", "momo", "sophia", "sam"],
 )
 def test_fit_takes_the_steps_of_optax(first, make):
     close(fitted(make()), loop(make(), first[1])[0])

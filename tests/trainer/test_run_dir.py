@@ -97,10 +97,15 @@ def test_directory_without_a_checkpoint_is_free_for_another_config(tmp_path):
 
 
 def test_unserializable_values_compare_as_text(tmp_path):
-    claim_and_save(run_config(tmp_path, fn=lambda: 1))
-    check_run_dir(run_config(tmp_path, fn=lambda: 2))
+    def config_of(number, **kwargs):
+        return run_config(tmp_path, fn=lambda: number, **kwargs)
+
+    claim_and_save(config_of(1))
+    check_run_dir(config_of(1))
+    with pytest.raises(RunDirError, match=r"fn\.number: 1 → 2"):
+        check_run_dir(config_of(2))
     with pytest.raises(RunDirError, match=r"width: - 4\n  width: \+ 8"):
-        check_run_dir(run_config(tmp_path, fn=lambda: 1, width=8))
+        check_run_dir(config_of(1, width=8))
 
 
 HOSTILE = {
@@ -133,7 +138,7 @@ def test_changed_corpus_is_rejected_by_hash(tmp_path):
     check_run_dir(cfg)
     (tmp_path / "text" / "a").write_text("two", encoding="utf-8")
     with pytest.raises(
-        RunDirError, match=r"input\.corpus was text with the SHA-256 .* restore the"
+        RunDirError, match=r"input\.corpus was text with the SHA-256 (.|\n)* restore what"
     ):
         check_run_dir(cfg)
 
@@ -170,7 +175,7 @@ def test_changed_files_of_records_are_rejected(tmp_path, pattern, name, changed)
     text = str(caught.value)
     size = (2 if pattern == "*.jsonl" else len(paths)) * len(LINES)
     assert "belongs to a run on other data: input.documents['lines'].paths was " in text
-    assert f"of {size} bytes with the SHA-256 " in text and "or restore the data." in text
+    assert f"of {size} bytes with the SHA-256 " in text and "or restore what has changed." in text
 
 
 def test_data_may_be_mended_where_the_run_asked_for_it(tmp_path, caplog):

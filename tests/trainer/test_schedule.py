@@ -226,3 +226,10 @@ def test_warmup_may_be_a_share(make):
     steps = np.arange(1, 41)
     share = make(1.0, max_step=40, warmup_steps=0.1)
     np.testing.assert_array_equal(share(steps), make(1.0, max_step=40, warmup_steps=4)(steps))
+
+
+def test_no_segment_covers_step_0():
+    constant = schedule.segment_wise([0.1, 0.2], segment_steps=[2])
+    np.testing.assert_allclose([constant(step) for step in range(4)], [0, 0.1, 0.1, 0.2])
+    warmed_up = schedule.constant_with_linear_warmup(0.1, warmup_steps=0)
+    np.testing.assert_allclose([warmed_up(step) for step in (0, 1)], 0.1)

@@ -82,3 +82,19 @@ def test_shown_config_has_the_length(saved, capsys):
 def test_neither_has_a_length(tmp_path):
     with pytest.raises(ScheduleError, match=rf"{RATE}.max_step .* Set max_step=1000"):
         learner_config(at(tmp_path, "max_step=inf"))
+
+
+def test_run_without_steps(tmp_path):
+    with pytest.raises(ScheduleError, match=rf"max_step=0 trains no steps, and {RATE}.max"):
+        learner_config(at(tmp_path, "max_step=0"))
+
+
+def test_length_beyond_the_integers_of_devices_is_refused(saved):
+    record = saved / "run.json"
+    text = record.read_text(encoding="utf-8")
+    assert '"schedule_steps": 40' in text
+    record.write_text(
+        text.replace('"schedule_steps": 40', f'"schedule_steps": {2**62}'), encoding="utf-8"
+    )
+    with pytest.raises(ScheduleError, match=rf"{RATE}.max_step would be {2**62}, .* at most"):
+        learner_config(at(saved, "max_step=40"))

@@ -463,12 +463,12 @@ def test_error_of_the_model_shows_the_users_frames(tmp_path, monkeypatch, caplog
     assert "jit(new_state)" in caplog.text and "_init_state" not in caplog.text
 
 
-def test_status_page_shows_the_current_activity(tmp_path, caplog):
+def test_status_page_shows_the_current_activity(tmp_path, capsys):
     cfg = lm_tiny().set(dir=str(tmp_path), status_port=0)
     with run_context(cfg) as (stop, (status,)):
         assert isinstance(status, RunStatus)
         stop.doing("running step 7")
-        url = caplog.messages[-1].split()[-1]
+        url = capsys.readouterr().err.split()[-1]
         with urllib.request.urlopen(f"{url}json", timeout=10) as answer:
             assert json.load(answer)["doing"] == "running step 7"
         signal.raise_signal(signal.SIGTERM)
@@ -674,3 +674,18 @@ def test_position_in_a_generator_is_counted(tmp_path, caplog):
     assert trainer.input.config.is_training  # else the fake input refuses to be endless
     assert {step: whole.losses[step] for step in (3, 4)} == rest.losses
     assert "trainer.input: iterators of dataset() have no get_state" in caplog.text
+
+
+def test_run_describes_its_state(straight):
+    trainer = straight[0]
+    tree, analysis = (
+        Path(trainer.config.dir, name).read_text(encoding="utf-8").splitlines()
+        for name in ("trainer_state_tree.txt", "model_analysis.txt")
+    )
+    state = trainer.trainer_state
+    assert len(tree) == len(jax.tree.leaves(state))
+    first = jax.tree.leaves(state.model)[0]
+    assert any(line.startswith("model/") and f"{[*first.shape]}" in line for line in tree)
+    total = sum(x.size for x in jax.tree.leaves(state.model))
+    assert analysis[-1] == f"total: {total:,} elements"
+    assert len(analysis) == len(jax.tree.leaves(state.model)) + 1

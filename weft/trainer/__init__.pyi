@@ -10,7 +10,7 @@ from weft.trainer.checkpointer.checkpointer import (
 from weft.trainer.checkpointer.index import CheckpointValidationType as CheckpointValidationType
 from weft.trainer.checkpointer.policy import (
     CheckpointPolicy as CheckpointPolicy, EvalMetric as EvalMetric,
-    every_n_steps_policy as save_every_n_steps_policy,
+    save_every_n_steps_policy as save_every_n_steps_policy,
 )
 from weft.inference.decoding_evaler import (
     DecodingEvaler as DecodingEvaler, SampleDecoding as SampleDecoding,
@@ -18,10 +18,10 @@ from weft.inference.decoding_evaler import (
 from weft.trainer.evaler import (
     AtEndPolicy as AtEndPolicy, BestMetricEvalPolicy as BestMetricEvalPolicy,
     EarlyStopping as EarlyStopping, EvalPolicy as EvalPolicy,
-    every_n_steps_policy as eval_every_n_steps_policy, SpmdEvaler as SpmdEvaler,
+    eval_every_n_steps_policy as eval_every_n_steps_policy, SpmdEvaler as SpmdEvaler,
 )
-from weft.trainer.fit import (
-    FitResult as FitResult, FitState as FitState, History as History,
+from weft.trainer.fit_result import (
+    FitResult as FitResult, History as History,
 )
 from weft.trainer.gradients import with_minibatch_steps as with_minibatch_steps
 from weft.inference.runner import (
@@ -67,7 +67,9 @@ from weft.trainer.parallelism import (
     mesh_shape_from_axes as mesh_shape_from_axes, ParallelismModifier as ParallelismModifier,
 )
 from weft.trainer.precision import Precision as Precision
+from weft.trainer.saved_params import read_params as read_params, SavedParams as SavedParams
 from weft.trainer.schedule import cosine_with_linear_warmup as cosine_with_linear_warmup
+from weft.trainer.frozen_base import FrozenBaseBuilder as FrozenBaseBuilder
 from weft.trainer.state_builder import (
     Builder as Builder, ChainBuilder as ChainBuilder, import_weights as import_weights,
     ImportedWeightsBuilder as ImportedWeightsBuilder,
@@ -86,6 +88,8 @@ from weft.trainer.summary_writer.trackers import (
 from weft.trainer.supervised import Supervised as Supervised
 from weft.trainer.throughput import Throughput as Throughput
 from weft.trainer.train_step import TrainerState as TrainerState
+from weft.trainer.train_config import train_and_evaluate as train_and_evaluate
+from weft.trainer.trained_model import TrainedModel as TrainedModel
 from weft.trainer.trainer import SpmdTrainer as SpmdTrainer
 from weft.trainer.trainer_config_modifier import (
     ChainConfigModifier as ChainConfigModifier,

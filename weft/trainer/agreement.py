@@ -97,7 +97,9 @@ def check_processes_agree(
     encoded_facts = stop.from_first(json.dumps(local_facts).encode())
     request = None
     if jax.process_index() != 0:
-        differences = _differences(Facts(*json.loads(encoded_facts)), local_facts)
+        differences = _differences(
+            Facts(*json.loads(encoded_facts)), local_facts
+        )
         if differences:
             request = StopRequest("error", _error_text(differences))
     agreed_request = stop.agreed("preparing the state", request)
@@ -120,16 +122,22 @@ def facts(
         if not _MAY_DIFFER.match(path):
             values[path] = value_text(value)
         module = getattr(value, "__module__", None)
-        if isinstance(module, str) and not module.startswith(("weft.", "builtins")):
+        if isinstance(module, str) and not module.startswith(
+            ("weft.", "builtins")
+        ):
             modules.add(module)
 
     cfg.visit(add)
     for name in modules:
-        digest = _source_digest(getattr(sys.modules.get(name), "__file__", None))
+        digest = _source_digest(
+            getattr(sys.modules.get(name), "__file__", None)
+        )
         if digest is not None:
             values[f"the source of {name}"] = digest
     if recipe is not None:
-        values["the recipe"] = f"{recipe['name']} with the SHA-256 {recipe['sha256'][:12]}…"
+        values["the recipe"] = (
+            f"{recipe['name']} with the SHA-256 {recipe['sha256'][:12]}…"
+        )
         for path, digest in recipe.get("neighbors", {}).items():
             values[f"{_NEIGHBOR}{path}"] = f"of the SHA-256 {digest[:12]}…"
     for setting in _JAX_SETTINGS:
@@ -167,7 +175,9 @@ def _differences(first: Facts, local: Facts) -> list[str]:
     for path in sorted(first.data.keys() & local.data.keys()):
         local_record, first_record = local.data[path], first.data[path]
         if local_record["sha256"] != first_record["sha256"]:
-            texts.append(f"{path} is {data_text(local_record)}, there {data_text(first_record)}")
+            texts.append(
+                f"{path} is {data_text(local_record)}, there {data_text(first_record)}"
+            )
             continue
         for name, value in local.values.items():
             if name == path or name.startswith((f"{path}.", f"{path}[")):
@@ -180,7 +190,9 @@ def _differences(first: Facts, local: Facts) -> list[str]:
         if _comparable(local_value) == _comparable(first_value):
             continue
         if (local_value, first_value) not in same_data:
-            texts.append(f"{name} is {_shorten(local_value)}, there {_shorten(first_value)}")
+            texts.append(
+                f"{name} is {_shorten(local_value)}, there {_shorten(first_value)}"
+            )
     return texts
 
 

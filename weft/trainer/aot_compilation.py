@@ -67,12 +67,18 @@ def _tpu_systems() -> dict[str, SystemCharacteristics]:
         for sides in all_sides:
             lengths = [int(length) for length in sides.split("x")]
             num_chips = math.prod(lengths)
-            systems[f"{name}-{cores_per_chip * num_chips}"] = SystemCharacteristics(
-                platform="tpu",
-                topology_name=f"{generation}:{sides}",
-                chip_config_name="megacore" if len(lengths) == 3 else "default",
-                chips_per_host_bounds=(1, 1, 1) if num_chips == 1 else (2, 2, 1),
-                devices_per_slice=num_chips,
+            systems[f"{name}-{cores_per_chip * num_chips}"] = (
+                SystemCharacteristics(
+                    platform="tpu",
+                    topology_name=f"{generation}:{sides}",
+                    chip_config_name="megacore"
+                    if len(lengths) == 3
+                    else "default",
+                    chips_per_host_bounds=(1, 1, 1)
+                    if num_chips == 1
+                    else (2, 2, 1),
+                    devices_per_slice=num_chips,
+                )
             )
     return systems
 
@@ -81,7 +87,9 @@ USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS = _tpu_systems()
 """The TPU slices that can be compiled for, by names such as "v5p-128"."""
 
 
-def get_devices_for_topology(topology: str | None, topology_num_slices: int = 1) -> Sequence[Any]:
+def get_devices_for_topology(
+    topology: str | None, topology_num_slices: int = 1
+) -> Sequence[Any]:
     """Returns the devices of a topology, for which programs can be compiled.
 
     Args:
@@ -155,7 +163,10 @@ def reshape_devices(
         MeshError: if the number of slices divides no axis.
     """
     sizes = tuple(mesh_shape)
-    if math.prod(sizes) != len(devices) or len(devices) != devices_per_slice * num_slices:
+    if (
+        math.prod(sizes) != len(devices)
+        or len(devices) != devices_per_slice * num_slices
+    ):
         raise TopologyError(
             f"mesh_shape={sizes} has {math.prod(sizes)} places for {len(devices)} devices in "
             f"num_slices={num_slices} slices of devices_per_slice={devices_per_slice}; all three "
@@ -181,7 +192,11 @@ def compile_trainer_programs(
     """
     devices = get_devices_for_topology(topology, topology_num_slices)
     trainer = trainer_config.clone().instantiate(parent=None, devices=devices)
-    return {"train_step": trainer.compile_train_step(compiler_options=compiler_options)}
+    return {
+        "train_step": trainer.compile_train_step(
+            compiler_options=compiler_options
+        )
+    }
 
 
 def compile_inference_programs(
@@ -206,12 +221,16 @@ def compile_inference_programs(
         model = cfg.model.clone(name="model").instantiate(parent=None)
         specs = parameter_specs(model, rules.parameters)
         shapes = jax.eval_shape(
-            lambda: model.initialize_parameters_recursively(jax.random.key(0), prebuilt=None)
+            lambda: model.initialize_parameters_recursively(
+                jax.random.key(0), prebuilt=None
+            )
         )
         params = with_shardings(shapes, state_shardings(mesh, specs))
         partition = tuple(cfg.input_batch_partition_spec.partition_spec(mesh))
 
-        def laid_out(path: jax.tree_util.KeyPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def laid_out(
+            path: jax.tree_util.KeyPath, x: jax.ShapeDtypeStruct
+        ) -> jax.ShapeDtypeStruct:
             spec = PartitionSpec(*partition[: len(x.shape)])
             name = f"input_batch_spec {path_name(path)}"
             sharding = mesh_lib.named_sharding(mesh, spec, name)
@@ -222,7 +241,9 @@ def compile_inference_programs(
             laid_out, input_batch_spec, is_leaf=lambda x: hasattr(x, "shape")
         )
         key = jax.eval_shape(lambda: jax.random.key(0))
-        lowered = method_program(cfg, model, mesh, method=method).lower(key, params, batch)
+        lowered = method_program(cfg, model, mesh, method=method).lower(
+            key, params, batch
+        )
         return {method: lowered.compile(compiler_options=compiler_options)}
 
 

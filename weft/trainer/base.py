@@ -14,11 +14,15 @@ from weft.core import axis_rules
 from weft.debug import anomalies, first_nonfinite, lookup_checks
 from weft.distributed import preemption
 from weft.hierarchy import Module, nowrap
+from weft.hierarchy.lora import adapter_state
 from weft.input import Input, PrefetchingIterator
+from weft.trainer import frozen_base, run_dir, state_builder
 from weft.trainer import mesh as mesh_lib
-from weft.trainer import run_dir, state_builder
 from weft.trainer import state as state_lib
-from weft.trainer.checkpointer.checkpointer import BaseCheckpointer, Checkpointer
+from weft.trainer.checkpointer.checkpointer import (
+    BaseCheckpointer,
+    Checkpointer,
+)
 from weft.trainer.checkpointer.host_state import RunState
 from weft.trainer.compilation import options_for_init, options_for_steps
 from weft.trainer.learner import BaseLearner, with_precision
@@ -34,79 +38,109 @@ class BaseTrainer(Module):
     """Model and learner on a mesh of devices, with their state and the step that changes it."""
 
     class Config(Module.Config):
-        """Configures a BaseTrainer.
-
-        Attributes:
-            dir: directory of the run.
-            model: the config of a hierarchy layer, or of a class or function that makes a module of
-                Linen, NNX or another library. Its call takes a batch and returns a scalar loss and
-                auxiliary outputs, see `weft.trainer.model`.
-            input: training data; its field `is_training`, if any, is set to True.
-            max_step: number of steps; also of the learner's schedules that set none.
-            mesh_shape: number of devices along each axis of the mesh; one may be -1.
-            mesh_rules: pairs of a regular expression for hardware and a mesh shape, a config
-                modifier, or None; see `select_mesh_config`.
-            batch_axis_names: mesh axes over which the rows of a batch are sharded.
-            logical_axis_rules: pairs of a name that a layer or module gives to an axis, and the
-                mesh axis or axes to shard it over, or None; in order of priority. In hierarchy
-                layers a name without a rule is a mesh axis.
-            rules_by_kind: such rules for one kind of array, which take precedence.
-            init_state_builder: builds the initial state of a run without a checkpoint, such as
-                pretrained parameters; None initializes it randomly.
-            precision: policy for the dtypes of parameters, computation and the optimizer's moments:
-                "float32", "mixed_bfloat16", "bfloat16", "int8", "fp8", or a `Precision.Config`;
-                None for those of the model and the optimizer.
-            batch_transform: function of a batch and a PRNG key that returns another batch of the
-                same shapes, called at each step of training, as for augmentation; or its config.
-            train_dtype: dtype of the model's computation in training, instead of a policy's; None
-                for that of its parameters. May be a function that returns one per parameter, such
-                as `per_param_train_dtype_by_path`.
-            anomaly_policy: policy for steps whose loss is undefined or jumps.
-            config_modifiers: change this config, in order, before the trainer is made from it.
-        """
+        """Configures a BaseTrainer."""
 
         dir: config.Required[str] = config.REQUIRED
+        """Directory of the run."""
         model: config.Required[config.InstantiableConfig] = config.REQUIRED
-        learner: config.Required[BaseLearner.Config] = config.REQUIRED
+        """The config of a hierarchy layer, or of a class or function that makes a module of Linen,
+        NNX or another library. Its call takes a batch and returns a scalar loss and auxiliary
+        outputs, see `weft.trainer.model`."""
+        learner: config.Required[config.InstantiableConfig[BaseLearner]] = (
+            config.REQUIRED
+        )
         input: config.Required[Input.Config] = config.REQUIRED
+        """Training data; its field `is_training`, if any, is set to True."""
         max_step: int | float = math.inf
-        mesh_shape: config.Required[mesh_lib.MeshShape | mesh_lib.HybridMeshShape] = config.REQUIRED
+        """Number of steps; also of the learner's schedules that set none."""
+        mesh_shape: config.Required[
+            mesh_lib.MeshShape | mesh_lib.HybridMeshShape
+        ] = config.REQUIRED
+        """Number of devices along each axis of the mesh; one may be -1."""
         mesh_axis_names: config.Required[Sequence[str]] = config.REQUIRED
         mesh_rules: mesh_lib.MeshRules | None = None
+        """Pairs of a regular expression for hardware and a mesh shape, a config modifier, or None;
+        see `select_mesh_config`."""
         batch_axis_names: str | Sequence[str] | None = "data"
+        """Mesh axes over which the rows of a batch are sharded."""
         logical_axis_rules: mesh_lib.AxisRules = []
-        rules_by_kind: mesh_lib.RulesByKind.Config = mesh_lib.RulesByKind.default_config()
+        """Pairs of a name that a layer or module gives to an axis, and the mesh axis or axes to
+        shard it over, or None; in order of priority. In hierarchy layers a name without a rule is a
+        mesh axis."""
+        rules_by_kind: mesh_lib.RulesByKind.Config = (
+            mesh_lib.RulesByKind.default_config()
+        )
+        """Such rules for one kind of array, which take precedence."""
         checkpointer: BaseCheckpointer.Config = Checkpointer.default_config()
         init_state_builder: state_builder.Builder.Config | None = None
+        """Builds the initial state of a run without a checkpoint, such as pretrained parameters;
+        None initializes it randomly."""
         precision: str | Precision.Config | None = None
+        """Policy for the dtypes of parameters, computation and the optimizer's moments: "float32",
+        "mixed_bfloat16", "bfloat16", "int8", "fp8", or a `Precision.Config`; None for those of the
+        model and the optimizer."""
         batch_transform: config.ConfigOr[BatchTransform] | None = None
+        """Function of a batch and a PRNG key that returns another batch of the same shapes, called
+        at each step of training, as for augmentation; or its config."""
         train_dtype: DType | config.ConfigOr[PerParamDType] | None = None
+        """Dtype of the model's computation in training, instead of a policy's; None for that of its
+        parameters. May be a function that returns one per parameter, such as
+        `per_param_train_dtype_by_path`."""
         anomaly_policy: anomalies.AnomalyPolicy.Config | None = None
+        """Policy for steps whose loss is undefined or jumps."""
         config_modifiers: Sequence[config.ConfigOr[config.ConfigModifier]] = []
+        """Change this config, in order, before the trainer is made from it."""
 
         def instantiate(self, **kwargs: Any) -> Any:
-            return Module.Config.instantiate(apply_config_modifiers(self), **kwargs)
+            return Module.Config.instantiate(
+                apply_config_modifiers(self), **kwargs
+            )
 
-    def __init__(self, cfg: Config, *, parent: Module | None, devices: Sequence[Any] | None = None):
+    def __init__(
+        self,
+        cfg: Config,
+        *,
+        parent: Module | None,
+        devices: Sequence[Any] | None = None,
+    ):
         super().__init__(cfg, parent=parent)
         lookup_checks.check_tokens(cfg)
         _check_config(cfg, self.path())
-        self._mesh = mesh_lib.build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
+        self._mesh = mesh_lib.build_mesh(
+            cfg.mesh_shape, cfg.mesh_axis_names, devices
+        )
         self._rules = mesh_lib.rules_of(cfg)
         self._step = 0
         self._state: TrainerState | None = None
         with self.mesh():
-            self._add_child("input", config.maybe_set_config(cfg.input, is_training=True))
-            model = model_config(cfg.model, self.input.element_spec, cfg.precision)
+            self._add_child(
+                "input", config.maybe_set_config(cfg.input, is_training=True)
+            )
+            model = model_config(
+                cfg.model, self.input.element_spec, cfg.precision
+            )
             self._add_child("model", model)
             learner = run_dir.learner_config(cfg)
             self._add_child("learner", with_precision(learner, cfg.precision))
-            self._state_specs = state_lib.state_specs(self.model, self.learner, self._rules)
-            self._shardings = state_lib.state_shardings(self._mesh, self._state_specs)
-            checkpointer = cfg.checkpointer.set(dir=os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR))
-            self._checkpointer: Any = self._add_child("checkpointer", checkpointer)
+            self._state_specs = state_lib.state_specs(
+                self.model, self.learner, self._rules
+            )
+            self._shardings = state_lib.state_shardings(
+                self._mesh, self._state_specs
+            )
+            checkpointer = cfg.checkpointer.set(
+                dir=os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR)
+            )
+            self._checkpointer: Any = self._add_child(
+                "checkpointer", checkpointer
+            )
             if cfg.init_state_builder is not None:
                 self._add_child("init_state_builder", cfg.init_state_builder)
+        self._frozen_base = frozen_base.frozen_base_of(
+            self.children.get("init_state_builder"),
+            self._state_specs.model,
+            self.learner.should_update_with_optimizers(self._state_specs.model),
+        )
         self._train_step: Callable[..., Any] = jit_train_step(self)
         # Of a run: the states that are saved besides that of the model, its place in the data, and
         # its hold on the directory.
@@ -120,7 +154,10 @@ class BaseTrainer(Module):
     @contextlib.contextmanager
     def mesh(self) -> Iterator[None]:
         """Enters the trainer's mesh and its rules for activations."""
-        with jax.set_mesh(self._mesh), axis_rules.logical_axis_rules(self._rules.activations):
+        with (
+            jax.set_mesh(self._mesh),
+            axis_rules.logical_axis_rules(self._rules.activations),
+        ):
             yield
 
     @property
@@ -167,15 +204,20 @@ class BaseTrainer(Module):
                 self._new_state,
                 prng_key,
                 self._shardings,
-                interruptible=self._state is None,  # else a state would be replaced by a new one
-                compiler_options=options_for_init(devices[0].platform, self._state_specs),
+                interruptible=self._state
+                is None,  # else a state would be replaced by a new one
+                compiler_options=options_for_init(
+                    devices[0].platform, self._state_specs
+                ),
             )
         self._step, self._state = 0, state
 
     @nowrap
     def model_params_for_eval(self) -> NestedTensor:
         """Returns the parameters for evaluation: their moving average if the learner keeps one."""
-        average: Any = getattr(self.trainer_state.learner.get("ema"), "ema", None)
+        average: Any = getattr(
+            self.trainer_state.learner.get("ema"), "ema", None
+        )
         if not jax.tree.leaves(average):
             return self.trainer_state.model
         return average
@@ -183,10 +225,14 @@ class BaseTrainer(Module):
     # The data.
 
     def _batch_partition(self) -> PartitionSpec:
-        return state_lib.batch_partition(self.input, self.config.batch_axis_names)
+        return state_lib.batch_partition(
+            self.input, self.config.batch_axis_names
+        )
 
     def _open_batches(self) -> PrefetchingIterator:
-        return state_lib.open_batches(self.input, self._batch_partition(), self._mesh)
+        return state_lib.open_batches(
+            self.input, self._batch_partition(), self._mesh
+        )
 
     @property
     def input_wait_seconds(self) -> float:
@@ -201,12 +247,16 @@ class BaseTrainer(Module):
         self, batches: PrefetchingIterator | None, state: TrainerState
     ) -> dict[str, Any]:
         """Returns what a checkpoint holds, by the names of its parts."""
-        return {
+        parts = {
             **state._asdict(),
             "input_iter": batches,
             "run_state": self._run_state,
             "next_step": self._step + 1,
         }
+        if self._frozen_base is not None:
+            parts["model"] = adapter_state(state.model)
+            parts[frozen_base.BASE] = self._frozen_base
+        return parts
 
     @nowrap
     def restore_checkpoint(self, restore_step: int | None = None) -> int | None:
@@ -216,7 +266,9 @@ class BaseTrainer(Module):
         if there is no checkpoint.
         """
         with self.mesh(), contextlib.ExitStack() as stack:
-            stack.enter_context(preemption.barrier_after("restoring the checkpoint"))
+            stack.enter_context(
+                preemption.barrier_after("restoring the checkpoint")
+            )
             batches = self._batches or stack.enter_context(self._open_batches())
             shapes = jax.eval_shape(self._new_state, jax.random.key(0))
             target = state_lib.with_shardings(shapes, self._shardings)
@@ -225,6 +277,10 @@ class BaseTrainer(Module):
             )
             if step is not None:
                 self._step = restored["next_step"] - 1
+                if self._frozen_base is not None:
+                    restored["model"] = self._frozen_base.complete(
+                        restored["model"], like=target.model
+                    )
                 self._state = TrainerState(
                     prng_key=restored["prng_key"],
                     model=restored["model"],
@@ -245,12 +301,17 @@ class BaseTrainer(Module):
         if self._run_lock is not None:
             self._run_lock.check()
         state: Any = self._state_to_save
-        if not isinstance(self._checkpointer, Checkpointer):  # a user's, which takes the state
+        if not isinstance(
+            self._checkpointer, Checkpointer
+        ):  # a user's, which takes the state
             state = state()
             if state is None:
                 return False
         return self._checkpointer.save(
-            step=self._step, state=state, evaler_summaries=evaler_summaries, force=force
+            step=self._step,
+            state=state,
+            evaler_summaries=evaler_summaries,
+            force=force,
         )
 
     def _state_to_save(self) -> dict[str, Any] | None:
@@ -278,7 +339,9 @@ class BaseTrainer(Module):
         with self.mesh():
             if trainer_state is None:
                 # The key too: the devices of the mesh may belong to another machine.
-                trainer_state = jax.eval_shape(lambda: self._new_state(jax.random.key(0)))
+                trainer_state = jax.eval_shape(
+                    lambda: self._new_state(jax.random.key(0))
+                )
             if input_batch is None:
                 input_batch = state_lib.batch_shapes(
                     self.input, self._batch_partition(), self._mesh
@@ -288,7 +351,9 @@ class BaseTrainer(Module):
             return lowered.compile(compiler_options=compiler_options)
 
     @nowrap
-    def lower_train_step(self, state: TrainerState, batch: Nested[Any]) -> jax.stages.Lowered:
+    def lower_train_step(
+        self, state: TrainerState, batch: Nested[Any]
+    ) -> jax.stages.Lowered:
         """Lowers the step for a state and a batch, after checks of its lookups in tables."""
         traced = self._train_step.trace(state, batch)
         lookup_checks.check_lookups(traced.jaxpr, state, batch, self.config)
@@ -297,9 +362,20 @@ class BaseTrainer(Module):
     @nowrap
     def advance(self, batch: NestedTensor) -> dict[str, Any]:
         """Dispatches the next step, and returns its outputs."""
-        self._state, outputs = self._train_step(self._state, batch)
+        self._state, outputs = self._train_step(
+            self._state, self.batch_of_step(batch)
+        )
         self._step += 1
         return outputs
+
+    @nowrap
+    def batch_of_step(self, batch: NestedTensor) -> NestedTensor:
+        """Returns the batch that the compiled step takes, from one of the input: the same.
+
+        A trainer that makes it with the model, such as answers to prompts, overrides this and
+        `lower_train_step`. It is a function of the batch and of the state before the step.
+        """
+        return batch
 
     @nowrap
     def go_back_to(self, step: int) -> None:
@@ -313,7 +389,10 @@ class BaseTrainer(Module):
 
 
 def _check_config(cfg: BaseTrainer.Config, path: str) -> None:
-    if not (isinstance(cfg.max_step, int) or cfg.max_step == math.inf) or cfg.max_step < 0:
+    if (
+        not (isinstance(cfg.max_step, int) or cfg.max_step == math.inf)
+        or cfg.max_step < 0
+    ):
         raise errors.InvalidConfigValueError(
             f"{path}.max_step={cfg.max_step!r} is not a number of steps; expected an int such as "
             "1000, or math.inf for a run without end."
@@ -337,8 +416,12 @@ def jit_train_step(trainer: BaseTrainer) -> Any:
     cfg = trainer.config
     mesh = trainer._mesh
     model_specs = trainer._state_specs.model
-    gradient_specs = state_lib.parameter_specs(trainer.model, trainer._rules.gradients)
-    state_lib.state_shardings(mesh, {"gradients": gradient_specs})  # raises if one does not fit
+    gradient_specs = state_lib.parameter_specs(
+        trainer.model, trainer._rules.gradients
+    )
+    state_lib.state_shardings(
+        mesh, {"gradients": gradient_specs}
+    )  # raises if one does not fit
     dtype = config.maybe_instantiate(cfg.train_dtype)
     step = functools.partial(
         train_step,
@@ -351,12 +434,20 @@ def jit_train_step(trainer: BaseTrainer) -> Any:
         batch_transform=config.maybe_instantiate(cfg.batch_transform),
     )
     options = options_for_steps(
-        mesh.devices.flat[0].platform, model_specs, trainer.input.element_spec, cfg.max_step
+        mesh.devices.flat[0].platform,
+        model_specs,
+        trainer.input.element_spec,
+        cfg.max_step,
     )
     if cfg.anomaly_policy is not None:
         policy = cfg.anomaly_policy.instantiate()
-        return anomalies.AnomalyGuard(policy, step, trainer._shardings, mesh, dtype, options)
-    shardings = (trainer._shardings, None)  # batches come laid out, outputs are left to XLA
+        return anomalies.AnomalyGuard(
+            policy, step, trainer._shardings, mesh, dtype, options
+        )
+    shardings = (
+        trainer._shardings,
+        None,
+    )  # batches come laid out, outputs are left to XLA
     return jax.jit(
         step,
         in_shardings=shardings,
@@ -366,7 +457,9 @@ def jit_train_step(trainer: BaseTrainer) -> Any:
     )
 
 
-def judge_of(trainer: BaseTrainer, first_key: Tensor, every_n_steps: int | None) -> anomalies.Judge:
+def judge_of(
+    trainer: BaseTrainer, first_key: Tensor, every_n_steps: int | None
+) -> anomalies.Judge:
     """Returns the judge of a trainer's steps; `first_key` is that of its initial state.
 
     `every_n_steps` is how often the loss is read, if there is no policy; 10 if None.
@@ -379,14 +472,19 @@ def judge_of(trainer: BaseTrainer, first_key: Tensor, every_n_steps: int | None)
     return anomalies.LossCheck(every_n_steps or 10, advise)
 
 
-def _advise(trainer: BaseTrainer, first_key: Tensor, step: anomalies.Step) -> str:
+def _advise(
+    trainer: BaseTrainer, first_key: Tensor, step: anomalies.Step
+) -> str:
     """Returns what to look at first after a step with an undefined loss."""
     if step.number > 1:
-        return anomalies.advice_for_later_step(step.outputs["summaries"], step.batch)
+        return anomalies.advice_for_later_step(
+            step.outputs["summaries"], step.batch
+        )
     trainer._state = None  # frees its memory
     trainer.init(first_key)
     state = trainer.trainer_state
     search = first_nonfinite.NonfiniteSearch(trainer._train_step.__wrapped__)
-    find_module = functools.partial(search.first_module, state, step.batch)
+    batch = trainer.batch_of_step(step.batch)
+    find_module = functools.partial(search.first_module, state, batch)
     dtype = config.maybe_instantiate(trainer.config.train_dtype)
-    return anomalies.advice_for_first_step(find_module, state, step.batch, dtype)
+    return anomalies.advice_for_first_step(find_module, state, batch, dtype)

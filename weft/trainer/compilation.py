@@ -94,7 +94,9 @@ def compilation_cache(directory: str | None) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             # A program that cannot be read or written is compiled as without a cache.
-            warnings.filterwarnings("ignore", r"Error \w+ persistent compilation cache entry")
+            warnings.filterwarnings(
+                "ignore", r"Error \w+ persistent compilation cache entry"
+            )
             yield
     finally:
         _update(previous_settings)
@@ -133,7 +135,9 @@ def _is_usable(directory: str, *, is_default: bool) -> bool:
 def _check_owner(directory: str) -> None:
     # Programs are code: nobody else may have put them there.
     status = os.stat(directory)
-    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
+    if hasattr(os, "getuid") and (
+        status.st_uid != os.getuid() or status.st_mode & 0o022
+    ):
         raise OSError("others may write to it")
 
 
@@ -143,7 +147,9 @@ def _drop_partial_entries(directory: str) -> None:
     With a bound of the size, JAX could store nothing after such a program.
     """
     for path in glob.glob(os.path.join(glob.escape(directory), "*-cache")):
-        with contextlib.suppress(FileNotFoundError):  # another process removes them too
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # another process removes them too
             is_whole = os.path.exists(path.removesuffix("-cache") + "-atime")
             if not is_whole and time.time() - os.path.getmtime(path) > 60:
                 os.remove(path)
@@ -195,7 +201,9 @@ def options_for_init(platform: str, state: PyTree) -> dict[str, Any] | None:
     return _options(platform, _NO_OPTIMIZATIONS, seconds <= _MAX_SECONDS)
 
 
-def options_for_evaluation(platform: str, parameters: int) -> dict[str, Any] | None:
+def options_for_evaluation(
+    platform: str, parameters: int
+) -> dict[str, Any] | None:
     """Returns the options for compiling an evaluation of an unknown number of batches."""
     return _options(platform, _FEW_OPTIMIZATIONS, parameters <= _MAX_PARAMETERS)
 
@@ -214,7 +222,11 @@ def _options(
 ) -> dict[str, Any] | None:
     if not has_little_work or platform != "cpu":
         return None
-    return {name: value for name, value in options.items() if name not in _unknown_options()}
+    return {
+        name: value
+        for name, value in options.items()
+        if name not in _unknown_options()
+    }
 
 
 @functools.cache
@@ -226,7 +238,9 @@ def _unknown_options() -> frozenset[str]:
             jax.jit(lambda: 0).lower().compile(compiler_options=options)
             break
         except jax.errors.JaxRuntimeError as error:
-            refused_names = [name for name in options if f"'{name}'" in str(error)]
+            refused_names = [
+                name for name in options if f"'{name}'" in str(error)
+            ]
             for name in refused_names or list(options):
                 del options[name]
     return frozenset(_NO_OPTIMIZATIONS.keys() - options.keys())

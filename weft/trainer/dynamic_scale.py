@@ -83,7 +83,9 @@ class DynamicScale(struct.PyTreeNode):
 
         grad_fn = jax.grad(scaled, argnums, has_aux=True)
 
-        def value_and_grad(*args: PyTree, **kwargs: PyTree) -> DynamicScaleResult:
+        def value_and_grad(
+            *args: PyTree, **kwargs: PyTree
+        ) -> DynamicScaleResult:
             grad, result = grad_fn(*args, **kwargs)
             grad = jax.tree.map(self._unscaled, grad)
             if axis_name is not None:
@@ -91,12 +93,17 @@ class DynamicScale(struct.PyTreeNode):
             is_finite = jnp.array(True)
             for leaf in jax.tree.leaves(grad):
                 is_finite &= jnp.all(jnp.isfinite(leaf))
-            return DynamicScaleResult(self.after(is_finite), is_finite, result, grad)
+            return DynamicScaleResult(
+                self.after(is_finite), is_finite, result, grad
+            )
 
         return value_and_grad
 
     def _unscaled(self, grad: Array) -> Array:
-        return jnp.asarray(grad, jnp.promote_types(grad.dtype, jnp.float32)) / self.scale
+        return (
+            jnp.asarray(grad, jnp.promote_types(grad.dtype, jnp.float32))
+            / self.scale
+        )
 
     def after(self, finite: Array) -> DynamicScale:
         """Returns the scale for the next step."""

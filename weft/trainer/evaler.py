@@ -9,7 +9,14 @@ Early stopping ends a run when an evaler's metric has not improved for a while.
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, Protocol
 
 import jax
@@ -22,9 +29,19 @@ from weft.input import Input, host_to_global_device_array
 from weft.serialization.untrusted import check_json
 from weft.trainer.checkpointer.policy import BestMetric, EvalMetric
 from weft.trainer.hooks import EARLY_STOPPING, EndRun, Hook, RunningTrainer
-from weft.trainer.metric_calculator import BaseMetricCalculator, ModelSummaryAccumulator
+from weft.trainer.metric_calculator import (
+    BaseMetricCalculator,
+    ModelSummaryAccumulator,
+)
 from weft.trainer.summary_writer.files import SummaryWriter
-from weft.typing import DType, Nested, NestedTensor, PartitionSpec, PyTree, Tensor
+from weft.typing import (
+    DType,
+    Nested,
+    NestedTensor,
+    PartitionSpec,
+    PyTree,
+    Tensor,
+)
 
 
 class EvalPolicy(Protocol):
@@ -48,7 +65,13 @@ def every_n_steps_policy(
     """
     if n < 1:
         raise errors.StepIntervalError("eval_policy.n", n)
-    return lambda *, step, train_summaries: step == max_step or (step >= min_step and step % n == 0)
+    return lambda *, step, train_summaries: (
+        step == max_step or (step >= min_step and step % n == 0)
+    )
+
+
+eval_every_n_steps_policy = every_n_steps_policy
+"""The same, under the name that `weft.trainer` offers."""
 
 
 class AtEndPolicy(config_lib.Configurable):
@@ -64,25 +87,27 @@ class AtEndPolicy(config_lib.Configurable):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self._also: EvalPolicy | None = config_lib.maybe_instantiate(config.also)
+        self._also: EvalPolicy | None = config_lib.maybe_instantiate(
+            config.also
+        )
 
     def __call__(self, *, step: int, train_summaries: dict[str, Any]) -> bool:
-        return bool(self._also and self._also(step=step, train_summaries=train_summaries))
+        return bool(
+            self._also
+            and self._also(step=step, train_summaries=train_summaries)
+        )
 
 
 class BestMetricEvalPolicy(BestMetric):
     """Policy that evaluates when the metric of an earlier evaler has its best value so far."""
 
     class Config(config_lib.Configurable.Config):
-        """Configures a BestMetricEvalPolicy.
-
-        Attributes:
-            metric: The metric; its evaler must precede this one.
-            mode: "max" if larger is better, "min" if smaller is.
-        """
+        """Configures a BestMetricEvalPolicy."""
 
         metric: config_lib.Required[EvalMetric] = config_lib.REQUIRED
+        """The metric; its evaler must precede this one."""
         mode: str = "min"
+        """"max" if larger is better, "min" if smaller is."""
 
     def __call__(self, *, step: int, train_summaries: dict[str, Any]) -> bool:
         return bool(self.improves(step, train_summaries.get("evalers", {})))
@@ -99,19 +124,16 @@ class EarlyStopping(BestMetric, Hook):
     """
 
     class Config(config_lib.Configurable.Config):
-        """Configures an EarlyStopping.
-
-        Attributes:
-            metric: The metric to watch, such as `EvalMetric("held_out", "loss")`.
-            mode: "min" if smaller is better, "max" if larger is.
-            patience: Consecutive evaluations without improvement that do not yet end the run.
-            min_delta: Smallest change that counts as an improvement.
-        """
+        """Configures an EarlyStopping."""
 
         metric: config_lib.Required[EvalMetric] = config_lib.REQUIRED
+        """The metric to watch, such as `EvalMetric("held_out", "loss")`."""
         mode: str = "min"
+        """"min" if smaller is better, "max" if larger is."""
         patience: int = 0
+        """Consecutive evaluations without improvement that do not yet end the run."""
         min_delta: float = 0.0
+        """Smallest change that counts as an improvement."""
 
     def __init__(self, config: Config):
         super().__init__(config, name="early_stopping")
@@ -140,10 +162,14 @@ class EarlyStopping(BestMetric, Hook):
                 "add it to evalers."
             )
 
-    def on_start(self, trainer: RunningTrainer, resumed_from: int | None) -> EndRun | None:
+    def on_start(
+        self, trainer: RunningTrainer, resumed_from: int | None
+    ) -> EndRun | None:
         return self._end_if_due()
 
-    def on_eval(self, name: str, step: int, summaries: dict[str, Any]) -> EndRun | None:
+    def on_eval(
+        self, name: str, step: int, summaries: dict[str, Any]
+    ) -> EndRun | None:
         self(step=step, evaler_summaries={name: summaries})
         return self._end_if_due()
 
@@ -163,7 +189,11 @@ class EarlyStopping(BestMetric, Hook):
 
     def get_state(self) -> dict[str, Any]:
         """Returns the best value so far and the count of evaluations since."""
-        return {**super().get_state(), "count": self._count, "should_stop": self.should_stop}
+        return {
+            **super().get_state(),
+            "count": self._count,
+            "should_stop": self.should_stop,
+        }
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restores a saved state; the patience of this config decides whether to stop."""
@@ -176,26 +206,27 @@ class SpmdEvaler(hierarchy.Module):
     """Evaler of the trainer's model on the current mesh."""
 
     class Config(hierarchy.Module.Config):
-        """Configures a SpmdEvaler.
-
-        Attributes:
-            input: The data. Its dataset must be finite; its field `is_training`, if any, is set to
-                False. The model is compiled for each shape of batch.
-            eval_dtype: The dtype of the computation, unless the calculator has its own.
-            output_writer: Receives the calculator's outputs for each batch.
-            trace_at_iters: Batches of each evaluation, counted from 0, to profile; traces are
-                written below the directory of the summary writer.
-        """
+        """Configures a SpmdEvaler."""
 
         input: config_lib.Required[Input.Config] = config_lib.REQUIRED
-        eval_policy: config_lib.InstantiableConfig[EvalPolicy] = config_lib.config_for_function(
-            every_n_steps_policy
+        """The data. Its dataset must be finite; its field `is_training`, if any, is set to False.
+        The model is compiled for each shape of batch."""
+        eval_policy: config_lib.InstantiableConfig[EvalPolicy] = (
+            config_lib.config_for_function(every_n_steps_policy)
         )
-        metric_calculator: BaseMetricCalculator.Config = ModelSummaryAccumulator.default_config()
+        metric_calculator: BaseMetricCalculator.Config = (
+            ModelSummaryAccumulator.default_config()
+        )
         eval_dtype: DType | None = None
-        summary_writer: config_lib.InstantiableConfig = SummaryWriter.default_config()
+        """The dtype of the computation, unless the calculator has its own."""
+        summary_writer: config_lib.InstantiableConfig = (
+            SummaryWriter.default_config()
+        )
         output_writer: BaseOutputWriter.Config | None = None
+        """Receives the calculator's outputs for each batch."""
         trace_at_iters: Sequence[int] = []
+        """Batches of each evaluation, counted from 0, to profile; traces are written below the
+        directory of the summary writer."""
 
     def __init__(
         self,
@@ -206,8 +237,12 @@ class SpmdEvaler(hierarchy.Module):
         model_param_partition_specs: Nested[PartitionSpec],
     ):
         super().__init__(cfg, parent=parent)
-        self._eval_policy: EvalPolicy = config_lib.maybe_instantiate(cfg.eval_policy)
-        self._add_child("input", config_lib.maybe_set_config(cfg.input, is_training=False))
+        self._eval_policy: EvalPolicy = config_lib.maybe_instantiate(
+            cfg.eval_policy
+        )
+        self._add_child(
+            "input", config_lib.maybe_set_config(cfg.input, is_training=False)
+        )
         calculator = cfg.metric_calculator
         if calculator.eval_dtype is None:
             calculator = calculator.clone(eval_dtype=cfg.eval_dtype)
@@ -251,22 +286,30 @@ class SpmdEvaler(hierarchy.Module):
         Raises InputDatasetError if the dataset has no batch.
         """
         if not force_run:
-            is_due = self._eval_policy(step=step, train_summaries=train_summaries or {})
+            is_due = self._eval_policy(
+                step=step, train_summaries=train_summaries or {}
+            )
             if not is_due:
                 return prng_key, None, None
         next_key, prng_key = jax.random.split(prng_key)
         calculator: BaseMetricCalculator = self.metric_calculator
-        state = calculator.init_state(prng_key=prng_key, model_params=model_params)
+        state = calculator.init_state(
+            prng_key=prng_key, model_params=model_params
+        )
         outputs: list[Nested[Any]] = []
         # Outputs of all batches stay on the host: a calculator may need them at once.
         with contextlib.closing(self._global_batches()) as batches:
             for batch in batches:
                 with self._traced(step, len(outputs)) as finish:
-                    result = calculator.forward(batch, model_params=model_params, state=state)
+                    result = calculator.forward(
+                        batch, model_params=model_params, state=state
+                    )
                     state = finish(result["state"])
                 outputs.append(result["output"])
                 if "output_writer" in self.children:
-                    self.output_writer.write(input_batch=batch, output_batch=result["output"])
+                    self.output_writer.write(
+                        input_batch=batch, output_batch=result["output"]
+                    )
         if not outputs:
             raise errors.InputDatasetError(
                 f"{self.path()}: the dataset has no batch to evaluate on; it needs at least as "
@@ -289,24 +332,33 @@ class SpmdEvaler(hierarchy.Module):
     def _global_batches(self) -> Generator[NestedTensor]:
         input_: Input = self.input
         needs_dispatch = (
-            input_.dispatcher is not None or input_.config.input_partitioner is not None
+            input_.dispatcher is not None
+            or input_.config.input_partitioner is not None
         )
         iterator: Any = iter(input_.dataset())
-        with batches_until_stopped(iterator, input_.batches, self.path()) as batches:
+        with batches_until_stopped(
+            iterator, input_.batches, self.path()
+        ) as batches:
             for batch in batches:
-                batch = host_to_global_device_array(batch, partition=input_.partition_spec)
+                batch = host_to_global_device_array(
+                    batch, partition=input_.partition_spec
+                )
                 if needs_dispatch:
                     batch = self._dispatch(batch)
                 yield batch
 
     @contextlib.contextmanager
-    def _traced(self, step: int, batch_index: int) -> Iterator[Callable[[PyTree], PyTree]]:
+    def _traced(
+        self, step: int, batch_index: int
+    ) -> Iterator[Callable[[PyTree], PyTree]]:
         """Profiles the block if its batch is selected; yields a function that waits for results."""
         if batch_index not in self.config.trace_at_iters:
             yield lambda x: x
             return
         name = f"trace/step_{step:08d}_iter_{batch_index}"
-        with jax.profiler.trace(os.path.join(self.summary_writer.config.dir, name)):
+        with jax.profiler.trace(
+            os.path.join(self.summary_writer.config.dir, name)
+        ):
             yield jax.block_until_ready
 
 
@@ -327,10 +379,15 @@ def run_evalers(
     is due; none runs after it has returned False.
     """
     summaries_by_evaler: dict[str, Any] = {}
-    policy_summaries = {**(train_summaries or {}), "evalers": summaries_by_evaler}
+    policy_summaries = {
+        **(train_summaries or {}),
+        "evalers": summaries_by_evaler,
+    }
     for name, evaler in evalers.items():
         if forced is None:
-            is_due = evaler.eval_policy(step=step, train_summaries=policy_summaries)
+            is_due = evaler.eval_policy(
+                step=step, train_summaries=policy_summaries
+            )
         else:
             is_due = name in forced
         if not is_due:
@@ -350,6 +407,25 @@ def run_evalers(
     return summaries_by_evaler
 
 
+def names_to_return(
+    evalers: Mapping[str, SpmdEvaler],
+    names: bool | Collection[str] | None,
+    trainer: str,
+) -> list[str] | None:
+    """Returns the names of the evalers whose summaries `SpmdTrainer.run` returns, if any."""
+    if not names:
+        return None
+    if names is True:
+        return list(evalers)
+    for name in names:
+        if name not in evalers:
+            raise errors.ArgumentValueError(
+                f"return_evaler_summaries names {name!r}, which is not one of the evalers of "
+                f"{trainer}. {errors.did_you_mean(name, evalers)}"
+            )
+    return [name for name in evalers if name in names]
+
+
 class EvaluationHook(Hook):
     """Hook that runs the evalers of a run when they are due.
 
@@ -357,12 +433,16 @@ class EvaluationHook(Hook):
         summaries: of the evalers that have run since the last step, by name.
     """
 
-    def __init__(self, trainer: RunningTrainer, evalers: Mapping[str, SpmdEvaler]):
+    def __init__(
+        self, trainer: RunningTrainer, evalers: Mapping[str, SpmdEvaler]
+    ):
         self._trainer = trainer
         self._evalers = evalers
         self.summaries: dict[str, Any] = {}
 
-    def after_step(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> None:
+    def after_step(
+        self, step: int, outputs: dict[str, Any], batch: NestedTensor
+    ) -> None:
         # A bad step is noticed before it is evaluated, and may take the run back.
         self.summaries = self._run(
             train_summaries=outputs["summaries"], may_run=self._trainer.settle
@@ -396,4 +476,8 @@ class EvaluationHook(Hook):
 
 def due_at_end(evalers: Mapping[str, SpmdEvaler]) -> set[str]:
     """Returns the names of the evalers whose policy is an `AtEndPolicy`."""
-    return {name for name, evaler in evalers.items() if isinstance(evaler.eval_policy, AtEndPolicy)}
+    return {
+        name
+        for name, evaler in evalers.items()
+        if isinstance(evaler.eval_policy, AtEndPolicy)
+    }

@@ -1,48 +1,71 @@
 """Training of a model on data at hand in one call.
 
 `fit` builds the config of an `SpmdTrainer` and runs it. `FitResult.config` is that config, to go on
-with where the arguments do not suffice.
+with where the arguments do not suffice; `weft.trainer.fit_result` reads the result.
 """
 
+from __future__ import annotations
+
 import contextlib
-import dataclasses
 import functools
-import hashlib
 import inspect
+import logging
 import math
-import os
-import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from weft import nnx
-from weft.config import REQUIRED, InMemory, InstantiableConfig, config_for_function
-from weft.core import flat_dict
+from weft.config import (
+    REQUIRED,
+    InstantiableConfig,
+    config_for_function,
+)
 from weft.errors import FitError, InputDatasetError, did_you_mean
 from weft.hierarchy import Module, functional
 from weft.input import Arrays, Batches, split
-from weft.interop.models import adapter_of, model_of
-from weft.interop.nnx import NNXModel
 from weft.metrics import Metric
 from weft.report.display import Display, make_display
 from weft.report.recorder import error_console
-from weft.trainer import compilation, evaler, mesh, parallelism, run_dir, state_builder
-from weft.trainer.checkpointer import checkpointer, index, policy
+from weft.trainer import (
+    compilation,
+    evaler,
+    mesh,
+    parallelism,
+)
+from weft.trainer.checkpointer import policy
 from weft.trainer.fit_data import Data, Fields, FitData, read_data
-from weft.trainer.hooks import INPUT_ENDED, Hook, check_hook
+from weft.trainer.fit_result import (
+    VALIDATION,
+    FitResult,
+    Mode,
+    Watched,
+    result_of,
+)
+from weft.trainer.hooks import (
+    INPUT_ENDED,
+    Hook,
+    RunningTrainer,
+    check_hook,
+)
 from weft.trainer.learner import Learner
 from weft.trainer.model import LibraryModel, build_model
-from weft.trainer.optimizers.algorithms import adam_optimizer, adamw_optimizer, sgd_optimizer
+from weft.trainer.model_layer import layer_of
+from weft.trainer.model_record import model_record
+from weft.trainer.optimizers.algorithms import (
+    adam_optimizer,
+    adamw_optimizer,
+    sgd_optimizer,
+)
 from weft.trainer.optimizers.base import TransformationLike, as_partitioned
 from weft.trainer.optimizers.transformations import SCHEDULE_FREE
 from weft.trainer.precision import Precision
 from weft.trainer.run_lock import move_aside
-from weft.trainer.summary_writer.files import JsonLinesWriter, read_json_lines
+from weft.trainer.state_builder import ImportedWeightsBuilder
+from weft.trainer.summary_writer.files import JsonLinesWriter
 from weft.trainer.supervised import (
     LOSSES,
     MetricLike,
@@ -53,225 +76,31 @@ from weft.trainer.supervised import (
 )
 from weft.trainer.train_step import BatchTransform
 from weft.trainer.trainer import SpmdTrainer
-from weft.typing import LossName, MetricName, OptimizerName, PrecisionName, PyTree, Tensor
+from weft.typing import (
+    LossName,
+    MetricName,
+    OptimizerName,
+    PrecisionName,
+    PyTree,
+    Tensor,
+)
 
-VALIDATION = "validation"
 M = TypeVar("M")
+logger = logging.getLogger(__name__)
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@dataclasses.dataclass(frozen=True)
-class History:
-    """Values of a run by step, also of the part before it was resumed.
-
-    Attributes:
-        train: For each step the `step` itself, the `loss` and the metrics of its batch, and the
-            `learning_rate` of a named optimizer.
-        validation: For each evaluation the `step`, and the `loss` and the metrics of all its rows;
-            empty without validation data.
-    """
-
-    train: dict[str, np.ndarray]
-    validation: dict[str, np.ndarray]
-
-    def __repr__(self) -> str:
-        parts: list[str] = []
-        for name, columns in {"train": self.train, "validation": self.validation}.items():
-            if columns:
-                parts.append(f"{name}={len(columns['step'])} × ({', '.join(columns)})")
-        return f"History({', '.join(parts)})"
-
-
-@dataclasses.dataclass(frozen=True)
-class FitState:
-    """State of a model after a step.
-
-    Attributes:
-        variables: Collections by name for Linen and NNX; the parameters of a hierarchy layer.
-    """
-
-    step: int
-    variables: dict[str, Any] = dataclasses.field(repr=False)
-    _trainer: SpmdTrainer = dataclasses.field(repr=False)
-
-    def predict(self, inputs: PyTree) -> PyTree:
-        """Returns the model's outputs for its inputs as NumPy arrays, in evaluation mode.
-
-        Raises FitError if the model computes its own loss; call it with `variables` instead.
-        """
-        if not isinstance(self._trainer.model, Supervised):
-            raise FitError(
-                "predict is for models that were given a loss; this one returns its own. Call the "
-                "model with the `variables` of this state."
-            )
-        with self._trainer.mesh():
-            return jax.device_get(self._predict(self.variables, inputs))
-
-    @functools.cached_property
-    def _predict(self) -> Callable[[dict[str, PyTree], PyTree], PyTree]:
-        def predict(variables: dict[str, PyTree], inputs: PyTree) -> PyTree:
-            outputs, _ = functional(
-                self._trainer.model,
-                jax.random.key(0),
-                {"model": variables},
-                (inputs,),
-                method="call_model",
-                is_training=False,
-            )
-            return outputs
-
-        return jax.jit(predict)
-
-    def update(self, model: object) -> None:
-        """Sets the variables of an NNX module to the values of this state.
-
-        Raises LayerVariablesError if it is not a module with these variables.
-        """
-        adapter: Any = model_of(model)
-        if not isinstance(adapter, NNXModel):
-            raise FitError(
-                f"update changes a module of NNX, but got a {type(model).__name__}; call the model "
-                "with the `variables` of this state."
-            )
-        nnx = adapter.nnx  # Weft's or Flax's
-        # Variables of a run have paths of texts; those of a module may have indices.
-        model_paths = {tuple(map(str, path)): path for path in adapter.collections(model)}
-        values: dict[Any, Any] = {}
-        for path, value in flat_dict.flatten_dict(self.variables).items():
-            values[model_paths.get(path, path)] = value
-        updated, *_ = adapter.merge_values(flat_dict.unflatten_dict(values), {}, False)
-        nnx.update(model, nnx.state(updated, lambda path, x: not isinstance(x, nnx.RngState)))
-
-
-@dataclasses.dataclass(frozen=True)
-class FitResult(Generic[M]):
-    """Result of `fit`.
-
-    Attributes:
-        model: The model that was given. A module of NNX has the values of the last step.
-        last: State after the last step.
-        best: State with the smallest loss on the validation data, or the best value of the argument
-            `best`; without validation data, the last one.
-        config: Config of the `SpmdTrainer` that ran; its `dir` is missing if `fit` was given none.
-    """
-
-    model: M = dataclasses.field(repr=False)
-    history: History
-    last: FitState
-    best: FitState
-    config: SpmdTrainer.Config = dataclasses.field(repr=False)
-
-
-def _result(
-    model: M, cfg: SpmdTrainer.Config, trainer: SpmdTrainer, watched: "_Watched"
-) -> FitResult[M]:
-    """Returns the result of a run that has ended, reading its directory."""
-    history = History(
-        train=_read_series(cfg.dir, "train_train"), validation=_read_series(cfg.dir, VALIDATION)
-    )
-    last_params = trainer.model_params_for_eval()
-    # The last state is in memory; only another one is read from its checkpoint.
-    last = best = FitState(trainer.step, _variables(trainer, last_params), trainer)
-    checkpoints_dir = os.path.join(cfg.dir, run_dir.CHECKPOINTS_DIR)
-    best_step = _best_step(checkpoints_dir, history.validation, watched)
-    if best_step is not None and best_step != trainer.step:
-        best_params = _restore_params(checkpoints_dir, trainer, best_step)
-        best = FitState(best_step, _variables(trainer, best_params), trainer)
-    return FitResult(model, history, last, best, cfg)
-
-
-def _read_series(run_directory: str, writer_name: str) -> dict[str, np.ndarray]:
-    """Returns the numbers that a writer has written: the steps, and a column for each name."""
-    directory = os.path.join(run_directory, "summaries", writer_name)
-    if not os.path.exists(directory):
-        return {}
-    values_by_step: dict[int, dict[str, float | list[Any]]] = {}
-    for record in read_json_lines(directory):
-        values: dict[str, float | list[Any]] = {}
-        for path, value in record.get("values", {}).items():
-            if isinstance(value, int | float):
-                values[_column_name(path)] = value
-        for path, array in record.get("arrays", {}).items():
-            values[_column_name(path)] = array
-        if values:
-            values_by_step.setdefault(record["step"], {}).update(values)
-    names: set[str] = set()
-    for values in values_by_step.values():
-        names.update(values)
-    columns = {"step": np.array(list(values_by_step), int)}
-    for name in sorted(names):
-        if "/" in name:
-            continue  # not of the model
-        column = [values.get(name, np.nan) for values in values_by_step.values()]
-        # A metric without a value at a step has NaN there, in the shape of the others.
-        shape = np.broadcast_shapes(*(np.shape(x) for x in column))
-        columns[name] = np.stack([np.broadcast_to(x, shape) for x in column])
-    return columns
-
-
-def _column_name(summary_path: str) -> str:
-    if summary_path == "learner/optimizer/learning_rate":
-        return "learning_rate"
-    return summary_path.removeprefix("model/")
-
-
-def _best_step(
-    checkpoints_dir: str, validation: dict[str, np.ndarray], watched: "_Watched"
-) -> int | None:
-    """Returns the saved step with the best value, the last one of several."""
-    if watched.metric not in validation:
-        return None
-    saved_steps = checkpointer.Checkpointer.checkpoint_steps(checkpoints_dir)
-    sign = -1 if watched.mode == "max" else 1
-    best_step = None
-    lowest = math.inf
-    values = (sign * validation[watched.metric]).tolist()
-    for step, value in zip(validation["step"].tolist(), values, strict=True):
-        if step in saved_steps and value <= lowest:
-            best_step, lowest = step, value
-    return best_step
-
-
-def _variables(trainer: SpmdTrainer, params: PyTree) -> PyTree:
-    if isinstance(trainer.model, Supervised):
-        return params["model"]
-    return params
-
-
-def _restore_params(checkpoints_dir: str, trainer: SpmdTrainer, step: int) -> PyTree:
-    """Returns the parameters for evaluation of a step that was saved."""
-    # Only what evaluation needs is read: the average of the parameters, or else these.
-    state = trainer.trainer_state
-    has_average = "ema" in state.learner
-    target = state._replace(prng_key={}, learner={})
-    if has_average:
-        target = state._replace(prng_key={}, model={}, learner={"ema": state.learner["ema"]})
-    target = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), target
-    )
-    reader_config = state_builder.TensorStoreStateStorageBuilder.default_config().set(
-        name="best",
-        base_dir=checkpoints_dir,
-        step=step,
-        validation=index.CheckpointValidationType.CONTAINS_STATE,
-    )
-    with trainer.mesh():
-        reader = reader_config.instantiate(parent=None)
-        restored = reader(state_builder.Builder.State(0, target)).trainer_state
-    if has_average:
-        return restored.learner["ema"].ema
-    return restored.model
-
-
 NameOrFn = str | OutputFn
 MetricOption = MetricName | LossName | OutputFn | Metric
-Mode = Literal["min", "max"]
 
 _ADAM = {"b1": 0.9, "b2": 0.999, "eps": 1e-8}
 OPTIMIZERS: dict[str, Any] = {
     "adam": config_for_function(adam_optimizer).set(**_ADAM),
-    "adamw": config_for_function(adamw_optimizer).set(**_ADAM, weight_decay=1e-4),
+    "adamw": config_for_function(adamw_optimizer).set(
+        **_ADAM, weight_decay=1e-4
+    ),
     "sgd": config_for_function(sgd_optimizer).set(decouple_weight_decay=False),
 }
 _BETTER: dict[str, Mode] = {
@@ -299,6 +128,7 @@ _OTHER_NAMES = {
     "n_epochs": "epochs=…",
     "loss_fn": "loss=…",
     "optim": "optimizer=…",
+    "overwrite": "fresh=True",
     "patience": "early_stopping=3, the number of evaluations to wait",
     "sample_weight": "a field row_weight of the data",
     "save_dir": "dir=…",
@@ -341,9 +171,14 @@ def fit(
     batch_size: int | None = None,
     validation: Data | None = None,
     validation_split: float | None = None,
-    metrics: MetricOption | Sequence[MetricOption] | Mapping[str, MetricOption] = (),
+    metrics: MetricOption
+    | Sequence[MetricOption]
+    | Mapping[str, MetricOption] = (),
     optimizer: OptimizerName | TransformationLike = "adam",
-    learning_rate: float | Callable[[Any], Any] | InstantiableConfig[Any] | None = None,
+    learning_rate: float
+    | Callable[[Any], Any]
+    | InstantiableConfig[Any]
+    | None = None,
     target: str | None = None,
     class_weight: Mapping[int, float] | Sequence[float] | None = None,
     transform: BatchTransform | None = None,
@@ -351,8 +186,10 @@ def fit(
     best: str | tuple[str, Mode] = "loss",
     precision: PrecisionName | Precision.Config | None = None,
     seed: int = 0,
+    base: str | None = None,
     dir: str | None = None,
     fresh: bool = False,
+    resume: bool = False,
     save_every: int | None = None,
     evaluate_every: int | None = None,
     progress: bool = True,
@@ -394,23 +231,39 @@ def fit(
         early_stopping: Number of evaluations without a better value of `best` that do not yet end
             the run, or the config of an `EarlyStopping`; None runs all steps.
         best: Number of the evaluations by which `FitResult.best` is chosen: "loss" or the name of a
-            metric; with "min" or "max" for one whose better direction is not known.
-        precision: Policy for the dtypes in this run and in `FitState.predict`: "float32",
+            metric. The best is the largest "accuracy", "auc", "f1", "precision" or "recall", and
+            the smallest loss or "perplexity", also under a name of your own: `best="macro_f1"` with
+            `metrics={"macro_f1": F1Score("macro")}`. For other metrics, such as functions, pass
+            `("mine", "max")` or `("mine", "min")`.
+        precision: Policy for the dtypes in this run and in `TrainedModel.predict`: "float32",
             "mixed_bfloat16", "bfloat16", "int8", "fp8", or a `Precision.Config`.
         seed: Seed of parameters, noise and the order of arrays.
+        base: Folder of a Hugging Face checkpoint, or a file of `weft export`, that has the initial
+            parameters of a model that computes its own loss, such as that of
+            `huggingface_model_config(base)`.
         dir: Directory for checkpoints and the record of the run. A run whose directory has a
             checkpoint resumes. None keeps nothing on disk.
         fresh: Whether to move aside what an earlier run has left in `dir`, such as to `dir.1`.
+        resume: Whether to continue a run in `dir` also if the model, the loss, the optimizer, their
+            code or the data have changed since, which is an error otherwise.
         save_every, evaluate_every: Numbers of steps between checkpoints and between evaluations, in
             place of those of `validation`. The last step is saved and evaluated, too.
         progress: Whether to show the progress, see `SpmdTrainer.run`.
         callbacks: Hooks, called in this order at the steps of the run; see `weft.trainer.Hook`.
 
+    A model may draw random numbers, in training and in evaluation: a module of Linen from a stream
+    of any name, `self.make_rng("noise")`; a module of NNX from those of its `Rngs`, seeded by the
+    run; a layer of the hierarchy from `self.prng_key`. Streams of different names are independent,
+    and each step has other numbers, which follow from `seed`. `predict` draws the same ones each
+    time. Initial parameters of Linen are of the stream "params".
+
     Raises:
         FitError: If arguments contradict each other.
+        WeightsReadError: If there is no checkpoint at `base`.
+        WeightsMismatchError: If its parameters are not those of the model.
         InputDatasetError: If the data is empty, has NaN, or its arrays or labels do not fit.
         LossError: If a loss or metric is unknown, does not fit the outputs, or is such a scalar.
-        RunDirError: If `dir` belongs to a run with other arguments or other data.
+        RunDirError: If `dir` belongs to a run with other arguments, code or data.
         HookError: If a callback is not a hook.
 
     >>> x = np.linspace(-1, 1, 64, dtype=np.float32)[:, None]
@@ -426,22 +279,40 @@ def fit(
         save_every=save_every,
         evaluate_every=evaluate_every,
     )
+    if fresh and resume:
+        raise FitError(
+            "fit got fresh=True, which starts a run again, and resume=True, which continues it; "
+            "expected one of the two."
+        )
     if validation_split is not None:
         if validation is not None:
-            raise FitError("fit got validation and validation_split; expected one of the two.")
+            raise FitError(
+                "fit got validation and validation_split; expected one of the two."
+            )
         data, validation = split(data, held_out=validation_split, seed=seed)
+    if base is not None and loss is not None:
+        raise FitError(
+            "fit got a base and a loss. A model of a checkpoint computes its own loss; leave loss "
+            "out."
+        )
     train = read_data(data, "data", batch_size)
     held_out = None
     if validation is not None:
         held_out = read_data(validation, "validation", batch_size)
     watched = _watched_metric(best, _metrics_by_name(metrics), loss, held_out)
     if class_weight is not None:
-        train = _with_class_weight(train, class_weight, _target_name(target, train), loss)
+        train = _with_class_weight(
+            train, class_weight, _target_name(target, train), loss
+        )
     cfg = SpmdTrainer.default_config().set(
         name="trainer",
         seed=seed,
-        model=_model_config(model, loss, _metrics_by_name(metrics), target, train),
-        learner=Learner.default_config().set(optimizer=_optimizer(optimizer, learning_rate)),
+        model=_model_config(
+            model, loss, _metrics_by_name(metrics), target, train
+        ),
+        learner=Learner.default_config().set(
+            optimizer=_optimizer(optimizer, learning_rate)
+        ),
         input=train.input_config(seed=seed),
         batch_transform=transform,
         precision=precision,
@@ -449,14 +320,20 @@ def fit(
         # The other axes are those that layouts of layers may name.
         mesh_axis_names=parallelism.MESH_AXIS_NAMES,
     )
-    lengths = _Lengths(epochs, steps, save_every, evaluate_every, keeps_dir=dir is not None)
+    lengths = _Lengths(
+        epochs, steps, save_every, evaluate_every, keeps_dir=dir is not None
+    )
     _set_length(cfg, train, held_out, lengths, watched)
     if early_stopping is not None:
         cfg.early_stopping = _early_stopping(early_stopping, held_out, watched)
     _set_average(cfg, optimizer)
+    if base is not None:
+        cfg.init_state_builder = ImportedWeightsBuilder.default_config().set(
+            path=base
+        )
     if fresh and dir is not None:
         move_aside(dir)
-    return _run(model, cfg, dir, progress, callbacks, watched)
+    return run_to_result(model, cfg, dir, progress, callbacks, watched, resume)
 
 
 class _Lengths(NamedTuple):
@@ -469,24 +346,12 @@ class _Lengths(NamedTuple):
     keeps_dir: bool
 
 
-class _Watched(NamedTuple):
-    """Number of the evaluations by which the best state is chosen."""
-
-    metric: str
-    mode: Mode
-
-    @property
-    def path(self) -> policy.EvalMetric:
-        """Its place among the summaries of the evaluations."""
-        return policy.EvalMetric(VALIDATION, self.metric)
-
-
 def _set_length(
     cfg: SpmdTrainer.Config,
     train: FitData,
     held_out: FitData | None,
     lengths: _Lengths,
-    watched: _Watched,
+    watched: Watched,
 ) -> None:
     """Sets the number of steps, and when to evaluate, save and record; checks the model."""
     if lengths.steps is not None:
@@ -511,50 +376,77 @@ def _set_length(
         _add_validation(cfg, held_out, evaluate_interval, counts_rows, watched)
     elif not lengths.keeps_dir:
         save_interval = steps  # no checkpoint but the last is of use
-    cfg.checkpointer.save_policy = config_for_function(policy.every_n_steps_and_last_policy).set(
-        n=save_interval, max_step=steps
-    )
+    cfg.checkpointer.save_policy = config_for_function(
+        policy.every_n_steps_policy  # the trainer saves the last step, too
+    ).set(n=save_interval)
 
 
-def _run(
+def run_to_result(
     model: M,
     cfg: SpmdTrainer.Config,
     dir: str | None,
     progress: bool,
     callbacks: Sequence[Hook],
-    watched: _Watched,
+    watched: Watched,
+    resume: bool,
 ) -> FitResult[M]:
+    """Runs a config that trains a model; for the arguments and errors see `fit`."""
     if dir is None and jax.process_count() > 1:
-        raise FitError("fit got dir=None; several processes need a directory that they share.")
-    hooks = [check_hook(hook, f"fit: callbacks[{i}]") for i, hook in enumerate(callbacks)]
+        raise FitError(
+            "fit got dir=None; several processes need a directory that they share."
+        )
+    hooks = [
+        check_hook(hook, f"fit: callbacks[{i}]")
+        for i, hook in enumerate(callbacks)
+    ]
     with contextlib.ExitStack() as stack:
         display: bool | Display = progress
         if dir is None:
-            cfg.dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-fit-"))
+            cfg.dir = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="weft-fit-")
+            )
             if progress:
-                display = make_display(error_console(), None)  # shows no directory
+                display = make_display(
+                    error_console(), None
+                )  # shows no directory
         else:
             cfg.dir = dir
-        trainer = cfg.clone().instantiate(parent=None)  # the trainer sets fields of its config
+        trainer = cfg.clone().instantiate(
+            parent=None
+        )  # the trainer sets fields of its config
         end = _EndReason()
-        trainer.run(listener=[end, *hooks], progress=display)
+        trainer.run(
+            listener=[end, *hooks],
+            progress=display,
+            recipe=model_record(layer_of(model)),
+            resume=resume,
+        )
         if trainer.trainer_state is None:
-            raise FitError(f"fit was stopped by {end.reason} before the first step.")
+            raise FitError(
+                f"fit was stopped by {end.reason} before the first step."
+            )
+        if trainer.step == end.resumed_from and not progress:
+            logger.warning(
+                "Nothing was trained: the run in %r had finished at step %d already. Set more "
+                "epochs or steps, or fresh=True to start again.",
+                dir,
+                trainer.step,
+            )
         # Batches that can be repeated start again; an iterator may be too short.
         if end.reason == INPUT_ENDED:
             raise InputDatasetError(
                 f"data ended after {trainer.step} of {cfg.max_step} steps; expected a batch for "
                 "each. Pass an iterable that can be repeated, such as a list, or set fewer steps."
             )
-        result = _result(model, cfg, trainer, watched)
-    if isinstance(_layer(model), InMemory) and isinstance(model_of(model), NNXModel):
-        result.last.update(model)
+        result = result_of(model, cfg, trainer, watched)
     if dir is None:
         cfg.dir = REQUIRED
     return result
 
 
-def _check_counts(epochs: int | None, steps: int | None, **others: int | None) -> None:
+def _check_counts(
+    epochs: int | None, steps: int | None, **others: int | None
+) -> None:
     if (epochs is None) == (steps is None):
         raise FitError(
             f"fit got epochs={epochs} and steps={steps}; expected one of the two, such as epochs=10"
@@ -565,9 +457,15 @@ def _check_counts(epochs: int | None, steps: int | None, **others: int | None) -
 
 
 class _EndReason(Hook):
-    """Hook that keeps the reason why the run ended."""
+    """Hook that keeps the reason why the run ended, and the step at which it was resumed."""
 
     reason = ""
+    resumed_from: int | None = None
+
+    def on_start(
+        self, trainer: RunningTrainer, resumed_from: int | None
+    ) -> None:
+        self.resumed_from = resumed_from
 
     def on_end(self, step: int, reason: str) -> None:
         self.reason = reason
@@ -580,10 +478,13 @@ def _model_config(
     target: str | None,
     data: FitData,
 ) -> Module.Config:
-    layer = _layer(model)
+    layer = layer_of(model)
     if loss is not None:
         return Supervised.default_config().set(
-            layer=layer, loss=loss, metrics=metrics, target=_target_name(target, data)
+            layer=layer,
+            loss=loss,
+            metrics=metrics,
+            target=_target_name(target, data),
         )
     if metrics or target:
         argument = f"target={target!r}"
@@ -611,7 +512,7 @@ def _watched_metric(
     metrics: Mapping[str, MetricLike],
     loss: NameOrFn | None,
     held_out: FitData | None,
-) -> _Watched:
+) -> Watched:
     """Returns what chooses the best state; raises a FitError if it is not evaluated."""
     name, mode = best if isinstance(best, tuple) else (best, None)
     if name != "loss" and held_out is None:
@@ -630,16 +531,20 @@ def _watched_metric(
         if known_name not in _BETTER:
             raise FitError(
                 f"fit got best={name!r}; say whether more is better: best=({name!r}, 'max') or "
-                f"best=({name!r}, 'min')."
+                f"best=({name!r}, 'min'). This is known of {', '.join(sorted(_BETTER))}."
             )
         mode = _BETTER[known_name]
     if mode not in ("min", "max"):
-        raise FitError(f"fit got best={best!r}; expected 'min' or 'max' as its direction.")
-    return _Watched(name, mode)
+        raise FitError(
+            f"fit got best={best!r}; expected 'min' or 'max' as its direction."
+        )
+    return Watched(name, mode)
 
 
 def _early_stopping(
-    early_stopping: int | evaler.EarlyStopping.Config, held_out: FitData | None, watched: _Watched
+    early_stopping: int | evaler.EarlyStopping.Config,
+    held_out: FitData | None,
+    watched: Watched,
 ) -> evaler.EarlyStopping.Config:
     if held_out is None:
         raise FitError(
@@ -680,10 +585,14 @@ def _with_class_weight(
                 f"fit got class_weight={weight} for the class {label}; expected numbers of 0 or "
                 "more."
             )
-    return train.with_row_weights(functools.partial(_weights_of_rows, target, dict(weights)))
+    return train.with_row_weights(
+        functools.partial(_weights_of_rows, target, dict(weights))
+    )
 
 
-def _weights_of_rows(target: str, class_weight: Mapping[int, float], fields: Fields) -> np.ndarray:
+def _weights_of_rows(
+    target: str, class_weight: Mapping[int, float], fields: Fields
+) -> np.ndarray:
     labels = np.asarray(fields[target])
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise FitError(
@@ -699,28 +608,6 @@ def _weights_of_rows(target: str, class_weight: Mapping[int, float], fields: Fie
     for label, weight in class_weight.items():
         table[label] = weight
     return table[labels]
-
-
-def _layer(model: object) -> Any:
-    """Returns the config of a model, or the model as a value of a config."""
-    if isinstance(model, Module):
-        return model.config
-    if isinstance(model, type | InstantiableConfig) or adapter_of(model).endswith("LinenModel"):
-        return model
-    name = f"{type(model).__module__}.{type(model).__qualname__}"
-    return InMemory(model, f"an object of type {name}{_structure(model)}")
-
-
-def _structure(model: object) -> str:
-    """Returns a digest of an NNX object's attributes, with the shapes of its variables' values."""
-    if not isinstance(model, nnx.Pytree):
-        return ""
-    graphdef, state = nnx.split(model)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), state)
-    description = repr(nnx.merge(graphdef, shapes))
-    description = re.sub(r" at 0x[0-9a-f]+", "", description)  # the same in another process
-    digest = hashlib.sha256(description.encode()).hexdigest()
-    return f" with structure {digest[:12]}"
 
 
 def _metrics_by_name(
@@ -752,7 +639,10 @@ def _metrics_by_name(
 
 def _optimizer(
     optimizer: str | TransformationLike,
-    learning_rate: float | Callable[[Any], Any] | InstantiableConfig[Any] | None,
+    learning_rate: float
+    | Callable[[Any], Any]
+    | InstantiableConfig[Any]
+    | None,
 ) -> InstantiableConfig:
     if isinstance(optimizer, str):
         if optimizer not in OPTIMIZERS:
@@ -773,7 +663,9 @@ def _optimizer(
     return config_for_function(as_partitioned).set(transformation=optimizer)
 
 
-def _set_average(cfg: SpmdTrainer.Config, optimizer: str | TransformationLike) -> None:
+def _set_average(
+    cfg: SpmdTrainer.Config, optimizer: str | TransformationLike
+) -> None:
     """Lets the learner keep the parameters that a schedule-free optimizer evaluates."""
     if isinstance(optimizer, str):
         return
@@ -784,7 +676,9 @@ def _set_average(cfg: SpmdTrainer.Config, optimizer: str | TransformationLike) -
         cfg.learner.ema.decay = SCHEDULE_FREE
 
 
-def _check_model(cfg: SpmdTrainer.Config, train: FitData, held_out: FitData | None) -> bool:
+def _check_model(
+    cfg: SpmdTrainer.Config, train: FitData, held_out: FitData | None
+) -> bool:
     """Checks data against the model; returns whether rows can be left out of loss and metrics."""
     if not isinstance(cfg.model, Supervised.Config):
         return False
@@ -793,11 +687,15 @@ def _check_model(cfg: SpmdTrainer.Config, train: FitData, held_out: FitData | No
     def predict(key: Tensor, batch: Fields) -> PyTree:
         nonlocal is_per_row
         state = layer.initialize_parameters_recursively(key)
-        outputs, _ = functional(layer, key, state, (batch,), method="predict", is_training=False)
+        outputs, _ = functional(
+            layer, key, state, (batch,), method="predict", is_training=False
+        )
         is_per_row = layer.is_per_row(outputs, batch)
         return outputs
 
-    batch_spec = cfg.input.clone(name="input").instantiate(parent=None).element_spec()
+    batch_spec = (
+        cfg.input.clone(name="input").instantiate(parent=None).element_spec()
+    )
     with jax.set_mesh(mesh.build_mesh(cfg.mesh_shape, cfg.mesh_axis_names)):
         layer: Any = build_model(cfg)
         outputs = jax.eval_shape(predict, jax.random.key(0), batch_spec)
@@ -839,11 +737,17 @@ def _target_range(
     `num_classes` is None if the outputs have no axis that the targets lack.
     """
     metrics = [cfg.loss, *cfg.metrics.values()]
-    class_metrics = [metric_name(metric) for metric in metrics if compares_classes(metric)]
+    class_metrics = [
+        metric_name(metric) for metric in metrics if compares_classes(metric)
+    ]
     if class_metrics and num_classes is not None:
-        return _TargetRange(target, num_classes - 1, f"the model has {num_classes} outputs")
+        return _TargetRange(
+            target, num_classes - 1, f"the model has {num_classes} outputs"
+        )
     if "binary_cross_entropy" in metrics:
-        return _TargetRange(target, 1, "binary_cross_entropy takes probabilities")
+        return _TargetRange(
+            target, 1, "binary_cross_entropy takes probabilities"
+        )
     if class_metrics and class_metrics != ["accuracy"]:
         reason = f"{class_metrics[-1]} takes classes 0 and 1 or probabilities"
         return _TargetRange(target, 1, reason)
@@ -875,7 +779,11 @@ def _first_rows(data: FitData, batch_spec: Mapping[str, PyTree]) -> Fields:
 
 
 def _add_validation(
-    cfg: SpmdTrainer.Config, data: FitData, interval: int, counts_rows: bool, watched: _Watched
+    cfg: SpmdTrainer.Config,
+    data: FitData,
+    interval: int,
+    counts_rows: bool,
+    watched: Watched,
 ) -> None:
     if isinstance(data.values, Arrays) and not counts_rows:
         rows_of_last_batch = data.values.num_rows % (data.batch_size or 1)
@@ -894,10 +802,8 @@ def _add_validation(
     eval_policy = config_for_function(evaler.every_n_steps_policy)
     validation = evaler.SpmdEvaler.default_config().set(
         input=data.input_config(counts_rows=counts_rows),
-        eval_policy=eval_policy.set(n=interval, max_step=cfg.max_step),
+        eval_policy=eval_policy.set(n=interval, max_step=REQUIRED),
         summary_writer=JsonLinesWriter.default_config(),
     )
     cfg.evalers = {VALIDATION: validation}
-    cfg.checkpointer.keep_best = policy.KeepBest.default_config().set(
-        metric=watched.path, mode=watched.mode
-    )
+    cfg.set_recursively("checkpointer.keep_best", value=watched.keep_best)

@@ -2,7 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Sized,
+)
 from typing import Any
 
 import grain
@@ -10,7 +17,14 @@ import jax
 import numpy as np
 
 from weft.errors import FitError, InputDatasetError
-from weft.input import ArrayInput, Arrays, Batches, Input, IterableInput, in_memory
+from weft.input import (
+    ArrayInput,
+    Arrays,
+    Batches,
+    Input,
+    IterableInput,
+    in_memory,
+)
 from weft.input.grain import DispatchConfig, per_feed_batch, shard_dataset
 from weft.trainer.supervised import ROW_WEIGHT
 from weft.typing import PyTree
@@ -66,15 +80,22 @@ class FitData:
         self.checks.append(fn)
         fn(self.name, self.fields)
 
-    def with_row_weights(self, weights_of_rows: Callable[[Fields], np.ndarray]) -> "FitData":
+    def with_row_weights(
+        self, weights_of_rows: Callable[[Fields], np.ndarray]
+    ) -> "FitData":
         """Returns the same data with rows weighted by a function of the fields."""
 
         def weighted(fields: Fields) -> Fields:
             weights = weights_of_rows(fields)
-            return {**fields, ROW_WEIGHT: weights * fields.get(ROW_WEIGHT, np.float32(1))}
+            return {
+                **fields,
+                ROW_WEIGHT: weights * fields.get(ROW_WEIGHT, np.float32(1)),
+            }
 
         if isinstance(self.values, Arrays):
-            return dataclasses.replace(self, values=Arrays(weighted(self.values.value)))
+            return dataclasses.replace(
+                self, values=Arrays(weighted(self.values.value))
+            )
         batches = self.values.value
         if isinstance(batches, grain.MapDataset | grain.IterDataset):
             mapped_batches = batches.map(weighted)
@@ -84,7 +105,9 @@ class FitData:
             mapped_batches = _MappedIterable(weighted, batches)
         return dataclasses.replace(self, values=Batches(mapped_batches))
 
-    def input_config(self, *, seed: int = 0, counts_rows: bool = False) -> Input.Config:
+    def input_config(
+        self, *, seed: int = 0, counts_rows: bool = False
+    ) -> Input.Config:
         """Returns the config of an input; `seed` is for the order of arrays in training.
 
         With `counts_rows`, rows that fill up the last batch of arrays have weight 0.
@@ -99,7 +122,10 @@ class FitData:
             arrays = Arrays({ROW_WEIGHT: ones, **arrays.value})
             padding = {ROW_WEIGHT: 0.0}
         return ArrayInput.default_config().set(
-            arrays=arrays, global_batch_size=self.batch_size, seed=seed, padding=padding
+            arrays=arrays,
+            global_batch_size=self.batch_size,
+            seed=seed,
+            padding=padding,
         )
 
 
@@ -118,7 +144,9 @@ def read_data(data: Data, name: str, batch_size: int | None) -> FitData:
 
 
 def _array_data(
-    data: Arrays | Mapping[str, PyTree] | tuple[PyTree, ...], name: str, batch_size: int | None
+    data: Arrays | Mapping[str, PyTree] | tuple[PyTree, ...],
+    name: str,
+    batch_size: int | None,
 ) -> FitData:
     arrays = data
     if not isinstance(arrays, Arrays):
@@ -129,19 +157,27 @@ def _array_data(
 
 
 def _grain_data(
-    dataset: grain.MapDataset | grain.IterDataset, name: str, batch_size: int | None
+    dataset: grain.MapDataset | grain.IterDataset,
+    name: str,
+    batch_size: int | None,
 ) -> FitData:
     checks: list[Check] = []
     if batch_size is not None:  # the dataset has examples
         dispatch = DispatchConfig(jax.process_index(), jax.process_count())
         if jax.process_count() > 1:
             dataset = shard_dataset(dataset, dispatch)
-        dataset = per_feed_batch(dataset, global_batch_size=batch_size, dispatch_config=dispatch)
-    batches = Batches(dataset.map(lambda batch: _read_batch(batch, name, checks)))
+        dataset = per_feed_batch(
+            dataset, global_batch_size=batch_size, dispatch_config=dispatch
+        )
+    batches = Batches(
+        dataset.map(lambda batch: _read_batch(batch, name, checks))
+    )
     return FitData(name, batches, None, _length(dataset), checks)
 
 
-def _iterable_data(data: Iterable[PyTree], name: str, batch_size: int | None) -> FitData:
+def _iterable_data(
+    data: Iterable[PyTree], name: str, batch_size: int | None
+) -> FitData:
     if batch_size is not None:
         raise FitError(
             f"fit got batch_size={batch_size}, but {name} is a {type(data).__name__}, an "
@@ -166,9 +202,16 @@ def _length(data: Iterable[PyTree]) -> int | None:
 
 
 class _MappedIterable:
-    """The results of a function for the items of an iterable, each time that it is iterated."""
+    """The results of a function for the items of an iterable, each time that it is iterated.
+
+    Attributes:
+        in_memory: Whether the items are in memory, so that they are the same each time.
+    """
 
     def __init__(self, fn: Callable[[PyTree], Fields], items: Iterable[PyTree]):
+        self.in_memory: bool = getattr(
+            items, "in_memory", isinstance(items, list | tuple)
+        )
         self._fn = fn
         self._items = items
 
@@ -194,7 +237,9 @@ def _read_batch(batch: PyTree, name: str, checks: Sequence[Check]) -> Fields:
     fields = in_memory.checked_arrays(_fields(batch, f"a batch of {name}"))
     for check in checks:
         check(f"a batch of {name}", fields)
-    return jax.tree.map(lambda x: x.astype(in_memory.batch_dtype(x), copy=False), fields)
+    return jax.tree.map(
+        lambda x: x.astype(in_memory.batch_dtype(x), copy=False), fields
+    )
 
 
 def _check_finite(name: str, fields: Fields) -> None:
@@ -211,7 +256,9 @@ def _check_finite(name: str, fields: Fields) -> None:
                     f"{name}: {field!r} has NaN or infinite numbers, the first in row "
                     f"{int(np.argmax(is_bad))}; drop or replace these rows."
                 )
-        if field == ROW_WEIGHT and (np.ndim(x) != 1 or np.min(x, initial=0) < 0):
+        if field == ROW_WEIGHT and (
+            np.ndim(x) != 1 or np.min(x, initial=0) < 0
+        ):
             raise InputDatasetError(
                 f"{name}: {field!r} has shape {np.shape(x)} and numbers from {np.min(x)}; expected "
                 "the weight of each row, 0 or more. Or rename the field."

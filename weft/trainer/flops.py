@@ -53,7 +53,9 @@ def peak_flops_of(device_kind: str) -> float | None:
     return PEAK_FLOPS[max(names, key=len)]
 
 
-def forward_flops(model: Module, params: NestedTensor, batch: NestedTensor) -> int:
+def forward_flops(
+    model: Module, params: NestedTensor, batch: NestedTensor
+) -> int:
     """Counts the operations of a forward pass over a global batch, without running it.
 
     Parameters and batch are arrays or their shapes.
@@ -61,10 +63,14 @@ def forward_flops(model: Module, params: NestedTensor, batch: NestedTensor) -> i
 
     def forward(params: NestedTensor, batch: NestedTensor) -> Tensor:
         key = jax.random.key(0)
-        (loss, _), _ = functional(model, key, params, {"input_batch": batch}, is_training=True)
+        (loss, _), _ = functional(
+            model, key, params, {"input_batch": batch}, is_training=True
+        )
         return loss
 
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, batch))
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, batch)
+    )
     return count_flops(forward, *shapes).total()
 
 
@@ -74,7 +80,9 @@ Flops = Counter[str | None]
 _Sources = Sequence[str | None]
 
 
-def count_flops(fn: Callable[..., PyTree], weights: PyTree, *args: PyTree) -> Flops:
+def count_flops(
+    fn: Callable[..., PyTree], weights: PyTree, *args: PyTree
+) -> Flops:
     """Counts the floating-point operations of a function without running it.
 
     `weights`, its first argument, is a pytree of arrays, or their shapes as `jax.ShapeDtypeStruct`.
@@ -91,24 +99,33 @@ def count_flops(fn: Callable[..., PyTree], weights: PyTree, *args: PyTree) -> Fl
     return flops
 
 
-def _count_jaxpr(jaxpr: "Jaxpr", input_sources: _Sources) -> tuple[Flops, _Sources]:
+def _count_jaxpr(
+    jaxpr: "Jaxpr", input_sources: _Sources
+) -> tuple[Flops, _Sources]:
     """Returns the operations of a jaxpr, and the weight that each of its outputs is, if any."""
     sources: "dict[Var | Literal, str | None]" = {}
     sources.update(zip(jaxpr.invars, input_sources, strict=True))
 
     def look_up(values: "Iterable[Var | Literal]") -> _Sources:
         # A literal has no hash.
-        return [None if hasattr(value, "val") else sources.get(value) for value in values]
+        return [
+            None if hasattr(value, "val") else sources.get(value)
+            for value in values
+        ]
 
     flops: Flops = Counter()
     for equation in jaxpr.eqns:
-        equation_flops, output_sources = _count_equation(equation, look_up(equation.invars))
+        equation_flops, output_sources = _count_equation(
+            equation, look_up(equation.invars)
+        )
         flops.update(equation_flops)
         sources.update(zip(equation.outvars, output_sources, strict=True))
     return flops, look_up(jaxpr.outvars)
 
 
-def _count_equation(equation: "JaxprEqn", sources: _Sources) -> tuple[Flops, _Sources]:
+def _count_equation(
+    equation: "JaxprEqn", sources: _Sources
+) -> tuple[Flops, _Sources]:
     """Returns the operations of an equation, and the weight that each output is, if any."""
     from jax.extend.core import jaxprs_in_params
 
@@ -128,7 +145,10 @@ def _count_equation(equation: "JaxprEqn", sources: _Sources) -> tuple[Flops, _So
             # A weight that is cast, transposed or sliced stays a weight.
             return Counter(), array_sources * len(equation.outvars)
         return Counter(), no_sources
-    results = [_count_jaxpr(body, _sources_of_body(name, body, sources)) for body in bodies]
+    results = [
+        _count_jaxpr(body, _sources_of_body(name, body, sources))
+        for body in bodies
+    ]
     flops_of_bodies = [flops for flops, _ in results]
     if name == "cond":
         return max(flops_of_bodies, key=Counter.total), no_sources

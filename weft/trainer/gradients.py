@@ -28,16 +28,42 @@ import optax
 from weft import config, errors
 from weft.core.spmd import constrain
 from weft.functional.arrays import counted
-from weft.hierarchy import MetricAccumulator, NestedParameterSpec, ParameterSpec, WeightedSummary
+from weft.hierarchy import (
+    MetricAccumulator,
+    NestedParameterSpec,
+    ParameterSpec,
+    WeightedSummary,
+)
 from weft.hierarchy.context import OutputCollection, require_context
 from weft.hierarchy.metrics import LossOfRows
-from weft.trainer.optimizers.base import NestedOptParam, opt_param_values, path_name, tree_paths
-from weft.trainer.update_transformation import ForwardFn, ForwardOutputs, ForwardPass
-from weft.typing import DType, Nested, NestedTensor, PartitionSpec, PyTree, T, Tensor
+from weft.trainer.optimizers.base import (
+    NestedOptParam,
+    opt_param_values,
+    path_name,
+    tree_paths,
+)
+from weft.trainer.update_transformation import (
+    ForwardFn,
+    ForwardOutputs,
+    ForwardPass,
+)
+from weft.typing import (
+    DType,
+    Nested,
+    NestedTensor,
+    PartitionSpec,
+    PyTree,
+    T,
+    Tensor,
+)
 
 
 def forward_and_gradients(
-    fn: ForwardFn, *, inputs: NestedTensor, opt_params: NestedOptParam, trainable: Nested[bool]
+    fn: ForwardFn,
+    *,
+    inputs: NestedTensor,
+    opt_params: NestedOptParam,
+    trainable: Nested[bool],
 ) -> tuple[ForwardPass, NestedTensor]:
     """Runs `fn` and computes the gradients of its loss, inside an invocation.
 
@@ -52,7 +78,9 @@ def forward_and_gradients(
     paths = jax.tree.leaves(tree_paths(values))
     flags = jax.tree.leaves(trainable)
     trained_leaves: dict[int, Tensor] = {}  # by their index among all leaves
-    for index, (path, leaf, is_trained) in enumerate(zip(paths, leaves, flags, strict=True)):
+    for index, (path, leaf, is_trained) in enumerate(
+        zip(paths, leaves, flags, strict=True)
+    ):
         if is_trained:
             _check_trainable(path, leaf)
             trained_leaves[index] = leaf
@@ -62,19 +90,26 @@ def forward_and_gradients(
     def loss_fn(
         trained_leaves: dict[int, Tensor],
     ) -> tuple[Tensor, tuple[ForwardOutputs, OutputCollection]]:
-        all_leaves = [trained_leaves.get(index, leaf) for index, leaf in enumerate(leaves)]
+        all_leaves = [
+            trained_leaves.get(index, leaf) for index, leaf in enumerate(leaves)
+        ]
         params = tree.unflatten(all_leaves)
         # What `fn` adds to the context is a result, so that it does not leak.
-        outputs, additions = context.functional(fn)(model_params=params, inputs=inputs)
+        outputs, additions = context.functional(fn)(
+            model_params=params, inputs=inputs
+        )
         return outputs.loss, (outputs, additions)
 
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
     (_, (outputs, additions)), gradients = value_and_grad(trained_leaves)
     context.add_outputs(additions)
     masked_gradients = [
-        gradients.get(index, optax.MaskedNode()) for index in range(tree.num_leaves)
+        gradients.get(index, optax.MaskedNode())
+        for index in range(tree.num_leaves)
     ]
-    forward_pass = ForwardPass(forward_fn=fn, inputs=inputs, model_params=values, outputs=outputs)
+    forward_pass = ForwardPass(
+        forward_fn=fn, inputs=inputs, model_params=values, outputs=outputs
+    )
     return forward_pass, tree.unflatten(masked_gradients)
 
 
@@ -87,7 +122,9 @@ def _check_trainable(path: str, leaf: Tensor) -> None:
 
 
 def with_gradient_layouts(
-    params: NestedTensor, specs: NestedParameterSpec, gradient_specs: NestedParameterSpec
+    params: NestedTensor,
+    specs: NestedParameterSpec,
+    gradient_specs: NestedParameterSpec,
 ) -> NestedTensor:
     """Returns the parameters unchanged, with sharding constraints on their gradients.
 
@@ -95,9 +132,14 @@ def with_gradient_layouts(
     with the same spec as their parameter need no constraint.
     """
 
-    def laid_out(spec: ParameterSpec, gradient_spec: ParameterSpec, x: Tensor) -> Tensor:
+    def laid_out(
+        spec: ParameterSpec, gradient_spec: ParameterSpec, x: Tensor
+    ) -> Tensor:
         is_trained = jnp.issubdtype(x.dtype, jnp.inexact) and not spec.is_state
-        if not is_trained or spec.partition_spec == gradient_spec.partition_spec:
+        if (
+            not is_trained
+            or spec.partition_spec == gradient_spec.partition_spec
+        ):
             return x
         return _with_gradient_layout(x, gradient_spec.partition_spec)
 
@@ -111,7 +153,8 @@ def _with_gradient_layout(x: Tensor, spec: PartitionSpec) -> Tensor:
 
 
 _with_gradient_layout.defvjp(
-    lambda x, spec: (x, None), lambda spec, _, gradient: (constrain(gradient, spec),)
+    lambda x, spec: (x, None),
+    lambda spec, _, gradient: (constrain(gradient, spec),),
 )
 
 
@@ -152,7 +195,9 @@ def with_minibatch_steps(
     accumulator = metric_accumulator or MetricAccumulator.default_config()
 
     def transform(fn: ForwardFn) -> ForwardFn:
-        def forward(*, model_params: NestedTensor, inputs: NestedTensor) -> ForwardOutputs:
+        def forward(
+            *, model_params: NestedTensor, inputs: NestedTensor
+        ) -> ForwardOutputs:
             microbatches = _Microbatches(fn, steps, accumulator, grad_dtype)
             return microbatches.differentiable()(model_params, inputs)
 
@@ -170,7 +215,9 @@ class _Microbatches:
     metric_accumulator: config.InstantiableConfig
     grad_dtype: DType | None
 
-    def differentiable(self) -> Callable[[NestedTensor, NestedTensor], ForwardOutputs]:
+    def differentiable(
+        self,
+    ) -> Callable[[NestedTensor, NestedTensor], ForwardOutputs]:
         """Returns the pass as a function of parameters and inputs with the loss's derivative."""
 
         @jax.custom_vjp
@@ -179,21 +226,34 @@ class _Microbatches:
 
         # The gradients are summed in the forward pass, microbatch by microbatch; the backward
         # pass only scales them.
-        def forward(params: NestedTensor, inputs: NestedTensor) -> tuple[ForwardOutputs, PyTree]:
+        def forward(
+            params: NestedTensor, inputs: NestedTensor
+        ) -> tuple[ForwardOutputs, PyTree]:
             primals = jax.tree.leaves(params, is_leaf=_is_primal)
-            trained_indices = {index for index, x in enumerate(primals) if x.perturbed}
-            params, inputs = jax.tree.map(lambda x: x.value, (params, inputs), is_leaf=_is_primal)
+            trained_indices = {
+                index for index, x in enumerate(primals) if x.perturbed
+            }
+            params, inputs = jax.tree.map(
+                lambda x: x.value, (params, inputs), is_leaf=_is_primal
+            )
             return self._scan(params, inputs, trained_indices)
 
-        def backward(gradients: PyTree, cotangents: ForwardOutputs) -> tuple[PyTree, None]:
+        def backward(
+            gradients: PyTree, cotangents: ForwardOutputs
+        ) -> tuple[PyTree, None]:
             factor = _cotangent_of_loss(cotangents)
-            return jax.tree.map(lambda g: (factor * g).astype(g.dtype), gradients), None
+            return jax.tree.map(
+                lambda g: (factor * g).astype(g.dtype), gradients
+            ), None
 
         run.defvjp(forward, backward, symbolic_zeros=True)
         return run
 
     def _scan(
-        self, params: NestedTensor, inputs: NestedTensor, trained_indices: set[int]
+        self,
+        params: NestedTensor,
+        inputs: NestedTensor,
+        trained_indices: set[int],
     ) -> tuple[ForwardOutputs, PyTree]:
         """Returns the outputs of the whole batch, and gradients in the structure of the parameters.
 
@@ -205,32 +265,48 @@ class _Microbatches:
         def loss_fn(
             trained_leaves: dict[int, Tensor], inputs: NestedTensor
         ) -> tuple[Tensor, ForwardOutputs]:
-            all_leaves = [trained_leaves.get(index, leaf) for index, leaf in enumerate(leaves)]
-            outputs = self.fn(model_params=tree.unflatten(all_leaves), inputs=inputs)
+            all_leaves = [
+                trained_leaves.get(index, leaf)
+                for index, leaf in enumerate(leaves)
+            ]
+            outputs = self.fn(
+                model_params=tree.unflatten(all_leaves), inputs=inputs
+            )
             return outputs.loss, outputs
 
         # Weighted sums as the carry: one microbatch's activations are in memory at a time.
         def add_microbatch(
             sums: dict[int, Tensor], inputs: NestedTensor
         ) -> tuple[dict[int, Tensor], tuple[Tensor, ForwardOutputs]]:
-            gradients, outputs = jax.grad(loss_fn, has_aux=True)(trained_leaves, inputs)
+            gradients, outputs = jax.grad(loss_fn, has_aux=True)(
+                trained_leaves, inputs
+            )
             weight = _weight(outputs)
             new_sums: dict[int, Tensor] = {}
             for index, gradient in gradients.items():
                 weighted = weight * counted(gradient, weight)
-                new_sums[index] = sums[index] + weighted.astype(sums[index].dtype)
+                new_sums[index] = sums[index] + weighted.astype(
+                    sums[index].dtype
+                )
             return new_sums, (weight, outputs)
 
-        zeros = {index: self._zeros_like(leaf) for index, leaf in trained_leaves.items()}
+        zeros = {
+            index: self._zeros_like(leaf)
+            for index, leaf in trained_leaves.items()
+        }
         microbatches = _split_inputs(inputs, self.steps)
-        sums, (weights, stacked_outputs) = jax.lax.scan(add_microbatch, zeros, microbatches)
+        sums, (weights, stacked_outputs) = jax.lax.scan(
+            add_microbatch, zeros, microbatches
+        )
         total = jnp.sum(weights)
         # A batch without a valid target has weight 0 and gradient 0.
         factor = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
         gradients: list[Tensor | None] = [None] * len(leaves)
         for index, leaf in trained_leaves.items():
             gradients[index] = (factor * sums[index]).astype(leaf.dtype)
-        return self._merge(stacked_outputs, factor * weights), tree.unflatten(gradients)
+        return self._merge(stacked_outputs, factor * weights), tree.unflatten(
+            gradients
+        )
 
     def _zeros_like(self, x: Tensor) -> Tensor:
         dtype = self.grad_dtype or jnp.promote_types(x.dtype, jnp.float32)
@@ -244,7 +320,9 @@ class _Microbatches:
         equal_shares = jnp.full(self.steps, 1 / self.steps, jnp.float32)
         collection = stacked.output_collection._replace(
             summaries=accumulator.summaries(),
-            state_updates=_mean(stacked.output_collection.state_updates, equal_shares),
+            state_updates=_mean(
+                stacked.output_collection.state_updates, equal_shares
+            ),
         )
         return stacked.replace(
             loss=_mean(stacked.loss, shares),
@@ -273,7 +351,9 @@ def _mean_aux(stacked: T, shares: Tensor, equal_shares: Tensor) -> T:
     """Returns the mean over the first axis: of integers and booleans the plain one, in float32."""
 
     def mean(x: Tensor) -> Tensor:
-        is_count = jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.bool_)
+        is_count = jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(
+            x.dtype, jnp.bool_
+        )
         if is_count:
             return _mean(x.astype(jnp.float32), equal_shares)
         return _mean(x, shares)
@@ -308,7 +388,9 @@ def _split_inputs(inputs: NestedTensor, steps: int) -> dict[str, PyTree]:
     stacked_inputs: dict[str, PyTree] = {}
     for name, value in inputs.items():
         if name == "input_batch":
-            stacked_inputs[name] = jax.tree_util.tree_map_with_path(split_rows, value)
+            stacked_inputs[name] = jax.tree_util.tree_map_with_path(
+                split_rows, value
+            )
         elif name == "forward_key" and value is not None:
             key: Any = value
             stacked_inputs[name] = jax.random.split(key, steps)
@@ -338,7 +420,9 @@ def _weight(outputs: ForwardOutputs) -> Tensor:
 def _cotangent_of_loss(cotangents: ForwardOutputs) -> Tensor:
     """Returns the cotangent of the loss; raises if another output has one."""
     without_loss = cotangents.replace(loss=None)
-    for path, cotangent in jax.tree_util.tree_leaves_with_path(without_loss, is_leaf=_is_zero):
+    for path, cotangent in jax.tree_util.tree_leaves_with_path(
+        without_loss, is_leaf=_is_zero
+    ):
         if not _is_zero(cotangent):
             raise errors.GradientAccumulationError(
                 f"{path_name(path)} of a forward pass over microbatches was differentiated; only "

@@ -21,7 +21,7 @@ that is undone by a rewind has no `on_step`; one that was skipped has.
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from weft.distributed.peers import StopRequest
@@ -131,7 +131,9 @@ class Hook:
     'a hook: loss 0.5 reached'
     """
 
-    def on_start(self, trainer: RunningTrainer, resumed_from: int | None) -> EndRun | None:
+    def on_start(
+        self, trainer: RunningTrainer, resumed_from: int | None
+    ) -> EndRun | None:
         """Handles the start, with the state restored or new.
 
         `trainer` gives the config, and at any time the step and the state. `resumed_from` is the
@@ -144,13 +146,17 @@ class Hook:
     def on_dispatch(self, step: int, outputs: dict[str, Any]) -> None:
         """Handles a step right after its dispatch, also of one that is repeated: for timing."""
 
-    def on_step(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> EndRun | None:
+    def on_step(
+        self, step: int, outputs: dict[str, Any], batch: NestedTensor
+    ) -> EndRun | None:
         """Handles a dispatched step; `outputs` has "loss", "aux" and "summaries".
 
         With an anomaly policy it is called while the next step runs.
         """
 
-    def after_step(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> EndRun | None:
+    def after_step(
+        self, step: int, outputs: dict[str, Any], batch: NestedTensor
+    ) -> EndRun | None:
         """Handles the state after a step, which the trainer has now; for work between two steps.
 
         Its time does not count as that of steps. The step may still run.
@@ -164,7 +170,9 @@ class Hook:
         Entries that are added to `outputs["summaries"]` are written with those of the step.
         """
 
-    def on_eval(self, name: str, step: int, summaries: dict[str, Any]) -> EndRun | None:
+    def on_eval(
+        self, name: str, step: int, summaries: dict[str, Any]
+    ) -> EndRun | None:
         """Handles the summaries of an evaler."""
 
     def on_checkpoint(self, step: int) -> None:
@@ -198,7 +206,9 @@ _EVENTS = tuple(name for name in vars(Hook) if not name.startswith("_"))
 
 def check_hook(hook: object, where: str) -> Hook:
     """Returns the hook; raises HookError, which says where it is, for another object."""
-    has_event = any(hasattr(hook, event) for event in _EVENTS if event != "close")
+    has_event = any(
+        hasattr(hook, event) for event in _EVENTS if event != "close"
+    )
     if isinstance(hook, type) or not has_event:
         kind = f"a {type(hook).__name__}"
         if isinstance(hook, type):
@@ -208,6 +218,14 @@ def check_hook(hook: object, where: str) -> Hook:
             "weft.trainer.Hook, whose methods are called at the steps of a run; see there."
         )
     return hook  # pyright: ignore[reportReturnType]
+
+
+def as_hooks(listener: Hook | Sequence[Hook] | None, where: str) -> list[Hook]:
+    """Returns the hooks that a caller passes as one, several or None."""
+    if listener is None:
+        return []
+    hooks = listener if isinstance(listener, Sequence) else [listener]
+    return [check_hook(hook, where) for hook in hooks if hook is not None]
 
 
 class Hooks(Hook):
@@ -226,7 +244,11 @@ class Hooks(Hook):
         for event in _EVENTS:
             if event != "close":
                 # Bound here, so that an event takes one call, and one more for each hook.
-                setattr(self, event, functools.partial(self._pass_on, self._handlers_of(event)))
+                setattr(
+                    self,
+                    event,
+                    functools.partial(self._pass_on, self._handlers_of(event)),
+                )
 
     def _handlers_of(self, event: str) -> list["_Handler"]:
         """Returns the methods that define an event; a hook without one costs nothing per step."""
@@ -234,7 +256,9 @@ class Hooks(Hook):
         for name, hook in self._hooks_by_name.items():
             # An object with some of the methods is a hook too.
             method = getattr(hook, event, None)
-            is_defined = getattr(method, "__func__", method) is not vars(Hook)[event]
+            is_defined = (
+                getattr(method, "__func__", method) is not vars(Hook)[event]
+            )
             if method is not None and is_defined:
                 handlers.append((name, method))
         return handlers
@@ -244,7 +268,9 @@ class Hooks(Hook):
             try:
                 end = method(*args)
             except Exception as error:
-                error.add_note(f"It was raised by `{method.__name__}` of the hook {name}.")
+                error.add_note(
+                    f"It was raised by `{method.__name__}` of the hook {name}."
+                )
                 raise
             if isinstance(end, EndRun) and self.end is None:
                 self.end = end

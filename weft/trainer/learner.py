@@ -62,25 +62,26 @@ class DynamicLossScale(config.Configurable):
     """Scale of a learner's loss; its state is a dict of the scale and a count of steps."""
 
     class Config(config.Configurable.Config):
-        """Configures a DynamicLossScale.
-
-        Attributes:
-            growth_factor: factor by which the scale grows; above 1.
-            backoff_factor: factor, below 1, after a step whose gradients are not finite.
-            growth_interval: number of consecutive finite steps after which it grows.
-        """
+        """Configures a DynamicLossScale."""
 
         initial_scale: float = 2.0**15
         growth_factor: float = 2.0
+        """Factor by which the scale grows; above 1."""
         backoff_factor: float = 0.5
+        """Factor, below 1, after a step whose gradients are not finite."""
         growth_interval: int = 2000
+        """Number of consecutive finite steps after which it grows."""
         minimum_scale: float = 1.0
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         expectations = (
             ("growth_factor", cfg.growth_factor > 1, "a factor above 1"),
-            ("backoff_factor", 0 < cfg.backoff_factor < 1, "a factor between 0 and 1"),
+            (
+                "backoff_factor",
+                0 < cfg.backoff_factor < 1,
+                "a factor between 0 and 1",
+            ),
             ("growth_interval", cfg.growth_interval >= 1, "1 or more steps"),
             ("minimum_scale", cfg.minimum_scale > 0, "a scale above 0"),
             (
@@ -95,24 +96,34 @@ class DynamicLossScale(config.Configurable):
                     f"loss_scale.{name}={getattr(cfg, name):g}; expected {expected}."
                 )
 
-    def init(self, params: base.NestedOptParam | None = None) -> dict[str, Tensor]:
+    def init(
+        self, params: base.NestedOptParam | None = None
+    ) -> dict[str, Tensor]:
         """Returns the state before the first step, whatever the parameters."""
         return {
             "scale": jnp.array(self.config.initial_scale, jnp.float32),
             "finite_steps": jnp.zeros((), jnp.int32),
         }
 
-    def partition(self, params: NestedParameterSpec | None = None) -> dict[str, base.OptStateSpec]:
+    def partition(
+        self, params: NestedParameterSpec | None = None
+    ) -> dict[str, base.OptStateSpec]:
         """Returns the layout of the state."""
-        return {"scale": base.replicated((), jnp.float32), "finite_steps": base.COUNT_SPEC}
+        return {
+            "scale": base.replicated((), jnp.float32),
+            "finite_steps": base.COUNT_SPEC,
+        }
 
-    def after(self, state: dict[str, Tensor], *, is_finite: Tensor) -> dict[str, Tensor]:
+    def after(
+        self, state: dict[str, Tensor], *, is_finite: Tensor
+    ) -> dict[str, Tensor]:
         """Returns the state after a step whose gradients were all finite, or not."""
         cfg = self.config
         scale = DynamicScale(
             growth_factor=cfg.growth_factor,
             backoff_factor=cfg.backoff_factor,
-            growth_interval=cfg.growth_interval - 1,  # it counts the steps before this one
+            growth_interval=cfg.growth_interval
+            - 1,  # it counts the steps before this one
             minimum_scale=cfg.minimum_scale,
             scale=state["scale"],
             fin_steps=state["finite_steps"],
@@ -127,7 +138,9 @@ class DynamicLossScale(config.Configurable):
 def with_scaled_loss(fn: ForwardFn, scale: Tensor) -> ForwardFn:
     """Returns a forward pass whose loss is multiplied by a scale, in single precision."""
 
-    def forward(*, model_params: NestedTensor, inputs: NestedTensor) -> ForwardOutputs:
+    def forward(
+        *, model_params: NestedTensor, inputs: NestedTensor
+    ) -> ForwardOutputs:
         outputs = fn(model_params=model_params, inputs=inputs)
         return outputs.replace(loss=outputs.loss.astype(jnp.float32) * scale)
 
@@ -177,20 +190,30 @@ class BaseLearner(LearnerModule):
     """Interface between a trainer and its learner."""
 
     def forward_and_backward(
-        self, *, fn: ForwardFn, inputs: NestedTensor, opt_params: base.NestedOptParam
+        self,
+        *,
+        fn: ForwardFn,
+        inputs: NestedTensor,
+        opt_params: base.NestedOptParam,
     ) -> ForwardBackwardOutputs:
         """Runs the forward pass `fn` on `inputs`, differentiates, and updates the parameters."""
-        raise NotImplementedError(f"{type(self).__name__} must define `forward_and_backward`.")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define `forward_and_backward`."
+        )
 
     def update(self, updates: Updates) -> NestedTensor:
         """Returns the parameters after an update, whose deltas are gradients.
 
         Deltas of parameters that optimizers do not update are masked or ignored.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define `update`.")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define `update`."
+        )
 
     @nowrap
-    def should_update_with_optimizers(self, model_params: base.NestedOptParam) -> Nested[bool]:
+    def should_update_with_optimizers(
+        self, model_params: base.NestedOptParam
+    ) -> Nested[bool]:
         """Returns for each parameter, or leaf at its path, whether optimizers update it."""
         raise NotImplementedError(
             f"{type(self).__name__} must define `should_update_with_optimizers`."
@@ -206,27 +229,30 @@ class BaseLearner(LearnerModule):
         self, state: Mapping[str, Any], model_params: base.NestedOptParam
     ) -> Nested[bool]:
         """Returns for each parameter whether steps with undefined gradients are skipped for it."""
-        return jax.tree.map(lambda _: self.handles_undefined_loss(), model_params)
+        return jax.tree.map(
+            lambda _: self.handles_undefined_loss(), model_params
+        )
 
 
 class _OneForwardPassLearner(BaseLearner):
     """Base of learners that differentiate one forward pass, and may average the parameters."""
 
     class Config(BaseLearner.Config):
-        """Configures the forward pass and the moving average.
+        """Configures the forward pass and the moving average."""
 
-        Attributes:
-          ema: the moving average of all parameters, kept if its `decay` is not None, and used in
-            evaluation. A schedule-free optimizer needs `decay="schedule_free"`, its own average.
-          forward_fn_transformation: applied to the forward pass before it is differentiated, such
-            as `with_minibatch_steps`, which accumulates gradients.
-          precision: dtypes of the optimizer's state, and the rounding of parameters; set by the
-            trainer to its own. None leaves both to the optimizer.
-        """
-
-        ema: config.InstantiableConfig = config.config_for_function(transformations.param_ema)
-        forward_fn_transformation: config.ConfigOr[ForwardFnTransformation] | None = None
+        ema: config.InstantiableConfig = config.config_for_function(
+            transformations.param_ema
+        )
+        """The moving average of all parameters, kept if its `decay` is not None, and used in
+        evaluation. A schedule-free optimizer needs `decay="schedule_free"`, its own average."""
+        forward_fn_transformation: (
+            config.ConfigOr[ForwardFnTransformation] | None
+        ) = None
+        """Applied to the forward pass before it is differentiated, such as `with_minibatch_steps`,
+        which accumulates gradients."""
         precision: str | Precision.Config | None = None
+        """Dtypes of the optimizer's state, and the rounding of parameters; set by the trainer to
+        its own. None leaves both to the optimizer."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -236,9 +262,11 @@ class _OneForwardPassLearner(BaseLearner):
             str, base.PartitionedGradientTransformation | DynamicLossScale
         ] = {}
         if cfg.ema.decay is not None:
-            self._ema = self._additional_state["ema"] = base.as_partitioned(cfg.ema)
-        self._forward_fn_transformation: ForwardFnTransformation | None = config.maybe_instantiate(
-            cfg.forward_fn_transformation
+            self._ema = self._additional_state["ema"] = base.as_partitioned(
+                cfg.ema
+            )
+        self._forward_fn_transformation: ForwardFnTransformation | None = (
+            config.maybe_instantiate(cfg.forward_fn_transformation)
         )
         self._loss_scale: DynamicLossScale | None = None
 
@@ -253,7 +281,9 @@ class _OneForwardPassLearner(BaseLearner):
     def create_state_partition_specs(
         self, model_param_specs: NestedParameterSpec
     ) -> dict[str, base.NestedOptStateSpec]:
-        specs = self._call_optimizers("create_state_partition_specs", model_param_specs)
+        specs = self._call_optimizers(
+            "create_state_partition_specs", model_param_specs
+        )
         self._check_average(specs)
         param_specs = base.at_least_float32(model_param_specs)
         for name, maker in self._additional_state.items():
@@ -263,7 +293,9 @@ class _OneForwardPassLearner(BaseLearner):
     @nowrap
     def is_schedule_free(self, model_param_specs: NestedParameterSpec) -> bool:
         """Returns whether an optimizer is schedule-free, and so needs `ema.decay`."""
-        specs = self._call_optimizers("create_state_partition_specs", model_param_specs)
+        specs = self._call_optimizers(
+            "create_state_partition_specs", model_param_specs
+        )
         return bool(transformations.schedule_free_states(specs))
 
     def _check_average(self, state: dict[str, Any]) -> None:
@@ -285,7 +317,9 @@ class _OneForwardPassLearner(BaseLearner):
                 "average."
             )
 
-    def _call_optimizers(self, method: str, params: PyTree) -> dict[str, PyTree]:
+    def _call_optimizers(
+        self, method: str, params: PyTree
+    ) -> dict[str, PyTree]:
         """Calls a method of each optimizer with its parameters or specs; returns results by name.
 
         `params` may be a tree of parameters or of their specs.
@@ -293,7 +327,11 @@ class _OneForwardPassLearner(BaseLearner):
         raise NotImplementedError(type(self))
 
     def forward_and_backward(
-        self, *, fn: ForwardFn, inputs: NestedTensor, opt_params: base.NestedOptParam
+        self,
+        *,
+        fn: ForwardFn,
+        inputs: NestedTensor,
+        opt_params: base.NestedOptParam,
     ) -> ForwardBackwardOutputs:
         forward_pass, gradients = forward_and_gradients(
             self._differentiated_fn(fn),
@@ -316,7 +354,9 @@ class _OneForwardPassLearner(BaseLearner):
         gradients = mask_tree(gradients, keep=must_be_finite)
         return ForwardBackwardOutputs(
             forward_outputs=outputs,
-            backward_outputs=BackwardOutputs(updated_params=updated_params, gradients=gradients),
+            backward_outputs=BackwardOutputs(
+                updated_params=updated_params, gradients=gradients
+            ),
         )
 
     def _differentiated_fn(self, fn: ForwardFn) -> ForwardFn:
@@ -335,7 +375,9 @@ class _OneForwardPassLearner(BaseLearner):
         scale = self.state["loss_scale"]["scale"]
         loss = unscaled(forward_pass.outputs.loss, scale)
         outputs = forward_pass.outputs.replace(loss=loss)
-        forward_pass = forward_pass.replace(outputs=outputs, forward_fn=self._transformed(fn))
+        forward_pass = forward_pass.replace(
+            outputs=outputs, forward_fn=self._transformed(fn)
+        )
         return forward_pass, unscaled(gradients, scale)
 
     def _transformed(self, fn: ForwardFn) -> ForwardFn:
@@ -343,7 +385,9 @@ class _OneForwardPassLearner(BaseLearner):
             return fn
         return self._forward_fn_transformation(fn)
 
-    def _update_ema(self, opt_params: base.NestedOptParam, new_params: NestedTensor) -> None:
+    def _update_ema(
+        self, opt_params: base.NestedOptParam, new_params: NestedTensor
+    ) -> None:
         if self._ema is None:
             return
 
@@ -370,27 +414,24 @@ class Learner(_OneForwardPassLearner):
     """
 
     class Config(_OneForwardPassLearner.Config):
-        """Configures a Learner.
-
-        Attributes:
-          optimizer: config of a function that returns an optimizer or an `UpdateTransformation`.
-          update_rules: pairs of a regular expression, which must match the whole path of a
-            parameter, and its kind of updates; the first match counts. Without a match, a parameter
-            gets all updates. State of layers (`ParameterSpec.is_state`) is never optimized.
-          enable_per_variable_summaries: whether to report statistics of each parameter and its
-            gradient; or regular expressions of the paths to report.
-          per_variable_stats: the statistics to report, listed in the module docstring.
-          ignore_undefined_loss: whether to skip and count steps with an undefined loss or gradient.
-          loss_scale: scale of the loss during differentiation, for half precision. Steps
-            with gradients that are not finite change only the scale.
-        """
+        """Configures a Learner."""
 
         optimizer: config.Required[config.InstantiableConfig] = config.REQUIRED
+        """Config of a function that returns an optimizer or an `UpdateTransformation`."""
         update_rules: Sequence[tuple[str, UpdateType | None]] = []
+        """Pairs of a regular expression, which must match the whole path of a parameter, and its
+        kind of updates; the first match counts. Without a match, a parameter gets all updates.
+        State of layers (`ParameterSpec.is_state`) is never optimized."""
         enable_per_variable_summaries: bool | list[str] = False
+        """Whether to report statistics of each parameter and its gradient; or regular expressions
+        of the paths to report."""
         per_variable_stats: Sequence[str] = ("rms",)
+        """The statistics to report, listed in the module docstring."""
         ignore_undefined_loss: bool = False
+        """Whether to skip and count steps with an undefined loss or gradient."""
         loss_scale: DynamicLossScale.Config | None = None
+        """Scale of the loss during differentiation, for half precision. Steps with gradients that
+        are not finite change only the scale."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -403,7 +444,9 @@ class Learner(_OneForwardPassLearner):
         self._precision: Precision | None = None
         if cfg.precision is not None:
             self._precision = as_precision(cfg.precision)
-        self._stats = {name: variable_stat(name) for name in cfg.per_variable_stats}
+        self._stats = {
+            name: variable_stat(name) for name in cfg.per_variable_stats
+        }
 
     def handles_undefined_loss(self) -> bool:
         return self.config.ignore_undefined_loss
@@ -418,12 +461,18 @@ class Learner(_OneForwardPassLearner):
         )
         return jax.tree.map(lambda _: handles, model_params)
 
-    def should_update_with_optimizers(self, model_params: base.NestedOptParam) -> Nested[bool]:
-        def is_optimized(update_type: UpdateType | None, param: base.OptParam) -> bool:
+    def should_update_with_optimizers(
+        self, model_params: base.NestedOptParam
+    ) -> Nested[bool]:
+        def is_optimized(
+            update_type: UpdateType | None, param: base.OptParam
+        ) -> bool:
             is_state = getattr(param, "is_state", False)
             return should_update_with_optimizers(update_type) and not is_state
 
-        return jax.tree.map(is_optimized, self._update_types(model_params), model_params)
+        return jax.tree.map(
+            is_optimized, self._update_types(model_params), model_params
+        )
 
     def update(self, updates: Updates) -> NestedTensor:
         self._add_per_variable_summaries(updates)
@@ -433,10 +482,13 @@ class Learner(_OneForwardPassLearner):
         )
         masked = updates.mask(applies_state, fields=("inplace_updates",))
         masked = masked.mask(
-            self.should_update_with_optimizers, fields=("opt_params", "delta_updates")
+            self.should_update_with_optimizers,
+            fields=("opt_params", "delta_updates"),
         )
         # The sum is over all parameters again; those without an update keep their values.
-        optimized = self._optimize(masked).replace(opt_params=updates.opt_params)
+        optimized = self._optimize(masked).replace(
+            opt_params=updates.opt_params
+        )
         round_sum = None
         if self._precision is not None:
             round_sum = functools.partial(self._rounded_param, self._precision)
@@ -458,16 +510,24 @@ class Learner(_OneForwardPassLearner):
             opt_params=base.at_least_float32(updates.opt_params),
             delta_updates=base.at_least_float32(updates.delta_updates),
         )
-        with set_current_context(context.fork_with_outputs(state=state), require_parent=False):
+        with set_current_context(
+            context.fork_with_outputs(state=state), require_parent=False
+        ):
             optimized = self.optimizer(wide_updates)
         state_updates = context.get_state_updates()
         state_updates["optimizer"] = self._precision.round_tree(
-            state_updates["optimizer"], stored_state, lambda: self._rounding_key("moments")
+            state_updates["optimizer"],
+            stored_state,
+            lambda: self._rounding_key("moments"),
         )
         return optimized
 
-    def _rounded_param(self, precision: Precision, path: str, x: Tensor, dtype: DType) -> Tensor:
-        return precision.round(x, dtype, lambda: fold_in_name(self._rounding_key("params"), path))
+    def _rounded_param(
+        self, precision: Precision, path: str, x: Tensor, dtype: DType
+    ) -> Tensor:
+        return precision.round(
+            x, dtype, lambda: fold_in_name(self._rounding_key("params"), path)
+        )
 
     def _rounding_key(self, purpose: str) -> Tensor:
         if self.prng_key is None:
@@ -477,23 +537,39 @@ class Learner(_OneForwardPassLearner):
             )
         return fold_in_name(self.prng_key, f"rounding of {purpose}")
 
-    def _unless_undefined(self, new_params: NestedTensor, updates: Updates) -> NestedTensor:
+    def _unless_undefined(
+        self, new_params: NestedTensor, updates: Updates
+    ) -> NestedTensor:
         """Returns the new parameters; if undefined, restores the old state and parameters."""
-        losses = [forward_pass.outputs.loss for forward_pass in updates.forward_pass.values()]
-        trained = updates.mask(self.should_update_with_optimizers, fields=("delta_updates",))
+        losses = [
+            forward_pass.outputs.loss
+            for forward_pass in updates.forward_pass.values()
+        ]
+        trained = updates.mask(
+            self.should_update_with_optimizers, fields=("delta_updates",)
+        )
         is_defined = clipping.all_finite([*losses, trained.delta_updates])
         new_state = self.get_invocation_context().get_state_updates()
         for name in new_state:
-            new_state[name] = clipping.tree_where(is_defined, new_state[name], self.state[name])
+            new_state[name] = clipping.tree_where(
+                is_defined, new_state[name], self.state[name]
+            )
         if self.config.ignore_undefined_loss:
-            count = self.state["undefined_loss_count"] + jnp.where(is_defined, 0, 1)
+            count = self.state["undefined_loss_count"] + jnp.where(
+                is_defined, 0, 1
+            )
             self.add_state_update("undefined_loss_count", count)
             self.add_summary("undefined_loss_count", count)
         if self._loss_scale is not None:
             state = self.state["loss_scale"]
-            self.add_state_update("loss_scale", self._loss_scale.after(state, is_finite=is_defined))
+            self.add_state_update(
+                "loss_scale",
+                self._loss_scale.after(state, is_finite=is_defined),
+            )
             self.add_summary("loss_scale", state["scale"])
-        return clipping.tree_where(is_defined, new_params, updates.param_values())
+        return clipping.tree_where(
+            is_defined, new_params, updates.param_values()
+        )
 
     def _update_types(self, tree: PyTree) -> Nested[UpdateType | None]:
         """Returns the kind of updates of each leaf, by the first of the `update_rules` for it."""
@@ -501,18 +577,28 @@ class Learner(_OneForwardPassLearner):
         def update_type_of(path: str) -> UpdateType | None:
             for pattern, update_type in self.config.update_rules:
                 if re.fullmatch(pattern, path):
-                    return update_type or UpdateType.NO_UPDATE  # None would be no leaf
+                    return (
+                        update_type or UpdateType.NO_UPDATE
+                    )  # None would be no leaf
             return UpdateType.ALL_UPDATES
 
         return jax.tree.map(update_type_of, base.tree_paths(tree))
 
-    def _call_optimizers(self, method: str, params: PyTree) -> dict[str, PyTree]:
+    def _call_optimizers(
+        self, method: str, params: PyTree
+    ) -> dict[str, PyTree]:
         call = getattr(self.optimizer, method)
-        optimized = mask_tree(params, keep=self.should_update_with_optimizers(params))
+        optimized = mask_tree(
+            params, keep=self.should_update_with_optimizers(params)
+        )
         if self._precision is None:
             return {"optimizer": call(optimized)}
         wide_state = call(base.at_least_float32(optimized))
-        return {"optimizer": self._precision.with_stored_moments(wide_state, optimized)}
+        return {
+            "optimizer": self._precision.with_stored_moments(
+                wide_state, optimized
+            )
+        }
 
     def _add_per_variable_summaries(self, updates: Updates) -> None:
         patterns = self.config.enable_per_variable_summaries
@@ -577,7 +663,10 @@ class CompositeLearner(_OneForwardPassLearner):
             )
 
     def handles_undefined_loss(self) -> bool:
-        return all(learner.handles_undefined_loss() for learner in self.children.values())
+        return all(
+            learner.handles_undefined_loss()
+            for learner in self.children.values()
+        )
 
     def handles_undefined_gradients(
         self, state: Mapping[str, Any], model_params: base.NestedOptParam
@@ -589,8 +678,12 @@ class CompositeLearner(_OneForwardPassLearner):
             parts.append(learner.handles_undefined_gradients(state[name], part))
         return _merge_parts(model_params, parts)
 
-    def should_update_with_optimizers(self, model_params: base.NestedOptParam) -> Nested[bool]:
-        parts = self._call_optimizers("should_update_with_optimizers", model_params)
+    def should_update_with_optimizers(
+        self, model_params: base.NestedOptParam
+    ) -> Nested[bool]:
+        parts = self._call_optimizers(
+            "should_update_with_optimizers", model_params
+        )
         return _merge_parts(model_params, parts.values())
 
     def update(self, updates: Updates) -> NestedTensor:
@@ -601,7 +694,9 @@ class CompositeLearner(_OneForwardPassLearner):
         self._update_ema(updates.opt_params, new_params)
         return new_params
 
-    def _call_optimizers(self, method: str, params: PyTree) -> dict[str, PyTree]:
+    def _call_optimizers(
+        self, method: str, params: PyTree
+    ) -> dict[str, PyTree]:
         results: dict[str, PyTree] = {}
         for name, keep in self._masks(params).items():
             call = getattr(self.children[name], method)
@@ -613,7 +708,9 @@ class CompositeLearner(_OneForwardPassLearner):
         learner_names = jax.tree.map(self._learner_of, base.tree_paths(tree))
         masks: dict[str, Nested[bool]] = {}
         for learner in self.children:
-            masks[learner] = jax.tree.map(functools.partial(operator.eq, learner), learner_names)
+            masks[learner] = jax.tree.map(
+                functools.partial(operator.eq, learner), learner_names
+            )
         return masks
 
     def _learner_of(self, path: str) -> str:

@@ -11,10 +11,14 @@ of an anomaly policy keeps the state of before in both cases, so that the second
 
 import contextlib
 import enum
+from collections import deque
 from collections.abc import Callable, Iterator
+
+import jax
 
 from weft.debug.anomalies import Judge, Step
 from weft.distributed import cpu_threads, preemption
+from weft.distributed.peers import StopRequest
 from weft.input import PrefetchingIterator
 from weft.trainer.base import BaseTrainer
 from weft.trainer.hooks import Hooks
@@ -58,6 +62,9 @@ class TrainingLoop:
         self._max_step = trainer.config.max_step
         self._first_step = cpu_threads.FirstStepWatch()
         self._is_compiled = False
+        # Whether the processes have met since the start, or since they went back.
+        self._has_met = False
+        self._last_losses: deque[jax.Array] = deque(maxlen=2)
         self._unsettled: Step | None = None  # the last step, until it is judged
         self.last_step: Step | None = None
 
@@ -68,9 +75,13 @@ class TrainingLoop:
         """
         try:
             for step in self._steps():
-                self._stop.doing(f"evaluating or saving after step {step.number}")
+                self._stop.doing(
+                    f"evaluating or saving after step {step.number}"
+                )
                 with self._between_steps():
-                    self._hooks.after_step(step.number, step.outputs, step.batch)
+                    self._hooks.after_step(
+                        step.number, step.outputs, step.batch
+                    )
         except preemption.StopRun as stopped:
             self._settle()
             return stopped
@@ -104,33 +115,44 @@ class TrainingLoop:
         return self._trainer.step >= self._max_step
 
     def _next_batch(self, number: int) -> NestedTensor:
-        """Waits for a step's batch, until all processes have theirs; raises StopRun at the end."""
+        """Returns the batch of a step; raises StopRun if the run ends before it."""
         self._stop.doing(f"waiting for the input of step {number}")
         request = None
         if self._hooks.end is not None:
             request = self._hooks.end.as_request()
+        if len(self._last_losses) == 2:
+            self._stop.wait_until_computed(self._last_losses[0])
+        doing = f"running step {number}"
+        if not self._has_met:
+            self._meet(doing, request)
+        return self._stop.next_batch(self._batches, doing, request)
+
+    def _meet(self, doing: str, request: StopRequest | None) -> None:
+        """Waits until all processes have their first batches and have compiled the step."""
         within_seconds = None
         if not self._is_compiled:
             within_seconds = self._trainer.config.readiness_timeout_seconds
-        next_batch = self._stop.next_batch(
+        meeting = self._stop.meet_with_batch(
             self._batches,
-            f"running step {number}",
+            doing,
             own_request=request,
             within_seconds=within_seconds,
+            num_batches=self._stop.num_batches,
         )
-        with next_batch as batch:
+        with meeting as batch:
             if not self._is_compiled:
                 self._stop.doing("compiling the step")
                 state = self._trainer.trainer_state
                 self._stop.compile(self._trainer.lower_train_step(state, batch))
                 self._is_compiled = True
                 self._first_step.start()
-        return batch
+        self._has_met = True
 
     def _dispatch(self, number: int, batch: NestedTensor) -> Step:
         self._hooks.before_step(number)
         outputs = self._trainer.advance(batch)
         verdict = outputs.pop("verdict", None)
+        self._last_losses.append(outputs["loss"])
         self._hooks.on_dispatch(number, outputs)
         if not self._first_step.is_dispatched:
             self._first_step.dispatched(outputs["loss"])
@@ -148,6 +170,7 @@ class TrainingLoop:
         self._unsettled = None
         if step is None:
             return _Outcome.KEPT
+        self._stop.wait_until_computed(step.outputs["loss"])
         outcome = _Outcome.KEPT
         if self._judge.is_bad(step):
             outcome = _Outcome.SKIPPED
@@ -166,6 +189,7 @@ class TrainingLoop:
         self._trainer.checkpointer.wait_until_finished()
         self._restore()
         self._batches.set_state(position)
+        self._has_met = False  # the next batches are read again
         self._hooks.on_rewind(self._trainer.step)
 
     def _write_last_summaries(self) -> None:

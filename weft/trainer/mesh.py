@@ -25,7 +25,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from weft import config
-from weft.core import axis_rules, spmd
+from weft.core import axis_rules
+from weft.core.spmd import check_divides as check_divides
+from weft.core.spmd import named_sharding as named_sharding
 from weft.distributed import cpu_threads
 from weft.errors import ConfigModifierError, MeshError
 
@@ -60,7 +62,11 @@ class HybridMeshShape:
 
 
 # Regular expressions for hardware, and mesh shapes or modifiers for it; see `select_mesh_config`.
-MeshRules = Sequence[tuple[str, MeshShape | HybridMeshShape | config.ConfigModifier.Config | None]]
+MeshRules = Sequence[
+    tuple[
+        str, MeshShape | HybridMeshShape | config.ConfigModifier.Config | None
+    ]
+]
 
 
 def build_mesh(
@@ -88,7 +94,9 @@ def build_mesh(
         (sizes,) = _infer_sizes({"mesh_shape": mesh_shape}, names, len(devices))
         num_slices = len(_groups_by(_slice_of, devices))
         if num_slices == 1 or devices[0].platform != "tpu":
-            return jax.make_mesh(sizes, names, axis_types=axis_types, devices=devices)
+            return jax.make_mesh(
+                sizes, names, axis_types=axis_types, devices=devices
+            )
         mesh_shape = over_slices(sizes, num_slices)
     grid = _hybrid_grid(mesh_shape, names, devices)
     return jax.sharding.Mesh(grid, names, axis_types=axis_types)
@@ -143,7 +151,8 @@ def _infer_sizes(
                 f"{len(names)}; give one size per name."
             )
     shapes_text = " and ".join(
-        f"{field} ({_named_sizes(names, shape)})" for field, shape in shapes.items()
+        f"{field} ({_named_sizes(names, shape)})"
+        for field, shape in shapes.items()
     )
     sizes = list(itertools.chain.from_iterable(shapes.values()))
     has_open_size = -1 in sizes
@@ -176,7 +185,9 @@ def _infer_sizes(
 
 
 def _named_sizes(names: Sequence[str], shape: MeshShape) -> str:
-    return ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
+    return ", ".join(
+        f"{name}={size}" for name, size in zip(names, shape, strict=True)
+    )
 
 
 def _hybrid_grid(
@@ -184,7 +195,9 @@ def _hybrid_grid(
 ) -> np.ndarray:
     ici_sizes, dcn_sizes = _infer_sizes(vars(shape), names, len(devices))
     grids = [
-        mesh_utils.create_device_mesh(ici_sizes, devices=group, allow_split_physical_axes=True)
+        mesh_utils.create_device_mesh(
+            ici_sizes, devices=group, allow_split_physical_axes=True
+        )
         for group in _equal_groups(devices, names, dcn_sizes)
     ]
     # Axis i of the mesh: first the groups along it, and inside of each its devices.
@@ -193,7 +206,9 @@ def _hybrid_grid(
     interleaved_axes: list[int] = []
     for axis in range(num_axes):
         interleaved_axes += [axis, num_axes + axis]
-    return grid.transpose(interleaved_axes).reshape(np.multiply(dcn_sizes, ici_sizes))
+    return grid.transpose(interleaved_axes).reshape(
+        np.multiply(dcn_sizes, ici_sizes)
+    )
 
 
 def _slice_of(device: Device) -> int | None:
@@ -214,7 +229,9 @@ def _groups_by(
 
 
 def _equal_groups(
-    devices: Sequence[Device], names: tuple[str, ...], dcn_sizes: tuple[int, ...]
+    devices: Sequence[Device],
+    names: tuple[str, ...],
+    dcn_sizes: tuple[int, ...],
 ) -> Sequence[Sequence[Device]]:
     """Groups devices by slice or by process, whichever yields as many groups as the sizes say."""
     num_groups = math.prod(dcn_sizes)
@@ -222,7 +239,9 @@ def _equal_groups(
     slices = _groups_by(_slice_of, devices)
     processes = _groups_by(_process_of, devices)
     for groups in (slices, processes):
-        if len(groups) == num_groups and all(len(group) == size for group in groups):
+        if len(groups) == num_groups and all(
+            len(group) == size for group in groups
+        ):
             return groups
     if all(device.platform == "cpu" for device in devices):
         # CPU devices are interchangeable and can emulate any number of slices.
@@ -234,7 +253,9 @@ def _equal_groups(
     )
 
 
-def select_mesh_config(trainer_config: config.InstantiableConfig, *, mesh_selector: str) -> None:
+def select_mesh_config(
+    trainer_config: config.InstantiableConfig, *, mesh_selector: str
+) -> None:
     """Adapts a trainer config in place to hardware, such as "tpu-v5e-256", by its `mesh_rules`.
 
     A rule is a pair of a regular expression and a mesh shape, a config modifier (which sets a mesh
@@ -259,36 +280,6 @@ def select_mesh_config(trainer_config: config.InstantiableConfig, *, mesh_select
         return
 
 
-def check_divides(path: str, shape: Sequence[int], sharding: jax.sharding.NamedSharding) -> None:
-    """Raises a MeshError for an axis that is not divisible, or a mesh axis that is missing."""
-    sizes = dict(sharding.mesh.shape)
-    for i, entry in enumerate(sharding.spec):
-        names = spmd.axes_of(entry)
-        parts = math.prod(sizes[name] for name in names)
-        if shape[i] % parts:
-            raise MeshError(
-                f"{path} of shape {tuple(shape)} is laid out as {sharding.spec}: axis {i} of size "
-                f"{shape[i]} does not divide over {'×'.join(names)} = {parts} devices. Change the "
-                "size, the mesh_shape, or the parameter's partition spec."
-            )
-
-
-def named_sharding(
-    mesh: jax.sharding.Mesh, spec: jax.sharding.PartitionSpec, path: str
-) -> jax.sharding.NamedSharding:
-    """Returns the sharding of an array; raises a MeshError for axes that the mesh does not have."""
-    names: set[str] = set()
-    for entry in spec:
-        names.update(spmd.axes_of(entry))
-    missing_names = sorted(names.difference(mesh.axis_names))
-    if missing_names:
-        raise MeshError(
-            f"{path} is laid out as {spec}, but the mesh has no axis {missing_names}; it has "
-            f"{mesh.axis_names}. Add the axis to mesh_axis_names (its size may be 1)."
-        )
-    return jax.sharding.NamedSharding(mesh, spec)
-
-
 AxisRules = Sequence[tuple[str, str | Sequence[str] | None]]
 
 
@@ -301,19 +292,16 @@ class RulesByKind(config.Configurable):
     """
 
     class Config(config.Configurable.Config):
-        """Configures a RulesByKind with pairs of a name and the mesh axis or axes for it, or None.
-
-        Attributes:
-            parameters: for the model's parameters and other state.
-            optimizer: for the learner's state, including moving averages of parameters.
-            gradients: for gradients, as they leave the backward pass.
-            activations: for layouts that the model sets inside its computation.
-        """
+        """Configures a RulesByKind with pairs of a name and its mesh axis or axes, or None."""
 
         parameters: AxisRules = []
+        """For the model's parameters and other state."""
         optimizer: AxisRules = []
+        """For the learner's state, including moving averages of parameters."""
         gradients: AxisRules = []
+        """For gradients, as they leave the backward pass."""
         activations: AxisRules = []
+        """For layouts that the model sets inside its computation."""
 
     def with_all(self, rules: AxisRules) -> "KindRules":
         """Returns the rules of each kind, with those for all where a name has none.
@@ -343,7 +331,9 @@ def rules_of(cfg: config.ConfigBase) -> KindRules:
     return cfg.rules_by_kind.instantiate().with_all(cfg.logical_axis_rules)
 
 
-def _with_priority(rules_of_kind: AxisRules, general_rules: AxisRules) -> axis_rules.Rules:
+def _with_priority(
+    rules_of_kind: AxisRules, general_rules: AxisRules
+) -> axis_rules.Rules:
     rules = list(axis_rules.checked_rules(rules_of_kind))
     names = {name for name, _ in rules}
     for rule in axis_rules.checked_rules(general_rules):
@@ -362,7 +352,9 @@ def unused_gpu_note() -> str | None:
         return None
     if jax.default_backend() != "cpu" or not glob.glob(_GPU_FILES):
         return None
-    command = f'{sys.executable} -m pip install "jax[cuda12]=={jax.__version__}"'
+    command = (
+        f'{sys.executable} -m pip install "jax[cuda12]=={jax.__version__}"'
+    )
     return (
         "This machine has a GPU, but this run uses the CPU: JAX has no CUDA plugin, or it does not "
         f"start. Install it with\n  {command}\nor, in a checkout of Weft, train with\n  make train "

@@ -33,15 +33,12 @@ class BaseMetricCalculator(Module):
     """
 
     class Config(Module.Config):
-        """Configures a BaseMetricCalculator.
-
-        Attributes:
-            eval_dtype: The dtype in which the model computes; None for that of its parameters.
-            prefix: Prepended to metric names, as `prefix/name`.
-        """
+        """Configures a BaseMetricCalculator."""
 
         eval_dtype: DType | None = None
+        """The dtype in which the model computes; None for that of its parameters."""
         prefix: str | None = None
+        """Prepended to metric names, as `prefix/name`."""
 
     _run: Callable[[NestedTensor, Tensor, NestedTensor], tuple[Tensor, Any]]
 
@@ -51,18 +48,25 @@ class BaseMetricCalculator(Module):
         *,
         parent: Module | None,
         model: hierarchy.BaseLayer,
-        model_param_partition_specs: Nested[jax.sharding.PartitionSpec] | None = None,
+        model_param_partition_specs: Nested[jax.sharding.PartitionSpec]
+        | None = None,
     ):
         super().__init__(cfg, parent=parent)
         self._model = model
         self._model_param_partition_specs = model_param_partition_specs
 
-    def init_state(self, *, prng_key: Tensor, model_params: NestedTensor) -> dict[str, Any]:
+    def init_state(
+        self, *, prng_key: Tensor, model_params: NestedTensor
+    ) -> dict[str, Any]:
         """Returns the state before the first batch; by default the key, as "prng_key"."""
         return {"prng_key": prng_key}
 
     def forward(
-        self, input_batch: NestedTensor, *, model_params: NestedTensor, state: dict[str, Any]
+        self,
+        input_batch: NestedTensor,
+        *,
+        model_params: NestedTensor,
+        state: dict[str, Any],
     ) -> dict[str, Any]:
         """Runs the model on a global batch, with the state of the previous one.
 
@@ -70,12 +74,21 @@ class BaseMetricCalculator(Module):
 
         Returns a dict of "state", for the next batch, and "output", for `get_summaries`.
         """
-        prng_key, outputs = self._run(model_params, state["prng_key"], input_batch)
+        prng_key, outputs = self._run(
+            model_params, state["prng_key"], input_batch
+        )
         # The host has room for the outputs of all batches.
-        return {"state": {"prng_key": prng_key}, "output": jax.device_get(outputs)}
+        return {
+            "state": {"prng_key": prng_key},
+            "output": jax.device_get(outputs),
+        }
 
     def get_summaries(
-        self, *, model_params: NestedTensor, state: dict[str, Any], all_forward_outputs: list[Any]
+        self,
+        *,
+        model_params: NestedTensor,
+        state: dict[str, Any],
+        all_forward_outputs: list[Any],
     ) -> dict[str, Any]:
         """Computes the metrics from the last batch's state and the "output" of each batch."""
         raise NotImplementedError(type(self))
@@ -88,14 +101,21 @@ class BaseMetricCalculator(Module):
         return f"{prefix}/{metric_name}"
 
     def _with_prefix(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        return {self.formatted_metric_name(name): value for name, value in metrics.items()}
+        return {
+            self.formatted_metric_name(name): value
+            for name, value in metrics.items()
+        }
 
     def _jit_of_model(
         self,
         method: str,
         *,
-        inputs: Callable[[NestedTensor], tuple[PyTree, ...] | dict[str, PyTree]],
-        outputs: Callable[[NestedTensor, PyTree, context.OutputCollection], PyTree],
+        inputs: Callable[
+            [NestedTensor], tuple[PyTree, ...] | dict[str, PyTree]
+        ],
+        outputs: Callable[
+            [NestedTensor, PyTree, context.OutputCollection], PyTree
+        ],
     ) -> Callable[[NestedTensor, Tensor, NestedTensor], tuple[Tensor, PyTree]]:
         """Returns a method of the model, compiled at its first call.
 
@@ -113,7 +133,9 @@ class BaseMetricCalculator(Module):
             next_key, key = jax.random.split(prng_key)
             specs = self._model_param_partition_specs
             if specs is not None:
-                params = jax.tree.map(jax.lax.with_sharding_constraint, params, specs)
+                params = jax.tree.map(
+                    jax.lax.with_sharding_constraint, params, specs
+                )
             params, batch = cast_floats((params, batch), self.config.eval_dtype)
             result, collection = functional(
                 self._model,
@@ -127,12 +149,18 @@ class BaseMetricCalculator(Module):
             return next_key, outputs(batch, result, collection)
 
         @functools.cache
-        def compiled_for(mesh: jax.sharding.Mesh, num_parameters: int) -> InterruptibleJit:
+        def compiled_for(
+            mesh: jax.sharding.Mesh, num_parameters: int
+        ) -> InterruptibleJit:
             platform = mesh.devices.flat[0].platform
             jitted = jax.jit(
                 eval_step,
-                out_shardings=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()),
-                compiler_options=options_for_evaluation(platform, num_parameters),
+                out_shardings=jax.sharding.NamedSharding(
+                    mesh, jax.sharding.PartitionSpec()
+                ),
+                compiler_options=options_for_evaluation(
+                    platform, num_parameters
+                ),
             )
             return InterruptibleJit(jitted, self.path())
 
@@ -149,23 +177,26 @@ class ModelSummaryAccumulator(BaseMetricCalculator):
     """Metric calculator that accumulates the summaries of the model itself."""
 
     class Config(BaseMetricCalculator.Config):
-        """Configures a ModelSummaryAccumulator.
-
-        Attributes:
-            model_method: The method of the model to call with each batch.
-            model_method_kwargs: Its other arguments.
-            filter_module_outputs: Returns whether to keep the module output of a path, such as
-                "decoder/x", in the evaler's outputs of each batch; None to keep none.
-        """
+        """Configures a ModelSummaryAccumulator."""
 
         model_method: str = "forward"
+        """The method of the model to call with each batch."""
         model_method_kwargs: dict[str, Any] = {}
-        metric_accumulator: config.InstantiableConfig = hierarchy.MetricAccumulator.default_config()
-        filter_module_outputs: config.ConfigOr[Callable[[str], bool]] | None = None
+        """Its other arguments."""
+        metric_accumulator: config.InstantiableConfig = (
+            hierarchy.MetricAccumulator.default_config()
+        )
+        filter_module_outputs: config.ConfigOr[Callable[[str], bool]] | None = (
+            None
+        )
+        """Returns whether to keep the module output of a path, such as "decoder/x", in the evaler's
+        outputs of each batch; None to keep none."""
 
     def __init__(self, cfg: Config, *, parent: Module | None, **kwargs: Any):
         super().__init__(cfg, parent=parent, **kwargs)
-        self._accumulator: hierarchy.MetricAccumulator = cfg.metric_accumulator.instantiate()
+        self._accumulator: hierarchy.MetricAccumulator = (
+            cfg.metric_accumulator.instantiate()
+        )
         keep_output = config.maybe_instantiate(cfg.filter_module_outputs)
         if keep_output is None:
             keep_output = lambda path: False  # noqa: E731
@@ -174,27 +205,48 @@ class ModelSummaryAccumulator(BaseMetricCalculator):
             return {"input_batch": batch, **cfg.model_method_kwargs}
 
         def outputs(
-            batch: NestedTensor, result: PyTree, collection: context.OutputCollection
+            batch: NestedTensor,
+            result: PyTree,
+            collection: context.OutputCollection,
         ) -> tuple[dict[str, Any], PyTree]:
             summaries = with_returned_loss(collection.summaries, result)
-            return summaries, context.filter_outputs(collection.module_outputs, keep_output)
+            return summaries, context.filter_outputs(
+                collection.module_outputs, keep_output
+            )
 
-        self._run = self._jit_of_model(cfg.model_method, inputs=inputs, outputs=outputs)
+        self._run = self._jit_of_model(
+            cfg.model_method, inputs=inputs, outputs=outputs
+        )
 
-    def init_state(self, *, prng_key: Tensor, model_params: NestedTensor) -> dict[str, Any]:
+    def init_state(
+        self, *, prng_key: Tensor, model_params: NestedTensor
+    ) -> dict[str, Any]:
         self._accumulator = self.config.metric_accumulator.instantiate()
         return {"prng_key": prng_key}
 
     def forward(
-        self, input_batch: NestedTensor, *, model_params: NestedTensor, state: dict[str, Any]
+        self,
+        input_batch: NestedTensor,
+        *,
+        model_params: NestedTensor,
+        state: dict[str, Any],
     ) -> dict[str, Any]:
-        next_key, outputs = self._run(model_params, state["prng_key"], input_batch)
+        next_key, outputs = self._run(
+            model_params, state["prng_key"], input_batch
+        )
         summaries, module_outputs = outputs
         self._accumulator.update(summaries)
-        return {"state": {"prng_key": next_key}, "output": jax.device_get(module_outputs)}
+        return {
+            "state": {"prng_key": next_key},
+            "output": jax.device_get(module_outputs),
+        }
 
     def get_summaries(
-        self, *, model_params: NestedTensor, state: dict[str, Any], all_forward_outputs: list[Any]
+        self,
+        *,
+        model_params: NestedTensor,
+        state: dict[str, Any],
+        all_forward_outputs: list[Any],
     ) -> dict[str, Any]:
         return self._with_prefix(self._accumulator.summaries())
 
@@ -213,22 +265,21 @@ class GlobalMetricCalculator(BaseMetricCalculator):
     """
 
     class Config(BaseMetricCalculator.Config):
-        """Configures a GlobalMetricCalculator.
-
-        Attributes:
-            predict_method: The method of the model to call with each batch.
-            predict_input_field: The field of the batch to pass; None for the whole batch.
-        """
+        """Configures a GlobalMetricCalculator."""
 
         predict_method: str = "predict"
+        """The method of the model to call with each batch."""
         predict_input_field: str | None = None
+        """The field of the batch to pass; None for the whole batch."""
 
     def __init__(self, cfg: Config, *, parent: Module | None, **kwargs: Any):
         super().__init__(cfg, parent=parent, **kwargs)
         self._run = self._jit_of_model(
             cfg.predict_method,
             inputs=lambda batch: (self._predict_input(batch),),
-            outputs=lambda batch, result, collection: PredictionOutputs(batch, result),
+            outputs=lambda batch, result, collection: PredictionOutputs(
+                batch, result
+            ),
         )
 
     def _predict_input(self, input_batch: NestedTensor) -> NestedTensor:
@@ -247,9 +298,15 @@ class GlobalMetricCalculator(BaseMetricCalculator):
         raise NotImplementedError(type(self))
 
     def get_summaries(
-        self, *, model_params: NestedTensor, state: dict[str, Any], all_forward_outputs: list[Any]
+        self,
+        *,
+        model_params: NestedTensor,
+        state: dict[str, Any],
+        all_forward_outputs: list[Any],
     ) -> dict[str, Any]:
-        outputs = jax.tree.map(lambda *parts: np.concatenate(parts), *all_forward_outputs)
+        outputs = jax.tree.map(
+            lambda *parts: np.concatenate(parts), *all_forward_outputs
+        )
         return self._with_prefix(self._calculate_metrics(outputs))
 
 
@@ -275,7 +332,9 @@ class CompositeMetricCalculator(BaseMetricCalculator):
 
         __slots__ = ()
 
-        def __new__(cls, src: str, dst: str, dst_key: str | None = None, **other: object) -> Any:
+        def __new__(
+            cls, src: str, dst: str, dst_key: str | None = None, **other: object
+        ) -> Any:
             if other:
                 raise errors.MetricCalculatorError(
                     f"a Dependency has no {', '.join(map(repr, other))}; it has src, dst and "
@@ -284,18 +343,17 @@ class CompositeMetricCalculator(BaseMetricCalculator):
             return super().__new__(cls, src, dst, dst_key)
 
     class Config(BaseMetricCalculator.Config):
-        """Configures a CompositeMetricCalculator.
+        """Configures a CompositeMetricCalculator."""
 
-        Attributes:
-            metric_calculators: The calculators by name, which comes before the names of their
-                metrics, as in `name/accuracy`.
-            dependencies: Calculators that need the outputs of others.
-        """
-
-        metric_calculators: config.Required[Mapping[str, BaseMetricCalculator.Config]] = (
-            config.REQUIRED
-        )
-        dependencies: Sequence["CompositeMetricCalculator.Dependency"] | None = None
+        metric_calculators: config.Required[
+            Mapping[str, BaseMetricCalculator.Config]
+        ] = config.REQUIRED
+        """The calculators by name, which comes before the names of their metrics, as in
+        `name/accuracy`."""
+        dependencies: (
+            Sequence["CompositeMetricCalculator.Dependency"] | None
+        ) = None
+        """Calculators that need the outputs of others."""
 
     def __init__(self, cfg: Config, *, parent: Module | None, **kwargs: Any):
         super().__init__(cfg, parent=parent, **kwargs)
@@ -312,7 +370,9 @@ class CompositeMetricCalculator(BaseMetricCalculator):
         for dependency in self.config.dependencies or ():
             if dependency.src not in sources:
                 raise self._unknown_calculator_error(dependency, dependency.src)
-            consumers = [name for name in sources if re.fullmatch(dependency.dst, name)]
+            consumers = [
+                name for name in sources if re.fullmatch(dependency.dst, name)
+            ]
             if not consumers:
                 raise self._unknown_calculator_error(dependency, dependency.dst)
             for name in consumers:
@@ -333,15 +393,23 @@ class CompositeMetricCalculator(BaseMetricCalculator):
             f"metric_calculators. {errors.did_you_mean(name, self._calculators)}"
         )
 
-    def init_state(self, *, prng_key: Tensor, model_params: NestedTensor) -> dict[str, Any]:
+    def init_state(
+        self, *, prng_key: Tensor, model_params: NestedTensor
+    ) -> dict[str, Any]:
         states: dict[str, Any] = {}
         for name, calculator in self._calculators.items():
             key = context.fold_in_name(prng_key, name)
-            states[name] = calculator.init_state(prng_key=key, model_params=model_params)
+            states[name] = calculator.init_state(
+                prng_key=key, model_params=model_params
+            )
         return states
 
     def forward(
-        self, input_batch: NestedTensor, *, model_params: NestedTensor, state: dict[str, Any]
+        self,
+        input_batch: NestedTensor,
+        *,
+        model_params: NestedTensor,
+        state: dict[str, Any],
     ) -> dict[str, Any]:
         states: dict[str, Any] = {}
         outputs: dict[str, Any] = {}
@@ -359,21 +427,29 @@ class CompositeMetricCalculator(BaseMetricCalculator):
                     "the batch by the output of another calculator; give it another dst_key."
                 )
             result = self._calculators[name].forward(
-                {**batch, **source_outputs}, model_params=model_params, state=state[name]
+                {**batch, **source_outputs},
+                model_params=model_params,
+                state=state[name],
             )
             states[name] = result["state"]
             outputs[name] = result["output"]
         return {"state": states, "output": outputs}
 
     def get_summaries(
-        self, *, model_params: NestedTensor, state: dict[str, Any], all_forward_outputs: list[Any]
+        self,
+        *,
+        model_params: NestedTensor,
+        state: dict[str, Any],
+        all_forward_outputs: list[Any],
     ) -> dict[str, Any]:
         all_summaries: dict[str, Any] = {}
         for name, calculator in self._calculators.items():
             summaries = calculator.get_summaries(
                 model_params=model_params,
                 state=state[name],
-                all_forward_outputs=[outputs[name] for outputs in all_forward_outputs],
+                all_forward_outputs=[
+                    outputs[name] for outputs in all_forward_outputs
+                ],
             )
             for metric_name, value in summaries.items():
                 all_summaries[f"{name}/{metric_name}"] = value

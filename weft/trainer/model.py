@@ -19,7 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from weft import functional, hierarchy
-from weft.config import REQUIRED, ConfigBase, FunctionConfigBase, InstantiableConfig
+from weft.config import (
+    REQUIRED,
+    ConfigBase,
+    FunctionConfigBase,
+    InstantiableConfig,
+)
 from weft.errors import (
     BatchFieldError,
     ModelCallError,
@@ -33,7 +38,15 @@ from weft.interop.hierarchy import InHierarchy
 from weft.trainer.optimizers.base import tree_paths
 from weft.trainer.precision import Precision, as_precision
 from weft.trainer.supervised import Supervised
-from weft.typing import DType, Nested, NestedTensor, PyTree, T, Tensor, has_shape_dtype
+from weft.typing import (
+    DType,
+    Nested,
+    NestedTensor,
+    PyTree,
+    T,
+    Tensor,
+    has_shape_dtype,
+)
 
 
 class LibraryModel(InHierarchy):
@@ -53,14 +66,31 @@ class LibraryModel(InHierarchy):
         fields = jax.tree.leaves(input_batch)
         rows = fields[0].shape[0] if fields else 1
         if "loss" not in summaries:
-            summary = with_returned_loss({}, outputs).get("loss", LossOfRows(loss, rows))
+            summary = with_returned_loss({}, outputs).get(
+                "loss", LossOfRows(loss, rows)
+            )
             self.add_summary("loss", summary)
         if isinstance(aux, Mapping):
             for name, value in aux.items():
                 is_number = hasattr(value, "dtype") and not jnp.shape(value)
-                if isinstance(name, str) and is_number and name not in summaries:
-                    self.add_summary(name, hierarchy.WeightedScalar(value, rows))
+                if (
+                    isinstance(name, str)
+                    and is_number
+                    and name not in summaries
+                ):
+                    self.add_summary(
+                        name, hierarchy.WeightedScalar(value, rows)
+                    )
         return loss, aux
+
+    def apply_model(
+        self,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        method: str | None,
+    ) -> PyTree:
+        """Returns what the module, or a public method of it, returns for any arguments."""
+        return super().forward(*args, method=method, **kwargs)
 
     @property
     def predicts(self) -> bool:
@@ -94,29 +124,38 @@ def model_config(
     return as_precision(precision).model_config(config)
 
 
-def _layer_config(model: InstantiableConfig, batch: Callable[[], PyTree]) -> InstantiableConfig:
+def _layer_config(
+    model: InstantiableConfig, batch: Callable[[], PyTree]
+) -> InstantiableConfig:
     if isinstance(model, Supervised.Config):
         return model.clone(batch_spec=batch())
     if isinstance(model, LibraryModel.Config) and model.inputs is REQUIRED:
         return model.clone(inputs=(batch(),))
-    if isinstance(model, hierarchy.Module.Config) or _makes_a_layer(model):
+    if isinstance(model, hierarchy.Module.Config) or makes_a_layer(model):
         return model
     return LibraryModel.default_config().set(layer=model, inputs=(batch(),))
 
 
-def _makes_a_layer(model: InstantiableConfig) -> bool:
+def makes_a_layer(model: object) -> bool:
+    """Returns whether a config is that of a function that makes a layer of the hierarchy."""
     # Linen modules have fields of these names too.
-    return isinstance(model, FunctionConfigBase) and {"name", "parent"} <= set(model.keys())
+    return isinstance(model, FunctionConfigBase) and {"name", "parent"} <= set(
+        model.keys()
+    )
 
 
 def trained_model_config(trainer_config: ConfigBase) -> Any:
     """Returns the config of the layer that a trainer config trains."""
 
     def batch_spec() -> PyTree:
-        input_ = trainer_config.input.clone(name="input").instantiate(parent=None)
+        input_ = trainer_config.input.clone(name="input").instantiate(
+            parent=None
+        )
         return input_.element_spec()
 
-    return model_config(trainer_config.model, batch_spec, trainer_config.precision)
+    return model_config(
+        trainer_config.model, batch_spec, trainer_config.precision
+    )
 
 
 def build_model(trainer_config: ConfigBase) -> hierarchy.BaseLayer:
@@ -125,7 +164,9 @@ def build_model(trainer_config: ConfigBase) -> hierarchy.BaseLayer:
     return cfg.set(name="model").instantiate(parent=None)
 
 
-def check_outputs(model: hierarchy.Module, outputs: PyTree) -> tuple[Tensor, PyTree]:
+def check_outputs(
+    model: hierarchy.Module, outputs: PyTree
+) -> tuple[Tensor, PyTree]:
     """Returns the loss in at least float32 and auxiliary outputs.
 
     The loss may be a `WeightedScalar`, whose mean it then is.
@@ -134,11 +175,17 @@ def check_outputs(model: hierarchy.Module, outputs: PyTree) -> tuple[Tensor, PyT
     """
     expected = "expected a pair of the loss, a scalar, and anything else: `return loss, aux`."
     if not (isinstance(outputs, tuple) and len(outputs) == 2):
-        raise ModelOutputError(f"{model.path()} returned {_describe_value(outputs)}; {expected}")
+        raise ModelOutputError(
+            f"{model.path()} returned {_describe_value(outputs)}; {expected}"
+        )
     loss, aux = outputs
     if isinstance(loss, hierarchy.WeightedScalar):
         loss = jnp.asarray(loss.mean)
-    if not hasattr(loss, "dtype") or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+    if (
+        not hasattr(loss, "dtype")
+        or loss.shape
+        or not jnp.issubdtype(loss.dtype, jnp.floating)
+    ):
         message = f"{model.path()} returned {_describe_value(loss)} as its loss; {expected}"
         if getattr(loss, "shape", ()):
             message += " Take its mean: `loss.mean()`."
@@ -146,7 +193,9 @@ def check_outputs(model: hierarchy.Module, outputs: PyTree) -> tuple[Tensor, PyT
     return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)), aux
 
 
-def with_returned_loss(summaries: Mapping[str, Any], outputs: PyTree) -> dict[str, Any]:
+def with_returned_loss(
+    summaries: Mapping[str, Any], outputs: PyTree
+) -> dict[str, Any]:
     """Returns a model's summaries, with the loss if it is only returned, as a `WeightedScalar`."""
     summaries = dict(summaries)
     if "loss" not in summaries and isinstance(outputs, tuple) and outputs:
@@ -168,7 +217,9 @@ def _describe_value(x: object) -> str:
 
 
 @contextlib.contextmanager
-def explain_call_errors(model: hierarchy.Module, batch: Mapping[str, Any]) -> Iterator[None]:
+def explain_call_errors(
+    model: hierarchy.Module, batch: Mapping[str, Any]
+) -> Iterator[None]:
     """Raises a BatchFieldError or ModelCallError if a model needs other fields or arguments.
 
     Errors that are not Weft's get a note that says what the model was called with.
@@ -189,7 +240,9 @@ def explain_call_errors(model: hierarchy.Module, batch: Mapping[str, Any]) -> It
             "input, or look up another in the model."
         ) from error
     except TypeError as error:
-        missing = re.search(r"missing \d+ required .* arguments?: (.*)", str(error))
+        missing = re.search(
+            r"missing \d+ required .* arguments?: (.*)", str(error)
+        )
         if type(error) is not TypeError or missing is None:
             error.add_note(_called_with(model, batch))
             raise
@@ -272,7 +325,9 @@ def cast_floats(in_tree: T, to_dtype: DType | None) -> T:
     return jax.tree.map(cast, in_tree)
 
 
-def cast_floats_per_param(in_tree: T, per_param_dtype: Nested[DType | None]) -> T:
+def cast_floats_per_param(
+    in_tree: T, per_param_dtype: Nested[DType | None]
+) -> T:
     """Casts each floating-point array to its own dtype; None leaves it unchanged."""
     return jax.tree.map(
         lambda dtype, x: cast_floats(x, dtype),

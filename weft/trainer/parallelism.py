@@ -11,36 +11,17 @@ Each axis is one kind of parallelism; an axis of size 1 costs nothing.
 | `seq` | positions of a sequence; attention gathers keys and values |
 | `model` | heads, hidden dimensions, and the vocabulary |
 
-A parameter of a feed-forward layer is sharded as (fsdp, model), an activation as ((data, expert,
-fsdp), seq, model). Sources: Rajbhandari et al., https://arxiv.org/abs/1910.02054 (fsdp); Xu et al.,
-https://arxiv.org/abs/2105.04663 (weights over two axes); Korthikanti et al.,
-https://arxiv.org/abs/2205.05198 (seq).
+`weft.hierarchy.set_partition_specs_recursively` sets the layouts of the layers.
 """
 
 from typing import Any
 
 from weft import config, errors, hierarchy
-from weft.hierarchy import causal_lm, config_setters
+from weft.hierarchy import config_setters
+from weft.hierarchy.mesh_layout import BATCH_AXIS_NAMES as BATCH_AXIS_NAMES
+from weft.hierarchy.mesh_layout import MESH_AXIS_NAMES as MESH_AXIS_NAMES
+from weft.hierarchy.mesh_layout import set_partition_specs_recursively
 from weft.trainer.trainer_config_modifier import find_values, outermost
-from weft.typing import PartitionSpec
-
-MESH_AXIS_NAMES = ("pipeline", "data", "expert", "fsdp", "seq", "model")
-BATCH_AXIS_NAMES = ("data", "expert", "fsdp")
-_VECTORS = (BATCH_AXIS_NAMES, "seq", None)
-# Keyed by axis letters, as in `weft.hierarchy.mixture_of_experts.feed_forward`. Groups of tokens
-# are sharded like the rows of a batch, in the order of its axes, so that tokens move over the
-# expert axis only.
-_GROUPS = ("expert", "fsdp")
-_OF_EXPERTS = {
-    "me": PartitionSpec("fsdp", None),
-    "emh": PartitionSpec("expert", "fsdp", "model"),
-    "ehm": PartitionSpec("expert", "model", "fsdp"),
-    "ogsm": PartitionSpec("data", _GROUPS, None, None),
-    "ogse": PartitionSpec("data", _GROUPS, None, None),
-    "ogsec": PartitionSpec("data", _GROUPS, None, None, None),
-    "oegcm": PartitionSpec("data", "expert", "fsdp", None, None),
-    "oegch": PartitionSpec("data", "expert", "fsdp", None, "model"),
-}
 
 
 def mesh_shape_from_axes(
@@ -77,11 +58,7 @@ class ParallelismModifier(config.ConfigModifier):
     """
 
     class Config(config.ConfigModifier.Config):
-        """Configures a ParallelismModifier, with axis sizes as for `mesh_shape_from_axes`.
-
-        Attributes:
-            num_microbatches: parts of a batch in a pipeline; None for twice the number of stages.
-        """
+        """Configures a ParallelismModifier, with axis sizes as for `mesh_shape_from_axes`."""
 
         pipeline: int = 1
         data: int = 1
@@ -90,12 +67,15 @@ class ParallelismModifier(config.ConfigModifier):
         seq: int = 1
         model: int = 1
         num_microbatches: int | None = None
+        """Parts of a batch in a pipeline; None for twice the number of stages."""
 
     def __call__(self, cfg: config.InstantiableConfig) -> Any:
         stages = self.config.pipeline
         if stages != 1:
-            _into_stages(cfg.model, stages, self.config.num_microbatches or 2 * stages)
-        if not _lay_out(cfg.model):
+            _into_stages(
+                cfg.model, stages, self.config.num_microbatches or 2 * stages
+            )
+        if not set_partition_specs_recursively(cfg.model):
             raise errors.ConfigModifierError(
                 f"{type(self).__name__} finds no attention or feed-forward layer of weft.hierarchy "
                 "in the trainer's `model` to shard over the mesh. Set the partition specs of the "
@@ -109,10 +89,19 @@ class ParallelismModifier(config.ConfigModifier):
         )
 
 
-def _into_stages(model: config.ConfigBase, num_stages: int, num_microbatches: int) -> None:
-    kinds = (hierarchy.RepeatedTransformerLayer, hierarchy.StackedTransformerLayer)
+def _into_stages(
+    model: config.ConfigBase, num_stages: int, num_microbatches: int
+) -> None:
+    kinds = (
+        hierarchy.RepeatedTransformerLayer,
+        hierarchy.StackedTransformerLayer,
+    )
     # Those inside another one are parts of a stage.
-    stacks = outermost(find_values(model, lambda path, x: config_setters.is_config_of(x, kinds)))
+    stacks = outermost(
+        find_values(
+            model, lambda path, x: config_setters.is_config_of(x, kinds)
+        )
+    )
     if num_stages < 1 or not stacks:
         raise errors.ConfigModifierError(
             f"ParallelismModifier cannot make a pipeline of pipeline={num_stages} stages: expected "
@@ -129,46 +118,3 @@ def _into_stages(model: config.ConfigBase, num_stages: int, num_microbatches: in
             num_microbatches=num_microbatches,
         )
         model.set_recursively(path, value=pipelined)
-
-
-def _lay_out(model: config.ConfigBase) -> bool:
-    """Sets the layouts of a model's layers; returns whether any belongs to a transformer."""
-    has_layers = False
-    layers = find_values(model, lambda path, x: config_setters.is_config_of(x, hierarchy.Module))
-    for cfg in layers.values():
-        if issubclass(cfg.klass, hierarchy.MultiheadAttention):
-            config_setters.set_attention_partition_specs(
-                cfg, batch_axis_names=BATCH_AXIS_NAMES, set_attn_activation_specs=True
-            )
-            has_layers = True
-        elif issubclass(cfg.klass, hierarchy.TransformerFeedForwardLayer):
-            config_setters.set_feed_forward_partition_specs(cfg, batch_axis_names=BATCH_AXIS_NAMES)
-            # The same as for the residual stream and attention's output, to avoid resharding.
-            cfg.linear2.output_partition_spec = _VECTORS
-            has_layers = True
-        elif issubclass(cfg.klass, hierarchy.TransformerFeedForwardMoE):
-            cfg.dim_to_mesh_axis_map = dict(_OF_EXPERTS)
-            has_layers = True
-        else:
-            _lay_out_around(cfg)
-    return has_layers
-
-
-def _lay_out_around(cfg: config.ConfigBase) -> None:
-    """Sets the layout of a language model's parts around its attention and feed-forward layers."""
-    if issubclass(cfg.klass, hierarchy.Embedding):
-        # The table is gathered over fsdp where it is used, like a layer's weights.
-        cfg.set(
-            param_partition_spec=("model", "fsdp"),
-            embedding_partition_spec=("model", None),
-            output_partition_spec=_VECTORS,
-        )
-    elif issubclass(cfg.klass, hierarchy.LmHead):
-        cfg.param_partition_spec = ("model", "fsdp")
-    elif issubclass(cfg.klass, hierarchy.RMSNorm | hierarchy.LayerNorm):
-        cfg.param_partition_spec = ("fsdp",)
-    elif issubclass(cfg.klass, hierarchy.Decoder):
-        cfg.hidden_state_partition_spec = _VECTORS
-        cfg.logits_partition_spec = (BATCH_AXIS_NAMES, "seq", "model")
-    elif issubclass(cfg.klass, causal_lm.Model):
-        cfg.set(batch_axis_names=BATCH_AXIS_NAMES, seq_axis_names=("seq",))

@@ -31,34 +31,30 @@ from weft.typing import DType, PyTree, QuantizationName, T, Tensor
 class Precision(config.Configurable):
     """Policy for the dtypes of a trainer's numbers.
 
-    Example:
-        >>> policy = as_precision("mixed_bfloat16")
-        >>> policy.param_dtype, policy.compute_dtype
-        ('float32', 'bfloat16')
+    >>> policy = as_precision("mixed_bfloat16")
+    >>> policy.param_dtype, policy.compute_dtype
+    ('float32', 'bfloat16')
     """
 
     class Config(config.Configurable.Config):
-        """Configures a Precision.
-
-        Attributes:
-            param_dtype: dtype in which parameters are stored; None for that of the model. Layers
-                with a `dtype` of their own keep it.
-            compute_dtype: dtype to which the model casts parameters and floating-point inputs; None
-                for no cast. Layers with a `compute_dtype` of their own keep it.
-            quantization: of matrix products with weights, "int8" or "fp8"; None for that of the
-                model. Layers with a `quantization` of their own keep it.
-            moment_dtype: dtype in which the optimizer's moments are stored, that is its arrays with
-                the shape of a parameter; None for that of the optimizer. Moments of layers with a
-                `dtype` of their own have at least that one's precision.
-            stochastic_rounding: whether to round parameters and moments stochastically where they
-                are stored in bfloat16; False rounds to the nearest number.
-        """
+        """Configures a Precision."""
 
         param_dtype: DType | None = None
+        """Dtype in which parameters are stored; None for that of the model. Layers with a `dtype`
+        of their own keep it."""
         compute_dtype: DType | None = None
+        """Dtype to which the model casts parameters and floating-point inputs; None for no cast.
+        Layers with a `compute_dtype` of their own keep it."""
         quantization: QuantizationName | None = None
+        """Of matrix products with weights, "int8" or "fp8"; None for that of the model. Layers with
+        a `quantization` of their own keep it."""
         moment_dtype: DType | None = None
+        """Dtype in which the optimizer's moments are stored, that is its arrays with the shape of a
+        parameter; None for that of the optimizer. Moments of layers with a `dtype` of their own
+        have at least that one's precision."""
         stochastic_rounding: bool = True
+        """Whether to round parameters and moments stochastically where they are stored in bfloat16;
+        False rounds to the nearest number."""
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
@@ -98,13 +94,17 @@ class Precision(config.Configurable):
             if param is None or not jnp.issubdtype(x.dtype, jnp.floating):
                 return x
             dtype: Any = self.moment_dtype
-            if self.param_dtype is not None and param.dtype != jnp.dtype(self.param_dtype):
+            if self.param_dtype is not None and param.dtype != jnp.dtype(
+                self.param_dtype
+            ):
                 dtype = jnp.promote_types(dtype, param.dtype)
             return base.with_dtype(x, dtype)
 
         return jax.tree_util.tree_map_with_path(stored, state)
 
-    def round(self, x: Tensor, dtype: DType, key: Callable[[], Tensor]) -> Tensor:
+    def round(
+        self, x: Tensor, dtype: DType, key: Callable[[], Tensor]
+    ) -> Tensor:
         """Rounds an array to a dtype, with a key that is made if needed."""
         if self.config.stochastic_rounding and dtype == jnp.bfloat16 != x.dtype:
             return functional.stochastic_round(x, key())
@@ -114,9 +114,13 @@ class Precision(config.Configurable):
         """Rounds arrays to the dtypes of those in `stored`, each with a key of its own."""
 
         def rounded(path: tuple[Any, ...], x: Tensor, like: Tensor) -> Tensor:
-            if x.dtype == like.dtype or not jnp.issubdtype(like.dtype, jnp.floating):
+            if x.dtype == like.dtype or not jnp.issubdtype(
+                like.dtype, jnp.floating
+            ):
                 return x
-            return self.round(x, like.dtype, lambda: fold_in_name(key(), base.path_name(path)))
+            return self.round(
+                x, like.dtype, lambda: fold_in_name(key(), base.path_name(path))
+            )
 
         return jax.tree_util.tree_map_with_path(rounded, tree, stored)
 
@@ -137,7 +141,10 @@ def _policy(
     stored: str, computed: str, quantization: QuantizationName | None = None
 ) -> Precision.Config:
     return Precision.default_config().set(
-        param_dtype=stored, compute_dtype=computed, quantization=quantization, moment_dtype=stored
+        param_dtype=stored,
+        compute_dtype=computed,
+        quantization=quantization,
+        moment_dtype=stored,
     )
 
 

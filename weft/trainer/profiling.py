@@ -65,7 +65,9 @@ class StepTraces(Hook):
         """Starts the trace that begins with a step, if any."""
         if step in self._start_steps and self._last_step is None:
             os.makedirs(self._directory, exist_ok=True)
-            folder = Directory(self._directory).steady_path(f"trace/step_{step:08d}")
+            folder = Directory(self._directory).steady_path(
+                f"trace/step_{step:08d}"
+            )
             path = self._open_folder.enter_context(folder)
             jax.profiler.start_trace(path, profiler_options=self._options)
             self._last_step = step + self._n_steps - 1
@@ -115,7 +117,10 @@ def layer_times(directory: str, step: jax.stages.Compiled) -> dict[str, float]:
             f"there is no trace of {program_name!r} below {directory!r}. Train with "
             "start_trace_steps=[10], or another step, and pass the directory of the run."
         )
-    return {layer: seconds / len(runs) for layer, seconds in seconds_by_layer.most_common()}
+    return {
+        layer: seconds / len(runs)
+        for layer, seconds in seconds_by_layer.most_common()
+    }
 
 
 def _trace_files(directory: str) -> Iterator[str]:
@@ -145,7 +150,9 @@ def _layers_by_operation(program_text: str) -> dict[str, str]:
         }
     """
     layers: dict[str, str] = {}  # by operation
-    layer_counts: dict[str, Counter[str]] = {}  # of the operations in each computation
+    layer_counts: dict[
+        str, Counter[str]
+    ] = {}  # of the operations in each computation
     fused_computations: dict[str, str] = {}  # by the operation that calls it
     computation = ""
     for line in program_text.splitlines():
@@ -153,8 +160,14 @@ def _layers_by_operation(program_text: str) -> dict[str, str]:
         if header is not None:
             computation = header[1]
             continue
-        assignment = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = .*? ([\w\-]+)\(", line)
-        if assignment is None or assignment[2] in ("while", "conditional", "call"):
+        assignment = re.match(
+            r"\s+(?:ROOT )?%?([\w.\-]+) = .*? ([\w\-]+)\(", line
+        )
+        if assignment is None or assignment[2] in (
+            "while",
+            "conditional",
+            "call",
+        ):
             continue
         operation = assignment[1]
         name = re.search(r'op_name="([^"]*)"', line)

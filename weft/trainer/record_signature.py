@@ -35,11 +35,15 @@ def is_signed(record: Mapping[str, Any], text: str) -> bool:
     if key is None or not isinstance(signature, str):
         return False
     expected = _signature(key, record, text)
-    return hmac.compare_digest(expected.encode(), signature.encode(errors="replace"))
+    return hmac.compare_digest(
+        expected.encode(), signature.encode(errors="replace")
+    )
 
 
 def _signature(key: bytes, record: Mapping[str, Any], text: str) -> str:
-    facts = {name: value for name, value in record.items() if name != _SIGNATURE}
+    facts = {
+        name: value for name, value in record.items() if name != _SIGNATURE
+    }
     message = json.dumps([facts, text], sort_keys=True)
     return hmac.new(key, message.encode(), hashlib.sha256).hexdigest()
 
@@ -47,7 +51,9 @@ def _signature(key: bytes, record: Mapping[str, Any], text: str) -> str:
 def _key_file() -> Path:
     home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     if not os.path.isabs(home):
-        home = os.devnull  # a key in the current directory would not be this user's
+        home = (
+            os.devnull
+        )  # a key in the current directory would not be this user's
     return Path(home, "weft", "key")
 
 
@@ -56,7 +62,10 @@ def _read_key() -> bytes | None:
     with contextlib.suppress(OSError), open(_key_file(), "rb") as file:
         status = os.fstat(file.fileno())
         key = file.read()
-        is_private = status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
+        is_private = (
+            status.st_uid == os.getuid()
+            and not stat.S_IMODE(status.st_mode) & 0o077
+        )
         if is_private and len(key) == _KEY_BYTES:
             return key
     return None
@@ -68,13 +77,17 @@ def _make_key() -> bytes | None:
     temporary = file.with_name(f".key.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600
+        )
         with open(descriptor, "wb") as opened:
             opened.write(secrets.token_bytes(_KEY_BYTES))
         if file.exists():
             os.replace(temporary, file)
         else:
-            os.link(temporary, file)  # fails if another process has just made one
+            os.link(
+                temporary, file
+            )  # fails if another process has just made one
     except FileExistsError:
         pass
     except OSError:

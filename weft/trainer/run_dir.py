@@ -2,7 +2,7 @@
 
     config.txt    the config, as text that `weft.config.from_text` reads
     run.json      the recipe, the data and its digest, the length of schedules, notes, for each
-                  start: time, versions, devices; and a copy of the config
+                  start: time, versions, devices; digests of code; and a copy of the config
 
 If one of them is lost, as in a power loss on some disks, or is damaged, the run continues with what
 the other one has, and says so. If both are, it continues with the config of the command line.
@@ -39,14 +39,26 @@ from typing import Any
 import jax
 
 import weft
-from weft.config import REQUIRED, ConfigBase, diff, from_text, maybe_instantiate, to_text
+from weft.config import (
+    REQUIRED,
+    ConfigBase,
+    diff,
+    from_text,
+    maybe_instantiate,
+    to_text,
+)
 from weft.errors import ConfigError, InputReadError, RunDirError, ScheduleError
 from weft.input.data_files import files_record
 from weft.input.records import matching_files
 from weft.serialization.directory import Directory
-from weft.serialization.untrusted import check_json, check_local_path, parse_json
+from weft.serialization.untrusted import (
+    check_json,
+    check_local_path,
+    parse_json,
+)
 from weft.trainer.checkpointer import retries
 from weft.trainer.checkpointer.dirs import check_name, has_checkpoint, step_dirs
+from weft.trainer.code_record import changes_of_code, code_record
 from weft.trainer.record_signature import signed
 from weft.trainer.schedule import ScheduleFn, as_schedule_fn
 from weft.trainer.trainer_config_modifier import find_values, outermost
@@ -62,25 +74,55 @@ MAX_CONFIG_BYTES = 2**22
 """How large the text of a config may be."""
 _MAX_RECORD_BYTES = 2**26
 _SCHEDULE_STEPS = "schedule_steps"
+_MAX_SCHEDULE_STEPS = 2**31 - 1
 _CONFIG_COPY = "config"
+_CODE = "code"
 
 # Fields that do not affect the parameters after a given step.
 MAY_CHANGE = frozenset(
     {
-        *("name", "dir", "max_step", "evalers", "hooks", "checkpointer", "summary_writer"),
+        *(
+            "name",
+            "dir",
+            "max_step",
+            "evalers",
+            "hooks",
+            "checkpointer",
+            "summary_writer",
+        ),
         *("mesh_shape", "mesh_axis_names", "mesh_rules", "batch_axis_names"),
-        *("log_every_n_steps", "throughput", "status_port", "compilation_cache_dir"),
-        *("watchdog_timeout_seconds", "crash_on_hang_timeout_seconds", "readiness_timeout_seconds"),
+        *(
+            "log_every_n_steps",
+            "throughput",
+            "status_port",
+            "compilation_cache_dir",
+        ),
+        *(
+            "watchdog_timeout_seconds",
+            "crash_on_hang_timeout_seconds",
+            "readiness_timeout_seconds",
+        ),
         # Changed to get past the step at which a run has stopped.
         *("anomaly_policy", "early_stopping"),
-        *("start_trace_steps", "n_steps_for_each_trace", "start_trace_process_indices"),
-        *("host_tracer_level", "python_tracer_level", "context_manager", "config_modifiers"),
+        *(
+            "start_trace_steps",
+            "n_steps_for_each_trace",
+            "start_trace_process_indices",
+        ),
+        *(
+            "host_tracer_level",
+            "python_tracer_level",
+            "context_manager",
+            "config_modifiers",
+        ),
     }
 )
 
 
-def check_run_dir(cfg: ConfigBase) -> None:
+def check_run_dir(cfg: ConfigBase, *, resume: bool = False) -> None:
     """Checks, without changes, that a run may use its directory.
+
+    With `resume`, the run may have another config, code or data than the one that it continues.
 
     Raises RunDirError for a directory that cannot be written, or has another config's checkpoint;
     PathNotLocalError for a URL;
@@ -92,28 +134,60 @@ def check_run_dir(cfg: ConfigBase) -> None:
     if not has_checkpoint(os.path.join(cfg.dir, CHECKPOINTS_DIR)):
         return
     unused_dir = free_dir(cfg.dir)
-    advice = f"Choose another directory, such as dir={unused_dir!r}"
+    choices = (
+        f"Choose another directory, such as dir={unused_dir!r}; or start afresh with fresh=True of "
+        "weft.fit or --fresh of weft train, which move the old run aside"
+    )
     if not was_started(cfg.dir) and not has_steps(cfg.dir):
         raise RunDirError(
             f"dir={cfg.dir!r} holds checkpoints of an unknown run: there is no {CONFIG_FILE}. "
-            f"{advice}.",
+            f"{choices}.",
             free_dir=unused_dir,
         )
+    problem = _difference_of_run(cfg)
+    if problem and resume:
+        logger.warning("The run continues, as resume=True says. %s", problem)
+    elif problem:
+        raise RunDirError(
+            f"{problem}\n{choices}; or continue the old run as it is now, with resume=True or "
+            "--resume; or restore what has changed.",
+            free_dir=unused_dir,
+        )
+
+
+def _difference_of_run(cfg: ConfigBase) -> str:
+    """Returns in what a config differs from that of the run in its directory; "" if in nothing."""
     config_changes = changes_of_run(cfg.dir, cfg)
     if config_changes:
-        change_lines = "\n".join(f"  {change}" for change in config_changes)
-        raise RunDirError(
+        return (
             f"dir={cfg.dir!r} belongs to a run with another config (its value → the one given):\n"
-            f"{change_lines}\n{advice}, or restore the values of these fields.",
-            free_dir=unused_dir,
+            f"{_listed(config_changes)}"
         )
     data_changes = _changes_of_data(cfg, _TRAINING)
     if data_changes and not _was_to_be_mended(cfg):
-        raise RunDirError(
-            f"dir={cfg.dir!r} belongs to a run on other data: {'; '.join(data_changes)}. {advice}, "
-            "or restore the data.",
-            free_dir=unused_dir,
-        )
+        return f"dir={cfg.dir!r} belongs to a run on other data: {'; '.join(data_changes)}."
+    old_code = surviving_record(cfg.dir).get(_CODE)
+    if old_code is None:
+        return ""
+    code_changes = changes_of_code(old_code, code_record(cfg, MAY_CHANGE))
+    if not code_changes:
+        return ""
+    return (
+        f"dir={cfg.dir!r} belongs to a run with other code, values in closures or data (before → "
+        f"now):\n{_listed(code_changes)}"
+    )
+
+
+def _listed(lines: Sequence[str]) -> str:
+    """Returns lines of a message, no more than can be read: they may be a stranger's."""
+    listed_lines: list[str] = []
+    for line in lines[:_MAX_CHANGES]:
+        if len(line) > 2 * _MAX_LETTERS:
+            line = line[: 2 * _MAX_LETTERS] + "…"
+        listed_lines.append(f"  {line}")
+    if len(lines) > _MAX_CHANGES:
+        listed_lines.append(f"  and {len(lines) - _MAX_CHANGES} more")
+    return "\n".join(listed_lines)
 
 
 _TRAINING, _EVALUATION = "input", "evalers"
@@ -127,7 +201,9 @@ def _changes_of_data(cfg: ConfigBase, field: str) -> list[str]:
     for path in sorted(old_records.keys() & new_records.keys()):
         old, new = old_records[path], new_records[path]
         if path.startswith(field) and old["sha256"] != new["sha256"]:
-            changes.append(f"{path} was {data_text(old)} and is {data_text(new)}")
+            changes.append(
+                f"{path} was {data_text(old)} and is {data_text(new)}"
+            )
     return changes
 
 
@@ -137,13 +213,18 @@ def _was_to_be_mended(cfg: ConfigBase) -> bool:
     return InputReadError.__name__ in end.get("reason", "")
 
 
-def claim_run_dir(cfg: ConfigBase, recipe: Mapping[str, Any] | None = None) -> bool:
+def claim_run_dir(
+    cfg: ConfigBase,
+    recipe: Mapping[str, Any] | None = None,
+    *,
+    resume: bool = False,
+) -> bool:
     """Creates the directory of a run and records its start; returns whether it was started before.
 
     The recipe that made the config is plain JSON values, signed together with the config. For
-    errors see `check_run_dir`.
+    `resume` and errors see `check_run_dir`.
     """
-    check_run_dir(cfg)
+    check_run_dir(cfg, resume=resume)
     directory = Directory(cfg.dir)
     started_before = was_started(cfg.dir) or has_steps(cfg.dir)
     if jax.process_index() != 0:
@@ -155,8 +236,9 @@ def claim_run_dir(cfg: ConfigBase, recipe: Mapping[str, Any] | None = None) -> b
             _log_losses(cfg)
             if has_checkpoint(os.path.join(cfg.dir, CHECKPOINTS_DIR)):
                 _log_changes_of_data(cfg)
-            if changes_of_run(cfg.dir, cfg):
-                with contextlib.suppress(FileNotFoundError):  # of a run that saved nothing
+            elif changes_of_run(cfg.dir, cfg):
+                # The record is that of another run, which has saved nothing.
+                with contextlib.suppress(FileNotFoundError):
                     directory.remove(RECORD_FILE)
         starts = [*read_record(cfg.dir).get("starts", []), environment()]
         record: dict[str, Any] = {}
@@ -165,7 +247,12 @@ def claim_run_dir(cfg: ConfigBase, recipe: Mapping[str, Any] | None = None) -> b
         if _unset_lengths(cfg):
             record[_SCHEDULE_STEPS] = schedule_steps(cfg)
         retries.retried(lambda: directory.write(CONFIG_FILE, text))
-        record |= {"corpora": data_records(cfg), "starts": starts, _CONFIG_COPY: text}
+        record |= {
+            "corpora": data_records(cfg),
+            "starts": starts,
+            _CODE: code_record(cfg, MAY_CHANGE),
+            _CONFIG_COPY: text,
+        }
         update_record(cfg.dir, **record)
     except OSError as error:
         raise unwritable_error(Path(cfg.dir), error) from error
@@ -175,7 +262,9 @@ def claim_run_dir(cfg: ConfigBase, recipe: Mapping[str, Any] | None = None) -> b
 def was_started(directory: str) -> bool:
     """Returns whether a run has left its config or its record in a directory."""
     run = Directory(directory)
-    return os.path.isdir(directory) and (run.has_file(CONFIG_FILE) or run.has_file(RECORD_FILE))
+    return os.path.isdir(directory) and (
+        run.has_file(CONFIG_FILE) or run.has_file(RECORD_FILE)
+    )
 
 
 def has_steps(directory: str) -> bool:
@@ -186,7 +275,10 @@ def has_steps(directory: str) -> bool:
 def _log_changes_of_data(cfg: ConfigBase) -> None:
     """Logs changes of data with which a run may continue."""
     for change in _changes_of_data(cfg, _TRAINING):
-        logger.warning("The data was mended after the run had failed to read it: %s.", change)
+        logger.warning(
+            "The data was mended after the run had failed to read it: %s.",
+            change,
+        )
     for change in _changes_of_data(cfg, _EVALUATION):
         logger.warning(
             "The data to evaluate on has changed: %s. Results from now on cannot be compared with "
@@ -199,22 +291,34 @@ def _log_losses(cfg: ConfigBase) -> None:
     """Logs what is lost or damaged, and what is used instead; renames a damaged record."""
     config_path = os.path.join(cfg.dir, CONFIG_FILE)
     config_bytes = _read_or_empty(cfg.dir, CONFIG_FILE, MAX_CONFIG_BYTES)
-    config_remedy = "It is written again, and the given config cannot be compared with it"
+    config_remedy = (
+        "It is written again, and the given config cannot be compared with it"
+    )
     if _CONFIG_COPY in surviving_record(cfg.dir):
-        config_remedy = f"It is written again, and compared with its copy in {RECORD_FILE}"
+        config_remedy = (
+            f"It is written again, and compared with its copy in {RECORD_FILE}"
+        )
     record_path = os.path.join(cfg.dir, RECORD_FILE)
     record_bytes = _read_or_empty(cfg.dir, RECORD_FILE, _MAX_RECORD_BYTES)
-    record_remedy = "It is begun again, without earlier starts and digests of the data"
+    record_remedy = (
+        "It is begun again, without earlier starts and digests of the data"
+    )
     if _unset_lengths(cfg):
         steps = schedule_steps(cfg)
-        record_remedy += f"; the learner's schedules are taken to have {steps} steps"
+        record_remedy += (
+            f"; the learner's schedules are taken to have {steps} steps"
+        )
     try:
         _parse_record(cfg.dir)
     except ValueError as error:
         new_name = f"{RECORD_FILE}.damaged"
         Directory(cfg.dir).rename(RECORD_FILE, new_name)
         logger.warning(
-            "%s is damaged: %s. It is kept as %s. %s.", record_path, error, new_name, record_remedy
+            "%s is damaged: %s. It is kept as %s. %s.",
+            record_path,
+            error,
+            new_name,
+            record_remedy,
         )
     message = "%s is empty or missing, as after a power loss. %s."
     if not config_bytes:
@@ -262,11 +366,13 @@ _RECORD_FORM = {
     "starts?": [{"time": datetime.datetime}],
     "corpora?": {str: {"name": str, "sha256": str}},
     "recipe?": dict,
+    "batch?": (None, [{"path": [str], "shape": [int], "dtype": str}]),
     _SCHEDULE_STEPS + "?": float,
     "model?": {"parameters": int, "trained?": int},
     "end?": (None, {"step": int, "reason": str}),
     "samples?": [{"step": int, "prompt": str, "text": str}],
     "baselines?": {str: {"nats_per_token": float, "bits_per_byte": float}},
+    _CODE + "?": {str: str},
     _CONFIG_COPY + "?": str,
     "goodput?": [{"step": int, "productive_seconds": float}],
 }
@@ -282,8 +388,12 @@ def read_config(directory: str) -> str:
         return run.read_text(CONFIG_FILE, at_most=MAX_CONFIG_BYTES)
     copy = surviving_record(directory).get(_CONFIG_COPY)
     if copy is None:
-        reason = f"empty or missing, and there is no copy of it in {RECORD_FILE}"
-        raise FileNotFoundError(errno.ENOENT, reason, run.full_path(CONFIG_FILE))
+        reason = (
+            f"empty or missing, and there is no copy of it in {RECORD_FILE}"
+        )
+        raise FileNotFoundError(
+            errno.ENOENT, reason, run.full_path(CONFIG_FILE)
+        )
     return copy
 
 
@@ -329,14 +439,18 @@ def _parse_record(directory: str) -> dict[str, Any]:
 def update_record(directory: str, **values: object) -> None:
     """Sets entries of `run.json` to plain JSON values."""
     text = json.dumps({**read_record(directory), **values}, indent=2)
-    retries.retried(lambda: Directory(directory).write(RECORD_FILE, text + "\n"))
+    retries.retried(
+        lambda: Directory(directory).write(RECORD_FILE, text + "\n")
+    )
 
 
 def environment() -> dict[str, Any]:
     """Returns versions, devices and time of this process."""
     devices = jax.devices()
     return {
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(
+            timespec="seconds"
+        ),
         "weft": weft.__version__,
         "jax": jax.__version__,
         "python": platform.python_version(),
@@ -348,7 +462,9 @@ def environment() -> dict[str, Any]:
 
 def find_fields(name: str, cfg: ConfigBase) -> dict[str, Any]:
     """Returns all values of fields of a name, such as an input's `corpus`, by path, unless None."""
-    return find_values(cfg, lambda path, x: path.rpartition(".")[2] == name and x is not None)
+    return find_values(
+        cfg, lambda path, x: path.rpartition(".")[2] == name and x is not None
+    )
 
 
 def end_ids(cfg: ConfigBase) -> list[int]:
@@ -356,7 +472,9 @@ def end_ids(cfg: ConfigBase) -> list[int]:
     ids: list[int] = []
     for value in find_fields("eos_token_id", cfg).values():
         candidates = value if isinstance(value, Sequence) else [value]
-        ids += [x for x in candidates if isinstance(x, int)]  # not those that are set later
+        ids += [
+            x for x in candidates if isinstance(x, int)
+        ]  # not those that are set later
     return ids
 
 
@@ -367,7 +485,9 @@ def data_records(cfg: ConfigBase) -> dict[str, dict[str, Any]]:
     matches, and any other string that is the path of a file, such as that of a tokenizer.
     """
     records = {}
-    corpora = find_values(cfg, lambda path, value: value is not None and _is_corpus(path))
+    corpora = find_values(
+        cfg, lambda path, value: value is not None and _is_corpus(path)
+    )
     for path, value in corpora.items():
         corpus = maybe_instantiate(value)
         if hasattr(corpus, "record"):
@@ -405,7 +525,9 @@ def _texts(value: object) -> list[str]:
 
 def _named_files(path: str, texts: Sequence[str]) -> list[str]:
     if path.rpartition(".")[2] == "paths":
-        with contextlib.suppress(InputReadError):  # the reader says why, or knows more than files
+        with contextlib.suppress(
+            InputReadError
+        ):  # the reader says why, or knows more than files
             return matching_files(texts)
         return []
     return [text for text in texts if "\0" not in text and os.path.isfile(text)]
@@ -430,7 +552,9 @@ def changes_of_run(directory: str, cfg: ConfigBase) -> list[str]:
     except FileNotFoundError:  # lost
         return []
     except OSError as error:
-        raise RunDirError(f"{path} cannot be read: {error}. Choose another directory.") from error
+        raise RunDirError(
+            f"{path} cannot be read: {error}. Choose another directory."
+        ) from error
     if text == to_text(cfg) + "\n":
         return []
     try:
@@ -438,12 +562,20 @@ def changes_of_run(directory: str, cfg: ConfigBase) -> list[str]:
         old_config = from_text(text, source=path, allow=("weft.trainer",))
     except ConfigError:
         # It has values without a text form, such as lambdas, which all look the same.
-        return list(_changed_lines(_field_texts(text), _field_texts(to_text(cfg))))
-    return [str(change) for change in diff(old_config, cfg) if not _may_change(change.path)]
+        return list(
+            _changed_lines(_field_texts(text), _field_texts(to_text(cfg)))
+        )
+    return [
+        str(change)
+        for change in diff(old_config, cfg)
+        if not _may_change(change.path)
+    ]
 
 
 # Fields for shardings, anywhere in a model's config.
-_LAYOUT = re.compile(r"partition_spec$|^(batch|seq)_axis_names$|^dim_to_mesh_axis_map$")
+_LAYOUT = re.compile(
+    r"partition_spec$|^(batch|seq)_axis_names$|^dim_to_mesh_axis_map$"
+)
 
 
 def _may_change(path: str) -> bool:
@@ -454,13 +586,15 @@ def _may_change(path: str) -> bool:
 def _field_texts(text: str) -> dict[str, str]:
     """Returns the texts of a config's fields that may not change; the whole text as "config"."""
     try:
-        texts = _keywords(text)
+        texts = keyword_texts(text)
     except ValueError:
         return {"config": text}
-    return {name: value for name, value in texts.items() if name not in MAY_CHANGE}
+    return {
+        name: value for name, value in texts.items() if name not in MAY_CHANGE
+    }
 
 
-def _keywords(text: str) -> dict[str, str]:
+def keyword_texts(text: str) -> dict[str, str]:
     """Returns the texts of a config's fields by name; raises a ValueError for another text."""
     data = text.strip().encode()
     try:
@@ -470,12 +604,19 @@ def _keywords(text: str) -> dict[str, str]:
     if not isinstance(call, ast.Call):
         return {}
     # `ast.get_source_segment` would go through the whole text for each keyword.
-    line_starts = [0, *itertools.accumulate(len(line) for line in data.splitlines(keepends=True))]
+    line_starts = [
+        0,
+        *itertools.accumulate(
+            len(line) for line in data.splitlines(keepends=True)
+        ),
+    ]
     texts: dict[str, str] = {}
     for keyword in call.keywords:
         value = keyword.value
         begin = line_starts[value.lineno - 1] + value.col_offset
-        end = line_starts[(value.end_lineno or 1) - 1] + (value.end_col_offset or 0)
+        end = line_starts[(value.end_lineno or 1) - 1] + (
+            value.end_col_offset or 0
+        )
         texts[str(keyword.arg)] = data[begin:end].decode(errors="replace")
     return texts
 
@@ -483,15 +624,21 @@ def _keywords(text: str) -> dict[str, str]:
 _MAX_CHANGES, _MAX_LETTERS = 40, 200
 
 
-def _changed_lines(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
+def _changed_lines(
+    before: Mapping[str, str], after: Mapping[str, str]
+) -> Iterator[str]:
     """Yields lines that differ, no more than can be read: one of the texts may be a stranger's."""
     num_changes = 0
     for name in sorted(before.keys() | after.keys()):
         lines_before = before.get(name, "").splitlines()
         lines_after = after.get(name, "").splitlines()
         # Comparing lines letter by letter, as `ndiff` does, would take hours.
-        diff_lines = difflib.unified_diff(lines_before, lines_after, n=0, lineterm="")
-        for line in itertools.islice(diff_lines, 2, None):  # after the two of the header
+        diff_lines = difflib.unified_diff(
+            lines_before, lines_after, n=0, lineterm=""
+        )
+        for line in itertools.islice(
+            diff_lines, 2, None
+        ):  # after the two of the header
             sign, content = line[0], line[1:]
             if sign not in "+-":
                 continue
@@ -544,7 +691,7 @@ def unwritable_error(directory: Path, reason: str | OSError) -> RunDirError:
 def learner_config(cfg: ConfigBase) -> Any:
     """Returns the learner of a trainer's config, with the length of all its schedules set.
 
-    Raises ScheduleError if neither a schedule nor the trainer has a length.
+    Raises ScheduleError if neither a schedule nor the trainer has a length, or it is 0 or too long.
     """
     unset_lengths = _unset_lengths(cfg)
     if not unset_lengths:
@@ -555,23 +702,42 @@ def learner_config(cfg: ConfigBase) -> Any:
             f"learner.{unset_lengths[0]} is the number of steps of a schedule, and neither it nor "
             "the trainer's max_step is set. Set max_step=1000, or the schedule's."
         )
-    learner: Any = cfg.learner.clone()
-    for path in unset_lengths:
-        learner.set_recursively(path, value=steps)
-    return learner
+    if steps == 0:
+        raise ScheduleError(
+            f"max_step=0 trains no steps, and learner.{unset_lengths[0]} has its length. Set "
+            "max_step=1000, or the schedule's max_step for a run that only evaluates."
+        )
+    if steps > _MAX_SCHEDULE_STEPS:
+        raise ScheduleError(
+            f"learner.{unset_lengths[0]} would be {steps}, the max_step with which the run began; "
+            f"a step has 32 bits, so it is at most {_MAX_SCHEDULE_STEPS}. Set the schedule's "
+            "max_step."
+        )
+    return with_length(cfg.learner, steps)
+
+
+def with_length(cfg: Any, steps: int | float) -> Any:
+    """Returns a config whose unset fields `max_step` are set, as in schedules and policies."""
+    cfg = cfg.clone()
+    for path, length in find_fields("max_step", cfg).items():
+        if length is REQUIRED:
+            cfg.set_recursively(path, value=steps)
+    return cfg
 
 
 def schedule_steps(cfg: ConfigBase) -> int | float:
     """Returns the length of the schedules of a run that set none: `max_step` at its first start."""
     if has_checkpoint(os.path.join(cfg.dir, CHECKPOINTS_DIR)):
-        return surviving_record(cfg.dir).get(_SCHEDULE_STEPS, _written_max_step(cfg))
+        return surviving_record(cfg.dir).get(
+            _SCHEDULE_STEPS, _written_max_step(cfg)
+        )
     return cfg.max_step
 
 
 def _written_max_step(cfg: ConfigBase) -> int | float:
     """Returns the `max_step` of the last start, or else that of the config."""
     with contextlib.suppress(OSError, ValueError):
-        text = _keywords(read_config(cfg.dir)).get("max_step", "")
+        text = keyword_texts(read_config(cfg.dir)).get("max_step", "")
         return ast.literal_eval(text)
     return cfg.max_step
 
@@ -590,7 +756,10 @@ def length_comments(cfg: ConfigBase) -> list[str]:
     origin = "the max_step with which the run began"
     if steps == cfg.max_step:
         origin = "max_step"
-    return [f"# learner.{path} is {steps}, {origin}." for path in _unset_lengths(cfg)]
+    return [
+        f"# learner.{path} is {steps}, {origin}."
+        for path in _unset_lengths(cfg)
+    ]
 
 
 def schedule_notes(cfg: ConfigBase) -> list[str]:
@@ -606,7 +775,9 @@ def schedule_notes(cfg: ConfigBase) -> list[str]:
         longest = None  # of the schedules that the rate is composed of
         steps = 0
         for length_path, length in lengths.items():
-            is_part = length_path.startswith(f"{path}.") and isinstance(length, int)
+            is_part = length_path.startswith(f"{path}.") and isinstance(
+                length, int
+            )
             if is_part and (longest is None or length > steps):
                 longest, steps = length_path, length
         if longest is None or steps == cfg.max_step:

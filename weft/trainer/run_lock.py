@@ -30,7 +30,12 @@ from typing import NamedTuple
 import jax
 
 from weft.core.tracing import ThreadStack
-from weft.errors import RunDirError, RunDirInUseError, RunDirMovedError, RunDirTakenError
+from weft.errors import (
+    RunDirError,
+    RunDirInUseError,
+    RunDirMovedError,
+    RunDirTakenError,
+)
 from weft.serialization.directory import Directory
 from weft.serialization.untrusted import check_local_path, parse_json
 from weft.trainer.run_dir import (
@@ -71,7 +76,9 @@ class _Owner(NamedTuple):
     token: str
 
     def __str__(self) -> str:
-        return f"a run on host {self.host}, pid {self.pid}, started {self.started}"
+        return (
+            f"a run on host {self.host}, pid {self.pid}, started {self.started}"
+        )
 
 
 class RunLock:
@@ -91,12 +98,16 @@ class RunLock:
         )
         self._created_dirs: list[Path] = []
         self._fd: int | None = None
-        self._last_look = math.inf  # when the file was last seen to be of this owner
+        self._last_look = (
+            math.inf
+        )  # when the file was last seen to be of this owner
         self._taken_by: _Owner | None = None
         self._folder: int | None = None  # the handle of the directory
         self._moved_to: str | None = None  # "renamed to …", or "removed"
         self._released = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="weft-run-lock", daemon=True)
+        self._thread = threading.Thread(
+            target=self._beat, name="weft-run-lock", daemon=True
+        )
 
     @property
     def token(self) -> str:
@@ -110,7 +121,9 @@ class RunLock:
             RunDirTakenError: if another run has taken it.
             RunDirMovedError: if it was renamed or removed.
         """
-        if time.monotonic() - self._last_look > 2 * _BEAT_SECONDS:  # this process was frozen
+        if (
+            time.monotonic() - self._last_look > 2 * _BEAT_SECONDS
+        ):  # this process was frozen
             self._look()
         if self._taken_by is not None:
             raise RunDirTakenError(
@@ -143,7 +156,11 @@ class RunLock:
         """
         directory = Path(self.directory)
         check_writable(directory)
-        missing_dirs = [path for path in (directory, *directory.parents) if not path.exists()]
+        missing_dirs = [
+            path
+            for path in (directory, *directory.parents)
+            if not path.exists()
+        ]
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._created_dirs = missing_dirs
@@ -155,7 +172,9 @@ class RunLock:
             os.fsync(self._fd)
         except BaseException as error:
             self.release()
-            if isinstance(error, OSError) and not isinstance(error, RunDirError):
+            if isinstance(error, OSError) and not isinstance(
+                error, RunDirError
+            ):
                 raise unwritable_error(directory, error) from error
             raise
         _OPEN.add(self)
@@ -178,13 +197,19 @@ class RunLock:
                 owner, state = _read(fd)
                 if is_locked and not self._is_current(fd):
                     continue  # removed by an owner that has just ended
-                is_on_machine = owner is not None and owner.machine == self._owner.machine
+                is_on_machine = (
+                    owner is not None and owner.machine == self._owner.machine
+                )
                 is_empty = not state.data
                 is_held = is_locked is False
-                is_free = not is_held and (is_empty or (is_on_machine and is_locked is True))
+                is_free = not is_held and (
+                    is_empty or (is_on_machine and is_locked is True)
+                )
                 is_alive = last_state is not None and state != last_state
                 is_silent = polls >= _SILENT_POLLS
-                if not is_free and (is_alive or (is_held and (is_on_machine or is_silent))):
+                if not is_free and (
+                    is_alive or (is_held and (is_on_machine or is_silent))
+                ):
                     raise self._in_use_error(owner, state)
                 if is_free or is_silent:
                     if is_writable:
@@ -210,14 +235,18 @@ class RunLock:
         try:
             return Directory(self.directory).open_to_change(LOCK_FILE), True
         except PermissionError:  # left by another user
-            return Directory(self.directory).descriptor(LOCK_FILE, os.O_RDONLY), False
+            return Directory(self.directory).descriptor(
+                LOCK_FILE, os.O_RDONLY
+            ), False
 
     def _is_current(self, fd: int) -> bool:
         with contextlib.suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(fd), self._path.lstat())
         return False
 
-    def _in_use_error(self, owner: _Owner | None, state: "_FileState") -> RunDirInUseError:
+    def _in_use_error(
+        self, owner: _Owner | None, state: "_FileState"
+    ) -> RunDirInUseError:
         silence = ""
         if owner is not None and owner.machine == self._owner.machine:
             seconds = state.seconds_since_beat()
@@ -333,7 +362,10 @@ def run_lock(directory: str) -> Iterator[RunLock]:
 
 def lock_token(directory: str) -> str | None:
     """Returns the token of a directory's lock, None if nobody holds one that can be read."""
-    with contextlib.suppress(OSError), Directory(directory).open(LOCK_FILE) as file:
+    with (
+        contextlib.suppress(OSError),
+        Directory(directory).open(LOCK_FILE) as file,
+    ):
         owner, _ = _read(file.fileno())
         if owner is not None:
             return owner.token
@@ -353,7 +385,10 @@ def is_in_use(directory: str) -> bool:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if is_on_machine:
                 return False  # it would hold the lock
-        return is_on_machine or state.seconds_since_beat() < _SILENT_POLLS * _POLL_SECONDS
+        return (
+            is_on_machine
+            or state.seconds_since_beat() < _SILENT_POLLS * _POLL_SECONDS
+        )
     finally:
         os.close(fd)
 
@@ -389,7 +424,11 @@ def move_aside(directory: str) -> str | None:
 
 def _machine() -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return (
+            Path("/proc/sys/kernel/random/boot_id")
+            .read_text(encoding="utf-8")
+            .strip()
+        )
     except OSError:
         return socket.gethostname()
 

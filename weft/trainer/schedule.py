@@ -20,7 +20,9 @@ import optax
 from weft import config, errors
 from weft.typing import Tensor
 
-ScheduleFn = Callable[[Any], Any]  # from a step to a value, both numbers or scalar arrays
+ScheduleFn = Callable[
+    [Any], Any
+]  # from a step to a value, both numbers or scalar arrays
 Schedule = float | Tensor | ScheduleFn | config.InstantiableConfig
 
 
@@ -37,7 +39,9 @@ def as_schedule_fn(s: Schedule | None) -> ScheduleFn:
         value = 1.0
     if callable(value):
         return value
-    is_number = isinstance(value, int | float | np.generic | np.ndarray | jax.Array)
+    is_number = isinstance(
+        value, int | float | np.generic | np.ndarray | jax.Array
+    )
     if not is_number or np.ndim(value) != 0:
         raise errors.ScheduleError(
             "a schedule is a number, a function from step to number, or a config of one; got "
@@ -65,11 +69,17 @@ def polynomial(
     """
     fraction = _fraction_between("polynomial", begin_step, end_step)
 
-    return lambda step: begin_value + (end_value - begin_value) * fraction(step) ** power
+    return lambda step: (
+        begin_value + (end_value - begin_value) * fraction(step) ** power
+    )
 
 
 def exponential(
-    *, begin_step: int = 0, begin_value: float = 0, end_step: int = 1, end_value: float = 0
+    *,
+    begin_step: int = 0,
+    begin_value: float = 0,
+    end_step: int = 1,
+    end_value: float = 0,
 ) -> ScheduleFn:
     """Interpolates from `begin_value` to `end_value` exponentially, constant before and after.
 
@@ -88,7 +98,9 @@ def exponential(
     fraction = _fraction_between("exponential", begin_step, end_step)
     log_begin, log_end = math.log(begin_value), math.log(end_value)
 
-    return lambda step: jnp.exp(log_begin + (log_end - log_begin) * fraction(step))
+    return lambda step: jnp.exp(
+        log_begin + (log_end - log_begin) * fraction(step)
+    )
 
 
 def _fraction_between(name: str, begin_step: int, end_step: int) -> ScheduleFn:
@@ -97,7 +109,9 @@ def _fraction_between(name: str, begin_step: int, end_step: int) -> ScheduleFn:
             f"{name} moves between two different steps; got begin_step={begin_step}, which is not "
             f"below end_step={end_step}."
         )
-    return lambda step: jnp.clip((step - begin_step) / (end_step - begin_step), 0.0, 1.0)
+    return lambda step: jnp.clip(
+        (step - begin_step) / (end_step - begin_step), 0.0, 1.0
+    )
 
 
 def inverse_sqrt(step: Tensor, warmup_steps: int = 1) -> Tensor:
@@ -119,11 +133,17 @@ def stepwise(sub: Sequence[Schedule], start_step: Sequence[int]) -> ScheduleFn:
     """
     _check_boundaries("stepwise", "start_step", len(sub), start_step)
     if list(start_step) != sorted(start_step):
-        raise errors.ScheduleError(f"stepwise needs start_step in order; got {list(start_step)}.")
-    return optax.join_schedules([as_schedule_fn(s) for s in sub], list(start_step))
+        raise errors.ScheduleError(
+            f"stepwise needs start_step in order; got {list(start_step)}."
+        )
+    return optax.join_schedules(
+        [as_schedule_fn(s) for s in sub], list(start_step)
+    )
 
 
-def segment_wise(segments: Sequence[Schedule], *, segment_steps: Sequence[int]) -> ScheduleFn:
+def segment_wise(
+    segments: Sequence[Schedule], *, segment_steps: Sequence[int]
+) -> ScheduleFn:
     """Concatenates schedules that count from 1, given the numbers of steps of all but the last.
 
     Unlike with `stepwise`, a schedule of n steps includes the last of them, `schedule(n)`. No
@@ -139,9 +159,13 @@ def segment_wise(segments: Sequence[Schedule], *, segment_steps: Sequence[int]) 
     return lambda step: jnp.where(step > 0, schedule_from_0(step), 0)
 
 
-def _segments(segments: Sequence[Schedule], segment_steps: Sequence[int]) -> ScheduleFn:
+def _segments(
+    segments: Sequence[Schedule], segment_steps: Sequence[int]
+) -> ScheduleFn:
     """Returns `segment_wise(...)` whose first schedule covers step 0, too, as warm-ups do."""
-    _check_boundaries("segment_wise", "segment_steps", len(segments), segment_steps)
+    _check_boundaries(
+        "segment_wise", "segment_steps", len(segments), segment_steps
+    )
     if any(steps < 0 for steps in segment_steps):
         raise errors.ScheduleError(
             f"segment_wise needs lengths of at least 0; got segment_steps={list(segment_steps)}."
@@ -189,8 +213,13 @@ def adafactor(
 
     def fn(step):
         step = step + step_offset
-        decayed = scale * jnp.maximum(step, warmup_steps).astype(jnp.float32) ** decay_power
-        return jnp.where(step < warmup_steps, peak * step / warmup_steps, decayed)
+        decayed = (
+            scale
+            * jnp.maximum(step, warmup_steps).astype(jnp.float32) ** decay_power
+        )
+        return jnp.where(
+            step < warmup_steps, peak * step / warmup_steps, decayed
+        )
 
     return fn
 
@@ -245,7 +274,17 @@ def ema_schedule(
 
 def _check_positive(name: str, warmup_steps: int) -> None:
     if warmup_steps < 1:
-        raise errors.ScheduleError(f"{name} needs warmup_steps of at least 1; got {warmup_steps}.")
+        raise errors.ScheduleError(
+            f"{name} needs warmup_steps of at least 1; got {warmup_steps}."
+        )
+
+
+def check_learning_rate(name: str, value: object) -> None:
+    """Raises ScheduleError for a number below 0, with which steps would increase the loss."""
+    if isinstance(value, int | float) and value < 0:
+        raise errors.ScheduleError(
+            f"{name}={value:g} is negative: each step would increase the loss. Expected 0 or more."
+        )
 
 
 def constant_with_linear_warmup(
@@ -256,7 +295,9 @@ def constant_with_linear_warmup(
     >>> [float(constant_with_linear_warmup(1.0, warmup_steps=4)(step)) for step in (0, 1, 4, 100)]
     [0.0, 0.25, 1.0, 1.0]
     """
-    return _with_linear_warmup([peak_lr], [], warmup_steps, begin_value, peak_lr)
+    return _with_linear_warmup(
+        [peak_lr], [], warmup_steps, begin_value, peak_lr
+    )
 
 
 def linear_schedule_with_warmup(
@@ -280,7 +321,9 @@ def linear_schedule_with_warmup(
     decay_steps = _steps_between(
         "linear_schedule_with_warmup", "warmup_steps", warmup_steps, max_step
     )
-    decay = polynomial(begin_value=peak_lr, end_step=decay_steps, end_value=end_value)
+    decay = polynomial(
+        begin_value=peak_lr, end_step=decay_steps, end_value=end_value
+    )
     return _with_linear_warmup([decay], [], warmup_steps, begin_value, peak_lr)
 
 
@@ -307,11 +350,18 @@ def cosine_with_linear_warmup(
     warmup_steps = _whole_steps(warmup_steps, max_step)
     begin = max(warmup_steps, decay_begin_step or 0)
     decay_steps = _steps_between(
-        "cosine_with_linear_warmup", "the beginning of the decay", begin, max_step
+        "cosine_with_linear_warmup",
+        "the beginning of the decay",
+        begin,
+        max_step,
     )
     decay = optax.cosine_decay_schedule(peak_lr, decay_steps, alpha)
     return _with_linear_warmup(
-        [peak_lr, decay], [begin - warmup_steps], warmup_steps, begin_value, peak_lr
+        [peak_lr, decay],
+        [begin - warmup_steps],
+        warmup_steps,
+        begin_value,
+        peak_lr,
     )
 
 
@@ -343,9 +393,13 @@ def warmup_stable_decay(
     decay_steps = _steps_between(
         "warmup_stable_decay", "decay_begin_step", decay_begin_step, max_step
     )
-    decay = polynomial(begin_value=peak_lr, end_step=decay_steps, end_value=alpha * peak_lr)
+    decay = polynomial(
+        begin_value=peak_lr, end_step=decay_steps, end_value=alpha * peak_lr
+    )
     stable_steps = decay_begin_step - warmup_steps
-    return _with_linear_warmup([peak_lr, decay], [stable_steps], warmup_steps, begin_value, peak_lr)
+    return _with_linear_warmup(
+        [peak_lr, decay], [stable_steps], warmup_steps, begin_value, peak_lr
+    )
 
 
 def _whole_steps(warmup_steps: int | float, max_step: int) -> int:
@@ -354,7 +408,9 @@ def _whole_steps(warmup_steps: int | float, max_step: int) -> int:
     return int(warmup_steps)
 
 
-def _steps_between(name: str, begin_name: str, begin: int, max_step: int) -> int:
+def _steps_between(
+    name: str, begin_name: str, begin: int, max_step: int
+) -> int:
     if max_step <= begin:
         raise errors.ScheduleError(
             f"{name} needs max_step above {begin_name} ({begin}); got max_step={max_step}"
@@ -369,7 +425,10 @@ def _with_linear_warmup(
     begin_value: float,
     peak_lr: float,
 ) -> ScheduleFn:
+    check_learning_rate("peak_lr", peak_lr)
     if warmup_steps == 0:
         return _segments(segments, segment_steps)
-    warmup = polynomial(begin_value=begin_value, end_step=warmup_steps, end_value=peak_lr)
+    warmup = polynomial(
+        begin_value=begin_value, end_step=warmup_steps, end_value=peak_lr
+    )
     return _segments([warmup, *segments], [warmup_steps, *segment_steps])

@@ -15,9 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft.core.axis_rules import Rules, logical_axis_rules
+from weft.distributed import preemption
 from weft.errors import ModelSizeError
 from weft.hierarchy import BaseLayer, NestedParameterSpec, TensorSpec
-from weft.input import Input, PrefetchingIterator, host_to_global_device_array, savable_iterator
+from weft.input import (
+    Input,
+    PrefetchingIterator,
+    host_to_global_device_array,
+    savable_iterator,
+)
 from weft.serialization.untrusted import memory_bytes
 from weft.trainer.learner import BaseLearner
 from weft.trainer.mesh import KindRules, check_divides, named_sharding
@@ -39,7 +45,10 @@ def parameter_specs(model: BaseLayer, rules: Rules) -> PyTree:
         specs = model.create_parameter_specs_recursively()
     for path, spec in jax.tree.leaves_with_path(specs):
         num_elements = math.prod(spec.shape)
-        if num_elements > _MAX_ELEMENTS or max(spec.shape, default=0) > _MAX_AXIS_SIZE:
+        if (
+            num_elements > _MAX_ELEMENTS
+            or max(spec.shape, default=0) > _MAX_AXIS_SIZE
+        ):
             raise ModelSizeError(
                 f"the parameter {path_name(path, '.')} of the model has the shape {spec.shape}, "
                 f"{num_elements:,} elements. Reduce a size of its config."
@@ -61,18 +70,26 @@ def state_specs(
     )
 
 
-def check_memory(specs: TrainerState, shardings: TrainerState, devices: Sequence[Any]) -> None:
+def check_memory(
+    specs: TrainerState, shardings: TrainerState, devices: Sequence[Any]
+) -> None:
     """Raises a ModelSizeError if the state does not fit in the memory of this process's devices.
 
     Arrays in the memory of the host are not counted.
     """
     device_memory_kind = devices[0].default_memory().kind
     bytes_by_path: dict[str, int] = {}  # per device
-    leaves = zip(jax.tree.leaves_with_path(specs), jax.tree.leaves(shardings), strict=True)
+    leaves = zip(
+        jax.tree.leaves_with_path(specs),
+        jax.tree.leaves(shardings),
+        strict=True,
+    )
     for (path, spec), sharding in leaves:
         if sharding.memory_kind in (None, device_memory_kind):
             shard_shape = sharding.shard_shape(tuple(spec.shape))
-            bytes_by_path[path_name(path, ".")] = math.prod(shard_shape) * _itemsize(spec.dtype)
+            bytes_by_path[path_name(path, ".")] = math.prod(
+                shard_shape
+            ) * _itemsize(spec.dtype)
     needed = sum(bytes_by_path.values())
     available = _memory_per_device(devices)
     if available is not None and needed > available:
@@ -94,7 +111,9 @@ def _itemsize(dtype: DType | None) -> int:
 
 def _memory_per_device(devices: Sequence[Any]) -> int | None:
     """Returns the bytes of the memory of a device of this process, None if unknown."""
-    local_devices = [x for x in devices if x.process_index == jax.process_index()]
+    local_devices = [
+        x for x in devices if x.process_index == jax.process_index()
+    ]
     device = local_devices[0]
     if device.platform == "cpu":
         return memory_bytes() // len(local_devices)
@@ -110,7 +129,9 @@ def partition_specs(specs: TrainerState) -> TrainerState:
 def state_shardings(mesh: jax.sharding.Mesh, specs: PyTree) -> PyTree:
     """Returns the shardings of a tree of specs; raises a MeshError if an array does not fit."""
 
-    def sharding_of(path: jax.tree_util.KeyPath, spec: TensorSpec) -> jax.sharding.NamedSharding:
+    def sharding_of(
+        path: jax.tree_util.KeyPath, spec: TensorSpec
+    ) -> jax.sharding.NamedSharding:
         name = path_name(path, ".")
         sharding = named_sharding(mesh, spec.partition_spec, name)
         check_divides(name, spec.shape, sharding)
@@ -122,18 +143,26 @@ def state_shardings(mesh: jax.sharding.Mesh, specs: PyTree) -> PyTree:
 
 
 def new_state(
-    prng_key: Tensor, *, model: BaseLayer, learner: BaseLearner, model_specs: NestedParameterSpec
+    prng_key: Tensor,
+    *,
+    model: BaseLayer,
+    learner: BaseLearner,
+    model_specs: NestedParameterSpec,
 ) -> TrainerState:
     """Computes the state before the first step; the key serves the parameters and all steps."""
     prng_key, init_key = jax.random.split(prng_key)
     # A model with an initialization of its own may look up its parameters there.
     nothing_built = jax.tree.map(lambda _: None, model_specs)
-    params = model.initialize_parameters_recursively(init_key, prebuilt=nothing_built)
+    params = model.initialize_parameters_recursively(
+        init_key, prebuilt=nothing_built
+    )
     learner_state = learner.init(opt_params(params, model_specs))
     return TrainerState(prng_key=prng_key, model=params, learner=learner_state)
 
 
-def with_shardings(shapes: TrainerState, shardings: TrainerState) -> TrainerState:
+def with_shardings(
+    shapes: TrainerState, shardings: TrainerState
+) -> TrainerState:
     """Combines shapes and dtypes, as of `jax.eval_shape`, with `state_shardings`."""
 
     def with_sharding(
@@ -144,16 +173,23 @@ def with_shardings(shapes: TrainerState, shardings: TrainerState) -> TrainerStat
     return jax.tree.map(with_sharding, shapes, shardings)
 
 
-def batch_partition(input_: Input, batch_axis_names: str | Sequence[str] | None) -> PartitionSpec:
+def batch_partition(
+    input_: Input, batch_axis_names: str | Sequence[str] | None
+) -> PartitionSpec:
     """Returns the sharding of a batch: that of the input, else rows over `batch_axis_names`."""
-    if input_.config.partition_spec is not None or input_.dispatcher is not None:
+    if (
+        input_.config.partition_spec is not None
+        or input_.dispatcher is not None
+    ):
         return input_.partition_spec
     return PartitionSpec(batch_axis_names)
 
 
 def check_batches(input_: Input, partition: PartitionSpec) -> None:
     """Checks with zeros that a batch can be sharded; raises a BatchShardingError if not."""
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), input_.element_spec())
+    zeros = jax.tree.map(
+        lambda x: np.zeros(x.shape, x.dtype), input_.element_spec()
+    )
     host_to_global_device_array(zeros, partition=partition)
 
 
@@ -161,10 +197,16 @@ def open_batches(
     input_: Input, partition: PartitionSpec, mesh: jax.sharding.Mesh
 ) -> PrefetchingIterator:
     """Returns an iterator over batches on the devices, prepared ahead of the steps."""
-    to_devices = functools.partial(host_to_global_device_array, partition=partition, mesh=mesh)
+    to_devices = functools.partial(
+        host_to_global_device_array, partition=partition, mesh=mesh
+    )
+    buffer_size = 2
+    if jax.process_count() > 1:
+        buffer_size = preemption.BATCHES_AHEAD
     return PrefetchingIterator(
         savable_iterator(input_.dataset, input_.path()),
         stream=lambda it: map(to_devices, input_.batches(it)),
+        buffer_size=buffer_size,
     )
 
 

@@ -27,12 +27,24 @@ from typing import Any
 
 import jax
 
-from weft import errors, serialization
-from weft.config import REQUIRED, InstantiableConfig, Required, maybe_instantiate
+from weft import errors
+from weft.config import (
+    REQUIRED,
+    InstantiableConfig,
+    Required,
+    maybe_instantiate,
+)
 from weft.core.spmd import get_concrete_mesh
 from weft.distributed.preemption import InterruptibleJit, barrier_after
 from weft.hierarchy import Module, base_state, with_base_state
+from weft.hierarchy.stored_weight import (
+    ParameterFromParts,
+    StoredWeight,
+    with_stored_weights,
+    without_stored_weights,
+)
 from weft.interop.huggingface import load_huggingface_params
+from weft.serialization import safetensors
 from weft.trainer.checkpointer import dirs, index
 from weft.trainer.checkpointer.checkpointer import Checkpointer
 from weft.trainer.checkpointer.storage import OrbaxStateStorage, StateStorage
@@ -94,14 +106,13 @@ class ChainBuilder(Builder):
     """Builder that applies several builders in turn."""
 
     class Config(Builder.Config):
-        """Configures a ChainBuilder.
-
-        Attributes:
-            validation: how strictly the structures of result and input must agree; None for not.
-        """
+        """Configures a ChainBuilder."""
 
         builders: Required[Sequence[Builder.Config]] = REQUIRED
-        validation: index.CheckpointValidationType | None = index.CheckpointValidationType.EXACT
+        validation: index.CheckpointValidationType | None = (
+            index.CheckpointValidationType.EXACT
+        )
+        """How strictly the structures of result and input must agree; None for not."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -110,7 +121,9 @@ class ChainBuilder(Builder):
             self._builders.append(self._add_child(f"builder{i}", builder))
 
     def input_state_type(self) -> Builder.StateType:
-        return needs_tensors(*(builder.input_state_type() for builder in self._builders))
+        return needs_tensors(
+            *(builder.input_state_type() for builder in self._builders)
+        )
 
     def __call__(self, state: Builder.State) -> Builder.State:
         index_before = index.build_index(state.trainer_state)
@@ -131,11 +144,15 @@ class Converter(Module):
         """Returns the type of leaves that `target_to_source` takes."""
         return Builder.StateType.TENSOR_SPECS
 
-    def target_to_source(self, target: Builder.State) -> tuple[Builder.State, Any]:
+    def target_to_source(
+        self, target: Builder.State
+    ) -> tuple[Builder.State, Any]:
         """Returns the stored form of a run's state, for a builder, and data for the way back."""
         raise NotImplementedError(type(self))
 
-    def source_to_target(self, source: Builder.State, aux: Any) -> Builder.State:
+    def source_to_target(
+        self, source: Builder.State, aux: Any
+    ) -> Builder.State:
         """Returns a run's state from its stored form and the data of `target_to_source`."""
         raise NotImplementedError(type(self))
 
@@ -155,9 +172,13 @@ class ChainConverter(Converter):
             self._converters.append(self._add_child(f"converter{i}", converter))
 
     def target_state_type(self) -> Builder.StateType:
-        return needs_tensors(*(converter.target_state_type() for converter in self._converters))
+        return needs_tensors(
+            *(converter.target_state_type() for converter in self._converters)
+        )
 
-    def target_to_source(self, target: Builder.State) -> tuple[Builder.State, Any]:
+    def target_to_source(
+        self, target: Builder.State
+    ) -> tuple[Builder.State, Any]:
         # From the target's end of the chain to the source's; `auxes` is in the order of the chain.
         auxes = []
         for converter in reversed(self._converters):
@@ -165,7 +186,9 @@ class ChainConverter(Converter):
             auxes.append(aux)
         return target, auxes[::-1]
 
-    def source_to_target(self, source: Builder.State, aux: Any) -> Builder.State:
+    def source_to_target(
+        self, source: Builder.State, aux: Any
+    ) -> Builder.State:
         for converter, converter_aux in zip(self._converters, aux, strict=True):
             source = converter.source_to_target(source, converter_aux)
         return source
@@ -227,7 +250,9 @@ def initial_state(
     """
 
     def compute(fn: Callable[[Tensor], T], out_shardings: PyTree) -> T:
-        jitted = jax.jit(fn, out_shardings=out_shardings, compiler_options=compiler_options)
+        jitted = jax.jit(
+            fn, out_shardings=out_shardings, compiler_options=compiler_options
+        )
         if interruptible:
             jitted = InterruptibleJit(jitted, "the initial state")
         return jitted(prng_key)
@@ -258,15 +283,25 @@ def initial_state(
         return {path: initialized[path] for path in missing_paths}
 
     if missing_paths:
-        missing_shardings = {path: specs_by_path[path].sharding for path in missing_paths}
+        missing_shardings = {
+            path: specs_by_path[path].sharding for path in missing_paths
+        }
         values |= compute(init_missing, missing_shardings)
-    leaves = [jax.device_put(values[path], spec.sharding) for path, spec in specs_by_path.items()]
+    leaves = [
+        jax.device_put(values[path], spec.sharding)
+        for path, spec in specs_by_path.items()
+    ]
     return jax.tree.unflatten(jax.tree.structure(specs), leaves)
 
 
-def _check_built(builder: Builder, path: str, value: object, spec: jax.ShapeDtypeStruct) -> None:
+def _check_built(
+    builder: Builder, path: str, value: object, spec: jax.ShapeDtypeStruct
+) -> None:
     """Raises a StateBuilderError unless a value that was built is an array as the run needs it."""
-    if isinstance(value, jax.Array) and (value.shape, value.dtype) == (spec.shape, spec.dtype):
+    if isinstance(value, jax.Array) and (value.shape, value.dtype) == (
+        spec.shape,
+        spec.dtype,
+    ):
         return
     description = "nothing"
     if value is not None:
@@ -291,51 +326,69 @@ class BaseStateStorageBuilder(Builder):
     """Base class of builders that read a checkpoint."""
 
     class Config(Builder.Config):
-        """Configures a BaseStateStorageBuilder.
-
-        Attributes:
-            step: None for the newest undamaged checkpoint in `base_dir`.
-            validation: required similarity of the checkpoint and the requested leaves, within each
-                requested one of model, learner and PRNG key.
-        """
+        """Configures a BaseStateStorageBuilder."""
 
         base_dir: str | None = None
         step: int | None = None
-        validation: index.CheckpointValidationType = index.CheckpointValidationType.EXACT
+        """None for the newest undamaged checkpoint in `base_dir`."""
+        validation: index.CheckpointValidationType = (
+            index.CheckpointValidationType.EXACT
+        )
+        """Required similarity of the checkpoint and the requested leaves, within each requested one
+        of model, learner and PRNG key."""
 
     def _read(
-        self, state: Builder.State, base_dir: str, step: int | None, storage: StateStorage.Config
+        self,
+        state: Builder.State,
+        base_dir: str,
+        step: int | None,
+        storage: StateStorage.Config,
     ) -> Builder.State:
         validation = self.config.validation
         # The state may be a part of the checkpoint; the structure of that part is compared below.
         cfg = Checkpointer.default_config().set(
-            name="checkpointer", dir=base_dir, storage=storage, validation=validation.allowing_more
+            name="checkpointer",
+            dir=base_dir,
+            storage=storage,
+            validation=validation.allowing_more,
         )
         target = state.trainer_state
         with cfg.instantiate(parent=None) as checkpointer:
-            restored_step, restored = checkpointer.restore(step=step, state=target._asdict())
+            restored_step, restored = checkpointer.restore(
+                step=step, state=target._asdict()
+            )
             if restored_step is None:
                 raise dirs.not_found_error(base_dir)
             if not validation.allows_more:
-                saved_index = index.read_index_file(checkpointer.ckpt_dir(restored_step))
+                saved_index = index.read_index_file(
+                    checkpointer.ckpt_dir(restored_step)
+                )
                 _check_requested_parts(saved_index, target, validation)
         built_keys = set(state.built_keys)
         for path, leaf in index.flatten_state(target):
             if index.is_array(leaf):
                 built_keys.add(path)
-        return Builder.State(restored_step, TrainerState(**restored), built_keys)
+        return Builder.State(
+            restored_step, TrainerState(**restored), built_keys
+        )
 
 
 def _check_requested_parts(
-    saved_index: index.Index, target: TrainerState, validation: index.CheckpointValidationType
+    saved_index: index.Index,
+    target: TrainerState,
+    validation: index.CheckpointValidationType,
 ) -> None:
     """Compares the structures of those of model, learner and PRNG key that are requested."""
     target_index = index.build_index(target)
     requested_parts = {path.split("/")[0] for path, _ in target_index}
     saved_parts = [
-        (path, entry) for path, entry in saved_index if path.split("/")[0] in requested_parts
+        (path, entry)
+        for path, entry in saved_index
+        if path.split("/")[0] in requested_parts
     ]
-    index.check_state_structure(saved_parts, target_index, validation=validation)
+    index.check_state_structure(
+        saved_parts, target_index, validation=validation
+    )
 
 
 class TensorStoreStateStorageBuilder(BaseStateStorageBuilder):
@@ -360,7 +413,9 @@ class TensorStoreStateStorageBuilder(BaseStateStorageBuilder):
         if cfg.dir is None:
             return self._read(state, cfg.base_dir, cfg.step, cfg.storage)
         base_dir = os.path.dirname(os.path.normpath(cfg.dir))
-        return self._read(state, base_dir, dirs.parse_step_from_dir(cfg.dir), cfg.storage)
+        return self._read(
+            state, base_dir, dirs.parse_step_from_dir(cfg.dir), cfg.storage
+        )
 
 
 class OrbaxStateBuilder(BaseStateStorageBuilder):
@@ -384,7 +439,8 @@ def import_weights(path: str, params: dict[str, PyTree]) -> dict[str, PyTree]:
         path: The folder of a Hugging Face checkpoint, with its `config.json`; or safetensors files
             with the names of these parameters, as `weft export` writes them.
         params: The parameters, or their shapes (`jax.ShapeDtypeStruct`), with the target dtypes
-            and shardings. Those of adapters are returned unchanged.
+            and shardings. Those of adapters are returned unchanged. Weights that are stored in 8
+            or 4 bits are rounded one layer after the other.
 
     Raises:
         WeightsReadError: if a file is missing or damaged.
@@ -392,14 +448,39 @@ def import_weights(path: str, params: dict[str, PyTree]) -> dict[str, PyTree]:
         HuggingFaceConfigError: if Weft has no counterpart of the checkpoint's model.
     """
     target = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), base_state(params)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        base_state(params),
     )
-    values: Any
     if (Path(path) / "config.json").exists():
-        values = load_huggingface_params(path, target)
+        values: Any = load_huggingface_params(path, target)
     else:
-        values = serialization.load_safetensors(path, target, cast=True)
+        values = _load_exported_params(path, target)
     return with_base_state(params, values)
+
+
+def _load_exported_params(path: str, target: PyTree) -> PyTree:
+    """Returns the values of a file that has the names of a model's parameters."""
+    target = with_stored_weights(target)
+    parameters = dict(safetensors.tensor_names(target))
+    values: list[PyTree] = []
+    with safetensors.TensorFiles(path) as files:
+        safetensors.check_tensors(files, parameters, cast=True)
+        for name, parameter in parameters.items():
+            array = ParameterFromParts(parameter)
+            indices: list[tuple[int, ...]] = [()]
+            if isinstance(parameter, StoredWeight) and len(parameter.shape) > 2:
+                # It is rounded in float32, one layer after the other.
+                indices = [(i,) for i in range(parameter.shape[0])]
+            for index in indices:
+                box = array.box(index)
+                if box is None:
+                    continue
+                leading = tuple(slice(i, i + 1) for i in index)
+                part = files.read(name, leading + box)
+                array.write(index, part.reshape(part.shape[len(index) :]))
+            values.append(array.on_devices())
+    tree = jax.tree.unflatten(jax.tree.structure(target), values)
+    return without_stored_weights(tree)
 
 
 class ImportedWeightsBuilder(Builder):
@@ -417,7 +498,9 @@ class ImportedWeightsBuilder(Builder):
         for path, leaf in index.flatten_state({"model": imported}):
             if isinstance(leaf, jax.Array):  # adapters have shapes only
                 built_keys.add(path)
-        return Builder.State(state.step, state.trainer_state._replace(model=imported), built_keys)
+        return Builder.State(
+            state.step, state.trainer_state._replace(model=imported), built_keys
+        )
 
 
 class MergeStateSelection(enum.StrEnum):
@@ -431,19 +514,18 @@ class MergeStateConverter(Converter):
     """Converter that reads only some leaves, by path, under the same or other names."""
 
     class Config(Converter.Config):
-        r"""Configures a MergeStateConverter.
-
-        Attributes:
-            selection_regexes: pairs of a regular expression for whole paths in the target, such as
-                "model/decoder/.*", and the source of these leaves: a `MergeStateSelection`, or its
-                name, or their paths in the storage, where "\1" is replaced by the first group of
-                the match. The first matching pair counts. Leaves without a match are initialized as
-                usual; but if all pairs are TARGET, they are read.
-        """
+        r"""Configures a MergeStateConverter."""
 
         selection_regexes: list[tuple[str, str | MergeStateSelection]] = []
+        """Pairs of a regular expression for whole paths in the target, such as "model/decoder/.*",
+        and the source of these leaves: a `MergeStateSelection`, or its name, or their paths in the
+        storage, where "\1" is replaced by the first group of the match. The first matching pair
+        counts. Leaves without a match are initialized as usual; but if all pairs are TARGET, they
+        are read."""
 
-    def target_to_source(self, target: Builder.State) -> tuple[Builder.State, Any]:
+    def target_to_source(
+        self, target: Builder.State
+    ) -> tuple[Builder.State, Any]:
         leaves = _leaves_by_path(target.trainer_state)
         source_paths: dict[str, str] = {}  # by the paths in the target
         source_leaves: dict[str, Leaf] = {}
@@ -476,44 +558,59 @@ class MergeStateConverter(Converter):
                 return path if is_same_path else match.expand(selection)
         return None if selects_source else path
 
-    def source_to_target(self, source: Builder.State, aux: Any) -> Builder.State:
+    def source_to_target(
+        self, source: Builder.State, aux: Any
+    ) -> Builder.State:
         target, source_paths = aux
         source_leaves = _leaves_by_path(source.trainer_state)
-        values = {path: source_leaves[source_path] for path, source_path in source_paths.items()}
+        values = {
+            path: source_leaves[source_path]
+            for path, source_path in source_paths.items()
+        }
         return _with_values(target, values, source.step)
 
 
 class EmaParamsConverter(Converter):
     """Converter that uses a run's moving average of parameters as the model's parameters."""
 
-    def target_to_source(self, target: Builder.State) -> tuple[Builder.State, Any]:
-        averages = {"ema": {"ema": at_least_float32(target.trainer_state.model)}}
+    def target_to_source(
+        self, target: Builder.State
+    ) -> tuple[Builder.State, Any]:
+        averages = {
+            "ema": {"ema": at_least_float32(target.trainer_state.model)}
+        }
         source = TrainerState(prng_key={}, model={}, learner=averages)
-        return Builder.State(target.step, source), target  # `aux` is the target itself
+        return Builder.State(
+            target.step, source
+        ), target  # `aux` is the target itself
 
-    def source_to_target(self, source: Builder.State, aux: Any) -> Builder.State:
+    def source_to_target(
+        self, source: Builder.State, aux: Any
+    ) -> Builder.State:
         averages = source.trainer_state.learner["ema"]["ema"]
-        return _with_values(aux, _leaves_by_path({"model": averages}), source.step)
+        return _with_values(
+            aux, _leaves_by_path({"model": averages}), source.step
+        )
 
 
 class BaseConverterFromPretrainedModel(Converter):
     """Base class of converters from the model of another trainer's config."""
 
     class Config(Converter.Config):
-        """Configures a BaseConverterFromPretrainedModel.
-
-        Attributes:
-            source_trainer_config: makes the config of the trainer that saved the checkpoint, or a
-                function that does.
-            mesh_shape: shape of the mesh that its arrays are read onto; None for the run's mesh.
-        """
+        """Configures a BaseConverterFromPretrainedModel."""
 
         source_trainer_config: Required[InstantiableConfig] = REQUIRED
+        """Makes the config of the trainer that saved the checkpoint, or a function that does."""
         mesh_shape: Sequence[int] | None = None
+        """Shape of the mesh that its arrays are read onto; None for the run's mesh."""
         mesh_axis_names: Sequence[str] | None = None
 
-    def target_to_source(self, target: Builder.State) -> tuple[Builder.State, Any]:
-        source = TrainerState(prng_key={}, model=self._source_model(), learner={})
+    def target_to_source(
+        self, target: Builder.State
+    ) -> tuple[Builder.State, Any]:
+        source = TrainerState(
+            prng_key={}, model=self._source_model(), learner={}
+        )
         return Builder.State(target.step, source), target
 
     def _source_model(self) -> PyTree:
@@ -524,8 +621,13 @@ class BaseConverterFromPretrainedModel(Converter):
             trainer_cfg = trainer_cfg()
         mesh: Any = get_concrete_mesh() or jax.sharding.get_mesh()
         if cfg.mesh_shape is not None:
-            mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names or trainer_cfg.mesh_axis_names)
-        specs = parameter_specs(build_model(trainer_cfg), rules_of(trainer_cfg).parameters)
+            mesh = build_mesh(
+                cfg.mesh_shape,
+                cfg.mesh_axis_names or trainer_cfg.mesh_axis_names,
+            )
+        specs = parameter_specs(
+            build_model(trainer_cfg), rules_of(trainer_cfg).parameters
+        )
         shapes: dict[str, Leaf] = {}
         for path, spec in index.flatten_state(specs):
             sharding = named_sharding(mesh, spec.partition_spec, path)
@@ -539,14 +641,11 @@ class ModelStateScopeConverter(BaseConverterFromPretrainedModel):
     """Converter that takes the model of another run, or some of its layers under any names."""
 
     class Config(BaseConverterFromPretrainedModel.Config):
-        """Configures a ModelStateScopeConverter.
-
-        Attributes:
-            scope: path of a layer, such as "decoder/transformer", in both models; or a mapping from
-                paths in this model to paths in the other. None or "" is the whole model.
-        """
+        """Configures a ModelStateScopeConverter."""
 
         scope: str | Mapping[str, str] | None = None
+        """Path of a layer, such as "decoder/transformer", in both models; or a mapping from paths
+        in this model to paths in the other. None or "" is the whole model."""
 
     @property
     def scopes(self) -> dict[str, str]:
@@ -558,12 +657,16 @@ class ModelStateScopeConverter(BaseConverterFromPretrainedModel):
             return {scope: scope}
         return dict(scope)
 
-    def target_to_source(self, target: Builder.State) -> tuple[Builder.State, Any]:
+    def target_to_source(
+        self, target: Builder.State
+    ) -> tuple[Builder.State, Any]:
         source, aux = super().target_to_source(target)
         model_leaves = _leaves_by_path(source.trainer_state)
         selected_leaves: dict[str, Leaf] = {}
         for scope in self.scopes.values():
-            scope_leaves = _leaves_within(model_leaves, f"model/{scope}".rstrip("/"))
+            scope_leaves = _leaves_within(
+                model_leaves, f"model/{scope}".rstrip("/")
+            )
             if not scope_leaves:
                 raise errors.StateBuilderError(
                     f"{self.path()}: the model of source_trainer_config has no layer {scope!r}; "
@@ -571,9 +674,13 @@ class ModelStateScopeConverter(BaseConverterFromPretrainedModel):
                     "without 'model/'."
                 )
             selected_leaves |= scope_leaves
-        return Builder.State(target.step, _state_of_leaves(selected_leaves, self.path())), aux
+        return Builder.State(
+            target.step, _state_of_leaves(selected_leaves, self.path())
+        ), aux
 
-    def source_to_target(self, source: Builder.State, aux: Any) -> Builder.State:
+    def source_to_target(
+        self, source: Builder.State, aux: Any
+    ) -> Builder.State:
         model = aux.trainer_state.model
         leaves_before = _leaves_by_path({"model": model})
         for target_scope, source_scope in self.scopes.items():
@@ -598,13 +705,10 @@ class PosEmbeddingConverter(BaseConverterFromPretrainedModel):
     """
 
     class Config(BaseConverterFromPretrainedModel.Config):
-        """Configures a PosEmbeddingConverter.
-
-        Attributes:
-            strategy: "truncate" shortens a longer table; "interpolate" resizes it linearly.
-        """
+        """Configures a PosEmbeddingConverter."""
 
         strategy: Required[str] = REQUIRED
+        """"truncate" shortens a longer table; "interpolate" resizes it linearly."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -613,15 +717,21 @@ class PosEmbeddingConverter(BaseConverterFromPretrainedModel):
                 f"{self.path()}: strategy={cfg.strategy!r}; expected 'truncate' or 'interpolate'."
             )
 
-    def source_to_target(self, source: Builder.State, aux: Any) -> Builder.State:
+    def source_to_target(
+        self, source: Builder.State, aux: Any
+    ) -> Builder.State:
         target_leaves = _leaves_by_path({"model": aux.trainer_state.model})
         values = _leaves_by_path({"model": source.trainer_state.model})
         for path, value in values.items():
             if path in target_leaves and "pos_emb" in path.split("/"):
-                values[path] = self._resize(path, value, target_leaves[path].shape)
+                values[path] = self._resize(
+                    path, value, target_leaves[path].shape
+                )
         return _with_values(aux, values, source.step)
 
-    def _resize(self, path: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def _resize(
+        self, path: str, value: Tensor, shape: tuple[int, ...]
+    ) -> Tensor:
         if value.shape == shape or value.ndim != len(shape):
             return value
         if self.config.strategy == "interpolate":
@@ -655,11 +765,17 @@ class PruneEmaStateBuilder(Builder):
                 built_keys.discard(f"learner/ema/ema/{path}")
         pruned_ema = ema._replace(ema=_state_of_leaves(pruned_leaves, "").model)
         learner = {**trainer_state.learner, "ema": pruned_ema}
-        return Builder.State(state.step, trainer_state._replace(learner=learner), built_keys)
+        return Builder.State(
+            state.step, trainer_state._replace(learner=learner), built_keys
+        )
 
 
 def traverse_and_set_target_state_parameters(
-    *, target_state: PyTree, target_scope: str, source_params: PyTree, source_scope: str
+    *,
+    target_state: PyTree,
+    target_scope: str,
+    source_params: PyTree,
+    source_scope: str,
 ) -> PyTree:
     """Returns a model's parameters, or specs, with those of one layer taken from another model.
 
@@ -670,7 +786,9 @@ def traverse_and_set_target_state_parameters(
     target_leaves = _leaves_by_path(target_state)
     replaced_leaves = _leaves_within(target_leaves, target_scope)
     new_leaves: dict[str, Leaf] = {}
-    for path, leaf in _leaves_within(_leaves_by_path(source_params), source_scope).items():
+    for path, leaf in _leaves_within(
+        _leaves_by_path(source_params), source_scope
+    ).items():
         path_in_layer = path.removeprefix(source_scope).lstrip("/")
         new_leaves[f"{target_scope}/{path_in_layer}".strip("/")] = leaf
     unmatched_paths = sorted(replaced_leaves.keys() ^ new_leaves.keys())
@@ -678,7 +796,9 @@ def traverse_and_set_target_state_parameters(
         layer = f"{target_scope or 'the model'} (from {source_scope or 'the whole'})"
         difference = "none at all"
         if unmatched_paths:
-            difference = f"{', '.join(unmatched_paths[:5])} are on one side only"
+            difference = (
+                f"{', '.join(unmatched_paths[:5])} are on one side only"
+            )
         raise errors.StateBuilderError(
             f"{layer} has other parameters than the source: {difference}. Name layers of the same "
             "class and config."
@@ -701,10 +821,16 @@ def _leaves_within(leaves: Mapping[str, Leaf], scope: str) -> dict[str, Leaf]:
     if not scope:
         return dict(leaves)
     prefix = f"{scope}/"
-    return {path: x for path, x in leaves.items() if path == scope or path.startswith(prefix)}
+    return {
+        path: x
+        for path, x in leaves.items()
+        if path == scope or path.startswith(prefix)
+    }
 
 
-def _state_of_leaves(leaves: Mapping[str, Leaf], converter_path: str) -> TrainerState:
+def _state_of_leaves(
+    leaves: Mapping[str, Leaf], converter_path: str
+) -> TrainerState:
     """Returns a state of nested dicts from its leaves by path."""
     tree: dict[str, Any] = {name: {} for name in TrainerState._fields}
     for path, leaf in leaves.items():
@@ -712,7 +838,9 @@ def _state_of_leaves(leaves: Mapping[str, Leaf], converter_path: str) -> Trainer
         parent = tree
         for parent_name in parent_names:
             parent = parent.setdefault(parent_name, {})
-        if path.split("/")[0] not in TrainerState._fields or (parent_names and name in parent):
+        if path.split("/")[0] not in TrainerState._fields or (
+            parent_names and name in parent
+        ):
             raise errors.StateBuilderError(
                 f"{converter_path}: {path!r} is not a path of a state, or is requested twice; "
                 f"expected one that begins with one of {', '.join(TrainerState._fields)}."
@@ -721,11 +849,15 @@ def _state_of_leaves(leaves: Mapping[str, Leaf], converter_path: str) -> Trainer
     return TrainerState(**tree)
 
 
-def _with_values(target: Builder.State, values: Mapping[str, Leaf], step: int) -> Builder.State:
+def _with_values(
+    target: Builder.State, values: Mapping[str, Leaf], step: int
+) -> Builder.State:
     """Returns the target with some leaves replaced, each in its dtype and layout there."""
     leaves = _leaves_by_path(target.trainer_state)
     for path, value in values.items():
-        if path not in leaves or tuple(value.shape) != tuple(leaves[path].shape):
+        if path not in leaves or tuple(value.shape) != tuple(
+            leaves[path].shape
+        ):
             shape_here = "nothing"
             if path in leaves:
                 shape_here = list(leaves[path].shape)
@@ -736,7 +868,9 @@ def _with_values(target: Builder.State, values: Mapping[str, Leaf], step: int) -
             )
     for path, value in values.items():
         leaves[path] = _like(value, leaves[path])
-    state = jax.tree.unflatten(jax.tree.structure(target.trainer_state), leaves.values())
+    state = jax.tree.unflatten(
+        jax.tree.structure(target.trainer_state), leaves.values()
+    )
     return Builder.State(step, state, target.built_keys | set(values))
 
 

@@ -26,14 +26,18 @@ def write(directory: str, specs: TrainerState, model: BaseLayer) -> None:
         run.write(STATE_TREE_FILE, state_tree_text(specs), sync=False)
         run.write(MODEL_ANALYSIS_FILE, model_analysis_text(model), sync=False)
     except (OSError, WeftError) as error:
-        logger.warning("%s: the state is not described there: %s", directory, error)
+        logger.warning(
+            "%s: the state is not described there: %s", directory, error
+        )
 
 
 def state_tree_text(specs: TrainerState) -> str:
     """Returns a line for each array of the state, in order of the tree."""
     lines: list[str] = []
     for path, spec in leaves_by_path(specs).items():
-        lines.append(f"{path_name(path)}: {spec.dtype}{list(spec.shape)} {spec.partition_spec}")
+        lines.append(
+            f"{path_name(path)}: {spec.dtype}{list(spec.shape)} {spec.partition_spec}"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -21,7 +21,13 @@ from weft.hierarchy.metrics import (
 )
 from weft.metrics import Metric
 
-__all__ = ["ArraySummary", "AudioSummary", "CallbackSummary", "ImageSummary", "Summary"]
+__all__ = [
+    "ArraySummary",
+    "AudioSummary",
+    "CallbackSummary",
+    "ImageSummary",
+    "Summary",
+]
 
 
 SummaryKind = Literal[
@@ -85,7 +91,9 @@ def due_summaries(
     return summaries
 
 
-def _flatten(values: object, leaf_types: tuple[type[Summary], ...]) -> dict[str, Any]:
+def _flatten(
+    values: object, leaf_types: tuple[type[Summary], ...]
+) -> dict[str, Any]:
     """Returns the leaves of nested summaries by path.
 
     A `Summary` is replaced by its value, unless it is of one of the `leaf_types`.
@@ -97,11 +105,15 @@ def _flatten(values: object, leaf_types: tuple[type[Summary], ...]) -> dict[str,
         path, value = unvisited.pop()
         if isinstance(value, Mapping):
             for name, item in value.items():
-                unvisited.append((f"{path}/{name}" if path else str(name), item))
+                unvisited.append(
+                    (f"{path}/{name}" if path else str(name), item)
+                )
         elif isinstance(value, Summary) and not isinstance(value, leaf_types):
             summary_value: Any = value.value()
             # Each number of a metric has a meaning; a histogram would lose it.
-            if isinstance(value, Metric) and getattr(summary_value, "shape", ()):
+            if isinstance(value, Metric) and getattr(
+                summary_value, "shape", ()
+            ):
                 summary_value = ArraySummary(summary_value)
             unvisited.append((path, summary_value))
         elif value is not None:
@@ -141,9 +153,13 @@ def _show(path: str, leaf: object) -> FlatSummary | None:
     if not hasattr(value, "dtype"):
         value = np.asarray(value)
     dtype = value.dtype
-    if not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
+    if not (
+        jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
+    ):
         logging.getLogger(__name__).warning(
-            "The summary %s holds values of %s, which cannot be shown; it is left out.", path, dtype
+            "The summary %s holds values of %s, which cannot be shown; it is left out.",
+            path,
+            dtype,
         )
         return None
     array = np.asarray(value)

@@ -17,8 +17,14 @@ import numpy as np
 
 from weft import config, errors, functional, hierarchy, metrics, struct
 from weft.functional.arrays import finite_or_counted
-from weft.hierarchy.metrics import LossOfRows, MetricSummary, Summary, WeightedScalar
-from weft.interop.hierarchy import as_hierarchy
+from weft.hierarchy.metrics import (
+    LossOfRows,
+    MetricSummary,
+    Summary,
+    WeightedScalar,
+)
+from weft.hierarchy.module import get_public_method
+from weft.interop.hierarchy import InHierarchy, as_hierarchy
 from weft.metrics.classification import check_logits
 from weft.typing import PyTree, T, Tensor
 
@@ -74,7 +80,11 @@ CLASS_METRICS: dict[str, metrics.Metric] = {
     "precision": metrics.Precision(),
     "recall": metrics.Recall(),
 }
-METRICS: dict[str, OutputFn | metrics.Metric] = {"accuracy": _accuracy, **CLASS_METRICS, **LOSSES}
+METRICS: dict[str, OutputFn | metrics.Metric] = {
+    "accuracy": _accuracy,
+    **CLASS_METRICS,
+    **LOSSES,
+}
 
 
 def metric_name(metric: MetricLike) -> str:
@@ -95,8 +105,14 @@ def metric_name(metric: MetricLike) -> str:
 
 def compares_classes(metric: MetricLike) -> bool:
     """Returns whether a loss or metric compares outputs with classes."""
-    if isinstance(metric, str | metrics.Metric) and not isinstance(metric, metrics.AllRows):
-        return metric_name(metric) in ("cross_entropy", "accuracy", *CLASS_METRICS)
+    if isinstance(metric, str | metrics.Metric) and not isinstance(
+        metric, metrics.AllRows
+    ):
+        return metric_name(metric) in (
+            "cross_entropy",
+            "accuracy",
+            *CLASS_METRICS,
+        )
     return False
 
 
@@ -116,6 +132,15 @@ def _without_padding(tree: T, batch: Mapping[str, Any]) -> T:
         return finite_or_counted(x, jnp.expand_dims(counts, axes_within_row))
 
     return jax.tree.map(finite, tree)
+
+
+def no_method_error(
+    layer: hierarchy.Module, method: str | None
+) -> errors.LayerMethodError:
+    """Returns the error of a hierarchy layer without a public method of that name."""
+    return errors.LayerMethodError(
+        f"{type(layer).__name__} has no method {method!r}; expected one such as 'forward'."
+    )
 
 
 class MeanOfRows(MetricSummary):
@@ -140,12 +165,18 @@ class MeanOfRows(MetricSummary):
 
     @classmethod
     def of_batch(
-        cls, name: str, fn: OutputFn, outputs: PyTree, batch: Mapping[str, PyTree]
+        cls,
+        name: str,
+        fn: OutputFn,
+        outputs: PyTree,
+        batch: Mapping[str, PyTree],
     ) -> Self:
         """Returns the mean of the rows of one batch."""
         leaves, tree = jax.tree.flatten((outputs, batch))
         num_rows = len(jax.tree.leaves(batch)[0])
-        mapped_leaves: dict[int, Tensor] = {}  # those with an axis of rows, by index
+        mapped_leaves: dict[
+            int, Tensor
+        ] = {}  # those with an axis of rows, by index
         for index, leaf in enumerate(leaves):
             if jnp.ndim(leaf) > 0 and len(leaf) == num_rows:
                 mapped_leaves[index] = leaf
@@ -165,7 +196,9 @@ class MeanOfRows(MetricSummary):
             # In few bits, the sum over a batch rounds more.
             tolerance = max(tolerance, 8 * float(jnp.finfo(scalar.dtype).eps))
         try:
-            values = jnp.asarray(jax.vmap(value_of_row)(mapped_leaves), jnp.float32)
+            values = jnp.asarray(
+                jax.vmap(value_of_row)(mapped_leaves), jnp.float32
+            )
         except Exception as error:
             error.add_note(
                 f"The metric {name!r} is a scalar, and was called for each row alone, by jax.vmap, "
@@ -180,14 +213,18 @@ class MeanOfRows(MetricSummary):
         is_equal = scalar == mean_of_values  # also if both are infinite
         are_undefined = jnp.isnan(scalar) & jnp.isnan(mean_of_values)
         is_mean = is_close | is_equal | are_undefined
-        mean = WeightedScalar(*functional.weighted_mean(values, batch.get(ROW_WEIGHT)))
+        mean = WeightedScalar(
+            *functional.weighted_mean(values, batch.get(ROW_WEIGHT))
+        )
         return cls(name, mean, scalar, mean_of_values, is_mean)
 
     def accumulate(self, other: Self) -> Self:
         return type(self)(
             self.name,
             self.mean.accumulate(other.mean),
-            jnp.where(self.is_mean, other.scalar_of_batch, self.scalar_of_batch),
+            jnp.where(
+                self.is_mean, other.scalar_of_batch, self.scalar_of_batch
+            ),
             jnp.where(self.is_mean, other.mean_of_values, self.mean_of_values),
             self.is_mean & other.is_mean,
         )
@@ -214,24 +251,21 @@ class Supervised(hierarchy.BaseModel):
     """
 
     class Config(hierarchy.BaseModel.Config):
-        """Configures a Supervised.
-
-        Attributes:
-            layer: The model, see `weft.interop.as_hierarchy`.
-            loss: Name of a loss, or a function of outputs and batch: a scalar, one per row, or a
-                mean with its weight, a `WeightedScalar`; or a pair of this and a dict of such
-                numbers to report, such as the parts that the loss is the sum of.
-            metrics: Such names or functions, or metrics of `weft.metrics`, by the name to report
-                them as. A function may also return a metric of its batch.
-            target: The field of the batch that named losses and metrics compare the outputs with.
-            batch_spec: Shapes and dtypes of a batch, set by the trainer.
-        """
+        """Configures a Supervised."""
 
         layer: config.Required[Any] = config.REQUIRED
+        """The model, see `weft.interop.as_hierarchy`."""
         loss: config.Required[str | OutputFn] = config.REQUIRED
+        """Name of a loss, or a function of outputs and batch: a scalar, one per row, or a mean with
+        its weight, a `WeightedScalar`; or a pair of this and a dict of such numbers to report, such
+        as the parts that the loss is the sum of."""
         metrics: dict[str, MetricLike] = {}
+        """Such names or functions, or metrics of `weft.metrics`, by the name to report them as. A
+        function may also return a metric of its batch."""
         target: str | None = None
+        """The field of the batch that named losses and metrics compare the outputs with."""
         batch_spec: config.Required[Any] = config.REQUIRED
+        """Shapes and dtypes of a batch, set by the trainer."""
 
     def __init__(self, cfg: Config, *, parent: hierarchy.Module | None):
         super().__init__(cfg, parent=parent)
@@ -245,14 +279,21 @@ class Supervised(hierarchy.BaseModel):
                 f"{errors.did_you_mean(cfg.target, cfg.batch_spec)}"
             )
         model_inputs = self._model_inputs(cfg.batch_spec)
-        self._add_child("model", as_hierarchy(cfg.layer, inputs=(model_inputs,)))
+        self._add_child(
+            "model", as_hierarchy(cfg.layer, inputs=(model_inputs,))
+        )
 
     def _function(
-        self, kind: str, metric: MetricLike, named: Mapping[str, OutputFn | metrics.Metric]
+        self,
+        kind: str,
+        metric: MetricLike,
+        named: Mapping[str, OutputFn | metrics.Metric],
     ) -> OutputFn:
         """Returns a function of outputs and batch, for `_values`."""
         if isinstance(metric, metrics.AllRows):
-            return lambda outputs, batch: metric.update(outputs, batch, batch.get(ROW_WEIGHT))
+            return lambda outputs, batch: metric.update(
+                outputs, batch, batch.get(ROW_WEIGHT)
+            )
         if not isinstance(metric, str | metrics.Metric):
             return metric
         name = metric_name(metric)
@@ -271,7 +312,9 @@ class Supervised(hierarchy.BaseModel):
                 "them; name it with target=…, or pass data as a pair (x, y)."
             )
 
-        def compare_with_targets(outputs: PyTree, batch: Mapping[str, PyTree]) -> Tensor | Summary:
+        def compare_with_targets(
+            outputs: PyTree, batch: Mapping[str, PyTree]
+        ) -> Tensor | Summary:
             if not hasattr(outputs, "shape"):
                 raise errors.LossError(
                     f"the model returned a {type(outputs).__name__}, and the {kind} {name!r} is "
@@ -280,7 +323,9 @@ class Supervised(hierarchy.BaseModel):
             if isinstance(fn, metrics.Metric):
                 return fn.update(outputs, batch[target], batch.get(ROW_WEIGHT))
             values = fn(_without_padding(outputs, batch), batch[target])
-            return jnp.mean(values, axis=range(1, values.ndim))  # one number per row
+            return jnp.mean(
+                values, axis=range(1, values.ndim)
+            )  # one number per row
 
         return compare_with_targets
 
@@ -314,10 +359,31 @@ class Supervised(hierarchy.BaseModel):
             )
             raise
 
-    def forward(self, input_batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    def apply_model(
+        self,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        method: str | None,
+    ) -> PyTree:
+        """Returns what the model, or a public method of it, returns for any arguments."""
+        args, kwargs = functional.cast_floats(
+            (args, kwargs), self.compute_dtype()
+        )
+        if isinstance(self.model, InHierarchy):
+            return self.model(*args, method=method, **kwargs)
+        function = get_public_method(self.model, method or "forward")
+        if function is None:
+            raise no_method_error(self.model, method)
+        return function(*args, **kwargs)
+
+    def forward(
+        self, input_batch: Mapping[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
         """Returns the loss, and reports it and the metrics."""
         batch = _without_padding(dict(input_batch), input_batch)
-        outputs = self.predict(batch)  # whole, since a model may mix rows, as BatchNorm does
+        outputs = self.predict(
+            batch
+        )  # whole, since a model may mix rows, as BatchNorm does
         loss, parts = self._loss_and_parts(outputs, batch)
         if not isinstance(loss, WeightedScalar):
             assert isinstance(loss, jax.Array)
@@ -328,11 +394,17 @@ class Supervised(hierarchy.BaseModel):
                 part = self._mean(name, part, batch)
             self.add_summary(name, part)
         for name, fn in self._metrics.items():
-            self.add_summary(name, self._metric_summary(name, fn, outputs, batch))
+            self.add_summary(
+                name, self._metric_summary(name, fn, outputs, batch)
+            )
         return jnp.asarray(loss.mean), {}
 
     def _metric_summary(
-        self, name: str, fn: OutputFn, outputs: PyTree, batch: Mapping[str, PyTree]
+        self,
+        name: str,
+        fn: OutputFn,
+        outputs: PyTree,
+        batch: Mapping[str, PyTree],
     ) -> Summary:
         values = self._values(name, fn, outputs, batch)
         if isinstance(values, Summary):
@@ -365,7 +437,9 @@ class Supervised(hierarchy.BaseModel):
     def check_means(self, outputs: PyTree, batch: Mapping[str, PyTree]) -> None:
         """Raises LossError if a metric is a scalar of a batch that is not a mean over its rows."""
         for name, fn in self._metrics.items():
-            values = jax.eval_shape(functools.partial(self._values, name, fn), outputs, batch)
+            values = jax.eval_shape(
+                functools.partial(self._values, name, fn), outputs, batch
+            )
             if not isinstance(values, Summary) and not values.ndim:
                 MeanOfRows.of_batch(name, fn, outputs, batch).value()
 
@@ -378,18 +452,28 @@ class Supervised(hierarchy.BaseModel):
         def loss_alone(outputs: PyTree, batch: Mapping[str, PyTree]) -> Any:
             nonlocal parts
             result = self._loss(outputs, batch)
-            if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+            if (
+                isinstance(result, tuple)
+                and len(result) == 2
+                and isinstance(result[1], Mapping)
+            ):
                 result, parts = result
             return result
 
         loss = self._values("loss", loss_alone, outputs, batch)
         values_of_parts: dict[str, Tensor | Summary] = {}
         for name, part in parts.items():
-            values_of_parts[name] = self._values(name, lambda *_, part=part: part, outputs, batch)
+            values_of_parts[name] = self._values(
+                name, lambda *_, part=part: part, outputs, batch
+            )
         return loss, values_of_parts
 
     def _values(
-        self, name: str, fn: OutputFn, outputs: PyTree, batch: Mapping[str, PyTree]
+        self,
+        name: str,
+        fn: OutputFn,
+        outputs: PyTree,
+        batch: Mapping[str, PyTree],
     ) -> Tensor | Summary:
         """Returns the values of rows, a scalar, or what a metric reports."""
         rows = len(jax.tree.leaves(batch)[0])
@@ -416,7 +500,9 @@ class Supervised(hierarchy.BaseModel):
             )
         return values
 
-    def _mean(self, name: str, values: Tensor, batch: Mapping[str, PyTree]) -> WeightedScalar:
+    def _mean(
+        self, name: str, values: Tensor, batch: Mapping[str, PyTree]
+    ) -> WeightedScalar:
         weights = batch.get(ROW_WEIGHT)
         if weights is None:
             rows = len(jax.tree.leaves(batch)[0])

@@ -102,7 +102,9 @@ class IdleTime:
         self.discard()
         idle_seconds = 0.0
         for end, next_start in zip(ends, starts[1:], strict=False):
-            idle_seconds += max(0.0, next_start - end)  # negative if the step was dispatched ahead
+            idle_seconds += max(
+                0.0, next_start - end
+            )  # negative if the step was dispatched ahead
         total_seconds = ends[-1] - starts[0]
         if total_seconds <= 0:
             return None
@@ -123,18 +125,15 @@ class Throughput(Configurable, Hook):
     """
 
     class Config(Configurable.Config):
-        """Configures a Throughput.
-
-        Attributes:
-            every_n_steps: Number of steps between two readings. A reading waits for its step; in
-                between, steps are dispatched ahead.
-            tokens_field: The field of a batch whose elements are counted as tokens, if present.
-            peak_flops_per_device: For the MFU; None for `peak_flops_of` the device kind, if known.
-        """
+        """Configures a Throughput."""
 
         every_n_steps: int = 100
+        """Number of steps between two readings. A reading waits for its step; in between, steps are
+        dispatched ahead."""
         tokens_field: str = "input_ids"
+        """The field of a batch whose elements are counted as tokens, if present."""
         peak_flops_per_device: float | None = None
+        """For the MFU; None for `peak_flops_of` the device kind, if known."""
 
     def __init__(
         self,
@@ -157,9 +156,14 @@ class Throughput(Configurable, Hook):
         self._last_reading: tuple[int, float] | None = None  # its step and time
         self._paused_seconds = 0.0
         self._pause_began: float | None = None
-        self._productive_seconds = 0.0  # of steps since the first start of the run
+        self._productive_seconds = (
+            0.0  # of steps since the first start of the run
+        )
         self._flops: float | None = None  # of a step, once counted
-        self._last_wait: tuple[int, float] = (0, 0.0)  # last report's step and total seconds
+        self._last_wait: tuple[int, float] = (
+            0,
+            0.0,
+        )  # last report's step and total seconds
         self._slow_seconds = 0.0  # total of readings with a slow input
         self._has_warned = False
 
@@ -180,7 +184,9 @@ class Throughput(Configurable, Hook):
         if self.idle:
             self.idle.on_dispatched(outputs["loss"])
 
-    def on_summaries(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> None:
+    def on_summaries(
+        self, step: int, outputs: dict[str, Any], batch: NestedTensor
+    ) -> None:
         if not self.is_due(step):
             return
         trainer = self._trainer
@@ -213,7 +219,9 @@ class Throughput(Configurable, Hook):
         record = read_record(directory)
         starts = record.get("starts")
         if starts:
-            self._first_start = datetime.datetime.fromisoformat(starts[0]["time"]).timestamp()
+            self._first_start = datetime.datetime.fromisoformat(
+                starts[0]["time"]
+            ).timestamp()
         else:
             self._first_start = self._now()
         self._productive_seconds = 0.0
@@ -256,7 +264,9 @@ class Throughput(Configurable, Hook):
         # More steps than in the reading, if a save has read the clock since.
         waiting_steps = step - last_step
         wait_per_step = (input_wait_seconds - last_wait_seconds) / waiting_steps
-        self._warn_if_slow(step, waiting_steps, wait_per_step, wait_per_step * steps_per_second)
+        self._warn_if_slow(
+            step, waiting_steps, wait_per_step, wait_per_step * steps_per_second
+        )
         seconds_since_start = max(self._now() - self._first_start, 1e-9)
         rows = jax.tree.leaves(batch)[0].shape[0]
         summaries = {
@@ -276,7 +286,11 @@ class Throughput(Configurable, Hook):
         return summaries
 
     def _warn_if_slow(
-        self, step: int, num_steps: int, wait_per_step: float, waiting_fraction: float
+        self,
+        step: int,
+        num_steps: int,
+        wait_per_step: float,
+        waiting_fraction: float,
     ) -> None:
         if waiting_fraction > _SLOW_INPUT:
             self._slow_seconds += num_steps * wait_per_step
@@ -328,11 +342,19 @@ class Throughput(Configurable, Hook):
             marks = read_record(self._directory).get(_RECORD, [])
             marks = [mark for mark in marks if mark["step"] < step]
             productive_seconds = round(self._productive_seconds, 3)
-            marks.append({"step": step, "productive_seconds": productive_seconds})
-            update_record(self._directory, **{_RECORD: marks[-_MAX_MARKS - 1 :]})
+            marks.append(
+                {"step": step, "productive_seconds": productive_seconds}
+            )
+            update_record(
+                self._directory, **{_RECORD: marks[-_MAX_MARKS - 1 :]}
+            )
 
     def _utilization(
-        self, steps_per_second: float, batch: NestedTensor, model: Module, params: NestedTensor
+        self,
+        steps_per_second: float,
+        batch: NestedTensor,
+        model: Module,
+        params: NestedTensor,
     ) -> float | None:
         peak_flops = self.config.peak_flops_per_device
         if not peak_flops:

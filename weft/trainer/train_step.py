@@ -7,7 +7,12 @@ import jax
 import numpy as np
 
 from weft.errors import InputDatasetError
-from weft.hierarchy import Module, NestedParameterSpec, ParameterSpec, functional
+from weft.hierarchy import (
+    Module,
+    NestedParameterSpec,
+    ParameterSpec,
+    functional,
+)
 from weft.input import Input
 from weft.trainer.gradients import with_gradient_layouts
 from weft.trainer.model import (
@@ -51,7 +56,9 @@ def transformed(batch: T, transform: BatchTransform, key: jax.Array) -> T:
             f"{tree}."
         )
     fields = jax.tree_util.tree_leaves_with_path(batch)
-    for (path, x), new_x in zip(fields, jax.tree.leaves(new_batch), strict=True):
+    for (path, x), new_x in zip(
+        fields, jax.tree.leaves(new_batch), strict=True
+    ):
         old_type, new_type = jax.typeof(x), jax.typeof(new_x)
         if (old_type.shape, old_type.dtype) != (new_type.shape, new_type.dtype):
             raise InputDatasetError(
@@ -61,7 +68,9 @@ def transformed(batch: T, transform: BatchTransform, key: jax.Array) -> T:
     return new_batch
 
 
-def opt_params(model_params: NestedTensor, specs: NestedParameterSpec) -> NestedOptParam:
+def opt_params(
+    model_params: NestedTensor, specs: NestedParameterSpec
+) -> NestedOptParam:
     """Converts parameters for the learner, with metadata from their `ParameterSpec`s."""
 
     def opt_param(spec: ParameterSpec, value: Tensor) -> OptParam:
@@ -80,7 +89,9 @@ def keep_state_uncast(
 ) -> NestedTensor:
     """Returns cast parameters, and state uncast, since a moving average sums small numbers."""
 
-    def select(spec: ParameterSpec, param: Tensor, cast_param: Tensor) -> Tensor:
+    def select(
+        spec: ParameterSpec, param: Tensor, cast_param: Tensor
+    ) -> Tensor:
         return param if spec.is_state else cast_param
 
     return jax.tree.map(select, specs, params, cast_params)
@@ -112,7 +123,9 @@ def train_step(
     Returns the new state, and a dict of "loss", "aux", "summaries" and optionally "gradients".
     """
     # The key of the next step is in the state: a resumed run draws the same numbers.
-    next_key, noise_key, forward_key, learner_key = jax.random.split(state.prng_key, 4)
+    next_key, noise_key, forward_key, learner_key = jax.random.split(
+        state.prng_key, 4
+    )
     batch = input_.dispatch_global_batch(batch)
     if batch_transform is not None:
         # Not one more part of the split: runs without a transform keep their keys.
@@ -121,22 +134,38 @@ def train_step(
 
     # The learner differentiates it, maybe for parts of the batch. All arrays that depend on the
     # batch are in `inputs`, so that it can be split.
-    def forward(*, model_params: NestedTensor, inputs: Mapping[str, Any]) -> ForwardOutputs:
-        model_params = with_gradient_layouts(model_params, model_specs, gradient_specs)
-        params = model.apply_parameter_noise_recursively(inputs["noise_key"], model_params)
+    def forward(
+        *, model_params: NestedTensor, inputs: Mapping[str, Any]
+    ) -> ForwardOutputs:
+        model_params = with_gradient_layouts(
+            model_params, model_specs, gradient_specs
+        )
+        params = model.apply_parameter_noise_recursively(
+            inputs["noise_key"], model_params
+        )
         # Inside of the differentiated function: gradients have the dtypes of the stored parameters.
-        cast_params, batch = cast_for_forward(params, inputs["input_batch"], train_dtype)
+        cast_params, batch = cast_for_forward(
+            params, inputs["input_batch"], train_dtype
+        )
         params = keep_state_uncast(params, cast_params, model_specs)
         with explain_call_errors(model, batch):
             outputs, collection = functional(
-                model, inputs["forward_key"], params, {"input_batch": batch}, is_training=True
+                model,
+                inputs["forward_key"],
+                params,
+                {"input_batch": batch},
+                is_training=True,
             )
         loss, aux = check_outputs(model, outputs)
         summaries = with_returned_loss(collection.summaries, outputs)
         collection = collection._replace(summaries=summaries)
         return ForwardOutputs(loss=loss, aux=aux, output_collection=collection)
 
-    inputs = {"input_batch": batch, "forward_key": forward_key, "noise_key": noise_key}
+    inputs = {
+        "input_batch": batch,
+        "forward_key": forward_key,
+        "noise_key": noise_key,
+    }
     results, learner_collection = functional(
         learner,
         prng_key=learner_key,

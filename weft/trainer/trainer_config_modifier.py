@@ -38,7 +38,9 @@ from weft.trainer import gradients, mesh
 from weft.typing import MeshAxes, PartitionSpec, T
 
 
-def find_values(cfg: ConfigBase, predicate: Callable[[str, Any], object]) -> dict[str, Any]:
+def find_values(
+    cfg: ConfigBase, predicate: Callable[[str, Any], object]
+) -> dict[str, Any]:
     """Returns by path the values inside a config, itself at "", for which `predicate` is true."""
     values: dict[str, Any] = {}
 
@@ -56,15 +58,23 @@ def outermost(values: Mapping[str, T]) -> dict[str, T]:
     prefixes: list[str] = []  # of paths inside one of the values
     for path in values:
         prefixes += [f"{path}.", f"{path}["]
-    return {path: x for path, x in values.items() if not path.startswith(tuple(prefixes))}
+    return {
+        path: x
+        for path, x in values.items()
+        if not path.startswith(tuple(prefixes))
+    }
 
 
-def _config_at(modifier: ConfigModifier, cfg: ConfigBase, path: str) -> ConfigBase:
+def _config_at(
+    modifier: ConfigModifier, cfg: ConfigBase, path: str
+) -> ConfigBase:
     name = type(modifier).__name__
     try:
         value = cfg.get_recursively(path)
     except UnknownFieldError as error:
-        raise ConfigModifierError(f"{name} finds nothing at {path!r}: {error}") from None
+        raise ConfigModifierError(
+            f"{name} finds nothing at {path!r}: {error}"
+        ) from None
     if not isinstance(value, ConfigBase):
         raise ConfigModifierError(
             f"{name} expects a config at {path!r}, but found {value!r:.80}; use the path of the "
@@ -74,7 +84,11 @@ def _config_at(modifier: ConfigModifier, cfg: ConfigBase, path: str) -> ConfigBa
 
 
 def _set_field(
-    modifier: ConfigModifier, config: ConfigBase, path: str, field: str, value: object
+    modifier: ConfigModifier,
+    config: ConfigBase,
+    path: str,
+    field: str,
+    value: object,
 ) -> None:
     if field not in config.keys():  # noqa: SIM118 - a config is not a mapping
         kind = getattr(config, "klass", type(config)).__name__
@@ -86,11 +100,18 @@ def _set_field(
 
 
 def _set_field_of_layer(
-    modifier: ConfigModifier, cfg: ConfigBase, path: str, field: str, value: object
+    modifier: ConfigModifier,
+    cfg: ConfigBase,
+    path: str,
+    field: str,
+    value: object,
 ) -> None:
     config = _config_at(modifier, cfg, path)
     cls = getattr(config, "klass", type(config))
-    if not issubclass(cls, BaseLayer) or field in {"klass", *_restricted_fields(cls)}:
+    if not issubclass(cls, BaseLayer) or field in {
+        "klass",
+        *_restricted_fields(cls),
+    }:
         raise ConfigModifierError(
             f"{type(modifier).__name__} is to set {field!r} of {path!r}, but it may only set "
             f"layouts and recomputation of layers. Set {field!r} of {cls.__name__} in the config "
@@ -130,11 +151,15 @@ class ChainConfigModifier(ConfigModifier):
     """Config modifier that applies several modifiers in order."""
 
     class Config(ConfigModifier.Config):
-        config_modifiers: Required[Sequence[ConfigOr[ConfigModifier]]] = REQUIRED
+        config_modifiers: Required[Sequence[ConfigOr[ConfigModifier]]] = (
+            REQUIRED
+        )
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        self._modifiers = [maybe_instantiate(modifier) for modifier in cfg.config_modifiers]
+        self._modifiers = [
+            maybe_instantiate(modifier) for modifier in cfg.config_modifiers
+        ]
 
     def __call__(self, cfg: InstantiableConfig) -> InstantiableConfig:
         for modifier in self._modifiers:
@@ -156,14 +181,11 @@ class RematSpecModifier(ConfigModifier):
     """Config modifier that sets the rematerialization of layers."""
 
     class Config(ConfigModifier.Config):
-        """Configures a RematSpecModifier.
-
-        Attributes:
-            remat_policies: the `remat_spec` by the path of a layer's config, such as
-                "model.decoder.transformer.layer".
-        """
+        """Configures a RematSpecModifier."""
 
         remat_policies: Required[dict[str, RematSpec]] = REQUIRED
+        """The `remat_spec` by the path of a layer's config, such as
+        "model.decoder.transformer.layer"."""
 
     def __call__(self, cfg: InstantiableConfig) -> Any:
         for path, spec in self.config.remat_policies.items():
@@ -175,15 +197,14 @@ class PartitionSpecModifier(ConfigModifier):
     """Config modifier that sets the sharding of parameters or activations."""
 
     class Config(ConfigModifier.Config):
-        """Configures a PartitionSpecModifier.
+        """Configures a PartitionSpecModifier."""
 
-        Attributes:
-            partition_specs: by the path of a layer's config, such as "model.decoder.emb.token_emb":
-                the layout of its main weight, or a dict of layouts by field name, such as
-                `{"output_partition_spec": ("data",)}`.
-        """
-
-        partition_specs: Required[dict[str, PartitionSpec | MeshAxes | dict[str, Any]]] = REQUIRED
+        partition_specs: Required[
+            dict[str, PartitionSpec | MeshAxes | dict[str, Any]]
+        ] = REQUIRED
+        """By the path of a layer's config, such as "model.decoder.emb.token_emb": the layout of its
+        main weight, or a dict of layouts by field name, such as `{"output_partition_spec":
+        ("data",)}`."""
 
     def __call__(self, cfg: InstantiableConfig) -> Any:
         for path, specs in self.config.partition_specs.items():
@@ -222,17 +243,14 @@ class ReplaceLayerConfigModifier(ConfigModifier):
     """
 
     class Config(ConfigModifier.Config):
-        """Configures a ReplaceLayerConfigModifier.
-
-        Attributes:
-            target_cls: class of the configs to replace; those of its subclasses are kept.
-            source_config: the replacement, copied for each.
-            exclude_keys: fields that keep the value in `source_config`.
-        """
+        """Configures a ReplaceLayerConfigModifier."""
 
         target_cls: Required[type[Module]] = REQUIRED
+        """Class of the configs to replace; those of its subclasses are kept."""
         source_config: Required[Configurable.Config] = REQUIRED
+        """The replacement, copied for each."""
         exclude_keys: Sequence[str] | None = None
+        """Fields that keep the value in `source_config`."""
 
     def __call__(self, cfg: InstantiableConfig) -> Any:
         target_cls = self.config.target_cls
@@ -242,12 +260,16 @@ class ReplaceLayerConfigModifier(ConfigModifier):
 
         paths = list(find_values(cfg, is_target))
         if not paths:
-            name = getattr(target_cls, "__name__", target_cls)  # a config has no name
+            name = getattr(
+                target_cls, "__name__", target_cls
+            )  # a config has no name
             raise ConfigModifierError(
                 f"{type(self).__name__} finds no config of {name} to replace."
             )
         for path in reversed(paths):  # nested ones first
-            cfg.set_recursively(path, value=self._replacement(cfg.get_recursively(path)))
+            cfg.set_recursively(
+                path, value=self._replacement(cfg.get_recursively(path))
+            )
         return cfg
 
     def _replacement(self, replaced: ConfigBase) -> ConfigBase:
@@ -256,7 +278,9 @@ class ReplaceLayerConfigModifier(ConfigModifier):
         copied_names = set(new.keys()) & set(replaced.keys())
         copied_names -= {"klass", *(self.config.exclude_keys or ())}
         # A text may set these fields of the replaced config, but not of its replacement.
-        newly_restricted = _restricted_fields(new.klass) - _restricted_fields(replaced.klass)
+        newly_restricted = _restricted_fields(new.klass) - _restricted_fields(
+            replaced.klass
+        )
         refused_names = sorted(copied_names & newly_restricted)
         if refused_names:
             raise ConfigModifierError(
@@ -276,12 +300,23 @@ class GradientAccumulationModifier(ConfigModifier):
         """Configures a GradientAccumulationModifier, which also combines the summaries."""
 
         grad_acc_steps: Required[int] = REQUIRED
-        metric_accumulator: MetricAccumulator.Config = MetricAccumulator.default_config()
+        metric_accumulator: MetricAccumulator.Config = (
+            MetricAccumulator.default_config()
+        )
 
     def __call__(self, cfg: InstantiableConfig) -> Any:
         learner = _config_at(self, cfg, "learner")
-        transformation = config_for_function(gradients.with_minibatch_steps).set(
-            steps=self.config.grad_acc_steps, metric_accumulator=self.config.metric_accumulator
+        transformation = config_for_function(
+            gradients.with_minibatch_steps
+        ).set(
+            steps=self.config.grad_acc_steps,
+            metric_accumulator=self.config.metric_accumulator,
         )
-        _set_field(self, learner, "learner", "forward_fn_transformation", transformation)
+        _set_field(
+            self,
+            learner,
+            "learner",
+            "forward_fn_transformation",
+            transformation,
+        )
         return cfg

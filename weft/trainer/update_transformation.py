@@ -54,7 +54,9 @@ class ForwardOutputs(struct.PyTreeNode):
 class ForwardFn(Protocol):
     """Pure function of a model's parameters and of inputs, such as a batch and PRNG keys."""
 
-    def __call__(self, *, model_params: NestedTensor, inputs: NestedTensor) -> ForwardOutputs:
+    def __call__(
+        self, *, model_params: NestedTensor, inputs: NestedTensor
+    ) -> ForwardOutputs:
         """Runs the model."""
         ...
 
@@ -86,7 +88,9 @@ class ForwardBackwardOutputs(struct.PyTreeNode):
     backward_outputs: BackwardOutputs
 
 
-def mask_tree(tree: PyTree, *, keep: Nested[bool], mask_value: object = optax.MaskedNode()) -> Any:
+def mask_tree(
+    tree: PyTree, *, keep: Nested[bool], mask_value: object = optax.MaskedNode()
+) -> Any:
     """Replaces the leaves of a tree that `keep`, which may have more leaves, marks False.
 
     >>> mask_tree({"a": 1, "b": 2}, keep={"a": True, "b": False}, mask_value=None)
@@ -135,7 +139,11 @@ class Updates(struct.PyTreeNode):
         self,
         keep: Nested[bool] | Callable[[base.NestedOptParam], Nested[bool]],
         *,
-        fields: Sequence[str] = ("opt_params", "delta_updates", "inplace_updates"),
+        fields: Sequence[str] = (
+            "opt_params",
+            "delta_updates",
+            "inplace_updates",
+        ),
     ) -> "Updates":
         """Masks the updates of parameters in the trees `fields`.
 
@@ -203,7 +211,9 @@ class UpdateTransformation(LearnerModule):
 
     def transform_update(self, updates: Updates) -> Updates:
         """Performs one step, and adds the new state to the invocation's state updates."""
-        raise NotImplementedError(f"{type(self).__name__} must define `transform_update`.")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define `transform_update`."
+        )
 
 
 def set_state_update(module: Module, value: PyTree) -> None:
@@ -232,7 +242,9 @@ def optimizer_arguments(updates: Updates) -> dict[str, Any]:
         return {}
 
     # A line search of optax passes it all other arguments, and refuses those that it does not name.
-    def value_fn(params: NestedTensor, obj_fn: object = None, grad_fn: object = None) -> Tensor:
+    def value_fn(
+        params: NestedTensor, obj_fn: object = None, grad_fn: object = None
+    ) -> Tensor:
         del obj_fn, grad_fn
         values = base.leaves_by_path(params)
 
@@ -242,7 +254,9 @@ def optimizer_arguments(updates: Updates) -> dict[str, Any]:
                 return values[path].astype(x.dtype)
             return x
 
-        all_params = jax.tree_util.tree_map_with_path(current_value, forward_pass.model_params)
+        all_params = jax.tree_util.tree_map_with_path(
+            current_value, forward_pass.model_params
+        )
         run = require_context("the loss").functional(forward_pass.forward_fn)
         outputs, _ = run(model_params=all_params, inputs=forward_pass.inputs)
         return outputs.loss
@@ -296,7 +310,9 @@ class WrappedPartitionedGradientTransformation(UpdateTransformation):
         return updates.replace(delta_updates=deltas)
 
 
-class OverrideInplaceUpdateTransformation(WrappedPartitionedGradientTransformation):
+class OverrideInplaceUpdateTransformation(
+    WrappedPartitionedGradientTransformation
+):
     """Optimizer with exceptions: some parameters are replaced by their gradients.
 
     For statistics that a backward pass computes, such as the scales of 8-bit floating point.
@@ -316,7 +332,9 @@ class OverrideInplaceUpdateTransformation(WrappedPartitionedGradientTransformati
     def create_state_partition_specs(
         self, model_param_specs: NestedParameterSpec
     ) -> base.NestedOptStateSpec:
-        return super().create_state_partition_specs(self._optimized(model_param_specs))
+        return super().create_state_partition_specs(
+            self._optimized(model_param_specs)
+        )
 
     def transform_update(self, updates: Updates) -> Updates:
         optimized = super().transform_update(
@@ -330,7 +348,8 @@ class OverrideInplaceUpdateTransformation(WrappedPartitionedGradientTransformati
             if self._replaces(base.path_name(path)):
                 inplace_updates[path] = delta
         return optimized.replace(
-            opt_params=updates.opt_params, inplace_updates=_nested(inplace_updates)
+            opt_params=updates.opt_params,
+            inplace_updates=_nested(inplace_updates),
         )
 
     def _replaces(self, path: str) -> bool:
@@ -338,7 +357,9 @@ class OverrideInplaceUpdateTransformation(WrappedPartitionedGradientTransformati
 
     def _optimized(self, tree: PyTree) -> PyTree:
         """Masks the parameters that are replaced."""
-        keep = jax.tree.map(lambda path: not self._replaces(path), base.tree_paths(tree))
+        keep = jax.tree.map(
+            lambda path: not self._replaces(path), base.tree_paths(tree)
+        )
         return mask_tree(tree, keep=keep)
 
 
@@ -351,21 +372,20 @@ class GradientMonitorTransformation(OverrideInplaceUpdateTransformation):
     """
 
     class Config(OverrideInplaceUpdateTransformation.Config):
-        """Configures a GradientMonitorTransformation.
-
-        Attributes:
-          groups: pairs of a regular expression, which must match the whole path of a parameter,
-            and the name of its group; the first match counts, and parameters without one are not
-            reported. If empty, each parameter is a group.
-          rules: paths of the parameters whose gradients are norms at activations.
-        """
+        """Configures a GradientMonitorTransformation."""
 
         groups: Sequence[tuple[str, str]] = ()
+        """Pairs of a regular expression, which must match the whole path of a parameter, and the
+        name of its group; the first match counts, and parameters without one are not reported. If
+        empty, each parameter is a group."""
         rules: Sequence[str] = (r"(.*/)?gradient_norm",)
+        """Paths of the parameters whose gradients are norms at activations."""
 
     def transform_update(self, updates: Updates) -> Updates:
         gradients_by_group: dict[str, list[Tensor]] = {}
-        for path, gradient in base.leaves_by_path(updates.delta_updates).items():
+        for path, gradient in base.leaves_by_path(
+            updates.delta_updates
+        ).items():
             name = base.path_name(path)
             if self._replaces(name):
                 layer, _, _ = name.rpartition("/")
@@ -376,8 +396,12 @@ class GradientMonitorTransformation(OverrideInplaceUpdateTransformation):
                 gradients = gradients_by_group.setdefault(group, [])
                 gradients.append(gradient.astype(jnp.float32))
         for group, gradients in gradients_by_group.items():
-            self.add_summary(f"gradient_norm/{group}", optax.tree.norm(gradients))
-            counts = [jnp.sum(~jnp.isfinite(gradient)) for gradient in gradients]
+            self.add_summary(
+                f"gradient_norm/{group}", optax.tree.norm(gradients)
+            )
+            counts = [
+                jnp.sum(~jnp.isfinite(gradient)) for gradient in gradients
+            ]
             self.add_summary(f"gradient_nonfinite/{group}", sum(counts))
         return super().transform_update(updates)
 
@@ -408,7 +432,10 @@ class ConditionalUpdateTransformation(UpdateTransformation):
         self._update_schedule = config.maybe_instantiate(cfg.update_schedule)
 
     def init(self, model_params: base.NestedOptParam) -> Any:
-        return {"inner": self.inner.init(model_params), "step": jnp.zeros((), jnp.int32)}
+        return {
+            "inner": self.inner.init(model_params),
+            "step": jnp.zeros((), jnp.int32),
+        }
 
     def create_state_partition_specs(
         self, model_param_specs: NestedParameterSpec
@@ -426,24 +453,35 @@ class ConditionalUpdateTransformation(UpdateTransformation):
         self.add_summary("should_update", should_update)
         # Optimizers are elementwise: a select fuses with them, a conditional would not.
         states = self.get_invocation_context().get_state_updates()
-        states["inner"] = clipping.tree_where(should_update, states["inner"], self.state["inner"])
+        states["inner"] = clipping.tree_where(
+            should_update, states["inner"], self.state["inner"]
+        )
         deltas = jax.tree.map(
-            lambda delta: jnp.where(should_update, delta, 0), transformed.delta_updates
+            lambda delta: jnp.where(should_update, delta, 0),
+            transformed.delta_updates,
         )
         # In skipped steps, in-place updates keep the parameters.
         values_before = base.leaves_by_path(updates.param_values())
         values_before |= base.leaves_by_path(updates.inplace_updates)
         inplace_updates = base.leaves_by_path(transformed.inplace_updates)
         for path, value in inplace_updates.items():
-            inplace_updates[path] = jnp.where(should_update, value, values_before[path])
-        return transformed.replace(delta_updates=deltas, inplace_updates=_nested(inplace_updates))
+            inplace_updates[path] = jnp.where(
+                should_update, value, values_before[path]
+            )
+        return transformed.replace(
+            delta_updates=deltas, inplace_updates=_nested(inplace_updates)
+        )
 
 
-def as_update_transformation(cfg: config.InstantiableConfig) -> UpdateTransformation.Config:
+def as_update_transformation(
+    cfg: config.InstantiableConfig,
+) -> UpdateTransformation.Config:
     """Returns the config of an update transformation, made from that of an optimizer if needed."""
     if isinstance(cfg, UpdateTransformation.Config):
         return cfg
-    return WrappedPartitionedGradientTransformation.default_config().set(transformation=cfg)
+    return WrappedPartitionedGradientTransformation.default_config().set(
+        transformation=cfg
+    )
 
 
 def _nested(leaves_by_path: dict[tuple[Any, ...], T]) -> dict[str, Any]:

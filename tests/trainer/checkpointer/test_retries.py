@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from weft.config import config_for_function
-from weft.errors import CheckpointReadError, CheckpointSaveError
+from weft.errors import CheckpointReadError, CheckpointSaveError, DamagedCheckpointError
 from weft.serialization.directory import Directory
 from weft.trainer.checkpointer import Checkpointer, dirs, every_n_steps_policy
 from weft.trainer.checkpointer import retries as module
@@ -146,6 +146,13 @@ def test_error_while_reading_is_no_damage(checkpointer, monkeypatch, file, numbe
     text = str(caught.value)
     assert f"step_00000002/{file}' cannot be read: " in text and os.strerror(number) in text
     assert "no older checkpoint is used instead" in text and not checkpointer.damaged_checkpoints
+
+
+def test_missing_file_is_damage_at_once(checkpointer):
+    checkpointer.save(step=1, state=STATE)
+    os.unlink(f"{checkpointer.ckpt_dir(1)}/arrays/w/0")
+    with pytest.raises(DamagedCheckpointError, match="is missing"):
+        checkpointer.restore(state=EMPTY)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])

@@ -117,13 +117,14 @@ def test_full_disk_only_loses_lines(tmp_path, caplog, files_limited_to):
     assert [record["step"] for record in read_json_lines(str(tmp_path))] == [1, 4]
 
 
-def test_arrays_of_metrics_are_kept(tmp_path, caplog):
+def test_arrays_of_metrics_are_kept(tmp_path, caplog, monkeypatch):
     f1 = F1Score(None).update(np.array([[1.0, 2, 0], [3, 0, 0]]), np.array([0, 0]))
     make(tmp_path)(1, {"f1": f1, "auc": ArraySummary(np.array([0.5, np.nan]))})
     (record,) = read_json_lines(str(tmp_path))
     np.testing.assert_allclose(record["arrays"]["f1"], [2 / 3, 0, 0])
     np.testing.assert_array_equal(record["arrays"]["auc"], [0.5, np.nan])
-    make(tmp_path)(2, {"large": ArraySummary(np.zeros((1500, 1500)))})
+    monkeypatch.setattr("weft.trainer.summary_writer.files._MAX_ARRAYS_BYTES", 1000)
+    make(tmp_path)(2, {"large": ArraySummary(np.zeros((15, 15)))})
     assert "The arrays of step 2 are too large for a line: large" in caplog.text
     assert len(read_json_lines(str(tmp_path))) == 1
 

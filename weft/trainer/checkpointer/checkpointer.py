@@ -59,7 +59,9 @@ class BaseCheckpointer(Module):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._save_policy: policy_lib.CheckpointPolicy = config.maybe_instantiate(cfg.save_policy)
+        self._save_policy: policy_lib.CheckpointPolicy = (
+            config.maybe_instantiate(cfg.save_policy)
+        )
 
     def __enter__(self) -> "BaseCheckpointer":
         return self
@@ -75,7 +77,10 @@ class BaseCheckpointer(Module):
     @classmethod
     def checkpoint_steps(cls, base_dir: str) -> list[int]:
         """Returns the steps of all complete checkpoints of a run, ascending."""
-        return [dirs.parse_step_from_dir(path) for path in cls.checkpoint_paths(base_dir)]
+        return [
+            dirs.parse_step_from_dir(path)
+            for path in cls.checkpoint_paths(base_dir)
+        ]
 
     @classmethod
     def latest_checkpoint_path(cls, base_dir: str) -> str:
@@ -154,7 +159,9 @@ RestoreStateFilter = Callable[[Nested[Any]], Nested[Any]]
 _POLICY_STATE = "save_policy.json"
 
 
-def drop_learner_optimizer_cfg() -> config.InstantiableConfig[RestoreStateFilter]:
+def drop_learner_optimizer_cfg() -> config.InstantiableConfig[
+    RestoreStateFilter
+]:
     """Returns the config of a filter that omits the optimizer state, to change the optimizer."""
     return config.config_for_function(drop_learner_optimizer)
 
@@ -163,7 +170,9 @@ def drop_learner_optimizer() -> RestoreStateFilter:
     """Returns a filter that omits the state of the learner's optimizer."""
 
     def without(state: Any) -> Nested[Any]:
-        learner = dict(state["learner"] if isinstance(state, dict) else state.learner)
+        learner = dict(
+            state["learner"] if isinstance(state, dict) else state.learner
+        )
         learner.pop("optimizer", None)
         if isinstance(state, dict):
             return {**state, "learner": learner}
@@ -198,34 +207,33 @@ class Checkpointer(BaseCheckpointer):
     """
 
     class Config(BaseCheckpointer.Config):
-        """Configures a Checkpointer.
-
-        Attributes:
-            keep_last_n: Number of the newest checkpoints to keep.
-            keep_every_n_steps: Also keeps checkpoints at least this many steps apart.
-            keep_every_n_seconds: Also keeps checkpoints saved at least this many seconds apart.
-            keep_best: Also keeps the best.
-            asynchronous: Whether `save` returns while a thread writes. If not, `save` returns when
-                the checkpoint is complete, and raises its errors.
-            gc_loop_interval_seconds: The shortest time between two removals of old checkpoints. 0
-                removes them as soon as a newer one is complete.
-            validation: How checkpoint and state must match on restore; None for EXACT.
-            index_writer: Writes the index; None for `write_index_file`.
-            summary_writer: Records each save and restore; writes to `dir` if it has none.
-            restore_state_filter: Selects the part of a state to restore.
-        """
+        """Configures a Checkpointer."""
 
         keep_last_n: int = 1
+        """Number of the newest checkpoints to keep."""
         keep_every_n_steps: int | None = None
+        """Also keeps checkpoints at least this many steps apart."""
         keep_every_n_seconds: float | None = None
+        """Also keeps checkpoints saved at least this many seconds apart."""
         keep_best: policy_lib.KeepBest.Config | None = None
+        """Also keeps the best."""
         asynchronous: bool = True
+        """Whether `save` returns while a thread writes. If not, `save` returns when the checkpoint
+        is complete, and raises its errors."""
         gc_loop_interval_seconds: float = 0
+        """The shortest time between two removals of old checkpoints. 0 removes them as soon as a
+        newer one is complete."""
         storage: StateStorage.Config = OrbaxStateStorage.default_config()
         validation: index_lib.CheckpointValidationType | None = None
+        """How checkpoint and state must match on restore; None for EXACT."""
         index_writer: config.ConfigOr[index_lib.IndexFileWriter] | None = None
+        """Writes the index; None for `write_index_file`."""
         summary_writer: SummaryWriter.Config | None = None
-        restore_state_filter: config.InstantiableConfig[RestoreStateFilter] | None = None
+        """Records each save and restore; writes to `dir` if it has none."""
+        restore_state_filter: (
+            config.InstantiableConfig[RestoreStateFilter] | None
+        ) = None
+        """Selects the part of a state to restore."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -239,11 +247,17 @@ class Checkpointer(BaseCheckpointer):
         writer = config.maybe_instantiate(cfg.index_writer)
         self._index_writer = writer or index_lib.write_index_file
         self._filter = config.maybe_instantiate(cfg.restore_state_filter)
-        self._keep_best: policy_lib.KeepBest | None = config.maybe_instantiate(cfg.keep_best)
+        self._keep_best: policy_lib.KeepBest | None = config.maybe_instantiate(
+            cfg.keep_best
+        )
         if cfg.summary_writer is not None:
-            self._add_child("summary_writer", with_dir(cfg.summary_writer, cfg.dir))
+            self._add_child(
+                "summary_writer", with_dir(cfg.summary_writer, cfg.dir)
+            )
         self._step_in_progress: int | None = None  # that is being saved
-        self._last_step: int | None = None  # saved or restored, so it need not be saved again
+        self._last_step: int | None = (
+            None  # saved or restored, so it need not be saved again
+        )
         self._last_removal = -math.inf
         self._damaged: dict[int, DamagedCheckpoint] = {}
 
@@ -258,7 +272,11 @@ class Checkpointer(BaseCheckpointer):
 
     @classmethod
     def checkpoint_paths(cls, base_dir: str) -> list[str]:
-        return [path for path in dirs.step_dirs(base_dir).values() if manifest.has_manifest(path)]
+        return [
+            path
+            for path in dirs.step_dirs(base_dir).values()
+            if manifest.has_manifest(path)
+        ]
 
     @classmethod
     def cleanup_checkpoint(cls, ckpt_dir: str, *, sync: bool = True) -> None:
@@ -291,7 +309,9 @@ class Checkpointer(BaseCheckpointer):
                 return False
         if self._keep_best is not None:
             metric = self._keep_best.config.metric
-            policy_lib.metric_value(metric, step, evaler_summaries, user=f"{self.path()}.keep_best")
+            policy_lib.metric_value(
+                metric, step, evaler_summaries, user=f"{self.path()}.keep_best"
+            )
         metrics = policy_lib.scalars_of(step, evaler_summaries)
         facts = {"step": step, "saved_at": time.time(), "metrics": metrics}
         failure = self._finish_save()
@@ -302,7 +322,9 @@ class Checkpointer(BaseCheckpointer):
             raise failure
         return True
 
-    def _begin_save(self, step: int, state: Nested[Any], facts: dict[str, Any]) -> None:
+    def _begin_save(
+        self, step: int, state: Nested[Any], facts: dict[str, Any]
+    ) -> None:
         final_dir = self.ckpt_dir(step)
         dirs.check_name(self.config.dir)
         ckpt_dir = dirs.temporary_dir(final_dir)
@@ -333,7 +355,10 @@ class Checkpointer(BaseCheckpointer):
 
         try:
             self._storage.save_to_dir(
-                step=step, state=state, ckpt_dir=ckpt_dir, on_commit_callback=publish
+                step=step,
+                state=state,
+                ckpt_dir=ckpt_dir,
+                on_commit_callback=publish,
             )
         except BaseException:
             shutil.rmtree(ckpt_dir, ignore_errors=True)
@@ -350,10 +375,14 @@ class Checkpointer(BaseCheckpointer):
         if broadcast_from_first(failure is not None):
             if failure is None:
                 temporary_dir = dirs.temporary_dir(final_dir)
-                failure = OSError(errno.EIO, f"process 0 could not make {temporary_dir}")
+                failure = OSError(
+                    errno.EIO, f"process 0 could not make {temporary_dir}"
+                )
             raise self._save_error(step, failure) from failure
 
-    def _finish_save(self, *, alone: bool = False) -> CheckpointSaveError | None:
+    def _finish_save(
+        self, *, alone: bool = False
+    ) -> CheckpointSaveError | None:
         """Waits for the save in progress; returns its failure, in all processes unless `alone`."""
         step = self._step_in_progress
         self._step_in_progress = None
@@ -369,7 +398,9 @@ class Checkpointer(BaseCheckpointer):
             # All processes go on, or none: they agree on the worst failure.
             worst = max_over_processes(_severity(failure))
             if worst != _NO_FAILURE and failure is None:
-                error = OSError("another process could not write its part; see its error")
+                error = OSError(
+                    "another process could not write its part; see its error"
+                )
                 failure = self._save_error(step, error)
             if failure is not None:
                 failure.lacks_room = worst == _LACKS_ROOM
@@ -378,10 +409,15 @@ class Checkpointer(BaseCheckpointer):
             self._last_step = step
         return failure
 
-    def _save_error(self, step: int, error: BaseException) -> CheckpointSaveError:
+    def _save_error(
+        self, step: int, error: BaseException
+    ) -> CheckpointSaveError:
         complete_steps = "unknown"
         with contextlib.suppress(CheckpointReadError):
-            complete_steps = ", ".join(map(str, self.checkpoint_steps(self.config.dir))) or "none"
+            complete_steps = (
+                ", ".join(map(str, self.checkpoint_steps(self.config.dir)))
+                or "none"
+            )
         lacks_room = dirs.is_disk_full(error)
         if lacks_room:
             cause = "the disk, or a quota of it, is full"
@@ -401,7 +437,9 @@ class Checkpointer(BaseCheckpointer):
         if advice:
             message += f" {advice}."
         return CheckpointSaveError(
-            message, lacks_room=lacks_room, of_file_system=retries.is_of_file_system(error)
+            message,
+            lacks_room=lacks_room,
+            of_file_system=retries.is_of_file_system(error),
         )
 
     def _remove_old(self, step: int) -> None:
@@ -435,7 +473,9 @@ class Checkpointer(BaseCheckpointer):
                 self.cleanup_checkpoint(paths[old_step], sync=False)
             except OSError as error:
                 logger.warning(
-                    "The old checkpoint %s cannot be removed: %s", paths[old_step], error
+                    "The old checkpoint %s cannot be removed: %s",
+                    paths[old_step],
+                    error,
                 )
 
     def wait_until_finished(self) -> None:
@@ -460,7 +500,9 @@ class Checkpointer(BaseCheckpointer):
     ) -> tuple[int | None, Nested[Any]]:
         self.wait_until_finished()
         given_state = state
-        validation = self.config.validation or index_lib.CheckpointValidationType.EXACT
+        validation = (
+            self.config.validation or index_lib.CheckpointValidationType.EXACT
+        )
         if self._filter is not None:
             state = self._filter(state)
             validation = validation.allowing_more
@@ -469,7 +511,9 @@ class Checkpointer(BaseCheckpointer):
             try:
                 restored = self._restore_step(candidate, state, validation)
             except DamagedCheckpointError as error:
-                checkpoint = DamagedCheckpoint(self.ckpt_dir(candidate), error.damage)
+                checkpoint = DamagedCheckpoint(
+                    self.ckpt_dir(candidate), error.damage
+                )
                 damaged.append(checkpoint)
                 self._damaged[candidate] = checkpoint
                 if step is None:
@@ -502,13 +546,22 @@ class Checkpointer(BaseCheckpointer):
             yield step
 
     def _restore_step(
-        self, step: int, state: Nested[Any], validation: index_lib.CheckpointValidationType
+        self,
+        step: int,
+        state: Nested[Any],
+        validation: index_lib.CheckpointValidationType,
     ) -> Nested[Any]:
         ckpt_dir = self.ckpt_dir(step)
-        damage = manifest.find_damage(ckpt_dir, step=step, except_below=self._storage.checks_below)
+        damage = manifest.find_damage(
+            ckpt_dir, step=step, except_below=self._storage.checks_below
+        )
         if max_over_processes(bool(damage)):
-            damage = damage or ["another process found damage; its error names the file"]
-            raise DamagedCheckpointError(f"the checkpoint {ckpt_dir} is damaged", damage=damage)
+            damage = damage or [
+                "another process found damage; its error names the file"
+            ]
+            raise DamagedCheckpointError(
+                f"the checkpoint {ckpt_dir} is damaged", damage=damage
+            )
         policy = self._save_policy
         policy_state = None
         if isinstance(policy, PythonSavable):
@@ -545,10 +598,16 @@ class Checkpointer(BaseCheckpointer):
         return DamagedCheckpointError(message, damage=damage)
 
     def _log(
-        self, ckpt_dir: str, step: int, action: CheckpointerAction, state: Nested[Any] | None
+        self,
+        ckpt_dir: str,
+        step: int,
+        action: CheckpointerAction,
+        state: Nested[Any] | None,
     ) -> None:
         if "summary_writer" in self.children:
-            self.summary_writer.log_checkpoint(ckpt_dir, state=state, action=action, step=step)
+            self.summary_writer.log_checkpoint(
+                ckpt_dir, state=state, action=action, step=step
+            )
 
 
 _NO_FAILURE, _LACKS_ROOM, _OF_FILE_SYSTEM, _OTHER_FAILURE = range(4)
@@ -568,4 +627,6 @@ def _severity(failure: CheckpointSaveError | None) -> int:
 def _read_policy_state(ckpt_dir: str) -> dict[str, Any] | None:
     if not dirs.exists(os.path.join(ckpt_dir, _POLICY_STATE)):
         return None
-    return dirs.read_json(ckpt_dir, _POLICY_STATE, "the state of a policy", lambda x: dict(**x))
+    return dirs.read_json(
+        ckpt_dir, _POLICY_STATE, "the state of a policy", lambda x: dict(**x)
+    )

@@ -69,7 +69,9 @@ def step_dirs(base_dir: str) -> dict[int, str]:
 
     Raises FileRefusedError if one is a link, or otherwise neither a directory nor a file.
     """
-    entries = [entry for entry in _entries(base_dir) if _STEP_DIR.fullmatch(entry.name)]
+    entries = [
+        entry for entry in _entries(base_dir) if _STEP_DIR.fullmatch(entry.name)
+    ]
     Directory(base_dir).check(entries)
     paths = [os.path.join(base_dir, entry.name) for entry in entries]
     paths.sort(key=parse_step_from_dir)
@@ -107,7 +109,9 @@ def exists(path: str) -> bool:
     return True
 
 
-def not_found_error(base_dir: str, step: int | None = None) -> CheckpointNotFoundError:
+def not_found_error(
+    base_dir: str, step: int | None = None
+) -> CheckpointNotFoundError:
     """Returns the error about a missing checkpoint, with the steps that exist."""
     steps = step_dirs(base_dir)
     if step is None or not steps:
@@ -184,7 +188,11 @@ def remove_leftovers(base_dir: str) -> None:
         if not _STEP_DIR.fullmatch(stem):
             continue
         step_dir = os.path.join(base_dir, stem)
-        if f".{suffix}" == _REPLACED and os.path.isdir(path) and not exists(step_dir):
+        if (
+            f".{suffix}" == _REPLACED
+            and os.path.isdir(path)
+            and not exists(step_dir)
+        ):
             _rename(path, step_dir)  # its replacement was never completed
         elif f".{suffix}".endswith((_BEING_WRITTEN, _REPLACED, _BEING_REMOVED)):
             try:
@@ -212,7 +220,11 @@ def _remove(path: str) -> None:
 
 def list_files(directory: str) -> list[str]:
     """Returns the relative paths, with `/`, of all files below a directory, sorted."""
-    return sorted(entry.name for entry in Directory(directory).walk() if not entry.is_folder)
+    return sorted(
+        entry.name
+        for entry in Directory(directory).walk()
+        if not entry.is_folder
+    )
 
 
 def fsync(path: str) -> None:
@@ -224,15 +236,25 @@ def fsync(path: str) -> None:
         os.close(descriptor)
 
 
-def read_json(directory: str, name: str, purpose: str, parse: Callable[[Any], T]) -> T:
+def read_json(
+    directory: str, name: str, purpose: str, parse: Callable[[Any], T]
+) -> T:
     """Returns what `parse` makes of a JSON file below the directory of a checkpoint.
 
     Raises DamagedCheckpointError if the file cannot be read, or `parse` raises.
     """
     path = os.path.join(directory, name)
     try:
-        return parse(retries.read(path, lambda: Directory(directory).read_json(name)))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return parse(
+            retries.read(path, lambda: Directory(directory).read_json(name))
+        )
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:
         raise unreadable_error(directory, name, purpose, error) from error
 
 
@@ -280,7 +302,9 @@ class CommitGroup:
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
             with contextlib.suppress(OSError):
-                self._file(self._index, "writing").write_text(text, encoding="utf-8")
+                self._file(self._index, "writing").write_text(
+                    text, encoding="utf-8"
+                )
             # The first process may have failed too, and removed everything.
             with contextlib.suppress(OSError):
                 state = "full" if is_disk_full(error) else "failed"
@@ -297,16 +321,25 @@ class CommitGroup:
         return Path(self._dir, f"{index}.{state}")
 
     def _rename(self, state: str) -> None:
-        os.rename(self._file(self._index, "writing"), self._file(self._index, state))
+        os.rename(
+            self._file(self._index, "writing"), self._file(self._index, state)
+        )
 
     def _wait_for(self, process: int) -> None:
         deadline = time.monotonic() + _BARRIER_SECONDS
         while not self._file(process, "written").exists():
-            for state, number in (("full", errno.ENOSPC), ("failed", errno.EIO)):
+            for state, number in (
+                ("full", errno.ENOSPC),
+                ("failed", errno.EIO),
+            ):
                 file = self._file(process, state)
                 if file.exists():
-                    reason = file.read_text(encoding="utf-8") or os.strerror(number)
-                    raise OSError(number, f"process {process} of {self._count}: {reason}")
+                    reason = file.read_text(encoding="utf-8") or os.strerror(
+                        number
+                    )
+                    raise OSError(
+                        number, f"process {process} of {self._count}: {reason}"
+                    )
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"process {process} of {self._count} has not written its part of the "
@@ -317,13 +350,17 @@ class CommitGroup:
 
 _FULL_DISK_NUMBERS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # In messages of array storage in place of Python's errno.
-_FULL_DISK_TEXT = re.compile("ENOSPC|EDQUOT|EFBIG|No space left|quota exceeded|File too large")
+_FULL_DISK_TEXT = re.compile(
+    "ENOSPC|EDQUOT|EFBIG|No space left|quota exceeded|File too large"
+)
 
 
 def is_disk_full(error: BaseException | None) -> bool:
     """Returns whether an error, or one of its causes, reports a full disk or quota."""
     while error is not None:
-        has_number = isinstance(error, OSError) and error.errno in _FULL_DISK_NUMBERS
+        has_number = (
+            isinstance(error, OSError) and error.errno in _FULL_DISK_NUMBERS
+        )
         if has_number or _FULL_DISK_TEXT.search(str(error)):
             return True
         error = error.__cause__ or error.__context__

@@ -14,7 +14,11 @@ from urllib.parse import quote
 import jax
 import numpy as np
 
-from weft.errors import CheckpointStateError, CheckpointStructureError, WeftError
+from weft.errors import (
+    CheckpointStateError,
+    CheckpointStructureError,
+    WeftError,
+)
 from weft.serialization.directory import Directory
 from weft.trainer.checkpointer import dirs, retries
 
@@ -36,7 +40,9 @@ class PythonSavable(Protocol):
         ...
 
 
-def maybe_save_python_savables(value_map: Mapping[str, object], *, dir: str) -> None:
+def maybe_save_python_savables(
+    value_map: Mapping[str, object], *, dir: str
+) -> None:
     """Writes the states of this process's savable objects, below a shared directory.
 
     Other values are skipped. Raises CheckpointStateError if a state is neither JSON nor bytes.
@@ -62,10 +68,14 @@ def maybe_save_python_savables(value_map: Mapping[str, object], *, dir: str) -> 
 
 def _write(directory: str, file: str, text: str) -> None:
     os.makedirs(directory, exist_ok=True)
-    Directory(directory).write(file, text, sync=False)  # the manifest's writer waits for the disk
+    Directory(directory).write(
+        file, text, sync=False
+    )  # the manifest's writer waits for the disk
 
 
-def maybe_restore_python_savables(value_map: Mapping[str, object], *, dir: str) -> None:
+def maybe_restore_python_savables(
+    value_map: Mapping[str, object], *, dir: str
+) -> None:
     """Restores the states of this process's savable objects; skips other values.
 
     Raises:
@@ -84,8 +94,12 @@ def maybe_restore_python_savables(value_map: Mapping[str, object], *, dir: str) 
                 value.set_state(_with_bytes(content["state"]))
         except WeftError:
             raise
-        except Exception as error:  # whatever an object makes of a state that is not its own
-            raise dirs.unreadable_error(dir, file, "the state of an object", error) from error
+        except (
+            Exception
+        ) as error:  # whatever an object makes of a state that is not its own
+            raise dirs.unreadable_error(
+                dir, file, "the state of an object", error
+            ) from error
 
 
 def _read(path: str, directory: str) -> tuple[str, dict[str, Any]]:

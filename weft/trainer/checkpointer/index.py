@@ -19,7 +19,11 @@ from weft import config, errors
 from weft.core import flat_dict
 from weft.hierarchy.parameter_spec import TensorSpec
 from weft.serialization.directory import Directory
-from weft.serialization.untrusted import MAX_COUNT, check_json, is_possible_shape
+from weft.serialization.untrusted import (
+    MAX_COUNT,
+    check_json,
+    is_possible_shape,
+)
 from weft.trainer.checkpointer import dirs
 from weft.trainer.checkpointer.host_state import PythonSavable
 from weft.typing import DType, Nested, PartitionSpec
@@ -35,7 +39,9 @@ saves its own state."""
 Index = Sequence[tuple[str, Entry]]
 """Entries by path."""
 
-ArrayOrSpec = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | TensorSpec
+ArrayOrSpec = (
+    jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | TensorSpec
+)
 
 
 class CheckpointValidationType(enum.StrEnum):
@@ -66,7 +72,9 @@ class CheckpointValidationType(enum.StrEnum):
     @property
     def allowing_more(self) -> "CheckpointValidationType":
         """The corresponding type for a part of the state."""
-        return CheckpointValidationType(self.value.replace("EXACT", "CONTAINS_STATE"))
+        return CheckpointValidationType(
+            self.value.replace("EXACT", "CONTAINS_STATE")
+        )
 
 
 class IndexFileWriter(Protocol):
@@ -80,7 +88,9 @@ class IndexFileWriter(Protocol):
 def flatten_state(state: Nested[Any]) -> list[tuple[str, Any]]:
     """Returns the leaves of a state by path; raises CheckpointStateError if two paths are equal."""
     leaves: dict[str, Any] = {}
-    for key_path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_state_leaf):
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(
+        state, is_leaf=is_state_leaf
+    ):
         path = jax.tree_util.keystr(key_path, simple=True, separator="/")
         if path in leaves:
             raise errors.CheckpointStateError(
@@ -162,7 +172,9 @@ def read_index_file(ckpt_dir: str) -> list[tuple[str, Entry]]:
 
     def entries(content: Any) -> list[tuple[str, Entry]]:
         if content["version"] != _VERSION:
-            raise ValueError(f"it has version {content['version']}, not {_VERSION}")
+            raise ValueError(
+                f"it has version {content['version']}, not {_VERSION}"
+            )
         check_json(content["index"], [list])
         pairs = [(str(path), entry) for path, entry in content["index"]]
         for path, entry in pairs:
@@ -173,7 +185,11 @@ def read_index_file(ckpt_dir: str) -> list[tuple[str, Entry]]:
 
 
 _ENTRY_FORMS = (dict, bool, int, float, str)
-_ARRAY_FORM = {"shape": [int], "dtype": str, "spec": (None, [(None, str, [str])])}
+_ARRAY_FORM = {
+    "shape": [int],
+    "dtype": str,
+    "spec": (None, [(None, str, [str])]),
+}
 
 
 def _check_entry(path: str, entry: object) -> None:
@@ -189,7 +205,9 @@ def _check_entry(path: str, entry: object) -> None:
     check_json(entry, _ARRAY_FORM, path)
     dtype = _dtype_of_name(entry["dtype"])
     if not is_possible_shape(entry["shape"], dtype.itemsize):
-        raise ValueError(f"{path} has the shape {entry['shape']}, which no array has")
+        raise ValueError(
+            f"{path} has the shape {entry['shape']}, which no array has"
+        )
 
 
 def _dtype_of_name(name: str) -> Any:
@@ -273,7 +291,9 @@ def check_state_structure(
         saved_dtype = _dtype_of(saved[path])
         target_dtype = _dtype_of(target[path])
         # Keys cannot be converted.
-        must_agree = validation.checks_dtype or "key<" in saved_dtype + target_dtype
+        must_agree = (
+            validation.checks_dtype or "key<" in saved_dtype + target_dtype
+        )
         if saved_dtype != target_dtype and must_agree:
             other_dtypes.append(path)
     if not (missing_paths or extra_paths or other_kinds or other_dtypes):
@@ -292,12 +312,16 @@ def check_state_structure(
     def describe_extra(path: str) -> str:
         return f"checkpoint {_entry_text(saved[path])}, not in the state"
 
-    lines = [f"the checkpoint and the state differ (validation is {validation.value}):"]
+    lines = [
+        f"the checkpoint and the state differ (validation is {validation.value}):"
+    ]
     lines += _list_some(sorted(other_kinds + other_dtypes), describe_difference)
     lines += _list_some(missing_paths, describe_missing)
     lines += _list_some(extra_paths, describe_extra)
     if missing_paths or other_kinds:
-        lines.append("Restore with the model and learner configs that it was saved with.")
+        lines.append(
+            "Restore with the model and learner configs that it was saved with."
+        )
     else:
         sufficient = "CONTAINS_STATE" if extra_paths else "EXACT"
         if other_dtypes:

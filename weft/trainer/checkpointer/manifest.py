@@ -25,11 +25,17 @@ _VERSION = 2
 _DIGEST = "xxh3_128"
 _CHANGED = "its content has changed"
 _THREADS = 4
-_BLOCK_BYTES = 1 << 18  # stays in the cache between being read and being digested
+_BLOCK_BYTES = (
+    1 << 18
+)  # stays in the cache between being read and being digested
 
 
 _FORM = {
-    "facts": {"step?": int, "saved_at?": float, "metrics?": {str: {str: float}}},
+    "facts": {
+        "step?": int,
+        "saved_at?": float,
+        "metrics?": {str: {str: float}},
+    },
     "files": {str: {"size": int, _DIGEST: str}},
 }
 
@@ -54,7 +60,9 @@ class Manifest:
                 raise ValueError(f"{path!r} is not below the checkpoint")
             self.files[path] = dict(entry)
 
-    def damage_of(self, path: str, buffer: memoryview | None = None) -> str | None:
+    def damage_of(
+        self, path: str, buffer: memoryview | None = None
+    ) -> str | None:
         """Returns the damage of one of `files`, or None; fills a buffer of its exact size."""
         if path not in self.files:
             return "is not in the manifest"
@@ -65,13 +73,17 @@ class Manifest:
         paths = list(paths)
         lines: list[str] = []
         with ThreadPoolExecutor(_THREADS) as pool:
-            for path, damage in zip(paths, pool.map(self.damage_of, paths), strict=True):
+            for path, damage in zip(
+                paths, pool.map(self.damage_of, paths), strict=True
+            ):
                 if damage is not None:
                     lines.append(f"{path}: {damage}")
         return lines
 
 
-def write_manifest(ckpt_dir: str, *, facts: Mapping[str, Any] | None = None) -> None:
+def write_manifest(
+    ckpt_dir: str, *, facts: Mapping[str, Any] | None = None
+) -> None:
     """Syncs a complete checkpoint's files to the disk; writes its manifest with JSON `facts`."""
     paths = [path for path in list_files(ckpt_dir) if path != MANIFEST]
 
@@ -79,11 +91,20 @@ def write_manifest(ckpt_dir: str, *, facts: Mapping[str, Any] | None = None) -> 
         full_path = os.path.join(ckpt_dir, path)
         fsync(full_path)
         with Directory(ckpt_dir).open(path, buffering=0) as file:
-            return {"size": os.path.getsize(full_path), _DIGEST: _digest_of_file(file)}
+            return {
+                "size": os.path.getsize(full_path),
+                _DIGEST: _digest_of_file(file),
+            }
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        files = dict(zip(paths, pool.map(sync_and_describe, paths), strict=True))
-    content: dict[str, Any] = {"version": _VERSION, "facts": dict(facts or {}), "files": files}
+        files = dict(
+            zip(paths, pool.map(sync_and_describe, paths), strict=True)
+        )
+    content: dict[str, Any] = {
+        "version": _VERSION,
+        "facts": dict(facts or {}),
+        "files": files,
+    }
     content[_DIGEST] = _digest_of_json(content)
     Directory(ckpt_dir).write(MANIFEST, json.dumps(content))
     # The names of files are on the disk only when their directories are.
@@ -100,7 +121,9 @@ def read_manifest(ckpt_dir: str, *, step: int | None = None) -> Manifest | str:
     """Returns the manifest of a checkpoint, or its damage; checks the step if one is given."""
     try:
         path = os.path.join(ckpt_dir, MANIFEST)
-        content = retries.read(path, lambda: Directory(ckpt_dir).read_json(MANIFEST))
+        content = retries.read(
+            path, lambda: Directory(ckpt_dir).read_json(MANIFEST)
+        )
         digest = content.pop(_DIGEST)
         if content["version"] != _VERSION:
             return f"{MANIFEST}: is of version {content['version']}, not {_VERSION}"
@@ -133,11 +156,15 @@ def find_damage(
         return [manifest]
     if except_below is None:
         return manifest.damage_of_all(sorted(manifest.files))
-    json_paths = sorted(path for path in manifest.files if not path.startswith(except_below))
+    json_paths = sorted(
+        path for path in manifest.files if not path.startswith(except_below)
+    )
     for path in json_paths:
         size = manifest.files[path]["size"]
         if size > MAX_JSON_BYTES:
-            return [f"{path}: has {size:,} bytes; at most {MAX_JSON_BYTES:,} are read"]
+            return [
+                f"{path}: has {size:,} bytes; at most {MAX_JSON_BYTES:,} are read"
+            ]
     return manifest.damage_of_all(json_paths)
 
 
@@ -162,7 +189,10 @@ def find_odd_file(ckpt_dir: str) -> str | None:
 
 
 def find_file_damage(
-    ckpt_dir: str, path: str, buffer: memoryview | None, expected: Mapping[str, Any] | None = None
+    ckpt_dir: str,
+    path: str,
+    buffer: memoryview | None,
+    expected: Mapping[str, Any] | None = None,
 ) -> str | None:
     """Returns the damage of a file, or None, and leaves its content in a buffer of its exact size.
 
@@ -213,4 +243,6 @@ def _digest_of_json(value: Mapping[str, Any]) -> str:
 
 
 def _xxh3(data: bytes = b"") -> Any:
-    return import_extra("xxhash", "train", needed_by="a checkpoint").xxh3_128(data)
+    return import_extra("xxhash", "train", needed_by="a checkpoint").xxh3_128(
+        data
+    )

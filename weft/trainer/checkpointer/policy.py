@@ -43,13 +43,18 @@ def every_n_steps_policy(n: int = 1, *, min_step: int = 1) -> CheckpointPolicy:
     return lambda *, step, evaler_summaries: step >= min_step and step % n == 0
 
 
+save_every_n_steps_policy = every_n_steps_policy
+"""The same, under the name that `weft.trainer` offers."""
+
+
 def every_n_steps_and_last_policy(
     n: int = 1, *, min_step: int = 1, max_step: int
 ) -> CheckpointPolicy:
     """Returns a policy that saves after every n-th step from `min_step` on and after `max_step`."""
     every_n_steps = every_n_steps_policy(n, min_step=min_step)
     return lambda *, step, evaler_summaries: (
-        step == max_step or every_n_steps(step=step, evaler_summaries=evaler_summaries)
+        step == max_step
+        or every_n_steps(step=step, evaler_summaries=evaler_summaries)
     )
 
 
@@ -60,7 +65,9 @@ class EvalMetric(NamedTuple):
     metric_name: str
 
 
-def scalars_of(step: int, evaler_summaries: dict[str, Any]) -> dict[str, dict[str, float]]:
+def scalars_of(
+    step: int, evaler_summaries: dict[str, Any]
+) -> dict[str, dict[str, float]]:
     """Returns the numbers that evalers reported after a step, by evaler name and path."""
     scalars: dict[str, dict[str, float]] = {}
     for name, summaries in evaler_summaries.items():
@@ -72,7 +79,11 @@ def scalars_of(step: int, evaler_summaries: dict[str, Any]) -> dict[str, dict[st
 
 
 def metric_value(
-    metric: EvalMetric, step: int, evaler_summaries: dict[str, Any], *, user: str
+    metric: EvalMetric,
+    step: int,
+    evaler_summaries: dict[str, Any],
+    *,
+    user: str,
 ) -> float | None:
     """Returns the value of a metric; None if the evaler did not run after this step.
 
@@ -93,7 +104,9 @@ def metric_value(
 def check_mode(mode: str | None, *, user: str) -> int:
     """Returns 1 for "max" and -1 for "min"; raises CheckpointPolicyError for another mode."""
     if mode not in ("max", "min"):
-        raise CheckpointPolicyError(f"{user} got mode={mode!r}; expected 'max' or 'min'.")
+        raise CheckpointPolicyError(
+            f"{user} got mode={mode!r}; expected 'max' or 'min'."
+        )
     if mode == "min":
         return -1
     return 1
@@ -131,16 +144,18 @@ class AnyPolicy(config_lib.Configurable):
     """Policy that saves when at least one of several policies does."""
 
     class Config(config_lib.Configurable.Config):
-        policies: config_lib.Required[Sequence[config_lib.InstantiableConfig[CheckpointPolicy]]] = (
-            config_lib.REQUIRED
-        )
+        policies: config_lib.Required[
+            Sequence[config_lib.InstantiableConfig[CheckpointPolicy]]
+        ] = config_lib.REQUIRED
 
     def __init__(self, config: Config):
         super().__init__(config)
         self._policies: list[CheckpointPolicy] = []
         for policy in config.policies:
             self._policies.append(config_lib.maybe_instantiate(policy))
-        states = RunState({str(i): policy for i, policy in enumerate(self._policies)})
+        states = RunState(
+            {str(i): policy for i, policy in enumerate(self._policies)}
+        )
         self.get_state = states.get_state
         self.set_state = states.set_state
 
@@ -167,9 +182,13 @@ class BestMetric(config_lib.Configurable):
         self._sign = check_mode(config.mode, user=self._name)
         self._best: float | None = None
 
-    def improves(self, step: int, evaler_summaries: dict[str, Any]) -> bool | None:
+    def improves(
+        self, step: int, evaler_summaries: dict[str, Any]
+    ) -> bool | None:
         """Returns whether the metric has its best value so far; None if it was not evaluated."""
-        value = metric_value(self._metric, step, evaler_summaries, user=self._name)
+        value = metric_value(
+            self._metric, step, evaler_summaries, user=self._name
+        )
         if value is None:
             return None
         if self._best is None:
@@ -210,22 +229,21 @@ class KeepBest(config_lib.Configurable):
     """
 
     class Config(config_lib.Configurable.Config):
-        """Configures a KeepBest.
-
-        Attributes:
-            mode: "max" if larger is better, "min" if smaller is.
-            n: Number of checkpoints to keep.
-        """
+        """Configures a KeepBest."""
 
         metric: config_lib.Required[EvalMetric] = config_lib.REQUIRED
         mode: str = "max"
+        """"max" if larger is better, "min" if smaller is."""
         n: int = 1
+        """Number of checkpoints to keep."""
 
     def __init__(self, config: Config):
         super().__init__(config)
         self._sign = check_mode(config.mode, user="KeepBest")
         if config.n < 1:
-            raise CheckpointPolicyError(f"KeepBest got n={config.n}; expected 1 or more.")
+            raise CheckpointPolicyError(
+                f"KeepBest got n={config.n}; expected 1 or more."
+            )
 
     def kept(self, facts: Mapping[int, Mapping[str, Any]]) -> set[int]:
         """Returns the steps to keep, given the facts of each step's manifest."""
@@ -257,7 +275,10 @@ def kept_steps(
     if every_n_steps is not None:
         steps |= _spaced_steps({step: step for step in facts}, every_n_steps)
     if every_n_seconds is not None:
-        times = {step: step_facts.get("saved_at", math.nan) for step, step_facts in facts.items()}
+        times = {
+            step: step_facts.get("saved_at", math.nan)
+            for step, step_facts in facts.items()
+        }
         steps |= _spaced_steps(times, every_n_seconds)
     if best is not None:
         steps |= best.kept(facts)

@@ -23,14 +23,18 @@ class WriteLoop(asyncio.SelectorEventLoop):
         if not self.is_closed():
             unfinished_tasks = asyncio.all_tasks(self)
             if unfinished_tasks:
-                results = asyncio.gather(*unfinished_tasks, return_exceptions=True)
+                results = asyncio.gather(
+                    *unfinished_tasks, return_exceptions=True
+                )
                 self.run_until_complete(results)
         super().close()
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         pass
 
-    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call_soon_threadsafe(
+        self, callback: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         try:
             return super().call_soon_threadsafe(callback, *args, **kwargs)
         except RuntimeError:
@@ -78,7 +82,10 @@ def write_loops() -> Iterator[None]:
     finally:
         with _loops_lock:
             policy.num_contexts -= 1
-            if not policy.num_contexts and asyncio.get_event_loop_policy() is policy:
+            if (
+                not policy.num_contexts
+                and asyncio.get_event_loop_policy() is policy
+            ):
                 asyncio.set_event_loop_policy(policy.before)
 
 

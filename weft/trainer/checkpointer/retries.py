@@ -19,19 +19,44 @@ PAUSES_SECONDS = (0.1, 0.4, 1.6)
 """Times before each further attempt."""
 
 _NUMBERS = {
-    *(errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY),
-    *(errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENXIO, errno.ENODEV),
+    *(
+        errno.EIO,
+        errno.ESTALE,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.EBUSY,
+    ),
+    *(
+        errno.EAGAIN,
+        errno.EINTR,
+        errno.ETIMEDOUT,
+        errno.EREMOTEIO,
+        errno.ENXIO,
+        errno.ENODEV,
+    ),
     *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
-    *(errno.ECONNABORTED, errno.ECONNRESET, errno.ENOTCONN, errno.EMFILE, errno.ENFILE),
+    *(
+        errno.ECONNABORTED,
+        errno.ECONNRESET,
+        errno.ENOTCONN,
+        errno.EMFILE,
+        errno.ENFILE,
+    ),
 }
 # In messages of array storage in place of Python's errno.
-_TEXT = re.compile("os_error_code|EIO|ESTALE|EACCES|EROFS|Input/output error|Stale file handle")
+_TEXT = re.compile(
+    "os_error_code|EIO|ESTALE|EACCES|EROFS|Input/output error|Stale file handle"
+)
 
 _NUMBER_TEXT = re.compile(r"os_error_code='(\d+)'|OS error (\d+):")
 _ADVICE = {
     (errno.ENOSPC, errno.EDQUOT, errno.EFBIG): "Free disk space",
     (errno.EACCES, errno.EPERM, errno.EROFS): "Make the directory writable",
-    (errno.EMFILE, errno.ENFILE): "Allow more open files, as `ulimit -n 4096` does",
+    (
+        errno.EMFILE,
+        errno.ENFILE,
+    ): "Allow more open files, as `ulimit -n 4096` does",
     (errno.ENAMETOOLONG,): "Choose a shorter path for the directory",
 }
 _ADVICE_FOR_OTHERS = "Look into the state of the disk or of the file server"

@@ -28,21 +28,31 @@ class CheckpointHook(Hook):
     """
 
     def __init__(
-        self, trainer: RunningTrainer, checkpointer: BaseCheckpointer, *, logs_failures: bool
+        self,
+        trainer: RunningTrainer,
+        checkpointer: BaseCheckpointer,
+        *,
+        logs_failures: bool,
     ):
         self._trainer = trainer
         self._checkpointer = checkpointer
         self._logs_failures = logs_failures
         self._evaler_summaries: dict[str, Any] = {}
+        self._last_evaluation: tuple[int, dict[str, Any]] = (0, {})
 
     def on_eval(self, name: str, step: int, summaries: dict[str, Any]) -> None:
         self._evaler_summaries[name] = summaries
 
-    def after_step(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> None:
+    def after_step(
+        self, step: int, outputs: dict[str, Any], batch: NestedTensor
+    ) -> None:
         evaler_summaries = self._evaler_summaries
         self._evaler_summaries = {}
-        if self._trainer.step != step:  # the step was bad, and the run has gone back
+        if (
+            self._trainer.step != step
+        ):  # the step was bad, and the run has gone back
             return
+        self._last_evaluation = step, evaler_summaries
         try:
             is_saved = self._trainer.save_checkpoint(evaler_summaries)
         except CheckpointSaveError as error:
@@ -74,7 +84,11 @@ class CheckpointHook(Hook):
         raise failures[-1]
 
     def _save_and_wait(self) -> bool:
-        is_new = self._trainer.save_checkpoint(None, force=True)
+        # By the values of its evaluation, the last step may be the best one.
+        step, evaler_summaries = self._last_evaluation
+        if step != self._trainer.step:
+            evaler_summaries = {}
+        is_new = self._trainer.save_checkpoint(evaler_summaries, force=True)
         self._checkpointer.wait_until_finished()
         return is_new
 

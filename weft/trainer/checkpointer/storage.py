@@ -61,7 +61,9 @@ _REMOVAL_SECONDS = (0.0, 0.1, 0.4)
 # compiles a program for each shape and place.
 _MIN_SLICE_BYTES = 2**20
 _MAX_HEADER_BYTES = 2**16
-_ALIGNMENT = 64  # JAX uses memory at such an address in place and copies any other
+_ALIGNMENT = (
+    64  # JAX uses memory at such an address in place and copies any other
+)
 
 
 class StateStorageCommitCallback(Protocol):
@@ -136,14 +138,11 @@ class OrbaxStateStorage(StateStorage):
     """
 
     class Config(StateStorage.Config):
-        """Configures an OrbaxStateStorage.
-
-        Attributes:
-            max_chunk_bytes: size of the largest file. A process that needs a part of a file reads
-                all of it, which bounds the extra memory for restoring.
-        """
+        """Configures an OrbaxStateStorage."""
 
         max_chunk_bytes: int = 2**28
+        """Size of the largest file. A process that needs a part of a file reads all of it, which
+        bounds the extra memory for restoring."""
 
     _ARRAYS, _PYTHON = "arrays", "python"
     checks_below = f"{_ARRAYS}/"
@@ -181,8 +180,12 @@ class OrbaxStateStorage(StateStorage):
             try:
                 with processes.barrier(), quiet_writes():
                     python_dir = os.path.join(ckpt_dir, self._PYTHON)
-                    host_state.maybe_save_python_savables(dict(leaves), dir=python_dir)
-                    futures = self._start_write(arrays, _array_folder(ckpt_dir, self._ARRAYS))
+                    host_state.maybe_save_python_savables(
+                        dict(leaves), dir=python_dir
+                    )
+                    futures = self._start_write(
+                        arrays, _array_folder(ckpt_dir, self._ARRAYS)
+                    )
                     copied.set()
                     for future in futures:
                         future.result()
@@ -194,10 +197,14 @@ class OrbaxStateStorage(StateStorage):
             finally:
                 copied.set()
 
-        self._thread = threading.Thread(target=save, name=f"save of step {step}")
+        self._thread = threading.Thread(
+            target=save, name=f"save of step {step}"
+        )
         self._thread.start()
         copied.wait()
-        if isinstance(self._error, CheckpointStateError):  # the same in all processes
+        if isinstance(
+            self._error, CheckpointStateError
+        ):  # the same in all processes
             self.wait_until_finished()
 
     def _start_write(self, arrays: dict[str, Any], directory: str) -> list[Any]:
@@ -209,15 +216,23 @@ class OrbaxStateStorage(StateStorage):
             registry = handlers.create_type_handler_registry(
                 (
                     jax.Array,
-                    handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_MIN_SLICE_BYTES),
+                    handlers.ArrayHandler(
+                        min_slice_bytes_for_replica_parallel=_MIN_SLICE_BYTES
+                    ),
                 ),
                 (np.ndarray, handlers.NumpyHandler()),
             )
             self._handler = self._ocp.PyTreeCheckpointHandler(
-                use_ocdbt=False, use_compression=False, type_handler_registry=registry
+                use_ocdbt=False,
+                use_compression=False,
+                type_handler_registry=registry,
             )
-        array_args = self._ocp.SaveArgs(chunk_byte_size=self.config.max_chunk_bytes)
-        save_args = self._ocp.args.PyTreeSave(arrays, save_args=dict.fromkeys(arrays, array_args))
+        array_args = self._ocp.SaveArgs(
+            chunk_byte_size=self.config.max_chunk_bytes
+        )
+        save_args = self._ocp.args.PyTreeSave(
+            arrays, save_args=dict.fromkeys(arrays, array_args)
+        )
         saving = self._handler.async_save(self._path(directory), args=save_args)
         return asyncio.run(saving) or []
 
@@ -239,20 +254,29 @@ class OrbaxStateStorage(StateStorage):
         validation: index_lib.CheckpointValidationType = index_lib.CheckpointValidationType.EXACT,
     ) -> Nested[Any]:
         saved = index_lib.read_index_file(ckpt_dir)
-        index_lib.check_state_structure(saved, index_lib.build_index(state), validation=validation)
+        index_lib.check_state_structure(
+            saved, index_lib.build_index(state), validation=validation
+        )
         leaves = dict(index_lib.flatten_state(state))
-        array_leaves = {path: leaf for path, leaf in leaves.items() if _is_stored(leaf)}
+        array_leaves = {
+            path: leaf for path, leaf in leaves.items() if _is_stored(leaf)
+        }
         arrays = self._read_arrays(step, array_leaves, ckpt_dir, saved)
         self._restore_objects(leaves, os.path.join(ckpt_dir, self._PYTHON))
         saved_values = dict(saved)
         restored_leaves = [
-            _restored(path, leaf, arrays, saved_values) for path, leaf in leaves.items()
+            _restored(path, leaf, arrays, saved_values)
+            for path, leaf in leaves.items()
         ]
         tree = jax.tree.structure(state, is_leaf=index_lib.is_state_leaf)
         return jax.tree.unflatten(tree, restored_leaves)
 
     def _read_arrays(
-        self, step: int, leaves: dict[str, Any], ckpt_dir: str, saved: index_lib.Index
+        self,
+        step: int,
+        leaves: dict[str, Any],
+        ckpt_dir: str,
+        saved: index_lib.Index,
     ) -> dict[str, Array]:
         """Returns the arrays by path; raises if any file of an array is damaged, needed or not."""
         damage: list[str] = []
@@ -262,14 +286,21 @@ class OrbaxStateStorage(StateStorage):
             if isinstance(manifest, str):
                 damage.append(manifest)
                 manifest = None
-        targets = {_array_name(path): _with_layout(leaf) for path, leaf in leaves.items()}
+        targets = {
+            _array_name(path): _with_layout(leaf)
+            for path, leaf in leaves.items()
+        }
         read = ArrayFiles(ckpt_dir, self._ARRAYS, manifest).read(targets)
         damage += read.damage
         if manifest is not None:
             array_names = {_array_name(path) for path, _ in saved}
-            damage += self._damage_of_unread_files(manifest, read.paths, array_names)
+            damage += self._damage_of_unread_files(
+                manifest, read.paths, array_names
+            )
         if max_over_processes(bool(damage)):
-            damage = damage or ["another process, which names it, has found damage"]
+            damage = damage or [
+                "another process, which names it, has found damage"
+            ]
             raise DamagedCheckpointError(
                 f"the checkpoint {ckpt_dir} is damaged: {'; '.join(damage[:8])}. Restore another.",
                 damage=damage,
@@ -280,15 +311,29 @@ class OrbaxStateStorage(StateStorage):
         self, manifest: Manifest, read_paths: set[str], array_names: set[str]
     ) -> list[str]:
         """Checks files that no process needs, too, each by one of the processes."""
-        paths = sorted(path for path in manifest.files if path.startswith(f"{self._ARRAYS}/"))
+        paths = sorted(
+            path
+            for path in manifest.files
+            if path.startswith(f"{self._ARRAYS}/")
+        )
         # A stranger's manifest may name anything, of any size.
-        foreign_paths = [path for path in paths if path.split("/")[1] not in array_names]
-        foreign_bytes = sum(manifest.files[path]["size"] for path in foreign_paths)
+        foreign_paths = [
+            path for path in paths if path.split("/")[1] not in array_names
+        ]
+        foreign_bytes = sum(
+            manifest.files[path]["size"] for path in foreign_paths
+        )
         if foreign_bytes > MAX_JSON_BYTES:
-            largest = max(foreign_paths, key=lambda path: manifest.files[path]["size"])
-            return [f"{largest}: of no array; such files have {foreign_bytes:,} bytes in all"]
+            largest = max(
+                foreign_paths, key=lambda path: manifest.files[path]["size"]
+            )
+            return [
+                f"{largest}: of no array; such files have {foreign_bytes:,} bytes in all"
+            ]
         process_paths = paths[jax.process_index() :: jax.process_count()]
-        return manifest.damage_of_all(path for path in process_paths if path not in read_paths)
+        return manifest.damage_of_all(
+            path for path in process_paths if path not in read_paths
+        )
 
     def _restore_objects(self, leaves: dict[str, Any], directory: str) -> None:
         damage = None
@@ -336,7 +381,10 @@ def _is_stored(leaf: object) -> bool:
 
 
 def _restored(
-    path: str, leaf: object, arrays: Mapping[str, Array], saved_values: Mapping[str, object]
+    path: str,
+    leaf: object,
+    arrays: Mapping[str, Array],
+    saved_values: Mapping[str, object],
 ) -> object:
     if path in arrays:
         return arrays[path]
@@ -361,7 +409,9 @@ def _array_name(path: str) -> str:
 
 
 def _to_save(path: str, leaf: Array) -> Array:
-    if isinstance(leaf, np.ndarray | np.generic) and not is_stored_dtype(leaf.dtype):
+    if isinstance(leaf, np.ndarray | np.generic) and not is_stored_dtype(
+        leaf.dtype
+    ):
         raise CheckpointStateError(
             f"{path!r} is an array of {leaf.dtype}, and a checkpoint takes arrays of numbers and "
             "booleans. Put texts into the state as Python strings, convert other values to "
@@ -441,7 +491,9 @@ class ArrayFiles:
             except ArrayFileError as error:
                 result.damage.append(str(error))
 
-        largest_first = sorted(targets, key=lambda name: -math.prod(targets[name].shape))
+        largest_first = sorted(
+            targets, key=lambda name: -math.prod(targets[name].shape)
+        )
         with ThreadPoolExecutor(_READER_THREADS) as pool:
             list(pool.map(read_array, largest_first))
         result.damage.sort()
@@ -451,13 +503,17 @@ class ArrayFiles:
 class _Reader:
     """Reader of one array; adds the files that it reads to `read_paths`."""
 
-    def __init__(self, files: ArrayFiles, array_name: str, read_paths: set[str]):
+    def __init__(
+        self, files: ArrayFiles, array_name: str, read_paths: set[str]
+    ):
         self._files = files
         self._array_name = array_name
         self._read_paths = read_paths
         size = self._size(".zarray")
         if size > _MAX_HEADER_BYTES:
-            raise self._fault(".zarray", f"has {size:,} bytes, more than any that Weft writes")
+            raise self._fault(
+                ".zarray", f"has {size:,} bytes, more than any that Weft writes"
+            )
         header = bytearray(size)
         self._fill(".zarray", memoryview(header))
         try:
@@ -470,7 +526,11 @@ class _Reader:
                 self._dtype = np.dtype(dtype_name)
             else:
                 self._dtype = jnp.dtype(dtype_name)
-            encoding = (content["compressor"], content["filters"], content["order"])
+            encoding = (
+                content["compressor"],
+                content["filters"],
+                content["order"],
+            )
             self._separator = content.get("dimension_separator", ".")
         except (
             ValueError,
@@ -480,32 +540,49 @@ class _Reader:
             AttributeError,
             OverflowError,  # JSON of Python may have an Infinity
         ) as error:
-            raise self._fault(".zarray", f"does not describe an array ({error})") from error
+            raise self._fault(
+                ".zarray", f"does not describe an array ({error})"
+            ) from error
         same_rank = len(self._chunk_shape) == len(self._shape)
         chunks_fit = same_rank and all(size > 0 for size in self._chunk_shape)
-        is_plain = encoding == (None, None, "C") and self._separator in (".", "/")
+        is_plain = encoding == (None, None, "C") and self._separator in (
+            ".",
+            "/",
+        )
         if not is_plain or not chunks_fit or self._dtype.hasobject:
-            raise self._fault(".zarray", "describes an array that was not written by Weft")
+            raise self._fault(
+                ".zarray", "describes an array that was not written by Weft"
+            )
 
     def read(self, target: Target) -> Array:
         """Returns the array with the dtype and layout of the target."""
         if index_lib.is_key_dtype(target.dtype):
             impl = index_lib.key_implementation(target.dtype)
-            data_spec = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
+            data_spec = jax.eval_shape(
+                lambda: jax.random.key_data(jax.random.key(0, impl=impl))
+            )
             data_shape = (*target.shape, *data_spec.shape)
             sharding: Any = getattr(target, "sharding", None)
-            data_target = jax.ShapeDtypeStruct(data_shape, data_spec.dtype, sharding=sharding)
+            data_target = jax.ShapeDtypeStruct(
+                data_shape, data_spec.dtype, sharding=sharding
+            )
             data: Any = self.read(data_target)
             return jax.random.wrap_key_data(data, impl=impl)
         shape = tuple(target.shape)
         if shape != self._shape:
-            raise self._fault(".zarray", f"has the shape {self._shape}, the index {shape}")
+            raise self._fault(
+                ".zarray", f"has the shape {self._shape}, the index {shape}"
+            )
         if isinstance(target, np.ndarray | np.generic):
-            return self._read_region(tuple((0, size) for size in shape), target.dtype)
+            return self._read_region(
+                tuple((0, size) for size in shape), target.dtype
+            )
         regions: dict[_Region, np.ndarray] = {}  # devices may have the same one
         shards: list[jax.Array] = []
         sharding = target.sharding
-        for device, slices in sharding.addressable_devices_indices_map(shape).items():
+        for device, slices in sharding.addressable_devices_indices_map(
+            shape
+        ).items():
             bounds: list[tuple[int, int]] = []
             for axis_slice, size in zip(slices, shape, strict=True):
                 start, stop, _ = axis_slice.indices(size)
@@ -521,7 +598,9 @@ class _Reader:
 
     def _read_region(self, region: "_Region", dtype: np.dtype) -> np.ndarray:
         """Returns the elements of a region of the array, assembled from its chunks."""
-        result = _aligned(tuple(stop - start for start, stop in region), self._dtype)
+        result = _aligned(
+            tuple(stop - start for start, stop in region), self._dtype
+        )
         for overlap in self._overlaps(region):
             part = result[overlap.in_region]
             if part.shape == self._chunk_shape and part.flags.c_contiguous:
@@ -529,10 +608,13 @@ class _Reader:
             else:
                 # Checked before memory is allocated for it.
                 size = self._size(overlap.chunk_name)
-                expected_size = math.prod(self._chunk_shape) * self._dtype.itemsize
+                expected_size = (
+                    math.prod(self._chunk_shape) * self._dtype.itemsize
+                )
                 if size != expected_size:
                     raise self._fault(
-                        overlap.chunk_name, f"has {size} bytes instead of {expected_size}"
+                        overlap.chunk_name,
+                        f"has {size} bytes instead of {expected_size}",
                     )
                 chunk = _aligned(self._chunk_shape, self._dtype)
                 self._fill(overlap.chunk_name, _bytes_of(chunk))
@@ -553,7 +635,9 @@ class _Reader:
         for chunk_index in itertools.product(*chunk_ranges):
             in_region: list[slice] = []
             in_chunk: list[slice] = []
-            for i, size, (start, stop) in zip(chunk_index, self._chunk_shape, region, strict=True):
+            for i, size, (start, stop) in zip(
+                chunk_index, self._chunk_shape, region, strict=True
+            ):
                 chunk_start = i * size
                 first = max(start, chunk_start)
                 last = min(stop, chunk_start + size)
@@ -572,7 +656,9 @@ class _Reader:
                 return os.fstat(file.fileno()).st_size
 
         try:
-            return retries.read(os.path.join(self._files.ckpt_dir, self._path(name)), size)
+            return retries.read(
+                os.path.join(self._files.ckpt_dir, self._path(name)), size
+            )
         except FileNotFoundError:
             self._read_paths.add(self._path(name))
             raise self._fault(name, "is missing") from None

@@ -81,9 +81,15 @@ def adam_optimizer(
       mu_dtype: dtype of the first moment; None for that of the parameter.
     """
     return base.chain(
-        transformations.l2_regularizer(l2_regularizer_weight, l2_regularizer_per_param_scale),
-        base.adam_partition(optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype)),
-        transformations.scale_by_schedule(transformations.scale_from_learning_rate(learning_rate)),
+        transformations.l2_regularizer(
+            l2_regularizer_weight, l2_regularizer_per_param_scale
+        ),
+        base.adam_partition(
+            optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype)
+        ),
+        transformations.scale_by_schedule(
+            transformations.scale_from_learning_rate(learning_rate)
+        ),
     )
 
 
@@ -113,7 +119,9 @@ def adamw_optimizer(
         transformations.add_decayed_weights(
             weight_decay, per_param_scale=weight_decay_per_param_scale
         ),
-        transformations.scale_by_schedule(transformations.scale_from_learning_rate(learning_rate)),
+        transformations.scale_by_schedule(
+            transformations.scale_from_learning_rate(learning_rate)
+        ),
     )
 
 
@@ -143,7 +151,10 @@ def adamw_decoupled_optimizer(
     return base.chain(
         *_adam(b1, b2, eps, mu_dtype, adam_update_transformation),
         *transformations.decoupled_scale_and_decay(
-            learning_rate, weight_decay, weight_decay_per_param_scale, update_schedule
+            learning_rate,
+            weight_decay,
+            weight_decay_per_param_scale,
+            update_schedule,
         ),
     )
 
@@ -155,7 +166,9 @@ def _adam(
     mu_dtype: DType | None,
     transformation: base.TransformationLike | None,
 ) -> list[base.PartitionedGradientTransformation]:
-    adam = base.adam_partition(optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype))
+    adam = base.adam_partition(
+        optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype)
+    )
     if transformation is None:
         return [adam]
     return [adam, base.as_partitioned(transformation)]
@@ -196,18 +209,26 @@ def adafactor_optimizer(
 
     Raises OptimizerArgumentError if `weight_decay` is given without its exponent.
     """
-    parts = [transformations.scale_by_factored_rms(b2, factored=factored, eps=eps)]
+    parts = [
+        transformations.scale_by_factored_rms(b2, factored=factored, eps=eps)
+    ]
     if clipping_threshold is not None:
         parts.append(clipping.clip_by_block_rms(clipping_threshold))
     parts.append(
         transformations.scale_by_schedule(
-            transformations.scale_from_learning_rate(learning_rate, flip_sign=False)
+            transformations.scale_from_learning_rate(
+                learning_rate, flip_sign=False
+            )
         )
     )
     if multiply_by_parameter_scale:
         parts.append(transformations.scale_by_param_block_rms())
     if b1 is not None:
-        parts.append(transformations.ema(b1, debias=False, accumulator_dtype=dtype_momentum))
+        parts.append(
+            transformations.ema(
+                b1, debias=False, accumulator_dtype=dtype_momentum
+            )
+        )
     if weight_decay is not None:
         if weight_decay_scale_by_learning_rate_exponent is None:
             raise OptimizerArgumentError(
@@ -240,7 +261,9 @@ def scale_by_lion(
       b2: decay of the average.
       mu_dtype: dtype of the average; None for that of the parameter.
     """
-    return base.as_partitioned(optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype))
+    return base.as_partitioned(
+        optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype)
+    )
 
 
 def lion_optimizer(
@@ -268,7 +291,9 @@ def lion_optimizer(
         transformations.add_decayed_weights(
             weight_decay, per_param_scale=weight_decay_per_param_scale
         ),
-        transformations.scale_by_schedule(transformations.scale_from_learning_rate(learning_rate)),
+        transformations.scale_by_schedule(
+            transformations.scale_from_learning_rate(learning_rate)
+        ),
     )
 
 
@@ -342,7 +367,10 @@ def adastar_optimizer(
     return base.chain(
         *parts,
         *transformations.decoupled_scale_and_decay(
-            learning_rate, weight_decay, weight_decay_per_param_scale, update_schedule
+            learning_rate,
+            weight_decay,
+            weight_decay_per_param_scale,
+            update_schedule,
         ),
     )
 
@@ -369,7 +397,9 @@ def _scale_by_averages(
     clip: base.PartitionedGradientTransformation,
 ) -> base.PartitionedGradientTransformation:
     def specs_of(params: PyTree) -> AdastarState:
-        specs = jax.tree.map(lambda param: base.spec_like(param, jnp.float32), params)
+        specs = jax.tree.map(
+            lambda param: base.spec_like(param, jnp.float32), params
+        )
         averages: list[PyTree] = []
         for decay, _ in (gradient_average, square_average, update_average):
             averages.append(None if decay is None else specs)
@@ -379,31 +409,51 @@ def _scale_by_averages(
         updates: NestedTensor, state: AdastarState, params: base.NestedOptParam
     ) -> tuple[NestedTensor, AdastarState]:
         count = optax.safe_increment(state.count)
-        squares = jax.tree.map(lambda g: jnp.square(g.astype(jnp.float32)) + eps_square, updates)
-        gradient, gradient_ema = _averaged(updates, state.gradient_ema, gradient_average, count)
-        square, square_ema = _averaged(squares, state.gradient_square_ema, square_average, count)
-        raw = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), gradient, square)
+        squares = jax.tree.map(
+            lambda g: jnp.square(g.astype(jnp.float32)) + eps_square, updates
+        )
+        gradient, gradient_ema = _averaged(
+            updates, state.gradient_ema, gradient_average, count
+        )
+        square, square_ema = _averaged(
+            squares, state.gradient_square_ema, square_average, count
+        )
+        raw = jax.tree.map(
+            lambda m, v: m / (jnp.sqrt(v) + eps), gradient, square
+        )
         raw, _ = clip.update(raw, optax.EmptyState(), params)
-        smoothed, update_ema = _averaged(raw, state.update_ema, update_average, count)
-        return smoothed, AdastarState(count, gradient_ema, square_ema, update_ema)
+        smoothed, update_ema = _averaged(
+            raw, state.update_ema, update_average, count
+        )
+        return smoothed, AdastarState(
+            count, gradient_ema, square_ema, update_ema
+        )
 
     return base.starting_at_zero(update_fn, specs_of)
 
 
 def _averaged(
-    x: NestedTensor, ema: NestedTensor | None, average: _Average, count: jax.typing.ArrayLike
+    x: NestedTensor,
+    ema: NestedTensor | None,
+    average: _Average,
+    count: jax.typing.ArrayLike,
 ) -> tuple[NestedTensor, NestedTensor | None]:
     decay, debias = average
     if decay is None:
         return x, None
-    ema = jax.tree.map(lambda new, average: (1 - decay) * new + decay * average, x, ema)
+    ema = jax.tree.map(
+        lambda new, average: (1 - decay) * new + decay * average, x, ema
+    )
     correction = 1.0
     if debias:
         correction = 1 - decay**count
     return jax.tree.map(lambda average: average / correction, ema), ema
 
 
-_SPACES = {"device": jax.memory.Space.Device, "pinned_host": jax.memory.Space.Host}
+_SPACES = {
+    "device": jax.memory.Space.Device,
+    "pinned_host": jax.memory.Space.Host,
+}
 
 
 def offload_optimizer(
@@ -429,21 +479,32 @@ def offload_optimizer(
     to_dst = _move_to("offload_dst", offload_dst, pattern)
 
     def update_fn(
-        updates: NestedTensor, state: optax.OptState, params: base.NestedOptParam, **extra_args: Any
+        updates: NestedTensor,
+        state: optax.OptState,
+        params: base.NestedOptParam,
+        **extra_args: Any,
     ) -> tuple[NestedTensor, optax.OptState]:
-        updates, state = base.update_with(inner, updates, to_src(state), params, extra_args)
+        updates, state = base.update_with(
+            inner, updates, to_src(state), params, extra_args
+        )
         return updates, to_dst(state)
 
-    def partition_fn(param_specs: NestedParameterSpec) -> base.NestedOptStateSpec:
+    def partition_fn(
+        param_specs: NestedParameterSpec,
+    ) -> base.NestedOptStateSpec:
         specs = inner.partition(param_specs)
-        return base.copy_partition(specs, pattern=pattern, memory_kind=offload_dst)
+        return base.copy_partition(
+            specs, pattern=pattern, memory_kind=offload_dst
+        )
 
     return base.PartitionedGradientTransformationExtraArgs(
         lambda params: to_dst(inner.init(params)), update_fn, partition_fn
     )
 
 
-def _move_to(argument: str, memory_kind: str, pattern: str | re.Pattern) -> Callable[[Any], Any]:
+def _move_to(
+    argument: str, memory_kind: str, pattern: str | re.Pattern
+) -> Callable[[Any], Any]:
     if memory_kind not in _SPACES:
         raise OptimizerArgumentError(
             f"offload_optimizer knows the memories {sorted(_SPACES)}; got "

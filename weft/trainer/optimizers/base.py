@@ -57,7 +57,9 @@ NestedOptParam = Nested[OptParam]
 """Parameters as an optimizer sees them, nested as the model's."""
 OptStateSpec = TensorSpec
 """Shape, dtype and sharding of an array of an optimizer's state."""
-NestedOptStateSpec = Any  # a pytree laid out as the optimizer's state, with OptStateSpec leaves
+NestedOptStateSpec = (
+    Any  # a pytree laid out as the optimizer's state, with OptStateSpec leaves
+)
 
 TransformInitFn = Callable[[NestedOptParam], Any]
 """Makes a transformation's state."""
@@ -90,7 +92,9 @@ class PartitionedGradientTransformation(NamedTuple):
     partition: TransformPartitionSpecFn
 
 
-class PartitionedGradientTransformationExtraArgs(PartitionedGradientTransformation):
+class PartitionedGradientTransformationExtraArgs(
+    PartitionedGradientTransformation
+):
     """Optimizer whose `update` also takes the arguments of a learner, by name.
 
     Those are `value`, the loss of the step; `grad`, its gradients before any transformation;
@@ -133,7 +137,9 @@ def opt_param_values(params: NestedOptParam) -> NestedTensor:
 
 
 def tree_paths(
-    tree: Nested[object], separator: str = "/", is_leaf: Callable[[Any], bool] | None = None
+    tree: Nested[object],
+    separator: str = "/",
+    is_leaf: Callable[[Any], bool] | None = None,
 ) -> Nested[str]:
     """Returns a tree like `tree` with the path of each leaf, such as "decoder/emb/weight".
 
@@ -167,7 +173,9 @@ def report(name: str, value: jax.typing.ArrayLike) -> None:
 
 def replicated(shape: Shape, dtype: DType) -> OptStateSpec:
     """Returns the spec of a replicated array."""
-    return TensorSpec(shape=tuple(shape), dtype=dtype, mesh_axes=(None,) * len(shape))
+    return TensorSpec(
+        shape=tuple(shape), dtype=dtype, mesh_axes=(None,) * len(shape)
+    )
 
 
 def spec_like(param: Any, dtype: DType) -> OptStateSpec:
@@ -194,7 +202,9 @@ def copy_partition(
 
     def copied(path: tuple[Any, ...], spec: TensorSpec) -> TensorSpec:
         kind = spec.memory_kind
-        if memory_kind is not None and (pattern is None or re.fullmatch(pattern, path_name(path))):
+        if memory_kind is not None and (
+            pattern is None or re.fullmatch(pattern, path_name(path))
+        ):
             kind = memory_kind
         return TensorSpec(spec.shape, spec.dtype, spec.mesh_axes, kind)
 
@@ -217,19 +227,27 @@ def mirrored_partition(init: Callable[[Any], Any]) -> TransformPartitionSpecFn:
 
         shapes = jax.tree.map(abstract, param_specs)
 
-        def laid_out(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> OptStateSpec:
+        def laid_out(
+            path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct
+        ) -> OptStateSpec:
             spec = parameter_of(path, leaf, specs_by_path)
             if spec is None:
                 return replicated(leaf.shape, leaf.dtype)
-            return TensorSpec(shape=leaf.shape, dtype=leaf.dtype, mesh_axes=spec.mesh_axes)
+            return TensorSpec(
+                shape=leaf.shape, dtype=leaf.dtype, mesh_axes=spec.mesh_axes
+            )
 
-        return jax.tree_util.tree_map_with_path(laid_out, jax.eval_shape(init, shapes))
+        return jax.tree_util.tree_map_with_path(
+            laid_out, jax.eval_shape(init, shapes)
+        )
 
     return partition
 
 
 def parameter_of(
-    path: tuple[Any, ...], leaf: Any, params_by_path: Mapping[tuple[Any, ...], T]
+    path: tuple[Any, ...],
+    leaf: Any,
+    params_by_path: Mapping[tuple[Any, ...], T],
 ) -> T | None:
     """Returns the parameter that a leaf of an optimizer's state belongs to, as a moment does.
 
@@ -257,7 +275,10 @@ def at_least_float32(tree: T) -> T:
     """Returns a tree of arrays, `OptParam`s or `TensorSpec`s with floats of at least float32."""
 
     def widened(x: Any) -> Any:
-        is_short = jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4
+        is_short = (
+            jnp.issubdtype(x.dtype, jnp.floating)
+            and jnp.dtype(x.dtype).itemsize < 4
+        )
         if not is_short:
             return x
         return with_dtype(x, jnp.float32)
@@ -275,11 +296,18 @@ def with_partition_fn(
         return base.init(opt_param_values(params))
 
     def update_fn(
-        updates: NestedTensor, state: optax.OptState, params: NestedOptParam, **extra_args: Any
+        updates: NestedTensor,
+        state: optax.OptState,
+        params: NestedOptParam,
+        **extra_args: Any,
     ) -> tuple[Any, optax.OptState]:
         if names is not None:
-            extra_args = {name: x for name, x in extra_args.items() if name in names}
-        return base.update(updates, state, opt_param_values(params), **extra_args)
+            extra_args = {
+                name: x for name, x in extra_args.items() if name in names
+            }
+        return base.update(
+            updates, state, opt_param_values(params), **extra_args
+        )
 
     cls = PartitionedGradientTransformation
     if isinstance(base, optax.GradientTransformationExtraArgs):
@@ -298,7 +326,9 @@ def _names_of_extra_args(update: Callable[..., Any]) -> list[str] | None:
     return [x.name for x in parameters if x.kind is x.KEYWORD_ONLY]
 
 
-def as_partitioned(transformation: TransformationLike) -> PartitionedGradientTransformation:
+def as_partitioned(
+    transformation: TransformationLike,
+) -> PartitionedGradientTransformation:
     """Returns either kind of transformation, or one made from a config, with its partition.
 
     Raises a TransformationTypeError for other values.
@@ -308,7 +338,9 @@ def as_partitioned(transformation: TransformationLike) -> PartitionedGradientTra
         return optimizer
     if isinstance(optimizer, optax.MultiSteps):
         update: Any = optimizer.update
-        optimizer = optax.GradientTransformationExtraArgs(optimizer.init, update)
+        optimizer = optax.GradientTransformationExtraArgs(
+            optimizer.init, update
+        )
     if isinstance(optimizer, optax.GradientTransformation):
         return with_partition_fn(optimizer, mirrored_partition(optimizer.init))
     raise errors.TransformationTypeError(
@@ -317,12 +349,16 @@ def as_partitioned(transformation: TransformationLike) -> PartitionedGradientTra
     )
 
 
-def adam_partition(base: optax.GradientTransformation) -> PartitionedGradientTransformation:
+def adam_partition(
+    base: optax.GradientTransformation,
+) -> PartitionedGradientTransformation:
     """Returns `optax.scale_by_adam` with both moments laid out like the parameters."""
     return as_partitioned(base)
 
 
-def trace_partition(base: optax.GradientTransformation) -> PartitionedGradientTransformation:
+def trace_partition(
+    base: optax.GradientTransformation,
+) -> PartitionedGradientTransformation:
     """Returns `optax.trace` with the trace laid out like the parameters."""
     return as_partitioned(base)
 
@@ -336,7 +372,10 @@ def stateless(
     """Creates a transformation without state from a function of updates and parameters."""
     return PartitionedGradientTransformation(
         init=lambda params: optax.EmptyState(),
-        update=lambda updates, state, params: (update_fn(updates, params), state),
+        update=lambda updates, state, params: (
+            update_fn(updates, params),
+            state,
+        ),
         partition=lambda param_specs: optax.EmptyState(),
     )
 
@@ -350,7 +389,9 @@ def starting_at_zero(
     """
 
     def init_fn(params: NestedOptParam) -> Any:
-        return jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs_of(params))
+        return jax.tree.map(
+            lambda spec: jnp.zeros(spec.shape, spec.dtype), specs_of(params)
+        )
 
     return PartitionedGradientTransformation(init_fn, update_fn, specs_of)
 
@@ -374,20 +415,29 @@ def chain(*args: TransformationLike) -> PartitionedGradientTransformation:
     sequence = _in_sequence({str(i): arg for i, arg in enumerate(args)})
 
     def update_fn(
-        updates: NestedTensor, state: tuple, params: NestedOptParam, **extra_args: Any
+        updates: NestedTensor,
+        state: tuple,
+        params: NestedOptParam,
+        **extra_args: Any,
     ) -> tuple[NestedTensor, tuple]:
         states = {str(i): part_state for i, part_state in enumerate(state)}
-        updates, states = update_with(sequence, updates, states, params, extra_args)
+        updates, states = update_with(
+            sequence, updates, states, params, extra_args
+        )
         return updates, tuple(states.values())
 
     return PartitionedGradientTransformationExtraArgs(
         init=lambda params: tuple(sequence.init(params).values()),
         update=update_fn,
-        partition=lambda param_specs: tuple(sequence.partition(param_specs).values()),
+        partition=lambda param_specs: tuple(
+            sequence.partition(param_specs).values()
+        ),
     )
 
 
-def named_chain(**kwargs: TransformationLike) -> PartitionedGradientTransformation:
+def named_chain(
+    **kwargs: TransformationLike,
+) -> PartitionedGradientTransformation:
     """Chains transformations like `chain`, with a state that is a dict by their names.
 
     >>> tx = named_chain(double=optax.scale(2.0), momentum=optax.trace(0.9))
@@ -401,18 +451,27 @@ def _in_sequence(
     transformations: Mapping[str, TransformationLike],
 ) -> PartitionedGradientTransformation:
     # An immutable tuple, such that chains of equal parts compare equal.
-    parts = tuple((name, as_partitioned(part)) for name, part in transformations.items())
+    parts = tuple(
+        (name, as_partitioned(part)) for name, part in transformations.items()
+    )
 
     def update_fn(
-        updates: NestedTensor, state: dict[str, Any], params: NestedOptParam, **extra_args: Any
+        updates: NestedTensor,
+        state: dict[str, Any],
+        params: NestedOptParam,
+        **extra_args: Any,
     ) -> tuple[NestedTensor, dict[str, Any]]:
         new_state = {}
         for name, part in parts:
-            updates, new_state[name] = update_with(part, updates, state[name], params, extra_args)
+            updates, new_state[name] = update_with(
+                part, updates, state[name], params, extra_args
+            )
         return updates, new_state
 
     return PartitionedGradientTransformationExtraArgs(
         init=lambda params: {name: part.init(params) for name, part in parts},
         update=update_fn,
-        partition=lambda specs: {name: part.partition(specs) for name, part in parts},
+        partition=lambda specs: {
+            name: part.partition(specs) for name, part in parts
+        },
     )

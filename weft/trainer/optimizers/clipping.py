@@ -23,7 +23,9 @@ def global_norm(updates: NestedTensor) -> Tensor:
     """Returns the global norm, at least in float32, without overflow of the squares."""
     norm = norm_by_squares(updates)
     # The slower computation is needed only if the sum of squares overflows.
-    return jax.lax.cond(jnp.isfinite(norm), lambda _: norm, _norm_by_shares, updates)
+    return jax.lax.cond(
+        jnp.isfinite(norm), lambda _: norm, _norm_by_shares, updates
+    )
 
 
 def norm_by_squares(updates: NestedTensor) -> Tensor:
@@ -35,7 +37,9 @@ def _norm_by_shares(updates: NestedTensor) -> Tensor:
     """Returns the norm relative to the largest absolute value, at most the largest float."""
     updates = base.at_least_float32(updates)
     largest = optax.tree.norm(updates, ord="inf")
-    norm = largest * optax.tree.norm(jax.tree.map(lambda u: u / largest, updates))
+    norm = largest * optax.tree.norm(
+        jax.tree.map(lambda u: u / largest, updates)
+    )
     norm = jnp.minimum(norm, jnp.finfo(norm.dtype).max)
     return jnp.where(jnp.isfinite(largest), norm, largest)
 
@@ -48,12 +52,17 @@ def scaled(updates: NestedTensor, factor: Tensor) -> NestedTensor:
 def clipping_factor(norm: Tensor, max_norm: float | None, eps: float) -> Tensor:
     """Returns the factor that reduces a norm to `max_norm`: at most 1, and NaN if the norm is."""
     if max_norm is None:
-        return norm * 0 + 1  # depends on the norm nevertheless, to propagate NaN
+        return (
+            norm * 0 + 1
+        )  # depends on the norm nevertheless, to propagate NaN
     return jnp.minimum(1.0, max_norm / (norm + eps))
 
 
 def clip_by_global_norm(
-    max_norm: float | None = None, *, drop_norm: float | None = None, eps: float = 1e-8
+    max_norm: float | None = None,
+    *,
+    drop_norm: float | None = None,
+    eps: float = 1e-8,
 ) -> base.PartitionedGradientTransformation:
     """Scales all updates such that their global norm is at most `max_norm`.
 
@@ -66,7 +75,9 @@ def clip_by_global_norm(
       eps: added to the norm before dividing by it.
     """
 
-    def clipped(updates: NestedTensor, params: base.NestedOptParam) -> NestedTensor:
+    def clipped(
+        updates: NestedTensor, params: base.NestedOptParam
+    ) -> NestedTensor:
         norm = global_norm(updates)
         base.report("gradient_norm", norm)
         if max_norm is None and drop_norm is None:
@@ -97,13 +108,17 @@ def clip_by_block_rms(
     def scale(update: Tensor, factor: Tensor) -> Tensor:
         return (update * factor).astype(update.dtype)
 
-    def clipped(updates: NestedTensor, params: base.NestedOptParam) -> NestedTensor:
+    def clipped(
+        updates: NestedTensor, params: base.NestedOptParam
+    ) -> NestedTensor:
         rms = map_blocks(root_mean_square, updates)
         if summary_suffix is not None:
             report_blocks(rms, summary_suffix)
         if threshold is None:
             return updates
-        factors = jax.tree.map(lambda x: 1.0 / jnp.maximum(1.0, x / threshold), rms)
+        factors = jax.tree.map(
+            lambda x: 1.0 / jnp.maximum(1.0, x / threshold), rms
+        )
         return map_blocks(scale, updates, factors)
 
     return base.stateless(clipped)
@@ -119,7 +134,9 @@ def report_blocks(values: NestedTensor, suffix: str) -> None:
         return isinstance(x, VDict)
 
     def visit(tree: NestedTensor, prefix: str) -> None:
-        for path, entry in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stack):
+        for path, entry in jax.tree_util.tree_leaves_with_path(
+            tree, is_leaf=is_stack
+        ):
             entry_prefix = prefix
             if path:
                 entry_prefix += f"{base.path_name(path)}/"
@@ -141,7 +158,9 @@ def report_blocks(values: NestedTensor, suffix: str) -> None:
 class DropNormThresholdFn(Protocol):
     """Function from statistics of past norms to norms above which a step is skipped."""
 
-    def __call__(self, *, count: Tensor, mean: Tensor, stddev: Tensor) -> dict[str, Tensor]:
+    def __call__(
+        self, *, count: Tensor, mean: Tensor, stddev: Tensor
+    ) -> dict[str, Tensor]:
         """Returns thresholds by name, from statistics of the steps that were not skipped.
 
         A step is skipped if its norm exceeds the smallest threshold; the steps that exceed each
@@ -155,11 +174,18 @@ class DropNormThresholdFn(Protocol):
         ...
 
 
-def drop_norm_by_grad_norm_ema(multipliers: Sequence[float] = (20, 40, 100)) -> DropNormThresholdFn:
+def drop_norm_by_grad_norm_ema(
+    multipliers: Sequence[float] = (20, 40, 100),
+) -> DropNormThresholdFn:
     """Returns thresholds at multiples of the mean norm; the first step has none."""
 
-    def thresholds(*, count: Tensor, mean: Tensor, stddev: Tensor) -> dict[str, Tensor]:
-        return {f"{m}x_ema": jnp.where(count > 0, mean * m, jnp.inf) for m in multipliers}
+    def thresholds(
+        *, count: Tensor, mean: Tensor, stddev: Tensor
+    ) -> dict[str, Tensor]:
+        return {
+            f"{m}x_ema": jnp.where(count > 0, mean * m, jnp.inf)
+            for m in multipliers
+        }
 
     return thresholds
 
@@ -172,10 +198,14 @@ def drop_norm_by_grad_norm_stddev(
     There are no thresholds in the first `min_count` steps.
     """
 
-    def thresholds(*, count: Tensor, mean: Tensor, stddev: Tensor) -> dict[str, Tensor]:
+    def thresholds(
+        *, count: Tensor, mean: Tensor, stddev: Tensor
+    ) -> dict[str, Tensor]:
         values: dict[str, Tensor] = {}
         for m in multipliers:
-            values[f"{m}x_stddev"] = jnp.where(count >= min_count, mean + stddev * m, jnp.inf)
+            values[f"{m}x_stddev"] = jnp.where(
+                count >= min_count, mean + stddev * m, jnp.inf
+            )
         return values
 
     return thresholds
@@ -231,15 +261,22 @@ def skip_and_clip_by_global_norm(
                 "grad_norm_ema_decay for the statistics that the function needs; set for example "
                 "grad_norm_ema_decay=0.99."
             )
-        statistics = _NormStatistics(cast(DropNormThresholdFn, limit), grad_norm_ema_decay)
+        statistics = _NormStatistics(
+            cast(DropNormThresholdFn, limit), grad_norm_ema_decay
+        )
 
     def init_fn(params: base.NestedOptParam) -> SkipClipState:
         specs = _specs(statistics, None)
-        zeros = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
+        zeros = jax.tree.map(
+            lambda spec: jnp.zeros(spec.shape, spec.dtype), specs
+        )
         return zeros._replace(inner_state=transformation.init(params))
 
     def update_fn(
-        updates: NestedTensor, state: SkipClipState, params: base.NestedOptParam, **extra_args: Any
+        updates: NestedTensor,
+        state: SkipClipState,
+        params: base.NestedOptParam,
+        **extra_args: Any,
     ) -> tuple[NestedTensor, SkipClipState]:
         norm = global_norm(updates)
         is_valid = jnp.isfinite(norm)
@@ -265,12 +302,16 @@ def skip_and_clip_by_global_norm(
         updates = jax.tree.map(lambda u: jnp.where(is_valid, u, 0), updates)
         accepted_state = accepted_state._replace(inner_state=inner_state)
         state = tree_where(is_valid, accepted_state, state)
-        return updates, state._replace(nonvalid_count=nonvalid_count, drop_stats=drop_stats)
+        return updates, state._replace(
+            nonvalid_count=nonvalid_count, drop_stats=drop_stats
+        )
 
     def partition_fn(param_specs: NestedParameterSpec) -> SkipClipState:
         return _specs(statistics, transformation.partition(param_specs))
 
-    return base.PartitionedGradientTransformationExtraArgs(init_fn, update_fn, partition_fn)
+    return base.PartitionedGradientTransformationExtraArgs(
+        init_fn, update_fn, partition_fn
+    )
 
 
 class _NormStatistics(NamedTuple):
@@ -279,13 +320,19 @@ class _NormStatistics(NamedTuple):
     threshold_fn: DropNormThresholdFn
     decay: float
 
-    def compare(self, norm: Tensor, state: SkipClipState) -> tuple[Tensor, dict[str, Tensor]]:
+    def compare(
+        self, norm: Tensor, state: SkipClipState
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns whether the norm is below all thresholds, and the updated counts."""
         mean = state.grad_norm_ema
-        stddev = jnp.sqrt(jnp.maximum(state.grad_norm_square_ema - jnp.square(mean), 0))
+        stddev = jnp.sqrt(
+            jnp.maximum(state.grad_norm_square_ema - jnp.square(mean), 0)
+        )
         base.report("gradient_norm_ema", mean)
         base.report("gradient_norm_stddev", stddev)
-        thresholds = self.threshold_fn(count=state.count, mean=mean, stddev=stddev)
+        thresholds = self.threshold_fn(
+            count=state.count, mean=mean, stddev=stddev
+        )
         exceeds_each: list[Tensor] = []
         counts: dict[str, Tensor] = {}
         for name, threshold in thresholds.items():
@@ -326,7 +373,9 @@ def _specs(
     if statistics is None:
         return specs
     zero = jnp.zeros(())
-    thresholds = statistics.threshold_fn(count=jnp.zeros((), jnp.int32), mean=zero, stddev=zero)
+    thresholds = statistics.threshold_fn(
+        count=jnp.zeros((), jnp.int32), mean=zero, stddev=zero
+    )
     return specs._replace(
         count=base.COUNT_SPEC,
         grad_norm_ema=base.replicated((), jnp.float32),
@@ -335,7 +384,11 @@ def _specs(
     )
 
 
-_SKIPPING_STATES = (SkipClipState, optax.ApplyIfFiniteState, optax.ZeroNansState)
+_SKIPPING_STATES = (
+    SkipClipState,
+    optax.ApplyIfFiniteState,
+    optax.ZeroNansState,
+)
 
 
 def skips_undefined(state: PyTree) -> bool:

@@ -17,8 +17,21 @@ from weft import config, struct
 from weft.functional.arrays import to_ndim
 from weft.hierarchy import base_layer, parameter_spec
 from weft.trainer.optimizers import base
-from weft.trainer.schedule import Schedule, ScheduleFn, as_schedule_fn
-from weft.typing import DType, Nested, NestedTensor, PartitionSpec, PyTree, Shape, Tensor
+from weft.trainer.schedule import (
+    Schedule,
+    ScheduleFn,
+    as_schedule_fn,
+    check_learning_rate,
+)
+from weft.typing import (
+    DType,
+    Nested,
+    NestedTensor,
+    PartitionSpec,
+    PyTree,
+    Shape,
+    Tensor,
+)
 
 PerParamScale = Callable[[base.NestedOptParam], Nested[Any]]
 """Maps parameters to a scale for each."""
@@ -28,7 +41,9 @@ logger = logging.getLogger(__name__)
 
 def scale(step_size: float) -> base.PartitionedGradientTransformation:
     """Multiplies updates by a number."""
-    return base.stateless(lambda updates, params: jax.tree.map(lambda u: u * step_size, updates))
+    return base.stateless(
+        lambda updates, params: jax.tree.map(lambda u: u * step_size, updates)
+    )
 
 
 def scale_by_schedule(
@@ -43,7 +58,9 @@ def scale_by_schedule(
     prefix = "" if name is None else f"{name}/"
 
     def update_fn(
-        updates: NestedTensor, state: optax.ScaleByScheduleState, params: base.NestedOptParam
+        updates: NestedTensor,
+        state: optax.ScaleByScheduleState,
+        params: base.NestedOptParam,
     ) -> tuple[NestedTensor, optax.ScaleByScheduleState]:
         step = optax.safe_increment(state.count)
         step_size = schedule_fn(step)
@@ -52,15 +69,20 @@ def scale_by_schedule(
         updates = jax.tree.map(lambda u: u * step_size, updates)
         return updates, optax.ScaleByScheduleState(step)
 
-    return base.starting_at_zero(update_fn, lambda _: optax.ScaleByScheduleState(base.COUNT_SPEC))
+    return base.starting_at_zero(
+        update_fn, lambda _: optax.ScaleByScheduleState(base.COUNT_SPEC)
+    )
 
 
-def scale_from_learning_rate(learning_rate: Schedule, *, flip_sign: bool = True) -> ScheduleFn:
+def scale_from_learning_rate(
+    learning_rate: Schedule, *, flip_sign: bool = True
+) -> ScheduleFn:
     """Returns the schedule that computes the learning rate of each step, for `scale_by_schedule`.
 
     It reports "learning_rate" and "lr_schedule_step", and is negated for gradient descent unless
-    `flip_sign` is False.
+    `flip_sign` is False. Raises ScheduleError for a number below 0.
     """
+    check_learning_rate("learning_rate", learning_rate)
     learning_rate_fn = as_schedule_fn(learning_rate)
 
     def fn(step: Tensor) -> Tensor:
@@ -75,7 +97,10 @@ def scale_from_learning_rate(learning_rate: Schedule, *, flip_sign: bool = True)
 
 
 def per_param_scale_by_path(
-    *, scale_by_path: Sequence[tuple[str, float]], description: str, default_scale: float = 1.0
+    *,
+    scale_by_path: Sequence[tuple[str, float]],
+    description: str,
+    default_scale: float = 1.0,
 ) -> PerParamScale:
     """Returns scales by regular expressions on parameters' paths.
 
@@ -117,11 +142,15 @@ def scale_update_per_param(
     """Multiplies each update by the scale of its parameter; accepts the function or its config."""
     scale_fn = config.maybe_instantiate(per_param_scale)
     return base.stateless(
-        lambda updates, params: jax.tree.map(lambda u, s: u * s, updates, scale_fn(params))
+        lambda updates, params: jax.tree.map(
+            lambda u, s: u * s, updates, scale_fn(params)
+        )
     )
 
 
-def scale_by_param_block_rms(min_scale: float = 1e-3) -> base.PartitionedGradientTransformation:
+def scale_by_param_block_rms(
+    min_scale: float = 1e-3,
+) -> base.PartitionedGradientTransformation:
     """Multiplies each update by its parameter's root mean square, per layer of a stack.
 
     The factor is at least `min_scale`, which lets parameters that are zero change.
@@ -131,7 +160,9 @@ def scale_by_param_block_rms(min_scale: float = 1e-3) -> base.PartitionedGradien
         return update * optax.safe_root_mean_squares(value, min_scale)
 
     return base.stateless(
-        lambda updates, params: struct.map_blocks(scaled, updates, base.opt_param_values(params))
+        lambda updates, params: struct.map_blocks(
+            scaled, updates, base.opt_param_values(params)
+        )
     )
 
 
@@ -154,7 +185,9 @@ def scale_by_trust_ratio(
         return scaled_update
 
     return base.stateless(
-        lambda updates, params: struct.map_blocks(scaled, updates, base.opt_param_values(params))
+        lambda updates, params: struct.map_blocks(
+            scaled, updates, base.opt_param_values(params)
+        )
     )
 
 
@@ -167,14 +200,18 @@ class AddDecayedWeightsState(NamedTuple):
     count: Any
 
 
-def decay_scales(params: base.NestedOptParam, per_param_scale: PerParamScale | None) -> Nested[Any]:
+def decay_scales(
+    params: base.NestedOptParam, per_param_scale: PerParamScale | None
+) -> Nested[Any]:
     """Returns the decay factors of the layers, else of `per_param_scale`, else 1."""
     if per_param_scale is None:
         return jax.tree.map(_layer_scale, params)
     return jax.tree.map(_layer_scale, params, per_param_scale(params))
 
 
-def _layer_scale(param: base.OptParam, otherwise: float | Tensor = 1.0) -> float | Tensor:
+def _layer_scale(
+    param: base.OptParam, otherwise: float | Tensor = 1.0
+) -> float | Tensor:
     if param.weight_decay_scale is None:
         return otherwise
     return param.weight_decay_scale
@@ -199,23 +236,30 @@ def add_decayed_weights(
     learning_rate_fn = as_schedule_fn(learning_rate)
 
     def update_fn(
-        updates: NestedTensor, state: AddDecayedWeightsState, params: base.NestedOptParam
+        updates: NestedTensor,
+        state: AddDecayedWeightsState,
+        params: base.NestedOptParam,
     ) -> tuple[NestedTensor, AddDecayedWeightsState]:
         rate = weight_decay
         if learning_rate_exponent is not None:
             state = AddDecayedWeightsState(optax.safe_increment(state.count))
-            rate = rate * learning_rate_fn(state.count) ** learning_rate_exponent
+            rate = (
+                rate * learning_rate_fn(state.count) ** learning_rate_exponent
+            )
         return _with_decay(updates, params, rate, scale_fn), state
 
     # Without a schedule there is nothing to count, and the state has no arrays.
     count_spec = None
     if learning_rate_exponent is not None:
         count_spec = base.COUNT_SPEC
-    return base.starting_at_zero(update_fn, lambda _: AddDecayedWeightsState(count_spec))
+    return base.starting_at_zero(
+        update_fn, lambda _: AddDecayedWeightsState(count_spec)
+    )
 
 
 def l2_regularizer(
-    regularizer_weight: float | None = 0.0, per_param_scale: PerParamScale | None = None
+    regularizer_weight: float | None = 0.0,
+    per_param_scale: PerParamScale | None = None,
 ) -> base.PartitionedGradientTransformation:
     """Adds to each gradient that of an L2 penalty, `regularizer_weight` times the parameter.
 
@@ -226,7 +270,9 @@ def l2_regularizer(
         return base.identity()
     scale_fn = config.maybe_instantiate(per_param_scale)
     return base.stateless(
-        lambda updates, params: _with_decay(updates, params, regularizer_weight, scale_fn)
+        lambda updates, params: _with_decay(
+            updates, params, regularizer_weight, scale_fn
+        )
     )
 
 
@@ -239,10 +285,14 @@ def _with_decay(
     if isinstance(rate, int | float) and rate == 0:
         return updates  # not 0 * inf
 
-    def add_decay(update: Tensor, param: base.OptParam, scale: float | Tensor) -> Tensor:
+    def add_decay(
+        update: Tensor, param: base.OptParam, scale: float | Tensor
+    ) -> Tensor:
         return update + rate * scale * param.value
 
-    return jax.tree.map(add_decay, updates, params, decay_scales(params, scale_fn))
+    return jax.tree.map(
+        add_decay, updates, params, decay_scales(params, scale_fn)
+    )
 
 
 def decoupled_scale_and_decay(
@@ -258,9 +308,12 @@ def decoupled_scale_and_decay(
     """
     return (
         scale_by_schedule(
-            scale_from_learning_rate(learning_rate, flip_sign=False), name="learning_rate"
+            scale_from_learning_rate(learning_rate, flip_sign=False),
+            name="learning_rate",
         ),
-        add_decayed_weights(weight_decay, per_param_scale=weight_decay_per_param_scale),
+        add_decayed_weights(
+            weight_decay, per_param_scale=weight_decay_per_param_scale
+        ),
         scale_by_schedule(update_schedule),
         scale(-1.0),
     )
@@ -281,7 +334,9 @@ class EmaState(NamedTuple):
 
 
 def ema(
-    decay: Schedule, debias: bool = True, accumulator_dtype: DType | None = jnp.float32
+    decay: Schedule,
+    debias: bool = True,
+    accumulator_dtype: DType | None = jnp.float32,
 ) -> base.PartitionedGradientTransformation:
     """Replaces updates by their exponential moving average.
 
@@ -304,8 +359,12 @@ def ema(
         if debias:
             correction = 1 - decay**count
 
-        def new_average(update: Tensor, stored: Tensor, scale: Tensor) -> Tensor:
-            return (1 - decay) * update + decay * _from_accumulator(stored, scale)
+        def new_average(
+            update: Tensor, stored: Tensor, scale: Tensor
+        ) -> Tensor:
+            return (1 - decay) * update + decay * _from_accumulator(
+                stored, scale
+            )
 
         def corrected(average: Tensor, update: Tensor) -> Tensor:
             return (average / correction).astype(update.dtype)
@@ -313,22 +372,36 @@ def ema(
         averages = jax.tree.map(new_average, updates, state.ema, state.scale)
         updates = jax.tree.map(corrected, averages, updates)
         accumulators = jax.tree.map(
-            lambda average, stored: _to_accumulator(average, stored.dtype), averages, state.ema
+            lambda average, stored: _to_accumulator(average, stored.dtype),
+            averages,
+            state.ema,
         )
-        new_ema = jax.tree.map(lambda _, accumulator: accumulator[0], averages, accumulators)
-        new_scale = jax.tree.map(lambda _, accumulator: accumulator[1], averages, accumulators)
+        new_ema = jax.tree.map(
+            lambda _, accumulator: accumulator[0], averages, accumulators
+        )
+        new_scale = jax.tree.map(
+            lambda _, accumulator: accumulator[1], averages, accumulators
+        )
         return updates, EmaState(count, new_ema, new_scale)
 
-    def specs_of(params: Nested[base_layer.ParameterSpec | base.OptParam]) -> EmaState:
+    def specs_of(
+        params: Nested[base_layer.ParameterSpec | base.OptParam],
+    ) -> EmaState:
         return EmaState(
-            base.COUNT_SPEC, jax.tree.map(spec_of, params), jax.tree.map(scale_spec_of, params)
+            base.COUNT_SPEC,
+            jax.tree.map(spec_of, params),
+            jax.tree.map(scale_spec_of, params),
         )
 
-    def spec_of(param: base_layer.ParameterSpec | base.OptParam) -> base.OptStateSpec:
+    def spec_of(
+        param: base_layer.ParameterSpec | base.OptParam,
+    ) -> base.OptStateSpec:
         dtype = param.dtype if accumulator_dtype is None else accumulator_dtype
         return base.spec_like(param, dtype)
 
-    def scale_spec_of(param: base_layer.ParameterSpec | base.OptParam) -> base.OptStateSpec:
+    def scale_spec_of(
+        param: base_layer.ParameterSpec | base.OptParam,
+    ) -> base.OptStateSpec:
         spec = spec_of(param)
         if not jnp.issubdtype(jnp.dtype(spec.dtype), jnp.integer):
             return base.replicated((1,), jnp.float32)
@@ -387,9 +460,13 @@ def param_ema(
 
     def init_fn(params: base.NestedOptParam) -> ParamEmaState:
         def first_average(param: base.OptParam) -> Tensor:
-            return param.value if param.is_state else jnp.zeros_like(param.value)
+            return (
+                param.value if param.is_state else jnp.zeros_like(param.value)
+            )
 
-        return ParamEmaState(jnp.zeros((), jnp.int32), jax.tree.map(first_average, params))
+        return ParamEmaState(
+            jnp.zeros((), jnp.int32), jax.tree.map(first_average, params)
+        )
 
     def update_fn(
         updates: NestedTensor, state: ParamEmaState, params: base.NestedOptParam
@@ -399,15 +476,23 @@ def param_ema(
         def new_average(param: base.OptParam, average: Tensor) -> Tensor:
             if param.is_state:
                 return param.value
-            return ((1 - decay) * param.value + decay * average).astype(average.dtype)
+            return ((1 - decay) * param.value + decay * average).astype(
+                average.dtype
+            )
 
         averages = jax.tree.map(new_average, params, state.ema)
-        return updates, ParamEmaState(optax.safe_increment(state.count), averages)
+        return updates, ParamEmaState(
+            optax.safe_increment(state.count), averages
+        )
 
-    def partition_fn(param_specs: base_layer.NestedParameterSpec) -> ParamEmaState:
+    def partition_fn(
+        param_specs: base_layer.NestedParameterSpec,
+    ) -> ParamEmaState:
         return ParamEmaState(base.COUNT_SPEC, base.copy_partition(param_specs))
 
-    return base.PartitionedGradientTransformation(init_fn, update_fn, partition_fn)
+    return base.PartitionedGradientTransformation(
+        init_fn, update_fn, partition_fn
+    )
 
 
 def schedule_free_states(tree: PyTree) -> list[optax.contrib.ScheduleFreeState]:
@@ -427,7 +512,9 @@ def _schedule_free_params() -> base.PartitionedGradientTransformation:
     """
 
     def init_fn(params: base.NestedOptParam) -> ParamEmaState:
-        return ParamEmaState(jnp.zeros((), jnp.int32), base.opt_param_values(params))
+        return ParamEmaState(
+            jnp.zeros((), jnp.int32), base.opt_param_values(params)
+        )
 
     def update_fn(
         updates: NestedTensor,
@@ -443,19 +530,27 @@ def _schedule_free_params() -> base.PartitionedGradientTransformation:
             trained = jax.tree_util.tree_map_with_path(
                 lambda path, _: trained_values[path], schedule_free.z
             )
-            averages = optax.contrib.schedule_free_eval_params(schedule_free, trained)
+            averages = optax.contrib.schedule_free_eval_params(
+                schedule_free, trained
+            )
             evaluated_values.update(base.leaves_by_path(averages))
 
         def new_average(path: jax.tree_util.KeyPath, average: Tensor) -> Tensor:
             return evaluated_values[path].astype(average.dtype)
 
         averages = jax.tree_util.tree_map_with_path(new_average, state.ema)
-        return updates, ParamEmaState(optax.safe_increment(state.count), averages)
+        return updates, ParamEmaState(
+            optax.safe_increment(state.count), averages
+        )
 
-    def partition_fn(param_specs: base_layer.NestedParameterSpec) -> ParamEmaState:
+    def partition_fn(
+        param_specs: base_layer.NestedParameterSpec,
+    ) -> ParamEmaState:
         return ParamEmaState(base.COUNT_SPEC, base.copy_partition(param_specs))
 
-    return base.PartitionedGradientTransformationExtraArgs(init_fn, update_fn, partition_fn)
+    return base.PartitionedGradientTransformationExtraArgs(
+        init_fn, update_fn, partition_fn
+    )
 
 
 def replace_with_updates() -> base.PartitionedGradientTransformation:
@@ -464,7 +559,9 @@ def replace_with_updates() -> base.PartitionedGradientTransformation:
     For statistics that come back as gradients, such as the scales of 8-bit floating point.
     """
     return base.stateless(
-        lambda updates, params: jax.tree.map(lambda u, p: u - p.value, updates, params)
+        lambda updates, params: jax.tree.map(
+            lambda u, p: u - p.value, updates, params
+        )
     )
 
 
@@ -493,13 +590,17 @@ def scale_by_factored_rms(
     """
     decay_fn = as_schedule_fn(decay)
 
-    def row_and_col(spec: parameter_spec.FactorizationSpec | None) -> tuple[int, int] | None:
+    def row_and_col(
+        spec: parameter_spec.FactorizationSpec | None,
+    ) -> tuple[int, int] | None:
         if not factored or spec is None or not {"row", "col"} <= set(spec.axes):
             return None
         return spec.axes.index("row"), spec.axes.index("col")
 
     def update_fn(
-        updates: NestedTensor, state: optax.FactoredState, params: base.NestedOptParam
+        updates: NestedTensor,
+        state: optax.FactoredState,
+        params: base.NestedOptParam,
     ) -> tuple[NestedTensor, optax.FactoredState]:
         count = optax.safe_increment(state.count)
         decay = decay_fn(count)
@@ -509,29 +610,43 @@ def scale_by_factored_rms(
             return _step(update, _Moment(*moment), axes, decay, eps)
 
         # A pair per parameter, of its update and its moment; `updates` has the structure for both.
-        results = jax.tree.map(step, updates, params, state.v_row, state.v_col, state.v)
+        results = jax.tree.map(
+            step, updates, params, state.v_row, state.v_col, state.v
+        )
         moments = jax.tree.map(lambda _, result: result[1], updates, results)
         updates = jax.tree.map(lambda _, result: result[0], updates, results)
         return updates, _state(count, moments)
 
     def moment_spec(param: base.OptParam | base_layer.ParameterSpec) -> _Moment:
         if isinstance(param, base.OptParam):
-            return _moment_spec(param.shape, None, row_and_col(param.factorization_spec))
-        return _moment_spec(param.shape, param.partition_spec, row_and_col(param.factorization))
+            return _moment_spec(
+                param.shape, None, row_and_col(param.factorization_spec)
+            )
+        return _moment_spec(
+            param.shape, param.partition_spec, row_and_col(param.factorization)
+        )
 
-    def specs_of(params: Nested[base.OptParam | base_layer.ParameterSpec]) -> optax.FactoredState:
+    def specs_of(
+        params: Nested[base.OptParam | base_layer.ParameterSpec],
+    ) -> optax.FactoredState:
         return _state(base.COUNT_SPEC, jax.tree.map(moment_spec, params))
 
     return base.starting_at_zero(update_fn, specs_of)
 
 
-def _state(count: jax.typing.ArrayLike, moments: Nested[_Moment]) -> optax.FactoredState:
+def _state(
+    count: jax.typing.ArrayLike, moments: Nested[_Moment]
+) -> optax.FactoredState:
     def field(name: str) -> NestedTensor:
         return jax.tree.map(
-            operator.attrgetter(name), moments, is_leaf=lambda x: type(x) is _Moment
+            operator.attrgetter(name),
+            moments,
+            is_leaf=lambda x: type(x) is _Moment,
         )
 
-    return optax.FactoredState(count, v_row=field("v_row"), v_col=field("v_col"), v=field("v"))
+    return optax.FactoredState(
+        count, v_row=field("v_row"), v_col=field("v_col"), v=field("v")
+    )
 
 
 def _moment_spec(
@@ -539,7 +654,11 @@ def _moment_spec(
 ) -> _Moment:
     unused = base.replicated((1,), jnp.float32)
     if axes is None:
-        return _Moment(unused, unused, parameter_spec.TensorSpec(shape, jnp.float32, mesh_axes))
+        return _Moment(
+            unused,
+            unused,
+            parameter_spec.TensorSpec(shape, jnp.float32, mesh_axes),
+        )
 
     def mean_spec(axis: int) -> parameter_spec.TensorSpec:
         """Returns the spec of the mean over an axis."""
@@ -547,14 +666,20 @@ def _moment_spec(
         mean_mesh_axes = None
         if mesh_axes is not None:
             mean_mesh_axes = (*mesh_axes[:axis], *mesh_axes[axis + 1 :])
-        return parameter_spec.TensorSpec(mean_shape, jnp.float32, mean_mesh_axes)
+        return parameter_spec.TensorSpec(
+            mean_shape, jnp.float32, mean_mesh_axes
+        )
 
     row, col = axes
     return _Moment(mean_spec(row), mean_spec(col), unused)
 
 
 def _step(
-    update: Tensor, moment: _Moment, axes: tuple[int, int] | None, decay: float | Tensor, eps: float
+    update: Tensor,
+    moment: _Moment,
+    axes: tuple[int, int] | None,
+    decay: float | Tensor,
+    eps: float,
 ) -> tuple[Tensor, _Moment]:
     squares = jnp.square(update.astype(jnp.float32)) + eps
 

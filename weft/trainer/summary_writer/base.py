@@ -61,7 +61,12 @@ def _close_all(writers: "Iterable[BaseWriter]", failed: bool) -> None:
         try:
             writer.close(failed=failed)
         except Exception as error:
-            logger.warning("%s was not closed: %s: %s", writer.path(), type(error).__name__, error)
+            logger.warning(
+                "%s was not closed: %s: %s",
+                writer.path(),
+                type(error).__name__,
+                error,
+            )
 
 
 class SummaryHook(Hook):
@@ -72,7 +77,9 @@ class SummaryHook(Hook):
         self._log_every_n_steps = log_every_n_steps
         self._failed_saves = 0
 
-    def on_summaries(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> None:
+    def on_summaries(
+        self, step: int, outputs: dict[str, Any], batch: NestedTensor
+    ) -> None:
         loss = outputs["loss"]
         self._write(step, {"loss": loss, **outputs["summaries"]})
         if self._log_every_n_steps and step % self._log_every_n_steps == 0:
@@ -108,14 +115,23 @@ class BaseWriter(Module):
         raise NotImplementedError(type(self))
 
     def log_checkpoint(
-        self, ckpt_dir: str, *, state: Nested[Any], action: CheckpointerAction, step: int = 0
+        self,
+        ckpt_dir: str,
+        *,
+        state: Nested[Any],
+        action: CheckpointerAction,
+        step: int = 0,
     ) -> None:
         """Records that the checkpoint of a step was saved or restored."""
 
-    def log_average_step_time(self, step: int, step_times: Sequence[float]) -> None:
+    def log_average_step_time(
+        self, step: int, step_times: Sequence[float]
+    ) -> None:
         """Writes the average of `step_times`, the seconds of steps that end with `step`."""
         if len(step_times):
-            self._log_number(step, "average_step_time", sum(step_times) / len(step_times))
+            self._log_number(
+                step, "average_step_time", sum(step_times) / len(step_times)
+            )
 
     def _log_number(self, step: int, name: str, value: float) -> None:
         """Writes a number regardless of the interval."""
@@ -128,7 +144,9 @@ class BaseWriter(Module):
 
     @contextlib.contextmanager
     def _errors_reported(
-        self, destination: str | None = None, errors: tuple[type[Exception], ...] = (OSError,)
+        self,
+        destination: str | None = None,
+        errors: tuple[type[Exception], ...] = (OSError,),
     ) -> Iterator[None]:
         """Logs one warning for a series of write errors; None is the writer's directory."""
         destination = destination or self._dir
@@ -146,7 +164,9 @@ class BaseWriter(Module):
             self._has_failed = True
         else:
             if self._has_failed:
-                logger.warning("%s can write to %s again.", self.path(), destination)
+                logger.warning(
+                    "%s can write to %s again.", self.path(), destination
+                )
             self._has_failed = False
 
 
@@ -163,15 +183,13 @@ class PeriodicWriter(BaseWriter):
     class Config(BaseWriter.Config):
         """Configures a PeriodicWriter.
 
-        Attributes:
-            write_every_n_steps: Number of steps between two writes of a summary.
-            write_every_n_steps_map: The same by kind of summary, such as `{"ImageSummary": 100}`.
-
         A number below 1 is a StepIntervalError.
         """
 
         write_every_n_steps: int = 1
+        """Number of steps between two writes of a summary."""
         write_every_n_steps_map: dict[SummaryKind, int] | None = None
+        """The same by kind of summary, such as `{"ImageSummary": 100}`."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -215,7 +233,9 @@ class CompositeWriter(BaseWriter):
         super().__init__(cfg, parent=parent)
         self._writers: list[Any] = []
         for name, writer in cfg.writers.items():
-            self._writers.append(self._add_child(name, with_dir(writer, cfg.dir)))
+            self._writers.append(
+                self._add_child(name, with_dir(writer, cfg.dir))
+            )
 
     @property
     def writers(self) -> list[BaseWriter]:
@@ -231,12 +251,21 @@ class CompositeWriter(BaseWriter):
             writer.log_config(config, step=step)
 
     def log_checkpoint(
-        self, ckpt_dir: str, *, state: Nested[Any], action: CheckpointerAction, step: int = 0
+        self,
+        ckpt_dir: str,
+        *,
+        state: Nested[Any],
+        action: CheckpointerAction,
+        step: int = 0,
     ) -> None:
         for writer in self._writers:
-            writer.log_checkpoint(ckpt_dir, state=state, action=action, step=step)
+            writer.log_checkpoint(
+                ckpt_dir, state=state, action=action, step=step
+            )
 
-    def log_average_step_time(self, step: int, step_times: Sequence[float]) -> None:
+    def log_average_step_time(
+        self, step: int, step_times: Sequence[float]
+    ) -> None:
         for writer in self._writers:
             writer.log_average_step_time(step, step_times)
 

@@ -55,7 +55,9 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[Any]:
     FileRefusedError if it is a link, no regular file, or larger than 1 GiB.
     """
     folder, name = os.path.split(path)
-    with Directory(folder or os.curdir).open(name, at_most=_MAX_FILE_BYTES) as file:
+    with Directory(folder or os.curdir).open(
+        name, at_most=_MAX_FILE_BYTES
+    ) as file:
         size = os.fstat(file.fileno()).st_size
         # Each record: its length in 8 bytes, their checksum, the event, and its checksum.
         while True:
@@ -74,8 +76,12 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[Any]:
 def _parse_event(record: bytes, path: str) -> Any:
     try:
         event = Event.FromString(record)
-    except Exception as error:  # of protobuf, whose errors have no common base in all versions
-        raise RunDirError(f"{path} has a damaged event: {error}. Move the file away.") from error
+    except (
+        Exception
+    ) as error:  # of protobuf, whose errors have no common base in all versions
+        raise RunDirError(
+            f"{path} has a damaged event: {error}. Move the file away."
+        ) from error
     if not (0 <= event.wall_time <= MAX_COUNT and 0 <= event.step <= MAX_COUNT):
         raise RunDirError(
             f"{path} has an event of time {event.wall_time:g} and step {event.step}, not "
@@ -88,7 +94,9 @@ class EventFile:
     """Event file in a directory, which is created if necessary."""
 
     def __init__(self, directory: str):
-        check_local_path(directory, "log_dir")  # tensorboardX would write to s3:// itself
+        check_local_path(
+            directory, "log_dir"
+        )  # tensorboardX would write to s3:// itself
         os.makedirs(directory, exist_ok=True)
         stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         # TensorBoard reads the files of a directory in the order of their names.
@@ -121,7 +129,9 @@ class EventFile:
 
     def add_checkpoint(self, checkpoint_path: str, step: int) -> None:
         """Records that a checkpoint was saved."""
-        log = SessionLog(status=SessionLog.CHECKPOINT, checkpoint_path=checkpoint_path)
+        log = SessionLog(
+            status=SessionLog.CHECKPOINT, checkpoint_path=checkpoint_path
+        )
         self._write(step=step, session_log=log)
 
     def flush(self) -> None:
@@ -132,7 +142,9 @@ class EventFile:
         self._at_exit()
 
     def _write(self, **fields: object) -> None:
-        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+        self._records.write(
+            Event(wall_time=time.time(), **fields).SerializeToString()
+        )
 
 
 def _close(records: Any) -> None:
@@ -167,7 +179,10 @@ def images(tag: str, value: np.ndarray) -> Any:
     for name, image in _named(tag, value):
         height, width, channels = image.shape
         encoded = SummaryProto.Image(
-            height=height, width=width, colorspace=channels, encoded_image_string=png(image)
+            height=height,
+            width=width,
+            colorspace=channels,
+            encoded_image_string=png(image),
         )
         summary.value.add(tag=name, image=encoded)
     return summary
@@ -203,7 +218,9 @@ def png(image: np.ndarray) -> bytes:
     height, width, channels = image.shape
     color_type = {1: 0, 3: 2, 4: 6}[channels]
     # Each row begins with the number of its filter, 0 for none.
-    rows = np.concatenate([np.zeros((height, 1), np.uint8), image.reshape(height, -1)], axis=1)
+    rows = np.concatenate(
+        [np.zeros((height, 1), np.uint8), image.reshape(height, -1)], axis=1
+    )
 
     def chunk(name: bytes, data: bytes) -> bytes:
         length = struct.pack(">I", len(data))
@@ -213,7 +230,12 @@ def png(image: np.ndarray) -> bytes:
     signature = b"\x89PNG\r\n\x1a\n"
     header = struct.pack(">IIBBBBB", width, height, 8, color_type, 0, 0, 0)
     pixels = zlib.compress(rows.tobytes())
-    return signature + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    return (
+        signature
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", pixels)
+        + chunk(b"IEND", b"")
+    )
 
 
 def wav(clip: np.ndarray, sample_rate: int) -> bytes:
@@ -256,7 +278,9 @@ class SummaryWriter:
         """Writes a point of a curve."""
         self._add(scalar(tag, float(np.asarray(value).item())), step)
 
-    def image(self, tag: str, image: ArrayLike, step: int, max_outputs: int = 3) -> None:
+    def image(
+        self, tag: str, image: ArrayLike, step: int, max_outputs: int = 3
+    ) -> None:
         """Writes images.
 
         Args:
@@ -279,7 +303,9 @@ class SummaryWriter:
         clips = np.asarray(audiodata)[:max_outputs]
         self._add(audio(tag, clips, sample_rate), step)
 
-    def histogram(self, tag: str, values: ArrayLike, step: int, bins: int | None = None) -> None:
+    def histogram(
+        self, tag: str, values: ArrayLike, step: int, bins: int | None = None
+    ) -> None:
         """Writes a histogram of the finite values with `bins` buckets, 30 by default."""
         self._add(histogram(tag, np.asarray(values), bins or 30), step)
 

@@ -36,7 +36,11 @@ from weft.serialization.untrusted import (
 )
 from weft.trainer.summary import SummaryKind
 from weft.trainer.summary_writer import event_file
-from weft.trainer.summary_writer.base import CheckpointerAction, PeriodicWriter, processor_zero_only
+from weft.trainer.summary_writer.base import (
+    CheckpointerAction,
+    PeriodicWriter,
+    processor_zero_only,
+)
 from weft.typing import Nested
 
 logger = logging.getLogger(__name__)
@@ -46,7 +50,9 @@ _MAX_NUMBERS = 10_000
 
 
 def _table(path: str, array: np.ndarray) -> Any:
-    lines = np.array2string(array, precision=6, threshold=_MAX_NUMBERS, max_line_width=200)
+    lines = np.array2string(
+        array, precision=6, threshold=_MAX_NUMBERS, max_line_width=200
+    )
     # Indentation makes it a Markdown code block, which keeps the line breaks.
     return event_file.text(path, textwrap.indent(lines, "    "))
 
@@ -69,16 +75,13 @@ class SummaryWriter(PeriodicWriter):
     """
 
     class Config(PeriodicWriter.Config):
-        """Configures a SummaryWriter.
-
-        Attributes:
-            max_queue: Number of events that may be buffered in memory.
-            flush_ms: Maximum age of buffered events in milliseconds, checked at each step; None for
-                120,000.
-        """
+        """Configures a SummaryWriter."""
 
         max_queue: int = 1000
+        """Number of events that may be buffered in memory."""
         flush_ms: float | None = None
+        """Maximum age of buffered events in milliseconds, checked at each step; None for
+        120,000."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -109,7 +112,12 @@ class SummaryWriter(PeriodicWriter):
 
     @processor_zero_only
     def log_checkpoint(
-        self, ckpt_dir: str, *, state: Nested[Any], action: CheckpointerAction, step: int = 0
+        self,
+        ckpt_dir: str,
+        *,
+        state: Nested[Any],
+        action: CheckpointerAction,
+        step: int = 0,
     ) -> None:
         if action == CheckpointerAction.SAVE:
             self._write(lambda file: file.add_checkpoint(ckpt_dir, step))
@@ -193,12 +201,23 @@ class JsonLinesWriter(PeriodicWriter):
         fields: dict[str, dict[str, Any]] = {}
         for summary in self._due(step, values):
             if summary.kind in ("ScalarSummary", "TextSummary"):
-                fields.setdefault("values", {})[summary.path] = _as_json(summary.value)
+                fields.setdefault("values", {})[summary.path] = _as_json(
+                    summary.value
+                )
             elif summary.kind == "ArraySummary":
-                fields.setdefault("arrays", {})[summary.path] = _as_json(summary.value)
-        if "arrays" in fields and len(json.dumps(fields["arrays"])) > _MAX_ARRAYS_BYTES:
+                fields.setdefault("arrays", {})[summary.path] = _as_json(
+                    summary.value
+                )
+        if (
+            "arrays" in fields
+            and len(json.dumps(fields["arrays"])) > _MAX_ARRAYS_BYTES
+        ):
             names = ", ".join(fields.pop("arrays"))
-            logger.warning("The arrays of step %d are too large for a line: %s.", step, names)
+            logger.warning(
+                "The arrays of step %d are too large for a line: %s.",
+                step,
+                names,
+            )
         if fields:
             self._append(step, **fields)
 
@@ -208,7 +227,12 @@ class JsonLinesWriter(PeriodicWriter):
 
     @processor_zero_only
     def log_checkpoint(
-        self, ckpt_dir: str, *, state: Nested[Any], action: CheckpointerAction, step: int = 0
+        self,
+        ckpt_dir: str,
+        *,
+        state: Nested[Any],
+        action: CheckpointerAction,
+        step: int = 0,
     ) -> None:
         self._append(step, checkpoint={"action": action.value, "dir": ckpt_dir})
 
@@ -217,7 +241,9 @@ class JsonLinesWriter(PeriodicWriter):
         self._append(step, values={name: value})
 
     def _append(self, step: int, **fields: object) -> None:
-        line = json.dumps({"step": int(step), "time": time.time(), **fields}, allow_nan=False)
+        line = json.dumps(
+            {"step": int(step), "time": time.time(), **fields}, allow_nan=False
+        )
         with self._errors_reported():
             os.makedirs(self.config.dir, exist_ok=True)
             directory = Directory(self.config.dir)
@@ -225,7 +251,9 @@ class JsonLinesWriter(PeriodicWriter):
                 if not _drop_partial_line(file):
                     raise directory.refusal(JSON_LINES_FILE, "ends in no line")
                 if not self._has_appended:
-                    _drop_damaged_lines(file, directory.full_path(JSON_LINES_FILE))
+                    _drop_damaged_lines(
+                        file, directory.full_path(JSON_LINES_FILE)
+                    )
                 file.write(line.encode() + b"\n")
             self._has_appended = True
 
@@ -285,7 +313,11 @@ def _drop_damaged_lines(file: BinaryIO, path: str) -> None:
     while lines and not _is_json(lines[-1]):
         end -= len(lines.pop())
     if end < size:
-        logger.warning("%s ends in %d bytes that are damaged. They are removed.", path, size - end)
+        logger.warning(
+            "%s ends in %d bytes that are damaged. They are removed.",
+            path,
+            size - end,
+        )
         file.truncate(end)
 
 
@@ -310,7 +342,9 @@ def read_json_lines(path: str) -> list[dict[str, Any]]:
     folder, name = os.path.split(path)
     records: list[dict[str, Any]] = []
     damage: RunDirError | None = None
-    with Directory(folder or os.curdir).open(name, at_most=_MAX_FILE_BYTES) as file:
+    with Directory(folder or os.curdir).open(
+        name, at_most=_MAX_FILE_BYTES
+    ) as file:
         for number in itertools.count(1):
             line = file.readline(_MAX_LINE_BYTES)
             if not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES:
@@ -326,7 +360,11 @@ def read_json_lines(path: str) -> list[dict[str, Any]]:
             _check_line(record, location)
             action = record.get("checkpoint", {}).get("action")
             if action == CheckpointerAction.RESTORE.value:
-                records = [earlier for earlier in records if earlier["step"] <= record["step"]]
+                records = [
+                    earlier
+                    for earlier in records
+                    if earlier["step"] <= record["step"]
+                ]
             values = record.get("values", {})
             for summary_path, value in values.items():
                 if value in ("nan", "inf", "-inf"):
@@ -348,7 +386,9 @@ def _check_line(record: Any, location: str) -> None:
     try:
         check_json(record, _LINE_FORM)
         if not 0 <= record["time"] <= MAX_COUNT:
-            raise ValueError(f"time is {record['time']!r}; expected seconds since 1970")
+            raise ValueError(
+                f"time is {record['time']!r}; expected seconds since 1970"
+            )
         # Lists of unequal lengths, or of what is not a number, are not arrays.
         arrays = record.get("arrays", {})
         for name, value in arrays.items():

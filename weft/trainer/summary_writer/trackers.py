@@ -29,7 +29,9 @@ class _TrackerWriter(PeriodicWriter):
     def __init__(self, cfg: PeriodicWriter.Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         needed_by = f"{self.path()}: {type(self).__name__}"
-        self._package = import_extra(self._tracker, self._tracker, needed_by=needed_by)
+        self._package = import_extra(
+            self._tracker, self._tracker, needed_by=needed_by
+        )
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
         raise NotImplementedError(type(self))
@@ -43,11 +45,15 @@ class _TrackerWriter(PeriodicWriter):
             return name
         return f"{self.config.prefix}/{name}"
 
-    def _stored_id(self, file_name: str, make: Callable[[], str]) -> tuple[str, bool]:
+    def _stored_id(
+        self, file_name: str, make: Callable[[], str]
+    ) -> tuple[str, bool]:
         """Returns the run's id from a file in `dir`, or a new one, and whether it is new."""
         directory = Directory(self.config.dir)
         if directory.has_file(file_name):
-            return directory.read_text(file_name, at_most=_MAX_ID_BYTES).strip(), False
+            return directory.read_text(
+                file_name, at_most=_MAX_ID_BYTES
+            ).strip(), False
         run_id = make()
         os.makedirs(self.config.dir, exist_ok=True)
         directory.write(file_name, run_id)
@@ -66,32 +72,29 @@ class WandBWriter(_TrackerWriter):
     _tracker = "wandb"
 
     class Config(PeriodicWriter.Config):
-        """Configures a WandBWriter.
-
-        Attributes:
-            prefix: Prepended to the name of every summary, as `prefix/name`.
-            exp_name: Name of the run; None lets wandb choose one.
-            entity: The user or team that owns the run.
-            notes: Description of the run.
-            mode: "online", "offline" or "disabled".
-            resume: As in `wandb.init` for a run of the same id; "auto" continues it, like "allow".
-            wandb_dir: Directory of wandb's own files; None for `dir`.
-            wandb_settings_kwargs: Further arguments for `wandb.Settings`.
-            convert_2d_to_image: Whether to show arrays with two axes as images, not histograms.
-        """
+        """Configures a WandBWriter."""
 
         prefix: str | None = None
+        """Prepended to the name of every summary, as `prefix/name`."""
         exp_name: str | None = None
+        """Name of the run; None lets wandb choose one."""
         project: str | None = None
         entity: str | None = None
+        """The user or team that owns the run."""
         group: str | None = None
         tags: Sequence[str] | None = None
         notes: str | None = None
+        """Description of the run."""
         mode: str = "online"
+        """"online", "offline" or "disabled"."""
         resume: str = "auto"
+        """As in `wandb.init` for a run of the same id; "auto" continues it, like "allow"."""
         wandb_dir: str | None = None
+        """Directory of wandb's own files; None for `dir`."""
         wandb_settings_kwargs: dict[str, Any] | None = None
+        """Further arguments for `wandb.Settings`."""
         convert_2d_to_image: bool = False
+        """Whether to show arrays with two axes as images, not histograms."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -128,16 +131,24 @@ class WandBWriter(_TrackerWriter):
     def __call__(self, step: int, values: dict[str, Any]) -> None:
         summaries = self._due(step, values)
         if summaries:
-            self._log(step, {summary.path: self._convert(summary) for summary in summaries})
+            self._log(
+                step,
+                {summary.path: self._convert(summary) for summary in summaries},
+            )
 
     @processor_zero_only
     def log_config(self, config: ConfigBase, step: int = 0) -> None:
         self._start_run()
-        self._package.config.update(self.format_config(config), allow_val_change=True)
+        self._package.config.update(
+            self.format_config(config), allow_val_change=True
+        )
 
     @processor_zero_only
     def close(self, *, failed: bool = False) -> None:
-        if self._started_run is not None and self._started_run is self._package.run:
+        if (
+            self._started_run is not None
+            and self._started_run is self._package.run
+        ):
             self._package.finish(exit_code=int(failed))
         self._started_run = None
 
@@ -150,7 +161,10 @@ class WandBWriter(_TrackerWriter):
         {'fn': "'round'", 'ndigits': None, 'number': 2.5}
         """
         if isinstance(val, ConfigBase | dict):
-            return {str(name): WandBWriter.format_config(value) for name, value in val.items()}
+            return {
+                str(name): WandBWriter.format_config(value)
+                for name, value in val.items()
+            }
         if type(val) in (list, tuple):
             return [WandBWriter.format_config(value) for value in val]
         if val is REQUIRED:
@@ -161,7 +175,10 @@ class WandBWriter(_TrackerWriter):
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
         self._start_run()
-        self._package.log({self._with_prefix(name): x for name, x in values.items()}, step=step)
+        self._package.log(
+            {self._with_prefix(name): x for name, x in values.items()},
+            step=step,
+        )
 
     def _convert(self, summary: FlatSummary) -> Any:
         """Returns a value of wandb's types."""
@@ -175,7 +192,10 @@ class WandBWriter(_TrackerWriter):
             case "ImageSummary":
                 return [wandb.Image(image) for image in value]
             case "AudioSummary":
-                return [wandb.Audio(clip, sample_rate=summary.sample_rate) for clip in value]
+                return [
+                    wandb.Audio(clip, sample_rate=summary.sample_rate)
+                    for clip in value
+                ]
             case _:
                 return value
 
@@ -190,21 +210,18 @@ class MLflowWriter(_TrackerWriter):
     _tracker = "mlflow"
 
     class Config(PeriodicWriter.Config):
-        """Configures an MLflowWriter.
-
-        Attributes:
-            tracking_uri: A server's address or `sqlite:///PATH`; None for MLflow's own setting,
-                such as MLFLOW_TRACKING_URI, else `mlflow.db` in the working directory.
-            experiment_name: The experiment of the run, created if it does not exist.
-            run_name: None lets MLflow choose a name.
-            prefix: Prepended to names, as `prefix/name`.
-        """
+        """Configures an MLflowWriter."""
 
         tracking_uri: str | None = None
+        """A server's address or `sqlite:///PATH`; None for MLflow's own setting, such as
+        MLFLOW_TRACKING_URI, else `mlflow.db` in the working directory."""
         experiment_name: str = "Default"
+        """The experiment of the run, created if it does not exist."""
         run_name: str | None = None
+        """None lets MLflow choose a name."""
         tags: dict[str, str] = {}
         prefix: str | None = None
+        """Prepended to names, as `prefix/name`."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -215,7 +232,9 @@ class MLflowWriter(_TrackerWriter):
         if self._run_id:
             return
         cfg = self.config
-        client = self._client = self._package.MlflowClient(tracking_uri=cfg.tracking_uri)
+        client = self._client = self._package.MlflowClient(
+            tracking_uri=cfg.tracking_uri
+        )
 
         def create_run() -> str:
             experiment = client.get_experiment_by_name(cfg.experiment_name)
@@ -223,7 +242,9 @@ class MLflowWriter(_TrackerWriter):
                 experiment_id = client.create_experiment(cfg.experiment_name)
             else:
                 experiment_id = experiment.experiment_id
-            run = client.create_run(experiment_id, tags=cfg.tags, run_name=cfg.run_name)
+            run = client.create_run(
+                experiment_id, tags=cfg.tags, run_name=cfg.run_name
+            )
             return run.info.run_id
 
         self._run_id, is_new = self._stored_id("mlflow_run_id", create_run)
@@ -248,7 +269,9 @@ class MLflowWriter(_TrackerWriter):
     @processor_zero_only
     def log_config(self, config: ConfigBase, step: int = 0) -> None:
         self._start_run()
-        self._client.log_text(self._run_id, config.debug_string(), f"config/step_{step:08d}.txt")
+        self._client.log_text(
+            self._run_id, config.debug_string(), f"config/step_{step:08d}.txt"
+        )
 
     @processor_zero_only
     def _log_number(self, step: int, name: str, value: float) -> None:
@@ -264,7 +287,9 @@ class MLflowWriter(_TrackerWriter):
 
     def _server_errors_reported(self) -> AbstractContextManager[None]:
         errors = (OSError, self._package.MlflowException)
-        return self._errors_reported(self.config.tracking_uri or "MLflow's own store", errors)
+        return self._errors_reported(
+            self.config.tracking_uri or "MLflow's own store", errors
+        )
 
     def _log(self, step: int, values: dict[str, float]) -> None:
         self._start_run()
@@ -272,7 +297,9 @@ class MLflowWriter(_TrackerWriter):
         metrics: list[Any] = []
         for path, value in values.items():
             name = self._with_prefix(path)
-            metrics.append(self._package.entities.Metric(name, value, milliseconds, step))
+            metrics.append(
+                self._package.entities.Metric(name, value, milliseconds, step)
+            )
         # MLflow accepts at most a thousand at a time.
         for i in range(0, len(metrics), 1000):
             self._client.log_batch(self._run_id, metrics=metrics[i : i + 1000])
