@@ -72,12 +72,10 @@ MASKS = {
     # Some queries have no key.
     "elsewhere": left_right_window_mask(3, -2),
     "truncated": and_masks(causal_mask, truncated_key_mask(7)),
-    "segments": AttentionMask(causal_mask, query_segments=SEGMENTS),
     "other segments": AttentionMask(query_segments=SEGMENTS, key_segments=SEGMENTS[::-1] + 1),
     "positions": AttentionMask(
         causal_mask, query_positions=SEGMENTS, key_positions=SEGMENTS[:1] * 2
     ),
-    "array": SPARSE,
     "all": AttentionMask(causal_mask, query_segments=SEGMENTS, arrays=(SPARSE, SPARSE[:, :, :1])),
 }
 

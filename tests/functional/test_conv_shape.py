@@ -259,5 +259,7 @@ def test_dilated_input_needs_explicit_pads(padding):
 def test_mismatched_rank():
     with pytest.raises(ArgumentShapeError, match=r"window=\(4,\), strides=\(1, 1\)"):
         pad_conv(array(1, 5, 1), padding="SAME", **{**ONE, "strides": (1, 1)})
+    with pytest.raises(ArgumentShapeError, match="they have not as many"):
+        pad_conv(None, padding="SAME", **{**ONE, "strides": (1, 1)})
     with pytest.raises(ArgumentShapeError, match=r"its shape is \(5, 1\)"):
         pad_conv_transpose(array(5, 1), padding="SAME", **TWO)

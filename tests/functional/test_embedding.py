@@ -19,7 +19,7 @@ from tests.compiled import (
     yarn_frequencies,
 )
 from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional import alibi_slopes, yarn_magnitude
+from weft.functional import alibi_slopes, relative_position_buckets, yarn_magnitude
 
 RNG = np.random.default_rng(0)
 
@@ -170,3 +170,29 @@ def test_one_ramp_step_when_all_pairs_are_fast_or_slow():
 
 def test_magnitude():
     np.testing.assert_allclose(yarn_magnitude(16.0, 0.5), 0.5 * (0.1 * np.log(16.0) + 1))
+
+
+def test_relative_position_buckets_widen_with_distance():
+    distances = jnp.arange(-150, 151)
+    buckets = np.asarray(relative_position_buckets(distances))
+    # Before, half of the 16 buckets for single distances; those after have 16 more.
+    np.testing.assert_array_equal(buckets[150 - 8 : 151], np.arange(8, -1, -1))
+    np.testing.assert_array_equal(buckets[151:], buckets[:150][::-1] + 16)
+    assert buckets[0] == buckets[150 - 128] == 15
+    widths = np.unique(buckets[:151], return_counts=True)[1]
+    assert np.all(np.diff(widths[8:15]) >= 0)
+    causal = np.asarray(relative_position_buckets(distances, is_causal=True))
+    assert np.all(causal[150:] == 0) and causal[0] == 31
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_buckets": 2}, "there must be 4 buckets or more"),
+        ({"num_buckets": 1, "is_causal": True}, "there must be 2 buckets or more"),
+        ({"max_distance": 8}, "max_distance must be above 8"),
+    ],
+)
+def test_too_few_buckets(settings, message):
+    with pytest.raises(ArgumentValueError, match=message):
+        relative_position_buckets(jnp.arange(3), **settings)

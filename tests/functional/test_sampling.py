@@ -2,11 +2,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from weft.errors import ArgumentValueError
 from weft.functional import (
     EXCLUDED_LOGIT,
     chain,
+    draw_tokens,
+    min_p_logits,
     sample_token,
     scale_by,
     top_k_logits,
@@ -103,3 +107,54 @@ def test_bad_arguments_are_named():
         top_k_logits(0)
     with pytest.raises(ArgumentValueError, match="break_ties='first' must be"):
         top_k_logits(1, break_ties="first")
+
+
+def test_min_p_is_a_share_of_the_largest_probability():
+    probs = jnp.array([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]])
+    kept = min_p_logits(jnp.array([0.5, 0.2]))(jnp.log(probs)) > EXCLUDED_LOGIT
+    assert kept.tolist() == [[True, True, False], [False, True, False]]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    top_k=st.sampled_from([None, 1, 7, 400]),
+    top_p=st.sampled_from([None, 0.05, 0.5, 0.9, 1.0]),
+    min_p=st.sampled_from([None, 0.2]),
+    scale=st.sampled_from([0.1, 3.0]),
+)
+def test_tokens_are_drawn_from_what_the_modifiers_keep(seed, top_k, top_p, min_p, scale):
+    # With a small scale, more than 256 tokens are needed for most values of `top_p`.
+    logits_key, draw_key = jax.random.split(jax.random.key(seed))
+    logits = scale * jax.random.normal(logits_key, (2, 600))
+    modifiers = []
+    if top_k is not None:
+        modifiers.append(top_k_logits(top_k, break_ties="smallest_index"))
+    if top_p is not None:
+        modifiers.append(top_p_logits(top_p))
+    if min_p is not None:
+        modifiers.append(min_p_logits(min_p))
+    kept = np.asarray(chain(*modifiers)(logits) > EXCLUDED_LOGIT)
+    keys = jax.random.split(draw_key, 2)
+    tokens = draw_tokens(logits, keys, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert kept[np.arange(2), tokens].all()
+    # Another row does not change what is drawn.
+    alone = draw_tokens(logits[:1], keys[:1], top_k=top_k, top_p=top_p, min_p=min_p)
+    assert alone[0] == tokens[0]
+
+
+@pytest.mark.parametrize("rules", [{"top_p": 0.7}, {"top_k": 3, "top_p": 0.9}, {"min_p": 0.4}])
+def test_frequencies_are_the_probabilities_of_what_is_kept(rules):
+    logits = jnp.log(jnp.array([0.1, 0.4, 0.3, 0.15, 0.05]))
+    modifiers = []
+    if "top_k" in rules:
+        modifiers.append(top_k_logits(rules["top_k"]))
+    if "top_p" in rules:
+        modifiers.append(top_p_logits(rules["top_p"]))
+    if "min_p" in rules:
+        modifiers.append(min_p_logits(rules["min_p"]))
+    expected = jax.nn.softmax(chain(*modifiers)(logits))
+    keys = jax.random.split(jax.random.key(0), 4000)
+    tokens = draw_tokens(jnp.broadcast_to(logits, (4000, 5)), keys, **rules)
+    frequencies = np.bincount(tokens, minlength=5) / 4000
+    np.testing.assert_allclose(frequencies, expected, atol=0.03)

@@ -46,7 +46,8 @@ from weft.functional.embedding import (
     as_ids as as_ids, attend as attend, code_shares as code_shares,
     codebook_entries as codebook_entries, compute_code_coverage as compute_code_coverage,
     compute_code_pplx as compute_code_pplx, llama3_frequencies as llama3_frequencies,
-    lookup as lookup, nearest_codes as nearest_codes, rotary_frequencies as rotary_frequencies,
+    lookup as lookup, nearest_codes as nearest_codes,
+    relative_position_buckets as relative_position_buckets, rotary_frequencies as rotary_frequencies,
     rotary_sincos as rotary_sincos, sincos as sincos, sinusoidal_positions as sinusoidal_positions,
     yarn_frequencies as yarn_frequencies, yarn_magnitude as yarn_magnitude,
 )
@@ -81,12 +82,24 @@ from weft.functional.norm import (
     l2_normalize as l2_normalize, layer_norm as layer_norm, normalize_sum as normalize_sum,
     number_of_groups as number_of_groups, rms_norm as rms_norm,
 )
+from weft.functional.preferences import (
+    answer_log_probs as answer_log_probs, dpo_loss as dpo_loss,
+    group_advantages as group_advantages, grpo_loss as grpo_loss, ipo_loss as ipo_loss,
+    preference_margins as preference_margins, reference_divergences as reference_divergences,
+)
 from weft.functional.quantized_product import (
     fp8_dot_general as fp8_dot_general, int8_dot_general as int8_dot_general,
 )
+from weft.functional.quantized_weight import (
+    can_quantize as can_quantize, dequantize_weight as dequantize_weight,
+    dequantized_shape as dequantized_shape, quantize_weight as quantize_weight,
+    QuantizedWeight as QuantizedWeight, WEIGHT_FORMATS as WEIGHT_FORMATS,
+    WeightFormat as WeightFormat,
+)
 from weft.functional.sampling import (
-    chain as chain, EXCLUDED_LOGIT as EXCLUDED_LOGIT, LogitsToLogitsFn as LogitsToLogitsFn,
-    sample_token as sample_token, scale_by as scale_by, top_k_logits as top_k_logits,
+    chain as chain, draw_tokens as draw_tokens, EXCLUDED_LOGIT as EXCLUDED_LOGIT,
+    LogitsToLogitsFn as LogitsToLogitsFn, min_p_logits as min_p_logits,
+    penalize_repetition as penalize_repetition, sample_token as sample_token, scale_by as scale_by, top_k_logits as top_k_logits,
     top_p_logits as top_p_logits,
 )
 from weft.functional.statistics import (

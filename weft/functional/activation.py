@@ -78,10 +78,14 @@ def get_activation_fn(name: ActivationName) -> ActivationFn:
         _, _, last_part = activation_name.rpartition(".")
         names_by_last_part[last_part] = activation_name
     _, _, last_part = name.rpartition(".")
-    near_parts = get_close_matches(last_part.lower(), names_by_last_part, n=3, cutoff=0.6)
+    near_parts = get_close_matches(
+        last_part.lower(), names_by_last_part, n=3, cutoff=0.6
+    )
     if near_parts:
         near_names = [repr(names_by_last_part[part]) for part in near_parts]
         hint = f"Did you mean {' or '.join(near_names)}?"
     else:
         hint = f"There are: {', '.join(ACTIVATIONS)}."
-    raise UnknownActivationError(f"Unknown activation function {name!r}. {hint}")
+    raise UnknownActivationError(
+        f"Unknown activation function {name!r}. {hint}"
+    )

@@ -44,7 +44,9 @@ INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 dot_general_context = jax.make_user_context()
 
 
-def to_ndim(x: Num[Array, "*shape"], ndim: int) -> Num[Array, "*ones_and_shape"]:
+def to_ndim(
+    x: Num[Array, "*shape"], ndim: int
+) -> Num[Array, "*ones_and_shape"]:
     """Returns `x` with axes of size 1 prepended, up to at least `ndim`; scalars stay scalars.
 
     >>> to_ndim(jnp.ones(3), 2).shape, to_ndim(jnp.array(1.0), 2).shape
@@ -67,7 +69,8 @@ def same_ndim(*xs: Num[Array, "..."]) -> list[Num[Array, "..."]]:
 
 
 def counted(
-    x: Num[Array, "*shape"], where: Num[Array, "*#shape"] | Bool[Array, "*#shape"] | None
+    x: Num[Array, "*shape"],
+    where: Num[Array, "*#shape"] | Bool[Array, "*#shape"] | None,
 ) -> Num[Array, "*shape"]:
     """Returns `x` with 0 where `where` is 0 or False; None leaves all unchanged.
 
@@ -111,7 +114,9 @@ def explicit_spec(x: Num[Array, "*shape"]) -> tuple[SpecEntry, ...]:
     (None, None)
     """
     spec = jax.typeof(x).sharding.spec
-    unsharded = [None] * (x.ndim - len(spec))  # JAX may leave out entries at the end
+    unsharded = [None] * (
+        x.ndim - len(spec)
+    )  # JAX may leave out entries at the end
     return (*spec, *unsharded)
 
 
@@ -145,7 +150,9 @@ def gathered(x: Num[Array, "*shape"], *axes: int) -> Num[Array, "*shape"]:
     return jax.sharding.reshard(x, sharding)
 
 
-def sharded_as(x: Num[Array, "*shape"], other: Num[Array, "*shape"]) -> Num[Array, "*shape"]:
+def sharded_as(
+    x: Num[Array, "*shape"], other: Num[Array, "*shape"]
+) -> Num[Array, "*shape"]:
     """Returns `x` with the sharding of another array over Explicit axes of a mesh.
 
     >>> sharded_as(jnp.ones(2), jnp.zeros(2)).tolist()
@@ -157,7 +164,9 @@ def sharded_as(x: Num[Array, "*shape"], other: Num[Array, "*shape"]) -> Num[Arra
 
 
 def reshaped(
-    x: Num[Array, "*shape"], shape: Sequence[int], spec: Sequence[SpecEntry] = ()
+    x: Num[Array, "*shape"],
+    shape: Sequence[int],
+    spec: Sequence[SpecEntry] = (),
 ) -> Num[Array, "*new_shape"]:
     """Returns `x` in a shape without -1, sharded by `spec` over Explicit axes of a mesh.
 
@@ -178,7 +187,9 @@ def reshaped(
     return jax.lax.reshape(x, shape, out_sharding=sharding)
 
 
-def sharded_by_compiler(fn: Callable[..., T], *operands: Any, spec: Sequence[SpecEntry]) -> T:
+def sharded_by_compiler(
+    fn: Callable[..., T], *operands: Any, spec: Sequence[SpecEntry]
+) -> T:
     """Returns `fn(*operands)`, whose arrays are sharded by `spec` over Explicit axes of a mesh.
 
     If no such axis shards an array of the operands, `spec` has no effect. Inside, the compiler
@@ -189,8 +200,12 @@ def sharded_by_compiler(fn: Callable[..., T], *operands: Any, spec: Sequence[Spe
     """
     for x in jax.tree.leaves(operands):
         if any(explicit_spec(x)):
-            sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec))
-            on_auto_axes: Any = jax.sharding.auto_axes(fn, out_sharding=sharding)
+            sharding = NamedSharding(
+                jax.typeof(x).sharding.mesh, PartitionSpec(*spec)
+            )
+            on_auto_axes: Any = jax.sharding.auto_axes(
+                fn, out_sharding=sharding
+            )
             return on_auto_axes(*operands)
     return fn(*operands)
 
@@ -206,11 +221,16 @@ def positions(size: int, ndim: int) -> Num[Array, "*ones size"]:
 
 def on_one_cpu() -> bool:
     """Returns whether programs run on the CPU, without a mesh of several devices."""
-    return jax.sharding.get_abstract_mesh().size <= 1 and jax.default_backend() == "cpu"
+    return (
+        jax.sharding.get_abstract_mesh().size <= 1
+        and jax.default_backend() == "cpu"
+    )
 
 
 def over_batch_axes(
-    fn: Callable[[Array], Array], x: Num[Array, "*batch_and_item"], item_ndim: int
+    fn: Callable[[Array], Array],
+    x: Num[Array, "*batch_and_item"],
+    item_ndim: int,
 ) -> Num[Array, "*batch_and_result"]:
     """Calls `fn` with the batch axes of `x` merged into one, and restores them in the result.
 
@@ -228,7 +248,9 @@ def over_batch_axes(
     return y.reshape(*batch_shape, *y.shape[1:])
 
 
-def as_tuple(sizes: int | Sequence[int] | np.ndarray | Array) -> tuple[int, ...]:
+def as_tuple(
+    sizes: int | Sequence[int] | np.ndarray | Array,
+) -> tuple[int, ...]:
     """Returns sizes or axes as a tuple; a number becomes a tuple of one.
 
     >>> as_tuple(2), as_tuple(np.arange(2))
@@ -270,7 +292,9 @@ def check_sizes(layer: str, **sizes: Any) -> None:
             is_valid = _is_size(value)
             expected = "a positive integer"
         if not is_valid:
-            raise ArgumentValueError(f"{layer} was given {name}={value!r}; expected {expected}.")
+            raise ArgumentValueError(
+                f"{layer} was given {name}={value!r}; expected {expected}."
+            )
 
 
 def _is_size(value: Any) -> bool:
@@ -282,7 +306,9 @@ def _is_size(value: Any) -> bool:
     return True
 
 
-def canonicalize_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool = True) -> DType:
+def canonicalize_dtype(
+    *args: Any, dtype: DTypeLike | None = None, inexact: bool = True
+) -> DType:
     """Returns the dtype of a computation.
 
     Args:
@@ -308,7 +334,9 @@ def canonicalize_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool
     return dtype
 
 
-def promote_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool = True) -> list[Any]:
+def promote_dtype(
+    *args: Any, dtype: DTypeLike | None = None, inexact: bool = True
+) -> list[Any]:
     """Returns the arguments as arrays of one dtype; None stays None.
 
     `dtype` and `inexact` are those of `canonicalize_dtype`.
@@ -390,14 +418,18 @@ def cast_floats(tree: T, dtype: jax.typing.DTypeLike | None) -> T:
         return tree
 
     def cast(x: T) -> T | jax.Array | np.ndarray:
-        if isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating):
+        if isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(
+            x.dtype, jnp.floating
+        ):
             return x.astype(dtype)
         return x
 
     return jax.tree.map(cast, tree)
 
 
-def stochastic_round(x: Float[Array, "*shape"], key: Key[Array, ""]) -> Float[Array, "*shape"]:
+def stochastic_round(
+    x: Float[Array, "*shape"], key: Key[Array, ""]
+) -> Float[Array, "*shape"]:
     """Rounds float32 to one of the two nearest bfloat16 numbers, such that the mean is `x`.
 
     A number that bfloat16 can represent is returned exactly, with its sign also for 0. Infinities
@@ -416,7 +448,9 @@ def stochastic_round(x: Float[Array, "*shape"], key: Key[Array, ""]) -> Float[Ar
     x = x.astype(jnp.float32)
     # bfloat16 is the upper half of float32. Adding a random lower half to the bits, whose magnitude
     # is ordered as the numbers are, carries into the upper half as often as it should.
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + _random_half(key, x.shape)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + _random_half(
+        key, x.shape
+    )
     upper_half = (bits >> 16).astype(jnp.uint16)
     rounded = jax.lax.bitcast_convert_type(upper_half, jnp.bfloat16)
     # Carrying out of the largest mantissa gives infinity; carrying in that of NaN, other numbers.
@@ -432,7 +466,9 @@ def _random_half(key: Array, shape: tuple[int, ...]) -> Array:
     the size of the parameters. The hash is the finalizer of MurmurHash3 (Appleby, 2011), twice.
     """
     first_seed, second_seed = jax.random.bits(key, (2,), jnp.uint32)
-    index = jnp.zeros(shape, jnp.uint32)  # of each element in the flat array, modulo 2**32
+    index = jnp.zeros(
+        shape, jnp.uint32
+    )  # of each element in the flat array, modulo 2**32
     stride = 1
     for axis in reversed(range(len(shape))):
         index_along_axis = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)

@@ -23,7 +23,11 @@ from weft.functional import attention_mask, embedding
 from weft.functional.arrays import INLINE, gathered, to_ndim, without_none
 from weft.functional.attention_mask import AttentionMask, MaskFn
 from weft.functional.dropout import dropout, keep_mask
-from weft.functional.fused_attention import AttentionImplementation, fused_attention, is_plain
+from weft.functional.fused_attention import (
+    AttentionImplementation,
+    fused_attention,
+    is_plain,
+)
 from weft.functional.linear import products_are_replaced
 
 
@@ -34,7 +38,10 @@ def dot_product_attention(
     *,
     bias: Float[Array, "#batch #heads #target #source"] | None = None,
     alibi_slopes: Float[Array, " heads"] | None = None,
-    mask: Bool[Array, "#batch #heads #target #source"] | MaskFn | AttentionMask | None = None,
+    mask: Bool[Array, "#batch #heads #target #source"]
+    | MaskFn
+    | AttentionMask
+    | None = None,
     scale: float | None = None,
     logit_cap: float | None = None,
     logit_sink: Float[Array, " heads"] | None = None,
@@ -92,7 +99,9 @@ def dot_product_attention(
         return context
     drop = None
     if dropout_rate:
-        drop = functools.partial(dropout, rate=dropout_rate, prng_key=dropout_key)
+        drop = functools.partial(
+            dropout, rate=dropout_rate, prng_key=dropout_key
+        )
     return plain_attention(query, key, value, drop=drop, **options)
 
 
@@ -135,7 +144,9 @@ def plain_attention(
         logits = cap_logits(logits, logit_cap)
     if alibi_slopes is not None:
         positions = mask.positions(target, source)
-        logits = _add_bias(logits, embedding.alibi_bias(alibi_slopes, *positions))
+        logits = _add_bias(
+            logits, embedding.alibi_bias(alibi_slopes, *positions)
+        )
     logits = _add_bias(logits, bias)
     if mask.restricts:
         allowed = mask.to_array(target, source)
@@ -184,7 +195,9 @@ def attention_logits(
     source, kv_heads = key.shape[-3:-1]
     key = gathered(key, -3)
     options = without_none(
-        precision=precision, preferred_element_type=preferred_element_type, _dot_general=dot_general
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        _dot_general=dot_general,
     )
     if heads == kv_heads:
         return jnp.einsum("...qhd,...khd->...hqk", query, key, **options)
@@ -204,14 +217,18 @@ def _check_shared_heads(query: Array, key: Array) -> None:
         )
 
 
-def cap_logits(logits: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
+def cap_logits(
+    logits: Float[Array, "*shape"], cap: float
+) -> Float[Array, "*shape"]:
     """Returns `cap * tanh(logits / cap)`, which stays within ±`cap` (Gemma Team, 2024).
 
     >>> cap_logits(jnp.array([0.0, 1e6]), 50.0).tolist()
     [0.0, 50.0]
     """
     # In float32: where bfloat16 rounds the tangent to 1, its derivative would be 0.
-    return (cap * jnp.tanh(logits.astype(jnp.float32) / cap)).astype(logits.dtype)
+    return (cap * jnp.tanh(logits.astype(jnp.float32) / cap)).astype(
+        logits.dtype
+    )
 
 
 def attention_probs(
@@ -238,13 +255,19 @@ def attention_probs(
 # Traced once, as `jax.nn.softmax` is.
 @functools.partial(jax.jit, inline=INLINE)
 def _weights_and_total(
-    logits: Float[Array, "*batch heads target source"], logit_sink: Float[Array, " heads"] | None
-) -> tuple[Float[Array, "*batch heads target source"], Float[Array, "*batch heads target 1"]]:
+    logits: Float[Array, "*batch heads target source"],
+    logit_sink: Float[Array, " heads"] | None,
+) -> tuple[
+    Float[Array, "*batch heads target source"],
+    Float[Array, "*batch heads target 1"],
+]:
     """Returns `exp(logit - largest)`, and its sum over the source and the sink."""
     largest = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
     sink = None
     if logit_sink is not None:
-        sink = to_ndim(logit_sink.astype(jnp.float32)[:, None, None], logits.ndim)
+        sink = to_ndim(
+            logit_sink.astype(jnp.float32)[:, None, None], logits.ndim
+        )
         largest = jnp.maximum(largest, sink)
     largest = jax.lax.stop_gradient(largest)
     weights = jnp.exp(logits - largest)
@@ -256,7 +279,8 @@ def _weights_and_total(
 
 @functools.partial(jax.jit, inline=INLINE)
 def _divided(
-    context: Float[Array, "*batch target heads dim"], total: Float[Array, "*batch heads target 1"]
+    context: Float[Array, "*batch target heads dim"],
+    total: Float[Array, "*batch heads target 1"],
 ) -> Float[Array, "*batch target heads dim"]:
     return context / jnp.moveaxis(total, -3, -2)
 
@@ -282,7 +306,9 @@ def attention_context(
     if probs.dtype != value.dtype:
         probs = probs.astype(value.dtype)
     options = without_none(
-        precision=precision, preferred_element_type=preferred_element_type, _dot_general=dot_general
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        _dot_general=dot_general,
     )
     if heads == kv_heads:
         return jnp.einsum("...hqk,...khd->...qhd", probs, value, **options)
@@ -402,7 +428,11 @@ def attention_weights(
         logits = einsum("...qhd,...khd->...hqk", query, key)
     else:
         logits = attention_logits(
-            query, key, precision=precision, preferred_element_type=None, dot_general=dot_general
+            query,
+            key,
+            precision=precision,
+            preferred_element_type=None,
+            dot_general=dot_general,
         )
     if bias is not None:
         check_broadcastable("bias", bias, logits.shape)
@@ -445,7 +475,11 @@ def drop_attention_weights(
 
 
 def check_attention_shapes(
-    query: Array, key: Array, value: Array | None = None, *, shared_heads: bool = False
+    query: Array,
+    key: Array,
+    value: Array | None = None,
+    *,
+    shared_heads: bool = False,
 ) -> None:
     """Checks that the shapes of queries, keys and values match.
 
@@ -461,17 +495,25 @@ def check_attention_shapes(
     if value is not None:
         shapes["value"] = value.shape
         fits = key.shape[:-1] == value.shape[:-1]
-        _check_heads(shapes, fits, "agree between key and value in all axes but the last")
+        _check_heads(
+            shapes, fits, "agree between key and value in all axes but the last"
+        )
     fits = query.shape[:-3] == key.shape[:-3]
     _check_heads(shapes, fits, "agree in the axes before the last three")
     if shared_heads:
-        _check_heads(shapes, query.shape[-1] == key.shape[-1], "agree in features, the last axis")
+        _check_heads(
+            shapes,
+            query.shape[-1] == key.shape[-1],
+            "agree in features, the last axis",
+        )
     else:
         fits = query.shape[-2:] == key.shape[-2:]
         _check_heads(shapes, fits, "agree in heads and features, the last two")
 
 
-def _check_heads(shapes: dict[str, tuple[int, ...]], fits: bool, expected: str) -> None:
+def _check_heads(
+    shapes: dict[str, tuple[int, ...]], fits: bool, expected: str
+) -> None:
     if not fits or any(len(shape) < 3 for shape in shapes.values()):
         raise ArgumentShapeError(
             f"the shapes are {shapes}; expected (*batch, length, heads, features), and that they "
@@ -479,13 +521,17 @@ def _check_heads(shapes: dict[str, tuple[int, ...]], fits: bool, expected: str) 
         )
 
 
-def check_broadcastable(name: str, x: Array, logits_shape: tuple[int, ...]) -> None:
+def check_broadcastable(
+    name: str, x: Array, logits_shape: tuple[int, ...]
+) -> None:
     """Raises ArgumentShapeError unless a bias or mask broadcasts to the logits."""
     shape = jnp.shape(x)
     if shape == logits_shape:
         return
     broadcasts = len(shape) <= len(logits_shape)
-    for size, logits_size in zip(reversed(shape), reversed(logits_shape), strict=False):
+    for size, logits_size in zip(
+        reversed(shape), reversed(logits_shape), strict=False
+    ):
         broadcasts = broadcasts and size in (1, logits_size)
     if not broadcasts:
         raise ArgumentShapeError(
@@ -522,14 +568,20 @@ def attention_without_weights(
     """
     key = gathered(key, -3)
     value = gathered(value, -3)
-    reasons = [description for description, is_so in only_plain.items() if is_so]
+    reasons = [
+        description for description, is_so in only_plain.items() if is_so
+    ]
     if dropout_rate == 1.0:
         reasons.append(f"dropout_rate={dropout_rate} drops all")
     reason = reasons[0] if reasons else None
     *batch, target, heads, _ = query.shape
     source = key.shape[-3]
     plain = is_plain(implementation, target * source, reason)
-    needs_weights = reason is not None or query.dtype != jnp.float32 or products_are_replaced()
+    needs_weights = (
+        reason is not None
+        or query.dtype != jnp.float32
+        or products_are_replaced()
+    )
     if plain and needs_weights:
         return None
     logits_shape = (*batch, heads, target, source)
@@ -632,7 +684,11 @@ def attention_cache_step(
     """
     *batch, length, heads, features = cached_key.shape
     expected = (*batch, 1, heads, features)
-    if key.shape != expected or query.shape[:-2] != expected[:-2] or value.shape != expected:
+    if (
+        key.shape != expected
+        or query.shape[:-2] != expected[:-2]
+        or value.shape != expected
+    ):
         raise ArgumentShapeError(
             f"{layer} decodes with queries of shape {query.shape}, keys of shape {key.shape} and "
             f"values of shape {value.shape}, and its cache expects {expected}: give one position "
@@ -649,6 +705,8 @@ def attention_cache_step(
     key = key.astype(cached_key.dtype)
     keys = jax.lax.dynamic_update_slice_in_dim(cached_key, key, index, axis)
     value = value.astype(cached_value.dtype)
-    values = jax.lax.dynamic_update_slice_in_dim(cached_value, value, index, axis)
+    values = jax.lax.dynamic_update_slice_in_dim(
+        cached_value, value, index, axis
+    )
     is_filled = jnp.arange(length) <= index
     return keys, values, jnp.broadcast_to(is_filled, (*batch, 1, 1, length))

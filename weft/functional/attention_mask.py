@@ -79,7 +79,9 @@ class Window:
         return inside
 
 
-def left_right_window_mask(left_context: int | None, right_context: int | None) -> MaskFn:
+def left_right_window_mask(
+    left_context: int | None, right_context: int | None
+) -> MaskFn:
     """Lets each position attend to itself and to a number of positions on its left and right.
 
     A context of None is unlimited.
@@ -99,10 +101,16 @@ def truncated_key_mask(valid_k_len: Int[Array, "*#shape"] | int) -> MaskFn:
     """
 
     def mask(query_position: Array, key_position: Array) -> Array:
-        pair_shape = jnp.broadcast_shapes(jnp.shape(query_position), jnp.shape(key_position))
-        key_position, valid_length = same_ndim(key_position, jnp.asarray(valid_k_len))
+        pair_shape = jnp.broadcast_shapes(
+            jnp.shape(query_position), jnp.shape(key_position)
+        )
+        key_position, valid_length = same_ndim(
+            key_position, jnp.asarray(valid_k_len)
+        )
         inside = key_position < valid_length
-        return jnp.broadcast_to(inside, jnp.broadcast_shapes(inside.shape, pair_shape))
+        return jnp.broadcast_to(
+            inside, jnp.broadcast_shapes(inside.shape, pair_shape)
+        )
 
     return mask
 
@@ -115,7 +123,9 @@ class _Joined:
     mask_fns: tuple[MaskFn, ...]
 
     def __call__(self, query_position: Array, key_position: Array) -> Array:
-        masks = same_ndim(*[fn(query_position, key_position) for fn in self.mask_fns])
+        masks = same_ndim(
+            *[fn(query_position, key_position) for fn in self.mask_fns]
+        )
         join = operator.and_ if self.kind == "and" else operator.or_
         return functools.reduce(join, masks)
 
@@ -166,11 +176,13 @@ def window_of(mask_fn: MaskFn | None) -> tuple[Window, bool]:
     left_contexts = [window.left_context for window in windows]
     right_contexts = [window.right_context for window in windows]
     if mask_fn.kind == "and":
-        return Window(_narrowest(left_contexts), _narrowest(right_contexts)), all_exact
+        return Window(
+            _narrowest(left_contexts), _narrowest(right_contexts)
+        ), all_exact
     # A window around two windows also has pairs of neither, unless they are the same.
-    return Window(_widest(left_contexts), _widest(right_contexts)), all_exact and len(
-        set(windows)
-    ) == 1
+    return Window(
+        _widest(left_contexts), _widest(right_contexts)
+    ), all_exact and len(set(windows)) == 1
 
 
 def _narrowest(contexts: list[int | None]) -> int | None:
@@ -210,14 +222,18 @@ class AttentionMask(struct.PyTreeNode):
     key_segments: Any = None
     arrays: tuple[Any, ...] = ()
 
-    def to_array(self, target: int, source: int) -> Bool[Array, "#batch #heads #target #source"]:
+    def to_array(
+        self, target: int, source: int
+    ) -> Bool[Array, "#batch #heads #target #source"]:
         """Returns the mask of all pairs of `target` queries and `source` keys.
 
         Without any restriction its shape is `(1, 1, 1, 1)`.
         """
         masks: list[Array] = []
         if self.mask_fn is not None:
-            masks.append(evaluate_mask(self.mask_fn, *self.positions(target, source)))
+            masks.append(
+                evaluate_mask(self.mask_fn, *self.positions(target, source))
+            )
         if self.query_segments is not None:
             key_segments = self.key_segments
             if key_segments is None:
@@ -227,16 +243,25 @@ class AttentionMask(struct.PyTreeNode):
         if not masks:
             return jnp.ones((1, 1, 1, 1), bool)
         ndim = max(4, *[mask.ndim for mask in masks])
-        return functools.reduce(jnp.logical_and, [to_ndim(mask, ndim) for mask in masks])
+        return functools.reduce(
+            jnp.logical_and, [to_ndim(mask, ndim) for mask in masks]
+        )
 
     @property
     def restricts(self) -> bool:
         """True if some pair may be False."""
-        return bool(self.mask_fn or self.query_segments is not None or self.arrays)
+        return bool(
+            self.mask_fn or self.query_segments is not None or self.arrays
+        )
 
-    def positions(self, target: int, source: int) -> list[Int[Array, "#batch length"]]:
+    def positions(
+        self, target: int, source: int
+    ) -> list[Int[Array, "#batch length"]]:
         """Returns the positions of `target` queries and of `source` keys."""
-        query_positions, key_positions = self.query_positions, self.key_positions
+        query_positions, key_positions = (
+            self.query_positions,
+            self.key_positions,
+        )
         if query_positions is None:
             query_positions = jnp.arange(target)
         if key_positions is None:
@@ -251,7 +276,9 @@ class AttentionMask(struct.PyTreeNode):
 
 
 def mask_of_step(
-    mask: Array | MaskFn | AttentionMask | None, index: Int[Array, ""], length: int
+    mask: Array | MaskFn | AttentionMask | None,
+    index: Int[Array, ""],
+    length: int,
 ) -> Array | None:
     """Returns the mask of a decoding step, whose query is at `index`, as an array or None.
 
@@ -261,10 +288,16 @@ def mask_of_step(
     if mask is None or isinstance(mask, Array):
         return mask
     position = jnp.reshape(index, (1, 1))
-    return as_attention_mask(mask).replace(query_positions=position).to_array(1, length)
+    return (
+        as_attention_mask(mask)
+        .replace(query_positions=position)
+        .to_array(1, length)
+    )
 
 
-def as_attention_mask(mask: Array | MaskFn | AttentionMask | None) -> AttentionMask:
+def as_attention_mask(
+    mask: Array | MaskFn | AttentionMask | None,
+) -> AttentionMask:
     """Returns a mask, given as an array, as a function of positions, or as None, as an object.
 
     >>> as_attention_mask(causal_mask).to_array(1, 2).tolist()
@@ -287,7 +320,9 @@ def evaluate_mask(
     >>> evaluate_mask(causal_mask, jnp.array([[2], [0]]), jnp.arange(3)[None]).astype(int).tolist()
     [[[[1, 1, 1]]], [[[1, 0, 0]]]]
     """
-    query_positions, key_positions = jnp.atleast_2d(query_positions, key_positions)
+    query_positions, key_positions = jnp.atleast_2d(
+        query_positions, key_positions
+    )
     query_column = query_positions[..., :, None]  # (#batch, target, 1)
     key_row = gathered(key_positions, -1)[..., None, :]  # (#batch, 1, source)
     mask = mask_fn(query_column, key_row)
@@ -298,7 +333,8 @@ def evaluate_mask(
 
 
 def segment_mask(
-    query_segments: Int[Array, "*batch target"], key_segments: Int[Array, "*batch source"]
+    query_segments: Int[Array, "*batch target"],
+    key_segments: Int[Array, "*batch source"],
 ) -> Bool[Array, "*batch 1 target source"]:
     """Lets each position attend to the positions of its own segment.
 
@@ -307,7 +343,9 @@ def segment_mask(
     [[[[1, 1, 0], [1, 1, 0], [0, 0, 1]]]]
     """
     query_column = query_segments[..., :, None]  # (*batch, target, 1)
-    key_row = gathered(jnp.asarray(key_segments), -1)[..., None, :]  # (*batch, 1, source)
+    key_row = gathered(jnp.asarray(key_segments), -1)[
+        ..., None, :
+    ]  # (*batch, 1, source)
     mask = (query_column == key_row)[..., None, :, :]
     return to_ndim(mask, max(mask.ndim, 4))
 
@@ -348,7 +386,9 @@ def make_attention_mask(
             f"query_input and key_input have the shapes {jnp.shape(query_input)} and "
             f"{jnp.shape(key_input)}; expected (*batch, length)."
         )
-    query_column = jnp.asarray(query_input)[..., :, None]  # (*batch, queries, 1)
+    query_column = jnp.asarray(query_input)[
+        ..., :, None
+    ]  # (*batch, queries, 1)
     key_row = jnp.asarray(key_input)[..., None, :]  # (*batch, 1, keys)
     mask = jnp.asarray(pairwise_fn(*same_ndim(query_column, key_row)), dtype)
     head_axis = extra_batch_dims + mask.ndim - 2
@@ -356,7 +396,9 @@ def make_attention_mask(
 
 
 def make_causal_mask(
-    x: Num[Array, "*batch length"], extra_batch_dims: int = 0, dtype: DType = jnp.float32
+    x: Num[Array, "*batch length"],
+    extra_batch_dims: int = 0,
+    dtype: DType = jnp.float32,
 ) -> Num[Array, "*batch 1 length length"]:
     """Returns a mask that lets each position attend to itself and to earlier positions.
 
@@ -366,8 +408,12 @@ def make_causal_mask(
     >>> make_causal_mask(jnp.ones(3), dtype=int).tolist()
     [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
     """
-    positions = jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=jnp.int32), x.shape)
-    return make_attention_mask(positions, positions, causal_mask, extra_batch_dims, dtype)
+    positions = jnp.broadcast_to(
+        jnp.arange(x.shape[-1], dtype=jnp.int32), x.shape
+    )
+    return make_attention_mask(
+        positions, positions, causal_mask, extra_batch_dims, dtype
+    )
 
 
 def combine_masks(

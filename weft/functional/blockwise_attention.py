@@ -57,7 +57,9 @@ class _Blocks(NamedTuple):
         """Returns which positions of a block are not in the next one; None for all."""
         if self.length % self.size == 0:
             return None
-        next_start = jnp.where(i + 1 < self.number, self.start(i + 1), self.length)
+        next_start = jnp.where(
+            i + 1 < self.number, self.start(i + 1), self.length
+        )
         return self.start(i) + jnp.arange(self.size) < next_start
 
     def take(self, x: Array, i: Array, axis: int) -> Array:
@@ -74,7 +76,9 @@ class _Blocks(NamedTuple):
         """Sets a block of an array, or all of an axis of size 1."""
         if x.shape[axis] == 1:
             return block
-        return jax.lax.dynamic_update_slice_in_dim(x, block, self.start(i), axis)
+        return jax.lax.dynamic_update_slice_in_dim(
+            x, block, self.start(i), axis
+        )
 
     def positions(self, ids: Array | None, i: Array) -> Array:
         """Returns a block of positions, with an axis for the batch; None means 0, 1, ..."""
@@ -82,13 +86,19 @@ class _Blocks(NamedTuple):
             return self.start(i) + jnp.arange(self.size)[None]
         return self.take(jnp.atleast_2d(ids), i, 1)
 
-    def bounds(self, ids: Array | None) -> tuple[Array | np.ndarray, Array | np.ndarray]:
+    def bounds(
+        self, ids: Array | None
+    ) -> tuple[Array | np.ndarray, Array | np.ndarray]:
         """Returns the smallest and largest id in each block; None means positions."""
-        start = np.minimum(np.arange(self.number) * self.size, self.length - self.size)
+        start = np.minimum(
+            np.arange(self.number) * self.size, self.length - self.size
+        )
         if ids is None:
             return start, start + self.size - 1
         index = start[:, None] + np.arange(self.size)
-        blocks = jnp.take(jnp.atleast_2d(ids), index, axis=-1, mode="clip")  # (batch, block, size)
+        blocks = jnp.take(
+            jnp.atleast_2d(ids), index, axis=-1, mode="clip"
+        )  # (batch, block, size)
         return blocks.min((0, 2)), blocks.max((0, 2))
 
 
@@ -142,7 +152,9 @@ class _Output(NamedTuple):
 
 class _Logits(NamedTuple):
     values: Array  # (batch, kv_heads, group, target, source)
-    slope: Array | float  # the derivative of the values by the products of queries and keys
+    slope: (
+        Array | float
+    )  # the derivative of the values by the products of queries and keys
     allowed: Array | None  # the mask, broadcastable to the values
 
 
@@ -183,7 +195,9 @@ def blockwise_attention(
     (1, 5, 2, 4)
     """
     if dropout_rate and dropout_key is None:
-        raise ArgumentValueError(f"dropout_rate={dropout_rate} without dropout_key: give a key.")
+        raise ArgumentValueError(
+            f"dropout_rate={dropout_rate} without dropout_key: give a key."
+        )
     batch, target, heads, dim = query.shape
     source, kv_heads = key.shape[1:3]
     if block_size is None:
@@ -230,7 +244,9 @@ def blockwise_attention(
     return jnp.moveaxis(out, 2, 1)
 
 
-def _attends_to_itself(mask: attention_mask.AttentionMask, same_length: bool) -> bool:
+def _attends_to_itself(
+    mask: attention_mask.AttentionMask, same_length: bool
+) -> bool:
     """Returns whether the mask lets each query attend to the key at its own place."""
     window, is_exact = attention_mask.window_of(mask.mask_fn)
     if not is_exact or mask.arrays:
@@ -259,7 +275,9 @@ def _attend(options: _Options, arrays: _Arrays, constants: _Constants) -> Array:
 _Residuals = tuple[_Arrays, _Constants, _Output]
 
 
-def _forward(options: _Options, arrays: _Arrays, constants: _Constants) -> tuple[Array, _Residuals]:
+def _forward(
+    options: _Options, arrays: _Arrays, constants: _Constants
+) -> tuple[Array, _Residuals]:
     queries, keys, sink = options.queries, options.keys, arrays.sink
     value_dim = arrays.value.shape[-1]
     first_needed, num_needed = _needed_keys(queries, keys, constants.mask)
@@ -277,7 +295,9 @@ def _forward(options: _Options, arrays: _Arrays, constants: _Constants) -> tuple
 
         def visit_keys(state: tuple[Array, _Softmax]) -> tuple[Array, _Softmax]:
             n, softmax = state
-            tile = _Tile(options, constants, i, (first_needed[i] + n) % keys.number)
+            tile = _Tile(
+                options, constants, i, (first_needed[i] + n) % keys.number
+            )
             logits = tile.logits(arrays, query).values
             largest = jnp.maximum(softmax.largest, logits.max(-1))
             weights = jnp.exp(logits - largest[..., None])
@@ -292,8 +312,12 @@ def _forward(options: _Options, arrays: _Arrays, constants: _Constants) -> tuple
             return n + 1, _Softmax(largest, total, context)
 
         zeros = _zeros_like(query[..., 0])
-        softmax = _Softmax(zeros + _LOWEST, zeros, jnp.repeat(zeros[..., None], value_dim, -1))
-        _, softmax = jax.lax.while_loop(is_unfinished, visit_keys, (jnp.int32(0), softmax))
+        softmax = _Softmax(
+            zeros + _LOWEST, zeros, jnp.repeat(zeros[..., None], value_dim, -1)
+        )
+        _, softmax = jax.lax.while_loop(
+            is_unfinished, visit_keys, (jnp.int32(0), softmax)
+        )
         largest, total, context = softmax
         if sink is not None:
             # One more logit, without a value.
@@ -317,11 +341,15 @@ def _forward(options: _Options, arrays: _Arrays, constants: _Constants) -> tuple
     return output.out, (arrays, constants, output)
 
 
-def _backward(options: _Options, residuals: _Residuals, dout: Array) -> tuple[_Arrays, None]:
+def _backward(
+    options: _Options, residuals: _Residuals, dout: Array
+) -> tuple[_Arrays, None]:
     arrays, constants, output = residuals
     queries, keys = options.queries, options.keys
     first_needed, num_needed = _needed_keys(queries, keys, constants.mask)
-    delta = jnp.sum(dout.astype(jnp.float32) * output.out, -1)  # dout · out of each query
+    delta = jnp.sum(
+        dout.astype(jnp.float32) * output.out, -1
+    )  # dout · out of each query
     if not options.never_empty and _skips(constants.mask):
         # As in the forward pass: a block with a query without any key has visited all keys.
         smallest, _ = queries.bounds(output.largest.min((0, 1, 2)))
@@ -339,13 +367,19 @@ def _backward(options: _Options, residuals: _Residuals, dout: Array) -> tuple[_A
             inverse_total = jnp.where(to_ndim(only_here, 4), inverse_total, 0)
 
         def visit_keys(n: Array, grads: _Arrays) -> _Arrays:
-            tile = _Tile(options, constants, i, (first_needed[i] + n) % keys.number)
+            tile = _Tile(
+                options, constants, i, (first_needed[i] + n) % keys.number
+            )
             key = keys.take(arrays.key, tile.key_block, 2)
             value = keys.take(arrays.value, tile.key_block, 2)
             logits, slope, allowed = tile.logits(arrays, query)
-            weights = jnp.exp(logits - largest[..., None]) * inverse_total[..., None]
+            weights = (
+                jnp.exp(logits - largest[..., None]) * inverse_total[..., None]
+            )
             dropped_weights = tile.dropout(weights).astype(block_dout.dtype)
-            dvalue = _product(options, "bkgts,bkgtd->bksd", dropped_weights, block_dout)
+            dvalue = _product(
+                options, "bkgts,bkgtd->bksd", dropped_weights, block_dout
+            )
             dweights = _product(options, "bkgtd,bksd->bkgts", block_dout, value)
             dweights = tile.dropout(dweights)
             dlogits = weights * (dweights - block_delta[..., None])
@@ -356,8 +390,12 @@ def _backward(options: _Options, residuals: _Residuals, dout: Array) -> tuple[_A
                 dbias = tile.add_to_bias(dbias, dlogits)
             dslopes = grads.slopes
             if dslopes is not None:
-                distance = tile.alibi(jnp.ones(1))  # (#batch, 1, target, source)
-                dslopes += jnp.sum(dlogits * distance[:, :, None], (0, 3, 4)).ravel()
+                distance = tile.alibi(
+                    jnp.ones(1)
+                )  # (#batch, 1, target, source)
+                dslopes += jnp.sum(
+                    dlogits * distance[:, :, None], (0, 3, 4)
+                ).ravel()
             dproducts = (dlogits * slope).astype(query.dtype)
             dquery = _product(options, "bkgts,bksd->bkgtd", dproducts, key)
             dkey = _product(options, "bkgts,bkgtd->bksd", dproducts, query)
@@ -372,7 +410,9 @@ def _backward(options: _Options, residuals: _Residuals, dout: Array) -> tuple[_A
 
         # The loop over keys sums the gradient of one block of queries, and those of all keys.
         block_grads = grads._replace(query=_zeros_like(query))
-        block_grads = jax.lax.fori_loop(0, num_needed[i], visit_keys, block_grads)
+        block_grads = jax.lax.fori_loop(
+            0, num_needed[i], visit_keys, block_grads
+        )
         dquery = queries.add(grads.query, i, 3, block_grads.query)
         return block_grads._replace(query=dquery), None
 
@@ -380,10 +420,14 @@ def _backward(options: _Options, residuals: _Residuals, dout: Array) -> tuple[_A
     grads, _ = jax.lax.scan(visit_queries, grads, jnp.arange(queries.number))
     if arrays.sink is not None:
         # The sink's weight, times dout · (0 - out): its value is 0.
-        sink_weights = jnp.exp(arrays.sink - output.largest) * output.inverse_total
+        sink_weights = (
+            jnp.exp(arrays.sink - output.largest) * output.inverse_total
+        )
         dsink = -jnp.sum(sink_weights * delta, (0, 3))
         grads = grads._replace(sink=dsink[None, ..., None])
-    return jax.tree.map(lambda x, grad: grad.astype(x.dtype), arrays, grads), None
+    return jax.tree.map(
+        lambda x, grad: grad.astype(x.dtype), arrays, grads
+    ), None
 
 
 _attend.defvjp(_forward, _backward)
@@ -417,7 +461,9 @@ def _needed_keys(
     if mask.query_segments is not None:
         low, high = queries.bounds(mask.query_segments)
         key_low, key_high = keys.bounds(mask.key_segments)
-        ranges_meet = (low[:, None] <= key_high[None]) & (key_low[None] <= high[:, None])
+        ranges_meet = (low[:, None] <= key_high[None]) & (
+            key_low[None] <= high[:, None]
+        )
         is_needed &= ranges_meet
 
     is_needed = jnp.asarray(is_needed)
@@ -442,7 +488,9 @@ class _Tile(NamedTuple):
     def logits(self, arrays: _Arrays, query: Array) -> _Logits:
         options = self.options
         key = options.keys.take(arrays.key, self.key_block, 2)
-        logits = _product(options, "bkgtd,bksd->bkgts", query, key) * options.scale
+        logits = (
+            _product(options, "bkgtd,bksd->bkgts", query, key) * options.scale
+        )
         slope = options.scale
         if options.logit_cap is not None:
             # d/dx of c tanh(x / c) is 1 - tanh²(x / c).
@@ -464,15 +512,23 @@ class _Tile(NamedTuple):
 
     def mask(self, kv_heads: int) -> Array | None:
         """Returns which pairs may attend; None for all."""
-        queries, keys, mask = self.options.queries, self.options.keys, self.constants.mask
+        queries, keys, mask = (
+            self.options.queries,
+            self.options.keys,
+            self.constants.mask,
+        )
         masks: list[Array] = []
         if mask.mask_fn is not None:
-            allowed = attention_mask.evaluate_mask(mask.mask_fn, *self.positions())
+            allowed = attention_mask.evaluate_mask(
+                mask.mask_fn, *self.positions()
+            )
             masks.append(_with_groups(allowed, kv_heads))
         if mask.query_segments is not None:
             assert mask.key_segments is not None
             same_segment = attention_mask.segment_mask(
-                queries.take(jnp.atleast_2d(mask.query_segments), self.query_block, 1),
+                queries.take(
+                    jnp.atleast_2d(mask.query_segments), self.query_block, 1
+                ),
                 keys.take(jnp.atleast_2d(mask.key_segments), self.key_block, 1),
             )
             masks.append(_with_groups(same_segment, kv_heads))
@@ -485,7 +541,9 @@ class _Tile(NamedTuple):
         """Returns the positions of queries and keys, each with an axis for the batch."""
         mask = self.constants.mask
         return (
-            self.options.queries.positions(mask.query_positions, self.query_block),
+            self.options.queries.positions(
+                mask.query_positions, self.query_block
+            ),
             self.options.keys.positions(mask.key_positions, self.key_block),
         )
 
@@ -494,7 +552,10 @@ class _Tile(NamedTuple):
 
     def dropout(self, x: Array) -> Array:
         """Applies dropout with the mask of this tile, in the forward and the backward pass."""
-        rate, dropout_key = self.options.dropout_rate, self.constants.dropout_key
+        rate, dropout_key = (
+            self.options.dropout_rate,
+            self.constants.dropout_key,
+        )
         if not rate:
             return x
         assert dropout_key is not None
@@ -516,5 +577,9 @@ class _Tile(NamedTuple):
 
 def _product(options: _Options, subscripts: str, x: Array, y: Array) -> Array:
     return jnp.einsum(
-        subscripts, x, y, precision=options.precision, preferred_element_type=jnp.float32
+        subscripts,
+        x,
+        y,
+        precision=options.precision,
+        preferred_element_type=jnp.float32,
     )

@@ -211,21 +211,39 @@ def _flip_kernel(weight: Array, groups: int) -> Array:
     *window, outputs, inputs = weight.shape
     weight = jnp.flip(weight, tuple(range(len(window))))
     weight = weight.reshape(*window, outputs, groups, inputs // groups)
-    return jnp.swapaxes(weight, -1, -3).reshape(*window, inputs // groups, outputs * groups)
+    return jnp.swapaxes(weight, -1, -3).reshape(
+        *window, inputs // groups, outputs * groups
+    )
 
 
 def _conv_general(
-    x, weight, *, strides, padding, preferred_element_type, fn=None, out_sharding=None, **kwargs
+    x,
+    weight,
+    *,
+    strides,
+    padding,
+    preferred_element_type,
+    fn=None,
+    out_sharding=None,
+    **kwargs,
 ):
     if x.dtype != weight.dtype:
         x, weight = promote_dtype(x, weight, inexact=False)
-    options = without_none(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
+    options = without_none(
+        preferred_element_type=preferred_element_type, out_sharding=out_sharding
+    )
     layout = _channels_last(x.ndim - 2)
 
     def convolve(x: Array, weight: Array) -> Array:
         convolution = fn or lax.conv_general_dilated
         return convolution(
-            x, weight, strides, padding, dimension_numbers=layout, **options, **kwargs
+            x,
+            weight,
+            strides,
+            padding,
+            dimension_numbers=layout,
+            **options,
+            **kwargs,
         )
 
     x = gathered(x, -1)
@@ -234,7 +252,9 @@ def _conv_general(
     return convolve(x, weight)
 
 
-def _evenly_sharded(x: Array, weight: Array, convolve: Callable[..., Array]) -> Array:
+def _evenly_sharded(
+    x: Array, weight: Array, convolve: Callable[..., Array]
+) -> Array:
     """Returns `x` without the Explicit axes of a mesh that do not divide the spatial outputs."""
     spec = explicit_spec(x)
     if not any(spec[1:-1]):
@@ -293,7 +313,9 @@ def pool(
         )
     if strides is None:
         strides = (1,) * len(window)
-    pads = conv_shape.conv_explicit_padding(window=window, strides=strides, padding=padding)
+    pads = conv_shape.conv_explicit_padding(
+        window=window, strides=strides, padding=padding
+    )
     # XLA's gradient of the largest of overlapping windows is wrong over a sharded spatial axis.
     x = gathered(x, *range(1, x.ndim - 1))
     return lax.reduce_window(
@@ -356,5 +378,7 @@ def avg_pool(
     if count_include_pad:
         return total / math.prod(window)
     ones = jnp.ones((1, *x.shape[1:-1], 1), x.dtype)
-    num_values = pool(ones, 0, lax.add, window, strides=strides, padding=padding)
+    num_values = pool(
+        ones, 0, lax.add, window, strides=strides, padding=padding
+    )
     return total / num_values

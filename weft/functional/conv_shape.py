@@ -66,7 +66,9 @@ def per_axis(sizes: int | Sequence[int] | None, n: int) -> tuple[int, ...]:
     return sizes_of_axes
 
 
-def conv_dilate_window(*, window: Sizes, dilation: Sizes | None) -> tuple[int, ...]:
+def conv_dilate_window(
+    *, window: Sizes, dilation: Sizes | None
+) -> tuple[int, ...]:
     """Returns the number of positions that the window spans along each axis.
 
     >>> conv_dilate_window(window=(3, 5), dilation=(2, 1))
@@ -79,7 +81,11 @@ def conv_dilate_window(*, window: Sizes, dilation: Sizes | None) -> tuple[int, .
 
 
 def conv_explicit_padding(
-    *, window: Sizes, strides: Sizes, padding: ConvPadding, dilation: Sizes | None = None
+    *,
+    window: Sizes,
+    strides: Sizes,
+    padding: ConvPadding,
+    dilation: Sizes | None = None,
 ) -> Pairs:
     """Returns the `(left, right)` padding of each spatial axis.
 
@@ -166,7 +172,9 @@ def conv_output_shape(
     (4, None)
     """
     _require_same_rank(in_shape=in_shape, window=window)
-    pads = conv_explicit_padding(window=window, strides=strides, padding=padding, dilation=dilation)
+    pads = conv_explicit_padding(
+        window=window, strides=strides, padding=padding, dilation=dilation
+    )
     span = conv_dilate_window(window=window, dilation=dilation)
     out_shape = []
     for size, pad, n, stride in zip(in_shape, pads, span, strides, strict=True):
@@ -177,7 +185,11 @@ def conv_output_shape(
 
 
 def conv_transpose_explicit_padding(
-    *, window: Sizes, strides: Sizes, padding: ConvPadding, dilation: Sizes | None = None
+    *,
+    window: Sizes,
+    strides: Sizes,
+    padding: ConvPadding,
+    dilation: Sizes | None = None,
 ) -> Pairs:
     """Returns the padding of a transposed convolution, around the dilated input.
 
@@ -270,7 +282,9 @@ def compute_conv_paddings(
     pads = conv_explicit_padding(padding=conv_padding, **sizes)
     (length,) = conv_output_shape(in_paddings.shape[1:], padding=pads, **sizes)
     ((left_pad, _),) = pads
-    offset = _anchor_offset(anchor, left_pad=left_pad, window=window, dilation=dilation)
+    offset = _anchor_offset(
+        anchor, left_pad=left_pad, window=window, dilation=dilation
+    )
     anchored_inputs = jnp.arange(length) * stride + offset
     return _take_paddings(in_paddings, anchored_inputs)
 
@@ -297,14 +311,20 @@ def compute_conv_transpose_paddings(
     """
     sizes = {"window": (window,), "strides": (stride,), "dilation": (dilation,)}
     pads = conv_transpose_explicit_padding(padding=conv_padding, **sizes)
-    (length,) = conv_transpose_output_shape(in_paddings.shape[1:], padding=pads, **sizes)
+    (length,) = conv_transpose_output_shape(
+        in_paddings.shape[1:], padding=pads, **sizes
+    )
     ((left_pad, _),) = pads
-    offset = _anchor_offset(anchor, left_pad=left_pad, window=window, dilation=dilation)
+    offset = _anchor_offset(
+        anchor, left_pad=left_pad, window=window, dilation=dilation
+    )
     anchored_inputs = (jnp.arange(length) + offset) // stride
     return _take_paddings(in_paddings, anchored_inputs)
 
 
-def _anchor_offset(anchor: int | None, *, left_pad: int, window: int, dilation: int) -> int:
+def _anchor_offset(
+    anchor: int | None, *, left_pad: int, window: int, dilation: int
+) -> int:
     """Returns the first output's anchor, counted from the first input."""
     if anchor is None:
         return 0
@@ -396,7 +416,11 @@ def pad_conv(
         raise _unknown_padding(padding, len(window), PADDINGS, numbers=True)
     spatial_shape = x.shape[x.ndim - len(window) - 1 : -1]
     zeros = lax_conv_padding(
-        spatial_shape, window=window, strides=strides, padding=name, dilation=dilation
+        spatial_shape,
+        window=window,
+        strides=strides,
+        padding=name,
+        dilation=dilation,
     )
     return x, zeros
 
@@ -426,7 +450,9 @@ def pad_conv_transpose(
     """
     _require_axes(x, window=window, strides=strides, dilation=dilation)
     if not isinstance(padding, str):
-        return x, _as_pairs(padding, len(window), TRANSPOSE_PADDINGS, numbers=True)
+        return x, _as_pairs(
+            padding, len(window), TRANSPOSE_PADDINGS, numbers=True
+        )
     name = padding.upper()
     if name == "SAME_LOWER" and all(stride == 1 for stride in strides):
         name = "SAME"
@@ -434,12 +460,16 @@ def pad_conv_transpose(
         span = conv_dilate_window(window=window, dilation=dilation)
         repeated, zeros = [], []
         for n, stride in zip(span, strides, strict=True):
-            repeated_sides, zero_sides = _circular_padding(n, stride, transpose_kernel)
+            repeated_sides, zero_sides = _circular_padding(
+                n, stride, transpose_kernel
+            )
             repeated.append(repeated_sides)
             zeros.append(zero_sides)
         return _pad_spatial(x, repeated, "wrap"), tuple(zeros)
     if name not in ("VALID", "SAME"):
-        raise _unknown_padding(padding, len(window), TRANSPOSE_PADDINGS, numbers=True)
+        raise _unknown_padding(
+            padding, len(window), TRANSPOSE_PADDINGS, numbers=True
+        )
     zeros = conv_transpose_explicit_padding(
         window=window, strides=strides, padding=name, dilation=dilation
     )
@@ -463,14 +493,18 @@ def _circular_padding(
     return (num_left, num_right), (left_zeros, right_zeros)
 
 
-def _pad_spatial(x: Array, sides: Sequence[tuple[int, int]], mode: str) -> Array:
+def _pad_spatial(
+    x: Array, sides: Sequence[tuple[int, int]], mode: str
+) -> Array:
     num_batch_axes = x.ndim - len(sides) - 1
     spatial_axes = range(num_batch_axes, x.ndim - 1)
     widths = [(0, 0)] * num_batch_axes + [*sides, (0, 0)]
     return jnp.pad(gathered(x, *spatial_axes), widths, mode=mode)
 
 
-def canonicalize_padding(padding: Padding, rank: int) -> str | list[tuple[int, int]]:
+def canonicalize_padding(
+    padding: Padding, rank: int
+) -> str | list[tuple[int, int]]:
     """Returns a padding of `rank` spatial axes as a name, or as `(left, right)` for each axis.
 
     Raises ArgumentValueError if it is neither a name nor numbers for each axis.
@@ -483,7 +517,9 @@ def canonicalize_padding(padding: Padding, rank: int) -> str | list[tuple[int, i
     return list(_as_pairs(padding, rank, PADDINGS, numbers=True))
 
 
-def _as_pairs(padding: Padding, n: int, names: Sequence[str], numbers: bool = False) -> Pairs:
+def _as_pairs(
+    padding: Padding, n: int, names: Sequence[str], numbers: bool = False
+) -> Pairs:
     """Returns `(left, right)` for each axis; `numbers` allows a number for both sides."""
     sides: Any = padding  # what users give, which may be of any type
     if numbers and isinstance(padding, int):
@@ -515,8 +551,11 @@ def _unknown_padding(
 
 def _require_axes(x: Array, **sizes: Sizes) -> None:
     ranks = set(map(len, sizes.values()))
-    if len(ranks) > 1 or x.ndim < max(ranks) + 1:
+    expected = f"Expected one number per spatial axis in each of {_as_arguments(sizes)}"
+    if len(ranks) > 1:
+        raise ArgumentShapeError(f"{expected}; they have not as many.")
+    if x.ndim < max(ranks) + 1:
         raise ArgumentShapeError(
-            f"Expected one number per spatial axis in each of {_as_arguments(sizes)}, and an "
-            f"input with as many axes before its channels; its shape is {x.shape}."
+            f"{expected}, and an input with as many axes before its channels; its shape is "
+            f"{x.shape}."
         )

@@ -37,7 +37,9 @@ def dropout(
     _check_rate(rate)
     if mask is None:
         if prng_key is None:
-            raise ArgumentValueError("dropout needs a prng_key to draw a mask, or the mask itself.")
+            raise ArgumentValueError(
+                "dropout needs a prng_key to draw a mask, or the mask itself."
+            )
         mask = get_dropout_mask(x.shape, prng_key=prng_key, rate=rate)
     return jnp.where(mask, x / (1 - rate), jnp.zeros((), x.dtype))
 
@@ -55,7 +57,10 @@ def get_dropout_mask(
 
 
 def keep_mask(
-    key: Key[Array, ""], rate: float, shape: Sequence[int], broadcast_dims: Sequence[int] = ()
+    key: Key[Array, ""],
+    rate: float,
+    shape: Sequence[int],
+    broadcast_dims: Sequence[int] = (),
 ) -> Bool[Array, "*shape"]:
     """Returns a mask that is True (keep) with probability `1 - rate`, as Flax draws it.
 
@@ -92,7 +97,9 @@ def stochastic_depth(
     Raises ArgumentValueError if `rate` is not in `[0, 1)`, or `mode` is unknown.
     """
     if mode not in ("row", "batch"):
-        raise ArgumentValueError(f"mode={mode!r} must be 'row' (each example) or 'batch' (all).")
+        raise ArgumentValueError(
+            f"mode={mode!r} must be 'row' (each example) or 'batch' (all)."
+        )
     num_decisions = x.shape[0] if mode == "row" else 1
     mask_shape = (num_decisions,) + (1,) * (x.ndim - 1)
     mask = get_dropout_mask(mask_shape, prng_key=prng_key, rate=rate)
@@ -153,7 +160,9 @@ def drop_tokens(
     tokens = x[:, num_cls_tokens:]
     num_kept = max(round(tokens.shape[1] * (1 - rate)), 1)
     # The first of a random permutation of each example, back in their order.
-    random_order = jnp.argsort(jax.random.uniform(prng_key, tokens.shape[:2]), axis=1)
+    random_order = jnp.argsort(
+        jax.random.uniform(prng_key, tokens.shape[:2]), axis=1
+    )
     index = jnp.sort(random_order[:, :num_kept], axis=1)
     tokens = jnp.take_along_axis(tokens, index[:, :, None], axis=1)
     return jnp.concatenate([cls_tokens, tokens], axis=1)
@@ -161,4 +170,6 @@ def drop_tokens(
 
 def _check_rate(rate: float) -> None:
     if not 0 <= rate < 1:
-        raise ArgumentValueError(f"rate={rate!r} must be in [0, 1): a rate of 1 drops everything.")
+        raise ArgumentValueError(
+            f"rate={rate!r} must be in [0, 1): a rate of 1 drops everything."
+        )

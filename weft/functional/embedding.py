@@ -76,7 +76,9 @@ def _sharding_of_rows(table: Array, ids: Array) -> NamedSharding | None:
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def as_ids(ids: Num[Array, "..."] | npt.ArrayLike, layer: str | None = None) -> Array:
+def as_ids(
+    ids: Num[Array, "..."] | npt.ArrayLike, layer: str | None = None
+) -> Array:
     """Returns ids as a JAX array, of 32 bits unless x64 is enabled.
 
     Raises ArgumentValueError if an id needs more bits, which JAX would drop, or, for a `layer`, if
@@ -100,7 +102,11 @@ def as_ids(ids: Num[Array, "..."] | npt.ArrayLike, layer: str | None = None) -> 
 def _check_range(ids: np.ndarray) -> None:
     """Raises if JAX's dtype for the ids, of 32 bits unless x64 is enabled, cannot hold them."""
     jax_dtype = jax.dtypes.canonicalize_dtype(ids.dtype)
-    if jax_dtype == ids.dtype or ids.size == 0 or not jnp.issubdtype(jax_dtype, jnp.integer):
+    if (
+        jax_dtype == ids.dtype
+        or ids.size == 0
+        or not jnp.issubdtype(jax_dtype, jnp.integer)
+    ):
         return
     smallest, largest = int(ids.min()), int(ids.max())
     limits = jnp.iinfo(jax_dtype)
@@ -127,7 +133,10 @@ def attend(
     >>> attend(jnp.eye(3), jnp.array([[1.0, 2.0, 3.0]])).tolist()
     [[1.0, 2.0, 3.0]]
     """
-    options = {"precision": precision, "preferred_element_type": preferred_element_type}
+    options = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+    }
     if x.dtype == table.dtype and linear.merges_axes(x, table, out_sharding):
         return linear.product_of_matrices(x, table, None, 1, 1, **options)
     return jnp.dot(x, table.T, out_sharding=out_sharding, **options)
@@ -152,7 +161,9 @@ def sinusoidal_positions(
     """
     _require_even(dim)
     num_timescales = dim // 2
-    log_ratio = math.log(max_timescale / min_timescale) / max(num_timescales - 1, 1)
+    log_ratio = math.log(max_timescale / min_timescale) / max(
+        num_timescales - 1, 1
+    )
     index = jnp.arange(num_timescales, dtype=jnp.float32)
     frequencies = jnp.exp(-log_ratio * index) / min_timescale
     return jnp.concatenate(sincos(positions, frequencies), axis=-1)
@@ -174,7 +185,9 @@ def rotary_sincos(
     return sincos(positions, rotary_frequencies(dim, theta))
 
 
-def rotary_frequencies(dim: int, theta: float = 1e4) -> Float[Array, " half_dim"]:
+def rotary_frequencies(
+    dim: int, theta: float = 1e4
+) -> Float[Array, " half_dim"]:
     """Returns `theta ** (-2 i / dim)`, the rotation of each pair of dimensions per position.
 
     Raises ArgumentValueError if `dim`, the size of the vectors to rotate, is odd.
@@ -231,7 +244,9 @@ def apply_rotary(
         rotated = first * cos - second * sin, second * cos + first * sin
         return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
     if layout != "interleaved":
-        raise ArgumentValueError(f"layout={layout!r} must be 'interleaved' or 'half'.")
+        raise ArgumentValueError(
+            f"layout={layout!r} must be 'interleaved' or 'half'."
+        )
     # (a, b) becomes (a, b) cos + (b, a) (-sin, sin), without slices of every second number, whose
     # gradient is a sum of padded arrays.
     pairs = y.reshape(*y.shape[:-1], -1, 2)
@@ -272,15 +287,69 @@ def alibi_bias(
     >>> alibi_bias(jnp.array([0.5]), jnp.array([[2]]), jnp.array([[0, 1, 2]])).tolist()
     [[[[-1.0, -0.5, -0.0]]]]
     """
-    keys = arrays.gathered(key_positions, -1)[:, None, None, :]  # (batch, 1, 1, source)
+    keys = arrays.gathered(key_positions, -1)[
+        :, None, None, :
+    ]  # (batch, 1, 1, source)
     queries = query_positions[:, None, :, None]  # (batch, 1, target, 1)
     distance = jnp.abs(queries - keys)
     return arrays.to_ndim(-slopes[:, None, None], distance.ndim) * distance
 
 
+def relative_position_buckets(
+    distances: Int[Array, "*batch"],
+    *,
+    num_buckets: int = 32,
+    max_distance: int = 128,
+    is_causal: bool = False,
+) -> Int[Array, "*batch"]:
+    """Returns the bucket of each distance `key position - query position` (Raffel et al., 2020).
+
+    Half of the buckets are for single distances, the others for ranges that grow with the distance,
+    up to `max_distance`; the last is for all beyond. Later keys have buckets of their own, half of
+    all, unless `is_causal`; then they have that of the distance 0.
+
+    Raises:
+        ArgumentValueError: if there are too few buckets, or `max_distance` is too small for them.
+
+    >>> distances = jnp.array([-200, -20, -3, 0, 3])
+    >>> relative_position_buckets(distances).tolist()
+    [15, 10, 3, 0, 19]
+    >>> relative_position_buckets(distances, is_causal=True).tolist()
+    [31, 17, 3, 0, 0]
+    """
+    num_ranges = num_buckets if is_causal else num_buckets // 2
+    num_exact = num_ranges // 2
+    if num_exact < 1 or max_distance <= num_exact:
+        least = 2 if is_causal else 4
+        raise ArgumentValueError(
+            f"num_buckets={num_buckets} and max_distance={max_distance}: there must be {least} "
+            f"buckets or more, and max_distance must be above {max(num_exact, 1)}, the number of "
+            "buckets for single distances."
+        )
+    # A table, made on the host: where a logarithm is nearly whole, devices round it differently.
+    far = np.arange(num_exact, max_distance + 1, dtype=np.float32)
+    share = np.log(far / np.float32(num_exact)) / np.float32(
+        math.log(max_distance / num_exact)
+    )
+    ranges = num_exact + (share * (num_ranges - num_exact)).astype(np.int32)
+    table = np.concatenate([np.arange(num_exact, dtype=np.int32), ranges]).clip(
+        max=num_ranges - 1
+    )
+    if is_causal:
+        sizes, offsets = jnp.maximum(-distances, 0), 0
+    else:
+        sizes = jnp.abs(distances)
+        offsets = jnp.where(distances > 0, num_ranges, 0)
+    return (
+        lookup(jnp.asarray(table), jnp.minimum(sizes, max_distance)) + offsets
+    )
+
+
 def _require_even(dim: int) -> None:
     if dim % 2:
-        raise ArgumentValueError(f"dim={dim} must be even: positions take it in pairs.")
+        raise ArgumentValueError(
+            f"dim={dim} must be even: positions take it in pairs."
+        )
 
 
 def llama3_frequencies(
@@ -395,7 +464,9 @@ def nearest_codes(
     similarity = jnp.einsum("...gd,vgd->...gv", x, codebook)
     if metric == "l2_distance":
         # The squared distance |x|² - 2xy + |y|² is least where xy - |y|² / 2 is largest.
-        half_squares = jnp.sum(jnp.square(codebook), axis=-1).T / 2  # (groups, codes)
+        half_squares = (
+            jnp.sum(jnp.square(codebook), axis=-1).T / 2
+        )  # (groups, codes)
         similarity -= arrays.to_ndim(half_squares, similarity.ndim)
     return jnp.argmax(similarity, axis=-1)
 
@@ -412,11 +483,15 @@ def codebook_entries(
     spec = arrays.explicit_spec(ids)
     sharding = None
     if any(spec):
-        sharding = NamedSharding(jax.typeof(ids).sharding.mesh, PartitionSpec(*spec, None))
+        sharding = NamedSharding(
+            jax.typeof(ids).sharding.mesh, PartitionSpec(*spec, None)
+        )
     return codebook.at[ids, group_index].get(out_sharding=sharding)
 
 
-def code_shares(onehots: OneHots, paddings: Paddings) -> Float[Array, "groups codes"]:
+def code_shares(
+    onehots: OneHots, paddings: Paddings
+) -> Float[Array, "groups codes"]:
     """Returns the share of each entry among the choices that are not padding.
 
     >>> onehots = jax.nn.one_hot(jnp.array([[[0], [1], [1], [1]]]), 2)
@@ -429,7 +504,9 @@ def code_shares(onehots: OneHots, paddings: Paddings) -> Float[Array, "groups co
     return counts / jnp.maximum(1, jnp.sum(is_real))
 
 
-def compute_code_coverage(onehots: OneHots, paddings: Paddings) -> Float[Array, ""]:
+def compute_code_coverage(
+    onehots: OneHots, paddings: Paddings
+) -> Float[Array, ""]:
     """Returns the share of entries that were chosen at least once, the mean over groups.
 
     >>> onehots = jax.nn.one_hot(jnp.array([[[0], [2]]]), 4)

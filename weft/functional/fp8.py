@@ -33,7 +33,10 @@ OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
 DimensionNumbers = Any
 _DTYPES = tuple(
-    map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"))
+    map(
+        jnp.dtype,
+        ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    )
 )
 
 
@@ -53,7 +56,9 @@ def get_fp8_max(fp8_dtype: DTypeLike, out_dtype: DTypeLike) -> Float[Array, ""]:
     return jnp.asarray(jnp.finfo(fp8_dtype).max, out_dtype)
 
 
-def quantize(x: Array, q_dtype: DTypeLike, scale: Array, compute_dtype: DTypeLike) -> Array:
+def quantize(
+    x: Array, q_dtype: DTypeLike, scale: Array, compute_dtype: DTypeLike
+) -> Array:
     """Returns `x / scale`, clipped to the range of `q_dtype` and rounded to it."""
     largest = get_fp8_max(q_dtype, compute_dtype)
     scaled = x / jnp.broadcast_to(jnp.asarray(scale, compute_dtype), x.shape)
@@ -62,19 +67,27 @@ def quantize(x: Array, q_dtype: DTypeLike, scale: Array, compute_dtype: DTypeLik
 
 def dequantize(x: Array, dq_dtype: DTypeLike | None, scale: Array) -> Array:
     """Returns `x * scale` in `dq_dtype`."""
-    return x.astype(dq_dtype) * jnp.broadcast_to(jnp.asarray(scale, dq_dtype), x.shape)
+    return x.astype(dq_dtype) * jnp.broadcast_to(
+        jnp.asarray(scale, dq_dtype), x.shape
+    )
 
 
-def qdq(x: Array, q_dtype: DTypeLike, scale: Array, compute_dtype: DTypeLike) -> Array:
+def qdq(
+    x: Array, q_dtype: DTypeLike, scale: Array, compute_dtype: DTypeLike
+) -> Array:
     """Returns `x` rounded to multiples of `scale` of 8 bits, in its own dtype.
 
     >>> qdq(jnp.array([1.0, 3.3, 2000.0]), jnp.float8_e4m3fn, jnp.array([2.0]), jnp.float32)
     Array([  1.  ,   3.25, 896.  ], dtype=float32)
     """
-    return dequantize(quantize(x, q_dtype, scale, compute_dtype), x.dtype, scale)
+    return dequantize(
+        quantize(x, q_dtype, scale, compute_dtype), x.dtype, scale
+    )
 
 
-def compute_scale(amax: Array, scale: Array, fp8_max: float | Array, margin: int = 0) -> Array:
+def compute_scale(
+    amax: Array, scale: Array, fp8_max: float | Array, margin: int = 0
+) -> Array:
     """Returns the scale that maps `amax` to `fp8_max / 2 ** margin`.
 
     The given scale remains where `amax` is 0 or not finite.
@@ -87,7 +100,9 @@ def compute_scale(amax: Array, scale: Array, fp8_max: float | Array, margin: int
     return 1 / jnp.where((amax > 0) & jnp.isfinite(amax), factor, 1 / scale)
 
 
-def compute_amax_history(x: Array, amax_history: Float[Array, " steps"]) -> Float[Array, " steps"]:
+def compute_amax_history(
+    x: Array, amax_history: Float[Array, " steps"]
+) -> Float[Array, " steps"]:
     """Returns the history with the largest magnitude of `x` in place of the oldest.
 
     >>> compute_amax_history(jnp.array([-7.0, 2.0]), jnp.array([3.0, 4.0, 5.0])).tolist()
@@ -107,7 +122,11 @@ def update_fp8_meta(
 
 
 def quantize_dequantize_update(
-    x: Array, q_dtype: DTypeLike, scale: Array, amax_history: Array, compute_dtype: DTypeLike
+    x: Array,
+    q_dtype: DTypeLike,
+    scale: Array,
+    amax_history: Array,
+    compute_dtype: DTypeLike,
 ) -> tuple[Array, Array, Array]:
     """Returns `qdq` of `x`, the scale for it, and the history with it."""
     scale, amax_history = update_fp8_meta(x, q_dtype, scale, amax_history)
@@ -116,7 +135,11 @@ def quantize_dequantize_update(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def in_qdq(
-    compute_dtype: DTypeLike, q_dtype: DTypeLike, inp: Array, scale: Array, amax_history: Array
+    compute_dtype: DTypeLike,
+    q_dtype: DTypeLike,
+    inp: Array,
+    scale: Array,
+    amax_history: Array,
 ) -> Array:
     """Returns an operand rounded to 8 bits; its gradient passes unchanged."""
     return in_qdq_fwd(compute_dtype, q_dtype, inp, scale, amax_history)[0]
@@ -124,7 +147,9 @@ def in_qdq(
 
 def in_qdq_fwd(compute_dtype, q_dtype, inp, scale, amax_history):
     """Returns the result of `in_qdq` and what its gradient needs."""
-    y, *updates = quantize_dequantize_update(inp, q_dtype, scale, amax_history, compute_dtype)
+    y, *updates = quantize_dequantize_update(
+        inp, q_dtype, scale, amax_history, compute_dtype
+    )
     return y, tuple(updates)
 
 
@@ -138,7 +163,11 @@ in_qdq.defvjp(in_qdq_fwd, in_qdq_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def out_qdq(
-    compute_dtype: DTypeLike, q_dtype: DTypeLike, out: Array, scale: Array, amax_history: Array
+    compute_dtype: DTypeLike,
+    q_dtype: DTypeLike,
+    out: Array,
+    scale: Array,
+    amax_history: Array,
 ) -> Array:
     """Returns a result unchanged; its gradient is rounded to 8 bits."""
     return out
@@ -152,7 +181,9 @@ def out_qdq_fwd(compute_dtype, q_dtype, out, scale, amax_history):
 def out_qdq_bwd(compute_dtype, q_dtype, res, g):
     """Returns the gradients of `out_qdq`."""
     scale, amax_history = res
-    return quantize_dequantize_update(g, q_dtype, scale, amax_history, compute_dtype)
+    return quantize_dequantize_update(
+        g, q_dtype, scale, amax_history, compute_dtype
+    )
 
 
 out_qdq.defvjp(out_qdq_fwd, out_qdq_bwd)
@@ -160,7 +191,11 @@ out_qdq.defvjp(out_qdq_fwd, out_qdq_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def in_q(
-    compute_dtype: DTypeLike, q_dtype: DTypeLike, inp: Array, scale: Array, amax_history: Array
+    compute_dtype: DTypeLike,
+    q_dtype: DTypeLike,
+    inp: Array,
+    scale: Array,
+    amax_history: Array,
 ) -> tuple[Array, Array]:
     """Returns an operand in 8 bits, without a gradient, and its scale."""
     return in_q_fwd(compute_dtype, q_dtype, inp, scale, amax_history)[0]
@@ -169,7 +204,10 @@ def in_q(
 def in_q_fwd(compute_dtype, q_dtype, inp, scale, amax_history):
     """Returns the result of `in_q` and what its gradient needs."""
     scale, amax_history = update_fp8_meta(inp, q_dtype, scale, amax_history)
-    return (quantize(inp, q_dtype, scale, compute_dtype), scale), (scale, amax_history)
+    return (quantize(inp, q_dtype, scale, compute_dtype), scale), (
+        scale,
+        amax_history,
+    )
 
 
 def in_q_bwd(compute_dtype, q_dtype, res, g):
@@ -181,7 +219,9 @@ in_q.defvjp(in_q_fwd, in_q_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def out_dq(dq_type: DTypeLike | None, lhs_scale: Array, rhs_scale: Array, out: Array) -> Array:
+def out_dq(
+    dq_type: DTypeLike | None, lhs_scale: Array, rhs_scale: Array, out: Array
+) -> Array:
     """Returns a product times both scales; its gradient passes unchanged."""
     return dequantize(out, dq_type, lhs_scale * rhs_scale)
 
@@ -233,7 +273,9 @@ def quantized_dot_fwd(*args):
 def quantized_dot_bwd(dimension_numbers, preferred_element_type, res, g):
     """Returns the gradients of `quantized_dot`."""
     lhs, q_lhs, lhs_scale, rhs, q_rhs, rhs_scale, scale, amax_history = res
-    scale, amax_history = update_fp8_meta(g, jnp.float8_e5m2, scale, amax_history)
+    scale, amax_history = update_fp8_meta(
+        g, jnp.float8_e5m2, scale, amax_history
+    )
     q_g = quantize(g, jnp.float8_e5m2, scale, preferred_element_type)
     options = {
         "dimension_numbers": dimension_numbers,
@@ -280,7 +322,9 @@ def dot_general_transpose_lhs(
     start = n_batch if swap_ans else n_batch + len(x_free)
     g_contracted = tuple(range(start, start + len(y_free)))
     g_batch = tuple(range(n_batch))
-    product = dot_general(g, y, ((g_contracted, tuple(y_free)), (g_batch, y_batch)), **options)
+    product = dot_general(
+        g, y, ((g_contracted, tuple(y_free)), (g_batch, y_batch)), **options
+    )
     # Its last axes are the contracted ones, in the order of `y`.
     x_axes = [*x_batch, *x_free]
     x_axes += [x_contracted[i] for i in np.argsort(y_contracted)]
@@ -298,7 +342,9 @@ def dot_general_transpose_rhs(
     """Returns the gradient of `dot_general(x, y)` with respect to `y`."""
     (x_contracted, y_contracted), (x_batch, y_batch) = dimension_numbers
     swapped = (y_contracted, x_contracted), (y_batch, x_batch)
-    return dot_general_transpose_lhs(g, y, x, dimension_numbers=swapped, swap_ans=True, **options)
+    return dot_general_transpose_lhs(
+        g, y, x, dimension_numbers=swapped, swap_ans=True, **options
+    )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
@@ -313,7 +359,9 @@ def dot_general_with_precision(
 
     `precision` and `preferred_element_type` have no effect.
     """
-    return lax.dot_general(lhs, rhs, dimension_numbers, precision=lax.Precision.DEFAULT)
+    return lax.dot_general(
+        lhs, rhs, dimension_numbers, precision=lax.Precision.DEFAULT
+    )
 
 
 @dot_general_with_precision.defjvp
@@ -324,7 +372,9 @@ def dot_general_with_precision_jvp(
     lhs, rhs = primals
     lhs_dot, rhs_dot = tangents
     product = functools.partial(
-        lax.dot_general, dimension_numbers=dimension_numbers, precision=lax.Precision.HIGHEST
+        lax.dot_general,
+        dimension_numbers=dimension_numbers,
+        precision=lax.Precision.HIGHEST,
     )
     out = dot_general_with_precision(lhs, rhs, dimension_numbers)
     return out, product(lhs, rhs_dot) + product(lhs_dot, rhs)
@@ -361,7 +411,9 @@ def fp8_scaled_dot_general(
         rhs_meta: tuple[Array, Array],
         grad_meta: tuple[Array, Array],
     ) -> Array:
-        quantize_operand: Any = functools.partial(in_q, quantize_compute_type, jnp.float8_e4m3fn)
+        quantize_operand: Any = functools.partial(
+            in_q, quantize_compute_type, jnp.float8_e4m3fn
+        )
         q_lhs, lhs_scale = quantize_operand(lhs, *lhs_meta)
         q_rhs, rhs_scale = quantize_operand(rhs, *rhs_meta)
         y = quantized_dot(

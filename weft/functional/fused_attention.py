@@ -62,7 +62,9 @@ class _KernelRefusal(Exception):
 
 
 def is_plain(
-    implementation: AttentionImplementation | None, pairs: int, only_plain: str | None = None
+    implementation: AttentionImplementation | None,
+    pairs: int,
+    only_plain: str | None = None,
 ) -> bool:
     """Returns whether the plain implementation computes attention of a number of pairs.
 
@@ -112,11 +114,21 @@ def fused_attention(
         value = value.reshape(-1, *value.shape[-3:])
         # Positions and segment ids have one axis after those of the batch, arrays three.
         arrays = tuple(_merge_batch(x, batch, 3) for x in mask.arrays)
-        mask = jax.tree.map(lambda x: _merge_batch(x, batch, 1), mask.replace(arrays=()))
+        mask = jax.tree.map(
+            lambda x: _merge_batch(x, batch, 1), mask.replace(arrays=())
+        )
         mask = mask.replace(arrays=arrays)
     if bias is not None:
         bias = _merge_batch(bias, batch, 3)
-    call = _Call(query, key, value, mask, bias=bias, logit_cap=logit_cap or None, **options)
+    call = _Call(
+        query,
+        key,
+        value,
+        mask,
+        bias=bias,
+        logit_cap=logit_cap or None,
+        **options,
+    )
     out = _compute(implementation, call)
     return out.reshape(*batch, *out.shape[1:])
 
@@ -130,7 +142,9 @@ def _merge_batch(x: Array, batch: list[int], num_last_axes: int) -> Array:
     return jnp.broadcast_to(x, (*batch, *last_shape)).reshape(-1, *last_shape)
 
 
-def _compute(implementation: AttentionImplementation | None, call: _Call) -> Array:
+def _compute(
+    implementation: AttentionImplementation | None, call: _Call
+) -> Array:
     if implementation is None:
         kernels = _KERNELS_OF.get(jax.default_backend(), ())
     elif implementation in _KERNELS:
@@ -142,7 +156,9 @@ def _compute(implementation: AttentionImplementation | None, call: _Call) -> Arr
             return _KERNELS[name](call)
         except _KernelRefusal as refusal:
             if implementation is not None:
-                raise _cannot(implementation, str(refusal)) from refusal.__cause__
+                raise _cannot(
+                    implementation, str(refusal)
+                ) from refusal.__cause__
             _log_once(f"{name} cannot compute this attention: {refusal}.")
     return blockwise_attention(**call._asdict())
 
@@ -163,7 +179,9 @@ def _window(call: _Call, reasons: dict[str, bool]) -> dict[str, Any]:
     """Returns the arguments of a kernel for the mask; raises what it cannot do, with `reasons`."""
     mask = call.mask
     window, is_exact = window_of(mask.mask_fn)
-    has_positions = mask.query_positions is not None or mask.key_positions is not None
+    has_positions = (
+        mask.query_positions is not None or mask.key_positions is not None
+    )
     reasons = {
         "it has no dropout": call.dropout_rate > 0,
         "it has no logit sinks": call.logit_sink is not None,
@@ -177,7 +195,9 @@ def _window(call: _Call, reasons: dict[str, bool]) -> dict[str, Any]:
         if is_so:
             raise _KernelRefusal(reason)
     is_causal = window.right_context == 0
-    if window.left_context is None and (is_causal or window.right_context is None):
+    if window.left_context is None and (
+        is_causal or window.right_context is None
+    ):
         return {"is_causal": is_causal}
     unlimited = max(call.query.shape[1], call.key.shape[1])
     window_size = []
@@ -206,10 +226,13 @@ def _cudnn(call: _Call) -> Array:
     reasons = {
         f"it computes in float16 and bfloat16, and the query is {query.dtype}": not has_16_bits,
         "it has no caps of logits": call.logit_cap is not None,
-        "its values have the size of its keys": query.shape[-1] != value.shape[-1],
-        "its windows are causal": window.right_context != 0 and window != Window(),
+        "its values have the size of its keys": query.shape[-1]
+        != value.shape[-1],
+        "its windows are causal": window.right_context != 0
+        and window != Window(),
         "its biases and masks have a row per query and a column per key": broadcasts_pairs,
-        f"with a bias, its lengths are even, and they are {all_pairs}": call.bias is not None
+        f"with a bias, its lengths are even, and they are {all_pairs}": call.bias
+        is not None
         and has_odd_length,
     }
     arguments = _window(call, reasons)
@@ -239,7 +262,12 @@ def _tokamax(call: _Call) -> Array:
             implementation=_TOKAMAX_KERNELS, **arguments,
         )  # fmt: skip
     except (NotImplementedError, ValueError, ExceptionGroup) as error:
-        raise _KernelRefusal(f"{type(error).__name__}: {error}".rstrip(".")) from error
+        raise _KernelRefusal(
+            f"{type(error).__name__}: {error}".rstrip(".")
+        ) from error
 
 
-_KERNELS: dict[str, Callable[[_Call], Array]] = {"cudnn": _cudnn, "tokamax": _tokamax}
+_KERNELS: dict[str, Callable[[_Call], Array]] = {
+    "cudnn": _cudnn,
+    "tokamax": _tokamax,
+}

@@ -19,7 +19,11 @@ from jaxtyping import Array, Float, Key
 from weft.errors import ArgumentValueError
 
 Distribution = Literal["uniform", "normal", "truncated_normal"]
-DISTRIBUTIONS: tuple[Distribution, ...] = ("uniform", "normal", "truncated_normal")
+DISTRIBUTIONS: tuple[Distribution, ...] = (
+    "uniform",
+    "normal",
+    "truncated_normal",
+)
 
 # That of tables of vectors: by the length of a vector.
 default_embed_init = variance_scaling(1.0, "fan_in", "normal", out_axis=0)
@@ -46,10 +50,16 @@ def fan_sizes(
     num_inputs = math.prod(shape[axis] for axis in in_axes)
     num_outputs = math.prod(shape[axis] for axis in out_axes)
     num_copies = math.prod(shape[axis] for axis in batch_axes)
-    window_size = math.prod(shape) / max(1, num_inputs * num_outputs * num_copies)
+    window_size = math.prod(shape) / max(
+        1, num_inputs * num_outputs * num_copies
+    )
     fan_in = num_inputs * window_size
     fan_out = num_outputs * window_size
-    return {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}
+    return {
+        "fan_in": fan_in,
+        "fan_out": fan_out,
+        "fan_avg": (fan_in + fan_out) / 2,
+    }
 
 
 def draw(

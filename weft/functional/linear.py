@@ -30,7 +30,9 @@ from weft.functional.arrays import OutSharding
 
 
 @contextlib.contextmanager
-def default_dot_general(dot_general: Callable[..., Array] | None) -> Iterator[None]:
+def default_dot_general(
+    dot_general: Callable[..., Array] | None,
+) -> Iterator[None]:
     """Replaces `jax.lax.dot_general` in linear maps without a `dot_general` of their own.
 
     A context or a decorator, in all ways of writing a model. Linear maps are layers such as
@@ -148,7 +150,10 @@ def dense_general(
         dot_general = jax.lax.dot_general
     weight_batch_axes = tuple(range(n_batch))
     weight_axes = tuple(range(n_batch, n_leading))
-    dimension_numbers = (contracted_axes, weight_axes), (batch_axes, weight_batch_axes)
+    dimension_numbers = (
+        (contracted_axes, weight_axes),
+        (batch_axes, weight_batch_axes),
+    )
     y = dot_general(x, weight, dimension_numbers, **options)
     if bias is None:
         return y
@@ -177,7 +182,9 @@ _PRODUCTS = [
 ]
 
 
-def merges_axes(x: Array, weight: Array, out_sharding: OutSharding = None) -> bool:
+def merges_axes(
+    x: Array, weight: Array, out_sharding: OutSharding = None
+) -> bool:
     """Returns whether to compute a product by `product_of_matrices`.
 
     Not over several devices, where an axis that is merged with another could not be sharded.
@@ -209,7 +216,8 @@ _traced_once = functools.partial(jax.jit, inline=arrays.INLINE)
 
 
 @functools.partial(
-    _traced_once, static_argnames=("n", "first", "precision", "preferred_element_type")
+    _traced_once,
+    static_argnames=("n", "first", "precision", "preferred_element_type"),
 )
 def product_of_matrices(
     x: Num[Array, "*input"],
@@ -236,7 +244,9 @@ def product_of_matrices(
         matrix = jax.lax.reshape(weight, (depth, math.prod(feature_shape)))
         dimension_numbers = ((1,), (0,)), ((), ())
     rows = jax.lax.reshape(x, (math.prod(batch_shape), depth))
-    y = jax.lax.dot_general(rows, matrix, dimension_numbers, precision, preferred_element_type)
+    y = jax.lax.dot_general(
+        rows, matrix, dimension_numbers, precision, preferred_element_type
+    )
     y = jax.lax.reshape(y, (*batch_shape, *feature_shape))
     if bias is None:
         return y
@@ -279,7 +289,11 @@ def project(
     contracted = None
     if einsum is dot_general is None:
         dot_general = _default_product(x, weight)
-        if dot_general is None and x.dtype == weight.dtype and merges_axes(x, weight, out_sharding):
+        if (
+            dot_general is None
+            and x.dtype == weight.dtype
+            and merges_axes(x, weight, out_sharding)
+        ):
             contracted = _contracted_axes(subscripts, x.ndim, weight.ndim)
     if contracted is not None:
         return product_of_matrices(x, weight, bias, *contracted, **options)
@@ -287,7 +301,13 @@ def project(
         # In this order, the product of the einsum has the weight as its second operand.
         operands, _, result = subscripts.partition("->")
         swapped = ",".join(reversed(operands.split(",")))
-        y = jnp.einsum(f"{swapped}->{result}", weight, x, _dot_general=dot_general, **options)
+        y = jnp.einsum(
+            f"{swapped}->{result}",
+            weight,
+            x,
+            _dot_general=dot_general,
+            **options,
+        )
     else:
         einsum = einsum or jnp.einsum
         y = einsum(subscripts, x, weight, **options)
@@ -297,7 +317,9 @@ def project(
 
 
 @functools.lru_cache(maxsize=256)
-def _contracted_axes(subscripts: str, x_ndim: int, weight_ndim: int) -> tuple[int, int] | None:
+def _contracted_axes(
+    subscripts: str, x_ndim: int, weight_ndim: int
+) -> tuple[int, int] | None:
     """Returns how many last axes of `x` the weight contracts, and the first of them in the weight.
 
     None unless this is the product of two matrices, up to the merging of neighbouring axes.
@@ -310,17 +332,25 @@ def _contracted_axes(subscripts: str, x_ndim: int, weight_ndim: int) -> tuple[in
         _, x_labels = _labels(terms[0], x_ndim, subscripts)
         _, weight_labels = _labels(terms[1], weight_ndim, subscripts)
         n = len(set(x_labels) & set(weight_labels))
-        _, result_labels = _labels(result, x_ndim + weight_ndim - 2 * n, subscripts)
+        _, result_labels = _labels(
+            result, x_ndim + weight_ndim - 2 * n, subscripts
+        )
     except ArgumentShapeError:
         return None
     if n == 0:
         return None
     batch_labels, contracted_labels = x_labels[:-n], x_labels[-n:]
     features_last = batch_labels + weight_labels[n:]
-    if contracted_labels == weight_labels[:n] and result_labels == features_last:
+    if (
+        contracted_labels == weight_labels[:n]
+        and result_labels == features_last
+    ):
         return n, 0
     features_first = batch_labels + weight_labels[:-n]
-    if contracted_labels == weight_labels[-n:] and result_labels == features_first:
+    if (
+        contracted_labels == weight_labels[-n:]
+        and result_labels == features_first
+    ):
         return n, weight_ndim - n
     return None
 
@@ -349,7 +379,9 @@ def project_weight_axes(
             "'bi,io->bo'."
         )
     x_ellipsis_axes, _ = _labels(terms[0], x_ndim, subscripts)
-    weight_ellipsis_axes, weight_labels = _labels(terms[1], weight_ndim, subscripts)
+    weight_ellipsis_axes, weight_labels = _labels(
+        terms[1], weight_ndim, subscripts
+    )
     ndim = len(result.replace("...", ""))
     if "..." in result:
         ndim += max(x_ellipsis_axes, weight_ellipsis_axes)
@@ -363,7 +395,9 @@ def project_weight_axes(
     return tuple(weight_axes), tuple(result_axes), ndim
 
 
-def _labels(term: str, ndim: int, subscripts: str) -> tuple[int, list[str | int]]:
+def _labels(
+    term: str, ndim: int, subscripts: str
+) -> tuple[int, list[str | int]]:
     """Returns the number of axes of the ellipsis, and one label per axis.
 
     The axes of an ellipsis are labelled by their distance from its end, where those of several
@@ -377,12 +411,18 @@ def _labels(term: str, ndim: int, subscripts: str) -> tuple[int, list[str | int]
             f"{term!r} of subscripts={subscripts!r} names {num_named} axes, of an "
             f"array that has {ndim}."
         )
-    return num_ellipsis_axes, [*first_labels, *range(num_ellipsis_axes, 0, -1), *last_labels]
+    return num_ellipsis_axes, [
+        *first_labels,
+        *range(num_ellipsis_axes, 0, -1),
+        *last_labels,
+    ]
 
 
 @functools.partial(_traced_once, static_argnums=2)
 def add_bias(
-    y: Num[Array, "*shape"], bias: Num[Array, "*batch_and_features"], n_batch: int = 0
+    y: Num[Array, "*shape"],
+    bias: Num[Array, "*batch_and_features"],
+    n_batch: int = 0,
 ) -> Num[Array, "*shape"]:
     """Returns `y + bias`, for a bias over the first `n_batch` axes and the last axes of `y`.
 
@@ -397,7 +437,9 @@ def _plus_bias(y: Array, bias: Array, n_batch: int = 0) -> Array:
     if missing_axes:
         bias = jax.lax.expand_dims(bias, missing_axes)
     if y.dtype == bias.dtype != bool:
-        return jax.lax.add(y, bias)  # `+` is traced for longer, since it promotes
+        return jax.lax.add(
+            y, bias
+        )  # `+` is traced for longer, since it promotes
     return y + bias
 
 

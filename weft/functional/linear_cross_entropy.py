@@ -67,7 +67,9 @@ def linear_cross_entropy(
     """
     loss.check_factors("linear_cross_entropy", label_smoothing, z_loss_scale)
     if live_targets is None:
-        live_targets = loss.which_targets_count(target_labels, weight.shape[0], soft_target_labels)
+        live_targets = loss.which_targets_count(
+            target_labels, weight.shape[0], soft_target_labels
+        )
     statistics = linear_logit_statistics(
         x,
         weight,
@@ -111,7 +113,12 @@ def linear_logit_statistics(
     classes = weight.shape[0]
     where = None if live_targets is None else live_targets[..., None]
     x = arrays.counted(x, where)
-    chunks = num_chunks(target_labels.size, classes, chunk_size=chunk_size, num_shards=num_shards)
+    chunks = num_chunks(
+        target_labels.size,
+        classes,
+        chunk_size=chunk_size,
+        num_shards=num_shards,
+    )
     if chunks == 1:
         logits = embedding.attend(weight, x, preferred_element_type=jnp.float32)
         logits = _finish_logits(logits, bias, logit_cap)
@@ -126,7 +133,11 @@ def linear_logit_statistics(
     options = _Options(classes, logit_cap, label_smoothing)
 
     def chunked_statistics(
-        x: Array, weight: Array, bias: Array | None, soft: Array | None, target_labels: Array
+        x: Array,
+        weight: Array,
+        bias: Array | None,
+        soft: Array | None,
+        target_labels: Array,
     ) -> loss.LogitStatistics:
         weight = _split_classes(weight, 0, num_shards, chunks)
         if bias is not None:
@@ -143,25 +154,35 @@ def linear_logit_statistics(
     return arrays.sharded_by_compiler(chunked_statistics, *operands, spec=spec)
 
 
-def _split_classes(array: Array, axis: int, num_shards: int, chunks: int) -> Array:
+def _split_classes(
+    array: Array, axis: int, num_shards: int, chunks: int
+) -> Array:
     """Splits the axis of the classes into shards, chunks and the classes of a chunk.
 
     The last chunk of each shard is padded with zeros.
     """
     first_sizes, last_sizes = array.shape[:axis], array.shape[axis + 1 :]
     classes_in_shard = array.shape[axis] // num_shards
-    array = array.reshape(*first_sizes, num_shards, classes_in_shard, *last_sizes)
+    array = array.reshape(
+        *first_sizes, num_shards, classes_in_shard, *last_sizes
+    )
     chunk_size = -(-classes_in_shard // chunks)
     padding = chunks * chunk_size - classes_in_shard
     if padding:
         widths = [(0, 0)] * array.ndim
         widths[axis + 1] = (0, padding)
         array = jnp.pad(array, widths)
-    return array.reshape(*first_sizes, num_shards, chunks, chunk_size, *last_sizes)
+    return array.reshape(
+        *first_sizes, num_shards, chunks, chunk_size, *last_sizes
+    )
 
 
 def num_chunks(
-    num_targets: int, classes: int, *, chunk_size: int | None = None, num_shards: int = 1
+    num_targets: int,
+    classes: int,
+    *,
+    chunk_size: int | None = None,
+    num_shards: int = 1,
 ) -> int:
     """Returns the number of chunks in which `linear_cross_entropy` computes; 1 for whole logits.
 
@@ -189,7 +210,9 @@ def num_chunks(
         # Measured: on CPU, chunks of 2 MB stay in the cache, and save time. Accelerators need
         # larger products, and there only the memory is a gain.
         chunk_logits = 2**19 if jax.default_backend() == "cpu" else 2**26
-        least = classes_in_shard // max(256, chunk_logits // max(num_targets, 1))
+        least = classes_in_shard // max(
+            256, chunk_logits // max(num_targets, 1)
+        )
         if least < 8:
             return 1
     # Without a divisor, the last chunk is padded, for which the weight is copied.
@@ -242,7 +265,9 @@ class _Chunk(NamedTuple):
     weight: Float[Array, "shards size dim"]
 
 
-def _finish_logits(products: Array, bias: Array | None, cap: float | None) -> Array:
+def _finish_logits(
+    products: Array, bias: Array | None, cap: float | None
+) -> Array:
     logits = products.astype(jnp.float32)
     if bias is not None:
         logits += arrays.to_ndim(bias.astype(jnp.float32), logits.ndim)
@@ -251,7 +276,9 @@ def _finish_logits(products: Array, bias: Array | None, cap: float | None) -> Ar
     return attention.cap_logits(logits, cap)
 
 
-def _chunk(options: _Options, index: Array, x: Array, head: _Head, target_labels: Array) -> _Chunk:
+def _chunk(
+    options: _Options, index: Array, x: Array, head: _Head, target_labels: Array
+) -> _Chunk:
     """Computes the logits of a chunk of each shard."""
     shards, chunks, size, _ = head.weight.shape
     dtype = jnp.result_type(x, head.weight)
@@ -270,9 +297,13 @@ def _chunk(options: _Options, index: Array, x: Array, head: _Head, target_labels
     if soft is not None:
         probs = jnp.moveaxis(soft, 0, -2).astype(jnp.float32)
     else:
-        is_target = target_labels[..., None, None] == arrays.to_ndim(class_ids, x.ndim + 1)
+        is_target = target_labels[..., None, None] == arrays.to_ndim(
+            class_ids, x.ndim + 1
+        )
         smoothing = options.label_smoothing
-        probs = jnp.where(is_target, 1 - smoothing, 0) + smoothing / options.classes
+        probs = (
+            jnp.where(is_target, 1 - smoothing, 0) + smoothing / options.classes
+        )
     if chunks * size != classes_in_shard:
         is_class = arrays.to_ndim(offset < classes_in_shard, x.ndim + 1)
         logits = jnp.where(is_class, logits, -jnp.inf)
@@ -280,10 +311,14 @@ def _chunk(options: _Options, index: Array, x: Array, head: _Head, target_labels
     return _Chunk(logits, probs, class_ids, weight)
 
 
-def _dot(a: Array, b: Array, contracted: _Axes, batch: _Axes = ((), ())) -> Array:
+def _dot(
+    a: Array, b: Array, contracted: _Axes, batch: _Axes = ((), ())
+) -> Array:
     """Returns a product that is summed in float32."""
     dtype = jnp.promote_types(a.dtype, jnp.float32)
-    return jax.lax.dot_general(a, b, (contracted, batch), preferred_element_type=dtype)
+    return jax.lax.dot_general(
+        a, b, (contracted, batch), preferred_element_type=dtype
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -292,8 +327,12 @@ def _statistics(
 ) -> loss.LogitStatistics:
     """Returns the statistics of all classes, from those of each chunk of each shard."""
 
-    def chunk_statistics(carry: None, index: Array) -> tuple[None, _ChunkStatistics]:
-        logits, probs, class_ids, _ = _chunk(options, index, x, head, target_labels)
+    def chunk_statistics(
+        carry: None, index: Array
+    ) -> tuple[None, _ChunkStatistics]:
+        logits, probs, class_ids, _ = _chunk(
+            options, index, x, head, target_labels
+        )
         largest = jnp.max(logits, axis=-1, keepdims=True)
         # As in `logit_statistics`.
         class_ids = arrays.to_ndim(class_ids, x.ndim + 1)
@@ -309,7 +348,9 @@ def _statistics(
     num_chunks = head.weight.shape[1]
     _, chunks = jax.lax.scan(chunk_statistics, None, jnp.arange(num_chunks))
     axes = (0, -1)  # chunks and shards
-    is_largest = chunks.largest == jnp.max(chunks.largest, axis=axes, keepdims=True)
+    is_largest = chunks.largest == jnp.max(
+        chunks.largest, axis=axes, keepdims=True
+    )
     candidates = jnp.where(is_largest, chunks.likeliest, options.classes)
     return loss.LogitStatistics(
         log_normalizer=jax.nn.logsumexp(chunks.log_normalizer, axis=axes),
@@ -348,12 +389,16 @@ def _statistics_fwd(
         lambda argument: argument.value, (x, head, target_labels, trained)
     )
     statistics: Any = _statistics(options, x, head, target_labels)
-    residuals = _Residuals(x, head, target_labels, statistics.log_normalizer, trained)
+    residuals = _Residuals(
+        x, head, target_labels, statistics.log_normalizer, trained
+    )
     return statistics, residuals
 
 
 def _statistics_bwd(
-    options: _Options, residuals: _Residuals, cotangents: tuple[Array | SymbolicZero, ...]
+    options: _Options,
+    residuals: _Residuals,
+    cotangents: tuple[Array | SymbolicZero, ...],
 ) -> tuple[Array, _Head, None]:
     x, head, target_labels, log_normalizer, trained = residuals
 
@@ -368,19 +413,30 @@ def _statistics_bwd(
     log_normalizer = per_target(log_normalizer)
     batch_axes = tuple(range(x.ndim - 1))
 
-    def add_chunk(carry: tuple[Array, _Head], index: Array) -> tuple[tuple[Array, _Head], None]:
+    def add_chunk(
+        carry: tuple[Array, _Head], index: Array
+    ) -> tuple[tuple[Array, _Head], None]:
         dx, d_head = carry
-        logits, probs, _, weight = _chunk(options, index, x, head, target_labels)
+        logits, probs, _, weight = _chunk(
+            options, index, x, head, target_labels
+        )
         # Probabilities of ignored targets may be NaN; XLA would copy them if masked beforehand.
         probs = arrays.counted(probs, d_expected)
-        d_logits = d_log_normalizer * jnp.exp(logits - log_normalizer) + d_expected * probs
+        d_logits = (
+            d_log_normalizer * jnp.exp(logits - log_normalizer)
+            + d_expected * probs
+        )
         if options.logit_cap is not None:
             # The derivative of tanh; 0 in the padding, whose logits are not capped.
-            d_logits *= 1 - jnp.square(jnp.maximum(logits / options.logit_cap, -1))
+            d_logits *= 1 - jnp.square(
+                jnp.maximum(logits / options.logit_cap, -1)
+            )
         d_products = d_logits.astype(weight.dtype)
         # Shards stay apart until the end, so that devices add up their sums once.
         dx += _dot(d_products, weight, ((x.ndim,), (1,)), ((x.ndim - 1,), (0,)))
-        d_weight = _dot(d_products, x.astype(weight.dtype), (batch_axes, batch_axes))
+        d_weight = _dot(
+            d_products, x.astype(weight.dtype), (batch_axes, batch_axes)
+        )
         d_bias = None
         if trained.bias is not None:
             d_bias = jnp.sum(d_logits, axis=batch_axes)
@@ -391,7 +447,9 @@ def _statistics_bwd(
 
         def write(gradient: Array, chunk: Array, axis: int) -> Array:
             chunk = chunk.astype(gradient.dtype)
-            return jax.lax.dynamic_update_index_in_dim(gradient, chunk, index, axis)
+            return jax.lax.dynamic_update_index_in_dim(
+                gradient, chunk, index, axis
+            )
 
         d_chunk = _Head(d_weight, d_bias, d_soft)
         d_head = jax.tree.map(write, d_head, d_chunk, trained.chunk_axes)
@@ -399,7 +457,10 @@ def _statistics_bwd(
 
     shards, chunks = head.weight.shape[:2]
     dtype = jnp.promote_types(jnp.result_type(x, head.weight), jnp.float32)
-    zeros = jnp.zeros((shards, *x.shape), dtype), jax.tree.map(jnp.zeros_like, trained)
+    zeros = (
+        jnp.zeros((shards, *x.shape), dtype),
+        jax.tree.map(jnp.zeros_like, trained),
+    )
     (dx, d_head), _ = jax.lax.scan(add_chunk, zeros, jnp.arange(chunks))
     return dx.sum(0).astype(x.dtype), d_head, None
 

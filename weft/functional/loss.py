@@ -13,7 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from weft.errors import ArgumentValueError
-from weft.functional.arrays import counted, finite_or_counted, positions, sharded_as
+from weft.functional.arrays import (
+    counted,
+    finite_or_counted,
+    positions,
+    sharded_as,
+)
 from weft.functional.norm import l2_normalize
 
 Aux = dict[str, Array]
@@ -59,9 +64,13 @@ def cross_entropy(
     """
     check_factors("cross_entropy", label_smoothing, z_loss_scale)
     if live_targets is None:
-        live_targets = which_targets_count(target_labels, logits.shape[-1], soft_target_labels)
+        live_targets = which_targets_count(
+            target_labels, logits.shape[-1], soft_target_labels
+        )
     if soft_target_labels is not None:
-        soft_target_labels = counted(soft_target_labels, live_targets[..., None])
+        soft_target_labels = counted(
+            soft_target_labels, live_targets[..., None]
+        )
     statistics = logit_statistics(
         counted(logits, live_targets[..., None]),
         target_labels,
@@ -122,7 +131,9 @@ def logit_statistics(
     if soft_target_labels is not None:
         probs = soft_target_labels.astype(jnp.float32)
         # A class without probability does not count, even if its logit is -inf.
-        expected = jnp.sum(probs * finite_or_counted(logits, probs != 0), axis=-1)
+        expected = jnp.sum(
+            probs * finite_or_counted(logits, probs != 0), axis=-1
+        )
     else:
         # A comparison and a sum, not a gather: stays local if classes are sharded over devices.
         is_target = target_labels[..., None] == classes
@@ -132,7 +143,9 @@ def logit_statistics(
     log_normalizer = jax.nn.logsumexp(logits, axis=-1)
     # Faster on CPUs than `argmax`, a reduction of two arrays.
     is_largest = logits == jnp.max(logits, axis=-1, keepdims=True)
-    likeliest = jnp.min(jnp.where(is_largest, classes, logits.shape[-1]), axis=-1)
+    likeliest = jnp.min(
+        jnp.where(is_largest, classes, logits.shape[-1]), axis=-1
+    )
     return LogitStatistics(log_normalizer, expected, likeliest)
 
 
@@ -153,11 +166,15 @@ def cross_entropy_of_statistics(
     # - sum_c p_c (logit_c - log_normalizer), for probabilities that need not add up to 1.
     total_prob: Array | float = 1.0
     if soft_target_labels is not None:
-        total_prob = counted(soft_target_labels.astype(jnp.float32).sum(-1), live_targets)
+        total_prob = counted(
+            soft_target_labels.astype(jnp.float32).sum(-1), live_targets
+        )
     cross_entropies = log_normalizer * total_prob - expected
     z_losses = jnp.square(log_normalizer)
     per_target_loss = cross_entropies
-    if z_loss_scale:  # without the factor, the square may overflow where the loss does not
+    if (
+        z_loss_scale
+    ):  # without the factor, the square may overflow where the loss does not
         per_target_loss = cross_entropies + z_loss_scale * z_losses
     per_target_loss = jnp.where(weights > 0, per_target_loss, 0)
     loss, num_targets = weighted_mean(per_target_loss, weights)
@@ -176,7 +193,9 @@ def cross_entropy_of_statistics(
     return loss, aux
 
 
-def check_factors(function: str, label_smoothing: float, z_loss_scale: float) -> None:
+def check_factors(
+    function: str, label_smoothing: float, z_loss_scale: float
+) -> None:
     """Raises ArgumentValueError unless these are a share and a factor, naming the function."""
     if not 0 <= label_smoothing <= 1 or z_loss_scale < 0:
         raise ArgumentValueError(
@@ -241,7 +260,8 @@ def sigmoid_cross_entropy(
 
 
 def categorical_hinge_loss(
-    logits: Float[Array, "*batch classes"], targets: Num[Array, "*batch classes"]
+    logits: Float[Array, "*batch classes"],
+    targets: Num[Array, "*batch classes"],
 ) -> Float[Array, "*batch"]:
     """Returns the hinge loss of the right class's lead over the best other class, with margin 1.
 
@@ -254,22 +274,31 @@ def categorical_hinge_loss(
     logits = logits.astype(jnp.float32)
     targets = sharded_as(targets.astype(jnp.float32), logits)
     right = jnp.sum(targets * finite_or_counted(logits, targets != 0), axis=-1)
-    best_wrong = jnp.max((1 - targets) * finite_or_counted(logits, targets != 1), axis=-1)
+    best_wrong = jnp.max(
+        (1 - targets) * finite_or_counted(logits, targets != 1), axis=-1
+    )
     return jax.nn.relu(best_wrong - right + 1)
 
 
-def squared_error(preds: Float[Array, "*shape"], targets: Num[Array, "*shape"]) -> Array:
+def squared_error(
+    preds: Float[Array, "*shape"], targets: Num[Array, "*shape"]
+) -> Array:
     """Returns `(preds - targets)²`."""
     return jnp.square(preds.astype(jnp.float32) - targets.astype(jnp.float32))
 
 
-def absolute_error(preds: Float[Array, "*shape"], targets: Num[Array, "*shape"]) -> Array:
+def absolute_error(
+    preds: Float[Array, "*shape"], targets: Num[Array, "*shape"]
+) -> Array:
     """Returns `|preds - targets|`."""
     return jnp.abs(preds.astype(jnp.float32) - targets.astype(jnp.float32))
 
 
 def huber_error(
-    preds: Float[Array, "*shape"], targets: Num[Array, "*shape"], *, delta: float = 1.0
+    preds: Float[Array, "*shape"],
+    targets: Num[Array, "*shape"],
+    *,
+    delta: float = 1.0,
 ) -> Array:
     """Returns half the squared error up to `delta`, and a linear error beyond (Huber, 1964).
 
@@ -411,7 +440,10 @@ def focal_loss(
 
 
 def generalized_iou(
-    predictions: Float[Array, "*batch 4"], targets: Float[Array, "*batch 4"], *, eps: float = 1e-7
+    predictions: Float[Array, "*batch 4"],
+    targets: Float[Array, "*batch 4"],
+    *,
+    eps: float = 1e-7,
 ) -> Float[Array, "*batch"]:
     """Returns the overlap of two boxes, from -1 (far apart) to 1 (Rezatofighi et al., 2019).
 
@@ -440,7 +472,10 @@ def generalized_iou(
 
 
 def nearest_neighbor_entropy_loss(
-    embeddings: Float[Array, "batch dim"], *, normalize_embedding: bool = True, eps: float = 1e-8
+    embeddings: Float[Array, "batch dim"],
+    *,
+    normalize_embedding: bool = True,
+    eps: float = 1e-8,
 ) -> Float[Array, ""]:
     """Returns the mean of `-log(distance to the nearest other)`: low for evenly spread vectors.
 
@@ -474,7 +509,9 @@ def nearest_neighbor_entropy_loss(
     squares = jnp.sum(jnp.square(nearest - x + eps), axis=1)
     # The root has no gradient at 0.
     is_apart = squares > 0
-    distances = jnp.where(is_apart, jnp.sqrt(jnp.where(is_apart, squares, 1)), 0)
+    distances = jnp.where(
+        is_apart, jnp.sqrt(jnp.where(is_apart, squares, 1)), 0
+    )
     return -jnp.mean(jnp.log(distances + eps))
 
 
@@ -526,7 +563,9 @@ def activation_flops(
     is_live = 1 - paddings.astype(jnp.float32).reshape(-1)
     magnitudes = jnp.abs(counted(vectors, is_live[:, None]))
     num_live = jnp.maximum(1, is_live.sum())
-    mean_magnitudes = jnp.sum(magnitudes * is_live[:, None], axis=0) / num_live  # (dim,)
+    mean_magnitudes = (
+        jnp.sum(magnitudes * is_live[:, None], axis=0) / num_live
+    )  # (dim,)
     num_zeros = jnp.sum(magnitudes <= sparsity_threshold, axis=1)  # (vectors,)
     cost = jnp.sum(jnp.square(mean_magnitudes))
     mean_zeros = jnp.sum(num_zeros * is_live) / num_live
@@ -552,7 +591,9 @@ def with_cosine_margin(
     return alpha * (cosines.astype(jnp.float32) - margin * targets)
 
 
-def rank_pairs(ranks: Int[Array, "batch items"]) -> Float[Array, "batch items items"]:
+def rank_pairs(
+    ranks: Int[Array, "batch items"],
+) -> Float[Array, "batch items items"]:
     """Returns 1 at (b, i, j) if item i is ranked before item j, else 0.
 
     Ranks start at 1, the best, and may be shared. A rank of 0 or less excludes an item.

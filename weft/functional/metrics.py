@@ -19,7 +19,11 @@ Mask = Bool[Array, " queries"] | None
 
 
 def confusion_matrix(
-    y_true: Int[Array, " n"], y_pred: Int[Array, " n"], *, num_classes: int, weights: Weights = None
+    y_true: Int[Array, " n"],
+    y_pred: Int[Array, " n"],
+    *,
+    num_classes: int,
+    weights: Weights = None,
 ) -> Float[Array, "classes classes"]:
     """Counts the examples of each true class (row) and predicted class (column).
 
@@ -37,7 +41,12 @@ def confusion_matrix(
 
 
 def precision_recall_f_score(
-    y_true: Values, y_pred: Values, *, beta: float = 1.0, eps: float = 1e-8, weights: Weights = None
+    y_true: Values,
+    y_pred: Values,
+    *,
+    beta: float = 1.0,
+    eps: float = 1e-8,
+    weights: Weights = None,
 ) -> dict[str, Array]:
     """Returns "precision", "recall" and "f_score" of the positive class of labels 0 and 1.
 
@@ -54,11 +63,18 @@ def precision_recall_f_score(
     (_, false_positives), (false_negatives, true_positives) = counts
     precision = true_positives / (true_positives + false_positives + eps)
     recall = true_positives / (true_positives + false_negatives + eps)
-    f_score = (1 + beta**2) * precision * recall / (beta**2 * precision + recall + eps)
+    f_score = (
+        (1 + beta**2)
+        * precision
+        * recall
+        / (beta**2 * precision + recall + eps)
+    )
     return {"precision": precision, "recall": recall, "f_score": f_score}
 
 
-def roc_auc_score(y_true: Values, y_score: Values, *, weights: Weights = None) -> Array:
+def roc_auc_score(
+    y_true: Values, y_score: Values, *, weights: Weights = None
+) -> Array:
     """Returns the area under the ROC curve: how often a positive scores above a negative.
 
     Equal scores count one half. NaN if there are only positives or only negatives, or a score that
@@ -98,7 +114,9 @@ def pearson_correlation(
     return covariance / (jnp.sqrt(x_variance * y_variance) + eps)
 
 
-def spearman_correlation(x: Values, y: Values, *, mask: Weights = None, eps: float = 1e-8) -> Array:
+def spearman_correlation(
+    x: Values, y: Values, *, mask: Weights = None, eps: float = 1e-8
+) -> Array:
     """Returns the correlation of ranks; equal values share the mean of their ranks.
 
     >>> round(spearman_correlation(jnp.array([1, 2, 3, 4]), jnp.array([1, 3, 2, 4])).item(), 4)
@@ -116,7 +134,11 @@ def spearman_correlation(x: Values, y: Values, *, mask: Weights = None, eps: flo
 
 
 def matthews_corrcoef(
-    y_true: Values, y_pred: Values, *, weights: Weights = None, eps: float = 1e-8
+    y_true: Values,
+    y_pred: Values,
+    *,
+    weights: Weights = None,
+    eps: float = 1e-8,
 ) -> Array:
     """Returns Matthews' correlation of classes, 0 if all labels, or all predictions, are equal.
 
@@ -136,12 +158,18 @@ def matthews_corrcoef(
     covariance = jnp.sum(shares * (y_true == y_pred)) - chance(y_true, y_pred)
     label_variance = 1 - chance(y_true, y_true)
     prediction_variance = 1 - chance(y_pred, y_pred)
-    product = jnp.maximum(label_variance * prediction_variance, 0)  # rounding may make it negative
+    product = jnp.maximum(
+        label_variance * prediction_variance, 0
+    )  # rounding may make it negative
     return covariance / (jnp.sqrt(product) + eps)
 
 
 def accuracy_at_k(
-    scores: Scores, relevance_labels: Labels, *, top_ks: Sequence[int], query_padding: Mask = None
+    scores: Scores,
+    relevance_labels: Labels,
+    *,
+    top_ks: Sequence[int],
+    query_padding: Mask = None,
 ) -> dict[str, Array]:
     """Returns for each k, as "accuracy@k", how many queries have a relevant item in their first k.
 
@@ -152,11 +180,15 @@ def accuracy_at_k(
     any_so_far = jnp.cumsum(is_relevant, axis=-1) > 0  # (queries, items)
     results = {}
     for k in top_ks:
-        results[f"accuracy@{k}"] = _mean_over_queries(_at_rank(any_so_far, k), query_padding)
+        results[f"accuracy@{k}"] = _mean_over_queries(
+            _at_rank(any_so_far, k), query_padding
+        )
     return results
 
 
-def average_rank(scores: Scores, relevance_labels: Labels, *, query_padding: Mask = None) -> Array:
+def average_rank(
+    scores: Scores, relevance_labels: Labels, *, query_padding: Mask = None
+) -> Array:
     """Returns the mean position, from 1, of the first relevant item of queries that have one.
 
     >>> average_rank(jnp.array([[0.1, 0.9, 0.5]]), jnp.array([[0, 0, 1]])).item()
@@ -171,7 +203,11 @@ def average_rank(scores: Scores, relevance_labels: Labels, *, query_padding: Mas
 
 
 def average_precision_at_k(
-    scores: Scores, relevance_labels: Labels, *, top_ks: Sequence[int], query_padding: Mask = None
+    scores: Scores,
+    relevance_labels: Labels,
+    *,
+    top_ks: Sequence[int],
+    query_padding: Mask = None,
 ) -> dict[str, Array]:
     """Returns for each k, as "map@k", the mean over queries of the average precision.
 
@@ -182,20 +218,32 @@ def average_precision_at_k(
     >>> round(average_precision_at_k(scores, labels, top_ks=[3])["map@3"].item(), 4)
     0.8333
     """
-    is_relevant = (_by_score(scores, relevance_labels) > 0).astype(float)  # (queries, items)
+    is_relevant = (_by_score(scores, relevance_labels) > 0).astype(
+        float
+    )  # (queries, items)
     positions = jnp.arange(1.0, scores.shape[-1] + 1)[None]
-    precision_of_relevant = is_relevant * jnp.cumsum(is_relevant, axis=-1) / positions
+    precision_of_relevant = (
+        is_relevant * jnp.cumsum(is_relevant, axis=-1) / positions
+    )
     precision_sums = jnp.cumsum(precision_of_relevant, axis=-1)
     num_relevant = is_relevant.sum(axis=-1)
     results = {}
     for k in top_ks:
-        average_precisions = _at_rank(precision_sums, k) / jnp.clip(num_relevant, 1, k)
-        results[f"map@{k}"] = _mean_over_queries(average_precisions, query_padding)
+        average_precisions = _at_rank(precision_sums, k) / jnp.clip(
+            num_relevant, 1, k
+        )
+        results[f"map@{k}"] = _mean_over_queries(
+            average_precisions, query_padding
+        )
     return results
 
 
 def ndcg_at_k(
-    scores: Scores, relevance_labels: Labels, *, top_ks: Sequence[int], query_padding: Mask = None
+    scores: Scores,
+    relevance_labels: Labels,
+    *,
+    top_ks: Sequence[int],
+    query_padding: Mask = None,
 ) -> dict[str, Array]:
     """Returns for each k, as "ndcg@k", the mean normalized discounted cumulative gain.
 
@@ -211,12 +259,18 @@ def ndcg_at_k(
         return jnp.cumsum((2.0**labels - 1) * discounts, axis=-1)
 
     gains = cumulative_gains(_by_score(scores, relevance_labels))
-    best_gains = cumulative_gains(jnp.sort(relevance_labels, axis=-1, descending=True))
+    best_gains = cumulative_gains(
+        jnp.sort(relevance_labels, axis=-1, descending=True)
+    )
     has_relevant = best_gains > 0
-    normalized = jnp.where(has_relevant, gains / jnp.where(has_relevant, best_gains, 1), 0)
+    normalized = jnp.where(
+        has_relevant, gains / jnp.where(has_relevant, best_gains, 1), 0
+    )
     results = {}
     for k in top_ks:
-        results[f"ndcg@{k}"] = _mean_over_queries(_at_rank(normalized, k), query_padding)
+        results[f"ndcg@{k}"] = _mean_over_queries(
+            _at_rank(normalized, k), query_padding
+        )
     return results
 
 
@@ -239,7 +293,9 @@ def _positions_of_equals(ordered: Array, values: Array) -> tuple[Array, Array]:
     return first, end
 
 
-def _weight_up_to(values: Array, compared: Array, weights: Array) -> tuple[Array, Array]:
+def _weight_up_to(
+    values: Array, compared: Array, weights: Array
+) -> tuple[Array, Array]:
     """Returns, for each value, the total weight of what is less, and of what is not greater.
 
     By a sort and cumulative sums: n log n operations, where comparing all pairs takes n².
@@ -264,4 +320,6 @@ def _at_rank(values: Array, k: int) -> Array:
 def _mean_over_queries(values: Array, padding: Mask) -> Array:
     is_query = None if padding is None else ~padding
     weights = _weights(is_query, values)
-    return (counted(values, is_query) * weights).sum() / jnp.maximum(weights.sum(), 1)
+    return (counted(values, is_query) * weights).sum() / jnp.maximum(
+        weights.sum(), 1
+    )

@@ -47,8 +47,12 @@ def layer_norm(
     >>> layer_norm(jnp.array([1.0, 3.0]), eps=0.0).tolist()
     [-1.0, 1.0]
     """
-    options = _Options(canonical_axes(axis, x.ndim), float(eps), True, fast_variance, dtype)
-    return _normalize(x, scale, bias, where, options, axis_name, axis_index_groups)
+    options = _Options(
+        canonical_axes(axis, x.ndim), float(eps), True, fast_variance, dtype
+    )
+    return _normalize(
+        x, scale, bias, where, options, axis_name, axis_index_groups
+    )
 
 
 def rms_norm(
@@ -69,8 +73,12 @@ def rms_norm(
     >>> rms_norm(jnp.array([3.0, 3.0]), jnp.array([1.0, 2.0]), eps=0.0).tolist()
     [1.0, 2.0]
     """
-    options = _Options(canonical_axes(axis, x.ndim), float(eps), False, True, dtype)
-    return _normalize(x, scale, None, where, options, axis_name, axis_index_groups)
+    options = _Options(
+        canonical_axes(axis, x.ndim), float(eps), False, True, dtype
+    )
+    return _normalize(
+        x, scale, None, where, options, axis_name, axis_index_groups
+    )
 
 
 def centered_rms_norm(
@@ -105,7 +113,9 @@ def group_norm(
     axis: Axes | None = None,
     eps: float = 1e-6,
     subtract_mean: bool = True,
-    where: Bool[Array, " batch *spatial"] | Bool[Array, " batch *spatial channels"] | None = None,
+    where: Bool[Array, " batch *spatial"]
+    | Bool[Array, " batch *spatial channels"]
+    | None = None,
     segment_ids: Int[Array, "batch time"] | None = None,
     axis_name: str | Sequence[str] | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
@@ -152,19 +162,26 @@ def group_norm(
         grouped_where = where.reshape(*where.shape[:-1], *group_shape)
     if segment_ids is not None and 1 in axes:
         segment_mean = functools.partial(
-            statistics.segment_mean, segment_ids=segment_ids, axis=axes, where=grouped_where
+            statistics.segment_mean,
+            segment_ids=segment_ids,
+            axis=axes,
+            where=grouped_where,
         )
         if subtract_mean:
             y = y - segment_mean(y)
         y = y * jax.lax.rsqrt(segment_mean(y * y) + eps)
     else:
         options = _Options(axes, float(eps), subtract_mean, fast_variance, None)
-        y = _normalize(y, None, None, grouped_where, options, axis_name, axis_index_groups)
+        y = _normalize(
+            y, None, None, grouped_where, options, axis_name, axis_index_groups
+        )
     y = _affine(y.reshape(x.shape), scale, bias, x.dtype)
     return _with_ignored(x, y, where)
 
 
-def number_of_groups(channels: int, num_groups: int | None, group_size: int | None) -> int:
+def number_of_groups(
+    channels: int, num_groups: int | None, group_size: int | None
+) -> int:
     """Returns the number of groups of channels, from `num_groups` or `group_size`.
 
     Raises:
@@ -186,7 +203,11 @@ def number_of_groups(channels: int, num_groups: int | None, group_size: int | No
             f"groups, or of the {channels} channels of each."
         )
     if channels % divisor:
-        parts = f"{num_groups} equal groups" if group_size is None else f"groups of {group_size=}"
+        parts = (
+            f"{num_groups} equal groups"
+            if group_size is None
+            else f"groups of {group_size=}"
+        )
         raise ArgumentShapeError(
             f"the input has {channels} channels, which cannot be cut into {parts}."
         )
@@ -234,7 +255,9 @@ def l2_normalize(
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis, keepdims=True) + eps)
 
 
-def normalize_sum(x: Num[Array, "*shape"], eps: float = 1e-8, axis: Axes = -1) -> Array:
+def normalize_sum(
+    x: Num[Array, "*shape"], eps: float = 1e-8, axis: Axes = -1
+) -> Array:
     """Returns `x / (sum(x) + eps)` along `axis`.
 
     >>> normalize_sum(jnp.array([1.0, 3.0])).tolist()
@@ -276,7 +299,9 @@ def _normalize(
         )
         y = y - mean
     else:
-        combine = statistics.cross_axis_mean(y, axes, where, axis_name, axis_index_groups)
+        combine = statistics.cross_axis_mean(
+            y, axes, where, axis_name, axis_index_groups
+        )
         square = combine(statistics.mean_square(y, axes, where))
     y = _divide_by_root(y, square, eps)
     y = _affine(y, scale, bias, x.dtype)
@@ -287,7 +312,11 @@ def _normalize(
 # trace, and eight times as long to differentiate.
 @functools.partial(jax.jit, static_argnums=4, inline=arrays.INLINE)
 def _normalize_locally(
-    x: Array, scale: Array | None, bias: Array | None, where: Array | None, options: _Options
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    where: Array | None,
+    options: _Options,
 ) -> Array:
     axes, eps, subtract_mean, fast, dtype = options
     y = arrays.finite_or_counted(cast(x, dtype), where)
@@ -310,13 +339,17 @@ def _with_ignored(x: Array, y: Array, where: Array | None) -> Array:
 
 
 def _divide_by_root(x: Array, square: Array, eps: float) -> Array:
-    factor = jax.lax.rsqrt(jax.lax.add(square, statistics.constant(eps, square)))
+    factor = jax.lax.rsqrt(
+        jax.lax.add(square, statistics.constant(eps, square))
+    )
     if factor.dtype == x.dtype:
         return jax.lax.mul(x, factor)
     return x * factor  # x is complex, or has fewer bits than its statistics
 
 
-def _affine(y: Array, scale: Array | None, bias: Array | None, dtype: DTypeLike) -> Array:
+def _affine(
+    y: Array, scale: Array | None, bias: Array | None, dtype: DTypeLike
+) -> Array:
     if scale is not None:
         y = jax.lax.mul(y, _match_operand(scale, y))
     if bias is not None:
@@ -332,7 +365,9 @@ def _match_operand(x: Array, y: Array) -> Array:
     return jax.lax.expand_dims(x, range(y.ndim - x.ndim))
 
 
-def group_norm_axes(reduction_axes: Axes | None, shape: Sequence[int]) -> tuple[int, ...]:
+def group_norm_axes(
+    reduction_axes: Axes | None, shape: Sequence[int]
+) -> tuple[int, ...]:
     """Returns the axes that share statistics, the last one split into groups.
 
     `reduction_axes` of None means all but the first. Raises ArgumentValueError if the last axis is
@@ -369,7 +404,9 @@ def instance_norm_axes(
             f"feature_axes={feature_axes} of an input of shape {tuple(shape)} include the first "
             "axis, the batch axis; leave it out."
         )
-    spatial_axes = tuple(a for a in range(1, len(shape)) if a not in channel_axes)
+    spatial_axes = tuple(
+        a for a in range(1, len(shape)) if a not in channel_axes
+    )
     return channel_axes, spatial_axes
 
 
@@ -406,7 +443,9 @@ def normalize_by_layer(
     return cast(y, dtype)
 
 
-def along(axes: Sequence[int], values: Array | None, x: Num[Array, "*shape"]) -> Array | None:
+def along(
+    axes: Sequence[int], values: Array | None, x: Num[Array, "*shape"]
+) -> Array | None:
     """Reshapes values of some axes of `x`, which may be merged, to broadcast to `x`."""
     if values is None:
         return None
@@ -443,14 +482,18 @@ def weight_norm(
     [[3.0, -1.0]]
     """
     axes_with_norms = weight_features(weight.shape, feature_axes)
-    reduced_axes = tuple(a for a in range(weight.ndim) if a not in axes_with_norms)
+    reduced_axes = tuple(
+        a for a in range(weight.ndim) if a not in axes_with_norms
+    )
     y = l2_normalize(weight, eps, reduced_axes)
     if scale is None:
         return y
     return y * scale.reshape(_shape_along(axes_with_norms, weight.shape))
 
 
-def weight_features(shape: Sequence[int], feature_axes: Axes | None) -> tuple[int, ...]:
+def weight_features(
+    shape: Sequence[int], feature_axes: Axes | None
+) -> tuple[int, ...]:
     """Returns the axes of a weight that have norms, in increasing order; none for None.
 
     Raises ArgumentValueError if the weight does not have these axes.
@@ -476,7 +519,9 @@ def spectral_norm(
     *,
     n_steps: int = 1,
     eps: float = 1e-12,
-) -> tuple[Float[Array, "*rows columns"], Float[Array, "1 columns"], Float[Array, ""]]:
+) -> tuple[
+    Float[Array, "*rows columns"], Float[Array, "1 columns"], Float[Array, ""]
+]:
     """Returns a weight divided by its largest singular value, the next `u`, and that value.
 
     The singular value is estimated by power iteration (Miyato et al., 2018), starting from `u`. No
@@ -495,7 +540,9 @@ def spectral_norm(
     ([[1.0, 0.0], [0.0, 0.25]], 4.0)
     """
     if n_steps < 1:
-        raise ArgumentValueError(f"n_steps={n_steps}: expected at least one step of the iteration.")
+        raise ArgumentValueError(
+            f"n_steps={n_steps}: expected at least one step of the iteration."
+        )
     matrix = weight.reshape(-1, weight.shape[-1])  # (rows, columns)
     constant_matrix = jax.lax.stop_gradient(matrix)
     v = u

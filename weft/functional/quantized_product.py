@@ -27,9 +27,14 @@ from jaxtyping import Array, Float
 
 from weft.errors import ArgumentValueError
 from weft.functional.arrays import OutSharding
-from weft.functional.fp8 import dot_general_transpose_lhs, dot_general_transpose_rhs
+from weft.functional.fp8 import (
+    dot_general_transpose_lhs,
+    dot_general_transpose_rhs,
+)
 
-DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+DimensionNumbers = tuple[
+    tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
+]
 
 
 def int8_dot_general(
@@ -58,7 +63,9 @@ def int8_dot_general(
     >>> int8_dot_general(x, w, matrices).round().tolist()  # with 64 / 127 for 1 / 2
     [[2.0], [202.0]]
     """
-    dtype = _checked("int8_dot_general", lhs, rhs, preferred_element_type, out_sharding)
+    dtype = _checked(
+        "int8_dot_general", lhs, rhs, preferred_element_type, out_sharding
+    )
     y: Any = _int8(lhs, rhs, _as_tuples(dimension_numbers), precision)
     return y.astype(dtype)
 
@@ -88,13 +95,19 @@ def fp8_dot_general(
     >>> fp8_dot_general(x, w, matrices).round(1).tolist()  # 16 and 18 are neighbors
     [[464.0]]
     """
-    dtype = _checked("fp8_dot_general", lhs, rhs, preferred_element_type, out_sharding)
+    dtype = _checked(
+        "fp8_dot_general", lhs, rhs, preferred_element_type, out_sharding
+    )
     y: Any = _fp8(lhs, rhs, _as_tuples(dimension_numbers))
     return y.astype(dtype)
 
 
 def _checked(
-    name: str, lhs: Array, rhs: Array, dtype: DTypeLike | None, out_sharding: OutSharding
+    name: str,
+    lhs: Array,
+    rhs: Array,
+    dtype: DTypeLike | None,
+    out_sharding: OutSharding,
 ) -> DTypeLike:
     """Returns the dtype of the result."""
     for which, x in (("lhs", lhs), ("rhs", rhs)):
@@ -127,14 +140,20 @@ class _Quantized(NamedTuple):
     scale: Array
 
 
-def _quantized(x: Array, dtype: DTypeLike, axes: Sequence[int] | None) -> _Quantized:
+def _quantized(
+    x: Array, dtype: DTypeLike, axes: Sequence[int] | None
+) -> _Quantized:
     """Quantizes `x` with a scale for the axes, or of the whole array."""
     x = x.astype(jnp.float32)
     is_int = jnp.issubdtype(dtype, jnp.integer)
     limits = jnp.iinfo(dtype) if is_int else jnp.finfo(dtype)
-    largest_magnitude = jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0)
+    largest_magnitude = jnp.max(
+        jnp.abs(x), axis=axes, keepdims=True, initial=0.0
+    )
     # Normal for the scale of zeros; NaN remains NaN.
-    scale = jnp.maximum(largest_magnitude / float(limits.max), jnp.finfo(jnp.float32).tiny)
+    scale = jnp.maximum(
+        largest_magnitude / float(limits.max), jnp.finfo(jnp.float32).tiny
+    )
     scaled = x / scale
     if is_int:
         scaled = jnp.round(scaled)
@@ -143,12 +162,16 @@ def _quantized(x: Array, dtype: DTypeLike, axes: Sequence[int] | None) -> _Quant
     return _Quantized(scaled.astype(dtype), scale)
 
 
-def _int8_product(lhs: Array, rhs: Array, numbers: DimensionNumbers) -> Float[Array, "*result"]:
+def _int8_product(
+    lhs: Array, rhs: Array, numbers: DimensionNumbers
+) -> Float[Array, "*result"]:
     """Returns the product of operands that are rounded to int8 over the contracted axes."""
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers
     int_lhs, lhs_scale = _quantized(lhs, jnp.int8, lhs_contracted)
     int_rhs, rhs_scale = _quantized(rhs, jnp.int8, rhs_contracted)
-    y = jax.lax.dot_general(int_lhs, int_rhs, numbers, preferred_element_type=jnp.int32)
+    y = jax.lax.dot_general(
+        int_lhs, int_rhs, numbers, preferred_element_type=jnp.int32
+    )
     # The axes of `y` are (*batch, *axes of lhs alone, *axes of rhs alone).
     n_batch = len(lhs_batch)
     n_lhs = lhs.ndim - n_batch - len(lhs_contracted)
@@ -160,7 +183,9 @@ def _int8_product(lhs: Array, rhs: Array, numbers: DimensionNumbers) -> Float[Ar
     return y.astype(jnp.float32) * lhs_scale * rhs_scale
 
 
-def _result_axes(scale: Array, batch: Sequence[int], contracted: Sequence[int]) -> Array:
+def _result_axes(
+    scale: Array, batch: Sequence[int], contracted: Sequence[int]
+) -> Array:
     """Returns an operand's scale in the order of the result's axes, without contracted ones."""
     free = [a for a in range(scale.ndim) if a not in (*batch, *contracted)]
     result_axes = (*batch, *free)
@@ -170,13 +195,19 @@ def _result_axes(scale: Array, batch: Sequence[int], contracted: Sequence[int]) 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _int8(
-    lhs: Array, rhs: Array, numbers: DimensionNumbers, precision: jax.lax.PrecisionLike
+    lhs: Array,
+    rhs: Array,
+    numbers: DimensionNumbers,
+    precision: jax.lax.PrecisionLike,
 ) -> Float[Array, "*result"]:
     return _int8_product(lhs, rhs, numbers)
 
 
 def _int8_fwd(
-    lhs: Array, rhs: Array, numbers: DimensionNumbers, precision: jax.lax.PrecisionLike
+    lhs: Array,
+    rhs: Array,
+    numbers: DimensionNumbers,
+    precision: jax.lax.PrecisionLike,
 ) -> tuple[Array, tuple[Array, Array]]:
     y: Any = _int8(lhs, rhs, numbers, precision)
     return y, (lhs, rhs)
@@ -207,7 +238,9 @@ _int8.defvjp(_int8_fwd, _int8_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _fp8(lhs: Array, rhs: Array, numbers: DimensionNumbers) -> Float[Array, "*result"]:
+def _fp8(
+    lhs: Array, rhs: Array, numbers: DimensionNumbers
+) -> Float[Array, "*result"]:
     y, _ = _fp8_fwd(lhs, rhs, numbers)
     return y
 
@@ -219,11 +252,16 @@ class _Fp8Residuals(NamedTuple):
     empty_rhs: Array
 
 
-def _fp8_fwd(lhs: Array, rhs: Array, numbers: DimensionNumbers) -> tuple[Array, _Fp8Residuals]:
+def _fp8_fwd(
+    lhs: Array, rhs: Array, numbers: DimensionNumbers
+) -> tuple[Array, _Fp8Residuals]:
     fp8_lhs = _quantized(lhs, jnp.float8_e4m3fn, None)
     fp8_rhs = _quantized(rhs, jnp.float8_e4m3fn, None)
     y = jax.lax.dot_general(
-        fp8_lhs.numbers, fp8_rhs.numbers, numbers, preferred_element_type=jnp.float32
+        fp8_lhs.numbers,
+        fp8_rhs.numbers,
+        numbers,
+        preferred_element_type=jnp.float32,
     )
     y *= fp8_lhs.scale * fp8_rhs.scale
     empty_lhs = jnp.zeros(0, lhs.dtype)
@@ -231,13 +269,22 @@ def _fp8_fwd(lhs: Array, rhs: Array, numbers: DimensionNumbers) -> tuple[Array, 
     return y, _Fp8Residuals(fp8_lhs, fp8_rhs, empty_lhs, empty_rhs)
 
 
-def _fp8_bwd(numbers: DimensionNumbers, residuals: _Fp8Residuals, dy: Array) -> tuple[Array, Array]:
+def _fp8_bwd(
+    numbers: DimensionNumbers, residuals: _Fp8Residuals, dy: Array
+) -> tuple[Array, Array]:
     lhs, rhs, empty_lhs, empty_rhs = residuals
     fp8_dy = _quantized(dy, jnp.float8_e5m2, None)
     operands = fp8_dy.numbers, lhs.numbers, rhs.numbers
-    options: Any = {"dimension_numbers": numbers, "preferred_element_type": jnp.float32}
-    dlhs = dot_general_transpose_lhs(*operands, **options) * (rhs.scale * fp8_dy.scale)
-    drhs = dot_general_transpose_rhs(*operands, **options) * (lhs.scale * fp8_dy.scale)
+    options: Any = {
+        "dimension_numbers": numbers,
+        "preferred_element_type": jnp.float32,
+    }
+    dlhs = dot_general_transpose_lhs(*operands, **options) * (
+        rhs.scale * fp8_dy.scale
+    )
+    drhs = dot_general_transpose_rhs(*operands, **options) * (
+        lhs.scale * fp8_dy.scale
+    )
     return dlhs.astype(empty_lhs.dtype), drhs.astype(empty_rhs.dtype)
 
 

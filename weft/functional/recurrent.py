@@ -15,7 +15,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Num
 
 from weft.errors import ArgumentShapeError
-from weft.functional.arrays import explicit_spec, finite_or_counted, gathered, positions
+from weft.functional.arrays import (
+    explicit_spec,
+    finite_or_counted,
+    gathered,
+    positions,
+)
 
 Activation = Callable[[Array], Array]
 Carry = TypeVar("Carry")  # a cell's state, a pytree
@@ -104,7 +109,10 @@ def mgu_step(
 
 
 def flip_sequences(
-    x: Num[Array, "*shape"], seq_lengths: Int[Array, "*batch"] | None = None, *, axis: int
+    x: Num[Array, "*shape"],
+    seq_lengths: Int[Array, "*batch"] | None = None,
+    *,
+    axis: int,
 ) -> Num[Array, "*shape"]:
     """Returns sequences in reverse order; positions after a sequence's end stay in place.
 
@@ -208,10 +216,14 @@ def run_layer(
     if seq_lengths is not None:
         check_lengths(inputs.shape, seq_lengths, axis)
     if initial_carry is None:
-        initial_carry = first_carry((*inputs.shape[:axis], *inputs.shape[axis + 1 :]))
+        initial_carry = first_carry(
+            (*inputs.shape[:axis], *inputs.shape[axis + 1 :])
+        )
     if seq_lengths is not None:
         inputs = finite_or_counted(inputs, _within(inputs, seq_lengths, axis))
-    initial_carry = sharded_as_steps(inputs, initial_carry, axis, num_feature_axes)
+    initial_carry = sharded_as_steps(
+        inputs, initial_carry, axis, num_feature_axes
+    )
 
     # A reversed loop would begin with what follows a sequence's end, so sequences of different
     # lengths are flipped instead; their outputs then come in the order of the steps.
@@ -219,19 +231,27 @@ def run_layer(
     if flips:
         inputs = flip_sequences(inputs, seq_lengths, axis=axis)
     if seq_lengths is not None and return_carry:
-        state = _Running(initial_carry, initial_carry, jnp.int32(0), jnp.asarray(seq_lengths))
+        state = _Running(
+            initial_carry, initial_carry, jnp.int32(0), jnp.asarray(seq_lengths)
+        )
         state, outputs = loop(_valid_step, state, inputs, axis, False)
         carry = state.final
     else:
-        carry, outputs = loop(_step, initial_carry, inputs, axis, reverse and not flips)
+        carry, outputs = loop(
+            _step, initial_carry, inputs, axis, reverse and not flips
+        )
     if reverse and keep_order == flips:
-        outputs = jax.tree.map(lambda y: flip_sequences(y, seq_lengths, axis=axis), outputs)
+        outputs = jax.tree.map(
+            lambda y: flip_sequences(y, seq_lengths, axis=axis), outputs
+        )
     if return_carry:
         return carry, outputs
     return outputs
 
 
-def sharded_as_steps(inputs: Array, carry: Carry, axis: int, num_feature_axes: int = 1) -> Carry:
+def sharded_as_steps(
+    inputs: Array, carry: Carry, axis: int, num_feature_axes: int = 1
+) -> Carry:
     """Returns the state with the sharding that a step gives it over Explicit axes of a mesh.
 
     The type of a loop's state includes it. It is that of the batch axes of the inputs.
@@ -241,7 +261,9 @@ def sharded_as_steps(inputs: Array, carry: Carry, axis: int, num_feature_axes: i
     batch_spec = spec[: len(spec) - num_feature_axes]
     if not any(batch_spec) or jax.sharding.get_abstract_mesh().empty:
         return carry
-    sharding = NamedSharding(jax.typeof(inputs).sharding.mesh, PartitionSpec(*batch_spec))
+    sharding = NamedSharding(
+        jax.typeof(inputs).sharding.mesh, PartitionSpec(*batch_spec)
+    )
     return jax.tree.map(lambda x: jax.sharding.reshard(x, sharding), carry)
 
 
@@ -260,7 +282,10 @@ def _valid_step(
 
 
 def within_lengths(
-    new: Carry, old: Carry, step: Int[Array, ""], seq_lengths: Int[Array, "*batch"]
+    new: Carry,
+    old: Carry,
+    step: Int[Array, ""],
+    seq_lengths: Int[Array, "*batch"],
 ) -> Carry:
     """Returns the state after a step; sequences that have ended keep the state before.
 
@@ -298,7 +323,9 @@ def _with_last_axes(x: Array, ndim: int) -> Array:
     return x.reshape(x.shape + (1,) * (ndim - x.ndim))
 
 
-def check_lengths(shape: tuple[int, ...], seq_lengths: Array, axis: int) -> None:
+def check_lengths(
+    shape: tuple[int, ...], seq_lengths: Array, axis: int
+) -> None:
     """Raises ArgumentShapeError unless there is one length per sequence."""
     shape_without_time = (*shape[:axis], *shape[axis + 1 :])
     batch_shape = shape_without_time[: seq_lengths.ndim]

@@ -39,7 +39,11 @@ class Routing(NamedTuple):
 
 
 def expert_capacity(
-    group_size: int, num_experts: int, *, factor: float | None, minimum: int | None = None
+    group_size: int,
+    num_experts: int,
+    *,
+    factor: float | None,
+    minimum: int | None = None,
 ) -> int:
     """Returns an expert's number of slots for the tokens of a group.
 
@@ -52,7 +56,9 @@ def expert_capacity(
     >>> expert_capacity(10, 4, factor=1.0), expert_capacity(10, 4, factor=None)
     (3, 10)
     """
-    if (factor is not None and factor <= 0) or (minimum is not None and minimum < 1):
+    if (factor is not None and factor <= 0) or (
+        minimum is not None and minimum < 1
+    ):
         raise ArgumentValueError(
             f"an expert's capacity is given by a factor of {factor} and a minimum of {minimum}; "
             "without room for a token nothing is routed: expected a factor above 0 and a minimum "
@@ -61,7 +67,10 @@ def expert_capacity(
     if factor is None:
         return group_size if minimum is None else min(minimum, group_size)
     # More slots than the group has tokens would stay empty.
-    return min(group_size, max(math.ceil(group_size * factor / num_experts), minimum or 1))
+    return min(
+        group_size,
+        max(math.ceil(group_size * factor / num_experts), minimum or 1),
+    )
 
 
 def route(
@@ -114,7 +123,10 @@ def dispatch_tensor(
 ) -> Bool[Array, "*groups tokens experts capacity"]:
     """Returns whether a token occupies a slot of an expert, regardless of its weight."""
     unweighted = routing._replace(gates=routing.kept.astype(jnp.float32))
-    return combine_tensor(unweighted, num_experts=num_experts, capacity=capacity) > 0
+    return (
+        combine_tensor(unweighted, num_experts=num_experts, capacity=capacity)
+        > 0
+    )
 
 
 def load_balance_loss(
@@ -203,7 +215,9 @@ def limit_to_groups(
     >>> limit_to_groups(jnp.array([3.0, 0.0, 2.0, 2.0]), num_groups=2, num_kept=1).tolist()
     [-inf, -inf, 2.0, 2.0]
     """
-    grouped = scores.reshape(*scores.shape[:-1], num_groups, -1)  # (*tokens, groups, group_size)
+    grouped = scores.reshape(
+        *scores.shape[:-1], num_groups, -1
+    )  # (*tokens, groups, group_size)
     best_two, _ = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))
     _, chosen_groups = jax.lax.top_k(best_two.sum(axis=-1), num_kept)
     onehots = jax.nn.one_hot(chosen_groups, num_groups, dtype=jnp.bool_)
@@ -251,7 +265,11 @@ class ExpertRows(NamedTuple):
 
 
 def sort_by_expert(
-    experts: Int[Array, "tokens k"], *, first: Int[Array, ""] | int, num_experts: int, num_rows: int
+    experts: Int[Array, "tokens k"],
+    *,
+    first: Int[Array, ""] | int,
+    num_experts: int,
+    num_rows: int,
 ) -> ExpertRows:
     """Sorts the choices of `num_experts` experts from `first` on into `num_rows` rows.
 
@@ -263,7 +281,9 @@ def sort_by_expert(
     """
     local_experts = experts.reshape(-1) - first
     is_local = (local_experts >= 0) & (local_experts < num_experts)
-    sort_key = jnp.where(is_local, local_experts, num_experts)  # those of other experts go last
+    sort_key = jnp.where(
+        is_local, local_experts, num_experts
+    )  # those of other experts go last
     choices = jnp.argsort(sort_key, stable=True)[:num_rows]
     counts = jnp.bincount(sort_key, length=num_experts)
     ends = jnp.minimum(jnp.cumsum(counts), num_rows)

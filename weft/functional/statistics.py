@@ -116,7 +116,9 @@ def segment_mean(
         return jax.ops.segment_sum(values, ids, num_segments)[ids]
 
     totals = segment_sums(jnp.sum(x, other_axes, keepdims=True), segment_ids)
-    counts = segment_sums(jnp.sum(counts, other_axes, keepdims=True), segment_ids)
+    counts = segment_sums(
+        jnp.sum(counts, other_axes, keepdims=True), segment_ids
+    )
     return cast(totals / jnp.maximum(counts, 1), dtype)
 
 
@@ -127,7 +129,9 @@ def compute_mean_square_with_segment_ids(
     reduction_axis: Axes,
 ) -> Float[Array, "batch time *reduced"]:
     """Returns the mean of `x²` by segment; arguments and result as in `segment_mean`."""
-    return segment_mean(jnp.square(x), segment_ids=segment_ids, axis=reduction_axis)
+    return segment_mean(
+        jnp.square(x), segment_ids=segment_ids, axis=reduction_axis
+    )
 
 
 def update_running_average(
@@ -150,7 +154,11 @@ def update_running_average(
 
 
 def deviations(
-    x: Array, axes: tuple[int, ...], where: Array | None = None, *, fast: bool = True
+    x: Array,
+    axes: tuple[int, ...],
+    where: Array | None = None,
+    *,
+    fast: bool = True,
 ) -> Deviations:
     """Returns `x - mean`, two parts that sum to the mean, and the variance.
 
@@ -188,11 +196,15 @@ def deviations(
     mean = lax.reshape(mean, reduced_shape)
     square = real(lax.reshape(square, reduced_shape))
     variance = lax.sub(square, abs_square(mean))
-    variance = lax.max(variance, constant(0, square))  # rounding may make it negative
+    variance = lax.max(
+        variance, constant(0, square)
+    )  # rounding may make it negative
     return Deviations(lax.sub(from_first, mean), (first, mean), variance)
 
 
-def mean_square(x: Array, axes: tuple[int, ...], where: Array | None = None) -> Array:
+def mean_square(
+    x: Array, axes: tuple[int, ...], where: Array | None = None
+) -> Array:
     """Returns the mean of `|x|²`; arguments as in `deviations`.
 
     >>> mean_square(jnp.array([1.0, 3.0]), (0,)).tolist()
@@ -242,7 +254,9 @@ def cross_axis_mean(
     Parts are weighted by their number of counted values; arguments as in `moments`.
     """
     count = _count(x, axes, where)
-    psum = functools.partial(lax.psum, axis_name=axis_name, axis_index_groups=axis_index_groups)
+    psum = functools.partial(
+        lax.psum, axis_name=axis_name, axis_index_groups=axis_index_groups
+    )
     total = _at_least_one(psum(count))
     return lambda mean: psum(count * mean) / total
 
@@ -257,7 +271,9 @@ def _first(x: Array, axes: tuple[int, ...]) -> Array:
         # JAX takes one element of an axis that is sharded over an Explicit axis of a mesh only by
         # its index, and only if the sharding of the result is given.
         spec[axis] = None
-        sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec))
+        sharding = NamedSharding(
+            jax.typeof(x).sharding.mesh, PartitionSpec(*spec)
+        )
         index = (*[slice(None)] * axis, np.zeros(1, int))
         x = x.at[index].get(out_sharding=sharding, mode="promise_in_bounds")
     return x
@@ -271,7 +287,9 @@ def _reduced_shape(x: Array, axes: Sequence[int]) -> list[int]:
     return shape
 
 
-def _count(x: Array, axes: tuple[int, ...], where: Array | None) -> Array | float:
+def _count(
+    x: Array, axes: tuple[int, ...], where: Array | None
+) -> Array | float:
     """Returns how many values count along the axes: a float if that is the same everywhere."""
     if where is None:
         return float(math.prod(x.shape[a] for a in axes))
@@ -285,7 +303,9 @@ def _stacked(x: Array, y: Array) -> Array:
     if x.dtype != y.dtype:  # x is complex
         return jnp.stack([x, y])
     pair_shape = (1, *x.shape)
-    return lax.concatenate([lax.reshape(x, pair_shape), lax.reshape(y, pair_shape)], 0)
+    return lax.concatenate(
+        [lax.reshape(x, pair_shape), lax.reshape(y, pair_shape)], 0
+    )
 
 
 def _sum(x: Array, axes: tuple[int, ...], keepdims: bool = True) -> Array:
@@ -309,7 +329,9 @@ def cast(x: Array, dtype: jax.typing.DTypeLike | None) -> Array:
     return x.astype(dtype)
 
 
-def statistics_dtype(x: Array, force_float32: bool = True) -> jax.typing.DTypeLike:
+def statistics_dtype(
+    x: Array, force_float32: bool = True
+) -> jax.typing.DTypeLike:
     """Returns the dtype for statistics of `x`: at least float32 if forced.
 
     >>> statistics_dtype(jnp.ones(1, jnp.bfloat16)).name
@@ -331,7 +353,9 @@ def canonical_axes(axis: Axes, ndim: int) -> tuple[int, ...]:
 
 
 @jax.custom_vjp
-def with_gradient_norm(x: Float[Array, "*shape"], norm: Float[Array, ""]) -> Float[Array, "*shape"]:
+def with_gradient_norm(
+    x: Float[Array, "*shape"], norm: Float[Array, ""]
+) -> Float[Array, "*shape"]:
     """Returns `x`; the gradient of `norm`, whose value is ignored, is the norm of that of `x`.
 
     >>> jax.grad(lambda norm: jnp.sum(3.0 * with_gradient_norm(jnp.ones(4), norm)))(0.0).item()
@@ -345,7 +369,9 @@ def _with_gradient_norm_fwd(x: Array, norm: Array) -> tuple[Array, Array]:
     return x, norm
 
 
-def _with_gradient_norm_bwd(norm: Array, gradient: Array) -> tuple[Array, Array]:
+def _with_gradient_norm_bwd(
+    norm: Array, gradient: Array
+) -> tuple[Array, Array]:
     squares = jnp.sum(jnp.square(gradient.astype(jnp.float32)))
     return gradient, jnp.sqrt(squares).astype(norm.dtype)
 

@@ -33,7 +33,9 @@ def max_pool(
     >>> max_pool(jnp.arange(4.0).reshape(1, 4, 1), (2,), strides=(2,)).ravel().tolist()
     [1.0, 3.0]
     """
-    return _pool_batched(functional.max_pool, inputs, window_shape, strides, padding)
+    return _pool_batched(
+        functional.max_pool, inputs, window_shape, strides, padding
+    )
 
 
 def min_pool(
@@ -47,7 +49,9 @@ def min_pool(
     >>> min_pool(jnp.arange(4.0).reshape(1, 4, 1), (2,), strides=(2,)).ravel().tolist()
     [0.0, 2.0]
     """
-    return _pool_batched(functional.min_pool, inputs, window_shape, strides, padding)
+    return _pool_batched(
+        functional.min_pool, inputs, window_shape, strides, padding
+    )
 
 
 def pool(
@@ -65,7 +69,9 @@ def pool(
     >>> pool(jnp.full((1, 4, 1), 3.0), 1.0, jax.lax.mul, (2,), (2,), "VALID").ravel().tolist()
     [9.0, 9.0]
     """
-    pool_windows = functools.partial(functional.pool, initial=init, reduce=reduce_fn)
+    pool_windows = functools.partial(
+        functional.pool, initial=init, reduce=reduce_fn
+    )
     return _pool_batched(pool_windows, inputs, window_shape, strides, padding)
 
 
@@ -86,12 +92,18 @@ def avg_pool(
     """
     if not count_include_pad:
         inputs = inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32))
-    pool_windows = functools.partial(functional.avg_pool, count_include_pad=count_include_pad)
+    pool_windows = functools.partial(
+        functional.avg_pool, count_include_pad=count_include_pad
+    )
     return _pool_batched(pool_windows, inputs, window_shape, strides, padding)
 
 
 def _pool_batched(
-    pool: Callable[..., Array], x: Array, window: Sizes, strides: Sizes | None, padding: ConvPadding
+    pool: Callable[..., Array],
+    x: Array,
+    window: Sizes,
+    strides: Sizes | None,
+    padding: ConvPadding,
 ) -> Array:
     """Pools with any number of batch axes; strides are 1 by default."""
     num_batch_axes = x.ndim - len(window) - 1
@@ -103,6 +115,10 @@ def _pool_batched(
     if strides is None:
         strides = (1,) * len(window)
     spatial_shape = x.shape[num_batch_axes:-1]
-    pads = lax_conv_padding(spatial_shape, window=window, strides=strides, padding=padding)
-    pool = functools.partial(pool, window=window, strides=tuple(strides), padding=pads)
+    pads = lax_conv_padding(
+        spatial_shape, window=window, strides=strides, padding=padding
+    )
+    pool = functools.partial(
+        pool, window=window, strides=tuple(strides), padding=pads
+    )
     return arrays.over_batch_axes(pool, x, item_ndim=len(window) + 1)
