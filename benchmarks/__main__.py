@@ -3,7 +3,7 @@
 python -m benchmarks                 # all questions
 python -m benchmarks nnx_dispatch    # one; a part of its name is enough
 python -m benchmarks --gpu           # the questions about GPUs, whose names begin with gpu_
-python -m benchmarks --page          # docs/performance.md again, from results.json
+python -m benchmarks --page          # the pages on speed again, from results.json
 """
 
 import difflib

@@ -120,7 +120,7 @@ def _at_depths(library: Library, program: Program | None) -> list[Row]:
         )
         measured = ratios(worst, best, clock=time.thread_time, collect=True)
         question = f"trace a scan of {LAYERS} layers at the worst depth, {library.name} / its best"
-        return row(question, measured)
+        return row(question, measured, at_most=None)
 
     # A thread has a stack of its own, which begins with a piece of the usual size.
     with ThreadPoolExecutor(1) as pool:

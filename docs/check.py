@@ -17,7 +17,9 @@ from urllib.parse import unquote
 _TAG = re.compile(
     r"<([a-z][\w-]*)((?:\s+[\w:@.-]+(?:\s*=\s*(?:\"[^\"]*\"|'[^']*'|[^\s\"'>]+))?)*)\s*/?>"
 )
-_ATTRIBUTE = re.compile(r"([\w:@.-]+)\s*=\s*(?:\"([^\"]*)\"|'([^']*)'|([^\s\"'>]+))")
+_ATTRIBUTE = re.compile(
+    r"([\w:@.-]+)\s*=\s*(?:\"([^\"]*)\"|'([^']*)'|([^\s\"'>]+))"
+)
 _CSS_URL = re.compile(r"url\(\s*['\"]?([^'\")]+)|@import\s+['\"]([^'\"]+)")
 _LOADED_LINKS = (
     "stylesheet",
@@ -36,12 +38,20 @@ class Page:
     """What a page has and asks for."""
 
     def __init__(self, text: str):
-        text = re.sub(r"<!--.*?-->|(<script\b[^>]*>).*?</script>", r"\1", text, flags=re.DOTALL)
+        text = re.sub(
+            r"<!--.*?-->|(<script\b[^>]*>).*?</script>",
+            r"\1",
+            text,
+            flags=re.DOTALL,
+        )
         self.anchors: set[str] = set()
         self.links: list[str] = []
         self.loads: list[str] = []
         for tag, given in _TAG.findall(text):
-            attributes = {x[0]: unescape(x[1] or x[2] or x[3]) for x in _ATTRIBUTE.findall(given)}
+            attributes = {
+                x[0]: unescape(x[1] or x[2] or x[3])
+                for x in _ATTRIBUTE.findall(given)
+            }
             self._add(tag, attributes)
         styles = re.findall(r"<style[^>]*>(.*?)</style>", text, re.DOTALL)
         self.loads += [url for style in styles for url in css_loads(style)]
@@ -60,7 +70,9 @@ class Page:
             self.loads += [attributes["href"]] if loaded else []
         else:
             self.loads += [
-                attributes[name] for name in ("src", "data", "poster") if name in attributes
+                attributes[name]
+                for name in ("src", "data", "poster")
+                if name in attributes
             ]
             parts = attributes.get("srcset", "").split(",")
             self.loads += [part.split()[0] for part in parts if part.strip()]
@@ -74,7 +86,9 @@ def css_loads(text: str) -> list[str]:
 def dead_links(site: Path) -> list[str]:
     """Returns a line for each link or file the site lacks, and for each load from the network."""
     pages = {
-        path.relative_to(site).as_posix(): Page(path.read_text(encoding="utf-8"))
+        path.relative_to(site).as_posix(): Page(
+            path.read_text(encoding="utf-8")
+        )
         for path in sorted(site.rglob("*.html"))
     }
     found = []
@@ -89,32 +103,56 @@ def dead_links(site: Path) -> list[str]:
             path, _, anchor = address.partition("#")
             path, anchor = unquote(path.partition("?")[0]), unquote(anchor)
             target = (
-                posixpath.normpath(posixpath.join(posixpath.dirname(name), path)) if path else name
+                posixpath.normpath(
+                    posixpath.join(posixpath.dirname(name), path)
+                )
+                if path
+                else name
             )
             if (site / target).is_dir():
                 target = posixpath.normpath(f"{target}/index.html")
             if not (site / target).is_file():
                 found.append(f"{name}: no file {address}")
-            elif anchor and target in pages and anchor not in pages[target].anchors:
+            elif (
+                anchor
+                and target in pages
+                and anchor not in pages[target].anchors
+            ):
                 found.append(f"{name}: no anchor {address}")
     for path in sorted(site.rglob("*.css")):
         remote = [
-            x for x in css_loads(path.read_text(encoding="utf-8")) if x.startswith(("http", "//"))
+            x
+            for x in css_loads(path.read_text(encoding="utf-8"))
+            if x.startswith(("http", "//"))
         ]
-        found += [f"{path.relative_to(site)}: loads {x} from the network" for x in remote]
+        found += [
+            f"{path.relative_to(site)}: loads {x} from the network"
+            for x in remote
+        ]
     return list(dict.fromkeys(found))
 
 
 def unknown_to_search(site: Path, names: set[str]) -> list[str]:
     """Returns the names for which the search has no entry."""
-    index = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))
-    titles = {word for entry in index["docs"] for word in entry["title"].split()}
-    return [f"the search has no entry for {name}" for name in sorted(names - titles)]
+    index = json.loads(
+        (site / "search/search_index.json").read_text(encoding="utf-8")
+    )
+    titles = {
+        word for entry in index["docs"] for word in entry["title"].split()
+    }
+    return [
+        f"the search has no entry for {name}" for name in sorted(names - titles)
+    ]
 
 
 def questions() -> dict[str, str]:
     """Returns the address of the page that answers each question of `questions.txt`."""
-    lines = Path(__file__).with_name("questions.txt").read_text(encoding="utf-8").splitlines()
+    lines = (
+        Path(__file__)
+        .with_name("questions.txt")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     answers = {}
     for line in lines:
         if line and not line.startswith("#"):
@@ -151,17 +189,26 @@ def public_names() -> set[str]:
     names = set()
     for table in root.glob("weft/**/__init__.pyi"):
         package = ".".join(table.parent.relative_to(root).parts)
-        if package.startswith("weft.compat.") or not table.with_suffix(".py").exists():
+        if (
+            package.startswith("weft.compat.")
+            or not table.with_suffix(".py").exists()
+        ):
             continue  # a path that leads to another package
         for line in ast.parse(table.read_text(encoding="utf-8")).body:
             for name in line.names if isinstance(line, ast.ImportFrom) else []:
-                if line.module != package or name.asname not in (None, name.name):
+                if line.module != package or name.asname not in (
+                    None,
+                    name.name,
+                ):
                     names.add(f"{package}.{name.asname or name.name}")
     return names
 
 
 def _is_elsewhere(address: str) -> bool:
-    return address.startswith("//") or re.match(r"[a-z][a-z0-9+.-]*:", address) is not None
+    return (
+        address.startswith("//")
+        or re.match(r"[a-z][a-z0-9+.-]*:", address) is not None
+    )
 
 
 if __name__ == "__main__":

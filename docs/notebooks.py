@@ -19,7 +19,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from nbclient import NotebookClient
 from nbconvert import MarkdownExporter
-from nbconvert.preprocessors import CoalesceStreamsPreprocessor, HighlightMagicsPreprocessor
+from nbconvert.preprocessors import (
+    CoalesceStreamsPreprocessor,
+    HighlightMagicsPreprocessor,
+)
 from traitlets.config import Config
 
 ROOT = Path(__file__).parents[1]
@@ -46,19 +49,28 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = [
         file
         for file in files.documentation_pages()
-        if file.src_uri.startswith("tutorials/") and not file.src_uri.endswith("/index.md")
+        if file.src_uri.startswith("tutorials/")
+        and not file.src_uri.endswith("/index.md")
     ]
     # Two at a time: XLA compiles on one core each, and the steps are small.
     with ThreadPoolExecutor(2) as pool:
-        notebooks = list(pool.map(lambda page: executed(page.content_string), pages))
+        notebooks = list(
+            pool.map(lambda page: executed(page.content_string), pages)
+        )
     for page, notebook in zip(pages, notebooks, strict=True):
         text, pictures = shown(notebook, Path(page.src_uri).stem)
         uri = page.src_uri.removesuffix(".md")
         files.remove(page)
         files.append(File.generated(config, page.src_uri, content=text))
-        files.append(File.generated(config, f"{uri}.ipynb", content=nbformat.writes(notebook)))
+        files.append(
+            File.generated(
+                config, f"{uri}.ipynb", content=nbformat.writes(notebook)
+            )
+        )
         for name, data in pictures.items():
-            files.append(File.generated(config, f"tutorials/{name}", content=data))
+            files.append(
+                File.generated(config, f"tutorials/{name}", content=data)
+            )
     return files
 
 
@@ -68,7 +80,9 @@ def executed(page: str) -> nbformat.NotebookNode:
     Raises `nbclient.exceptions.CellExecutionError` if a cell does.
     """
     sources = sorted((ROOT / "weft").rglob("*.py"))
-    digest = hashlib.sha256(page.encode() + b"".join(path.read_bytes() for path in sources))
+    digest = hashlib.sha256(
+        page.encode() + b"".join(path.read_bytes() for path in sources)
+    )
     result = RESULTS / f"{digest.hexdigest()}.ipynb"
     if result.exists():
         return nbformat.read(result, as_version=4)
@@ -80,6 +94,9 @@ def executed(page: str) -> nbformat.NotebookNode:
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "XDG_CACHE_HOME": home,
+            # The lines of a page have room for as many characters.
+            "COLUMNS": "100",
+            "JUPYTER_COLUMNS": "100",
             "MATPLOTLIBRC": str(TUTORIALS / "matplotlibrc"),
         }
         client = NotebookClient(
@@ -87,7 +104,9 @@ def executed(page: str) -> nbformat.NotebookNode:
             timeout=600,
             kernel_name="python3",
             resources={"metadata": {"path": folder}},
-            config=Config(KernelManager={"transport": "ipc", "ip": f"{home}/kernel"}),
+            config=Config(
+                KernelManager={"transport": "ipc", "ip": f"{home}/kernel"}
+            ),
         )
         client.execute(env=environment)
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -95,11 +114,15 @@ def executed(page: str) -> nbformat.NotebookNode:
     return notebook
 
 
-def shown(notebook: nbformat.NotebookNode, name: str) -> tuple[str, dict[str, bytes]]:
+def shown(
+    notebook: nbformat.NotebookNode, name: str
+) -> tuple[str, dict[str, bytes]]:
     """Returns the text of a tutorial's page, and its pictures by file name."""
     joined = CoalesceStreamsPreprocessor(enabled=True)
     magics = HighlightMagicsPreprocessor(enabled=True)
-    exporter = MarkdownExporter(preprocessors=[joined, magics], raw_template=TEMPLATE)
+    exporter = MarkdownExporter(
+        preprocessors=[joined, magics], raw_template=TEMPLATE
+    )
     text, resources = exporter.from_notebook_node(
         notebook, {"unique_key": name, "output_files_dir": f"{name}_files"}
     )

@@ -40,7 +40,8 @@ def quoted(path: str, name: str) -> str:
     else:
         docstring = node.body[0]
         shown = (
-            lines[first - 1 : docstring.lineno - 1] + lines[docstring.end_lineno : node.end_lineno]
+            lines[first - 1 : docstring.lineno - 1]
+            + lines[docstring.end_lineno : node.end_lineno]
         )
     code = textwrap.dedent("\n".join(shown))
     return f'``` {{.python title="{path}"}}\n{code}\n```'
@@ -48,6 +49,16 @@ def quoted(path: str, name: str) -> str:
 
 def _definition_below(parent: ast.AST, name: str, path: str) -> Definition:
     for node in ast.walk(parent):
-        if isinstance(node, Definition) and node.name == name:
+        if (
+            isinstance(node, Definition)
+            and node.name == name
+            and not _is_overload(node)
+        ):
             return node
     raise LookupError(f"{path} does not define {name}, which a page quotes.")
+
+
+def _is_overload(node: Definition) -> bool:
+    """Returns whether a definition is a signature for type checkers, without a body."""
+    names = [ast.unparse(decorator) for decorator in node.decorator_list]
+    return "overload" in names or "typing.overload" in names

@@ -1,15 +1,20 @@
-"""Adds a page for each public package to the site: its names, from the table of `__init__.pyi`.
+"""Adds pages for each public package to the site: its names, from the table of `__init__.pyi`.
+
+A package, or a module, with many names has a page for each of its topics, which
+`reference_topics.txt` lists, and one that leads there; another one has a single page.
 
 MkDocs calls the hooks before it reads the pages; mkdocstrings puts in the docstrings.
 """
 
 import ast
+import dataclasses
 import json
 import logging
 import re
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
+from typing import NamedTuple
 
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
@@ -45,25 +50,91 @@ MODULES = (
 # Packages that the search shows before others with the same names.
 FIRST = {"weft.hierarchy.layers", "weft.linen", "weft.nnx", "weft.trainer"}
 CONFIG = "weft.config.config.ConfigBase"
+# What explains a package to those who do not know it yet: a page of docs/, or a section of one.
+GUIDES = {
+    "weft": ("Quick start", "index.md"),
+    "weft.config": ("Configs", "config.md"),
+    "weft.core": ("Scopes", "core.md"),
+    "weft.core.lift": ("Scopes", "core.md#transformations"),
+    "weft.debug": ("Debugging NaN", "tutorials/debugging_nan.md"),
+    "weft.functional": ("Write a layer", "tutorials/write_a_layer.md"),
+    "weft.generation": ("Generation", "generation.md"),
+    "weft.hierarchy": ("Modules and layers", "hierarchy.md"),
+    "weft.hierarchy.attention": ("Attention", "attention.md"),
+    "weft.hierarchy.layers": ("Modules and layers", "hierarchy.md"),
+    "weft.inference": ("Inference", "training.md#inference-on-batches"),
+    "weft.input": ("Input", "input.md"),
+    "weft.interop": ("Layers of other libraries", "interop.md"),
+    "weft.interop.huggingface": ("Weights", "weights.md"),
+    "weft.launch": ("Launching", "launching.md"),
+    "weft.lifting": ("The engine of transformations", "lifting.md"),
+    "weft.linen": ("Linen modules", "linen.md"),
+    "weft.metrics": ("Metrics", "training.md#metrics"),
+    "weft.nnx": ("NNX objects", "nnx.md"),
+    "weft.nnx.bridge": ("The bridge", "interop.md#the-bridge"),
+    "weft.serialization": ("Weights", "weights.md"),
+    "weft.trainer": ("Training", "training.md"),
+    "weft.trainer.checkpointer": ("Checkpoints", "checkpoints.md"),
+    "weft.trainer.optimizers": (
+        "Optimizers",
+        "training.md#optimizers-that-need-more-than-gradients",
+    ),
+    "weft.trainer.profiling": ("Profiling", "tutorials/profiling.md"),
+    "weft.trainer.summary_writer": ("Summaries", "training.md#summaries"),
+}
+# A longer page has topics that a reader would look for one by one.
+MOST_NAMES = 40
 # Classes whose subclasses are dataclasses, and whether these take the arguments of the class too.
-DATACLASSES = {"weft.linen.module.Module": True, "weft.struct.PyTreeNode": False, CONFIG: False}
+DATACLASSES = {
+    "weft.linen.module.Module": True,
+    "weft.struct.PyTreeNode": False,
+    CONFIG: False,
+}
 
 log = logging.getLogger("mkdocs.hooks.reference")
 
 
+class Topic(NamedTuple):
+    """A page of a package's reference.
+
+    Attributes:
+        title: what its names are for.
+        page: its path below `reference/`, without the suffix.
+        modules: the modules or packages that define its names, or single names; without "weft.".
+    """
+
+    title: str
+    page: str
+    modules: tuple[str, ...]
+
+
 def on_config(config: MkDocsConfig) -> None:
     """Lists the pages under Reference, and drops sections that have none."""
-    names = sorted({*packages(), *MODULES})
+    topics_of_package = topics()
+    entries = []
+    for name in sorted({*packages(), *MODULES}):
+        overview = f"reference/{name}.md"
+        if name not in topics_of_package:
+            entries.append({name: overview})
+            continue
+        pages_of_package = [{"Overview": overview}]
+        for topic in topics_of_package[name]:
+            pages_of_package.append({topic.title: f"reference/{topic.page}.md"})
+        entries.append({name: pages_of_package})
     for section in config.nav or []:
         if "Reference" in section:
-            section["Reference"] = [{name: f"reference/{name}.md"} for name in names]
-    config.nav = [section for section in config.nav or [] if any(section.values())]
+            section["Reference"] = entries
+    config.nav = [
+        section for section in config.nav or [] if any(section.values())
+    ]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages."""
     for name, text in pages().items():
-        files.append(File.generated(config, f"reference/{name}.md", content=text))
+        files.append(
+            File.generated(config, f"reference/{name}.md", content=text)
+        )
     return files
 
 
@@ -76,33 +147,172 @@ def on_post_build(config: MkDocsConfig) -> None:
         for name, text in listed.findall(page.read_text(encoding="utf-8")):
             where = f"reference/{page.name}#{name}"
             text = unescape(re.sub("<.*?>", "", text))
-            index["docs"].append({"location": where, "title": name, "text": text})
+            index["docs"].append(
+                {"location": where, "title": name, "text": text}
+            )
     path.write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
 
 
+def topics() -> dict[str, list[Topic]]:
+    """Returns the topics of `reference_topics.txt`, by package."""
+    text = Path(__file__).with_name("reference_topics.txt")
+    topics_of_package: dict[str, list[Topic]] = {}
+    package = ""
+    for line in text.read_text(encoding="utf-8").splitlines():
+        if not line or line.startswith("#"):
+            continue
+        title, is_topic, modules = line.partition(": ")
+        if not is_topic:
+            package = line
+            topics_of_package[package] = []
+            continue
+        file = re.sub(r"[^a-z0-9]+", "-", title.lower())
+        topic = Topic(title, f"{package}/{file}", tuple(modules.split()))
+        topics_of_package[package].append(topic)
+    return topics_of_package
+
+
+def topic_of(original: str, of_package: list[Topic]) -> Topic:
+    """Returns the topic whose modules define an original; the longest name of a module counts.
+
+    Raises:
+        LookupError: if no topic has the module.
+    """
+    best: Topic | None = None
+    length = 0
+    for topic in of_package:
+        for module in topic.modules:
+            is_inside = f"{original}.".startswith(f"weft.{module}.")
+            if is_inside and len(module) > length:
+                best, length = topic, len(module)
+    if best is None:
+        raise LookupError(
+            f"no topic of docs/reference_topics.txt has the module of {original}."
+        )
+    return best
+
+
 def pages() -> dict[str, str]:
-    """Returns the pages' texts by package. A name is explained in the innermost that exports it."""
+    """Returns the pages' texts by path. A name is explained in the innermost that exports it.
+
+    Raises:
+        ValueError: if a page explains more than `MOST_NAMES` names, or `GUIDES` names what has no
+            page.
+    """
+    without_page = set(GUIDES) - {*packages(), *MODULES}
+    if without_page:
+        raise ValueError(
+            f"GUIDES names {sorted(without_page)}, without a page."
+        )
     sources = griffe.load("weft", search_paths=[ROOT])
-    tables = {name: names_of(path, sources) for name, path in packages().items()}
+    tables = {
+        name: names_of(path, sources) for name, path in packages().items()
+    }
     homes = homes_of(tables)
+    topics_of_package = topics()
     texts = {}
     for name, table in sorted(tables.items()):
-        own = [x for x, original in table.items() if homes.get(original) == f"{name}.{x}"]
-        others = sorted({*table} - {*own}, key=str.lower)
-        texts[name] = "\n\n".join(
-            [
-                f"---\nsearch: {{boost: {2 if name in FIRST else 1}}}\n---\n# {name}",
-                f"::: {module_at(name)}\n    options:\n      members: false\n"
-                "      heading_level: 1\n      show_root_heading: false\n"
-                "      show_root_toc_entry: false",
-                *(_explained(f"{name}.{x}", table[x]) for x in sorted(own, key=str.lower)),
-                *_list_of(name, {x: table[x] for x in others}, homes),
-            ]
-        )
+        explained = []
+        others = []
+        for public, original in table.items():
+            is_at_home = homes.get(original) == f"{name}.{public}"
+            (explained if is_at_home else others).append(public)
+        explained.sort(key=str.lower)
+        others.sort(key=str.lower)
+        sections = [
+            f"---\nsearch: {{boost: {2 if name in FIRST else 1}}}\n---\n# {name}",
+            f"::: {module_at(name)}\n    options:\n      members: false\n"
+            "      heading_level: 1\n      show_root_heading: false\n"
+            "      show_root_toc_entry: false",
+            *_guide(name, ".."),
+        ]
+        if name in topics_of_package:
+            divided = topics_of_package[name]
+            for topic, names in _by_topic(explained, table, divided).items():
+                texts[topic.page] = _topic_page(name, topic, names, table)
+                sections.append(_overview_of_topic(name, topic, names))
+        else:
+            for public in explained:
+                sections.append(_explained(f"{name}.{public}", table[public]))
+        sections += _list_of(name, {x: table[x] for x in others}, homes)
+        texts[name] = "\n\n".join(sections)
     for name in MODULES:
         options = "    options:\n      show_root_heading: false\n"
-        texts[name] = f"# {name}\n\n::: {module_at(name)}\n{options}"
+        sections = [f"# {name}", *_guide(name, "..")]
+        if name in topics_of_package:
+            # The text of the module alone; its names are on the pages of topics.
+            options += "      members: false\n"
+        if name == "weft.typing":  # aliases mostly need no text
+            options += "      show_if_no_docstring: true\n"
+        sections.append(f"::: {module_at(name)}\n{options}")
+        if name in topics_of_package:
+            table = {
+                public: f"{name}.{public}"
+                for public in sources[name.removeprefix("weft.")].members
+                if not public.startswith("_")
+            }
+            public_names = sorted(table, key=str.lower)
+            divided = topics_of_package[name]
+            for topic, names in _by_topic(public_names, table, divided).items():
+                texts[topic.page] = _topic_page(name, topic, names, table)
+                sections.append(_overview_of_topic(name, topic, names))
+        texts[name] = "\n\n".join(sections)
+    for page, text in texts.items():
+        count = text.count("\n::: ")
+        if count > MOST_NAMES:
+            raise ValueError(
+                f"The page {page} of the reference explains {count} names; divide it in "
+                f"docs/reference_topics.txt into topics of at most {MOST_NAMES}."
+            )
     return texts
+
+
+def _by_topic(
+    names: list[str], table: dict[str, str], of_package: list[Topic]
+) -> dict[Topic, list[str]]:
+    """Returns the names of a package by topic, which has a page of its own."""
+    names_by_topic: dict[Topic, list[str]] = {topic: [] for topic in of_package}
+    for public in names:
+        names_by_topic[topic_of(table[public], of_package)].append(public)
+    return names_by_topic
+
+
+def _topic_page(
+    package: str, topic: Topic, names: list[str], table: dict[str, str]
+) -> str:
+    """Returns the text of the page that explains the names of a topic."""
+    boost = 2 if package in FIRST else 1
+    sections = [
+        f"---\nsearch: {{boost: {boost}}}\n---\n# {topic.title}",
+        f"Names of [`{package}`](../{package}.md).",
+        *_guide(package, "../.."),
+    ]
+    for public in names:
+        sections.append(_explained(f"{package}.{public}", table[public]))
+    return "\n\n".join(sections)
+
+
+def _guide(package: str, docs: str) -> list[str]:
+    """Returns a line that leads to the guide of a package, if it has one."""
+    if package not in GUIDES:
+        return []
+    title, page = GUIDES[package]
+    return [f"The guide is [{title}]({docs}/{page})."]
+
+
+def _overview_of_topic(package: str, topic: Topic, names: list[str]) -> str:
+    """Returns a heading that leads to the page of a topic, and links to its names."""
+    links = []
+    for public in names:
+        name = f"{package}.{public}"
+        # A module of the same name takes the identifier; see `_explained`.
+        link = f'<a href="{topic.page}.html#{name}"><code>{public}</code></a>'
+        if not _is_module(name):
+            link = (
+                f'<autoref identifier="{name}"><code>{public}</code></autoref>'
+            )
+        links.append(link)
+    return f"## [{topic.title}]({topic.page}.md)\n\n{', '.join(links)}"
 
 
 def module_at(path: str) -> str:
@@ -134,22 +344,38 @@ def _explained(name: str, original: str) -> str:
     return f"::: {name}"
 
 
-def _list_of(package: str, names: dict[str, str], homes: dict[str, str]) -> list[str]:
+def _link_to(name: str) -> str:
+    package = name.rpartition(".")[0]
+    # Names at a path that leads to another package have anchors alone; see `_explained`.
+    if module_at(package) != package:
+        return f'<a href="{package}.html#{name}">{name}</a>'
+    return f'<autoref identifier="{name}">{name}</autoref>'
+
+
+def _list_of(
+    package: str, names: dict[str, str], homes: dict[str, str]
+) -> list[str]:
     """Returns a list of names that a package passes on, with links to where they are explained."""
     if not names:
         return []
     items = []
     for name, original in names.items():
         if original in homes:
-            full = homes[original]
-            target = f'<autoref identifier="{full}">{full}</autoref>'
+            target = _link_to(homes[original])
         elif original.startswith("jax."):
-            address = f"https://docs.jax.dev/en/latest/_autosummary/{original}.html"
+            address = (
+                f"https://docs.jax.dev/en/latest/_autosummary/{original}.html"
+            )
             target = f'<a href="{address}">{original}</a>'
         else:
             target = f'<autoref identifier="{original}" optional>{original}</autoref>'
-        items.append(f'<li id="{package}.{name}"><code>{name}</code>: {target}</li>')
-    return ["## Names of other modules", f'<ul class="names">{"".join(items)}</ul>']
+        items.append(
+            f'<li id="{package}.{name}"><code>{name}</code>: {target}</li>'
+        )
+    return [
+        "## Names of other modules",
+        f'<ul class="names">{"".join(items)}</ul>',
+    ]
 
 
 class Docstrings(griffe.Extension):
@@ -159,26 +385,144 @@ class Docstrings(griffe.Extension):
         """Marks examples, which Markdown takes for quotations, as code."""
         if obj.docstring is not None:
             example = re.compile(r"^( *)>>> (?:.+\n?)+", re.MULTILINE)
-            obj.docstring.value = example.sub(_fenced, obj.docstring.value)
+            text = example.sub(_fenced, obj.docstring.value)
+            obj.docstring.value = _ATTRIBUTES.sub(_one_name_each, text)
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: object) -> None:
         """Changes the classes, whose bases are known once all is loaded."""
-        for thing in _all_in(pkg):
-            if isinstance(thing, griffe.Class):
-                _set_parameters(thing)
-                if any(base.path == CONFIG for base in _bases(thing)):
-                    _list_fields(thing)
-        homes = homes_of({name: names_of(path, pkg) for name, path in packages().items()})
+        classes = [
+            thing for thing in _all_in(pkg) if isinstance(thing, griffe.Class)
+        ]
+        shown_bases = {cls.path: cls.bases for cls in classes}
+        defined_bases = {
+            cls.path: [_where_defined(base, cls) for base in cls.bases]
+            for cls in classes
+        }
+        for cls in classes:
+            cls.bases = defined_bases[cls.path]
+        for cls in classes:
+            _set_parameters(cls)
+            if any(base.path == CONFIG for base in _bases(cls)):
+                _list_fields(cls)
+        for cls in classes:
+            cls.bases = shown_bases[cls.path]
+        homes = homes_of(
+            {name: names_of(path, pkg) for name, path in packages().items()}
+        )
         for thing in _all_in(pkg):
             if thing.docstring is not None:
                 thing.docstring.value = _linked(thing, homes)
             for name in _unknown_parameters(thing):
-                log.warning(f"{thing.path} explains {name}, which is none of its parameters.")
+                log.warning(
+                    f"{thing.path} explains {name}, which is none of its parameters."
+                )
+        for thing in _all_in(pkg):
+            _hide_private_names(thing)
+            for expression in _expressions_of(thing):
+                _drop_module_names(expression)
+        # Last, since what comes before follows the bases.
+        public_bases = {cls.path: _public_bases(cls) for cls in classes}
+        for cls in classes:
+            cls.bases = public_bases[cls.path]
+            _show_types_of_init_vars(cls)
 
 
 def _fenced(example: re.Match[str]) -> str:
     indent, text = example[1], example[0].rstrip("\n")
     return f"{indent}```pycon\n{text}\n{indent}```\n"
+
+
+# The section of attributes in a docstring, and an entry in it that explains several.
+_ATTRIBUTES = re.compile(r"^ *Attributes:\n(?: .*\n?|\n)+", re.MULTILINE)
+_SEVERAL_NAMES = re.compile(
+    r"^( +)(\w+(?:, \w+)+):(.*(?:\n\1 +\S.*)*)", re.MULTILINE
+)
+
+
+def _one_name_each(section: re.Match[str]) -> str:
+    """Returns a section in which each name has an entry, since griffe reads one name of a line."""
+
+    def entries(entry: re.Match[str]) -> str:
+        indent, names, text = entry.groups()
+        return "\n".join(f"{indent}{name}:{text}" for name in names.split(", "))
+
+    return _SEVERAL_NAMES.sub(entries, section[0])
+
+
+def _where_defined(
+    base: griffe.Expr | str, cls: griffe.Class
+) -> griffe.Expr | str:
+    """Returns a base such as `Layer.Config` by its path in the class that defines it.
+
+    griffe does not find a class that `Layer` inherits.
+    """
+    path = base if isinstance(base, str) else base.canonical_path
+    owner_path, _, name = path.rpartition(".")
+    if not owner_path.startswith("weft."):
+        return base
+    try:
+        owner = cls.modules_collection[owner_path]
+        if isinstance(owner, griffe.Alias):
+            owner = owner.final_target
+    except (KeyError, griffe.AliasResolutionError):
+        return base
+    if not isinstance(owner, griffe.Class) or name in owner.members:
+        return base
+    for ancestor in _bases(owner):
+        if name in ancestor.members:
+            return f"{ancestor.path}.{name}"
+    return base
+
+
+def _hide_private_names(thing: griffe.Object) -> None:
+    """Hides private parameters that are passed by name, and private defaults and values."""
+    if isinstance(thing, griffe.Attribute) and _is_private(thing.value):
+        thing.value = None
+    if not isinstance(thing, griffe.Function):
+        return
+    for parameter in list(thing.parameters):
+        is_keyword = parameter.kind is griffe.ParameterKind.keyword_only
+        if is_keyword and _is_private(parameter.name):
+            del thing.parameters[parameter.name]
+        elif _is_private(parameter.default):
+            parameter.default = "..."
+
+
+def _expressions_of(thing: griffe.Object) -> Iterator[object]:
+    """Yields the annotations, defaults, values and bases of an object."""
+    if isinstance(thing, griffe.Attribute):
+        yield thing.annotation
+        yield thing.value
+    elif isinstance(thing, griffe.Function):
+        yield thing.returns
+        for parameter in thing.parameters:
+            yield parameter.annotation
+            yield parameter.default
+    elif isinstance(thing, griffe.Class):
+        yield from thing.bases
+
+
+def _drop_module_names(expression: object) -> None:
+    """Shows `config.REQUIRED` as `REQUIRED`, as the names of other modules of Weft."""
+    if isinstance(expression, list | tuple):
+        for part in expression:
+            _drop_module_names(part)
+    if not isinstance(expression, griffe.Expr):
+        return
+    for field in dataclasses.fields(expression):
+        if field.name != "parent":
+            _drop_module_names(getattr(expression, field.name))
+    if isinstance(expression, griffe.ExprAttribute):
+        first, *others = expression.values
+        is_of_weft = isinstance(
+            first, griffe.ExprName
+        ) and first.canonical_path.startswith("weft.")
+        if is_of_weft and str(first).islower() and others:
+            expression.values = others
+
+
+def _is_private(code: griffe.Expr | str | None) -> bool:
+    return re.match("_[A-Za-z]", str(code)) is not None
 
 
 def _linked(thing: griffe.Object, homes: dict[str, str]) -> str:
@@ -203,8 +547,13 @@ def _linked(thing: griffe.Object, homes: dict[str, str]) -> str:
         return f'<autoref identifier="{public}" optional><code>{name}</code></autoref>'
 
     assert thing.docstring is not None
-    parts = re.split(r"(^ *```.*?^ *```\n|``.*?``)", thing.docstring.value, flags=re.M | re.S)
-    parts[::2] = [re.sub(r"(?<!`)`([A-Za-z_][\w.]*)`(?!`)", link, part) for part in parts[::2]]
+    parts = re.split(
+        r"(^ *```.*?^ *```\n|``.*?``)", thing.docstring.value, flags=re.M | re.S
+    )
+    parts[::2] = [
+        re.sub(r"(?<!`)`([A-Za-z_][\w.]*)`(?!`)", link, part)
+        for part in parts[::2]
+    ]
     return "".join(parts)
 
 
@@ -230,7 +579,9 @@ def _set_parameters(cls: griffe.Class) -> None:
         return
     mro = [cls, *_bases(cls)]
     # What has fields: subclasses of one of the roots. The root's own parameters come last.
-    root = next((i for i, base in enumerate(mro) if base.path in DATACLASSES), None)
+    root = next(
+        (i for i, base in enumerate(mro) if base.path in DATACLASSES), None
+    )
     if root is None:
         return
     fields: dict[str, griffe.Parameter] = {}
@@ -238,16 +589,29 @@ def _set_parameters(cls: griffe.Class) -> None:
         if mro[root] not in _bases(base):
             continue
         for name, member in base.members.items():
-            if isinstance(member, griffe.Attribute) and _is_field(member, base) and name != "klass":
+            if (
+                isinstance(member, griffe.Attribute)
+                and _is_field(member, base)
+                and name != "klass"
+            ):
                 is_keyword = mro[root].path == CONFIG or _is_keyword(member)
                 fields[name] = _parameter(member, keyword=is_keyword)
     if DATACLASSES[mro[root].path]:
         init = mro[root].members["__init__"]
-        fields |= {parameter.name: parameter for parameter in list(init.parameters)[1:]}
+        fields |= {
+            parameter.name: parameter for parameter in list(init.parameters)[1:]
+        }
     keyword = griffe.ParameterKind.keyword_only
-    this = griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)
-    ordered = [this, *sorted(fields.values(), key=lambda field: field.kind is keyword)]
-    init = griffe.Function("__init__", parameters=griffe.Parameters(*ordered), parent=cls)
+    this = griffe.Parameter(
+        "self", kind=griffe.ParameterKind.positional_or_keyword
+    )
+    ordered = [
+        this,
+        *sorted(fields.values(), key=lambda field: field.kind is keyword),
+    ]
+    init = griffe.Function(
+        "__init__", parameters=griffe.Parameters(*ordered), parent=cls
+    )
     cls.set_member("__init__", init)
 
 
@@ -255,12 +619,50 @@ def _list_fields(cls: griffe.Class) -> None:
     """Lists the fields of a config in its docstring, instead of explaining each by itself."""
     lines = []
     for name, member in cls.members.items():
-        if isinstance(member, griffe.Attribute) and member.docstring is not None:
+        if (
+            isinstance(member, griffe.Attribute)
+            and member.docstring is not None
+        ):
             text = " ".join(member.docstring.value.split())
             lines.append(f"    {name}: {text}")
             member.docstring = None
     if lines and cls.docstring is not None:
-        cls.docstring.value = "\n".join([cls.docstring.value, "", "Attributes:", *lines])
+        cls.docstring.value = "\n".join(
+            [cls.docstring.value, "", "Attributes:", *lines]
+        )
+
+
+def _public_bases(cls: griffe.Class) -> list[griffe.Expr | str]:
+    """Returns the bases of a class, with the bases of private ones in their place."""
+    shown: dict[str, griffe.Expr | str] = {}
+    for base in cls.bases:
+        names = str(base).partition("[")[0].split(".")
+        if isinstance(base, str) or not any(map(_is_private, names)):
+            shown.setdefault(str(base), base)
+            continue
+        try:
+            private = cls.modules_collection[base.canonical_path]
+        except KeyError:
+            continue
+        if isinstance(private, griffe.Class):
+            for base_of_private in _public_bases(private):
+                shown.setdefault(str(base_of_private), base_of_private)
+    return list(shown.values())
+
+
+def _show_types_of_init_vars(cls: griffe.Class) -> None:
+    """Replaces `InitVar[T]` by T: to a caller, it is a parameter as any other."""
+    annotated: list[griffe.Parameter | griffe.Attribute] = []
+    for member in cls.members.values():
+        if isinstance(member, griffe.Function):
+            annotated += member.parameters
+        elif isinstance(member, griffe.Attribute):
+            annotated.append(member)
+    for thing in annotated:
+        annotation = thing.annotation
+        is_subscript = isinstance(annotation, griffe.ExprSubscript)
+        if is_subscript and str(annotation.left).endswith("InitVar"):
+            thing.annotation = annotation.slice
 
 
 def _bases(cls: griffe.Class) -> list[griffe.Class]:
@@ -273,9 +675,12 @@ def _bases(cls: griffe.Class) -> list[griffe.Class]:
 def _is_field(member: griffe.Attribute, cls: griffe.Class) -> bool:
     if member.annotation is None or "instance-attribute" not in member.labels:
         return False
-    methods = [x for x in cls.members.values() if isinstance(x, griffe.Function)]
+    methods = [
+        x for x in cls.members.values() if isinstance(x, griffe.Function)
+    ]
     inside = any(
-        f.lineno and f.lineno <= (member.lineno or 0) <= (f.endlineno or 0) for f in methods
+        f.lineno and f.lineno <= (member.lineno or 0) <= (f.endlineno or 0)
+        for f in methods
     )
     return not inside and _arguments(member).get("init") != "False"
 
@@ -283,9 +688,15 @@ def _is_field(member: griffe.Attribute, cls: griffe.Class) -> bool:
 def _arguments(member: griffe.Attribute) -> dict[str, str | griffe.Expr]:
     """Returns the arguments of a `field(...)` that a field has as its value."""
     call = member.value
-    if not isinstance(call, griffe.ExprCall) or not str(call.function).endswith("field"):
+    if not isinstance(call, griffe.ExprCall) or not str(call.function).endswith(
+        "field"
+    ):
         return {}
-    return {x.name: x.value for x in call.arguments if isinstance(x, griffe.ExprKeyword)}
+    return {
+        x.name: x.value
+        for x in call.arguments
+        if isinstance(x, griffe.ExprKeyword)
+    }
 
 
 def _is_keyword(member: griffe.Attribute) -> bool:
@@ -296,7 +707,9 @@ def _parameter(member: griffe.Attribute, *, keyword: bool) -> griffe.Parameter:
     arguments = _arguments(member)
     default = arguments.get("default", None if arguments else member.value)
     if "default_factory" in arguments:
-        default = griffe.ExprCall(function=arguments["default_factory"], arguments=[])
+        default = griffe.ExprCall(
+            function=arguments["default_factory"], arguments=[]
+        )
     kind = griffe.ParameterKind
     return griffe.Parameter(
         member.name,
@@ -308,21 +721,32 @@ def _parameter(member: griffe.Attribute, *, keyword: bool) -> griffe.Parameter:
 
 def _unknown_parameters(thing: griffe.Object) -> list[str]:
     """Returns names under `Args:` that the signature lacks, where one line may explain several."""
-    if thing.docstring is None or not isinstance(thing, griffe.Function | griffe.Class):
+    if thing.docstring is None or not isinstance(
+        thing, griffe.Function | griffe.Class
+    ):
         return []
     known = {parameter.name for parameter in thing.parameters}
     if any(parameter.kind in _VARIADIC for parameter in thing.parameters):
         return []
-    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", thing.docstring.value, re.MULTILINE)
+    section = re.search(
+        r"^Args:\n((?:[ ]+.*\n?|\n)+)", thing.docstring.value, re.MULTILINE
+    )
     if section is None:
         return []
     indent = len(section[1]) - len(section[1].lstrip(" "))
-    heads = re.findall(rf"^ {{{indent}}}([\w*][\w*, ]*):(?= )", section[1], re.MULTILINE)
-    names = [name.strip().lstrip("*") for head in heads for name in head.split(",")]
+    heads = re.findall(
+        rf"^ {{{indent}}}([\w*][\w*, ]*):(?= )", section[1], re.MULTILINE
+    )
+    names = [
+        name.strip().lstrip("*") for head in heads for name in head.split(",")
+    ]
     return [name for name in names if name not in known]
 
 
-_VARIADIC = (griffe.ParameterKind.var_keyword, griffe.ParameterKind.var_positional)
+_VARIADIC = (
+    griffe.ParameterKind.var_keyword,
+    griffe.ParameterKind.var_positional,
+)
 
 
 def packages() -> dict[str, Path]:
@@ -345,7 +769,11 @@ def names_of(table: Path, sources: griffe.Module) -> dict[str, str]:
         for x in ast.parse(table.read_text(encoding="utf-8")).body
         if isinstance(x, ast.ImportFrom)
     ]
-    names = {x.asname or x.name: f"{i.module}.{x.name}" for i in imports for x in i.names}
+    names = {
+        x.asname or x.name: f"{i.module}.{x.name}"
+        for i in imports
+        for x in i.names
+    }
     return {
         public: _imported(name, sources)
         for public, name in names.items()
@@ -359,7 +787,9 @@ def _imported(name: str, sources: griffe.Module) -> str:
     if inside == name or _is_module(name):
         return name
     thing = sources[inside]
-    foreign = isinstance(thing, griffe.Alias) and not thing.target_path.startswith("weft.")
+    foreign = isinstance(
+        thing, griffe.Alias
+    ) and not thing.target_path.startswith("weft.")
     return thing.target_path if foreign else name
 
 

@@ -27,14 +27,18 @@ def on_post_build(config: MkDocsConfig) -> None:
         if location.startswith(LATER):
             entry["boost"] = LATER_BOOST * entry.get("boost", 1)
     if words_of_page:
-        raise LookupError(f"synonyms.txt names pages that the site lacks: {sorted(words_of_page)}.")
+        raise LookupError(
+            f"synonyms.txt names pages that the site lacks: {sorted(words_of_page)}."
+        )
     path.write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
 
 
 def synonyms() -> dict[str, list[str]]:
     """Returns the words of `synonyms.txt` by the address of the page."""
     words_of_page = {}
-    for line in (DOCS / "synonyms.txt").read_text(encoding="utf-8").splitlines():
+    for line in (
+        (DOCS / "synonyms.txt").read_text(encoding="utf-8").splitlines()
+    ):
         if line and not line.startswith("#"):
             page, _, words = line.partition(": ")
             words_of_page[page.removesuffix(".md") + ".html"] = words.split()

@@ -41,18 +41,26 @@ def on_config(config: MkDocsConfig) -> None:
     """Sets the links to the repository and to edit a page, and the list of versions."""
     if repository := _repository():
         config.repo_url = repository
-        config.repo_name = urlsplit(repository).path.strip("/").removesuffix(".git")
+        config.repo_name = (
+            urlsplit(repository).path.strip("/").removesuffix(".git")
+        )
         config.edit_uri = f"{repository}/edit/main/docs/"
         config.theme["features"].append("content.action.edit")
-    if "MIKE_DOCS_VERSION" in os.environ:  # one of several versions, between which one can choose
+    if (
+        "MIKE_DOCS_VERSION" in os.environ
+    ):  # one of several versions, between which one can choose
         config.extra["version"] = {"provider": "mike", "default": "latest"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages of source files: the package, and what other pages link to."""
     for page, path in ROOT_PAGES.items():
-        files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
-    shown = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("weft/**/*.py")}
+        files.append(
+            File.generated(config, page, abs_src_path=str(ROOT / path))
+        )
+    shown = {
+        path.relative_to(ROOT).as_posix() for path in ROOT.glob("weft/**/*.py")
+    }
     for file in files.documentation_pages():
         for link in _LINK.findall(file.content_string):
             target = _target(file.src_uri, link[1])
@@ -60,26 +68,42 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 shown.add(target)
     shown -= {*ROOT_PAGES.values()}
     for path in sorted(shown):
-        page = File.generated(config, f"source/{path}.md", content=_PAGE.format(path=path))
+        page = File.generated(
+            config, f"source/{path}.md", content=_PAGE.format(path=path)
+        )
         page.inclusion = InclusionLevel.NOT_IN_NAV
         files.append(page)
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **kwargs: object) -> str:
+def on_page_markdown(
+    markdown: str, page: Page, config: MkDocsConfig, **kwargs: object
+) -> str:
     """Turns links to the repository's files into links to their pages, and names its address."""
     source = page.file.src_uri
     if config.repo_url:
-        markdown = markdown.replace("git clone REPOSITORY", f"git clone {config.repo_url}")
+        markdown = markdown.replace(
+            "git clone REPOSITORY", f"git clone {config.repo_url}"
+        )
 
     def to_page(link: re.Match[str]) -> str:
         target = _target(source, link[2])
-        if target is None or (target.startswith("docs/") and source not in ROOT_PAGES):
+        if target is None or (
+            target.startswith("docs/") and source not in ROOT_PAGES
+        ):
             return link[0]
-        uri = target.removeprefix("docs/") if target.startswith("docs/") else f"source/{target}.md"
+        uri = (
+            target.removeprefix("docs/")
+            if target.startswith("docs/")
+            else f"source/{target}.md"
+        )
         for name, path in ROOT_PAGES.items():
             uri = name if target == path else uri
-        return link[1] + posixpath.relpath(uri, posixpath.dirname(source) or ".") + link[3]
+        return (
+            link[1]
+            + posixpath.relpath(uri, posixpath.dirname(source) or ".")
+            + link[3]
+        )
 
     return _LINK.sub(to_page, markdown)
 
@@ -90,7 +114,9 @@ def on_page_content(html: str, page: Page, **kwargs: object) -> str:
     if source.startswith("source/"):
         html += _highlighted(source.removeprefix("source/").removesuffix(".md"))
     root = "../" * page.url.count("/")
-    return re.sub(r'href="source:([^"#]*)', rf'href="{root}source/\1.html', html)
+    return re.sub(
+        r'href="source:([^"#]*)', rf'href="{root}source/\1.html', html
+    )
 
 
 def _target(page: str, link: str) -> str | None:
@@ -106,7 +132,9 @@ def _highlighted(path: str) -> str:
         lexer = get_lexer_for_filename(path)
     except ClassNotFound:
         lexer = TextLexer()
-    code = pygments.highlight(text, lexer, HtmlFormatter(nowrap=True)).rstrip("\n")
+    code = pygments.highlight(text, lexer, HtmlFormatter(nowrap=True)).rstrip(
+        "\n"
+    )
     lines = [
         f'<span id="L{n}"><a href="#L{n}" data-line="{n}"></a>{line}\n</span>'
         for n, line in enumerate(code.split("\n"), 1)
@@ -120,7 +148,9 @@ def _repository() -> str | None:
     if not address:
         command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
         try:
-            address = subprocess.run(command, capture_output=True, encoding="utf-8").stdout.strip()
+            address = subprocess.run(
+                command, capture_output=True, encoding="utf-8"
+            ).stdout.strip()
         except OSError:  # no git on this machine
             return None
     parts = urlsplit(address)

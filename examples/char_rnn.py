@@ -44,15 +44,21 @@ class CharRNN(nn.Module):
 def bits_per_letter(state, params, carry, letters):
     """The carry after the letters, and the bits that each of them but the first took."""
     carry, logits = state.apply_fn({"params": params}, carry, letters[:, :-1])
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, letters[:, 1:])
+    loss = optax.softmax_cross_entropy_with_integer_labels(
+        logits, letters[:, 1:]
+    )
     return loss.mean() / jnp.log(2), carry
 
 
 @jax.jit
 def train_step(state, carry, letters):
     """One step of the optimizer; gradients stop at the carry that came in."""
-    loss_of = functools.partial(bits_per_letter, state, carry=carry, letters=letters)
-    (bits, carry), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+    loss_of = functools.partial(
+        bits_per_letter, state, carry=carry, letters=letters
+    )
+    (bits, carry), grads = jax.value_and_grad(loss_of, has_aux=True)(
+        state.params
+    )
     return state.apply_gradients(grads=grads), carry, bits
 
 
@@ -62,7 +68,9 @@ def sample(state, carry, letter, key, length: int):
 
     def step(before, key):
         carry, letter = before
-        carry, logits = state.apply_fn({"params": state.params}, carry, letter[None, None])
+        carry, logits = state.apply_fn(
+            {"params": state.params}, carry, letter[None, None]
+        )
         letter = jax.random.categorical(key, logits[0, 0] / 0.7)
         return (carry, letter), letter
 
@@ -94,19 +102,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     text, held_out = read_rows(corpus, "train"), read_rows(corpus, "held_out")
     model = CharRNN()
     carry = model.begin(ROWS)
-    params = jax.jit(model.init)(jax.random.key(0), carry, text[:, :LENGTH])["params"]
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(4e-3))
+    params = jax.jit(model.init)(jax.random.key(0), carry, text[:, :LENGTH])[
+        "params"
+    ]
+    state = TrainState.create(
+        apply_fn=model.apply, params=params, tx=optax.adam(4e-3)
+    )
 
     for step in range(1, steps + 1):
         at = (step - 1) * LENGTH % (text.shape[1] - LENGTH)
         # One letter more than is read: the last one is only to be predicted.
-        state, carry, bits = train_step(state, carry, text[:, at : at + LENGTH + 1])
+        state, carry, bits = train_step(
+            state, carry, text[:, at : at + LENGTH + 1]
+        )
         if step in (1, steps) or step % 50 == 0:
             print(f"step {step:4}  {bits:.2f} bits per letter", flush=True)
 
-    bits, _ = jax.jit(bits_per_letter)(state, state.params, model.begin(ROWS), held_out[:, :400])
-    print(f"held-out files: {bits:.2f} bits per letter; by frequency alone {entropy(held_out):.2f}")
-    written = sample(state, model.begin(1), jnp.int32(ord("\n")), jax.random.key(1), length=300)
+    bits, _ = jax.jit(bits_per_letter)(
+        state, state.params, model.begin(ROWS), held_out[:, :400]
+    )
+    print(
+        f"held-out files: {bits:.2f} bits per letter; by frequency alone {entropy(held_out):.2f}"
+    )
+    written = sample(
+        state,
+        model.begin(1),
+        jnp.int32(ord("\n")),
+        jax.random.key(1),
+        length=300,
+    )
     print("it writes:\n" + bytes(written.tolist()).decode("ascii"))
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from sklearn.datasets import load_digits
+from sklearn.metrics.pairwise import euclidean_distances
 from sklearn.neighbors import KNeighborsClassifier
 
 from weft import nnx
@@ -25,14 +26,18 @@ class Block(nnx.Module):
     """A residual MLP whose input is scaled and shifted, depending on time and digit."""
 
     def __init__(self, *, rngs: nnx.Rngs):
-        self.norm = nnx.LayerNorm(WIDTH, use_bias=False, use_scale=False, rngs=rngs)
+        self.norm = nnx.LayerNorm(
+            WIDTH, use_bias=False, use_scale=False, rngs=rngs
+        )
         self.modulation = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
         self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
         self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, x, condition):
         scale, shift = jnp.split(self.modulation(condition), 2, axis=-1)
-        return x + self.down(nnx.gelu(self.up(self.norm(x) * (1 + scale) + shift)))
+        return x + self.down(
+            nnx.gelu(self.up(self.norm(x) * (1 + scale) + shift))
+        )
 
 
 class Velocity(nnx.Module):
@@ -68,7 +73,10 @@ def train_step(model, average, optimizer, images, digits, rngs):
     loss, grads = nnx.value_and_grad(loss_of)(model, images, digits, rngs)
     optimizer.update(model, grads)
     new, old = nnx.state(model), nnx.state(average)
-    nnx.update(average, jax.tree.map(lambda old, new: 0.99 * old + 0.01 * new, old, new))
+    nnx.update(
+        average,
+        jax.tree.map(lambda old, new: 0.99 * old + 0.01 * new, old, new),
+    )
     return loss
 
 
@@ -80,13 +88,15 @@ def draw(model, digits, rngs):
         time = jnp.full(len(digits), i / SAMPLING_STEPS)
         return x + model(x, time, digits) / SAMPLING_STEPS
 
-    return jax.lax.fori_loop(0, SAMPLING_STEPS, step, rngs.normal((len(digits), 64)))
+    return jax.lax.fori_loop(
+        0, SAMPLING_STEPS, step, rngs.normal((len(digits), 64))
+    )
 
 
 def told_apart(images: np.ndarray, others: np.ndarray) -> float:
     """How often an image's nearest neighbor is of its own set; half of the time for equal sets."""
     both = np.concatenate([images, others])
-    distances = np.square(both[:, None] - both).sum(-1)
+    distances = euclidean_distances(both)
     np.fill_diagonal(distances, np.inf)
     is_other = np.arange(len(both)) >= len(images)
     return float(np.mean(is_other[distances.argmin(1)] == is_other))
@@ -94,17 +104,23 @@ def told_apart(images: np.ndarray, others: np.ndarray) -> float:
 
 def gaussians(images, digits, asked, rng) -> np.ndarray:
     """Draws digits from normal distributions, with mean and covariance of each digit's images."""
-    of_digit = [images[digits == digit] for digit in range(10)]
-    moments = [(x.mean(0), np.cov(x.T)) for x in of_digit]
-    return np.stack([rng.multivariate_normal(*moments[digit]) for digit in asked])
+    drawn = np.empty((len(asked), images.shape[1]))
+    for digit in range(10):
+        of_digit, rows = images[digits == digit], asked == digit
+        mean, covariance = of_digit.mean(0), np.cov(of_digit.T)
+        drawn[rows] = rng.multivariate_normal(mean, covariance, rows.sum())
+    return drawn
 
 
 def drawing(images: np.ndarray) -> str:
     """Images of 8 × 8 pixels side by side, as text."""
     shades = np.array(list(" .:*#"))
-    pixels = shades[np.clip((images + 1) * 2.5, 0, 4).astype(int)].reshape(-1, 8, 8)
+    pixels = shades[np.clip((images + 1) * 2.5, 0, 4).astype(int)].reshape(
+        -1, 8, 8
+    )
     return "\n".join(
-        "  ".join("".join(p * 2 for p in row) for row in line) for line in pixels.transpose(1, 0, 2)
+        "  ".join("".join(p * 2 for p in row) for row in line)
+        for line in pixels.transpose(1, 0, 2)
     )
 
 
@@ -126,23 +142,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     losses = []
     for step in range(1, steps + 1):
         rows = rng.choice(train, BATCH)
-        losses.append(train_step(model, average, optimizer, images[rows], digits[rows], rngs))
+        losses.append(
+            train_step(
+                model, average, optimizer, images[rows], digits[rows], rngs
+            )
+        )
         if step in (1, steps) or step % 500 == 0:
             print(f"step {step:5}  loss {np.mean(losses):.3f}", flush=True)
             losses.clear()
 
     asked = digits[test]
-    drawn = np.asarray(draw(average, np.concatenate([asked, np.arange(10)]), rngs))
+    drawn = np.asarray(
+        draw(average, np.concatenate([asked, np.arange(10)]), rngs)
+    )
     sets = {
         "training digits": images[train[:360]],
         "drawn digits": drawn[:360],
-        "normal distributions": gaussians(images[train], digits[train], asked, rng),
+        "normal distributions": gaussians(
+            images[train], digits[train], asked, rng
+        ),
     }
     for name, others in sets.items():
-        print(f"{name:21} told apart from test digits {told_apart(images[test], others):.0%}")
-    right = KNeighborsClassifier(3).fit(images, digits).score(sets["drawn digits"], asked)
+        print(
+            f"{name:21} told apart from test digits {told_apart(images[test], others):.0%}"
+        )
+    right = (
+        KNeighborsClassifier(3)
+        .fit(images, digits)
+        .score(sets["drawn digits"], asked)
+    )
     print(f"{right:.0%} are recognized as the digit that was asked for:")
-    print(drawing(drawn[-10:-5]), drawing(drawn[-5:]), sep="\n\n")
+    rows = np.split(drawn[-10:], [4, 8])  # as wide as a terminal
+    print("\n\n".join(drawing(row) for row in rows))
 
 
 if __name__ == "__main__":

@@ -51,22 +51,31 @@ def train_step(state, images, labels, key):
         rngs = {"dropout": jax.random.fold_in(key, state.step)}
         logits = state.apply_fn({"params": params}, images, True, rngs=rngs)
         labels_of_all = jnp.broadcast_to(labels, logits.shape[:-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels_of_all)
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits, labels_of_all
+        )
         return losses.mean(axis=1).sum(), losses.mean()
 
     (_, loss), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
     return state.apply_gradients(grads=grads), loss
 
 
-def calibration_error(probabilities: np.ndarray, labels: np.ndarray, bins: int = 10) -> float:
+def calibration_error(
+    probabilities: np.ndarray, labels: np.ndarray, bins: int = 10
+) -> float:
     """By how much sureness and accuracy differ, on average over bins of equal sureness."""
     sureness, right = probabilities.max(1), probabilities.argmax(1) == labels
     bin_of = np.minimum((sureness * bins).astype(int), bins - 1)
-    gaps = [abs(np.sum(right[bin_of == b]) - np.sum(sureness[bin_of == b])) for b in range(bins)]
+    gaps = [
+        abs(np.sum(right[bin_of == b]) - np.sum(sureness[bin_of == b]))
+        for b in range(bins)
+    ]
     return float(sum(gaps) / len(labels))
 
 
-def quality(probabilities: np.ndarray, labels: np.ndarray) -> tuple[float, float, float]:
+def quality(
+    probabilities: np.ndarray, labels: np.ndarray
+) -> tuple[float, float, float]:
     """Accuracy, negative log-likelihood and calibration error."""
     of_labels = probabilities[np.arange(len(labels)), labels]
     accuracy = np.mean(probabilities.argmax(1) == labels)
@@ -91,23 +100,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = Ensemble()
     params = model.init(jax.random.key(0), images[:1], False)["params"]
     print("shapes:", jax.tree.map(jnp.shape, params))
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2))
+    state = TrainState.create(
+        apply_fn=model.apply, params=params, tx=optax.adam(1e-2)
+    )
     for step in range(1, steps + 1):
-        state, loss = train_step(state, images[train], labels[train], jax.random.key(1))
+        state, loss = train_step(
+            state, images[train], labels[train], jax.random.key(1)
+        )
         if step in (1, steps) or step % 100 == 0:
             print(f"step {step:4}  loss {loss:.4f}", flush=True)
 
-    logits = jax.jit(model.apply, static_argnums=2)({"params": state.params}, images[test], False)
+    logits = jax.jit(model.apply, static_argnums=2)(
+        {"params": state.params}, images[test], False
+    )
     of_members = np.asarray(jax.nn.softmax(logits))
     each = np.array([quality(one, labels[test]) for one in of_members])
-    table = rich.table.Table("", "accuracy", "negative log-likelihood", "calibration error")
+    table = rich.table.Table(
+        "", "accuracy", "negative log-likelihood", "calibration error"
+    )
     rows = {
         "mean of members": each.mean(0),
         "best member": (each[:, 0].max(), each[:, 1].min(), each[:, 2].min()),
         "ensemble": quality(of_members.mean(0), labels[test]),
     }
     for name, (accuracy, likelihood, error) in rows.items():
-        table.add_row(name, f"{accuracy:.2%}", f"{likelihood:.3f}", f"{error:.3f}")
+        table.add_row(
+            name, f"{accuracy:.2%}", f"{likelihood:.3f}", f"{error:.3f}"
+        )
     rich.print(table)
 
 

@@ -69,22 +69,30 @@ def loss_of_critic(critic, real, drawn):
 def loss_of_generator(generator, critic):
     """How badly the generator passes for real."""
     logits = critic(generator(BATCH))
-    return optax.sigmoid_binary_cross_entropy(logits, jnp.ones_like(logits)).mean()
+    return optax.sigmoid_binary_cross_entropy(
+        logits, jnp.ones_like(logits)
+    ).mean()
 
 
 @nnx.jit
 def train_step(generator, critic, of_generator, of_critic, real):
     """One step of each optimizer; how often the critic was right."""
     drawn = generator(BATCH)
-    (_, right), grads = nnx.value_and_grad(loss_of_critic, has_aux=True)(critic, real, drawn)
+    (_, right), grads = nnx.value_and_grad(loss_of_critic, has_aux=True)(
+        critic, real, drawn
+    )
     of_critic.update(critic, grads)
-    of_generator.update(generator, nnx.grad(loss_of_generator)(generator, critic))
+    of_generator.update(
+        generator, nnx.grad(loss_of_generator)(generator, critic)
+    )
     return right
 
 
 def distance(images: np.ndarray, others: np.ndarray) -> float:
     """How far the nearest of the others is from an image, on average."""
-    return float(np.sqrt(np.square(images[:, None] - others).sum(-1)).min(1).mean())
+    return float(
+        np.sqrt(np.square(images[:, None] - others).sum(-1)).min(1).mean()
+    )
 
 
 def drawing(images: np.ndarray) -> str:
@@ -92,7 +100,8 @@ def drawing(images: np.ndarray) -> str:
     shades = np.array(list(" .:*#"))
     pixels = shades[np.minimum((images * 5).astype(int), 4)].reshape(-1, 8, 8)
     return "\n".join(
-        "  ".join("".join(p * 2 for p in row) for row in line) for line in pixels.transpose(1, 0, 2)
+        "  ".join("".join(p * 2 for p in row) for row in line)
+        for line in pixels.transpose(1, 0, 2)
     )
 
 
@@ -114,21 +123,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     draw = nnx.jit(lambda generator: generator(360))
     drawer = nnx.view(generator, use_running_average=True)
-    print(f"real digits are {distance(test, train):.2f} from the nearest other one")
+    print(
+        f"real digits are {distance(test, train):.2f} from the nearest other one"
+    )
     rng, rights = np.random.default_rng(0), []
     for step in range(1, steps + 1):
         batch = train[rng.integers(0, len(train), BATCH)]
-        rights.append(train_step(generator, critic, of_generator, of_critic, batch))
+        rights.append(
+            train_step(generator, critic, of_generator, of_critic, batch)
+        )
         if step in (1, steps) or step % 1000 == 0:
             near = distance(np.asarray(draw(drawer)), train)
             right = float(np.mean(rights))
             print(
-                f"step {step:5}  the critic is right about {right:.0%}"
+                f"step {step:5}  critic right: {right:.0%}"
                 f"  drawn digits are {near:.2f} from the nearest real one",
                 flush=True,
             )
             rights.clear()
-    print(drawing(np.asarray(draw(drawer))[:6]))
+    print(drawing(np.asarray(draw(drawer))[:4]))
 
 
 if __name__ == "__main__":

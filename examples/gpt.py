@@ -33,10 +33,14 @@ class Attention(nnx.Module):
         qkv = self.qkv(x).reshape(*x.shape[:2], 3 * HEADS, -1)
         query, key, value = jnp.split(qkv, 3, axis=2)
         sin, cos = rotary_sincos(positions, dim=WIDTH // HEADS)
-        query, key = (apply_rotary(a, sin[:, None], cos[:, None]) for a in (query, key))
+        query, key = (
+            apply_rotary(a, sin[:, None], cos[:, None]) for a in (query, key)
+        )
         key_positions = positions
         if self.cache is not None:
-            self.cache[...] = self.cache[...].at[:, :, positions].set(jnp.stack([key, value]))
+            self.cache[...] = (
+                self.cache[...].at[:, :, positions].set(jnp.stack([key, value]))
+            )
             key, value = self.cache[...]
             key_positions = jnp.arange(key.shape[1])
         distance = positions[:, None] - key_positions[None]
@@ -106,7 +110,11 @@ def sample(model: GPT, prompt, rngs: nnx.Rngs, length: int):
     def step(carry, position):
         logits, model, rngs = carry
         letter = rngs.categorical(logits / 0.7)
-        return (model(letter[:, None], position[None])[:, 0], model, rngs), letter
+        return (
+            model(letter[:, None], position[None])[:, 0],
+            model,
+            rngs,
+        ), letter
 
     return step((logits, model, rngs), start + jnp.arange(length))[1]
 
@@ -114,7 +122,9 @@ def sample(model: GPT, prompt, rngs: nnx.Rngs, length: int):
 def read(split: Split, rows: int):
     """Yields random pieces of the files: `LENGTH` letters, and one more to predict."""
     rng = np.random.default_rng(0)
-    text = np.frombuffer(b"".join(file.text for file in stdlib_corpus().split(split)), np.uint8)
+    text = np.frombuffer(
+        b"".join(file.text for file in stdlib_corpus().split(split)), np.uint8
+    )
     text = text[text < LETTERS].astype(np.int32)
     while True:
         starts = rng.integers(0, len(text) - LENGTH, rows)
@@ -139,8 +149,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     test = next(read("held_out", 128))
     bits = nnx.jit(bits_per_letter)(model, test)
-    entropy = jax.scipy.special.entr(np.bincount(test.ravel()) / test.size).sum() / np.log(2)
-    print(f"held-out files: {bits:.2f} bits per letter; by frequency alone {entropy:.2f}")
+    entropy = jax.scipy.special.entr(
+        np.bincount(test.ravel()) / test.size
+    ).sum() / np.log(2)
+    print(
+        f"held-out files: {bits:.2f} bits per letter; by frequency alone {entropy:.2f}"
+    )
     written = sample(model, jnp.array([list(b"class ")]), rngs, 400)
     print("class " + bytes(written[0].tolist()).decode("ascii"))
 

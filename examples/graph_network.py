@@ -43,7 +43,9 @@ class GraphNetwork(nnx.Module):
     """Logits of each node, from those at most as many edges away as there are layers."""
 
     def __init__(self, sizes: Sequence[int], *, rngs: nnx.Rngs):
-        self.layers = [GraphConv(i, o, rngs=rngs) for i, o in itertools.pairwise(sizes)]
+        self.layers = [
+            GraphConv(i, o, rngs=rngs) for i, o in itertools.pairwise(sizes)
+        ]
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
     def __call__(self, graph: Graph):
@@ -56,7 +58,9 @@ class GraphNetwork(nnx.Module):
 def loss_of(model, graph, nodes, labels):
     """Returns the mean cross entropy of some nodes."""
     logits = model(graph)[nodes]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits, labels
+    ).mean()
 
 
 @nnx.jit
@@ -83,14 +87,21 @@ def neighbours(features: np.ndarray, k: int) -> Graph:
     adjacent |= adjacent.T | np.eye(len(features), dtype=bool)
     receivers, senders = np.nonzero(adjacent)
     degree = adjacent.sum(1).astype(np.float32)
-    return Graph(features, senders, receivers, (degree[receivers] * degree[senders]) ** -0.5)
+    return Graph(
+        features,
+        senders,
+        receivers,
+        (degree[receivers] * degree[senders]) ** -0.5,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains with and without edges, and prints the accuracy on the nodes without a label."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--labels", type=int, default=2, help="number of labels per digit")
+    parser.add_argument(
+        "--labels", type=int, default=2, help="number of labels per digit"
+    )
     parser.add_argument("--neighbours", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -98,19 +109,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     images, digits = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
     order = np.random.default_rng(args.seed).permutation(len(digits))
-    known = np.concatenate([order[digits[order] == d][: args.labels] for d in range(10)])
+    known = np.concatenate(
+        [order[digits[order] == d][: args.labels] for d in range(10)]
+    )
     hidden = np.setdiff1d(order, known)
     print(f"{len(known)} images with a label, {len(hidden):,} without")
     for k in (0, args.neighbours):
         graph = neighbours(images, k)
-        print(f"{k} neighbours: {len(graph.senders) - len(images):,} edges between images")
+        print(
+            f"{k} neighbours: {len(graph.senders) - len(images):,} edges between images"
+        )
         model = GraphNetwork((64, 64, 64, 10), rngs=nnx.Rngs(args.seed))
-        optimizer = nnx.Optimizer(model, optax.adamw(5e-3, weight_decay=1e-2), wrt=nnx.Param)
+        optimizer = nnx.Optimizer(
+            model, optax.adamw(5e-3, weight_decay=1e-2), wrt=nnx.Param
+        )
         for step in range(1, args.steps + 1):
             loss = train_step(model, optimizer, graph, known, digits[known])
             if step == 1 or step % 50 == 0:
-                accuracy = np.mean(np.asarray(predict(model, graph))[hidden] == digits[hidden])
-                print(f"  step {step:4}  loss {loss:.4f}  accuracy without a label {accuracy:.2%}")
+                accuracy = np.mean(
+                    np.asarray(predict(model, graph))[hidden] == digits[hidden]
+                )
+                print(
+                    f"  step {step:4}  loss {loss:.4f}  accuracy without a label {accuracy:.2%}"
+                )
 
 
 if __name__ == "__main__":

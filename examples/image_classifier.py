@@ -25,9 +25,12 @@ class Net(nnx.Module):
     def __init__(self, *, rngs: nnx.Rngs):
         sizes = (1, 32, 64)
         self.convs = [
-            nnx.Conv(i, o, (3, 3), use_bias=False, rngs=rngs) for i, o in itertools.pairwise(sizes)
+            nnx.Conv(i, o, (3, 3), use_bias=False, rngs=rngs)
+            for i, o in itertools.pairwise(sizes)
         ]
-        self.norms = [nnx.BatchNorm(size, momentum=0.9, rngs=rngs) for size in sizes[1:]]
+        self.norms = [
+            nnx.BatchNorm(size, momentum=0.9, rngs=rngs) for size in sizes[1:]
+        ]
         self.dropout = nnx.Dropout(0.3, rngs=rngs)
         self.out = nnx.Linear(2 * 2 * sizes[-1], 10, rngs=rngs)
 
@@ -40,13 +43,17 @@ class Net(nnx.Module):
 def loss_of(model, images, labels):
     """The loss, and the logits that it is the loss of."""
     logits = model(images)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), logits
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits, labels
+    ).mean(), logits
 
 
 @nnx.jit
 def train_step(model, optimizer, metrics, images, labels):
     """One step of the optimizer; the running statistics and the metrics move as well."""
-    (loss, logits), grads = nnx.value_and_grad(loss_of, has_aux=True)(model, images, labels)
+    (loss, logits), grads = nnx.value_and_grad(loss_of, has_aux=True)(
+        model, images, labels
+    )
     optimizer.update(model, grads)
     metrics.update(loss=loss, logits=logits, labels=labels)
 
@@ -60,21 +67,30 @@ def eval_step(model, metrics, images, labels):
 
 def new_metrics() -> nnx.MultiMetric:
     """Metrics of an epoch."""
-    return nnx.MultiMetric(loss=nnx.metrics.Average("loss"), accuracy=nnx.metrics.Accuracy())
+    return nnx.MultiMetric(
+        loss=nnx.metrics.Average("loss"), accuracy=nnx.metrics.Accuracy()
+    )
 
 
-def read_digits() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+def read_digits() -> tuple[
+    tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]
+]:
     """Images in [0, 1] and labels: four fifths to train with, the others to test with."""
     digits = load_digits()
     images = (digits.images[..., None] / 16).astype(np.float32)
     order = np.random.default_rng(0).permutation(len(images))
     train, test = np.split(order, [len(images) * 4 // 5])
-    return (images[train], digits.target[train]), (images[test], digits.target[test])
+    return (images[train], digits.target[train]), (
+        images[test],
+        digits.target[test],
+    )
 
 
 def nearest_mean_accuracy(train, test) -> float:
     """The accuracy of choosing the digit whose mean image is nearest."""
-    means = np.stack([train[0][train[1] == digit].mean(0) for digit in range(10)])
+    means = np.stack(
+        [train[0][train[1] == digit].mean(0) for digit in range(10)]
+    )
     distances = np.square(test[0][:, None] - means).sum((2, 3, 4))
     return float(np.mean(distances.argmin(1) == test[1]))
 
@@ -84,7 +100,8 @@ def drawing(images: np.ndarray) -> str:
     shades = np.array(list(" .:*#"))
     pixels = shades[np.minimum((images * 5).astype(int), 4)].reshape(-1, 8, 8)
     return "\n".join(
-        "  ".join("".join(p * 2 for p in row) for row in line) for line in pixels.transpose(1, 0, 2)
+        "  ".join("".join(p * 2 for p in row) for row in line)
+        for line in pixels.transpose(1, 0, 2)
     )
 
 
@@ -117,12 +134,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"  test loss {of_test['loss']:.4f}  test accuracy {of_test['accuracy']:.2%}",
             flush=True,
         )
-    print(f"the nearest mean image gets {nearest_mean_accuracy((images, labels), test):.2%}")
+    print(
+        f"the nearest mean image gets {nearest_mean_accuracy((images, labels), test):.2%}"
+    )
 
-    found = np.asarray(nnx.jit(lambda model, x: model(x))(tested, test[0])).argmax(-1)
+    found = np.asarray(
+        nnx.jit(lambda model, x: model(x))(tested, test[0])
+    ).argmax(-1)
     wrong = np.flatnonzero(found != test[1])[:6]
     for i in wrong:
-        print(f"a {test[1][i]} taken for a {found[i]}:", drawing(test[0][i : i + 1]), sep="\n")
+        print(
+            f"a {test[1][i]} taken for a {found[i]}:",
+            drawing(test[0][i : i + 1]),
+            sep="\n",
+        )
 
 
 if __name__ == "__main__":

@@ -43,7 +43,9 @@ class MLP(nnx.Module):
 
 def loss_of(model, images, labels):
     """Returns the mean cross entropy."""
-    return optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        model(images), labels
+    ).mean()
 
 
 def train(model, wrt, digits: Digits, steps: int, learning_rate: float) -> None:
@@ -73,7 +75,11 @@ def add_lora(model: nnx.Module, rank: int, rngs: nnx.Rngs) -> None:
         for name, layer in list(nnx.iter_children(module)):
             if isinstance(layer, nnx.Linear):
                 sizes = layer.in_features, rank, layer.out_features
-                setattr(module, str(name), nnx.LoRA(*sizes, base_module=layer, rngs=rngs))
+                setattr(
+                    module,
+                    str(name),
+                    nnx.LoRA(*sizes, base_module=layer, rngs=rngs),
+                )
 
 
 def remove_lora(model: nnx.Module) -> None:
@@ -98,7 +104,10 @@ def read_digits() -> tuple[dict[str, Digits], dict[str, Digits]]:
     for rows in (slice(1437), slice(1437, None)):
         x, y = images[rows], labels[rows]
         parts.append(
-            {n: Digits(x[y % 2 == i], y[y % 2 == i]) for i, n in enumerate(("even", "odd"))}
+            {
+                n: Digits(x[y % 2 == i], y[y % 2 == i])
+                for i, n in enumerate(("even", "odd"))
+            }
         )
     return parts[0], parts[1]
 
@@ -115,8 +124,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = MLP(rngs=rngs)
 
     def report(when: str) -> None:
-        even, odd = (float(accuracy(model, *test[name])) for name in ("even", "odd"))
-        print(f"{when:20} even digits {even:7.2%}  odd digits {odd:7.2%}", flush=True)
+        even, odd = (
+            float(accuracy(model, *test[name])) for name in ("even", "odd")
+        )
+        print(
+            f"{when:20} even digits {even:7.2%}  odd digits {odd:7.2%}",
+            flush=True,
+        )
 
     train(model, nnx.Param, digits["even"], args.steps, 2e-3)
     report("trained on even")
@@ -126,7 +140,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     frozen = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))
     before = nnx.to_pure_dict(nnx.state(model, frozen))
     trained = size(nnx.state(model, nnx.LoRAParam))
-    print(f"LoRA of rank {args.rank}: {trained:,} values to train, {size(before):,} frozen")
+    print(
+        f"LoRA of rank {args.rank}: {trained:,} values to train, {size(before):,} frozen"
+    )
     train(model, nnx.LoRAParam, digits["odd"], args.steps, 1e-2)
     report("LoRA trained on odd")
     after = nnx.to_pure_dict(nnx.state(model, frozen))

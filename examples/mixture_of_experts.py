@@ -27,7 +27,9 @@ def dense(steps: int) -> trainer.SpmdTrainer.Config:
     return cfg
 
 
-def with_experts(steps: int, balance: float = 0.01) -> trainer.SpmdTrainer.Config:
+def with_experts(
+    steps: int, balance: float = 0.01
+) -> trainer.SpmdTrainer.Config:
     """Returns the same config with experts.
 
     Args:
@@ -36,22 +38,32 @@ def with_experts(steps: int, balance: float = 0.01) -> trainer.SpmdTrainer.Confi
     cfg: Any = dense(steps)
     transformer = cfg.model.decoder.transformer
     replaced = transformer.layer.feed_forward
-    transformer.layer.feed_forward = hierarchy.TransformerFeedForwardMoE.default_config().set(
-        norm=replaced.norm,
-        activation=replaced.activation,
-        hidden_dim=hierarchy.scaled_hidden_dim(4 / 3),  # 8 / 3 in the dense model
-        num_experts=EXPERTS,
-        num_groups=16,
-        load_balance_loss_weight=balance,
-        gating=hierarchy.Top2Gating.default_config().set(
-            train_capacity_factor=3.0, eval_capacity_factor=4.0
-        ),
-        param_init=initializer(variance=1.0),  # each expert's weights are those of a dense layer
+    transformer.layer.feed_forward = (
+        hierarchy.TransformerFeedForwardMoE.default_config().set(
+            norm=replaced.norm,
+            activation=replaced.activation,
+            hidden_dim=hierarchy.scaled_hidden_dim(
+                4 / 3
+            ),  # 8 / 3 in the dense model
+            num_experts=EXPERTS,
+            num_groups=16,
+            load_balance_loss_weight=balance,
+            gating=hierarchy.Top2Gating.default_config().set(
+                train_capacity_factor=3.0, eval_capacity_factor=4.0
+            ),
+            param_init=initializer(
+                variance=1.0
+            ),  # each expert's weights are those of a dense layer
+        )
     )
     # The loop over layers passes the loss on, and the model adds it to its own.
     transformer.repeat.drop_output.rules = [r"module_outputs(?!.*/aux_loss$).*"]
-    cfg.model.metrics = hierarchy.metrics_config(aux_loss_regex="decoder/transformer/.*/aux_loss")
-    return cfg.set(mesh_shape=(-1, 1, 1), mesh_axis_names=("data", "expert", "model"))
+    cfg.model.metrics = hierarchy.metrics_config(
+        aux_loss_regex="decoder/transformer/.*/aux_loss"
+    )
+    return cfg.set(
+        mesh_shape=(-1, 1, 1), mesh_axis_names=("data", "expert", "model")
+    )
 
 
 def unbalanced(steps: int) -> trainer.SpmdTrainer.Config:
@@ -82,9 +94,15 @@ def train(cfg: Any) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains some models, and prints how well they predict and how loaded their experts are."""
-    configs = {"dense": dense, "experts": with_experts, "unbalanced": unbalanced}
+    configs = {
+        "dense": dense,
+        "experts": with_experts,
+        "unbalanced": unbalanced,
+    }
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", default=list(configs), help=", ".join(configs))
+    parser.add_argument(
+        "models", nargs="*", default=list(configs), help=", ".join(configs)
+    )
     parser.add_argument("--steps", type=int, default=800)
     args = parser.parse_args(argv)
     for name in args.models:

@@ -38,7 +38,9 @@ class Classifier(nnx.Module):
 def fingerprint(model: nnx.Module) -> str:
     """Returns a hash of the values of all parameters in this process."""
     leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in leaves)).hexdigest()[:12]
+    return hashlib.sha256(
+        b"".join(np.asarray(x).tobytes() for x in leaves)
+    ).hexdigest()[:12]
 
 
 def train(directory: str, steps: int) -> None:
@@ -62,10 +64,15 @@ def train(directory: str, steps: int) -> None:
     number = jax.process_index()
     if number == 0:
         validation = result.history.validation
-        for step, accuracy in zip(validation["step"], validation["accuracy"], strict=True):
+        for step, accuracy in zip(
+            validation["step"], validation["accuracy"], strict=True
+        ):
             print(f"step {step:4}  test accuracy {accuracy:.2%}")
     rows = BATCH * jax.local_device_count() // jax.device_count()
-    print(f"process {number}: {rows} of {BATCH} rows, parameters {fingerprint(model)}", flush=True)
+    print(
+        f"process {number}: {rows} of {BATCH} rows, parameters {fingerprint(model)}",
+        flush=True,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             train(args.dir, args.steps)
         return 0
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, __file__, "--dir", directory, "--steps", str(args.steps)]
+        command = [
+            sys.executable,
+            __file__,
+            "--dir",
+            directory,
+            "--steps",
+            str(args.steps),
+        ]
         job = LocalJob.default_config().set(name="digits", command=command)
         return job.set(num_processes=args.processes).instantiate().run()
 

@@ -34,10 +34,14 @@ def push(carts, action):
     sin, cos = jnp.sin(angle), jnp.cos(angle)
     force = jnp.where(action == 1, 10.0, -10.0)
     base = (force + pole_mass * half_length * spin**2 * sin) / mass
-    turn = (gravity * sin - base * cos) / (half_length * (4 / 3 - pole_mass * cos**2 / mass))
+    turn = (gravity * sin - base * cos) / (
+        half_length * (4 / 3 - pole_mass * cos**2 / mass)
+    )
     acceleration = base - pole_mass * half_length * turn * cos / mass
     carts += 0.02 * jnp.stack([velocity, acceleration, spin, turn], axis=-1)
-    return carts, (jnp.abs(carts[:, 0]) > 2.4) | (jnp.abs(carts[:, 2]) > jnp.deg2rad(12))
+    return carts, (jnp.abs(carts[:, 0]) > 2.4) | (
+        jnp.abs(carts[:, 2]) > jnp.deg2rad(12)
+    )
 
 
 class ActorCritic(nn.Module):
@@ -46,7 +50,9 @@ class ActorCritic(nn.Module):
     @nn.compact
     def __call__(self, x):
         def mlp(size):
-            return nn.Sequential([nn.Dense(64), nn.tanh, nn.Dense(64), nn.tanh, nn.Dense(size)])(x)
+            return nn.Sequential(
+                [nn.Dense(64), nn.tanh, nn.Dense(64), nn.tanh, nn.Dense(size)]
+            )(x)
 
         return mlp(2), mlp(1)[..., 0]
 
@@ -78,7 +84,9 @@ def advantages_of(steps: Steps, last_value):
         advantage = 1 + DISCOUNT * (next_value + TRACE * advantage) - step.value
         return (advantage, step.value), advantage
 
-    return jax.lax.scan(backwards, (jnp.zeros(CARTS), last_value), steps, reverse=True)[1]
+    return jax.lax.scan(
+        backwards, (jnp.zeros(CARTS), last_value), steps, reverse=True
+    )[1]
 
 
 def loss_of(params, apply_fn, steps: Steps, advantage):
@@ -87,7 +95,9 @@ def loss_of(params, apply_fn, steps: Steps, advantage):
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, steps.action)
     ratio = jnp.exp(steps.nll - nll)
     scaled = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-    gain = jnp.minimum(ratio * scaled, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * scaled)
+    gain = jnp.minimum(
+        ratio * scaled, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * scaled
+    )
     value_loss = optax.l2_loss(value, steps.value + advantage)
     entropy = jax.scipy.special.entr(nn.softmax(logits)).sum(-1)
     return jnp.mean(value_loss - gain - 0.01 * entropy)
@@ -118,11 +128,15 @@ def mean_return(state: TrainState, key, at_random=False):
         carts, alive = carry
         logits = state.apply_fn(state.params, carts)[0]
         random = jax.random.bernoulli(key, shape=(CARTS,))
-        carts, failed = push(carts, jnp.where(at_random, random, logits.argmax(-1)))
+        carts, failed = push(
+            carts, jnp.where(at_random, random, logits.argmax(-1))
+        )
         return (carts, alive & ~failed), alive
 
     carry = new_carts(key), jnp.ones(CARTS, bool)
-    return jax.lax.scan(step, carry, jax.random.split(key, LIMIT))[1].sum(0).mean()
+    return (
+        jax.lax.scan(step, carry, jax.random.split(key, LIMIT))[1].sum(0).mean()
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -140,7 +154,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for i in range(iterations + 1):
         if i % 5 == 0:
             steps, up = i * CARTS * STEPS, mean_return(state, jax.random.key(1))
-            print(f"trained on {steps:7,} steps: up for {up:3.0f} of {LIMIT}", flush=True)
+            print(
+                f"trained on {steps:7,} steps: up for {up:3.0f} of {LIMIT}",
+                flush=True,
+            )
         state, carts = iteration(state, carts, jax.random.fold_in(key, i))
 
 

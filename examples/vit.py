@@ -74,7 +74,8 @@ def drawing(images: np.ndarray) -> str:
     shades = np.array(list(" .:*#"))
     pixels = shades[np.minimum((images * 5).astype(int), 4)].reshape(-1, 8, 8)
     return "\n".join(
-        "  ".join("".join(p * 2 for p in row) for row in line) for line in pixels.transpose(1, 0, 2)
+        "  ".join("".join(p * 2 for p in row) for row in line)
+        for line in pixels.transpose(1, 0, 2)
     )
 
 
@@ -85,10 +86,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     steps = parser.parse_args(argv).steps
 
     digits = load_digits()
-    images, labels = (digits.images[..., None] / 16).astype(np.float32), digits.target
-    test, train = np.split(np.random.default_rng(0).permutation(len(images)), [360])
+    images, labels = (
+        (digits.images[..., None] / 16).astype(np.float32),
+        digits.target,
+    )
+    test, train = np.split(
+        np.random.default_rng(0).permutation(len(images)), [360]
+    )
     examples = [{"image": images[i], "label": labels[i]} for i in train]
-    data = grain.MapDataset.source(examples).seed(0).shuffle().repeat().random_map(Shift())
+    data = (
+        grain.MapDataset.source(examples)
+        .seed(0)
+        .shuffle()
+        .repeat()
+        .random_map(Shift())
+    )
 
     schedule = optax.warmup_cosine_decay_schedule(0.0, 2e-3, steps // 10, steps)
     result = weft.fit(
@@ -103,15 +115,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     pixels = images.reshape(len(images), -1)
     linear = LogisticRegression(max_iter=1000).fit(pixels[train], labels[train])
-    print(f"test accuracy {result.history.validation['accuracy'][-1]:.2%};", end=" ")
+    print(
+        f"test accuracy {result.history.validation['accuracy'][-1]:.2%};",
+        end=" ",
+    )
     print(f"logistic regression {linear.score(pixels[test], labels[test]):.2%}")
 
     chances = np.asarray(nn.softmax(result.last.predict(images[test])))
-    unsure = chances.max(-1).argsort()[:5]
+    unsure = chances.max(-1).argsort()[:4]
     print("the images that it is least sure of, with its guesses:")
     print(drawing(images[test][unsure]))
     guesses = [
-        f"{chances[i].argmax()} ({chances[i].max():.0%}), is {labels[test[i]]}" for i in unsure
+        f"{chances[i].argmax()} ({chances[i].max():.0%}), is {labels[test[i]]}"
+        for i in unsure
     ]
     print("".join(f"{guess:18}" for guess in guesses))
 

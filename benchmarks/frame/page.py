@@ -1,19 +1,20 @@
-"""Generated part of `docs/performance.md`, between two marks; the rest is written by hand.
+"""Generated parts of the two pages on speed, between two marks; the rest is written by hand.
 
-It is made from `results.json` alone, so a test can compare the two.
+`docs/performance.md` has ten numbers, `docs/performance-results.md` all of them. Both are made from
+`results.json` alone, so a test can compare them.
 """
 
 import json
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
-from benchmarks.frame import plots, short, table
+from benchmarks.frame import headline, plots, short, table
 from benchmarks.frame.results import RESULTS, ROOT, Answer
 
 PAGE = ROOT / "docs" / "performance.md"
+RESULTS_PAGE = ROOT / "docs" / "performance-results.md"
 PLOTS = PAGE.with_suffix("")
-BEGIN, END = "<!-- `make bench` writes everything from here. -->", "<!-- To here. -->"
+BEGIN, END = "<!-- The benchmarks write everything from here. -->", "<!-- To here. -->"
 _IN_SHORT = (
     "Median ratios, or counts, of all lines with a target, by API and library. Raw JAX has a "
     "value if it is written in the same way, or if it is a lower bound."
@@ -21,22 +22,40 @@ _IN_SHORT = (
 NOTHING = "Nothing was measured yet: `make bench` writes the table here."
 
 
-def write(answers: dict[str, Answer], page: Path = PAGE) -> list[str]:
-    """Writes the page and its plots; returns what there is to say about it, a line each."""
-    text = page.read_text(encoding="utf-8")
-    page.write_text(updated(text, answers), encoding="utf-8")
-    written = f"Written: {RESULTS.relative_to(ROOT)}, {page.relative_to(ROOT)}"
+def write(answers: dict[str, Answer]) -> list[str]:
+    """Writes the pages and their plots; returns what there is to say about them, a line each."""
+    PAGE.write_text(updated_front(PAGE.read_text(encoding="utf-8"), answers), encoding="utf-8")
+    all_results = updated(RESULTS_PAGE.read_text(encoding="utf-8"), answers)
+    RESULTS_PAGE.write_text(all_results, encoding="utf-8")
+    paths = [path.relative_to(ROOT).as_posix() for path in (RESULTS, PAGE, RESULTS_PAGE)]
+    written = f"Written: {', '.join(paths)}"
     try:
-        drawn = plots.draw(answers, page.with_suffix(""))
+        plot_paths = plots.draw(answers, PLOTS)
     except ImportError as error:
         return [f"{written}.", f"No plots were drawn: {error}. The extra bench has matplotlib."]
-    return [f"{written}, and {len(drawn)} plots in {page.with_suffix('').relative_to(ROOT)}/."]
+    return [f"{written}, and {len(plot_paths)} plots in {PLOTS.relative_to(ROOT)}/."]
+
+
+def updated_front(text: str, answers: dict[str, Answer]) -> str:
+    """Returns the text of the first page with its ten numbers as they are now."""
+    lines = [NOTHING, ""]
+    if answers:
+        columns = "|---|" + "--:|" * len(headline.LIBRARIES)
+        newest = max(answers.values(), key=lambda answer: str(answer.place["date"]))
+        place = " · ".join(table.header(newest))
+        lines = [*_table(headline.COLUMNS, columns, headline.lines(answers)), place, ""]
+    return _between_marks(text, lines)
 
 
 def updated(text: str, answers: dict[str, Answer]) -> str:
-    """Returns the text of the page with the results as they are now."""
-    before, after = text.split(BEGIN)[0], text.split(END)[-1]
-    return "\n".join([before + BEGIN, "", *_shown(answers), END + after])
+    """Returns the text of the page of all results with them as they are now."""
+    return _between_marks(text, _shown(answers))
+
+
+def _between_marks(text: str, lines: Iterable[str]) -> str:
+    before = text.split(BEGIN)[0]
+    after = text.split(END)[-1]
+    return "\n".join([before + BEGIN, "", *lines, END + after])
 
 
 def _shown(answers: dict[str, Answer]) -> Iterator[str]:

@@ -13,14 +13,14 @@ COLUMNS = ("measurement / baseline", "target", *FAMILIES, "")
 def lines(answers: dict[str, Answer]) -> Iterator[tuple[str, ...]]:
     """Returns the cells, in the order of `COLUMNS`."""
     footnotes = Footnotes(answers)
-    for subject, rows in _by_subject(answers).items():
+    for subject, rows in by_subject(answers).items():
         targets = dict.fromkeys(row.target for row in rows.values() if row.target)
         if targets:
             cells = (_values(rows, of) for of in FAMILIES)
             yield subject, " or ".join(targets), *cells, _verdict(rows, footnotes)
 
 
-def _by_subject(answers: dict[str, Answer]) -> dict[str, dict[str, Row]]:
+def by_subject(answers: dict[str, Answer]) -> dict[str, dict[str, Row]]:
     """Returns the lines of each question, with the library left out of its name."""
     found: dict[str, dict[str, Row]] = {}
     for answer in answers.values():

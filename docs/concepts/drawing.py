@@ -52,7 +52,9 @@ DARK = Palette(
 SIZE = 13  # of text, in pixels of a drawing that is not scaled
 LINE_HEIGHT = 18
 _SANS = "'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-_MONO = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
+_MONO = (
+    "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
+)
 # Widths of characters in the widest usual fonts, in units of the size.
 _WIDTHS = {"": 0.57, "bold": 0.64, "code": 0.585}
 _HEAD = 7
@@ -105,14 +107,20 @@ class Drawing:
         """
         self._check_inside(x, y, width, height)
         self._parts.append(_rect(x, y, width, height, kind, 6))
-        first = y + height / 2 - (len(lines) - 1) * LINE_HEIGHT / 2 + SIZE * 0.36
+        first = (
+            y + height / 2 - (len(lines) - 1) * LINE_HEIGHT / 2 + SIZE * 0.36
+        )
         if len(lines) * LINE_HEIGHT > height:
             raise ValueError(f"{lines} are higher than {height}")
         for i, line in enumerate(lines):
             if text_width(line) > width - 12:
-                raise ValueError(f"{line!r} needs {text_width(line):.0f}, the box has {width - 12}")
+                raise ValueError(
+                    f"{line!r} needs {text_width(line):.0f}, the box has {width - 12}"
+                )
             at = x + 10 if left else x + width / 2
-            self.text(at, first + i * LINE_HEIGHT, line, "start" if left else "middle")
+            self.text(
+                at, first + i * LINE_HEIGHT, line, "start" if left else "middle"
+            )
 
     def region(
         self,
@@ -130,14 +138,18 @@ class Drawing:
         self._parts.append(_rect(x, y, width, height, f"region {kind}", 8))
         self.text(x + at, y + 20, label, anchor)
 
-    def text(self, x: float, y: float, line: str, anchor: str = "start") -> None:
+    def text(
+        self, x: float, y: float, line: str, anchor: str = "start"
+    ) -> None:
         """Adds a line of text at its baseline; see `box` for its marks."""
         role = {"# ": "bold", "~ ": "soft"}.get(line[:2], "")
         spans = "".join(
             f'<tspan class="code">{html.escape(part, quote=False)}</tspan>'
             if is_code
             else html.escape(part, quote=False)
-            for part, is_code in _segments(line.removeprefix("# ").removeprefix("~ "))
+            for part, is_code in _segments(
+                line.removeprefix("# ").removeprefix("~ ")
+            )
         )
         attributes = "".join(
             f' {name}="{value}"'
@@ -147,20 +159,30 @@ class Drawing:
         self._parts.append(
             f'<text x="{x:g}" y="{round(y, 1):g}"{attributes} xml:space="preserve">{spans}</text>'
         )
-        start = x - {"start": 0, "middle": 0.5, "end": 1}[anchor] * text_width(line)
+        start = x - {"start": 0, "middle": 0.5, "end": 1}[anchor] * text_width(
+            line
+        )
         self._check_inside(start, y - SIZE, text_width(line), SIZE)
 
-    def arrow(self, *points: tuple[float, float], kind: str = "", dashed: bool = False) -> None:
+    def arrow(
+        self, *points: tuple[float, float], kind: str = "", dashed: bool = False
+    ) -> None:
         """Adds an arrow along horizontal and vertical lines through the points."""
         (x0, y0), (x1, y1) = points[-2:]
         dx, dy = (x1 > x0) - (x1 < x0), (y1 > y0) - (y1 < y0)
         end = (x1 - dx * (_HEAD - 1), y1 - dy * (_HEAD - 1))
         path = _rounded([*points[:-1], end])
         dash = ' stroke-dasharray="4 3"' if dashed else ""
-        on, tip = (f"path on-{kind}", f"tip-{kind}") if kind else ("path", "tip")
+        on, tip = (
+            (f"path on-{kind}", f"tip-{kind}") if kind else ("path", "tip")
+        )
         self._parts.append(f'<path class="{on}" d="{path}"{dash}/>')
         bx, by = x1 - dx * _HEAD, y1 - dy * _HEAD
-        corners = [(x1, y1), (bx - dy * 4, by - dx * 4), (bx + dy * 4, by + dx * 4)]
+        corners = [
+            (x1, y1),
+            (bx - dy * 4, by - dx * 4),
+            (bx + dy * 4, by + dx * 4),
+        ]
         shape = " ".join(f"{x:g},{y:g}" for x, y in corners)
         self._parts.append(f'<polygon class="{tip}" points="{shape}"/>')
 
@@ -178,10 +200,14 @@ class Drawing:
             ]
         )
 
-    def _check_inside(self, x: float, y: float, width: float, height: float) -> None:
+    def _check_inside(
+        self, x: float, y: float, width: float, height: float
+    ) -> None:
         if x < 0 or y < 0 or x + width > self.width or y + height > self.height:
             at = f"{x:g}, {y:g}, {width:g} wide, {height:g} high"
-            raise ValueError(f"what is at {at} leaves the drawing of {self.width} × {self.height}")
+            raise ValueError(
+                f"what is at {at} leaves the drawing of {self.width} × {self.height}"
+            )
 
 
 def text_width(line: str) -> float:
@@ -189,17 +215,23 @@ def text_width(line: str) -> float:
     role = "bold" if line.startswith("# ") else ""
     return sum(
         _WIDTHS["code" if is_code else role] * SIZE * len(part)
-        for part, is_code in _segments(line.removeprefix("# ").removeprefix("~ "))
+        for part, is_code in _segments(
+            line.removeprefix("# ").removeprefix("~ ")
+        )
     )
 
 
 def _segments(line: str) -> Iterator[tuple[str, bool]]:
-    for part, is_code in zip(re.split("`", line), itertools.cycle([False, True])):
+    for part, is_code in zip(
+        re.split("`", line), itertools.cycle([False, True])
+    ):
         if part:
             yield part, is_code
 
 
-def _rect(x: float, y: float, width: float, height: float, role: str, radius: int) -> str:
+def _rect(
+    x: float, y: float, width: float, height: float, role: str, radius: int
+) -> str:
     size = f'width="{width:g}" height="{height:g}" rx="{radius}"'
     return f'<rect class="{role}" x="{x:g}" y="{y:g}" {size}/>'
 
@@ -207,10 +239,14 @@ def _rect(x: float, y: float, width: float, height: float, role: str, radius: in
 def _rounded(points: list[tuple[float, float]], radius: float = 6) -> str:
     """Returns a path through points, with rounded corners."""
     path = [f"M{points[0][0]:g},{points[0][1]:g}"]
-    for (x0, y0), (x1, y1), (x2, y2) in zip(points, points[1:], points[2:], strict=False):
+    for (x0, y0), (x1, y1), (x2, y2) in zip(
+        points, points[1:], points[2:], strict=False
+    ):
         before = (x1 - radius * _sign(x1 - x0), y1 - radius * _sign(y1 - y0))
         after = (x1 + radius * _sign(x2 - x1), y1 + radius * _sign(y2 - y1))
-        path.append(f"L{before[0]:g},{before[1]:g}Q{x1:g},{y1:g} {after[0]:g},{after[1]:g}")
+        path.append(
+            f"L{before[0]:g},{before[1]:g}Q{x1:g},{y1:g} {after[0]:g},{after[1]:g}"
+        )
     path.append(f"L{points[-1][0]:g},{points[-1][1]:g}")
     return "".join(path)
 

@@ -1,4 +1,4 @@
-"""The drawings of the page about concepts: `python -m docs.concepts.drawings` writes the SVG files.
+"""Drawings of the pages about concepts: `python -m docs.concepts.drawings` writes SVG files.
 
 Each has two layouts: `NAME.svg` and, for a phone, `NAME-narrow.svg`. The layers of the house are
 those of the contract in `pyproject.toml`.
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from docs.concepts.drawing import LINE_HEIGHT, Drawing, text_width
+from docs.concepts.terms import TERMS
 
 FOLDER = Path(__file__).parent
 WIDE, NARROW = 720, 360
@@ -23,7 +24,9 @@ def height_of(items: Sequence[Item]) -> int:
     return sum(LINE_HEIGHT * len(lines) + 16 + GAP for _, lines in items) - GAP
 
 
-def column(d: Drawing, x: float, y: float, width: float, items: Sequence[Item]) -> float:
+def column(
+    d: Drawing, x: float, y: float, width: float, items: Sequence[Item]
+) -> float:
     """Adds boxes from top to bottom, with an arrow from each to the next; returns the end."""
     for i, (kind, lines) in enumerate(items):
         height = LINE_HEIGHT * len(lines) + 16
@@ -35,7 +38,9 @@ def column(d: Drawing, x: float, y: float, width: float, items: Sequence[Item]) 
 
 
 def places(
-    wide: bool, columns: Sequence[tuple[str, str, Sequence[Item]]], faults: Sequence[Item] = ()
+    wide: bool,
+    columns: Sequence[tuple[str, str, Sequence[Item]]],
+    faults: Sequence[Item] = (),
 ) -> Drawing:
     """Returns a drawing of three columns of boxes in regions, one after the other.
 
@@ -51,7 +56,12 @@ def places(
             end = column(d, x + 10, 44, 204, items)
             if i < len(columns) - 1:
                 middle = x + 230
-                d.arrow((x + 214, end - 26), (middle, end - 26), (middle, 69), (x + 246, 69))
+                d.arrow(
+                    (x + 214, end - 26),
+                    (middle, end - 26),
+                    (middle, 69),
+                    (x + 246, 69),
+                )
         if faults:
             d.region(12, inner + 68, 696, 112, failures, "fault")
             for i, (kind, lines) in enumerate(faults):
@@ -61,7 +71,9 @@ def places(
     of_faults = 32 + 82 * len(faults) if faults else -GAP
     d = Drawing(NARROW, sum(heights) + GAP * len(columns) + of_faults + 24)
     y = 12
-    for i, ((label, kind, items), height) in enumerate(zip(columns, heights, strict=True)):
+    for i, ((label, kind, items), height) in enumerate(
+        zip(columns, heights, strict=True)
+    ):
         if i:
             d.arrow((260, y - GAP - 12), (260, y + 44))
         d.region(12, y, 336, height, label, kind)
@@ -80,8 +92,14 @@ def crossing(wide: bool) -> Drawing:
     changed = ("plain", ("# the same carriers", "with their new values"))
     split = ("weft", ("# 1  split", "`split_args` · `Kind.split`"))
     merge = ("weft", ("# 2  merge", "`Kind.merge`", "makes fresh carriers"))
-    run = ("plain", ("# 3  your function", "reads and writes", "the fresh carriers"))
-    collect = ("weft", ("# 4  collect", "`Kind.collect`", "finds what has changed"))
+    run = (
+        "plain",
+        ("# 3  your function", "reads and writes", "the fresh carriers"),
+    )
+    collect = (
+        "weft",
+        ("# 4  collect", "`Kind.collect`", "finds what has changed"),
+    )
     commit = ("weft", ("# 5  commit", "`commit_results` · `Kind.commit`"))
     if wide:
         d = Drawing(WIDE, 440)
@@ -94,7 +112,9 @@ def crossing(wide: bool) -> Drawing:
         d.text(360, 136, "~ which carriers", "middle")
         d.text(360, 164, "~ they were", "middle")
         names = "`jit` · `vmap` · `grad` · `scan` · `cond` · `shard_map` …"
-        d.box(12, 224, 696, 40, f"# the JAX transformation: {names}", kind="jax")
+        d.box(
+            12, 224, 696, 40, f"# the JAX transformation: {names}", kind="jax"
+        )
         inside = "inside: `call_pure`, which JAX traces"
         d.region(12, 300, 696, 128, inside, "jax", at=312, anchor="middle")
         for i, item in enumerate((merge, run, collect)):
@@ -102,10 +122,19 @@ def crossing(wide: bool) -> Drawing:
         d.arrow((228, 376), (260, 376))
         d.arrow((460, 376), (492, 376))
         d.arrow((128, 172), (128, 224), kind="state")
-        d.text(142, 211, "`PureArgs`: arrays in groups, each with a role, and a static half")
+        d.text(
+            142,
+            211,
+            "`PureArgs`: arrays in groups, each with a role, and a static half",
+        )
         d.arrow((128, 264), (128, 340), kind="state")
         d.arrow((520, 340), (520, 264), kind="state")
-        d.text(506, 287, "`PureResults`: what has changed, and a static half", "end")
+        d.text(
+            506,
+            287,
+            "`PureResults`: what has changed, and a static half",
+            "end",
+        )
         d.arrow((520, 224), (520, 172), kind="state")
         return d
     d = Drawing(NARROW, 876)
@@ -129,14 +158,22 @@ def crossing(wide: bool) -> Drawing:
 
 def scopes(wide: bool) -> Drawing:
     """Draws the tree of scopes of a call."""
-    variables = ("# variables", "`{'params': {`", "`  'hidden': {…},`", "`  'out': {…}}}`")
+    variables = (
+        "# variables",
+        "`{'params': {`",
+        "`  'hidden': {…},`",
+        "`  'out': {…}}}`",
+    )
     keys = ("# streams of keys", "`{'dropout': key}`")
     root = ("# root scope", "`/`")
     hidden = ("# scope `/hidden`", "`param('kernel')`")
     out = ("# scope `/out`", "`param('kernel')`")
     store = ("# one `VariableStore`", "all collections, and what has changed")
     counts = ("# one `Counts`", "keys drawn, by scope and stream")
-    result, changes = ("# result",), ("# changes", "the collections", "of `mutable=`")
+    result, changes = (
+        ("# result",),
+        ("# changes", "the collections", "of `mutable=`"),
+    )
     if wide:
         d = Drawing(WIDE, 352)
         d.text(24, 32, "before: dicts and keys")
@@ -192,7 +229,11 @@ def objects(wide: bool) -> Drawing:
         "`  b ─ NodeRef(1)`",
         "`  calls ─ 3 Variable`",
     )
-    state = ("# `State`: each variable once", "`('a', 'kernel')  f32[2, 2]`", "`('calls',)  i32[]`")
+    state = (
+        "# `State`: each variable once",
+        "`('a', 'kernel')  f32[2, 2]`",
+        "`('calls',)  i32[]`",
+    )
     d = Drawing(WIDE, 328) if wide else Drawing(NARROW, 684)
     d.region(12, 12, 304 if wide else 336, 304, "your objects: a graph")
     x = 24 if wide else 40
@@ -280,7 +321,15 @@ def contexts(wide: bool) -> Drawing:
     d.box(188, 136, 112, 52, "# `out`", "`Linear`")
     for x in (116, 244):
         d.arrow((180, 100), (180, 118), (x, 118), (x, 136))
-    d.box(12, 224, 336, 52, "# `functional(model, prng_key,`", "# `state, inputs, …)`", kind="weft")
+    d.box(
+        12,
+        224,
+        336,
+        52,
+        "# `functional(model, prng_key,`",
+        "# `state, inputs, …)`",
+        kind="weft",
+    )
     d.region(12, 316, 336, 284, stack, "weft", at=324, anchor="end")
     d.arrow((48, 276), (48, 352), kind="state")
     d.text(60, 302, "one context for the root")
@@ -316,9 +365,11 @@ def layers(wide: bool) -> Drawing:
     for boxes, kind, text in rows:
         for line in boxes:
             x, space = 40.0, 356 if wide else 308
-            extra = (space - 6 * (len(line) - 1) - sum(text_width(f"`{n}`") for n in line)) / len(
-                line
-            )
+            extra = (
+                space
+                - 6 * (len(line) - 1)
+                - sum(text_width(f"`{n}`") for n in line)
+            ) / len(line)
             for name in line:
                 width = text_width(f"`{name}`") + extra
                 d.box(x, y, width, 26, f"`{name}`", kind=kind)
@@ -338,15 +389,23 @@ LAYERS: dict[tuple[str, ...], tuple[str, str]] = {
     ("compat",): ("plain", "programs of Flax and AXLearn"),
     ("cli", "launch"): ("plain", "commands, and jobs of several processes"),
     ("recipes",): ("plain", "named configs of whole runs"),
-    ("trainer", "inference", "report", "debug"): ("plain", "runs, and what they leave"),
+    ("evaluation",): ("plain", "metrics of language models"),
+    ("generation",): ("plain", "texts from language models"),
+    ("trainer", "inference", "report", "debug"): (
+        "plain",
+        "runs, and what they leave",
+    ),
     ("distributed",): ("plain", "processes that wait for each other"),
+    ("interop",): ("plain", "layers and files of other libraries"),
     ("input",): ("plain", "files, packing, the batches of a process"),
-    ("interop",): ("plain", "layers of one library in another"),
     ("metrics",): ("plain", "numbers over batches"),
     ("linen", "nnx", "hierarchy"): ("weft", "three ways to write a model"),
     ("core",): ("jax", "scopes, streams of keys, axis metadata"),
     ("lifting",): ("jax", "each JAX transformation, once"),
-    ("config", "functional"): ("plain", "configs without JAX, the math of layers"),
+    ("config", "functional"): (
+        "plain",
+        "configs without JAX, the math of layers",
+    ),
     ("struct", "serialization", "typing"): ("plain", "trees, bytes and types"),
     ("errors",): ("plain", "every error, with advice"),
 }
@@ -375,7 +434,10 @@ def batch(wide: bool) -> Drawing:
         ("state", ("# next state", "`TrainerState`, in place")),
     )
     after = (
-        ("plain", ("# check", "is the loss finite?", "continue, skip or rewind")),
+        (
+            "plain",
+            ("# check", "is the loss finite?", "continue, skip or rewind"),
+        ),
         ("plain", ("# report", "summaries, while the", "next step runs")),
         ("plain", ("# evaluate, if due", "`run_evalers`")),
         ("weft", ("# save, if due", "`save_checkpoint`")),
@@ -406,12 +468,29 @@ def checkpoint(wide: bool) -> Drawing:
     whole = (
         ("state", ("# complete", "from now on it counts")),
         ("weft", ("# keep or remove", "`keep_last_n`, `keep_best`")),
-        ("weft", ("# restore", "the newest; each file is", "checked by its digest")),
+        (
+            "weft",
+            ("# restore", "the newest; each file is", "checked by its digest"),
+        ),
     )
     faults = (
         ("fault", ("# the disk is full", "`NOT SAVED`; training", "continues")),
-        ("fault", ("# killed while writing", "never restored; the next", "save removes it")),
-        ("fault", ("# a file is damaged", "its name is logged; the", "one before is used")),
+        (
+            "fault",
+            (
+                "# killed while writing",
+                "never restored; the next",
+                "save removes it",
+            ),
+        ),
+        (
+            "fault",
+            (
+                "# a file is damaged",
+                "its name is logged; the",
+                "one before is used",
+            ),
+        ),
     )
     columns = (
         ("the loop, after step 200", "plain", loop),
@@ -422,6 +501,7 @@ def checkpoint(wide: bool) -> Drawing:
 
 
 DRAWINGS: Sequence[Callable[[bool], Drawing]] = (
+    *TERMS,
     crossing,
     scopes,
     objects,

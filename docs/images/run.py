@@ -5,6 +5,7 @@ The values are those of a run of the default recipe on two cores; the display la
 
 import html
 import io
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,14 +29,28 @@ LINES = (
     "run        runs/lm: a new run of 600 steps",
 )
 EVALUATIONS = {
-    200: {"loss": 1.736, "accuracy": 0.542, "bits_per_byte": 2.505, "perplexity": 5.677},
-    400: {"loss": 1.450, "accuracy": 0.612, "bits_per_byte": 2.092, "perplexity": 4.264},
+    200: {
+        "loss": 1.736,
+        "accuracy": 0.542,
+        "bits_per_byte": 2.505,
+        "perplexity": 5.677,
+    },
+    400: {
+        "loss": 1.450,
+        "accuracy": 0.612,
+        "bits_per_byte": 2.092,
+        "perplexity": 4.264,
+    },
 }
 STEP = Reading(
     step=440,
     loss=1.492,
     summaries={
-        "model": {"accuracy": 0.585, "bits_per_byte": 2.313, "perplexity": 4.970},
+        "model": {
+            "accuracy": 0.585,
+            "bits_per_byte": 2.313,
+            "perplexity": 4.970,
+        },
         "learner": {"learning_rate": 0.00158},
     },
     unit="tokens",
@@ -55,7 +70,10 @@ _STYLE = (
 def rows(columns: int) -> Iterator[list[Segment]]:
     """Yields the rows of the terminal, as the display draws them."""
     console = Console(
-        file=io.StringIO(), width=columns, force_terminal=True, color_system="truecolor"
+        file=io.StringIO(),
+        width=columns,
+        force_terminal=True,
+        color_system="truecolor",
     )
     display = LiveDisplay(console, "runs/lm")
     display._max_step = 600  # that of `on_start`, which needs a trainer
@@ -63,15 +81,20 @@ def rows(columns: int) -> Iterator[list[Segment]]:
         yield from _wrapped(line, columns)
     for step, values in EVALUATIONS.items():
         display.evals["held_out"] = (step, values)
-        yield from _wrapped(f"step {step}  held_out: {', '.join(metric_texts(values))}", columns)
+        yield from _wrapped(
+            f"step {step}  held_out: {', '.join(metric_texts(values))}", columns
+        )
     display._reading, display._saved_step = STEP, 400
     yield from console.render_lines(display._render(), pad=False)
 
 
 def _wrapped(line: str, columns: int) -> Iterator[list[Segment]]:
-    """Yields the rows of a line, which a terminal breaks where it ends."""
-    for start in range(0, len(line), columns):
-        yield [Segment(line[start : start + columns])]
+    """Yields the rows of a line, which `weft` breaks between words."""
+    if len(line) <= columns:
+        yield [Segment(line)]
+        return
+    for row in textwrap.wrap(line, columns, subsequent_indent="  "):
+        yield [Segment(row)]
 
 
 def svg(columns: int) -> str:
@@ -105,14 +128,22 @@ def _row(row: list[Segment], y: float) -> Iterator[str]:
     for text, style, _ in row:
         width = len(text) * _ADVANCE
         if set(text) & set("━╸╺"):
-            color = style.color.get_truecolor() if style and style.color else None
+            color = (
+                style.color.get_truecolor() if style and style.color else None
+            )
             is_done = color is not None and color.red > 200
             role = "done" if is_done else "rest"
             size = f'width="{width:g}" height="5"'
             yield f'<rect class="{role}" x="{x:g}" y="{y - 7:g}" {size}/>'
         elif text.strip():
             shown = text.rstrip()
-            role = "bold" if shown.startswith("$") else "dim" if style and style.dim else ""
+            role = (
+                "bold"
+                if shown.startswith("$")
+                else "dim"
+                if style and style.dim
+                else ""
+            )
             of_role = f' class="{role}"' if role else ""
             yield (
                 f'<text x="{x:g}" y="{y:g}"{of_role} textLength="{len(shown) * _ADVANCE:g}" '
