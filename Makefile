@@ -10,7 +10,7 @@ VERSION := $(call version,$(firstword $(wildcard $(BIN)/python) $(PYTHON)))
 LOCK := $(firstword $(wildcard requirements-$(VERSION).lock) $(lastword $(VERSIONS:%=requirements-%.lock)))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test fuzz mutate soak lint lock house bench bench-gpu docs docs-serve docs-release
+.PHONY: help train test parity fuzz mutate soak lint lock house bench bench-gpu docs docs-serve docs-release
 .NOTPARALLEL:
 
 help: ## this list
@@ -20,8 +20,14 @@ help: ## this list
 train: $(VENV)/.has-train $(DEVICE:%=$(VENV)/.jax-%) ## train a recipe: the default one, or RECIPE=name; ARGS="path.to.field=value ..."; DEVICE=cuda12 for a GPU
 	@$(BIN)/weft train $(RECIPE) $(ARGS)
 
-test: $(VENV)/.has-dev ## run every test and every example; ARGS="tests/config -x" for some of them
-	@$(BIN)/python -m pytest -n 2 $(ARGS)
+# Each process takes whole files as long as both have some, so what the tests of a file share is made once.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test: $(VENV)/.has-dev ## run the tests and the examples in docstrings, without parity; ARGS="tests/config -x" for some of them
+	@$(PYTEST) $(if $(findstring tests/parity,$(ARGS)),,--ignore=tests/parity) $(ARGS)
+
+parity: $(VENV)/.has-dev ## compare with Flax: the same programs on both; ARGS="-k conv" for some of them
+	@$(PYTEST) tests/parity $(ARGS)
 
 fuzz: $(VENV)/.has-dev ## search for defects with random cases; MINUTES=30 for each fuzzer, SEED=0, ONLY="name ..."
 	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),0) $(ONLY)
@@ -74,7 +80,7 @@ lock: ## resolve each version's lock again with uv; ARGS=--upgrade for the newes
 
 # A stamp per set of extras: recreated when these, the lock or the package's own dependencies change.
 EXTRAS_train := train,examples
-EXTRAS_dev := train,text,parquet,hf,tfds,mlflow,wandb,launch,dev,parity,clients,bench,examples
+EXTRAS_dev := train,text,parquet,hf,tfds,mlflow,optuna,eval,wandb,launch,dev,parity,clients,bench,examples
 EXTRAS_bench := train,text,bench
 EXTRAS_docs := train,text,examples,docs
 

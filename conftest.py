@@ -31,8 +31,13 @@ flags = [f"--xla_force_host_platform_device_count={devices}"]
 # These halve it. XLA ends the process at a flag that it does not know, so versions in which they
 # were not tried go without.
 if version("jaxlib").startswith("0.10."):
-    flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
+    flags += [
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    ]
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), *flags]
+).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Else the devices may wait for each other's threads forever, see `weft.distributed.cpu_threads`.
 os.environ.setdefault("NPROC", "32")
@@ -126,21 +131,32 @@ def settings_are_restored():
     yield
     sys.path[:] = paths
     assert {name: jax.config.values[name] for name in _SETTINGS} == before
-    assert _traces_in_two_threads() == 1, "a test left a mesh or a setting of its thread behind"
+    assert _traces_in_two_threads() == 1, (
+        "a test left a mesh or a setting of its thread behind"
+    )
     _freeze_objects()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def names_in_examples(request, doctest_namespace):
     """Defines the names that examples in docstrings use without importing them."""
-    if any(isinstance(item, pytest.DoctestItem) for item in request.session.items):
+    if any(
+        isinstance(item, pytest.DoctestItem) for item in request.session.items
+    ):
         import jax
         import numpy as np
         import optax
 
         from weft import linen, nnx
 
-        names = {"jax": jax, "jnp": jax.numpy, "nn": linen, "nnx": nnx, "np": np, "optax": optax}
+        names = {
+            "jax": jax,
+            "jnp": jax.numpy,
+            "nn": linen,
+            "nnx": nnx,
+            "np": np,
+            "optax": optax,
+        }
         doctest_namespace.update(names)
 
 
@@ -151,7 +167,9 @@ def _repeat_less_work():
     from jax._src.interpreters import mlir
 
     # Compares paths on disk, some hundred times for each error.
-    traceback_util._path_starts_with = functools.cache(traceback_util._path_starts_with)
+    traceback_util._path_starts_with = functools.cache(
+        traceback_util._path_starts_with
+    )
 
     compiled = dispatch.xla_primitive_callable.__wrapped__
 
@@ -191,7 +209,9 @@ def _repeat_less_work():
 
     start_trace = profiler.start_trace
 
-    def start_small_trace(log_dir, link=False, perfetto=False, profiler_options=None):
+    def start_small_trace(
+        log_dir, link=False, perfetto=False, profiler_options=None
+    ):
         """Leaves out the programs of all tests before, which take seconds to write."""
         options = profiler_options or jax.profiler.ProfileOptions()
         options.enable_hlo_proto = False
@@ -210,14 +230,23 @@ def _share_programs():
     from jax._src.config import compilation_cache_dir
     from jaxlib.mlir import ir, passmanager
 
-    compile_one, compile_ahead = compiler.compile_or_get_cached, stages.Lowered.compile
-    programs, of_thread, directory = {}, threading.local(), compilation_cache_dir.value
+    compile_one, compile_ahead = (
+        compiler.compile_or_get_cached,
+        stages.Lowered.compile,
+    )
+    programs, of_thread, directory = (
+        {},
+        threading.local(),
+        compilation_cache_dir.value,
+    )
 
     def compile_shared(backend, module, devices, options, callbacks, *args):
         compiled = functools.partial(
             compile_one, backend, module, devices, options, callbacks, *args
         )
-        if callbacks or compilation_cache_dir.value != directory:  # the test counts its files
+        if (
+            callbacks or compilation_cache_dir.value != directory
+        ):  # the test counts its files
             return compiled()
         is_ahead = getattr(of_thread, "is_ahead", False)
         operation, text = module.operation, io.BytesIO()
@@ -225,7 +254,9 @@ def _share_programs():
             if not is_ahead:
                 operation = operation.clone()
                 operation.attributes["sym_name"] = ir.StringAttr.get("shared")
-                passes = passmanager.PassManager.parse("builtin.module(strip-debuginfo)")
+                passes = passmanager.PassManager.parse(
+                    "builtin.module(strip-debuginfo)"
+                )
                 passes.run(operation)
             operation.write_bytecode(file=text)
         digest = hashlib.sha256(text.getvalue()).digest()
@@ -271,7 +302,9 @@ def pytest_collectstart(collector):
     classes of one name.
     """
     root = collector.config.rootpath
-    if isinstance(collector, pytest.File) and collector.path.is_relative_to(root / "weft"):
+    if isinstance(collector, pytest.File) and collector.path.is_relative_to(
+        root / "weft"
+    ):
         folder = collector.path.relative_to(root).parent
         importlib.import_module(".".join(folder.parts))
 
@@ -283,9 +316,20 @@ def pytest_configure(config):
 def pytest_sessionfinish(session, exitstatus):
     """Keeps how long the whole suite took, for `make house`."""
     config = session.config
-    whole = not (config.option.file_or_dir or config.option.keyword or config.option.markexpr)
-    if whole and not exitstatus and hasattr(config, "cache") and not hasattr(config, "workerinput"):
-        config.cache.set("weft/suite_seconds", time.monotonic() - config.stash[_STARTED])
+    whole = not (
+        config.option.file_or_dir
+        or config.option.keyword
+        or config.option.markexpr
+    )
+    if (
+        whole
+        and not exitstatus
+        and hasattr(config, "cache")
+        and not hasattr(config, "workerinput")
+    ):
+        config.cache.set(
+            "weft/suite_seconds", time.monotonic() - config.stash[_STARTED]
+        )
 
 
 def _freeze_objects():

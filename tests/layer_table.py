@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from tests.keys import quick_key
 from weft import hierarchy, nnx
 from weft import linen as nn
 from weft.hierarchy.module import functional as run_method
@@ -50,7 +51,7 @@ def nnx_layer(make: Callable[[nnx.Rngs], Any], *inputs: Any, **kwargs: Any) -> L
     """A layer of NNX, called with the inputs."""
 
     def split() -> tuple[Any, Any]:
-        graph, variables = nnx.split(make(nnx.Rngs(0)))
+        graph, variables = nnx.split(make(nnx.Rngs(0, params=quick_key(0))))
         graphs.append(graph)
         return variables
 
@@ -64,7 +65,7 @@ def nnx_layer(make: Callable[[nnx.Rngs], Any], *inputs: Any, **kwargs: Any) -> L
 
 def linen_layer(module: nn.Module, *inputs: Any, **kwargs: Any) -> Layer:
     """A layer of Linen, called with the inputs."""
-    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    keys = {"params": quick_key(0), "dropout": jax.random.key(1)}
 
     def init() -> Any:
         return module.init(keys, *inputs, **kwargs)
@@ -90,7 +91,7 @@ def layer(
         return cls.default_config().set(name="layer", **fields).instantiate(parent=None)
 
     def init() -> Any:
-        return build().initialize_parameters_recursively(jax.random.key(0))
+        return build().initialize_parameters_recursively(quick_key(0))
 
     def apply(variables: Any, inputs: Any) -> Any:
         y, _ = run_method(
@@ -304,7 +305,14 @@ def feed_forward(cls: type[h.BaseLayer], **fields: Any) -> Layer:
     return layer(cls, [TOKENS], input_dim=8, hidden_dim=4, **fields)
 
 
+def answers_metrics(cls: type[h.BaseLossMetrics], **extra: Any) -> Layer:
+    batch = {"target_labels": IDS, "live_targets": SEGMENTS.astype(bool), **extra}
+    inputs = {"input_batch": batch, "predict_outputs": {"logits": TOKENS}, "module_outputs": {}}
+    return layer(cls, inputs, result=lambda y: y[0].mean)
+
+
 STACK = {"num_layers": 2, "layer": transformer_config()}
+PATCHES = {"dim": 8, "image_size": (8, 8), "patch_size": (4, 4), "num_channels": 4}
 SAME2 = {"padding": "SAME", "window": (3, 3)}
 SAME3 = {"padding": "SAME", "window": (3, 3, 3)}
 VOCABULARY = h.ModalityVocabInfo("text", 0, 0, vocab_start=0, vocab_end=8)
@@ -382,7 +390,21 @@ HIERARCHY = {
     ),
     "DropToken": layer(h.DropToken, [TOKENS], num_cls_tokens=0, rate=0.5),
     "Dropout": layer(h.Dropout, [TOKENS], rate=0.5),
+    "DynamicNTKSinusoidalPositionalEmbedding": layer(
+        h.DynamicNTKSinusoidalPositionalEmbedding, ROPE, dim=4, original_max_seq_length=4
+    ),
     "Embedding": layer(h.Embedding, [IDS], num_embeddings=8, dim=4),
+    "Encoder": layer(
+        h.Encoder,
+        {"input_batch": {"image": IMAGES}},
+        dim=8,
+        emb=h.PatchEmbedding.default_config().set(**PATCHES),
+        transformer=h.RepeatedTransformerLayer.default_config().set(**STACK),
+        output_norm=h.LayerNorm.default_config(),
+        pooler=h.PoolingWithProjection.default_config().set(
+            output_dim=8, pooler=h.FirstNTokenPooling.default_config()
+        ),
+    ),
     "FirstNTokenPooling": pooling(h.FirstNTokenPooling),
     "FullAttentionLogitBiasLayer": bias(h.FullAttentionLogitBiasLayer),
     "FusedGroupedQKVLinear": qkv_linear(h.FusedGroupedQKVLinear, num_kv_heads=1),
@@ -426,6 +448,15 @@ HIERARCHY = {
     "LmHead": layer(h.LmHead, [TOKENS], embedding_dim=8, vocab_size=6),
     "LoraDownFusedLinear": layer(h.LoraDownFusedLinear, [TOKENS], num_enabled=2, **DIMS),
     "LoraDownMultiheadLinear": layer(h.LoraDownMultiheadLinear, [HEADS], **PER_HEAD),
+    "LoraExperts": layer(
+        h.LoraExperts,
+        {"inputs": TOKENS, "paddings": PADDINGS},
+        input_dim=8,
+        layer=h.TransformerFeedForwardDropFreeMoE.default_config().set(
+            hidden_dim=4, num_experts=4, dim_to_mesh_axis_map={}, **DROP_FREE
+        ),
+        adapter=h.lora.LoraExpertsAdapter.default_config().set(**ADAPTER),
+    ),
     "LoraFusedQKVAdapter": layer(
         h.LoraFusedQKVAdapter,
         [TOKENS],
@@ -439,6 +470,14 @@ HIERARCHY = {
         adapter=h.LoraFusedQKVAdapter.default_config().set(
             enable_lora={"query": True, "key": False, "value": True}, **ADAPTER
         ),
+    ),
+    "LongRoPESinusoidalPositionalEmbedding": layer(
+        h.LongRoPESinusoidalPositionalEmbedding,
+        ROPE,
+        dim=4,
+        original_max_seq_length=4,
+        short_factors=(1.0, 1.5),
+        long_factors=(1.0, 3.0),
     ),
     "LoraLinear": layer(
         h.LoraLinear, [TOKENS], adapter=h.LoraLinearAdapter.default_config().set(**ADAPTER), **DIMS
@@ -481,6 +520,7 @@ HIERARCHY = {
         self_attention=parallel_config().self_attention,
         feed_forward=parallel_config().feed_forward,
     ),
+    "PatchEmbedding": layer(h.PatchEmbedding, {"input_batch": {"image": IMAGES}}, **PATCHES),
     "PerDimScale": layer(h.PerDimScale, [HEADS], dim=4),
     "PipelinedTransformerLayer": transformer(
         h.PipelinedTransformerLayer,
@@ -499,6 +539,11 @@ HIERARCHY = {
         per_head_dim=4,
         **QKV,
     ),
+    "MultiheadRMSNorm": layer(h.MultiheadRMSNorm, [HEADS], num_heads=2, input_dim=4),
+    "PolicyLossMetrics": answers_metrics(
+        h.PolicyLossMetrics, advantages=ROWS[:, 0], rewards=ROWS[:, 1]
+    ),
+    "PreferenceLossMetrics": answers_metrics(h.PreferenceLossMetrics),
     "RMSNorm": layer(h.RMSNorm, [TOKENS], input_dim=8),
     "RMSNormStateless": layer(h.RMSNormStateless, [TOKENS], input_dim=8),
     "RandomVectorQuantizer": layer(
@@ -510,8 +555,12 @@ HIERARCHY = {
         codebook_dim=4,
         num_codebooks=2,
     ),
+    "RelativePositionAttentionLogitBiasLayer": bias(
+        h.RelativePositionAttentionLogitBiasLayer, num_heads=2
+    ),
     "RepeatedRNNLayer": layer(h.RepeatedRNNLayer, [TOKENS], input_dim=8, num_layers=2, layer=CELL),
     "RepeatedTransformerLayer": transformer(h.RepeatedTransformerLayer, **STACK),
+    "RingKVCache": cache(h.RingKVCache),
     "RoFormerQKVLinear": qkv_linear(h.RoFormerQKVLinear, rotary_value=False),
     "RoFormerSinusoidalPositionalEmbedding": layer(
         h.RoFormerSinusoidalPositionalEmbedding, ROPE, dim=4
@@ -533,6 +582,15 @@ HIERARCHY = {
     "StackedRNNLayer": layer(h.StackedRNNLayer, [TOKENS], input_dim=8, layers=[CELL, CELL]),
     "StackedTransformerLayer": transformer(h.StackedTransformerLayer, **STACK),
     "StochasticDepth": layer(h.StochasticDepth, [TOKENS], rate=0.5),
+    "SourceEncoder": layer(
+        h.SourceEncoder,
+        {"x": TOKENS, "segment_ids": SEGMENTS},
+        dim=8,
+        attention_mask=h.FullAttentionLogitBiasLayer.default_config(),
+        transformer=h.StackedTransformerLayer.default_config().set(
+            num_layers=1, layer=transformer_config()
+        ),
+    ),
     "SymmetricALiBiAttentionLogitBiasLayer": bias(
         h.SymmetricALiBiAttentionLogitBiasLayer, num_heads=2
     ),
@@ -572,6 +630,11 @@ HIERARCHY = {
 BASES = {
     # bases of a user's layer that runs another one
     *("Pipeline", "RedirectToSharedModule", "Repeat", "ResidualLayer"),
+    # models of a trainer, which lays out its batches
+    *("EncoderClassifier", "EncoderDecoderModel", "MaskedLanguageModel"),
+    *("ModelWithReference", "PolicyModel", "PreferenceModel"),
+    # an output layer with the weight of another layer
+    "MaskedLmHead",
     # a layer without a computation of its own
     *("AttentionLogitBiasLayer", "Dict", "List", "Module", "RNNCellBase"),
 }

@@ -203,6 +203,9 @@ def become(order):
     for name, value in order["env"].items():
         if name.startswith("JAX_") and name.lower() in jax.config.values:
             assert value == os.environ.get(name), f"JAX has read {name} before"
+    # `nohup` and shells without a terminal let the tests ignore both.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(order["env"])
     os.chdir(order["cwd"])

@@ -498,3 +498,45 @@ def test_what_does_not_count_has_no_effect(name, bad):
     for k, ignored in CASES[name].ignored.items():
         gradient = np.asarray(gradients_of_bad[k])
         assert (gradient[np.broadcast_to(ignored, gradient.shape)] == 0).all()
+
+
+NONE_COUNTS = np.zeros(4, np.float32)
+NO_CLASS = jnp.full(4, -1)
+WITHOUT_TARGETS = {
+    "cross_entropy": lambda x: functional.cross_entropy(x, NO_CLASS, z_loss_scale=1.0)[0],
+    "linear_cross_entropy": lambda x: functional.linear_cross_entropy(
+        x, jnp.ones((5, 3)), NO_CLASS, chunk_size=3
+    )[0],
+    "binary_cross_entropy": lambda x: functional.binary_cross_entropy(
+        x[:, 0], target_labels=jnp.ones(4), live_targets=NONE_COUNTS
+    )[0],
+    "mean_squared_error": lambda x: (
+        hierarchy.mean_squared_error(x, x[::-1], sample_weight=NONE_COUNTS).mean
+    ),
+    "l1_loss": lambda x: hierarchy.l1_loss(x, x[::-1], sample_weight=NONE_COUNTS).mean,
+    "huber_loss": lambda x: hierarchy.huber_loss(
+        predictions=x,
+        targets=jnp.ones((4, 3)),
+        sample_weight=NONE_COUNTS,
+        reduction=hierarchy.ReductionMethod.MEAN,
+    ),
+    "negative_cosine_similarity_loss": lambda x: hierarchy.negative_cosine_similarity_loss(
+        x, jnp.ones((4, 3)), live_targets=NONE_COUNTS
+    )[0],
+    "large_margin_cosine_loss": lambda x: hierarchy.large_margin_cosine_loss(
+        x, labels=NO_CLASS, alpha=2.0, margin=0.1
+    )[0],
+    "contrastive_loss": lambda x: functional.contrastive_loss(
+        x, temperature=1.0, key_paddings=jnp.ones(3, bool)
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", [1.0, np.nan])
+def test_a_loss_of_nothing_is_zero(bad):
+    @jax.jit
+    def all_losses(x):
+        return {name: jax.value_and_grad(fn)(x) for name, fn in WITHOUT_TARGETS.items()}
+
+    for name, (loss, gradient) in all_losses(jnp.full((4, 3), bad)).items():
+        assert loss == 0 and (gradient == 0).all(), name

@@ -55,10 +55,18 @@ class EnumTypeWithHints(enum.EnumType):
     """Type of enums that say what to write instead of members that programs may know."""
 
     def __getattr__(cls, name: str) -> Any:
-        hint = None if name.startswith("_") else _door.hint_for_name(cls.__name__, name)
+        hint = (
+            None
+            if name.startswith("_")
+            else _door.hint_for_name(cls.__name__, name)
+        )
         if hint is not None:
-            raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}. {hint}")
+            raise AttributeError(
+                f"type object {cls.__name__!r} has no attribute {name!r}. {hint}"
+            )
         find_member = getattr(super(), "__getattr__", None)  # of Python 3.11
         if find_member is not None:
             return find_member(name)
-        raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+        raise AttributeError(
+            f"type object {cls.__name__!r} has no attribute {name!r}"
+        )

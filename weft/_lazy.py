@@ -18,7 +18,14 @@ from weft._distribution import DISTRIBUTION
 from weft._door import current_door
 
 _ROOT = Path(__file__).parent
-_TRAIN_PACKAGES = ("grain", "orbax", "safetensors", "tensorboard", "tensorboardX", "xxhash")
+_TRAIN_PACKAGES = (
+    "grain",
+    "orbax",
+    "safetensors",
+    "tensorboard",
+    "tensorboardX",
+    "xxhash",
+)
 
 
 @functools.cache
@@ -31,7 +38,10 @@ def _offered(package: str) -> Mapping[str, tuple[str, str]]:
     for node in ast.parse(stub.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                offered[alias.asname or alias.name] = str(node.module), alias.name
+                offered[alias.asname or alias.name] = (
+                    str(node.module),
+                    alias.name,
+                )
     return offered
 
 
@@ -60,7 +70,11 @@ def lazy_exports(
             return current_door().find_attribute(package, name)
         module_name, name_there = offered[name]
         # Of the package itself, only submodules are offered.
-        module = None if module_name == package else importlib.import_module(module_name)
+        module = (
+            None
+            if module_name == package
+            else importlib.import_module(module_name)
+        )
         if hasattr(module, name_there):
             value = getattr(module, name_there)
         else:
@@ -109,11 +123,15 @@ def defining_name(name: str) -> str:
 class _MissingPackages:
     """Last finder, which finds nothing: it names the extra if a module of Weft needs a package."""
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+    def find_spec(
+        self, name: str, path: object = None, target: object = None
+    ) -> None:
         if name not in _TRAIN_PACKAGES:
             return
         frame = sys._getframe(1)
-        while frame.f_back and str(frame.f_globals.get("__name__")).startswith("importlib"):
+        while frame.f_back and str(frame.f_globals.get("__name__")).startswith(
+            "importlib"
+        ):
             frame = frame.f_back
         importer = str(frame.f_globals.get("__name__"))
         if importer.startswith("weft.") and importer != __name__:
@@ -126,7 +144,9 @@ def name_missing_extras() -> None:
     sys.meta_path.append(_MissingPackages())  # pyright: ignore[reportArgumentType]
 
 
-def import_extra(module: str, extra: str, *, needed_by: str, package: str = "") -> Any:
+def import_extra(
+    module: str, extra: str, *, needed_by: str, package: str = ""
+) -> Any:
     """Imports a module of one of Weft's extras.
 
     Args:
@@ -137,10 +157,14 @@ def import_extra(module: str, extra: str, *, needed_by: str, package: str = "") 
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise _missing_extra(needed_by, package or module, extra, error) from error
+        raise _missing_extra(
+            needed_by, package or module, extra, error
+        ) from error
 
 
-def _missing_extra(needed_by: str, package: str, extra: str, error: ImportError) -> ImportError:
+def _missing_extra(
+    needed_by: str, package: str, extra: str, error: ImportError
+) -> ImportError:
     from weft.errors import MissingExtraError
 
     return MissingExtraError(

@@ -20,12 +20,19 @@ from weft.errors import AbstractPyTreeNodeError, StructDefinitionError
 T = TypeVar("T")
 
 
-def field(pytree_node: bool = True, *, metadata: dict[str, Any] | None = None, **kwargs: Any):
+def field(
+    pytree_node: bool = True,
+    *,
+    metadata: dict[str, Any] | None = None,
+    **kwargs: Any,
+):
     """Returns a dataclass field; `pytree_node=False` makes it static instead of a pytree child.
 
     Further arguments are those of `dataclasses.field`.
     """
-    return dataclasses.field(metadata={**(metadata or {}), "pytree_node": pytree_node}, **kwargs)
+    return dataclasses.field(
+        metadata={**(metadata or {}), "pytree_node": pytree_node}, **kwargs
+    )
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -98,16 +105,22 @@ def _register(cls: type[Any]) -> None:
         children = [getattr(x, name) for name in children_fields]
         return children, tuple([getattr(x, name) for name in static_fields])
 
-    def flatten_with_keys(x: Any) -> tuple[Iterable[tuple[Any, Any]], tuple[Any, ...]]:
+    def flatten_with_keys(
+        x: Any,
+    ) -> tuple[Iterable[tuple[Any, Any]], tuple[Any, ...]]:
         children, static_values = flatten(x)
         return zip(keys, children, strict=True), static_values
 
-    def unflatten(static_values: tuple[Any, ...], children: Iterable[Any]) -> Any:
+    def unflatten(
+        static_values: tuple[Any, ...], children: Iterable[Any]
+    ) -> Any:
         fields = dict(zip(children_fields, children, strict=True))
         fields.update(zip(static_fields, static_values, strict=True))
         return cls(**fields)
 
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    jax.tree_util.register_pytree_with_keys(
+        cls, flatten_with_keys, unflatten, flatten
+    )
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -154,7 +167,9 @@ class VDict(dict[str, Any]):
         return [(jax.tree_util.DictKey(key), self[key]) for key in keys], keys
 
     @classmethod
-    def tree_unflatten(cls, keys: tuple[str, ...], children: Iterable[Any]) -> "VDict":
+    def tree_unflatten(
+        cls, keys: tuple[str, ...], children: Iterable[Any]
+    ) -> "VDict":
         return cls(zip(keys, children, strict=True))
 
 
@@ -173,11 +188,15 @@ def map_blocks(
     [3.0, 7.0]
     """
 
-    def map_layer(layer: Mapping[str, Any], *other_layers: Mapping[str, Any]) -> dict[str, Any]:
+    def map_layer(
+        layer: Mapping[str, Any], *other_layers: Mapping[str, Any]
+    ) -> dict[str, Any]:
         results: dict[str, Any] = {}
         for name, entry in layer.items():
             other_entries = [other[name] for other in other_layers]
-            results[name] = map_blocks(fn, entry, *other_entries, is_leaf=is_leaf)
+            results[name] = map_blocks(
+                fn, entry, *other_entries, is_leaf=is_leaf
+            )
         return results
 
     def map_block(block: Any, *others: Any) -> Any:

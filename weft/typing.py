@@ -52,19 +52,37 @@ if TYPE_CHECKING:
     FanName = Literal["fan_in", "fan_out", "fan_avg"]
     DistributionName = Literal["uniform", "normal", "truncated_normal"]
     QuantizationName = Literal["int8", "fp8", "off"]
-    LossName = Literal["cross_entropy", "binary_cross_entropy", "mse", "mae", "huber"]
+    LossName = Literal[
+        "cross_entropy", "binary_cross_entropy", "mse", "mae", "huber"
+    ]
     MetricName = Literal[
-        "accuracy", "auc", "confusion_matrix", "f1", "perplexity", "precision", "recall"
+        "accuracy",
+        "auc",
+        "confusion_matrix",
+        "f1",
+        "perplexity",
+        "precision",
+        "recall",
     ]
     OptimizerName = Literal["adam", "adamw", "sgd"]
-    PrecisionName = Literal["float32", "mixed_bfloat16", "bfloat16", "int8", "fp8"]
+    PrecisionName = Literal[
+        "float32", "mixed_bfloat16", "bfloat16", "int8", "fp8"
+    ]
 else:
     # Layers check the names themselves, and advise; a config field would refuse them before.
-    ActivationName = FeedForwardStructure = FanName = DistributionName = QuantizationName = str
+    ActivationName = FeedForwardStructure = FanName = DistributionName = (
+        QuantizationName
+    ) = str
     LossName = MetricName = OptimizerName = PrecisionName = str
 
 # The names of `flax.typing`, which need not be as precise as those above.
-A, C, F, K, M = TypeVar("A"), TypeVar("C"), TypeVar("F"), TypeVar("K"), TypeVar("M")
+A, C, F, K, M = (
+    TypeVar("A"),
+    TypeVar("C"),
+    TypeVar("F"),
+    TypeVar("K"),
+    TypeVar("M"),
+)
 HA = TypeVar("HA", bound=Hashable)
 HB = TypeVar("HB", bound=Hashable)
 TupleArg = TypeVar("TupleArg", bound=tuple[Any, ...])
@@ -83,7 +101,13 @@ VariableDict = Mapping[str, Collection]
 MutableVariableDict = dict[str, MutableCollection]
 Initializer = jax.nn.initializers.Initializer | Callable[..., Any]
 DtypeLikeInexact = Any
-PrecisionLike = None | str | jax.lax.Precision | tuple[str, str] | tuple[jax.lax.Precision, ...]
+PrecisionLike = (
+    None
+    | str
+    | jax.lax.Precision
+    | tuple[str, str]
+    | tuple[jax.lax.Precision, ...]
+)
 DotGeneralT = ConvGeneralDilatedT = EinsumT = Callable[..., Array]
 PaddingLike = str | int | Sequence[int | tuple[int, int]]
 LaxPadding = str | Sequence[tuple[int, int]]
@@ -94,7 +118,9 @@ AxisName = str | tuple[str, ...] | None
 LogicalNames = tuple[str | None, ...]
 LogicalRules = Sequence[tuple[str, AxisName]]
 Sharding = tuple[AxisName, ...]
-ArrayPytree = PartitionSpecPytree = LogicalPartitionSpec = LogicalPartitionSpecPytree = Any
+ArrayPytree = PartitionSpecPytree = LogicalPartitionSpec = (
+    LogicalPartitionSpecPytree
+) = Any
 IsLeafCallable = Callable[[PathParts, Mapping[Any, Any]], bool]
 
 
@@ -157,7 +183,11 @@ class SameSignature(Protocol[Options]):
 
     @overload
     def __call__(
-        self, f: Callable[P, T], /, *args: Options.args, **options: Options.kwargs
+        self,
+        f: Callable[P, T],
+        /,
+        *args: Options.args,
+        **options: Options.kwargs,
     ) -> Callable[P, T]: ...
     @overload
     def __call__(
@@ -170,7 +200,11 @@ class Grad(Protocol[Options]):
 
     @overload
     def __call__(
-        self, f: Callable[P, object], /, *args: Options.args, **options: Options.kwargs
+        self,
+        f: Callable[P, object],
+        /,
+        *args: Options.args,
+        **options: Options.kwargs,
     ) -> Callable[P, Any]: ...
     @overload
     def __call__(
@@ -183,7 +217,11 @@ class ValueAndGrad(Protocol[Options]):
 
     @overload
     def __call__(
-        self, f: Callable[P, T], /, *args: Options.args, **options: Options.kwargs
+        self,
+        f: Callable[P, T],
+        /,
+        *args: Options.args,
+        **options: Options.kwargs,
     ) -> Callable[P, tuple[T, Any]]: ...
     @overload
     def __call__(
@@ -191,7 +229,9 @@ class ValueAndGrad(Protocol[Options]):
     ) -> Callable[[Callable[P, T]], Callable[P, tuple[T, Any]]]: ...
 
 
-def same_signature(transformation: _Transformation[Options]) -> SameSignature[Options]:
+def same_signature(
+    transformation: _Transformation[Options],
+) -> SameSignature[Options]:
     """Returns the transformation, typed as one that keeps the signatures of functions."""
     return cast(SameSignature[Options], transformation)
 
@@ -201,6 +241,8 @@ def as_grad(transformation: _Transformation[Options]) -> Grad[Options]:
     return cast(Grad[Options], transformation)
 
 
-def as_value_and_grad(transformation: _Transformation[Options]) -> ValueAndGrad[Options]:
+def as_value_and_grad(
+    transformation: _Transformation[Options],
+) -> ValueAndGrad[Options]:
     """Returns the transformation, typed as one like `jax.value_and_grad`."""
     return cast(ValueAndGrad[Options], transformation)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.frame import naming, page, results, short, table
+from benchmarks.frame import headline, naming, page, results, short, table
 from benchmarks.frame.results import Answer
 from benchmarks.harness import Curve, counted, row
 
@@ -29,7 +29,23 @@ def shown(**answers):
 
 def test_page_matches_results():
     text = page.PAGE.read_text(encoding="utf-8")
+    assert page.updated_front(text, results.load()) == text, "python -m benchmarks --page"
+    text = page.RESULTS_PAGE.read_text(encoding="utf-8")
     assert page.updated(text, results.load()) == text, "python -m benchmarks --page"
+
+
+def test_first_page_has_ten_numbers():
+    assert len(list(headline.lines(results.load()))) == 10
+
+
+def test_first_page_shows_the_range_over_ways_to_write():
+    rows = [
+        row("trace 24 layers, Weft Linen / raw", ([1.5] * 15, [1.0], [1.0]), at_most=None),
+        row("trace 24 layers, Weft NNX / raw", ([1.25] * 15, [1.0], [1.0]), at_most=None),
+        row("trace 24 layers, Haiku / raw", ([2.0] * 15, [1.0], [1.0]), at_most=None),
+    ]
+    shown_lines = list(headline.lines({"tracing": Answer("How fast?", HERE, rows)}))
+    assert shown_lines == [("Tracing 24 layers", "1.25–1.5", "", "", "2")]
 
 
 def test_every_target_is_met_or_explained():

@@ -78,8 +78,9 @@ class Repository:
         for name in ("__init__.py", "__main__.py", "harness.py"):
             shutil.copy(ROOT / "benchmarks" / name, self.folder)
         (root / "docs").mkdir()
-        self.page = root / "docs" / "performance.md"
-        shutil.copy(ROOT / "docs" / "performance.md", self.page)
+        self.page = root / "docs" / "performance-results.md"
+        for page in ("performance.md", self.page.name):
+            shutil.copy(ROOT / "docs" / page, root / "docs")
 
     def question(self, name: str, text: str, **values: object) -> None:
         text = text.format(**values) if values else text
@@ -182,7 +183,7 @@ def test_page_is_rewritten_without_measuring(two_runs):
     repository, _, _ = two_runs
     text, before = repository.page.read_text(encoding="utf-8"), repository.results()
     (repository.root / "docs" / "performance" / "kept.svg").unlink()
-    shutil.copy(ROOT / "docs" / "performance.md", repository.page)
+    shutil.copy(ROOT / "docs" / "performance-results.md", repository.page)
     assert repository.run("--page").returncode == 0
     assert repository.page.read_text(encoding="utf-8") == text
     assert repository.results() == before
@@ -206,7 +207,8 @@ def test_run_ends_with_written_files_and_missed_targets(two_runs):
     repository.question("quick", QUICK.replace("why=", "note="), ratio=1.5, more="")
     lines = repository.run("quick").stdout.splitlines()
     assert lines[-4] == (
-        "Written: benchmarks/results.json, docs/performance.md, and 3 plots in docs/performance/."
+        "Written: benchmarks/results.json, docs/performance.md, docs/performance-results.md, "
+        "and 3 plots in docs/performance/."
     )
     assert lines[-2].startswith("2 lines: 0 met, 1 missed,")
     assert lines[-1] == "missed: a call, Weft / raw: 1.5, target ≤ 1"

@@ -4,6 +4,8 @@ import ast
 import importlib
 import pkgutil
 import re
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -59,6 +61,23 @@ def test_moved_names_resolve():
         if isinstance(found, types.ModuleType):
             assert found.__name__ == new, old
         assert current_name(new) == new, "a new name is not an old one"
+
+
+def test_moved_names_are_attributes_before_any_import():
+    # As in `weft.linen.pooling.avg_pool`, in a process where nothing else has imported the module.
+    program = """
+import operator, types, weft
+from weft.compat.door import new_names
+missing = []
+for name in new_names():
+    *modules, attribute = name.removeprefix("weft.").split(".")
+    owner = operator.attrgetter(".".join(modules))(weft) if modules else weft
+    # A package may have a function with the name of its module, as in `weft.nnx.display`.
+    if not isinstance(owner, types.FunctionType) and not hasattr(owner, attribute):
+        missing.append(name)
+assert not missing, missing
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_moved_names_shadow_no_module():

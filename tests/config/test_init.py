@@ -35,6 +35,6 @@ def test_all_names_exist():
 
 def test_every_error_derives_from_one_base():
     errors = [name for name in weft.config.__all__ if name.endswith("Error")]
-    assert len(errors) == 13
+    assert len(errors) == 14
     for name in errors:
         assert issubclass(getattr(weft.config, name), weft.config.ConfigError)

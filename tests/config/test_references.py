@@ -365,3 +365,9 @@ def test_listed_names_are_harmless():
     harmful = {name for name, code in found if is_harmful(code)}
     assert "weft.config.configurable.get_named_trainer_config" in harmful
     assert harmful & (VALUES | TARGETS | RECORDS) == set()
+
+
+@pytest.mark.parametrize("name", ["save_every_n_steps_policy", "eval_every_n_steps_policy"])
+def test_policies_have_the_names_that_runs_have_written(name):
+    cfg = weft.config.from_text(f"config_for_function(weft.trainer.{name})(n=3)")
+    assert cfg.n == 3

@@ -19,6 +19,7 @@ from weft.config import (
     Configurable,
     InstantiableConfig,
     UnknownFieldError,
+    UnreadableValueError,
     config_class,
     config_for_class,
     config_for_function,
@@ -338,8 +339,10 @@ def test_hostile_values_in_a_config(text, tmp_path):
         ("value=functools.partial()", ConfigTextError, "needs the name of a function"),
         (
             "value=unreadable('<lambda>')",
-            ConfigTextError,
-            "unreadable('<lambda>') could not be written down. Set this value in a program",
+            UnreadableValueError,
+            "cfg.txt:2: value: unreadable('<lambda>') is a value that only the program had "
+            "that wrote this text. Set it in a program, or to the config of a function that makes "
+            "it, as in value=config_for_function(my_module.function)().",
         ),
         ("value=", ConfigTextError, "cfg.txt:2: this is not a config text: "),  # Python's words
     ],
@@ -348,6 +351,44 @@ def test_error_names_the_line(body, kind, message):
     with pytest.raises(kind) as error:
         from_text(f"{M}.Leaf.Config(\n    {body},\n)", source="cfg.txt")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "message"),
+    [
+        ("unreadable('a table')", UnreadableValueError, "cfg:1: leaf.value: unreadable('a table')"),
+        ("[1, unreadable('a table')]", UnreadableValueError, "leaf.value[1]: unreadable("),
+        (
+            "__main__.Net",
+            ConfigReferenceError,
+            "leaf.value: a text may not name '__main__.Net': it is defined in the program that "
+            "wrote the text, and others cannot import it. Define it in a module of its own",
+        ),
+        ("os.system", ConfigReferenceError, "cfg:1: leaf.value: a text may not name 'os.system'"),
+        ("config_for_function(os.system)(x=1)", ConfigReferenceError, "may not name 'os.system'"),
+    ],
+)
+def test_values_that_cannot_be_read_are_kept_until_they_are_needed(value, kind, message):
+    text = f"{M}.Tree.Config(leaf={M}.Leaf.Config(rate=0.5, value={value}))"
+    with pytest.raises(kind):
+        from_text(text)
+    cfg = from_text(text, source="cfg", keep_unreadable=True)
+    assert f"value={value}," in to_text(cfg)
+    assert cfg.leaf.rate == 0.5
+    assert cfg == from_text(to_text(cfg), keep_unreadable=True) == cfg.clone()
+    for use in (cfg.leaf.instantiate, cfg.leaf.value):
+        with pytest.raises(kind) as error:
+            use()
+        assert message in str(error.value)
+    cfg.leaf.value = 3
+    assert cfg.leaf.instantiate().config.value == 3
+
+
+def test_only_values_that_cannot_be_read_are_kept():
+    with pytest.raises(UnknownFieldError):
+        from_text(f"{M}.Leaf.Config(rte=unreadable('x'))", keep_unreadable=True)
+    with pytest.raises(ConfigReferenceError):
+        from_text("unknown.Leaf.Config(rate=1)", keep_unreadable=True)
 
 
 def test_nested_error_names_its_line_once():
@@ -381,3 +422,8 @@ def test_text_of_millions_of_values_is_refused():
 def test_non_config_text():
     with pytest.raises(ConfigTextError, match="text: cannot read this as a config: "):
         from_text("-" * 100_000 + "1")
+
+
+def test_key_without_a_text_is_named_by_its_class():
+    with pytest.raises(ConfigTextError, match=r"\[LoRALinear\]: .*no_such_name"):
+        from_text("{weft.nnx.nn.lora.LoRALinear(): weft.no_such_name}")

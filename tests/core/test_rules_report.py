@@ -69,6 +69,8 @@ def test_unknown_mesh_axes():
     assert [f.path for f in findings] == ["v", "w", ""]
     assert "over 'stage', and the mesh has the axes 'data', 'model'" in str(findings[0])
     assert "axis 1 of shape (8, 4) is to be split over 'pipe'" in str(findings[1])
+    first, *_ = check_rules([], tree, jax.make_mesh((), (), axis_types=()))
+    assert "over 'stage', and the mesh has the axes (none)." in str(first)
     assert str(findings[2]).startswith("by the rule ('embed', 'rows') an axis is to be split over")
 
 

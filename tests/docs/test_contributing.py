@@ -51,7 +51,7 @@ def test_family_of_the_guide_has_the_logits_of_transformers(transformers, monkey
     import torch
 
     monkeypatch.chdir(tmp_path)
-    run_in_order(GUIDE / "weights.md", monkeypatch)
+    run_in_order(GUIDE / "family.md", monkeypatch)
     family = vars(sys.modules["__main__"])["STARCODER2"]
     monkeypatch.setitem(checkpoint.FAMILIES, "starcoder2", family)
     torch.manual_seed(0)

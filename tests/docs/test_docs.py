@@ -68,6 +68,13 @@ def test_navigation_names_every_page():
     assert not {page.relative_to(DOCS).as_posix() for page in PAGES} - shown
 
 
+def test_index_of_decisions_names_every_decision():
+    text = (DOCS / "decisions/index.md").read_text(encoding="utf-8")
+    for page in DOCS.glob("decisions/0*.md"):
+        title = page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        assert f"- [{title}]({page.name})" in text
+
+
 @named(PAGES)
 def test_page_links_exist(page):
     links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))

@@ -32,11 +32,12 @@ def test_picture_of_a_run_is_current(name):
     assert "440/600" in text
 
 
-def test_page_has_every_drawing():
-    page = (drawings.FOLDER / "index.md").read_text(encoding="utf-8")
-    assert {name for name, _ in drawings.files()} == set(
-        re.findall(r'(?:src|srcset)="(.*?)"', page)
-    )
+def test_pages_have_every_drawing():
+    pages = [
+        (drawings.FOLDER / name).read_text(encoding="utf-8") for name in ("index.md", "inside.md")
+    ]
+    shown = set(re.findall(r'(?:src|srcset)="(.*?)"', "".join(pages)))
+    assert shown == {name for name, _ in drawings.files()}
 
 
 @pytest.mark.parametrize("page, picture", PICTURES)

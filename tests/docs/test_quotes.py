@@ -21,6 +21,12 @@ def test_a_definition_is_shown_without_its_docstring():
     )
 
 
+def test_an_overloaded_function_is_shown_with_its_body():
+    block = quotes.quoted("weft/hierarchy/module.py", "functional")
+    assert "@overload" not in block
+    assert "return result, outputs" in block
+
+
 def test_a_quote_of_nothing_ends_the_build():
     with pytest.raises(LookupError, match="does not define gone, which a page quotes"):
         quotes.on_page_markdown("<!-- quote docs/quotes.py quoted.gone -->")

@@ -7,9 +7,9 @@ import pytest
 
 from tests.pages import ROOT
 
-spec = importlib.util.spec_from_file_location("check", ROOT / "docs/check.py")
-check = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(check)
+SPEC = importlib.util.spec_from_file_location("check", ROOT / "docs/check.py")
+check = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(check)
 
 
 @pytest.fixture

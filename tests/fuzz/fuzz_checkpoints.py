@@ -96,7 +96,7 @@ CASES = st.builds(
     st.sampled_from([None, None, None, *STEPS, 7]),
     st.booleans(),
 )
-SHORT = 8
+SHORT = 4
 
 
 class Position:

@@ -88,7 +88,7 @@ CRAFTED = [
 ]
 _NEVER_IMPORTED = ("antigravity", "wandb", "mlflow", "weft.launch", "weft.cli")
 CASES = any_of(VALID, CRAFTED) | _EXPRESSIONS
-SHORT = 200
+SHORT = 100
 
 
 def check(case: bytes) -> None:

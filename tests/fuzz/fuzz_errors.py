@@ -196,7 +196,7 @@ CASES: st.SearchStrategy[Case] = st.tuples(
     st.booleans(),
     st.booleans(),
 )
-SHORT = 100
+SHORT = 50
 
 
 def check(case: Case) -> None:

@@ -131,7 +131,7 @@ CASES = st.tuples(
     st.sampled_from([1, 2, 3, 4, 5]).flatmap(lambda depth: blocks(Place(depth))),
     st.sampled_from(["traced"] * 8 + ["eager", "jit"]),
 )
-SHORT = 8
+SHORT = 4
 
 
 def without_updates(of: Block) -> Block:

@@ -151,7 +151,7 @@ with_while = st.tuples(
 some = st.lists(st.sampled_from([*ADDING]), max_size=3, unique=True).map(tuple)
 more = st.builds(More, st.sampled_from([0, 1, 2]), st.booleans(), some)
 CASES = st.tuples(properties.cases(), inner | with_while, more)
-SHORT = 4
+SHORT = 2
 
 
 def check(case: tuple[Case, list[str], More]) -> None:

@@ -374,7 +374,7 @@ CHANGING = {
 numbers = st.integers(0, 30)
 steps = st.builds(Step, st.sampled_from([*CALLS, *CHANGING]), numbers, numbers, st.integers(0, 120))
 CASES = st.lists(steps, min_size=2, max_size=16)
-SHORT = 9
+SHORT = 5
 
 
 def check(case: list[Step]) -> None:

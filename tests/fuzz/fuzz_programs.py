@@ -14,7 +14,7 @@ from weft.core import meta
 
 WAYS = ("core", "linen")
 CASES = programs(WAYS)
-SHORT = 10
+SHORT = 5
 
 
 def keys():

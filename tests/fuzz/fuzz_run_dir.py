@@ -98,7 +98,7 @@ def _records(name: str, data: bytes) -> list[bytes]:
 
 
 CASES = _case()
-SHORT = 8
+SHORT = 4
 
 
 def check(case: Case) -> None:

@@ -58,7 +58,7 @@ _INDEX_TEXTS = st.one_of(
 )
 # The file, and the index that leads to it if there is one.
 CASES = st.tuples(_FILES, st.none()) | st.tuples(st.sampled_from([VALID, *CRAFTED]), _INDEX_TEXTS)
-SHORT = 150
+SHORT = 50
 
 
 def check(case: tuple[bytes, bytes | None]) -> None:

@@ -37,7 +37,7 @@ CASES = st.deferred(
         st.sampled_from(_CRAFTED), damaged_json([*map(json.loads, _valid())]), damaged(_valid())
     )
 )
-SHORT = 60
+SHORT = 30
 
 
 def check(case: bytes) -> None:

@@ -90,6 +90,7 @@ def test_id_without_a_row(folder, capsys):
 @pytest.mark.long
 def test_full_disk(folder, python_server):
     words = ["lm-tiny", "dir=run", "max_step=2", "evalers={}", "model.decoder.dim=64"]
+    words += ["model.decoder.transformer.num_layers=1"]
     with weft_processes(python_server, folder) as start:
         training = start("train", *words)
         resource.prlimit(training.pid, resource.RLIMIT_FSIZE, (48_000, 48_000))

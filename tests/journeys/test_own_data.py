@@ -1,39 +1,25 @@
 """Own data from the command line, as the page about input tells it, and the mistakes on the way."""
 
 import contextlib
-import email
-import inspect
-import json
 
 import numpy as np
 import pytest
 
+from tests.own_texts import VOCABULARY_SIZE, write_own_texts
 from weft.cli import main
 from weft.interop.huggingface import from_huggingface
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
 TRAIN = ("train", "lm-tiny", "data_dir=notes.jsonl", "dir=run")
-SIZE = 300  # of the vocabulary in the file, to which the end and the padding add one id each
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Returns a folder with own text and a tokenizer of it."""
-    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra text")
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
+    pytest.importorskip("tokenizers", reason="needs the extra text")
     folder = tmp_path_factory.mktemp("own")
-    texts = [inspect.getsource(email), *inspect.getsource(inspect).split("\n\n\n")]
-    lines = [json.dumps({"text": text, "source": "inspect"}) for text in texts]
-    (folder / "notes.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=SIZE, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_own_texts(folder)
     return folder
 
 
@@ -62,7 +48,7 @@ def test_run_is_sampled_and_exported(here, capsys):
     assert said(capsys, "sample", "run", "--prompt", "def ", "--tokens", "8").startswith("def ")
     said(capsys, "export", "run", "--to", "exported")
     cfg, params = from_huggingface(here / "exported")
-    assert cfg.decoder.vocab_size == 304 and cfg.decoder.eos_token_id == SIZE
+    assert cfg.decoder.vocab_size == 304 and cfg.decoder.eos_token_id == VOCABULARY_SIZE
     assert np.asarray(params["decoder"]["emb"]["token_emb"]["weight"]).shape == (304, 24)
     written = (here / "exported" / "tokenizer.json").read_bytes()
     assert written == (here / "tokenizer.json").read_bytes()

@@ -56,7 +56,6 @@ def test_own_model_in_a_file(lab, start, said, tmp_path):
 
     assert "width=64" in said(lab, "recipes", recipe)
     assert "hidden" in said(lab, "tabulate", recipe, "width=32")
-    assert "8 virtual CPU devices" in finish(start(lab, "check", recipe, "--mesh", "data=8"))
 
     # Stopped by a signal, and resumed.
     saves = "checkpointer.save_policy.n=5"

@@ -126,6 +126,19 @@ def test_invalid_argnums(title, what, position):
             Made().init(jax.random.key(0), jnp.ones(2))
 
 
+@pytest.mark.parametrize("argnums", [2.0, ("x",), nnx.StateAxes({...: 0})], ids=str)
+@pytest.mark.parametrize(("title", "what"), CASES)
+def test_argnums_that_are_no_positions(title, what, argnums):
+    title, transform = title.split(" ")[0], TRANSFORMATIONS[title][0]
+    with pytest.raises(
+        TransformArgumentError,
+        match=rf"^{title}\(.*{what}_argnums has .*; give positions of arguments, such as 0",
+    ):
+        Transformed = transform(**{f"{what}_argnums": argnums})
+        if isinstance(Transformed, type):
+            Transformed().init(jax.random.key(0), jnp.ones(2))
+
+
 @pytest.mark.parametrize(
     ("transformed", "what"),
     [

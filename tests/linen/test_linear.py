@@ -50,6 +50,21 @@ def test_mismatched_axes_are_named(kwargs, message):
         Model(DenseGeneral(3, **kwargs)).init(KEY, X)
 
 
+@pytest.mark.parametrize("layer", [Dense(2), DenseGeneral(2)], ids=["Dense", "DenseGeneral"])
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ({"x": X, "y": X}, r"a dict with the keys \['x', 'y'\]; give it one array"),
+        (None, "None; give it one array"),
+        ("x", "'x'; give it one array"),
+    ],
+    ids=["dict", "None", "text"],
+)
+def test_inputs_that_are_no_arrays_are_named(layer, inputs, text):
+    with pytest.raises(ArgumentShapeError, match=f"the outermost module. was given {text}"):
+        layer.init(KEY, inputs)
+
+
 def test_invalid_subscripts_are_named():
     with pytest.raises(ArgumentValueError, match="an input, a weight and a result"):
         Einsum((4, 5), "ab,bc").init(KEY, X)

@@ -1,6 +1,8 @@
 """Metrics over batches equal scikit-learn's over all rows."""
 
 import functools
+import inspect
+import pydoc
 
 import jax
 import jax.numpy as jnp
@@ -232,3 +234,17 @@ def test_what_a_metric_has_to_define():
         metrics.Metric().update(LOGITS, LABELS)
     with pytest.raises(NotImplementedError, match="Metric must define `compute`"):
         metrics.Metric().compute()
+
+
+@pytest.mark.parametrize(
+    ("metric", "arguments"),
+    [
+        (metrics.F1Score, ["average", "num_classes"]),
+        (metrics.Accuracy, ["num_classes"]),
+        (metrics.AllRows, ["fn"]),
+    ],
+)
+def test_help_shows_the_options_and_not_the_sums(metric, arguments):
+    assert list(inspect.signature(metric).parameters) == arguments
+    first_line = pydoc.plain(pydoc.render_doc(metric)).splitlines()[3]
+    assert "hits" not in first_line and arguments[0] in first_line

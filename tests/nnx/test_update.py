@@ -55,3 +55,10 @@ def test_variables_are_popped_everywhere():
     with pytest.raises(GraphStructureError, match="the variable at 'pair/1' is in a tuple, which"):
         nnx.pop(model, nnx.Param)
     assert model.w[...] == 1.0 and len(model.layers) == 1
+
+
+def test_items_are_added():
+    layers, tree = nnx.List([nnx.Param(1)]), {"a": nnx.Param(1)}
+    nnx.update(layers, {1: nnx.Param(2), 2: nnx.Param(3)})
+    nnx.update(tree, {"b": 4})
+    assert [x[...] for x in layers] == [1, 2, 3] and tree["b"] == 4

@@ -10,7 +10,7 @@ import pytest
 from weft import nnx
 from weft.errors import TraceContextError
 from weft.nnx.graph import flatten_graph
-from weft.nnx.versions import STRUCTURE_VERSION, path_of
+from weft.nnx.versions import STRUCTURE_VERSION
 
 
 class Model(nnx.Module):
@@ -119,7 +119,7 @@ def test_error_names_variable_line_and_transformation():
         write(jnp.ones((2, 3)))
     text = str(error.value)
     assert "a Param of shape (3,) is changed inside of nnx.vmap(write)" in text
-    assert "It is NestedModel.layers[0].w and was made at" in text
+    assert "It was made at" in text
     with open(__file__, encoding="utf-8") as file:
         line = next(n for n, text in enumerate(file, 1) if "the line in the message" in text)
     assert f"{os.path.relpath(__file__)}:{line}" in text
@@ -128,7 +128,7 @@ def test_error_names_variable_line_and_transformation():
 def test_modules_in_plain_jax():
     model = NestedModel()
     with pytest.raises(
-        TraceContextError, match=r"a Layer is changed inside of a JAX .* It is NestedMod"
+        TraceContextError, match=r"a Layer is changed inside of a JAX .* It was made at"
     ):
         jax.jit(lambda x: setattr(model.layers[1], "seen", x))(1.0)
 
@@ -144,12 +144,6 @@ def test_a_model_itself_in_plain_jax(transform):
         transformed = jax.jit(functools.wraps(model)(lambda x: model(x)))
     else:
         transformed = transform(model)
-    said = r"a RngCount of shape \(\) is changed .* It is Dropout\.rngs\.count and"
+    said = r"a RngCount of shape \(\) is changed .* It was made at \S+test_versions.py:"
     with pytest.raises(TraceContextError, match=said):
         transformed(jnp.ones((2, 3)))
-
-
-def test_cycle_ends_the_search():
-    a, b = Layer(), Layer()
-    a.other, b.other = b, a
-    assert path_of(a.w).endswith(".w")

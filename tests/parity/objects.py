@@ -176,17 +176,20 @@ normal = jax.nn.initializers.normal(1.0)
 # The options of all layers with a kernel and a bias.
 COMMON = [
     {},
-    {"dtype": "bfloat16"},
     {"dtype": "float16"},
     {"param_dtype": "bfloat16"},
     {"param_dtype": "bfloat16", "dtype": "float32"},
     {"param_dtype": "complex64"},
-    {"precision": "highest"},
-    {"precision": ("default", "highest")},
-    {"kernel_init": jax.nn.initializers.ones},
-    {"bias_init": normal},
+    {
+        "precision": ("default", "highest"),
+        "kernel_init": jax.nn.initializers.ones,
+        "bias_init": normal,
+    },
     {"promote_dtype": in_half},
     {"preferred_element_type": "bfloat16"},
-    {"kernel_metadata": {"out_sharding": ("a", "b"), "eager_sharding": False}},
+    {
+        "precision": "highest",
+        "kernel_metadata": {"out_sharding": ("a", "b"), "eager_sharding": False},
+    },
     {"kernel_metadata": {"tag": "k"}, "bias_metadata": {"tag": "b", "sizes": (1, 2)}},
 ]

@@ -39,24 +39,30 @@ def tolerance(kwargs):
 
 OPTIONS = [
     {"num_heads": 1},
-    {"num_heads": 4, "qkv_features": 12},
-    {"num_heads": 2, "out_features": 3},
+    {"num_heads": 4, "qkv_features": 12, "out_features": 3},
     {"num_heads": 2, "dtype": jnp.bfloat16},
     {"num_heads": 2, "param_dtype": jnp.bfloat16},
     {"num_heads": 2, "dtype": jnp.float16, "force_fp32_for_softmax": True},
-    {"num_heads": 2, "use_bias": False},
-    {"num_heads": 2, "precision": "highest"},
-    {"num_heads": 2, "kernel_init": normal, "bias_init": normal},
-    {"num_heads": 2, "out_kernel_init": normal, "out_bias_init": normal},
-    {"num_heads": 2, "normalize_qk": True},
+    {"num_heads": 2, "use_bias": False, "precision": "highest", "normalize_qk": True},
+    {
+        "num_heads": 2,
+        "kernel_init": normal,
+        "bias_init": jax.nn.initializers.normal(0.5),
+        "out_kernel_init": jax.nn.initializers.normal(2.0),
+        "out_bias_init": jax.nn.initializers.ones,
+    },
     {"num_heads": 2, "normalize_qk": True, "dtype": jnp.bfloat16},
     {"num_heads": 2, "dropout_rate": 0.5, "deterministic": True},
     {"num_heads": 2, "dropout_rate": 0.5, "deterministic": False},
     {"num_heads": 2, "dropout_rate": 0.5, "deterministic": False, "broadcast_dropout": False},
     {"num_heads": 2, "qkv_dot_general": dot_general},
     {"num_heads": 2, "out_dot_general": dot_general},
-    {"num_heads": 2, "qkv_dot_general_cls": lambda: dot_general, "qkv_dot_general": len},
-    {"num_heads": 2, "out_dot_general_cls": lambda: dot_general},
+    {
+        "num_heads": 2,
+        "qkv_dot_general_cls": lambda: dot_general,
+        "qkv_dot_general": len,
+        "out_dot_general_cls": lambda: dot_general,
+    },
     {"num_heads": 2, "attention_fn": values_only, "dropout_rate": 0.5, "deterministic": False},
     {"num_heads": 2, "decode": True},
 ]
@@ -67,7 +73,7 @@ def test_options(kwargs):
     same_compiled(initialized("MultiHeadDotProductAttention", X, **kwargs), tolerance(kwargs))
 
 
-@named([OPTIONS[0], OPTIONS[2], OPTIONS[10], OPTIONS[13]])
+@named([OPTIONS[1], OPTIONS[5], {"num_heads": 2, "dropout_rate": 0.5, "deterministic": False}])
 @pytest.mark.parametrize("name", ["MultiHeadAttention", "SelfAttention"])
 def test_other_layers(name, kwargs):
     same_compiled(initialized(name, X, **kwargs))

@@ -33,15 +33,12 @@ def in_half(*args, **kwargs):
 
 COMMON = [
     {},
-    {"use_bias": False},
-    {"dtype": jnp.bfloat16},
+    {"use_bias": False, "precision": "highest"},
     {"dtype": "float16"},
     {"param_dtype": jnp.bfloat16},
     {"param_dtype": jnp.bfloat16, "dtype": jnp.float32},
     {"param_dtype": jnp.complex64},
-    {"precision": "highest"},
-    {"kernel_init": jax.nn.initializers.ones},
-    {"bias_init": normal},
+    {"kernel_init": jax.nn.initializers.ones, "bias_init": normal},
     {"promote_dtype": in_half},
 ]
 

@@ -14,21 +14,28 @@ NORMAL = jax.nn.initializers.normal(0.3)
 # Compiles in a fraction of the time that orthogonal matrices take; those are drawn in test_cells.
 QUICK = {"recurrent_kernel_init": jax.nn.initializers.normal(1.0)}
 
+# Each changes the values, so that options may be tried together.
+INITIALIZED = {
+    "kernel_init": NORMAL,
+    "recurrent_kernel_init": NORMAL,
+    "carry_init": NORMAL,
+    "activation_fn": jax.nn.relu,
+}
 OPTIONS = [
     {},
     {"dtype": jnp.bfloat16},
     {"param_dtype": jnp.float16, "recurrent_kernel_init": NORMAL},
-    {"kernel_init": NORMAL, "recurrent_kernel_init": NORMAL, "carry_init": NORMAL},
-    {"activation_fn": jax.nn.relu},
 ]
-GATED = [*OPTIONS, {"gate_fn": jax.nn.hard_sigmoid}]
+GATED = {"gate_fn": jax.nn.hard_sigmoid, "bias_init": NORMAL}
+MINIMAL = {"forget_bias_init": NORMAL, "activation_bias_init": NORMAL}
 CELLS = [
-    *(("LSTMCell", kwargs) for kwargs in [*GATED, {"bias_init": NORMAL}]),
-    *(("OptimizedLSTMCell", kwargs) for kwargs in [*GATED, {"bias_init": NORMAL}]),
-    *(("SimpleCell", kwargs) for kwargs in [*OPTIONS, {"bias_init": NORMAL}, {"residual": True}]),
-    *(("GRUCell", kwargs) for kwargs in [*GATED, {"bias_init": NORMAL}]),
-    *(("MGUCell", kwargs) for kwargs in [*GATED, {"reset_gate": False}]),
-    ("MGUCell", {"forget_bias_init": NORMAL, "activation_bias_init": NORMAL}),
+    *(("LSTMCell", kwargs) for kwargs in [*OPTIONS, INITIALIZED | GATED]),
+    *(("OptimizedLSTMCell", kwargs) for kwargs in [*OPTIONS, INITIALIZED | GATED]),
+    *(("SimpleCell", kwargs) for kwargs in [*OPTIONS, INITIALIZED | {"bias_init": NORMAL}]),
+    ("SimpleCell", {"residual": True}),
+    *(("GRUCell", kwargs) for kwargs in [*OPTIONS, INITIALIZED | GATED]),
+    *(("MGUCell", kwargs) for kwargs in [*OPTIONS, INITIALIZED | MINIMAL]),
+    ("MGUCell", {"reset_gate": False, "gate_fn": jax.nn.hard_sigmoid}),
 ]
 cells = pytest.mark.parametrize(
     "name, kwargs", CELLS, ids=lambda v: v if isinstance(v, str) else ",".join(v)
@@ -54,12 +61,10 @@ def test_cells(name, kwargs):
 @named(
     [
         {},
-        {"strides": (1,), "padding": "CIRCULAR"},
-        {"padding": [(0, 2)]},
-        {"use_bias": False},
+        {"strides": (1,), "padding": "CIRCULAR", "carry_init": NORMAL},
+        {"padding": [(0, 2)], "use_bias": False},
         {"dtype": jnp.bfloat16},
         {"param_dtype": jnp.bfloat16},
-        {"carry_init": NORMAL},
     ]
 )
 def test_cells_of_images(kwargs):
@@ -86,10 +91,9 @@ def test_width_is_that_of_the_carry(name):
 
 RUNS = [
     {},
-    {"return_carry": True},
     {"reverse": True},
     {"reverse": True, "keep_order": True, "return_carry": True},
-    {"keep_order": True},
+    {"keep_order": True, "return_carry": True},
     {"seq_lengths": LENGTHS, "return_carry": True},
     {"seq_lengths": LENGTHS, "reverse": True, "return_carry": True},
     {"seq_lengths": LENGTHS, "reverse": True, "keep_order": True},
@@ -150,7 +154,6 @@ def test_images():
 @named(
     [
         {},
-        {"return_carry": True},
         {"seq_lengths": LENGTHS, "return_carry": True},
         {"init_key": KEY},
         {"initial_carry": (draw(7, 2, 4), draw(8, 2, 4))},

@@ -23,13 +23,10 @@ def steps(layer, *collections, **kwargs):
 @named(
     [
         {},
-        {"n_steps": 3},
-        {"n_steps": 0},
-        {"epsilon": 0.5},
-        {"dtype": jnp.bfloat16},
+        {"n_steps": 3, "epsilon": 0.5},
+        {"n_steps": 0, "error_on_non_matrix": True},
+        {"dtype": jnp.bfloat16, "collection_name": "spectra"},
         {"param_dtype": jnp.bfloat16},
-        {"error_on_non_matrix": True},
-        {"collection_name": "spectra"},
     ]
 )
 def test_spectral_norm(kwargs, update):
@@ -44,12 +41,9 @@ def test_spectral_norm(kwargs, update):
 @named(
     [
         {},
-        {"epsilon": 0.5},
+        {"epsilon": 0.5, "use_scale": False},
         {"dtype": jnp.bfloat16},
         {"param_dtype": jnp.bfloat16},
-        {"use_scale": False},
-        {"scale_init": NORMAL},
-        {"feature_axes": None},
         {"feature_axes": (0, 1), "scale_init": NORMAL},
         {"feature_axes": 0, "scale_init": NORMAL},
         {"variable_filter": None},

@@ -215,6 +215,21 @@ def test_notebook_has_one_updating_output(cell):
     assert bundle["text/html"].startswith("<pre") and "runs/&lt;x&gt;" in bundle["text/html"]
 
 
+def test_notebook_draws_the_losses_once(cell):
+    with make_display(Console(force_jupyter=True, width=80), "runs/x") as display:
+        display.on_start(trainer(), None)
+        display.on_step(1, outputs(3.0), BATCH)
+        display.on_step(2, outputs(2.0), BATCH)
+        display.on_eval("<held out>", 2, {"loss": WeightedScalar(2.5, 1)})
+        display.on_step(3, outputs(1.0), BATCH)
+        display.on_end(3, "max_step")
+    (bundle,) = cell
+    html = bundle["text/html"]
+    assert html.count("<svg") == 1 and html.count("<circle class=") == 1
+    assert "<held out>" not in html and "&lt;held out&gt;" in html
+    assert "svg" not in bundle["text/plain"]
+
+
 def test_pipe_with_forced_colors_gets_lines(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     pipe = Console(file=io.StringIO())
@@ -296,6 +311,15 @@ def test_loss_is_averaged_over_recent_steps():
     assert noisy[0] == 3.0 and noisy[-1] == pytest.approx(2.0, abs=0.1)
     assert math.isnan(run(meter, [200], loss=math.nan).loss)
     assert run(meter, [201], loss=1.0).loss == 1.0
+
+
+def test_metrics_are_averaged_as_the_loss_is():
+    meter = Meter(100, Clock())
+    for step in range(200):
+        reward = 0.5 + 0.5 * (-1) ** step
+        reading = run(meter, [step], loss=reward, summaries={"model": {"reward": reward}})
+        assert reading.metrics == {"reward": reading.loss}
+    assert reading.loss == pytest.approx(0.5, abs=0.05)
 
 
 def test_metrics_are_the_outermost_scalars_of_the_model():

@@ -61,11 +61,11 @@ def closed_at_once(monkeypatch):
 
 
 @pytest.fixture
-def served(caplog, run_dir):
+def served(capsys, run_dir):
     """Yields the page of a run that was resumed from step 3, after two steps."""
     watchdog = Watchdog()
     with status_page(0, watchdog) as listener:
-        url = re.search(r"http://127\.0\.0\.1:\d+", caplog.text)[0]
+        url = re.search(r"status +(http://127\.0\.0\.1:\d+)", capsys.readouterr().err)[1]
         listener.on_start(Trainer(run_dir), 3)
         summaries = {"model": {"accuracy": jnp.array(0.25)}}
         listener.on_step(4, {"loss": jnp.array(2.5), "summaries": summaries}, {})
@@ -173,7 +173,7 @@ def test_browser_runs_only_what_the_page_brings(served):
         assert answer.headers["X-Content-Type-Options"] == "nosniff"
 
 
-def test_many_requests_compute_the_page_once(caplog, monkeypatch):
+def test_many_requests_compute_the_page_once(capsys, monkeypatch):
     count = []
 
     def expensive():
@@ -185,7 +185,7 @@ def test_many_requests_compute_the_page_once(caplog, monkeypatch):
 
     monkeypatch.setattr("weft.report.live.RunStatus.html", lambda status: expensive())
     with status_page(0, Watchdog()) as listener, ThreadPoolExecutor(4) as pool:
-        url = re.findall(r"http://127\.0\.0\.1:\d+", caplog.text)[-1]
+        url = re.search(r"http://127\.0\.0\.1:\d+", capsys.readouterr().err)[0]
         assert {text for text, _ in pool.map(get, [url] * 12)} == {"page"}
         assert len(count) == 1
         listener.on_end(5, "SIGTERM")  # nothing is left to slow down

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from weft.errors import RunDirError
-from weft.report.page import render_report, write_report
-from weft.report.results import config_values, read_results
+from weft.report.page import render_report, run_page, write_report
+from weft.report.results import Results, config_values, read_results
 from weft.trainer.run_dir import CONFIG_FILE, update_record
 from weft.trainer.summary_writer.event_file import EventFile, scalar
 from weft.trainer.summary_writer.files import JSON_LINES_FILE
@@ -211,3 +211,22 @@ def test_page_has_no_external_resources(run_dir):
     assert "script" not in {tag for tag, *_ in Tags(source).seen}
     assert not {"src", "href"} & {name for _, *names in Tags(source).seen for name in names}
     assert "http" not in source.replace("http-equiv", "")
+
+
+def test_newest_and_best_evaluations_are_a_table():
+    run = Results("run")
+    assert run_page(run).highlights is None
+    run.curves["held_out"] = {
+        "loss": [(1, 3.0), (2, 2.0), (3, 2.5)],
+        "accuracy": [(1, 0.5), (2, 0.4), (3, 0.45)],
+    }
+    newest = ["held_out, newest", "2.500", "0.450", "3"]
+    table = run_page(run).highlights
+    assert table.head == ["", "loss", "accuracy", "step"]
+    assert table.rows == [newest, ["held_out, best loss", "2.000", "0.400", "2"]]
+    run.config = (
+        "T.Config(checkpointer=C.Config(keep_best=K.Config(mode='max', "
+        "metric=EvalMetric(evaler_name='held_out', metric_name='accuracy'))))"
+    )
+    table = run_page(run).highlights
+    assert table.rows == [newest, ["held_out, best accuracy", "3.000", "0.500", "1"]]

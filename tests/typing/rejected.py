@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import weft
 from weft import linen as nn
 from weft import nnx
-from weft.config import REQUIRED, Required, config_class, config_for_function
+from weft.config import (
+    REQUIRED,
+    ConfigBase,
+    Required,
+    config_class,
+    config_for_function,
+)
 from weft.hierarchy import (
     BaseLayer,
     Conv2D,
@@ -84,11 +90,20 @@ class Layer(BaseLayer):
         norm: LayerNorm.Config = LayerNorm.default_config()
 
 
+class Table(ConfigBase):
+    rows: int = 2
+
+
 def configs(trainer: SpmdTrainer.Config):
     cfg = Layer.default_config()
     cfg.dim = "8"  # pyright: ignore[reportAttributeAccessIssue]
     cfg.norm = Dropout.default_config()  # pyright: ignore[reportAttributeAccessIssue]
     Dropout.default_config().rate = "0.5"  # pyright: ignore[reportAttributeAccessIssue]
+    cfg.dimm = 8  # pyright: ignore[reportAttributeAccessIssue]
+    cfg.norm.epss = 1e-6  # pyright: ignore[reportAttributeAccessIssue]
+    Linear.default_config().inptu_dim = 4  # pyright: ignore[reportAttributeAccessIssue]
+    trainer.max_steps = 3  # pyright: ignore[reportAttributeAccessIssue]
+    Table(rows=3).row = 4  # pyright: ignore[reportAttributeAccessIssue]
     Linear.Config(input_dim="4")  # pyright: ignore[reportArgumentType]
     trainer.max_step = "3"  # pyright: ignore[reportAttributeAccessIssue]
     cfg.set(dimm=8)  # pyright: ignore[reportCallIssue]

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROGRAM = """\
 from weft.hierarchy import BaseLayer, Linear
+from weft.trainer import SpmdTrainer
 
 class Layer(BaseLayer):
     class Config(BaseLayer.Config):
@@ -21,6 +22,7 @@ cfg = Layer.default_config().set()
 Linear.default_config().clone(inp)
 print(cfg.width)
 cfg.set(width=4)
+print(SpmdTrainer.default_config().max_step)
 """
 
 
@@ -109,3 +111,5 @@ def test_a_field_shows_its_text(ask):
     text = ask("textDocument/hover", "cfg.wi")["contents"]["value"]
     assert "width: int" in text
     assert "Number of channels." in text
+    text = ask("textDocument/hover", ".max_st")["contents"]["value"]
+    assert "number of steps" in text.lower()

@@ -2,7 +2,7 @@
 
 # pyright: strict, reportUnnecessaryTypeIgnoreComment=true
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from weft.config import (
     config_for_function,
     maybe_instantiate,
 )
-from weft.hierarchy import BaseLayer, LayerNorm, Linear, Module
+from weft.hierarchy import BaseLayer, LayerNorm, Linear, Module, functional
 from weft.trainer import FitResult, SpmdTrainer
 from weft.training.train_state import EarlyStopping
 
@@ -64,6 +64,13 @@ def fitted(model: Block, x: Array) -> FitResult[Block]:
     return result
 
 
+def evaluated(trainer: SpmdTrainer) -> float:
+    assert_type(trainer.run(), dict[str, Any] | None)
+    summaries = trainer.run(return_evaler_summaries={"held_out"})
+    assert_type(summaries, dict[str, Any])
+    return trainer.run(return_evaler_summaries=True)["evaler_summaries"]["held_out"]["loss"].mean
+
+
 @nnx.jit(static_argnames="factor", donate_argnums=0)
 def multiply(x: Array, factor: float = 2.0) -> Array:
     return x * factor
@@ -102,8 +109,14 @@ def test_nnx_objects_and_transformed_functions_keep_their_types():
     (loss, aux), _ = with_aux(model, x)
     assert (assert_type(loss, Array).shape, assert_type(aux, int)) == ((), 1)
     assert nnx.grad(loss_of)(model, x).scale.shape == ()
+    assert assert_type(nnx.Rngs(0).noise.normal((2,)), Array).shape == (2,)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    assert nnx.merge(graphdef, params, rest).n_calls == model.n_calls
+    merged = assert_type(nnx.merge(graphdef, params, rest), Block)
+    assert merged.n_calls == model.n_calls
+    graphdef, state = assert_type(nnx.split(model), tuple[nnx.GraphDef[Block], nnx.State])
+    assert assert_type(nnx.merge(graphdef, state), Block).scale == model.scale
+    filters: list[type[nnx.Variable[Any]]] = [nnx.Param, nnx.Variable]
+    graphdef, _, _ = nnx.split(model, *filters)
     assert multiply.lower(x, factor=2.0).compile()(x).shape == (2, 4)
 
 
@@ -144,12 +157,21 @@ class Encoder(nn.Module):
     def __call__(self, x: Array) -> Array:
         return self.norm(self.mlp(x))
 
+    def width(self) -> int:
+        return self.features
+
 
 def test_linen_modules_keep_their_types():
     model, x = Encoder(features=4), ones(2, 4)
     variables = model.init(jax.random.key(0), x)
     y, updates = model.apply(variables, x, mutable=["batch_stats"])
-    assert (y.shape, updates) == ((2, 4), {})
+    assert (assert_type(y, Array).shape, assert_type(updates, dict[str, Any])) == ((2, 4), {})
+    assert_type(model.apply(variables, x), Array)
+    assert_type(model.apply(variables, method=Encoder.width), int)
+    widths = model.apply(variables, method=Encoder.width, mutable=True)
+    assert assert_type(widths, tuple[int, dict[str, Any]])[0] == 4
+    y, variables = model.init_with_output(jax.random.key(0), x)
+    assert_type(y, Array)
     bound = assert_type(model.bind(variables), Encoder)
     assert_type(bound.mlp, MLP)
     assert assert_type(bound(x), Array).shape == (2, 4)
@@ -183,9 +205,15 @@ def test_configs_keep_their_types():
     cfg.norm = LayerNorm.default_config()
     layer = cfg.instantiate(parent=None)
     assert layer.create_parameter_specs_recursively()["linear"]["weight"].shape == (4, 4)
+    module = Residual(cfg, parent=None)
+    state = module.initialize_parameters_recursively(jax.random.key(0))
+    y, _ = functional(module, None, state, [ones(2, 4)], is_training=False)
+    assert assert_type(y, Array).shape == (2, 4)
     trainer = SpmdTrainer.default_config().set(name="trainer", max_step=3)
     trainer.mesh_axis_names = ("data", "model")
     trainer.evalers = {}
+    trainer.model = Residual.default_config()
+    trainer.model.dim = 4  # a field of a class that type checkers do not know here
     assert assert_type(trainer.seed, int) == 0
 
 

@@ -82,12 +82,23 @@ class CompatDoor(_door.Door):
         if name.startswith("__"):
             return super().find_attribute(module, name)
         full_name = f"{module}.{name}"
-        if full_name in flax_modules():  # has more names than the module of an earlier version
+        if (
+            full_name in flax_modules()
+        ):  # has more names than the module of an earlier version
             return importlib.import_module(full_name)
         new_name = new_names().get(full_name)
         if new_name is not None:
-            owner, _, attribute = new_name.rpartition(".")
-            return pkgutil.resolve_name(f"{owner}:{attribute}")
+            owner_name, _, attribute = new_name.rpartition(".")
+            owner = pkgutil.resolve_name(owner_name)
+            if hasattr(owner, attribute):
+                found = getattr(owner, attribute)
+            else:
+                found = importlib.import_module(new_name)
+            is_module = isinstance(found, types.ModuleType)
+            if is_module and full_name in _modules_of_moved_names():
+                # Its names are not all in the module that has replaced it.
+                return importlib.import_module(full_name)
+            return found
         _check_axlearn_module(full_name, _left_out_error)
         is_package = hasattr(sys.modules.get(module), "__path__")
         if is_package and importlib.util.find_spec(full_name):
@@ -97,7 +108,9 @@ class CompatDoor(_door.Door):
                 return getattr(place, name)
         advice = hints.instead_of_name(module, name)
         if advice is not None:
-            raise _left_out_error(f"{module} has no {name!r} of AXLearn: {advice}.")
+            raise _left_out_error(
+                f"{module} has no {name!r} of AXLearn: {advice}."
+            )
         return super().find_attribute(module, name)
 
     def current_name(self, name: str) -> str:
@@ -132,7 +145,9 @@ def open_door() -> None:
     _door.set_door(_DOOR)
     sys.meta_path.insert(0, _Finder())  # pyright: ignore[reportArgumentType]
     if any(name.startswith(("FLAX_", "NNX_")) for name in os.environ):
-        importlib.import_module(MODULES["weft.configurations"])  # reads its flags from there
+        importlib.import_module(
+            MODULES["weft.configurations"]
+        )  # reads its flags from there
 
 
 def _places(module: str) -> list[object]:
@@ -146,7 +161,10 @@ def _places(module: str) -> list[object]:
 
 def _other_names(module: str) -> list[str]:
     """Returns what `dir` says of such a module."""
-    names = {*vars(sys.modules[module]), *flax_modules().get(module, FlaxModule()).elsewhere}
+    names = {
+        *vars(sys.modules[module]),
+        *flax_modules().get(module, FlaxModule()).elsewhere,
+    }
     for place in _places(module):
         names.update(name for name in dir(place) if not name.startswith("_"))
     return sorted(names)
@@ -176,16 +194,22 @@ def _is_from_import() -> bool:
     # The first frame of another module than this one and those that ask the door.
     frame = sys._getframe(1)
     internal = (__name__, "weft._lazy")
-    while frame.f_globals.get("__name__") in internal and frame.f_back is not None:
+    while (
+        frame.f_globals.get("__name__") in internal and frame.f_back is not None
+    ):
         frame = frame.f_back
     return frame.f_code.co_code[frame.f_lasti] == opcode.opmap["IMPORT_FROM"]
 
 
 @functools.cache
+def _modules_of_moved_names() -> frozenset[str]:
+    return frozenset(name.rpartition(".")[0] for name in new_names())
+
+
+@functools.cache
 def _modules_with_other_names() -> frozenset[str]:
-    names = {*new_names(), *flax_modules()}
-    for table in (new_names(), hints.differences()):
-        names.update(name.rpartition(".")[0] for name in table)
+    names = {*new_names(), *flax_modules(), *_modules_of_moved_names()}
+    names.update(name.rpartition(".")[0] for name in hints.differences())
     return frozenset(names)
 
 
@@ -193,7 +217,10 @@ class _Finder:
     """Finder of modules whose path is not that of their file, or whose names are elsewhere."""
 
     def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: object = None
+        self,
+        name: str,
+        path: Sequence[str] | None = None,
+        target: object = None,
     ) -> ModuleSpec | None:
         if not name.startswith("weft."):
             return None
@@ -207,10 +234,16 @@ class _Finder:
         if not is_moved:
             spec = PathFinder.find_spec(name, path)
             if spec is not None and spec.loader is not None:
-                spec.loader.exec_module = functools.partial(_execute, spec.loader.exec_module)
+                spec.loader.exec_module = functools.partial(
+                    _execute, spec.loader.exec_module
+                )
                 return spec
         if is_moved or name in flax_modules():
-            return importlib.util.spec_from_loader(name, _OtherNames(), is_package=True)  # pyright: ignore[reportArgumentType]
+            return importlib.util.spec_from_loader(
+                name,
+                _OtherNames(),  # pyright: ignore[reportArgumentType]
+                is_package=True,
+            )
         return None
 
 
@@ -241,7 +274,9 @@ class _SameModule:
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        module.__spec__ = self._spec  # Python has replaced it by that of the other path
+        module.__spec__ = (
+            self._spec
+        )  # Python has replaced it by that of the other path
 
 
 class _OtherNames:
@@ -256,12 +291,18 @@ class _OtherNames:
         _add_other_names(module.__name__, module)
 
 
-def _execute(load: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:
+def _execute(
+    load: Callable[[types.ModuleType], None], module: types.ModuleType
+) -> None:
     load(module)
     _add_other_names(module.__name__, module)
 
 
 def _add_other_names(path: str, module: types.ModuleType) -> None:
     if path in _modules_with_other_names():
-        vars(module).setdefault("__getattr__", functools.partial(_DOOR.find_attribute, path))
-        vars(module).setdefault("__dir__", functools.partial(_other_names, path))
+        vars(module).setdefault(
+            "__getattr__", functools.partial(_DOOR.find_attribute, path)
+        )
+        vars(module).setdefault(
+            "__dir__", functools.partial(_other_names, path)
+        )

@@ -24,6 +24,7 @@ from weft.config.validation import (
 from weft.config.values import (
     InMemory as InMemory, is_attrs as is_attrs, is_named_tuple as is_named_tuple, Required as Required,
     REQUIRED as REQUIRED, RequiredFieldValue as RequiredFieldValue,
+    UnreadValue as UnreadValue,
 )
 from weft.errors import (
     ConfigError as ConfigError, ConfigOverrideError as ConfigOverrideError,
@@ -35,4 +36,5 @@ from weft.errors import (
     NonConfigFieldError as NonConfigFieldError,
     RequiredFieldMissingError as RequiredFieldMissingError, similar_names as similar_names,
     UnknownConfigError as UnknownConfigError, UnknownFieldError as UnknownFieldError,
+    UnreadableValueError as UnreadableValueError,
 )

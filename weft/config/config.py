@@ -12,14 +12,24 @@ config with read-only fields whose values are copied from another config on firs
 makes `self.config` cheap to read.
 """
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar, dataclass_transform
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    NamedTuple,
+    ParamSpec,
+    Self,
+    TypeVar,
+    dataclass_transform,
+)
 
 from weft._door import current_door
 from weft.config import validation, values
 from weft.config.fields import Field, check_type, define_fields
+from weft.config.values import Value
 from weft.errors import FrozenConfigError, UnknownFieldError, did_you_mean
 
 
@@ -40,17 +50,25 @@ class Origin(NamedTuple):
         file = _cell_of_notebook(self.file) or self.file
         if os.path.isabs(file):
             relative = os.path.relpath(file)
-            file = file if relative.startswith("..") else relative
-        return f"{file}:{self.line}" if self.line else file
+            if not relative.startswith(".."):
+                file = relative
+        if self.line:
+            return f"{file}:{self.line}"
+        return file
 
 
 def _cell_of_notebook(file: str) -> str | None:
     """Returns IPython's name of the cell whose code has this file name."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if "IPython" not in sys.modules:
+        return None
+    shell = sys.modules["IPython"].get_ipython()
     if shell is None:
         return None
     kind_and_name = shell.compile.format_code_name(file)
-    return None if kind_and_name is None else kind_and_name[1]
+    if kind_and_name is None:
+        return None
+    _, name = kind_and_name
+    return name
 
 
 def caller_origin() -> Origin | None:
@@ -63,7 +81,7 @@ def caller_origin() -> Origin | None:
     return None
 
 
-def origin(config: values.ConfigNode, path: str | Sequence[Any]) -> Origin | None:
+def origin(config: values.ConfigNode, path: values.Path) -> Origin | None:
     """Returns where the value at a path was last set; None for a default.
 
     Args:
@@ -80,25 +98,26 @@ def origin(config: values.ConfigNode, path: str | Sequence[Any]) -> Origin | Non
 _REPR_LIMIT = 1500
 
 
-def value_repr(value: object) -> str:
+def value_repr(value: Value) -> str:
     """Formats a leaf, with dotted names for classes and functions."""
     name = getattr(value, "__qualname__", None)
     module = getattr(value, "__module__", None)
-    if isinstance(name, str) and isinstance(module, str):
-        return repr(f"{module}.{name}" if module != "builtins" else name)
-    return repr(value)
+    if not isinstance(name, str) or not isinstance(module, str):
+        return repr(value)
+    if module == "builtins":
+        return repr(name)
+    return repr(f"{module}.{name}")
 
 
-def _one_line(value: Any, *, all_fields: bool) -> str:
-    def write(child: object) -> str:
-        return _one_line(child, all_fields=all_fields)
-
+def _one_line(value: Value, *, all_fields: bool) -> str:
+    write = functools.partial(_one_line, all_fields=all_fields)
     if isinstance(value, values.ConfigNode):
         arguments: list[str] = []
         for name, child in value._field_values().items():
             if name == value._target:
                 continue
-            if all_fields or not values.values_equal(child, value._fields()[name].default()):
+            default = value._fields()[name].default()
+            if all_fields or not values.values_equal(child, default):
                 arguments.append(f"{name}={write(child)}")
         return f"{value._label()}({', '.join(arguments)})"
     if isinstance(value, dict):
@@ -106,9 +125,11 @@ def _one_line(value: Any, *, all_fields: bool) -> str:
         return f"{{{', '.join(pairs)}}}"
     if type(value) in (list, tuple):
         items = ", ".join(map(write, value))
-        if isinstance(value, list):
+        if type(value) is list:
             return f"[{items}]"
-        return f"({items},)" if len(value) == 1 else f"({items})"
+        if len(value) == 1:
+            items += ","
+        return f"({items})"
     return getattr(value, "__qualname__", None) or repr(value)
 
 
@@ -127,7 +148,9 @@ if TYPE_CHECKING:
         """
 
         def __init__(self, method: Callable[..., object]): ...
-        def __get__(self, config: C, config_type: Callable[P, C]) -> Callable[P, C]: ...
+        def __get__(
+            self, config: C, config_type: Callable[P, C]
+        ) -> Callable[P, C]: ...
 
 else:
 
@@ -139,7 +162,14 @@ else:
 class ConfigBase(values.ConfigNode):
     """Base of all config classes. The annotated names in the body of a subclass are its fields."""
 
-    __slots__ = ("__dict__", "__weakref__", "_frozen", "_origins", "_path", "_source")
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_frozen",
+        "_origins",
+        "_path",
+        "_source",
+    )
     __hash__ = None  # type: ignore[assignment]  # configs are mutable
 
     __config_fields__: "dict[str, Field]" = {}
@@ -151,13 +181,15 @@ class ConfigBase(values.ConfigNode):
             # A view reads its fields in `__getattr__`, which an override need not do.
             cls._frozen_view = cls._frozen_copy
 
-    def __init__(self, **kwargs: object):
+    def __init__(self, **kwargs: Value):
         self._init_slots()
         for name, field in self._fields().items():
             self.__dict__[name] = field.default(name)
         self.set(**kwargs)
 
-    def _init_slots(self, *, path: str = "", origins: dict[str, Origin] | None = None) -> None:
+    def _init_slots(
+        self, *, path: str = "", origins: dict[str, Origin] | None = None
+    ) -> None:
         _set_slot(self, "_frozen", False)
         _set_slot(self, "_origins", origins or {})
         _set_slot(self, "_path", path)
@@ -166,36 +198,42 @@ class ConfigBase(values.ConfigNode):
     def _fields(self) -> dict[str, Field]:
         return type(self).__config_fields__
 
-    def _field_values(self) -> dict[str, Any]:
+    def _field_values(self) -> dict[str, Value]:
         return {name: getattr(self, name) for name in sorted(self._fields())}
 
     # Field access.
 
-    def __setattr__(self, name: str, value: object) -> None:
-        field = self._field(name)
-        path = values.join_path(self._path, f".{name}")
-        if self._frozen:
-            raise FrozenConfigError(
-                f"{self._label()} is frozen, because an object was created from it: cannot set "
-                f"{path!r} to {value!r:.80}. Change a copy: cfg = self.config.clone({name}=…)."
-            )
-        validation.check_value(value, path)
-        check_type(value, field, path, label=self._label())
-        self.__dict__[name] = values.copy_value(value, path)
-        self._record_origin(name)
+    if not TYPE_CHECKING:
+        # Type checkers know the fields, and mark the assignment of others.
+
+        def __setattr__(self, name: str, value: Value) -> None:
+            field = self._field(name)
+            path = values.join_path(self._path, f".{name}")
+            if self._frozen:
+                raise FrozenConfigError(
+                    f"{self._label()} is frozen, because an object was created from it: cannot set "
+                    f"{path!r} to {value!r:.80}. Change a copy: cfg = self.config.clone({name}=…)."
+                )
+            validation.check_value(value, path)
+            check_type(value, field, path, label=self._label())
+            self.__dict__[name] = values.copy_value(value, path)
+            self._record_origin(name)
 
     def _record_origin(self, name: str) -> None:
         origin = caller_origin()
         if origin is not None:
             self._origins[name] = origin
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Value:
         # Only called if the instance lacks the value: a view's unread field, or an error.
         if name.startswith("_"):
-            raise AttributeError(f"{type(self).__qualname__!r} object has no attribute {name!r}")
+            raise AttributeError(
+                f"{type(self).__qualname__!r} object has no attribute {name!r}"
+            )
         field = self._field(name)
         path = values.join_path(self._path, f".{name}")
-        value = self.__dict__[name] = values.copy_value(getattr(self._source, field.name), path)
+        value = values.copy_value(getattr(self._source, field.name), path)
+        self.__dict__[name] = value
         return value
 
     def __delattr__(self, name: str) -> None:
@@ -207,26 +245,31 @@ class ConfigBase(values.ConfigNode):
     def _field(self, name: str) -> Field:
         fields = self._fields()
         if name not in fields:
-            where = f" (at {self._path})" if self._path else ""
+            place = f" (at {self._path})" if self._path else ""
             advice = self._hint_for_field(name) or did_you_mean(name, fields)
-            raise UnknownFieldError(f"unknown field {name!r} in {self._label()}{where}. {advice}")
+            raise UnknownFieldError(
+                f"unknown field {name!r} in {self._label()}{place}. {advice}"
+            )
         return fields[name]
 
     def _hint_for_field(self, name: str) -> str | None:
         """Returns a sentence on what to write instead of a field that programs may know."""
         for cls in type(self).__mro__:
-            hint = current_door().hint_for_name(cls.__qualname__.removesuffix(".Config"), name)
+            class_name = cls.__qualname__.removesuffix(".Config")
+            hint = current_door().hint_for_name(class_name, name)
             if hint is not None:
                 return hint
         return None
 
     def _label(self) -> str:
+        name = type(self).__qualname__
         cls = self.__dict__.get(self._target or "")
-        name = f"{cls.__qualname__}.Config" if isinstance(cls, type) else type(self).__qualname__
+        if isinstance(cls, type):
+            name = f"{cls.__qualname__}.Config"
         return name.rpartition("<locals>.")[2]
 
     @_takes_fields
-    def set(self, **kwargs: object) -> Self:
+    def set(self, **kwargs: Value) -> Self:
         """Sets fields by name and returns the config itself.
 
         The `config` of an object is a copy, which this changes, and not the object.
@@ -245,7 +288,7 @@ class ConfigBase(values.ConfigNode):
         return self
 
     @_takes_fields
-    def clone(self, **kwargs: object) -> Self:
+    def clone(self, **kwargs: Value) -> Self:
         """Returns an independent copy with the fields `kwargs` set."""
         return self._copy_to(self._path).set(**kwargs)
 
@@ -262,7 +305,7 @@ class ConfigBase(values.ConfigNode):
         """Returns the names of the fields, sorted."""
         return sorted(self._fields())
 
-    def items(self) -> list[tuple[str, Any]]:
+    def items(self) -> list[tuple[str, Value]]:
         """Returns (name, value) pairs of the fields, sorted by name."""
         return list(self._field_values().items())
 
@@ -273,7 +316,8 @@ class ConfigBase(values.ConfigNode):
         copy._init_slots(path=path, origins=dict(self._origins))
         for name in self._fields():
             child_path = values.join_path(path, f".{name}")
-            copy.__dict__[name] = values.copy_value(getattr(self, name), child_path)
+            value = getattr(self, name)
+            copy.__dict__[name] = values.copy_value(value, child_path)
         return copy
 
     def _frozen_view(self) -> Self:
@@ -319,58 +363,73 @@ class ConfigBase(values.ConfigNode):
         text = _one_line(self, all_fields=True)
         if len(text) > _REPR_LIMIT:
             text = _one_line(self, all_fields=False)
-        return text if len(text) <= _REPR_LIMIT else text[: _REPR_LIMIT - 2] + " …"
+        if len(text) > _REPR_LIMIT:
+            text = text[: _REPR_LIMIT - 2] + " …"
+        return text
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Shows the config in IPython as its text form, over lines, without defaults."""
-        del cycle
-        from weft.config import to_text  # which is in a module that imports this one
+        from weft.config import to_text  # its module imports this one
 
+        del cycle
         printer.text(to_text(self, omit_defaults=True))
 
-    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+    def __treescope_repr__(
+        self, path: str | None, subtree_renderer: Any
+    ) -> Any:
         """Shows the fields in Treescope's trees."""
         from treescope.repr_lib import render_object_constructor
 
-        return render_object_constructor(type(self), dict(self.items()), path, subtree_renderer)
+        return render_object_constructor(
+            type(self), dict(self.items()), path, subtree_renderer
+        )
 
     def debug_string(
         self,
         *,
         kv_separator: str = ": ",
         field_separator: str = "\n",
-        omit_default_values: Sequence[Any] | None = None,
+        omit_default_values: Sequence[Value] | None = None,
     ) -> str:
         """Returns one `path: value` per leaf of the config, sorted by field name.
 
         `omit_default_values` is as in `to_flat_dict`, and defaults to None and REQUIRED.
         """
-        omitted = (None, values.REQUIRED) if omit_default_values is None else omit_default_values
-        leaves = values.to_flat_dict(self, omit_default_values=omitted).items()
-        return field_separator.join(
-            f"{path}{kv_separator}{value_repr(value)}" for path, value in leaves
+        if omit_default_values is None:
+            omit_default_values = (None, values.REQUIRED)
+        leaves = values.to_flat_dict(
+            self, omit_default_values=omit_default_values
         )
+        lines: list[str] = []
+        for path, value in leaves.items():
+            lines.append(f"{path}{kv_separator}{value_repr(value)}")
+        return field_separator.join(lines)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Value]:
         """Returns the fields as a dict, with nested configs, named tuples and dataclasses as dicts.
 
         Fields of a dataclass whose metadata have `skip_serialization=True` are left out.
         """
         return values.to_dict(self)
 
-    def to_flat_dict(self, *, omit_default_values: Sequence[Any]) -> dict[str, Any]:
+    def to_flat_dict(
+        self, *, omit_default_values: Sequence[Value]
+    ) -> dict[str, Value]:
         """Returns the leaves of the config by path, such as `model.layers[2].rate`.
 
         Named tuples and dataclasses are as dicts: `shape['width']`; see `to_dict`.
         Fields whose value is both their default and one of `omit_default_values` are omitted.
         """
-        return values.to_flat_dict(self, omit_default_values=omit_default_values)
+        return values.to_flat_dict(
+            self, omit_default_values=omit_default_values
+        )
 
     def visit(
         self,
-        visit_fn: Callable[[str, Any], None],
-        enter_fn: Callable[[str, Any, list | None], list | None] | None = None,
-        exit_fn: Callable[[str, Any], None] | None = None,
+        visit_fn: Callable[[str, Value], None],
+        enter_fn: Callable[[str, Value, list | None], list | None]
+        | None = None,
+        exit_fn: Callable[[str, Value], None] | None = None,
     ) -> None:
         """Traverses the config depth first, with fields sorted by name.
 
@@ -380,17 +439,21 @@ class ConfigBase(values.ConfigNode):
                 children, None for a leaf. Returns the pairs to traverse instead, or None for none.
             exit_fn: called with path and value of each inner node after its children.
         """
-        values.visit(self, visit_fn=visit_fn, enter_fn=enter_fn, exit_fn=exit_fn)
+        values.visit(
+            self, visit_fn=visit_fn, enter_fn=enter_fn, exit_fn=exit_fn
+        )
 
     # Paths.
 
-    def get_recursively(self, path: str | Sequence[str]) -> Any:
+    def get_recursively(self, path: str | Sequence[str]) -> Value:
         """Returns the value at a path, a sequence of names or dotted (`model.layers[2].rate`).
 
         Raises UnknownFieldError if the path does not exist; names the part that does.
         """
         return values.get_path(self, path)
 
-    def set_recursively(self, path: str | Sequence[str], *, value: object) -> None:
+    def set_recursively(
+        self, path: str | Sequence[str], *, value: Value
+    ) -> None:
         """Sets the value at a nonempty path. See `get_recursively`."""
         values.set_path(self, path, value)

@@ -14,12 +14,20 @@ name in a module, that create trainer configs.
 import functools
 import importlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, Union
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Generic,
+    Protocol,
+    TypeVar,
+    Union,
+)
 
 from weft import errors
 from weft.config.config import ConfigBase
 from weft.config.validation import check_value, register_validator
-from weft.config.values import REQUIRED, join_path
+from weft.config.values import REQUIRED, UnreadValue, Value, join_path
 
 if TYPE_CHECKING:
     import typing_extensions
@@ -45,10 +53,11 @@ class InstantiableConfig(Generic[T], ConfigBase):
     """Config of an object of type `T`."""
 
     if TYPE_CHECKING:
-        # So that `set` takes any fields where the class of a config is not known.
-        def __init__(self, **kwargs: Any): ...
+        # Any field can be set where the class of a config is not known.
+        def __init__(self, **kwargs: Value): ...
+        def __setattr__(self, name: str, value: Value) -> None: ...
 
-    def instantiate(self, **kwargs: object) -> T:
+    def instantiate(self, **kwargs: Value) -> T:
         """Creates the object; `kwargs` are further arguments, such as the `parent` of a module.
 
         Raises RequiredFieldMissingError if a field is still REQUIRED.
@@ -60,7 +69,9 @@ ConfigOr = Union[T, InstantiableConfig[T]]  # noqa: UP007 - `T | X` cannot be su
 """`ConfigOr[Schedule]`: a schedule or its config. See `maybe_instantiate`."""
 
 
-def check_complete(config: ConfigBase, overrides: Mapping[str, object] | None = None) -> None:
+def check_complete(
+    config: ConfigBase, overrides: Mapping[str, object] | None = None
+) -> None:
     """Checks that all fields of a config are set and valid.
 
     Nested configs are not checked, because the object may complete them.
@@ -70,15 +81,20 @@ def check_complete(config: ConfigBase, overrides: Mapping[str, object] | None = 
 
     Raises:
         RequiredFieldMissingError: if a field is still REQUIRED.
+        ConfigTextError: if the text of a field could not be read, see `from_text`.
         InvalidConfigValueError: for an invalid value in a list or dict.
     """
     values = config._field_values()
     for name in overrides or {}:
         values.pop(name, None)
     missing = [name for name, value in values.items() if value is REQUIRED]
-    missing += [name for name, value in (overrides or {}).items() if value is REQUIRED]
+    missing += [
+        name for name, value in (overrides or {}).items() if value is REQUIRED
+    ]
     if missing:
-        paths = ", ".join(join_path(config._path, f".{name}") for name in missing)
+        paths = ", ".join(
+            join_path(config._path, f".{name}") for name in missing
+        )
         verb = "is" if len(missing) == 1 else "are"
         origin = config._origins.get(config._target or "")
         creation = f", which was created at {origin}" if origin else ""
@@ -88,6 +104,8 @@ def check_complete(config: ConfigBase, overrides: Mapping[str, object] | None = 
             f"cfg.set({arguments}) before cfg.instantiate()."
         )
     for name, value in values.items():
+        if isinstance(value, UnreadValue):
+            raise value.error
         # Fields were checked when set, but lists and dicts may have changed since.
         check_value(value, join_path(config._path, f".{name}"))
 
@@ -111,9 +129,13 @@ class Configurable:
     class Config(InstantiableConfig[Any]):
         _target = "klass"
 
+        if TYPE_CHECKING:
+            # In a class with declared fields, the assignment of others is a mistake.
+            __setattr__: ClassVar[None]
+
         klass: type[Any] = REQUIRED
 
-        def instantiate(self, **kwargs: object) -> Any:
+        def instantiate(self, **kwargs: Value) -> Any:
             check_complete(self)
             return self.klass(self, **kwargs)
 
@@ -150,9 +172,14 @@ class Configurable:
         Raises InvalidConfigClassError if `Config` does not derive from `Configurable.Config`.
         """
         config_type: Any = cls.Config  # pyright: ignore[reportAttributeAccessIssue]
-        if not (isinstance(config_type, type) and issubclass(config_type, Configurable.Config)):
+        if not (
+            isinstance(config_type, type)
+            and issubclass(config_type, Configurable.Config)
+        ):
             parent = next(
-                base.__qualname__ for base in cls.__mro__[1:] if issubclass(base, Configurable)
+                base.__qualname__
+                for base in cls.__mro__[1:]
+                if issubclass(base, Configurable)
             )
             raise errors.InvalidConfigClassError(
                 f"{cls.__qualname__}.Config does not derive from the config of its parent. "
@@ -184,7 +211,8 @@ def _reject_object(value: Configurable) -> None:
 
 
 register_validator(
-    match_fn=lambda value: isinstance(value, Configurable), validate_fn=_reject_object
+    match_fn=lambda value: isinstance(value, Configurable),
+    validate_fn=_reject_object,
 )
 
 
@@ -196,11 +224,13 @@ class ConfigModifier(Configurable):
         raise NotImplementedError(type(self))
 
 
-def maybe_set_config(cfg: ValueT, **kwargs: object) -> ValueT:
+def maybe_set_config(cfg: ValueT, **kwargs: Value) -> ValueT:
     """Sets the given fields that a config has, and returns the config, or any other value."""
     if isinstance(cfg, ConfigBase):
         fields = cfg._fields()
-        cfg.set(**{name: value for name, value in kwargs.items() if name in fields})
+        cfg.set(
+            **{name: value for name, value in kwargs.items() if name in fields}
+        )
     return cfg
 
 
@@ -212,7 +242,9 @@ class TrainerConfigFn(Protocol):
         ...
 
 
-def get_named_trainer_config(config_name: str, *, config_module: str) -> TrainerConfigFn:
+def get_named_trainer_config(
+    config_name: str, *, config_module: str
+) -> TrainerConfigFn:
     """Returns a recipe by name.
 
     Args:
@@ -236,7 +268,9 @@ def get_named_trainer_config(config_name: str, *, config_module: str) -> Trainer
     return recipes[config_name]
 
 
-def with_overrides(trainer_config_fn: TrainerConfigFn, **kwargs: object) -> TrainerConfigFn:
+def with_overrides(
+    trainer_config_fn: TrainerConfigFn, **kwargs: Value
+) -> TrainerConfigFn:
     """Returns a function that creates the same config with some fields changed."""
 
     @functools.wraps(trainer_config_fn)

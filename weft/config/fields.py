@@ -19,29 +19,46 @@ import numbers
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, overload
 
 from weft import errors
 from weft.config.validation import check_value, validate_config_field_name
-from weft.config.values import REQUIRED, ConfigNode, RequiredFieldValue, copy_value, values_equal
+from weft.config.values import (
+    REQUIRED,
+    ConfigNode,
+    RequiredFieldValue,
+    UnreadValue,
+    Value,
+    copy_value,
+    values_equal,
+)
+
+Hint = Any
+"""Declared type: a class, a generic or union of classes, or another form of Python's typing."""
 
 
-def resolve_annotation(annotation: object, namespace: Callable[[], dict[str, Any]]) -> Any:
+def resolve_annotation(
+    annotation: Hint, namespace: Callable[[], dict[str, Any]]
+) -> Hint:
     """Resolves the names in a declared type's strings; returns None if one is unknown."""
     if annotation is None or isinstance(annotation, type):
         return annotation
     holder = types.SimpleNamespace(__annotations__={"it": annotation})
     try:
-        return typing.get_type_hints(holder, namespace(), include_extras=True)["it"]
+        return typing.get_type_hints(holder, namespace(), include_extras=True)[
+            "it"
+        ]
     except Exception:
         # Imported for type checkers only, or defined later.
         return None if isinstance(annotation, str) else annotation
 
 
-def check_type(value: object, field: "Field", path: str, *, label: str) -> None:
+def check_type(value: Value, field: "Field", path: str, *, label: str) -> None:
     """Raises ConfigTypeError if a value does not match the declared type of its field."""
-    if value is REQUIRED or matches_type(value, field.hint, configs=field.accepts_configs):
+    if value is REQUIRED or isinstance(value, UnreadValue):
+        return
+    if matches_type(value, field.hint, configs=field.accepts_configs):
         return
     if values_equal(value, field.default()):
         return  # defaults are accepted despite the annotation
@@ -51,26 +68,33 @@ def check_type(value: object, field: "Field", path: str, *, label: str) -> None:
     )
 
 
-def _suggest_value(value: object, field: "Field") -> str:
+def _suggest_value(value: Value, field: "Field") -> str:
     if isinstance(value, type) and hasattr(value, "default_config"):
-        return f"Set the config of the class: {type_name(value)}.default_config()."
+        return (
+            f"Set the config of the class: {type_name(value)}.default_config()."
+        )
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             number = float(value)
-            for candidate in (int(number) if number.is_integer() else None, number):
-                if candidate is not None and matches_type(candidate, field.hint):
+            candidates: list[int | float] = [number]
+            if number.is_integer():
+                candidates.insert(0, int(number))
+            for candidate in candidates:
+                if matches_type(candidate, field.hint):
                     return f"Write {candidate!r} without quotes."
     if value is None:
-        return f"Declare `{type_name(field.hint)} | None` if it may be left out."
+        return (
+            f"Declare `{type_name(field.hint)} | None` if it may be left out."
+        )
     return f"Set {field.name!r} to a value of type {type_name(field.hint)}."
 
 
-def is_instantiable(x: object) -> bool:
+def is_instantiable(x: Value) -> bool:
     """Returns whether `x` is a config that can be instantiated."""
     return isinstance(x, ConfigNode) and hasattr(type(x), "instantiate")
 
 
-def matches_type(value: Any, hint: Any, *, configs: bool = False) -> bool:
+def matches_type(value: Value, hint: Hint, *, configs: bool = False) -> bool:
     """Returns False if `value` is certainly not of the type `hint`.
 
     >>> matches_type(3, float), matches_type("3", float)
@@ -83,7 +107,9 @@ def matches_type(value: Any, hint: Any, *, configs: bool = False) -> bool:
     if hint is None:
         return value is None
     if isinstance(hint, typing.TypeVar):
-        return hint.__bound__ is None or matches_type(value, hint.__bound__, configs=configs)
+        if hint.__bound__ is None:
+            return True
+        return matches_type(value, hint.__bound__, configs=configs)
     if isinstance(hint, typing.NewType):
         return matches_type(value, hint.__supertype__, configs=configs)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -98,21 +124,43 @@ def matches_type(value: Any, hint: Any, *, configs: bool = False) -> bool:
     return True
 
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set)
-_SEQUENCES = (list, tuple, collections.abc.Sequence, collections.abc.MutableSequence)
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    list,
+    tuple,
+    dict,
+    set,
+)
+_SEQUENCES = (
+    list,
+    tuple,
+    collections.abc.Sequence,
+    collections.abc.MutableSequence,
+)
 _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 _SETS = (set, frozenset, collections.abc.Set, collections.abc.MutableSet)
 
 
-def _matches_class(value: object, cls: type, args: tuple, configs: bool) -> bool:
+def _matches_class(
+    value: Value, cls: type, args: tuple[Hint, ...], configs: bool
+) -> bool:
     if cls in _NUMBERS:
-        return isinstance(value, _NUMBERS[cls]) or (
-            cls is not int and getattr(value, "shape", None) == ()
-        )
+        if isinstance(value, _NUMBERS[cls]):
+            return True
+        # A scalar of an array library.
+        return cls is not int and getattr(value, "shape", None) == ()
     if cls in (str, bytes, type(None), RequiredFieldValue):
         return isinstance(value, cls)
+    if issubclass(cls, ConfigNode) and not hasattr(cls, "instantiate"):
+        return isinstance(value, cls)
     if issubclass(cls, ConfigNode):
-        return is_instantiable(value) if hasattr(cls, "instantiate") else isinstance(value, cls)
+        return is_instantiable(value)
     if is_instantiable(value):
         return True
     if cls in _SEQUENCES:
@@ -120,9 +168,8 @@ def _matches_class(value: object, cls: type, args: tuple, configs: bool) -> bool
     if cls in _MAPPINGS:
         return _matches_mapping(value, args, configs)
     if cls in _SETS:
-        if not isinstance(value, collections.abc.Set):
-            return False
-        return not args or all(matches_type(x, args[0], configs=configs) for x in value)
+        is_set = isinstance(value, collections.abc.Set)
+        return is_set and _all_match(value, args, configs)
     if cls is type:
         return isinstance(value, type) or not isinstance(value, _PLAIN)
     if cls is collections.abc.Callable:
@@ -141,7 +188,20 @@ _NUMBERS: dict[type, tuple[type, ...]] = {
 }
 
 
-def _matches_mapping(value: object, args: tuple, configs: bool) -> bool:
+def _all_match(
+    children: Iterable[Value], args: tuple[Hint, ...], configs: bool
+) -> bool:
+    """Returns whether children match the first argument of their container's type, if any."""
+    if not args:
+        return True
+    return all(
+        matches_type(child, args[0], configs=configs) for child in children
+    )
+
+
+def _matches_mapping(
+    value: Value, args: tuple[Hint, ...], configs: bool
+) -> bool:
     if not isinstance(value, collections.abc.Mapping):
         return False
     if len(args) == 2:
@@ -154,24 +214,33 @@ def _matches_mapping(value: object, args: tuple, configs: bool) -> bool:
     return True
 
 
-def _matches_sequence(value: object, cls: type, args: tuple, configs: bool) -> bool:
-    if not isinstance(value, collections.abc.Sequence) or isinstance(value, str | bytes):
+def _matches_sequence(
+    value: Value, cls: type, args: tuple[Hint, ...], configs: bool
+) -> bool:
+    if isinstance(value, str | bytes):
         return False
-    if cls is tuple and args and args[-1] is not Ellipsis:
-        args = () if args == ((),) else args
-        return len(value) == len(args) and all(
-            matches_type(child, arg, configs=configs)
-            for child, arg in zip(value, args, strict=True)
-        )
-    return not args or all(matches_type(child, args[0], configs=configs) for child in value)
+    if not isinstance(value, collections.abc.Sequence):
+        return False
+    is_fixed_tuple = cls is tuple and args and args[-1] is not Ellipsis
+    if not is_fixed_tuple:
+        return _all_match(value, args, configs)
+    if args == ((),):  # in tuple[()]
+        args = ()
+    if len(value) != len(args):
+        return False
+    for child, arg in zip(value, args, strict=True):
+        if not matches_type(child, arg, configs=configs):
+            return False
+    return True
 
 
 def _is_record(cls: type) -> bool:
-    has_fields = hasattr(cls, "__dataclass_fields__") or hasattr(cls, "__attrs_attrs__")
-    return has_fields or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
+    if hasattr(cls, "__dataclass_fields__") or hasattr(cls, "__attrs_attrs__"):
+        return True
+    return issubclass(cls, tuple) and hasattr(cls, "_fields")
 
 
-def type_name(hint: object) -> str:
+def type_name(hint: Hint) -> str:
     """Formats a type.
 
     >>> type_name(int | None), type_name(dict[str, float])
@@ -183,16 +252,18 @@ def type_name(hint: object) -> str:
         return "..."
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return " | ".join(type_name(arg) for arg in args if arg is not RequiredFieldValue)
+        arms = [arg for arg in args if arg is not RequiredFieldValue]
+        return " | ".join(map(type_name, arms))
     if origin is typing.Literal:
         return f"Literal[{', '.join(map(repr, args))}]"
     if origin is typing.Annotated:
         return type_name(args[0])
     if isinstance(hint, typing.TypeVar | typing.NewType):
         return hint.__name__
+    if isinstance(hint, list):  # the parameters of a Callable
+        return "..."
     if args:
-        inner = ", ".join("..." if isinstance(arg, list) else type_name(arg) for arg in args)
-        return f"{type_name(origin)}[{inner}]"
+        return f"{type_name(origin)}[{', '.join(map(type_name, args))}]"
     if isinstance(hint, type):
         return hint.__qualname__.rpartition("<locals>.")[2]
     return str(hint).replace("typing.", "")
@@ -212,11 +283,11 @@ class Field:
     def __init__(
         self,
         name: str,
-        annotation: object = None,
+        annotation: Hint = None,
         namespace: Callable[[], dict[str, Any]] = dict,
         *,
-        default: object = REQUIRED,
-        factory: Callable[[], Any] | None = None,
+        default: Value = REQUIRED,
+        factory: Callable[[], Value] | None = None,
         accepts_configs: bool = False,
     ):
         self.name = name
@@ -225,14 +296,16 @@ class Field:
         self.accepts_configs = accepts_configs
         self._default = default
         self._factory = factory
-        self._hint: Any = None  # once resolved
+        self._hint: Hint = None  # once resolved
 
-    def default(self, path: str = "") -> Any:
+    def default(self, path: str = "") -> Value:
         """Returns a copy of the default with the path `path`."""
-        return copy_value(self._default, path) if self._factory is None else self._factory()
+        if self._factory is not None:
+            return self._factory()
+        return copy_value(self._default, path)
 
     @property
-    def hint(self) -> Any:
+    def hint(self) -> Hint:
         """Declared type with strings resolved; `Any` if that is not (yet) possible."""
         if self._hint is None:
             self._hint = resolve_annotation(self.annotation, self.namespace)
@@ -240,10 +313,10 @@ class Field:
 
 
 @overload
-def config_class(cls: C, **kwargs: object) -> C: ...
+def config_class(cls: C, **kwargs: Value) -> C: ...
 @overload
-def config_class(cls: None = None, **kwargs: object) -> Callable[[C], C]: ...
-def config_class(cls: object = None, **kwargs: object) -> Any:
+def config_class(cls: None = None, **kwargs: Value) -> Callable[[C], C]: ...
+def config_class(cls: type | None = None, **kwargs: Value) -> Any:
     """Checks that a class derives from a config, which makes it a config class, as in AXLearn.
 
     Args:
@@ -271,7 +344,9 @@ def config_class(cls: object = None, **kwargs: object) -> Any:
             )
         _check_default(default, cls, name)
         inherited = fields[name]
-        fields[name] = Field(name, inherited.annotation, inherited.namespace, default=default)
+        fields[name] = Field(
+            name, inherited.annotation, inherited.namespace, default=default
+        )
     return cls
 
 
@@ -293,7 +368,10 @@ def define_fields(cls: type) -> dict[str, Field]:
             continue
         default = vars(cls).get(name, REQUIRED)
         fields[name] = Field(
-            name, annotation, functools.partial(_class_namespace, cls), default=default
+            name,
+            annotation,
+            functools.partial(_class_namespace, cls),
+            default=default,
         )
         _check_default(default, cls, name)
         if name in vars(cls):
@@ -302,7 +380,7 @@ def define_fields(cls: type) -> dict[str, Field]:
     return fields
 
 
-def _check_default(default: object, cls: type, name: str) -> None:
+def _check_default(default: Value, cls: type, name: str) -> None:
     path = f"{_class_name(cls)}.{name}"
     if (type(default).__module__, type(default).__name__) in _FIELD_SPECIFIERS:
         raise errors.InvalidConfigValueError(
@@ -315,16 +393,24 @@ def _check_default(default: object, cls: type, name: str) -> None:
 _FIELD_SPECIFIERS = (("dataclasses", "Field"), ("attr._make", "_CountingAttr"))
 
 
-def class_annotations(cls: type) -> dict[str, Any]:
+def class_annotations(cls: type) -> dict[str, Hint]:
     """Returns the annotations in the body of a class, excluding its bases."""
     if sys.version_info >= (3, 14):
         import annotationlib
 
-        return annotationlib.get_annotations(cls, format=annotationlib.Format.FORWARDREF)
+        return annotationlib.get_annotations(
+            cls, format=annotationlib.Format.FORWARDREF
+        )
     return dict(vars(cls).get("__annotations__", {}))
 
 
-_METHOD_KINDS = (types.FunctionType, classmethod, staticmethod, property, functools.cached_property)
+_METHOD_KINDS = (
+    types.FunctionType,
+    classmethod,
+    staticmethod,
+    property,
+    functools.cached_property,
+)
 
 
 def _check_body(cls: type) -> None:
@@ -336,32 +422,39 @@ def _check_body(cls: type) -> None:
                 "fields only: make it a constant of the module."
             )
         validate_config_field_name(name)
-        check_reserved_name(name, cls, what=f"{_class_name(cls)} declares a field")
+        check_reserved_name(
+            name, cls, what=f"{_class_name(cls)} declares a field"
+        )
     for name, value in vars(cls).items():
-        if name in annotations or name == "instantiate" or name.startswith("__annotate"):
+        if name in annotations or name == "instantiate":
             continue
-        if isinstance(value, types.FunctionType) and name in _overridable(cls):
+        if name.startswith("__annotate"):  # how Python stores annotations
+            continue
+        is_method = isinstance(value, types.FunctionType)
+        if is_method and name in _overridable(cls):
             continue
         if isinstance(value, _METHOD_KINDS):
+            kind = "method" if is_method else type(value).__name__
             raise errors.NonConfigFieldError(
-                f"{_class_name(cls)} defines {name!r}, a "
-                f"{'method' if isinstance(value, types.FunctionType) else type(value).__name__}. A "
-                f"config class holds fields only, and may override methods of ConfigBase: make "
-                f"{name!r} a function that takes the config, or a method of the class that is "
-                "configured."
+                f"{_class_name(cls)} defines {name!r}, a {kind}. A config class holds fields only, "
+                f"and may override methods of ConfigBase: make {name!r} a function that takes the "
+                "config, or a method of the class that is configured."
             )
-        if not name.startswith("__") and not isinstance(value, types.MemberDescriptorType):
+        is_slot = isinstance(value, types.MemberDescriptorType)
+        if not is_slot and not name.startswith("__"):
+            annotation = "Any" if value is None else type(value).__name__
             raise errors.NonConfigFieldError(
                 f"{_class_name(cls)} defines {name!r} without an annotation, so it is not a field. "
-                f"Write `{name}: {'Any' if value is None else type(value).__name__} = …`."
+                f"Write `{name}: {annotation} = …`."
             )
 
 
 def _overridable(cls: type) -> set[str]:
     """Returns the names of the methods that every config has, such as `set`."""
-    bases = [base for base in cls.__mro__[1:] if base.__module__.startswith("weft.config.")]
     names: set[str] = set()
-    for base in bases:
+    for base in cls.__mro__[1:]:
+        if not base.__module__.startswith("weft.config."):
+            continue
         for name, value in vars(base).items():
             is_public = not name.startswith("_") or name == "__getattr__"
             if is_public and isinstance(value, types.FunctionType):
@@ -372,7 +465,9 @@ def _overridable(cls: type) -> set[str]:
 def check_reserved_name(name: str, cls: type, *, what: str) -> None:
     """Raises InvalidConfigNameError if a field hides a method of configs, such as `set`."""
     for base in cls.__mro__:
-        if name in vars(base) and base.__module__.startswith("weft.config.") and base is not cls:
+        if base is cls or not base.__module__.startswith("weft.config."):
+            continue
+        if name in vars(base):
             raise errors.InvalidConfigNameError(
                 f"{what} {name!r}, but every config has a method of that name. "
                 f"Call it {name + '_'!r}."
@@ -380,9 +475,12 @@ def check_reserved_name(name: str, cls: type, *, what: str) -> None:
 
 
 def _class_namespace(cls: type) -> dict[str, Any]:
-    module = sys.modules.get(cls.__module__)
-    return {**(vars(module) if module else {}), cls.__name__: cls}
+    namespace: dict[str, Any] = {}
+    if cls.__module__ in sys.modules:
+        namespace |= vars(sys.modules[cls.__module__])
+    namespace[cls.__name__] = cls
+    return namespace
 
 
-def _class_name(cls: object) -> str:
+def _class_name(cls: Value) -> str:
     return getattr(cls, "__qualname__", None) or repr(cls)

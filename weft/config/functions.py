@@ -19,9 +19,25 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from weft.config import validation, values
-from weft.config.configurable import ConfigOr, Configurable, InstantiableConfig, check_complete
-from weft.config.fields import Field, check_reserved_name, is_instantiable
-from weft.errors import InvalidConfigClassError, InvalidConfigNameError, InvalidConfigValueError
+from weft.config.config import Origin
+from weft.config.configurable import (
+    ConfigOr,
+    Configurable,
+    InstantiableConfig,
+    check_complete,
+)
+from weft.config.fields import (
+    Field,
+    Hint,
+    check_reserved_name,
+    is_instantiable,
+)
+from weft.config.values import Value
+from weft.errors import (
+    InvalidConfigClassError,
+    InvalidConfigNameError,
+    InvalidConfigValueError,
+)
 
 if TYPE_CHECKING:
     import inspect
@@ -39,8 +55,8 @@ class CallConfig(InstantiableConfig[T]):
 
     if TYPE_CHECKING:
         # Type checkers do not know the fields, which are those of a signature.
-        def set(self, **kwargs: Any) -> Self: ...
-        def clone(self, **kwargs: Any) -> Self: ...
+        def set(self, **kwargs: Value) -> Self: ...
+        def clone(self, **kwargs: Value) -> Self: ...
 
     def __init__(self, target: Callable[..., T]):
         self._init_slots()
@@ -50,8 +66,10 @@ class CallConfig(InstantiableConfig[T]):
             if name != self._target:
                 self.__dict__[name] = field.default(name)
 
-    def _init_slots(self, **kwargs: Any) -> None:
-        super()._init_slots(**kwargs)
+    def _init_slots(
+        self, *, path: str = "", origins: dict[str, Origin] | None = None
+    ) -> None:
+        super()._init_slots(path=path, origins=origins)
         object.__setattr__(self, "_field_table", None)
 
     def _callable(self) -> Callable[..., T]:
@@ -69,7 +87,7 @@ class CallConfig(InstantiableConfig[T]):
         object.__setattr__(copy, "_field_table", self._field_table)
         return copy
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Value) -> None:
         if name == self._target and value is not self._callable():
             # The fields follow the signature, so a new target must have the same parameters.
             table = _make_fields(value, type(self))
@@ -87,18 +105,24 @@ class CallConfig(InstantiableConfig[T]):
     def _label(self) -> str:
         return f"{type(self)._factory_name}({_callable_name(self._callable())})"
 
-    def instantiate(self, **kwargs: Any) -> T:
+    def instantiate(self, **kwargs: Value) -> T:
         """Calls the function or class with the values of the fields, or those in `kwargs` instead.
 
         Raises RequiredFieldMissingError if a field is still REQUIRED.
         """
         fields = self._fields()
-        check_complete(self, {name: value for name, value in kwargs.items() if name in fields})
-        args, named = [], {}
-        for name, parameter in _parameters(self._callable(), type(self)).items():
+        overrides = {name: kwargs[name] for name in kwargs if name in fields}
+        check_complete(self, overrides)
+        target = self._callable()
+        args: list[Value] = []
+        named: dict[str, Value] = {}
+        for name, parameter in _parameters(target, type(self)).items():
             if name not in fields:
                 continue
-            value = kwargs.pop(name) if name in kwargs else self._argument(name, parameter)
+            if name in kwargs:
+                value = kwargs.pop(name)
+            else:
+                value = self._argument(name, parameter)
             if parameter.kind is parameter.VAR_POSITIONAL:
                 if value:  # then all parameters before it are positional, too
                     args = [*args, *named.values(), *value]
@@ -109,14 +133,18 @@ class CallConfig(InstantiableConfig[T]):
                 args.append(value)
             else:
                 named[name] = value
-        return self._callable()(*args, **named, **kwargs)
+        return target(*args, **named, **kwargs)
 
-    def _argument(self, name: str, parameter: "inspect.Parameter") -> Any:
-        value, default = getattr(self, name), parameter.default
-        if default is not parameter.empty and values.values_equal(value, default):
+    def _argument(self, name: str, parameter: "inspect.Parameter") -> Value:
+        value = getattr(self, name)
+        default = parameter.default
+        has_default = default is not parameter.empty
+        if has_default and values.values_equal(value, default):
             value = default  # the same object, as it may be a sentinel
         value = _copy_containers(value)
-        return value if _accepts_config(self._fields()[name].hint) else maybe_instantiate(value)
+        if _accepts_config(self._fields()[name].hint):
+            return value
+        return maybe_instantiate(value)
 
 
 class FunctionConfigBase(CallConfig[T]):
@@ -153,7 +181,9 @@ def config_for_function(fn: Callable[..., T]) -> FunctionConfigBase[T]:
     (6.0, 30.0)
     """
     if not callable(fn) or isinstance(fn, values.ConfigNode):
-        raise InvalidConfigValueError(f"config_for_function takes a function, but got {fn!r:.80}.")
+        raise InvalidConfigValueError(
+            f"config_for_function takes a function, but got {fn!r:.80}."
+        )
     return FunctionConfigBase(fn)  # pyright: ignore[reportCallIssue]  # its `__init__` is inherited
 
 
@@ -169,7 +199,9 @@ def config_for_class(cls: type[T]) -> ClassConfigBase[T]:
     config_for_class(complex)(imag=1.0, real=0)
     """
     if not isinstance(cls, type):
-        raise InvalidConfigValueError(f"config_for_class takes a class, but got {cls!r:.80}.")
+        raise InvalidConfigValueError(
+            f"config_for_class takes a class, but got {cls!r:.80}."
+        )
     if issubclass(cls, Configurable):
         raise InvalidConfigClassError(
             f"{_callable_name(cls)} is a Configurable, so it has its own config class. Write "
@@ -180,7 +212,7 @@ def config_for_class(cls: type[T]) -> ClassConfigBase[T]:
 
 def maybe_instantiate(x: ConfigOr[T]) -> T:
     """Instantiates a config, or the configs in a container; returns other values unchanged."""
-    value: Any = x
+    value: Value = x
     if is_instantiable(value):
         return value.instantiate()
     if not isinstance(x, values.ConfigNode):
@@ -191,7 +223,7 @@ def maybe_instantiate(x: ConfigOr[T]) -> T:
     return value
 
 
-def _children_by_step(value: Any) -> list[tuple[Any, Any]]:
+def _children_by_step(value: Value) -> list[tuple[values.Step, Value]]:
     """Returns the children of a container or record, each with its step for `replace_part`."""
     if isinstance(value, dict):
         return list(value.items())
@@ -203,28 +235,38 @@ def _children_by_step(value: Any) -> list[tuple[Any, Any]]:
     return []
 
 
-def _copy_containers(x: Any) -> Any:
+def _copy_containers(x: Value) -> Value:
     """Copies lists, dicts and sets, to protect the config from changes by the function."""
     if type(x) in (list, tuple):
         return type(x)(map(_copy_containers, x))
     if type(x) is dict:
         return {key: _copy_containers(child) for key, child in x.items()}
-    return set(x) if type(x) is set else x
+    if type(x) is set:
+        return set(x)
+    return x
 
 
-def _parameters(target: Callable, config_type: type) -> "Mapping[str, inspect.Parameter]":
+def _parameters(
+    target: Callable, config_type: type
+) -> "Mapping[str, inspect.Parameter]":
     import inspect  # local, since it doubles the import time of this package
 
     try:
         parameters = inspect.signature(target).parameters
-        kinds = {parameter.kind for parameter in parameters.values()}
-        if not kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        variadic = {
+            inspect.Parameter.VAR_POSITIONAL,
+            inspect.Parameter.VAR_KEYWORD,
+        }
+        if any(x.kind not in variadic for x in parameters.values()):
             return parameters
-        if not isinstance(target, type) or type(target).__call__ is type.__call__:
+        if not isinstance(target, type):
+            return parameters
+        if type(target).__call__ is type.__call__:
             return parameters
         # The metaclass forwards all arguments; the constructor has their names.
-        _, *own = inspect.signature(target.__init__).parameters.items()
-        return dict(own)
+        parameters = dict(inspect.signature(target.__init__).parameters)
+        parameters.pop(next(iter(parameters)))  # self
+        return parameters
     except (TypeError, ValueError) as error:
         raise InvalidConfigValueError(
             f"{config_type._factory_name} cannot read the parameters of "
@@ -239,56 +281,75 @@ def _make_fields(target: Callable, config_type: type) -> dict[str, Field]:
         if name.startswith("_") and parameter.default is not parameter.empty:
             continue  # private
         validation.validate_config_field_name(name)
-        check_reserved_name(name, config_type, what=f"{_callable_name(target)} has a parameter")
+        check_reserved_name(
+            name, config_type, what=f"{_callable_name(target)} has a parameter"
+        )
         if name == target_name:
             raise InvalidConfigNameError(
                 f"{_callable_name(target)} has a parameter {name!r}, a name that "
                 f"{config_type._factory_name} reserves for the target. Wrap it in a function that "
                 "renames the parameter."
             )
-        annotation, default = parameter.annotation, parameter.default
+        annotation = parameter.annotation
+        default = parameter.default
+        if annotation is parameter.empty:
+            annotation = None
+        if default is parameter.empty:
+            default = values.REQUIRED
         if parameter.kind is parameter.VAR_POSITIONAL:
             annotation, default = tuple, ()
         elif parameter.kind is parameter.VAR_KEYWORD:
             annotation, default = dict, {}
         fields[name] = Field(
             name,
-            None if annotation is parameter.empty else annotation,
+            annotation,
             functools.partial(_annotation_namespace, target),
-            default=values.REQUIRED if default is parameter.empty else default,
+            default=default,
             factory=_default_factory(target, name),
             accepts_configs=True,
         )
     return fields
 
 
-def _default_factory(target: object, name: str) -> Callable[[], Any] | None:
+def _default_factory(target: Callable, name: str) -> Callable[[], Value] | None:
     """Returns the default factory of a dataclass or attrs field, which no signature shows."""
     for attribute in getattr(target, "__attrs_attrs__", ()):
+        if attribute.alias != name:
+            continue
         factory = getattr(attribute.default, "factory", None)
-        if attribute.alias == name and factory and not attribute.default.takes_self:
+        if factory and not attribute.default.takes_self:
             return factory
     field = getattr(target, "__dataclass_fields__", {}).get(name)
     factory = getattr(field, "default_factory", None)
     return factory if callable(factory) else None
 
 
-def _annotation_namespace(target: object) -> dict[str, Any]:
-    function: Any = target.__init__ if isinstance(target, type) else target
+def _annotation_namespace(target: Callable) -> dict[str, Any]:
+    function: Any = target
+    if isinstance(target, type):
+        function = target.__init__
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
+    namespace = getattr(function, "__globals__", None)
+    if namespace:
+        return namespace
+    # A function of C code.
     module = sys.modules.get(getattr(target, "__module__", None) or "")
-    return getattr(function, "__globals__", None) or (vars(module) if module else {})
+    return vars(module) if module else {}
 
 
-def _accepts_config(hint: object) -> bool:
+def _accepts_config(hint: Hint) -> bool:
+    """Returns whether a parameter is declared as a config, or as one or None."""
     arms = [hint]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
-    classes = [typing.get_origin(arm) or arm for arm in arms]
-    return all(isinstance(cls, type) and issubclass(cls, values.ConfigNode) for cls in classes)
+    for arm in arms:
+        cls = typing.get_origin(arm) or arm
+        if not (isinstance(cls, type) and issubclass(cls, values.ConfigNode)):
+            return False
+    return True
 
 
-def _callable_name(target: object) -> str:
+def _callable_name(target: Callable) -> str:
     name = getattr(target, "__qualname__", None) or repr(target)
     return name.rpartition("<locals>.")[2]

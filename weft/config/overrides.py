@@ -9,19 +9,35 @@ are optional: `data,model`, `('data', 'model')` and `[data, model]` are the same
 
 import collections.abc
 import enum
+import functools
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from weft.config import fields, values
 from weft.config.config import ConfigBase, Origin
+from weft.config.fields import Hint
 from weft.config.text_parser import read_value
 from weft.config.text_writer import value_text
-from weft.errors import ConfigError, ConfigOverrideError, ConfigTypeError, UnknownFieldError
+from weft.errors import (
+    ConfigError,
+    ConfigOverrideError,
+    ConfigTypeError,
+    UnknownFieldError,
+)
 
-_BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+T = TypeVar("T")
+
+_BOOLS = {
+    "true": True,
+    "1": True,
+    "yes": True,
+    "false": False,
+    "0": False,
+    "no": False,
+}
 
 
 class NoConversion(Exception):
@@ -35,7 +51,13 @@ class NoConversion(Exception):
         self.cause = cause
 
 
-def convert(text: str, hint: object, read: Callable[[str], Any], like: object = None) -> Any:
+Reader = Callable[[str], values.Value]
+"""Parser of the text of a value."""
+
+
+def convert(
+    text: str, hint: Hint, read: Reader, like: values.Value = None
+) -> values.Value:
     """Converts a string to a value.
 
     Args:
@@ -58,9 +80,9 @@ def convert(text: str, hint: object, read: Callable[[str], Any], like: object = 
     if origin in (typing.Union, types.UnionType):
         return _convert_union(text, args, read)
     if origin is typing.Literal:
-        return _lookup_member(
-            text, {str(arg): arg for arg in args} | {repr(arg): arg for arg in args}
-        )
+        options = {str(option): option for option in args}
+        options |= {repr(option): option for option in args}
+        return _lookup_member(text, options)
     cls = origin or hint
     if cls in _SCALARS:
         try:
@@ -68,32 +90,37 @@ def convert(text: str, hint: object, read: Callable[[str], Any], like: object = 
         except ValueError:
             raise NoConversion from None
     if isinstance(cls, type) and issubclass(cls, enum.Enum):
-        by_value = {str(member.value): member for member in cls}
-        return _lookup_member(text.rpartition(".")[2], by_value | dict(cls.__members__))
+        members = {str(member.value): member for member in cls}
+        members |= cls.__members__
+        return _lookup_member(text.rpartition(".")[2], members)
     if cls in _CONTAINERS:
         return _convert_items(text, cls, args, read)
     if cls in (dict, collections.abc.Mapping, collections.abc.MutableMapping):
-        key, value = args if len(args) == 2 else (Any, Any)
-        return {convert(k, key, read): convert(v, value, read) for k, v in _split_pairs(text)}
+        key_hint, value_hint = args if len(args) == 2 else (Any, Any)
+        mapping: dict[values.Step, values.Value] = {}
+        for key_text, child_text in _split_pairs(text):
+            key = convert(key_text, key_hint, read)
+            mapping[key] = convert(child_text, value_hint, read)
+        return mapping
     if isinstance(hint, typing.NewType):
         return convert(text, hint.__supertype__, read, like)
     return _convert_undeclared(text, hint, read, like)
 
 
-def _lookup_member(text: str, members: dict[str, Any]) -> Any:
+def _lookup_member(text: str, members: Mapping[str, T]) -> T:
     if text not in members:
         raise NoConversion
     return members[text]
 
 
-def _convert_union(text: str, arms: Sequence[Any], read: Callable[[str], Any]) -> Any:
+def _convert_union(
+    text: str, arms: Sequence[Hint], read: Reader
+) -> values.Value:
     # The most restrictive types first, those that accept any text last.
-    ranked = sorted(
-        (arm for arm in arms if arm is not values.RequiredFieldValue),
-        key=lambda arm: (arm is str, arm is not type(None), _SCALAR_ORDER.get(arm, 9)),
-    )
     cause = None
-    for arm in ranked:
+    for arm in sorted(arms, key=_permissiveness):
+        if arm is values.RequiredFieldValue:
+            continue
         try:
             return convert(text, arm, read)
         except NoConversion as error:
@@ -101,7 +128,14 @@ def _convert_union(text: str, arms: Sequence[Any], read: Callable[[str], Any]) -
     raise NoConversion(cause)
 
 
-def _convert_undeclared(text: str, hint: object, read: Callable[[str], Any], like: object) -> Any:
+def _permissiveness(hint: Hint) -> tuple[bool, bool, int]:
+    is_none = hint is type(None)
+    return hint is str, not is_none, _SCALAR_ORDER.get(hint, 9)
+
+
+def _convert_undeclared(
+    text: str, hint: Hint, read: Reader, like: values.Value
+) -> values.Value:
     """Converts for a class, function, config or Any: parses the text, or keeps the string."""
     if isinstance(like, str):
         return _to_str(text)
@@ -119,11 +153,11 @@ def _convert_undeclared(text: str, hint: object, read: Callable[[str], Any], lik
     return value
 
 
-def _expects_object(hint: object) -> bool:
+def _expects_object(hint: Hint) -> bool:
     cls = typing.get_origin(hint) or hint
-    return isinstance(cls, type) and (
-        issubclass(cls, values.ConfigNode) or cls in (type, collections.abc.Callable)
-    )
+    if cls in (type, collections.abc.Callable):
+        return True
+    return isinstance(cls, type) and issubclass(cls, values.ConfigNode)
 
 
 def _to_bool(text: str) -> bool:
@@ -146,15 +180,16 @@ def _to_str(text: str) -> str:
     return text
 
 
-_SCALARS: dict[Any, Callable[[str], Any]] = {
+_SCALARS: dict[Hint, Reader] = {
     bool: _to_bool,
     int: _to_int,
     float: float,
     complex: complex,
     str: _to_str,
 }
-_SCALAR_ORDER = {int: 1, float: 2, complex: 3, bool: 4}  # 1 is a number, not a bool
-_CONTAINERS: dict[Any, Callable[[list], Any]] = {
+# 1 is a number, not a bool.
+_SCALAR_ORDER: dict[Hint, int] = {int: 1, float: 2, complex: 3, bool: 4}
+_CONTAINERS: dict[Hint, Callable[[list[values.Value]], values.Value]] = {
     tuple: tuple,
     collections.abc.Sequence: tuple,
     list: list,
@@ -165,29 +200,38 @@ _CONTAINERS: dict[Any, Callable[[list], Any]] = {
 }
 
 
-def _convert_items(text: str, cls: Any, args: tuple, read: Callable[[str], Any]) -> Any:
-    items = _split(_strip_brackets(text))
-    if cls is tuple and args and args[-1] is not Ellipsis:
-        if len(items) != len(args):
-            raise NoConversion
-        hints = args
-    else:
-        hints = [args[0] if args else Any] * len(items)
-    converted = [convert(item, hint, read) for item, hint in zip(items, hints, strict=True)]
-    return _CONTAINERS[cls](converted)
+def _convert_items(
+    text: str, cls: Hint, args: tuple[Hint, ...], read: Reader
+) -> values.Value:
+    item_texts = _split(_strip_brackets(text))
+    is_fixed_tuple = cls is tuple and args and args[-1] is not Ellipsis
+    if is_fixed_tuple and len(item_texts) != len(args):
+        raise NoConversion
+    items: list[values.Value] = []
+    for i, item_text in enumerate(item_texts):
+        hint = Any
+        if args:
+            hint = args[i] if is_fixed_tuple else args[0]
+        items.append(convert(item_text, hint, read))
+    return _CONTAINERS[cls](items)
 
 
 def _split_pairs(text: str) -> list[tuple[str, str]]:
-    pairs = [_split(item, ":") for item in _split(_strip_brackets(text, "{}"))]
-    if any(len(pair) != 2 for pair in pairs):
-        raise NoConversion
-    return [(_to_str(key.strip()), value) for key, value in pairs]
+    pairs: list[tuple[str, str]] = []
+    for item_text in _split(_strip_brackets(text, "{}")):
+        parts = _split(item_text, ":")
+        if len(parts) != 2:
+            raise NoConversion
+        key, value = parts
+        pairs.append((_to_str(key.strip()), value))
+    return pairs
 
 
 def _strip_brackets(text: str, *brackets: str) -> str:
     text = text.strip()
     for opening, closing in brackets or ("()", "[]", "{}"):
-        if text.startswith(opening) and text.endswith(closing) and _is_bracketed(text):
+        has_brackets = text.startswith(opening) and text.endswith(closing)
+        if has_brackets and _is_bracketed(text):
             return text[1:-1]
     return text
 
@@ -199,21 +243,27 @@ def _is_bracketed(text: str) -> bool:
 
 def _split(text: str, separator: str = ",") -> list[str]:
     """Splits at separators outside of brackets and quotes, ignoring a trailing one."""
-    pieces, start = [], 0
+    pieces: list[str] = []
+    start = 0
     for i, (depth, char) in enumerate(_bracket_depths(text)):
         if char == separator and depth == 0:
             pieces.append(text[start:i])
             start = i + 1
-    pieces.append(text[start:])
-    return pieces if pieces[-1].strip() else pieces[:-1]
+    last_piece = text[start:]
+    if last_piece.strip():
+        pieces.append(last_piece)
+    return pieces
 
 
 def _bracket_depths(text: str) -> list[tuple[int, str]]:
     """Returns pairs of bracket depth and character, with "" for characters in quotes."""
-    result, depth, quote = [], 0, ""
+    depths: list[tuple[int, str]] = []
+    depth = 0
+    quote = ""
     for char in text:
         if quote:
-            quote = "" if char == quote else quote
+            if char == quote:
+                quote = ""
             char = ""
         elif char in "'\"":
             quote, char = char, ""
@@ -221,15 +271,19 @@ def _bracket_depths(text: str) -> list[tuple[int, str]]:
             depth += 1
         elif char in ")]}":
             depth -= 1
-        result.append((depth, char))
-    return result
+        depths.append((depth, char))
+    return depths
 
 
 Config = TypeVar("Config", bound=ConfigBase)
 
 
 def apply_overrides(
-    cfg: Config, overrides: Iterable[str], *, allow: Sequence[str] = (), source: str = "override"
+    cfg: Config,
+    overrides: Iterable[str],
+    *,
+    allow: Sequence[str] = (),
+    source: str = "override",
 ) -> Config:
     """Sets fields of a config, in path, from strings: all, or none if one is invalid.
 
@@ -250,7 +304,9 @@ def apply_overrides(
     return cfg
 
 
-def _apply_override(cfg: ConfigBase, override: str, allow: Sequence[str], origin: Origin) -> None:
+def _apply_override(
+    cfg: ConfigBase, override: str, allow: Sequence[str], origin: Origin
+) -> None:
     path, equals, text = override.partition("=")
     path = path.strip()
     if not equals or not path:
@@ -261,72 +317,104 @@ def _apply_override(cfg: ConfigBase, override: str, allow: Sequence[str], origin
     try:
         owner, steps = values.split_path(cfg, path)
     except UnknownFieldError as error:
-        raise UnknownFieldError(f"{override}: {error}{_suggest_paths(cfg, path)}") from None
+        raise UnknownFieldError(
+            f"{override}: {error}{_suggest_paths(cfg, path)}"
+        ) from None
     assert isinstance(owner, ConfigBase)
     hint, like = _declared_type(owner, steps)
+    read = functools.partial(read_value, allow=allow, source="")
     try:
-        value = convert(text, hint, lambda t: read_value(t, allow=allow, source=""), like)
+        value = convert(text, hint, read, like)
         values.set_path(owner, steps, value)
     except NoConversion as error:
-        kind = type(error.cause) if error.cause else ConfigTypeError
-        expected = error.cause or f"expected {_type_text(hint, like)}, but got {text!r}."
-        raise kind(f"{override}: {expected}{_current_value(owner, steps)}") from None
+        cause = error.cause
+        if cause is None:
+            cause = ConfigTypeError(
+                f"expected {_type_text(hint, like)}, but got {text!r}."
+            )
+        raise type(cause)(
+            f"{override}: {cause}{_current_value(owner, steps)}"
+        ) from None
     except ConfigError as error:
-        raise type(error)(f"{override}: {error}{_current_value(owner, steps)}") from None
+        raise type(error)(
+            f"{override}: {error}{_current_value(owner, steps)}"
+        ) from None
     owner._origins[steps[0]] = origin
 
 
-def _declared_type(owner: ConfigBase, steps: Sequence[Any]) -> tuple[Any, Any]:
+def _declared_type(
+    owner: ConfigBase, steps: Sequence[values.Step]
+) -> tuple[Hint, values.Value]:
     """Returns the declared type at a path, and an example value for undeclared types."""
-    field = owner._fields()[steps[0]]
-    hint, value, like = field.hint, getattr(owner, steps[0]), field.default()
-    for step in steps[1:]:
+    name, *inner_steps = steps
+    field = owner._fields()[name]
+    hint = field.hint
+    example = field.default()
+    value = getattr(owner, name)
+    for step in inner_steps:
         hint = _child_hint(hint, value, step)
-        value = values.get_path(value, [step]) if not isinstance(value, dict) else value.get(step)
-        like = value
-    return hint, like
+        if isinstance(value, dict):
+            value = value.get(step)  # the last step may be a new key
+        else:
+            value = values.get_path(value, [step])
+        example = value
+    return hint, example
 
 
-def _child_hint(hint: Any, value: Any, step: Any) -> Any:
+def _child_hint(hint: Hint, value: values.Value, step: values.Step) -> Hint:
     if values.record_fields(value) is not None:
-        for cls in type(value).__mro__:
-            annotation = fields.class_annotations(cls).get(step)
-            if annotation is not None:
-                resolved = fields.resolve_annotation(
-                    annotation, vars(sys.modules[cls.__module__]).copy
-                )
-                return Any if resolved is None else resolved
-        return Any
-    kind = collections.abc.Mapping if isinstance(value, dict) else collections.abc.Sequence
+        return _record_hint(type(value), step)
+    is_dict = isinstance(value, dict)
+    kind = collections.abc.Mapping if is_dict else collections.abc.Sequence
     for arm in [hint, *typing.get_args(hint)]:
         cls, args = typing.get_origin(arm), typing.get_args(arm)
-        if isinstance(cls, type) and issubclass(cls, kind) and args:
-            if isinstance(value, dict):
-                return args[-1]
-            return args[step] if len(args) > abs(step) and args[-1] is not Ellipsis else args[0]
+        if not (isinstance(cls, type) and issubclass(cls, kind) and args):
+            continue
+        if is_dict:
+            return args[-1]
+        if len(args) > abs(step) and args[-1] is not Ellipsis:
+            return args[step]
+        return args[0]
     return Any
 
 
-def _type_text(hint: object, like: object) -> str:
-    if hint is Any and like is not None and not isinstance(like, values.RequiredFieldValue):
-        return fields.type_name(type(like))
+def _record_hint(record_type: type, name: str) -> Hint:
+    for cls in record_type.__mro__:
+        annotation = fields.class_annotations(cls).get(name)
+        if annotation is None:
+            continue
+        namespace = vars(sys.modules[cls.__module__])
+        hint = fields.resolve_annotation(annotation, namespace.copy)
+        return Any if hint is None else hint
+    return Any
+
+
+def _type_text(hint: Hint, like: values.Value) -> str:
+    if hint is Any and like is not None and like is not values.REQUIRED:
+        hint = type(like)
     return fields.type_name(hint)
 
 
-def _current_value(owner: ConfigBase, steps: Sequence[Any]) -> str:
+def _current_value(owner: ConfigBase, steps: Sequence[values.Step]) -> str:
     try:
         value = values.get_path(owner, steps)
     except UnknownFieldError:
         return ""
-    shown = value._label() if fields.is_instantiable(value) else f"{value_text(value):.80}"
+    if fields.is_instantiable(value):
+        shown_value = value._label()
+    else:
+        shown_value = value_text(value)[:80]
     origin = owner._origins.get(steps[0])
-    return f" It is {shown}, {f'set at {origin}' if origin else 'by default'}."
+    reason = f"set at {origin}" if origin else "by default"
+    return f" It is {shown_value}, {reason}."
 
 
 def _suggest_paths(cfg: ConfigBase, path: str) -> str:
     """Returns a sentence with the paths that end in the same name, exact ones first."""
     name = path.rpartition(".")[2]
-    exact, longer = dict[str, None](), dict[str, None]()
+    # Dicts, as sets that keep the order.
+    exact: dict[str, None] = {}
+    longer: dict[str, None] = {}
     for leaf in values.to_flat_dict(cfg, omit_default_values=()):
         parts = leaf.split(".")
         for end, part in enumerate(parts, 1):
@@ -335,4 +423,6 @@ def _suggest_paths(cfg: ConfigBase, path: str) -> str:
             elif part.endswith((f"_{name}", f"_{name.removesuffix('s')}")):
                 longer[".".join(parts[:end])] = None
     similar = [*sorted(exact, key=len), *sorted(longer, key=len)]
-    return f" There is {' and '.join(similar[:4])}." if similar else ""
+    if not similar:
+        return ""
+    return f" There is {' and '.join(similar[:4])}."

@@ -32,16 +32,31 @@ from typing import Any, Literal
 
 from weft._lazy import defining_name, public_name
 from weft.config.configurable import Configurable, needs_allow
-from weft.config.values import ConfigNode
+from weft.config.values import ConfigNode, Value
 from weft.errors import ConfigReferenceError, did_you_mean
 
-_BUILTINS = bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, object
+_BUILTINS = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    list,
+    tuple,
+    dict,
+    set,
+    frozenset,
+    object,
+)
 BUILTINS = types.MappingProxyType({cls.__name__: cls for cls in _BUILTINS})
 
 
 def _read_list(use: str) -> frozenset[str]:
     """Returns the dotted names with this use."""
-    text = Path(__file__).with_name("references.txt").read_text(encoding="utf-8")
+    text = (
+        Path(__file__).with_name("references.txt").read_text(encoding="utf-8")
+    )
     dotted_names: set[str] = set()
     for line in text.splitlines():
         use_of_line, module, *names = line.split()
@@ -62,7 +77,12 @@ Use = Literal["value", "target", "partial", "record"]
 `config_for_class`, with bound arguments, or as a record.
 """
 
-_LISTED = {"value": VALUES, "target": VALUES | TARGETS, "partial": VALUES, "record": RECORDS}
+_LISTED = {
+    "value": VALUES,
+    "target": VALUES | TARGETS,
+    "partial": VALUES,
+    "record": RECORDS,
+}
 
 
 def _modules_of(names: Iterable[str]) -> frozenset[str]:
@@ -79,7 +99,7 @@ _MODULES = _modules_of(VALUES | TARGETS | RECORDS | ENUMS)
 _NOT_IMPORTABLE = ("weft.cli", "weft.launch")
 
 
-def reference_to(obj: object) -> str | None:
+def reference_to(obj: Value) -> str | None:
     """Returns the public dotted name of a class or function, or None.
 
     >>> reference_to(int), reference_to(lambda: 1)
@@ -94,24 +114,36 @@ def reference_to(obj: object) -> str | None:
             return None
         if BUILTINS.get(name) is obj:
             return name
-        if not _is_private(module) and _lookup_in_module(module, name.split(".")) is obj:
+        if (
+            not _is_private(module)
+            and _lookup_in_module(module, name.split(".")) is obj
+        ):
             return public_name(module, name)
     # Many libraries export definitions of private modules from public ones.
     package = module.partition(".")[0]
     public_modules: list[str] = []
     for loaded_module in list(sys.modules):
-        if _is_in_packages(loaded_module, (package,)) and not _is_private(loaded_module):
+        if _is_in_packages(loaded_module, (package,)) and not _is_private(
+            loaded_module
+        ):
             public_modules.append(loaded_module)
-    public_modules.sort(key=lambda module: (module.count("."), module))  # the shortest first
+    public_modules.sort(
+        key=lambda module: (module.count("."), module)
+    )  # the shortest first
     for public_module in public_modules:
         for namespace in _namespaces(public_module):
             if name:
                 names = [name]
             else:  # an object without a name of its own
                 members = vars(_lookup_in_module(public_module, namespace))
-                names = [member for member, value in members.items() if value is obj]
+                names = [
+                    member for member, value in members.items() if value is obj
+                ]
             for candidate in names:
-                if _lookup_in_module(public_module, [*namespace, candidate]) is obj:
+                if (
+                    _lookup_in_module(public_module, [*namespace, candidate])
+                    is obj
+                ):
                     return ".".join([public_module, *namespace, candidate])
     return None
 
@@ -126,17 +158,22 @@ def _namespaces(module: str) -> list[list[str]]:
 
 
 def _is_private(module: str) -> bool:
-    return any(part.startswith("_") for part in module.split(".")) and module != "__main__"
+    if module == "__main__":
+        return False
+    return any(part.startswith("_") for part in module.split("."))
 
 
 def _is_in_packages(name: str, packages: Sequence[str]) -> bool:
-    return any(name == package or name.startswith(f"{package}.") for package in packages)
+    return any(
+        name == package or name.startswith(f"{package}.")
+        for package in packages
+    )
 
 
 _ABSENT = object()
 
 
-def _lookup_in_module(module: str, names: Sequence[str]) -> Any:
+def _lookup_in_module(module: str, names: Sequence[str]) -> Value:
     """Looks up names in a loaded module without running properties or `__getattr__`."""
     obj: Any = sys.modules.get(module, _ABSENT)
     for name in names:
@@ -151,15 +188,19 @@ def _lookup_in_module(module: str, names: Sequence[str]) -> Any:
     return obj
 
 
-def _lookup_in_class(cls: type, name: str) -> Any:
+def _lookup_in_class(cls: type, name: str) -> Value:
     for base in cls.__mro__:
         if name in vars(base):
             attribute = vars(base)[name]
-            return attribute.__func__ if isinstance(attribute, staticmethod) else attribute
+            if isinstance(attribute, staticmethod):
+                return attribute.__func__
+            return attribute
     return _ABSENT
 
 
-def resolve_reference(name: str, *, allow: Sequence[str] = (), use: Use = "value") -> Any:
+def resolve_reference(
+    name: str, *, allow: Sequence[str] = (), use: Use = "value"
+) -> Value:
     """Returns the class, function or enum member of a dotted name.
 
     Raises ConfigReferenceError if the name does not exist, or the text may not use it so.
@@ -171,9 +212,14 @@ def resolve_reference(name: str, *, allow: Sequence[str] = (), use: Use = "value
     if obj is not _ABSENT:
         qualified_name = ".".join(attributes)
         # The list, or the reader, may have the object under any of its names.
-        names = {name, f"{module}.{qualified_name}", public_name(module, qualified_name)}
-        if any(_is_permitted(obj, candidate, allow, use) for candidate in sorted(names)):
-            return obj
+        names = {
+            name,
+            f"{module}.{qualified_name}",
+            public_name(module, qualified_name),
+        }
+        for candidate in sorted(names):
+            if _is_permitted(obj, candidate, allow, use):
+                return obj
     raise ConfigReferenceError(_refusal(obj, name, module, allow, use))
 
 
@@ -187,7 +233,9 @@ def is_allowed(cls: type, allow: Sequence[str]) -> bool:
     return _is_in_packages(f"{cls.__module__}.{cls.__qualname__}", allow)
 
 
-def _is_permitted(obj: Any, name: str, allow: Sequence[str], use: Use) -> bool:
+def _is_permitted(
+    obj: Value, name: str, allow: Sequence[str], use: Use
+) -> bool:
     if name in _LISTED[use]:
         return True
     if _is_in_packages(name, allow) and _is_defined_in_package(obj, name):
@@ -200,11 +248,19 @@ def _is_permitted(obj: Any, name: str, allow: Sequence[str], use: Use) -> bool:
     return _is_configurable(obj) and not _has_outside_effects(obj, allow)
 
 
-def _refusal(obj: Any, name: str, module: str, allow: Sequence[str], use: Use) -> str:
+def _refusal(
+    obj: Value, name: str, module: str, allow: Sequence[str], use: Use
+) -> str:
     if obj is not _ABSENT and _has_outside_effects(obj, allow):
         return (
             f"a text may not name {name!r}: {obj.__qualname__} has effects outside of the "
             f"run, such as connections or commands. {_allow_hint(name)}"
+        )
+    if _is_in_packages(name, ("__main__",)):
+        return (
+            f"a text may not name {name!r}: it is defined in the program that wrote the text, and "
+            "others cannot import it. Define it in a module of its own, such as my_module.py, "
+            "which the program imports."
         )
     if obj is not _ABSENT and _is_in_packages(name, allow):
         return f"a text may not name {name!r}: {name.rpartition('.')[0]} only imports it."
@@ -220,7 +276,9 @@ def _refusal(obj: Any, name: str, module: str, allow: Sequence[str], use: Use) -
     )
 
 
-def _similar_names(name: str, module: str, allow: Sequence[str], *, exists: bool) -> str:
+def _similar_names(
+    name: str, module: str, allow: Sequence[str], *, exists: bool
+) -> str:
     """Returns a sentence with names that a text may have meant, or nothing."""
     package, _, last_part = name.rpartition(".")
     namesakes: list[str] = []
@@ -273,7 +331,9 @@ def _split_reference(name: str, allow: Sequence[str]) -> tuple[str, list[str]]:
 
 def _import_if_listed(module: str, allow: Sequence[str]) -> bool:
     is_of_weft = _is_in_packages(module, ("weft",))
-    is_listed = module in _MODULES or (is_of_weft and not _is_in_packages(module, _NOT_IMPORTABLE))
+    is_listed = module in _MODULES or (
+        is_of_weft and not _is_in_packages(module, _NOT_IMPORTABLE)
+    )
     if _is_private(module) or not (is_listed or _is_in_packages(module, allow)):
         return False
     try:
@@ -281,20 +341,26 @@ def _import_if_listed(module: str, allow: Sequence[str]) -> bool:
     except ImportError as error:
         if error.name is not None and _is_in_packages(module, (error.name,)):
             return False  # no such module
-        raise ConfigReferenceError(f"{module} cannot be imported: {error}.") from None
+        raise ConfigReferenceError(
+            f"{module} cannot be imported: {error}."
+        ) from None
     return True
 
 
-def _is_configurable(obj: object) -> bool:
+def _is_configurable(obj: Value) -> bool:
     # A Configurable or a config class is intended to be configured.
     return isinstance(obj, type) and issubclass(obj, ConfigNode | Configurable)
 
 
 def _has_outside_effects(cls: type, allow: Sequence[str]) -> bool:
-    return isinstance(cls, type) and needs_allow(cls) is True and not is_allowed(cls, allow)
+    return (
+        isinstance(cls, type)
+        and needs_allow(cls) is True
+        and not is_allowed(cls, allow)
+    )
 
 
-def _is_defined_in_package(obj: object, name: str) -> bool:
+def _is_defined_in_package(obj: Value, name: str) -> bool:
     """Returns whether an object is defined in the package with which its name begins."""
     if isinstance(obj, types.ModuleType | types.SimpleNamespace):
         return False

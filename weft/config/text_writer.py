@@ -23,12 +23,15 @@ from typing import Any, NamedTuple
 
 from weft.config import references, values
 from weft.config.config import Origin
+from weft.config.values import Value
 
 _WIDTH = 96
 _LITERALS = (type(None), bool, int, float, str, bytes)
 
 
-def to_text(cfg: object, omit_defaults: bool = False, *, origins: bool = False) -> str:
+def to_text(
+    cfg: Value, omit_defaults: bool = False, *, origins: bool = False
+) -> str:
     """Writes a config as text that `from_text` reads back to an equal config.
 
     Args:
@@ -45,7 +48,7 @@ def to_text(cfg: object, omit_defaults: bool = False, *, origins: bool = False) 
     return _Writer(omit_defaults, origins).write(cfg)
 
 
-def value_text(value: object) -> str:
+def value_text(value: Value) -> str:
     """Writes a value on one line, omitting fields with defaults."""
     return _Writer(omit_defaults=True, origins=False, lines=False).write(value)
 
@@ -54,7 +57,7 @@ class _Child(NamedTuple):
     """Child of a value, with the text before it and the line that set it."""
 
     prefix: str
-    value: Any
+    value: Value
     origin: Origin | None = None
 
 
@@ -63,18 +66,21 @@ class _Writer:
         self.omit_defaults = omit_defaults
         self.origins = origins
         self.lines = lines
-        self.names_by_id: dict[int, str | None] = {}  # to avoid repeated searches
+        # Of classes and functions, to avoid repeated searches.
+        self.names_by_id: dict[int, str | None] = {}
 
-    def _name(self, obj: object) -> str | None:
+    def _name(self, obj: Value) -> str | None:
         if id(obj) not in self.names_by_id:
             self.names_by_id[id(obj)] = references.reference_to(obj)
         return self.names_by_id[id(obj)]
 
-    def write(self, value: Any, indent: int = 0) -> str:
+    def write(self, value: Value, indent: int = 0) -> str:
         if isinstance(value, values.ConfigNode):
             return self._config(value, indent)
         if value is values.REQUIRED:
             return "REQUIRED"
+        if isinstance(value, values.UnreadValue):
+            return value.text
         if type(value) in _LITERALS:
             return repr(value)
         if isinstance(value, enum.Enum):
@@ -83,18 +89,23 @@ class _Writer:
                 return unreadable(value)
             return f"{name}.{value.name}"
         if type(value) is dict:
-            pairs = [_Child(f"{self.write(key)}: ", child) for key, child in value.items()]
-            return self._block("{", pairs, "}", indent)
-        if type(value) is list:
-            return self._block("[", [_Child("", child) for child in value], "]", indent)
-        if type(value) is tuple:
-            return self._block("(", [_Child("", child) for child in value], ")", indent)
+            children: list[_Child] = []
+            for key, child in value.items():
+                children.append(_Child(f"{self.write(key)}: ", child))
+            return self._block("{", children, "}", indent)
+        if type(value) in (list, tuple):
+            opening, closing = "[]" if type(value) is list else "()"
+            items = [_Child("", child) for child in value]
+            return self._block(opening, items, closing, indent)
         field_names = values.record_fields(value)
-        if field_names is None or (callable(value) and self._name(value)):
+        # A variable of a program's main module has another value in the next program.
+        own_name = self._name(value) if callable(value) else None
+        has_own_name = own_name and not own_name.startswith("__main__.")
+        if field_names is None or has_own_name:
             return self._leaf(value)
-        name = self._name(type(value)) or unreadable(type(value))
-        fields = [_Child(f"{name}=", getattr(value, name)) for name in field_names]
-        return self._block(f"{name}(", fields, ")", indent)
+        class_name = self._name(type(value)) or unreadable(type(value))
+        fields = [_Child(f"{x}=", getattr(value, x)) for x in field_names]
+        return self._block(f"{class_name}(", fields, ")", indent)
 
     def _config(self, config: values.ConfigNode, indent: int) -> str:
         fields = config._fields()
@@ -102,10 +113,16 @@ class _Writer:
         for name, value in config._field_values().items():
             if name == config._target and _is_target_in_head(config):
                 continue
-            if self.omit_defaults and values.values_equal(value, fields[name].default()):
-                continue
-            children.append(_Child(f"{name}=", value, config._origins.get(name)))
-        return self._block(f"{self._head(config)}(", children, ")", indent, break_lines=self.lines)
+            if self.omit_defaults:
+                default = fields[name].default()
+                if values.values_equal(value, default):
+                    continue
+            origin = config._origins.get(name)
+            children.append(_Child(f"{name}=", value, origin))
+        opening = f"{self._head(config)}("
+        return self._block(
+            opening, children, ")", indent, break_lines=self.lines
+        )
 
     def _block(
         self,
@@ -117,18 +134,22 @@ class _Writer:
         break_lines: bool = False,
     ) -> str:
         """Writes children between brackets, on one line if they fit and include no config."""
-        texts = [child.prefix + self.write(child.value, indent + 4) for child in children]
-        line = ", ".join(texts)
+        texts: list[str] = []
+        for child in children:
+            texts.append(child.prefix + self.write(child.value, indent + 4))
+        inner_text = ", ".join(texts)
         if opening == "(" and len(texts) == 1:
-            line += ","  # of a tuple
-        line = opening + line + closing
+            inner_text += ","  # of a tuple
+        line = opening + inner_text + closing
         fits = indent + len(line) <= _WIDTH and "\n" not in line
         if not texts or not self.lines or (fits and not break_lines):
             return line
         lines = [opening]
+        margin = " " * indent
         for child, text in zip(children, texts, strict=True):
-            lines.append(" " * (indent + 4) + self._commented(text + ",", child.origin))
-        lines.append(" " * indent + closing)
+            commented_text = self._commented(text + ",", child.origin)
+            lines.append(f"{margin}    {commented_text}")
+        lines.append(margin + closing)
         return "\n".join(lines)
 
     def _commented(self, text: str, origin: Origin | None) -> str:
@@ -139,16 +160,18 @@ class _Writer:
         comment = " ".join(str(origin).split())
         return f"{first_line}  # {comment}{newline}{other_lines}"
 
-    def _leaf(self, value: object) -> str:
-        if isinstance(value, set | frozenset) and type(value) in (set, frozenset):
+    def _leaf(self, value: Value) -> str:
+        if type(value) in (set, frozenset):
             if not value:
                 return f"{type(value).__name__}()"
-            members = ", ".join(sorted(self.write(child) for child in value))
-            return f"{{{members}}}" if type(value) is set else f"frozenset({{{members}}})"
+            members = sorted(map(self.write, value))
+            set_text = f"{{{', '.join(members)}}}"
+            return set_text if type(value) is set else f"frozenset({set_text})"
         if type(value) is complex:
-            return f"complex({self.write(value.real)}, {self.write(value.imag)})"
+            parts = map(self.write, (value.real, value.imag))
+            return f"complex({', '.join(parts)})"
         if isinstance(value, functools.partial):
-            arguments = [self.write(child) for child in (value.func, *value.args)]
+            arguments = [self.write(value.func), *map(self.write, value.args)]
             for name, child in value.keywords.items():
                 arguments.append(f"{name}={self.write(child)}")
             return f"functools.partial({', '.join(arguments)})"
@@ -173,21 +196,24 @@ def _is_target_in_head(config: values.ConfigNode) -> bool:
     if getattr(config, "_factory_name", ""):
         return True
     target = config._field_values().get(config._target or "")
-    return isinstance(target, type) and getattr(target, "Config", None) is type(config)
+    if not isinstance(target, type):
+        return False
+    return getattr(target, "Config", None) is type(config)
 
 
-def unreadable(value: Any) -> str:
+def unreadable(value: Value) -> str:
     """Returns the placeholder of a value that has no text."""
     if isinstance(value, values.InMemory):
         return f"unreadable({value.description!r})"
     if hasattr(value, "__qualname__"):
         description = f"{value.__module__}.{value.__qualname__}"
     else:
-        description = f"an object of type {type(value).__module__}.{type(value).__qualname__}"
+        cls = type(value)
+        description = f"an object of type {cls.__module__}.{cls.__qualname__}"
     return f"unreadable({description!r})"
 
 
-def _numpy_text(value: Any) -> str | None:
+def _numpy_text(value: Value) -> str | None:
     # A value of NumPy means that it is loaded; this package does not load it.
     numpy = sys.modules.get("numpy")
     if numpy is None:
@@ -198,17 +224,22 @@ def _numpy_text(value: Any) -> str | None:
                 if numpy.dtype(name) == value:
                     return f"numpy.dtype({name!r})"
         return None
-    if isinstance(value, numpy.generic) and type(value.item()) in (bool, int, float):
-        return f"{type(value).__module__}.{type(value).__name__}({value.item()!r})"
+    if isinstance(value, numpy.generic):
+        number = value.item()
+        if type(number) in (bool, int, float):
+            cls = type(value)
+            return f"{cls.__module__}.{cls.__name__}({number!r})"
     return None
 
 
-def _partition_spec_text(value: Any) -> str | None:
+def _partition_spec_text(value: Value) -> str | None:
     jax: Any = sys.modules.get("jax")
     if jax is None or not isinstance(value, jax.sharding.PartitionSpec):
         return None
     axes = tuple(value)
-    if value != type(value)(*axes) or any(axis is value.UNCONSTRAINED for axis in axes):
+    if any(axis is value.UNCONSTRAINED for axis in axes):
+        return None
+    if value != type(value)(*axes):  # it has more than axes
         return None
     return f"jax.sharding.PartitionSpec({', '.join(map(repr, axes))})"
 
@@ -218,7 +249,7 @@ class _Absent:
         return "ABSENT"
 
 
-ABSENT: Any = _Absent()
+ABSENT: Value = _Absent()
 """Placeholder for a missing side of a change."""
 
 
@@ -226,17 +257,22 @@ class Change(NamedTuple):
     """Difference between two configs."""
 
     path: str
-    before: Any
-    after: Any
+    before: Value
+    after: Value
 
     def __str__(self) -> str:
-        return f"{self.path}: {_format_value(self.before)} → {_format_value(self.after)}"
+        text_before = _format_value(self.before)
+        text_after = _format_value(self.after)
+        return f"{self.path}: {text_before} → {text_after}"
 
 
-def _format_value(value: object) -> str:
+def _format_value(value: Value) -> str:
     if value is ABSENT:
         return "nothing"
-    text = value._label() if isinstance(value, values.ConfigNode) else value_text(value)
+    if isinstance(value, values.ConfigNode):
+        text = value._label()
+    else:
+        text = value_text(value)
     if len(text) > 120:
         text = text[:119] + "…"
     return text
@@ -248,10 +284,12 @@ class ConfigDiff(tuple[Change, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self)) if self else "The configs are equal."
+        if not self:
+            return "The configs are equal."
+        return "\n".join(map(str, self))
 
 
-def diff(a: object, b: object) -> ConfigDiff:
+def diff(a: Value, b: Value) -> ConfigDiff:
     """Compares two configs.
 
     The changes are empty (and false) if the configs are equal. Configs of different classes yield a
@@ -267,11 +305,13 @@ def diff(a: object, b: object) -> ConfigDiff:
     return ConfigDiff(changes)
 
 
-def _compare(path: str, a: Any, b: Any, changes: list[Change]) -> None:
+def _compare(path: str, a: Value, b: Value, changes: list[Change]) -> None:
     """Appends the changes from `a` to `b`."""
     if values.values_equal(a, b):
         return
-    both_configs = isinstance(a, values.ConfigNode) and isinstance(b, values.ConfigNode)
+    both_configs = isinstance(a, values.ConfigNode) and isinstance(
+        b, values.ConfigNode
+    )
     if not both_configs and type(a) is not type(b):
         changes.append(Change(path, a, b))
         return
@@ -287,7 +327,8 @@ def _compare(path: str, a: Any, b: Any, changes: list[Change]) -> None:
         b_children.pop(f".{b._target}", None)
     suffixes = list(a_children | b_children)
     if both_configs:
-        suffixes.sort(key=lambda suffix: suffix != f".{a._target}")  # the function or class first
+        # The function or class first.
+        suffixes.sort(key=lambda suffix: suffix != f".{a._target}")
     for suffix in suffixes:
         child_path = values.join_path(path, suffix)
         a_child = a_children.get(suffix, ABSENT)

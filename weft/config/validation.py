@@ -7,18 +7,17 @@ import keyword
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
 
-from weft.config.values import ConfigNode, child_items, join_path
+from weft.config.values import ConfigNode, Value, child_items, join_path
 from weft.errors import InvalidConfigNameError, InvalidConfigValueError
 
 _METHODS = (types.MethodType, types.BuiltinFunctionType)
 
-_validators: list[tuple[Callable[[Any], bool], Callable[[Any], None]]] = []
+_validators: list[tuple[Callable[[Value], bool], Callable[[Value], None]]] = []
 
 
 def register_validator(
-    *, match_fn: Callable[[Any], bool], validate_fn: Callable[[Any], None]
+    *, match_fn: Callable[[Value], bool], validate_fn: Callable[[Value], None]
 ) -> None:
     """Registers a validator of values of config fields.
 
@@ -31,18 +30,20 @@ def register_validator(
 
 def validate_config_field_name(name: str) -> None:
     """Raises InvalidConfigNameError unless `name` is a public Python identifier."""
-    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+    is_identifier = isinstance(name, str) and name.isidentifier()
+    if not is_identifier or keyword.iskeyword(name):
         raise InvalidConfigNameError(
             f"A config field cannot be called {name!r}: its name must be a Python identifier."
         )
     if name.startswith("_"):
+        public_name = name.lstrip("_") or "value"
         raise InvalidConfigNameError(
             f"A config field cannot be called {name!r}: fields are public, so the name must not "
-            f"begin with an underscore. Call it {name.lstrip('_') or 'value'!r}."
+            f"begin with an underscore. Call it {public_name!r}."
         )
 
 
-def validate_config_field_value(value: object) -> None:
+def validate_config_field_value(value: Value) -> None:
     """Checks that a config may hold a value and its nested values.
 
     Raises InvalidConfigValueError for an instance of a `Configurable`, and for runtime objects:
@@ -52,8 +53,14 @@ def validate_config_field_value(value: object) -> None:
     check_value(value, path="")
 
 
-def check_value(value: object, path: str, ancestors: tuple[int, ...] = ()) -> None:
-    """Checks like `validate_config_field_value` below `ancestors`, with the path in the error."""
+def check_value(
+    value: Value, path: str, ancestors: tuple[int, ...] = ()
+) -> None:
+    """Checks like `validate_config_field_value`, with the path in the error.
+
+    Args:
+        ancestors: ids of the containers around the value, to find one that contains itself.
+    """
     if isinstance(value, ConfigNode):
         return  # its fields were checked when set
     for match_fn, validate_fn in reversed(_validators):
@@ -68,7 +75,11 @@ def check_value(value: object, path: str, ancestors: tuple[int, ...] = ()) -> No
     if isinstance(value, set | frozenset):
         children = [("{…}", child) for child in value]
     elif isinstance(value, functools.partial):
-        children = [(".args", value.args), (".keywords", value.keywords), (".func", value.func)]
+        children = [
+            (".args", value.args),
+            (".keywords", value.keywords),
+            (".func", value.func),
+        ]
     else:
         children = child_items(value) or []
     if not children:
@@ -87,55 +98,64 @@ def check_value(value: object, path: str, ancestors: tuple[int, ...] = ()) -> No
 _KINDS: tuple[tuple[tuple[type, ...], str], ...] = (
     ((types.ModuleType,), "a Python module"),
     ((io.IOBase,), "an open file"),
-    ((types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType), "a generator"),
+    (
+        (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType),
+        "a generator",
+    ),
     ((_thread.LockType, _thread.RLock, _thread._local), "a lock"),
     ((types.FrameType, types.TracebackType), "a frame of the running program"),
     ((map, zip, filter, enumerate, reversed), "an iterator"),
 )
 # By name, since few programs import these.
-_KINDS_BY_NAME: dict[str, str] = {
-    name: kind
-    for kind, names in {
-        "a lock": "threading.Condition threading.Event threading.Semaphore threading.Barrier "
-        "multiprocessing.synchronize.SemLock multiprocessing.synchronize.Condition "
-        "multiprocessing.synchronize.Event multiprocessing.synchronize.Barrier "
-        "asyncio.locks.Lock asyncio.locks.Event asyncio.locks.Condition asyncio.locks.Semaphore",
-        "a thread": "threading.Thread",
-        "a process": "multiprocessing.process.BaseProcess subprocess.Popen",
-        "a pool of workers": "concurrent.futures._base.Executor multiprocessing.pool.Pool "
-        "multiprocessing.managers.BaseManager",
-        "a result that is awaited": "concurrent.futures._base.Future _asyncio.Future "
-        "_asyncio.Task asyncio.events.AbstractEventLoop",
-        "a queue": "queue.Queue _queue.SimpleQueue asyncio.queues.Queue "
-        "multiprocessing.queues.Queue multiprocessing.queues.SimpleQueue",
-        "a connection": "_socket.socket multiprocessing.connection._ConnectionBase "
-        "multiprocessing.connection.Listener sqlite3.Connection sqlite3.Cursor "
-        "selectors.BaseSelector socketserver.BaseServer",
-        "an open file": "mmap.mmap tempfile._TemporaryFileWrapper tempfile.TemporaryDirectory",
-        "a context variable": "_contextvars.ContextVar _contextvars.Token _contextvars.Context",
-        "a weak reference": "weakref.ReferenceType",
-        "an iterator": "builtins.list_iterator builtins.tuple_iterator builtins.set_iterator "
-        "builtins.dict_keyiterator builtins.dict_valueiterator builtins.dict_itemiterator "
-        "builtins.range_iterator builtins.str_ascii_iterator builtins.iterator itertools.count "
-        "itertools.cycle itertools.repeat itertools.chain itertools.islice itertools.accumulate "
-        "itertools.product",
-    }.items()
-    for name in names.split()
+_NAMES_BY_KIND = {
+    "a lock": "threading.Condition threading.Event threading.Semaphore threading.Barrier "
+    "multiprocessing.synchronize.SemLock multiprocessing.synchronize.Condition "
+    "multiprocessing.synchronize.Event multiprocessing.synchronize.Barrier "
+    "asyncio.locks.Lock asyncio.locks.Event asyncio.locks.Condition asyncio.locks.Semaphore",
+    "a thread": "threading.Thread",
+    "a process": "multiprocessing.process.BaseProcess subprocess.Popen",
+    "a pool of workers": "concurrent.futures._base.Executor multiprocessing.pool.Pool "
+    "multiprocessing.managers.BaseManager",
+    "a result that is awaited": "concurrent.futures._base.Future _asyncio.Future "
+    "_asyncio.Task asyncio.events.AbstractEventLoop",
+    "a queue": "queue.Queue _queue.SimpleQueue asyncio.queues.Queue "
+    "multiprocessing.queues.Queue multiprocessing.queues.SimpleQueue",
+    "a connection": "_socket.socket multiprocessing.connection._ConnectionBase "
+    "multiprocessing.connection.Listener sqlite3.Connection sqlite3.Cursor "
+    "selectors.BaseSelector socketserver.BaseServer",
+    "an open file": "mmap.mmap tempfile._TemporaryFileWrapper tempfile.TemporaryDirectory",
+    "a context variable": "_contextvars.ContextVar _contextvars.Token _contextvars.Context",
+    "a weak reference": "weakref.ReferenceType",
+    "an iterator": "builtins.list_iterator builtins.tuple_iterator builtins.set_iterator "
+    "builtins.dict_keyiterator builtins.dict_valueiterator builtins.dict_itemiterator "
+    "builtins.range_iterator builtins.str_ascii_iterator builtins.iterator itertools.count "
+    "itertools.cycle itertools.repeat itertools.chain itertools.islice itertools.accumulate "
+    "itertools.product",
 }
+_KINDS_BY_NAME: dict[str, str] = {}
+for _kind, _names in _NAMES_BY_KIND.items():
+    _KINDS_BY_NAME.update(dict.fromkeys(_names.split(), _kind))
 
 
 @functools.lru_cache(maxsize=1024)
 def _runtime_kind(cls: type) -> str | None:
     """Describes the runtime objects of a class; None for plain values."""
-    kind = next((kind for classes, kind in _KINDS if issubclass(cls, classes)), None)
-    names = (f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
-    return kind or next((_KINDS_BY_NAME[name] for name in names if name in _KINDS_BY_NAME), None)
+    for classes, kind in _KINDS:
+        if issubclass(cls, classes):
+            return kind
+    for base in cls.__mro__:
+        kind = _KINDS_BY_NAME.get(f"{base.__module__}.{base.__qualname__}")
+        if kind is not None:
+            return kind
+    return None
 
 
-def _check_leaf(value: object, path: str) -> None:
-    owner = getattr(value, "__self__", None) if isinstance(value, _METHODS) else None
-    if owner is not None and not isinstance(owner, type | types.ModuleType):
-        _check_leaf(owner, path)
+def _check_leaf(value: Value, path: str) -> None:
+    if isinstance(value, _METHODS):
+        owner = value.__self__
+        # Functions of C code have their module as owner, class methods their class.
+        if owner is not None and not isinstance(owner, type | types.ModuleType):
+            _check_leaf(owner, path)
     kind = _runtime_kind(type(value))
     if kind is None:
         jax_core = getattr(sys.modules.get("jax"), "core", None)

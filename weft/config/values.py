@@ -16,12 +16,32 @@ import functools
 import operator
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Generic, NoReturn, Self, TypeVar, Union
+from collections.abc import Callable, Sequence
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Generic,
+    NoReturn,
+    Self,
+    TypeVar,
+    Union,
+)
 
-from weft.errors import RequiredFieldMissingError, UnknownFieldError, did_you_mean
+from weft.errors import (
+    ConfigError,
+    RequiredFieldMissingError,
+    UnknownFieldError,
+    did_you_mean,
+)
 
 T = TypeVar("T")
+
+Value = Any
+"""What a field may hold: a config, a container, a record, or a leaf of any class."""
+Step = Any
+"""Step of a path: the name of a field, the key of a dict, an index."""
+Path = str | Sequence[Step]
 
 
 class RequiredFieldValue:
@@ -65,6 +85,35 @@ else:
 """`Required[int]`: an int, or not yet set."""
 
 
+class UnreadValue:
+    """Value of a field whose text cannot be read, such as data that a program held.
+
+    `from_text(…, keep_unreadable=True)` keeps it, for what needs only other fields. It is written
+    as the text that it was read from, and `instantiate` of its config raises `error`.
+    """
+
+    def __init__(self, text: str, error: ConfigError):
+        self.text = text
+        self.error = error
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, UnreadValue):
+            return NotImplemented
+        return self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        raise self.error
+
+
 class InMemory(Generic[T]):
     """Value that exists in this program only, such as data or a model, as the value of a field.
 
@@ -85,7 +134,9 @@ class InMemory(Generic[T]):
         self.description = description
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.description == other.description  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(other, InMemory) or type(self) is not type(other):
+            return NotImplemented
+        return self.description == other.description
 
     def __hash__(self) -> int:
         return hash(self.description)
@@ -102,7 +153,7 @@ class ConfigNode:
 
     __slots__ = ()
 
-    # Origin of each field's value.
+    # Origin of each field's value, of a class that is defined above this module.
     _origins: dict[str, Any]
     # The field with the configured class or function.
     _target: str | None = None
@@ -110,46 +161,50 @@ class ConfigNode:
     if TYPE_CHECKING:  # defined by `ConfigBase`
 
         def _fields(self) -> dict[str, Any]: ...
-        def _field_values(self) -> dict[str, Any]: ...
+        def _field_values(self) -> dict[str, Value]: ...
         def _label(self) -> str: ...
         def _copy_to(self, path: str) -> "ConfigNode": ...
 
 
-def is_named_tuple(x: object) -> bool:
+def is_named_tuple(x: Value) -> bool:
     """Returns whether `x` is an instance of a named tuple class."""
-    return isinstance(x, tuple) and isinstance(getattr(type(x), "_fields", None), tuple)
+    return isinstance(x, tuple) and isinstance(
+        getattr(type(x), "_fields", None), tuple
+    )
 
 
-def is_attrs(x: object) -> bool:
+def is_attrs(x: Value) -> bool:
     """Returns whether `x` is an instance of an attrs class (configs are not)."""
     return hasattr(type(x), "__attrs_attrs__") and not isinstance(x, ConfigNode)
 
 
-def is_dataclass(x: object) -> bool:
+def is_dataclass(x: Value) -> bool:
     """Returns whether `x` is an instance of a dataclass."""
     return hasattr(type(x), "__dataclass_fields__")
 
 
-def record_fields(x: Any) -> list[str] | None:
+def record_fields(x: Value) -> list[str] | None:
     """Returns the field names of a named tuple, dataclass or attrs instance, else None."""
     if is_named_tuple(x):
         return list(type(x)._fields)
     if is_attrs(x):
-        return [field.name for field in type(x).__attrs_attrs__ if hasattr(x, field.name)]
-    if is_dataclass(x):
+        names = [field.name for field in type(x).__attrs_attrs__]
+    elif is_dataclass(x):
         names: list[str] = []
         for name, field in type(x).__dataclass_fields__.items():
             # Pseudo-fields (ClassVar, InitVar) have another kind, and no value in instances.
-            if field._field_type.name == "_FIELD" and hasattr(x, name):
+            if field._field_type.name == "_FIELD":
                 names.append(name)
-        return names
-    return None
+    else:
+        return None
+    return [name for name in names if hasattr(x, name)]
 
 
-def child_items(x: Any) -> list[tuple[str, Any]] | None:
+def child_items(x: Value) -> list[tuple[str, Value]] | None:
     """Returns (path suffix, child) pairs (`[2]`, `['a']`, `.rate`), or None for a leaf."""
     if isinstance(x, ConfigNode):
-        return [(f".{name}", child) for name, child in x._field_values().items()]
+        fields = x._field_values()
+        return [(f".{name}", child) for name, child in fields.items()]
     if isinstance(x, dict):
         return [(f"[{key!r}]", child) for key, child in x.items()]
     names = record_fields(x)
@@ -170,8 +225,19 @@ def join_path(path: str, suffix: str) -> str:
 
 
 IMMUTABLE = (
-    *(type(None), bool, int, float, complex, str, bytes, type, enum.Enum, types.ModuleType),
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type,
+    enum.Enum,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
 )
 # Arrays, dtypes, meshes, specs: immutable, and copies of arrays would use device memory.
 _SHARED_PACKAGES = frozenset({"jax", "jaxlib", "ml_dtypes"})
@@ -179,22 +245,31 @@ _SHARED_PACKAGES = frozenset({"jax", "jaxlib", "ml_dtypes"})
 
 @functools.lru_cache(1024)
 def _is_shared(cls: type) -> bool:
-    return issubclass(cls, IMMUTABLE) or cls.__module__.partition(".")[0] in _SHARED_PACKAGES
+    return (
+        issubclass(cls, IMMUTABLE)
+        or cls.__module__.partition(".")[0] in _SHARED_PACKAGES
+    )
 
 
-def copy_value(x: Any, path: str = "") -> Any:
+def copy_value(x: Value, path: str = "") -> Value:
     """Copies the mutable parts of a value; `path` is that of the copy."""
     if _is_shared(type(x)):
         return x
     if isinstance(x, ConfigNode):
         return x._copy_to(path)
     if type(x) is dict:
-        return {key: copy_value(child, f"{path}[{key!r}]") for key, child in x.items()}
+        copied_dict: dict[Step, Value] = {}
+        for key, child in x.items():
+            copied_dict[key] = copy_value(child, f"{path}[{key!r}]")
+        return copied_dict
     if type(x) in (list, tuple):
-        children = [copy_value(child, f"{path}[{i}]") for i, child in enumerate(x)]
+        children: list[Value] = []
+        for i, child in enumerate(x):
+            children.append(copy_value(child, f"{path}[{i}]"))
         if type(x) is list:
             return children
-        return x if all(map(operator.is_, x, children)) else tuple(children)
+        is_same = all(map(operator.is_, x, children))
+        return x if is_same else tuple(children)
     if record_fields(x) is not None:
         return _copy_record(x, path)
     if _has_identity_equality(x) and not hasattr(x, "__dict__"):
@@ -206,8 +281,8 @@ def copy_value(x: Any, path: str = "") -> Any:
         return x
 
 
-def _copy_record(x: object, path: str) -> Any:
-    changes: dict[str, Any] = {}
+def _copy_record(x: T, path: str) -> T:
+    changes: dict[str, Value] = {}
     for name in record_fields(x) or ():
         value = getattr(x, name)
         copied_value = copy_value(value, f"{path}.{name}")
@@ -221,9 +296,9 @@ def _copy_record(x: object, path: str) -> Any:
         return x
 
 
-def _replace_fields(x: Any, changes: dict[str, Any]) -> Any:
+def _replace_fields(x: T, changes: dict[str, Value]) -> T:
     if is_named_tuple(x):
-        return x._replace(**changes)
+        return x._replace(**changes)  # type: ignore[attr-defined]
     result = copy.copy(x)
     for name, child in changes.items():
         # Bypasses the __setattr__ of a frozen class, as the copy is not yet shared.
@@ -231,7 +306,7 @@ def _replace_fields(x: Any, changes: dict[str, Any]) -> Any:
     return result
 
 
-def replace_part(x: Any, step: Any, child: Any) -> Any:
+def replace_part(x: Value, step: Step, child: Value) -> Value:
     """Returns a copy of a container or record with one child replaced, or added to a dict."""
     if isinstance(x, dict):
         return {**x, step: child}
@@ -242,7 +317,7 @@ def replace_part(x: Any, step: Any, child: Any) -> Any:
     return type(x)(children)
 
 
-def values_equal(a: Any, b: Any) -> bool:
+def values_equal(a: Value, b: Value) -> bool:
     """Compares two values by contents; NaN equals NaN, arrays compare as a whole."""
     if a is b:
         return True
@@ -251,7 +326,10 @@ def values_equal(a: Any, b: Any) -> bool:
             return False
         return _all_equal(a._field_values(), b._field_values())
     if isinstance(a, functools.partial) and isinstance(b, functools.partial):
-        return values_equal((a.func, a.args, dict(a.keywords)), (b.func, b.args, dict(b.keywords)))
+        return values_equal(
+            (a.func, a.args, dict(a.keywords)),
+            (b.func, b.args, dict(b.keywords)),
+        )
     if isinstance(a, dict) and isinstance(b, dict):
         return type(a) is type(b) and _all_equal(a, b)
     if type(a) is type(b) and not isinstance(a, IMMUTABLE):
@@ -268,79 +346,101 @@ def values_equal(a: Any, b: Any) -> bool:
     return _leaves_equal(a, b)
 
 
-def _all_equal(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all(values_equal(a[key], b[key]) for key in a)
+def _all_equal(a: dict[Step, Value], b: dict[Step, Value]) -> bool:
+    if a.keys() != b.keys():
+        return False
+    return all(values_equal(a[key], b[key]) for key in a)
 
 
-def _leaves_equal(a: object, b: object) -> bool:
-    shape = None if isinstance(a, type) else getattr(a, "shape", None)
+def _leaves_equal(a: Value, b: Value) -> bool:
+    shape = None
+    if not isinstance(a, type):
+        shape = getattr(a, "shape", None)
     if not isinstance(b, type) and shape != getattr(b, "shape", None):
         return False
     try:
-        equal: Any = a == b
-        return bool(equal.all() if isinstance(shape, tuple) and hasattr(equal, "all") else equal)
+        is_equal: Any = a == b
+        if isinstance(shape, tuple) and hasattr(is_equal, "all"):
+            is_equal = is_equal.all()  # an array of one truth value per element
+        return bool(is_equal)
     except Exception:
         return False
 
 
-def _has_identity_equality(x: object) -> bool:
+def _has_identity_equality(x: Value) -> bool:
     return type(x).__eq__ is object.__eq__
 
 
-Pairs = list[tuple[str, Any]]
+Pairs = list[tuple[str, Value]]
+"""Paths and values of a node's children."""
 
 
 def visit(
-    root: object,
+    root: Value,
     *,
-    visit_fn: Callable[[str, Any], None],
-    enter_fn: Callable[[str, Any, Pairs | None], Pairs | None] | None = None,
-    exit_fn: Callable[[str, Any], None] | None = None,
+    visit_fn: Callable[[str, Value], None],
+    enter_fn: Callable[[str, Value, Pairs | None], Pairs | None] | None = None,
+    exit_fn: Callable[[str, Value], None] | None = None,
     path: str = "",
 ) -> None:
     """Traverses a value depth first. See `ConfigBase.visit`."""
-    items = child_items(root)
-    children = None if items is None else [(join_path(path, s), child) for s, child in items]
+    children = child_items(root)
+    if children is not None:
+        children = [(join_path(path, s), child) for s, child in children]
     if enter_fn is not None:
         children = enter_fn(path, root, children)
     if children is None:
         visit_fn(path, root)
         return
     for child_path, child in children:
-        visit(child, visit_fn=visit_fn, enter_fn=enter_fn, exit_fn=exit_fn, path=child_path)
+        visit(
+            child,
+            visit_fn=visit_fn,
+            enter_fn=enter_fn,
+            exit_fn=exit_fn,
+            path=child_path,
+        )
     if exit_fn is not None:
         exit_fn(path, root)
 
 
-def to_dict(value: Any) -> Any:
+def to_dict(value: Value) -> Value:
     """Converts nested configs to dicts. See `ConfigBase.to_dict`."""
     if isinstance(value, ConfigNode):
-        return {name: to_dict(child) for name, child in value._field_values().items()}
+        value = value._field_values()
     if isinstance(value, dict):
         return {key: to_dict(child) for key, child in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(to_dict(child) for child in value)
+        return type(value)(map(to_dict, value))
     names = record_fields(value)
-    if names is not None:
-        return {name: to_dict(getattr(value, name)) for name in names if _is_shown(value, name)}
-    return value
+    if names is None:
+        return value
+    fields: dict[str, Value] = {}
+    for name in names:
+        if _is_shown(value, name):
+            fields[name] = to_dict(getattr(value, name))
+    return fields
 
 
-def _is_shown(record: Any, name: str) -> bool:
+def _is_shown(record: Value, name: str) -> bool:
     """Returns whether a field of a record is in dicts, as its metadata say."""
-    metadata: Mapping[str, Any] = {}
     if is_attrs(record):
-        metadata = {field.name: field.metadata for field in type(record).__attrs_attrs__}[name]
+        # The attributes are a named tuple of the class.
+        field = getattr(type(record).__attrs_attrs__, name)
     elif is_dataclass(record):
-        metadata = type(record).__dataclass_fields__[name].metadata
-    return not metadata.get("skip_serialization", False)
+        field = type(record).__dataclass_fields__[name]
+    else:
+        return True
+    return not field.metadata.get("skip_serialization", False)
 
 
-def to_flat_dict(root: ConfigNode, *, omit_default_values: Sequence[Any]) -> dict[str, Any]:
+def to_flat_dict(
+    root: ConfigNode, *, omit_default_values: Sequence[Value]
+) -> dict[str, Value]:
     """Returns the leaves by path. See `ConfigBase.to_flat_dict`."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, Value] = {}
 
-    def enter(path: str, value: object, children: Pairs | None) -> Pairs | None:
+    def enter(path: str, value: Value, children: Pairs | None) -> Pairs | None:
         if isinstance(value, ConfigNode):
             # Fields are omitted here rather than at leaves, because their defaults matter.
             shown_fields: Pairs = []
@@ -362,10 +462,12 @@ def to_flat_dict(root: ConfigNode, *, omit_default_values: Sequence[Any]) -> dic
     return flat
 
 
-def _is_omitted(default: object, value: object, values: Sequence[Any]) -> bool:
+def _is_omitted(default: Value, value: Value, values: Sequence[Value]) -> bool:
     if isinstance(value, ConfigNode):
         return False
-    return any(values_equal(default, other) for other in values) and values_equal(value, default)
+    if not values_equal(value, default):
+        return False
+    return any(values_equal(default, other) for other in values)
 
 
 _STEP = re.compile(
@@ -378,7 +480,7 @@ _STEP = re.compile(
 )
 
 
-def parse_path(path: str | Sequence[Any]) -> list[Any]:
+def parse_path(path: Path) -> list[Step]:
     """Parses a path into its steps; sequences are returned unchanged.
 
     Raises UnknownFieldError if the text is malformed.
@@ -390,12 +492,15 @@ def parse_path(path: str | Sequence[Any]) -> list[Any]:
         return list(path)
     from ast import literal_eval
 
-    steps: list[Any] = []
+    steps: list[Step] = []
     position = 0
     while position < len(path):
         match = _STEP.match(path, position)
-        dot = path[position] == "."
-        if match is None or dot != (match["name"] is not None and position > 0):
+        has_dot = path[position] == "."
+        needs_dot = (
+            match is not None and match["name"] is not None and position > 0
+        )
+        if match is None or has_dot != needs_dot:
             raise UnknownFieldError(
                 f"{path!r} is not a path: cannot read {path[position:]!r}. Write names with "
                 "dots and indices in brackets, such as model.layers[2].rate."
@@ -405,7 +510,7 @@ def parse_path(path: str | Sequence[Any]) -> list[Any]:
     return steps
 
 
-def walk_path(value: object, path: str | Sequence[Any]) -> list[tuple[str, Any]]:
+def walk_path(value: Value, path: Path) -> list[tuple[str, Value]]:
     """Returns (path, value) pairs from the start to the end of a path."""
     trail = [("", value)]
     for step in parse_path(path):
@@ -413,23 +518,30 @@ def walk_path(value: object, path: str | Sequence[Any]) -> list[tuple[str, Any]]
         try:
             suffix, child = _step_into(value, step)
         except UnknownFieldError as error:
-            raise UnknownFieldError(f"{parent}: {error}" if parent else str(error)) from None
+            raise UnknownFieldError(
+                f"{parent}: {error}" if parent else str(error)
+            ) from None
         trail.append((join_path(parent, suffix), child))
     return trail
 
 
-def _step_into(value: Any, step: Any) -> tuple[str, Any]:
+def _step_into(value: Value, step: Step) -> tuple[str, Value]:
     """Returns the suffix that a step appends to a path, and the value there."""
     if isinstance(value, dict):
         if step in value:
             return f"[{step!r}]", value[step]
-        raise UnknownFieldError(f"unknown key {step!r}. {did_you_mean(str(step), map(str, value))}")
-    is_config = isinstance(value, ConfigNode)
-    names = value._fields() if is_config else record_fields(value)
+        raise UnknownFieldError(
+            f"unknown key {step!r}. {did_you_mean(str(step), map(str, value))}"
+        )
+    if isinstance(value, ConfigNode):
+        names = value._fields()
+        title = value._label()
+    else:
+        names = record_fields(value)
+        title = type(value).__qualname__
     if names is not None:
         if step in names:
             return f".{step}", getattr(value, step)
-        title = value._label() if is_config else type(value).__qualname__
         raise UnknownFieldError(
             f"unknown field {step!r} in {title}. {did_you_mean(str(step), names)}"
         )
@@ -440,35 +552,41 @@ def _step_into(value: Any, step: Any) -> tuple[str, Any]:
             f"there is no [{step!r}] in a {type(value).__name__} of length {len(value)}. "
             f"Write an index from 0 to {len(value) - 1} in brackets."
         )
-    state = "it is still REQUIRED" if value is REQUIRED else f"it is {value!r:.80}"
+    state = f"it is {value!r:.80}"
+    if value is REQUIRED:
+        state = "it is still REQUIRED"
     raise UnknownFieldError(f"there is no {step!r} in it, since {state}.")
 
 
-def get_path(value: object, path: str | Sequence[Any]) -> Any:
+def get_path(value: Value, path: Path) -> Value:
     """Returns the value at a path. See `ConfigBase.get_recursively`."""
-    return walk_path(value, path)[-1][1]
+    _, target = walk_path(value, path)[-1]
+    return target
 
 
-def set_path(config: ConfigNode, path: str | Sequence[Any], value: object) -> None:
+def set_path(config: ConfigNode, path: Path, value: Value) -> None:
     """Sets the value at a path. See `ConfigBase.set_recursively`."""
     owner, (name, *inner_steps) = split_path(config, path)
     # A value inside of a field's container: from the inside out, each container gets a new part.
-    containers: list[Any] = []
-    if inner_steps:
-        trail = walk_path(owner, [name, *inner_steps[:-1]])
-        containers = [node for _, node in trail[1:]]
-    for container, step in reversed(list(zip(containers, inner_steps, strict=True))):
+    while inner_steps:
+        step = inner_steps.pop()
+        container = get_path(owner, [name, *inner_steps])
         value = replace_part(container, step, value)
     setattr(owner, name, value)
 
 
-def split_path(config: ConfigNode, path: str | Sequence[Any]) -> tuple[ConfigNode, list[Any]]:
+def split_path(config: ConfigNode, path: Path) -> tuple[ConfigNode, list[Step]]:
     """Returns the innermost config on a path and the remaining steps; the last may be a new key."""
     steps = parse_path(path)
     if not steps:
         raise UnknownFieldError("The path is empty. Name at least one field.")
-    nodes = [node for _, node in walk_path(config, steps[:-1])]
-    if not isinstance(nodes[-1], dict):
-        walk_path(config, steps)
-    owner = max(i for i, node in enumerate(nodes) if isinstance(node, ConfigNode))
-    return nodes[owner], steps[owner:]
+    owner = config
+    steps_to_owner = 0
+    node: Value = config
+    for i, (_, node) in enumerate(walk_path(config, steps[:-1])):
+        if isinstance(node, ConfigNode):
+            owner = node
+            steps_to_owner = i
+    if not isinstance(node, dict):
+        walk_path(config, steps)  # raises an error for an unknown last step
+    return owner, steps[steps_to_owner:]

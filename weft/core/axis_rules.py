@@ -15,7 +15,9 @@ import jax
 
 from weft.errors import LogicalAxisError
 
-MeshAxes = Any  # a mesh axis, a tuple of them, None, or `PartitionSpec.UNCONSTRAINED`
+MeshAxes = (
+    Any  # a mesh axis, a tuple of them, None, or `PartitionSpec.UNCONSTRAINED`
+)
 Rule = tuple[str, MeshAxes]
 Rules = tuple[Rule, ...]
 
@@ -43,7 +45,11 @@ def checked_rules(rules: Iterable[Sequence[Any]] | None) -> Rules:
 
 
 def _checked_rule(rule: Sequence[Any]) -> Rule:
-    is_pair = isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)
+    is_pair = (
+        isinstance(rule, tuple | list)
+        and len(rule) == 2
+        and isinstance(rule[0], str)
+    )
     if not is_pair:
         raise LogicalAxisError(
             f"{rule!r} is not a rule for a logical axis; expected a pair of its name and its mesh "
@@ -53,8 +59,12 @@ def _checked_rule(rule: Sequence[Any]) -> Rule:
     if isinstance(axes, list):
         axes = tuple(axes)
     names = axes if isinstance(axes, tuple) else (axes,)
-    is_without_names = axes is None or axes is jax.sharding.PartitionSpec.UNCONSTRAINED
-    if not is_without_names and not all(isinstance(axis, str) for axis in names):
+    is_without_names = (
+        axes is None or axes is jax.sharding.PartitionSpec.UNCONSTRAINED
+    )
+    if not is_without_names and not all(
+        isinstance(axis, str) for axis in names
+    ):
         raise LogicalAxisError(
             f"the rule for {name!r} gives it the mesh axes {axes!r}; expected a name, a tuple of "
             "names, or None."
@@ -99,7 +109,10 @@ def composite_rules(
     (('embed', 'data'), ('heads', 'model'))
     """
     first_rules, second_rules = checked_rules(rule1), checked_rules(rule2)
-    first_axes, second_axes = _axes_by_name(first_rules), _axes_by_name(second_rules)
+    first_axes, second_axes = (
+        _axes_by_name(first_rules),
+        _axes_by_name(second_rules),
+    )
     for name, axes in second_axes.items():
         if name in first_axes and axes != first_axes[name]:
             raise LogicalAxisError(
@@ -107,7 +120,9 @@ def composite_rules(
                 f"{_listing(first_axes[name])}, the other {_listing(axes)}; take it out of one of "
                 "them."
             )
-    return first_rules + tuple(rule for rule in second_rules if rule[0] not in first_axes)
+    return first_rules + tuple(
+        rule for rule in second_rules if rule[0] not in first_axes
+    )
 
 
 def _axes_by_name(rules: Rules) -> dict[str, list[MeshAxes]]:

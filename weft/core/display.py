@@ -46,12 +46,17 @@ def notebook_tree(x: object, **kwargs: Any) -> dict[str, str]:
 
 
 def render_tree(
-    x: object, attributes: Mapping[str, Any], path: str | None, subtree_renderer: Any
+    x: object,
+    attributes: Mapping[str, Any],
+    path: str | None,
+    subtree_renderer: Any,
 ) -> Any:
     """Returns what Treescope's method `__treescope_repr__` returns, for an object's attributes."""
     from treescope.repr_lib import render_object_constructor
 
-    return render_object_constructor(type(x), attributes, path, subtree_renderer)
+    return render_object_constructor(
+        type(x), attributes, path, subtree_renderer
+    )
 
 
 def to_shapes(tree: PyTree) -> PyTree:
@@ -62,7 +67,11 @@ def to_shapes(tree: PyTree) -> PyTree:
     """
 
     def to_shape(leaf: PyTree) -> PyTree:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
+        return (
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            if is_array(leaf)
+            else leaf
+        )
 
     return jax.tree.map(to_shape, tree)
 
@@ -72,7 +81,9 @@ def is_array(x: PyTree) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def split_arrays(tree: PyTree) -> tuple[list[Tensor], Callable[[Sequence[PyTree]], PyTree]]:
+def split_arrays(
+    tree: PyTree,
+) -> tuple[list[Tensor], Callable[[Sequence[PyTree]], PyTree]]:
     """Returns the arrays of a tree, and a function that replaces them in the tree."""
     leaves = SelectedLeaves.of(tree, is_array, None)
     return leaves.selected, leaves.replace
@@ -88,14 +99,20 @@ def format_tree(tree: PyTree) -> str:
     - None
     """
     if isinstance(tree, Mapping):
-        lines = [_format_named_entry(name, entry) for name, entry in tree.items()]
+        lines = [
+            _format_named_entry(name, entry) for name, entry in tree.items()
+        ]
         return "\n".join(lines) or "{}"
     if isinstance(tree, list | tuple):
-        lines = ["- " + format_tree(entry).replace("\n", "\n  ") for entry in tree]
+        lines = [
+            "- " + format_tree(entry).replace("\n", "\n  ") for entry in tree
+        ]
         return "\n".join(lines) or "[]"
     if isinstance(tree, meta.AxisMetadata):
         names = getattr(tree, "names", None)
-        metadata = f"P({', '.join(map(str, names))})" if names else type(tree).__name__
+        metadata = (
+            f"P({', '.join(map(str, names))})" if names else type(tree).__name__
+        )
         return f"{format_tree(tree.unbox())} {metadata}"
     if is_array(tree):
         return f"{tree.dtype}[{','.join(map(str, tree.shape))}]"
@@ -111,7 +128,9 @@ def _format_named_entry(name: str, entry: PyTree) -> str:
     return f"{name}:\n{indent}{lines}"
 
 
-def format_inputs(args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> str:
+def format_inputs(
+    args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
+) -> str:
     """Formats the arguments of a call, without a list around a single one."""
     inputs = list(args)
     if kwargs:
@@ -138,7 +157,9 @@ def format_size(tree: PyTree) -> str:
     return f"{n_elements:,} ({size_in_unit:.1f} {units[0]})"
 
 
-def flops(fn: Callable[..., PyTree], *args: PyTree, with_vjp: bool = False) -> int:
+def flops(
+    fn: Callable[..., PyTree], *args: PyTree, with_vjp: bool = False
+) -> int:
     """Returns the FLOPs that XLA counts in a function of trees of arrays or their shapes.
 
     With `with_vjp`, includes the gradient of all inputs.
@@ -150,7 +171,11 @@ def flops(fn: Callable[..., PyTree], *args: PyTree, with_vjp: bool = False) -> i
     def backward(args: tuple[PyTree, ...]) -> list[Tensor]:
         results, pullback = jax.vjp(forward, args)
         gradients = pullback(list(map(_cotangent, results)))
-        return [x for x in jax.tree.leaves(gradients) if x.dtype != jax.dtypes.float0]
+        return [
+            x
+            for x in jax.tree.leaves(gradients)
+            if x.dtype != jax.dtypes.float0
+        ]
 
     lowered = jax.jit(backward if with_vjp else forward).lower(args)
     costs: Mapping[str, Any] = lowered.cost_analysis() or {}  # pyright: ignore[reportAssignmentType]
@@ -194,14 +219,17 @@ def render_table(
     *first_names, last_name = names
     for name in first_names:
         table.add_column(name, footer=Text(""), **column_kwargs)
-    table.add_column(last_name, footer=Text("Total", justify="right"), **column_kwargs)
+    table.add_column(
+        last_name, footer=Text("Total", justify="right"), **column_kwargs
+    )
     for name, tree in variables.items():
         table.add_column(name, footer=Text(format_size(tree)), **column_kwargs)
     for row in rows:
         table.add_row(*map(Text, row))
     output = io.StringIO()
-    console_options: dict[str, Any] = {"force_terminal": True, "force_jupyter": False} | dict(
-        console_kwargs or {}
-    )
+    console_options: dict[str, Any] = {
+        "force_terminal": True,
+        "force_jupyter": False,
+    } | dict(console_kwargs or {})
     Console(file=output, **console_options).print(table)
     return f"\n{output.getvalue()}\n"

@@ -60,7 +60,9 @@ def filter_to_set(x: Filter) -> set[str]:
     if isinstance(x, str):
         return {x}
     if x is True or isinstance(x, DenyList):
-        raise InvalidFilterError(x, "it matches names without end, so they cannot be listed")
+        raise InvalidFilterError(
+            x, "it matches names without end, so they cannot be listed"
+        )
     if not isinstance(x, Collection):
         raise InvalidFilterError(x)
     for name in x:

@@ -151,7 +151,9 @@ def _split_key(key: FlatKey, sep: str | None) -> Path:
     if sep is not None:
         if isinstance(key, str):
             return tuple(key.split(sep))
-        raise FlatDictError(f"the key {key!r} is not a path; expected a string, as sep is set.")
+        raise FlatDictError(
+            f"the key {key!r} is not a path; expected a string, as sep is set."
+        )
     if isinstance(key, tuple):
         return key
     if isinstance(key, str) and len(key) == 1:
@@ -161,7 +163,9 @@ def _split_key(key: FlatKey, sep: str | None) -> Path:
     )
 
 
-def path_aware_map(f: Callable[[Path, Any], Any], nested_dict: Mapping[Any, Any]) -> dict[Any, Any]:
+def path_aware_map(
+    f: Callable[[Path, Any], Any], nested_dict: Mapping[Any, Any]
+) -> dict[Any, Any]:
     """Maps a function over the paths and leaves of a nested dict; empty dicts stay.
 
     Raises NestedDictError if `nested_dict` is not a mapping.

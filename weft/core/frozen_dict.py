@@ -6,7 +6,14 @@ The functions `copy` and `pop` accept both.
 """
 
 import textwrap
-from collections.abc import Hashable, Iterable, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import (
+    Hashable,
+    Iterable,
+    Iterator,
+    KeysView,
+    Mapping,
+    ValuesView,
+)
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -48,10 +55,14 @@ class FrozenDict(Mapping[K, V]):
 
     __slots__ = ("_dict", "_hash")
 
-    def __init__(self, *args: Any, __unsafe_skip_copy__: bool = False, **kwargs: Any):
+    def __init__(
+        self, *args: Any, __unsafe_skip_copy__: bool = False, **kwargs: Any
+    ):
         entries: dict[Any, Any] = dict(*args, **kwargs)
         # Nested entries are unshared plain dicts; `__getitem__` freezes them.
-        self._dict: dict[K, V] = entries if __unsafe_skip_copy__ else _thawed(entries)
+        self._dict: dict[K, V] = (
+            entries if __unsafe_skip_copy__ else _thawed(entries)
+        )
         self._hash: int | None = None
 
     def __getitem__(self, key: K) -> V:
@@ -102,7 +113,9 @@ class FrozenDict(Mapping[K, V]):
             raise _immutable(f"`{name}`")
         raise AttributeError(f"'FrozenDict' object has no attribute {name!r}")
 
-    def copy(self, add_or_replace: Mapping[K, V] = _NOTHING) -> "FrozenDict[K, V]":
+    def copy(
+        self, add_or_replace: Mapping[K, V] = _NOTHING
+    ) -> "FrozenDict[K, V]":
         """Returns a copy with added or replaced entries."""
         return type(self)({**self, **add_or_replace})
 
@@ -120,7 +133,9 @@ class FrozenDict(Mapping[K, V]):
         """Formats one entry per line, indented by depth."""
         return f"FrozenDict({_lines(self._dict, num_spaces)})"
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Hashable, V], ...], tuple[K, ...]]:
+    def tree_flatten_with_keys(
+        self,
+    ) -> tuple[tuple[tuple[Hashable, V], ...], tuple[K, ...]]:
         keys = tuple(sorted(self._dict))  # pyright: ignore[reportArgumentType]
         children: list[tuple[Hashable, V]] = []
         for key in keys:
@@ -128,7 +143,9 @@ class FrozenDict(Mapping[K, V]):
         return tuple(children), keys
 
     @classmethod
-    def tree_unflatten(cls, keys: Iterable[K], values: Iterable[V]) -> "FrozenDict[K, V]":
+    def tree_unflatten(
+        cls, keys: Iterable[K], values: Iterable[V]
+    ) -> "FrozenDict[K, V]":
         return cls(zip(keys, values, strict=True), __unsafe_skip_copy__=True)
 
 
@@ -142,7 +159,9 @@ def _immutable(change: str) -> FrozenDictMutationError:
 def _frozen(value: PyTree) -> PyTree:
     if not isinstance(value, dict):
         return value
-    view = object.__new__(FrozenDict)  # the constructor would copy the outermost dict
+    view = object.__new__(
+        FrozenDict
+    )  # the constructor would copy the outermost dict
     view._dict = value
     view._hash = None
     return view
@@ -238,7 +257,9 @@ def pretty_repr(x: PyTree, num_spaces: int = 4) -> str:
 state_dicts.register_serialization_state(
     FrozenDict,
     lambda frozen: state_dicts.to_state_dict(frozen.unfreeze()),
-    lambda frozen, state: freeze(state_dicts.from_state_dict(frozen.unfreeze(), state, name="")),
+    lambda frozen, state: freeze(
+        state_dicts.from_state_dict(frozen.unfreeze(), state, name="")
+    ),
 )
 
 

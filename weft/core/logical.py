@@ -17,12 +17,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from weft import errors, struct
 from weft.core import meta, spmd
-from weft.core.axis_rules import Rule, Rules, checked_rules, get_logical_axis_rules
+from weft.core.axis_rules import (
+    Rule,
+    Rules,
+    checked_rules,
+    get_logical_axis_rules,
+)
 from weft.typing import MeshAxes, PyTree
 
 AnyRules = Iterable[Sequence[Any]]
 
-AxisEntry = Any  # a name, a tuple of names, None, or `PartitionSpec.UNCONSTRAINED`
+AxisEntry = (
+    Any  # a name, a tuple of names, None, or `PartitionSpec.UNCONSTRAINED`
+)
 
 _FREE = PartitionSpec.UNCONSTRAINED
 
@@ -97,7 +104,9 @@ def _check_names(names: Iterable[AxisEntry]) -> list[AxisEntry]:
         if isinstance(name, str):
             counts[name] += 1
             continue
-        is_tuple = isinstance(name, tuple) and all(isinstance(part, str) for part in name)
+        is_tuple = isinstance(name, tuple) and all(
+            isinstance(part, str) for part in name
+        )
         if not (name is None or name is _FREE or is_tuple):
             raise errors.LogicalAxisError(
                 f"{name!r} in {tuple(names)} is not a name of an axis; expected a logical name, a "
@@ -118,7 +127,9 @@ def _with_tuples(names: Iterable[AxisEntry]) -> list[AxisEntry]:
     return [tuple(name) if isinstance(name, list) else name for name in names]
 
 
-def conflict_message(axis: AxisAssignment, axes: Sequence[AxisAssignment], rules: Rules) -> str:
+def conflict_message(
+    axis: AxisAssignment, axes: Sequence[AxisAssignment], rules: Rules
+) -> str:
     """Returns a message about an axis whose rules were all skipped."""
     rule: Rule = rules[axis.passed[0]]
     holders: list[str] = []
@@ -155,7 +166,9 @@ def logical_to_mesh_axes(
     return _layout(assign(array_dim_names, _rules_or_context(rules)))
 
 
-def names_to_mesh_axes(names: Iterable[AxisEntry], rules: AnyRules | None = None) -> PartitionSpec:
+def names_to_mesh_axes(
+    names: Iterable[AxisEntry], rules: AnyRules | None = None
+) -> PartitionSpec:
     """Returns the layout of an array whose axes have names of logical or mesh axes.
 
     Args:
@@ -191,14 +204,18 @@ def mark_mesh_axes(names: Iterable[AxisEntry], rules: Rules) -> list[AxisEntry]:
             return name
         mesh_axes: dict[str, None] = {}  # in order, each once
         for part in name:
-            mesh_axes |= dict.fromkeys(spmd.axes_of(first_rules.get(part, part)))
+            mesh_axes |= dict.fromkeys(
+                spmd.axes_of(first_rules.get(part, part))
+            )
         return tuple(mesh_axes) or None
 
     return [mark(name) for name in names]
 
 
 def _are_names(x: PyTree) -> bool:
-    is_row = type(x) in (tuple, list) and any(isinstance(name, str) for name in x)
+    is_row = type(x) in (tuple, list) and any(
+        isinstance(name, str) for name in x
+    )
     return isinstance(x, PartitionSpec) or is_row
 
 
@@ -223,7 +240,9 @@ def logical_to_mesh(tree: PyTree, rules: AnyRules | None = None) -> PyTree:
     return jax.tree.map(convert, tree, is_leaf=_are_names)
 
 
-def logical_to_mesh_sharding(tree: PyTree, mesh: Mesh, rules: AnyRules | None = None) -> PyTree:
+def logical_to_mesh_sharding(
+    tree: PyTree, mesh: Mesh, rules: AnyRules | None = None
+) -> PyTree:
     """Returns the layouts of `logical_to_mesh` as `NamedSharding`s over a mesh."""
     specs = logical_to_mesh(tree, rules)
     return jax.tree.map(
@@ -269,10 +288,16 @@ def with_logical_constraint(
         return x
 
     def apply(names: PyTree, part: PyTree) -> PyTree:
-        return part if names is None else _constrain(part, names, checked, mesh, fallback)
+        return (
+            part
+            if names is None
+            else _constrain(part, names, checked, mesh, fallback)
+        )
 
     def is_leaf(names: PyTree) -> bool:
-        if type(names) is tuple and all(name is None or name is _FREE for name in names):
+        if type(names) is tuple and all(
+            name is None or name is _FREE for name in names
+        ):
             return True
         return names is None or _are_names(names)
 
@@ -287,7 +312,11 @@ def _constrain(
     fallback: RulesFallback,
 ) -> PyTree:
     axes = assign(names, rules)
-    unsplit = [axis.name for axis in axes if isinstance(axis.name, str) and axis.rule is None]
+    unsplit = [
+        axis.name
+        for axis in axes
+        if isinstance(axis.name, str) and axis.rule is None
+    ]
     if unsplit and fallback is RulesFallback.RAISE_ERROR:
         conflicts = ""
         for axis in axes:
@@ -303,7 +332,11 @@ def _constrain(
         return x
     for axis in axes:
         if axis.is_unassigned:
-            warnings.warn(conflict_message(axis, axes, rules), errors.ShardingWarning, stacklevel=2)
+            warnings.warn(
+                conflict_message(axis, axes, rules),
+                errors.ShardingWarning,
+                stacklevel=2,
+            )
     return spmd.constrain(x, _layout(axes), mesh)
 
 
@@ -332,7 +365,10 @@ class LogicallyPartitioned(meta.Partitioned):
         if not apply_constraint:
             return self.value
         return with_logical_constraint(
-            self.value, self.get_partition_spec(), rules=self.rules, mesh=self.mesh
+            self.value,
+            self.get_partition_spec(),
+            rules=self.rules,
+            mesh=self.mesh,
         )
 
     def get_sharding(self, mesh: Mesh) -> NamedSharding:
@@ -355,7 +391,10 @@ class LogicallyPartitioned(meta.Partitioned):
 
 
 def with_logical_partitioning(
-    fn: Callable[..., Any], names: MeshAxes, mesh: Mesh | None = None, rules: AnyRules | None = None
+    fn: Callable[..., Any],
+    names: MeshAxes,
+    mesh: Mesh | None = None,
+    rules: AnyRules | None = None,
 ) -> Callable[..., LogicallyPartitioned]:
     """Wraps an initializer, or a factory of initializers, to return a `LogicallyPartitioned`.
 

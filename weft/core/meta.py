@@ -23,7 +23,11 @@ from weft import struct
 from weft.core.spmd import AnyMesh, constrain
 from weft.core.spmd import get_global_mesh as get_global_mesh
 from weft.core.spmd import global_mesh_defined as global_mesh_defined
-from weft.errors import AxisMetadataError, PartitioningUnspecifiedError, PartitionNameError
+from weft.errors import (
+    AxisMetadataError,
+    PartitioningUnspecifiedError,
+    PartitionNameError,
+)
 from weft.lifting.kind import SelectedLeaves, Structure
 from weft.typing import MeshAxes, PyTree
 
@@ -94,7 +98,9 @@ def _content(box: AxisMetadata[PyTree]) -> PyTree:
     return box.unbox()
 
 
-def map_axis_meta(fn: Callable[[AxisMetadata[PyTree]], PyTree], tree: PyTree) -> PyTree:
+def map_axis_meta(
+    fn: Callable[[AxisMetadata[PyTree]], PyTree], tree: PyTree
+) -> PyTree:
     """Replaces each outermost box of a tree by a function's result; other leaves are unchanged.
 
     >>> map_axis_meta(lambda box: box.names, {"w": Partitioned(1.0, ("data",)), "b": 0.0})
@@ -193,7 +199,9 @@ def _inner_boxes(box: AxisMetadata[PyTree]) -> SelectedLeaves:
 def _is_unchanged(tree: PyTree, new_tree: PyTree) -> bool:
     leaves, structure = jax.tree.flatten(tree)
     new_leaves, new_structure = jax.tree.flatten(new_tree)
-    return structure == new_structure and all(map(operator.is_, leaves, new_leaves))
+    return structure == new_structure and all(
+        map(operator.is_, leaves, new_leaves)
+    )
 
 
 def _call_hooks(
@@ -214,7 +222,9 @@ def _call_hooks(
         if not inner_boxes or len(inner_boxes) != len(new_inner_boxes):
             return new_box
         called: list[AxisMetadata[PyTree]] = []
-        for inner_box, new_inner_box in zip(inner_boxes, new_inner_boxes, strict=True):
+        for inner_box, new_inner_box in zip(
+            inner_boxes, new_inner_boxes, strict=True
+        ):
             if _is_unchanged(inner_box, new_inner_box):
                 called.append(call(new_inner_box))
             else:
@@ -227,7 +237,9 @@ def _call_hooks(
         with about(jax.tree_util.keystr(path, simple=True, separator="/")):
             return call(leaf)
 
-    return jax.tree_util.tree_map_with_path(call_at, tree, is_leaf=is_axis_metadata)
+    return jax.tree_util.tree_map_with_path(
+        call_at, tree, is_leaf=is_axis_metadata
+    )
 
 
 @contextlib.contextmanager
@@ -253,7 +265,9 @@ def checked_names(names: Iterable[AxisNames]) -> tuple[AxisNames, ...]:
             f"names is {names!r}; expected a sequence with one entry for each axis of the value: "
             f"a name, a tuple of names, or None.{advice}"
         )
-    return tuple(tuple(name) if isinstance(name, list) else name for name in names)
+    return tuple(
+        tuple(name) if isinstance(name, list) else name for name in names
+    )
 
 
 class Partitioned(struct.PyTreeNode, AxisMetadata[A]):
@@ -302,7 +316,9 @@ class Partitioned(struct.PyTreeNode, AxisMetadata[A]):
             )
         position = self._position(index, len(self.names) + 1)
         names = self._padded(position)
-        return self.replace(names=(*names[:position], params[PARTITION_NAME], *names[position:]))
+        return self.replace(
+            names=(*names[:position], params[PARTITION_NAME], *names[position:])
+        )
 
     def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
         position = self._position(index, len(self.names))
@@ -312,10 +328,16 @@ class Partitioned(struct.PyTreeNode, AxisMetadata[A]):
             raise PartitioningUnspecifiedError(text)
         (name,) = checked_names((params[PARTITION_NAME],))
         if name != axis_name:
-            raise PartitionNameError(self._removal_error(index, axis_name, f"as {name!r}"))
-        return self.replace(names=(*self.names[:position], *self.names[position + 1 :]))
+            raise PartitionNameError(
+                self._removal_error(index, axis_name, f"as {name!r}")
+            )
+        return self.replace(
+            names=(*self.names[:position], *self.names[position + 1 :])
+        )
 
-    def _removal_error(self, index: int, axis_name: AxisNames, removed_as: str) -> str:
+    def _removal_error(
+        self, index: int, axis_name: AxisNames, removed_as: str
+    ) -> str:
         return (
             f"axis {index} of names={self.names!r} is called {axis_name!r}, and is to be removed "
             f"{removed_as}; give the transformation the name, {{{PARTITION_NAME!r}: "
@@ -328,7 +350,9 @@ class Partitioned(struct.PyTreeNode, AxisMetadata[A]):
 
         `rank` is that of the value to which `index` refers, as far as the names determine it.
         """
-        ndims = [getattr(leaf, "ndim", 0) for leaf in jax.tree.leaves(self.value)]
+        ndims = [
+            getattr(leaf, "ndim", 0) for leaf in jax.tree.leaves(self.value)
+        ]
         ndim = max(ndims, default=0)
         # Names may omit the last axes, and the value may or may not have the axis already, so the
         # rank is known only if there are as many names as axes.
@@ -341,7 +365,9 @@ class Partitioned(struct.PyTreeNode, AxisMetadata[A]):
             advice = f"name all {ndim} axes of the value, None for one that is not split"
         else:
             advice = f"expected an axis from {-rank} to {rank - 1}"
-        raise AxisMetadataError(f"there is no axis {index} for names={self.names!r}; {advice}.")
+        raise AxisMetadataError(
+            f"there is no axis {index} for names={self.names!r}; {advice}."
+        )
 
     def _padded(self, length: int) -> tuple[AxisNames, ...]:
         return (*self.names, *[None] * (length - len(self.names)))
@@ -350,22 +376,32 @@ class Partitioned(struct.PyTreeNode, AxisMetadata[A]):
         """Returns the names as a `PartitionSpec`."""
         return jax.sharding.PartitionSpec(*self.names)
 
-    def get_sharding(self, mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
+    def get_sharding(
+        self, mesh: jax.sharding.Mesh
+    ) -> jax.sharding.NamedSharding:
         """Returns the layout of the value over a mesh."""
         return jax.sharding.NamedSharding(mesh, self.get_partition_spec())
 
     def to_nnx_metadata(self) -> dict[str, Any]:
         """Returns the fields as metadata of a variable, with `names` as `out_sharding`."""
-        return {"value": self.value, "out_sharding": self.names, "mesh": self.mesh}
+        return {
+            "value": self.value,
+            "out_sharding": self.names,
+            "mesh": self.mesh,
+        }
 
     @classmethod
     def from_nnx_metadata(cls: type[B], metadata: Mapping[str, Any]) -> B:
         """Inverts `to_nnx_metadata`."""
-        return cls(metadata["value"], metadata["out_sharding"], metadata.get("mesh"))
+        return cls(
+            metadata["value"], metadata["out_sharding"], metadata.get("mesh")
+        )
 
 
 def with_partitioning(
-    fn: Callable[..., Any], names: MeshAxes, mesh: jax.sharding.Mesh | None = None
+    fn: Callable[..., Any],
+    names: MeshAxes,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Callable[..., Partitioned[PyTree]]:
     """Wraps an initializer to return a `Partitioned`.
 
@@ -380,7 +416,9 @@ def with_partitioning(
     return boxed(fn, Partitioned, names, mesh)
 
 
-def boxed(fn: Callable[..., Any], box: Callable[..., BoxT], *metadata: Any) -> Callable[..., BoxT]:
+def boxed(
+    fn: Callable[..., Any], box: Callable[..., BoxT], *metadata: Any
+) -> Callable[..., BoxT]:
     """Wraps an initializer, or a factory of initializers, to return `box(value, *metadata)`."""
 
     @functools.wraps(fn)
@@ -393,7 +431,9 @@ def boxed(fn: Callable[..., Any], box: Callable[..., BoxT], *metadata: Any) -> C
     return wrapper
 
 
-def _map_layouts(layout_of_box: Callable[[Any], T], default_layout: T, tree: PyTree) -> PyTree:
+def _map_layouts(
+    layout_of_box: Callable[[Any], T], default_layout: T, tree: PyTree
+) -> PyTree:
     """Returns the layout of each value: that of its outermost box with one, else the default."""
 
     def layout(leaf: PyTree) -> PyTree:
@@ -401,7 +441,9 @@ def _map_layouts(layout_of_box: Callable[[Any], T], default_layout: T, tree: PyT
             if hasattr(leaf, "get_partition_spec"):
                 return layout_of_box(leaf)
             return _map_layouts(layout_of_box, default_layout, _content(leaf))
-        is_array = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic)
+        is_array = isinstance(
+            leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic
+        )
         return default_layout if is_array else None
 
     return jax.tree.map(layout, tree, is_leaf=is_axis_metadata)

@@ -18,7 +18,9 @@ from weft.lifting.traces import at_trace, is_tracing
 from weft.typing import PyTree, Tensor
 
 
-def partial_eval(fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
+def partial_eval(
+    fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
+) -> PyTree:
     """Computes `fn(*args, **kwargs)` where some arguments are known only by shape and dtype.
 
     Args:
@@ -31,11 +33,15 @@ def partial_eval(fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> 
     is_unknown = trace.depends_on_unknown()
     if any(is_unknown):
         path = trace.paths[is_unknown.index(True)]
-        raise LazyInitError(jax.tree_util.keystr(path, simple=True, separator="/"))
+        raise LazyInitError(
+            jax.tree_util.keystr(path, simple=True, separator="/")
+        )
     return trace.evaluate(is_unknown)
 
 
-def partial_eval_or_shapes(fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
+def partial_eval_or_shapes(
+    fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
+) -> PyTree:
     """Returns the result of `partial_eval`, with `jax.ShapeDtypeStruct` for unknown values.
 
     >>> x = jax.ShapeDtypeStruct((2,), "float32")
@@ -47,7 +53,9 @@ def partial_eval_or_shapes(fn: Callable[..., PyTree], *args: PyTree, **kwargs: P
 
 
 def evaluate_outside(
-    trace: jax.core.Trace, fn: Callable[[], PyTree], error: Callable[[KeyPath], Exception]
+    trace: jax.core.Trace,
+    fn: Callable[[], PyTree],
+    error: Callable[[KeyPath], Exception],
 ) -> PyTree:
     """Computes `fn()` in an outer trace, although `fn` runs in the present one.
 
@@ -77,7 +85,9 @@ def _outputs_outside(
     jaxpr, is_used, _ = dce_jaxpr_consts(closed.jaxpr, is_output)
     used_consts = list(itertools.compress(closed.consts, is_used))
     with at_trace(trace):
-        has_tracers = any(isinstance(const, jax.core.Tracer) for const in used_consts)
+        has_tracers = any(
+            isinstance(const, jax.core.Tracer) for const in used_consts
+        )
         if has_tracers and not is_tracing():
             return None
         try:
@@ -101,7 +111,10 @@ class _Trace:
     paths: list[KeyPath]
 
     def __init__(
-        self, fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+        self,
+        fn: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
     ):
         arg_leaves = SelectedLeaves.of((args, kwargs), is_array, None)
 
@@ -109,11 +122,15 @@ class _Trace:
             args, kwargs = arg_leaves.replace(arrays)
             result = fn(*args, **kwargs)
             self.results = SelectedLeaves.of(result, _is_tracer, None)
-            result_paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(result)]
+            result_paths = [
+                path for path, _ in jax.tree_util.tree_leaves_with_path(result)
+            ]
             self.paths = [result_paths[i] for i in self.results.indices]
             tracers = self.results.selected
             for i in self.results.indices:
-                self.results.leaves[i] = None  # tracers do not outlive their trace
+                self.results.leaves[i] = (
+                    None  # tracers do not outlive their trace
+                )
             return tracers
 
         self.arrays: list[Tensor | jax.ShapeDtypeStruct] = arg_leaves.selected
@@ -123,12 +140,17 @@ class _Trace:
         """Returns for each result in the trace whether it depends on unknown values."""
         outputs = range(len(self.paths))
         if not self._depends_on_unknown(outputs):
-            return [False for _ in outputs]  # most often, without a look at each
+            return [
+                False for _ in outputs
+            ]  # most often, without a look at each
         return [self._depends_on_unknown([i]) for i in outputs]
 
     def _depends_on_unknown(self, outputs: Sequence[int]) -> bool:
         inputs = zip(self.traced.used_inputs(outputs), self.arrays, strict=True)
-        return any(is_used and isinstance(x, jax.ShapeDtypeStruct) for is_used, x in inputs)
+        return any(
+            is_used and isinstance(x, jax.ShapeDtypeStruct)
+            for is_used, x in inputs
+        )
 
     def evaluate(self, is_unknown: Sequence[bool]) -> PyTree:
         """Returns the result, with shapes for unknown values."""
@@ -137,9 +159,15 @@ class _Trace:
     def _values_or_shapes(
         self, is_unknown: Sequence[bool]
     ) -> Iterator[Tensor | jax.ShapeDtypeStruct]:
-        outputs = [i for i, is_unknown_value in enumerate(is_unknown) if not is_unknown_value]
+        outputs = [
+            i
+            for i, is_unknown_value in enumerate(is_unknown)
+            if not is_unknown_value
+        ]
         values = iter(self.traced.only(outputs, *self.arrays))
-        for is_unknown_value, result_type in zip(is_unknown, self.traced.shapes, strict=True):
+        for is_unknown_value, result_type in zip(
+            is_unknown, self.traced.shapes, strict=True
+        ):
             if is_unknown_value:
                 yield jax.ShapeDtypeStruct(result_type.shape, result_type.dtype)
             else:

@@ -110,12 +110,16 @@ def _digest_p() -> Any:
     def evaluate(*, suffix: tuple[SuffixPart, ...]) -> jax.Array:
         return jnp.asarray(_suffix_digest(suffix))
 
-    def lower(context: mlir.LoweringRuleContext, *, suffix: tuple[SuffixPart, ...]) -> list[Any]:
+    def lower(
+        context: mlir.LoweringRuleContext, *, suffix: tuple[SuffixPart, ...]
+    ) -> list[Any]:
         return [mlir.ir_constant(_suffix_digest(suffix))]
 
     digest_p = Primitive("digest")
     digest_p.def_impl(evaluate)
-    digest_p.def_abstract_eval(lambda *, suffix: jax.core.ShapedArray((), np.dtype("uint32")))
+    digest_p.def_abstract_eval(
+        lambda *, suffix: jax.core.ShapedArray((), np.dtype("uint32"))
+    )
     mlir.register_lowering(digest_p, lower)
     return digest_p
 
@@ -129,7 +133,11 @@ class LazyRng(struct.PyTreeNode):
     @staticmethod
     def create(rng: "LazyRng | jax.Array", *suffix: SuffixPart) -> "LazyRng":
         """Returns the stream of a key, or of a scope below that of another stream."""
-        return rng.at(*suffix) if isinstance(rng, LazyRng) else LazyRng(rng, suffix)
+        return (
+            rng.at(*suffix)
+            if isinstance(rng, LazyRng)
+            else LazyRng(rng, suffix)
+        )
 
     def clear_suffix(self) -> "LazyRng":
         """Returns the stream of the root."""
@@ -144,7 +152,9 @@ class LazyRng(struct.PyTreeNode):
         if not self.suffix:
             return self.rng
         # In a loop the number is known only after the loop's trace, so an operation computes it.
-        is_in_loop = any(isinstance(part, LoopKeyNumber) for part in self.suffix)
+        is_in_loop = any(
+            isinstance(part, LoopKeyNumber) for part in self.suffix
+        )
         if is_in_loop:
             number = _digest_p().bind(suffix=self.suffix)
         else:
@@ -165,7 +175,11 @@ def check_keys(rngs: Mapping[str, Any]) -> None:
     """Raises InvalidRngError if a stream's value is not a key."""
     for stream, key in rngs.items():
         if not is_key(key):
-            shown = f"{key.dtype}{key.shape}" if hasattr(key, "shape") else repr(key)
+            shown = (
+                f"{key.dtype}{key.shape}"
+                if hasattr(key, "shape")
+                else repr(key)
+            )
             raise errors.InvalidRngError(
                 f"the PRNG stream {stream!r} was given {shown}; expected a key, such as "
                 "jax.random.key(0), or a dict of keys by the name of their stream."
@@ -230,7 +244,9 @@ class Counts:
         for (scope_path, stream), count in self._table.items():
             if scope_path[:depth] == path:
                 table[scope_path[depth:], stream] = count
-        loops = tuple((loop, (*loop_path, *path)) for loop, loop_path in self._loops)
+        loops = tuple(
+            (loop, (*loop_path, *path)) for loop, loop_path in self._loops
+        )
         return FrozenCounts(frozenset(table.items()), loops)
 
     def update_below(self, path: Path, counts: FrozenCounts) -> None:
@@ -259,7 +275,11 @@ class Counts:
         creation_draws: Draws = frozenset()
         if initial.creation_draws:
             # The run that created the state has drawn additional keys.
-            skipped = {key: n for key, n in initial.creation_draws if draws.get(key, 0) < n}
+            skipped = {
+                key: n
+                for key, n in initial.creation_draws
+                if draws.get(key, 0) < n
+            }
         elif created is not None:
             skipped = created.skipped(draws)
             creation_draws = frozenset(skipped.items())
@@ -288,7 +308,9 @@ class CreatedScopes(NamedTuple):
 
     def skipped(self, draws: Mapping[Key, int]) -> dict[Key, int]:
         """Returns which of one run's keys the loop skips before the state is created."""
-        nearest_first = sorted({path for path, _ in draws}, key=len, reverse=True)
+        nearest_first = sorted(
+            {path for path, _ in draws}, key=len, reverse=True
+        )
 
         def drawing_scope(created: Path) -> Path | None:
             """Returns the nearest scope that has drawn keys, with which the state was created."""
@@ -306,13 +328,17 @@ class CreatedScopes(NamedTuple):
         return skipped
 
 
-def counts_for_loop(counts: FrozenCounts, final_counts: FrozenCounts | None = None) -> FrozenCounts:
+def counts_for_loop(
+    counts: FrozenCounts, final_counts: FrozenCounts | None = None
+) -> FrozenCounts:
     """Returns a loop body's initial counts from those before and, if known, after the loop."""
     draws = None if final_counts is None else final_counts.draws
     return dataclasses.replace(counts, begins=True, draws=draws)
 
 
-def counts_after_creation(counts: FrozenCounts, creation_counts: FrozenCounts) -> FrozenCounts:
+def counts_after_creation(
+    counts: FrozenCounts, creation_counts: FrozenCounts
+) -> FrozenCounts:
     """Returns the initial counts of a loop without a run before.
 
     `creation_counts` are those after the run that has created its state.

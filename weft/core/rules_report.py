@@ -102,9 +102,13 @@ def check_rules(
     return findings
 
 
-def _partitioned_boxes(tree: PyTree) -> Iterator[tuple[str, Partitioned[PyTree]]]:
+def _partitioned_boxes(
+    tree: PyTree,
+) -> Iterator[tuple[str, Partitioned[PyTree]]]:
     """Yields each `Partitioned` of a tree, also inside of other boxes, with its path."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_axis_metadata):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=is_axis_metadata
+    ):
         path_text = jax.tree_util.keystr(path, simple=True, separator="/")
         if isinstance(leaf, Partitioned):
             yield path_text, leaf
@@ -113,7 +117,9 @@ def _partitioned_boxes(tree: PyTree) -> Iterator[tuple[str, Partitioned[PyTree]]
                 yield path_text, inner_box
 
 
-def _check_names(path: str, axes: list[AxisAssignment], rules: Rules) -> Iterator[Finding]:
+def _check_names(
+    path: str, axes: list[AxisAssignment], rules: Rules
+) -> Iterator[Finding]:
     """Yields the axes that are not split for want of a rule, or since another one was first."""
     for axis in axes:
         if axis.is_unassigned:
@@ -128,7 +134,10 @@ def _check_names(path: str, axes: list[AxisAssignment], rules: Rules) -> Iterato
 
 
 def _check_sizes(
-    path: str, axes: list[AxisAssignment], box: Partitioned[PyTree], mesh: AnyMesh
+    path: str,
+    axes: list[AxisAssignment],
+    box: Partitioned[PyTree],
+    mesh: AnyMesh,
 ) -> Iterator[Finding]:
     """Yields the axes that a mesh cannot split into equal parts."""
     shapes = dict.fromkeys(map(jax.numpy.shape, jax.tree.leaves(box)))
@@ -143,9 +152,13 @@ def _check_sizes(
                     f"equal parts over {axis.entry!r}; change its size or its layout."
                 )
                 yield Finding(FindingKind.INDIVISIBLE_AXIS, message, path)
-            if axis.rule is None:  # unknown mesh axes of a rule are reported once, for the rule
+            if (
+                axis.rule is None
+            ):  # unknown mesh axes of a rule are reported once, for the rule
                 subject = f"axis {index} of shape {shape}"
-                yield from _unknown_mesh_axes(path, axes_of(axis.entry), mesh, subject)
+                yield from _unknown_mesh_axes(
+                    path, axes_of(axis.entry), mesh, subject
+                )
 
 
 def _unknown_mesh_axes(
@@ -155,12 +168,14 @@ def _unknown_mesh_axes(
         if name not in mesh.shape:
             message = (
                 f"{subject} is to be split over {name!r}, and the mesh has the axes "
-                f"{', '.join(map(repr, mesh.axis_names))}."
+                f"{', '.join(map(repr, mesh.axis_names)) or '(none)'}."
             )
             yield Finding(FindingKind.UNKNOWN_MESH_AXIS, message, path)
 
 
-def _unused_rule(rule: Rule, is_skipped: bool, names: set[AxisEntry]) -> Finding:
+def _unused_rule(
+    rule: Rule, is_skipped: bool, names: set[AxisEntry]
+) -> Finding:
     if rule[0] not in names:
         reason = f"no axis is called {rule[0]!r}"
     elif is_skipped:
@@ -168,5 +183,7 @@ def _unused_rule(rule: Rule, is_skipped: bool, names: set[AxisEntry]) -> Finding
     else:
         reason = f"an earlier rule for {rule[0]!r} always holds"
     return Finding(
-        FindingKind.UNUSED_RULE, f"the rule {rule!r} is never used: {reason}.", rule=rule
+        FindingKind.UNUSED_RULE,
+        f"the rule {rule!r} is never used: {reason}.",
+        rule=rule,
     )

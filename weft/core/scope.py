@@ -37,7 +37,9 @@ class Variable(Generic[V]):
         unbox: whether `value` is without axis metadata.
     """
 
-    def __init__(self, scope: "Scope", collection: str, name: str, unbox: bool = True):
+    def __init__(
+        self, scope: "Scope", collection: str, name: str, unbox: bool = True
+    ):
         self.scope = scope
         self.collection = collection
         self.name = name
@@ -63,7 +65,9 @@ class Variable(Generic[V]):
         return self.scope.is_mutable_collection(self.collection)
 
     def __repr__(self) -> str:
-        location = f"{self.collection}:{self.scope.path_text.rstrip('/')}/{self.name}"
+        location = (
+            f"{self.collection}:{self.scope.path_text.rstrip('/')}/{self.name}"
+        )
         value = "ended"
         if not self.scope.invalid:
             value = self.scope.get_variable(self.collection, self.name)
@@ -83,16 +87,22 @@ def check_shape(
     shape_argument: Any = init_args[0] if init_args else None
     is_shape = isinstance(shape_argument, tuple | list)
     is_shape = is_shape and {int}.issuperset(map(type, shape_argument))
-    if is_shape and getattr(meta.unbox(value), "shape", None) == tuple(shape_argument):
+    if is_shape and getattr(meta.unbox(value), "shape", None) == tuple(
+        shape_argument
+    ):
         return
     expected = jax.eval_shape(
         lambda key: init_fn(key, *init_args, **init_kwargs), jax.random.key(0)
     )
-    leaves = zip(jax.tree.leaves(value), jax.tree.leaves(expected), strict=False)
+    leaves = zip(
+        jax.tree.leaves(value), jax.tree.leaves(expected), strict=False
+    )
     for leaf, expected_leaf in leaves:
         shape = jax.numpy.shape(leaf)
         if shape != expected_leaf.shape:
-            raise errors.ScopeParamShapeError(name, scope.path_text, shape, expected_leaf.shape)
+            raise errors.ScopeParamShapeError(
+                name, scope.path_text, shape, expected_leaf.shape
+            )
 
 
 Names = Mapping[str | None, frozenset[str]]
@@ -132,7 +142,9 @@ class Scope:
         self.name = name
         self.mutable = mutable
         self.parent = parent
-        self._reserved: dict[str | None, set[str]] = {}  # names by collection; None: scopes
+        self._reserved: dict[
+            str | None, set[str]
+        ] = {}  # names by collection; None: scopes
         self._ended = False
         self.left_counts: frozenset[tuple[tuple[int, str], int]] = frozenset()
         if parent is None:
@@ -156,7 +168,9 @@ class Scope:
         if rngs or parent is None:
             self._rngs = {}
             for stream, key in (rngs or {}).items():
-                self._rngs[stream] = key if isinstance(key, LazyRng) else LazyRng(key)
+                self._rngs[stream] = (
+                    key if isinstance(key, LazyRng) else LazyRng(key)
+                )
 
     # The tree.
 
@@ -236,7 +250,11 @@ class Scope:
 
     def names(self) -> Names:
         """Returns all taken names."""
-        return {col: frozenset(names) for col, names in self._reserved.items() if names}
+        return {
+            col: frozenset(names)
+            for col, names in self._reserved.items()
+            if names
+        }
 
     def take_names(self, names: Names) -> None:
         """Takes names, even if taken already, for values that cross a transformation with them."""
@@ -255,7 +273,9 @@ class Scope:
             number += 1
         return f"{prefix}{number}"
 
-    def push(self, name: str | None = None, prefix: str = "", reuse: bool = False) -> "Scope":
+    def push(
+        self, name: str | None = None, prefix: str = "", reuse: bool = False
+    ) -> "Scope":
         """Returns a child scope, by default with a new name from `prefix`.
 
         Raises NameInUseError for a taken name, unless `reuse` allows it, to share the variables.
@@ -323,7 +343,10 @@ class Scope:
 
     def has_collection(self, col: str) -> bool:
         """Returns whether a collection was given or has variables in any scope."""
-        return col in self._store.collections or col in self._store.empty_collections
+        return (
+            col in self._store.collections
+            or col in self._store.empty_collections
+        )
 
     def is_collection_empty(self, col: str) -> bool:
         """Returns whether a collection has no variables in any scope."""
@@ -359,7 +382,12 @@ class Scope:
         return name in self._collection(col)
 
     def get_variable(
-        self, col: str, name: str, default: PyTree = None, *, unbox: bool = False
+        self,
+        col: str,
+        name: str,
+        default: PyTree = None,
+        *,
+        unbox: bool = False,
     ) -> PyTree:
         """Returns a variable's value, or `default`; with `unbox`, without its axis metadata."""
         value = self._collection(col).get(name, default)
@@ -375,8 +403,13 @@ class Scope:
         self._check_valid()
         self._check_trace(f"{name!r} of the collection {col!r} is written to")
         if not self.is_mutable_collection(col):
-            hint = self._hint(col, f"call apply(..., mutable=[{col!r}]), and let {{}} change it.")
-            raise errors.ModifyScopeVariableError(col, name, self.path_text, hint)
+            hint = self._hint(
+                col,
+                f"call apply(..., mutable=[{col!r}]), and let {{}} change it.",
+            )
+            raise errors.ModifyScopeVariableError(
+                col, name, self.path_text, hint
+            )
         self._store.put(col, self._below, name, value)
 
     def variable(
@@ -394,9 +427,13 @@ class Scope:
             if init_fn is None or not self.is_mutable_collection(col):
                 if self.is_collection_empty(col):
                     hint = self._hint(col)
-                    raise errors.ScopeCollectionNotFound(col, name, self.path_text, hint)
+                    raise errors.ScopeCollectionNotFound(
+                        col, name, self.path_text, hint
+                    )
                 listing = self._variable_listing(col)
-                raise errors.ScopeVariableNotFoundError(name, col, self.path_text, listing)
+                raise errors.ScopeVariableNotFoundError(
+                    name, col, self.path_text, listing
+                )
             self._make(col, name, lambda: init_fn(*init_args, **init_kwargs))
         return Variable(self, col, name, unbox)
 
@@ -427,11 +464,19 @@ class Scope:
             if not self.is_mutable_collection("params"):
                 if self.is_collection_empty("params"):
                     hint = self._hint("params")
-                    raise errors.ScopeCollectionNotFound("params", name, self.path_text, hint)
+                    raise errors.ScopeCollectionNotFound(
+                        "params", name, self.path_text, hint
+                    )
                 listing = self._variable_listing("params")
-                raise errors.ScopeParamNotFoundError(name, self.path_text, listing)
+                raise errors.ScopeParamNotFoundError(
+                    name, self.path_text, listing
+                )
             value = self._make(
-                "params", name, lambda: init_fn(self.make_rng("params"), *init_args, **init_kwargs)
+                "params",
+                name,
+                lambda: init_fn(
+                    self.make_rng("params"), *init_args, **init_kwargs
+                ),
             )
         else:
             check_shape(self, name, value, init_fn, init_args, init_kwargs)
@@ -449,7 +494,8 @@ class Scope:
             self.put_variable(col, name, value)
             return value
         problem = (
-            f"the first value of {name!r} of the collection {col!r} depends on what is transformed"
+            f"the first value of {name!r} of the collection {col!r} depends on "
+            "what is transformed"
         )
         try:
             with traces.at_trace(trace):
@@ -498,7 +544,9 @@ class Scope:
     def get_flag(self, key: str, default: Any = MISSING) -> Any:
         """Returns a flag's value; raises ScopeFlagNotFoundError if there is none and no default."""
         if key not in self.flags and default is MISSING:
-            raise errors.ScopeFlagNotFoundError(key, self.path_text, sorted(self.flags))
+            raise errors.ScopeFlagNotFoundError(
+                key, self.path_text, sorted(self.flags)
+            )
         return self.flags.get(key, default)
 
     def _check_valid(self) -> None:
@@ -517,7 +565,8 @@ class Scope:
         if in_filter(self._store.lifts, col):
             return hint_if_lifted.format(transformation)
         return (
-            f"{transformation} does not lift the collection {col!r}: name it among those it lifts."
+            f"{transformation} does not lift the collection {col!r}: "
+            "name it among those it lifts."
         )
 
     def _variable_listing(self, col: str) -> str:
@@ -553,7 +602,9 @@ def bind(
 
 
 def apply(
-    fn: Callable[..., Any], mutable: Filter = False, flags: Mapping[str, Any] | None = None
+    fn: Callable[..., Any],
+    mutable: Filter = False,
+    flags: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Returns a pure function for a function of a scope.
 
@@ -580,14 +631,19 @@ def apply(
     @tracing.entry_point
     @functools.wraps(fn)
     def applied(
-        variables: VariableDict, *args: PyTree, rngs: RngKeys = None, **kwargs: PyTree
+        variables: VariableDict,
+        *args: PyTree,
+        rngs: RngKeys = None,
+        **kwargs: PyTree,
     ) -> PyTree:
         if not isinstance(variables, Mapping):
             raise errors.ApplyScopeInvalidVariablesTypeError(variables)
         params = variables.get("params")
         if isinstance(params, Mapping) and "params" in params:
             raise errors.ApplyScopeInvalidVariablesStructureError(variables)
-        with bind(variables, rngs=rngs, mutable=mutable, flags=flags).temporary() as root:
+        with bind(
+            variables, rngs=rngs, mutable=mutable, flags=flags
+        ).temporary() as root:
             result = fn(root, *args, **kwargs)
             if mutable is False:
                 return result
@@ -600,7 +656,9 @@ def apply(
 
 
 def init(
-    fn: Callable[..., Any], mutable: Filter = True, flags: Mapping[str, Any] | None = None
+    fn: Callable[..., Any],
+    mutable: Filter = True,
+    flags: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Returns a function that computes the result of `fn` and the variables that it creates.
 
@@ -612,7 +670,9 @@ def init(
     >>> init(scale)(jax.random.key(0), 3.0)
     (6.0, {'params': {'factor': 2.0}})
     """
-    applied = apply(fn, mutable=mutable, flags={**(flags or {}), "initializing": True})
+    applied = apply(
+        fn, mutable=mutable, flags={**(flags or {}), "initializing": True}
+    )
 
     @tracing.entry_point
     @functools.wraps(fn)
@@ -624,7 +684,9 @@ def init(
 
 
 def lazy_init(
-    fn: Callable[..., Any], mutable: Filter = True, flags: Mapping[str, Any] | None = None
+    fn: Callable[..., Any],
+    mutable: Filter = True,
+    flags: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Returns a function that computes only the variables of `init`, for arrays or their shapes.
 

@@ -121,7 +121,9 @@ class _Collected:
     """
 
     counts: FrozenCounts | None
-    left_counts: frozenset[tuple[tuple[int, str], int]] = dataclasses.field(compare=False)
+    left_counts: frozenset[tuple[tuple[int, str], int]] = dataclasses.field(
+        compare=False
+    )
 
 
 class _Outer(NamedTuple):
@@ -156,7 +158,9 @@ class ScopeKind(lifting.Kind):
         parts_of_scopes = list(map(_selected_parts, parts))
         static: list[_Root | _Descendant] = []
         groups: list[Groups] = []
-        for i, (scope, scope_parts) in enumerate(zip(carriers, parts_of_scopes, strict=True)):
+        for i, (scope, scope_parts) in enumerate(
+            zip(carriers, parts_of_scopes, strict=True)
+        ):
             scope._check_valid()
             descendant = _find_ancestor(carriers, i)
             if descendant is None:
@@ -171,20 +175,30 @@ class ScopeKind(lifting.Kind):
                     "both in the same way."
                 )
             static.append(descendant)
-            groups.append((_EMPTY,) * len(scope_parts))  # its state crosses with the root's
+            groups.append(
+                (_EMPTY,) * len(scope_parts)
+            )  # its state crosses with the root's
         return _Outer(carriers, tuple(static)), tuple(static), groups
 
-    def _split_root(self, scope: Scope, parts: SelectedParts) -> tuple[_Root, Groups]:
+    def _split_root(
+        self, scope: Scope, parts: SelectedParts
+    ) -> tuple[_Root, Groups]:
         store = scope._store
         # Of an outer trace, where the state of this call was created, see `create_outside`.
-        is_outside = scope.mutable is not False and store.trace != current_trace()
+        is_outside = (
+            scope.mutable is not False and store.trace != current_trace()
+        )
         variables: dict[str, Any] = {}
         for col in store.collections:
             entries = store.entries(col, scope._below)
             if entries:
                 variables[col] = entries
-        variable_groups = group_collections(variables, [select.variables for select, _ in parts])
-        stream_groups = group_collections(scope.rngs, [select.rngs for select, _ in parts])
+        variable_groups = group_collections(
+            variables, [select.variables for select, _ in parts]
+        )
+        stream_groups = group_collections(
+            scope.rngs, [select.rngs for select, _ in parts]
+        )
 
         counts = scope._counts.below(scope._below)
         if not any(stream_groups):
@@ -193,18 +207,23 @@ class ScopeKind(lifting.Kind):
         elif self.folds:
             folding_counts = Counts(counts)
             stream_groups = tuple(
-                _fold_streams(streams, folding_counts) for streams in stream_groups
+                _fold_streams(streams, folding_counts)
+                for streams in stream_groups
             )
             counts = folding_counts.freeze()
 
         groups: list[Group] = []
         group_parts = zip(parts, variable_groups, stream_groups, strict=True)
         for (select, _), group_variables, streams in group_parts:
-            groups.append(Group(group_variables if select.enters else {}, streams, {}))
+            groups.append(
+                Group(group_variables if select.enters else {}, streams, {})
+            )
 
         lifts = _union_of([select.variables for select, _ in parts])
         empty_collections: set[str] = set()
-        for col in (store.collections.keys() | store.empty_collections) - variables.keys():
+        for col in (
+            store.collections.keys() | store.empty_collections
+        ) - variables.keys():
             # Missing variables of mutable collections are created inside.
             if in_filter(lifts, col) and not scope.is_mutable_collection(col):
                 empty_collections.add(col)
@@ -223,9 +242,13 @@ class ScopeKind(lifting.Kind):
         )
         return root, tuple(groups)
 
-    def merge(self, static: _Static, groups: Sequence[Groups]) -> tuple[None, list[Scope]]:
+    def merge(
+        self, static: _Static, groups: Sequence[Groups]
+    ) -> tuple[None, list[Scope]]:
         roots: dict[int, Scope] = {}
-        for i, (fields, scope_groups) in enumerate(zip(static, groups, strict=True)):
+        for i, (fields, scope_groups) in enumerate(
+            zip(static, groups, strict=True)
+        ):
             if isinstance(fields, _Root):
                 roots[i] = self._merge_root(fields, scope_groups)
         scopes: list[Scope] = []
@@ -243,7 +266,9 @@ class ScopeKind(lifting.Kind):
         variable_groups = tuple(group.variables for group in groups)
         stream_groups = tuple(group.streams for group in groups)
         if self.data_transform is not None:
-            variable_groups, stream_groups = self.data_transform(variable_groups, stream_groups)
+            variable_groups, stream_groups = self.data_transform(
+                variable_groups, stream_groups
+            )
         variables: dict[str, Any] = {}
         for group_variables in variable_groups:
             variables.update(group_variables)
@@ -257,7 +282,10 @@ class ScopeKind(lifting.Kind):
             name=fields.path[-1] if fields.path else None,
             mutable=from_canonical(fields.mutable),
             path=fields.path,
-            debug_path=(*fields.debug_path[:-1], f"{self.transformation}({name})"),
+            debug_path=(
+                *fields.debug_path[:-1],
+                f"{self.transformation}({name})",
+            ),
             flags=fields.flags,
         )
         store = scope._store
@@ -282,7 +310,9 @@ class ScopeKind(lifting.Kind):
             raise errors.ReturnedScopeError(self.transformation, path_text)
         collected: list[_Collected] = []
         groups: list[Groups] = []
-        for scope, fields, scope_parts in zip(carriers, static, parts, strict=True):
+        for scope, fields, scope_parts in zip(
+            carriers, static, parts, strict=True
+        ):
             selects = [_as_select(where) for where, _ in scope_parts]
             if isinstance(fields, _Descendant):
                 collected.append(_Collected(None, scope.left_counts))
@@ -306,8 +336,12 @@ class ScopeKind(lifting.Kind):
         for i, scope in enumerate(outer.scopes):
             scope._check_valid()
             if scope._store.trace != trace:
-                _check_unchanged(scope, outer.static[i], static[i].counts, groups[i])
-        for scope, collected, scope_groups in zip(outer.scopes, static, groups, strict=True):
+                _check_unchanged(
+                    scope, outer.static[i], static[i].counts, groups[i]
+                )
+        for scope, collected, scope_groups in zip(
+            outer.scopes, static, groups, strict=True
+        ):
             scope.left_counts = collected.left_counts
             # The root above commits for this scope; a scope of an outer trace has no changes.
             if collected.counts is None or scope._store.trace != trace:
@@ -365,7 +399,9 @@ class ScopeKind(lifting.Kind):
         return Group(outputs.created, {}, {}) if outputs.created else None
 
     def union(self, group: Group, other: Group) -> Group:
-        variables = _union(_union(group.variables, other.created), other.variables)
+        variables = _union(
+            _union(group.variables, other.created), other.variables
+        )
         return group._replace(variables=variables)
 
     def with_created(self, group: Group, created: Group) -> Group:
@@ -400,12 +436,18 @@ class ScopeKind(lifting.Kind):
             new_collections: dict[str, Any] = {}
             for col, entries in collections.items():
                 with meta.about("/".join((col, *path))):
-                    new_collections[col] = change_metadata(entries, axis, metadata)
+                    new_collections[col] = change_metadata(
+                        entries, axis, metadata
+                    )
             return new_collections
 
-        return group._replace(variables=changed(group.variables), created=changed(group.created))
+        return group._replace(
+            variables=changed(group.variables), created=changed(group.created)
+        )
 
-    def location(self, static: _Static, carrier: int | None, path: KeyPath) -> str:
+    def location(
+        self, static: _Static, carrier: int | None, path: KeyPath
+    ) -> str:
         if carrier is None:
             return super().location(static, carrier, path)
         scope_path = _path_of(static[carrier])
@@ -413,7 +455,11 @@ class ScopeKind(lifting.Kind):
         if part.name == "streams":
             return f"the PRNG stream {name.key!r} of the scope {'/' + '/'.join(scope_path)!r}"
         # Keys of dicts are names of scopes and of the variable; what follows is in its value.
-        keys = list(itertools.takewhile(lambda key: isinstance(key, DictKey), inner_path))
+        keys = list(
+            itertools.takewhile(
+                lambda key: isinstance(key, DictKey), inner_path
+            )
+        )
         names = [name.key, *scope_path, *(key.key for key in keys)]
         variable = "/".join(map(str, names))
         return f"{variable!r}{keystr(tuple(inner_path[len(keys) :]))}"
@@ -427,14 +473,23 @@ class ScopeKind(lifting.Kind):
         statics: list[_Root | _Descendant] = []
         for i, fields in enumerate(static):
             if isinstance(fields, _Root):
-                creation_counts = None if created_by is None else created_by[i].counts
-                final_counts = None if collected is None else collected[i].counts
-                fields = self._with_counts(fields, creation_counts, final_counts)
+                creation_counts = (
+                    None if created_by is None else created_by[i].counts
+                )
+                final_counts = (
+                    None if collected is None else collected[i].counts
+                )
+                fields = self._with_counts(
+                    fields, creation_counts, final_counts
+                )
             statics.append(fields)
         return tuple(statics)
 
     def _with_counts(
-        self, fields: _Root, creation_counts: FrozenCounts | None, final_counts: FrozenCounts | None
+        self,
+        fields: _Root,
+        creation_counts: FrozenCounts | None,
+        final_counts: FrozenCounts | None,
     ) -> _Root:
         """Returns a scope's static part for a run.
 
@@ -448,7 +503,9 @@ class ScopeKind(lifting.Kind):
             counts = rngs_lib.counts_for_loop(fields.counts, final_counts)
             return dataclasses.replace(fields, counts=counts)
         if not self.counts_first_run:
-            creation_counts = rngs_lib.counts_after_creation(fields.counts, creation_counts)
+            creation_counts = rngs_lib.counts_after_creation(
+                fields.counts, creation_counts
+            )
         draws = None if final_counts is None else final_counts.draws
         counts = dataclasses.replace(creation_counts, draws=draws)
         return dataclasses.replace(fields, counts=counts, has_run=True)
@@ -476,7 +533,9 @@ def _changed_groups(store: VariableStore, selects: Sequence[Select]) -> Groups:
     changed = group_collections(store.changes(), filters)
     created = group_collections(store.initial_values, filters)
     groups: list[Group] = []
-    for select, variables, initial_values in zip(selects, changed, created, strict=True):
+    for select, variables, initial_values in zip(
+        selects, changed, created, strict=True
+    ):
         if select.enters:
             groups.append(Group(variables, {}, initial_values))
         else:
@@ -485,7 +544,9 @@ def _changed_groups(store: VariableStore, selects: Sequence[Select]) -> Groups:
     return tuple(groups)
 
 
-def _fold_streams(streams: Mapping[str, LazyRng], counts: Counts) -> dict[str, LazyRng]:
+def _fold_streams(
+    streams: Mapping[str, LazyRng], counts: Counts
+) -> dict[str, LazyRng]:
     """Returns streams that restart from one key of each."""
     folded: dict[str, LazyRng] = {}
     for name, stream in streams.items():
@@ -511,11 +572,15 @@ def _union_of(filters: Sequence[Filter]) -> Filter:
 
 
 def _collections_with_role(parts: SelectedParts, role: Role) -> CanonicalFilter:
-    filters = [select.variables for select, part_role in parts if part_role is role]
+    filters = [
+        select.variables for select, part_role in parts if part_role is role
+    ]
     return canonical(_union_of(filters))
 
 
-def _created_scopes(store: VariableStore, fields: _Root) -> CreatedScopes | None:
+def _created_scopes(
+    store: VariableStore, fields: _Root
+) -> CreatedScopes | None:
     """Returns the scopes of created state with which a surrounding loop must begin."""
     carried = frozenset(store.created_in(from_canonical(fields.carried)))
     shared = frozenset(store.created_in(from_canonical(fields.shared)))
@@ -525,7 +590,9 @@ def _created_scopes(store: VariableStore, fields: _Root) -> CreatedScopes | None
 def _mutable_filter(scope: Scope, parts: SelectedParts) -> Filter:
     if scope.mutable is False:
         return False
-    changeable = [intersect_filters(select.variables, select.out) for select, _ in parts]
+    changeable = [
+        intersect_filters(select.variables, select.out) for select, _ in parts
+    ]
     return intersect_filters(scope.mutable, _union_of(changeable))
 
 
@@ -534,7 +601,10 @@ def _find_ancestor(scopes: Sequence[Scope], i: int) -> _Descendant | None:
     scope = scopes[i]
     for j, other in enumerate(scopes):
         depth = len(other._below)
-        is_above = other._store is scope._store and scope._below[:depth] == other._below
+        is_above = (
+            other._store is scope._store
+            and scope._below[:depth] == other._below
+        )
         is_other = depth < len(scope._below) or j < i
         if j == i or not is_above or not is_other:
             continue
@@ -551,7 +621,9 @@ def _creates_outside(store: VariableStore, mutable: Filter) -> bool:
 
 
 def _create_outside(
-    trace: TraceState, carriers: Sequence[Scope], call: Callable[[Sequence[Scope]], PyTree]
+    trace: TraceState,
+    carriers: Sequence[Scope],
+    call: Callable[[Sequence[Scope]], PyTree],
 ) -> None:
     """Creates the variables of scopes of `trace` that `call` creates, see `ScopeKind`."""
     running_trace = trace()
@@ -574,7 +646,9 @@ def _create_outside(
             copies[id(scope._store)] = scope._store.copy(scope.mutable)
         scope_copies: list[Scope] = []
         for scope in carriers:
-            copy = scope.copy(copies[id(scope._store)], counts[id(scope._counts)])
+            copy = scope.copy(
+                copies[id(scope._store)], counts[id(scope._counts)]
+            )
             scope_copies.append(copy)
         call(scope_copies)
 
@@ -620,7 +694,10 @@ def _check_unchanged(
     for group in groups:
         if group is None:
             continue
-        for entry, value in (*_entries(scope, group.created), *_entries(scope, group.variables)):
+        for entry, value in (
+            *_entries(scope, group.created),
+            *_entries(scope, group.variables),
+        ):
             col, path, name = entry
             if not is_same(store.entries(col, path).get(name), value):
                 raise _written_error(store, entry)
@@ -637,17 +714,26 @@ def _check_unchanged(
 
 def _written_error(store: VariableStore, entry: Entry) -> Exception:
     col, path, name = entry
-    return trace_error(f"{name!r} of the collection {col!r} is written to", store.location(path))
+    return trace_error(
+        f"{name!r} of the collection {col!r} is written to",
+        store.location(path),
+    )
 
 
-def _entries(scope: Scope, collections: Collections) -> Iterator[tuple[Entry, PyTree]]:
+def _entries(
+    scope: Scope, collections: Collections
+) -> Iterator[tuple[Entry, PyTree]]:
     """Yields the variables of a group in mutable collections, with their values."""
     store = scope._store
 
-    def walk(col: str, path: Path, entries: Mapping[str, Any]) -> Iterator[tuple[Entry, PyTree]]:
+    def walk(
+        col: str, path: Path, entries: Mapping[str, Any]
+    ) -> Iterator[tuple[Entry, PyTree]]:
         for name, value in entries.items():
             # A dict contains a scope, unless the variable of this name exists and is another value.
-            is_scope = isinstance(store.entries(col, path).get(name, {}), Mapping)
+            is_scope = isinstance(
+                store.entries(col, path).get(name, {}), Mapping
+            )
             if type(value) is dict and value and is_scope:
                 yield from walk(col, (*path, name), value)
             else:
@@ -658,14 +744,18 @@ def _entries(scope: Scope, collections: Collections) -> Iterator[tuple[Entry, Py
             yield from walk(col, scope._below, entries)
 
 
-def _write(scope: Scope, collections: Collections, only_new: bool = False) -> None:
+def _write(
+    scope: Scope, collections: Collections, only_new: bool = False
+) -> None:
     store = scope._store
     for (col, path, name), value in _entries(scope, collections):
         if not (only_new and name in store.entries(col, path)):
             store.put(col, path, name, value)
 
 
-def _union(entries: Mapping[str, Any], new_entries: Mapping[str, Any]) -> dict[str, Any]:
+def _union(
+    entries: Mapping[str, Any], new_entries: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns nested dicts with the entries of both; those of the second one replace others."""
     result = dict(entries)
     for name, value in new_entries.items():

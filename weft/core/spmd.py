@@ -18,13 +18,23 @@ from typing import Any
 import jax.interpreters.pxla
 import numpy as np
 from jax.experimental.layout import Format
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+)
 
 from weft.core.axis_rules import checked_rules
 from weft.core.axis_rules import composite_rules as composite_rules
-from weft.core.axis_rules import get_logical_axis_rules as get_logical_axis_rules
+from weft.core.axis_rules import (
+    get_logical_axis_rules as get_logical_axis_rules,
+)
 from weft.core.axis_rules import logical_axis_rules as logical_axis_rules
-from weft.core.axis_rules import set_logical_axis_rules as set_logical_axis_rules
+from weft.core.axis_rules import (
+    set_logical_axis_rules as set_logical_axis_rules,
+)
 from weft.errors import MeshError, NoMeshError, ShardingWarning
 from weft.functional.arrays import INLINE
 from weft.typing import PyTree, Tensor
@@ -34,13 +44,17 @@ Entry = Any  # the mesh axes of one axis: a name, a tuple of names, None, or `UN
 
 # Outside of a compiled function, a constraint with an abstract mesh would reject arrays on a single
 # device, and one with a mesh would lose the layout over explicit axes.
-_constrained = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inline=INLINE)
+_constrained = jax.jit(
+    jax.lax.with_sharding_constraint, static_argnums=1, inline=INLINE
+)
 
 
 with warnings.catch_warnings():
     # The only public way to the mesh of `with mesh:`, and deprecated like it.
     warnings.simplefilter("ignore", DeprecationWarning)
-    _thread_resources: Any = getattr(jax.interpreters.pxla, "thread_resources", None)
+    _thread_resources: Any = getattr(
+        jax.interpreters.pxla, "thread_resources", None
+    )
 
 
 def get_entered_mesh() -> Mesh | None:
@@ -75,7 +89,9 @@ def axes_of(entry: Entry) -> tuple[str, ...]:
     return ()
 
 
-def constrain(value: PyTree, spec: PartitionSpec, mesh: AnyMesh | None = None) -> PyTree:
+def constrain(
+    value: PyTree, spec: PartitionSpec, mesh: AnyMesh | None = None
+) -> PyTree:
     """Lays out every array of a tree over a mesh.
 
     Args:
@@ -92,15 +108,22 @@ def constrain(value: PyTree, spec: PartitionSpec, mesh: AnyMesh | None = None) -
     P('data',)
     """
     context_mesh = get_global_mesh()
-    if mesh is None or (context_mesh is not None and context_mesh.shape_tuple == mesh.shape_tuple):
+    if mesh is None or (
+        context_mesh is not None
+        and context_mesh.shape_tuple == mesh.shape_tuple
+    ):
         # Inside of a shard_map, only the mesh of the context knows the manual axes.
         mesh = context_mesh
-    if mesh is None or all(axis_type is AxisType.Manual for axis_type in mesh.axis_types):
+    if mesh is None or all(
+        axis_type is AxisType.Manual for axis_type in mesh.axis_types
+    ):
         return value  # inside of a shard_map over the whole mesh, all axes are manual
     return jax.tree.map(lambda leaf: _place(leaf, spec, mesh), value)
 
 
-def constrain_like_jit(value: Tensor, sharding: jax.sharding.Sharding | PartitionSpec) -> Tensor:
+def constrain_like_jit(
+    value: Tensor, sharding: jax.sharding.Sharding | PartitionSpec
+) -> Tensor:
     """Lays out an array in a compiled function as `in_shardings` of `jax.jit`.
 
     Unlike `jax.lax.with_sharding_constraint`, accepts explicit axes.
@@ -109,7 +132,9 @@ def constrain_like_jit(value: Tensor, sharding: jax.sharding.Sharding | Partitio
         mesh, spec = sharding.mesh, sharding.spec
     else:
         mesh, spec = get_global_mesh(), sharding
-    has_explicit_axes = mesh is not None and AxisType.Explicit in mesh.axis_types
+    has_explicit_axes = (
+        mesh is not None and AxisType.Explicit in mesh.axis_types
+    )
     if has_explicit_axes and isinstance(spec, PartitionSpec):
         return constrain(value, spec, mesh)
     return jax.lax.with_sharding_constraint(value, sharding)
@@ -127,7 +152,9 @@ def _place(leaf: PyTree, spec: PartitionSpec, mesh: AnyMesh) -> PyTree:
         present_spec = jax.typeof(leaf).sharding.spec
         wanted_spec: list[Entry] = []
         for entry, present in zip(
-            _of_type(AxisType.Explicit, entries, mesh), present_spec, strict=False
+            _of_type(AxisType.Explicit, entries, mesh),
+            present_spec,
+            strict=False,
         ):
             is_free = entry is PartitionSpec.UNCONSTRAINED
             wanted_spec.append(present if is_free else entry)
@@ -138,7 +165,9 @@ def _place(leaf: PyTree, spec: PartitionSpec, mesh: AnyMesh) -> PyTree:
     return leaf
 
 
-def _of_type(axis_type: AxisType, entries: Iterable[Entry], mesh: AnyMesh) -> list[Entry]:
+def _of_type(
+    axis_type: AxisType, entries: Iterable[Entry], mesh: AnyMesh
+) -> list[Entry]:
     """Returns the entries of a layout with only the mesh axes of a type."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     new_entries: list[Entry] = []
@@ -146,7 +175,9 @@ def _of_type(axis_type: AxisType, entries: Iterable[Entry], mesh: AnyMesh) -> li
         if entry is PartitionSpec.UNCONSTRAINED:
             new_entries.append(entry)
             continue
-        axes = tuple(axis for axis in axes_of(entry) if types[axis] is axis_type)
+        axes = tuple(
+            axis for axis in axes_of(entry) if types[axis] is axis_type
+        )
         if len(axes) > 1:
             new_entries.append(axes)
         else:
@@ -154,12 +185,16 @@ def _of_type(axis_type: AxisType, entries: Iterable[Entry], mesh: AnyMesh) -> li
     return new_entries
 
 
-def _sharding(mesh: AnyMesh, entries: Iterable[Entry]) -> NamedSharding | PartitionSpec:
+def _sharding(
+    mesh: AnyMesh, entries: Iterable[Entry]
+) -> NamedSharding | PartitionSpec:
     spec = PartitionSpec(*entries)
     return NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec
 
 
-def fitting_spec(spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh) -> list[Entry]:
+def fitting_spec(
+    spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh
+) -> list[Entry]:
     """Returns the entries of a layout, with a warning and None where a shape cannot be split."""
     if len(spec) > len(shape):
         raise MeshError(
@@ -229,13 +264,17 @@ def map_sharding(
     """
     sharding = without_format(sharding)
     if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, PartitionSpec(*map(f, sharding.spec)))
+        return NamedSharding(
+            sharding.mesh, PartitionSpec(*map(f, sharding.spec))
+        )
     if isinstance(sharding, PartitionSpec | tuple):
         return PartitionSpec(*map(f, sharding))
     return None
 
 
-def from_sharding_rules(sharding: Iterable[Entry], sharding_rules: AnyRules) -> tuple[Entry, ...]:
+def from_sharding_rules(
+    sharding: Iterable[Entry], sharding_rules: AnyRules
+) -> tuple[Entry, ...]:
     """Translates names to mesh axes by these rules alone; the last one for a name applies.
 
     >>> from_sharding_rules(("embed", "model", None), [("embed", "data")])
@@ -277,7 +316,10 @@ def get_pspec(
 
 
 def shard_value(
-    value: PyTree, out_sharding: AnySharding, sharding_rules: AnyRules | None, mesh: AnyMesh | None
+    value: PyTree,
+    out_sharding: AnySharding,
+    sharding_rules: AnyRules | None,
+    mesh: AnyMesh | None,
 ) -> PyTree:
     """Lays out a value over a mesh.
 
@@ -311,3 +353,35 @@ def shard_value(
             "jax.set_mesh(mesh)."
         )
     return constrain(value, spec, mesh)
+
+
+def check_divides(
+    path: str, shape: Sequence[int], sharding: NamedSharding
+) -> None:
+    """Raises a MeshError for an axis that is not divisible, or a mesh axis that is missing."""
+    sizes = dict(sharding.mesh.shape)
+    for i, entry in enumerate(sharding.spec):
+        names = axes_of(entry)
+        parts = math.prod(sizes[name] for name in names)
+        if shape[i] % parts:
+            raise MeshError(
+                f"{path} of shape {tuple(shape)} is laid out as {sharding.spec}: axis {i} of size "
+                f"{shape[i]} does not divide over {'×'.join(names)} = {parts} devices. Change the "
+                "size, the mesh_shape, or the parameter's partition spec."
+            )
+
+
+def named_sharding(
+    mesh: AnyMesh, spec: PartitionSpec, path: str
+) -> NamedSharding:
+    """Returns the sharding of an array; raises a MeshError for axes that the mesh does not have."""
+    names: set[str] = set()
+    for entry in spec:
+        names.update(axes_of(entry))
+    missing_names = sorted(names.difference(mesh.axis_names))
+    if missing_names:
+        raise MeshError(
+            f"{path} is laid out as {spec}, but the mesh has no axis {missing_names}; it has "
+            f"{mesh.axis_names}. Add the axis to mesh_axis_names (its size may be 1)."
+        )
+    return NamedSharding(mesh, spec)

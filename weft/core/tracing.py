@@ -57,14 +57,24 @@ def trace_error(
 ) -> JaxTransformError:
     """Returns the error that names the running transformation; see `JaxTransformError`."""
     jax_name = running_transformation()
-    return JaxTransformError(problem, location, jax_name, lifted_names(jax_name), consequence)
+    return JaxTransformError(
+        problem, location, jax_name, lifted_names(jax_name), consequence
+    )
 
 
 # By the function of JAX that runs: what its user called.
 _NAMES = {
-    **{f"api.{name}": f"jax.{name}" for name in ("eval_shape", "jvp", "linearize", "vjp")},
-    **{f"conditionals.{name}": f"jax.lax.{name}" for name in ("cond", "switch")},
-    **{f"loops.{name}": f"jax.lax.{name}" for name in ("fori_loop", "map", "scan", "while_loop")},
+    **{
+        f"api.{name}": f"jax.{name}"
+        for name in ("eval_shape", "jvp", "linearize", "vjp")
+    },
+    **{
+        f"conditionals.{name}": f"jax.lax.{name}" for name in ("cond", "switch")
+    },
+    **{
+        f"loops.{name}": f"jax.lax.{name}"
+        for name in ("fori_loop", "map", "scan", "while_loop")
+    },
     "ad_checkpoint.fun_remat": "jax.checkpoint",
     "api.grad_f": "jax.grad",
     "api.grad_f_aux": "jax.grad",

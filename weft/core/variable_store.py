@@ -38,7 +38,12 @@ class VariableStore:
         is_complete: whether all variables of the function were created before.
     """
 
-    def __init__(self, variables: VariableDict, mutable: filters.Filter, path: rngs.Path = ()):
+    def __init__(
+        self,
+        variables: VariableDict,
+        mutable: filters.Filter,
+        path: rngs.Path = (),
+    ):
         self.collections: dict[str, Any] = {}
         for col, entries in variables.items():
             is_mutable = filters.in_filter(mutable, col)
@@ -71,7 +76,9 @@ class VariableStore:
             entries = entries.get(name, _EMPTY)
             # Most are dicts, and `isinstance` with an abstract class is slow.
             if type(entries) is not dict and not isinstance(entries, Mapping):
-                raise ScopeTreeError(col, self.location(path[: depth + 1]), entries)
+                raise ScopeTreeError(
+                    col, self.location(path[: depth + 1]), entries
+                )
         return entries
 
     def put(self, col: str, path: rngs.Path, name: str, value: PyTree) -> None:
@@ -82,14 +89,18 @@ class VariableStore:
             self._created.add((col, path, name))
             _descend(self.initial_values, col, path)[name] = copy_dicts(value)
         else:
-            self._values_before.setdefault((col, path, name), copy_dicts(entries[name]))
+            self._values_before.setdefault(
+                (col, path, name), copy_dicts(entries[name])
+            )
         _put(entries, name, copy_dicts(value))
 
     def changes(self) -> dict[str, Any]:
         """Returns the changed variables, nested as in `collections`."""
         changes: dict[str, Any] = {}
         for col, path, name in self.changed():
-            _descend(changes, col, path)[name] = copy_dicts(self.entries(col, path)[name])
+            _descend(changes, col, path)[name] = copy_dicts(
+                self.entries(col, path)[name]
+            )
         return changes
 
     def changed(self) -> list[Entry]:
@@ -107,7 +118,11 @@ class VariableStore:
 
     def created_in(self, where: filters.Filter) -> set[rngs.Path]:
         """Returns the scopes in which variables of some collections were created."""
-        return {path for col, path, _ in self._created if filters.in_filter(where, col)}
+        return {
+            path
+            for col, path, _ in self._created
+            if filters.in_filter(where, col)
+        }
 
     def location(self, path: rngs.Path) -> str:
         """Returns the location of a scope as text, for errors."""
@@ -120,10 +135,14 @@ def is_same(tree: PyTree, other: PyTree) -> bool:
         return True
     leaves, structure = jax.tree.flatten(tree)
     other_leaves, other_structure = jax.tree.flatten(other)
-    return structure == other_structure and all(map(operator.is_, leaves, other_leaves))
+    return structure == other_structure and all(
+        map(operator.is_, leaves, other_leaves)
+    )
 
 
-def _descend(collections: dict[str, Any], col: str, path: rngs.Path) -> dict[str, Any]:
+def _descend(
+    collections: dict[str, Any], col: str, path: rngs.Path
+) -> dict[str, Any]:
     """Returns a collection's entries in one scope, created if there are none."""
     entries = collections.setdefault(col, {})
     for name in path:

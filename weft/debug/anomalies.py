@@ -29,7 +29,11 @@ from jaxtyping import PyTree
 from weft.config import Configurable
 from weft.debug import first_nonfinite
 from weft.distributed.peers import join_first
-from weft.errors import AnomalyPolicyError, LossSpikeError, UndefinedLossException
+from weft.errors import (
+    AnomalyPolicyError,
+    LossSpikeError,
+    UndefinedLossException,
+)
 from weft.lifting.jit import Traced
 from weft.report import readings
 from weft.serialization.untrusted import check_json
@@ -111,30 +115,27 @@ class AnomalyPolicy(Configurable):
     """
 
     class Config(Configurable.Config):
-        """Configures an AnomalyPolicy.
-
-        Attributes:
-            on_undefined: action if the loss, a gradient, or anything that the step has changed is
-                NaN or infinite: "stop", "skip" or "rewind". Gradients do not count
-                where the learner itself skips such steps, as with a `loss_scale`.
-            on_spike: action if the loss is a spike; None disables the detection.
-            spike_factor: a loss above this many times the mean of those before is a spike.
-            spike_stddevs: a loss this many standard deviations above the mean is a spike. If both
-                are set, a spike exceeds both.
-            spike_decay: decay of the moving averages.
-            spike_min_steps: number of steps before spikes are detected.
-            max_skips_in_a_row: number of consecutive skipped steps that stops the run.
-            max_rewinds: number of rewinds after which the next one stops the run.
-        """
+        """Configures an AnomalyPolicy."""
 
         on_undefined: Action = "stop"
+        """Action if the loss, a gradient, or anything that the step has changed is NaN or infinite:
+        "stop", "skip" or "rewind". Gradients do not count where the learner itself skips such
+        steps, as with a `loss_scale`."""
         on_spike: Action | None = None
+        """Action if the loss is a spike; None disables the detection."""
         spike_factor: float | None = None
+        """A loss above this many times the mean of those before is a spike."""
         spike_stddevs: float | None = None
+        """A loss this many standard deviations above the mean is a spike. If both are set, a spike
+        exceeds both."""
         spike_decay: float = 0.98
+        """Decay of the moving averages."""
         spike_min_steps: int = 50
+        """Number of steps before spikes are detected."""
         max_skips_in_a_row: int = 20
+        """Number of consecutive skipped steps that stops the run."""
         max_rewinds: int = 3
+        """Number of rewinds after which the next one stops the run."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -184,16 +185,26 @@ class AnomalyPolicy(Configurable):
         cfg = self.config
         loss = loss.astype(jnp.float32)
         became_undefined = []
-        leaves = zip(_float_leaves(state), _float_leaves(new_state), strict=True)
+        leaves = zip(
+            _float_leaves(state), _float_leaves(new_state), strict=True
+        )
         for (_, old_leaf), (_, new_leaf) in leaves:
             # Numbers that were undefined before, such as an infinite threshold, are intended.
-            became_undefined.append(~_is_finite(new_leaf) & _is_finite(old_leaf))
+            became_undefined.append(
+                ~_is_finite(new_leaf) & _is_finite(old_leaf)
+            )
         bad_leaves = jnp.stack(became_undefined)
-        bad_gradients = _undefined_leaves({} if gradients is None else gradients)
-        undefined = ~jnp.isfinite(loss) | jnp.any(bad_leaves) | jnp.any(bad_gradients)
+        bad_gradients = _undefined_leaves(
+            {} if gradients is None else gradients
+        )
+        undefined = (
+            ~jnp.isfinite(loss) | jnp.any(bad_leaves) | jnp.any(bad_gradients)
+        )
         spike = ~undefined & self._is_spike(loss, track)
         bad = undefined | spike | track.held
-        skipped = (undefined & (cfg.on_undefined == "skip")) | (spike & (cfg.on_spike == "skip"))
+        skipped = (undefined & (cfg.on_undefined == "skip")) | (
+            spike & (cfg.on_spike == "skip")
+        )
         skipped &= ~jnp.asarray(track.held)
         returned_state = tree_where(~bad, new_state, state)
         # A bad step that is not skipped keeps its key, with which the diagnosis repeats it.
@@ -203,7 +214,11 @@ class AnomalyPolicy(Configurable):
         square = jnp.minimum(jnp.square(loss), jnp.finfo(jnp.float32).max)
 
         def averaged(average: Tensor, x: Tensor) -> Tensor:
-            return jnp.where(bad, average, cfg.spike_decay * average + (1 - cfg.spike_decay) * x)
+            return jnp.where(
+                bad,
+                average,
+                cfg.spike_decay * average + (1 - cfg.spike_decay) * x,
+            )
 
         track = LossTrack(
             count=track.count + ~bad,
@@ -250,7 +265,9 @@ class LossCheck:
 
     def is_bad(self, step: Step) -> bool:
         if step.number == 1 or step.number % self._every_n_steps == 0:
-            check_loss(step.outputs["loss"], step.number, lambda: self._advise(step))
+            check_loss(
+                step.outputs["loss"], step.number, lambda: self._advise(step)
+            )
         return False
 
     def must_rewind(self, step: Step, state: TrainerState) -> bool:
@@ -298,7 +315,9 @@ class AnomalyGuard:
             gradients = outputs.pop("gradients")
             self._gradient_names = jax.tree.leaves(tree_paths(gradients))
             loss = outputs["loss"]
-            state, verdict = policy.apply_to_step(state, track, new_state, loss, gradients)
+            state, verdict = policy.apply_to_step(
+                state, track, new_state, loss, gradients
+            )
             outputs["summaries"] = {
                 **outputs["summaries"],
                 "anomalies": {"skipped_steps": verdict.track.skipped},
@@ -313,7 +332,9 @@ class AnomalyGuard:
             compiler_options=compiler_options,
         )
 
-    def __call__(self, state: TrainerState, batch: NestedTensor) -> tuple[Any, dict[str, Any]]:
+    def __call__(
+        self, state: TrainerState, batch: NestedTensor
+    ) -> tuple[Any, dict[str, Any]]:
         """Dispatches a step, which returns the state unchanged if it or the last one is bad.
 
         Its outputs have a `verdict`, for `must_rewind`.
@@ -327,13 +348,18 @@ class AnomalyGuard:
         kwargs: Mapping[str, Any],
     ) -> tuple[Any, dict[str, Any]]:
         state, batch = args
-        state, verdict, outputs = jitted(state, self._replicated_track(), batch, **kwargs)
+        state, verdict, outputs = jitted(
+            state, self._replicated_track(), batch, **kwargs
+        )
         self._track = verdict.track
         return state, {**outputs, "verdict": verdict}
 
     def trace(self, state: TrainerState, batch: NestedTensor) -> Traced:
         """Traces the step, as `jax.jit(...).trace` does."""
-        return Traced(self._jitted.trace(state, self._replicated_track(), batch), self._run)
+        return Traced(
+            self._jitted.trace(state, self._replicated_track(), batch),
+            self._run,
+        )
 
     def _replicated_track(self) -> LossTrack:
         return jax.device_put(self._track, self._replicated)
@@ -348,12 +374,16 @@ class AnomalyGuard:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Sets saved averages and counts; rewinds since the start of the process stay counted."""
-        check_json(state, {"rewinds": int, **dict.fromkeys(_SAVED, (bool, float))})
+        check_json(
+            state, {"rewinds": int, **dict.fromkeys(_SAVED, (bool, float))}
+        )
         self._rewinds = max(self._rewinds, state["rewinds"])
         empty_track = LossTrack()
         values = {}
         for name in _SAVED:
-            values[name] = np.asarray(state[name], getattr(empty_track, name).dtype)
+            values[name] = np.asarray(
+                state[name], getattr(empty_track, name).dtype
+            )
         self._track = LossTrack(**values)
 
     # After a step.
@@ -380,7 +410,9 @@ class AnomalyGuard:
         action = cfg.on_undefined if verdict.undefined else cfg.on_spike
         text, module = self._describe(step.number, loss, state, batch, verdict)
         if action == "skip" and track.in_a_row < cfg.max_skips_in_a_row:
-            logger.warning("%s The step is skipped; %d so far.", text, int(track.skipped))
+            logger.warning(
+                "%s The step is skipped; %d so far.", text, int(track.skipped)
+            )
             return False
         if action == "rewind" and self._rewinds < cfg.max_rewinds:
             self._rewinds += 1
@@ -397,10 +429,16 @@ class AnomalyGuard:
         elif action == "rewind":
             text += f" The run was already rewound {self._rewinds} times."
         error = UndefinedLossException if verdict.undefined else LossSpikeError
-        if verdict.undefined and np.isfinite(loss) and np.any(verdict.bad_gradients):
+        if (
+            verdict.undefined
+            and np.isfinite(loss)
+            and np.any(verdict.bad_gradients)
+        ):
             advice = advice_for_gradients(batch, updated=bool(track.count))
         elif verdict.undefined and not track.count and not np.isfinite(loss):
-            advice = advice_for_first_step(lambda: module, state, batch, self._train_dtype)
+            advice = advice_for_first_step(
+                lambda: module, state, batch, self._train_dtype
+            )
         else:
             advice = advice_for_later_step({}, batch)
         field = "on_undefined" if verdict.undefined else "on_spike"
@@ -410,13 +448,23 @@ class AnomalyGuard:
         )
 
     def _describe(
-        self, step: int, loss: float, state: TrainerState, batch: NestedTensor, verdict: Verdict
+        self,
+        step: int,
+        loss: float,
+        state: TrainerState,
+        batch: NestedTensor,
+        verdict: Verdict,
     ) -> tuple[str, str | None]:
         """Returns a text of a bad step, and its first module with an undefined output."""
         track = verdict.track
         if verdict.spike:
-            mean = track.mean / (1 - self._policy.config.spike_decay ** max(track.count, 1))
-            return f"the loss of step {step} is {loss:.4g}, and was {mean:.4g} on average.", None
+            mean = track.mean / (
+                1 - self._policy.config.spike_decay ** max(track.count, 1)
+            )
+            return (
+                f"the loss of step {step} is {loss:.4g}, and was {mean:.4g} on average.",
+                None,
+            )
         text = f"step {step} is undefined: its loss is {loss:g}."
         fields = undefined_names(batch)
         if fields:
@@ -429,7 +477,9 @@ class AnomalyGuard:
         if np.isfinite(loss) and module in (None, first_nonfinite.UNKNOWN):
             text += self._describe_gradients(state, batch, verdict)
         names = []
-        for (path, _), is_bad in zip(_float_leaves(state), verdict.bad_leaves, strict=True):
+        for (path, _), is_bad in zip(
+            _float_leaves(state), verdict.bad_leaves, strict=True
+        ):
             state_field, *parameter_path = path
             if is_bad and state_field.name == "model":
                 names.append(path_name(tuple(parameter_path)))
@@ -449,7 +499,9 @@ class AnomalyGuard:
                 bad_names.append(name)
         if not bad_names:
             return " The gradients are finite too; the learner's update is not."
-        module, bad_names = self._search.first_gradient(state, batch, bad_names, names)
+        module, bad_names = self._search.first_gradient(
+            state, batch, bad_names, names
+        )
         if module is None:
             return f" Undefined gradients: {_listed(bad_names)}."
         return (
@@ -458,10 +510,14 @@ class AnomalyGuard:
         )
 
 
-def _float_leaves(state: NestedTensor | TrainerState) -> list[tuple[Any, Tensor]]:
+def _float_leaves(
+    state: NestedTensor | TrainerState,
+) -> list[tuple[Any, Tensor]]:
     """Returns the floating-point arrays of a tree, with their key paths."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    return [(path, x) for path, x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+    return [
+        (path, x) for path, x in leaves if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
 
 
 def _is_finite(x: Tensor) -> Tensor:
@@ -472,7 +528,9 @@ def _undefined_leaves(gradients: NestedTensor) -> Tensor:
     """Returns for each gradient whether it has an undefined number."""
 
     def by_leaf(gradients: NestedTensor) -> Tensor:
-        is_bad = [jnp.zeros((), bool)]  # for no gradients: there is no stack of nothing
+        is_bad = [
+            jnp.zeros((), bool)
+        ]  # for no gradients: there is no stack of nothing
         for x in jax.tree.leaves(gradients):
             is_bad.append(~_is_finite(x))
         return jnp.stack(is_bad)[1:]
@@ -492,7 +550,9 @@ def _listed(names: Sequence[str]) -> str:
 # What to look at first.
 
 
-def check_loss(loss: Tensor, step: int, look_first: Callable[[], str] | None = None) -> None:
+def check_loss(
+    loss: Tensor, step: int, look_first: Callable[[], str] | None = None
+) -> None:
     """Raises UndefinedLossException if a step's loss, for which it waits, is undefined.
 
     Args:
@@ -509,7 +569,9 @@ def check_loss(loss: Tensor, step: int, look_first: Callable[[], str] | None = N
     )
 
 
-def advice_for_later_step(summaries: Mapping[str, Any], batch: NestedTensor) -> str:
+def advice_for_later_step(
+    summaries: Mapping[str, Any], batch: NestedTensor
+) -> str:
     """Returns what to look at first if the first loss of the run was finite."""
     batch_advice = _batch_text(batch)
     text = "The first loss of the run was finite, so look first at the learning rate"
@@ -569,7 +631,9 @@ def advice_for_first_step(
         ranges = ", ".join(_id_ranges(batch))
         return f"{text}. Look first at its ids, which need a row each: the batch has {ranges}."
     cast_arrays = jax.eval_shape(
-        lambda params, batch: cast_for_forward(params, batch, train_dtype), state.model, batch
+        lambda params, batch: cast_for_forward(params, batch, train_dtype),
+        state.model,
+        batch,
     )
     if any(x.dtype == jnp.float16 for x in jax.tree.leaves(cast_arrays)):
         return (
@@ -590,7 +654,9 @@ def undefined_names(tree: PyTree) -> list[str]:
     """Returns the paths of floating-point arrays with a NaN or an infinity."""
     names = []
     for path, x in leaves_by_path(tree).items():
-        if jnp.issubdtype(x.dtype, jnp.floating) and not jnp.all(jnp.isfinite(x)):
+        if jnp.issubdtype(x.dtype, jnp.floating) and not jnp.all(
+            jnp.isfinite(x)
+        ):
             names.append(path_name(path))
     return names
 
@@ -600,5 +666,7 @@ def _id_ranges(batch: NestedTensor) -> list[str]:
     ranges = []
     for path, x in leaves_by_path(batch).items():
         if jnp.issubdtype(x.dtype, jnp.integer):
-            ranges.append(f"{path_name(path)} from {int(jnp.min(x))} to {int(jnp.max(x))}")
+            ranges.append(
+                f"{path_name(path)} from {int(jnp.min(x))} to {int(jnp.max(x))}"
+            )
     return ranges

@@ -26,10 +26,23 @@ from weft.distributed.peers import ThreadStack
 from weft.distributed.preemption import compile_unless_stopped
 from weft.hierarchy.context import ModuleNode, current_context
 from weft.hierarchy.module import Module, intercept_module_calls
-from weft.nnx.intercept import intercept_calls, iter_objects, original_class, visiting
+from weft.nnx.intercept import (
+    intercept_calls,
+    iter_objects,
+    original_class,
+    visiting,
+)
 from weft.trainer import gradients, train_step
-from weft.trainer.optimizers.base import NestedOptParam, opt_param_values, tree_paths
-from weft.trainer.update_transformation import BackwardOutputs, ForwardBackwardOutputs, ForwardFn
+from weft.trainer.optimizers.base import (
+    NestedOptParam,
+    opt_param_values,
+    tree_paths,
+)
+from weft.trainer.update_transformation import (
+    BackwardOutputs,
+    ForwardBackwardOutputs,
+    ForwardFn,
+)
 from weft.typing import NestedTensor, T, Tensor
 
 logger = logging.getLogger(__name__)
@@ -55,7 +68,9 @@ class NonfiniteSearch:
         self._ended_calls: list[str] = []
         self._trained: frozenset[str] = frozenset()
 
-    def first_module(self, state: train_step.TrainerState, batch: NestedTensor) -> str | None:
+    def first_module(
+        self, state: train_step.TrainerState, batch: NestedTensor
+    ) -> str | None:
         """Returns the first module, in the order in which calls end, with an undefined output.
 
         Minus infinity does not count, since masks use it. The result is path, class and method,
@@ -78,7 +93,9 @@ class NonfiniteSearch:
         self._trained = frozenset(trained)
         module = self._first_failure(self._backward, state, batch)
         order_of_use = {name: self._index_of_use(name) for name in undefined}
-        return module, sorted(undefined, key=order_of_use.__getitem__, reverse=True)
+        return module, sorted(
+            undefined, key=order_of_use.__getitem__, reverse=True
+        )
 
     def _index_of_use(self, parameter: str) -> int:
         """Returns the index of the last call of the module that has a parameter; -1 for none."""
@@ -92,12 +109,17 @@ class NonfiniteSearch:
         return index_of_use
 
     def _first_failure(
-        self, checked: jax.stages.Wrapped, state: train_step.TrainerState, batch: NestedTensor
+        self,
+        checked: jax.stages.Wrapped,
+        state: train_step.TrainerState,
+        batch: NestedTensor,
     ) -> str | None:
         try:
             if checked not in self._compiled:
                 lowered = checked.lower(state, batch)
-                if not compile_unless_stopped(lowered, "the search for the undefined module"):
+                if not compile_unless_stopped(
+                    lowered, "the search for the undefined module"
+                ):
                     logger.warning(
                         "the search for the undefined module is skipped: the run is stopping, or "
                         "another process could not compile it"
@@ -108,21 +130,31 @@ class NonfiniteSearch:
             text = error.get()
         except (errors.ProcessLostError, errors.ProcessesNotReadyError):
             raise
-        except Exception as failure:  # such as an operation that cannot be checked
-            logger.warning("the search for the undefined module failed: %s", failure)
+        except (
+            Exception
+        ) as failure:  # such as an operation that cannot be checked
+            logger.warning(
+                "the search for the undefined module failed: %s", failure
+            )
             return UNKNOWN
         if text is None:
             return None
         module, _, _ = text.partition(" (`check` failed)")
         return module
 
-    def _run_forward(self, state: train_step.TrainerState, batch: NestedTensor) -> None:
+    def _run_forward(
+        self, state: train_step.TrainerState, batch: NestedTensor
+    ) -> None:
         self._ended_calls.clear()
 
-        def check(call: ModuleCall, method: Method, args: Args, kwargs: Kwargs) -> Any:
+        def check(
+            call: ModuleCall, method: Method, args: Args, kwargs: Kwargs
+        ) -> Any:
             result = method(*args, **kwargs)
             for leaf in filter(_is_floating, jax.tree.leaves(result)):
-                _check(~jnp.any(jnp.isnan(leaf) | jnp.isposinf(leaf)), str(call))
+                _check(
+                    ~jnp.any(jnp.isnan(leaf) | jnp.isposinf(leaf)), str(call)
+                )
             self._ended_calls.append(call.path)
             return result
 
@@ -130,17 +162,23 @@ class NonfiniteSearch:
             _, outputs = self._step(state, batch, learner=_idle_learner(None))
         _check(jnp.isfinite(outputs["loss"]), f"{_ROOT}, in its loss")
 
-    def _run_backward(self, state: train_step.TrainerState, batch: NestedTensor) -> None:
+    def _run_backward(
+        self, state: train_step.TrainerState, batch: NestedTensor
+    ) -> None:
         open_calls = [_ROOT]
 
-        def check(call: ModuleCall, method: Method, args: Args, kwargs: Kwargs) -> Any:
+        def check(
+            call: ModuleCall, method: Method, args: Args, kwargs: Kwargs
+        ) -> Any:
             args, kwargs = _check_gradients((args, kwargs), str(call))
             open_calls.append(str(call))
             try:
                 result = method(*args, **kwargs)
             finally:
                 open_calls.pop()
-            return _check_gradients(result, f"{open_calls[-1]}, after {call.path}")
+            return _check_gradients(
+                result, f"{open_calls[-1]}, after {call.path}"
+            )
 
         with trace_calls(check):
             self._step(state, batch, learner=_idle_learner(self._trained))
@@ -174,7 +212,9 @@ def _check_gradients(tree: T, name: str) -> T:
     def has_identity(x: object) -> bool:
         return isinstance(x, nnx.Pytree | nnx.Variable)
 
-    return jax.tree.map(lambda x: same(x) if _is_floating(x) else x, tree, is_leaf=has_identity)
+    return jax.tree.map(
+        lambda x: same(x) if _is_floating(x) else x, tree, is_leaf=has_identity
+    )
 
 
 def _count_common_names(module: str, parameter: str) -> int:
@@ -206,16 +246,24 @@ class IdleLearner(Module):
         if trained_paths is None:
             outputs = fn(model_params=values, inputs=inputs)
         else:
-            trainable = jax.tree.map(lambda path: path in trained_paths, tree_paths(opt_params))
+            trainable = jax.tree.map(
+                lambda path: path in trained_paths, tree_paths(opt_params)
+            )
             forward_pass, _ = gradients.forward_and_gradients(
                 fn, inputs=inputs, opt_params=opt_params, trainable=trainable
             )
             outputs = forward_pass.outputs
-        return ForwardBackwardOutputs(outputs, BackwardOutputs(updated_params=values))
+        return ForwardBackwardOutputs(
+            outputs, BackwardOutputs(updated_params=values)
+        )
 
 
 def _idle_learner(trained: frozenset[str] | None) -> IdleLearner:
-    learner = IdleLearner.default_config().set(name="learner").instantiate(parent=None)
+    learner = (
+        IdleLearner.default_config()
+        .set(name="learner")
+        .instantiate(parent=None)
+    )
     learner.trained = trained
     return learner
 
@@ -251,9 +299,15 @@ def trace_calls(observer: Observer) -> Iterator[None]:
         stack.enter_context(linen.intercept_methods(tracer.on_linen_call))
         # A model with modules of these libraries has imported them.
         if "flax.linen" in sys.modules:
-            stack.enter_context(sys.modules["flax.linen"].intercept_methods(tracer.on_linen_call))
+            stack.enter_context(
+                sys.modules["flax.linen"].intercept_methods(
+                    tracer.on_linen_call
+                )
+            )
         if "haiku" in sys.modules:
-            stack.enter_context(sys.modules["haiku"].intercept_methods(tracer.on_haiku_call))
+            stack.enter_context(
+                sys.modules["haiku"].intercept_methods(tracer.on_haiku_call)
+            )
         stack.enter_context(visiting(tracer.on_nnx_model))
         _TRACERS.items.append(tracer)
         try:
@@ -297,19 +351,30 @@ class _CallTracer:
             self._open.pop()
 
     def on_hierarchy_call(
-        self, module: Module, name: str, method: Method, args: Args, kwargs: Kwargs
+        self,
+        module: Module,
+        name: str,
+        method: Method,
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
-        call = ModuleCall(self._absolute_path(module), type(module).__name__, name)
+        call = ModuleCall(
+            self._absolute_path(module), type(module).__name__, name
+        )
         return self.see(call, method, args, kwargs, root=_root(module))
 
-    def on_linen_call(self, next_fun: Method, args: Args, kwargs: Kwargs, context: Any) -> Any:
+    def on_linen_call(
+        self, next_fun: Method, args: Args, kwargs: Kwargs, context: Any
+    ) -> Any:
         module = context.module
         prefix = self._prefix()
         path = _join_path(prefix, *module.path)
         call = ModuleCall(path, type(module).__name__, context.method_name)
         return self.see(call, next_fun, args, kwargs, prefix=prefix)
 
-    def on_haiku_call(self, next_fun: Method, args: Args, kwargs: Kwargs, context: Any) -> Any:
+    def on_haiku_call(
+        self, next_fun: Method, args: Args, kwargs: Kwargs, context: Any
+    ) -> Any:
         if context.method_name == "__init__":
             return next_fun(*args, **kwargs)
         module = context.module
@@ -330,7 +395,10 @@ class _CallTracer:
         """Returns the path of the outermost module of a library whose modules know their paths."""
         if self._open:
             innermost = self._open[-1]
-            if innermost.prefix is not None and innermost.context is current_context():
+            if (
+                innermost.prefix is not None
+                and innermost.context is current_context()
+            ):
                 return innermost.prefix
         return self._innermost_path()
 
@@ -357,7 +425,9 @@ class _CallTracer:
 _TRACERS = ThreadStack[_CallTracer]()
 
 
-def _on_nnx_call(x: object, name: str, method: Method, args: Args, kwargs: Kwargs) -> Any:
+def _on_nnx_call(
+    x: object, name: str, method: Method, args: Args, kwargs: Kwargs
+) -> Any:
     path = vars(x).get(_PATH_ATTRIBUTE)
     tracer = _TRACERS.top
     if tracer is None or path is None:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_leaves_with_path
 
-from weft.config import ConfigBase
+from weft.config import REQUIRED, ConfigBase
 from weft.errors import InputDatasetError, TokenizerError
 from weft.hierarchy import LearnedPositionalEmbedding
 from weft.input.tokenizers import Tokenizer, as_tokenizer
@@ -73,7 +73,9 @@ def _tokenizers(cfg: ConfigBase) -> dict[str, Tokenizer]:
     bos_fields = run_dir.find_fields("add_bos", cfg)
     tokenizers = {}
     for path in sorted(fields, key=lambda path: not path.startswith("input.")):
-        add_bos = bos_fields.get(f"{path.removesuffix('tokenizer')}add_bos", False)
+        add_bos = bos_fields.get(
+            f"{path.removesuffix('tokenizer')}add_bos", False
+        )
         tokenizers[path] = as_tokenizer(fields[path], add_bos=add_bos)
     return tokenizers
 
@@ -92,7 +94,9 @@ def _special_ids(model: Any, field: str) -> dict[str, tuple[int, ...]]:
     return special_ids
 
 
-def _check_special(field: str, size: int, special_ids: Mapping[str, tuple[int, ...]]) -> None:
+def _check_special(
+    field: str, size: int, special_ids: Mapping[str, tuple[int, ...]]
+) -> None:
     for path, ids in special_ids.items():
         largest = max(ids)
         if largest >= size:
@@ -111,14 +115,18 @@ def _check_vocabulary(
 ) -> None:
     faults, overrides = [], []
     if tokenizer.vocab_size > size:
-        faults.append(f"it has {tokenizer.vocab_size} ids, and model.{field}={size}")
+        faults.append(
+            f"it has {tokenizer.vocab_size} ids, and model.{field}={size}"
+        )
         overrides.append(f"model.{field}={tokenizer.vocab_size}")
     for name, ids in special_ids.items():
         attribute = _SPECIAL[name.rpartition(".")[2]]
         tokenizer_id = getattr(tokenizer, attribute)
         if tokenizer_id not in ids:
             model_ids = ids[0] if len(ids) == 1 else ids
-            faults.append(f"its {attribute} is {tokenizer_id}, and model.{name}={model_ids}")
+            faults.append(
+                f"its {attribute} is {tokenizer_id}, and model.{name}={model_ids}"
+            )
             overrides.append(f"model.{name}={tokenizer_id}")
     if faults:
         raise TokenizerError(
@@ -146,12 +154,23 @@ def _identity(tokenizer: Tokenizer) -> object:
 
 
 def _check_lengths(cfg: ConfigBase) -> None:
-    tables = find_values(cfg.model, lambda _, x: isinstance(x, LearnedPositionalEmbedding.Config))
+    # A layer around a table, as of patches of an image, may set its shape later.
+    tables = find_values(
+        cfg.model,
+        lambda _, x: (
+            isinstance(x, LearnedPositionalEmbedding.Config)
+            and x.shape is not REQUIRED
+        ),
+    )
     if not tables:
         return
     field, table = max(tables.items(), key=lambda item: item[1].shape[0])
     for path, length in run_dir.find_fields("sequence_length", cfg).items():
-        if isinstance(length, int) and length > table.shape[0] and not path.startswith("model."):
+        if (
+            isinstance(length, int)
+            and length > table.shape[0]
+            and not path.startswith("model.")
+        ):
             raise InputDatasetError(
                 f"{path}={length} is longer than the model's table of positions, "
                 f"model.{field}.shape={tuple(table.shape)}. Set {path}={table.shape[0]}, or "
@@ -160,7 +179,10 @@ def _check_lengths(cfg: ConfigBase) -> None:
 
 
 def check_lookups(
-    program: "ClosedJaxpr", state: train_step.TrainerState, batch: NestedTensor, cfg: ConfigBase
+    program: "ClosedJaxpr",
+    state: train_step.TrainerState,
+    batch: NestedTensor,
+    cfg: ConfigBase,
 ) -> None:
     """Checks the lookups of a step in parameters.
 
@@ -174,16 +196,24 @@ def check_lookups(
         TokenizerError: if a tokenizer has.
     """
     state_paths = [path for path, _ in tree_leaves_with_path(state)]
-    batch_arrays = {path_name(path): x for path, x in tree_leaves_with_path(batch)}
+    batch_arrays = {
+        path_name(path): x for path, x in tree_leaves_with_path(batch)
+    }
     num_other = len(program.jaxpr.invars) - len(state_paths) - len(batch_arrays)
     arguments = []
     for path in state_paths:
         is_parameter = path[0].name == "model"
-        arguments.append(_Known(table=path_name(path[1:]) if is_parameter else None))
+        arguments.append(
+            _Known(table=path_name(path[1:]) if is_parameter else None)
+        )
     arguments += [_Known()] * num_other
 
-    def first_wrong(values: Mapping[str, np.ndarray | None]) -> "_Lookup | None":
-        fields = [_Known(value, frozenset([name])) for name, value in values.items()]
+    def first_wrong(
+        values: Mapping[str, np.ndarray | None],
+    ) -> "_Lookup | None":
+        fields = [
+            _Known(value, frozenset([name])) for name, value in values.items()
+        ]
         frame = _Frame(program.jaxpr, [*arguments, *fields], program.consts)
         for lookup in frame.lookups():
             if lookup.is_wrong():
@@ -198,7 +228,9 @@ def check_lookups(
         size = as_tokenizer(tokenizer).vocab_size
         largest_ids = dict(values)
         if "input_ids" in batch_arrays:
-            largest_ids["input_ids"] = np.full(batch_arrays["input_ids"].shape, size - 1)
+            largest_ids["input_ids"] = np.full(
+                batch_arrays["input_ids"].shape, size - 1
+            )
         lookup = first_wrong(largest_ids)
         if lookup is not None:
             raise TokenizerError(
@@ -230,10 +262,14 @@ def _text(
         if high + 1 in x.shape[1:]:
             sequences.append(f"{name} of shape {x.shape}")
     overrides = []
-    for path, length in run_dir.find_fields("sequence_length", cfg.input).items():
+    for path, length in run_dir.find_fields(
+        "sequence_length", cfg.input
+    ).items():
         if isinstance(length, int) and length > lookup.rows:
             overrides.append(f"input.{path}={lookup.rows}")
-    advice = f"set {' '.join(overrides)}" if overrides else "shorten the sequences"
+    advice = (
+        f"set {' '.join(overrides)}" if overrides else "shorten the sequences"
+    )
     return (
         f"the model looks up positions from {low} to {high} in {lookup}. The batch has "
         f"{', '.join(sequences) or 'no such sequence'}. Give the table {high + 1} rows, or "
@@ -298,7 +334,10 @@ class _Lookup(NamedTuple):
 
     def _wrong_axis(self) -> int | None:
         for i, axis in enumerate(self.axes):
-            column, last = self.indices.value[..., i], self.shape[axis] - self.sizes[axis]
+            column, last = (
+                self.indices.value[..., i],
+                self.shape[axis] - self.sizes[axis],
+            )
             if column.size and (column.min() < 0 or column.max() > last):
                 return i
         return None
@@ -307,9 +346,16 @@ class _Lookup(NamedTuple):
 class _Frame:
     """Call of a program: values of its variables, each computed when it is needed."""
 
-    def __init__(self, jaxpr: "Jaxpr", arguments: Sequence[_Known], consts: Sequence[Any] = ()):
+    def __init__(
+        self,
+        jaxpr: "Jaxpr",
+        arguments: Sequence[_Known],
+        consts: Sequence[Any] = (),
+    ):
         self._jaxpr = jaxpr
-        self._knowledge: dict[Any, _Known] = dict(zip(jaxpr.invars, arguments, strict=True))
+        self._knowledge: dict[Any, _Known] = dict(
+            zip(jaxpr.invars, arguments, strict=True)
+        )
         for var, x in zip(jaxpr.constvars, consts, strict=False):
             self._knowledge[var] = _Known(_constant(x))
         self._equation_of: dict[Any, JaxprEqn] = {}
@@ -340,7 +386,9 @@ class _Frame:
             return
         axes = eqn.params["dimension_numbers"].start_index_map
         aval: Any = operand.aval
-        yield _Lookup(table, aval.shape, axes, eqn.params["slice_sizes"], indices)
+        yield _Lookup(
+            table, aval.shape, axes, eqn.params["slice_sizes"], indices
+        )
 
     def _lookups_in_loop(self, eqn: "JaxprEqn") -> Iterator[_Lookup]:
         body = eqn.params["jaxpr"].jaxpr
@@ -355,7 +403,10 @@ class _Frame:
         differ = any(x.value is not None for x in xs)
         for i in range(min(eqn.params["length"], _ITERATIONS if differ else 1)):
             index = -1 - i if eqn.params["reverse"] else i
-            slices = [x if x.value is None else x._replace(value=x.value[index]) for x in xs]
+            slices = [
+                x if x.value is None else x._replace(value=x.value[index])
+                for x in xs
+            ]
             yield from _Frame(body, [*consts, *carry, *slices]).lookups()
             carry = [_Known()] * num_carry
 
@@ -363,9 +414,14 @@ class _Frame:
         """Returns what is known of a variable."""
         if hasattr(var, "val"):
             return _Known(np.asarray(var.val))
+        if var not in self._knowledge and var not in self._equation_of:
+            # A constant, such as that of a custom derivative, whose value is elsewhere.
+            return _Known()
         if var not in self._knowledge:
             eqn = self._equation_of[var]
-            self._knowledge[var] = self._computed(eqn, list(eqn.outvars).index(var))
+            self._knowledge[var] = self._computed(
+                eqn, list(eqn.outvars).index(var)
+            )
         return self._knowledge[var]
 
     def _computed(self, eqn: "JaxprEqn", output: int) -> _Known:
@@ -415,25 +471,36 @@ def _constant(x: Any) -> np.ndarray | None:
     return _integers(x) if hasattr(x, "dtype") else None
 
 
-def _broadcast(x: np.ndarray, *, shape: Any, broadcast_dimensions: Any, **_: Any) -> np.ndarray:
+def _broadcast(
+    x: np.ndarray, *, shape: Any, broadcast_dimensions: Any, **_: Any
+) -> np.ndarray:
     sizes = [1] * len(shape)
     for axis, size in zip(broadcast_dimensions, x.shape, strict=True):
         sizes[axis] = size
     return np.broadcast_to(x.reshape(sizes), shape)
 
 
-def _slice(x: np.ndarray, *, start_indices: Any, limit_indices: Any, strides: Any) -> np.ndarray:
+def _slice(
+    x: np.ndarray, *, start_indices: Any, limit_indices: Any, strides: Any
+) -> np.ndarray:
     steps = strides or [1] * x.ndim
     return x[tuple(map(slice, start_indices, limit_indices, steps))]
 
 
 def _iota(*, dtype: Any, shape: Any, dimension: int, **_: Any) -> np.ndarray:
     sizes = [-1 if axis == dimension else 1 for axis in range(len(shape))]
-    return np.broadcast_to(np.arange(shape[dimension], dtype=dtype).reshape(sizes), shape)
+    return np.broadcast_to(
+        np.arange(shape[dimension], dtype=dtype).reshape(sizes), shape
+    )
 
 
-def _pad(x: np.ndarray, value: np.ndarray, *, padding_config: Any) -> np.ndarray | None:
-    if any(low < 0 or high < 0 or interior for low, high, interior in padding_config):
+def _pad(
+    x: np.ndarray, value: np.ndarray, *, padding_config: Any
+) -> np.ndarray | None:
+    if any(
+        low < 0 or high < 0 or interior
+        for low, high, interior in padding_config
+    ):
         return None
     widths = [(low, high) for low, high, _ in padding_config]
     return np.pad(x, widths, constant_values=value)
@@ -449,7 +516,13 @@ def _elementwise(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *xs, **_: fn(*xs)
 
 
-_UNCHANGED = ("convert_element_type", "copy", "copy_p", "reshard", "sharding_constraint")
+_UNCHANGED = (
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "reshard",
+    "sharding_constraint",
+)
 _RULES: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(_UNCHANGED, lambda x, **_: x),
     "convert_element_type": lambda x, *, new_dtype, **_: x.astype(new_dtype),
@@ -483,6 +556,20 @@ _RULES: Mapping[str, Callable[..., Any]] = {
 }
 """NumPy's functions of the primitives by which models compute ids and positions."""
 _CALLS = (
-    *("jit", "pjit", "closed_call", "eval_jaxpr", "core_call", "remat", "checkpoint", "remat2"),
-    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"),
+    *(
+        "jit",
+        "pjit",
+        "closed_call",
+        "eval_jaxpr",
+        "core_call",
+        "remat",
+        "checkpoint",
+        "remat2",
+    ),
+    *(
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "custom_lin",
+    ),
 )

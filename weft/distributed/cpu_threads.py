@@ -125,7 +125,10 @@ class FirstStepWatch:
     def start(self) -> None:
         """Starts to watch, before the step is dispatched."""
         self._advice = missing_threads()
-        if self._advice is None or threading.current_thread() is not threading.main_thread():
+        if (
+            self._advice is None
+            or threading.current_thread() is not threading.main_thread()
+        ):
             return
         # Python's handler in C writes the number of each signal, also while the main thread waits.
         reader, writer = os.pipe()
@@ -134,7 +137,9 @@ class FirstStepWatch:
             self._exit.callback(os.close, end)
         previous_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         self._exit.callback(signal.set_wakeup_fd, previous_fd)
-        thread = threading.Thread(target=self._watch, args=(reader,), daemon=True)
+        thread = threading.Thread(
+            target=self._watch, args=(reader,), daemon=True
+        )
         thread.start()
         self._exit.callback(thread.join)
 
@@ -142,7 +147,9 @@ class FirstStepWatch:
         """Lets the watch end when a result of the step is there."""
         self.is_dispatched = True
         if self._advice is not None:
-            threading.Thread(target=self._wait, args=(result,), daemon=True).start()
+            threading.Thread(
+                target=self._wait, args=(result,), daemon=True
+            ).start()
 
     def _wait(self, result: jax.Array) -> None:
         with contextlib.suppress(Exception):  # the main thread raises it, too
@@ -159,12 +166,16 @@ class FirstStepWatch:
                 stop_deadline = current_time + _STOP_SECONDS
             elif current_time > stop_deadline:
                 # The main thread may never run its handler.
-                print_error(f"The first step is stopped while it waits. {self._advice}")
+                print_error(
+                    f"The first step is stopped while it waits. {self._advice}"
+                )
                 os._exit(128 + stop_signal)
             waited_seconds = current_time - started_at
             if waited_seconds > _ADVICE_SECONDS and not is_advice_printed:
                 is_advice_printed = True
-                print_error(f"The first step takes {waited_seconds:.0f} s. {self._advice}")
+                print_error(
+                    f"The first step takes {waited_seconds:.0f} s. {self._advice}"
+                )
 
 
 def _stop_signal(signals: int) -> int:

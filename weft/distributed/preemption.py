@@ -5,13 +5,18 @@ for input. A second thread does the work that would block the main thread in C++
 the main thread notices signals.
 
 All processes must stop after the same step: one that runs another step would wait for the others
-forever. Before each step, each batch of an evaluation, and the result of a compilation, they meet
-at a point of agreement (`Peers.agree`). A process that waits for its input or its compiler
-notices the request of another to stop and goes to the point. An input that ends early or fails in
-one process stops all of them:
+forever. Before the first step, each batch of an evaluation, and the result of a compilation, they
+meet at a point of agreement (`Peers.agree`). A process that waits for its input or its compiler
+notices the request of another to stop and goes to the point.
 
-    process 0    step 4    SIGTERM, comes to the point          saves step 4
-    process 1    step 4    waits for input, is asked to stop    saves step 4
+The other steps cost no message. A step is computed by all together, so a process that begins it
+only when the last but one is computed is at most two steps ahead of another; and one that holds the
+batches of its next steps before it begins one can follow so far, even if its input hangs:
+
+    process 0    has begun step 5    SIGTERM, asks all to stop      stops before step 6
+    process 1    has begun step 3    waits for the batch of 6       begins 4 and 5, stops before 6
+
+An input that ends or fails in one process is known two steps before, and stops all of them there.
 
 A process that diverges leaves the others waiting in the next collective, so an observation of one
 process (a full disk, a damaged file, its clock) is exchanged before any process acts on it, by
@@ -23,6 +28,7 @@ import itertools
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from typing import Any
@@ -48,6 +54,10 @@ from weft.typing import PyTree
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
+_SHORTEST_PAUSE_SECONDS = 5e-5
+# A process begins a step when it has its batch and those of the two steps that others may have
+# begun before it: so it can reach the step before which all stop, even if its input hangs.
+BATCHES_AHEAD = 3
 _COMPILE_THREAD = "weft-compile"
 
 
@@ -62,6 +72,28 @@ class StopRun(BaseException):
         super().__init__(request.text)
         self.request = request
         self.error = error
+
+
+def _request_for(error: BaseException) -> StopRequest:
+    """Returns the request of a process whose data has ended, or that has failed."""
+    if isinstance(error, StopIteration):
+        return StopRequest("end", "input ended")
+    return StopRequest(
+        "error",
+        f"process {jax.process_index()} of {jax.process_count()} has failed: "
+        f"{type(error).__name__}: {error}",
+    )
+
+
+def _end_of_run(stop: StopRequest, error: BaseException | None) -> StopRun:
+    """Returns what a process raises at an agreed stop; `error` is its own, if it has one."""
+    if stop.kind != "error":
+        return StopRun(stop)
+    if not isinstance(error, Exception) or isinstance(error, StopIteration):
+        error = ProcessLostError(
+            f"{stop.text.rstrip('.')}. The training up to this point is saved."
+        )
+    return StopRun(stop, error)
 
 
 class GracefulStop:
@@ -93,7 +125,9 @@ class GracefulStop:
         self._peers = peers
         self._report = report
         self._patience_seconds = patience_seconds
-        self._barrier_seconds: float | None = None  # how long a barrier waits, None for no limit
+        self._barrier_seconds: float | None = (
+            None  # how long a barrier waits, None for no limit
+        )
         self._activity = "starting"
         self._exit = contextlib.ExitStack()
 
@@ -105,7 +139,19 @@ class GracefulStop:
 
         if watchdog.interrupts.came:
             self.signal_name = signal.SIGINT.name
-        self._exit.enter_context(watchdog.handle_stop_signals(on_signal))
+        numbers = self._exit.enter_context(
+            watchdog.handle_stop_signals(on_signal)
+        )
+        if self._peers is not None:
+            peers = self._peers
+
+            def ask_others(number: int) -> None:
+                # The main thread may wait in C++ for a process that this request makes go on.
+                if number in numbers:
+                    name = signal.Signals(number).name
+                    peers.request_stop(StopRequest("signal", name))
+
+            self._exit.enter_context(watchdog.notice_signals(ask_others))
         self._exit.enter_context(_ACTIVE.push(self))
         return self
 
@@ -119,6 +165,11 @@ class GracefulStop:
         """True if the run has other processes."""
         return self._peers is not None
 
+    @property
+    def waits_for_others(self) -> bool:
+        """True if another process has not begun the last step that this one has begun."""
+        return self._peers is not None and self._peers.is_ahead
+
     def from_first(self, data: bytes) -> bytes:
         """Returns the bytes that process 0 has passed; all processes must call it equally often.
 
@@ -126,7 +177,9 @@ class GracefulStop:
         """
         if self._peers is None:
             return data
-        return self._peers.from_first(data, lambda: self._report("waiting for what process 0 has"))
+        return self._peers.from_first(
+            data, lambda: self._report("waiting for what process 0 has")
+        )
 
     def doing(self, activity: str) -> None:
         """Announces the current activity to the watchdog and the other processes."""
@@ -149,6 +202,7 @@ class GracefulStop:
         own_request: StopRequest | None = None,
         *,
         within_seconds: float | None = None,
+        starts_run: bool = False,
     ) -> StopRequest | None:
         """Returns why all processes stop here, or None. All must call it equally often.
 
@@ -156,27 +210,30 @@ class GracefulStop:
             doing: the next activity.
             own_request: why this process requests to stop; it takes precedence over a signal.
             within_seconds: how long the first process waits here for the last.
+            starts_run: whether a run begins here, so that stops of an earlier one no longer count.
 
         Raises:
             ProcessesNotReadyError: if some do not arrive in time.
             ProcessLostError: if one is gone.
         """
-
-        def request() -> StopRequest | None:
-            if own_request is None and self.signal_name is not None:
-                return StopRequest("signal", self.signal_name)
-            return own_request
-
         if self._peers is None:
             self.doing(doing)
-            return request()
+            return self._request(own_request)
         stop = self._peers.agree(
-            request,
+            lambda: self._request(own_request),
             within_seconds=within_seconds,
-            alive=lambda: self._report(f"waiting for the other processes before {doing}"),
+            starts_run=starts_run,
+            alive=lambda: self._report(
+                f"waiting for the other processes before {doing}"
+            ),
         )
         self.doing(doing)
         return stop
+
+    def _request(self, own_request: StopRequest | None) -> StopRequest | None:
+        if own_request is None and self.signal_name is not None:
+            return StopRequest("signal", self.signal_name)
+        return own_request
 
     def check(self, doing: str) -> None:
         """Raises StopRun if any process requests to stop; all processes must call it."""
@@ -208,55 +265,117 @@ class GracefulStop:
             return
         activity = f"waiting for the other processes while {self._activity}"
         self._peers.agree(
-            None, within_seconds=self._barrier_seconds, alive=lambda: self._report(activity)
+            None,
+            within_seconds=self._barrier_seconds,
+            alive=lambda: self._report(activity),
         )
         self._report(self._activity)
 
     # Waiting.
 
     @contextlib.contextmanager
-    def next_batch(
+    def meet_with_batch(
         self,
         batches: PrefetchingIterator,
         doing: str,
         *,
         own_request: StopRequest | None = None,
         within_seconds: float | None = None,
+        num_batches: int = 1,
     ) -> Iterator[PyTree]:
-        """Yields the next batch; at the end of the block, all processes agree on using theirs.
+        """Yields the batch that is next; after the block, all processes agree on using theirs.
 
-        If they stop, or one fails in its block, all raise StopRun, and no batch is consumed. With
-        a request to stop of its own, this process does not wait for its batch.
+        If they stop, or one fails in its block, all raise StopRun. With a request to stop of its
+        own, this process does not wait for its batch.
+
+        Args:
+            num_batches: how many batches to wait for, unless there are no more.
         """
         error: Exception | None = None
         is_ready = False
         while own_request is None:
-            is_ready = batches.ready(_POLL_SECONDS)
+            is_ready = batches.ready(_POLL_SECONDS, num_batches)
             if is_ready or self.stop_requested:
                 break
         if is_ready:
             try:
                 yield batches.peek()
-            except StopIteration:
-                own_request = StopRequest("end", "input ended")
             except Exception as raised:
                 error = raised
-                own_request = StopRequest(
-                    "error",
-                    f"process {jax.process_index()} of {jax.process_count()} has failed: "
-                    f"{type(raised).__name__}: {raised}",
-                )
+                own_request = _request_for(raised)
+        if num_batches > 1:
+            self._announce_end(batches)
         stop = self.agreed(doing, own_request, within_seconds=within_seconds)
-        if stop is None:
-            next(batches)
-            return
-        if stop.kind != "error":
-            raise StopRun(stop)
-        if error is None:
-            error = ProcessLostError(
-                f"{stop.text.rstrip('.')}. The training up to this point is saved."
+        if stop is not None:
+            raise _end_of_run(stop, error)
+
+    def next_batch(
+        self,
+        batches: PrefetchingIterator,
+        doing: str,
+        own_request: StopRequest | None = None,
+    ) -> PyTree:
+        """Returns the batch of the next step of training.
+
+        It waits for other processes only if one requests to stop: then all raise StopRun before
+        the same step.
+        """
+        while own_request is None and not self._stops_soon:
+            if batches.ready(_POLL_SECONDS, self.num_batches):
+                break
+        end = batches.remaining()
+        error = end[1] if end is not None and end[0] == 0 else None
+        if self._peers is None:
+            stop = self._request(own_request)
+            if stop is None and error is not None:
+                stop = _request_for(error)
+        else:
+            self._announce_end(batches)
+            stop = self._peers.begin_step(
+                lambda: self._request(own_request),
+                lambda: self._report(
+                    f"waiting for the other processes before {doing}"
+                ),
             )
-        raise StopRun(stop, error)
+        self.doing(doing)
+        if stop is None:
+            return next(batches)
+        raise _end_of_run(stop, error)
+
+    @property
+    def num_batches(self) -> int:
+        """The number of batches that a process needs before it begins a step."""
+        return 1 if self._peers is None else BATCHES_AHEAD
+
+    @property
+    def _stops_soon(self) -> bool:
+        """True if this process should not wait for more than the batch of the next step."""
+        if self.stop_requested:
+            return True
+        return self._peers is not None and self._peers.stops_soon
+
+    def _announce_end(self, batches: PrefetchingIterator) -> None:
+        """Tells the other processes before which step the data of this one ends, if it is near."""
+        end = batches.remaining()
+        if self._peers is None or end is None or end[0] >= BATCHES_AHEAD:
+            return
+        num_batches, error = end
+        self._peers.request_stop(
+            _request_for(error), before=self._peers.next_step + num_batches
+        )
+
+    def wait_until_computed(self, array: jax.Array) -> None:
+        """Waits for the devices, unless a process requests to stop; alone, it does not wait.
+
+        Unlike the wait of JAX, it ends with an error if another process is gone.
+        """
+        if self._peers is None:
+            return
+        pause = _SHORTEST_PAUSE_SECONDS
+        while not (array.is_ready() or self._peers.stops_soon):  # pyright: ignore[reportAttributeAccessIssue]
+            self._peers.check()
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_SECONDS / 10)
 
     def compile(self, lowered: jax.stages.Lowered) -> None:
         """Compiles a program, unless a process requests to stop before it is done.
@@ -264,7 +383,9 @@ class GracefulStop:
         JAX caches the result for the later call. An abandoned compilation cannot be ended and
         continues in its thread; see `still_compiling`.
         """
-        executor = futures.ThreadPoolExecutor(1, thread_name_prefix=_COMPILE_THREAD)
+        executor = futures.ThreadPoolExecutor(
+            1, thread_name_prefix=_COMPILE_THREAD
+        )
         compiled = executor.submit(lowered.compile)
         executor.shutdown(wait=False)
         while not futures.wait([compiled], _POLL_SECONDS).done:
@@ -272,7 +393,9 @@ class GracefulStop:
                 return
         compiled.result()
 
-    def compile_on_all(self, lowered: jax.stages.Lowered, name: str) -> StopRun | None:
+    def compile_on_all(
+        self, lowered: jax.stages.Lowered, name: str
+    ) -> StopRun | None:
         """Compiles a program; all processes meet afterwards, or as soon as one requests to stop.
 
         Returns None if all have compiled it, else the end of the run in all processes, with the
@@ -284,9 +407,14 @@ class GracefulStop:
         try:
             self.compile(lowered)
         except Exception as error:
-            failure, own_request = error, StopRequest("error", f"compiling {name}: {error}")
+            failure, own_request = (
+                error,
+                StopRequest("error", f"compiling {name}: {error}"),
+            )
         agreed_request = self.agreed(
-            f"computing {name}", own_request, within_seconds=self._patience_seconds
+            f"computing {name}",
+            own_request,
+            within_seconds=self._patience_seconds,
         )
         request = agreed_request or own_request
         return None if request is None else StopRun(request, failure)
@@ -307,9 +435,13 @@ class InterruptibleJit:
         stop = _ACTIVE.top
         if stop is not None:
             leaves, structure = jax.tree.flatten(args)
-            types = tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves)
+            types = tuple(
+                (jax.typeof(x), getattr(x, "sharding", None)) for x in leaves
+            )
             if (structure, types) not in self._compiled:
-                end_of_run = stop.compile_on_all(self._jitted.lower(*args), self._name)
+                end_of_run = stop.compile_on_all(
+                    self._jitted.lower(*args), self._name
+                )
                 if end_of_run is not None:
                     raise end_of_run
                 self._compiled.add((structure, types))
@@ -318,7 +450,10 @@ class InterruptibleJit:
 
 def still_compiling() -> bool:
     """Returns whether an abandoned compilation is running, which delays the end of the process."""
-    return any(thread.name.startswith(_COMPILE_THREAD) for thread in threading.enumerate())
+    return any(
+        thread.name.startswith(_COMPILE_THREAD)
+        for thread in threading.enumerate()
+    )
 
 
 _ACTIVE = ThreadStack[GracefulStop]()
@@ -380,11 +515,15 @@ def batches_until_stopped(
         getattr(iterator, "close", lambda: None)()
 
 
-def _until_stopped(stop: GracefulStop, batches: PrefetchingIterator, name: str) -> Iterator[PyTree]:
+def _until_stopped(
+    stop: GracefulStop, batches: PrefetchingIterator, name: str
+) -> Iterator[PyTree]:
     for number in itertools.count(1):
         stop.doing(f"waiting for batch {number} of {name}")
         try:
-            with stop.next_batch(batches, f"running batch {number} of {name}") as batch:
+            with stop.meet_with_batch(
+                batches, f"running batch {number} of {name}"
+            ):
                 pass
         except StopRun as end_of_run:
             if end_of_run.error is not None:
@@ -392,7 +531,7 @@ def _until_stopped(stop: GracefulStop, batches: PrefetchingIterator, name: str) 
             if end_of_run.request.kind == "end":
                 return
             raise
-        yield batch
+        yield next(batches)
 
 
 @contextlib.contextmanager
@@ -410,7 +549,9 @@ def graceful_stop(
             if peers is not None:
                 stack.enter_context(use_peers(peers))
         try:
-            yield stack.enter_context(GracefulStop(peers, report, readiness_timeout_seconds))
+            yield stack.enter_context(
+                GracefulStop(peers, report, readiness_timeout_seconds)
+            )
         except (
             ProcessLostError,
             ProcessesDifferError,
@@ -462,7 +603,9 @@ class DelayedMax:
         replicated = NamedSharding(mesh, PartitionSpec())
         # Each device holds the number of its process.
         local_numbers = np.full(len(jax.local_devices()), number, np.int32)
-        all_numbers = jax.make_array_from_process_local_data(by_device, local_numbers)
+        all_numbers = jax.make_array_from_process_local_data(
+            by_device, local_numbers
+        )
         # JAX caches the compiled reduction by the function and its sharding.
         largest = jax.jit(jnp.max, out_shardings=replicated)
         previous, self._pending = self._pending, largest(all_numbers)

@@ -43,7 +43,11 @@ from jax.experimental import multihost_utils
 
 import weft
 from weft.distributed import peers, watchdog
-from weft.errors import CoordinatorNotFoundError, ProcessesDifferError, ProcessesNotReadyError
+from weft.errors import (
+    CoordinatorNotFoundError,
+    ProcessesDifferError,
+    ProcessesNotReadyError,
+)
 
 _HELLO_SECONDS = 5.0
 _ADDRESS_BYTES = 1024
@@ -100,16 +104,28 @@ def rendezvous(
         try:
             server = socket.create_server(server_address, family=family)
         except OSError as error:
-            cause = str(error.strerror).partition(" (")[0]  # without the address
+            cause = str(error.strerror).partition(" (")[
+                0
+            ]  # without the address
             raise CoordinatorNotFoundError(
                 f"process 0 of {num_processes} cannot listen at {address}: {cause}. If another "
                 "program has taken the port, choose another one for all processes."
             ) from error
         with server:
-            joined = _accept_all(server, num_processes, token, timeout_seconds, address)
+            joined = _accept_all(
+                server, num_processes, token, timeout_seconds, address
+            )
     else:
-        joined = _join([(host, int(port))], process_id, num_processes, token, timeout_seconds)
-    return peers.Peers(process_id, *joined, heartbeat_timeout_seconds=heartbeat_timeout_seconds)
+        joined = _join(
+            [(host, int(port))],
+            process_id,
+            num_processes,
+            token,
+            timeout_seconds,
+        )
+    return peers.Peers(
+        process_id, *joined, heartbeat_timeout_seconds=heartbeat_timeout_seconds
+    )
 
 
 def connect_peers(timeout_seconds: float) -> peers.Peers | None:
@@ -124,21 +140,31 @@ def connect_peers(timeout_seconds: float) -> peers.Peers | None:
     if index != 0:
         hosts, port, token = _broadcast(None, timeout_seconds)
         addresses = [(host, port) for host in hosts]
-        return peers.Peers(index, *_join(addresses, index, count, token, timeout_seconds))
+        return peers.Peers(
+            index, *_join(addresses, index, count, token, timeout_seconds)
+        )
     with socket.create_server(("", 0)) as server:
-        host, port, token = socket.gethostname(), server.getsockname()[1], secrets.token_hex(16)
+        host, port, token = (
+            socket.gethostname(),
+            server.getsockname()[1],
+            secrets.token_hex(16),
+        )
         hosts = [host, host]
         # Others may not know the name, and the name may be an address that only this host has.
         with contextlib.suppress(OSError):
             hosts[0] = socket.gethostbyname(host)
         _broadcast([hosts, port, token], timeout_seconds)
-        joined = _accept_all(server, count, token, timeout_seconds, f"{host}:{port}")
+        joined = _accept_all(
+            server, count, token, timeout_seconds, f"{host}:{port}"
+        )
         return peers.Peers(0, *joined)
 
 
 def _broadcast(value: list | None, timeout_seconds: float) -> list:
     """Returns the value of process 0, in all processes."""
-    timer = threading.Timer(timeout_seconds, _exit_on_timeout, args=(timeout_seconds,))
+    timer = threading.Timer(
+        timeout_seconds, _exit_on_timeout, args=(timeout_seconds,)
+    )
     timer.daemon = True
     timer.start()
     padded = np.zeros(_ADDRESS_BYTES, np.uint8)  # of one size in all processes
@@ -146,7 +172,9 @@ def _broadcast(value: list | None, timeout_seconds: float) -> list:
         data = np.frombuffer(json.dumps(value).encode(), np.uint8)
         padded[: data.size] = data
     try:
-        received = np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8)
+        received = np.asarray(
+            multihost_utils.broadcast_one_to_all(padded), np.uint8
+        )
     finally:
         timer.cancel()
     return json.loads(received.tobytes().rstrip(b"\0"))
@@ -163,7 +191,11 @@ def _exit_on_timeout(timeout_seconds: float) -> None:
 
 
 def _accept_all(
-    server: socket.socket, count: int, token: str, timeout_seconds: float, address: str
+    server: socket.socket,
+    count: int,
+    token: str,
+    timeout_seconds: float,
+    address: str,
 ) -> _Joined:
     """Waits until all others have joined."""
     with contextlib.ExitStack() as stack:
@@ -174,11 +206,15 @@ def _accept_all(
         while len(acceptor.names) < count:
             remaining_seconds = deadline - time.monotonic()
             if remaining_seconds <= 0:
-                text = _missing_text(acceptor.names, count, address, timeout_seconds)
+                text = _missing_text(
+                    acceptor.names, count, address, timeout_seconds
+                )
                 for connection in acceptor.connections.values():
                     _answer(connection, refused=text)
                 raise ProcessesNotReadyError(text)
-            for key, _ in selector.select(min(remaining_seconds, _HELLO_SECONDS)):
+            for key, _ in selector.select(
+                min(remaining_seconds, _HELLO_SECONDS)
+            ):
                 acceptor.take(key.data)
             acceptor.drop_silent()
             if acceptor.difference is not None:
@@ -195,11 +231,15 @@ def _accept_all(
 def _proof(token: str, purpose: str, *facts: str | int) -> str:
     """Returns what only a holder of the token can compute."""
     message = json.dumps([purpose, *facts]).encode()
-    return hmac.new(token.encode("utf-8", "surrogatepass"), message, hashlib.sha256).hexdigest()
+    return hmac.new(
+        token.encode("utf-8", "surrogatepass"), message, hashlib.sha256
+    ).hexdigest()
 
 
 def _is_equal(proof: str, expected: str) -> bool:
-    return hmac.compare_digest(proof.encode("utf-8", "surrogatepass"), expected.encode())
+    return hmac.compare_digest(
+        proof.encode("utf-8", "surrogatepass"), expected.encode()
+    )
 
 
 def versions() -> str:
@@ -229,10 +269,21 @@ class _Acceptor:
     """
 
     def __init__(
-        self, server: socket.socket, count: int, token: str, selector: selectors.BaseSelector
+        self,
+        server: socket.socket,
+        count: int,
+        token: str,
+        selector: selectors.BaseSelector,
     ):
-        self._server, self._count, self._token, self._selector = server, count, token, selector
-        self.names = {0: _process_name(0, count, socket.gethostname(), os.getpid())}
+        self._server, self._count, self._token, self._selector = (
+            server,
+            count,
+            token,
+            selector,
+        )
+        self.names = {
+            0: _process_name(0, count, socket.gethostname(), os.getpid())
+        }
         self.connections: dict[int, socket.socket] = {}
         self.proofs: dict[int, str] = {}
         self.difference: str | None = None  # of a process that cannot join
@@ -247,7 +298,9 @@ class _Acceptor:
     def take(self, source: socket.socket) -> None:
         """Accepts a connection, or reads from one."""
         if source is not self._server:
-            if source.fileno() >= 0:  # else it was dropped for one that came at the same time
+            if (
+                source.fileno() >= 0
+            ):  # else it was dropped for one that came at the same time
                 self._read(source)
             return
         with contextlib.suppress(OSError):  # closed again
@@ -257,9 +310,13 @@ class _Acceptor:
                 oldest_connection = next(iter(self._pending))
                 self._drop(oldest_connection)
             challenge = secrets.token_hex(16)
-            self._pending[connection] = _Pending(time.monotonic(), challenge, b"")
+            self._pending[connection] = _Pending(
+                time.monotonic(), challenge, b""
+            )
             peers.send_messages(connection, {"challenge": challenge})
-            self._selector.register(connection, selectors.EVENT_READ, connection)
+            self._selector.register(
+                connection, selectors.EVENT_READ, connection
+            )
 
     def drop_silent(self) -> None:
         """Closes connections that have not identified themselves in time."""
@@ -292,7 +349,9 @@ class _Acceptor:
         """Forgets a process that was killed before all had joined; another may take its place."""
         for index, connection in list(self.connections.items()):
             if connection is ended:
-                logger.warning("%s ended before all others came", self.names.pop(index))
+                logger.warning(
+                    "%s ended before all others came", self.names.pop(index)
+                )
                 self._drop(self.connections.pop(index))
 
     def _admit(self, connection: socket.socket, hello: dict[str, Any]) -> None:
@@ -300,14 +359,23 @@ class _Acceptor:
         if index is None or its_count is None:
             self._drop(connection)  # not a process of a run
             return
-        own_challenge, its_challenge = self._pending[connection].challenge, hello.get("challenge")
+        own_challenge, its_challenge = (
+            self._pending[connection].challenge,
+            hello.get("challenge"),
+        )
         facts = (own_challenge, its_challenge or "", index, its_count)
         # Before this proof, nothing that the process says has an effect, or an answer.
-        if not _is_equal(hello.get("proof", ""), _proof(self._token, "join", *facts)):
-            logger.warning("refused a process with a wrong token or without one")
+        if not _is_equal(
+            hello.get("proof", ""), _proof(self._token, "join", *facts)
+        ):
+            logger.warning(
+                "refused a process with a wrong token or without one"
+            )
             self._refuse(connection, _WRONG_TOKEN)
             return
-        name = _process_name(index, self._count, hello.get("host", "?"), hello.get("pid", "?"))
+        name = _process_name(
+            index, self._count, hello.get("host", "?"), hello.get("pid", "?")
+        )
         if hello.get("versions") != versions():
             self.difference = (
                 f"{name} has {hello.get('versions', 'another version of Weft')}, but "
@@ -316,11 +384,17 @@ class _Acceptor:
             _answer(connection, differs=self.difference)
             self._drop(connection)
             return
-        if its_count != self._count or not 0 < index < self._count or index in self.names:
+        if (
+            its_count != self._count
+            or not 0 < index < self._count
+            or index in self.names
+        ):
             text = f"process {index} of {its_count} came to a run of {self._count} processes"
             if index in self.names:
                 text += f", in which {self.names[index]} is there already"
-            self._refuse(connection, f"{text}. Give each process its own number.")
+            self._refuse(
+                connection, f"{text}. Give each process its own number."
+            )
             return
         del self._pending[connection]
         self.names[index], self.connections[index] = name, connection
@@ -342,7 +416,11 @@ def _answer(connection: socket.socket, **message: str) -> None:
 
 
 def _join(
-    addresses: Sequence[tuple[str, int]], index: int, count: int, token: str, timeout_seconds: float
+    addresses: Sequence[tuple[str, int]],
+    index: int,
+    count: int,
+    token: str,
+    timeout_seconds: float,
 ) -> _Joined:
     """Joins process 0 at the first of its addresses that leads to it."""
     deadline = time.monotonic() + timeout_seconds
@@ -375,12 +453,18 @@ def _join(
 
 
 def _introduce(
-    connection: socket.socket, index: int, count: int, token: str, deadline: float
+    connection: socket.socket,
+    index: int,
+    count: int,
+    token: str,
+    deadline: float,
 ) -> dict[str, Any]:
     """Returns the answer of process 0; {} of what does not prove to be process 0."""
     its_challenge = _read_line(connection, _HELLO_SECONDS).get("challenge")
     if its_challenge is None:
-        raise ConnectionError("what listens there is not process 0 of a run of this version")
+        raise ConnectionError(
+            "what listens there is not process 0 of a run of this version"
+        )
     own_challenge = secrets.token_hex(16)
     facts = (its_challenge, own_challenge, index, count)
     hello = {
@@ -394,14 +478,22 @@ def _introduce(
     }
     peers.send_messages(connection, hello)
     # Process 0 waits for the others and reports first if they do not come.
-    answer = _read_line(connection, deadline - time.monotonic() + _HELLO_SECONDS)
+    answer = _read_line(
+        connection, deadline - time.monotonic() + _HELLO_SECONDS
+    )
     expected_proof = _proof(token, "welcome", *facts)
-    if "welcome" in answer and not _is_equal(answer.get("proof", ""), expected_proof):
-        raise ConnectionError("what listens there does not have the token of this run")
+    if "welcome" in answer and not _is_equal(
+        answer.get("proof", ""), expected_proof
+    ):
+        raise ConnectionError(
+            "what listens there does not have the token of this run"
+        )
     return answer
 
 
-def _read_line(connection: socket.socket, timeout_seconds: float) -> dict[str, Any]:
+def _read_line(
+    connection: socket.socket, timeout_seconds: float
+) -> dict[str, Any]:
     """Reads the first line, and nothing that follows it."""
     deadline = time.monotonic() + timeout_seconds
     line = b""
@@ -421,8 +513,12 @@ def _process_name(index: int, count: int, host: str, pid: int | str) -> str:
     return f"process {index} of {count} (host {host}, pid {pid})"
 
 
-def _missing_text(names: dict[int, str], count: int, address: str, seconds: float) -> str:
-    missing_indices = [str(index) for index in range(count) if index not in names]
+def _missing_text(
+    names: dict[int, str], count: int, address: str, seconds: float
+) -> str:
+    missing_indices = [
+        str(index) for index in range(count) if index not in names
+    ]
     missing = peers.join_first(missing_indices, _MAX_LISTED, ", ")
     present_names = [names[index] for index in sorted(names)]
     present = peers.join_first(present_names, _MAX_LISTED, "; ")

@@ -10,6 +10,7 @@ import faulthandler
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -26,12 +27,16 @@ announce the end of a job.
 """
 
 
-def call_with_timeout(call: Callable[..., object], *args: object, **kwargs: object) -> None:
+def call_with_timeout(
+    call: Callable[..., object], *args: object, **kwargs: object
+) -> None:
     """Runs a call that may block, such as `logger.error`, and continues after at most a second.
 
     While the interpreter shuts down, Python starts no threads from 3.12 on; then it is left out.
     """
-    thread = threading.Thread(target=call, args=args, kwargs=kwargs, daemon=True)
+    thread = threading.Thread(
+        target=call, args=args, kwargs=kwargs, daemon=True
+    )
     with contextlib.suppress(RuntimeError):
         thread.start()
         thread.join(_PRINT_SECONDS)
@@ -53,14 +58,17 @@ def dump_stacks() -> str:
 
 
 @contextlib.contextmanager
-def handle_stop_signals(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
+def handle_stop_signals(
+    handler: Callable[[signal.Signals], None],
+) -> Iterator[frozenset[int]]:
     """Handles SIGTERM and Ctrl-C, and `OTHER_STOP_SIGNALS` that would end the process.
 
-    A signal that is ignored, as SIGHUP under `nohup`, or that the program handles itself, stays as
-    it is. Only the main thread can handle signals; in other threads, nothing is changed.
+    Yields the numbers of those that it handles. A signal that is ignored, as SIGHUP under `nohup`,
+    or that the program handles itself, stays as it is. Only the main thread can handle signals; in
+    other threads, nothing is changed.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield frozenset()
         return
 
     def on_signal(number: int, frame: types.FrameType | None) -> None:
@@ -70,12 +78,48 @@ def handle_stop_signals(handler: Callable[[signal.Signals], None]) -> Iterator[N
     for number in OTHER_STOP_SIGNALS:
         if signal.getsignal(number) is signal.SIG_DFL:
             numbers.append(number)
-    previous_handlers = {number: signal.signal(number, on_signal) for number in numbers}
+    previous_handlers = {
+        number: signal.signal(number, on_signal) for number in numbers
+    }
     try:
-        yield
+        yield frozenset(numbers)
     finally:
         for number, previous_handler in previous_handlers.items():
             signal.signal(number, previous_handler)
+
+
+@contextlib.contextmanager
+def notice_signals(notice: Callable[[int], None]) -> Iterator[None]:
+    """Calls a function with the number of each signal, in a second thread and at once.
+
+    Python runs the handlers of signals in the main thread, which may be in C++ for long. Signals
+    that have no handler are not noticed. If the program has a wakeup descriptor of its own, as an
+    event loop of asyncio may have, this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    previous = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    if previous != -1:
+        signal.set_wakeup_fd(previous)
+
+    def listen() -> None:
+        for numbers in iter(lambda: receiver.recv(64), b""):
+            for number in numbers:
+                notice(number)
+
+    listener = threading.Thread(target=listen, name="weft-signals", daemon=True)
+    listener.start()
+    try:
+        yield
+    finally:
+        if previous == -1:
+            signal.set_wakeup_fd(-1)
+        sender.close()
+        listener.join()
+        receiver.close()
 
 
 class Interrupts:
@@ -128,17 +172,21 @@ class Watchdog:
 
     Attributes:
         doing: activity of the run at the last report.
+        waits_for_others: whether other processes hold this one up; then it does not hang by itself.
 
     >>> with Watchdog(timeout_seconds=60.0) as watchdog:
     ...     watchdog.report("step 1")
     """
 
     def __init__(
-        self, timeout_seconds: float | None = None, crash_after_seconds: float | None = None
+        self,
+        timeout_seconds: float | None = None,
+        crash_after_seconds: float | None = None,
     ):
         self._timeout = timeout_seconds
         self._crash_after = crash_after_seconds
         self._stopped = threading.Event()
+        self.waits_for_others: Callable[[], bool] = lambda: False
         self._last = time.monotonic()
         self.doing = "starting"
         self._thread: threading.Thread | None = None
@@ -155,10 +203,14 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         self._last = time.monotonic()
         stderr = sys.__stderr__ or sys.stderr
-        if stderr is not None:  # else the process was started without, as by `2>&-`
+        if (
+            stderr is not None
+        ):  # else the process was started without, as by `2>&-`
             faulthandler.register(signal.SIGQUIT, file=stderr, all_threads=True)
         if self._timeout is not None or self._crash_after is not None:
-            self._thread = threading.Thread(target=self._watch, name="weft-watchdog", daemon=True)
+            self._thread = threading.Thread(
+                target=self._watch, name="weft-watchdog", daemon=True
+            )
             self._thread.start()
         return self
 
@@ -169,9 +221,15 @@ class Watchdog:
             self._thread.join()
 
     def _watch(self) -> None:
-        limits = [seconds for seconds in (self._timeout, self._crash_after) if seconds is not None]
+        limits = [
+            seconds
+            for seconds in (self._timeout, self._crash_after)
+            if seconds is not None
+        ]
         printed_at = 0.0
         while not self._stopped.wait(min(limits) / 4):
+            if self.waits_for_others():
+                self._last = time.monotonic()
             silent_seconds = self.silent_seconds
             seconds_since_print = time.monotonic() - printed_at
             # Printed again after each further timeout, as long as the step hangs.
@@ -181,7 +239,10 @@ class Watchdog:
             ):
                 printed_at = time.monotonic()
                 self._print_stacks(silent_seconds)
-            if self._crash_after is not None and silent_seconds > self._crash_after:
+            if (
+                self._crash_after is not None
+                and silent_seconds > self._crash_after
+            ):
                 self._print_stacks(silent_seconds)
                 os.kill(os.getpid(), signal.SIGABRT)
                 return

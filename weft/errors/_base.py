@@ -2,6 +2,7 @@
 
 import sys as _sys
 import warnings as _warnings
+from collections.abc import Hashable as _Hashable
 from collections.abc import Iterable as _Iterable
 
 
@@ -22,14 +23,18 @@ class WeftError(Exception):
 
     def __str__(self) -> str:
         # That of a KeyError would be the repr of the message, which hides its line breaks.
-        return str(self.args[0]) if len(self.args) == 1 else super().__str__()
+        if len(self.args) == 1:
+            return str(self.args[0])
+        return super().__str__()
 
 
 def _rebuild(cls: type[WeftError], args: tuple[object, ...]) -> WeftError:
     """Creates an error without calling Weft's constructors; only the builtin's is called."""
     error = cls.__new__(cls, *args)
-    builtin = next(c for c in cls.__mro__ if not issubclass(c, WeftError))
-    builtin.__init__(error, *args)
+    for base in cls.__mro__:
+        if not issubclass(base, WeftError):
+            base.__init__(error, *args)
+            break
     return error
 
 
@@ -54,12 +59,14 @@ def warn_user(message: str, category: type[Warning]) -> None:
     )
 
 
-def warn_deprecated(what: str, instead: str) -> None:
+def warn_deprecated(use: str, advice: str) -> None:
     """Warns of a use that Flax deprecates, at the user's line that led to it."""
-    warn_user(f"{what} is deprecated, as in Flax: {instead}.", DeprecationWarning)
+    warn_user(f"{use} is deprecated, as in Flax: {advice}.", DeprecationWarning)
 
 
-def similar_names(name: object, candidates: _Iterable[object]) -> list[str]:
+def similar_names(
+    name: _Hashable, candidates: _Iterable[_Hashable]
+) -> list[str]:
     """Returns the candidates that are similar to `name`, the nearest first.
 
     >>> similar_names("lerning_rate", ["learning_rate", "weight_decay", "b1"])
@@ -76,12 +83,15 @@ def similar_names(name: object, candidates: _Iterable[object]) -> list[str]:
             return max(ratio, 0.65)
         return ratio
 
-    scores = {candidate: similarity(candidate) for candidate in map(str, candidates)}
-    similar = [candidate for candidate, score in scores.items() if score >= 0.6]
-    return sorted(similar, key=lambda candidate: (-scores[candidate], candidate))
+    ranked: set[tuple[float, str]] = set()
+    for candidate in map(str, candidates):
+        score = similarity(candidate)
+        if score >= 0.6:
+            ranked.add((-score, candidate))
+    return [candidate for _, candidate in sorted(ranked)]
 
 
-def did_you_mean(name: object, candidates: _Iterable[object]) -> str:
+def did_you_mean(name: _Hashable, candidates: _Iterable[_Hashable]) -> str:
     """Returns the last sentence of an error about an unknown name, or a key that is not a name."""
     names = sorted(map(str, candidates))
     nearest = similar_names(name, names)[:3]
@@ -171,7 +181,9 @@ class AxisMetadataError(WeftError, ValueError):
 
     def __str__(self) -> str:
         message = self.args[0]
-        return f"the axis metadata of {self.path!r}: {message}" if self.path else message
+        if not self.path:
+            return message
+        return f"the axis metadata of {self.path!r}: {message}"
 
 
 class PartitionNameError(AxisMetadataError):
@@ -273,7 +285,9 @@ class CursorTypeError(CursorError, TypeError):
 class CursorFindError(CursorError, LookupError):
     """`Cursor.find` found nothing, or more than one match."""
 
-    def __init__(self, cursor: object = None, cursor2: object = None, among: str = ""):
+    def __init__(
+        self, cursor: object = None, cursor2: object = None, among: str = ""
+    ):
         if cursor is None:
             super().__init__(
                 f"`cond_fn` matched nothing{among}; it is called with each path below the "
@@ -347,6 +361,10 @@ class ConfigTypeError(InvalidConfigValueError):
 
 class ConfigTextError(ConfigError, ValueError):
     """A text is not a valid config."""
+
+
+class UnreadableValueError(ConfigTextError):
+    """Text describes a value that only the program had that wrote it."""
 
 
 class ConfigReferenceError(ConfigTextError):

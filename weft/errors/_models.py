@@ -1,8 +1,12 @@
 """Errors of scopes, modules, objects and layers."""
 
 import reprlib as _reprlib
+from collections.abc import Sequence as _Sequence
 
 from weft.errors._base import ConfigError, WeftError
+
+# The shape of an array, or those of the arrays of a pytree.
+_Shapes = _Sequence[int] | _Sequence[_Sequence[int]]
 
 
 class ScopeError(WeftError):
@@ -13,10 +17,10 @@ class InvalidFilterError(ScopeError, TypeError):
     """A filter for collections or PRNG streams has an invalid type."""
 
     def __init__(self, filter_like: object, why: str = ""):
+        reason = f": {why}" if why else ""
         super().__init__(
-            f"{filter_like!r} cannot be used as a filter here"
-            + (f": {why}" if why else "")
-            + "; expected True, False, a name, a collection of names or a DenyList."
+            f"{filter_like!r} cannot be used as a filter here{reason}; expected True, False, a "
+            "name, a collection of names or a DenyList."
         )
 
 
@@ -45,16 +49,23 @@ class JaxTransformError(ScopeError, RuntimeError):
         lifted: tuple[str, ...] = (),
         why: str = "",
     ):
-        scope_names = " or ".join(f"`lift.{name}`" for name in lifted)
-        module_names = " or ".join(f"`nn.{name}`" for name in lifted if name not in _OF_SCOPES)
-        fix = f"{scope_names or 'the transformation of the same name'} of weft.core.lift"
+        scope_names = [f"`lift.{name}`" for name in lifted]
+        module_transforms = [name for name in lifted if name not in _OF_SCOPES]
+        module_names = [f"`nn.{name}`" for name in module_transforms]
+        scope_transform = " or ".join(scope_names)
+        if not scope_names:
+            scope_transform = "the transformation of the same name"
+        fix = f"{scope_transform} of weft.core.lift"
         if module_names:
-            fix = f"{module_names} of weft.linen in its place (for scopes {fix})"
+            module_transform = " or ".join(module_names)
+            fix = f"{module_transform} of weft.linen in its place (for scopes {fix})"
         else:
             fix += " in its place, or transform the whole `init` or `apply`"
+        transform = of_jax or "a JAX transformation"
+        reason = why or "a tracer would leak into it"
         super().__init__(
-            f"{what} in {where!r} inside of {of_jax or 'a JAX transformation'}, which the scope "
-            f"does not cross, so {why or 'a tracer would leak into it'}; use {fix}."
+            f"{what} in {where!r} inside of {transform}, which the scope does not cross, so "
+            f"{reason}; use {fix}."
         )
 
 
@@ -76,10 +87,15 @@ class NameInUseError(ScopeError, ValueError):
 class ScopeCollectionNotFound(ScopeError, LookupError):
     """A variable was requested from a collection that is empty or missing."""
 
-    def __init__(self, col_name: str, var_name: str, scope_path: str, hint: str = ""):
+    def __init__(
+        self, col_name: str, var_name: str, scope_path: str, hint: str = ""
+    ):
+        advice = hint or (
+            "pass it to `apply`, or make the collection mutable and pass an init_fn."
+        )
         super().__init__(
             f"the scope {scope_path!r} has no {var_name!r}: the collection {col_name!r} is empty; "
-            + (hint or "pass it to `apply`, or make the collection mutable and pass an init_fn.")
+            f"{advice}"
         )
 
 
@@ -156,7 +172,13 @@ class ReturnedScopeError(ScopeError, TypeError):
 class ScopeParamShapeError(ScopeError, ValueError):
     """A parameter's shape differs from the one that its initializer returns."""
 
-    def __init__(self, param_name: str, scope_path: str, value_shape: object, init_shape: object):
+    def __init__(
+        self,
+        param_name: str,
+        scope_path: str,
+        value_shape: _Shapes,
+        init_shape: _Shapes,
+    ):
         super().__init__(
             f"the parameter {param_name!r} in the scope {scope_path!r} has shape "
             f"{value_shape}, but its initializer returns {init_shape}; the parameters belong "
@@ -167,10 +189,13 @@ class ScopeParamShapeError(ScopeError, ValueError):
 class ModifyScopeVariableError(ScopeError, TypeError):
     """A variable of an immutable collection was written to."""
 
-    def __init__(self, col: str, variable_name: str, scope_path: str, hint: str = ""):
+    def __init__(
+        self, col: str, variable_name: str, scope_path: str, hint: str = ""
+    ):
+        advice = hint or f"call apply(..., mutable=[{col!r}])."
         super().__init__(
             f"{variable_name!r} in the scope {scope_path!r} was written to, but its collection "
-            f"{col!r} is not mutable; " + (hint or f"call apply(..., mutable=[{col!r}]).")
+            f"{col!r} is not mutable; {advice}"
         )
 
 
@@ -178,7 +203,9 @@ class ApplyScopeInvalidVariablesTypeError(ScopeError, TypeError):
     """The variables passed to `apply` are not a dict of collections."""
 
     def __init__(self, variables: object = None, col: str | None = None):
-        subject = "the variables are" if col is None else f"the collection {col!r} is"
+        subject = "the variables are"
+        if col is not None:
+            subject = f"the collection {col!r} is"
         super().__init__(
             f"{subject} a {type(variables).__name__}; expected a dict of collections, such as "
             '{"params": {...}}.'
@@ -189,7 +216,9 @@ class ApplyScopeInvalidVariablesStructureError(ScopeError, ValueError):
     """The variables passed to `apply` have an extra outer level."""
 
     def __init__(self, variables: object):
-        names = sorted(variables) if isinstance(variables, dict) else variables
+        names = variables
+        if isinstance(variables, dict):
+            names = sorted(variables)
         super().__init__(
             'the variables have "params" inside of "params"; the outer dict is one of '
             'collections: pass variables["params"] instead of the dict with the collections '
@@ -236,7 +265,9 @@ class PerturbationNotFoundError(ModuleError, LookupError, ValueError):
 class CallCompactUnboundModuleError(UnboundModuleError):
     """A compact method of an unbound module was called."""
 
-    def __init__(self, method: str = "a compact method", module: str = "the module"):
+    def __init__(
+        self, method: str = "a compact method", module: str = "the module"
+    ):
         super().__init__(f"{method} was called", module)
 
 
@@ -315,7 +346,12 @@ class CompactMethodError(ModuleError, ValueError):
 class MultipleMethodsCompactError(ModuleError, ValueError):
     """Two compact methods use one name for different submodules."""
 
-    def __init__(self, module: str = "the module", name: str = "", methods: object = ()):
+    def __init__(
+        self,
+        module: str = "the module",
+        name: str = "",
+        methods: str | _Sequence[str] = (),
+    ):
         super().__init__(
             f"the compact methods {methods} of {module} use the name {name!r} for different "
             "submodules; create them in `setup`, name them, or use @compact_name_scope."
@@ -450,11 +486,17 @@ class ObjectError(WeftError):
 class TraceContextError(ObjectError, RuntimeError):
     """An object was changed inside a transformation that it is not an argument of."""
 
-    def __init__(self, what: str, transformation: str = "a JAX transformation", known: str = ""):
+    def __init__(
+        self,
+        what: str,
+        transformation: str = "a JAX transformation",
+        known: str = "",
+    ):
+        fact = f" It {known}." if known else ""
         super().__init__(
             f"a {what} is changed inside of {transformation}, but was created outside of it, "
             "so a tracer would leak; pass it to the transformed function as an argument, and "
-            "return what has changed." + (f" It {known}." if known else "")
+            f"return what has changed.{fact}"
         )
 
 

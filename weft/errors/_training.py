@@ -1,7 +1,9 @@
 """Errors of inputs, training, checkpoints and processes."""
 
 import warnings as _warnings
+from collections.abc import Hashable as _Hashable
 from collections.abc import Sequence as _Sequence
+from os import PathLike as _PathLike
 
 from weft.errors._base import WeftError
 
@@ -46,6 +48,10 @@ class InputDatasetError(WeftError, ValueError):
 
 class TokenizerError(WeftError, ValueError):
     """A tokenizer cannot be loaded, or lacks a required token."""
+
+
+class ChatTemplateError(WeftError, ValueError):
+    """A chat template cannot write a conversation as text, or tell the assistant's part of it."""
 
 
 class InputDispatchError(WeftError, ValueError):
@@ -104,6 +110,10 @@ class FitError(WeftError, ValueError):
     """The arguments of `weft.fit` contradict each other, or do not fit the data."""
 
 
+class ModelLoadError(WeftError, ValueError):
+    """The model of a run cannot be made from its directory, or its best step is not known."""
+
+
 class BatchFieldError(WeftError, KeyError):
     """A model looks up a field that its batches do not have."""
 
@@ -157,7 +167,13 @@ class CheckpointSaveError(CheckpointError, RunFailedError, RuntimeError):
             after that.
     """
 
-    def __init__(self, message: str, *, lacks_room: bool = False, of_file_system: bool = False):
+    def __init__(
+        self,
+        message: str,
+        *,
+        lacks_room: bool = False,
+        of_file_system: bool = False,
+    ):
         super().__init__(message)
         self.lacks_room = lacks_room
         self.of_file_system = of_file_system or lacks_room
@@ -191,6 +207,10 @@ class CheckpointStateError(CheckpointError, TypeError):
     """A state has a value that a checkpoint cannot hold."""
 
 
+class FrozenBaseError(WeftError, ValueError):
+    """The frozen base of adapters is missing, or has other weights than when they were trained."""
+
+
 class StateBuilderError(CheckpointError, ValueError):
     """A builder or converter of the initial state does not fit the run or its source."""
 
@@ -199,12 +219,24 @@ class CheckpointPolicyError(CheckpointError, ValueError):
     """A save policy needs something that the run does not have."""
 
 
+class GenerationError(WeftError, ValueError):
+    """A model, a prompt or a setting does not fit the generation of text."""
+
+
+class EvaluationError(WeftError, ValueError):
+    """A row of data or a setting does not fit the evaluation of a language model."""
+
+
 class CommandLineError(WeftError, ValueError):
     """Arguments of a command name something that does not exist, or contradict each other."""
 
 
 class RecipeError(WeftError, ValueError):
     """A recipe cannot be imported, or does not make a trainer's config."""
+
+
+class RewardError(WeftError, ValueError):
+    """A reward function of the user failed, or returned no number."""
 
 
 class TrainStateError(WeftError, ValueError):
@@ -234,7 +266,7 @@ class MatchingCheckpointNotFoundError(CheckpointNotFoundError, ValueError):
 class AlreadyExistsError(CheckpointError, FileExistsError):
     """The path of a new checkpoint is taken by something that is not a checkpoint."""
 
-    def __init__(self, path: object):
+    def __init__(self, path: str | _PathLike[str]):
         super().__init__(
             f"{str(path)!r} already exists and is not a checkpoint, so it is not replaced; "
             "move it away, or save to another `ckpt_dir` or with another `prefix`."
@@ -244,7 +276,7 @@ class AlreadyExistsError(CheckpointError, FileExistsError):
 class InvalidCheckpointError(CheckpointError, ValueError):
     """A checkpoint to be saved is not newer than the newest one."""
 
-    def __init__(self, path: object, step: object):
+    def __init__(self, path: str | _PathLike[str], step: int | float | str):
         super().__init__(
             f"step {step} cannot be saved to {str(path)!r}: a checkpoint of this or a later "
             "step already exists there. Save a later step, or pass `overwrite=True`, which "
@@ -255,7 +287,7 @@ class InvalidCheckpointError(CheckpointError, ValueError):
 class MPACheckpointingRequiredError(CheckpointError, ValueError):
     """An array that is spread over several processes cannot be saved to one file."""
 
-    def __init__(self, path: object, step: object):
+    def __init__(self, path: str | _PathLike[str], step: int | float | str):
         super().__init__(
             f"step {step} cannot be saved to {str(path)!r}: one of its arrays is spread over "
             "several processes, but the checkpoint is a single file, written by one of them. "
@@ -267,8 +299,15 @@ class MPACheckpointingRequiredError(CheckpointError, ValueError):
 class MPARestoreTargetRequiredError(CheckpointError, ValueError):
     """A checkpoint has arrays of several processes, and the target lacks layouts for them."""
 
-    def __init__(self, path: object, step: object, key: object = None):
-        lacking = "there is no `target`" if key is None else f"the target has none at {key!r}"
+    def __init__(
+        self,
+        path: str | _PathLike[str],
+        step: int | float | str,
+        key: _Hashable = None,
+    ):
+        lacking = "there is no `target`"
+        if key is not None:
+            lacking = f"the target has none at {key!r}"
         super().__init__(
             f"the checkpoint {str(path)!r} of step {step} has arrays that were spread over "
             "several processes; they are restored to the layouts of the target's arrays, and "
@@ -280,7 +319,7 @@ class MPARestoreTargetRequiredError(CheckpointError, ValueError):
 class MPARestoreDataCorruptedError(DamagedCheckpointError):
     """The files of an array that was spread over several processes are missing or damaged."""
 
-    def __init__(self, step: object, path: object):
+    def __init__(self, step: int | float | str, path: str | _PathLike[str]):
         super().__init__(
             f"the checkpoint of step {step} has an array that was spread over several "
             f"processes, and {str(path)!r} does not hold all of its values: the save did not "
@@ -304,7 +343,9 @@ class PaddingWarning(WeftError, UserWarning):
 _PADDING_WARNED: set[tuple[str, str]] = set()
 
 
-def warn_of_padding_by_value(fault: str, owner: str, name: str = "live_targets") -> None:
+def warn_of_padding_by_value(
+    fault: str, owner: str, name: str = "live_targets"
+) -> None:
     """Warns once that padding has the id of the end of a text, and nothing tells them apart.
 
     Args:
@@ -346,7 +387,9 @@ class StepIntervalError(WeftError, ValueError):
     """An interval between steps is not 1 or more."""
 
     def __init__(self, name: str, interval: int):
-        super().__init__(f"{name}={interval}; expected an interval of 1 or more steps.")
+        super().__init__(
+            f"{name}={interval}; expected an interval of 1 or more steps."
+        )
 
 
 class ThroughputError(WeftError, ValueError):

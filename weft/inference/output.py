@@ -34,7 +34,9 @@ Json = Any  # what `json.dumps` takes
 class BaseOutputWriter(Module):
     """Base class of output writers. A subclass defines `write` and, if it buffers, `flush`."""
 
-    def write(self, *, input_batch: Nested[Any], output_batch: Nested[Any]) -> None:
+    def write(
+        self, *, input_batch: Nested[Any], output_batch: Nested[Any]
+    ) -> None:
         """Writes the inputs and outputs of a batch.
 
         Args:
@@ -53,20 +55,20 @@ class BaseRecordSink(Module):
     """Base class of sinks of records. A subclass defines `write` and `flush`."""
 
     class Config(Module.Config):
-        """Configures a BaseRecordSink.
-
-        Attributes:
-            output_path: The file of a process. `{process_index}` and `{process_count}` are
-                replaced, optionally with a format: `out/record-{process_index:05d}.jsonl`.
-        """
+        """Configures a BaseRecordSink."""
 
         output_path: config.Required[str] = config.REQUIRED
+        """The file of a process. `{process_index}` and `{process_count}` are replaced, optionally
+        with a format: `out/record-{process_index:05d}.jsonl`."""
 
     _needs_allow = ("output_path",)  # a program sets it
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        place = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+        place = {
+            "process_index": jax.process_index(),
+            "process_count": jax.process_count(),
+        }
         if jax.process_count() > 1 and "{process_index" not in cfg.output_path:
             raise errors.InferenceError(
                 f"{self.path()}: all {jax.process_count()} processes would write to output_path="
@@ -102,7 +104,9 @@ class JsonlExampleRecordSink(BaseRecordSink):
 
     def __init__(self, cfg: BaseRecordSink.Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._unfinished = self._output_path.with_name(f".{self._output_path.name}.unfinished")
+        self._unfinished = self._output_path.with_name(
+            f".{self._output_path.name}.unfinished"
+        )
         self._file: IO[str] | None = None
 
     def write(self, record: dict[str, Any]) -> None:
@@ -110,7 +114,9 @@ class JsonlExampleRecordSink(BaseRecordSink):
         try:
             line = json.dumps(plain, allow_nan=False, ensure_ascii=False)
         except ValueError:
-            line = json.dumps(jax.tree.map(_finite_or_text, plain), ensure_ascii=False)
+            line = json.dumps(
+                jax.tree.map(_finite_or_text, plain), ensure_ascii=False
+            )
         self._open().write(line + "\n")
 
     def flush(self) -> None:
@@ -151,7 +157,9 @@ def _finite_or_text(x: T) -> T | str:
 class OutputConverter(Protocol):
     """Function that selects what to write."""
 
-    def __call__(self, *, input_batch: Any, output_batch: Any) -> Nested[np.ndarray]:
+    def __call__(
+        self, *, input_batch: Any, output_batch: Any
+    ) -> Nested[np.ndarray]:
         """Returns a nested dict of arrays with one row per record.
 
         Both arguments are arrays of NumPy with the rows of this process; nested dicts, with the
@@ -168,21 +176,22 @@ class OutputRecordWriter(BaseOutputWriter):
     """
 
     class Config(BaseOutputWriter.Config):
-        """Configures an OutputRecordWriter.
-
-        Attributes:
-            converter: Selects what to write; by default all, as `input` and `output`.
-        """
+        """Configures an OutputRecordWriter."""
 
         sink: BaseRecordSink.Config = JsonlExampleRecordSink.default_config()
         converter: config.ConfigOr[OutputConverter] | None = None
+        """Selects what to write; by default all, as `input` and `output`."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._converter: OutputConverter | None = config.maybe_instantiate(cfg.converter)
+        self._converter: OutputConverter | None = config.maybe_instantiate(
+            cfg.converter
+        )
         self._add_child("sink", cfg.sink)
 
-    def write(self, *, input_batch: Nested[Any], output_batch: Nested[Any]) -> None:
+    def write(
+        self, *, input_batch: Nested[Any], output_batch: Nested[Any]
+    ) -> None:
         """Writes the records of a batch.
 
         Raises InferenceError if arrays have different numbers of rows, or an array has none.
@@ -194,13 +203,21 @@ class OutputRecordWriter(BaseOutputWriter):
         logical_row = local["input_batch"].pop(dispatch.LOGICAL_ROW_KEY, None)
         if logical_row is not None:
             local = jax.tree.map(lambda x: x[logical_row >= 0], local)
-        records: Any = {"input": local["input_batch"], "output": local["output_batch"]}
+        records: Any = {
+            "input": local["input_batch"],
+            "output": local["output_batch"],
+        }
         if self._converter is not None:
             records = self._converter(**local)
         leaves, tree = jax.tree.flatten(records)
-        row_shapes = {np.shape(x)[:1] for x in leaves}  # of an array without axes, ()
+        row_shapes = {
+            np.shape(x)[:1] for x in leaves
+        }  # of an array without axes, ()
         if len(row_shapes) > 1 or () in row_shapes:
-            shapes = {"/".join(path): np.shape(x) for path, x in flatten_dict(records).items()}
+            shapes = {
+                "/".join(path): np.shape(x)
+                for path, x in flatten_dict(records).items()
+            }
             raise errors.InferenceError(
                 f"{self.path()}: records need arrays with equally many rows, one per example, but "
                 f"the shapes are {shapes}; set a converter that returns those to write."
@@ -239,7 +256,11 @@ def _local_rows(batch: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         block_of_device[device] = (device.process_index, first_row)
     blocks = dispatch.blocks_by_process(block_of_device, "the batch")
     this_process = jax.process_index()
-    same_rows = [process for process, rows in blocks.items() if rows == blocks[this_process]]
+    same_rows = [
+        process
+        for process, rows in blocks.items()
+        if rows == blocks[this_process]
+    ]
     return jax.tree.map(local, batch), min(same_rows) == this_process
 
 

@@ -27,7 +27,9 @@ from weft.inference.runner import InferenceRunner
 from weft.input import dispatch
 
 
-def pop_string_tensors(input_batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def pop_string_tensors(
+    input_batch: dict[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits a batch into numbers, which devices support, and texts.
 
     >>> pop_string_tensors({"x": np.ones(1), "of": {"text": np.array(["a"])}})
@@ -45,7 +47,9 @@ def merge_with_string_tensors(
     batch: dict[str, Any], string_tensors: dict[str, Any]
 ) -> dict[str, Any]:
     """Inverts `pop_string_tensors`."""
-    return unflatten_dict({**flatten_dict(batch), **flatten_dict(string_tensors)})
+    return unflatten_dict(
+        {**flatten_dict(batch), **flatten_dict(string_tensors)}
+    )
 
 
 class InferencePipeline(Module):
@@ -56,18 +60,17 @@ class InferencePipeline(Module):
     """
 
     class Config(Module.Config):
-        """Configures an InferencePipeline.
-
-        Attributes:
-            input: The data; finite. Its texts are not passed to the model, but written. Its field
-                `is_training`, if any, is set to False.
-            model_method: Name of the method; it is called as `method(input_batch=batch)`.
-        """
+        """Configures an InferencePipeline."""
 
         input: config.Required[input_lib.Input.Config] = config.REQUIRED
+        """The data; finite. Its texts are not passed to the model, but written. Its field
+        `is_training`, if any, is set to False."""
         runner: config.Required[InferenceRunner.Config] = config.REQUIRED
         model_method: config.Required[str] = config.REQUIRED
-        output_writer: BaseOutputWriter.Config = OutputRecordWriter.default_config()
+        """Name of the method; it is called as `method(input_batch=batch)`."""
+        output_writer: BaseOutputWriter.Config = (
+            OutputRecordWriter.default_config()
+        )
 
     def __init__(self, cfg: Config, *, parent: Module | None, **kwargs: Any):
         """Creates the pipeline; further arguments are those of the runner, such as `devices`.
@@ -78,13 +81,17 @@ class InferencePipeline(Module):
         self._add_child("runner", cfg.runner, **kwargs)
         self._add_child("output_writer", cfg.output_writer)
         with self.runner.mesh():
-            self._add_child("input", config.maybe_set_config(cfg.input, is_training=False))
+            self._add_child(
+                "input", config.maybe_set_config(cfg.input, is_training=False)
+            )
             self._check_rows()
 
     def _check_rows(self) -> None:
         partition_type = self.runner.config.input_batch_partition_spec
         input_axes = _axes_of_rows(self.input.partition_spec)
-        runner_axes = _axes_of_rows(partition_type.partition_spec(jax.sharding.get_mesh()))
+        runner_axes = _axes_of_rows(
+            partition_type.partition_spec(jax.sharding.get_mesh())
+        )
         if input_axes != runner_axes:
             raise errors.InferenceError(
                 f"{self.path()}: the input shards the rows of a batch over {input_axes}, the "
@@ -97,10 +104,14 @@ class InferencePipeline(Module):
 
         For `kwargs` and errors see `InferenceRunner.create_method_runner`.
         """
-        method = self.runner.create_method_runner(method=self.config.model_method, **kwargs)
+        method = self.runner.create_method_runner(
+            method=self.config.model_method, **kwargs
+        )
         with self.runner.mesh():
             dataset = iter(self.input.dataset())
-            with batches_until_stopped(dataset, self.input.batches, self.path()) as batches:
+            with batches_until_stopped(
+                dataset, self.input.batches, self.path()
+            ) as batches:
                 for batch in batches:
                     numbers, host_arrays = pop_string_tensors(batch)
                     if dispatch.LOGICAL_ROW_KEY in numbers:
@@ -108,7 +119,9 @@ class InferencePipeline(Module):
                         host_arrays[dispatch.LOGICAL_ROW_KEY] = rows
                     result = method(numbers)
                     self.output_writer.write(
-                        input_batch=merge_with_string_tensors(result.input_batch, host_arrays),
+                        input_batch=merge_with_string_tensors(
+                            result.input_batch, host_arrays
+                        ),
                         output_batch=result.output_batch,
                     )
         self.output_writer.flush()

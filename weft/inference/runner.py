@@ -26,7 +26,13 @@ from weft.hierarchy.module import Module, check_method, functional
 from weft.input import host_to_global_device_array
 from weft.trainer import parallelism, run_dir, state_builder
 from weft.trainer.checkpointer.index import CheckpointValidationType
-from weft.trainer.mesh import AxisRules, MeshShape, RulesByKind, build_mesh, rules_of
+from weft.trainer.mesh import (
+    AxisRules,
+    MeshShape,
+    RulesByKind,
+    build_mesh,
+    rules_of,
+)
 from weft.trainer.model import cast_floats, trained_model_config
 from weft.trainer.state import parameter_specs, state_shardings
 from weft.trainer.train_step import TrainerState
@@ -52,7 +58,9 @@ class DataPartitionType(enum.Enum):
             return PartitionSpec()
         names = mesh.axis_names
         if self is DataPartitionType.BATCH:
-            names = tuple(name for name in names if name in parallelism.BATCH_AXIS_NAMES)
+            names = tuple(
+                name for name in names if name in parallelism.BATCH_AXIS_NAMES
+            )
         if not names:
             return PartitionSpec()
         return PartitionSpec(names)
@@ -87,32 +95,34 @@ class MethodRunner:
         """Runs the method on host arrays with the rows of this process."""
         with self._mesh():
             batch = self._to_devices(input_batch)
-            self._prng_key, output, module_outputs, summaries = self._run(self._prng_key, batch)
-        return self.Output(self._prng_key, batch, output, module_outputs, summaries)
+            self._prng_key, output, module_outputs, summaries = self._run(
+                self._prng_key, batch
+            )
+        return self.Output(
+            self._prng_key, batch, output, module_outputs, summaries
+        )
 
 
 class InferenceRunner(Module):
     """Runs methods of a model whose parameters come from a checkpoint."""
 
     class Config(Module.Config):
-        """Configures an InferenceRunner.
-
-        Attributes:
-            mesh_shape: The number of devices along each axis of the mesh; one may be -1.
-            logical_axis_rules, rules_by_kind: See `SpmdTrainer`.
-            inference_dtype: The dtype of the computation; None for the dtypes of the parameters.
-            output_batch_partition_spec: The partitioning of outputs that have the rows of the
-                batch; other outputs are replicated.
-        """
+        """Configures an InferenceRunner."""
 
         mesh_shape: config.Required[MeshShape] = config.REQUIRED
+        """The number of devices along each axis of the mesh; one may be -1."""
         mesh_axis_names: config.Required[Sequence[str]] = config.REQUIRED
         logical_axis_rules: AxisRules = []
+        """See `SpmdTrainer`."""
         rules_by_kind: RulesByKind.Config = RulesByKind.default_config()
+        """See `SpmdTrainer`."""
         model: config.Required[BaseModel.Config] = config.REQUIRED
         inference_dtype: DType | None = None
+        """The dtype of the computation; None for the dtypes of the parameters."""
         input_batch_partition_spec: DataPartitionType = DataPartitionType.FULL
         output_batch_partition_spec: DataPartitionType = DataPartitionType.BATCH
+        """The partitioning of outputs that have the rows of the batch; other outputs are
+        replicated."""
         init_state_builder: state_builder.Builder.Config = (
             state_builder.TensorStoreStateStorageBuilder.default_config().set(
                 validation=CheckpointValidationType.CONTAINS_STATE
@@ -128,9 +138,15 @@ class InferenceRunner(Module):
         checkpoints = os.path.join(trainer_cfg.dir, run_dir.CHECKPOINTS_DIR)
         builder: Any = cls.default_config().init_state_builder
         builder.set(base_dir=checkpoints)
-        if getattr(getattr(trainer_cfg.learner, "ema", None), "decay", None) is not None:
-            builder = state_builder.RestoreAndConvertBuilder.default_config().set(
-                builder=builder, converter=state_builder.EmaParamsConverter.default_config()
+        if (
+            getattr(getattr(trainer_cfg.learner, "ema", None), "decay", None)
+            is not None
+        ):
+            builder = (
+                state_builder.RestoreAndConvertBuilder.default_config().set(
+                    builder=builder,
+                    converter=state_builder.EmaParamsConverter.default_config(),
+                )
             )
 
         return cls.default_config().set(
@@ -142,7 +158,13 @@ class InferenceRunner(Module):
             init_state_builder=builder,
         )
 
-    def __init__(self, cfg: Config, *, parent: Module | None, devices: Sequence[Any] | None = None):
+    def __init__(
+        self,
+        cfg: Config,
+        *,
+        parent: Module | None,
+        devices: Sequence[Any] | None = None,
+    ):
         super().__init__(cfg, parent=parent)
         self._mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
         self._rules = rules_of(cfg)
@@ -154,7 +176,10 @@ class InferenceRunner(Module):
     @contextlib.contextmanager
     def mesh(self) -> Iterator[None]:
         """Makes the runner's mesh and its rules for activations the current ones."""
-        with jax.set_mesh(self._mesh), logical_axis_rules(self._rules.activations):
+        with (
+            jax.set_mesh(self._mesh),
+            logical_axis_rules(self._rules.activations),
+        ):
             yield
 
     @property
@@ -164,14 +189,20 @@ class InferenceRunner(Module):
 
     def _build_state(self) -> TrainerState:
         specs = parameter_specs(self.model, self._rules.parameters)
-        shardings = state_shardings(self._mesh, TrainerState(prng_key={}, model=specs, learner={}))
+        shardings = state_shardings(
+            self._mesh, TrainerState(prng_key={}, model=specs, learner={})
+        )
 
         def init(prng_key: Tensor) -> TrainerState:
-            params = self.model.initialize_parameters_recursively(prng_key, prebuilt=None)
+            params = self.model.initialize_parameters_recursively(
+                prng_key, prebuilt=None
+            )
             return TrainerState(prng_key={}, model=params, learner={})
 
         builder: Any = self.init_state_builder
-        return state_builder.initial_state(builder, init, jax.random.key(0), shardings)
+        return state_builder.initial_state(
+            builder, init, jax.random.key(0), shardings
+        )
 
     def create_method_runner(
         self,
@@ -205,7 +236,9 @@ class InferenceRunner(Module):
             prng_key = jax.random.key(0)
         return MethodRunner(
             lambda key, batch: run(key, self._state.model, batch),
-            lambda batch: host_to_global_device_array(batch, partition=from_spec, mesh=self._mesh),
+            lambda batch: host_to_global_device_array(
+                batch, partition=from_spec, mesh=self._mesh
+            ),
             self.mesh,
             prng_key,
         )
@@ -222,7 +255,9 @@ class InferenceRunner(Module):
 
         For the arguments see `create_method_runner`.
         """
-        runner = self.create_method_runner(method=method, prng_key=prng_key, **kwargs)
+        runner = self.create_method_runner(
+            method=method, prng_key=prng_key, **kwargs
+        )
         for batch in input_batches:
             yield runner(batch)
 
@@ -240,7 +275,9 @@ def method_program(
     to_spec = cfg.output_batch_partition_spec.partition_spec(mesh)
 
     @jax.jit
-    def inference_step(prng_key: Tensor, params: NestedTensor, batch: NestedTensor) -> Any:
+    def inference_step(
+        prng_key: Tensor, params: NestedTensor, batch: NestedTensor
+    ) -> Any:
         next_key, key = jax.random.split(prng_key)
         params, batch = cast_floats((params, batch), cfg.inference_dtype)
         output, collection = functional(
@@ -252,10 +289,16 @@ def method_program(
             is_training=False,
             drop_output_collections=(),
         )
-        numbers_of_rows = {x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)}
-        output = jax.tree.map(lambda x: _constrain_rows(x, numbers_of_rows, to_spec, mesh), output)
+        numbers_of_rows = {
+            x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)
+        }
+        output = jax.tree.map(
+            lambda x: _constrain_rows(x, numbers_of_rows, to_spec, mesh), output
+        )
         module_outputs = {}
-        for path, x in flat_dict.flatten_dict(collection.module_outputs).items():
+        for path, x in flat_dict.flatten_dict(
+            collection.module_outputs
+        ).items():
             if not drop_module_outputs("/".join(map(str, path))):
                 module_outputs[path] = x
         module_outputs = flat_dict.unflatten_dict(module_outputs)
@@ -265,10 +308,15 @@ def method_program(
 
 
 def _constrain_rows(
-    x: Tensor, numbers_of_rows: set[int], spec: PartitionSpec, mesh: jax.sharding.Mesh
+    x: Tensor,
+    numbers_of_rows: set[int],
+    spec: PartitionSpec,
+    mesh: jax.sharding.Mesh,
 ) -> Tensor:
     """Lays an output out like the rows of the batch if it has as many, and replicates it if not."""
     has_rows = jnp.ndim(x) > 0 and x.shape[0] in numbers_of_rows
     if not has_rows:
         spec = PartitionSpec()
-    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec))
+    return jax.lax.with_sharding_constraint(
+        x, jax.sharding.NamedSharding(mesh, spec)
+    )

@@ -25,7 +25,11 @@ import jax
 
 from weft.distributed.peers import HEARTBEAT_TIMEOUT_SECONDS, use_peers
 from weft.distributed.rendezvous import rendezvous
-from weft.errors import CoordinatorNotFoundError, ProcessEnvironmentError, WeftError
+from weft.errors import (
+    CoordinatorNotFoundError,
+    ProcessEnvironmentError,
+    WeftError,
+)
 from weft.launch import job
 
 _CONNECT_SECONDS = 300.0
@@ -53,7 +57,9 @@ def process_info(environ: Mapping[str, str]) -> ProcessInfo | None:
     """
     slurm_values = _slurm_values(environ)
     names = job.COORDINATOR_ADDRESS, job.NUM_PROCESSES, job.PROCESS_ID
-    explicit_values = {name: environ[name] for name in names if environ.get(name)}
+    explicit_values = {
+        name: environ[name] for name in names if environ.get(name)
+    }
     if not explicit_values and slurm_values.get(job.NUM_PROCESSES, "1") == "1":
         return None
     is_first = explicit_values.get(job.PROCESS_ID, "0") == "0"
@@ -76,14 +82,18 @@ def process_info(environ: Mapping[str, str]) -> ProcessInfo | None:
 
 def _parse(values: Mapping[str, str]) -> ProcessInfo:
     address = values[job.COORDINATOR_ADDRESS]
-    if not re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):[0-9]{1,5}", address):
+    if not re.fullmatch(
+        r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):[0-9]{1,5}", address
+    ):
         raise ProcessEnvironmentError(
             f"{job.COORDINATOR_ADDRESS}={address!r} is not of the form host:port, such as "
             "10.0.0.1:1234."
         )
     for name in (job.NUM_PROCESSES, job.PROCESS_ID):
         if not re.fullmatch("[0-9]+", values[name]):
-            raise ProcessEnvironmentError(f"{name}={values[name]!r} is not an integer.")
+            raise ProcessEnvironmentError(
+                f"{name}={values[name]!r} is not an integer."
+            )
     num, index = int(values[job.NUM_PROCESSES]), int(values[job.PROCESS_ID])
     if index >= num:
         raise ProcessEnvironmentError(
@@ -102,7 +112,11 @@ def _slurm_values(environ: Mapping[str, str]) -> dict[str, str]:
     if not (job_id.isdigit() and num_tasks and index and nodes):
         return {}
     address = f"{first_host(nodes)}:{slurm_port(int(job_id))}"
-    return {job.NUM_PROCESSES: num_tasks, job.PROCESS_ID: index, job.COORDINATOR_ADDRESS: address}
+    return {
+        job.NUM_PROCESSES: num_tasks,
+        job.PROCESS_ID: index,
+        job.COORDINATOR_ADDRESS: address,
+    }
 
 
 def slurm_port(job_id: int) -> int:
@@ -127,7 +141,9 @@ def first_host(node_list: str) -> str:
 
 
 @contextlib.contextmanager
-def joined_processes(environ: Mapping[str, str] | None = None) -> Iterator[ProcessInfo | None]:
+def joined_processes(
+    environ: Mapping[str, str] | None = None,
+) -> Iterator[ProcessInfo | None]:
     """Initializes `jax.distributed` and yields the place, or None for a process that is alone.
 
     Must be entered before JAX is used. An error inside is printed and ends the process at once, as
@@ -170,7 +186,8 @@ def joined_processes(environ: Mapping[str, str] | None = None) -> Iterator[Proce
                 *place,
                 cluster_detection_method="deactivate",
                 # Longer than the timeout of the peers, which name the silent process.
-                heartbeat_timeout_seconds=heartbeat_timeout + _JAX_NOTICES_LATER_SECONDS,
+                heartbeat_timeout_seconds=heartbeat_timeout
+                + _JAX_NOTICES_LATER_SECONDS,
             )
             yield place
     except BaseException as error:
@@ -186,7 +203,9 @@ def _leave(error: BaseException, process_id: int) -> None:
             print(f"weft: {error}", file=sys.stderr)
         elif isinstance(error, KeyboardInterrupt):
             code = 130
-        elif isinstance(error, SystemExit) and isinstance(error.code, int | None):
+        elif isinstance(error, SystemExit) and isinstance(
+            error.code, int | None
+        ):
             code = error.code or 0
         else:
             traceback.print_exception(error)
@@ -199,13 +218,17 @@ def _leave(error: BaseException, process_id: int) -> None:
     os._exit(code)
 
 
-def wait_for_coordinator(place: ProcessInfo, timeout_seconds: float = _CONNECT_SECONDS) -> None:
+def wait_for_coordinator(
+    place: ProcessInfo, timeout_seconds: float = _CONNECT_SECONDS
+) -> None:
     """Waits until process 0 listens, or raises CoordinatorNotFoundError instead of JAX's abort."""
     host, _, port = place.coordinator.rpartition(":")
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            socket.create_connection(
+                (host.strip("[]"), int(port)), timeout=5
+            ).close()
             return
         except OSError as error:
             if time.monotonic() >= deadline:

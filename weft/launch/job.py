@@ -51,28 +51,25 @@ class Job(Configurable):
     _needs_allow = True  # it runs commands
 
     class Config(Configurable.Config):
-        """Configures a Job.
-
-        Attributes:
-            name: name of the job, in logs and for the scheduler.
-            command: the program and its arguments, the same for each process.
-            gpus_per_process: GPUs of each process; 0 for the CPU, or devices requested otherwise.
-            env: variables for each process, in addition to the inherited ones.
-            max_tries: maximum number of starts of all processes. They restart when one fails, and
-                continue from the last checkpoint, except after exit code 2, for a wrong command.
-            grace_seconds: time to save after a request to stop.
-            heartbeat_timeout_seconds: time without a heartbeat after which a process is lost. The
-                end of a process is noticed at once.
-        """
+        """Configures a Job."""
 
         name: Required[str] = REQUIRED
+        """Name of the job, in logs and for the scheduler."""
         command: Required[Sequence[str]] = REQUIRED
+        """The program and its arguments, the same for each process."""
         num_processes: int = 1
         gpus_per_process: int = 0
+        """GPUs of each process; 0 for the CPU, or devices requested otherwise."""
         env: dict[str, str] = {}
+        """Variables for each process, in addition to the inherited ones."""
         max_tries: int = 1
+        """Maximum number of starts of all processes. They restart when one fails, and continue from
+        the last checkpoint, except after exit code 2, for a wrong command."""
         grace_seconds: float = 120
+        """Time to save after a request to stop."""
         heartbeat_timeout_seconds: int = 100
+        """Time without a heartbeat after which a process is lost. The end of a process is noticed
+        at once."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -82,8 +79,15 @@ class Job(Configurable):
                 f"{self._where('command')} is empty. Write a program and its arguments as "
                 'separate strings, such as command=["weft", "train", "lm"].'
             )
-        least_values = {"num_processes": 1, "gpus_per_process": 0, "max_tries": 1}
-        for field, least in (*least_values.items(), ("heartbeat_timeout_seconds", 2)):
+        least_values = {
+            "num_processes": 1,
+            "gpus_per_process": 0,
+            "max_tries": 1,
+        }
+        for field, least in (
+            *least_values.items(),
+            ("heartbeat_timeout_seconds", 2),
+        ):
             if getattr(cfg, field) < least:
                 raise JobConfigError(
                     f"{self._where(field)}={getattr(cfg, field)}; expected {least} or more."
@@ -100,7 +104,12 @@ class Job(Configurable):
                     "environment variable. Use letters, digits and underscores, and do not begin "
                     "with a digit."
                 )
-            if name in (COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID, RENDEZVOUS_TOKEN):
+            if name in (
+                COORDINATOR_ADDRESS,
+                NUM_PROCESSES,
+                PROCESS_ID,
+                RENDEZVOUS_TOKEN,
+            ):
                 raise JobConfigError(
                     f"{self._where('env')} sets {name}, which the job sets itself to connect its "
                     "processes. Remove it."
@@ -114,12 +123,17 @@ class Job(Configurable):
         """Variables that all processes share."""
         cfg = self.config
         variables = {NUM_PROCESSES: str(cfg.num_processes)}
-        if cfg.heartbeat_timeout_seconds != type(self).default_config().heartbeat_timeout_seconds:
+        if (
+            cfg.heartbeat_timeout_seconds
+            != type(self).default_config().heartbeat_timeout_seconds
+        ):
             variables[HEARTBEAT_TIMEOUT] = str(cfg.heartbeat_timeout_seconds)
         return {**cfg.env, **variables}
 
 
-def check_text(job: str, field: str, value: str | None, pattern: str, expected: str) -> None:
+def check_text(
+    job: str, field: str, value: str | None, pattern: str, expected: str
+) -> None:
     """Raises a JobConfigError if a text that a scheduler reads does not match a pattern."""
     if value is not None and not re.fullmatch(pattern, value):
         raise JobConfigError(f"{job}: {field}={value!r}; expected {expected}.")

@@ -24,7 +24,11 @@ from weft.launch import job as job_lib
 _LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 _REPLICATED_JOB = "workers"
 _COORDINATOR_PORT = 8476
-_IS_USAGE_ERROR = {"containerName": "main", "operator": "In", "values": [job_lib.USAGE_EXIT_CODE]}
+_IS_USAGE_ERROR = {
+    "containerName": "main",
+    "operator": "In",
+    "values": [job_lib.USAGE_EXIT_CODE],
+}
 _LONGEST_NAME = 63
 # Kubernetes appends a hyphen and five letters to the name of a pod.
 _POD_SUFFIX = 6
@@ -39,40 +43,53 @@ class JobSetJob(job_lib.Job):
     """
 
     class Config(job_lib.Job.Config):
-        """Configures a JobSetJob.
-
-        Attributes:
-            image: container image that has the command.
-            resources: resources of each pod by Kubernetes name, such as {"cpu": "8", "memory":
-                "64Gi", "google.com/tpu": "4"}.
-            node_selector: labels of the nodes that may run a pod.
-            labels: for example {"kueue.x-k8s.io/queue-name": "research"}.
-            volume_claim: PersistentVolumeClaim that all pods mount, for the run's directory; its
-                access mode must be ReadWriteMany.
-            working_dir: of the command; by default `mount_path` with a claim, or the image's own.
-        """
+        """Configures a JobSetJob."""
 
         image: Required[str] = REQUIRED
+        """Container image that has the command."""
         namespace: str | None = None
         resources: dict[str, str] = {}
+        """Resources of each pod by Kubernetes name, such as {"cpu": "8", "memory": "64Gi",
+        "google.com/tpu": "4"}."""
         node_selector: dict[str, str] = {}
+        """Labels of the nodes that may run a pod."""
         labels: dict[str, str] = {}
+        """For example {"kueue.x-k8s.io/queue-name": "research"}."""
         volume_claim: str | None = None
+        """PersistentVolumeClaim that all pods mount, for the run's directory; its access mode must
+        be ReadWriteMany."""
         mount_path: str = "/runs"
         working_dir: str | None = None
+        """Of the command; by default `mount_path` with a claim, or the image's own."""
 
     def __init__(self, config: Config):
         super().__init__(config)
         cfg, where = self.config, f"JobSetJob {self.config.name!r}"
         expected = "lowercase letters, digits and hyphens, not starting or ending with a hyphen"
         for field in ("name", "namespace", "volume_claim"):
-            job_lib.check_text(where, field, getattr(cfg, field), _LABEL, expected)
+            job_lib.check_text(
+                where, field, getattr(cfg, field), _LABEL, expected
+            )
         job_lib.check_text(
-            where, "image", cfg.image, r"\S+", "the name of an image, without spaces"
+            where,
+            "image",
+            cfg.image,
+            r"\S+",
+            "the name of an image, without spaces",
         )
         for field in ("mount_path", "working_dir"):
-            job_lib.check_text(where, field, getattr(cfg, field), r"/[^\s:]+", "an absolute path")
-        too_long = len(self._pod_name(cfg.num_processes - 1)) + _POD_SUFFIX - _LONGEST_NAME
+            job_lib.check_text(
+                where,
+                field,
+                getattr(cfg, field),
+                r"/[^\s:]+",
+                "an absolute path",
+            )
+        too_long = (
+            len(self._pod_name(cfg.num_processes - 1))
+            + _POD_SUFFIX
+            - _LONGEST_NAME
+        )
         if too_long > 0:
             raise JobConfigError(
                 f"{self._where('name')} is too long: with Kubernetes' suffix, names of pods "
@@ -104,7 +121,9 @@ class JobSetJob(job_lib.Job):
             "completionMode": "Indexed",
             # Failed pods are not replaced individually: the others wait for the lost process.
             "backoffLimit": 0,
-            "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": _IS_USAGE_ERROR}]},
+            "podFailurePolicy": {
+                "rules": [{"action": "FailJob", "onExitCodes": _IS_USAGE_ERROR}]
+            },
             "template": {"spec": self._pod()},
         }
         # A wrong command would fail again.
@@ -118,13 +137,20 @@ class JobSetJob(job_lib.Job):
             "kind": "JobSet",
             "metadata": metadata,
             "spec": {
-                "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+                "network": {
+                    "enableDNSHostnames": True,
+                    "publishNotReadyAddresses": True,
+                },
                 "failurePolicy": {
                     "maxRestarts": cfg.max_tries - 1,
                     "rules": [stop_on_usage_error],
                 },
                 "replicatedJobs": [
-                    {"name": _REPLICATED_JOB, "replicas": 1, "template": {"spec": job}}
+                    {
+                        "name": _REPLICATED_JOB,
+                        "replicas": 1,
+                        "template": {"spec": job},
+                    }
                 ],
             },
         }
@@ -179,12 +205,16 @@ class JobSetJob(job_lib.Job):
         if cfg.node_selector:
             pod["nodeSelector"] = dict(cfg.node_selector)
         if resources:
-            container["resources"] = {"limits": resources}  # requests default to the limits
+            container["resources"] = {
+                "limits": resources
+            }  # requests default to the limits
         if cfg.working_dir is not None:
             container["workingDir"] = cfg.working_dir
         if cfg.volume_claim is not None:
             container.setdefault("workingDir", cfg.mount_path)
-            container["volumeMounts"] = [{"name": "runs", "mountPath": cfg.mount_path}]
+            container["volumeMounts"] = [
+                {"name": "runs", "mountPath": cfg.mount_path}
+            ]
             claim = {"claimName": cfg.volume_claim}
             pod["volumes"] = [{"name": "runs", "persistentVolumeClaim": claim}]
         return pod
@@ -198,7 +228,9 @@ _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 # JSON leaves these unescaped, but YAML requires escapes.
 _NOT_PRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 # Includes those of YAML 1.1, which many tools read.
-_RESERVED = frozenset(["true", "false", "yes", "no", "on", "off", "y", "n", "null"])
+_RESERVED = frozenset(
+    ["true", "false", "yes", "no", "on", "off", "y", "n", "null"]
+)
 
 
 def to_yaml(value: Mapping[str, Any] | Sequence[Any], indent: int = 0) -> str:
@@ -222,7 +254,11 @@ def to_yaml(value: Mapping[str, Any] | Sequence[Any], indent: int = 0) -> str:
             key = f"{pad}{_scalar(name)}:"
             if isinstance(item, Mapping) and item:
                 lines += [key, to_yaml(item, indent + 2)]
-            elif isinstance(item, Sequence) and not isinstance(item, str) and item:
+            elif (
+                isinstance(item, Sequence)
+                and not isinstance(item, str)
+                and item
+            ):
                 lines += [key, to_yaml(item, indent)]
             else:
                 lines.append(f"{key} {_scalar(item)}")
@@ -236,7 +272,11 @@ def to_yaml(value: Mapping[str, Any] | Sequence[Any], indent: int = 0) -> str:
 
 
 def _scalar(value: object) -> str:
-    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _RESERVED:
+    if (
+        isinstance(value, str)
+        and _PLAIN.fullmatch(value)
+        and value.lower() not in _RESERVED
+    ):
         return value
     # JSON is YAML: numbers, quoted strings, empty lists and mappings.
     text = json.dumps(value, ensure_ascii=False)

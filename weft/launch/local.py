@@ -10,7 +10,13 @@ import socket
 import sys
 
 from weft import errors
-from weft.launch.job import COORDINATOR_ADDRESS, PROCESS_ID, RENDEZVOUS_TOKEN, USAGE_EXIT_CODE, Job
+from weft.launch.job import (
+    COORDINATOR_ADDRESS,
+    PROCESS_ID,
+    RENDEZVOUS_TOKEN,
+    USAGE_EXIT_CODE,
+    Job,
+)
 from weft.launch.processes import Ended, Outcome, PrefixedLines, ProcessGroup
 
 
@@ -24,15 +30,12 @@ class LocalJob(Job):
     """
 
     class Config(Job.Config):
-        """Configures a LocalJob.
-
-        Attributes:
-            log_dir: directory of one log file per process; None to print lines here with their id.
-            failure_grace_seconds: time for the other processes to exit after one failed.
-        """
+        """Configures a LocalJob."""
 
         log_dir: str | None = None
+        """Directory of one log file per process; None to print lines here with their id."""
         failure_grace_seconds: float = 5
+        """Time for the other processes to exit after one failed."""
 
     def run(self) -> int:
         """Runs the processes to their end; returns 0, or the exit code of the first failure.
@@ -47,12 +50,23 @@ class LocalJob(Job):
             if outcome.failed is not None:
                 _report(failure_text(outcome, cfg.num_processes))
             elif outcome.stopped_by is not None:
-                codes = [f"process {end.index}: {end.code}" for end in sorted(outcome.ended)]
-                _report(f"stopped by {outcome.stopped_by}; exit codes: {', '.join(codes)}")
+                codes = [
+                    f"process {end.index}: {end.code}"
+                    for end in sorted(outcome.ended)
+                ]
+                _report(
+                    f"stopped by {outcome.stopped_by}; exit codes: {', '.join(codes)}"
+                )
             # A wrong command would fail again.
-            if outcome.failed is None or not tries_left or outcome.code == USAGE_EXIT_CODE:
+            if (
+                outcome.failed is None
+                or not tries_left
+                or outcome.code == USAGE_EXIT_CODE
+            ):
                 break
-            _report(f"restarting all processes; tries left after this one: {tries_left - 1}")
+            _report(
+                f"restarting all processes; tries left after this one: {tries_left - 1}"
+            )
         return outcome.code
 
     def _run_once(self) -> Outcome:
@@ -70,7 +84,10 @@ class LocalJob(Job):
         log_paths: list[str] | None = None
         if cfg.log_dir is not None:
             width = len(str(cfg.num_processes - 1))
-            names = [f"process-{index:0{width}}.log" for index in range(cfg.num_processes)]
+            names = [
+                f"process-{index:0{width}}.log"
+                for index in range(cfg.num_processes)
+            ]
             log_paths = [os.path.join(cfg.log_dir, name) for name in names]
             _report(
                 f"{cfg.num_processes} process(es), with logs in {log_paths[0]} and its siblings"
@@ -131,14 +148,20 @@ def failure_text(outcome: Outcome, num_processes: int) -> str:
         lines += [f"  [{failed.index}] {line}" for line in failed.last_lines]
     for other in outcome.ended:
         if other is not failed:
-            lines.append(f"process {other.index} {_end(other)} at {other.seconds:.1f} s")
+            lines.append(
+                f"process {other.index} {_end(other)} at {other.seconds:.1f} s"
+            )
     return "\n".join(lines)
 
 
 def _end(ended: Ended) -> str:
     if ended.signal_name is not None:
         return f"was ended by {ended.signal_name}"
-    return f"ended with exit code {ended.code}" if ended.code else "exited normally"
+    return (
+        f"ended with exit code {ended.code}"
+        if ended.code
+        else "exited normally"
+    )
 
 
 def _report(text: str) -> None:

@@ -82,7 +82,15 @@ def end_with_parent(command: Sequence[str]) -> list[str]:
     """Wraps a command so that its process is asked to stop when this process is killed."""
     if sys.platform != "linux":
         return list(command)
-    return [sys.executable, "-I", "-S", "-c", _UNTIL_PARENT_ENDS, str(os.getpid()), *command]
+    return [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        _UNTIL_PARENT_ENDS,
+        str(os.getpid()),
+        *command,
+    ]
 
 
 @dataclasses.dataclass(eq=False, repr=False)  # an environment may have secrets
@@ -107,7 +115,9 @@ class ProcessGroup:
     def __post_init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
-        self._lines = [collections.deque[str](maxlen=LAST_LINES) for _ in self.environments]
+        self._lines = [
+            collections.deque[str](maxlen=LAST_LINES) for _ in self.environments
+        ]
         self._ends: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
         self._stopped_by: str | None = None
         self._deadline: float | None = None
@@ -136,7 +146,9 @@ class ProcessGroup:
             try:
                 path = self.environments[index].get("PATH")
                 if shutil.which(self.command[0], path=path) is None:
-                    raise FileNotFoundError(f"there is no program {self.command[0]!r}")
+                    raise FileNotFoundError(
+                        f"there is no program {self.command[0]!r}"
+                    )
                 process = subprocess.Popen(
                     end_with_parent(self.command),
                     env=dict(self.environments[index]),
@@ -158,7 +170,9 @@ class ProcessGroup:
 
         threading.Thread(target=watch, daemon=True).start()
         if process.stdout is not None:
-            reader = threading.Thread(target=self._read, args=(index, process.stdout), daemon=True)
+            reader = threading.Thread(
+                target=self._read, args=(index, process.stdout), daemon=True
+            )
             reader.start()
             self._readers.append(reader)
         if self._stopped_by is not None:  # started after the signal
@@ -180,7 +194,10 @@ class ProcessGroup:
             try:
                 index, end_time = self._ends.get(timeout=0.1)
             except queue.Empty:
-                if self._deadline is not None and time.monotonic() >= self._deadline:
+                if (
+                    self._deadline is not None
+                    and time.monotonic() >= self._deadline
+                ):
                     self._kill_all()
                 continue
             end = self._describe_end(index, end_time)
@@ -192,9 +209,13 @@ class ProcessGroup:
                     if handled_signal is None:
                         first_failure = end
                     self._stopped_by = handled_signal
-                    self._forward_signal(signal.SIGTERM)  # asks the others to stop
+                    self._forward_signal(
+                        signal.SIGTERM
+                    )  # asks the others to stop
                 self._end_within(
-                    self.grace_seconds if handled_signal else self.failure_grace_seconds
+                    self.grace_seconds
+                    if handled_signal
+                    else self.failure_grace_seconds
                 )
         return Outcome(tuple(ends), first_failure, self._stopped_by)
 
@@ -210,10 +231,19 @@ class ProcessGroup:
         lines = tuple(self._lines[index])
         if self.log_paths is not None:
             lines = last_lines(self.log_paths[index])
-        return Ended(index, process.pid, code, signal_name, end_time - self._started, lines)
+        return Ended(
+            index,
+            process.pid,
+            code,
+            signal_name,
+            end_time - self._started,
+            lines,
+        )
 
     def _end_within(self, seconds: float) -> None:
-        self._deadline = min(self._deadline or float("inf"), time.monotonic() + seconds)
+        self._deadline = min(
+            self._deadline or float("inf"), time.monotonic() + seconds
+        )
 
     def _forward_signal(self, number: signal.Signals) -> None:
         for process in self._processes:
@@ -255,7 +285,9 @@ def last_lines(path: str) -> tuple[str, ...]:
     """Returns the last lines of a file that may be large."""
     with open(path, "rb") as file:
         file.seek(max(0, os.path.getsize(path) - 64_000))
-        return tuple(file.read().decode(errors="replace").splitlines()[-LAST_LINES:])
+        return tuple(
+            file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+        )
 
 
 class PrefixedLines:
@@ -272,6 +304,10 @@ class PrefixedLines:
                 return
             try:
                 # Logs may quote what others wrote.
-                print(f"[{index:{self._width}}] {printable(line)}", file=sys.stdout, flush=True)
+                print(
+                    f"[{index:{self._width}}] {printable(line)}",
+                    file=sys.stdout,
+                    flush=True,
+                )
             except OSError:  # the reader, such as `head`, closed the pipe; training continues
                 self._readable = False

@@ -26,25 +26,22 @@ class SlurmJob(job.Job):
     """
 
     class Config(job.Job.Config):
-        """Configures a SlurmJob.
-
-        Attributes:
-            nodes: number of nodes; None for one process per node.
-            time: time limit in Slurm's format: 90 (minutes), 8:00:00, 2-12:00:00.
-            output: output file, with Slurm's patterns: %x for the name, %j for the job's number.
-            sbatch: further options of sbatch by name, such as {"qos": "high", "exclusive": ""}.
-            setup: shell commands to run before the processes start, such as "module load cuda".
-        """
+        """Configures a SlurmJob."""
 
         nodes: int | None = None
+        """Number of nodes; None for one process per node."""
         time: str | None = None
+        """Time limit in Slurm's format: 90 (minutes), 8:00:00, 2-12:00:00."""
         partition: str | None = None
         account: str | None = None
         cpus_per_process: int | None = None
         memory_per_node: str | None = None
         output: str = "%x-%j.log"
+        """Output file, with Slurm's patterns: %x for the name, %j for the job's number."""
         sbatch: dict[str, str] = {}
+        """Further options of sbatch by name, such as {"qos": "high", "exclusive": ""}."""
         setup: Sequence[str] = []
+        """Shell commands to run before the processes start, such as "module load cuda"."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -57,11 +54,27 @@ class SlurmJob(job.Job):
             )
         where = f"SlurmJob {cfg.name!r}"
         one_word = "one word, since a directive of sbatch ends at a space"
-        for field in ("name", "partition", "account", "output", "memory_per_node"):
-            job.check_text(where, field, getattr(cfg, field), r"[^\s'\"\\]+", one_word)
+        for field in (
+            "name",
+            "partition",
+            "account",
+            "output",
+            "memory_per_node",
+        ):
+            job.check_text(
+                where, field, getattr(cfg, field), r"[^\s'\"\\]+", one_word
+            )
         for name, value in cfg.sbatch.items():
-            job.check_text(where, "sbatch", name, r"[a-z][a-z0-9-]*", "names, as in --name=value")
-            job.check_text(where, f"sbatch[{name!r}]", value, r"[^\s'\"\\]*", one_word)
+            job.check_text(
+                where,
+                "sbatch",
+                name,
+                r"[a-z][a-z0-9-]*",
+                "names, as in --name=value",
+            )
+            job.check_text(
+                where, f"sbatch[{name!r}]", value, r"[^\s'\"\\]*", one_word
+            )
         expected = "Slurm's time format: 90 (minutes), 8:00:00 or 2-12:00:00"
         job.check_text(where, "time", cfg.time, _TIME, expected)
         repeated = sorted(self._own_directives().keys() & cfg.sbatch.keys())
@@ -94,7 +107,11 @@ class SlurmJob(job.Job):
             "signal": f"TERM@{round(cfg.grace_seconds)}",
             "requeue": "" if cfg.max_tries > 1 else None,
         }
-        return {name: str(value) for name, value in options.items() if value is not None}
+        return {
+            name: str(value)
+            for name, value in options.items()
+            if value is not None
+        }
 
     def directives(self) -> dict[str, str]:
         """Options of sbatch by name; "" for options without a value."""
@@ -105,7 +122,9 @@ class SlurmJob(job.Job):
         cfg = self.config
         lines = ["#!/bin/bash"]
         for name, value in self.directives().items():
-            lines.append(f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}")
+            lines.append(
+                f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}"
+            )
         lines += ["", "set -eo pipefail", *cfg.setup, "", *self._exports()]
         lines += [
             "# The processes meet on the first node; Slurm tells each of them which one it is.",
@@ -116,9 +135,14 @@ class SlurmJob(job.Job):
         ]
         # Without --export, the variables above would depend on the cluster's defaults.
         srun_options = [*self._srun_options(), "--label", "--export=ALL"]
-        lines += [f"srun {' '.join(srun_options)} {shlex.join(cfg.command)} && exit 0", "code=$?"]
+        lines += [
+            f"srun {' '.join(srun_options)} {shlex.join(cfg.command)} && exit 0",
+            "code=$?",
+        ]
         if cfg.max_tries > 1:
-            has_tries_left = f"${{SLURM_RESTART_COUNT:-0}} < {cfg.max_tries - 1}"
+            has_tries_left = (
+                f"${{SLURM_RESTART_COUNT:-0}} < {cfg.max_tries - 1}"
+            )
             lines += [
                 f"if (( code != {job.USAGE_EXIT_CODE} && {has_tries_left} )); then",
                 '  scontrol requeue "$SLURM_JOB_ID"',
@@ -138,7 +162,10 @@ class SlurmJob(job.Job):
         variables = dict(self.environment)
         if self.config.max_tries > 1:
             variables |= job.TRY_AGAIN
-        return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+        return [
+            f"export {name}={shlex.quote(value)}"
+            for name, value in variables.items()
+        ]
 
     def submit(self, folder: str = "slurm") -> str:
         """Submits the job with submitit, on a machine that has `sbatch`; returns its number.
@@ -168,16 +195,22 @@ class SlurmJob(job.Job):
         del directives["output"]  # submitit manages the logs
         try:
             # The job runs `python -m`, which without -P imports from the current directory first.
-            executor = submitit.SlurmExecutor(folder, python=f"{shlex.quote(sys.executable)} -P")
+            executor = submitit.SlurmExecutor(
+                folder, python=f"{shlex.quote(sys.executable)} -P"
+            )
             executor.update_parameters(
                 nodes=int(directives.pop("nodes")),
                 ntasks_per_node=int(directives.pop("ntasks-per-node")),
                 job_name=directives.pop("job-name"),
-                additional_parameters={name: value or True for name, value in directives.items()},
+                additional_parameters={
+                    name: value or True for name, value in directives.items()
+                },
                 setup=[*self.config.setup, *self._exports(), _TOKEN_LINE],
                 srun_args=self._srun_options(),
             )
-            return executor.submit(subprocess.check_call, list(self.config.command)).job_id
+            return executor.submit(
+                subprocess.check_call, list(self.config.command)
+            ).job_id
         except (OSError, RuntimeError) as error:
             raise JobConfigError(
                 f"{self._where('command')} was not submitted: {error}. Submit from a machine "

@@ -34,7 +34,9 @@ class _Call:
     """
 
     # JAX differentiates functions of pytrees, and all leaves: the other values have to be apart.
-    def __init__(self, kind: Kind, args: PyTree, wrt: PyTree, call: Fn | None = None):
+    def __init__(
+        self, kind: Kind, args: PyTree, wrt: PyTree, call: Fn | None = None
+    ):
         self._kind = kind
         self._outer, pure_args = split_args(kind, args, wrt, "wrt", call=call)
         units = Units.of_pure_args(kind, pure_args)
@@ -42,11 +44,15 @@ class _Call:
         self.other_values = units.mapped(_without_diff).values
         self.units = units.mapped(lambda value, role: None)
 
-    def pure(self, fn: Fn, has_aux: bool) -> Callable[[list[PyTree]], tuple[PyTree, PureResults]]:
+    def pure(
+        self, fn: Fn, has_aux: bool
+    ) -> Callable[[list[PyTree]], tuple[PyTree, PureResults]]:
         """Returns the function from `diff_values` to the result of `fn`, and all other outputs."""
         run = _runner(self.units, fn)
 
-        def of_diff_values(diff_values: list[PyTree]) -> tuple[PyTree, PureResults]:
+        def of_diff_values(
+            diff_values: list[PyTree],
+        ) -> tuple[PyTree, PureResults]:
             results = run(diff_values, self.other_values)
             value, aux = results.packed if has_aux else (results.packed, None)
             return value, results._replace(packed=aux)
@@ -62,11 +68,17 @@ def _without_diff(value: PyTree, role: Role) -> PyTree:
     return None if role is DIFF else value
 
 
-def _runner(units: Units, fn: Fn) -> Callable[[list[PyTree], list[PyTree]], PureResults]:
+def _runner(
+    units: Units, fn: Fn
+) -> Callable[[list[PyTree], list[PyTree]], PureResults]:
     """Returns `fn` as a function of the values to differentiate and the others."""
 
-    def run(diff_values: list[PyTree], other_values: list[PyTree]) -> PureResults:
-        inside = units.with_values(other_values).with_role_replaced(DIFF, diff_values)
+    def run(
+        diff_values: list[PyTree], other_values: list[PyTree]
+    ) -> PureResults:
+        inside = units.with_values(other_values).with_role_replaced(
+            DIFF, diff_values
+        )
         return call_pure(units.kind, fn, inside.pure_args())
 
     return named_after(fn, run)
@@ -105,7 +117,10 @@ def value_and_grad(
     def call(*args: PyTree) -> tuple[PyTree, PyTree]:
         this_call = _Call(kind, args, wrt, call)
         differentiated = jax.value_and_grad(
-            this_call.pure(fn, has_aux), has_aux=True, holomorphic=holomorphic, allow_int=allow_int
+            this_call.pure(fn, has_aux),
+            has_aux=True,
+            holomorphic=holomorphic,
+            allow_int=allow_int,
         )
         (value, results), diff_grads = differentiated(this_call.diff_values)
         aux = this_call.write_back(results)
@@ -143,11 +158,15 @@ def vjp(
     def call(*args: PyTree) -> tuple[PyTree, ...]:
         this_call = _Call(kind, args, wrt, call)
         pure = this_call.pure(fn, has_aux)
-        value, pullback, results = jax.vjp(pure, this_call.diff_values, has_aux=True)
+        value, pullback, results = jax.vjp(
+            pure, this_call.diff_values, has_aux=True
+        )
         aux = this_call.write_back(results)
         units = this_call.units
 
-        def backward(pullback: Callable[[PyTree], tuple[PyTree]], cotangent: PyTree) -> PyTree:
+        def backward(
+            pullback: Callable[[PyTree], tuple[PyTree]], cotangent: PyTree
+        ) -> PyTree:
             (diff_grads,) = pullback(cotangent)
             return in_args_tree(units, diff_grads)
 
@@ -169,12 +188,16 @@ def jvp(
     DIFF, in order. It returns the result of `fn`, its tangent, and with `has_aux` the output.
     """
 
-    def call(args: tuple[PyTree, ...], tangents: list[PyTree]) -> tuple[PyTree, ...]:
+    def call(
+        args: tuple[PyTree, ...], tangents: list[PyTree]
+    ) -> tuple[PyTree, ...]:
         # The tangents are of existing state, so none can be created before.
         this_call = _Call(kind, args, wrt)
         pure = this_call.pure(fn, has_aux)
         primals = (this_call.diff_values,)
-        value, tangent, results = jax.jvp(pure, primals, (tangents,), has_aux=True)
+        value, tangent, results = jax.jvp(
+            pure, primals, (tangents,), has_aux=True
+        )
         aux = this_call.write_back(results)
         if has_aux:
             return value, tangent, aux
@@ -184,7 +207,13 @@ def jvp(
 
 
 def custom_vjp(
-    kind: Kind, fn: Fn, forward_fn: Fn, backward_fn: Fn, *, wrt: PyTree, of_state: bool = False
+    kind: Kind,
+    fn: Fn,
+    forward_fn: Fn,
+    backward_fn: Fn,
+    *,
+    wrt: PyTree,
+    of_state: bool = False,
 ) -> Fn:
     """Applies `jax.custom_vjp` to a function that takes carriers.
 
@@ -210,7 +239,9 @@ def custom_vjp(
             value, residuals = results.packed
             return results._replace(packed=value), residuals
 
-        def backward(residuals: PyTree, cotangents: PureResults) -> tuple[list[PyTree], None]:
+        def backward(
+            residuals: PyTree, cotangents: PureResults
+        ) -> tuple[list[PyTree], None]:
             state_cotangents = ()
             if of_state:
                 groups = [node.groups for node in cotangents.state_nodes]
@@ -220,12 +251,20 @@ def custom_vjp(
 
         def without_gradient(leaf: PyTree) -> PyTree:
             # JAX fails to transpose a scan whose stacked result has None as its gradient.
-            return leaf if isinstance(leaf, jax.Ref) else jax.lax.stop_gradient(leaf)
+            return (
+                leaf
+                if isinstance(leaf, jax.Ref)
+                else jax.lax.stop_gradient(leaf)
+            )
 
         with_rule = jax.custom_vjp(_runner(this_call.units, fn))
-        with_rule.defvjp(named_after(forward_fn, forward), named_after(backward_fn, backward))
+        with_rule.defvjp(
+            named_after(forward_fn, forward), named_after(backward_fn, backward)
+        )
         other_values = jax.tree.map(without_gradient, this_call.other_values)
-        return this_call.write_back(with_rule(this_call.diff_values, other_values))
+        return this_call.write_back(
+            with_rule(this_call.diff_values, other_values)
+        )
 
     return call
 
@@ -236,7 +275,8 @@ def custom_jvp(
     jvp_fn: Fn,
     *,
     wrt: PyTree,
-    pack_tangent: Callable[[PureResults, PyTree, list[PyTree]], PureResults] | None = None,
+    pack_tangent: Callable[[PureResults, PyTree, list[PyTree]], PureResults]
+    | None = None,
 ) -> Fn:
     """Applies `jax.custom_jvp` to a function that takes carriers.
 
@@ -252,10 +292,13 @@ def custom_jvp(
 
     def call(*args: PyTree) -> PyTree:
         this_call = _Call(kind, args, wrt, call)
-        units = this_call.units  # without the call's values, since JAX keeps the rule
+        units = (
+            this_call.units
+        )  # without the call's values, since JAX keeps the rule
 
         def rule(
-            primals: tuple[list[PyTree], list[PyTree]], tangents: tuple[list[PyTree], PyTree]
+            primals: tuple[list[PyTree], list[PyTree]],
+            tangents: tuple[list[PyTree], PyTree],
         ) -> tuple[PureResults, PureResults]:
             diff_tangents, _ = tangents
             tangent: PyTree = None
@@ -268,12 +311,16 @@ def custom_jvp(
             results = _runner(units, primal_fn)(*primals)
             if pack_tangent is not None:
                 return results, pack_tangent(results, tangent, diff_tangents)
-            zeros: PureResults = jax.tree.map(jax.custom_derivatives.zero_from_primal, results)
+            zeros: PureResults = jax.tree.map(
+                jax.custom_derivatives.zero_from_primal, results
+            )
             return results, zeros._replace(packed=tangent)
 
         with_rule = jax.custom_jvp(_runner(units, fn))
         with_rule.defjvp(named_after(jvp_fn, rule))
-        return this_call.write_back(with_rule(this_call.diff_values, this_call.other_values))
+        return this_call.write_back(
+            with_rule(this_call.diff_values, this_call.other_values)
+        )
 
     return call
 
@@ -294,7 +341,9 @@ def remat(
     def pure(products: Static, pure_args: PureArgs) -> PureResults:
         return call_pure(kind, fn, pure_args)
 
-    rematerialized = jax.checkpoint(named_after(fn, pure), prevent_cse=prevent_cse, policy=policy)  # pyright: ignore[reportArgumentType]
+    rematerialized = jax.checkpoint(
+        named_after(fn, pure), prevent_cse=prevent_cse, policy=policy
+    )  # pyright: ignore[reportArgumentType]
 
     def call(*args: PyTree) -> PyTree:
         outer, pure_args = split_args(kind, args, in_axes, call=call)

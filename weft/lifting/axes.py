@@ -17,7 +17,9 @@ from weft.typing import PyTree
 Metadata = dict[Any, Any]
 
 
-def check_roles(units: Units, transformation: str, allowed: tuple[SpecialRole, ...]) -> None:
+def check_roles(
+    units: Units, transformation: str, allowed: tuple[SpecialRole, ...]
+) -> None:
     """Raises RoleError for a role that the transformation does not support."""
     for unit in units.layout.units:
         if isinstance(unit.role, SpecialRole) and unit.role not in allowed:
@@ -29,7 +31,11 @@ def check_roles(units: Units, transformation: str, allowed: tuple[SpecialRole, .
 
 
 def enter_axis(
-    units: Units, size: int | None, transformation: str, metadata: Metadata, at_least_keys: int = 0
+    units: Units,
+    size: int | None,
+    transformation: str,
+    metadata: Metadata,
+    at_least_keys: int = 0,
 ) -> tuple[int, Units]:
     """Returns the size of the mapped axes, and the units with forked keys and without the axis.
 
@@ -63,7 +69,9 @@ def _change_metadata(units: Units, sign: int, metadata: Metadata) -> Units:
     values: list[PyTree] = []
     for unit, value in units.items():
         if unit.carrier is not None and isinstance(unit.role, int):
-            value = units.kind.axis(units.static, unit.carrier, sign, value, unit.role, metadata)
+            value = units.kind.axis(
+                units.static, unit.carrier, sign, value, unit.role, metadata
+            )
         values.append(value)
     return units.with_values(values)
 
@@ -98,8 +106,12 @@ def _axis_size(units: Units, size: int | None, transformation: str) -> int:
         sizes_by_location["the size given"] = size
     for (i, number), n in sizes.items():
         sizes_by_location[units.location(i, number)] = n
-    listing = ", ".join(f"{location}: {n}" for location, n in sizes_by_location.items())
-    raise AxisSizeError(f"{transformation}: the mapped axes have different sizes ({listing}).")
+    listing = ", ".join(
+        f"{location}: {n}" for location, n in sizes_by_location.items()
+    )
+    raise AxisSizeError(
+        f"{transformation}: the mapped axes have different sizes ({listing})."
+    )
 
 
 def out_axes_of_results(

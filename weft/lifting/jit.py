@@ -31,7 +31,9 @@ from weft.lifting.signature import as_tuple, named_after
 from weft.lifting.static_keys import IdentityKey, jax_products
 from weft.typing import Fn, PyTree
 
-RunCompiled = Callable[[jax.stages.Compiled, tuple[Any, ...], dict[str, Any]], Any]
+RunCompiled = Callable[
+    [jax.stages.Compiled, tuple[Any, ...], dict[str, Any]], Any
+]
 
 
 class Stage:
@@ -92,14 +94,20 @@ def cache_key_differences(previous: CacheKey, key: CacheKey) -> list[str]:
         old_type = previous.arrays.get(location, "not there")
         new_type = key.arrays.get(location, "not there")
         if old_type != new_type:
-            differences.append(f"the array at {location}: {old_type} before, {new_type}")
+            differences.append(
+                f"the array at {location}: {old_type} before, {new_type}"
+            )
     differences += _static_differences("", previous.static, key.static)
     if not differences and previous.structure != key.structure:
-        differences.append(f"the arguments: {previous.structure} before, {key.structure}")
+        differences.append(
+            f"the arguments: {previous.structure} before, {key.structure}"
+        )
     return differences
 
 
-def _static_differences(location: str, old: StaticHalf, new: StaticHalf) -> Iterator[str]:
+def _static_differences(
+    location: str, old: StaticHalf, new: StaticHalf
+) -> Iterator[str]:
     """Yields a line for each part in which two static values differ."""
     if old == new:
         return
@@ -107,7 +115,9 @@ def _static_differences(location: str, old: StaticHalf, new: StaticHalf) -> Iter
     has_same_fields = old_fields.keys() == new_fields.keys()
     if type(old) is type(new) and old_fields and has_same_fields:
         for name in old_fields:
-            yield from _static_differences(f"{location}.{name}", old_fields[name], new_fields[name])
+            yield from _static_differences(
+                f"{location}.{name}", old_fields[name], new_fields[name]
+            )
         return
     yield f"the static value at {location.lstrip('.')}: {old!r} before, {new!r}"
 
@@ -148,31 +158,43 @@ class Jitted:
         static_argnames: frozenset[str],
         **options: Any,
     ):
-        def pure(structure: Static, *packed: PyTree, **packed_kwargs: PyTree) -> PureResults:
+        def pure(
+            structure: Static, *packed: PyTree, **packed_kwargs: PyTree
+        ) -> PureResults:
             _, static, roles = structure.value
             packed_args = packed, packed_kwargs
             self._last_traces = self._last_traces[-1:]
             self._last_traces.append(CacheKey.of(static, packed_args))
 
-            def call(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+            def call(
+                args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+            ) -> PyTree:
                 kwargs = {name: _unwrap_static(x) for name, x in kwargs.items()}
                 return fn(*map(_unwrap_static, args), **kwargs)
 
-            return call_pure(kind, call, PureArgs(Static(static), Static(roles), packed_args))
+            return call_pure(
+                kind, call, PureArgs(Static(static), Static(roles), packed_args)
+            )
 
         self._last_traces: list[CacheKey] = []
         self._kind = kind
         self._default_roles = default_roles
         self._static_argnums = static_argnums
         self._static_argnames = static_argnames
-        self._jitted = jax.jit(named_after(fn, pure, leading=("structure",)), **options)
+        self._jitted = jax.jit(
+            named_after(fn, pure, leading=("structure",)), **options
+        )
 
     def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return self._run(self._jitted, args, kwargs)
 
-    def _run(self, jitted: Fn, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+    def _run(
+        self, jitted: Fn, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> PyTree:
         call = functools.partial(self._run, jitted)
-        outer, structure, (packed, packed_kwargs) = self._split_args(args, kwargs, call)
+        outer, structure, (packed, packed_kwargs) = self._split_args(
+            args, kwargs, call
+        )
         results = jitted(structure, *packed, **packed_kwargs)
         return commit_results(self._kind, outer, results)
 
@@ -191,18 +213,30 @@ class Jitted:
         return "compiled again, since these differ: " + "; ".join(differences)
 
     def _split_args(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], call: Fn | None = None
+        self,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        call: Fn | None = None,
     ) -> tuple[Handle, Static, PyTree]:
         """Returns the handle of `split_args`, and what JAX gets."""
         if self._static_argnums and args:
-            positions = {i + len(args) if i < 0 else i for i in self._static_argnums}
-            args = tuple(_wrap_static(x) if i in positions else x for i, x in enumerate(args))
+            positions = {
+                i + len(args) if i < 0 else i for i in self._static_argnums
+            }
+            args = tuple(
+                _wrap_static(x) if i in positions else x
+                for i, x in enumerate(args)
+            )
         if self._static_argnames:
             kwargs = dict(kwargs)
             for name in self._static_argnames & kwargs.keys():
                 kwargs[name] = _wrap_static(kwargs[name])
         outer, pure_args = split_args(
-            self._kind, (args, kwargs), None, default_roles=self._default_roles, call=call
+            self._kind,
+            (args, kwargs),
+            None,
+            default_roles=self._default_roles,
+            call=call,
         )
         static, roles = pure_args.static.value, pure_args.roles.value
         structure = CallStructure(jax_products(), static, roles)
@@ -210,7 +244,9 @@ class Jitted:
 
 
 def _wrap_static(x: Any) -> Static:
-    return x if isinstance(x, Static) else Static(x)  # a second run has wrapped arguments
+    return (
+        x if isinstance(x, Static) else Static(x)
+    )  # a second run has wrapped arguments
 
 
 def _unwrap_static(x: PyTree) -> PyTree:
@@ -271,7 +307,9 @@ def checkify(
 
     `errors` are the enabled checks, by default `checkify.user_checks`.
     """
-    from jax.experimental import checkify as jax_checkify  # imported only if used
+    from jax.experimental import (
+        checkify as jax_checkify,
+    )  # imported only if used
 
     if errors is None:
         errors = jax_checkify.user_checks

@@ -23,12 +23,21 @@ import jax
 from jax.tree_util import KeyPath, keystr
 
 from weft.errors import ForkError, RoleError
-from weft.lifting.roles import FORK, Role, Roles, broadcast_roles, carrier_roles, is_role
+from weft.lifting.roles import (
+    FORK,
+    Role,
+    Roles,
+    broadcast_roles,
+    carrier_roles,
+    is_role,
+)
 from weft.typing import Fn, PyTree
 
 Carrier = Any  # a scope, an object, a context: an instance of one of a kind's `carrier_types`
 Group = PyTree  # the arrays of one group of a carrier's state, in a form that its kind chooses
-Groups = tuple[Group, ...]  # the groups of one carrier, one for each of its filters
+Groups = tuple[
+    Group, ...
+]  # the groups of one carrier, one for each of its filters
 StaticHalf = Any  # hashable: all that a kind knows of the carriers of a call besides arrays
 Handle = Any  # what a kind keeps on one side of the transformation, from one stage to the next
 Structure = Any  # a `PyTreeDef` of JAX, which is not a class for type checkers
@@ -69,7 +78,9 @@ class Kind(Protocol):
         """
         ...
 
-    def merge(self, static: StaticHalf, groups: Sequence[Groups]) -> tuple[Handle, list[Carrier]]:
+    def merge(
+        self, static: StaticHalf, groups: Sequence[Groups]
+    ) -> tuple[Handle, list[Carrier]]:
         """Creates carriers from the arguments; returns a handle for `collect` and the carriers."""
         ...
 
@@ -112,7 +123,9 @@ class Kind(Protocol):
 
     def fork(self, group: Group, n: int) -> Group:
         """Splits each PRNG key of a group into `n`, along a new leading axis."""
-        raise ForkError(f"{type(self).__name__} has no PRNG keys to fork; give the group an axis.")
+        raise ForkError(
+            f"{type(self).__name__} has no PRNG keys to fork; give the group an axis."
+        )
 
     def axis(
         self,
@@ -143,7 +156,10 @@ class Kind(Protocol):
         return group
 
     def static_of_run(
-        self, static: StaticHalf, created_by: StaticHalf = None, collected: StaticHalf = None
+        self,
+        static: StaticHalf,
+        created_by: StaticHalf = None,
+        collected: StaticHalf = None,
     ) -> StaticHalf:
         """Returns the static half for a loop's body, which counts what runs before.
 
@@ -154,11 +170,15 @@ class Kind(Protocol):
         """
         return static
 
-    def join(self, static: StaticHalf, statics: Sequence[StaticHalf]) -> StaticHalf:
+    def join(
+        self, static: StaticHalf, statics: Sequence[StaticHalf]
+    ) -> StaticHalf:
         """Joins the static halves that branches have collected; one branch runs."""
         return statics[0]
 
-    def location(self, static: StaticHalf, carrier: int | None, path: KeyPath) -> str:
+    def location(
+        self, static: StaticHalf, carrier: int | None, path: KeyPath
+    ) -> str:
         """Returns the user's name for the location of an entry of a group, for errors.
 
         `carrier` is the index of the group's carrier; input carriers precede returned ones. It is
@@ -308,10 +328,14 @@ def split_args(
     leaves, structure = jax.tree.flatten(args, is_leaf=is_leaf)
     if roles is None and kind.carriers_are_leaves:
         leaf_types = set(map(type, leaves))  # few, and there are many leaves
-        types_in_args = [cls for cls in leaf_types if issubclass(cls, kind.carrier_types)]
+        types_in_args = [
+            cls for cls in leaf_types if issubclass(cls, kind.carrier_types)
+        ]
         if not types_in_args:
             outer, static, _ = kind.split([], [])
-            return outer, PureArgs(Static(static), Static((None,) * len(leaves)), args)
+            return outer, PureArgs(
+                Static(static), Static((None,) * len(leaves)), args
+            )
 
     leaf_roles: list[Any] = [None] * len(leaves)
     if roles is not None:
@@ -332,7 +356,9 @@ def split_args(
     arg_leaves = SelectedLeaves(leaves, structure, carrier_indices)
     carriers = arg_leaves.selected
     if call is not None:
-        kind.create_outside(carriers, parts, lambda copies: call(*arg_leaves.replace(copies)))
+        kind.create_outside(
+            carriers, parts, lambda copies: call(*arg_leaves.replace(copies))
+        )
     outer, static, groups = kind.split(carriers, parts)
     packed = arg_leaves.replace(map(StateNode, groups))
     return outer, PureArgs(Static(static), Static(tuple(leaf_roles)), packed)
@@ -347,7 +373,11 @@ def stateless_error(roles_name: str, role: Roles, leaf: PyTree) -> RoleError:
 
 
 def call_pure(
-    kind: Kind, fn: Fn, pure_args: PureArgs, out_roles: PyTree = None, has_kwargs: bool = False
+    kind: Kind,
+    fn: Fn,
+    pure_args: PureArgs,
+    out_roles: PyTree = None,
+    has_kwargs: bool = False,
 ) -> PureResults:
     """Merges the carriers at the present trace level, calls `fn(*args)` and collects.
 
@@ -356,8 +386,12 @@ def call_pure(
     returns, a pytree prefix of its result.
     """
     static = pure_args.static.value
-    arg_leaves = SelectedLeaves.of(pure_args.packed, is_state_node, is_state_node)
-    inner, carriers = kind.merge(static, [node.groups for node in arg_leaves.selected])
+    arg_leaves = SelectedLeaves.of(
+        pure_args.packed, is_state_node, is_state_node
+    )
+    inner, carriers = kind.merge(
+        static, [node.groups for node in arg_leaves.selected]
+    )
     args = arg_leaves.replace(carriers)
     if has_kwargs:
         *args, kwargs = args
@@ -369,7 +403,9 @@ def call_pure(
     result_leaves = SelectedLeaves.of(result, is_carrier_leaf, is_carrier_leaf)
     returned = Returned(result, result_leaves.selected, [])
     if result_leaves.indices or not is_role(out_roles):
-        leaf_roles = broadcast_roles(out_roles, result, is_carrier_leaf, "out_axes")
+        leaf_roles = broadcast_roles(
+            out_roles, result, is_carrier_leaf, "out_axes"
+        )
         for role, leaf in zip(leaf_roles, result_leaves.leaves, strict=True):
             if is_carrier_leaf(leaf):
                 returned.parts.append(tuple(carrier_roles(role)))
@@ -377,7 +413,9 @@ def call_pure(
                 raise stateless_error("out_axes", role, leaf)
 
     parts = [tuple(pure_args.roles.value[i]) for i in arg_leaves.indices]
-    collected, groups, new_groups = kind.collect(inner, static, carriers, parts, returned)
+    collected, groups, new_groups = kind.collect(
+        inner, static, carriers, parts, returned
+    )
     state_nodes: list[StateNode] = []
     for carrier_parts, carrier_groups in zip(parts, groups, strict=True):
         # Forked keys are only for the new axis; the caller's keys are unchanged.
@@ -393,7 +431,9 @@ def commit_results(kind: Kind, outer: Handle, results: PureResults) -> PyTree:
     """Writes changes to the caller's carriers and returns the function's own results."""
     static = results.static.value
     groups = [node.groups for node in results.state_nodes]
-    result_leaves = SelectedLeaves.of(results.packed, is_state_node, is_state_node)
+    result_leaves = SelectedLeaves.of(
+        results.packed, is_state_node, is_state_node
+    )
     if not result_leaves.indices:
         kind.commit(outer, static, groups, [])
         return results.packed

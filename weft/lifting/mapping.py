@@ -11,7 +11,13 @@ from typing import Any
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+)
 
 from weft.errors import AxisSizeError, TransformArgumentError, VariableAxisError
 from weft.lifting import axes
@@ -78,7 +84,9 @@ def vmap(
 
         def mapped(packed: PyTree) -> PureResults:
             nonlocal has_returned
-            results = call_pure(kind, fn, pure_args._replace(packed=packed), out_axes)
+            results = call_pure(
+                kind, fn, pure_args._replace(packed=packed), out_axes
+            )
             has_returned = True
             return results
 
@@ -91,7 +99,9 @@ def vmap(
         result_axes = axes.out_axes_of_results(units, out_axes, output_axis)
         named_after(fn, mapped)
         try:
-            results = jax.vmap(mapped, out_axes=result_axes, **options)(entered.packed())
+            results = jax.vmap(mapped, out_axes=result_axes, **options)(
+                entered.packed()
+            )
         except ValueError:
             # JAX only finds after the run that a result without an axis differs between indices.
             if has_returned:
@@ -105,7 +115,10 @@ def vmap(
 
 
 def _check_shared_results(
-    fn: Fn, batched: Callable[[PyTree], PureResults], entered: Units, out_axes: PyTree
+    fn: Fn,
+    batched: Callable[[PyTree], PureResults],
+    entered: Units,
+    out_axes: PyTree,
 ) -> None:
     """Raises VariableAxisError if a result without an axis depends on an input with one.
 
@@ -122,7 +135,9 @@ def _check_shared_results(
             is_used_input = traced.used_inputs([n_leaves])
             n_leaves += 1
             inputs = zip(is_used_input, is_mapped_input, strict=True)
-            is_same_for_all = not any(is_used and is_mapped for is_used, is_mapped in inputs)
+            is_same_for_all = not any(
+                is_used and is_mapped for is_used, is_mapped in inputs
+            )
             if not isinstance(unit.role, int) and not is_same_for_all:
                 raise VariableAxisError(
                     f"vmap: {results.location(i, number)} is declared to be the same for all, with "
@@ -170,11 +185,15 @@ def shard_map(
         return role if isinstance(role, PartitionSpec) else PartitionSpec()
 
     def call(*args: PyTree) -> PyTree:
-        outer, pure_args = split_args(kind, args, in_specs, "in_specs", call=call)
+        outer, pure_args = split_args(
+            kind, args, in_specs, "in_specs", call=call
+        )
         units = Units.of_pure_args(kind, pure_args)
 
         def on_device(packed: PyTree) -> PureResults:
-            device_units = Units.of_pure_args(kind, pure_args._replace(packed=packed))
+            device_units = Units.of_pure_args(
+                kind, pure_args._replace(packed=packed)
+            )
             device_args = device_units.mapped(take_key).pure_args()
             return call_pure(kind, fn, device_args, out_specs)
 
@@ -192,13 +211,19 @@ def shard_map(
     return call
 
 
-def _shard_keys(keys: Group, mesh: Mesh | AbstractMesh, names: tuple[str, ...]) -> Group:
+def _shard_keys(
+    keys: Group, mesh: Mesh | AbstractMesh, names: tuple[str, ...]
+) -> Group:
     """Lays out keys, one for each device, as JAX requires for explicit axes of a mesh."""
     axis_types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    explicit_names = tuple(name for name in names if axis_types[name] is AxisType.Explicit)
+    explicit_names = tuple(
+        name for name in names if axis_types[name] is AxisType.Explicit
+    )
     if not explicit_names:
         return keys
-    return jax.sharding.reshard(keys, NamedSharding(mesh, PartitionSpec(explicit_names)))
+    return jax.sharding.reshard(
+        keys, NamedSharding(mesh, PartitionSpec(explicit_names))
+    )
 
 
 def pmap(
@@ -275,7 +300,11 @@ def pmap(
 def _check_context() -> None:
     """Rejects a context mesh under which results of another mesh cannot be used."""
     context = jax.sharding.get_abstract_mesh()
-    axis_types = {kind.name.lower() for kind in context.axis_types if kind is not AxisType.Auto}
+    axis_types = {
+        kind.name.lower()
+        for kind in context.axis_types
+        if kind is not AxisType.Auto
+    }
     if axis_types:
         raise TransformArgumentError(
             f"pmap uses a mesh of its own, and the mesh in the context has the "
@@ -349,8 +378,12 @@ def map_state(
         if initialize is not None and initializes:
             results = call_pure(kind, fn, pure_args)
             changed_groups = [node.groups for node in results.state_nodes]
-            initial_groups = list(map(initialize, carrier_groups, changed_groups))
-            static = kind.static_of_run(pure_args.static.value, results.static.value)
+            initial_groups = list(
+                map(initialize, carrier_groups, changed_groups)
+            )
+            static = kind.static_of_run(
+                pure_args.static.value, results.static.value
+            )
             pure_args = pure_args._replace(static=Static(static))
 
         mapped_groups = initial_groups
@@ -360,16 +393,24 @@ def map_state(
         results = call_pure(kind, fn, pure_args._replace(packed=packed))
         if map_out is not None:
             state_nodes: list[StateNode] = []
-            for groups, node in zip(mapped_groups, results.state_nodes, strict=True):
-                state_nodes.append(StateNode(map_out(groups, node.groups, initializes)))
+            for groups, node in zip(
+                mapped_groups, results.state_nodes, strict=True
+            ):
+                state_nodes.append(
+                    StateNode(map_out(groups, node.groups, initializes))
+                )
             results = results._replace(state_nodes=state_nodes)
 
         # State that the first run has created consists of initial values.
         created: list[Group | None] = []
-        for groups, new_groups in zip(carrier_groups, initial_groups, strict=True):
+        for groups, new_groups in zip(
+            carrier_groups, initial_groups, strict=True
+        ):
             for group, new_group in zip(groups, new_groups, strict=True):
                 created.append(None if new_group is group else new_group)
-        return commit_results(kind, outer, final_results(kind, results, created))
+        return commit_results(
+            kind, outer, final_results(kind, results, created)
+        )
 
     return call
 
@@ -384,7 +425,9 @@ def _with_groups(packed: PyTree, groups: Sequence[Groups]) -> PyTree:
     """Returns packed arguments with other groups of each carrier."""
     new_groups = iter(groups)
     return jax.tree.map(
-        lambda leaf: StateNode(next(new_groups)) if is_state_node(leaf) else leaf,
+        lambda leaf: (
+            StateNode(next(new_groups)) if is_state_node(leaf) else leaf
+        ),
         packed,
         is_leaf=is_state_node,
     )

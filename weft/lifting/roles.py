@@ -68,7 +68,10 @@ def carrier_roles(role: Role | Roles) -> Roles:
 
 
 def broadcast_roles(
-    prefix: PyTree, tree: PyTree, is_leaf: Callable[[PyTree], bool], prefix_name: str
+    prefix: PyTree,
+    tree: PyTree,
+    is_leaf: Callable[[PyTree], bool],
+    prefix_name: str,
 ) -> list[Any]:
     """Returns one role for each leaf of `tree`, from a pytree prefix with a name for errors.
 
@@ -84,8 +87,12 @@ def broadcast_roles(
         jax.tree.map(extend, prefix, tree, is_leaf=is_role)
     except ValueError:
         # `Roles` are made by Weft, so such a prefix is not what the user has written.
-        is_of_user = not (isinstance(prefix, tuple) and any(type(x) is Roles for x in prefix))
-        mismatch = _PrefixMismatch(is_leaf, prefix_name, is_of_user).describe(prefix, tree)
+        is_of_user = not (
+            isinstance(prefix, tuple) and any(type(x) is Roles for x in prefix)
+        )
+        mismatch = _PrefixMismatch(is_leaf, prefix_name, is_of_user).describe(
+            prefix, tree
+        )
         shown = f"{prefix_name}={prefix!r}" if is_of_user else prefix_name
         raise RoleError(f"{shown} {mismatch}") from None
     return leaf_roles
@@ -118,7 +125,11 @@ class _PrefixMismatch:
         if prefix_entries is None:
             return None
         entries = _entries(tree, self.is_leaf)
-        if entries is None or type(prefix) is not type(tree) or [*prefix_entries] != [*entries]:
+        if (
+            entries is None
+            or type(prefix) is not type(tree)
+            or [*prefix_entries] != [*entries]
+        ):
             return self._difference(prefix, prefix_entries, tree, entries, path)
         for key, entry in prefix_entries.items():
             difference = self._find(entry, entries[key], path + key)
@@ -134,14 +145,23 @@ class _PrefixMismatch:
         entries: _Entries | None,
         path: str,
     ) -> str:
-        shown_prefix, shown_tree = _describe(prefix, prefix_entries), _describe(tree, entries)
+        shown_prefix, shown_tree = (
+            _describe(prefix, prefix_entries),
+            _describe(tree, entries),
+        )
         if not self.shows_locations:
-            return f"has {shown_prefix}, where what it speaks of is {shown_tree}"
-        is_for_args = not path and not self._is_for_results and isinstance(prefix, tuple)
+            return (
+                f"has {shown_prefix}, where what it speaks of is {shown_tree}"
+            )
+        is_for_args = (
+            not path and not self._is_for_results and isinstance(prefix, tuple)
+        )
         if is_for_args and entries is not None:
             n_entries = _with_count(prefix_entries, "entry", "entries")
             n_arguments = _with_count(entries, "argument", "arguments")
-            return f"has {n_entries}, and the call has {n_arguments} by position"
+            return (
+                f"has {n_entries}, and the call has {n_arguments} by position"
+            )
         location = self._tree_location(path)
         return f"has {shown_prefix} at {self.prefix_name}{path}, where {location} is {shown_tree}"
 
@@ -155,11 +175,15 @@ class _PrefixMismatch:
         return f"args{path}" if path else "the arguments"
 
 
-def _entries(tree: PyTree, is_leaf: Callable[[PyTree], bool]) -> _Entries | None:
+def _entries(
+    tree: PyTree, is_leaf: Callable[[PyTree], bool]
+) -> _Entries | None:
     """Returns the direct children of a tree by their JAX keys, or None for a leaf."""
     if tree is not None and is_leaf(tree):
         return None
-    children = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
+    children = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: x is not tree
+    )
     if len(children) == 1 and children[0][1] is tree:
         return None
     return {jax.tree_util.keystr(path): child for path, child in children}

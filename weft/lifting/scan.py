@@ -38,7 +38,14 @@ from weft.lifting.kind import (
     commit_results,
     split_args,
 )
-from weft.lifting.roles import CARRY, FORK, Role, Roles, changed_shared_message, is_role
+from weft.lifting.roles import (
+    CARRY,
+    FORK,
+    Role,
+    Roles,
+    changed_shared_message,
+    is_role,
+)
 from weft.lifting.signature import named_after
 from weft.lifting.state_creation import (
     FirstIteration,
@@ -89,7 +96,9 @@ def scan(
             x: list[Tensor] = []
             for leaf in body.xs:
                 # Even without iterations there are keys for one, and zeros for all other values.
-                x.append(leaf[index] if leaf.shape[0] else _zeros_like_slice(leaf))
+                x.append(
+                    leaf[index] if leaf.shape[0] else _zeros_like_slice(leaf)
+                )
             return body.carry, x
 
         make_body = functools.partial(LoopBody, fn, out_axes, structures)
@@ -109,11 +118,15 @@ def scan(
     looped = jit_outside_traces(fn, pure)
 
     def call(*args: PyTree) -> PyTree:
-        outer, pure_args = split_args(kind, args, in_axes, default_roles=default_roles, call=call)
+        outer, pure_args = split_args(
+            kind, args, in_axes, default_roles=default_roles, call=call
+        )
         units = Units.of_pure_args(kind, pure_args)
         axes.check_roles(units, "scan", (CARRY, FORK))
         # Even without iterations there are keys for one, see `first_inputs`.
-        n, entered = axes.enter_axis(units, length, "scan", metadata, at_least_keys=1)
+        n, entered = axes.enter_axis(
+            units, length, "scan", metadata, at_least_keys=1
+        )
         structures = carry_structures_of_args(in_axes, pure_args.packed)
         results = looped((n, structures), entered)
         results = axes.leave_axis(units, results, out_axes, metadata)
@@ -152,7 +165,13 @@ class LoopBody:
 
     transformation = "scan"
 
-    def __init__(self, fn: Fn, out_axes: PyTree, structures: CarryStructures, units: Units):
+    def __init__(
+        self,
+        fn: Fn,
+        out_axes: PyTree,
+        structures: CarryStructures,
+        units: Units,
+    ):
         self.fn = fn
         self.outcome: BodyOutcome | None = None
         self._out_axes = out_axes
@@ -161,7 +180,9 @@ class LoopBody:
         carried = units.values_with_role(CARRY)
         leaves, self._carry_structure = jax.tree.flatten(carried)
         # JAX carries no references; all iterations use the same ones.
-        self._refs = [leaf if isinstance(leaf, jax.Ref) else None for leaf in leaves]
+        self._refs = [
+            leaf if isinstance(leaf, jax.Ref) else None for leaf in leaves
+        ]
         self.carry: list[Tensor] = _without_refs(leaves)
         stacked: list[PyTree] = []
         for unit, value in units.items():
@@ -170,10 +191,14 @@ class LoopBody:
         self.xs: list[Tensor]
         self.xs, self._x_structure = jax.tree.flatten(stacked)
 
-    def __call__(self, carry: list[Tensor], x: PyTree) -> tuple[list[Tensor], list[Tensor]]:
+    def __call__(
+        self, carry: list[Tensor], x: PyTree
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Runs an iteration; returns the next carry, and `y`."""
         units = self.inside(carry, x)
-        results = call_pure(units.kind, self.fn, units.pure_args(), self._out_axes)
+        results = call_pure(
+            units.kind, self.fn, units.pure_args(), self._out_axes
+        )
         return self._next(carry, units, results)
 
     def first_iteration(self, carry: list[Tensor], x: PyTree) -> FirstIteration:
@@ -182,7 +207,9 @@ class LoopBody:
         Otherwise, returns the next carry, and `y`.
         """
         units = self.inside(carry, x)
-        results = call_pure(units.kind, self.fn, units.pure_args(), self._out_axes)
+        results = call_pure(
+            units.kind, self.fn, units.pure_args(), self._out_axes
+        )
         created = created_groups(units, results)
         if created is not None:
             return FirstIteration(created, results.static, [], [])
@@ -208,17 +235,25 @@ class LoopBody:
         _check_shared(self.transformation, units, returned)
         _check_carry(self.transformation, units, returned)
         structures = carry_structures(self._out_axes, results.packed)
-        _check_carry_structures(self.transformation, self._carry_structures, structures)
+        _check_carry_structures(
+            self.transformation, self._carry_structures, structures
+        )
 
         carried = returned.values_with_role(CARRY)
         next_carry = _without_refs(jax.tree.leaves(carried))
-        sliced = [value for unit, value in returned.items() if _is_sliced(unit.role)]
+        sliced = [
+            value for unit, value in returned.items() if _is_sliced(unit.role)
+        ]
         y, y_structure = jax.tree.flatten(sliced)
         self.outcome = BodyOutcome(
             static=results.static,
-            shared=returned.mapped(lambda value, role: value if role is None else None),
+            shared=returned.mapped(
+                lambda value, role: value if role is None else None
+            ),
             y_structure=y_structure,
-            is_unchanged=[old is new for old, new in zip(carry, next_carry, strict=True)],
+            is_unchanged=[
+                old is new for old, new in zip(carry, next_carry, strict=True)
+            ],
         )
         return next_carry, y
 
@@ -233,8 +268,12 @@ class LoopBody:
             is_kept = is_unchanged and isinstance(initial, jax.Array)
             final_carry.append(initial if is_kept else final)
         stacked_values = outcome.y_structure.unflatten(ys)
-        stacked_units = _with_sliced(outcome.shared, stacked_values).mapped(_move_axis_from_front)
-        final_units = stacked_units.with_role_replaced(CARRY, self._with_refs(final_carry))
+        stacked_units = _with_sliced(outcome.shared, stacked_values).mapped(
+            _move_axis_from_front
+        )
+        final_units = stacked_units.with_role_replaced(
+            CARRY, self._with_refs(final_carry)
+        )
         state_nodes, packed = final_units.packed()
         return PureResults(outcome.static, state_nodes, packed)
 
@@ -282,7 +321,9 @@ def _move_axis_from_front(value: PyTree, role: Role) -> PyTree:
 def _with_sliced(units: Units, sliced: Sequence[PyTree]) -> Units:
     """Returns the units with other values for those that have an axis or are forked, in order."""
     remaining = iter(sliced)
-    return units.mapped(lambda value, role: next(remaining) if _is_sliced(role) else value)
+    return units.mapped(
+        lambda value, role: next(remaining) if _is_sliced(role) else value
+    )
 
 
 def carry_structures(prefix: PyTree, packed: PyTree) -> CarryStructures:
@@ -308,7 +349,9 @@ def carry_structures(prefix: PyTree, packed: PyTree) -> CarryStructures:
     return tuple(structures)
 
 
-def carry_structures_of_args(in_axes: PyTree, args: tuple[PyTree, ...]) -> CarryStructures:
+def carry_structures_of_args(
+    in_axes: PyTree, args: tuple[PyTree, ...]
+) -> CarryStructures:
     """Returns the `carry_structures` of each argument."""
     prefix = (in_axes,) * len(args) if is_role(in_axes) else in_axes
     return carry_structures(prefix, args)
@@ -328,7 +371,9 @@ def _check_shared(transformation: str, units: Units, returned: Units) -> None:
             # Values other than tracers existed before the trace.
             if isinstance(leaf, jax.core.Tracer) and id(leaf) not in shared_ids:
                 location = returned.location(i, number)
-                raise RoleError(changed_shared_message(transformation, location))
+                raise RoleError(
+                    changed_shared_message(transformation, location)
+                )
 
 
 def _check_carry(transformation: str, units: Units, returned: Units) -> None:
@@ -336,7 +381,10 @@ def _check_carry(transformation: str, units: Units, returned: Units) -> None:
     indices = units.indices_with_role(CARRY)
     carry = units.values_with_role(CARRY)
     next_carry = returned.values_with_role(CARRY)
-    structure, next_structure = jax.tree.structure(carry), jax.tree.structure(next_carry)
+    structure, next_structure = (
+        jax.tree.structure(carry),
+        jax.tree.structure(next_carry),
+    )
     if structure != next_structure:
         difference = f"given {structure}, returned {next_structure}."
         if len(carry) == len(next_carry):
@@ -346,7 +394,9 @@ def _check_carry(transformation: str, units: Units, returned: Units) -> None:
             + difference
         )
     for i, value, next_value in zip(indices, carry, next_carry, strict=True):
-        leaves = zip(jax.tree.leaves(value), jax.tree.leaves(next_value), strict=True)
+        leaves = zip(
+            jax.tree.leaves(value), jax.tree.leaves(next_value), strict=True
+        )
         for number, (leaf, next_leaf) in enumerate(leaves):
             if isinstance(leaf, jax.Ref) and leaf is not next_leaf:
                 raise CarryStructureError(
@@ -355,7 +405,9 @@ def _check_carry(transformation: str, units: Units, returned: Units) -> None:
                 )
             leaf_type, next_type = jax.typeof(leaf), jax.typeof(next_leaf)
             # Python numbers have weak types, which `jax.lax.scan` promotes.
-            has_same_dtype = leaf_type.dtype == next_type.dtype or leaf_type.weak_type
+            has_same_dtype = (
+                leaf_type.dtype == next_type.dtype or leaf_type.weak_type
+            )
             if leaf_type.shape != next_type.shape or not has_same_dtype:
                 raise CarryStructureError(
                     f"{transformation}: the carry at {units.location(i, number)} is given as "
@@ -369,7 +421,9 @@ def _first_difference(units: Units, next_carry: list[PyTree]) -> str | None:
     next_units = units.with_role_replaced(CARRY, next_carry)
     for i in units.indices_with_role(CARRY):
         paths = [path for path, _ in tree_leaves_with_path(units.values[i])]
-        next_paths = [path for path, _ in tree_leaves_with_path(next_units.values[i])]
+        next_paths = [
+            path for path, _ in tree_leaves_with_path(next_units.values[i])
+        ]
         for number, path in enumerate(paths):
             if path not in next_paths:
                 return f"{units.location(i, number)} was given and is not returned."
@@ -380,14 +434,18 @@ def _first_difference(units: Units, next_carry: list[PyTree]) -> str | None:
 
 
 def _check_carry_structures(
-    transformation: str, structures: CarryStructures, next_structures: CarryStructures
+    transformation: str,
+    structures: CarryStructures,
+    next_structures: CarryStructures,
 ) -> None:
     """Raises CarryStructureError if the carry comes back in other containers."""
     has_one_role = len(next_structures) == 1
     if has_one_role and len(structures) != 1:
         # The results are a tuple of the carried arguments, with one role for all.
         next_structures = tuple(next_structures[0].children())
-    for structure, next_structure in zip(structures, next_structures, strict=False):
+    for structure, next_structure in zip(
+        structures, next_structures, strict=False
+    ):
         if structure != next_structure:
             raise CarryStructureError(
                 f"{transformation}: the body returns a carry of another structure than it was "
@@ -420,7 +478,9 @@ def while_loop(kind: Kind, cond_fn: Fn, body_fn: Fn, *, in_axes: PyTree) -> Fn:
             inside = body.inside(carry, index).with_static(units.static)
             return call_pure(kind, cond_fn, inside.pure_args()).packed
 
-        def iterate(state: tuple[Tensor, list[Tensor]]) -> tuple[Tensor, list[Tensor]]:
+        def iterate(
+            state: tuple[Tensor, list[Tensor]],
+        ) -> tuple[Tensor, list[Tensor]]:
             index, carry = state
             next_carry, _ = step(carry, index)
             return index + 1, next_carry
@@ -444,8 +504,12 @@ def while_loop(kind: Kind, cond_fn: Fn, body_fn: Fn, *, in_axes: PyTree) -> Fn:
         units = Units.of_pure_args(kind, pure_args)
         axes.check_roles(units, "while_loop", (CARRY, FORK))
         if any(isinstance(unit.role, int) for unit in units.layout.units):
-            raise RoleError("while_loop: its length is unknown, so it has no axis; give CARRY.")
-        results = looped(carry_structures_of_args(in_axes, pure_args.packed), units)
+            raise RoleError(
+                "while_loop: its length is unknown, so it has no axis; give CARRY."
+            )
+        results = looped(
+            carry_structures_of_args(in_axes, pure_args.packed), units
+        )
         return commit_results(kind, outer, results)
 
     return call
@@ -471,7 +535,10 @@ def _fold_keys(group: Group, index: Tensor) -> Group:
     """
 
     def fold(path: jax.tree_util.KeyPath, key: Tensor) -> Tensor:
-        is_key = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.dtype == jnp.uint32
+        is_key = (
+            jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+            or key.dtype == jnp.uint32
+        )
         if not is_key:
             raise ForkError(
                 f"the value at {jax.tree_util.keystr(path)} is {jax.typeof(key).str_short()}, not "
@@ -502,14 +569,18 @@ def fori_loop(
     def while_body(i: Tensor, *args: PyTree) -> tuple[Tensor, PyTree]:
         return i + 1, body_fn(i, *args)
 
-    def scan_body(i: Tensor, *args: PyTree) -> tuple[tuple[Tensor, PyTree], None]:
+    def scan_body(
+        i: Tensor, *args: PyTree
+    ) -> tuple[tuple[Tensor, PyTree], None]:
         return (i + 1, body_fn(i, *args)), None
 
     named_after(body_fn, while_body)
     named_after(body_fn, scan_body)
 
     def call(*args: PyTree) -> PyTree:
-        roles = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+        roles = (
+            in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+        )
         index_and_roles = (CARRY, *roles)
         if isinstance(lower, int) and isinstance(upper, int):
             loop = scan(
@@ -522,7 +593,9 @@ def fori_loop(
             )
             (_, carried), _ = loop(jnp.int32(lower), *args)
             return carried
-        loop = while_loop(kind, lambda i, *_: i < upper, while_body, in_axes=index_and_roles)
+        loop = while_loop(
+            kind, lambda i, *_: i < upper, while_body, in_axes=index_and_roles
+        )
         _, carried = loop(jnp.asarray(lower, jnp.int32), *args)
         return carried
 

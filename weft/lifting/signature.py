@@ -7,7 +7,7 @@ messages its arguments and source line, so it takes all three from the user's fu
 import functools
 import inspect
 from collections.abc import Collection, Iterable, Sequence
-from typing import TypeVar
+from typing import SupportsIndex, TypeVar
 
 from weft.errors import TransformArgumentError
 from weft.typing import Fn, PyTree
@@ -15,7 +15,10 @@ from weft.typing import Fn, PyTree
 F = TypeVar("F", bound=Fn)
 T = TypeVar("T", int, str)
 
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
 _ANY_SIGNATURE = inspect.Signature(
     [
         inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
@@ -25,7 +28,11 @@ _ANY_SIGNATURE = inspect.Signature(
 
 
 def named_after(
-    fn: Fn, pure: F, *, leading: Sequence[str] | None = None, left_out: Collection[int | str] = ()
+    fn: Fn,
+    pure: F,
+    *,
+    leading: Sequence[str] | None = None,
+    left_out: Collection[int | str] = (),
 ) -> F:
     """Gives a function the name, the source line and the argument names of the user's function.
 
@@ -37,7 +44,9 @@ def named_after(
     """
     copy_name(fn, pure)
     # JAX would otherwise follow `__wrapped__` to a signature that `pure` does not have.
-    signature = _ANY_SIGNATURE if leading is None else _signature(fn, leading, left_out)
+    signature = (
+        _ANY_SIGNATURE if leading is None else _signature(fn, leading, left_out)
+    )
     pure.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
     return pure
 
@@ -76,7 +85,9 @@ def _signature(
         while name in used_names:
             name = f"_{name}"
         used_names.add(name)
-        leading_parameters.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY))
+        leading_parameters.append(
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
+        )
     return inspect.Signature([*leading_parameters, *fn_parameters])
 
 
@@ -90,19 +101,23 @@ def signature_of(fn: Fn) -> inspect.Signature:
 
 def as_tuple(arguments: T | Iterable[T]) -> tuple[T, ...]:
     """Returns one or several positions or names of arguments as a tuple."""
-    if isinstance(arguments, int | str):
+    if isinstance(arguments, str) or not isinstance(arguments, Iterable):
         return (arguments,)  # pyright: ignore[reportReturnType]
     return tuple(arguments)  # pyright: ignore[reportArgumentType]
 
 
-def check_argnums(title: str, parameter: str, fn: Fn, argnums: int | Iterable[int]) -> None:
+def check_argnums(
+    title: str, parameter: str, fn: Fn, argnums: int | Iterable[int]
+) -> None:
     """Raises TransformArgumentError for positions of arguments that a function does not have.
 
+    So it does for what is not a position, such as a name of an argument.
     `parameter` is the name of the one with the positions. An unknown signature allows any position.
     """
     positions = as_tuple(argnums)
     if not positions:
         return
+    _check_are_positions(title, parameter, fn, positions)
     n_args = 0
     for fn_parameter in signature_of(fn).parameters.values():
         if fn_parameter.kind is inspect.Parameter.VAR_POSITIONAL:
@@ -113,16 +128,40 @@ def check_argnums(title: str, parameter: str, fn: Fn, argnums: int | Iterable[in
 
 
 def resolve_argnums(
-    title: str, parameter: str, fn: Fn, argnums: int | Iterable[int], args: Sequence[PyTree]
+    title: str,
+    parameter: str,
+    fn: Fn,
+    argnums: int | Iterable[int],
+    args: Sequence[PyTree],
 ) -> list[int]:
     """Returns positions among the arguments of a call, counted from 0; see `check_argnums`."""
     positions = as_tuple(argnums)
-    _check_positions(title, parameter, fn, positions, len(args), "is called with")
+    _check_are_positions(title, parameter, fn, positions)
+    _check_positions(
+        title, parameter, fn, positions, len(args), "is called with"
+    )
     return [position % len(args) for position in positions]
 
 
+def _check_are_positions(
+    title: str, parameter: str, fn: Fn, positions: Iterable[object]
+) -> None:
+    for position in positions:
+        if not isinstance(position, SupportsIndex):
+            fn_name = getattr(fn, "__name__", type(fn).__name__)
+            raise TransformArgumentError(
+                f"{title}({fn_name}): {parameter} has {position!r}; give positions of arguments, "
+                "such as 0 or (0, 1)."
+            )
+
+
 def _check_positions(
-    title: str, parameter: str, fn: Fn, positions: Iterable[int], n_args: int, verb: str
+    title: str,
+    parameter: str,
+    fn: Fn,
+    positions: Iterable[int],
+    n_args: int,
+    verb: str,
 ) -> None:
     for position in positions:
         if not -n_args <= position < n_args:

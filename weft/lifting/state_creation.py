@@ -53,9 +53,13 @@ class TracedFunction:
 
         def of_leaves(*leaves: PyTree) -> list[PyTree]:
             self._refs.clear()
-            results, structure = jax.tree.flatten(fn(*args_structure.unflatten(leaves)))
+            results, structure = jax.tree.flatten(
+                fn(*args_structure.unflatten(leaves))
+            )
             result_structures.append(structure)
-            input_numbers = {id(x): i for i, x in enumerate(leaves) if isinstance(x, jax.Ref)}
+            input_numbers = {
+                id(x): i for i, x in enumerate(leaves) if isinstance(x, jax.Ref)
+            }
             for number, result in enumerate(results):
                 if id(result) in input_numbers:
                     self._refs[number] = input_numbers[id(result)]
@@ -63,7 +67,9 @@ class TracedFunction:
             return results
 
         with jax.disable_jit(False):
-            self.closed = jax.make_jaxpr(named_after(named, of_leaves))(*arg_leaves)
+            self.closed = jax.make_jaxpr(named_after(named, of_leaves))(
+                *arg_leaves
+            )
         (self._result_structure,) = result_structures
 
     @property
@@ -71,7 +77,9 @@ class TracedFunction:
         """Returns the result, with types in place of arrays."""
         return self._unflatten(self.closed.out_avals, self.closed.in_avals)
 
-    def _unflatten(self, results: Sequence[PyTree], inputs: Sequence[PyTree]) -> PyTree:
+    def _unflatten(
+        self, results: Sequence[PyTree], inputs: Sequence[PyTree]
+    ) -> PyTree:
         leaves = list(results)
         for number, input_number in self._refs.items():
             leaves[number] = inputs[input_number]
@@ -82,7 +90,9 @@ class TracedFunction:
         if is_jit_disabled():
             return self._fn(*args)
         leaves = jax.tree.leaves(args)
-        results = jax.core.eval_jaxpr(self.closed.jaxpr, self.closed.consts, *leaves)
+        results = jax.core.eval_jaxpr(
+            self.closed.jaxpr, self.closed.consts, *leaves
+        )
         return self._unflatten(results, leaves)
 
     def used_inputs(self, outputs: Sequence[int]) -> list[bool]:
@@ -95,11 +105,15 @@ class TracedFunction:
         jaxpr, is_used = self._reduced(outputs)
         inputs = list(itertools.compress(jax.tree.leaves(args), is_used))
         results = jax.core.eval_jaxpr(jaxpr, self.closed.consts, *inputs)
-        results_by_number = dict(zip(sorted(set(outputs)), results, strict=True))
+        results_by_number = dict(
+            zip(sorted(set(outputs)), results, strict=True)
+        )
         # A constant of the trace would be no array, and a change of it would be computed by NumPy.
         return [jnp.asarray(results_by_number[number]) for number in outputs]
 
-    def is_like(self, output: int, other: TracedFunction, other_output: int) -> bool:
+    def is_like(
+        self, output: int, other: TracedFunction, other_output: int
+    ) -> bool:
         """Returns whether a leaf of the result is computed as one of another trace.
 
         Both traces have the same arguments. Equal computations that differ in the text of their
@@ -151,8 +165,13 @@ def without_debugging(closed: ClosedJaxpr) -> ClosedJaxpr:
                 removed_effects.update(eqn.effects)
                 continue
             if eqn.effects:
-                params = {name: clean_param(param) for name, param in eqn.params.items()}
-                eqn = eqn.replace(params=params, effects=eqn.effects - removed_effects)
+                params = {
+                    name: clean_param(param)
+                    for name, param in eqn.params.items()
+                }
+                eqn = eqn.replace(
+                    params=params, effects=eqn.effects - removed_effects
+                )
             eqns.append(eqn)
         return jaxpr.replace(eqns=eqns, effects=jaxpr.effects - removed_effects)
 
@@ -194,9 +213,13 @@ class Body(Protocol):
     fn: Fn
     transformation: str
 
-    def __call__(self, carry: list[Tensor], x: PyTree) -> tuple[list[Tensor], list[Tensor]]: ...
+    def __call__(
+        self, carry: list[Tensor], x: PyTree
+    ) -> tuple[list[Tensor], list[Tensor]]: ...
 
-    def first_iteration(self, carry: list[Tensor], x: PyTree) -> FirstIteration: ...
+    def first_iteration(
+        self, carry: list[Tensor], x: PyTree
+    ) -> FirstIteration: ...
 
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -255,9 +278,13 @@ def prepare_loop(
     body_static = kind.static_of_run(static, first.static.value)
     body = make_body(units.with_static(body_static))
     if is_jit_disabled() and body_static is not static:
-        second = TracedFunction(body.fn, body.first_iteration, *first_inputs(body)).shapes
+        second = TracedFunction(
+            body.fn, body.first_iteration, *first_inputs(body)
+        ).shapes
         if second.created is None:
-            body_static = kind.static_of_run(static, first.static.value, second.static.value)
+            body_static = kind.static_of_run(
+                static, first.static.value, second.static.value
+            )
             body = make_body(units.with_static(body_static))
 
     # This trace finds the state, so it has the same carry before and after.
@@ -274,7 +301,9 @@ def prepare_loop(
 
 
 def _step_of(traced: TracedFunction) -> Step:
-    def step(carry: list[Tensor], x: PyTree) -> tuple[list[Tensor], list[Tensor]]:
+    def step(
+        carry: list[Tensor], x: PyTree
+    ) -> tuple[list[Tensor], list[Tensor]]:
         iteration: FirstIteration = traced(carry, x)
         return iteration.carry, iteration.y
 
@@ -303,7 +332,9 @@ def may_create(units: Units) -> bool:
     return False
 
 
-def created_groups(units: Units, results: PureResults) -> list[Group | None] | None:
+def created_groups(
+    units: Units, results: PureResults
+) -> list[Group | None] | None:
     """Returns the created state of each group that a loop carries or shares, or None."""
     created: list[Group | None] = []
     for group, changed_group, role in groups_before_and_after(units, results):
@@ -320,7 +351,9 @@ def _exists_before(role: Role) -> bool:
     return role is None or role is CARRY
 
 
-def final_results(kind: Kind, results: PureResults, created: Sequence[Group | None]) -> PureResults:
+def final_results(
+    kind: Kind, results: PureResults, created: Sequence[Group | None]
+) -> PureResults:
     """Returns the results of a loop or of branches, with the initial values of created state."""
     created_groups = iter(created)
     state_nodes: list[StateNode] = []
@@ -335,10 +368,14 @@ def final_results(kind: Kind, results: PureResults, created: Sequence[Group | No
     return results._replace(state_nodes=state_nodes)
 
 
-def groups_before_and_after(units: Units, results: PureResults) -> list[tuple[Group, Group, Role]]:
+def groups_before_and_after(
+    units: Units, results: PureResults
+) -> list[tuple[Group, Group, Role]]:
     """Returns each group of the input carriers: before, what has changed after, and its role."""
     changed_groups: list[Group] = []
     for node in results.state_nodes:
         changed_groups.extend(node.groups)
-    roles = [unit.role for unit in units.layout.units if unit.carrier is not None]
+    roles = [
+        unit.role for unit in units.layout.units if unit.carrier is not None
+    ]
     return list(zip(units.groups(), changed_groups, roles, strict=True))

@@ -18,7 +18,12 @@ import numpy as np
 
 # Used for each field of a module that crosses a transformation, so the common types come first.
 _PLAIN_TYPES = frozenset((bool, int, str, bytes, type(None)))
-_IDENTITY_TYPES = (type, types.ModuleType, types.BuiltinFunctionType, types.FunctionType)
+_IDENTITY_TYPES = (
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    types.FunctionType,
+)
 
 PartKey = Callable[[Any], Hashable]
 
@@ -41,7 +46,12 @@ def jax_products() -> tuple[IdentityKey, ...]:
 
     A trace with other products is another trace: it may not be reused while they are replaced.
     """
-    products = jax.lax.dot_general, jax.lax.conv_general_dilated, jnp.einsum, jnp.dot
+    products = (
+        jax.lax.dot_general,
+        jax.lax.conv_general_dilated,
+        jnp.einsum,
+        jnp.dot,
+    )
     return tuple(map(IdentityKey, products))
 
 
@@ -72,7 +82,9 @@ def _key(value: Any, containers: tuple[Any, ...]) -> Hashable:
         return IdentityKey(value)
     if any(value is container for container in containers):
         return IdentityKey(value)  # a container that contains itself
-    return _compound_key(value, functools.partial(_key, containers=(*containers, value)))
+    return _compound_key(
+        value, functools.partial(_key, containers=(*containers, value))
+    )
 
 
 def _compound_key(value: Any, part_key: PartKey) -> Hashable:
@@ -80,7 +92,12 @@ def _compound_key(value: Any, part_key: PartKey) -> Hashable:
     cls = type(value)
     if isinstance(value, functools.partial):
         keywords = dict(sorted(value.keywords.items()))
-        return cls, part_key(value.func), part_key(value.args), part_key(keywords)
+        return (
+            cls,
+            part_key(value.func),
+            part_key(value.args),
+            part_key(keywords),
+        )
     if isinstance(value, types.MethodType):
         return cls, IdentityKey(value.__func__), part_key(value.__self__)
     if isinstance(value, tuple | list | deque):
@@ -96,7 +113,9 @@ def _compound_key(value: Any, part_key: PartKey) -> Hashable:
         return cls, part_key(vars(value))
     if dataclasses.is_dataclass(value) and cls.__eq__ is not object.__eq__:
         fields = dataclasses.fields(value)
-        return cls, tuple(part_key(getattr(value, field.name)) for field in fields)
+        return cls, tuple(
+            part_key(getattr(value, field.name)) for field in fields
+        )
     try:
         hash(value)
     except TypeError:
@@ -118,5 +137,7 @@ def _pickled_key(value: Any, part_key: PartKey) -> Hashable:
     part_keys: list[Hashable] = []
     for part in pickled:
         # The last two of the five parts are iterators over items.
-        part_keys.append(part_key(list(part) if isinstance(part, Iterator) else part))
+        part_keys.append(
+            part_key(list(part) if isinstance(part, Iterator) else part)
+        )
     return cls, tuple(part_keys)

@@ -52,7 +52,9 @@ def jit_outside_traces(
     jitted = jax.jit(named_after(fn, of_structure))
 
     def call(static: Hashable, units: Units) -> PureResults:
-        has_refs = any(isinstance(leaf, jax.Ref) for leaf in jax.tree.leaves(units.values))
+        has_refs = any(
+            isinstance(leaf, jax.Ref) for leaf in jax.tree.leaves(units.values)
+        )
         # A function of `jax.jit` cannot return references.
         if is_tracing() or has_refs:
             return pure(static, units)
@@ -96,4 +98,6 @@ def _unwrap_static(tree: PyTree) -> PyTree:
     def unwrap_leaf(leaf: Any) -> Any:
         return leaf.value if isinstance(leaf, _StaticLeaf) else leaf
 
-    return jax.tree.map(unwrap_leaf, tree, is_leaf=lambda x: isinstance(x, _StaticLeaf))
+    return jax.tree.map(
+        unwrap_leaf, tree, is_leaf=lambda x: isinstance(x, _StaticLeaf)
+    )

@@ -98,15 +98,23 @@ class Units:
     @classmethod
     def of_pure_args(cls, kind: Kind, pure_args: PureArgs) -> Units:
         static, leaf_roles = pure_args.static.value, pure_args.roles.value
-        return cls._of_packed(kind, static, pure_args.packed, leaf_roles, holds_results=False)
+        return cls._of_packed(
+            kind, static, pure_args.packed, leaf_roles, holds_results=False
+        )
 
     def of_results(self, results: PureResults, out_roles: PyTree) -> Units:
         """Returns the units of the results of a call; input carriers keep their roles."""
-        input_roles = [role for role in self.layout.leaf_roles if isinstance(role, Roles)]
-        result_roles = broadcast_roles(out_roles, results.packed, is_state_node, "out_axes")
+        input_roles = [
+            role for role in self.layout.leaf_roles if isinstance(role, Roles)
+        ]
+        result_roles = broadcast_roles(
+            out_roles, results.packed, is_state_node, "out_axes"
+        )
         packed = results.state_nodes, results.packed
         leaf_roles = (*input_roles, *result_roles)
-        return Units._of_packed(self.kind, self.static, packed, leaf_roles, holds_results=True)
+        return Units._of_packed(
+            self.kind, self.static, packed, leaf_roles, holds_results=True
+        )
 
     @classmethod
     def _of_packed(
@@ -126,7 +134,9 @@ class Units:
                 values.extend(leaf.groups)
             else:
                 values.append(leaf)
-        layout = UnitLayout(kind, static, structure, leaf_roles, are_state_nodes, holds_results)
+        layout = UnitLayout(
+            kind, static, structure, leaf_roles, are_state_nodes, holds_results
+        )
         return cls(layout, values)
 
     def packed(self) -> PyTree:
@@ -145,11 +155,15 @@ class Units:
 
     def pure_args(self) -> PureArgs:
         """Returns the crossing values."""
-        return PureArgs(Static(self.static), Static(self.layout.leaf_roles), self.packed())
+        return PureArgs(
+            Static(self.static), Static(self.layout.leaf_roles), self.packed()
+        )
 
     def with_static(self, static: StaticHalf) -> Units:
         """Returns the same units with another static half of the kind."""
-        return Units(dataclasses.replace(self.layout, static=static), self.values)
+        return Units(
+            dataclasses.replace(self.layout, static=static), self.values
+        )
 
     def with_values(self, values: Iterable[PyTree]) -> Units:
         """Returns the same units with other values."""
@@ -161,11 +175,15 @@ class Units:
 
     def mapped(self, fn: Callable[[PyTree, Any], PyTree]) -> Units:
         """Returns the same units with the values that `fn` returns for each value and its role."""
-        return self.with_values(fn(value, unit.role) for unit, value in self.items())
+        return self.with_values(
+            fn(value, unit.role) for unit, value in self.items()
+        )
 
     def groups(self) -> list[Group]:
         """Returns the groups of all carriers."""
-        return [value for unit, value in self.items() if unit.carrier is not None]
+        return [
+            value for unit, value in self.items() if unit.carrier is not None
+        ]
 
     def indices_with_role(self, role: Role) -> list[int]:
         """Returns the indices of the units with the role `role`, those of carriers first.
@@ -176,7 +194,9 @@ class Units:
         leaf_indices: list[int] = []
         for i, unit in enumerate(self.layout.units):
             if unit.role is role:
-                indices = leaf_indices if unit.carrier is None else group_indices
+                indices = (
+                    leaf_indices if unit.carrier is None else group_indices
+                )
                 indices.append(i)
         return group_indices + leaf_indices
 
@@ -184,10 +204,14 @@ class Units:
         """Returns the values of these units."""
         return [self.values[i] for i in self.indices_with_role(role)]
 
-    def with_role_replaced(self, role: Role, replacements: Sequence[PyTree]) -> Units:
+    def with_role_replaced(
+        self, role: Role, replacements: Sequence[PyTree]
+    ) -> Units:
         """Returns the units with other values of that role, in the order of `values_with_role`."""
         values = list(self.values)
-        for i, value in zip(self.indices_with_role(role), replacements, strict=True):
+        for i, value in zip(
+            self.indices_with_role(role), replacements, strict=True
+        ):
             values[i] = value
         return self.with_values(values)
 
@@ -200,7 +224,9 @@ class Units:
         if unit.carrier is not None:
             return self.kind.location(self.static, unit.carrier, path)
         # The tree with the number of each leaf in its place, to find the path of one.
-        positions = self.layout.structure.unflatten(range(self.layout.structure.num_leaves))
+        positions = self.layout.structure.unflatten(
+            range(self.layout.structure.num_leaves)
+        )
         unit_path, _ = tree_leaves_with_path(positions)[unit.leaf]
         if self.layout.holds_results:
             # The tree is a pair, whose second part is the user's result.
@@ -210,6 +236,12 @@ class Units:
 
     def location_in_groups(self, path: KeyPath) -> str:
         """Returns a location by its JAX path in a list of all groups, for errors."""
-        carriers = [unit.carrier for unit in self.layout.units if unit.carrier is not None]
+        carriers = [
+            unit.carrier
+            for unit in self.layout.units
+            if unit.carrier is not None
+        ]
         group, *path_in_group = path
-        return self.kind.location(self.static, carriers[group.idx], tuple(path_in_group))
+        return self.kind.location(
+            self.static, carriers[group.idx], tuple(path_in_group)
+        )

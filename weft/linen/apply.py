@@ -5,12 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 from weft.core.filters import Filter
-from weft.errors import CallShareScopeOnUnboundModuleError, ParameterGivenTwiceError
-from weft.linen.module import Module
+from weft.errors import (
+    CallShareScopeOnUnboundModuleError,
+    ParameterGivenTwiceError,
+)
+from weft.linen.module import Capture, Module
 from weft.linen.state import ALL_BUT_INTERMEDIATES, name_of
 from weft.typing import T
-
-Capture = bool | Callable[[Module, str], bool]
 
 
 def apply(

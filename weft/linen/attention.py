@@ -28,7 +28,12 @@ from weft.functional import (
 )
 from weft.functional.attention_mask import AttentionMask, MaskFn, combine_masks
 from weft.linen.apply import merge_param
-from weft.linen.linear import DenseGeneral, DotGeneral, Initializer, default_kernel_init
+from weft.linen.linear import (
+    DenseGeneral,
+    DotGeneral,
+    Initializer,
+    default_kernel_init,
+)
 from weft.linen.methods import compact, nowrap
 from weft.linen.module import Module
 from weft.linen.normalization import LayerNorm
@@ -84,7 +89,8 @@ def dot_product_attention_weights(
         mask=mask,
         float32_softmax=force_fp32_for_softmax,
         precision=precision,
-        dot_general=einsum_dot_general or jax.lax.dot_general,  # as it is during the call
+        dot_general=einsum_dot_general
+        or jax.lax.dot_general,  # as it is during the call
         einsum=einsum,
     )
     if module is not None:
@@ -92,7 +98,10 @@ def dot_product_attention_weights(
     if deterministic or dropout_rate == 0.0:
         return weights
     return attention.drop_attention_weights(
-        weights, rate=dropout_rate, prng_key=dropout_rng, broadcast=broadcast_dropout
+        weights,
+        rate=dropout_rate,
+        prng_key=dropout_rng,
+        broadcast=broadcast_dropout,
     )
 
 
@@ -153,26 +162,32 @@ def dot_product_attention(
         precision=precision,
         only_plain={
             "sow_weights stores the weights": module is not None,
-            "einsum_dot_general computes the products": einsum_dot_general is not None,
+            "einsum_dot_general computes the products": einsum_dot_general
+            is not None,
             "an einsum is given": qk_attn_weights_einsum is not None,
         },
     )
     if context is not None:
         return context
     if callable(mask) or isinstance(mask, AttentionMask):
-        mask = attention_mask.as_attention_mask(mask).to_array(query.shape[-3], key.shape[-3])
+        mask = attention_mask.as_attention_mask(mask).to_array(
+            query.shape[-3], key.shape[-3]
+        )
     weights = dot_product_attention_weights(
         query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic,
         query.dtype, precision, module, force_fp32_for_softmax, einsum_dot_general,
         qk_attn_weights_einsum,
     )  # fmt: skip
     if attn_weights_value_einsum is not None:
-        return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, value)
+        return attn_weights_value_einsum(
+            "...hqk,...khd->...qhd", weights, value
+        )
     return functional.attention_context(
         weights,
         value if value.dtype == weights.dtype else value.astype(weights.dtype),
         precision=precision,
-        dot_general=einsum_dot_general or jax.lax.dot_general,  # as it is during the call
+        dot_general=einsum_dot_general
+        or jax.lax.dot_general,  # as it is during the call
     )
 
 
@@ -227,7 +242,9 @@ class MultiHeadDotProductAttention(Module):
     qkv_dot_general_cls: Callable[[], DotGeneral] | None = None
     out_dot_general_cls: Callable[[], DotGeneral] | None = None
     qk_attn_weights_einsum_cls: Callable[[], Callable[..., Array]] | None = None
-    attn_weights_value_einsum_cls: Callable[[], Callable[..., Array]] | None = None
+    attn_weights_value_einsum_cls: Callable[[], Callable[..., Array]] | None = (
+        None
+    )
     implementation: AttentionImplementation | None = None
 
     @compact
@@ -238,7 +255,10 @@ class MultiHeadDotProductAttention(Module):
         inputs_v: Float[Array, "*batch keys value_features"] | None = None,
         *,
         inputs_kv: Float[Array, "*batch keys key_features"] | None = None,
-        mask: Bool[Array, "#*batch #heads #queries #keys"] | MaskFn | AttentionMask | None = None,
+        mask: Bool[Array, "#*batch #heads #queries #keys"]
+        | MaskFn
+        | AttentionMask
+        | None = None,
         deterministic: bool | None = None,
         dropout_rng: Array | None = None,
         sow_weights: bool = False,
@@ -262,12 +282,18 @@ class MultiHeadDotProductAttention(Module):
             InvalidRngError: if there is no stream for dropout.
         """
         sizes = ("num_heads", "qkv_features", "out_features")
-        functional.check_sizes(type(self).__name__, **{name: getattr(self, name) for name in sizes})
-        inputs_k, inputs_v = self._inputs(inputs_q, inputs_k, inputs_v, inputs_kv)
+        functional.check_sizes(
+            type(self).__name__, **{name: getattr(self, name) for name in sizes}
+        )
+        inputs_k, inputs_v = self._inputs(
+            inputs_q, inputs_k, inputs_v, inputs_kv
+        )
         features = self.qkv_features or inputs_q.shape[-1]
         heads = (
             self.num_heads,
-            attention.head_features(features, self.num_heads, self._name_in_errors),
+            attention.head_features(
+                features, self.num_heads, self._name_in_errors
+            ),
         )
         dense = functools.partial(
             DenseGeneral,
@@ -289,7 +315,10 @@ class MultiHeadDotProductAttention(Module):
         value = to_heads(name="value")(inputs_v)
         if self.normalize_qk:
             layer_norm = functools.partial(
-                LayerNorm, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype
+                LayerNorm,
+                use_bias=False,
+                dtype=self.dtype,
+                param_dtype=self.param_dtype,
             )
             query = layer_norm(name="query_ln")(query)
             key = layer_norm(name="key_ln")(key)
@@ -306,7 +335,9 @@ class MultiHeadDotProductAttention(Module):
             "precision": self.precision,
             "force_fp32_for_softmax": self.force_fp32_for_softmax,
         }
-        x = self.attention_fn(query, key, value, **self._accepted(options, sow_weights))
+        x = self.attention_fn(
+            query, key, value, **self._accepted(options, sow_weights)
+        )
         out = dense(
             self.out_features or inputs_q.shape[-1],
             axis=(-2, -1),
@@ -320,29 +351,51 @@ class MultiHeadDotProductAttention(Module):
 
     @nowrap
     def _inputs(
-        self, inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None, both: Array | None
+        self,
+        inputs_q: Array,
+        inputs_k: Array | None,
+        inputs_v: Array | None,
+        both: Array | None,
     ) -> tuple[Array, Array]:
         if both is not None:
-            errors.warn_deprecated("inputs_kv", "give inputs_k, and inputs_v if it is another")
+            errors.warn_deprecated(
+                "inputs_kv", "give inputs_k, and inputs_v if it is another"
+            )
             if inputs_k is not None or inputs_v is not None:
                 raise errors.ArgumentValueError(
                     f"{self._name_in_errors} was given both inputs_kv and inputs_k or inputs_v; "
                     "give inputs_k, and inputs_v if it is another."
                 )
             inputs_k = both
-        return attention.key_and_value_inputs(inputs_q, inputs_k, inputs_v, self._name_in_errors)
+        return attention.key_and_value_inputs(
+            inputs_q, inputs_k, inputs_v, self._name_in_errors
+        )
 
     @nowrap
     def _decode(
-        self, query: Array, key: Array, value: Array, mask: Array | MaskFn | AttentionMask | None
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        mask: Array | MaskFn | AttentionMask | None,
     ) -> tuple[Array, Array, Array | MaskFn | AttentionMask | None]:
         """Returns all keys and values so far, and the mask of this position."""
         has_cache = self.has_variable("cache", "cached_key")
-        cached_key = self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
-        cached_value = self.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)
-        index = self.variable("cache", "cache_index", lambda: jnp.zeros((), jnp.int32))
+        cached_key = self.variable(
+            "cache", "cached_key", jnp.zeros, key.shape, key.dtype
+        )
+        cached_value = self.variable(
+            "cache", "cached_value", jnp.zeros, value.shape, value.dtype
+        )
+        index = self.variable(
+            "cache", "cache_index", lambda: jnp.zeros((), jnp.int32)
+        )
         if not has_cache:
-            return key, value, mask  # a call of the full length, which creates the cache
+            return (
+                key,
+                value,
+                mask,
+            )  # a call of the full length, which creates the cache
         keys, values, cached_positions = attention.attention_cache_step(
             cached_key.value,
             cached_value.value,
@@ -359,16 +412,22 @@ class MultiHeadDotProductAttention(Module):
         return keys, values, combine_masks(mask, cached_positions)
 
     @nowrap
-    def _dropout(self, deterministic: bool | None, rng: Array | None) -> tuple[bool, Array | None]:
+    def _dropout(
+        self, deterministic: bool | None, rng: Array | None
+    ) -> tuple[bool, Array | None]:
         if self.dropout_rate == 0.0:
             return True, None
-        deterministic = merge_param("deterministic", self.deterministic, deterministic)
+        deterministic = merge_param(
+            "deterministic", self.deterministic, deterministic
+        )
         if rng is None and not deterministic:
             rng = self.make_rng("dropout")
         return deterministic, rng
 
     @nowrap
-    def _accepted(self, options: dict[str, Any], sow_weights: bool) -> dict[str, Any]:
+    def _accepted(
+        self, options: dict[str, Any], sow_weights: bool
+    ) -> dict[str, Any]:
         """Returns the options that `attention_fn` accepts, with those of this layer alone."""
         parameters = _PARAMETERS
         if self.attention_fn is not dot_product_attention:
@@ -378,7 +437,9 @@ class MultiHeadDotProductAttention(Module):
             )
         if self.implementation is not None:
             options["implementation"] = self.implementation
-        accepted = {name: value for name, value in options.items() if name in parameters}
+        accepted = {
+            name: value for name, value in options.items() if name in parameters
+        }
         einsum_factories = {
             "qk_attn_weights_einsum": self.qk_attn_weights_einsum_cls,
             "attn_weights_value_einsum": self.attn_weights_value_einsum_cls,
@@ -407,7 +468,9 @@ class SelfAttention(MultiHeadDotProductAttention):
         dropout_rng: Array | None = None,
         sow_weights: bool = False,
     ) -> Float[Array, "*batch length out_features"]:
-        errors.warn_deprecated("SelfAttention", "call MultiHeadDotProductAttention with inputs_q")
+        errors.warn_deprecated(
+            "SelfAttention", "call MultiHeadDotProductAttention with inputs_q"
+        )
         return super().__call__(
             inputs_q,
             mask=mask,

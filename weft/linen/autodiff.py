@@ -14,7 +14,12 @@ import numpy as np
 from weft.core import lift
 from weft.core.filters import Filter, in_filter
 from weft.lifting.signature import check_argnums
-from weft.linen.module_kind import ModuleState, lifted_call, merge_modules, unbound
+from weft.linen.module_kind import (
+    ModuleState,
+    lifted_call,
+    merge_modules,
+    unbound,
+)
 from weft.typing import Fn, PyTree, ShapeDtype
 
 Path = tuple[str, ...]
@@ -47,12 +52,16 @@ def _target_positions(module_state: ModuleState) -> list[_Position]:
     return [positions[ref.index] for ref in module_state.target_refs()]
 
 
-def _target_gradients(module_state: ModuleState, gradients: ModuleState) -> PyTree:
+def _target_gradients(
+    module_state: ModuleState, gradients: ModuleState
+) -> PyTree:
     """Returns the gradients of the target's modules, by collection, from those of all scopes."""
     target_gradients: list[dict[str, PyTree]] = []
     for position in _target_positions(module_state):
         module_gradients: dict[str, PyTree] = {}
-        for collection, variables in gradients.scopes[position.scope_index].items():
+        for collection, variables in gradients.scopes[
+            position.scope_index
+        ].items():
             for name in position.path:
                 variables = variables.get(name, {})
             if variables:
@@ -69,29 +78,43 @@ class _ZeroTangents:
         # A scope inside of another one has no tangents of its own.
         self.shapes: list[dict[str, PyTree]] = [{} for _ in module_state.scopes]
         for scope_index, _ in _scope_positions(module_state):
-            for collection, variables in module_state.scopes[scope_index].variables().items():
+            for collection, variables in (
+                module_state.scopes[scope_index].variables().items()
+            ):
                 if variables and in_filter(wrt, collection):
                     shapes = jax.tree.map(jax.typeof, variables)
                     self.shapes[scope_index][collection] = shapes
 
     def filled(self, target_tangents: PyTree) -> ModuleState:
         """Inverts `_target_gradients`."""
-        tangents = [jax.tree.map(_zero_tangent, shapes) for shapes in self.shapes]
+        tangents = [
+            jax.tree.map(_zero_tangent, shapes) for shapes in self.shapes
+        ]
         structure = self.module_state.target_structure()
         tangents_by_module = structure.flatten_up_to(target_tangents)
         positions = _target_positions(self.module_state)
-        for position, module_tangents in zip(positions, tangents_by_module, strict=True):
+        for position, module_tangents in zip(
+            positions, tangents_by_module, strict=True
+        ):
             scope_tangents = tangents[position.scope_index]
-            for collection, variables in _nonempty_collections(module_tangents).items():
+            for collection, variables in _nonempty_collections(
+                module_tangents
+            ).items():
                 scope_tangents[collection] = _set_at_path(
                     scope_tangents.get(collection, {}), position.path, variables
                 )
         return ModuleState(self.module_state.module_def, tangents)
 
 
-def _nonempty_collections(module_tangents: Mapping[str, PyTree]) -> dict[str, PyTree]:
+def _nonempty_collections(
+    module_tangents: Mapping[str, PyTree],
+) -> dict[str, PyTree]:
     """Returns the collections with tangents; those of variables not yet created are empty."""
-    return {col: tree for col, tree in module_tangents.items() if jax.tree.leaves(tree)}
+    return {
+        col: tree
+        for col, tree in module_tangents.items()
+        if jax.tree.leaves(tree)
+    }
 
 
 def _set_at_path(variables: PyTree, path: Path, value: PyTree) -> PyTree:
@@ -178,7 +201,9 @@ def value_and_grad(
     return value, grads
 
 
-def grad(fn: Fn, mdl: PyTree, *primals: PyTree, has_aux: bool = False, **kwargs: Any) -> PyTree:
+def grad(
+    fn: Fn, mdl: PyTree, *primals: PyTree, has_aux: bool = False, **kwargs: Any
+) -> PyTree:
     """Returns the gradients of `value_and_grad`; with `has_aux`, and the auxiliary output."""
     value, grads = value_and_grad(fn, mdl, *primals, has_aux=has_aux, **kwargs)
     return (grads, value[1]) if has_aux else grads
@@ -202,7 +227,9 @@ def jvp(
     fn = unbound(fn)
     with lifted_call((fn,), mdl, tuple(primals)) as (module_state, primals):
         collections: set[str] = set()
-        for module_tangents in module_state.target_structure().flatten_up_to(variable_tangents):
+        for module_tangents in module_state.target_structure().flatten_up_to(
+            variable_tangents
+        ):
             collections.update(_nonempty_collections(module_tangents))
         zero_tangents = _ZeroTangents(module_state, sorted(collections))
         return lift.jvp(
@@ -265,7 +292,10 @@ def custom_vjp(
 
 
 def custom_jvp(
-    fn: Fn, jvp_fn: Fn, grad_vars: Filter = "params", nondiff_argnums: Sequence[int] = ()
+    fn: Fn,
+    jvp_fn: Fn,
+    grad_vars: Filter = "params",
+    nondiff_argnums: Sequence[int] = (),
 ) -> Fn:
     """Applies `jax.custom_jvp` to `fn(module, *args)`; see `custom_vjp` for captured modules.
 
@@ -288,12 +318,18 @@ def custom_jvp(
             *nondiff, inner_state, primals, tangents, scope_tangents = args
 
             def jvp_of_modules(mdl: PyTree) -> tuple[PyTree, PyTree]:
-                variable_tangents = _target_gradients(module_state, scope_tangents)
-                return jvp_fn(*nondiff, mdl, primals, tangents, variable_tangents)
+                variable_tangents = _target_gradients(
+                    module_state, scope_tangents
+                )
+                return jvp_fn(
+                    *nondiff, mdl, primals, tangents, variable_tangents
+                )
 
             return merge_modules(jvp_of_modules, 1)(inner_state)
 
-        lifted = lift.custom_jvp(merge_modules(fn), rule, grad_vars, nondiff_argnums)
+        lifted = lift.custom_jvp(
+            merge_modules(fn), rule, grad_vars, nondiff_argnums
+        )
         with lifted_call((fn, jvp_fn), mdl, args) as (module_state, args):
             return lifted(module_state, *args)
 

@@ -71,15 +71,23 @@ class _Conv(Module):
             "dilation": functional.per_axis(self.kernel_dilation, num_spatial),
         }
         padded, options["padding"] = functional.pad_conv(
-            inputs, window=window, padding=self.padding, input_dilation=input_dilation, **options
+            inputs,
+            window=window,
+            padding=self.padding,
+            input_dilation=input_dilation,
+            **options,
         )
         # The convolution dilates the input itself, so only its shape is needed here.
         spatial: list[int] = []
         padded_spatial = padded.shape[-num_spatial - 1 : -1]
         for size, dilation in zip(padded_spatial, input_dilation, strict=True):
             spatial.append((size - 1) * dilation + 1)
-        weights = self._weights(window, inputs.shape[-1], tuple(spatial), options)
-        x, kernel, bias = parameters(self, padded, weights.kernel_shape, weights.bias_shape)
+        weights = self._weights(
+            window, inputs.shape[-1], tuple(spatial), options
+        )
+        x, kernel, bias = parameters(
+            self, padded, weights.kernel_shape, weights.bias_shape
+        )
         convolve = functools.partial(
             weights.convolve,
             weight=kernel,
@@ -93,7 +101,11 @@ class _Conv(Module):
     @methods.nowrap
     @abc.abstractmethod
     def _weights(
-        self, window: Shape, channels: int, spatial: Shape, options: dict[str, Any]
+        self,
+        window: Shape,
+        channels: int,
+        spatial: Shape,
+        options: dict[str, Any],
     ) -> _Weights:
         """Describes the parameters; `spatial` is the input's spatial shape, padded and dilated."""
 
@@ -124,7 +136,11 @@ class Conv(_Conv):
 
     @methods.nowrap
     def _weights(
-        self, window: Shape, channels: int, spatial: Shape, options: dict[str, Any]
+        self,
+        window: Shape,
+        channels: int,
+        spatial: Shape,
+        options: dict[str, Any],
     ) -> _Weights:
         groups = self.feature_group_count
         if channels % groups or self.features % groups:
@@ -137,7 +153,9 @@ class Conv(_Conv):
         if self.conv_general_dilated_cls is not None:
             conv_general_dilated = self.conv_general_dilated_cls()
         convolve = functools.partial(
-            functional.conv, groups=groups, conv_general_dilated=conv_general_dilated
+            functional.conv,
+            groups=groups,
+            conv_general_dilated=conv_general_dilated,
         )
         kernel_shape = (*window, channels // groups, self.features)
         return _Weights(kernel_shape, (self.features,), convolve)
@@ -160,7 +178,11 @@ class ConvLocal(_Conv):
 
     @methods.nowrap
     def _weights(
-        self, window: Shape, channels: int, spatial: Shape, options: dict[str, Any]
+        self,
+        window: Shape,
+        channels: int,
+        spatial: Shape,
+        options: dict[str, Any],
     ) -> _Weights:
         required_values = {
             "feature_group_count": 1,
@@ -173,9 +195,15 @@ class ConvLocal(_Conv):
                     f"ConvLocal {path_of(self)} has {name}={getattr(self, name)!r}; expected "
                     f"{value}: only Conv can do otherwise."
                 )
-        out_spatial: Any = functional.conv_output_shape(spatial, window=window, **options)
+        out_spatial: Any = functional.conv_output_shape(
+            spatial, window=window, **options
+        )
         return _Weights(
-            kernel_shape=(*out_spatial, channels * math.prod(window), self.features),
+            kernel_shape=(
+                *out_spatial,
+                channels * math.prod(window),
+                self.features,
+            ),
             bias_shape=(*out_spatial, self.features),
             convolve=functools.partial(functional.conv_local, window=window),
         )
@@ -184,7 +212,9 @@ class ConvLocal(_Conv):
 def window_of(module: Any, inputs: Array) -> Shape:
     """Returns the window's size along each axis, after checking sizes and the input's axes."""
     name = type(module).__name__
-    functional.check_sizes(name, features=module.features, kernel_size=module.kernel_size)
+    functional.check_sizes(
+        name, features=module.features, kernel_size=module.kernel_size
+    )
     window = functional.per_axis(module.kernel_size, 1)
     if inputs.ndim < len(window) + 1:
         raise errors.ArgumentShapeError(
@@ -195,7 +225,9 @@ def window_of(module: Any, inputs: Array) -> Shape:
     return window
 
 
-def parameters(module: Any, x: Array, kernel_shape: Shape, bias_shape: Shape) -> list[Any]:
+def parameters(
+    module: Any, x: Array, kernel_shape: Shape, bias_shape: Shape
+) -> list[Any]:
     """Returns the input, the masked kernel and the bias or None, in the computation's dtype."""
     mask = module.mask
     if mask is not None and mask.shape != kernel_shape:
@@ -262,7 +294,9 @@ class ConvTranspose(Module):
         kernel_shape = (*window, inputs.shape[-1], self.features)
         if self.transpose_kernel:
             kernel_shape = (*window, self.features, inputs.shape[-1])
-        x, kernel, bias = parameters(self, padded, kernel_shape, (self.features,))
+        x, kernel, bias = parameters(
+            self, padded, kernel_shape, (self.features,)
+        )
         convolve = functools.partial(
             functional.conv_transpose,
             weight=kernel,

@@ -43,18 +43,28 @@ class Fp8DotGeneralBase(Module):
     def setup(self) -> None:
         for name in ("input", "kernel", "output_grad"):
             history_name, scale_name = f"{name}_amax_history", f"{name}_scale"
-            history = self._variable(history_name, jnp.zeros, self.amax_history_length)
+            history = self._variable(
+                history_name, jnp.zeros, self.amax_history_length
+            )
             setattr(self, history_name, history)
             setattr(self, scale_name, self._variable(scale_name, jnp.ones, 1))
 
-    def _variable(self, name: str, init: Callable[..., Array], size: int) -> Variable[Array]:
+    def _variable(
+        self, name: str, init: Callable[..., Array], size: int
+    ) -> Variable[Array]:
         # Its "gradient" is its new value, which the optimizer is to store as it is.
-        return self.variable(OVERWRITE_WITH_GRADIENT, name, init, (size,), jnp.float32)
+        return self.variable(
+            OVERWRITE_WITH_GRADIENT, name, init, (size,), jnp.float32
+        )
 
     def _scale_and_history(self, name: str) -> tuple[Array, Array]:
-        return getattr(self, f"{name}_scale").value, getattr(self, f"{name}_amax_history").value
+        return getattr(self, f"{name}_scale").value, getattr(
+            self, f"{name}_amax_history"
+        ).value
 
-    def _scaled_dot_general(self, compute_dtype: DTypeLike) -> Callable[..., Array]:
+    def _scaled_dot_general(
+        self, compute_dtype: DTypeLike
+    ) -> Callable[..., Array]:
         lhs_scale, lhs_history = self._scale_and_history("input")
         rhs_scale, rhs_history = self._scale_and_history("kernel")
         grad_scale, grad_history = self._scale_and_history("output_grad")
@@ -80,9 +90,13 @@ class _DotGeneral(Fp8DotGeneralBase):
         preferred_element_type: DTypeLike | None = None,
     ) -> Num[Array, "..."]:
         """Returns the product in the dtype of `rhs`; the last two arguments have no effect."""
-        return self._product(jnp.asarray(lhs, rhs.dtype), rhs, dimension_numbers)
+        return self._product(
+            jnp.asarray(lhs, rhs.dtype), rhs, dimension_numbers
+        )
 
-    def _product(self, lhs: Array, rhs: Array, dimension_numbers: lax.DotDimensionNumbers) -> Array:
+    def _product(
+        self, lhs: Array, rhs: Array, dimension_numbers: lax.DotDimensionNumbers
+    ) -> Array:
         raise NotImplementedError
 
 
@@ -98,12 +112,20 @@ class Fp8DotGeneralOp(_DotGeneral):
             message = "Fp8DotGeneralOp is deprecated; use Fp8DirectDotGeneralOp or Fp8Einsum."
             warnings.warn(message, DeprecationWarning, stacklevel=3)
 
-    def _product(self, lhs: Array, rhs: Array, dimension_numbers: lax.DotDimensionNumbers) -> Array:
+    def _product(
+        self, lhs: Array, rhs: Array, dimension_numbers: lax.DotDimensionNumbers
+    ) -> Array:
         dtype = rhs.dtype
-        lhs = fp8.in_qdq(dtype, self.e4m3_dtype, lhs, *self._scale_and_history("input"))
-        rhs = fp8.in_qdq(dtype, self.e4m3_dtype, rhs, *self._scale_and_history("kernel"))
+        lhs = fp8.in_qdq(
+            dtype, self.e4m3_dtype, lhs, *self._scale_and_history("input")
+        )
+        rhs = fp8.in_qdq(
+            dtype, self.e4m3_dtype, rhs, *self._scale_and_history("kernel")
+        )
         y = fp8.dot_general_with_precision(lhs, rhs, dimension_numbers)
-        return fp8.out_qdq(dtype, self.e5m2_dtype, y, *self._scale_and_history("output_grad"))
+        return fp8.out_qdq(
+            dtype, self.e5m2_dtype, y, *self._scale_and_history("output_grad")
+        )
 
 
 class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
@@ -119,9 +141,13 @@ class Fp8DirectDotGeneralOp(_DotGeneral):
     `e4m3_dtype` and `e5m2_dtype` have no effect.
     """
 
-    def _product(self, lhs: Array, rhs: Array, dimension_numbers: lax.DotDimensionNumbers) -> Array:
+    def _product(
+        self, lhs: Array, rhs: Array, dimension_numbers: lax.DotDimensionNumbers
+    ) -> Array:
         product = self._scaled_dot_general(rhs.dtype)
-        return product(lhs, rhs, dimension_numbers, preferred_element_type=rhs.dtype)
+        return product(
+            lhs, rhs, dimension_numbers, preferred_element_type=rhs.dtype
+        )
 
 
 Fp8DotGeneral = Fp8DirectDotGeneralOp

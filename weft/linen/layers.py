@@ -34,9 +34,12 @@ class PReLU(Module):
     negative_slope_init: float = 0.01
 
     @compact
-    def __call__(self, inputs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    def __call__(
+        self, inputs: Float[Array, "*shape"]
+    ) -> Float[Array, "*shape"]:
         slope = self.param(
-            "negative_slope", lambda _: jnp.asarray(self.negative_slope_init, self.param_dtype)
+            "negative_slope",
+            lambda _: jnp.asarray(self.negative_slope_init, self.param_dtype),
         )
         inputs = jnp.asarray(inputs)
         return jax.nn.leaky_relu(inputs, slope.astype(inputs.dtype))
@@ -80,7 +83,9 @@ class Dropout(Module):
             ArgumentValueError: if the rate is not in `[0, 1]`, or an axis does not exist.
             InvalidRngError: if there is no stream.
         """
-        deterministic = merge_param("deterministic", self.deterministic, deterministic)
+        deterministic = merge_param(
+            "deterministic", self.deterministic, deterministic
+        )
         if self.rate == 0 or deterministic:
             return inputs
         if self.rate == 1:
@@ -153,7 +158,9 @@ class BatchApply:
         """
         num_dims = self.num_dims
         shapes = [jnp.shape(x) for x in jax.tree.leaves((args, kwargs))]
-        batch_shapes = [shape[:num_dims] for shape in shapes if len(shape) >= num_dims]
+        batch_shapes = [
+            shape[:num_dims] for shape in shapes if len(shape) >= num_dims
+        ]
         if not batch_shapes:
             raise errors.ArgumentShapeError(
                 f"BatchApply merges {num_dims} axes, but no argument has that many: the shapes are "
@@ -163,7 +170,11 @@ class BatchApply:
         batch_size = math.prod(batch_shape)
 
         def merge_axes(x: Array) -> Array:
-            return jnp.reshape(x, (-1, *x.shape[num_dims:])) if jnp.ndim(x) >= num_dims else x
+            return (
+                jnp.reshape(x, (-1, *x.shape[num_dims:]))
+                if jnp.ndim(x) >= num_dims
+                else x
+            )
 
         def split_axis(y: Array) -> Array:
             if jnp.shape(y)[:1] != (batch_size,):

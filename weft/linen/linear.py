@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -12,7 +12,11 @@ from jaxtyping import Array, Float, Int, Num
 
 from weft import errors, functional
 from weft.functional.arrays import as_tuple, promote_dtype
-from weft.functional.initializers import default_embed_init, lecun_normal, zeros_init
+from weft.functional.initializers import (
+    default_embed_init,
+    lecun_normal,
+    zeros_init,
+)
 from weft.linen.apply import merge_param
 from weft.linen.methods import compact
 from weft.linen.module import Module
@@ -27,7 +31,10 @@ class PromoteDtype(Protocol):
     """Function that converts arrays to a common dtype, as `weft.functional.promote_dtype`."""
 
     def __call__(
-        self, *args: Array | None, dtype: DType | None = None, inexact: bool = True
+        self,
+        *args: Array | None,
+        dtype: DType | None = None,
+        inexact: bool = True,
     ) -> list[Any]: ...
 
 
@@ -35,10 +42,14 @@ def kernel_and_bias(
     module: Any, kernel_shape: Sequence[int], bias_shape: Sequence[int]
 ) -> tuple[Array, Array | None]:
     """Returns the parameters `kernel` and `bias` of a layer, or None for an unused bias."""
-    kernel = module.param("kernel", module.kernel_init, kernel_shape, module.param_dtype)
+    kernel = module.param(
+        "kernel", module.kernel_init, kernel_shape, module.param_dtype
+    )
     if not module.use_bias:
         return kernel, None
-    return kernel, module.param("bias", module.bias_init, bias_shape, module.param_dtype)
+    return kernel, module.param(
+        "bias", module.bias_init, bias_shape, module.param_dtype
+    )
 
 
 class Dense(Module):
@@ -69,7 +80,9 @@ class Dense(Module):
     dot_general_cls: Callable[[], DotGeneral] | None = None
 
     @compact
-    def __call__(self, inputs: Num[Array, "*batch input"]) -> Num[Array, "*batch features"]:
+    def __call__(
+        self, inputs: Num[Array, "*batch input"]
+    ) -> Num[Array, "*batch features"]:
         """Applies the map.
 
         Raises:
@@ -77,16 +90,24 @@ class Dense(Module):
             ScopeParamShapeError: if the given parameters have another size.
         """
         functional.check_sizes(type(self).__name__, features=self.features)
-        shape = jnp.shape(inputs)
+        shape = _input_shape(self, inputs)
         if not shape:
             raise errors.ArgumentShapeError(
                 f"Dense {path_of(self)} maps the last axis of its input, which has none: its shape "
                 "is ()."
             )
-        kernel, bias = kernel_and_bias(self, (shape[-1], self.features), (self.features,))
-        inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        kernel, bias = kernel_and_bias(
+            self, (shape[-1], self.features), (self.features,)
+        )
+        inputs, kernel, bias = self.promote_dtype(
+            inputs, kernel, bias, dtype=self.dtype
+        )
         return functional.dense(
-            inputs, kernel, bias, precision=self.precision, dot_general=_dot_general(self)
+            inputs,
+            kernel,
+            bias,
+            precision=self.precision,
+            dot_general=_dot_general(self),
         )
 
 
@@ -129,7 +150,7 @@ class DenseGeneral(Module):
             ScopeParamShapeError: if the given parameters have other sizes.
         """
         functional.check_sizes(type(self).__name__, features=self.features)
-        input_shape = jnp.shape(inputs)
+        input_shape = _input_shape(self, inputs)
         features = as_tuple(self.features)
         axis, batch_dims = self._axes(input_shape)
         batch_shape = tuple(input_shape[a] for a in batch_dims)
@@ -137,15 +158,22 @@ class DenseGeneral(Module):
 
         kernel_shape = batch_shape + contracted_shape + features
         # The initializer's scale depends on the fans, which are those of a matrix.
-        matrix_shape = math.prod(batch_shape + contracted_shape), math.prod(features)
+        matrix_shape = (
+            math.prod(batch_shape + contracted_shape),
+            math.prod(features),
+        )
         kernel_init = _reshaped(self.kernel_init, matrix_shape)
-        kernel = self.param("kernel", kernel_init, kernel_shape, self.param_dtype)
+        kernel = self.param(
+            "kernel", kernel_init, kernel_shape, self.param_dtype
+        )
         bias = None
         if self.use_bias:
             bias_shape = batch_shape + features
             bias_init = _reshaped(self.bias_init, (math.prod(bias_shape),))
             bias = self.param("bias", bias_init, bias_shape, self.param_dtype)
-        inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        inputs, kernel, bias = self.promote_dtype(
+            inputs, kernel, bias, dtype=self.dtype
+        )
         return functional.dense_general(
             inputs,
             kernel,
@@ -156,7 +184,9 @@ class DenseGeneral(Module):
             dot_general=_dot_general(self),
         )
 
-    def _axes(self, input_shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _axes(
+        self, input_shape: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the contracted and the batch axes, from 0 and in order, after checking them."""
         ndim = len(input_shape)
         axis = sorted(a + ndim if a < 0 else a for a in as_tuple(self.axis))
@@ -167,7 +197,9 @@ class DenseGeneral(Module):
                 f"DenseGeneral {path_of(self)} has batch_dims={self.batch_dims}; expected the "
                 f"first axes, {tuple(range(num_batch_dims))}: move the others with jnp.moveaxis."
             )
-        if len(set(axis)) != len(axis) or not set(axis) <= set(range(num_batch_dims, ndim)):
+        if len(set(axis)) != len(axis) or not set(axis) <= set(
+            range(num_batch_dims, ndim)
+        ):
             raise errors.ArgumentShapeError(
                 f"DenseGeneral {path_of(self)} has axis={self.axis}; expected different axes of "
                 f"the input, whose shape is {input_shape}, that are none of "
@@ -220,7 +252,9 @@ class Einsum(Module):
         )
         bias_shape = tuple(self.shape[axis] for axis in kernel_axes)
         kernel, bias = kernel_and_bias(self, self.shape, bias_shape)
-        inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        inputs, kernel, bias = self.promote_dtype(
+            inputs, kernel, bias, dtype=self.dtype
+        )
         if bias is not None:
             bias = functional.broadcast_bias(bias, out_axes, ndim)
         return functional.project(
@@ -234,18 +268,43 @@ class Einsum(Module):
 
 
 def _dot_general(layer: Dense | DenseGeneral) -> DotGeneral | None:
-    return layer.dot_general if layer.dot_general_cls is None else layer.dot_general_cls()
+    return (
+        layer.dot_general
+        if layer.dot_general_cls is None
+        else layer.dot_general_cls()
+    )
 
 
 def _reshaped(init: Initializer, drawn_shape: tuple[int, ...]) -> Initializer:
     """Wraps an initializer to draw in the shape `drawn_shape`, which defines the fans."""
 
-    def drawn_and_reshaped(key: Array, shape: tuple[int, ...], dtype: DType) -> PyTree:
+    def drawn_and_reshaped(
+        key: Array, shape: tuple[int, ...], dtype: DType
+    ) -> PyTree:
         # Reshapes inside of a box, whose axis names are those of the new shape.
         drawn = init(key, drawn_shape, dtype)
         return jax.tree.map(lambda x: jnp.reshape(x, shape), drawn)
 
     return drawn_and_reshaped
+
+
+def _input_shape(
+    layer: Dense | DenseGeneral, inputs: object
+) -> tuple[int, ...]:
+    """Returns the shape of the input of a layer.
+
+    Raises ArgumentShapeError for a dict, such as a whole batch, for None and for text: JAX gives
+    them the shape of a number.
+    """
+    if isinstance(inputs, Mapping | str | None):
+        text = repr(inputs)
+        if isinstance(inputs, Mapping):
+            text = f"a dict with the keys {list(inputs)}"
+        raise errors.ArgumentShapeError(
+            f"{type(layer).__name__} {path_of(layer)} was given {text}; give it one array, such as "
+            "one of the batch's."
+        )
+    return jnp.shape(inputs)  # pyright: ignore[reportArgumentType]
 
 
 def path_of(module: Module) -> str:
@@ -279,21 +338,31 @@ class Embed(Module):
 
     def setup(self) -> None:
         functional.check_sizes(
-            type(self).__name__, num_embeddings=self.num_embeddings, features=self.features
+            type(self).__name__,
+            num_embeddings=self.num_embeddings,
+            features=self.features,
         )
         shape = (self.num_embeddings, self.features)
-        self.embedding: Any = self.param("embedding", self.embedding_init, shape, self.param_dtype)
+        self.embedding: Any = self.param(
+            "embedding", self.embedding_init, shape, self.param_dtype
+        )
 
-    def __call__(self, inputs: Int[Array, "*shape"]) -> Float[Array, "*shape features"]:
+    def __call__(
+        self, inputs: Int[Array, "*shape"]
+    ) -> Float[Array, "*shape features"]:
         """Returns the vectors of ids, NaN outside of the table; negative ids count from its end.
 
         Raises ArgumentValueError if the ids are not integers, or too large for JAX.
         """
         inputs = functional.as_ids(inputs, f"Embed {path_of(self)}")
-        (table,) = self.promote_dtype(self.embedding, dtype=self.dtype, inexact=False)
+        (table,) = self.promote_dtype(
+            self.embedding, dtype=self.dtype, inexact=False
+        )
         return functional.lookup(table, inputs)
 
-    def attend(self, query: Float[Array, "*batch features"]) -> Float[Array, "*batch ids"]:
+    def attend(
+        self, query: Float[Array, "*batch features"]
+    ) -> Float[Array, "*batch ids"]:
         """Returns the inner products of each query with every vector: logits of tied embeddings.
 
         Raises ArgumentShapeError if the query's size is not `features`.
@@ -303,5 +372,7 @@ class Embed(Module):
                 f"Embed {path_of(self)} has vectors of size {self.features}; expected queries of "
                 f"shape (..., {self.features}), but theirs is {jnp.shape(query)}."
             )
-        query, table = self.promote_dtype(query, self.embedding, dtype=self.dtype)
+        query, table = self.promote_dtype(
+            query, self.embedding, dtype=self.dtype
+        )
         return functional.attend(table, query)

@@ -58,7 +58,9 @@ def compact_name_scope(fun: F) -> F:
     """
 
     @functools.wraps(fun)
-    def scoped(self: state_lib.ModuleVariables, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    def scoped(
+        self: state_lib.ModuleVariables, *args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
         if not isinstance(self, state_lib.ModuleVariables):
             raise TransformArgumentError(
                 f"{fun} is to be a method of a module, and its first argument is {self!r} "
@@ -80,7 +82,9 @@ def nowrap(fun: F) -> F:
     return fun
 
 
-def wrap_methods(cls: type[state_lib.ModuleVariables], fields: Collection[str]) -> None:
+def wrap_methods(
+    cls: type[state_lib.ModuleVariables], fields: Collection[str]
+) -> None:
     """Wraps the methods that a module class itself defines, except for functions in fields."""
     for name, value in list(vars(cls).items()):
         is_special = name.startswith("__") and name != "__call__"
@@ -88,7 +92,11 @@ def wrap_methods(cls: type[state_lib.ModuleVariables], fields: Collection[str]) 
             continue
         if isinstance(value, property):
             getter = value.fget and _wrap_getter(value.fget)
-            setattr(cls, name, property(getter, value.fset, value.fdel, value.__doc__))
+            setattr(
+                cls,
+                name,
+                property(getter, value.fset, value.fdel, value.__doc__),
+            )
         elif isinstance(value, types.FunctionType):
             wrap = _wrap_setup if name == "setup" else wrap_method
             setattr(cls, name, wrap(value))
@@ -125,19 +133,25 @@ def _wrap_getter(
 
 def wrap_method(fn: Callable[..., T]) -> Callable[..., T]:
     """Returns the wrapper of a method that is called on modules."""
-    if getattr(fn, "nowrap", False) or getattr(fn, "method_handler_wrapped", False):
+    if getattr(fn, "nowrap", False) or getattr(
+        fn, "method_handler_wrapped", False
+    ):
         return fn
     is_compact = getattr(fn, "compact", False)
     name = fn.__name__
 
     @functools.wraps(fn)
-    def call(self: state_lib.ModuleVariables, *args: PyTree, **kwargs: PyTree) -> T:
+    def call(
+        self: state_lib.ModuleVariables, *args: PyTree, **kwargs: PyTree
+    ) -> T:
         state = self._state
         scope = self.scope
         if scope is None:
             if is_compact or hasattr(fn, "name_scope"):
                 cls = type(self).__name__
-                raise CallCompactUnboundModuleError(f"the compact method {name}", cls)
+                raise CallCompactUnboundModuleError(
+                    f"the compact method {name}", cls
+                )
         elif state.setup_is_due:
             self._run_setup()
         # A compact method that a compact method calls continues with its names.
@@ -146,7 +160,9 @@ def wrap_method(fn: Callable[..., T]) -> Callable[..., T]:
             state.begin_compact(self, name)
         state_lib.RUNNING.module_stack.append(self)
         # A compact method called within a `compact_name_scope` creates its submodules outside it.
-        place = state.creating_at() if is_compact and state.place else _NO_CONTEXT
+        place = (
+            state.creating_at() if is_compact and state.place else _NO_CONTEXT
+        )
         try:
             with _named_scope(self, name), place:
                 if state_lib.RUNNING.interceptors:
@@ -174,9 +190,13 @@ def _named_scope(
     return jax.named_scope(name if method == "__call__" else f"{name}.{method}")
 
 
-def _capture(module: state_lib.ModuleVariables, scope: Scope, method: str, result: PyTree) -> None:
+def _capture(
+    module: state_lib.ModuleVariables, scope: Scope, method: str, result: PyTree
+) -> None:
     """Stores the result of a method, if `capture_intermediates` selects it."""
     selection = scope.flags["capture"]
-    is_selected = method == "__call__" if selection is True else selection(module, method)
+    is_selected = (
+        method == "__call__" if selection is True else selection(module, method)
+    )
     if is_selected and in_filter(scope.mutable, "intermediates"):
         module.sow("intermediates", method, result)

@@ -20,12 +20,28 @@ import functools
 import inspect
 import operator
 import types
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, dataclass_transform
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Mapping,
+)
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    dataclass_transform,
+    overload,
+)
 
 from weft import core, errors, struct
 from weft.core import FrozenDict, Scope, display, tracing
-from weft.core.filters import Filter, union_filters
+from weft.core.filters import DenyList, Filter, union_filters
 from weft.core.rngs import RngKeys
 from weft.core.settings import settings
 from weft.linen import methods, summary
@@ -33,9 +49,16 @@ from weft.linen import state as state_lib
 from weft.linen.state import RUNNING
 from weft.typing import PyTree, T
 
+Capture = Union[bool, Callable[["Module", str], bool]]  # noqa: UP007 - Module refers to it
+# Filters with which a call returns the collections that it changed.
+MutableNames = Literal[True] | str | Collection[str] | DenyList
+
 
 def map_submodules(
-    fn: Callable[[str, Any], Any], value: Any, is_leaf: Callable[[Any], bool], name: str = ""
+    fn: Callable[[str, Any], Any],
+    value: Any,
+    is_leaf: Callable[[Any], bool],
+    name: str = "",
 ) -> Any:
     """Maps the modules in an attribute's value; lists become tuples, and dicts frozen dicts.
 
@@ -59,7 +82,9 @@ def map_submodules(
     children = [getattr(value, child_name) for child_name in child_names]
     changed: dict[str, Any] = {}
     new_children = _map_items(fn, child_names, children, is_leaf, name)
-    for child_name, child, new_child in zip(child_names, children, new_children, strict=True):
+    for child_name, child, new_child in zip(
+        child_names, children, new_children, strict=True
+    ):
         if new_child is not child:
             changed[child_name] = new_child
     return value.replace(**changed) if changed else value
@@ -88,8 +113,13 @@ def module_repr(module: state_lib.ModuleVariables, step: str = "    ") -> str:
     for field in dataclasses.fields(cast(Any, module)):
         is_shown = field.repr and field.name not in ("parent", "name")
         if is_shown and field.name in attributes and field.name not in children:
-            attribute_lines.append(f"{field.name} = {_text_of_value(attributes[field.name], step)}")
-    child_lines = [f"{name} = {module_repr(child, step)}" for name, child in children.items()]
+            attribute_lines.append(
+                f"{field.name} = {_text_of_value(attributes[field.name], step)}"
+            )
+    child_lines = [
+        f"{name} = {module_repr(child, step)}"
+        for name, child in children.items()
+    ]
     lines: list[str] = []
     if attribute_lines:
         lines += ["# attributes", *attribute_lines]
@@ -110,7 +140,11 @@ def _variables_without_children(
         return {}
     variables: dict[str, dict[str, Any]] = {}
     for collection, entries in scope.variables().items():
-        remaining = {name: value for name, value in entries.items() if name not in children}
+        remaining = {
+            name: value
+            for name, value in entries.items()
+            if name not in children
+        }
         if remaining:
             variables[collection] = remaining
     return variables
@@ -176,7 +210,11 @@ class Module(state_lib.ModuleVariables):
     def __init_subclass__(cls, kw_only: bool = False, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         annotations = inspect.get_annotations(cls)
-        reserved = {name: annotations[name] for name in ("parent", "name") if name in annotations}
+        reserved = {
+            name: annotations[name]
+            for name in ("parent", "name")
+            if name in annotations
+        }
         if reserved:
             raise errors.ReservedModuleAttributeError(reserved)
         has_hash = "__hash__" in vars(cls)
@@ -229,7 +267,9 @@ class Module(state_lib.ModuleVariables):
         if state.in_setup and name is None:
             return  # the attribute that it is assigned to names it
         if not (state.in_setup or state.names_submodules):
-            raise errors.AssignSubModuleError(type(child).__name__, self._name_in_errors)
+            raise errors.AssignSubModuleError(
+                type(child).__name__, self._name_in_errors
+            )
         self._attach(child, name or state.next_name(type(child).__name__))
 
     def _attach(self, child: "Module", name: str) -> None:
@@ -250,7 +290,10 @@ class Module(state_lib.ModuleVariables):
                 adopted = map_submodules(self._adopt, value, is_module, name)
                 if adopted is not value:
                     original_fields = self._state.original_fields
-                    self._state.original_fields = {**original_fields, name: value}
+                    self._state.original_fields = {
+                        **original_fields,
+                        name: value,
+                    }
                     object.__setattr__(self, name, adopted)
 
     def _rebind(self, scope: Any) -> None:
@@ -273,11 +316,15 @@ class Module(state_lib.ModuleVariables):
         adopted = self._state.adopted
         if id(module) in adopted:
             return adopted[id(module)][1]
-        is_created_in_setup = isinstance(module.parent, Module)  # of a `setup` that runs
+        is_created_in_setup = isinstance(
+            module.parent, Module
+        )  # of a `setup` that runs
         submodule = module if is_created_in_setup else module.clone()
         adopted[id(module)] = module, submodule
         # `getattr` of the module itself would run its `setup`.
-        class_default = getattr(type(self), _KEEPS_NAMES, settings.preserve_adopted_names)
+        class_default = getattr(
+            type(self), _KEEPS_NAMES, settings.preserve_adopted_names
+        )
         if vars(self).get(_KEEPS_NAMES, class_default):
             name = state_lib.name_of(module) or name
         self._attach(submodule, name)
@@ -310,20 +357,30 @@ class Module(state_lib.ModuleVariables):
             object.__setattr__(self, name, value)
             return
         if not self._state.in_setup:
-            raise errors.SetAttributeFrozenModuleError(self._name_in_errors, name, value)
+            raise errors.SetAttributeFrozenModuleError(
+                self._name_in_errors, name, value
+            )
         if name in self._field_names or name in ("parent", "name"):
-            raise errors.SetAttributeInModuleSetupError(self._name_in_errors, name)
-        object.__setattr__(self, name, map_submodules(self._adopt, value, is_module, name))
+            raise errors.SetAttributeInModuleSetupError(
+                self._name_in_errors, name
+            )
+        object.__setattr__(
+            self, name, map_submodules(self._adopt, value, is_module, name)
+        )
 
     def __delattr__(self, name: str) -> None:
         if self.__dict__.get("scope") is not None:
-            raise errors.SetAttributeFrozenModuleError(self._name_in_errors, name, "(deleted)")
+            raise errors.SetAttributeFrozenModuleError(
+                self._name_in_errors, name, "(deleted)"
+            )
         object.__delattr__(self, name)
 
     def __getattr__(self, name: str) -> Any:
         cls = type(self)
         has_state = "_state" in vars(self)
-        if name.startswith("__") or (not has_state and name not in ("_state", "scope")):
+        if name.startswith("__") or (
+            not has_state and name not in ("_state", "scope")
+        ):
             raise AttributeError(f"{cls.__name__} has no attribute {name!r}.")
         if not has_state:
             raise errors.IncorrectPostInitOverrideError(cls.__name__)
@@ -334,7 +391,9 @@ class Module(state_lib.ModuleVariables):
             self._run_setup()
             if name in vars(self):
                 return vars(self)[name]
-        near_names = difflib.get_close_matches(name, [*vars(self), *dir(cls)], n=1, cutoff=0.75)
+        near_names = difflib.get_close_matches(
+            name, [*vars(self), *dir(cls)], n=1, cutoff=0.75
+        )
         hint = f"; did you mean {near_names[0]!r}?" if near_names else ""
         raise errors.ModuleAttributeError(self._name_in_errors, name, hint)
 
@@ -348,10 +407,14 @@ class Module(state_lib.ModuleVariables):
 
     _repr_mimebundle_ = display.notebook_tree
 
-    def __treescope_repr__(self, path: str | None, subtree_renderer: Callable[..., object]) -> Any:
+    def __treescope_repr__(
+        self, path: str | None, subtree_renderer: Callable[..., object]
+    ) -> Any:
         """Shows fields, variables and submodules, also those of `setup`, in Treescope's trees."""
         module = self
-        with contextlib.suppress(Exception):  # `setup` may need inputs, or be wrong
+        with contextlib.suppress(
+            Exception
+        ):  # `setup` may need inputs, or be wrong
             module = self.bind({}) if self.scope is None else self
             if module._state.setup_is_due:
                 module._run_setup()
@@ -387,11 +450,15 @@ class Module(state_lib.ModuleVariables):
         fields |= self._state.original_fields
         if _deep_clone is not False:
             copies = {} if _deep_clone is True else _deep_clone
-            copy = functools.partial(_deep_copy, copies=copies, reset_names=_reset_names)
+            copy = functools.partial(
+                _deep_copy, copies=copies, reset_names=_reset_names
+            )
             for name, value in fields.items():
                 fields[name] = map_submodules(copy, value, is_module)
         own_name = None if _reset_names else state_lib.name_of(self)
-        return type(self)(**{**fields, "parent": parent, "name": own_name, **updates})
+        return type(self)(
+            **{**fields, "parent": parent, "name": own_name, **updates}
+        )
 
     def copy(
         self: M,
@@ -421,7 +488,9 @@ class Module(state_lib.ModuleVariables):
         [2.0, 3.0]
         """
         _check_instance(self, "bind")
-        return self._with_scope(core.bind(variables, rngs=rngs, mutable=mutable))
+        return self._with_scope(
+            core.bind(variables, rngs=rngs, mutable=mutable)
+        )
 
     def unbind(self: M) -> tuple[M, dict[str, Any]]:
         """Returns an unbound copy and the variables; inverts `bind`."""
@@ -429,6 +498,61 @@ class Module(state_lib.ModuleVariables):
             raise errors.CallUnbindOnUnboundModuleError(type(self).__name__)
         return self.clone(_deep_clone=True, _reset_names=True), self.variables
 
+    @overload
+    def apply(
+        self: Callable[..., T],
+        variables: Mapping[str, Any],
+        *args: PyTree,
+        rngs: RngKeys = ...,
+        method: None = ...,
+        mutable: Literal[False] = ...,
+        capture_intermediates: Capture = ...,
+        **kwargs: PyTree,
+    ) -> T: ...
+    @overload
+    def apply(
+        self: Callable[..., T],
+        variables: Mapping[str, Any],
+        *args: PyTree,
+        rngs: RngKeys = ...,
+        method: None = ...,
+        mutable: MutableNames,
+        capture_intermediates: Capture = ...,
+        **kwargs: PyTree,
+    ) -> tuple[T, dict[str, Any]]: ...
+    @overload
+    def apply(
+        self,
+        variables: Mapping[str, Any],
+        *args: PyTree,
+        rngs: RngKeys = ...,
+        method: Callable[..., T],
+        mutable: Literal[False] = ...,
+        capture_intermediates: Capture = ...,
+        **kwargs: PyTree,
+    ) -> T: ...
+    @overload
+    def apply(
+        self,
+        variables: Mapping[str, Any],
+        *args: PyTree,
+        rngs: RngKeys = ...,
+        method: Callable[..., T],
+        mutable: MutableNames,
+        capture_intermediates: Capture = ...,
+        **kwargs: PyTree,
+    ) -> tuple[T, dict[str, Any]]: ...
+    @overload
+    def apply(
+        self,
+        variables: Mapping[str, Any],
+        *args: PyTree,
+        rngs: RngKeys = ...,
+        method: str | Callable[..., Any] | None = ...,
+        mutable: Filter = ...,
+        capture_intermediates: Capture = ...,
+        **kwargs: PyTree,
+    ) -> Any: ...
     @tracing.entry_point
     def apply(
         self,
@@ -437,7 +561,7 @@ class Module(state_lib.ModuleVariables):
         rngs: RngKeys = None,
         method: "str | Callable[..., Any] | None" = None,
         mutable: Filter = False,
-        capture_intermediates: "bool | Callable[[Module, str], bool]" = False,
+        capture_intermediates: Capture = False,
         **kwargs: PyTree,
     ) -> Any:
         """Calls a method with variables.
@@ -456,9 +580,43 @@ class Module(state_lib.ModuleVariables):
             ApplyModuleInvalidMethodError: if `method` is not a method.
             ModifyScopeVariableError: if the method writes to an immutable collection.
         """
-        run, mutable, flags = Module._runner(self, "apply", method, mutable, capture_intermediates)
-        return core.apply(run, mutable, flags)(variables, *args, rngs=rngs, **kwargs)
+        run, mutable, flags = Module._runner(
+            self, "apply", method, mutable, capture_intermediates
+        )
+        return core.apply(run, mutable, flags)(
+            variables, *args, rngs=rngs, **kwargs
+        )
 
+    @overload
+    def init_with_output(
+        self: Callable[..., T],
+        rngs: RngKeys,
+        *args: PyTree,
+        method: None = ...,
+        mutable: Filter = ...,
+        capture_intermediates: Capture = ...,
+        **kwargs: PyTree,
+    ) -> tuple[T, dict[str, Any]]: ...
+    @overload
+    def init_with_output(
+        self,
+        rngs: RngKeys,
+        *args: PyTree,
+        method: Callable[..., T],
+        mutable: Filter = ...,
+        capture_intermediates: Capture = ...,
+        **kwargs: PyTree,
+    ) -> tuple[T, dict[str, Any]]: ...
+    @overload
+    def init_with_output(
+        self,
+        rngs: RngKeys,
+        *args: PyTree,
+        method: str,
+        mutable: Filter = ...,
+        capture_intermediates: Capture = ...,
+        **kwargs: PyTree,
+    ) -> tuple[Any, dict[str, Any]]: ...
     @tracing.entry_point
     def init_with_output(
         self,
@@ -466,7 +624,7 @@ class Module(state_lib.ModuleVariables):
         *args: PyTree,
         method: "str | Callable[..., Any] | None" = None,
         mutable: Filter = state_lib.ALL_BUT_INTERMEDIATES,
-        capture_intermediates: "bool | Callable[[Module, str], bool]" = False,
+        capture_intermediates: Capture = False,
         **kwargs: PyTree,
     ) -> tuple[Any, dict[str, Any]]:
         """Returns a method's result and the variables that it creates; see `init`."""
@@ -482,7 +640,7 @@ class Module(state_lib.ModuleVariables):
         *args: PyTree,
         method: "str | Callable[..., Any] | None" = None,
         mutable: Filter = state_lib.ALL_BUT_INTERMEDIATES,
-        capture_intermediates: "bool | Callable[[Module, str], bool]" = False,
+        capture_intermediates: Capture = False,
         **kwargs: PyTree,
     ) -> dict[str, Any]:
         """Returns the variables that a method creates.
@@ -495,7 +653,9 @@ class Module(state_lib.ModuleVariables):
         >>> jax.tree.map(jnp.shape, variables)
         {'params': {'bias': (2,), 'kernel': (3, 2)}}
         """
-        run, mutable, flags = Module._runner(self, "init", method, mutable, capture_intermediates)
+        run, mutable, flags = Module._runner(
+            self, "init", method, mutable, capture_intermediates
+        )
         return core.init(run, mutable, flags)(rngs, *args, **kwargs)[1]
 
     def lazy_init(
@@ -510,7 +670,9 @@ class Module(state_lib.ModuleVariables):
 
         Raises LazyInitError if an initial value depends on an input given only as a shape.
         """
-        run, mutable, flags = Module._runner(self, "lazy_init", method, mutable, False)
+        run, mutable, flags = Module._runner(
+            self, "lazy_init", method, mutable, False
+        )
         return core.lazy_init(run, mutable, flags)(rngs, *args, **kwargs)
 
     def _runner(
@@ -543,19 +705,29 @@ class Module(state_lib.ModuleVariables):
         """Returns a copy on another tree of variables, without submodules bound elsewhere."""
         return self.clone(parent=scope, _deep_clone=_has_bound_submodule(self))
 
-    def _method(self, method: "str | Callable[..., T] | None") -> Callable[..., T]:
+    def _method(
+        self, method: "str | Callable[..., T] | None"
+    ) -> Callable[..., T]:
         if method is None:
             method = "__call__"
         if isinstance(method, str):
             if method == "__call__" and not callable(self):
-                raise errors.ModuleAttributeError(type(self).__name__, "__call__", ": define it")
+                raise errors.ModuleAttributeError(
+                    type(self).__name__, "__call__", ": define it"
+                )
             if not callable(vars(self).get(method, callable)):
                 raise errors.ApplyModuleInvalidMethodError(method)
-            return lambda module, *args, **kwargs: getattr(module, method)(*args, **kwargs)
-        if isinstance(method, types.MethodType) and isinstance(method.__self__, Module):
+            return lambda module, *args, **kwargs: getattr(module, method)(
+                *args, **kwargs
+            )
+        if isinstance(method, types.MethodType) and isinstance(
+            method.__self__, Module
+        ):
             return method.__func__
         code = getattr(method, "__code__", None)
-        takes_nothing = code and not (code.co_argcount or code.co_flags & inspect.CO_VARARGS)
+        takes_nothing = code and not (
+            code.co_argcount or code.co_flags & inspect.CO_VARARGS
+        )
         if not callable(method) or takes_nothing:
             raise errors.ApplyModuleInvalidMethodError(method)
         return method
@@ -572,8 +744,13 @@ class Module(state_lib.ModuleVariables):
 
         With `show_repeated`, a module that is called again counts again.
         """
-        calls, _ = summary.record_calls(self, rngs, args, kwargs, mutable, show_repeated)
-        return {"/".join(call.path): summary.without_transforms(call.module) for call in calls}
+        calls, _ = summary.record_calls(
+            self, rngs, args, kwargs, mutable, show_repeated
+        )
+        return {
+            "/".join(call.path): summary.without_transforms(call.module)
+            for call in calls
+        }
 
     def tabulate(
         self,
@@ -621,9 +798,13 @@ def _check_instance(x: PyTree, method: str) -> None:
         raise errors.InvalidInstanceModuleError("Module", method)
 
 
-def _deep_copy(_: str, module: Module, copies: dict[int, Module], reset_names: bool) -> Module:
+def _deep_copy(
+    _: str, module: Module, copies: dict[int, Module], reset_names: bool
+) -> Module:
     if id(module) not in copies:
-        copies[id(module)] = module.clone(_deep_clone=copies, _reset_names=reset_names)
+        copies[id(module)] = module.clone(
+            _deep_clone=copies, _reset_names=reset_names
+        )
     return copies[id(module)]
 
 
@@ -660,10 +841,14 @@ def _hash(self: Module) -> int:
     try:
         return hash((type(self), state_lib.name_of(self), *fields))
     except TypeError as error:
-        raise TypeError(f"{self!r} has no hash: one of its fields has none ({error}).") from error
+        raise TypeError(
+            f"{self!r} has no hash: one of its fields has none ({error})."
+        ) from error
 
 
 # `typing.get_type_hints` of a subclass's `__init__` looks for names where the subclass is defined.
-Module.__dataclass_fields__["parent"].type = Module | Scope | CurrentModule | None
+Module.__dataclass_fields__["parent"].type = (
+    Module | Scope | CurrentModule | None
+)
 Module.__hash__ = _hash
 Module.name = state_lib.NameField()  # pyright: ignore[reportAttributeAccessIssue]

@@ -78,7 +78,9 @@ class ModuleDef:
         self.target = target
         self.captured = captured
         self.options = options
-        option_keys = [(name, value_key(value)) for name, value in options.items()]
+        option_keys = [
+            (name, value_key(value)) for name, value in options.items()
+        ]
         self._key = (
             tuple(map(_spec_key, specs)),
             jax.tree.structure(target),
@@ -118,7 +120,9 @@ def _field_key(value: PyTree) -> Hashable:
     if isinstance(value, tuple):
         return type(value), tuple(map(_field_key, value))
     if isinstance(value, FrozenDict):
-        return tuple((value_key(name), _field_key(item)) for name, item in value.items())
+        return tuple(
+            (value_key(name), _field_key(item)) for name, item in value.items()
+        )
     return value_key(value)
 
 
@@ -134,7 +138,9 @@ class ModuleState:
         return self.scopes, self.module_def
 
     @classmethod
-    def tree_unflatten(cls, module_def: ModuleDef, scopes: Sequence[PyTree]) -> "ModuleState":
+    def tree_unflatten(
+        cls, module_def: ModuleDef, scopes: Sequence[PyTree]
+    ) -> "ModuleState":
         return cls(module_def, scopes)
 
     def target_refs(self) -> list[ModuleRef]:
@@ -143,23 +149,32 @@ class ModuleState:
 
     def target_structure(self) -> Any:
         """Returns the structure of the function's first argument."""
-        return jax.tree.structure(self.module_def.target, is_leaf=_is_module_ref)
+        return jax.tree.structure(
+            self.module_def.target, is_leaf=_is_module_ref
+        )
 
     def modules(self) -> list[Any]:
         """Creates the modules and variables on the scopes."""
         for scope in self.scopes:
-            if scope.parent is not None:  # a module above makes this one again in its `setup`
+            if (
+                scope.parent is not None
+            ):  # a module above makes this one again in its `setup`
                 scope.parent.release(scope.name)
         created: dict[int, Any] = {}
 
         def create(ref: ModuleRef) -> Any:
             if ref.index in created:
                 return created[ref.index]
-            spec, scope = self.module_def.specs[ref.index], self.scopes[ref.index]
+            spec, scope = (
+                self.module_def.specs[ref.index],
+                self.scopes[ref.index],
+            )
             # Modules in fields come first, in their order.
             fields: dict[str, Any] = {}
             for name, value in spec.fields.items():
-                fields[name] = map_submodules(lambda _, inner: create(inner), value, _is_module_ref)
+                fields[name] = map_submodules(
+                    lambda _, inner: create(inner), value, _is_module_ref
+                )
             if issubclass(spec.cls, Variable):
                 created[ref.index] = spec.cls(scope, **fields)
             else:
@@ -200,8 +215,12 @@ class ModuleSplitter:
             ref = ModuleRef(len(self.modules))
             self._refs_by_id[id(carried)] = ref
             self.modules.append(carried)
-            self.scopes.append(Scope({}) if carried.scope is None else carried.scope)
-            self.specs.append(None)  # those in its fields are added before its spec is known
+            self.scopes.append(
+                Scope({}) if carried.scope is None else carried.scope
+            )
+            self.specs.append(
+                None
+            )  # those in its fields are added before its spec is known
             self.specs[ref.index] = self._spec(carried)
         return self._refs_by_id[id(carried)]
 
@@ -213,14 +232,18 @@ class ModuleSplitter:
             return _Spec(type(carried), fields)
         for name in carried._field_names:
             value = getattr(carried, name)
-            fields[name] = map_submodules(lambda _, inner: self.ref(inner), value, _is_carried)
+            fields[name] = map_submodules(
+                lambda _, inner: self.ref(inner), value, _is_carried
+            )
         state = carried._state
         tokens = state.transform_tokens
         if self._token is not None and carried is self._target:
             tokens |= {self._token}
         cls, name = type(carried), name_of(carried)
         if carried.scope is None:
-            return _Spec(cls, fields, is_bound=False, name=name, transform_tokens=tokens)
+            return _Spec(
+                cls, fields, is_bound=False, name=name, transform_tokens=tokens
+            )
         # A trace is valid for all modules that are equal in this, at any path.
         return _Spec(
             cls,
@@ -241,7 +264,9 @@ class ModuleSplitter:
         leaves, structure = jax.tree.flatten(tree, is_leaf=_is_carried)
         if not any(map(_is_carried, leaves)):
             return tree
-        return structure.unflatten([self.ref(x) if _is_carried(x) else x for x in leaves])
+        return structure.unflatten(
+            [self.ref(x) if _is_carried(x) else x for x in leaves]
+        )
 
 
 def merge_modules(fn: Fn, index: int = 0, unpack: Unpack | None = None) -> Fn:
@@ -251,15 +276,21 @@ def merge_modules(fn: Fn, index: int = 0, unpack: Unpack | None = None) -> Fn:
     which `weft.core.lift` then passes without wrappers.
     """
 
-    def run(module_state: ModuleState, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    def run(
+        module_state: ModuleState, *args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
         if unpack is not None:
             args, kwargs = unpack(*args)
         module_def, modules = module_state.module_def, module_state.modules()
         # A module of the closure replaces its inner one in `modules` during the call.
         inner_modules = list(modules)
-        with _swapped_state(captured_modules(fn), module_def.captured[index], modules):
+        with _swapped_state(
+            captured_modules(fn), module_def.captured[index], modules
+        ):
             target, args, kwargs = jax.tree.map(
-                lambda leaf: modules[leaf.index] if _is_module_ref(leaf) else leaf,
+                lambda leaf: (
+                    modules[leaf.index] if _is_module_ref(leaf) else leaf
+                ),
                 (module_def.target, args, kwargs),
                 is_leaf=_is_module_ref,
             )
@@ -279,7 +310,9 @@ def merge_modules(fn: Fn, index: int = 0, unpack: Unpack | None = None) -> Fn:
         for leaf in jax.tree.leaves(result, is_leaf=is_module):
             if isinstance(leaf, Module | Scope | Variable):
                 name = getattr(fn, "__name__", "the function")
-                raise errors.TransformedMethodReturnValueError(f"{type(first).__name__}: {name}")
+                raise errors.TransformedMethodReturnValueError(
+                    f"{type(first).__name__}: {name}"
+                )
         return result
 
     run.__name__ = getattr(fn, "__name__", "run")
@@ -288,7 +321,9 @@ def merge_modules(fn: Fn, index: int = 0, unpack: Unpack | None = None) -> Fn:
     return run
 
 
-def _counts_of_submodules(modules: Sequence[Carried]) -> frozenset[tuple[tuple[int, str], int]]:
+def _counts_of_submodules(
+    modules: Sequence[Carried],
+) -> frozenset[tuple[tuple[int, str], int]]:
     """Returns how many submodules each module has named, by the module's index and a class name."""
     counts: list[tuple[tuple[int, str], int]] = []
     for index, module in enumerate(modules):
@@ -298,7 +333,14 @@ def _counts_of_submodules(modules: Sequence[Carried]) -> frozenset[tuple[tuple[i
     return frozenset(counts)
 
 
-_CONTAINER_TYPES = (FunctionType, MethodType, functools.partial, list, tuple, dict)
+_CONTAINER_TYPES = (
+    FunctionType,
+    MethodType,
+    functools.partial,
+    list,
+    tuple,
+    dict,
+)
 
 
 def captured_modules(fn: PyTree) -> list[Module]:
@@ -312,7 +354,9 @@ def captured_modules(fn: PyTree) -> list[Module]:
             if value.scope is not None:
                 modules_by_id[id(value)] = value
             continue
-        has_references = isinstance(value, _CONTAINER_TYPES) or struct.child_names(type(value))
+        has_references = isinstance(
+            value, _CONTAINER_TYPES
+        ) or struct.child_names(type(value))
         if has_references and id(value) not in visited_ids:
             visited_ids.add(id(value))
             pending.extend(reversed(_references_of(value)))
@@ -366,7 +410,11 @@ def _replace_attributes(module: Module, attributes: dict[str, Any]) -> None:
 
 def unbound(fn: Fn) -> Fn:
     """Returns the function of a module's bound method, to be called with the module inside."""
-    return fn.__func__ if isinstance(fn, MethodType) and is_module(fn.__self__) else fn
+    return (
+        fn.__func__
+        if isinstance(fn, MethodType) and is_module(fn.__self__)
+        else fn
+    )
 
 
 class SplitCall(NamedTuple):
@@ -399,13 +447,17 @@ def split_modules(
     target_refs = splitter.refs(target)
     args, kwargs = splitter.refs((args, dict(kwargs)))
     # All functions get the modules of all: branches must have the same arguments.
-    captured = tuple(tuple(map(splitter.ref, captured_modules(fn))) for fn in fns)
+    captured = tuple(
+        tuple(map(splitter.ref, captured_modules(fn))) for fn in fns
+    )
     options: dict[str, Any] = {}
     arrays: dict[str, PyTree] = {}
     for name, value in kwargs.items():
         (options if _is_static_argument(value) else arrays)[name] = value
     module_def = ModuleDef(splitter.specs, target_refs, captured, options)
-    return SplitCall(splitter, ModuleState(module_def, splitter.scopes), args, arrays)
+    return SplitCall(
+        splitter, ModuleState(module_def, splitter.scopes), args, arrays
+    )
 
 
 def _is_static_argument(value: object) -> bool:

@@ -23,7 +23,12 @@ from jaxtyping import Array, Bool, Float
 from weft import errors, functional
 from weft.functional import canonicalize_dtype, norm
 from weft.functional.initializers import Initializer, normal, ones, zeros
-from weft.functional.statistics import Axes, canonical_axes, cast, statistics_dtype
+from weft.functional.statistics import (
+    Axes,
+    canonical_axes,
+    cast,
+    statistics_dtype,
+)
 from weft.linen.apply import merge_param
 from weft.linen.methods import compact
 from weft.linen.module import Module
@@ -66,7 +71,10 @@ class LayerNorm(_ScaleAndBias):
 
     @compact
     def __call__(
-        self, x: Float[Array, "*shape"], *, mask: Bool[Array, "*#shape"] | None = None
+        self,
+        x: Float[Array, "*shape"],
+        *,
+        mask: Bool[Array, "*#shape"] | None = None,
     ) -> Float[Array, "*shape"]:
         """Normalizes an input; `mask` selects the values of the statistics, by default all."""
         features = sorted(canonical_axes(self.feature_axes, x.ndim))
@@ -96,13 +104,21 @@ class RMSNorm(Module):
 
     @compact
     def __call__(
-        self, x: Float[Array, "*shape"], *, mask: Bool[Array, "*#shape"] | None = None
+        self,
+        x: Float[Array, "*shape"],
+        *,
+        mask: Bool[Array, "*#shape"] | None = None,
     ) -> Float[Array, "*shape"]:
         features = sorted(canonical_axes(self.feature_axes, x.ndim))
         scale, _ = scale_and_bias(self, [x.shape[a] for a in features])
         scale = norm.along(features, scale, x)
         return _normalized(
-            self, functional.rms_norm, x, scale, axis=self.reduction_axes, where=mask
+            self,
+            functional.rms_norm,
+            x,
+            scale,
+            axis=self.reduction_axes,
+            where=mask,
         )
 
 
@@ -150,14 +166,20 @@ class GroupNorm(Module):
                 `reduction_axes` lacks the last axis.
         """
         functional.check_sizes(
-            type(self).__name__, num_groups=self.num_groups, group_size=self.group_size
+            type(self).__name__,
+            num_groups=self.num_groups,
+            group_size=self.group_size,
         )
         channels = x.shape[-1]
-        num_groups = functional.number_of_groups(channels, self.num_groups, self.group_size)
+        num_groups = functional.number_of_groups(
+            channels, self.num_groups, self.group_size
+        )
         axes = norm.group_norm_axes(self.reduction_axes, x.shape)
         scale, bias = scale_and_bias(self, (channels,))
         if mask is not None:
-            mask = jnp.broadcast_to(mask, x.shape)  # before the channels are divided into groups
+            mask = jnp.broadcast_to(
+                mask, x.shape
+            )  # before the channels are divided into groups
         return _normalized(
             self,
             functional.group_norm,
@@ -189,7 +211,10 @@ class InstanceNorm(_ScaleAndBias):
 
     @compact
     def __call__(
-        self, x: Float[Array, " batch *shape"], *, mask: Bool[Array, "*#batch"] | None = None
+        self,
+        x: Float[Array, " batch *shape"],
+        *,
+        mask: Bool[Array, "*#batch"] | None = None,
     ) -> Float[Array, " batch *shape"]:
         """Normalizes an input; see `LayerNorm` for the arguments.
 
@@ -200,7 +225,11 @@ class InstanceNorm(_ScaleAndBias):
 
 
 def _layer_norm(
-    module: Any, x: Array, axes: Axes, features: Sequence[int], mask: Array | None
+    module: Any,
+    x: Array,
+    axes: Axes,
+    features: Sequence[int],
+    mask: Array | None,
 ) -> Array:
     scale, bias = scale_and_bias(module, [x.shape[a] for a in features])
     return _normalized(
@@ -233,12 +262,16 @@ def _normalized(
     )
 
 
-def scale_and_bias(module: Any, shape: Sequence[int]) -> tuple[Array | None, Array | None]:
+def scale_and_bias(
+    module: Any, shape: Sequence[int]
+) -> tuple[Array | None, Array | None]:
     """Returns the parameters `scale` and `bias` of a norm, or None where unused."""
     shape = tuple(shape)
     scale = bias = None
     if module.use_scale:
-        scale = module.param("scale", module.scale_init, shape, module.param_dtype)
+        scale = module.param(
+            "scale", module.scale_init, shape, module.param_dtype
+        )
     if getattr(module, "use_bias", False):  # RMSNorm has none
         bias = module.param("bias", module.bias_init, shape, module.param_dtype)
     return scale, bias
@@ -306,16 +339,26 @@ class BatchNorm(Module):
         features = sorted(canonical_axes(self.axis, x.ndim))
         reduction_axes = [a for a in range(x.ndim) if a not in features]
         feature_shape = tuple(x.shape[a] for a in features)
-        broadcast_shape = [x.shape[a] if a in features else 1 for a in range(x.ndim)]
-        average_dtype = jnp.float32 if self.force_float32_reductions else self.param_dtype
-        mean_average = self.variable("batch_stats", "mean", jnp.zeros, feature_shape, average_dtype)
-        var_average = self.variable("batch_stats", "var", jnp.ones, feature_shape, average_dtype)
+        broadcast_shape = [
+            x.shape[a] if a in features else 1 for a in range(x.ndim)
+        ]
+        average_dtype = (
+            jnp.float32 if self.force_float32_reductions else self.param_dtype
+        )
+        mean_average = self.variable(
+            "batch_stats", "mean", jnp.zeros, feature_shape, average_dtype
+        )
+        var_average = self.variable(
+            "batch_stats", "var", jnp.ones, feature_shape, average_dtype
+        )
         x_dtype = statistics_dtype(x, self.force_float32_reductions)
         if use_average:
             mean = mean_average.value.reshape(broadcast_shape)
             var = var_average.value.reshape(broadcast_shape)
         else:
-            initializing = self.is_initializing()  # where the mapped axis need not exist
+            initializing = (
+                self.is_initializing()
+            )  # where the mapped axis need not exist
             mean, var = functional.moments(
                 x,
                 axis=reduction_axes,
@@ -326,13 +369,22 @@ class BatchNorm(Module):
                 dtype=x_dtype,
             )
             if not initializing:
-                for average, statistic in ((mean_average, mean), (var_average, var)):
+                for average, statistic in (
+                    (mean_average, mean),
+                    (var_average, var),
+                ):
                     average.value = functional.update_running_average(
-                        average.value, statistic.reshape(feature_shape), decay=self.momentum
+                        average.value,
+                        statistic.reshape(feature_shape),
+                        decay=self.momentum,
                     )
         scale, bias = scale_and_bias(self, feature_shape)
-        scale_along_features = None if scale is None else scale.reshape(broadcast_shape)
-        bias_along_features = None if bias is None else bias.reshape(broadcast_shape)
+        scale_along_features = (
+            None if scale is None else scale.reshape(broadcast_shape)
+        )
+        bias_along_features = (
+            None if bias is None else bias.reshape(broadcast_shape)
+        )
         y = functional.batch_norm(
             cast(x, x_dtype),
             mean,
@@ -374,7 +426,9 @@ class SpectralNorm(Module):
     collection_name: str = "batch_stats"
 
     @compact
-    def __call__(self, *args: PyTree, update_stats: bool, **kwargs: PyTree) -> PyTree:
+    def __call__(
+        self, *args: PyTree, update_stats: bool, **kwargs: PyTree
+    ) -> PyTree:
         """Calls the layer with the other arguments.
 
         Args:
@@ -385,7 +439,9 @@ class SpectralNorm(Module):
         normalized = functools.partial(self._normalized, update_stats)
         return _call_with_normalized(self, normalized, args, kwargs)
 
-    def _normalized(self, update_stats: bool, name: str, weight: Array) -> Array:
+    def _normalized(
+        self, update_stats: bool, name: str, weight: Array
+    ) -> Array:
         if weight.ndim < 2 or self.n_steps < 1:
             return weight
         if weight.ndim > 2 and self.error_on_non_matrix:
@@ -399,14 +455,22 @@ class SpectralNorm(Module):
             return normal(1.0)(self.make_rng("params"), shape, self.param_dtype)
 
         u = self.variable(self.collection_name, f"{name}/u", initial_u)
-        sigma = self.variable(self.collection_name, f"{name}/sigma", jnp.ones, (), self.param_dtype)
+        sigma = self.variable(
+            self.collection_name,
+            f"{name}/sigma",
+            jnp.ones,
+            (),
+            self.param_dtype,
+        )
         normalized, new_u, new_sigma = norm.spectral_norm(
             weight, u.value, n_steps=self.n_steps, eps=self.epsilon
         )
         # The next call continues the power iteration from here.
         if update_stats:
             u.value, sigma.value = new_u, new_sigma
-        return normalized.astype(canonicalize_dtype(normalized, new_u, dtype=self.dtype))
+        return normalized.astype(
+            canonicalize_dtype(normalized, new_u, dtype=self.dtype)
+        )
 
 
 class WeightNorm(Module):
@@ -451,8 +515,12 @@ class WeightNorm(Module):
         if self.use_scale:
             features = norm.weight_features(weight.shape, self.feature_axes)
             shape = tuple(weight.shape[a] for a in features)
-            scale = self.param(f"{name}/scale", self.scale_init, shape, self.param_dtype)
-        y = norm.weight_norm(weight, scale, feature_axes=self.feature_axes, eps=self.epsilon)
+            scale = self.param(
+                f"{name}/scale", self.scale_init, shape, self.param_dtype
+            )
+        y = norm.weight_norm(
+            weight, scale, feature_axes=self.feature_axes, eps=self.epsilon
+        )
         return y.astype(canonicalize_dtype(y, dtype=self.dtype))
 
 
@@ -472,7 +540,9 @@ def _call_with_normalized(
     def normalized_variables(variables: dict[str, PyTree]) -> dict[str, PyTree]:
         # One collection, `params`, if the layer has parameters.
         return {
-            collection: jax.tree_util.tree_map_with_path(normalized_at_path, tree)
+            collection: jax.tree_util.tree_map_with_path(
+                normalized_at_path, tree
+            )
             for collection, tree in variables.items()
         }
 

@@ -13,18 +13,26 @@ from jax.sharding import PartitionSpec
 
 from weft import errors, struct
 from weft.core import FrozenDict, lift, meta, unfreeze
-from weft.core.axis_rules import get_logical_axis_rules as get_logical_axis_rules
+from weft.core.axis_rules import (
+    get_logical_axis_rules as get_logical_axis_rules,
+)
 from weft.core.axis_rules import logical_axis_rules as logical_axis_rules
-from weft.core.axis_rules import set_logical_axis_rules as set_logical_axis_rules
+from weft.core.axis_rules import (
+    set_logical_axis_rules as set_logical_axis_rules,
+)
 from weft.core.filters import Filter, union_filters
 from weft.core.lift.transforms import VariableAxis, axis_number
 from weft.core.logical import LogicallyPartitioned as LogicallyPartitioned
 from weft.core.logical import RulesFallback as RulesFallback
 from weft.core.logical import logical_to_mesh as logical_to_mesh
 from weft.core.logical import logical_to_mesh_axes as logical_to_mesh_axes
-from weft.core.logical import logical_to_mesh_sharding as logical_to_mesh_sharding
+from weft.core.logical import (
+    logical_to_mesh_sharding as logical_to_mesh_sharding,
+)
 from weft.core.logical import with_logical_constraint as with_logical_constraint
-from weft.core.logical import with_logical_partitioning as with_logical_partitioning
+from weft.core.logical import (
+    with_logical_partitioning as with_logical_partitioning,
+)
 from weft.core.scope import Scope, Variable
 from weft.lifting.signature import as_tuple
 from weft.linen import transforms
@@ -35,7 +43,10 @@ Target = TypeVar("Target")
 
 ScanIn, ScanOut = lift.In, lift.Out
 axis_rules, get_axis_rules = logical_axis_rules, get_logical_axis_rules
-set_axis_rules, with_sharding_constraint = set_logical_axis_rules, with_logical_constraint
+set_axis_rules, with_sharding_constraint = (
+    set_logical_axis_rules,
+    with_logical_constraint,
+)
 
 
 class AxisMetadata(struct.PyTreeNode, meta.AxisMetadata):
@@ -59,7 +70,11 @@ class AxisMetadata(struct.PyTreeNode, meta.AxisMetadata):
     def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
         def with_axis(names: tuple[Any, ...]) -> tuple[Any, ...]:
             position = index if index >= 0 else index + len(names) + 1
-            return (*names[:position], params.get(meta.PARTITION_NAME), *names[position:])
+            return (
+                *names[:position],
+                params.get(meta.PARTITION_NAME),
+                *names[position:],
+            )
 
         return self.replace(names=_map_names(with_axis, self.names))
 
@@ -77,7 +92,9 @@ Names = tuple[Any, ...] | FrozenDict[str, Any]
 def _map_names(fn: Callable[[Any], PyTree], names: PyTree) -> PyTree:
     """Maps the names of each array of a variable; None means an array without names."""
     if isinstance(names, Mapping):
-        return FrozenDict({key: _map_names(fn, value) for key, value in names.items()})
+        return FrozenDict(
+            {key: _map_names(fn, value) for key, value in names.items()}
+        )
     return None if names is None else fn(names)
 
 
@@ -103,11 +120,15 @@ class PartitionedVariable(Variable):
     @property
     def value(self) -> PyTree:
         """The value, laid out by the rules."""
-        return with_sharding_constraint(super().value, self.axes, fallback=self.fallback)
+        return with_sharding_constraint(
+            super().value, self.axes, fallback=self.fallback
+        )
 
     @value.setter
     def value(self, value: PyTree) -> None:
-        value = with_sharding_constraint(value, self.axes, fallback=self.fallback)
+        value = with_sharding_constraint(
+            value, self.axes, fallback=self.fallback
+        )
         Variable.value.__set__(self, value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -165,13 +186,19 @@ def variable_with_axes(
         fallback: see `with_logical_constraint`.
     """
     module = _running_module(module, name)
-    variable = module.variable(collection, name, init_fn, *init_args, **init_kwargs)
+    variable = module.variable(
+        collection, name, init_fn, *init_args, **init_kwargs
+    )
     if axes is not None:
         _record_axes(module, collection, name, axes)
-    return PartitionedVariable(variable.scope, collection, name, variable.unbox, axes, fallback)
+    return PartitionedVariable(
+        variable.scope, collection, name, variable.unbox, axes, fallback
+    )
 
 
-def _running_module(module: ModuleVariables | None, name: str) -> ModuleVariables:
+def _running_module(
+    module: ModuleVariables | None, name: str
+) -> ModuleVariables:
     module = current_module() if module is None else module
     if module is None:
         raise errors.ModuleError(
@@ -181,7 +208,10 @@ def _running_module(module: ModuleVariables | None, name: str) -> ModuleVariable
 
 
 def _record_axes(
-    module: ModuleVariables, collection: str, name: str, axes: Sequence[Any] | Mapping[str, Any]
+    module: ModuleVariables,
+    collection: str,
+    name: str,
+    axes: Sequence[Any] | Mapping[str, Any],
 ) -> None:
     """Stores the names of a variable's axes; raises AxisMetadataError if it has others."""
     try:
@@ -225,7 +255,9 @@ def get_axis_names(axes_metadata: PyTree) -> FrozenDict:
             )
         layouts: dict[str, PyTree] = {}
         for key, subtree in tree.items():
-            layouts[key.removesuffix("_axes")] = layouts_of(subtree, (*path, str(key)))
+            layouts[key.removesuffix("_axes")] = layouts_of(
+                subtree, (*path, str(key))
+            )
         return layouts
 
     return FrozenDict(layouts_of(axes_metadata, ()))
@@ -325,7 +357,9 @@ def vmap_with_axes(
             continue
         axis = axis_number(variable_axes[collection])
         mapped = transforms.add_metadata_axis(
-            mapped, {f"{collection}_axes": axis}, {meta.PARTITION_NAME: logical_name}
+            mapped,
+            {f"{collection}_axes": axis},
+            {meta.PARTITION_NAME: logical_name},
         )
     return mapped
 

@@ -20,7 +20,13 @@ from jaxtyping import Array, Float, Int
 from weft import functional
 from weft.core import FrozenDict, filters
 from weft.functional import promote_dtype, recurrent
-from weft.functional.initializers import Initializer, lecun_normal, ones, orthogonal, zeros
+from weft.functional.initializers import (
+    Initializer,
+    lecun_normal,
+    ones,
+    orthogonal,
+    zeros,
+)
 from weft.functional.recurrent import gru_step, lstm_step, mgu_step
 from weft.linen.conv import Conv
 from weft.linen.linear import Dense, kernel_and_bias
@@ -50,23 +56,33 @@ class RNNCellBase(Module):
     """
 
     @nowrap
-    def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> PyTree:
+    def initialize_carry(
+        self, rng: Array, input_shape: tuple[int, ...]
+    ) -> PyTree:
         """Returns the state before the first input; `input_shape` includes batch axes."""
-        raise NotImplementedError(f"{type(self).__name__} does not define initialize_carry.")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define initialize_carry."
+        )
 
     @property
     def num_feature_axes(self) -> int:
         """The number of axes of an input that are not batch axes."""
-        raise NotImplementedError(f"{type(self).__name__} does not define num_feature_axes.")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define num_feature_axes."
+        )
 
 
 class _Cell(RNNCellBase):
     features: int
 
     @nowrap
-    def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> PyTree:
+    def initialize_carry(
+        self, rng: Array, input_shape: tuple[int, ...]
+    ) -> PyTree:
         cell: Any = self  # subclasses declare the initializer and the dtype
-        return cell.carry_init(rng, (*input_shape[:-1], cell.features), cell.param_dtype)
+        return cell.carry_init(
+            rng, (*input_shape[:-1], cell.features), cell.param_dtype
+        )
 
     @property
     def num_feature_axes(self) -> int:
@@ -86,7 +102,9 @@ class _GatedCell(_Cell):
 
 class _MemoryCell(_Cell):
     @nowrap
-    def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> Carry:
+    def initialize_carry(
+        self, rng: Array, input_shape: tuple[int, ...]
+    ) -> Carry:
         memory_key, output_key = jax.random.split(rng)
         memory = super().initialize_carry(memory_key, input_shape)
         output = super().initialize_carry(output_key, input_shape)
@@ -145,11 +163,17 @@ class GRUCell(_GatedCell):
     @compact
     def __call__(self, carry: State, inputs: Input) -> tuple[State, State]:
         input_map, state_map = linear_maps(self, carry)
-        candidate_map = state_map(use_bias=True, bias_init=self.bias_init, name="hn")
+        candidate_map = state_map(
+            use_bias=True, bias_init=self.bias_init, name="hn"
+        )
         carry = gru_step(
             carry,
             [input_map(name=name)(inputs) for name in ("ir", "iz", "in")],
-            [state_map(name="hr")(carry), state_map(name="hz")(carry), candidate_map(carry)],
+            [
+                state_map(name="hr")(carry),
+                state_map(name="hz")(carry),
+                candidate_map(carry),
+            ],
             gate_fn=self.gate_fn,
             activation_fn=self.activation_fn,
         )
@@ -212,12 +236,19 @@ def linear_maps(
     """
     functional.check_sizes(type(cell).__name__, features=cell.features)
     dense = functools.partial(
-        Dense, features=state.shape[-1], dtype=cell.dtype, param_dtype=cell.param_dtype
+        Dense,
+        features=state.shape[-1],
+        dtype=cell.dtype,
+        param_dtype=cell.param_dtype,
     )
     input_map = functools.partial(
-        dense, kernel_init=cell.kernel_init, bias_init=bias_init or cell.bias_init
+        dense,
+        kernel_init=cell.kernel_init,
+        bias_init=bias_init or cell.bias_init,
     )
-    state_map = functools.partial(dense, kernel_init=cell.recurrent_kernel_init, use_bias=False)
+    state_map = functools.partial(
+        dense, kernel_init=cell.recurrent_kernel_init, use_bias=False
+    )
     return input_map, state_map
 
 
@@ -246,9 +277,13 @@ class LSTMCell(_MemoryCell, _GatedCell):
         gates: list[Array] = []
         for gate in GATES:
             from_input = input_map(use_bias=False, name=f"i{gate}")(inputs)
-            from_state = state_map(use_bias=True, bias_init=self.bias_init, name=f"h{gate}")(h)
+            from_state = state_map(
+                use_bias=True, bias_init=self.bias_init, name=f"h{gate}"
+            )(h)
             gates.append(from_input + from_state)
-        c, h = lstm_step(c, *gates, gate_fn=self.gate_fn, activation_fn=self.activation_fn)
+        c, h = lstm_step(
+            c, *gates, gate_fn=self.gate_fn, activation_fn=self.activation_fn
+        )
         return (c, h), h
 
 
@@ -269,7 +304,9 @@ class OptimizedLSTMCell(_MemoryCell, _GatedCell):
         functional.check_sizes(type(self).__name__, features=self.features)
         c, h = carry
 
-        def mapped(x: Array, prefix: str, kernel_init: Initializer, use_bias: bool) -> Array:
+        def mapped(
+            x: Array, prefix: str, kernel_init: Initializer, use_bias: bool
+        ) -> Array:
             """Applies the maps of all gates in one multiplication; each has its own parameters."""
             kernels: list[Array] = []
             biases: list[Array] = []
@@ -289,12 +326,16 @@ class OptimizedLSTMCell(_MemoryCell, _GatedCell):
             merged_kernel = jnp.concatenate(kernels, -1)
             merged_bias = jnp.concatenate(biases) if use_bias else None
             # Shape (*batch, 4 * state), the gates in their order.
-            return functional.dense(*promote_dtype(x, merged_kernel, merged_bias, dtype=self.dtype))
+            return functional.dense(
+                *promote_dtype(x, merged_kernel, merged_bias, dtype=self.dtype)
+            )
 
         from_input = mapped(inputs, "i", self.kernel_init, use_bias=False)
         from_state = mapped(h, "h", self.recurrent_kernel_init, use_bias=True)
         gates = jnp.split(from_input + from_state, 4, -1)
-        c, h = lstm_step(c, *gates, gate_fn=self.gate_fn, activation_fn=self.activation_fn)
+        c, h = lstm_step(
+            c, *gates, gate_fn=self.gate_fn, activation_fn=self.activation_fn
+        )
         return (c, h), h
 
 
@@ -325,7 +366,9 @@ class ConvLSTMCell(_MemoryCell):
         self, carry: Carry, inputs: Float[Array, "*batch_and_space channels"]
     ) -> tuple[Carry, Float[Array, "*batch_and_space features"]]:
         functional.check_sizes(
-            type(self).__name__, features=self.features, kernel_size=self.kernel_size
+            type(self).__name__,
+            features=self.features,
+            kernel_size=self.kernel_size,
         )
         c, h = carry
         conv = functools.partial(
@@ -478,7 +521,9 @@ class Bidirectional(Module):
         keep_order: bool | None = None,
     ) -> PyTree:
         """Runs both; see `RNN`. `initial_carry` is a pair; `reverse`, `keep_order` are ignored."""
-        return_carry = self.return_carry if return_carry is None else return_carry
+        return_carry = (
+            self.return_carry if return_carry is None else return_carry
+        )
         time_major = self.time_major if time_major is None else time_major
         forward_carry = backward_carry = None
         if initial_carry is not None:

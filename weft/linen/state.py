@@ -54,7 +54,9 @@ class _Running(threading.local):
         self.lifted = 0  # number of transformed functions being traced
 
     def __reduce__(self) -> str:
-        return "RUNNING"  # classes pickled by value refer to it in their methods
+        return (
+            "RUNNING"  # classes pickled by value refer to it in their methods
+        )
 
 
 RUNNING = _Running()
@@ -247,7 +249,9 @@ class State:
         for collection, names in self._names_in_compact.items():
             for name in names:
                 scope.release(name, collection)
-                if collection is None and (child := self.children.pop(name, None)):
+                if collection is None and (
+                    child := self.children.pop(name, None)
+                ):
                     # Another compact method must not use the name for another module.
                     if not self._named_by:
                         self._named_by = {}
@@ -259,18 +263,26 @@ class State:
         self._method = method
 
     def add_child(
-        self, scope: "Scope", name: str, module: "ModuleVariables", child: "ModuleVariables"
+        self,
+        scope: "Scope",
+        name: str,
+        module: "ModuleVariables",
+        child: "ModuleVariables",
     ) -> None:
         """Records the name of a new submodule; raises an error if the name is taken."""
         if scope.name_reserved(name):
             raise errors.NameInUseError(
-                f"submodule {type(child).__name__}", name, module._name_in_errors
+                f"submodule {type(child).__name__}",
+                name,
+                module._name_in_errors,
             )
         if self.place is not None:
             return  # each call of the method creates it again
         if self.in_compact and name in self._named_by:
             method, previous_child = self._named_by[name]
-            if method != self._method and previous_child != child.clone(name=name):
+            if method != self._method and previous_child != child.clone(
+                name=name
+            ):
                 raise errors.MultipleMethodsCompactError(
                     type(module).__name__, name, (method, self._method)
                 )
@@ -319,7 +331,9 @@ class State:
         """Returns a context that creates submodules in a scope with the name of a method."""
         scope: Any = module.scope
         if scope.name_reserved(name) and name not in self._name_scopes:
-            raise errors.NameInUseError("compact_name_scope", name, module._name_in_errors)
+            raise errors.NameInUseError(
+                "compact_name_scope", name, module._name_in_errors
+            )
         self._name_scopes |= {name}
         return self.creating_at(scope.push(name, reuse=True))
 
@@ -384,7 +398,9 @@ class ModuleVariables:
     def _scope_for_creation(self, variable: str) -> Scope:
         """Returns the scope in which a variable can be created."""
         if self.scope is None:
-            raise errors.UnboundModuleError(f"{variable} was requested", type(self).__name__)
+            raise errors.UnboundModuleError(
+                f"{variable} was requested", type(self).__name__
+            )
         if not (self._state.in_compact or self._state.in_setup):
             raise errors.CompactMethodError(variable, self._name_in_errors)
         return self.scope
@@ -428,7 +444,9 @@ class ModuleVariables:
         {'params': {'bias': Array([1., 1.], dtype=float32)}}
         """
         scope = self._scope_for_creation(f"the parameter {name!r}")
-        value = scope.param(name, init_fn, *init_args, unbox=unbox, **init_kwargs)
+        value = scope.param(
+            name, init_fn, *init_args, unbox=unbox, **init_kwargs
+        )
         self._state.record_name(name, "params")
         return value
 
@@ -459,16 +477,25 @@ class ModuleVariables:
         (5, {'state': {'calls': 5}})
         """
         scope = self._scope_for_creation(f"the variable {name!r} of {col!r}")
-        ref = scope.variable(col, name, init_fn, *init_args, unbox=unbox, **init_kwargs)
+        ref = scope.variable(
+            col, name, init_fn, *init_args, unbox=unbox, **init_kwargs
+        )
         self._state.record_name(name, col)
         return ref
 
     def has_variable(self, col: str, name: str) -> bool:
         """Returns whether this module has a variable."""
-        return self._bound_scope(f"the variable {name!r} was requested").has_variable(col, name)
+        return self._bound_scope(
+            f"the variable {name!r} was requested"
+        ).has_variable(col, name)
 
     def get_variable(
-        self, col: str, name: str, default: PyTree = None, *, unbox: bool = False
+        self,
+        col: str,
+        name: str,
+        default: PyTree = None,
+        *,
+        unbox: bool = False,
     ) -> PyTree:
         """Returns a variable's value, or `default`; with `unbox`, without its axis metadata."""
         scope = self._bound_scope(f"the variable {name!r} was requested")
@@ -476,26 +503,36 @@ class ModuleVariables:
 
     def put_variable(self, col: str, name: str, value: PyTree) -> None:
         """Sets a new or existing variable of this module, in a mutable collection."""
-        self._bound_scope(f"the variable {name!r} was set").put_variable(col, name, value)
+        self._bound_scope(f"the variable {name!r} was set").put_variable(
+            col, name, value
+        )
 
     def make_rng(self, name: str = "params") -> jax.Array:
         """Returns a new PRNG key of a stream; `params` replaces a missing one.
 
         Raises InvalidRngError if there is no stream.
         """
-        return self._bound_scope(f"a key of the PRNG stream {name!r} was requested").make_rng(name)
+        return self._bound_scope(
+            f"a key of the PRNG stream {name!r} was requested"
+        ).make_rng(name)
 
     def has_rng(self, name: str) -> bool:
         """Returns whether `init` or `apply` was given a PRNG stream."""
-        return self._bound_scope(f"the PRNG stream {name!r} was requested").has_rng(name)
+        return self._bound_scope(
+            f"the PRNG stream {name!r} was requested"
+        ).has_rng(name)
 
     def is_initializing(self) -> bool:
         """Returns whether the call is by `init`, not `apply`."""
-        return self._bound_scope("`is_initializing` was called").get_flag("initializing", False)
+        return self._bound_scope("`is_initializing` was called").get_flag(
+            "initializing", False
+        )
 
     def is_mutable_collection(self, col: str) -> bool:
         """Returns whether the variables of a collection can be changed."""
-        return self._bound_scope(f"the collection {col!r} was requested").is_mutable_collection(col)
+        return self._bound_scope(
+            f"the collection {col!r} was requested"
+        ).is_mutable_collection(col)
 
     def sow(
         self,
@@ -535,7 +572,9 @@ class ModuleVariables:
         scope.put_variable(col, name, reduce_fn(previous_value, value))
         return True
 
-    def perturb(self, name: str, value: T, collection: str = "perturbations") -> T:
+    def perturb(
+        self, name: str, value: T, collection: str = "perturbations"
+    ) -> T:
         """Adds a variable of zeros to a value, so that the variable's gradient is the value's.
 
         Args:
@@ -556,11 +595,17 @@ class ModuleVariables:
         scope = self._bound_scope(f"{name!r} was perturbed")
         exists = scope.has_variable(collection, name)
         if not exists and scope.is_mutable_collection(collection):
-            scope.variable(collection, name, lambda: jax.tree.map(jnp.zeros_like, value))
+            scope.variable(
+                collection, name, lambda: jax.tree.map(jnp.zeros_like, value)
+            )
             self._state.record_name(name, collection)
             exists = True
         if exists:
-            return jax.tree.map(jnp.add, value, scope.get_variable(collection, name))
+            return jax.tree.map(
+                jnp.add, value, scope.get_variable(collection, name)
+            )
         if scope.has_collection(collection):
-            raise errors.PerturbationNotFoundError(name, collection, scope.path_text)
+            raise errors.PerturbationNotFoundError(
+                name, collection, scope.path_text
+            )
         return value

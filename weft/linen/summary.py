@@ -68,10 +68,14 @@ def record_calls(
         input_args, input_kwargs = tables.to_shapes((tuple(args), dict(kwargs)))
         module = context.module.clone(_reset_names=True)
         fn = _method(context)
-        call = RecordedCall(module, path, context.method_name, input_args, input_kwargs, fn)
+        call = RecordedCall(
+            module, path, context.method_name, input_args, input_kwargs, fn
+        )
         calls.append(call)
         result = next_fun(*args, **kwargs)
-        call.outputs, call.variables = tables.to_shapes((result, context.module.variables))
+        call.outputs, call.variables = tables.to_shapes(
+            (result, context.module.variables)
+        )
         return result
 
     arrays, fill = tables.split_arrays((rngs, args, dict(kwargs)))
@@ -91,10 +95,14 @@ def _method(context: state.InterceptorContext) -> Callable[..., PyTree]:
         return methods.wrap_method(fn)
 
     @functools.wraps(fn)
-    def run(module: state.ModuleVariables, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    def run(
+        module: state.ModuleVariables, *args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
         return fn(module, *args, **kwargs)
 
-    return methods.wrap_method(methods.compact(run))  # it may be a helper of a compact method
+    return methods.wrap_method(
+        methods.compact(run)
+    )  # it may be a helper of a compact method
 
 
 def without_transforms(module: state.ModuleVariables) -> Any:
@@ -132,10 +140,17 @@ def tabulate(
 
     def tabulated(*args: PyTree, **call_kwargs: PyTree) -> str:
         calls, variables = record_calls(
-            module, rngs, args, {**kwargs, **call_kwargs}, mutable, show_repeated
+            module,
+            rngs,
+            args,
+            {**kwargs, **call_kwargs},
+            mutable,
+            show_repeated,
         )
         # The parameters come first.
-        collections = sorted(variables, key=lambda name: (name != "params", name))
+        collections = sorted(
+            variables, key=lambda name: (name != "params", name)
+        )
         variables = {name: variables[name] for name in collections}
         header = ["path", "module", "inputs", "outputs"]
         if compute_flops:
@@ -160,18 +175,31 @@ def tabulate(
             for collection in variables.values():
                 # The variables of a module called twice are shown and counted once.
                 is_listed = call.path in listed_paths
-                row.append("" if is_listed else _variables_text(collection, call, calls, depth))
+                row.append(
+                    ""
+                    if is_listed
+                    else _variables_text(collection, call, calls, depth)
+                )
             listed_paths.add(call.path)
             rows.append(row)
         return tables.render_table(
-            module, header, variables, rows, table_kwargs, column_kwargs, console_kwargs
+            module,
+            header,
+            variables,
+            rows,
+            table_kwargs,
+            column_kwargs,
+            console_kwargs,
         )
 
     return tabulated
 
 
 def _variables_text(
-    collection: PyTree, call: RecordedCall, calls: list[RecordedCall], depth: int | None
+    collection: PyTree,
+    call: RecordedCall,
+    calls: list[RecordedCall],
+    depth: int | None,
 ) -> str:
     """Returns a module's variables and their size; on the deepest level, that of all below it."""
     variables = _variables_at(collection, call.path)
@@ -196,7 +224,9 @@ def _variables_text(
 
 def _variables_at(collection: PyTree, path: Path) -> Mapping[str, PyTree]:
     for name in path:
-        collection = collection.get(name, {}) if isinstance(collection, Mapping) else {}
+        collection = (
+            collection.get(name, {}) if isinstance(collection, Mapping) else {}
+        )
     return collection if isinstance(collection, Mapping) else {}
 
 

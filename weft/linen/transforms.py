@@ -49,7 +49,11 @@ Target = TypeVar("Target")
 
 
 def transformed(
-    prefix: str, build: Build, target: PyTree, methods: Methods = None, **options: object
+    prefix: str,
+    build: Build,
+    target: PyTree,
+    methods: Methods = None,
+    **options: object,
 ) -> Any:
     """Returns a transformed module class or function; raises TransformTargetError for others.
 
@@ -70,7 +74,11 @@ def transformed(
 
 
 def _transform_class(
-    prefix: str, build: Build, cls: type[Module], methods: Methods, options: dict[str, Any]
+    prefix: str,
+    build: Build,
+    cls: type[Module],
+    methods: Methods,
+    options: dict[str, Any],
 ) -> type[Module]:
     if methods is None:
         methods = ("__call__",)
@@ -90,7 +98,9 @@ def _transform_class(
         lifted_methods: dict[str, Fn] = {}
         for name, method_options in options_by_method.items():
             method = getattr(cls, name)
-            lifted_methods[name] = _transform_function(prefix, build, method, method_options, token)
+            lifted_methods[name] = _transform_function(
+                prefix, build, method, method_options, token
+            )
         return subclass(cls, prefix, lifted_methods)
 
     # A class that each call transforms again is one class, so that it is compiled once.
@@ -98,7 +108,9 @@ def _transform_class(
     return trace_cache.cached(key, create_subclass)
 
 
-def subclass(cls: type[Module], prefix: str, methods: dict[str, Fn]) -> type[Module]:
+def subclass(
+    cls: type[Module], prefix: str, methods: dict[str, Fn]
+) -> type[Module]:
     """Returns a subclass of `cls` with other methods and the prefixed name."""
     name = prefix + cls.__name__
     namespace = {
@@ -131,7 +143,9 @@ def _transform_function(
     token: TransformToken | None = None,
 ) -> Fn:
     for name in ("static_argnums", "donate_argnums"):
-        signature.check_argnums(f"linen.{prefix.lower()}", name, fn, options.get(name, ()))
+        signature.check_argnums(
+            f"linen.{prefix.lower()}", name, fn, options.get(name, ())
+        )
     # Each wrapper around the function would be a frame in every traceback.
     packing = _PACKINGS.get(build)
     unpack = None if packing is None else packing.unpack
@@ -140,8 +154,12 @@ def _transform_function(
     @functools.wraps(fn)
     def run(target: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if token is not None and token in target._state.transform_tokens:
-            return fn(target, *args, **kwargs)  # a lifted method of the same module calls this one
-        splitter, module_state, args, kwargs = split_modules((fn,), target, args, kwargs, token)
+            return fn(
+                target, *args, **kwargs
+            )  # a lifted method of the same module calls this one
+        splitter, module_state, args, kwargs = split_modules(
+            (fn,), target, args, kwargs, token
+        )
         if packing is None:
             result = lifted(module_state, *args, **kwargs)
         else:
@@ -154,14 +172,22 @@ def _transform_function(
     return run
 
 
-def _add_jit_methods(run: Any, fn: Fn, lifted: Any, token: TransformToken | None) -> None:
+def _add_jit_methods(
+    run: Any, fn: Fn, lifted: Any, token: TransformToken | None
+) -> None:
     """Adds to `run`, a function of modules, the methods of a jitted function of scopes."""
 
     def lower(target: PyTree, *args: PyTree, **kwargs: PyTree) -> Lowered:
-        _, module_state, args, kwargs = split_modules((fn,), target, args, kwargs, token)
-        return Lowered(lifted.lower(module_state, *args, **kwargs), run_compiled)
+        _, module_state, args, kwargs = split_modules(
+            (fn,), target, args, kwargs, token
+        )
+        return Lowered(
+            lifted.lower(module_state, *args, **kwargs), run_compiled
+        )
 
-    def run_compiled(compiled: Fn, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+    def run_compiled(
+        compiled: Fn, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> PyTree:
         splitter, module_state, args, kwargs = split_modules(
             (fn,), args[0], args[1:], kwargs, token
         )
@@ -174,15 +200,21 @@ def _add_jit_methods(run: Any, fn: Fn, lifted: Any, token: TransformToken | None
 
 
 _PACKED_ARGS = _Packing(
-    pack=lambda *args, **kwargs: (args, kwargs), unpack=lambda args, kwargs: (args, kwargs)
+    pack=lambda *args, **kwargs: (args, kwargs),
+    unpack=lambda args, kwargs: (args, kwargs),
 )
 _PACKED_SLICES = _Packing(
-    pack=lambda carry, *xs: (carry, xs), unpack=lambda carry, xs: ((carry, *xs), {})
+    pack=lambda carry, *xs: (carry, xs),
+    unpack=lambda carry, xs: ((carry, *xs), {}),
 )
 # The others take positional and keyword arguments, as `jit` has to for `static_argnames`.
 _PACKINGS = {
-    **dict.fromkeys((lift.vmap, lift.pmap, lift.shard_map, lift.remat), _PACKED_ARGS),
-    **dict.fromkeys((lift.checkify, lift.fold_rngs, lift.map_variables), _PACKED_ARGS),
+    **dict.fromkeys(
+        (lift.vmap, lift.pmap, lift.shard_map, lift.remat), _PACKED_ARGS
+    ),
+    **dict.fromkeys(
+        (lift.checkify, lift.fold_rngs, lift.map_variables), _PACKED_ARGS
+    ),
     lift.scan: _PACKED_SLICES,
 }
 
@@ -487,13 +519,23 @@ def checkify(
     False
     """
     return transformed(
-        "Checkify", lift.checkify, target, methods, variables=variables, rngs=rngs, errors=errors
+        "Checkify",
+        lift.checkify,
+        target,
+        methods,
+        variables=variables,
+        rngs=rngs,
+        errors=errors,
     )
 
 
-def fold_rngs(target: Target, variables: Filter = True, rngs: Filter = True) -> Target:
+def fold_rngs(
+    target: Target, variables: Filter = True, rngs: Filter = True
+) -> Target:
     """Restarts the PRNG streams inside of a module class or a function of a module."""
-    return transformed("Fold_rngs", lift.fold_rngs, target, variables=variables, rngs=rngs)
+    return transformed(
+        "Fold_rngs", lift.fold_rngs, target, variables=variables, rngs=rngs
+    )
 
 
 def map_variables(
@@ -561,7 +603,9 @@ def add_metadata_axis(
             if axis is None:
                 continue
             # The function sees the metadata without the axis.
-            remove = functools.partial(meta.remove_axis, index=axis, params=params)
+            remove = functools.partial(
+                meta.remove_axis, index=axis, params=params
+            )
             add = functools.partial(meta.add_axis, index=axis, params=params)
             fn = lift.map_variables(fn, collections, remove, add, mutable=True)
         return fn
@@ -617,7 +661,10 @@ def while_loop(
         split_rngs: by filter of PRNG streams, whether each iteration has its own keys.
     """
     cond_fn, body_fn = unbound(cond_fn), unbound(body_fn)
-    with lifted_call((body_fn, cond_fn), mdl, (init,)) as (module_state, (init,)):
+    with lifted_call((body_fn, cond_fn), mdl, (init,)) as (
+        module_state,
+        (init,),
+    ):
         return lift.while_loop(
             merge_modules(cond_fn, 1),
             merge_modules(body_fn),
@@ -687,7 +734,10 @@ def cond(
     ['one', 'other']
     """
     true_fun, false_fun = unbound(true_fun), unbound(false_fun)
-    with lifted_call((true_fun, false_fun), mdl, operands) as (module_state, operands):
+    with lifted_call((true_fun, false_fun), mdl, operands) as (
+        module_state,
+        operands,
+    ):
         return lift.cond(
             pred,
             merge_modules(true_fun),
@@ -711,4 +761,11 @@ def switch(
     fns = tuple(map(unbound, branches))
     lifted = [merge_modules(fn, i) for i, fn in enumerate(fns)]
     with lifted_call(fns, mdl, operands) as (module_state, operands):
-        return lift.switch(index, lifted, module_state, *operands, variables=variables, rngs=rngs)
+        return lift.switch(
+            index,
+            lifted,
+            module_state,
+            *operands,
+            variables=variables,
+            rngs=rngs,
+        )

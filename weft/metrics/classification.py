@@ -117,7 +117,9 @@ class Accuracy(Metric):
     hits: Tensor | None = None
     weight: Tensor | None = None
 
-    def of_batch(self, outputs: ArrayLike, targets: ArrayLike, weights: Weights = None) -> Self:
+    def of_batch(
+        self, outputs: ArrayLike, targets: ArrayLike, weights: Weights = None
+    ) -> Self:
         batch = predictions(outputs, targets, weights, self.num_classes)
         is_right = batch.predicted == batch.actual
         hits = jnp.sum(jnp.where(is_right, batch.weights, 0))
@@ -150,7 +152,9 @@ class _OfClasses(Metric):
                 "class."
             )
 
-    def of_batch(self, outputs: ArrayLike, targets: ArrayLike, weights: Weights = None) -> Self:
+    def of_batch(
+        self, outputs: ArrayLike, targets: ArrayLike, weights: Weights = None
+    ) -> Self:
         batch = predictions(outputs, targets, weights, self.num_classes)
         if self.average == "binary" and batch.num_classes != 2:
             raise errors.LossError(
@@ -172,7 +176,9 @@ class _OfClasses(Metric):
             actual=jnp.sum(actual, axis=0),
         )
 
-    def _terms(self, hits: Tensor, predicted: Tensor, actual: Tensor) -> tuple[Tensor, Tensor]:
+    def _terms(
+        self, hits: Tensor, predicted: Tensor, actual: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Returns numerator and denominator of each class's score."""
         raise NotImplementedError(type(self))
 
@@ -192,7 +198,9 @@ class _OfClasses(Metric):
         if self.average == "weighted":
             class_weights = actual
         else:
-            class_weights = actual + predicted > 0  # "macro": of the classes that occur
+            class_weights = (
+                actual + predicted > 0
+            )  # "macro": of the classes that occur
         return _ratio(jnp.sum(scores * class_weights), jnp.sum(class_weights))
 
 
@@ -208,7 +216,9 @@ class Precision(_OfClasses):
     0.5
     """
 
-    def _terms(self, hits: Tensor, predicted: Tensor, actual: Tensor) -> tuple[Tensor, Tensor]:
+    def _terms(
+        self, hits: Tensor, predicted: Tensor, actual: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return hits, predicted
 
 
@@ -224,7 +234,9 @@ class Recall(_OfClasses):
     0.333
     """
 
-    def _terms(self, hits: Tensor, predicted: Tensor, actual: Tensor) -> tuple[Tensor, Tensor]:
+    def _terms(
+        self, hits: Tensor, predicted: Tensor, actual: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return hits, actual
 
 
@@ -242,7 +254,9 @@ class F1Score(_OfClasses):
     0.4
     """
 
-    def _terms(self, hits: Tensor, predicted: Tensor, actual: Tensor) -> tuple[Tensor, Tensor]:
+    def _terms(
+        self, hits: Tensor, predicted: Tensor, actual: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return 2 * hits, predicted + actual
 
 
@@ -260,7 +274,9 @@ class ConfusionMatrix(Metric):
     num_classes: int | None = struct.field(pytree_node=False, default=None)
     counts: Tensor | None = None
 
-    def of_batch(self, outputs: ArrayLike, targets: ArrayLike, weights: Weights = None) -> Self:
+    def of_batch(
+        self, outputs: ArrayLike, targets: ArrayLike, weights: Weights = None
+    ) -> Self:
         batch = predictions(outputs, targets, weights, self.num_classes)
         counts = functional.confusion_matrix(
             batch.actual.reshape(-1),
@@ -288,13 +304,17 @@ class Perplexity(Metric):
     nats: Tensor | None = None
     weight: Tensor | None = None
 
-    def of_batch(self, outputs: ArrayLike, targets: ArrayLike, weights: Weights = None) -> Self:
+    def of_batch(
+        self, outputs: ArrayLike, targets: ArrayLike, weights: Weights = None
+    ) -> Self:
         outputs = jnp.asarray(outputs)
         targets = jnp.asarray(targets)
         check_logits(outputs, targets)
         is_class = (targets >= 0) & (targets < outputs.shape[-1])
         weights = jnp.where(is_class, target_weights(weights, targets), 0)
-        _, aux = functional.cross_entropy(outputs, targets, live_targets=weights)
+        _, aux = functional.cross_entropy(
+            outputs, targets, live_targets=weights
+        )
         nats = jnp.where(weights > 0, aux["per_target_loss"], 0)
         return self.replace(nats=jnp.sum(nats), weight=jnp.sum(weights))
 
@@ -305,7 +325,9 @@ class Perplexity(Metric):
 
 def _of_some(counts: Tensor | None) -> Tensor:
     if counts is None:
-        raise errors.LossError("the metric has no batch yet; call `metric = metric.update(...)`.")
+        raise errors.LossError(
+            "the metric has no batch yet; call `metric = metric.update(...)`."
+        )
     return jnp.asarray(counts)
 
 

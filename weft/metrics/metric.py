@@ -10,6 +10,7 @@ batches, since most metrics are not the mean of those of batches:
 A metric is also a `Summary`: a model may report that of its batch, and an evaler adds them up.
 """
 
+import inspect
 from collections.abc import Hashable
 from typing import Any, Self
 
@@ -22,6 +23,7 @@ from jaxtyping import Float, PyTree
 from weft import errors
 from weft.core.spmd import constrain
 from weft.hierarchy.metrics import MetricSummary
+from weft.struct import child_names
 from weft.typing import Tensor
 
 Weights = ArrayLike | None
@@ -48,7 +50,17 @@ class Metric(MetricSummary):
     4.761
     """
 
-    def of_batch(self, outputs: PyTree, targets: PyTree, weights: Weights = None) -> Self:
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        # `help` shows the options alone: sums are what batches add.
+        _, *parameters = inspect.signature(cls.__init__).parameters.values()
+        cls.__signature__ = inspect.Signature(
+            [x for x in parameters if x.name not in child_names(cls)]
+        )
+
+    def of_batch(
+        self, outputs: PyTree, targets: PyTree, weights: Weights = None
+    ) -> Self:
         """Returns the metric of one batch alone.
 
         Args:
@@ -56,13 +68,19 @@ class Metric(MetricSummary):
             targets: What it should have returned.
             weights: Of rows or of targets; 1 by default. Those with 0 do not count.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define `of_batch`.")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define `of_batch`."
+        )
 
     def compute(self) -> Any:
         """Returns the value over all batches so far."""
-        raise NotImplementedError(f"{type(self).__name__} must define `compute`.")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define `compute`."
+        )
 
-    def update(self, outputs: PyTree, targets: PyTree, weights: Weights = None) -> Self:
+    def update(
+        self, outputs: PyTree, targets: PyTree, weights: Weights = None
+    ) -> Self:
         """Returns the metric with one more batch; for the arguments see `of_batch`."""
         metric_of_batch = self.of_batch(outputs, targets, weights)
         # Each of several processes reads the sums, and the rows that a metric keeps.

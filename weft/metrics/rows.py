@@ -37,7 +37,9 @@ class _OfRows(Metric):
         batches = _on_host((*self.batches, *other.batches))
         return self.replace(batches=batches)
 
-    def _with_rows(self, outputs: PyTree, targets: PyTree, weights: ArrayLike) -> Self:
+    def _with_rows(
+        self, outputs: PyTree, targets: PyTree, weights: ArrayLike
+    ) -> Self:
         return self.replace(batches=(Rows(outputs, targets, weights),))
 
     def _all_rows(self) -> Rows:
@@ -45,7 +47,9 @@ class _OfRows(Metric):
             raise errors.LossError(
                 f"{type(self).__name__} has no batch yet; call `metric = metric.update(...)`."
             )
-        concatenate: Any = jnp.concatenate if _is_traced(self.batches) else np.concatenate
+        concatenate: Any = (
+            jnp.concatenate if _is_traced(self.batches) else np.concatenate
+        )
         return jax.tree.map(lambda *parts: concatenate(parts), *self.batches)
 
 
@@ -72,7 +76,9 @@ class AUC(_OfRows):
     0.75
     """
 
-    def of_batch(self, outputs: ArrayLike, targets: ArrayLike, weights: Weights = None) -> Self:
+    def of_batch(
+        self, outputs: ArrayLike, targets: ArrayLike, weights: Weights = None
+    ) -> Self:
         """Returns the metric of one batch alone.
 
         Args:
@@ -97,7 +103,9 @@ class AUC(_OfRows):
                     f"AUC got outputs of shape {outputs.shape}, logits of a single class; let the "
                     "model drop the last axis."
                 )
-            scores = _class_scores(outputs.astype(jnp.float32).reshape(-1, num_classes))
+            scores = _class_scores(
+                outputs.astype(jnp.float32).reshape(-1, num_classes)
+            )
         targets = targets.reshape(-1)
         is_class = (targets >= 0) & (targets < num_classes)
         return self._with_rows(scores, targets, jnp.where(is_class, weights, 0))
@@ -125,7 +133,11 @@ def _mean_area(scores: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         return functional.roc_auc_score(targets > 0, scores, weights=weights)
     areas = []
     for i in range(scores.shape[-1]):
-        areas.append(functional.roc_auc_score(targets == i, scores[:, i], weights=weights))
+        areas.append(
+            functional.roc_auc_score(
+                targets == i, scores[:, i], weights=weights
+            )
+        )
     return jnp.mean(jnp.stack(areas))
 
 
@@ -147,7 +159,9 @@ class AllRows(_OfRows):
 
     fn: Callable[[PyTree, PyTree], Any] = struct.field(pytree_node=False)
 
-    def of_batch(self, outputs: PyTree, targets: PyTree, weights: Weights = None) -> Self:
+    def of_batch(
+        self, outputs: PyTree, targets: PyTree, weights: Weights = None
+    ) -> Self:
         """Returns the metric of one batch alone.
 
         Args:
@@ -172,5 +186,7 @@ class AllRows(_OfRows):
                 "of jax.jit, with the metric that the compiled function returns."
             )
         counts = np.asarray(weights) > 0
-        outputs, targets = jax.tree.map(lambda x: np.asarray(x)[counts], (outputs, targets))
+        outputs, targets = jax.tree.map(
+            lambda x: np.asarray(x)[counts], (outputs, targets)
+        )
         return self.fn(outputs, targets)

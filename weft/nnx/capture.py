@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import jax
 
 from weft.errors import GraphStructureError, ObjectArgumentError
-from weft.nnx import intercept, pytree, versions
+from weft.nnx import intercept, pytree
 from weft.nnx.filters import Path
 from weft.nnx.module import CAPTURED, SownValues, append_sown
 from weft.nnx.state import State, from_flat_state, path_text, to_flat_state
 from weft.nnx.variables import Variable
+from weft.typing import PyTree
 
-_Kinds = tuple[type[Variable[Any]], ...]
+T = TypeVar("T")
+_Kind = type[Variable[Any]]
 
 
 def capture(
-    fn: object,
+    fn: Callable[..., Any] | _Kind,
     /,
-    *var_types: type[Variable[Any]],
+    *var_types: _Kind,
     init: State | None = None,
-    method_outputs: type[Variable[Any]] | None = None,
+    method_outputs: _Kind | None = None,
 ) -> Callable[..., Any]:
     """Wraps a function to also return what modules sow and perturb in the call.
 
@@ -50,131 +52,207 @@ def capture(
     (7, {'doubled': (6,)})
     """
     if isinstance(fn, type) and issubclass(fn, Variable):
-        kinds = (fn, *var_types)
-        return lambda fn: capture(fn, *kinds, init=init, method_outputs=method_outputs)
-    for kind in (*var_types, *([] if method_outputs is None else [method_outputs])):
-        if not (isinstance(kind, type) and issubclass(kind, Variable)):
-            raise ObjectArgumentError(
-                f"capture was given {kind!r}; give kinds of variables, such as nnx.Intermediate."
+        all_types = (fn, *var_types)
+
+        def decorator(function: Callable[..., Any]) -> Callable[..., Any]:
+            return capture(
+                function, *all_types, init=init, method_outputs=method_outputs
             )
+
+        return decorator
+    _check_kinds(var_types)
+    if method_outputs is not None:
+        _check_kinds((method_outputs,))
     if not callable(fn):
         raise ObjectArgumentError(
             f"capture was given a {type(fn).__name__}, which is not callable; give a function, a "
             "module with a __call__, or a method."
         )
-    owner: Any = fn if isinstance(fn, pytree.Pytree) else getattr(fn, "__self__", None)
-    function: Any = fn
+    is_module = isinstance(fn, pytree.Pytree)
+    owner = fn if is_module else getattr(fn, "__self__", None)
 
-    def captured(*args: object, **kwargs: object) -> Any:
-        roots = [owner, *args, *kwargs.values()]
-        open_modules = _CapturedModules(
-            [r for r in roots if r is not None], var_types, init, method_outputs
-        )
+    def call_and_capture(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        roots = [*args, *kwargs.values()]
+        if owner is not None:
+            roots.insert(0, owner)
+        modules = _CapturedModules(roots, var_types, init, method_outputs)
         try:
-            result = function(*args, **kwargs)
-            states = list(open_modules.states())
+            result = fn(*args, **kwargs)
+            states = modules.states()
         finally:
-            open_modules.close()
-        _remove_captured(result)
-        return (result, *states) if var_types else result
+            modules.close()
+        _stop_capturing_in(result)
+        if not var_types:
+            return result
+        return (result, *states)
 
-    return captured if owner is fn else functools.wraps(function)(captured)
+    if is_module:
+        return call_and_capture
+    return functools.wraps(fn)(call_and_capture)
+
+
+def _check_kinds(kinds: Sequence[_Kind]) -> None:
+    for kind in kinds:
+        if not (isinstance(kind, type) and issubclass(kind, Variable)):
+            raise ObjectArgumentError(
+                f"capture was given {kind!r}; give kinds of variables, such as nnx.Intermediate."
+            )
+
+
+class _CapturedModule(NamedTuple):
+    """Module in the arguments of a call.
+
+    Attributes:
+        argument: number of the argument.
+        path: path of the module in the argument.
+        outer_captured: what an enclosing `capture` collects from the module.
+    """
+
+    argument: int
+    path: Path
+    module: pytree.Pytree
+    outer_captured: SownValues | None
+
+
+class _SownVariable(NamedTuple):
+    argument: int
+    variable: Variable[Any]
 
 
 class _CapturedModules:
     """Modules of one call that collect sown values."""
 
-    def __init__(self, roots: list[Any], kinds: _Kinds, init: Any, outputs: Any):
+    def __init__(
+        self,
+        roots: Sequence[PyTree],
+        kinds: tuple[_Kind, ...],
+        init: State | None,
+        outputs: _Kind | None,
+    ):
         self._kinds = kinds
-        self._modules: list[tuple[int, Path, pytree.Pytree]] = []
-        self._before: list[Any] = []
-        seen: set[int] = set()
-        for i, root in enumerate(roots):
-            for path, x in intercept.iter_objects(root):
-                if id(x) not in seen:
-                    seen.add(id(x))
-                    self._modules.append((i, path, x))
-        first = _by_module(init, {path for _, path, _ in self._modules})
-        for _, path, x in self._modules:
-            self._before.append(vars(x).get(CAPTURED))
-            _set_captured(x, SownValues(kinds, outputs, first.get(path, {})))
+        self._modules: list[_CapturedModule] = []
+        visited_ids: set[int] = set()
+        for argument, root in enumerate(roots):
+            for path, module in intercept.iter_objects(root):
+                if id(module) in visited_ids:
+                    continue
+                visited_ids.add(id(module))
+                outer_captured = vars(module).get(CAPTURED)
+                self._modules.append(
+                    _CapturedModule(argument, path, module, outer_captured)
+                )
+        initial_variables = self._variables_by_module(init)
+        for _, path, module, _ in self._modules:
+            variables = initial_variables.get(path, {})
+            _set_captured(module, SownValues(kinds, outputs, variables))
             if outputs is not None:
-                intercept.intercept_calls(x, _sow_output)
+                intercept.intercept_calls(module, _sow_output)
 
-    def states(self) -> Iterator[State]:
-        """Yields the collected values, by kind."""
-        found: dict[Path, tuple[int, Variable[Any]]] = {}
-        for i, path, x in self._modules:
-            captured = vars(x)[CAPTURED]
+    def _variables_by_module(
+        self, init: State | None
+    ) -> dict[Path, dict[str, Variable[Any]]]:
+        """Returns the initial variables by the path of their module and name."""
+        if init is None:
+            return {}
+        module_paths = {path for _, path, _, _ in self._modules}
+        variables_by_module: dict[Path, dict[str, Variable[Any]]] = {}
+        for path, variable in to_flat_state(init):
+            problem = None
+            if not isinstance(variable, Variable):
+                problem = "it is not a variable"
+            elif path[:-1] not in module_paths:
+                problem = "no module is there"
+            if problem is not None:
+                raise GraphStructureError(
+                    f"init has a {type(variable).__name__} at {path_text(path)!r}, but {problem}; "
+                    "give a state that capture returned for these arguments."
+                )
+            *module_path, name = path
+            variables = variables_by_module.setdefault(tuple(module_path), {})
+            variables[str(name)] = variable
+        return variables_by_module
+
+    def states(self) -> list[State]:
+        """Returns the collected values, by kind."""
+        sown_by_path = self._sown_variables()
+        states: list[State] = []
+        for number, kind in enumerate(self._kinds):
+            earlier_kinds = self._kinds[:number]
+            variables: dict[Path, Variable[Any]] = {}
+            for path, (_, variable) in sown_by_path.items():
+                # A kind of `init` that was not asked for belongs to no state.
+                if type(variable) not in self._kinds:
+                    continue
+                if isinstance(variable, kind) and not isinstance(
+                    variable, earlier_kinds
+                ):
+                    variables[path] = variable
+            states.append(from_flat_state(variables))
+        return states
+
+    def _sown_variables(self) -> dict[Path, _SownVariable]:
+        """Returns what all modules sowed, after a check that none of it would be lost."""
+        sown_by_path: dict[Path, _SownVariable] = {}
+        for argument, module_path, module, _ in self._modules:
+            captured: SownValues = vars(module)[CAPTURED]
             for name in captured.unreturned():
                 raise GraphStructureError(
-                    f"the value sown or perturbed at {path_text((*path, name))!r} is lost: a copy "
-                    "of the module, merged inside a JAX transformation, sowed it, and its state "
-                    "was not returned; return nnx.state(module, kind) from the transformed "
-                    "function, and pass it to nnx.update outside."
+                    f"the value sown or perturbed at {path_text((*module_path, name))!r} is "
+                    "lost: a copy of the module, merged inside a JAX transformation, sowed it, "
+                    "and its state was not returned; return nnx.state(module, kind) from the "
+                    "transformed function, and pass it to nnx.update outside."
                 )
             for name, variable in captured.values():
-                where = (*path, name)
-                if where in found and found[where][0] != i:
+                path = (*module_path, name)
+                earlier = sown_by_path.get(path)
+                if earlier is not None and earlier.argument != argument:
                     raise GraphStructureError(
-                        f"two modules among the arguments sow at {path_text(where)!r}, so one of "
+                        f"two modules among the arguments sow at {path_text(path)!r}, so one of "
                         "the values would be lost; capture their calls one at a time, or pass "
                         "them together as one list or dict."
                     )
-                found[where] = i, variable
-        for n, kind in enumerate(self._kinds):
-            others = self._kinds[:n]
-            yield from_flat_state(
-                (path, variable)
-                for path, (_, variable) in found.items()
-                if type(variable) in self._kinds
-                and isinstance(variable, kind)
-                and not isinstance(variable, others)
-            )
+                sown_by_path[path] = _SownVariable(argument, variable)
+        return sown_by_path
 
     def close(self) -> None:
         """Restores the modules."""
-        for (_, _, x), before in zip(self._modules, self._before, strict=True):
-            intercept.stop_intercepting(x)
-            _set_captured(x, before)
+        for _, _, module, outer_captured in self._modules:
+            intercept.stop_intercepting(module)
+            _set_captured(module, outer_captured)
 
 
-def _set_captured(x: pytree.Pytree, captured: SownValues | None) -> None:
+def _set_captured(module: pytree.Pytree, captured: SownValues | None) -> None:
     # Not by setattr, so that modules of another trace, in a function's closure, can sow.
     if captured is None:
-        vars(x).pop(CAPTURED, None)
+        vars(module).pop(CAPTURED, None)
     else:
-        vars(x)[CAPTURED] = captured
-    if x._info.watched:
-        versions.STRUCTURE_VERSION.end()
+        vars(module)[CAPTURED] = captured
+    module._info.changed()
 
 
-def _remove_captured(result: object) -> None:
-    is_object = lambda x: isinstance(x, pytree.Pytree)  # noqa: E731
-    for root in jax.tree.leaves(result, is_leaf=is_object):
-        for _, x in intercept.iter_objects(root) if is_object(root) else ():
-            intercept.stop_intercepting(x)
-            _set_captured(x, None)
+def _stop_capturing_in(result: PyTree) -> None:
+    """Restores modules in the result of a call, such as copies of those in its arguments."""
+    for root in jax.tree.leaves(result, is_leaf=_is_object):
+        if not _is_object(root):
+            continue
+        for _, module in intercept.iter_objects(root):
+            intercept.stop_intercepting(module)
+            _set_captured(module, None)
 
 
-def _by_module(init: object, paths: set[Path]) -> Mapping[Path, dict[str, Variable[Any]]]:
-    found: dict[Path, dict[str, Variable[Any]]] = {}
-    for path, value in to_flat_state(init) if init is not None else ():
-        if path[:-1] not in paths or not isinstance(value, Variable):
-            what = "no module is there" if isinstance(value, Variable) else "it is not a variable"
-            raise GraphStructureError(
-                f"init has a {type(value).__name__} at {path_text(path)!r}, but {what}; give a "
-                "state that capture returned for these arguments."
-            )
-        found.setdefault(path[:-1], {})[path[-1]] = value  # pyright: ignore[reportArgumentType]
-    return found
+def _is_object(x: object) -> TypeGuard[pytree.Pytree]:
+    return isinstance(x, pytree.Pytree)
 
 
 def _sow_output(
-    x: object, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+    module: pytree.Pytree,
+    name: str,
+    method: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> T:
     result = method(*args, **kwargs)
-    captured = vars(x).get(CAPTURED)
+    captured: SownValues | None = vars(module).get(CAPTURED)
     if captured is not None and captured.outputs is not None:
         captured.sow(captured.outputs, name, result, append_sown, tuple)
     return result

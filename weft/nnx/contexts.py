@@ -12,20 +12,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import jax
 
 from weft import errors
 from weft.core.tracing import ThreadStack
+from weft.lifting.kind import Structure
 from weft.nnx.filters import Filter, Path
 from weft.nnx.graph import GraphDef, flatten_graph
 from weft.nnx.pytree import is_object, key_of
 from weft.nnx.split_merge import RefMap, flatten, unflatten
-from weft.nnx.state import FlatState, merge_state, path_text
+from weft.nnx.state import (
+    FlatState,
+    merge_state,
+    path_text,
+    split_flat_state,
+)
 from weft.nnx.transforms.state_roles import StateAxes
 from weft.nnx.variables import is_variable
+from weft.typing import MISSING, PyTree
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass
@@ -40,12 +49,15 @@ class SplitContext:
     ref_index: RefMap
     is_inner: bool | None
 
-    def split(self, node: object, *filters: Filter) -> tuple[Any, ...]:
+    def split(self, node: PyTree, *filters: Filter) -> tuple[Any, ...]:
         """Splits like `nnx.split`; states leave out objects seen before."""
         graphdef, *flat_states = self.flatten(node, *filters)
-        return graphdef, *(flat.to_nested_state() for flat in flat_states)
+        states = [flat_state.to_nested_state() for flat_state in flat_states]
+        return graphdef, *states
 
-    def flatten(self, node: object, *filters: Filter, with_paths: bool = True) -> tuple[Any, ...]:
+    def flatten(
+        self, node: PyTree, *filters: Filter, with_paths: bool = True
+    ) -> tuple[Any, ...]:
         """Flattens like `nnx.flatten`, with one flat state per filter.
 
         Raises GraphStructureError if there are filters, and `with_paths` is False.
@@ -55,17 +67,23 @@ class SplitContext:
                 "flatten was given filters and with_paths=False, but filters need the paths; omit "
                 "one of them."
             )
-        update = current_update_context(self.ctxtag) if self.ctxtag is not None else None
-        outer = update.inner_ref_outer_index if update is not None else None
-        graphdef, flat = flatten(
-            node, with_paths=with_paths, ref_index=self.ref_index, ref_outer_index=outer
+        outer_indices = None
+        static_cache = None
+        if self.ctxtag is not None:
+            update = current_update_context(self.ctxtag)
+            outer_indices = update.inner_ref_outer_index
+            static_cache = update.static_cache
+        graphdef, flat_state = flatten(
+            node,
+            with_paths=with_paths,
+            ref_index=self.ref_index,
+            ref_outer_index=outer_indices,
         )
-        if update is not None and update.static_cache is not None:
-            graphdef = update.static_cache.setdefault(graphdef, graphdef)
+        if static_cache is not None:
+            graphdef = static_cache.setdefault(graphdef, graphdef)
         if not filters:
-            return graphdef, flat
-        groups = flat.split(*filters)
-        return graphdef, *(groups if len(filters) > 1 else (groups,))
+            return graphdef, flat_state
+        return graphdef, *split_flat_state(flat_state, filters)
 
 
 @dataclasses.dataclass
@@ -80,26 +98,35 @@ class MergeContext:
     index_ref: dict[int, Any]
     is_inner: bool | None
 
-    def merge(self, graphdef: GraphDef, state: object, /, *states: object) -> Any:
+    def merge(
+        self, graphdef: GraphDef[T], state: PyTree, /, *states: PyTree
+    ) -> T:
         """Merges like `nnx.merge` with copied variables; outside, updates the original objects."""
-        return self._made(graphdef, merge_state(state, *states) if states else state, copy=True)
+        if states:
+            state = merge_state(state, *states)
+        return self._unflatten(graphdef, state, copy_variables=True)
 
-    def unflatten(self, graphdef: GraphDef, flat_state: object, /, *flat_states: object) -> Any:
+    def unflatten(
+        self, graphdef: GraphDef[T], flat_state: PyTree, /, *flat_states: PyTree
+    ) -> T:
         """Unflattens like `nnx.unflatten`; accepts several flat states."""
         if flat_states:
             flat_state = FlatState.merge(flat_state, *flat_states)
-        return self._made(graphdef, flat_state, copy=False)
+        return self._unflatten(graphdef, flat_state, copy_variables=False)
 
-    def _made(self, graphdef: GraphDef, state: object, copy: bool) -> Any:
-        outer = None
+    def _unflatten(
+        self, graphdef: GraphDef[T], state: PyTree, copy_variables: bool
+    ) -> T:
+        outer_objects = None
         if self.is_inner is False:
-            outer = current_update_context(self.ctxtag).outer_index_outer_ref
+            update = current_update_context(self.ctxtag)
+            outer_objects = update.outer_index_outer_ref
         return unflatten(
             graphdef,
             state,
             index_ref=self.index_ref,
-            outer_index_outer_ref=outer,
-            copy_variables=copy,
+            outer_index_outer_ref=outer_objects,
+            copy_variables=copy_variables,
         )
 
 
@@ -120,7 +147,9 @@ class UpdateContext:
     outer_index_inner_ref: dict[int, Any] | None = None
     outer_index_outer_ref: dict[int, Any] | None = None
     inner_ref_outer_index: RefMap | None = None
-    static_cache: dict[Any, Any] | None = dataclasses.field(default_factory=dict)
+    static_cache: dict[Any, Any] | None = dataclasses.field(
+        default_factory=dict
+    )
 
     def flatten_end(self, ref_index: RefMap) -> None:
         """Records the objects of a split context; inside, drops the inner objects."""
@@ -128,16 +157,28 @@ class UpdateContext:
             self.outer_ref_outer_index = ref_index
             self.outer_index_outer_ref = {i: x for x, i in ref_index.items()}
         else:
-            self.outer_index_inner_ref = self.inner_ref_outer_index = None
+            self.outer_index_inner_ref = None
+            self.inner_ref_outer_index = None
 
-    def unflatten_end(self, index_ref: dict[int, Any], inner_merge: bool) -> None:
+    def unflatten_end(
+        self, index_ref: dict[int, Any], inner_merge: bool
+    ) -> None:
         """Records the objects of a merge context."""
-        if inner_merge:
-            self.outer_index_inner_ref = index_ref
-            self.inner_ref_outer_index = RefMap((x, i) for i, x in index_ref.items())
+        if not inner_merge:
+            return
+        self.outer_index_inner_ref = index_ref
+        self.inner_ref_outer_index = RefMap()
+        for index, x in index_ref.items():
+            self.inner_ref_outer_index[x] = index
 
 
-_OPEN = ThreadStack[UpdateContext]()
+# What an update context carries from one context to the next, for a function that is transformed:
+#
+#   split outside   original objects -> indices              flatten_end
+#   merge inside    indices -> copies                        unflatten_end(inner_merge=True)
+#   split inside    copies -> indices of the originals, or new ones
+#   merge outside   indices -> original objects, which are updated; new ones are made
+_OPEN_CONTEXTS = ThreadStack[UpdateContext]()
 
 
 @contextlib.contextmanager
@@ -162,7 +203,7 @@ def update_context(tag: Hashable) -> Iterator[UpdateContext]:
     >>> same is model, float(model.new)
     (True, 2.0)
     """
-    with _OPEN.push(UpdateContext(tag)) as context:
+    with _OPEN_CONTEXTS.push(UpdateContext(tag)) as context:
         yield context
 
 
@@ -171,10 +212,11 @@ def current_update_context(tag: Hashable) -> UpdateContext:
 
     Raises GraphStructureError if there is none.
     """
-    for context in reversed(_OPEN.items):
+    contexts = _OPEN_CONTEXTS.items
+    for context in reversed(contexts):
         if context.tag == tag:
             return context
-    tags = ", ".join(repr(context.tag) for context in _OPEN.items) or "none"
+    tags = ", ".join(repr(context.tag) for context in contexts) or "none"
     raise errors.GraphStructureError(
         f"there is no update context {tag!r} here; open in this thread: {tags}. Enter "
         f"nnx.update_context({tag!r}) around it."
@@ -193,12 +235,14 @@ def split_context(ctxtag: Hashable | None = None) -> Iterator[SplitContext]:
     >>> len(first[1]), len(second[1])
     (1, 0)
     """
-    update = current_update_context(ctxtag) if ctxtag is not None else None
-    is_inner = update.inner_ref_outer_index is not None if update is not None else None
+    if ctxtag is None:
+        yield SplitContext(None, RefMap(), is_inner=None)
+        return
+    update = current_update_context(ctxtag)
+    is_inner = update.inner_ref_outer_index is not None
     context = SplitContext(ctxtag, RefMap(), is_inner)
     yield context
-    if update is not None:
-        update.flatten_end(context.ref_index)
+    update.flatten_end(context.ref_index)
 
 
 @contextlib.contextmanager
@@ -213,19 +257,18 @@ def merge_context(
 
     Raises GraphStructureError if there is no update context with the tag, or `inner` is missing.
     """
-    update = current_update_context(ctxtag) if ctxtag is not None else None
-    if update is not None and inner is None:
+    if ctxtag is None:
+        yield MergeContext(None, {}, is_inner=None)
+        return
+    update = current_update_context(ctxtag)
+    if inner is None:
         raise errors.GraphStructureError(
             f"merge_context({ctxtag!r}) needs inner; give inner=True inside the transformed "
             "function, and inner=False after it."
         )
-    context = MergeContext(ctxtag, {}, inner if update is not None else None)
+    context = MergeContext(ctxtag, {}, inner)
     yield context
-    if update is not None:
-        update.unflatten_end(context.index_ref, bool(inner))
-
-
-_MISSING: Any = object()
+    update.unflatten_end(context.index_ref, inner)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +295,7 @@ class NodeStates:
         return self._graphdef
 
     @property
-    def state(self) -> Any:
+    def state(self) -> PyTree:
         """The only state; raises GraphStructureError if there are several."""
         if len(self.states) != 1:
             raise errors.GraphStructureError(
@@ -262,18 +305,25 @@ class NodeStates:
 
     @classmethod
     def from_split(
-        cls, graphdef: GraphDef | None, state: object, /, *states: object, metadata: object = None
+        cls,
+        graphdef: GraphDef | None,
+        state: PyTree,
+        /,
+        *states: PyTree,
+        metadata: Any = None,
     ) -> Self:
         """Builds node states from the results of `nnx.split`."""
         return cls(graphdef, (state, *states), metadata)
 
     @classmethod
-    def from_states(cls, state: object, /, *states: object) -> Self:
+    def from_states(cls, state: PyTree, /, *states: PyTree) -> Self:
         """Builds node states without a description."""
         return cls(None, (state, *states))
 
     @classmethod
-    def from_prefixes(cls, prefixes: Any, /, *, metadata: Any = None) -> Self:
+    def from_prefixes(
+        cls, prefixes: Sequence[PyTree], /, *, metadata: Any = None
+    ) -> Self:
         """Builds node states from prefixes of each state, such as axes."""
         return cls(None, tuple(prefixes), metadata)
 
@@ -282,35 +332,40 @@ class NodeStates:
         return dataclasses.replace(self, **updates)
 
 
-jax.tree_util.register_dataclass(NodeStates, ["states"], ["_graphdef", "metadata"])
+jax.tree_util.register_dataclass(
+    NodeStates, ["states"], ["_graphdef", "metadata"]
+)
 
 
-def _is_node_states(x: object) -> bool:
+def _is_node_states(x: PyTree) -> bool:
     return isinstance(x, NodeStates)
 
 
 def _default_split(
-    ctx: SplitContext, path: jax.tree_util.KeyPath, prefix: object, x: object
+    ctx: SplitContext, path: jax.tree_util.KeyPath, prefix: PyTree, x: PyTree
 ) -> NodeStates:
     return NodeStates.from_split(*ctx.split(x))
 
 
 def _default_merge(
-    ctx: MergeContext, path: jax.tree_util.KeyPath, prefix: object, x: NodeStates
-) -> Any:
+    ctx: MergeContext,
+    path: jax.tree_util.KeyPath,
+    prefix: PyTree,
+    x: NodeStates,
+) -> PyTree:
     return ctx.merge(x.graphdef, *x.states)
 
 
 def to_tree(
-    tree: object,
+    tree: PyTree,
     /,
     *,
-    prefix: object = _MISSING,
-    split_fn: Callable[[SplitContext, Any, Any, Any], Any] = _default_split,
+    prefix: PyTree = MISSING,
+    split_fn: Callable[[SplitContext, Any, Any, Any], PyTree] = _default_split,
     map_non_graph_nodes: bool = False,
     ctxtag: Hashable | None = None,
     check_aliasing: bool = True,
-) -> Any:
+) -> PyTree:
     """Replaces the objects of a tree by their states.
 
     Args:
@@ -328,28 +383,30 @@ def to_tree(
     >>> len(tree[0].state), len(tree[1]["again"].state), tree[1]["x"]
     (1, 0, 2)
     """
-    items, structure = _with_prefixes(prefix, tree, is_object)
-    if check_aliasing and prefix is not _MISSING:
+    items, structure = _flatten_with_prefix(prefix, tree, is_object)
+    if check_aliasing and prefix is not MISSING:
         _check_aliases(items)
+    leaves: list[PyTree] = []
     with split_context(ctxtag) as ctx:
-        return structure.unflatten(
-            split_fn(ctx, *item) if map_non_graph_nodes or is_object(item[2]) else item[2]
-            for item in items
-        )
+        for path, prefix_leaf, leaf in items:
+            if map_non_graph_nodes or is_object(leaf):
+                leaf = split_fn(ctx, path, prefix_leaf, leaf)
+            leaves.append(leaf)
+    return structure.unflatten(leaves)
 
 
 def from_tree(
-    tree: object,
+    tree: PyTree,
     /,
     *,
-    prefix: object = _MISSING,
-    merge_fn: Callable[[MergeContext, Any, Any, Any], Any] = _default_merge,
+    prefix: PyTree = MISSING,
+    merge_fn: Callable[[MergeContext, Any, Any, Any], PyTree] = _default_merge,
     is_node_leaf: Callable[[Any], bool] = _is_node_states,
     is_leaf: Callable[[Any], bool] = _is_node_states,
     map_non_graph_nodes: bool = False,
     is_inner: bool | None = None,
     ctxtag: Hashable | None = None,
-) -> Any:
+) -> PyTree:
     """Replaces the states in a tree by objects; the inverse of `to_tree`.
 
     Args:
@@ -358,48 +415,87 @@ def from_tree(
 
     Raises GraphStructureError if values are missing, or `is_inner` is missing with a tag.
     """
-    items, structure = _with_prefixes(prefix, tree, is_leaf)
+    items, structure = _flatten_with_prefix(prefix, tree, is_leaf)
+    leaves: list[PyTree] = []
     with merge_context(ctxtag, is_inner) as ctx:
-        return structure.unflatten(
-            merge_fn(ctx, *item) if map_non_graph_nodes or is_node_leaf(item[2]) else item[2]
-            for item in items
-        )
+        for path, prefix_leaf, leaf in items:
+            if map_non_graph_nodes or is_node_leaf(leaf):
+                leaf = merge_fn(ctx, path, prefix_leaf, leaf)
+            leaves.append(leaf)
+    return structure.unflatten(leaves)
 
 
-def _with_prefixes(
-    prefix: object, tree: object, is_leaf: Callable[[Any], bool]
-) -> tuple[list[tuple[Any, Any, Any]], Any]:
-    """Returns the path, the entry of the prefix and the value of each leaf, and the structure."""
-    items, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    values: list[Any] = [0] * len(items) if prefix is _MISSING else []
+class _PrefixedLeaf(NamedTuple):
+    """Leaf of a tree, with the leaf of a prefix that applies to it."""
 
-    def extend(value: object, part: object) -> None:
-        values.extend([value] * len(jax.tree.leaves(part, is_leaf=is_leaf)))
-
-    if prefix is not _MISSING:
-        jax.tree.map(extend, prefix, tree, is_leaf=lambda x: x is None or is_leaf(x))
-    return [(path, s, x) for (path, x), s in zip(items, values, strict=True)], structure
+    path: jax.tree_util.KeyPath
+    prefix_leaf: PyTree
+    leaf: PyTree
 
 
-def _check_aliases(items: list[tuple[Any, Any, Any]]) -> None:
-    seen: dict[int, tuple[str, Any]] = {}
-    for root, value, x in items:
+def _flatten_with_prefix(
+    prefix: PyTree, tree: PyTree, is_leaf: Callable[[Any], bool]
+) -> tuple[list[_PrefixedLeaf], Structure]:
+    """Flattens a tree; without a prefix, its leaves are all 0."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=is_leaf
+    )
+    prefix_leaves: list[PyTree] = []
+    if prefix is MISSING:
+        prefix_leaves = [0] * len(leaves)
+    else:
+
+        def add_leaves(prefix_leaf: PyTree, subtree: PyTree) -> None:
+            n_leaves = len(jax.tree.leaves(subtree, is_leaf=is_leaf))
+            prefix_leaves.extend([prefix_leaf] * n_leaves)
+
+        def is_prefix_leaf(x: PyTree) -> bool:
+            return x is None or is_leaf(x)
+
+        jax.tree.map(add_leaves, prefix, tree, is_leaf=is_prefix_leaf)
+    items: list[_PrefixedLeaf] = []
+    for (path, leaf), prefix_leaf in zip(leaves, prefix_leaves, strict=True):
+        items.append(_PrefixedLeaf(path, prefix_leaf, leaf))
+    return items, structure
+
+
+def _check_aliases(items: Sequence[_PrefixedLeaf]) -> None:
+    """Rejects a variable or array that has different prefixes at different places."""
+    first_places: dict[int, tuple[str, PyTree]] = {}
+    for root_path, prefix_leaf, x in items:
         if not is_object(x):
             continue
-        flat = flatten_graph(x)
-        for path, leaf in flat.items():
-            of_leaf = getattr(value, "map_prefix", None)
-            here = of_leaf(path, leaf) if of_leaf is not None else value
-            where = path_text((*map(key_of, root), *path))
-            there, before = seen.setdefault(id(leaf), (where, here))
-            if before != here:
+        map_prefix = getattr(prefix_leaf, "map_prefix", None)
+        for path, leaf in flatten_graph(x).items():
+            leaf_prefix = prefix_leaf
+            if map_prefix is not None:
+                leaf_prefix = map_prefix(path, leaf)
+            place = path_text((*map(key_of, root_path), *path))
+            first_place, first_prefix = first_places.setdefault(
+                id(leaf), (place, leaf_prefix)
+            )
+            if first_prefix != leaf_prefix:
                 raise errors.InconsistentAliasError(
-                    f"one {type(leaf).__name__} is at {there!r}, with {before!r}, and at "
-                    f"{where!r}, with {here!r}; give both the same, or nnx.clone(...) at one place."
+                    f"one {type(leaf).__name__} is at {first_place!r}, with {first_prefix!r}, and "
+                    f"at {place!r}, with {leaf_prefix!r}; give both the same, or nnx.clone(...) "
+                    "at one place."
                 )
 
 
-def prefix(node: Any, filter_map: Any, /, *, graph: bool | None = None) -> Any:
+class PrefixMap(Protocol):
+    """Mapping with an entry for each variable, such as `nnx.StateAxes`."""
+
+    def map_prefix(self, path: Path, variable: Any, /) -> PyTree:
+        """Returns the entry of a variable."""
+        ...
+
+
+FilterMap = Mapping[Any, PyTree] | PrefixMap | Callable[[Path, Any], PyTree]
+
+
+def prefix(
+    node: PyTree, filter_map: FilterMap, /, *, graph: bool | None = None
+) -> PyTree:
     """Returns a prefix of a tree with an entry for each variable and array, chosen by filters.
 
     It is usable as `in_axes`, `in_shardings` and `in_specs`. `filter_map` maps filters to entries,
@@ -416,17 +512,18 @@ def prefix(node: Any, filter_map: Any, /, *, graph: bool | None = None) -> Any:
     """
     value_at = _as_function(filter_map)
 
-    def at(path: jax.tree_util.KeyPath, x: Any) -> Any:
-        return value_at(tuple(map(key_of, path)), x)
+    def map_leaf(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
+        return value_at(tuple(map(key_of, path)), leaf)
 
-    return jax.tree_util.tree_map_with_path(at, node, is_leaf=is_variable)
+    return jax.tree_util.tree_map_with_path(map_leaf, node, is_leaf=is_variable)
 
 
-def _as_function(filter_map: Any) -> Callable[[Path, Any], Any]:
+def _as_function(filter_map: FilterMap) -> Callable[[Path, Any], PyTree]:
     if isinstance(filter_map, Mapping):
         return StateAxes(filter_map).map_prefix
-    if callable(getattr(filter_map, "map_prefix", None)):
-        return filter_map.map_prefix
+    map_prefix = getattr(filter_map, "map_prefix", None)
+    if callable(map_prefix):
+        return map_prefix
     if callable(filter_map):
         return filter_map
     raise errors.ObjectArgumentError(

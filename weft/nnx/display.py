@@ -6,23 +6,34 @@ import contextlib
 import dataclasses
 import importlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from weft.core.display import format_size, is_array, join_lines, notebook_tree, render_tree
+from weft.core.display import (
+    format_size,
+    is_array,
+    join_lines,
+    notebook_tree,
+    render_tree,
+)
+from weft.typing import PyTree
 
+Rendering = Any
+"""What Treescope makes of a value: an optional library, without types."""
 Enclosing = frozenset[int]
 """Ids of the objects around a value, so that a cycle ends."""
 _NOTHING: Enclosing = frozenset()
 
 
-def object_repr(x: object, inside: Enclosing = _NOTHING) -> str:
+def object_repr(x: PyTree, inside: Enclosing = _NOTHING) -> str:
     """Returns the text of an object or a value."""
     if isinstance(x, Shown):
-        return f"{type(x).__name__}(...)" if id(x) in inside else x._repr_inside(inside | {id(x)})
+        if id(x) in inside:
+            return f"{type(x).__name__}(...)"
+        return x._repr_inside(inside | {id(x)})
     if isinstance(x, dict):
         return mapping_repr("", x.items(), inside)
     if type(x) is tuple and any(isinstance(v, Shown | dict | tuple) for v in x):
@@ -30,27 +41,35 @@ def object_repr(x: object, inside: Enclosing = _NOTHING) -> str:
     return value_repr(x)
 
 
-def value_repr(x: object) -> str:
+def value_repr(x: PyTree) -> str:
     """Returns the text of a value without objects."""
     if isinstance(x, jax.Array | np.ndarray) and x.size > 8:
         return f"Array(shape={x.shape}, dtype={x.dtype})"
-    if callable(x) and isinstance(name := getattr(x, "__name__", None), str):
-        return name  # Python's repr of a function is an address
+    if callable(x):
+        name = getattr(x, "__name__", None)
+        if isinstance(name, str):
+            return name  # Python's repr of a function is an address
     return repr(x)
 
 
-def mapping_repr(name: str, items: Iterable[tuple[object, object]], inside: Enclosing) -> str:
+def mapping_repr(
+    name: str, items: Iterable[tuple[Hashable, PyTree]], inside: Enclosing
+) -> str:
     """Returns the text of a mapping of class `name`, or of a dict if it is empty."""
     lines = [f"{key!r}: {object_repr(value, inside)}" for key, value in items]
-    return join_lines(name + "({" if name else "{", lines, "})" if name else "}")
+    if name:
+        return join_lines(f"{name}({{", lines, "})")
+    return join_lines("{", lines, "}")
 
 
-def size_text(values: object) -> str:
+def size_text(values: PyTree) -> str:
     """Returns the number of elements and bytes of arrays, or an empty text without arrays."""
-    return format_size(values) if any(map(is_array, jax.tree.leaves(values))) else ""
+    if not any(map(is_array, jax.tree.leaves(values))):
+        return ""
+    return format_size(values)
 
 
-def display(*args: object) -> None:
+def display(*args: PyTree) -> None:
     """Shows objects: with Treescope in a notebook that has it, otherwise as text.
 
     >>> nnx.display(nnx.Param(1))
@@ -59,7 +78,8 @@ def display(*args: object) -> None:
     )
     """
     show = print
-    if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and ipython.get_ipython() is not None:
         with contextlib.suppress(ImportError):
             show = importlib.import_module("treescope").display
     for x in args:
@@ -102,13 +122,17 @@ class Shown:
 
     _repr_mimebundle_ = notebook_tree
 
-    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+    def __treescope_repr__(
+        self, path: str | None, subtree_renderer: Callable[..., Rendering]
+    ) -> Rendering:
         return render_tree(self, self._repr_parts(), path, subtree_renderer)
 
     def _repr_inside(self, inside: Enclosing) -> str:
+        """Returns the text; `inside` has the object itself too."""
         raise NotImplementedError
 
-    def _repr_parts(self) -> dict[str, Any]:
+    def _repr_parts(self) -> dict[str, PyTree]:
+        """Returns the parts that a notebook's tree shows, by name."""
         raise NotImplementedError
 
 
@@ -130,25 +154,31 @@ class Representable(Shown):
     def __nnx_repr__(self) -> Iterator[Object | Attr]:
         raise NotImplementedError
 
-    def _repr_parts(self) -> dict[str, Any]:
-        return {part.key: part.value for part in self.__nnx_repr__() if isinstance(part, Attr)}
+    def _repr_parts(self) -> dict[str, PyTree]:
+        parts: dict[str, PyTree] = {}
+        for part in self.__nnx_repr__():
+            if isinstance(part, Attr):
+                parts[part.key] = part.value
+        return parts
 
     def _repr_inside(self, inside: Enclosing) -> str:
+        # An Object, and then an Attr for each part.
         parts: Iterator[Any] = self.__nnx_repr__()
-        head = next(parts)
+        head: Object = next(parts)
         name = head.type if isinstance(head.type, str) else head.type.__name__
-
-        def line(part: Attr) -> str:
-            value = part.value if part.use_raw_value else object_repr(part.value, inside)
-            return f"{part.start}{part.key}{head.kv_sep}{value}{part.end}"
-
-        lines = [line(part) for part in parts]
+        start = f"{name}{head.start}"
+        lines: list[str] = []
+        for part in parts:
+            text = part.value
+            if not part.use_raw_value:
+                text = object_repr(part.value, inside)
+            lines.append(f"{part.start}{part.key}{head.kv_sep}{text}{part.end}")
         if not lines:
-            return f"{name}{head.start}{head.empty_repr}{head.end}"
+            return f"{start}{head.empty_repr}{head.end}"
         if head.same_line:
-            return f"{name}{head.start}{', '.join(lines)}{head.end}"
+            return f"{start}{', '.join(lines)}{head.end}"
         inner = ",\n".join(lines).replace("\n", f"\n{head.indent}")
-        return f"{name}{head.start}{head.comment}\n{head.indent}{inner}\n{head.end}"
+        return f"{start}{head.comment}\n{head.indent}{inner}\n{head.end}"
 
 
 def get_repr(obj: Representable) -> str:

@@ -17,11 +17,14 @@ from weft.core import spmd
 from weft.core.spmd import AnyMesh, get_global_mesh, get_mesh, without_format
 from weft.errors import AxisMetadataError, NoMeshError, warn_deprecated
 from weft.nnx.settings import Setting
+from weft.typing import PyTree
 
 SHARDING_ALIASES = ("sharding", "sharding_names")
 
 
-class use_eager_sharding(Setting, process_setting="always_shard_variable"):
+class use_eager_sharding(
+    Setting[bool], process_setting="always_shard_variable"
+):
     """Setting: whether new variables with the metadata `out_sharding` are sharded at once.
 
     It applies to this thread, or to the block or call as a context manager or decorator. A
@@ -42,32 +45,39 @@ def using_eager_sharding() -> bool:
     return use_eager_sharding.current()
 
 
-def with_out_sharding(metadata: dict[str, Any], what: str) -> dict[str, Any]:
+def with_out_sharding(
+    metadata: dict[str, Any], type_name: str
+) -> dict[str, Any]:
     """Returns metadata in which the layout of the value is called `out_sharding`.
 
     A name alone is that of the first axis. Raises AxisMetadataError if the layout has a wrong type.
     """
-    for name in SHARDING_ALIASES:
-        if name in metadata:
-            warn_deprecated(f"the metadata {name}", "call it out_sharding")
-            rest = {k: v for k, v in metadata.items() if k != name}
-            metadata = {**rest, "out_sharding": metadata[name]}
+    for alias in SHARDING_ALIASES:
+        if alias in metadata:
+            warn_deprecated(f"the metadata {alias}", "call it out_sharding")
+            metadata = dict(metadata)
+            metadata["out_sharding"] = metadata.pop(alias)
     layout = metadata.get("out_sharding")
     if layout is None:
         return metadata
-    if isinstance(layout, str | list):
-        layout = (layout,) if isinstance(layout, str) else tuple(layout)
-        metadata = {**metadata, "out_sharding": layout}
-    elif not isinstance(without_format(layout), tuple | PartitionSpec | NamedSharding):
+    if isinstance(layout, str):
+        return {**metadata, "out_sharding": (layout,)}
+    if isinstance(layout, list):
+        return {**metadata, "out_sharding": tuple(layout)}
+    layout_types = tuple | PartitionSpec | NamedSharding
+    if not isinstance(without_format(layout), layout_types):
         raise AxisMetadataError(
-            f"a {what} was given out_sharding={layout!r}; expected a tuple with a name or None for "
-            "each axis of the value, a PartitionSpec, a NamedSharding, or a Format with one."
+            f"a {type_name} was given out_sharding={layout!r}; expected a tuple with a name or "
+            "None for each axis of the value, a PartitionSpec, a NamedSharding, or a Format with "
+            "one."
         )
     return metadata
 
 
-def shard_new_value(value: object, metadata: dict[str, Any], what: str) -> Any:
-    """Places the value of a new variable on its mesh; `what` names it in errors.
+def shard_new_value(
+    value: PyTree, metadata: dict[str, Any], type_name: str
+) -> PyTree:
+    """Places the value of a new variable on its mesh; `type_name` names it in errors.
 
     Raises:
         NoMeshError: if there is no mesh.
@@ -79,7 +89,7 @@ def shard_new_value(value: object, metadata: dict[str, Any], what: str) -> Any:
         return value
     if mesh_of(metadata) is None:
         raise NoMeshError(
-            f"a {what} has the layout {tuple(layout)}, and there is no mesh; make it under "
+            f"a {type_name} has the layout {tuple(layout)}, and there is no mesh; make it under "
             "jax.set_mesh(mesh), give it mesh=mesh, or, to shard it later, make it under "
             "nnx.use_eager_sharding(False)."
         )
@@ -88,22 +98,31 @@ def shard_new_value(value: object, metadata: dict[str, Any], what: str) -> Any:
             value, layout, metadata.get("sharding_rules"), metadata.get("mesh")
         )
         if isinstance(layout, Format) and layout.layout is not None:
-            value = jax.tree.map(lambda x: _with_memory_order(x, layout.layout), value)
+            value = _with_memory_order(value, layout)
         return with_abstract_shardings(value, metadata)
     except Exception as error:
-        error.add_note(f"Raised while making a {what} with {metadata!r}.")
+        error.add_note(f"Raised while making a {type_name} with {metadata!r}.")
         raise
 
 
-def _with_memory_order(value: Any, order: Any) -> Any:
-    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
-        return value
-    return jax.device_put(value, Format(order, value.sharding))
+def _with_memory_order(value: PyTree, layout: Format) -> PyTree:
+    def with_order(leaf: PyTree) -> PyTree:
+        # The compiler decides about the arrays of a trace.
+        is_concrete = isinstance(leaf, jax.Array) and not isinstance(
+            leaf, jax.core.Tracer
+        )
+        if not is_concrete:
+            return leaf
+        return jax.device_put(leaf, Format(layout.layout, leaf.sharding))
+
+    return jax.tree.map(with_order, value)
 
 
 def pspec_of(metadata: dict[str, Any]) -> PartitionSpec | None:
     """Returns the layout in metadata, in mesh axes."""
-    return spmd.get_pspec(metadata.get("out_sharding"), metadata.get("sharding_rules"))
+    return spmd.get_pspec(
+        metadata.get("out_sharding"), metadata.get("sharding_rules")
+    )
 
 
 def is_eagerly_sharded(metadata: dict[str, Any]) -> bool:
@@ -113,21 +132,26 @@ def is_eagerly_sharded(metadata: dict[str, Any]) -> bool:
 
 def mesh_of(metadata: dict[str, Any]) -> AnyMesh | None:
     """Returns the mesh of a variable, from its metadata or else from `jax.set_mesh`."""
-    known = (metadata.get("mesh"), get_mesh(metadata.get("out_sharding")), get_global_mesh())
-    return next((mesh for mesh in known if mesh is not None), None)
+    mesh = metadata.get("mesh")
+    if mesh is None:
+        mesh = get_mesh(metadata.get("out_sharding"))
+    if mesh is None:
+        mesh = get_global_mesh()
+    return mesh
 
 
-def with_abstract_shardings(value: object, metadata: dict[str, Any]) -> Any:
+def with_abstract_shardings(value: PyTree, metadata: dict[str, Any]) -> PyTree:
     """Adds the metadata's layout to the shapes in a variable's value that have none."""
     mesh = mesh_of(metadata)
     if mesh is None:
         return value
 
-    def laid(x: Any) -> Any:
-        is_open = isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None
-        return abstract_value(x, pspec_of(metadata), mesh) if is_open else x
+    def with_sharding(leaf: PyTree) -> PyTree:
+        if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
+            return abstract_value(leaf, pspec_of(metadata), mesh)
+        return leaf
 
-    return jax.tree.map(laid, value)
+    return jax.tree.map(with_sharding, value)
 
 
 def abstract_value(

@@ -9,10 +9,12 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import EllipsisType
 from typing import Any as AnyValue
+from typing import NamedTuple
 
 from weft.errors import StateFilterError
 
 Path = tuple[Hashable, ...]
+Item = tuple[Path, AnyValue]
 Predicate = Callable[[Path, AnyValue], bool]
 FilterLiteral = type | str | Path | Predicate | bool | EllipsisType | None
 Filter = FilterLiteral | Sequence[FilterLiteral]
@@ -25,8 +27,12 @@ class OfType:
     type: type
 
     def __call__(self, path: Path, x: AnyValue) -> bool:
-        return isinstance(x, self.type) or (
-            isinstance(getattr(x, "type", None), type) and issubclass(x.type, self.type)
+        if isinstance(x, self.type):
+            return True
+        # A `VariableDef`, a variable without its value, has its type.
+        variable_type = getattr(x, "type", None)
+        return isinstance(variable_type, type) and issubclass(
+            variable_type, self.type
         )
 
 
@@ -37,10 +43,10 @@ class WithTag:
     tag: str
 
     def __call__(self, path: Path, x: AnyValue) -> bool:
+        if hasattr(x, "get_metadata"):
+            return x.get_metadata("tag", None) == self.tag
         # A PRNG stream, which is not a variable, has a tag as well.
-        is_variable = hasattr(x, "get_metadata")
-        tag = x.get_metadata("tag", None) if is_variable else getattr(x, "tag", None)
-        return tag == self.tag
+        return getattr(x, "tag", None) == self.tag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +73,8 @@ class PathContains:
     def __call__(self, path: Path, x: AnyValue) -> bool:
         if self.exact:
             return self.key in path
-        return any(str(self.key) in str(part) for part in path)
+        name = str(self.key)
+        return any(name in str(part) for part in path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +98,7 @@ class _Combined:
     predicates: tuple[Predicate, ...]
 
     def __init__(self, *filters: Filter):
-        self.predicates = tuple(to_predicate(f) for f in filters)
+        self.predicates = tuple(map(to_predicate, filters))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.predicates))})"
@@ -156,25 +163,33 @@ def predicates(filters: Sequence[Filter]) -> tuple[Predicate, ...]:
 
     Raises StateFilterError if a filter follows one that matches everything.
     """
-    is_all = [filter_like is ... or filter_like is True for filter_like in filters]
     for i, filter_like in enumerate(filters):
-        if is_all[i] and not all(is_all[i + 1 :]):
+        later_filters = filters[i + 1 :]
+        if _is_everything(filter_like) and not all(
+            map(_is_everything, later_filters)
+        ):
             raise StateFilterError(
-                f"{filter_like!r} matches everything, but {filters[i + 1 :]!r} comes after it; put "
+                f"{filter_like!r} matches everything, but {later_filters!r} comes after it; put "
                 "it last."
             )
-    return tuple(to_predicate(f) for f in filters)
+    return tuple(map(to_predicate, filters))
 
 
-def _literal(where: AnyValue) -> AnyValue:
-    match where:
-        case OfType():
-            return where.type
-        case WithTag():
-            return where.tag
+def _is_everything(filter_like: Filter) -> bool:
+    return filter_like is ... or filter_like is True
+
+
+def _literal_text(filter_like: Filter) -> str:
+    match filter_like:
+        case OfType(type=cls):
+            return cls.__name__
+        case type():
+            return filter_like.__name__
+        case WithTag(tag=tag):
+            return repr(tag)
         case Everything():
-            return ...
-    return where
+            return "..."
+    return "..." if filter_like is ... else repr(filter_like)
 
 
 def filters_text(filters: Sequence[Filter]) -> str:
@@ -183,24 +198,27 @@ def filters_text(filters: Sequence[Filter]) -> str:
     >>> filters_text([nnx.Param, "lora", ...])
     "Param, 'lora', ..."
     """
-    plain = [_literal(f) for f in filters]
-    return ", ".join(
-        "..." if f is ... else f.__name__ if isinstance(f, type) else repr(f) for f in plain
-    )
+    return ", ".join(map(_literal_text, filters))
 
 
-def grouped(
-    items: Iterable[tuple[Path, AnyValue]], filters: Sequence[Filter]
-) -> tuple[list[list[tuple[Path, AnyValue]]], list[tuple[Path, AnyValue]]]:
-    """Groups items by the first matching filter; returns the groups and the unmatched items."""
+class Grouped(NamedTuple):
+    """Items by the first filter that matches them, and those that none matches."""
+
+    groups: list[list[Item]]
+    unmatched: list[Item]
+
+
+def grouped(items: Iterable[Item], filters: Sequence[Filter]) -> Grouped:
+    """Groups items by the first matching filter."""
     matching = predicates(filters)
-    groups: list[list[tuple[Path, AnyValue]]] = [[] for _ in matching]
-    rest = []
-    for path, value in items:
+    groups: list[list[Item]] = [[] for _ in matching]
+    unmatched: list[Item] = []
+    for item in items:
+        path, value = item
         for group, matches in zip(groups, matching, strict=True):
             if matches(path, value):
-                group.append((path, value))
+                group.append(item)
                 break
         else:
-            rest.append((path, value))
-    return groups, rest
+            unmatched.append(item)
+    return Grouped(groups, unmatched)

@@ -11,7 +11,15 @@ is made, so that an error leaves every object unchanged.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -20,7 +28,7 @@ import jax
 from weft.errors import GraphStructureError
 from weft.lifting.static_keys import IdentityKey
 from weft.nnx import settings, versions
-from weft.nnx.filters import Path, to_predicate
+from weft.nnx.filters import Filter, Path, to_predicate
 from weft.nnx.pytree import (
     Pytree,
     TreePlaces,
@@ -30,12 +38,28 @@ from weft.nnx.pytree import (
     is_data,
     with_children,
 )
-from weft.nnx.state import FlatState, State, from_flat_state, merge_state, path_text, to_flat_state
+from weft.nnx.state import (
+    FlatState,
+    State,
+    from_flat_state,
+    merge_state,
+    path_text,
+    to_flat_state,
+)
 from weft.nnx.variables import NO_METADATA, Variable, metadata_key
-from weft.nnx.versions import OTHER_STATIC_TYPES, PLAIN_TYPES, StaticValue, plain_static_value
+from weft.nnx.versions import (
+    OTHER_STATIC_TYPES,
+    PLAIN_TYPES,
+    StaticPart,
+    StaticValue,
+    plain_static_value,
+)
+from weft.typing import PyTree
 
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 Node = TypeVar("Node")
+Part = Any
+"""Part of a description: a `NodeDef`, `VariableDef`, `NodeRef`, `LeafDef` or `StaticValue`."""
 
 
 class NodeRef(NamedTuple):
@@ -77,7 +101,7 @@ class NodeDef(NamedTuple):
 
     type: type
     index: int | None
-    attributes: tuple[tuple[Hashable, Any], ...]
+    attributes: tuple[tuple[Hashable, Part], ...]
     marks: Any
     order: tuple[Hashable, ...] | None = None
 
@@ -92,7 +116,12 @@ class GraphDef(Generic[Node]):
         outer: index pairs (here, before) of objects that `nnx.unflatten` updates.
     """
 
-    def __init__(self, root: Any, paths: Sequence[Path], outer: Mapping[int, int] = _NOTHING):
+    def __init__(
+        self,
+        root: Part,
+        paths: Sequence[Path],
+        outer: Mapping[int, int] = _NOTHING,
+    ):
         self.root = root
         self.paths = tuple(paths)
         self.outer = tuple(sorted(outer.items()))
@@ -103,44 +132,56 @@ class GraphDef(Generic[Node]):
         """Number of values of the graph."""
         return len(self.paths)
 
-    def apply(self, state: object, *states: object, graph: bool | None = None) -> Any:
+    def apply(
+        self, state: PyTree, *states: PyTree, graph: bool | None = None
+    ) -> _MethodCaller:
         """Calls a method purely; see `nnx.call`. Further states are merged."""
         return call((self, state, *states))
 
     @property
-    def nodes(self) -> list[Any]:
+    def nodes(self) -> list[NodeDef | VariableDef]:
         """Objects and variables, in their order."""
-        return [part for part, *_ in _parts(self.root) if isinstance(part, _OBJECT_DEFS)]
+        nodes: list[NodeDef | VariableDef] = []
+        for part, _, _ in _parts(self.root):
+            if isinstance(part, _OBJECT_DEFS):
+                nodes.append(part)
+        return nodes
 
     @property
-    def attributes(self) -> list[tuple[Hashable, Any]]:
+    def attributes(self) -> list[tuple[Hashable, Part]]:
         """Attributes of all objects."""
-        attributes: list[tuple[Hashable, Any]] = []
+        attributes: list[tuple[Hashable, Part]] = []
         for node in self.nodes:
             if isinstance(node, NodeDef):
                 attributes.extend(node.attributes)
         return attributes
 
-    def with_outer_index(self, outer: Mapping[int, int]) -> "GraphDef":
+    def with_outer_index(self, outer: Mapping[int, int]) -> GraphDef[Node]:
         """Returns the description with the earlier indices of its objects."""
         return GraphDef(self.root, self.paths, outer)
 
-    def with_no_outer_index(self) -> "GraphDef":
+    def with_no_outer_index(self) -> GraphDef[Node]:
         """Returns the description without earlier indices."""
         return self.with_outer_index(_NOTHING)
 
-    def with_same_outer_index(self) -> "GraphDef":
+    def with_same_outer_index(self) -> GraphDef[Node]:
         """Returns the description whose objects keep their own indices."""
-        return self.with_outer_index({part.index: part.index for part in self._objects()})
+        return self.with_outer_index(
+            {index: index for index in self._indices()}
+        )
 
-    def with_matching_outer_index(self, other: "GraphDef") -> "GraphDef":
+    def with_matching_outer_index(self, other: GraphDef[Any]) -> GraphDef[Node]:
         """Returns the description with the earlier indices that another one's `outer` has."""
         outer = dict(other.outer)
-        indices = {part.index for part in self._objects()}
-        return self.with_outer_index({i: outer[i] for i in indices & outer.keys()})
+        # Of the other one's objects, those that this one has as well.
+        own_indices = self._indices()
+        return self.with_outer_index(
+            {i: j for i, j in outer.items() if i in own_indices}
+        )
 
-    def _objects(self) -> Iterator[Any]:
-        return (part for part in self.nodes if part.index is not None)
+    def _indices(self) -> set[int]:
+        """Returns the indices of the objects, without containers, which have none."""
+        return {node.index for node in self.nodes if node.index is not None}
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, GraphDef) or self._hash != other._hash:
@@ -158,13 +199,27 @@ class GraphDef(Generic[Node]):
 jax.tree_util.register_static(GraphDef)
 
 
-def _parts(part: object, path: Path = (), owner: Any = None) -> Iterator[tuple[Any, Path, Any]]:
-    """Yields the parts of a description, each with its path, its object's index and place there."""
-    yield part, path, owner
-    if isinstance(part, NodeDef):
-        for name, below in part.attributes:
-            place = _container_key(owner, name) if part.index is None else (part.index, name)
-            yield from _parts(below, (*path, name), place)
+class _PlacedPart(NamedTuple):
+    """Part of a description, its path, and for a plain value its object's index and name there."""
+
+    part: Part
+    path: Path
+    owner: Owner
+
+
+def _parts(
+    part: Part, path: Path = (), owner: Owner = None
+) -> Iterator[_PlacedPart]:
+    """Yields the parts of a description, outer ones first."""
+    yield _PlacedPart(part, path, owner)
+    if not isinstance(part, NodeDef):
+        return
+    for name, attribute in part.attributes:
+        if part.index is None:
+            attribute_owner = _container_key(owner, name)
+        else:
+            attribute_owner = (part.index, name)
+        yield from _parts(attribute, (*path, name), attribute_owner)
 
 
 def first_paths(graphdef: GraphDef) -> dict[int, Path]:
@@ -194,78 +249,95 @@ class FlatGraph:
     """
 
     graphdef: GraphDef
-    leaves: list[Any]
+    leaves: list[PyTree]
     owners: list[Owner]
     objects: list[Any]
     repeated: list[tuple[int, Path]]
     is_tracked: bool
 
-    def items(self) -> Iterator[tuple[Path, Any]]:
+    def items(self) -> Iterator[tuple[Path, PyTree]]:
         """Returns the values with their paths."""
         return zip(self.graphdef.paths, self.leaves, strict=True)
+
+
+# A model with the layer `a` at two places, and the number 3, is described as
+#
+#   NodeDef(Model, 0, (("a", NodeDef(Layer, 1, (("w", VariableDef(Param, 2)),))),
+#                      ("b", NodeRef(1)),
+#                      ("n", StaticValue(3))))
+#
+# with the leaves [a.w] at the paths [("a", "w")]. The indices count objects and variables in the
+# order in which the walk enters them, so that equal graphs get equal descriptions.
 
 
 class _Flattener:
     """Walk of a graph that describes its parts and collects its values, in one pass."""
 
     def __init__(
-        self, with_metadata: bool, known: Mapping[Any, int], places: TreePlaces | None
+        self,
+        with_metadata: bool,
+        indices: Mapping[Any, int],
+        places: TreePlaces | None,
     ) -> None:
         self.with_metadata = with_metadata
         self.places = places
-        self.index_of_id = {id(x): i for x, i in known.items()}
+        self.index_of_id = {id(x): index for x, index in indices.items()}
         self.next_index = 1 + max(self.index_of_id.values(), default=-1)
         self.objects: list[Any] = []
         self.repeated: list[tuple[int, Path]] = []
-        self.leaves: list[Any] = []
+        self.leaves: list[PyTree] = []
         self.owners: list[Owner] = []
         self.paths: list[Path] = []
         self.is_tracked = True
 
-    def describe(self, x: object, path: Path, owner: Owner = None, is_data: bool = False) -> Any:
+    def describe(
+        self, x: PyTree, path: Path, owner: Owner = None, is_data: bool = False
+    ) -> Part:
         """Returns the description of a part; `is_data` if its attribute is marked as data."""
         if isinstance(x, Variable):
             return self._describe_variable(x, path)
         if isinstance(x, Pytree):
             return self._describe_object(x, path)
         if is_array(x):
-            self._add_leaf(x, path, owner)
-            return _LEAF_DEF
+            return self._describe_leaf(x, path, owner)
         contents = container_items(x)
         if contents is not None:
             # Lists and dicts can change unnoticed.
             self.is_tracked &= isinstance(x, tuple)
-            items, tree = contents
-            attributes: list[tuple[Hashable, Any]] = []
+            items, structure = contents
+            attributes: list[tuple[Hashable, Part]] = []
             for key, value in items:
-                part = self.describe(value, (*path, key), _container_key(owner, key))
+                item_owner = _container_key(owner, key)
+                part = self.describe(value, (*path, key), item_owner)
                 attributes.append((key, part))
-            return NodeDef(type(x), None, tuple(attributes), tree)
+            return NodeDef(type(x), None, tuple(attributes), structure)
         if isinstance(x, _CONTAINERS):
             _check_no_objects(x, path)
         if is_data and x is not None:
-            self._add_leaf(x, path, owner)
-            return _LEAF_DEF
+            return self._describe_leaf(x, path, owner)
         return self._describe_static(x)
 
-    def _describe_variable(self, x: Variable[Any], path: Path) -> VariableDef | NodeRef:
+    def _describe_variable(
+        self, x: Variable[Any], path: Path
+    ) -> VariableDef | NodeRef:
         index = self._enter(x, path)
-        if type(index) is NodeRef:
+        if isinstance(index, NodeRef):
             return index
-        self._add_leaf(x, path, None)
+        self._describe_leaf(x, path, None)
         metadata = NO_METADATA
         if x._metadata:
-            self.is_tracked &= all(map(versions.is_immutable, x._metadata.values()))
+            if not all(map(versions.is_immutable, x._metadata.values())):
+                self.is_tracked = False
             if self.with_metadata:
                 metadata = metadata_key(x)
         return VariableDef(type(x), index, metadata)
 
     def _describe_object(self, x: Pytree, path: Path) -> NodeDef | NodeRef:
         index = self._enter(x, path)
-        if type(index) is NodeRef:
+        if isinstance(index, NodeRef):
             return index
         marks = x._info.marks
-        attributes: list[tuple[Hashable, Any]] = []
+        attributes: list[tuple[Hashable, Part]] = []
         for name, value in x._items():
             value_type = type(value)
             # Most attributes are static, so these come without a call of `describe`.
@@ -280,19 +352,23 @@ class _Flattener:
             attributes.append((name, part))
         if self.places is not None:
             self.places.leave(x)
-        return NodeDef(type(x), index, tuple(attributes), x._marks(), x._order())
+        return NodeDef(
+            type(x), index, tuple(attributes), x._marks(), x._order()
+        )
 
-    def _describe_marked(self, x: Pytree, name: Any, value: Any, path: Path) -> Any:
+    def _describe_marked(
+        self, x: Pytree, name: Hashable, value: PyTree, path: Path
+    ) -> Part:
         """Returns the description of an attribute that was marked as data or as static."""
         if x._info.marks[name] or _holds_containers(value):
             return self.describe(value, path, (x, name), is_data=True)
         return self._describe_static(value)
 
-    def _describe_static(self, x: object) -> StaticValue:
+    def _describe_static(self, x: StaticPart) -> StaticValue:
         self.is_tracked = self.is_tracked and versions.is_immutable(x)
         return versions.static_value(x)
 
-    def _enter(self, x: Pytree | Variable[Any], path: Path) -> Any:
+    def _enter(self, x: Pytree | Variable[Any], path: Path) -> int | NodeRef:
         """Returns a new index for an object, or a reference to it if it was met before."""
         if self.places is not None:
             self.places.enter(x, path)
@@ -306,15 +382,18 @@ class _Flattener:
         self.objects.append(x)
         return index
 
-    def _add_leaf(self, x: Any, path: Path, owner: Owner) -> None:
+    def _describe_leaf(self, x: PyTree, path: Path, owner: Owner) -> LeafDef:
         self.leaves.append(x)
         self.owners.append(owner)
         self.paths.append(path)
+        return _LEAF_DEF
 
 
-def _holds_containers(x: object) -> bool:
+def _holds_containers(x: PyTree) -> bool:
     """Returns whether a static value is a `List` or `Dict`, or a tuple of them, without data."""
-    return isinstance(x, Pytree) or (type(x) is tuple and any(map(_holds_containers, x)))
+    if type(x) is tuple:
+        return any(map(_holds_containers, x))
+    return isinstance(x, Pytree)
 
 
 def _container_key(owner: Owner, key: Hashable) -> Owner:
@@ -330,7 +409,9 @@ def _container_key(owner: Owner, key: Hashable) -> Owner:
 _CONTAINERS = (list, tuple, dict)
 
 
-def _check_no_objects(x: list[Any] | tuple[Any, ...] | dict[Any, Any], path: Path) -> None:
+def _check_no_objects(
+    x: list[Any] | tuple[Any, ...] | dict[Any, Any], path: Path
+) -> None:
     """Rejects objects in a container unknown to JAX, where they would be constants."""
     items = x.values() if isinstance(x, dict) else x
     for item in items:
@@ -344,17 +425,17 @@ def _check_no_objects(x: list[Any] | tuple[Any, ...] | dict[Any, Any], path: Pat
 
 
 def flatten_graph(
-    x: object,
+    x: PyTree,
     with_metadata: bool = True,
-    known: Mapping[Any, int] = _NOTHING,
+    indices: Mapping[Any, int] = _NOTHING,
     places: TreePlaces | None = None,
 ) -> FlatGraph:
     """Splits a graph into a description, by default with variables' metadata, and values.
 
-    `known` has indices of objects of another description that this one refers to. With `places`
+    `indices` are those of objects of another description that this one refers to. With `places`
     it is a tree, and an object is another one at each of its places.
     """
-    flattener = _Flattener(with_metadata, known, places)
+    flattener = _Flattener(with_metadata, indices, places)
     root = flattener.describe(x, ())
     return FlatGraph(
         GraphDef(root, flattener.paths),
@@ -366,14 +447,24 @@ def flatten_graph(
     )
 
 
-def flat_graph_of_variables(graphdef: GraphDef, objects: list[Any]) -> FlatGraph:
+def flat_graph_of_variables(
+    graphdef: GraphDef, objects: list[Any]
+) -> FlatGraph:
     """Returns a graph whose values are all variables, and in which nothing can change unnoticed."""
     leaves = [x for x in objects if isinstance(x, Variable)]
-    return FlatGraph(graphdef, leaves, [None] * len(leaves), objects, [], True)
+    return FlatGraph(
+        graphdef,
+        leaves,
+        owners=[None] * len(leaves),
+        objects=objects,
+        repeated=[],
+        is_tracked=True,
+    )
 
 
 def matching_objects(
-    items: Sequence[tuple[Hashable, Any]], known: Sequence[tuple[Hashable, Any]]
+    items: Sequence[tuple[Hashable, Any]],
+    descriptions: Sequence[tuple[Hashable, Part]],
 ) -> list[Any] | None:
     """Returns the objects and variables of a graph that equals a description, found quickly.
 
@@ -381,23 +472,29 @@ def matching_objects(
 
     Args:
         items: names or indices, with the values to compare.
-        known: the same with descriptions of objects without repeated objects, whose values are all
-            variables, and in which nothing can change unnoticed.
+        descriptions: the same with descriptions of objects without repeated objects, whose values
+            are all variables, and in which nothing can change unnoticed.
     """
     objects: list[Any] = []
-    if not _matches(items, known, objects):
+    if not _matches(items, descriptions, objects):
         return None
     has_repeated = len({*map(id, objects)}) < len(objects)
     return None if has_repeated else objects
 
 
 def _matches(
-    items: Sequence[tuple[Hashable, Any]], known: Sequence[tuple[Hashable, Any]], objects: list[Any]
+    items: Sequence[tuple[Hashable, Any]],
+    descriptions: Sequence[tuple[Hashable, Part]],
+    objects: list[Any],
 ) -> bool:
     """Returns whether items match their descriptions; adds their objects to `objects`."""
-    if len(items) != len(known):
+    if len(items) != len(descriptions):
         return False
-    for (name, x), (known_name, part) in zip(items, known, strict=True):
+    for (name, x), (described_name, part) in zip(
+        items, descriptions, strict=True
+    ):
+        if name != described_name:
+            return False
         part_type = type(part)
         if part_type is StaticValue:
             # The same function may close over other values now, so compare by value.
@@ -407,32 +504,42 @@ def _matches(
             is_alike = False
         elif part_type is VariableDef:
             objects.append(x)
-            is_alike = not x._metadata or all(map(versions.is_immutable, x._metadata.values()))
-        elif part.index is None:
-            is_alike = type(x) is tuple and _matches([*enumerate(x)], part.attributes, objects)
+            is_alike = not x._metadata or all(
+                map(versions.is_immutable, x._metadata.values())
+            )
+        elif part.index is None:  # a container: only a tuple can't change
+            is_alike = type(x) is tuple and _matches(
+                [*enumerate(x)], part.attributes, objects
+            )
         else:
             objects.append(x)
             is_alike = x._marks() == part.marks and x._order() == part.order
-            is_alike = is_alike and _matches(x._items(), part.attributes, objects)
-        if name != known_name or not is_alike:
+            is_alike = is_alike and _matches(
+                x._items(), part.attributes, objects
+            )
+        if not is_alike:
             return False
     return True
 
 
-def leaf_defs(graphdef: GraphDef) -> Iterator[tuple[Any, tuple[int, Hashable] | None]]:
+def leaf_defs(
+    graphdef: GraphDef,
+) -> Iterator[tuple[VariableDef | LeafDef, tuple[int, Hashable] | None]]:
     """Yields the definition of each value, the index of its object and its place there.
 
     Variables have None in place of the last two.
     """
     for part, _, owner in _parts(graphdef.root):
-        if isinstance(part, VariableDef | LeafDef):
-            yield part, owner if isinstance(part, LeafDef) else None
+        if isinstance(part, VariableDef):
+            yield part, None
+        elif isinstance(part, LeafDef):
+            yield part, owner
 
 
 def mutable_static_values(flat: FlatGraph) -> tuple[IdentityKey, ...]:
     """Returns the static values of a graph that can change, each equal to itself alone."""
-    values: list[Any] = []
-    for part, *_ in _parts(flat.graphdef.root):
+    values: list[StaticPart] = []
+    for part, _, _ in _parts(flat.graphdef.root):
         if isinstance(part, StaticValue):
             values.append(part.value)
     for leaf in flat.leaves:
@@ -441,56 +548,71 @@ def mutable_static_values(flat: FlatGraph) -> tuple[IdentityKey, ...]:
     return tuple(versions.mutable_parts(tuple(values)))
 
 
-def unhashable_static_values(graphdef: GraphDef, is_unchanged: bool = False) -> list[Any]:
+def unhashable_static_values(
+    graphdef: GraphDef, is_unchanged: bool = False
+) -> list[StaticPart]:
     """Returns the unhashable static values; with `is_unchanged`, without changed ones."""
-    values: list[Any] = []
-    for part, *_ in _parts(graphdef.root):
-        if not isinstance(part, StaticValue) or versions.is_hashable(part.value):
+    values: list[StaticPart] = []
+    for part, _, _ in _parts(graphdef.root):
+        if not isinstance(part, StaticValue):
+            continue
+        if versions.is_hashable(part.value):
             continue
         if not is_unchanged or StaticValue(part.value) == part:
             values.append(part.value)
     return values
 
 
-def with_static_values(graphdef: GraphDef, values: Iterable[Any]) -> GraphDef:
+def with_static_values(
+    graphdef: GraphDef, values: Iterable[StaticPart]
+) -> GraphDef:
     """Returns an equal description with other, pairwise equal `unhashable_static_values`."""
     remaining_values = iter(values)
 
-    def replaced(part: object) -> Any:
+    def with_values(part: Part) -> Part:
         if isinstance(part, StaticValue):
             if versions.is_hashable(part.value):
                 return part
             return part.with_value(next(remaining_values))
         if isinstance(part, NodeDef):
-            attributes = tuple([(name, replaced(value)) for name, value in part.attributes])
-            return part._replace(attributes=attributes)
+            attributes: list[tuple[Hashable, Part]] = []
+            for name, attribute in part.attributes:
+                attributes.append((name, with_values(attribute)))
+            return part._replace(attributes=tuple(attributes))
         return part
 
-    return GraphDef(replaced(graphdef.root), graphdef.paths, dict(graphdef.outer))
+    root = with_values(graphdef.root)
+    return GraphDef(root, graphdef.paths, dict(graphdef.outer))
 
 
-def with_plain_values(graphdef: GraphDef, leaves: Sequence[Any]) -> tuple[GraphDef, list[Any]]:
+def with_plain_values(
+    graphdef: GraphDef, leaves: Sequence[PyTree]
+) -> tuple[GraphDef, list[PyTree]]:
     """Returns a description in which values in place of variables are attributes, and its values.
 
     They are at each place of a shared variable.
     """
     remaining_leaves = iter(leaves)
-    value_of_variable: dict[int, Any] = {}
-    values: list[Any] = []
+    value_of_variable: dict[int, PyTree] = {}
+    values: list[PyTree] = []
     paths: list[Path] = []
 
-    def replaced(part: Any, path: Path) -> Any:
+    def with_values(part: Part, path: Path) -> Part:
         if isinstance(part, NodeDef):
-            attributes = [(name, replaced(x, (*path, name))) for name, x in part.attributes]
+            attributes: list[tuple[Hashable, Part]] = []
+            for name, attribute in part.attributes:
+                attribute = with_values(attribute, (*path, name))
+                attributes.append((name, attribute))
             return part._replace(attributes=tuple(attributes))
         if isinstance(part, LeafDef):
             value = next(remaining_leaves)
         elif isinstance(part, VariableDef):
-            value = value_of_variable[part.index] = next(remaining_leaves)
+            value = next(remaining_leaves)
+            value_of_variable[part.index] = value
         elif isinstance(part, NodeRef) and part.index in value_of_variable:
             value = value_of_variable[part.index]
             if isinstance(value, Variable):
-                return part
+                return part  # still shared
         else:
             return part
         values.append(value)
@@ -499,46 +621,53 @@ def with_plain_values(graphdef: GraphDef, leaves: Sequence[Any]) -> tuple[GraphD
             return part
         return _LEAF_DEF
 
-    return GraphDef(replaced(graphdef.root, ()), paths), values
+    return GraphDef(with_values(graphdef.root, ()), paths), values
 
 
-def leaves_of(graphdef: GraphDef, state: object) -> list[Any]:
+def leaves_of(graphdef: GraphDef, state: PyTree) -> list[PyTree]:
     """Returns the values of a state in the order of a description, which a list already has.
 
     Raises GraphStructureError if a value is missing or unexpected.
     """
     if isinstance(state, list) and not isinstance(state, FlatState):
         return state
-    is_flat = isinstance(state, Mapping) and all(path in state for path in graphdef.paths)
-    flat_state: Any = state if is_flat else to_flat_state(state)
-    value_of_path = dict(flat_state)
-    missing = [path for path in graphdef.paths if path not in value_of_path]
+    paths = graphdef.paths
+    # A dict by path, or else a nested state.
+    is_by_path = isinstance(state, Mapping) and all(p in state for p in paths)
+    value_of_path = dict(state if is_by_path else to_flat_state(state))
+    missing = [path for path in paths if path not in value_of_path]
     if missing:
         raise GraphStructureError(
-            f"the state has no value for {_listed(missing)}, which the description has; give all "
-            "states that split returned."
+            f"the state has no value for {_first_paths_text(missing)}, which the description has; "
+            "give all states that split returned."
         )
-    unexpected = value_of_path.keys() - set(graphdef.paths)
+    unexpected = value_of_path.keys() - set(paths)
     if unexpected:
         raise GraphStructureError(
-            f"the state has values for {_listed(unexpected)}, which the description has not; "
-            "remove it."
+            f"the state has values for {_first_paths_text(unexpected)}, which the description has "
+            "not; remove it."
         )
-    return [value_of_path[path] for path in graphdef.paths]
+    return [value_of_path[path] for path in paths]
 
 
-def _listed(paths: Collection[Path]) -> str:
-    texts = sorted(path_text(path) for path in paths)[:5]
-    more = " ..." if len(paths) > len(texts) else ""
-    return ", ".join(texts) + more
+def _first_paths_text(paths: Collection[Path]) -> str:
+    first_paths = sorted(map(path_text, paths))[:5]
+    suffix = " ..." if len(paths) > len(first_paths) else ""
+    return ", ".join(first_paths) + suffix
 
 
-def copies(leaves: Iterable[Any]) -> list[Any]:
+def copies(leaves: Iterable[PyTree]) -> list[PyTree]:
     """Returns values with copies of the variables among them."""
     return [x.copy() if isinstance(x, Variable) else x for x in leaves]
 
 
-def call(graphdef_state: tuple[Any, ...], /) -> Any:
+class _Item(NamedTuple):
+    """Item on the path to a method; an attribute is its name alone."""
+
+    key: Hashable
+
+
+def call(graphdef_state: tuple[Any, ...], /) -> _MethodCaller:
     """Calls a method of a split object, given as its description and states, purely.
 
     Returns a proxy of the object; a call of it or its methods returns the result and the new pair.
@@ -556,34 +685,43 @@ def call(graphdef_state: tuple[Any, ...], /) -> Any:
     graphdef, state, *further_states = graphdef_state
     if further_states:
         state = merge_state(state, *further_states)
-    return _MethodCaller((graphdef, state), ())
+    return _MethodCaller(graphdef, state, ())
 
 
 class _MethodCaller:
-    def __init__(self, graphdef_state: tuple[GraphDef, Any], path: tuple[Any, ...]):
-        self._graphdef_state = graphdef_state
+    """Method, attribute or item of a split object, which `path` leads to."""
+
+    def __init__(
+        self, graphdef: GraphDef, state: PyTree, path: tuple[str | _Item, ...]
+    ):
+        self._graphdef = graphdef
+        self._state = state
         self._path = path
 
-    def __getattr__(self, name: str) -> "_MethodCaller":
-        return _MethodCaller(self._graphdef_state, (*self._path, name))
+    def __getattr__(self, name: str) -> _MethodCaller:
+        return _MethodCaller(self._graphdef, self._state, (*self._path, name))
 
-    def __getitem__(self, key: object) -> "_MethodCaller":
-        return _MethodCaller(self._graphdef_state, (*self._path, [key]))
+    def __getitem__(self, key: Hashable) -> _MethodCaller:
+        path = (*self._path, _Item(key))
+        return _MethodCaller(self._graphdef, self._state, path)
 
-    def __call__(self, *args: object, **kwargs: object) -> tuple[Any, tuple[GraphDef, State]]:
-        graphdef, state = self._graphdef_state
-        leaves = copies(leaves_of(graphdef, state))
-        root, _ = build_graph(graphdef, leaves, share=True)
+    def __call__(
+        self, *args: PyTree, **kwargs: PyTree
+    ) -> tuple[Any, tuple[GraphDef, State]]:
+        leaves = copies(leaves_of(self._graphdef, self._state))
+        root, _ = build_graph(self._graphdef, leaves, share=True)
         method = root
         for part in self._path:
-            # The key of an index is in a list, to tell it from the name of an attribute.
-            method = method[part[0]] if isinstance(part, list) else getattr(method, part)
+            if isinstance(part, _Item):
+                method = method[part.key]
+            else:
+                method = getattr(method, part)
         result = method(*args, **kwargs)
         flat = flatten_graph(root)
         return result, (flat.graphdef, from_flat_state(flat.items()))
 
 
-def find_duplicates(node: Any, /, *, only: Any = ...) -> list[list[Path]]:
+def find_duplicates(node: PyTree, /, *, only: Filter = ...) -> list[list[Path]]:
     """Returns the paths of objects and variables that occur more than once in a graph.
 
     Contents of a repeated object count below its first path only; `only` filters the objects.
@@ -596,7 +734,7 @@ def find_duplicates(node: Any, /, *, only: Any = ...) -> list[list[Path]]:
     paths_of_id: dict[int, list[Path]] = {}
     visited_ids: set[int] = set()
 
-    def walk(x: object, path: Path) -> None:
+    def walk(x: PyTree, path: Path) -> None:
         if isinstance(x, Variable | Pytree):
             if matches(path, x):
                 paths_of_id.setdefault(id(x), []).append(path)
@@ -611,8 +749,12 @@ def find_duplicates(node: Any, /, *, only: Any = ...) -> list[list[Path]]:
 
 
 def recursive_map(
-    f: Callable[[Path, Any], Any], node: object, /, *, graph: bool | None = None
-) -> Any:
+    f: Callable[[Path, Any], PyTree],
+    node: PyTree,
+    /,
+    *,
+    graph: bool | None = None,
+) -> PyTree:
     """Returns a copy of a graph with `f(path, x)` in place of each object and value, inner first.
 
     Objects and variables passed to `f` are copies. For `graph` see `nnx.iter_graph`.
@@ -620,28 +762,34 @@ def recursive_map(
     >>> recursive_map(lambda path, x: x * 2 if isinstance(x, int) else x, (1, {"a": 2}))
     (2, {'a': 4})
     """
-    copy_of_id: dict[int, Any] = {}
-    is_tree = not settings.resolve_graph_options(graph)[0]
-    if is_tree:
-        flatten_graph(node, places=TreePlaces())
+    copy_of_id: dict[int, PyTree] = {}
+    is_graph, _ = settings.resolve_graph_options(graph)
+    if not is_graph:
+        flatten_graph(node, places=TreePlaces())  # which checks it
 
-    def walk(x: object, path: Path) -> Any:
+    def walk(x: PyTree, path: Path) -> PyTree:
         if isinstance(x, Variable | Pytree):
-            if is_tree or id(x) not in copy_of_id:
+            if not is_graph or id(x) not in copy_of_id:
                 copy_of_id[id(x)] = f(path, copied(x, path))
             return copy_of_id[id(x)]
-        items = children(x)
-        if not items:
-            return f(path, x)
-        return f(path, with_children(x, [walk(value, (*path, key)) for key, value in items]))
+        items = mapped_items(children(x), path)
+        if items:
+            x = with_children(x, [value for _, value in items])
+        return f(path, x)
 
-    def copied(x: Variable[Any] | Pytree, path: Path) -> Any:
+    def copied(x: Variable[Any] | Pytree, path: Path) -> PyTree:
         if isinstance(x, Variable):
             return x.copy()
+        copy = type(x)._from_items((), x._info.marks)
         # Registered before its contents are mapped, so that cycles lead back to it.
-        copy = copy_of_id[id(x)] = type(x)._from_items((), x._info.marks)
-        copy._fill([(name, walk(value, (*path, name))) for name, value in x._items()])
+        copy_of_id[id(x)] = copy
+        copy._fill(mapped_items(x._items(), path))
         return copy
+
+    def mapped_items(
+        items: list[tuple[Hashable, PyTree]], path: Path
+    ) -> list[tuple[Hashable, PyTree]]:
+        return [(name, walk(value, (*path, name))) for name, value in items]
 
     return walk(node, ())
 
@@ -651,8 +799,8 @@ class Change(NamedTuple):
 
     object: Any
     part: NodeDef
-    items: list[tuple[Any, Any]]
-    marks: dict[str, bool]
+    items: list[tuple[Hashable, PyTree]]
+    marks: dict[Any, bool]
 
 
 def check_changes(changes: Sequence[Change]) -> None:
@@ -671,10 +819,10 @@ def apply_changes(changes: Sequence[Change]) -> None:
 
 def plan_graph(
     graphdef: GraphDef,
-    leaves: Iterable[Any],
+    leaves: Iterable[PyTree],
     share: bool = False,
     existing: Mapping[int, Any] = _NOTHING,
-    known: Mapping[int, Any] = _NOTHING,
+    known_objects: Mapping[int, Any] = _NOTHING,
 ) -> tuple[Any, list[Any], list[Change]]:
     """Returns the results of `build_graph`, and the changes that are still to be made."""
     leaves = list(leaves)
@@ -683,7 +831,7 @@ def plan_graph(
             f"the description has {graphdef.num_leaves} values, and {len(leaves)} were given; give "
             "those that nnx.flatten returned."
         )
-    builder = _Builder(leaves, share, existing, known)
+    builder = _Builder(leaves, share, existing, known_objects)
     root = builder.build(graphdef.root)
     objects = [builder.objects[i] for i in sorted(builder.objects)]
     return root, objects, builder.changes
@@ -698,20 +846,22 @@ class _Builder:
 
     def __init__(
         self,
-        leaves: Iterable[Any],
+        leaves: Iterable[PyTree],
         share: bool,
         existing: Mapping[int, Any],
-        known: Mapping[int, Any],
+        known_objects: Mapping[int, Any],
     ):
         self._leaves = iter(leaves)
         self._share = share
         self._existing = existing
-        self.objects: dict[int, Any] = dict(known)
+        self.objects: dict[int, Any] = dict(known_objects)
         self.changes: list[Change] = []
-        self._has_numbers = False  # in place of arrays: their attributes stay data
-        self._info = versions.ObjectInfo()  # shared: all objects are made at the same place
+        # Whether numbers are in place of arrays: their attributes stay data.
+        self._has_numbers = False
+        # Shared, as all objects are made at the same place.
+        self._info = versions.ObjectInfo()
 
-    def build(self, part: Any) -> Any:
+    def build(self, part: Part) -> PyTree:
         """Returns what a part describes."""
         part_type = type(part)
         if part_type is VariableDef:
@@ -748,35 +898,44 @@ class _Builder:
         self.objects[part.index] = variable
         return variable
 
-    def _object(self, part: NodeDef) -> Any:
+    def _object(self, part: NodeDef) -> Pytree:
         assert part.index is not None
         is_new = part.index not in self._existing
-        x: Any = part.type._new_like(self._info) if is_new else self._existing[part.index]
+        if is_new:
+            x = part.type._new_like(self._info)
+        else:
+            x = self._existing[part.index]
         # Before its attributes, which may refer to it.
         self.objects[part.index] = x
-        items: list[tuple[Any, Any]] = []
-        for name, value in part.attributes:
+        items: list[tuple[Hashable, PyTree]] = []
+        for name, attribute in part.attributes:
             # Most attributes are static, so these come without a call of `build`.
-            items.append((name, value.value if type(value) is StaticValue else self.build(value)))
+            if type(attribute) is StaticValue:
+                value = attribute.value
+            else:
+                value = self.build(attribute)
+            items.append((name, value))
         marks = dict(part.marks)
         if self._has_numbers:
-            for name, value in part.attributes:
-                if type(value) is LeafDef:
+            for name, attribute in part.attributes:
+                if type(attribute) is LeafDef:
                     marks[name] = True
         change = Change(x, part, items, marks)
         if is_new:
             apply_changes([change])
-        elif type(x) is not part.type or not x._has_items(items, marks, part.order):
+            return x
+        is_same_class = type(x) is part.type
+        if not is_same_class or not x._has_items(items, marks, part.order):
             self.changes.append(change)
         return x
 
 
 def build_graph(
     graphdef: GraphDef,
-    leaves: Iterable[Any],
+    leaves: Iterable[PyTree],
     share: bool = False,
     existing: Mapping[int, Any] = _NOTHING,
-    known: Mapping[int, Any] = _NOTHING,
+    known_objects: Mapping[int, Any] = _NOTHING,
 ) -> tuple[Any, list[Any]]:
     """Builds the graph of a description and values; returns the outermost object, and all by index.
 
@@ -784,11 +943,13 @@ def build_graph(
         leaves: for each value a variable, copied with its `jax.Ref`, or a variable's value.
         share: whether to use the given variables themselves.
         existing: objects to update by index; variables keep their values.
-        known: objects of other descriptions that this one refers to, by index.
+        known_objects: objects of other descriptions that this one refers to, by index.
 
     Raises GraphStructureError if the number of values is wrong, or a referenced object is unknown.
     """
-    root, objects, changes = plan_graph(graphdef, leaves, share, existing, known)
+    root, objects, changes = plan_graph(
+        graphdef, leaves, share, existing, known_objects
+    )
     check_changes(changes)
     apply_changes(changes)
     return root, objects

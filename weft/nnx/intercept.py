@@ -9,24 +9,34 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from weft.core.tracing import ThreadStack
-from weft.nnx import containers, graph, versions
+from weft.nnx import containers
+from weft.nnx.filters import Path
 from weft.nnx.module import Module
 from weft.nnx.pytree import Pytree, iter_graph
+from weft.typing import PyTree
 
-Interceptor = Callable[[Any, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+T = TypeVar("T")
+Interceptor = Callable[
+    [Any, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
+]
 """Function of the object, a method's name, the method and its arguments, which calls the method."""
 
 _INTERCEPTED = "_intercepted_as"
+"""Attribute of a class: its subclasses for observed objects, by observer."""
+
+_ORIGINAL = "_original_class"
+"""Attribute of such a subclass: the class itself."""
 _BASE_CLASSES = (Pytree, Module, containers.List, containers.Dict)
 
 
-def iter_objects(node: object) -> Iterator[tuple[graph.Path, Pytree]]:
+def iter_objects(node: PyTree) -> Iterator[tuple[Path, Pytree]]:
     """Yields the objects in a tree that have user-defined methods, with their paths."""
     for path, x in iter_graph(node):
-        if isinstance(x, Pytree) and type(x) is not containers.List and not isinstance(x, dict):
+        is_container = type(x) is containers.List or isinstance(x, dict)
+        if isinstance(x, Pytree) and not is_container:
             yield path, x
 
 
@@ -40,15 +50,16 @@ def intercept_calls(x: Pytree, observer: Interceptor) -> None:
 
 def stop_intercepting(x: Pytree) -> None:
     """Undoes `intercept_calls`."""
-    if "_original_class" in vars(type(x)):
-        _set_class(x, vars(type(x))["_original_class"])
+    cls = type(x)
+    if _ORIGINAL in vars(cls):
+        _set_class(x, vars(cls)[_ORIGINAL])
 
 
-def original_class(x: object) -> type:
+def original_class(x: PyTree) -> type:
     """Returns the real class of an object."""
     cls = type(x)
-    while "_original_class" in vars(cls):
-        cls = vars(cls)["_original_class"]
+    while _ORIGINAL in vars(cls):
+        cls = vars(cls)[_ORIGINAL]
     return cls
 
 
@@ -76,42 +87,56 @@ def visit_model(model: Pytree) -> None:
 
 def _set_class(x: Pytree, cls: type) -> None:
     object.__setattr__(x, "__class__", cls)
-    if x._info.watched:
-        versions.STRUCTURE_VERSION.end()
+    x._info.changed()
 
 
 def _intercepted_class(cls: type, observer: Interceptor) -> type:
-    known = vars(cls).get(_INTERCEPTED)
-    if known is None:
-        known = {}
-        setattr(cls, _INTERCEPTED, known)
-    if observer not in known:
-        methods = {name: _method(name, fn, observer) for name, fn in _methods(cls).items()}
-        names = {"__qualname__": cls.__qualname__, "__module__": cls.__module__, "__slots__": ()}
-        body = {**names, **methods, "_original_class": cls}
-        known[observer] = type(cls)(cls.__name__, (cls,), body)
-    return known[observer]
+    subclasses: dict[Interceptor, type] | None = vars(cls).get(_INTERCEPTED)
+    if subclasses is None:
+        subclasses = {}
+        setattr(cls, _INTERCEPTED, subclasses)
+    if observer not in subclasses:
+        # It looks like the class itself, and adds no slots, which `__class__` could not be set to.
+        body: dict[str, Any] = {
+            "__qualname__": cls.__qualname__,
+            "__module__": cls.__module__,
+            "__slots__": (),
+            _ORIGINAL: cls,
+        }
+        for name, method in _methods(cls).items():
+            body[name] = _observed_method(name, method, observer)
+        subclasses[observer] = type(cls)(cls.__name__, (cls,), body)
+    return subclasses[observer]
 
 
-def _methods(cls: type) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _methods(cls: type) -> dict[str, Callable[..., Any]]:
+    """Returns the user-defined methods of a class, without private ones."""
+    methods: dict[str, Callable[..., Any]] = {}
     for base in reversed(cls.__mro__):
         if base in _BASE_CLASSES or base.__module__ in ("builtins", "typing"):
             continue
         for name, value in vars(base).items():
             if name != "__call__" and name.startswith("_"):
                 continue
-            is_method = callable(value) and hasattr(value, "__get__")
-            if is_method and not isinstance(value, staticmethod | classmethod | type):
-                found[name] = value
+            if _is_method(value):
+                methods[name] = value
             else:
-                found.pop(name, None)
-    return found
+                methods.pop(name, None)  # hidden by an attribute
+    return methods
 
 
-def _method(name: str, fn: Callable[..., Any], observer: Interceptor) -> Any:
-    def method(self: Pytree, *args: Any, **kwargs: Any) -> Any:
-        return observer(self, name, fn.__get__(self, type(self)), args, kwargs)
+def _is_method(value: Any) -> bool:
+    if isinstance(value, staticmethod | classmethod | type):
+        return False
+    return callable(value) and hasattr(value, "__get__")
+
+
+def _observed_method(
+    name: str, fn: Callable[..., T], observer: Interceptor
+) -> Callable[..., T]:
+    def method(self: Pytree, *args: Any, **kwargs: Any) -> T:
+        bound_method = fn.__get__(self, type(self))
+        return observer(self, name, bound_method, args, kwargs)
 
     method.__name__ = name
     method.__doc__ = getattr(fn, "__doc__", None)

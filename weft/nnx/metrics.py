@@ -20,6 +20,9 @@ from weft.nnx.filters import Filter
 from weft.nnx.pytree import Pytree
 from weft.nnx.split_merge import split
 from weft.nnx.variables import A, Variable
+from weft.typing import PyTree
+
+_ARRAYS = jax.Array | np.ndarray | Variable | int | float | np.generic
 
 
 class MetricState(Variable[A]):
@@ -47,40 +50,43 @@ class Metric(Pytree):
     """
 
     def __init__(self) -> None:
-        raise _unwritten(self, "__init__")
+        raise _undefined_error(self, "__init__")
 
     def reset(self) -> None:
         """Discards all updates."""
-        raise _unwritten(self, "reset")
+        raise _undefined_error(self, "reset")
 
-    def update(self, **kwargs: object) -> None:
+    def update(self, **kwargs: PyTree) -> None:
         """Adds a batch; keyword arguments unknown to the metric are ignored."""
-        raise _unwritten(self, "update")
+        raise _undefined_error(self, "update")
 
-    def compute(self) -> Any:
+    def compute(self) -> PyTree:
         """Returns the value over all batches."""
-        raise _unwritten(self, "compute")
+        raise _undefined_error(self, "compute")
 
     def split(self, *filters: Filter) -> Any:
         """Splits the metric into a description and states; see `nnx.split`."""
         return split(self, *filters)
 
 
-def _unwritten(metric: Metric, method: str) -> errors.MetricMethodError:
+def _undefined_error(metric: Metric, method: str) -> errors.MetricMethodError:
     return errors.MetricMethodError(
         f"{type(metric).__name__} does not define {method}; a metric defines __init__, update, "
         "compute and reset."
     )
 
 
-def _argument(metric: Metric, name: str, given: dict[str, Any]) -> Any:
-    if name not in given:
+def _array_argument(
+    metric: Metric, name: str, kwargs: Mapping[str, PyTree]
+) -> Array:
+    """Returns an argument of `update`; raises MetricArgumentError for a missing or a wrong one."""
+    if name not in kwargs:
         raise errors.MetricArgumentError(
             f"{type(metric).__name__}.update needs the keyword argument {name!r}, and was given "
-            f"{', '.join(map(repr, given)) or 'none'}; call metric.update({name}=...)."
+            f"{', '.join(map(repr, kwargs)) or 'none'}; call metric.update({name}=...)."
         )
-    value = given[name]
-    if not isinstance(value, jax.Array | np.ndarray | Variable | int | float | np.generic):
+    value = kwargs[name]
+    if not isinstance(value, _ARRAYS):
         raise errors.MetricArgumentError(
             f"{type(metric).__name__}.update was given {name}={value!r}; give an array or a number."
         )
@@ -106,7 +112,9 @@ class Average(Metric):
         self.total[...] = 0
         self.count[...] = 0
 
-    def update(self, mask: Bool[Array, "..."] | None = None, **kwargs: object) -> None:
+    def update(
+        self, mask: Bool[Array, "..."] | None = None, **kwargs: PyTree
+    ) -> None:
         """Adds values.
 
         Args:
@@ -117,12 +125,12 @@ class Average(Metric):
             MetricArgumentError: if the values are missing, or not an array.
             MetricValueError: if the mask cannot be broadcast to them.
         """
-        values = _argument(self, self.argname, kwargs)
+        values = _array_argument(self, self.argname, kwargs)
         if mask is None:
             self.total[...] += values.sum()
             self.count[...] += values.size
             return
-        mask = _mask(self, mask, values)
+        mask = _full_mask(self, mask, values)
         self.total[...] += counted(values, mask).sum()
         self.count[...] += mask.sum()
 
@@ -131,11 +139,17 @@ class Average(Metric):
         return self.total[...] / self.count[...]
 
 
-def _mask(metric: Metric, given: object, values: Array) -> Bool[Array, "..."]:
-    mask = _argument(metric, "mask", {"mask": given}).astype(bool)
-    fits = mask.ndim <= values.ndim and all(
-        m in (1, n) for m, n in zip(mask.shape[::-1], values.shape[::-1], strict=False)
-    )
+def _full_mask(
+    metric: Metric, mask: Bool[Array, "..."], values: Array
+) -> Bool[Array, "..."]:
+    """Returns a mask of the shape of the values; raises MetricValueError if it does not fit."""
+    mask = _array_argument(metric, "mask", {"mask": mask}).astype(bool)
+    fits = mask.ndim <= values.ndim
+    # Broadcasting aligns the last axes.
+    for mask_size, size in zip(
+        reversed(mask.shape), reversed(values.shape), strict=False
+    ):
+        fits = fits and mask_size in (1, size)
     if not fits:
         raise errors.MetricValueError(
             f"{type(metric).__name__}.update was given a mask of shape {mask.shape} for values of "
@@ -176,31 +190,43 @@ class Welford(Metric):
         self.mean[...] = 0
         self.m2[...] = 0
 
-    def update(self, mask: Bool[Array, "..."] | None = None, **kwargs: object) -> None:
+    def update(
+        self, mask: Bool[Array, "..."] | None = None, **kwargs: PyTree
+    ) -> None:
         """Adds values; see `Average.update`."""
-        values = _argument(self, self.argname, kwargs)
-        if not values.size:
+        values = _array_argument(self, self.argname, kwargs)
+        if not values.size:  # its mean is NaN
             return
         if mask is None:
-            size, mean = values.size, values.mean()
-            squares = jnp.square(values - mean).sum()
+            batch_count = values.size
+            batch_mean = values.mean()
+            batch_m2 = jnp.square(values - batch_mean).sum()
         else:
-            mask = _mask(self, mask, values)
-            size = mask.sum()
-            mean = counted(values, mask).sum() / jnp.maximum(size, 1)
-            squares = jnp.square(counted(values - mean, mask)).sum()
-        before, count = self.count[...], self.count[...] + size
-        distance = mean - self.mean[...]
-        seen = jnp.maximum(count, 1)  # a mask may exclude all values so far
-        self.m2[...] += squares + distance**2 * before * size / seen
-        self.mean[...] += distance * size / seen
+            mask = _full_mask(self, mask, values)
+            batch_count = mask.sum()
+            batch_sum = counted(values, mask).sum()
+            batch_mean = batch_sum / jnp.maximum(batch_count, 1)
+            batch_m2 = jnp.square(counted(values - batch_mean, mask)).sum()
+        # Chan et al.: with n = n_a + n_b values and d = mean_b - mean_a, the mean grows by
+        # d * n_b / n, and the sum of squared distances from it is M_a + M_b + d^2 * n_a * n_b / n.
+        old_count = self.count[...]
+        count = old_count + batch_count
+        divisor = jnp.maximum(count, 1)  # a mask may exclude all values so far
+        distance = batch_mean - self.mean[...]
+        between = distance**2 * old_count * batch_count / divisor
+        self.m2[...] += batch_m2 + between
+        self.mean[...] += distance * batch_count / divisor
         self.count[...] = count
 
     def compute(self) -> Statistics:
         """Returns the statistics; deviation and error are NaN without values."""
         variance = self.m2[...] / self.count[...]
         deviation = jnp.sqrt(variance)
-        return Statistics(self.mean[...], deviation / jnp.sqrt(self.count[...]), deviation)
+        return Statistics(
+            mean=self.mean[...],
+            standard_error_of_mean=deviation / jnp.sqrt(self.count[...]),
+            standard_deviation=deviation,
+        )
 
 
 class Accuracy(Average):
@@ -233,7 +259,7 @@ class Accuracy(Average):
         logits: Num[Array, "*batch classes"],
         labels: Int[Array, "*batch"],
         mask: Bool[Array, "..."] | None = None,
-        **_: Any,
+        **_: PyTree,
     ) -> None:
         """Adds predictions.
 
@@ -244,19 +270,26 @@ class Accuracy(Average):
 
         Raises MetricValueError if the shapes do not match, or labels are not integers.
         """
-        batch = logits.shape if self.threshold is not None else logits.shape[:-1]
-        if labels.shape != batch:
-            classes = "(*batch) with a threshold" if self.threshold is not None else "(*batch, n)"
+        has_classes = self.threshold is None
+        expected_shape = logits.shape[:-1] if has_classes else logits.shape
+        if labels.shape != expected_shape:
+            logits_shape = "(*batch) with a threshold"
+            if has_classes:
+                logits_shape = "(*batch, n)"
             raise errors.MetricValueError(
                 f"Accuracy.update was given logits of shape {logits.shape} and labels of shape "
-                f"{labels.shape}; expected labels of shape (*batch) and logits of shape {classes}."
+                f"{labels.shape}; expected labels of shape (*batch) and logits of shape "
+                f"{logits_shape}."
             )
         if not jnp.issubdtype(labels.dtype, jnp.integer):
             raise errors.MetricValueError(
                 f"Accuracy.update was given labels of dtype {labels.dtype}; give integers, such "
                 "as labels.astype(int)."
             )
-        predictions = logits.argmax(-1) if self.threshold is None else logits > self.threshold
+        if self.threshold is None:
+            predictions = logits.argmax(-1)
+        else:
+            predictions = logits > self.threshold
         super().update(mask, **{self.argname: predictions == labels})
 
 
@@ -271,13 +304,14 @@ class MultiMetric(Metric):
     {'loss': 1.0, 'size': 4.0}
     """
 
-    def __init__(self, **metrics: object):
+    def __init__(self, **metrics: Metric):
         for name, metric in metrics.items():
-            if not all(hasattr(metric, method) for method in ("update", "compute", "reset")):
-                raise errors.MetricArgumentError(
-                    f"the metric {name!r} is {metric!r}, which lacks the methods update, compute "
-                    "and reset; give a metric, such as nnx.metrics.Average()."
-                )
+            for method in ("update", "compute", "reset"):
+                if not hasattr(metric, method):
+                    raise errors.MetricArgumentError(
+                        f"the metric {name!r} is {metric!r}, which lacks the methods update, "
+                        "compute and reset; give a metric, such as nnx.metrics.Average()."
+                    )
             if hasattr(MultiMetric, name):
                 raise errors.MetricArgumentError(
                     f"a metric was given the name {name!r}, which is a method of MultiMetric; "
@@ -287,32 +321,41 @@ class MultiMetric(Metric):
         for name, metric in metrics.items():
             setattr(self, name, metric)
 
-    def _metrics(self) -> dict[str, Any]:
+    def _metrics(self) -> dict[str, Metric]:
         return {name: getattr(self, name) for name in self._metric_names}
 
     def reset(self) -> None:
         for metric in self._metrics().values():
             metric.reset()
 
-    def update(self, **updates: object) -> None:
+    def update(self, **updates: PyTree) -> None:
         """Updates all metrics with those arguments that they know.
 
         `mask` can map names of metrics to masks; the others then have none.
 
         Raises MetricArgumentError if such a mapping names an unknown metric.
         """
-        metrics, masks = self._metrics(), updates.get("mask")
-        if not isinstance(masks, Mapping):
-            masks = dict.fromkeys(metrics, masks) if "mask" in updates else {}
-        elif unknown := [name for name in masks if name not in metrics]:
+        metrics = self._metrics()
+        mask = updates.get("mask")
+        if not isinstance(mask, Mapping):  # one mask for all, or none
+            for metric in metrics.values():
+                metric.update(**updates)
+            return
+        unknown_names = [repr(name) for name in mask if name not in metrics]
+        if unknown_names:
             raise errors.MetricArgumentError(
-                f"MultiMetric.update was given a mask for {', '.join(map(repr, unknown))}; the "
+                f"MultiMetric.update was given a mask for {', '.join(unknown_names)}; the "
                 f"metrics are {', '.join(map(repr, metrics)) or '(none)'}."
             )
-        rest = {name: value for name, value in updates.items() if name != "mask"}
+        del updates["mask"]
         for name, metric in metrics.items():
-            metric.update(**rest, **({"mask": masks[name]} if name in masks else {}))
+            metric_updates = dict(updates)
+            if name in mask:
+                metric_updates["mask"] = mask[name]
+            metric.update(**metric_updates)
 
-    def compute(self) -> dict[str, Any]:
+    def compute(self) -> dict[str, PyTree]:
         """Returns the values by name."""
-        return {name: metric.compute() for name, metric in self._metrics().items()}
+        return {
+            name: metric.compute() for name, metric in self._metrics().items()
+        }

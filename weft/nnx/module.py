@@ -11,66 +11,84 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from weft.core.tracing import ThreadStack
-from weft.errors import GraphStructureError, ModuleAttributeNotFoundError, warn_deprecated
+from weft.errors import (
+    GraphStructureError,
+    ModuleAttributeNotFoundError,
+    warn_deprecated,
+)
 from weft.lifting.traces import current_trace, is_tracing
 from weft.nnx import split_merge
 from weft.nnx.filters import Filter, Path, to_predicate
 from weft.nnx.pytree import Pytree, iter_children, iter_graph
 from weft.nnx.variables import Perturbation, Variable, variable_type_from_name
+from weft.typing import PyTree
 
 T = TypeVar("T")
-_MISSING: Any = object()
+R = TypeVar("R")
+VariableType = type[Variable[Any]]
 
 
-def append_sown(xs: tuple[Any, ...], x: object) -> tuple[Any, ...]:
+def append_sown(xs: tuple[T, ...], x: T) -> tuple[T, ...]:
     """Returns a tuple of sown values with another one, the default of `Module.sow`."""
     return (*xs, x)
 
 
-# Running module calls, each with the names of the modules that it holds, by id.
-_RUNNING = ThreadStack[tuple[Pytree | None, dict[int, str]]]()
+class _ModuleCall(NamedTuple):
+    """Running call of a module; `names` are those of the modules that it holds, by id."""
+
+    module: Pytree
+    names: dict[int, str]
 
 
-def _call_in_named_scope(fn: Callable[..., Any]) -> Callable[..., Any]:
+_RUNNING_CALLS = ThreadStack[_ModuleCall]()
+
+
+def _call_in_named_scope(fn: Callable[..., R]) -> Callable[..., R]:
     @functools.wraps(fn)
-    def in_scope(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Pytree, /, *args: Any, **kwargs: Any) -> R:
         if not is_tracing():
             return fn(self, *args, **kwargs)
-        calls = _RUNNING.items
-        above, names = calls[-1] if calls else (None, {})
-        if above is self:  # a base class's method
-            return fn(self, *args, **kwargs)
-        calls.append((self, _names_of(self)))
+        scope_name = type(self).__name__
+        caller = _RUNNING_CALLS.top
+        if caller is not None:
+            if caller.module is self:  # a base class's method
+                return fn(self, *args, **kwargs)
+            scope_name = caller.names.get(id(self), scope_name)
+        running_calls = _RUNNING_CALLS.items
+        running_calls.append(_ModuleCall(self, _names_of(self)))
         try:
-            with jax.named_scope(names.get(id(self)) or type(self).__name__):
+            with jax.named_scope(scope_name):
                 return fn(self, *args, **kwargs)
         finally:
-            calls.pop()
+            running_calls.pop()
 
-    return in_scope
+    return call
 
 
 def _names_of(module: Pytree) -> dict[int, str]:
     """Returns the attribute and keys by which a module holds each other one, by id."""
     names: dict[int, str] = {}
 
-    def note(name: str, value: object) -> None:
-        if isinstance(value, list | dict):
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                note(f"{name}_{key}", item)
+    def add_names(name: str, value: object) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                add_names(f"{name}_{key}", item)
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                add_names(f"{name}_{index}", item)
         elif isinstance(value, Pytree):
-            names.setdefault(id(value), name)
+            names.setdefault(id(value), name)  # the first of several names
 
     for name, value in vars(module).items():
-        if isinstance(value, Pytree):
-            note(name, value)
+        if isinstance(value, Pytree):  # also List and Dict
+            add_names(name, value)
     return names
 
 
@@ -88,16 +106,17 @@ class Module(Pytree):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if inspect.isfunction(call := vars(cls).get("__call__")):
+        call = vars(cls).get("__call__")
+        if inspect.isfunction(call):
             cls.__call__ = _call_in_named_scope(call)
 
     def sow(
         self,
-        variable_type: type[Variable[Any]] | str,
+        variable_type: VariableType | str,
         name: str,
-        value: object,
-        reduce_fn: Callable[[Any, Any], Any] = append_sown,
-        init_fn: Callable[[], Any] = tuple,
+        value: PyTree,
+        reduce_fn: Callable[[Any, Any], PyTree] = append_sown,
+        init_fn: Callable[[], PyTree] = tuple,
     ) -> bool:
         """Stores a value in a variable; returns False if `nnx.capture` omits its kind.
 
@@ -111,20 +130,24 @@ class Module(Pytree):
 
         Raises GraphStructureError if the attribute exists and is not such a variable.
         """
-        there, kind = vars(self).get(name, _MISSING), _kind(variable_type)
-        captured = vars(self).get(CAPTURED)
+        variable_type = _variable_type(variable_type)
+        attributes = vars(self)
+        captured = attributes.get(CAPTURED)
         if captured is not None:
-            return captured.sow(kind, name, value, reduce_fn, init_fn)
-        if there is _MISSING:
-            setattr(self, name, kind(reduce_fn(init_fn(), value)))
+            return captured.sow(variable_type, name, value, reduce_fn, init_fn)
+        if name not in attributes:
+            setattr(self, name, variable_type(reduce_fn(init_fn(), value)))
             return True
-        _check_type(self, name, there, kind)
-        there.set_value(reduce_fn(there.get_value(), value))
+        variable = _checked_variable(self, name, variable_type)
+        variable.set_value(reduce_fn(variable.get_value(), value))
         return True
 
     def perturb(
-        self, name: str, value: object, variable_type: type[Variable[Any]] | str = Perturbation
-    ) -> Any:
+        self,
+        name: str,
+        value: PyTree,
+        variable_type: VariableType | str = Perturbation,
+    ) -> PyTree:
         """Adds a variable of zeros to a value, so that the variable's gradient is the value's.
 
         Args:
@@ -133,25 +156,35 @@ class Module(Pytree):
 
         Raises GraphStructureError if the attribute exists and is not such a variable.
         """
-        there, kind = vars(self).get(name, _MISSING), _kind(variable_type)
-        captured = vars(self).get(CAPTURED)
+        variable_type = _variable_type(variable_type)
+        attributes = vars(self)
+        captured = attributes.get(CAPTURED)
         if captured is not None:
-            added = captured.perturbation(kind, name, value)
-            return value if added is None else jax.tree.map(jnp.add, value, added)
-        if there is _MISSING:
-            there = kind(jax.tree.map(jnp.zeros_like, value))
-            setattr(self, name, there)
-        _check_type(self, name, there, kind)
-        return jax.tree.map(jnp.add, value, there.get_value())
+            term = captured.perturbation(variable_type, name, value)
+            if term is None:
+                return value
+            return jax.tree.map(jnp.add, value, term)
+        if name not in attributes:
+            term = jax.tree.map(jnp.zeros_like, value)
+            setattr(self, name, variable_type(term))
+        else:
+            term = _checked_variable(self, name, variable_type).get_value()
+        return jax.tree.map(jnp.add, value, term)
 
     def iter_modules(self) -> Iterator[tuple[Path, "Module"]]:
         """Yields the modules in this one, and itself last, with their paths; deprecated."""
-        warn_deprecated("module.iter_modules()", "call nnx.iter_modules(module)")
+        warn_deprecated(
+            "module.iter_modules()", "call nnx.iter_modules(module)"
+        )
         return iter_modules(self)
 
-    def iter_children(self) -> Iterator[tuple[Hashable, Any]]:
+    def iter_children(
+        self,
+    ) -> Iterator[tuple[Hashable, Pytree | Variable[Any]]]:
         """Yields the modules and variables that are attributes, by name; deprecated."""
-        warn_deprecated("module.iter_children()", "call nnx.iter_children(module)")
+        warn_deprecated(
+            "module.iter_children()", "call nnx.iter_children(module)"
+        )
         return iter_children(self)
 
     def set_attributes(
@@ -178,32 +211,40 @@ class Module(Pytree):
         self.set_attributes(**{**modes, **attributes}, raise_if_not_found=False)
 
 
-def _kind(variable_type: type[Variable[Any]] | str) -> type[Variable[Any]]:
+def _variable_type(variable_type: VariableType | str) -> VariableType:
     if isinstance(variable_type, str):
         return variable_type_from_name(variable_type, allow_register=True)
     return variable_type
 
 
-def _check_type(module: Module, name: str, there: object, wanted: type[Variable[Any]]) -> None:
-    if not isinstance(there, wanted):
+def _checked_variable(
+    module: Module, name: str, variable_type: VariableType
+) -> Variable[Any]:
+    """Returns the variable in an attribute, after a check of its type."""
+    variable = vars(module)[name]
+    if not isinstance(variable, variable_type):
         raise GraphStructureError(
-            f"{type(module).__name__}.{name} is a {type(there).__name__}, and should be a "
-            f"{wanted.__name__}; use another name."
+            f"{type(module).__name__}.{name} is a {type(variable).__name__}, and should be a "
+            f"{variable_type.__name__}; use another name."
         )
+    return variable
 
 
 def _set_attributes(
-    node: object, filters: tuple[Filter, ...], raise_if_not_found: bool, attributes: dict[str, Any]
+    node: PyTree,
+    filters: tuple[Filter, ...],
+    raise_if_not_found: bool,
+    attributes: Mapping[str, object],
 ) -> None:
     matches = to_predicate(filters or True)
-    places = [
-        (module, name)
-        for path, module in iter_graph(node)
-        if isinstance(module, Pytree) and matches(path, module)
-        for name in attributes
-        if name in vars(module)
-    ]
-    missing = set(attributes) - {name for _, name in places}
+    places: list[tuple[Pytree, str]] = []
+    for path, module in iter_graph(node):
+        if not isinstance(module, Pytree) or not matches(path, module):
+            continue
+        for name in attributes:
+            if name in vars(module):
+                places.append((module, name))
+    missing = attributes.keys() - {name for _, name in places}
     if missing and raise_if_not_found:
         raise ModuleAttributeNotFoundError(
             f"no selected module in {type(node).__name__} has the attributes "
@@ -213,13 +254,17 @@ def _set_attributes(
         setattr(module, name, attributes[name])
 
 
-def iter_modules(module: object, /, *, graph: bool | None = None) -> Iterator[tuple[Path, Module]]:
+def iter_modules(
+    module: PyTree, /, *, graph: bool | None = None
+) -> Iterator[tuple[Path, Module]]:
     """Yields the modules in an object with their paths, inner ones first; `graph` is ignored.
 
     >>> [path for path, _ in nnx.iter_modules(nnx.List([nnx.List([]), nnx.Param(1)]))]
     [(0,), ()]
     """
-    return ((path, x) for path, x in iter_graph(module) if isinstance(x, Module))
+    for path, node in iter_graph(module):
+        if isinstance(node, Module):
+            yield path, node
 
 
 def with_attributes(
@@ -240,9 +285,9 @@ def with_attributes(
     >>> nnx.with_attributes(nnx.Dropout(0.5), deterministic=True).deterministic
     True
     """
-    made = split_merge.clone(node, variables=False)
-    _set_attributes(made, (only,), raise_if_not_found, attributes)
-    return made
+    node_copy = split_merge.clone(node, variables=False)
+    _set_attributes(node_copy, (only,), raise_if_not_found, attributes)
+    return node_copy
 
 
 def view(
@@ -264,46 +309,68 @@ def view(
     >>> nnx.view(dropout, deterministic=True).deterministic, dropout.deterministic
     (True, False)
     """
-    made = split_merge.clone(node, variables=False)
-    taken = [(m, _taken(m, kwargs)) for _, m in _with_views(made, only)]
-    missing = set(kwargs).difference(*(names for _, names in taken))
+    node_copy = split_merge.clone(node, variables=False)
+    missing = set(kwargs)
+    calls: list[tuple[_HasSetView, dict[str, object]]] = []
+    for module in _modules_with_views(node_copy, only):
+        accepted_kwargs = _accepted_kwargs(module.set_view, kwargs)
+        missing -= accepted_kwargs.keys()
+        calls.append((module, accepted_kwargs))
     if missing and raise_if_not_found:
         raise ModuleAttributeNotFoundError(
             f"no selected module in {type(node).__name__} has a `set_view` that takes "
             f"{', '.join(sorted(missing))}; nnx.view_info shows what they take, and "
             "raise_if_not_found=False ignores it."
         )
-    for module, names in taken:
-        module.set_view(**{name: kwargs[name] for name in names})
-    return made
+    for module, accepted_kwargs in calls:
+        module.set_view(**accepted_kwargs)
+    return node_copy
 
 
-def view_info(node: object, /, *, only: Filter = ..., graph: bool | None = None) -> str:
+def view_info(
+    node: PyTree, /, *, only: Filter = ..., graph: bool | None = None
+) -> str:
     """Returns the signatures of `set_view` of an object's modules that `only` matches, by class."""
-    methods = {type(m): m.set_view for _, m in _with_views(node, only)}
-    return "\n".join(
-        f"{cls.__qualname__}:\n  set_view{_shown_signature(method)}"
-        for cls, method in methods.items()
-    )
+    text_by_class: dict[type, str] = {}
+    for module in _modules_with_views(node, only):
+        cls = type(module)
+        signature = _signature_for_display(module.set_view)
+        text_by_class[cls] = f"{cls.__qualname__}:\n  set_view{signature}"
+    return "\n".join(text_by_class.values())
 
 
-def _shown_signature(method: Any) -> inspect.Signature:
+class _HasSetView(Protocol):
+    @property
+    def set_view(self) -> Callable[..., object]: ...
+
+
+def _signature_for_display(method: Callable[..., object]) -> inspect.Signature:
     try:
         return inspect.signature(method, eval_str=True)
     except NameError:  # an annotation imported only for type checking
         return inspect.signature(method)
 
 
-def _with_views(node: object, only: Filter) -> list[tuple[Path, Any]]:
+def _modules_with_views(node: PyTree, only: Filter) -> list[_HasSetView]:
     matches = to_predicate(only)
-    found = ((path, m) for path, m in iter_graph(node) if isinstance(m, Pytree))
-    return [(path, m) for path, m in found if hasattr(type(m), "set_view") and matches(path, m)]
+    modules: list[Any] = []
+    for path, module in iter_graph(node):
+        is_viewable = isinstance(module, Pytree) and hasattr(
+            type(module), "set_view"
+        )
+        if is_viewable and matches(path, module):
+            modules.append(module)
+    return modules
 
 
-def _taken(module: Any, kwargs: dict[str, Any]) -> list[str]:
-    parameters = inspect.signature(module.set_view).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return [name for name in kwargs if takes_any or name in parameters]
+def _accepted_kwargs(
+    method: Callable[..., object], kwargs: Mapping[str, object]
+) -> dict[str, object]:
+    """Returns those of the keyword arguments that a method accepts."""
+    parameters = inspect.signature(method).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(kwargs)
+    return {name: x for name, x in kwargs.items() if name in parameters}
 
 
 CAPTURED = "_captured"
@@ -311,9 +378,13 @@ CAPTURED = "_captured"
 
 
 class UnreturnedValue(NamedTuple):
-    """Placeholder for a value sown in an inner trace and not yet returned, with a previous one."""
+    """Placeholder for a value sown in an inner trace and not yet returned.
 
-    before: tuple[Any, ...]
+    Attributes:
+        previous: the value sown before that one, alone in a tuple; empty if there was none.
+    """
+
+    previous: tuple[PyTree, ...]
 
 
 class SownValues(Pytree):
@@ -329,38 +400,49 @@ class SownValues(Pytree):
 
     def __init__(
         self,
-        kinds: tuple[type[Variable[Any]], ...],
-        outputs: type[Variable[Any]] | None,
-        variables: dict[str, Variable[Any]],
+        kinds: tuple[VariableType, ...],
+        outputs: VariableType | None,
+        variables: Mapping[str, Variable[Any]],
     ):
-        self.kinds, self.outputs = kinds, outputs
-        values: dict[type[Variable[Any]], dict[str, Any]] = {kind: {} for kind in kinds}
+        self.kinds = kinds
+        self.outputs = outputs
+        values_by_type: dict[VariableType, dict[str, PyTree]] = {}
+        for kind in kinds:
+            values_by_type[kind] = {}
         for name, variable in variables.items():
-            values.setdefault(type(variable), {})[name] = variable.get_raw_value()
-        self.variables = [kind.from_metadata(value, {}) for kind, value in values.items()]
+            values = values_by_type.setdefault(type(variable), {})
+            values[name] = variable.get_raw_value()
+        self.variables: list[Variable[dict[str, PyTree]]] = []
+        for variable_type, values in values_by_type.items():
+            self.variables.append(variable_type.from_metadata(values, {}))
 
     def sow(
         self,
-        kind: type[Variable[Any]],
+        kind: VariableType,
         name: str,
-        value: object,
-        reduce_fn: Callable[[Any, Any], Any],
-        init_fn: Callable[[], Any],
+        value: PyTree,
+        reduce_fn: Callable[[Any, Any], PyTree],
+        init_fn: Callable[[], PyTree],
     ) -> bool:
         """Stores a value as `Module.sow` does; returns False for kinds not collected."""
         if kind not in self.kinds:
             return False
-        there = self._existing(kind, name)
-        before = init_fn() if there is None else _values(there)[name]
-        variable = self._variable_of_kind(kind) if there is None else there
-        self._store(variable, name, reduce_fn(before, value))
+        variable = self._variable_with(kind, name)
+        if variable is None:
+            variable = self._variable_of_kind(kind)
+            stored_value = init_fn()
+        else:
+            stored_value = _values(variable)[name]
+        self._store(variable, name, reduce_fn(stored_value, value))
         return True
 
-    def perturbation(self, kind: type[Variable[Any]], name: str, value: object) -> Any:
+    def perturbation(
+        self, kind: VariableType, name: str, value: PyTree
+    ) -> PyTree | None:
         """Returns the term that `Module.perturb` adds, or None."""
-        there = self._existing(kind, name)
-        if there is not None:
-            return _values(there)[name]
+        variable = self._variable_with(kind, name)
+        if variable is not None:
+            return _values(variable)[name]
         if kind not in self.kinds:
             return None
         zeros = jax.tree.map(jnp.zeros_like, value)
@@ -376,44 +458,70 @@ class SownValues(Pytree):
 
     def values(self) -> Iterator[tuple[str, Variable[Any]]]:
         """Yields each value as a variable, sorted by name."""
-        holder = {name: v for v in self.variables for name in v.get_raw_value()}
-        for name in sorted(holder):
-            yield name, type(holder[name])(holder[name].get_raw_value()[name])
+        variables: dict[str, Variable[Any]] = {}
+        for variable in self.variables:
+            for name, value in variable.get_raw_value().items():
+                variables[name] = type(variable)(value)
+        for name in sorted(variables):
+            yield name, variables[name]
 
-    def _variable_of_kind(self, kind: type[Variable[Any]]) -> Variable[Any]:
-        return next(variable for variable in self.variables if type(variable) is kind)
+    def _variable_of_kind(
+        self, kind: VariableType
+    ) -> Variable[dict[str, PyTree]]:
+        return next(x for x in self.variables if type(x) is kind)
 
-    def _store(self, variable: Variable[Any], name: str, value: object) -> None:
-        here = current_trace()
-        if variable._trace != here and self._info.trace == here:
+    def _store(
+        self, variable: Variable[dict[str, PyTree]], name: str, value: PyTree
+    ) -> None:
+        trace = current_trace()
+        # This object is a copy that was merged in the running trace, which can't change an outer
+        # trace's variable.
+        if variable._trace != trace and self._info.trace == trace:
             variable = self._replace_outer(variable, name)
         variable.set_raw_value({**variable.get_raw_value(), name: value})
 
-    def _replace_outer(self, outer: Variable[Any], name: str) -> Variable[Any]:
+    def _replace_outer(
+        self, outer_variable: Variable[dict[str, PyTree]], name: str
+    ) -> Variable[dict[str, PyTree]]:
         """Replaces an outer trace's variable, leaving a placeholder in it."""
-        values = _values(outer)
-        inner = type(outer).from_metadata(values, outer._metadata)
-        self.variables[next(i for i, x in enumerate(self.variables) if x is outer)] = inner
-        before = (values[name],) if name in values else ()
-        noted = {**outer.get_raw_value(), name: UnreturnedValue(before)}
-        outer.set_raw_value(noted, _unsafe_bypass_check=True)
-        return inner
+        values = _values(outer_variable)
+        inner_variable = type(outer_variable).from_metadata(
+            values, outer_variable._metadata
+        )
+        # By identity: variables of equal values are equal.
+        for i, variable in enumerate(self.variables):
+            if variable is outer_variable:
+                self.variables[i] = inner_variable
+                break
+        placeholder = UnreturnedValue((values[name],) if name in values else ())
+        outer_variable.set_raw_value(
+            {**outer_variable.get_raw_value(), name: placeholder},
+            _unsafe_bypass_check=True,
+        )
+        return inner_variable
 
-    def _existing(self, kind: type[Variable[Any]], name: str) -> Variable[Any] | None:
-        there = next((v for v in self.variables if name in _values(v)), None)
-        if there is not None and not isinstance(there, kind):
-            raise GraphStructureError(
-                f"{name!r} was sown as a {type(there).__name__}, and now as a {kind.__name__}, in "
-                "one call; use another name."
-            )
-        return there
+    def _variable_with(
+        self, kind: VariableType, name: str
+    ) -> Variable[dict[str, PyTree]] | None:
+        """Returns the variable that has a value of this name, if any; checks its kind."""
+        for variable in self.variables:
+            if name not in _values(variable):
+                continue
+            if not isinstance(variable, kind):
+                raise GraphStructureError(
+                    f"{name!r} was sown as a {type(variable).__name__}, and now as a "
+                    f"{kind.__name__}, in one call; use another name."
+                )
+            return variable
+        return None
 
 
-def _values(variable: Variable[Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
+def _values(variable: Variable[dict[str, PyTree]]) -> dict[str, PyTree]:
+    """Returns the values in a variable of `SownValues`, previous ones for placeholders."""
+    values: dict[str, PyTree] = {}
     for name, value in variable.get_raw_value().items():
         if not isinstance(value, UnreturnedValue):
             values[name] = value
-        elif value.before:
-            values[name] = value.before[0]
+        elif value.previous:
+            values[name] = value.previous[0]
     return values

@@ -14,7 +14,14 @@ it each time. Optimizers and averages keep their state per parameter in a `State
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import jax
@@ -28,10 +35,24 @@ from weft.nnx.containers import Dict, List
 from weft.nnx.eager_sharding import mesh_of, shard_new_value, with_out_sharding
 from weft.nnx.filters import Filter, Path, to_predicate
 from weft.nnx.graph import GraphDef, build_graph, flatten_graph
-from weft.nnx.pytree import Pytree, children, data_children, is_array, iter_graph, static
-from weft.nnx.state import State, from_flat_state, path_text, to_flat_state, value_at
+from weft.nnx.pytree import (
+    Pytree,
+    children,
+    data_children,
+    is_array,
+    iter_graph,
+    static,
+)
+from weft.nnx.state import (
+    State,
+    from_flat_state,
+    path_text,
+    to_flat_state,
+    value_at,
+)
 from weft.nnx.update import update
 from weft.nnx.variables import Param, Variable
+from weft.typing import ArrayLike, PyTree
 
 if TYPE_CHECKING:
     import optax
@@ -60,7 +81,9 @@ class OptVariable(OptState[A]):
     __slots__ = ()
 
 
-def to_opt_state(tree: object, shapes: Mapping[Path, tuple[int, ...]] | None = None) -> Any:
+def to_opt_state(
+    tree: PyTree, shapes: Mapping[Path, tuple[int, ...]] | None = None
+) -> PyTree:
     """Returns a transformation's state with variables as leaves.
 
     State whose shape differs from its parameter's, in `shapes`, loses axis names that do not fit.
@@ -70,26 +93,40 @@ def to_opt_state(tree: object, shapes: Mapping[Path, tuple[int, ...]] | None = N
     >>> type(state[0].count).__name__, type(state[0].mu.w).__name__
     ('OptArray', 'OptVariable')
     """
-    shapes = shapes or {}
+    parameter_shapes = shapes or {}
 
-    def make(path: Path, x: object) -> OptState[Any]:
-        if not isinstance(x, Variable):
-            return OptArray(x)
-        value, metadata = raw_value(x), dict(x._metadata)
-        metadata.pop("mutable", None)
-        own = metadata.pop("optimizer_sharding", None)
-        if own is not None:
-            metadata = with_out_sharding({**metadata, "out_sharding": own}, "OptVariable")
-        shape, axes = getattr(value, "shape", None), without_format(metadata.get("out_sharding"))
-        if axes is not None and path in shapes and shape not in (None, shapes[path]):
-            del metadata["out_sharding"]
-            if shape[1:] == shapes[path] and not isinstance(axes, jax.sharding.Sharding):
-                metadata["out_sharding"] = (None, *axes)  # history over the last steps
-        if own is not None and "out_sharding" in metadata:
-            value = shard_new_value(value, metadata, "OptVariable")
-        return OptVariable.from_metadata(refs.to_ref(value, metadata), metadata)
+    def make(path: Path, leaf: PyTree) -> OptState[Any]:
+        if isinstance(leaf, Variable):
+            return _opt_variable(leaf, parameter_shapes.get(path))
+        return OptArray(leaf)
 
     return to_state_dict(tree, make)
+
+
+def _opt_variable(
+    state: Variable[Any], parameter_shape: tuple[int, ...] | None
+) -> OptVariable[Any]:
+    """Returns the state of a parameter, which optax has given the parameter's own metadata."""
+    value = raw_value(state)
+    metadata = dict(state._metadata)
+    metadata.pop("mutable", None)
+    optimizer_sharding = metadata.pop("optimizer_sharding", None)
+    if optimizer_sharding is not None:
+        metadata["out_sharding"] = optimizer_sharding
+        metadata = with_out_sharding(metadata, "OptVariable")
+    axes = without_format(metadata.get("out_sharding"))
+    has_other_shape = False
+    if is_array(value) and parameter_shape is not None:
+        has_other_shape = value.shape != parameter_shape
+    if axes is not None and has_other_shape:
+        del metadata["out_sharding"]
+        # L-BFGS keeps the parameter's values of the last steps along a first axis.
+        is_history = value.shape[1:] == parameter_shape
+        if is_history and not isinstance(axes, jax.sharding.Sharding):
+            metadata["out_sharding"] = (None, *axes)
+    if optimizer_sharding is not None and "out_sharding" in metadata:
+        value = shard_new_value(value, metadata, "OptVariable")
+    return OptVariable.from_metadata(refs.to_ref(value, metadata), metadata)
 
 
 class Optimizer(Pytree, Generic[M]):
@@ -128,20 +165,36 @@ class Optimizer(Pytree, Generic[M]):
                 "an optimizer needs wrt, the filter of the parameters to update; use "
                 "nnx.Optimizer(model, tx, wrt=nnx.Param)."
             )
-        if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        if not (
+            callable(getattr(tx, "init", None))
+            and callable(getattr(tx, "update", None))
+        ):
             raise errors.TransformationTypeError(
                 f"tx is {tx!r}, which has no init and update; give a transformation of optax, such "
                 "as optax.adam(1e-3)."
             )
         self.step = OptState(jnp.array(0, jnp.uint32))
         self.tx = static(tx)
+        # Static attributes are hashed, so a list of filters becomes a tuple.
         self.wrt = static(tuple(wrt) if isinstance(wrt, list) else wrt)
-        parameters = {path: _plain(x) for path, x in _parameters(model, self.wrt).items()}
-        values = ((path, raw_value(x)) for path, x in parameters.items())
-        shapes = {path: x.shape for path, x in values if is_array(x)}
-        self.opt_state = to_opt_state(tx.init(from_flat_state(parameters)), shapes)
+        parameters: dict[Path, PyTree] = {}
+        shapes: dict[Path, tuple[int, ...]] = {}
+        for path, parameter in _parameters(model, self.wrt).items():
+            value = raw_value(parameter)
+            if is_array(value):
+                shapes[path] = value.shape
+            if isinstance(parameter, Variable):
+                # Without `jax.Ref`, since transformations look into variables.
+                parameter = type(parameter).from_metadata(
+                    value, parameter._metadata
+                )
+            parameters[path] = parameter
+        opt_state = tx.init(from_flat_state(parameters))
+        self.opt_state = to_opt_state(opt_state, shapes)
 
-    def update(self, model: M, grads: object = _MISSING, /, **kwargs: object) -> Any:
+    def update(
+        self, model: M, grads: PyTree = _MISSING, /, **kwargs: PyTree
+    ) -> PyTree:
         """Updates the parameters of a model; returns the change of each, a state of arrays.
 
         Args:
@@ -161,29 +214,36 @@ class Optimizer(Pytree, Generic[M]):
                 "optimizer.update(model, grads), or use nnx.ModelAndOptimizer."
             )
         parameters = _parameters(model, self.wrt)
-        params = from_flat_state((path, raw_value(x)) for path, x in parameters.items())
-        before = from_state_dict(self.opt_state)
+        values = {path: raw_value(x) for path, x in parameters.items()}
+        params = from_flat_state(values)
+        opt_state = from_state_dict(self.opt_state)
         _check_mutable(parameters)
-        given = gradients_like(parameters, grads, self.wrt)
+        gradients = gradients_like(parameters, grads, self.wrt)
         try:
-            updates, after = self.tx.update(given, before, params, **split_merge.as_pure(kwargs))
+            updates, new_opt_state = self.tx.update(
+                gradients, opt_state, params, **split_merge.as_pure(kwargs)
+            )
         except (TypeError, ValueError):
+            # optax says that structures differ, but not where.
             _check_parameters(self.opt_state, parameters)
             raise
         import optax  # local: optax would double the import time of this package
 
-        moved = optax.apply_updates(params, updates)
-        changes = list(zip_state_dict(self.opt_state, after))
-        arrays: list[tuple[Path, Any]] = []
-        for path, x in parameters.items():
-            if isinstance(x, Variable):
-                changes.append((x, _sharded_like(x, value_at(moved, path))))
+        new_params = optax.apply_updates(params, updates)
+        # All new values exist before the first is written, so that a failure changes nothing.
+        new_values = list(zip_state_dict(self.opt_state, new_opt_state))
+        new_arrays: dict[Path, PyTree] = {}
+        for path, parameter in parameters.items():
+            new_value = value_at(new_params, path)
+            if isinstance(parameter, Variable):
+                new_value = _sharded_like(parameter, new_value)
+                new_values.append((parameter, new_value))
             else:
-                arrays.append((path, value_at(moved, path)))
-        for variable, value in changes:
+                new_arrays[path] = new_value
+        for variable, value in new_values:
             variable.set_raw_value(value)
-        if arrays:
-            update(model, from_flat_state(arrays))
+        if new_arrays:
+            update(model, from_flat_state(new_arrays))
         self.step.set_raw_value(raw_value(self.step) + 1)
         return updates
 
@@ -197,64 +257,81 @@ class ModelAndOptimizer(Optimizer[M]):
     [0.5, 0.5]
     """
 
-    def __init__(self, model: M, tx: "optax.GradientTransformation", *, wrt: Filter = Param):
+    def __init__(
+        self,
+        model: M,
+        tx: "optax.GradientTransformation",
+        *,
+        wrt: Filter = Param,
+    ):
         super().__init__(model, tx, wrt=wrt)
         self.model = model
 
-    def update(self, grads: object, /, **kwargs: object) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def update(self, grads: PyTree, /, **kwargs: PyTree) -> PyTree:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Updates the parameters of the model; see `Optimizer.update`."""
         return super().update(self.model, grads, **kwargs)
 
 
-def _plain(x: object) -> Any:
-    """Returns a variable without `jax.Ref`, since transformations look into variables."""
-    return type(x).from_metadata(raw_value(x), x._metadata) if isinstance(x, Variable) else x
-
-
-def _sharded_like(parameter: Variable[Any], value: object) -> Any:
+def _sharded_like(parameter: Variable[Any], value: PyTree) -> PyTree:
     """Returns a new value sharded like the parameter; the state may span more devices."""
     metadata = parameter._metadata
-    layouts = [metadata.get(name) for name in ("optimizer_sharding", "out_sharding")]
-    if None in layouts or mesh_of(metadata) is None:
+    for layout in ("optimizer_sharding", "out_sharding"):
+        if metadata.get(layout) is None:
+            return value
+    if mesh_of(metadata) is None:
         return value
     return shard_new_value(value, metadata, type(parameter).__name__)
 
 
-def _parameters(model: object, wrt: Filter) -> dict[Path, Any]:
+def _parameters(model: PyTree, wrt: Filter) -> dict[Path, PyTree]:
+    """Returns the variables and arrays to update; warns if there are none."""
     matches = to_predicate(wrt)
-    found = {
-        path: x
-        for path, x in leaves_by_path(model, once=True).items()
-        if (isinstance(x, Variable) or is_array(x)) and matches(path, x)
-    }
-    if not found:
-        there = sorted({type(x).__name__ for _, x in iter_graph(model) if isinstance(x, Variable)})
+    parameters: dict[Path, PyTree] = {}
+    for path, leaf in leaves_by_path(model, once=True).items():
+        can_update = isinstance(leaf, Variable) or is_array(leaf)
+        if can_update and matches(path, leaf):
+            parameters[path] = leaf
+    if not parameters:
+        class_names: set[str] = set()
+        for _, x in iter_graph(model):
+            if isinstance(x, Variable):
+                class_names.add(type(x).__name__)
         warnings.warn(
             f"wrt={wrt!r} matches nothing in {type(model).__name__}; the kinds of its variables "
-            f"are {', '.join(there) or '(none)'}.",
+            f"are {', '.join(sorted(class_names)) or '(none)'}.",
             errors.OptimizerWarning,
             stacklevel=3,
         )
-    return found
+    return parameters
 
 
-def _check_mutable(parameters: dict[Path, Any]) -> None:
+def _check_mutable(parameters: dict[Path, PyTree]) -> None:
     for path, x in parameters.items():
         if isinstance(x, Variable) and not x.get_metadata("mutable", True):
-            raise errors.ImmutableVariableError(f"{type(x).__name__} at {path_text(path)!r}")
+            raise errors.ImmutableVariableError(
+                f"{type(x).__name__} at {path_text(path)!r}"
+            )
 
 
-def _check_parameters(opt_state: object, parameters: dict[Path, Any]) -> None:
+def _check_parameters(
+    opt_state: PyTree, parameters: dict[Path, PyTree]
+) -> None:
+    """Raises OptimizerStateError if a state per parameter has not the paths of the parameters."""
     for _, x in iter_graph(opt_state):
-        if isinstance(x, StateDict) and (paths := set(dict(to_flat_state(x)))) != set(parameters):
-            path = sorted(paths ^ set(parameters), key=str)[0]
-            has, lacks = "the model", "the state of the optimizer"
-            if path in paths:
-                has, lacks = "the optimizer", "the model"
-            raise errors.OptimizerStateError(
-                f"{has} has {path_text(path)!r} among the parameters and {lacks} does not; make "
-                "the optimizer for the model that it updates."
-            ) from None
+        if not isinstance(x, StateDict):
+            continue
+        state_paths = set(to_flat_state(x).paths)
+        unmatched_paths = state_paths ^ parameters.keys()
+        if not unmatched_paths:
+            continue
+        path = min(unmatched_paths, key=str)
+        has, lacks = "the model", "the state of the optimizer"
+        if path in state_paths:
+            has, lacks = "the optimizer", "the model"
+        raise errors.OptimizerStateError(
+            f"{has} has {path_text(path)!r} among the parameters and {lacks} does not; make "
+            "the optimizer for the model that it updates."
+        ) from None
 
 
 class StateDict(Dict):
@@ -266,7 +343,9 @@ class StateDict(Dict):
     """
 
 
-def to_state_dict(tree: Any, make: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+def to_state_dict(
+    tree: PyTree, make: Callable[[Path, Any], PyTree], path: Path = ()
+) -> PyTree:
     """Returns a pytree with variables `make(path, leaf)` as leaves, in change-tracking containers.
 
     States become a `StateDict`, lists and dicts a `List` and a `Dict`; `path` prefixes all paths.
@@ -274,44 +353,56 @@ def to_state_dict(tree: Any, make: Callable[[Path, Any], Any], path: Path = ()) 
     >>> to_state_dict({"count": 0}, lambda path, x: nnx.Variable(x)).count[...]
     0
     """
+
+    def converted(
+        items: Iterable[tuple[Hashable, PyTree]], path: Path
+    ) -> dict[Hashable, PyTree]:
+        return {
+            name: to_state_dict(x, make, (*path, name)) for name, x in items
+        }
+
     if isinstance(tree, Variable):
         return make(path, tree)
-    kind = type(tree)
-    if kind is State:
-        mapping = tree.raw_mapping
-        return StateDict({name: to_state_dict(x, make, (name,)) for name, x in mapping.items()})
-    if kind is dict:
-        return Dict({name: to_state_dict(x, make, (*path, name)) for name, x in tree.items()})
-    if kind is list:
-        return List([to_state_dict(value, make, (*path, i)) for i, value in enumerate(tree)])
-    below, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
-    if below and below[0] is tree:
+    tree_type = type(tree)
+    if tree_type is State:
+        # Its paths are those of the parameters, wherever it is in the transformation's state.
+        return StateDict(converted(tree.raw_mapping.items(), ()))
+    if tree_type is dict:
+        return Dict(converted(tree.items(), path))
+    if tree_type is list:
+        return List(converted(enumerate(tree), path).values())
+    parts, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
+    if parts and parts[0] is tree:
         return make(path, tree)
-    parts = [to_state_dict(value, make, (*path, i)) for i, value in enumerate(below)]
-    return jax.tree.unflatten(structure, parts)
+    converted_parts = converted(enumerate(parts), path).values()
+    return jax.tree.unflatten(structure, converted_parts)
 
 
-def raw_value(x: object) -> Any:
+def raw_value(x: PyTree) -> PyTree:
     """Returns the value of a variable without hooks; other leaves are unchanged."""
     return x._read() if isinstance(x, Variable) else x
 
 
-def from_state_dict(tree: object) -> Any:
+def from_state_dict(tree: PyTree) -> PyTree:
     """Returns the pytree given to `to_state_dict`, with the variables' current values."""
     if isinstance(tree, Variable):
         return raw_value(tree)
     if isinstance(tree, Dict):
         values = {name: from_state_dict(value) for name, value in tree.items()}
-        return State(values, _copy=False) if isinstance(tree, StateDict) else values
+        is_state = isinstance(tree, StateDict)
+        return State(values, _copy=False) if is_state else values
     if isinstance(tree, List):
         return [from_state_dict(value) for value in tree]
-    below = data_children(tree)
-    return pytree.with_children(tree, [from_state_dict(x) for _, x in below]) if below else tree
+    named_parts = data_children(tree)
+    if not named_parts:
+        return tree
+    parts = [from_state_dict(part) for _, part in named_parts]
+    return pytree.with_children(tree, parts)
 
 
 def zip_state_dict(
-    tree: object, values: object, path: Path = ()
-) -> Iterator[tuple[Variable[Any], Any]]:
+    tree: PyTree, values: PyTree, path: Path = ()
+) -> Iterator[tuple[Variable[Any], PyTree]]:
     """Yields the variables of a result of `to_state_dict`, each with its value in another pytree.
 
     Raises OptimizerStateError if the structures differ.
@@ -319,45 +410,56 @@ def zip_state_dict(
     if isinstance(tree, Variable):
         yield tree, values
         return
-    there, given = children(tree), dict(children(values))
-    if len(there) != len(given) or any(name not in given for name, _ in there):
-        names = ", ".join(str(name) for name, _ in there) or "nothing"
+    parts = dict(children(tree))
+    value_parts = dict(children(values))
+    if parts.keys() != value_parts.keys():
+        names = ", ".join(map(str, parts)) or "nothing"
+        value_names = ", ".join(map(str, value_parts)) or repr(values)
         raise errors.OptimizerStateError(
             f"the state of the optimizer has {names} at {path_text(path) or 'its root'!r}, but "
-            f"its transformation returned {', '.join(map(str, given)) or repr(values)} for it; an "
-            "update must return a state with the structure that init returned."
+            f"its transformation returned {value_names} for it; an update must return a state "
+            "with the structure that init returned."
         )
-    for name, value in there:
-        yield from zip_state_dict(value, given[name], (*path, name))
+    for name, part in parts.items():
+        yield from zip_state_dict(part, value_parts[name], (*path, name))
 
 
-def leaves_by_path(tree: object, once: bool | None = None) -> dict[Path, Any]:
+def leaves_by_path(
+    tree: PyTree, once: bool | None = None
+) -> dict[Path, PyTree]:
     """Returns the variables and other leaves of a model, a state or nested dicts, by path.
 
     With `once`, the default for objects, a repeated variable has only its first path.
     """
-    found: dict[Path, Any] = {}
-    seen: set[int] = set()
-    once = isinstance(tree, Pytree) if once is None else once
+    if once is None:
+        once = isinstance(tree, Pytree)
+    leaf_by_path: dict[Path, PyTree] = {}
+    visited: set[int] = set()
 
-    def walk(x: object, path: Path) -> None:
-        if isinstance(x, Pytree) or (once and isinstance(x, Variable)):
-            if id(x) in seen:
+    def walk(x: PyTree, path: Path) -> None:
+        is_variable = isinstance(x, Variable)
+        if isinstance(x, Pytree) or (once and is_variable):
+            if id(x) in visited:
                 return
-            seen.add(id(x))
-        if isinstance(x, Variable) or is_array(x):
-            found[path] = x
-        elif below := data_children(x):
-            for name, value in below:
-                walk(value, (*path, name))
-        elif not (x is None or isinstance(x, Mapping | Sequence | Pytree)):
-            found[path] = x
+            visited.add(id(x))
+        if is_variable or is_array(x):
+            leaf_by_path[path] = x
+            return
+        parts = data_children(x)
+        for name, part in parts:
+            walk(part, (*path, name))
+        # Neither an empty container nor an object without data is a leaf.
+        is_empty = x is None or isinstance(x, Mapping | Sequence | Pytree)
+        if not parts and not is_empty:
+            leaf_by_path[path] = x
 
     walk(tree, ())
-    return found
+    return leaf_by_path
 
 
-def gradients_like(parameters: Mapping[Path, Any], grads: object, wrt: Filter) -> State:
+def gradients_like(
+    parameters: Mapping[Path, PyTree], grads: PyTree, wrt: Filter
+) -> State:
     """Returns the values of gradients, as a state with the paths of the parameters.
 
     `grads` is a state, nested dicts or a model; those that `wrt` does not match are ignored. Raises
@@ -367,32 +469,43 @@ def gradients_like(parameters: Mapping[Path, Any], grads: object, wrt: Filter) -
     >>> nnx.to_pure_dict(gradients_like({("w",): w}, grads, nnx.Param))
     {'w': Array([0., 0.], dtype=float32)}
     """
-    given = leaves_by_path(grads)
-    for path, x in parameters.items():
-        _check_gradient(path, raw_value(x), raw_value(given.get(path)), wrt)
+    gradient_by_path = leaves_by_path(grads)
+    like_parameters: dict[Path, PyTree] = {}
+    for path, parameter in parameters.items():
+        gradient = raw_value(gradient_by_path.get(path))
+        _check_gradient(path, raw_value(parameter), gradient, wrt)
+        like_parameters[path] = gradient
     matches = to_predicate(wrt)
-    for path, x in given.items():
-        if path not in parameters and isinstance(x, Variable) and matches(path, x):
+    for path, gradient in gradient_by_path.items():
+        is_variable = isinstance(gradient, Variable)
+        if path not in parameters and is_variable and matches(path, gradient):
             raise errors.GradientStructureError(
                 f"there is a gradient for {path_text(path)!r}, but no parameter there, or the "
                 "same one as at another path; give the gradients with respect to the variables of "
                 "the model itself."
             )
-    return from_flat_state((path, raw_value(given.get(path))) for path in parameters)
+    return from_flat_state(like_parameters)
 
 
-def _check_gradient(path: Path, parameter: object, gradient: object, wrt: Filter) -> None:
+def _check_gradient(
+    path: Path, parameter: PyTree, gradient: PyTree, wrt: Filter
+) -> None:
+    """Raises GradientStructureError for a missing gradient, or one of another shape."""
     if gradient is None and parameter is not None:
-        name = wrt.__name__ if isinstance(wrt, type) else wrt
+        filter_name = wrt.__name__ if isinstance(wrt, type) else wrt
         raise errors.GradientStructureError(
-            f"there is no gradient for {path_text(path)!r}, a parameter that the filter {name} "
-            f"selects; take the gradients with argnums=nnx.DiffState(0, {name})."
+            f"there is no gradient for {path_text(path)!r}, a parameter that the filter "
+            f"{filter_name} selects; take the gradients with argnums=nnx.DiffState(0, "
+            f"{filter_name})."
         )
-    shape, size = getattr(parameter, "shape", None), getattr(gradient, "shape", None)
-    if shape is not None and size is not None and shape != size:
+    shape = getattr(parameter, "shape", None)
+    gradient_shape = getattr(gradient, "shape", None)
+    if shape is None or gradient_shape is None:
+        return
+    if shape != gradient_shape:
         raise errors.GradientStructureError(
-            f"the gradient for {path_text(path)!r} has shape {size}, and the parameter {shape}; "
-            "give the gradient of a scalar loss with respect to it."
+            f"the gradient for {path_text(path)!r} has shape {gradient_shape}, and the parameter "
+            f"{shape}; give the gradient of a scalar loss with respect to it."
         )
 
 
@@ -417,50 +530,59 @@ class EMA(Pytree):
     """
 
     def __init__(
-        self, params: object, decay: float, *, only: Filter = ..., graph: bool | None = None
+        self,
+        params: PyTree,
+        decay: float,
+        *,
+        only: Filter = ...,
+        graph: bool | None = None,
     ):
         self.decay = decay
         self.filter = static(tuple(only) if isinstance(only, list) else only)
-        self.params = to_state_dict(split_merge.state(params, self.filter), _average)
+        initial_values = split_merge.state(params, self.filter)
+        self.params = to_state_dict(initial_values, _initial_average)
 
-    def update(self, updates: object) -> None:
+    def update(self, updates: PyTree) -> None:
         """Updates the averages: `average = decay * average + (1 - decay) * value`.
 
         Raises AverageStructureError if paths or shapes differ from those of the averages.
         """
-        given, averages = leaves_by_path(updates), dict(to_flat_state(self.params))
+        leaf_by_path = leaves_by_path(updates)
+        averages = dict(to_flat_state(self.params))
         matches = to_predicate(self.filter)
-        for path, x in given.items():
-            if path not in averages and matches(path, x):
+        for path, leaf in leaf_by_path.items():
+            if path not in averages and matches(path, leaf):
                 raise errors.AverageStructureError(
                     f"there is a value for {path_text(path)!r}, but no average; update with the "
                     "variables that the averages were made of."
                 )
-        moved = [
-            (average, self._averaged(path, raw_value(average), given))
-            for path, average in averages.items()
-        ]
-        for average, value in moved:
-            average.set_raw_value(value)
+        new_averages: dict[Path, PyTree] = {}
+        for path, average in averages.items():
+            if path not in leaf_by_path:
+                raise errors.AverageStructureError(
+                    f"there is an average for {path_text(path)!r}, but no value; update with the "
+                    "variables that the averages were made of."
+                )
+            value = raw_value(leaf_by_path[path])
+            new_averages[path] = self._averaged(path, raw_value(average), value)
+        for path, average in averages.items():
+            average.set_raw_value(new_averages[path])
 
-    def _averaged(self, path: Path, average: Any, given: dict[Path, Any]) -> Any:
-        if path not in given:
+    def _averaged(self, path: Path, average: PyTree, value: PyTree) -> PyTree:
+        shape = jax.tree.map(jnp.shape, value)
+        average_shape = jax.tree.map(jnp.shape, average)
+        if shape != average_shape:
             raise errors.AverageStructureError(
-                f"there is an average for {path_text(path)!r}, but no value; update with the "
-                "variables that the averages were made of."
-            )
-        value = raw_value(given[path])
-        shapes = [jax.tree.map(jnp.shape, tree) for tree in (average, value)]
-        if shapes[0] != shapes[1]:
-            raise errors.AverageStructureError(
-                f"the value for {path_text(path)!r} has shape {shapes[1]}, and its average "
-                f"{shapes[0]}; update with the variables that the averages were made of."
+                f"the value for {path_text(path)!r} has shape {shape}, and its average "
+                f"{average_shape}; update with the variables that the averages were made of."
             )
 
-        def mean(a: Any, x: Any) -> jax.Array:
-            return update_running_average(jnp.asarray(a), x, decay=self.decay)
+        def averaged_leaf(average: ArrayLike, value: jax.Array) -> jax.Array:
+            return update_running_average(
+                jnp.asarray(average), value, decay=self.decay
+            )
 
-        return jax.tree.map(mean, average, value)
+        return jax.tree.map(averaged_leaf, average, value)
 
     def apply_to(self, model: M) -> M:
         """Returns a copy of the model with the averages as values; other variables are shared.
@@ -472,10 +594,11 @@ class EMA(Pytree):
         averages = dict(to_flat_state(self.params))
         flat = flatten_graph(model)
         leaves = [averages.get(path, leaf) for path, leaf in flat.items()]
-        return build_graph(flat.graphdef, leaves, share=True)[0]
+        averaged_model, _ = build_graph(flat.graphdef, leaves, share=True)
+        return averaged_model
 
 
-def _average(path: Path, x: object) -> Any:
+def _initial_average(path: Path, x: PyTree) -> Variable[Any]:
     if not isinstance(x, Variable):
         raise errors.AverageLeafError(
             f"there is a {type(x).__name__} at {path_text(path)!r}, and only variables have "
@@ -514,7 +637,7 @@ class TrainState(struct.PyTreeNode):
         params: State,
         tx: "optax.GradientTransformation",
         step: int = 0,
-        **kwargs: object,
+        **kwargs: PyTree,
     ) -> Self:
         """Creates a state with initial optimizer state; `kwargs` are fields of a derived class."""
         return cls(
@@ -537,10 +660,12 @@ class TrainState(struct.PyTreeNode):
         >>> y.shape
         (1, 2)
         """
-        found = [getattr(self, s) if isinstance(s, str) else s for s in (state, *states)]
-        return self.graphdef.apply(*found)
+        parts: list[State] = []
+        for part in (state, *states):
+            parts.append(getattr(self, part) if isinstance(part, str) else part)
+        return self.graphdef.apply(*parts)
 
-    def apply_gradients(self, grads: State, **kwargs: object) -> Self:
+    def apply_gradients(self, grads: State, **kwargs: PyTree) -> Self:
         """Returns the state after one optimizer step.
 
         Args:
@@ -550,13 +675,21 @@ class TrainState(struct.PyTreeNode):
         Raises GradientStructureError if paths or shapes of gradients and parameters differ.
         """
         parameters = dict(to_flat_state(self.params))
-        values = to_flat_state(gradients_like(parameters, grads, ...))
-        like = from_flat_state(
-            (path, x.replace(value) if isinstance(x := parameters[path], Variable) else value)
-            for path, value in values
+        # optax maps over gradients and parameters, so both have variables at the same places.
+        gradients: dict[Path, PyTree] = {}
+        for path, value in to_flat_state(
+            gradients_like(parameters, grads, ...)
+        ):
+            parameter = parameters[path]
+            if isinstance(parameter, Variable):
+                value = parameter.replace(value)
+            gradients[path] = value
+        updates, opt_state = self.tx.update(
+            from_flat_state(gradients), self.opt_state, self.params
         )
-        updates, opt_state = self.tx.update(like, self.opt_state, self.params)
         import optax  # local: optax would double the import time of this package
 
         params = optax.apply_updates(self.params, updates)
-        return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
+        return self.replace(
+            step=self.step + 1, params=params, opt_state=opt_state, **kwargs
+        )

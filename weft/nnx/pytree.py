@@ -13,8 +13,24 @@ import functools
 import operator
 import re
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Self, TypeVar, dataclass_transform, get_origin
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import (
+    Annotated,
+    Any,
+    Self,
+    TypeGuard,
+    TypeVar,
+    dataclass_transform,
+    get_origin,
+    overload,
+)
 
 import jax
 import numpy as np
@@ -26,17 +42,27 @@ from weft.errors import (
     ObjectArgumentError,
     SharedObjectError,
 )
+from weft.lifting.kind import Structure
 from weft.lifting.traces import current_trace
 from weft.nnx import settings, versions
 from weft.nnx.display import Enclosing, Shown, object_repr, size_text
 from weft.nnx.filters import Path
 from weft.nnx.state import path_text
 from weft.nnx.variables import Variable
-from weft.nnx.versions import PLAIN_TYPES, ObjectInfo, StaticValue, plain_static_value
+from weft.nnx.versions import (
+    PLAIN_TYPES,
+    ObjectInfo,
+    StaticValue,
+    plain_static_value,
+)
+from weft.typing import MISSING, PyTree
 
 T = TypeVar("T")
-Items = Sequence[tuple[Any, Any]]
-_MISSING: Any = object()
+Items = Sequence[tuple[Any, PyTree]]
+"""Attributes and items of an object, by name or key."""
+KeyEntry = Any
+"""Part of a path of JAX, such as a `DictKey`."""
+
 _NUMBERS = (int, float, complex)
 _VALUES = (Variable, jax.Array, np.ndarray)
 
@@ -44,18 +70,19 @@ _VALUES = (Variable, jax.Array, np.ndarray)
 class MarkedValue:
     """Value on its way into an attribute, marked as data or static."""
 
-    def __init__(self, value: object, is_data: bool):
+    def __init__(self, value: PyTree, is_data: bool):
         self.value = value
         self.is_data = is_data
 
-    def of(self, owner: object, name: object) -> Any:
+    def of(self, owner: Pytree, name: Hashable) -> PyTree:
         """Returns the value for an attribute or item of an object, after a check."""
-        _check_static(owner, name, self.value, self.is_data)
+        if not self.is_data:
+            _check_static(owner, name, self.value)
         return self.value
 
 
-def _check_static(owner: object, name: object, value: object, mark: bool | None) -> None:
-    if mark is False and holds_data(value):
+def _check_static(owner: Pytree, name: Hashable, value: PyTree) -> None:
+    if holds_data(value):
         raise AttributeMarkError(
             f"{type(owner).__name__}.{name} is static, and was given a {type(value).__name__}, "
             "which is or holds data; remove nnx.static, or give a value without arrays, "
@@ -63,14 +90,16 @@ def _check_static(owner: object, name: object, value: object, mark: bool | None)
         )
 
 
-def holds_data(value: Any) -> bool:
+def holds_data(value: PyTree) -> bool:
     """Returns whether a static value is or holds data; a `List` or `Dict` may be without."""
     if type(value) is tuple:
         return any(map(holds_data, value))
-    if type(value) in _CONTAINERS.values():
-        marks = value._info.marks
-        return any(marks.get(name) or holds_data(item) for name, item in value._items())
-    return is_data(value)
+    if type(value) not in _CONTAINERS.values():
+        return is_data(value)
+    marks = value._info.marks
+    return any(
+        marks.get(name) or holds_data(item) for name, item in value._items()
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +115,16 @@ Static = Annotated[T, Mark(False)]
 """Annotates an attribute whose value is static: `x: Static[int]`. See `static`."""
 
 
-def _mark(is_data: bool, value: object, kwargs: dict[str, Any]) -> Any:
-    if value is not _MISSING:
+def _mark(is_data: bool, value: PyTree, field_options: dict[str, Any]) -> Any:
+    if value is not MISSING:
         return MarkedValue(value, is_data)
-    metadata = {**(kwargs.pop("metadata", None) or {}), "is_data": is_data}
-    return dataclasses.field(metadata=metadata, **kwargs)
+    metadata = field_options.pop("metadata", None) or {}
+    return dataclasses.field(
+        metadata={**metadata, "is_data": is_data}, **field_options
+    )
 
 
-def data(value: object = _MISSING, /, **kwargs: object) -> Any:
+def data(value: PyTree = MISSING, /, **kwargs: Any) -> Any:
     """Marks an attribute's value as data; without a value, returns such a `dataclasses.field`.
 
     >>> class Scaled(nnx.Module):
@@ -105,7 +136,7 @@ def data(value: object = _MISSING, /, **kwargs: object) -> Any:
     return _mark(True, value, kwargs)
 
 
-def static(value: object = _MISSING, /, **kwargs: object) -> Any:
+def static(value: PyTree = MISSING, /, **kwargs: Any) -> Any:
     """Marks an attribute's value as static; without a value, returns such a `dataclasses.field`.
 
     Raises AttributeMarkError on assignment, if the value contains data.
@@ -128,15 +159,19 @@ def register_data_type(type_: type[T]) -> type[T]:
     return type_
 
 
-def is_data(value: object) -> bool:
+def is_data(value: PyTree) -> bool:
     """Returns whether an unmarked attribute with this value is data.
 
     >>> is_data(jax.numpy.ones(1)), is_data(1), is_data([jax.numpy.ones(1)])
     (True, False, True)
     """
-    if isinstance(value, Variable | Pytree | jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+    if isinstance(
+        value, Variable | Pytree | jax.Array | np.ndarray | jax.ShapeDtypeStruct
+    ):
         return True
-    if value is None or isinstance(value, str | bytes | int | float | complex | np.generic | type):
+    if value is None or isinstance(
+        value, str | bytes | int | float | complex | np.generic | type
+    ):
         return False
     if isinstance(value, list | tuple):
         return any(map(is_data, value))
@@ -144,17 +179,26 @@ def is_data(value: object) -> bool:
         return any(map(is_data, value.values()))
     if isinstance(value, tuple(_DATA_TYPES)):
         return True
+    # A container of another class; a value that JAX does not take apart is static.
     leaves = jax.tree.leaves(value)
-    return not (len(leaves) == 1 and leaves[0] is value) and any(map(is_data, leaves))
+    is_leaf = len(leaves) == 1 and leaves[0] is value
+    return not is_leaf and any(map(is_data, leaves))
 
 
-def has_data(value: object) -> bool:
+def has_data(value: PyTree) -> bool:
     """Returns whether a value is or contains data."""
     return is_data(value)
 
 
+@overload
 @dataclass_transform(field_specifiers=(data, static))
-def dataclass(cls: Any = None, /, **kwargs: Any) -> Any:
+def dataclass(cls: type[T], /, **kwargs: Any) -> type[T]: ...
+@overload
+@dataclass_transform(field_specifiers=(data, static))
+def dataclass(**kwargs: Any) -> Callable[[type[T]], type[T]]: ...
+def dataclass(
+    cls: type[T] | None = None, /, **kwargs: Any
+) -> type[T] | Callable[[type[T]], type[T]]:
     """Makes a class a `dataclasses.dataclass` with the repr of objects.
 
     Fields can use `data(...)` and `static(...)`, also with `dataclasses.dataclass` itself.
@@ -167,8 +211,13 @@ def dataclass(cls: Any = None, /, **kwargs: Any) -> Any:
     [2.0]
     """
     if cls is None:
-        return functools.partial(dataclass, **kwargs)
-    return dataclasses.dataclass(**{"repr": False, **kwargs})(cls)
+
+        def decorator(cls: type[T]) -> type[T]:
+            return dataclass(cls, **kwargs)
+
+        return decorator
+    options = {"repr": False, **kwargs}
+    return dataclasses.dataclass(**options)(cls)
 
 
 def _class_marks(cls: type) -> dict[str, bool]:
@@ -176,6 +225,7 @@ def _class_marks(cls: type) -> dict[str, bool]:
     marks: dict[str, bool] = {}
     for name, annotation in vars(cls).get("__annotations__", {}).items():
         if isinstance(annotation, str):
+            # The text of an annotation in a module with `from __future__ import annotations`.
             match = re.match(r"(?:\w+\.)*(Data|Static)\[", annotation)
             if match is not None:
                 marks[name] = match[1] == "Data"
@@ -210,7 +260,9 @@ class Pytree(Shown):
         object.__setattr__(instance, "_info", ObjectInfo())
         return instance
 
-    def __init_subclass__(cls, *, pytree: bool = True, **kwargs: object) -> None:
+    def __init_subclass__(
+        cls, *, pytree: bool = True, **kwargs: object
+    ) -> None:
         super().__init_subclass__(**kwargs)
         field_marks: dict[str, bool] = {}
         for base in reversed(cls.__mro__[1:]):
@@ -220,24 +272,29 @@ class Pytree(Shown):
         cls._is_jax_pytree = pytree
         if pytree:
             unflatten = functools.partial(_unflatten, cls)
-            jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, unflatten, _flatten)
+            jax.tree_util.register_pytree_with_keys(
+                cls, _flatten_with_keys, unflatten, _flatten
+            )
 
-    def _items(self) -> list[tuple[Hashable, Any]]:
+    def _items(self) -> list[tuple[Hashable, PyTree]]:
+        """Returns the attributes and items, sorted by name."""
         attributes = dict(vars(self))
         del attributes["_info"]
         return sorted(attributes.items())
 
     @classmethod
-    def _new_like(cls, like: ObjectInfo) -> Any:
+    def _new_like(cls, like: ObjectInfo) -> Self:
+        """Returns a new object without attributes, which remembers the origin of another one."""
         if cls.__new__ is not Pytree.__new__:
             return cls.__new__(cls)
         instance = super().__new__(cls)
         object.__setattr__(instance, "_info", ObjectInfo(like))
         return instance
 
-    def _snapshot(self) -> list[Any]:
+    def _snapshot(self) -> list[PyTree]:
         """Returns parts that remain identical until the object changes."""
-        attributes, marks = vars(self), self._info.marks
+        attributes = vars(self)
+        marks = self._info.marks
         return [
             type(self),
             len(attributes),
@@ -248,7 +305,9 @@ class Pytree(Shown):
         ]
 
     @classmethod
-    def _from_items(cls, items: Iterable[tuple[Any, Any]], marks: Mapping[str, bool]) -> Any:
+    def _from_items(
+        cls, items: Iterable[tuple[Any, PyTree]], marks: Mapping[str, bool]
+    ) -> Self:
         instance = cls.__new__(cls)
         instance._info.marks.update(marks)
         instance._fill(items)
@@ -268,10 +327,11 @@ class Pytree(Shown):
         return tuple(needed_marks)
 
     @staticmethod
-    def _key(name: object) -> Any:
-        return jax.tree_util.GetAttrKey(name)
+    def _key(name: Hashable) -> KeyEntry:
+        """Returns the name of an attribute or item in a path of JAX."""
+        return jax.tree_util.GetAttrKey(name)  # pyright: ignore[reportArgumentType]
 
-    def _fill(self, items: Iterable[tuple[Any, Any]]) -> None:
+    def _fill(self, items: Iterable[tuple[Any, PyTree]]) -> None:
         """Sets attributes and items without checks and records; those of a list in order."""
         vars(self).update(items)
 
@@ -287,20 +347,31 @@ class Pytree(Shown):
         return None
 
     def _has_items(
-        self, items: Items, marks: dict[str, bool], order: Sequence[Hashable] | None
+        self,
+        items: Items,
+        marks: dict[str, bool],
+        order: Sequence[Hashable] | None,
     ) -> bool:
         """Returns whether the object has these very values, by identity."""
-        own_items = self._items()
-        if marks != self._info.marks or order != self._order() or len(own_items) != len(items):
+        if marks != self._info.marks or order != self._order():
             return False
-        for (own_name, own_value), (name, value) in zip(own_items, items, strict=True):
+        own_items = self._items()
+        if len(own_items) != len(items):
+            return False
+        for (own_name, own_value), (name, value) in zip(
+            own_items, items, strict=True
+        ):
             if own_value is not value or own_name != name:
                 return False
         return True
 
     def _set_items(
-        self, items: Items, marks: dict[str, bool], order: Sequence[Hashable] | None = None
+        self,
+        items: Items,
+        marks: dict[str, bool],
+        order: Sequence[Hashable] | None = None,
     ) -> None:
+        """Replaces all attributes and items without checks, and records the change."""
         is_filled = bool(self._items())
         self._info.marks = marks
         if order is not None:
@@ -312,20 +383,24 @@ class Pytree(Shown):
             self._fill(items)
         self._info.changed()
 
-    def _is_data(self, name: Hashable, value: object) -> bool:
+    def _is_data(self, name: Hashable, value: PyTree) -> bool:
         marks = self._info.marks
-        return marks[name] if name in marks else is_data(value)  # pyright: ignore[reportArgumentType]
+        return marks[name] if name in marks else is_data(value)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        info, trace = self._info, current_trace()
-        if info.trace is not trace and info.trace != trace:
+    def __setattr__(self, name: str, value: PyTree) -> None:
+        info = self._info
+        running_trace = current_trace()
+        if info.trace is not running_trace and info.trace != running_trace:
             info.check(self)
         value_type = type(value)
         if (
             info.marks
             or self._field_marks
             or value_type in _TRACKED_TYPES
-            or (isinstance(value, _NUMBERS) and value_type is not type(vars(self).get(name)))
+            or (
+                isinstance(value, _NUMBERS)
+                and value_type is not type(vars(self).get(name))
+            )
         ):
             mark, value = self._mark_and_value(name, value)
             object.__setattr__(self, name, value)
@@ -333,21 +408,25 @@ class Pytree(Shown):
                 info.marks[name] = mark
             else:
                 info.marks.pop(name, None)
-        else:  # fast path of most writes: no mark is needed
+        else:  # most writes, which need no mark
             object.__setattr__(self, name, value)
         if info.watched:
             info.changed()
 
-    def _mark_and_value(self, name: str, value: object) -> tuple[bool | None, Any]:
+    def _mark_and_value(
+        self, name: str, value: PyTree
+    ) -> tuple[bool | None, PyTree]:
         """Returns the mark of an attribute's new value, and the value to store."""
         mark = self._info.marks.get(name, self._field_marks.get(name))
         if isinstance(value, MarkedValue):
-            mark, value = value.is_data, value.value
+            mark = value.is_data
+            value = value.value
         elif mark is None and isinstance(value, _NUMBERS):
             # A number in place of data remains data, so that the structure does not change.
-            mark = True if isinstance(vars(self).get(name), _VALUES) else None
+            replaces_data = isinstance(vars(self).get(name), _VALUES)
+            mark = True if replaces_data else None
         if mark is False:
-            _check_static(self, name, value, mark)
+            _check_static(self, name, value)
         if type(value) in _TRACKED_TYPES:
             value = tracked(value)
         return mark, value
@@ -361,21 +440,23 @@ class Pytree(Shown):
     def __getstate__(self) -> dict[str, Any]:
         attributes = dict(vars(self))
         del attributes["_info"]
-        marks = {name: mark for name, mark in self._info.marks.items() if name in attributes}
+        # Without the marks of a list's items, which are pickled with the items.
+        marks = {n: m for n, m in self._info.marks.items() if n in attributes}
         return {"attributes": attributes, "marks": marks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_pytree__nodes" in state:  # pickled by Flax, which marks every attribute
-            marks = state["_pytree__nodes"]
-            for name, value in state.items():
-                if name.startswith("_pytree__"):
-                    continue
-                if marks.get(name) != is_data(value):
-                    value = MarkedValue(value, marks[name])
-                setattr(self, name, value)
-        else:
+        if "_pytree__nodes" not in state:
             self._info.marks.update(state["marks"])
             vars(self).update(state["attributes"])
+            return
+        # Pickled by Flax, which marks every attribute.
+        marks = state["_pytree__nodes"]
+        for name, value in state.items():
+            if name.startswith("_pytree__"):
+                continue
+            if marks.get(name) != is_data(value):
+                value = MarkedValue(value, marks[name])
+            setattr(self, name, value)
 
     def _repr_inside(self, inside: Enclosing) -> str:
         items: list[str] = []
@@ -384,7 +465,7 @@ class Pytree(Shown):
                 items.append(f"{name}={object_repr(value, inside)}")
         return join_lines(f"{type(self).__name__}({_sizes(self)}", items, ")")
 
-    def _repr_parts(self) -> dict[str, Any]:
+    def _repr_parts(self) -> dict[str, PyTree]:
         return {str(name): value for name, value in self._items()}
 
 
@@ -396,9 +477,9 @@ class Object(Pytree, pytree=False):
 _Structure = tuple[tuple[Any, StaticValue | None], ...]
 
 
-def _parts(x: Pytree) -> tuple[list[tuple[Any, Any]], _Structure]:
+def _parts(x: Pytree) -> tuple[list[tuple[Any, PyTree]], _Structure]:
     """Returns the items that are data, and the structure."""
-    data_items: list[tuple[Any, Any]] = []
+    data_items: list[tuple[Any, PyTree]] = []
     structure: list[tuple[Any, StaticValue | None]] = []
     marks = x._info.marks
     for item in x._items():
@@ -415,19 +496,23 @@ def _parts(x: Pytree) -> tuple[list[tuple[Any, Any]], _Structure]:
     return data_items, tuple(structure)
 
 
-def _flatten(x: Pytree) -> tuple[list[Any], _Structure]:
+def _flatten(x: Pytree) -> tuple[list[PyTree], _Structure]:
     data_items, structure = _parts(x)
     return [value for _, value in data_items], structure
 
 
-def _flatten_with_keys(x: Pytree) -> tuple[list[Any], _Structure]:
+def _flatten_with_keys(
+    x: Pytree,
+) -> tuple[list[tuple[KeyEntry, PyTree]], _Structure]:
     data_items, structure = _parts(x)
     return [(x._key(name), value) for name, value in data_items], structure
 
 
-def _unflatten(cls: type[Pytree], structure: _Structure, children: Iterable[Any]) -> Pytree:
+def _unflatten(
+    cls: type[Pytree], structure: _Structure, children: Iterable[PyTree]
+) -> Pytree:
     remaining_children = iter(children)
-    items: list[tuple[Any, Any]] = []
+    items: list[tuple[Any, PyTree]] = []
     marks: dict[str, bool] = {}
     for key, static_value in structure:
         name = key if type(key) is str else key.value
@@ -442,35 +527,41 @@ def _unflatten(cls: type[Pytree], structure: _Structure, children: Iterable[Any]
     return cls._from_items(items, marks)
 
 
-_CONTAINERS: dict[type, Callable[[Any], Any]] = {}
+_CONTAINERS: dict[type, type[Pytree]] = {}
+
+
 _TRACKED_TYPES: set[type] = {tuple, MarkedValue}
 
 
-def register_container(container_type: type, make: Callable[[Any], Any]) -> None:
+def register_container(
+    container_type: type, tracked_type: type[Pytree]
+) -> None:
     """Registers a tracked version of a container type, excluding subclasses, for attributes."""
-    _CONTAINERS[container_type] = make
+    _CONTAINERS[container_type] = tracked_type
     _TRACKED_TYPES.add(container_type)
 
 
-def tracked(value: Any) -> Any:
+def tracked(value: PyTree) -> PyTree:
     """Converts lists and dicts, also nested ones and those in tuples, to tracked versions.
 
     Raises AttributeMarkError if `data` or `static` is used inside a tuple.
     """
     value_type = type(value)
     if value_type in _CONTAINERS:
-        return _CONTAINERS[value_type](value)
+        tracked_type = _CONTAINERS[value_type]
+        return tracked_type(value)
     if value_type is MarkedValue:
         function = "data" if value.is_data else "static"
         raise AttributeMarkError(
             f"nnx.{function}({value.value!r}) is inside a tuple or another mark; mark an "
             "attribute, or an item of a list or dict."
         )
-    if value_type is tuple:
-        items = tuple(map(tracked, value))
-        is_unchanged = all(map(operator.is_, items, value))
-        return value if is_unchanged else items
-    return value
+    if value_type is not tuple:
+        return value
+    items = tuple(map(tracked, value))
+    # The same tuple, if possible: programs compare by identity.
+    is_unchanged = all(map(operator.is_, items, value))
+    return value if is_unchanged else items
 
 
 # Traversals.
@@ -480,17 +571,25 @@ _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 _FUNCTION_TYPES = (types.FunctionType, types.BuiltinFunctionType)
 
 
-def is_array(x: object) -> bool:
+def is_array(
+    x: PyTree,
+) -> TypeGuard[jax.Array | np.ndarray | jax.ShapeDtypeStruct]:
     """Returns whether a value is an array or abstract array."""
     return isinstance(x, _ARRAYS)
 
 
-def is_object(x: object) -> bool:
+def is_object(x: PyTree) -> bool:
     """Returns whether `x` is an object or a variable, identified by reference."""
     return isinstance(x, Pytree | Variable)
 
 
-def children(x: object) -> list[tuple[Hashable, Any]]:
+def objects_in(tree: PyTree) -> list[Pytree | Variable[Any]]:
+    """Returns the objects and variables among the leaves of a tree, in order."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_object)
+    return [leaf for leaf in leaves if is_object(leaf)]
+
+
+def children(x: PyTree) -> list[tuple[Hashable, PyTree]]:
     """Returns the attributes of an object, or the items of a container, by name or key."""
     if isinstance(x, Pytree):
         return x._items()
@@ -503,7 +602,7 @@ def children(x: object) -> list[tuple[Hashable, Any]]:
     return items
 
 
-def data_children(x: object) -> list[tuple[Hashable, Any]]:
+def data_children(x: PyTree) -> list[tuple[Hashable, PyTree]]:
     """Returns the attributes or items that are data, which are an object's pytree children."""
     items = children(x)
     if not isinstance(x, Pytree):
@@ -511,17 +610,29 @@ def data_children(x: object) -> list[tuple[Hashable, Any]]:
     return [(name, value) for name, value in items if x._is_data(name, value)]
 
 
-def container_items(x: object) -> tuple[list[tuple[Hashable, Any]], Any] | None:
+def container_items(
+    x: PyTree,
+) -> tuple[list[tuple[Hashable, PyTree]], Structure] | None:
     """Returns a JAX container's items by key and its structure; None for a value."""
-    if x is None or isinstance(x, versions.IMMUTABLE_TYPES) or type(x) in _FUNCTION_TYPES:
+    if x is None or isinstance(x, versions.IMMUTABLE_TYPES):
         return None
-    items, tree = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
-    if jax.tree_util.treedef_is_leaf(tree) and (not items or items[0][1] is x):
+    if type(x) in _FUNCTION_TYPES:
         return None
-    return [(key_of(key), value) for (key,), value in items], tree
+    # Only one level: JAX stops at everything but `x` itself.
+    keys_and_values, structure = jax.tree_util.tree_flatten_with_path(
+        x, is_leaf=lambda y: y is not x
+    )
+    if jax.tree_util.treedef_is_leaf(structure):
+        is_value = not keys_and_values or keys_and_values[0][1] is x
+        if is_value:
+            return None
+    items: list[tuple[Hashable, PyTree]] = []
+    for (key,), value in keys_and_values:
+        items.append((key_of(key), value))
+    return items, structure
 
 
-def key_of(key: object) -> Hashable:
+def key_of(key: KeyEntry) -> Hashable:
     """Returns the name, key or index of an element of a JAX path."""
     for name in ("key", "idx", "name"):
         if hasattr(key, name):
@@ -529,23 +640,28 @@ def key_of(key: object) -> Hashable:
     return key
 
 
-def with_children(x: object, items: Iterable[Any]) -> Any:
+def with_children(x: T, items: Iterable[PyTree]) -> T:
     """Returns a copy of a container with other items."""
-    return jax.tree.unflatten(jax.tree.structure(x, is_leaf=lambda y: y is not x), items)
+    structure = jax.tree.structure(x, is_leaf=lambda y: y is not x)
+    return jax.tree.unflatten(structure, items)
 
 
-def with_item(x: object, keys: Sequence[Hashable], value: object) -> Any:
+def with_item(x: PyTree, keys: Sequence[Hashable], value: PyTree) -> PyTree:
     """Returns a copy of a container with another value at a path of keys."""
     if not keys:
         return value
     first_key, *further_keys = keys
-    new_items: list[Any] = []
+    new_items: list[PyTree] = []
     for key, item in children(x):
-        new_items.append(with_item(item, further_keys, value) if key == first_key else item)
+        if key == first_key:
+            item = with_item(item, further_keys, value)
+        new_items.append(item)
     return with_children(x, new_items)
 
 
-def iter_graph(node: object, /, *, graph: bool | None = None) -> Iterator[tuple[Path, Any]]:
+def iter_graph(
+    node: PyTree, /, *, graph: bool | None = None
+) -> Iterator[tuple[Path, PyTree]]:
     """Yields each object and value of a graph once with its path, inner ones first.
 
     For `graph` see `nnx.set_graph_mode`; without graphs, objects without variables are yielded at
@@ -558,17 +674,17 @@ def iter_graph(node: object, /, *, graph: bool | None = None) -> Iterator[tuple[
     is_graph, _ = settings.resolve_graph_options(graph)
     places = None if is_graph else TreePlaces()
 
-    def walk(x: object, path: Path) -> Iterator[tuple[Path, Any]]:
-        is_object = isinstance(x, Variable | Pytree)
-        if is_object and places is not None:
+    def walk(x: PyTree, path: Path) -> Iterator[tuple[Path, PyTree]]:
+        is_node = is_object(x)
+        if is_node and places is not None:
             places.enter(x, path)
-        elif is_object:
+        elif is_node:
             if id(x) in visited_ids:
                 return
             visited_ids.add(id(x))
         for name, value in children(x):
             yield from walk(value, (*path, name))
-        if is_object and places is not None:
+        if is_node and places is not None:
             places.leave(x)
         yield path, x
 
@@ -587,7 +703,7 @@ class TreePlaces:
 
     def __init__(
         self,
-        shared_error: Callable[[object, Path, Path], Exception] | None = None,
+        shared_error: Callable[[Any, Path, Path], Exception] | None = None,
         place_of: Callable[[Path], str] | None = None,
     ):
         self._shared_error = shared_error or _shared_object_error
@@ -621,7 +737,9 @@ class TreePlaces:
         self._path_of_open_object.pop(id(x), None)
 
 
-def _shared_object_error(x: object, first: Path, second: Path) -> SharedObjectError:
+def _shared_object_error(
+    x: Pytree | Variable[Any], first: Path, second: Path
+) -> SharedObjectError:
     return SharedObjectError(
         f"the same {type(x).__name__} is at {_place(first)} and at {_place(second)}; with "
         "graph=False an object is a plain pytree without shared references. Put nnx.clone(...) in "
@@ -633,7 +751,9 @@ def _place(path: Path) -> str:
     return repr(".".join(map(str, path))) if path else "the top"
 
 
-def iter_children(node: object, /, *, graph: bool | None = None) -> Iterator[tuple[Hashable, Any]]:
+def iter_children(
+    node: PyTree, /, *, graph: bool | None = None
+) -> Iterator[tuple[Hashable, Pytree | Variable[Any]]]:
     """Yields the objects and variables in an object's attributes; `graph` is ignored."""
     for name, value in children(node):
         if isinstance(value, Variable | Pytree):
@@ -641,15 +761,15 @@ def iter_children(node: object, /, *, graph: bool | None = None) -> Iterator[tup
 
 
 def iter_module_children(
-    node: object, /, *, graph: bool | None = None
-) -> Iterator[tuple[Hashable, Any]]:
+    node: PyTree, /, *, graph: bool | None = None
+) -> Iterator[tuple[Hashable, Pytree]]:
     """Yields the objects, without variables, in an object's attributes; `graph` is ignored."""
     for name, value in children(node):
         if isinstance(value, Pytree):
             yield name, value
 
 
-def check_pytree(pytree: object) -> None:
+def check_pytree(pytree: Pytree) -> None:
     """Checks that static attributes hold no data, in an object and those in it.
 
     Assignment checks this already; use it after changes in place or through `vars(module)`.
@@ -678,13 +798,16 @@ def check_pytree(pytree: object) -> None:
 
 def _sizes(x: Pytree) -> str:
     """Returns the sizes of an object's variables by class, as a comment."""
-    values_by_class: dict[str, list[object]] = {}
+    values_by_class: dict[str, list[PyTree]] = {}
     for _, node in iter_graph(x):
         if isinstance(node, Variable):
-            values_by_class.setdefault(type(node).__name__, []).append(node._value)
+            values = values_by_class.setdefault(type(node).__name__, [])
+            values.append(node._value)
     if not values_by_class:
         return ""
-    sizes = [f"{name}: {size_text(values)}" for name, values in sorted(values_by_class.items())]
+    sizes: list[str] = []
+    for name, values in sorted(values_by_class.items()):
+        sizes.append(f"{name}: {size_text(values)}")
     if len(sizes) > 1:
         sizes.append(f"Total: {size_text(values_by_class)}")
     return " # " + ", ".join(sizes)

@@ -16,6 +16,7 @@ import numpy as np
 
 from weft.errors import VariableArgumentError, VariableShapeError
 from weft.nnx.settings import Setting
+from weft.typing import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,7 @@ _NO_DEFAULTS = VarDefaults()
 _NUMERIC = (jax.Array, np.ndarray, np.generic, int, float, complex)
 
 
-class VarDefaultsContext(Setting, default=_NO_DEFAULTS):
+class VarDefaultsContext(Setting[VarDefaults], default=_NO_DEFAULTS):
     """Setting of `var_defaults`."""
 
 
@@ -73,7 +74,9 @@ def var_defaults(
 def with_var_defaults(metadata: dict[str, Any]) -> dict[str, Any]:
     """Fills in `ref` and `hijax` of a new variable's metadata from the defaults."""
     defaults = VarDefaultsContext.current()
-    if defaults is _NO_DEFAULTS and not ("ref" in metadata or "hijax" in metadata):
+    if defaults is _NO_DEFAULTS and not (
+        "ref" in metadata or "hijax" in metadata
+    ):
         return metadata
     metadata = dict(metadata)
     for name, default in defaults.items():
@@ -83,32 +86,40 @@ def with_var_defaults(metadata: dict[str, Any]) -> dict[str, Any]:
     return metadata
 
 
-def to_ref(value: object, metadata: Mapping[str, Any]) -> Any:
+def to_ref(value: PyTree, metadata: Mapping[str, Any]) -> PyTree:
     """Returns a value as a variable with this metadata holds it: in references, or unchanged."""
+    if "ref" not in metadata and "hijax" not in metadata:
+        return value
 
-    def in_ref(x: Any) -> Any:
-        return jax.new_ref(x) if isinstance(x, jax.Array | np.ndarray) else x
+    def in_ref(leaf: PyTree) -> PyTree:
+        is_array = isinstance(leaf, jax.Array | np.ndarray)
+        return jax.new_ref(leaf) if is_array else leaf
 
-    if "ref" in metadata or "hijax" in metadata:
-        return jax.tree.map(in_ref, value)
-    return value
+    return jax.tree.map(in_ref, value)
 
 
-def is_in_ref(value: object) -> bool:
+def is_in_ref(value: PyTree) -> bool:
     """Returns whether arrays of a value are in references."""
     return any(isinstance(x, jax.Ref) for x in jax.tree.leaves(value))
 
 
-def read_ref(value: Any) -> Any:
+def read_ref(value: PyTree) -> PyTree:
     """Returns a value with arrays in place of references."""
-    if isinstance(value, jax.Ref):  # fast path
+    if isinstance(value, jax.Ref):  # the most frequent case, without a tree
         return value[...]
-    return jax.tree.map(lambda x: x[...] if isinstance(x, jax.Ref) else x, value)
+    return jax.tree.map(_read_leaf, value)
+
+
+def _read_leaf(leaf: PyTree) -> PyTree:
+    return leaf[...] if isinstance(leaf, jax.Ref) else leaf
 
 
 def initial_ref(
-    value: object, metadata: dict[str, Any], arguments: Mapping[str, Any], type_name: str
-) -> Any:
+    value: PyTree,
+    metadata: dict[str, Any],
+    arguments: Mapping[str, Any],
+    type_name: str,
+) -> PyTree:
     """Returns the value of a new variable as it is held.
 
     If it has other leaves than arrays, `metadata` loses `ref` and `hijax`. Raises
@@ -117,29 +128,34 @@ def initial_ref(
     leaves, structure = jax.tree.flatten(value)
     non_arrays = [x for x in leaves if not isinstance(x, _NUMERIC)]
     if leaves and not non_arrays:
-        return to_ref(structure.unflatten(map(jnp.asarray, leaves)), metadata)
+        arrays = structure.unflatten(map(jnp.asarray, leaves))
+        return to_ref(arrays, metadata)
     if non_arrays and (arguments.get("ref") or arguments.get("hijax")):
         leaf_type = type(non_arrays[0]).__name__
         raise VariableArgumentError(
             f"a {type_name} with ref=True was given a {leaf_type}, but a jax.Ref holds an array; "
             "omit ref=True, or make another variable for it."
         )
-    for name in ("ref", "hijax"):
-        metadata.pop(name, None)
+    metadata.pop("ref", None)
+    metadata.pop("hijax", None)
     return value
 
 
-def write_ref(held: Any, value: Any, index: Any, type_name: str) -> None:
+def write_ref(
+    held: PyTree, value: PyTree, index: PyTree, type_name: str
+) -> None:
     """Writes to a part of a reference or to a part of a tree of references, in their dtypes.
 
     Raises VariableShapeError if the whole is written with another shape or structure.
     """
     if index is not ... and not isinstance(held, jax.Ref):
-        held, index = held[index], ...
+        # The index of a part of a tree, such as a key of a dict.
+        held = held[index]
+        index = ...
     refs, structure = jax.tree.flatten(held)
-    is_alike = True
     if isinstance(held, jax.Ref):
         values = [jnp.asarray(value, held.dtype)]
+        is_alike = True
     else:
         values = jax.tree.leaves(value)
         is_alike = jax.tree.structure(value) == structure
@@ -151,5 +167,5 @@ def write_ref(held: Any, value: Any, index: Any, type_name: str) -> None:
                 f"of shape {jax.tree.map(jnp.shape, value)}; give one of shape "
                 f"{structure.unflatten(ref_shapes)}, or make the variable without ref=True."
             )
-    for ref, x in zip(refs, values, strict=True):
-        ref[index] = jnp.asarray(x, ref.dtype)
+    for ref, new_array in zip(refs, values, strict=True):
+        ref[index] = jnp.asarray(new_array, ref.dtype)

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import (
+    Any,
+    Concatenate,
+    NamedTuple,
+    ParamSpec,
+    TypeAlias,
+    TypeVar,
+)
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +27,12 @@ from weft.nnx.pytree import Pytree, iter_graph
 from weft.nnx.settings import resolve_graph_options
 from weft.nnx.split_merge import clone
 from weft.nnx.variables import Variable
+from weft.typing import MISSING, PyTree
+
+A = TypeVar("A")
+P = ParamSpec("P")
+StreamSizes = int | tuple[int, ...] | None
+Sizes = int | tuple[int, ...] | Mapping[Any, StreamSizes]
 
 
 class RngState(Variable[Any]):
@@ -40,7 +53,12 @@ class RngCount(RngState):
     __slots__ = ()
 
 
-def _as_key(seed: object, name: str) -> jax.Array:
+Seed: TypeAlias = (
+    "int | jax.Array | np.ndarray | np.generic | RngState | RngStream"
+)
+
+
+def _as_key(seed: Seed, name: str) -> jax.Array:
     if isinstance(seed, RngStream):
         return seed.key.get_value()
     if isinstance(seed, Variable):
@@ -60,35 +78,29 @@ def _as_key(seed: object, name: str) -> jax.Array:
     )
 
 
-def _method_of(draw: Callable[..., Any]) -> Callable[..., Any]:
+def _method_of(
+    draw: Callable[Concatenate[Any, P], A],
+) -> Callable[Concatenate[Callable[[], jax.Array], P], A]:
     @functools.wraps(draw)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(
+        self: Callable[[], jax.Array], *args: P.args, **kwargs: P.kwargs
+    ) -> A:
         return draw(self(), *args, **kwargs)
 
     return method
 
 
-def _initializer_of(factory: Callable[..., Any]) -> Callable[..., Any]:
+def _initializer_of(
+    factory: Callable[P, Callable[..., A]],
+) -> Callable[Concatenate[Callable[[], jax.Array], P], Callable[..., A]]:
     @functools.wraps(factory)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    def method(
+        self: Callable[[], jax.Array], *args: P.args, **kwargs: P.kwargs
+    ) -> Callable[..., A]:
         initialize = factory(*args, **kwargs)
         return lambda *args, **kwargs: initialize(self(), *args, **kwargs)
 
     return method
-
-
-_DRAWS = (
-    "ball", "bernoulli", "beta", "binomial", "bits", "categorical", "cauchy", "chisquare", "choice",
-    "dirichlet", "double_sided_maxwell", "exponential", "f", "gamma", "generalized_normal",
-    "geometric", "gumbel", "laplace", "loggamma", "logistic", "lognormal", "maxwell", "multinomial",
-    "multivariate_normal", "normal", "orthogonal", "pareto", "permutation", "poisson", "rademacher",
-    "randint", "rayleigh", "t", "triangular", "truncated_normal", "uniform", "wald", "weibull_min",
-)  # fmt: skip
-_INITIALIZERS = (
-    "delta_orthogonal", "glorot_normal", "glorot_uniform", "he_normal", "he_uniform",
-    "kaiming_normal", "kaiming_uniform", "lecun_normal", "lecun_uniform", "variance_scaling",
-    "xavier_normal", "xavier_uniform",
-)  # fmt: skip
 
 
 class Draws(Pytree):
@@ -97,14 +109,57 @@ class Draws(Pytree):
     Initializers of `jax.nn.initializers` are methods that return a keyless initializer.
     """
 
+    ball = _method_of(jax.random.ball)
+    bernoulli = _method_of(jax.random.bernoulli)
+    beta = _method_of(jax.random.beta)
+    binomial = _method_of(jax.random.binomial)
+    bits = _method_of(jax.random.bits)
+    categorical = _method_of(jax.random.categorical)
+    cauchy = _method_of(jax.random.cauchy)
+    chisquare = _method_of(jax.random.chisquare)
+    choice = _method_of(jax.random.choice)
+    dirichlet = _method_of(jax.random.dirichlet)
+    double_sided_maxwell = _method_of(jax.random.double_sided_maxwell)
+    exponential = _method_of(jax.random.exponential)
+    f = _method_of(jax.random.f)
+    gamma = _method_of(jax.random.gamma)
+    generalized_normal = _method_of(jax.random.generalized_normal)
+    geometric = _method_of(jax.random.geometric)
+    gumbel = _method_of(jax.random.gumbel)
+    laplace = _method_of(jax.random.laplace)
+    loggamma = _method_of(jax.random.loggamma)
+    logistic = _method_of(jax.random.logistic)
+    lognormal = _method_of(jax.random.lognormal)
+    maxwell = _method_of(jax.random.maxwell)
+    multinomial = _method_of(jax.random.multinomial)
+    multivariate_normal = _method_of(jax.random.multivariate_normal)
+    normal = _method_of(jax.random.normal)
+    orthogonal = _method_of(jax.random.orthogonal)
+    pareto = _method_of(jax.random.pareto)
+    permutation = _method_of(jax.random.permutation)
+    poisson = _method_of(jax.random.poisson)
+    rademacher = _method_of(jax.random.rademacher)
+    randint = _method_of(jax.random.randint)
+    rayleigh = _method_of(jax.random.rayleigh)
+    t = _method_of(jax.random.t)
+    triangular = _method_of(jax.random.triangular)
+    truncated_normal = _method_of(jax.random.truncated_normal)
+    uniform = _method_of(jax.random.uniform)
+    wald = _method_of(jax.random.wald)
+    weibull_min = _method_of(jax.random.weibull_min)
 
-for _name in _DRAWS:
-    setattr(Draws, _name, _method_of(getattr(jax.random, _name)))
-for _name in _INITIALIZERS:
-    setattr(Draws, _name, _initializer_of(getattr(jax.nn.initializers, _name)))
-
-
-Sizes = int | tuple[int, ...] | Mapping[Any, Any]
+    delta_orthogonal = _initializer_of(jax.nn.initializers.delta_orthogonal)
+    glorot_normal = _initializer_of(jax.nn.initializers.glorot_normal)
+    glorot_uniform = _initializer_of(jax.nn.initializers.glorot_uniform)
+    he_normal = _initializer_of(jax.nn.initializers.he_normal)
+    he_uniform = _initializer_of(jax.nn.initializers.he_uniform)
+    kaiming_normal = _initializer_of(jax.nn.initializers.kaiming_normal)
+    kaiming_uniform = _initializer_of(jax.nn.initializers.kaiming_uniform)
+    lecun_normal = _initializer_of(jax.nn.initializers.lecun_normal)
+    lecun_uniform = _initializer_of(jax.nn.initializers.lecun_uniform)
+    variance_scaling = _initializer_of(jax.nn.initializers.variance_scaling)
+    xavier_normal = _initializer_of(jax.nn.initializers.xavier_normal)
+    xavier_uniform = _initializer_of(jax.nn.initializers.xavier_uniform)
 
 
 class RngStream(Draws):
@@ -121,14 +176,15 @@ class RngStream(Draws):
     ((2,), 1)
     """
 
-    def __init__(self, key: object, *, tag: str = "default"):
+    def __init__(self, key: Seed, *, tag: str = "default"):
         key = _as_key(key, tag)
         self.tag = tag
         self.key = RngKey(key, tag=tag)
         self.count = RngCount(jnp.zeros(key.shape, jnp.uint32), tag=tag)
 
     def __call__(self) -> jax.Array:
-        key, count = self.key.get_value(), self.count.get_value()
+        key = self.key.get_value()
+        count = self.count.get_value()
         self.count.set_value(count + 1)
         return jax.random.fold_in(key, count)
 
@@ -138,11 +194,14 @@ class RngStream(Draws):
 
     def broadcast(self, k: int | tuple[int, ...]) -> "RngStream":
         """Returns one stream for all indices of new leading axes, from one key of this stream."""
-        shape = (k,) if isinstance(k, int) else k
+        new_axes = (k,) if isinstance(k, int) else k
         key = self()
-        return RngStream(jnp.broadcast_to(key, (*shape, *key.shape)), tag=self.tag)
+        keys = jnp.broadcast_to(key, (*new_axes, *key.shape))
+        return RngStream(keys, tag=self.tag)
 
-    def fork(self, *, split: int | tuple[int, ...] | None = None) -> "RngStream":
+    def fork(
+        self, *, split: int | tuple[int, ...] | None = None
+    ) -> "RngStream":
         """Returns an independent stream, from one key; `split` is deprecated: see `split`."""
         if split is None:
             return RngStream(self(), tag=self.tag)
@@ -165,21 +224,27 @@ class Rngs(Draws):
     ((2,), ())
     """
 
-    def __init__(self, default: object = None, **rngs: object):
+    def __init__(
+        self, default: Seed | Mapping[str, Seed] | None = None, **rngs: Seed
+    ):
         if isinstance(default, Mapping):
-            rngs, default = {**default, **rngs}, None
-        given = rngs if default is None else {**rngs, "default": default}
-        for name, seed in given.items():
+            seeds = {**default, **rngs}
+        elif default is not None:
+            seeds = {**rngs, "default": default}
+        else:
+            seeds = rngs
+        for name, seed in seeds.items():
             setattr(self, name, RngStream(seed, tag=name))
 
     def _stream(self, name: str) -> RngStream:
-        streams = vars(self)
-        for key in (name, "default"):
-            if isinstance(streams.get(key), RngStream):
-                return streams[key]
-        there = ", ".join(repr(key) for key in self) or "none"
+        attributes = vars(self)
+        for stream_name in (name, "default"):
+            stream = attributes.get(stream_name)
+            if isinstance(stream, RngStream):
+                return stream
+        names = ", ".join(map(repr, self)) or "none"
         raise RngStreamNotFoundError(
-            f"unknown PRNG stream {name!r}, and no default stream; streams: {there}. Create one: "
+            f"unknown PRNG stream {name!r}, and no default stream; streams: {names}. Create one: "
             f"nnx.Rngs({name}=0)."
         )
 
@@ -199,7 +264,9 @@ class Rngs(Draws):
         return isinstance(vars(self).get(name), RngStream)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name, value in vars(self).items() if isinstance(value, RngStream))
+        for name, value in vars(self).items():
+            if isinstance(value, RngStream):
+                yield name
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -229,51 +296,76 @@ class Rngs(Draws):
             warn_deprecated("fork(split=sizes)", "call split(sizes)")
         return self._each(split=split, fork=...)
 
-    def _each(self, **changes: Any) -> "Rngs":
-        made = Rngs()
+    def _each(
+        self,
+        split: Sizes | None = None,
+        broadcast: Sizes | None = None,
+        fork: Filter = None,
+    ) -> "Rngs":
+        rngs = Rngs()
         for name, stream in self.items():
-            setattr(made, name, _changed(stream, (name,), **changes))
-        return made
+            new_stream = _new_stream(stream, (name,), split, broadcast, fork)
+            if new_stream is None:
+                new_stream = RngStream(stream, tag=stream.tag)
+            setattr(rngs, name, new_stream)
+        return rngs
 
 
-_UNMATCHED: Any = object()
-
-
-def _sizes_of(sizes: object, path: Path, stream: RngStream, unmatched: object = None) -> Any:
+def _sizes_of_stream(
+    sizes: Sizes | None,
+    path: Path,
+    stream: RngStream,
+    unmatched: StreamSizes = None,
+) -> StreamSizes:
+    """Returns sizes, or those of the first filter that matches a stream, or else `unmatched`."""
     if not isinstance(sizes, Mapping):
         return sizes
-    for where, of_stream in sizes.items():
-        if to_predicate(where)(path, stream.key):
-            return of_stream
+    for stream_filter, stream_sizes in sizes.items():
+        if to_predicate(stream_filter)(path, stream.key):
+            return stream_sizes
     return unmatched
 
 
-def _changed(
+def _new_stream(
     stream: RngStream,
     path: Path,
-    split: object = None,
-    broadcast: object = None,
-    fork: Filter = None,
-) -> RngStream:
-    if (sizes := _sizes_of(split, path, stream)) is not None:
-        return stream.split(sizes)
-    if (sizes := _sizes_of(broadcast, path, stream)) is not None:
-        return stream.broadcast(sizes)
+    split: Sizes | None,
+    broadcast: Sizes | None,
+    fork: Filter,
+) -> RngStream | None:
+    """Returns a stream from a key of another one, or None for a stream that stays as it is."""
+    split_sizes = _sizes_of_stream(split, path, stream)
+    if split_sizes is not None:
+        return stream.split(split_sizes)
+    broadcast_sizes = _sizes_of_stream(broadcast, path, stream)
+    if broadcast_sizes is not None:
+        return stream.broadcast(broadcast_sizes)
     if to_predicate(fork)(path, stream.key):
         return stream.fork()
-    return RngStream(stream, tag=stream.tag)
+    return None
 
 
-def _streams(node: object, only: Filter) -> list[tuple[Path, RngStream]]:
+def _streams(node: PyTree, only: Filter) -> list[tuple[Path, RngStream]]:
     matches = to_predicate(only)
-    return [
-        (path, x)
-        for path, x in iter_graph(node)
-        if isinstance(x, RngStream) and (matches(path, x) or matches((*path, "key"), x.key))
-    ]
+    streams: list[tuple[Path, RngStream]] = []
+    for path, x in iter_graph(node):
+        if not isinstance(x, RngStream):
+            continue
+        # A filter of variables, such as `RngKey`, selects by the key.
+        if matches(path, x) or matches((*path, "key"), x.key):
+            streams.append((path, x))
+    return streams
 
 
-class Backups(tuple[tuple[RngStream, Any, Any], ...]):
+class Backup(NamedTuple):
+    """Key and count of a stream before a split or fork."""
+
+    stream: RngStream
+    key: jax.Array
+    count: jax.Array
+
+
+class Backups(tuple[Backup, ...]):
     """Backups of streams before a split or fork; as a context, restores them."""
 
     __slots__ = ()
@@ -281,11 +373,13 @@ class Backups(tuple[tuple[RngStream, Any, Any], ...]):
     def __enter__(self) -> "Backups":
         return self
 
-    def __exit__(self, *args: object) -> None:
+    def __exit__(self, *error: object) -> None:
         restore_rngs(self)
 
 
-def restore_rngs(backups: Sequence[tuple[RngStream, Any, Any]], /) -> None:
+def restore_rngs(
+    backups: Sequence[tuple[RngStream, jax.Array, jax.Array]], /
+) -> None:
     """Restores the keys and counts of streams from a result of `split_rngs` or `fork_rngs`."""
     for stream, key, count in backups:
         stream.key.set_value(key)
@@ -293,24 +387,33 @@ def restore_rngs(backups: Sequence[tuple[RngStream, Any, Any]], /) -> None:
 
 
 NewKey = Callable[[Path, RngStream], jax.Array | None]
+"""Function of a stream that returns its next key; None for a stream that stays as it is."""
 
 
-def _change_streams(node: Any, in_place: bool, only: Filter, new_key: NewKey) -> Any:
-    """Gives streams new keys and restarts their counts, in place or in a copy of the object.
-
-    Streams whose new key is None are unchanged. Returns backups, or a copy with other streams.
-    """
-    node, backups = node if in_place else clone(node, variables=False), []
+def _change_streams(node: PyTree, only: Filter, new_key: NewKey) -> Backups:
+    """Gives streams new keys and restarts their counts, in place."""
+    backups: list[Backup] = []
     for path, stream in _streams(node, only):
-        if (key := new_key(path, stream)) is None:
+        key = new_key(path, stream)
+        if key is None:
             continue
-        if in_place:
-            backups.append((stream, stream.key.get_value(), stream.count.get_value()))
-            _restart(stream, key)
-        else:
-            count = jnp.zeros(key.shape, jnp.uint32)
-            stream.key, stream.count = stream.key.copy(key), stream.count.copy(count)
-    return Backups(backups) if in_place else node
+        old_key = stream.key.get_value()
+        backups.append(Backup(stream, old_key, stream.count.get_value()))
+        _restart(stream, key)
+    return Backups(backups)
+
+
+def _with_changed_streams(node: A, only: Filter, new_key: NewKey) -> A:
+    """Returns a copy with other streams, which shares everything else."""
+    node_copy = clone(node, variables=False)
+    for path, stream in _streams(node_copy, only):
+        key = new_key(path, stream)
+        if key is None:
+            continue
+        count = jnp.zeros(key.shape, jnp.uint32)
+        stream.key = stream.key.copy(key)
+        stream.count = stream.count.copy(count)
+    return node_copy
 
 
 def _restart(stream: RngStream, key: jax.Array) -> None:
@@ -318,20 +421,24 @@ def _restart(stream: RngStream, key: jax.Array) -> None:
     stream.count.set_value(jnp.zeros(key.shape, jnp.uint32))
 
 
-def _change_or_decorate(node: object, in_place: bool, only: Filter, new_key: NewKey) -> Any:
-    """Changes streams as `_change_streams`; without an object, those of the arguments of calls."""
+def _change_or_decorate(
+    node: PyTree | None, in_place: bool, only: Filter, new_key: NewKey
+) -> Any:
+    """Changes streams in place or in a copy; without an object, those of the arguments of calls."""
+    if node is not None and in_place:
+        return _change_streams(node, only, new_key)
     if node is not None:
-        return _change_streams(node, in_place, only, new_key)
+        return _with_changed_streams(node, only, new_key)
 
-    def decorator(f: Callable[..., Any]) -> Callable[..., Any]:
+    def decorator(f: Callable[..., A]) -> Callable[..., A]:
         @functools.wraps(f)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            changed = _change_streams((args, kwargs), in_place, only, new_key)
-            if not in_place:
-                args, kwargs = changed
-                return f(*args, **kwargs)
-            with changed:
-                return f(*args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> A:
+            arguments = (args, kwargs)
+            if in_place:
+                with _change_streams(arguments, only, new_key):
+                    return f(*args, **kwargs)
+            args, kwargs = _with_changed_streams(arguments, only, new_key)
+            return f(*args, **kwargs)
 
         return call
 
@@ -339,7 +446,7 @@ def _change_or_decorate(node: object, in_place: bool, only: Filter, new_key: New
 
 
 def split_rngs(
-    node: object = None,
+    node: PyTree | None = None,
     /,
     *,
     splits: int | tuple[int, ...],
@@ -368,7 +475,9 @@ def split_rngs(
     ()
     """
     if squeeze and splits != 1:
-        raise InvalidRngError(f"squeeze=True needs an axis of size 1, and splits={splits!r}.")
+        raise InvalidRngError(
+            f"squeeze=True needs an axis of size 1, and splits={splits!r}."
+        )
     _, in_place = resolve_graph_options(graph, graph_updates)
 
     def new_key(_: Path, stream: RngStream) -> jax.Array:
@@ -379,10 +488,10 @@ def split_rngs(
 
 
 def fork_rngs(
-    node: object = None,
+    node: PyTree | None = None,
     /,
     *,
-    split: object = None,
+    split: Sizes | None = None,
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
@@ -393,21 +502,23 @@ def fork_rngs(
     _, in_place = resolve_graph_options(graph, graph_updates)
 
     def new_key(path: Path, stream: RngStream) -> jax.Array | None:
-        sizes = _sizes_of(split, path, stream, _UNMATCHED)
-        if sizes is _UNMATCHED:
+        sizes = _sizes_of_stream(split, path, stream, unmatched=MISSING)
+        if sizes is MISSING:
             return None
-        return (stream.fork() if sizes is None else stream.split(sizes)).key.get_value()
+        new_stream = stream.fork() if sizes is None else stream.split(sizes)
+        return new_stream.key.get_value()
 
     return _change_or_decorate(node, in_place, ..., new_key)
 
 
 def reseed(
-    node: object,
+    node: PyTree,
     /,
     *,
     graph: bool | None = None,
-    policy: str | Callable[[Path, jax.Array, tuple[int, ...]], jax.Array] = "scalars_only",
-    **stream_keys: object,
+    policy: str
+    | Callable[[Path, jax.Array, tuple[int, ...]], jax.Array] = "scalars_only",
+    **stream_keys: Seed,
 ) -> None:
     """Sets new keys of PRNG streams in an object, and restarts their counts.
 
@@ -423,20 +534,27 @@ def reseed(
     >>> bool(rngs.dropout.key[...] == RngStream(2)())
     True
     """
-    if isinstance(policy, str) and policy not in ("scalars_only", "match_shape"):
+    if isinstance(policy, str) and policy not in (
+        "scalars_only",
+        "match_shape",
+    ):
         raise InvalidRngError(
             f'policy={policy!r} is none; give "scalars_only", "match_shape" or a function.'
         )
-    sources = {name: RngStream(seed, tag=name) for name, seed in stream_keys.items()}
-    found = [(path, x) for path, x in _streams(node, ...) if x.tag in sources]
-    for path, stream in found:
-        if policy == "scalars_only" and stream.key.shape:
-            raise InvalidRngError(
-                f"the PRNG stream at {'/'.join(map(str, path))!r} was split to the shape "
-                f'{stream.key.shape}; give policy="match_shape", or restore it first.'
-            )
-    for path, stream in found:
-        key, shape = sources[stream.tag](), stream.key.shape
+    sources: dict[str, RngStream] = {}
+    for name, seed in stream_keys.items():
+        sources[name] = RngStream(seed, tag=name)
+    streams = [(path, x) for path, x in _streams(node, ...) if x.tag in sources]
+    if policy == "scalars_only":
+        for path, stream in streams:
+            if stream.key.shape:
+                raise InvalidRngError(
+                    f"the PRNG stream at {'/'.join(map(str, path))!r} was split to the shape "
+                    f'{stream.key.shape}; give policy="match_shape", or restore it first.'
+                )
+    for path, stream in streams:
+        key = sources[stream.tag]()
+        shape = stream.key.shape
         if callable(policy):
             key = policy(path, key, shape)
         elif shape:
@@ -445,7 +563,7 @@ def reseed(
 
 
 def with_rngs(
-    node: object = None,
+    node: PyTree | None = None,
     /,
     *,
     split: Sizes | None = None,
@@ -469,7 +587,7 @@ def with_rngs(
     """
 
     def new_key(path: Path, stream: RngStream) -> jax.Array | None:
-        key = _changed(stream, path, split, broadcast, fork).key.get_value()
-        return None if key is stream.key.get_value() else key
+        new_stream = _new_stream(stream, path, split, broadcast, fork)
+        return None if new_stream is None else new_stream.key.get_value()
 
     return _change_or_decorate(node, False, only, new_key)

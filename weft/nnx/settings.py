@@ -15,14 +15,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self, TypedDict
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Generic, Self, TypedDict, TypeVar
 
 import jax
 
 from weft.core.settings import settings as process_settings
 
+T = TypeVar("T")
+Value = TypeVar("Value")
 
-class Setting:
+
+class Setting(Generic[Value]):
     """Base class of settings: construction sets the value in this thread.
 
     As a context manager or decorator, an instance limits it to the block or call.
@@ -40,66 +44,77 @@ class Setting:
     _defaults: ClassVar[Mapping[str, Any]]
     _process_setting: ClassVar[str]
 
-    def __init_subclass__(cls, *, default: object = None, process_setting: str = "") -> None:
+    def __init_subclass__(
+        cls, *, default: Any = None, process_setting: str = ""
+    ) -> None:
         super().__init_subclass__()
         cls._context = jax.make_user_context(())
         cls._process_setting = process_setting
-        cls._defaults = vars(process_settings) if process_setting else {"": default}
+        if process_setting:
+            cls._defaults = vars(process_settings)
+        else:
+            cls._defaults = {process_setting: default}
 
-    def __init__(self, value: object, /):
+    def __init__(self, value: Value, /):
         self.value = value
         self._before: tuple[Any, ...] | None = self._context.value
-        self._entered: list[Any] = []
+        self._entered: list[AbstractContextManager[None]] = []
         stack = (*self._context.value[:-1], value)
-        # As in a thread where nothing was set, so that both find the same compiled functions.
-        self._context(() if stack == (self.get_default(),) else stack).__enter__()
+        if stack == (self.get_default(),):
+            # As in a thread where nothing was set, so that both find the same compiled functions.
+            stack = ()
+        self._context(stack).__enter__()
 
     @classmethod
-    def current(cls) -> Any:
+    def current(cls) -> Value:
         """Returns the current value."""
         stack = cls._context.value
-        return stack[-1] if stack else cls._defaults[cls._process_setting]
+        if stack:
+            return stack[-1]
+        return cls._defaults[cls._process_setting]
 
     @classmethod
-    def get_default(cls) -> Any:
+    def get_default(cls) -> Value:
         """Returns the default value."""
         return cls._defaults[cls._process_setting]
 
     @classmethod
-    def get_stack(cls) -> list[Any]:
+    def get_stack(cls) -> list[Value]:
         """Returns the values set in this thread, current one last."""
         return list(cls._context.value)
 
     def _undo(self) -> None:
+        """Takes back what construction set, for a use as context manager or decorator."""
         if self._before is not None:
             self._context(self._before).__enter__()
             self._before = None
 
-    def _on_top(self) -> Any:
+    def _on_top(self) -> AbstractContextManager[None]:
         return self._context((*self._context.value, self.value))
 
     def __enter__(self) -> Self:
         self._undo()
-        self._entered.append(self._on_top())
-        self._entered[-1].__enter__()
+        context = self._on_top()
+        context.__enter__()
+        self._entered.append(context)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)
 
-    def __call__(self, f: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, f: Callable[..., T]) -> Callable[..., T]:
         self._undo()
 
         @functools.wraps(f)
-        def under_it(*args: object, **kwargs: object) -> Any:
+        def call(*args: Any, **kwargs: Any) -> T:
             with self._on_top():
                 return f(*args, **kwargs)
 
-        return under_it
+        return call
 
 
-class _BooleanSetting(Setting):
-    def __init__(self, value: object, /):
+class _BooleanSetting(Setting[bool]):
+    def __init__(self, value: bool, /):
         super().__init__(bool(value))
 
     @classmethod
@@ -139,6 +154,8 @@ def resolve_graph_options(
     graph: bool | None = None, graph_updates: bool | None = None
 ) -> tuple[bool, bool]:
     """Returns whether objects may be shared, and whether changes of structure come back."""
-    references = set_graph_mode.current() if graph is None else bool(graph)
-    updates = set_graph_updates.current() if graph_updates is None else bool(graph_updates)
-    return references, references and updates
+    if graph is None:
+        graph = set_graph_mode.current_value()
+    if graph_updates is None:
+        graph_updates = set_graph_updates.current_value()
+    return bool(graph), bool(graph and graph_updates)

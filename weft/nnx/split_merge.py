@@ -8,12 +8,24 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from typing import Any, TypeVar, overload
 
 import jax
 
-from weft.errors import GraphStructureError, ObjectArgumentError, warn_deprecated
+from weft.errors import (
+    GraphStructureError,
+    ObjectArgumentError,
+    warn_deprecated,
+)
 from weft.nnx import settings
 from weft.nnx.filters import All, Filter, OfType, Path, grouped, to_predicate
 from weft.nnx.graph import (
@@ -38,28 +50,60 @@ from weft.nnx.state import (
     from_flat_state,
     merge_state,
     path_text,
-    split_state,
+    split_flat_state,
     to_flat_state,
 )
 from weft.nnx.variables import Variable, is_variable, map_value, value_of
+from weft.typing import PyTree
 
+K = TypeVar("K")
 T = TypeVar("T")
+V = TypeVar("V")
 
 
 def _flattened(
-    node: object, graph: bool | None, known: Mapping[Any, int] | None = None
+    node: PyTree, graph: bool | None, indices: Mapping[Any, int] | None = None
 ) -> FlatGraph:
     """Splits an object as a graph, or without graphs as a tree."""
-    references, _ = settings.resolve_graph_options(graph)
-    places = None if references else TreePlaces()
-    return flatten_graph(node, known={} if known is None else known, places=places)
+    is_graph, _ = settings.resolve_graph_options(graph)
+    places = None if is_graph else TreePlaces()
+    return flatten_graph(node, indices=indices or {}, places=places)
+
+
+def _build(graphdef: GraphDef[T], leaves: Iterable[PyTree]) -> T:
+    """Returns a new object that holds the given variables themselves."""
+    root, _ = build_graph(graphdef, leaves, share=True)
+    return root
+
+
+def _one_or_all(states: Sequence[T]) -> T | tuple[T, ...]:
+    return states[0] if len(states) == 1 else tuple(states)
 
 
 PureState = tuple[GraphDef[T], State]
 """An object split in two, as `split` returns it."""
 
 
-def split(node: object, *filters: Filter, graph: bool | None = None) -> tuple[Any, ...]:
+@overload
+def split(
+    node: T, first: Filter = ..., /, *, graph: bool | None = ...
+) -> tuple[GraphDef[T], State]: ...
+@overload
+def split(
+    node: T,
+    first: Filter,
+    second: Filter,
+    /,
+    *filters: Filter,
+    graph: bool | None = ...,
+) -> tuple[GraphDef[T], State, State, *tuple[State, ...]]: ...
+@overload
+def split(
+    node: T, *filters: Filter, graph: bool | None = ...
+) -> tuple[GraphDef[T], *tuple[State, ...]]: ...
+def split(
+    node: PyTree, *filters: Filter, graph: bool | None = None
+) -> tuple[Any, ...]:
     """Splits an object into a description and states.
 
     Args:
@@ -77,17 +121,34 @@ def split(node: object, *filters: Filter, graph: bool | None = None) -> tuple[An
     2.0
     """
     flat = _flattened(node, graph)
-    whole = from_flat_state(flat.items())
     if not filters:
-        return flat.graphdef, whole
-    states = split_state(whole, *filters)
-    return flat.graphdef, *(states if len(filters) > 1 else (states,))
+        return flat.graphdef, from_flat_state(flat.items())
+    # Of paths, which filters need; a nested state would be taken apart again.
+    groups = split_flat_state(FlatState(flat.items()), filters)
+    states = [group.to_nested_state() for group in groups]
+    return flat.graphdef, *states
 
 
+@overload
 def merge(
-    graphdef_or_graphstate: object,
+    graphdef_or_graphstate: GraphDef[T],
     /,
-    *states: object,
+    *states: PyTree,
+    copy: bool = ...,
+    recreate_variables: bool = ...,
+) -> T: ...
+@overload
+def merge(
+    graphdef_or_graphstate: GraphState,
+    /,
+    *states: PyTree,
+    copy: bool = ...,
+    recreate_variables: bool = ...,
+) -> Any: ...
+def merge(
+    graphdef_or_graphstate: GraphDef[T] | GraphState,
+    /,
+    *states: PyTree,
     copy: bool = False,
     recreate_variables: bool = True,
 ) -> Any:
@@ -109,12 +170,14 @@ def merge(
         _check_disjoint(states)
         state = merge_state(*states) if states else State()
     leaves = leaves_of(graphdef, state)
-    return build_graph(graphdef, copies(leaves) if copy else leaves, share=True)[0]
+    return _build(graphdef, copies(leaves) if copy else leaves)
 
 
-def _check_disjoint(states: Sequence[object]) -> None:
-    paths = Counter(path for state in states for path, _ in to_flat_state(state))
-    for path, count in paths.items():
+def _check_disjoint(states: Sequence[PyTree]) -> None:
+    counts: Counter[Path] = Counter()
+    for state in states:
+        counts.update(path for path, _ in to_flat_state(state))
+    for path, count in counts.items():
         if count > 1:
             raise GraphStructureError(
                 f"merge was given {count} values at {path_text(path)!r}, in several states; remove "
@@ -123,8 +186,8 @@ def _check_disjoint(states: Sequence[object]) -> None:
 
 
 def _graphdef_and_states(
-    first: object, states: tuple[Any, ...]
-) -> tuple[GraphDef, tuple[Any, ...]]:
+    first: GraphDef | GraphState, states: tuple[PyTree, ...]
+) -> tuple[GraphDef, tuple[PyTree, ...]]:
     if isinstance(first, GraphState):
         return first._graphdef, (first, *states)
     if isinstance(first, GraphDef):
@@ -135,7 +198,26 @@ def _graphdef_and_states(
     )
 
 
-def unpack(node: object, *filters: Filter, graph: bool | None = None) -> Any:
+@overload
+def unpack(node: PyTree, *, graph: bool | None = None) -> GraphState: ...
+@overload
+def unpack(
+    node: PyTree, only: Filter, /, *, graph: bool | None = None
+) -> GraphState: ...
+@overload
+def unpack(
+    node: PyTree,
+    first: Filter,
+    second: Filter,
+    /,
+    *filters: Filter,
+    graph: bool | None = None,
+) -> tuple[GraphState, ...]: ...
+
+
+def unpack(
+    node: PyTree, *filters: Filter, graph: bool | None = None
+) -> GraphState | tuple[GraphState, ...]:
     """Splits an object like `split`, into `GraphState`s, which include its description.
 
     >>> params, rest = unpack(nnx.Dict(w=nnx.Param(1.0), n=nnx.Cache(2)), nnx.Param, ...)
@@ -143,19 +225,36 @@ def unpack(node: object, *filters: Filter, graph: bool | None = None) -> Any:
     (1.0, ['n'])
     """
     graphdef, *states = split(node, *filters, graph=graph)
-    made = [GraphState(graphdef, state) for state in states]
-    return made[0] if len(made) == 1 else tuple(made)
+    return _one_or_all([GraphState(graphdef, state) for state in states])
 
 
-def state(node: object, *filters: Filter, graph: bool | None = None) -> Any:
+@overload
+def state(node: PyTree, *, graph: bool | None = None) -> State: ...
+@overload
+def state(
+    node: PyTree, only: Filter, /, *, graph: bool | None = None
+) -> State: ...
+@overload
+def state(
+    node: PyTree,
+    first: Filter,
+    second: Filter,
+    /,
+    *filters: Filter,
+    graph: bool | None = None,
+) -> tuple[State, ...]: ...
+
+
+def state(
+    node: PyTree, *filters: Filter, graph: bool | None = None
+) -> State | tuple[State, ...]:
     """Returns the variables and arrays of an object, or one state per filter with those it matches.
 
     >>> nnx.to_pure_dict(nnx.state(nnx.Dict(w=nnx.Param(1.0), n=nnx.Cache(2)), nnx.Param))
     {'w': 1.0}
     """
     groups, _ = grouped(_flattened(node, graph).items(), filters or (...,))
-    states = [from_flat_state(group) for group in groups]
-    return states[0] if len(states) == 1 else tuple(states)
+    return _one_or_all([from_flat_state(group) for group in groups])
 
 
 variables = state
@@ -167,7 +266,13 @@ def graphdef(node: T, /, *, graph: bool | None = None) -> GraphDef[T]:
     return _flattened(node, graph).graphdef
 
 
-def clone(node: T, variables: bool = True, *, arrays: bool = False, graph: bool | None = None) -> T:
+def clone(
+    node: T,
+    variables: bool = True,
+    *,
+    arrays: bool = False,
+    graph: bool | None = None,
+) -> T:
     """Returns a copy of an object, with its sharing preserved.
 
     Args:
@@ -175,22 +280,25 @@ def clone(node: T, variables: bool = True, *, arrays: bool = False, graph: bool 
         arrays: whether to copy arrays as well.
     """
 
-    def copied(x: object) -> Any:
+    def copy_array(x: PyTree) -> PyTree:
         return x.copy() if arrays and isinstance(x, jax.Array) else x
 
     flat = _flattened(node, graph)
-    leaves = [map_value(copied, x) if variables else copied(x) for x in flat.leaves]
-    return build_graph(flat.graphdef, leaves, share=True)[0]
+    leaves: list[PyTree] = []
+    for leaf in flat.leaves:
+        copy = map_value(copy_array, leaf) if variables else copy_array(leaf)
+        leaves.append(copy)
+    return _build(flat.graphdef, leaves)
 
 
 def map(
-    f: Callable[[Path, Any], Any],
-    node: object,
+    f: Callable[[Path, Any], PyTree],
+    node: T,
     /,
     *,
     graph: bool | None = None,
     recreate_variables: bool = True,
-) -> Any:
+) -> T:
     """Returns a copy of an object with `f(path, value)` in place of each variable and array.
 
     Args:
@@ -198,14 +306,14 @@ def map(
         recreate_variables: whether a value becomes a variable; otherwise an attribute is the value.
     """
     flat = _flattened(node, graph)
+    graphdef = flat.graphdef
     leaves = [f(path, x) for path, x in flat.items()]
-    if recreate_variables:
-        return build_graph(flat.graphdef, leaves, share=True)[0]
-    graphdef, leaves = with_plain_values(flat.graphdef, leaves)
-    return build_graph(graphdef, leaves, share=True)[0]
+    if not recreate_variables:
+        graphdef, leaves = with_plain_values(graphdef, leaves)
+    return _build(graphdef, leaves)
 
 
-def as_pure(tree: object) -> Any:
+def as_pure(tree: PyTree) -> PyTree:
     """Returns a pytree with variables replaced by their values.
 
     >>> as_pure([nnx.Param(1), 2])
@@ -214,21 +322,21 @@ def as_pure(tree: object) -> Any:
     return jax.tree.map(value_of, tree, is_leaf=is_variable)
 
 
-def pure(tree: object) -> Any:
+def pure(tree: PyTree) -> PyTree:
     """Returns `as_pure(tree)`; deprecated."""
     warn_deprecated("nnx.pure", "call nnx.as_pure")
     return as_pure(tree)
 
 
 def flatten(
-    node: object,
+    node: T,
     /,
     *,
     with_paths: bool = True,
-    ref_index: RefMap | None = None,
+    ref_index: RefMap[Any, int] | None = None,
     ref_outer_index: Mapping[Any, int] | None = None,
     graph: bool | None = None,
-) -> tuple[GraphDef, Any]:
+) -> tuple[GraphDef[T], Any]:
     """Returns an object as a description and a flat state.
 
     Args:
@@ -240,31 +348,39 @@ def flatten(
     >>> nnx.unflatten(graphdef, leaves)[0][...]
     1.0
     """
-    known = RefMap() if ref_index is None else ref_index
-    first = 1 + max(known.values(), default=-1)
-    flat = _flattened(node, graph, known)
-    graphdef, new = flat.graphdef, list(enumerate(flat.objects, first))
+    indices: Mapping[Any, int] = RefMap() if ref_index is None else ref_index
+    first_index = 1 + max(indices.values(), default=-1)
+    flat = _flattened(node, graph, indices)
+    graphdef = flat.graphdef
+    new_objects = list(enumerate(flat.objects, first_index))
     if ref_index is not None:
-        ref_index.update((x, i) for i, x in new)
+        for index, x in new_objects:
+            ref_index[x] = index
     if ref_outer_index is not None:
-        there = {i: ref_outer_index[x] for i, x in new if x in ref_outer_index}
-        graphdef = graphdef.with_outer_index(there)
+        outer_indices: dict[int, int] = {}
+        for index, x in new_objects:
+            if x in ref_outer_index:
+                outer_indices[index] = ref_outer_index[x]
+        graphdef = graphdef.with_outer_index(outer_indices)
     if with_paths:
         return graphdef, FlatState(flat.items(), sort=False)
-    leaves = [x.get_raw_value() if isinstance(x, Variable) else x for x in flat.leaves]
-    return graphdef, leaves
+    values: list[PyTree] = []
+    for leaf in flat.leaves:
+        is_variable = isinstance(leaf, Variable)
+        values.append(leaf.get_raw_value() if is_variable else leaf)
+    return graphdef, values
 
 
 def unflatten(
-    graphdef: GraphDef,
-    state: Any,
+    graphdef: GraphDef[T],
+    state: PyTree,
     /,
     *,
     index_ref: dict[int, Any] | None = None,
     outer_index_outer_ref: Mapping[int, Any] | None = None,
     copy_variables: bool = False,
     recreate_variables: bool = True,
-) -> Any:
+) -> T:
     """Returns the object of a description and values; the inverse of `flatten`.
 
     Args:
@@ -276,36 +392,59 @@ def unflatten(
     Raises GraphStructureError if a value is missing or unexpected, or an object is unknown.
     """
     leaves = leaves_of(graphdef, state)
-    there = outer_index_outer_ref or {}
-    existing = {i: there[outer] for i, outer in graphdef.outer if outer in there}
-    values = copies(leaves) if copy_variables else leaves
-    root, objects = build_graph(graphdef, values, True, existing, known=index_ref or {})
+    outer_objects = outer_index_outer_ref or {}
+    existing: dict[int, Any] = {}
+    for index, outer_index in graphdef.outer:
+        if outer_index in outer_objects:
+            existing[index] = outer_objects[outer_index]
+    root, objects = build_graph(
+        graphdef,
+        copies(leaves) if copy_variables else leaves,
+        share=True,
+        existing=existing,
+        known_objects=index_ref or {},
+    )
     for (part, _), leaf in zip(leaf_defs(graphdef), leaves, strict=True):
-        variable = existing.get(part.index) if isinstance(part, VariableDef) else None
-        if isinstance(variable, Variable) and variable is not leaf:
-            is_variable = isinstance(leaf, Variable)
-            variable.update_from_state(leaf) if is_variable else variable.set_raw_value(leaf)
+        if isinstance(part, VariableDef) and part.index in existing:
+            _update_variable(existing[part.index], leaf)
     if index_ref is not None:
-        indices = sorted({*index_ref, *(n.index for n in graphdef.nodes if n.index is not None)})
-        index_ref.update(zip(indices, objects, strict=True))
+        # `objects` has those of the other descriptions too, all in the order of their indices.
+        indices = set(index_ref)
+        for node in graphdef.nodes:
+            if node.index is not None:
+                indices.add(node.index)
+        index_ref.update(zip(sorted(indices), objects, strict=True))
     return root
 
 
-def as_abstract(tree: Any, graph: bool | None = None) -> Any:
+def _update_variable(variable: PyTree, leaf: PyTree) -> None:
+    """Updates an existing variable from the state's variable or value."""
+    if not isinstance(variable, Variable) or variable is leaf:
+        return
+    if isinstance(leaf, Variable):
+        variable.update_from_state(leaf)
+    else:
+        variable.set_raw_value(leaf)
+
+
+def as_abstract(tree: T, graph: bool | None = None) -> T:
     """Returns a copy of objects with shapes and dtypes in place of arrays.
 
     >>> as_abstract(nnx.Dict(w=nnx.Param(jnp.ones(2)))).w[...]
     ShapeDtypeStruct(shape=(2,), dtype=float32)
     """
 
-    def abstract(x: Any) -> Any:
-        is_kept = is_array(x) or isinstance(x, jax.Ref)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_kept else x
+    def to_shape(x: PyTree) -> PyTree:
+        if is_array(x) or isinstance(x, jax.Ref):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return x
 
-    return map(lambda _, x: map_value(abstract, x), tree, graph=graph)
+    return map(lambda _, x: map_value(to_shape, x), tree, graph=graph)
 
 
-def set_metadata(node: object, /, *, only: Filter = Variable, **metadata: object) -> None:
+def set_metadata(
+    node: PyTree, /, *, only: Filter = Variable, **metadata: Any
+) -> None:
     """Sets metadata of an object's variables that `only` matches."""
     matches = to_predicate(only)
     flat = flatten_graph(node)
@@ -339,29 +478,37 @@ class GraphState(State):
     def _state(self) -> State:
         return State(self._mapping, _copy=False)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Any, ...]:
         return GraphState, (self._graphdef, self._state)
 
 
-def _flatten(state: GraphState) -> tuple[tuple[Any, ...], Any]:
+_Static = tuple[GraphDef, tuple[Hashable, ...]]
+
+
+def _flatten(state: GraphState) -> tuple[tuple[PyTree, ...], _Static]:
     values, keys = _flatten_state(state)
     return values, (state._graphdef, keys)
 
 
-def _flatten_with_keys(state: GraphState) -> tuple[Any, Any]:
+def _flatten_with_keys(
+    state: GraphState,
+) -> tuple[list[tuple[Any, PyTree]], _Static]:
     values, keys = _flatten_state_with_keys(state)
     return values, (state._graphdef, keys)
 
 
-def _unflatten(fixed: Any, values: Any) -> GraphState:
-    graphdef, keys = fixed
-    return GraphState(graphdef, State(dict(zip(keys, values, strict=True)), _copy=False))
+def _unflatten(static: _Static, values: Iterable[PyTree]) -> GraphState:
+    graphdef, keys = static
+    nested = dict(zip(keys, values, strict=True))
+    return GraphState(graphdef, State(nested, _copy=False))
 
 
-jax.tree_util.register_pytree_with_keys(GraphState, _flatten_with_keys, _unflatten, _flatten)
+jax.tree_util.register_pytree_with_keys(
+    GraphState, _flatten_with_keys, _unflatten, _flatten
+)
 
 
-class RefMap(MutableMapping[Any, Any]):
+class RefMap(MutableMapping[K, V]):
     """Mapping by identity, which accepts unhashable keys such as variables and arrays.
 
     >>> a, b = nnx.Param(1), nnx.Param(1)
@@ -370,39 +517,41 @@ class RefMap(MutableMapping[Any, Any]):
     (True, False)
     """
 
-    def __init__(self, items: Iterable[tuple[Any, Any]] = ()):
-        self._items: dict[int, tuple[Any, Any]] = {}
+    def __init__(self, items: Iterable[tuple[K, V]] = ()):
+        self._items: dict[int, tuple[K, V]] = {}
         for key, value in items:
             self[key] = value
 
-    def __getitem__(self, key: object) -> Any:
-        return self._items[id(key)][1]
+    def __getitem__(self, key: K) -> V:
+        _, value = self._items[id(key)]
+        return value
 
-    def __setitem__(self, key: object, value: object) -> None:
+    def __setitem__(self, key: K, value: V) -> None:
+        # With the key, which keeps its id from being reused.
         self._items[id(key)] = (key, value)
 
-    def __delitem__(self, key: object) -> None:
+    def __delitem__(self, key: K) -> None:
         del self._items[id(key)]
 
     def __contains__(self, key: object) -> bool:
         return id(key) in self._items
 
-    def __iter__(self) -> Iterator[Any]:
-        return (key for key, _ in self._items.values())
+    def __iter__(self) -> Iterator[K]:
+        for key, _ in self._items.values():
+            yield key
 
     def __len__(self) -> int:
         return len(self._items)
 
     def __repr__(self) -> str:
-        items = ", ".join(f"{type(k).__name__}: {v!r}" for k, v in self._items.values())
-        return f"RefMap({{{items}}})"
-
-
-A = TypeVar("A")
+        items: list[str] = []
+        for key, value in self._items.values():
+            items.append(f"{type(key).__name__}: {value!r}")
+        return f"RefMap({{{', '.join(items)}}})"
 
 
 def with_vars(
-    node: A,
+    node: T,
     /,
     *,
     hijax: bool | None = None,
@@ -410,7 +559,7 @@ def with_vars(
     mutable: bool | None = None,
     only: Filter = ...,
     allow_duplicates: bool = False,
-) -> A:
+) -> T:
     """Returns a copy of an object that holds its variables differently, and shares unaffected ones.
 
     Args:
@@ -429,38 +578,48 @@ def with_vars(
     >>> int(model.n)
     1
     """
-    asked = {"hijax": hijax, "ref": ref, "mutable": mutable}
-    wanted = {name: value for name, value in asked.items() if value is not None}
+    options = {"hijax": hijax, "ref": ref, "mutable": mutable}
+    storage = {name: x for name, x in options.items() if x is not None}
     matches = to_predicate(All(OfType(Variable), only))
     flat = flatten_graph(node)
-    leaves = [_with_storage(x, wanted) if matches(path, x) else x for path, x in flat.items()]
-    may_repeat = allow_duplicates or not wanted
-    for first, *others in [] if may_repeat else find_duplicates(node, only=matches):
-        raise GraphStructureError(
-            f"the variable at {path_text(first)!r} is also at "
-            f"{', '.join(repr(path_text(path)) for path in others)}, but JAX accepts a reference "
-            "only once; give allow_duplicates=True, or a copy at one place."
-        )
-    return build_graph(flat.graphdef, leaves, share=True)[0]
+    leaves: list[PyTree] = []
+    for path, leaf in flat.items():
+        if matches(path, leaf):
+            leaf = _with_storage(leaf, storage)
+        leaves.append(leaf)
+    if storage and not allow_duplicates:
+        for first_path, *further_paths in find_duplicates(node, only=matches):
+            paths = ", ".join(repr(path_text(path)) for path in further_paths)
+            raise GraphStructureError(
+                f"the variable at {path_text(first_path)!r} is also at {paths}, but JAX accepts "
+                "a reference only once; give allow_duplicates=True, or a copy at one place."
+            )
+    return _build(flat.graphdef, leaves)
 
 
 @functools.wraps(with_vars, assigned=("__annotations__",))
-def vars_as(node: Any, /, **options: Any) -> Any:
+def vars_as(node: T, /, **options: Any) -> T:
     """Returns `with_vars(node, **options)`; deprecated."""
     warn_deprecated("nnx.vars_as", "call nnx.with_vars")
     return with_vars(node, **options)
 
 
-def _with_storage(variable: Variable[Any], wanted: dict[str, bool]) -> Variable[Any]:
-    there = {"mutable": True, **variable.get_metadata()}
-    updates = {name: value for name, value in wanted.items() if there[name] != value}
+def _with_storage(
+    variable: Variable[Any], storage: Mapping[str, bool]
+) -> Variable[Any]:
+    """Returns a copy that is held as `storage` says; itself if it is held so already."""
+    metadata = {"mutable": True, **variable.get_metadata()}
+    updates: dict[str, bool] = {}
+    for name, value in storage.items():
+        if metadata[name] != value:
+            updates[name] = value
     if not updates:
         return variable
     value = variable.get_raw_value()
     if updates.get("ref") or updates.get("hijax"):
         metadata = {**variable._metadata, **updates}
         value = initial_ref(value, metadata, updates, type(variable).__name__)
-    new = variable.copy(value, **updates)
+    new_variable = variable.copy(value, **updates)
     if updates.get("mutable"):
-        new.del_metadata("mutable")
-    return new
+        new_variable.del_metadata("mutable")
+    return new_variable

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -17,7 +17,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from weft import errors
 from weft.core.meta import PARTITION_NAME as PARTITION_NAME
 from weft.core.meta import Partitioned
-from weft.core.spmd import AnyMesh, axes_of, get_global_mesh, without_format
+from weft.core.spmd import (
+    AnyMesh,
+    Entry,
+    Layout,
+    axes_of,
+    get_global_mesh,
+    without_format,
+)
 from weft.core.spmd import logical_axis_rules as logical_axis_rules
 from weft.nnx import eager_sharding
 from weft.nnx.eager_sharding import mesh_of, pspec_of
@@ -28,11 +35,14 @@ from weft.nnx.pytree import is_array
 from weft.nnx.split_merge import split
 from weft.nnx.state import State
 from weft.nnx.variables import Variable, is_variable, map_value, with_metadata
+from weft.typing import PyTree
 
 A = TypeVar("A")
-
-
-_REMOVED_AXES = {"out_sharding": "axes_that_left", "optimizer_sharding": "optimizer_axes_that_left"}
+Metadata = Mapping[Any, Any]
+_REMOVED_AXES = {
+    "out_sharding": "axes_that_left",
+    "optimizer_sharding": "optimizer_axes_that_left",
+}
 """Metadata entries by layout, in which `remove_axis` stores what `add_axis` restores."""
 
 
@@ -40,7 +50,7 @@ def with_partitioning(
     initializer: Callable[..., Any],
     sharding: tuple[Any, ...],
     mesh: Mesh | None = None,
-    **metadata: object,
+    **metadata: Any,
 ) -> Callable[..., Any]:
     """Returns an initializer whose values become variables with a layout.
 
@@ -53,37 +63,57 @@ def with_partitioning(
     ...     nnx.Param(init(jax.random.key(0), (4, 8))).out_sharding
     (None, 'model')
     """
-    return with_metadata(initializer, out_sharding=sharding, mesh=mesh, **metadata)
+    return with_metadata(
+        initializer, out_sharding=sharding, mesh=mesh, **metadata
+    )
 
 
-def _map_shardings(make: Callable[[PartitionSpec, Any], Any], tree: Any) -> Any:
-    def at(path: jax.tree_util.KeyPath, x: Any) -> Any:
-        def plain(value: object) -> Any:
-            is_kept = is_array(value) or isinstance(value, jax.Ref)
-            return make(PartitionSpec(), path) if is_kept else None
+def _map_shardings(
+    make: Callable[[PartitionSpec, jax.tree_util.KeyPath], PyTree], tree: PyTree
+) -> PyTree:
+    """Returns a tree with `make(layout, path)` in place of each array; None for other values."""
 
-        if not is_variable(x):
-            return plain(x)
-        spec = _pspec_at(path, x)
-        return x.copy(jax.tree.map(plain, x._value) if spec is None else make(spec, path))
+    def map_leaf(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
+        def without_layout(value: PyTree) -> PyTree:
+            if is_array(value) or isinstance(value, jax.Ref):
+                return make(PartitionSpec(), path)
+            return None
 
-    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=is_variable)
+        if not is_variable(leaf):
+            return without_layout(leaf)
+        spec = _pspec_of_leaf(path, leaf)
+        if spec is None:
+            return leaf.copy(jax.tree.map(without_layout, leaf._value))
+        return leaf.copy(make(spec, path))
+
+    return jax.tree_util.tree_map_with_path(map_leaf, tree, is_leaf=is_variable)
 
 
-def _pspec_at(path: jax.tree_util.KeyPath, variable: Variable[Any]) -> PartitionSpec | None:
+def _pspec_of_leaf(
+    path: jax.tree_util.KeyPath, leaf: PyTree
+) -> PartitionSpec | None:
+    """Returns the layout of a variable in a tree; None for other leaves."""
+    if not is_variable(leaf):
+        return None
     try:
-        return pspec_of(variable._metadata)
+        return pspec_of(leaf._metadata)
     except errors.LogicalAxisError as error:
-        raise errors.LogicalAxisError(f"the layout of {_path_text(path)!r}: {error}") from None
+        raise errors.LogicalAxisError(
+            f"the layout of {_path_text(path)!r}: {error}"
+        ) from None
 
 
 def _path_text(path: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _sharding(mesh: AnyMesh, spec: PartitionSpec, path: jax.tree_util.KeyPath) -> NamedSharding:
-    unknown = {name for entry in spec for name in axes_of(entry)}.difference(mesh.axis_names)
-    if unknown:
+def _sharding(
+    mesh: AnyMesh, spec: PartitionSpec, path: jax.tree_util.KeyPath
+) -> NamedSharding:
+    names: set[str] = set()
+    for entry in spec:
+        names.update(axes_of(entry))
+    if not names.issubset(mesh.axis_names):
         raise errors.MeshError(
             f"{_path_text(path)!r} has the layout {spec}, and the mesh has the axes "
             f"{', '.join(map(repr, mesh.axis_names))}; use one of those, or None, or enter "
@@ -92,7 +122,7 @@ def _sharding(mesh: AnyMesh, spec: PartitionSpec, path: jax.tree_util.KeyPath) -
     return NamedSharding(mesh, spec)
 
 
-def get_partition_spec(tree: object) -> Any:
+def get_partition_spec(tree: PyTree) -> PyTree:
     """Returns a tree of variables with a `PartitionSpec` in place of each value.
 
     It is `out_sharding` after `sharding_rules` and `logical_axis_rules`; empty for an array without
@@ -118,7 +148,7 @@ def get_var_pspec(v: Variable[Any]) -> PartitionSpec | None:
     return spec if isinstance(spec, PartitionSpec) else None
 
 
-def get_named_sharding(tree: object, mesh: AnyMesh) -> Any:
+def get_named_sharding(tree: PyTree, mesh: AnyMesh) -> PyTree:
     """Returns the layouts of a tree of variables as `NamedSharding`s; see `get_partition_spec`.
 
     Raises:
@@ -154,53 +184,63 @@ def abstract_with_sharding(tree: A, graph: bool | None = None) -> A:
     P('data',)
     """
 
-    def at(path: jax.tree_util.KeyPath, x: Any) -> Any:
-        spec = _pspec_at(path, x) if is_variable(x) else None
+    def with_sharding(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
+        spec = _pspec_of_leaf(path, leaf)
         if spec is None:
-            return x
-        mesh = mesh_of(x._metadata)
+            return leaf
+        mesh = mesh_of(leaf._metadata)
         if mesh is None:
             raise errors.NoMeshError(
                 f"{_path_text(path)!r} has the layout {spec}, and there is no mesh; enter "
                 "jax.set_mesh(mesh), or give the variable mesh=mesh."
             )
-        return _with_sharding(x, mesh, spec, path, keep=True)
+        return _with_sharding(leaf, mesh, spec, path, replace=False)
 
-    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=is_variable)
+    return jax.tree_util.tree_map_with_path(
+        with_sharding, tree, is_leaf=is_variable
+    )
 
 
 def _with_sharding(
-    x: Any, mesh: AnyMesh, spec: PartitionSpec, path: jax.tree_util.KeyPath, keep: bool = False
-) -> Any:
-    """Adds a layout to an abstract value or variable; with `keep`, only if it has none."""
+    x: PyTree,
+    mesh: AnyMesh,
+    spec: PartitionSpec,
+    path: jax.tree_util.KeyPath,
+    replace: bool,
+) -> PyTree:
+    """Gives a layout to an abstract value or variable that has none, or has another to replace."""
 
-    def laid(value: object) -> Any:
-        if not isinstance(value, jax.ShapeDtypeStruct) or (keep and value.sharding is not None):
+    def with_sharding(value: PyTree) -> PyTree:
+        if not isinstance(value, jax.ShapeDtypeStruct):
+            return value
+        if value.sharding is not None and not replace:
             return value
         try:
             return eager_sharding.abstract_value(value, spec, mesh)
         except errors.MeshError as error:
-            raise errors.MeshError(f"the layout of {_path_text(path)!r}: {error}") from None
+            raise errors.MeshError(
+                f"the layout of {_path_text(path)!r}: {error}"
+            ) from None
 
-    return map_value(laid, x)
+    return map_value(with_sharding, x)
 
 
-def shard_shapes(tree: object) -> None:
+def shard_shapes(tree: PyTree) -> None:
     """Adds layouts to shapes in variables, in place, where a mesh is known."""
     is_mesh_set = get_global_mesh() is not None
     for x in flatten_graph(tree).objects:
-        if (
-            isinstance(x, Variable)
-            and (is_mesh_set or x._metadata)  # else there is no mesh
-            and eager_sharding.is_eagerly_sharded(x._metadata)
-        ):
-            value = eager_sharding.with_abstract_shardings(x._value, x._metadata)
+        if not isinstance(x, Variable):
+            continue
+        metadata = x._metadata
+        may_have_mesh = is_mesh_set or metadata
+        if may_have_mesh and eager_sharding.is_eagerly_sharded(metadata):
+            value = eager_sharding.with_abstract_shardings(x._value, metadata)
             x.set_raw_value(value, _unsafe_bypass_check=True)
 
 
 def get_abstract_model(
-    init_fn: Callable[[], Any], mesh: Mesh, *, graph: bool | None = None
-) -> tuple[GraphDef, State]:
+    init_fn: Callable[[], A], mesh: Mesh, *, graph: bool | None = None
+) -> tuple[GraphDef[A], State]:
     """Traces `init_fn`, and returns the description and abstract state of its model.
 
     The state of `jax.ShapeDtypeStruct`s with shardings is a target for restoring checkpoints.
@@ -215,14 +255,17 @@ def get_abstract_model(
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         graphdef, state = jax.eval_shape(lambda: split(init_fn()))
 
-    def at(path: jax.tree_util.KeyPath, x: Any) -> Any:
-        spec = _pspec_at(path, x) if is_variable(x) else None
-        return _with_sharding(x, mesh, spec or PartitionSpec(), path)
+    def with_sharding(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
+        spec = _pspec_of_leaf(path, leaf) or PartitionSpec()
+        return _with_sharding(leaf, mesh, spec, path, replace=True)
 
-    return graphdef, jax.tree_util.tree_map_with_path(at, state, is_leaf=is_variable)
+    sharded_state = jax.tree_util.tree_map_with_path(
+        with_sharding, state, is_leaf=is_variable
+    )
+    return graphdef, sharded_state
 
 
-def add_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A:
+def add_axis(tree: A, index: int, transform_metadata: Metadata) -> A:
     """Updates metadata of variables whose values have gained an axis; returns the tree.
 
     `out_sharding`, and each other tuple in the metadata for which `transform_metadata` has a value,
@@ -245,7 +288,7 @@ def add_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A:
     return _update_axes("add_axis", tree, index, transform_metadata)
 
 
-def remove_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A:
+def remove_axis(tree: A, index: int, transform_metadata: Metadata) -> A:
     """Updates metadata of variables whose values have lost an axis; the inverse of `add_axis`.
 
     Args:
@@ -264,78 +307,128 @@ def remove_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A
 def name_next_axis(variable: Variable[Any], name: str | None) -> None:
     """Sets the name of the axis that `add_axis` without a name adds next."""
     metadata = variable._metadata
-    layouts = [layout for layout in _REMOVED_AXES if metadata.get(layout) is not None]
-    _change(
-        variable, {_REMOVED_AXES[x]: (*metadata.get(_REMOVED_AXES[x], ()), name) for x in layouts}
-    )
+    changes: dict[str, Any] = {}
+    for layout_name, removed_name in _REMOVED_AXES.items():
+        if metadata.get(layout_name) is not None:
+            changes[removed_name] = (*metadata.get(removed_name, ()), name)
+    _change_metadata(variable, changes)
 
 
 def has_axis_metadata(variable: Variable[Any]) -> bool:
     """Returns whether a variable has metadata or a method that a new axis may affect."""
     cls = type(variable)
-    is_plain = cls.add_axis is Variable.add_axis and cls.remove_axis is Variable.remove_axis
+    is_plain = (
+        cls.add_axis is Variable.add_axis
+        and cls.remove_axis is Variable.remove_axis
+    )
     return bool(variable._metadata) or not is_plain
 
 
-def _update_axes(change: str, tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
+def _update_axes(
+    method: str, tree: A, index: int, transform_metadata: Metadata
+) -> A:
+    """Calls `_update_axis` with each variable of a tree; errors say its path."""
     if is_variable(tree):
-        return _update_axis(change, tree, index, params)
+        _update_axis(method, tree, index, transform_metadata)
+        return tree
 
-    def at(path: jax.tree_util.KeyPath, x: Any) -> Any:
+    def update_leaf(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
+        if not is_variable(leaf):
+            return leaf
         try:
-            return _update_axis(change, x, index, params) if is_variable(x) else x
+            _update_axis(method, leaf, index, transform_metadata)
         except errors.AxisMetadataError as error:
-            error.path = "/".join(part for part in (_path_text(path), error.path) if part)
+            paths = [_path_text(path), error.path]
+            error.path = "/".join(filter(None, paths))
             raise
+        return leaf
 
-    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=is_variable)
+    return jax.tree_util.tree_map_with_path(
+        update_leaf, tree, is_leaf=is_variable
+    )
 
 
 def _update_axis(
-    change: str, variable: Variable[Any], index: int, params: Mapping[Any, Any]
-) -> Variable[Any]:
-    changed: dict[str, Any] = {}
-    for entry, axis in _entries(variable, params):
-        if entry in _REMOVED_AXES and axis is None and PARTITION_NAME not in params:
-            left = variable._metadata.get(_REMOVED_AXES[entry], ())
-            if change == "remove_axis":
-                names = tuple(_spec(variable._metadata[entry]))
-                axis = names[index] if -len(names) <= index < len(names) else None
-                changed[_REMOVED_AXES[entry]] = (*left, axis)
-            elif left:
-                axis, changed[_REMOVED_AXES[entry]] = left[-1], left[:-1]
-        changed[entry] = _renamed(variable, entry, change, index, axis)
-    _change(variable, changed)
-    getattr(variable, change)(index, params.get(PARTITION_NAME))
-    return variable
-
-
-def _entries(variable: Variable[Any], params: Mapping[Any, Any]) -> list[tuple[str, Any]]:
-    """Returns the metadata with an entry per axis, and each one's entry of the axis in question."""
+    method: str,
+    variable: Variable[Any],
+    index: int,
+    transform_metadata: Metadata,
+) -> None:
+    """Updates metadata of a variable, and calls its hook; `method` is that with the hook's name."""
     metadata = variable._metadata
-    found = [(k, v) for k, v in params.items() if isinstance(metadata.get(k), tuple)]
-    for layout in _REMOVED_AXES:
-        if metadata.get(layout) is not None and layout not in params:
-            found.append((layout, params.get(PARTITION_NAME)))
-    return found
+    changes: dict[str, Any] = {}
+    for name, axis in _axis_entries(variable, transform_metadata):
+        removed_name = _REMOVED_AXES.get(name)
+        is_nameless = axis is None and PARTITION_NAME not in transform_metadata
+        if removed_name is not None and is_nameless:
+            # A stack: the axis that was removed last is the one that comes back.
+            removed_axes = metadata.get(removed_name, ())
+            if method == "remove_axis":
+                names = _axis_names(metadata[name])
+                if -len(names) <= index < len(names):
+                    axis = names[index]
+                changes[removed_name] = (*removed_axes, axis)
+            elif removed_axes:
+                axis = removed_axes[-1]
+                changes[removed_name] = removed_axes[:-1]
+        changes[name] = _changed_layout(variable, name, method, index, axis)
+    _change_metadata(variable, changes)
+    update_axis = getattr(variable, method)
+    update_axis(index, transform_metadata.get(PARTITION_NAME))
 
 
-def _spec(layout: object) -> Any:
-    layout = without_format(layout)
-    return layout.spec if isinstance(layout, NamedSharding) else layout
+class _AxisEntry(NamedTuple):
+    """Metadata with an entry per axis, by name, and its entry for the axis in question."""
+
+    name: str
+    axis: Entry
 
 
-def _renamed(variable: Variable[Any], entry: str, change: str, index: int, axis: object) -> Any:
-    layout = without_format(variable._metadata[entry])  # the memory order refers to other axes
-    box = Partitioned(variable._value, tuple(_spec(layout)))
-    names = getattr(box, change)(index, {PARTITION_NAME: axis}).names
+def _axis_entries(
+    variable: Variable[Any], transform_metadata: Metadata
+) -> list[_AxisEntry]:
+    metadata = variable._metadata
+    entries: list[_AxisEntry] = []
+    for name, axis in transform_metadata.items():
+        if isinstance(metadata.get(name), tuple):
+            entries.append(_AxisEntry(name, axis))
+    partition_name = transform_metadata.get(PARTITION_NAME)
+    for layout_name in _REMOVED_AXES:
+        if (
+            metadata.get(layout_name) is not None
+            and layout_name not in transform_metadata
+        ):
+            entries.append(_AxisEntry(layout_name, partition_name))
+    return entries
+
+
+def _axis_names(layout: Layout) -> tuple[Entry, ...]:
+    sharding = without_format(layout)
+    if isinstance(sharding, NamedSharding):
+        return tuple(sharding.spec)
+    return tuple(sharding)
+
+
+def _changed_layout(
+    variable: Variable[Any], name: str, method: str, index: int, axis: Entry
+) -> NamedSharding | tuple[Entry, ...]:
+    """Returns a layout in the metadata with the axis added or removed."""
+    # The memory order of a `Format` refers to other axes.
+    layout = without_format(variable._metadata[name])
+    box = Partitioned(variable._value, _axis_names(layout))
+    changed_box = getattr(box, method)(index, {PARTITION_NAME: axis})
     if isinstance(layout, NamedSharding):
-        return NamedSharding(layout.mesh, PartitionSpec(*names))
-    return names
+        return NamedSharding(layout.mesh, PartitionSpec(*changed_box.names))
+    return changed_box.names
 
 
-def _change(variable: Variable[Any], changed: dict[str, Any]) -> None:
-    if changed:
-        metadata = {**variable._metadata, **changed}
-        done = [left for left in _REMOVED_AXES.values() if metadata.get(left) == ()]
-        variable.set_metadata({k: v for k, v in metadata.items() if k not in done})
+def _change_metadata(
+    variable: Variable[Any], changes: Mapping[str, Any]
+) -> None:
+    if not changes:
+        return
+    metadata = {**variable._metadata, **changes}
+    for removed_name in _REMOVED_AXES.values():
+        if metadata.get(removed_name) == ():
+            del metadata[removed_name]
+    variable.set_metadata(metadata)

@@ -11,14 +11,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import inspect
 import io
 import linecache
 import pickle
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from types import CodeType
 from typing import Any
 
@@ -32,6 +38,13 @@ from weft.errors import TraceContextError
 from weft.lifting import traces
 from weft.lifting.static_keys import IdentityKey, value_key
 from weft.lifting.traces import current_trace
+from weft.typing import PyTree, has_shape_dtype
+
+# An object or a variable of NNX; `pytree` and `variables` import this module.
+PytreeOrVariable = object
+
+StaticPart = Any
+"""Value of any class that is not data: a part of the structure, compared by value."""
 
 
 class _StructureVersion:
@@ -39,14 +52,17 @@ class _StructureVersion:
 
     def __init__(self) -> None:
         self.now = object()
-        self.dependents: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.dependents: weakref.WeakValueDictionary[int, Any] = (
+            weakref.WeakValueDictionary()
+        )
 
     def end(self) -> None:
         """Starts another version."""
         self.now = object()
-        for ref in self.dependents.valuerefs():
-            if (x := ref()) is not None:
-                x.forget()
+        for reference in self.dependents.valuerefs():
+            cache = reference()
+            if cache is not None:
+                cache.forget()
         self.dependents.clear()
 
 
@@ -57,7 +73,9 @@ STRUCTURE_VERSION = _StructureVersion()
 class TraceState:
     """Trace that runs when the object is created."""
 
-    jax_trace: traces.TraceState = dataclasses.field(default_factory=current_trace)
+    jax_trace: traces.TraceState = dataclasses.field(
+        default_factory=current_trace
+    )
 
     def is_valid(self) -> bool:
         """Returns whether the trace still runs."""
@@ -71,23 +89,27 @@ class ObjectInfo:
         trace: JAX trace in which the object was made.
         origin: program position that made it.
         watched: whether a call remembers the object's structure.
-        marks: by attribute, whether it is marked data (True) or static (False).
+        marks: by attribute or item, whether it is marked data (True) or static (False).
         passed: see `weft.nnx.transforms.object_state.note_passed`.
     """
 
     __slots__ = ("marks", "origin", "passed", "trace", "watched")
 
-    def __init__(self, like: "ObjectInfo | None" = None) -> None:
-        self.trace = current_trace() if like is None else like.trace
-        self.origin = origin() if like is None else like.origin
+    def __init__(self, like: ObjectInfo | None = None) -> None:
+        if like is None:
+            self.trace = current_trace()
+            self.origin = origin()
+        else:
+            self.trace = like.trace
+            self.origin = like.origin
         self.watched = False
-        self.marks: dict[str, bool] = {}
+        self.marks: dict[Any, bool] = {}
 
-    def check(self, what: object) -> None:
-        """Raises `TraceContextError` if the object belongs to another trace."""
-        trace, here = self.trace, current_trace()
-        if trace is not here and trace != here:
-            raise foreign_trace_error(what)
+    def check(self, x: PytreeOrVariable) -> None:
+        """Raises `TraceContextError` if the object, `x`, belongs to another trace."""
+        running_trace = current_trace()
+        if self.trace is not running_trace and self.trace != running_trace:
+            raise foreign_trace_error(x)
 
     def changed(self) -> None:
         """Records a change of structure; call it after the change, for thread safety."""
@@ -97,22 +119,37 @@ class ObjectInfo:
 
 # JAX classes that are hashed by value without defining `__hash__` themselves.
 _JAX_TYPES = (PartitionSpec, Mesh, AbstractMesh, Sharding, jax.Device)
-IMMUTABLE_TYPES = (str, bytes, int, float, complex, type, np.dtype, np.generic, *_JAX_TYPES)
+IMMUTABLE_TYPES = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type,
+    np.dtype,
+    np.generic,
+    *_JAX_TYPES,
+)
 
 
-def is_immutable(x: object) -> bool:
+def is_immutable(x: StaticPart) -> bool:
     """Returns whether a static value is immutable: hashable by value, or a function.
 
     A callable object without a hash, such as a dataclass with `__call__`, can change.
     """
     if isinstance(x, tuple | frozenset):
         return all(map(is_immutable, x))
-    if x is None or x is ... or isinstance(x, IMMUTABLE_TYPES) or type(x) in OTHER_STATIC_TYPES:
+    if x is None or x is ... or isinstance(x, IMMUTABLE_TYPES):
         return True
-    return is_hashable(x) and (callable(x) or type(x).__hash__ is not object.__hash__)
+    if type(x) in OTHER_STATIC_TYPES:
+        return True
+    if not is_hashable(x):
+        return False
+    # A class without a hash of its own is compared by identity, whatever changes in it.
+    return callable(x) or type(x).__hash__ is not object.__hash__
 
 
-def mutable_parts(x: object) -> Iterator[IdentityKey]:
+def mutable_parts(x: StaticPart) -> Iterator[IdentityKey]:
     """Yields the parts of a static value that can change, each equal to itself alone."""
     if isinstance(x, tuple):
         for part in x:
@@ -121,7 +158,7 @@ def mutable_parts(x: object) -> Iterator[IdentityKey]:
         yield IdentityKey(x)
 
 
-def is_hashable(x: object) -> bool:
+def is_hashable(x: StaticPart) -> bool:
     """Returns whether a value has a hash."""
     try:
         hash(x)
@@ -138,42 +175,49 @@ class StaticSnapshot:
 
     Args:
         values: values to copy together, so that sharing between them is preserved.
-        kept: objects that are never copied.
+        uncopied: objects that are never copied.
     """
 
-    def __init__(self, values: Sequence[Any], kept: Iterable[Any] = ()):
-        self._uncopied: dict[int, Any] = {id(x): x for x in kept}
+    def __init__(
+        self,
+        values: Sequence[StaticPart],
+        uncopied: Iterable[StaticPart] = (),
+    ):
+        self._uncopied_by_id: dict[int, StaticPart] = {
+            id(x): x for x in uncopied
+        }
         for value in values:
             try:
-                self._pickled(value)
+                self._pickle(value)
             except Exception:  # an unpicklable class may raise anything
-                self._uncopied[id(value)] = value
-        self._of_all = self._pickled(list(values))
+                self._uncopied_by_id[id(value)] = value
+        # Together, so that what two values share is shared in the copies too.
+        self._pickled_values = self._pickle(list(values))
 
-    def _pickled(self, x: object) -> bytes:
-        uncopied = self._uncopied
+    def _pickle(self, value: StaticPart) -> bytes:
+        uncopied_by_id = self._uncopied_by_id
 
         class Pickler(pickle.Pickler):
-            def persistent_id(self, x: object) -> int | None:
-                if id(x) not in uncopied:
+            def persistent_id(self, x: StaticPart) -> int | None:
+                if id(x) not in uncopied_by_id:
                     if not is_hashable(x) and not isinstance(x, jax.Array):
                         return None
-                    uncopied[id(x)] = x
+                    uncopied_by_id[id(x)] = x
                 return id(x)
 
         file = io.BytesIO()
-        Pickler(file, protocol=4).dump(x)
+        Pickler(file, protocol=4).dump(value)
         return file.getvalue()
 
-    def made(self) -> list[Any]:
+    def made(self) -> list[StaticPart]:
         """Returns new copies of the values."""
-        uncopied = self._uncopied
+        uncopied_by_id = self._uncopied_by_id
 
         class Unpickler(pickle.Unpickler):
-            def persistent_load(self, pid: int) -> Any:
-                return uncopied[pid]
+            def persistent_load(self, pid: int) -> StaticPart:
+                return uncopied_by_id[pid]
 
-        return Unpickler(io.BytesIO(self._of_all)).load()
+        return Unpickler(io.BytesIO(self._pickled_values)).load()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StaticSnapshot)
@@ -187,22 +231,26 @@ class StaticValue:
 
     __slots__ = ("_hash", "_key", "value")
 
-    def __init__(self, value: Any):
+    def __init__(self, value: StaticPart):
         self.value = value
         self._key = value_key(value)
         self._hash = hash(self._key)
 
-    def with_value(self, value: Any) -> StaticValue:
+    def with_value(self, value: StaticPart) -> StaticValue:
         """Returns this one with an equal value."""
-        made = object.__new__(StaticValue)
-        made.value, made._key, made._hash = value, self._key, self._hash
-        return made
+        copy = object.__new__(StaticValue)
+        copy.value = value
+        copy._key = self._key
+        copy._hash = self._hash
+        return copy
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
         return (
-            isinstance(other, StaticValue) and self._hash == other._hash and self._key == other._key
+            isinstance(other, StaticValue)
+            and self._hash == other._hash
+            and self._key == other._key
         )
 
     def __hash__(self) -> int:
@@ -215,12 +263,14 @@ class StaticValue:
 # Most static values have these types, which are never data.
 PLAIN_TYPES = frozenset((bool, int, str, bytes, type(None)))
 # These are static as well, and none of them can change.
-OTHER_STATIC_TYPES = frozenset((float, complex, type, type(jnp.float32), types.FunctionType))
+OTHER_STATIC_TYPES = frozenset(
+    (float, complex, type, type(jnp.float32), types.FunctionType)
+)
 _CLASS_TYPES = frozenset((type, type(jnp.float32)))
 plain_static_value = functools.lru_cache(maxsize=4096, typed=True)(StaticValue)
 
 
-def static_value(value: object) -> StaticValue:
+def static_value(value: StaticPart) -> StaticValue:
     """Returns a static value for comparison; cached for common values."""
     cls = type(value)
     if cls in PLAIN_TYPES or cls in _CLASS_TYPES:
@@ -240,8 +290,11 @@ Origin = tuple[CodeType, int]
 def origin() -> Origin:
     """Returns the program's position outside Weft; decoded on demand."""
     frame: Any = inspect.currentframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("weft."):
+    while frame.f_back is not None:
+        if not frame.f_globals.get("__name__", "").startswith("weft."):
+            break
         frame = frame.f_back
+    # Not the line, whose computation takes longer than that of all the rest.
     return frame.f_code, frame.f_lasti
 
 
@@ -249,80 +302,52 @@ def line_of(origin: Origin | None) -> str | None:
     """Returns file and line of an origin, relative to the working directory."""
     if origin is None:
         return None
-    from weft.config.config import Origin as Place  # imports all of `weft.config`, only for errors
+    # Imports all of `weft.config`, so only for errors.
+    from weft.config.config import Origin as ConfigOrigin
 
-    return str(Place(origin[0].co_filename, _line_number(origin)))
+    code, _ = origin
+    return str(ConfigOrigin(code.co_filename, _line_number(origin)))
 
 
 def source_text(origin: Origin) -> str:
     """Returns file, line and source line of an origin."""
-    text = linecache.getline(origin[0].co_filename, _line_number(origin)).strip()
+    code, _ = origin
+    source_line = linecache.getline(code.co_filename, _line_number(origin))
+    text = source_line.strip()
     return f"{line_of(origin)}: {text}" if text else f"{line_of(origin)}"
 
 
 def _line_number(origin: Origin) -> int:
-    code, instruction = origin
-    line, *_ = [*code.co_positions()][instruction // 2]
+    code, instruction_offset = origin
+    positions = list(code.co_positions())
+    line, *_ = positions[instruction_offset // 2]  # two bytes per instruction
     return line or 0
 
 
-def path_of(x: object, depth: int = 8) -> str:
-    """Returns the path to an object from an unowned one at most `depth` up, as "Model.layer.w".
-
-    An object may have several owners and knows none of them, so this searches all live objects.
-    Slow, only for errors: the line that made an object is often the same for all layers of a model.
-    """
-    name, seen = "", {id(x)}
-    for _ in range(depth):
-        found = _owner(x)
-        if found is None or id(found[0]) in seen:
-            break
-        x, at = found
-        seen.add(id(x))
-        name = (f".{at}" if isinstance(at, str) else f"[{at!r}]") + name
-    return ("" if _info_of(x) is None else type(x).__name__) + name if name else ""
-
-
-def _owner(x: object) -> tuple[Any, Hashable] | None:
-    for holder in gc.get_referrers(x):
-        # Attributes are in the object's dict.
-        owners = gc.get_referrers(holder) if isinstance(holder, dict) else []
-        owner: Any
-        for owner in (holder, *owners):
-            if _info_of(owner) is not None:
-                for name, value in owner._items():
-                    if value is x:
-                        return owner, name
-    return None
-
-
-def _info_of(x: object) -> ObjectInfo | None:
-    info = getattr(x, "_info", None)
-    # `jax.jit(model)` has all attributes of the model, as other wrappers of callables do.
-    is_object = isinstance(info, ObjectInfo) and hasattr(type(x), "_items")
-    return info if is_object else None
-
-
-def class_and_shape(x: Any) -> str:
+def class_and_shape(x: PytreeOrVariable) -> str:
     """Returns the class of an object or a variable, with the shape of the variable's array."""
-    value = x._value if hasattr(type(x), "_value") else None
-    shape = getattr(value, "shape", None)
-    return type(x).__name__ + (f" of shape {shape}" if shape is not None else "")
+    cls = type(x)
+    value = getattr(x, "_value", None)
+    if not has_shape_dtype(value):
+        return cls.__name__
+    return f"{cls.__name__} of shape {value.shape}"
 
 
-def foreign_trace_error(x: object) -> TraceContextError:
+def foreign_trace_error(x: PytreeOrVariable) -> TraceContextError:
     """Returns the error about changing an object in a trace that did not create it."""
     call = current_call()
-    title = call.title if call is not None else "a JAX transformation"
+    title = "a JAX transformation" if call is None else call.title
     return TraceContextError(class_and_shape(x), title, describe_object(x))
 
 
-def describe_object(x: object) -> str:
-    """Describes an object, such as "is Model.layer.w and was made at train.py:3"."""
-    info, path = _info_of(x), path_of(x)
-    line = line_of(getattr(x, "_origin", None) if info is None else info.origin)
-    known = [f"is {path}" if path else "", f"was made at {line}" if line else ""]
-    return " and ".join(part for part in known if part)
+def describe_object(x: PytreeOrVariable) -> str:
+    """Describes an object, such as "was made at train.py:3"; empty if that is unknown."""
+    info: ObjectInfo | None = getattr(x, "_info", None)
+    if info is not None:
+        line = line_of(info.origin)
+    else:
+        line = line_of(getattr(x, "_origin", None))  # that of a variable
+    return "" if line is None else f"was made at {line}"
 
 
 @dataclasses.dataclass
@@ -341,11 +366,11 @@ class TransformCall:
 
     transformation: str
     fn: Callable[..., object]
-    args: Any
+    args: PyTree
     specs: tuple[str, str]
     _: dataclasses.KW_ONLY
     names: list[str] | None = None
-    named: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    named: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
     place: Origin | None = dataclasses.field(default_factory=origin)
     given: list[str] | None = None
     returned: list[str] = dataclasses.field(default_factory=list)
@@ -362,8 +387,10 @@ class TransformCall:
         """The source line that transforms the function."""
         if self.place is not None:
             return source_text(self.place)
-        code = getattr(self.fn, "__code__", None)
-        return source_text((code, 0)) if code is not None else self.title
+        code: CodeType | None = getattr(self.fn, "__code__", None)
+        if code is None:
+            return self.title
+        return source_text((code, 0))
 
     def __enter__(self) -> None:
         _OPEN.items.append(self)

@@ -130,7 +130,9 @@ def line_chart(
     ys: list[float] = []
     pointer_xs: set[float] = set()
     for line in series:
-        points = [point for point in finite(line.points) if point[1] >= smallest]
+        points = [
+            point for point in finite(line.points) if point[1] >= smallest
+        ]
         if not points:
             continue
         if not line.faint:
@@ -243,9 +245,16 @@ def log_ticks(low: float, high: float, about: int) -> list[float]:
             candidates.append(round(factor * 10.0**exponent, 12 - exponent))
     lower = [tick for tick in candidates if tick <= low * (1 + 1e-9)]
     start = max(lower, default=candidates[0])
-    higher = [tick for tick in candidates if tick >= high * (1 - 1e-9) and tick > start]
+    higher = [
+        tick
+        for tick in candidates
+        if tick >= high * (1 - 1e-9) and tick > start
+    ]
     end = min(higher, default=10 * start)
-    enclosing = [tick for tick in candidates if start <= tick <= end] or [start, end]
+    enclosing = [tick for tick in candidates if start <= tick <= end] or [
+        start,
+        end,
+    ]
     stride = max(1, math.ceil(len(enclosing) / (about + 1)))
     if stride == 1:
         return enclosing
@@ -294,7 +303,11 @@ def _line(line: Series, x_axis: _Axis, y_axis: _Axis) -> Line:
 
 
 def _stops(
-    xs: Sequence[float], lines: Sequence[Series], x_axis: _Axis, y_axis: _Axis, x_title: str
+    xs: Sequence[float],
+    lines: Sequence[Series],
+    x_axis: _Axis,
+    y_axis: _Axis,
+    x_title: str,
 ) -> list[Stop]:
     """Returns evenly selected values of x, each with the range of positions nearest to it.
 
@@ -310,7 +323,9 @@ def _stops(
         for line in lines:
             if line.faint:
                 continue
-            num_until_x = bisect.bisect_right(line.points, x, key=lambda point: point[0])
+            num_until_x = bisect.bisect_right(
+                line.points, x, key=lambda point: point[0]
+            )
             if num_until_x == 0 or x > line.points[-1][0]:
                 continue
             y = line.points[num_until_x - 1][1]

@@ -9,6 +9,7 @@ import io
 import logging
 import math
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO, cast
@@ -17,13 +18,16 @@ import jax
 from jax.sharding import PartitionSpec
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
+from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from weft.errors import CheckpointSaveError
+from weft.report import charts
 from weft.report.readings import Meter, Reading, metrics, scalar
+from weft.report.rendering import render
 from weft.serialization.untrusted import printable
 from weft.trainer import run_dir, train_step
 from weft.trainer.hooks import Hook, RunningTrainer, has_ended
@@ -79,7 +83,10 @@ class Display(Hook):
     """
 
     def __init__(
-        self, console: Console, dir: str | None, clock: Callable[[], float] = time.monotonic
+        self,
+        console: Console,
+        dir: str | None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._console, self._dir = console, dir
         self._clock = clock
@@ -98,9 +105,19 @@ class Display(Hook):
 
     def print_line(self, line: str) -> None:
         """Prints a permanent line."""
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_words(self._console, line)
 
-    def on_start(self, trainer: RunningTrainer, resumed_from: int | None) -> None:
+    def print_command(self, words: Sequence[str]) -> None:
+        """Prints a command to copy, given as the words of a shell's line."""
+        if not self._console.is_terminal:
+            self.print_line(" ".join(words))
+            return
+        text = "\n".join(command_lines(words, self._console.width))
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def on_start(
+        self, trainer: RunningTrainer, resumed_from: int | None
+    ) -> None:
         self.resumed_from = resumed_from
         self._max_step = trainer.config.max_step
         self._meter = Meter(self._max_step)
@@ -114,7 +131,9 @@ class Display(Hook):
             if self._is_limited:
                 start += f" of {self._max_step:,} steps"
         elif resumed_from >= self._max_step:
-            start = f"finished at step {resumed_from:,} already"
+            start = (
+                f"finished at step {resumed_from:,} already, nothing to train"
+            )
         else:
             start = f"resuming from step {resumed_from:,}"
         directory = f"{self._dir}: " if self._dir else ""
@@ -122,7 +141,9 @@ class Display(Hook):
         for note in run_dir.schedule_notes(trainer.config):
             self.print_line(f"schedule   {note}")
 
-    def on_step(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> None:
+    def on_step(
+        self, step: int, outputs: dict[str, Any], batch: NestedTensor
+    ) -> None:
         reading = self._meter.on_step(step, outputs, batch)
         if reading is not None:
             self._show(reading)
@@ -201,8 +222,12 @@ class Sizes(NamedTuple):
 
 def parameter_sizes(trainer: RunningTrainer) -> Sizes:
     """Returns the size of a trainer's model."""
-    params = train_step.opt_params(trainer.trainer_state.model, trainer.trainer_state_specs.model)
-    learner: BaseLearner = cast(Any, trainer).learner  # a child module, which no type declares
+    params = train_step.opt_params(
+        trainer.trainer_state.model, trainer.trainer_state_specs.model
+    )
+    learner: BaseLearner = cast(
+        Any, trainer
+    ).learner  # a child module, which no type declares
     is_trained = learner.should_update_with_optimizers(params)
     count = num_trained = num_bytes = 0
     for param, is_param_trained in zip(
@@ -239,7 +264,9 @@ class LineDisplay(Display):
     def _show(self, reading: Reading, *, last: bool = False) -> None:
         if self._is_due(_SECONDS_BETWEEN_LINES) or last:
             step_text, *time_texts = progress_texts(reading, self._max_step)
-            self.print_line("  ".join([step_text, *value_texts(reading), *time_texts]))
+            self.print_line(
+                "  ".join([step_text, *value_texts(reading), *time_texts])
+            )
 
 
 class _BlockDisplay(Display):
@@ -249,7 +276,9 @@ class _BlockDisplay(Display):
     _doing = "compiling the train step"
     _saved_step: int | None = None
 
-    def on_start(self, trainer: RunningTrainer, resumed_from: int | None) -> None:
+    def on_start(
+        self, trainer: RunningTrainer, resumed_from: int | None
+    ) -> None:
         super().on_start(trainer, resumed_from)
         if resumed_from is not None and resumed_from >= self._max_step:
             self._doing = "evaluating"
@@ -262,7 +291,9 @@ class _BlockDisplay(Display):
         self._reading = reading
         if last:
             texts = [f"step {reading.step:,}", *value_texts(reading)]
-            self.print_line("\n  ".join(in_lines(texts, self._console.width - 2)))
+            self.print_line(
+                "\n  ".join(in_lines(texts, self._console.width - 2))
+            )
 
     def _render(self) -> RenderableType:
         reading = self._reading
@@ -273,7 +304,9 @@ class _BlockDisplay(Display):
         total = self._max_step if self._is_limited else None
         bar = ProgressBar(total=total, completed=reading.step)
         progress = progress_texts(reading, self._max_step)
-        beside_bar, *more_progress = in_lines(progress, width - _LEAST_BAR_WIDTH)
+        beside_bar, *more_progress = in_lines(
+            progress, width - _LEAST_BAR_WIDTH
+        )
         first_line = Table.grid(expand=True, padding=(0, 2, 0, 0))
         first_line.add_column(ratio=1)
         first_line.add_column(no_wrap=True)
@@ -281,10 +314,15 @@ class _BlockDisplay(Display):
 
         notes: list[str] = []
         for name, (step, values) in self.evals.items():
-            notes.append(f"{name} {', '.join(metric_texts(values))} (step {step:,})")
+            notes.append(
+                f"{name} {', '.join(metric_texts(values))} (step {step:,})"
+            )
         if self._saved_step is not None:
             notes.append(f"saved step {self._saved_step:,}")
-        lines = [Text(line) for line in in_lines([*more_progress, *value_texts(reading)], width)]
+        lines = [
+            Text(line)
+            for line in in_lines([*more_progress, *value_texts(reading)], width)
+        ]
         lines += [Text(line, style="dim") for line in in_lines(notes, width)]
         for line in lines:
             line.no_wrap = True
@@ -311,7 +349,9 @@ class LiveDisplay(_BlockDisplay):
             handler.setStream(stream)
         self._streams.clear()
 
-    def on_start(self, trainer: RunningTrainer, resumed_from: int | None) -> None:
+    def on_start(
+        self, trainer: RunningTrainer, resumed_from: int | None
+    ) -> None:
         super().on_start(trainer, resumed_from)
         stdout, stderr = sys.stdout, sys.stderr
         self._live.start()
@@ -322,17 +362,23 @@ class LiveDisplay(_BlockDisplay):
                 continue
             if handler.stream in (stdout, stderr):
                 self._streams[handler] = handler.stream
-                replacement = sys.stderr if handler.stream is stderr else sys.stdout
+                replacement = (
+                    sys.stderr if handler.stream is stderr else sys.stdout
+                )
                 handler.setStream(replacement)
 
 
 class NotebookDisplay(_BlockDisplay):
-    """Display for notebooks, which updates one output of the running cell."""
+    """Display for notebooks, which updates one output of the running cell.
+
+    Below the lines it has a chart of the losses, once there are two of the training.
+    """
 
     def __init__(self, console: Console, dir: str | None):
         super().__init__(console, dir)
         self._lines: list[str] = []
         self._handle: Any = None
+        self._losses: dict[str, list[charts.Point]] = {"train": []}
 
     def __exit__(self, *exc_info: object) -> None:
         # The last drawing has no block: what it showed has been printed.
@@ -344,8 +390,16 @@ class NotebookDisplay(_BlockDisplay):
         self._lines.append(line)
         self._draw()
 
+    def on_eval(self, name: str, step: int, summaries: dict[str, Any]) -> None:
+        loss = scalar(summaries, "loss")
+        if loss is not None:
+            self._losses.setdefault(name, []).append((step, float(loss)))
+        super().on_eval(name, step, summaries)
+
     def _show(self, reading: Reading, *, last: bool = False) -> None:
         super()._show(reading, last=last)
+        if not last:
+            self._losses["train"].append((reading.step, reading.loss))
         if self._is_due(_SECONDS_BETWEEN_DRAWINGS):
             self._draw()
 
@@ -359,16 +413,51 @@ class NotebookDisplay(_BlockDisplay):
 
     def _repr_mimebundle_(self, **kwargs: object) -> dict[str, str]:
         page = TextConsole(
-            file=io.StringIO(), record=True, width=self._console.width, force_jupyter=False
+            file=io.StringIO(),
+            record=True,
+            width=self._console.width,
+            force_jupyter=False,
         )
         for line in self._lines:
             page.print(line, markup=False, highlight=False, soft_wrap=True)
         if self._reading or self._doing:
             page.print(self._render())
-        html = page.export_html(inline_styles=True, code_format=_CELL, clear=False)
+        html = page.export_html(
+            inline_styles=True, code_format=_CELL, clear=False
+        )
+        if len(self._losses["train"]) > 1:
+            html += self._chart()
         return {"text/html": html, "text/plain": page.export_text()}
 
+    def _chart(self) -> str:
+        lines: list[charts.Series] = []
+        for style, (name, points) in enumerate(self._losses.items()):
+            is_evaluation = style > 0
+            lines.append(
+                charts.Series(
+                    name, points, style % charts.NUM_STYLES, dots=is_evaluation
+                )
+            )
+        chart = charts.line_chart(lines, y_title="loss", height=260)
+        return render(
+            "notebook.html",
+            chart=chart,
+            names=list(self._losses),
+            colors=_CHART_COLORS,
+        )
 
+
+# Of the series of a chart; readable on a white and on a dark page.
+_CHART_COLORS = (
+    "#3d8fc4",
+    "#d9752f",
+    "#6a9f50",
+    "#a074c4",
+    "#cc5a74",
+    "#2f9e96",
+    "#a98a2b",
+    "#7d8ea0",
+)
 _STYLE = "font-family:monospace;white-space:pre;overflow-x:auto;line-height:1.3"
 _CELL = f'<pre style="{_STYLE}">{{code}}</pre>'
 
@@ -390,7 +479,7 @@ def progress_texts(reading: Reading, max_step: float = math.inf) -> list[str]:
 
 def value_texts(reading: Reading) -> list[str]:
     """Returns the loss, the model's metrics, the learning rate and the speed."""
-    texts = metric_texts({"loss": reading.loss, **metrics(reading.summaries)})
+    texts = metric_texts({"loss": reading.loss, **reading.metrics})
     rate = scalar(reading.summaries.get("learner", {}), "learning_rate")
     if rate is not None:
         texts.append(f"learning rate {float(rate):.3g}")
@@ -405,7 +494,10 @@ def metric_texts(values: Mapping[str, float]) -> list[str]:
     >>> metric_texts({"loss": 1.5, "bits_per_byte": 2.1642, "error": 0.00123, "count": 12_345.6})
     ['loss 1.500', 'bits per byte 2.164', 'error 0.00123', 'count 12,346']
     """
-    return [f"{name.replace('_', ' ')} {metric_text(value)}" for name, value in values.items()]
+    return [
+        f"{name.replace('_', ' ')} {metric_text(value)}"
+        for name, value in values.items()
+    ]
 
 
 def metric_text(value: float) -> str:
@@ -476,9 +568,75 @@ def table_console() -> Console:
     return _TableConsole(highlight=False, width=width)
 
 
-def tree_table(title: str, columns: Sequence[str], numbers: Sequence[str]) -> Table:
+def print_words(console: Console, text: str) -> None:
+    """Prints a text; the lines of a terminal end between words, so that it splits no number."""
+    if console.is_terminal:
+        lines: list[str] = []
+        for line in text.split("\n"):
+            lines += textwrap.wrap(
+                line,
+                console.width,
+                subsequent_indent="  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            ) or [""]
+        text = "\n".join(lines)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def command_lines(words: Sequence[str], width: int) -> list[str]:
+    r"""Breaks a command between its words, so that a shell reads the lines as one.
+
+    >>> for line in command_lines(["weft", "train", "lm", "max_step=1200"], 16):
+    ...     print(line)
+    weft train lm \
+        max_step=1200
+    """
+    lines = [words[0]]
+    for word in words[1:]:
+        # Each line but the last ends in a space and a backslash.
+        if len(lines[-1]) + 1 + len(word) <= width - 2:
+            lines[-1] += f" {word}"
+        else:
+            lines[-1] += " \\"
+            lines.append(f"    {word}")
+    return lines
+
+
+def print_table(
+    console: Console, table: Table, less_important: Sequence[str] = ()
+) -> None:
+    """Prints a `tree_table`, without less important columns that a terminal has no room for."""
+    options = console.options.update(max_width=_WIDTH_OF_PIPES)
+    for header in less_important:
+        width = Measurement.get(console, options, table).maximum
+        if not console.is_terminal or width <= console.width:
+            break
+        table = _without_column(table, header)
+    console.print(table)
+
+
+def _without_column(table: Table, header: str) -> Table:
+    columns = [column for column in table.columns if column.header != header]
+    narrower = _columns_table()
+    for column in columns:
+        narrower.add_column(
+            column.header, justify=column.justify, no_wrap=column.no_wrap
+        )
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        narrower.add_row(*cells)
+    return narrower
+
+
+def _columns_table() -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+
+
+def tree_table(
+    title: str, columns: Sequence[str], numbers: Sequence[str]
+) -> Table:
     """Creates a table with a first column of indented names; `numbers` are right-aligned."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = _columns_table()
     table.add_column(title, no_wrap=True)
     for column in columns:
         if column in numbers:
@@ -488,7 +646,9 @@ def tree_table(title: str, columns: Sequence[str], numbers: Sequence[str]) -> Ta
     return table
 
 
-def tree_lines(leaves: Iterable[tuple[str, T]]) -> Iterator[tuple[str, str, T | None]]:
+def tree_lines(
+    leaves: Iterable[tuple[str, T]],
+) -> Iterator[tuple[str, str, T | None]]:
     """Yields the path, the indented name and the leaf of each line of a tree.
 
     The leaf of a name above others is None.
@@ -506,7 +666,11 @@ def tree_lines(leaves: Iterable[tuple[str, T]]) -> Iterator[tuple[str, str, T | 
         prefixes = ["/".join(names[: depth + 1]) for depth in range(len(names))]
         for depth, prefix in enumerate(prefixes):
             if prefix not in previous_prefixes:
-                yield prefix, "  " * depth + names[depth], leaf if prefix == path else None
+                yield (
+                    prefix,
+                    "  " * depth + names[depth],
+                    leaf if prefix == path else None,
+                )
         previous_prefixes = prefixes
 
 

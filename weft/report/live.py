@@ -20,7 +20,6 @@ import hashlib
 import http.server
 import ipaddress
 import json
-import logging
 import math
 import os
 import re
@@ -39,12 +38,11 @@ from weft.distributed.watchdog import Watchdog
 from weft.errors import CheckpointSaveError, StatusPageError, WeftError
 from weft.report import display, readings
 from weft.report.page import run_page
+from weft.report.recorder import error_console
 from weft.report.rendering import render
 from weft.report.results import TRAIN_SUMMARIES, Curves, Results, read_results
 from weft.trainer.hooks import Hook, RunningTrainer
 from weft.typing import ArrayLike, NestedTensor
-
-logger = logging.getLogger(__name__)
 
 _LAST_LOSSES = 100
 _RATE_STEPS = 50
@@ -98,7 +96,9 @@ class _Kept:
                 start = time.thread_time()
                 self._text = self._function()
                 processor_seconds = time.thread_time() - start
-                self._end_time = time.monotonic() + _KEPT_FACTOR * processor_seconds
+                self._end_time = (
+                    time.monotonic() + _KEPT_FACTOR * processor_seconds
+                )
             return self._text
 
 
@@ -108,9 +108,17 @@ class RunStatus(Hook):
     def __init__(self, watchdog: Watchdog):
         self._watchdog = watchdog
         self._started = time.time()
-        self._facts: dict[str, Any] = {"step": 0, "resumed_from": None, "last_checkpoint": None}
-        self._step_times: collections.deque[float] = collections.deque(maxlen=_RATE_STEPS)
-        self._losses: collections.deque[tuple[int, Any]] = collections.deque(maxlen=_LAST_LOSSES)
+        self._facts: dict[str, Any] = {
+            "step": 0,
+            "resumed_from": None,
+            "last_checkpoint": None,
+        }
+        self._step_times: collections.deque[float] = collections.deque(
+            maxlen=_RATE_STEPS
+        )
+        self._losses: collections.deque[tuple[int, Any]] = collections.deque(
+            maxlen=_LAST_LOSSES
+        )
         self._values: list[tuple[int, Mapping[str, Any]]] = []
         self._every_n_steps = 1
         self._evals: dict[str, list[tuple[int, dict[str, float]]]] = {}
@@ -118,7 +126,9 @@ class RunStatus(Hook):
         self._reading: readings.Reading | None = None
         self._results = Results("a run that starts")
 
-    def on_start(self, trainer: RunningTrainer, resumed_from: int | None) -> None:
+    def on_start(
+        self, trainer: RunningTrainer, resumed_from: int | None
+    ) -> None:
         directory, max_step = trainer.config.dir, trainer.config.max_step
         self._facts |= {
             "name": trainer.path(),
@@ -134,11 +144,15 @@ class RunStatus(Hook):
         with contextlib.suppress(OSError, WeftError):
             self._results = read_results(directory)
 
-    def on_step(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> None:
+    def on_step(
+        self, step: int, outputs: dict[str, Any], batch: NestedTensor
+    ) -> None:
         self._facts["step"] = step
         self._losses.append((step, outputs["loss"]))
         self._step_times.append(time.monotonic())
-        self._reading = self._meter.on_step(step, outputs, batch) or self._reading
+        self._reading = (
+            self._meter.on_step(step, outputs, batch) or self._reading
+        )
         if step % self._every_n_steps == 0:
             metrics = readings.outermost_scalars(outputs.get("summaries", {}))
             self._values.append((step, {**metrics, "loss": outputs["loss"]}))
@@ -203,7 +217,9 @@ class RunStatus(Hook):
         step_times = list(self._step_times)
         if len(step_times) < 2 or step_times[-1] == step_times[0]:
             return None
-        return round((len(step_times) - 1) / (step_times[-1] - step_times[0]), 3)
+        return round(
+            (len(step_times) - 1) / (step_times[-1] - step_times[0]), 3
+        )
 
     def html(self) -> str:
         """Returns the page of the run so far."""
@@ -219,7 +235,9 @@ class RunStatus(Hook):
             curves[reporter] = {}
             for path, points in earlier_curves.items():
                 # Steps after the checkpoint that it resumed from are repeated.
-                curves[reporter][path] = [point for point in points if point[0] <= resumed_from]
+                curves[reporter][path] = [
+                    point for point in points if point[0] <= resumed_from
+                ]
         train_curves = curves.setdefault(TRAIN_SUMMARIES, {})
         for step, values in list(self._values):
             if values["loss"].is_ready():
@@ -230,8 +248,17 @@ class RunStatus(Hook):
                 _add_points(eval_curves, step, values)
         record = dict(earlier.record)
         if self.has_ended:
-            record["end"] = {"step": self._facts["step"], "reason": self._facts["ended"]}
-        return Results(earlier.name, record, curves, config=earlier.config, live=self._live_facts())
+            record["end"] = {
+                "step": self._facts["step"],
+                "reason": self._facts["ended"],
+            }
+        return Results(
+            earlier.name,
+            record,
+            curves,
+            config=earlier.config,
+            live=self._live_facts(),
+        )
 
     def _live_facts(self) -> dict[str, str]:
         status, reading = self.snapshot(), self._reading
@@ -245,7 +272,9 @@ class RunStatus(Hook):
             facts["speed"] = f"{reading.per_second:,.0f} {reading.unit}/s"
         elif status["steps_per_second"] is not None:
             facts["speed"] = f"{status['steps_per_second']:,.3g} steps/s"
-        facts["last progress"] = f"{status['seconds_since_progress']:,.0f} s ago"
+        facts["last progress"] = (
+            f"{status['seconds_since_progress']:,.0f} s ago"
+        )
         for name in ("last_checkpoint", "last_failed_save"):
             if status.get(name) is not None:
                 facts[name.replace("_", " ")] = str(status[name])
@@ -287,7 +316,10 @@ def is_loopback_host(host: str) -> bool:
         return False
     name = match[1].strip("[]")
     try:
-        return name.lower() == "localhost" or ipaddress.ip_address(name).is_loopback
+        return (
+            name.lower() == "localhost"
+            or ipaddress.ip_address(name).is_loopback
+        )
     except ValueError:
         return False
 
@@ -296,9 +328,13 @@ class _Server(http.server.ThreadingHTTPServer):
     """Server for a few clients at a time, each for a short time."""
 
     daemon_threads = True
-    request_queue_size = 64  # those that wait for the pause between two connections
+    request_queue_size = (
+        64  # those that wait for the pause between two connections
+    )
 
-    def __init__(self, port: int, handler: type[http.server.BaseHTTPRequestHandler]):
+    def __init__(
+        self, port: int, handler: type[http.server.BaseHTTPRequestHandler]
+    ):
         self._lock = threading.Lock()
         self._start_times: dict[socket.socket, float] = {}
         super().__init__(("127.0.0.1", port), handler)
@@ -333,7 +369,9 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def status_page(port: int | None, watchdog: Watchdog) -> Iterator[RunStatus | None]:
+def status_page(
+    port: int | None, watchdog: Watchdog
+) -> Iterator[RunStatus | None]:
     """Serves the page while open, and yields the listener that it needs.
 
     Port 0 is any free port; with several processes, each uses the next one. None serves no page.
@@ -345,7 +383,10 @@ def status_page(port: int | None, watchdog: Watchdog) -> Iterator[RunStatus | No
     status = RunStatus(watchdog)
     answers = {
         "/": (_Kept(status.html), "text/html; charset=utf-8"),
-        "/json": (_Kept(lambda: json.dumps(status.snapshot(), indent=2)), "application/json"),
+        "/json": (
+            _Kept(lambda: json.dumps(status.snapshot(), indent=2)),
+            "application/json",
+        ),
         "/stacks": (_Kept(stacks), "text/plain; charset=utf-8"),
     }
 
@@ -353,7 +394,9 @@ def status_page(port: int | None, watchdog: Watchdog) -> Iterator[RunStatus | No
         def do_GET(self) -> None:
             hosts = self.headers.get_all("Host", [])
             if len(hosts) != 1 or not is_loopback_host(hosts[0].strip()):
-                self.send_error(403, "the Host has to be localhost, 127.0.0.1 or [::1]")
+                self.send_error(
+                    403, "the Host has to be localhost, 127.0.0.1 or [::1]"
+                )
             elif self.path in answers:
                 text, kind = answers[self.path]
                 self._answer(text(fresh=status.has_ended), kind)
@@ -385,10 +428,14 @@ def status_page(port: int | None, watchdog: Watchdog) -> Iterator[RunStatus | No
             "Choose another port, or 0 for any free one."
         ) from error
     thread = threading.Thread(
-        target=server.serve_forever, args=[_POLL_SECONDS], name="weft-status-page", daemon=True
+        target=server.serve_forever,
+        args=[_POLL_SECONDS],
+        name="weft-status-page",
+        daemon=True,
     )
     thread.start()
-    logger.warning("the status of this run: http://127.0.0.1:%d/", server.server_address[1])
+    url = f"http://127.0.0.1:{server.server_address[1]}/"
+    error_console().print(f"status     {url}", soft_wrap=True)
     try:
         yield status
     finally:

@@ -7,6 +7,7 @@ templates `run.html`, `status.html` and `comparison.html` show it.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +25,13 @@ from weft.report.charts import (
 from weft.report.display import duration_text, metric_text
 from weft.report.readings import LOSSES
 from weft.report.rendering import render
-from weft.report.results import TRAIN_SUMMARIES, Results, config_values, named, read_results
+from weft.report.results import (
+    TRAIN_SUMMARIES,
+    Results,
+    config_values,
+    named,
+    read_results,
+)
 from weft.serialization.directory import Directory
 
 REPORT_FILE = "report.html"
@@ -111,7 +118,9 @@ class RunPage:
     Attributes:
         status: How far the run is, or how it ended.
         metrics: The model's metrics in training and evaluation over each other.
+        highlights: The newest and the best evaluation of each evaler.
         evaluations: A row for each evaluation, and for the baselines.
+        measurements: A row for each metric that `weft eval` measured, the newest first.
         curves: Everything that was reported.
         starts: A row of versions and devices for each start.
         corpora: Facts about each corpus, by the first field of the config that names it.
@@ -121,7 +130,9 @@ class RunPage:
     facts: Table
     loss: Figure | None
     metrics: Gallery
+    highlights: Table | None
     evaluations: Table | None
+    measurements: Table | None
     samples: Sequence[Sample]
     curves: Gallery
     starts: Table | None
@@ -149,13 +160,17 @@ def run_page(run: Results) -> RunPage:
     """Returns what the page of a run shows."""
     samples: list[Sample] = []
     for sample in reversed(run.record.get("samples", [])):
-        samples.append(Sample(f"{sample['step']:,}", sample["prompt"], sample["text"]))
+        samples.append(
+            Sample(f"{sample['step']:,}", sample["prompt"], sample["text"])
+        )
     return RunPage(
         status=_status(run),
         facts=Table([], list(_facts(run).items())),
         loss=_loss(run),
         metrics=_metrics(run),
+        highlights=_highlights(run),
         evaluations=_evaluations(run),
+        measurements=_measurements(run),
         samples=samples,
         curves=_curves(run),
         starts=_starts(run),
@@ -215,8 +230,12 @@ def _facts(run: Results) -> dict[str, str]:
         for name in ("devices", "processes", "platform"):
             if name in last_start:
                 facts[name] = str(last_start[name])
-        packages = [name for name in ("weft", "jax", "python") if name in last_start]
-        facts["versions"] = ", ".join(f"{name} {last_start[name]}" for name in packages)
+        packages = [
+            name for name in ("weft", "jax", "python") if name in last_start
+        ]
+        facts["versions"] = ", ".join(
+            f"{name} {last_start[name]}" for name in packages
+        )
         facts["last start"] = last_start["time"]
     return facts
 
@@ -231,7 +250,9 @@ def _loss(run: Results) -> Figure | None:
     if not series:
         return None
     baselines = run.record.get("baselines", {})
-    levels = {name: losses["nats_per_token"] for name, losses in baselines.items()}
+    levels = {
+        name: losses["nats_per_token"] for name, losses in baselines.items()
+    }
     return _figure("loss", series, levels=levels)
 
 
@@ -279,23 +300,111 @@ def _metric_names(runs: Iterable[Results]) -> list[str]:
     return sorted(names)
 
 
-def _evaluations(run: Results) -> Table | None:
+def _measurements(run: Results) -> Table | None:
+    rows: list[list[str]] = []
+    for evaluation in reversed(run.evaluations):
+        for name, value in evaluation["metrics"].items():
+            error = evaluation["standard_errors"].get(name)
+            rows.append(
+                [
+                    evaluation["data"],
+                    name,
+                    "–" if value is None else metric_text(value),
+                    "" if error is None else f"± {metric_text(error)}",
+                    f"{evaluation['num_examples']:,}",
+                    evaluation["settings"],
+                ]
+            )
+    if not rows:
+        return None
+    head = ["data", "metric", "value", "error", "examples", "settings"]
+    return Table(head, rows)
+
+
+def _highlights(run: Results) -> Table | None:
+    """Returns the newest evaluation of each evaler and that with the best value of its metric.
+
+    The metric is that by which the run keeps a checkpoint, or else the loss.
+    """
+    evaluations = _values_by_evaluation(run)
+    columns = _columns_of_values(evaluations)
+    rows: list[list[str]] = []
+    for evaler in run.evalers:
+        values_by_step: dict[float, dict[str, float]] = {}
+        for (name, step), values in evaluations.items():
+            if name == evaler:
+                values_by_step[step] = values
+        if not values_by_step:
+            continue
+        newest_step = max(values_by_step)
+        steps = {f"{evaler}, newest": newest_step}
+        metric, sign = _kept_metric(run, evaler)
+        finite_steps = [
+            step
+            for step, values in values_by_step.items()
+            if math.isfinite(values.get(metric, math.nan))
+        ]
+        if finite_steps:
+            steps[f"{evaler}, best {_spaced(metric)}"] = min(
+                finite_steps,
+                key=lambda step: sign * values_by_step[step][metric],
+            )
+        for title, step in steps.items():
+            cells = _cells(values_by_step[step], columns)
+            rows.append([title, *cells, f"{step:,.0f}"])
+    if not rows:
+        return None
+    return Table(["", *map(_spaced, columns), "step"], rows)
+
+
+def _kept_metric(run: Results, evaler: str) -> tuple[str, int]:
+    """Returns the metric of the best evaluation, and -1 if more of it is better, else 1."""
+    config = config_values(run.config)
+    path = "checkpointer.keep_best"
+    if config.get(f"{path}.metric.evaler_name") != repr(evaler):
+        return "loss", 1
+    metric = config.get(f"{path}.metric.metric_name", "'loss'").strip("'")
+    sign = -1 if config.get(f"{path}.mode") == "'max'" else 1
+    return metric, sign
+
+
+def _values_by_evaluation(
+    run: Results,
+) -> dict[tuple[str, float], dict[str, float]]:
+    """Returns the values of evaluations by name, for each evaler and step."""
     values_by_evaluation: dict[tuple[str, float], dict[str, float]] = {}
-    metric_names: set[str] = set()
     for evaler, curves in run.evalers.items():
         for path, points in curves.items():
             name = path.removeprefix("model/")
-            metric_names.add(name)
             for step, value in points:
-                values_by_evaluation.setdefault((evaler, step), {})[name] = value
+                values_by_evaluation.setdefault((evaler, step), {})[name] = (
+                    value
+                )
+    return values_by_evaluation
+
+
+def _columns_of_values(
+    evaluations: Mapping[tuple[str, float], Mapping[str, float]],
+) -> list[str]:
+    names: set[str] = set()
+    for values in evaluations.values():
+        names.update(values)
+    return sorted(names, key=lambda name: (name != "loss", name))
+
+
+def _evaluations(run: Results) -> Table | None:
+    values_by_evaluation = _values_by_evaluation(run)
     if not values_by_evaluation:
         return None
-    columns = sorted(metric_names, key=lambda name: (name != "loss", name))  # the loss first
+    columns = _columns_of_values(values_by_evaluation)
     rows: list[list[str]] = []
     for (evaler, step), values in values_by_evaluation.items():
         rows.append([evaler, f"{step:,.0f}", *_cells(values, columns)])
     for name, losses in run.record.get("baselines", {}).items():
-        values = {"loss": losses["nats_per_token"], "bits_per_byte": losses["bits_per_byte"]}
+        values = {
+            "loss": losses["nats_per_token"],
+            "bits_per_byte": losses["bits_per_byte"],
+        }
         rows.append([name, "", *_cells(values, columns)])
     return Table(["", "step", *map(_spaced, columns)], rows)
 
@@ -313,7 +422,9 @@ def _curves(run: Results) -> Gallery:
         reporter_name = "train" if reporter == TRAIN_SUMMARIES else reporter
         for path, points in sorted(curves.items()):
             if len(finite(points)) > 1:
-                series_by_title[f"{reporter_name}: {path}"] = [Series(reporter_name, points, style)]
+                series_by_title[f"{reporter_name}: {path}"] = [
+                    Series(reporter_name, points, style)
+                ]
     return _gallery(series_by_title)
 
 
@@ -341,7 +452,9 @@ def _corpora(run: Results) -> dict[str, Table]:
 def _comparison(runs: Sequence[Results]) -> _Comparison:
     train_series: list[Series] = []
     for style, run in enumerate(runs):
-        train_series.append(Series(run.name, smoothed(run.train("loss")), style))
+        train_series.append(
+            Series(run.name, smoothed(run.train("loss")), style)
+        )
     return _Comparison(
         results=_results(runs),
         train_loss=_figure("train loss", train_series),
@@ -366,14 +479,17 @@ def _results(runs: Sequence[Results]) -> Table:
     columns = _eval_columns(runs)
     rows: list[list[str]] = []
     for run in runs:
-        row = [run.name, _status(run), _last_value(smoothed(run.train("loss")))]
+        row = [run.name]
         for column in columns:
-            row.append(_last_value(_eval_points(run, column.evaler, column.summary)))
+            row.append(
+                _last_value(_eval_points(run, column.evaler, column.summary))
+            )
+        row += [_last_value(smoothed(run.train("loss"))), _status(run)]
         facts = _facts(run)
         row += [facts.get(name, "") for name in _COMPARED_FACTS]
         rows.append(row)
     titles = [column.title for column in columns]
-    return Table(["run", "", "train loss", *titles, *_COMPARED_FACTS], rows)
+    return Table(["run", *titles, "train loss", "", *_COMPARED_FACTS], rows)
 
 
 def _last_value(points: Sequence[Point]) -> str:
@@ -442,7 +558,12 @@ def _figure(
     has_two_scales = _has_two_scales(series)
     for width, height in sizes:
         chart = functools.partial(
-            line_chart, series, y_title=title, levels=levels, width=width, height=height
+            line_chart,
+            series,
+            y_title=title,
+            levels=levels,
+            width=width,
+            height=height,
         )
         linear.append(chart())
         if has_two_scales:
@@ -469,7 +590,9 @@ def _has_two_scales(series: Sequence[Series]) -> bool:
 
 
 def _legend(series: Iterable[Series]) -> dict[str, int]:
-    return {line.name: line.style % NUM_STYLES for line in series if not line.faint}
+    return {
+        line.name: line.style % NUM_STYLES for line in series if not line.faint
+    }
 
 
 def _spaced(name: str) -> str:

@@ -17,7 +17,7 @@ LOSSES = ("loss", "cross_entropy")
 _SPEED_WINDOW = 50
 _FEWEST_STEPS = 5
 _MAX_METRICS = 3
-# Weight of a loss in the moving average, relative to that of the loss after it.
+# Weight of a value in the moving average, relative to that of the value after it.
 _DECAY = 0.9
 
 
@@ -26,6 +26,7 @@ class Reading(NamedTuple):
 
     Attributes:
         loss: Moving average over about the last ten steps.
+        metrics: Such averages of what `metrics` returns.
         summaries: As the trainer reports them, on devices.
         unit: "tokens" or "examples".
         per_second: Tokens or examples over the last steps; None if unknown or too early.
@@ -35,6 +36,7 @@ class Reading(NamedTuple):
 
     step: int
     loss: float
+    metrics: Mapping[str, float] = {}
     summaries: Mapping[str, Any] = {}
     unit: str = "examples"
     per_second: float | None = None
@@ -47,23 +49,46 @@ class _TimedStep(NamedTuple):
     time: float
 
 
+class _MovingAverage:
+    """Average of a value over about the last ten steps."""
+
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+
+    def add(self, value: float) -> float:
+        """Adds the value of a step, and returns the average."""
+        # After a value that is not finite, the average begins again.
+        if not math.isfinite(self._sum):
+            self._sum = self._weight = 0.0
+        self._sum = _DECAY * self._sum + value
+        self._weight = _DECAY * self._weight + 1
+        return self._sum / self._weight
+
+
 class Meter:
     """Takes readings of a run."""
 
-    def __init__(self, max_step: float, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self, max_step: float, clock: Callable[[], float] = time.perf_counter
+    ):
         self._max_step = max_step
         self._clock = clock
         self._start_time = clock()
-        self._unread: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=_SPEED_WINDOW)
+        self._unread: deque[tuple[int, Mapping[str, Any]]] = deque(
+            maxlen=_SPEED_WINDOW
+        )
         self._timed_steps: deque[_TimedStep] = deque(maxlen=_SPEED_WINDOW)
         self._first_timed_step: _TimedStep | None = None
         self._unit = "examples"
         self._units_per_step = 0
         self._steps_per_second: float | None = None
-        self._loss_sum = self._loss_weight = 0.0
+        self._loss = _MovingAverage()
+        self._metrics: dict[str, _MovingAverage] = {}
         self._newest: Reading | None = None
 
-    def on_step(self, step: int, outputs: Mapping[str, Any], batch: NestedTensor) -> Reading | None:
+    def on_step(
+        self, step: int, outputs: Mapping[str, Any], batch: NestedTensor
+    ) -> Reading | None:
         """Records a started step, and returns the reading of the newest finished one, if new."""
         fields = jax.tree.leaves(batch)
         if isinstance(batch, Mapping) and "input_ids" in batch:
@@ -104,10 +129,12 @@ class Meter:
         per_second = None
         if self._steps_per_second and self._units_per_step:
             per_second = self._steps_per_second * self._units_per_step
+        summaries = outputs.get("summaries", {})
         self._newest = Reading(
             step,
-            self._averaged_loss(float(outputs["loss"])),
-            outputs.get("summaries", {}),
+            self._loss.add(float(outputs["loss"])),
+            self._averaged_metrics(summaries),
+            summaries,
             unit=self._unit,
             per_second=per_second,
             elapsed=read_time - self._start_time,
@@ -115,19 +142,22 @@ class Meter:
         )
         return self._newest
 
-    def _averaged_loss(self, loss: float) -> float:
-        # After a loss that is not finite, the average begins again.
-        if not math.isfinite(self._loss_sum):
-            self._loss_sum = self._loss_weight = 0.0
-        self._loss_sum = _DECAY * self._loss_sum + loss
-        self._loss_weight = _DECAY * self._loss_weight + 1
-        return self._loss_sum / self._loss_weight
+    def _averaged_metrics(
+        self, summaries: Mapping[str, Any]
+    ) -> dict[str, float]:
+        averages: dict[str, float] = {}
+        for name, value in metrics(summaries).items():
+            average = self._metrics.setdefault(name, _MovingAverage())
+            averages[name] = average.add(value)
+        return averages
 
     def _update_speed(self, step: int, read_time: float) -> None:
         self._timed_steps.append(_TimedStep(step, read_time))
         oldest = self._timed_steps[0]
         if len(self._timed_steps) >= _FEWEST_STEPS and read_time > oldest.time:
-            self._steps_per_second = (step - oldest.step) / (read_time - oldest.time)
+            self._steps_per_second = (step - oldest.step) / (
+                read_time - oldest.time
+            )
 
     def _seconds_left(self, step: int, read_time: float) -> float | None:
         """Estimates the rest of the run, with its evaluations and saves."""
@@ -170,7 +200,9 @@ def outermost_scalars(summaries: Mapping[str, Any]) -> dict[str, ArrayLike]:
     return {}
 
 
-def _scalars_by_level(summaries: Mapping[str, Any]) -> Iterator[dict[str, ArrayLike]]:
+def _scalars_by_level(
+    summaries: Mapping[str, Any],
+) -> Iterator[dict[str, ArrayLike]]:
     """Yields the scalars at each level of nested summaries; the first of a name counts."""
     mappings = [summaries]
     while mappings:
@@ -181,8 +213,13 @@ def _scalars_by_level(summaries: Mapping[str, Any]) -> Iterator[dict[str, ArrayL
                 if isinstance(summary, Mapping):
                     nested.append(summary)
                     continue
-                value = summary.value() if isinstance(summary, Summary) else summary
-                if not isinstance(value, Mapping | str | complex | None) and np.ndim(value) == 0:
+                value = (
+                    summary.value() if isinstance(summary, Summary) else summary
+                )
+                if (
+                    not isinstance(value, Mapping | str | complex | None)
+                    and np.ndim(value) == 0
+                ):
                     scalars.setdefault(name, value)
         yield scalars
         mappings = nested

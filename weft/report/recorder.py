@@ -11,7 +11,12 @@ import jax
 from rich.console import Console
 
 from weft.errors import WeftError
-from weft.report.display import Display, TextConsole, make_display, parameter_sizes
+from weft.report.display import (
+    Display,
+    TextConsole,
+    make_display,
+    parameter_sizes,
+)
 from weft.report.page import write_report
 from weft.trainer.hooks import Hook, RunningTrainer
 from weft.trainer.run_dir import update_record
@@ -30,12 +35,19 @@ class RunRecorder(Hook):
         self._directory = directory
         self._step = 0
 
-    def on_start(self, trainer: RunningTrainer, resumed_from: int | None) -> None:
+    def on_start(
+        self, trainer: RunningTrainer, resumed_from: int | None
+    ) -> None:
         sizes = parameter_sizes(trainer)
-        self._update(model={"parameters": sizes.count, "trained": sizes.trained}, end=None)
+        self._update(
+            model={"parameters": sizes.count, "trained": sizes.trained},
+            end=None,
+        )
         self._step = trainer.step
 
-    def on_step(self, step: int, outputs: dict[str, Any], batch: NestedTensor) -> None:
+    def on_step(
+        self, step: int, outputs: dict[str, Any], batch: NestedTensor
+    ) -> None:
         self._step = step
 
     def on_end(self, step: int, reason: str) -> None:

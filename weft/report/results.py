@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import datetime
 import itertools
+import json
 import logging
 import math
 import os
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 from weft.errors import RunDirError
 from weft.report.charts import Point, finite
 from weft.serialization.directory import Directory
+from weft.serialization.untrusted import check_json
 from weft.trainer import run_dir, run_lock
 from weft.trainer.summary_writer.event_file import SessionLog, read_events
 from weft.trainer.summary_writer.files import JSON_LINES_FILE, read_json_lines
@@ -43,6 +45,7 @@ class Results:
         config: The config as text.
         live: Rows of what the run does now; None for the files of a run.
         in_use: Whether a process is writing to the run's directory.
+        evaluations: What `weft eval` measured, as `add_evaluation` keeps it.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Results:
     config: str = ""
     live: Mapping[str, str] | None = None
     in_use: bool = False
+    evaluations: Sequence[Mapping[str, Any]] = ()
 
     def train(self, name: str) -> list[Point]:
         """Returns the finite points of a training curve by the last name of its path."""
@@ -89,7 +93,9 @@ class Results:
             if points:
                 return points[-1][1], f"{unit}/s"
         last_start = max(self._starts, default=0)
-        times = [(time, step) for time, step in self.times if time >= last_start]
+        times = [
+            (time, step) for time, step in self.times if time >= last_start
+        ]
         if not times:
             return None
         (first_time, first_step), (last_time, last_step) = times[0], times[-1]
@@ -101,8 +107,53 @@ class Results:
     def _starts(self) -> list[float]:
         times: list[float] = []
         for start in self.record.get("starts", ()):
-            times.append(datetime.datetime.fromisoformat(start["time"]).timestamp())
+            times.append(
+                datetime.datetime.fromisoformat(start["time"]).timestamp()
+            )
         return sorted(times)
+
+
+EVALUATIONS_FILE = "evaluations.json"
+_MAX_EVALUATIONS = 200
+_EVALUATIONS_FORM = [
+    {
+        "task": str,
+        "data": str,
+        "settings": str,
+        "num_examples": int,
+        "metrics": {str: (None, float)},
+        "standard_errors": {str: (None, float)},
+    }
+]
+
+
+def add_evaluation(directory: str, evaluation: Mapping[str, Any]) -> None:
+    """Keeps an evaluation of a run's model in the run's directory, the last 200 of them.
+
+    Args:
+        evaluation: A value of JSON with `task`, `data` and `settings`, texts; `num_examples`; and
+            `metrics` and `standard_errors`, numbers or null by name.
+
+    Raises RunDirError if the file of earlier ones is damaged.
+    """
+    evaluations = [*_read_evaluations(directory), evaluation]
+    text = json.dumps(evaluations[-_MAX_EVALUATIONS:], indent=2)
+    Directory(directory).write(EVALUATIONS_FILE, text + "\n")
+
+
+def _read_evaluations(directory: str) -> list[Mapping[str, Any]]:
+    try:
+        evaluations = Directory(directory).read_json(EVALUATIONS_FILE)
+        check_json(evaluations, _EVALUATIONS_FORM)
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        path = os.path.join(directory, EVALUATIONS_FILE)
+        raise RunDirError(
+            f"{path} cannot be read: {error}. It holds the results of `weft eval`; move it away "
+            "to continue."
+        ) from error
+    return evaluations[-_MAX_EVALUATIONS:]
 
 
 _MAX_CURVES = 5000
@@ -117,7 +168,9 @@ def read_results(directory: str) -> Results:
     run = Directory(directory)
     run_dir.check_places(directory)
     config = ""
-    with contextlib.suppress(FileNotFoundError):  # lost, or the directory of another program
+    with contextlib.suppress(
+        FileNotFoundError
+    ):  # lost, or the directory of another program
         config = run_dir.read_config(directory)
     record = run_dir.read_record(directory)
     curves: dict[str, Curves] = {}
@@ -125,7 +178,9 @@ def read_results(directory: str) -> Results:
     num_curves = 0
     for folder, file_names in _summary_files(run).items():
         reporter_curves = curves.setdefault(os.path.basename(folder), {})
-        for summaries in _read_summaries(os.path.join(directory, folder), file_names):
+        for summaries in _read_summaries(
+            os.path.join(directory, folder), file_names
+        ):
             times.append((summaries.time, summaries.step))
             for path, value in summaries.values.items():
                 if path not in reporter_curves:
@@ -135,7 +190,11 @@ def read_results(directory: str) -> Results:
                     reporter_curves[path] = []
                 reporter_curves[path].append((summaries.step, value))
     if num_curves == _MAX_CURVES:
-        logger.warning("%s has many kinds of values; the first %d are shown", directory, num_curves)
+        logger.warning(
+            "%s has many kinds of values; the first %d are shown",
+            directory,
+            num_curves,
+        )
     if not (config or record or curves):
         raise RunDirError(
             f"{directory!r} is not the directory of a run: it has no {run_dir.CONFIG_FILE} and no "
@@ -148,6 +207,7 @@ def read_results(directory: str) -> Results:
         times=sorted(times),
         config=config,
         in_use=run_lock.is_in_use(directory),
+        evaluations=_read_evaluations(directory),
     )
 
 
@@ -165,7 +225,8 @@ def _summary_files(run: Directory) -> dict[str, list[str]]:
         return os.path.basename(folder) != TRAIN_SUMMARIES, folder
 
     return {
-        folder: sorted(names_by_folder[folder]) for folder in sorted(names_by_folder, key=order)
+        folder: sorted(names_by_folder[folder])
+        for folder in sorted(names_by_folder, key=order)
     }
 
 
@@ -177,7 +238,9 @@ class _Summaries(NamedTuple):
     values: dict[str, float]
 
 
-def _read_summaries(folder: str, file_names: Sequence[str]) -> Iterator[_Summaries]:
+def _read_summaries(
+    folder: str, file_names: Sequence[str]
+) -> Iterator[_Summaries]:
     if JSON_LINES_FILE in file_names:
         for line in read_json_lines(folder):
             values: dict[str, float] = {}
@@ -192,7 +255,9 @@ def _read_summaries(folder: str, file_names: Sequence[str]) -> Iterator[_Summari
         for event in read_events(os.path.join(folder, name)):
             # A start that resumes from a checkpoint repeats the steps after it.
             if event.session_log.status == SessionLog.START:
-                events = [earlier for earlier in events if earlier.step < event.step]
+                events = [
+                    earlier for earlier in events if earlier.step < event.step
+                ]
             events.append(event)
     for event in events:
         values = {}
@@ -220,7 +285,12 @@ def config_values(text: str) -> dict[str, str]:
     values: dict[str, str] = {}
     try:
         _add_values(values, "", ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # it is another text, or nested
+    except (
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ):  # it is another text, or nested
         return {"config": text}
     values.pop("", None)
     return values

@@ -68,6 +68,11 @@ def test_invalid_arguments_raise():
         TransformArgumentError, match="argnums has 'w'; use positions of arguments, or"
     ):
         nnx.grad(loss, argnums=("w",))
+    for argnums in (nnx.StateAxes({...: 0}), None):
+        with pytest.raises(TransformArgumentError, match=r"argnums has .*; use positions"):
+            nnx.grad(loss, argnums=argnums)
+    with pytest.raises(TransformArgumentError, match=r"nondiff_argnums has StateAxes.*; give pos"):
+        nnx.custom_vjp(loss, nondiff_argnums=nnx.StateAxes({...: 0}))
     for call in (
         lambda: nnx.grad(loss, reduce_axes=("i",)),
         lambda: nnx.vjp(loss, m, reduce_axes=("i",)),

@@ -98,9 +98,7 @@ def test_captured_object_is_named_with_its_origin():
     with pytest.raises(CapturedObjectError, match=r"the result is a Pair that was created outside"):
         nnx.remat(takes_both)(Pair(), other=Pair(), more=Pair())
     owner = nnx.Dict(part=Pair())
-    with pytest.raises(
-        CapturedObjectError, match=r"It is Dict\.part and was made at \S+test_calls.py:"
-    ):
+    with pytest.raises(CapturedObjectError, match=r"It was made at \S+test_calls.py:"):
         nnx.remat(lambda x: owner.part)(1.0)
 
 

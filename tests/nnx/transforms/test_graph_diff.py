@@ -12,7 +12,7 @@ def between(x, y, origins=None):
     if origins is None:
         origins = tuple(range(len(flat.objects)) for flat in graphs)
     found = next(differences(tuple(flat.graphdef.root for flat in graphs), origins), None)
-    return None if found is None else (found.path, found.seen)
+    return None if found is None else (found.path, found.texts)
 
 
 def test_identity_differences():

@@ -25,23 +25,29 @@ from tests.nnx.transforms.object_snapshots import is_like_plain, look, same, wor
 from weft import nnx
 
 
+@pytest.fixture(scope="module")
+def jitted():
+    """One function for many models: it is traced for what is new, and has programs of the rest."""
+    return nnx.jit(work)
+
+
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_changes_between_calls(change):
-    model, f = Model(), nnx.jit(work)
-    f(model)
-    f(model)
+def test_changes_between_calls(jitted, change):
+    model = Model()
+    jitted(model)
+    jitted(model)
     change(model)
-    is_like_plain(f, model)
-    is_like_plain(f, model)
+    is_like_plain(jitted, model)
+    is_like_plain(jitted, model)
 
 
 @pytest.mark.parametrize("change", ARRAYS.values(), ids=ARRAYS)
-def test_changes_of_untracked_values(change):
-    model, f = WithArrays(), nnx.jit(work)
-    f(model)
+def test_changes_of_untracked_values(jitted, change):
+    model = WithArrays()
+    jitted(model)
     change(model)
-    is_like_plain(f, model)
-    is_like_plain(f, model)
+    is_like_plain(jitted, model)
+    is_like_plain(jitted, model)
 
 
 def test_mutated_numpy_array():

@@ -149,8 +149,8 @@ def options(**kwargs):
 
 def test_objects_among_the_arguments():
     m, n = Model(), Model()
-    at, rest, named = object_arguments(options(), (1.0, m, [n]), {"z": n, "a": m, "b": 2})
-    assert at == [(1, m), ("a", m), ("z", n)] and rest == [1.0, [n]] and named == {"b": 2}
+    objects, rest, named = object_arguments(options(), (1.0, m, [n]), {"z": n, "a": m, "b": 2})
+    assert objects == {1: m, "a": m, "z": n} and rest == [1.0, [n]] and named == {"b": 2}
     assert has_objects([1, {"a": m}]) and has_objects(m.a) and not has_objects([1, None])
     with pytest.raises(TransformArgumentError, match="remove the argument there"):
         object_arguments(options(static_argnums=0), (m,), {})

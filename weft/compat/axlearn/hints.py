@@ -47,13 +47,17 @@ def instead_of_name(owner: str, name: str) -> str | None:
     """Returns what to write instead of a name in a module, or below it, or of a class's field."""
     for dotted_name, advice in differences().items():
         place, _, last = dotted_name.rpartition(".")
-        is_owner = f"{place}.".startswith(f"{owner}.") or place.endswith(f".{owner}")
+        is_owner = f"{place}.".startswith(f"{owner}.") or place.endswith(
+            f".{owner}"
+        )
         if last == name and is_owner:
             return advice
     return None
 
 
-_UNEXPECTED_ARGUMENT = re.compile(r"(\w+)\(\) got an unexpected keyword argument '(\w+)'")
+_UNEXPECTED_ARGUMENT = re.compile(
+    r"(\w+)\(\) got an unexpected keyword argument '(\w+)'"
+)
 
 
 def hint_for_name(owner: str, name: str) -> str | None:

@@ -29,11 +29,18 @@ def confusion_matrix(
     >>> confusion_matrix(jnp.array([0, 1]), jnp.array([0, 0]), num_classes=2).tolist()
     [[1.0, 0.0], [1.0, 0.0]]
     """
-    return functional.confusion_matrix(y_true, y_pred, num_classes=num_classes, weights=weight)
+    return functional.confusion_matrix(
+        y_true, y_pred, num_classes=num_classes, weights=weight
+    )
 
 
 def precision_recall_f_score(
-    y_true: Values, y_pred: Values, *, beta: float = 1.0, eps: float = 1e-8, weight: Weights = None
+    y_true: Values,
+    y_pred: Values,
+    *,
+    beta: float = 1.0,
+    eps: float = 1e-8,
+    weight: Weights = None,
 ) -> dict[str, WeightedScalar | Array]:
     """Returns "precision" and "recall" with what they are shares of, and "f_score".
 
@@ -41,7 +48,9 @@ def precision_recall_f_score(
     >>> float(scores["precision"].mean), float(scores["precision"].weight)
     (0.5, 2.0)
     """
-    scores = functional.precision_recall_f_score(y_true, y_pred, beta=beta, eps=eps, weights=weight)
+    scores = functional.precision_recall_f_score(
+        y_true, y_pred, beta=beta, eps=eps, weights=weight
+    )
     counts = confusion_matrix(y_true, y_pred, num_classes=2, weight=weight)
     return {
         "precision": WeightedScalar(scores["precision"], counts[:, 1].sum()),
@@ -51,14 +60,21 @@ def precision_recall_f_score(
 
 
 def f_score(
-    y_true: Values, y_pred: Values, *, beta: float = 1.0, eps: float = 1e-8, weight: Weights = None
+    y_true: Values,
+    y_pred: Values,
+    *,
+    beta: float = 1.0,
+    eps: float = 1e-8,
+    weight: Weights = None,
 ) -> Array:
     """Returns the F-score of the positive class.
 
     >>> round(f_score(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 0, 0])).item(), 3)
     0.4
     """
-    scores = functional.precision_recall_f_score(y_true, y_pred, beta=beta, eps=eps, weights=weight)
+    scores = functional.precision_recall_f_score(
+        y_true, y_pred, beta=beta, eps=eps, weights=weight
+    )
     return scores["f_score"]
 
 
@@ -73,7 +89,9 @@ def matthews_corrcoef(
     return functional.matthews_corrcoef(y_true, y_pred, weights=weight, eps=eps)
 
 
-def pearson_corrcoef(x: Values, y: Values, *, eps: float = 1e-8, weight: Weights = None) -> Array:
+def pearson_corrcoef(
+    x: Values, y: Values, *, eps: float = 1e-8, weight: Weights = None
+) -> Array:
     """Returns the linear correlation.
 
     >>> round(pearson_corrcoef(jnp.array([1.0, 2, 3]), jnp.array([1.0, 3, 2])).item(), 4)
@@ -82,7 +100,9 @@ def pearson_corrcoef(x: Values, y: Values, *, eps: float = 1e-8, weight: Weights
     return functional.pearson_correlation(x, y, eps=eps, weights=weight)
 
 
-def spearman_corrcoef(x: Values, y: Values, *, eps: float = 1e-8, mask: Weights = None) -> Array:
+def spearman_corrcoef(
+    x: Values, y: Values, *, eps: float = 1e-8, mask: Weights = None
+) -> Array:
     """Returns the correlation of ranks, of the values where `mask` is True.
 
     >>> round(spearman_corrcoef(jnp.array([1.0, 2, 9]), jnp.array([1.0, 3, 2])).item(), 4)
@@ -104,12 +124,17 @@ def average_rank(
     """
     if query_padding is not None:
         query_padding = query_padding.astype(bool)
-    rank = functional.average_rank(scores, relevance_labels, query_padding=query_padding)
+    rank = functional.average_rank(
+        scores, relevance_labels, query_padding=query_padding
+    )
     return {"avg_rank": rank}
 
 
 def ndcg_at_k(
-    scores: Scores, relevance_labels: Labels, top_ks: Sequence[int], ignore_ties: bool = True
+    scores: Scores,
+    relevance_labels: Labels,
+    top_ks: Sequence[int],
+    ignore_ties: bool = True,
 ) -> dict[int, Array]:
     """Returns for each k the normalized discounted cumulative gain of each query.
 
@@ -130,7 +155,9 @@ def ndcg_at_k(
     best_gains = jnp.sort(labels, axis=-1, descending=True) * discounts
     if not ignore_ties:
         is_tied = (scores[:, :, None] == scores[:, None]).astype(jnp.float32)
-        labels = jnp.einsum("qij,qj->qi", is_tied, labels) / is_tied.sum(axis=-1)
+        labels = jnp.einsum("qij,qj->qi", is_tied, labels) / is_tied.sum(
+            axis=-1
+        )
     order = jnp.argsort(-scores, axis=-1)
     gains = jnp.take_along_axis(labels, order, axis=-1) * discounts
     ndcg_by_k: dict[int, Array] = {}

@@ -85,7 +85,9 @@ def get_recursively(x: Nested[Any], path: Path, separator: str = "/") -> Any:
     return x
 
 
-def set_recursively(x: dict[str, Any], *, value: object, path: Path, separator: str = "/") -> None:
+def set_recursively(
+    x: dict[str, Any], *, value: object, path: Path, separator: str = "/"
+) -> None:
     """Sets the value at a nonempty path of nested dicts, and creates missing dicts on the way.
 
     Raises TreeMergeError for an empty path, or one through a leaf.
@@ -97,7 +99,9 @@ def set_recursively(x: dict[str, Any], *, value: object, path: Path, separator: 
     """
     names = _names(path, separator)
     if not names:
-        raise errors.TreeMergeError("the path is empty; name at least one entry to set.")
+        raise errors.TreeMergeError(
+            "the path is empty; name at least one entry to set."
+        )
     for i, name in enumerate(names):
         if not isinstance(x, dict):
             raise errors.TreeMergeError(
@@ -111,13 +115,19 @@ def set_recursively(x: dict[str, Any], *, value: object, path: Path, separator: 
 
 
 def copy_recursively(
-    source: Nested[Any], *, target: dict[str, Any] | None, path: Path, separator: str = "/"
+    source: Nested[Any],
+    *,
+    target: dict[str, Any] | None,
+    path: Path,
+    separator: str = "/",
 ) -> Any:
     """Copies the value at a path of `source` to the same path of `target`, which it returns.
 
     A target of None is a new dict; an empty path returns a copy of `source`, with shared arrays.
     """
-    value = jax.tree.map(lambda leaf: leaf, get_recursively(source, path, separator))
+    value = jax.tree.map(
+        lambda leaf: leaf, get_recursively(source, path, separator)
+    )
     if not _names(path, separator):
         return value
     if target is None:
@@ -174,7 +184,9 @@ def prune_tree(
     pruned: dict[str, Nested[T]] = {}
     for name, entry in in_tree.items():
         path = f"{prefix}{separator}{name}" if prefix else name
-        entry = prune_tree(entry, should_prune, prefix=path, separator=separator)
+        entry = prune_tree(
+            entry, should_prune, prefix=path, separator=separator
+        )
         if not should_prune(path, entry):
             pruned[name] = entry
     return pruned
@@ -182,11 +194,16 @@ def prune_tree(
 
 def prune_empty(in_tree: Nested[T]) -> Nested[T]:
     """Returns nested dicts without those that have no entries, at any depth."""
-    return prune_tree(in_tree, lambda _, entry: isinstance(entry, Mapping) and not entry)
+    return prune_tree(
+        in_tree, lambda _, entry: isinstance(entry, Mapping) and not entry
+    )
 
 
 def tree_merge(
-    primary: Nested[Any], *, secondary: Nested[Any], leaf_merge_fn: Callable[[Any, Any], Any]
+    primary: Nested[Any],
+    *,
+    secondary: Nested[Any],
+    leaf_merge_fn: Callable[[Any, Any], Any],
 ) -> Nested[Any]:
     """Merges nested dicts; where both have a leaf, the result has `leaf_merge_fn(first, second)`.
 
@@ -205,7 +222,9 @@ def tree_merge(
     merged = copy.deepcopy({**secondary, **primary})
     for name in primary.keys() & secondary.keys():
         merged[name] = tree_merge(
-            primary[name], secondary=secondary[name], leaf_merge_fn=leaf_merge_fn
+            primary[name],
+            secondary=secondary[name],
+            leaf_merge_fn=leaf_merge_fn,
         )
     return merged
 
@@ -282,7 +301,9 @@ def per_param_dtype_by_path(
     update_rules: Sequence[tuple[str, DType | None]] | None = None,
 ) -> PerParamFn[DType | None]:
     """Returns dtypes by regular expressions on paths; see `per_param_train_dtype_by_path`."""
-    return trainer.per_param_train_dtype_by_path(default_dtype, update_rules=update_rules or ())
+    return trainer.per_param_train_dtype_by_path(
+        default_dtype, update_rules=update_rules or ()
+    )
 
 
 def canonicalize_per_param_dtype(
@@ -294,7 +315,9 @@ def canonicalize_per_param_dtype(
     {'w': 'bfloat16'}
     """
     if param_dtype is None or isinstance(param_dtype, str | type | np.dtype):
-        return config.config_for_function(per_param_dtype_by_path).set(default_dtype=param_dtype)
+        return config.config_for_function(per_param_dtype_by_path).set(
+            default_dtype=param_dtype
+        )
     return param_dtype  # pyright: ignore[reportReturnType]
 
 
@@ -325,14 +348,18 @@ def validate_float_dtype(dtype: DType) -> None:
         )
 
 
-def check_param_shape_alignment(source_tree: NestedTensor, target_tree: NestedTensor) -> str | None:
+def check_param_shape_alignment(
+    source_tree: NestedTensor, target_tree: NestedTensor
+) -> str | None:
     """Returns a message about arrays of different shapes in two trees, or None."""
     target_arrays = dict(flatten_items(target_tree))
     lines: list[str] = []
     for path, array in flatten_items(source_tree):
         target_shape = target_arrays[path].shape
         if array.shape != target_shape:
-            lines.append(f"({path}): source: {array.shape}, target: {target_shape}")
+            lines.append(
+                f"({path}): source: {array.shape}, target: {target_shape}"
+            )
     return "\n".join(lines) or None
 
 
@@ -359,7 +386,9 @@ def sequence_mask(
     >>> sequence_mask(lengths=jnp.array([1, 3]), max_len=3, dtype="int32").tolist()
     [[1, 0, 0], [1, 1, 1]]
     """
-    positions = jax.lax.broadcasted_iota(lengths.dtype, (*lengths.shape, max_len), lengths.ndim)
+    positions = jax.lax.broadcasted_iota(
+        lengths.dtype, (*lengths.shape, max_len), lengths.ndim
+    )
     return (positions < lengths[..., None]).astype(dtype)
 
 
@@ -470,18 +499,26 @@ def thread_stack_traces() -> list[list[str]]:
 
 
 def create_device_mesh(
-    mesh_shape: MeshShape | HybridMeshShape, *, devices: Sequence[Any] | None = None
+    mesh_shape: MeshShape | HybridMeshShape,
+    *,
+    devices: Sequence[Any] | None = None,
 ) -> np.ndarray:
     """Returns an array of devices for `jax.sharding.Mesh`; see `weft.trainer.build_mesh`.
 
     Raises MeshError if the shape does not fit the devices.
     """
-    sizes = mesh_shape.ici_mesh_shape if isinstance(mesh_shape, HybridMeshShape) else mesh_shape
+    sizes = (
+        mesh_shape.ici_mesh_shape
+        if isinstance(mesh_shape, HybridMeshShape)
+        else mesh_shape
+    )
     names = [f"axis{i}" for i in range(len(sizes))]
     return trainer.build_mesh(mesh_shape, names, devices).devices
 
 
-def maybe_shard(x: NestedTensor, partition_spec: PartitionSpec | None) -> NestedTensor:
+def maybe_shard(
+    x: NestedTensor, partition_spec: PartitionSpec | None
+) -> NestedTensor:
     """Constrains the layout of arrays; does nothing for a spec of None or without a mesh."""
     if partition_spec is None:
         return x
@@ -497,7 +534,10 @@ def with_sharding_constraint(
         shardings: one layout for all arrays, or a tree of them that is a prefix of `x`.
     """
     return jax.tree.map(
-        lambda spec, part: maybe_shard(part, spec), shardings, x, is_leaf=_is_layout
+        lambda spec, part: maybe_shard(part, spec),
+        shardings,
+        x,
+        is_leaf=_is_layout,
     )
 
 
@@ -513,7 +553,9 @@ def complete_partition_spec_tree(
     return jax.tree.map(repeated, partition_spec_tree, tree, is_leaf=_is_layout)
 
 
-def data_partition_type_to_spec(partition: DataPartitionType | PartitionSpec) -> PartitionSpec:
+def data_partition_type_to_spec(
+    partition: DataPartitionType | PartitionSpec,
+) -> PartitionSpec:
     """Returns the layout of rows over the mesh in the context; a PartitionSpec is unchanged."""
     if isinstance(partition, DataPartitionType):
         return partition.partition_spec(current_mesh())

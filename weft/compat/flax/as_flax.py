@@ -54,19 +54,31 @@ class _Finder:
     """Finder and loader of `flax` and its modules, and finder of the distribution `flax`."""
 
     def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: object = None
+        self,
+        name: str,
+        path: Sequence[str] | None = None,
+        target: object = None,
     ) -> ModuleSpec | None:
         package, _, submodule = name.partition(".")
         if package != "flax":
             return None
-        if submodule not in _OWN_MODULES and not importlib.util.find_spec(f"weft.{submodule}"):
+        if submodule not in _OWN_MODULES and not importlib.util.find_spec(
+            f"weft.{submodule}"
+        ):
             return None
-        return importlib.util.spec_from_loader(name, self, is_package=not submodule)  # pyright: ignore[reportArgumentType]
+        return importlib.util.spec_from_loader(
+            name,
+            self,  # pyright: ignore[reportArgumentType]
+            is_package=not submodule,
+        )
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
         submodule = spec.name.partition(".")[2]
         if not submodule and multiprocessing.parent_process() is None:
-            logger.warning("flax is Weft %s in this process and its children", weft.__version__)
+            logger.warning(
+                "flax is Weft %s in this process and its children",
+                weft.__version__,
+            )
         if submodule in _OWN_MODULES:
             return _Flax(spec.name)
         module = importlib.import_module(spec.name.replace("flax", "weft", 1))
@@ -78,14 +90,20 @@ class _Finder:
         if not isinstance(module, _Flax) and module.__spec__ is not None:
             module.__spec__ = module.__spec__.loader_state
 
-    def find_distributions(self, context: DistributionFinder.Context) -> Iterator[Distribution]:
+    def find_distributions(
+        self, context: DistributionFinder.Context
+    ) -> Iterator[Distribution]:
         if context.name is None or context.name.lower() == "flax":
             yield _Distribution()
 
 
 class _Distribution(Distribution):
     def read_text(self, filename: str) -> str | None:
-        return f"Name: flax\nVersion: {FLAX_VERSION}\n" if filename == "METADATA" else None
+        return (
+            f"Name: flax\nVersion: {FLAX_VERSION}\n"
+            if filename == "METADATA"
+            else None
+        )
 
     def locate_file(self, path: str | os.PathLike[str]) -> Path:
         return Path(weft.__file__).parent / path
@@ -96,9 +114,13 @@ def run(arguments: argparse.Namespace) -> NoReturn:
 
     Raises AsFlaxError if no program is named.
     """
-    program = ["-m", *arguments.module] if arguments.module else arguments.program
+    program = (
+        ["-m", *arguments.module] if arguments.module else arguments.program
+    )
     if not arguments.module and not program:
-        raise AsFlaxError("no program is named; write `weft run-as-flax script.py` or `-m module`")
+        raise AsFlaxError(
+            "no program is named; write `weft run-as-flax script.py` or `-m module`"
+        )
     os.execv(sys.executable, [sys.executable, *program])
 
 
@@ -108,11 +130,18 @@ def _let_children_follow() -> None:
     folders = [str(Path(__file__).with_name("startup"))]
     folder_of_weft = str(Path(weft.__file__).parents[1])
     # Python looks in PYTHONPATH before its own library, so what is installed stays where it is.
-    if folder_of_weft not in (*site.getsitepackages(), site.getusersitepackages()):
+    if folder_of_weft not in (
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+    ):
         folders.append(folder_of_weft)
     inherited_folders = inherited.split(os.pathsep) if inherited else []
-    new_folders = [folder for folder in folders if folder not in inherited_folders]
-    os.environ["PYTHONPATH"] = os.pathsep.join([*new_folders, *inherited_folders])
+    new_folders = [
+        folder for folder in folders if folder not in inherited_folders
+    ]
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [*new_folders, *inherited_folders]
+    )
 
 
 if "flax" in sys.modules:

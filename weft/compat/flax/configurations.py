@@ -1,7 +1,7 @@
 """Flags of Flax: `config.update("flax_return_frozendict", True)`, `nnx_graph_mode` and others.
 
 A flag begins with the value of the environment variable of its name in capitals. Some are settings
-of Weft (`weft.core.settings`). Weft does the same whatever the flags in `_UNUSED` are; changing one
+of Weft (`weft.core.settings`). Others change nothing in Weft; changing one of them
 warns once.
 """
 
@@ -55,7 +55,9 @@ class FlagHolder(Generic[T]):
         return getattr(config, self.name)
 
     def __bool__(self) -> bool:
-        raise ArgumentValueError(f"the flag {self.name} is not its value: use its `value`.")
+        raise ArgumentValueError(
+            f"the flag {self.name} is not its value: use its `value`."
+        )
 
 
 class Config:
@@ -74,7 +76,9 @@ class Config:
         return _other_values[name]
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"set a flag by config.update({name!r}, {value!r}).")
+        raise AttributeError(
+            f"set a flag by config.update({name!r}, {value!r})."
+        )
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *_flags]
@@ -83,21 +87,33 @@ class Config:
         values = [f"{name}={getattr(self, name)!r}" for name in _flags]
         return f"Config({', '.join(values)})"
 
-    def update(self, name_or_holder: str | FlagHolder[Any], value: object, /) -> None:
+    def update(
+        self, name_or_holder: str | FlagHolder[Any], value: object, /
+    ) -> None:
         """Sets a flag.
 
         Raises UnknownFlagError if the flag is unknown.
         """
-        name = name_or_holder if isinstance(name_or_holder, str) else name_or_holder.name
+        name = (
+            name_or_holder
+            if isinstance(name_or_holder, str)
+            else name_or_holder.name
+        )
         if name not in _flags:
             raise UnknownFlagError(_unknown_flag(name))
         if value != getattr(self, name) and name in _UNUSED:
             reason = _UNUSED.pop(name)
-            warnings.warn(f"the flag {name} changes nothing: {reason}.", FlagWarning, stacklevel=2)
+            warnings.warn(
+                f"the flag {name} changes nothing: {reason}.",
+                FlagWarning,
+                stacklevel=2,
+            )
         _set(name, value)
 
     @contextlib.contextmanager
-    def temp_flip_flag(self, var_name: str, var_value: object) -> Iterator[None]:
+    def temp_flip_flag(
+        self, var_name: str, var_value: object
+    ) -> Iterator[None]:
         """Enters a context in which the flag `flax_` + `var_name` has a value."""
         name = f"flax_{var_name}"
         value_before = getattr(self, name)
@@ -122,9 +138,13 @@ def _set(name: str, value: object) -> None:
 config = Config()
 
 
-def _flag(name: str, default: T, help: str, parse: Callable[[str], T]) -> FlagHolder[T]:
+def _flag(
+    name: str, default: T, help: str, parse: Callable[[str], T]
+) -> FlagHolder[T]:
     if name in _flags:
-        raise ArgumentValueError(f"the flag {name!r} is already defined; choose another name.")
+        raise ArgumentValueError(
+            f"the flag {name!r} is already defined; choose another name."
+        )
     _flags.append(name)
     if name not in _SETTINGS:
         _other_values[name] = default
@@ -142,7 +162,9 @@ def bool_flag(name: str, *, default: bool, help: str) -> FlagHolder[bool]:
     return _flag(name, default, help, lambda text: _parse_bool(name, text))
 
 
-def int_flag(name: str, *, default: int | None, help: str) -> FlagHolder[int | None]:
+def int_flag(
+    name: str, *, default: int | None, help: str
+) -> FlagHolder[int | None]:
     """Defines a flag that is a number, as `bool_flag` does."""
     return _flag(name, default, help, int)
 
@@ -152,17 +174,25 @@ def _parse_bool(name: str, text: str) -> bool:
         return True
     if text.lower() in ("n", "no", "f", "false", "off", "0"):
         return False
-    raise ArgumentValueError(f"the environment variable {name.upper()}={text!r}: expected 1 or 0.")
+    raise ArgumentValueError(
+        f"the environment variable {name.upper()}={text!r}: expected 1 or 0."
+    )
 
 
 def _switch(name: str, default: bool, help: str) -> FlagHolder[bool]:
     return bool_flag(name, default=default, help=help)
 
 
-flax_filter_frames = _switch("flax_filter_frames", True, "Hides frames of Weft in tracebacks.")
-flax_profile = _switch("flax_profile", True, "Names the operations of modules in profiles.")
+flax_filter_frames = _switch(
+    "flax_filter_frames", True, "Hides frames of Weft in tracebacks."
+)
+flax_profile = _switch(
+    "flax_profile", True, "Names the operations of modules in profiles."
+)
 flax_use_orbax_checkpointing = _switch(
-    "flax_use_orbax_checkpointing", False, "Saves directories of Orbax, not files."
+    "flax_use_orbax_checkpointing",
+    False,
+    "Saves directories of Orbax, not files.",
 )
 flax_preserve_adopted_names = _switch(
     "flax_preserve_adopted_names", False, "Keeps names of adopted submodules."
@@ -170,14 +200,22 @@ flax_preserve_adopted_names = _switch(
 flax_return_frozendict = _switch(
     "flax_return_frozendict", False, "Returns variables as FrozenDicts."
 )
-flax_fix_rng = _switch("flax_fix_rng_separator", False, "Separates the names that keys depend on.")
+flax_fix_rng = _switch(
+    "flax_fix_rng_separator", False, "Separates the names that keys depend on."
+)
 flax_use_flaxlib = _switch("flax_use_flaxlib", False, "Not used.")
 flax_array_ref = _switch("flax_array_ref", False, "Not used.")
 flax_pytree_module = _switch("flax_pytree_module", True, "Not used.")
-flax_max_repr_depth = int_flag("flax_max_repr_depth", default=None, help="Not used.")
+flax_max_repr_depth = int_flag(
+    "flax_max_repr_depth", default=None, help="Not used."
+)
 flax_always_shard_variable = _switch(
     "flax_always_shard_variable", True, "Shards new variables at once."
 )
 flax_hijax_variable = _switch("flax_hijax_variable", False, "Not used.")
-nnx_graph_mode = _switch("nnx_graph_mode", True, "Default of nnx.set_graph_mode.")
-nnx_graph_updates = _switch("nnx_graph_updates", True, "Default of nnx.set_graph_updates.")
+nnx_graph_mode = _switch(
+    "nnx_graph_mode", True, "Default of nnx.set_graph_mode."
+)
+nnx_graph_updates = _switch(
+    "nnx_graph_updates", True, "Default of nnx.set_graph_updates."
+)

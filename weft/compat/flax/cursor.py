@@ -11,7 +11,14 @@ import dataclasses
 import enum
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import (
+    Any,
+    Generic,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    runtime_checkable,
+)
 
 from weft import errors
 from weft.config import values
@@ -153,7 +160,9 @@ class Cursor(Generic[A]):
     def __getitem__(self, key: object) -> "Cursor[Any]":
         obj = self._obj
         if not isinstance(obj, Indexable):
-            raise errors.CursorTypeError(f"{self._path} is {obj!r}, which has no elements.")
+            raise errors.CursorTypeError(
+                f"{self._path} is {obj!r}, which has no elements."
+            )
         if isinstance(obj, Mapping):
             if key in self._children:
                 return self._children[key]
@@ -168,7 +177,9 @@ class Cursor(Generic[A]):
 
     def __getattr__(self, name: str) -> "Cursor[Any]":
         # Whoever asks for special methods, or copies half an object, must not be led on.
-        if name in Cursor.__slots__ or (name.startswith("__") and name.endswith("__")):
+        if name in Cursor.__slots__ or (
+            name.startswith("__") and name.endswith("__")
+        ):
             raise AttributeError(name)
         if is_named_tuple(self._obj) and name in self._obj._fields:
             return self[self._obj._fields.index(name)]
@@ -179,9 +190,13 @@ class Cursor(Generic[A]):
             )
         return self._child(name, AccessType.ATTR, getattr(self._obj, name))
 
-    def _child(self, key: object, access: AccessType, value: object) -> "Cursor[Any]":
+    def _child(
+        self, key: object, access: AccessType, value: object
+    ) -> "Cursor[Any]":
         """Returns the cursor of a place, which has this value unless changes are pending there."""
-        if not self._is_replaceable(key, access):  # a method, an element of an array, ...
+        if not self._is_replaceable(
+            key, access
+        ):  # a method, an element of an array, ...
             return Cursor(value, ParentKey(self, key, access))
         if key not in self._children:
             self._children[key] = Cursor(value, ParentKey(self, key, access))
@@ -243,7 +258,9 @@ class Cursor(Generic[A]):
             place.parent._check_replaceable(place.key, place.access_type)
 
     def _assign(self, key: object, access: AccessType, value: object) -> None:
-        self._children[key] = Cursor(_built(value), ParentKey(self, key, access))
+        self._children[key] = Cursor(
+            _built(value), ParentKey(self, key, access)
+        )
         self._assigned.add(key)
 
     def set(self, value: object) -> Any:
@@ -282,14 +299,18 @@ class Cursor(Generic[A]):
             return mapping_class({**obj, **new_values})
         if isinstance(obj, tuple):
             make_tuple = getattr(obj, "_make", type(obj))
-            return make_tuple([new_values.get(i, element) for i, element in enumerate(obj)])
+            return make_tuple(
+                [new_values.get(i, element) for i, element in enumerate(obj)]
+            )
         if not new_values:
             return obj  # which may be a leaf
         return dataclasses.replace(obj, **new_values)
 
     def _is_changed(self, key: object) -> bool:
         child = self._children[key]
-        return key in self._assigned or any(map(child._is_changed, child._children))
+        return key in self._assigned or any(
+            map(child._is_changed, child._children)
+        )
 
     def apply_update(self, update_fn: Callable[[str, Any], Any]) -> "Cursor[A]":
         """Records `update_fn(path, value)` where it differs from the value; returns this cursor.
@@ -312,7 +333,9 @@ class Cursor(Generic[A]):
                 if new_child is not child:
                     place._assign(key, access, new_child)
                     continue
-                update(place._child(key, access, child), child, f"{prefix}{name}/")
+                update(
+                    place._child(key, access, child), child, f"{prefix}{name}/"
+                )
 
         update(self, self.build(), "")
         return self
@@ -334,12 +357,16 @@ class Cursor(Generic[A]):
         match = next(matches, None)
         if match is None:
             names = [entry.name for entry in _entries(self.build())]
-            raise CursorFindError(among=f" below {self._path}, which has {names}")
+            raise CursorFindError(
+                among=f" below {self._path}, which has {names}"
+            )
         for other_match in matches:
             raise CursorFindError(match._path, other_match._path)
         return match
 
-    def find_all(self, cond_fn: Callable[[str, Any], Any]) -> Iterator["Cursor[Any]"]:
+    def find_all(
+        self, cond_fn: Callable[[str, Any], Any]
+    ) -> Iterator["Cursor[Any]"]:
         """Returns all places below where a condition is true, see `find`.
 
         Raises TraverseTreeError if `cond_fn` is not a function.
@@ -353,7 +380,9 @@ class Cursor(Generic[A]):
         if not callable(cond_fn):
             raise TraverseTreeError(None, cond_fn)
 
-        def search(place: Cursor[Any], value: object, prefix: str) -> Iterator[Cursor[Any]]:
+        def search(
+            place: Cursor[Any], value: object, prefix: str
+        ) -> Iterator[Cursor[Any]]:
             for key, access, name, child in _entries(value):
                 child_place = place._child(key, access, child)
                 if cond_fn(prefix + name, child):
@@ -371,7 +400,11 @@ class Cursor(Generic[A]):
         return place.parent._path + _access_text(place.key, place.access_type)
 
     def __repr__(self) -> str:
-        changes = {key: child for key, child in self._children.items() if self._is_changed(key)}
+        changes = {
+            key: child
+            for key, child in self._children.items()
+            if self._is_changed(key)
+        }
         if not changes:
             return f"Cursor({self._obj!r})"
         return f"Cursor({self._obj!r}, changes={changes})"
@@ -393,7 +426,9 @@ class Cursor(Generic[A]):
         return value in built
 
     __str__, __len__, __bool__ = _unary(str), _unary(len), _unary(bool)
-    __neg__, __pos__, __invert__ = map(_unary, (operator.neg, operator.pos, operator.invert))
+    __neg__, __pos__, __invert__ = map(
+        _unary, (operator.neg, operator.pos, operator.invert)
+    )
     __abs__, __round__ = _unary(abs), _unary(round)
     __eq__, __ne__ = _binary(operator.eq), _binary(operator.ne)
     __hash__: None = None  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -403,12 +438,27 @@ class Cursor(Generic[A]):
     __add__, __radd__ = _binary(operator.add), _reflected(operator.add)
     __sub__, __rsub__ = _binary(operator.sub), _reflected(operator.sub)
     __mul__, __rmul__ = _binary(operator.mul), _reflected(operator.mul)
-    __matmul__, __rmatmul__ = _binary(operator.matmul), _reflected(operator.matmul)
-    __truediv__, __rtruediv__ = _binary(operator.truediv), _reflected(operator.truediv)
-    __floordiv__, __rfloordiv__ = _binary(operator.floordiv), _reflected(operator.floordiv)
+    __matmul__, __rmatmul__ = (
+        _binary(operator.matmul),
+        _reflected(operator.matmul),
+    )
+    __truediv__, __rtruediv__ = (
+        _binary(operator.truediv),
+        _reflected(operator.truediv),
+    )
+    __floordiv__, __rfloordiv__ = (
+        _binary(operator.floordiv),
+        _reflected(operator.floordiv),
+    )
     __mod__, __rmod__ = _binary(operator.mod), _reflected(operator.mod)
-    __lshift__, __rlshift__ = _binary(operator.lshift), _reflected(operator.lshift)
-    __rshift__, __rrshift__ = _binary(operator.rshift), _reflected(operator.rshift)
+    __lshift__, __rlshift__ = (
+        _binary(operator.lshift),
+        _reflected(operator.lshift),
+    )
+    __rshift__, __rrshift__ = (
+        _binary(operator.rshift),
+        _reflected(operator.rshift),
+    )
     __and__, __rand__ = _binary(operator.and_), _reflected(operator.and_)
     __or__, __ror__ = _binary(operator.or_), _reflected(operator.or_)
     __xor__, __rxor__ = _binary(operator.xor), _reflected(operator.xor)

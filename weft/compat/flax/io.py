@@ -107,7 +107,9 @@ def isdir(path: str) -> bool:
 def getsize(path: str) -> int:
     """Returns the number of bytes of a file."""
     status = _files().stat(path)
-    return status.st_size if isinstance(status, os.stat_result) else status.length
+    return (
+        status.st_size if isinstance(status, os.stat_result) else status.length
+    )
 
 
 def listdir(path: str) -> list[str]:

@@ -24,7 +24,9 @@ def _device_sharding(devices: Sequence[Any], axis_name: str) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(axis_name))
 
 
-def replicate(tree: PyTree, devices: Sequence[Any] | None = None, axis_name: str = _AXIS) -> PyTree:
+def replicate(
+    tree: PyTree, devices: Sequence[Any] | None = None, axis_name: str = _AXIS
+) -> PyTree:
     """Returns a copy of each array on each device, as one array with a first axis over them.
 
     `devices` are by default all of this process.
@@ -75,7 +77,10 @@ def pmean(xs: PyTree, axis_name: str) -> PyTree:
 
 
 def partial_eval_by_shape(
-    fn: Callable[..., PyTree], input_spec: Iterable[Any], *args: object, **kwargs: object
+    fn: Callable[..., PyTree],
+    input_spec: Iterable[Any],
+    *args: object,
+    **kwargs: object,
 ) -> PyTree:
     """Returns the results of a function that do not depend on its inputs, and the others' shapes.
 
@@ -91,7 +96,9 @@ def partial_eval_by_shape(
     """
     inputs = [_shape_struct(spec) for spec in input_spec]
     # The trace closes over the other arguments, which may be anything.
-    return partial_eval_or_shapes(lambda *inputs: fn(*inputs, *args, **kwargs), *inputs)
+    return partial_eval_or_shapes(
+        lambda *inputs: fn(*inputs, *args, **kwargs), *inputs
+    )
 
 
 def _shape_struct(spec: Any) -> jax.ShapeDtypeStruct:
@@ -130,12 +137,16 @@ def prefetch_to_device(
     3
     """
     if size < 1:
-        raise ArgumentValueError(f"size={size}: nothing would ever be copied; give 1 or more.")
+        raise ArgumentValueError(
+            f"size={size}: nothing would ever be copied; give 1 or more."
+        )
     if devices is None:
         devices = jax.local_devices()
     sharding = _device_sharding(devices, axis_name)
 
-    def copied(path: jax.tree_util.KeyPath, x: jax.Array | np.ndarray) -> jax.Array:
+    def copied(
+        path: jax.tree_util.KeyPath, x: jax.Array | np.ndarray
+    ) -> jax.Array:
         if not np.ndim(x) or x.shape[0] % sharding.mesh.size:
             raise ArgumentShapeError(
                 f"the array at {jax.tree_util.keystr(path) or 'the root'} has shape "
@@ -201,7 +212,9 @@ def scan_in_dim(
             return body_fn(carry, x)
         x = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, axis), x)
         carry, y = body_fn(carry, x)
-        return carry, jax.tree.map(lambda leaf: jnp.squeeze(_check_axes(leaf, axis), axis), y)
+        return carry, jax.tree.map(
+            lambda leaf: jnp.squeeze(_check_axes(leaf, axis), axis), y
+        )
 
     # Inside out: the loop over an axis is the body of the loop over the axis before it.
     loop: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] = body
@@ -247,16 +260,24 @@ def pad_shard_unpad(
     """
 
     @functools.wraps(wrapped)
-    def padded(*args: Any, min_device_batch: int | None = None, **kwargs: Any) -> Any:
+    def padded(
+        *args: Any, min_device_batch: int | None = None, **kwargs: Any
+    ) -> Any:
         batches = {i: x for i, x in enumerate(args) if i not in static_argnums}
-        named_batches = {name: x for name, x in kwargs.items() if name not in static_argnames}
+        named_batches = {
+            name: x for name, x in kwargs.items() if name not in static_argnames
+        }
         batch = _batch_size(batches, named_batches)
         num_devices = jax.local_device_count()
-        device_batch = max(math.ceil(batch / num_devices), min_device_batch or 0)
+        device_batch = max(
+            math.ceil(batch / num_devices), min_device_batch or 0
+        )
 
         def pad(x: ArrayLike) -> np.ndarray:
             x = np.asarray(x)
-            padded_x = np.zeros((num_devices * device_batch, *x.shape[1:]), x.dtype)
+            padded_x = np.zeros(
+                (num_devices * device_batch, *x.shape[1:]), x.dtype
+            )
             padded_x[:batch] = x
             return padded_x.reshape(num_devices, device_batch, *x.shape[1:])
 
@@ -274,7 +295,9 @@ def pad_shard_unpad(
     return padded
 
 
-def _batch_size(batches: Mapping[int, PyTree], named_batches: Mapping[str, PyTree]) -> int:
+def _batch_size(
+    batches: Mapping[int, PyTree], named_batches: Mapping[str, PyTree]
+) -> int:
     sizes: dict[str, int | str] = {}
     for group in (batches, named_batches):
         for path, x in jax.tree_util.tree_leaves_with_path(group):

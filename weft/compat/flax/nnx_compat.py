@@ -12,4 +12,6 @@ _GRAPH_UPDATES = """cached_partial checkify cond custom_vjp eval_shape fori_loop
 for _name in _GRAPH.split():
     globals()[_name] = functools.partial(getattr(nnx, _name), graph=True)
 for _name in _GRAPH_UPDATES.split():
-    globals()[_name] = functools.partial(getattr(nnx, _name), graph=True, graph_updates=True)
+    globals()[_name] = functools.partial(
+        getattr(nnx, _name), graph=True, graph_updates=True
+    )

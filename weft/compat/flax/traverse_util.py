@@ -10,13 +10,21 @@ return a copy of the value with other parts.
 import abc
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+)
 from typing import Any, Self
 
 import jax
 
 from weft.core.flat_dict import Path as Path
-from weft.core.flat_dict import _EmptyNode as _EmptyNode  # by this path in pickles
+from weft.core.flat_dict import (
+    _EmptyNode as _EmptyNode,
+)  # by this path in pickles
 from weft.core.flat_dict import check_mapping as check_mapping
 from weft.core.flat_dict import empty_node as empty_node
 from weft.core.flat_dict import flatten_dict as flatten_dict
@@ -39,7 +47,10 @@ def flatten_mapping(
 
 
 def flatten_to_sequence(
-    xs: Mapping[Any, Any], /, *, is_leaf: Callable[[Path, Any], bool] | None = None
+    xs: Mapping[Any, Any],
+    /,
+    *,
+    is_leaf: Callable[[Path, Any], bool] | None = None,
 ) -> list[tuple[Path, Any]]:
     """Flattens a nested mapping to pairs of path and leaf.
 
@@ -52,7 +63,10 @@ def flatten_to_sequence(
 
 
 def unflatten_mapping(
-    xs: Mapping[Any, Any] | Iterable[tuple[Any, Any]], /, *, sep: str | None = None
+    xs: Mapping[Any, Any] | Iterable[tuple[Any, Any]],
+    /,
+    *,
+    sep: str | None = None,
 ) -> Any:
     """Returns the nested dict of a flat mapping or of pairs; `sep` separates joined paths.
 
@@ -76,7 +90,9 @@ class Traversal(abc.ABC):
     """
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        warn_deprecated("Traversal", "use path_aware_map, or functions of jax.tree")
+        warn_deprecated(
+            "Traversal", "use path_aware_map, or functions of jax.tree"
+        )
         return super().__new__(cls)
 
     @abc.abstractmethod
@@ -137,7 +153,9 @@ class Traversal(abc.ABC):
         return self.compose(TraverseItem(key))
 
     def __getattr__(self, attr: str) -> "Traversal":
-        if attr.startswith("__"):  # Python asks for these, as `copy` and `pickle` do
+        if attr.startswith(
+            "__"
+        ):  # Python asks for these, as `copy` and `pickle` do
             raise AttributeError(attr)
         return self.compose(TraverseAttr(attr))
 
@@ -199,7 +217,9 @@ class TraverseEach(Traversal):
         yield from _checked_entries(inputs).values()
 
     def update(self, fn: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
-        entries = {key: fn(part) for key, part in _checked_entries(inputs).items()}
+        entries = {
+            key: fn(part) for key, part in _checked_entries(inputs).items()
+        }
         return _rebuild(inputs, entries)
 
 
@@ -241,8 +261,12 @@ class TraverseItem(Traversal):
 
     def update(self, fn: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
         if isinstance(inputs, Mapping):
-            return _rebuild(inputs, {**inputs, self._key: fn(inputs[self._key])})
-        outputs = list(inputs) if isinstance(inputs, tuple) else copy.copy(inputs)
+            return _rebuild(
+                inputs, {**inputs, self._key: fn(inputs[self._key])}
+            )
+        outputs = (
+            list(inputs) if isinstance(inputs, tuple) else copy.copy(inputs)
+        )
         keys = [self._key]
         if isinstance(self._key, slice):
             keys = range(*self._key.indices(len(outputs)))

@@ -15,9 +15,13 @@ from weft.lifting.roles import SpecialRole
 from weft.typing import Fn, PyTree
 
 
-def _wrt(diff_collections: Filter, variables: Filter, rngs: Filter) -> tuple[Roles, SpecialRole]:
+def _wrt(
+    diff_collections: Filter, variables: Filter, rngs: Filter
+) -> tuple[Roles, SpecialRole]:
     """Returns the roles for differentiation of some collections and all arguments."""
-    scope_roles = Roles(((Select(diff_collections), DIFF), (Select(variables, rngs), None)))
+    scope_roles = Roles(
+        ((Select(diff_collections), DIFF), (Select(variables, rngs), None))
+    )
     return scope_roles, DIFF
 
 
@@ -25,9 +29,15 @@ def _variables(gradients: PyTree) -> PyTree:
     """Returns the gradients of collections from those of scopes; only the first group has any."""
 
     def is_groups(node: PyTree) -> bool:
-        return isinstance(node, tuple) and len(node) > 0 and isinstance(node[0], Group)
+        return (
+            isinstance(node, tuple)
+            and len(node) > 0
+            and isinstance(node[0], Group)
+        )
 
-    return jax.tree.map(lambda groups: groups[0].variables, gradients, is_leaf=is_groups)
+    return jax.tree.map(
+        lambda groups: groups[0].variables, gradients, is_leaf=is_groups
+    )
 
 
 def vjp(
@@ -56,7 +66,9 @@ def vjp(
     return value, jax.tree_util.Partial(_pulled_back, pullback), *aux
 
 
-def _pulled_back(pullback: Callable[[PyTree], PyTree], cotangent: PyTree) -> tuple[PyTree, ...]:
+def _pulled_back(
+    pullback: Callable[[PyTree], PyTree], cotangent: PyTree
+) -> tuple[PyTree, ...]:
     scope_gradients, primal_gradients = pullback(cotangent)
     return _variables(scope_gradients), *primal_gradients
 
@@ -88,9 +100,17 @@ def value_and_grad(
     return value, grads
 
 
-def grad(fn: Fn, scope: PyTree, *primals: PyTree, has_aux: bool = False, **kwargs: Any) -> PyTree:
+def grad(
+    fn: Fn,
+    scope: PyTree,
+    *primals: PyTree,
+    has_aux: bool = False,
+    **kwargs: Any,
+) -> PyTree:
     """Returns the gradients of `value_and_grad`; with `has_aux`, and the auxiliary output."""
-    _, *aux, grads = value_and_grad(fn, scope, *primals, has_aux=has_aux, **kwargs)
+    _, *aux, grads = value_and_grad(
+        fn, scope, *primals, has_aux=has_aux, **kwargs
+    )
     return (grads, *aux) if has_aux else grads
 
 
@@ -109,7 +129,9 @@ def jvp(
     """
     groups: list[Group] = []
     collections: set[str] = set()
-    for scope_tangents in _structure_of_scopes(scope).flatten_up_to(variable_tangents):
+    for scope_tangents in _structure_of_scopes(scope).flatten_up_to(
+        variable_tangents
+    ):
         nonempty: dict[str, PyTree] = {}
         for collection, variables_of_collection in scope_tangents.items():
             # Tangents of variables not yet created are empty.
@@ -156,7 +178,9 @@ def custom_vjp(
     >>> y.shape
     (2,)
     """
-    signature.check_argnums("lift.custom_vjp", "nondiff_argnums", fn, nondiff_argnums)
+    signature.check_argnums(
+        "lift.custom_vjp", "nondiff_argnums", fn, nondiff_argnums
+    )
 
     @functools.wraps(fn)
     def call(scope: PyTree, *args: PyTree) -> PyTree:
@@ -166,9 +190,13 @@ def custom_vjp(
 
         def backward(residuals: PyTree, cotangent: PyTree) -> list[PyTree]:
             """Returns the gradients as groups of scopes followed by arguments."""
-            variable_gradients, *arg_gradients = backward_fn(*nondiff.values, residuals, cotangent)
+            variable_gradients, *arg_gradients = backward_fn(
+                *nondiff.values, residuals, cotangent
+            )
             gradients: list[PyTree] = []
-            for scope_gradients in scope_structure.flatten_up_to(variable_gradients):
+            for scope_gradients in scope_structure.flatten_up_to(
+                variable_gradients
+            ):
                 gradients.append(Group(dict(scope_gradients), {}, {}))
             gradients += diff_structure.flatten_up_to(tuple(arg_gradients))
             return gradients
@@ -186,7 +214,10 @@ def custom_vjp(
 
 
 def custom_jvp(
-    fn: Fn, jvp_fn: Fn, grad_vars: Filter = "params", nondiff_argnums: Sequence[int] = ()
+    fn: Fn,
+    jvp_fn: Fn,
+    grad_vars: Filter = "params",
+    nondiff_argnums: Sequence[int] = (),
 ) -> Fn:
     """Applies `jax.custom_jvp` to `fn(scope, *args)`.
 
@@ -204,7 +235,9 @@ def custom_jvp(
     >>> jax.grad(lambda x: f({"params": {"scale": 2.0}}, x))(3.0)
     Array(10., dtype=float32, weak_type=True)
     """
-    signature.check_argnums("lift.custom_jvp", "nondiff_argnums", fn, nondiff_argnums)
+    signature.check_argnums(
+        "lift.custom_jvp", "nondiff_argnums", fn, nondiff_argnums
+    )
 
     @functools.wraps(fn)
     def call(scope: PyTree, *args: PyTree) -> PyTree:
@@ -212,12 +245,20 @@ def custom_jvp(
         scope_structure = _structure_of_scopes(scope)
         num_scopes = scope_structure.num_leaves
 
-        def rule(tangents: list[PyTree], scope: PyTree, diff: tuple[PyTree, ...]) -> PyTree:
+        def rule(
+            tangents: list[PyTree], scope: PyTree, diff: tuple[PyTree, ...]
+        ) -> PyTree:
             # The groups of the scopes precede the arguments.
-            scope_tangents = [group.variables for group in tangents[:num_scopes]]
+            scope_tangents = [
+                group.variables for group in tangents[:num_scopes]
+            ]
             variable_tangents = scope_structure.unflatten(scope_tangents)
-            arg_tangents = jax.tree.structure(diff).unflatten(tangents[num_scopes:])
-            return jvp_fn(*nondiff.values, scope, diff, arg_tangents, variable_tangents)
+            arg_tangents = jax.tree.structure(diff).unflatten(
+                tangents[num_scopes:]
+            )
+            return jvp_fn(
+                *nondiff.values, scope, diff, arg_tangents, variable_tangents
+            )
 
         lifted = lifting.custom_jvp(
             ScopeKind("custom_jvp"),

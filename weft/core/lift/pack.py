@@ -7,7 +7,13 @@ from typing import Any
 
 import jax
 
-from weft.core.filters import Filter, canonical, group_collections, intersect_filters, union_filters
+from weft.core.filters import (
+    Filter,
+    canonical,
+    group_collections,
+    intersect_filters,
+    union_filters,
+)
 from weft.core.rngs import LazyRng
 from weft.core.scope import Scope
 from weft.core.scope_kind import Group, ScopeKind, Select
@@ -66,7 +72,11 @@ def pack(
                 "them by position, or make it with pack(..., enable_kwargs=True)."
             )
         packed = _PackedCall(
-            ScopeKind(title), scope, in_variable_filters, out_variable_filters, rng_filters
+            ScopeKind(title),
+            scope,
+            in_variable_filters,
+            out_variable_filters,
+            rng_filters,
         )
         try:
             pair = fn(
@@ -108,7 +118,9 @@ class _PackedCall:
         rng_filters: Filters,
     ):
         self._kind, self._out_filters = kind, out_filters
-        scopes, self._structure = jax.tree.flatten(scope, is_leaf=is_carrier(kind))
+        scopes, self._structure = jax.tree.flatten(
+            scope, is_leaf=is_carrier(kind)
+        )
         selects = [Select(collections) for collections in in_filters]
         selects += [Select(rngs=streams) for streams in rng_filters]
         # No group has a role: the function of groups applies the transformation.
@@ -129,7 +141,9 @@ class _PackedCall:
         num_variable_groups = len(in_filters)
         variable_groups: list[tuple[Variables, ...]] = []
         for groups_of_roots in groups_by_select[:num_variable_groups]:
-            variable_groups.append(tuple(copy_dicts(group.variables) for group in groups_of_roots))
+            variable_groups.append(
+                tuple(copy_dicts(group.variables) for group in groups_of_roots)
+            )
         rng_groups: list[tuple[Streams, ...]] = []
         for groups_of_roots in groups_by_select[num_variable_groups:]:
             rng_groups.append(tuple(group.streams for group in groups_of_roots))
@@ -149,9 +163,15 @@ class _PackedCall:
         groups: list[tuple[Group, ...]] = [()] * len(statics)
         for root, index in enumerate(self._root_indices):
             mutable = intersect_filters(self._root_mutable[root], changeable)
-            statics[index] = dataclasses.replace(statics[index], mutable=canonical(mutable))
-            root_groups = [Group(variables[root], {}, {}) for variables in variable_groups]
-            root_groups += [Group({}, streams[root], {}) for streams in rng_groups]
+            statics[index] = dataclasses.replace(
+                statics[index], mutable=canonical(mutable)
+            )
+            root_groups = [
+                Group(variables[root], {}, {}) for variables in variable_groups
+            ]
+            root_groups += [
+                Group({}, streams[root], {}) for streams in rng_groups
+            ]
             groups[index] = tuple(root_groups)
         _, inner_scopes = self._kind.merge(tuple(statics), groups)
         self._scopes_by_run.append(inner_scopes)
@@ -175,7 +195,9 @@ class _PackedCall:
         )
         groups: list[tuple[Group, ...]] = [()] * len(self._static)
         for root, index in enumerate(self._root_indices):
-            groups[index] = tuple(Group(variables[root], {}, {}) for variables in changed_groups)
+            groups[index] = tuple(
+                Group(variables[root], {}, {}) for variables in changed_groups
+            )
         self._kind.commit(self._outer, collected, groups, [])
 
     def end(self) -> None:

@@ -56,8 +56,12 @@ def axis_number(axis: VariableAxis) -> int | None:
     return axis.axis if isinstance(axis, In | Out) else axis
 
 
-def _select_and_axis(where: Filter, axis: VariableAxis) -> tuple[Select, int | None]:
-    select = Select(where, out=not isinstance(axis, In), enters=not isinstance(axis, Out))
+def _select_and_axis(
+    where: Filter, axis: VariableAxis
+) -> tuple[Select, int | None]:
+    select = Select(
+        where, out=not isinstance(axis, In), enters=not isinstance(axis, Out)
+    )
     number = axis_number(axis)
     if number is None:
         return select, None
@@ -97,7 +101,9 @@ def without_broadcast(axes: PyTree) -> PyTree:
     def is_leaf(axis: PyTree) -> bool:
         return axis is None or axis is broadcast
 
-    return jax.tree.map(lambda axis: None if axis is broadcast else axis, axes, is_leaf=is_leaf)
+    return jax.tree.map(
+        lambda axis: None if axis is broadcast else axis, axes, is_leaf=is_leaf
+    )
 
 
 def takes_packed_args(fn: Fn) -> bool:
@@ -115,7 +121,9 @@ def with_packed_args(fn: Fn) -> Fn:
         return fn
 
     @functools.wraps(fn)
-    def call(scope: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+    def call(
+        scope: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> PyTree:
         return fn(scope, *args, **kwargs)
 
     return call
@@ -124,7 +132,9 @@ def with_packed_args(fn: Fn) -> Fn:
 def _lifted(transform: Fn, fn: Fn, **options: Any) -> Fn:
     """Applies a transformation of `weft.lifting`, which takes packed arguments, to `fn`."""
     kind = ScopeKind(transform.__name__)
-    return with_unpacked_args(fn, transform(kind, with_packed_args(fn), **options))
+    return with_unpacked_args(
+        fn, transform(kind, with_packed_args(fn), **options)
+    )
 
 
 def with_unpacked_args(fn: Fn, lifted: Fn) -> Fn:
@@ -248,7 +258,9 @@ def remat(
     def without_static(
         scope: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> PyTree:
-        args = tuple(arg.value if isinstance(arg, Static) else arg for arg in args)
+        args = tuple(
+            arg.value if isinstance(arg, Static) else arg for arg in args
+        )
         return packed(scope, args, kwargs)
 
     lifted = lifting.remat(
@@ -261,7 +273,9 @@ def remat(
     if not static_argnums:
         return with_unpacked_args(fn, lifted)
 
-    def with_static(scope: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+    def with_static(
+        scope: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> PyTree:
         num_args = len(args) + 1  # the numbers count the scope
         static_indices = {number % num_args - 1 for number in static_argnums}
         new_args: list[PyTree] = []
@@ -306,9 +320,16 @@ def scan(
     >>> variables["params"]["kernel"].shape
     (3, 4, 4)
     """
-    roles = roles_of(variable_axes, split_rngs, (variable_broadcast, None), (variable_carry, CARRY))
+    roles = roles_of(
+        variable_axes,
+        split_rngs,
+        (variable_broadcast, None),
+        (variable_carry, CARRY),
+    )
     kind = ScopeKind(
-        "scan", data_transform=data_transform, counts_first_run=check_constancy_invariants
+        "scan",
+        data_transform=data_transform,
+        counts_first_run=check_constancy_invariants,
     )
     is_packed = takes_packed_args(fn)
     lifted = lifting.scan(
@@ -418,10 +439,14 @@ def jit(
 
 def eval_shape(fn: Fn, variables: Filter = True, rngs: Filter = True) -> Fn:
     """Applies `jax.eval_shape` to `fn(scope, *args)`; changed variables become shapes."""
-    return _lifted(lifting.eval_shape, fn, in_axes=(shared(variables, rngs), None, None))
+    return _lifted(
+        lifting.eval_shape, fn, in_axes=(shared(variables, rngs), None, None)
+    )
 
 
-def checkify(fn: Fn, variables: Filter = True, rngs: Filter = True, errors: object = None) -> Fn:
+def checkify(
+    fn: Fn, variables: Filter = True, rngs: Filter = True, errors: object = None
+) -> Fn:
     """Applies `jax.experimental.checkify.checkify` to `fn(scope, *args)`.
 
     The result returns a checkify error and the result of `fn`. `errors` are the enabled checks, by
@@ -431,7 +456,9 @@ def checkify(fn: Fn, variables: Filter = True, rngs: Filter = True, errors: obje
     return _lifted(lifting.checkify, fn, errors=errors, in_axes=in_axes)
 
 
-def named_call(fn: Callable[..., T], name: str | None = None) -> Callable[..., T]:
+def named_call(
+    fn: Callable[..., T], name: str | None = None
+) -> Callable[..., T]:
     """Names the operations of `fn` in profiles, by default after the function."""
     scope_name = name or getattr(fn, "__name__", "fn")
 
@@ -496,11 +523,15 @@ def map_variables(
         return new._replace(created=created), *results[1:]
 
     def initialize(inputs: Groups, results: Groups) -> Groups:
-        return _map_group(map_out_fn, kind.union(inputs[0], results[0])), *inputs[1:]
+        return _map_group(
+            map_out_fn, kind.union(inputs[0], results[0])
+        ), *inputs[1:]
 
     def is_first(scope: PyTree, *_: PyTree) -> bool:
         scopes = jax.tree.leaves(scope, is_leaf=is_carrier(kind))
-        return any(kind.needs_creation(one, mapped_collections) for one in scopes)
+        return any(
+            kind.needs_creation(one, mapped_collections) for one in scopes
+        )
 
     lifted = lifting.map_state(
         kind,
@@ -523,7 +554,10 @@ def swap_collection(fn: Fn, col_a: str, col_b: str) -> Fn:
     names = {col_a: col_b, col_b: col_a}
 
     def swap(collections: dict[str, PyTree]) -> dict[str, PyTree]:
-        return {names[collection]: variables for collection, variables in collections.items()}
+        return {
+            names[collection]: variables
+            for collection, variables in collections.items()
+        }
 
     return map_variables(fn, (col_a, col_b), swap, swap, mutable=True)
 
@@ -532,7 +566,9 @@ def fold_rngs(fn: Fn, variables: Filter = True, rngs: Filter = True) -> Fn:
     """Restarts the PRNG streams that `fn(scope, *args)` sees from a key drawn of each."""
     in_axes = (shared(variables, rngs), None, None)
     kind = ScopeKind("fold_rngs", folds=True)
-    return with_unpacked_args(fn, lifting.map_state(kind, with_packed_args(fn), in_axes=in_axes))
+    return with_unpacked_args(
+        fn, lifting.map_state(kind, with_packed_args(fn), in_axes=in_axes)
+    )
 
 
 def tree_map_rngs(fn: Map, tree: PyTree) -> PyTree:
@@ -542,7 +578,11 @@ def tree_map_rngs(fn: Map, tree: PyTree) -> PyTree:
     """
 
     def map_one(stream: LazyRng | jax.Array) -> LazyRng | jax.Array:
-        return stream.replace(rng=fn(stream.rng)) if isinstance(stream, LazyRng) else fn(stream)
+        return (
+            stream.replace(rng=fn(stream.rng))
+            if isinstance(stream, LazyRng)
+            else fn(stream)
+        )
 
     return jax.tree.map(map_one, tree, is_leaf=lambda x: isinstance(x, LazyRng))
 
@@ -557,7 +597,9 @@ def while_loop(
     split_rngs: Mapping[Any, bool] = {},
 ) -> T:
     """Applies `jax.lax.while_loop` to functions of a scope and returns the last carry."""
-    roles = roles_of({}, split_rngs, (carry_variables, CARRY), (broadcast_variables, None))
+    roles = roles_of(
+        {}, split_rngs, (carry_variables, CARRY), (broadcast_variables, None)
+    )
     kind = ScopeKind("while_loop", counts_first_run=False)
     loop = lifting.while_loop(kind, cond_fn, body_fn, in_axes=(roles, CARRY))
     return loop(scope, init)
@@ -574,9 +616,13 @@ def fori_loop(
     split_rngs: Mapping[Any, bool] = {},
 ) -> T:
     """Applies `jax.lax.fori_loop` to `body_fn(i, scope, carry)`; see `while_loop`."""
-    roles = roles_of({}, split_rngs, (carry_variables, CARRY), (broadcast_variables, None))
+    roles = roles_of(
+        {}, split_rngs, (carry_variables, CARRY), (broadcast_variables, None)
+    )
     kind = ScopeKind("fori_loop", counts_first_run=False)
-    return lifting.fori_loop(kind, lower, upper, body_fn, in_axes=(roles, CARRY))(scope, init)
+    return lifting.fori_loop(
+        kind, lower, upper, body_fn, in_axes=(roles, CARRY)
+    )(scope, init)
 
 
 def cond(
@@ -593,7 +639,9 @@ def cond(
     Variables that only one of them creates are created for both, and both draw the same keys.
     """
     in_axes = (shared(variables, rngs), *[None] * len(operands))
-    lifted = lifting.cond(ScopeKind("cond"), true_fun, false_fun, in_axes=in_axes)
+    lifted = lifting.cond(
+        ScopeKind("cond"), true_fun, false_fun, in_axes=in_axes
+    )
     return lifted(pred, scope, *operands)
 
 
@@ -607,4 +655,6 @@ def switch(
 ) -> T:
     """Applies `jax.lax.switch` to functions `branch(scope, *operands)`; see `cond`."""
     in_axes = (shared(variables, rngs), *[None] * len(operands))
-    return lifting.switch(ScopeKind("switch"), branches, in_axes=in_axes)(index, scope, *operands)
+    return lifting.switch(ScopeKind("switch"), branches, in_axes=in_axes)(
+        index, scope, *operands
+    )

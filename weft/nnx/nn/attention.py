@@ -12,20 +12,32 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from weft import errors, functional
-from weft.functional import attention, attention_mask, fused_attention, initializers
+from weft.functional import (
+    arrays,
+    attention,
+    attention_mask,
+    fused_attention,
+    initializers,
+)
+from weft.functional.arrays import OutSharding
 from weft.functional.attention_mask import AttentionMask, MaskFn
 from weft.nnx.module import Module
 from weft.nnx.nn import parameters
 from weft.nnx.nn.linear import DotGeneral, LinearGeneral
 from weft.nnx.nn.normalization import LayerNorm
-from weft.nnx.nn.parameters import NO_METADATA, Initializer, Metadata, PromoteDtype
+from weft.nnx.nn.parameters import (
+    NO_METADATA,
+    Initializer,
+    Metadata,
+    PromoteDtype,
+)
 from weft.nnx.rngs import Rngs, RngStream
 from weft.nnx.variables import Cache, Intermediate
 from weft.typing import DType
@@ -38,7 +50,7 @@ def dot_product_attention(
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | MaskFn | AttentionMask | None = None,
     broadcast_dropout: bool = True,
-    dropout_rng: Any = None,
+    dropout_rng: Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     dtype: DType | None = None,
@@ -76,17 +88,18 @@ def dot_product_attention(
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     attention.check_attention_shapes(query, key, value, shared_heads=True)
-    structured = attention_mask.as_attention_mask(mask)
+    structured_mask = attention_mask.as_attention_mask(mask)
     if is_causal:
-        structured = structured.restricted(functional.causal_mask)
-    dropout_rate = 0.0 if deterministic else dropout_rate
+        structured_mask = structured_mask.restricted(functional.causal_mask)
+    if deterministic:
+        dropout_rate = 0.0
     context = attention.attention_without_weights(
         implementation,
         query,
         key,
         value,
         bias=bias,
-        mask=structured,
+        mask=structured_mask,
         dropout_rate=dropout_rate,
         dropout_rng=dropout_rng,
         broadcast_dropout=broadcast_dropout,
@@ -96,13 +109,18 @@ def dot_product_attention(
     if context is not None:
         return context
     if is_causal or callable(mask) or isinstance(mask, AttentionMask):
-        mask = structured.to_array(query.shape[-3], key.shape[-3])
-    weights = attention.attention_weights(query, key, bias=bias, mask=mask, precision=precision)
+        mask = structured_mask.to_array(query.shape[-3], key.shape[-3])
+    weights = attention.attention_weights(
+        query, key, bias=bias, mask=mask, precision=precision
+    )
     if module is not None:
         module.sow(Intermediate, "attention_weights", weights)
     if dropout_rate != 0.0:
         weights = attention.drop_attention_weights(
-            weights, rate=dropout_rate, prng_key=dropout_rng, broadcast=broadcast_dropout
+            weights,
+            rate=dropout_rate,
+            prng_key=dropout_rng,
+            broadcast=broadcast_dropout,
         )
     return functional.attention_context(weights, value, precision=precision)
 
@@ -203,7 +221,7 @@ class MultiHeadAttention(Module):
         key_ln_scale_metadata: Metadata,
     ) -> None:
         rngs = self.rngs
-        qkv_features, out_features, kv_heads, kv_features = self._resolve_sizes()
+        sizes = self._resolve_sizes()
         linear = functools.partial(
             LinearGeneral,
             use_bias=self.use_bias,
@@ -222,27 +240,30 @@ class MultiHeadAttention(Module):
             kernel_metadata=kernel_metadata,
             bias_metadata=bias_metadata,
         )
-        dim = attention.head_features(qkv_features, self.num_heads, "MultiHeadAttention")
-        self.head_dim = dim
-        self.query = to_heads(self.in_features, (self.num_heads, dim))
-        self.key = to_heads(kv_features, (kv_heads, dim))
-        self.value = to_heads(kv_features, (kv_heads, dim))
+        head_dim = attention.head_features(
+            sizes.qkv_features, self.num_heads, "MultiHeadAttention"
+        )
+        self.head_dim = head_dim
+        kv_heads = (sizes.num_kv_heads, head_dim)
+        self.query = to_heads(self.in_features, (self.num_heads, head_dim))
+        self.key = to_heads(sizes.in_kv_features, kv_heads)
+        self.value = to_heads(sizes.in_kv_features, kv_heads)
         self.query_ln = self.key_ln = None
         if self.normalize_qk:
-            norm = functools.partial(
+            layer_norm = functools.partial(
                 LayerNorm,
-                dim,
+                head_dim,
                 use_bias=False,
                 dtype=self.dtype,
                 param_dtype=self.param_dtype,
                 promote_dtype=self.ln_promote_dtype,
                 rngs=rngs,
             )
-            self.query_ln = norm(scale_metadata=query_ln_scale_metadata)
-            self.key_ln = norm(scale_metadata=key_ln_scale_metadata)
+            self.query_ln = layer_norm(scale_metadata=query_ln_scale_metadata)
+            self.key_ln = layer_norm(scale_metadata=key_ln_scale_metadata)
         self.out = linear(
-            (self.num_heads, dim),
-            out_features,
+            (self.num_heads, head_dim),
+            sizes.out_features,
             axis=(-2, -1),
             promote_dtype=self.out_promote_dtype,
             dot_general=self.out_dot_general,
@@ -254,27 +275,40 @@ class MultiHeadAttention(Module):
         )
         stream = None
         if keep_rngs and self.dropout_rate > 0:
-            stream = parameters.fork_stream(rngs, "dropout", "MultiHeadAttention")
+            stream = parameters.fork_stream(
+                rngs, "dropout", "MultiHeadAttention"
+            )
+        # The streams of the arguments belong to the caller.
         self.rngs = stream  # pyright: ignore[reportAttributeAccessIssue] - the argument is Rngs
         self.cached_key: Cache[Array] | None = None
         self.cached_value: Cache[Array] | None = None
         self.cache_index: Cache[Array] | None = None
 
-    def _resolve_sizes(self) -> tuple[int, int, int, int]:
-        sizes = "num_heads", "in_features", "qkv_features", "out_features"
-        parameters.check_sizes(self, *sizes)
-        of_input = self.in_features
-        self.qkv_features = of_input if self.qkv_features is None else self.qkv_features
-        self.out_features = of_input if self.out_features is None else self.out_features
-        self.num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        self.in_kv_features = of_input if self.in_kv_features is None else self.in_kv_features
+    def _resolve_sizes(self) -> "_Sizes":
+        """Sets the sizes that are None to their defaults, and returns them."""
+        parameters.check_sizes(
+            self, "num_heads", "in_features", "qkv_features", "out_features"
+        )
+        if self.qkv_features is None:
+            self.qkv_features = self.in_features
+        if self.out_features is None:
+            self.out_features = self.in_features
+        if self.num_kv_heads is None:
+            self.num_kv_heads = self.num_heads
+        if self.in_kv_features is None:
+            self.in_kv_features = self.in_features
         if self.num_heads % self.num_kv_heads:
             raise errors.ArgumentValueError(
                 f"MultiHeadAttention was given num_heads={self.num_heads} and "
                 f"num_kv_heads={self.num_kv_heads}; expected num_heads to be a multiple of "
                 "num_kv_heads."
             )
-        return self.qkv_features, self.out_features, self.num_kv_heads, self.in_kv_features
+        return _Sizes(
+            qkv_features=self.qkv_features,
+            out_features=self.out_features,
+            num_kv_heads=self.num_kv_heads,
+            in_kv_features=self.in_kv_features,
+        )
 
     def __call__(
         self,
@@ -282,14 +316,17 @@ class MultiHeadAttention(Module):
         inputs_k: Float[Array, "*batch keys kv_features"] | None = None,
         inputs_v: Float[Array, "*batch keys kv_features"] | None = None,
         *,
-        mask: Bool[Array, "#*batch #heads #queries #keys"] | MaskFn | AttentionMask | None = None,
+        mask: Bool[Array, "#*batch #heads #queries #keys"]
+        | MaskFn
+        | AttentionMask
+        | None = None,
         deterministic: bool | None = None,
         rngs: Rngs | RngStream | Array | None = None,
         sow_weights: bool = False,
         decode: bool | None = None,
         is_causal: bool = False,
-        out_sharding: Any = None,
-        qkv_sharding: Any = None,
+        out_sharding: OutSharding = None,
+        qkv_sharding: OutSharding = None,
     ) -> Float[Array, "*batch queries out_features"]:
         """Applies attention.
 
@@ -310,42 +347,62 @@ class MultiHeadAttention(Module):
             ArgumentValueError: if values are given without keys.
             MissingCacheError: if `decode` is set and the layer has no cache.
         """
-        layer = self._shown()
-        inputs_k, inputs_v = attention.key_and_value_inputs(inputs_q, inputs_k, inputs_v, layer)
+        layer = self._title()
+        inputs_k, inputs_v = attention.key_and_value_inputs(
+            inputs_q, inputs_k, inputs_v, layer
+        )
         self._check_features(inputs_q, inputs_k, inputs_v)
         query = self.query(inputs_q, qkv_sharding)
         key = self.key(inputs_k, qkv_sharding)
         value = self.value(inputs_v, qkv_sharding)
         if self.query_ln is not None and self.key_ln is not None:
-            query, key = self.query_ln(query), self.key_ln(key)
+            query = self.query_ln(query)
+            key = self.key_ln(key)
         if parameters.resolve_mode(self, "decode", decode):
+            # The mask of the filled positions is causal.
             key, value, mask = self._decode(query, key, value, mask)
             is_causal = False
-        is_deterministic, dropout_rng = True, None
-        if self.dropout_rate and not parameters.resolve_mode(self, "deterministic", deterministic):
-            is_deterministic, given = False, self.rngs if rngs is None else rngs
-            dropout_rng = parameters.draw_key(given, "dropout", self._shown())
-        options = {
+        has_dropout = self.dropout_rate != 0 and not parameters.resolve_mode(
+            self, "deterministic", deterministic
+        )
+        dropout_rng = None
+        if has_dropout:
+            if rngs is None:
+                rngs = self.rngs
+            dropout_rng = parameters.draw_key(rngs, "dropout", layer)
+        options: dict[str, Any] = {
             "mask": mask,
             "dropout_rng": dropout_rng,
             "dropout_rate": self.dropout_rate,
             "broadcast_dropout": self.broadcast_dropout,
-            "deterministic": is_deterministic,
+            "deterministic": not has_dropout,
             "dtype": self.dtype,
             "precision": self.precision,
             "module": self if sow_weights else None,
             "is_causal": is_causal,
         }
+        # Only if set, since an `attention_fn` of the user's need not have it.
         if self.implementation is not None:
             options["implementation"] = self.implementation
         if self.attention_fn is not dot_product_attention:
-            accepted = inspect.signature(self.attention_fn).parameters
-            if all(p.kind is not p.VAR_KEYWORD for p in accepted.values()):
-                attention.check_accepts_implementation(self.implementation, accepted, self._shown())
-                options = {name: x for name, x in options.items() if name in accepted}
-        return self.out(self.attention_fn(query, key, value, **options), out_sharding)
+            options = self._accepted_options(options)
+        context = self.attention_fn(query, key, value, **options)
+        return self.out(context, out_sharding)
 
-    def init_cache(self, input_shape: Sequence[int], dtype: DType = jnp.float32) -> None:
+    def _accepted_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Returns the options that the signature of the user's `attention_fn` names."""
+        accepted = inspect.signature(self.attention_fn).parameters
+        for parameter in accepted.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                return options
+        attention.check_accepts_implementation(
+            self.implementation, accepted, self._title()
+        )
+        return {name: x for name, x in options.items() if name in accepted}
+
+    def init_cache(
+        self, input_shape: Sequence[int], dtype: DType = jnp.float32
+    ) -> None:
         """Creates an empty cache: the variables `cached_key`, `cached_value` and `cache_index`.
 
         Args:
@@ -356,7 +413,7 @@ class MultiHeadAttention(Module):
         """
         if len(input_shape) < 2:
             raise errors.ArgumentShapeError(
-                f"{self._shown()} cannot make a cache for an input of shape {tuple(input_shape)}; "
+                f"{self._title()} cannot make a cache for an input of shape {tuple(input_shape)}; "
                 f"expected (*batch, length, {self.in_features})."
             )
         shape = (*input_shape[:-1], self.num_kv_heads, self.head_dim)
@@ -381,7 +438,7 @@ class MultiHeadAttention(Module):
         """
         if (batch_size is None) != (max_length is None):
             raise errors.ArgumentValueError(
-                f"{self._shown()} was given batch_size={batch_size} and max_length={max_length} "
+                f"{self._title()} was given batch_size={batch_size} and max_length={max_length} "
                 "for a cache; give both, or neither for no new cache."
             )
         if deterministic is not None:
@@ -389,39 +446,65 @@ class MultiHeadAttention(Module):
         if decode is not None:
             self.decode = decode
         if batch_size is not None and max_length is not None:
-            batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
-            self.init_cache((*batch, max_length, self.in_features), self.dtype or jnp.float32)
+            batch_shape = arrays.as_tuple(batch_size)
+            input_shape = (*batch_shape, max_length, self.in_features)
+            self.init_cache(input_shape, self.dtype or jnp.float32)
 
-    def _shown(self) -> str:
+    def _title(self) -> str:
         return f"MultiHeadAttention with num_heads={self.num_heads}, in_features={self.in_features}"
 
-    def _check_features(self, inputs_q: Array, inputs_k: Array, inputs_v: Array) -> None:
-        expected = {
-            "inputs_q": (inputs_q, self.in_features),
-            "inputs_k": (inputs_k, self.in_kv_features),
-            "inputs_v": (inputs_v, self.in_kv_features),
-        }
-        for name, (x, features) in expected.items():
+    def _check_features(
+        self, inputs_q: Array, inputs_k: Array, inputs_v: Array
+    ) -> None:
+        for name, x, features in (
+            ("inputs_q", inputs_q, self.in_features),
+            ("inputs_k", inputs_k, self.in_kv_features),
+            ("inputs_v", inputs_v, self.in_kv_features),
+        ):
             if x.ndim < 2 or x.shape[-1] != features:
                 raise errors.ArgumentShapeError(
-                    f"{self._shown()}, in_kv_features={self.in_kv_features} was given {name} of "
+                    f"{self._title()}, in_kv_features={self.in_kv_features} was given {name} of "
                     f"shape {x.shape}; expected (*batch, length, {features})."
                 )
 
     def _decode(
-        self, query: Array, key: Array, value: Array, mask: Array | MaskFn | AttentionMask | None
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        mask: Array | MaskFn | AttentionMask | None,
     ) -> tuple[Array, Array, Array | None]:
-        of_key, of_value, at = self.cached_key, self.cached_value, self.cache_index
-        if of_key is None or of_value is None or at is None:
-            raise errors.MissingCacheError(self._shown(), self.in_features)
-        index = at.get_value()
-        keys, values, seen = attention.attention_cache_step(
-            *(of_key.get_value(), of_value.get_value(), index),
-            *(query, key, value),
-            layer=self._shown(),
+        """Adds a position to the cache; returns its keys and values, and a mask of the filled."""
+        cached_key = self.cached_key
+        cached_value = self.cached_value
+        cache_index = self.cache_index
+        if cached_key is None or cached_value is None or cache_index is None:
+            raise errors.MissingCacheError(self._title(), self.in_features)
+        index = cache_index.get_value()
+        keys, values, filled_mask = attention.attention_cache_step(
+            cached_key.get_value(),
+            cached_value.get_value(),
+            index,
+            query,
+            key,
+            value,
+            layer=self._title(),
         )
-        of_key.set_value(keys)
-        of_value.set_value(values)
-        at.set_value(jnp.minimum(index + 1, keys.shape[-3]))
-        mask = attention_mask.mask_of_step(mask, index, keys.shape[-3])
-        return keys, values, attention_mask.combine_masks(mask, seen, dtype=jnp.bool_)
+        length = keys.shape[-3]
+        cached_key.set_value(keys)
+        cached_value.set_value(values)
+        cache_index.set_value(jnp.minimum(index + 1, length))
+        step_mask = attention_mask.mask_of_step(mask, index, length)
+        full_mask = attention_mask.combine_masks(
+            step_mask, filled_mask, dtype=jnp.bool_
+        )
+        return keys, values, full_mask
+
+
+class _Sizes(NamedTuple):
+    """The sizes of a `MultiHeadAttention` that have defaults."""
+
+    qkv_features: int
+    out_features: int
+    num_kv_heads: int
+    in_kv_features: int

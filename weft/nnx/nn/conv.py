@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 from jax import lax
 from jaxtyping import Array, Num
 
 from weft import errors, functional
+from weft.functional.arrays import OutSharding
 from weft.nnx.nn import parameters
 
 Sizes = int | Sequence[int] | None
@@ -18,6 +18,8 @@ Sizes = int | Sequence[int] | None
 
 @dataclass(repr=False, eq=False)
 class _Conv(parameters.KernelModule):
+    """Fields and steps that both convolutions have."""
+
     in_features: int
     out_features: int
     kernel_size: int | Sequence[int]
@@ -28,19 +30,28 @@ class _Conv(parameters.KernelModule):
     use_bias: bool = True
     mask: Num[Array, "*kernel"] | None = None
 
-    def __post_init__(self, *init_vars: Any) -> None:
-        parameters.check_sizes(self, "in_features", "out_features", "kernel_size")
-        self.kernel_size = window = functional.per_axis(self.kernel_size, 1)
+    def __post_init__(self, *arguments: *parameters.KernelArguments) -> None:
+        parameters.check_sizes(
+            self, "in_features", "out_features", "kernel_size"
+        )
+        window = functional.per_axis(self.kernel_size, 1)
+        self.kernel_size = window
         self.strides = _as_sizes(self.strides)
         self.kernel_dilation = _as_sizes(self.kernel_dilation)
         if not isinstance(self.padding, str | int):
-            self.padding = tuple(s if isinstance(s, int) else tuple(s) for s in self.padding)
+            padding: list[int | Sequence[int]] = []
+            for sizes in self.padding:
+                padding.append(
+                    sizes if isinstance(sizes, int) else tuple(sizes)
+                )
+            self.padding = tuple(padding)
         self.kernel_shape = (*window, *self._kernel_channels())
         bias_shape = (self.out_features,) if self.use_bias else None
-        self._make_parameters(self.kernel_shape, bias_shape, *init_vars)
+        self._make_parameters(self.kernel_shape, bias_shape, *arguments)
         self._check_mask(self.kernel.shape)
 
     def _kernel_channels(self) -> tuple[int, int]:
+        """Returns the last two sizes of the kernel."""
         raise NotImplementedError
 
     def _check_mask(self, shape: tuple[int, ...]) -> None:
@@ -53,18 +64,20 @@ class _Conv(parameters.KernelModule):
 
     def _masked_kernel(self) -> Array:
         kernel = self.kernel[...]
+        if self.mask is None:
+            return kernel
         self._check_mask(kernel.shape)
-        return kernel if self.mask is None else kernel * self.mask
+        return kernel * self.mask
 
     def _convolved(
         self,
-        pad: Callable[..., tuple[Array, Any]],
+        pad: Callable[..., tuple[Array, functional.Padding]],
         convolve: Callable[..., Array],
         inputs: Array,
         channels: int,
         kernel: Array,
         sizes: dict[str, Sizes],
-        **options: Any,
+        **options: bool,
     ) -> Array:
         """Pads and convolves an input; both functions receive sizes of all axes and options."""
         window = functional.per_axis(self.kernel_size, 1)
@@ -74,19 +87,39 @@ class _Conv(parameters.KernelModule):
                 f"kernel_size={window} was given an input of shape {inputs.shape}; expected "
                 f"(..., *spatial, {channels}) with {len(window)} spatial axes."
             )
-        options |= {name: functional.per_axis(size, len(window)) for name, size in sizes.items()}
-        padded, zeros = pad(inputs, window=window, padding=self.padding, **options)
-        x, kernel, bias = self._promoted(padded, kernel)
-        options |= {"precision": self.precision, "padding": zeros}
-        options["preferred_element_type"] = self.preferred_element_type
-        return functional.over_batch_axes(
-            lambda x: convolve(x, kernel, bias, **options), x, len(window) + 1
+        sizes_per_axis: dict[str, Sequence[int]] = {}
+        for name, size in sizes.items():
+            sizes_per_axis[name] = functional.per_axis(size, len(window))
+        # What JAX has no padding for, such as CIRCULAR; zeros are left to the convolution.
+        padded, zero_padding = pad(
+            inputs,
+            window=window,
+            padding=self.padding,
+            **sizes_per_axis,
+            **options,
         )
+        x, kernel, bias = self._promoted(padded, kernel)
+
+        def convolve_batch(x: Array) -> Array:
+            return convolve(
+                x,
+                kernel,
+                bias,
+                padding=zero_padding,
+                precision=self.precision,
+                preferred_element_type=self.preferred_element_type,
+                **sizes_per_axis,
+                **options,
+            )
+
+        return functional.over_batch_axes(convolve_batch, x, len(window) + 1)
 
 
 def _as_sizes(sizes: Sizes) -> Sizes:
     """Returns sizes with a sequence as a tuple, which is static."""
-    return sizes if sizes is None or isinstance(sizes, int) else tuple(sizes)
+    if sizes is None or isinstance(sizes, int):
+        return sizes
+    return tuple(sizes)
 
 
 @dataclass(repr=False, eq=False)
@@ -118,9 +151,9 @@ class Conv(_Conv):
     feature_group_count: int = 1
     conv_general_dilated: Callable[..., Array] = lax.conv_general_dilated
 
-    def __post_init__(self, *init_vars: Any) -> None:
+    def __post_init__(self, *arguments: *parameters.KernelArguments) -> None:
         self.input_dilation = _as_sizes(self.input_dilation)
-        super().__post_init__(*init_vars)
+        super().__post_init__(*arguments)
 
     def _kernel_channels(self) -> tuple[int, int]:
         groups = self.feature_group_count
@@ -132,7 +165,9 @@ class Conv(_Conv):
         return self.in_features // groups, self.out_features
 
     def __call__(
-        self, inputs: Num[Array, "*batch_spatial input"], out_sharding: Any = None
+        self,
+        inputs: Num[Array, "*batch_spatial input"],
+        out_sharding: OutSharding = None,
     ) -> Num[Array, "*batch_out_spatial output"]:
         """Applies the convolution to an input with any number of batch axes.
 
@@ -142,7 +177,8 @@ class Conv(_Conv):
 
         Raises ArgumentValueError if the padding is unknown or not applicable.
         """
-        kernel, groups = self._masked_kernel(), self.feature_group_count
+        kernel = self._masked_kernel()
+        groups = self.feature_group_count
         convolve = functools.partial(
             functional.conv,
             groups=groups,
@@ -155,7 +191,9 @@ class Conv(_Conv):
             "input_dilation": self.input_dilation,
         }
         channels = kernel.shape[-2] * groups
-        return self._convolved(functional.pad_conv, convolve, inputs, channels, kernel, sizes)
+        return self._convolved(
+            functional.pad_conv, convolve, inputs, channels, kernel, sizes
+        )
 
 
 @dataclass(repr=False, eq=False)
@@ -196,13 +234,14 @@ class ConvTranspose(_Conv):
 
         Raises ArgumentValueError if the padding is unknown.
         """
-        kernel, transposed = self._masked_kernel(), self.transpose_kernel
+        kernel = self._masked_kernel()
+        channel_axis = -1 if self.transpose_kernel else -2
         return self._convolved(
             functional.pad_conv_transpose,
             functional.conv_transpose,
             inputs,
-            kernel.shape[-1 if transposed else -2],
+            kernel.shape[channel_axis],
             kernel,
             {"strides": self.strides, "dilation": self.kernel_dilation},
-            transpose_kernel=transposed,
+            transpose_kernel=self.transpose_kernel,
         )

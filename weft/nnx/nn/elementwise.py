@@ -47,7 +47,9 @@ class Dropout(Module):
     rngs: Rngs | RngStream | None = None
 
     def __post_init__(self) -> None:
-        self.rngs = parameters.fork_stream(self.rngs, self.rng_collection, _shown(self.rate))
+        self.rngs = parameters.fork_stream(
+            self.rngs, self.rng_collection, _title(self.rate)
+        )
 
     def __call__(
         self,
@@ -63,12 +65,14 @@ class Dropout(Module):
 
         Raises ArgumentValueError for a rate not in `[0, 1]`, or `broadcast_dims` out of range.
         """
-        if parameters.resolve_mode(self, "deterministic", deterministic) or self.rate == 0:
+        is_off = parameters.resolve_mode(self, "deterministic", deterministic)
+        if is_off or self.rate == 0:
             return inputs
         if self.rate == 1:
             return jnp.zeros_like(inputs)
-        given = self.rngs if rngs is None else rngs
-        key = parameters.draw_key(given, self.rng_collection, _shown(self.rate))
+        if rngs is None:
+            rngs = self.rngs
+        key = parameters.draw_key(rngs, self.rng_collection, _title(self.rate))
         mask = keep_mask(key, self.rate, inputs.shape, self.broadcast_dims)
         return functional.dropout(inputs, rate=self.rate, mask=mask)
 
@@ -98,16 +102,21 @@ class PReLU(Module):
     promote_dtype: PromoteDtype = parameters.promote_dtype
     negative_slope_metadata: InitVar[Metadata] = NO_METADATA
 
-    def __post_init__(self, negative_slope_init: float, negative_slope_metadata: Metadata) -> None:
+    def __post_init__(
+        self, negative_slope_init: float, negative_slope_metadata: Metadata
+    ) -> None:
         slope = jnp.asarray(negative_slope_init, self.param_dtype)
         self.negative_slope = Param(slope, **negative_slope_metadata)
 
-    def __call__(self, inputs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        x, slope = jnp.asarray(inputs), self.negative_slope[...]
+    def __call__(
+        self, inputs: Float[Array, "*shape"]
+    ) -> Float[Array, "*shape"]:
+        x = jnp.asarray(inputs)
+        slope = self.negative_slope[...]
         if self.dtype is not None:
             x, slope = self.promote_dtype((x, slope), dtype=self.dtype)
         return jax.nn.leaky_relu(x, slope.astype(x.dtype))
 
 
-def _shown(rate: float) -> str:
+def _title(rate: float) -> str:
     return f"Dropout with rate={rate}"

@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
@@ -15,9 +15,17 @@ from jaxtyping import Array, Float, Int, Num
 from weft import errors, functional
 from weft.core.frozen_dict import FrozenDict
 from weft.functional import arrays, initializers
+from weft.functional.arrays import OutSharding
 from weft.nnx.module import Module
 from weft.nnx.nn import parameters
-from weft.nnx.nn.parameters import NO_METADATA, Initializer, KernelModule, Metadata, PromoteDtype
+from weft.nnx.nn.parameters import (
+    NO_METADATA,
+    Initializer,
+    KernelArguments,
+    KernelModule,
+    Metadata,
+    PromoteDtype,
+)
 from weft.nnx.rngs import Rngs
 from weft.nnx.variables import VariableMetadata
 from weft.typing import DType
@@ -51,13 +59,16 @@ class Linear(KernelModule):
     use_bias: bool = True
     dot_general: DotGeneral = lax.dot_general
 
-    def __post_init__(self, *init_vars: Any) -> None:
+    def __post_init__(self, *arguments: *KernelArguments) -> None:
         parameters.check_sizes(self, "in_features", "out_features")
-        shape = (self.in_features, self.out_features)
-        self._make_parameters(shape, shape[1:] if self.use_bias else None, *init_vars)
+        kernel_shape = (self.in_features, self.out_features)
+        bias_shape = (self.out_features,) if self.use_bias else None
+        self._make_parameters(kernel_shape, bias_shape, *arguments)
 
     def __call__(
-        self, inputs: Num[Array, "*batch input"], out_sharding: Any = None
+        self,
+        inputs: Num[Array, "*batch input"],
+        out_sharding: OutSharding = None,
     ) -> Num[Array, "*batch output"]:
         """Applies the map; `out_sharding` is the output's, as in `jax.lax.dot_general`."""
         x, kernel, bias = self._promoted(inputs, self.kernel[...])
@@ -67,9 +78,14 @@ class Linear(KernelModule):
                 f"out_features={self.out_features} was given an input of shape {x.shape}; expected "
                 f"(..., {self.in_features}). Its kernel has shape {kernel.shape}."
             )
-        product = None if self.dot_general is lax.dot_general else self.dot_general
-        options = self._options(out_sharding)
-        return functional.dense(x, kernel, bias, dot_general=product, **options)
+        # None is JAX's, or what `functional.default_dot_general` sets instead.
+        dot_general = None
+        if self.dot_general is not lax.dot_general:
+            dot_general = self.dot_general
+        options = self._product_options(out_sharding)
+        return functional.dense(
+            x, kernel, bias, dot_general=dot_general, **options
+        )
 
 
 @dataclass(repr=False, eq=False)
@@ -111,72 +127,104 @@ class LinearGeneral(KernelModule):
     dot_general_cls: Callable[[], DotGeneral] | None = None
 
     def __post_init__(
-        self, kernel_init: Initializer, bias_init: Initializer, *init_vars: Any
+        self,
+        kernel_init: Initializer,
+        bias_init: Initializer,
+        rngs: Rngs,
+        kernel_metadata: Metadata,
+        bias_metadata: Metadata,
     ) -> None:
         parameters.check_sizes(self, "in_features", "out_features")
-        self.in_features = in_features = arrays.as_tuple(self.in_features)
-        self.out_features = out_features = arrays.as_tuple(self.out_features)
-        self.axis = arrays.as_tuple(self.axis)
-        self.batch_axis = FrozenDict(self.batch_axis)
-        self._check_sizes()
-        batch = tuple(self.batch_axis[i] for i in range(len(self.batch_axis)))
-        outputs = batch + out_features
+        in_features = arrays.as_tuple(self.in_features)
+        out_features = arrays.as_tuple(self.out_features)
+        axis = arrays.as_tuple(self.axis)
+        batch_axis = FrozenDict(self.batch_axis)
+        self.in_features, self.out_features = in_features, out_features
+        self.axis, self.batch_axis = axis, batch_axis
+        if len(in_features) != len(axis):
+            raise errors.ArgumentShapeError(
+                f"LinearGeneral was given in_features={in_features} and axis={axis}; expected one "
+                "size for each axis."
+            )
+        batch_axes = tuple(range(len(batch_axis)))
+        if set(batch_axis) != set(batch_axes):
+            raise errors.ArgumentValueError(
+                f"LinearGeneral was given batch_axis={dict(batch_axis)}; expected sizes of the "
+                f"first axes, {batch_axes}: move other axes there with jnp.moveaxis."
+            )
+        batch_sizes = tuple(batch_axis[a] for a in batch_axes)
+        input_size = math.prod(batch_sizes + in_features)
+        output_size = math.prod(out_features)
+        bias_shape = batch_sizes + out_features
         self._make_parameters(
-            (*batch, *in_features, *out_features),
-            outputs if self.use_bias else None,
-            _shaped(kernel_init, (math.prod(batch + in_features), math.prod(out_features))),
-            _shaped(bias_init, (math.prod(outputs),)),
-            *init_vars,
+            (*batch_sizes, *in_features, *out_features),
+            bias_shape if self.use_bias else None,
+            _reshaped(kernel_init, (input_size, output_size)),
+            _reshaped(bias_init, (math.prod(bias_shape),)),
+            rngs,
+            kernel_metadata,
+            bias_metadata,
         )
 
-    def _check_sizes(self) -> None:
-        if len(arrays.as_tuple(self.in_features)) != len(arrays.as_tuple(self.axis)):
-            raise errors.ArgumentShapeError(
-                f"LinearGeneral was given in_features={self.in_features} and axis={self.axis}; "
-                "expected one size for each axis."
-            )
-        first = range(len(self.batch_axis))
-        if set(self.batch_axis) != set(first):
-            raise errors.ArgumentValueError(
-                f"LinearGeneral was given batch_axis={dict(self.batch_axis)}; expected sizes of "
-                f"the first axes, {tuple(first)}: move other axes there with jnp.moveaxis."
-            )
-
     def __call__(
-        self, inputs: Num[Array, "*input"], out_sharding: Any = None
+        self, inputs: Num[Array, "*input"], out_sharding: OutSharding = None
     ) -> Num[Array, "*output"]:
         """Applies the map; `out_sharding` is the output's, as in `jax.lax.dot_general`."""
         x, kernel, bias = self._promoted(inputs, self.kernel[...])
         batch_axes = tuple(range(len(self.batch_axis)))
-        axis = tuple(sorted(a + x.ndim if a < 0 else a for a in arrays.as_tuple(self.axis)))
-        self._check_input(x.shape, kernel.shape, batch_axes + axis)
-        given = self.dot_general if self.dot_general_cls is None else self.dot_general_cls()
-        options = {"axis": axis, "batch_axes": batch_axes, "dot_general": given}
-        return functional.dense_general(x, kernel, bias, **options, **self._options(out_sharding))
+        axes = arrays.as_tuple(self.axis)
+        axes = tuple(sorted(a + x.ndim if a < 0 else a for a in axes))
+        self._check_input(x.shape, kernel.shape, batch_axes + axes)
+        dot_general = self.dot_general
+        if self.dot_general_cls is not None:
+            dot_general = self.dot_general_cls()
+        return functional.dense_general(
+            x,
+            kernel,
+            bias,
+            axis=axes,
+            batch_axes=batch_axes,
+            dot_general=dot_general,
+            **self._product_options(out_sharding),
+        )
 
     def _check_input(
-        self, shape: tuple[int, ...], kernel: tuple[int, ...], leading: tuple[int, ...]
+        self,
+        shape: tuple[int, ...],
+        kernel_shape: tuple[int, ...],
+        axes: tuple[int, ...],
     ) -> None:
-        known = all(0 <= a < len(shape) for a in leading) and len(set(leading)) == len(leading)
-        if not known or tuple(shape[a] for a in leading) != kernel[: len(leading)]:
-            batch = f", batch_axis={dict(self.batch_axis)}" if self.batch_axis else ""
-            raise errors.ArgumentShapeError(
-                f"LinearGeneral with in_features={self.in_features}, axis={self.axis}{batch} and "
-                f"out_features={self.out_features} was given an input of shape {shape}; expected "
-                f"the sizes {kernel[: len(leading)]} of its axes {leading}."
-            )
+        """Raises ArgumentShapeError unless the kernel's first sizes are those of the input."""
+        expected_sizes = kernel_shape[: len(axes)]
+        has_axes = all(0 <= a < len(shape) for a in axes)
+        is_distinct = len(set(axes)) == len(axes)
+        if has_axes and is_distinct:
+            sizes = tuple(shape[a] for a in axes)
+            if sizes == expected_sizes:
+                return
+        batch = ""
+        if self.batch_axis:
+            batch = f", batch_axis={dict(self.batch_axis)}"
+        raise errors.ArgumentShapeError(
+            f"LinearGeneral with in_features={self.in_features}, axis={self.axis}{batch} and "
+            f"out_features={self.out_features} was given an input of shape {shape}; expected "
+            f"the sizes {expected_sizes} of its axes {axes}."
+        )
 
 
-def _shaped(init: Initializer, flat: tuple[int, ...]) -> Initializer:
-    """Returns an initializer that draws in shape `flat`, which has the map's fans, and reshapes."""
+def _reshaped(init: Initializer, drawn_shape: tuple[int, ...]) -> Initializer:
+    """Returns an initializer that draws in a shape that has the map's fans, and reshapes."""
 
-    def make(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-        value = init(key, flat, dtype)
+    def reshaped_init(
+        key: jax.Array, shape: tuple[int, ...], dtype: DType
+    ) -> Array | VariableMetadata:
+        value = init(key, drawn_shape, dtype)
         if isinstance(value, VariableMetadata):
-            return dataclasses.replace(value, raw_value=jnp.reshape(value.raw_value, shape))
+            raw_value = jnp.reshape(value.raw_value, shape)
+            return dataclasses.replace(value, raw_value=raw_value)
         return jnp.reshape(value, shape)
 
-    return make
+    return reshaped_init
 
 
 @dataclass(repr=False, eq=False)
@@ -208,15 +256,21 @@ class Einsum(KernelModule):
     _: KW_ONLY
     einsum_op: Callable[..., Array] = jnp.einsum
 
-    def __post_init__(self, *init_vars: Any) -> None:
-        self.kernel_shape = kernel_shape = arrays.as_tuple(self.kernel_shape)
-        self.bias_shape = None if self.bias_shape is None else arrays.as_tuple(self.bias_shape)
+    def __post_init__(self, *arguments: *KernelArguments) -> None:
+        kernel_shape = arrays.as_tuple(self.kernel_shape)
+        bias_shape = None
+        if self.bias_shape is not None:
+            bias_shape = arrays.as_tuple(self.bias_shape)
+        self.kernel_shape, self.bias_shape = kernel_shape, bias_shape
         _check_kernel(self.einsum_str, kernel_shape)
         self.einsum_str = self.einsum_str.replace(" ", "")
-        self._make_parameters(kernel_shape, self.bias_shape, *init_vars)
+        self._make_parameters(kernel_shape, bias_shape, *arguments)
 
     def __call__(
-        self, inputs: Num[Array, "*input"], einsum_str: str | None = None, out_sharding: Any = None
+        self,
+        inputs: Num[Array, "*input"],
+        einsum_str: str | None = None,
+        out_sharding: OutSharding = None,
     ) -> Num[Array, "*output"]:
         """Applies the map.
 
@@ -226,22 +280,34 @@ class Einsum(KernelModule):
 
         Raises ArgumentValueError if the subscripts do not name two operands and a result.
         """
-        subscripts = self.einsum_str if einsum_str is None else einsum_str
+        subscripts = einsum_str
+        if subscripts is None:
+            subscripts = self.einsum_str
         x, kernel, bias = self._promoted(inputs, self.kernel[...])
-        axes, out_axes, ndim = functional.project_weight_axes(subscripts, x.ndim, kernel.ndim)
+        kernel_axes, out_axes, out_ndim = functional.project_weight_axes(
+            subscripts, x.ndim, kernel.ndim
+        )
         try:
             if bias is not None:
-                shape = tuple(kernel.shape[axis] for axis in axes)
+                # It may have been given as one axis.
+                shape = tuple(kernel.shape[axis] for axis in kernel_axes)
                 if bias.size != math.prod(shape):
-                    raise _bias_error(subscripts, kernel.shape, bias.shape, shape)
-                bias = bias if bias.shape == shape else bias.reshape(shape)
-                bias = functional.broadcast_bias(bias, out_axes, ndim)
-            einsum = None if self.einsum_op is jnp.einsum else self.einsum_op
-            options = self._options(out_sharding)
-            return functional.project(subscripts, x, kernel, bias, einsum=einsum, **options)
+                    raise _bias_error(
+                        subscripts, kernel.shape, bias.shape, shape
+                    )
+                bias = bias.reshape(shape)
+                bias = functional.broadcast_bias(bias, out_axes, out_ndim)
+            einsum = None
+            if self.einsum_op is not jnp.einsum:
+                einsum = self.einsum_op
+            options = self._product_options(out_sharding)
+            return functional.project(
+                subscripts, x, kernel, bias, einsum=einsum, **options
+            )
         except (TypeError, ValueError) as error:
-            is_known = isinstance(error, errors.ArgumentShapeError)
-            if is_known or self.einsum_op is not jnp.einsum:
+            # JAX's own errors name neither the layer nor the shapes.
+            has_advice = isinstance(error, errors.ArgumentShapeError)
+            if has_advice or self.einsum_op is not jnp.einsum:
                 raise
             raise errors.ArgumentShapeError(
                 f"Einsum {subscripts!r} with a kernel of shape {kernel.shape} was given an "
@@ -251,8 +317,9 @@ class Einsum(KernelModule):
 
 def _check_kernel(subscripts: str, kernel_shape: tuple[int, ...]) -> None:
     """Checks the shape as far as possible without an input, which may have more leading axes."""
-    named = subscripts.replace(" ", "").partition(",")[0].replace("...", "")
-    functional.project_weight_axes(subscripts, len(named), len(kernel_shape))
+    input_labels, _, _ = subscripts.replace(" ", "").partition(",")
+    input_ndim = len(input_labels.replace("...", ""))
+    functional.project_weight_axes(subscripts, input_ndim, len(kernel_shape))
 
 
 def _bias_error(
@@ -295,21 +362,30 @@ class Embed(Module):
     embedding_metadata: InitVar[Metadata] = NO_METADATA
 
     def __post_init__(
-        self, embedding_init: Initializer, rngs: Rngs, embedding_metadata: Metadata
+        self,
+        embedding_init: Initializer,
+        rngs: Rngs,
+        embedding_metadata: Metadata,
     ) -> None:
         parameters.check_sizes(self, "num_embeddings", "features")
-        shape, dtype = (self.num_embeddings, self.features), self.param_dtype
         self.embedding = parameters.new_param(
-            embedding_init, rngs, shape, dtype, embedding_metadata
+            embedding_init,
+            rngs,
+            (self.num_embeddings, self.features),
+            self.param_dtype,
+            embedding_metadata,
         )
-        self.dtype = self.embedding.dtype if self.dtype is None else self.dtype
+        if self.dtype is None:
+            self.dtype = self.embedding.dtype
 
     def _output_dtype(self) -> DType | None:
         # A trainer may compute with a table in another dtype than it was made in.
-        return self.embedding.dtype if self.dtype == self.param_dtype else self.dtype
+        if self.dtype == self.param_dtype:
+            return self.embedding.dtype
+        return self.dtype
 
     def __call__(
-        self, inputs: Int[Array, "*shape"], out_sharding: Any = None
+        self, inputs: Int[Array, "*shape"], out_sharding: OutSharding = None
     ) -> Float[Array, "*shape features"]:
         """Returns the vectors of ids; out-of-range ids return NaN, so that errors are visible.
 
@@ -321,12 +397,15 @@ class Embed(Module):
         """
         layer = f"Embed with num_embeddings={self.num_embeddings}"
         inputs = functional.as_ids(inputs, layer)
-        table, dtype = self.embedding[...], self._output_dtype()
-        (table,) = self.promote_dtype((table,), dtype=dtype, inexact=False)
+        (table,) = self.promote_dtype(
+            (self.embedding[...],), dtype=self._output_dtype(), inexact=False
+        )
         return functional.lookup(table, inputs, out_sharding=out_sharding)
 
     def attend(
-        self, query: Float[Array, "*batch features"], out_sharding: Any = None
+        self,
+        query: Float[Array, "*batch features"],
+        out_sharding: OutSharding = None,
     ) -> Float[Array, "*batch ids"]:
         """Returns the inner products of queries with all vectors: logits with tied embeddings.
 
@@ -334,8 +413,9 @@ class Embed(Module):
 
         Raises ArgumentShapeError if the last axis of the query is not of size `features`.
         """
-        table, dtype = self.embedding[...], self._output_dtype()
-        query, table = self.promote_dtype((query, table), dtype=dtype)
+        query, table = self.promote_dtype(
+            (query, self.embedding[...]), dtype=self._output_dtype()
+        )
         if query.shape[-1:] != table.shape[-1:]:
             raise errors.ArgumentShapeError(
                 f"Embed with features={self.features} was given queries of shape {query.shape}; "

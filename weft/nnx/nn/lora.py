@@ -10,11 +10,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Num
 
 from weft import errors, functional
+from weft.functional.arrays import OutSharding
 from weft.functional.initializers import he_uniform, zeros
 from weft.nnx.module import Module
 from weft.nnx.nn import parameters
 from weft.nnx.nn.linear import Linear
-from weft.nnx.nn.parameters import NO_METADATA, Initializer, Metadata, PromoteDtype
+from weft.nnx.nn.parameters import (
+    NO_METADATA,
+    Initializer,
+    Metadata,
+    PromoteDtype,
+)
 from weft.nnx.rngs import Rngs
 from weft.nnx.variables import Param, Variable
 from weft.typing import DType
@@ -79,23 +85,40 @@ class LoRA(Module):
                 f"LoRA was given base_module={self.base_module!r}, which is not callable; expected "
                 "a module with a __call__, or None."
             )
-        dtype, kind = self.param_dtype, self.lora_param_type
-        shape = (self.in_features, lora_rank)
-        self.lora_a = parameters.new_param(a_initializer, rngs, shape, dtype, a_metadata, kind)
-        shape = (lora_rank, self.out_features)
-        self.lora_b = parameters.new_param(b_initializer, rngs, shape, dtype, b_metadata, kind)
+        self.lora_a = parameters.new_param(
+            a_initializer,
+            rngs,
+            (self.in_features, lora_rank),
+            self.param_dtype,
+            a_metadata,
+            self.lora_param_type,
+        )
+        self.lora_b = parameters.new_param(
+            b_initializer,
+            rngs,
+            (lora_rank, self.out_features),
+            self.param_dtype,
+            b_metadata,
+            self.lora_param_type,
+        )
 
-    def __call__(self, x: Num[Array, "*batch input"], **kwargs: Any) -> Num[Array, "*batch output"]:
+    def __call__(
+        self, x: Num[Array, "*batch input"], **kwargs: Any
+    ) -> Num[Array, "*batch output"]:
         """Applies the map; `base_module` receives the keyword arguments too."""
-        given, a, b = self.promote_dtype((x, self.lora_a[...], self.lora_b[...]), dtype=self.dtype)
-        if given.shape[-1:] != a.shape[:1]:
+        inputs, a, b = self.promote_dtype(
+            (x, self.lora_a[...], self.lora_b[...]), dtype=self.dtype
+        )
+        if inputs.shape[-1:] != a.shape[:1]:
             raise errors.ArgumentShapeError(
                 f"LoRA with in_features={self.in_features} and out_features={self.out_features} "
-                f"was given an input of shape {given.shape}; expected (..., {self.in_features}). "
+                f"was given an input of shape {inputs.shape}; expected (..., {self.in_features}). "
                 f"Its lora_a has shape {a.shape}."
             )
-        y = functional.dense(functional.dense(given, a), b)
-        return y if self.base_module is None else y + self.base_module(x, **kwargs)
+        y = functional.dense(functional.dense(inputs, a), b)
+        if self.base_module is None:
+            return y
+        return y + self.base_module(x, **kwargs)
 
 
 class LoRALinear(Linear):
@@ -149,7 +172,7 @@ class LoRALinear(Linear):
         )
 
     def __call__(
-        self, x: Num[Array, "*batch input"], out_sharding: Any = None
+        self, x: Num[Array, "*batch input"], out_sharding: OutSharding = None
     ) -> Num[Array, "*batch output"]:
         """Applies both maps; `out_sharding` is the output's, as in `jax.lax.dot_general`."""
         return super().__call__(x, out_sharding=out_sharding) + self.lora(x)

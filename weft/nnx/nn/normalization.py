@@ -18,19 +18,37 @@ from jaxtyping import Array, Bool, Float
 from weft import errors, functional
 from weft.functional import canonicalize_dtype, norm
 from weft.functional.initializers import normal, ones, zeros
-from weft.functional.statistics import Axes, canonical_axes, cast, statistics_dtype
+from weft.functional.statistics import (
+    Axes,
+    canonical_axes,
+    cast,
+    statistics_dtype,
+)
 from weft.nnx.filters import Filter, Path, PathContains, to_predicate
 from weft.nnx.module import Module
 from weft.nnx.nn import parameters
-from weft.nnx.nn.parameters import NO_METADATA, Initializer, Metadata, PromoteDtype
+from weft.nnx.nn.parameters import (
+    NO_METADATA,
+    Initializer,
+    Metadata,
+    PromoteDtype,
+)
 from weft.nnx.pytree import iter_graph
 from weft.nnx.rngs import Rngs
 from weft.nnx.variables import BatchStat, Param
-from weft.typing import DType
+from weft.typing import DType, PyTree
+
+# The arguments of the two base classes that their parameters are made of.
+ScaleArguments = tuple[Initializer, Rngs, Metadata]
+ScaleAndBiasArguments = tuple[
+    Initializer, Rngs, Metadata, Initializer, Metadata
+]
 
 
 @dataclass(repr=False, eq=False)
 class _ScaledNorm(Module):
+    """Normalization with a learned scale."""
+
     num_features: int
     _: KW_ONLY
     epsilon: float = 1e-6
@@ -45,27 +63,48 @@ class _ScaledNorm(Module):
     rngs: InitVar[Rngs]
     scale_metadata: InitVar[Metadata] = NO_METADATA
 
-    def __post_init__(self, scale_init: Initializer, rngs: Rngs, scale_metadata: Metadata) -> None:
+    def __post_init__(
+        self, scale_init: Initializer, rngs: Rngs, scale_metadata: Metadata
+    ) -> None:
         parameters.check_sizes(self, "num_features")
         self.scale = None
         if self.use_scale:
-            shape, dtype = (self.num_features,), self.param_dtype
-            self.scale = parameters.new_param(scale_init, rngs, shape, dtype, scale_metadata)
+            self.scale = parameters.new_param(
+                scale_init,
+                rngs,
+                (self.num_features,),
+                self.param_dtype,
+                scale_metadata,
+            )
 
     def _normalized(
-        self, norm_fn: Callable[..., Array], x: Array, *params: Array | None, **options: Any
+        self,
+        norm_fn: Callable[..., Array],
+        x: Array,
+        *params: Array | None,
+        **options: Any,
     ) -> Array:
+        """Calls a function of `weft.functional.norm`, with the options that all of them have."""
         dtype, params = self._promoted(x, *params)
-        return norm.normalize_by_layer(self, norm_fn, x, *params, dtype=dtype, **options)
+        return norm.normalize_by_layer(
+            self, norm_fn, x, *params, dtype=dtype, **options
+        )
 
-    def _promoted(self, x: Array, *others: Array | None) -> tuple[DType, tuple[Array | None, ...]]:
-        """Returns the output's dtype, and the other arrays as `promote_dtype` casts them."""
+    def _promoted(
+        self, x: Array, *params: Array | None
+    ) -> tuple[DType, tuple[Array | None, ...]]:
+        """Returns the output's dtype, and the parameters as `promote_dtype` casts them."""
+        # Weft's own only determines the dtype: the computation casts what it needs.
         if self.promote_dtype is parameters.promote_dtype:
-            return canonicalize_dtype(x, *others, dtype=self.dtype), others
-        x, *others_ = self.promote_dtype((x, *others), dtype=self.dtype)
-        return x.dtype, tuple(others_)
+            return canonicalize_dtype(x, *params, dtype=self.dtype), params
+        promoted_x, *promoted_params = self.promote_dtype(
+            (x, *params), dtype=self.dtype
+        )
+        return promoted_x.dtype, tuple(promoted_params)
 
-    def _along(self, values: Array | None, axes: Sequence[int], x: Array) -> Any:
+    def _along(
+        self, values: Array | None, axes: Sequence[int], x: Array
+    ) -> Any:
         """Reshapes values of shape `(num_features,)`, or None, to broadcast to the input.
 
         Raises ArgumentShapeError if the input has a different number of features.
@@ -84,6 +123,8 @@ class _ScaledNorm(Module):
 
 @dataclass(repr=False, eq=False)
 class _AffineNorm(_ScaledNorm):
+    """Normalization with a learned scale and bias."""
+
     _: KW_ONLY
     use_bias: bool = True
     bias_init: InitVar[Initializer] = zeros
@@ -100,22 +141,33 @@ class _AffineNorm(_ScaledNorm):
         super().__post_init__(scale_init, rngs, scale_metadata)
         self.bias = None
         if self.use_bias:
-            shape, dtype = (self.num_features,), self.param_dtype
-            self.bias = parameters.new_param(bias_init, rngs, shape, dtype, bias_metadata)
+            self.bias = parameters.new_param(
+                bias_init,
+                rngs,
+                (self.num_features,),
+                self.param_dtype,
+                bias_metadata,
+            )
 
     def _scale_and_bias(self) -> tuple[Array | None, Array | None]:
-        return parameters.optional_value(self.scale), parameters.optional_value(self.bias)
+        scale = parameters.optional_value(self.scale)
+        bias = parameters.optional_value(self.bias)
+        return scale, bias
 
     def _layer_norm(
-        self, x: Array, axes: Axes, features: Sequence[int], mask: Array | None
+        self,
+        x: Array,
+        reduction_axes: Axes,
+        feature_axes: Sequence[int],
+        mask: Array | None,
     ) -> Array:
         scale, bias = self._scale_and_bias()
         return self._normalized(
             functional.layer_norm,
             x,
-            self._along(scale, features, x),
-            self._along(bias, features, x),
-            axis=axes,
+            self._along(scale, feature_axes, x),
+            self._along(bias, feature_axes, x),
+            axis=reduction_axes,
             where=mask,
             fast_variance=self.use_fast_variance,
         )
@@ -144,11 +196,14 @@ class LayerNorm(_AffineNorm):
     feature_axes: Axes = -1
 
     def __call__(
-        self, x: Float[Array, "*shape"], *, mask: Bool[Array, "*#shape"] | None = None
+        self,
+        x: Float[Array, "*shape"],
+        *,
+        mask: Bool[Array, "*#shape"] | None = None,
     ) -> Float[Array, "*shape"]:
         """Normalizes an input; `mask` selects the values of the statistics, by default all."""
-        features = sorted(canonical_axes(self.feature_axes, x.ndim))
-        return self._layer_norm(x, self.reduction_axes, features, mask)
+        feature_axes = sorted(canonical_axes(self.feature_axes, x.ndim))
+        return self._layer_norm(x, self.reduction_axes, feature_axes, mask)
 
 
 @dataclass(repr=False, eq=False)
@@ -167,13 +222,20 @@ class RMSNorm(_ScaledNorm):
     feature_axes: Axes = -1
 
     def __call__(
-        self, x: Float[Array, "*shape"], mask: Bool[Array, "*#shape"] | None = None
+        self,
+        x: Float[Array, "*shape"],
+        mask: Bool[Array, "*#shape"] | None = None,
     ) -> Float[Array, "*shape"]:
         """Normalizes an input; see `LayerNorm`."""
-        features = sorted(canonical_axes(self.feature_axes, x.ndim))
-        scale = self._along(parameters.optional_value(self.scale), features, x)
-        axes = self.reduction_axes
-        return self._normalized(functional.rms_norm, x, scale, axis=axes, where=mask)
+        feature_axes = sorted(canonical_axes(self.feature_axes, x.ndim))
+        scale = parameters.optional_value(self.scale)
+        return self._normalized(
+            functional.rms_norm,
+            x,
+            self._along(scale, feature_axes, x),
+            axis=self.reduction_axes,
+            where=mask,
+        )
 
 
 @dataclass(repr=False, eq=False)
@@ -201,12 +263,14 @@ class GroupNorm(_AffineNorm):
     _: KW_ONLY
     reduction_axes: Axes | None = None
 
-    def __post_init__(self, *init_vars: Any) -> None:
-        super().__post_init__(*init_vars)
+    def __post_init__(self, *arguments: *ScaleAndBiasArguments) -> None:
+        super().__post_init__(*arguments)
         sizes = {"num_groups": self.num_groups, "group_size": self.group_size}
         functional.check_sizes(type(self).__name__, **sizes)
         self.feature_axis = -1
-        self.num_groups = functional.number_of_groups(self.num_features, **sizes)
+        self.num_groups = functional.number_of_groups(
+            self.num_features, **sizes
+        )
         self.group_size = self.num_features // self.num_groups
         del self.num_features  # the product of the two
 
@@ -220,20 +284,23 @@ class GroupNorm(_AffineNorm):
 
         Raises ArgumentValueError if the last axis is not in `reduction_axes`.
         """
-        axes = norm.group_norm_axes(self.reduction_axes, x.shape)
-        num_groups, group_size = self.num_groups or 1, self.group_size or 1
+        reduction_axes = norm.group_norm_axes(self.reduction_axes, x.shape)
+        num_groups = self.num_groups or 1
+        group_size = self.group_size or 1
         if x.shape[-1] != num_groups * group_size:
             raise errors.ArgumentShapeError(
                 f"GroupNorm with {num_groups} groups of {group_size} channels was given an input "
                 f"of shape {x.shape}; expected (..., {num_groups * group_size})."
             )
+        if mask is not None:
+            mask = jnp.broadcast_to(mask, x.shape)
         return self._normalized(
             functional.group_norm,
             x,
             *self._scale_and_bias(),
             num_groups=num_groups,
-            axis=axes,
-            where=None if mask is None else jnp.broadcast_to(mask, x.shape),
+            axis=reduction_axes,
+            where=mask,
             fast_variance=self.use_fast_variance,
         )
 
@@ -256,14 +323,19 @@ class InstanceNorm(_AffineNorm):
     feature_axes: Axes = -1
 
     def __call__(
-        self, x: Float[Array, " batch *shape"], *, mask: Bool[Array, "*#batch"] | None = None
+        self,
+        x: Float[Array, " batch *shape"],
+        *,
+        mask: Bool[Array, "*#batch"] | None = None,
     ) -> Float[Array, " batch *shape"]:
         """Normalizes an input; see `LayerNorm`.
 
         Raises ArgumentValueError if the first axis is in `feature_axes`.
         """
-        features, axes = norm.instance_norm_axes(self.feature_axes, x.shape)
-        return self._layer_norm(x, axes, features, mask)
+        feature_axes, reduction_axes = norm.instance_norm_axes(
+            self.feature_axes, x.shape
+        )
+        return self._layer_norm(x, reduction_axes, feature_axes, mask)
 
 
 @dataclass(repr=False, eq=False)
@@ -295,8 +367,8 @@ class BatchNorm(_AffineNorm):
     axis: Axes = -1
     momentum: float = 0.99
 
-    def __post_init__(self, *init_vars: Any) -> None:
-        super().__post_init__(*init_vars)
+    def __post_init__(self, *arguments: *ScaleAndBiasArguments) -> None:
+        super().__post_init__(*arguments)
         self.mean = BatchStat(jnp.zeros((self.num_features,), jnp.float32))
         self.var = BatchStat(jnp.ones((self.num_features,), jnp.float32))
 
@@ -313,29 +385,34 @@ class BatchNorm(_AffineNorm):
             mask: values included in the statistics; all by default. NaN and infinities of others
                 are returned as they are, with gradient 0.
         """
-        use_average = parameters.resolve_mode(self, "use_running_average", use_running_average)
-        features = sorted(canonical_axes(self.axis, x.ndim))
-        averages = self.mean.get_value(), self.var.get_value()
-        dtype, (_, _, scale, bias) = self._promoted(x, *averages, *self._scale_and_bias())
-        mean, var, scale, bias = (
-            self._along(values, features, x) for values in (*averages, scale, bias)
+        use_average = parameters.resolve_mode(
+            self, "use_running_average", use_running_average
         )
+        feature_axes = sorted(canonical_axes(self.axis, x.ndim))
+        scale, bias = self._scale_and_bias()
+        mean_average = self.mean.get_value()
+        var_average = self.var.get_value()
+        dtype, promoted = self._promoted(
+            x, mean_average, var_average, scale, bias
+        )
+        _, _, scale, bias = promoted
+        scale = self._along(scale, feature_axes, x)
+        bias = self._along(bias, feature_axes, x)
+        # Also in training, as a check of the input's features where there is no scale or bias.
+        mean = self._along(mean_average, feature_axes, x)
+        var = self._along(var_average, feature_axes, x)
         if not use_average:
             mean, var = functional.moments(
                 x,
-                axis=[a for a in range(x.ndim) if a not in features],
+                axis=[a for a in range(x.ndim) if a not in feature_axes],
                 where=mask,
                 axis_name=self.axis_name,
                 axis_index_groups=self.axis_index_groups,
                 fast=self.use_fast_variance,
                 dtype=statistics_dtype(x),
             )
-            for variable, value in ((self.mean, mean), (self.var, var)):
-                average = variable.get_value()
-                of_batch = value.reshape(average.shape)
-                variable.set_value(
-                    functional.update_running_average(average, of_batch, decay=self.momentum)
-                )
+            self._update_average(self.mean, mean)
+            self._update_average(self.var, var)
         y = functional.batch_norm(
             cast(x, statistics_dtype(x)),
             mean,
@@ -347,6 +424,15 @@ class BatchNorm(_AffineNorm):
             dtype=None,
         )
         return cast(y, dtype)
+
+    def _update_average(self, variable: BatchStat[Array], value: Array) -> None:
+        average = variable.get_value()
+        batch_value = value.reshape(average.shape)
+        variable.set_value(
+            functional.update_running_average(
+                average, batch_value, decay=self.momentum
+            )
+        )
 
     def set_view(self, use_running_average: bool | None = None) -> None:
         """Sets the mode, see `nnx.view`; None leaves it unchanged."""
@@ -394,14 +480,16 @@ class SpectralNorm(Module):
 
     def __post_init__(self, update_stats: bool, rngs: Rngs) -> None:
         self.use_running_average = not update_stats
-        stats = {}
+        batch_stats: dict[Path, BatchStat[Array]] = {}
         for path, param in self._matrices():
-            u = normal()(parameters.params_key(rngs), (1, param.shape[-1]), self.param_dtype)
-            stats[*path, "u"] = BatchStat(u)
-            stats[*path, "sigma"] = BatchStat(jnp.ones((), self.param_dtype))
-        self.batch_stats = stats
+            key = parameters.params_key(rngs)
+            u = normal()(key, (1, param.shape[-1]), self.param_dtype)
+            sigma = jnp.ones((), self.param_dtype)
+            batch_stats[*path, "u"] = BatchStat(u)
+            batch_stats[*path, "sigma"] = BatchStat(sigma)
+        self.batch_stats = batch_stats
 
-    def __call__(self, x: Any, update_stats: bool | None = None) -> Any:
+    def __call__(self, x: PyTree, update_stats: bool | None = None) -> PyTree:
         """Normalizes the weights of the layer, and calls it; `update_stats` overrides the mode."""
         if update_stats is None:
             update_stats = not self.use_running_average
@@ -409,13 +497,16 @@ class SpectralNorm(Module):
             self._normalize(path, param, update_stats)
         return self.layer_instance(x)  # pyright: ignore[reportCallIssue]
 
-    def _matrices(self) -> Iterator[tuple[Path, Any]]:
+    def _matrices(self) -> Iterator[tuple[Path, Param[Array]]]:
         if self.n_steps < 1:
-            return iter(())
-        found = matching_params(self.layer_instance, ...)
-        return ((path, param) for path, param in found if param.get_value().ndim > 1)
+            return
+        for path, param in matching_params(self.layer_instance, ...):
+            if param.get_value().ndim > 1:
+                yield path, param
 
-    def _normalize(self, path: Path, param: Any, update_stats: bool) -> None:
+    def _normalize(
+        self, path: Path, param: Param[Array], update_stats: bool
+    ) -> None:
         weight = param.get_value()
         if weight.ndim > 2 and self.error_on_non_matrix:
             name = type(self.layer_instance).__name__
@@ -424,13 +515,16 @@ class SpectralNorm(Module):
                 f"shape {weight.shape} and is not a matrix; give "
                 "error_on_non_matrix=False to take all axes but the last as its rows."
             )
-        u, sigma = self.batch_stats[*path, "u"], self.batch_stats[*path, "sigma"]
+        u = self.batch_stats[*path, "u"]
+        sigma = self.batch_stats[*path, "sigma"]
         weight, new_u, new_sigma = norm.spectral_norm(
             weight, u.get_value(), n_steps=self.n_steps, eps=self.epsilon
         )
         if update_stats:
-            u[...], sigma[...] = new_u, new_sigma
-        param[...] = weight.astype(canonicalize_dtype(weight, new_u, dtype=self.dtype))
+            u[...] = new_u
+            sigma[...] = new_sigma
+        dtype = canonicalize_dtype(weight, new_u, dtype=self.dtype)
+        param[...] = weight.astype(dtype)
 
 
 @dataclass(repr=False, eq=False)
@@ -467,35 +561,50 @@ class WeightNorm(Module):
     rngs: InitVar[Rngs]
 
     def __post_init__(self, rngs: Rngs) -> None:
-        self.scales: Any = None
-        if self.use_scale:
-            found = matching_params(self.layer_instance, self.variable_filter)
-            self.scales = {path: self._scale(param.shape, rngs) for path, param in found}
+        self.scales: dict[Path, Param[Array]] | None = None
+        if not self.use_scale:
+            return
+        scales: dict[Path, Param[Array]] = {}
+        for path, param in self._params():
+            axes = norm.weight_features(param.shape, self.feature_axes)
+            shape = tuple(param.shape[a] for a in axes)
+            key = None
+            # A key is drawn only if it is used, so that layers made later keep their keys.
+            if self.scale_init is not ones:
+                key = parameters.params_key(rngs)
+            scale = self.scale_init(key, shape, self.param_dtype)
+            scales[path] = Param(scale)
+        self.scales = scales
 
-    def _scale(self, shape: tuple[int, ...], rngs: Rngs) -> Param[Array]:
-        shape = tuple(shape[a] for a in norm.weight_features(shape, self.feature_axes))
-        # A key is drawn only if it is used, so that layers made later keep their keys.
-        key = None if self.scale_init is ones else parameters.params_key(rngs)
-        return Param(self.scale_init(key, shape, self.param_dtype))
+    def _params(self) -> Iterator[tuple[Path, Param[Array]]]:
+        return matching_params(self.layer_instance, self.variable_filter)
 
-    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, x: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Normalizes the weights of the layer, and calls it with the arguments."""
-        for path, param in matching_params(self.layer_instance, self.variable_filter):
-            scale = None if self.scales is None else self.scales[path].get_value()
+        for path, param in self._params():
+            scale = None
+            if self.scales is not None:
+                scale = self.scales[path].get_value()
             weight = norm.weight_norm(
-                param.get_value(), scale, feature_axes=self.feature_axes, eps=self.epsilon
+                param.get_value(),
+                scale,
+                feature_axes=self.feature_axes,
+                eps=self.epsilon,
             )
             (param[...],) = self.promote_dtype((weight,), dtype=self.dtype)
         return self.layer_instance(x, *args, **kwargs)  # pyright: ignore[reportCallIssue]
 
 
-def matching_params(layer: Module, which: Filter) -> Iterator[tuple[Path, Param[Any]]]:
+def matching_params(
+    layer: Module, param_filter: Filter
+) -> Iterator[tuple[Path, Param[Array]]]:
     """Yields the parameters in a layer that a filter matches, each once, with their paths.
 
     >>> from weft.nnx.nn.linear import Linear
     >>> [path for path, _ in matching_params(Linear(3, 2, rngs=nnx.Rngs(0)), ...)]
     [('bias',), ('kernel',)]
     """
-    matches = to_predicate(which)
-    found = ((path, x) for path, x in iter_graph(layer) if isinstance(x, Param))
-    return ((path, x) for path, x in found if matches(path, x))
+    matches = to_predicate(param_filter)
+    for path, x in iter_graph(layer):
+        if isinstance(x, Param) and matches(path, x):
+            yield path, x

@@ -6,7 +6,7 @@ A mode is behavior that differs between training, evaluation and decoding: an at
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,12 @@ from jaxtyping import Array
 
 from weft import errors, functional
 from weft.core.frozen_dict import FrozenDict
+from weft.functional.arrays import OutSharding
 from weft.functional.initializers import lecun_normal, zeros
 from weft.nnx.module import Module
 from weft.nnx.rngs import Rngs, RngStream
 from weft.nnx.variables import Param, Variable
-from weft.typing import DType
+from weft.typing import ArrayLike, DType
 
 Initializer = Callable[..., Any]
 Metadata = Mapping[str, Any]
@@ -30,8 +31,10 @@ NO_METADATA: Metadata = FrozenDict()
 
 def check_sizes(layer: Module, *names: str) -> None:
     """Raises ArgumentValueError if an attribute is not a positive size, sizes of axes, or None."""
-    sizes = zip(names, map(vars(layer).get, names), strict=True)
-    functional.check_sizes(type(layer).__name__, **dict(sizes))
+    sizes: dict[str, Any] = {}
+    for name in names:
+        sizes[name] = getattr(layer, name)
+    functional.check_sizes(type(layer).__name__, **sizes)
 
 
 def new_param(
@@ -40,7 +43,7 @@ def new_param(
     shape: Sequence[int],
     dtype: DType,
     metadata: Metadata = NO_METADATA,
-    kind: Callable[..., Any] = Param,
+    variable_type: Callable[..., Any] = Param,
 ) -> Param[Array]:
     """Returns a new variable.
 
@@ -55,7 +58,10 @@ def new_param(
     (2, 3)
     """
     value = init(params_key(rngs), shape, dtype)
-    return kind(value) if metadata is NO_METADATA else kind(value, **metadata)
+    # Unpacking a `FrozenDict` takes four Python calls, also an empty one.
+    if metadata is NO_METADATA:
+        return variable_type(value)
+    return variable_type(value, **metadata)
 
 
 def params_key(rngs: Rngs) -> jax.Array:
@@ -74,11 +80,22 @@ def params_key(rngs: Rngs) -> jax.Array:
 class PromoteDtype(Protocol):
     """Callable that casts arrays to one dtype, as `promote_dtype` does."""
 
-    def __call__(self, args: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any: ...
+    def __call__(
+        self,
+        args: Sequence[ArrayLike | None],
+        /,
+        *,
+        dtype: DType | None = None,
+        inexact: bool = True,
+    ) -> Any: ...
 
 
 def promote_dtype(
-    args: Sequence[Any], /, *, dtype: jax.typing.DTypeLike | None = None, inexact: bool = True
+    args: Sequence[ArrayLike | None],
+    /,
+    *,
+    dtype: DType | None = None,
+    inexact: bool = True,
 ) -> tuple[Any, ...]:
     """Returns the arguments as arrays of one dtype.
 
@@ -97,6 +114,19 @@ def promote_dtype(
 def optional_value(variable: Variable[Array] | None) -> Array | None:
     """Returns the value of a variable; None stays None."""
     return None if variable is None else variable[...]
+
+
+# The arguments of `KernelModule` that its parameters are made of: initializers of kernel and bias,
+# streams, and metadata of kernel and bias.
+KernelArguments = tuple[Initializer, Initializer, Rngs, Metadata, Metadata]
+
+
+class ProductOptions(TypedDict):
+    """The options that all products of `weft.functional` have."""
+
+    precision: jax.lax.PrecisionLike
+    preferred_element_type: DType | None
+    out_sharding: OutSharding
 
 
 @dataclass(repr=False, eq=False)
@@ -126,19 +156,21 @@ class KernelModule(Module):
         bias_metadata: Metadata,
     ) -> None:
         dtype = self.param_dtype
-        self.kernel = new_param(kernel_init, rngs, kernel_shape, dtype, kernel_metadata)
-        self.bias = (
-            None
-            if bias_shape is None
-            else new_param(bias_init, rngs, bias_shape, dtype, bias_metadata)
+        self.kernel = new_param(
+            kernel_init, rngs, kernel_shape, dtype, kernel_metadata
         )
+        bias = None
+        if bias_shape is not None:
+            bias = new_param(bias_init, rngs, bias_shape, dtype, bias_metadata)
+        self.bias = bias
 
-    def _promoted(self, inputs: Array, kernel: Array) -> tuple[Array, Array, Array | None]:
+    def _promoted(
+        self, inputs: Array, kernel: Array
+    ) -> tuple[Array, Array, Array | None]:
         bias = None if self.bias is None else self.bias[...]
         return self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
 
-    def _options(self, out_sharding: Any) -> dict[str, Any]:
-        """Returns the options that all products of `weft.functional` have."""
+    def _product_options(self, out_sharding: OutSharding) -> ProductOptions:
         return {
             "precision": self.precision,
             "preferred_element_type": self.preferred_element_type,
@@ -157,18 +189,21 @@ def first_from(*args: T | None, error_msg: str) -> T:
     raise errors.ArgumentValueError(error_msg)
 
 
-def resolve_mode(layer: Module, name: str, given: bool | None) -> bool:
-    """Returns the mode in which a layer is called: `given`, or else its attribute `name`.
+def resolve_mode(layer: Module, name: str, mode: bool | None) -> bool:
+    """Returns the mode in which a layer is called: `mode`, or else its attribute `name`.
 
     Raises MissingModeError if it is neither passed nor set.
     """
-    mode = getattr(layer, name) if given is None else given
+    if mode is None:
+        mode = getattr(layer, name)
     if mode is None:
         raise errors.MissingModeError(type(layer).__name__, name)
     return mode
 
 
-def draw_key(rngs: Rngs | RngStream | jax.Array | None, name: str, layer: str) -> jax.Array:
+def draw_key(
+    rngs: Rngs | RngStream | jax.Array | None, name: str, layer: str
+) -> jax.Array:
     """Returns a key from PRNG streams, from one stream, or the given key.
 
     Raises:
@@ -194,7 +229,9 @@ def draw_key(rngs: Rngs | RngStream | jax.Array | None, name: str, layer: str) -
     raise invalid_rngs_error(rngs, layer)
 
 
-def fork_stream(rngs: object, name: str, layer: str) -> RngStream | None:
+def fork_stream(
+    rngs: Rngs | RngStream | None, name: str, layer: str
+) -> RngStream | None:
     """Returns a stream for a layer, forked from PRNG streams or one stream; None stays None.
 
     Raises:

@@ -24,13 +24,18 @@ from weft.nnx import filters, pytree
 from weft.nnx.module import Module
 from weft.nnx.nn import parameters
 from weft.nnx.nn.linear import Linear
-from weft.nnx.nn.parameters import NO_METADATA, Initializer, Metadata, PromoteDtype
+from weft.nnx.nn.parameters import (
+    NO_METADATA,
+    Initializer,
+    Metadata,
+    PromoteDtype,
+)
 from weft.nnx.rngs import Rngs, RngStream, split_rngs
 from weft.nnx.transforms.control_flow import scan
 from weft.nnx.transforms.state_roles import Carry, StateAxes
-from weft.typing import DType
+from weft.typing import DType, PyTree
 
-Activation = Callable[..., Any]
+Activation = Callable[..., Array]
 Streams = Rngs | RngStream | None
 State = Float[Array, "*batch state"]
 Input = Float[Array, "*batch input"]
@@ -38,12 +43,15 @@ LSTMCarry = tuple[State, State]
 InputShape = tuple[int, ...]
 
 LinearOfSize = Callable[[int], Linear]
+Step = Callable[..., tuple[PyTree, PyTree]]
 
 
-def recurrent_kernel_init(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+def recurrent_kernel_init(
+    key: Array, shape: tuple[int, ...], dtype: DType = jnp.float32
+) -> Array:
     """Draws an orthogonal matrix, in at least float32, and casts it to `dtype`."""
-    wide = jnp.promote_types(dtype, jnp.float32)
-    return initializers.orthogonal()(key, shape, wide).astype(dtype)
+    wide_dtype = jnp.promote_types(dtype, jnp.float32)
+    return initializers.orthogonal()(key, shape, wide_dtype).astype(dtype)
 
 
 class RNNCellBase(Module):
@@ -61,8 +69,11 @@ class RNNCellBase(Module):
     """
 
     def initialize_carry(
-        self, input_shape: InputShape, rngs: Streams = None, carry_init: Initializer | None = None
-    ) -> Any:
+        self,
+        input_shape: InputShape,
+        rngs: Streams = None,
+        carry_init: Initializer | None = None,
+    ) -> PyTree:
         """Returns the state before the first input.
 
         Args:
@@ -71,7 +82,7 @@ class RNNCellBase(Module):
         """
         raise _undefined(self, "initialize_carry")
 
-    def __call__(self, carry: Any, inputs: Array) -> tuple[Any, Array]:
+    def __call__(self, carry: PyTree, inputs: Array) -> tuple[PyTree, Array]:
         raise _undefined(self, "__call__")
 
     @property
@@ -121,10 +132,14 @@ class _LinearCell(RNNCellBase):
         bias_metadata: Metadata,
     ) -> None:
         parameters.check_sizes(self, "in_features", "hidden_features")
-        rngs, kept = self.rngs, None
+        rngs = self.rngs
+        carry_stream = None
         if keep_rngs:
-            kept = parameters.fork_stream(rngs, "carry", type(self).__name__)
-        self.rngs = kept  # pyright: ignore[reportAttributeAccessIssue] - the argument is Rngs
+            carry_stream = parameters.fork_stream(
+                rngs, "carry", type(self).__name__
+            )
+        self.rngs = carry_stream  # pyright: ignore[reportAttributeAccessIssue] - the argument is Rngs
+        # One bias per pair of maps is enough, since their results are added.
         linear = functools.partial(
             Linear,
             dtype=self.dtype,
@@ -151,11 +166,18 @@ class _LinearCell(RNNCellBase):
             ),
         )
 
-    def _make_maps(self, of_input: LinearOfSize, of_state: LinearOfSize) -> None:
+    def _make_maps(
+        self, input_map: LinearOfSize, state_map: LinearOfSize
+    ) -> None:
+        """Makes the layers, from functions that make one of a number of features."""
         raise NotImplementedError
 
     def _first_states(
-        self, n: int, input_shape: InputShape, rngs: Streams, carry_init: Initializer | None
+        self,
+        n: int,
+        input_shape: InputShape,
+        rngs: Streams,
+        carry_init: Initializer | None,
     ) -> list[Array]:
         """Returns the `n` arrays of a state before the first input, each drawn with its own key.
 
@@ -164,11 +186,11 @@ class _LinearCell(RNNCellBase):
             RngArgumentError: if `rngs` has another type.
         """
         name = type(self).__name__
-        streams = self.rngs if rngs is None else rngs
-        stream = streams.carry if isinstance(streams, Rngs) else streams
-        given = carry_init or self.carry_init
-        make: Initializer = given or initializers.zeros
-        if stream is None and given is not None:
+        stream = self.rngs if rngs is None else rngs
+        if isinstance(stream, Rngs):
+            stream = stream.carry
+        init = carry_init or self.carry_init
+        if stream is None and init is not None:
             raise InvalidRngError(
                 f"{name} draws its first state but has no PRNG stream; give initialize_carry(..., "
                 "rngs=nnx.Rngs(carry=0)), or make the cell with keep_rngs=True."
@@ -176,8 +198,12 @@ class _LinearCell(RNNCellBase):
         if not (stream is None or isinstance(stream, RngStream)):
             raise parameters.invalid_rngs_error(rngs, name)
         shape = (*input_shape[:-1], self.hidden_features)
-        keys = [None if stream is None else stream() for _ in range(n)]
-        return [make(key, shape, self.param_dtype) for key in keys]
+        make_state: Initializer = init or initializers.zeros
+        states: list[Array] = []
+        for _ in range(n):
+            key = None if stream is None else stream()
+            states.append(make_state(key, shape, self.param_dtype))
+        return states
 
     @property
     def num_feature_axes(self) -> int:
@@ -185,10 +211,16 @@ class _LinearCell(RNNCellBase):
 
 
 class _OneStateCell(_LinearCell):
+    """Cell whose state is also its output."""
+
     def initialize_carry(
-        self, input_shape: InputShape, rngs: Streams = None, carry_init: Initializer | None = None
+        self,
+        input_shape: InputShape,
+        rngs: Streams = None,
+        carry_init: Initializer | None = None,
     ) -> State:
-        return self._first_states(1, input_shape, rngs, carry_init)[0]
+        (state,) = self._first_states(1, input_shape, rngs, carry_init)
+        return state
 
 
 @dataclass(repr=False, eq=False)
@@ -215,13 +247,17 @@ class SimpleCell(_OneStateCell):
     dtype: DType = jnp.float32
     residual: bool = False
 
-    def _make_maps(self, of_input: LinearOfSize, of_state: LinearOfSize) -> None:
-        self.dense_h = of_state(self.hidden_features)
-        self.dense_i = of_input(self.hidden_features)
+    def _make_maps(
+        self, input_map: LinearOfSize, state_map: LinearOfSize
+    ) -> None:
+        self.dense_h = state_map(self.hidden_features)
+        self.dense_i = input_map(self.hidden_features)
 
     def __call__(self, carry: State, inputs: Input) -> tuple[State, State]:
-        new = self.dense_i(inputs) + self.dense_h(carry)
-        carry = self.activation_fn(new + carry if self.residual else new)
+        total = self.dense_i(inputs) + self.dense_h(carry)
+        if self.residual:
+            total += carry
+        carry = self.activation_fn(total)
         return carry, carry
 
 
@@ -246,9 +282,11 @@ class GRUCell(_OneStateCell):
     _: KW_ONLY
     gate_fn: Activation = jax.nn.sigmoid
 
-    def _make_maps(self, of_input: LinearOfSize, of_state: LinearOfSize) -> None:
-        self.dense_i = of_input(3 * self.hidden_features)
-        self.dense_h = of_state(3 * self.hidden_features)
+    def _make_maps(
+        self, input_map: LinearOfSize, state_map: LinearOfSize
+    ) -> None:
+        self.dense_i = input_map(3 * self.hidden_features)
+        self.dense_h = state_map(3 * self.hidden_features)
 
     def __call__(self, carry: State, inputs: Input) -> tuple[State, State]:
         carry = gru_step(
@@ -271,7 +309,10 @@ class _GatedMemoryCell(_LinearCell):
     _input_has_bias = False
 
     def initialize_carry(
-        self, input_shape: InputShape, rngs: Streams = None, carry_init: Initializer | None = None
+        self,
+        input_shape: InputShape,
+        rngs: Streams = None,
+        carry_init: Initializer | None = None,
     ) -> LSTMCarry:
         c, h = self._first_states(2, input_shape, rngs, carry_init)
         return c, h
@@ -296,12 +337,22 @@ class LSTMCell(_GatedMemoryCell):
     (2, 4)
     """
 
-    def _make_maps(self, of_input: LinearOfSize, of_state: LinearOfSize) -> None:
+    def _make_maps(
+        self, input_map: LinearOfSize, state_map: LinearOfSize
+    ) -> None:
         n = self.hidden_features
-        self.ii, self.if_, self.ig, self.io = of_input(n), of_input(n), of_input(n), of_input(n)
-        self.hi, self.hf, self.hg, self.ho = of_state(n), of_state(n), of_state(n), of_state(n)
+        self.ii = input_map(n)
+        self.if_ = input_map(n)
+        self.ig = input_map(n)
+        self.io = input_map(n)
+        self.hi = state_map(n)
+        self.hf = state_map(n)
+        self.hg = state_map(n)
+        self.ho = state_map(n)
 
-    def __call__(self, carry: LSTMCarry, inputs: Input) -> tuple[LSTMCarry, State]:
+    def __call__(
+        self, carry: LSTMCarry, inputs: Input
+    ) -> tuple[LSTMCarry, State]:
         """Applies one step to memory and output; returns the next ones, and the output again."""
         c, h = carry
         c, h = lstm_step(
@@ -329,14 +380,20 @@ class OptimizedLSTMCell(_GatedMemoryCell):
     ((3, 16), (4, 16))
     """
 
-    def _make_maps(self, of_input: LinearOfSize, of_state: LinearOfSize) -> None:
-        self.dense_i = of_input(4 * self.hidden_features)
-        self.dense_h = of_state(4 * self.hidden_features)
+    def _make_maps(
+        self, input_map: LinearOfSize, state_map: LinearOfSize
+    ) -> None:
+        self.dense_i = input_map(4 * self.hidden_features)
+        self.dense_h = state_map(4 * self.hidden_features)
 
-    def __call__(self, carry: LSTMCarry, inputs: Input) -> tuple[LSTMCarry, State]:
+    def __call__(
+        self, carry: LSTMCarry, inputs: Input
+    ) -> tuple[LSTMCarry, State]:
         c, h = carry
         gates = jnp.split(self.dense_i(inputs) + self.dense_h(h), 4, -1)
-        c, h = lstm_step(c, *gates, gate_fn=self.gate_fn, activation_fn=self.activation_fn)
+        c, h = lstm_step(
+            c, *gates, gate_fn=self.gate_fn, activation_fn=self.activation_fn
+        )
         return (c, h), h
 
 
@@ -392,7 +449,7 @@ class RNN(Module):
     reverse: bool = False
     keep_order: bool = False
     unroll: int = 1
-    state_axes: Mapping[Any, Any] | StateAxes | None = None
+    state_axes: Mapping[filters.Filter, Any] | StateAxes | None = None
     broadcast_rngs: filters.Filter = None
     rngs: Rngs | RngStream | bool | None = True
 
@@ -407,14 +464,14 @@ class RNN(Module):
         self,
         inputs: Float[Array, "*batch_time_features"],
         *,
-        initial_carry: Any = None,
+        initial_carry: PyTree = None,
         seq_lengths: Int[Array, "*batch"] | None = None,
         return_carry: bool | None = None,
         time_major: bool | None = None,
         reverse: bool | None = None,
         keep_order: bool | None = None,
         rngs: Streams = None,
-    ) -> Any:
+    ) -> PyTree:
         """Runs the cell; arguments other than the first override the attributes of the same name.
 
         Args:
@@ -426,23 +483,42 @@ class RNN(Module):
         Returns the outputs, or the last state and the outputs.
         """
 
-        def first_carry(shape: tuple[int, ...]) -> Any:
-            streams = _resolve_rngs(self, rngs)
-            stream = streams.carry.fork() if isinstance(streams, Rngs) else streams
+        def first_carry(shape: tuple[int, ...]) -> PyTree:
+            stream = _streams_of_call(self.rngs, rngs, self)
+            if isinstance(stream, Rngs):
+                stream = stream.carry.fork()
             return self.cell.initialize_carry(shape, stream)
 
         return recurrent.run_layer(
-            self, self._loop, first_carry, inputs, initial_carry, seq_lengths,
-            return_carry=return_carry, time_major=time_major, reverse=reverse,
+            self,
+            self._loop,
+            first_carry,
+            inputs,
+            initial_carry,
+            seq_lengths,
+            return_carry=return_carry,
+            time_major=time_major,
+            reverse=reverse,
             keep_order=keep_order,
-        )  # fmt: skip
+        )
 
-    def _loop(self, step: Any, carry: Any, xs: Any, axis: int, reverse: bool) -> tuple[Any, Any]:
-        with split_rngs(self.cell, splits=1, only=self.broadcast_rngs, squeeze=True) as backups:
-            if backups:
-                streams = {id(stream) for stream, *_ in backups}
-                paths = (path for path, x in pytree.iter_graph(self.cell) if id(x) in streams)
-                step = functools.partial(_step_with_same_keys, tuple(paths), step)
+    def _loop(
+        self, step: Step, carry: PyTree, xs: PyTree, axis: int, reverse: bool
+    ) -> tuple[PyTree, PyTree]:
+        # The streams of `broadcast_rngs` get a key of their own until the end of the loop.
+        with split_rngs(
+            self.cell, splits=1, only=self.broadcast_rngs, squeeze=True
+        ) as backups:
+            stream_ids = {id(stream) for stream, *_ in backups}
+            paths: list[filters.Path] = []
+            for path, x in pytree.iter_graph(self.cell):
+                if id(x) in stream_ids:
+                    paths.append(path)
+            if paths:
+                # A tuple: equal functions share a compiled loop, if they are hashable.
+                step = functools.partial(
+                    _step_with_same_keys, tuple(paths), step
+                )
             run = scan(
                 step,
                 in_axes=(self.state_axes, Carry, axis),
@@ -454,23 +530,34 @@ class RNN(Module):
 
 
 def _step_with_same_keys(
-    paths: tuple[filters.Path, ...], step: Any, cell: RNNCellBase, carry: Any, x: Array
-) -> tuple[Any, Any]:
+    paths: tuple[filters.Path, ...],
+    step: Step,
+    cell: RNNCellBase,
+    carry: PyTree,
+    x: Array,
+) -> tuple[PyTree, PyTree]:
+    """Runs a step after setting the counts of streams to 0, so that each step has the same keys."""
     for path, stream in pytree.iter_graph(cell):
         if path in paths:
             stream.count.set_value(jnp.zeros_like(stream.count.get_value()))
     return step(cell, carry, x)
 
 
-def _own_stream(layer: Module, rngs: Any) -> RngStream | None:
+def _own_stream(
+    layer: Module, rngs: Rngs | RngStream | bool | None
+) -> RngStream | None:
+    """Returns the stream that a layer keeps; see the argument `rngs` of `RNN`."""
     if isinstance(rngs, bool):
         return RngStream(0, tag="carry") if rngs else None
     return parameters.fork_stream(rngs, "carry", type(layer).__name__)
 
 
-def _resolve_rngs(layer: Any, rngs: Any) -> Any:
+def _streams_of_call(
+    own_streams: Streams | bool, rngs: Streams, layer: Module
+) -> Any:
+    """Returns the streams of a call, by default the layer's own."""
     if rngs is None:
-        return layer.rngs
+        return own_streams
     if not isinstance(rngs, Rngs | RngStream):
         raise parameters.invalid_rngs_error(rngs, type(layer).__name__)
     return rngs
@@ -497,7 +584,7 @@ class Bidirectional(Module):
     forward_rnn: RNN
     backward_rnn: RNN
     _: KW_ONLY
-    merge_fn: Callable[[Any, Any], Any] = recurrent.concatenate
+    merge_fn: Callable[[Array, Array], Array] = recurrent.concatenate
     time_major: bool = False
     return_carry: bool = False
     rngs: Rngs | RngStream | bool | None = True
@@ -509,34 +596,51 @@ class Bidirectional(Module):
         self,
         inputs: Float[Array, "*batch_time_features"],
         *,
-        initial_carry: tuple[Any, Any] | None = None,
+        initial_carry: tuple[PyTree, PyTree] | None = None,
         rngs: Streams = None,
         seq_lengths: Int[Array, "*batch"] | None = None,
         return_carry: bool | None = None,
         time_major: bool | None = None,
         reverse: bool | None = None,
         keep_order: bool | None = None,
-    ) -> Any:
+    ) -> PyTree:
         """Runs both; other arguments and result as for `RNN`.
 
         Args:
             rngs: streams, or a stream, that draw both first states.
             reverse: no effect, like `keep_order`; accepted for compatibility with `RNN`.
         """
-        return_carry = self.return_carry if return_carry is None else return_carry
-        streams = _resolve_rngs(self, rngs)
-        first = (None, None) if initial_carry is None else initial_carry
-        run: dict[str, Any] = {
-            "rngs": streams.carry if isinstance(streams, Rngs) else streams,
-            "seq_lengths": seq_lengths,
-            "return_carry": return_carry,
-            "time_major": self.time_major if time_major is None else time_major,
-        }
-        forward = self.forward_rnn(inputs, initial_carry=first[0], reverse=False, **run)
+        if return_carry is None:
+            return_carry = self.return_carry
+        if time_major is None:
+            time_major = self.time_major
+        if initial_carry is None:
+            initial_carry = None, None
+        stream = _streams_of_call(self.rngs, rngs, self)
+        if isinstance(stream, Rngs):
+            stream = stream.carry
+        forward = self.forward_rnn(
+            inputs,
+            initial_carry=initial_carry[0],
+            rngs=stream,
+            seq_lengths=seq_lengths,
+            return_carry=return_carry,
+            time_major=time_major,
+            reverse=False,
+        )
         backward = self.backward_rnn(
-            inputs, initial_carry=first[1], reverse=True, keep_order=True, **run
+            inputs,
+            initial_carry=initial_carry[1],
+            rngs=stream,
+            seq_lengths=seq_lengths,
+            return_carry=return_carry,
+            time_major=time_major,
+            reverse=True,
+            keep_order=True,
         )
         if not return_carry:
             return jax.tree.map(self.merge_fn, forward, backward)
-        (forward_carry, y), (backward_carry, z) = forward, backward
-        return (forward_carry, backward_carry), jax.tree.map(self.merge_fn, y, z)
+        forward_carry, forward_outputs = forward
+        backward_carry, backward_outputs = backward
+        outputs = jax.tree.map(self.merge_fn, forward_outputs, backward_outputs)
+        return (forward_carry, backward_carry), outputs

@@ -1,27 +1,46 @@
-"""Derivatives with respect to arguments and parts of the state of objects, and remat."""
+"""Derivatives with respect to arguments and parts of the state of objects, and remat.
+
+`weft.lifting` differentiates with respect to arguments and groups with the role DIFF. Here argnums
+and filters become roles, and gradients, which are groups, a `State` or an object:
+
+    nnx.DiffState(0, nnx.Param)  ->  roles (Param: DIFF, ...: None) for argument 0
+    ({0: Param(g)}, None)        ->  State({"w": Param(g)}), if value 0 of the call is its `w`
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import jax
+import numpy as np
 
 from weft import errors, lifting
 from weft.core.tracing import entry_point
 from weft.lifting import DIFF, Roles, signature
-from weft.nnx import graph, settings, split_merge, versions
-from weft.nnx.filters import Everything, OfType, Path, PathIn, Predicate, to_predicate
-from weft.nnx.state import State, from_flat_state, path_text, to_flat_state
+from weft.lifting.kind import Structure
+from weft.lifting.roles import Role
+from weft.nnx import graph, settings, versions
+from weft.nnx.filters import (
+    Everything,
+    OfType,
+    Path,
+    PathIn,
+    Predicate,
+    to_predicate,
+)
+from weft.nnx.pytree import Pytree, is_object, objects_in
+from weft.nnx.split_merge import state
+from weft.nnx.state import from_flat_state, path_text, to_flat_state
 from weft.nnx.transforms import calls
 from weft.nnx.transforms.calls import MISSING, P, R, optional_function
-from weft.nnx.transforms.kind import ObjectKind, is_object
+from weft.nnx.transforms.kind import ObjectKind
+from weft.nnx.transforms.object_state import Group
 from weft.nnx.transforms.state_roles import DiffState
 from weft.nnx.variables import Param, Variable, value_of
-from weft.typing import as_grad, as_value_and_grad, same_signature
+from weft.typing import Fn, PyTree, as_grad, as_value_and_grad, same_signature
 
 Argnums = int | DiffState | Sequence[int | DiffState]
 
@@ -35,7 +54,7 @@ def value_and_grad(
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-    reduce_axes: tuple[Any, ...] = (),
+    reduce_axes: tuple[str, ...] = (),
     **options: Unpack[settings.GraphOptions],
 ) -> Callable[..., Any]:
     """Applies `jax.value_and_grad` to a function of objects.
@@ -61,7 +80,14 @@ def value_and_grad(
     (9.0, 6.0)
     """
     return _differentiate(
-        "value_and_grad", f, options, argnums, has_aux, holomorphic, allow_int, reduce_axes
+        "value_and_grad",
+        f,
+        options,
+        argnums,
+        has_aux,
+        holomorphic,
+        allow_int,
+        reduce_axes,
     )
 
 
@@ -74,7 +100,7 @@ def grad(
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-    reduce_axes: tuple[Any, ...] = (),
+    reduce_axes: tuple[str, ...] = (),
     **options: Unpack[settings.GraphOptions],
 ) -> Callable[..., Any]:
     """Returns the gradients of `value_and_grad`, with `has_aux` as a pair with the auxiliary value.
@@ -84,23 +110,35 @@ def grad(
     >>> float(grads.n[...])
     3.0
     """
-    both = _differentiate("grad", f, options, argnums, has_aux, holomorphic, allow_int, reduce_axes)
+    value_and_gradients = _differentiate(
+        "grad",
+        f,
+        options,
+        argnums,
+        has_aux,
+        holomorphic,
+        allow_int,
+        reduce_axes,
+    )
 
     @entry_point
     @functools.wraps(f)
-    def gradients(*args: P.args, **kwargs: P.kwargs) -> Any:
-        result, grads = both(*args, **kwargs)
-        return (grads, result[1]) if has_aux else grads
+    def gradients(*args: P.args, **kwargs: P.kwargs) -> PyTree:
+        result, grads = value_and_gradients(*args, **kwargs)
+        if has_aux:
+            _, aux = result
+            return grads, aux
+        return grads
 
     return gradients
 
 
 @optional_function
 def vjp(
-    f: Callable[..., Any] = MISSING,
-    *primals: object,
+    f: Fn = MISSING,
+    *primals: PyTree,
     has_aux: bool = False,
-    reduce_axes: tuple[Any, ...] = (),
+    reduce_axes: tuple[str, ...] = (),
     **options: Unpack[settings.GraphOptions],
 ) -> Any:
     """Applies `jax.vjp` to a function of objects.
@@ -122,40 +160,51 @@ def vjp(
     (6.0, 2.0, 3.0)
     """
     if not primals:
-        return functools.partial(vjp, f, has_aux=has_aux, reduce_axes=reduce_axes, **options)
+        return functools.partial(
+            vjp, f, has_aux=has_aux, reduce_axes=reduce_axes, **options
+        )
     _refuse_reduce_axes("vjp", reduce_axes)
-    kind = ObjectKind("vjp", *settings.resolve_graph_options(**options), is_result_free=True)
-    wanted = _DiffArguments("vjp", range(len(primals)), kind)
+    kind = ObjectKind(
+        "vjp", *settings.resolve_graph_options(**options), is_result_free=True
+    )
+    diff_arguments = _DiffArguments("vjp", range(len(primals)), kind)
     with versions.TransformCall("vjp", f, primals, ("primals", "the result")):
-        fn = _with_object_results(kind, f, has_aux)
-        lifted = lifting.vjp(kind, fn, wrt=wanted.roles(primals), has_aux=True)
-        of_primals = wanted.of(primals)
+        lifted = lifting.vjp(
+            kind,
+            _with_object_results(kind, f, has_aux),
+            wrt=diff_arguments.roles(primals),
+            has_aux=True,
+        )
+        gradient_forms = diff_arguments.gradient_forms(primals)
         out, backward, aux = lifted(*primals)
-    structure = None
+    result_structure: Structure = None
     if isinstance(aux, _ObjectResult):
         out, aux = aux
-        structure = jax.tree.structure(out)
+        result_structure = jax.tree.structure(out)
 
-    def pullback(backward: Any, cotangent: Any) -> tuple[Any, ...]:
-        if structure is not None:
-            cotangent, found = jax.tree.flatten(cotangent)
-            if found != structure:
+    def pullback(backward: Fn, cotangent: PyTree) -> tuple[PyTree, ...]:
+        if result_structure is not None:
+            cotangent, structure = jax.tree.flatten(cotangent)
+            if structure != result_structure:
                 raise errors.CallMismatchError(
-                    f"vjp: the result of the function has the structure {structure}, and the "
-                    f"cotangent {found}; pass a cotangent of the same structure, such as the "
-                    "result of jax.tree.map over the result."
+                    f"vjp: the result of the function has the structure {result_structure}, and "
+                    f"the cotangent {structure}; pass a cotangent of the same structure, such as "
+                    "the result of jax.tree.map over the result."
                 )
-        return of_primals(backward(cotangent))
+        return gradient_forms.to_user_gradients(backward(cotangent))
 
-    of_cotangent = jax.tree_util.Partial(pullback, backward)
-    return (out, of_cotangent, aux) if has_aux else (out, of_cotangent)
+    # A pytree of the residuals, so that it can leave a transformation.
+    pullback_of_result = jax.tree_util.Partial(pullback, backward)
+    if has_aux:
+        return out, pullback_of_result, aux
+    return out, pullback_of_result
 
 
 @optional_function
 def jvp(
-    f: Callable[..., Any] = MISSING,
-    primals: tuple[Any, ...] = MISSING,
-    tangents: tuple[Any, ...] = MISSING,
+    f: Fn = MISSING,
+    primals: tuple[PyTree, ...] = MISSING,
+    tangents: tuple[PyTree, ...] = MISSING,
     *,
     has_aux: bool = False,
     **options: Unpack[settings.GraphOptions],
@@ -178,68 +227,97 @@ def jvp(
     """
     if primals is MISSING:
         return functools.partial(jvp, f, has_aux=has_aux, **options)
-    if tangents is MISSING or len(primals) != len(tangents):
-        n = 0 if tangents is MISSING else len(tangents)
+    num_tangents = 0 if tangents is MISSING else len(tangents)
+    if tangents is MISSING or len(primals) != num_tangents:
         raise errors.CallMismatchError(
-            f"jvp: there are {len(primals)} primals and {n} tangents; pass one tangent per primal."
+            f"jvp: there are {len(primals)} primals and {num_tangents} tangents; pass one tangent "
+            "per primal."
         )
-    kind = ObjectKind("jvp", *settings.resolve_graph_options(**options), is_result_free=True)
-    objects = [x for x in jax.tree.leaves(primals, is_leaf=is_object) if is_object(x)]
-    flat = kind.flatten(objects)
-    wrt, of_objects, of_arrays = _split_primals(kind, tuple(primals), tuple(tangents))
-    for index, path in flat.repeated:
-        position: Any = path[1]
-        below = path[2:]
-        if any(other[: len(below)] == below for other in of_objects[position]):
-            raise errors.CallMismatchError(
-                f"jvp: the same {versions.class_and_shape(flat.objects[index])} is at two places "
-                f"of the primals, and has a tangent at each, the second in object {position}; pass "
-                "nnx.clone(...) in one of the places."
-            )
-    groups: list[dict[int, Any]] = [{} for _ in objects]
-    for n, (path, leaf) in enumerate(flat.items()):
-        i: Any = path[1]
-        if path[2:] in of_objects[i]:
-            value = of_objects[i][path[2:]]
-            groups[i][n] = leaf.copy(value) if isinstance(leaf, Variable) else value
+    kind = ObjectKind(
+        "jvp", *settings.resolve_graph_options(**options), is_result_free=True
+    )
+    flat = kind.flatten(objects_in(primals))
+    by_object, array_tangents, roles = _split_tangents(
+        kind, tuple(primals), tuple(tangents)
+    )
+    _refuse_tangents_of_aliases(flat, by_object)
+    # `lifting` takes the tangents of objects as groups: values by their number in the call.
+    groups: list[Group] = [{} for _ in by_object]
+    for number, (path, leaf) in enumerate(flat.items()):
+        object_index, path_in_object = split_path(path)
+        tangent_by_path = by_object[object_index]
+        if path_in_object in tangent_by_path:
+            value = tangent_by_path[path_in_object]
+            if isinstance(leaf, Variable):
+                value = leaf.copy(value)
+            groups[object_index][number] = value
     with versions.TransformCall("jvp", f, primals, ("primals", "the result")):
         fn = _with_object_results(kind, f, has_aux)
-        lifted = lifting.jvp(kind, fn, wrt=wrt, has_aux=True)
-        out, tangent, aux = lifted(primals, [*groups, *of_arrays])
+        lifted = lifting.jvp(kind, fn, wrt=roles, has_aux=True)
+        out, tangent, aux = lifted(primals, [*groups, *array_tangents])
     if isinstance(aux, _ObjectResult):
         out, aux = aux
         tangent = jax.tree.unflatten(jax.tree.structure(out), tangent)
-    return (out, tangent, aux) if has_aux else (out, tangent)
+    if has_aux:
+        return out, tangent, aux
+    return out, tangent
 
 
-def _split_primals(
-    kind: ObjectKind, primals: tuple[Any, ...], tangents: tuple[Any, ...]
-) -> tuple[Any, list[dict[Path, Any]], list[Any]]:
-    """Returns the roles in the arguments, objects' tangents by path, and arrays' tangents."""
+class _SplitTangents(NamedTuple):
+    """Tangents of the objects among the primals, by path in each, those of arrays, and the roles.
+
+    The roles are a tree like the primals.
+    """
+
+    by_object: list[dict[Path, PyTree]]
+    array_tangents: list[PyTree]
+    roles: PyTree
+
+
+def _split_tangents(
+    kind: ObjectKind, primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]
+) -> _SplitTangents:
     leaves, tree = jax.tree.flatten(primals, is_leaf=is_object)
-    found = tree.flatten_up_to(tangents)
-    roles, of_objects, of_arrays = [], [], []
-    for x, t in zip(leaves, found, strict=True):
-        if not is_object(x):
+    leaf_tangents = tree.flatten_up_to(tangents)
+    by_object: list[dict[Path, PyTree]] = []
+    array_tangents: list[PyTree] = []
+    roles: list[Role | Roles] = []
+    for leaf, tangent in zip(leaves, leaf_tangents, strict=True):
+        if not is_object(leaf):
             roles.append(DIFF)
-            of_arrays.append(t)
+            array_tangents.append(tangent)
             continue
-        items = to_flat_state(split_merge.state(t) if is_object(t) else t)
-        by_path = {path: value_of(v) for path, v in items}
-        flat = graph.flatten_graph(x, places=kind.places())
-        if unknown := by_path.keys() - set(flat.graphdef.paths):
-            at = ", ".join(sorted(repr(path_text(path)) for path in unknown))
+        tangent_by_path = value_by_path(tangent)
+        flat = graph.flatten_graph(leaf, places=kind.places())
+        unknown_paths = tangent_by_path.keys() - set(flat.graphdef.paths)
+        if unknown_paths:
+            places = sorted(repr(path_text(path)) for path in unknown_paths)
             raise errors.CallMismatchError(
-                f"jvp: the tangent of a {type(x).__name__} is a {type(t).__name__} with a value "
-                f"at {at}, where the primal has no variable; pass an object of its structure, or "
-                "a State with tangents of its variables."
+                f"jvp: the tangent of a {type(leaf).__name__} is a {type(tangent).__name__} with "
+                f"a value at {', '.join(places)}, where the primal has no variable; pass an object "
+                "of its structure, or a State with tangents of its variables."
             )
-        of_objects.append(by_path)
-        roles.append(Roles(((PathIn(frozenset(by_path)), DIFF), (Everything(), None))))
-    return tree.unflatten(roles), of_objects, of_arrays
+        by_object.append(tangent_by_path)
+        roles.append(diff_roles(PathIn(frozenset(tangent_by_path))))
+    return _SplitTangents(by_object, array_tangents, tree.unflatten(roles))
 
 
-def _refuse_reduce_axes(name: str, reduce_axes: object) -> None:
+def _refuse_tangents_of_aliases(
+    flat: graph.FlatGraph, by_object: list[dict[Path, PyTree]]
+) -> None:
+    """Raises CallMismatchError for a tangent at a second place of an object or variable."""
+    for index, path in flat.repeated:
+        object_index, alias_path = split_path(path)
+        for tangent_path in by_object[object_index]:
+            if tangent_path[: len(alias_path)] == alias_path:
+                raise errors.CallMismatchError(
+                    f"jvp: the same {versions.class_and_shape(flat.objects[index])} is at two "
+                    "places of the primals, and has a tangent at each, the second in object "
+                    f"{object_index}; pass nnx.clone(...) in one of the places."
+                )
+
+
+def _refuse_reduce_axes(name: str, reduce_axes: tuple[str, ...]) -> None:
     if reduce_axes != ():
         raise errors.TransformOptionError(
             f"{name}: reduce_axes={reduce_axes!r}, which JAX no longer supports; omit it, and sum "
@@ -250,42 +328,49 @@ def _refuse_reduce_axes(name: str, reduce_axes: object) -> None:
 class _ObjectResult(NamedTuple):
     """A result with objects, and the auxiliary value."""
 
-    result: Any
-    aux: Any
+    result: PyTree
+    aux: PyTree
 
 
-def _with_object_results(
-    kind: ObjectKind, f: Callable[..., Any], has_aux: bool
-) -> Callable[..., Any]:
+def _with_object_results(kind: ObjectKind, f: Fn, has_aux: bool) -> Fn:
     """Returns a function with an auxiliary value, which is an `_ObjectResult` where one is needed.
 
     JAX differentiates the leaves of such a result, and the objects come back by their kind.
     """
 
-    def of_leaves(*args: object, **kwargs: object) -> tuple[Any, Any]:
+    def leaves_of_result(
+        *args: PyTree, **kwargs: PyTree
+    ) -> tuple[PyTree, PyTree]:
         result = f(*args, **kwargs)
         value, aux = result if has_aux else (result, None)
-        if not any(is_object(x) for x in jax.tree.leaves(value, is_leaf=is_object)):
+        if not objects_in(value):
             return value, aux
         if kind.structure:
-            raise _object_result_error(kind.transformation, ", or set graph=False")
+            raise _object_result_error(
+                kind.transformation, ", or set graph=False"
+            )
         return jax.tree.leaves(value), _ObjectResult(value, aux)
 
-    return signature.copy_name(f, of_leaves)
+    return signature.copy_name(f, leaves_of_result)
 
 
-def _object_result_error(name: str, more: str = "") -> errors.CallMismatchError:
+def _object_result_error(
+    name: str, advice: str = ""
+) -> errors.CallMismatchError:
     return errors.CallMismatchError(
         f"{name}: the function returns an object where its result is differentiated; "
-        f"return arrays, and the object as the auxiliary value with has_aux=True{more}."
+        f"return arrays, and the object as the auxiliary value with has_aux=True{advice}."
     )
 
 
-def _refuse_object_results(name: str, f: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    def checked(*args: object, **kwargs: object) -> Any:
+def _refuse_object_results(name: str, f: Fn, has_aux: bool) -> Fn:
+    def checked(*args: PyTree, **kwargs: PyTree) -> PyTree:
         result = f(*args, **kwargs)
-        value = result[0] if has_aux and isinstance(result, tuple | list) else result
-        if any(is_object(x) for x in jax.tree.leaves(value, is_leaf=is_object)):
+        value = result
+        # JAX refuses a result that should be a pair and is none.
+        if has_aux and isinstance(result, tuple | list):
+            value = result[0]
+        if objects_in(value):
             raise _object_result_error(name)
         return result
 
@@ -300,145 +385,237 @@ def _differentiate(
     has_aux: bool,
     holomorphic: bool,
     allow_int: bool,
-    reduce_axes: object,
+    reduce_axes: tuple[str, ...],
 ) -> Callable[P, Any]:
     _refuse_reduce_axes(name, reduce_axes)
-    kind = ObjectKind(name, *settings.resolve_graph_options(**options), is_result_free=True)
-    wanted = _DiffArguments(name, argnums, kind)
+    kind = ObjectKind(
+        name, *settings.resolve_graph_options(**options), is_result_free=True
+    )
+    diff_arguments = _DiffArguments(name, argnums, kind)
+    fn = calls.with_kwargs_first(_refuse_object_results(name, f, has_aux))
 
-    def call(kwargs: dict[str, Any], *args: object) -> tuple[Any, Any]:
+    def call(kwargs: dict[str, PyTree], *args: PyTree) -> tuple[PyTree, PyTree]:
         differentiate = lifting.value_and_grad(
             kind,
-            calls.with_kwargs_first(_refuse_object_results(name, f, has_aux)),
-            wrt=(None, *wanted.roles(args)),
+            fn,
+            wrt=(None, *diff_arguments.roles(args)),
             has_aux=has_aux,
             holomorphic=holomorphic,
             allow_int=allow_int,
         )
-        # The call may move variables.
-        of_args = wanted.of(args, (kwargs,))
-        result, grads = differentiate(kwargs, *args)
-        return result, of_args(grads[1:])
+        # Before the call, which may move variables.
+        gradient_forms = diff_arguments.gradient_forms(args, kwargs)
+        result, (_, *grads) = differentiate(kwargs, *args)
+        return result, gradient_forms.to_user_gradients(grads)
 
     return calls.wrap_transformed(name, f, call, ("argnums", "the result"))
 
 
 class _DiffArguments:
+    """The positions of the arguments to differentiate, each with a filter of its state or None."""
+
     def __init__(self, name: str, argnums: Argnums, kind: ObjectKind):
-        self._name, self._kind = name, kind
-        self._is_one = isinstance(argnums, int | DiffState)
-        self._wanted: list[tuple[int, Predicate | None]] = []
-        for given in (argnums,) if isinstance(argnums, int | DiffState) else argnums:
-            if isinstance(given, DiffState):
-                self._wanted.append((given.argnum, to_predicate(given.filter)))
-            elif isinstance(given, int):
-                self._wanted.append((given, None))
+        self._name = name
+        self._kind = kind
+        self._is_single = not isinstance(argnums, Iterable)
+        self._argnums: list[tuple[int, Predicate | None]] = []
+        if not isinstance(argnums, Iterable):
+            argnums = (argnums,)
+        for argnum in argnums:
+            if isinstance(argnum, DiffState):
+                matches = to_predicate(argnum.filter)
+                self._argnums.append((argnum.argnum, matches))
+            elif isinstance(argnum, int):
+                self._argnums.append((argnum, None))
             else:
                 raise errors.TransformArgumentError(
-                    f"{name}: argnums has {given!r}; use positions of arguments, or "
+                    f"{name}: argnums has {argnum!r}; use positions of arguments, or "
                     "nnx.DiffState(position, filter)."
                 )
 
-    def _by_position(self, n: int) -> dict[int, Predicate | None]:
-        filters: dict[int, Predicate | None] = {}
-        for number, where in self._wanted:
-            if not -n <= number < n:
+    def _filter_by_position(self, num_args: int) -> dict[int, Predicate | None]:
+        """Returns the filters by position from the beginning, in the order of `argnums`."""
+        filter_by_position: dict[int, Predicate | None] = {}
+        for argnum, matches in self._argnums:
+            if not -num_args <= argnum < num_args:
                 raise errors.CallMismatchError(
-                    f"{self._name}: argnums has {number}, but the function was called with {n} "
-                    "positional arguments; use positions of these."
+                    f"{self._name}: argnums has {argnum}, but the function was called with "
+                    f"{num_args} positional arguments; use positions of these."
                 )
-            if number % n in filters:
+            position = argnum % num_args
+            if position in filter_by_position:
                 raise errors.TransformArgumentError(
-                    f"{self._name}: argnums has {number} twice; use each position once."
+                    f"{self._name}: argnums has {argnum} twice; use each position once."
                 )
-            filters[number % n] = where
-        return filters
+            filter_by_position[position] = matches
+        return filter_by_position
 
-    def roles(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        filters = self._by_position(len(args))
-        usual = OfType(Param) if self._kind.structure else Everything()
+    def roles(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+        """Returns the roles of the arguments for `weft.lifting`."""
+        filter_by_position = self._filter_by_position(len(args))
+        roles: list[PyTree] = []
+        for position, arg in enumerate(args):
+            role: PyTree = None
+            if position in filter_by_position:
+                role_of_leaf = functools.partial(
+                    self._role, filter_by_position[position]
+                )
+                role = jax.tree.map(role_of_leaf, arg, is_leaf=is_object)
+            roles.append(role)
+        return tuple(roles)
 
-        def of(where: Predicate | None, x: object) -> Any:
-            if not is_object(x):
-                return DIFF
+    def _role(self, matches: Predicate | None, leaf: PyTree) -> Role | Roles:
+        if not is_object(leaf):
+            return DIFF
+        if matches is None:
             # A variable that is itself an argument is differentiated whatever its type.
-            where = where or (Everything() if isinstance(x, Variable) else usual)
-            return Roles(((where, DIFF), (Everything(), None)))
+            has_params_alone = self._kind.structure and isinstance(leaf, Pytree)
+            matches = OfType(Param) if has_params_alone else Everything()
+        return diff_roles(matches)
 
-        return tuple(
-            jax.tree.map(functools.partial(of, filters[i]), arg, is_leaf=is_object)
-            if i in filters
-            else None
-            for i, arg in enumerate(args)
+    def gradient_forms(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree] | None = None
+    ) -> "_GradientForms":
+        """Returns the forms of the gradients of a call with these arguments."""
+        filter_by_position = self._filter_by_position(len(args))
+        diff_args = [args[position] for position in filter_by_position]
+        tree = jax.tree.structure(diff_args, is_leaf=is_object)
+        graphdef = self._kind.flatten(objects_in((kwargs, args))).graphdef
+        whole_objects: list[_NumberedObject | None] = [None] * tree.num_leaves
+        if not self._kind.structure:
+            whole_objects = self._whole_objects(args, kwargs, graphdef)
+        return _GradientForms(
+            positions=[*filter_by_position],
+            is_single=self._is_single,
+            tree=tree,
+            paths=graphdef.paths,
+            whole_objects=whole_objects,
         )
 
-    def of(
-        self, args: tuple[Any, ...], before: tuple[Any, ...] = ()
-    ) -> Callable[[tuple[Any, ...]], Any]:
-        """Returns a function from gradients of `weft.lifting`, per argument, to those for users."""
-        filters = self._by_position(len(args))
-        found = [x for x in jax.tree.leaves((before, args), is_leaf=is_object) if is_object(x)]
-        flat = self._kind.flatten(found)
-        paths, numbers = flat.graphdef.paths, {key: n for n, key in enumerate(self._keys(flat, ()))}
-        positions = itertools.count(sum(map(is_object, jax.tree.leaves(before, is_leaf=is_object))))
+    def _whole_objects(
+        self,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree] | None,
+        graphdef: graph.GraphDef,
+    ) -> "list[_NumberedObject | None]":
+        """Returns the objects whose gradients are objects; see `_GradientForms.whole_objects`."""
+        # Copies of the call's objects whose values are numbers show which values each one holds.
+        numbers = [np.asarray(n) for n in range(graphdef.num_leaves)]
+        (copies, _), _ = graph.build_graph(graphdef, numbers)
+        remaining_copies = iter(copies)
 
-        def shape_of(x: object) -> Any:
-            if not is_object(x):
-                return 0
-            own = graph.flatten_graph(x, places=self._kind.places())
-            keys = self._keys(own, (0, next(positions)))
-            return _GradientStructure(own.graphdef, tuple(numbers[key] for key in keys))
+        def numbered(leaf: PyTree) -> PyTree:
+            return next(remaining_copies) if is_object(leaf) else leaf
 
-        made = [jax.tree.map(shape_of, arg, is_leaf=is_object) for arg in args]
-
-        def of_object(every: Mapping[int, Any], is_whole: bool, x: Any, gradient: Any) -> Any:
-            if not isinstance(x, _GradientStructure):
-                return gradient
-            if is_whole:
-                # Each object gets its own copy of a shared gradient.
-                return graph.build_graph(x.graphdef, [every[n] for n in x.numbers])[0]
-            items = [(paths[n][2:], leaf) for n, leaf in gradient[0].items()]
-            if x.graphdef.root.__class__ is graph.VariableDef:
-                return items[0][1] if items else State()  # the gradient is at an alias
-            return from_flat_state(items)
-
-        def to_user_gradients(grads: tuple[Any, ...]) -> Any:
-            every: dict[int, Any] = {}
-
-            def note(x: Any, gradient: Any) -> None:
-                if isinstance(x, _GradientStructure):
-                    every.update(gradient[0])
-
-            for i in filters:
-                jax.tree.map(note, made[i], grads[i])
-            found = []
-            for i, where in filters.items():
-                is_whole = where is None and not self._kind.structure
-                of_arg = functools.partial(of_object, every, is_whole)
-                found.append(jax.tree.map(of_arg, made[i], grads[i]))
-            return found[0] if self._is_one else tuple(found)
-
-        return to_user_gradients
-
-    def _keys(self, flat: graph.FlatGraph, root: Path) -> list[Any]:
-        """Returns a key for each value: the variable, or the owner and the attribute.
-
-        In trees it is the path; `root` is that of the graph.
-        """
-        if not self._kind.references:
-            return [(*root, *path) for path in flat.graphdef.paths]
-        keys: list[Any] = []
-        for leaf, owner in zip(flat.leaves, flat.owners, strict=True):
-            keys.append(id(leaf) if owner is None else (id(owner[0]), owner[1]))
-        return keys
+        _, numbered_args = jax.tree.map(
+            numbered, (kwargs, args), is_leaf=is_object
+        )
+        whole_objects: list[_NumberedObject | None] = []
+        filter_by_position = self._filter_by_position(len(args))
+        for position, matches in filter_by_position.items():
+            arg = numbered_args[position]
+            for leaf in jax.tree.leaves(arg, is_leaf=is_object):
+                whole_object = None
+                if matches is None and is_object(leaf):
+                    whole_object = _numbered_object(self._kind, leaf)
+                whole_objects.append(whole_object)
+        return whole_objects
 
 
-@dataclasses.dataclass
-class _GradientStructure:
-    """The structure of an object, and the numbers of its values among those of all arguments."""
+class _NumberedObject(NamedTuple):
+    """The description of an object, and the numbers of its values among those of the call."""
 
     graphdef: graph.GraphDef
-    numbers: tuple[int, ...]
+    numbers: list[int]
+
+
+def _numbered_object(
+    kind: ObjectKind, x: Pytree | Variable[Any]
+) -> _NumberedObject:
+    """Returns the description of a copy that holds numbers, and these."""
+    flat = graph.flatten_graph(x, places=kind.places())
+    numbers: list[int] = []
+    for leaf in flat.leaves:
+        if isinstance(leaf, Variable):
+            leaf = leaf.get_raw_value()
+        numbers.append(int(leaf))
+    return _NumberedObject(flat.graphdef, numbers)
+
+
+@dataclasses.dataclass(frozen=True)
+class _GradientForms:
+    """The form in which users get the gradients of one call. It holds no arrays of the call.
+
+    Attributes:
+        positions: the differentiated arguments, in the order of `argnums`.
+        is_single: whether `argnums` is one position, so that the gradients are not a tuple.
+        tree: the tree of these arguments, with objects as leaves.
+        paths: the path of each value of the call's objects, by number.
+        whole_objects: for each leaf of `tree`, the object if its gradient is an object too; None
+            for an object whose gradient is a `State`, and for an array.
+    """
+
+    positions: list[int]
+    is_single: bool
+    tree: Structure
+    paths: Sequence[Path]
+    whole_objects: list[_NumberedObject | None]
+
+    def to_user_gradients(self, grads: Sequence[PyTree]) -> PyTree:
+        """Converts the gradients of `weft.lifting`, one per argument of the call."""
+        leaf_gradients = self.tree.flatten_up_to(
+            [grads[position] for position in self.positions]
+        )
+        gradient_by_number: Group = {}
+        for gradient in leaf_gradients:
+            if isinstance(gradient, tuple):  # the groups of an object
+                gradient_by_number.update(gradient[0])
+        user_gradients: list[PyTree] = []
+        for i, gradient in enumerate(leaf_gradients):
+            whole_object = self.whole_objects[i]
+            if whole_object is not None:
+                # Each object gets its own copy of a shared gradient.
+                values = [gradient_by_number[n] for n in whole_object.numbers]
+                gradient, _ = graph.build_graph(whole_object.graphdef, values)
+            elif isinstance(gradient, tuple):
+                # A value that an earlier argument holds too has its gradient there.
+                leaf_by_path: dict[Path, PyTree] = {}
+                for number, leaf in gradient[0].items():
+                    path = split_path(self.paths[number]).in_object
+                    leaf_by_path[path] = leaf
+                gradient = from_flat_state(leaf_by_path)
+            user_gradients.append(gradient)
+        gradients = self.tree.unflatten(user_gradients)
+        return gradients[0] if self.is_single else tuple(gradients)
+
+
+class SplitPath(NamedTuple):
+    """A path in the pair of a call's objects and results: the index of the object, and the path."""
+
+    object_index: int
+    in_object: Path
+
+
+def split_path(path: Path) -> SplitPath:
+    """Splits a path that `ObjectKind.flatten` returns."""
+    _, object_index, *in_object = path
+    assert isinstance(object_index, int)
+    return SplitPath(object_index, tuple(in_object))
+
+
+def diff_roles(matches: Predicate) -> Roles:
+    """Returns the roles of an object that is differentiated in part."""
+    return Roles(((matches, DIFF), (Everything(), None)))
+
+
+def value_by_path(gradient: PyTree) -> dict[Path, PyTree]:
+    """Returns the values of a gradient or tangent, an object or a `State`."""
+    if is_object(gradient):
+        gradient = state(gradient)
+    by_path: dict[Path, PyTree] = {}
+    for path, leaf in to_flat_state(gradient):
+        by_path[path] = value_of(leaf)
+    return by_path
 
 
 @same_signature
@@ -469,6 +646,8 @@ def remat(
         prevent_cse=prevent_cse,
         policy=policy,
     )
-    return calls.wrap_transformed(
-        "remat", f, lambda kwargs, *args: lifted(kwargs, *static.wrapped(args))
-    )
+
+    def call(kwargs: dict[str, PyTree], *args: PyTree) -> PyTree:
+        return lifted(kwargs, *static.wrapped(args))
+
+    return calls.wrap_transformed("remat", f, call)

@@ -9,15 +9,23 @@ from types import UnionType
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+from jax.tree_util import KeyPath, keystr
 
 from weft import errors, lifting
 from weft.core.tracing import hide_frames
-from weft.lifting import kind
-from weft.lifting.signature import check_argnums, copy_name
+from weft.lifting.kind import Static
+from weft.lifting.roles import Role
+from weft.lifting.signature import as_tuple, check_argnums, copy_name
 from weft.nnx import pytree, settings, versions
-from weft.nnx.filters import Path, filters_text
+from weft.nnx.filters import Filter, Path, filters_text
 from weft.nnx.variables import Variable
-from weft.nnx.versions import TransformCall, current_call, describe_object, origin
+from weft.nnx.versions import (
+    TransformCall,
+    current_call,
+    describe_object,
+    origin,
+)
+from weft.typing import PyTree
 
 MISSING: Any = object()
 P = ParamSpec("P")
@@ -27,42 +35,59 @@ Kwargs = dict[str, Any]
 
 
 def object_paths(
-    tree: object, names: list[str] | None, types: type | UnionType = pytree.Pytree | Variable
+    tree: PyTree,
+    names: list[str] | None,
+    types: type | UnionType = pytree.Pytree | Variable,
 ) -> list[str]:
     """Returns the places of the objects in a tree, in words; `names` are those of its items."""
 
-    def is_object(x: object) -> bool:
+    def is_object(x: PyTree) -> bool:
         return isinstance(x, types)
 
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_object)
-    return [_path_text(path, names) for path, x in leaves if is_object(x)]
+    places: list[str] = []
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_object):
+        if is_object(x):
+            places.append(_path_text(path, names))
+    return places
 
 
-def _path_text(path: jax.tree_util.KeyPath, names: list[str] | None) -> str:
+def _path_text(path: KeyPath, names: list[str] | None) -> str:
     """Returns the user's notation of a JAX path in the result, or among arguments with names."""
     if names is None:
-        return "the result" + jax.tree_util.keystr(path)
+        return "the result" + keystr(path)
     i = path[0].idx
-    name = names[i] if i < len(names) else f"args[{i}]"
-    return name + jax.tree_util.keystr(path[1:])
+    name = f"args[{i}]"
+    if i < len(names):
+        name = names[i]
+    return name + keystr(path[1:])
 
 
 def place_of(path: Path) -> str:
     """Returns a path from the pair of arguments and results in the user's notation."""
-    part, i, *below = path
+    part, i, *path_in_object = path
     call = current_call()
-    roots: list[str] = []
-    if call is not None and part == 1:
-        roots = call.returned
-    elif call is not None:
-        roots = call.given or [
-            *object_paths((*call.named.values(),), [*call.named]),
-            *object_paths(call.args, argument_names(call)),
-        ]
-    which: Any = i
-    unnamed = f"args[{which}]" if part == 0 else "the result"
-    root = roots[which] if which < len(roots) else unnamed
-    return root + path_suffix(below)
+    object_names: list[str] = []
+    if part == 1:
+        object_name = "the result"
+        if call is not None:
+            object_names = call.returned
+    else:
+        object_name = f"args[{i}]"
+        if call is not None:
+            object_names = call.given or _argument_paths(call)
+    assert isinstance(i, int)
+    if i < len(object_names):
+        object_name = object_names[i]
+    return object_name + path_suffix(path_in_object)
+
+
+def _argument_paths(call: TransformCall) -> list[str]:
+    """Returns the places of the objects in the arguments; those by name come first."""
+    named_values = tuple(call.named.values())
+    return [
+        *object_paths(named_values, list(call.named)),
+        *object_paths(call.args, argument_names(call)),
+    ]
 
 
 def path_suffix(path: Iterable[Hashable]) -> str:
@@ -73,89 +98,130 @@ def path_suffix(path: Iterable[Hashable]) -> str:
 @functools.lru_cache(maxsize=4096, typed=True)
 def key_suffix(key: Hashable) -> str:
     """Returns one key of a path in the user's notation."""
-    return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
+    if isinstance(key, str) and key.isidentifier():
+        return f".{key}"
+    return f"[{key!r}]"
 
 
-def record_value_paths(keys: Sequence[int], paths: Sequence[Path]) -> None:
+def record_value_paths(numbers: Sequence[int], paths: Sequence[Path]) -> None:
     """Records the paths of values by number in the open call, for errors."""
-    if (call := current_call()) is not None:
-        call.values = keys, paths
+    call = current_call()
+    if call is not None:
+        call.values = numbers, paths
 
 
-def place_of_value(path_of: Callable[[int], Path | None], path: jax.tree_util.KeyPath) -> str:
+def place_of_value(path_of: Callable[[int], Path | None], path: KeyPath) -> str:
     """Returns the place of a value, or of a part of it, in the user's notation.
 
     `path` is a JAX path that starts with the number of the value; `path_of` maps input numbers.
     """
-    n, call = path[0].key, current_call()
-    n = n if n >= 0 else ~n  # ~n holds extra data of value n
-    rest = tuple(key for key in path[1:] if getattr(key, "name", None) != "value")
-    if (at := path_of(n)) is not None:
-        return place_of(at) + jax.tree_util.keystr(rest)
-    after = dict(zip(*call.values, strict=True)) if call is not None else {}
-    return (place_of(after[n]) if n in after else "a new value") + jax.tree_util.keystr(rest)
+    number = path[0].key
+    path_in_value: list[Any] = []
+    for key in path[1:]:
+        # The value of a variable, or of a `PassedValue`, is named like these.
+        if getattr(key, "name", None) != "value":
+            path_in_value.append(key)
+    value_path = path_of(number)
+    call = current_call()
+    if value_path is None and call is not None:
+        value_path = dict(zip(*call.values, strict=True)).get(number)
+    place = "a new value"
+    if value_path is not None:
+        place = place_of(value_path)
+    return place + keystr(tuple(path_in_value))
 
 
-def argument_at(path: jax.tree_util.KeyPath) -> str:
+def argument_at(path: KeyPath) -> str:
     """Returns the user's notation of a JAX path among the arguments."""
     call = current_call()
-    return _path_text(path, [] if call is None else argument_names(call))
+    names: list[str] = []
+    if call is not None:
+        names = argument_names(call)
+    return _path_text(path, names)
 
 
 def argument_names(call: TransformCall) -> list[str]:
     """Returns the names of the positional arguments of a call."""
-    return parameter_names(call.fn) if call.names is None else call.names
+    if call.names is not None:
+        return call.names
+    return parameter_names(call.fn)
 
 
-def parameter_names(fn: object) -> list[str]:
+def parameter_names(fn: Callable[..., Any]) -> list[str]:
     """Returns the names of the positional parameters."""
     code = getattr(fn, "__code__", None)
-    return list(code.co_varnames[: code.co_argcount]) if code is not None else []
+    if code is None:
+        return []
+    return list(code.co_varnames[: code.co_argcount])
 
 
-def _describe_role(role: object, is_derivative: bool) -> str:
-    if is_derivative:
-        return "a gradient" if role is lifting.DIFF else "no gradient"
-    return "nnx.Carry" if role is lifting.CARRY else repr(role)
+# Errors in the user's names. Each says what is wrong, where, and what to write instead.
 
 
 def call_title(fallback: str = "a transformation") -> str:
     """Returns the title of the open call, for errors."""
     call = current_call()
-    return call.title if call is not None else fallback
+    return fallback if call is None else call.title
 
 
-def unmatched_error(x: object, path: Path, filters: Sequence[Any]) -> Exception:
+def _line_to_change() -> str:
+    call = current_call()
+    return "" if call is None else f" The line to change is {call.line}"
+
+
+def unmatched_error(
+    x: PyTree, path: Path, filters: Sequence[Filter]
+) -> errors.StateFilterError:
     """Returns the error for a part of an object that matches no filter."""
     call = current_call()
-    spec = call.specs[path[0]] if call is not None else "a filter"  # pyright: ignore[reportArgumentType, reportCallIssue]
+    spec = "a filter"
+    if call is not None:
+        spec = _spec_of(path, call.specs)
     return errors.StateFilterError(
         f"{call_title()}: {spec} has no filter for {place_of(path)}, a {type(x).__name__}; its "
         f"filters are {filters_text(filters)}; add `...` as the last one."
-        + (f" The line to change is {call.line}" if call is not None else "")
+        + _line_to_change()
     )
+
+
+def _spec_of(path: Path, specs: tuple[str, str]) -> str:
+    """Returns the parameter that holds the role of an argument, or of a result."""
+    arguments_spec, results_spec = specs
+    return results_spec if path[0] == 1 else arguments_spec
 
 
 def inconsistent_alias_error(
-    x: object, first: tuple[Path, Any], second: tuple[Path, Any]
-) -> Exception:
+    x: PyTree, first: tuple[Path, Role], second: tuple[Path, Role]
+) -> errors.InconsistentAliasError:
     """Returns the error for a value with two roles, each a pair of its path and the role."""
     call = current_call()
-    specs = call.specs if call is not None else ("in_axes", "out_axes")
-    is_derivative = any(role is lifting.DIFF for _, role in (first, second))
-    roles = [
-        f"{specs[path[0]]} gives {_describe_role(role, is_derivative)} to {place_of(path)}"  # pyright: ignore[reportArgumentType, reportCallIssue]
-        for path, role in (first, second)
-    ]
+    specs = ("in_axes", "out_axes")
+    if call is not None:
+        specs = call.specs
+    is_derivative = lifting.DIFF in (first[1], second[1])
+    settings_text: list[str] = []
+    for path, role in (first, second):
+        role_text = _describe_role(role, is_derivative)
+        settings_text.append(
+            f"{_spec_of(path, specs)} gives {role_text} to {place_of(path)}"
+        )
     return errors.InconsistentAliasError(
         f"{call_title()}: the same {versions.class_and_shape(x)} is in two "
-        f"places with different settings: {roles[0]}, and {roles[1]}. All aliases of a "
+        f"places with different settings: {', and '.join(settings_text)}. All aliases of a "
         "reference need the same setting; use one for both, or pass nnx.clone(...) in one "
-        "place." + (f" The line to change is {call.line}" if call is not None else "")
+        "place." + _line_to_change()
     )
 
 
-def shared_object_error(x: object, first: Path, second: Path) -> Exception:
+def _describe_role(role: Role, is_derivative: bool) -> str:
+    if is_derivative:
+        return "a gradient" if role is lifting.DIFF else "no gradient"
+    return "nnx.Carry" if role is lifting.CARRY else repr(role)
+
+
+def shared_object_error(
+    x: PyTree, first: Path, second: Path
+) -> errors.SharedObjectError:
     """Returns the error for an object in two places where objects are plain pytrees."""
     return errors.SharedObjectError(
         f"{call_title()} with graph=False or graph_updates=False: the same "
@@ -165,23 +231,23 @@ def shared_object_error(x: object, first: Path, second: Path) -> Exception:
     )
 
 
-def captured_object_error(x: object, path: Path) -> Exception:
+def captured_object_error(x: PyTree, path: Path) -> errors.CapturedObjectError:
     """Returns the error for an outside object in the results or in an argument."""
-    call = current_call()
+    description = describe_object(x)
+    if description:
+        description = f" It {description}."
     return errors.CapturedObjectError(
         f"{call_title()}: {place_of(path)} is a {versions.class_and_shape(x)} that was created "
         "outside and not passed as an argument, so it would come out as another object (an "
-        "implicit clone)."
-        + (f" It {known}." if (known := describe_object(x)) else "")
-        + " Pass it as an argument, or return nnx.clone(...) of it."
-        + (f" The line to change is {call.line}" if call else "")
+        f"implicit clone).{description} Pass it as an argument, or return nnx.clone(...) of it."
+        + _line_to_change()
     )
 
 
-def loop_change_error(path: Path, what: str) -> Exception:
+def loop_change_error(path: Path, change: str) -> errors.LoopStructureError:
     """Returns the error for an object that changed in a loop by more than its values."""
     return errors.LoopStructureError(
-        f"{call_title('a loop')}: the body {what} at {place_of(path)}; objects "
+        f"{call_title('a loop')}: the body {change} at {place_of(path)}; objects "
         "that all iterations share or carry keep their attributes, references and static values, "
         "and only values of variables change. Create the attribute before the loop, with its value "
         "in a variable if it changes from one iteration to the next, and write to that variable, "
@@ -189,9 +255,11 @@ def loop_change_error(path: Path, what: str) -> Exception:
     )
 
 
-def warn_of_dropped_change(path: Path, x: object) -> None:
+def warn_of_dropped_change(path: Path, x: PyTree) -> None:
     """Warns that a loop's body changes a value that all iterations share."""
-    where = type(x).__name__ if isinstance(x, Variable) else f"nnx.PathContains({path[-1]!r})"
+    where = f"nnx.PathContains({path[-1]!r})"
+    if isinstance(x, Variable):
+        where = type(x).__name__
     errors.warn_user(
         f"{call_title('a loop')}: the body changes {place_of(path)}, which all iterations share "
         "(None); each of them begins with the value before the loop, and the change is dropped. "
@@ -201,35 +269,44 @@ def warn_of_dropped_change(path: Path, x: object) -> None:
     )
 
 
-def warn_of_dropped_structure(path: Path, what: str) -> None:
+def warn_of_dropped_structure(path: Path, change: str) -> None:
     """Warns that a loop without graph updates drops a change of more than variables' values."""
     errors.warn_user(
-        f"{call_title('a loop')}: the body {what} at {place_of(path)}, and the change is dropped; "
-        "without graph updates, a loop keeps new values of variables, and arrays in attributes of "
-        "a carry (nnx.Carry). Write the variable's value (variable[...] = value), keep what "
-        "changes in a variable, or set graph=True, graph_updates=True.",
+        f"{call_title('a loop')}: the body {change} at {place_of(path)}, and the change is "
+        "dropped; without graph updates, a loop keeps new values of variables, and arrays in "
+        "attributes of a carry (nnx.Carry). Write the variable's value (variable[...] = value), "
+        "keep what changes in a variable, or set graph=True, graph_updates=True.",
         errors.SharedStateWarning,
     )
 
 
-def with_graph_options(fn: Callable[P, R], function: str | None = None) -> Callable[P, R]:
+def with_graph_options(
+    fn: Callable[P, R], function: str | None = None
+) -> Callable[P, R]:
     """Decorates an entry point with keyword arguments `**options: Unpack[GraphOptions]`.
 
     Its signature names them, and its errors are raised without Weft's frames. Without an argument
     for the parameter `function`, it returns a decorator.
     """
     signature = inspect.signature(fn)
-    parameters = list(signature.parameters.values())[:-1]
-    options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=note)
-        for name, note in settings.GraphOptions.__annotations__.items()
-    ]
-    names = frozenset(p.name for p in (*parameters, *options))
+    *parameters, _ = signature.parameters.values()
+    for name, annotation in settings.GraphOptions.__annotations__.items():
+        option = inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=annotation,
+        )
+        parameters.append(option)
+    full_signature = signature.replace(parameters=parameters)
+    names = frozenset(full_signature.parameters)
 
     @functools.wraps(fn)
     def entered(*args: P.args, **kwargs: P.kwargs) -> Any:
-        for unknown in kwargs.keys() - names:
-            raise TypeError(f"{fn.__name__}() got an unexpected keyword argument {unknown!r}")
+        for unknown_name in kwargs.keys() - names:
+            raise TypeError(
+                f"{fn.__name__}() got an unexpected keyword argument {unknown_name!r}"
+            )
         if function is not None and not args and function not in kwargs:
             return functools.partial(entered, **kwargs)
         try:
@@ -238,7 +315,7 @@ def with_graph_options(fn: Callable[P, R], function: str | None = None) -> Calla
             hide_frames(error)
             raise
 
-    entered.__signature__ = signature.replace(parameters=[*parameters, *options])  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
+    entered.__signature__ = full_signature  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
     return entered
 
 
@@ -252,7 +329,7 @@ def wrap_transformed(
     fn: Callable[P, Any],
     call: Callable[..., Any],
     specs: tuple[str, str] = ("in_axes", "out_axes"),
-    in_axes: object = None,
+    in_axes: PyTree = None,
     *,
     by_position: bool = False,
 ) -> Callable[P, Any]:
@@ -276,7 +353,9 @@ def wrap_transformed(
                 args, kwargs = bind_positional(fn, args, kwargs)
             if isinstance(in_axes, tuple | list) and len(args) < len(in_axes):
                 args = _with_defaults(fn, args, len(in_axes))
-            with TransformCall(transformation, fn, args, specs, named=kwargs, place=place):
+            with TransformCall(
+                transformation, fn, args, specs, named=kwargs, place=place
+            ):
                 if not by_position:
                     return call(kwargs, *args)
                 if kwargs:
@@ -292,7 +371,9 @@ def wrap_transformed(
     return wrapper
 
 
-def bind_positional(fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+def bind_positional(
+    fn: Callable[..., Any], args: Args, kwargs: Kwargs
+) -> tuple[Args, Kwargs]:
     """Returns the positional arguments and the keyword-only ones."""
     try:
         bound = inspect.signature(fn).bind(*args, **kwargs)
@@ -301,13 +382,19 @@ def bind_positional(fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> tuple
     return bound.args, bound.kwargs
 
 
-def _with_defaults(fn: Callable[..., Any], args: tuple[Any, ...], n: int) -> tuple[Any, ...]:
+def _with_defaults(fn: Callable[..., Any], args: Args, n: int) -> Args:
+    """Returns `n` positional arguments, or those given if one of the others has no default."""
     try:
-        parameters = list(inspect.signature(fn).parameters.values())[len(args) : n]
+        parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
         return args
-    has_place = (p.kind is not p.KEYWORD_ONLY and p.default is not p.empty for p in parameters)
-    return (*args, *(p.default for p in parameters)) if all(has_place) else args
+    all_args = list(args)
+    for parameter in parameters[len(args) : n]:
+        is_by_name = parameter.kind is parameter.KEYWORD_ONLY
+        if is_by_name or parameter.default is parameter.empty:
+            return args
+        all_args.append(parameter.default)
+    return tuple(all_args)
 
 
 def with_kwargs_first(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -315,10 +402,11 @@ def with_kwargs_first(fn: Callable[..., Any]) -> Callable[..., Any]:
     return copy_name(fn, lambda kwargs, *args: fn(*args, **kwargs))
 
 
-def check_unbound(transformation: str, fn: object) -> None:
+def check_unbound(transformation: str, fn: Callable[..., Any]) -> None:
     """Raises TransformArgumentError for a bound method, which would capture its object."""
     if inspect.ismethod(fn) and isinstance(fn.__self__, pytree.Pytree):
-        owner, name = type(fn.__self__).__name__, fn.__name__
+        owner = type(fn.__self__).__name__
+        name = fn.__name__
         raise errors.TransformArgumentError(
             f"nnx.{transformation}: {name} is a bound method of a {owner}, which would not pass "
             f"through the transformation; transform {owner}.{name} and pass the object as its "
@@ -332,19 +420,33 @@ class StaticArguments:
     Its `fn` takes them in boxes, which are pytrees without leaves.
     """
 
-    def __init__(self, title: str, what: str, fn: Callable[..., Any], argnums: int | Sequence[int]):
-        self._argnums = frozenset((argnums,) if isinstance(argnums, int) else argnums)
-        check_argnums(f"nnx.{title}", what, fn, self._argnums)
+    def __init__(
+        self,
+        transformation: str,
+        option: str,
+        fn: Callable[..., Any],
+        argnums: int | Sequence[int],
+    ):
+        check_argnums(f"nnx.{transformation}", option, fn, argnums)
+        self._argnums = frozenset(as_tuple(argnums))
 
-        def unboxing(*args: object, **kwargs: object) -> Any:
-            return fn(*(x.value if isinstance(x, kind.Static) else x for x in args), **kwargs)
+        def unboxing(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            unboxed = list(args)
+            for i, arg in enumerate(args):
+                if isinstance(arg, Static):
+                    unboxed[i] = arg.value
+            return fn(*unboxed, **kwargs)
 
         self.fn = copy_name(fn, unboxing) if self._argnums else fn
 
-    def wrapped(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def wrapped(self, args: Args) -> Args:
         """Returns the arguments, with boxes around the static ones."""
-        at = {i + len(args) if i < 0 else i for i in self._argnums}
-        boxed = tuple(kind.Static(x) if i in at else x for i, x in enumerate(args))
-        if (call := current_call()) is not None:
-            call.args = boxed
-        return boxed
+        boxed = list(args)
+        for i in self._argnums:
+            if -len(args) <= i < len(args):
+                boxed[i] = Static(args[i])
+        boxed_args = tuple(boxed)
+        call = current_call()
+        if call is not None:
+            call.args = boxed_args
+        return boxed_args

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar, Unpack
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 import jax
 
@@ -21,13 +21,19 @@ from weft.errors import RoleError, TransformArgumentError
 from weft.lifting import signature
 from weft.lifting.kind import Static
 from weft.nnx import filters, graph, settings, versions
-from weft.nnx.pytree import Pytree
+from weft.nnx.pytree import Pytree, is_object, objects_in
 from weft.nnx.transforms import calls
-from weft.nnx.transforms.calls import MISSING, P, R, optional_function, with_graph_options
-from weft.nnx.transforms.kind import ObjectKind, SharedStateChanged, is_object
+from weft.nnx.transforms.calls import (
+    MISSING,
+    P,
+    R,
+    optional_function,
+    with_graph_options,
+)
+from weft.nnx.transforms.kind import ObjectKind, SharedStateChanged
 from weft.nnx.transforms.state_roles import Carry, as_axes
 from weft.nnx.variables import Variable, value_of
-from weft.typing import same_signature
+from weft.typing import ArrayLike, Fn, PyTree, same_signature
 
 
 @same_signature
@@ -39,8 +45,8 @@ def scan(
     reverse: bool = False,
     unroll: int | bool = 1,
     _split_transpose: bool = False,
-    in_axes: object = (Carry, 0),
-    out_axes: object = (Carry, 0),
+    in_axes: PyTree = (Carry, 0),
+    out_axes: PyTree = (Carry, 0),
     transform_metadata: Mapping[Any, Any] = MappingProxyType({}),
     **options: Unpack[settings.GraphOptions],
 ) -> Callable[P, R]:
@@ -75,7 +81,9 @@ def scan(
     Array(6., dtype=float32)
     """
     pairs = _pairs(in_axes, out_axes)
-    kind = ObjectKind("scan", *settings.resolve_graph_options(**options), is_loop=True)
+    kind = ObjectKind(
+        "scan", *settings.resolve_graph_options(**options), is_loop=True
+    )
     looped = functools.partial(
         lifting.scan,
         kind,
@@ -90,18 +98,19 @@ def scan(
     )
     call = _with_changes_carried(looped)
 
-    def call_with_objects(*args: object) -> Any:
+    def call_with_objects(*args: PyTree) -> PyTree:
         if not kind.structure:
-            carried = [i for i, _ in pairs if i < len(args)]
-            own = with_own_arrays([args[i] for i in carried], kind)
-            given = dict(zip(carried, own, strict=True))
-            args = tuple(given.get(i, x) for i, x in enumerate(args))
-        return _map_carries(args, call(*args), pairs, unbox_objects)
+            args = _with_own_carries(args, pairs, kind)
+        return _map_carries(args, call(*args), pairs, _unbox_objects)
 
-    return calls.wrap_transformed("scan", f, call_with_objects, in_axes=in_axes, by_position=True)
+    return calls.wrap_transformed(
+        "scan", f, call_with_objects, in_axes=in_axes, by_position=True
+    )
 
 
-def _with_changes_carried(looped: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+def _with_changes_carried(
+    looped: Callable[..., Callable[..., Any]],
+) -> Callable[..., Any]:
     """Returns a loop of `looped` that carries the shared variables which its body changes."""
     carried: frozenset[Any] = frozenset()
     loop = looped()
@@ -116,70 +125,105 @@ def _with_changes_carried(looped: Callable[..., Callable[..., Any]]) -> Callable
                 raise RoleError(error.text) from None
             carried |= error.paths
         loop = looped(
-            default_roles=lifting.Roles(((filters.PathIn(carried), lifting.CARRY), (True, None)))
+            default_roles=lifting.Roles(
+                ((filters.PathIn(carried), lifting.CARRY), (True, None))
+            )
         )
         return call(*args)
 
     return call
 
 
-_Pairs = tuple[tuple[int, int | None], ...]
+class _CarryPair(NamedTuple):
+    """The positions of a carry among the arguments and the results; None is the whole result."""
+
+    arg: int
+    result: int | None
 
 
-def _pairs(in_axes: object, out_axes: object) -> _Pairs:
-    """Returns the positions of each carry among arguments and results."""
-    for name, axes in (("in_axes", in_axes), ("out_axes", out_axes)):
-        for axis in axes if isinstance(axes, tuple | list) else ():
-            if axis is not Carry and any(x is Carry for x in jax.tree.leaves(axis)):
-                raise TransformArgumentError(
-                    f"scan: {name}={_axes_text(axes)} has a Carry inside an entry; use Carry for a "
-                    "whole argument or result, or nnx.StateAxes({...: nnx.Carry}) for an object."
-                )
-    carries = _carries(in_axes), _carries(out_axes)
-    if len(carries[0]) != len(carries[1]):
+_Pairs = Sequence[_CarryPair]
+
+
+def _pairs(in_axes: PyTree, out_axes: PyTree) -> _Pairs:
+    """Returns the positions of each carry.
+
+    The first `Carry` of the arguments belongs to the first of the results, and so on. Raises
+    TransformArgumentError if their numbers differ.
+    """
+    _refuse_nested_carry("in_axes", in_axes)
+    _refuse_nested_carry("out_axes", out_axes)
+    arg_positions = _carry_positions(in_axes)
+    result_positions = _carry_positions(out_axes)
+    if len(arg_positions) != len(result_positions):
         raise TransformArgumentError(
-            f"scan: in_axes={_axes_text(in_axes)} has {len(carries[0])} Carry and out_axes="
-            f"{_axes_text(out_axes)} has {len(carries[1])}; each Carry of one needs "
+            f"scan: in_axes={_axes_text(in_axes)} has {len(arg_positions)} Carry and out_axes="
+            f"{_axes_text(out_axes)} has {len(result_positions)}; each Carry of one needs "
             "its counterpart in the other, since a carry is also returned."
         )
-    return tuple((i or 0, j) for i, j in zip(*carries, strict=True))
+    pairs: list[_CarryPair] = []
+    for arg, result in zip(arg_positions, result_positions, strict=True):
+        pairs.append(_CarryPair(0 if arg is None else arg, result))
+    return pairs
 
 
-def _carries(axes: object) -> list[int | None]:
+def _refuse_nested_carry(name: str, axes: PyTree) -> None:
+    for axis in axes if isinstance(axes, tuple | list) else ():
+        has_carry = any(leaf is Carry for leaf in jax.tree.leaves(axis))
+        if has_carry and axis is not Carry:
+            raise TransformArgumentError(
+                f"scan: {name}={_axes_text(axes)} has a Carry inside an entry; use Carry for a "
+                "whole argument or result, or nnx.StateAxes({...: nnx.Carry}) for an object."
+            )
+
+
+def _carry_positions(axes: PyTree) -> list[int | None]:
+    """Returns the positions of `Carry` in axes; None for axes that are `Carry` themselves."""
     if axes is Carry:
         return [None]
-    at = list(axes) if isinstance(axes, tuple | list) else []
-    return [i for i, axis in enumerate(at) if axis is Carry]
+    if not isinstance(axes, tuple | list):
+        return []
+    return [i for i, axis in enumerate(axes) if axis is Carry]
 
 
-def _axes_text(axes: object) -> str:
+def _axes_text(axes: PyTree) -> str:
     return repr(axes).replace(repr(Carry), "Carry")
 
 
-def _box_carries(f: Callable[..., Any], pairs: _Pairs, kind: ObjectKind) -> Callable[..., Any]:
-    box = box_objects if kind.structure else _box_trees
+def _box_carries(f: Fn, pairs: _Pairs, kind: ObjectKind) -> Fn:
+    """Returns a body whose results have a box in place of each object of the carry.
 
-    def body(*args: object) -> Any:
+    `(model, x)` comes in and `(Static(0), x)` goes out: the engine takes the state of the objects
+    from the arguments, and a box has no leaves.
+    """
+    box = _box_objects if kind.structure else _box_trees
+
+    def body(*args: PyTree) -> PyTree:
         return _map_carries(args, f(*args), pairs, box)
 
     return signature.copy_name(f, body)
 
 
 def _map_carries(
-    args: tuple[Any, ...], result: Any, pairs: _Pairs, change: Callable[[Any, Any], Any]
-) -> Any:
-    """Returns the results, with `change(given, returned)` applied to each carry."""
-    for i, j in pairs:
-        given = args[i]
-        if j is None:
-            result = change(given, result)
-        elif not isinstance(result, tuple | list) or j >= len(result):
+    args: tuple[PyTree, ...],
+    result: PyTree,
+    pairs: _Pairs,
+    change: Callable[[PyTree, PyTree], PyTree],
+) -> PyTree:
+    """Returns the results, with `change(carry_in, carry_out)` applied to each carry."""
+    for pair in pairs:
+        carry_in = args[pair.arg]
+        if pair.result is None:
+            result = change(carry_in, result)
+            continue
+        if not isinstance(result, tuple | list) or pair.result >= len(result):
             raise TransformArgumentError(
                 f"scan: the body returns {type(result).__name__}, but by out_axes its "
-                f"result {j} is the carry; return a tuple with one entry per entry of out_axes."
+                f"result {pair.result} is the carry; return a tuple with one entry per entry of "
+                "out_axes."
             )
-        else:
-            result = (*result[:j], change(given, result[j]), *result[j + 1 :])
+        entries = list(result)
+        entries[pair.result] = change(carry_in, entries[pair.result])
+        result = tuple(entries)
     return result
 
 
@@ -188,7 +232,7 @@ T = TypeVar("T")
 
 @with_graph_options
 def while_loop(
-    cond_fun: Callable[[T], Any],
+    cond_fun: Callable[[T], ArrayLike | Variable[Any]],
     body_fun: Callable[[T], T],
     init_val: T,
     **options: Unpack[settings.GraphOptions],
@@ -221,22 +265,28 @@ def while_loop(
         is_loop=True,
         replaces_objects=False,
     )
+
+    def continues(carry: T) -> ArrayLike:
+        return value_of(cond_fun(carry))
+
     loop = lifting.while_loop(
         kind,
-        lambda carry: value_of(cond_fun(carry)),
-        _box_carries(body_fun, ((0, None),), kind),
+        continues,
+        _box_carries(body_fun, [_CarryPair(arg=0, result=None)], kind),
         in_axes=lifting.CARRY,
     )
-    with versions.TransformCall("while_loop", body_fun, (init_val,), ("init_val", "the result")):
+    with versions.TransformCall(
+        "while_loop", body_fun, (init_val,), ("init_val", "the result")
+    ):
         if not kind.structure:
-            init_val = with_own_arrays(init_val, kind)
-        return unbox_objects(init_val, loop(init_val))
+            init_val = _with_own_arrays(init_val, kind)
+        return _unbox_objects(init_val, loop(init_val))
 
 
 @with_graph_options
 def fori_loop(
-    lower: object,
-    upper: object,
+    lower: ArrayLike | Variable[Any],
+    upper: ArrayLike | Variable[Any],
     body_fun: Callable[[Any, T], T],
     init_val: T,
     *,
@@ -259,28 +309,35 @@ def fori_loop(
     >>> int(nnx.fori_loop(0, 5, body, total))
     10
     """
-    kind = ObjectKind("fori_loop", *settings.resolve_graph_options(**options), is_loop=True)
+    kind = ObjectKind(
+        "fori_loop", *settings.resolve_graph_options(**options), is_loop=True
+    )
     loop = lifting.fori_loop(
         kind,
         value_of(lower),
         value_of(upper),
-        _box_carries(body_fun, ((1, None),), kind),
+        _box_carries(body_fun, [_CarryPair(arg=1, result=None)], kind),
         in_axes=lifting.CARRY,
         unroll=unroll,
     )
-    specs, names = ("init_val", "the result"), calls.parameter_names(body_fun)[1:]
-    with versions.TransformCall("fori_loop", body_fun, (init_val,), specs, names=names):
+    with versions.TransformCall(
+        "fori_loop",
+        body_fun,
+        (init_val,),
+        ("init_val", "the result"),
+        names=calls.parameter_names(body_fun)[1:],
+    ):
         if not kind.structure:
-            init_val = with_own_arrays(init_val, kind)
-        return unbox_objects(init_val, loop(init_val))
+            init_val = _with_own_arrays(init_val, kind)
+        return _unbox_objects(init_val, loop(init_val))
 
 
 @with_graph_options
 def cond(
-    pred: object,
+    pred: ArrayLike | Variable[Any],
     true_fun: Callable[..., T],
     false_fun: Callable[..., T],
-    *operands: object,
+    *operands: PyTree,
     **options: Unpack[settings.GraphOptions],
 ) -> T:
     """Applies `jax.lax.cond` to functions of objects.
@@ -300,16 +357,18 @@ def cond(
     2
     """
     kind = ObjectKind("cond", *settings.resolve_graph_options(**options))
-    chosen = lifting.cond(kind, true_fun, false_fun)
-    with versions.TransformCall("cond", true_fun, operands, ("operands", "the result")):
-        return chosen(pred, *operands)
+    branch_fn = lifting.cond(kind, true_fun, false_fun)
+    with versions.TransformCall(
+        "cond", true_fun, operands, ("operands", "the result")
+    ):
+        return branch_fn(pred, *operands)
 
 
 @with_graph_options
 def switch(
-    index: object,
+    index: ArrayLike | Variable[Any],
     branches: Sequence[Callable[..., T]],
-    *operands: object,
+    *operands: PyTree,
     **options: Unpack[settings.GraphOptions],
 ) -> T:
     """Applies `jax.lax.switch` to functions of objects, with results of the same structure.
@@ -318,87 +377,117 @@ def switch(
     branch; for other errors see `cond`.
     """
     if not branches:
-        raise TransformArgumentError("switch: there are no branches; give at least one function.")
+        raise TransformArgumentError(
+            "switch: there are no branches; give at least one function."
+        )
     kind = ObjectKind("switch", *settings.resolve_graph_options(**options))
-    chosen = lifting.switch(kind, tuple(branches))
-    with versions.TransformCall("switch", branches[0], operands, ("operands", "the result")):
-        return chosen(index, *operands)
+    branch_fn = lifting.switch(kind, tuple(branches))
+    with versions.TransformCall(
+        "switch", branches[0], operands, ("operands", "the result")
+    ):
+        return branch_fn(index, *operands)
 
 
-def box_objects(given: object, returned: object) -> Any:
+def _box_objects(carry_in: PyTree, carry_out: PyTree) -> PyTree:
     """Returns the carry that a body returned, with leafless boxes in place of its objects.
 
-    Raises TransformArgumentError if the returned objects differ from the given ones.
+    A box holds the index of an object in the carry that the body received.
+
+    Raises TransformArgumentError if the returned objects differ from the received ones.
     """
-    before = [x for x in jax.tree.leaves(given, is_leaf=is_object) if is_object(x)]
-    leaves, tree = jax.tree_util.tree_flatten_with_path(returned, is_leaf=is_object)
-    n = 0
-    boxed = []
-    for path, x in leaves:
-        if is_object(x):
-            if n >= len(before) or x is not before[n]:
-                raise TransformArgumentError(
-                    f"{calls.call_title('a loop')}: the carry{jax.tree_util.keystr(path)} is "
-                    f"returned as another {type(x).__name__} than the body received; change a "
-                    "carried object in place (nnx.update(model, state), variable[...] = value) and "
-                    "return the same object."
-                )
-            x = Static(n)
-            n += 1
-        boxed.append(x)
-    if n < len(before):
+    objects = objects_in(carry_in)
+    paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(
+        carry_out, is_leaf=is_object
+    )
+    num_boxed = 0
+    boxed: list[PyTree] = []
+    for path, leaf in paths_and_leaves:
+        if not is_object(leaf):
+            boxed.append(leaf)
+            continue
+        if num_boxed >= len(objects) or leaf is not objects[num_boxed]:
+            raise TransformArgumentError(
+                f"{calls.call_title('a loop')}: the carry{jax.tree_util.keystr(path)} is returned "
+                f"as another {type(leaf).__name__} than the body received; change a carried object "
+                "in place (nnx.update(model, state), variable[...] = value) and return the same "
+                "object."
+            )
+        boxed.append(Static(num_boxed))
+        num_boxed += 1
+    if num_boxed < len(objects):
         raise TransformArgumentError(
-            f"{calls.call_title('a loop')}: the body receives {len(before)} objects in its carry "
-            f"and returns {n}; return each in its place."
+            f"{calls.call_title('a loop')}: the body receives {len(objects)} objects in its carry "
+            f"and returns {num_boxed}; return each in its place."
         )
     return jax.tree.unflatten(tree, boxed)
 
 
-def with_own_arrays(carry: T, kind: ObjectKind) -> T:
-    """Returns a carry with copies of its objects, which share the variables of the given ones.
+def _unbox_objects(carry_in: PyTree, carry_out: PyTree) -> PyTree:
+    """Returns the carry that a loop returned, with the caller's own objects in it."""
+    objects = objects_in(carry_in)
+
+    def is_box(x: PyTree) -> bool:
+        return isinstance(x, Static)
+
+    def unboxed(x: PyTree) -> PyTree:
+        return objects[x.value] if is_box(x) else x
+
+    return jax.tree.map(unboxed, carry_out, is_leaf=is_box)
+
+
+def _with_own_arrays(carry: T, kind: ObjectKind) -> T:
+    """Returns a carry with copies of its objects, which share the variables of the caller's.
 
     A loop without graph updates changes these, and the caller's keep their arrays.
     """
     leaves, tree = jax.tree.flatten(carry, is_leaf=is_object)
-    positions = [n for n, x in enumerate(leaves) if isinstance(x, Pytree)]
-    flat = kind.flatten([leaves[n] for n in positions])
+    indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Pytree)]
+    flat = kind.flatten([leaves[i] for i in indices])
     (copies, _), _ = graph.build_graph(flat.graphdef, flat.leaves, share=True)
-    for n, x in zip(positions, copies, strict=True):
-        leaves[n] = x
+    for i, copied in zip(indices, copies, strict=True):
+        leaves[i] = copied
     return jax.tree.unflatten(tree, leaves)
 
 
-def _box_trees(given: object, returned: object) -> Any:
+def _with_own_carries(
+    args: tuple[PyTree, ...], pairs: _Pairs, kind: ObjectKind
+) -> tuple[PyTree, ...]:
+    """Applies `_with_own_arrays` to the carries of a scan, all at once: they may share objects."""
+    # A call with too few arguments fails later.
+    positions = [pair.arg for pair in pairs if pair.arg < len(args)]
+    carries = _with_own_arrays([args[i] for i in positions], kind)
+    new_args = list(args)
+    for i, carry in zip(positions, carries, strict=True):
+        new_args[i] = carry
+    return tuple(new_args)
+
+
+def _box_trees(carry_in: PyTree, carry_out: PyTree) -> PyTree:
     """Boxes the objects of a carry without graph updates, where a body may return others.
 
-    The given ones get the arrays of those that only differ in these.
+    The received ones get the arrays of those that only differ in these.
     """
-    before = [x for x in jax.tree.leaves(given, is_leaf=is_object) if is_object(x)]
-    leaves, tree = jax.tree.flatten(returned, is_leaf=is_object)
-    at = [n for n, x in enumerate(leaves) if is_object(x)]
-    for n, x in zip(at, before, strict=False):
-        if leaves[n] is not x and _take_arrays(x, leaves[n]):
-            leaves[n] = x
-    return box_objects(given, jax.tree.unflatten(tree, leaves))
+    leaves, tree = jax.tree.flatten(carry_out, is_leaf=is_object)
+    indices = [i for i, leaf in enumerate(leaves) if is_object(leaf)]
+    # `_box_objects` refuses another number of objects.
+    for i, received in zip(indices, objects_in(carry_in), strict=False):
+        if leaves[i] is not received and _take_arrays(received, leaves[i]):
+            leaves[i] = received
+    return _box_objects(carry_in, jax.tree.unflatten(tree, leaves))
 
 
-def _take_arrays(x: Any, other: Any) -> bool:
+def _take_arrays(
+    x: Pytree | Variable[Any], other: Pytree | Variable[Any]
+) -> bool:
     """Gives an object the arrays of another one; returns False if they differ by more."""
-    old, new = graph.flatten_graph(x), graph.flatten_graph(other)
-    is_alike = old.graphdef == new.graphdef and all(
-        a is b for a, b in zip(old.leaves, new.leaves, strict=True) if isinstance(a, Variable)
-    )
-    if is_alike:
-        existing = dict(enumerate(old.objects))
-        graph.build_graph(new.graphdef, new.leaves, share=True, existing=existing)
-    return is_alike
-
-
-def unbox_objects(given: object, returned: object) -> Any:
-    """Returns the carry that a loop returned, with the caller's own objects in it."""
-    objects = [x for x in jax.tree.leaves(given, is_leaf=is_object) if is_object(x)]
-    return jax.tree.map(
-        lambda x: objects[x.value] if isinstance(x, Static) else x,
-        returned,
-        is_leaf=lambda x: isinstance(x, Static),
-    )
+    # Descriptions have everything but arrays and variables, which come in the same order.
+    old = graph.flatten_graph(x)
+    new = graph.flatten_graph(other)
+    if old.graphdef != new.graphdef:
+        return False
+    for leaf, new_leaf in zip(old.leaves, new.leaves, strict=True):
+        if isinstance(leaf, Variable) and leaf is not new_leaf:
+            return False
+    existing = dict(enumerate(old.objects))
+    graph.build_graph(new.graphdef, new.leaves, share=True, existing=existing)
+    return True

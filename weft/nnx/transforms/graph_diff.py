@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from weft.nnx.filters import Path
-from weft.nnx.graph import GraphDef, NodeDef, NodeRef, VariableDef
+from weft.nnx.graph import GraphDef, LeafDef, NodeDef, NodeRef, VariableDef
 from weft.nnx.versions import StaticValue
+
+Part = NodeDef | VariableDef | NodeRef | LeafDef | StaticValue
+Origins = Sequence[int | None]
+"""For each object of a graph its index in the graph of the arguments, None for a new object."""
 
 
 class Difference(NamedTuple):
@@ -15,74 +19,81 @@ class Difference(NamedTuple):
 
     Attributes:
         parts: the parts there, None in place of an attribute that one of the graphs lacks.
-        owner: original number of the object whose attribute the other graph lacks.
     """
 
     path: Path
-    seen: tuple[str, str]
-    parts: tuple[Any, Any]
-    owner: int | None = None
+    texts: tuple[str, str]
+    parts: tuple[Part | None, Part | None]
 
 
 def differences(
-    parts: tuple[Any, Any],
-    origins: tuple[Sequence[int | None], Sequence[int | None]],
-    path: Path = (),
+    parts: tuple[Part, Part], origins: tuple[Origins, Origins], path: Path = ()
 ) -> Iterator[Difference]:
     """Yields the differences between two graphs, outer ones first.
 
     Args:
         parts: descriptions of both, at `path`.
-        origins: for each graph the original number of every object, None for a new object.
+        origins: those of the objects of both.
     """
+    # Objects are compared by their origins, all else by value; then, if both parts have
+    # attributes, the attributes.
     a, b = parts
-    a_number, b_number = _number_of(a, origins[0]), _number_of(b, origins[1])
-    is_node = isinstance(a, NodeDef) and isinstance(b, NodeDef) and a.type is b.type
+    a_origin = _origin_of(a, origins[0])
+    b_origin = _origin_of(b, origins[1])
     are_objects = index_of(a) is not None and index_of(b) is not None
-    if are_objects and a_number != b_number:
-        seen = "one object", "a different one"
-        if a_number is None:
-            seen = "a new object", "an existing object"
-        elif b_number is None:
-            seen = "an existing object", "a new object"
-        yield Difference(path, seen, parts)
-    elif not is_node and _without_index(a) != _without_index(b):
+    are_nodes = False
+    if isinstance(a, NodeDef) and isinstance(b, NodeDef):
+        are_nodes = a.type is b.type
+    if are_objects and a_origin != b_origin:
+        texts = "one object", "a different one"
+        if a_origin is None:
+            texts = "a new object", "an existing object"
+        elif b_origin is None:
+            texts = "an existing object", "a new object"
+        yield Difference(path, texts, parts)
+    elif not are_nodes and _without_index(a) != _without_index(b):
         yield Difference(path, (_describe_part(a), _describe_part(b)), parts)
-    if not is_node:
+    if not are_nodes:
         return
-    a_attributes, b_attributes = dict(a.attributes), dict(b.attributes)
-    for name in {**a_attributes, **b_attributes}:
+    assert isinstance(a, NodeDef) and isinstance(b, NodeDef)
+    a_attributes = dict(a.attributes)
+    b_attributes = dict(b.attributes)
+    for name, part in a_attributes.items():
+        if name not in b_attributes:
+            yield Difference((*path, name), ("present", "absent"), (part, None))
+    for name, part in b_attributes.items():
         if name not in a_attributes:
-            both_parts = None, b_attributes[name]
-            yield Difference((*path, name), ("absent", "present"), both_parts, b_number)
-        elif name not in b_attributes:
-            both_parts = a_attributes[name], None
-            yield Difference((*path, name), ("present", "absent"), both_parts, a_number)
+            yield Difference((*path, name), ("absent", "present"), (None, part))
     for name, part in a_attributes.items():
         if name in b_attributes:
-            yield from differences((part, b_attributes[name]), origins, (*path, name))
+            attribute_parts = part, b_attributes[name]
+            yield from differences(attribute_parts, origins, (*path, name))
     if a.marks != b.marks:
         yield Difference(path, ("marked one way", "marked another way"), parts)
     elif a.order != b.order:
         yield Difference(path, ("in one order", "in another order"), parts)
 
 
-def index_of(part: object) -> int | None:
+def index_of(part: Part | None) -> int | None:
     """Returns the index of an object in a description; None for other parts."""
-    return part.index if isinstance(part, NodeDef | VariableDef | NodeRef) else None
+    if isinstance(part, NodeDef | VariableDef | NodeRef):
+        return part.index
+    return None
 
 
-def _number_of(part: object, origins: Sequence[int | None]) -> int | None:
+def _origin_of(part: Part, origins: Origins) -> int | None:
     index = index_of(part)
     return None if index is None else origins[index]
 
 
-def _without_index(part: Any) -> Any:
+def _without_index(part: Part) -> Part:
     # Indices are local to each graph; the caller has compared the objects.
-    return part if index_of(part) is None else part._replace(index=0)
+    if isinstance(part, NodeDef | VariableDef | NodeRef):
+        return part if part.index is None else part._replace(index=0)
+    return part
 
 
-def _describe_part(part: object) -> str:
+def _describe_part(part: Part) -> str:
     if isinstance(part, StaticValue):
         return repr(part.value)
     if isinstance(part, NodeDef | VariableDef):
@@ -91,40 +102,50 @@ def _describe_part(part: object) -> str:
 
 
 class NumberedGraph(NamedTuple):
-    """A graph description, and the original number of each object, None for a new one."""
+    """A graph description, and the origins of its objects."""
 
     graphdef: GraphDef
-    origins: Sequence[int | None]
+    origins: Origins
+
+    def first_difference(self, other: NumberedGraph) -> Difference | None:
+        """Returns the outermost difference from another graph; None if it equals this one."""
+        parts = self.graphdef.root, other.graphdef.root
+        origins = self.origins, other.origins
+        return next(differences(parts, origins), None)
 
 
 def replaced_objects(
-    before: GraphDef,
-    after: GraphDef,
-    origins: Sequence[int | None],
+    input_graphdef: GraphDef,
+    output_graphdef: GraphDef,
+    origins: Origins,
     may_replace: Callable[[NodeDef | VariableDef], bool],
 ) -> dict[int, int]:
-    """Returns the new objects in the places of objects that are gone, as indices after and before.
+    """Returns the new objects in the places of objects that are gone: input indices by output ones.
 
     Args:
-        before, after: descriptions of pairs of objects and results.
-        origins: for each object after the index before, None for a new one.
+        input_graphdef, output_graphdef: descriptions of pairs of objects and results.
+        origins: those of the objects of the output.
         may_replace: whether a new object of its class may replace one.
     """
-    kept_indices = {index for index in origins if index is not None}
+    remaining_indices = set(origins)
     replaced: dict[int, int] = {}
 
     def replaces(new_index: int, old_index: int) -> bool:
         """Returns whether an object is new, and the one in its place before is gone."""
-        return origins[new_index] is None and old_index not in kept_indices
+        is_new = origins[new_index] is None
+        return is_new and old_index not in remaining_indices
 
-    def walk(old: object, new: object) -> None:
+    def walk(old: Part, new: Part) -> None:
         if isinstance(old, VariableDef) and isinstance(new, VariableDef):
             is_like = old.type is new.type
             if is_like and replaces(new.index, old.index) and may_replace(old):
                 replaced[new.index] = old.index
             return
-        if not (isinstance(old, NodeDef) and isinstance(new, NodeDef) and old.type is new.type):
+        if not isinstance(old, NodeDef) or not isinstance(new, NodeDef):
             return
+        if old.type is not new.type:
+            return
+        # Containers without an identity have no index, and are always walked.
         if old.index is not None and new.index is not None:
             if replaces(new.index, old.index) and may_replace(old):
                 replaced[new.index] = old.index
@@ -135,5 +156,7 @@ def replaced_objects(
             if name in old_attributes:
                 walk(old_attributes[name], part)
 
-    walk(dict(before.root.attributes)[0], dict(after.root.attributes)[0])
+    input_part = dict(input_graphdef.root.attributes)[0]
+    output_part = dict(output_graphdef.root.attributes)[0]
+    walk(input_part, output_part)
     return replaced

@@ -15,12 +15,22 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, Unpack, overload
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 import jax
 
@@ -29,21 +39,30 @@ from weft.core import tracing
 from weft.errors import CompiledCallError, TransformArgumentError
 from weft.lifting import traces
 from weft.lifting.jit import Lowered, Traced
-from weft.lifting.kind import call_pure, split_args
-from weft.lifting.signature import check_argnums
+from weft.lifting.kind import PureArgs, call_pure, split_args
+from weft.lifting.signature import as_tuple, check_argnums
 from weft.nnx import settings, split_merge, spmd, versions
-from weft.nnx.graph import FlatGraph, flat_graph_of_variables
-from weft.nnx.transforms import calls, graph_diff, jit_program, state_roles
-from weft.nnx.transforms.calls import MISSING, Args, Kwargs, P, R, optional_function
-from weft.nnx.transforms.jit_program import JitOptions, Program
+from weft.nnx.graph import flat_graph_of_variables
+from weft.nnx.transforms import calls, jit_program, state_roles
+from weft.nnx.transforms.calls import (
+    MISSING,
+    Args,
+    Kwargs,
+    P,
+    R,
+    optional_function,
+)
+from weft.nnx.transforms.jit_program import JitOptions, Place, Program
 from weft.nnx.transforms.kind import ObjectKind, is_object, mark_watched
+from weft.nnx.transforms.object_state import Object
 from weft.nnx.variables import Variable
-from weft.typing import as_grad
+from weft.typing import PyTree, as_grad
 
 _set_value = Variable._value.__set__  # pyright: ignore[reportAttributeAccessIssue]
 T = TypeVar("T")
 Q = ParamSpec("Q")
 Options = ParamSpec("Options")
+Split = Callable[[JitOptions, Args, Kwargs], jit_program.SplitCall]
 _MAX_CACHED_CALLS = 64
 _MAX_PROGRAMS = 512
 _LOCK = threading.RLock()
@@ -52,12 +71,19 @@ _LOCK = threading.RLock()
 class _CachedCall:
     """Steps of a call with known objects, which it does not keep alive.
 
-    `n_first` is the number of leading objects, or `sys.maxsize` if objects come later or by name.
+    Attributes:
+        version: the version of all structures in which it is valid.
+        trace: the trace in which it was created.
+        arguments: positions or names of the arguments that are objects, and references to these.
+        n_leading: number of these arguments if they come first, or `sys.maxsize` if objects come
+            later or by name.
+        donated, retained: the variables whose values the program takes.
+        objects: references to all objects and variables, in the order of the description.
     """
 
     __slots__ = (
-        "at", "donated", "jitted", "kept", "n_args", "n_first", "objects", "program", "trace",
-        "version",
+        "arguments", "donated", "jitted", "n_args", "n_leading", "objects", "program", "retained",
+        "trace", "version",
     )  # fmt: skip
 
     def __init__(
@@ -67,27 +93,75 @@ class _CachedCall:
         call: jit_program.SplitCall,
         forget: Callable[[object], None],
     ):
-        self.program, self.jitted, self.version = program, program.jitted, version
+        self.program = program
+        self.jitted = program.jitted
+        self.version = version
         self.trace = traces.current_trace()
-        self.donated = [call.flat.leaves[n] for n in program.donated]
-        self.kept = [call.flat.leaves[n] for n in program.kept]
-        self.at: list[tuple[Any, Any]] = [(i, weakref.ref(x, forget)) for i, x in call.at]
+        leaves = call.flat.leaves
+        self.donated: list[Variable[Any]] = [leaves[n] for n in program.donated]
+        self.retained: list[Variable[Any]] = [
+            leaves[n] for n in program.retained
+        ]
+        self.arguments: list[tuple[Any, weakref.ref[Any]]] = []
+        for place, x in call.objects.items():
+            self.arguments.append((place, weakref.ref(x, forget)))
         self.objects = [weakref.ref(x) for x in call.flat.objects]
-        positions = [i for i, _ in call.at]
-        at_front = positions == list(range(len(positions)))
-        self.n_first = len(positions) if at_front else sys.maxsize
+        places = list(call.objects)
+        self.n_leading = sys.maxsize
+        if places == list(range(len(places))):
+            self.n_leading = len(places)
         self.n_args = call.layout.n_args
 
     def fits(self, args: Args, kwargs: Kwargs) -> bool:
         """Returns whether a call has the same objects in the same places."""
-        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-        return self.version is versions.STRUCTURE_VERSION.now and all(
-            i in given and given[i] is ref() for i, ref in self.at
-        )
+        if self.version is not versions.STRUCTURE_VERSION.now:
+            return False
+        arguments: dict[Place, Any] = {**dict(enumerate(args)), **kwargs}
+        for place, ref in self.arguments:
+            if place not in arguments or arguments[place] is not ref():
+                return False
+        return True
 
-    def flat(self) -> FlatGraph:
+    def values(self) -> tuple[list[PyTree], list[PyTree]]:
+        """Returns the donated values and the others."""
+        donated = [variable._value for variable in self.donated]
+        retained = [variable._value for variable in self.retained]
+        return donated, retained
+
+    def finish(self, outputs: jit_program.Outputs) -> PyTree:
+        """Writes the changes of a call, and returns its result."""
+        result, new_donated, new_retained, changes, written = outputs
+        has_notes = written.passed and traces.is_tracing()
+        is_here = self.trace is traces.current_trace()
+        if changes is None and is_here and not has_notes:
+            changed = [self.retained[i] for i in written.retained_indices]
+            _write_values(self.donated, new_donated)
+            _write_values(changed, new_retained)
+            return result
         graphdef = self.program.layout.static.graphdef
-        return flat_graph_of_variables(graphdef, [ref() for ref in self.objects])
+        objects = [ref() for ref in self.objects]
+        flat = flat_graph_of_variables(graphdef, objects)
+        return self.program.finish(flat, outputs)
+
+
+def _write_values(
+    variables: Sequence[Variable[Any]], values: Sequence[PyTree]
+) -> None:
+    # `any` visits all without a loop in Python, since each call returns None.
+    any(map(_set_value, variables, values))
+
+
+class _PreparedCall(NamedTuple):
+    """A call that is ready to run: its program, and all that `jax.jit` takes.
+
+    Attributes:
+        finish: writes the changes, and returns the result.
+    """
+
+    program: Program
+    args: Sequence[Any]
+    kwargs: Kwargs
+    finish: Callable[[jit_program.Outputs], PyTree]
 
 
 class JitWrapped(Generic[P, R]):
@@ -99,7 +173,9 @@ class JitWrapped(Generic[P, R]):
     def __init__(self, fn: Callable[P, R], options: JitOptions):
         copied = () if is_object(fn) else functools.WRAPPER_UPDATES
         functools.update_wrapper(self, fn, updated=copied)
-        self._fn, self._options, self._place = fn, options, versions.origin()
+        self._fn = fn
+        self._options = options
+        self._origin = versions.origin()
         self._programs: dict[jit_program.CallLayout, Program] = {}
         # For objects of a trace without a cached call, the trace of their last call.
         self._cached_calls: dict[Hashable, _CachedCall | traces.TraceState] = {}
@@ -109,137 +185,173 @@ class JitWrapped(Generic[P, R]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             cached = self._last
-            # The code from here on is the overhead of a call.
+            # From here on, this is the overhead of a call, so it calls few functions.
             if (
                 cached is None
                 or cached.version is not versions.STRUCTURE_VERSION.now
                 or kwargs
-                or len(args) < cached.n_first
+                or len(args) < cached.n_leading
             ):
                 return self._call_uncached(args, kwargs)
-            for i, ref in cached.at:
-                if args[i] is not ref():
+            for place, ref in cached.arguments:
+                if args[place] is not ref():
                     return self._call_uncached(args, kwargs)
-            rest = args[cached.n_first :]
-            for x in rest:
+            other_args = args[cached.n_leading :]
+            for x in other_args:
                 # JAX exhausts the recursion limit on an object that contains itself.
-                if isinstance(x, jit_program.MAY_HOLD_OBJECTS) and jit_program.contains_objects(x):
+                if isinstance(
+                    x, jit_program.MAY_HOLD_OBJECTS
+                ) and jit_program.contains_objects(x):
                     return self._call_uncached(args, kwargs)
-            donated, kept = cached.donated, cached.kept
+            donated = cached.donated
+            retained = cached.retained
             try:
-                result, of_donated, of_kept, more, written = cached.jitted(
-                    [variable._value for variable in donated] if donated else donated,
-                    [variable._value for variable in kept] if kept else kept,
-                    *rest,
+                # One of the lists is usually empty, and passed as it is.
+                donated_values = donated and [x._value for x in donated]
+                retained_values = retained and [x._value for x in retained]
+                result, new_donated, new_retained, changes, written = (
+                    cached.jitted(donated_values, retained_values, *other_args)
                 )
             except jit_program.NestedObject:
                 cached = None
             except (TypeError, ValueError):
                 # The cause may be outside the program: an object in a container, or a sharding.
-                if cached.n_args == len(args) and not jit_program.has_objects(rest):
+                if cached.n_args == len(args) and not jit_program.has_objects(
+                    other_args
+                ):
                     raise
                 cached = None
             if cached is None:
+                # Not in the handlers, whose error would become the context of others.
                 return self._call_uncached(args, kwargs)
-            is_here = cached.trace is traces.current_trace()
-            if more is not None or not is_here or (written.passed and traces.is_tracing()):
-                outputs = result, of_donated, of_kept, more, written
-                return cached.program.finish(cached.flat(), outputs)
-            # `any` visits all, since each call returns None.
-            if of_donated:
-                any(map(_set_value, donated, of_donated))
-            if of_kept:
-                at = written.at
-                changed = kept if len(at) == len(kept) else [kept[i] for i in at]
-                any(map(_set_value, changed, of_kept))
+            if (
+                changes is not None
+                or written.passed
+                or cached.trace is not traces.current_trace()
+            ):
+                outputs = (result, new_donated, new_retained, changes, written)
+                return cached.finish(outputs)
+            # As in `_write_values`.
+            if new_donated:
+                any(map(_set_value, donated, new_donated))
+            if new_retained:
+                if len(new_retained) < len(retained):
+                    retained = [retained[i] for i in written.retained_indices]
+                any(map(_set_value, retained, new_retained))
             return result  # pyright: ignore[reportReturnType]
         except Exception as error:
             tracing.hide_frames(error)
             raise
 
-    def _call_uncached(self, args: Args, kwargs: Kwargs) -> Any:
-        program, call, inputs, named = self._inspect(args, kwargs)
-        outputs = program.jitted(*inputs, **named)
-        if isinstance(call, FlatGraph):
-            return program.finish(call, outputs)
-        result, of_donated, of_kept, more, written = outputs
-        is_noted = written.passed and traces.is_tracing()
-        if more is not None or is_noted or call.trace is not traces.current_trace():
-            return program.finish(call.flat(), outputs)
-        changed = (*call.donated, *(call.kept[i] for i in written.at))
-        any(map(_set_value, changed, (*of_donated, *of_kept)))
-        return result
+    def _call_uncached(self, args: Args, kwargs: Kwargs) -> PyTree:
+        """Inspects the arguments, calls the program for their structure, and writes the changes."""
+        call = self._prepare(args, kwargs)
+        outputs = call.program.jitted(*call.args, **call.kwargs)
+        return call.finish(outputs)
 
-    def _inspect(
-        self, args: Args, kwargs: Kwargs
-    ) -> tuple[Program, "_CachedCall | FlatGraph", Sequence[Any], dict[str, Any]]:
-        at, rest, named = jit_program.object_arguments(self._options, args, kwargs)
-        if jit_program.has_objects((rest, named)):
+    def _prepare(self, args: Args, kwargs: Kwargs) -> _PreparedCall:
+        """Finds the program of a call, if possible by a cached call of the same objects."""
+        arguments = jit_program.object_arguments(self._options, args, kwargs)
+        other_args, other_kwargs = arguments.other_args, arguments.other_kwargs
+        if jit_program.has_objects((other_args, other_kwargs)):
             # A call that only differs from the last one when traced costs more than a look.
-            self._has_nested_objects, self._last = True, None
-            return self._inspect_uncached(jit_program.split_nested_objects, args, kwargs)
-        if (cached := self._cached_call(args, kwargs, at)) is None:
-            return self._inspect_uncached(jit_program.split_object_arguments, args, kwargs)
-        values = ([x._value for x in variables] for variables in (cached.donated, cached.kept))
-        return cached.program, cached, (*values, *rest), named
+            self._has_nested_objects = True
+            self._last = None
+            split = jit_program.split_nested_objects
+            return self._prepare_uncached(split, args, kwargs)
+        cached = self._cached_call(args, kwargs, arguments.objects)
+        if cached is None:
+            split = jit_program.split_object_arguments
+            return self._prepare_uncached(split, args, kwargs)
+        all_args = (*cached.values(), *other_args)
+        return _PreparedCall(
+            cached.program, all_args, other_kwargs, cached.finish
+        )
 
-    def _inspect_uncached(
-        self, split: Callable[..., jit_program.SplitCall], args: Args, kwargs: Kwargs
-    ) -> tuple[Program, FlatGraph, Sequence[Any], dict[str, Any]]:
+    def _prepare_uncached(
+        self, split: Split, args: Args, kwargs: Kwargs
+    ) -> _PreparedCall:
         call = self._split_call(split, args, kwargs)
         program = self._program(call.layout)
-        return program, call.flat, (*program.values_of(call.flat), *call.rest), call.named
+        all_args = (*program.values_of(call.flat), *call.other_args)
+        finish = functools.partial(program.finish, call.flat)
+        return _PreparedCall(program, all_args, call.other_kwargs, finish)
 
     def _split_call(
-        self, split: Callable[..., jit_program.SplitCall], args: Args, kwargs: Kwargs
+        self, split: Split, args: Args, kwargs: Kwargs
     ) -> jit_program.SplitCall:
-        names = [*calls.parameter_names(self._fn)[: len(args)]]
-        names += [*(f"args[{i}]" for i in range(len(names), len(args))), *sorted(kwargs)]
-        every = (*args, *(x for _, x in sorted(kwargs.items())))
-        specs = "in_shardings", "out_shardings"
-        with versions.TransformCall("jit", self._fn, every, specs, names=names, place=self._place):
+        """Inspects a call; errors name its arguments."""
+        names = calls.parameter_names(self._fn)[: len(args)]
+        for i in range(len(names), len(args)):
+            names.append(f"args[{i}]")
+        all_args = list(args)
+        for name, arg in sorted(kwargs.items()):
+            names.append(name)
+            all_args.append(arg)
+        specs = ("in_shardings", "out_shardings")
+        with versions.TransformCall(
+            "jit", self._fn, all_args, specs, names=names, place=self._origin
+        ):
             return split(self._options, args, kwargs)
 
     def _cached_call(
-        self, args: Args, kwargs: Kwargs, at: list[tuple[int | str, Any]]
+        self, args: Args, kwargs: Kwargs, objects: Mapping[Place, Object]
     ) -> _CachedCall | None:
         """Returns the valid cached call, creating it if needed, or None if none is possible."""
-        key = len(args), *((place, id(x)) for place, x in at)
+        object_ids = [(place, id(x)) for place, x in objects.items()]
+        key = (len(args), *object_ids)
         cached = self._cached_calls.get(key)
         if not isinstance(cached, _CachedCall) or not cached.fits(args, kwargs):
-            here = traces.current_trace()
-            if traces.is_tracing() and cached != here:
+            trace = traces.current_trace()
+            if traces.is_tracing() and cached != trace:
                 # Most objects of a trace are called once, too rarely for a cached call.
-                self._store_cached_call(key, here)
+                self._store_cached_call(key, trace)
                 return None
-            while True:
-                version = versions.STRUCTURE_VERSION.now
-                split = self._split_call(jit_program.split_object_arguments, args, kwargs)
-                if not split.is_cacheable:
-                    return None
-                were_watched = [mark_watched(x) for x in split.flat.objects]
-                if all(were_watched):
-                    break
-            program, forget = self._program(split.layout), self._forget_callback(key)
-            cached = _CachedCall(program, version, split, forget)
-            self._store_cached_call(key, cached)
-            versions.STRUCTURE_VERSION.dependents[id(self)] = self
+            cached = self._new_cached_call(key, args, kwargs)
+            if cached is None:
+                return None
         self._last = None if self._has_nested_objects else cached
         return cached
 
-    def _store_cached_call(self, key: Hashable, call: _CachedCall | traces.TraceState) -> None:
+    def _new_cached_call(
+        self, key: Hashable, args: Args, kwargs: Kwargs
+    ) -> _CachedCall | None:
+        split = jit_program.split_object_arguments
+        # Other threads may change an object before it is watched, so it is inspected once more
+        # when all are.
+        all_watched = False
+        while not all_watched:
+            version = versions.STRUCTURE_VERSION.now
+            call = self._split_call(split, args, kwargs)
+            if not call.is_cacheable:
+                return None
+            all_watched = True
+            for x in call.flat.objects:
+                all_watched &= mark_watched(x)
+        program = self._program(call.layout)
+        forget = self._forget_callback(key)
+        cached = _CachedCall(program, version, call, forget)
+        self._store_cached_call(key, cached)
+        versions.STRUCTURE_VERSION.dependents[id(self)] = self
+        return cached
+
+    def _store_cached_call(
+        self, key: Hashable, call: _CachedCall | traces.TraceState
+    ) -> None:
         self._cached_calls[key] = call
-        for old in list(self._cached_calls)[:-_MAX_CACHED_CALLS]:
-            self._cached_calls.pop(old, None)
+        for old_key in list(self._cached_calls)[:-_MAX_CACHED_CALLS]:
+            self._cached_calls.pop(old_key, None)
 
     def _forget_callback(self, key: Hashable) -> Callable[[object], None]:
-        weak = weakref.ref(self)
+        """Returns a function that drops the cached call `key` when one of its objects dies."""
+        self_ref = weakref.ref(self)
 
-        def forget(_: object) -> None:
-            if (me := weak()) is not None:
-                me._cached_calls.pop(key, None)
+        def forget(dead_ref: object) -> None:
+            wrapped = self_ref()
+            if wrapped is not None:
+                wrapped._cached_calls.pop(key, None)
                 # If it is the cached call of another key, the next call finds that again.
-                me._last = None
+                wrapped._last = None
 
         return forget
 
@@ -251,7 +363,8 @@ class JitWrapped(Generic[P, R]):
                 program = Program(self._fn, self._options, layout)
             programs[layout] = program  # the latest comes last
             while len(programs) > _MAX_PROGRAMS:
-                del programs[next(iter(programs))]
+                oldest_layout = next(iter(programs))
+                del programs[oldest_layout]
         return program
 
     def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> Lowered:
@@ -263,12 +376,16 @@ class JitWrapped(Generic[P, R]):
         return self._trace(args, kwargs)
 
     def _trace(self, args: Args, kwargs: Kwargs, n_bound: int = 0) -> Traced:
+        """Traces a call whose first arguments are bound; its result takes the others."""
         split = jit_program.split_nested_objects
-        program, _, inputs, named = self._inspect_uncached(split, args, kwargs)
-        traced = program.jitted.trace(*inputs, **named)
-        return Traced(traced, _compiled_call(program, self._options, args, kwargs, n_bound))
+        call = self._prepare_uncached(split, args, kwargs)
+        traced = call.program.jitted.trace(*call.args, **call.kwargs)
+        compiled_call = _compiled_call(
+            call.program, self._options, args, kwargs, n_bound
+        )
+        return Traced(traced, compiled_call)
 
-    def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> PyTree:
         """Returns the result of a call with shapes in place of arrays; objects keep their state."""
         return eval_shape(self._fn, *args, **kwargs)
 
@@ -294,7 +411,9 @@ class JitWrapped(Generic[P, R]):
     def __get__(self, instance: None, owner: type | None = None) -> Self: ...
     @overload
     def __get__(
-        self: JitWrapped[Concatenate[T, Q], R], instance: T, owner: type | None = None
+        self: JitWrapped[Concatenate[T, Q], R],
+        instance: T,
+        owner: type | None = None,
     ) -> Callable[Q, R]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else JitPartial(self, instance)
@@ -308,15 +427,17 @@ class JitPartial(functools.partial[R]):
         """The jitted function of all arguments."""
         return self.func  # pyright: ignore[reportReturnType]
 
-    def lower(self, /, *args: object, **kwargs: object) -> Lowered:
+    def lower(self, /, *args: PyTree, **kwargs: PyTree) -> Lowered:
         """Lowers a call as `jax.jit(...).lower`; objects keep their state."""
         return self.trace(*args, **kwargs).lower()
 
-    def trace(self, /, *args: object, **kwargs: object) -> Traced:
+    def trace(self, /, *args: PyTree, **kwargs: PyTree) -> Traced:
         """Traces a call as `jax.jit(...).trace`; objects keep their state."""
-        return self.jitted_fn._trace((*self.args, *args), kwargs, len(self.args))
+        return self.jitted_fn._trace(
+            (*self.args, *args), kwargs, len(self.args)
+        )
 
-    def eval_shape(self, /, *args: object, **kwargs: object) -> Any:
+    def eval_shape(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Returns the result of a call with shapes in place of arrays; objects keep their state."""
         return self.jitted_fn.eval_shape(*self.args, *args, **kwargs)
 
@@ -324,7 +445,11 @@ class JitPartial(functools.partial[R]):
 class _Jit(Protocol[Options]):
     @overload
     def __call__(
-        self, fun: Callable[P, R], /, *args: Options.args, **options: Options.kwargs
+        self,
+        fun: Callable[P, R],
+        /,
+        *args: Options.args,
+        **options: Options.kwargs,
     ) -> JitWrapped[P, R]: ...
     @overload
     def __call__(
@@ -343,14 +468,14 @@ def _as_jit(
 def jit(
     fun: Callable[P, R] = MISSING,
     *,
-    in_shardings: object = None,
-    out_shardings: object = None,
+    in_shardings: PyTree = None,
+    out_shardings: PyTree = None,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Iterable[str] | None = None,
     keep_unused: bool = False,
-    device: object = None,
+    device: Any = None,
     backend: str | None = None,
     inline: bool = False,
     **options: Unpack[settings.GraphOptions],
@@ -387,15 +512,27 @@ def jit(
     >>> float(model.w[...])
     2.0
     """
-    others = {"keep_unused": keep_unused, "inline": inline, "device": device, "backend": backend}
     calls.check_unbound("jit", fun)
     kind = ObjectKind("jit", *settings.resolve_graph_options(**options))
     static = _places(fun, "static", static_argnums, static_argnames)
     donated = _places(fun, "donate", donate_argnums, donate_argnames)
-    given = tuple((name, value) for name, value in others.items() if value)
-    inputs = state_roles.as_shardings(in_shardings, "in_shardings")
-    outputs = state_roles.as_shardings(out_shardings, "out_shardings")
-    return JitWrapped(fun, JitOptions(kind, inputs, outputs, static, donated, given))
+    input_shardings = state_roles.as_shardings(in_shardings, "in_shardings")
+    result_shardings = state_roles.as_shardings(out_shardings, "out_shardings")
+    options_for_jax = (
+        ("keep_unused", keep_unused),
+        ("inline", inline),
+        ("device", device),
+        ("backend", backend),
+    )
+    jit_options = JitOptions(
+        kind,
+        input_shardings,
+        result_shardings,
+        static,
+        donated,
+        options_for_jax,
+    )
+    return JitWrapped(fun, jit_options)
 
 
 def _places(
@@ -403,32 +540,62 @@ def _places(
     name: str,
     argnums: int | Iterable[int] | None,
     argnames: str | Iterable[str] | None,
-) -> frozenset[int | str]:
+) -> frozenset[Place]:
     """Returns the positions and names of the arguments that either of the options has."""
-    numbers = {argnums} if isinstance(argnums, int) else set(argnums or ())
-    names = {argnames} if isinstance(argnames, str) else set(argnames or ())
+    argnums = () if argnums is None else as_tuple(argnums)
+    argnames = () if argnames is None else as_tuple(argnames)
+    check_argnums("nnx.jit", f"{name}_argnums", fun, argnums)
+    places: set[Place] = {*argnums, *argnames}
+    if not places:
+        return frozenset()  # reading a signature is slow
     try:
-        # Reading a signature is slow, and rarely needed.
-        parameters = [*inspect.signature(fun).parameters.values()] if numbers or names else []
+        parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
-        return frozenset((*numbers, *names))
-    by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    check_argnums("nnx.jit", f"{name}_argnums", fun, numbers)
-    there = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    for unknown in () if takes_any else names.difference(there):
-        raise TransformArgumentError(
-            f"nnx.jit({getattr(fun, '__name__', type(fun).__name__)}): {name}_argnames has "
-            f"{unknown!r}, but the function has the parameters {', '.join(there) or '(none)'}; use "
-            "names of these."
-        )
-    numbers = {i % len(by_position) if i < 0 and by_position else i for i in numbers}
-    by_name = {p.name: i for i, p in enumerate(by_position) if p.kind is p.POSITIONAL_OR_KEYWORD}
-    both = (item for item in by_name.items() if item[0] in names or item[1] in numbers)
-    return frozenset((*numbers, *names, *itertools.chain(*both)))
+        return frozenset(places)
+    _check_argnames(fun, f"{name}_argnames", argnames, parameters)
+
+    # An argument that may be passed in both ways is meant in both.
+    positional: list[inspect.Parameter] = []
+    for p in parameters:
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            positional.append(p)
+    for i in argnums:
+        if i < 0 and positional:
+            places.discard(i)
+            places.add(i % len(positional))
+    for i, p in enumerate(positional):
+        both_places = (i, p.name)
+        if p.kind is p.POSITIONAL_ONLY or places.isdisjoint(both_places):
+            continue
+        places.update(both_places)
+    return frozenset(places)
 
 
-def jit_partial(fun: Callable[..., R], *partial_args: Any, **options: Any) -> JitPartial[R]:
+def _check_argnames(
+    fun: Callable[..., Any],
+    option: str,
+    argnames: Iterable[str],
+    parameters: Iterable[inspect.Parameter],
+) -> None:
+    """Raises TransformArgumentError for names that a function does not take."""
+    names: list[str] = []
+    for p in parameters:
+        if p.kind is p.VAR_KEYWORD:
+            return
+        if p.kind is not p.VAR_POSITIONAL:
+            names.append(p.name)
+    for argname in argnames:
+        if argname not in names:
+            fun_name = getattr(fun, "__name__", type(fun).__name__)
+            raise TransformArgumentError(
+                f"nnx.jit({fun_name}): {option} has {argname!r}, but the function has the "
+                f"parameters {', '.join(names) or '(none)'}; use names of these."
+            )
+
+
+def jit_partial(
+    fun: Callable[..., R], *partial_args: PyTree, **options: Any
+) -> JitPartial[R]:
     """Returns a jitted function with its first arguments bound.
 
     `options` are those of `nnx.jit`; they refer to all arguments, including bound ones. `lower` and
@@ -443,7 +610,7 @@ def jit_partial(fun: Callable[..., R], *partial_args: Any, **options: Any) -> Ji
 
 def cached_partial(
     f: Callable[..., R],
-    *cached_args: object,
+    *cached_args: PyTree,
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Callable[..., R]:
@@ -455,48 +622,76 @@ def cached_partial(
 
 
 def _compiled_call(
-    program: Program, options: JitOptions, args: Args, kwargs: Kwargs, n_bound: int
+    program: Program,
+    options: JitOptions,
+    args: Args,
+    kwargs: Kwargs,
+    n_bound: int,
 ) -> Callable[[jax.stages.Compiled, Args, Kwargs], Any]:
     """Returns the function that calls a compiled program, for calls like the given one.
 
     It writes the changed values and returns the result. It raises CompiledCallError if the
     structure of an object or the number of arguments differs.
     """
-    n_args, static = len(args), options.static
-    fixed = {i: x for i, x in enumerate(args) if i < n_bound or i in static}
-    fixed_names = {k: x for k, x in kwargs.items() if k in static}
-    names = sorted(kwargs.keys() - fixed_names.keys())
+    # Bound and static arguments stay as they were; a call has the others.
+    fixed_args: dict[int, Any] = {}
+    for i, arg in enumerate(args):
+        if i < n_bound or i in options.static:
+            fixed_args[i] = arg
+    fixed_kwargs: Kwargs = {}
+    for name, arg in kwargs.items():
+        if name in options.static:
+            fixed_kwargs[name] = arg
+    n_args = len(args)
+    n_passed = n_args - len(fixed_args)
+    names = sorted(kwargs.keys() - fixed_kwargs.keys())
 
-    def run(compiled: jax.stages.Compiled, args: Args, kwargs: Kwargs) -> Any:
-        if len(args) != n_args - len(fixed) or sorted(kwargs) != names:
+    def run(
+        compiled: jax.stages.Compiled, args: Args, kwargs: Kwargs
+    ) -> PyTree:
+        if len(args) != n_passed or sorted(kwargs) != names:
             raise CompiledCallError(
-                f"a function compiled for {n_args - len(fixed)} positional arguments and {names} "
+                f"a function compiled for {n_passed} positional arguments and {names} "
                 f"by name is called with {len(args)} and {sorted(kwargs)}; pass them as to lower, "
                 "without the static ones."
             )
-        rest = iter(args)
-        every = (fixed[i] if i in fixed else next(rest) for i in range(n_args))
-        call = jit_program.split_nested_objects(options, tuple(every), {**kwargs, **fixed_names})
+        passed_args = iter(args)
+        all_args: list[Any] = []
+        for i in range(n_args):
+            if i in fixed_args:
+                all_args.append(fixed_args[i])
+            else:
+                all_args.append(next(passed_args))
+        call = jit_program.split_nested_objects(
+            options, tuple(all_args), {**kwargs, **fixed_kwargs}
+        )
         if call.layout != program.layout:
             raise _structure_error(program.layout, call.layout)
-        given = [x for i, x in enumerate(call.rest) if i not in static]
-        named = {k: x for k, x in call.named.items() if k not in fixed_names}
-        outputs = compiled(*program.values_of(call.flat), *given, **named)
+        compiled_args: list[Any] = []
+        for i, arg in enumerate(call.other_args):
+            if i not in options.static:
+                compiled_args.append(arg)
+        compiled_kwargs: Kwargs = {}
+        for name in names:
+            compiled_kwargs[name] = call.other_kwargs[name]
+        values = program.values_of(call.flat)
+        outputs = compiled(*values, *compiled_args, **compiled_kwargs)
         return program.finish(call.flat, outputs)
 
     return run
 
 
 def _structure_error(
-    before: jit_program.CallLayout, now: jit_program.CallLayout
+    compiled: jit_program.CallLayout, called: jit_program.CallLayout
 ) -> CompiledCallError:
-    every = range(sys.maxsize)
-    roots = before.static.graphdef.root, now.static.graphdef.root
-    difference = next(graph_diff.differences(roots, (every, every)), None)
+    """Returns the error for objects unlike those that a function was compiled for."""
+    compiled_graph = compiled.static.described()
+    called_graph = called.static.described()
+    difference = compiled_graph.first_difference(called_graph)
     where = "has other variables or other metadata"
     if difference is not None and len(difference.path) > 1:
-        _, first, *below = difference.path
-        where = f"differs at object {first}{calls.path_suffix(below)}"
+        _, i, *path = difference.path
+        where = f"differs at object {i}{calls.path_suffix(path)}"
     return CompiledCallError(
         f"a compiled function is called with objects unlike those it was compiled for: the new "
         f"argument {where}; pass objects of the same structure, or lower and compile it for these."
@@ -506,10 +701,10 @@ def _structure_error(
 @tracing.entry_point
 def eval_shape(
     f: Callable[..., R],
-    *args: object,
+    *args: PyTree,
     graph: bool | None = None,
     graph_updates: bool | None = None,
-    **kwargs: object,
+    **kwargs: PyTree,
 ) -> R:
     """Returns the result of `f` with shapes in place of arrays, without computing it.
 
@@ -523,12 +718,16 @@ def eval_shape(
     ShapeDtypeStruct(shape=(3,), dtype=float32)
     """
     calls.check_unbound("eval_shape", f)
-    kind = ObjectKind("eval_shape", *settings.resolve_graph_options(graph, graph_updates))
+    kind = ObjectKind(
+        "eval_shape", *settings.resolve_graph_options(graph, graph_updates)
+    )
     abstract_args, abstract_kwargs = split_merge.as_abstract((args, kwargs))
-    call = calls.with_kwargs_first(f)
+    shape_of = lifting.eval_shape(kind, calls.with_kwargs_first(f))
     specs = ("args", "the result")
-    with versions.TransformCall("eval_shape", f, abstract_args, specs, named=abstract_kwargs):
-        result = lifting.eval_shape(kind, call)(abstract_kwargs, *abstract_args)
+    with versions.TransformCall(
+        "eval_shape", f, abstract_args, specs, named=abstract_kwargs
+    ):
+        result = shape_of(abstract_kwargs, *abstract_args)
     spmd.shard_shapes(result)
     return result
 
@@ -555,12 +754,17 @@ def make_jaxpr(
     { lambda ; a:f32[] b:f32[]. let c:f32[] = add a b in (c,) }
     """
     kind = ObjectKind("make_jaxpr", *settings.resolve_graph_options(**options))
-    static = calls.StaticArguments("make_jaxpr", "static_argnums", f, static_argnums)
+    static = calls.StaticArguments(
+        "make_jaxpr", "static_argnums", f, static_argnums
+    )
     fn = calls.with_kwargs_first(static.fn)
 
-    def call(kwargs: dict[str, Any], *args: object) -> Any:
+    def pure(pure_args: PureArgs) -> PyTree:
+        return call_pure(kind, fn, pure_args).packed
+
+    def call(kwargs: Kwargs, *args: PyTree) -> Any:
         _, pure_args = split_args(kind, (kwargs, *static.wrapped(args)), None)
-        return jax.make_jaxpr(lambda pure_args: call_pure(kind, fn, pure_args).packed)(pure_args)
+        return jax.make_jaxpr(pure)(pure_args)
 
     return calls.wrap_transformed("make_jaxpr", f, call)
 
@@ -583,7 +787,8 @@ def checkify(
     >>> error.get().split(" (")[0]
     'not positive'
     """
-    kind = ObjectKind("checkify", *settings.resolve_graph_options(graph, graph_updates))
-    return calls.wrap_transformed(
-        "checkify", f, lifting.checkify(kind, calls.with_kwargs_first(f), errors=errors)
+    kind = ObjectKind(
+        "checkify", *settings.resolve_graph_options(graph, graph_updates)
     )
+    checked = lifting.checkify(kind, calls.with_kwargs_first(f), errors=errors)
+    return calls.wrap_transformed("checkify", f, checked)

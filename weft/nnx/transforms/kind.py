@@ -9,30 +9,61 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
 from jax.custom_derivatives import zero_from_primal
 
-from weft.errors import AxisMetadataError, BranchObjectsError, TransformArgumentError
+from weft.errors import (
+    AxisMetadataError,
+    BranchObjectsError,
+    TransformArgumentError,
+)
 from weft.lifting import CARRY, DIFF, Kind
 from weft.lifting.kind import PureResults, Returned, StateNode, is_state_node
-from weft.lifting.roles import changed_shared_message
-from weft.lifting.traces import current_trace
+from weft.lifting.roles import Role, changed_shared_message
+from weft.lifting.traces import TraceState, current_trace
 from weft.nnx import graph, versions
 from weft.nnx.containers import Dict, List
 from weft.nnx.filters import Path
-from weft.nnx.graph import Change, ContainerKey, FlatGraph, GraphDef, NodeDef, Owner, VariableDef
+from weft.nnx.graph import (
+    Change,
+    ContainerKey,
+    FlatGraph,
+    GraphDef,
+    NodeDef,
+    Owner,
+    VariableDef,
+)
 from weft.nnx.pytree import Pytree, TreePlaces, is_object, with_item
 from weft.nnx.rngs import RngCount
 from weft.nnx.split_merge import state
 from weft.nnx.spmd import add_axis, has_axis_metadata, remove_axis
 from weft.nnx.state import from_flat_state, path_text, to_flat_state
 from weft.nnx.transforms import calls, graph_diff, object_state
-from weft.nnx.transforms.object_state import ChangedObjects, Group, Groups, StaticObjects
+from weft.nnx.transforms.object_state import (
+    ChangedObjects,
+    Filters,
+    Group,
+    Grouping,
+    Groups,
+    InnerObjects,
+    Leaf,
+    Object,
+    PassedValue,
+    StaticObjects,
+    empty_groups,
+    is_differentiable,
+    leaf_key,
+    merged_groups,
+    value_of_leaf,
+    with_value,
+    without_mark,
+)
 from weft.nnx.variables import Variable, metadata_key
+from weft.typing import PyTree
 
 _MAX_CACHED_SPLITS = 64
 
@@ -45,7 +76,8 @@ class SharedStateChanged(Exception):
 
     def __init__(self, text: str, paths: Sequence[Path]):
         super().__init__(text, paths)
-        self.text, self.paths = text, frozenset(path[2:] for path in paths)
+        self.text = text
+        self.paths = frozenset(path[2:] for path in paths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,375 +106,544 @@ class ObjectKind(Kind):
     is_result_free: bool = False
     has_rule: bool = False
 
-    def flatten(self, carriers: Sequence[Any], new: Sequence[Any] = ()) -> FlatGraph:
+    def flatten(
+        self, carriers: Sequence[Object], new: Sequence[Object] = ()
+    ) -> FlatGraph:
         """Splits the pair of the objects that go in and of new ones that come out."""
         pair = tuple(carriers), tuple(new)
-        return graph.flatten_graph(pair, with_metadata=False, places=self.places())
+        return graph.flatten_graph(
+            pair, with_metadata=False, places=self.places()
+        )
 
     def places(self) -> TreePlaces | None:
         """Returns what notes the places of objects where these are trees."""
-        return None if self.references else TreePlaces(calls.shared_object_error, calls.place_of)
+        if self.references:
+            return None
+        return TreePlaces(calls.shared_object_error, calls.place_of)
 
-    def split(self, carriers: Sequence[Any], filters: object_state.Filters):
-        flat, static = self._split_from_cache(carriers, filters) or self._split_uncached(
-            carriers, filters
-        )
-        groups: list[Groups] = [tuple({} for _ in wanted) for wanted in filters]
-        for n, (leaf, (i, g)) in enumerate(zip(flat.leaves, static.places, strict=True)):
-            groups[i][g][n] = leaf
+    # Outside: carriers -> groups.
+
+    def split(self, carriers: Sequence[Object], filters: Filters):
+        cached_split = self._split_from_cache(carriers, filters)
+        if cached_split is None:
+            flat, static = self._split_uncached(carriers, filters)
+        else:
+            flat, static = cached_split
+        groups = empty_groups(filters)
+        for n, (_, i, g) in enumerate(static.places):
+            groups[i][g][n] = flat.leaves[n]
         return flat, static, groups
 
     def _split_uncached(
-        self, carriers: Sequence[Any], filters: object_state.Filters
+        self, carriers: Sequence[Object], filters: Filters
     ) -> tuple[FlatGraph, StaticObjects]:
         flat = self.flatten(carriers)
         grouping = object_state.Grouping(filters, ())
         self._check_aliases(flat, grouping)
-        places = tuple(grouping.place(path, leaf)[1:] for path, leaf in flat.items())
-        index = {id(x): i for i, x in enumerate(flat.objects)}
-        owners = tuple(owner and (index[id(owner[0])], owner[1]) for owner in flat.owners)
+        places = [grouping.place(path, leaf) for path, leaf in flat.items()]
+        # The static half refers to objects by index, since it outlives the call.
+        object_indices = _indices_by_id(flat.objects)
+        owners: list[tuple[int, Hashable] | None] = []
+        for owner in flat.owners:
+            if owner is not None:
+                x, attribute = owner
+                owner = object_indices[id(x)], attribute
+            owners.append(owner)
         is_tracked = flat.is_tracked and not any(owners)
         changing = () if flat.is_tracked else graph.mutable_static_values(flat)
-        static = StaticObjects(flat.graphdef, places, owners, is_tracked, changing)
-        if carriers and is_tracked and not flat.repeated and grouping.depends_only_on_structure:
+        static = StaticObjects(
+            flat.graphdef, tuple(places), tuple(owners), is_tracked, changing
+        )
+        # What `matching_objects` compares has to say all that the static half does.
+        is_cacheable = is_tracked and not flat.repeated
+        if carriers and is_cacheable and grouping.depends_only_on_structure:
             if len(self._split_cache) >= _MAX_CACHED_SPLITS:
                 self._split_cache.clear()
-            self._split_cache[tuple(map(type, carriers))] = static, filters
+            classes = tuple(map(type, carriers))
+            self._split_cache[classes] = _CachedSplit(static, filters)
         return flat, static
 
     @functools.cached_property
-    def _split_cache(self) -> dict[tuple[type, ...], tuple[StaticObjects, object_state.Filters]]:
+    def _split_cache(self) -> dict[tuple[type, ...], _CachedSplit]:
         """Static halves by classes of objects; layers of a model often have equal structure."""
         # Not a field, since kinds are compared by these.
         return {}
 
     def _split_from_cache(
-        self, carriers: Sequence[Any], filters: object_state.Filters
+        self, carriers: Sequence[Object], filters: Filters
     ) -> tuple[FlatGraph, StaticObjects] | None:
-        static, wanted = self._split_cache.get(tuple(map(type, carriers)), (None, None))
-        if static is None or wanted != filters:
+        cached_split = self._split_cache.get(tuple(map(type, carriers)))
+        if cached_split is None or cached_split.filters != filters:
             return None
-        _, known = static.graphdef.root.attributes[0]
-        objects = graph.matching_objects([*enumerate(carriers)], known.attributes)
+        graphdef = cached_split.static.graphdef
+        # The description is of a pair; its first part is the tuple of the carriers.
+        _, carriers_def = graphdef.root.attributes[0]
+        objects = graph.matching_objects(
+            list(enumerate(carriers)), carriers_def.attributes
+        )
         if objects is None:
             return None
-        return graph.flat_graph_of_variables(static.graphdef, objects), static
+        flat = graph.flat_graph_of_variables(graphdef, objects)
+        return flat, cached_split.static
+
+    def _check_aliases(self, flat: FlatGraph, grouping: Grouping) -> None:
+        """Refuses objects that occur twice with different roles."""
+        if not flat.repeated:
+            return
+        first_paths = graph.first_paths(flat.graphdef)
+        for index, path in flat.repeated:
+            x = flat.objects[index]
+            first_path = first_paths[index]
+            is_pure_rule = self.has_rule and not self.structure
+            if is_pure_rule and _holds_variables(x):
+                # A rule returns a gradient for each place, and aliases have one.
+                raise calls.shared_object_error(x, first_path, path)
+            is_free = self.is_result_free and path[0] == 1
+            if is_free or grouping.is_same(first_path, path):
+                continue
+            for leaf_path, leaf in flat.items():
+                if leaf_path[: len(first_path)] != first_path:
+                    continue
+                alias_path = (*path, *leaf_path[len(first_path) :])
+                role = grouping.role(leaf_path, leaf)
+                alias_role = grouping.role(alias_path, leaf)
+                # True and 1 are equal, and different roles.
+                if role != alias_role or type(role) is not type(alias_role):
+                    raise calls.inconsistent_alias_error(
+                        leaf, (leaf_path, role), (alias_path, alias_role)
+                    )
+
+    # Inside: groups -> new carriers, and what the function has changed -> groups.
 
     def merge(self, static: StaticObjects, groups: Sequence[Groups]):
-        leaves = [groups[i][g][n] for n, (i, g) in enumerate(static.places)]
+        leaves = [groups[i][g][n] for n, (_, i, g) in enumerate(static.places)]
         (carriers, _), objects = graph.build_graph(static.graphdef, leaves)
+        # The initial values are remembered, and what is still the same afterwards stays inside.
         variables = (x for x in objects if isinstance(x, Variable))
-        held: list[Any] = []
+        inner_leaves: list[Leaf] = []
+        values: list[PyTree] = []
+        metadata: list[dict[str, Any] | None] = []
         for owner, leaf in zip(static.owners, leaves, strict=True):
-            held.append(next(variables) if owner is None else leaf)
-        values = [x._value if isinstance(x, Variable) else x for x in held]
-        metadata = [x._metadata if isinstance(x, Variable) else None for x in held]
-        snapshots = None
+            if owner is None:
+                variable = next(variables)
+                inner_leaves.append(variable)
+                values.append(variable._value)
+                metadata.append(variable._metadata)
+            else:
+                inner_leaves.append(leaf)
+                values.append(leaf)
+                metadata.append(None)
+        snapshots: list[tuple[Pytree, list[Any]]] | None = None
         if static.is_tracked:
-            snapshots = [(x, x._snapshot()) for x in objects if isinstance(x, Pytree)]
-        inner = object_state.InnerObjects(static, objects, held, values, metadata, snapshots)
+            snapshots = []
+            for x in objects:
+                if isinstance(x, Pytree):
+                    snapshots.append((x, x._snapshot()))
+        inner = InnerObjects(
+            static, objects, inner_leaves, values, metadata, snapshots
+        )
         return inner, list(carriers)
 
     def collect(
         self,
-        inner: object_state.InnerObjects,
+        inner: InnerObjects,
         static: StaticObjects,
-        carriers: Sequence[Any],
-        filters: object_state.Filters,
+        carriers: Sequence[Object],
+        filters: Filters,
         returned: Returned,
     ):
-        new, new_filters = returned.carriers, returned.parts
         call = versions.current_call()
-        if new and call is not None:
+        if returned.carriers and call is not None:
             call.returned = calls.object_paths(returned.result, None)
-        groups: list[Groups] = [tuple({} for _ in wanted) for wanted in filters]
-        new_groups: list[Groups] = [tuple({} for _ in wanted) for wanted in new_filters]
-        if not self.structure or (not new and inner.has_same_structure()):
+        groups = empty_groups(filters)
+        # A walk of the graph costs the most, so it is made only if more than values may have
+        # changed, or objects are returned.
+        if self.structure:
+            if returned.carriers or not inner.has_same_structure():
+                return self._collect_graph(
+                    inner, carriers, groups, filters, returned
+                )
+            self._collect_values(inner, groups, filters)
+        else:
+            # Arguments give back their values alone, and results are new objects.
             if self.is_loop and not inner.has_same_structure():
-                changed = object_state.changed_loop_arrays(inner, self.flatten(carriers), filters)
-                for n, array in changed.items():
-                    i, g = static.places[n]
+                arrays = object_state.changed_loop_arrays(
+                    inner, self.flatten(carriers), filters
+                )
+                for n, array in arrays.items():
+                    _, i, g = static.places[n]
                     groups[i][g][n] = array
-            shared: list[Path] = []
-            for n, x in enumerate(inner.leaves):
-                if isinstance(x, Variable) and (self.has_rule or inner.is_changed(x, n)):
-                    i, g = static.places[n]
-                    role = filters[i][g][1]
-                    is_added = self._add_value(groups[i][g], x, None, role, inner, n)
-                    if is_added and self.is_loop and not self.structure and role is None:
-                        shared.append(static.graphdef.paths[n])
-            if shared:
-                text = changed_shared_message(self.transformation, calls.place_of(shared[0]))
-                raise SharedStateChanged(text, shared)
-            if not new:
-                calls.record_value_paths(range(len(static.places)), static.graphdef.paths)
-                return None, groups, new_groups
-            carriers = ()
-        flat = self.flatten(carriers, new)
-        is_same = self.structure and inner.has_same_graph(flat)
-        grouping = object_state.Grouping(filters, new_filters)
-        if not is_same:
-            self._check_captured(flat, inner)
-            self._check_aliases(flat, grouping)
-        # Without graph updates, an argument among the results is a new object.
-        known_objects = inner.objects if self.structure else ()
-        origin = {id(x): i for i, x in enumerate(known_objects)}
-        origins = tuple(origin.get(id(x)) for x in flat.objects)
-        replaced: dict[int, int] = {}
-        if self.is_loop and self.structure and not is_same:
-            replaced = self._replaced_objects(flat, origins, filters, inner)
-        numbers = self._sort_into_groups((groups, new_groups), flat, grouping, inner, replaced)
-        if is_same:
+            self._collect_values(inner, groups, filters)
+            if returned.carriers:
+                return self._collect_graph(inner, (), groups, filters, returned)
+        numbers = range(len(static.places))
+        calls.record_value_paths(numbers, static.graphdef.paths)
+        return None, groups, []
+
+    def _collect_values(
+        self, inner: InnerObjects, groups: list[Groups], filters: Filters
+    ) -> None:
+        """Puts changed variables into groups.
+
+        Raises SharedStateChanged if they are shared in a loop without graph updates.
+        """
+        static = inner.static
+        shared_paths: list[Path] = []
+        for n, leaf in enumerate(inner.leaves):
+            if not isinstance(leaf, Variable):
+                continue
+            if not self.has_rule and not inner.is_changed(leaf, n):
+                continue
+            _, i, g = static.places[n]
+            _, role = filters[i][g]
+            output = self._output_leaf(inner, n, leaf, None, role)
+            if output is not None:
+                groups[i][g][n] = output
+                if role is None:
+                    shared_paths.append(static.graphdef.paths[n])
+        if shared_paths and self.is_loop:
+            text = changed_shared_message(
+                self.transformation, calls.place_of(shared_paths[0])
+            )
+            raise SharedStateChanged(text, shared_paths)
+
+    def _collect_graph(
+        self,
+        inner: InnerObjects,
+        carriers: Sequence[Object],
+        groups: list[Groups],
+        filters: Filters,
+        returned: Returned,
+    ) -> tuple[ChangedObjects | None, list[Groups], list[Groups]]:
+        """Puts changed and new values into groups, and describes a changed graph.
+
+        Without graph updates, `carriers` is empty and the groups have the changed values.
+        """
+        static = inner.static
+        new_groups = empty_groups(returned.parts)
+        flat = self.flatten(carriers, returned.carriers)
+        grouping = Grouping(filters, returned.parts)
+        if self.structure and inner.has_same_graph(flat):
+            self._sort_into_groups(
+                groups, new_groups, flat, grouping, inner, {}
+            )
             return None, groups, new_groups
-        if self.is_loop and self.structure:
-            places = tuple(replaced.get(i, origin) for i, origin in enumerate(origins))
+
+        self._check_captured(flat, inner)
+        self._check_aliases(flat, grouping)
+        # Without graph updates, an argument among the results is a new object.
+        object_indices: dict[int, int] = {}
+        if self.structure:
+            object_indices = _indices_by_id(inner.objects)
+        origins = tuple([object_indices.get(id(x)) for x in flat.objects])
+        is_graph_loop = self.is_loop and self.structure
+        replaced: dict[int, int] = {}
+        if is_graph_loop:
+            replaced = self._replaced_objects(flat, origins, filters, inner)
+        numbers = self._sort_into_groups(
+            groups, new_groups, flat, grouping, inner, replaced
+        )
+        if is_graph_loop:
+            places: list[int | None] = []
+            for i, origin in enumerate(origins):
+                places.append(replaced.get(i, origin))
             object_state.check_loop_graph(static, flat, places, grouping)
-        copies = object_state.static_snapshot(flat, static.graphdef)
-        of_replaced: frozenset[int] = frozenset()
-        if replaced:
-            of_replaced = frozenset(_numbers_of(flat.graphdef, numbers, replaced))
-        changed = ChangedObjects(flat.graphdef, origins, tuple(numbers), copies, of_replaced)
+        changed = ChangedObjects(
+            flat.graphdef,
+            origins,
+            tuple(numbers),
+            object_state.static_snapshot(flat, static.graphdef),
+            _numbers_in_objects(flat.graphdef, numbers, replaced),
+        )
         return changed, groups, new_groups
+
+    def _check_captured(self, flat: FlatGraph, inner: InnerObjects) -> None:
+        """Refuses objects from outside, and without graph updates variables of arguments."""
+        object_indices = _indices_by_id(inner.objects)
+        trace = current_trace()
+        for i, x in enumerate(flat.objects):
+            if id(x) not in object_indices:
+                if trace_of(x) != trace:
+                    path = graph.first_paths(flat.graphdef)[i]
+                    raise calls.captured_object_error(x, path)
+            elif not self.structure and isinstance(x, Variable):
+                input_paths = graph.first_paths(inner.static.graphdef)
+                input_path = input_paths[object_indices[id(x)]]
+                path = graph.first_paths(flat.graphdef)[i]
+                raise calls.shared_object_error(x, input_path, path)
 
     def _replaced_objects(
         self,
         flat: FlatGraph,
         origins: Sequence[int | None],
-        filters: object_state.Filters,
-        inner: object_state.InnerObjects,
+        filters: Filters,
+        inner: InnerObjects,
     ) -> dict[int, int]:
         """Returns the new objects that count as those in whose places they are, by their indices.
 
         A loop carries their values; those of objects that all iterations share are dropped.
         """
-        static, known = inner.static, inner.numbers()
+        static = inner.static
+        numbers_by_key = inner.numbers()
 
-        def may_replace(before: NodeDef | VariableDef) -> bool:
+        def may_replace(initial: NodeDef | VariableDef) -> bool:
             # A plain list or dict of data has no identity in Flax, where it is not an object.
-            if before.type in (List, Dict):
+            if initial.type in (List, Dict):
                 return True
-            if not self.replaces_objects or isinstance(before, NodeDef):
+            if not self.replaces_objects or isinstance(initial, NodeDef):
                 return self.replaces_objects
-            i, g = static.places[known[id(inner.objects[before.index])]]
-            return filters[i][g][1] in (CARRY, None)
+            variable = inner.objects[initial.index]
+            number = numbers_by_key[leaf_key(variable, None)]
+            _, i, g = static.places[number]
+            _, role = filters[i][g]
+            return role in (CARRY, None)
 
-        return graph_diff.replaced_objects(static.graphdef, flat.graphdef, origins, may_replace)
+        return graph_diff.replaced_objects(
+            static.graphdef, flat.graphdef, origins, may_replace
+        )
 
     def _sort_into_groups(
         self,
-        groups: tuple[list[Groups], list[Groups]],
+        groups: list[Groups],
+        new_groups: list[Groups],
         flat: FlatGraph,
-        grouping: object_state.Grouping,
-        inner: object_state.InnerObjects,
+        grouping: Grouping,
+        inner: InnerObjects,
         replaced: dict[int, int],
     ) -> list[int]:
         """Puts new and changed values into groups, and returns the number of each value."""
         static = inner.static
-        known = inner.numbers() if self.structure else {}
-        former = {id(flat.objects[i]): id(inner.objects[j]) for i, j in replaced.items()}
+        numbers_by_key = inner.numbers() if self.structure else {}
+        replaced_ids: dict[int, int] = {}
+        for new_index, old_index in replaced.items():
+            new_id = id(flat.objects[new_index])
+            replaced_ids[new_id] = id(inner.objects[old_index])
+        groups_by_part = (groups, new_groups)
         numbers: list[int] = []
         calls.record_value_paths(numbers, flat.graphdef.paths)
-        for n, (path, leaf) in enumerate(flat.items()):
-            owner = flat.owners[n]
-            of_leaf = id(leaf if owner is None else owner[0])
-            of_leaf = former.get(of_leaf, of_leaf)
-            number = known.get(of_leaf if owner is None else (of_leaf, owner[1]))
+        leaves_and_owners = zip(flat.items(), flat.owners, strict=True)
+        for n, ((path, leaf), owner) in enumerate(leaves_and_owners):
+            object_id, attribute = leaf_key(leaf, owner)
+            if object_id in replaced_ids:
+                object_id = replaced_ids[object_id]
+            number = numbers_by_key.get((object_id, attribute))
             if number is None:
+                # Numbers of new values come after those of the inputs.
                 number = len(inner.values) + n
-                if getattr(leaf, "_metadata", None) and leaf._is_in_ref():
-                    # JAX returns no reference; the caller's variable gets one of its own.
-                    leaf = type(leaf).from_metadata(leaf._read(), leaf._metadata)
                 part, i, g = grouping.place(path, leaf)
-                groups[part][i][g][number] = leaf
+                if isinstance(leaf, Variable) and leaf._metadata:
+                    leaf = _without_ref(leaf)
+                groups_by_part[part][i][g][number] = leaf
             elif self.has_rule or inner.is_changed(leaf, number):
-                i, g = static.places[number]
+                _, i, g = static.places[number]
                 role = grouping.roles((0, i))[g]
-                self._add_value(groups[0][i][g], leaf, owner, role, inner, number)
+                output = self._output_leaf(inner, number, leaf, owner, role)
+                if output is not None:
+                    groups[i][g][number] = output
             numbers.append(number)
         return numbers
 
-    def _add_value(
-        self,
-        group: Group,
-        leaf: Any,
-        owner: Owner,
-        role: Any,
-        inner: object_state.InnerObjects,
-        n: int,
-    ) -> bool:
-        """Adds an input value to a group if it has to come back; returns whether it has."""
-        passed = inner.is_passed(leaf, owner, n)
-        if self.has_rule and not passed and not inner.is_changed(leaf, n):
-            passed = self.structure and role is DIFF and object_state.is_differentiable(leaf)
-            if not passed:
-                return False
+    def _output_leaf(
+        self, inner: InnerObjects, n: int, leaf: Leaf, owner: Owner, role: Role
+    ) -> Leaf | None:
+        """Returns a changed input value as it comes back, None if it does not have to.
+
+        If the function has a rule, also an unchanged one.
+        """
+        is_passed = inner.is_passed(leaf, owner, n)
+        if self.has_rule and not is_passed and not inner.is_changed(leaf, n):
+            is_differentiated = self.structure and role is DIFF
+            if not is_differentiated or not is_differentiable(leaf):
+                return None
+            is_passed = True
         # Each iteration of a loop begins with the same shared values, as in Flax.
         if self.is_loop and self.structure and role is None:
-            if not passed and not isinstance(leaf, RngCount):
-                calls.warn_of_dropped_change(inner.static.graphdef.paths[n], leaf)
-            return False
-        group[n] = leaf
-        if passed:
-            group[~n] = None
-        return True
+            if not is_passed and not isinstance(leaf, RngCount):
+                calls.warn_of_dropped_change(
+                    inner.static.graphdef.paths[n], leaf
+                )
+            return None
+        return PassedValue(leaf) if is_passed else leaf
 
-    def _check_captured(self, flat: FlatGraph, inner: object_state.InnerObjects) -> None:
-        here, inside = current_trace(), {id(x): i for i, x in enumerate(inner.objects)}
-        for i, x in enumerate(flat.objects):
-            if id(x) not in inside:
-                if trace_of(x) != here:
-                    raise calls.captured_object_error(x, graph.first_paths(flat.graphdef)[i])
-            elif not self.structure and isinstance(x, Variable):
-                paths = graph.first_paths(inner.static.graphdef), graph.first_paths(flat.graphdef)
-                raise calls.shared_object_error(x, paths[0][inside[id(x)]], paths[1][i])
-
-    def _check_aliases(self, flat: FlatGraph, grouping: object_state.Grouping) -> None:
-        """Refuses objects that occur twice with different roles."""
-        at_first = graph.first_paths(flat.graphdef) if flat.repeated else {}
-        for index, path in flat.repeated:
-            first = at_first[index]
-            if self.has_rule and not self.structure and _holds_variables(flat.objects[index]):
-                # A rule returns a gradient for each place, and aliases have one.
-                raise calls.shared_object_error(flat.objects[index], first, path)
-            if grouping.is_same(first, path) or (self.is_result_free and path[0] == 1):
-                continue
-            for leaf_path, leaf in flat.items():
-                if leaf_path[: len(first)] == first:
-                    other = (*path, *leaf_path[len(first) :])
-                    roles = grouping.role(leaf_path, leaf), grouping.role(other, leaf)
-                    if roles[0] != roles[1] or type(roles[0]) is not type(roles[1]):
-                        raise calls.inconsistent_alias_error(
-                            leaf, (leaf_path, roles[0]), (other, roles[1])
-                        )
+    # Outside again: groups -> the caller's carriers.
 
     def commit(
         self,
         outer: FlatGraph,
         static: ChangedObjects | None,
-        groups: Sequence[Groups | None],
+        groups: Sequence[Groups],
         new_groups: Sequence[Groups],
-    ) -> list[Any]:
-        found = dict(_entries(groups))
+    ) -> list[Object]:
+        outputs = merged_groups(groups)
+        passed: set[int] = set()
+        for n, leaf in outputs.items():
+            if isinstance(leaf, PassedValue):
+                passed.add(n)
+                outputs[n] = leaf.value
         if static is not None:
-            found.update(_entries(new_groups))
+            outputs.update(merged_groups(new_groups))
         if static is None or static.copies is not None:
-            _give_own_metadata(found, outer)
-        replaced = frozenset() if static is None else static.replaced
-        kept = [
-            (n, outer.leaves[n], outer.owners[n], found[n])
-            for n in found
-            if 0 <= n < len(outer.leaves) and n not in replaced
-        ]
-        here, captured = current_trace(), []
-        for n, leaf, owner, _ in kept:
-            what = leaf if owner is None else owner[0]
-            if trace_of(what) != here:
+            _give_own_metadata(outputs, outer)
+
+        # The caller's variables and attributes that are to be written. A new variable or object
+        # comes with its values, also in the place of another one.
+        replaced: frozenset[int] = frozenset()
+        if static is not None:
+            replaced = static.replaced
+        num_inputs = len(outer.leaves)
+        trace = current_trace()
+        written: list[int] = []
+        captured: list[Object] = []
+        for n in list(outputs):
+            if n >= num_inputs or n in replaced:
+                continue
+            x, owner = outer.leaves[n], outer.owners[n]
+            if owner is not None:
+                x, _ = owner
+            if trace_of(x) == trace:
+                written.append(n)
+            elif n in passed:
                 # A captured object keeps its values, as it does where it is only read.
-                if found.get(~n, n) is not None:
-                    raise versions.foreign_trace_error(what)
-                captured.append(what)
-                del found[n]
-        new: Sequence[Any] = ()
+                captured.append(x)
+                del outputs[n]
+            else:
+                raise versions.foreign_trace_error(x)
+        new: Sequence[Object] = ()
         changes: Sequence[Change] = ()
         if static is not None:
-            leaves = [found[key] if key in found else outer.leaves[key] for key in static.keys]
-            existing = {i: outer.objects[o] for i, o in enumerate(static.origins) if o is not None}
-            graphdef = static.graphdef
-            if static.copies is not None:
-                graphdef = graph.with_static_values(graphdef, static.copies.made())
-            (_, new), _, changes = graph.plan_graph(graphdef, leaves, existing=existing)
+            new, changes = _plan_changes(outer, static, outputs)
             graph.check_changes(changes)
             if captured and new:
                 _check_not_returned(captured, new)
         # Nothing is refused from here on, so that either all changes are written or none.
-        for n, leaf, owner, value in kept:
-            if n in found:
-                if found.get(~n, n) is None:
-                    object_state.note_passed(leaf, owner, value)
-                _write_value(leaf, owner, value)
+        for n in written:
+            leaf, owner = outer.leaves[n], outer.owners[n]
+            if n in passed:
+                object_state.note_passed(leaf, owner, outputs[n])
+            _write_leaf(leaf, owner, outputs[n])
         graph.apply_changes(changes)
         return list(new)
 
-    def cotangents(self, static: ChangedObjects | None, packed: object) -> Any:
+    # Rules for derivatives.
+
+    def cotangents(
+        self, static: ChangedObjects | None, packed: PyTree
+    ) -> PyTree:
         """Returns the cotangents of a result for the function of a rule.
 
         Groups of a new object become a `State`, or in tree mode an object of its class.
         """
         if static is None:
             return packed
-        results = dict(static.graphdef.root.attributes)[1]
-        keys = dict(zip(static.graphdef.paths, static.keys, strict=True))
-        numbers = itertools.count()
-
-        def unpacked(x: object) -> Any:
-            if not isinstance(x, StateNode):
-                return x
-            i, found = next(numbers), dict(_entries([x.groups]))
-            at = {p[2:]: found[n] for p, n in keys.items() if p[:2] == (1, i) and n in found}
-            if list(at) == [()]:
-                return at[()]
-            if self.structure:
-                return from_flat_state(at.items())
-            graphdef = GraphDef(results.attributes[i][1], list(at))
-            return graph.build_graph(graphdef, at.values())[0]
-
-        return jax.tree.map(unpacked, packed, is_leaf=is_state_node)
+        results_def = dict(static.graphdef.root.attributes)[1]
+        numbers = _result_numbers(static)
+        nodes, structure = jax.tree.flatten(packed, is_leaf=is_state_node)
+        object_indices = itertools.count()
+        for position, node in enumerate(nodes):
+            if not isinstance(node, StateNode):
+                continue
+            i = next(object_indices)
+            cotangents = merged_groups([node.groups])
+            cotangent_by_path: dict[Path, Leaf] = {}
+            for path, n in numbers[i].items():
+                if n in cotangents:
+                    cotangent_by_path[path] = cotangents[n]
+            if list(cotangent_by_path) == [()]:
+                nodes[position] = cotangent_by_path[()]
+            elif self.structure:
+                nodes[position] = from_flat_state(cotangent_by_path.items())
+            else:
+                _, result_def = results_def.attributes[i]
+                nodes[position], _ = graph.build_graph(
+                    GraphDef(result_def, list(cotangent_by_path)),
+                    cotangent_by_path.values(),
+                )
+        return structure.unflatten(nodes)
 
     def tangents(
-        self, results: PureResults, tangent: object, of_inputs: Sequence[Any]
+        self,
+        results: PureResults,
+        tangent: PyTree,
+        input_tangents: Sequence[Group | PyTree],
     ) -> PureResults:
         """Returns the tangents of packed results from that of a rule: the inverse of `cotangents`.
 
-        Unchanged values that the result does not contain keep their tangents in `of_inputs`.
+        Unchanged values that the result does not contain keep their tangents in `input_tangents`.
 
         Raises TransformArgumentError if a tangent is an object where the result has none, or for a
         value that the result does not have or the rule does not differentiate.
         """
         static: ChangedObjects | None = results.static.value
-        numbers = [] if static is None else _result_numbers(static)
-        returned = {n for of_object in numbers for n in of_object.values()}
-        zeros: PureResults = jax.tree.map(zero_from_primal, results)
-        by_group: dict[int, Group] = {}
-        for node in jax.tree.leaves(zeros, is_leaf=is_state_node):
+        numbers: list[dict[Path, int]] = []
+        if static is not None:
+            numbers = _result_numbers(static)
+        # Zeros at first, which are then replaced in their groups.
+        tangents: PureResults = jax.tree.map(zero_from_primal, results)
+        group_of_number: dict[int, Group] = {}
+        for node in jax.tree.leaves(tangents, is_leaf=is_state_node):
             if isinstance(node, StateNode):
-                by_group |= {n: group for group in node.groups for n in group if n >= 0}
-        own = dict(_entries([tuple(x for x in of_inputs if isinstance(x, dict))]))
-        for n, group in by_group.items():
-            if ~n in group and n not in returned:
-                group[n] = own[n]
-        parts = jax.tree.leaves(tangent, is_leaf=is_object)
-        if static is None and not any(map(is_object, parts)):
-            return zeros._replace(packed=tangent)
-        leaves, tree = jax.tree.flatten(zeros.packed, is_leaf=is_state_node)
-        indices = itertools.count()
+                for group in node.groups:
+                    group_of_number.update(dict.fromkeys(group, group))
 
-        def packed_tangent(x: object, t: Any) -> Any:
-            if not isinstance(x, StateNode):
-                if is_object(t):
-                    raise TransformArgumentError(
-                        f"nnx.{self.transformation}: the rule returns a {type(t).__name__} as the "
-                        "tangent of a result that is not an object; return its value."
-                    )
-                return t
-            at = numbers[next(indices)]
-            for path, value in to_flat_state(state(t) if is_object(t) else t):
-                raw = value.get_raw_value() if isinstance(value, Variable) else value
-                group = by_group.get(at.get(path, -1))
-                if group is None and path in at and _is_float0(raw):
-                    continue
-                if group is None:
-                    raise TransformArgumentError(
-                        f"nnx.{self.transformation}: the rule returns a tangent at "
-                        f"{path_text(path)!r}, where its result has no differentiated value; "
-                        "return nnx.clone(...) of an argument, or remove the tangent."
-                    )
-                old = group[at[path]]
-                is_variable = isinstance(old, Variable)
-                group[at[path]] = old.copy(raw, _copy_ref=False) if is_variable else raw
-            return x
+        returned_numbers: set[int] = set()
+        for numbers_by_path in numbers:
+            returned_numbers.update(numbers_by_path.values())
+        input_groups = [x for x in input_tangents if isinstance(x, dict)]
+        unchanged = merged_groups([input_groups])
+        for n, group in group_of_number.items():
+            if isinstance(group[n], PassedValue) and n not in returned_numbers:
+                group[n] = PassedValue(unchanged[n])
 
-        of_leaves = zip(leaves, tree.flatten_up_to(tangent), strict=True)
-        return zeros._replace(packed=tree.unflatten([packed_tangent(*pair) for pair in of_leaves]))
+        rule_leaves = jax.tree.leaves(tangent, is_leaf=is_object)
+        if static is None and not any(map(is_object, rule_leaves)):
+            return tangents._replace(packed=tangent)
+        nodes, structure = jax.tree.flatten(
+            tangents.packed, is_leaf=is_state_node
+        )
+        object_indices = itertools.count()
+        node_tangents = structure.flatten_up_to(tangent)
+        for position, node_tangent in enumerate(node_tangents):
+            if isinstance(nodes[position], StateNode):
+                numbers_by_path = numbers[next(object_indices)]
+                self._fill_tangents(
+                    node_tangent, numbers_by_path, group_of_number
+                )
+            elif is_object(node_tangent):
+                raise TransformArgumentError(
+                    f"nnx.{self.transformation}: the rule returns a "
+                    f"{type(node_tangent).__name__} as the tangent of a result that is not an "
+                    "object; return its value."
+                )
+            else:
+                nodes[position] = node_tangent
+        return tangents._replace(packed=structure.unflatten(nodes))
+
+    def _fill_tangents(
+        self,
+        tangent: PyTree,
+        numbers_by_path: dict[Path, int],
+        group_of_number: dict[int, Group],
+    ) -> None:
+        """Replaces zeros in groups by the tangent of an object, a `State` or another object."""
+        tangent_state = tangent
+        if is_object(tangent):
+            tangent_state = state(tangent)
+        for path, leaf in to_flat_state(tangent_state):
+            value = leaf
+            if isinstance(leaf, Variable):
+                value = leaf.get_raw_value()
+            n = numbers_by_path.get(path)
+            if n in group_of_number:
+                group = group_of_number[n]
+                group[n] = with_value(group[n], value)
+            elif n is None or not _is_float0(value):
+                raise TransformArgumentError(
+                    f"nnx.{self.transformation}: the rule returns a tangent at "
+                    f"{path_text(path)!r}, where its result has no differentiated value; "
+                    "return nnx.clone(...) of an argument, or remove the tangent."
+                )
+
+    # Axis metadata, loops, branches and errors.
 
     def axis(
         self,
@@ -453,128 +654,203 @@ class ObjectKind(Kind):
         axis: int,
         metadata: dict[Any, Any],
     ) -> Group:
-        change = add_axis if sign > 0 else remove_axis
-
-        def changed(n: int, x: object) -> Any:
-            if not isinstance(x, Variable) or not has_axis_metadata(x):
-                return x
-            copied = x.copy()
-            try:
-                change(copied, axis, metadata)
-            except AxisMetadataError as error:
-                error.path = self.location(static, carrier, (jax.tree_util.DictKey(n),))
-                raise
-            return copied
-
-        return {n: changed(n, x) for n, x in group.items()}
+        change_axis = add_axis if sign > 0 else remove_axis
+        changed: Group = {}
+        for n, leaf in group.items():
+            variable = without_mark(leaf)
+            if isinstance(variable, Variable) and has_axis_metadata(variable):
+                variable = variable.copy()
+                try:
+                    change_axis(variable, axis, metadata)
+                except AxisMetadataError as error:
+                    path = (jax.tree_util.DictKey(n),)
+                    error.path = self.location(static, carrier, path)
+                    raise
+                is_passed = isinstance(leaf, PassedValue)
+                leaf = PassedValue(variable) if is_passed else variable
+            changed[n] = leaf
+        return changed
 
     def union(self, group: Group, other: Group) -> Group:
-        return {**group, **{n: x for n, x in other.items() if n >= 0}}
+        union = dict(group)
+        for n, leaf in other.items():
+            union[n] = without_mark(leaf)
+        return union
 
-    def join(self, static: StaticObjects, statics: Sequence[ChangedObjects | None]) -> Any:
-        first, *others = [static.described() if of is None else of.described() for of in statics]
-        for changed, other in zip(statics[1:], others, strict=True):
-            if changed == statics[0]:
+    def join(
+        self, static: StaticObjects, statics: Sequence[ChangedObjects | None]
+    ) -> ChangedObjects | None:
+        first = statics[0]
+        for other in statics[1:]:
+            if first == other:
                 continue
-            parts = first.graphdef.root, other.graphdef.root
-            difference = next(graph_diff.differences(parts, (first.origins, other.origins)), None)
-            place, seen = "an object", ("changed", "unchanged")
+            # A branch without changes leaves the graph of the arguments.
+            first_graph = (first or static).described()
+            other_graph = (other or static).described()
+            difference = first_graph.first_difference(other_graph)
+            place = "an object"
+            first_text, other_text = ("changed", "unchanged")
             if difference is not None:
-                place, seen = calls.place_of(difference.path), difference.seen
+                place = calls.place_of(difference.path)
+                first_text, other_text = difference.texts
             raise BranchObjectsError(
-                f"nnx.{self.transformation}: {place} is {seen[0]} after one branch, and {seen[1]} "
-                "after another. All branches must leave the same structure, and may only differ in "
-                "values of variables; make the same change in all of them, or before."
+                f"nnx.{self.transformation}: {place} is {first_text} after one branch, and "
+                f"{other_text} after another. All branches must leave the same structure, and may "
+                "only differ in values of variables; make the same change in all of them, or "
+                "before."
             )
-        return statics[0]
+        return first
 
     def location(
-        self, static: StaticObjects, carrier: int | None, path: jax.tree_util.KeyPath
+        self,
+        static: StaticObjects,
+        carrier: int | None,
+        path: jax.tree_util.KeyPath,
     ) -> str:
         if carrier is None:
             return calls.argument_at(path)
         return calls.place_of_value(static.path_of, path)
 
 
-def _numbers_of(graphdef: GraphDef, keys: Sequence[int], objects: Collection[int]) -> Iterator[int]:
-    """Yields the numbers of values in some of a graph's objects."""
-    for (part, owner), key in zip(graph.leaf_defs(graphdef), keys, strict=True):
-        if (part.index if isinstance(part, VariableDef) else owner and owner[0]) in objects:
-            yield key
+class _CachedSplit(NamedTuple):
+    static: StaticObjects
+    filters: Filters
 
 
-def _give_own_metadata(found: dict[int, Any], outer: FlatGraph) -> None:
+def _indices_by_id(objects: Iterable[Object]) -> dict[int, int]:
+    return {id(x): i for i, x in enumerate(objects)}
+
+
+def _numbers_in_objects(
+    graphdef: GraphDef, numbers: Sequence[int], indices: Collection[int]
+) -> frozenset[int]:
+    """Returns the numbers of the values in some of a graph's objects."""
+    if not indices:
+        return frozenset()
+    selected: set[int] = set()
+    leaf_defs = graph.leaf_defs(graphdef)
+    for (part, owner), number in zip(leaf_defs, numbers, strict=True):
+        index = part.index if owner is None else owner[0]
+        if index in indices:
+            selected.add(number)
+    return frozenset(selected)
+
+
+def _without_ref(variable: Variable[Any]) -> Variable[Any]:
+    """Returns a new variable as JAX can return it: it returns no reference.
+
+    The caller's variable gets a reference of its own.
+    """
+    if not variable._is_in_ref():
+        return variable
+    value = variable._read()
+    return type(variable).from_metadata(value, variable._metadata)
+
+
+def _plan_changes(
+    outer: FlatGraph, static: ChangedObjects, outputs: Group
+) -> tuple[Sequence[Object], Sequence[Change]]:
+    """Returns the new objects among the results, and the changes of existing ones."""
+    leaves: list[Leaf] = []
+    for n in static.keys:
+        leaves.append(outputs[n] if n in outputs else outer.leaves[n])
+    existing: dict[int, Object] = {}
+    for i, origin in enumerate(static.origins):
+        if origin is not None:
+            existing[i] = outer.objects[origin]
+    graphdef = static.graphdef
+    if static.copies is not None:
+        graphdef = graph.with_static_values(graphdef, static.copies.made())
+    (_, new), _, changes = graph.plan_graph(graphdef, leaves, existing=existing)
+    return new, changes
+
+
+def _give_own_metadata(outputs: Group, outer: FlatGraph) -> None:
     """Gives the caller's variables their own copies of mutable metadata."""
-    at = [
-        (n, name, value)
-        for n, x in found.items()
-        if isinstance(x, Variable)
-        for name, value in x._metadata.items()
-        if not versions.is_hashable(value)
-    ]
-    if not at:
+    entries: list[tuple[int, str, Any]] = []
+    for n, leaf in outputs.items():
+        if isinstance(leaf, Variable):
+            for name, value in leaf._metadata.items():
+                if not versions.is_hashable(value):
+                    entries.append((n, name, value))
+    if not entries:
         return
-    there = (x._metadata.values() for x in outer.leaves if isinstance(x, Variable))
-    made = versions.StaticSnapshot([value for _, _, value in at], itertools.chain(*there)).made()
-    for (n, name, _), value in zip(at, made, strict=True):
-        found[n] = found[n].copy(_copy_ref=False, **{name: value})
+    values = [value for _, _, value in entries]
+    outer_values: list[Any] = []
+    for leaf in outer.leaves:
+        if isinstance(leaf, Variable):
+            outer_values.extend(leaf._metadata.values())
+    copies = versions.StaticSnapshot(values, outer_values).made()
+    for (n, name, _), value in zip(entries, copies, strict=True):
+        outputs[n] = outputs[n].copy(_copy_ref=False, **{name: value})
 
 
-def trace_of(x: Pytree | Variable[Any]) -> Any:
-    """Returns the trace in which an object or variable was created."""
-    return x._trace if isinstance(x, Variable) else x._info.trace
+def _write_leaf(leaf: Leaf, owner: Owner, new_leaf: Leaf) -> None:
+    """Writes a value to the caller's variable, or to the attribute of an object."""
+    if owner is not None:
+        x, attribute = owner
+        if isinstance(attribute, ContainerKey):
+            container = dict(x._items())[attribute.name]
+            new_leaf = with_item(container, attribute.keys, new_leaf)
+            attribute = attribute.name
+        x._fill([(attribute, new_leaf)])
+        return
+    object.__setattr__(leaf, "_value", new_leaf._value)
+    if metadata_key(new_leaf) != metadata_key(leaf):
+        leaf.set_metadata(dict(new_leaf._metadata))
 
 
-def mark_watched(x: Pytree | Variable[Any]) -> bool:
-    """Watches an object or variable for changes, and returns whether it was watched before."""
-    if isinstance(x, Variable):
-        before = x._watched
-        object.__setattr__(x, "_watched", True)
-        return before
-    before, x._info.watched = x._info.watched, True
-    return before
+def _check_not_returned(
+    captured: Sequence[Object], new: Sequence[Object]
+) -> None:
+    """Refuses captured objects in results whose values come out of a rule."""
+    flat = graph.flatten_graph(((), tuple(new)), with_metadata=False)
+    captured_ids = {id(x) for x in captured}
+    for i, x in enumerate(flat.objects):
+        if id(x) in captured_ids:
+            path = graph.first_paths(flat.graphdef)[i]
+            raise calls.captured_object_error(x, path)
 
 
 def _result_numbers(static: ChangedObjects) -> list[dict[Path, int]]:
     """Returns for each object in the results the numbers of its values, by path."""
-    (_, results), _ = graph.build_graph(static.graphdef, map(np.asarray, static.keys))
-    found = []
+    # A graph whose values are their numbers: an object in two results is in both.
+    (_, results), _ = graph.build_graph(
+        static.graphdef, map(np.asarray, static.keys)
+    )
+    numbers: list[dict[Path, int]] = []
     for x in results:
-        flat = graph.flatten_graph(x, with_metadata=False)
-        values = (leaf._value if isinstance(leaf, Variable) else leaf for leaf in flat.leaves)
-        found.append(dict(zip(flat.graphdef.paths, map(int, values), strict=True)))
-    return found
+        numbers_by_path: dict[Path, int] = {}
+        for path, leaf in graph.flatten_graph(x, with_metadata=False).items():
+            numbers_by_path[path] = int(value_of_leaf(leaf))
+        numbers.append(numbers_by_path)
+    return numbers
 
 
-def _holds_variables(x: Pytree | Variable[Any]) -> bool:
-    return any(isinstance(leaf, Variable) for leaf in graph.flatten_graph(x).leaves)
+def _holds_variables(x: Object) -> bool:
+    leaves = graph.flatten_graph(x).leaves
+    return any(isinstance(leaf, Variable) for leaf in leaves)
 
 
-def _is_float0(x: object) -> bool:
-    return all(jax.dtypes.result_type(leaf) == jax.dtypes.float0 for leaf in jax.tree.leaves(x))
+def _is_float0(x: PyTree) -> bool:
+    """Returns whether all leaves have the dtype of tangents of integers."""
+    return all(
+        jax.dtypes.result_type(leaf) == jax.dtypes.float0
+        for leaf in jax.tree.leaves(x)
+    )
 
 
-def _check_not_returned(captured: Sequence[Any], new: Sequence[Any]) -> None:
-    """Refuses captured objects in results whose values come out of a rule."""
-    flat = graph.flatten_graph(((), tuple(new)), with_metadata=False)
-    paths, found = graph.first_paths(flat.graphdef), {id(x) for x in captured}
-    for i, x in enumerate(flat.objects):
-        if id(x) in found:
-            raise calls.captured_object_error(x, paths[i])
+def trace_of(x: Object) -> TraceState:
+    """Returns the trace in which an object or variable was created."""
+    return x._trace if isinstance(x, Variable) else x._info.trace
 
 
-def _entries(groups: Iterable[Groups | None]) -> Iterator[tuple[int, Any]]:
-    return (item for of_object in groups for group in of_object or () for item in group.items())
-
-
-def _write_value(leaf: Any, owner: Any, value: Any) -> None:
-    if owner is not None:
-        x, place = owner
-        if isinstance(place, ContainerKey):
-            container = dict(x._items())[place.name]
-            place, value = place.name, with_item(container, place.keys, value)
-        x._fill([(place, value)])
-        return
-    object.__setattr__(leaf, "_value", value._value)
-    if metadata_key(value) != metadata_key(leaf):
-        leaf.set_metadata(dict(value._metadata))
+def mark_watched(x: Object) -> bool:
+    """Watches an object or variable for changes, and returns whether it was watched before."""
+    if isinstance(x, Variable):
+        was_watched = x._watched
+        object.__setattr__(x, "_watched", True)
+        return was_watched
+    was_watched = x._info.watched
+    x._info.watched = True
+    return was_watched

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
@@ -15,15 +15,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from weft import lifting
 from weft.core.meta import PARTITION_NAME
 from weft.lifting import traces
-from weft.lifting.roles import broadcast_roles, carrier_roles
+from weft.lifting.roles import Role, broadcast_roles, carrier_roles
 from weft.nnx import graph, settings, spmd, versions
-from weft.nnx.filters import to_predicate
-from weft.nnx.transforms import calls, kind, state_roles
+from weft.nnx.filters import Path, to_predicate
+from weft.nnx.pytree import is_object
+from weft.nnx.transforms import calls, state_roles
 from weft.nnx.transforms.calls import MISSING, P, R, optional_function
+from weft.nnx.transforms.kind import ObjectKind, trace_of
 from weft.nnx.variables import Variable
-from weft.typing import same_signature
+from weft.typing import PyTree, same_signature
 
-_NONE: Mapping[Any, Any] = MappingProxyType({})
+Metadata = Mapping[str, Any]
+_NO_METADATA: Metadata = MappingProxyType({})
 
 
 @same_signature
@@ -31,12 +34,12 @@ _NONE: Mapping[Any, Any] = MappingProxyType({})
 def vmap(
     f: Callable[P, R] = MISSING,
     *,
-    in_axes: object = 0,
-    out_axes: object = 0,
-    axis_name: object = None,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
+    axis_name: Hashable = None,
     axis_size: int | None = None,
-    spmd_axis_name: object = None,
-    transform_metadata: Mapping[Any, Any] = _NONE,
+    spmd_axis_name: str | tuple[str, ...] | None = None,
+    transform_metadata: Metadata = _NO_METADATA,
     **options: Unpack[settings.GraphOptions],
 ) -> Callable[P, R]:
     """Applies `jax.vmap` to a function of objects; without one, returns a decorator.
@@ -62,7 +65,7 @@ def vmap(
     Array([2., 2., 2.], dtype=float32)
     """
     mapped = lifting.vmap(
-        kind.ObjectKind("vmap", *settings.resolve_graph_options(**options)),
+        ObjectKind("vmap", *settings.resolve_graph_options(**options)),
         f,
         in_axes=state_roles.as_axes(in_axes, "in_axes"),
         out_axes=state_roles.as_axes(out_axes, "out_axes"),
@@ -71,7 +74,9 @@ def vmap(
         spmd_axis_name=spmd_axis_name,
         metadata=dict(transform_metadata),
     )
-    return calls.wrap_transformed("vmap", f, mapped, in_axes=in_axes, by_position=True)
+    return calls.wrap_transformed(
+        "vmap", f, mapped, in_axes=in_axes, by_position=True
+    )
 
 
 @same_signature
@@ -79,15 +84,15 @@ def vmap(
 def pmap(
     f: Callable[P, R] = MISSING,
     *,
-    axis_name: Any = None,
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    axis_name: str | None = None,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     static_broadcasted_argnums: int | Sequence[int] = (),
     devices: Sequence[Any] | None = None,
     backend: str | None = None,
     axis_size: int | None = None,
     donate_argnums: int | Sequence[int] = (),
-    transform_metadata: Mapping[Any, Any] = _NONE,
+    transform_metadata: Metadata = _NO_METADATA,
     **options: Unpack[settings.GraphOptions],
 ) -> Callable[P, R]:
     """Maps a function of objects over devices, one index of the mapped axes per device.
@@ -104,23 +109,27 @@ def pmap(
     """
     if devices is None and (backend is not None or axis_size is not None):
         devices = jax.devices(backend)[:axis_size]
+    if axis_name is None:
+        axis_name = "devices"
     static = calls.StaticArguments(
         "pmap", "static_broadcasted_argnums", f, static_broadcasted_argnums
     )
     mapped = lifting.pmap(
-        kind.ObjectKind("pmap", *settings.resolve_graph_options(**options)),
+        ObjectKind("pmap", *settings.resolve_graph_options(**options)),
         static.fn,
-        axis_name="devices" if axis_name is None else axis_name,
+        axis_name=axis_name,
         in_axes=state_roles.as_axes(in_axes, "in_axes"),
         out_axes=state_roles.as_axes(out_axes, "out_axes"),
         devices=devices,
         metadata=dict(transform_metadata),
     )
 
-    def call(*args: object) -> Any:
+    def call(*args: PyTree) -> PyTree:
         return mapped(*static.wrapped(args))
 
-    return calls.wrap_transformed("pmap", f, call, in_axes=in_axes, by_position=True)
+    return calls.wrap_transformed(
+        "pmap", f, call, in_axes=in_axes, by_position=True
+    )
 
 
 @same_signature
@@ -129,8 +138,8 @@ def shard_map(
     f: Callable[P, R] = MISSING,
     *,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-    in_specs: object,
-    out_specs: object,
+    in_specs: PyTree,
+    out_specs: PyTree,
     axis_names: frozenset[str] | set[str] = frozenset(),
     check_vma: bool = True,
     **options: Unpack[settings.GraphOptions],
@@ -155,10 +164,12 @@ def shard_map(
     >>> f(model, jnp.ones(3))
     Array([1., 1., 1.], dtype=float32)
     """
-    of_objects = kind.ObjectKind("shard_map", *settings.resolve_graph_options(**options))
+    object_kind = ObjectKind(
+        "shard_map", *settings.resolve_graph_options(**options)
+    )
     in_roles = state_roles.as_shardings(in_specs, "in_specs")
     mapped = lifting.shard_map(
-        of_objects,
+        object_kind,
         f,
         mesh=mesh,
         in_specs=in_roles,
@@ -167,26 +178,39 @@ def shard_map(
         check_vma=check_vma,
     )
 
-    def call(*args: object) -> Any:
+    def call(*args: PyTree) -> PyTree:
         result = mapped(*args)
-        if of_objects.structure and isinstance(mesh, jax.sharding.Mesh):
+        if object_kind.structure and isinstance(mesh, jax.sharding.Mesh):
             _lay_out(args, in_roles, mesh)
         return result
 
-    specs = "in_specs", "out_specs"
-    return calls.wrap_transformed("shard_map", f, call, specs, in_specs, by_position=True)
+    return calls.wrap_transformed(
+        "shard_map",
+        f,
+        call,
+        ("in_specs", "out_specs"),
+        in_specs,
+        by_position=True,
+    )
 
 
-def _lay_out(args: tuple[Any, ...], in_roles: object, mesh: jax.sharding.Mesh) -> None:
+def _lay_out(
+    args: tuple[PyTree, ...], in_roles: PyTree, mesh: jax.sharding.Mesh
+) -> None:
     """Lays out variables that a function only reads by their specifications, as in Flax."""
-    for variable, spec in _mapped(args, in_roles, "in_specs").values():
-        value, is_here = variable._value, kind.trace_of(variable) == traces.current_trace()
+    for variable, spec in _mapped_variables(
+        args, in_roles, "in_specs"
+    ).values():
+        if not isinstance(spec, PartitionSpec):
+            continue  # a key for each device
+        value = variable._value
         is_array = isinstance(value, jax.Array | np.ndarray)
-        if is_here and is_array and not isinstance(value, Tracer):
-            if not isinstance(spec, PartitionSpec):
-                continue  # a key for each device
-            new = jax.device_put(value, NamedSharding(mesh, spec))
-            object.__setattr__(variable, "_value", new)
+        if not is_array or isinstance(value, Tracer):
+            continue
+        if trace_of(variable) == traces.current_trace():
+            value = jax.device_put(value, NamedSharding(mesh, spec))
+            # Not a change of the user's, so no hook and no check of the trace.
+            object.__setattr__(variable, "_value", value)
 
 
 @same_signature
@@ -194,8 +218,8 @@ def _lay_out(args: tuple[Any, ...], in_roles: object, mesh: jax.sharding.Mesh) -
 def transform_metadata(
     f: Callable[P, R] = MISSING,
     *,
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     partition: str | None,
     **options: Unpack[settings.GraphOptions],
 ) -> Callable[P, R]:
@@ -217,41 +241,65 @@ def transform_metadata(
     >>> create().out_sharding
     ('layers', 'model')
     """
-    params = {PARTITION_NAME: partition}
-    in_roles, out_roles = state_roles.as_roles(in_axes), state_roles.as_roles(out_axes)
+    axis_metadata = {PARTITION_NAME: partition}
+    in_roles = state_roles.as_roles(in_axes)
+    out_roles = state_roles.as_roles(out_axes)
 
     @functools.wraps(f)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = calls.bind_positional(f, args, kwargs) if kwargs else (args, kwargs)
-        given = _mapped(args, in_roles, "in_axes")
+    def wrapper(*args: PyTree, **kwargs: PyTree) -> R:
+        if kwargs:
+            args, kwargs = calls.bind_positional(f, args, kwargs)
         call = versions.current_call()
         # A transformation of objects moves the axes itself, and only needs the name.
-        is_inside = call is not None and call.fn is wrapper
-        for variable, axis in () if is_inside else given.values():
-            spmd.remove_axis(variable, axis, params)
+        moves_axes = call is None or call.fn is not wrapper
+        arguments = _mapped_variables(args, in_roles, "in_axes")
+        if moves_axes:
+            for variable, axis in arguments.values():
+                spmd.remove_axis(variable, axis, axis_metadata)
         result = f(*args, **kwargs)
-        made = _mapped(result, out_roles, "out_axes")
-        made = {key: item for key, item in made.items() if key not in given}
-        for variable, axis in (made if is_inside else {**given, **made}).values():
-            if is_inside:
-                spmd.name_next_axis(variable, partition)
-            else:
-                spmd.add_axis(variable, axis, params)
+        results = _mapped_variables(result, out_roles, "out_axes")
+        if moves_axes:
+            # An argument that is also returned keeps its axis.
+            for variable, axis in {**results, **arguments}.values():
+                spmd.add_axis(variable, axis, axis_metadata)
+        else:
+            for key in results.keys() - arguments.keys():
+                spmd.name_next_axis(results[key].variable, partition)
         return result
 
     return wrapper
 
 
-def _mapped(tree: object, roles: object, what: str) -> dict[int, tuple[Variable[Any], int]]:
-    leaves = jax.tree.leaves(tree, is_leaf=kind.is_object)
-    found: dict[int, tuple[Variable[Any], int]] = {}
-    for x, role in zip(leaves, broadcast_roles(roles, tree, kind.is_object, what), strict=True):
-        if not kind.is_object(x):
+class _MappedVariable(NamedTuple):
+    """A variable with its axis, or its specification in a `shard_map`."""
+
+    variable: Variable[Any]
+    role: Any
+
+
+def _mapped_variables(
+    tree: PyTree, roles: PyTree, prefix_name: str
+) -> dict[int, _MappedVariable]:
+    """Returns the variables in a tree that have an axis or a specification, by their ids."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_object)
+    leaf_roles = broadcast_roles(roles, tree, is_object, prefix_name)
+    mapped: dict[int, _MappedVariable] = {}
+    for x, role in zip(leaves, leaf_roles, strict=True):
+        if not is_object(x):
             continue
-        of_object: lifting.Roles = carrier_roles(role)
-        flat = graph.flatten_graph(x)
-        for path, leaf in flat.items():
-            axis = next((r for where, r in of_object if to_predicate(where)(path, leaf)), None)
-            if isinstance(leaf, Variable) and axis is not None and axis is not lifting.CARRY:
-                found.setdefault(id(leaf), (leaf, axis))
-    return found
+        object_roles = carrier_roles(role)
+        for path, leaf in graph.flatten_graph(x).items():
+            if not isinstance(leaf, Variable) or id(leaf) in mapped:
+                continue
+            leaf_role = _role_of(leaf, path, object_roles)
+            if leaf_role is not None and leaf_role is not lifting.CARRY:
+                mapped[id(leaf)] = _MappedVariable(leaf, leaf_role)
+    return mapped
+
+
+def _role_of(variable: Variable[Any], path: Path, roles: lifting.Roles) -> Role:
+    """Returns the role of the first filter that matches, None without one."""
+    for where, role in roles:
+        if to_predicate(where)(path, variable):
+            return role
+    return None

@@ -23,7 +23,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from weft import errors, functional, struct
-from weft.compat.flax.core_nn.linear import Initializer, default_kernel_init, dense_general
+from weft.compat.flax.core_nn.linear import (
+    Initializer,
+    default_kernel_init,
+    dense_general,
+)
 from weft.core.scope import Scope
 from weft.functional import AttentionImplementation, AttentionMask, attention
 from weft.functional.arrays import as_tuple
@@ -71,7 +75,9 @@ def causal(
     targets, sources = _sizes(query, axes), _sizes(key, axes)
     query_positions = jnp.arange(math.prod(targets))[:, None]
     key_positions = jnp.arange(math.prod(sources))[None]
-    ones = [1] * (query.ndim - len(axes) - 1)  # of the batch, the other axes and the heads
+    ones = [1] * (
+        query.ndim - len(axes) - 1
+    )  # of the batch, the other axes and the heads
     return (query_positions >= key_positions).reshape(*ones, *targets, *sources)
 
 
@@ -88,21 +94,31 @@ class PositionValues(NamedTuple):
     key_name: str
     keys: Array | None
 
-    def aligned(self, query: Array, key: Array, axes: Axes) -> tuple[Array, Array] | None:
+    def aligned(
+        self, query: Array, key: Array, axes: Axes
+    ) -> tuple[Array, Array] | None:
         """Returns both in the shape `(batch, *other axes, *axes)`; None if there are no values."""
         key_name, keys = self.key_name, self.keys
         if self.queries is None and keys is None:
             return None
         if self.queries is None:
-            raise errors.ArgumentValueError(f"{key_name} was given without {self.name}: give both.")
+            raise errors.ArgumentValueError(
+                f"{key_name} was given without {self.name}: give both."
+            )
         if keys is None:
             keys = self.queries
-            key_name = f"{self.name}, also for the keys as there is no {key_name},"
-        aligned_queries = _aligned(self.name, self.queries, query.shape[:-2], axes)
+            key_name = (
+                f"{self.name}, also for the keys as there is no {key_name},"
+            )
+        aligned_queries = _aligned(
+            self.name, self.queries, query.shape[:-2], axes
+        )
         return aligned_queries, _aligned(key_name, keys, key.shape[:-2], axes)
 
 
-def _aligned(name: str, values: Array, expected: tuple[int, ...], axes: Axes) -> Array:
+def _aligned(
+    name: str, values: Array, expected: tuple[int, ...], axes: Axes
+) -> Array:
     """Transposes values of the shape `expected`, or one that broadcasts to it."""
     x = jnp.asarray(values)
     if x.shape[len(expected) :] == (1,):
@@ -139,8 +155,14 @@ def pairwise(
     # (batch, *other axes, heads, *targets, *sources)
     query_values, key_values = aligned
     num_other = query_values.ndim - len(axes)
-    other, targets = query_values.shape[:num_other], query_values.shape[num_other:]
-    key_other, sources = key_values.shape[:num_other], key_values.shape[num_other:]
+    other, targets = (
+        query_values.shape[:num_other],
+        query_values.shape[num_other:],
+    )
+    key_other, sources = (
+        key_values.shape[:num_other],
+        key_values.shape[num_other:],
+    )
     ones = (1,) * len(axes)
     return combine(
         query_values.reshape(*other, 1, *targets, *ones),
@@ -159,18 +181,19 @@ class CacheEntry(struct.PyTreeNode):
         value: same shape as `key`.
         i: number of positions.
 
-    Example:
-        >>> entry = CacheEntry(jnp.ones((1, 3, 2, 4)), jnp.ones((1, 3, 2, 4)), jnp.uint32(3))
-        >>> longer = entry((8, 100))
-        >>> longer.key.shape, int(longer.i)
-        ((8, 100, 2, 4), 0)
+    >>> entry = CacheEntry(jnp.ones((1, 3, 2, 4)), jnp.ones((1, 3, 2, 4)), jnp.uint32(3))
+    >>> longer = entry((8, 100))
+    >>> longer.key.shape, int(longer.i)
+    ((8, 100, 2, 4), 0)
     """
 
     key: Any
     value: Any
     i: Any
 
-    def __call__(self, shape: tuple[int, ...], dtype: DTypeLike | None = None) -> CacheEntry:
+    def __call__(
+        self, shape: tuple[int, ...], dtype: DTypeLike | None = None
+    ) -> CacheEntry:
         """Returns an empty entry of shape `(batch, *lengths)`, by default with the same dtype.
 
         Raises:
@@ -182,7 +205,9 @@ class CacheEntry(struct.PyTreeNode):
                 f"and {self.key.ndim - 3} length(s)."
             )
         key = jnp.zeros((*shape, *self.key.shape[-2:]), dtype or self.key.dtype)
-        value = jnp.zeros((*shape, *self.value.shape[-2:]), dtype or self.value.dtype)
+        value = jnp.zeros(
+            (*shape, *self.value.shape[-2:]), dtype or self.value.dtype
+        )
         return CacheEntry(key, value, jnp.zeros((), jnp.uint32))
 
 
@@ -203,7 +228,9 @@ def decode(
         ArgumentValueError: if the variable `entry` is not a `CacheEntry`, or is known to be full.
     """
     is_first_call = not scope.has_variable("cache", "entry")
-    entry = scope.variable("cache", "entry", lambda: CacheEntry(key, value, None)(key.shape[:-2]))
+    entry = scope.variable(
+        "cache", "entry", lambda: CacheEntry(key, value, None)(key.shape[:-2])
+    )
     if is_first_call:
         return key, value, None
     cached: CacheEntry = entry.value
@@ -214,7 +241,11 @@ def decode(
         )
     batch, *lengths = cached.key.shape[:-2]
     ones = [1] * len(lengths)
-    for x, cached_x in ((query, cached.key), (key, cached.key), (value, cached.value)):
+    for x, cached_x in (
+        (query, cached.key),
+        (key, cached.key),
+        (value, cached.value),
+    ):
         expected = (batch, *ones, *cached_x.shape[-2:])
         if x.shape != expected:
             raise errors.ArgumentShapeError(
@@ -237,7 +268,9 @@ def decode(
     )
     keys = keys.reshape(cached.key.shape)
     values = values.reshape(cached.value.shape)
-    entry.value = CacheEntry(keys, values, jnp.minimum(cached.i + 1, num_positions))
+    entry.value = CacheEntry(
+        keys, values, jnp.minimum(cached.i + 1, num_positions)
+    )
     is_written = jnp.arange(num_positions, dtype=jnp.uint32) <= cached.i
     return keys, values, is_written.reshape(1, 1, *ones, *lengths)
 
@@ -282,17 +315,28 @@ def dot_product_attention(
             "agree but in the last axis, query and key in the last two."
         )
     axes = attended_axes(query.ndim, axis)
-    batch_axes = tuple(axis for axis in range(query.ndim - 2) if axis not in axes)
+    batch_axes = tuple(
+        axis for axis in range(query.ndim - 2) if axis not in axes
+    )
     order = (*batch_axes, *axes, query.ndim - 2, query.ndim - 1)
     num_heads = query.shape[-2]
-    batch, targets, sources = _sizes(query, batch_axes), _sizes(query, axes), _sizes(key, axes)
+    batch, targets, sources = (
+        _sizes(query, batch_axes),
+        _sizes(query, axes),
+        _sizes(key, axes),
+    )
 
     def flat(x: Array) -> Array:  # (batch × other axes, positions, heads, dim)
         x = jnp.transpose(x, order)
         return x.reshape(math.prod(batch), -1, *x.shape[-2:])
 
     logits_shape = (*batch, num_heads, *targets, *sources)
-    flat_logits_shape = (math.prod(batch), num_heads, math.prod(targets), math.prod(sources))
+    flat_logits_shape = (
+        math.prod(batch),
+        num_heads,
+        math.prod(targets),
+        math.prod(sources),
+    )
     if bias is not None:
         attention.check_broadcastable("bias", bias, logits_shape)
         bias = jnp.broadcast_to(bias, logits_shape).reshape(flat_logits_shape)
@@ -315,7 +359,9 @@ def dot_product_attention(
         if bias is not None:
             logits = logits + bias
         if mask.restricts:
-            logits = logits + functional.bool_to_bias(mask.to_array(*logits.shape[-2:]))
+            logits = logits + functional.bool_to_bias(
+                mask.to_array(*logits.shape[-2:])
+            )
         probs = jax.nn.softmax(logits)
         if dropout_rate > 0.0:
             assert dropout_rng is not None
@@ -325,7 +371,9 @@ def dot_product_attention(
             keep = keep_mask(dropout_rng, dropout_rate, keep_shape)
             keep = jnp.broadcast_to(keep, logits_shape).reshape(probs.shape)
             probs = functional.dropout(probs, rate=dropout_rate, mask=keep)
-        context = functional.attention_context(probs.astype(dtype), value, precision=precision)
+        context = functional.attention_context(
+            probs.astype(dtype), value, precision=precision
+        )
     context = context.reshape(*batch, *targets, *context.shape[-2:])
     inverse_order = [order.index(axis) for axis in range(len(order))]
     return jnp.transpose(context, inverse_order)
@@ -377,12 +425,11 @@ def multi_head_dot_product_attention(
         ArgumentValueError: if the features are not divisible by the number of heads, or a cache is
             used without a causal mask, or is known to be full.
 
-    Example:
-        >>> from weft.core import init
-        >>> attend = init(multi_head_dot_product_attention)
-        >>> y, variables = attend(jax.random.key(0), jnp.ones((1, 5, 8)), None, 2)
-        >>> y.shape, variables["params"]["query"]["kernel"].shape
-        ((1, 5, 8), (8, 2, 4))
+    >>> from weft.core import init
+    >>> attend = init(multi_head_dot_product_attention)
+    >>> y, variables = attend(jax.random.key(0), jnp.ones((1, 5, 8)), None, 2)
+    >>> y.shape, variables["params"]["query"]["kernel"].shape
+    ((1, 5, 8), (8, 2, 4))
     """
     project = functools.partial(
         dense_general, dtype=dtype, bias=bias, precision=precision, kernel_init=kernel_init,
@@ -402,21 +449,34 @@ def multi_head_dot_product_attention(
         key, value, is_written = decode(scope, query, key, value)
     if padding_mask is None and key_padding_mask is not None:
         padding_mask = jnp.ones(query.shape[:-2], bool)
-    segments = PositionValues("segmentation", segmentation, "key_segmentation", key_segmentation)
-    padding = PositionValues("padding_mask", padding_mask, "key_padding_mask", key_padding_mask)
+    segments = PositionValues(
+        "segmentation", segmentation, "key_segmentation", key_segmentation
+    )
+    padding = PositionValues(
+        "padding_mask", padding_mask, "key_padding_mask", key_padding_mask
+    )
     is_over_all_axes = len(axes) == query.ndim - 3
     restriction: dict[str, Any] = {}
     if attention_fn is dot_product_attention and not cache and is_over_all_axes:
         # A description, so that no array of all pairs is needed.
-        restriction["mask"] = _mask(query, key, axes, causal_mask, padding, segments)
+        restriction["mask"] = _mask(
+            query, key, axes, causal_mask, padding, segments
+        )
     else:
-        restriction["bias"] = _bias(query, key, axes, is_written, causal_mask, padding, segments)
+        restriction["bias"] = _bias(
+            query, key, axes, is_written, causal_mask, padding, segments
+        )
     context = scope.child(attention_fn)(
         query, key, value, dtype=dtype, axis=axes, precision=precision, dropout_rng=dropout_rng,
         **restriction,
         dropout_rate=dropout_rate, broadcast_dropout=broadcast_dropout, deterministic=deterministic,
     )  # fmt: skip
-    return project(scope.push("out"), context, out_features or inputs_q.shape[-1], axis=(-2, -1))
+    return project(
+        scope.push("out"),
+        context,
+        out_features or inputs_q.shape[-1],
+        axis=(-2, -1),
+    )
 
 
 def _check_decoding(causal_mask: bool, axes: Axes, ndim: int) -> None:
@@ -445,7 +505,9 @@ def _mask(
     def flat(aligned_values: Array, heads: Array) -> Array:
         """Returns values of the shape `(batch, *axes)` as `(batch, positions)`."""
         batch = len(aligned_values)
-        return jnp.broadcast_to(aligned_values, (batch, *_sizes(heads, axes))).reshape(batch, -1)
+        return jnp.broadcast_to(
+            aligned_values, (batch, *_sizes(heads, axes))
+        ).reshape(batch, -1)
 
     mask = AttentionMask(functional.causal_mask if causal_mask else None)
     aligned_segments = segments.aligned(query, key, axes)
@@ -458,7 +520,9 @@ def _mask(
     if aligned_padding is not None:
         is_valid = flat(aligned_padding[0], query) != 0
         is_valid_key = flat(aligned_padding[1], key) != 0
-        mask = mask.replace(arrays=(is_valid[:, None, :, None], is_valid_key[:, None, None, :]))
+        mask = mask.replace(
+            arrays=(is_valid[:, None, :, None], is_valid_key[:, None, None, :])
+        )
     return mask
 
 
@@ -475,7 +539,11 @@ def _bias(
 
     `is_written` says which positions of a cache the queries may attend to, in place of an order.
     """
-    if is_written is not None and segments.queries is not None and segments.keys is None:
+    if (
+        is_written is not None
+        and segments.queries is not None
+        and segments.keys is None
+    ):
         raise errors.ArgumentValueError(
             "segmentation was given to a step of decoding without key_segmentation: give that of "
             "all positions of the cache."

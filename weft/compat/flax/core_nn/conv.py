@@ -62,7 +62,9 @@ def conv(
         "dilation": functional.per_axis(kernel_dilation, len(window)),
         "input_dilation": functional.per_axis(input_dilation, len(window)),
     }
-    padded, pads = functional.pad_conv(inputs, window=window, padding=padding, **options)
+    padded, pads = functional.pad_conv(
+        inputs, window=window, padding=padding, **options
+    )
     shape = (*window, inputs.shape[-1] // feature_group_count, features)
     kernel = scope.param("kernel", kernel_init, shape)
     added = scope.param("bias", bias_init, (features,)) if bias else None
@@ -101,7 +103,9 @@ def conv_transpose(
         ArgumentValueError: if the padding is unknown.
     """
     window = as_tuple(kernel_size)
-    kernel = scope.param("kernel", kernel_init, (*window, inputs.shape[-1], features))
+    kernel = scope.param(
+        "kernel", kernel_init, (*window, inputs.shape[-1], features)
+    )
     added = scope.param("bias", bias_init, (features,)) if bias else None
     return functional.conv_transpose(
         *promote_dtype(inputs, kernel, added, dtype=dtype, inexact=False),

@@ -41,7 +41,9 @@ def dense(
     """
     kernel = scope.param("kernel", kernel_init, (inputs.shape[-1], features))
     bias_array = scope.param("bias", bias_init, (features,)) if bias else None
-    arrays = promote_dtype(inputs, kernel, bias_array, dtype=dtype, inexact=False)
+    arrays = promote_dtype(
+        inputs, kernel, bias_array, dtype=dtype, inexact=False
+    )
     return functional.dense(*arrays, precision=precision)
 
 
@@ -87,7 +89,10 @@ def dense_general(
     contracted = tuple(inputs.shape[a] for a in axis)
 
     def init_param(
-        key: Array, init: Initializer, matrix_shape: tuple[int, ...], shape: tuple[int, ...]
+        key: Array,
+        init: Initializer,
+        matrix_shape: tuple[int, ...],
+        shape: tuple[int, ...],
     ) -> Array:
         # A matrix with the fans of the map, repeated for every position of the batch axes.
         param = jnp.reshape(init(key, matrix_shape), shape)
@@ -96,12 +101,20 @@ def dense_general(
     num_outputs = math.prod(features)
     matrix_shape = (math.prod(contracted), num_outputs)
     kernel_shape = (*contracted, *features)
-    kernel = scope.param("kernel", init_param, kernel_init, matrix_shape, kernel_shape)
+    kernel = scope.param(
+        "kernel", init_param, kernel_init, matrix_shape, kernel_shape
+    )
     bias_array = None
     if bias:
-        bias_array = scope.param("bias", init_param, bias_init, (num_outputs,), features)
-    arrays = promote_dtype(inputs, kernel, bias_array, dtype=dtype, inexact=False)
-    return functional.dense_general(*arrays, axis=axis, batch_axes=batch_dims, precision=precision)
+        bias_array = scope.param(
+            "bias", init_param, bias_init, (num_outputs,), features
+        )
+    arrays = promote_dtype(
+        inputs, kernel, bias_array, dtype=dtype, inexact=False
+    )
+    return functional.dense_general(
+        *arrays, axis=axis, batch_axes=batch_dims, precision=precision
+    )
 
 
 class Embedding(struct.PyTreeNode):
@@ -113,17 +126,26 @@ class Embedding(struct.PyTreeNode):
 
     table: Any
 
-    def lookup(self, indices: Int[Array, "*shape"]) -> Float[Array, "*shape features"]:
+    def lookup(
+        self, indices: Int[Array, "*shape"]
+    ) -> Float[Array, "*shape features"]:
         """Returns the rows of integer ids, NaN for ids outside of the table."""
-        return functional.lookup(self.table, functional.as_ids(indices, "an Embedding"))
+        return functional.lookup(
+            self.table, functional.as_ids(indices, "an Embedding")
+        )
 
-    def attend(self, query: Float[Array, "*batch features"]) -> Float[Array, "*batch ids"]:
+    def attend(
+        self, query: Float[Array, "*batch features"]
+    ) -> Float[Array, "*batch ids"]:
         """Returns the inner products of each query with every row: logits of tied embeddings."""
         return functional.attend(self.table, query)
 
 
 def embedding(
-    scope: Scope, num_embeddings: int, features: int, init_fn: Initializer = default_embed_init
+    scope: Scope,
+    num_embeddings: int,
+    features: int,
+    init_fn: Initializer = default_embed_init,
 ) -> Embedding:
     """Returns a learned table of vectors.
 

@@ -55,10 +55,16 @@ def batch_norm(
     features = sorted(canonical_axes(axis, x.ndim))
     reduced = tuple(a for a in range(x.ndim) if a not in features)
     feature_shape = tuple(x.shape[a] for a in features)
-    shape = tuple(x.shape[a] if a in features else 1 for a in range(x.ndim))  # broadcasts to x
+    shape = tuple(
+        x.shape[a] if a in features else 1 for a in range(x.ndim)
+    )  # broadcasts to x
     is_initializing = not scope.has_variable(kind, "mean")
-    running_mean = scope.variable(kind, "mean", jnp.zeros, feature_shape, jnp.float32)
-    running_var = scope.variable(kind, "var", jnp.ones, feature_shape, jnp.float32)
+    running_mean = scope.variable(
+        kind, "mean", jnp.zeros, feature_shape, jnp.float32
+    )
+    running_var = scope.variable(
+        kind, "var", jnp.ones, feature_shape, jnp.float32
+    )
     if use_running_average:
         mean, var = running_mean.value, running_var.value
     else:
@@ -76,9 +82,13 @@ def batch_norm(
                 )
     scale_array = bias_array = None
     if scale:
-        scale_array = scope.param("scale", scale_init, feature_shape).reshape(shape)
+        scale_array = scope.param("scale", scale_init, feature_shape).reshape(
+            shape
+        )
     if bias:
-        bias_array = scope.param("bias", bias_init, feature_shape).reshape(shape)
+        bias_array = scope.param("bias", bias_init, feature_shape).reshape(
+            shape
+        )
     y = functional.batch_norm(
         x.astype(jnp.float32),
         mean.reshape(shape),
@@ -185,4 +195,6 @@ def dropout(
     if rate == 1.0:
         return jnp.zeros_like(inputs)
     key = scope.make_rng("dropout") if rng is None else rng
-    return functional.dropout(inputs, rate=rate, mask=keep_mask(key, rate, inputs.shape))
+    return functional.dropout(
+        inputs, rate=rate, mask=keep_mask(key, rate, inputs.shape)
+    )

@@ -13,7 +13,9 @@ from pathlib import Path
 if importlib.util.find_spec("weft") is not None:
     import weft.as_flax  # noqa: F401
 
-_other_paths = [path for path in sys.path if Path(path) != Path(__file__).parent]
+_other_paths = [
+    path for path in sys.path if Path(path) != Path(__file__).parent
+]
 _hidden = PathFinder.find_spec("sitecustomize", _other_paths)
 if _hidden is not None and _hidden.loader is not None:
     sys.modules["sitecustomize"] = importlib.util.module_from_spec(_hidden)

@@ -28,7 +28,12 @@ from weft import errors
 from weft._lazy import import_extra
 from weft.compat.flax import traverse_util
 from weft.compat.flax.configurations import config
-from weft.serialization import from_state_dict, msgpack_restore, msgpack_serialize, to_state_dict
+from weft.serialization import (
+    from_state_dict,
+    msgpack_restore,
+    msgpack_serialize,
+    to_state_dict,
+)
 from weft.serialization.directory import Directory, Entry
 from weft.serialization.state_dicts import is_stored_dtype
 from weft.serialization.untrusted import memory_bytes, refuse_url, utf8_fault
@@ -45,7 +50,9 @@ def is_orbax(path: str) -> bool:
     return os.path.isfile(os.path.join(path, _ORBAX_FILE))
 
 
-def read_checkpoint(path: str, target: PyTree, orbax_checkpointer: Any = None) -> PyTree:
+def read_checkpoint(
+    path: str, target: PyTree, orbax_checkpointer: Any = None
+) -> PyTree:
     """Returns the state dict of a checkpoint, a file or directory.
 
     Arrays in files of their own are laid out like those of the state dict `target`. Arguments and
@@ -58,8 +65,12 @@ def read_checkpoint(path: str, target: PyTree, orbax_checkpointer: Any = None) -
             layouts[_name(key_path)] = sharding
     _check_entries(path)
     if os.path.isdir(path):
-        return _with_empty_nodes(_read_orbax(path, layouts, orbax_checkpointer), target)
-    return _with_arrays(_read_file(path), path, None if target is None else layouts)
+        return _with_empty_nodes(
+            _read_orbax(path, layouts, orbax_checkpointer), target
+        )
+    return _with_arrays(
+        _read_file(path), path, None if target is None else layouts
+    )
 
 
 def _name(key_path: jax.tree_util.KeyPath) -> str:
@@ -70,7 +81,9 @@ def _check_utf8(path: str) -> None:
     """Refuses a path that array storage would not find."""
     fault = utf8_fault(path)
     if fault is not None:
-        raise errors.ArgumentValueError(f"arrays in files of their own cannot be there: {fault}.")
+        raise errors.ArgumentValueError(
+            f"arrays in files of their own cannot be there: {fault}."
+        )
 
 
 def _step_of(path: str) -> str:
@@ -114,7 +127,9 @@ def _read_file(path: str) -> PyTree:
 
 
 def _with_arrays(
-    state: PyTree, path: str, layouts: Mapping[str, jax.sharding.Sharding] | None
+    state: PyTree,
+    path: str,
+    layouts: Mapping[str, jax.sharding.Sharding] | None,
 ) -> PyTree:
     """Replaces placeholders by the arrays of several processes, which have files of their own."""
 
@@ -125,7 +140,9 @@ def _with_arrays(
         if layouts is None:
             raise errors.MPARestoreTargetRequiredError(path, _step_of(path))
         if name not in layouts:
-            raise errors.MPARestoreTargetRequiredError(path, _step_of(path), name)
+            raise errors.MPARestoreTargetRequiredError(
+                path, _step_of(path), name
+            )
         folders = leaf.removeprefix(_PLACEHOLDER).split("/")
         if not {"", ".", ".."}.isdisjoint(folders):
             raise _damaged(path, f"{name} names files elsewhere: {leaf!r}")
@@ -135,16 +152,25 @@ def _with_arrays(
     return jax.tree.map_with_path(with_array, state)
 
 
-def _read_zarr(directory: str, sharding: jax.sharding.Sharding, step: str) -> jax.Array:
+def _read_zarr(
+    directory: str, sharding: jax.sharding.Sharding, step: str
+) -> jax.Array:
     _check_utf8(directory)
-    tensorstore = import_extra("tensorstore", "train", needed_by=f"the checkpoint {directory!r}")
-    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": os.path.abspath(directory)}}
+    tensorstore = import_extra(
+        "tensorstore", "train", needed_by=f"the checkpoint {directory!r}"
+    )
+    spec = {
+        "driver": "zarr",
+        "kvstore": {"driver": "file", "path": os.path.abspath(directory)},
+    }
 
     def result(future: Any) -> Any:
         try:
             return future.result()
         except ValueError as error:
-            raise errors.MPARestoreDataCorruptedError(step, directory) from error
+            raise errors.MPARestoreDataCorruptedError(
+                step, directory
+            ) from error
 
     stored = result(tensorstore.open(spec, read=True))
     if stored.size * stored.dtype.numpy_dtype.itemsize > memory_bytes():
@@ -160,7 +186,10 @@ def _read_zarr(directory: str, sharding: jax.sharding.Sharding, step: str) -> ja
 def _import_orbax(path: str | None = None) -> Any:
     needed_by = __name__ if path is None else f"the checkpoint {path!r}"
     return import_extra(
-        "orbax.checkpoint", "train", needed_by=needed_by, package="orbax-checkpoint"
+        "orbax.checkpoint",
+        "train",
+        needed_by=needed_by,
+        package="orbax-checkpoint",
     )
 
 
@@ -175,7 +204,9 @@ def _opened_checkpointer(
 
 
 def _read_orbax(
-    path: str, layouts: Mapping[str, jax.sharding.Sharding], orbax_checkpointer: Any
+    path: str,
+    layouts: Mapping[str, jax.sharding.Sharding],
+    orbax_checkpointer: Any,
 ) -> PyTree:
     _check_utf8(path)
     ocp = _import_orbax(path)
@@ -188,9 +219,14 @@ def _read_orbax(
         if layout is None and saved.sharding is not None:
             layout = first_device
         # Arrays that were not JAX arrays, or that JAX would narrow (float64), become NumPy arrays.
-        if layout is None or jax.dtypes.canonicalize_dtype(saved.dtype) != saved.dtype:
+        if (
+            layout is None
+            or jax.dtypes.canonicalize_dtype(saved.dtype) != saved.dtype
+        ):
             return ocp.RestoreArgs(restore_type=np.ndarray)
-        layout.shard_shape(saved.shape)  # a layout that does not fit is not damage to the files
+        layout.shard_shape(
+            saved.shape
+        )  # a layout that does not fit is not damage to the files
         return ocp.ArrayRestoreArgs(sharding=layout)
 
     def result(read: Any, **kwargs: Any) -> Any:
@@ -200,14 +236,18 @@ def _read_orbax(
             raise _damaged(path, f"{type(error).__name__}: {error}") from error
 
     if not is_orbax(path):
-        raise _damaged(path, f"it is a directory without Orbax's file {_ORBAX_FILE}")
+        raise _damaged(
+            path, f"it is a directory without Orbax's file {_ORBAX_FILE}"
+        )
     _check_names(path)
     with _opened_checkpointer(path, orbax_checkpointer) as checkpointer:
         metadata = result(checkpointer.metadata).item_metadata
         if metadata is None:
             raise _damaged(path, "Orbax does not find the tree in it")
         args = jax.tree.map_with_path(restore_args, metadata.tree)
-        tree = result(checkpointer.restore, args=ocp.args.PyTreeRestore(restore_args=args))
+        tree = result(
+            checkpointer.restore, args=ocp.args.PyTreeRestore(restore_args=args)
+        )
         return to_state_dict(tree)
 
 
@@ -218,16 +258,23 @@ def _check_names(path: str) -> None:
         content = directory.read_json(f"{name}/{_ORBAX_FILE}")
     except (OSError, ValueError) as error:
         raise _damaged(path, str(error)) from error
-    names = content.get("tree_metadata", {}) if isinstance(content, dict) else {}
+    names = (
+        content.get("tree_metadata", {}) if isinstance(content, dict) else {}
+    )
     for array_name in names:
         if os.path.pardir in re.split(r"['\"/\\]", array_name):
-            raise _damaged(path, f"an array is named {array_name}, which leads elsewhere")
+            raise _damaged(
+                path, f"an array is named {array_name}, which leads elsewhere"
+            )
 
 
 def _with_empty_nodes(state: PyTree, target: PyTree) -> PyTree:
     """Restores nodes without leaves, such as `optax.EmptyState`, which Orbax reads as None."""
     if isinstance(state, dict) and isinstance(target, dict):
-        return {key: _with_empty_nodes(value, target.get(key)) for key, value in state.items()}
+        return {
+            key: _with_empty_nodes(value, target.get(key))
+            for key, value in state.items()
+        }
     is_empty_node = state is None and isinstance(target, dict) and not target
     return {} if is_empty_node else state
 
@@ -311,13 +358,25 @@ def save_checkpoint(
     ([2, 3], [1.0, 1.0])
     """
     if orbax_checkpointer is not None or config.flax_use_orbax_checkpointing:
-        options = prefix, keep, overwrite, keep_every_n_steps, async_manager, orbax_checkpointer
+        options = (
+            prefix,
+            keep,
+            overwrite,
+            keep_every_n_steps,
+            async_manager,
+            orbax_checkpointer,
+        )
         return save_checkpoint_multiprocess(ckpt_dir, target, step, *options)
     new = _new_checkpoint(ckpt_dir, step, prefix, overwrite)
     step, path = new
     state = to_state_dict(target)
-    arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
-    if not all(array.is_fully_addressable or array.is_fully_replicated for array in arrays):
+    arrays = [
+        leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)
+    ]
+    if not all(
+        array.is_fully_addressable or array.is_fully_replicated
+        for array in arrays
+    ):
         raise errors.MPACheckpointingRequiredError(path, step)
     data = msgpack_serialize(state)
 
@@ -377,7 +436,9 @@ def save_checkpoint_multiprocess(
 
 def _check_dtypes(state: PyTree) -> None:
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        if isinstance(leaf, np.ndarray | np.generic) and not is_stored_dtype(leaf.dtype):
+        if isinstance(leaf, np.ndarray | np.generic) and not is_stored_dtype(
+            leaf.dtype
+        ):
             raise errors.UnserializableValueError(
                 f"{_name(key_path)!r} is an array of {leaf.dtype}, and Orbax takes arrays of "
                 "numbers and booleans. Give texts as Python strings, convert other values to "
@@ -422,14 +483,18 @@ def restore_checkpoint(
     return from_state_dict(target, state)
 
 
-def latest_checkpoint(ckpt_dir: Path, prefix: str = "checkpoint_") -> str | None:
+def latest_checkpoint(
+    ckpt_dir: Path, prefix: str = "checkpoint_"
+) -> str | None:
     """Returns the path of the checkpoint with the largest step, or None."""
     checkpoints = _list_checkpoints(ckpt_dir, prefix)
     return checkpoints[-1].path if checkpoints else None
 
 
 def available_steps(
-    ckpt_dir: Path, prefix: str = "checkpoint_", step_type: type[int] | type[float] = int
+    ckpt_dir: Path,
+    prefix: str = "checkpoint_",
+    step_type: type[int] | type[float] = int,
 ) -> list[int | float]:
     """Returns the steps of the checkpoints in a directory, ascending; it need not exist.
 
@@ -459,7 +524,9 @@ def natural_sort(file_list: Iterable[str], signed: bool = True) -> list[str]:
             if i % 2 == 0:
                 texts_and_numbers.append(text)
             else:
-                texts_and_numbers.append(float(text) if signed else abs(float(text)))
+                texts_and_numbers.append(
+                    float(text) if signed else abs(float(text))
+                )
         return texts_and_numbers
 
     return sorted(file_list, key=parts)
@@ -474,16 +541,22 @@ def _check_step(step: Any) -> int | float:
     if hasattr(step, "item"):
         step = step.item()
     if type(step) not in (int, float) or not np.isfinite(step):
-        raise errors.CheckpointStepError(f"the step is {step!r}; expected a finite int or float.")
+        raise errors.CheckpointStepError(
+            f"the step is {step!r}; expected a finite int or float."
+        )
     return step
 
 
-def _new_checkpoint(ckpt_dir: Path, step: int | float, prefix: str, overwrite: bool) -> _Checkpoint:
+def _new_checkpoint(
+    ckpt_dir: Path, step: int | float, prefix: str, overwrite: bool
+) -> _Checkpoint:
     """Returns the step and the path of a checkpoint to be written there."""
     step = _check_step(step)
     directory, name_prefix = _directory_and_name_prefix(ckpt_dir, prefix)
     path = os.path.join(directory, f"{name_prefix}{step}")
-    steps = [checkpoint.step for checkpoint in _list_checkpoints(ckpt_dir, prefix)]
+    steps = [
+        checkpoint.step for checkpoint in _list_checkpoints(ckpt_dir, prefix)
+    ]
     if steps and steps[-1] >= step and not overwrite:
         raise errors.InvalidCheckpointError(path, step)
     if os.path.islink(path) or (os.path.isdir(path) and not is_orbax(path)):
@@ -513,10 +586,14 @@ def _list_checkpoints(ckpt_dir: Path, prefix: str) -> list[_Checkpoint]:
     return sorted(checkpoints)
 
 
-def _select_path(ckpt_dir: str, step: int | float | None, prefix: str) -> str | None:
+def _select_path(
+    ckpt_dir: str, step: int | float | None, prefix: str
+) -> str | None:
     if step is None:
         if os.path.isfile(ckpt_dir) or is_orbax(ckpt_dir):
-            return os.path.realpath(ckpt_dir)  # what the user names may be a link
+            return os.path.realpath(
+                ckpt_dir
+            )  # what the user names may be a link
         return latest_checkpoint(ckpt_dir, prefix)
     paths_by_step = dict(_list_checkpoints(ckpt_dir, prefix))
     if _check_step(step) not in paths_by_step:
@@ -544,7 +621,9 @@ def _write(path: str, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        if os.path.isdir(path):  # a rename can replace a file, but not a directory
+        if os.path.isdir(
+            path
+        ):  # a rename can replace a file, but not a directory
             os.rename(path, replaced)
         os.replace(being_written, path)
     except BaseException:
@@ -558,7 +637,11 @@ def _write(path: str, data: bytes) -> None:
 
 
 def _remove_others(
-    ckpt_dir: Path, prefix: str, new: _Checkpoint, keep: int, keep_every_n_steps: int | None
+    ckpt_dir: Path,
+    prefix: str,
+    new: _Checkpoint,
+    keep: int,
+    keep_every_n_steps: int | None,
 ) -> None:
     """Removes what `keep` does not retain, and checkpoints of later steps."""
     older: list[_Checkpoint] = []
@@ -573,7 +656,9 @@ def _remove_others(
     num_beyond_newest = max(0, len(older) + 1 - keep) if keep else 0
     last_retained_step = -float("inf")
     for checkpoint in older[:num_beyond_newest]:
-        is_apart = checkpoint.step - last_retained_step >= (keep_every_n_steps or 0)
+        is_apart = checkpoint.step - last_retained_step >= (
+            keep_every_n_steps or 0
+        )
         if keep_every_n_steps and is_apart:
             last_retained_step = checkpoint.step
         else:
@@ -613,7 +698,9 @@ def save_args_from_target(target: PyTree) -> PyTree:
     return jax.tree.map(lambda _: ocp.SaveArgs(), target)
 
 
-def restore_args_from_target(target: PyTree, mesh: Mesh | None = None) -> PyTree:
+def restore_args_from_target(
+    target: PyTree, mesh: Mesh | None = None
+) -> PyTree:
     """Returns a tree like `target` with `orbax.checkpoint.RestoreArgs`, which restore its layout.
 
     Args:
@@ -635,11 +722,17 @@ def restore_args_from_target(target: PyTree, mesh: Mesh | None = None) -> PyTree
 
     layouts = jax.tree.map(layout, target)
     if not jax.tree.leaves(layouts):
-        return jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target)
-    return ocp.checkpoint_utils.construct_restore_args(target, layouts, set_global_shape=False)
+        return jax.tree.map(
+            lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target
+        )
+    return ocp.checkpoint_utils.construct_restore_args(
+        target, layouts, set_global_shape=False
+    )
 
 
-def maybe_construct_transformations(target: PyTree, transforms: Any | None) -> Any:
+def maybe_construct_transformations(
+    target: PyTree, transforms: Any | None
+) -> Any:
     """Returns `transforms`, by default those that keep entries of `target` that are None.
 
     >>> list(maybe_construct_transformations({"a": {"b": None}, "c": 1}, None))
@@ -647,6 +740,12 @@ def maybe_construct_transformations(target: PyTree, transforms: Any | None) -> A
     """
     if transforms is not None:
         return transforms
-    leaves = traverse_util.flatten_dict(to_state_dict(target), keep_empty_nodes=True)
+    leaves = traverse_util.flatten_dict(
+        to_state_dict(target), keep_empty_nodes=True
+    )
     keep_entry = _import_orbax().Transform(use_fallback=True)
-    return {"/".join(path): keep_entry for path, leaf in leaves.items() if leaf is None}
+    return {
+        "/".join(path): keep_entry
+        for path, leaf in leaves.items()
+        if leaf is None
+    }

@@ -79,7 +79,10 @@ def get_metrics(device_metrics: Sequence[Any]) -> Any:
 
 
 def onehot(
-    labels: Int[Array, "*batch"], num_classes: int, on_value: float = 1.0, off_value: float = 0.0
+    labels: Int[Array, "*batch"],
+    num_classes: int,
+    on_value: float = 1.0,
+    off_value: float = 0.0,
 ) -> Float[Array, "*batch num_classes"]:
     """Returns `on_value` at each label that is a class and `off_value` elsewhere, in float32.
 
@@ -103,7 +106,9 @@ class PrefetchIterator:
     """
 
     def __init__(self, data_iter: Iterable[Any], buffer_size: int = 1):
-        warn_deprecated("PrefetchIterator", "use the prefetching of the dataset")
+        warn_deprecated(
+            "PrefetchIterator", "use the prefetching of the dataset"
+        )
         if buffer_size < 1:
             raise ArgumentValueError(
                 f"buffer_size={buffer_size}: at least one element must be able to wait; use 1 or "
@@ -111,7 +116,9 @@ class PrefetchIterator:
             )
         self.buffer_size = buffer_size
         # `chain` leaves the iterator's own `close` to the caller; the count is not used.
-        elements = CountingIterator(itertools.chain(data_iter), lambda: data_iter)
+        elements = CountingIterator(
+            itertools.chain(data_iter), lambda: data_iter
+        )
         self._elements = PrefetchingIterator(elements, buffer_size=buffer_size)
         self._closed = False
 
@@ -135,10 +142,15 @@ class PrefetchIterator:
         self.close()
 
 
-def _with_warmup(schedule: Schedule, steps_per_epoch: int, warmup_length: float) -> Schedule:
+def _with_warmup(
+    schedule: Schedule, steps_per_epoch: int, warmup_length: float
+) -> Schedule:
     if warmup_length <= 0:
         return schedule
-    return lambda step: schedule(step) * jnp.minimum(1.0, step / (steps_per_epoch * warmup_length))
+    return lambda step: (
+        schedule(step)
+        * jnp.minimum(1.0, step / (steps_per_epoch * warmup_length))
+    )
 
 
 def create_constant_learning_rate_schedule(
@@ -149,7 +161,9 @@ def create_constant_learning_rate_schedule(
     >>> float(create_constant_learning_rate_schedule(1.0, 10, warmup_length=2.0)(5))
     0.25
     """
-    return _with_warmup(lambda step: base_learning_rate, steps_per_epoch, warmup_length)
+    return _with_warmup(
+        lambda step: base_learning_rate, steps_per_epoch, warmup_length
+    )
 
 
 def create_stepped_learning_rate_schedule(
@@ -168,8 +182,15 @@ def create_stepped_learning_rate_schedule(
     [1.0, 0.5, 0.25]
     """
     starts = jnp.array([epoch * steps_per_epoch for epoch, _ in lr_sched_steps])
-    rates = jnp.array([1.0, *(factor for _, factor in lr_sched_steps)]) * base_learning_rate
-    return _with_warmup(lambda step: rates[jnp.sum(step > starts)], steps_per_epoch, warmup_length)
+    rates = (
+        jnp.array([1.0, *(factor for _, factor in lr_sched_steps)])
+        * base_learning_rate
+    )
+    return _with_warmup(
+        lambda step: rates[jnp.sum(step > starts)],
+        steps_per_epoch,
+        warmup_length,
+    )
 
 
 def create_cosine_learning_rate_schedule(
@@ -187,7 +208,9 @@ def create_cosine_learning_rate_schedule(
 
     def schedule(step: Step) -> jax.Array:
         return (
-            base_learning_rate * (1 + jnp.cos(jnp.pi * step / steps_per_epoch / halfcos_epochs)) / 2
+            base_learning_rate
+            * (1 + jnp.cos(jnp.pi * step / steps_per_epoch / halfcos_epochs))
+            / 2
         )
 
     return _with_warmup(schedule, steps_per_epoch, warmup_length)

@@ -14,7 +14,9 @@ import jax
 import optax
 
 from weft import errors, struct
-from weft.functional.fp8 import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
+from weft.functional.fp8 import (
+    OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT,
+)
 from weft.trainer.dynamic_scale import DynamicScale as DynamicScale
 from weft.trainer.dynamic_scale import DynamicScaleResult as DynamicScaleResult
 
@@ -46,7 +48,9 @@ class TrainState(struct.PyTreeNode):
         """
         overwrites = _has_overwrites(self.params)
         if overwrites != _has_overwrites(grads):
-            with_it, without = ("params", "grads") if overwrites else ("grads", "params")
+            with_it, without = (
+                ("params", "grads") if overwrites else ("grads", "params")
+            )
             raise errors.TrainStateError(
                 f"{with_it} have the collection {OVERWRITE_WITH_GRADIENT!r}, but {without} do not; "
                 "differentiate with respect to all of state.params, and create the state with all "
@@ -57,9 +61,14 @@ class TrainState(struct.PyTreeNode):
         updates, opt_state = self.tx.update(theirs, self.opt_state, params)
         params = optax.apply_updates(params, updates)
         if overwrites:
-            new = {"params": params, OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}
+            new = {
+                "params": params,
+                OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT],
+            }
             params = type(self.params)({**self.params, **new})
-        return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
+        return self.replace(
+            step=self.step + 1, params=params, opt_state=opt_state, **kwargs
+        )
 
     @classmethod
     def create(
@@ -75,7 +84,14 @@ class TrainState(struct.PyTreeNode):
         Raises a TrainStateError if `params` has `OVERWRITE_WITH_GRADIENT` but no `params`.
         """
         opt_state = tx.init(_optimizer_params(params))
-        return cls(step=0, apply_fn=apply_fn, params=params, tx=tx, opt_state=opt_state, **kwargs)
+        return cls(
+            step=0,
+            apply_fn=apply_fn,
+            params=params,
+            tx=tx,
+            opt_state=opt_state,
+            **kwargs,
+        )
 
 
 def _has_overwrites(tree: object) -> bool:
@@ -123,9 +139,12 @@ class EarlyStopping(struct.PyTreeNode):
     def update(self, metric: float) -> "EarlyStopping":
         """Returns the state after an evaluation with a scalar metric; NaN is not an improvement."""
         if self.best_metric - metric > self.min_delta:
-            return self.replace(best_metric=metric, patience_count=0, has_improved=True)
+            return self.replace(
+                best_metric=metric, patience_count=0, has_improved=True
+            )
         return self.replace(
             patience_count=self.patience_count + 1,
-            should_stop=self.should_stop or self.patience_count >= self.patience,
+            should_stop=self.should_stop
+            or self.patience_count >= self.patience,
             has_improved=False,
         )
