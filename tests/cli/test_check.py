@@ -21,7 +21,7 @@ def test_valid_recipe(capsys):
     text = "\n".join(lines)
     table = [line.split() for line in lines]
     assert ["weight", "f32[264,24]", "(model,fsdp)", "1", "3.2", "kB"] in table
-    assert "1   weft/trainer/parallelism.py:" in text
+    assert "1   weft/hierarchy/mesh_layout.py:" in text
     assert ["s32[8,16]" in line for line in lines].count(True) == 2
     (parameters,) = [line for line in table if line[:1] == ["parameters"]]
     assert float(parameters[1]) == pytest.approx(8 * float(parameters[3]), rel=0.05)

@@ -32,7 +32,9 @@ HELP = {
     "config show": ["Print a config as text that Weft can read."],
     "config diff": ["Print the differences between two configs; exit code 1 if there are any."],
     "sample": ["Generate text from a trained run, or a Hugging Face folder."],
-    "inspect": ["Print the contents of a run's checkpoints, without loading them."],
+    "inspect": [
+        "Print what a run's checkpoints or a Hugging Face folder hold, without loading it."
+    ],
     "report": ["Write the report of a run, or a comparison of several, as one HTML page."],
     "export": ["Write a run's parameters as safetensors, or as a Hugging Face checkpoint."],
     "tabulate": ["Print the model as a table, without allocating its arrays."],

@@ -178,8 +178,9 @@ def test_error_at_the_end_of_data_is_the_reason(three):
     lines = three()
     error = StopRequest("error", "process 1 of 3 has failed")
     lines[1].request_stop(error, before=3)
-    lines[2].request_stop(ENDED, before=3)
     wait_until_asked(lines)
+    # Whether it comes while the step is decided or after, the reason stays the first one.
+    lines[2].request_stop(ENDED, before=3)
     assert at_once(*(lambda p=p: begin(p, *[None] * 9) for p in lines)) == [(2, error)] * 3
 
 

@@ -754,8 +754,9 @@ class Peers:
                 late=False,
             )
             return
-        if earlier is not None and earlier.before < stop.before:
-            stop = earlier
+        if earlier is not None and earlier.before <= stop.before:
+            # Some may have stopped there already, for the earlier reason.
+            stop = earlier._replace(is_final=earlier.is_final or stop.is_final)
         asked_by = sorted({ask.process for ask in poll.asks})
         self._poll = _Poll(poll.number)
         self._broadcast(
