@@ -45,14 +45,12 @@ EVALUATIONS = {
 STEP = Reading(
     step=440,
     loss=1.492,
-    summaries={
-        "model": {
-            "accuracy": 0.585,
-            "bits_per_byte": 2.313,
-            "perplexity": 4.970,
-        },
-        "learner": {"learning_rate": 0.00158},
+    metrics={
+        "accuracy": 0.585,
+        "bits_per_byte": 2.313,
+        "perplexity": 4.970,
     },
+    summaries={"learner": {"learning_rate": 0.00158}},
     unit="tokens",
     per_second=21_298,
     elapsed=56,
