@@ -372,7 +372,7 @@ class TrainDtypeError(WeftError, ValueError):
 
 
 class HookError(WeftError, TypeError):
-    """An object given as a hook of a run is none."""
+    """An object given as a hook of a run is not a `weft.trainer.Hook`."""
 
 
 class EarlyStoppingError(WeftError, ValueError):

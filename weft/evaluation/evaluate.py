@@ -82,11 +82,11 @@ def evaluate(
         tokenizer: that of the model, if it has none of its own.
 
     Returns:
-        An `EvaluationResult`. Its metrics are `perplexity`, `loss` in nats per token, and
-            `bits_per_byte` if each token has a context; `accuracy`, of choices by their log
-            probability, and `accuracy_per_byte`, by that divided by their length in bytes of
-            UTF-8; `exact_match`, of answers without space around them; `pass@1` and so on, the
-            probability that one of k samples is right, without bias (Chen et al., 2021).
+        The metrics and the answers. The metrics are `perplexity`, `loss` in nats per token, and
+        `bits_per_byte` if each token has a context; `accuracy`, of choices by their log
+        probability, and `accuracy_per_byte`, by that divided by their length in bytes of UTF-8;
+        `exact_match`, of answers without space around them; `pass@1` and so on, the probability
+        that one of k samples is right, without bias (Chen et al., 2021).
 
     Raises:
         EvaluationError: if a row or an argument does not fit the task.

@@ -27,7 +27,7 @@ _MAX_ROWS = 32
 
 
 class Score(NamedTuple):
-    """Judgement of a model about a continuation.
+    """Judgment of a model about a continuation.
 
     Attributes:
         log_prob: natural logarithm of its probability after its context.

@@ -203,7 +203,8 @@ class AttentionMask(struct.PyTreeNode):
     id, and all `arrays` are True. What is None does not restrict.
 
     Attributes:
-        mask_fn: function of positions, such as `causal_mask` (see the module's docstring).
+        mask_fn: function of positions of queries and keys, which broadcast against each other, such
+            as `causal_mask`; True where the query may attend to the key.
         query_positions: `Int[Array, "*#batch target"]`; None counts from 0.
         key_positions: `Int[Array, "*#batch source"]`; None counts from 0.
         query_segments: `Int[Array, "*#batch target"]`, ids of the segments of queries.

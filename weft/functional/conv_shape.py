@@ -4,28 +4,10 @@ Along each spatial axis, output `o` of a convolution sees the padded positions
 
     o * stride, o * stride + dilation, …, o * stride + dilation * (window - 1)
 
-which span `conv_dilate_window` positions. Named paddings do not depend on the input's length, so
-that a stream convolved in pieces has the outputs of the whole:
-
-    VALID   none
-    SAME    span - 1 in total, half on each side, the odd position on the right
-    CAUSAL  span - 1 in total, span - stride on the left: an output sees no position after its
-            stride. Applies to the first spatial axis, time; the others use SAME.
-
-The SAME of `jax.lax` does depend on the length: see `lax_conv_padding`.
-
-Those of `pad_conv` and `pad_conv_transpose`, by the names that Flax uses:
-
-    VALID       none
-    SAME        an input of length `n` has `ceil(n / stride)` outputs; half on each side, the odd
-                position on the right (on the left with SAME_LOWER)
-    CIRCULAR    wraps around
-    REFLECT     mirrors the input, without repeating its end
-    CAUSAL      zeros before the input, so that outputs see no later position; one axis only
-
-A number, one number per axis, or `(left, right)` per axis also work. Transposed convolutions accept
-VALID, SAME and CIRCULAR, and SAME_LOWER (as SAME) with strides of 1. Padding other than zeros is
-added to the array itself; the convolution adds zeros.
+which span `conv_dilate_window` positions. The named paddings of `conv_explicit_padding` do not
+depend on the input's length, so that a stream convolved in pieces has the outputs of the whole.
+The SAME of `jax.lax` does depend on the length: see `lax_conv_padding`. So does that of `pad_conv`
+and `pad_conv_transpose`, which take the names that Flax uses.
 """
 
 from __future__ import annotations
@@ -46,7 +28,7 @@ LAX_PADDINGS = ("SAME", "VALID", "SAME_LOWER")
 Sizes = Sequence[int]
 """One number per spatial axis."""
 ConvPadding = str | Sequence[Sequence[int]]
-"""One of `NAMED_PADDINGS`, or `(left, right)` per spatial axis."""
+"""One of `NAMED_PADDINGS` (see `conv_explicit_padding`), or `(left, right)` per spatial axis."""
 Padding = str | int | Sequence[int | Sequence[int]]
 """A name, or for all or each of the spatial axes an integer or `(left, right)`."""
 Pairs = tuple[tuple[int, int], ...]
@@ -89,7 +71,13 @@ def conv_explicit_padding(
 ) -> Pairs:
     """Returns the `(left, right)` padding of each spatial axis.
 
-    Pairs given as `padding` are returned unchanged.
+    Pairs given as `padding` are returned unchanged. Its names do not depend on the input's length;
+    a window of `span` positions gets
+
+        VALID   none
+        SAME    span - 1 in total, half on each side, the odd position on the right
+        CAUSAL  span - 1 in total, span - stride on the left: an output sees no position after its
+                stride. Applies to the first spatial axis, time; the others use SAME.
 
     Raises:
         ArgumentShapeError: if the arguments have different numbers of axes.
@@ -376,9 +364,18 @@ def pad_conv(
 ) -> tuple[Num[Array, "*batch_padded channels"], Pairs]:
     """Returns the padded input of a convolution, and the zeros that the convolution must add.
 
+    Padding other than zeros is added to the array itself. The names, in any case, are:
+
+        VALID       none
+        SAME        an input of length `n` has `ceil(n / stride)` outputs; half on each side, the
+                    odd position on the right (on the left with SAME_LOWER)
+        CIRCULAR    wraps around
+        REFLECT     mirrors the input, without repeating its end
+        CAUSAL      zeros before the input, so that outputs see no later position; one axis only
+
     Args:
         window, strides, dilation: one number per spatial axis.
-        padding: see the module; names are case-insensitive.
+        padding: a name, a number, one number per axis, or `(left, right)` per axis.
         input_dilation: requires VALID or numeric padding.
 
     Raises:
@@ -439,6 +436,8 @@ def pad_conv_transpose(
     CIRCULAR wraps outputs past one end to the other, and keeps `length * stride`, as SAME does.
 
     Args:
+        padding: VALID, SAME, CIRCULAR, or, with strides of 1, SAME_LOWER, which is SAME; or
+            numbers, as for `pad_conv`.
         transpose_kernel: see `conv_transpose`; with CIRCULAR, moves odd outputs to the other side.
 
     For the other arguments and errors see `pad_conv`.
@@ -482,7 +481,7 @@ def _circular_padding(
     """Returns the input positions to repeat on each side, and the (negative) padding with zeros.
 
     Without padding, input `i` reaches the outputs from `i * stride` on. Outputs from `first` on are
-    kept, which centres the window; the positions repeated on the left reach up to them.
+    kept, which centers the window; the positions repeated on the left reach up to them.
     """
     first = (max(span - stride, 0) + is_flipped) // 2
     left_outputs = span - 1 - first

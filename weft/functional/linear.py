@@ -322,7 +322,7 @@ def _contracted_axes(
 ) -> tuple[int, int] | None:
     """Returns how many last axes of `x` the weight contracts, and the first of them in the weight.
 
-    None unless this is the product of two matrices, up to the merging of neighbouring axes.
+    None unless this is the product of two matrices, up to the merging of neighboring axes.
     """
     operands, arrow, result = subscripts.replace(" ", "").partition("->")
     terms = operands.split(",")
@@ -400,7 +400,7 @@ def _labels(
 ) -> tuple[int, list[str | int]]:
     """Returns the number of axes of the ellipsis, and one label per axis.
 
-    The axes of an ellipsis are labelled by their distance from its end, where those of several
+    The axes of an ellipsis are labeled by their distance from its end, where those of several
     operands meet: `..., 2, 1`.
     """
     first_labels, ellipsis, last_labels = term.partition("...")

@@ -122,7 +122,7 @@ def group_norm(
     fast_variance: bool = True,
     dtype: DTypeLike | None = jnp.float32,
 ) -> Float[Array, "batch *spatial channels"]:
-    """Normalises groups of channels (Wu and He, 2018).
+    """Normalizes groups of channels (Wu and He, 2018).
 
     Args:
         axis: the axes that share statistics, in addition to the channels of a group; by default
@@ -227,7 +227,7 @@ def batch_norm(
     where: Bool[Array, "*#shape"] | None = None,
     dtype: DTypeLike | None = jnp.float32,
 ) -> Float[Array, "*batch channels"]:
-    """Normalises with given statistics: a batch's `moments`, or running averages.
+    """Normalizes with given statistics: a batch's `moments`, or running averages.
 
     `mean` and `variance` broadcast to `x`; `scale` and `bias` are per channel. NaN and infinities
     that do not count, where `where` is False, are returned as they are. `dtype` is that of the

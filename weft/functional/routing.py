@@ -207,7 +207,7 @@ def dropped_tokens(
 def limit_to_groups(
     scores: Float[Array, "*tokens experts"], *, num_groups: int, num_kept: int
 ) -> Float[Array, "*tokens experts"]:
-    """Sets the scores to -inf except for the `num_kept` best groups of neighbouring experts.
+    """Sets the scores to -inf except for the `num_kept` best groups of neighboring experts.
 
     A group's score is the sum of its two best experts' scores (DeepSeek-AI, 2024, section 2.1.2).
     `num_groups` must divide the number of experts.

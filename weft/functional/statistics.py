@@ -1,7 +1,7 @@
 """Means and variances along axes, optionally masked.
 
 Mean and mean square come from one reduction over the stacked pair `(x, x²)`. XLA's CPU backend
-fuses it into its neighbours, but recomputes the input of two separate reductions layer after layer,
+fuses it into its neighbors, but recomputes the input of two separate reductions layer after layer,
 which multiplies compile time and program size of deep residual stacks.
 
 The difference of mean square and squared mean loses precision if the mean is large compared with

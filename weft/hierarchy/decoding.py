@@ -523,8 +523,8 @@ def brevity_penalty_fn(
 
     Args:
       alpha: the power; larger values favor longer sequences, 0 changes nothing.
-      bp_type: "t5" divides by `((5 + length) / 6)^alpha` (Wu et al., 2016,
-        https://arxiv.org/abs/1609.08144, equation 14), "hf" by `length^alpha`.
+      bp_type: "t5" divides by `((5 + length) / 6)^alpha` ([Wu et al.,
+        2016](https://arxiv.org/abs/1609.08144), equation 14), "hf" by `length^alpha`.
 
     Raises ArgumentValueError for any other `bp_type`.
 

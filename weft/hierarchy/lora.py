@@ -202,8 +202,9 @@ class BaseLoraAdapter(BaseLayer):
     """Base of the adapters of linear layers. A subclass sets the dimensions of its children."""
 
     class Config(BaseLayer.Config):
-        """Configures an adapter; see the formula in the module docstring.
+        """Configures an adapter of a layer.
 
+        The layer's output becomes `layer(x) + (alpha / rank) * lora_up(lora_down(dropout(x)))`.
         The surrounding layer sets `input_dim` and `output_dim`.
         """
 

@@ -187,7 +187,8 @@ class WeightInitializer(Initializer):
     """Initializer with variance `scale / fan`, which preserves that of activations or gradients.
 
     With `fan=None`, `scale` is the standard deviation, or the bound of a "uniform" distribution.
-    For fan_in see He et al., https://arxiv.org/abs/1502.01852; for fan_avg Glorot and Bengio, 2010.
+    For fan_in see [He et al., 2015](https://arxiv.org/abs/1502.01852); for fan_avg Glorot and
+    Bengio, 2010.
     """
 
     class Config(Initializer.Config):

@@ -3,15 +3,6 @@
 Inputs are `Float[Array, "batch time input_dim"]`. Each of `num_codebooks` codebooks has
 `codebook_size` vectors of size `codebook_dim`, in the parameter `codebook` of shape (codebook_size,
 num_codebooks, codebook_dim).
-
-Quantizers report about their choices among real frames:
-
-    codebook/num_frames   number of frames that are not padding
-    codebook/coverage     share of the vectors that were chosen at least once
-    codebook/entropy      entropy of the distribution of choices, in nats
-    codebook/pplx         perplexity, exp(entropy): the effective number of vectors in use
-
-The last three are means over codebooks.
 """
 
 import dataclasses
@@ -41,11 +32,22 @@ class SimilarityMetric(enum.Enum):
 
 
 class BaseQuantizer(BaseLayer):
-    """Base of quantizers. A subclass defines `forward`."""
+    """Base of quantizers. A subclass defines `forward`.
+
+    Quantizers report about their choices among real frames:
+
+        codebook/num_frames   number of frames that are not padding
+        codebook/coverage     share of the vectors that were chosen at least once
+        codebook/entropy      entropy of the distribution of choices, in nats
+        codebook/pplx         perplexity, exp(entropy): the effective number of vectors in use
+
+    The last three are means over codebooks.
+    """
 
     class Config(BaseLayer.Config):
-        """Configures a BaseQuantizer; see the module docstring.
+        """Configures a BaseQuantizer.
 
+        The parameter `codebook` has the shape `(codebook_size, num_codebooks, codebook_dim)`.
         Without a `param_init` with a rule for "codebook", codebooks start as standard normal.
         """
 

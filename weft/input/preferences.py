@@ -1,15 +1,7 @@
 """Rows of preferences and of prompts, as arrays of tokens.
 
-A file has a row of JSON in each line, or is of Parquet. A row of a preference has a `prompt` and
-two answers, `chosen` and `rejected`, all strings or all lists of messages:
-
-    {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}
-    {"prompt": [{"role": "user", "content": "2 + 2?"}],
-     "chosen": [{"role": "assistant", "content": "4"}],
-     "rejected": [{"role": "assistant", "content": "5"}]}
-
-Without a `prompt`, `chosen` and `rejected` are conversations with the same beginning. Texts and
-messages are written as those of `weft.input.chat.encode_example`.
+A file has a row of JSON in each line, or is of Parquet. Texts and messages are written as those of
+`weft.input.chat.encode_example`.
 """
 
 import logging
@@ -214,8 +206,18 @@ def preference_arrays(
 ) -> Arrays:
     """Reads preferences, as the batches of a `weft.hierarchy.PreferenceModel`.
 
+    A row has a `prompt` and two answers, `chosen` and `rejected`, all strings or all lists of
+    messages:
+
+        {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}
+        {"prompt": [{"role": "user", "content": "2 + 2?"}],
+         "chosen": [{"role": "assistant", "content": "4"}],
+         "rejected": [{"role": "assistant", "content": "5"}]}
+
+    Without a `prompt`, `chosen` and `rejected` are conversations with the same beginning.
+
     Args:
-        data: a file of JSON lines or Parquet; see the text of the module for its rows.
+        data: a file of JSON lines or Parquet.
         part: the rows to train on, or those held out; None for all.
         held_out: the fraction of rows that are held out.
         tokenizer: may be the path of a tokenizer's file; see `as_tokenizer`.

@@ -1,10 +1,6 @@
 """Multi-head attention layers, and attention as a function of queries, keys and values.
 
 A layer's `attention_fn` is a function with some or all parameters of `dot_product_attention`.
-
-With `decode=True`, keys and values are kept in the collection `cache`: the first call, with inputs
-of the full length, creates an empty cache; each later call has one position, which is added to the
-cache and attends to all cached positions.
 """
 
 from __future__ import annotations
@@ -206,7 +202,9 @@ class MultiHeadDotProductAttention(Module):
         attention_fn: replaces `dot_product_attention`; receives the options among its parameters.
         implementation: how `dot_product_attention` computes it: "plain", "blockwise", "cudnn" or
             "tokamax" (see `weft.functional.fused_attention`); None chooses.
-        decode: whether to use a cache, see the module docstring.
+        decode: whether to keep keys and values in the collection `cache`. The first call, with
+            inputs of the full length, creates an empty cache; each later call has one position,
+            which is added to the cache and attends to all cached positions.
         normalize_qk: whether to apply a layer norm to queries and keys (Dehghani et al., 2023).
         qkv_dot_general, out_dot_general: used in `query`, `key` and `value`, and in `out`.
         qkv_dot_general_cls, out_dot_general_cls: factories that take precedence over these.

@@ -202,7 +202,7 @@ class RngStream(Draws):
     def fork(
         self, *, split: int | tuple[int, ...] | None = None
     ) -> "RngStream":
-        """Returns an independent stream, from one key; `split` is deprecated: see `split`."""
+        """Returns an independent stream, from one key; `split=` is deprecated, call `split()`."""
         if split is None:
             return RngStream(self(), tag=self.tag)
         warn_deprecated("fork(split=sizes)", "call split(sizes)")
@@ -291,7 +291,10 @@ class Rngs(Draws):
         return self._each(broadcast=k)
 
     def fork(self, *, split: Sizes | None = None) -> "Rngs":
-        """Returns independent streams, from one key of each; `split` is deprecated: see `split`."""
+        """Returns independent streams, from one key of each.
+
+        The argument `split` is deprecated; call the method `split` instead.
+        """
         if split is not None:
             warn_deprecated("fork(split=sizes)", "call split(sizes)")
         return self._each(split=split, fork=...)

@@ -140,7 +140,7 @@ def lm_lora(
         path=base or _BASE
     )
     if tokenizer is not None:
-        # The base learnt texts that begin as the template of its tokenizer says.
+        # The base learned texts that begin as the template of its tokenizer says.
         has_bos = bool(tokenizer.instantiate().bos_ids)
         for input_cfg in (cfg.input, cfg.evalers["held_out"].input):
             input_cfg.source.set(tokenizer=tokenizer, add_bos=has_bos)

@@ -80,7 +80,7 @@ class Recipe(NamedTuple):
         """Makes a config with the arguments among `key=value` words; returns the other words too.
 
         Raises:
-            CommandLineError: if a value does not have the argument's type, or a word is misspelt.
+            CommandLineError: if a value does not have the argument's type, or a word is misspelled.
             RecipeError: as `__call__`.
         """
         parameters = self.arguments()

@@ -7,12 +7,7 @@ counts, moving averages of parameters) is a nested dict; an invocation reads it 
 It may scale the loss, which keeps half-precision gradients from underflow: the scale grows after a
 number of steps with finite gradients, and falls after a step whose gradients are not finite; that
 step changes nothing else (Micikevicius et al., 2018). It may report statistics of parameters and
-gradients:
-
-    rms         root mean square
-    norm        root of the sum of squares
-    max_abs     maximum absolute value
-    histogram   up to 1,024 of the values, evenly spaced over the array
+gradients (`per_variable_stats`).
 """
 
 import dataclasses
@@ -426,7 +421,9 @@ class Learner(_OneForwardPassLearner):
         """Whether to report statistics of each parameter and its gradient; or regular expressions
         of the paths to report."""
         per_variable_stats: Sequence[str] = ("rms",)
-        """The statistics to report, listed in the module docstring."""
+        """The statistics to report: "rms", the root mean square; "norm", the root of the sum of
+        squares; "max_abs", the maximum absolute value; "histogram", up to 1,024 of the values,
+        evenly spaced over the array."""
         ignore_undefined_loss: bool = False
         """Whether to skip and count steps with an undefined loss or gradient."""
         loss_scale: DynamicLossScale.Config | None = None

@@ -1,16 +1,6 @@
 """Parallel transformers: layouts of the library's transformer on a mesh of named axes.
 
 Each axis is one kind of parallelism; an axis of size 1 costs nothing.
-
-| axis | sharded over it |
-|---|---|
-| `pipeline` | stages of a pipeline |
-| `data` | rows of a batch; parameters are replicated |
-| `expert` | rows of a batch, and the experts of mixture-of-experts layers |
-| `fsdp` | rows of a batch, and parameters, which are gathered for a layer when it runs |
-| `seq` | positions of a sequence; attention gathers keys and values |
-| `model` | heads, hidden dimensions, and the vocabulary |
-
 `weft.hierarchy.set_partition_specs_recursively` sets the layouts of the layers.
 """
 
@@ -35,7 +25,15 @@ def mesh_shape_from_axes(
 ) -> tuple[int, ...]:
     """Returns the mesh shape for sizes by name, in the order of `MESH_AXIS_NAMES`.
 
-    One size may be -1, for the remaining devices. The axes are listed in the module docstring.
+    One size may be -1, for the remaining devices. An axis of size 1 costs nothing.
+
+    Args:
+        pipeline: devices for the stages of a pipeline.
+        data: for rows of a batch; parameters are replicated.
+        expert: for rows of a batch, and the experts of mixture-of-experts layers.
+        fsdp: for rows of a batch, and parameters, which are gathered for a layer when it runs.
+        seq: for positions of a sequence; attention gathers keys and values.
+        model: for heads, hidden dimensions, and the vocabulary.
 
     >>> mesh_shape_from_axes(data=-1, fsdp=8)
     (1, -1, 1, 8, 1, 1)

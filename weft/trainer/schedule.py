@@ -202,8 +202,8 @@ def adafactor(
     """Returns a linear warm-up, then `scale * step**decay_power`; both meet at `warmup_steps`.
 
     `step_offset` is added to the step, for the steps of an earlier run.
-    Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235 (the default power). Raises
-    ScheduleError if `warmup_steps < 1`.
+    Source: [Shazeer and Stern, 2018](https://arxiv.org/abs/1804.04235) (the default power).
+    Raises ScheduleError if `warmup_steps < 1`.
 
     >>> [round(float(adafactor(warmup_steps=4)(step)), 6) for step in (0, 2, 4, 16)]
     [0.0, 0.25, 0.5, 0.25]
@@ -227,7 +227,7 @@ def adafactor(
 def adafactor_decay_rate(c: float = 0.8, step_offset: int = 0) -> ScheduleFn:
     """Returns Adafactor's second-moment decay: `1 - t**-c` with `t = max(step - step_offset, 1)`.
 
-    Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235, section 7.2.
+    Source: [Shazeer and Stern, 2018](https://arxiv.org/abs/1804.04235), section 7.2.
 
     >>> round(float(adafactor_decay_rate(c=1.0)(4)), 6)
     0.75
@@ -239,7 +239,7 @@ def decay_bias_correction(decay: float) -> ScheduleFn:
     """Returns a decay that makes an exponential moving average unbiased without a final division.
 
     The value is `decay * (1 - decay**(t-1)) / (1 - decay**t)` at step t: 0 at step 1, `decay` in
-    the limit. Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235, section 7.1.
+    the limit. Source: [Shazeer and Stern, 2018](https://arxiv.org/abs/1804.04235), section 7.1.
 
     >>> round(float(decay_bias_correction(0.5)(2)), 6)
     0.333333
@@ -341,7 +341,7 @@ def cosine_with_linear_warmup(
     For the warm-up see `linear_schedule_with_warmup`. The value is `peak_lr` until
     `decay_begin_step`, by default, and if it is within the warm-up, the end of the warm-up. Raises
     ScheduleError if `max_step` is not above the step at which the cosine begins.
-    Source of the decay: Loshchilov and Hutter, https://arxiv.org/abs/1608.03983.
+    Source of the decay: [Loshchilov and Hutter, 2017](https://arxiv.org/abs/1608.03983).
 
     >>> schedule = cosine_with_linear_warmup(1.0, max_step=8, warmup_steps=4, alpha=0.5)
     >>> [round(float(schedule(step)), 4) for step in (2, 4, 6, 8)]
@@ -378,7 +378,8 @@ def warmup_stable_decay(
 
     For the warm-up see `linear_schedule_with_warmup`. The decay lasts from `decay_begin_step` to
     `max_step`. Raises ScheduleError if not `warmup_steps <= decay_begin_step < max_step`.
-    Source: Hägele et al., https://arxiv.org/abs/2405.18392 (a constant rate with a cooldown).
+    Source: [Hägele et al., 2024](https://arxiv.org/abs/2405.18392) (a constant rate with a
+    cooldown).
 
     >>> schedule = warmup_stable_decay(1.0, max_step=10, decay_begin_step=8, warmup_steps=4)
     >>> [float(schedule(step)) for step in (2, 4, 8, 9, 10)]

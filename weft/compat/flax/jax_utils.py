@@ -16,8 +16,6 @@ from weft.core.partial_eval import partial_eval_or_shapes
 from weft.errors import ArgumentShapeError, ArgumentValueError, warn_deprecated
 from weft.typing import ArrayLike, PyTree
 
-_AXIS = "_device_put_sharded"  # what users of Flax find in the shardings
-
 
 def _device_sharding(devices: Sequence[Any], axis_name: str) -> NamedSharding:
     mesh = Mesh(np.array(devices), (axis_name,))
@@ -25,11 +23,13 @@ def _device_sharding(devices: Sequence[Any], axis_name: str) -> NamedSharding:
 
 
 def replicate(
-    tree: PyTree, devices: Sequence[Any] | None = None, axis_name: str = _AXIS
+    tree: PyTree,
+    devices: Sequence[Any] | None = None,
+    axis_name: str = "_device_put_sharded",
 ) -> PyTree:
     """Returns a copy of each array on each device, as one array with a first axis over them.
 
-    `devices` are by default all of this process.
+    `devices` are by default all of this process, and `axis_name` names the axis of their mesh.
 
     >>> replicate({"w": jnp.ones(3)}, jax.devices()[:1])["w"].shape
     (1, 3)
@@ -119,7 +119,7 @@ def prefetch_to_device(
     iterator: Iterable[PyTree],
     size: int,
     devices: Sequence[Any] | None = None,
-    axis_name: str = _AXIS,
+    axis_name: str = "_device_put_sharded",
 ) -> Iterator[PyTree]:
     """Copies an iterator's elements to the devices ahead of time.
 
@@ -127,6 +127,7 @@ def prefetch_to_device(
         iterator: yields pytrees of arrays `(devices, ...)`.
         size: number of elements in flight; 2 lets copying and computing overlap.
         devices: by default all of this process.
+        axis_name: of the mesh of the devices.
 
     Raises:
         ArgumentValueError: if `size` is less than 1.

@@ -1,13 +1,5 @@
 """Residual layers, and the feed-forward layer of a transformer.
 
-    structure        y =
-    "prenorm"        x + f(norm(x))
-    "postnorm"       norm(x + f(x))
-    "hybridnorm"     x + postnorm(f(prenorm(x)))
-    "hybridnorm_v2"  z + postnorm(f(z))  with  z = prenorm(x)
-    "v2"             out_norm(x + res_norm(f(in_norm(x)))), each norm optional
-    "nonorm"         f(x), with the skip connection elsewhere
-
 Dropout and stochastic depth apply to the branch after its norms, right before the sum.
 """
 
@@ -71,7 +63,10 @@ class ResidualLayer(base_layer.BaseLayer):
         """Configures a ResidualLayer."""
 
         structure: FeedForwardStructure = "prenorm"
-        """Placement of norms; see the table in the module docstring."""
+        """Placement of norms around the branch f: "prenorm", `x + f(norm(x))`; "postnorm",
+        `norm(x + f(x))`; "hybridnorm", `x + postnorm(f(prenorm(x)))`; "hybridnorm_v2",
+        `z + postnorm(f(z))` with `z = prenorm(x)`; "v2", `out_norm(x + res_norm(f(in_norm(x))))`,
+        each norm optional; "nonorm", `f(x)`, with the skip connection elsewhere."""
         norm: InstantiableConfig | dict[NormPosition, InstantiableConfig] = (
             normalization.LayerNorm.default_config()
         )

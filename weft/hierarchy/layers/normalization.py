@@ -79,7 +79,7 @@ class LayerNormStateless(BaseNormalizationLayer):
 
 
 class LayerNorm(LayerNormStateless):
-    """Layer normalization (https://arxiv.org/abs/1607.06450)."""
+    """Layer normalization ([Ba et al., 2016](https://arxiv.org/abs/1607.06450))."""
 
     _parameter_names = ("scale", "bias")
 
@@ -118,7 +118,7 @@ class RMSNormStateless(BaseNormalizationLayer):
 
 
 class RMSNorm(RMSNormStateless):
-    """Normalization by the root mean square (https://arxiv.org/abs/1910.07467)."""
+    """Normalization by the root mean square ([Zhang and Sennrich, 2019](https://arxiv.org/abs/1910.07467))."""
 
     class Config(RMSNormStateless.Config):
         """Configures a RMSNorm."""
@@ -181,7 +181,7 @@ class NormType(enum.Enum):
 
 
 class GroupNorm(BaseNormalizationLayer):
-    """Normalization of groups of channels (https://arxiv.org/abs/1803.08494)."""
+    """Normalization of groups of channels ([Wu and He, 2018](https://arxiv.org/abs/1803.08494))."""
 
     class Config(BaseNormalizationLayer.Config):
         """Configures a GroupNorm."""
@@ -228,7 +228,7 @@ class GroupNorm(BaseNormalizationLayer):
 
 
 class BatchNorm(BaseNormalizationLayer):
-    """Batch normalization (https://arxiv.org/abs/1502.03167).
+    """Batch normalization ([Ioffe and Szegedy, 2015](https://arxiv.org/abs/1502.03167)).
 
     In training, statistics are computed over all axes but the last and update the state
     `moving_mean` and `moving_variance`, which is used outside of training.

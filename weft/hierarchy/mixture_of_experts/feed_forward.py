@@ -201,8 +201,9 @@ class TransformerFeedForwardMoE(ResidualLayer):
         dim_to_mesh_axis_map: dict[str, PartitionSpec | None] = {
             **DIM_TO_MESH_AXES
         }
-        """Sharding of weights and activations by the letters of their axes, as in the module
-        docstring. With one outer batch, groups take its mesh axes as well."""
+        """Sharding of weights and activations by the letters of their axes: outer batch (o), group
+        (g), token of a group (s), model dimension (m), expert (e), slot of an expert (c) and hidden
+        dimension (h). With one outer batch, groups take its mesh axes as well."""
 
     _drops_hidden: ClassVar[bool] = True
 

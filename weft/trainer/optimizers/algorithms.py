@@ -71,7 +71,7 @@ def adam_optimizer(
 ) -> base.PartitionedGradientTransformation:
     """Creates an Adam optimizer with an L2 penalty that passes through the moments.
 
-    Source: Kingma and Ba, https://arxiv.org/abs/1412.6980; see `optax.scale_by_adam`.
+    Source: [Kingma and Ba, 2015](https://arxiv.org/abs/1412.6980); see `optax.scale_by_adam`.
 
     Args:
       b1: decay of the first moment.
@@ -106,7 +106,8 @@ def adamw_optimizer(
 ) -> base.PartitionedGradientTransformation:
     """Creates an Adam optimizer with weight decay that is multiplied by the learning rate.
 
-    Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101; see `optax.scale_by_adam`.
+    Source: [Loshchilov and Hutter, 2019](https://arxiv.org/abs/1711.05101); see
+    `optax.scale_by_adam`.
 
     Args:
       b1, b2, eps, mu_dtype: as for `adam_optimizer`.
@@ -191,7 +192,7 @@ def adafactor_optimizer(
 ) -> base.PartitionedGradientTransformation:
     """Creates an Adafactor optimizer, with factored moments and updates relative to parameters.
 
-    Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235.
+    Source: [Shazeer and Stern, 2018](https://arxiv.org/abs/1804.04235).
 
     Args:
       b1: decay of a moving average of updates; None keeps no average.
@@ -254,7 +255,7 @@ def scale_by_lion(
 ) -> base.PartitionedGradientTransformation:
     """Replaces updates by the sign of a mean of the gradient and its moving average.
 
-    Source: Chen et al., https://arxiv.org/abs/2302.06675; see `optax.scale_by_lion`.
+    Source: [Chen et al., 2023](https://arxiv.org/abs/2302.06675); see `optax.scale_by_lion`.
 
     Args:
       b1: weight of the average in the mean.

@@ -171,7 +171,7 @@ def scale_by_trust_ratio(
 ) -> base.PartitionedGradientTransformation:
     """Multiplies each update by the ratio of its parameter's norm to its own, per layer of a stack.
 
-    Source: You et al., https://arxiv.org/abs/1904.00962; see `optax.scale_by_trust_ratio`.
+    Source: [You et al., 2020](https://arxiv.org/abs/1904.00962); see `optax.scale_by_trust_ratio`.
 
     Args:
       min_norm: lower bound of both norms.
@@ -303,8 +303,8 @@ def decoupled_scale_and_decay(
 ) -> tuple[base.PartitionedGradientTransformation, ...]:
     """Returns parts of `-update_schedule * (learning_rate * update + weight_decay * parameter)`.
 
-    Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, where weight decay does not
-    depend on the learning rate, but both depend on the schedule.
+    Source: [Loshchilov and Hutter, 2019](https://arxiv.org/abs/1711.05101), where weight decay
+    does not depend on the learning rate, but both depend on the schedule.
     """
     return (
         scale_by_schedule(
@@ -581,7 +581,7 @@ def scale_by_factored_rms(
     For a matrix of gradients G, the moment of G² is approximated by the outer product of its row
     means and its column means, divided by the mean of all: two vectors replace a matrix. The layer
     chooses the row and column axes in the parameter's factorization spec.
-    Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235.
+    Source: [Shazeer and Stern, 2018](https://arxiv.org/abs/1804.04235).
 
     Args:
       decay: weight of the previous average; may be a schedule.
