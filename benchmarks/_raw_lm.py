@@ -32,7 +32,7 @@ def _rms_norm(x, scale):
 
 
 def _rotate(x):
-    """Applies rotary positions to neighbouring pairs of x [batch, time, heads, size]."""
+    """Applies rotary positions to neighboring pairs of x [batch, time, heads, size]."""
     time, size = x.shape[1], x.shape[3]
     angle = jnp.arange(time)[:, None] * 10000.0 ** (-jnp.arange(0, size, 2) / size)
     cos, sin = jnp.cos(angle)[None, :, None], jnp.sin(angle)[None, :, None]

@@ -29,7 +29,7 @@ class Graph(NamedTuple):
 
 
 class GraphConv(nnx.Module):
-    """Weighted sum of a linear map of the neighbours' features (Kipf and Welling, 2017)."""
+    """Weighted sum of a linear map of the neighbors' features (Kipf and Welling, 2017)."""
 
     def __init__(self, in_features: int, out_features: int, *, rngs: nnx.Rngs):
         self.linear = nnx.Linear(in_features, out_features, rngs=rngs)
@@ -77,7 +77,7 @@ def predict(model, graph):
     return nnx.view(model, deterministic=True)(graph).argmax(-1)
 
 
-def neighbours(features: np.ndarray, k: int) -> Graph:
+def neighbors(features: np.ndarray, k: int) -> Graph:
     """Returns a graph with edges from each node to itself and, both ways, to the k nearest."""
     squares = np.square(features).sum(1)
     distances = squares[:, None] + squares - 2 * features @ features.T
@@ -102,22 +102,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--labels", type=int, default=2, help="number of labels per digit"
     )
-    parser.add_argument("--neighbours", type=int, default=8)
+    parser.add_argument("--neighbors", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
 
     images, digits = load_digits(return_X_y=True)
-    images = (images / 16).astype(np.float32)
+    images = np.asarray(images / 16, np.float32)
     order = np.random.default_rng(args.seed).permutation(len(digits))
     known = np.concatenate(
         [order[digits[order] == d][: args.labels] for d in range(10)]
     )
     hidden = np.setdiff1d(order, known)
     print(f"{len(known)} images with a label, {len(hidden):,} without")
-    for k in (0, args.neighbours):
-        graph = neighbours(images, k)
+    for k in (0, args.neighbors):
+        graph = neighbors(images, k)
         print(
-            f"{k} neighbours: {len(graph.senders) - len(images):,} edges between images"
+            f"{k} neighbors: {len(graph.senders) - len(images):,} edges between images"
         )
         model = GraphNetwork((64, 64, 64, 10), rngs=nnx.Rngs(args.seed))
         optimizer = nnx.Optimizer(

@@ -54,8 +54,8 @@ def chain_values(n: int, width: int) -> Values:
 
 
 def norm(params, x):
-    centred = x - x.mean(-1, keepdims=True)
-    scaled = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + EPS)
+    centered = x - x.mean(-1, keepdims=True)
+    scaled = centered * jax.lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + EPS)
     return scaled * params["scale"] + params["bias"]
 
 

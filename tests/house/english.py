@@ -1,7 +1,8 @@
 """Checks the English of docs, docstrings, comments and messages: python -m tests.house.english.
 
-Two rules, both about odd style that had spread through the project: some words are not used, and
-the docstring of a function begins with a verb, as in "Returns the loss."
+Three rules about style that had spread through the project: some words are not used, the spelling
+is American, and the docstring of a function begins with a verb, as in "Returns the loss." No text
+leads to the docstring of a module, which the site does not show.
 """
 
 import ast
@@ -18,7 +19,15 @@ PATHS = ("*.md", "*.py", "Makefile")
 
 _WORDS = re.compile(
     r"\b(?:likewise|beside|stands|anew|alike|any more|goes on|(?:is|are) (?:said|told)|of which"
-    r"|(?<!there )(?:is|are) no(?! longer))\b",
+    r"|(?<!there )(?:is|are) no(?! longer)|module(?:'s)? docstring)\b",
+    re.IGNORECASE,
+)
+_BRITISH = re.compile(
+    r"\b(?:(?:behavi|col|fav|flav|hon|neighb)our\w*|(?:cent|met)re[ds]?|centring|grey"
+    r"|(?:labell|modell|signall)(?:ed|ing)|(?:mis)?spelt|learnt|judgement|artefacts?|licence"
+    r"|defence|analys(?:e|ed|ing)|(?:categor|custom|emphas|general|initial|maxim|minim|normal"
+    r"|optim|organ|parallel|penal|quant|real|recogn|regular|serial|special|standard|summar"
+    r"|synchron|token|util|vector|visual)is(?:e[drs]?|ers|ing|ations?))\b",
     re.IGNORECASE,
 )
 _OPENINGS = re.compile(r"(?:What|Who|Whoever|Whose|Which|How|Where|When|Whether|That|All)\b")
@@ -35,8 +44,13 @@ def check(path: str, text: str) -> Iterator[str]:
     else:
         prose = list(enumerate(text.splitlines(), 1))
     for line, words in prose:
-        for found in _WORDS.findall(" ".join(words.split())):
+        sentence = " ".join(words.split())
+        for found in _WORDS.findall(sentence):
             yield f"{path}:{line}: {found!r}"
+        if path.startswith("tests/"):
+            continue  # no user reads them, and some misspell on purpose
+        for found in _BRITISH.findall(sentence):
+            yield f"{path}:{line}: {found!r} is British, and the spelling here is American"
 
 
 def _comments(text: str) -> Iterator[tuple[int, str]]:

@@ -12,6 +12,7 @@ from tests.house.english import check
         "# The value, of\n# which there is one.",
         'raise ValueError("x is no array")',
         '"""Docs.\n\nThe axes are likewise named.\n"""',
+        '"""Paddings; see the module docstring."""',
     ],
 )
 def test_odd_words_are_found(text):
@@ -21,14 +22,28 @@ def test_odd_words_are_found(text):
 @pytest.mark.parametrize(
     "text",
     [
+        "# The behaviour of neighbors.",
+        '"""Normalises groups."""',
+        'raise ValueError("x is misspelt")',
+    ],
+)
+def test_british_spellings_are_found_outside_of_tests(text):
+    assert len(list(check("examples/a.py", text))) == 1
+    assert list(check("tests/a.py", text)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
         "# There is no such file, and the mesh is no longer used.",
         "# Besides, anyone can read it.",
         "beside = anew = 1",
+        "# `tree_serialise_leaves`, of another library, takes four hours of analysis.",
         'def f():\n    """The value."""',
     ],
 )
 def test_plain_words_are_not(text):
-    assert list(check("tests/a.py", text)) == []
+    assert list(check("docs/a.py", text)) == []
 
 
 def test_words_of_pages_are_found_with_their_lines():
