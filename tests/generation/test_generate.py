@@ -10,6 +10,7 @@ import pytest
 
 import weft
 from weft import linen
+from weft.cli import main
 from weft.config import config_for_class
 from weft.errors import GenerationError
 from weft.generation import Generator, LanguageModel
@@ -154,6 +155,18 @@ def test_text_needs_a_tokenizer(folder):
     (completion,) = weft.generate(model, np.array([1, 2]), tokens=3, top_k=1)
     assert len(completion.token_ids) == 3
     assert completion.text == ""
+
+
+def test_directory_of_a_run_is_refused_with_what_to_pass(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["max_step=1", "dir=run", "evalers={}", "model.decoder.dim=16"]
+    assert main(["train", "lm-tiny", *words]) == 0
+    message = r"'run' is the directory of a run.*weft\.load\('run'\)"
+    with pytest.raises(GenerationError, match=message):
+        weft.generate("run", "def ")
+    model = weft.load("run")
+    (completion,) = weft.generate(model, "def ", tokens=3, tokenizer=ByteTokenizer())
+    assert len(completion.token_ids) == 3
 
 
 def test_one_program_per_power_of_two(folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeGuard, overload
 
 import jax
@@ -69,7 +70,7 @@ def language_model(
         tokenizer: that of the model; None for the folder's own, or for none.
 
     Raises:
-        GenerationError: if the model generates no text.
+        GenerationError: if the model generates no text, or the folder is that of a run.
         HuggingFaceConfigError: if the folder has a model of an unknown kind, or an encoder.
         WeightsReadError: if the folder has no checkpoint.
     """
@@ -99,6 +100,7 @@ def _of_trained_model(
 def _of_folder(
     folder: str | os.PathLike[str], tokenizer: Tokenizer | None
 ) -> LanguageModel:
+    _check_is_no_run(folder)
     check_generates_text(folder)
     cfg, params = from_huggingface(folder)
     layer: Any = cfg.set(name="model").instantiate(parent=None)
@@ -113,6 +115,18 @@ def _of_folder(
         end_ids=run_dir.end_ids(cfg),
         start_ids=getattr(text_tokenizer, "bos_ids", ()),
         chat_template=template,
+    )
+
+
+def _check_is_no_run(folder: str | os.PathLike[str]) -> None:
+    name = os.fspath(folder)
+    if Path(name, "config.json").exists() or not run_dir.was_started(name):
+        return
+    raise errors.GenerationError(
+        f"{name!r} is the directory of a run; expected a model, or the folder of a Hugging Face "
+        f"checkpoint. Load the model of the run, and pass it with the tokenizer of the run's "
+        f"data, such as weft.input.ByteTokenizer(): weft.generate(weft.load({name!r}), prompts, "
+        "tokenizer=tokenizer). Or generate with weft sample."
     )
 
 
