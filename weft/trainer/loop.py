@@ -98,9 +98,12 @@ class TrainingLoop:
         """Yields each step when it is dispatched and the one before is settled."""
         while not self._is_complete():
             number = self._trainer.step + 1
+            request = None
+            if self._hooks.end is not None:
+                request = self._hooks.end.as_request()
             if not self._has_met:
-                self._meet(number)
-            batch = self._next_batch(number)
+                self._meet(number, request)
+            batch = self._next_batch(number, request)
             step = self._dispatch(number, batch)
             if self._settle() is not _Outcome.KEPT:
                 # The step before was bad, so that this one has changed nothing.
@@ -116,20 +119,18 @@ class TrainingLoop:
         self._settle()  # which may take the run back
         return self._trainer.step >= self._max_step
 
-    def _own_request(self) -> StopRequest | None:
-        """Returns the request of a hook to end the run."""
-        return self._hooks.end and self._hooks.end.as_request()
-
-    def _next_batch(self, number: int) -> NestedTensor:
+    def _next_batch(
+        self, number: int, request: StopRequest | None
+    ) -> NestedTensor:
         """Returns the batch of a step; raises StopRun if the run ends before it."""
         self._stop.doing(f"waiting for the input of step {number}")
         if len(self._last_losses) == 2:
             self._stop.wait_until_computed(self._last_losses[0])
         return self._stop.next_batch(
-            self._batches, f"running step {number}", self._own_request()
+            self._batches, f"running step {number}", request
         )
 
-    def _meet(self, number: int) -> None:
+    def _meet(self, number: int, request: StopRequest | None) -> None:
         """Waits until all processes have their first batches and have compiled the step."""
         self._stop.doing(f"waiting for the input of step {number}")
         within_seconds = None
@@ -138,7 +139,7 @@ class TrainingLoop:
         meeting = self._stop.meet_with_batch(
             self._batches,
             f"running step {number}",
-            own_request=self._own_request(),
+            own_request=request,
             within_seconds=within_seconds,
             num_batches=self._stop.num_batches,
         )
