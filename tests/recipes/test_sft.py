@@ -16,6 +16,7 @@ from weft.cli import main
 from weft.cli.configs import run_config
 from weft.cli.trained_models import restore_model
 from weft.errors import FitError, FrozenBaseError, LayerConfigError, StateBuilderError
+from weft.hierarchy import causal_lm
 from weft.hierarchy.module import functional
 from weft.interop.huggingface import from_huggingface, from_peft, to_peft
 from weft.recipes.sft import sft
@@ -185,6 +186,8 @@ def test_chat_with_a_tuned_model(base, data, tmp_path, monkeypatch, capsys, tuni
     shutil.copytree(base, "base")
     words = ["base=base", f"data={data}", f"tuning={tuning}", "rank=4", "steps=2", "held_out=0"]
     assert main(["train", "sft", *words, "sequence_length=48", "batch_size=4"]) == 0
+    output = capsys.readouterr().out
+    assert "chat runs/sft-chat" in output and "Unprompted text" not in output
 
     def shown(*words):
         monkeypatch.setattr("sys.stdin", io.StringIO("What is 1 plus 2?\n"))
@@ -238,6 +241,7 @@ def test_adapters_on_a_quantized_base(base, data, tmp_path):
     params = result.last.variables
     linear = params["decoder"]["transformer"]["repeat"]["layer"]["feed_forward"]
     assert linear["linear1_0"].keys() == {"weight_codes", "weight_scales"}
+    assert isinstance(result.config.model, causal_lm.Model.Config)
     files = to_peft(tmp_path, result.config.model, params, base=base)
     values = json.loads(files[0].read_text(encoding="utf-8"))
     assert values["target_modules"] == ["down_proj", "q_proj", "v_proj"]

@@ -262,8 +262,10 @@ def _conclude(training: _Training, arguments: Sequence[str]) -> int:
     is_complete = has_ended(training.reason)
     if is_complete:
         _compare_with_baselines(display, training.baselines)
-        with errors_logged("no text of the model can be shown"):
-            facts["samples"] = _sample(training)
+        # A model of conversations answers prompts, and continues nothing.
+        if not _has_chat_template(cfg):
+            with errors_logged("no text of the model can be shown"):
+                facts["samples"] = _sample(training)
     if jax.process_index() == 0:
         with errors_logged("the record of the run cannot be written"):
             run_dir.update_record(cfg.dir, **facts)
@@ -361,12 +363,17 @@ def _next_commands(
     ]
     if not is_saved or trained_models.find_tokenizer(cfg) is None:
         return commands
-    templates = run_dir.find_fields("template", cfg.input).values()
-    if any(template is not None for template in templates):
+    if _has_chat_template(cfg):
         commands.append([weft_command, "chat", directory])
     else:
         commands.append([weft_command, "sample", directory, "--prompt 'def '"])
     return commands
+
+
+def _has_chat_template(cfg: SpmdTrainer.Config) -> bool:
+    """Returns whether a run's input writes conversations."""
+    templates = run_dir.find_fields("template", cfg.input).values()
+    return any(template is not None for template in templates)
 
 
 def program(name: str) -> str:
