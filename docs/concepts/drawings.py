@@ -87,7 +87,7 @@ def places(
 
 
 def crossing(wide: bool) -> Drawing:
-    """Draws the five steps around a transformed function."""
+    """Draws a transformed function and the four steps around it."""
     carriers = ("plain", ("# your carriers", "a scope, objects or a context"))
     changed = ("plain", ("# the same carriers", "with their new values"))
     split = ("weft", ("# 1  split", "`split_args` · `Kind.split`"))

@@ -81,6 +81,16 @@ def test_page_links_exist(page):
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+# The benchmarks write the tables of the other page.
+@named([page for page in PAGES if page.stem != "performance-results"])
+def test_heads_of_tables_name_their_columns(page):
+    text = page.read_text(encoding="utf-8")
+    heads = re.findall(r"^\|(.*)\|\n\|[-:| ]+\|$", text, re.MULTILINE)
+    # In the corner, above the names of the rows, there may be nothing.
+    columns = [cell.strip() for head in heads for cell in head.split("|")[1:]]
+    assert "" not in columns
+
+
 @named(PAGES)
 def test_commands_of_the_repository_follow_where_to_get_it(page):
     text = page.read_text(encoding="utf-8")
