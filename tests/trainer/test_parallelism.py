@@ -13,7 +13,10 @@ from weft.errors import ConfigModifierError
 from weft.hierarchy.attention.stack import PipelinedTransformerLayer, RepeatedTransformerLayer
 from weft.hierarchy.attention.transformer import TransformerLayer
 from weft.hierarchy.layers.linear import Linear
-from weft.hierarchy.mixture_of_experts.feed_forward import TransformerFeedForwardMoE
+from weft.hierarchy.mixture_of_experts.feed_forward import (
+    TransformerFeedForwardDropFreeMoE,
+    TransformerFeedForwardMoE,
+)
 from weft.hierarchy.param_init import ConstantInitializer, DefaultInitializer
 from weft.input import host_to_global_device_array
 from weft.recipes.lm import lm_tiny
@@ -110,6 +113,14 @@ def with_experts(cfg):
     return cfg
 
 
+def with_drop_free_experts(cfg):
+    layer = cfg.model.decoder.transformer.layer
+    layer.feed_forward = TransformerFeedForwardDropFreeMoE.default_config().set(
+        norm=layer.feed_forward.norm, hidden_dim=32, num_experts=4
+    )
+    return cfg
+
+
 def with_four_layers(cfg):
     cfg.model.decoder.transformer.num_layers = 4
     return cfg
@@ -120,13 +131,24 @@ def with_four_layers(cfg):
     ("prepare", "axes"),
     [
         (with_experts, {"expert": 2, "fsdp": 2, "model": 2}),
+        (with_drop_free_experts, {"expert": 2, "fsdp": 2, "model": 2}),
         (with_four_layers, {"pipeline": 4, "fsdp": 2, "num_microbatches": 4}),
     ],
-    ids=["experts", "pipeline"],
+    ids=["experts", "drop-free experts", "pipeline"],
 )
 def test_losses_of_experts_and_pipelines_match_on_mesh(prepare, axes):
     alone = config(prepare, **axes).set(mesh_shape=mesh_shape_from_axes())
     np.testing.assert_allclose(Run(config(prepare, **axes)).losses, Run(alone).losses, rtol=2e-5)
+
+
+@pytest.mark.long
+def test_drop_free_experts_apply_to_the_tokens_of_each_device_only():
+    cfg = config(with_drop_free_experts, fsdp=8)
+    cfg.input.source.global_batch_size = 64
+    text = trainer_of(cfg).compile_train_step().as_text()
+    # Two experts for each of 64 sequences of 16 tokens: an eighth of these rows on each device.
+    assert "f32[256,16]" in text
+    assert "f32[2048,16]" not in text
 
 
 def bytes_per_device(tree):

@@ -23,7 +23,10 @@ from weft.hierarchy.config_setters import (
 from weft.hierarchy.decoder import Decoder, LmHead
 from weft.hierarchy.layers.embedding import Embedding
 from weft.hierarchy.layers.normalization import LayerNorm, RMSNorm
-from weft.hierarchy.mixture_of_experts import TransformerFeedForwardMoE
+from weft.hierarchy.mixture_of_experts import (
+    TransformerFeedForwardDropFreeMoE,
+    TransformerFeedForwardMoE,
+)
 from weft.typing import PartitionSpec
 
 MESH_AXIS_NAMES = ("pipeline", "data", "expert", "fsdp", "seq", "model")
@@ -42,6 +45,12 @@ _OF_EXPERTS = {
     "ogsec": ("data", _GROUPS, None, None, None),
     "oegcm": ("data", "expert", "fsdp", None, None),
     "oegch": ("data", "expert", "fsdp", None, "model"),
+}
+# There, devices along the expert axis have the same tokens, and apply their own experts to them.
+_WHERE_NOTHING_IS_DROPPED = {
+    "bsm": (("data", "fsdp"), "seq", None),
+    "emh": ("expert", None, "model"),
+    "ehm": ("expert", "model", None),
 }
 
 
@@ -125,6 +134,14 @@ def _set_layer(cfg: Any, klass: type, mesh: _MeshAxes) -> bool:
             letters: PartitionSpec(*mesh.spec(names))
             for letters, names in _OF_EXPERTS.items()
         }
+        if issubclass(klass, TransformerFeedForwardDropFreeMoE):
+            cfg.input_dim_to_partition_spec = {
+                letters: PartitionSpec(*mesh.spec(names))
+                for letters, names in _WHERE_NOTHING_IS_DROPPED.items()
+            }
+            cfg.output_dim_to_partition_spec = {
+                "bsm": PartitionSpec(*mesh.spec(_VECTORS))
+            }
     else:
         _set_around(cfg, klass, mesh)
         return False
