@@ -4,6 +4,7 @@ Rules by the kind of array: layouts of parameters, optimizer state, gradients, a
 """
 
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,24 @@ class Device:
 
 def ids(mesh):
     return [[device.id for device in row] for row in mesh.devices]
+
+
+class Chip(Device):
+    """A chip of a TPU slice that is not here."""
+
+    platform, device_kind, core_on_chip = "tpu", "TPU v5", 0
+
+    def __init__(self, id, coords):
+        super().__init__(id)
+        self.coords = coords
+
+
+def test_sizes_that_split_an_axis_of_the_torus():
+    coords = np.ndindex(4, 4, 4)
+    chips = [Chip(i, xyz) for i, xyz in enumerate(coords)]
+    mesh = build_mesh((-1, 8), ("data", "fsdp"), chips)
+    assert dict(mesh.shape) == {"data": 8, "fsdp": 8}
+    assert sorted(device.id for device in mesh.devices.flat) == list(range(64))
 
 
 @pytest.mark.parametrize("kind", ["slice_index", "process_index"])
@@ -140,7 +159,7 @@ class Replaced(ConfigModifier):
 
 
 def test_rules_select_by_hardware():
-    cfg = types.SimpleNamespace(
+    cfg: Any = types.SimpleNamespace(
         mesh_shape=(1,),
         mesh_rules=[
             ("gpu-.*", (8,)),

@@ -94,12 +94,19 @@ def build_mesh(
         (sizes,) = _infer_sizes({"mesh_shape": mesh_shape}, names, len(devices))
         num_slices = len(_groups_by(_slice_of, devices))
         if num_slices == 1 or devices[0].platform != "tpu":
-            return jax.make_mesh(
-                sizes, names, axis_types=axis_types, devices=devices
-            )
+            grid = _grid(sizes, devices)
+            return jax.sharding.Mesh(grid, names, axis_types=axis_types)
         mesh_shape = over_slices(sizes, num_slices)
     grid = _hybrid_grid(mesh_shape, names, devices)
     return jax.sharding.Mesh(grid, names, axis_types=axis_types)
+
+
+def _grid(sizes: Sequence[int], devices: Sequence[Device]) -> np.ndarray:
+    # Without the option, JAX refuses sizes that do not multiply to those of the torus of a TPU
+    # slice: 8 × 8 for its 4 × 4 × 4 chips.
+    return mesh_utils.create_device_mesh(
+        sizes, devices=devices, allow_split_physical_axes=True
+    )
 
 
 def infer_mesh_shape(
@@ -195,9 +202,7 @@ def _hybrid_grid(
 ) -> np.ndarray:
     ici_sizes, dcn_sizes = _infer_sizes(vars(shape), names, len(devices))
     grids = [
-        mesh_utils.create_device_mesh(
-            ici_sizes, devices=group, allow_split_physical_axes=True
-        )
+        _grid(ici_sizes, group)
         for group in _equal_groups(devices, names, dcn_sizes)
     ]
     # Axis i of the mesh: first the groups along it, and inside of each its devices.
