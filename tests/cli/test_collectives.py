@@ -17,7 +17,7 @@ def compiled(fn, *args_and_specs, shape=(2, 4)):
         for dims, spec in args_and_specs
     ]
     with jax.set_mesh(mesh):
-        return jax.jit(fn).lower(*args).compile().as_text()
+        return jax.jit(fn).lower(*args).compile().as_text() or ""
 
 
 def test_kinds_sizes_and_mesh_axes():
@@ -75,6 +75,8 @@ ENTRY %main (a: f32[4,8]) -> f32[4,8] {
   %o = f32[4]{0} conditional(%i), branch_computations={%other, %other}
   %s = (f32[2,8], f32[4,8]) all-gather-start(%v), replica_groups=[4,2]<=[2,4]T(1,0)
   %d = f32[4,8]{1,0} all-gather-done(%s)
+  %v = (f32[9], f32[9], u32[], u32[]) collective-permute-start(%v), source_target_pairs={{0,4}}
+  %b = ((s8[4], s8[2]), (s8[8], s8[4])) all-gather-start(%v), replica_groups=[4,2]<=[2,4]T(1,0)
   %m = (pred[], s4[3]{0}) all-reduce(%q, %z), replica_groups=mesh['a'=2,'b'=4] {'a','b'}
   %n = f32[] all-reduce(%q), replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}
   %k = f32[] all-reduce(%q), replica_groups=mesh['a'=8] {'a':(2)2}
@@ -92,6 +94,8 @@ def test_group_and_call_formats():
         ("reduce-scatter", ("f32[4,8]",), 256, 20, True, ("data",)),
         ("collective-permute", ("f32[4]",), 16, 2, False, ("model",)),
         ("all-gather", ("f32[4,8]",), 128, 1, False, ("data",)),
+        ("collective-permute", ("f32[9]",), 36, 1, False, ("data",)),
+        ("all-gather", ("s8[8]", "s8[4]"), 12, 1, False, ("data",)),
         ("all-reduce", ("pred[]", "s4[3]"), 3, 1, False, ("data", "model")),
         ("all-reduce", ("f32[]",), 4, 1, False, ("data",)),
         ("all-reduce", ("f32[]",), 4, 1, False, None),

@@ -187,9 +187,11 @@ def _collective(line: str, computation: _Computation) -> Collective | None:
     kind = match["op"].removesuffix("-start")
     if kind not in KINDS:
         return None
-    arrays = _ARRAY_TYPE.findall(match["shape"])
+    shape = match["shape"]
     if is_start and kind != "all-reduce":
-        arrays = arrays[len(arrays) // 2 :]  # operands come before results
+        # After operands and results, a permutation of a TPU has two numbers of its own.
+        _, shape, *_ = _elements(shape)
+    arrays = _ARRAY_TYPE.findall(shape)
     groups = _groups(line)
     num_bytes = sum(_bytes(dtype, dims) for dtype, dims in arrays)
     if kind == "reduce-scatter" and groups:
@@ -202,6 +204,23 @@ def _collective(line: str, computation: _Computation) -> Collective | None:
         in_loop=computation.in_loop,
         groups=groups,
     )
+
+
+def _elements(shape: str) -> list[str]:
+    """Returns the shapes of the elements of a tuple, which may be tuples themselves.
+
+    >>> _elements("((f32[8]{0}, u8[4,2]{1,0:T(8,128)}), f32[16]{0}, u32[])")
+    ['(f32[8]{0}, u8[4,2]{1,0:T(8,128)})', 'f32[16]{0}', 'u32[]']
+    """
+    elements = [""]
+    depth = 0
+    for character in shape[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            elements.append("")
+        else:
+            elements[-1] += character
+    return [element.strip() for element in elements]
 
 
 def _groups(line: str) -> Groups:
