@@ -1,6 +1,8 @@
+import importlib.machinery
 import logging
 import sys
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,8 @@ from weft.functional import (
     fused_attention,
     left_right_window_mask,
 )
+from weft.functional.arrays import on_one_cpu, platform
+from weft.functional.linear_cross_entropy import num_chunks
 
 SHAPE = (1, 64, 4, 16)
 X = jax.random.normal(jax.random.key(0), SHAPE)
@@ -25,7 +29,8 @@ IDS = jnp.zeros((1, 64), jnp.int32)
 
 def test_an_unknown_implementation_is_refused():
     with pytest.raises(ArgumentValueError, match=r"'flash' of attention; expected one of 'plain'"):
-        dot_product_attention(X, X, X, implementation="flash")
+        unknown: Any = "flash"
+        dot_product_attention(X, X, X, implementation=unknown)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +88,21 @@ def test_the_program_for_a_gpu_has_the_fused_call(monkeypatch):
     assert "64x64" not in lowered
 
 
+def test_choices_follow_the_devices_of_the_mesh(monkeypatch):
+    tpu = jax.sharding.AbstractDevice("TPU v5", None, "tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=tpu)
+    used = []
+    monkeypatch.setitem(fused_attention._KERNELS, "tokamax", lambda call: used.append(1) or X)
+    monkeypatch.setattr(fused_attention, "_MANY_PAIRS", 64)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert (platform(), on_one_cpu()) == ("tpu", False)
+        jax.eval_shape(lambda x: dot_product_attention(x, x, x, mask=causal_mask), X)
+        tpu_chunks = num_chunks(2**12, 32_000)
+    assert used == [1]
+    assert (platform(), on_one_cpu()) == ("cpu", True)
+    assert tpu_chunks != num_chunks(2**12, 32_000)
+
+
 def test_what_a_kernel_cannot_compute_is_done_in_blocks_and_logged_once(monkeypatch, caplog):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(fused_attention, "_MANY_PAIRS", 64)
@@ -107,7 +127,7 @@ def test_tokamax_is_asked_for_its_kernels(monkeypatch):
         return value
 
     module = types.ModuleType("tokamax")
-    module.__spec__ = types.SimpleNamespace()
+    module.__spec__ = importlib.machinery.ModuleSpec("tokamax", None)
     monkeypatch.setattr(module, "dot_product_attention", attend, raising=False)
     monkeypatch.setitem(sys.modules, "tokamax", module)
     mask = left_right_window_mask(5, None)

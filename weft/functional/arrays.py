@@ -219,12 +219,24 @@ def positions(size: int, ndim: int) -> Num[Array, "*ones size"]:
     return to_ndim(jnp.arange(size), ndim)
 
 
+def platform() -> str:
+    """Returns the platform that programs are traced for: "cpu", "gpu" or "tpu".
+
+    It is that of the mesh set by `jax.set_mesh`, whose devices may be absent from this machine;
+    without one, JAX's default.
+
+    >>> platform()
+    'cpu'
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        return jax.default_backend()
+    return device.platform
+
+
 def on_one_cpu() -> bool:
     """Returns whether programs run on the CPU, without a mesh of several devices."""
-    return (
-        jax.sharding.get_abstract_mesh().size <= 1
-        and jax.default_backend() == "cpu"
-    )
+    return jax.sharding.get_abstract_mesh().size <= 1 and platform() == "cpu"
 
 
 def over_batch_axes(

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from weft.errors import ArgumentValueError
-from weft.functional.arrays import to_ndim
+from weft.functional.arrays import platform, to_ndim
 from weft.functional.attention_mask import AttentionMask, Window, window_of
 from weft.functional.blockwise_attention import blockwise_attention
 
@@ -146,7 +146,7 @@ def _compute(
     implementation: AttentionImplementation | None, call: _Call
 ) -> Array:
     if implementation is None:
-        kernels = _KERNELS_OF.get(jax.default_backend(), ())
+        kernels = _KERNELS_OF.get(platform(), ())
     elif implementation in _KERNELS:
         kernels = (implementation,)
     else:

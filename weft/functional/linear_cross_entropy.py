@@ -209,7 +209,7 @@ def num_chunks(
     else:
         # Measured: on CPU, chunks of 2 MB stay in the cache, and save time. Accelerators need
         # larger products, and there only the memory is a gain.
-        chunk_logits = 2**19 if jax.default_backend() == "cpu" else 2**26
+        chunk_logits = 2**19 if arrays.platform() == "cpu" else 2**26
         least = classes_in_shard // max(
             256, chunk_logits // max(num_targets, 1)
         )

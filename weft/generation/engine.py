@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Key
 
 from weft import errors, struct
+from weft.functional.arrays import platform
 from weft.generation.decoding_models import DecodingModel
 from weft.generation.sampler import (
     Sampling,
@@ -270,7 +271,7 @@ class Engine:
         options = None
         if expected_tokens is not None:
             options = options_for_steps(
-                jax.default_backend(),
+                platform(),
                 params,
                 lambda: np.zeros(1),
                 expected_tokens,
