@@ -22,18 +22,26 @@ from jax.sharding import PartitionSpec
 T = TypeVar("T")
 P = ParamSpec("P")
 Options = ParamSpec("Options")
-_Transformation = Callable[Concatenate[Callable[..., Any], Options], Any]
+Transformation = Callable[Concatenate[Callable[..., Any], Options], Any]
+"""Function of a function and of options, such as `jax.jit`."""
 
 Fn = Callable[..., Any]
 Tensor = jax.Array
+"""Array of JAX."""
 Shape = Sequence[int]
-DType = Any  # whatever `jnp.dtype` accepts: a NumPy or ml_dtypes scalar type, a dtype, its name
+"""Sizes of the axes of an array."""
+DType = Any
+"""What `jnp.dtype` accepts: a NumPy or ml_dtypes scalar type, a dtype, or its name."""
 Nested = Union[T, Mapping[str, "Nested[T]"]]  # noqa: UP007 - a recursive alias needs the quoted form
+"""Value, or a dict of values, or of such dicts, by name."""
 NestedTensor = Nested[Tensor]
-PyTree = Any  # arrays in containers of the user's choice
+"""Array, or nested dict of arrays."""
+PyTree = Any
+"""Arrays in containers of the user's choice, which JAX knows as pytrees."""
 ArrayLike = jax.Array | np.ndarray | float | int | bool
-# One entry per axis: the mesh axis, or axes, that the axis is laid over, or None.
+"""What a function that takes an array accepts: an array of JAX or NumPy, or a number."""
 MeshAxes = Sequence[str | Sequence[str] | None]
+"""For each axis of an array, the mesh axis, or axes, that it is laid over, or None."""
 
 if TYPE_CHECKING:
     # fmt: off
@@ -230,19 +238,19 @@ class ValueAndGrad(Protocol[Options]):
 
 
 def same_signature(
-    transformation: _Transformation[Options],
+    transformation: Transformation[Options],
 ) -> SameSignature[Options]:
     """Returns the transformation, typed as one that keeps the signatures of functions."""
     return cast(SameSignature[Options], transformation)
 
 
-def as_grad(transformation: _Transformation[Options]) -> Grad[Options]:
+def as_grad(transformation: Transformation[Options]) -> Grad[Options]:
     """Returns the transformation, typed as one like `jax.grad`."""
     return cast(Grad[Options], transformation)
 
 
 def as_value_and_grad(
-    transformation: _Transformation[Options],
+    transformation: Transformation[Options],
 ) -> ValueAndGrad[Options]:
     """Returns the transformation, typed as one like `jax.value_and_grad`."""
     return cast(ValueAndGrad[Options], transformation)

@@ -19,8 +19,12 @@ FlatKey = Any  # a path, or a string of its names joined by a separator
 class _EmptyNode:
     """Placeholder for an empty dict in a flat dict."""
 
+    def __repr__(self) -> str:
+        return "empty_node"
+
 
 empty_node = _EmptyNode()
+"""Placeholder for an empty dict in a flat dict."""
 
 
 def check_mapping(xs: PyTree, function: str) -> None:
@@ -72,7 +76,7 @@ def flatten_dict(
             once joined.
 
     >>> flatten_dict({"a": {"b": 1, "c": {}}}, keep_empty_nodes=True)
-    {('a', 'b'): 1, ('a', 'c'): _EmptyNode()}
+    {('a', 'b'): 1, ('a', 'c'): empty_node}
     """
     check_mapping(xs, "flatten_dict")
     flat: dict[FlatKey, Any] = {}

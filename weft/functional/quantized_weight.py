@@ -26,6 +26,7 @@ WeightFormat = Literal["int8", "nf4"]
 """Name of a format of stored weights."""
 
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("int8", "nf4")
+"""The names of the formats of stored weights."""
 
 _BLOCK = 64
 _INT8_MAX = 127

@@ -134,7 +134,7 @@ class GraphDef(Generic[Node]):
 
     def apply(
         self, state: PyTree, *states: PyTree, graph: bool | None = None
-    ) -> _MethodCaller:
+    ) -> MethodCaller:
         """Calls a method purely; see `nnx.call`. Further states are merged."""
         return call((self, state, *states))
 
@@ -667,7 +667,7 @@ class _Item(NamedTuple):
     key: Hashable
 
 
-def call(graphdef_state: tuple[Any, ...], /) -> _MethodCaller:
+def call(graphdef_state: tuple[Any, ...], /) -> MethodCaller:
     """Calls a method of a split object, given as its description and states, purely.
 
     Returns a proxy of the object; a call of it or its methods returns the result and the new pair.
@@ -685,10 +685,10 @@ def call(graphdef_state: tuple[Any, ...], /) -> _MethodCaller:
     graphdef, state, *further_states = graphdef_state
     if further_states:
         state = merge_state(state, *further_states)
-    return _MethodCaller(graphdef, state, ())
+    return MethodCaller(graphdef, state, ())
 
 
-class _MethodCaller:
+class MethodCaller:
     """Method, attribute or item of a split object, which `path` leads to."""
 
     def __init__(
@@ -698,12 +698,12 @@ class _MethodCaller:
         self._state = state
         self._path = path
 
-    def __getattr__(self, name: str) -> _MethodCaller:
-        return _MethodCaller(self._graphdef, self._state, (*self._path, name))
+    def __getattr__(self, name: str) -> MethodCaller:
+        return MethodCaller(self._graphdef, self._state, (*self._path, name))
 
-    def __getitem__(self, key: Hashable) -> _MethodCaller:
+    def __getitem__(self, key: Hashable) -> MethodCaller:
         path = (*self._path, _Item(key))
-        return _MethodCaller(self._graphdef, self._state, path)
+        return MethodCaller(self._graphdef, self._state, path)
 
     def __call__(
         self, *args: PyTree, **kwargs: PyTree
