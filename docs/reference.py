@@ -7,6 +7,7 @@ MkDocs calls the hooks before it reads the pages; mkdocstrings puts in the docst
 """
 
 import ast
+import copy
 import dataclasses
 import json
 import logging
@@ -14,7 +15,7 @@ import re
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
@@ -117,7 +118,8 @@ def on_config(config: MkDocsConfig) -> None:
         if name not in topics_of_package:
             entries.append({name: overview})
             continue
-        pages_of_package = [{"Overview": overview}]
+        # The footer of the page before it names it without its section.
+        pages_of_package = [{f"Overview of {name}": overview}]
         for topic in topics_of_package[name]:
             pages_of_package.append({topic.title: f"reference/{topic.page}.md"})
         entries.append({name: pages_of_package})
@@ -205,6 +207,7 @@ def pages() -> dict[str, str]:
             f"GUIDES names {sorted(without_page)}, without a page."
         )
     sources = griffe.load("weft", search_paths=[ROOT])
+    assert isinstance(sources, griffe.Module)
     tables = {
         name: names_of(path, sources) for name, path in packages().items()
     }
@@ -238,12 +241,10 @@ def pages() -> dict[str, str]:
         texts[name] = "\n\n".join(sections)
     for name in MODULES:
         options = "    options:\n      show_root_heading: false\n"
-        sections = [f"# {name}", *_guide(name, "..")]
+        sections = [f"# {name}"]
         if name in topics_of_package:
             # The text of the module alone; its names are on the pages of topics.
             options += "      members: false\n"
-        if name == "weft.typing":  # aliases mostly need no text
-            options += "      show_if_no_docstring: true\n"
         sections.append(f"::: {module_at(name)}\n{options}")
         if name in topics_of_package:
             table = {
@@ -270,10 +271,20 @@ def pages() -> dict[str, str]:
 def _by_topic(
     names: list[str], table: dict[str, str], of_package: list[Topic]
 ) -> dict[Topic, list[str]]:
-    """Returns the names of a package by topic, which has a page of its own."""
+    """Returns the names of a package by topic, which has a page of its own.
+
+    Raises:
+        ValueError: if a topic has no names.
+    """
     names_by_topic: dict[Topic, list[str]] = {topic: [] for topic in of_package}
     for public in names:
         names_by_topic[topic_of(table[public], of_package)].append(public)
+    for topic, names_of_topic in names_by_topic.items():
+        if not names_of_topic:
+            raise ValueError(
+                f"The topic {topic.page} of docs/reference_topics.txt has no names; remove its "
+                "line, or name modules whose names the package explains."
+            )
     return names_by_topic
 
 
@@ -362,6 +373,9 @@ def _list_of(
     for name, original in names.items():
         if original in homes:
             target = _link_to(homes[original])
+        elif _is_module(original):
+            page = page_of_module(original)
+            target = f'<a href="{page}.html">{original}</a>'
         elif original.startswith("jax."):
             address = (
                 f"https://docs.jax.dev/en/latest/_autosummary/{original}.html"
@@ -376,6 +390,24 @@ def _list_of(
         "## Names of other modules",
         f'<ul class="names">{"".join(items)}</ul>',
     ]
+
+
+def page_of_module(module: str) -> str:
+    """Returns the page that explains a module, or the names that it defines.
+
+    Raises:
+        LookupError: if there is none.
+    """
+    if module in MODULES:
+        return module
+    for of_package in topics().values():
+        for topic in of_package:
+            if module.removeprefix("weft.") in topic.modules:
+                return topic.page
+    raise LookupError(
+        f"the reference has no page for {module}, which a package passes on; add it to MODULES in "
+        "docs/reference.py, or to a topic of docs/reference_topics.txt."
+    )
 
 
 class Docstrings(griffe.Extension):
@@ -402,24 +434,30 @@ class Docstrings(griffe.Extension):
             cls.bases = defined_bases[cls.path]
         for cls in classes:
             _set_parameters(cls)
+            _list_members_of_enum(cls)
             if any(base.path == CONFIG for base in _bases(cls)):
                 _list_fields(cls)
+        for cls in classes:
+            _keep_private_init(cls)
         for cls in classes:
             cls.bases = shown_bases[cls.path]
         homes = homes_of(
             {name: names_of(path, pkg) for name, path in packages().items()}
         )
+        _name_errors(pkg)
         for thing in _all_in(pkg):
             if thing.docstring is not None:
                 thing.docstring.value = _linked(thing, homes)
+            if thing.path in MODULES and thing.docstring is not None:
+                guide = _guide(thing.path, "..")
+                thing.docstring.value += "\n\n".join(["", *guide])
             for name in _unknown_parameters(thing):
                 log.warning(
                     f"{thing.path} explains {name}, which is none of its parameters."
                 )
         for thing in _all_in(pkg):
             _hide_private_names(thing)
-            for expression in _expressions_of(thing):
-                _drop_module_names(expression)
+            _show_expressions(thing)
         # Last, since what comes before follows the bases.
         public_bases = {cls.path: _public_bases(cls) for cls in classes}
         for cls in classes:
@@ -474,51 +512,180 @@ def _where_defined(
     return base
 
 
+def _name_errors(pkg: griffe.Module) -> None:
+    """Makes the errors known to the modules whose docstrings name them, as by an import.
+
+    Under `Raises:` are also errors that functions of other modules raise.
+    """
+    names = {*pkg["errors"].members}
+    for thing in _all_in(pkg):
+        module = thing.module
+        if thing.docstring is None or module.path.startswith("weft.errors"):
+            continue
+        used = names & {*re.findall(r"\b[A-Z]\w+", thing.docstring.value)}
+        for name in used - {*module.members}:
+            module.set_member(
+                name, griffe.Alias(name, f"weft.errors.{name}", parent=module)
+            )
+            # As any import, so that the module does not show it.
+            module.imports[name] = f"weft.errors.{name}"
+
+
 def _hide_private_names(thing: griffe.Object) -> None:
-    """Hides private parameters that are passed by name, and private defaults and values."""
-    if isinstance(thing, griffe.Attribute) and _is_private(thing.value):
-        thing.value = None
+    """Hides private parameters, where a caller may leave them out, and private defaults and values.
+
+    Those that a caller must give are positional, and lose the underscore.
+    """
+    if isinstance(thing, griffe.Attribute):
+        thing.value = _without_private_names(thing.value)
+        if str(thing.value) == "...":
+            thing.value = None
     if not isinstance(thing, griffe.Function):
         return
-    for parameter in list(thing.parameters):
-        is_keyword = parameter.kind is griffe.ParameterKind.keyword_only
-        if is_keyword and _is_private(parameter.name):
-            del thing.parameters[parameter.name]
-        elif _is_private(parameter.default):
-            parameter.default = "..."
+    kinds = griffe.ParameterKind
+    is_after_hidden = False
+    shown = []
+    for parameter in thing.parameters:
+        parameter.default = _without_private_names(parameter.default)
+        is_positional = parameter.kind is kinds.positional_or_keyword
+        if _is_private(parameter.name) and parameter.kind not in _VARIADIC:
+            if parameter.default is not None or not is_positional:
+                is_after_hidden = True
+                continue
+            _rename_parameter(parameter, thing)
+            for before in [*shown, parameter]:
+                before.kind = kinds.positional_only
+        elif is_positional and is_after_hidden:
+            parameter.kind = kinds.keyword_only
+        shown.append(parameter)
+    thing.parameters = griffe.Parameters(*shown)
 
 
-def _expressions_of(thing: griffe.Object) -> Iterator[object]:
-    """Yields the annotations, defaults, values and bases of an object."""
+def _rename_parameter(
+    parameter: griffe.Parameter, function: griffe.Function
+) -> None:
+    """Removes the underscore of a parameter, also where the docstrings explain it."""
+    private = parameter.name
+    parameter.name = private.lstrip("_")
+    for thing in (function, function.parent):
+        if thing is not None and thing.docstring is not None:
+            thing.docstring.value = re.sub(
+                rf"\b{private}\b", parameter.name, thing.docstring.value
+            )
+
+
+def _without_private_names(
+    code: griffe.Expr | str | None,
+) -> griffe.Expr | str | None:
+    """Returns a default or value with `...` for the arguments that name what is private.
+
+    A part of anything but a call may not be left out: then all of it becomes `...`.
+    """
+    if not isinstance(code, griffe.Expr) or not _names_private(code):
+        return code
+    if isinstance(code, griffe.ExprKeyword):
+        value = _without_private_names(code.value)
+        return dataclasses.replace(code, value=value)
+    if isinstance(code, griffe.ExprCall) and not _names_private(code.function):
+        arguments = [_without_private_names(x) for x in code.arguments]
+        return dataclasses.replace(code, arguments=arguments)
+    return "..."
+
+
+def _names_private(code: griffe.Expr | str) -> bool:
+    if isinstance(code, str):
+        return False
+    return any(
+        isinstance(part, griffe.ExprName) and _is_private(part.name)
+        for part in code.iterate(flat=True)
+    )
+
+
+def _show_expressions(thing: griffe.Object) -> None:
+    """Shows the annotations, defaults, values and bases of an object as a reader expects them."""
+    scope = thing.parent
     if isinstance(thing, griffe.Attribute):
-        yield thing.annotation
-        yield thing.value
+        thing.annotation = _as_shown(_unquoted(thing.annotation, scope))
+        thing.value = _as_shown(thing.value)
     elif isinstance(thing, griffe.Function):
-        yield thing.returns
+        thing.returns = _as_shown(_unquoted(thing.returns, scope))
         for parameter in thing.parameters:
-            yield parameter.annotation
-            yield parameter.default
+            annotation = _unquoted(parameter.annotation, scope)
+            parameter.annotation = _as_shown(annotation)
+            parameter.default = _as_shown(parameter.default)
     elif isinstance(thing, griffe.Class):
-        yield from thing.bases
+        thing.bases = _as_shown(thing.bases)
 
 
-def _drop_module_names(expression: object) -> None:
-    """Shows `config.REQUIRED` as `REQUIRED`, as the names of other modules of Weft."""
+def _unquoted(annotation: Any, scope: Any) -> Any:
+    """Returns an annotation that is a string as the expression in it.
+
+    griffe leaves it where a module needs no quotes, since that has annotations from `__future__`.
+    """
+    if not isinstance(annotation, str) or annotation[:1] not in ("'", '"'):
+        return annotation
+    code = ast.parse(ast.literal_eval(annotation), mode="eval")
+    return griffe.get_expression(code.body, parent=scope)
+
+
+def _as_shown(expression: Any) -> Any:
+    """Returns an expression without what only its module knows.
+
+    `config.REQUIRED` becomes `REQUIRED`, a name that a module imports as private becomes public,
+    and a private alias of a type becomes the type.
+    """
     if isinstance(expression, list | tuple):
-        for part in expression:
-            _drop_module_names(part)
+        return type(expression)(map(_as_shown, expression))
     if not isinstance(expression, griffe.Expr):
-        return
-    for field in dataclasses.fields(expression):
-        if field.name != "parent":
-            _drop_module_names(getattr(expression, field.name))
+        return expression
+    if isinstance(expression, griffe.ExprName):
+        is_private = _is_private(expression.name)
+        return _public_form(expression) if is_private else expression
+    parts = {
+        field.name: _as_shown(getattr(expression, field.name))
+        for field in dataclasses.fields(expression)
+        if field.name != "parent"
+    }
+    expression = dataclasses.replace(expression, **parts)
     if isinstance(expression, griffe.ExprAttribute):
         first, *others = expression.values
-        is_of_weft = isinstance(
-            first, griffe.ExprName
-        ) and first.canonical_path.startswith("weft.")
-        if is_of_weft and str(first).islower() and others:
+        if _is_module_of_weft(first) and others:
             expression.values = others
+    if isinstance(expression, griffe.ExprCall):
+        function = expression.function
+        # The default of a field whose factory is a lambda.
+        if isinstance(function, griffe.ExprLambda) and not function.parameters:
+            return function.body
+    return expression
+
+
+def _is_module_of_weft(name: Any) -> bool:
+    """Returns whether a name is that of a module of Weft, which its own module imports."""
+    if not isinstance(name, griffe.ExprName) or not name.name.islower():
+        return False
+    if not name.canonical_path.startswith("weft."):
+        return False
+    scope = name.parent
+    # griffe also finds modules next to it, whose names may be those of variables.
+    return (
+        isinstance(scope, griffe.Object) and name.name in scope.module.members
+    )
+
+
+def _public_form(name: griffe.ExprName) -> Any:
+    """Returns what a private name means: an import, or an alias of a type."""
+    owner, _, imported = name.canonical_path.rpartition(".")
+    if not _is_private(imported):
+        return griffe.ExprName(imported, parent=owner)
+    if not isinstance(name.parent, griffe.Object):
+        return name
+    try:
+        alias = name.parent.modules_collection[name.canonical_path]
+    except KeyError:
+        return name
+    if isinstance(alias, griffe.Attribute) and "Var(" not in str(alias.value):
+        return _as_shown(alias.value)
+    return name
 
 
 def _is_private(code: griffe.Expr | str | None) -> bool:
@@ -544,7 +711,8 @@ def _linked(thing: griffe.Object, homes: dict[str, str]) -> str:
         public = _public(f"{path}.{rest}" if rest else path, homes)
         if public is None or public == _public(thing.path, homes):
             return code[0]
-        return f'<autoref identifier="{public}" optional><code>{name}</code></autoref>'
+        shown = name.replace("_", r"\_")
+        return f'<autoref identifier="{public}" optional><code>{shown}</code></autoref>'
 
     assert thing.docstring is not None
     parts = re.split(
@@ -561,6 +729,8 @@ def _public(path: str, homes: dict[str, str]) -> str | None:
     """Returns the name by which the reference explains an object, or a member of one."""
     if path in homes or path in homes.values():
         return homes.get(path, path)
+    if path in MODULES:
+        return path
     parent, _, name = path.rpartition(".")
     public = _public(parent, homes) if "." in parent else None
     return f"{public}.{name}" if public else None
@@ -577,6 +747,9 @@ def _set_parameters(cls: griffe.Class) -> None:
     """Gives a class an `__init__` with its fields, where a base makes it a dataclass."""
     if "__init__" in cls.members:
         return
+    if any(str(base).endswith("NamedTuple") for base in cls.bases):
+        _set_init(cls, [_parameter(x, keyword=False) for x in _fields_of(cls)])
+        return
     mro = [cls, *_bases(cls)]
     # What has fields: subclasses of one of the roots. The root's own parameters come last.
     root = next(
@@ -588,31 +761,57 @@ def _set_parameters(cls: griffe.Class) -> None:
     for base in reversed(mro[:root]):
         if mro[root] not in _bases(base):
             continue
-        for name, member in base.members.items():
-            if (
-                isinstance(member, griffe.Attribute)
-                and _is_field(member, base)
-                and name != "klass"
-            ):
+        for member in _fields_of(base):
+            if member.name != "klass":
                 is_keyword = mro[root].path == CONFIG or _is_keyword(member)
-                fields[name] = _parameter(member, keyword=is_keyword)
+                fields[member.name] = _parameter(member, keyword=is_keyword)
     if DATACLASSES[mro[root].path]:
         init = mro[root].members["__init__"]
+        assert isinstance(init, griffe.Function)
         fields |= {
             parameter.name: parameter for parameter in list(init.parameters)[1:]
         }
     keyword = griffe.ParameterKind.keyword_only
+    _set_init(
+        cls, sorted(fields.values(), key=lambda field: field.kind is keyword)
+    )
+
+
+def _set_init(cls: griffe.Class, parameters: list[griffe.Parameter]) -> None:
     this = griffe.Parameter(
         "self", kind=griffe.ParameterKind.positional_or_keyword
     )
-    ordered = [
-        this,
-        *sorted(fields.values(), key=lambda field: field.kind is keyword),
-    ]
     init = griffe.Function(
-        "__init__", parameters=griffe.Parameters(*ordered), parent=cls
+        "__init__", parameters=griffe.Parameters(this, *parameters), parent=cls
     )
     cls.set_member("__init__", init)
+
+
+def _keep_private_init(cls: griffe.Class) -> None:
+    """Gives a class the `__init__` of a private base, which is not shown."""
+    for base in [cls, *_bases(cls)]:
+        init = base.members.get("__init__")
+        if isinstance(init, griffe.Function):
+            if base is not cls and _is_private(base.name):
+                _, *parameters = init.parameters
+                _set_init(cls, [copy.copy(x) for x in parameters])
+            return
+
+
+def _list_members_of_enum(cls: griffe.Class) -> None:
+    """Lists the members of an enumeration in its docstring, except those with their own texts."""
+    is_enum = any(re.search(r"(Enum|Flag)$", str(base)) for base in cls.bases)
+    if not is_enum or cls.docstring is None:
+        return
+    lines = []
+    for name, member in cls.members.items():
+        is_attribute = isinstance(member, griffe.Attribute)
+        if not is_attribute or _is_private(name) or member.docstring:
+            continue
+        if "property" not in member.labels and member.annotation is None:
+            lines.append(f"- `{name}`, with the value `{member.value}`")
+    if lines:
+        cls.docstring.value += "\n\n".join(["", "Members:", "\n".join(lines)])
 
 
 def _list_fields(cls: griffe.Class) -> None:
@@ -672,6 +871,15 @@ def _bases(cls: griffe.Class) -> list[griffe.Class]:
         return []
 
 
+def _fields_of(cls: griffe.Class) -> list[griffe.Attribute]:
+    """Returns the fields that a class defines itself."""
+    return [
+        member
+        for member in cls.members.values()
+        if isinstance(member, griffe.Attribute) and _is_field(member, cls)
+    ]
+
+
 def _is_field(member: griffe.Attribute, cls: griffe.Class) -> bool:
     if member.annotation is None or "instance-attribute" not in member.labels:
         return False
@@ -706,10 +914,9 @@ def _is_keyword(member: griffe.Attribute) -> bool:
 def _parameter(member: griffe.Attribute, *, keyword: bool) -> griffe.Parameter:
     arguments = _arguments(member)
     default = arguments.get("default", None if arguments else member.value)
-    if "default_factory" in arguments:
-        default = griffe.ExprCall(
-            function=arguments["default_factory"], arguments=[]
-        )
+    factory = arguments.get("default_factory")
+    if isinstance(factory, griffe.Expr):
+        default = griffe.ExprCall(function=factory, arguments=[])
     kind = griffe.ParameterKind
     return griffe.Parameter(
         member.name,

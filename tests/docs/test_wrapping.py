@@ -7,6 +7,7 @@ import pytest
 from tests.pages import ROOT
 
 spec = importlib.util.spec_from_file_location("wrapping", ROOT / "docs/wrapping.py")
+assert spec is not None and spec.loader is not None
 wrapping = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(wrapping)
 
