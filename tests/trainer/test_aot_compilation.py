@@ -32,8 +32,14 @@ def test_train_step_is_compiled_for_a_topology():
     cfg = tiny()
     (name, program), *others = compile_trainer_programs(cfg, topology="cpu-8").items()
     assert (name, others) == ("train_step", [])
-    assert "temp: " in aot_model_analysis(program)
-    axes = {c.axes({"data": 4, "model": 2}) for c in collectives_of(program.as_text())}
+    analysis = aot_model_analysis(program)
+    assert "temp: " in analysis
+    trainer = cfg.clone().instantiate(parent=None, devices=jax.devices()[:8])
+    assert f"floating-point operations: {trainer.train_step_flops() / 8:.3e}" in analysis
+    # More than those that the model needs: a layer is in a loop, but its operations all count.
+    assert trainer.train_step_flops() >= 0.95 * trainer.model_flops()
+    text = program.as_text() or ""
+    axes = {c.axes({"data": 4, "model": 2}) for c in collectives_of(text)}
     assert {("data",), ("model",)} <= axes
     assert cfg.name == "trainer"  # the input is not changed
     cfg.instantiate(parent=None, devices=jax.devices()[:8])
@@ -79,7 +85,11 @@ def test_more_devices_than_available_in_a_new_process(python_server):
         ("cpu-0", "unknown topology 'cpu-0'"),
         (
             "cpu-4096",
-            "4096 virtual CPU devices .* already created .*; request them before JAX is used, or",
+            "4096 virtual CPU devices are needed, .* at most 2048. .*--devices v5p-8192",
+        ),
+        (
+            "cpu-1024",
+            "1024 virtual CPU devices .* already created .*; request them before JAX is used, or",
         ),
     ],
 )

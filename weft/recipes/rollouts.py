@@ -33,6 +33,7 @@ from weft.input.preferences import read_rows
 from weft.input.tokenizers import Tokenizer, as_tokenizer
 from weft.recipes import find_recipe
 from weft.trainer import SpmdTrainer, run_dir
+from weft.trainer.flops import forward_flops
 from weft.trainer.metric_calculator import BaseMetricCalculator
 from weft.trainer.schedule import Schedule, ScheduleFn, as_schedule_fn
 from weft.trainer.train_step import TrainerState
@@ -263,11 +264,19 @@ class PolicyTrainer(SpmdTrainer):
         return outputs
 
     @nowrap
-    def lower_train_step(
+    def trace_train_step(
         self, state: TrainerState, batch: Nested[Any]
-    ) -> jax.stages.Lowered:
-        """Lowers the step for the answers to a batch of prompts."""
-        return super().lower_train_step(state, self._batch_shapes(batch))
+    ) -> jax.stages.Traced:
+        """Traces the step for the answers to a batch of prompts."""
+        return super().trace_train_step(state, self._batch_shapes(batch))
+
+    @nowrap
+    def model_flops(self) -> int:
+        """Counts the operations that the update with the answers needs."""
+        with self.mesh():
+            state, prompts = self._step_shapes()
+            batch: Any = self._batch_shapes(prompts)
+            return 3 * forward_flops(self.model, state.model, batch)
 
     @nowrap
     def batch_of_step(self, batch: NestedTensor) -> NestedTensor:

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
@@ -132,7 +133,17 @@ def get_devices_for_topology(
     return description.devices
 
 
+# XLA counts CPU devices from here on as those of another process, for which it cannot compile.
+_MOST_CPU_DEVICES = 2048
+
+
 def _cpu_devices(count: int) -> Sequence[Any]:
+    if count > _MOST_CPU_DEVICES:
+        raise TopologyError(
+            f"{count} virtual CPU devices are needed, and XLA compiles for at most "
+            f"{_MOST_CPU_DEVICES}. Compile for TPU slices (pip install 'jax[tpu]'; no TPU is "
+            "needed), such as --devices v5p-8192 for 4096 chips."
+        )
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # JAX has already created its devices
@@ -145,6 +156,11 @@ def _cpu_devices(count: int) -> Sequence[Any]:
             ) from None
         return devices[:count]
     return jax.devices("cpu")
+
+
+# Operations per device of compiled steps. XLA counts the body of a loop, such as that
+# over the layers of a model, once.
+_FLOPS: WeakKeyDictionary[jax.stages.Compiled, float] = WeakKeyDictionary()
 
 
 def reshape_devices(
@@ -192,11 +208,9 @@ def compile_trainer_programs(
     """
     devices = get_devices_for_topology(topology, topology_num_slices)
     trainer = trainer_config.clone().instantiate(parent=None, devices=devices)
-    return {
-        "train_step": trainer.compile_train_step(
-            compiler_options=compiler_options
-        )
-    }
+    compiled = trainer.compile_train_step(compiler_options=compiler_options)
+    _FLOPS[compiled] = trainer.train_step_flops() / len(devices)
+    return {"train_step": compiled}
 
 
 def compile_inference_programs(
@@ -248,14 +262,17 @@ def compile_inference_programs(
 
 
 def aot_model_analysis(compiled: jax.stages.Compiled) -> str:
-    """Returns memory by purpose and floating-point operations of a compiled step."""
+    """Returns memory by purpose and floating-point operations of a compiled step, per device.
+
+    Operations are known of programs of `compile_trainer_programs`.
+    """
     lines = []
     memory = compiled.memory_analysis()
     for name in ("argument", "output", "temp", "alias", "generated_code"):
         size = getattr(memory, f"{name}_size_in_bytes", None)
         if size is not None:
             lines.append(f"{name.replace('_', ' ')}: {size / 2**20:.1f} MiB")
-    cost = compiled.cost_analysis() or {}
-    if "flops" in cost:
-        lines.append(f"floating-point operations: {cost['flops']:.3e}")
+    flops = _FLOPS.get(compiled)
+    if flops is not None:
+        lines.append(f"floating-point operations: {flops:.3e}")
     return "\n".join(lines)

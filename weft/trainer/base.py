@@ -25,6 +25,7 @@ from weft.trainer.checkpointer.checkpointer import (
 )
 from weft.trainer.checkpointer.host_state import RunState
 from weft.trainer.compilation import options_for_init, options_for_steps
+from weft.trainer.flops import forward_flops, jaxpr_flops
 from weft.trainer.learner import BaseLearner, with_precision
 from weft.trainer.model import PerParamDType, model_config
 from weft.trainer.precision import Precision, as_precision
@@ -337,27 +338,46 @@ class BaseTrainer(Module):
         The state and batch are arrays or their shapes; None for those of the config.
         """
         with self.mesh():
-            if trainer_state is None:
-                # The key too: the devices of the mesh may belong to another machine.
-                trainer_state = jax.eval_shape(
-                    lambda: self._new_state(jax.random.key(0))
-                )
-            if input_batch is None:
-                input_batch = state_lib.batch_shapes(
-                    self.input, self._batch_partition(), self._mesh
-                )
-            state: Any = trainer_state
-            lowered = self.lower_train_step(state, input_batch)
+            state, batch = self._step_shapes()
+            if trainer_state is not None:
+                state = trainer_state
+            if input_batch is not None:
+                batch = input_batch
+            lowered = self.trace_train_step(state, batch).lower()
             return lowered.compile(compiler_options=compiler_options)
 
     @nowrap
-    def lower_train_step(
+    def train_step_flops(self) -> int:
+        """Counts the operations of a step, with those that are recomputed, on all devices."""
+        with self.mesh():
+            traced = self.trace_train_step(*self._step_shapes())
+        return jaxpr_flops(traced.jaxpr)
+
+    @nowrap
+    def model_flops(self) -> int:
+        """Counts the operations that a step needs, without those that are recomputed."""
+        with self.mesh():
+            state, batch = self._step_shapes()
+            # The backward pass takes twice the operations of the forward pass.
+            return 3 * forward_flops(self.model, state.model, batch)
+
+    def _step_shapes(self) -> tuple[TrainerState, Nested[Any]]:
+        """Returns the shapes of the state and of a batch, from the config."""
+        # The key too: the devices of the mesh may belong to another machine.
+        state = jax.eval_shape(lambda: self._new_state(jax.random.key(0)))
+        batch = state_lib.batch_shapes(
+            self.input, self._batch_partition(), self._mesh
+        )
+        return state, batch
+
+    @nowrap
+    def trace_train_step(
         self, state: TrainerState, batch: Nested[Any]
-    ) -> jax.stages.Lowered:
-        """Lowers the step for a state and a batch, after checks of its lookups in tables."""
+    ) -> jax.stages.Traced:
+        """Traces the step for a state and a batch, and checks its lookups in tables."""
         traced = self._train_step.trace(state, batch)
         lookup_checks.check_lookups(traced.jaxpr, state, batch, self.config)
-        return traced.lower()
+        return traced
 
     @nowrap
     def advance(self, batch: NestedTensor) -> dict[str, Any]:
@@ -373,7 +393,7 @@ class BaseTrainer(Module):
         """Returns the batch that the compiled step takes, from one of the input: the same.
 
         A trainer that makes it with the model, such as answers to prompts, overrides this and
-        `lower_train_step`. It is a function of the batch and of the state before the step.
+        `trace_train_step`. It is a function of the batch and of the state before the step.
         """
         return batch
 

@@ -7,7 +7,7 @@ weight that it uses, followed through casts, reshapes and slices.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -72,6 +72,12 @@ def forward_flops(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, batch)
     )
     return count_flops(forward, *shapes).total()
+
+
+def jaxpr_flops(jaxpr: Any) -> int:
+    """Counts the operations of a traced program, such as `jax.jit(f).trace(x).jaxpr`."""
+    flops, _ = _count_jaxpr(jaxpr.jaxpr, [None] * len(jaxpr.jaxpr.invars))
+    return flops.total()
 
 
 # Operations by the path of a weight.

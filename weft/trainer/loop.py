@@ -147,7 +147,8 @@ class TrainingLoop:
             if not self._is_compiled:
                 self._stop.doing("compiling the step")
                 state = self._trainer.trainer_state
-                self._stop.compile(self._trainer.lower_train_step(state, batch))
+                traced = self._trainer.trace_train_step(state, batch)
+                self._stop.compile(traced.lower())
                 self._is_compiled = True
                 self._first_step.start()
         self._has_met = True
