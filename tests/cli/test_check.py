@@ -1,5 +1,6 @@
 import os
 import types
+from typing import Any
 
 import jax
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from tests.weft_process import finish, weft_processes
 from weft.cli import main
 from weft.cli.check import _shape_of_program
+from weft.trainer import SpmdTrainer
+from weft.trainer.device_specs import DEVICE_SPECS
 
 needs_eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 TINY = ["model.decoder.transformer.num_layers=1", "input.source.sequence_length=16"]
@@ -68,6 +71,51 @@ def test_indivisible_batch(capsys):
 
 @needs_eight
 @pytest.mark.long
+def test_step_time_and_memory_of_a_device(capsys, monkeypatch):
+    words = ["check", "lm-tiny", *TINY, "--mesh", "fsdp=4,model=2", "--device", "H100"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = {tuple(line.split()[:-1]): line.split()[-1] for line in lines if line}
+    parts = [float(table[name,]) for name in ("compute", "memory")]
+    collectives = [float(s) for name, s in table.items() if name[:2] == ("collectives", "over")]
+    step = lines.index(next(line for line in lines if line.startswith("predicted step")))
+    (total,) = [float(line.split()[-1]) for line in lines[step:] if line.startswith("in all")]
+    assert total == pytest.approx(max(parts) + sum(collectives), rel=0.02)
+    assert ("limited", "by") in table
+    small = DEVICE_SPECS["H100"]._replace(memory=1e5)
+    monkeypatch.setitem(DEVICE_SPECS, "H100", small)
+    assert main(words) == 1
+    assert "a device has 100.0 kB of memory, and the step needs" in capsys.readouterr().out
+
+
+@needs_eight
+@pytest.mark.long
+def test_memory_that_the_compiler_refuses_is_a_problem(capsys, monkeypatch):
+    message = (
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space "
+        "hbm. Used 28.22G of 15.75G hbm. Exceeded hbm capacity by 12.47G."
+    )
+
+    def refuse(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(SpmdTrainer, "compile_train_step", refuse)
+    assert main(["check", "lm-tiny", *TINY, "--mesh", "data=8"]) == 1
+    printed = capsys.readouterr().out
+    assert "  a device has 15.75G of memory, and the step needs 28.22G. Shard over" in printed
+
+
+@needs_eight
+@pytest.mark.long
+def test_batch_larger_than_the_corpus(capsys):
+    corpus = "input.source.corpus.pattern=json/*.py"
+    batch = "input.source.global_batch_size=65536"
+    assert main(["check", "lm-tiny", *TINY, corpus, batch, "--mesh", "data=8"]) == 0
+    assert "s32[65536,16]" in capsys.readouterr().out
+
+
+@needs_eight
+@pytest.mark.long
 def test_indivisible_activations(capsys):
     field = "model.decoder.hidden_state_partition_spec=[null,null,[data,model]]"
     wide = ["model.decoder.dim=20", "model.decoder.transformer.layer.feed_forward.hidden_dim=64"]
@@ -108,8 +156,8 @@ def test_subprocess_creates_requested_devices(python_server, tmp_path):
 
 
 def test_collectives_are_equal_for_several_slices():
-    mesh = types.SimpleNamespace(shape={"data": 4, "model": 2}, axis_names=("data", "model"))
-    cfg = types.SimpleNamespace(mesh_shape=(4, 2))
+    mesh: Any = types.SimpleNamespace(shape={"data": 4, "model": 2}, axis_names=("data", "model"))
+    cfg: Any = types.SimpleNamespace(mesh_shape=(4, 2))
     for platform, data in (("tpu", 2), ("gpu", 4)):
         devices = [types.SimpleNamespace(platform=platform, slice_index=i // 4) for i in range(8)]
         assert _shape_of_program(cfg, mesh, devices) == {"data": data, "model": 2}

@@ -791,6 +791,10 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
     )
 
 
+# Names of `weft.trainer.device_specs.DEVICE_SPECS`, whose import takes a second.
+_DEVICES = ("H100", "H200", "B200", "v5e", "v5p", "v6e")
+
+
 def _add_check(commands: _Commands) -> None:
     check = _add(
         commands,
@@ -798,7 +802,8 @@ def _add_check(commands: _Commands) -> None:
         "check:run",
         epilog="Examples:\n"
         "  weft check lm --mesh fsdp=4,model=2\n"
-        "  weft check lm --mesh data=-1,model=4 --devices v5p-128 --slices 2\n",
+        "  weft check lm --mesh data=-1,model=4 --devices v5p-128 --slices 2\n"
+        "  weft check lm --mesh data=8 --device H100\n",
     )
     _add_config_arguments(check)
     _add_mesh(check)
@@ -807,6 +812,13 @@ def _add_check(commands: _Commands) -> None:
         metavar="N",
         help="a number of virtual CPU devices, or a TPU slice such as v5p-128; defaults to "
         "the mesh size",
+    )
+    check.add_argument(
+        "--device",
+        choices=_DEVICES,
+        metavar="NAME",
+        help=f"predict the time of a step on this device ({', '.join(_DEVICES)}), and compare its "
+        "memory; defaults to that of --devices",
     )
     check.add_argument(
         "--slices",

@@ -23,6 +23,7 @@ from weft.cli.layout_report import (
     is_conflict,
     rule_findings,
 )
+from weft.cli.step_time import StepTime, axes_text, predict
 from weft.core.axis_rules import Rules
 from weft.errors import BatchShardingError, MeshError, ShardingWarning
 from weft.hierarchy.parameter_spec import ParameterSpec, TensorSpec
@@ -30,6 +31,11 @@ from weft.input import Input
 from weft.report import display
 from weft.trainer import SpmdTrainer, run_dir
 from weft.trainer.aot_compilation import get_devices_for_topology
+from weft.trainer.device_specs import (
+    DEVICE_SPECS,
+    DeviceSpec,
+    device_spec_of,
+)
 from weft.trainer.mesh import HybridMeshShape, build_mesh, over_slices, rules_of
 from weft.trainer.model import build_model
 from weft.trainer.state import batch_partition, parameter_specs, state_specs
@@ -51,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     devices = get_devices_for_topology(
         _topology(arguments.devices, cfg), arguments.slices
     )
+    # After the devices are made, as it uses JAX.
+    cfg = configs.without_corpus(cfg)
     mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
     console = display.table_console()
     display.print_words(console, f"{arguments.recipe} on {_mesh_text(mesh)}\n")
@@ -58,8 +66,21 @@ def run(arguments: argparse.Namespace) -> int:
         warnings.simplefilter("ignore", ShardingWarning)
         problems = _report_layouts(console, cfg, mesh)
     if not problems:
-        problems = _report_program(console, cfg, mesh, devices)
+        problems = _report_program(
+            console,
+            cfg,
+            mesh,
+            devices,
+            spec=_spec(arguments.device, devices),
+            num_slices=arguments.slices,
+        )
     return _conclude(console, problems)
+
+
+def _spec(device: str | None, devices: Sequence[Any]) -> DeviceSpec | None:
+    if device is not None:
+        return DEVICE_SPECS[device]
+    return device_spec_of(devices[0].device_kind)
 
 
 def _mesh_text(mesh: Mesh) -> str:
@@ -281,8 +302,11 @@ def _report_program(
     cfg: SpmdTrainer.Config,
     mesh: Mesh,
     devices: Sequence[Any],
+    *,
+    spec: DeviceSpec | None,
+    num_slices: int,
 ) -> list[str]:
-    """Compiles the train step, prints its collectives and memory; returns the problems."""
+    """Compiles the train step, prints what it needs and takes; returns the problems."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ShardingWarning)
         try:
@@ -295,18 +319,89 @@ def _report_program(
                 compiled = trainer.compile_train_step()
         except (MeshError, BatchShardingError) as error:
             return [str(error)]
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return [_memory_problem(str(error))]
+    mesh_shape = _shape_of_program(cfg, mesh, devices)
     collectives = collectives_of(compiled.as_text() or "")
-    console.print(
-        _collectives_table(collectives, _shape_of_program(cfg, mesh, devices))
-    )
+    console.print(_collectives_table(collectives, mesh_shape))
     console.print()
-    console.print(_memory_table(compiled.memory_analysis()))
+    memory = compiled.memory_analysis()
+    console.print(_memory_table(memory))
     console.print()
     problems: dict[str, None] = {}  # each once, in their order
     for warning in caught:
         if issubclass(warning.category, ShardingWarning):
             problems[str(warning.message)] = None
+    if spec is None or memory is None:
+        return list(problems)
+    needed = sum(_memory_parts(memory).values())
+    if needed > spec.memory:
+        problem = (
+            f"a device has {display.bytes_text(spec.memory)} of memory, and the step needs "
+            f"{display.bytes_text(needed)}. {_LESS_MEMORY}"
+        )
+        problems[problem] = None
+    step_time = predict(
+        spec,
+        flops=trainer.train_step_flops(),
+        model_flops=trainer.model_flops(),
+        memory_traffic=_memory_traffic(memory),
+        collectives=collectives,
+        mesh_shape=mesh_shape,
+        num_devices=mesh.size,
+        num_slices=num_slices,
+    )
+    console.print(_time_table(step_time))
+    display.print_words(console, step_time.advice())
+    console.print()
     return list(problems)
+
+
+_LESS_MEMORY = (
+    "Shard over more devices (fsdp=…), recompute activations (remat), or take fewer rows of the "
+    "batch per device."
+)
+
+
+def _memory_problem(error: str) -> str:
+    """Returns the problem of a program that a compiler refuses for its memory."""
+    amounts = re.search(r"Used (\S+) of (\S+)", error)
+    if amounts is None:
+        return f"the step does not fit a device: {error.splitlines()[0]}"
+    needed, available = amounts.groups()
+    return (
+        f"a device has {available} of memory, and the step needs {needed}. "
+        f"{_LESS_MEMORY}"
+    )
+
+
+def _memory_traffic(memory: Any) -> int:
+    """Returns the bytes that a device reads and writes in a step, at least."""
+    return (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        + 2 * memory.temp_size_in_bytes
+    )
+
+
+def _time_table(step_time: StepTime) -> Table:
+    table = display.tree_table(
+        "predicted step", ["seconds"], numbers=["seconds"]
+    )
+    table.add_row("compute", _seconds_text(step_time.compute))
+    table.add_row("memory", _seconds_text(step_time.memory))
+    for axes, seconds in step_time.collectives.items():
+        table.add_row(f"collectives over {axes}", _seconds_text(seconds))
+    table.add_row("in all", _seconds_text(step_time.total))
+    table.add_row("MFU", f"{100 * step_time.mfu:.0f} %")
+    table.add_row("limited by", step_time.limit())
+    return table
+
+
+def _seconds_text(seconds: float) -> str:
+    return f"{seconds:.3g}"
 
 
 def _shape_of_program(
@@ -332,10 +427,8 @@ def _collectives_table(
     times: Counter[tuple[str, str, str]] = Counter()
     num_bytes: Counter[tuple[str, str, str]] = Counter()
     for collective in collectives:
-        axes = collective.axes(mesh_shape)
-        axes_text = "other groups" if axes is None else " × ".join(axes)
         place = "in a loop" if collective.in_loop else ""
-        row = (collective.kind, axes_text, place)
+        row = (collective.kind, axes_text(collective, mesh_shape), place)
         times[row] += collective.times
         num_bytes[row] += collective.times * collective.bytes
     columns = ["over", "", "times per step", "bytes per device"]
@@ -354,7 +447,15 @@ def _memory_table(memory: Any) -> Table:
     if memory is None:
         table.add_row("unknown for this kind of device")
         return table
-    parts = {
+    parts = _memory_parts(memory)
+    for name, size in parts.items():
+        table.add_row(name, display.bytes_text(size))
+    table.add_row("in all", display.bytes_text(sum(parts.values())))
+    return table
+
+
+def _memory_parts(memory: Any) -> dict[str, int]:
+    return {
         "state and batch": memory.argument_size_in_bytes,
         "other results": (
             memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -362,10 +463,6 @@ def _memory_table(memory: Any) -> Table:
         "temporaries": memory.temp_size_in_bytes,
         "program": memory.generated_code_size_in_bytes,
     }
-    for name, size in parts.items():
-        table.add_row(name, display.bytes_text(size))
-    table.add_row("in all", display.bytes_text(sum(parts.values())))
-    return table
 
 
 def _conclude(console: Console, problems: Sequence[str]) -> int:
