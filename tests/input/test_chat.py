@@ -162,7 +162,9 @@ def test_endless_template(monkeypatch):
         renderer.render(loops, {}, marks)
     assert renderer.render("ok", {}, marks) == "ok"
     # Its end is not noticed before the next request.
-    renderer._process.kill()
+    process = renderer._process
+    assert process is not None
+    process.kill()
     with pytest.raises(
         ChatTemplateError, match=r"process .* ended \(status -9\); expected at most"
     ):
@@ -288,7 +290,7 @@ BAD_ROWS = [
     ({"a": 1}, InputDatasetError, r"the row has \['a'\]; expected 'messages'; 'prompt' with 'com"),
     ({"messages": []}, InputDatasetError, r"'messages' of the row is \[\]; expected a list of at"),
     ({"messages": [1]}, InputDatasetError, r"messages\[0\] of the row is of type int; expected"),
-    ({"prompt": "a"}, InputDatasetError, "'prompt' .* type str, and 'response' of type NoneType"),
+    ({"prompt": "a"}, InputDatasetError, "a 'prompt' and no answer to it, it has .*expected a 'c"),
     ({"prompt": "a", "completion": [1]}, InputDatasetError, "'completion' of type list; expected"),
     ({"text": 7}, InputDatasetError, "'text' of the record is of type int; expected a string"),
     ({"messages": MESSAGES, "tools": "["}, InputDatasetError, r"'tools' of the row is not JSON"),
@@ -300,6 +302,29 @@ BAD_ROWS = [
 def test_bad_rows(row, error, message):
     with pytest.raises(error, match=message):
         encode_example(row, tokenizer=TOKENIZER, template=ChatTemplate(CHATML))
+
+
+def test_answers_that_say_nothing():
+    template = ChatTemplate(CHATML)
+    for content in ("", " \n", None, []):
+        messages = [*MESSAGES[:3], {"role": "assistant", "content": content}]
+        with pytest.raises(InputDatasetError, match="'messages' of the row has an answer of the"):
+            encode_example({"messages": messages}, tokenizer=TOKENIZER, template=template)
+        messages[3]["tool_calls"] = [{"name": "f"}]
+        encode_example({"messages": messages}, tokenizer=TOKENIZER, template=template)
+    silent = ChatTemplate(
+        "{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(InputDatasetError, match="nothing of the row is learned: after its prompt"):
+        encode_example({"messages": MESSAGES[:2]}, tokenizer=TOKENIZER, template=silent)
+
+
+def test_results_of_tools_may_be_any_json():
+    messages = [{"role": "tool", "content": {"sum": 5}}, *MESSAGES]
+    tokens = encode_example(
+        {"messages": messages}, tokenizer=TOKENIZER, template=ChatTemplate(CHATML)
+    )
+    assert TOKENIZER.decode(tokens.ids).startswith("<|im_start|>tool\n{'sum': 5}<|im_end|>")
 
 
 def test_messages_without_a_template():

@@ -147,6 +147,9 @@ def test_data_that_cannot_be_learned(tmp_path):
         count(str(path))
     with pytest.raises(InputDatasetError, match=r"row 1 of the data: the row has \['question'\]"):
         count(Rows([{"text": "a"}, {"question": "b"}]))
+    path.write_text("\n", encoding="utf-8")
+    with pytest.raises(EmptyCorpusError, match=r"data.jsonl has no rows; expected a JSON object"):
+        count(str(path))
     with pytest.raises(InputDatasetError, match=r"held_out_fraction=1 leaves no rows"):
         count(Rows(ROWS), held_out_fraction=1)
     with pytest.raises(EmptyCorpusError, match=r"1 rows, and none has an answer within"):

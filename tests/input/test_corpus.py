@@ -184,7 +184,7 @@ def test_other_formats_are_not_learnt_as_text(tmp_path, name):
     (tmp_path / name).write_bytes(b"text,label\nhello,1\n")
     for read in (folder_corpus, lambda path: text_dataset(f"{path}/*")):
         with pytest.raises(
-            InputReadError, match=r"would be learned as text.*JSON lines or Parquet"
+            InputReadError, match=r"file, a format that is not read: .*JSON lines or Parquet"
         ):
             read(str(tmp_path))
     (tmp_path / "b.txt").write_bytes(b"text")

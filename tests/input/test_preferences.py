@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from weft.errors import InputDatasetError, InputReadError
+from weft.errors import EmptyCorpusError, InputDatasetError, InputReadError
 from weft.input.chat import ChatTemplate
 from weft.input.preferences import preference_arrays, prompt_arrays
 from weft.input.tokenizers import ByteTokenizer
@@ -103,20 +103,20 @@ BAD_ROWS = [
     ({**STRINGS, "rejected": None}, "the row has no 'rejected'"),
     ({**STRINGS, "rejected": 5}, "'rejected' of the row is 5; expected a string, or a list"),
     ({**STRINGS, "rejected": "4"}, "'chosen' and 'rejected' of the row are the same"),
-    ({**STRINGS, "prompt": [USER]}, "'prompt' of the row is of type list, and 'completion'"),
+    ({**STRINGS, "prompt": [USER]}, "'prompt' of the row is of type list, and 'chosen' of type"),
     (
         {**STRINGS, "rejected": answer("5")},
         "'chosen' of the row is of type str, and 'rejected' of type list; expected two strings",
     ),
     ({**MESSAGES, "chosen": []}, "'chosen' of the row is []; expected a string, or a list"),
-    ({**MESSAGES, "chosen": ["4"]}, "completion[0] of the row is of type str; expected a dict"),
+    ({**MESSAGES, "chosen": ["4"]}, "chosen[0] of the row is of type str; expected a dict"),
     ({**STRINGS, "chosen": " "}, "'chosen' of the row is empty, so that the model would learn to"),
-    ({**MESSAGES, "chosen": answer("")}, "'chosen' of the row is empty"),
+    ({**MESSAGES, "chosen": answer("")}, "'chosen' of the row has an answer of the assistant that"),
     (
         {**MESSAGES, "prompt": [*FIRST, {"content": "2+2?"}]},
         "messages[2] has ['content'] and the role None; expected a string",
     ),
-    ({**MESSAGES, "prompt": [USER], "rejected": [USER]}, "and none of the role 'assistant'"),
+    ({**MESSAGES, "rejected": [FIRST[0]]}, "'rejected' of the row has no turn of the role 'ass"),
     (
         {"chosen": answer("4"), "rejected": answer("5")},
         "begin with different turns, and there is no 'prompt'",
@@ -140,6 +140,12 @@ def test_messages_need_a_template_and_prompts_a_prompt(tmp_path):
         prompt_arrays(write(tmp_path, {"question": "2+2="}))
     with pytest.raises(InputReadError, match="'prompt' of the row is empty, and the tokenizer"):
         prompt_arrays(write(tmp_path, {"prompt": ""}))
+    with pytest.raises(InputReadError, match="'prompt' of the row ends with a turn of the user th"):
+        prompt_arrays(write(tmp_path, {"prompt": " "}), template=TEMPLATE)
+    with pytest.raises(InputReadError, match="there is no chat template to write them"):
+        prompt_arrays(write(tmp_path, {"prompt": [USER]}))
+    with pytest.raises(EmptyCorpusError, match="has no rows; expected a JSON object in each line"):
+        prompt_arrays(write(tmp_path))
     with pytest.raises(InputReadError, match="'prompt' of the row ends with a turn of the assista"):
         prompt_arrays(write(tmp_path, {"prompt": FIRST}), template=TEMPLATE)
     with pytest.raises(InputReadError, match=r"'prompt' of the row is 5; expected a string, or a"):

@@ -368,7 +368,8 @@ def encode_example(
             f"the row is of type {type(example).__name__}; {_EXPECTED_ROW}"
         )
     if example.get("messages") is not None:
-        messages = _row_messages(example, "messages")
+        messages = row_messages(example, "messages")
+        check_says_something(example, "messages")
         return _encode_turns(example, [], messages, tokenizer, template)
     if example.get("prompt") is None:
         if example.get("text") is None:
@@ -376,31 +377,93 @@ def encode_example(
                 f"the row has {sorted(map(str, example))}; {_EXPECTED_ROW}"
             )
         text = document_text(example, "text")
-        return _plain_tokens(tokenizer, "", text)
-    answer_key = "completion"
-    if example.get(answer_key) is None:
-        answer_key = "response"
-    prompt, answer = example["prompt"], example.get(answer_key)
+        check_says_something(example, "text")
+        return plain_tokens(tokenizer, "", text)
+    for key in ("completion", "response"):
+        if example.get(key) is not None:
+            tokens = encode_answer(
+                example, key, tokenizer=tokenizer, template=template
+            )
+            check_says_something(example, key)
+            return tokens
+    raise InputDatasetError(
+        f"the row has a 'prompt' and no answer to it, it has {sorted(map(str, example))}; "
+        "expected a 'completion' or 'response', too"
+    )
+
+
+def encode_answer(
+    row: Mapping[str, object],
+    key: str,
+    *,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+) -> LearnedTokens:
+    """Returns the tokens of the `prompt` of a row with an answer, which alone is learned.
+
+    Args:
+        key: The field of the answer.
+
+    Other arguments and errors are those of `encode_example`.
+    """
+    prompt, answer = row["prompt"], row[key]
     if isinstance(prompt, str) and isinstance(answer, str):
         if template is None:
-            return _plain_tokens(tokenizer, prompt, answer)
+            return plain_tokens(tokenizer, prompt, answer)
         turns = [
             {"role": "user", "content": prompt},
             {"role": _ASSISTANT, "content": answer},
         ]
-        return _encode_turns(example, [], turns, tokenizer, template)
-    if _is_list(prompt) and _is_list(answer):
-        return _encode_turns(
-            example,
-            _row_messages(example, "prompt"),
-            _row_messages(example, answer_key),
-            tokenizer,
-            template,
+        return _encode_turns(row, [], turns, tokenizer, template)
+    if not (_is_list(prompt) and _is_list(answer)):
+        raise InputDatasetError(
+            f"'prompt' of the row is of type {type(prompt).__name__}, and {key!r} of type "
+            f"{type(answer).__name__}; expected two strings, or two lists of messages"
         )
-    raise InputDatasetError(
-        f"'prompt' of the row is of type {type(prompt).__name__}, and {answer_key!r} of type "
-        f"{type(answer).__name__}; expected two strings, or two lists of messages"
-    )
+    question, completion = row_messages(row, "prompt"), row_messages(row, key)
+    if completion[: len(question)] == question:
+        raise InputDatasetError(
+            f"{key!r} of the row begins with the turns of 'prompt', so that the model would read "
+            f"them twice; leave them out of {key!r}"
+        )
+    if not any(turn.get("role") == _ASSISTANT for turn in completion):
+        raise InputDatasetError(
+            f"{key!r} of the row has no turn of the role {_ASSISTANT!r}, so there is nothing to "
+            "learn; leave the row out"
+        )
+    if {question[-1].get("role"), completion[0].get("role")} == {_ASSISTANT}:
+        raise InputDatasetError(
+            f"'prompt' of the row ends with a turn of the assistant, and {key!r} begins with "
+            "another; leave the last turn of 'prompt' out"
+        )
+    return _encode_turns(row, question, completion, tokenizer, template)
+
+
+def check_says_something(row: Mapping[str, object], key: str) -> None:
+    """Raises InputDatasetError if a text or an answer of the assistant in a field is empty."""
+    value = row[key]
+    if _is_list(value):
+        is_empty = any(map(_is_empty_answer, value))
+        fault = "has an answer of the assistant that is empty"
+    else:
+        is_empty = isinstance(value, str | bytes) and not value.strip()
+        fault = "is empty"
+    if is_empty:
+        raise InputDatasetError(
+            f"{key!r} of the row {fault}, so that the model would learn to say nothing; leave the "
+            "row out"
+        )
+
+
+def _is_empty_answer(message: object) -> bool:
+    """Returns whether a turn of the assistant has neither content nor, say, calls of tools."""
+    if not isinstance(message, Mapping) or message.get("role") != _ASSISTANT:
+        return False
+    fields = {**message, "role": None, "name": None}
+    content = fields.get("content")
+    if isinstance(content, str):
+        fields["content"] = content.strip()
+    return not any(fields.values())
 
 
 def _encode_turns(
@@ -411,42 +474,58 @@ def _encode_turns(
     template: ChatTemplate | None,
 ) -> LearnedTokens:
     """Returns the tokens of a conversation whose first turns, the prompt, are not learned."""
+    template = checked_template(template)
+    tools = _row_tools(example)
+    tokens = template.encode_learned(
+        [*prompt, *completion], tokenizer=tokenizer, tools=tools
+    )
+    if any(message["role"] == _ASSISTANT for message in prompt):
+        prompt_ids = template.encode(
+            prompt, tokenizer=tokenizer, tools=tools, add_generation_prompt=True
+        )
+        if not np.array_equal(tokens.ids[: len(prompt_ids)], prompt_ids):
+            raise ChatTemplateError(_NO_PREFIX.format(index=len(prompt)))
+        tokens.is_learned[: len(prompt_ids)] = False
+    if not tokens.is_learned.any():
+        raise InputDatasetError(
+            "nothing of the row is learned: after its prompt, the chat template writes nothing "
+            "that the assistant says; expected a turn of the assistant, and a template that "
+            "writes it"
+        )
+    return tokens
+
+
+def checked_template(template: ChatTemplate | None) -> ChatTemplate:
+    """Returns the template for a row of messages; raises InputDatasetError if there is none."""
     if template is None:
         raise InputDatasetError(
             "the row has messages, but there is no chat template to write them; pass template=, "
             "such as that of weft.interop.load_tokenizer(folder)"
         )
-    tools = _row_tools(example)
-    tokens = template.encode_learned(
-        [*prompt, *completion], tokenizer=tokenizer, tools=tools
-    )
-    if not any(message["role"] == _ASSISTANT for message in prompt):
-        return tokens
-    prompt_ids = template.encode(
-        prompt, tokenizer=tokenizer, tools=tools, add_generation_prompt=True
-    )
-    if not np.array_equal(tokens.ids[: len(prompt_ids)], prompt_ids):
-        raise ChatTemplateError(_NO_PREFIX.format(index=len(prompt)))
-    tokens.is_learned[: len(prompt_ids)] = False
-    return tokens
+    return template
 
 
 _EXPECTED_ROW = (
     "expected 'messages'; 'prompt' with 'completion' or 'response'; or 'text'"
 )
+# Results of tools may be any JSON.
+_TALKING_ROLES = ("system", "user", _ASSISTANT)
 
 
-def _row_messages(
+def row_messages(
     example: Mapping[str, object], key: str
 ) -> list[dict[str, object]]:
-    """Returns messages without the fields that a table has for others of them."""
+    """Returns messages without the fields that a table has for others of them.
+
+    Raises InputDatasetError for another list, and for content that is not text.
+    """
     messages = example[key]
     if not _is_list(messages) or len(messages) == 0:
         raise InputDatasetError(
             f"{key!r} of the row is {messages!r:.100}; expected a list of at least one dict of "
             "'role' and 'content'"
         )
-    row_messages: list[dict[str, object]] = []
+    turns: list[dict[str, object]] = []
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise InputDatasetError(
@@ -457,8 +536,22 @@ def _row_messages(
         for name, value in message.items():
             if value is not None or name == "content":
                 fields[name] = value
-        row_messages.append(fields)
-    return row_messages
+        _check_content(fields, f"{key}[{i}]")
+        turns.append(fields)
+    return turns
+
+
+def _check_content(message: Mapping[str, object], name: str) -> None:
+    role, content = message.get("role"), message.get("content")
+    if role not in _TALKING_ROLES or isinstance(content, str):
+        return
+    if content is None and role == _ASSISTANT:  # which may call tools
+        return
+    if not _is_list(content):
+        raise InputDatasetError(
+            f"'content' of {name} of the row is {content!r:.60}; expected a string, or a list of "
+            "parts, such as {'type': 'text', 'text': 'Hi'}"
+        )
 
 
 def _row_tools(
@@ -475,7 +568,7 @@ def _row_tools(
     return None if tools is None else _checked_tools(tools)
 
 
-def _plain_tokens(
+def plain_tokens(
     tokenizer: Tokenizer, prompt: str, answer: str | bytes
 ) -> LearnedTokens:
     """Returns the tokens of two texts, and the end; the text is that of a document."""

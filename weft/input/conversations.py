@@ -35,9 +35,7 @@ from weft.errors import (
 from weft.input import grain as grain_input
 from weft.input.chat import ChatTemplate, LearnedTokens, encode_example
 from weft.input.corpus import Split
-from weft.input.datasets import json_lines_dataset, parquet_dataset
-from weft.input.formats import format_of
-from weft.input.record_dataset import RecordDataset
+from weft.input.datasets import read_rows
 from weft.input.text import sequence_batches
 from weft.input.tokenizers import Tokenizer, as_tokenizer
 
@@ -206,11 +204,13 @@ class PackedRows:
         if num_cut and warns:
             logger.warning(
                 "%s has %d of %d rows with more than sequence_length=%d tokens, whose ends are "
-                "left out. Set a larger sequence_length to keep them.",
+                "left out; %d rows have no answer before that. Set a larger sequence_length to "
+                "keep them.",
                 name,
                 num_cut,
                 len(rows),
                 sequence_length,
+                len(rows) - len(self._rows),
             )
         if not self._rows:
             raise EmptyCorpusError(
@@ -319,7 +319,7 @@ def _rows_of_split(
     if isinstance(data, Rows):
         records, fingerprint = data.value, data.description
     else:
-        records = _read(data)
+        records = read_rows(data)
         fingerprint = records.fingerprint
     tokenizer_key = getattr(tokenizer, "fingerprint", id(tokenizer))
     key = (fingerprint, tokenizer_key, repr(loaded_template))
@@ -332,13 +332,6 @@ def _rows_of_split(
             f"held_out_fraction={held_out_fraction}; add rows, or change the fraction"
         )
     return part
-
-
-def _read(paths: str | Sequence[str]) -> RecordDataset:
-    first_path = paths if isinstance(paths, str) else paths[0]
-    if format_of(first_path) == "parquet":
-        return parquet_dataset(paths)
-    return json_lines_dataset(paths)
 
 
 @functools.lru_cache(2)

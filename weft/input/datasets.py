@@ -19,8 +19,14 @@ from collections.abc import Sequence
 from typing import Literal
 
 from weft._lazy import import_extra
-from weft.errors import InputReadError
-from weft.input.formats import Format, check_format, read_whole, without_mark
+from weft.errors import EmptyCorpusError, InputReadError
+from weft.input.formats import (
+    Format,
+    check_format,
+    format_of,
+    read_whole,
+    without_mark,
+)
 from weft.input.record_dataset import RecordDataset
 from weft.input.record_files import (
     JsonLinesFile,
@@ -93,6 +99,26 @@ def parquet_dataset(
     """
     open_file = functools.partial(ParquetFile, columns=columns)
     return RecordDataset(FileRecordSource(_files(paths, "parquet"), open_file))
+
+
+def read_rows(paths: str | Sequence[str]) -> RecordDataset:
+    """Returns the rows of files of JSON lines or of Parquet, by the name of the first.
+
+    Raises:
+        InputReadError: If a path matches no file, or a file cannot be read.
+        EmptyCorpusError: If there is no row.
+    """
+    first_path = paths if isinstance(paths, str) else paths[0]
+    if format_of(first_path) == "parquet":
+        rows = parquet_dataset(paths)
+    else:
+        rows = json_lines_dataset(paths)
+    if len(rows) == 0:
+        name = paths if isinstance(paths, str) else ", ".join(paths)
+        raise EmptyCorpusError(
+            f"{name} has no rows; expected a JSON object in each line, or rows of Parquet"
+        )
+    return rows
 
 
 class _WholeFile:

@@ -136,8 +136,8 @@ def format_of(path: str) -> Format:
     suffix = suffix_of(path)
     if suffix in _UNREAD:
         raise InputReadError(
-            f"{path} would be learned as text, and {suffix} files are another format: convert it "
-            "to JSON lines or Parquet, leave it out, or call it .txt if it is text"
+            f"{path} is a {suffix} file, a format that is not read: convert it to JSON lines or "
+            "Parquet, leave it out, or call it .txt if it is text"
         )
     return _FORMATS.get(suffix, "text")
 

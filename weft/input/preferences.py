@@ -16,11 +16,14 @@ from weft.errors import InputDatasetError, did_you_mean
 from weft.input.chat import (
     ChatTemplate,
     LearnedTokens,
-    encode_example,
+    check_says_something,
+    checked_template,
+    encode_answer,
+    plain_tokens,
+    row_messages,
 )
 from weft.input.corpus import Split
-from weft.input.datasets import json_lines_dataset, parquet_dataset
-from weft.input.formats import format_of
+from weft.input.datasets import read_rows
 from weft.input.in_memory import Arrays
 from weft.input.record_dataset import RecordDataset
 from weft.input.splits import split_part
@@ -63,20 +66,22 @@ def encode_preference(
         prompt, chosen, rejected = _without_shared_turns(chosen, rejected)
     elif prompt is None:
         _field(row, "prompt")  # raises
-    if _is_empty(chosen):
+    elif isinstance(prompt, str) and not isinstance(chosen, str):
         raise InputDatasetError(
-            "'chosen' of the row is empty, so that the model would learn to say nothing; leave the "
-            "row out"
+            "'prompt' of the row is a string, and 'chosen' and 'rejected' are lists of messages; "
+            "leave 'prompt' out if they are whole conversations, or write it as a list, too"
         )
-    tokens: list[LearnedTokens] = []
-    for answer in (chosen, rejected):
-        example = {"prompt": prompt, "completion": answer}
-        if row.get("tools") is not None:
-            example["tools"] = row["tools"]
-        tokens.append(
-            encode_example(example, tokenizer=tokenizer, template=template)
-        )
-    chosen_tokens, rejected_tokens = tokens
+    answers = {
+        **row,
+        "prompt": prompt,
+        "chosen": chosen,
+        "rejected": rejected,
+    }
+    check_says_something(answers, "chosen")
+    chosen_tokens, rejected_tokens = (
+        encode_answer(answers, key, tokenizer=tokenizer, template=template)
+        for key in ("chosen", "rejected")
+    )
     if np.array_equal(chosen_tokens.ids, rejected_tokens.ids):
         raise InputDatasetError(
             "'chosen' and 'rejected' of the row are the same, so that nothing is preferred; leave "
@@ -99,25 +104,23 @@ def encode_prompt_of(
     cannot write it.
     """
     prompt = _field(row, "prompt")
-    if isinstance(prompt, list):
-        _check_is_question(prompt)
-    if isinstance(prompt, str) and template is not None:
-        prompt = [{"role": "user", "content": prompt}]
-    if template is None or isinstance(prompt, str):
+    if isinstance(prompt, str) and template is None:
         # The tokens before an answer, which is only the end.
-        example = {"prompt": prompt, "completion": ""}
-        tokens = encode_example(example, tokenizer=tokenizer)
+        tokens = plain_tokens(tokenizer, prompt, "")
         ids = tokens.ids[~tokens.is_learned]
-    else:
-        ids = template.encode(
-            prompt, tokenizer=tokenizer, add_generation_prompt=True
-        )
-    if len(ids) == 0:
-        raise InputDatasetError(
-            "'prompt' of the row is empty, and the tokenizer puts no token before a text; expected "
-            "a text"
-        )
-    return ids
+        if len(ids) == 0:
+            raise InputDatasetError(
+                "'prompt' of the row is empty, and the tokenizer puts no token before a text; "
+                "expected a text"
+            )
+        return ids
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    turns = row_messages({"prompt": prompt}, "prompt")
+    _check_is_question(turns)
+    return checked_template(template).encode(
+        turns, tokenizer=tokenizer, add_generation_prompt=True
+    )
 
 
 def _field(row: Mapping[str, Any], name: str) -> Any:
@@ -142,24 +145,17 @@ def _field(row: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _check_is_question(prompt: list[Any]) -> None:
+def _check_is_question(prompt: Sequence[Mapping[str, Any]]) -> None:
     turn = prompt[-1]
-    if isinstance(turn, Mapping) and turn.get("role") == "assistant":
+    if turn.get("role") == "assistant":
         raise InputDatasetError(
             "'prompt' of the row ends with a turn of the assistant, which is to answer; leave that "
             "turn out"
         )
-
-
-def _is_empty(answer: str | list[Any]) -> bool:
-    """Returns whether an answer, a text or turns, says nothing."""
-    if isinstance(answer, str):
-        return not answer.strip()
-    turn = answer[-1]
-    if not isinstance(turn, Mapping) or turn.get("tool_calls"):
-        return False
-    content = turn.get("content")
-    return isinstance(content, str) and not content.strip()
+    if turn.get("role") == "user" and not str(turn["content"]).strip():
+        raise InputDatasetError(
+            "'prompt' of the row ends with a turn of the user that is empty; expected a text"
+        )
 
 
 def _without_shared_turns(
@@ -183,16 +179,6 @@ def _without_shared_turns(
         list(chosen[num_shared:]),
         list(rejected[num_shared:]),
     )
-
-
-def read_rows(data: str) -> RecordDataset:
-    """Returns the rows of a file of JSON lines or of Parquet, or of several that match a pattern.
-
-    Raises InputReadError if a file cannot be read.
-    """
-    if format_of(data) == "parquet":
-        return parquet_dataset(data)
-    return json_lines_dataset(data)
 
 
 def preference_arrays(
@@ -231,6 +217,7 @@ def preference_arrays(
     Raises:
         InputReadError: if the file cannot be read, or a row is not a preference; names the line.
         InputDatasetError: if no row is left.
+        EmptyCorpusError: if there is no row.
     """
     loaded = as_tokenizer(tokenizer)
     loaded_template = maybe_instantiate(template)
@@ -295,6 +282,7 @@ def prompt_arrays(
     Raises:
         InputReadError: if the file cannot be read, or a row has no prompt; names the line.
         InputDatasetError: if no row is left.
+        EmptyCorpusError: if there is no row.
     """
     loaded = as_tokenizer(tokenizer)
     loaded_template = maybe_instantiate(template)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from weft.config import InstantiableConfig
 from weft.hierarchy.preferences import REFERENCE, ModelWithReference
 from weft.input import ArrayInput
-from weft.input.preferences import read_rows
+from weft.input.datasets import read_rows
 from weft.recipes.sft import (
     Tuning,
     named_targets,

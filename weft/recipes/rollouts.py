@@ -28,8 +28,8 @@ from weft.errors import ArgumentValueError, RewardError
 from weft.generation import Completion, Generator, LanguageModel
 from weft.hierarchy import Module, WeightedScalar, nowrap
 from weft.hierarchy.module import functional as invoke
+from weft.input.datasets import read_rows
 from weft.input.dispatch import host_to_global_device_array
-from weft.input.preferences import read_rows
 from weft.input.tokenizers import Tokenizer, as_tokenizer
 from weft.recipes import find_recipe
 from weft.trainer import SpmdTrainer, run_dir
