@@ -10,7 +10,7 @@ from weft import functional
 from weft.cli.configs import load_config
 from weft.config import config_for_class
 from weft.debug.anomalies import AnomalyPolicy
-from weft.debug.lookup_checks import check_lookups
+from weft.debug.lookup_checks import _Frame, check_lookups
 from weft.errors import InputDatasetError, TokenizerError
 from weft.recipes.lm_nnx import LanguageModel
 from weft.trainer.train_step import TrainerState
@@ -129,3 +129,10 @@ def test_own_model_for_another_tokenizer(tmp_path):
     )
     with pytest.raises(TokenizerError, match=match):
         cfg.instantiate(parent=None).compile_train_step()
+
+
+def test_activations_are_not_computed():
+    # Zeros of the size of a batch's hidden states took the host's memory.
+    program = jax.make_jaxpr(lambda: jnp.zeros((2**20, 2**20), jnp.int32) + 1)()
+    frame = _Frame(program.jaxpr, [], program.consts)
+    assert frame.argument(program.jaxpr.outvars[0]).value is None

@@ -15,6 +15,7 @@ computed here from the batch, with NumPy, for those lookups whose indices follow
 the batch and from shapes alone. Nothing is compiled.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:  # slow to import
 _SPECIAL = {"pad_token_id": "pad_id", "eos_token_id": "eos_id"}
 _ITERATIONS = 64
 """Number of iterations of a loop that are looked at, such as microbatches."""
+_MOST_VALUES = 2**26
+"""Number of values of an array that are computed: more are activations, not ids or positions."""
 
 
 def check_tokens(cfg: ConfigBase) -> None:
@@ -435,7 +438,9 @@ class _Frame:
             return _Known()
         inputs = [self.argument(var) for var in eqn.invars]
         values = [x.value for x in inputs]
-        if any(value is None for value in values):
+        aval: Any = eqn.outvars[output].aval
+        is_large = math.prod(aval.shape) > _MOST_VALUES
+        if is_large or any(value is None for value in values):
             return _Known(table=inputs[0].table if name in _UNCHANGED else None)
         with np.errstate(all="ignore"):
             value = _RULES[name](*values, **eqn.params)
