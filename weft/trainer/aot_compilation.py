@@ -1,8 +1,9 @@
 """Ahead-of-time compilation for devices that this machine does not have.
 
-A topology names a number of devices. "cpu-64" is 64 virtual CPU devices, for which layouts
-compile to the same collectives as on other devices. "tpu-v5p-128" is a part of a TPU pod; XLA's
-TPU compiler compiles the program that would run there (`pip install 'jax[tpu]'`; no TPU needed).
+A topology names a number of devices. "cpu-64" is 64 virtual CPU devices, whose layouts are those of
+other devices; XLA combines and replaces some collectives for other devices, and its temporaries
+take less memory there. "tpu-v5p-128" is a part of a TPU pod; XLA's TPU compiler compiles the
+program that would run there (`pip install 'jax[tpu]'`; no TPU needed).
 
     programs = compile_trainer_programs(cfg, topology="v5p-128", topology_num_slices=2)
     print(aot_model_analysis(programs["train_step"]))
