@@ -1,14 +1,21 @@
 """The recipes: each makes a config that can be read, written and trained."""
 
+import math
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 
+from weft.cli.configs import without_corpus
 from weft.config import diff, from_text, to_text
+from weft.errors import ConfigError
 from weft.hierarchy.causal_lm import Model
 from weft.input.fake import FakeLmInput
 from weft.recipes import named_trainer_configs
 from weft.recipes.lm import trainer_config
+from weft.trainer.mesh import select_mesh_config
+from weft.trainer.model import build_model
 from weft.trainer.run_dir import learner_config
 from weft.trainer.trainer import SpmdTrainer
 
@@ -33,11 +40,25 @@ def test_recipe_config_round_trips(name):
 @pytest.mark.skipif(jax.device_count() != 8, reason="needs eight devices")
 @pytest.mark.parametrize("name", NAMES)
 def test_model_shards_over_data_and_model_axes(name):
-    cfg = named_trainer_configs()[name]()
+    cfg = without_corpus(named_trainer_configs()[name]())
     others = len(cfg.mesh_axis_names) - 2
     cfg.mesh_shape = (4, *(1,) * others, 2)
     specs = cfg.instantiate(parent=None).trainer_state_partition_specs
     assert any("model" in spec for spec in jax.tree.leaves(specs.model))
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [("lm-1b", 1.2e9, 1.3e9), ("lm-8b", 8.0e9, 8.1e9), ("lm-70b", 70e9, 71e9)],
+)
+def test_large_models_have_their_sizes(name, least, most):
+    cfg: Any = named_trainer_configs()[name]()
+    specs = build_model(without_corpus(cfg)).create_parameter_specs_recursively()
+    assert least < sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs)) < most
+    with pytest.raises(ConfigError, match="paths"):
+        cfg.instantiate(parent=None)
+    select_mesh_config(cfg, mesh_selector="gpu-h100-64")
+    assert dict(zip(cfg.mesh_axis_names, cfg.mesh_shape, strict=True))["fsdp"] == -1
 
 
 def test_text_folder_replaces_the_standard_library(tmp_path):

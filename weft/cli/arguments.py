@@ -803,7 +803,7 @@ def _add_check(commands: _Commands) -> None:
         epilog="Examples:\n"
         "  weft check lm --mesh fsdp=4,model=2\n"
         "  weft check lm --mesh data=-1,model=4 --devices v5p-128 --slices 2\n"
-        "  weft check lm --mesh data=8 --device H100\n",
+        "  weft check lm-8b --mesh fsdp=64 --device H100\n",
     )
     _add_config_arguments(check)
     _add_mesh(check)

@@ -40,6 +40,12 @@ _ENTRIES = {
     "lm-moe": _Entry(
         "lm", "the default recipe with a mixture of experts in each layer"
     ),
+    "lm-1b": _Entry(
+        "lm_large",
+        "a Llama-like model of 1 billion parameters on a corpus of yours: data_dir=FOLDER",
+    ),
+    "lm-8b": _Entry("lm_large", "the same with 8 billion parameters"),
+    "lm-70b": _Entry("lm_large", "the same with 70 billion parameters"),
     "lm-nnx": _Entry(
         "lm_nnx",
         "the default recipe's model as an NNX module, on the same data",
