@@ -17,6 +17,7 @@ from weft.generation import Generator, LanguageModel
 from weft.generation.engine import Request
 from weft.generation.generator import language_model
 from weft.generation.sampler import Sampling
+from weft.hierarchy.attention.kv_cache import KVRing
 from weft.input import ByteTokenizer
 from weft.trainer.model import LibraryModel
 
@@ -178,9 +179,23 @@ def test_one_program_per_power_of_two(folder):
             request = Request(np.full(length, 5), 3, jax.random.key(0))
             for _ in engine.run([request], [Tokens()], Sampling()):
                 pass
-    # For prompts of 16 and of 32 tokens; caches have 16, 32 and 64 positions.
+    # For prompts of 16 and of 32 tokens; caches have 16, 32 and 48 positions.
     assert engine._prefill._cache_size() - before[0] == 2
     assert engine._decode._cache_size() - before[1] == 3
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "num_new", "num_positions"),
+    [(64, 128, 192), (64, 60, 128), (20, 100, 128), (3, 5, 16)],
+)
+def test_cache_has_room_for_two_powers_of_two_or_one(folder, num_prompt, num_new, num_positions):
+    engine: Any = Generator(folder)._engine
+    request = Request(np.full(num_prompt, 5), num_new, jax.random.key(0))
+    for _ in engine.run([request], [Tokens()], Sampling(temperature=0)):
+        pass
+    (state,) = engine._idle_rows.values()
+    rings = jax.tree.leaves(state.model, is_leaf=lambda x: isinstance(x, KVRing))
+    assert {x.key.shape[2] for x in rings if isinstance(x, KVRing)} == {num_positions}
 
 
 class Tokens(list):

@@ -5,8 +5,8 @@
                              rows of unfinished sequences ─┘      (up to 64 steps at once)
 
 A row whose sequence ends is free for the next request, so that short sequences do not wait for long
-ones. Programs are compiled for a number of rows and for lengths that are powers of two: `prefill`
-for the length of the prompt, `decode` for the largest number of positions.
+ones. Programs are compiled for a number of rows and for lengths that are powers of two, or sums of
+two of them: `prefill` for the length of the prompt, `decode` for the largest number of positions.
 """
 
 from __future__ import annotations
@@ -306,10 +306,7 @@ class Engine:
         if not requests:
             return
         num_rows = min(self._batch_size, len(requests))
-        longest = max(
-            len(request.prompt) + request.tokens for request in requests
-        )
-        num_positions = _power_of_two(longest)
+        num_positions = _num_positions(requests)
         program = _Program(self._model, sampling.rules, self._end_ids)
         values = sampling.values
         rows = self._take_rows(num_rows, num_positions, sampling)
@@ -429,6 +426,19 @@ def _init_rows(
         keys=jax.random.split(jax.random.key(0), num_rows),
         seen=None,
     )
+
+
+def _num_positions(requests: Sequence[Request]) -> int:
+    """Returns the room of a cache for each sequence, of few sizes in all.
+
+    Attention reads the whole cache in each step. A power of two for the prompts and another for the
+    new tokens is less than one for both where these are just above one.
+    """
+    longest_prompt = max(len(request.prompt) for request in requests)
+    most_tokens = max(request.tokens for request in requests)
+    longest = max(len(request.prompt) + request.tokens for request in requests)
+    room_for_parts = _power_of_two(longest_prompt) + _power_of_two(most_tokens)
+    return min(room_for_parts, _power_of_two(longest))
 
 
 def _power_of_two(length: int) -> int:
