@@ -165,7 +165,7 @@ def test_no_array_has_all_pairs():
 
 def test_blocks_that_the_mask_excludes_are_skipped():
     def visited(mask, length=16):
-        division = blocks._Blocks(length, size=4)
+        division = blocks.Blocks(length, size=4)
         first, number = blocks._needed_keys(division, division, mask)
         return [(int(i), int(n)) for i, n in zip(first, number, strict=True)]
 

@@ -91,6 +91,10 @@ def fsdp():
     [
         {"fsdp": 8},
         {"fsdp": 2, "seq": 2, "model": 2},
+        {"fsdp": 2, "seq": 2, "model": 2, "context_parallelism": "all_to_all"},
+        {"seq": 8},
+        {"seq": 4, "context_parallelism": "all_to_all"},
+        {"seq": 4, "context_parallelism": None},
     ],
     ids=lambda axes: ",".join(f"{name}={size}" for name, size in axes.items()),
 )
@@ -133,8 +137,10 @@ def with_four_layers(cfg):
         (with_experts, {"expert": 2, "fsdp": 2, "model": 2}),
         (with_drop_free_experts, {"expert": 2, "fsdp": 2, "model": 2}),
         (with_four_layers, {"pipeline": 4, "fsdp": 2, "num_microbatches": 4}),
+        (with_experts, {"expert": 2, "seq": 4}),
+        (with_four_layers, {"pipeline": 4, "seq": 2, "num_microbatches": 4}),
     ],
-    ids=["experts", "drop-free experts", "pipeline"],
+    ids=["experts", "drop-free experts", "pipeline", "experts,seq", "pipeline,seq"],
 )
 def test_losses_of_experts_and_pipelines_match_on_mesh(prepare, axes):
     alone = config(prepare, **axes).set(mesh_shape=mesh_shape_from_axes())
@@ -270,6 +276,23 @@ def test_stacks_become_pipelines():
 def test_invalid_stages(stages):
     with pytest.raises(ConfigModifierError, match=f"pipeline={stages} stages: expected a positive"):
         config(pipeline=stages)
+
+
+def test_context_parallelism_is_set_where_a_layer_leaves_it_open():
+    def with_all_to_all(cfg):
+        cfg.model.decoder.transformer.layer.self_attention.attention.context_parallelism = (
+            "all_to_all"
+        )
+        return cfg
+
+    def way(*args, **axes):
+        cfg = config(*args, **axes)
+        return cfg.model.decoder.transformer.layer.self_attention.attention.context_parallelism
+
+    assert way(fsdp=8) is None
+    assert way(seq=8) == way(seq=-1) == "ring"
+    assert way(seq=8, context_parallelism=None) is None
+    assert way(with_all_to_all, seq=8) == "all_to_all"
 
 
 def test_pipeline_without_a_stack():

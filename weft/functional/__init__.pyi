@@ -22,6 +22,10 @@ from weft.functional.attention_mask import (
     sliding_window_causal_mask as sliding_window_causal_mask,
     truncated_key_mask as truncated_key_mask,
 )
+from weft.functional.context_parallelism import (
+    all_to_all_attention as all_to_all_attention, ContextParallelism as ContextParallelism,
+    ring_attention as ring_attention,
+)
 from weft.functional.conv import (
     avg_pool as avg_pool, conv as conv, conv_local as conv_local, conv_transpose as conv_transpose,
     max_pool as max_pool, min_pool as min_pool, pool as pool,

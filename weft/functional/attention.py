@@ -74,7 +74,7 @@ def dot_product_attention(
     >>> dot_product_attention(x, x[:, :, :2], x[:, :, :2]).shape
     (1, 3, 4, 2)
     """
-    _check_shared_heads(query, key)
+    check_shared_heads(query, key)
     key = gathered(key, -3)
     value = gathered(value, -3)
     options: dict[str, Any] = {
@@ -201,13 +201,13 @@ def attention_logits(
     )
     if heads == kv_heads:
         return jnp.einsum("...qhd,...khd->...hqk", query, key, **options)
-    _check_shared_heads(query, key)
+    check_shared_heads(query, key)
     query = query.reshape(*batch, target, kv_heads, heads // kv_heads, dim)
     logits = jnp.einsum("...tkgd,...skd->...kgts", query, key, **options)
     return logits.reshape(*batch, heads, target, source)
 
 
-def _check_shared_heads(query: Array, key: Array) -> None:
+def check_shared_heads(query: Array, key: Array) -> None:
     """Raises ArgumentShapeError unless the key heads divide the query heads."""
     heads, kv_heads = query.shape[-2], key.shape[-2]
     if heads % kv_heads:

@@ -20,8 +20,10 @@ what they share.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +42,7 @@ _BLOCK_LOGITS = 2**19
 _LOWEST = float(np.finfo(np.float32).min)
 
 
-class _Blocks(NamedTuple):
+class Blocks(NamedTuple):
     """Division of a length into blocks of one size; the last two may overlap."""
 
     length: int
@@ -102,7 +104,7 @@ class _Blocks(NamedTuple):
         return blocks.min((0, 2)), blocks.max((0, 2))
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
     """Options of a call, known when it is traced."""
 
     scale: float
@@ -111,12 +113,12 @@ class _Options(NamedTuple):
     broadcast_dropout: bool
     masked_gradient: bool
     precision: jax.lax.PrecisionLike
-    queries: _Blocks
-    keys: _Blocks
+    queries: Blocks
+    keys: Blocks
     never_empty: bool  # whether it is known that each query has a key
 
 
-class _Arrays(NamedTuple):
+class Arrays(NamedTuple):
     """Arrays with gradients, whose heads have the axes `(kv_heads, group)`."""
 
     query: Array  # (batch, kv_heads, group, target, dim)
@@ -127,14 +129,14 @@ class _Arrays(NamedTuple):
     slopes: Array | None  # (heads,)
 
 
-class _Constants(NamedTuple):
+class Constants(NamedTuple):
     """Arrays without gradients."""
 
     mask: attention_mask.AttentionMask
     dropout_key: Array | None
 
 
-class _Softmax(NamedTuple):
+class Softmax(NamedTuple):
     """A block of queries after some blocks of keys: `m`, `l` and `o` of the recurrence."""
 
     largest: Array  # (batch, kv_heads, group, target)
@@ -142,7 +144,7 @@ class _Softmax(NamedTuple):
     context: Array  # (batch, kv_heads, group, target, value_dim)
 
 
-class _Output(NamedTuple):
+class Output(NamedTuple):
     """The output, and what the backward pass computes weights from."""
 
     out: Array  # (batch, kv_heads, group, target, value_dim)
@@ -194,6 +196,49 @@ def blockwise_attention(
     >>> blockwise_attention(x, x, x, block_size=2).shape
     (1, 5, 2, 4)
     """
+    options, arrays, constants = prepare(
+        query, key, value,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        mask=mask,
+        scale=scale,
+        logit_cap=logit_cap,
+        logit_sink=logit_sink,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        broadcast_dropout=broadcast_dropout,
+        masked_gradient=masked_gradient,
+        precision=precision,
+        block_size=block_size,
+    )  # fmt: skip
+    with naming_forward_mode():
+        out: Any = _attend(options, arrays, constants)
+    return with_all_heads(out)
+
+
+def prepare(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    bias: Array | None = None,
+    alibi_slopes: Array | None = None,
+    mask: attention_mask.AttentionMask,
+    scale: float | None = None,
+    logit_cap: float | None = None,
+    logit_sink: Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    broadcast_dropout: bool = False,
+    masked_gradient: bool = True,
+    precision: jax.lax.PrecisionLike = None,
+    block_size: int | None = None,
+) -> tuple[Options, Arrays, Constants]:
+    """Returns the arguments of `blockwise_attention` in the form that its two passes use.
+
+    Raises:
+        ArgumentValueError: if dropout has no key.
+    """
     if dropout_rate and dropout_key is None:
         raise ArgumentValueError(
             f"dropout_rate={dropout_rate} without dropout_key: give a key."
@@ -201,19 +246,17 @@ def blockwise_attention(
     batch, target, heads, dim = query.shape
     source, kv_heads = key.shape[1:3]
     if block_size is None:
-        # A power of two, whose square is about the number of logits for each example and head.
-        exponent = round(math.log2(_BLOCK_LOGITS / (batch * heads)) / 2)
-        block_size = min(max(int(2**exponent), 128), 512)
-    options = _Options(
+        block_size = default_block_size(batch, heads)
+    options = Options(
         scale=dim**-0.5 if scale is None else scale,
         logit_cap=logit_cap,
         dropout_rate=dropout_rate,
         broadcast_dropout=broadcast_dropout,
         masked_gradient=masked_gradient,
         precision=precision,
-        queries=_Blocks(target, min(block_size, target)),
-        keys=_Blocks(source, min(block_size, source)),
-        never_empty=bias is None and _attends_to_itself(mask, target == source),
+        queries=Blocks(target, min(block_size, target)),
+        keys=Blocks(source, min(block_size, source)),
+        never_empty=bias is None and attends_to_itself(mask, target == source),
     )
     if mask.query_segments is not None and mask.key_segments is None:
         mask = mask.replace(key_segments=mask.query_segments)
@@ -223,7 +266,7 @@ def blockwise_attention(
         bias = _with_groups(to_ndim(bias, 4), kv_heads)
     if logit_sink is not None:
         logit_sink = logit_sink.reshape(1, kv_heads, heads // kv_heads, 1)
-    arrays = _Arrays(
+    arrays = Arrays(
         query=_with_groups(jnp.moveaxis(query, 1, 2), kv_heads),
         key=jnp.moveaxis(key, 1, 2),
         value=jnp.moveaxis(value, 1, 2),
@@ -231,8 +274,27 @@ def blockwise_attention(
         sink=logit_sink,
         slopes=alibi_slopes,
     )
+    return options, arrays, Constants(mask, dropout_key)
+
+
+def default_block_size(batch: int, heads: int) -> int:
+    """Returns a power of two, whose square is about the number of logits per example and head."""
+    exponent = round(math.log2(_BLOCK_LOGITS / (batch * heads)) / 2)
+    return min(max(int(2**exponent), 128), 512)
+
+
+def with_all_heads(out: Array) -> Array:
+    """Returns the output of groups of heads as `(batch, target, heads, value_dim)`."""
+    batch, kv_heads, group, target, value_dim = out.shape
+    out = out.reshape(batch, kv_heads * group, target, value_dim)
+    return jnp.moveaxis(out, 2, 1)
+
+
+@contextlib.contextmanager
+def naming_forward_mode() -> Iterator[None]:
+    """Says of JAX's error in forward-mode differentiation what to use instead."""
     try:
-        out: Any = _attend(options, arrays, _Constants(mask, dropout_key))
+        yield
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
@@ -240,11 +302,9 @@ def blockwise_attention(
             "blockwise attention has no forward-mode derivative (jax.jvp, jax.jacfwd): "
             'use dot_product_attention(..., implementation="plain"), or that field of the layer.'
         ) from error
-    out = out.reshape(batch, heads, target, value.shape[-1])
-    return jnp.moveaxis(out, 2, 1)
 
 
-def _attends_to_itself(
+def attends_to_itself(
     mask: attention_mask.AttentionMask, same_length: bool
 ) -> bool:
     """Returns whether the mask lets each query attend to the key at its own place."""
@@ -267,96 +327,178 @@ def _with_groups(x: Array, kv_heads: int) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: _Options, arrays: _Arrays, constants: _Constants) -> Array:
+def _attend(options: Options, arrays: Arrays, constants: Constants) -> Array:
     out, _ = _forward(options, arrays, constants)
     return out
 
 
-_Residuals = tuple[_Arrays, _Constants, _Output]
+Residuals = tuple[Arrays, Constants, Output]
 
 
 def _forward(
-    options: _Options, arrays: _Arrays, constants: _Constants
-) -> tuple[Array, _Residuals]:
-    queries, keys, sink = options.queries, options.keys, arrays.sink
-    value_dim = arrays.value.shape[-1]
-    first_needed, num_needed = _needed_keys(queries, keys, constants.mask)
+    options: Options, arrays: Arrays, constants: Constants
+) -> tuple[Array, Residuals]:
+    queries = options.queries
+    needed_keys = _needed_keys(queries, options.keys, constants.mask)
 
-    def visit_queries(output: _Output, i: Array) -> tuple[_Output, None]:
+    def visit_queries(output: Output, i: Array) -> tuple[Output, None]:
         query = queries.take(arrays.query, i, 3)
-
-        def is_unfinished(state: tuple[Array, _Softmax]) -> Array:
-            n, softmax = state
-            if options.never_empty or not _skips(constants.mask):
-                return n < num_needed[i]
-            # A query whose keys were all masked attends to every key, so nothing may be skipped.
-            has_empty = jnp.any(softmax.largest <= attention_mask.NEG_INF / 2)
-            return (n < num_needed[i]) | (has_empty & (n < keys.number))
-
-        def visit_keys(state: tuple[Array, _Softmax]) -> tuple[Array, _Softmax]:
-            n, softmax = state
-            tile = _Tile(
-                options, constants, i, (first_needed[i] + n) % keys.number
-            )
-            logits = tile.logits(arrays, query).values
-            largest = jnp.maximum(softmax.largest, logits.max(-1))
-            weights = jnp.exp(logits - largest[..., None])
-            shrink = jnp.exp(softmax.largest - largest)
-            total = softmax.total * shrink + weights.sum(-1)
-            weights = tile.dropout(weights)
-            value = keys.take(arrays.value, tile.key_block, 2)
-            weights = weights.astype(value.dtype)
-            context = softmax.context * shrink[..., None] + _product(
-                options, "bkgts,bksd->bkgtd", weights, value
-            )
-            return n + 1, _Softmax(largest, total, context)
-
-        zeros = _zeros_like(query[..., 0])
-        softmax = _Softmax(
-            zeros + _LOWEST, zeros, jnp.repeat(zeros[..., None], value_dim, -1)
+        softmax = _visit_keys(
+            options,
+            arrays,
+            constants,
+            i,
+            needed_keys,
+            empty_softmax(query, arrays.value),
         )
-        _, softmax = jax.lax.while_loop(
-            is_unfinished, visit_keys, (jnp.int32(0), softmax)
-        )
-        largest, total, context = softmax
-        if sink is not None:
-            # One more logit, without a value.
-            largest = jnp.maximum(softmax.largest, sink)
-            shrink = jnp.exp(softmax.largest - largest)
-            total = total * shrink + jnp.exp(sink - largest)
-            context = context * shrink[..., None]
-        context = (context / total[..., None]).astype(arrays.value.dtype)
-        inverse_total = 1 / total
-        output = _Output(
-            queries.put(output.out, i, 3, context),
-            queries.put(output.largest, i, 3, largest),
-            queries.put(output.inverse_total, i, 3, inverse_total),
+        block = output_of(softmax, arrays)
+        output = Output(
+            queries.put(output.out, i, 3, block.out),
+            queries.put(output.largest, i, 3, block.largest),
+            queries.put(output.inverse_total, i, 3, block.inverse_total),
         )
         return output, None
 
-    zeros = _zeros_like(arrays.query[..., 0])
+    zeros = zeros_like(arrays.query[..., 0])
+    value_dim = arrays.value.shape[-1]
     out = jnp.repeat(zeros[..., None], value_dim, -1).astype(arrays.value.dtype)
-    output = _Output(out, zeros, zeros)
+    output = Output(out, zeros, zeros)
     output, _ = jax.lax.scan(visit_queries, output, jnp.arange(queries.number))
     return output.out, (arrays, constants, output)
 
 
+def empty_softmax(query: Array, value: Array) -> Softmax:
+    """Returns the softmax of queries, in groups of heads, before they see any key."""
+    zeros = zeros_like(query[..., 0])
+    context = jnp.repeat(zeros[..., None], value.shape[-1], -1)
+    return Softmax(zeros + _LOWEST, zeros, context)
+
+
+def accumulate(
+    options: Options, arrays: Arrays, constants: Constants, softmax: Softmax
+) -> Softmax:
+    """Returns the softmax of all queries after some more keys, whose values are in `arrays`."""
+    queries = options.queries
+    needed_keys = _needed_keys(queries, options.keys, constants.mask)
+
+    def visit_queries(result: Softmax, i: Array) -> tuple[Softmax, None]:
+        # From the state before this call: where the last two blocks of queries overlap, the last
+        # one computes again what they share.
+        block = Softmax(*(queries.take(x, i, 3) for x in softmax))
+        block = _visit_keys(options, arrays, constants, i, needed_keys, block)
+        parts = zip(result, block, strict=True)
+        return Softmax(*(queries.put(x, i, 3, y) for x, y in parts)), None
+
+    softmax, _ = jax.lax.scan(
+        visit_queries, softmax, jnp.arange(queries.number)
+    )
+    return softmax
+
+
+def output_of(softmax: Softmax, arrays: Arrays) -> Output:
+    """Returns the output of queries that have seen all keys."""
+    largest, total, context = softmax
+    if arrays.sink is not None:
+        # One more logit, without a value.
+        largest = jnp.maximum(softmax.largest, arrays.sink)
+        shrink = jnp.exp(softmax.largest - largest)
+        total = total * shrink + jnp.exp(arrays.sink - largest)
+        context = context * shrink[..., None]
+    out = (context / total[..., None]).astype(arrays.value.dtype)
+    return Output(out, largest, 1 / total)
+
+
+def _visit_keys(
+    options: Options,
+    arrays: Arrays,
+    constants: Constants,
+    i: Array,
+    needed_keys: tuple[Array, Array],
+    softmax: Softmax,
+) -> Softmax:
+    """Returns the softmax of block `i` of the queries after the keys that it needs."""
+    keys = options.keys
+    query = options.queries.take(arrays.query, i, 3)
+    first_needed, num_needed = needed_keys
+
+    def is_unfinished(state: tuple[Array, Softmax]) -> Array:
+        n, softmax = state
+        if options.never_empty or not _skips(constants.mask):
+            return n < num_needed[i]
+        # A query whose keys were all masked attends to every key, so nothing may be skipped.
+        has_empty = jnp.any(softmax.largest <= attention_mask.NEG_INF / 2)
+        return (n < num_needed[i]) | (has_empty & (n < keys.number))
+
+    def visit(state: tuple[Array, Softmax]) -> tuple[Array, Softmax]:
+        n, softmax = state
+        tile = _Tile(options, constants, i, (first_needed[i] + n) % keys.number)
+        logits = tile.logits(arrays, query).values
+        largest = jnp.maximum(softmax.largest, logits.max(-1))
+        weights = jnp.exp(logits - largest[..., None])
+        shrink = jnp.exp(softmax.largest - largest)
+        total = softmax.total * shrink + weights.sum(-1)
+        weights = tile.dropout(weights)
+        value = keys.take(arrays.value, tile.key_block, 2)
+        weights = weights.astype(value.dtype)
+        context = softmax.context * shrink[..., None] + _product(
+            options, "bkgts,bksd->bkgtd", weights, value
+        )
+        return n + 1, Softmax(largest, total, context)
+
+    _, softmax = jax.lax.while_loop(
+        is_unfinished, visit, (jnp.int32(0), softmax)
+    )
+    return softmax
+
+
 def _backward(
-    options: _Options, residuals: _Residuals, dout: Array
-) -> tuple[_Arrays, None]:
+    options: Options, residuals: Residuals, dout: Array
+) -> tuple[Arrays, None]:
+    arrays, _, output = residuals
+    zeros = jax.tree.map(zeros_like, arrays._replace(sink=None))
+    grads = add_gradients(options, residuals, dout, zeros)
+    if arrays.sink is not None:
+        grads = grads._replace(sink=sink_gradient(arrays.sink, output, dout))
+    return in_dtypes_of(arrays, grads), None
+
+
+def in_dtypes_of(arrays: Arrays, grads: Arrays) -> Arrays:
+    """Returns gradients in the dtypes of what they are with respect to."""
+    return jax.tree.map(lambda x, grad: grad.astype(x.dtype), arrays, grads)
+
+
+def sink_gradient(sink: Array, output: Output, dout: Array) -> Array:
+    """Returns the gradient of the sinks, from the outputs after all keys."""
+    # The sink's weight, times dout · (0 - out): its value is 0.
+    weights = jnp.exp(sink - output.largest) * output.inverse_total
+    dsink = -jnp.sum(weights * _output_products(output, dout), (0, 3))
+    return dsink[None, ..., None]
+
+
+def _output_products(output: Output, dout: Array) -> Array:
+    """Returns `dout · out` of each query."""
+    return jnp.sum(dout.astype(jnp.float32) * output.out, -1)
+
+
+def add_gradients(
+    options: Options, residuals: Residuals, dout: Array, grads: Arrays
+) -> Arrays:
+    """Adds the gradients by way of the keys in the residuals, but for those of sinks.
+
+    Those keys may be some of all that the output in the residuals comes from: the gradient by all
+    is the sum.
+    """
     arrays, constants, output = residuals
     queries, keys = options.queries, options.keys
     first_needed, num_needed = _needed_keys(queries, keys, constants.mask)
-    delta = jnp.sum(
-        dout.astype(jnp.float32) * output.out, -1
-    )  # dout · out of each query
+    delta = _output_products(output, dout)
     if not options.never_empty and _skips(constants.mask):
         # As in the forward pass: a block with a query without any key has visited all keys.
         smallest, _ = queries.bounds(output.largest.min((0, 1, 2)))
         has_empty = smallest <= attention_mask.NEG_INF / 2
         num_needed = jnp.where(has_empty, keys.number, num_needed)
 
-    def visit_queries(grads: _Arrays, i: Array) -> tuple[_Arrays, None]:
+    def visit_queries(grads: Arrays, i: Array) -> tuple[Arrays, None]:
         query = queries.take(arrays.query, i, 3)
         block_dout = queries.take(dout, i, 3)
         largest = queries.take(output.largest, i, 3)
@@ -366,7 +508,7 @@ def _backward(
         if only_here is not None:
             inverse_total = jnp.where(to_ndim(only_here, 4), inverse_total, 0)
 
-        def visit_keys(n: Array, grads: _Arrays) -> _Arrays:
+        def visit_keys(n: Array, grads: Arrays) -> Arrays:
             tile = _Tile(
                 options, constants, i, (first_needed[i] + n) % keys.number
             )
@@ -399,7 +541,7 @@ def _backward(
             dproducts = (dlogits * slope).astype(query.dtype)
             dquery = _product(options, "bkgts,bksd->bkgtd", dproducts, key)
             dkey = _product(options, "bkgts,bkgtd->bksd", dproducts, query)
-            return _Arrays(
+            return Arrays(
                 query=grads.query + dquery,
                 key=keys.add(grads.key, tile.key_block, 2, dkey),
                 value=keys.add(grads.value, tile.key_block, 2, dvalue),
@@ -409,31 +551,21 @@ def _backward(
             )
 
         # The loop over keys sums the gradient of one block of queries, and those of all keys.
-        block_grads = grads._replace(query=_zeros_like(query))
+        block_grads = grads._replace(query=zeros_like(query))
         block_grads = jax.lax.fori_loop(
             0, num_needed[i], visit_keys, block_grads
         )
         dquery = queries.add(grads.query, i, 3, block_grads.query)
         return block_grads._replace(query=dquery), None
 
-    grads = jax.tree.map(_zeros_like, arrays._replace(sink=None))
     grads, _ = jax.lax.scan(visit_queries, grads, jnp.arange(queries.number))
-    if arrays.sink is not None:
-        # The sink's weight, times dout · (0 - out): its value is 0.
-        sink_weights = (
-            jnp.exp(arrays.sink - output.largest) * output.inverse_total
-        )
-        dsink = -jnp.sum(sink_weights * delta, (0, 3))
-        grads = grads._replace(sink=dsink[None, ..., None])
-    return jax.tree.map(
-        lambda x, grad: grad.astype(x.dtype), arrays, grads
-    ), None
+    return grads
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _zeros_like(x: Array) -> Array:
+def zeros_like(x: Array) -> Array:
     """Returns the start of a sum, on the devices and with the sharding of its terms."""
     return jnp.zeros_like(x, jnp.float32)
 
@@ -445,7 +577,7 @@ def _skips(mask: attention_mask.AttentionMask) -> bool:
 
 
 def _needed_keys(
-    queries: _Blocks, keys: _Blocks, mask: attention_mask.AttentionMask
+    queries: Blocks, keys: Blocks, mask: attention_mask.AttentionMask
 ) -> tuple[Array, Array]:
     """Returns, for each block of queries, the first block of keys to visit and how many follow."""
     window, _ = attention_mask.window_of(mask.mask_fn)
@@ -475,8 +607,8 @@ def _needed_keys(
 class _Tile(NamedTuple):
     """Pairs of one block of queries and one block of keys."""
 
-    options: _Options
-    constants: _Constants
+    options: Options
+    constants: Constants
     query_block: Array
     key_block: Array
 
@@ -485,7 +617,7 @@ class _Tile(NamedTuple):
         rows = self.options.queries.take(x, self.query_block, 3)
         return self.options.keys.take(rows, self.key_block, 4)
 
-    def logits(self, arrays: _Arrays, query: Array) -> _Logits:
+    def logits(self, arrays: Arrays, query: Array) -> _Logits:
         options = self.options
         key = options.keys.take(arrays.key, self.key_block, 2)
         logits = (
@@ -575,7 +707,7 @@ class _Tile(NamedTuple):
         return queries.put(dbias, self.query_block, 3, rows)
 
 
-def _product(options: _Options, subscripts: str, x: Array, y: Array) -> Array:
+def _product(options: Options, subscripts: str, x: Array, y: Array) -> Array:
     return jnp.einsum(
         subscripts,
         x,

@@ -7,6 +7,7 @@ Each axis is one kind of parallelism; an axis of size 1 costs nothing.
 from typing import Any
 
 from weft import config, errors, hierarchy
+from weft.functional import ContextParallelism
 from weft.hierarchy import config_setters
 from weft.hierarchy.mesh_layout import BATCH_AXIS_NAMES as BATCH_AXIS_NAMES
 from weft.hierarchy.mesh_layout import MESH_AXIS_NAMES as MESH_AXIS_NAMES
@@ -64,6 +65,9 @@ class ParallelismModifier(config.ConfigModifier):
         fsdp: int = 1
         seq: int = 1
         model: int = 1
+        context_parallelism: ContextParallelism | None = "ring"
+        """How devices of `seq` share attention, in layers whose field of this name is None: "ring"
+        or "all_to_all"; None gathers all keys and values on each."""
         num_microbatches: int | None = None
         """Parts of a batch in a pipeline; None for twice the number of stages."""
 
@@ -79,12 +83,27 @@ class ParallelismModifier(config.ConfigModifier):
                 "in the trainer's `model` to shard over the mesh. Set the partition specs of the "
                 "model's own layers with `PartitionSpecModifier`."
             )
+        if self.config.seq != 1:
+            _set_context_parallelism(cfg.model, self.config.context_parallelism)
         sizes = {name: getattr(self.config, name) for name in MESH_AXIS_NAMES}
         return cfg.set(
             mesh_axis_names=MESH_AXIS_NAMES,
             mesh_shape=mesh_shape_from_axes(**sizes),
             batch_axis_names=BATCH_AXIS_NAMES,
         )
+
+
+def _set_context_parallelism(
+    model: config.ConfigBase, way: ContextParallelism | None
+) -> None:
+    def set_unless_set(layer: Any) -> None:
+        is_attention = config_setters.is_config_of(
+            layer, hierarchy.MultiheadAttention
+        )
+        if is_attention and layer.context_parallelism is None:
+            layer.context_parallelism = way
+
+    config_setters.for_each_config(model, set_unless_set)
 
 
 def _into_stages(

@@ -575,6 +575,7 @@ def changes_of_run(directory: str, cfg: ConfigBase) -> list[str]:
 # Fields for shardings, anywhere in a model's config.
 _LAYOUT = re.compile(
     r"partition_spec$|^(batch|seq)_axis_names$|^dim_to_mesh_axis_map$"
+    r"|^context_parallelism$"
 )
 
 

@@ -18,12 +18,15 @@ import enum
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from weft import errors, functional
 from weft._door import EnumTypeWithHints
 from weft.config import REQUIRED, ClassConfigBase, Required
+from weft.core import logical, spmd
 from weft.functional import arrays, attention
 from weft.functional.fused_attention import (
     AttentionImplementation,
@@ -42,7 +45,11 @@ from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.context import child_context
 from weft.hierarchy.layers import embedding, linear
 from weft.hierarchy.module import Module, nowrap
-from weft.hierarchy.parameter_spec import constant_spec, maybe_shard
+from weft.hierarchy.parameter_spec import (
+    constant_spec,
+    maybe_shard,
+    pad_axes,
+)
 from weft.typing import DType, MeshAxes, NestedTensor, PartitionSpec, Tensor
 
 PartitionSpecType = PartitionSpec | MeshAxes
@@ -151,6 +158,12 @@ class MultiheadAttention(BaseLayer):
         """One of "plain", "blockwise", "cudnn" and "tokamax" (`weft.functional.fused_attention`);
         None chooses by device, lengths and what is asked for. Only "plain" computes probabilities,
         and logits or probabilities of subclasses."""
+        context_parallelism: functional.ContextParallelism | None = None
+        """How devices share attention if `q_partition_spec` splits positions over a mesh axis:
+        "ring" moves keys and values around (computed as by the implementation "blockwise"),
+        "all_to_all" exchanges positions for heads; None gathers keys and values on each device, as
+        do lengths that the axis does not divide, such as that of a decoding step, and attention
+        that only "plain" computes."""
         kv_cache: BaseKVCache.Config = KVCache.default_config()
         q_partition_spec: PartitionSpecType | None = None
         """Sharding of queries, (batch, time, heads, per_head_dim)."""
@@ -535,10 +548,13 @@ class MultiheadAttention(BaseLayer):
             and type(self.dropout).forward is not linear.Dropout.forward
         ):
             only_plain = f"{type(self.dropout).__name__} drops probabilities in its own way"
+        context_axis = None
+        if only_plain is None:
+            context_axis = self._context_axis(q, k)
         try:
             sink = self.parameters["sink"] if cfg.logit_sink else None
             cap = cfg.atten_logit_cap or None
-            if is_plain(
+            if context_axis is None and is_plain(
                 cfg.implementation, q.shape[1] * k.shape[1], only_plain
             ):
                 if only_plain is not None:
@@ -559,23 +575,48 @@ class MultiheadAttention(BaseLayer):
             if rate:
                 with child_context("dropout"):
                     key = self.dropout.get_prng_key()
-            return fused_attention(
-                cfg.implementation,
-                q,
-                k,
-                v,
-                mask=mask,
-                bias=bias,
-                scale=1.0,
-                logit_cap=cap,
-                logit_sink=sink,
-                dropout_rate=rate,
-                dropout_key=key,
+            options: dict[str, Any] = {
+                "mask": mask,
+                "bias": bias,
+                "scale": 1.0,
+                "logit_cap": cap,
+                "logit_sink": sink,
+                "dropout_rate": rate,
+                "dropout_key": key,
+            }
+            if context_axis is None:
+                return fused_attention(cfg.implementation, q, k, v, **options)
+            options["axis_name"] = context_axis
+            if cfg.context_parallelism == "ring":
+                return functional.ring_attention(q, k, v, **options)
+            return functional.all_to_all_attention(
+                q, k, v, implementation=cfg.implementation, **options
             )
-        except errors.ArgumentValueError as error:
-            raise errors.ArgumentValueError(
-                f"{self.path()}: {error}"
-            ) from error
+        except (
+            errors.ArgumentShapeError,
+            errors.ArgumentValueError,
+        ) as error:
+            raise type(error)(f"{self.path()}: {error}") from error
+
+    def _context_axis(self, q: Tensor, k: Tensor) -> str | None:
+        """Returns the mesh axis whose devices share attention; None if each has all keys."""
+        spec = self.config.q_partition_spec
+        if self.config.context_parallelism is None or spec is None:
+            return None
+        mesh = jax.sharding.get_abstract_mesh()
+        axis_types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        _, time_entry, *_ = pad_axes(logical.names_to_mesh_axes(spec), q.ndim)
+        axes: list[str] = []
+        for name in spmd.axes_of(time_entry):
+            # Inside a shard_map over it, a device has a part of the arrays only.
+            is_manual = axis_types.get(name) is AxisType.Manual
+            if not is_manual and mesh.shape.get(name, 1) > 1:
+                axes.append(name)
+        if len(axes) != 1:
+            return None
+        size = mesh.shape[axes[0]]
+        divides_both = q.shape[1] % size == 0 and k.shape[1] % size == 0
+        return axes[0] if divides_both else None
 
     def _compute_attention(
         self,
