@@ -154,6 +154,20 @@ def test_explicit_axes(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_under_vmap_over_an_axis(way):
+    arrays = [jnp.stack([x, -x]) for x in qkv()]
+    plain = functools.partial(dot_product_attention, mask=causal_mask)
+    attention = functools.partial(
+        WAYS[way], mask=causal_mask, axis_name="seq", replicated_axes=("stage",)
+    )
+    expected = value_and_grads(jax.vmap(plain), *arrays)
+    with jax.set_mesh(mesh_of(stage=2, seq=4)):
+        actual = value_and_grads(jax.vmap(attention, spmd_axis_name="stage"), *arrays)
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_dropout(way):
     q, k, v = qkv()
     attention = functools.partial(WAYS[way], axis_name="seq", dropout_rate=0.5)

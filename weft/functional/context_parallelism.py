@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -64,6 +64,7 @@ def ring_attention(
     value: Float[Array, "batch source kv_heads value_dim"],
     *,
     axis_name: str,
+    replicated_axes: Collection[str] = (),
     bias: Float[Array, "#batch #heads #target #source"] | None = None,
     alibi_slopes: Float[Array, " heads"] | None = None,
     mask: Bool[Array, "#batch #heads #target #source"]
@@ -86,6 +87,8 @@ def ring_attention(
 
     Args:
         axis_name: an axis of the mesh of `jax.set_mesh`. Arrays may be split over other axes, too.
+        replicated_axes: axes over which no array is split, which a `jax.vmap` around this may have
+            as its `spmd_axis_name`.
 
     Raises:
         ArgumentShapeError: if the axis does not divide both lengths.
@@ -168,7 +171,7 @@ def ring_attention(
         dropout_key=whole,
     )
     with blocks.naming_forward_mode():
-        return _over_axis(attend, axis_name, operands, specs)
+        return _over_axis(attend, axis_name, replicated_axes, operands, specs)
 
 
 def _axis_size(axis_name: str, query: Array, key: Array) -> int:
@@ -219,6 +222,7 @@ def _with_ids(
 def _over_axis(
     fn: Callable[[_Operands], Array],
     axis_name: str,
+    replicated_axes: Collection[str],
     operands: _Operands,
     specs: _Operands,
 ) -> Array:
@@ -237,7 +241,7 @@ def _over_axis(
         fn,
         in_specs=(specs,),
         out_specs=PartitionSpec(None, axis_name),
-        axis_names={axis_name},
+        axis_names={axis_name, *replicated_axes},
         check_vma=False,
     )
     # Outside of jit, JAX does not map over some axes of a mesh only.
@@ -456,6 +460,7 @@ def all_to_all_attention(
     value: Float[Array, "batch source kv_heads value_dim"],
     *,
     axis_name: str,
+    replicated_axes: Collection[str] = (),
     bias: Float[Array, "#batch #heads #target #source"] | None = None,
     alibi_slopes: Float[Array, " heads"] | None = None,
     mask: Bool[Array, "#batch #heads #target #source"]
@@ -478,6 +483,8 @@ def all_to_all_attention(
 
     Args:
         axis_name: an axis of the mesh of `jax.set_mesh`. Arrays may be split over other axes, too.
+        replicated_axes: axes over which no array is split, which a `jax.vmap` around this may have
+            as its `spmd_axis_name`.
         implementation: how a device computes its heads.
 
     Raises:
@@ -587,7 +594,7 @@ def all_to_all_attention(
         mask=mask_specs.replace(arrays=tuple(map(by_heads, mask_arrays))),
         dropout_key=whole,
     )
-    return _over_axis(attend, axis_name, operands, specs)
+    return _over_axis(attend, axis_name, replicated_axes, operands, specs)
 
 
 def _differs_by_head(mask_fn: MaskFn | None) -> bool:

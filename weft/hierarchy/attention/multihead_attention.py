@@ -587,6 +587,7 @@ class MultiheadAttention(BaseLayer):
             if context_axis is None:
                 return fused_attention(cfg.implementation, q, k, v, **options)
             options["axis_name"] = context_axis
+            options["replicated_axes"] = self._axes_without_queries()
             if cfg.context_parallelism == "ring":
                 return functional.ring_attention(q, k, v, **options)
             return functional.all_to_all_attention(
@@ -617,6 +618,20 @@ class MultiheadAttention(BaseLayer):
         size = mesh.shape[axes[0]]
         divides_both = q.shape[1] % size == 0 and k.shape[1] % size == 0
         return axes[0] if divides_both else None
+
+    def _axes_without_queries(self) -> list[str]:
+        """Returns the mesh axes over which queries are not split, such as that of a pipeline."""
+        mesh = jax.sharding.get_abstract_mesh()
+        axes_of_queries: set[str] = set()
+        for entry in logical.names_to_mesh_axes(self.config.q_partition_spec):
+            axes_of_queries.update(spmd.axes_of(entry))
+        axes: list[str] = []
+        for name, axis_type in zip(
+            mesh.axis_names, mesh.axis_types, strict=True
+        ):
+            if axis_type is AxisType.Auto and name not in axes_of_queries:
+                axes.append(name)
+        return axes
 
     def _compute_attention(
         self,
