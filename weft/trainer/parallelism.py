@@ -33,7 +33,7 @@ def mesh_shape_from_axes(
         data: for rows of a batch; parameters are replicated.
         expert: for rows of a batch, and the experts of mixture-of-experts layers.
         fsdp: for rows of a batch, and parameters, which are gathered for a layer when it runs.
-        seq: for positions of a sequence; attention gathers keys and values.
+        seq: for positions of a sequence; these devices share attention.
         model: for heads, hidden dimensions, and the vocabulary.
 
     >>> mesh_shape_from_axes(data=-1, fsdp=8)
