@@ -261,7 +261,7 @@ def _resharded(axis_name: str, spec: PartitionSpec, x: Array) -> Array:
 
 
 class _Ring(NamedTuple):
-    """Devices of a mesh axis, each of which has a part of the queries and of the keys."""
+    """Devices of a mesh axis, each with a part of the queries and of the keys."""
 
     axis_name: str
     size: int
@@ -325,7 +325,7 @@ class _Ring(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """What moves around the ring."""
+    """Arrays that move around the ring."""
 
     key: Array
     value: Array
