@@ -16,7 +16,7 @@ from weft.errors import GenerationError
 from weft.generation import Generator, LanguageModel
 from weft.generation.engine import Request
 from weft.generation.generator import language_model
-from weft.generation.sampler import Sampling
+from weft.generation.sampler import Sampling, choose_tokens
 from weft.hierarchy.attention.kv_cache import KVRing
 from weft.input import ByteTokenizer
 from weft.trainer.model import LibraryModel
@@ -182,6 +182,15 @@ def test_one_program_per_power_of_two(folder):
     # For prompts of 16 and of 32 tokens; caches have 16, 32 and 48 positions.
     assert engine._prefill._cache_size() - before[0] == 2
     assert engine._decode._cache_size() - before[1] == 3
+
+
+def test_of_equally_likely_tokens_the_first_is_chosen():
+    sampling = Sampling(temperature=0)
+    logits = jnp.array([[1.0, 3.0, 3.0], [-2.0, -2.0, -5.0], [0.0, -jnp.inf, 1.0]])
+    keys = jax.random.split(jax.random.key(0), 3)
+    tokens = choose_tokens(sampling.rules, sampling.values, logits, keys, None)
+    assert tokens.tolist() == [1, 0, 2]
+    assert tokens.dtype == jnp.int32
 
 
 @pytest.mark.parametrize(

