@@ -21,7 +21,10 @@ from weft.hierarchy.config_setters import (
     set_feed_forward_partition_specs,
 )
 from weft.hierarchy.decoder import Decoder, LmHead
-from weft.hierarchy.layers.embedding import Embedding
+from weft.hierarchy.layers.embedding import (
+    Embedding,
+    TransformerTextEmbeddings,
+)
 from weft.hierarchy.layers.normalization import LayerNorm, RMSNorm
 from weft.hierarchy.mixture_of_experts import (
     TransformerFeedForwardDropFreeMoE,
@@ -157,6 +160,13 @@ def _set_around(cfg: Any, klass: type, mesh: _MeshAxes) -> None:
             embedding_partition_spec=mesh.spec(("model", None)),
             output_partition_spec=mesh.spec(_VECTORS),
         )
+    elif issubclass(klass, TransformerTextEmbeddings):
+        if cfg.type_emb is not None:
+            # There are often two types, too few to divide.
+            cfg.type_emb.set(
+                param_partition_spec=mesh.spec((None, "fsdp")),
+                embedding_partition_spec=(None, None),
+            )
     elif issubclass(klass, LmHead):
         cfg.param_partition_spec = mesh.spec(("model", "fsdp"))
     elif issubclass(klass, RMSNorm | LayerNorm):

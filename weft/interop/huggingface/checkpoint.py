@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
@@ -322,7 +323,7 @@ def parameter_shapes(
 ) -> PyTree:
     """Returns the shapes of a model's parameters, a target for `load_huggingface_params`.
 
-    On a mesh, they have the layouts that the config sets.
+    On a mesh, they have the layouts that the config sets, over the axes that the mesh has.
     """
     model: Any = cfg.clone(name="model").instantiate(parent=None)
     shapes = jax.eval_shape(
@@ -330,12 +331,22 @@ def parameter_shapes(
     )
     if mesh is None:
         return shapes
-    return jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(
+
+    def laid_out(
+        x: jax.ShapeDtypeStruct, spec: hierarchy.ParameterSpec
+    ) -> jax.ShapeDtypeStruct:
+        entries: list[Any] = []
+        for entry in spec.partition_spec:
+            names = spmd.axes_of(entry)
+            present = tuple(name for name in names if name in mesh.axis_names)
+            entries.append(entry if present == names else present or None)
+        spec = dataclasses.replace(spec, mesh_axes=entries)
+        return jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=spec.sharding(mesh)
-        ),
-        shapes,
-        model.create_parameter_specs_recursively(),
+        )
+
+    return jax.tree.map(
+        laid_out, shapes, model.create_parameter_specs_recursively()
     )
 
 
