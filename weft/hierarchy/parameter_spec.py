@@ -79,7 +79,7 @@ class TensorSpec:
             *(tuple(x) if isinstance(x, list) else x for x in entries)
         )
 
-    def sharding(self, mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
+    def sharding(self, mesh: spmd.AnyMesh) -> jax.sharding.NamedSharding:
         """Returns the sharding on a mesh."""
         return jax.sharding.NamedSharding(
             mesh, self.partition_spec, memory_kind=self.memory_kind
