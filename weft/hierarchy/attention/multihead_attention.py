@@ -629,7 +629,8 @@ class MultiheadAttention(BaseLayer):
         for name, axis_type in zip(
             mesh.axis_names, mesh.axis_types, strict=True
         ):
-            if axis_type is AxisType.Auto and name not in axes_of_queries:
+            is_auto = axis_type is AxisType.Auto
+            if is_auto and mesh.shape[name] > 1 and name not in axes_of_queries:
                 axes.append(name)
         return axes
 
