@@ -107,6 +107,18 @@ def test_memory_that_the_compiler_refuses_is_a_problem(capsys, monkeypatch):
 
 @needs_eight
 @pytest.mark.long
+def test_program_that_jax_cannot_read_is_a_problem(capsys, monkeypatch):
+    def fail(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure: async-update\nmore")
+
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", fail)
+    assert main(["check", "lm-tiny", *TINY, "--mesh", "data=8"]) == 1
+    printed = capsys.readouterr().out
+    assert "collectives: INTERNAL: RET_CHECK failure: async-update. Install" in printed
+
+
+@needs_eight
+@pytest.mark.long
 def test_batch_larger_than_the_corpus(capsys):
     corpus = "input.source.corpus.pattern=json/*.py"
     batch = "input.source.global_batch_size=65536"

@@ -324,7 +324,16 @@ def _report_program(
                 raise
             return [_memory_problem(str(error))]
     mesh_shape = _shape_of_program(cfg, mesh, devices)
-    collectives = collectives_of(compiled.as_text() or "")
+    try:
+        text = compiled.as_text() or ""
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        return [
+            "the step compiles, but JAX cannot read the program of this compiler, to count its "
+            f"collectives: {reason}. Install the compiler's version that belongs to this JAX: pip "
+            "install 'jax[tpu]'."
+        ]
+    collectives = collectives_of(text)
     console.print(_collectives_table(collectives, mesh_shape))
     console.print()
     memory = compiled.memory_analysis()
