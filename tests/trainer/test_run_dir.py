@@ -16,6 +16,7 @@ from weft.input.datasets import json_lines_dataset
 from weft.input.text import lm_documents_source
 from weft.recipes.lm import lm_tiny
 from weft.serialization.directory import Directory
+from weft.trainer.parallelism import ParallelismModifier
 from weft.trainer.run_dir import (
     CONFIG_FILE,
     check_run_dir,
@@ -86,6 +87,12 @@ def test_other_config_is_rejected_with_the_diff(tmp_path):
     assert f"Choose another directory, such as dir='{tmp_path}-2'" in str(error.value)
     assert error.value.free_dir == f"{tmp_path}-2"
     assert (tmp_path / CONFIG_FILE).read_text(encoding="utf-8") == before
+
+
+def test_a_run_may_continue_on_another_mesh(tmp_path):
+    claim_and_save(lm_tiny().set(dir=str(tmp_path)))
+    on_mesh = ParallelismModifier.default_config().set(fsdp=2, seq=2, model=2).instantiate()
+    check_run_dir(on_mesh(lm_tiny().set(dir=str(tmp_path))))
 
 
 def test_directory_without_a_checkpoint_is_free_for_another_config(tmp_path):
