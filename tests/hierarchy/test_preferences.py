@@ -1,6 +1,7 @@
 """Models that learn from preferences and rewards, against the formulas on their logits."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -157,15 +158,35 @@ def test_variants_and_rows_that_fill_a_batch():
         ),
     }
     for (loss, smoothing), value in expected.items():
-        cfg = PreferenceLossMetrics.default_config().set(
-            loss=loss, beta=0.2, label_smoothing=smoothing
-        )
+        settings: dict[str, Any] = {"loss": loss, "beta": 0.2, "label_smoothing": smoothing}
+        cfg = PreferenceLossMetrics.default_config().set(**settings)
         kwargs = {"predict_outputs": outputs, "module_outputs": {}}
         (mean, metrics), _ = functional(
             made(cfg), None, {}, {"input_batch": batch, **kwargs}, is_training=True
         )
         np.testing.assert_allclose(mean.mean, value, rtol=1e-5)
         assert mean.weight == 2 and metrics["accuracy"].mean == 0.5
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo"])
+def test_term_of_the_chosen_answers_is_a_mean_over_tokens(loss):
+    log_probs = jnp.array([[-1.0, -3.0], [-1.0, -9.0]])
+    batch = {
+        "target_labels": jnp.ones((2, 2), int),
+        "live_targets": jnp.array([[True, True], [True, False]]),
+    }
+    inputs = {
+        "input_batch": batch,
+        "predict_outputs": {"target_statistics": {"nll": -log_probs}},
+        "module_outputs": {},
+    }
+
+    def mean_of(alpha):
+        cfg = PreferenceLossMetrics.default_config().set(loss=loss, rpo_alpha=alpha)
+        (mean, _), _ = functional(made(cfg), None, {}, inputs, is_training=True)
+        return mean.mean
+
+    np.testing.assert_allclose(mean_of(0.5), mean_of(0.0) + 0.5 * (1 + 3) / 2, rtol=1e-6)
 
 
 @pytest.mark.parametrize("is_updated", [False, True])

@@ -194,7 +194,8 @@ def test_resumed_run_with_adapters_gives_the_same_answers_and_bits(here):
 
 def test_variants_are_fields_of_the_config(here):
     words = ["base=base", "data=pairs.jsonl", "held_out=0", "reference=false", "loss=ipo"]
-    cfg = load_config("dpo", [*words, "beta=0.3", "epochs=2"])
+    cfg = load_config("dpo", [*words, "beta=0.3", "rpo_alpha=0.5", "epochs=2"])
+    assert cfg.model.metrics.rpo_alpha == 0.5
     assert (cfg.model.metrics.loss, cfg.model.metrics.beta) == ("ipo", 0.3)
     assert not cfg.model.has_reference and cfg.evalers == {}
     assert cfg.max_step == 2 * 20 // 8

@@ -162,6 +162,8 @@ class PreferenceLossMetrics(BaseLossMetrics):
         """The larger, the closer the model stays to the reference."""
         label_smoothing: float = 0.0
         """The probability of wrong labels, for the loss "dpo"."""
+        rpo_alpha: float = 0.0
+        """Weight of the mean loss of a token of the chosen answer, which keeps it likely."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -200,6 +202,9 @@ class PreferenceLossMetrics(BaseLossMetrics):
             )
         lengths = jnp.sum(is_answer, axis=-1, dtype=jnp.float32)
         chosen_lengths, rejected_lengths = _halves(lengths)
+        if cfg.rpo_alpha:
+            chosen_losses = -chosen / jnp.maximum(chosen_lengths, 1)
+            losses = losses + cfg.rpo_alpha * chosen_losses
         # Rows that only fill a batch have no answers.
         is_pair = (chosen_lengths > 0) & (rejected_lengths > 0)
         values = {

@@ -34,6 +34,7 @@ def dpo(
     loss: Literal["dpo", "ipo"] = "dpo",
     beta: float = 0.1,
     label_smoothing: float = 0.0,
+    rpo_alpha: float = 0.0,
     reference: bool = True,
     tuning: Tuning = "lora",
     rank: int = 16,
@@ -55,6 +56,7 @@ def dpo(
         loss: "dpo" or "ipo".
         beta: The larger, the closer the model stays to the base.
         label_smoothing: The probability that the rejected answer is the better one, for "dpo".
+        rpo_alpha: Weight of the mean loss of a token of the chosen answer, which is added.
         reference: Whether the loss compares the model with the base.
         tuning: What is trained: "full", "lora", "lora-int8" or "lora-nf4"; see `sft`.
         rank: Rank of the adapters.
@@ -77,7 +79,10 @@ def dpo(
         base, tuning=tuning, rank=rank, alpha=alpha, targets=targets
     )
     metrics = PreferenceLossMetrics.default_config().set(
-        loss=loss, beta=beta, label_smoothing=label_smoothing
+        loss=loss,
+        beta=beta,
+        label_smoothing=label_smoothing,
+        rpo_alpha=rpo_alpha,
     )
     arrays = config_for_function(preference_arrays).set(
         data=data,
