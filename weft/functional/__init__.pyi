@@ -56,6 +56,7 @@ from weft.functional.embedding import (
     yarn_frequencies as yarn_frequencies, yarn_magnitude as yarn_magnitude,
 )
 from weft.functional.fused_attention import AttentionImplementation as AttentionImplementation
+from weft.functional.grouped_matmul import grouped_matmul as grouped_matmul
 from weft.functional.initializers import draw as draw, fan_sizes as fan_sizes
 from weft.functional.linear import (
     broadcast_bias as broadcast_bias, default_dot_general as default_dot_general, dense as dense,

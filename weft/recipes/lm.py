@@ -311,6 +311,7 @@ def text_trainer_config(
 
 
 _NUM_LAYERS = 3
+_MOE_MESH_AXES = ("data", "expert", "model")
 
 
 def lm_moe(
@@ -343,9 +344,7 @@ def lm_moe(
         peak_lr=learning_rate,
         eval_every=200,
     )
-    return cfg.set(
-        mesh_shape=(-1, 1, 1), mesh_axis_names=("data", "expert", "model")
-    )
+    return cfg.set(mesh_shape=(-1, 1, 1), mesh_axis_names=_MOE_MESH_AXES)
 
 
 def _moe_model() -> Model.Config:
@@ -357,29 +356,24 @@ def _moe_model() -> Model.Config:
     model = _model(dim=96, num_layers=_NUM_LAYERS, num_heads=4, context=128)
     transformer = model.decoder.transformer
     layer: Any = transformer.layer
-    layer.feed_forward = (
-        hierarchy.TransformerFeedForwardMoE.default_config().set(
-            norm=hierarchy.RMSNorm.default_config(),
-            hidden_dim=hierarchy.scaled_hidden_dim(4 / 3),
-            activation=("nn.silu", "linear"),
-            num_experts=8,
-            # Each sequence of a batch is a group.
-            num_groups=16,
-            gating=hierarchy.Top2Gating.default_config().set(
-                train_capacity_factor=2.5, eval_capacity_factor=4.0
-            ),
-            load_balance_loss_weight=0.01,
-            router_z_loss_weight=0.001,
-            # Experts start like dense layers, routers close to uniform.
-            param_init=hierarchy.DefaultInitializer.default_config().set(
-                init_by_param_name={
-                    ".*gate_weight$": _weight(variance=0.01),
-                    ".*wo_weight$": _weight(variance=1 / (2 * _NUM_LAYERS)),
-                    hierarchy.PARAM_REGEXP_WEIGHT: _weight(variance=1.0),
-                }
-            ),
-        )
+    experts = hierarchy.TransformerFeedForwardDropFreeMoE.default_config().set(
+        norm=hierarchy.RMSNorm.default_config(),
+        hidden_dim=hierarchy.scaled_hidden_dim(4 / 3),
+        activation=("nn.silu", "linear"),
+        num_experts=8,
+        load_balance_loss_weight=0.01,
+        router_z_loss_weight=0.001,
+        # Experts start like dense layers, routers close to uniform.
+        param_init=hierarchy.DefaultInitializer.default_config().set(
+            init_by_param_name={
+                ".*gate_weight$": _weight(variance=0.01),
+                ".*wo_weight$": _weight(variance=1 / (2 * _NUM_LAYERS)),
+                hierarchy.PARAM_REGEXP_WEIGHT: _weight(variance=1.0),
+            }
+        ),
     )
+    hierarchy.set_partition_specs_recursively(experts, _MOE_MESH_AXES)
+    layer.feed_forward = experts
     # By default a loop drops side outputs of its layers.
     transformer.repeat.drop_output.rules = [r"module_outputs(?!.*/aux_loss$).*"]
     return model.set(

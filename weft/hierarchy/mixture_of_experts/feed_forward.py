@@ -43,7 +43,12 @@ from weft.core.spmd import (
     constrain_like_jit,
     get_global_mesh,
 )
-from weft.functional import get_activation_fn, project, routing
+from weft.functional import (
+    get_activation_fn,
+    grouped_matmul,
+    project,
+    routing,
+)
 from weft.functional.arrays import (
     explicit_spec,
     finite_or_counted,
@@ -467,7 +472,7 @@ class GMMBackend(enum.Enum, metaclass=EnumTypeWithHints):
     """Implementation of the grouped matrix product."""
 
     RAGGED_DOT = "ragged_dot"
-    """`jax.lax.ragged_dot`."""
+    """`weft.functional.grouped_matmul`, which is `jax.lax.ragged_dot` on accelerators."""
     MEGABLOX = "megablox"
     """JAX's Pallas kernel for TPUs."""
 
@@ -507,7 +512,7 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         }
         """Sharding of the result ("bsm")."""
         gmm_backend: GMMBackend | None = None
-        """Implementation of grouped products; None for `jax.lax.ragged_dot`."""
+        """Implementation of grouped products; None for `RAGGED_DOT`."""
         tiling: config.InstantiableConfig | tuple[int, int, int] | None = None
         """Block sizes of rows, contracted and other columns, or a config that returns them;
         required by `GMMBackend.MEGABLOX`."""
@@ -684,7 +689,7 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         dtype = cfg.preferred_element_type or x.dtype
         weight = weight.astype(x.dtype)
         if cfg.gmm_backend is not GMMBackend.MEGABLOX:
-            return jax.lax.ragged_dot(
+            return grouped_matmul(
                 x, weight, sizes, preferred_element_type=dtype
             )
         # Importing Pallas is slow, and most models do not need it.
