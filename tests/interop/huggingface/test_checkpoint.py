@@ -387,7 +387,7 @@ def test_unsupported_models(references, tmp_path):
     with pytest.raises(HuggingFaceConfigError) as error:
         to_huggingface(tmp_path, lm_moe().model, params)
     assert str(error.value).splitlines()[1:-1] == [
-        "  decoder.transformer.layer.feed_forward: TransformerFeedForwardMoE.Config → "
+        "  decoder.transformer.layer.feed_forward: TransformerFeedForwardDropFreeMoE.Config → "
         "TransformerFeedForwardLayer.Config"
     ]
     assert list(tmp_path.iterdir()) == []

@@ -258,12 +258,14 @@ def qwen_expert_settings(cfg: Any) -> dict[str, Any]:
     for i, layer in enumerate(layers):
         if not is_sparse[i]:
             dense_layers.append(i)
-            values["intermediate_size"] = layer.feed_forward.hidden_dim
+            values["intermediate_size"] = family.hidden_dim(
+                layer.feed_forward, cfg.decoder.dim
+            )
     return {
         **values,
         "num_experts": experts.num_experts,
         "num_experts_per_tok": experts.gating.num_experts_per_token,
-        "moe_intermediate_size": experts.hidden_dim,
+        "moe_intermediate_size": family.hidden_dim(experts, cfg.decoder.dim),
         "norm_topk_prob": experts.gating.normalize_gates,
         "decoder_sparse_step": 1,
         "mlp_only_layers": dense_layers,
