@@ -136,7 +136,7 @@ def _product(
 def _forward(
     dtype: DType, rows: Array, weights: Array, group_sizes: Array
 ) -> tuple[Array, tuple[Array, Array, Array]]:
-    results = _matmul_in_blocks(dtype, rows, weights, group_sizes)
+    results = _product(dtype, rows, weights, group_sizes, contracted_axis=0)
     return results, (rows, weights, group_sizes)
 
 
