@@ -1,4 +1,4 @@
-"""What does a step of a mixture of experts cost beside a dense model of the same arithmetic?
+"""How much slower is a step of a mixture of experts than of a dense model of equal arithmetic?
 
 The models of the recipes `lm` and `lm-moe` on one device: each token passes a dense layer, or two
 of eight experts with half its hidden dimensions. In turns, compiled before, on the same batch.
