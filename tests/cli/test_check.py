@@ -114,6 +114,7 @@ def test_program_that_jax_cannot_read_is_a_problem(capsys, monkeypatch):
     monkeypatch.setattr(jax.stages.Compiled, "as_text", fail)
     assert main(["check", "lm-tiny", *TINY, "--mesh", "data=8"]) == 1
     printed = capsys.readouterr().out
+    assert "temporaries" in printed
     assert "collectives: INTERNAL: RET_CHECK failure: async-update. Install" in printed
 
 

@@ -328,6 +328,8 @@ def _report_program(
         text = compiled.as_text() or ""
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
+        console.print(_memory_table(compiled.memory_analysis()))
+        console.print()
         return [
             "the step compiles, but JAX cannot read the program of this compiler, to count its "
             f"collectives: {reason}. Install the compiler's version that belongs to this JAX: pip "
