@@ -355,7 +355,8 @@ def encode_example(
             of the assistant. None: such texts follow each other without more between them; the
             tokens that begin a text, if the tokenizer has any, precede them, and `eos_id` follows.
 
-    Raises InputDatasetError for another row, and ChatTemplateError, see `ChatTemplate`.
+    Raises InputDatasetError for another row or one with an empty answer, and ChatTemplateError, see
+    `ChatTemplate`.
 
     >>> from weft.input.tokenizers import ByteTokenizer
     >>> row = {"prompt": "1 + 1 = ", "completion": "2"}
