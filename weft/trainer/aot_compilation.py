@@ -14,7 +14,6 @@ import math
 import re
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
@@ -25,6 +24,7 @@ from weft.core.axis_rules import logical_axis_rules
 from weft.errors import TopologyError, did_you_mean
 from weft.inference.runner import InferenceRunner, method_program
 from weft.trainer import mesh as mesh_lib
+from weft.trainer.flops import FLOPS_OF_STEPS
 from weft.trainer.optimizers.base import path_name
 from weft.trainer.state import parameter_specs, state_shardings, with_shardings
 from weft.typing import Nested, PartitionSpec
@@ -159,11 +159,6 @@ def _cpu_devices(count: int) -> Sequence[Any]:
     return jax.devices("cpu")
 
 
-# Operations per device of compiled steps. XLA counts the body of a loop, such as that
-# over the layers of a model, once.
-_FLOPS: WeakKeyDictionary[jax.stages.Compiled, float] = WeakKeyDictionary()
-
-
 def reshape_devices(
     *,
     devices: Sequence[Any],
@@ -209,9 +204,11 @@ def compile_trainer_programs(
     """
     devices = get_devices_for_topology(topology, topology_num_slices)
     trainer = trainer_config.clone().instantiate(parent=None, devices=devices)
-    compiled = trainer.compile_train_step(compiler_options=compiler_options)
-    _FLOPS[compiled] = trainer.train_step_flops() / len(devices)
-    return {"train_step": compiled}
+    return {
+        "train_step": trainer.compile_train_step(
+            compiler_options=compiler_options
+        )
+    }
 
 
 def compile_inference_programs(
@@ -265,7 +262,7 @@ def compile_inference_programs(
 def aot_model_analysis(compiled: jax.stages.Compiled) -> str:
     """Returns memory by purpose and floating-point operations of a compiled step, per device.
 
-    Operations are known of programs of `compile_trainer_programs`.
+    Operations are known of the steps of a trainer.
     """
     lines = []
     memory = compiled.memory_analysis()
@@ -273,7 +270,7 @@ def aot_model_analysis(compiled: jax.stages.Compiled) -> str:
         size = getattr(memory, f"{name}_size_in_bytes", None)
         if size is not None:
             lines.append(f"{name.replace('_', ' ')}: {size / 2**20:.1f} MiB")
-    flops = _FLOPS.get(compiled)
+    flops = FLOPS_OF_STEPS.get(compiled)
     if flops is not None:
         lines.append(f"floating-point operations: {flops:.3e}")
     return "\n".join(lines)

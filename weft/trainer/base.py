@@ -25,7 +25,7 @@ from weft.trainer.checkpointer.checkpointer import (
 )
 from weft.trainer.checkpointer.host_state import RunState
 from weft.trainer.compilation import options_for_init, options_for_steps
-from weft.trainer.flops import forward_flops, jaxpr_flops
+from weft.trainer.flops import FLOPS_OF_STEPS, forward_flops, jaxpr_flops
 from weft.trainer.learner import BaseLearner, with_precision
 from weft.trainer.model import PerParamDType, model_config
 from weft.trainer.precision import Precision, as_precision
@@ -343,8 +343,11 @@ class BaseTrainer(Module):
                 state = trainer_state
             if input_batch is not None:
                 batch = input_batch
-            lowered = self.trace_train_step(state, batch).lower()
-            return lowered.compile(compiler_options=compiler_options)
+            traced = self.trace_train_step(state, batch)
+            compiled = traced.lower().compile(compiler_options=compiler_options)
+            flops = jaxpr_flops(traced.jaxpr) / self._mesh.size
+            FLOPS_OF_STEPS[compiled] = flops
+            return compiled
 
     @nowrap
     def train_step_flops(self) -> int:

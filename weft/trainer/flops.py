@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import jax
 
@@ -39,6 +40,12 @@ PEAK_FLOPS = {
     "H200": 989e12,
     "B200": 2250e12,
 }
+
+FLOPS_OF_STEPS: WeakKeyDictionary[jax.stages.Compiled, float] = (
+    WeakKeyDictionary()
+)
+"""Operations per device of compiled steps: XLA's own analysis counts the body of a loop, such as
+that over the layers of a model, once."""
 
 
 def peak_flops_of(device_kind: str) -> float | None:
