@@ -19,6 +19,8 @@ PAGE = ROOT / "docs/tutorials/chat_model.md"
 def run_commands(text, monkeypatch):
     """Runs the lines of a bash block: commands of Weft, maybe after a text that they read."""
     for line in text.replace("\\\n", "").splitlines():
+        # The output is for the whole test, not for the terminal of a reader.
+        line = line.partition("| grep ")[0]
         typed, _, command = line.rpartition(" | ")
         if typed:
             words = shlex.split(typed)

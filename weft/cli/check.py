@@ -25,9 +25,13 @@ from weft.cli.layout_report import (
 )
 from weft.cli.step_time import StepTime, axes_text, predict
 from weft.core.axis_rules import Rules
+from weft.debug.lookup_checks import check_tokens
 from weft.errors import BatchShardingError, MeshError, ShardingWarning
 from weft.hierarchy.parameter_spec import ParameterSpec, TensorSpec
 from weft.input import Input
+from weft.input.corpus import Corpus, TextFile
+from weft.input.grain import check_batch_size
+from weft.input.text import lm_text_source
 from weft.report import display
 from weft.trainer import SpmdTrainer, run_dir
 from weft.trainer.aot_compilation import get_devices_for_topology
@@ -58,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         _topology(arguments.devices, cfg), arguments.slices
     )
     # After the devices are made, as it uses JAX.
-    cfg = configs.without_corpus(cfg)
+    cfg = _without_corpus(cfg)
     mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
     console = display.table_console()
     display.print_words(console, f"{arguments.recipe} on {_mesh_text(mesh)}\n")
@@ -81,6 +85,37 @@ def _spec(device: str | None, devices: Sequence[Any]) -> DeviceSpec | None:
     if device is not None:
         return DEVICE_SPECS[device]
     return device_spec_of(devices[0].device_kind)
+
+
+def _without_corpus(cfg: SpmdTrainer.Config) -> SpmdTrainer.Config:
+    """Returns a config for programs alone, whose input knows the shapes of a batch.
+
+    They come from a short text in place of a corpus, which may be absent, or too small for a batch
+    on many devices. Other inputs than `lm_text_source` stay.
+    """
+    source: Any = getattr(cfg.input, "source", None)
+    is_text = getattr(source, "fn", None) is lm_text_source
+    if not is_text or cfg.input.input_dispatcher is not None:
+        return cfg
+    check_tokens(cfg)
+    check_batch_size(source.global_batch_size)
+    text = TextFile("text", b"Words of a text. " * source.sequence_length)
+    row = source.clone(
+        corpus=Corpus("a short text", (text,)), global_batch_size=1
+    )
+    row_input: Any = cfg.input.clone(name="input")
+    row_input.source = row
+    row_spec = row_input.instantiate(parent=None).element_spec()
+
+    def with_all_rows(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shape = (source.global_batch_size, *x.shape[1:])
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    recorded_input = configs.RecordedInput.default_config().set(
+        batch=jax.tree.map(with_all_rows, row_spec),
+        partition_spec=cfg.input.partition_spec,
+    )
+    return cfg.clone(input=recorded_input, evalers={})
 
 
 def _mesh_text(mesh: Mesh) -> str:

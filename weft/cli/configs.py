@@ -24,13 +24,9 @@ from weft.config import (
     from_text,
     to_text,
 )
-from weft.debug.lookup_checks import check_tokens
 from weft.errors import CommandLineError, ConfigError, InvalidConfigValueError
 from weft.hierarchy.module import nowrap
 from weft.input import Input
-from weft.input.corpus import Corpus, TextFile
-from weft.input.grain import check_batch_size
-from weft.input.text import lm_text_source
 from weft.recipes import (
     Recipe,
     find_recipe,
@@ -261,37 +257,6 @@ def with_recorded_batch(config: SpmdTrainer.Config) -> SpmdTrainer.Config:
         partition_spec=config.input.partition_spec,
     )
     return config.clone(input=recorded_input, evalers=evalers)
-
-
-def without_corpus(config: SpmdTrainer.Config) -> SpmdTrainer.Config:
-    """Returns a config for programs alone, whose input knows the shapes of a batch.
-
-    They come from a short text in place of a corpus, which may be absent, or too small for a batch
-    on many devices. Other inputs than `lm_text_source` stay.
-    """
-    source: Any = getattr(config.input, "source", None)
-    is_text = getattr(source, "fn", None) is lm_text_source
-    if not is_text or config.input.input_dispatcher is not None:
-        return config
-    check_tokens(config)
-    check_batch_size(source.global_batch_size)
-    text = TextFile("text", b"Words of a text. " * source.sequence_length)
-    row = source.clone(
-        corpus=Corpus("a short text", (text,)), global_batch_size=1
-    )
-    row_input: Any = config.input.clone(name="input")
-    row_input.source = row
-    row_spec = row_input.instantiate(parent=None).element_spec()
-
-    def with_all_rows(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        shape = (source.global_batch_size, *x.shape[1:])
-        return jax.ShapeDtypeStruct(shape, x.dtype)
-
-    recorded_input = RecordedInput.default_config().set(
-        batch=jax.tree.map(with_all_rows, row_spec),
-        partition_spec=config.input.partition_spec,
-    )
-    return config.clone(input=recorded_input, evalers={})
 
 
 class RecordedInput(Input):
