@@ -26,7 +26,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 test: $(VENV)/.has-dev ## run the tests and the examples in docstrings, without parity; ARGS="tests/config -x" for some of them
 	@$(PYTEST) $(if $(findstring tests/parity,$(ARGS)),,--ignore=tests/parity) $(ARGS)
 
-parity: $(VENV)/.has-dev ## compare with Flax: the same programs on both; ARGS="-k conv" for some of them
+parity: $(VENV)/.has-dev ## compare with Flax and transformers: the same programs on both; ARGS="-k conv" for some of them
 	@$(PYTEST) tests/parity $(ARGS)
 
 fuzz: $(VENV)/.has-dev ## search for defects with random cases; MINUTES=30 for each fuzzer, SEED=0, ONLY="name ..."

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from weft.cli.configs import without_corpus
+from weft.cli.check import without_corpus
 from weft.config import diff, from_text, to_text
 from weft.errors import ConfigError
 from weft.hierarchy.causal_lm import Model

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         _topology(arguments.devices, cfg), arguments.slices
     )
     # After the devices are made, as it uses JAX.
-    cfg = _without_corpus(cfg)
+    cfg = without_corpus(cfg)
     mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
     console = display.table_console()
     display.print_words(console, f"{arguments.recipe} on {_mesh_text(mesh)}\n")
@@ -87,7 +87,7 @@ def _spec(device: str | None, devices: Sequence[Any]) -> DeviceSpec | None:
     return device_spec_of(devices[0].device_kind)
 
 
-def _without_corpus(cfg: SpmdTrainer.Config) -> SpmdTrainer.Config:
+def without_corpus(cfg: SpmdTrainer.Config) -> SpmdTrainer.Config:
     """Returns a config for programs alone, whose input knows the shapes of a batch.
 
     They come from a short text in place of a corpus, which may be absent, or too small for a batch
