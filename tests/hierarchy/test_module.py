@@ -3,6 +3,7 @@ import re
 import sys
 import threading
 import traceback
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from weft.config import (
     config_for_function,
 )
 from weft.errors import (
+    ArgumentValueError,
     ChildConfigError,
     ChildNameConflictError,
     InvalidDescendantError,
@@ -494,3 +496,9 @@ def test_modules_are_shown_as_trees():
 def test_notebooks_without_treescope_show_text(monkeypatch):
     monkeypatch.setitem(sys.modules, "treescope", None)
     assert make()[0]._repr_mimebundle_() == {}
+
+
+@pytest.mark.parametrize("other", [Path("model"), Leaf.default_config().set(name="leaf"), None])
+def test_functional_of_what_is_no_module(other):
+    with pytest.raises(ArgumentValueError, match=f"this is a {type(other).__name__};"):
+        functional(other, None, {}, (), is_training=True)

@@ -676,7 +676,15 @@ def functional(  # pyright: ignore[reportInconsistentOverload]  # modules have `
             cannot change the caller's.
 
     Returns the method's result and an `OutputCollection` of side outputs.
+
+    Raises ArgumentValueError if `module` is none, such as a config.
     """
+    if not isinstance(module, Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise errors.ArgumentValueError(
+            "functional invokes a module of weft.hierarchy, and this is a "
+            f"{type(module).__name__}; make a module of a config with "
+            "cfg.set(name=...).instantiate(parent=None)."
+        )
     # The state goes in as a field of the root's context, and outputs come out as another: the
     # methods below read and fill them by the current context, which the root's is until the end.
     if copy_args_tree:
