@@ -113,6 +113,11 @@ def test_functional_returns_outputs_of_one_call():
     assert root.get_summaries() == {"before": 0}
 
 
+def test_state_of_what_is_no_module():
+    with pytest.raises(InvalidDescendantError, match="None of type NoneType is not a module"):
+        root_context().state_of(None)
+
+
 def test_collections_merge_at_the_top():
     collection = new_output_collection()
     collection.add_child("a").summaries["s"] = 1

@@ -458,11 +458,16 @@ class Module(Configurable):
         except AttributeError:
             if isinstance(module, Module):
                 raise
-            raise errors.InvalidDescendantError(
-                f"{module!r} of type {type(module).__name__} is not a module; expected one of the "
-                f"descendants of {self.path()}."
-            ) from None
+            raise self._is_no_module(module) from None
+        if module is None:
+            raise self._is_no_module(module)
         return None if node is None else names[::-1]
+
+    def _is_no_module(self, value: object) -> errors.InvalidDescendantError:
+        return errors.InvalidDescendantError(
+            f"{value!r} of type {type(value).__name__} is not a module; expected one of the "
+            f"descendants of {self.path()}."
+        )
 
     def path_to_descendant_module(self, module: "Module") -> list[str]:
         """Returns `find_descendant(module)`, or raises InvalidDescendantError if it is None."""
