@@ -458,12 +458,12 @@ class Module(Configurable):
         except AttributeError:
             if isinstance(module, Module):
                 raise
-            raise self._is_no_module(module) from None
+            raise self._no_module_error(module) from None
         if module is None:
-            raise self._is_no_module(module)
+            raise self._no_module_error(module)
         return None if node is None else names[::-1]
 
-    def _is_no_module(self, value: object) -> errors.InvalidDescendantError:
+    def _no_module_error(self, value: object) -> errors.InvalidDescendantError:
         return errors.InvalidDescendantError(
             f"{value!r} of type {type(value).__name__} is not a module; expected one of the "
             f"descendants of {self.path()}."
