@@ -1,6 +1,7 @@
 """Parallel transformers, on eight virtual devices: what they compute and what each device holds."""
 
 import math
+import re
 
 import jax
 import numpy as np
@@ -10,6 +11,9 @@ from tests.keys import quick_key
 from weft.cli.collectives import collectives_of
 from weft.config import config_for_function
 from weft.errors import ConfigModifierError
+from weft.hierarchy.attention.multihead_attention import GroupedQueryAttention
+from weft.hierarchy.attention.qkv_linear import GroupedQKVLinear
+from weft.hierarchy.attention.rope import RoFormerQKVLinear
 from weft.hierarchy.attention.stack import PipelinedTransformerLayer, RepeatedTransformerLayer
 from weft.hierarchy.attention.transformer import TransformerLayer
 from weft.hierarchy.layers.linear import Linear
@@ -145,6 +149,45 @@ def with_four_layers(cfg):
 def test_losses_of_experts_and_pipelines_match_on_mesh(prepare, axes):
     alone = config(prepare, **axes).set(mesh_shape=mesh_shape_from_axes())
     np.testing.assert_allclose(Run(config(prepare, **axes)).losses, Run(alone).losses, rtol=2e-5)
+
+
+def with_shared_key_heads(num_kv_heads):
+    def prepare(cfg):
+        cfg.model.decoder.transformer.layer.self_attention.attention = (
+            GroupedQueryAttention.default_config().set(
+                num_heads=8,
+                hidden_dim=32,
+                causal=True,
+                input_linear=RoFormerQKVLinear.default_config().set(
+                    input_linear=GroupedQKVLinear.default_config().set(num_kv_heads=num_kv_heads),
+                    rotary_value=False,
+                ),
+            )
+        )
+        return cfg
+
+    return prepare
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("num_kv_heads", "axes"),
+    [
+        (4, {"model": 8}),
+        (1, {"fsdp": 4, "model": 2}),
+        (2, {"seq": 2, "model": 4}),
+        (2, {"seq": 2, "model": 4, "context_parallelism": "all_to_all"}),
+    ],
+)
+def test_losses_match_beyond_the_number_of_key_heads(num_kv_heads, axes):
+    cfg = config(with_shared_key_heads(num_kv_heads), **axes)
+    alone = cfg.clone(mesh_shape=mesh_shape_from_axes())
+    run = Run(cfg)
+    np.testing.assert_allclose(run.losses, Run(alone).losses, rtol=2e-5)
+    if num_kv_heads == 4:
+        # Each device projects one head of keys, for 8 sequences of 16 tokens, and not all four.
+        product = r"= (f32\[[\d,]+\])\S* dot\(.*/jvp\(model\)/\S*/[kv]_proj/"
+        assert set(re.findall(product, run.step.as_text())) == {"f32[128,4]"}
 
 
 @pytest.mark.long

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from weft.core import axis_rules, display, logical, spmd
 from weft.errors import ParameterSpecError
@@ -228,6 +228,34 @@ def with_leading_axis_name(spec: ParameterSpec, name: str) -> ParameterSpec:
     return dataclasses.replace(
         spec, mesh_axes=mesh_axes, logical_axes=logical_axes
     )
+
+
+def num_parts(entry: Any) -> int:
+    """Returns into how many parts the mesh of the context splits an axis with this entry.
+
+    It is 1 for axes that the mesh lacks, and inside of a `shard_map` over them.
+    """
+    mesh = spmd.get_global_mesh()
+    if mesh is None:
+        return 1
+    count = 1
+    for name, axis_type in zip(mesh.axis_names, mesh.axis_types, strict=True):
+        if name in spmd.axes_of(entry) and axis_type is not AxisType.Manual:
+            count *= mesh.shape[name]
+    return count
+
+
+def free_if_indivisible(
+    partition_spec: PartitionSpec | MeshAxes | None, *, axis: int, size: int
+) -> PartitionSpec | MeshAxes | None:
+    """Returns a layout that leaves an axis to the compiler if it cannot be split as it says."""
+    if partition_spec is None:
+        return None
+    entries = list(logical.names_to_mesh_axes(partition_spec))
+    if len(entries) <= axis or size % num_parts(entries[axis]) == 0:
+        return partition_spec
+    entries[axis] = PartitionSpec.UNCONSTRAINED
+    return PartitionSpec(*entries)
 
 
 def maybe_shard(

@@ -439,9 +439,10 @@ def jit_train_step(trainer: BaseTrainer) -> Any:
     cfg = trainer.config
     mesh = trainer._mesh
     model_specs = trainer._state_specs.model
-    gradient_specs = state_lib.parameter_specs(
-        trainer.model, trainer._rules.gradients
-    )
+    with jax.set_mesh(mesh):
+        gradient_specs = state_lib.parameter_specs(
+            trainer.model, trainer._rules.gradients
+        )
     state_lib.state_shardings(
         mesh, {"gradients": gradient_specs}
     )  # raises if one does not fit

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from tests.jaxprs import largest_array
 from weft.errors import ArgumentValueError, LayerConfigError
@@ -29,6 +29,7 @@ from weft.hierarchy.attention.qkv_linear import (
     ScaleKey,
 )
 from weft.hierarchy.attention.rope import RoFormerQKVLinear
+from weft.hierarchy.config_setters import set_attention_partition_specs
 from weft.hierarchy.layers.linear import Dropout
 from weft.hierarchy.layers.normalization import RMSNorm
 from weft.hierarchy.module import functional as F
@@ -234,6 +235,32 @@ def test_what_blocks_cannot_compute(filled, x, layer, options, reason):
     layer = attention(**layer, implementation="blockwise")
     with pytest.raises(ArgumentValueError, match=rf"attention: .*'blockwise' cannot.*{reason}"):
         run(layer, filled(layer), x, **options)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+@pytest.mark.parametrize("linear", [grouped(), rope(input_linear=grouped())])
+def test_devices_share_heads_of_keys(filled, x, linear):
+    plain = attention(GroupedQueryAttention, mask=CAUSAL, input_linear=linear)
+    cfg = plain.config.clone()
+    set_attention_partition_specs(
+        cfg, batch_axis_names=None, fsdp_axis_names=None, set_attn_activation_specs=True
+    )
+    layer, state = cfg.instantiate(parent=None), filled(plain)
+    # There are two heads of keys, for four devices.
+    mesh = jax.make_mesh((1, 4), ("seq", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        specs = layer.create_parameter_specs_recursively()
+        state = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding(mesh)), state, specs)
+        out = run(layer, state, x).data
+        cached = layer.init_states(batch_size=BATCH, max_len=LENGTH, dtype=jnp.float32)
+        cached, first = run(
+            layer, state, x[:, :4], "extend_step", cached_states=cached, is_prefill=True
+        )
+        _, last = run(layer, state, x[:, 4:], "extend_step", cached_states=cached)
+    decoded = np.concatenate([first.data, last.data], axis=1)
+    expected = run(plain, filled(plain), x).data
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(decoded, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_grouped_heads_share_keys(filled, x):

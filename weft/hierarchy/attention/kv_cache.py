@@ -201,7 +201,10 @@ class BaseKVCache(base_layer.BaseLayer):
         return self._shard(jnp.zeros(shape, self.config.cache_dtype or dtype))
 
     def _shard(self, x: Tensor) -> Tensor:
-        return parameter_spec.maybe_shard(x, self.config.kv_partition_spec)
+        spec = parameter_spec.free_if_indivisible(
+            self.config.kv_partition_spec, axis=2, size=x.shape[2]
+        )
+        return parameter_spec.maybe_shard(x, spec)
 
     def _write(
         self, cached: Tensor, indices: tuple[Tensor, Tensor], new: Tensor
@@ -425,6 +428,7 @@ class RingKVCache(BaseKVCache):
         if spec is not None:
             batch_axis, slot_axis, head_axis, dim_axis = spec
             spec = (batch_axis, head_axis, slot_axis, dim_axis)
+        spec = parameter_spec.free_if_indivisible(spec, axis=1, size=x.shape[1])
         return parameter_spec.maybe_shard(x, spec)
 
     def _extend(

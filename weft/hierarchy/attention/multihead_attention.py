@@ -15,6 +15,7 @@ The logits of Transformer-XL attention depend on relative positions (Dai et al.,
 """
 
 import enum
+import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -47,7 +48,9 @@ from weft.hierarchy.layers import embedding, linear
 from weft.hierarchy.module import Module, nowrap
 from weft.hierarchy.parameter_spec import (
     constant_spec,
+    free_if_indivisible,
     maybe_shard,
+    num_parts,
     pad_axes,
 )
 from weft.typing import DType, MeshAxes, NestedTensor, PartitionSpec, Tensor
@@ -468,6 +471,8 @@ class MultiheadAttention(BaseLayer):
         self, name: str, x: Tensor, spec: PartitionSpecType | None
     ) -> Tensor:
         """Shards a projection, names it for remat and reports it."""
+        if x.ndim == 4:  # the third axis is that of heads
+            spec = free_if_indivisible(spec, axis=2, size=x.shape[2])
         return self._add_tensor_stats(
             f"{name}_outputs", self._remat_name(maybe_shard(x, spec), name)
         )
@@ -499,6 +504,8 @@ class MultiheadAttention(BaseLayer):
             biases = biases + self._mask.instantiate(
                 target_positions=query_positions, source_positions=key_positions
             )
+        k_proj = self._repeated_heads(k_proj)
+        v_proj = self._repeated_heads(v_proj)
         q_proj, probs = self._scale_query(q_proj, query_positions), None
         context = self._attention_without_probs(
             q_proj, k_proj, v_proj, biases, "probs" in aux
@@ -517,6 +524,26 @@ class MultiheadAttention(BaseLayer):
             self._projection("o_proj", data, cfg.o_partition_spec),
             probs if "probs" in aux else None,
             kv_state if "kv_state" in aux else None,
+        )
+
+    def _repeated_heads(self, x: Tensor) -> Tensor:
+        """Repeats heads of keys or values, so that each device has those of its queries.
+
+        Heads that the mesh can split, or that are of no use to it, are returned as they are.
+        """
+        spec = self.config.q_partition_spec
+        if spec is None:
+            return x
+        entry = pad_axes(logical.names_to_mesh_axes(spec), 4)[2]
+        num_heads = x.shape[2]
+        parts = num_parts(entry)
+        repeats = parts // math.gcd(num_heads, parts)
+        if repeats == 1 or self.config.num_heads % (num_heads * repeats):
+            return x
+        free = PartitionSpec.UNCONSTRAINED
+        return maybe_shard(
+            jnp.repeat(x, repeats, axis=2),
+            PartitionSpec(free, free, entry, free),
         )
 
     def _scale_query(self, q_proj: Tensor, positions: Tensor) -> Tensor:

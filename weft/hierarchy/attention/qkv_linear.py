@@ -9,6 +9,7 @@ Queries and keys have norms and scales before their inner product. Scaling queri
 1/sqrt(per_head_dim) is cheaper than scaling logits; keys may take part of it.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,10 +26,11 @@ from weft.config import (
 from weft.errors import ArgumentValueError, LayerConfigError
 from weft.hierarchy import base_layer, context, param_init, transforms
 from weft.hierarchy.attention.kv_cache import KVState
-from weft.hierarchy.module import Module
+from weft.hierarchy.module import Module, nowrap
 from weft.hierarchy.parameter_spec import (
     constant_spec,
     maybe_shard,
+    num_parts,
     weight_and_bias_specs,
 )
 from weft.hierarchy.stored_weight import StoredWeightLayer
@@ -283,12 +285,37 @@ class BaseGroupedQKVLinear(BaseQKVLinear):
 
 
 class GroupedQKVLinear(BaseGroupedQKVLinear, QKVLinear):
-    """Three separate projections, with fewer heads of keys and values (Ainslie et al., 2023)."""
+    """Three separate projections, with fewer heads of keys and values (Ainslie et al., 2023).
+
+    On a mesh that splits heads into more parts than there are of keys, the weights of keys and
+    values are not split by heads.
+    """
 
     class Config(QKVLinear.Config):
         """Configures a GroupedQKVLinear; `num_kv_heads` divides `num_heads`."""
 
         num_kv_heads: Required[int] = REQUIRED
+
+    @nowrap
+    def create_parameter_specs_recursively(self) -> dict[str, Any]:
+        """Returns the specs of all parameters of the layer and below, nested as the state."""
+        specs = super().create_parameter_specs_recursively()
+        for name in ("k_proj", "v_proj"):
+            specs[name] = jax.tree.map(self._with_whole_heads, specs[name])
+        return specs
+
+    def _with_whole_heads(
+        self, spec: base_layer.ParameterSpec
+    ) -> base_layer.ParameterSpec:
+        entries = list(spec.partition_spec)
+        for axis, size in enumerate(spec.shape):
+            if size == self.num_kv_heads and size % num_parts(entries[axis]):
+                entries[axis] = None
+        if entries == list(spec.partition_spec):
+            return spec
+        return dataclasses.replace(
+            spec, mesh_axes=jax.sharding.PartitionSpec(*entries)
+        )
 
 
 class FusedQKVLinear(BaseQKVLinear):
