@@ -12,6 +12,7 @@ program that would run there (`pip install 'jax[tpu]'`; no TPU needed).
 import dataclasses
 import math
 import re
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -134,17 +135,11 @@ def get_devices_for_topology(
     return description.devices
 
 
-# XLA counts CPU devices from here on as those of another process, for which it cannot compile.
-_MOST_CPU_DEVICES = 2048
+# XLA counts CPU devices from here on as those of another process.
+_CPU_DEVICES_PER_PROCESS = 2048
 
 
 def _cpu_devices(count: int) -> Sequence[Any]:
-    if count > _MOST_CPU_DEVICES:
-        raise TopologyError(
-            f"{count} virtual CPU devices are needed, and XLA compiles for at most "
-            f"{_MOST_CPU_DEVICES}. Compile for TPU slices (pip install 'jax[tpu]'; no TPU is "
-            "needed), such as --devices v5p-8192 for 4096 chips."
-        )
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # JAX has already created its devices
@@ -156,7 +151,34 @@ def _cpu_devices(count: int) -> Sequence[Any]:
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={count}."
             ) from None
         return devices[:count]
+    is_alone = not jax.distributed.is_initialized()
+    if count > _CPU_DEVICES_PER_PROCESS and is_alone:
+        return _cpu_devices_across_processes()
     return jax.devices("cpu")
+
+
+def _cpu_devices_across_processes() -> Sequence[Any]:
+    """Creates CPU devices for which XLA compiles as if they were those of several processes.
+
+    It does so only if there is a way for processes to communicate, which asks for a coordinator
+    when the devices are created, and never again: nothing runs on them.
+    """
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # The service would replace the handler of SIGTERM.
+    jax.config.update("jax_enable_preemption_service", False)
+    with tempfile.TemporaryDirectory() as directory:
+        address = f"unix:{directory}/coordinator"
+        jax.distributed.initialize(
+            address,
+            num_processes=1,
+            process_id=0,
+            coordinator_bind_address=address,
+            cluster_detection_method="deactivate",
+        )
+        try:
+            return jax.devices("cpu")
+        finally:
+            jax.distributed.shutdown()
 
 
 def reshape_devices(
