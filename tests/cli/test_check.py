@@ -36,6 +36,18 @@ def test_valid_recipe(capsys):
 
 
 @needs_eight
+@pytest.mark.long
+def test_bubble_of_a_pipeline_is_shown(capsys):
+    layers = "model.decoder.transformer.num_layers=4"
+    modifier = 'ParallelismModifier.Config(pipeline=2,pipeline_schedule="interleaved")'
+    modifiers = f"config_modifiers=[weft.trainer.parallelism.{modifier}]"
+    assert main(["check", "lm-tiny", layers, TINY[1], modifiers]) == 0
+    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["pipeline", "stages", "microbatches", "parts", "per", "stage", "bubble"] in table
+    assert ["decoder.transformer.pipeline", "2", "4", "2", "11", "%"] in table
+
+
+@needs_eight
 def test_indivisible_recipe(capsys):
     assert main(["check", "lm-tiny", "--mesh", "data=2,model=4"]) == 1
     lines = capsys.readouterr().out.splitlines()

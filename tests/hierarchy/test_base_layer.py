@@ -295,22 +295,27 @@ KEY = jax.random.PRNGKey(0)
 
 
 def test_specs_stand_for_values_elsewhere(layer):
-    for number, initialize in ((None, lambda f: f), (2, lambda f: f), (2, jax.jit)):
-        specs = stacked_parameter_specs(layer, number)
+    for sizes, initialize in (
+        ((), lambda f: f),
+        ((2,), lambda f: f),
+        ((2,), jax.jit),
+        ((3, 2), jax.jit),
+    ):
+        specs = stacked_parameter_specs(layer, sizes)
         made = initialize(
-            lambda key, n=number, weight=specs["weight"]: initialize_stacked(
+            lambda key, n=sizes, weight=specs["weight"]: initialize_stacked(
                 layer, n, key, prebuilt={"weight": weight}
             )
         )(KEY)
         assert made["weight"] is None
         assert made["bias"].shape == specs["bias"].shape
     with pytest.raises(ParameterSpecError, match="weight has the shape"):
-        initialize_stacked(layer, 2, KEY, prebuilt={"weight": ParameterSpec((2, 9, 9))})
+        initialize_stacked(layer, (2,), KEY, prebuilt={"weight": ParameterSpec((2, 9, 9))})
 
 
 def test_prebuilt_layer_mismatch(layer):
     with pytest.raises(ParameterSpecError, match="expected a leading axis of 3"):
-        initialize_stacked(layer, 3, KEY, prebuilt={"bias": jnp.zeros((2, 3))})
+        initialize_stacked(layer, (3,), KEY, prebuilt={"bias": jnp.zeros((2, 3))})
 
 
 VALUE = jnp.array([3.0, -4.0])

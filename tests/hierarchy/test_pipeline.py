@@ -16,6 +16,7 @@ from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import functional as F
 from weft.hierarchy.pipeline import (
     GPipeSchedule,
+    InterleavedSchedule,
     Pipeline,
     StreamSchedule,
     shard_stages,
@@ -23,6 +24,7 @@ from weft.hierarchy.pipeline import (
 from weft.hierarchy.repeat import Repeat, drop_by_regex
 
 DIM, STAGES, BATCH = 4, 4, 8
+INTERLEAVED = InterleavedSchedule.default_config()
 GPIPE, STREAM = GPipeSchedule.default_config(), StreamSchedule.default_config()
 
 
@@ -89,7 +91,15 @@ STATE = {
 }
 
 
-def run(module, state=STATE, x=X, key=None):
+def in_layout_of(module, values):
+    """Returns values per layer in the layout of the parameters, with axes of repeats and stages."""
+    sizes = (module.schedule.num_repeats, -1) if isinstance(module, Pipeline) else (-1,)
+    sizes = sizes[1:] if sizes[0] == 1 else sizes
+    return jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), values)
+
+
+def run(module, state=None, x=X, key=None):
+    state = in_layout_of(module, STATE) if state is None else state
     inputs = {"x": x, "shifts": SHIFTS}
     return F(module, key, state, inputs, is_training=True, drop_output_collections=())
 
@@ -98,7 +108,7 @@ def values_and_gradients(module):
     """Returns the result, the outputs, and the gradients by parameters and inputs."""
 
     def loss(weight, x):
-        state = {"layer": {**STATE["layer"], "weight": weight}}
+        state = {"layer": {**in_layout_of(module, STATE["layer"]), "weight": weight}}
         result, outputs = run(module, state, x)
         return jnp.sum(jnp.square(result.carry - 1)), (result, outputs)
 
@@ -111,23 +121,23 @@ def looped():
     return values_and_gradients(make(Looped))(STATE["layer"]["weight"], X)
 
 
-CASES = [(1, GPIPE), (8, GPIPE), (8, STREAM)]
+CASES = [(1, GPIPE), (8, GPIPE), (8, STREAM), (2, INTERLEAVED), (8, INTERLEAVED)]
 
 
 @pytest.mark.parametrize(
     "m, schedule", CASES, ids=lambda x: x if isinstance(x, int) else x.klass.__name__
 )
 def test_equals_sequential_stages(m, schedule, looped):
-    (loss, (result, outputs)), grads = values_and_gradients(piped(m, schedule))(
-        STATE["layer"]["weight"], X
-    )
+    module = piped(m, schedule)
+    weight = in_layout_of(module, STATE["layer"]["weight"])
+    (loss, (result, outputs)), grads = values_and_gradients(module)(weight, X)
     (expected_loss, (expected, expected_outputs)), expected_grads = looped
     # No row meets another one, so that values are the same to the last bit.
     np.testing.assert_allclose(result.carry, expected.carry, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(result.ys, expected.ys, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     for a, b in zip(grads, expected_grads, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(a.reshape(b.shape), b, rtol=1e-4, atol=1e-5)
     for i in range(STAGES):
         got, want = outputs.summaries[f"layer{i}"], expected_outputs.summaries[f"layer{i}"]
         np.testing.assert_allclose(got["mean"], want["mean"], rtol=1e-4, atol=1e-6)
@@ -135,6 +145,7 @@ def test_equals_sequential_stages(m, schedule, looped):
         assert got["rows"].weight == BATCH
     for name in ("average", "count"):
         got, want = (o.state_updates["layer"][name] for o in (outputs, expected_outputs))
+        want = in_layout_of(module, want)
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
         assert got.dtype == want.dtype
     got, want = (o.module_outputs["layer"] for o in (outputs, expected_outputs))
@@ -145,9 +156,10 @@ def test_equals_sequential_stages(m, schedule, looped):
     np.testing.assert_allclose(got["y"][:, 0], want["y"][:, ::m], rtol=1e-6, atol=1e-6)
 
 
-def test_each_stage_and_microbatch_has_its_own_key():
-    module = piped(4, layer={"noise": 1.0})
-    state = jax.tree.map(np.zeros_like, STATE)
+@pytest.mark.parametrize("schedule", [GPIPE, INTERLEAVED], ids=["gpipe", "interleaved"])
+def test_each_stage_and_microbatch_has_its_own_key(schedule):
+    module = piped(4, schedule, layer={"noise": 1.0})
+    state = jax.tree.map(np.zeros_like, in_layout_of(module, STATE))
     compiled = jax.jit(lambda key: run(module, state, np.zeros_like(X), key)[0].ys)
     ys = np.asarray(compiled(jax.random.PRNGKey(0)))
     noise = ys - SHIFTS[:, None, None]
@@ -189,7 +201,8 @@ def test_rules_map_the_stage_axis():
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 @pytest.mark.parametrize(
-    ("size", "name", "schedule"), [(2, "stage", GPIPE), (4, "pipeline", STREAM)]
+    ("size", "name", "schedule"),
+    [(2, "stage", GPIPE), (4, "pipeline", STREAM), (2, "pipeline", INTERLEAVED)],
 )
 def test_stages_exchange_rows_but_not_parameters(size, name, schedule, looped):
     module = piped(4, schedule)
@@ -198,8 +211,9 @@ def test_stages_exchange_rows_but_not_parameters(size, name, schedule, looped):
     rules = [] if name == "pipeline" else [("pipeline", name)]
     with logical_axis_rules(rules):
         specs = module.create_parameter_specs_recursively()["layer"]
-    weight = jax.device_put(STATE["layer"]["weight"], specs["weight"].sharding(mesh))
-    assert weight.addressable_shards[0].data.shape == (STAGES // size, DIM, DIM // 2)
+    weight = in_layout_of(module, STATE["layer"]["weight"])
+    weight = jax.device_put(weight, specs["weight"].sharding(mesh))
+    assert weight.addressable_shards[0].data.size == STAGES // size * DIM * DIM // 2
     x = jax.device_put(X, jax.NamedSharding(mesh, PartitionSpec("data")))
     with jax.set_mesh(mesh), logical_axis_rules(rules):
         compiled = values_and_gradients(module).lower(weight, x).compile()
@@ -207,12 +221,13 @@ def test_stages_exchange_rows_but_not_parameters(size, name, schedule, looped):
     (_, (expected, _)), expected_grads = looped
     np.testing.assert_allclose(result.carry, expected.carry, rtol=1e-5, atol=1e-5)
     for a, b in zip(grads, expected_grads, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(a.reshape(b.shape), b, rtol=1e-4, atol=1e-4)
     text = compiled.as_text()
     assert "collective-permute" in text
     # No device ever holds the weights of all stages.
-    assert f"f32[{STAGES},{DIM},{DIM}]" not in text
-    assert f"f32[{STAGES},{DIM},{DIM // 2}]" not in text
+    stages = ",".join(map(str, weight.shape[:-2]))
+    assert f"f32[{stages},{DIM},{DIM}]" not in text
+    assert f"f32[{stages},{DIM},{DIM // 2}]" not in text
 
 
 @pytest.mark.parametrize(
@@ -223,9 +238,17 @@ def test_stages_exchange_rows_but_not_parameters(size, name, schedule, looped):
             {"m": 2, "schedule": STREAM},
             "stages: num_microbatches=2 is not a multiple of num_stages=4, which a StreamSchedule",
         ),
+        (
+            {"m": 3, "schedule": INTERLEAVED},
+            "stages: num_microbatches=3 is not a multiple of num_stages=2, which an Interleaved",
+        ),
+        (
+            {"schedule": InterleavedSchedule.default_config().set(num_repeats=3)},
+            "stages: num_layers=4 is not a multiple of num_repeats=3 of the schedule; set a divi",
+        ),
         ({"schedule": KEEP_ALL}, "is not the config of a schedule; expected GPipeSchedule"),
     ],
-    ids=["none", "stream", "function"],
+    ids=["none", "stream", "interleaved", "repeats", "function"],
 )
 def test_invalid_pipelines_raise(fields, said):
     with pytest.raises(LayerConfigError, match=re.escape(said)):
@@ -246,12 +269,27 @@ def test_indivisible_rows():
 
 
 def made(cls):
-    return cls.default_config().set(num_stages=3, num_microbatches=4).instantiate()
+    return cls.default_config().set(num_stages=4, num_microbatches=8).instantiate()
 
 
-def test_number_of_steps():
-    schedule = made(GPipeSchedule)
-    assert (schedule.num_stages, schedule.num_microbatches, schedule.num_iterations) == (3, 4, 6)
+def test_bubble_shrinks_with_repeats():
+    for cls, num_steps in ((GPipeSchedule, 11), (StreamSchedule, 11), (InterleavedSchedule, 19)):
+        schedule = made(cls)
+        assert schedule.num_iterations == num_steps
+        assert schedule.bubble_share == 3 / num_steps
+
+
+def test_weights_are_not_kept_for_each_step():
+    module = piped(8, INTERLEAVED)
+    weight = in_layout_of(module, STATE["layer"]["weight"])
+
+    def loss(weight):
+        state = {"layer": {**in_layout_of(module, STATE["layer"]), "weight": weight}}
+        return jnp.sum(run(module, state)[0].carry)
+
+    text = str(jax.make_jaxpr(jax.grad(loss))(weight))
+    assert f"f32[2,{DIM},{DIM}]" in text  # those of one step
+    assert f"f32[{module.schedule.num_iterations},2,{DIM},{DIM}]" not in text
 
 
 def test_rule_for_a_missing_mesh_axis_raises():

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from weft.hierarchy.attention import PipelinedTransformerLayer
+from weft.hierarchy.layers import Linear
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.parameter_spec import ParameterSpec
 from weft.report.display import (
@@ -33,6 +35,9 @@ def trainer(max_step=100, trained=("w", "b")):
         config=SpmdTrainer.default_config().set(
             dir="runs/x", max_step=max_step, learner=Learner.default_config()
         ),
+        model=Linear.default_config()
+        .set(name="model", input_dim=1, output_dim=1)
+        .instantiate(parent=None),
         learner=types.SimpleNamespace(
             should_update_with_optimizers=lambda params: {n: n in trained for n in params}
         ),
@@ -93,6 +98,17 @@ def play(display, resumed_from=None, steps=range(1, 8)):
         display.on_checkpoint(7)
         display.on_end(7, "max_step")
     return text_of(display)
+
+
+def test_bubble_of_a_pipeline_is_shown_with_the_mesh():
+    running = trainer()
+    cfg = PipelinedTransformerLayer.default_config().set(name="model", input_dim=4, num_layers=4)
+    cfg.layer.self_attention.attention.num_heads = 2
+    cfg.layer.feed_forward.hidden_dim = 4
+    running.model = cfg.set(num_stages=4, num_microbatches=8).instantiate(parent=None)
+    display = LineDisplay(console(), "runs/x")
+    display.on_start(running, None)
+    assert ", bubble 27 %\n" in text_of(display)
 
 
 def test_stopped_run_reports_what_was_saved():

@@ -22,6 +22,7 @@ from weft.hierarchy.mixture_of_experts.feed_forward import (
     TransformerFeedForwardMoE,
 )
 from weft.hierarchy.param_init import ConstantInitializer, DefaultInitializer
+from weft.hierarchy.pipeline import InterleavedSchedule
 from weft.input import host_to_global_device_array
 from weft.recipes.lm import lm_tiny
 from weft.trainer.optimizers import adafactor_optimizer
@@ -134,6 +135,14 @@ def with_four_layers(cfg):
     return cfg
 
 
+def with_eight_layers(cfg):
+    cfg.model.decoder.transformer.num_layers = 8
+    return cfg
+
+
+INTERLEAVED = {"pipeline_schedule": "interleaved"}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("prepare", "axes"),
@@ -143,8 +152,18 @@ def with_four_layers(cfg):
         (with_four_layers, {"pipeline": 4, "fsdp": 2, "num_microbatches": 4}),
         (with_experts, {"expert": 2, "seq": 4}),
         (with_four_layers, {"pipeline": 4, "seq": 2, "num_microbatches": 4}),
+        (with_eight_layers, {"pipeline": 4, "fsdp": 2, "num_microbatches": 4, **INTERLEAVED}),
+        (with_four_layers, {"pipeline": 2, "fsdp": 2, "model": 2, **INTERLEAVED}),
     ],
-    ids=["experts", "drop-free experts", "pipeline", "experts,seq", "pipeline,seq"],
+    ids=[
+        "experts",
+        "drop-free experts",
+        "pipeline",
+        "experts,seq",
+        "pipeline,seq",
+        "interleaved",
+        "interleaved,model",
+    ],
 )
 def test_losses_of_experts_and_pipelines_match_on_mesh(prepare, axes):
     alone = config(prepare, **axes).set(mesh_shape=mesh_shape_from_axes())
@@ -313,6 +332,13 @@ def test_stacks_become_pipelines():
     assert cfg.klass is PipelinedTransformerLayer
     assert (cfg.num_layers, cfg.num_stages, cfg.num_microbatches) == (NUM_LAYERS, 2, 4)
     assert cfg.stage.klass is RepeatedTransformerLayer
+
+
+def test_stages_are_interleaved():
+    cfg = config(with_eight_layers, pipeline=2, num_pipeline_repeats=4, **INTERLEAVED)
+    pipeline = cfg.model.decoder.transformer.pipeline
+    assert pipeline.schedule.klass is InterleavedSchedule
+    assert pipeline.schedule.num_repeats == 4
 
 
 @pytest.mark.parametrize("stages", [-1, 0])

@@ -28,6 +28,7 @@ from weft.core.axis_rules import Rules
 from weft.debug.lookup_checks import check_tokens
 from weft.errors import BatchShardingError, MeshError, ShardingWarning
 from weft.hierarchy.parameter_spec import ParameterSpec, TensorSpec
+from weft.hierarchy.pipeline import Pipeline, pipelines_of
 from weft.input import Input
 from weft.input.corpus import Corpus, TextFile
 from weft.input.grain import check_batch_size
@@ -370,6 +371,10 @@ def _report_program(
             f"collectives: {reason}. Install the compiler's version that belongs to this JAX: pip "
             "install 'jax[tpu]'."
         ]
+    pipelines = list(pipelines_of(trainer.model))
+    if pipelines:
+        console.print(_pipelines_table(pipelines))
+        console.print()
     collectives = collectives_of(text)
     console.print(_collectives_table(collectives, mesh_shape))
     console.print()
@@ -464,6 +469,22 @@ def _shape_of_program(
     if not isinstance(hybrid, HybridMeshShape):
         hybrid = over_slices(list(mesh.shape.values()), num_slices)
     return dict(zip(mesh.axis_names, hybrid.ici_mesh_shape, strict=True))
+
+
+def _pipelines_table(pipelines: Iterable[Pipeline]) -> Table:
+    columns = ["stages", "microbatches", "parts per stage", "bubble"]
+    table = display.tree_table("pipeline", columns, numbers=columns)
+    for pipeline in pipelines:
+        schedule = pipeline.schedule
+        _, _, path = pipeline.path().partition(".model.")
+        table.add_row(
+            path,
+            str(schedule.num_stages),
+            str(schedule.num_microbatches),
+            str(schedule.num_repeats),
+            f"{100 * schedule.bubble_share:.0f} %",
+        )
+    return table
 
 
 def _collectives_table(

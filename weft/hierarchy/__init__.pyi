@@ -234,7 +234,8 @@ from weft.hierarchy.parameter_spec import (
     TensorSpec as TensorSpec, with_leading_axis as with_leading_axis,
 )
 from weft.hierarchy.pipeline import (
-    BaseSchedule as BaseSchedule, GPipeSchedule as GPipeSchedule, Pipeline as Pipeline,
+    BaseSchedule as BaseSchedule, GPipeSchedule as GPipeSchedule,
+    InterleavedSchedule as InterleavedSchedule, Pipeline as Pipeline,
     StreamSchedule as StreamSchedule,
     transpose_from_pipeline_stage_outputs as transpose_from_pipeline_stage_outputs,
     transpose_to_pipeline_stage_inputs as transpose_to_pipeline_stage_inputs,

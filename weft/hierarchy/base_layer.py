@@ -109,38 +109,45 @@ class DefaultTensorStats(CompositeTensorStats):
 
 
 def stacked_parameter_specs(
-    layer: "BaseLayer", n: int | None
+    layer: "BaseLayer", sizes: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Returns the specs of `n` copies of a layer, or for n=None of the layer itself."""
+    """Returns the specs of copies of a layer along leading axes of these sizes.
+
+    Without sizes, they are those of the layer itself.
+    """
     specs = layer.create_parameter_specs_recursively()
-    if n is None:
-        return specs
-    return struct.VDict(
-        jax.tree.map(
-            lambda spec: parameter_spec.with_leading_axis(spec, n), specs
+    for size in reversed(sizes):
+        specs = struct.VDict(
+            jax.tree.map(
+                lambda spec, n=size: parameter_spec.with_leading_axis(spec, n),
+                specs,
+            )
         )
-    )
+    return specs
 
 
 def initialize_stacked(
     layer: "BaseLayer",
-    n: int | None,
+    sizes: tuple[int, ...],
     prng_key: Tensor,
     *,
     prebuilt: NestedTensor | None = None,
 ) -> dict[str, Any]:
-    """Initializes the parameters of `n` copies of a layer, or for n=None of the layer itself.
+    """Initializes the parameters of copies of a layer along leading axes of these sizes.
+
+    Without sizes, they are those of the layer itself.
 
     Args:
-      prng_key: split for each copy, so that the first copies do not depend on `n`.
-      prebuilt: as for `initialize_parameters_recursively`, with a leading axis of copies.
+      prng_key: split for each copy, so that the first copies do not depend on their number.
+      prebuilt: as for `initialize_parameters_recursively`, with leading axes of copies.
 
     Raises ParameterSpecError if a value in `prebuilt` has a wrong leading axis or shape.
     """
-    if n is None:
+    if not sizes:
         return layer.initialize_parameters_recursively(
             prng_key, prebuilt=prebuilt
         )
+    n, *inner_sizes = sizes
     prebuilt = dict(prebuilt or {})
     for path, value in jax.tree_util.tree_leaves_with_path(prebuilt):
         if np.shape(value)[:1] != (n,):
@@ -167,8 +174,8 @@ def initialize_stacked(
             else:
                 copy_leaves.append(array)
         prebuilt_copy = structure.unflatten(copy_leaves)
-        return layer.initialize_parameters_recursively(
-            key, prebuilt=prebuilt_copy
+        return initialize_stacked(
+            layer, tuple(inner_sizes), key, prebuilt=prebuilt_copy
         )
 
     keys = context_kind.fork_key(prng_key, n)
@@ -399,9 +406,9 @@ class BaseLayer(Module):
                 )
         return parts
 
-    def _num_stacked(self, name: str) -> int | None:
-        """Returns the number of stacked copies of a child's parameters; None if not stacked."""
-        return None
+    def _stacked_sizes(self, name: str) -> tuple[int, ...]:
+        """Returns the sizes of the leading axes along which a child's parameters are stacked."""
+        return ()
 
     @nowrap
     def create_parameter_specs_recursively(self) -> dict[str, Any]:
@@ -413,7 +420,7 @@ class BaseLayer(Module):
         for name, child in self._children.items():
             if isinstance(child, BaseLayer):
                 specs[name] = stacked_parameter_specs(
-                    child, self._num_stacked(name)
+                    child, self._stacked_sizes(name)
                 )
         return specs
 
@@ -444,7 +451,7 @@ class BaseLayer(Module):
             if isinstance(child, BaseLayer):
                 state[name] = initialize_stacked(
                     child,
-                    self._num_stacked(name),
+                    self._stacked_sizes(name),
                     fold_in_name(prng_key, name),
                     prebuilt=prebuilt_entries.pop(name, None),
                 )

@@ -15,21 +15,28 @@ discarded. On any mesh, the result equals that of running the layers in sequence
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from weft.config import REQUIRED, Configurable, Required
 from weft.core.logical import names_to_mesh_axes
 from weft.core.spmd import axes_of, constrain, get_global_mesh
 from weft.errors import ArgumentShapeError, LayerConfigError
 from weft.hierarchy import parameter_spec, transforms
-from weft.hierarchy.context import InvocationContext, OutputCollection
+from weft.hierarchy.base_layer import stacked_parameter_specs
+from weft.hierarchy.context import (
+    InvocationContext,
+    OutputCollection,
+    require_context,
+    set_current_context,
+)
 from weft.hierarchy.module import Module
 from weft.hierarchy.repeat import Repeat
-from weft.typing import PartitionSpec, PyTree, Tensor
+from weft.typing import NestedTensor, PartitionSpec, PyTree, Tensor
 
 PIPELINE_AXIS = "pipeline"
 """Name of the stage axis: a mesh axis, unless logical axis rules map it."""
@@ -82,9 +89,32 @@ class BaseSchedule(Configurable):
         return self.config.num_microbatches
 
     @property
+    def num_repeats(self) -> int:
+        """Number of parts of the layers that each stage runs, one after another."""
+        return 1
+
+    @property
     def num_iterations(self) -> int:
         """Number of steps."""
-        return self.num_microbatches + self.num_stages - 1
+        return self.num_repeats * self.num_microbatches + self.num_stages - 1
+
+    @property
+    def bubble_share(self) -> float:
+        """Share of the steps in which a stage is idle.
+
+        >>> cfg = GPipeSchedule.default_config().set(num_stages=4, num_microbatches=8)
+        >>> f"{cfg.instantiate().bubble_share:.0%}"
+        '27%'
+        """
+        return (self.num_stages - 1) / self.num_iterations
+
+    def repeats(self) -> np.ndarray | None:
+        """Returns the part on which each stage works in each step; None if each has one only."""
+        return None
+
+    def by_microbatch(self, x: Tensor) -> Tensor:
+        """Converts an axis of steps and one of stages to microbatches and layers in their order."""
+        return transpose_from_pipeline_stage_outputs(x)
 
     def scan(
         self,
@@ -100,7 +130,7 @@ class BaseSchedule(Configurable):
         Args:
           carry: the microbatches, arrays `(num_microbatches, ...)`.
           state: the context of the stages. Its outputs are stacked along an axis of steps,
-            `(num_iterations, num_stages, ...)`.
+            `(num_iterations, num_stages, ...)`; see `by_microbatch`.
           xs: values per step, arrays `(num_iterations, ...)`.
           **scan_kwargs: as for `weft.hierarchy.transforms.scan`.
 
@@ -166,6 +196,107 @@ class GPipeSchedule(BaseSchedule):
         return jax.tree.map(lambda x: x[self.num_stages - 1 :], results), ys
 
 
+class InterleavedSchedule(BaseSchedule):
+    """Schedule in which each stage has several parts of the layers (Narayanan et al., 2021).
+
+        step        0    1    2    3    4      M = 2 microbatches, N = 2 stages, num_repeats = 2;
+        stage 0     m0   m1   m0'  m1'  .      ' is for the second part of each stage.
+        stage 1     .    m0   m1   m0'  m1'
+
+    Of N stages with R parts, stage n has the parts n, n + N, n + 2N, ... of the layers. As many
+    microbatches as there are stages go around R times, before the next ones enter. The bubble is R
+    times smaller, and stages exchange R times as much. The backward pass computes each part again
+    from its input: else the weights of a part would be kept for each step.
+    """
+
+    class Config(BaseSchedule.Config):
+        """Configures an InterleavedSchedule."""
+
+        num_repeats: int = 2
+        """Number of parts of the layers that each stage has."""
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        _check_multiple_of_stages(cfg, "an InterleavedSchedule")
+
+    @property
+    def num_repeats(self) -> int:
+        return self.config.num_repeats
+
+    def repeats(self) -> np.ndarray:
+        # The stage n works on a microbatch n steps after the first stage.
+        steps = np.arange(self.num_iterations)[:, None]
+        numbers = np.maximum(steps - np.arange(self.num_stages), 0)
+        return numbers // self.num_stages % self.num_repeats
+
+    def by_microbatch(self, x: Tensor) -> Tensor:
+        x = transpose_from_pipeline_stage_outputs(x)
+        rest = x.shape[2:]
+        num_stages = self.num_stages
+        # Groups of microbatches, repeats, microbatches of a group, stages.
+        x = x.reshape(-1, self.num_repeats, num_stages, num_stages, *rest)
+        return jnp.swapaxes(x, 1, 2).reshape(self.num_microbatches, -1, *rest)
+
+    def scan(
+        self,
+        fn: StepFn,
+        *,
+        carry: PyTree,
+        state: InvocationContext,
+        xs: PyTree,
+        **scan_kwargs: Any,
+    ) -> tuple[PyTree, PyTree]:
+        def body(
+            stage_inputs: PyTree, step_inputs: tuple[PyTree, Tensor, PyTree]
+        ) -> tuple[PyTree, PyTree]:
+            microbatch, is_new, x = step_inputs
+            stage_inputs = jax.tree.map(
+                lambda inputs, new: jnp.where(
+                    is_new, _replace_stage(inputs, 0, new[None]), inputs
+                ),
+                stage_inputs,
+                microbatch,
+            )
+            stage_outputs, y = fn(shard_stages(stage_inputs), x)
+            # The shift wraps around: what leaves the last stage is at the first one for its next
+            # part, or a result.
+            next_inputs = _shift_stages(shard_stages(stage_outputs), 1)
+            result = jax.tree.map(operator.itemgetter(0), next_inputs)
+            return next_inputs, (result, y)
+
+        num_stages, num_repeats = self.num_stages, self.num_repeats
+        steps = np.arange(self.num_iterations)
+        groups, steps_of_group = np.divmod(steps, num_stages * num_repeats)
+        numbers = groups * num_stages + steps_of_group % num_stages
+        numbers = np.minimum(numbers, self.num_microbatches - 1)
+        microbatches = jax.tree.map(lambda x: x[numbers], carry)
+        is_new = jnp.asarray(steps_of_group < num_stages)
+        _, (results, ys) = transforms.scan(
+            state,
+            body,
+            self._initial_inputs(carry),
+            (microbatches, is_new, xs),
+            state_axis=None,
+            length=self.num_iterations,
+            **scan_kwargs,
+        )
+        # A microbatch leaves when the last stage has run its last part.
+        is_last = steps_of_group >= num_stages * (num_repeats - 1)
+        last_steps = np.flatnonzero(is_last)[: self.num_microbatches]
+        return jax.tree.map(
+            lambda x: x[last_steps + num_stages - 1], results
+        ), ys
+
+
+def _check_multiple_of_stages(cfg: BaseSchedule.Config, schedule: str) -> None:
+    if cfg.num_microbatches % cfg.num_stages:
+        raise LayerConfigError(
+            f"num_microbatches={cfg.num_microbatches} is not a multiple of num_stages="
+            f"{cfg.num_stages}, which {schedule} needs; set a multiple, or use a "
+            "GPipeSchedule."
+        )
+
+
 class StreamSchedule(BaseSchedule):
     """Schedule in the order of GPipe, with inputs and results sharded over the stages.
 
@@ -175,12 +306,7 @@ class StreamSchedule(BaseSchedule):
 
     def __init__(self, cfg: BaseSchedule.Config):
         super().__init__(cfg)
-        if cfg.num_microbatches % cfg.num_stages:
-            raise LayerConfigError(
-                f"num_microbatches={cfg.num_microbatches} is not a multiple of num_stages="
-                f"{cfg.num_stages}, which a StreamSchedule needs; set a multiple, or use a "
-                "GPipeSchedule."
-            )
+        _check_multiple_of_stages(cfg, "a StreamSchedule")
 
     def scan(
         self,
@@ -312,18 +438,25 @@ class Pipeline(Repeat):
     >>> class PipelinedLinear(Pipeline):
     ...     def forward(self, x):
     ...         return self._run(lambda x, _: (self.layer(x), None), x).carry
-    >>> cfg = PipelinedLinear.default_config().set(num_layers=3, num_microbatches=2, name="stack")
+    >>> cfg = PipelinedLinear.default_config().set(num_layers=4, num_microbatches=2, name="stack")
     >>> _ = cfg.set(layer=Linear.default_config().set(input_dim=4, output_dim=4))
     >>> cfg.instantiate(parent=None).create_parameter_specs_recursively()["layer"]["weight"].shape
-    (3, 4, 4)
+    (4, 4, 4)
+
+    With an `InterleavedSchedule`, the parameters of the layers have an axis of repeats and one of
+    stages. Their order is that of the layers, too.
+
+    >>> _ = cfg.set(schedule=InterleavedSchedule.default_config().set(num_repeats=2))
+    >>> cfg.instantiate(parent=None).create_parameter_specs_recursively()["layer"]["weight"].shape
+    (2, 2, 4, 4)
     """
 
     class Config(Repeat.Config):
         """Configures a Pipeline."""
 
         num_microbatches: Required[int] = REQUIRED
-        """Number of parts of a batch, ideally several times the number of stages: of
-        `num_microbatches + num_layers - 1` steps, a stage is idle in `num_layers - 1`."""
+        """Number of parts of a batch, ideally several times the number of stages; see the
+        schedule's `bubble_share`."""
         schedule: BaseSchedule.Config = GPipeSchedule.default_config()
 
     def __init__(self, cfg: Config, *, parent: Module | None):
@@ -336,25 +469,52 @@ class Pipeline(Repeat):
         if not issubclass(getattr(cfg.schedule, "klass", object), BaseSchedule):
             raise LayerConfigError(
                 f"{self.path()}: schedule={cfg.schedule!r} is not the config of a schedule; "
-                "expected GPipeSchedule.default_config() or StreamSchedule.default_config()."
+                "expected GPipeSchedule.default_config(), InterleavedSchedule.default_config() or "
+                "StreamSchedule.default_config()."
+            )
+        num_repeats = num_repeats_of(cfg.schedule)
+        if num_repeats < 1 or cfg.num_layers % num_repeats:
+            raise LayerConfigError(
+                f"{self.path()}: num_layers={cfg.num_layers} is not a multiple of num_repeats="
+                f"{num_repeats} of the schedule; set a divisor."
             )
         try:
-            self._schedule: BaseSchedule = cfg.schedule.clone(
-                num_stages=cfg.num_layers, num_microbatches=cfg.num_microbatches
+            self.schedule: BaseSchedule = cfg.schedule.clone(
+                num_stages=cfg.num_layers // num_repeats,
+                num_microbatches=cfg.num_microbatches,
             ).instantiate()
         except LayerConfigError as error:
             raise LayerConfigError(f"{self.path()}: {error}") from None
 
+    def _stacked_sizes(self, name: str) -> tuple[int, ...]:
+        if name != "layer" or self.schedule.num_repeats == 1:
+            return super()._stacked_sizes(name)
+        return (self.schedule.num_repeats, self.schedule.num_stages)
+
     def create_parameter_specs_recursively(self) -> dict[str, Any]:
         """Returns the specs, with the axis of stages named "pipeline"."""
         specs = super().create_parameter_specs_recursively()
-        specs["layer"] = jax.tree.map(
-            lambda spec: parameter_spec.with_leading_axis_name(
-                spec, PIPELINE_AXIS
-            ),
-            specs["layer"],
+        layer_specs = stacked_parameter_specs(
+            self.layer, (self.schedule.num_stages,)
         )
+        num_repeats = self.schedule.num_repeats
+
+        def laid_out(spec: parameter_spec.ParameterSpec) -> Any:
+            spec = parameter_spec.with_leading_axis_name(spec, PIPELINE_AXIS)
+            if num_repeats == 1:
+                return spec
+            return parameter_spec.with_leading_axis(spec, num_repeats)
+
+        specs["layer"] = jax.tree.map(laid_out, layer_specs)
         return specs
+
+    def _scan_kwargs(self) -> dict[str, Any]:
+        scan_kwargs = super()._scan_kwargs()
+        if self.schedule.num_repeats > 1 and self.is_training:
+            # What a step selects from the parameters would be kept for its backward pass.
+            scan_kwargs["remat_kwargs"] = scan_kwargs["remat_kwargs"] or {}
+            scan_kwargs["unroll"] = 1
+        return scan_kwargs
 
     def _run(
         self, fn: StepFn, carry: PyTree = None, *, xs: PyTree = None
@@ -366,40 +526,55 @@ class Pipeline(Repeat):
             to stack. It calls `self.layer`, which has the parameters of the stage, and a key and
             outputs per stage and microbatch.
           carry: the batch, a pytree of arrays `(batch, ...)`.
-          xs: a pytree of arrays with a leading axis of stages, the same for all microbatches.
+          xs: a pytree of arrays with a leading axis of layers, the same for all microbatches.
 
         Returns:
           The output of the last stage, and the stacked values, `(num_layers, batch, ...)` if `fn`
           returns arrays with a microbatch's rows.
 
-          Summaries of stage i are added under "layer{i}", merged over its microbatches. State
+          Summaries of layer i are added under "layer{i}", merged over its microbatches. State
           updates are stacked under "layer": the mean over microbatches, which all start from the
           same state; for integers, the last. Module outputs that `drop_output` keeps are stacked
-          under "layer" with axes of stages and microbatches; scalars, and names that end in
+          under "layer" with axes of layers and microbatches; scalars, and names that end in
           "loss", are averaged over microbatches.
 
         Raises ArgumentShapeError if the batch does not divide into microbatches.
         """
+        schedule = self.schedule
         context = self.get_invocation_context()
         layer_context = context.add_child("layer", prng_key=context.prng_key)
         body_context = layer_context.fork()
         run_stages = transforms.vmap(
             fn,
-            axis_size=self.config.num_layers,
+            axis_size=schedule.num_stages,
             spmd_axis_name=axes_of(stage_layout()) or None,
         )
-        carry, ys = self._schedule.scan(
-            lambda stage_inputs, _: run_stages(stage_inputs, xs),
+        xs = jax.tree.map(self._split_repeats, xs)
+
+        def run_step(stage_inputs: PyTree, repeats: Tensor | None) -> Any:
+            if repeats is None:
+                return run_stages(stage_inputs, xs)
+            step_context = require_context("the pipeline")
+            with set_current_context(
+                step_context.fork_with_outputs(
+                    state=_select_repeats(step_context.state, repeats)
+                ),
+                require_parent=False,
+            ):
+                return run_stages(stage_inputs, _select_repeats(xs, repeats))
+
+        carry, ys = schedule.scan(
+            run_step,
             carry=jax.tree.map(self._split_microbatches, carry),
             state=body_context,
-            xs=None,
+            xs=schedule.repeats(),
             **self._scan_kwargs(),
         )
         outputs = body_context.output_collection
-        outputs = jax.tree.map(transpose_from_pipeline_stage_outputs, outputs)
+        outputs = jax.tree.map(schedule.by_microbatch, outputs)
         self._add_outputs(layer_context, self._reduce_microbatches(outputs))
         carry = jax.tree.map(_merge_microbatches, carry)
-        ys = jax.tree.map(transpose_from_pipeline_stage_outputs, ys)
+        ys = jax.tree.map(schedule.by_microbatch, ys)
         return Repeat.Output(
             carry, jax.tree.map(jax.vmap(_merge_microbatches, in_axes=1), ys)
         )
@@ -407,8 +582,20 @@ class Pipeline(Repeat):
     def _run_sequentially(
         self, fn: StepFn, carry: PyTree, *, xs: PyTree
     ) -> Repeat.Output:
-        """Runs the stages in sequence on the whole batch, as a `Repeat` does."""
+        """Runs the layers in sequence on the whole batch, as a `Repeat` does."""
         return super()._run(fn, carry, xs=xs)
+
+    def _state_by_iteration(self, state: NestedTensor) -> NestedTensor:
+        if self.schedule.num_repeats == 1:
+            return state
+        num_layers = self.config.num_layers
+        return jax.tree.map(
+            lambda x: x.reshape(num_layers, *x.shape[2:]), state
+        )
+
+    def _split_repeats(self, x: Tensor) -> Tensor:
+        """Returns values of all layers in the layout of their parameters."""
+        return x.reshape(*self._stacked_sizes("layer"), *x.shape[1:])
 
     def _split_microbatches(self, x: Tensor) -> Tensor:
         num_microbatches = self.config.num_microbatches
@@ -435,11 +622,38 @@ class Pipeline(Repeat):
             summaries = transforms.reduce_summaries(by_microbatch)
         return OutputCollection(
             summaries,
-            jax.tree.map(_reduce_state_update, outputs.state_updates),
+            jax.tree.map(
+                lambda x: self._split_repeats(_reduce_state_update(x)),
+                outputs.state_updates,
+            ),
             jax.tree_util.tree_map_with_path(
                 _move_stages_first, outputs.module_outputs
             ),
         )
+
+
+def pipelines_of(module: Module) -> Iterator[Pipeline]:
+    """Yields the pipelines at and below a module; those inside a stage are a part of it."""
+    if isinstance(module, Pipeline):
+        yield module
+        return
+    for child in module.children.values():
+        yield from pipelines_of(child)
+
+
+def num_repeats_of(schedule: BaseSchedule.Config) -> int:
+    """Returns the number of parts of the layers that each stage has."""
+    return getattr(schedule, "num_repeats", 1)
+
+
+def _select_repeats(x: PyTree, repeats: Tensor) -> PyTree:
+    """Selects one of the parts of each stage from arrays `(num_repeats, num_stages, ...)`."""
+    select = jax.vmap(
+        jax.lax.dynamic_index_in_dim,
+        in_axes=(1, 0, None, None),
+        spmd_axis_name=axes_of(stage_layout()) or None,
+    )
+    return shard_stages(jax.tree.map(lambda x: select(x, repeats, 0, False), x))
 
 
 def _merge_microbatches(x: Tensor) -> Tensor:

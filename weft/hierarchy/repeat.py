@@ -18,7 +18,11 @@ from weft import config, struct
 from weft.functional.arrays import on_one_cpu
 from weft.hierarchy import transforms
 from weft.hierarchy.base_layer import BaseLayer
-from weft.hierarchy.context import InvocationContext, OutputCollection
+from weft.hierarchy.context import (
+    InvocationContext,
+    OutputCollection,
+    new_output_collection,
+)
 from weft.hierarchy.module import Module
 from weft.typing import NestedTensor
 
@@ -83,12 +87,10 @@ class Repeat(BaseLayer):
         self._add_child("layer", cfg.layer)
         self._drop_output = config.maybe_instantiate(cfg.drop_output)
 
-    def _num_stacked(self, name: str) -> int | None:
-        return (
-            self.config.num_layers
-            if name == "layer"
-            else super()._num_stacked(name)
-        )
+    def _stacked_sizes(self, name: str) -> tuple[int, ...]:
+        if name == "layer":
+            return (self.config.num_layers,)
+        return super()._stacked_sizes(name)
 
     def init_states(self, **kwargs: object) -> NestedTensor:
         """Returns the stacked decoding states of all iterations."""
@@ -148,7 +150,10 @@ class Repeat(BaseLayer):
         """
         context = self.get_invocation_context()
         layer_context = context.add_child("layer", prng_key=context.prng_key)
-        inner = layer_context.fork()
+        inner = layer_context.fork_with_outputs(
+            state=self._state_by_iteration(layer_context.state),
+            output_collection=new_output_collection(),
+        )
         result = transforms.scan(
             inner,
             fn,
@@ -160,6 +165,10 @@ class Repeat(BaseLayer):
         )
         self._add_outputs(layer_context, inner.output_collection)
         return Repeat.Output(*result)
+
+    def _state_by_iteration(self, state: NestedTensor) -> NestedTensor:
+        """Returns the state of "layer" with one leading axis, of iterations."""
+        return state
 
     def _add_outputs(
         self, layer_context: InvocationContext, repeated: OutputCollection

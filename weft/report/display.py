@@ -25,6 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.errors import CheckpointSaveError
+from weft.hierarchy.module import Module
+from weft.hierarchy.pipeline import pipelines_of
 from weft.report import charts
 from weft.report.readings import Meter, Reading, metrics, scalar
 from weft.report.rendering import render
@@ -125,7 +127,7 @@ class Display(Hook):
         sizes = parameter_sizes(trainer)
         self.parameters, self.trained = sizes.count, sizes.trained
         self.print_line(f"model      {_size_text(sizes)}")
-        self.print_line(f"devices    {_devices_text()}")
+        self.print_line(f"devices    {_devices_text(trainer)}")
         if resumed_from is None:
             start = "a new run"
             if self._is_limited:
@@ -249,12 +251,16 @@ def _size_text(sizes: Sizes) -> str:
     return f"{sizes.count:,} parameters{trained}, {bytes_text(sizes.bytes)}"
 
 
-def _devices_text() -> str:
+def _devices_text(trainer: RunningTrainer) -> str:
     mesh = jax.sharding.get_abstract_mesh()
     axes = [f"{name}={size}" for name, size in mesh.shape.items() if size > 1]
     text = f"{mesh.size} × {jax.devices()[0].device_kind}"
     if axes:
         text += f", mesh {', '.join(axes)}"
+    model: Module = cast(Any, trainer).model
+    shares = [pipe.schedule.bubble_share for pipe in pipelines_of(model)]
+    if shares:
+        text += f", bubble {100 * max(shares):.0f} %"
     return text
 
 

@@ -4,7 +4,7 @@ Each axis is one kind of parallelism; an axis of size 1 costs nothing.
 `weft.hierarchy.set_partition_specs_recursively` sets the layouts of the layers.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from weft import config, errors, hierarchy
 from weft.functional import ContextParallelism
@@ -12,7 +12,14 @@ from weft.hierarchy import config_setters
 from weft.hierarchy.mesh_layout import BATCH_AXIS_NAMES as BATCH_AXIS_NAMES
 from weft.hierarchy.mesh_layout import MESH_AXIS_NAMES as MESH_AXIS_NAMES
 from weft.hierarchy.mesh_layout import set_partition_specs_recursively
+from weft.hierarchy.pipeline import (
+    BaseSchedule,
+    GPipeSchedule,
+    InterleavedSchedule,
+)
 from weft.trainer.trainer_config_modifier import find_values, outermost
+
+PipelineSchedule = Literal["gpipe", "interleaved"]
 
 
 def mesh_shape_from_axes(
@@ -70,12 +77,20 @@ class ParallelismModifier(config.ConfigModifier):
         or "all_to_all"; None gathers all keys and values on each."""
         num_microbatches: int | None = None
         """Parts of a batch in a pipeline; None for twice the number of stages."""
+        pipeline_schedule: PipelineSchedule = "gpipe"
+        """Order of the work of a pipeline: "gpipe", or "interleaved", in which each stage has
+        `num_pipeline_repeats` parts of the layers and is idle that much less."""
+        num_pipeline_repeats: int = 2
+        """Parts of the layers that each stage has, if they are interleaved."""
 
     def __call__(self, cfg: config.InstantiableConfig) -> Any:
         stages = self.config.pipeline
         if stages != 1:
             _into_stages(
-                cfg.model, stages, self.config.num_microbatches or 2 * stages
+                cfg.model,
+                stages,
+                self.config.num_microbatches or 2 * stages,
+                self._schedule(),
             )
         if not set_partition_specs_recursively(cfg.model):
             raise errors.ConfigModifierError(
@@ -92,6 +107,13 @@ class ParallelismModifier(config.ConfigModifier):
             batch_axis_names=BATCH_AXIS_NAMES,
         )
 
+    def _schedule(self) -> BaseSchedule.Config:
+        if self.config.pipeline_schedule == "interleaved":
+            return InterleavedSchedule.default_config().set(
+                num_repeats=self.config.num_pipeline_repeats
+            )
+        return GPipeSchedule.default_config()
+
 
 def _set_context_parallelism(
     model: config.ConfigBase, way: ContextParallelism | None
@@ -107,7 +129,10 @@ def _set_context_parallelism(
 
 
 def _into_stages(
-    model: config.ConfigBase, num_stages: int, num_microbatches: int
+    model: config.ConfigBase,
+    num_stages: int,
+    num_microbatches: int,
+    schedule: BaseSchedule.Config,
 ) -> None:
     kinds = (
         hierarchy.RepeatedTransformerLayer,
@@ -134,4 +159,5 @@ def _into_stages(
             num_stages=num_stages,
             num_microbatches=num_microbatches,
         )
+        pipelined.pipeline.schedule = schedule.clone()
         model.set_recursively(path, value=pipelined)

@@ -15,7 +15,9 @@ from weft.hierarchy.attention import (
     TransformerLayer,
 )
 from weft.hierarchy.attention.bias import CausalAttentionBias
+from weft.hierarchy.attention.stack import TransformerPipeline
 from weft.hierarchy.module import functional as F
+from weft.hierarchy.pipeline import InterleavedSchedule
 from weft.struct import VDict
 
 DIM, BATCH, TIME, LAYERS, STAGES = 8, 4, 3, 4, 2
@@ -46,10 +48,14 @@ def stacked_state(filled):
 
 def in_stages(state):
     """Returns the same parameters, stacked by stages."""
-    per_stage = LAYERS // STAGES
+    return in_parts(state, STAGES)
+
+
+def in_parts(state, num_parts):
+    per_stage = LAYERS // num_parts
     layers = {
         f"layer{j}": jax.tree.map(
-            lambda *x: jnp.stack(x), *(state[f"layer{s * per_stage + j}"] for s in range(STAGES))
+            lambda *x: jnp.stack(x), *(state[f"layer{s * per_stage + j}"] for s in range(num_parts))
         )
         for j in range(per_stage)
     }
@@ -105,6 +111,26 @@ def test_equals_a_stack(stacked_state, expected, wave):
     close(of_data, of_expected_data, 1e-4)
 
 
+def interleaved(**fields):
+    schedule = InterleavedSchedule.default_config().set(num_repeats=2)
+    return piped(pipeline=TransformerPipeline.default_config().set(schedule=schedule), **fields)
+
+
+def by_repeats(state):
+    """Returns parameters with axes of repeats and stages, in the order of the layers."""
+    parts = in_parts(state, LAYERS)
+    return jax.tree.map(lambda x: x.reshape(2, STAGES, *x.shape[1:]), parts)
+
+
+def test_interleaved_stages_equal_a_stack(stacked_state, expected, wave):
+    output, (grads, of_data) = results(interleaved(), by_repeats(stacked_state), inputs(wave))
+    expected_output, (expected_grads, of_expected_data) = expected
+    close(output.data, expected_output.data)
+    close(output.self_attention_probs, expected_output.self_attention_probs)
+    close(grads, by_repeats(expected_grads), 1e-4)
+    close(of_data, of_expected_data, 1e-4)
+
+
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_on_a_mesh(stacked_state, expected, wave):
     module, kwargs = piped(), inputs(wave)
@@ -131,9 +157,14 @@ def test_on_a_mesh(stacked_state, expected, wave):
     assert not re.search(rf"= f32\[{STAGES},{DIM},\d+\]\S* all-gather", text)
 
 
-def test_decoding_equals_the_whole_sequence(stacked_state, wave):
-    module, data = piped(), wave((BATCH, TIME, DIM))
-    state = in_stages(stacked_state)
+@pytest.mark.parametrize(
+    ("make_stack", "stages_of"),
+    [(piped, in_stages), (interleaved, by_repeats)],
+    ids=["gpipe", "interleaved"],
+)
+def test_decoding_equals_the_whole_sequence(make_stack, stages_of, stacked_state, wave):
+    module, data = make_stack(), wave((BATCH, TIME, DIM))
+    state = stages_of(stacked_state)
 
     @jax.jit
     def decode(state, data):
@@ -176,6 +207,19 @@ def test_decoding_equals_the_whole_sequence(stacked_state, wave):
 def test_invalid_stacks_raise(fields, said):
     with pytest.raises(LayerConfigError, match=re.escape(said)):
         piped(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"num_layers": 6}, "stack: num_layers=6 do not divide into 4 equal parts, num_repeats=2 "),
+        ({"num_microbatches": 3}, "num_microbatches=3 is not a multiple of num_stages=2, which an"),
+    ],
+    ids=["layers", "microbatches"],
+)
+def test_uneven_parts_raise(fields, said):
+    with pytest.raises(LayerConfigError, match=re.escape(said)):
+        interleaved(**fields)
 
 
 def test_indivisible_rows(stacked_state, wave):

@@ -335,8 +335,8 @@ class FusedQKVLinear(BaseQKVLinear):
             "qkv_proj", model_dim=cfg.query_dim, num_heads=cfg.num_heads
         )
 
-    def _num_stacked(self, name: str) -> int | None:
-        return 3 if name == "qkv_proj" else super()._num_stacked(name)
+    def _stacked_sizes(self, name: str) -> tuple[int, ...]:
+        return (3,) if name == "qkv_proj" else super()._stacked_sizes(name)
 
     def forward(
         self,

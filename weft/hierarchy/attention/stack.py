@@ -28,7 +28,7 @@ from weft.hierarchy.attention.transformer import (
 )
 from weft.hierarchy.base_layer import BaseLayer, RematSpec
 from weft.hierarchy.module import Module
-from weft.hierarchy.pipeline import Pipeline
+from weft.hierarchy.pipeline import Pipeline, num_repeats_of
 from weft.hierarchy.repeat import Repeat
 from weft.typing import DType, NestedTensor, PyTree, Tensor
 
@@ -473,7 +473,7 @@ class PipelinedTransformerLayer(BaseStackedTransformerLayer):
         num_microbatches: config.Required[int] = config.REQUIRED
         """Number of parts of a batch; see `Pipeline`."""
         stage: BaseLayer.Config = StackedTransformerLayer.default_config()
-        """Stack of one stage's layers, each with the config `layer`."""
+        """Stack of the layers of a stage, or of one of its parts, each with the config `layer`."""
         pipeline: TransformerPipeline.Config = (
             TransformerPipeline.default_config()
         )
@@ -486,6 +486,15 @@ class PipelinedTransformerLayer(BaseStackedTransformerLayer):
             raise errors.LayerConfigError(
                 f"{self.path()}: num_layers={cfg.num_layers} is not a multiple of num_stages="
                 f"{cfg.num_stages}; set num_stages to a divisor."
+            )
+        num_repeats = num_repeats_of(cfg.pipeline.schedule)
+        num_parts = cfg.num_stages * num_repeats
+        if num_repeats < 1 or cfg.num_layers % num_parts:
+            raise errors.LayerConfigError(
+                f"{self.path()}: num_layers={cfg.num_layers} do not divide into {num_parts} equal "
+                f"parts, num_repeats={num_repeats} for each of num_stages={cfg.num_stages}; set "
+                "num_repeats of pipeline.schedule to another number, or num_layers to a multiple "
+                f"of {cfg.num_stages}."
             )
         for name in ("peak_stochastic_depth_rate", "scan_kwargs"):
             if getattr(cfg, name):
@@ -502,10 +511,10 @@ class PipelinedTransformerLayer(BaseStackedTransformerLayer):
         stage: Any = cfg.stage
         stage.set(
             input_dim=cfg.input_dim,
-            num_layers=cfg.num_layers // cfg.num_stages,
+            num_layers=cfg.num_layers // num_parts,
             layer=self._with_input_dim(cfg.layer),
         )
-        pipeline = cfg.pipeline.set(layer=stage, num_layers=cfg.num_stages)
+        pipeline = cfg.pipeline.set(layer=stage, num_layers=num_parts)
         self._add_child(
             "pipeline", pipeline.set(num_microbatches=cfg.num_microbatches)
         )
