@@ -7,6 +7,7 @@ each global batch, `partition_spec` shards the global batch (see `weft.input.dis
 
 import dataclasses
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +21,9 @@ from weft.errors import InputDatasetError, InputReadError
 from weft.hierarchy import Module, TensorSpec, nowrap
 from weft.input.dispatch import BaseInputDispatcher, input_partition_spec
 from weft.typing import Nested, Tensor
+
+_STATE_CHARACTERS = 300
+"""Length of the position in an error; that of many rows is longer."""
 
 
 class InputPartitionFn(Protocol):
@@ -164,11 +168,10 @@ class Input(Module):
             except StopIteration:
                 return
             except Exception as error:
-                name = (
-                    "a batch"
-                    if state is None
-                    else f"the batch after state {state}"
-                )
+                name = "a batch"
+                if state is not None:
+                    text = textwrap.shorten(str(state), _STATE_CHARACTERS)
+                    name = f"the batch after state {text}"
                 raise InputReadError(
                     f"{self.path()}: {name} cannot be read: {type(error).__name__}: {error}"
                 ) from error

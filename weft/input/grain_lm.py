@@ -33,6 +33,7 @@ _READ_OPTIONS = grain.ReadOptions(num_threads=2, prefetch_buffer_size=16)
 # Packed as one feature, at a fraction of the cost of several: the input, its target, whether that
 # counts, and its bytes.
 _PAIRS = "pairs"
+NUM_COLUMNS = 4
 _NUM_BYTES = "num_bytes"
 
 
@@ -201,6 +202,27 @@ def next_token_pairs(
 def _pairs(*columns: np.ndarray) -> dict[str, np.ndarray]:
     int_columns = [np.asarray(column, np.int32) for column in columns]
     return {_PAIRS: np.stack(int_columns, axis=1)}
+
+
+def pairs_of(document: Mapping[str, np.ndarray] | None) -> np.ndarray:
+    """Returns the pairs of a document; none of one that was filtered out.
+
+    The result is `Int32[np.ndarray, "tokens columns"]`.
+    """
+    if document is None:
+        return np.zeros((0, NUM_COLUMNS), np.int32)
+    return document[_PAIRS]
+
+
+def packed(
+    pairs: np.ndarray, segment_ids: np.ndarray, positions: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Returns rows of pairs as examples of `pack_pairs`."""
+    return {
+        _PAIRS: pairs,
+        f"{_PAIRS}_segment_ids": segment_ids,
+        f"{_PAIRS}_positions": positions,
+    }
 
 
 def pack_pairs(

@@ -19,9 +19,15 @@ _CLOSE_TIMEOUT_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
 
+PARTS = "__parts_of_processes__"
+"""Only key of a dict within a state whose values, by any names, are spread over processes.
+
+A run with another number of processes continues from the parts of all that saved it.
+"""
+
 
 class SavableIterator(Protocol):
-    """Iterator whose position is a small JSON value."""
+    """Iterator whose position is a small JSON value, the same in all processes but for `PARTS`."""
 
     def __next__(self) -> Any: ...
 

@@ -17,13 +17,13 @@ A run may resume with another number of processes or workers.
 advance. It returns the same features as `lm_documents_source`, but:
 
                         lm_documents_source         lm_stream_source
-    row k is            arithmetic on k             the result of all documents before it
-    state               one number                  a place among the documents, and how many rows
-                                                    were made since: some numbers, of fixed count
+    row r of batch k    arithmetic on k and r       follows row r of batch k - 1
+    state               one number                  two numbers for each of this process's rows
     before step 1       every document is read      nothing is read
-    each process        reads its own rows          reads all documents, and keeps its own rows
+    each process        reads its own rows          reads the documents of its own rows
 
-Since every process reads all documents, their states are equal, whatever their number.
+Of `lm_stream_source`, the states of all processes are that of the run, whatever their number; see
+`weft.input.prefetch.PARTS`. In an evaluation, each process reads all documents, in order.
 """
 
 import functools
@@ -42,7 +42,13 @@ from weft.config import (
     maybe_instantiate,
 )
 from weft.errors import EmptyCorpusError, InputDatasetError
-from weft.input import file_cache, grain_lm, packing
+from weft.input import (
+    file_cache,
+    grain_datasets,
+    grain_lm,
+    grain_streams,
+    packing,
+)
 from weft.input import grain as grain_input
 from weft.input.corpus import Corpus, Split, stdlib_corpus
 from weft.input.records import Records
@@ -367,14 +373,18 @@ def lm_stream_source(
 
     Args:
         weights: Relative number of documents from each of several, in training, by default by size.
-        split_documents: Whether a document may continue in the next example. If not, it is placed
-            whole into the first example of the batch with enough room, with padding.
+        split_documents: Whether a document may continue in the same row of the next batch, or in
+            an evaluation in the next example. If not, it is placed whole into the first of up to 16
+            rows with enough room, in an evaluation of the batch, with padding.
+        num_threads: Threads that tokenize in each process.
 
     Raises:
         EmptyCorpusError: If there are no documents.
         InputDatasetError: If the weights do not name the documents.
+        InputDispatchError: If `global_batch_size` is not positive.
         InputReadError: During iteration, naming a document that is unreadable, empty or too long.
     """
+    grain_input.check_batch_size(global_batch_size)
     named = named_documents(documents, weights)
     loaded = as_tokenizer(tokenizer, add_bos=add_bos)
     datasets = {
@@ -385,43 +395,89 @@ def lm_stream_source(
             raise EmptyCorpusError(
                 f"{name} has no documents; pass files that contain records"
             )
-    most_tokens = num_bins = None
-    if not split_documents:
-        most_tokens = sequence_length
-        num_bins = global_batch_size
+    rows_per_group = grain_streams.rows_per_group(
+        global_batch_size, split_documents=split_documents
+    )
+    # Mapped first, while errors can name the document.
+    most_tokens = None if split_documents else sequence_length
+    tokenize = functools.partial(_tokenize, loaded, text_key, most_tokens)
+    tokens = {name: dataset.map(tokenize) for name, dataset in datasets.items()}
+    mixed = _mix_documents(tokens, weights, seed if is_training else None)
 
     def build_dataset(
         dispatch_config: grain_input.DispatchConfig,
     ) -> grain_input.Dataset:
-        # Mapped first, while errors can name the document.
-        tokenize = functools.partial(_tokenize, loaded, text_key, most_tokens)
-        tokens = {
-            name: dataset.map(tokenize) for name, dataset in datasets.items()
-        }
-        mixed = _mix_documents(tokens, weights, seed if is_training else None)
-        read_options = grain.ReadOptions(num_threads, 8 * num_threads)
-        mixed = grain_input.maybe_to_iter_dataset(
-            mixed, read_options=read_options
-        )
-        packed = grain_lm.pack_pairs(mixed, sequence_length, num_bins=num_bins)
-        if not is_training:
-            packed = grain_input.pad_for_evaluation(
-                packed,
-                per_feed_batch_size=global_batch_size,
-                max_num_examples=sys.maxsize,
-            )
         rows = grain_input.feed_rows(global_batch_size, dispatch_config)
-        batches = packed.batch(global_batch_size, drop_remainder=True)
-        return batches.map(grain_lm.PairFeatures(loaded, rows))
+        all_rows = _packed_in_order(
+            mixed,
+            sequence_length=sequence_length,
+            global_batch_size=global_batch_size,
+            split_documents=split_documents,
+            is_training=is_training,
+            num_threads=num_threads,
+        ).map(grain_lm.PairFeatures(loaded, rows))
+        if not is_training:
+            return all_rows
+        groups = range(
+            rows.start // rows_per_group, -(-rows.stop // rows_per_group)
+        )
+        own_groups = grain_datasets.IterDataset(
+            grain_streams.RowGroupsIterator,
+            mixed,
+            groups=groups,
+            num_groups=global_batch_size // rows_per_group,
+            num_threads=num_threads,
+            num_rows=rows_per_group,
+            length=sequence_length,
+            split_documents=split_documents,
+            seed=seed,
+        )
+        first_row = groups.start * rows_per_group
+        own_rows = slice(rows.start - first_row, rows.stop - first_row)
+        return grain_datasets.IterDataset(
+            grain_streams.UpgradableIterator,
+            own_groups.map(grain_lm.PairFeatures(loaded, own_rows)),
+            earlier=all_rows,
+            is_earlier=grain_streams.is_of_all_rows,
+        )
 
     return build_dataset
+
+
+def _packed_in_order(
+    documents: grain.MapDataset,
+    *,
+    sequence_length: int,
+    global_batch_size: int,
+    split_documents: bool,
+    is_training: bool,
+    num_threads: int,
+) -> grain_input.Dataset:
+    """Packs all rows of each batch from the next documents.
+
+    An evaluation needs it, whose last batch is known only when all documents are packed; and the
+    training that continues a position of Weft 0.2, where each process packed all rows.
+    """
+    read_options = grain.ReadOptions(num_threads, 8 * num_threads)
+    packed: grain_input.Dataset = grain_lm.pack_pairs(
+        grain_input.maybe_to_iter_dataset(documents, read_options=read_options),
+        sequence_length,
+        num_bins=None if split_documents else global_batch_size,
+    )
+    if not is_training:
+        packed = grain_input.pad_for_evaluation(
+            packed,
+            per_feed_batch_size=global_batch_size,
+            max_num_examples=sys.maxsize,
+        )
+    return packed.batch(global_batch_size, drop_remainder=True)
 
 
 def _mix_documents(
     named: Mapping[str, grain.MapDataset],
     weights: Mapping[str, float] | None,
     seed: int | None,
-) -> grain_input.Dataset:
+) -> grain.MapDataset:
     """Shuffles, repeats and mixes; without a seed, concatenates."""
     if seed is None:
         return grain.MapDataset.concatenate(list(named.values()))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from weft.errors import CheckpointStateError, CheckpointStructureError
+from weft.input.prefetch import PARTS
 from weft.trainer.checkpointer.host_state import (
     RunState,
     maybe_restore_python_savables,
@@ -73,6 +74,32 @@ def test_equal_states_restore_on_other_process_counts(tmp_path, monkeypatch, sam
         with pytest.raises(CheckpointStructureError, match=r"states differ.*number of processes"):
             maybe_restore_python_savables({"it": restored}, dir=str(tmp_path))
         assert restored.state is None
+
+
+@pytest.mark.parametrize("fault", [None, "part", "kind", "name"])
+def test_parts_of_processes_restore_on_other_process_counts(tmp_path, monkeypatch, fault):
+    states = [
+        {"n": 4, "a": {PARTS: {"0": [1, 2], "1": [3, 4]}}},
+        {"n": 4, "a": {PARTS: {"1": [3, 4], "2": [5, 6]}}},
+    ]
+    if fault == "part":
+        states[1]["a"] = {PARTS: {"1": [3, 5]}}
+    elif fault == "kind":
+        states[1]["a"] = 3
+    elif fault == "name":
+        states[1]["b"] = 3
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for process in (0, 1):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        maybe_save_python_savables({"it": Iterator(states[process])}, dir=str(tmp_path))
+    monkeypatch.undo()
+    restored = Iterator()
+    if fault:
+        with pytest.raises(CheckpointStructureError, match="states differ"):
+            maybe_restore_python_savables({"it": restored}, dir=str(tmp_path))
+        return
+    maybe_restore_python_savables({"it": restored}, dir=str(tmp_path))
+    assert restored.state == {"n": 4, "a": {PARTS: {"0": [1, 2], "1": [3, 4], "2": [5, 6]}}}
 
 
 class Counter:

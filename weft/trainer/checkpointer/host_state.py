@@ -4,10 +4,11 @@ States are JSON or bytes; reading one runs no code. Each process writes files fo
 """
 
 import base64
+import contextlib
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import quote
 
@@ -19,6 +20,7 @@ from weft.errors import (
     CheckpointStructureError,
     WeftError,
 )
+from weft.input.prefetch import PARTS
 from weft.serialization.directory import Directory
 from weft.trainer.checkpointer import dirs, retries
 
@@ -29,7 +31,11 @@ _INNER_BYTES = "__bytes_in_base64__"
 
 @runtime_checkable
 class PythonSavable(Protocol):
-    """Object whose state is a JSON value or bytes."""
+    """Object whose state is a JSON value or bytes.
+
+    In a dict within it whose only key is `weft.input.prefetch.PARTS`, each process may have the
+    parts that it holds, by names. If another number of processes restores, it gets all of them.
+    """
 
     def get_state(self) -> Any:
         """Returns the current state."""
@@ -103,7 +109,7 @@ def maybe_restore_python_savables(
 
 
 def _read(path: str, directory: str) -> tuple[str, dict[str, Any]]:
-    """Returns this process's file and state; if others wrote states, the one they agree on."""
+    """Returns this process's file and state; if others wrote states, what they have in common."""
     process_file = _file(path, jax.process_index(), jax.process_count())
     if dirs.exists(os.path.join(directory, process_file)):
         return process_file, _load(directory, process_file)
@@ -113,14 +119,37 @@ def _read(path: str, directory: str) -> tuple[str, dict[str, Any]]:
         file = f"{process_dir}/{os.path.basename(process_file)}"
         if dirs.exists(os.path.join(directory, file)):
             contents[file] = _load(directory, file)
-    for file, content in contents.items():
-        if all(other == content for other in contents.values()):
-            return file, content
+    if contents:
+        with contextlib.suppress(_DifferError):
+            return next(iter(contents)), _merged([*contents.values()])
     raise CheckpointStructureError(
         f"{directory!r} has no state of {path!r} for process {jax.process_index()} of "
         f"{jax.process_count()}, but {process_dirs}, and their states differ. Restore with the "
         "number of processes that saved it."
     )
+
+
+class _DifferError(Exception):
+    """States of several processes cannot be merged."""
+
+
+def _merged(states: Sequence[Any]) -> Any:
+    """Returns the state that several processes agree on, with the parts of all of them."""
+    first = states[0]
+    if all(other == first for other in states):
+        return first
+    if not all(isinstance(state, dict) for state in states):
+        raise _DifferError
+    if all(state.keys() == {PARTS} for state in states):
+        parts: dict[str, Any] = {}
+        for state in states:
+            for name, part in state[PARTS].items():
+                if parts.setdefault(name, part) != part:
+                    raise _DifferError
+        return {PARTS: parts}
+    if any(state.keys() != first.keys() for state in states):
+        raise _DifferError
+    return {name: _merged([state[name] for state in states]) for name in first}
 
 
 def _load(directory: str, file: str) -> dict[str, Any]:
