@@ -3,6 +3,7 @@ import json
 import os
 import pickle
 import sys
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from weft.errors import InputReadError, MissingExtraError
 from weft.input import file_cache, record_files
+from weft.input.datasets import json_lines_dataset
 from weft.input.record_files import JsonLinesFile, LineFile, ParquetFile, file_fingerprint
 
 
@@ -53,6 +55,49 @@ def test_json_values_by_index_after_pickling(tmp_path, monkeypatch, name, is_sma
     assert len(data) < 300
     assert pickle.loads(data)[7] == values[7]
     assert (tmp_path / "cache").exists() is not is_small
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_files_that_are_large_together_have_one_index(tmp_path, monkeypatch, suffix):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(file_cache, "MAX_BYTES_IN_MEMORY", 1000)
+    want = []
+    for number in range(20):
+        values = [{"text": f"é{number} {i}"} for i in range(number)]
+        write(tmp_path / f"{number:02}.jsonl{suffix}", "\n".join(map(json.dumps, values)).encode())
+        want += values
+    documents = json_lines_dataset(str(tmp_path / "*.jsonl*"))
+    assert list(documents) == want
+    assert documents.describe(50).startswith("line 6 of ")
+    open_before = len(os.listdir("/proc/self/fd"))
+    again = json_lines_dataset(str(tmp_path / "*.jsonl*"))
+    assert [again[i] for i in (0, 189, 100)] == [want[i] for i in (0, 189, 100)]
+    # Each mapped file keeps one open, of 1,024 that a process may have.
+    assert len(os.listdir("/proc/self/fd")) <= open_before + 1
+    (index,) = (tmp_path / "cache" / "weft" / "line_indexes").glob("*[!k]")
+    copies = pickle.loads(pickle.dumps(again))
+    index.unlink()  # a worker process makes it again
+    assert copies[120] == want[120]
+    # Of changed files, the index is made again.
+    write(tmp_path / f"19.jsonl{suffix}", b'{"text": 1}')
+    assert len(json_lines_dataset(str(tmp_path / "*.jsonl*"))) == len(want) - 19 + 1
+
+
+def test_the_index_of_many_documents_is_not_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(file_cache, "MAX_BYTES_IN_MEMORY", 2**20)
+    num_lines = 10**6
+    for number in range(4):
+        write(tmp_path / f"{number}.jsonl", b"12\n" * (num_lines // 4))
+    tracemalloc.start()
+    documents = json_lines_dataset(str(tmp_path / "*.jsonl"))
+    shuffled = documents.seed(0).shuffle().repeat(None)
+    assert {shuffled[i] for i in range(100)} == {12}
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(documents) == num_lines
+    # Two bytes for each of 10^8 documents would be 200 MB.
+    assert used < 0.5 * num_lines
 
 
 def test_index_of_changed_file_is_rebuilt(tmp_path, monkeypatch):

@@ -1,4 +1,5 @@
 import json
+import tracemalloc
 
 import grain
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from weft.config import config_for_function
 from weft.errors import InputDatasetError, InputReadError
-from weft.input import Arrays, Corpus, TextFile, split, split_part
+from weft.input import Arrays, Corpus, TextFile, split, split_part, splits
 from weft.input.datasets import json_lines_dataset
 from weft.input.file_cache import tokenize_documents
 from weft.input.grain import DispatchConfig, sample_from_datasets
@@ -31,6 +32,40 @@ def test_each_record_is_in_one_part(num, fraction, seed):
     # All kinds of data have the same parts.
     parts = split(records_of(num), held_out=fraction, seed=seed)
     assert [list(part) for part in parts] == [train, held_out]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(2, 80), st.floats(0.01, 0.99), st.integers(0, 3))
+def test_each_record_of_a_large_dataset_is_in_one_part(num, fraction, seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(splits, "_MOST_CHOSEN", 1)
+        parts = split(records_of(num), held_out=fraction, seed=seed)
+        train, held_out = map(list, parts)
+    assert sorted(train + held_out) == list(range(num))
+    assert train == sorted(train) and held_out == sorted(held_out)
+    assert len(held_out) == min(max(1, round(num * fraction)), num - 1)
+
+
+def test_parts_of_a_hundred_million_records_take_no_memory():
+    num = 10**8
+    tracemalloc.start()
+    train, held_out = split(grain.MapDataset.range(num), held_out=0.1)
+    mixed = sample_from_datasets(
+        sources=[train.seed(0).shuffle(), held_out.seed(1).shuffle()], weights=[0.9, 0.1]
+    )
+    mixed_records = [mixed[i] for i in range(0, num, num // 100)]
+    of_held_out = {held_out[i] for i in range(1000)}
+    of_train = {train[i] for i in range(9000)}
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2e6
+    assert len(train) == 9 * len(held_out) == 9 * 10**7
+    assert of_train | of_held_out == set(range(10_000))
+    # They are spread over all records, at random within their blocks.
+    assert 0.4 < np.mean(mixed_records) / num < 0.6
+    assert len({record % 10 for record in of_held_out}) == 10
+    others = split_part(grain.MapDataset.range(num), "held_out", held_out=0.1, seed=1)
+    assert len({others[i] for i in range(1000)} & of_held_out) < 200
 
 
 # Whatever happened to the records before, as long as each is there once.

@@ -15,7 +15,7 @@ Datasets of Hugging Face's `datasets` need the extra `hf`, those of TensorFlow D
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from weft._lazy import import_extra
@@ -31,6 +31,7 @@ from weft.input.record_dataset import RecordDataset
 from weft.input.record_files import (
     JsonLinesFile,
     LineFile,
+    LineFiles,
     ParquetFile,
     file_fingerprint,
 )
@@ -62,8 +63,16 @@ def text_dataset(
     >>> documents.describe(0).endswith("json/__init__.py"), len(documents[0]["text"]) > 1000
     (True, True)
     """
-    open_file = _TextLines if document == "line" else _WholeFile
-    return RecordDataset(FileRecordSource(_files(paths, "text"), open_file))
+    files = _files(paths, "text")
+    if document == "line":
+        return _dataset_of_lines(files, _TextLines)
+    return RecordDataset(FileRecordSource(files, _WholeFile))
+
+
+def _dataset_of_lines(
+    files: Sequence[str], open_file: Callable[[str], LineFile]
+) -> RecordDataset:
+    return RecordDataset(FileRecordSource(files, LineFiles(files, open_file)))
 
 
 def _files(paths: str | Sequence[str], expected: Format) -> list[str]:
@@ -85,7 +94,7 @@ def json_lines_dataset(paths: str | Sequence[str]) -> RecordDataset:
     Raises InputReadError if a path or pattern matches no file, or a file cannot be read; on access,
     with file, line and column, if a line is not JSON.
     """
-    return RecordDataset(FileRecordSource(_files(paths, "json"), JsonLinesFile))
+    return _dataset_of_lines(_files(paths, "json"), JsonLinesFile)
 
 
 def parquet_dataset(

@@ -30,7 +30,7 @@ from weft.errors import (
     InputReadError,
 )
 from weft.input import packing, tokenizers
-from weft.input.records import Records, describe_record
+from weft.input.records import Records, describe_record, read_errors
 from weft.serialization.directory import Directory
 
 logger = logging.getLogger(__name__)
@@ -77,6 +77,18 @@ def cached_bytes(
         memory = io.BytesIO()
         make(memory)
         return np.frombuffer(memory.getvalue(), np.uint8)
+    path = cached_file(kind, key, make)
+    with read_errors(f"cannot read {path}"):
+        return _open_memmap(path, np.uint8)
+
+
+def cached_file(
+    kind: str, key: object, make: Callable[[BinaryIO], None]
+) -> str:
+    """Returns the path of a file in the cache folder with the bytes that `make` writes.
+
+    Of its end, `cached_size` does not count what the cache needs. See `cached_bytes`.
+    """
     folder = cache_folder() / kind
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:40]
     try:
@@ -89,12 +101,12 @@ def cached_bytes(
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not _is_whole(folder, name):
                     _write_file(folder, name, make)
-        return _open_memmap(str(folder / name), np.uint8)
     except OSError as error:
         raise InputReadError(
             f"cannot write {folder / name} ({error.strerror or error}); make the folder writable, "
             "or set XDG_CACHE_HOME to a writable one with enough space"
         ) from error
+    return str(folder / name)
 
 
 # The end of a cached file: what it is, and the digest of the bytes before it.
@@ -139,17 +151,22 @@ class _CachedMemmap(np.memmap):
     def __reduce__(self):
         # The file is None for computed arrays; slices are smaller.
         path = self.filename
-        if path is None or self.ndim != 1 or self.nbytes != _size_of(str(path)):
+        if (
+            path is None
+            or self.ndim != 1
+            or self.nbytes != cached_size(str(path))
+        ):
             return np.asarray(self).__reduce__()
         return _open_memmap, (str(path), self.dtype)
 
 
-def _size_of(path: str) -> int:
+def cached_size(path: str) -> int:
+    """Returns the number of bytes that were written to a `cached_file`."""
     return os.path.getsize(path) - _END_BYTES
 
 
 def _open_memmap(path: str, dtype: np.typing.DTypeLike) -> np.ndarray:
-    length = _size_of(path) // np.dtype(dtype).itemsize
+    length = cached_size(path) // np.dtype(dtype).itemsize
     if not length:
         return np.empty(0, dtype)  # nothing cannot be mapped
     return _CachedMemmap(path, dtype, "r", shape=(length,))

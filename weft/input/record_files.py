@@ -10,7 +10,7 @@ and mapped into memory.
 import codecs
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, BinaryIO
 
@@ -18,8 +18,8 @@ import numpy as np
 
 from weft._lazy import import_extra
 from weft.errors import InputReadError
-from weft.input import formats
-from weft.input.file_cache import cached_bytes
+from weft.input import file_cache, formats
+from weft.input.file_cache import cached_bytes, cached_file, cached_size
 from weft.input.records import read_errors
 from weft.serialization.untrusted import open_file, parse_json
 
@@ -29,6 +29,7 @@ _IS_BLANK = np.isin(np.arange(256), list(b" \t\n\r\v\f"))
 # A file that is one JSON array is parsed as a whole, which takes several times its size of memory.
 _MAX_ARRAY_BYTES = 2**28
 _MAX_RECORD_BYTES = 2**27
+_BYTES_OF_BOUNDS = 16
 
 
 class LineFile:
@@ -44,10 +45,17 @@ class LineFile:
         self.path = path
         self.fingerprint = file_fingerprint(path)
         self.num_bytes = os.path.getsize(path)
+        self._files: LineFiles | None = None
 
     def __reduce__(self):
         # A worker process reopens the file, and maps the index again.
+        if self._files is not None:
+            return LineFiles.__call__, (self._files, self.path)
         return type(self), (self.path,)
+
+    def share_index(self, files: "LineFiles") -> None:
+        """Takes the bounds of the lines from the index of several files."""
+        self._files = files
 
     def __len__(self) -> int:
         return len(self._line_bounds)
@@ -78,12 +86,12 @@ class LineFile:
         return f"line {self.line_number(index)} of {self.path}"
 
     def _read(self, start: int, end: int) -> bytes:
-        if self._decompressed is not None:
-            return self._decompressed[start:end].tobytes()
+        if isinstance(self._contents, np.ndarray):
+            return self._contents[start:end].tobytes()
         # Not mapped: truncating a mapped file kills the reader. Not kept open: a dataset may have
         # more files than a process may open.
         try:
-            with open_file(self.path, buffering=0) as file:
+            with open_file(self._contents, buffering=0) as file:
                 data = os.pread(file.fileno(), end - start, start)
         except OSError as error:
             raise InputReadError(
@@ -98,28 +106,33 @@ class LineFile:
         return data
 
     @cached_property
-    def _decompressed(self) -> np.ndarray | None:
+    def _contents(self) -> str | np.ndarray:
+        """Path of the file, decompressed; of a small one that is compressed, its bytes."""
         if not formats.is_gzipped(self.path):
-            return None
+            return self.path
 
         def unpack(out: BinaryIO) -> None:
             with read_errors(f"{self.path} cannot be decompressed"):
                 formats.unpack(self.path, out)
 
         at_most = formats.most_unpacked_bytes(self.path)
-        return cached_bytes(
-            "unpacked", self.fingerprint, unpack, num_bytes=at_most
-        )
+        if self._files is None and at_most <= file_cache.MAX_BYTES_IN_MEMORY:
+            return cached_bytes(
+                "unpacked", self.fingerprint, unpack, num_bytes=at_most
+            )
+        return cached_file("unpacked", self.fingerprint, unpack)
 
     @cached_property
     def _line_bounds(self) -> np.ndarray:
         """`Int64[np.ndarray, "lines 2"]`: first byte of each line, and end of its last."""
+        if self._files is not None:
+            return self._files.line_bounds(self.path)
         index = cached_bytes(
-            "lines", self.fingerprint, self._write_bounds, num_bytes=self._size
+            "lines", self.fingerprint, self.write_bounds, num_bytes=self._size
         )
         return index.view(np.int64).reshape(-1, 2)
 
-    def _write_bounds(self, out: BinaryIO) -> None:
+    def write_bounds(self, out: BinaryIO) -> None:
         """Writes the bounds of lines, one chunk of the file after the other."""
         size = self._size
         mark = self._read(0, min(len(codecs.BOM_UTF8), size))
@@ -155,9 +168,73 @@ class LineFile:
     @cached_property
     def _size(self) -> int:
         """Number of bytes, decompressed."""
-        if self._decompressed is None:
+        if isinstance(self._contents, np.ndarray):
+            return len(self._contents)
+        if self._contents == self.path:
             return self.num_bytes
-        return len(self._decompressed)
+        return cached_size(self._contents)
+
+
+class LineFiles:
+    """Opens the files of one dataset, which have one index of lines if they are large together.
+
+    Otherwise, small files would add up in memory; and of large ones, each index that is mapped
+    takes one of the about 1,000 files that a process may open.
+
+    Args:
+        open_file: Opens a path, such as `JsonLinesFile`.
+    """
+
+    def __init__(
+        self, paths: Sequence[str], open_file: Callable[[str], LineFile]
+    ):
+        self._paths, self._open_file = list(paths), open_file
+
+    def __reduce__(self):
+        return type(self), (self._paths, self._open_file)
+
+    def __call__(self, path: str) -> LineFile:
+        """Returns one of the files."""
+        return self._files[path]
+
+    @cached_property
+    def _files(self) -> dict[str, LineFile]:
+        files = {path: self._open_file(path) for path in self._paths}
+        num_bytes = sum(file.num_bytes for file in files.values())
+        if len(files) > 1 and num_bytes > file_cache.MAX_BYTES_IN_MEMORY:
+            for file in files.values():
+                file.share_index(self)
+        return files
+
+    def line_bounds(self, path: str) -> np.ndarray:
+        """Returns `Int64[np.ndarray, "lines 2"]`, the bounds of the lines of one of the files."""
+        bounds, start_of_path, end_of_path = self._index
+        return bounds[start_of_path[path] : end_of_path[path]]
+
+    @cached_property
+    def _index(self) -> tuple[np.ndarray, dict[str, int], dict[str, int]]:
+        """Returns the bounds of all lines, and where in them those of each file start and end."""
+        key = tuple(file.fingerprint for file in self._files.values())
+        data = cached_bytes("line_indexes", key, self._write, num_bytes=None)
+        numbers = data.view(np.int64)
+        num_files = len(self._files)
+        bounds = numbers[:-num_files].reshape(-1, 2)
+        ends = np.cumsum(numbers[-num_files:])
+        starts = [0, *ends[:-1].tolist()]
+        return (
+            bounds,
+            dict(zip(self._files, starts, strict=True)),
+            dict(zip(self._files, ends.tolist(), strict=True)),
+        )
+
+    def _write(self, out: BinaryIO) -> None:
+        """Writes the bounds of the lines of all files, and the number of lines of each."""
+        num_lines = []
+        for file in self._files.values():
+            start = out.tell()
+            file.write_bounds(out)
+            num_lines.append((out.tell() - start) // _BYTES_OF_BOUNDS)
+        out.write(np.array(num_lines, np.int64).tobytes())
 
 
 class JsonLinesFile(LineFile):

@@ -10,6 +10,7 @@ The parts stay the same through passes, processes and restarts, as long as the d
 A `weft.input.Corpus` splits itself, by the names of its files.
 """
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
@@ -27,6 +28,8 @@ from weft.input.records import Records, describe_record
 
 T = TypeVar("T")
 _ENDLESS = 2**48
+# To choose from more records would take gigabytes of memory for their numbers.
+_MOST_CHOSEN = 2**24
 
 
 def split(data: T, *, held_out: float = 0.1, seed: int = 0) -> tuple[T, T]:
@@ -72,20 +75,22 @@ def split_part(
     loaded = maybe_instantiate(data)
     if isinstance(loaded, grain.MapDataset):
         _check_once(loaded)
-        records_of_part = _Part(len(loaded), part, held_out, seed)
+        is_large = len(loaded) > _MOST_CHOSEN
+        kind_of_part = _SpacedPart if is_large else _ChosenPart
+        records_of_part = kind_of_part(len(loaded), part, held_out, seed)
         if isinstance(loaded, RecordDataset):
             return loaded.with_source(
                 lambda source: _PartOfRecords(source, records_of_part)
             )
         return _PartOfDataset(loaded, records_of_part)
     if isinstance(loaded, list):
-        indices = _Part(len(loaded), part, held_out, seed).indices()
+        indices = _ChosenPart(len(loaded), part, held_out, seed).indices()
         return [loaded[i] for i in indices]
     if isinstance(loaded, Arrays):
-        rows_of_part = _Part(loaded.num_rows, part, held_out, seed)
+        rows_of_part = _ChosenPart(loaded.num_rows, part, held_out, seed)
         return Arrays(_rows(loaded.value, rows_of_part))
     if isinstance(loaded, np.ndarray | jax.Array | tuple | Mapping):
-        rows_of_part = _Part(_num_rows(loaded), part, held_out, seed)
+        rows_of_part = _ChosenPart(_num_rows(loaded), part, held_out, seed)
         return _rows(loaded, rows_of_part)
     if isinstance(loaded, Corpus):
         raise InputDatasetError(
@@ -99,7 +104,7 @@ def split_part(
 
 
 class _Part:
-    """Indices of the records of a part, as arithmetic on the sorted held-out ones."""
+    """Base of the parts: how many records they have, and which those are."""
 
     def __init__(
         self, num_records: int, part: Split, held_out: float, seed: int
@@ -114,15 +119,27 @@ class _Part:
                 f"{num_records} records cannot be split into two parts; expected at least 2"
             )
         size = min(max(1, round(num_records * held_out)), num_records - 1)
-        held_out_records = np.random.default_rng(seed).choice(
-            num_records, size, replace=False
+        self._num_all, self._num_held_out = num_records, size
+        self._is_held_out = part == "held_out"
+        self._seed = seed
+        self.num_records = size if self._is_held_out else num_records - size
+        self.identity: tuple = (part, held_out, seed)
+
+    def __getitem__(self, index: int) -> int:
+        raise NotImplementedError(type(self))
+
+
+class _ChosenPart(_Part):
+    """Indices of the records of a part, as arithmetic on the sorted held-out ones."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        held_out_records = np.random.default_rng(self._seed).choice(
+            self._num_all, self._num_held_out, replace=False
         )
         self._held_out = np.sort(held_out_records)
         # How many of the training part come before each.
-        self._num_train_before = self._held_out - np.arange(size)
-        self._is_held_out = part == "held_out"
-        self.num_records = size if self._is_held_out else num_records - size
-        self.identity = (part, held_out, seed)
+        self._num_train_before = self._held_out - np.arange(self._num_held_out)
 
     def __getitem__(self, index: int) -> int:
         if self._is_held_out:
@@ -138,6 +155,33 @@ class _Part:
         return index + np.searchsorted(
             self._num_train_before, index, side="right"
         )
+
+
+class _SpacedPart(_Part):
+    """Part of a large dataset, which needs no memory: one record of each block is held out.
+
+    The records are divided into as many blocks as are held out, of sizes that differ by one.
+    """
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.identity += ("spaced",)  # other records than `_ChosenPart`
+
+    def __getitem__(self, index: int) -> int:
+        if self._is_held_out:
+            return self._held_out_of(index)
+        # The last block before which there are at most `index` records of the training part.
+        num_train = self._num_all - self._num_held_out
+        block = ((index + 1) * self._num_held_out - 1) // num_train
+        is_after = self._held_out_of(block) <= index + block
+        return index + block + is_after
+
+    def _held_out_of(self, block: int) -> int:
+        start = block * self._num_all // self._num_held_out
+        end = (block + 1) * self._num_all // self._num_held_out
+        key = f"{self._seed} {block}".encode()
+        digest = hashlib.blake2b(key, digest_size=8).digest()
+        return start + int.from_bytes(digest, "big") % (end - start)
 
 
 class _PartOfRecords:
@@ -231,6 +275,6 @@ def _num_rows(arrays: Any) -> int:
     return sizes.pop()[0]
 
 
-def _rows(arrays: Any, part: _Part) -> Any:
+def _rows(arrays: Any, part: _ChosenPart) -> Any:
     indices = part.indices()
     return jax.tree.map(lambda x: x[indices], arrays)
