@@ -133,8 +133,8 @@ FILES = [
     f"{STEP}/manifest.json",
     f"{STEP}/index",
     f"{STEP}/python/process_0_of_1/input_iter.json",
-    f"{STEP}/arrays/prng_key/.zarray",
-    f"{STEP}/arrays/model-decoder-output_norm-scale/0",
+    f"{STEP}/arrays/manifest.ocdbt",
+    f"{STEP}/arrays/ocdbt.process_0/manifest.ocdbt",
 ]
 READERS = {
     "config.txt": COMMANDS.keys(),

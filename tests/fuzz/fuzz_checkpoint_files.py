@@ -9,6 +9,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import jax.numpy as jnp
 
+from tests.checkpoint_files import split
 from tests.fuzz.readers import damaged, damaged_json, read, source_of
 from weft.errors import WeftError
 from weft.trainer.checkpointer import Checkpointer, read_state_spec
@@ -42,6 +43,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory()
     with _config(folder.name).instantiate(parent=None) as checkpointer:
         checkpointer.save(step=1, state=_state())
+    split(f"{folder.name}/step_00000001")
     return folder
 
 

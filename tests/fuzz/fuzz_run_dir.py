@@ -47,8 +47,8 @@ FILES = [
     f"{STEP}/index",
     f"{STEP}/python/process_0_of_1/input_iter.json",
     f"{STEP}/python/process_0_of_1/run_state.json",
-    f"{STEP}/arrays/prng_key/.zarray",
-    f"{STEP}/arrays/model-decoder-output_norm-scale/0",
+    f"{STEP}/arrays/manifest.ocdbt",
+    f"{STEP}/arrays/ocdbt.process_0/manifest.ocdbt",
 ]
 FOLDERS = ["summaries", "summaries/train_train", "checkpoints", STEP, f"{STEP}/arrays", "trace"]
 # What is put in place of a file or folder.

@@ -5,11 +5,11 @@ one process has both or each of two has one. tests/trainer/test_trainer.py has o
 """
 
 import contextlib
-import re
 
 import jax
 import pytest
 
+from tests import checkpoint_files
 from tests.sockets import free_port
 from tests.weft_process import finish, weft_processes
 from weft.cli.configs import load_config
@@ -61,14 +61,10 @@ def train_as_two(server, run_dir, max_step):
 
 def digests(run_dir, step):
     """Returns digests of all arrays of a checkpoint, and of the position in the data."""
-    files = read_manifest(step_dirs(str(run_dir / "checkpoints"))[step]).files
-    kept = {
-        path: entry
-        for path, entry in files.items()
-        if path.startswith("arrays/") and not re.search(r"/(_|\.)", path)
-    }
-    positions = {e["xxh3_128"] for p, e in files.items() if p.startswith("python/process")}
-    return kept, positions
+    path = step_dirs(str(run_dir / "checkpoints"))[step]
+    files = read_manifest(path).files
+    positions = {e[0].digest for p, e in files.items() if p.startswith("python/process")}
+    return checkpoint_files.values(path), positions
 
 
 def test_run_resumes_on_two_and_one_process_bitwise_equal(python_server, tmp_path):

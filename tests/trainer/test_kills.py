@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import checkpoint_files
 from tests.weft_process import finish
 from weft.trainer.checkpointer.dirs import step_dirs
 from weft.trainer.checkpointer.manifest import find_damage, read_manifest
@@ -79,7 +80,7 @@ def bits(directory, step):
     path = step_dirs(str(directory / "checkpoints"))[step]
     assert find_damage(path, step=step) == []
     files = read_manifest(path).files
-    values = {p: e for p, e in files.items() if p.startswith("arrays/") and "/_" not in p}
+    values = dict(checkpoint_files.values(path))
     values |= {p: e for p, e in files.items() if p.startswith("python/")}
     assert any("optimizer" in p for p in values) and any("ema" in p for p in values)
     return values

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from tests.checkpoint_files import file_of
 from weft.config import config_class, config_for_function
 from weft.errors import (
     CheckpointNotFoundError,
@@ -59,7 +60,8 @@ def test_damaged_checkpoint_is_named_and_skipped(tmp_path, caplog):
     with cfg.instantiate(parent=None) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step=step, state={"model": {"w": jnp.full(3, float(step))}})
-    (tmp_path / "step_00000002/arrays/model-w/0").write_bytes(b"x" * 12)
+    damaged_file = file_of(tmp_path / "step_00000002", "model-w/0")
+    damaged_file.write_bytes(b"x" * damaged_file.stat().st_size)
 
     cfg = TensorStoreStateStorageBuilder.default_config().set(
         name="builder",
@@ -72,7 +74,8 @@ def test_damaged_checkpoint_is_named_and_skipped(tmp_path, caplog):
     state = cfg.instantiate(parent=None)(Builder.State(0, wanted, {"learner/x"}))
     assert (state.step, state.built_keys) == (1, {"model/w", "learner/x"})
     assert float(state.trainer_state.model["w"][0]) == 1.0
-    assert "step_00000002 (arrays/model-w/0: its content has changed) is damaged" in caplog.text
+    damage = f"arrays/d/{damaged_file.name}: its content has changed"
+    assert f"step_00000002 ({damage}) is damaged" in caplog.text
 
 
 QWEN = {

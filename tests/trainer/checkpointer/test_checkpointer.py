@@ -1,6 +1,7 @@
 import logging
 import os
 import shutil
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -291,11 +292,8 @@ def test_failed_removal_is_reported(make, monkeypatch, caplog):
 
 
 def first_file_of(checkpointer, step):
-    for name in ("0.0", "c/0/0"):
-        path = os.path.join(checkpointer.ckpt_dir(step), "arrays", "w", name)
-        if os.path.exists(path):
-            return path
-    raise AssertionError(os.listdir(os.path.join(checkpointer.ckpt_dir(step), "arrays", "w")))
+    (path,) = Path(checkpointer.ckpt_dir(step), "arrays", "d").iterdir()
+    return path
 
 
 def overwrite(path, at, data):
@@ -309,7 +307,7 @@ DAMAGE = {
     "zeroed block": lambda c, s: overwrite(first_file_of(c, s), 0, bytes(128)),
     "truncated": lambda c, s: os.truncate(first_file_of(c, s), 100),
     "deleted": lambda c, s: os.unlink(first_file_of(c, s)),
-    "metadata": lambda c, s: os.unlink(os.path.join(c.ckpt_dir(s), "arrays", "w", ".zarray")),
+    "metadata": lambda c, s: os.unlink(os.path.join(c.ckpt_dir(s), "arrays", "manifest.ocdbt")),
     "index": lambda c, s: overwrite(os.path.join(c.ckpt_dir(s), "index"), 3, b"x"),
     "iterator": lambda c, s: shutil.rmtree(os.path.join(c.ckpt_dir(s), "python")),
     "no manifest": lambda c, s: os.unlink(os.path.join(c.ckpt_dir(s), "manifest.json")),

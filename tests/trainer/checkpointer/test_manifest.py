@@ -60,9 +60,9 @@ def test_each_kind_of_damage_is_found_and_named(ckpt_dir, harm, found):
         ("", "manifest.json: cannot be read (JSONDecodeError"),
         ("[]", "manifest.json: cannot be read (TypeError"),
         ("{}", "manifest.json: cannot be read (KeyError"),
-        ('{"version": 1, "files": {}, "xxh3_128": ""}', "manifest.json: is of version 1, not 2"),
+        ('{"version": 1, "files": {}, "xxh3_128": ""}', "manifest.json: is of version 1, not 3"),
         (
-            '{"version": 2, "facts": {}, "files": {}, "xxh3_128": ""}',
+            '{"version": 3, "facts": {}, "files": {}, "xxh3_128": ""}',
             "manifest.json: its content has changed",
         ),
     ],

@@ -126,7 +126,7 @@ def test_advice_about_a_failed_save_is_about_its_reason(checkpointer, monkeypatc
     assert text.endswith(f"Complete checkpoints: {advice}") and "tensorstore_spec" not in text
 
 
-FILES = ["manifest.json", "index", "arrays/w/.zarray", "arrays/w/0"]
+FILES = ["manifest.json", "index", "arrays/manifest.ocdbt"]
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
@@ -150,7 +150,7 @@ def test_error_while_reading_is_no_damage(checkpointer, monkeypatch, file, numbe
 
 def test_missing_file_is_damage_at_once(checkpointer):
     checkpointer.save(step=1, state=STATE)
-    os.unlink(f"{checkpointer.ckpt_dir(1)}/arrays/w/0")
+    os.unlink(f"{checkpointer.ckpt_dir(1)}/arrays/manifest.ocdbt")
     with pytest.raises(DamagedCheckpointError, match="is missing"):
         checkpointer.restore(state=EMPTY)
 

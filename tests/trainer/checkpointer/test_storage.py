@@ -1,6 +1,7 @@
 """
 
-Reading arrays from files as zarr lays them out, written here by hand or by tensorstore.
+Reading arrays from files as zarr lays them out, which tensorstore writes here: a file for each
+chunk, as in checkpoints of Weft 0.2.
 """
 
 import json
@@ -15,11 +16,14 @@ import pytest
 import tensorstore
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from tests import checkpoint_files
 from weft.errors import CheckpointStateError, CheckpointStructureError, FileRefusedError
 from weft.hierarchy.parameter_spec import TensorSpec
+from weft.trainer.checkpointer import manifest as manifest_lib
+from weft.trainer.checkpointer.array_files import ArrayFileError, ArrayFiles, read_tree
 from weft.trainer.checkpointer.index import CheckpointValidationType, write_index_file
 from weft.trainer.checkpointer.manifest import read_manifest, write_manifest
-from weft.trainer.checkpointer.storage import ArrayFiles, OrbaxStateStorage
+from weft.trainer.checkpointer.storage import OrbaxStateStorage
 
 
 class State(NamedTuple):
@@ -191,12 +195,13 @@ def test_state_may_change_as_soon_as_the_save_has_begun(storage, tmp_path):
     assert it.position == 5
 
 
-def test_large_array_is_split_into_files_of_the_configured_size(tmp_path):
+def test_large_array_is_split_into_chunks_of_the_configured_size(tmp_path):
     cfg = OrbaxStateStorage.default_config().set(max_chunk_bytes=1000)
     storage = cfg.instantiate()
     state = {"w": jnp.arange(1024.0)}
     save(storage, tmp_path, state)
-    sizes = [file.stat().st_size for file in (tmp_path / "arrays" / "w").glob("[0-9]*")]
+    chunks = [x for name, x in checkpoint_files.values(tmp_path).items() if ".zarray" not in name]
+    sizes = list(map(len, chunks))
     assert len(sizes) > 1 and max(sizes) <= 1000 and sum(sizes) == 4096
     assert (restore(storage, tmp_path, state)["w"] == state["w"]).all()
     storage.stop()
@@ -207,8 +212,8 @@ def test_only_large_arrays_are_cut_among_devices_with_the_same_values(storage, t
     mesh = mesh_of(2, 1)
     large = laid_out(jnp.zeros((2, 2**18)), mesh)
     save(storage, tmp_path, {"small": laid_out(jnp.zeros((4, 3)), mesh), "large": large})
-    files = [path.name for path in sorted(tmp_path.glob("arrays/*/[0-9]*"))]
-    assert files == ["0.0", "1.0", "0.0"]
+    names = checkpoint_files.values(tmp_path).keys() - {"large/.zarray", "small/.zarray"}
+    assert names == {"large/0.0", "large/1.0", "small/0.0"}
 
 
 def test_long_and_unusual_names(storage, tmp_path):
@@ -327,11 +332,10 @@ def test_any_chunks_to_any_layout(tmp_path, chunks, axes):
     x = np.random.default_rng(0).standard_normal((8, 12)).astype(np.float32)
     write(tmp_path, "x", x, chunks)
     target = shape_like(x, *axes, mesh=(2, 2))
-    arrays, seen, faults = read(tmp_path, {"x": target})
+    arrays, faults = read(tmp_path, {"x": target})
     assert faults == []
     assert arrays["x"].sharding == target.sharding
     np.testing.assert_array_equal(arrays["x"], x)
-    assert "arrays/x/.zarray" in seen and "arrays/x/0.0" in seen
 
 
 @pytest.fixture
@@ -367,16 +371,15 @@ def test_damaged_file_is_named_and_other_arrays_are_read(checkpoint, harm):
     do, expected = HARMS[harm]
     do(directory / "arrays" / "x")
     manifest = read_manifest(str(directory))
-    arrays, seen, (fault,) = read(directory, targets, manifest=manifest)
+    arrays, (fault,) = read(directory, targets, manifest=manifest)
     assert fault.startswith(f"arrays/x/{expected}")
     assert list(arrays) == ["y"]
-    assert f"arrays/x/{expected.split(':')[0]}" in seen
 
 
 UNCHECKED = {
     "short": (
         lambda d: (d / "1.0").write_bytes(b"123"),
-        "1.0: has 3 bytes, where the array takes 24",
+        "1.0: has 3 bytes instead of 24",
     ),
     "gone": (lambda d: (d / "1.0").unlink(), "1.0: is missing"),
     "no header": (
@@ -397,5 +400,73 @@ def test_mismatch_is_named_without_manifest(checkpoint, harm):
     directory, targets = checkpoint
     do, expected = UNCHECKED[harm]
     do(directory / "arrays" / "x")
-    _, _, (fault,) = read(directory, targets)
+    _, (fault,) = read(directory, targets)
     assert fault.startswith("arrays/x/") and expected in fault
+
+
+def test_many_chunks_share_a_file(storage, tmp_path):
+    array = laid_out(jnp.zeros((8, 1000)), mesh_of(8, 1), "data")
+    save(storage, tmp_path, {f"w{i}": array for i in range(40)})
+    num_files = sum(file.is_file() for file in tmp_path.rglob("*"))
+    assert num_files < 80, "of 320 chunks"
+
+
+def test_each_chunk_is_read_once_to_another_axis(storage, tmp_path, monkeypatch):
+    mesh = mesh_of(8, 1)
+    x = np.arange(8.0 * 800, dtype=np.float32).reshape(8, 800)
+    save(storage, tmp_path, {"w": laid_out(x, mesh, "data")})
+    write_manifest(str(tmp_path), facts={"step": 1})
+    read_sizes = []
+    find = manifest_lib.find_file_damage
+
+    def find_and_note(ckpt_dir, path, blocks, *args, **kwargs):
+        read_sizes.extend(block.size for block in blocks)
+        return find(ckpt_dir, path, blocks, *args, **kwargs)
+
+    monkeypatch.setattr(manifest_lib, "find_file_damage", find_and_note)
+    target = {
+        "w": jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=laid_out(x, mesh, None, "data").sharding
+        )
+    }
+    restored = restore(storage, tmp_path, target)["w"]
+    np.testing.assert_array_equal(restored, x)
+    assert read_sizes.count(x.nbytes // 8) == 8
+    arrays_bytes = sum(f.stat().st_size for f in (tmp_path / "arrays").rglob("*") if f.is_file())
+    assert sum(read_sizes) <= arrays_bytes
+
+
+def test_checkpoints_with_a_file_for_each_chunk_are_read(storage, tmp_path):
+    state = {"w": laid_out(jnp.arange(32.0).reshape(8, 4), mesh_of(4, 1), "data"), "b": jnp.ones(3)}
+    save(storage, tmp_path, state)
+    write_manifest(str(tmp_path), facts={"step": 1})
+    checkpoint_files.split(tmp_path)
+    assert (tmp_path / "arrays" / "w" / "3.0").exists()
+    restored = restore(storage, tmp_path, like(state))
+    assert {name: bits(x) for name, x in restored.items()} == {n: bits(x) for n, x in state.items()}
+
+
+def test_tree_of_several_levels(tmp_path):
+    spec = {
+        "driver": "ocdbt",
+        "base": {"driver": "file", "path": f"{tmp_path}/arrays/"},
+        "config": {"max_decoded_node_bytes": 500, "max_inline_value_bytes": 10},
+    }
+    store = tensorstore.KvStore.open(spec).result()
+    expected = {f"w{i // 10}/{i}.0": b"x" * (5 + i % 50) for i in range(100)}
+    with tensorstore.Transaction() as transaction:
+        for name, content in expected.items():
+            store.with_transaction(transaction)[name] = content
+    assert checkpoint_files.values(tmp_path) == expected
+
+
+def test_tree_leads_to_no_other_files(tmp_path):
+    spec = {
+        "driver": "ocdbt",
+        "base": {"driver": "file", "path": f"{tmp_path}/arrays/"},
+        "value_data_prefix": "secret/",
+    }
+    store = tensorstore.KvStore.open(spec).result()
+    store["w/0"] = b"x" * 2000
+    with pytest.raises(ArrayFileError, match=r"manifest\.ocdbt: does not lead to .*secret"):
+        read_tree(str(tmp_path), "arrays")
