@@ -22,6 +22,8 @@ def test_job_runs_weft_train():
     assert (job.config.name, job.config.num_processes) == ("lm-tiny", 3)
     python = [sys.executable, "-P", "-m", "weft"]
     assert job.config.command == [*python, "train", "lm-tiny", "max_step=7"]
+    job = made("local", "-n", "3:4", "--job", "max_tries=2", "lm-tiny")
+    assert (job.config.min_processes, job.config.num_processes) == (3, 4)
     assert isinstance(made("slurm", "-n", "2"), SlurmJob)
     job = made("k8s", "-n", "2", *IMAGE, "lm")
     assert isinstance(job, JobSetJob) and job.config.command == ["weft", "train", "lm"]
@@ -98,7 +100,8 @@ def test_submitted_job_id_is_printed(monkeypatch, capsys):
         (["local", "-n", "2", "--job", "log_dirr=x", "lm-tiny"], "log_dir"),
         (["local", "-n", "0", "lm-tiny"], "num_processes=0; expected 1 or more"),
         (["local", "lm-tiny"], "-n"),
-        (["local", "-n", "two", "lm-tiny"], "two"),
+        (["local", "-n", "two", "lm-tiny"], "'two'; expected N or MIN:N"),
+        (["local", "-n", "3:4", "lm-tiny"], "max_tries"),
         (["k8s", "-n", "2", "lm-tiny"], "image"),
         (["slurm", "-n", "4", "--job", "nodes=3", "lm-tiny"], "does not divide"),
         (["lokal", "-n", "2"], "lokal"),

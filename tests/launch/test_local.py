@@ -54,3 +54,68 @@ def test_gpus_are_split_among_processes(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     with pytest.raises(JobConfigError, match=r"needs 4 GPUs, but .*4,5,6 has 3\. Request fewer"):
         two.run()
+
+
+_COUNT = "n=$JAX_NUM_PROCESSES; i=$JAX_PROCESS_ID; [ $i = 0 ] && echo $n >> counts; "
+
+
+def counts(tmp_path):
+    return [int(line) for line in (tmp_path / "counts").read_text(encoding="utf-8").split()]
+
+
+def test_next_try_is_without_the_process_that_failed(tmp_path, capsys):
+    script = f"cd {tmp_path}; {_COUNT} [ $n$i = 31 ] && sleep 0.2 && kill -9 $$; sleep 0.4"
+    assert job(script, num_processes=3, min_processes=2, max_tries=2).run() == 0
+    assert counts(tmp_path) == [3, 2]
+    told = capsys.readouterr().err
+    assert "restarting with 2 of 3 processes; all are started again after 600 s; tries" in told
+
+
+def test_too_few_processes_are_all_of_them_again(tmp_path, capsys):
+    script = f"cd {tmp_path}; {_COUNT} [ $i = 1 ] && sleep 0.2 && exit 3; sleep 1"
+    assert job(script, num_processes=3, min_processes=2, max_tries=4).run() == 3
+    assert counts(tmp_path) == [3, 2, 3, 2]
+    assert "restarting all processes" in capsys.readouterr().err
+
+
+def test_number_that_does_not_fit_is_not_used(tmp_path):
+    fails = "[ $n$i = 31 ] && sleep 0.2 && kill -9 $$; [ $n$i = 20 ] && exit 2; sleep 0.4"
+    script = f"cd {tmp_path}; {_COUNT} {fails}"
+    made = job(script, num_processes=3, min_processes=2, max_tries=3)
+    assert made.run() == 128 + 9
+    assert counts(tmp_path) == [3, 2, 3]
+
+
+def test_processes_rejoin(tmp_path):
+    # Three fail once, two run until they are stopped.
+    script = (
+        f"cd {tmp_path}; {_COUNT} [ $n = 2 ] && {{ trap 'exit 143' TERM; sleep 60 & wait; }}; "
+        "[ $i = 0 ] && [ $(wc -l < counts) = 1 ] && exit 3; sleep 0.2"
+    )
+    made = job(script, num_processes=3, min_processes=2, max_tries=2, rejoin_seconds=0.5)
+    assert made.run() == 0
+    assert counts(tmp_path) == [3, 2, 3]
+
+
+def test_spare_gpu_takes_over(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    monkeypatch.delenv("JAX_PLATFORMS")
+    script = (
+        f'cd {tmp_path}; echo "$CUDA_VISIBLE_DEVICES" >> gpus; [ "$CUDA_VISIBLE_DEVICES" != 4 ]'
+    )
+    assert job(script, gpus_per_process=1, max_tries=2, num_processes=1).run() == 0
+    assert (tmp_path / "gpus").read_text(encoding="utf-8").split() == ["4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"min_processes": 3, "max_tries": 2}, "min_processes=3; expected 1 to num_processes=2"),
+        ({"min_processes": 0, "max_tries": 2}, "min_processes=0; expected 1 to"),
+        ({"min_processes": 1}, "min_processes=1 is for another try, and max_tries=1"),
+        ({"rejoin_seconds": 0}, "rejoin_seconds=0; expected a time above 0"),
+    ],
+)
+def test_numbers_of_processes_that_do_not_fit(fields, text):
+    with pytest.raises(JobConfigError, match=text):
+        job("true", **fields)

@@ -285,7 +285,9 @@ def _add_launch(commands: _Commands) -> None:
         "local",
         fields="  gpus_per_process=1        GPUs per process; default 0, for the CPU\n"
         "  log_dir=logs              one log file per process, instead of output here\n"
-        "  failure_grace_seconds=5   time for the others to exit after one failed\n",
+        "  failure_grace_seconds=5   time for the others to exit after one failed\n"
+        "  min_processes=3           processes that the next try needs; the same as -n 3:4\n"
+        "  rejoin_seconds=600        time after which fewer processes are all of them again\n",
         epilog="If one process fails, the others are stopped, and its exit code is returned. "
         "SIGTERM and\n"
         "Ctrl-C are forwarded to all processes, which save a checkpoint and stop.",
@@ -335,11 +337,12 @@ def _add_place(
     epilog: str,
     examples: Sequence[str],
 ) -> argparse.ArgumentParser:
+    count = "[MIN:]N" if name == "local" else "N"
     place = _add(
         places,
         name,
         "train:launch",
-        usage=f"weft launch {name} [-h] -n N [--job FIELD=VALUE ...] "
+        usage=f"weft launch {name} [-h] -n {count} [--job FIELD=VALUE ...] "
         "[--allow NAME] [RECIPE] [path.to.field=value ...]",
         epilog="Job fields, each set with --job:\n"
         f"{fields}  env.NAME=VALUE            environment variable of each process\n"
@@ -359,10 +362,11 @@ def _add_place(
     place.add_argument(
         "-n",
         "--num-processes",
-        type=int,
+        type=_process_range if name == "local" else int,
         required=True,
-        metavar="N",
-        help="number of processes; each gets its shard of every batch",
+        metavar=count,
+        help="number of processes; each gets its shard of every batch"
+        + ("; MIN:N to continue with fewer" if name == "local" else ""),
     )
     place.add_argument(
         "--job",
@@ -373,6 +377,17 @@ def _add_place(
     )
     _add_recipe_and_overrides(place, "as in `weft train`; after all options")
     return place
+
+
+def _process_range(text: str) -> tuple[int | None, int]:
+    """Returns the fewest processes and all, of a text such as 3:4; None for the fewest of 4."""
+    fewest, colon, most = text.rpartition(":")
+    try:
+        return (int(fewest) if colon else None), int(most)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"invalid value {text!r}; expected N or MIN:N, such as 4 or 3:4"
+        ) from None
 
 
 def _add_config(commands: _Commands) -> None:

@@ -449,8 +449,11 @@ def make_job(arguments: argparse.Namespace) -> Job:
             recipe,
             *overrides,
         ],
-        num_processes=arguments.num_processes,
     )
+    if isinstance(cfg, LocalJob.Config):
+        cfg.min_processes, cfg.num_processes = arguments.num_processes
+    else:
+        cfg.num_processes = arguments.num_processes
     job = config.apply_overrides(
         cfg, arguments.job, source="--job"
     ).instantiate()

@@ -4,14 +4,17 @@ Simulates several machines: processes share only files and messages. On the CPU 
 """
 
 import contextlib
+import math
 import os
 import secrets
 import socket
 import sys
+from collections.abc import Sequence
 
-from weft import errors
+from weft.errors import JobConfigError
 from weft.launch.job import (
     COORDINATOR_ADDRESS,
+    NUM_PROCESSES,
     PROCESS_ID,
     RENDEZVOUS_TOKEN,
     USAGE_EXIT_CODE,
@@ -36,6 +39,35 @@ class LocalJob(Job):
         """Directory of one log file per process; None to print lines here with their id."""
         failure_grace_seconds: float = 5
         """Time for the other processes to exit after one failed."""
+        min_processes: int | None = None
+        """Number of processes with which the next try may start after others failed, with
+        `max_tries`; None for `num_processes`."""
+        rejoin_seconds: float = 600
+        """Time after which fewer processes save and stop, for a start of all of them."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        cfg = self.config
+        if not 1 <= self._min_processes <= cfg.num_processes:
+            raise JobConfigError(
+                f"{self._where('min_processes')}={cfg.min_processes}; expected 1 to "
+                f"num_processes={cfg.num_processes}."
+            )
+        if self._min_processes < cfg.num_processes and cfg.max_tries == 1:
+            raise JobConfigError(
+                f"{self._where('min_processes')}={cfg.min_processes} is for another try, and "
+                "max_tries=1 allows one. Set max_tries to 2 or more."
+            )
+        if not cfg.rejoin_seconds > 0:
+            raise JobConfigError(
+                f"{self._where('rejoin_seconds')}={cfg.rejoin_seconds:g}; expected a time above 0."
+            )
+
+    @property
+    def _min_processes(self) -> int:
+        if self.config.min_processes is None:
+            return self.config.num_processes
+        return self.config.min_processes
 
     def run(self) -> int:
         """Runs the processes to their end; returns 0, or the exit code of the first failure.
@@ -45,71 +77,111 @@ class LocalJob(Job):
         Raises JobConfigError if they cannot be started.
         """
         cfg = self.config
-        for tries_left in reversed(range(cfg.max_tries)):
-            outcome = self._run_once()
+        tries_left = cfg.max_tries - 1
+        places = self._places(lost=())
+        lost: list[int] = []
+        while True:
+            outcome = self._run_once(places)
             if outcome.failed is not None:
-                _report(failure_text(outcome, cfg.num_processes))
-            elif outcome.stopped_by is not None:
-                codes = [
-                    f"process {end.index}: {end.code}"
-                    for end in sorted(outcome.ended)
-                ]
-                _report(
-                    f"stopped by {outcome.stopped_by}; exit codes: {', '.join(codes)}"
-                )
-            # A wrong command would fail again.
-            if (
-                outcome.failed is None
-                or not tries_left
-                or outcome.code == USAGE_EXIT_CODE
-            ):
-                break
-            _report(
-                f"restarting all processes; tries left after this one: {tries_left - 1}"
-            )
-        return outcome.code
+                _report(failure_text(outcome, len(places)))
+                # A wrong command would fail again; a mesh may not fit fewer processes.
+                is_refused = outcome.code == USAGE_EXIT_CODE
+                has_all = len(places) == cfg.num_processes
+                if not tries_left or (is_refused and has_all):
+                    return outcome.code
+                tries_left -= 1
+                lost.append(places[outcome.failed.index])
+                if is_refused or len(self._places(lost)) < self._min_processes:
+                    lost = []
+            elif outcome.is_timed_out and outcome.code:
+                lost = []
+            else:
+                if outcome.stopped_by is not None:
+                    _report(_stop_text(outcome))
+                return outcome.code
+            places = self._places(lost)
+            _report(self._restart_text(len(places), tries_left))
 
-    def _run_once(self) -> Outcome:
+    def _restart_text(self, num_processes: int, tries_left: int) -> str:
         cfg = self.config
+        text = "restarting all processes"
+        if num_processes < cfg.num_processes:
+            text = (
+                f"restarting with {num_processes} of {cfg.num_processes} processes; all are "
+                f"started again after {cfg.rejoin_seconds:g} s"
+            )
+        return f"{text}; tries left after this one: {tries_left}"
+
+    def _places(self, lost: Sequence[int]) -> list[int]:
+        """Returns places for processes on this machine, each with GPUs of its own if they have any.
+
+        If processes can be fewer, a place where one has failed is not used for the next ones: a
+        place of unused GPUs is, or they are fewer.
+        """
+        cfg = self.config
+        num_places = cfg.num_processes
+        if cfg.gpus_per_process:
+            num_spare = len(_visible_gpus()) // cfg.gpus_per_process
+            num_places = max(num_places, num_spare)
+        if self._min_processes == cfg.num_processes == num_places:
+            lost = ()
+        free = [place for place in range(num_places) if place not in lost]
+        return free[: cfg.num_processes]
+
+    def _run_once(self, places: Sequence[int]) -> Outcome:
+        cfg = self.config
+        num_processes = len(places)
         # Another program may take the port before process 0 does; the run then fails and says so.
         with socket.socket() as free_socket:
             free_socket.bind(("127.0.0.1", 0))
             _, port = free_socket.getsockname()
         token = secrets.token_hex(16)
         environments: list[dict[str, str]] = []
-        for index in range(cfg.num_processes):
-            environment = self.process_environment(index, f"127.0.0.1:{port}")
+        for index, place in enumerate(places):
+            environment = self.process_environment(
+                index, f"127.0.0.1:{port}", place
+            )
+            environment[NUM_PROCESSES] = str(num_processes)
             environment[RENDEZVOUS_TOKEN] = token
             environments.append(environment)
         log_paths: list[str] | None = None
         if cfg.log_dir is not None:
-            width = len(str(cfg.num_processes - 1))
+            width = len(str(num_processes - 1))
             names = [
                 f"process-{index:0{width}}.log"
-                for index in range(cfg.num_processes)
+                for index in range(num_processes)
             ]
             log_paths = [os.path.join(cfg.log_dir, name) for name in names]
             _report(
-                f"{cfg.num_processes} process(es), with logs in {log_paths[0]} and its siblings"
+                f"{num_processes} process(es), with logs in {log_paths[0]} and its siblings"
             )
         group = ProcessGroup(
             cfg.command,
             environments,
-            say=PrefixedLines(cfg.num_processes),
+            say=PrefixedLines(num_processes),
             log_paths=log_paths,
             grace_seconds=cfg.grace_seconds,
             failure_grace_seconds=cfg.failure_grace_seconds,
+            stop_after_seconds=(
+                cfg.rejoin_seconds
+                if num_processes < cfg.num_processes
+                else math.inf
+            ),
         )
         return group.run()
 
-    def process_environment(self, index: int, address: str) -> dict[str, str]:
-        """Returns all environment variables of a process.
+    def process_environment(
+        self, index: int, address: str, place: int | None = None
+    ) -> dict[str, str]:
+        """Returns all environment variables of a process, at the place of its number by default.
 
         Raises JobConfigError if there are too few GPUs.
         """
+        if place is None:
+            place = index
         devices = {"JAX_PLATFORMS": "cpu"}
         if self.config.gpus_per_process:
-            devices = {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus(index))}
+            devices = {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus(place))}
         return {
             **os.environ,
             **devices,
@@ -118,21 +190,32 @@ class LocalJob(Job):
             PROCESS_ID: str(index),
         }
 
-    def _gpus(self, index: int) -> list[str]:
+    def _gpus(self, place: int) -> list[str]:
         cfg = self.config
         num_gpus = cfg.num_processes * cfg.gpus_per_process
-        visible_text = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        visible = [name for name in visible_text.split(",") if name]
+        visible = _visible_gpus()
         if not visible:
             visible = [str(number) for number in range(num_gpus)]
         if len(visible) < num_gpus:
-            raise errors.JobConfigError(
+            raise JobConfigError(
                 f"{self._where('gpus_per_process')}={cfg.gpus_per_process} for "
                 f"num_processes={cfg.num_processes} needs {num_gpus} GPUs, but "
                 f"CUDA_VISIBLE_DEVICES={','.join(visible)} has {len(visible)}. Request fewer."
             )
-        first = index * cfg.gpus_per_process
+        first = place * cfg.gpus_per_process
         return visible[first : first + cfg.gpus_per_process]
+
+
+def _visible_gpus() -> list[str]:
+    text = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return [name for name in text.split(",") if name]
+
+
+def _stop_text(outcome: Outcome) -> str:
+    codes = [
+        f"process {end.index}: {end.code}" for end in sorted(outcome.ended)
+    ]
+    return f"stopped by {outcome.stopped_by}; exit codes: {', '.join(codes)}"
 
 
 def failure_text(outcome: Outcome, num_processes: int) -> str:

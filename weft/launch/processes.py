@@ -9,6 +9,7 @@ if it is killed, the kernel asks them to stop.
 import collections
 import contextlib
 import dataclasses
+import math
 import os
 import queue
 import shutil
@@ -50,11 +51,13 @@ class Outcome(NamedTuple):
         failed: the first process that failed on its own, if any.
         stopped_by: name of the signal that stopped the processes, if any; either it was forwarded
             to them, or one of them has the exit code of a process that handled it.
+        is_timed_out: whether they were asked to stop because their time was over.
     """
 
     ended: tuple[Ended, ...]
     failed: Ended | None
     stopped_by: str | None
+    is_timed_out: bool = False
 
     @property
     def code(self) -> int:
@@ -102,6 +105,7 @@ class ProcessGroup:
         log_paths: output file of each process, instead of `say`.
         grace_seconds: time to exit after a forwarded signal.
         failure_grace_seconds: time to exit after another process failed.
+        stop_after_seconds: time after which the processes are asked to stop.
     """
 
     command: Sequence[str]
@@ -111,6 +115,7 @@ class ProcessGroup:
     log_paths: Sequence[str] | None = None
     grace_seconds: float
     failure_grace_seconds: float
+    stop_after_seconds: float = math.inf
 
     def __post_init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -120,6 +125,7 @@ class ProcessGroup:
         ]
         self._ends: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
         self._stopped_by: str | None = None
+        self._is_timed_out = False
         self._deadline: float | None = None
 
     def run(self) -> Outcome:
@@ -191,6 +197,7 @@ class ProcessGroup:
         ends: list[Ended] = []
         first_failure: Ended | None = None
         while len(ends) < len(self._processes):
+            self._stop_if_time_is_over()
             try:
                 index, end_time = self._ends.get(timeout=0.1)
             except queue.Empty:
@@ -217,7 +224,16 @@ class ProcessGroup:
                     if handled_signal
                     else self.failure_grace_seconds
                 )
-        return Outcome(tuple(ends), first_failure, self._stopped_by)
+        return Outcome(
+            tuple(ends), first_failure, self._stopped_by, self._is_timed_out
+        )
+
+    def _stop_if_time_is_over(self) -> None:
+        seconds = time.monotonic() - self._started
+        is_stopping = self._deadline is not None
+        if seconds >= self.stop_after_seconds and not is_stopping:
+            self._on_signal(signal.SIGTERM)
+            self._is_timed_out = True
 
     def _describe_end(self, index: int, end_time: float) -> Ended:
         if self._readers:
@@ -256,6 +272,7 @@ class ProcessGroup:
                     os.killpg(process.pid, signal.SIGKILL)  # with its children
 
     def _on_signal(self, number: signal.Signals) -> None:
+        self._is_timed_out = False  # a user's signal is not for a restart
         # The terminal was closed: the processes should save and stop.
         forwarded = signal.SIGTERM if number == signal.SIGHUP else number
         self._stopped_by = self._stopped_by or forwarded.name
