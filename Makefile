@@ -36,9 +36,9 @@ mutate: $(VENV)/.has-dev ## change single expressions in changed files and run t
 	@$(BIN)/python -m tests.mutate --base $(or $(BASE),origin/main) --count $(or $(COUNT),30) \
 		--seed $(or $(SEED),0) $(FILES)
 
-soak: $(VENV)/.has-dev ## kill a training process 60 times, or KILLS=n, and stop, freeze and hang several
+soak: $(VENV)/.has-dev ## kill a training process 60 times, or KILLS=n, shrink and grow a run, and stop, freeze and hang several
 	@WEFT_SOAK_KILLS=$(or $(KILLS),60) $(BIN)/python -m pytest -q tests/trainer/test_kills.py tests/faults \
-		tests/config/test_effects.py
+		tests/config/test_effects.py tests/launch/test_shrinking.py
 
 lint: $(VENV)/.has-dev ## check format, style, types, layers, English and line ends
 	@$(BIN)/ruff format --check .

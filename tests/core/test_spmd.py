@@ -1,4 +1,5 @@
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from weft.core import spmd
-from weft.core.spmd import constrain, get_global_mesh
+from weft.core.spmd import constrain, get_global_mesh, uneven_rows
 from weft.errors import MeshError, NoMeshError, ShardingWarning
 
 
@@ -86,6 +87,21 @@ def test_indivisible_axis_warns_and_is_replicated():
     with pytest.warns(ShardingWarning, match=r"axis 0 of a value of shape \(6, 8\).*4 equal parts"):
         y = constrain(jnp.ones((6, 8)), P("data", "model"), AUTO())
     assert spec_of(y) == (None, "model")
+
+
+def test_rows_may_be_split_unevenly_in_compiled_functions():
+    x = jnp.arange(12.0).reshape(6, 2)
+
+    @jax.jit
+    def row_sums(x):
+        return constrain(constrain(x, P("data")) @ jnp.ones((2, 2)), P("data")).sum()
+
+    with warnings.catch_warnings(action="error"), jax.set_mesh(AUTO()), uneven_rows():
+        compiled = row_sums.lower(x).compile()
+        assert compiled(x) == 2 * 66
+    assert "f32[2,2]" in compiled.as_text()  # two rows of a device, of six in all
+    with uneven_rows(), pytest.warns(ShardingWarning, match="cannot be split into 4 equal"):
+        constrain(x, P("data"), AUTO())
 
 
 def test_unknown_mesh_axis():

@@ -82,6 +82,7 @@ def test_defaults_follow_processes_and_devices():
     )
     batch = {"x": np.ones((8, 3))}
     assert LOGICAL_ROW_KEY not in default.logical_to_physical_batch(batch)
+    assert dispatchers(3, 8)[2].num_logical_feeds == 2  # as many as divide the rows
 
 
 @pytest.mark.parametrize(

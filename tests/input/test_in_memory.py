@@ -10,6 +10,7 @@ import pytest
 from weft.config import from_text, to_text
 from weft.errors import ConfigTextError, InputDatasetError
 from weft.input import ArrayInput, Arrays, Batches, IterableInput
+from weft.input.composite import ZipInput
 
 ROWS = 10
 
@@ -22,6 +23,28 @@ def array_input(process=(0, 1), monkeypatch=None, **fields):
         monkeypatch.setattr(jax, "process_index", lambda: process[0])
         monkeypatch.setattr(jax, "process_count", lambda: process[1])
     return cfg.set(**fields).instantiate(parent=None)
+
+
+@pytest.mark.parametrize("is_zipped", [False, True])
+def test_processes_that_do_not_divide_the_batch_share_it(monkeypatch, is_zipped):
+    (whole,) = take(array_input(), 1)
+
+    def part(index):
+        input_ = array_input((index, 3), monkeypatch)
+        if is_zipped:
+            cfg = ZipInput.default_config().set(name="zip", is_training=True)
+            cfg.inputs["a"] = input_.config.clone(input_dispatcher=None)
+            input_ = cfg.instantiate(parent=None)
+        monkeypatch.setattr(jax, "device_count", lambda: 3)
+        return input_, *take(input_, 1)
+
+    inputs, parts = zip(*map(part, range(3)), strict=True)
+    rows = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+    batch = inputs[0].dispatch_global_batch(rows)
+    batch = batch["a"] if is_zipped else batch
+    np.testing.assert_array_equal(batch["x"], whole["x"])
+    np.testing.assert_array_equal(batch["in"]["z"], whole["in"]["z"])
+    assert rows["_logical_row"].tolist() == [0, 1, 2, 3, -1, -1]
 
 
 def take(input_, n):

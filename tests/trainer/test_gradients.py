@@ -24,6 +24,7 @@ from weft.hierarchy.parameter_spec import ParameterSpec
 from weft.struct import VDict
 from weft.trainer.gradients import (
     forward_and_gradients,
+    num_microbatches,
     with_gradient_layouts,
     with_minibatch_steps,
 )
@@ -283,3 +284,15 @@ def test_indivisible_batch_is_named():
         loss_in_parts(PARAMS, ALL, 3)
     with pytest.raises(GradientAccumulationError, match=r"without an 'input_batch'"):
         with_minibatch_steps(steps=2)(forward)(model_params=PARAMS, inputs={"x": 1})
+
+
+def test_fewer_devices_have_more_microbatches():
+    def numbers(num_devices, steps=1, rows=12):
+        with jax.set_mesh(jax.make_mesh((num_devices,), ("data",))):
+            return num_microbatches(rows, steps, 3, "data")
+
+    assert [numbers(n) for n in (4, 3, 2, 1)] == [1, 2, 2, 4]
+    assert numbers(3, rows=8) == 1 and numbers(2, rows=8) == 2
+    assert numbers(4, steps=2) == 2 and numbers(1, steps=2) == 4
+    with pytest.raises(GradientAccumulationError, match=r"max_rows_per_device=0; expected 1"):
+        with_minibatch_steps(steps=1, max_rows_per_device=0)

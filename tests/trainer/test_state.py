@@ -9,6 +9,7 @@ from weft.errors import MeshError, ModelSizeError
 from weft.hierarchy import TensorSpec
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.layers.linear import Linear
+from weft.input.dispatch import InputDispatcher
 from weft.input.fake import FakeLmInput
 from weft.trainer import state
 from weft.trainer.learner import Learner
@@ -80,8 +81,14 @@ def test_input_partition_spec_is_used():
     assert batch_partition(own, "data") == P("model")
 
 
-def test_batches_are_sharded_like_their_shapes(mesh):
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_batches_are_sharded_like_their_shapes(mesh, is_padded):
     input_ = input_of(total_num_batches=2)
+    if is_padded:
+        padded = InputDispatcher.default_config().set(
+            global_logical_batch_size=8, global_physical_batch_size=16
+        )
+        input_ = input_of(total_num_batches=2, input_dispatcher=padded)
     with jax.set_mesh(mesh), open_batches(input_, P("data"), mesh) as batches:
         batch, *rest = batches
     assert len(rest) == 1

@@ -9,14 +9,17 @@ A layout may also be a `NamedSharding`, a `Format` with one, or a tuple of names
 rule is skipped because of a used mesh axis. Invalid rules raise LogicalAxisError.
 """
 
+import contextlib
+import contextvars
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.interpreters.pxla
 import numpy as np
+from jax.core import Tracer
 from jax.experimental.layout import Format
 from jax.sharding import (
     AbstractMesh,
@@ -80,6 +83,23 @@ def global_mesh_defined() -> bool:
     return get_global_mesh() is not None
 
 
+_SPLITS_UNEVENLY = contextvars.ContextVar("_SPLITS_UNEVENLY", default=False)
+
+
+@contextlib.contextmanager
+def uneven_rows(enabled: bool = True) -> Iterator[None]:
+    """Lets `constrain` split rows into unequal parts in compiled functions.
+
+    The rows are the first axis of an array. The compiler pads the smaller parts, and leaves the
+    padding out of all results.
+    """
+    token = _SPLITS_UNEVENLY.set(enabled)
+    try:
+        yield
+    finally:
+        _SPLITS_UNEVENLY.reset(token)
+
+
 def axes_of(entry: Entry) -> tuple[str, ...]:
     """Returns the mesh axes in an entry of a layout."""
     if isinstance(entry, str):
@@ -87,6 +107,18 @@ def axes_of(entry: Entry) -> tuple[str, ...]:
     if isinstance(entry, tuple | list):
         return tuple(entry)
     return ()
+
+
+def num_parts(axis_names: Entry) -> int:
+    """Returns into how many parts the current mesh splits an axis; 1 without a mesh.
+
+    >>> num_parts("data")
+    1
+    """
+    mesh = get_global_mesh()
+    if mesh is None:
+        return 1
+    return math.prod(mesh.shape[name] for name in axes_of(axis_names))
 
 
 def constrain(
@@ -144,7 +176,15 @@ def _place(leaf: PyTree, spec: PartitionSpec, mesh: AnyMesh) -> PyTree:
     """Lays out an array; axes of a mesh are explicit, automatic or manual."""
     if not isinstance(leaf, jax.Array | np.ndarray):
         return leaf
-    entries = fitting_spec(spec, leaf.shape, mesh)
+    # Neither explicit axes nor arrays outside of compiled functions have unequal parts.
+    with_uneven_rows = (
+        _SPLITS_UNEVENLY.get()
+        and isinstance(leaf, Tracer)
+        and AxisType.Explicit not in mesh.axis_types
+    )
+    entries = fitting_spec(
+        spec, leaf.shape, mesh, with_uneven_rows=with_uneven_rows
+    )
     apply_constraint = jax.lax.with_sharding_constraint
     if not isinstance(mesh, Mesh) or AxisType.Explicit in mesh.axis_types:
         apply_constraint = _constrained
@@ -193,9 +233,16 @@ def _sharding(
 
 
 def fitting_spec(
-    spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh
+    spec: PartitionSpec,
+    shape: tuple[int, ...],
+    mesh: AnyMesh,
+    *,
+    with_uneven_rows: bool = False,
 ) -> list[Entry]:
-    """Returns the entries of a layout, with a warning and None where a shape cannot be split."""
+    """Returns the entries of a layout, with a warning and None where a shape cannot be split.
+
+    `with_uneven_rows` is whether the parts of the first axis may differ in size.
+    """
     if len(spec) > len(shape):
         raise MeshError(
             f"a value of shape {shape} has {len(shape)} axes, and the layout {tuple(spec)} names "
@@ -225,6 +272,8 @@ def fitting_spec(
                 "map the logical name to a mesh axis."
             )
         n_parts = math.prod(sizes[name] for name in axes_of(entry))
+        if axis == 0 and with_uneven_rows and shape[axis] > n_parts:
+            continue
         if shape[axis] % n_parts:
             warnings.warn(
                 f"axis {axis} of a value of shape {shape} cannot be split into {n_parts} equal "

@@ -15,11 +15,20 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from weft.config import ConfigOr, maybe_instantiate, maybe_set_config
+from weft.config import (
+    ConfigBase,
+    ConfigOr,
+    maybe_instantiate,
+    maybe_set_config,
+)
 from weft.core.spmd import get_global_mesh
 from weft.errors import InputDatasetError, InputReadError
 from weft.hierarchy import Module, TensorSpec, nowrap
-from weft.input.dispatch import BaseInputDispatcher, input_partition_spec
+from weft.input.dispatch import (
+    BaseInputDispatcher,
+    InputDispatcher,
+    input_partition_spec,
+)
 from weft.typing import Nested, Tensor
 
 _STATE_CHARACTERS = 300
@@ -101,13 +110,16 @@ class Input(Module):
         """Sharding of the global batch at the start of the step. Defaults to the dispatcher's, else
         rows over all mesh axes."""
         input_dispatcher: BaseInputDispatcher.Config | None = None
-        """Assigns rows to processes. None: each process reads equally many."""
+        """Assigns rows to processes. None: each process reads equally many; if the batch does not
+        divide over them, an `InputDispatcher`."""
         input_partitioner: ConfigOr[InputPartitionFn] | None = None
         """Further sharding constraints inside the step."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         dispatcher = cfg.input_dispatcher
+        if dispatcher is None and cfg.partition_spec is None:
+            dispatcher = _uneven_dispatcher(global_batch_size_of(cfg))
         if dispatcher is not None:
             if cfg.partition_spec is not None:
                 dispatcher = maybe_set_config(
@@ -218,3 +230,29 @@ class Input(Module):
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch
         )
+
+
+def global_batch_size_of(cfg: ConfigBase) -> int | None:
+    """Returns the rows of a global batch of an input, None if its config does not say it."""
+    for part in (cfg, getattr(cfg, "source", None)):
+        size = getattr(part, "global_batch_size", None)
+        if isinstance(size, int):
+            return size
+    inputs = getattr(cfg, "inputs", ())
+    children = inputs.values() if isinstance(inputs, Mapping) else inputs
+    sizes = {global_batch_size_of(child) for child in children}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _uneven_dispatcher(
+    global_batch_size: int | None,
+) -> InputDispatcher.Config | None:
+    """Returns a dispatcher if processes cannot read equally many rows, and each can have one."""
+    num_processes = jax.process_count()
+    if global_batch_size is None or global_batch_size < num_processes:
+        return None
+    if global_batch_size % num_processes == 0:
+        return None
+    return InputDispatcher.default_config().set(
+        global_logical_batch_size=global_batch_size
+    )

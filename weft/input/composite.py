@@ -45,7 +45,8 @@ class CompositeInput(Input):
                     f"dispatched together: set it in {type(self).__name__} instead"
                 )
             # It determines the part of the data that each of them reads.
-            child.input_dispatcher = self.config.input_dispatcher
+            if self.dispatcher is not None:
+                child.input_dispatcher = self.dispatcher.config
             added[name] = self._add_child(name, child)
         return added
 

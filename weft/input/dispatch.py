@@ -268,7 +268,7 @@ class InputDispatcher(BaseInputDispatcher):
         physical_feed_index: int | None = None
         """Defaults to the index of this process."""
         logical_feed_indices: Sequence[int] | None = None
-        """Physical feeds that read; by default all, at most as many as rows."""
+        """Physical feeds that read; by default the first ones, as many as divide the rows."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         """Completes the config and validates its sizes and indices.
@@ -283,7 +283,9 @@ class InputDispatcher(BaseInputDispatcher):
             complete.physical_feed_index = jax.process_index()
         feeds = complete.num_physical_feeds
         if complete.logical_feed_indices is None:
-            complete.logical_feed_indices = list(range(min(rows, feeds)))
+            complete.logical_feed_indices = list(
+                range(_num_readers(rows, feeds))
+            )
         if complete.global_physical_batch_size is None:
             devices_per_feed = max(jax.device_count() // feeds, 1)
             rows_per_feed = -(
@@ -421,6 +423,15 @@ class InputDispatcher(BaseInputDispatcher):
             lambda x: jnp.take(x, physical_of_row, axis=0), batch
         )
         return _without_name(logical)
+
+
+def _num_readers(rows: int, feeds: int) -> int:
+    """Returns the largest number of feeds that can read equally many rows.
+
+    >>> _num_readers(8, 3), _num_readers(12, 3), _num_readers(7, 4)
+    (2, 3, 1)
+    """
+    return max(n for n in range(1, feeds + 1) if rows % n == 0)
 
 
 def _without_name(batch: dict[str, Any]) -> Any:

@@ -274,11 +274,15 @@ def feed_batch_size(
     check_batch_size(global_batch_size)
     num_feeds = math.prod(dispatch_config.levels()[1])
     if global_batch_size % num_feeds:
+        fewer = max(
+            n for n in range(1, num_feeds) if global_batch_size % n == 0
+        )
         raise errors.InputDispatchError(
             f"global_batch_size={global_batch_size} does not divide over {num_feeds} processes "
             "that read; use a multiple, such as "
-            f"{-(-global_batch_size // num_feeds) * num_feeds}, or set an InputDispatcher with "
-            "fewer logical_feed_indices"
+            f"{-(-global_batch_size // num_feeds) * num_feeds}, start {fewer} process(es), or set "
+            "the input's input_dispatcher to an InputDispatcher with "
+            f"global_logical_batch_size={global_batch_size}"
         )
     return global_batch_size // num_feeds
 

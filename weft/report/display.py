@@ -140,6 +140,14 @@ class Display(Hook):
             start = f"resuming from step {resumed_from:,}"
         directory = f"{self._dir}: " if self._dir else ""
         self.print_line(f"run        {directory}{start}")
+        changes: list[str] = []
+        if resumed_from is not None:
+            changes = run_dir.layout_notes(trainer.config.dir)
+        if changes:
+            self.print_line(f"changed    {', '.join(changes)}")
+            self.print_line(
+                "           The batch, the learning rate and the order of the data stay."
+            )
         for note in run_dir.schedule_notes(trainer.config):
             self.print_line(f"schedule   {note}")
 

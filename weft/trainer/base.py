@@ -10,12 +10,13 @@ from typing import Any
 import jax
 
 from weft import config, errors
-from weft.core import axis_rules
+from weft.core import axis_rules, spmd
 from weft.debug import anomalies, first_nonfinite, lookup_checks
 from weft.distributed import preemption
 from weft.hierarchy import Module, nowrap
 from weft.hierarchy.lora import adapter_state
 from weft.input import Input, PrefetchingIterator
+from weft.input.base import global_batch_size_of
 from weft.trainer import frozen_base, run_dir, state_builder
 from weft.trainer import mesh as mesh_lib
 from weft.trainer import state as state_lib
@@ -26,6 +27,7 @@ from weft.trainer.checkpointer.checkpointer import (
 from weft.trainer.checkpointer.host_state import RunState
 from weft.trainer.compilation import options_for_init, options_for_steps
 from weft.trainer.flops import FLOPS_OF_STEPS, forward_flops, jaxpr_flops
+from weft.trainer.gradients import num_microbatches
 from weft.trainer.learner import BaseLearner, with_precision
 from weft.trainer.model import PerParamDType, model_config
 from weft.trainer.precision import Precision, as_precision
@@ -158,6 +160,8 @@ class BaseTrainer(Module):
         with (
             jax.set_mesh(self._mesh),
             axis_rules.logical_axis_rules(self._rules.activations),
+            # A restart may have a number of processes that does not divide the batch.
+            spmd.uneven_rows(jax.process_count() > 1),
         ):
             yield
 
@@ -234,6 +238,38 @@ class BaseTrainer(Module):
         return state_lib.open_batches(
             self.input, self._batch_partition(), self._mesh
         )
+
+    @nowrap
+    def _layout(self) -> dict[str, Any]:
+        """Returns how a batch is split, for the record of a start."""
+        cfg = self.config
+        sizes = [
+            f"{name}={size}"
+            for name, size in self._mesh.shape.items()
+            if size > 1
+        ]
+        layout: dict[str, Any] = {"mesh": ", ".join(sizes) or "one device"}
+        rows = global_batch_size_of(cfg.input)
+        if rows is None:
+            return layout
+        with self.mesh():
+            num_parts = spmd.num_parts(cfg.batch_axis_names)
+            number = 1
+            accumulation: Any = getattr(
+                cfg.learner, "forward_fn_transformation", None
+            )
+            if hasattr(accumulation, "max_rows_per_device"):
+                number = num_microbatches(
+                    rows,
+                    accumulation.steps,
+                    accumulation.max_rows_per_device,
+                    accumulation.batch_axis_names,
+                )
+        rows_per_device = -(-rows // (number * num_parts))
+        return layout | {
+            "rows_per_device": rows_per_device,
+            "microbatches": number,
+        }
 
     @property
     def input_wait_seconds(self) -> float:
@@ -455,6 +491,7 @@ def jit_train_step(trainer: BaseTrainer) -> Any:
         model_specs=model_specs,
         gradient_specs=gradient_specs,
         train_dtype=dtype,
+        batch_axis_names=cfg.batch_axis_names,
         batch_transform=config.maybe_instantiate(cfg.batch_transform),
     )
     options = options_for_steps(

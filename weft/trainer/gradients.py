@@ -18,7 +18,7 @@ Microbatch i has the rows i, i + steps, ... of the batch, so that each device ke
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import optax
 
 from weft import config, errors
+from weft.core import spmd
 from weft.core.spmd import constrain
 from weft.functional.arrays import counted
 from weft.hierarchy import (
@@ -163,6 +164,8 @@ def with_minibatch_steps(
     steps: int,
     metric_accumulator: config.InstantiableConfig | None = None,
     grad_dtype: DType | None = None,
+    max_rows_per_device: int | None = None,
+    batch_axis_names: str | Sequence[str] | None = "data",
 ) -> Callable[[ForwardFn], ForwardFn]:
     """Returns a transformation that runs a forward pass over microbatches, one after another.
 
@@ -180,16 +183,26 @@ def with_minibatch_steps(
         steps: The number of microbatches; must divide the number of rows.
         metric_accumulator: Merges the summaries of the microbatches; a `MetricAccumulator` if None.
         grad_dtype: The dtype of the sum; None for the parameters' dtypes, at least float32.
+        max_rows_per_device: If a device would have more rows at a time, as when a run continues
+            with fewer devices, there are more microbatches: the next multiple of `steps` that
+            divides the rows.
+        batch_axis_names: The mesh axes over which rows are split.
 
     Returns a function from a forward function to a forward function. Only the loss of the result
     can be differentiated.
 
     Raises:
-        GradientAccumulationError: If `steps` is below 1; when called, if the batch does not divide.
+        GradientAccumulationError: If `steps` or `max_rows_per_device` is below 1; when called, if
+            the batch does not divide.
     """
     if steps < 1:
         raise errors.GradientAccumulationError(
             f"with_minibatch_steps got steps={steps}; expected 1 or more microbatches."
+        )
+    if max_rows_per_device is not None and max_rows_per_device < 1:
+        raise errors.GradientAccumulationError(
+            f"with_minibatch_steps got max_rows_per_device={max_rows_per_device}; expected 1 or "
+            "more rows."
         )
 
     accumulator = metric_accumulator or MetricAccumulator.default_config()
@@ -198,12 +211,48 @@ def with_minibatch_steps(
         def forward(
             *, model_params: NestedTensor, inputs: NestedTensor
         ) -> ForwardOutputs:
-            microbatches = _Microbatches(fn, steps, accumulator, grad_dtype)
+            num_steps = num_microbatches(
+                _num_rows(inputs), steps, max_rows_per_device, batch_axis_names
+            )
+            if num_steps == 1:
+                return fn(model_params=model_params, inputs=inputs)
+            microbatches = _Microbatches(fn, num_steps, accumulator, grad_dtype)
             return microbatches.differentiable()(model_params, inputs)
 
-        return forward if steps > 1 else fn
+        is_needed = steps > 1 or max_rows_per_device is not None
+        return forward if is_needed else fn
 
     return transform
+
+
+def num_microbatches(
+    rows: int,
+    steps: int,
+    max_rows_per_device: int | None,
+    batch_axis_names: str | Sequence[str] | None,
+) -> int:
+    """Returns the number of microbatches of a batch on the current mesh.
+
+    >>> num_microbatches(12, 1, None, "data"), num_microbatches(12, 1, 5, "data")
+    (1, 3)
+    """
+    if max_rows_per_device is None:
+        return steps
+    num_parts = spmd.num_parts(batch_axis_names)
+    for number in range(steps, rows + 1, steps):
+        rows_per_device = -(-rows // (number * num_parts))
+        if rows % number == 0 and rows_per_device <= max_rows_per_device:
+            return number
+    return steps
+
+
+def _num_rows(inputs: NestedTensor) -> int:
+    """Returns the number of rows of a batch, 0 if it has no array with rows."""
+    batch = inputs.get("input_batch") if isinstance(inputs, dict) else None
+    for leaf in jax.tree.leaves(batch):
+        if jnp.ndim(leaf):
+            return leaf.shape[0]
+    return 0
 
 
 @dataclasses.dataclass(frozen=True)

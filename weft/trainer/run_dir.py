@@ -217,12 +217,14 @@ def claim_run_dir(
     cfg: ConfigBase,
     recipe: Mapping[str, Any] | None = None,
     *,
+    layout: Mapping[str, Any] | None = None,
     resume: bool = False,
 ) -> bool:
     """Creates the directory of a run and records its start; returns whether it was started before.
 
-    The recipe that made the config is plain JSON values, signed together with the config. For
-    `resume` and errors see `check_run_dir`.
+    The recipe that made the config is plain JSON values, signed together with the config. The
+    `layout` is what `layout_changes` compares between starts. For `resume` and errors see
+    `check_run_dir`.
     """
     check_run_dir(cfg, resume=resume)
     directory = Directory(cfg.dir)
@@ -240,7 +242,8 @@ def claim_run_dir(
                 # The record is that of another run, which has saved nothing.
                 with contextlib.suppress(FileNotFoundError):
                     directory.remove(RECORD_FILE)
-        starts = [*read_record(cfg.dir).get("starts", []), environment()]
+        starts = read_record(cfg.dir).get("starts", [])
+        starts = [*starts, environment() | dict(layout or {})]
         record: dict[str, Any] = {}
         if recipe is not None:
             record["recipe"] = signed(recipe, text)
@@ -458,6 +461,40 @@ def environment() -> dict[str, Any]:
         "devices": f"{len(devices)} × {devices[0].device_kind}",
         "processes": jax.process_count(),
     }
+
+
+_LAYOUT_FACTS = (
+    "processes",
+    "devices",
+    "mesh",
+    "rows_per_device",
+    "microbatches",
+)
+
+
+def layout_notes(directory: str) -> list[str]:
+    """Returns what has changed since the last start of a run that continues elsewhere."""
+    with contextlib.suppress(RunDirError):
+        starts = read_record(directory).get("starts", [])
+        if len(starts) > 1:
+            return layout_changes(starts[-2], starts[-1])
+    return []
+
+
+def layout_changes(
+    before: Mapping[str, Any], now: Mapping[str, Any]
+) -> list[str]:
+    """Returns the differences between two starts, in what they compute on.
+
+    >>> layout_changes({"processes": 4, "mesh": "data=4"}, {"processes": 3, "mesh": "data=3"})
+    ['processes 4 → 3', 'mesh data=4 → data=3']
+    """
+    changes: list[str] = []
+    for name in _LAYOUT_FACTS:
+        old, new = before.get(name), now.get(name)
+        if None not in (old, new) and old != new:
+            changes.append(f"{name.replace('_', ' ')} {old} → {new}")
+    return changes
 
 
 def find_fields(name: str, cfg: ConfigBase) -> dict[str, Any]:

@@ -188,7 +188,7 @@ def batch_partition(
 def check_batches(input_: Input, partition: PartitionSpec) -> None:
     """Checks with zeros that a batch can be sharded; raises a BatchShardingError if not."""
     zeros = jax.tree.map(
-        lambda x: np.zeros(x.shape, x.dtype), input_.element_spec()
+        lambda x: np.zeros(x.shape, x.dtype), _shapes_of_process(input_)
     )
     host_to_global_device_array(zeros, partition=partition)
 
@@ -221,4 +221,12 @@ def batch_shapes(
         shape = (rows * jax.process_count(), *row_shape)
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
-    return jax.tree.map(global_shape, input_.element_spec())
+    return jax.tree.map(global_shape, _shapes_of_process(input_))
+
+
+def _shapes_of_process(input_: Input) -> Nested[jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of what this process brings to a batch."""
+    shapes = input_.element_spec()
+    if input_.dispatcher is None:
+        return shapes
+    return input_.dispatcher.logical_to_physical_shapes(shapes)

@@ -1,11 +1,12 @@
 """Training step as a pure function of the state and a batch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from weft.core import spmd
 from weft.errors import InputDatasetError
 from weft.hierarchy import (
     Module,
@@ -13,7 +14,7 @@ from weft.hierarchy import (
     ParameterSpec,
     functional,
 )
-from weft.input import Input
+from weft.input import Input, InputDispatcher
 from weft.trainer.gradients import with_gradient_layouts
 from weft.trainer.model import (
     PerParamDType,
@@ -24,7 +25,7 @@ from weft.trainer.model import (
 )
 from weft.trainer.optimizers.base import NestedOptParam, OptParam
 from weft.trainer.update_transformation import ForwardOutputs
-from weft.typing import DType, NestedTensor, T, Tensor
+from weft.typing import DType, NestedTensor, PartitionSpec, T, Tensor
 
 
 class TrainerState(NamedTuple):
@@ -107,6 +108,7 @@ def train_step(
     model_specs: NestedParameterSpec,
     gradient_specs: NestedParameterSpec,
     train_dtype: DType | PerParamDType | None,
+    batch_axis_names: str | Sequence[str] | None = None,
     batch_transform: BatchTransform | None = None,
     with_gradients: bool = False,
 ) -> tuple[TrainerState, dict[str, Any]]:
@@ -116,6 +118,7 @@ def train_step(
         batch: as provided by the processes; `input_` dispatches it.
         model: returns a loss, maybe a `WeightedScalar`, and auxiliary outputs from
             `forward(input_batch)`.
+        batch_axis_names: mesh axes over which the rows are split, if processes brought padding.
         batch_transform: changes the batch by a key, which is another one at each step.
         train_dtype: dtype of the computation, for all parameters or by path; None for that of each.
         with_gradients: whether to return the gradients that have to be finite.
@@ -127,6 +130,8 @@ def train_step(
         state.prng_key, 4
     )
     batch = input_.dispatch_global_batch(batch)
+    if isinstance(input_.dispatcher, InputDispatcher):
+        batch = _split_rows(batch, batch_axis_names)
     if batch_transform is not None:
         # Not one more part of the split: runs without a transform keep their keys.
         transform_key = jax.random.fold_in(state.prng_key, _TRANSFORM)
@@ -196,6 +201,14 @@ def train_step(
     if with_gradients:
         outputs["gradients"] = results.backward_outputs.gradients
     return new_state, outputs
+
+
+def _split_rows(batch: T, batch_axis_names: str | Sequence[str] | None) -> T:
+    """Splits rows over mesh axes, without regard to which process has read them."""
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    if rows < spmd.num_parts(batch_axis_names):
+        return batch
+    return spmd.constrain(batch, PartitionSpec(batch_axis_names))
 
 
 def loss_is_finite(loss: Tensor) -> bool:

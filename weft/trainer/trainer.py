@@ -265,7 +265,7 @@ class SpmdTrainer(BaseTrainer):
         with contextlib.ExitStack() as stack:
             self._run_lock = stack.enter_context(run_lock(self.config.dir))
             started_before = run_dir.claim_run_dir(
-                self.config, recipe, resume=resume
+                self.config, recipe, layout=self._layout(), resume=resume
             )
             run = self._open_run(stack, prng_key, listeners, progress, recipe)
             resumed_from = self._begin(run.first_key, started_before)

@@ -300,6 +300,9 @@ class GradientAccumulationModifier(ConfigModifier):
         """Configures a GradientAccumulationModifier, which also combines the summaries."""
 
         grad_acc_steps: Required[int] = REQUIRED
+        max_rows_per_device: int | None = None
+        """Most rows that a device has at a time; with fewer devices than before, there are more
+        steps instead of more rows. None for no limit."""
         metric_accumulator: MetricAccumulator.Config = (
             MetricAccumulator.default_config()
         )
@@ -311,6 +314,8 @@ class GradientAccumulationModifier(ConfigModifier):
         ).set(
             steps=self.config.grad_acc_steps,
             metric_accumulator=self.config.metric_accumulator,
+            max_rows_per_device=self.config.max_rows_per_device,
+            batch_axis_names=getattr(cfg, "batch_axis_names", "data"),
         )
         _set_field(
             self,
