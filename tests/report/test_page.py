@@ -1,5 +1,6 @@
 """The report of a run, read as a browser would: from the files in its directory to one page."""
 
+import datetime
 import json
 import shutil
 from html.parser import HTMLParser
@@ -9,6 +10,7 @@ import pytest
 
 from weft.errors import RunDirError
 from weft.report.page import render_report, run_page, write_report
+from weft.report.rendering import render
 from weft.report.results import Results, config_values, read_results
 from weft.trainer.run_dir import CONFIG_FILE, update_record
 from weft.trainer.summary_writer.event_file import EventFile, scalar
@@ -230,3 +232,22 @@ def test_newest_and_best_evaluations_are_a_table():
     )
     table = run_page(run).highlights
     assert table.rows == [newest, ["held_out, best accuracy", "3.000", "0.500", "1"]]
+
+
+def test_report_says_where_the_time_went():
+    record = {
+        "starts": [{"time": "2030-03-17T17:00:00+00:00"}],
+        "times": {
+            "until": datetime.datetime(2030, 3, 17, 17, 10, tzinfo=datetime.UTC).timestamp(),
+            "seconds": {"steps": 300.0, "lost": 60.0, "restarts": 120.0},
+        },
+    }
+    page = run_page(Results("run", record))
+    assert ("goodput", "50.0%") in page.facts.rows
+    rows = {title: (time, share) for title, time, share in page.goodput.rows}
+    assert rows["steps that count"] == ("5:00", "50.0%")
+    assert rows["lost steps"] == ("1:00", "10.0%")
+    assert rows["starts and restarts"] == ("2:00", "20.0%")
+    assert rows["other"] == ("2:00", "20.0%")
+    assert "Where the time went" in render("run.html", title="run", run=page)
+    assert run_page(Results("run", {})).goodput is None

@@ -6,6 +6,7 @@ Counting floating-point operations, against products worked out by hand.
 import datetime
 import gzip
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import pytest
 from weft.errors import ProfilerTraceError
 from weft.hierarchy.base_layer import BaseModel
 from weft.trainer.flops import count_flops, peak_flops_of
+from weft.trainer.goodput import KINDS, goodput_of
 from weft.trainer.profiling import StepTraces, layer_times
 from weft.trainer.run_dir import read_record, update_record
 from weft.trainer.throughput import IdleTime, Throughput
@@ -179,6 +181,76 @@ def test_marks_after_the_restored_step_are_void(tmp_path):
         (2, 1),
         (3, 1),
     ]
+
+
+def test_time_goes_into_kinds_over_restarts(tmp_path):
+    run = Run(tmp_path)
+    run.step(30, waited=5)  # compiled
+    for _ in range(4):
+        run.step(10, waited=1)
+    run.save(seconds=20)
+    with run.throughput.paused():
+        run.clock.seconds += 7
+        run.throughput.on_eval("held_out", 5, {})
+    run.step(10)
+    run.save()
+    run.step(10)
+    run.step(10)  # lost
+    killed = run.clock.seconds
+    record = read_record(str(tmp_path))
+    kinds = {"steps": 46, "input": 9, "compilation": 25, "evaluation": 7, "checkpoints": 20}
+    expected = dict.fromkeys(KINDS, 0.0) | kinds | {"restarts": 120}
+    assert record["times"]["seconds"] == pytest.approx(expected)
+
+    starts = [*record["starts"], *record["starts"]]
+    update_record(str(tmp_path), starts=starts)
+    run.clock.seconds += 100
+    run.throughput.start(str(tmp_path), 6, last_sign_of_life=killed)
+    run.waited = 0.0
+    run.step(30)
+    run.step(10)
+    run.save()
+    run.clock.seconds += 15
+    run.throughput.on_end(8, "max_step")
+    goodput = goodput_of(read_record(str(tmp_path)))
+    expected["steps"] += 10
+    expected["compilation"] += 30
+    expected["restarts"] += 100
+    expected["lost"] += 20
+    expected["checkpoints"] += 15
+    assert goodput.seconds == pytest.approx(expected)
+    assert goodput.elapsed == pytest.approx(sum(expected.values()))
+    assert goodput.share == pytest.approx(56 / goodput.elapsed)
+
+
+def test_last_save_and_evaluations_at_the_end_are_no_steps(tmp_path):
+    run = Run(tmp_path, every_n_steps=100)
+    run.step(30)
+    run.clock.seconds += 10
+    run.throughput.on_summaries(2, {}, BATCH)
+    run.clock.seconds += 40
+    run.throughput.mark(2, LOSS)
+    run.clock.seconds += 5
+    run.throughput.on_eval("held_out", 2, {})
+    run.throughput.on_end(2, "max_step")
+    seconds = goodput_of(read_record(str(tmp_path))).seconds
+    assert seconds["steps"] == 10
+    assert (seconds["checkpoints"], seconds["evaluation"]) == (40, 5)
+
+
+def test_steps_before_a_rewind_are_lost(tmp_path):
+    run = Run(tmp_path)
+    run.throughput._trainer = types.SimpleNamespace(
+        config=types.SimpleNamespace(dir=str(tmp_path)), input_wait_seconds=0.0
+    )
+    run.step()
+    run.step(10)
+    run.save()
+    run.step(10)
+    run.clock.seconds += 3  # to restore
+    run.throughput.on_rewind(2)
+    account = run.throughput.account
+    assert (account.seconds["steps"], account.seconds["lost"]) == (10, 13)
 
 
 W, X = jnp.zeros((3, 5)), jnp.zeros((2, 3))

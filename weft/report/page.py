@@ -33,6 +33,7 @@ from weft.report.results import (
     read_results,
 )
 from weft.serialization.directory import Directory
+from weft.trainer.goodput import goodput_of
 
 REPORT_FILE = "report.html"
 
@@ -117,6 +118,7 @@ class RunPage:
 
     Attributes:
         status: How far the run is, or how it ended.
+        goodput: Where the time has gone, a row for each kind.
         metrics: The model's metrics in training and evaluation over each other.
         highlights: The newest and the best evaluation of each evaler.
         evaluations: A row for each evaluation, and for the baselines.
@@ -128,6 +130,7 @@ class RunPage:
 
     status: str
     facts: Table
+    goodput: Table | None
     loss: Figure | None
     metrics: Gallery
     highlights: Table | None
@@ -166,6 +169,7 @@ def run_page(run: Results) -> RunPage:
     return RunPage(
         status=_status(run),
         facts=Table([], list(_facts(run).items())),
+        goodput=_goodput(run),
         loss=_loss(run),
         metrics=_metrics(run),
         highlights=_highlights(run),
@@ -217,6 +221,9 @@ def _facts(run: Results) -> dict[str, str]:
         if run.speed:
             value, unit = run.speed
             facts["speed"] = f"{number(value)} {unit}"
+        goodput = goodput_of(run.record)
+        if goodput is not None:
+            facts["goodput"] = f"{goodput.share:.1%}"
     model = run.record.get("model")
     if model:
         count = model["parameters"]
@@ -238,6 +245,33 @@ def _facts(run: Results) -> dict[str, str]:
         )
         facts["last start"] = last_start["time"]
     return facts
+
+
+_KINDS_OF_TIME = {
+    "steps": "steps that count",
+    "input": "waiting for input",
+    "compilation": "compilation and first steps",
+    "evaluation": "evaluation",
+    "checkpoints": "checkpoints",
+    "restarts": "starts and restarts",
+    "lost": "lost steps",
+}
+
+
+def _goodput(run: Results) -> Table | None:
+    goodput = goodput_of(run.record)
+    if goodput is None or goodput.elapsed <= 0:
+        return None
+    seconds_by_title: dict[str, float] = {}
+    for kind, title in _KINDS_OF_TIME.items():
+        seconds_by_title[title] = goodput.seconds.get(kind, 0.0)
+    rest = goodput.elapsed - sum(seconds_by_title.values())
+    seconds_by_title["other"] = max(0.0, rest)
+    rows: list[list[str]] = []
+    for title, seconds in seconds_by_title.items():
+        share = f"{seconds / goodput.elapsed:.1%}"
+        rows.append([title, duration_text(seconds), share])
+    return Table(["", "time", "share"], rows)
 
 
 def _loss(run: Results) -> Figure | None:

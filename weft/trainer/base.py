@@ -278,6 +278,11 @@ class BaseTrainer(Module):
             return 0.0
         return self._batches.wait_seconds
 
+    @property
+    def last_sign_of_life(self) -> float | None:
+        """Time of the last sign of life of the start before, if that was killed."""
+        return self._run_lock and self._run_lock.last_sign_of_life
+
     # Checkpoints.
 
     def _checkpoint_state(

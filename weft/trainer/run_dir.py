@@ -378,6 +378,7 @@ _RECORD_FORM = {
     _CODE + "?": {str: str},
     _CONFIG_COPY + "?": str,
     "goodput?": [{"step": int, "productive_seconds": float}],
+    "times?": {"until": float, "seconds": {str: float}},
 }
 
 

@@ -96,6 +96,8 @@ class RunLock:
             _machine(),
             uuid.uuid4().hex,
         )
+        self.last_sign_of_life: float | None = None
+        """Time of that of an owner before, which was killed; None if there is none."""
         self._created_dirs: list[Path] = []
         self._fd: int | None = None
         self._last_look = (
@@ -212,6 +214,8 @@ class RunLock:
                 ):
                     raise self._in_use_error(owner, state)
                 if is_free or is_silent:
+                    if not is_empty:
+                        self.last_sign_of_life = state.mtime_ns / 1e9
                     if is_writable:
                         keeps_file = True
                         return fd

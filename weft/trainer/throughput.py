@@ -6,16 +6,15 @@
     device idle        fraction of the time between the end of a step and the dispatch of the next,
                        over ten steps after a reading without an evaluation or a save between them
     goodput            fraction of the time since the first start of the run that went into steps
-                       that were not lost
+                       that were not lost, without waiting for input
 
 MFU counts three times the operations of a forward pass (the backward pass takes two), regardless of
 recomputation (Chowdhery et al., 2022, appendix B); `weft.trainer.flops` counts them. Goodput covers
 all starts: work lost when a process was killed, compilation, waiting for a start, saving and
-evaluation do not count as steps.
+evaluation do not count as steps; `weft.trainer.goodput` keeps the account.
 """
 
 import contextlib
-import datetime
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,11 +24,12 @@ from typing import Any, NamedTuple
 import jax
 
 from weft.config import Configurable
-from weft.errors import RunDirError, ThroughputError
+from weft.errors import ThroughputError
 from weft.hierarchy.module import Module
 from weft.trainer.flops import forward_flops, peak_flops_of
+from weft.trainer.goodput import TimeAccount
 from weft.trainer.hooks import Hook
-from weft.trainer.run_dir import read_record, update_record
+from weft.trainer.run_dir import read_record
 from weft.typing import NestedTensor, PyTree
 
 logger = logging.getLogger(__name__)
@@ -38,9 +38,6 @@ logger = logging.getLogger(__name__)
 # no one has to tune the input of a run that lasts seconds.
 _SLOW_INPUT = 0.1
 _SLOW_SECONDS = 1.0
-# Entry of `run.json`: the time of steps up to each of the last saves.
-_RECORD = "goodput"
-_MAX_MARKS = 200
 # Steps in a sample of the time between them.
 _IDLE_STEPS = 10
 
@@ -149,16 +146,18 @@ class Throughput(Configurable, Hook):
             )
         self._every_n_steps = config.every_n_steps
         self._clock = clock
-        self._now = now
+        self.account = TimeAccount(now)
         self.idle = IdleTime(clock)
         self._trainer: Any = None  # that of the run, from its start on
         self._directory: str | None = None
         self._last_reading: tuple[int, float] | None = None  # its step and time
         self._paused_seconds = 0.0
         self._pause_began: float | None = None
-        self._productive_seconds = (
-            0.0  # of steps since the first start of the run
-        )
+        self._start_time = 0.0
+        self._counted_wait = 0.0  # of the input, in the account
+        # Up to this time, the account has everything but steps.
+        self._last_event_time = 0.0
+        self._settled_time = 0.0  # when a step was last known to have ended
         self._flops: float | None = None  # of a step, once counted
         self._last_wait: tuple[int, float] = (
             0,
@@ -171,10 +170,14 @@ class Throughput(Configurable, Hook):
 
     def on_start(self, trainer: Any, resumed_from: int | None) -> None:
         self._trainer = trainer
-        self.start(trainer.config.dir, trainer.step)
+        self.start(trainer.config.dir, trainer.step, trainer.last_sign_of_life)
 
     def on_rewind(self, step: int) -> None:
-        self.start(self._trainer.config.dir, step)
+        self._count_until_now("lost")
+        self._start_time = self._last_event_time - self._paused_seconds
+        self._last_reading = None
+        self.idle.discard()
+        self.account.rewind(read_record(self._trainer.config.dir), step)
 
     def before_step(self, step: int) -> None:
         if self.idle:
@@ -187,6 +190,7 @@ class Throughput(Configurable, Hook):
     def on_summaries(
         self, step: int, outputs: dict[str, Any], batch: NestedTensor
     ) -> None:
+        self._settled_time = self._clock()
         if not self.is_due(step):
             return
         trainer = self._trainer
@@ -201,33 +205,47 @@ class Throughput(Configurable, Hook):
 
     def on_eval(self, name: str, step: int, summaries: dict[str, Any]) -> None:
         self.idle.restart()
+        self._count_until_now("evaluation")
 
     def on_checkpoint(self, step: int) -> None:
         if self._trainer is not None:
             self.mark(step, self._trainer.trainer_state)
 
+    def on_end(self, step: int, reason: str) -> None:
+        # The last save, for which the run has waited.
+        self._finish("checkpoints")
+
     def close(self) -> None:
         self.idle.discard()
+        self._finish("lost")  # by an error, else it was done
+
+    def _finish(self, kind: str) -> None:
+        if self._directory is None:
+            return
+        self._count_until_now(kind)
+        self._write()
+        self._directory = None
 
     # The measurement.
 
-    def start(self, directory: str, step: int) -> None:
-        """Starts or resumes measuring after a step."""
+    def start(
+        self,
+        directory: str,
+        step: int,
+        last_sign_of_life: float | None = None,
+    ) -> None:
+        """Starts or resumes measuring after a step.
+
+        `last_sign_of_life` is the time of that of the start before, if it was killed.
+        """
         self._directory = directory
         self._last_reading = None
+        self._counted_wait = 0.0
+        self._last_event_time = self._clock()
+        self._start_time = self._last_event_time - self._paused_seconds
         self.idle.discard()
-        record = read_record(directory)
-        starts = record.get("starts")
-        if starts:
-            self._first_start = datetime.datetime.fromisoformat(
-                starts[0]["time"]
-            ).timestamp()
-        else:
-            self._first_start = self._now()
-        self._productive_seconds = 0.0
-        for mark in record.get(_RECORD, []):
-            if mark["step"] <= step:  # else lost
-                self._productive_seconds = mark["productive_seconds"]
+        self.account.start(read_record(directory), step, last_sign_of_life)
+        self._write()
 
     def is_due(self, step: int) -> bool:
         """Returns whether to call `measure`, which waits for the step; for the first step, too."""
@@ -255,7 +273,11 @@ class Throughput(Configurable, Hook):
         idle_fraction = self.idle.fraction()
         if not self.idle:
             self.idle.start()
-        reading = self._read(step)
+        # A pause counts as its beginning.
+        clock_time = self._pause_began
+        if clock_time is None:
+            clock_time = self._clock()
+        reading = self._read(step, clock_time, input_wait_seconds)
         last_step, last_wait_seconds = self._last_wait
         self._last_wait = (step, input_wait_seconds)
         if reading is None or reading.seconds <= 0:
@@ -267,13 +289,12 @@ class Throughput(Configurable, Hook):
         self._warn_if_slow(
             step, waiting_steps, wait_per_step, wait_per_step * steps_per_second
         )
-        seconds_since_start = max(self._now() - self._first_start, 1e-9)
         rows = jax.tree.leaves(batch)[0].shape[0]
         summaries = {
             "steps_per_second": steps_per_second,
             "examples_per_second": steps_per_second * rows,
             "input_wait_seconds": wait_per_step,
-            "goodput": min(1.0, self._productive_seconds / seconds_since_start),
+            "goodput": self.account.goodput,
         }
         if isinstance(batch, Mapping) and self.config.tokens_field in batch:
             tokens = jax.tree.leaves(batch[self.config.tokens_field])[0].size
@@ -305,49 +326,66 @@ class Throughput(Configurable, Hook):
                 100 * min(waiting_fraction, 1.0),
             )
 
-    def _read(self, step: int) -> _Reading | None:
-        """Reads the clock; returns None at the first step, which includes compilation."""
-        # A pause counts as its beginning.
-        clock_time = self._pause_began
-        if clock_time is None:
-            clock_time = self._clock()
+    def _read(
+        self, step: int, clock_time: float, input_wait_seconds: float
+    ) -> _Reading | None:
+        """Reads the steps up to a time; returns None at the first one, which is compiled."""
         step_time = clock_time - self._paused_seconds
         last_reading = self._last_reading
         self._last_reading = (step, step_time)
+        self._last_event_time = max(self._last_event_time, clock_time)
+        waited = input_wait_seconds - self._counted_wait
+        self._counted_wait = input_wait_seconds
         if last_reading is None:
+            seconds = step_time - self._start_time
+            self.account.add("input", min(waited, seconds))
+            self.account.add("compilation", seconds - waited)
             return None
         last_step, last_time = last_reading
-        self._productive_seconds += step_time - last_time
-        return _Reading(step - last_step, step_time - last_time)
+        seconds = step_time - last_time
+        self.account.add("input", min(waited, seconds))
+        self.account.add("steps", seconds - waited)
+        return _Reading(step - last_step, seconds)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Excludes the time while open from that of steps."""
-        self._pause_began = self._clock()
+        self._pause_began = self._last_event_time = self._clock()
         try:
             yield
         finally:
+            self._count_until_now("checkpoints")
             self._paused_seconds += self._clock() - self._pause_began
             self._pause_began = None
+
+    def _count_until_now(self, kind: str) -> None:
+        """Counts the time since the last step, evaluation or pause."""
+        clock_time = self._clock()
+        seconds = clock_time - self._last_event_time
+        self.account.add(kind, seconds)
+        self._last_event_time = clock_time
+        if self._pause_began is None:
+            self._paused_seconds += seconds
 
     def mark(self, step: int, outputs: PyTree) -> None:
         """Records in the run's directory the time of the steps up to a saved one."""
         jax.block_until_ready(outputs)
         self.idle.restart()
-        self._read(step)
-        if jax.process_index() != 0 or self._directory is None:
-            return
-        # Neither a full disk nor a damaged record ends training.
-        with contextlib.suppress(OSError, RunDirError):
-            marks = read_record(self._directory).get(_RECORD, [])
-            marks = [mark for mark in marks if mark["step"] < step]
-            productive_seconds = round(self._productive_seconds, 3)
-            marks.append(
-                {"step": step, "productive_seconds": productive_seconds}
-            )
-            update_record(
-                self._directory, **{_RECORD: marks[-_MAX_MARKS - 1 :]}
-            )
+        wait_seconds = self._counted_wait
+        if self._trainer is not None:
+            wait_seconds = self._trainer.input_wait_seconds
+        # The last save of a run is in no pause.
+        end_of_step = self._pause_began
+        if end_of_step is None:
+            end_of_step = max(self._last_event_time, self._settled_time)
+        self._read(step, end_of_step, wait_seconds)
+        if self._pause_began is None:
+            self._count_until_now("checkpoints")
+        self._write(step)
+
+    def _write(self, saved_step: int | None = None) -> None:
+        if jax.process_index() == 0 and self._directory is not None:
+            self.account.write(self._directory, saved_step)
 
     def _utilization(
         self,
