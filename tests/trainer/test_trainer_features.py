@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from weft.config import config_for_function
-from weft.errors import EarlyStoppingError
+from weft.errors import EarlyStoppingError, InputDispatchError, ShardingWarning
 from weft.hierarchy.base_layer import BaseModel
 from weft.hierarchy.layers import Linear
 from weft.hierarchy.metrics import WeightedScalar
+from weft.input import ArrayInput, Arrays, InputDispatcher
 from weft.input.fake import fake_source
 from weft.input.grain import Input, per_feed_batch
 from weft.trainer.checkpointer import every_n_steps_policy as save_every_n_steps_policy
@@ -254,3 +256,26 @@ def test_early_stopping_needs_an_evaler_of_the_run(tmp_path):
         EarlyStoppingError, match=r"'held_out', which the run does not have; it has none"
     ):
         cfg.instantiate(parent=None, devices=jax.devices()[:1])
+
+
+class Mapped(Regression):
+    """Model whose devices need equally many rows."""
+
+    def forward(self, input_batch):
+        x = jax.shard_map(lambda x: 2 * x, in_specs=P("data"), out_specs=P("data"))(
+            input_batch["x"]
+        )
+        return super().forward(input_batch | {"x": x})
+
+
+def test_layers_that_need_equal_parts_refuse_other_rows(tmp_path):
+    arrays = Arrays(dict(zip("xy", examples_of(True), strict=True)))
+    input_cfg = ArrayInput.default_config().set(arrays=arrays, global_batch_size=7)
+    input_cfg.input_dispatcher = InputDispatcher.default_config().set(
+        global_logical_batch_size=7, global_physical_batch_size=8
+    )
+    cfg = config(tmp_path, model=Mapped.default_config(), input=input_cfg, mesh_shape=(2, 1))
+    trainer = cfg.instantiate(parent=None, devices=jax.devices()[:2])
+    message = "7 rows does not divide over 2 devices.*; set global_batch_size to a multiple of 2"
+    with pytest.warns(ShardingWarning), pytest.raises(InputDispatchError, match=message):
+        trainer.compile_train_step()

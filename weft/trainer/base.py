@@ -419,9 +419,32 @@ class BaseTrainer(Module):
         self, state: TrainerState, batch: Nested[Any]
     ) -> jax.stages.Traced:
         """Traces the step for a state and a batch, and checks its lookups in tables."""
-        traced = self._train_step.trace(state, batch)
+        try:
+            traced = self._train_step.trace(state, batch)
+        except ValueError as error:
+            self._explain_uneven_rows(error)
+            raise
         lookup_checks.check_lookups(traced.jaxpr, state, batch, self.config)
         return traced
+
+    def _explain_uneven_rows(self, error: ValueError) -> None:
+        """Raises an InputDispatchError if a `jax.shard_map` refuses rows that do not divide."""
+        rows = global_batch_size_of(self.config.input)
+        num_parts = spmd.num_parts(self.config.batch_axis_names)
+        if rows is None or rows % num_parts == 0:
+            return
+        if "not evenly divisible" not in str(error):
+            return
+        num_processes = jax.process_count()
+        advice = f"set global_batch_size to a multiple of {num_parts}"
+        if num_processes > 1:
+            fewer = max(n for n in range(1, num_processes) if rows % n == 0)
+            advice = f"start {fewer} process(es), or {advice}"
+        raise errors.InputDispatchError(
+            f"a batch of {rows} rows does not divide over {num_parts} devices, and a layer of "
+            "the model needs parts of equal size, such as a mixture of experts that drops no "
+            f"tokens; {advice}."
+        ) from error
 
     @nowrap
     def advance(self, batch: NestedTensor) -> dict[str, Any]:
