@@ -259,3 +259,60 @@ def test_two_processes_save_fail_and_resume_from_one(run, tmp_path):
         step, state = checkpointer.restore(state=target)
     assert (step, state["count"], it.position) == (3, 3, 3)
     np.testing.assert_array_equal(state["w"], np.arange(3200.0).reshape(8, 400) + 3)
+
+
+def test_only_one_process_reads_each_chunk_where_asked(run, tmp_path):
+    script = """
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+    from weft.trainer.checkpointer import OrbaxStateStorage
+
+    directory, port, index = sys.argv[1:]
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(index))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def on(*axes):
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    whole = {
+        dtype: (np.arange(512 * 1024) % 7).reshape(512, 1024).astype(jnp.dtype(dtype))
+        for dtype in ("float32", "bfloat16", "int8", "bool")
+    }
+    state = {
+        name: jax.make_array_from_callback(x.shape, on("data"), lambda i, x=x: x[i])
+        for name, x in whole.items()
+    }
+    odd = {"key": jax.jit(lambda: jax.random.key(3), out_shardings=on())(), "count": 1}
+    odd["odd"] = jax.jit(lambda: jnp.arange(3), out_shardings=on())()
+    cfg = OrbaxStateStorage.default_config().set(reads_once=True)
+    checkpointer = make(directory, asynchronous=False, storage=cfg)
+    checkpointer.save(step=1, state={**state, **odd})
+
+    def num_read():
+        (line,) = [line for line in open("/proc/self/io") if line.startswith("rchar:")]
+        return int(line.split()[1])
+
+    all_bytes = sum(x.nbytes for x in whole.values())
+    for axes in (("data",), (None, "data"), ()):
+        target = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on(*axes))
+            for name, x in state.items()
+        }
+        before = num_read()
+        _, restored = checkpointer.restore(state={**target, **odd})
+        read_bytes = num_read() - before
+        assert all_bytes / 2 <= read_bytes < 0.6 * all_bytes, (axes, read_bytes, all_bytes)
+        for name, x in whole.items():
+            assert restored[name].sharding == target[name].sharding
+            for shard in restored[name].addressable_shards:
+                np.testing.assert_array_equal(shard.data, x[shard.index])
+        assert restored["odd"].addressable_data(0).tolist() == [0, 1, 2]
+        assert restored["key"].addressable_data(0) == jax.random.key(3)
+    checkpointer.stop()
+    """
+    port = free_port()
+    processes = [run(script, tmp_path, port, i, XLA_FLAGS=xla_flags(2)) for i in (0, 1)]
+    for process in processes:
+        finish(process)

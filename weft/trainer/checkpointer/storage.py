@@ -131,6 +131,10 @@ class OrbaxStateStorage(StateStorage):
         """Size of the largest chunk of an array. A process that needs a part of a chunk reads all
         of it, which bounds the extra memory for restoring."""
 
+        reads_once: bool = False
+        """Whether only one process reads each chunk and sends it to the others. If not, each
+        process reads what its own devices need."""
+
     _ARRAYS, _PYTHON = "arrays", "python"
     checks_below = f"{_ARRAYS}/"
 
@@ -295,7 +299,14 @@ class OrbaxStateStorage(StateStorage):
             for path, leaf in leaves.items()
         }
         files = ArrayFiles(ckpt_dir, self._ARRAYS, manifest)
-        read = files.read(targets)
+        read_targets = targets
+        if self.config.reads_once and jax.process_count() > 1:
+            saved_entries = {_array_name(path): entry for path, entry in saved}
+            read_targets = {
+                name: _divided(target, saved_entries[name])
+                for name, target in targets.items()
+            }
+        read = files.read(read_targets)
         damage += read.damage
         if not damage:
             saved_names = {_array_name(path) for path, _ in saved}
@@ -308,6 +319,11 @@ class OrbaxStateStorage(StateStorage):
                 f"the checkpoint {ckpt_dir} is damaged: {'; '.join(damage[:8])}. Restore another.",
                 damage=damage,
             )
+        # In the same order in all processes, which send each other what they have read.
+        for name in sorted(targets):
+            if read_targets[name] is not targets[name]:
+                sharding: Any = targets[name].sharding  # pyright: ignore[reportAttributeAccessIssue]
+                read.arrays[name] = jax.device_put(read.arrays[name], sharding)
         return {path: read.arrays[_array_name(path)] for path in leaves}
 
     def _restore_objects(self, leaves: dict[str, Any], directory: str) -> None:
@@ -409,6 +425,38 @@ def _sharding_of(leaf: index_lib.ArrayOrSpec) -> jax.sharding.Sharding:
     else:
         sharding = getattr(leaf, "sharding", None)
     return sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def _divided(target: Target, saved: index_lib.Entry) -> Target:
+    """Returns a target whose devices all hold another part, along an axis that was sharded before.
+
+    Returns the target itself if no axis can be divided among all devices.
+    """
+    sharding = getattr(target, "sharding", None)
+    if (
+        not isinstance(sharding, jax.sharding.NamedSharding)
+        or index_lib.is_key_dtype(target.dtype)
+        or jnp.dtype(target.dtype).name in ("int2", "int4")  # no whole bytes
+    ):
+        return target
+    spec: Any = (isinstance(saved, Mapping) and saved["spec"]) or ()
+    axes = sorted(
+        range(len(target.shape)),
+        key=lambda axis: axis >= len(spec) or not spec[axis],
+    )
+    mesh = sharding.mesh
+    for axis in axes:
+        if target.shape[axis] % mesh.size == 0:
+            axis_names = [None] * axis + [tuple(mesh.axis_names)]
+            divided = jax.sharding.NamedSharding(
+                mesh,
+                jax.sharding.PartitionSpec(*axis_names),
+                memory_kind=sharding.memory_kind,
+            )
+            return jax.ShapeDtypeStruct(
+                target.shape, target.dtype, sharding=divided
+            )
+    return target
 
 
 def _with_layout(leaf: index_lib.ArrayOrSpec) -> Target:
