@@ -10,10 +10,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from weft.debug.anomalies import AnomalyPolicy
+from weft.errors import InvalidConfigValueError, TopologyError
+from weft.recipes.digits import digits
 from weft.trainer import compilation
+from weft.trainer.aot_compilation import get_devices_for_topology
 from weft.trainer.compilation import (
+    XLA_OPTIONS,
     compilation_cache,
     default_cache_dir,
+    named_options,
     options_for_evaluation,
     options_for_init,
     options_for_steps,
@@ -161,3 +167,50 @@ def test_options_that_xla_does_not_know_are_left_out(monkeypatch):
         assert options_for_init("cpu", SMALL) == known
     finally:
         compilation._unknown_options.cache_clear()
+
+
+def test_options_by_name_are_those_of_the_devices():
+    names = ["latency_hiding", "collective_fusion"]
+    on_gpus, on_tpus = named_options(names, "gpu"), named_options(names, "tpu")
+    assert on_gpus["xla_gpu_enable_latency_hiding_scheduler"]
+    assert on_tpus["xla_tpu_enable_async_collective_fusion"]
+    assert not any("tpu" in name for name in on_gpus)
+    assert named_options(names, "cpu") == named_options([], "tpu") == {}
+
+
+@pytest.mark.parametrize("name", XLA_OPTIONS)
+def test_options_for_gpus_are_known_to_xla(name):
+    # Its options are the same in a build for CPUs.
+    jax.jit(lambda x: x + 1).lower(1).compile(compiler_options=named_options([name], "gpu"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", XLA_OPTIONS)
+def test_options_for_tpus_are_known_to_their_compiler(name):
+    try:
+        devices = get_devices_for_topology("v5p-8")
+    except TopologyError:
+        pytest.skip("libtpu is not installed")
+    sharding = jax.NamedSharding(jax.make_mesh((4,), ("x",), devices=devices), jax.P())
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
+    jax.jit(lambda x: x + 1).lower(x).compile(compiler_options=named_options([name], "tpu"))
+
+
+@pytest.mark.parametrize("policy", [None, AnomalyPolicy.default_config()])
+def test_named_options_reach_the_step(monkeypatch, policy):
+    options = {"of a test": {"cpu": {"xla_no_such_option": True}}}
+    monkeypatch.setattr(compilation, "XLA_OPTIONS", options)
+    cfg = digits(batch_size=8).set(dir="", evalers={}, anomaly_policy=policy)
+    trainer = cfg.set(xla_options=["of a test"]).instantiate(parent=None)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="'xla_no_such_option'"):
+        trainer.compile_train_step()
+
+
+def test_unknown_options():
+    cfg = digits().set(dir="", xla_options=["collective_matmull"])
+    with pytest.raises(
+        InvalidConfigValueError,
+        match=r"xla_options has 'collective_matmull'; expected some of 'latency_hiding', .*"
+        "Did you mean 'collective_matmul'",
+    ):
+        cfg.instantiate(parent=None)

@@ -17,7 +17,7 @@ from weft.hierarchy import Module, nowrap
 from weft.hierarchy.lora import adapter_state
 from weft.input import Input, PrefetchingIterator
 from weft.input.base import global_batch_size_of
-from weft.trainer import frozen_base, run_dir, state_builder
+from weft.trainer import compilation, frozen_base, run_dir, state_builder
 from weft.trainer import mesh as mesh_lib
 from weft.trainer import state as state_lib
 from weft.trainer.checkpointer.checkpointer import (
@@ -91,6 +91,10 @@ class BaseTrainer(Module):
         `per_param_train_dtype_by_path`."""
         anomaly_policy: anomalies.AnomalyPolicy.Config | None = None
         """Policy for steps whose loss is undefined or jumps."""
+        xla_options: Sequence[str] = []
+        """Names of options with which XLA compiles the step for the devices of the mesh: some of
+        "latency_hiding", "collective_matmul", "no_collective_matmul" and "collective_fusion", see
+        `weft.trainer.compilation.XLA_OPTIONS`."""
         config_modifiers: Sequence[config.ConfigOr[config.ConfigModifier]] = []
         """Change this config, in order, before the trainer is made from it."""
 
@@ -484,6 +488,7 @@ def _check_config(cfg: BaseTrainer.Config, path: str) -> None:
             f"{path}.max_step={cfg.max_step!r} is not a number of steps; expected an int such as "
             "1000, or math.inf for a run without end."
         )
+    compilation.check_options(cfg.xla_options, f"{path}.xla_options")
     if cfg.precision is None or cfg.train_dtype is None:
         return
     if as_precision(cfg.precision).compute_dtype is not None:
@@ -522,16 +527,18 @@ def jit_train_step(trainer: BaseTrainer) -> Any:
         batch_axis_names=cfg.batch_axis_names,
         batch_transform=config.maybe_instantiate(cfg.batch_transform),
     )
+    platform = mesh.devices.flat[0].platform
     options = options_for_steps(
-        mesh.devices.flat[0].platform,
-        model_specs,
-        trainer.input.element_spec,
-        cfg.max_step,
+        platform, model_specs, trainer.input.element_spec, cfg.max_step
     )
+    options = {
+        **(options or {}),
+        **compilation.named_options(cfg.xla_options, platform),
+    }
     if cfg.anomaly_policy is not None:
         policy = cfg.anomaly_policy.instantiate()
         return anomalies.AnomalyGuard(
-            policy, step, trainer._shardings, mesh, dtype, options
+            policy, step, trainer._shardings, mesh, dtype, options or None
         )
     shardings = (
         trainer._shardings,
@@ -542,7 +549,7 @@ def jit_train_step(trainer: BaseTrainer) -> Any:
         in_shardings=shardings,
         out_shardings=shardings,
         donate_argnums=0,
-        compiler_options=options,
+        compiler_options=options or None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Compilation of a run's programs: the persistent cache, and how hard the compiler tries.
+"""Compilation of a run's programs: the persistent cache, options, and how hard the compiler tries.
 
 A run keeps its compiled programs, so that the next start of the same config compiles nothing. On a
 CPU, programs with little to compute are compiled without optimizations: compiling the steps of a
@@ -17,12 +17,13 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
+from weft.errors import InvalidConfigValueError, did_you_mean
 from weft.serialization.untrusted import check_local_path
 from weft.typing import PyTree
 
@@ -153,6 +154,75 @@ def _drop_partial_entries(directory: str) -> None:
             is_whole = os.path.exists(path.removesuffix("-cache") + "-atime")
             if not is_whole and time.time() - os.path.getmtime(path) > 60:
                 os.remove(path)
+
+
+# Options by name.
+
+XLA_OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "latency_hiding": {
+        # TPUs do this by default.
+        "gpu": {
+            "xla_gpu_enable_latency_hiding_scheduler": True,
+            "xla_gpu_enable_pipelined_all_gather": True,
+            "xla_gpu_enable_pipelined_reduce_scatter": True,
+            "xla_gpu_enable_pipelined_all_reduce": True,
+        },
+        "tpu": {"xla_tpu_enable_latency_hiding_scheduler": True},
+    },
+    "collective_matmul": {
+        "gpu": {
+            "xla_gpu_threshold_for_windowed_einsum_mib": 0,
+            "xla_gpu_multi_streamed_windowed_einsum": True,
+        },
+        "tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 0},
+    },
+    "no_collective_matmul": {
+        # More than any array has.
+        "gpu": {"xla_gpu_threshold_for_windowed_einsum_mib": 2**30},
+        "tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 2**30},
+    },
+    "collective_fusion": {
+        "tpu": {
+            "xla_tpu_enable_async_collective_fusion": True,
+            "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+            "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+            "xla_tpu_overlap_compute_collective_tc": True,
+            "xla_enable_async_all_gather": True,
+        },
+    },
+}
+"""Options of XLA by name and platform of the devices, about communication between devices.
+
+- latency_hiding: schedules operations so that communication runs while they compute.
+- collective_matmul: splits each product with a gathered or scattered array into parts, of which one
+  is computed while the next one moves; by default only products of large arrays.
+- no_collective_matmul: never does so.
+- collective_fusion: fuses communication with the computation beside which it runs.
+"""
+
+
+def check_options(names: Sequence[str], where: str) -> None:
+    """Raises an InvalidConfigValueError for a name that `XLA_OPTIONS` lacks."""
+    for name in names:
+        if name not in XLA_OPTIONS:
+            raise InvalidConfigValueError(
+                f"{where} has {name!r}; expected some of "
+                f"{', '.join(map(repr, XLA_OPTIONS))}. "
+                f"{did_you_mean(str(name), XLA_OPTIONS)} Other options of XLA are set by the "
+                "environment variable XLA_FLAGS (LIBTPU_INIT_ARGS for TPUs)."
+            )
+
+
+def named_options(names: Sequence[str], platform: str) -> dict[str, Any]:
+    """Returns the options of some names of `XLA_OPTIONS` for devices such as "gpu".
+
+    >>> named_options(["latency_hiding"], "tpu")
+    {'xla_tpu_enable_latency_hiding_scheduler': True}
+    """
+    options: dict[str, Any] = {}
+    for name in names:
+        options |= XLA_OPTIONS[name].get(platform, {})
+    return options
 
 
 # The effort of the compiler.
