@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from tests.weft_process import finish, weft_processes
-from weft.cli import main
+from weft.cli import check, main
 from weft.cli.check import _shape_of_program
 from weft.trainer import SpmdTrainer
 from weft.trainer.device_specs import DEVICE_SPECS
@@ -186,3 +186,19 @@ def test_collectives_are_equal_for_several_slices():
     for platform, data in (("tpu", 2), ("gpu", 4)):
         devices = [types.SimpleNamespace(platform=platform, slice_index=i // 4) for i in range(8)]
         assert _shape_of_program(cfg, mesh, devices) == {"data": data, "model": 2}
+
+
+def test_memory_of_the_host_is_apart():
+    sizes = dict.fromkeys(["argument", "output", "alias", "temp", "generated_code"], 1000)
+    memory = types.SimpleNamespace(**{f"{name}_size_in_bytes": n for name, n in sizes.items()})
+    memory.host_temp_size_in_bytes = 0
+    names, numbers = columns(check._memory_table(memory))
+    assert (names[-1], numbers[-1]) == ("in all", "3.0 kB")
+    memory.host_temp_size_in_bytes = 5000
+    names, numbers = columns(check._memory_table(memory))
+    assert (names[-1], numbers[-1]) == ("offloaded to the host", "5.0 kB")
+    assert numbers[-2] == "3.0 kB"
+
+
+def columns(table):
+    return [list(column.cells) for column in table.columns]

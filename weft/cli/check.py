@@ -518,6 +518,9 @@ def _memory_table(memory: Any) -> Table:
     for name, size in parts.items():
         table.add_row(name, display.bytes_text(size))
     table.add_row("in all", display.bytes_text(sum(parts.values())))
+    if memory.host_temp_size_in_bytes:
+        on_host = display.bytes_text(memory.host_temp_size_in_bytes)
+        table.add_row("offloaded to the host", on_host)
     return table
 
 
