@@ -277,6 +277,54 @@ def test_scanned_transformer_gathers_one_layer_at_a_time(fsdp):
     assert all(c.axes(fsdp.trainer._mesh.shape) == ("fsdp",) for c in in_loop)
 
 
+def test_scanned_transformer_scatters_gradients(fsdp):
+    text = fsdp.step.as_text()
+    # XLA sums gradients of a layer in the body of the loop, and each device keeps its part of them
+    # there: on a CPU by an all-reduce and a slice, which others merge into a reduce-scatter.
+    summed = [c for c in collectives_of(text) if c.kind in ("all-reduce", "reduce-scatter")]
+    in_loop = [c for c in summed if c.in_loop]
+    assert {c.times for c in in_loop} == {NUM_LAYERS}
+    shapes = [shape for c in in_loop for shape in c.shapes]
+    layers = fsdp.trainer.trainer_state_specs.model["decoder"]["transformer"]["repeat"]["layer"]
+    specs = jax.tree.leaves(layers)
+    assert sorted(map(elements, shapes)) == sorted(math.prod(s.shape[1:]) for s in specs)
+    # After the loop, no gradient of a layer is summed or moved.
+    after_loop = [shape for c in summed if not c.in_loop for shape in c.shapes]
+    assert not set(map(elements, after_loop)) & {math.prod(s.shape) for s in specs}
+    gathered = [c for c in collectives_of(text) if c.kind == "all-gather" and not c.in_loop]
+    assert not any(shape.startswith(f"f32[{NUM_LAYERS},") for c in gathered for shape in c.shapes)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_layouts_are_the_same_for_other_devices(fsdp, platform):
+    trainer = fsdp.trainer
+    with trainer.mesh():
+        traced = trainer.trace_train_step(*trainer._step_shapes())
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert layouts(text) == layouts(traced.lower().as_text())
+    # Stacks of all layers come in and go out in parts of an axis of a layer, and nothing gathers
+    # them in between.
+    stacks = re.findall(
+        rf"tensor<({NUM_LAYERS}x[\dx]+)xf32>[^,]*?sdy.sharding = #sdy.sharding<@mesh, \[(.*?)\]>",
+        text,
+    )
+    specs = trainer.trainer_state_specs
+    layers = specs.model["decoder"]["transformer"]["repeat"]["layer"]
+    shapes = {"x".join(map(str, s.shape)) for s in jax.tree.leaves(layers)}
+    assert {shape for shape, _ in stacks} == shapes
+    assert all('"fsdp"' in sharding for _, sharding in stacks)
+    constraints = re.findall(r"sdy.sharding_constraint .* : tensor<(\w+)>", text)
+    assert constraints
+    assert not any(x.startswith(f"{NUM_LAYERS}x") for x in constraints)
+
+
+def layouts(stablehlo):
+    """Returns the layouts of arrays that a program asks for, with their shapes."""
+    constraint = r"sdy.sharding_constraint .*? (<@mesh, .*>) : (tensor<\w+>)"
+    of_argument = r"(tensor<\w+>)[^%]*?(sdy.sharding = .*?>)"
+    return sorted(re.findall(constraint, stablehlo) + re.findall(of_argument, stablehlo))
+
+
 def elements(shape):
     return math.prod(int(n) for n in shape.partition("[")[2].rstrip("]").split(",") if n)
 
