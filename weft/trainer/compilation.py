@@ -194,10 +194,10 @@ XLA_OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 """Options of XLA by name and platform of the devices, about communication between devices.
 
 - latency_hiding: schedules operations so that communication runs while they compute.
-- collective_matmul: splits each product with a gathered or scattered array into parts, of which one
-  is computed while the next one moves; by default only products of large arrays.
+- collective_matmul: splits each product with a gathered or scattered array into parts, and computes
+  one while the next one moves; by default only products of large arrays.
 - no_collective_matmul: never does so.
-- collective_fusion: fuses communication with the computation beside which it runs.
+- collective_fusion: fuses communication with the computation that runs at the same time.
 """
 
 
