@@ -30,6 +30,7 @@ from weft.trainer.parallelism import (
     ParallelismModifier,
     mesh_shape_from_axes,
 )
+from weft.trainer.trainer_config_modifier import GradientAccumulationModifier
 
 NUM_LAYERS = 5  # unlike every other size
 
@@ -141,6 +142,7 @@ def with_eight_layers(cfg):
 
 
 INTERLEAVED = {"pipeline_schedule": "interleaved"}
+ONE_F_ONE_B = {"pipeline_schedule": "1f1b"}
 
 
 @pytest.mark.long
@@ -154,6 +156,8 @@ INTERLEAVED = {"pipeline_schedule": "interleaved"}
         (with_four_layers, {"pipeline": 4, "seq": 2, "num_microbatches": 4}),
         (with_eight_layers, {"pipeline": 4, "fsdp": 2, "num_microbatches": 4, **INTERLEAVED}),
         (with_four_layers, {"pipeline": 2, "fsdp": 2, "model": 2, **INTERLEAVED}),
+        (with_four_layers, {"pipeline": 4, "fsdp": 2, "num_microbatches": 4, **ONE_F_ONE_B}),
+        (with_four_layers, {"pipeline": 2, "fsdp": 2, "model": 2, **ONE_F_ONE_B}),
     ],
     ids=[
         "experts",
@@ -163,10 +167,14 @@ INTERLEAVED = {"pipeline_schedule": "interleaved"}
         "pipeline,seq",
         "interleaved",
         "interleaved,model",
+        "1f1b",
+        "1f1b,model",
     ],
 )
 def test_losses_of_experts_and_pipelines_match_on_mesh(prepare, axes):
-    alone = config(prepare, **axes).set(mesh_shape=mesh_shape_from_axes())
+    # On one device by GPipe, which `tests/hierarchy` compares with a stack.
+    axes_alone = {**axes, "pipeline_schedule": "gpipe"} if "1f1b" in axes.values() else axes
+    alone = config(prepare, **axes_alone).set(mesh_shape=mesh_shape_from_axes())
     np.testing.assert_allclose(Run(config(prepare, **axes)).losses, Run(alone).losses, rtol=2e-5)
 
 
@@ -380,6 +388,15 @@ def test_stacks_become_pipelines():
     assert cfg.klass is PipelinedTransformerLayer
     assert (cfg.num_layers, cfg.num_stages, cfg.num_microbatches) == (NUM_LAYERS, 2, 4)
     assert cfg.stage.klass is RepeatedTransformerLayer
+
+
+def test_1f1b_takes_the_place_of_gradient_accumulation():
+    def accumulating(cfg):
+        modifier = GradientAccumulationModifier.default_config().set(grad_acc_steps=2)
+        return modifier.instantiate()(with_four_layers(cfg))
+
+    with pytest.raises(ConfigModifierError, match="a Learner has one already"):
+        config(accumulating, pipeline=2, **ONE_F_ONE_B)
 
 
 def test_stages_are_interleaved():

@@ -14,15 +14,18 @@ each device passes its part to the next one. At the dots, a stage computes on ro
 discarded. On any mesh, the result equals that of running the layers in sequence.
 """
 
+import contextvars
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
-from weft.config import REQUIRED, Configurable, Required
+from weft import struct
+from weft.config import REQUIRED, Configurable, Required, maybe_instantiate
 from weft.core.logical import names_to_mesh_axes
 from weft.core.spmd import axes_of, constrain, get_global_mesh
 from weft.errors import ArgumentShapeError, LayerConfigError
@@ -31,6 +34,7 @@ from weft.hierarchy.base_layer import stacked_parameter_specs
 from weft.hierarchy.context import (
     InvocationContext,
     OutputCollection,
+    filter_outputs,
     require_context,
     set_current_context,
 )
@@ -167,14 +171,14 @@ class GPipeSchedule(BaseSchedule):
         ) -> tuple[PyTree, PyTree]:
             microbatch, x = step_inputs
             stage_inputs = jax.tree.map(
-                lambda inputs, new: _replace_stage(inputs, 0, new[None]),
+                lambda inputs, new: replace_stage(inputs, 0, new[None]),
                 stage_inputs,
                 microbatch,
             )
             stage_outputs, y = fn(shard_stages(stage_inputs), x)
             # The shift wraps around, so that the result of the last stage is where the next
             # microbatch replaces it.
-            next_inputs = _shift_stages(shard_stages(stage_outputs), 1)
+            next_inputs = shift_stages(shard_stages(stage_outputs), 1)
             result = jax.tree.map(operator.itemgetter(0), next_inputs)
             return next_inputs, (result, y)
 
@@ -252,7 +256,7 @@ class InterleavedSchedule(BaseSchedule):
             microbatch, is_new, x = step_inputs
             stage_inputs = jax.tree.map(
                 lambda inputs, new: jnp.where(
-                    is_new, _replace_stage(inputs, 0, new[None]), inputs
+                    is_new, replace_stage(inputs, 0, new[None]), inputs
                 ),
                 stage_inputs,
                 microbatch,
@@ -260,7 +264,7 @@ class InterleavedSchedule(BaseSchedule):
             stage_outputs, y = fn(shard_stages(stage_inputs), x)
             # The shift wraps around: what leaves the last stage is at the first one for its next
             # part, or a result.
-            next_inputs = _shift_stages(shard_stages(stage_outputs), 1)
+            next_inputs = shift_stages(shard_stages(stage_outputs), 1)
             result = jax.tree.map(operator.itemgetter(0), next_inputs)
             return next_inputs, (result, y)
 
@@ -331,23 +335,23 @@ class StreamSchedule(BaseSchedule):
             number = step % num_columns
             column = jax.tree.map(lambda x: x[:, number], stream)
             stage_inputs = jax.tree.map(
-                lambda inputs, new: _replace_stage(inputs, 0, new),
+                lambda inputs, new: replace_stage(inputs, 0, new),
                 stage_inputs,
                 column,
             )
             stage_outputs, y = fn(shard_stages(stage_inputs), x)
             stage_outputs = shard_stages(stage_outputs)
             column = jax.tree.map(
-                lambda moved, results: _replace_stage(
+                lambda moved, results: replace_stage(
                     moved, num_stages - 1, results
                 ),
-                _shift_stages(column, -1),
+                shift_stages(column, -1),
                 stage_outputs,
             )
             stream = jax.tree.map(
                 lambda x, new: x.at[:, number].set(new), stream, column
             )
-            return (_shift_stages(stage_outputs, 1), shard_stages(stream)), y
+            return (shift_stages(stage_outputs, 1), shard_stages(stream)), y
 
         stream = jax.tree.map(
             lambda x: x.reshape(num_stages, num_columns, *x.shape[1:]), carry
@@ -365,12 +369,12 @@ class StreamSchedule(BaseSchedule):
         return jax.tree.map(in_order, stream), ys
 
 
-def _shift_stages(x: PyTree, shift: int) -> PyTree:
+def shift_stages(x: PyTree, shift: int) -> PyTree:
     """Passes the values of each stage to the next, or for -1 to the previous one."""
     return jax.tree.map(lambda x: jnp.roll(x, shift, axis=0), x)
 
 
-def _replace_stage(x: Tensor, stage: int, values: Tensor) -> Tensor:
+def replace_stage(x: Tensor, stage: int, values: Tensor) -> Tensor:
     """Replaces the values of one stage without communication between stages."""
     index = jax.lax.broadcasted_iota(
         jnp.int32, (x.shape[0],) + (1,) * (x.ndim - 1), 0
@@ -542,6 +546,9 @@ class Pipeline(Repeat):
         """
         schedule = self.schedule
         context = self.get_invocation_context()
+        cut = _CUT.get()
+        if cut is not None:
+            return cut.leave_out(self, fn, carry, xs)
         layer_context = context.add_child("layer", prng_key=context.prng_key)
         body_context = layer_context.fork()
         run_stages = transforms.vmap(
@@ -630,6 +637,112 @@ class Pipeline(Repeat):
                 _move_stages_first, outputs.module_outputs
             ),
         )
+
+
+class StageInputs(struct.PyTreeNode):
+    """Inputs of the stages of a pipeline.
+
+    Attributes:
+        params: the state of all stages, with a leading axis of them.
+        carry: what each stage changes.
+        constants: other arrays of the model that the stages use.
+        prng_key: None for a model without randomness.
+    """
+
+    params: Any
+    carry: Any
+    constants: Any
+    prng_key: Any
+
+
+class PipelineCut:
+    """Context in which a model is called without the stages of its pipeline.
+
+    In it, the pipeline returns `results`, or its inputs if None. So a model is cut in two parts:
+    one computes `inputs`, the other one the loss from the results, and `run_stage` is between.
+
+        with PipelineCut() as cut: loss = model(batch)
+    """
+
+    def __init__(self, results: PyTree = None):
+        self._results = results
+        self._jaxpr: Any = None
+        self.inputs: Any = None
+        self.num_stages = 0
+
+    def __enter__(self) -> "PipelineCut":
+        self._token = _CUT.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _CUT.reset(self._token)
+
+    def leave_out(
+        self, pipeline: Pipeline, fn: StepFn, carry: PyTree, xs: PyTree
+    ) -> Repeat.Output:
+        """Notes the stages of a pipeline with their inputs, and returns the results."""
+        path = pipeline.path()
+        if self.inputs is not None or pipeline.schedule.num_repeats > 1:
+            raise LayerConfigError(
+                f"{path}: the schedule 1F1B needs a model with one pipeline, which is not "
+                "interleaved."
+            )
+        context = pipeline.get_invocation_context()
+        layer_context = context.add_child("layer", prng_key=context.prng_key)
+        drop_output = maybe_instantiate(pipeline.config.drop_output)
+        stacked: PyTree = None
+
+        def run_stage(state: PyTree, key: Tensor | None, carry: PyTree) -> Any:
+            nonlocal stacked
+            stage_context = InvocationContext(
+                "layer", None, pipeline.layer, state, context.is_training, key
+            )
+            with set_current_context(stage_context, require_parent=False):
+                carry, stacked = fn(carry, None)
+            _, state_updates, module_outputs = stage_context.output_collection
+            module_outputs = filter_outputs(
+                module_outputs,
+                lambda name: not drop_output(f"module_outputs/{name}"),
+            )
+            if jax.tree.leaves((xs, stacked, state_updates, module_outputs)):
+                raise LayerConfigError(
+                    f"{path}: its layers have a loss of their own, state that a step updates, or "
+                    "other outputs besides their result, which the schedule 1F1B does not "
+                    "support; use GPipe."
+                )
+            return carry
+
+        def of_stage(x: Tensor) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+        key = layer_context.prng_key
+        closed = jax.make_jaxpr(run_stage)(
+            jax.tree.map(of_stage, layer_context.state), key, carry
+        )
+        self._jaxpr = closed.jaxpr
+        self.num_stages = pipeline.schedule.num_stages
+        self.inputs = StageInputs(
+            layer_context.state, carry, list(closed.consts), key
+        )
+        results = carry if self._results is None else self._results
+        return Repeat.Output(results, stacked)
+
+    def run_stage(self, inputs: StageInputs, stage: Tensor) -> PyTree:
+        """Returns what the stage of this number makes of the carry, given its own parameters."""
+        key = inputs.prng_key
+        if key is not None:
+            key = jax.random.fold_in(key, stage)
+        leaves, tree = jax.tree.flatten(inputs.carry)
+        arguments = jax.tree.leaves((inputs.params, key)) + leaves
+        run = jax.extend.core.jaxpr_as_fun(
+            jax.extend.core.ClosedJaxpr(self._jaxpr, inputs.constants)
+        )
+        return tree.unflatten(run(*arguments))
+
+
+_CUT: contextvars.ContextVar[PipelineCut | None] = contextvars.ContextVar(
+    "cut", default=None
+)
 
 
 def pipelines_of(module: Module) -> Iterator[Pipeline]:

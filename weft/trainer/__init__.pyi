@@ -24,6 +24,9 @@ from weft.trainer.fit_result import (
     FitResult as FitResult, History as History,
 )
 from weft.trainer.gradients import with_minibatch_steps as with_minibatch_steps
+from weft.trainer.one_forward_one_backward import (
+    with_one_forward_one_backward as with_one_forward_one_backward,
+)
 from weft.inference.runner import (
     DataPartitionType as DataPartitionType, InferenceRunner as InferenceRunner,
     MethodRunner as MethodRunner,

@@ -216,7 +216,7 @@ def with_minibatch_steps(
             )
             if num_steps == 1:
                 return fn(model_params=model_params, inputs=inputs)
-            microbatches = _Microbatches(fn, num_steps, accumulator, grad_dtype)
+            microbatches = Microbatches(fn, num_steps, accumulator, grad_dtype)
             return microbatches.differentiable()(model_params, inputs)
 
         is_needed = steps > 1 or max_rows_per_device is not None
@@ -256,7 +256,7 @@ def _num_rows(inputs: NestedTensor) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Microbatches:
+class Microbatches:
     """Forward pass over the microbatches of a batch, and its derivative."""
 
     fn: ForwardFn
@@ -271,7 +271,7 @@ class _Microbatches:
 
         @jax.custom_vjp
         def run(params: NestedTensor, inputs: NestedTensor) -> ForwardOutputs:
-            return self._scan(params, inputs, trained_indices=set())[0]
+            return self.scan(params, inputs, trained_indices=set())[0]
 
         # The gradients are summed in the forward pass, microbatch by microbatch; the backward
         # pass only scales them.
@@ -285,7 +285,7 @@ class _Microbatches:
             params, inputs = jax.tree.map(
                 lambda x: x.value, (params, inputs), is_leaf=_is_primal
             )
-            return self._scan(params, inputs, trained_indices)
+            return self.scan(params, inputs, trained_indices)
 
         def backward(
             gradients: PyTree, cotangents: ForwardOutputs
@@ -298,7 +298,7 @@ class _Microbatches:
         run.defvjp(forward, backward, symbolic_zeros=True)
         return run
 
-    def _scan(
+    def scan(
         self,
         params: NestedTensor,
         inputs: NestedTensor,
@@ -330,7 +330,7 @@ class _Microbatches:
             gradients, outputs = jax.grad(loss_fn, has_aux=True)(
                 trained_leaves, inputs
             )
-            weight = _weight(outputs)
+            weight = weight_of(outputs)
             new_sums: dict[int, Tensor] = {}
             for index, gradient in gradients.items():
                 weighted = weight * counted(gradient, weight)
@@ -340,28 +340,39 @@ class _Microbatches:
             return new_sums, (weight, outputs)
 
         zeros = {
-            index: self._zeros_like(leaf)
+            index: self.zeros_like(leaf)
             for index, leaf in trained_leaves.items()
         }
-        microbatches = _split_inputs(inputs, self.steps)
+        microbatches = split_inputs(inputs, self.steps)
         sums, (weights, stacked_outputs) = jax.lax.scan(
             add_microbatch, zeros, microbatches
         )
+        return self.averaged(leaves, tree, sums, weights, stacked_outputs)
+
+    def averaged(
+        self,
+        leaves: list[Tensor],
+        tree: Any,
+        sums: dict[int, Tensor],
+        weights: Tensor,
+        stacked_outputs: ForwardOutputs,
+    ) -> tuple[ForwardOutputs, PyTree]:
+        """Returns the outputs of the batch and its gradients, from weighted sums by leaf."""
         total = jnp.sum(weights)
         # A batch without a valid target has weight 0 and gradient 0.
         factor = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
         gradients: list[Tensor | None] = [None] * len(leaves)
-        for index, leaf in trained_leaves.items():
-            gradients[index] = (factor * sums[index]).astype(leaf.dtype)
-        return self._merge(stacked_outputs, factor * weights), tree.unflatten(
+        for index, gradient in sums.items():
+            gradients[index] = (factor * gradient).astype(leaves[index].dtype)
+        return self.merge(stacked_outputs, factor * weights), tree.unflatten(
             gradients
         )
 
-    def _zeros_like(self, x: Tensor) -> Tensor:
+    def zeros_like(self, x: Tensor) -> Tensor:
         dtype = self.grad_dtype or jnp.promote_types(x.dtype, jnp.float32)
         return jnp.zeros_like(x, dtype)
 
-    def _merge(self, stacked: ForwardOutputs, shares: Tensor) -> ForwardOutputs:
+    def merge(self, stacked: ForwardOutputs, shares: Tensor) -> ForwardOutputs:
         """Returns the outputs of the batch from those of the microbatches, on a first axis."""
         accumulator: MetricAccumulator = self.metric_accumulator.instantiate()
         for i in range(self.steps):
@@ -410,7 +421,7 @@ def _mean_aux(stacked: T, shares: Tensor, equal_shares: Tensor) -> T:
     return jax.tree.map(mean, stacked)
 
 
-def _split_inputs(inputs: NestedTensor, steps: int) -> dict[str, PyTree]:
+def split_inputs(inputs: NestedTensor, steps: int) -> dict[str, PyTree]:
     """Returns the inputs of all microbatches, stacked on a first axis."""
     if not isinstance(inputs, dict) or "input_batch" not in inputs:
         raise errors.GradientAccumulationError(
@@ -428,8 +439,8 @@ def _split_inputs(inputs: NestedTensor, steps: int) -> dict[str, PyTree]:
         if rows % steps:
             raise errors.GradientAccumulationError(
                 f"input_batch/{path_name(path)} has {rows} rows, which cannot be split into "
-                f"steps={steps} microbatches of equal size. Set steps to a divisor of "
-                f"{rows}, or the batch size to a multiple of {steps}."
+                f"steps={steps} microbatches of equal size. Set steps, or num_microbatches of a "
+                f"pipeline, to a divisor of {rows}, or the batch size to a multiple of {steps}."
             )
         interleaved = x.reshape(rows // steps, steps, *x.shape[1:])
         return jnp.swapaxes(interleaved, 0, 1)
@@ -448,7 +459,8 @@ def _split_inputs(inputs: NestedTensor, steps: int) -> dict[str, PyTree]:
     return stacked_inputs
 
 
-def _weight(outputs: ForwardOutputs) -> Tensor:
+def weight_of(outputs: ForwardOutputs) -> Tensor:
+    """Returns the weight of a microbatch's loss in that of the batch; warns if none is known."""
     loss = outputs.output_collection.summaries.get("loss")
     weight = 1
     if isinstance(loss, WeightedSummary):

@@ -17,9 +17,10 @@ from weft.hierarchy.pipeline import (
     GPipeSchedule,
     InterleavedSchedule,
 )
+from weft.trainer.one_forward_one_backward import with_one_forward_one_backward
 from weft.trainer.trainer_config_modifier import find_values, outermost
 
-PipelineSchedule = Literal["gpipe", "interleaved"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
 
 
 def mesh_shape_from_axes(
@@ -78,7 +79,8 @@ class ParallelismModifier(config.ConfigModifier):
         num_microbatches: int | None = None
         """Parts of a batch in a pipeline; None for twice the number of stages."""
         pipeline_schedule: PipelineSchedule = "gpipe"
-        """Order of the work of a pipeline: "gpipe", or "interleaved", in which each stage has
+        """Order of the work of a pipeline: "gpipe"; "1f1b", which keeps only as many microbatches
+        as there are stages, up to a factor of 2; or "interleaved", in which each stage has
         `num_pipeline_repeats` parts of the layers and is idle that much less."""
         num_pipeline_repeats: int = 2
         """Parts of the layers that each stage has, if they are interleaved."""
@@ -86,12 +88,10 @@ class ParallelismModifier(config.ConfigModifier):
     def __call__(self, cfg: config.InstantiableConfig) -> Any:
         stages = self.config.pipeline
         if stages != 1:
-            _into_stages(
-                cfg.model,
-                stages,
-                self.config.num_microbatches or 2 * stages,
-                self._schedule(),
-            )
+            num_microbatches = self.config.num_microbatches or 2 * stages
+            _into_stages(cfg.model, stages, num_microbatches, self._schedule())
+            if self.config.pipeline_schedule == "1f1b":
+                _set_one_forward_one_backward(cfg.learner, num_microbatches)
         if not set_partition_specs_recursively(cfg.model):
             raise errors.ConfigModifierError(
                 f"{type(self).__name__} finds no attention or feed-forward layer of weft.hierarchy "
@@ -126,6 +126,22 @@ def _set_context_parallelism(
             layer.context_parallelism = way
 
     config_setters.for_each_config(model, set_unless_set)
+
+
+def _set_one_forward_one_backward(learner: Any, num_microbatches: int) -> None:
+    existing = getattr(learner, "forward_fn_transformation", None)
+    if existing is not None or not hasattr(
+        learner, "forward_fn_transformation"
+    ):
+        raise errors.ConfigModifierError(
+            "ParallelismModifier sets forward_fn_transformation of the trainer's `learner` for "
+            f"pipeline_schedule='1f1b', and a {learner.klass.__name__} has "
+            f"{'no such field' if existing is None else 'one already'}. Accumulate gradients by "
+            "more microbatches of the pipeline, or use 'gpipe'."
+        )
+    learner.forward_fn_transformation = config.config_for_function(
+        with_one_forward_one_backward
+    ).set(num_microbatches=num_microbatches)
 
 
 def _into_stages(
