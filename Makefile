@@ -38,7 +38,7 @@ mutate: $(VENV)/.has-dev ## change single expressions in changed files and run t
 
 soak: $(VENV)/.has-dev ## kill a training process 60 times, or KILLS=n, shrink and grow a run, and stop, freeze and hang several
 	@WEFT_SOAK_KILLS=$(or $(KILLS),60) $(BIN)/python -m pytest -q tests/trainer/test_kills.py tests/faults \
-		tests/config/test_effects.py tests/launch/test_shrinking.py
+		tests/config/test_effects.py tests/launch/test_shrinking.py tests/trainer/checkpointer/test_memory.py
 
 lint: $(VENV)/.has-dev ## check format, style, types, layers, English and line ends
 	@$(BIN)/ruff format --check .
