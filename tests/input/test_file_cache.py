@@ -99,6 +99,84 @@ def test_tokens_of_large_files_are_kept(folder, monkeypatch):
     assert Words.calls == 4
 
 
+class Letters:
+    """A letter is its code. Counts 3 bytes for `b`, which is corrected; may not decode a `b`."""
+
+    fingerprint, vocab_size, eos_id, pad_id = "letters", 256, 0, 1
+
+    def __init__(self, is_known=True):
+        self.token_num_bytes = np.where(np.arange(256) == ord("b"), 3, 1)
+        self._is_known = is_known
+        self.documents = 0
+
+    def encode_batch(self, texts):
+        self.documents += len(texts)
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+
+    def decode(self, ids):
+        text = "".join(map(chr, ids))
+        return text if self._is_known else text.replace("b", "?")
+
+
+def write_documents(folder):
+    texts = ["ab" * (i % 7) + "c" for i in range(200)]
+    for number in range(4):
+        lines = [json.dumps({"text": text}) for text in texts[50 * number : 50 * (number + 1)]]
+        (folder / f"{number}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("part_bytes", [10, 300, 10**6])
+def test_tokens_are_independent_of_parts(folder, monkeypatch, is_known, part_bytes):
+    write_documents(folder)
+    want = tokenize_documents(json_lines_dataset("*.jsonl"), Letters(is_known))
+    assert not (folder / "cache").exists()
+    monkeypatch.setattr(file_cache, "MAX_BYTES_IN_MEMORY", 0)
+    monkeypatch.setattr(file_cache, "_PART_BYTES", part_bytes)
+    for _ in range(2):
+        found = tokenize_documents(json_lines_dataset("*.jsonl"), Letters(is_known))
+        assert found.stream.tolist() == want.stream.tolist()
+        if is_known:
+            assert found.corrections.tolist() == want.corrections.tolist() != []
+        else:
+            assert found.corrections is want.corrections is None
+    assert not os.listdir(folder / "cache/weft/token_parts")
+    # Also without one of the two files, such as after an interruption.
+    (damaged,) = (folder / "cache/weft/token_bytes").glob("*[!k]")
+    damaged.write_bytes(b"damaged")
+    found = tokenize_documents(json_lines_dataset("*.jsonl"), Letters(is_known))
+    assert found.stream.tolist() == want.stream.tolist()
+
+
+def test_each_of_four_processes_tokenizes_a_part(folder, monkeypatch):
+    write_documents(folder)
+    want = tokenize_documents(json_lines_dataset("*.jsonl"), Letters()).stream.tolist()
+    monkeypatch.setattr(file_cache, "MAX_BYTES_IN_MEMORY", 0)
+    documents = json_lines_dataset("*.jsonl")
+    monkeypatch.setattr(file_cache, "_PART_BYTES", -(-documents.num_bytes // 8))
+    same_pace = threading.Barrier(4)
+
+    class Paced(Letters):
+        def encode_batch(self, texts):  # a part
+            same_pace.wait(timeout=20)
+            return super().encode_batch(texts)
+
+    tokenizers = [Paced() for _ in range(4)]
+    found = []
+
+    def process(tokenizer):
+        found.append(tokenize_documents(json_lines_dataset("*.jsonl"), tokenizer).stream.tolist())
+
+    threads = []
+    for tokenizer in tokenizers:
+        threads.append(threading.Thread(target=process, args=(tokenizer,), daemon=True))
+        threads[-1].start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert found == [want] * 4
+    assert [tokenizer.documents for tokenizer in tokenizers] == [50] * 4
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -1,5 +1,6 @@
 import json
 import math
+import os
 
 import grain
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from weft.config import config_for_function
 from weft.errors import EmptyCorpusError, InputDatasetError, InputDispatchError, InputReadError
+from weft.input import file_cache
 from weft.input.corpus import Corpus, TextFile, ngram_baselines, stdlib_corpus
 from weft.input.datasets import json_lines_dataset
 from weft.input.grain import DispatchConfig, Input
@@ -50,6 +52,20 @@ def test_batches_are_text_of_the_corpus():
         assert (row[1:] == labels[:-1]).all()
         if (row < 256).all():
             assert any(row.astype(np.uint8).tobytes() in text for text in texts)
+
+
+def test_tokens_of_a_large_corpus_are_not_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    want = ids(batches(make().source, 3))
+    assert not os.listdir(tmp_path)
+    monkeypatch.setattr(file_cache, "MAX_BYTES_IN_MEMORY", 1000)
+    for _ in range(2):
+        assert ids(batches(make().source, 3)) == want
+        assert len([*(tmp_path / "weft/tokens").glob("*[!k]")]) == 1
+    # Other files have other tokens, and so has the other part.
+    make(corpus=CORPUS.clone(pattern="[c-d]*.py"))
+    make(split="held_out")
+    assert len([*(tmp_path / "weft/tokens").glob("*[!k]")]) == 3
 
 
 def test_each_pass_reshuffles_all_sequences():

@@ -2,19 +2,23 @@
 
 Small data is recomputed in memory at each start. Large data is written to the user's cache folder,
 under a hash of everything it depends on, and mapped into memory. Processes that need the same data
-wait for the one that computes it. Only complete files are moved into place, and a digest at their
-end is checked before they are used: a damaged one is made again.
+wait for the one that computes it, or compute parts of it each. Only complete files are moved into
+place, and a digest at their end is checked before they are used: a damaged one is made again.
 
 With the token stream of a dataset, sequences are arithmetic on an index (`weft.input.packing`): an
 iterator's state is one number for any number of processes, and no step waits for a tokenizer.
 """
 
+import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import io
 import logging
+import math
 import os
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -37,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES_IN_MEMORY = 64 * 2**20
 _BATCH_CHARACTERS = 2**20
+_PART_BYTES = 2**26
+_MOST_PARTS = 1000
 _LOG_SECONDS = 30.0
 
 
@@ -90,23 +96,102 @@ def cached_file(
     Of its end, `cached_size` does not count what the cache needs. See `cached_bytes`.
     """
     folder = cache_folder() / kind
-    name = hashlib.sha256(repr(key).encode()).hexdigest()[:40]
-    try:
+    name = _name_of(key)
+    with _write_errors(folder / name):
         if not _is_whole(folder, name):
             os.makedirs(folder, exist_ok=True)
-            # The lock is released when its process dies.
-            with open(
-                Directory(str(folder)).open_to_change(f"{name}.lock"), "wb"
-            ) as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with _lock(folder, name, fcntl.LOCK_EX):
                 if not _is_whole(folder, name):
                     _write_file(folder, name, make)
+    return str(folder / name)
+
+
+def _name_of(key: object) -> str:
+    return hashlib.sha256(repr(key).encode()).hexdigest()[:40]
+
+
+@contextlib.contextmanager
+def _lock(folder: Path, name: str, operation: int) -> Iterator[None]:
+    """Locks what one process makes at a time, also if that process dies."""
+    path = Directory(str(folder)).open_to_change(f"{name}.lock")
+    with open(path, "wb") as lock:
+        fcntl.flock(lock, operation)
+        yield
+
+
+@contextlib.contextmanager
+def _write_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise InputReadError(
-            f"cannot write {folder / name} ({error.strerror or error}); make the folder writable, "
-            "or set XDG_CACHE_HOME to a writable one with enough space"
+            f"cannot write {path} ({error.strerror or error}); make the folder writable, or set "
+            "XDG_CACHE_HOME to a writable one with enough space"
         ) from error
-    return str(folder / name)
+
+
+class CachedParts:
+    """Parts of cached data, which the processes that need the data make together.
+
+    Each makes those that no other has begun, from a random one on, and then waits for the others.
+    They may be on several machines, if these have the same cache folder.
+
+    Args:
+        make: Writes a part, by its number, like that of `cached_bytes`.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        key: object,
+        number: int,
+        make: Callable[[int, BinaryIO], None],
+    ):
+        self._folder = cache_folder() / kind
+        self._names = [_name_of((key, number, i)) for i in range(number)]
+        self._make = make
+
+    def make(self, *, until: Callable[[], bool] = lambda: False) -> None:
+        """Makes the parts, unless they exist.
+
+        Args:
+            until: Whether they are no longer needed.
+
+        Raises InputReadError if the cache folder cannot be written.
+        """
+        first = random.randrange(len(self._names))
+        unmade = [*self._names[first:], *self._names[:first]]
+        with _write_errors(self._folder):
+            os.makedirs(self._folder, exist_ok=True)
+            for operation in (fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_EX):
+                of_others = []
+                for name in unmade:
+                    try:
+                        self._make_one(name, operation, until)
+                    except BlockingIOError:
+                        of_others.append(name)
+                unmade = of_others
+
+    def _make_one(
+        self, name: str, operation: int, until: Callable[[], bool]
+    ) -> None:
+        with _lock(self._folder, name, operation):
+            if not until() and not _is_whole(self._folder, name):
+                make = functools.partial(self._make, self._names.index(name))
+                _write_file(self._folder, name, make)
+
+    def contents(self) -> Iterator[np.ndarray]:
+        """Yields the bytes of each part, made if it is missing."""
+        self.make()
+        for name in self._names:
+            yield _open_memmap(str(self._folder / name), np.uint8)
+
+    def remove(self) -> None:
+        """Removes the parts, if they exist."""
+        for name in self._names:
+            for file in (name, f"{name}.lock"):
+                with contextlib.suppress(OSError):
+                    os.unlink(self._folder / file)
 
 
 # The end of a cached file: what it is, and the digest of the bytes before it.
@@ -242,7 +327,8 @@ def tokenize_documents(
     """Computes the `weft.input.packing.token_stream` of a dataset.
 
     Documents of known files, without mapped functions, are tokenized once, and large results are
-    cached. Others are tokenized in memory at each start.
+    cached. Processes with the same cache folder that need them at the same time tokenize a part
+    each. Others are tokenized in memory at each start.
 
     Raises:
         EmptyCorpusError: If there are no documents.
@@ -260,51 +346,118 @@ def tokenize_documents(
     data = getattr(documents, "fingerprint", None)
     ids = getattr(tokenizer, "fingerprint", None)
     num_bytes = getattr(documents, "num_bytes", None) if data and ids else 0
-
-    finished_corrections: list[
-        packing.ByteCorrections
-    ] = []  # one, if tokenized here
-
-    def tokenize(out: BinaryIO) -> None:
-        corrections = packing.ByteCorrections(tokenizer.token_num_bytes)
-        eos = np.array([tokenizer.eos_id], dtype).tobytes()
-        out.write(eos)
-        for text, tokens in _tokenized(documents, tokenizer, text_key):
-            out.write(tokens.astype(dtype).tobytes())
-            out.write(eos)
-            if corrections.is_known:
-                corrections.add(
-                    tokens, tokenizers.text_num_bytes(tokenizer, text, tokens)
-                )
-        finished_corrections.append(corrections)
-
-    def correct(out: BinaryIO) -> None:
-        if (
-            not finished_corrections
-        ):  # the tokens are of another process, or an earlier one
-            with open(os.devnull, "wb") as nothing:
-                tokenize(nothing)
-        rows = finished_corrections[0].rows()
-        out.write(_UNKNOWN if rows is None else rows.tobytes())
+    if num_bytes is not None and num_bytes <= MAX_BYTES_IN_MEMORY:
+        memory = io.BytesIO()
+        _write_tokens(
+            memory, documents, range(len(documents)), tokenizer, text_key
+        )
+        content = np.frombuffer(memory.getvalue(), np.uint8)
+        return _tokens_of(content, dtype)
 
     key = (data, ids, text_key)
-    stream = cached_bytes("tokens", key, tokenize, num_bytes=num_bytes).view(
-        dtype
-    )
-    rows = cached_bytes("token_bytes", key, correct, num_bytes=num_bytes)
-    if len(rows) == len(_UNKNOWN):
-        return TokenizedDocuments(stream, None)
-    return TokenizedDocuments(
-        stream, np.frombuffer(rows, np.int64).reshape(-1, 2)
-    )
+    # At least one document in each, and not more files than a folder should have.
+    num_parts = min(_parts_of(num_bytes), len(documents))
+    starts = np.linspace(0, len(documents), num_parts + 1).astype(int).tolist()
+
+    def write_part(number: int, out: BinaryIO) -> None:
+        indices = range(starts[number], starts[number + 1])
+        _write_tokens(out, documents, indices, tokenizer, text_key)
+
+    parts = CachedParts("token_parts", key, num_parts, write_part)
+
+    def write_stream(out: BinaryIO) -> None:
+        for content in parts.contents():
+            out.write(_tokens_of(content, dtype).stream.data)
+
+    def write_corrections(out: BinaryIO) -> None:
+        all_corrections = []
+        num_tokens = 0
+        for content in parts.contents():
+            tokens = _tokens_of(content, dtype)
+            if tokens.corrections is None:
+                out.write(_UNKNOWN)
+                return
+            shift = np.array([num_tokens, 0])
+            all_corrections.append(tokens.corrections + shift)
+            num_tokens += len(tokens.stream)
+        out.write(np.concatenate(all_corrections).tobytes())
+
+    name = _name_of(key)
+    files = [cache_folder() / kind / name for kind in ("tokens", "token_bytes")]
+
+    def is_made() -> bool:
+        return all(map(os.path.exists, files))
+
+    if not is_made():
+        parts.make(until=is_made)
+    stream = cached_bytes("tokens", key, write_stream, num_bytes=None)
+    rows = cached_bytes("token_bytes", key, write_corrections, num_bytes=None)
+    parts.remove()
+    corrections = None
+    if len(rows) != len(_UNKNOWN):
+        corrections = np.frombuffer(rows, np.int64).reshape(-1, 2)
+    return TokenizedDocuments(stream.view(dtype), corrections)
 
 
 _UNKNOWN = b"?"
 """Cached instead of the corrections if they are not known."""
 
 
+def _parts_of(num_bytes: int | None) -> int:
+    """Returns in how many parts documents are tokenized."""
+    if num_bytes is None:
+        return 1
+    return min(math.ceil(num_bytes / _PART_BYTES), _MOST_PARTS)
+
+
+def _write_tokens(
+    out: BinaryIO,
+    documents: Records,
+    indices: range,
+    tokenizer: tokenizers.Tokenizer,
+    text_key: str,
+) -> None:
+    """Writes the tokens of some documents, their corrections, and the number of these."""
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    eos = np.array([tokenizer.eos_id], dtype).tobytes()
+    # Every document ends with `eos`, and only the first of all begins with it.
+    is_first = indices.start == 0
+    corrections = packing.ByteCorrections(
+        tokenizer.token_num_bytes, position=int(is_first)
+    )
+    if is_first:
+        out.write(eos)
+    for text, tokens in _tokenized(documents, indices, tokenizer, text_key):
+        out.write(tokens.astype(dtype).tobytes())
+        out.write(eos)
+        if corrections.is_known:
+            corrections.add(
+                tokens, tokenizers.text_num_bytes(tokenizer, text, tokens)
+            )
+    rows = corrections.rows()
+    num_rows = -1
+    if rows is not None:
+        out.write(rows.tobytes())
+        num_rows = len(rows)
+    out.write(np.array([num_rows], np.int64).tobytes())
+
+
+def _tokens_of(content: np.ndarray, dtype: type) -> TokenizedDocuments:
+    """Returns what `_write_tokens` has written."""
+    (num_rows,) = np.frombuffer(content[-8:].tobytes(), np.int64).tolist()
+    start = len(content) - 8 - 16 * max(num_rows, 0)
+    corrections = None
+    if num_rows >= 0:
+        rows = np.frombuffer(content[start:-8].tobytes(), np.int64)
+        corrections = rows.reshape(-1, 2)
+    return TokenizedDocuments(content[:start].view(dtype), corrections)
+
+
 def _tokenized(
-    documents: Records, tokenizer: tokenizers.Tokenizer, text_key: str
+    documents: Records,
+    indices: range,
+    tokenizer: tokenizers.Tokenizer,
+    text_key: str,
 ) -> Iterator[tuple[str | bytes, np.ndarray]]:
     """Yields texts and their ids; tokenizes many at a time, as some tokenizers use all cores."""
     encode_batch = getattr(
@@ -312,7 +465,7 @@ def _tokenized(
     )
     texts: dict[int, str | bytes] = {}
     size, logged = 0, time.monotonic()
-    for index in range(len(documents)):
+    for index in indices:
         record = documents[index]
         if record is not None:
             try:
@@ -322,7 +475,7 @@ def _tokenized(
                     f"{describe_record(documents, index)}: {error}"
                 ) from error
             size += len(texts[index])
-        if size < _BATCH_CHARACTERS and index + 1 < len(documents):
+        if size < _BATCH_CHARACTERS and index + 1 < indices.stop:
             continue
         try:
             tokens = list(encode_batch(list(texts.values())))
@@ -334,7 +487,9 @@ def _tokenized(
         if time.monotonic() - logged > _LOG_SECONDS:
             logged = time.monotonic()
             logger.info(
-                "tokenized %d of %d documents", index + 1, len(documents)
+                "tokenized %d of %d documents",
+                index + 1 - indices.start,
+                len(indices),
             )
 
 

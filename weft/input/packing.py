@@ -55,10 +55,11 @@ class ByteCorrections:
     [[1, -1]]
     """
 
-    def __init__(self, token_num_bytes: np.ndarray):
+    def __init__(self, token_num_bytes: np.ndarray, *, position: int = 1):
         self._token_num_bytes = token_num_bytes
         self._rows = [NO_CORRECTIONS]
-        self._position = 1  # of the next document: after the first `eos`
+        # Of the next document: in a whole stream, after the first `eos`.
+        self._position = position
         self.is_known = True
 
     def add(self, ids: np.ndarray, num_bytes: np.ndarray | None) -> None:

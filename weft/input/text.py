@@ -230,7 +230,7 @@ def lm_text_source(
     pack = _packing(
         loaded, sequence_length, global_batch_size, is_training, segments
     )
-    documents = [{"text": file.text} for file in corpus.split(split)]
+    documents = _FilesOfCorpus(corpus, split)
     return sequence_batches(
         [pack(documents, max_examples=max_examples)],
         global_batch_size=global_batch_size,
@@ -239,6 +239,40 @@ def lm_text_source(
         num_workers=num_workers,
         name=f"the {split!r} part of {corpus}",
     )
+
+
+class _FilesOfCorpus:
+    """Files of a part of a corpus as records."""
+
+    def __init__(self, corpus: Corpus, split: Split):
+        self._corpus, self._split = corpus, split
+        self._files = corpus.split(split)
+        self.num_bytes = corpus.num_bytes(split)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> dict[str, bytes]:
+        return {"text": self._files[index].text}
+
+    def __repr__(self) -> str:
+        return f"the {self._split!r} part of {self._corpus}"
+
+    def describe(self, index: int) -> str:
+        return f"{self._files[index].name} of the corpus {self._corpus.name!r}"
+
+    @property
+    def fingerprint(self) -> tuple | None:
+        """Identity of the data; None if it is so small that its tokens are not cached."""
+        if self.num_bytes <= file_cache.MAX_BYTES_IN_MEMORY:
+            return None
+        corpus = self._corpus
+        return (
+            "corpus",
+            corpus.sha256,
+            corpus.held_out_fraction,
+            self._split,
+        )
 
 
 def _packing(
