@@ -112,3 +112,17 @@ def test_zero_capacity_is_rejected(factor, minimum):
 def test_groups_of_one_expert():
     scores = jnp.array([[1.0, 3.0, 2.0]])
     assert R.limit_to_groups(scores, num_groups=3, num_kept=2).tolist() == [[-jnp.inf, 3.0, 2.0]]
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_largest_scores_of_tokens_on_many_devices():
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=auto)
+    # With ties.
+    scores = np.random.default_rng(0).integers(0, 5, (64, 8)).astype("f")
+    expected = jax.lax.top_k(scores, 3)
+    with jax.set_mesh(mesh):
+        scores = jax.device_put(scores, jax.NamedSharding(mesh, jax.P("data")))
+        program = jax.jit(R.top_k, static_argnums=1).lower(scores, 3).compile()
+    jax.tree.map(np.testing.assert_array_equal, program(scores), tuple(expected))
+    assert "all-gather" not in program.as_text()

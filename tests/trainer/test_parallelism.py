@@ -126,7 +126,7 @@ def with_experts(cfg):
 def with_drop_free_experts(cfg):
     layer = cfg.model.decoder.transformer.layer
     layer.feed_forward = TransformerFeedForwardDropFreeMoE.default_config().set(
-        norm=layer.feed_forward.norm, hidden_dim=32, num_experts=4
+        norm=layer.feed_forward.norm, hidden_dim=32, num_experts=8
     )
     return cfg
 
@@ -151,6 +151,8 @@ ONE_F_ONE_B = {"pipeline_schedule": "1f1b"}
     [
         (with_experts, {"expert": 2, "fsdp": 2, "model": 2}),
         (with_drop_free_experts, {"expert": 2, "fsdp": 2, "model": 2}),
+        (with_drop_free_experts, {"expert": 8}),
+        (with_drop_free_experts, {"expert": 4, "fsdp": 2}),
         (with_four_layers, {"pipeline": 4, "fsdp": 2, "num_microbatches": 4}),
         (with_experts, {"expert": 2, "seq": 4}),
         (with_four_layers, {"pipeline": 4, "seq": 2, "num_microbatches": 4}),
@@ -162,6 +164,8 @@ ONE_F_ONE_B = {"pipeline_schedule": "1f1b"}
     ids=[
         "experts",
         "drop-free experts",
+        "drop-free experts=8",
+        "drop-free experts,fsdp",
         "pipeline",
         "experts,seq",
         "pipeline,seq",
@@ -225,6 +229,21 @@ def test_drop_free_experts_apply_to_the_tokens_of_each_device_only():
     # Two experts for each of 64 sequences of 16 tokens: an eighth of these rows on each device.
     assert "f32[256,16]" in text
     assert "f32[2048,16]" not in text
+
+
+@pytest.mark.long
+def test_devices_of_experts_exchange_an_eighth_of_the_tokens():
+    cfg = config(with_drop_free_experts, expert=8)
+    cfg.input.source.global_batch_size = 64
+    program = trainer_of(cfg).compile_train_step()
+    # Each device has room for half as many again as its 256 choices, 48 from each device.
+    text = program.as_text()
+    assert "f32[384,16]" in text
+    assert "f32[2048,16]" not in text
+    exchanged = [c for c in collectives_of(text) if c.kind == "all-to-all"]
+    assert {c.axes({"expert": 8}) for c in exchanged} == {("expert",)}
+    # The number of rounds is not known before the tokens: one in each layer counts.
+    assert {c.times for c in exchanged} == {NUM_LAYERS}
 
 
 def bytes_per_device(tree):

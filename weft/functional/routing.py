@@ -38,6 +38,31 @@ class Routing(NamedTuple):
     kept: Array
 
 
+def top_k(
+    scores: Float[Array, "*tokens experts"], k: int
+) -> tuple[Float[Array, "*tokens k"], Int[Array, "*tokens k"]]:
+    """Returns the `k` largest scores and their indices, as `jax.lax.top_k`, for a small `k`.
+
+    On the devices of a mesh, each has its own tokens: `jax.lax.top_k` would gather all of them.
+
+    >>> top_k(jnp.array([1.0, 3.0, 2.0]), 2)[1].tolist()
+    [1, 2]
+    """
+    if jax.sharding.get_abstract_mesh().size <= 1:
+        values, experts = jax.lax.top_k(scores, k)
+        return values, experts
+    num_experts = scores.shape[-1]
+    rest = jax.lax.stop_gradient(scores)
+    indices: list[Array] = []
+    for _ in range(k):
+        largest = jnp.argmax(rest, axis=-1)
+        indices.append(largest)
+        is_taken = jax.nn.one_hot(largest, num_experts, dtype=jnp.bool_)
+        rest = jnp.where(is_taken, -jnp.inf, rest)
+    experts = jnp.stack(indices, axis=-1)
+    return jnp.take_along_axis(scores, experts, axis=-1), experts
+
+
 def expert_capacity(
     group_size: int,
     num_experts: int,
@@ -218,8 +243,8 @@ def limit_to_groups(
     grouped = scores.reshape(
         *scores.shape[:-1], num_groups, -1
     )  # (*tokens, groups, group_size)
-    best_two, _ = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))
-    _, chosen_groups = jax.lax.top_k(best_two.sum(axis=-1), num_kept)
+    best_two, _ = top_k(grouped, min(2, grouped.shape[-1]))
+    _, chosen_groups = top_k(best_two.sum(axis=-1), num_kept)
     onehots = jax.nn.one_hot(chosen_groups, num_groups, dtype=jnp.bool_)
     is_chosen = jnp.any(onehots, axis=-2)  # (*tokens, groups)
     limited = jnp.where(is_chosen[..., None], grouped, -jnp.inf)

@@ -27,6 +27,7 @@ from weft.hierarchy.layers.embedding import (
 )
 from weft.hierarchy.layers.normalization import LayerNorm, RMSNorm
 from weft.hierarchy.mixture_of_experts import (
+    ApproximateTokenDropFreeMoE,
     TransformerFeedForwardDropFreeMoE,
     TransformerFeedForwardMoE,
 )
@@ -49,9 +50,9 @@ _OF_EXPERTS = {
     "oegcm": ("data", "expert", "fsdp", None, None),
     "oegch": ("data", "expert", "fsdp", None, "model"),
 }
-# There, devices along the expert axis have the same tokens, and apply their own experts to them.
+# There, devices along the expert axis exchange tokens.
 _WHERE_NOTHING_IS_DROPPED = {
-    "bsm": (("data", "fsdp"), "seq", None),
+    "bsm": _VECTORS,
     "emh": ("expert", None, "model"),
     "ehm": ("expert", "model", None),
 }
@@ -142,6 +143,11 @@ def _set_layer(cfg: Any, klass: type, mesh: _MeshAxes) -> bool:
                 letters: PartitionSpec(*mesh.spec(names))
                 for letters, names in _WHERE_NOTHING_IS_DROPPED.items()
             }
+            if issubclass(klass, ApproximateTokenDropFreeMoE):
+                # Its capacity is of tokens that all devices along the expert axis have.
+                cfg.input_dim_to_partition_spec["bsm"] = PartitionSpec(
+                    *mesh.spec((("data", "fsdp"), "seq", None))
+                )
             cfg.output_dim_to_partition_spec = {
                 "bsm": PartitionSpec(*mesh.spec(_VECTORS))
             }

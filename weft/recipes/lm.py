@@ -312,6 +312,7 @@ def text_trainer_config(
 
 _NUM_LAYERS = 3
 _MOE_MESH_AXES = ("data", "expert", "model")
+_MOE_BATCH_AXES = ("data", "expert")
 
 
 def lm_moe(
@@ -344,7 +345,12 @@ def lm_moe(
         peak_lr=learning_rate,
         eval_every=200,
     )
-    return cfg.set(mesh_shape=(-1, 1, 1), mesh_axis_names=_MOE_MESH_AXES)
+    cfg.model.batch_axis_names = _MOE_BATCH_AXES
+    return cfg.set(
+        mesh_shape=(-1, 1, 1),
+        mesh_axis_names=_MOE_MESH_AXES,
+        batch_axis_names=_MOE_BATCH_AXES,
+    )
 
 
 def _moe_model() -> Model.Config:

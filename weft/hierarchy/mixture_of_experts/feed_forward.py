@@ -13,7 +13,8 @@ exchange of tokens (Lepikhin et al., 2021).
 
 Layers that drop no tokens sort the choices of all tokens by expert, and one grouped matrix product
 applies each expert's weight to its rows (MegaBlocks: Gale et al., 2023). On a mesh, each device
-sorts its own tokens.
+sorts its own tokens, and sends them to the devices of their experts if both tokens and experts are
+split over an axis.
 """
 
 import dataclasses
@@ -38,9 +39,11 @@ from jax.sharding import AxisType
 from weft import config, errors
 from weft._door import EnumTypeWithHints
 from weft.core.spmd import (
+    AnyMesh,
     axes_of,
     constrain,
     constrain_like_jit,
+    fitting_spec,
     get_global_mesh,
 )
 from weft.functional import (
@@ -56,6 +59,7 @@ from weft.functional.arrays import (
     reshaped,
     sharded_as,
 )
+from weft.functional.expert_parallelism import dispatch_and_combine
 from weft.hierarchy import base_layer, param_init, parameter_spec
 from weft.hierarchy.attention.feed_forward import (
     ResidualLayer,
@@ -506,7 +510,8 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
             **_UNSPLIT,
         }
         """Sharding of tokens ("bsm") and weights ("emh", "ehm") where experts are applied; axis m
-        is never sharded there."""
+        is never sharded there. If the mesh axes of experts shard tokens as well, devices exchange
+        tokens; else those along these axes have the same tokens."""
         output_dim_to_partition_spec: dict[str, PartitionSpec | None] = {
             **_TOKENS
         }
@@ -560,6 +565,11 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         self._add_losses(output)
         # Of each token, the experts that it chose, and their weights in the result.
         experts, gates = output.dispatch_tensor, output.combine_tensor
+        if live is not None:
+            # Others are rows of no expert.
+            experts = jnp.where(
+                live[..., None], experts, self.config.num_experts
+            )
         y, num_dropped = self._apply_sharded(tokens, experts, gates, weights)
         self._report_dropped(num_dropped / experts.size)
         return sharded_as(y, x)
@@ -581,12 +591,21 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         cfg = self.config
         token_entries = _padded_spec(cfg.input_dim_to_partition_spec["bsm"])
         # Each device needs all of a token, to multiply it by its part of the weights.
-        token_spec = PartitionSpec(token_entries[0], token_entries[1], None)
+        token_spec = PartitionSpec(
+            *fitting_spec(
+                PartitionSpec(token_entries[0], token_entries[1], None),
+                x.shape,
+                mesh,
+            )
+        )
         wi_spec = _padded_spec(cfg.input_dim_to_partition_spec["emh"])
         wo_spec = _padded_spec(cfg.input_dim_to_partition_spec["ehm"])
         expert_axes = axes_of(wi_spec[0])
         hidden_axes = axes_of(wi_spec[2])
         token_axes = axes_of(token_spec[0]) + axes_of(token_spec[1])
+        has_exchange = self._has_exchange(mesh, expert_axes, token_axes)
+        # Devices along these have the same tokens.
+        shared_axes = () if has_exchange else expert_axes
 
         def apply_on_device(
             x: Tensor,
@@ -594,12 +613,18 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
             gates: Tensor,
             weights: list[ExpertWeight],
         ) -> tuple[Tensor, Tensor]:
-            y, num_dropped = self._apply_locally(
-                x, experts, gates, weights, expert_axes=expert_axes
-            )
+            if has_exchange:
+                y = self._apply_by_exchange(
+                    x, experts, gates, weights, expert_axes, token_axes
+                )
+                num_dropped = jnp.zeros(())
+            else:
+                y, num_dropped = self._apply_locally(
+                    x, experts, gates, weights, expert_axes=expert_axes
+                )
             # Sums over the experts of other devices, and over their hidden dimensions.
-            y = jax.lax.psum(y, hidden_axes + expert_axes)
-            return y, jax.lax.psum(num_dropped, expert_axes + token_axes)
+            y = jax.lax.psum(y, hidden_axes + shared_axes)
+            return y, jax.lax.psum(num_dropped, shared_axes + token_axes)
 
         weight_specs = [_specs_of_factors(wi_spec, weights[0])] * (
             len(weights) - 1
@@ -622,6 +647,54 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         if output_spec is not None:
             y = constrain_like_jit(y, output_spec)
         return y, num_dropped
+
+    def _has_exchange(
+        self,
+        mesh: AnyMesh,
+        expert_axes: tuple[str, ...],
+        token_axes: tuple[str, ...],
+    ) -> bool:
+        """Returns whether devices have different experts and different tokens."""
+        common_axes = [name for name in expert_axes if name in token_axes]
+        if common_axes and len(common_axes) < len(expert_axes):
+            raise errors.LayerConfigError(
+                f"{self.path()}: input_dim_to_partition_spec splits experts over {expert_axes}, "
+                f"and tokens over {token_axes}, which are some of these axes only; split tokens "
+                "over all of them, to exchange tokens, or over none."
+            )
+        return math.prod(mesh.shape[name] for name in common_axes) > 1
+
+    def _apply_by_exchange(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        gates: Tensor,
+        weights: list[ExpertWeight],
+        expert_axes: tuple[str, ...],
+        token_axes: tuple[str, ...],
+    ) -> Tensor:
+        """Applies experts to the tokens of one device, on the devices that have the experts."""
+
+        def apply(
+            rows: Tensor, experts: Tensor, gates: Tensor, weights: PyTree
+        ) -> Tensor:
+            y, _ = self._apply_locally(
+                rows, experts[:, None], gates[:, None], weights
+            )
+            return y
+
+        num_choices_per_token = experts.shape[-1]
+        y = dispatch_and_combine(
+            apply,
+            x.reshape(-1, x.shape[-1]),
+            experts.reshape(-1, num_choices_per_token),
+            gates.reshape(-1, num_choices_per_token),
+            weights,
+            num_experts=weights[0].weight.shape[0],
+            axis_names=expert_axes,
+            token_axis_names=token_axes,
+        )
+        return y.reshape(x.shape)
 
     def _num_rows(self, num_choices: int, num_parts: int) -> int:
         """Returns how many choices fit on each of `num_parts` devices that share the experts."""

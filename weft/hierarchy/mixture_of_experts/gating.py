@@ -366,7 +366,7 @@ class Top2Gating(CapacityGating):
     ) -> BaseGating.Output:
         logits = self._cap_logits(logits, live)
         probs = jax.nn.softmax(logits, axis=-1)
-        values, experts = jax.lax.top_k(probs, 2)
+        values, experts = routing.top_k(probs, 2)
         gates = values / jnp.sum(values, axis=-1, keepdims=True)
         # The load is that of first choices.
         loss = routing.load_balance_loss(probs, experts[..., :1], live)
@@ -402,7 +402,7 @@ class TopKGating(CapacityGating):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         self._score_fn: Any = maybe_instantiate(cfg.score_fn) or jax.nn.softmax
-        self._topk_fn: Any = maybe_instantiate(cfg.topk_fn) or jax.lax.top_k
+        self._topk_fn: Any = maybe_instantiate(cfg.topk_fn) or routing.top_k
 
     def num_choices(self) -> int:
         return self.config.num_experts_per_token
