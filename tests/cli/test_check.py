@@ -37,6 +37,17 @@ def test_valid_recipe(capsys):
 
 @needs_eight
 @pytest.mark.long
+def test_exchange_of_tokens_with_experts_is_counted(capsys):
+    assert main(["check", "lm-moe", "--mesh", "expert=8"]) == 0
+    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+    # In each of three layers, four to apply the experts, and six for the gradients.
+    in_loop = ["all-to-all", "expert", "in", "a", "loop", "30"]
+    assert in_loop in [line[:6] for line in table]
+    assert ["all-gather", "expert"] not in [line[:2] for line in table]
+
+
+@needs_eight
+@pytest.mark.long
 def test_bubble_of_a_pipeline_is_shown(capsys):
     layers = "model.decoder.transformer.num_layers=4"
     modifier = 'ParallelismModifier.Config(pipeline=2,pipeline_schedule="interleaved")'

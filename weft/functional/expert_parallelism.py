@@ -25,8 +25,8 @@ from jaxtyping import Array, Float, Int
 from weft.functional.routing import sort_by_expert
 from weft.typing import PyTree
 
-# Rows that a device may send to another one in a round, in multiples of an equal share. Less needs
-# more rounds, more sends and computes padding.
+# Rows that a device may send to another one in a round, in multiples of an equal share. With less
+# room there are more rounds; with more, devices send more padding and need more memory.
 _ROOM = 1.5
 
 ApplyExperts = Callable[[Array, Array, Array, PyTree], Array]
@@ -34,7 +34,7 @@ ApplyExperts = Callable[[Array, Array, Array, PyTree], Array]
 
 
 class _Arrays(NamedTuple):
-    """What has gradients."""
+    """Arrays that have gradients."""
 
     tokens: Array  # (tokens, dim)
     gates: Array  # (choices,)

@@ -312,7 +312,6 @@ def text_trainer_config(
 
 _NUM_LAYERS = 3
 _MOE_MESH_AXES = ("data", "expert", "model")
-_MOE_BATCH_AXES = ("data", "expert")
 
 
 def lm_moe(
@@ -345,11 +344,10 @@ def lm_moe(
         peak_lr=learning_rate,
         eval_every=200,
     )
-    cfg.model.batch_axis_names = _MOE_BATCH_AXES
     return cfg.set(
         mesh_shape=(-1, 1, 1),
         mesh_axis_names=_MOE_MESH_AXES,
-        batch_axis_names=_MOE_BATCH_AXES,
+        batch_axis_names=("data", "expert"),
     )
 
 
@@ -378,8 +376,8 @@ def _moe_model() -> Model.Config:
             }
         ),
     )
-    hierarchy.set_partition_specs_recursively(experts, _MOE_MESH_AXES)
     layer.feed_forward = experts
+    hierarchy.set_partition_specs_recursively(model, _MOE_MESH_AXES)
     # By default a loop drops side outputs of its layers.
     transformer.repeat.drop_output.rules = [r"module_outputs(?!.*/aux_loss$).*"]
     return model.set(

@@ -11,7 +11,10 @@ from jax.sharding import AxisType, PartitionSpec
 from weft.cli.collectives import collectives_of
 from weft.errors import LayerConfigError, ShardingWarning
 from weft.hierarchy import set_partition_specs_recursively
-from weft.hierarchy.mixture_of_experts import TransformerFeedForwardDropFreeMoE
+from weft.hierarchy.mixture_of_experts import (
+    ApproximateTokenDropFreeMoE,
+    TransformerFeedForwardDropFreeMoE,
+)
 from weft.hierarchy.module import functional as F
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -145,3 +148,10 @@ def test_tokens_over_some_axes_of_experts():
         pytest.raises(LayerConfigError, match=re.escape(said)),
     ):
         step(moe).lower(STATE, X, PADDINGS)
+
+
+def test_devices_with_a_capacity_have_the_same_tokens():
+    cfg = ApproximateTokenDropFreeMoE.default_config()
+    set_partition_specs_recursively(cfg)
+    tokens = PartitionSpec(("data", "fsdp"), "seq", None)
+    assert cfg.input_dim_to_partition_spec["bsm"] == tokens
