@@ -15,6 +15,7 @@ OPTIONS = {
     "cpus-per-task": _NUMBER,
     "error": _WORD,
     "exclusive": _FLAG,
+    "gpus-per-node": r"([a-z0-9_]+:)?[1-9]\d*",
     "gpus-per-task": r"([a-z0-9_]+:)?[1-9]\d*",
     "job-name": _WORD,
     "mem": r"\d+[KMGT]?",
@@ -27,8 +28,23 @@ OPTIONS = {
     "requeue": _FLAG,
     "signal": r"([RB]{1,2}:)?(\d+|[A-Z0-9]+)(@\d+)?",
     "time": _TIME,
+    "wait": _FLAG,
     "wckey": _WORD,
 }
+
+
+def parse_option(word: str) -> tuple[str, str]:
+    """Returns the name and the value of `--name=value` or `--name`, as directives() does."""
+    option = re.fullmatch(r"--([a-z-]+)(?:=(\S+))?", word)
+    assert option, f"no option: {word}"
+    name, value = option.groups()
+    assert name in OPTIONS, f"unknown option: {word}"
+    form = OPTIONS[name]
+    if form is _FLAG:
+        assert value is None, f"takes no value: {word}"
+    else:
+        assert value and re.fullmatch(form, value), f"not of the form {form}: {word}"
+    return name, value or ""
 
 
 def directives(script: str) -> dict[str, str]:
@@ -45,17 +61,9 @@ def directives(script: str) -> dict[str, str]:
     for line in lines[1:]:
         if line.startswith("#SBATCH"):
             assert not commands, f"sbatch does not read what follows a command: {line}"
-            option = re.fullmatch(r"#SBATCH --([a-z-]+)(?:=(\S+))?", line)
-            assert option, f"no option: {line}"
-            name, value = option.groups()
-            assert name in OPTIONS, f"unknown option: {line}"
+            name, value = parse_option(line.removeprefix("#SBATCH "))
             assert name not in found, f"twice: {line}"
-            form = OPTIONS[name]
-            if form is _FLAG:
-                assert value is None, f"takes no value: {line}"
-            else:
-                assert value and re.fullmatch(form, value), f"not of the form {form}: {line}"
-            found[name] = value or ""
+            found[name] = value
         elif line.strip() and not line.startswith("#"):
             commands = True
     assert commands, "nothing to run"
