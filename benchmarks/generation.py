@@ -3,7 +3,7 @@
 A Llama of 57 million parameters in float32 continues random prompts of 64 tokens, with the same
 sizes in both libraries. They take turns: `transformers` in a process of its own. A step is
 what each of the tokens after the first takes; the first is what a call for one token takes. All
-programs are compiled before.
+programs are compiled before. Weights in int8 are compared with those in float32, both in Weft.
 
 A second `weft sample` is that of a small model, in a new process, with the compiled programs that
 the first left.
@@ -64,6 +64,10 @@ _SAMPLE_SECONDS = 3.0
 _FLOOR_OF_STEPS = (
     "XLA's products with the weights alone take 9.8 of 10.5 ms, 15.1 of 19.7 and 22.4 of 33.6; "
     "with the weights first or transposed, they are not faster in a model"
+)
+_FLOOR_OF_INT8 = (
+    "XLA has no product of floats with int8 on CPUs: weights become floats in a loop, which runs "
+    "on one of the two cores; 6.5 ms instead of 10.2"
 )
 _FLOOR_OF_QUEUE = (
     "steps alone would be 0.42: 618 instead of 1,475; prompts of 64 tokens take both the same "
@@ -155,20 +159,41 @@ def _rows_of_batch(model: LanguageModel, other: Connection, batch: int, steps: i
             of_steps[name].append((seconds(1 + steps, rules) - first) / steps)
     rows: list[Row] = []
     for name, times in of_steps.items():
-        question = f"a step of {batch} rows, {name}"
+        question = f"a step of {batch} rows, {name} / transformers"
         rows.append(_row(question, times, at_most=1 / 1.5, why=_FLOOR_OF_STEPS))
     if batch == 1:
-        rows.append(_row("the first token of a prompt of 64", firsts, at_most=1.0))
+        question = "the first token of a prompt of 64 / transformers"
+        rows.append(_row(question, firsts, at_most=1.0))
     return rows
 
 
+def _int8_weights(model: LanguageModel) -> Row:
+    """Compares steps with weights in int8 and in float32, in turns."""
+    generators = [Generator(model, batch_size=1, weights=weights) for weights in ("int8", None)]
+    prompts = list(_prompts(1))
+    steps = _STEPS[1]
+
+    def seconds(generator: Generator, tokens: int) -> float:
+        start = time.perf_counter()
+        generator.generate(prompts, tokens=tokens, **_RULES["greedy"])
+        return time.perf_counter() - start
+
+    of_steps: list[np.ndarray] = []
+    for _ in range(_PAIRS + 1):
+        firsts = np.array([seconds(generator, 1) for generator in generators])
+        wholes = np.array([seconds(generator, 1 + steps) for generator in generators])
+        of_steps.append((wholes - firsts) / steps)
+    question = "a step of 1 rows, greedy, int8 weights / float32 weights"
+    return _row(question, of_steps, at_most=1 / 2, why=_FLOOR_OF_INT8)
+
+
 def _row(question: str, seconds: list[np.ndarray], *, at_most: float, why: str = "") -> Row:
-    weft, others = np.array(seconds[1:]).T  # the first pair compiles
+    first, second = np.array(seconds[1:]).T  # the first pair compiles
     return row(
-        f"{question} / transformers",
-        ((weft / others).tolist(), weft.tolist(), others.tolist()),
+        question,
+        ((first / second).tolist(), first.tolist(), second.tolist()),
         at_most=at_most,
-        note="a Llama of 57 million parameters in float32",
+        note="a Llama of 57 million parameters",
         why=why,
     )
 
@@ -255,4 +280,10 @@ def _second_sample() -> Row:
 
 def run() -> list[Row]:
     """Texts of one model by Weft and by `transformers`, of several lengths, and by the command."""
-    return [*_against_transformers(_model(_SETTINGS)), _continuous(), _second_sample()]
+    model = _model(_SETTINGS)
+    return [
+        *_against_transformers(model),
+        _int8_weights(model),
+        _continuous(),
+        _second_sample(),
+    ]

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import weft
 from weft.cli import main
 from weft.serialization.untrusted import printable
 
@@ -31,6 +32,16 @@ def test_prompts_of_a_file_are_continued(folder, tmp_path, capsys):
     assert main(["sample", str(folder), "--prompt-file", str(path), "--n=2", "--tokens=3"]) == 0
     titles = re.findall("^--- (.*)", capsys.readouterr().out, re.MULTILINE)
     assert titles == [f"prompt {i}, sample {j}" for i in (1, 2) for j in (1, 2)]
+
+
+def test_weights_in_int8_are_those_of_python(folder, capsys):
+    options = ["--prompt=to be", "--tokens=4", "--temperature=0", "--weights=int8"]
+    assert main(["sample", str(folder), *options]) == 0
+    text = capsys.readouterr().out
+    (completion,) = weft.generate(folder, "to be", tokens=4, temperature=0, weights="int8")
+    assert text == f"to be{printable(completion.text)}\n"
+    assert main(["chat", str(folder), "--weights=int4"]) == 2
+    assert "argument --weights: invalid choice: 'int4'" in capsys.readouterr().err
 
 
 def test_chat_has_a_history(folder, generator, capsys, monkeypatch):

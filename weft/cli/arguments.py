@@ -601,6 +601,11 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="end before this text; repeatable",
     )
+    parser.add_argument(
+        "--weights",
+        choices=("int8",),
+        help="weights in 8 bits, in a quarter of the memory of float32",
+    )
 
 
 def _add_inspect(commands: _Commands) -> None:

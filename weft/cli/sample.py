@@ -140,7 +140,9 @@ def _generator(
     expected_tokens = None
     if prompts:
         expected_tokens = len(prompts) * arguments.n * arguments.tokens
-    return Generator(model, expected_tokens=expected_tokens)
+    return Generator(
+        model, expected_tokens=expected_tokens, weights=arguments.weights
+    )
 
 
 def model_of_arguments(arguments: argparse.Namespace) -> LanguageModel:

@@ -58,6 +58,10 @@ from weft.functional.embedding import (
 from weft.functional.fused_attention import AttentionImplementation as AttentionImplementation
 from weft.functional.grouped_matmul import grouped_matmul as grouped_matmul
 from weft.functional.initializers import draw as draw, fan_sizes as fan_sizes
+from weft.functional.int8_weight import (
+    int8_lookup as int8_lookup, int8_product as int8_product, int8_weight as int8_weight,
+    Int8Weight as Int8Weight,
+)
 from weft.functional.linear import (
     broadcast_bias as broadcast_bias, default_dot_general as default_dot_general, dense as dense,
     dense_general as dense_general, project as project, project_weight_axes as project_weight_axes,

@@ -13,7 +13,7 @@ model computes all logits of the sequences so far again.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,16 @@ from weft.hierarchy.attention.kv_cache import (
 from weft.hierarchy.causal_lm import Model
 from weft.hierarchy.config_setters import for_each_config
 from weft.hierarchy.encoder_decoder import EncoderDecoderModel
+from weft.hierarchy.int8_weights import with_int8_weights
 from weft.hierarchy.layers.embedding import LearnedPositionalEmbedding
+from weft.hierarchy.mixture_of_experts.feed_forward import (
+    TransformerFeedForwardMoE,
+)
 from weft.trainer.model import LibraryModel
 from weft.typing import NestedTensor, Tensor
+
+DecodingWeights = Literal["int8"]
+"""Name of a format of the weights that texts are generated with."""
 
 
 class DecodingModel(Protocol):
@@ -100,16 +107,23 @@ def can_generate(model: object) -> bool:
     )
 
 
-def decoding_model(model: Module) -> DecodingModel:
+def decoding_model(
+    model: Module, weights: DecodingWeights | None = None
+) -> DecodingModel:
     """Returns the interface of a model to the generator.
 
     Args:
         model: a language model of the hierarchy, or a layer with a method `predict(input_batch)`
             that returns the `logits` for `input_ids`, such as a `LibraryModel` of a module that
             has one.
+        weights: the format of the weights; None for that of the model.
 
-    Raises GenerationError for any other model.
+    Raises GenerationError for any other model, and for one that has no such weights.
     """
+    if weights not in (None, "int8"):
+        raise errors.GenerationError(
+            f"weights={weights!r}; expected 'int8', or None for those of the model."
+        )
     if isinstance(model, EncoderDecoderModel):
         raise errors.GenerationError(
             "an EncoderDecoderModel, such as T5, writes a target for a source and continues no "
@@ -123,7 +137,12 @@ def decoding_model(model: Module) -> DecodingModel:
             "`input_ids`."
         )
     if isinstance(model, Model):
-        return _CachedModel(model)
+        return _CachedModel(model, weights)
+    if weights is not None:
+        raise errors.GenerationError(
+            f"weights={weights!r} is for language models of the hierarchy, whose layers compute "
+            f"with such weights, and not for a {type(model).__name__}; leave it out."
+        )
     return _RecomputedModel(model)
 
 
@@ -133,8 +152,9 @@ def decoding_model(model: Module) -> DecodingModel:
 class _CachedModel:
     """Causal language model of the hierarchy, with caches of fixed size."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, weights: DecodingWeights | None):
         self._model_with_adapters = model
+        self._weights = weights
         cfg: Any = without_lora(model.config)
         for_each_config(cfg, _use_ring_cache)
         self._is_stacked = isinstance(
@@ -145,6 +165,8 @@ class _CachedModel:
         self._decoder = cfg.set(name="model").instantiate(parent=None).decoder
         self.max_length = _max_length(cfg)
         self.vocab_size = cfg.decoder.vocab_size
+        if weights == "int8":
+            _check_has_no_experts(self._decoder)
 
     def prepare(self, params: NestedTensor) -> NestedTensor:
         merged: Any = merge_adapters(self._model_with_adapters, dict(params))
@@ -153,6 +175,8 @@ class _CachedModel:
             decoder_params["transformer"] = _unstacked_params(
                 decoder_params["transformer"]
             )
+        if self._weights == "int8":
+            return with_int8_weights(self._decoder, decoder_params)
         return decoder_params
 
     def init_states(
@@ -238,6 +262,16 @@ def _use_ring_cache(cfg: ConfigBase) -> None:
             cache_dtype=cache.cache_dtype,
             kv_partition_spec=cache.kv_partition_spec,
         )
+
+
+def _check_has_no_experts(layer: Module) -> None:
+    if isinstance(layer, TransformerFeedForwardMoE):
+        raise errors.GenerationError(
+            "weights='int8' is for weights of linear maps and embeddings, and most weights of "
+            f"this model are those of experts, such as {layer.path()}; leave it out."
+        )
+    for child in layer.children.values():
+        _check_has_no_experts(child)
 
 
 def _unstacked_config(

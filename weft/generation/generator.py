@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from weft import errors
-from weft.generation.decoding_models import decoding_model
+from weft.generation.decoding_models import DecodingWeights, decoding_model
 from weft.generation.engine import Engine, Request
 from weft.generation.sampler import Sampling
 from weft.generation.text import Completion, StreamedText, TextOfSequence
@@ -139,6 +139,7 @@ class Generator:
         batch_size: number of sequences to compute at once, if there are so many.
         expected_tokens: number of tokens to generate in all calls, if they are few; compiling then
             takes less time.
+        weights: see `weft.generate`.
     """
 
     def __init__(
@@ -148,9 +149,10 @@ class Generator:
         tokenizer: Tokenizer | None = None,
         batch_size: int = 32,
         expected_tokens: int | None = None,
+        weights: DecodingWeights | None = None,
     ):
         self.model = language_model(model, tokenizer)
-        self._decoding_model = decoding_model(self.model.layer)
+        self._decoding_model = decoding_model(self.model.layer, weights)
         self._engine = Engine(
             self._decoding_model,
             self.model.params,
@@ -158,6 +160,9 @@ class Generator:
             batch_size=batch_size,
             expected_tokens=expected_tokens,
         )
+        if weights is not None:
+            # The engine has them in int8; those in floats take four times the memory.
+            self.model = dataclasses.replace(self.model, params={})
 
     def set_params(self, params: NestedTensor) -> None:
         """Replaces the model's parameters, such as by those after further training."""
@@ -360,6 +365,7 @@ def generate(
     seed: int = ...,
     tokenizer: Tokenizer | None = ...,
     batch_size: int = ...,
+    weights: DecodingWeights | None = ...,
     stream: Literal[False] = ...,
 ) -> list[Completion]: ...
 @overload
@@ -378,6 +384,7 @@ def generate(
     seed: int = ...,
     tokenizer: Tokenizer | None = ...,
     batch_size: int = ...,
+    weights: DecodingWeights | None = ...,
     stream: Literal[True],
 ) -> Iterator[StreamedText]: ...
 def generate(
@@ -395,6 +402,7 @@ def generate(
     seed: int = 0,
     tokenizer: Tokenizer | None = None,
     batch_size: int = 32,
+    weights: DecodingWeights | None = None,
     stream: bool = False,
 ) -> list[Completion] | Iterator[StreamedText]:
     """Generates continuations of prompts.
@@ -420,6 +428,8 @@ def generate(
         tokenizer: that of the model, if it is not in the folder.
         batch_size: number of sequences to compute at once, if there are so many. The next one
             starts as soon as one has ended.
+        weights: "int8" to generate with the weights of linear maps and embeddings in 8 bits, which
+            take about a quarter of the memory of float32; None for those of the model.
         stream: whether to return an iterator of parts of the texts.
 
     Returns:
@@ -430,7 +440,9 @@ def generate(
         GenerationError: if an argument does not fit the model, or is out of range.
         ChatTemplateError: if the chat template refuses a conversation.
     """
-    generator = Generator(model, tokenizer=tokenizer, batch_size=batch_size)
+    generator = Generator(
+        model, tokenizer=tokenizer, batch_size=batch_size, weights=weights
+    )
     settings = {
         "tokens": tokens,
         "temperature": temperature,

@@ -22,7 +22,14 @@ from weft import config, errors
 from weft.config import REQUIRED, InstantiableConfig, Required, maybe_set_config
 from weft.core.logical import names_to_mesh_axes
 from weft.core.spmd import axes_of, get_global_mesh
-from weft.functional import LogitsToLogitsFn, arrays, attend, loss
+from weft.functional import (
+    Int8Weight,
+    LogitsToLogitsFn,
+    arrays,
+    attend,
+    int8_product,
+    loss,
+)
 from weft.functional.linear_cross_entropy import (
     linear_logit_statistics,
     num_chunks,
@@ -319,7 +326,10 @@ class LmHead(base_layer.BaseLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `Float[Array, "*batch embedding_dim"]` to `Float[Array, "*batch vocab_size"]`."""
-        return attend(self.parameters["weight"], x)
+        weight: Any = self.parameters["weight"]
+        if isinstance(weight, Int8Weight):
+            return int8_product(x, weight)
+        return attend(weight, x)
 
     def linear_head(self) -> embedding.LinearHead | None:
         """Returns the parameters of `forward`; None if a subclass computes something else."""

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft import functional
+from weft.functional.linear import add_bias
 from weft.hierarchy.base_layer import (
     BaseLayer,
     Parameters,
@@ -93,7 +94,10 @@ class StoredWeightLayer(BaseLayer):
     ) -> R:
         """Returns the product of an input and the weight of the layer's parameters."""
         if CODES not in parameters:
-            return product(x, parameters["weight"])
+            weight: Any = parameters["weight"]
+            if isinstance(weight, functional.Int8Weight):
+                return self._int8_product(x, weight, parameters)
+            return product(x, weight)
         dtype = self.compute_dtype() or x.dtype
 
         # Without it, the backward pass would keep the whole weight of every layer.
@@ -103,6 +107,13 @@ class StoredWeightLayer(BaseLayer):
             return product(x, functional.dequantize_weight(quantized, dtype))
 
         return dequantized_product(x, parameters[CODES], parameters[SCALES])
+
+    def _int8_product(
+        self, x: Tensor, weight: functional.Int8Weight, parameters: Parameters
+    ) -> Any:
+        y = functional.int8_product(x, weight)
+        bias = parameters.get("bias")
+        return y if bias is None else add_bias(y, bias)
 
 
 def _state_like(

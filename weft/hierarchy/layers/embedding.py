@@ -14,7 +14,15 @@ import jax.numpy as jnp
 
 from weft.config import REQUIRED, InstantiableConfig, Required, maybe_set_config
 from weft.errors import LayerConfigError
-from weft.functional import attend, cap_logits, lookup, sinusoidal_positions
+from weft.functional import (
+    Int8Weight,
+    attend,
+    cap_logits,
+    int8_lookup,
+    int8_product,
+    lookup,
+    sinusoidal_positions,
+)
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.layers.linear import Dropout
 from weft.hierarchy.module import Module
@@ -85,7 +93,12 @@ class Embedding(BaseLayer):
         Ids outside of `[0, num_embeddings)` give NaN.
         """
         cfg = self.config
-        y = lookup(self.embeddings(), maybe_shard(x, cfg.input_partition_spec))
+        ids = maybe_shard(x, cfg.input_partition_spec)
+        weight: Any = self.parameters.get("weight")
+        if isinstance(weight, Int8Weight):
+            y = int8_lookup(weight, ids)
+        else:
+            y = lookup(self.embeddings(), ids)
         if cfg.scale is Embedding.Scale.UNIT:
             y = y * math.sqrt(cfg.dim)
         elif cfg.scale is Embedding.Scale.CONSTANT:
@@ -105,6 +118,9 @@ class Embedding(BaseLayer):
 
         Maps `Float[Array, "*batch dim"]` to `Float[Array, "*batch num_embeddings"]`.
         """
+        weight: Any = self.parameters.get("weight")
+        if isinstance(weight, Int8Weight):
+            return int8_product(x, weight)
         return attend(self.embeddings(), x)
 
 
