@@ -13,7 +13,7 @@ LOGS="${LOGS:-$PWD/logs}"  # shared by the hosts, a file for each process
 PORT="${PORT:-8476}"       # of the first host, which the others connect to
 TRIES=3
 
-mapfile -t hosts < <(grep -v '^#' "$HOSTS")
+mapfile -t hosts < <(grep -Ev '^ *(#|$)' "$HOSTS")
 ssh_to=(ssh -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=30)
 
 run_process() { # its number and the arguments of `weft train`

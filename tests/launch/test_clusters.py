@@ -185,7 +185,7 @@ def test_tpu_slice_is_requested_stopped_and_released(cluster):
 
 
 def test_hosts_stop_and_continue(cluster):
-    Path("hosts.txt").write_text("# two names\n127.0.0.1\nlocalhost\n", encoding="utf-8")
+    Path("hosts.txt").write_text("# two names\n127.0.0.1\nlocalhost\n\n", encoding="utf-8")
     script, port = FILES / "hosts.sh", str(free_port())
     words = [script, "start", "own.py:recipe", "dir=run"]
     training = start(*words, PORT=port)
