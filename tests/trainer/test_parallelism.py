@@ -409,6 +409,13 @@ def test_stacks_become_pipelines():
     assert cfg.stage.klass is RepeatedTransformerLayer
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+def test_idle_steps_are_no_operations_of_the_model(schedule):
+    cfg = config(with_eight_layers, pipeline=4, pipeline_schedule=schedule)
+    piped = trainer_of(cfg.set(mesh_shape=mesh_shape_from_axes()))
+    assert piped.model_flops() == trainer_of(config(with_eight_layers)).model_flops()
+
+
 def test_1f1b_takes_the_place_of_gradient_accumulation():
     def accumulating(cfg):
         modifier = GradientAccumulationModifier.default_config().set(grad_acc_steps=2)

@@ -14,6 +14,7 @@ each device passes its part to the next one. At the dots, a stage computes on ro
 discarded. On any mesh, the result equals that of running the layers in sequence.
 """
 
+import contextlib
 import contextvars
 import operator
 from collections.abc import Callable, Iterator
@@ -549,6 +550,8 @@ class Pipeline(Repeat):
         cut = _CUT.get()
         if cut is not None:
             return cut.leave_out(self, fn, carry, xs)
+        if _IS_SEQUENTIAL.get():
+            return self._run_sequentially(fn, carry, xs=xs)
         layer_context = context.add_child("layer", prng_key=context.prng_key)
         body_context = layer_context.fork()
         run_stages = transforms.vmap(
@@ -743,6 +746,21 @@ class PipelineCut:
 _CUT: contextvars.ContextVar[PipelineCut | None] = contextvars.ContextVar(
     "cut", default=None
 )
+
+
+_IS_SEQUENTIAL: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "is_sequential", default=False
+)
+
+
+@contextlib.contextmanager
+def without_bubbles() -> Iterator[None]:
+    """Enters a context in which pipelines run no idle steps: all layers, one after another."""
+    token = _IS_SEQUENTIAL.set(True)
+    try:
+        yield
+    finally:
+        _IS_SEQUENTIAL.reset(token)
 
 
 def pipelines_of(module: Module) -> Iterator[Pipeline]:

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import jax
 
 from weft.hierarchy.module import Module, functional
+from weft.hierarchy.pipeline import without_bubbles
 from weft.trainer.optimizers.base import tree_paths
 from weft.typing import NestedTensor, PyTree, Tensor
 
@@ -65,14 +66,17 @@ def forward_flops(
 ) -> int:
     """Counts the operations of a forward pass over a global batch, without running it.
 
+    Those of idle stages of a pipeline, whose results are discarded, do not count.
+
     Parameters and batch are arrays or their shapes.
     """
 
     def forward(params: NestedTensor, batch: NestedTensor) -> Tensor:
         key = jax.random.key(0)
-        (loss, _), _ = functional(
-            model, key, params, {"input_batch": batch}, is_training=True
-        )
+        with without_bubbles():
+            (loss, _), _ = functional(
+                model, key, params, {"input_batch": batch}, is_training=True
+            )
         return loss
 
     shapes = jax.tree.map(
