@@ -174,12 +174,18 @@ XLA_OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "xla_gpu_threshold_for_windowed_einsum_mib": 0,
             "xla_gpu_multi_streamed_windowed_einsum": True,
         },
-        "tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 0},
+        "tpu": {
+            "xla_tpu_all_gather_collective_matmul_mode": "post_spmd",
+            "xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd",
+        },
     },
     "no_collective_matmul": {
         # More than any array has.
         "gpu": {"xla_gpu_threshold_for_windowed_einsum_mib": 2**30},
-        "tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 2**30},
+        "tpu": {
+            "xla_tpu_all_gather_collective_matmul_mode": "none",
+            "xla_tpu_reduce_scatter_collective_matmul_mode": "none",
+        },
     },
     "collective_fusion": {
         "tpu": {
@@ -195,7 +201,7 @@ XLA_OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 - latency_hiding: schedules operations so that communication runs while they compute.
 - collective_matmul: splits each product with a gathered or scattered array into parts, and computes
-  one while the next one moves; by default only products of large arrays.
+  one while the next one moves; by default, TPUs do so on some meshes.
 - no_collective_matmul: never does so.
 - collective_fusion: fuses communication with the computation that runs at the same time.
 """
