@@ -43,7 +43,7 @@ def with_int8_weights(layer: BaseLayer, state: Any) -> Any:
             weight = functional.int8_weight(state[name]["weight"], (1,))
             new_state[name] = {**state[name], "weight": weight}
             continue
-        if layer._num_stacked(name) is not None:
+        for _ in layer._stacked_sizes(name):
             convert = jax.vmap(convert)
         new_state[name] = convert(state[name])
     return new_state
