@@ -131,6 +131,10 @@ def with_drop_free_experts(cfg):
     return cfg
 
 
+def with_experts_in_four_layers(cfg):
+    return with_four_layers(with_drop_free_experts(cfg))
+
+
 def with_four_layers(cfg):
     cfg.model.decoder.transformer.num_layers = 4
     return cfg
@@ -158,6 +162,7 @@ ONE_F_ONE_B = {"pipeline_schedule": "1f1b"}
         (with_four_layers, {"pipeline": 4, "seq": 2, "num_microbatches": 4}),
         (with_eight_layers, {"pipeline": 4, "fsdp": 2, "num_microbatches": 4, **INTERLEAVED}),
         (with_four_layers, {"pipeline": 2, "fsdp": 2, "model": 2, **INTERLEAVED}),
+        (with_experts_in_four_layers, {"pipeline": 2, "expert": 2, "num_microbatches": 2}),
         (with_four_layers, {"pipeline": 4, "fsdp": 2, "num_microbatches": 4, **ONE_F_ONE_B}),
         (with_four_layers, {"pipeline": 2, "fsdp": 2, "model": 2, **ONE_F_ONE_B}),
     ],
@@ -171,6 +176,7 @@ ONE_F_ONE_B = {"pipeline_schedule": "1f1b"}
         "pipeline,seq",
         "interleaved",
         "interleaved,model",
+        "drop-free experts,pipeline",
         "1f1b",
         "1f1b,model",
     ],

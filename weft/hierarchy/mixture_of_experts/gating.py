@@ -225,7 +225,9 @@ class BaseGating(base_layer.BaseLayer):
         )
         total = jnp.sum(choices)
         load = choices / jnp.maximum(1, total)
-        self.add_summary("expert_load", metrics.WeightedSummary(load, total))
+        # One weight for each value, so that a pipeline can stack them by stages.
+        weight = jnp.full_like(load, total)
+        self.add_summary("expert_load", metrics.WeightedSummary(load, weight))
         self.add_summary(
             "dispatch_entropy", jnp.sum(jax.scipy.special.entr(load))
         )
