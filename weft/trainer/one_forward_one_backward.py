@@ -16,6 +16,7 @@ before and after the stages runs for one microbatch at a time, too.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -233,6 +234,91 @@ class _Stages:
         return jax.vmap(fn, in_axes=in_axes, spmd_axis_name=names)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Schedule:
+    """Runs all stages at a step of the schedule: forward, backward, or both.
+
+    At step `step`, the first stage begins microbatch `step`, the last stage ends `step - last`,
+    and the first stage ends the backward pass of `step - 2 * last`.
+    """
+
+    model: _ModelWithoutStages
+    stages: _Stages
+    trained: dict[int, Tensor]
+
+    @property
+    def last(self) -> int:
+        return self.stages.count - 1
+
+    def warm_up(
+        self, state: tuple[StageInputs, StageInputs], step: Tensor
+    ) -> tuple[tuple[StageInputs, StageInputs], None]:
+        buffer, kept, _ = self._forward(step, *state)
+        return (buffer, kept), None
+
+    def run_both(
+        self,
+        state: tuple[StageInputs, StageInputs, StageInputs, _Sums],
+        step: Tensor,
+    ) -> tuple[Any, tuple[Any, Any]]:
+        buffer, kept, cotangents, sums = state
+        buffer, kept, results = self._forward(step, buffer, kept)
+        of_trained, of_results, weight, outputs = self.model.loss_gradients(
+            self.trained, step - self.last, results
+        )
+        sums = sums._replace(trained=_added(sums.trained, of_trained))
+        cotangents, sums = self._backward(
+            step, kept, cotangents, of_results, sums
+        )
+        return (buffer, kept, cotangents, sums), (weight, outputs)
+
+    def cool_down(
+        self,
+        state: tuple[StageInputs, _Sums],
+        step: Tensor,
+        kept: StageInputs,
+    ) -> tuple[tuple[StageInputs, _Sums], None]:
+        cotangents, sums = state
+        return self._backward(step, kept, cotangents, None, sums), None
+
+    def _forward(
+        self, step: Tensor, buffer: StageInputs, kept: StageInputs
+    ) -> tuple[StageInputs, StageInputs, PyTree]:
+        new = self.model.stage_inputs(self.trained, step)
+        buffer = shard_stages(_replaced(buffer, 0, new))
+        kept = self.stages.keep(kept, buffer, step)
+        # The shift wraps around, so that the results are where the next inputs replace them.
+        buffer = shift_stages(self.stages.forward(buffer), 1)
+        return buffer, kept, jax.tree.map(lambda x: x[0], buffer.carry)
+
+    def _backward(
+        self,
+        step: Tensor,
+        kept: StageInputs,
+        cotangents: StageInputs,
+        of_results: PyTree,
+        sums: _Sums,
+    ) -> tuple[StageInputs, _Sums]:
+        no_cotangents = jax.tree.map(lambda x: jnp.zeros_like(x[0]), cotangents)
+        if of_results is not None:
+            no_cotangents = no_cotangents.replace(carry=of_results)
+        cotangents = _replaced(cotangents, self.last, no_cotangents)
+        of_stages, cotangents = self.stages.backward(kept, step, cotangents)
+        cotangents = shift_stages(cotangents, -1)
+
+        def inputs_of(trained: dict[int, Tensor]) -> StageInputs:
+            inputs = self.model.stage_inputs(trained, step - 2 * self.last)
+            return _split(inputs)[0]
+
+        _, pull_inputs = jax.vjp(inputs_of, self.trained)
+        of_inputs = jax.tree.map(lambda x: x[self.last], cotangents)
+        (of_trained,) = pull_inputs(of_inputs)
+        sums = _Sums(
+            _added(sums.trained, of_trained), _added(sums.stages, of_stages)
+        )
+        return cotangents, sums
+
+
 class _PipelinedMicrobatches(Microbatches):
     """Forward pass over the microbatches of a batch by 1F1B, and its derivative."""
 
@@ -253,61 +339,7 @@ class _PipelinedMicrobatches(Microbatches):
         )
         _, cut = model.call(trained, jnp.int32(0))
         stages = _Stages(cut)
-        last = stages.count - 1
-
-        def forward(
-            step: Tensor, buffer: StageInputs, kept: StageInputs
-        ) -> tuple[StageInputs, StageInputs, PyTree]:
-            new = model.stage_inputs(trained, step)
-            buffer = shard_stages(_replaced(buffer, 0, new))
-            kept = stages.keep(kept, buffer, step)
-            # The shift wraps around, so that the results are where the next inputs replace them.
-            buffer = shift_stages(stages.forward(buffer), 1)
-            return buffer, kept, jax.tree.map(lambda x: x[0], buffer.carry)
-
-        def backward(
-            step: Tensor,
-            kept: StageInputs,
-            cotangents: StageInputs,
-            of_results: PyTree,
-            sums: _Sums,
-        ) -> tuple[StageInputs, _Sums]:
-            no_cotangents = jax.tree.map(
-                lambda x: jnp.zeros_like(x[0]), cotangents
-            )
-            if of_results is not None:
-                no_cotangents = no_cotangents.replace(carry=of_results)
-            cotangents = _replaced(cotangents, last, no_cotangents)
-            of_stages, cotangents = stages.backward(kept, step, cotangents)
-            cotangents = shift_stages(cotangents, -1)
-
-            def inputs_of(trained: dict[int, Tensor]) -> StageInputs:
-                return _split(model.stage_inputs(trained, step - 2 * last))[0]
-
-            _, pull_inputs = jax.vjp(inputs_of, trained)
-            of_inputs = jax.tree.map(lambda x: x[last], cotangents)
-            (of_trained,) = pull_inputs(of_inputs)
-            sums = _Sums(
-                _added(sums.trained, of_trained),
-                _added(sums.stages, of_stages),
-            )
-            return cotangents, sums
-
-        def warm_up(state: Any, step: Tensor) -> tuple[Any, None]:
-            buffer, kept, _ = forward(step, *state)
-            return (buffer, kept), None
-
-        def run_both(state: Any, step: Tensor) -> tuple[Any, Any]:
-            buffer, kept, cotangents, sums = state
-            buffer, kept, results = forward(step, buffer, kept)
-            of_trained, of_results, weight, outputs = model.loss_gradients(
-                trained, step - last, results
-            )
-            sums = sums._replace(trained=_added(sums.trained, of_trained))
-            cotangents, sums = backward(
-                step, kept, cotangents, of_results, sums
-            )
-            return (buffer, kept, cotangents, sums), (weight, outputs)
+        schedule = _Schedule(model, stages, trained)
 
         buffer = stages.buffer()
         kept = jax.tree.map(
@@ -319,22 +351,20 @@ class _PipelinedMicrobatches(Microbatches):
             jax.tree.map(self.zeros_like, trained),
             jax.tree.map(self.zeros_like, stages.trained_params),
         )
+        last = schedule.last
         end = last + self.steps
         (buffer, kept), _ = jax.lax.scan(
-            warm_up, (buffer, kept), jnp.arange(last)
+            schedule.warm_up, (buffer, kept), jnp.arange(last)
         )
         (_, kept, cotangents, sums), (weights, outputs) = jax.lax.scan(
-            run_both,
+            schedule.run_both,
             (buffer, kept, cotangents, sums),
             jnp.arange(last, end),
         )
-
-        def cool_down(state: Any, step: Tensor) -> tuple[Any, None]:
-            cotangents, sums = state
-            return backward(step, kept, cotangents, None, sums), None
-
         (_, sums), _ = jax.lax.scan(
-            cool_down, (cotangents, sums), jnp.arange(end, end + last)
+            functools.partial(schedule.cool_down, kept=kept),
+            (cotangents, sums),
+            jnp.arange(end, end + last),
         )
 
         def stage_params_of(trained: dict[int, Tensor]) -> PyTree:
