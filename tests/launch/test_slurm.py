@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.sbatch import directives
+from tests.pages import ROOT
 from weft.errors import JobConfigError, MissingExtraError
 from weft.launch.slurm import SlurmJob
 
@@ -124,16 +125,32 @@ def test_each_start_of_a_script_has_a_new_token(cluster):
 
 
 def test_failed_job_is_requeued_up_to_max_tries(cluster):
-    script = job(max_tries=2, command=["bash", "-c", "exit $WEFT_STOPPED_EXIT_CODE"]).script()
-    assert run_script(script).returncode == 75
+    script = job(max_tries=2, command=["bash", "-c", "exit 143"]).script()
+    assert run_script(script).returncode == 143
     calls = Path(os.environ["CALLS"])
     assert "scontrol requeue" in calls.read_text(encoding="utf-8")
     calls.unlink()
-    assert run_script(script, SLURM_RESTART_COUNT="1").returncode == 75
+    assert run_script(script, SLURM_RESTART_COUNT="1").returncode == 143
     assert "requeue" not in calls.read_text(encoding="utf-8")
-    wrong = job(max_tries=2, command=["bash", "-c", "exit 2"]).script()
-    assert run_script(wrong).returncode == 2
-    assert "requeue" not in calls.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("code", [2, 130])
+def test_job_with_a_wrong_command_or_stopped_by_sigint_is_not_requeued(cluster, code):
+    # As a process that reads this variable would.
+    command = ["bash", "-c", f"exit ${{WEFT_STOPPED_EXIT_CODE:-{code}}}"]
+    assert run_script(job(max_tries=2, command=command).script()).returncode == code
+    assert "requeue" not in Path(os.environ["CALLS"]).read_text(encoding="utf-8")
+
+
+def test_code_of_a_wrong_command_is_not_hidden_by_processes_that_lost_it(cluster):
+    fake_srun = Path(__file__).parent / "clusters" / "slurm.py"
+    program(cluster / "bin", "srun", f'exec {sys.executable} -P {fake_srun} srun "$@"')
+    text = "[ $SLURM_PROCID = 0 ] && exit 2; sleep 0.5; exit 1"
+    fields = {"num_processes": 2, "cpus_per_process": 1, "grace_seconds": 30}
+    script = job(**fields, command=["bash", "-c", text]).script()
+    slurm = {"SLURM_CPUS_PER_TASK": "1", "SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": "2"}
+    done = run_script(script, **slurm, FAKE_CLUSTER=str(cluster), PYTHONPATH=str(ROOT))
+    assert done.returncode == 2, done.stderr
 
 
 @pytest.mark.long

@@ -1,10 +1,13 @@
 """`SlurmJob`: a script for `sbatch` that starts the processes with `srun`.
 
-The end of one node or process ends the step (`--kill-on-bad-exit`). Processes get a SIGTERM in time
-to save before the time limit; with `max_tries`, the job is then requeued and continues.
+When one process has ended, those that remain are killed after `grace_seconds` (`--wait`). Processes
+get a SIGTERM in time to save before the time limit; with `max_tries`, the job is then requeued and
+continues, but not after a SIGINT, by which a person stops it.
 """
 
+import math
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +17,7 @@ from weft.launch import job
 
 # Drawn when the job starts, so that it is not stored in a file; srun passes it to the processes.
 _TOKEN_LINE = f'export {job.RENDEZVOUS_TOKEN}="$(od -An -N16 -tx1 /dev/urandom | tr -d " \\n")"'
+_INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 _TIME = r"\d+|\d+:\d\d(:\d\d)?|\d+-\d\d?(:\d\d){0,2}"
 
 
@@ -144,7 +148,9 @@ class SlurmJob(job.Job):
                 f"${{SLURM_RESTART_COUNT:-0}} < {cfg.max_tries - 1}"
             )
             lines += [
-                f"if (( code != {job.USAGE_EXIT_CODE} && {has_tries_left} )); then",
+                "# Not after a wrong command, or `scancel --signal=INT`.",
+                f"if (( code != {job.USAGE_EXIT_CODE} && code != {_INTERRUPTED_EXIT_CODE} && "
+                f"{has_tries_left} )); then",
                 '  scontrol requeue "$SLURM_JOB_ID"',
                 "fi",
             ]
@@ -152,19 +158,18 @@ class SlurmJob(job.Job):
         return "\n".join(lines) + "\n"
 
     def _srun_options(self) -> list[str]:
-        options = ["--kill-on-bad-exit=1"]
+        # srun returns the highest code. With --kill-on-bad-exit that is always 137, of the killed
+        # ones; with time to end by themselves, that of the process that failed.
+        options = [f"--wait={math.ceil(self.config.grace_seconds)}"]
         if self.config.cpus_per_process is not None:
             # Since Slurm 22.05, srun does not inherit it from sbatch: processes would get one core.
             options.append(f"--cpus-per-task={self.config.cpus_per_process}")
         return options
 
     def _exports(self) -> list[str]:
-        variables = dict(self.environment)
-        if self.config.max_tries > 1:
-            variables |= job.TRY_AGAIN
         return [
             f"export {name}={shlex.quote(value)}"
-            for name, value in variables.items()
+            for name, value in self.environment.items()
         ]
 
     def submit(self, folder: str = "slurm") -> str:
