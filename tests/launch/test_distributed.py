@@ -25,6 +25,14 @@ SLURM = {
     "SLURM_PROCID": "1",
     "SLURM_STEP_NODELIST": "gpu[08-09]",
 }
+TPU = {"TPU_WORKER_HOSTNAMES": "a.lm,b.lm", "TPU_WORKER_ID": "1"}
+SLICES = TPU | {
+    "MEGASCALE_NUM_SLICES": "3",
+    "MEGASCALE_SLICE_ID": "2",
+    "MEGASCALE_COORDINATOR_ADDRESS": "lm-0-0.lm:8081",
+    # Of this slice alone.
+    "JOB_COMPLETION_INDEX": "1",
+}
 
 
 @pytest.mark.parametrize(
@@ -37,6 +45,10 @@ SLURM = {
         (GIVEN | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
         (SLURM, ProcessInfo("gpu08:61443", 2, 1)),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
+        (TPU, ProcessInfo("a.lm:8482", 2, 1)),
+        (SLICES, ProcessInfo("lm-0-0.lm:8482", 6, 5)),
+        ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
+        (GIVEN | SLICES, ProcessInfo("10.0.0.1:1234", 4, 3)),
         # As the script of a SlurmJob sets them.
         (
             SLURM | {"JAX_COORDINATOR_ADDRESS": "gpu08:7", "JAX_NUM_PROCESSES": "2"},

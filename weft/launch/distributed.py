@@ -6,9 +6,12 @@ The variables are, by precedence:
     a `Job`, or by hand       JAX_COORDINATOR_ADDRESS    JAX_NUM_PROCESSES     JAX_PROCESS_ID
     Slurm, inside of `srun`   first of the step's nodes  SLURM_STEP_NUM_TASKS  SLURM_PROCID
     Kubernetes, indexed jobs  -                          -                     JOB_COMPLETION_INDEX
+    TPUs of Google's          first of                   number of
+    Kubernetes                TPU_WORKER_HOSTNAMES       TPU_WORKER_HOSTNAMES  TPU_WORKER_ID
 
-Without any of them, a process runs alone. Launchers also set WEFT_RENDEZVOUS_TOKEN, a secret that
-process 0 requires of the others.
+With several slices of TPUs, MEGASCALE_NUM_SLICES, MEGASCALE_SLICE_ID and
+MEGASCALE_COORDINATOR_ADDRESS are read, too. Without any of them, a process runs alone. Launchers
+also set WEFT_RENDEZVOUS_TOKEN, a secret that process 0 requires of the others.
 """
 
 import contextlib
@@ -36,6 +39,7 @@ _CONNECT_SECONDS = 300.0
 _JAX_NOTICES_LATER_SECONDS = 30
 _LAST_WORDS_SECONDS = 1.0
 _LONGEST_TOKEN = 256
+_TPU_PORT = 8482  # as JAX's, which the TPU runtime does not use
 
 
 class ProcessInfo(NamedTuple):
@@ -55,18 +59,19 @@ def process_info(environ: Mapping[str, str]) -> ProcessInfo | None:
     ...           "SLURM_STEP_NODELIST": "gpu[07-08],big1"})
     ProcessInfo(coordinator='gpu07:61457', num_processes=4, process_id=3)
     """
-    slurm_values = _slurm_values(environ)
+    detected_values = _slurm_values(environ) or _tpu_values(environ)
     names = job.COORDINATOR_ADDRESS, job.NUM_PROCESSES, job.PROCESS_ID
     explicit_values = {
         name: environ[name] for name in names if environ.get(name)
     }
-    if not explicit_values and slurm_values.get(job.NUM_PROCESSES, "1") == "1":
-        return None
+    if not explicit_values:
+        is_alone = detected_values.get(job.NUM_PROCESSES, "1") == "1"
+        return None if is_alone else _parse(detected_values)
     is_first = explicit_values.get(job.PROCESS_ID, "0") == "0"
     if explicit_values.get(job.NUM_PROCESSES) == "1" and is_first:
         return None
     # By precedence, the least first.
-    values = dict(slurm_values)
+    values = dict(detected_values)
     if "JOB_COMPLETION_INDEX" in environ:
         values[job.PROCESS_ID] = environ["JOB_COMPLETION_INDEX"]
     values |= explicit_values
@@ -116,6 +121,29 @@ def _slurm_values(environ: Mapping[str, str]) -> dict[str, str]:
         job.NUM_PROCESSES: num_tasks,
         job.PROCESS_ID: index,
         job.COORDINATOR_ADDRESS: address,
+    }
+
+
+def _tpu_values(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the values of the three variables on TPUs of GKE; {} elsewhere."""
+    hosts = [
+        host
+        for host in environ.get("TPU_WORKER_HOSTNAMES", "").split(",")
+        if host
+    ]
+    index = environ.get("TPU_WORKER_ID", "")
+    num_slices = environ.get("MEGASCALE_NUM_SLICES") or "1"
+    slice_index = environ.get("MEGASCALE_SLICE_ID") or "0"
+    numbers = index, num_slices, slice_index
+    if not hosts or not all(number.isdigit() for number in numbers):
+        return {}
+    # The processes of all slices meet at one host.
+    address = environ.get("MEGASCALE_COORDINATOR_ADDRESS") or hosts[0]
+    host, _, _ = address.partition(":")
+    return {
+        job.NUM_PROCESSES: str(len(hosts) * int(num_slices)),
+        job.PROCESS_ID: str(int(slice_index) * len(hosts) + int(index)),
+        job.COORDINATOR_ADDRESS: f"{host}:{_TPU_PORT}",
     }
 
 
