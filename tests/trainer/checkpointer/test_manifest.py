@@ -5,7 +5,14 @@ import sys
 import pytest
 
 from weft.errors import MissingExtraError
-from weft.trainer.checkpointer.manifest import MANIFEST, find_damage, has_manifest, write_manifest
+from weft.trainer.checkpointer import manifest
+from weft.trainer.checkpointer.manifest import (
+    MANIFEST,
+    find_damage,
+    has_manifest,
+    write_digests,
+    write_manifest,
+)
 
 
 @pytest.fixture
@@ -98,6 +105,15 @@ def test_every_file_and_directory_is_synced(ckpt_dir, monkeypatch):
     write_manifest(str(ckpt_dir))
     paths = [os.path.join(root, n) for root, dirs, names in os.walk(ckpt_dir) for n in dirs + names]
     assert synced == {os.stat(path).st_ino for path in [ckpt_dir, *paths]}
+
+
+@pytest.mark.parametrize(
+    "write", [write_manifest, lambda directory: write_digests(directory, ["index"], {})]
+)
+def test_digests_that_could_not_be_read_again_are_not_written(ckpt_dir, monkeypatch, write):
+    monkeypatch.setattr(manifest, "MAX_JSON_BYTES", 50)
+    with pytest.raises(ValueError, match=r"json would have \d+ bytes, and at most 50 are .*chunks"):
+        write(str(ckpt_dir))
 
 
 def test_missing_xxhash_names_the_extra(ckpt_dir, monkeypatch):

@@ -169,7 +169,7 @@ def write_digests(
     """
     files = _sync_and_describe(ckpt_dir, paths, block_sizes)
     name = f"{_DIGESTS}/{jax.process_index()}.json"
-    Directory(ckpt_dir).write(name, json.dumps(files), sync=False)
+    Directory(ckpt_dir).write(name, _json_text(name, files), sync=False)
 
 
 def _sync_and_describe(
@@ -218,11 +218,23 @@ def write_manifest(
         "files": dict(sorted(files.items())),
     }
     content[_DIGEST] = _digest_of_json(content)
-    Directory(ckpt_dir).write(MANIFEST, json.dumps(content))
+    Directory(ckpt_dir).write(MANIFEST, _json_text(MANIFEST, content))
     # The names of files are on the disk only when their directories are.
     for folder, _, _ in os.walk(ckpt_dir):
         fsync(folder)
     shutil.rmtree(digests_dir, ignore_errors=True)
+
+
+def _json_text(name: str, content: Mapping[str, Any]) -> str:
+    """Returns the text of a file of digests; raises a ValueError if it could not be read again."""
+    text = json.dumps(content)
+    if len(text) > MAX_JSON_BYTES:
+        raise ValueError(
+            f"{name} would have {len(text):,} bytes, and at most {MAX_JSON_BYTES:,} are read. It "
+            "has about 45 for each chunk of an array: write fewer chunks, by a larger "
+            "checkpointer.storage.max_chunk_bytes, or by sharding the state over fewer devices"
+        )
+    return text
 
 
 def has_manifest(ckpt_dir: str) -> bool:
