@@ -3,6 +3,7 @@ import importlib.util
 import jax
 import numpy as np
 import pytest
+from jax.experimental import topologies
 
 from weft.cli.collectives import collectives_of
 from weft.errors import MeshError, TopologyError
@@ -108,6 +109,20 @@ def test_unknown_topologies(topology, message):
     jax.devices()
     with pytest.raises(TopologyError, match=message):
         get_devices_for_topology(topology)
+
+
+def test_compiler_that_another_process_uses(monkeypatch):
+    def refuse(**_):
+        # As libtpu does.
+        raise RuntimeError("ABORTED: Internal error when accessing libtpu multi-process lockfile.")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", refuse)
+    monkeypatch.setattr(importlib.util, "find_spec", {"libtpu": "its specification"}.get)
+    with pytest.raises(
+        TopologyError, match=r"lockfile\. libtpu is installed, but only one"
+    ) as info:
+        get_devices_for_topology("v5p-8")
+    assert "pip install" not in str(info.value)
 
 
 @pytest.mark.skipif(bool(importlib.util.find_spec("libtpu")), reason="libtpu is installed")

@@ -10,6 +10,7 @@ program that would run there (`pip install 'jax[tpu]'`; no TPU needed).
 """
 
 import dataclasses
+import importlib.util
 import math
 import re
 import tempfile
@@ -127,10 +128,16 @@ def get_devices_for_topology(
             **options,
         )
     except RuntimeError as error:
+        advice = "Install it by pip install 'jax[tpu]'; no TPU is needed."
+        if importlib.util.find_spec("libtpu") is not None:
+            advice = (
+                "libtpu is installed, but only one process at a time can use it: wait for the end "
+                "of another one, such as a second `weft check`, or set "
+                "ALLOW_MULTIPLE_LIBTPU_LOAD=1 if neither uses TPUs."
+            )
         raise TopologyError(
-            f"the compiler for {topology!r} cannot be used: {error} Install it by "
-            "pip install 'jax[tpu]'; no TPU is needed. Or compile for virtual CPU devices: "
-            f"'cpu-{system.devices_per_slice}'."
+            f"the compiler for {topology!r} cannot be used: {error} {advice} Or compile for "
+            f"virtual CPU devices: 'cpu-{system.devices_per_slice}'."
         ) from error
     return description.devices
 
