@@ -23,6 +23,7 @@ from weft.trainer.run_dir import (
     claim_run_dir,
     data_text,
     environment,
+    number_of_run,
     read_record,
     schedule_steps,
     update_record,
@@ -66,6 +67,25 @@ def test_claim_creates_directory_and_check_does_not(tmp_path):
     assert not (tmp_path / "a").exists()
     claim_run_dir(cfg)
     assert "max_step=10" in (tmp_path / "a" / "b" / CONFIG_FILE).read_text(encoding="utf-8")
+
+
+def test_number_of_a_run_is_that_of_no_other(tmp_path):
+    cfg = run_config(tmp_path)
+    claim_run_dir(cfg)
+    number = number_of_run(cfg.dir)
+    claim_run_dir(cfg)
+    claim_run_dir(cfg.set(max_step=20))
+    assert number_of_run(cfg.dir) == number
+    # Nothing is saved yet, so any run may have the directory.
+    claim_run_dir(cfg.set(width=5))
+    of_width_5 = number_of_run(cfg.dir)
+    claim_run_dir(cfg.set(fn=lambda: 1))
+    of_function = number_of_run(cfg.dir)
+    claim_and_save(cfg.set(fn=lambda: 2))
+    of_other_function = number_of_run(cfg.dir)
+    assert len({number, of_width_5, of_function, of_other_function}) == 4
+    claim_run_dir(cfg.set(width=6), resume=True)
+    assert number_of_run(cfg.dir) == of_other_function
 
 
 def test_starts_are_recorded_with_environment(tmp_path):

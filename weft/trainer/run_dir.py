@@ -32,6 +32,7 @@ import math
 import os
 import platform
 import re
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ _SCHEDULE_STEPS = "schedule_steps"
 _MAX_SCHEDULE_STEPS = 2**31 - 1
 _CONFIG_COPY = "config"
 _CODE = "code"
+_RUN = "run"
 
 # Fields that do not affect the parameters after a given step.
 MAY_CHANGE = frozenset(
@@ -231,6 +233,7 @@ def claim_run_dir(
     started_before = was_started(cfg.dir) or has_steps(cfg.dir)
     if jax.process_index() != 0:
         return started_before
+    run = _number_of_run(cfg)
     try:
         os.makedirs(cfg.dir, exist_ok=True)
         text = to_text(cfg) + "\n"
@@ -255,11 +258,29 @@ def claim_run_dir(
             "starts": starts,
             _CODE: code_record(cfg, MAY_CHANGE),
             _CONFIG_COPY: text,
+            _RUN: run,
         }
         update_record(cfg.dir, **record)
     except OSError as error:
         raise unwritable_error(Path(cfg.dir), error) from error
     return started_before
+
+
+def _number_of_run(cfg: ConfigBase) -> int:
+    """Returns the number of the run that starts, another one if it does not continue the old."""
+    old_number = surviving_record(cfg.dir).get(_RUN)
+    if old_number is None:
+        return secrets.randbits(31)
+    has_saved = has_checkpoint(os.path.join(cfg.dir, CHECKPOINTS_DIR))
+    # Without a checkpoint, another config, code and data were not refused.
+    if not has_saved and _difference_of_run(cfg):
+        return secrets.randbits(31)
+    return old_number
+
+
+def number_of_run(directory: str) -> int:
+    """Returns the number in `run.json` that tells a run from all others in its directory."""
+    return read_record(directory)[_RUN]
 
 
 def was_started(directory: str) -> bool:
@@ -377,6 +398,7 @@ _RECORD_FORM = {
     "baselines?": {str: {"nats_per_token": float, "bits_per_byte": float}},
     _CODE + "?": {str: str},
     _CONFIG_COPY + "?": str,
+    _RUN + "?": int,
     "goodput?": [{"step": int, "productive_seconds": float}],
     "times?": {"until": float, "seconds": {str: float}},
 }

@@ -25,6 +25,7 @@ from weft.trainer import agreement, profiling, run_dir, state_texts
 from weft.trainer import mesh as mesh_lib
 from weft.trainer import state as state_lib
 from weft.trainer.base import BaseTrainer, judge_of
+from weft.trainer.checkpointer.checkpointer import Checkpointer
 from weft.trainer.checkpointer.host_state import RunState
 from weft.trainer.checkpointer.saving import CheckpointHook
 from weft.trainer.compilation import compilation_cache
@@ -393,6 +394,11 @@ class SpmdTrainer(BaseTrainer):
         note = mesh_lib.unused_gpu_note()
         if note is not None:
             logger.warning(note)
+        if isinstance(self._checkpointer, Checkpointer):
+            number = 0
+            if jax.process_index() == 0:
+                number = run_dir.number_of_run(self.config.dir)
+            self._checkpointer.use_local(number)
         resumed_from = self._restore_or_init(
             first_key, started_before=started_before
         )

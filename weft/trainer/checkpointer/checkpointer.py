@@ -8,7 +8,6 @@ skipped for the previous one. Old checkpoints are removed when a newer one is co
 import contextlib
 import dataclasses
 import errno
-import json
 import logging
 import math
 import os
@@ -28,14 +27,20 @@ from weft.errors import (
     CheckpointReadError,
     CheckpointSaveError,
     DamagedCheckpointError,
+    StepIntervalError,
 )
 from weft.hierarchy.module import Module, nowrap
-from weft.serialization.directory import Directory
 from weft.serialization.untrusted import check_local_path
 from weft.trainer.checkpointer import dirs, manifest, retries
 from weft.trainer.checkpointer import index as index_lib
 from weft.trainer.checkpointer import policy as policy_lib
-from weft.trainer.checkpointer.host_state import PythonSavable
+from weft.trainer.checkpointer.host_state import (
+    PythonSavable,
+    read_policy_state,
+    state_of_policy,
+    write_policy_state,
+)
+from weft.trainer.checkpointer.local import LocalCheckpoints
 from weft.trainer.checkpointer.storage import OrbaxStateStorage, StateStorage
 from weft.trainer.summary_writer.base import with_dir
 from weft.trainer.summary_writer.files import CheckpointerAction, SummaryWriter
@@ -156,8 +161,6 @@ class BaseCheckpointer(Module):
 RestoreStateFilter = Callable[[Nested[Any]], Nested[Any]]
 """Function that selects the part of a state to restore."""
 
-_POLICY_STATE = "save_policy.json"
-
 
 def drop_learner_optimizer_cfg() -> config.InstantiableConfig[
     RestoreStateFilter
@@ -234,6 +237,12 @@ class Checkpointer(BaseCheckpointer):
             config.InstantiableConfig[RestoreStateFilter] | None
         ) = None
         """Selects the part of a state to restore."""
+        local_dir: str | None = None
+        """Directory in the memory or on the disk of each host, such as "/dev/shm/weft", for
+        checkpoints between those in `dir`, from which a run of a trainer continues if it starts
+        again on the same hosts; None for none."""
+        local_every_n_steps: int = 10
+        """Number of steps from one local checkpoint to the next."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -243,6 +252,13 @@ class Checkpointer(BaseCheckpointer):
                 f"{self.path()}: keep_last_n={cfg.keep_last_n}; expected 1 or more, since a run "
                 "continues from the last checkpoint."
             )
+        if cfg.local_dir is not None:
+            check_local_path(cfg.local_dir, f"{self.path()}.local_dir")
+        if cfg.local_every_n_steps < 1:
+            raise StepIntervalError(
+                f"{self.path()}.local_every_n_steps", cfg.local_every_n_steps
+            )
+        self._local: LocalCheckpoints | None = None
         self._storage: StateStorage = cfg.storage.instantiate()
         writer = config.maybe_instantiate(cfg.index_writer)
         self._index_writer = writer or index_lib.write_index_file
@@ -300,8 +316,10 @@ class Checkpointer(BaseCheckpointer):
         evaler_summaries = evaler_summaries or {}
         # The policy sees all steps, also if a save is forced.
         is_due = self._save_policy(step=step, evaler_summaries=evaler_summaries)
-        is_saved = step in (self._step_in_progress, self._last_step)
-        if is_saved or not (is_due or force):
+        if step in (self._step_in_progress, self._last_step):
+            return False
+        if not (is_due or force):
+            self._save_locally(step, state)
             return False
         if callable(state):
             state = state()
@@ -322,6 +340,34 @@ class Checkpointer(BaseCheckpointer):
             raise failure
         return True
 
+    @nowrap
+    def use_local(self, run: int) -> None:
+        """Uses local checkpoints from now on, if there is a `local_dir`, until `stop`.
+
+        Args:
+            run: number of the run that has `dir`, which no other run has had; in process 0.
+        """
+        local_dir = self.config.local_dir
+        if local_dir is not None:
+            self._local = LocalCheckpoints(
+                local_dir, durable_dir=self.config.dir, run=run
+            )
+
+    def _save_locally(
+        self,
+        step: int,
+        state: Nested[Any] | Callable[[], Nested[Any] | None],
+    ) -> None:
+        """Saves a local checkpoint after a step without a durable one, if it is due."""
+        if self._local is None or step % self.config.local_every_n_steps:
+            return
+        if callable(state):
+            state = state()
+        if state is not None:
+            self._local.save(
+                step=step, state=state, save_policy=self._save_policy
+            )
+
     def _begin_save(
         self, step: int, state: Nested[Any], facts: dict[str, Any]
     ) -> None:
@@ -329,9 +375,7 @@ class Checkpointer(BaseCheckpointer):
         dirs.check_name(self.config.dir)
         ckpt_dir = dirs.temporary_dir(final_dir)
         self._create_dir(final_dir, step)
-        policy_state = None
-        if isinstance(self._save_policy, PythonSavable):
-            policy_state = self._save_policy.get_state()
+        policy_state = state_of_policy(self._save_policy)
 
         def publish(*, ckpt_dir: str, index: index_lib.Index) -> None:
             if jax.process_index() != 0:
@@ -339,9 +383,7 @@ class Checkpointer(BaseCheckpointer):
 
             def complete() -> None:
                 self._index_writer(ckpt_dir=ckpt_dir, index=index)
-                if policy_state is not None:
-                    text = json.dumps(policy_state)
-                    Directory(ckpt_dir).write(_POLICY_STATE, text, sync=False)
+                write_policy_state(ckpt_dir, policy_state)
                 manifest.write_manifest(ckpt_dir, facts=facts)
 
             retries.retried(complete)
@@ -486,6 +528,12 @@ class Checkpointer(BaseCheckpointer):
     def stop(self, *, has_exception: bool = False) -> None:
         failure = self._finish_save(alone=has_exception)
         self._storage.stop()
+        if self._local is not None:
+            self._local.stop()
+            # The run has saved its last step.
+            if failure is None and not has_exception:
+                self._local.remove()
+            self._local = None
         if "summary_writer" in self.children:
             self.summary_writer.close()
         if failure is not None and has_exception:
@@ -506,6 +554,31 @@ class Checkpointer(BaseCheckpointer):
         if self._filter is not None:
             state = self._filter(state)
             validation = validation.allowing_more
+        if self._local is not None and step is None:
+            local = self._local.restore(state, validation=validation)
+            if local is not None:
+                self._set_policy_state(read_policy_state(local.ckpt_dir))
+                self._log(
+                    local.ckpt_dir,
+                    local.step,
+                    CheckpointerAction.RESTORE,
+                    local.state,
+                )
+                return local.step, local.state
+        restored_step, restored = self._restore_durable(step, state, validation)
+        if self._local is not None:
+            self._local.forget()
+        if restored_step is None:
+            return None, given_state
+        return restored_step, restored
+
+    def _restore_durable(
+        self,
+        step: int | None,
+        state: Nested[Any],
+        validation: index_lib.CheckpointValidationType,
+    ) -> tuple[int | None, Nested[Any]]:
+        """Returns the step and state of a durable checkpoint, None for both if there is none."""
         damaged: list[DamagedCheckpoint] = []
         for candidate in self._candidate_steps(step):
             try:
@@ -524,7 +597,7 @@ class Checkpointer(BaseCheckpointer):
             else:
                 return candidate, restored
         if not damaged:
-            return None, given_state
+            return None, None
         raise self._all_damaged_error(step, damaged)
 
     def _candidate_steps(self, requested_step: int | None) -> Iterator[int]:
@@ -562,18 +635,21 @@ class Checkpointer(BaseCheckpointer):
             raise DamagedCheckpointError(
                 f"the checkpoint {ckpt_dir} is damaged", damage=damage
             )
-        policy = self._save_policy
         policy_state = None
-        if isinstance(policy, PythonSavable):
-            policy_state = _read_policy_state(ckpt_dir)
+        if isinstance(self._save_policy, PythonSavable):
+            policy_state = read_policy_state(ckpt_dir)
         restored = self._storage.restore_from_dir(
             step, state, ckpt_dir=ckpt_dir, validation=validation
         )
-        if isinstance(policy, PythonSavable) and policy_state is not None:
-            policy.set_state(policy_state)
+        self._set_policy_state(policy_state)
         self._last_step = step
         self._log(ckpt_dir, step, CheckpointerAction.RESTORE, restored)
         return restored
+
+    def _set_policy_state(self, state: dict[str, Any] | None) -> None:
+        policy = self._save_policy
+        if isinstance(policy, PythonSavable) and state is not None:
+            policy.set_state(state)
 
     def _all_damaged_error(
         self, requested_step: int | None, damaged: list[DamagedCheckpoint]
@@ -622,11 +698,3 @@ def _severity(failure: CheckpointSaveError | None) -> int:
     if failure.of_file_system:
         return _OF_FILE_SYSTEM
     return _OTHER_FAILURE
-
-
-def _read_policy_state(ckpt_dir: str) -> dict[str, Any] | None:
-    if not dirs.exists(os.path.join(ckpt_dir, _POLICY_STATE)):
-        return None
-    return dirs.read_json(
-        ckpt_dir, _POLICY_STATE, "the state of a policy", lambda x: dict(**x)
-    )

@@ -24,6 +24,7 @@ from weft.input.prefetch import PARTS
 from weft.serialization.directory import Directory
 from weft.trainer.checkpointer import dirs, retries
 
+_POLICY_STATE = "save_policy.json"
 _BYTES = "base64"
 _INNER_BYTES = "__bytes_in_base64__"
 """Only key of a dict that is written in place of bytes within a state."""
@@ -206,3 +207,26 @@ class RunState:
         for name, part in self._parts.items():
             if name in state:
                 part.set_state(state[name])
+
+
+def state_of_policy(policy: object) -> Any:
+    """Returns the state of a policy that decides about saves; None if it has none."""
+    if isinstance(policy, PythonSavable):
+        return policy.get_state()
+    return None
+
+
+def write_policy_state(ckpt_dir: str, state: Any) -> None:
+    """Writes the state of a policy into a checkpoint, unless it is None."""
+    if state is not None:
+        text = json.dumps(state)
+        Directory(ckpt_dir).write(_POLICY_STATE, text, sync=False)
+
+
+def read_policy_state(ckpt_dir: str) -> dict[str, Any] | None:
+    """Returns the state of a policy in a checkpoint; None if it has none."""
+    if not dirs.exists(os.path.join(ckpt_dir, _POLICY_STATE)):
+        return None
+    return dirs.read_json(
+        ckpt_dir, _POLICY_STATE, "the state of a policy", lambda x: dict(**x)
+    )

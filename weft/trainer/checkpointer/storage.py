@@ -295,7 +295,7 @@ class OrbaxStateStorage(StateStorage):
                 damage.append(manifest)
                 manifest = None
         targets = {
-            _array_name(path): _with_layout(leaf)
+            _array_name(path): with_layout(leaf)
             for path, leaf in leaves.items()
         }
         files = ArrayFiles(ckpt_dir, self._ARRAYS, manifest)
@@ -459,7 +459,8 @@ def _divided(target: Target, saved: index_lib.Entry) -> Target:
     return target
 
 
-def _with_layout(leaf: index_lib.ArrayOrSpec) -> Target:
+def with_layout(leaf: index_lib.ArrayOrSpec) -> Target:
+    """Returns what an array of a state is read as: its shape, dtype and sharding."""
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf
     dtype = leaf.dtype
