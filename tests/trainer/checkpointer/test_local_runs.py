@@ -1,4 +1,4 @@
-"""Local checkpoints of whole runs, also of two processes, one of which is killed."""
+"""Local checkpoints of whole runs, also of two processes, where one is killed."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ _WORDS = [
 
 
 class Fails(Hook):
-    """Hook that fails after step 7, and remembers from where the run goes on."""
+    """Hook that fails after step 7, and remembers from where the run continued."""
 
     def on_start(self, trainer, resumed_from):
         self.resumed_from = resumed_from

@@ -209,6 +209,8 @@ class Checkpointer(BaseCheckpointer):
     (1, {'epoch': 1, 'w': array([0., 1., 2.])})
     """
 
+    _needs_allow = ("local_dir",)  # it is outside of the run's directory
+
     class Config(BaseCheckpointer.Config):
         """Configures a Checkpointer."""
 

@@ -234,7 +234,7 @@ class LocalCheckpoints:
             logger.warning("Old local checkpoints cannot be removed: %s", error)
 
     def forget(self) -> None:
-        """Removes all, as when the run goes on from a durable checkpoint."""
+        """Removes all, as when the run continues from a durable checkpoint."""
         self.remove()
         self._start = _new_number()
 
