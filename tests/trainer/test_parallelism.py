@@ -422,6 +422,13 @@ def test_idle_steps_are_no_operations_of_the_model(schedule):
     assert piped.model_flops() == trainer_of(config(with_eight_layers)).model_flops()
 
 
+@pytest.mark.parametrize("axes", [{"expert": 8}, {"expert": 2, "fsdp": 2, "model": 2}], ids=str)
+def test_padding_of_experts_is_no_operation_of_the_model(axes):
+    sharded = trainer_of(config(with_drop_free_experts, **axes))
+    alone = trainer_of(config(with_drop_free_experts))
+    assert sharded.model_flops() == alone.model_flops()
+
+
 def test_1f1b_takes_the_place_of_gradient_accumulation():
     def accumulating(cfg):
         modifier = GradientAccumulationModifier.default_config().set(grad_acc_steps=2)

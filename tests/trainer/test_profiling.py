@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from weft.errors import ProfilerTraceError
 from weft.hierarchy.base_layer import BaseModel
@@ -292,6 +294,15 @@ def test_body_of_a_while_loop_counts_once():
         return jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ w, x)
 
     assert count_flops(loop, jnp.zeros((3, 3)), X).total() == 2 * 2 * 9
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_shard_map_counts_its_body_for_each_part():
+    mesh = jax.make_mesh((4, 2), ("data", "same"), axis_types=(AxisType.Auto,) * 2)
+    specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+    fn = jax.shard_map(lambda w, x: x @ w, mesh=mesh, **specs)
+    # Both devices along "same" compute the same.
+    assert count_flops(fn, W.T, jnp.zeros((8, 5))) == {"": 2 * 8 * 5 * 3}
 
 
 def test_convolution_counts_its_window():

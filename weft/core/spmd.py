@@ -100,6 +100,27 @@ def uneven_rows(enabled: bool = True) -> Iterator[None]:
         _SPLITS_UNEVENLY.reset(token)
 
 
+_AS_ON_ONE_DEVICE = contextvars.ContextVar("_AS_ON_ONE_DEVICE", default=False)
+
+
+@contextlib.contextmanager
+def as_on_one_device() -> Iterator[None]:
+    """Enters a context in which layers do what they would do on one device, to count operations.
+
+    Pipelines run no idle steps: all layers, one after another. Experts have no rows of padding.
+    """
+    token = _AS_ON_ONE_DEVICE.set(True)
+    try:
+        yield
+    finally:
+        _AS_ON_ONE_DEVICE.reset(token)
+
+
+def is_as_on_one_device() -> bool:
+    """Returns whether the context is one of `as_on_one_device`."""
+    return _AS_ON_ONE_DEVICE.get()
+
+
 def axes_of(entry: Entry) -> tuple[str, ...]:
     """Returns the mesh axes in an entry of a layout."""
     if isinstance(entry, str):

@@ -14,7 +14,6 @@ each device passes its part to the next one. At the dots, a stage computes on ro
 discarded. On any mesh, the result equals that of running the layers in sequence.
 """
 
-import contextlib
 import contextvars
 import operator
 from collections.abc import Callable, Iterator
@@ -28,7 +27,12 @@ import numpy as np
 from weft import struct
 from weft.config import REQUIRED, Configurable, Required, maybe_instantiate
 from weft.core.logical import names_to_mesh_axes
-from weft.core.spmd import axes_of, constrain, get_global_mesh
+from weft.core.spmd import (
+    axes_of,
+    constrain,
+    get_global_mesh,
+    is_as_on_one_device,
+)
 from weft.errors import ArgumentShapeError, LayerConfigError
 from weft.hierarchy import parameter_spec, transforms
 from weft.hierarchy.base_layer import stacked_parameter_specs
@@ -550,7 +554,7 @@ class Pipeline(Repeat):
         cut = _CUT.get()
         if cut is not None:
             return cut.leave_out(self, fn, carry, xs)
-        if _IS_SEQUENTIAL.get():
+        if is_as_on_one_device():
             return self._run_sequentially(fn, carry, xs=xs)
         layer_context = context.add_child("layer", prng_key=context.prng_key)
         body_context = layer_context.fork()
@@ -746,21 +750,6 @@ class PipelineCut:
 _CUT: contextvars.ContextVar[PipelineCut | None] = contextvars.ContextVar(
     "cut", default=None
 )
-
-
-_IS_SEQUENTIAL: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "is_sequential", default=False
-)
-
-
-@contextlib.contextmanager
-def without_bubbles() -> Iterator[None]:
-    """Enters a context in which pipelines run no idle steps: all layers, one after another."""
-    token = _IS_SEQUENTIAL.set(True)
-    try:
-        yield
-    finally:
-        _IS_SEQUENTIAL.reset(token)
 
 
 def pipelines_of(module: Module) -> Iterator[Pipeline]:

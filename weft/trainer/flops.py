@@ -1,19 +1,20 @@
 """Floating-point operations of a function, counted in its jaxpr.
 
-Only matrix products and convolutions count, a scan's body once per iteration, each product for the
-weight that it uses, followed through casts, reshapes and slices.
+Only matrix products and convolutions count, a scan's body once per iteration, that of a shard_map
+once per device, each product for the weight that it uses, followed through casts, reshapes and
+slices.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import jax
 
+from weft.core.spmd import as_on_one_device, axes_of
 from weft.hierarchy.module import Module, functional
-from weft.hierarchy.pipeline import without_bubbles
 from weft.trainer.optimizers.base import tree_paths
 from weft.typing import NestedTensor, PyTree, Tensor
 
@@ -66,14 +67,15 @@ def forward_flops(
 ) -> int:
     """Counts the operations of a forward pass over a global batch, without running it.
 
-    Those of idle stages of a pipeline, whose results are discarded, do not count.
+    Those whose results are discarded, of idle stages of a pipeline and of rows of padding that
+    devices exchange for experts, do not count.
 
     Parameters and batch are arrays or their shapes.
     """
 
     def forward(params: NestedTensor, batch: NestedTensor) -> Tensor:
         key = jax.random.key(0)
-        with without_bubbles():
+        with as_on_one_device():
             (loss, _), _ = functional(
                 model, key, params, {"input_batch": batch}, is_training=True
             )
@@ -172,6 +174,8 @@ def _count_equation(
     repetitions = 1
     if name == "scan":
         repetitions = equation.params["length"]
+    if name == "shard_map":
+        repetitions = _num_parts(equation.params)
     total: Flops = Counter()
     for flops in flops_of_bodies:
         for source, count in flops.items():
@@ -180,6 +184,15 @@ def _count_equation(
     if len(bodies) == 1 and len(output_sources) == len(equation.outvars):
         return total, output_sources
     return total, no_sources
+
+
+def _num_parts(params: Mapping[str, Any]) -> int:
+    """Returns how many devices compute different parts in a `shard_map`, by its parameters."""
+    axes: set[str] = set()
+    for spec in params["in_specs"]:
+        for entry in spec:
+            axes.update(axes_of(entry))
+    return math.prod(params["mesh"].shape[name] for name in axes)
 
 
 def _sources_of_body(name: str, body: "Jaxpr", sources: _Sources) -> _Sources:

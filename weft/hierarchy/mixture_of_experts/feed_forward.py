@@ -45,6 +45,7 @@ from weft.core.spmd import (
     constrain_like_jit,
     fitting_spec,
     get_global_mesh,
+    is_as_on_one_device,
 )
 from weft.functional import (
     get_activation_fn,
@@ -587,6 +588,8 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         """Applies experts to the tokens of each device; also counts dropped choices."""
         mesh = get_global_mesh()
         if mesh is None:
+            return self._apply_locally(x, experts, gates, weights)
+        if is_as_on_one_device() and AxisType.Explicit not in mesh.axis_types:
             return self._apply_locally(x, experts, gates, weights)
         cfg = self.config
         token_entries = _padded_spec(cfg.input_dim_to_partition_spec["bsm"])
