@@ -38,4 +38,5 @@ def main():
             os.write(1, told["text"].encode())
 
 
-main()
+if __name__ == "__main__":
+    main()
