@@ -17,11 +17,13 @@ from importlib.metadata import version
 
 import pytest
 
-# The import of the first replaces Flax, which the other tests compare with.
+# The import of the first replaces Flax, which the other tests compare with. The fakes of clusters
+# are programs, which have their folder in the environment.
 collect_ignore = [
     "weft/compat/flax/as_flax.py",
     "weft/compat/flax/startup",
     "tests/clients/programs",
+    "tests/launch/clusters",
 ]
 
 # JAX reads both when it is first used, which is after pytest has read this file.
