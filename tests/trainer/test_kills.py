@@ -124,3 +124,43 @@ def test_repeatedly_killed_run_ends_bitwise_equal(start, tmp_path, capsys):
         Path(step_dirs(str(cut / "checkpoints"))[last], "index").read_text(encoding="utf-8")
     )
     assert ["next_step", last + 1] in index["index"]
+
+
+def test_run_with_local_checkpoints_ends_bitwise_equal(start, tmp_path, capsys):
+    cut, whole, memory = tmp_path / "cut", tmp_path / "whole", tmp_path / "memory"
+    chance = random.Random(1)
+    words = [f"checkpointer.local_dir={memory}", "checkpointer.local_every_n_steps=1"]
+    words.append("checkpointer.save_policy.n=9")
+
+    def newest_local():
+        (*_, newest_dir) = [0, *sorted(memory.glob("*/process_0_of_1/step_" + 8 * "[0-9]"))]
+        return newest_dir and int(newest_dir.name[5:])
+
+    begin = time.monotonic()
+    finish(start(tmp_path / "warm", "max_step=2"))
+    seconds = time.monotonic() - begin
+    in_a_save = from_local = 0
+    for _ in range(-(-KILLS // 4)):
+        before = max(newest(cut), newest_local())
+        process = start(cut, "max_step=1000000", *words)
+        time.sleep(seconds * chance.uniform(0.3, 1.5))
+        process.kill()
+        process.communicate()
+        in_a_save += any(memory.glob("*/*/*.tmp"))
+        # Nothing is lost but what was being written.
+        assert max(newest(cut), newest_local()) >= before
+        from_local += newest_local() > newest(cut)
+    assert from_local
+    last = max(newest(cut), newest_local()) + 3
+    finish(start(cut, f"max_step={last}", *words))
+    finish(start(whole, f"max_step={last}", "checkpointer.save_policy.n=1000000"))
+
+    with capsys.disabled():
+        print(
+            f"\n{in_a_save} kills in the middle of a local save; after {from_local}, the local "
+            f"checkpoint was the newest; {last} steps"
+        )
+    assert bits(cut, last) == bits(whole, last)
+    of_cut = {step: batch for step, batch in order(cut).items() if step <= last}
+    assert of_cut == order(whole)
+    assert not any(memory.glob("*/*/*"))
