@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from weft.errors import JobConfigError
@@ -35,6 +37,18 @@ def test_failure_report_has_last_lines(capsys):
     assert ") ended with exit code 4 after" in told and "its exit code is 4" in told
     assert "its last lines:\n  [0] step 0\n" in told
     assert "process 1 was ended by SIGTERM at" in told
+
+
+def test_logs_keep_each_try(tmp_path, capsys):
+    (tmp_path / "process-0.log").write_text("half a line", encoding="utf-8")
+    script = f"cd {tmp_path}; [ -e second ] && exit 4; touch second; echo first; exit 3"
+    assert job(script, num_processes=1, max_tries=2, log_dir=str(tmp_path)).run() == 4
+    text = (tmp_path / "process-0.log").read_text(encoding="utf-8")
+    time = r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d"
+    first, second = (rf"weft launch: try {i} of 2, 1 process\(es\), {time}\n" for i in (1, 2))
+    assert re.fullmatch(rf"half a line\n{first}first\n\n{second}", text), text
+    # The second one has written nothing.
+    assert capsys.readouterr().err.count("its last lines:\n  [0] first\n") == 1
 
 
 def test_wrong_command_is_not_tried_again(capsys):

@@ -10,6 +10,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 
 from weft.errors import JobConfigError
 from weft.launch.job import (
@@ -36,7 +37,8 @@ class LocalJob(Job):
         """Configures a LocalJob."""
 
         log_dir: str | None = None
-        """Directory of one log file per process; None to print lines here with their id."""
+        """Directory of one log file per process, to which each try appends; None to print lines
+        here with their id."""
         failure_grace_seconds: float = 5
         """Time for the other processes to exit after one failed."""
         min_processes: int | None = None
@@ -81,7 +83,7 @@ class LocalJob(Job):
         places = self._places(lost=())
         lost: list[int] = []
         while True:
-            outcome = self._run_once(places)
+            outcome = self._run_once(places, cfg.max_tries - tries_left)
             if outcome.failed is not None:
                 _report(failure_text(outcome, len(places)))
                 # A wrong command would fail again; a mesh may not fit fewer processes.
@@ -128,7 +130,8 @@ class LocalJob(Job):
         free = [place for place in range(num_places) if place not in lost]
         return free[: cfg.num_processes]
 
-    def _run_once(self, places: Sequence[int]) -> Outcome:
+    def _run_once(self, places: Sequence[int], number: int) -> Outcome:
+        """Runs the processes to their end, in the try of this number, which counts from 1."""
         cfg = self.config
         num_processes = len(places)
         # Another program may take the port before process 0 does; the run then fails and says so.
@@ -160,6 +163,10 @@ class LocalJob(Job):
             environments,
             say=PrefixedLines(num_processes),
             log_paths=log_paths,
+            log_heading=(
+                f"weft launch: try {number} of {cfg.max_tries}, "
+                f"{num_processes} process(es), {datetime.now():%Y-%m-%d %H:%M:%S}"
+            ),
             grace_seconds=cfg.grace_seconds,
             failure_grace_seconds=cfg.failure_grace_seconds,
             stop_after_seconds=(

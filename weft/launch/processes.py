@@ -102,7 +102,8 @@ class ProcessGroup:
 
     Args:
         say: called with the process id and each line of output.
-        log_paths: output file of each process, instead of `say`.
+        log_paths: output file of each process, to append to, instead of `say`.
+        log_heading: first line of what is appended.
         grace_seconds: time to exit after a forwarded signal.
         failure_grace_seconds: time to exit after another process failed.
         stop_after_seconds: time after which the processes are asked to stop.
@@ -113,6 +114,7 @@ class ProcessGroup:
     _: dataclasses.KW_ONLY
     say: Callable[[int, str], None]
     log_paths: Sequence[str] | None = None
+    log_heading: str = ""
     grace_seconds: float
     failure_grace_seconds: float
     stop_after_seconds: float = math.inf
@@ -120,6 +122,7 @@ class ProcessGroup:
     def __post_init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
+        self._log_starts: list[int] = []
         self._lines = [
             collections.deque[str](maxlen=LAST_LINES) for _ in self.environments
         ]
@@ -148,7 +151,11 @@ class ProcessGroup:
         with contextlib.ExitStack() as stack:
             output: int | BinaryIO = subprocess.PIPE
             if self.log_paths is not None:
-                output = stack.enter_context(_open_log(self.log_paths[index]))
+                log = _open_log(self.log_paths[index])
+                output = stack.enter_context(log)
+                if self.log_heading:
+                    _write_heading(log, self.log_heading)
+                self._log_starts.append(log.tell())
             try:
                 path = self.environments[index].get("PATH")
                 if shutil.which(self.command[0], path=path) is None:
@@ -246,7 +253,7 @@ class ProcessGroup:
             code = 128 - code
         lines = tuple(self._lines[index])
         if self.log_paths is not None:
-            lines = last_lines(self.log_paths[index])
+            lines = last_lines(self.log_paths[index], self._log_starts[index])
         return Ended(
             index,
             process.pid,
@@ -291,17 +298,25 @@ def _open_log(path: str) -> BinaryIO:
     check_local_path(path, "log_dir")
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        return open(path, "wb")
+        return open(path, "ab")
     except OSError as error:
         raise JobConfigError(
             f"the log {path!r} cannot be written: {error}. Name another log_dir."
         ) from error
 
 
-def last_lines(path: str) -> tuple[str, ...]:
-    """Returns the last lines of a file that may be large."""
+def _write_heading(log: BinaryIO, heading: str) -> None:
+    # What was killed may have left half a line.
+    separator = "\n" if log.tell() else ""
+    with contextlib.suppress(OSError):  # a full disk does not stop a start
+        log.write(f"{separator}{heading}\n".encode())
+        log.flush()
+
+
+def last_lines(path: str, start: int = 0) -> tuple[str, ...]:
+    """Returns the last lines of a file that may be large, of those that begin at `start`."""
     with open(path, "rb") as file:
-        file.seek(max(0, os.path.getsize(path) - 64_000))
+        file.seek(max(start, os.path.getsize(path) - 64_000))
         return tuple(
             file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
         )
