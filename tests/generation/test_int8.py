@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,18 @@ def test_logits_are_near_those_of_floats(family):
     expected = logits(layer, params, None)
     difference = logits(layer, params, "int8") - expected
     assert 0 < jnp.linalg.norm(difference) < 0.03 * jnp.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_parameters_of_the_model_are_not_kept(weights):
+    params = tiny_layer().initialize_parameters_recursively(quick_key(0))
+    stacked = params["decoder"]["transformer"]["repeat"]["layer"]
+    (first, *_) = map(weakref.ref, jax.tree.leaves(stacked))
+    generator = Generator(language_model(params), weights=weights)
+    del params, stacked
+    gc.collect()
+    assert first() is None
+    assert len(generator.generate("to", tokens=2)) == 1
 
 
 def test_no_copy_in_floats_is_kept():

@@ -160,9 +160,8 @@ class Generator:
             batch_size=batch_size,
             expected_tokens=expected_tokens,
         )
-        if weights is not None:
-            # The engine has them in int8; those in floats take four times the memory.
-            self.model = dataclasses.replace(self.model, params={})
+        # The engine has its own, in int8 or unstacked.
+        self.model = dataclasses.replace(self.model, params={})
 
     def set_params(self, params: NestedTensor) -> None:
         """Replaces the model's parameters, such as by those after further training."""
