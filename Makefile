@@ -80,7 +80,7 @@ lock: ## resolve each version's lock again with uv; ARGS=--upgrade for the newes
 
 # A stamp per set of extras: recreated when these, the lock or the package's own dependencies change.
 EXTRAS_train := train,examples
-EXTRAS_dev := train,text,parquet,hf,tfds,mlflow,optuna,eval,wandb,launch,dev,parity,clients,bench,examples
+EXTRAS_dev := train,text,stores,parquet,hf,tfds,mlflow,optuna,eval,wandb,launch,dev,parity,clients,bench,examples
 EXTRAS_bench := train,text,bench
 EXTRAS_docs := train,text,examples,docs
 

@@ -192,6 +192,7 @@ WRITER = "weft.trainer.summary_writer.files.SummaryWriter"
         (TRAINER, "status_port", "8080"),
         (WRITER, "dir", "'/home'"),
         ("weft.trainer.checkpointer.checkpointer.Checkpointer", "dir", "'/home'"),
+        ("weft.trainer.checkpointer.checkpointer.Checkpointer", "copy_to", "'s3://bucket/run'"),
     ],
 )
 def test_text_cannot_set_outside_effects(cls, field, value, caplog):

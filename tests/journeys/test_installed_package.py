@@ -116,6 +116,7 @@ NAMED = {
     "kernels": {"tokamax"},
     "launch": {"submitit"},
     "gcs": {"gcsfs"},
+    "stores": {"fsspec"},
     "wandb": {"wandb"},
     "mlflow": {"mlflow-skinny"},
     "optuna": {"optuna"},

@@ -86,6 +86,11 @@ def test_commands_refuse_them(words, here, capsys):
     assert "Mount the storage" in err or "Write the whole path" in err
 
 
+def test_url_of_a_run_leads_to_copies_of_its_checkpoints():
+    with pytest.raises(PathNotLocalError, match=r"Or set checkpointer\.copy_to to the URL"):
+        lock("s3://bucket/run")
+
+
 def test_functions_of_flax_refuse_urls(here):
     for call in (
         lambda: save_checkpoint("gs://b/c", {}, 1),

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from tests.sockets import connected, reading
 from tests.trainer.language_models import Bigrams
 from tests.trainer.test_state import OPTIMIZER
-from weft.config import config_class, config_for_function
+from weft.config import REQUIRED, config_class, config_for_function
 from weft.debug.anomalies import AnomalyPolicy
 from weft.distributed.peers import Peers, StopRequest, use_peers
 from weft.distributed.preemption import StopRun
@@ -41,7 +41,7 @@ from weft.input import Input
 from weft.input.fake import FakeLmInput
 from weft.recipes.lm import lm_tiny
 from weft.report.live import RunStatus
-from weft.trainer import mesh
+from weft.trainer import mesh, run_dir
 from weft.trainer.aot_compilation import aot_model_analysis
 from weft.trainer.base import jit_train_step
 from weft.trainer.checkpointer import CheckpointValidationType, every_n_steps_policy, retries
@@ -168,6 +168,36 @@ def test_interrupted_run_ends_bitwise_equal(straight, tmp_path):
     assert_equal_states(trainer, straight[0])
     # A run that is at its end already does nothing more.
     assert run(config(tmp_path))[1].losses == {}
+
+
+def copied_config(directory, url, **kwargs):
+    cfg = small_config(directory, **kwargs)
+    cfg.checkpointer.copy_to = url
+    return cfg
+
+
+def test_run_without_directory_continues_from_its_copy(small, tmp_path):
+    url = "memory://bucket/continued"
+    run(copied_config(tmp_path, url, max_step=2))
+    shutil.rmtree(tmp_path)
+    trainer, recorder, _ = run(copied_config(tmp_path, url))
+    assert recorder.resumed_from == 2
+    assert_equal_states(trainer, small)
+    assert len(run_dir.read_record(tmp_path)["starts"]) == 2
+
+
+def test_run_continues_from_its_copy_with_the_schedule_it_began_with(tmp_path):
+    def longer(max_step):
+        cfg = copied_config(tmp_path, "memory://bucket/longer", max_step=max_step)
+        cfg.learner.optimizer.inner.learning_rate.max_step = REQUIRED
+        return cfg
+
+    run(longer(2))
+    shutil.rmtree(tmp_path)
+    with pytest.raises(RunDirError, match="its run began with another max_step"):
+        run(longer(3))
+    assert run(longer(3))[1].resumed_from == 2
+    assert run_dir.read_record(tmp_path)["schedule_steps"] == 2
 
 
 def test_checkpoint_is_restored_onto_another_mesh(straight, tmp_path):

@@ -28,6 +28,7 @@ from weft.report.page import write_report
 from weft.report.recorder import errors_logged
 from weft.serialization.untrusted import printable
 from weft.trainer import SpmdTrainer, compilation, has_ended, run_dir
+from weft.trainer.checkpointer.stores import check_unused
 from weft.trainer.frozen_base import keep_builder_of_run
 from weft.trainer.run_lock import RunLock, move_aside, run_lock
 
@@ -80,7 +81,7 @@ def _train(arguments: argparse.Namespace) -> int:
                     "--fresh starts a run again, and --resume continues it; write one of the two."
                 )
             if arguments.fresh:
-                _move_aside(cfg.dir)
+                _move_aside(cfg)
             stack.enter_context(run_lock(cfg.dir))
             keep_builder_of_run(cfg)
             run_dir.check_run_dir(cfg, resume=arguments.resume)
@@ -134,10 +135,13 @@ def _suggested_commands(arguments: argparse.Namespace) -> Iterator[None]:
         raise type(error)("\n".join(lines), free_dir=error.free_dir) from error
 
 
-def _move_aside(directory: str) -> None:
-    target = move_aside(directory)
+def _move_aside(cfg: SpmdTrainer.Config) -> None:
+    store = getattr(cfg.checkpointer, "copy_to", None)
+    if store is not None:
+        check_unused(store, cfg.dir)
+    target = move_aside(cfg.dir)
     if target is not None:
-        print(printable(f"moved the earlier run from {directory} to {target}"))
+        print(printable(f"moved the earlier run from {cfg.dir} to {target}"))
 
 
 class _Training(NamedTuple):
@@ -460,7 +464,7 @@ def make_job(arguments: argparse.Namespace) -> Job:
     if is_local and run_cfg is not None:
         with _suggested_commands(arguments):
             if arguments.fresh:
-                _move_aside(run_cfg.dir)
+                _move_aside(run_cfg)
             with RunLock(run_cfg.dir):
                 run_dir.check_run_dir(run_cfg)
     return job

@@ -40,10 +40,16 @@ def refuse_url(path: str | os.PathLike[str], what: str) -> None:
     weft.errors._training.PathNotLocalError: dir='s3://bucket/run' is a URL, but only paths of ...
     """
     if _URL.match(os.fspath(path)):
+        choice = ""
+        if what == "dir":
+            choice = (
+                " Or set checkpointer.copy_to to the URL, for copies of the checkpoints there, "
+                "and dir to a folder of this machine."
+            )
         raise PathNotLocalError(
             f"{what}={os.fspath(path)!r} is a URL, but only paths of this machine are read and "
             "written. Mount the storage, for example with gcsfuse or mount-s3, and name the folder "
-            "where it is mounted."
+            f"where it is mounted.{choice}"
         )
 
 

@@ -283,6 +283,14 @@ def number_of_run(directory: str) -> int:
     return read_record(directory)[_RUN]
 
 
+def number_in_record(record: bytes) -> int | None:
+    """Returns this number from the bytes of a `run.json`; None if it is lost or damaged."""
+    try:
+        return parse_json(record)[_RUN]
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
 def was_started(directory: str) -> bool:
     """Returns whether a run has left its config or its record in a directory."""
     run = Directory(directory)

@@ -19,6 +19,7 @@ from weft import config
 from weft.core import tracing
 from weft.distributed import preemption
 from weft.distributed.watchdog import Watchdog
+from weft.errors import RunDirError
 from weft.hierarchy import Module, nowrap
 from weft.report import display, live, recorder
 from weft.trainer import agreement, profiling, run_dir, state_texts
@@ -265,6 +266,7 @@ class SpmdTrainer(BaseTrainer):
             state_lib.check_batches(self.input, self._batch_partition())
         with contextlib.ExitStack() as stack:
             self._run_lock = stack.enter_context(run_lock(self.config.dir))
+            self._fetch_copy()
             started_before = run_dir.claim_run_dir(
                 self.config, recipe, layout=self._layout(), resume=resume
             )
@@ -286,6 +288,18 @@ class SpmdTrainer(BaseTrainer):
                 run.evaluations.run_at_end(returned_evalers or ())
             self.hooks.on_end(self._step, reason)
             return run.result(reason, returned_evalers)
+
+    def _fetch_copy(self) -> None:
+        """Fetches a newer checkpoint, and the run's record, from where copies are kept."""
+        lengths = run_dir.length_comments(self.config)
+        step = self.checkpointer.fetch_copy()
+        if step is None or run_dir.length_comments(self.config) == lengths:
+            return
+        raise RunDirError(
+            f"the checkpoint of step {step} was fetched to dir={self.config.dir!r}, and its run "
+            "began with another max_step, which its schedules keep. Start again: their length is "
+            "read from the record that was fetched with it."
+        )
 
     def _open_run(
         self,

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ from weft.trainer.checkpointer.host_state import (
 )
 from weft.trainer.checkpointer.local import LocalCheckpoints
 from weft.trainer.checkpointer.storage import OrbaxStateStorage, StateStorage
+from weft.trainer.checkpointer.stores import StoreCopies
 from weft.trainer.summary_writer.base import with_dir
 from weft.trainer.summary_writer.files import CheckpointerAction, SummaryWriter
 from weft.typing import Nested
@@ -146,6 +147,13 @@ class BaseCheckpointer(Module):
         """
         raise NotImplementedError(type(self))
 
+    def fetch_copy(self) -> int | None:
+        """Fetches a checkpoint that is newer than those in `dir`, from where copies are kept.
+
+        The first process does, at the start of a run. Returns the step; None if there is none.
+        """
+        return None
+
     def wait_until_finished(self) -> None:
         """Waits for the save in progress; raises CheckpointSaveError if a save has failed."""
         raise NotImplementedError(type(self))
@@ -209,7 +217,8 @@ class Checkpointer(BaseCheckpointer):
     (1, {'epoch': 1, 'w': array([0., 1., 2.])})
     """
 
-    _needs_allow = ("local_dir",)  # it is outside of the run's directory
+    # One is outside of the run's directory, the other opens connections.
+    _needs_allow = ("local_dir", "copy_to")
 
     class Config(BaseCheckpointer.Config):
         """Configures a Checkpointer."""
@@ -245,6 +254,10 @@ class Checkpointer(BaseCheckpointer):
         again on the same hosts; None for none."""
         local_every_n_steps: int = 10
         """Number of steps from one local checkpoint to the next."""
+        copy_to: str | None = None
+        """URL in an object store, such as `s3://bucket/run`. Each complete checkpoint is copied
+        there in the background, and a run without a newer one of its own continues from there.
+        Needs fsspec, and its package for the store."""
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -272,6 +285,9 @@ class Checkpointer(BaseCheckpointer):
             self._add_child(
                 "summary_writer", with_dir(cfg.summary_writer, cfg.dir)
             )
+        self._copies: StoreCopies | None = None
+        if cfg.copy_to is not None:
+            self._copies = StoreCopies(cfg.copy_to, cfg.dir, self._kept_steps)
         self._step_in_progress: int | None = None  # that is being saved
         self._last_step: int | None = (
             None  # saved or restored, so it need not be saved again
@@ -319,6 +335,8 @@ class Checkpointer(BaseCheckpointer):
         # The policy sees all steps, also if a save is forced.
         is_due = self._save_policy(step=step, evaler_summaries=evaler_summaries)
         if step in (self._step_in_progress, self._last_step):
+            if force:
+                self._start_copies()  # its copy may have failed
             return False
         if not (is_due or force):
             self._save_locally(step, state)
@@ -396,6 +414,7 @@ class Checkpointer(BaseCheckpointer):
                 self._remove_old(step)
             except (CheckpointReadError, OSError) as error:
                 logger.warning("Old checkpoints cannot be removed: %s", error)
+            self._start_copies()
 
         try:
             self._storage.save_to_dir(
@@ -505,14 +524,11 @@ class Checkpointer(BaseCheckpointer):
             facts[saved_step] = {}
             if isinstance(content, manifest.Manifest):
                 facts[saved_step] = content.facts
-        kept_steps = policy_lib.kept_steps(
-            facts,
-            last_n=cfg.keep_last_n,
-            every_n_steps=cfg.keep_every_n_steps,
-            every_n_seconds=cfg.keep_every_n_seconds,
-            best=self._keep_best,
-        )
-        for old_step in paths.keys() - kept_steps:
+        old_steps = paths.keys() - self._kept_steps(facts)
+        if self._copies is not None:
+            # It is removed after a later save.
+            old_steps.discard(self._copies.step_in_progress)
+        for old_step in old_steps:
             try:
                 self.cleanup_checkpoint(paths[old_step], sync=False)
             except OSError as error:
@@ -521,6 +537,21 @@ class Checkpointer(BaseCheckpointer):
                     paths[old_step],
                     error,
                 )
+
+    def _kept_steps(self, facts: Mapping[int, Mapping[str, Any]]) -> set[int]:
+        """Returns the steps that a rule keeps, given the facts of manifests by ascending step."""
+        cfg = self.config
+        return policy_lib.kept_steps(
+            facts,
+            last_n=cfg.keep_last_n,
+            every_n_steps=cfg.keep_every_n_steps,
+            every_n_seconds=cfg.keep_every_n_seconds,
+            best=self._keep_best,
+        )
+
+    def _start_copies(self) -> None:
+        if self._copies is not None and jax.process_index() == 0:
+            self._copies.start()
 
     def wait_until_finished(self) -> None:
         failure = self._finish_save()
@@ -536,6 +567,8 @@ class Checkpointer(BaseCheckpointer):
             if failure is None and not has_exception:
                 self._local.remove()
             self._local = None
+        if self._copies is not None:
+            self._copies.stop()
         if "summary_writer" in self.children:
             self.summary_writer.close()
         if failure is not None and has_exception:
@@ -544,6 +577,11 @@ class Checkpointer(BaseCheckpointer):
             raise failure
 
     # Restoring.
+
+    def fetch_copy(self) -> int | None:
+        if self._copies is None or jax.process_index() != 0:
+            return None
+        return self._copies.fetch_newer()
 
     def restore(
         self, *, step: int | None = None, state: Nested[Any]

@@ -29,7 +29,11 @@ import jax
 from weft._lazy import import_extra
 from weft.errors import FileRefusedError
 from weft.serialization.directory import Directory
-from weft.serialization.untrusted import MAX_JSON_BYTES, check_json
+from weft.serialization.untrusted import (
+    MAX_JSON_BYTES,
+    check_json,
+    parse_json,
+)
 from weft.trainer.checkpointer import retries
 from weft.trainer.checkpointer.dirs import exists, fsync, list_files
 
@@ -244,25 +248,43 @@ def has_manifest(ckpt_dir: str) -> bool:
 
 def read_manifest(ckpt_dir: str, *, step: int | None = None) -> Manifest | str:
     """Returns the manifest of a checkpoint, or its damage; checks the step if one is given."""
+    path = os.path.join(ckpt_dir, MANIFEST)
     try:
-        path = os.path.join(ckpt_dir, MANIFEST)
-        content = retries.read(
-            path, lambda: Directory(ckpt_dir).read_json(MANIFEST)
+        data = retries.read(
+            path,
+            lambda: Directory(ckpt_dir).read_bytes(
+                MANIFEST, at_most=MAX_JSON_BYTES
+            ),
         )
+    except FileNotFoundError:
+        return f"{MANIFEST}: is missing"
+    except OSError as error:
+        return _unreadable(error)
+    return parse_manifest(ckpt_dir, data, step=step)
+
+
+def parse_manifest(
+    ckpt_dir: str, data: bytes, *, step: int | None = None
+) -> Manifest | str:
+    """Returns the manifest of a checkpoint from its bytes, or its damage, as `read_manifest`."""
+    try:
+        content = parse_json(data)
         digest = content.pop(_DIGEST)
         if content["version"] not in _READ_VERSIONS:
             return f"{MANIFEST}: is of version {content['version']}, not {_VERSION}"
         manifest = Manifest(ckpt_dir, content)
-    except FileNotFoundError:
-        return f"{MANIFEST}: is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST}: cannot be read ({type(error).__name__}: {error})"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return _unreadable(error)
     if _digest_of_json(content) != digest:
         return f"{MANIFEST}: {CHANGED}"
     written_step = manifest.facts.get("step", step)
     if step is not None and written_step != step:
         return f"{MANIFEST}: was written for step {written_step}, not {step}"
     return manifest
+
+
+def _unreadable(error: Exception) -> str:
+    return f"{MANIFEST}: cannot be read ({type(error).__name__}: {error})"
 
 
 def find_damage(
