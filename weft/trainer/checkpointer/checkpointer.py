@@ -339,7 +339,8 @@ class Checkpointer(BaseCheckpointer):
                 self._start_copies()  # its copy may have failed
             return False
         if not (is_due or force):
-            self._save_locally(step, state)
+            if self._local is not None:
+                self._save_locally(self._local, step, state)
             return False
         if callable(state):
             state = state()
@@ -375,18 +376,17 @@ class Checkpointer(BaseCheckpointer):
 
     def _save_locally(
         self,
+        local: LocalCheckpoints,
         step: int,
         state: Nested[Any] | Callable[[], Nested[Any] | None],
     ) -> None:
         """Saves a local checkpoint after a step without a durable one, if it is due."""
-        if self._local is None or step % self.config.local_every_n_steps:
+        if step % self.config.local_every_n_steps:
             return
         if callable(state):
             state = state()
         if state is not None:
-            self._local.save(
-                step=step, state=state, save_policy=self._save_policy
-            )
+            local.save(step=step, state=state, save_policy=self._save_policy)
 
     def _begin_save(
         self, step: int, state: Nested[Any], facts: dict[str, Any]
