@@ -21,7 +21,7 @@ HELP = {
     ],
     "launch": ["Train with several processes: on this machine, with Slurm, or with Kubernetes."],
     "launch local": [
-        "-n N [--job FIELD=VALUE ...] [--allow NAME] [RECIPE]",
+        "-n [MIN:]N [--job FIELD=VALUE ...] [--allow NAME] [RECIPE]",
         "  name=lm  ",
         "-n 2 lm",
     ],
