@@ -82,8 +82,8 @@ def state_of(step):
 def saved(run, url, *steps, number=1, **kwargs):
     """A run with a record that has saved some steps."""
     run.mkdir(exist_ok=True)
-    (run / "run.json").write_text(json.dumps({"run": number}))
-    (run / "config.txt").write_text("a config\n")
+    (run / "run.json").write_text(json.dumps({"run": number}), encoding="utf-8")
+    (run / "config.txt").write_text("a config\n", encoding="utf-8")
     for step in steps:
         with checkpointer(run, url, **kwargs) as c:
             c.save(step=step, state=state_of(step), evaler_summaries={"e": {"loss": step % 3}})
@@ -128,7 +128,7 @@ def test_run_without_directory_continues_from_its_newest_copy(url, tmp_path):
 
     other = tmp_path / "other"
     assert fetched(other, url) == 3
-    assert (other / "config.txt").read_text() == "a config\n"
+    assert (other / "config.txt").read_text(encoding="utf-8") == "a config\n"
     assert os.listdir(other / "checkpoints") == ["step_00000003"]
     assert restored(other) == 3
     assert fetched(other, url) is None, "nothing is newer"
@@ -237,7 +237,7 @@ def test_damaged_copy_is_not_used(url, tmp_path, caplog):
 def test_names_in_a_store_lead_nowhere_else(name, memory_url, tmp_path):
     run = saved(tmp_path / "run", memory_url, 1)
     path = run / "checkpoints/step_00000001/manifest.json"
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text(encoding="utf-8"))
     content["files"][name] = content["files"]["index"]
     del content["xxh3_128"]
     content["xxh3_128"] = manifest_lib._digest_of_json(content)
