@@ -126,3 +126,12 @@ def test_largest_scores_of_tokens_on_many_devices():
         program = jax.jit(R.top_k, static_argnums=1).lower(scores, 3).compile()
     jax.tree.map(np.testing.assert_array_equal, program(scores), tuple(expected))
     assert "all-gather" not in program.as_text()
+
+
+def test_top_k_on_a_mesh_takes_no_expert_twice():
+    scores = jnp.array([[-jnp.inf, 1.0, -jnp.inf, 0.5], [-jnp.inf] * 4])
+    values, experts = jax.lax.top_k(scores, 3)
+    with jax.set_mesh(jax.make_mesh((2,), ("data",))):
+        values_on_mesh, experts_on_mesh = R.top_k(scores, 3)
+    np.testing.assert_array_equal(values_on_mesh, values)
+    np.testing.assert_array_equal(experts_on_mesh, experts)

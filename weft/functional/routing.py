@@ -52,13 +52,15 @@ def top_k(
         values, experts = jax.lax.top_k(scores, k)
         return values, experts
     num_experts = scores.shape[-1]
-    rest = jax.lax.stop_gradient(scores)
+    # Above the mark of a taken expert, so that no expert is taken twice where scores are -inf.
+    lowest = jnp.finfo(scores.dtype).min
+    remaining = jnp.maximum(jax.lax.stop_gradient(scores), lowest)
     indices: list[Array] = []
     for _ in range(k):
-        largest = jnp.argmax(rest, axis=-1)
+        largest = jnp.argmax(remaining, axis=-1)
         indices.append(largest)
         is_taken = jax.nn.one_hot(largest, num_experts, dtype=jnp.bool_)
-        rest = jnp.where(is_taken, -jnp.inf, rest)
+        remaining = jnp.where(is_taken, -jnp.inf, remaining)
     experts = jnp.stack(indices, axis=-1)
     return jnp.take_along_axis(scores, experts, axis=-1), experts
 

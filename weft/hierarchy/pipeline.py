@@ -240,11 +240,15 @@ class InterleavedSchedule(BaseSchedule):
 
     def by_microbatch(self, x: Tensor) -> Tensor:
         x = transpose_from_pipeline_stage_outputs(x)
-        rest = x.shape[2:]
+        shape_of_result = x.shape[2:]
         num_stages = self.num_stages
         # Groups of microbatches, repeats, microbatches of a group, stages.
-        x = x.reshape(-1, self.num_repeats, num_stages, num_stages, *rest)
-        return jnp.swapaxes(x, 1, 2).reshape(self.num_microbatches, -1, *rest)
+        x = x.reshape(
+            -1, self.num_repeats, num_stages, num_stages, *shape_of_result
+        )
+        return jnp.swapaxes(x, 1, 2).reshape(
+            self.num_microbatches, -1, *shape_of_result
+        )
 
     def scan(
         self,

@@ -265,8 +265,8 @@ def _goodput(run: Results) -> Table | None:
     seconds_by_title: dict[str, float] = {}
     for kind, title in _KINDS_OF_TIME.items():
         seconds_by_title[title] = goodput.seconds.get(kind, 0.0)
-    rest = goodput.elapsed - sum(seconds_by_title.values())
-    seconds_by_title["other"] = max(0.0, rest)
+    other_seconds = goodput.elapsed - sum(seconds_by_title.values())
+    seconds_by_title["other"] = max(0.0, other_seconds)
     rows: list[list[str]] = []
     for title, seconds in seconds_by_title.items():
         share = f"{seconds / goodput.elapsed:.1%}"

@@ -133,7 +133,7 @@ def test_checkpoints_of_another_run_are_not_used(start, memory, caplog):
     run_until(start(), 5)
     checkpointer = start(run=8)  # as after --fresh, in the same directory
     assert restored_step(checkpointer) is None
-    assert "is of another run. There is no durable one either." in caplog.text
+    assert "is of another run. There is no durable one." in caplog.text
     assert local_steps(memory) == []
     run_until(checkpointer, 3)
     assert restored_step(start(run=8)) == 2

@@ -274,7 +274,7 @@ class LocalCheckpoints:
                 durable_step,
             )
         elif durable_step or os.path.isdir(self._run_dir):
-            what_is_durable = "There is no durable one either"
+            what_is_durable = "There is no durable one"
             if durable_step:
                 what_is_durable = (
                     f"The newest durable one is of step {durable_step}"
@@ -337,7 +337,7 @@ class LocalCheckpoints:
             first_fault = first_fault or fault
 
     def _absence(self) -> str:
-        """Says that there is no local checkpoint, and what there is instead."""
+        """Says why there is no local checkpoint: none was saved, or by other processes."""
         others = [
             name
             for name in dirs.names(self._run_dir)
