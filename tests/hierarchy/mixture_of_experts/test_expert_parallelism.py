@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from weft.cli.collectives import collectives_of
+from weft.core.spmd import as_on_one_device
 from weft.errors import LayerConfigError, ShardingWarning
 from weft.hierarchy import set_partition_specs_recursively
 from weft.hierarchy.mixture_of_experts import (
@@ -16,6 +17,7 @@ from weft.hierarchy.mixture_of_experts import (
     TransformerFeedForwardDropFreeMoE,
 )
 from weft.hierarchy.module import functional as F
+from weft.trainer.flops import count_flops
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 BATCH, TIME, DIM, HIDDEN, EXPERTS = 16, 6, 10, 12, 8
@@ -126,6 +128,21 @@ def test_tokens_move_and_weights_do_not(sizes, on_one_device):
 def test_equals_one_device_over_explicit_axes(on_one_device):
     mesh = mesh_of(AxisType.Explicit, expert=4, model=2)
     assert_equal_to_one_device(layer(), mesh, on_one_device)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_padding_is_no_operation_of_the_model(axis_type, is_sharded):
+    def outputs(state, x):
+        with as_on_one_device():
+            return F(layer(), None, state, {"inputs": x}, is_training=True)[0]
+
+    mesh, state, x = mesh_of(axis_type, expert=4, model=2), STATE, X
+    with jax.set_mesh(mesh):
+        if is_sharded:
+            state, x, _ = placed(layer(), mesh, X, PADDINGS)
+        flops = count_flops(outputs, state, x)
+    assert flops == count_flops(outputs, STATE, X)
 
 
 def test_tokens_that_do_not_divide_are_on_all_devices(on_one_device):

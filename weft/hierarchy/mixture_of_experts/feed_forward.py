@@ -589,8 +589,14 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         mesh = get_global_mesh()
         if mesh is None:
             return self._apply_locally(x, experts, gates, weights)
-        if is_as_on_one_device() and AxisType.Explicit not in mesh.axis_types:
-            return self._apply_locally(x, experts, gates, weights)
+        if is_as_on_one_device():
+            apply: Any = self._apply_locally
+            if AxisType.Explicit in mesh.axis_types:
+                # JAX derives no sharding of grouped products.
+                apply = jax.sharding.auto_axes(
+                    apply, out_sharding=PartitionSpec()
+                )
+            return apply(x, experts, gates, weights)
         cfg = self.config
         token_entries = _padded_spec(cfg.input_dim_to_partition_spec["bsm"])
         # Each device needs all of a token, to multiply it by its part of the weights.
