@@ -174,3 +174,19 @@ def test_outputs_are_sharded(cls, filled):
         laid_out = jax.jit(lambda x: run(layer, state, x))(x)
     assert laid_out.query.sharding.spec[0] == "data"
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), laid_out, plain)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+def test_fused_heads_that_devices_cannot_share():
+    layer = qkv(FusedGroupedQKVLinear, num_kv_heads=1)
+    said = (
+        "qkv is a FusedGroupedQKVLinear with num_heads=4 and twice num_kv_heads=1, 6 heads in all, "
+        "which the mesh axis 'model' cannot split into 4 equal parts; use GroupedQKVLinear"
+    )
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh), pytest.raises(LayerConfigError, match=re.escape(said)):
+        layer.create_parameter_specs_recursively()
+    layer = qkv(FusedGroupedQKVLinear, num_kv_heads=2)
+    with jax.set_mesh(mesh):
+        specs = layer.create_parameter_specs_recursively()
+    assert specs["qkv_proj"]["weight"].partition_spec == PartitionSpec(None, "model", None)

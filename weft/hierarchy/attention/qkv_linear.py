@@ -368,7 +368,10 @@ class FusedQKVLinear(BaseQKVLinear):
 
 
 class FusedGroupedQKVLinear(BaseGroupedQKVLinear):
-    """Single projection to the concatenated heads of queries, keys and values."""
+    """Single projection to the concatenated heads of queries, keys and values.
+
+    The mesh axes that split heads divide the number of all of these.
+    """
 
     class Config(BaseQKVLinear.Config):
         """Configures a FusedGroupedQKVLinear."""
@@ -386,6 +389,32 @@ class FusedGroupedQKVLinear(BaseGroupedQKVLinear):
         num_heads = cfg.num_heads + 2 * cfg.num_kv_heads
         self._add_projection(
             "qkv_proj", model_dim=cfg.query_dim, num_heads=num_heads
+        )
+
+    @nowrap
+    def create_parameter_specs_recursively(self) -> dict[str, Any]:
+        """Returns the specs of all parameters of the layer and below, nested as the state.
+
+        Raises LayerConfigError if the mesh cannot split the heads into equal parts.
+        """
+        specs = super().create_parameter_specs_recursively()
+        num_heads = self.qkv_proj.config.num_heads
+        for spec in jax.tree.leaves(specs):
+            if spec.shape[-2:-1] == (num_heads,):
+                self._check_divides(num_heads, spec.partition_spec[-2])
+        return specs
+
+    @nowrap
+    def _check_divides(self, num_heads: int, mesh_axes: Any) -> None:
+        parts = num_parts(mesh_axes)
+        if num_heads % parts == 0:
+            return
+        cfg = self.config
+        raise LayerConfigError(
+            f"{self.path()} is a FusedGroupedQKVLinear with num_heads={cfg.num_heads} and twice "
+            f"num_kv_heads={cfg.num_kv_heads}, {num_heads} heads in all, which the mesh axis "
+            f"{mesh_axes!r} cannot split into {parts} equal parts; use GroupedQKVLinear, with "
+            "which devices share heads of keys and values, or a mesh that divides them."
         )
 
     def forward(
