@@ -164,15 +164,33 @@ def parse_json(data: str | bytes | bytearray) -> Any:
         text = data
     else:
         text = data.decode("utf-8-sig")
-    if (
-        len(text) > MAX_JSON_VALUES
-        and sum(map(text.count, ",[{")) > MAX_JSON_VALUES
-    ):
+    if _may_have_too_many_values(text):
         raise ValueError(f"it has more than {MAX_JSON_VALUES:,} values")
     try:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def _may_have_too_many_values(text: str) -> bool:
+    if len(text) <= MAX_JSON_VALUES:
+        return False
+    return sum(map(text.count, ",[{")) > MAX_JSON_VALUES
+
+
+def check_json_size(text: str) -> None:
+    """Raises a ValueError if a JSON text in ASCII is too large to be read from a file again.
+
+    >>> check_json_size('{"a": [1]}')
+    """
+    if len(text) > MAX_JSON_BYTES:
+        raise ValueError(
+            f"it would have {len(text):,} bytes, and at most {MAX_JSON_BYTES:,} are read"
+        )
+    if _may_have_too_many_values(text):
+        raise ValueError(
+            f"it would have more than {MAX_JSON_VALUES:,} values, which are not read"
+        )
 
 
 def memory_bytes() -> int:

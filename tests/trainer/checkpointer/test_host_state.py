@@ -7,6 +7,7 @@ import pytest
 
 from weft.errors import CheckpointStateError, CheckpointStructureError
 from weft.input.prefetch import PARTS
+from weft.serialization import untrusted
 from weft.trainer.checkpointer.host_state import (
     RunState,
     maybe_restore_python_savables,
@@ -51,6 +52,12 @@ def test_states_round_trip(tmp_path, state):
 def test_other_states_are_rejected(tmp_path):
     with pytest.raises(CheckpointStateError, match=r"'it'.*Iterator.*holds an object of type set"):
         maybe_save_python_savables({"it": Iterator({"s": {1, 2}})}, dir=str(tmp_path))
+
+
+def test_state_that_could_not_be_read_again_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(untrusted, "MAX_JSON_BYTES", 50)
+    with pytest.raises(ValueError, match=r"'it'.*Iterator, cannot be written: .* at most 50 are"):
+        maybe_save_python_savables({"it": Iterator("x" * 50)}, dir=str(tmp_path))
 
 
 def test_missing_state(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from weft.errors import CheckpointStateError, CheckpointStructureError, DamagedCheckpointError
+from weft.serialization import untrusted
 from weft.trainer.checkpointer.index import (
     CheckpointValidationType,
     build_index,
@@ -97,6 +98,23 @@ def test_invalid_index_is_damage(tmp_path, text):
         (tmp_path / "index").write_text(text, encoding="utf-8")
     with pytest.raises(DamagedCheckpointError, match="index' cannot be read as the index"):
         read_index_file(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("limit", "state", "text"),
+    [
+        ("MAX_JSON_BYTES", {"a": 1, "notes": "x" * 200}, r"'notes', is a text of 200 characters"),
+        ("MAX_JSON_BYTES", dict.fromkeys(map(str, range(50)), 1), r"at most 100 .* 50 leaves"),
+        ("MAX_JSON_VALUES", dict.fromkeys(map(str, range(50)), 1), r"more than 100 .* 50 leaves"),
+    ],
+)
+def test_index_that_could_not_be_read_again_is_not_written(
+    tmp_path, monkeypatch, limit, state, text
+):
+    monkeypatch.setattr(untrusted, limit, 100)
+    with pytest.raises(ValueError, match=text):
+        write_index_file(ckpt_dir=str(tmp_path), index=build_index(state))
+    assert not list(tmp_path.iterdir())
 
 
 def test_two_leaves_of_one_path_are_rejected():

@@ -22,6 +22,7 @@ from weft.errors import (
 )
 from weft.input.prefetch import PARTS
 from weft.serialization.directory import Directory
+from weft.serialization.untrusted import check_json_size
 from weft.trainer.checkpointer import dirs, retries
 
 _POLICY_STATE = "save_policy.json"
@@ -52,7 +53,8 @@ def maybe_save_python_savables(
 ) -> None:
     """Writes the states of this process's savable objects, below a shared directory.
 
-    Other values are skipped. Raises CheckpointStateError if a state is neither JSON nor bytes.
+    Other values are skipped. Raises CheckpointStateError if a state is neither JSON nor bytes, and
+    a ValueError if it is too large to be read again.
     """
     for path, value in value_map.items():
         if not isinstance(value, PythonSavable):
@@ -68,6 +70,15 @@ def maybe_save_python_savables(
                 f"the state of {path!r}, an object of type {type(value).__qualname__}, is not a "
                 f"JSON value: {error}. Return dicts, lists, numbers, strings or bytes from its "
                 "`get_state`."
+            ) from None
+        try:
+            check_json_size(text)
+        except ValueError as error:
+            # No CheckpointStateError, which is the same in all processes.
+            raise ValueError(
+                f"the state of {path!r}, an object of type {type(value).__qualname__}, cannot be "
+                f"written: {error}. Return less from its `get_state`, or put large arrays into "
+                "the state of the model"
             ) from None
         file = _file(path, jax.process_index(), jax.process_count())
         retries.retried(functools.partial(_write, dir, file, text))
@@ -217,9 +228,13 @@ def state_of_policy(policy: object) -> Any:
 
 
 def write_policy_state(ckpt_dir: str, state: Any) -> None:
-    """Writes the state of a policy into a checkpoint, unless it is None."""
+    """Writes the state of a policy into a checkpoint, unless it is None.
+
+    Raises a ValueError if it is too large to be read again.
+    """
     if state is not None:
         text = json.dumps(state)
+        check_json_size(text)
         Directory(ckpt_dir).write(_POLICY_STATE, text, sync=False)
 
 

@@ -22,6 +22,7 @@ from weft.serialization.directory import Directory
 from weft.serialization.untrusted import (
     MAX_COUNT,
     check_json,
+    check_json_size,
     is_possible_shape,
 )
 from weft.trainer.checkpointer import dirs
@@ -161,10 +162,28 @@ def _layout(leaf: ArrayOrSpec) -> list[str | list[str] | None] | None:
 
 
 def write_index_file(*, ckpt_dir: str, index: Index) -> None:
-    """Writes the index of a checkpoint."""
+    """Writes the index of a checkpoint; raises a ValueError if it could not be read again."""
     content = {"version": _VERSION, "index": [list(pair) for pair in index]}
+    text = json.dumps(content, indent=0)
+    try:
+        check_json_size(text)
+    except ValueError as error:
+        raise ValueError(
+            f"the list of the state's leaves, {INDEX!r}, cannot be written: {error}. "
+            f"{_largest_entry_text(index)}"
+        ) from None
     # The writer of the manifest waits for the disk.
-    Directory(ckpt_dir).write(INDEX, json.dumps(content, indent=0), sync=False)
+    Directory(ckpt_dir).write(INDEX, text, sync=False)
+
+
+def _largest_entry_text(index: Index) -> str:
+    path, entry = max(index, key=lambda item: len(json.dumps(item)))
+    if isinstance(entry, str):
+        return (
+            f"The largest of its {len(index):,} leaves, {path!r}, is a text of {len(entry):,} "
+            "characters: keep it in a file of its own"
+        )
+    return f"It has {len(index):,} leaves: stack arrays of one shape, and make numbers an array"
 
 
 def read_index_file(ckpt_dir: str) -> list[tuple[str, Entry]]:

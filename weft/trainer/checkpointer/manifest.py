@@ -32,6 +32,7 @@ from weft.serialization.directory import Directory
 from weft.serialization.untrusted import (
     MAX_JSON_BYTES,
     check_json,
+    check_json_size,
     parse_json,
 )
 from weft.trainer.checkpointer import retries
@@ -232,12 +233,14 @@ def write_manifest(
 def _json_text(name: str, content: Mapping[str, Any]) -> str:
     """Returns the text of a file of digests; raises a ValueError if it could not be read again."""
     text = json.dumps(content)
-    if len(text) > MAX_JSON_BYTES:
+    try:
+        check_json_size(text)
+    except ValueError as error:
         raise ValueError(
-            f"{name} would have {len(text):,} bytes, and at most {MAX_JSON_BYTES:,} are read. It "
-            "has about 45 for each chunk of an array: write fewer chunks, by a larger "
-            "checkpointer.storage.max_chunk_bytes, or by sharding the state over fewer devices"
-        )
+            f"{name} cannot be written: {error}. It has about 45 bytes for each chunk of an "
+            "array: write fewer chunks, by a larger checkpointer.storage.max_chunk_bytes, or by "
+            "sharding the state over fewer devices"
+        ) from None
     return text
 
 
