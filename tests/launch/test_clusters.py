@@ -137,6 +137,8 @@ def test_slurm_job_saves_before_its_time_limit_and_continues(cluster):
     wait_for_save("run", job)
     (cluster / "state" / "time-is-up").touch()
     wait_for_starts("run", 2, job)
+    # Before a process trains, Ctrl-C ends it, as any program.
+    wait_for_save("run", job, after=newest_step("run"))
     number = json.loads((cluster / "state" / "job.json").read_text(encoding="utf-8"))["id"]
     subprocess.run(["scancel", "--signal=INT", str(number)], check=True)
     text = finish(job, 130)

@@ -59,7 +59,7 @@ from typing import Any, NamedTuple
 
 from weft.core.tracing import ThreadStack
 from weft.distributed.watchdog import dump_stacks, print_error
-from weft.errors import ProcessesNotReadyError, ProcessLostError
+from weft.errors import ProcessesNotReadyError, ProcessLostError, describe_error
 from weft.serialization.untrusted import parse_json, printable
 
 logger = logging.getLogger(__name__)
@@ -432,7 +432,7 @@ class Peers:
         except (
             Exception
         ) as error:  # without this thread no end of a process would be noticed
-            text = f"the connection to other processes failed: {type(error).__name__}: {error}"
+            text = f"the connection to other processes failed: {describe_error(error)}"
             self._fail(text, late=False)
         if self._has_left:
             self._close()
@@ -979,7 +979,7 @@ def use_peers(peers: Peers) -> Iterator[Peers]:
         try:
             yield peers
         except BaseException as error:
-            peers.leave(f"{type(error).__name__}: {error}")
+            peers.leave(describe_error(error))
             raise
         peers.leave()
 

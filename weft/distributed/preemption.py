@@ -47,6 +47,7 @@ from weft.errors import (
     ProcessesDifferError,
     ProcessLostError,
     UndefinedLossException,
+    describe_error,
 )
 from weft.input import PrefetchingIterator
 from weft.typing import PyTree
@@ -81,7 +82,7 @@ def _request_for(error: BaseException) -> StopRequest:
     return StopRequest(
         "error",
         f"process {jax.process_index()} of {jax.process_count()} has failed: "
-        f"{type(error).__name__}: {error}",
+        f"{describe_error(error)}",
     )
 
 

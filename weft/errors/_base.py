@@ -64,6 +64,16 @@ def warn_deprecated(use: str, advice: str) -> None:
     warn_user(f"{use} is deprecated, as in Flax: {advice}.", DeprecationWarning)
 
 
+def describe_error(error: BaseException) -> str:
+    """Returns the name of an error's class, and its text if it has one.
+
+    >>> describe_error(OSError("no space")), describe_error(KeyboardInterrupt())
+    ('OSError: no space', 'KeyboardInterrupt')
+    """
+    name, text = type(error).__name__, str(error)
+    return f"{name}: {text}" if text else name
+
+
 def similar_names(
     name: _Hashable, candidates: _Iterable[_Hashable]
 ) -> list[str]:

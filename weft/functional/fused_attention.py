@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from weft.errors import ArgumentValueError
+from weft.errors import ArgumentValueError, describe_error
 from weft.functional.arrays import platform, to_ndim
 from weft.functional.attention_mask import AttentionMask, Window, window_of
 from weft.functional.blockwise_attention import blockwise_attention
@@ -262,9 +262,7 @@ def _tokamax(call: _Call) -> Array:
             implementation=_TOKAMAX_KERNELS, **arguments,
         )  # fmt: skip
     except (NotImplementedError, ValueError, ExceptionGroup) as error:
-        raise _KernelRefusal(
-            f"{type(error).__name__}: {error}".rstrip(".")
-        ) from error
+        raise _KernelRefusal(describe_error(error).rstrip(".")) from error
 
 
 _KERNELS: dict[str, Callable[[_Call], Array]] = {

@@ -81,7 +81,7 @@ class BaseRecordSink(Module):
         except (KeyError, IndexError, ValueError) as error:
             raise errors.InferenceError(
                 f"{self.path()}: output_path={cfg.output_path!r} is not a format of "
-                f"{' and '.join(place)}: {type(error).__name__}: {error}"
+                f"{' and '.join(place)}: {errors.describe_error(error)}"
             ) from error
 
     def write(self, record: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from weft.config import (
     maybe_set_config,
 )
 from weft.core.spmd import get_global_mesh
-from weft.errors import InputDatasetError, InputReadError
+from weft.errors import InputDatasetError, InputReadError, describe_error
 from weft.hierarchy import Module, TensorSpec, nowrap
 from weft.input.dispatch import (
     BaseInputDispatcher,
@@ -185,7 +185,7 @@ class Input(Module):
                     text = textwrap.shorten(str(state), _STATE_CHARACTERS)
                     name = f"the batch after state {text}"
                 raise InputReadError(
-                    f"{self.path()}: {name} cannot be read: {type(error).__name__}: {error}"
+                    f"{self.path()}: {name} cannot be read: {describe_error(error)}"
                 ) from error
             if self.dispatcher:
                 batch = self.dispatcher.logical_to_physical_batch(batch)

@@ -12,7 +12,7 @@ from typing import Any
 
 import grain
 
-from weft.errors import InputDatasetError, InputReadError
+from weft.errors import InputDatasetError, InputReadError, describe_error
 from weft.input.records import Records, describe_record
 
 
@@ -42,7 +42,7 @@ class RecordDataset(grain.MapDataset):
             try:
                 value = function(value)
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
+                reason = describe_error(error)
                 if isinstance(
                     error, InputDatasetError
                 ):  # which names its cause

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from weft.errors import InputReadError
+from weft.errors import InputReadError, describe_error
 from weft.serialization.untrusted import check_local_path
 
 
@@ -41,9 +41,7 @@ def read_errors(fault: str) -> Iterator[None]:
     except InputReadError:
         raise
     except Exception as error:
-        raise InputReadError(
-            f"{fault}: {type(error).__name__}: {error}"
-        ) from error
+        raise InputReadError(f"{fault}: {describe_error(error)}") from error
 
 
 class FileRecordSource:
@@ -83,7 +81,7 @@ class FileRecordSource:
             raise
         except Exception as error:
             raise InputReadError(
-                f"cannot read {self.describe(index)}: {type(error).__name__}: {error}"
+                f"cannot read {self.describe(index)}: {describe_error(error)}"
             ) from error
 
     def describe(self, index: int) -> str:

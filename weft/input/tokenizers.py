@@ -25,7 +25,7 @@ from jaxtyping import Int
 
 from weft._lazy import import_extra
 from weft.config import ConfigOr, maybe_instantiate
-from weft.errors import MissingExtraError, TokenizerError
+from weft.errors import MissingExtraError, TokenizerError, describe_error
 from weft.serialization.untrusted import check_local_path, open_file
 
 logger = logging.getLogger(__name__)
@@ -448,7 +448,7 @@ class _FileTokenizer:
                 or type(error).__name__ == "PanicException"
             ):
                 raise TokenizerError(
-                    f"{self._arguments[0]} {fault}: {type(error).__name__}: {error}; pass the "
+                    f"{self._arguments[0]} {fault}: {describe_error(error)}; pass the "
                     "original file of the tokenizer"
                 ) from error
             raise

@@ -24,7 +24,7 @@ from weft.config import (
     Configurable,
     Required,
 )
-from weft.errors import ArgumentValueError, RewardError
+from weft.errors import ArgumentValueError, RewardError, describe_error
 from weft.generation import Completion, Generator, LanguageModel
 from weft.hierarchy import Module, WeightedScalar, nowrap
 from weft.hierarchy.module import functional as invoke
@@ -147,7 +147,7 @@ class Rollouts(Configurable):
             reward = self._reward(answer, row)
         except Exception as error:
             raise RewardError(
-                f"{name} failed for {where}, {answer!r:.60}: {type(error).__name__}: {error}"
+                f"{name} failed for {where}, {answer!r:.60}: {describe_error(error)}"
             ) from error
         try:
             value = float(reward)

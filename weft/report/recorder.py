@@ -10,7 +10,7 @@ from typing import IO, Any, cast
 import jax
 from rich.console import Console
 
-from weft.errors import WeftError
+from weft.errors import WeftError, describe_error
 from weft.report.display import (
     Display,
     TextConsole,
@@ -55,7 +55,7 @@ class RunRecorder(Hook):
 
     def on_error(self, error: BaseException) -> None:
         """Records the error that ended the run."""
-        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        text = describe_error(error).partition("\n")[0]
         self._update(end={"step": self._step, "reason": text})
 
     def write_report(self) -> str | None:

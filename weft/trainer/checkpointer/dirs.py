@@ -27,6 +27,7 @@ from weft.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
     RunDirError,
+    describe_error,
     did_you_mean,
 )
 from weft.serialization.directory import Directory, Entry
@@ -300,7 +301,7 @@ class CommitGroup:
         try:
             yield
         except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
+            text = describe_error(error)
             with contextlib.suppress(OSError):
                 self._file(self._index, "writing").write_text(
                     text, encoding="utf-8"

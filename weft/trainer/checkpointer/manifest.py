@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, NamedTuple
 import jax
 
 from weft._lazy import import_extra
-from weft.errors import FileRefusedError
+from weft.errors import FileRefusedError, describe_error
 from weft.serialization.directory import Directory
 from weft.serialization.untrusted import (
     MAX_JSON_BYTES,
@@ -287,7 +287,7 @@ def parse_manifest(
 
 
 def _unreadable(error: Exception) -> str:
-    return f"{MANIFEST}: cannot be read ({type(error).__name__}: {error})"
+    return f"{MANIFEST}: cannot be read ({describe_error(error)})"
 
 
 def find_damage(

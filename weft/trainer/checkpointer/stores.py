@@ -33,6 +33,7 @@ from weft.errors import (
     MissingExtraError,
     RunDirError,
     WeftError,
+    describe_error,
 )
 from weft.serialization.directory import MAX_ENTRIES, MAX_TEXT_BYTES, Directory
 from weft.serialization.untrusted import MAX_JSON_BYTES
@@ -209,7 +210,7 @@ class StoreCopies:
         except Exception as error:
             text = (
                 f"the copies in {self._store.url!r} cannot be read: "
-                f"{type(error).__name__}: {error}"
+                f"{describe_error(error)}"
             )
             if local_steps:
                 logger.warning(

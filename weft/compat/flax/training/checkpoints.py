@@ -233,7 +233,7 @@ def _read_orbax(
         try:
             return read(os.path.abspath(path), **kwargs)
         except (KeyError, OSError, ValueError) as error:
-            raise _damaged(path, f"{type(error).__name__}: {error}") from error
+            raise _damaged(path, errors.describe_error(error)) from error
 
     if not is_orbax(path):
         raise _damaged(
