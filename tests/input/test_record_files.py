@@ -2,16 +2,18 @@ import gzip
 import json
 import os
 import pickle
+import shutil
 import sys
 import tracemalloc
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import InputReadError, MissingExtraError
 from weft.input import file_cache, record_files
-from weft.input.datasets import json_lines_dataset
+from weft.input.datasets import json_lines_dataset, parquet_dataset
 from weft.input.record_files import JsonLinesFile, LineFile, ParquetFile, file_fingerprint
 
 
@@ -185,7 +187,7 @@ def test_rows_by_index_after_pickling(path, monkeypatch, tmp_path, is_small):
     assert len(rows) == 3000
     assert [rows[i]["n"] for i in range(3000)] == list(range(3000))
     data = pickle.dumps(rows)
-    assert len(data) < 300
+    assert len(data) < 400
     assert pickle.loads(data)[1500] == {"text": "row 1500", "n": 1500}
     assert (tmp_path / "cache").exists() is not is_small
     assert rows.describe(3) == f"row 3 of {path}"
@@ -197,6 +199,50 @@ def test_only_some_columns(path):
     assert rows.fingerprint != ParquetFile(path).fingerprint
     with pytest.raises(InputReadError, match=r"has no column 'm'; it has \['text', 'n'\]: change"):
         ParquetFile(path, ["n", "m"])
+
+
+def test_parquet_files_that_are_large_together_are_not_in_memory(path, tmp_path, monkeypatch):
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for number in range(120):
+        shutil.copy(path, folder / f"{number:03}.parquet")
+    monkeypatch.setattr(file_cache, "MAX_BYTES_IN_MEMORY", ParquetFile(path).num_bytes)
+    open_before = len(os.listdir("/proc/self/fd"))
+    rows = parquet_dataset(str(folder / "*.parquet"))
+    assert [rows[i * 3000 + i]["n"] for i in range(120)] == list(range(120))
+    assert len(list((tmp_path / "cache" / "weft" / "parquet").glob("*.lock"))) == 120
+    # Of about 1,000 that a process may have open.
+    assert len(os.listdir("/proc/self/fd")) <= open_before + 100
+
+
+def test_parquet_file_is_unpacked_by_batches(tmp_path, monkeypatch):
+    """A row group was read as a whole, and a file is one if its writer does not divide it."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra parquet")
+    import pyarrow as pa
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(record_files, "_BATCH_BYTES", 2**20)
+    texts = np.random.default_rng(0).bytes(10_000_000).hex()
+    rows = []
+    for start in range(0, len(texts), 10_000):
+        # The file holds the second value once.
+        rows.append({"text": texts[start : start + 10_000], "same": "x" * 9000})
+    table = pa.Table.from_pylist(rows)
+    table = table.set_column(1, "same", table["same"].dictionary_encode())
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2000, write_batch_size=50)
+    monkeypatch.setattr(file_cache, "MAX_BYTES_IN_MEMORY", 21_000_000)
+    unpacked = ParquetFile(str(tmp_path / "a.parquet"), ["same", "text"])
+    assert unpacked.num_bytes < 21_000_000
+    default_pool = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(default_pool)
+    pa.set_memory_pool(pool)
+    try:
+        assert unpacked[1999] == rows[1999]
+    finally:
+        pa.set_memory_pool(default_pool)
+    assert pool.max_memory() < 10_000_000
+    assert (tmp_path / "cache").exists(), "38 MB are not in memory"
+    assert [unpacked[i] for i in (0, 104, 105, 1000)] == [rows[i] for i in (0, 104, 105, 1000)]
 
 
 def test_damaged_parquet_files(path, tmp_path):

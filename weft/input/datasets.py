@@ -106,8 +106,11 @@ def parquet_dataset(
         InputReadError: If a path matches no file, or a file is not Parquet or lacks a column.
         MissingExtraError: If pyarrow is not installed.
     """
-    open_file = functools.partial(ParquetFile, columns=columns)
-    return RecordDataset(FileRecordSource(_files(paths, "parquet"), open_file))
+    files = _files(paths, "parquet")
+    open_file = functools.partial(
+        ParquetFile, columns=columns, num_files=len(files)
+    )
+    return RecordDataset(FileRecordSource(files, open_file))
 
 
 def read_rows(paths: str | Sequence[str]) -> RecordDataset:

@@ -85,7 +85,12 @@ def cached_bytes(
         return np.frombuffer(memory.getvalue(), np.uint8)
     path = cached_file(kind, key, make)
     with read_errors(f"cannot read {path}"):
-        return _open_memmap(path, np.uint8)
+        return open_cached_file(path)
+
+
+def open_cached_file(path: str) -> np.ndarray:
+    """Returns the bytes of a `cached_file`, mapped: `UInt8[np.ndarray, "bytes"]`, read-only."""
+    return _open_memmap(path, np.uint8)
 
 
 def cached_file(

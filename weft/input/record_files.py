@@ -8,8 +8,11 @@ and mapped into memory.
 """
 
 import codecs
+import functools
+import io
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, BinaryIO
@@ -19,7 +22,12 @@ import numpy as np
 from weft._lazy import import_extra
 from weft.errors import InputReadError
 from weft.input import file_cache, formats
-from weft.input.file_cache import cached_bytes, cached_file, cached_size
+from weft.input.file_cache import (
+    cached_bytes,
+    cached_file,
+    cached_size,
+    open_cached_file,
+)
 from weft.input.records import read_errors
 from weft.serialization.untrusted import open_file, parse_json
 
@@ -343,20 +351,34 @@ def file_fingerprint(path: str) -> tuple[str, int, int]:
     return os.path.realpath(path), status.st_size, status.st_mtime_ns
 
 
-_ROWS_PER_BATCH = 1024
+_MOST_ROWS_PER_BATCH = 1024
+_BATCH_BYTES = 2**24
+_READ_BYTES = 2**20
+_MOST_OPEN_FILES = 100
 
 
 class ParquetFile:
     """Rows of one file, as dicts of Python values.
+
+    Args:
+        num_files: How many files its dataset has. Together, these hold up to
+            `file_cache.MAX_BYTES_IN_MEMORY` in memory; larger ones are in the cache folder.
 
     Raises:
         InputReadError: If it is not a Parquet file, or lacks a column.
         MissingExtraError: If pyarrow is not installed.
     """
 
-    def __init__(self, path: str, columns: Sequence[str] | None = None):
+    def __init__(
+        self,
+        path: str,
+        columns: Sequence[str] | None = None,
+        *,
+        num_files: int = 1,
+    ):
         self.path = path
         self._columns = None if columns is None else list(columns)
+        self._num_files = num_files
         self.fingerprint = (*file_fingerprint(path), *(columns or ()))
         with self._opened() as file:
             self._num_rows = file.metadata.num_rows
@@ -369,16 +391,23 @@ class ParquetFile:
                 raise InputReadError(
                     f"{path} has no column {column!r}; it has {names}: change columns"
                 )
+        row_bytes = self.num_bytes / max(self._num_rows, 1)
+        num_rows = int(_BATCH_BYTES / max(row_bytes, 1))
+        self._rows_per_batch = min(max(num_rows, 1), _MOST_ROWS_PER_BATCH)
 
     def __reduce__(self):
-        return type(self), (self.path, self._columns)
+        opened = functools.partial(type(self), num_files=self._num_files)
+        return opened, (self.path, self._columns)
 
     def __len__(self) -> int:
         return self._num_rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        batch_index, row_index = divmod(index, _ROWS_PER_BATCH)
-        batch = self._reader.get_batch(batch_index)
+        batch_index, row_index = divmod(index, self._rows_per_batch)
+        reader = self._unpacked
+        if isinstance(reader, str):
+            reader = _unpacked_reader(reader)
+        batch = reader.get_batch(batch_index)
         (row,) = batch.slice(row_index, 1).to_pylist()
         return row
 
@@ -394,42 +423,91 @@ class ParquetFile:
             package="pyarrow",
         )
         with read_errors(f"{self.path} is not a Parquet file"):
-            return parquet.ParquetFile(self.path)
+            # Without a buffer, or with Arrow's own reading ahead, it holds a whole row group.
+            return parquet.ParquetFile(
+                self.path, buffer_size=_READ_BYTES, pre_buffer=False
+            )
 
     @cached_property
-    def _reader(self) -> Any:
+    def _unpacked(self) -> Any:
+        """Path of a file with the rows in Arrow's format; of few rows, a reader of them."""
         import pyarrow as pa  # pyright: ignore[reportMissingImports]
 
-        def unpack(out: BinaryIO) -> None:
-            with self._opened() as file:
-                schema = file.schema_arrow
-                if self._columns is not None:
-                    schema = pa.schema(
-                        [schema.field(name) for name in self._columns]
-                    )
-                with pa.ipc.new_file(out, schema) as writer:
-                    for table in self._tables(file):
-                        writer.write_table(table, max_chunksize=_ROWS_PER_BATCH)
+        at_most = file_cache.MAX_BYTES_IN_MEMORY // self._num_files
+        if self.num_bytes <= at_most:
+            memory = io.BytesIO()
+            # A column of few different values becomes many times larger than the metadata says.
+            if self._unpack(memory, at_most=at_most):
+                return pa.ipc.open_file(pa.py_buffer(memory.getvalue()))
 
-        data = cached_bytes(
-            "parquet", self.fingerprint, unpack, num_bytes=self.num_bytes
-        )
-        return pa.ipc.open_file(pa.py_buffer(data))
+        def unpack(out: BinaryIO) -> None:
+            self._unpack(out, at_most=sys.maxsize)
+
+        key = (self.fingerprint, self._rows_per_batch)
+        return cached_file("parquet", key, unpack)
+
+    def _unpack(self, out: BinaryIO, *, at_most: int) -> bool:
+        """Writes the rows in Arrow's format; returns whether they have `at_most` so many bytes."""
+        import pyarrow as pa  # pyright: ignore[reportMissingImports]
+
+        with self._opened() as file:
+            names = self._columns
+            if names is None:
+                names = file.schema_arrow.names
+            fields = []
+            for name in names:
+                field = file.schema_arrow.field(name)
+                if pa.types.is_dictionary(field.type):
+                    # Arrow's format has one dictionary for all batches.
+                    field = field.with_type(field.type.value_type)
+                fields.append(field)
+            schema = pa.schema(fields)
+            with pa.ipc.new_file(out, schema) as writer:
+                for table in self._tables(file):
+                    writer.write_table(
+                        table.select(names).cast(schema),
+                        max_chunksize=self._rows_per_batch,
+                    )
+                    if out.tell() > at_most:
+                        return False
+        return True
 
     def _tables(self, file: Any) -> Iterator[Any]:
         """Yields tables of equal sizes, so that a row's number determines its table."""
         import pyarrow as pa  # pyright: ignore[reportMissingImports]
 
         left_over = None
-        for group in range(file.num_row_groups):
-            with read_errors(
-                f"row group {group} of {self.path} cannot be read"
-            ):
-                table = file.read_row_group(group, columns=self._columns)
+        for table in self._parts(file):
             if left_over is not None:
                 table = pa.concat_tables([left_over, table])
-            num_whole_rows = len(table) // _ROWS_PER_BATCH * _ROWS_PER_BATCH
+            num_whole_rows = (
+                len(table) // self._rows_per_batch * self._rows_per_batch
+            )
             left_over = table.slice(num_whole_rows)
             yield table.slice(0, num_whole_rows).combine_chunks()
         if left_over is not None:
             yield left_over.combine_chunks()
+
+    def _parts(self, file: Any) -> Iterator[Any]:
+        """Yields tables of some rows of a row group, which may be larger than the memory."""
+        import pyarrow as pa  # pyright: ignore[reportMissingImports]
+
+        for group in range(file.num_row_groups):
+            with read_errors(
+                f"row group {group} of {self.path} cannot be read"
+            ):
+                for batch in file.iter_batches(
+                    batch_size=self._rows_per_batch,
+                    row_groups=[group],
+                    columns=self._columns,
+                ):
+                    yield pa.Table.from_batches([batch])
+
+
+@functools.lru_cache(_MOST_OPEN_FILES)
+def _unpacked_reader(path: str) -> Any:
+    """Returns a reader of a file in the cache folder; each keeps one file open."""
+    import pyarrow as pa  # pyright: ignore[reportMissingImports]
+
+    with read_errors(f"cannot read {path}"):
+        return pa.ipc.open_file(pa.py_buffer(open_cached_file(path)))
