@@ -578,6 +578,17 @@ def broadcast_from_first(number: int) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
+def each_of_first(numbers: Iterable[int]) -> Iterator[int]:
+    """Yields process 0's numbers, int32 from 0 on, in all processes."""
+    remaining_numbers = iter(numbers)
+    while True:
+        # Processes exchange one number at a time, and do not know how many there are.
+        number = broadcast_from_first(next(remaining_numbers, -1))
+        if number == -1:
+            return
+        yield number
+
+
 def max_over_processes(number: int) -> int:
     """Returns the largest of all processes' numbers, which are int32."""
     if jax.process_count() == 1:

@@ -1,6 +1,8 @@
 """Local checkpoints, on which host and in which run they count, and what else they meet."""
 
 import errno
+import functools
+import json
 import logging
 import os
 import shutil
@@ -13,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from weft.config import config_for_function
 from weft.errors import PathNotLocalError, StepIntervalError
-from weft.trainer.checkpointer import Checkpointer, every_n_steps_policy, local
+from weft.trainer.checkpointer import Checkpointer, every_n_steps_policy, local, manifest
 
 
 class Iterator:
@@ -177,6 +179,96 @@ def test_damaged_checkpoint_is_passed_over(start, memory, caplog):
     assert restored_step(start()) == 10
     assert "step_00000014 is damaged: shards: its content has changed" in caplog.text
     assert local_steps(memory) == []
+
+
+def forge(ckpt_dir, name, change):
+    """Changes a JSON file of a checkpoint, or its facts, and writes a manifest that fits."""
+    facts = json.loads((ckpt_dir / "manifest.json").read_text(encoding="utf-8"))["facts"]
+    if name == "facts":
+        change(facts)
+    else:  # `change` may return another value
+        path = ckpt_dir / name
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content = change(content) or content
+        path.write_text(json.dumps(content), encoding="utf-8")
+    (ckpt_dir / "manifest.json").unlink()
+    manifest.write_manifest(str(ckpt_dir), facts=facts)
+
+
+def test_forged_checkpoint_is_passed_over(start, memory, tmp_path, caplog):
+    run_until(start(), 15)
+    before = shutil.copytree(memory, tmp_path / "before")
+    (ckpt_dir,) = memory.glob("*/*/step_00000014")
+    shards = json.loads((ckpt_dir / "shards.json").read_text(encoding="utf-8"))
+    w = [path for path, _, _ in shards].index("w")
+
+    def set_to(index, value):
+        return lambda shards: shards[w].__setitem__(index, value)
+
+    facts = [{key: value} for key in ("after", "start") for value in (None, "x", [], 2**70)]
+    facts.append({"after": float("nan")})
+    forgeries = [
+        ("facts", functools.partial(lambda facts, change: facts.update(change), change=change))
+        for change in facts
+    ]
+    forgeries += [("shards.json", set_to(1, value)) for value in (5, [5], [["a", "b"]])]
+    forgeries += [("shards.json", set_to(2, value)) for value in ("nonsense", "object", ["f4"], 5)]
+    forgeries += [("shards.json", set_to(0, [])), ("shards.json", lambda _: {"a": 1})]
+    for name, change in forgeries:
+        forge(ckpt_dir, name, change)
+        assert restored_step(start()) == 12, (name, change)
+        shutil.rmtree(memory)
+        shutil.copytree(before, memory)
+    assert not [record for record in caplog.records if record.levelno > logging.WARNING]
+
+
+def test_failed_restore_changes_no_object(start, memory):
+    checkpointer = start()
+    for step in (2, 3, 4):
+        state = state_of(step) | {"first": Iterator(step)}
+        checkpointer.save(step=step, state=state)
+    checkpointer.stop(has_exception=True)
+    for path in memory.glob("*/*/step_*"):
+        (file,) = path.glob("python/*/it.json")
+        forge(path, file.relative_to(path), lambda content: {"state": {}})
+    state = state_of(0) | {"first": Iterator(-1)}
+    assert start().restore(state=state)[0] is None
+    assert state["first"].position == -1
+
+
+def test_damaged_state_of_a_policy_is_passed_over(start, memory):
+    run_until(start(), 15)
+    (ckpt_dir,) = memory.glob("*/*/step_00000014")
+    (ckpt_dir / "save_policy.json").write_text("[]", encoding="utf-8")
+    forge(ckpt_dir, "facts", lambda facts: None)
+    assert restored_step(start()) == 12
+
+
+@pytest.mark.parametrize("place", ["*/process_0_of_1", "*/process_0_of_1/step_00000014"])
+def test_fifo_in_memory_is_not_waited_for(start, memory, place):
+    run_until(start(), 15)
+    (path,) = memory.glob(place)
+    shutil.rmtree(path)
+    os.mkfifo(path)
+    checkpointer = start()
+    assert restored_step(checkpointer) == 10
+    checkpointer.stop()
+
+
+def test_files_of_others_in_the_folder_are_no_processes(start, memory, caplog):
+    run_until(start(), 5)
+    (folder,) = memory.glob("*/process_0_of_1")
+    os.mkfifo(folder.with_name("notes"))
+    shutil.rmtree(folder)
+    assert restored_step(start()) is None
+    assert "there is none in" in caplog.text
+
+
+def test_step_too_large_to_exchange_is_ignored(start, memory):
+    run_until(start(), 15)
+    (path,) = memory.glob("*/*/step_00000014")
+    path.with_name(f"step_{2**70}").mkdir()
+    assert restored_step(start()) == 14
 
 
 def test_damaged_durable_checkpoint_does_not_matter(start, tmp_path):

@@ -21,7 +21,11 @@ import jax
 from jax.experimental import multihost_utils
 
 from weft import config
-from weft.distributed.preemption import broadcast_from_first, max_over_processes
+from weft.distributed.preemption import (
+    broadcast_from_first,
+    each_of_first,
+    max_over_processes,
+)
 from weft.errors import (
     CheckpointPolicyError,
     CheckpointReadError,
@@ -597,7 +601,7 @@ class Checkpointer(BaseCheckpointer):
         if self._local is not None and step is None:
             local = self._local.restore(state, validation=validation)
             if local is not None:
-                self._set_policy_state(read_policy_state(local.ckpt_dir))
+                self._set_policy_state(local.policy_state)
                 self._log(
                     local.ckpt_dir,
                     local.step,
@@ -650,13 +654,7 @@ class Checkpointer(BaseCheckpointer):
                 raise dirs.not_found_error(self.config.dir, requested_step)
             yield requested_step
             return
-        # One by one: each is a number that process 0 sends, and -1 is the end.
-        remaining_steps = iter(steps)
-        while True:
-            step = broadcast_from_first(next(remaining_steps, -1))
-            if step == -1:
-                return
-            yield step
+        yield from each_of_first(steps)
 
     def _restore_step(
         self,

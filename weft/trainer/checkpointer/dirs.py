@@ -147,7 +147,7 @@ def commit_dir(step_dir: str) -> None:
         _rename(step_dir, replaced_dir)
     _rename(temporary_dir(step_dir), step_dir)
     retries.retried(lambda: fsync(os.path.dirname(step_dir)))
-    shutil.rmtree(replaced_dir, ignore_errors=True)
+    remove_quietly(replaced_dir)
 
 
 def remove_dir(step_dir: str) -> None:
@@ -156,7 +156,7 @@ def remove_dir(step_dir: str) -> None:
     _make_free(trash_dir)
     _rename(step_dir, trash_dir)
     retries.retried(lambda: fsync(os.path.dirname(trash_dir)))
-    shutil.rmtree(trash_dir, ignore_errors=True)
+    remove_quietly(trash_dir)
 
 
 def _rename(path: str, new_path: str) -> None:
@@ -209,6 +209,16 @@ def _make_free(path: str) -> None:
     except OSError:
         stem = path.removesuffix(_BEING_REMOVED)
         os.rename(path, f"{stem}.{secrets.token_hex(4)}{_BEING_REMOVED}")
+
+
+def remove_quietly(path: str) -> None:
+    """Removes a directory, file or link; what cannot be removed stays."""
+    # `shutil.rmtree` would open a FIFO, and wait for its writer.
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 def _remove(path: str) -> None:

@@ -24,8 +24,8 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
-import shutil
 import stat
 import threading
 import time
@@ -36,9 +36,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from weft.distributed.preemption import broadcast_from_first, max_over_processes
+from weft.distributed.preemption import (
+    broadcast_from_first,
+    each_of_first,
+    max_over_processes,
+)
 from weft.errors import CheckpointReadError, WeftError
 from weft.serialization.directory import Directory
+from weft.serialization.untrusted import check_json
 from weft.trainer.checkpointer import dirs, host_state, manifest
 from weft.trainer.checkpointer import index as index_lib
 from weft.trainer.checkpointer.array_files import Array, Target
@@ -48,7 +53,10 @@ from weft.typing import Nested
 logger = logging.getLogger(__name__)
 
 _SHARDS, _SHARD_LIST, _PYTHON = "shards", "shards.json", "python"
+_PROCESS_DIR = re.compile(r"process_\d+_of_(\d+)")
 _NO_FAILURE, _LACKS_ROOM, _OTHER_FAILURE = range(3)
+# Steps, and numbers of runs and of starts, are int32, which processes can exchange.
+_END_OF_NUMBERS = 2**31
 
 # The first element and the end, along each axis.
 _Region = tuple[tuple[int, int], ...]
@@ -59,6 +67,7 @@ class LocalCheckpoint(NamedTuple):
 
     step: int
     state: Nested[Any]
+    policy_state: dict[str, Any] | None
     ckpt_dir: str
 
 
@@ -79,7 +88,7 @@ class LocalCheckpoints:
         self._dir = os.path.join(
             self._run_dir, f"process_{jax.process_index()}{self._suffix}"
         )
-        self._run = broadcast_from_first(run)
+        self._run = broadcast_from_first(run % _END_OF_NUMBERS)
         self._start = _new_number()
         self._durable_step = 0  # the newest, as far as it is known
         self._is_first_restore = True
@@ -113,7 +122,7 @@ class LocalCheckpoints:
             except Exception as error:
                 self._error = error
                 temporary_dir = dirs.temporary_dir(self._step_dir(step))
-                shutil.rmtree(temporary_dir, ignore_errors=True)
+                dirs.remove_quietly(temporary_dir)
 
         self._step_in_progress = step
         self._thread = threading.Thread(
@@ -181,7 +190,7 @@ class LocalCheckpoints:
             return
         self._is_off = worst == _OTHER_FAILURE
         if error is None:
-            shutil.rmtree(self._step_dir(step), ignore_errors=True)
+            dirs.remove_quietly(self._step_dir(step))
         elif self._is_off or not self._has_warned:
             remedy = "There are none from here on"
             if not self._is_off:
@@ -241,7 +250,7 @@ class LocalCheckpoints:
     def remove(self) -> None:
         """Removes all those of this process."""
         self._join()
-        shutil.rmtree(self._dir, ignore_errors=True)
+        dirs.remove_quietly(self._dir)
 
     def stop(self) -> None:
         """Waits for the save in progress."""
@@ -294,66 +303,73 @@ class LocalCheckpoints:
         validation: index_lib.CheckpointValidationType,
     ) -> tuple[LocalCheckpoint | None, str | None]:
         """Returns the checkpoint, or why this process can use none, if it is due to this one."""
-        steps: list[int] = []
-        first_fault: str | None = None
+        steps, first_fault = self._saved_steps()
+        for step in each_of_first(steps):
+            start = broadcast_from_first(self._start_of(step))
+            checkpoint, fault = None, f"{self._step_dir(step)} is missing"
+            if step in steps:
+                checkpoint, fault = self._read(
+                    step, start, durable_step, state, validation
+                )
+            has_fault = max_over_processes(checkpoint is None)
+            if checkpoint is not None and not has_fault:
+                fault = _restore_objects(checkpoint.ckpt_dir, state)
+                if fault is None:
+                    return checkpoint, None
+            first_fault = first_fault or fault
+        return None, first_fault
+
+    def _saved_steps(self) -> tuple[list[int], str | None]:
+        """Returns the steps of this process's checkpoints, newest first, or why there are none."""
         try:
             if os.path.isdir(self._run_dir) and self._is_of_others():
-                first_fault = f"{self._run_dir!r} is of another user"
-            else:
-                steps = list(reversed(dirs.step_dirs(self._dir)))
+                return [], f"{self._run_dir!r} is of another user"
+            steps = [
+                step
+                for step in reversed(dirs.step_dirs(self._dir))
+                if step < _END_OF_NUMBERS
+            ]
+            if not steps:
+                return [], self._absence()
         except (OSError, WeftError) as error:
-            first_fault = f"{self._dir!r} cannot be read: {error}"
-        if not steps:
-            first_fault = first_fault or self._absence()
-        # As process 0 has them; -1 is the end.
-        remaining_steps = iter(steps)
-        while True:
-            step = broadcast_from_first(next(remaining_steps, -1))
-            if step == -1:
-                return None, first_fault
-            start = broadcast_from_first(self._start_of(step))
-            ckpt_dir = self._step_dir(step)
-            restored: Nested[Any] = None
-            fault = None
-            if step not in steps:
-                fault = f"{ckpt_dir} is missing"
-            try:
-                fault = fault or self._fault(step, start, durable_step)
-                if fault is None:
-                    restored = _read_state(ckpt_dir, state, validation)
-            except (OSError, WeftError, ValueError, LookupError) as error:
-                fault = f"{ckpt_dir} cannot be used: {error}"
-            if not max_over_processes(fault is not None):
-                # These change in place, so they come last.
-                objects = dict(index_lib.flatten_state(state))
-                try:
-                    host_state.maybe_restore_python_savables(
-                        objects, dir=os.path.join(ckpt_dir, _PYTHON)
-                    )
-                except WeftError as error:
-                    fault = f"{ckpt_dir} cannot be used: {error}"
-                if not max_over_processes(fault is not None):
-                    return LocalCheckpoint(step, restored, ckpt_dir), None
-            first_fault = first_fault or fault
+            return [], f"{self._dir!r} cannot be read: {error}"
+        return steps, None
 
     def _absence(self) -> str:
         """Says why there is no local checkpoint: none was saved, or by other processes."""
-        others = [
-            name
-            for name in dirs.names(self._run_dir)
-            if not name.endswith(self._suffix)
-        ]
-        if others:
-            count = others[0].rpartition("_")[2]
-            return (
-                f"those in {self._run_dir} are of {count} processes, and there are "
-                f"{jax.process_count()} now"
-            )
+        for name in dirs.names(self._run_dir):
+            match = _PROCESS_DIR.fullmatch(name)
+            if match is not None and not name.endswith(self._suffix):
+                return (
+                    f"those in {self._run_dir} are of {match[1]} processes, and there are "
+                    f"{jax.process_count()} now"
+                )
         return f"there is none in {self._dir}"
+
+    def _read(
+        self,
+        step: int,
+        start: int,
+        durable_step: int,
+        state: Nested[Any],
+        validation: index_lib.CheckpointValidationType,
+    ) -> tuple[LocalCheckpoint | None, str | None]:
+        """Returns a checkpoint of this process, or why it cannot be used."""
+        ckpt_dir = self._step_dir(step)
+        try:
+            fault = self._fault(step, start, durable_step)
+            if fault is not None:
+                return None, fault
+            arrays = _read_state(ckpt_dir, state, validation)
+            policy_state = host_state.read_policy_state(ckpt_dir)
+        # Any error, since the folder may hold anything, and the other processes wait for an answer.
+        except Exception as error:
+            return None, f"{ckpt_dir} cannot be used: {error}"
+        return LocalCheckpoint(step, arrays, policy_state, ckpt_dir), None
 
     def _start_of(self, step: int) -> int:
         """Returns the number of the start that has written a checkpoint; 0 if it is damaged."""
-        if jax.process_index() != 0 or step == -1:
+        if jax.process_index() != 0:
             return 0
         try:
             content = manifest.read_manifest(self._step_dir(step), step=step)
@@ -361,7 +377,7 @@ class LocalCheckpoints:
             return 0
         if isinstance(content, str):
             return 0
-        return content.facts.get("start", 0)
+        return content.facts.get("start", 0) % _END_OF_NUMBERS
 
     def _fault(self, step: int, start: int, durable_step: int) -> str | None:
         """Returns why this process cannot use a checkpoint, except for its layout; else None."""
@@ -387,12 +403,13 @@ class LocalCheckpoints:
         return None
 
     def _remove_those_of_other_counts(self) -> None:
-        if not os.path.isdir(self._run_dir) or self._is_of_others():
-            return
-        for name in dirs.names(self._run_dir):
-            if not name.endswith(self._suffix):
-                path = os.path.join(self._run_dir, name)
-                shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError, WeftError):
+            if self._is_of_others():
+                return
+            for name in dirs.names(self._run_dir):
+                if not name.endswith(self._suffix):
+                    path = os.path.join(self._run_dir, name)
+                    dirs.remove_quietly(path)
 
 
 class _Captured:
@@ -406,6 +423,30 @@ class _Captured:
 
     def set_state(self, state: Any) -> None:
         self._state = state
+
+
+def _restore_objects(ckpt_dir: str, state: Nested[Any]) -> str | None:
+    """Restores the savable objects of all processes, in place, or returns why that failed.
+
+    They are then as they were.
+    """
+    objects = dict(index_lib.flatten_state(state))
+    previous_states: list[tuple[host_state.PythonSavable, Any]] = []
+    for leaf in objects.values():
+        if isinstance(leaf, host_state.PythonSavable):
+            previous_states.append((leaf, copy.deepcopy(leaf.get_state())))
+    fault: str | None = None
+    try:
+        host_state.maybe_restore_python_savables(
+            objects, dir=os.path.join(ckpt_dir, _PYTHON)
+        )
+    except (OSError, WeftError) as error:
+        fault = f"{ckpt_dir} cannot be used: {error}"
+    if not max_over_processes(fault is not None):
+        return None
+    for savable, previous_state in previous_states:
+        savable.set_state(previous_state)
+    return fault or f"{ckpt_dir} cannot be used by another process"
 
 
 def _new_number() -> int:
@@ -461,7 +502,9 @@ def _read_state(
     )
     saved_values = dict(saved)
     directory = Directory(ckpt_dir)
-    shard_list = directory.read_json(_SHARD_LIST)
+    shard_list = dirs.read_json(
+        ckpt_dir, _SHARD_LIST, "the list of shards", _shard_list
+    )
     restored: list[Any] = []
     with directory.open(_SHARDS) as file:
         shards = _ShardFile(file, shard_list)
@@ -476,18 +519,30 @@ def _read_state(
     return jax.tree.unflatten(tree, restored)
 
 
+def _shard_list(content: list[Any]) -> list[tuple[str, _Region, str]]:
+    """Returns the list of shards of a JSON value, or raises a ValueError or TypeError."""
+    check_json(content, [list])
+    shard_list: list[tuple[str, _Region, str]] = []
+    for path, bounds, dtype_name in content:
+        check_json(path, str)
+        check_json(bounds, [[int]])
+        check_json(dtype_name, str)
+        region = tuple((start, stop) for start, stop in bounds)
+        shard_list.append((path, region, dtype_name))
+    return shard_list
+
+
 class _ShardFile:
     """File with the shards of a process, given the list of them."""
 
     def __init__(
-        self, file: BinaryIO, shard_list: Iterable[tuple[str, Any, str]]
+        self, file: BinaryIO, shard_list: Iterable[tuple[str, _Region, str]]
     ):
         self._file = file
         places: list[tuple[str, _Region]] = []
         dtypes: list[np.dtype] = []
         sizes: list[int] = []
-        for path, bounds, dtype_name in shard_list:
-            region = tuple((start, stop) for start, stop in bounds)
+        for path, region, dtype_name in shard_list:
             dtype = jnp.dtype(dtype_name)
             count = math.prod(stop - start for start, stop in region)
             places.append((path, region))

@@ -56,6 +56,10 @@ _FORM = {
         "step?": int,
         "saved_at?": float,
         "metrics?": {str: {str: float}},
+        # Of local checkpoints.
+        "run?": int,
+        "start?": int,
+        "after?": int,
     },
     "files": {str: {"size": int, "blocks?": [int], _DIGEST: (str, [str])}},
 }
