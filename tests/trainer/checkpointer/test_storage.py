@@ -19,7 +19,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tests import checkpoint_files
 from weft.errors import CheckpointStateError, CheckpointStructureError, FileRefusedError
 from weft.hierarchy.parameter_spec import TensorSpec
+from weft.trainer.checkpointer import array_files
 from weft.trainer.checkpointer import manifest as manifest_lib
+from weft.trainer.checkpointer import storage as storage_lib
 from weft.trainer.checkpointer.array_files import ArrayFileError, ArrayFiles, read_tree
 from weft.trainer.checkpointer.index import CheckpointValidationType, write_index_file
 from weft.trainer.checkpointer.manifest import read_manifest, write_manifest
@@ -404,11 +406,47 @@ def test_mismatch_is_named_without_manifest(checkpoint, harm):
     assert fault.startswith("arrays/x/") and expected in fault
 
 
-def test_many_chunks_share_a_file(storage, tmp_path):
-    array = laid_out(jnp.zeros((8, 1000)), mesh_of(8, 1), "data")
-    save(storage, tmp_path, {f"w{i}": array for i in range(40)})
-    num_files = sum(file.is_file() for file in tmp_path.rglob("*"))
-    assert num_files < 80, "of 320 chunks"
+def test_files_do_not_grow_with_arrays_or_shards(storage, tmp_path):
+    """Orbax began a file whenever the last one was written, up to 70 for 400 arrays."""
+    counts = {}
+    for num_arrays, axes in [(4, ()), (4, ("data",)), (300, ("data",))]:
+        # Smaller chunks are in the tree.
+        array = laid_out(jnp.zeros((8, 300)), mesh_of(8, 1), *axes)
+        directory = tmp_path / f"{num_arrays}{axes}"
+        save(storage, directory, {f"w{i}": array for i in range(num_arrays)})
+        counts[num_arrays, axes] = sum(file.is_file() for file in directory.rglob("*"))
+    assert len(set(counts.values())) == 1, counts
+
+
+def test_files_of_a_process_are_written_in_parallel(storage, tmp_path, monkeypatch):
+    monkeypatch.setattr(storage_lib, "_FILE_BYTES", 100_000)
+    array = laid_out(jnp.zeros((8, 8000)), mesh_of(8, 1), "data")
+    save(storage, tmp_path, {f"w{i}": array for i in range(4)})
+    files = (tmp_path / "arrays" / "ocdbt.process_0" / "d").iterdir()
+    sizes = [file.stat().st_size for file in files]
+    assert sum(sizes) > array.nbytes * 4
+    assert 8 <= len(sizes) <= 16
+    assert max(sizes) < 200_000
+
+
+def test_tree_that_could_not_be_read_again_fails_the_save(storage, tmp_path, monkeypatch):
+    monkeypatch.setattr(array_files, "MAX_JSON_BYTES", 100)
+    with pytest.raises(ArrayFileError, match=r"arrays/\S+: has \d+ bytes; at most 100 are read"):
+        save(storage, tmp_path, {f"w{i}": jnp.zeros(2) for i in range(20)})
+
+
+def test_trees_may_be_as_large_as_the_arrays(storage, tmp_path, monkeypatch):
+    """Those of 4,096 processes with 4,000 arrays take 500 MB, which was taken for damage."""
+    state = {f"w{i}": jnp.zeros(3000) for i in range(2)}
+    save(storage, tmp_path, state)
+    write_manifest(str(tmp_path), facts={"step": 1})
+    files = ArrayFiles(str(tmp_path), "arrays", read_manifest(str(tmp_path)))
+    assert files.values
+    monkeypatch.setattr(array_files, "MAX_JSON_BYTES", 10)
+    assert files.damage_of_others(state.keys(), state.keys()) == []
+    # Only the second array counts, as if the first one were a stranger's.
+    (fault,) = files.damage_of_others({"w1"}, {"w1"})
+    assert "of no array" in fault
 
 
 def test_each_chunk_is_read_once_to_another_axis(storage, tmp_path, monkeypatch):

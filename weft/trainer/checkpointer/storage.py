@@ -51,6 +51,8 @@ _REMOVAL_SECONDS = (0.0, 0.1, 0.4)
 # Devices with the same values each write a slice of them, unless it is smaller. To cut a slice, JAX
 # compiles a program for each shape and place.
 _MIN_SLICE_BYTES = 2**20
+# Files of a process are written in parallel, each of about so many bytes.
+_FILE_BYTES = 2**28
 
 
 class StateStorageCommitCallback(Protocol):
@@ -185,6 +187,8 @@ class OrbaxStateStorage(StateStorage):
                     with quiet_writes():
                         # Makes one tree of those of the processes.
                         self._handler.finalize(self._path(folder))
+                    # Later, it would be taken for damage.
+                    ArrayFiles(ckpt_dir, self._ARRAYS, None).check_tree_sizes()
                 on_commit_callback(ckpt_dir=ckpt_dir, index=index)
             except BaseException as error:
                 self._error = error
@@ -218,16 +222,25 @@ class OrbaxStateStorage(StateStorage):
                 ),
                 (np.ndarray, handlers.NumpyHandler()),
             )
+            # Without a limit of the bytes in flight, all values are in one transaction. With one,
+            # as PyTreeCheckpointHandler has it by default, a file ends whenever it is written out,
+            # so that there were up to 70 for some hundred arrays.
             self._handler = self._ocp.PyTreeCheckpointHandler(
-                use_ocdbt=True,
-                use_compression=False,
+                handler_impl=self._ocp.BasePyTreeCheckpointHandler(
+                    save_concurrent_bytes=None,
+                    use_ocdbt=True,
+                    use_compression=False,
+                    type_handler_registry=registry,
+                ),
                 type_handler_registry=registry,
             )
         array_args = self._ocp.SaveArgs(
             chunk_byte_size=self.config.max_chunk_bytes
         )
         save_args = self._ocp.args.PyTreeSave(
-            arrays, save_args=dict.fromkeys(arrays, array_args)
+            arrays,
+            save_args=dict.fromkeys(arrays, array_args),
+            ocdbt_target_data_file_size=_FILE_BYTES,
         )
         saving = self._handler.async_save(self._path(directory), args=save_args)
         return asyncio.run(saving) or []
