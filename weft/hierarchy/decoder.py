@@ -43,7 +43,7 @@ from weft.hierarchy.attention.stack import (
 from weft.hierarchy.layers import embedding, linear, normalization
 from weft.hierarchy.module import Module, nowrap
 from weft.hierarchy.param_init import FanAxes
-from weft.hierarchy.parameter_spec import maybe_shard
+from weft.hierarchy.parameter_spec import maybe_shard, shard_weight
 from weft.typing import DType, MeshAxes, NestedTensor, PartitionSpec, Tensor
 
 
@@ -498,7 +498,7 @@ class Decoder(base_layer.BaseLayer):
         if head is None:
             return None
         vocab_axes = self._logits_mesh_axes()[-1]
-        weight = maybe_shard(head.weight, (vocab_axes, None))
+        weight = shard_weight(head.weight, (vocab_axes, None))
         return head._replace(weight=weight)
 
     def _logits_mesh_axes(self) -> PartitionSpec:

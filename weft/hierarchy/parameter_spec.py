@@ -9,6 +9,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from weft.core import axis_rules, display, logical, spmd
 from weft.errors import ParameterSpecError
+from weft.functional.arrays import sharded_as
 from weft.hierarchy.param_init import (
     FanAxes,
     Initializer,
@@ -283,3 +284,28 @@ def maybe_shard(
         ):
             entries[axis] = None
     return spmd.constrain(x, PartitionSpec(*entries))
+
+
+def shard_weight(
+    weight: Tensor, partition_spec: PartitionSpec | MeshAxes | None
+) -> Tensor:
+    """Constrains the sharding of a weight where it is used, as `maybe_shard`, but not its gradient.
+
+    With the same constraint on the gradient, each device would get all of it, and keep a part.
+    """
+    if partition_spec is None or spmd.get_global_mesh() is None:
+        return weight
+
+    @jax.custom_jvp
+    def sharded(weight: Tensor) -> Tensor:
+        return maybe_shard(weight, partition_spec)
+
+    @sharded.defjvp
+    def sharded_jvp(
+        primals: tuple[Tensor], tangents: tuple[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        output = sharded(*primals)
+        # Over Explicit axes, the sharding is a part of the type.
+        return output, sharded_as(tangents[0], output)
+
+    return sharded(weight)

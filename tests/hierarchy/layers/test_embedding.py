@@ -1,10 +1,15 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from weft.cli.collectives import collectives_of
 from weft.errors import LayerConfigError
+from weft.functional import linear_cross_entropy
 from weft.hierarchy.layers.embedding import (
     Embedding,
     LearnedPositionalEmbedding,
@@ -49,13 +54,58 @@ def test_specs_and_layout_over_a_mesh():
         output_partition_spec=("data", None, None),
     )
     specs = layer.create_parameter_specs_recursively()
-    assert specs["weight"].mesh_axes == PartitionSpec(None, "model")
-    with jax.set_mesh(
-        jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    ):
+    assert specs["weight"].mesh_axes == P(None, "model")
+    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)):
         y = jax.jit(lambda params, ids: run(layer, params, ids))(params, IDS)
     assert y.sharding.spec[0] == "data"
     np.testing.assert_array_equal(y, params["weight"][IDS])
+
+
+def loss_of_vectors(layer, params, ids):
+    return jnp.sum(jnp.sin(run(layer, params, ids)))
+
+
+def loss_of_logits(layer, params, ids):
+    x = jax.nn.one_hot(ids, 16)
+    table = run(layer, params, method="embeddings")
+    return linear_cross_entropy(x, table, ids, chunk_size=4)[0]
+
+
+def program_of_gradient(loss, axis_type):
+    """Returns the program of a loss and its gradient, which equal those of one device."""
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices")
+    layer, params = make(num_embeddings=24, dim=16, embedding_partition_spec=(None, None))
+    fn = jax.value_and_grad(functools.partial(loss, layer))
+    ids = np.arange(8 * 3).reshape(8, 3)
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(axis_type,))
+    rows, columns = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P(None, "fsdp"))
+    with jax.set_mesh(mesh):
+        operands = jax.device_put(params, columns), jax.device_put(ids, rows)
+        results = (NamedSharding(mesh, P()), columns)
+        program = jax.jit(fn, out_shardings=results).lower(*operands).compile()
+    for x, y in zip(
+        jax.tree.leaves(program(*operands)), jax.tree.leaves(fn(params, ids)), strict=True
+    ):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    return program
+
+
+def test_parts_of_vectors_move_to_the_devices_of_the_gradient():
+    program = program_of_gradient(loss_of_vectors, AxisType.Auto)
+    moved = [c for c in collectives_of(program.as_text()) if c.bytes > 4]
+    assert {c.kind for c in moved} == {"all-gather", "all-to-all"}
+
+
+def test_gradients_of_chunks_of_logits_are_in_parts():
+    program = program_of_gradient(loss_of_logits, AxisType.Auto)
+    # Those of six chunks are summed over devices one by one, and each device keeps its part.
+    assert "f32[1,6,4,2]" in program.as_text()
+
+
+@pytest.mark.parametrize("loss", [loss_of_vectors, loss_of_logits])
+def test_gradients_over_explicit_axes(loss):
+    program_of_gradient(loss, AxisType.Explicit)
 
 
 def test_space_and_time_add_up():
@@ -92,7 +142,7 @@ def test_learned_table(filled):
         run_positional(layer, state, jnp.array([2, 0])), table[jnp.array([2, 0])]
     )
     spec = layer.create_parameter_specs_recursively()["weight"]
-    assert spec.mesh_axes == PartitionSpec(None, None, "model")
+    assert spec.mesh_axes == P(None, None, "model")
 
 
 MODALITY_IDS = jnp.array([[0, 3, 5], [4, 7, 2]])

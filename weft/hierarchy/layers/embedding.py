@@ -27,7 +27,7 @@ from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.layers.linear import Dropout
 from weft.hierarchy.module import Module
 from weft.hierarchy.param_init import DefaultInitializer, normal_weights
-from weft.hierarchy.parameter_spec import maybe_shard
+from weft.hierarchy.parameter_spec import maybe_shard, shard_weight
 from weft.typing import DType, MeshAxes, NestedTensor, PartitionSpec, Tensor
 
 
@@ -109,7 +109,7 @@ class Embedding(BaseLayer):
 
     def embeddings(self) -> Tensor:
         """Returns the table, `Float[Array, "num_embeddings dim"]`."""
-        return maybe_shard(
+        return shard_weight(
             self.parameters["weight"], self.config.embedding_partition_spec
         )
 
