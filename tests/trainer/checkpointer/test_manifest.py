@@ -64,9 +64,9 @@ def test_each_kind_of_damage_is_found_and_named(ckpt_dir, harm, found):
     ("content", "found"),
     [
         (None, "manifest.json: is missing"),
-        ("", "manifest.json: cannot be read (JSONDecodeError"),
-        ("[]", "manifest.json: cannot be read (TypeError"),
-        ("{}", "manifest.json: cannot be read (KeyError"),
+        ("", "manifest.json: cannot be read (Expecting value"),
+        ("[]", "manifest.json: cannot be read (it is []; expected an object)"),
+        ("{}", "manifest.json: cannot be read (it has no 'version')"),
         ('{"version": 1, "files": {}, "xxh3_128": ""}', "manifest.json: is of version 1, not 3"),
         (
             '{"version": 3, "facts": {}, "files": {}, "xxh3_128": ""}',

@@ -386,7 +386,7 @@ UNCHECKED = {
     "gone": (lambda d: (d / "1.0").unlink(), "1.0: is missing"),
     "no header": (
         lambda d: (d / ".zarray").write_text("{}", encoding="utf-8"),
-        ".zarray: does not describe an array",
+        ".zarray: does not describe an array (it has no 'chunks')",
     ),
     "no text": (
         lambda d: (d / ".zarray").write_bytes(b"\xff"),

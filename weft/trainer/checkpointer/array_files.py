@@ -36,7 +36,11 @@ import numpy as np
 from weft._lazy import import_extra
 from weft.errors import FileRefusedError
 from weft.serialization.directory import Directory
-from weft.serialization.untrusted import MAX_JSON_BYTES, parse_json
+from weft.serialization.untrusted import (
+    MAX_JSON_BYTES,
+    check_json,
+    parse_json,
+)
 from weft.trainer.checkpointer import index as index_lib
 from weft.trainer.checkpointer import retries
 from weft.trainer.checkpointer.dirs import list_files
@@ -52,6 +56,15 @@ Target = jax.ShapeDtypeStruct | np.ndarray | np.generic
 
 _THREADS = 4
 _MAX_HEADER_BYTES = 2**16
+# That of a zarr array, also of one that Weft has not written.
+_HEADER_FORM = {
+    "chunks": [int],
+    "shape": [int],
+    "dtype": str,
+    "compressor": (None, dict),
+    "filters": (None, list),
+    "order": str,
+}
 _ALIGNMENT = (
     64  # JAX uses memory at such an address in place and copies any other
 )
@@ -329,31 +342,25 @@ class _Reader:
         self._fill(".zarray", memoryview(header))
         try:
             content = parse_json(header)
-            self._chunk_shape = tuple(map(int, content["chunks"]))
-            self._shape = tuple(map(int, content["shape"]))
+            check_json(content, _HEADER_FORM)
             # "<f4", or a name such as "bfloat16" that NumPy lacks.
             dtype_name = content["dtype"]
-            if dtype_name[0] in "<>|=":
+            if dtype_name.startswith(("<", ">", "|", "=")):
                 self._dtype = np.dtype(dtype_name)
             else:
                 self._dtype = jnp.dtype(dtype_name)
-            encoding = (
-                content["compressor"],
-                content["filters"],
-                content["order"],
-            )
-            self._separator = content.get("dimension_separator", ".")
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            IndexError,
-            AttributeError,
-            OverflowError,  # JSON of Python may have an Infinity
-        ) as error:
+        except (ValueError, TypeError) as error:
             raise self._fault(
                 ".zarray", f"does not describe an array ({error})"
             ) from error
+        self._chunk_shape = tuple(content["chunks"])
+        self._shape = tuple(content["shape"])
+        self._separator = content.get("dimension_separator", ".")
+        encoding = (
+            content["compressor"],
+            content["filters"],
+            content["order"],
+        )
         same_rank = len(self._chunk_shape) == len(self._shape)
         chunks_fit = same_rank and all(
             0 < chunk_size <= max(size, 1)

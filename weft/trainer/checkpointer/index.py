@@ -190,11 +190,11 @@ def read_index_file(ckpt_dir: str) -> list[tuple[str, Entry]]:
     """Reads the index of a checkpoint; raises DamagedCheckpointError if it is malformed."""
 
     def entries(content: Any) -> list[tuple[str, Entry]]:
+        check_json(content, {"version": int, "index": [list]})
         if content["version"] != _VERSION:
             raise ValueError(
                 f"it has version {content['version']}, not {_VERSION}"
             )
-        check_json(content["index"], [list])
         pairs = [(str(path), entry) for path, entry in content["index"]]
         for path, entry in pairs:
             _check_entry(path, entry)

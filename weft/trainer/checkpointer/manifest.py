@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, NamedTuple
 import jax
 
 from weft._lazy import import_extra
-from weft.errors import FileRefusedError, describe_error
+from weft.errors import FileRefusedError
 from weft.serialization.directory import Directory
 from weft.serialization.untrusted import (
     MAX_JSON_BYTES,
@@ -276,11 +276,12 @@ def parse_manifest(
     """Returns the manifest of a checkpoint from its bytes, or its damage, as `read_manifest`."""
     try:
         content = parse_json(data)
+        check_json(content, {"version": int, _DIGEST: str})
         digest = content.pop(_DIGEST)
         if content["version"] not in _READ_VERSIONS:
             return f"{MANIFEST}: is of version {content['version']}, not {_VERSION}"
         manifest = Manifest(ckpt_dir, content)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         return _unreadable(error)
     if _digest_of_json(content) != digest:
         return f"{MANIFEST}: {CHANGED}"
@@ -291,7 +292,7 @@ def parse_manifest(
 
 
 def _unreadable(error: Exception) -> str:
-    return f"{MANIFEST}: cannot be read ({describe_error(error)})"
+    return f"{MANIFEST}: cannot be read ({error})"
 
 
 def find_damage(
