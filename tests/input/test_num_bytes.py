@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.input import tokenizer_kinds
+from weft.input.datasets import json_lines_dataset
 from weft.input.grain import DispatchConfig
 from weft.input.grain_lm import (
     streaming_packing,
@@ -146,7 +147,9 @@ def test_text_that_is_lost_has_no_figure(load, caplog, tmp_path):
     found = batches_of(lm_documents_source(**options | {"documents": mixed}))
     assert all("target_num_bytes" not in batch for batch in found)
     # Features of a stream are known before its texts.
-    found = batches_of(lm_stream_source(**options))
-    assert min(int(batch["target_num_bytes"].min()) for batch in found) == -1
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "Hello"}', encoding="utf-8")
+    for records in (documents, json_lines_dataset(str(tmp_path / "a.jsonl"))):
+        found = batches_of(lm_stream_source(**options | {"documents": records}))
+        assert min(int(batch["target_num_bytes"].min()) for batch in found) == -1
     windows = text_to_lm_training_input(documents, vocab=tokenizer, max_len=4)
     assert {int(one["target_num_bytes"]) for one in windows} == {-1}

@@ -384,6 +384,43 @@ def test_resuming_an_evaluation_on_other_process_counts_keeps_batches(split_docu
     assert len(json.dumps(state)) < 250
 
 
+class CountedBytes(ByteTokenizer):
+    num_encoded = 0
+
+    def encode(self, text):
+        CountedBytes.num_encoded += 1
+        return super().encode(text)
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_evaluations_of_two_processes_tokenize_documents_once(tmp_path, monkeypatch, is_large):
+    """Each process tokenized and packed all documents, in each evaluation."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(CountedBytes, "num_encoded", 0)
+    if is_large:
+        monkeypatch.setattr(file_cache, "MAX_BYTES_IN_MEMORY", 0)
+    named = {}
+    for name, texts in (("a", TEXTS[:20]), ("b", TEXTS[20:])):
+        lines = [json.dumps({"text": text}) for text in texts]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        named[name] = json_lines_dataset(str(tmp_path / f"{name}.jsonl"))
+    options = {"documents": named, "tokenizer": CountedBytes(), "is_training": False}
+    halves = []
+    for index in range(2):
+        source = make_stream(**options)  # of another process
+        for _ in range(2):
+            found, _ = stream_batches(source, index=index, num=2)
+        halves.append(found)
+    assert CountedBytes.num_encoded == len(TEXTS) * (1 if is_large else 2)
+    want, _ = stream_batches(make_stream(is_training=False))
+    for first, second, whole in zip(*halves, want, strict=True):
+        assert first.keys() == second.keys() == whole.keys()
+        for name, expected in whole.items():
+            both = np.concatenate([first[name], second[name]])
+            np.testing.assert_array_equal(both, expected)
+            assert both.dtype == expected.dtype
+
+
 def test_order_depends_on_pass_and_seed():
     found = [
         documents_of(stream_batches(make_stream(split_documents=False, seed=s), 9)[0])

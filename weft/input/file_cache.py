@@ -323,6 +323,14 @@ class TokenizedDocuments:
     corrections: np.ndarray | None
 
 
+def keeps_tokens(documents: Records, tokenizer: tokenizers.Tokenizer) -> bool:
+    """Returns whether the tokens of large documents are cached: they are identified by files."""
+    fingerprints = [
+        getattr(part, "fingerprint", None) for part in (documents, tokenizer)
+    ]
+    return None not in fingerprints
+
+
 def tokenize_documents(
     documents: Records,
     tokenizer: tokenizers.Tokenizer,

@@ -9,7 +9,7 @@ import dataclasses
 import glob
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -118,6 +118,52 @@ class FileRecordSource:
         """Returns the index of a record's file, and that of the record in it."""
         file = bisect.bisect_right(self._starts, index, lo=1) - 1
         return file, index - self._starts[file]
+
+
+class ConcatenatedRecords:
+    """Records of several datasets, one after the other."""
+
+    def __init__(self, parts: Iterable[Records]):
+        self._parts = list(parts)
+        self._starts = list(
+            itertools.accumulate(map(len, self._parts), initial=0)
+        )
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __repr__(self) -> str:
+        return " and ".join(map(str, self._parts))
+
+    def __getitem__(self, index: int) -> Any:
+        part, record = self._locate(index)
+        return self._parts[part][record]
+
+    def describe(self, index: int) -> str:
+        """Returns the name of a record for messages."""
+        part, record = self._locate(index)
+        return describe_record(self._parts[part], record)
+
+    @property
+    def fingerprint(self) -> tuple | None:
+        """Identity of the data; None if unknown for a part."""
+        return _all_known(self._parts, "fingerprint")
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Approximate size in bytes; None if unknown for a part."""
+        sizes = _all_known(self._parts, "num_bytes")
+        return None if sizes is None else sum(sizes)
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        part = bisect.bisect_right(self._starts, index, lo=1) - 1
+        return part, index - self._starts[part]
+
+
+def _all_known(parts: Sequence[Records], name: str) -> tuple | None:
+    """Returns an attribute of each part; None if one does not have it."""
+    values = tuple(getattr(part, name, None) for part in parts)
+    return None if None in values else values
 
 
 @dataclasses.dataclass(eq=False, repr=False)

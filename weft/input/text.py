@@ -23,7 +23,9 @@ advance. It returns the same features as `lm_documents_source`, but:
     each process        reads its own rows          reads the documents of its own rows
 
 Of `lm_stream_source`, the states of all processes are that of the run, whatever their number; see
-`weft.input.prefetch.PARTS`. In an evaluation, each process reads all documents, in order.
+`weft.input.prefetch.PARTS`. Its evaluations, which read every document in any case, are those of
+`lm_documents_source` with the same rows, where files are known and documents may be split. In
+others, each process reads all documents, in order.
 """
 
 import functools
@@ -51,7 +53,7 @@ from weft.input import (
 )
 from weft.input import grain as grain_input
 from weft.input.corpus import Corpus, Split, stdlib_corpus
-from weft.input.records import Records
+from weft.input.records import ConcatenatedRecords, Records
 from weft.input.tokenizers import (
     ByteTokenizer,
     Tokenizer,
@@ -437,10 +439,33 @@ def lm_stream_source(
     tokenize = functools.partial(_tokenize, loaded, text_key, most_tokens)
     tokens = {name: dataset.map(tokenize) for name, dataset in datasets.items()}
     mixed = _mix_documents(tokens, weights, seed if is_training else None)
+    all_documents = ConcatenatedRecords(datasets.values())
+    is_tokenized_once = (
+        split_documents
+        and not is_training
+        and file_cache.keeps_tokens(all_documents, loaded)
+    )
+
+    @functools.cache
+    def tokenized_source() -> grain_input.BuildDatasetFn:
+        pack = _packing(
+            loaded,
+            sequence_length,
+            global_batch_size,
+            is_training=False,
+            segments=True,
+        )
+        return sequence_batches(
+            [pack(all_documents, text_key=text_key)],
+            global_batch_size=global_batch_size,
+            is_training=False,
+        )
 
     def build_dataset(
         dispatch_config: grain_input.DispatchConfig,
     ) -> grain_input.Dataset:
+        if is_tokenized_once:
+            return tokenized_source()(dispatch_config).map(_with_num_bytes)
         rows = grain_input.feed_rows(global_batch_size, dispatch_config)
         all_rows = _packed_in_order(
             mixed,
@@ -478,6 +503,14 @@ def lm_stream_source(
     return build_dataset
 
 
+def _with_num_bytes(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Adds unknown numbers of bytes: features of a stream are known before its texts."""
+    unknown = np.full(
+        len(batch["input_ids"]), packing.UNKNOWN_NUM_BYTES, np.int32
+    )
+    return {"target_num_bytes": unknown, **batch}
+
+
 def _packed_in_order(
     documents: grain.MapDataset,
     *,
@@ -489,8 +522,9 @@ def _packed_in_order(
 ) -> grain_input.Dataset:
     """Packs all rows of each batch from the next documents.
 
-    An evaluation needs it, whose last batch is known only when all documents are packed; and the
-    training that continues a position of Weft 0.2, where each process packed all rows.
+    An evaluation needs it whose documents are not tokenized once, since its last batch is known
+    only when all are packed; and a training that continues a position of Weft 0.2, where each
+    process packed all rows.
     """
     read_options = grain.ReadOptions(num_threads, 8 * num_threads)
     packed: grain_input.Dataset = grain_lm.pack_pairs(
