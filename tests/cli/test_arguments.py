@@ -60,6 +60,11 @@ def test_field_with_dashes_is_told_to_leave_them_out(command):
         parse_arguments([*command.split(), "--max_step"])
 
 
+def test_field_of_a_job_with_dashes_is_told_its_option():
+    with pytest.raises(CommandLineError, match=r"of the job, by --job max_tries=3\.$"):
+        parse_arguments(["launch", "local", "-n", "2", "--max-tries", "3", "lm"])
+
+
 def test_unknown_command_suggests_the_nearest():
     with pytest.raises(
         CommandLineError, match=r"unknown command 'inspct'\. Did you mean 'inspect'"

@@ -5,6 +5,7 @@ import pytest
 from weft.cli import main
 from weft.cli.arguments import parse_arguments
 from weft.cli.train import JOBS, job_name, make_job, program
+from weft.errors import CommandLineError
 from weft.launch.jobset import JobSetJob
 from weft.launch.local import LocalJob
 from weft.launch.slurm import SlurmJob
@@ -27,6 +28,16 @@ def test_job_runs_weft_train():
     assert isinstance(made("slurm", "-n", "2"), SlurmJob)
     job = made("k8s", "-n", "2", *IMAGE, "lm")
     assert isinstance(job, JobSetJob) and job.config.command == ["weft", "train", "lm"]
+
+
+def test_job_has_the_mesh_of_weft_train():
+    mesh = ["--mesh", "fsdp=4,model=2"]
+    job = made("slurm", "-n", "2", *mesh, "lm-tiny", "max_step=7")
+    assert job.config.command == ["weft", "train", *mesh, "lm-tiny", "max_step=7"]
+    with pytest.raises(CommandLineError, match="there is no axis 'fsdq'"):
+        made("local", "-n", "2", "--mesh", "fsdq=4", "lm-tiny")
+    with pytest.raises(CommandLineError, match="no mesh rule of the config matches"):
+        made("k8s", "-n", "2", *IMAGE, "--mesh-selector", "gpu-8", "lm-tiny")
 
 
 def test_local_directory_is_checked_before_processes_start(tmp_path, monkeypatch, capsys):

@@ -114,9 +114,13 @@ def _check_dashes(
         next_words = argv[argv.index(word) + 1 :]
         if not equals and next_words and not next_words[0].startswith("-"):
             value = next_words[0]
+        setting = f"{name.replace('-', '_')}={value or 'VALUE'}"
+        for_job = ""
+        if argv[0] == "launch":
+            for_job = f"; a field of the job, by --job {setting}"
         raise CommandLineError(
             f"{word}: leave out the dashes. A field of the config, or an argument of the "
-            f"recipe, is set by {name.replace('-', '_')}={value or 'VALUE'}."
+            f"recipe, is set by {setting}{for_job}."
         )
 
 
@@ -342,8 +346,8 @@ def _add_place(
         places,
         name,
         "train:launch",
-        usage=f"weft launch {name} [-h] -n {count} [--job FIELD=VALUE ...] "
-        "[--allow NAME] [RECIPE] [path.to.field=value ...]",
+        usage=f"weft launch {name} [-h] [--mesh AXIS=SIZE,...] -n {count} "
+        "[--job FIELD=VALUE ...] [--allow NAME] [RECIPE] [path.to.field=value ...]",
         epilog="Job fields, each set with --job:\n"
         f"{fields}  env.NAME=VALUE            environment variable of each process\n"
         "  max_tries=3               maximum number of starts; all restart when one fails\n"
@@ -375,6 +379,7 @@ def _add_place(
         metavar="FIELD=VALUE",
         help="sets a field of the job, see below; repeatable",
     )
+    _add_mesh(place)
     _add_recipe_and_overrides(place, "as in `weft train`; after all options")
     return place
 

@@ -65,12 +65,7 @@ def _train(arguments: argparse.Namespace) -> int:
     recipe_record = configs.recipe_of_run(
         recipe, overrides, recipe=arguments.made_by
     )
-    options: list[str] = []
-    if arguments.mesh_selector is not None:
-        options += ["--mesh-selector", arguments.mesh_selector]
-    if arguments.mesh is not None:
-        options += ["--mesh", arguments.mesh]
-    options += options_for_texts(arguments)
+    options = _mesh_options(arguments) + options_for_texts(arguments)
     with contextlib.ExitStack() as stack:
         stack.enter_context(
             compilation.compilation_cache(cfg.compilation_cache_dir)
@@ -94,6 +89,16 @@ def _train(arguments: argparse.Namespace) -> int:
                 return _stopped_code(signal_names[0])
         training = _run(recipe, cfg, recipe_record, resume=arguments.resume)
         return _conclude(training, [*options, recipe, *overrides])
+
+
+def _mesh_options(arguments: argparse.Namespace) -> list[str]:
+    """Returns the options of a command that say for which hardware and mesh it is."""
+    options: list[str] = []
+    if arguments.mesh_selector is not None:
+        options += ["--mesh-selector", arguments.mesh_selector]
+    if arguments.mesh is not None:
+        options += ["--mesh", arguments.mesh]
+    return options
 
 
 def options_for_texts(arguments: argparse.Namespace) -> list[str]:
@@ -433,7 +438,11 @@ def make_job(arguments: argparse.Namespace) -> Job:
     recipe, overrides = split_arguments(arguments.recipe_and_overrides)
     run_cfg = None
     try:
-        run_cfg = configs.load_run(recipe, overrides, **arguments.trust)
+        run_cfg = configs.on_mesh(
+            configs.load_run(recipe, overrides, **arguments.trust),
+            selector=arguments.mesh_selector,
+            mesh=arguments.mesh,
+        )
     except errors.WeightsReadError as error:
         if arguments.where != "k8s":
             raise
@@ -449,6 +458,7 @@ def make_job(arguments: argparse.Namespace) -> Job:
         command=[
             *program,
             "train",
+            *_mesh_options(arguments),
             *options_for_texts(arguments),
             recipe,
             *overrides,
