@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from weft.cli.collectives import collectives_of
 from weft.errors import ArgumentShapeError, ArgumentValueError, MeshError
 from weft.functional import (
     AttentionMask,
@@ -76,6 +77,14 @@ MASKS = {
     "none": None,
     "causal": causal_mask,
     "window": sliding_window_causal_mask(5),
+    "window of one device": sliding_window_causal_mask(0),
+    "long window": sliding_window_causal_mask(21),
+    "both sides": left_right_window_mask(6, 4),
+    "long sides": left_right_window_mask(15, 11),
+    "window of positions": AttentionMask(
+        sliding_window_causal_mask(5), query_positions=SEGMENTS, key_positions=SEGMENTS
+    ),
+    "window in segments": AttentionMask(sliding_window_causal_mask(5), query_segments=SEGMENTS),
     "elsewhere": left_right_window_mask(9, -7),
     "truncated": and_masks(causal_mask, truncated_key_mask(7)),
     "segments": AttentionMask(causal_mask, query_segments=SEGMENTS),
@@ -93,6 +102,33 @@ MASKS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_masks(way, name):
     assert_equal_to_one_device(way, qkv(), mask=MASKS[name])
+
+
+@pytest.mark.parametrize(
+    ("mask", "num_steps"),
+    [
+        # Of 32 positions, each device has 4.
+        (causal_mask, 7),
+        (sliding_window_causal_mask(0), 0),
+        (sliding_window_causal_mask(4), 1),
+        (sliding_window_causal_mask(5), 2),
+        (sliding_window_causal_mask(12), 3),
+        # More than half of the devices: these balance their work instead.
+        (sliding_window_causal_mask(13), 7),
+        (left_right_window_mask(4, 5), 3),
+        (left_right_window_mask(None, 4), 7),
+        # Whether the window is short depends on values.
+        (AttentionMask(sliding_window_causal_mask(4), query_positions=SEGMENTS), 7),
+        (and_masks(sliding_window_causal_mask(4), truncated_key_mask(7)), 7),
+    ],
+)
+def test_keys_move_as_far_as_the_window(mask, num_steps):
+    attention = functools.partial(ring_attention, axis_name="seq", mask=mask)
+    with jax.set_mesh(mesh_of(seq=8)):
+        gradients = jax.grad(lambda *qkv: jnp.sum(attention(*qkv)), (0, 1, 2))
+        compiled = jax.jit(gradients).lower(*qkv()).compile()
+    moved = [c for c in collectives_of(compiled.as_text()) if c.kind == "collective-permute"]
+    assert max((c.times for c in moved), default=0) == num_steps
 
 
 def test_masks_by_head():

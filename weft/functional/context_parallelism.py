@@ -13,6 +13,14 @@ another way):
     device              0      1      2      3
     chunks, swapped    0 7    2 5    4 3    6 1
 
+A short window is balanced without that, and swapped chunks that are neighbors, such as 1 and 2,
+would be far apart. With `C` positions on each device, queries need the keys of `ceil(window / C)`
+devices before them. Keys go no further around the ring, and their gradients return at once:
+
+    device                   0      1      2      3      a causal window of C or less
+    visits its own keys      0      1      2      3
+    and after one step      (3)     0      1      2      none of those of device 3 is in the window
+
 All-to-all (Jacobs et al., 2023, https://arxiv.org/abs/2309.14509): devices exchange heads for
 positions, so that each has some heads of all queries, keys and values, and exchange them back
 afterwards.
@@ -82,8 +90,10 @@ def ring_attention(
 
     Arguments and result are whole arrays, whose time axes are split over that axis. A device
     computes as "blockwise" does, in memory linear in its part of the lengths. Of a bias, and of a
-    mask that is an array, it has the rows of its queries. Dropout draws other masks than on one
-    device. There is a gradient, but no forward-mode derivative.
+    mask that is an array, it has the rows of its queries. If the mask is a window, such as
+    `sliding_window_causal_mask`, without positions, arrays or a bias, keys move no further than the
+    window reaches. Dropout draws other masks than on one device. There is a gradient, but no
+    forward-mode derivative.
 
     Args:
         axis_name: an axis of the mesh of `jax.set_mesh`. Arrays may be split over other axes, too.
@@ -106,9 +116,7 @@ def ring_attention(
     never_empty = bias is None and blocks.attends_to_itself(
         mask, target == source
     )
-    has_halves = target == source and target % (2 * size) == 0
-    window, _ = attention_mask.window_of(mask.mask_fn)
-    ring = _Ring(axis_name, size, has_halves and window.right_context == 0)
+    ring = _ring_for(axis_name, size, mask, target, source, never_empty)
     # A block with queries of both halves would skip no keys between them.
     chunk = target // size
     if ring.is_balanced:
@@ -261,11 +269,16 @@ def _resharded(axis_name: str, spec: PartitionSpec, x: Array) -> Array:
 
 
 class _Ring(NamedTuple):
-    """Devices of a mesh axis, each with a part of the queries and of the keys."""
+    """Devices of a mesh axis, each with a part of the queries and of the keys.
+
+    A device visits the keys of the devices from `ahead` after it to `behind` before it.
+    """
 
     axis_name: str
     size: int
     is_balanced: bool  # whether devices exchange halves
+    behind: int
+    ahead: int
 
     def exchange_halves(self, operands: _Operands) -> _Operands:
         """Returns operands after the exchange along all axes of time."""
@@ -296,14 +309,22 @@ class _Ring(NamedTuple):
         second = jax.lax.ppermute(second, self.axis_name, swaps)
         return jnp.concatenate([first, second], axis)
 
-    def rotate(self, tree: Any) -> Any:
-        """Moves arrays to the next device."""
-        moves = [(i, (i + 1) % self.size) for i in range(self.size)]
+    @property
+    def num_steps(self) -> int:
+        """Number of steps in which a device passes keys on, after it has visited them."""
+        return self.behind + self.ahead
+
+    def shift(self, tree: Any, distance: int) -> Any:
+        """Moves arrays to the device at a distance; negative for devices before this one."""
+        if distance % self.size == 0:
+            return tree
+        moves = [(i, (i + distance) % self.size) for i in range(self.size)]
         return jax.lax.ppermute(tree, self.axis_name, moves)
 
     def origin(self, step: Any) -> Array:
-        """Returns from which device the keys come that this one has after some rotations."""
-        return (jax.lax.axis_index(self.axis_name) - step) % self.size
+        """Returns from which device the keys come that this one visits in a step."""
+        index = jax.lax.axis_index(self.axis_name)
+        return (index + self.ahead - step) % self.size
 
     def columns(self, x: Array, origin: Array) -> Array:
         """Returns the columns, of those for all keys, that belong to the keys of a device."""
@@ -322,6 +343,35 @@ class _Ring(NamedTuple):
             for start in starts
         ]
         return jnp.concatenate(parts, -1)
+
+
+def _ring_for(
+    axis_name: str,
+    size: int,
+    mask: AttentionMask,
+    target: int,
+    source: int,
+    never_empty: bool,
+) -> _Ring:
+    """Returns the ring that attention with this mask needs, with as few steps as are known."""
+    window, _ = attention_mask.window_of(mask.mask_fn)
+    left, right = window.left_context, window.right_context
+    # Other positions are values, which are not known here. A query without any key attends to all.
+    is_by_index = mask.query_positions is None and mask.key_positions is None
+    if never_empty and is_by_index and left is not None and right is not None:
+        chunk = source // size
+        behind = math.ceil(left / chunk)
+        ahead = math.ceil(right / chunk)
+        # A causal window of more than half of the sequence is more balanced with swapped halves,
+        # in less time for the products.
+        if right == 0:
+            is_short = 2 * behind < size
+        else:
+            is_short = behind + ahead + 1 < size
+        if is_short:
+            return _Ring(axis_name, size, False, behind, ahead)
+    has_halves = target == source and target % (2 * size) == 0
+    return _Ring(axis_name, size, has_halves and right == 0, size - 1, 0)
 
 
 class _Keys(NamedTuple):
@@ -356,17 +406,17 @@ def _forward(
         step_arguments = _at_step(ring, arrays, constants, step, keys)
         return blocks.accumulate(options, *step_arguments, softmax)
 
-    def visit_and_rotate(
+    def visit_and_pass_on(
         step: Any, state: tuple[_Keys, blocks.Softmax]
     ) -> tuple[_Keys, blocks.Softmax]:
         keys, softmax = state
         # Neither needs the other's result, so that keys can move during the products.
-        return ring.rotate(keys), visit(step, keys, softmax)
+        return ring.shift(keys, 1), visit(step, keys, softmax)
 
     softmax = blocks.empty_softmax(arrays.query, arrays.value)
-    state = (_first_keys(arrays, constants), softmax)
-    last = ring.size - 1
-    keys, softmax = jax.lax.fori_loop(0, last, visit_and_rotate, state)
+    state = (_first_keys(ring, arrays, constants), softmax)
+    last = ring.num_steps
+    keys, softmax = jax.lax.fori_loop(0, last, visit_and_pass_on, state)
     output = blocks.output_of(visit(last, keys, softmax), arrays)
     return output.out, (arrays, constants, output)
 
@@ -395,22 +445,22 @@ def _backward(
         (dbias,) = from_columns(sums.bias)
         return sums._replace(bias=grads.bias + dbias)
 
-    def rotated(grads: blocks.Arrays) -> blocks.Arrays:
-        dkey, dvalue = ring.rotate((grads.key, grads.value))
+    def passed_on(grads: blocks.Arrays, distance: int) -> blocks.Arrays:
+        dkey, dvalue = ring.shift((grads.key, grads.value), distance)
         return grads._replace(key=dkey, value=dvalue)
 
-    def visit_and_rotate(
+    def visit_and_pass_on(
         step: Any, state: tuple[_Keys, blocks.Arrays]
     ) -> tuple[_Keys, blocks.Arrays]:
         keys, grads = state
-        return ring.rotate(keys), rotated(visit(step, keys, grads))
+        return ring.shift(keys, 1), passed_on(visit(step, keys, grads), 1)
 
     grads = jax.tree.map(blocks.zeros_like, arrays._replace(sink=None))
-    state = (_first_keys(arrays, constants), grads)
-    last = ring.size - 1
-    keys, grads = jax.lax.fori_loop(0, last, visit_and_rotate, state)
-    # After the last rotation, the gradients of keys and values are where these came from.
-    grads = rotated(visit(last, keys, grads))
+    state = (_first_keys(ring, arrays, constants), grads)
+    last = ring.num_steps
+    keys, grads = jax.lax.fori_loop(0, last, visit_and_pass_on, state)
+    # The last keys are those of the device `behind` this one, where their gradients return to.
+    grads = passed_on(visit(last, keys, grads), -ring.behind)
     if arrays.sink is not None:
         dsink = blocks.sink_gradient(arrays.sink, output, dout)
         grads = grads._replace(sink=dsink)
@@ -420,11 +470,15 @@ def _backward(
 _attend_in_ring.defvjp(_forward, _backward)
 
 
-def _first_keys(arrays: blocks.Arrays, constants: blocks.Constants) -> _Keys:
+def _first_keys(
+    ring: _Ring, arrays: blocks.Arrays, constants: blocks.Constants
+) -> _Keys:
+    """Returns the keys of the first step, which are those of the device `ahead`."""
     mask = constants.mask
-    return _Keys(
+    own_keys = _Keys(
         arrays.key, arrays.value, mask.key_positions, mask.key_segments
     )
+    return ring.shift(own_keys, -ring.ahead)
 
 
 def _at_step(

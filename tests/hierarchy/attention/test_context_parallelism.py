@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from weft.cli.collectives import collectives_of
 from weft.errors import ArgumentShapeError
 from weft.hierarchy.attention.bias import CausalAttentionBias, SlidingWindowAttentionBias
 from weft.hierarchy.attention.multihead_attention import GroupedQueryAttention, MultiheadAttention
@@ -80,6 +81,21 @@ def test_equals_one_device(filled, wave, way, mask):
         np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
     collective = {"ring": "collective-permute(", "all_to_all": "all-to-all("}[way]
     assert collective in str(program.as_text())
+
+
+def test_keys_move_as_far_as_a_window(filled, wave):
+    def largest_number_of_steps(mask):
+        layer = attention(mask=mask, **IN_TIME, context_parallelism="ring")
+        state, x = filled(layer), wave((BATCH, LENGTH, DIM))
+        program, _ = program_and_results(
+            layer, state, x, {"segment_ids": jnp.ones((BATCH, LENGTH))}
+        )
+        moved = [c for c in collectives_of(program.as_text()) if c.kind == "collective-permute"]
+        return max(c.times for c in moved)
+
+    with mesh_of_sequences():
+        assert largest_number_of_steps(CAUSAL) == 3
+        assert largest_number_of_steps(WINDOW) == 1
 
 
 @pytest.mark.parametrize("way", ["ring", "all_to_all"])
