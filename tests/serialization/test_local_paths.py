@@ -77,6 +77,8 @@ def test_urls_and_home_are_refused(use, path, here):
         ["train", "lm-tiny", "dir=run", "compilation_cache_dir=~/run"],
         ["launch", "local", "-n", "2", "lm-tiny", "dir=s3://bucket/run"],
         ["train", "lm-tiny", "data_dir=gs://bucket/texts", "dir=run"],
+        ["sample", "s3://bucket/run"],
+        ["export", "gs://bucket/run", "--to", "run"],
     ],
 )
 def test_commands_refuse_them(words, here, capsys):

@@ -16,7 +16,11 @@ from typing import Any, NamedTuple
 
 from weft.errors import RecipeError, UnknownConfigError, did_you_mean
 from weft.recipes.recipe import Recipe
-from weft.serialization.untrusted import WINDOWS_PATH, is_windows_path
+from weft.serialization.untrusted import (
+    WINDOWS_PATH,
+    check_local_path,
+    is_windows_path,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +115,7 @@ def find_recipe(word: str) -> Recipe:
             `package.module:function`, where the module is installed or in the current directory.
 
     Raises:
+        PathNotLocalError: if it is a URL, as of copies of checkpoints, or begins with `~`.
         RecipeError: if a file or module cannot have such a name.
         UnknownConfigError: if there is no recipe of this name.
     """
@@ -127,6 +132,7 @@ def find_recipe(word: str) -> Recipe:
             f"name the function of the file that makes the config, such as {word}:recipe."
         )
     if "/" in word:
+        check_local_path(word, "path")
         raise UnknownConfigError(
             f"there is no file or directory {word!r}, and no such recipe."
         )
