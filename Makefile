@@ -10,7 +10,7 @@ VERSION := $(call version,$(firstword $(wildcard $(BIN)/python) $(PYTHON)))
 LOCK := $(firstword $(wildcard requirements-$(VERSION).lock) $(lastword $(VERSIONS:%=requirements-%.lock)))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test parity fuzz mutate soak lint lock house bench bench-gpu docs docs-serve docs-release
+.PHONY: help train test parity stores fuzz mutate soak lint lock house bench bench-gpu docs docs-serve docs-release
 .NOTPARALLEL:
 
 help: ## this list
@@ -28,6 +28,11 @@ test: $(VENV)/.has-dev ## run the tests and the examples in docstrings, without 
 
 parity: $(VENV)/.has-dev ## compare with Flax and transformers: the same programs on both; ARGS="-k conv" for some of them
 	@$(PYTEST) tests/parity $(ARGS)
+
+STORES := $(VENV)-stores
+
+stores: $(STORES)/.has-stores ## test copies of checkpoints in object stores, with servers of S3 and Google Cloud Storage on this machine
+	@WEFT_TEST_STORES="s3 gs" $(STORES)/bin/python -m pytest tests/trainer/checkpointer/test_stores.py $(ARGS)
 
 fuzz: $(VENV)/.has-dev ## search for defects with random cases; MINUTES=30 for each fuzzer, SEED=0, ONLY="name ..."
 	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),0) $(ONLY)
@@ -77,6 +82,8 @@ lock: ## resolve each version's lock again with uv; ARGS=--upgrade for the newes
 			pyproject.toml -o $$lock && \
 		grep -vE '^(cuda|nvidia|triton)' $$lock >$$lock.new && mv $$lock.new $$lock || exit 1; \
 	done
+	@uv pip compile --quiet --universal --python-version $(firstword $(VERSIONS)) --group stores --no-annotate $(ARGS) \
+		-o requirements-stores.lock
 
 # A stamp per set of extras: recreated when these, the lock or the package's own dependencies change.
 EXTRAS_train := train,examples
@@ -88,6 +95,15 @@ $(VENV)/.has-%: Makefile $(LOCK) pyproject.toml | $(BIN)/python
 	@echo "Installing weft-jax[$(EXTRAS_$*)] into $(VENV); the first time takes a few minutes."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--constraint $(LOCK) --editable '.[$(EXTRAS_$*)]'
+	@touch $@
+
+# An environment that has its own packages before those of the other. pip installs what both lack.
+$(STORES)/.has-stores: Makefile requirements-stores.lock $(VENV)/.has-dev
+	@echo "Installing object stores, and servers of these, into $(STORES)."
+	@$(BIN)/python -m venv $(STORES)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		>"$$($(STORES)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/other.pth"
+	@$(STORES)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-stores.lock
 	@touch $@
 
 # JAX for an accelerator: jax[cuda12], jax[cuda13] or jax[tpu].

@@ -1,4 +1,4 @@
-"""Copies of checkpoints in stores: one in memory and, where its packages are, a server of S3."""
+"""Copies of checkpoints in stores: one in memory and, by `make stores`, servers of S3 and GCS."""
 
 import json
 import os
@@ -11,6 +11,7 @@ import fsspec
 import numpy as np
 import pytest
 
+from tests.trainer.checkpointer.store_servers import StoreServer
 from weft.cli import main
 from weft.config import config_for_function
 from weft.errors import (
@@ -29,37 +30,34 @@ from weft.trainer.checkpointer import (
 )
 from weft.trainer.checkpointer import manifest as manifest_lib
 
+# `make stores` sets it to the stores that have a server on this machine.
+SCHEMES = os.environ.get("WEFT_TEST_STORES", "memory").split()
 
-@pytest.fixture(scope="module")
-def server():
-    """A bucket of a local server of S3."""
-    moto_server = pytest.importorskip("moto.server", reason="needs moto[server]")
-    s3fs = pytest.importorskip("s3fs")
-    patch = pytest.MonkeyPatch()
-    moto = moto_server.ThreadedMotoServer(port=0)
-    moto.start()
-    host, port = moto.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        patch.setenv(name, value)
-    s3fs.S3FileSystem().mkdir("bucket")
-    yield "s3://bucket"
-    patch.undo()
-    moto.stop()
+needs_server = pytest.mark.skipif(SCHEMES == ["memory"], reason="`make stores` has its servers")
 
 
-@pytest.fixture(params=["memory", "s3"])
-def url(request, monkeypatch):
+@pytest.fixture(scope="module", params=SCHEMES)
+def bucket(request):
+    """The URL of a bucket that exists, and its server, None for the store in memory."""
+    if request.param == "memory":
+        yield "memory://bucket", None
+        return
+    server = StoreServer(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment().items():
+            patch.setenv(name, value)
+        try:
+            server.start()
+            yield server.url, server
+        finally:
+            server.stop()
+
+
+@pytest.fixture
+def url(bucket, monkeypatch):
     """The URL of a run in an empty store."""
     monkeypatch.setattr(stores.retries, "PAUSES_SECONDS", ())
-    root = "memory://bucket"
-    if request.param == "s3":
-        root = request.getfixturevalue("server")
-    return f"{root}/{uuid.uuid4().hex}"
+    return f"{bucket[0]}/{uuid.uuid4().hex}"
 
 
 @pytest.fixture
@@ -103,15 +101,25 @@ def fetched(run, url):
         return c.fetch_copy()
 
 
+def opened(url):
+    """The store of a URL as another process sees it, and the path there."""
+    return fsspec.core.url_to_fs(url, skip_instance_cache=True)
+
+
+def forget_stores(url):
+    """Lets the next to open the store begin without what this process knows of it."""
+    files, _ = opened(url)
+    type(files).clear_instance_cache()
+
+
 def objects(url):
     """The paths of objects below a URL."""
-    files, root = fsspec.core.url_to_fs(url)
-    files.invalidate_cache()
+    files, root = opened(url)
     return sorted(path.partition(f"{root}/")[2] for path in files.find(root))
 
 
 def change(url, path, data):
-    files, root = fsspec.core.url_to_fs(url)
+    files, root = opened(url)
     files.pipe_file(f"{root}/{path}", data)
 
 
@@ -171,6 +179,104 @@ def test_copy_without_manifest_is_never_used(url, tmp_path, monkeypatch, caplog)
     assert not any("step_00000002" in path for path in objects(url))
 
 
+@pytest.mark.parametrize("name", ["lr=[1e-3]", "run? ü#1%20&+"])
+def test_old_copies_are_removed_from_a_run_of_any_name(name, url, tmp_path):
+    # Its name fits the second one, taken for a pattern.
+    neighbor = "run1 ü#1%20&+"
+    saved(tmp_path / "neighbor", f"{url}/{neighbor}", 1)
+    saved(tmp_path / "run", f"{url}/{name}", 1, 2)
+    assert [path for path in objects(url) if path.endswith("manifest.json")] == sorted(
+        [
+            f"{neighbor}/checkpoints/step_00000001/manifest.json",
+            f"{name}/checkpoints/step_00000002/manifest.json",
+        ]
+    )
+    assert fetched(tmp_path / "other", f"{url}/{name}") == 2
+
+
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # by gcsfs
+def test_file_of_several_parts(url, tmp_path, monkeypatch):
+    files, _ = fsspec.core.url_to_fs(url)
+    if hasattr(files, "default_block_size"):
+        monkeypatch.setattr(type(files), "default_block_size", 5 * 2**20)  # S3's smallest part
+    state = {"w": np.random.default_rng(0).random((2, 2**20))}
+    with checkpointer(tmp_path / "run", url) as c:
+        c.save(step=1, state=state)
+    other = tmp_path / "other"
+    assert fetched(other, url) == 1
+    with checkpointer(other, None) as c:
+        step, restored_state = c.restore(state=state)
+    assert step == 1
+    np.testing.assert_array_equal(restored_state["w"], state["w"])
+
+
+def test_copy_of_another_process_is_seen(url, tmp_path):
+    run = saved(tmp_path / "run", url, 1)
+    with checkpointer(tmp_path / "other", url) as c:
+        assert c.fetch_copy() == 1
+        assert c.fetch_copy() is None
+        forget_stores(url)
+        saved(run, url, 2)
+        assert c.fetch_copy() == 2
+
+
+def test_start_is_refused_if_the_store_takes_no_objects(memory_url, tmp_path, monkeypatch, caplog):
+    files, _ = fsspec.core.url_to_fs(memory_url)
+
+    def refuse(self, path, *args, **kwargs):
+        raise PermissionError("only reading is allowed")
+
+    monkeypatch.setattr(type(files), "pipe_file", refuse)
+    with pytest.raises(CheckpointReadError, match=r"cannot be used: .* only reading.*credentials"):
+        fetched(tmp_path / "run", memory_url)
+    run = saved(tmp_path / "other", None, 1)
+    assert fetched(run, memory_url) is None
+    assert "only reading is allowed. The run continues from its own checkpoint" in caplog.text
+
+
+@needs_server
+def test_bucket_that_does_not_exist(bucket, tmp_path):
+    url = bucket[0].replace("bucket", "absent") + "/run"
+    with pytest.raises(CheckpointReadError, match=r"cannot be used: FileNotFoundError: .*bucket"):
+        fetched(tmp_path / "run", url)
+
+
+@needs_server
+def test_missing_credentials(tmp_path, monkeypatch):
+    monkeypatch.setattr(stores.retries, "PAUSES_SECONDS", ())
+    # Nor are there any in the home directory, or given by the machine.
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    forget_stores("s3://")
+    with pytest.raises(CheckpointReadError, match=r"Unable to locate credentials.*Check the URL"):
+        fetched(tmp_path / "run", "s3://bucket/run")
+    forget_stores("s3://")
+
+
+@needs_server
+def test_server_that_is_away_for_a_while(url, bucket, tmp_path, monkeypatch, caplog):
+    _, server = bucket
+    with monkeypatch.context() as patch:
+        # Else the packages of the stores try again for a minute.
+        patch.setenv("AWS_MAX_ATTEMPTS", "1")
+        patch.setattr("s3fs.S3FileSystem.retries", 1)
+        patch.setattr("gcsfs.retry.min", lambda *seconds: 0.0, raising=False)
+        forget_stores(url)
+        run = saved(tmp_path / "run", url, 1)
+        server.stop()
+        with checkpointer(run, url, keep_last_n=2) as c:
+            c.save(step=2, state=state_of(2))
+            c._copies.stop()
+            assert "cannot be copied" in caplog.text
+            assert restored(run) == 2
+            server.start()
+            c.save(step=3, state=state_of(3))
+        assert manifests(url) == ["step_00000002", "step_00000003"]
+    forget_stores(url)
+
+
 def test_operations_are_tried_again(memory_url, tmp_path, monkeypatch):
     monkeypatch.setattr(stores.retries, "PAUSES_SECONDS", (0.0,))
     files, _ = fsspec.core.url_to_fs(memory_url)
@@ -187,6 +293,22 @@ def test_operations_are_tried_again(memory_url, tmp_path, monkeypatch):
     saved(tmp_path / "run", memory_url, 1)
     assert len(failed) == 3
     assert manifests(memory_url) == ["step_00000001"]
+
+
+def test_package_that_tried_for_long_itself_is_not_asked_again(memory_url, tmp_path, monkeypatch):
+    monkeypatch.setattr(stores.retries, "PAUSES_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(stores, "_RETRY_SECONDS", 0.0)
+    files, _ = fsspec.core.url_to_fs(memory_url)
+    attempts = []
+
+    def away(self, path, **kwargs):
+        attempts.append(path)
+        raise TimeoutError("no answer for a minute")
+
+    monkeypatch.setattr(type(files), "ls", away)
+    with pytest.raises(CheckpointReadError, match="no answer for a minute"):
+        fetched(tmp_path / "run", memory_url)
+    assert len(attempts) == 1
 
 
 def test_copy_that_failed_is_made_when_the_run_ends(memory_url, tmp_path, monkeypatch):

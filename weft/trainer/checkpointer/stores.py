@@ -46,6 +46,10 @@ logger = logging.getLogger(__name__)
 _URL = re.compile(r"(?!file:|local:)[A-Za-z][A-Za-z0-9+.-]+://[^/].*")
 _THREADS = 4
 _BLOCK_BYTES = 2**22
+# No attempt begins later after the first. The packages of stores try again themselves: gcsfs takes
+# a minute until a server that is away is an error, s3fs ten seconds.
+_RETRY_SECONDS = 30.0
+_PROBE = "weft-writes-here"
 # The record has a number that distinguishes two runs.
 _RECORDS = (run_dir.RECORD_FILE, run_dir.CONFIG_FILE)
 
@@ -192,7 +196,8 @@ class StoreCopies:
         Raises:
             MissingExtraError: if a package is missing.
             RunDirError: if the store has the checkpoints of another run.
-            CheckpointReadError: if the store cannot be read, and the file system has no checkpoint.
+            CheckpointReadError: if the store cannot be read, or has no copies and takes none, and
+                the file system has no checkpoint.
             DamagedCheckpointError: if all copies are damaged, and the file system has no
                 checkpoint.
         """
@@ -201,6 +206,8 @@ class StoreCopies:
         newest_step = max(local_steps, default=-1)
         try:
             steps = [s for s in self._store.steps() if s > newest_step]
+            if not steps:
+                self._store.check_writable()
             if local_steps:
                 self._check_owner()
             damage = self._fetch_first(list(reversed(steps)))
@@ -209,7 +216,7 @@ class StoreCopies:
         # Stores have errors of their own, which have no common base.
         except Exception as error:
             text = (
-                f"the copies in {self._store.url!r} cannot be read: "
+                f"the store of copy_to={self._store.url!r} cannot be used: "
                 f"{describe_error(error)}"
             )
             if local_steps:
@@ -218,8 +225,9 @@ class StoreCopies:
                 )
                 return None
             raise CheckpointReadError(
-                f"{text}. There may be a checkpoint to continue from; start again when the store "
-                "can be read, or without copy_to to begin at step 0."
+                f"{text}. There may be a checkpoint to continue from. Check the URL, that its "
+                "bucket exists, and the credentials; start again when the store can be used, or "
+                "without copy_to to begin at step 0."
             ) from error
         if isinstance(damage, int):
             return damage
@@ -382,6 +390,14 @@ class _Store:
                 continue
         return sorted(steps)
 
+    def check_writable(self) -> None:
+        """Writes an object and removes it; raises the store's error if that is not possible.
+
+        To all that is read, a bucket that does not exist is the same as an empty one.
+        """
+        self.write(_PROBE, b"")
+        self.remove(_PROBE)
+
     def read(self, path: str, *, at_most: int) -> bytes | None:
         """Returns an object of `at_most` so many bytes, None if there is none."""
 
@@ -429,10 +445,16 @@ class _Store:
             raise CheckpointNotFoundError(f"{name}: is missing")
 
     def remove(self, path: str) -> None:
-        """Removes an object, or all whose paths begin with a folder."""
-        self._found(
-            lambda: self._files.rm(self._path(path), recursive=True) or True
-        )
+        """Removes an object, or all in a folder."""
+
+        def remove_objects() -> None:
+            self._files.invalidate_cache()
+            # `rm` would take * ? [ in a path for a pattern, and remove what is of other runs.
+            paths = self._files.find(self._path(path))
+            with ThreadPoolExecutor(_THREADS) as pool:
+                list(pool.map(self._files.rm_file, paths))
+
+        self._found(remove_objects)
 
     def _path(self, path: str) -> str:
         return f"{self._root}/{path}"
@@ -446,6 +468,7 @@ class _Store:
 
     def _retried(self, action: Callable[[], T]) -> T:
         """Returns the result of an action, which is repeated after the errors of a store."""
+        begin = time.monotonic()
         for seconds in retries.PAUSES_SECONDS:
             try:
                 return action()
@@ -453,8 +476,13 @@ class _Store:
                 raise
             # Stores have errors of their own, which have no common base.
             except Exception as error:
+                if time.monotonic() - begin > _RETRY_SECONDS:
+                    raise
                 logger.info(
-                    "%s: %s. Trying again in %g s.", self.url, error, seconds
+                    "%s: %s. Trying again in %g s.",
+                    self.url,
+                    describe_error(error),
+                    seconds,
                 )
             time.sleep(seconds)
         return action()
