@@ -1,3 +1,4 @@
+import functools
 import gzip
 import json
 import os
@@ -83,6 +84,51 @@ def test_files_that_are_large_together_have_one_index(tmp_path, monkeypatch, suf
     # Of changed files, the index is made again.
     write(tmp_path / f"19.jsonl{suffix}", b'{"text": 1}')
     assert len(json_lines_dataset(str(tmp_path / "*.jsonl*"))) == len(want) - 19 + 1
+
+
+def test_files_with_an_index_are_asked_for_twice_and_not_opened(tmp_path, monkeypatch):
+    """Each start of each process opened each file twice, and asked for it twelve times."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(file_cache, "MAX_BYTES_IN_MEMORY", 100)
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for number in range(20):
+        write(folder / f"{number:02}.jsonl", b'{"text": 1}\n{"text": 2}\n')
+    array = write(folder / "20.jsonl", b'[{"text": 1},\n{"text": 2}]')
+    pattern = str(folder / "*.jsonl")
+    json_lines_dataset(pattern)
+    accesses = []
+
+    def noting(name, do, path, *args, **kwargs):
+        if str(folder) in str(path) and path != array:
+            accesses.append((name, os.path.basename(path)))
+        return do(path, *args, **kwargs)
+
+    for name in ("stat", "lstat", "open"):
+        monkeypatch.setattr(os, name, functools.partial(noting, name, getattr(os, name)))
+    documents = json_lines_dataset(pattern)
+    assert len(documents) == 42
+    assert {path for _, path in accesses} >= {f"{number:02}.jsonl" for number in range(20)}
+    assert all(name != "open" for name, _ in accesses)
+    assert len(accesses) <= 2 * 20 + 5
+    assert documents[41] == {"text": 2}
+
+
+def test_fingerprint_has_the_real_path(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "a").mkdir()
+    path = write(tmp_path / "real" / "file", b"x")
+    (tmp_path / "a" / "folder").symlink_to(tmp_path / "real")
+    (tmp_path / "link").symlink_to(path)
+    want = file_fingerprint(path)
+    monkeypatch.chdir(tmp_path / "a")
+    names = ["folder/file", "../link", "folder/../real/file", str(tmp_path / "a/folder/file")]
+    assert {file_fingerprint(name) for name in names} == {want}
+    monkeypatch.chdir(tmp_path)
+    assert file_fingerprint("real/file") == want
+    # By its folder's name alone, it would be that of another folder.
+    write(tmp_path / "file", b"y")
+    assert file_fingerprint("file")[0] == str((tmp_path / "file").resolve())
 
 
 def test_the_index_of_many_documents_is_not_in_memory(tmp_path, monkeypatch):

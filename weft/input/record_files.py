@@ -12,10 +12,11 @@ import functools
 import io
 import json
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -37,7 +38,6 @@ _IS_BLANK = np.isin(np.arange(256), list(b" \t\n\r\v\f"))
 # A file that is one JSON array is parsed as a whole, which takes several times its size of memory.
 _MAX_ARRAY_BYTES = 2**28
 _MAX_RECORD_BYTES = 2**27
-_BYTES_OF_BOUNDS = 16
 
 
 class LineFile:
@@ -52,7 +52,7 @@ class LineFile:
     def __init__(self, path: str):
         self.path = path
         self.fingerprint = file_fingerprint(path)
-        self.num_bytes = os.path.getsize(path)
+        _, self.num_bytes, _ = self.fingerprint
         self._files: LineFiles | None = None
 
     def __reduce__(self):
@@ -140,6 +140,10 @@ class LineFile:
         )
         return index.view(np.int64).reshape(-1, 2)
 
+    def has_lines(self, line_bounds: np.ndarray) -> bool:
+        """Returns whether each line is a record, given the bounds of the lines."""
+        return True
+
     def write_bounds(self, out: BinaryIO) -> None:
         """Writes the bounds of lines, one chunk of the file after the other."""
         size = self._size
@@ -216,33 +220,60 @@ class LineFiles:
 
     def line_bounds(self, path: str) -> np.ndarray:
         """Returns `Int64[np.ndarray, "lines 2"]`, the bounds of the lines of one of the files."""
-        bounds, start_of_path, end_of_path = self._index
-        return bounds[start_of_path[path] : end_of_path[path]]
+        return self._index.bounds[self._index.lines_of_path[path]]
+
+    def has_lines(self, path: str) -> bool:
+        """Returns `LineFile.has_lines` of one of the files, which is not opened for it."""
+        return self._index.has_lines[path]
 
     @cached_property
-    def _index(self) -> tuple[np.ndarray, dict[str, int], dict[str, int]]:
-        """Returns the bounds of all lines, and where in them those of each file start and end."""
-        key = tuple(file.fingerprint for file in self._files.values())
-        data = cached_bytes("line_indexes", key, self._write, num_bytes=None)
+    def _index(self) -> "_LinesOfFiles":
+        fingerprints = [file.fingerprint for file in self._files.values()]
+        data = cached_bytes(
+            "line_indexes", (2, *fingerprints), self._write, num_bytes=None
+        )
         numbers = data.view(np.int64)
         num_files = len(self._files)
-        bounds = numbers[:-num_files].reshape(-1, 2)
-        ends = np.cumsum(numbers[-num_files:])
-        starts = [0, *ends[:-1].tolist()]
-        return (
-            bounds,
-            dict(zip(self._files, starts, strict=True)),
-            dict(zip(self._files, ends.tolist(), strict=True)),
+        ends = np.cumsum(numbers[-2 * num_files : -num_files]).tolist()
+        lines = map(slice, [0, *ends], ends)
+        return _LinesOfFiles(
+            numbers[: -2 * num_files].reshape(-1, 2),
+            dict(zip(self._files, lines, strict=False)),
+            dict(
+                zip(
+                    self._files,
+                    numbers[-num_files:].astype(bool).tolist(),
+                    strict=True,
+                )
+            ),
         )
 
     def _write(self, out: BinaryIO) -> None:
-        """Writes the bounds of the lines of all files, and the number of lines of each."""
+        """Writes the bounds of all lines, the numbers of lines, and which files have lines."""
         num_lines = []
+        has_lines = []
         for file in self._files.values():
             start = out.tell()
             file.write_bounds(out)
-            num_lines.append((out.tell() - start) // _BYTES_OF_BOUNDS)
-        out.write(np.array(num_lines, np.int64).tobytes())
+            out.seek(start)
+            bounds = np.frombuffer(out.read(), np.int64).reshape(-1, 2)
+            num_lines.append(len(bounds))
+            has_lines.append(file.has_lines(bounds))
+        out.write(np.array([num_lines, has_lines], np.int64).tobytes())
+
+
+class _LinesOfFiles(NamedTuple):
+    """Index of the lines of several files.
+
+    Attributes:
+        bounds: `Int64[np.ndarray, "lines 2"]`, of all lines.
+        lines_of_path: where in them those of each file are.
+        has_lines: by path.
+    """
+
+    bounds: np.ndarray
+    lines_of_path: dict[str, slice]
+    has_lines: dict[str, bool]
 
 
 class JsonLinesFile(LineFile):
@@ -289,10 +320,18 @@ class JsonLinesFile(LineFile):
 
         An array in one line is one record, unless all of its values are objects.
         """
-        num_lines = len(self._line_bounds)
+        if self._files is not None and self._files.has_lines(self.path):
+            return None
+        return self._records_of_whole(self._line_bounds)
+
+    def has_lines(self, line_bounds: np.ndarray) -> bool:
+        return self._records_of_whole(line_bounds) is None
+
+    def _records_of_whole(self, line_bounds: np.ndarray) -> list[bytes] | None:
+        num_lines = len(line_bounds)
         if num_lines == 0:
             return None
-        start, end = self._bounds(0)
+        start, end = line_bounds[0].tolist()
         opening = self._read(start, min(end, start + 100)).lstrip()[:1]
         if opening not in (b"[", b"{"):
             return None
@@ -340,15 +379,27 @@ def _as_lines(values: list[Any]) -> list[bytes]:
 def file_fingerprint(path: str) -> tuple[str, int, int]:
     """Returns the identity of a file's contents: real path, size and modification time.
 
+    It asks the file system once for each file, as a file server may take a millisecond.
+
     Raises InputReadError if the file does not exist.
     """
+    folder, name = os.path.split(os.path.join(os.getcwd(), path))
+    real_path = os.path.join(_real_folder(folder), name)
     try:
-        status = os.stat(path)
+        status = os.lstat(path)
+        if stat.S_ISLNK(status.st_mode):
+            real_path = os.path.realpath(path)
+            status = os.stat(path)
     except OSError as error:
         raise InputReadError(
             f"cannot open {path} ({error.strerror or error}); pass the path of an existing file"
         ) from error
-    return os.path.realpath(path), status.st_size, status.st_mtime_ns
+    return real_path, status.st_size, status.st_mtime_ns
+
+
+@functools.lru_cache
+def _real_folder(path: str) -> str:
+    return os.path.realpath(path)
 
 
 _MOST_ROWS_PER_BATCH = 1024
