@@ -9,6 +9,7 @@ import threading
 import types
 
 import grain
+import jax
 import numpy as np
 import pytest
 
@@ -175,6 +176,21 @@ def test_each_of_four_processes_tokenizes_a_part(folder, monkeypatch):
         thread.join(timeout=30)
     assert found == [want] * 4
     assert [tokenizer.documents for tokenizer in tokenizers] == [50] * 4
+
+
+def test_log_says_which_hosts_do_the_same_work(folder, monkeypatch, caplog):
+    write_documents(folder)
+    monkeypatch.setattr(file_cache, "MAX_BYTES_IN_MEMORY", 0)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    for num_processes, num_messages in ((1, 0), (64, 1), (64, 1)):
+        monkeypatch.setattr(jax, "process_count", lambda n=num_processes: n)
+        documents = json_lines_dataset(f"[0-{min(num_processes, 3)}].jsonl")
+        with caplog.at_level("INFO", "weft.input.file_cache"):
+            tokenize_documents(documents, Letters())
+        messages = [m for m in caplog.messages if "do the same work again" in m]
+        assert len(messages) == num_messages, "it is cached the last time"
+    assert "tokenizing 200 documents" in messages[0]
+    assert "Of 64 processes in all" in messages[0]
 
 
 @pytest.mark.parametrize(

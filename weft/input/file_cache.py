@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import jax
 import numpy as np
 
 from weft._lazy import import_extra
@@ -402,6 +403,7 @@ def tokenize_documents(
         return all(map(os.path.exists, files))
 
     if not is_made():
+        _log_shared_work(len(documents))
         parts.make(until=is_made)
     stream = cached_bytes("tokens", key, write_stream, num_bytes=None)
     rows = cached_bytes("token_bytes", key, write_corrections, num_bytes=None)
@@ -410,6 +412,22 @@ def tokenize_documents(
     if len(rows) != len(_UNKNOWN):
         corrections = np.frombuffer(rows, np.int64).reshape(-1, 2)
     return TokenizedDocuments(stream.view(dtype), corrections)
+
+
+def _log_shared_work(num_documents: int) -> None:
+    """Says which processes of a run tokenize parts of the same documents."""
+    # Only where a run has been set up: the number of processes starts the devices.
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+        return
+    logger.info(
+        "tokenizing %d documents with the other processes that have the cache folder %s. Of %d "
+        "processes in all, those on hosts with folders of their own do the same work again: set "
+        "XDG_CACHE_HOME to a folder that all hosts share, or tokenize on one host before and copy "
+        "the folder to the others",
+        num_documents,
+        cache_folder(),
+        jax.process_count(),
+    )
 
 
 _UNKNOWN = b"?"
