@@ -17,6 +17,7 @@ from weft.errors import (
     RunDirError,
 )
 from weft.trainer.checkpointer import (
+    AnyPolicy,
     BaseCheckpointer,
     BestMetricPolicy,
     Checkpointer,
@@ -155,6 +156,16 @@ def test_policy_applies_unless_forced_and_steps_save_once(make):
     again = make(save_policy=policy)
     again.restore(state=target())
     assert not again.save(step=3, state=state_of(3), force=True)
+
+
+def test_run_continues_with_another_policy(make, caplog):
+    best = BestMetricPolicy.default_config().set(metric=EvalMetric("valid", "loss"))
+    first = make(save_policy=AnyPolicy.default_config().set(policies=[best]))
+    first.save(step=1, state=state_of(1), evaler_summaries={"valid": {"loss": 1.0}}, force=True)
+    first.wait_until_finished()
+    second = make(save_policy=best)
+    assert second.restore(state=target())[0] == 1
+    assert "save_policy starts fresh" in caplog.text and "has no 'best'" in caplog.text
 
 
 def test_policy_gets_evaler_summaries(make):

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from weft.config import config_for_function
-from weft.errors import PathNotLocalError, StepIntervalError
+from weft.errors import PathNotLocalError, RunDirError, StepIntervalError
 from weft.trainer.checkpointer import Checkpointer, every_n_steps_policy, local, manifest
 
 
@@ -356,3 +356,7 @@ def test_fields_are_checked(start):
         cfg.clone(local_every_n_steps=0).instantiate(parent=None)
     with pytest.raises(PathNotLocalError, match="local_dir"):
         cfg.clone(local_dir="gs://bucket").instantiate(parent=None)
+    for name in ("", "local"):
+        with pytest.raises(RunDirError, match=r"local_dir=.* has the durable checkpoints"):
+            cfg.clone(local_dir=os.path.join(cfg.dir, name)).instantiate(parent=None)
+    cfg.clone(local_dir=f"{cfg.dir}.local").instantiate(parent=None)

@@ -31,6 +31,7 @@ from weft.errors import (
     CheckpointReadError,
     CheckpointSaveError,
     DamagedCheckpointError,
+    RunDirError,
     StepIntervalError,
 )
 from weft.hierarchy.module import Module, nowrap
@@ -273,6 +274,7 @@ class Checkpointer(BaseCheckpointer):
             )
         if cfg.local_dir is not None:
             check_local_path(cfg.local_dir, f"{self.path()}.local_dir")
+            self._check_apart(cfg.local_dir)
         if cfg.local_every_n_steps < 1:
             raise StepIntervalError(
                 f"{self.path()}.local_every_n_steps", cfg.local_every_n_steps
@@ -298,6 +300,17 @@ class Checkpointer(BaseCheckpointer):
         )
         self._last_removal = -math.inf
         self._damaged: dict[int, DamagedCheckpoint] = {}
+
+    def _check_apart(self, local_dir: str) -> None:
+        """Raises a RunDirError if local checkpoints would be among the durable ones."""
+        durable_path = os.path.realpath(self.config.dir)
+        local_path = os.path.realpath(local_dir)
+        if os.path.commonpath([durable_path, local_path]) == durable_path:
+            raise RunDirError(
+                f"{self.path()}.local_dir={local_dir!r} is in {self.config.dir!r}, which has the "
+                "durable checkpoints. Name a directory in the memory or on the disk of each host, "
+                "such as /dev/shm/weft."
+            )
 
     def ckpt_dir(self, step: int) -> str:
         """Returns the directory of a step's checkpoint."""
@@ -686,8 +699,17 @@ class Checkpointer(BaseCheckpointer):
 
     def _set_policy_state(self, state: dict[str, Any] | None) -> None:
         policy = self._save_policy
-        if isinstance(policy, PythonSavable) and state is not None:
+        if state is None or not isinstance(policy, PythonSavable):
+            return
+        try:
             policy.set_state(state)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            # A run may continue with another policy.
+            logger.warning(
+                "%s.save_policy starts fresh: the checkpoint has the state of another policy (%s).",
+                self.path(),
+                error,
+            )
 
     def _all_damaged_error(
         self, requested_step: int | None, damaged: list[DamagedCheckpoint]
