@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import jax
 import numpy as np
 
 from weft._lazy import import_extra
@@ -416,6 +415,9 @@ def tokenize_documents(
 
 def _log_shared_work(num_documents: int) -> None:
     """Says which processes of a run tokenize parts of the same documents."""
+    # Local, since this module is also used by commands that do without JAX.
+    import jax
+
     # Only where a run has been set up: the number of processes starts the devices.
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return
