@@ -293,6 +293,7 @@ def test_full_memory_is_reported_once_and_training_continues(start, memory, capl
 
     for step in range(1, 4):
         checkpointer.save(step=step, state=state_of(step))
+    checkpointer._local._finish()
     with monkeypatch.context() as patch:
         patch.setattr(local, "_bytes_of", fail)
         for step in range(4, 10):
