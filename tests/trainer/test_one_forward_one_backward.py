@@ -22,7 +22,7 @@ class Block(BaseLayer):
     @config_class
     class Config(BaseLayer.Config):
         noise: float = 0.0
-        output: str | None = None
+        has_outputs: bool = False
 
     def _create_layer_parameter_specs(self):
         return {
@@ -34,10 +34,13 @@ class Block(BaseLayer):
         y = jnp.tanh(x @ self.parameters["weight"] + bias[None])
         if self.config.noise:
             y += self.config.noise * jax.random.normal(self.prng_key, y.shape)
-        if self.config.output == "aux_loss":
-            self.add_module_output("aux_loss", y.mean())
-        if self.config.output == "mean":
-            self.add_state_update("mean", y.mean())
+        if self.config.has_outputs:
+            mean = y.mean()
+            self.add_module_output("aux_loss", jnp.square(mean))
+            self.add_summary("mean", mean)
+            self.add_summary("weighted", WeightedScalar(mean, jnp.float32(len(y))))
+            self.add_state_update("mean", 0.9 * self.parameters["mean"] + 0.1 * mean)
+            self.add_module_output("num_large", jnp.sum(y > 0.5))
         return y
 
 
@@ -48,6 +51,11 @@ class Piped(Pipeline):
             return (self.layer(x, bias) + ids[:, None], ids), None
 
         return self._run(stage, (x, ids)).carry[0]
+
+
+class PipedWithResults(Pipeline):
+    def forward(self, x, ids, bias):
+        return self._run(lambda x, _: (self.layer(x, bias), x), x).carry
 
 
 class Model(BaseLayer):
@@ -69,11 +77,14 @@ class Model(BaseLayer):
         x = self.stack(embedding[ids], ids, self.parameters["bias"])
         losses = -jax.nn.log_softmax(x @ embedding.T)[jnp.arange(len(ids)), input_batch["labels"]]
         live = input_batch["live"]
-        return jnp.sum(losses * live) / jnp.maximum(live.sum(), 1), live.sum()
+        loss = jnp.sum(losses * live) / jnp.maximum(live.sum(), 1)
+        for losses_of_layers in jax.tree.leaves(self.get_module_outputs()):
+            loss += jnp.mean(losses_of_layers)
+        return loss, live.sum()
 
 
-def model(num_microbatches=4, schedule=None, **layer):
-    cfg = Model.default_config().set(name="model")
+def model(num_microbatches=4, schedule=None, stack=Piped, **layer):
+    cfg = Model.default_config().set(name="model", stack=stack.default_config())
     cfg.stack.set(
         layer=Block.default_config().set(**layer),
         num_layers=STAGES,
@@ -143,6 +154,29 @@ def test_equals_gpipe(num_microbatches):
     )
 
 
+def test_outputs_of_layers_equal_gpipe():
+    module, inputs = model(has_outputs=True), inputs_of(16)
+    # Without weights of the targets: GPipe's mean of the losses of layers has none.
+    inputs["input_batch"]["live"] = jnp.ones(16)
+    params = params_of(module)
+    (expected_loss, expected), expected_grads = loss_and_gradients(
+        forward_fn(module), params, inputs
+    )
+    (loss, outputs), grads = loss_and_gradients(one_forward_one_backward(module), params, inputs)
+    (without_layers, _), _ = loss_and_gradients(one_forward_one_backward(model()), params, inputs)
+    assert loss > without_layers + 0.01
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    collection, expected_collection = outputs.output_collection, expected.output_collection
+    assert set(collection.summaries["stack"]) == {f"layer{i}" for i in range(STAGES)}
+    assert set(collection.state_updates["stack"]["layer"]) == {"mean"}
+    for got, want in (
+        (grads, expected_grads),
+        (collection.summaries, expected_collection.summaries),
+        (collection.state_updates, expected_collection.state_updates),
+    ):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
+
+
 def test_backward_pass_draws_the_same_noise():
     module, inputs = model(noise=0.1), inputs_of(16)
     params = params_of(module)
@@ -179,11 +213,10 @@ def test_memory_does_not_grow_with_the_microbatches():
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        (lambda: model(output="mean"), "its layers have a loss of their own, state that a step"),
-        (lambda: model(output="aux_loss"), "its layers have a loss of their own"),
+        (lambda: model(stack=PipedWithResults), "take or return values for each layer"),
         (lambda: model(schedule=InterleavedSchedule.default_config()), "which is not interleaved"),
     ],
-    ids=["state", "loss", "interleaved"],
+    ids=["results", "interleaved"],
 )
 def test_unsupported_stages(module, said):
     module = module()

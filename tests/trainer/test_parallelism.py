@@ -14,8 +14,13 @@ from weft.errors import ConfigModifierError
 from weft.hierarchy.attention.multihead_attention import GroupedQueryAttention
 from weft.hierarchy.attention.qkv_linear import GroupedQKVLinear
 from weft.hierarchy.attention.rope import RoFormerQKVLinear
-from weft.hierarchy.attention.stack import PipelinedTransformerLayer, RepeatedTransformerLayer
+from weft.hierarchy.attention.stack import (
+    PipelinedTransformerLayer,
+    RepeatedTransformerLayer,
+    StackedTransformerLayer,
+)
 from weft.hierarchy.attention.transformer import TransformerLayer
+from weft.hierarchy.causal_lm import metrics_config
 from weft.hierarchy.layers.linear import Linear
 from weft.hierarchy.mixture_of_experts.feed_forward import (
     TransformerFeedForwardDropFreeMoE,
@@ -135,6 +140,14 @@ def with_experts_in_four_layers(cfg):
     return with_four_layers(with_drop_free_experts(cfg))
 
 
+def with_balanced_experts(cfg):
+    cfg = with_experts_in_four_layers(cfg)
+    cfg.model.decoder.transformer.layer.feed_forward.load_balance_loss_weight = 0.5
+    cfg.model.decoder.transformer.repeat.drop_output.rules = [r"module_outputs(?!.*/aux_loss$).*"]
+    cfg.model.metrics = metrics_config(aux_loss_regex="decoder/transformer/.*/aux_loss")
+    return cfg
+
+
 def with_four_layers(cfg):
     cfg.model.decoder.transformer.num_layers = 4
     return cfg
@@ -163,6 +176,7 @@ ONE_F_ONE_B = {"pipeline_schedule": "1f1b"}
         (with_eight_layers, {"pipeline": 4, "fsdp": 2, "num_microbatches": 4, **INTERLEAVED}),
         (with_four_layers, {"pipeline": 2, "fsdp": 2, "model": 2, **INTERLEAVED}),
         (with_experts_in_four_layers, {"pipeline": 2, "expert": 2, "num_microbatches": 2}),
+        (with_balanced_experts, {"pipeline": 2, "expert": 2, **ONE_F_ONE_B}),
         (with_four_layers, {"pipeline": 4, "fsdp": 2, "num_microbatches": 4, **ONE_F_ONE_B}),
         (with_four_layers, {"pipeline": 2, "fsdp": 2, "model": 2, **ONE_F_ONE_B}),
     ],
@@ -177,6 +191,7 @@ ONE_F_ONE_B = {"pipeline_schedule": "1f1b"}
         "interleaved",
         "interleaved,model",
         "drop-free experts,pipeline",
+        "balanced experts,1f1b",
         "1f1b",
         "1f1b,model",
     ],
@@ -427,6 +442,23 @@ def test_padding_of_experts_is_no_operation_of_the_model(axes):
     sharded = trainer_of(config(with_drop_free_experts, **axes))
     alone = trainer_of(config(with_drop_free_experts))
     assert sharded.model_flops() == alone.model_flops()
+
+
+@pytest.mark.parametrize("kind", [RepeatedTransformerLayer, StackedTransformerLayer])
+def test_losses_of_layers_leave_a_pipeline(kind):
+    def prepare(cfg):
+        cfg = with_balanced_experts(cfg)
+        transformer = cfg.model.decoder.transformer
+        if kind is StackedTransformerLayer:
+            cfg.model.decoder.transformer = StackedTransformerLayer.default_config().set(
+                num_layers=transformer.num_layers, layer=transformer.layer
+            )
+        return cfg
+
+    is_dropped = config(prepare, pipeline=2).model.decoder.transformer.pipeline.drop_output
+    is_dropped = is_dropped.instantiate()
+    assert not is_dropped("module_outputs/layer0/feed_forward/aux_loss")
+    assert is_dropped("module_outputs/layer0/self_attention/probs")
 
 
 def test_1f1b_takes_the_place_of_gradient_accumulation():

@@ -17,7 +17,7 @@ discarded. On any mesh, the result equals that of running the layers in sequence
 import contextvars
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
@@ -39,7 +39,6 @@ from weft.hierarchy.base_layer import stacked_parameter_specs
 from weft.hierarchy.context import (
     InvocationContext,
     OutputCollection,
-    filter_outputs,
     require_context,
     set_current_context,
 )
@@ -383,7 +382,7 @@ def shift_stages(x: PyTree, shift: int) -> PyTree:
     return jax.tree.map(lambda x: jnp.roll(x, shift, axis=0), x)
 
 
-def replace_stage(x: Tensor, stage: int, values: Tensor) -> Tensor:
+def replace_stage(x: Tensor, stage: int | Tensor, values: Tensor) -> Tensor:
     """Replaces the values of one stage without communication between stages."""
     index = jax.lax.broadcasted_iota(
         jnp.int32, (x.shape[0],) + (1,) * (x.ndim - 1), 0
@@ -650,18 +649,31 @@ class Pipeline(Repeat):
         )
 
 
+class Microbatch(NamedTuple):
+    """Rows of a batch, with what a stage of a pipeline passes to the next one besides.
+
+    Attributes:
+        rows: what the layers change.
+        outputs: losses, summaries and state updates that the layers add, in one array
+            `(num_stages, size)` for each dtype; 0 for stages that the rows have not reached.
+    """
+
+    rows: Any
+    outputs: dict[str, Tensor]
+
+
 class StageInputs(struct.PyTreeNode):
     """Inputs of the stages of a pipeline.
 
     Attributes:
         params: the state of all stages, with a leading axis of them.
-        carry: what each stage changes.
+        carry: the microbatch, which each stage changes.
         constants: other arrays of the model that the stages use.
         prng_key: None for a model without randomness.
     """
 
     params: Any
-    carry: Any
+    carry: Microbatch
     constants: Any
     prng_key: Any
 
@@ -673,9 +685,12 @@ class PipelineCut:
     one computes `inputs`, the other one the loss from the results, and `run_stage` is between.
 
         with PipelineCut() as cut: loss = model(batch)
+
+    The results have the outputs of all layers, which the pipeline adds to those of the model. So
+    the loss may depend on them, and has gradients by them.
     """
 
-    def __init__(self, results: PyTree = None):
+    def __init__(self, results: Microbatch | None = None):
         self._results = results
         self._jaxpr: Any = None
         self.inputs: Any = None
@@ -702,53 +717,110 @@ class PipelineCut:
         layer_context = context.add_child("layer", prng_key=context.prng_key)
         drop_output = maybe_instantiate(pipeline.config.drop_output)
         stacked: PyTree = None
+        packing = _Packing(None)
 
-        def run_stage(state: PyTree, key: Tensor | None, carry: PyTree) -> Any:
-            nonlocal stacked
+        def run_stage(
+            state: PyTree, key: Tensor | None, rows: PyTree
+        ) -> Microbatch:
+            nonlocal stacked, packing
             stage_context = InvocationContext(
                 "layer", None, pipeline.layer, state, context.is_training, key
             )
             with set_current_context(stage_context, require_parent=False):
-                carry, stacked = fn(carry, None)
-            _, state_updates, module_outputs = stage_context.output_collection
-            module_outputs = filter_outputs(
-                module_outputs,
-                lambda name: not drop_output(f"module_outputs/{name}"),
-            )
-            if jax.tree.leaves((xs, stacked, state_updates, module_outputs)):
+                rows, stacked = fn(rows, None)
+            if jax.tree.leaves((xs, stacked)):
                 raise LayerConfigError(
-                    f"{path}: its layers have a loss of their own, state that a step updates, or "
-                    "other outputs besides their result, which the schedule 1F1B does not "
-                    "support; use GPipe."
+                    f"{path}: its layers take or return values for each layer, such as the "
+                    "probabilities of attention, which the schedule 1F1B does not support; use "
+                    "GPipe."
                 )
-            return carry
+            outputs = stage_context.output_collection
+            transforms.drop_outputs(outputs, drop_output)
+            packing = _Packing(outputs)
+            return Microbatch(rows, packing.pack(outputs))
 
         def of_stage(x: Tensor) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
         key = layer_context.prng_key
-        closed = jax.make_jaxpr(run_stage)(
+        closed, stage_results = jax.make_jaxpr(run_stage, return_shape=True)(
             jax.tree.map(of_stage, layer_context.state), key, carry
         )
         self._jaxpr = closed.jaxpr
         self.num_stages = pipeline.schedule.num_stages
+        no_outputs: dict[str, Tensor] = {}
+        for dtype, vector in stage_results.outputs.items():
+            no_outputs[dtype] = jnp.zeros(
+                (self.num_stages, *vector.shape), vector.dtype
+            )
         self.inputs = StageInputs(
-            layer_context.state, carry, list(closed.consts), key
+            layer_context.state,
+            Microbatch(carry, no_outputs),
+            list(closed.consts),
+            key,
         )
-        results = carry if self._results is None else self._results
-        return Repeat.Output(results, stacked)
+        results = self._results
+        if results is None:
+            results = self.inputs.carry
+        outputs = packing.unpack(results.outputs)
+        pipeline._add_outputs(layer_context, _of_one_microbatch(outputs))
+        return Repeat.Output(results.rows, stacked)
 
-    def run_stage(self, inputs: StageInputs, stage: Tensor) -> PyTree:
-        """Returns what the stage of this number makes of the carry, given its own parameters."""
+    def run_stage(self, inputs: StageInputs, stage: Tensor) -> Microbatch:
+        """Returns what the stage of this number passes on, given its own parameters."""
         key = inputs.prng_key
         if key is not None:
             key = jax.random.fold_in(key, stage)
-        leaves, tree = jax.tree.flatten(inputs.carry)
-        arguments = jax.tree.leaves((inputs.params, key)) + leaves
+        arguments = jax.tree.leaves((inputs.params, key, inputs.carry.rows))
         run = jax.extend.core.jaxpr_as_fun(
             jax.extend.core.ClosedJaxpr(self._jaxpr, inputs.constants)
         )
-        return tree.unflatten(run(*arguments))
+        structure = jax.tree.structure(inputs.carry)
+        passed_on: Microbatch = structure.unflatten(run(*arguments))
+        # It has the outputs of this stage only.
+        outputs = jax.tree.map(
+            lambda x, new: replace_stage(x, stage, new[None]),
+            inputs.carry.outputs,
+            passed_on.outputs,
+        )
+        return passed_on._replace(outputs=outputs)
+
+
+class _Packing:
+    """Layout of a pytree in one vector for each dtype, so that one message moves all arrays."""
+
+    def __init__(self, tree: PyTree):
+        self._leaves, self._structure = jax.tree.flatten(
+            jax.eval_shape(lambda: tree)
+        )
+
+    def pack(self, tree: PyTree) -> dict[str, Tensor]:
+        parts: dict[str, list[Tensor]] = {}
+        for shape, x in zip(self._leaves, jax.tree.leaves(tree), strict=True):
+            parts.setdefault(str(shape.dtype), []).append(jnp.ravel(x))
+        return {dtype: jnp.concatenate(xs) for dtype, xs in parts.items()}
+
+    def unpack(self, vectors: dict[str, Tensor]) -> PyTree:
+        """Returns the tree of arrays with a leading axis, from those of vectors."""
+        starts = dict.fromkeys(vectors, 0)
+        leaves: list[Tensor] = []
+        for shape in self._leaves:
+            dtype = str(shape.dtype)
+            start = starts[dtype]
+            starts[dtype] += shape.size
+            x = vectors[dtype][:, start : starts[dtype]]
+            leaves.append(x.reshape(len(x), *shape.shape))
+        return self._structure.unflatten(leaves)
+
+
+def _of_one_microbatch(outputs: OutputCollection) -> OutputCollection:
+    """Returns outputs `(num_stages, ...)` as a pipeline reports those of a single microbatch."""
+    module_outputs = jax.tree.map(lambda x: x[None], outputs.module_outputs)
+    return outputs._replace(
+        module_outputs=jax.tree_util.tree_map_with_path(
+            _move_stages_first, module_outputs
+        )
+    )
 
 
 _CUT: contextvars.ContextVar[PipelineCut | None] = contextvars.ContextVar(

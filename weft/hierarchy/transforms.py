@@ -210,8 +210,7 @@ def scan(
         ):
             result = fn(carry, x)
         if drop_output is not None:
-            for kind, outputs in context.output_collection._asdict().items():
-                _drop_outputs(outputs, kind, drop_output)
+            drop_outputs(context.output_collection, drop_output)
         return result
 
     named_after(fn, body)
@@ -229,6 +228,14 @@ def scan(
         unroll=unroll,
     )
     return lifted(context, carry, xs)
+
+
+def drop_outputs(
+    collection: context_lib.OutputCollection, drop: Callable[[str], bool]
+) -> None:
+    """Removes outputs by their paths, such as `module_outputs/layer/x`, in place."""
+    for kind, outputs in collection._asdict().items():
+        _drop_outputs(outputs, kind, drop)
 
 
 def _drop_outputs(

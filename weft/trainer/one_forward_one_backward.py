@@ -11,6 +11,7 @@ follow: none keeps more than 2 N - 1 microbatches, however many there are.
                           b0   b1               GPipe, a stage is idle for (N - 1) / (M + N - 1).
 
 A stage keeps the input of a microbatch, and computes its activations again when it goes backward.
+Losses and other outputs of layers, such as those of experts, move along with the rows.
 The loss is outside of the pipeline, so that this is a schedule of the whole forward pass: what is
 before and after the stages runs for one microbatch at a time, too.
 """
@@ -28,6 +29,7 @@ from weft.core.spmd import axes_of
 from weft.functional.arrays import counted
 from weft.hierarchy import MetricAccumulator
 from weft.hierarchy.pipeline import (
+    Microbatch,
     PipelineCut,
     StageInputs,
     replace_stage,
@@ -46,10 +48,10 @@ def with_one_forward_one_backward(
     """Returns a transformation that runs a model with a pipeline by the schedule 1F1B.
 
     For `Learner.Config.forward_fn_transformation`, as `with_minibatch_steps`, whose microbatches
-    and results it has. Summaries of the layers in the stages are not reported.
+    and results it has: losses of layers, too, count by the weight of their microbatch.
 
-    Raises LayerConfigError when called, if the model has not one pipeline, or its stages have
-    outputs besides their result.
+    Raises LayerConfigError when called, if the model has not one pipeline, or its layers take or
+    return values for each layer.
     """
     accumulator = MetricAccumulator.default_config()
 
@@ -85,7 +87,10 @@ class _ModelWithoutStages:
     num_microbatches: int
 
     def call(
-        self, trained: dict[int, Tensor], number: Tensor, results: PyTree = None
+        self,
+        trained: dict[int, Tensor],
+        number: Tensor,
+        results: Microbatch | None = None,
     ) -> tuple[ForwardOutputs, PipelineCut]:
         """Calls it with results of the stages, or their inputs; returns outputs and inputs."""
         # Before the first and after the last microbatch, rows whose results nobody uses.
@@ -116,7 +121,7 @@ class _ModelWithoutStages:
         return self.call(trained, jnp.int32(0))[1].inputs.params
 
     def loss_gradients(
-        self, trained: dict[int, Tensor], number: Tensor, results: PyTree
+        self, trained: dict[int, Tensor], number: Tensor, results: Microbatch
     ) -> tuple[dict[int, Tensor], PyTree, Tensor, ForwardOutputs]:
         """Returns the gradients of the weighted loss by parameters and results, and the outputs."""
         floats, others = _split(results)
@@ -225,7 +230,7 @@ class _Stages:
 
     def _run(
         self, params: PyTree, inputs: StageInputs, number: Tensor
-    ) -> PyTree:
+    ) -> Microbatch:
         return self._cut.run_stage(inputs.replace(params=params), number)
 
     @staticmethod
@@ -283,7 +288,7 @@ class _Schedule:
 
     def _forward(
         self, step: Tensor, buffer: StageInputs, kept: StageInputs
-    ) -> tuple[StageInputs, StageInputs, PyTree]:
+    ) -> tuple[StageInputs, StageInputs, Microbatch]:
         new = self.model.stage_inputs(self.trained, step)
         buffer = shard_stages(_replaced(buffer, 0, new))
         kept = self.stages.keep(kept, buffer, step)

@@ -17,6 +17,7 @@ from weft.hierarchy.pipeline import (
     GPipeSchedule,
     InterleavedSchedule,
 )
+from weft.hierarchy.repeat import drop_by_regex
 from weft.trainer.one_forward_one_backward import with_one_forward_one_backward
 from weft.trainer.trainer_config_modifier import find_values, outermost
 
@@ -175,5 +176,17 @@ def _into_stages(
             num_stages=num_stages,
             num_microbatches=num_microbatches,
         )
-        pipelined.pipeline.schedule = schedule.clone()
+        pipelined.pipeline.set(
+            schedule=schedule.clone(), drop_output=_drop_output_of(stack)
+        )
         model.set_recursively(path, value=pipelined)
+
+
+def _drop_output_of(stack: Any) -> config.InstantiableConfig:
+    """Returns which outputs of its layers a pipeline drops, so that losses reach the model."""
+    if config_setters.is_config_of(stack, hierarchy.RepeatedTransformerLayer):
+        return stack.repeat.drop_output.clone()
+    # A stack drops nothing, but a pipeline would keep the rest for all microbatches.
+    return config.config_for_function(drop_by_regex).set(
+        rules=[r"module_outputs(?!.*loss$).*"]
+    )
