@@ -12,6 +12,7 @@ from weft.trainer.checkpointer.host_state import (
     RunState,
     maybe_restore_python_savables,
     maybe_save_python_savables,
+    write_policy_state,
 )
 
 
@@ -58,6 +59,9 @@ def test_state_that_could_not_be_read_again_is_not_written(tmp_path, monkeypatch
     monkeypatch.setattr(untrusted, "MAX_JSON_BYTES", 50)
     with pytest.raises(ValueError, match=r"'it'.*Iterator, cannot be written: .* at most 50 are"):
         maybe_save_python_savables({"it": Iterator("x" * 50)}, dir=str(tmp_path))
+    with pytest.raises(ValueError, match=r"save policy cannot be written: .* at most 50 are"):
+        write_policy_state(str(tmp_path), {"best": "x" * 50})
+    assert not list(tmp_path.iterdir())
 
 
 def test_missing_state(tmp_path):

@@ -234,7 +234,13 @@ def write_policy_state(ckpt_dir: str, state: Any) -> None:
     """
     if state is not None:
         text = json.dumps(state)
-        check_json_size(text)
+        try:
+            check_json_size(text)
+        except ValueError as error:
+            raise ValueError(
+                f"the state of the save policy cannot be written: {error}. Return less from its "
+                "`get_state`"
+            ) from None
         Directory(ckpt_dir).write(_POLICY_STATE, text, sync=False)
 
 
