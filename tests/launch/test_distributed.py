@@ -105,6 +105,7 @@ def test_missing_coordinator_is_reported():
 
 
 PROGRAM = """
+import re
 import sys
 from weft.launch.distributed import joined_processes
 with joined_processes() as place:
@@ -112,6 +113,9 @@ with joined_processes() as place:
     from jax.experimental import multihost_utils
     total = multihost_utils.process_allgather(jax.numpy.asarray(place.process_id)).sum()
     print("sum", total, "of", jax.process_count(), flush=True)
+    with open("/proc/self/status") as status:
+        caught = int(re.search("SigCgt:\\s*(\\w+)", status.read())[1], 16)
+    assert not caught >> 14 & 1, "SIGTERM would not end this process"
     multihost_utils.sync_global_devices("printed")
     if place.process_id == 1:
         raise ArithmeticError("of one")

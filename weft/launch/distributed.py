@@ -174,7 +174,8 @@ def joined_processes(
 ) -> Iterator[ProcessInfo | None]:
     """Initializes `jax.distributed` and yields the place, or None for a process that is alone.
 
-    Must be entered before JAX is used. An error inside is printed and ends the process at once, as
+    Must be entered before JAX is used. JAX's preemption service is not started, since it takes the
+    place of the handler of SIGTERM. An error inside is printed and ends the process at once, as
     a regular exit would wait for the other processes, which wait for this one.
 
     Raises:
@@ -198,6 +199,8 @@ def joined_processes(
             f"{job.RENDEZVOUS_TOKEN} has {len(token)} characters; expected at most "
             f"{_LONGEST_TOKEN}, such as the output of `openssl rand -hex 16`."
         )
+    # It would swallow each SIGTERM that comes before a run handles signals.
+    jax.config.update("jax_enable_preemption_service", False)
     if place.process_id != 0:
         wait_for_coordinator(place)
     peers = rendezvous(
