@@ -4,6 +4,7 @@ A server is a process, so that a test may stop it as a server in a network stops
 """
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -60,6 +61,15 @@ class StoreServer:
     def stop(self):
         self._process.kill()
         self._process.wait()
+
+    @contextlib.contextmanager
+    def frozen(self):
+        """Lets the server take connections and answer none."""
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def _wait_until_it_listens(self):
         end = time.monotonic() + 60

@@ -255,26 +255,42 @@ def test_missing_credentials(tmp_path, monkeypatch):
     forget_stores("s3://")
 
 
-@needs_server
-def test_server_that_is_away_for_a_while(url, bucket, tmp_path, monkeypatch, caplog):
-    _, server = bucket
+@pytest.fixture
+def impatient(url, monkeypatch):
+    """Lets the packages of stores give up at once; they try and wait for minutes."""
     with monkeypatch.context() as patch:
-        # Else the packages of the stores try again for a minute.
         patch.setenv("AWS_MAX_ATTEMPTS", "1")
         patch.setattr("s3fs.S3FileSystem.retries", 1)
+        patch.setattr("s3fs.S3FileSystem.read_timeout", 3.0)
         patch.setattr("gcsfs.retry.min", lambda *seconds: 0.0, raising=False)
+        patch.setattr(stores, "_ANSWER_SECONDS", 3.0)
         forget_stores(url)
-        run = saved(tmp_path / "run", url, 1)
-        server.stop()
-        with checkpointer(run, url, keep_last_n=2) as c:
-            c.save(step=2, state=state_of(2))
-            c._copies.stop()
-            assert "cannot be copied" in caplog.text
-            assert restored(run) == 2
-            server.start()
-            c.save(step=3, state=state_of(3))
-        assert manifests(url) == ["step_00000002", "step_00000003"]
+        yield
     forget_stores(url)
+
+
+@needs_server
+def test_server_that_is_away_for_a_while(url, bucket, impatient, tmp_path, caplog):
+    _, server = bucket
+    run = saved(tmp_path / "run", url, 1)
+    server.stop()
+    with checkpointer(run, url, keep_last_n=2) as c:
+        c.save(step=2, state=state_of(2))
+        c._copies.stop()
+        assert "cannot be copied" in caplog.text
+        assert restored(run) == 2
+        server.start()
+        c.save(step=3, state=state_of(3))
+    assert manifests(url) == ["step_00000002", "step_00000003"]
+
+
+@needs_server
+def test_server_that_never_answers(url, bucket, impatient, tmp_path):
+    saved(tmp_path / "run", url, 1)
+    _, server = bucket
+    with server.frozen(), pytest.raises(CheckpointReadError, match=r"cannot be used: .*Timeout"):
+        fetched(tmp_path / "other", url)
+    assert fetched(tmp_path / "other", url) == 1
 
 
 def test_operations_are_tried_again(memory_url, tmp_path, monkeypatch):

@@ -49,6 +49,8 @@ _BLOCK_BYTES = 2**22
 # No attempt begins later after the first. The packages of stores try again themselves: gcsfs takes
 # a minute until a server that is away is an error, s3fs ten seconds.
 _RETRY_SECONDS = 30.0
+# How long gcsfs waits for the answer to a request, which has no more than a few MB.
+_ANSWER_SECONDS = 300.0
 _PROBE = "weft-writes-here"
 # The record has a number that distinguishes two runs.
 _RECORDS = (run_dir.RECORD_FILE, run_dir.CONFIG_FILE)
@@ -372,6 +374,9 @@ class _Store:
                 f"copy_to={self.url!r} is of no store that fsspec knows: {error}."
             ) from error
         self._root = root.rstrip("/")
+        # Unless a user has set a limit, gcsfs has none, and a start or an end would wait for ever.
+        if getattr(self._files, "requests_timeout", 0.0) is None:
+            self._files.requests_timeout = _ANSWER_SECONDS
 
     def steps(self) -> list[int]:
         """Returns the steps with copies, complete or not, ascending."""
