@@ -175,6 +175,21 @@ def test_mesh_size_mismatch(capsys):
     assert "needs 3 devices and there are 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("mesh_shape=[0,1]", "(data=0, model=1): each size is a positive number"),
+        ("mesh_shape=[-2,1]", "(data=-2, model=1): each size is a positive number"),
+        ("--devices 0", "--devices 0: expected 1 or more virtual CPU devices"),
+        ("--devices -4", "--devices -4: expected 1 or more virtual CPU devices"),
+        ("--slices 0", "--slices: '0' is not 1 or more"),
+    ],
+)
+def test_sizes_below_one_are_refused(words, text, capsys):
+    assert main(["check", "lm-tiny", *words.split()]) == 2
+    assert text in capsys.readouterr().err
+
+
 def test_too_few_jax_devices(capsys):
     jax.devices()
     assert main(["check", "lm-tiny", "--mesh", "data=4096"]) == 2

@@ -69,6 +69,14 @@ def test_invalid_mesh(text):
         parse_mesh(text)
 
 
+def test_invalid_mesh_names_the_axis():
+    with pytest.raises(CommandLineError, match="has the axis 'data' twice"):
+        parse_mesh("data=2,seq=2,data=2")
+    for size in ("0", "-2"):
+        with pytest.raises(CommandLineError, match=f"has seq={size}, but a size is 1 or more"):
+            parse_mesh(f"data=2, seq={size}")
+
+
 def test_unknown_mesh_axis():
     with pytest.raises(
         CommandLineError, match=r"no axis 'dta'\. The config's mesh has 'data', 'mo"

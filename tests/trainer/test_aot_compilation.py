@@ -99,6 +99,7 @@ print(len(devices), "all-reduce(" in text, jax.process_count(), jax.distributed.
     [
         ("v5p-127", "unknown topology 'v5p-127'.*v5p-128.*'cpu-64'"),
         ("cpu-0", "unknown topology 'cpu-0'"),
+        ("cpu-99999999999999999999", "and there can be 1,048,576"),
         (
             "cpu-1024",
             "1024 virtual CPU devices .* already created .*; request them before JAX is used, or",

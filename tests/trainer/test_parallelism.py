@@ -419,7 +419,7 @@ def test_factored_optimizer_state_follows_the_parameters():
 
 def test_model_without_transformer_layers():
     cfg = lm_tiny().set(model=Linear.default_config())
-    with pytest.raises(ConfigModifierError, match="finds no attention or feed-forward layer"):
+    with pytest.raises(ConfigModifierError, match=r"finds no attention .* in Linen and NNX with"):
         ParallelismModifier.default_config().set(fsdp=2).instantiate()(cfg)
 
 

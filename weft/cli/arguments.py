@@ -820,6 +820,13 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
 _DEVICES = ("H100", "H200", "B200", "v5e", "v5p", "v6e")
 
 
+def _count(text: str) -> int:
+    """Returns the value of an option that is 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not 1 or more")
+    return int(text)
+
+
 def _add_check(commands: _Commands) -> None:
     check = _add(
         commands,
@@ -847,7 +854,7 @@ def _add_check(commands: _Commands) -> None:
     )
     check.add_argument(
         "--slices",
-        type=int,
+        type=_count,
         default=1,
         metavar="N",
         help="number of slices (%(default)s)",

@@ -26,7 +26,12 @@ from weft.cli.layout_report import (
 from weft.cli.step_time import StepTime, axes_text, predict
 from weft.core.axis_rules import Rules
 from weft.debug.lookup_checks import check_tokens
-from weft.errors import BatchShardingError, MeshError, ShardingWarning
+from weft.errors import (
+    BatchShardingError,
+    CommandLineError,
+    MeshError,
+    ShardingWarning,
+)
 from weft.hierarchy.parameter_spec import ParameterSpec, TensorSpec
 from weft.hierarchy.pipeline import Pipeline, pipelines_of
 from weft.input import Input
@@ -135,11 +140,19 @@ def _mesh_text(mesh: Mesh) -> str:
 def _topology(devices: str | None, cfg: SpmdTrainer.Config) -> str | None:
     """Returns the topology to compile for; None for the devices of this machine."""
     if devices is not None:
-        return f"cpu-{devices}" if devices.isdigit() else devices
+        if re.fullmatch(r"-?\d+", devices) is None:
+            return devices
+        if int(devices) < 1:
+            raise CommandLineError(
+                f"--devices {devices}: expected 1 or more virtual CPU devices, or a TPU slice such "
+                "as v5p-128."
+            )
+        return f"cpu-{int(devices)}"
     sizes: Any = cfg.mesh_shape
     if isinstance(sizes, HybridMeshShape):
         sizes = [*sizes.ici_mesh_shape, *sizes.dcn_mesh_shape]
-    return None if -1 in sizes else f"cpu-{math.prod(sizes)}"
+    # `build_mesh` takes -1 for the rest, and refuses other sizes below 1.
+    return None if min(sizes, default=1) < 1 else f"cpu-{math.prod(sizes)}"
 
 
 # Layouts.

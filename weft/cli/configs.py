@@ -409,11 +409,20 @@ def parse_mesh(text: str) -> dict[str, int]:
     """
     sizes: dict[str, int] = {}
     for axis in text.split(","):
-        match = re.fullmatch(r"\s*(\w+)\s*=\s*(-1|[1-9]\d*)\s*", axis)
-        if match is None or match[1] in sizes:
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(-?\d+)\s*", axis)
+        fault: str | None = None
+        if match is None:
+            fault = "is not a list of axes with their sizes"
+        elif match[1] in sizes:
+            fault = f"has the axis {match[1]!r} twice"
+        elif int(match[2]) < 1 and match[2] != "-1":
+            fault = (
+                f"has {match[0].strip()}, but a size is 1 or more, or -1 for "
+                "the rest"
+            )
+        if match is None or fault is not None:
             raise CommandLineError(
-                f"--mesh {text!r} is not a list of distinct axes with their sizes; write it as "
-                "--mesh data=4,model=2."
+                f"--mesh {text!r} {fault}; write it as --mesh data=4,model=2."
             )
         sizes[match[1]] = int(match[2])
     return sizes

@@ -144,9 +144,15 @@ def get_devices_for_topology(
 
 # XLA counts CPU devices from here on as those of another process.
 _CPU_DEVICES_PER_PROCESS = 2048
+_MAX_CPU_DEVICES = 2**20
 
 
 def _cpu_devices(count: int) -> Sequence[Any]:
+    if count > _MAX_CPU_DEVICES:
+        raise TopologyError(
+            f"{count:,} virtual CPU devices are needed, and there can be {_MAX_CPU_DEVICES:,}. "
+            "Choose smaller sizes for the axes of the mesh."
+        )
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # JAX has already created its devices

@@ -96,8 +96,9 @@ class ParallelismModifier(config.ConfigModifier):
         if not set_partition_specs_recursively(cfg.model):
             raise errors.ConfigModifierError(
                 f"{type(self).__name__} finds no attention or feed-forward layer of weft.hierarchy "
-                "in the trainer's `model` to shard over the mesh. Set the partition specs of the "
-                "model's own layers with `PartitionSpecModifier`."
+                "in the trainer's `model` to shard over the mesh. Set the layouts of its layers: "
+                "with `PartitionSpecModifier`, or in Linen and NNX with annotations. Or shard "
+                "the batch alone: --mesh data=4."
             )
         if self.config.seq != 1:
             _set_context_parallelism(cfg.model, self.config.context_parallelism)
