@@ -1,11 +1,14 @@
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
 from weft.errors import CoordinatorNotFoundError, ProcessEnvironmentError
+from weft.launch import distributed
 from weft.launch.distributed import (
     ProcessInfo,
     joined_processes,
@@ -102,6 +105,19 @@ def test_missing_coordinator_is_reported():
             match=r"process 1 of 2 could not connect to 127.* within 0\.2 s",
         ):
             wait_for_coordinator(place, timeout_seconds=0.2)
+
+
+def test_sigterm_does_not_cut_the_last_words_short(monkeypatch, capsys):
+    codes = []
+    previous = signal.signal(signal.SIGTERM, lambda number, _: codes.append("SIGTERM"))
+    monkeypatch.setattr(time, "sleep", lambda _: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(os, "_exit", codes.append)
+    try:
+        distributed._leave(ProcessEnvironmentError("it differs"), 0)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert codes == [2]
+    assert capsys.readouterr().err == "weft: it differs\n"
 
 
 PROGRAM = """

@@ -17,6 +17,7 @@ also set WEFT_RENDEZVOUS_TOKEN, a secret that process 0 requires of the others.
 import contextlib
 import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -228,6 +229,9 @@ def joined_processes(
 
 def _leave(error: BaseException, process_id: int) -> None:
     code = 1
+    # A launcher asks all to stop as soon as the first has failed.
+    with contextlib.suppress(ValueError):  # in another thread than the main one
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # stderr may be closed
         if isinstance(error, WeftError):
             code = error.exit_code
