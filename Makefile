@@ -32,7 +32,7 @@ parity: $(VENV)/.has-dev ## compare with Flax and transformers: the same program
 STORES := $(VENV)-stores
 
 stores: $(STORES)/.has-stores ## test copies of checkpoints in object stores, with servers of S3 and Google Cloud Storage on this machine
-	@WEFT_TEST_STORES="s3 gs" $(STORES)/bin/python -m pytest tests/trainer/checkpointer/test_stores.py $(ARGS)
+	@WEFT_TEST_STORES="s3 gs" $(STORES)/bin/python -m pytest tests/trainer/checkpointer/test_stores.py -k "s3 or gs" $(ARGS)
 
 fuzz: $(VENV)/.has-dev ## search for defects with random cases; MINUTES=30 for each fuzzer, SEED=0, ONLY="name ..."
 	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),0) $(ONLY)

@@ -4,6 +4,7 @@ A server is a process, so that a test may stop it as a server in a network stops
 """
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -11,6 +12,9 @@ import sys
 import time
 
 from tests.sockets import free_port
+
+# Else gcsfs asks Google's own servers for the type of a bucket; it reads this when it is imported.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 BUCKET = "bucket"
 _COMMANDS = {
@@ -42,11 +46,7 @@ class StoreServer:
                 "AWS_SECRET_ACCESS_KEY": "test",
                 "AWS_DEFAULT_REGION": "us-east-1",
             }
-        # Without the second one, gcsfs asks Google's own servers for the type of a bucket.
-        return {
-            "STORAGE_EMULATOR_HOST": endpoint,
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
-        }
+        return {"STORAGE_EMULATOR_HOST": endpoint}
 
     def start(self):
         """Starts the server, and makes the bucket; its variables must be set."""

@@ -242,7 +242,7 @@ def test_bucket_that_does_not_exist(bucket, tmp_path):
 
 
 @needs_server
-def test_missing_credentials(tmp_path, monkeypatch):
+def test_missing_credentials_of_s3(tmp_path, monkeypatch):
     monkeypatch.setattr(stores.retries, "PAUSES_SECONDS", ())
     # Nor are there any in the home directory, or given by the machine.
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
