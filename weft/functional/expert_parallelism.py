@@ -42,14 +42,21 @@ class _Arrays(NamedTuple):
 
 
 class _Queues(NamedTuple):
-    """A device's choices, sorted by the device of the expert."""
+    """Choices of a device's tokens, in one queue for each device that has experts.
 
-    choices: Array  # (choices,), in the order of devices
-    experts: (
-        Array  # (choices,), the expert of a choice among those of its device
-    )
-    starts: Array  # (devices,), the first one for a device
-    sizes: Array  # (devices,)
+    Attributes:
+        choices: `(choices,)`, their numbers, queue after queue. The choices of token `t` are
+            `choices_per_token * t` and those that follow.
+        experts: `(choices,)`, by these numbers, the expert among those of its device.
+        starts: `(devices,)`, the place in `choices` where a queue starts.
+        sizes: `(devices,)`, the length of a queue.
+        num_rounds: after how many rounds all queues of all devices are empty.
+    """
+
+    choices: Array
+    experts: Array
+    starts: Array
+    sizes: Array
     num_rounds: Array
 
 
@@ -112,12 +119,12 @@ def dispatch_and_combine(
     sizes = jnp.sum(by_expert.sizes.reshape(num_devices, num_experts), axis=1)
     num_rounds = -(-jnp.max(sizes) // exchange.rows_per_round)
     queues = _Queues(
-        by_expert.choices,
-        experts.reshape(-1) % num_experts,
-        jnp.cumsum(sizes) - sizes,
-        sizes,
+        choices=by_expert.choices,
+        experts=experts.reshape(-1) % num_experts,
+        starts=jnp.cumsum(sizes) - sizes,
+        sizes=sizes,
         # Those who exchange rows need each other in all of their rounds.
-        jax.lax.pmax(num_rounds, token_axis_names),
+        num_rounds=jax.lax.pmax(num_rounds, token_axis_names),
     )
     arrays = _Arrays(tokens, gates.reshape(-1), weights)
     results: Any = _all_rounds(exchange, arrays, queues)
@@ -143,25 +150,28 @@ def _one_round(
     dtype: Any,
 ) -> Array:
     """Returns what the choices of one round add to each token."""
+    # The part of each queue that this round sends, (devices, rows); after its end comes padding.
     rows = jnp.arange(exchange.rows_per_round)[None, :]
     places = number * exchange.rows_per_round + rows
-    is_real = places < queues.sizes[:, None]  # (devices, rows)
+    is_real = places < queues.sizes[:, None]
     choices = queues.choices[queues.starts[:, None] + places]
     tokens = choices // exchange.choices_per_token
-    sent = (
+    outgoing = (
         jnp.where(is_real[..., None], arrays.tokens[tokens], 0),
         jnp.where(is_real, queues.experts[choices], exchange.num_experts),
         jnp.where(is_real, arrays.gates[choices], 0),
     )
-    received = exchange.move(sent)
+    # Experts do not care which device a row comes from, but its result returns there.
+    incoming = exchange.move(outgoing)
     inputs, experts, gates = jax.tree.map(
-        lambda x: x.reshape(-1, *x.shape[2:]), received
+        lambda x: x.reshape(-1, *x.shape[2:]), incoming
     )
     results = exchange.apply(inputs, experts, gates, arrays.weights)
-    returned = exchange.move(results.reshape(*is_real.shape, -1))
-    returned = jnp.where(is_real[..., None], returned, 0)
-    zeros = jnp.zeros(arrays.tokens.shape, dtype)
-    return zeros.at[tokens].add(returned.astype(dtype))
+    returned_results = exchange.move(results.reshape(*is_real.shape, -1))
+    returned_results = jnp.where(is_real[..., None], returned_results, 0)
+    # A token has the results of several choices, some of them perhaps in other rounds.
+    sums = jnp.zeros(arrays.tokens.shape, dtype)
+    return sums.at[tokens].add(returned_results.astype(dtype))
 
 
 def _forward(
@@ -181,8 +191,8 @@ def _backward(
             return _one_round(exchange, arrays, queues, number, cotangent.dtype)
 
         _, pull_back = jax.vjp(one_round, arrays)
-        (of_round,) = pull_back(cotangent)
-        return jax.tree.map(jnp.add, gradients, of_round)
+        (round_gradients,) = pull_back(cotangent)
+        return jax.tree.map(jnp.add, gradients, round_gradients)
 
     gradients = jax.tree.map(jnp.zeros_like, arrays)
     gradients = jax.lax.fori_loop(0, queues.num_rounds, add_round, gradients)

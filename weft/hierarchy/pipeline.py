@@ -650,7 +650,7 @@ class Pipeline(Repeat):
 
 
 class Microbatch(NamedTuple):
-    """Rows of a batch, with what a stage of a pipeline passes to the next one besides.
+    """Part of a batch, as a stage of a pipeline passes it to the next one.
 
     Attributes:
         rows: what the layers change.

@@ -124,12 +124,14 @@ class _ModelWithoutStages:
         self, trained: dict[int, Tensor], number: Tensor, results: Microbatch
     ) -> tuple[dict[int, Tensor], PyTree, Tensor, ForwardOutputs]:
         """Returns the gradients of the weighted loss by parameters and results, and the outputs."""
-        floats, others = _split(results)
+        floats, others = _split_floats(results)
 
         def loss_of(
             trained: dict[int, Tensor], floats: PyTree
         ) -> tuple[Tensor, ForwardOutputs]:
-            outputs, _ = self.call(trained, number, _joined(floats, others))
+            outputs, _ = self.call(
+                trained, number, _join_floats(floats, others)
+            )
             return outputs.loss, outputs
 
         _, pull, outputs = jax.vjp(loss_of, trained, floats, has_aux=True)
@@ -138,10 +140,10 @@ class _ModelWithoutStages:
         def weighted(gradient: Tensor) -> Tensor:
             return (weight * counted(gradient, weight)).astype(gradient.dtype)
 
-        of_trained, of_results = jax.tree.map(
+        param_gradients, result_cotangents = jax.tree.map(
             weighted, pull(jnp.ones_like(outputs.loss))
         )
-        return of_trained, of_results, weight, outputs
+        return param_gradients, result_cotangents, weight, outputs
 
 
 class _Stages:
@@ -153,7 +155,7 @@ class _Stages:
         self.num_kept = 2 * self.count - 1
         self._numbers = jnp.arange(self.count)
         self._params = cut.inputs.params
-        self.trained_params, self._other_params = _split(self._params)
+        self.trained_params, self._other_params = _split_floats(self._params)
 
     def buffer(self) -> StageInputs:
         """Returns inputs of all stages before the first step: real rows, so that none fails."""
@@ -199,9 +201,9 @@ class _Stages:
         self, kept: StageInputs, step: Tensor, cotangents: StageInputs
     ) -> tuple[PyTree, StageInputs]:
         """Returns the gradients of the stages' parameters, and the cotangents of their inputs."""
-        floats, others = _split(self._to_go_backward(kept, step))
+        floats, others = _split_floats(self._to_go_backward(kept, step))
 
-        def pull(
+        def pull_back(
             params: PyTree,
             other_params: PyTree,
             floats: StageInputs,
@@ -210,15 +212,15 @@ class _Stages:
             cotangents: StageInputs,
         ) -> tuple[PyTree, StageInputs]:
             def passed_on(params: PyTree, floats: StageInputs) -> StageInputs:
-                inputs = _joined(floats, others)
-                params = _joined(params, other_params)
+                inputs = _join_floats(floats, others)
+                params = _join_floats(params, other_params)
                 carry = self._run(params, inputs, number)
                 # The rest is passed unchanged, so that its cotangents add up.
-                return _split(inputs.replace(carry=carry))[0]
+                return _split_floats(inputs.replace(carry=carry))[0]
 
             return jax.vjp(passed_on, params, floats)[1](cotangents)
 
-        of_params, cotangents = self._vmap(pull)(
+        param_gradients, cotangents = self._vmap(pull_back)(
             self.trained_params,
             self._other_params,
             floats,
@@ -226,7 +228,7 @@ class _Stages:
             self._numbers,
             cotangents,
         )
-        return of_params, shard_stages(cotangents)
+        return param_gradients, shard_stages(cotangents)
 
     def _run(
         self, params: PyTree, inputs: StageInputs, number: Tensor
@@ -268,12 +270,12 @@ class _Schedule:
     ) -> tuple[Any, tuple[Any, Any]]:
         buffer, kept, cotangents, sums = state
         buffer, kept, results = self._forward(step, buffer, kept)
-        of_trained, of_results, weight, outputs = self.model.loss_gradients(
-            self.trained, step - self.last, results
+        param_gradients, result_cotangents, weight, outputs = (
+            self.model.loss_gradients(self.trained, step - self.last, results)
         )
-        sums = sums._replace(trained=_added(sums.trained, of_trained))
+        sums = sums._replace(trained=_add(sums.trained, param_gradients))
         cotangents, sums = self._backward(
-            step, kept, cotangents, of_results, sums
+            step, kept, cotangents, result_cotangents, sums
         )
         return (buffer, kept, cotangents, sums), (weight, outputs)
 
@@ -289,8 +291,8 @@ class _Schedule:
     def _forward(
         self, step: Tensor, buffer: StageInputs, kept: StageInputs
     ) -> tuple[StageInputs, StageInputs, Microbatch]:
-        new = self.model.stage_inputs(self.trained, step)
-        buffer = shard_stages(_replaced(buffer, 0, new))
+        first_inputs = self.model.stage_inputs(self.trained, step)
+        buffer = shard_stages(_with_stage(buffer, 0, first_inputs))
         kept = self.stages.keep(kept, buffer, step)
         # The shift wraps around, so that the results are where the next inputs replace them.
         buffer = shift_stages(self.stages.forward(buffer), 1)
@@ -301,25 +303,31 @@ class _Schedule:
         step: Tensor,
         kept: StageInputs,
         cotangents: StageInputs,
-        of_results: PyTree,
+        result_cotangents: PyTree,
         sums: _Sums,
     ) -> tuple[StageInputs, _Sums]:
-        no_cotangents = jax.tree.map(lambda x: jnp.zeros_like(x[0]), cotangents)
-        if of_results is not None:
-            no_cotangents = no_cotangents.replace(carry=of_results)
-        cotangents = _replaced(cotangents, self.last, no_cotangents)
-        of_stages, cotangents = self.stages.backward(kept, step, cotangents)
+        # What the last stage passes on goes to the loss, and nowhere else.
+        last_cotangents = jax.tree.map(
+            lambda x: jnp.zeros_like(x[0]), cotangents
+        )
+        if result_cotangents is not None:
+            last_cotangents = last_cotangents.replace(carry=result_cotangents)
+        cotangents = _with_stage(cotangents, self.last, last_cotangents)
+        stage_gradients, cotangents = self.stages.backward(
+            kept, step, cotangents
+        )
         cotangents = shift_stages(cotangents, -1)
 
         def inputs_of(trained: dict[int, Tensor]) -> StageInputs:
             inputs = self.model.stage_inputs(trained, step - 2 * self.last)
-            return _split(inputs)[0]
+            return _split_floats(inputs)[0]
 
-        _, pull_inputs = jax.vjp(inputs_of, self.trained)
-        of_inputs = jax.tree.map(lambda x: x[self.last], cotangents)
-        (of_trained,) = pull_inputs(of_inputs)
+        _, pull_back = jax.vjp(inputs_of, self.trained)
+        input_cotangents = jax.tree.map(lambda x: x[self.last], cotangents)
+        (param_gradients,) = pull_back(input_cotangents)
         sums = _Sums(
-            _added(sums.trained, of_trained), _added(sums.stages, of_stages)
+            _add(sums.trained, param_gradients),
+            _add(sums.stages, stage_gradients),
         )
         return cotangents, sums
 
@@ -351,7 +359,7 @@ class _PipelinedMicrobatches(Microbatches):
             lambda x: jnp.broadcast_to(x[None], (stages.num_kept, *x.shape)),
             buffer,
         )
-        cotangents = jax.tree.map(jnp.zeros_like, _split(buffer)[0])
+        cotangents = jax.tree.map(jnp.zeros_like, _split_floats(buffer)[0])
         sums = _Sums(
             jax.tree.map(self.zeros_like, trained),
             jax.tree.map(self.zeros_like, stages.trained_params),
@@ -373,14 +381,14 @@ class _PipelinedMicrobatches(Microbatches):
         )
 
         def stage_params_of(trained: dict[int, Tensor]) -> PyTree:
-            return _split(model.stage_params(trained))[0]
+            return _split_floats(model.stage_params(trained))[0]
 
-        stage_params, pull_params = jax.vjp(stage_params_of, trained)
-        of_stages = jax.tree.map(
+        stage_params, pull_back = jax.vjp(stage_params_of, trained)
+        stage_gradients = jax.tree.map(
             lambda total, x: total.astype(x.dtype), sums.stages, stage_params
         )
-        (of_trained,) = pull_params(of_stages)
-        sums_of_trained = _added(sums.trained, of_trained)
+        (param_gradients,) = pull_back(stage_gradients)
+        sums_of_trained = _add(sums.trained, param_gradients)
         return self.averaged(leaves, tree, sums_of_trained, weights, outputs)
 
 
@@ -394,7 +402,7 @@ def _is_float(x: Tensor) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _split(x: PyTree) -> tuple[PyTree, PyTree]:
+def _split_floats(x: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the arrays of floating-point numbers in a tree, and all others, None elsewhere."""
     return (
         jax.tree.map(lambda x: x if _is_float(x) else None, x),
@@ -402,7 +410,7 @@ def _split(x: PyTree) -> tuple[PyTree, PyTree]:
     )
 
 
-def _joined(floats: PyTree, others: PyTree) -> PyTree:
+def _join_floats(floats: PyTree, others: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x, other: other if x is None else x,
         floats,
@@ -411,11 +419,11 @@ def _joined(floats: PyTree, others: PyTree) -> PyTree:
     )
 
 
-def _replaced(buffer: PyTree, stage: int, values: PyTree) -> PyTree:
+def _with_stage(buffer: PyTree, stage: int, values: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x, new: replace_stage(x, stage, new[None]), buffer, values
     )
 
 
-def _added(sums: PyTree, x: PyTree) -> PyTree:
+def _add(sums: PyTree, x: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, x)
