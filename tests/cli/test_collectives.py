@@ -105,6 +105,25 @@ def test_group_and_call_formats():
     assert found[-1].groups == ((0, 1), (4, 5))
 
 
+OF_TPU = """\
+%all-reduce-scatter.1 (input.1: f32[8,4]) -> f32[4,4] {
+  %input.1 = f32[8,4]{1,0:T(8,128)} parameter(0)
+  %all-reduce.9 = f32[8,4]{1,0:T(8,128)} all-reduce(%input.1), replica_groups={{0,1}}, to_apply=%add
+  ROOT %s = f32[4,4]{1,0:T(8,128)} dynamic-slice(%all-reduce.9, %i), dynamic_slice_sizes={4,4}
+}
+
+ENTRY %main (p: f32[8,4]) -> f32[4,4] {
+  %p = f32[8,4]{1,0:T(8,128)} parameter(0)
+  ROOT %f = f32[4,4]{1,0:T(8,128)} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+
+
+def test_reduce_scatter_of_tpus():
+    (found,) = collectives_of(OF_TPU)
+    assert (found.kind, found.bytes, found.times) == ("reduce-scatter", 8 * 4 * 4, 1)
+
+
 def test_program_without_collectives():
     assert (
         collectives_of("HloModule f\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] x()\n}") == []

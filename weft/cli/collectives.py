@@ -59,7 +59,8 @@ class Collective:
 
     Attributes:
         kind: one of `KINDS`.
-        shapes: shapes of the arrays that a device receives, such as ("f32[8,64]",).
+        shapes: shapes of the arrays that a device receives, such as ("f32[8,64]",), or, for a
+            reduce-scatter of a TPU, sends.
         bytes: their size; for a reduce-scatter, that of the arrays that a device sends.
         times: number of runs per run of the program; a loop of unknown length counts once.
         in_loop: whether it is in the body of a loop.
@@ -118,13 +119,19 @@ def collectives_of(hlo: str) -> list[Collective]:
     computations, entry = _computations(hlo)
     _count_runs(computations, entry)
     collectives: list[Collective] = []
-    for computation in computations.values():
+    for name, computation in computations.items():
         if computation.times == 0:
             continue
         for line in computation.lines:
             collective = _collective(line, computation)
-            if collective is not None:
-                collectives.append(collective)
+            if collective is None:
+                continue
+            if name.startswith("all-reduce-scatter"):
+                # The compiler for TPUs writes it as an all-reduce and a slice in a fusion.
+                collective = dataclasses.replace(
+                    collective, kind="reduce-scatter"
+                )
+            collectives.append(collective)
     return collectives
 
 
