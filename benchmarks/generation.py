@@ -141,24 +141,26 @@ def _rows_of_batch(model: LanguageModel, other: Connection, batch: int, steps: i
     generator = Generator(model, batch_size=batch)
     prompts = list(_prompts(batch))
 
-    def seconds(tokens: int, rules: dict[str, Any]) -> np.ndarray:
-        """Returns the seconds of a call of Weft, and of one of `transformers`."""
-        start = time.perf_counter()
-        generator.generate(prompts, tokens=tokens, **rules)
-        elapsed = time.perf_counter() - start
-        other.send((batch, tokens, rules))
-        return np.array([elapsed, other.recv()])
+    def turns(tokens: int, rules: dict[str, Any]) -> np.ndarray:
+        """Returns the seconds of calls of Weft and of `transformers`, without the first ones.
 
-    firsts: list[np.ndarray] = []
-    of_steps: dict[str, list[np.ndarray]] = {name: [] for name in _RULES}
-    for _ in range(_PAIRS + 1):
-        # A call for one token has no steps, and is compiled as the others are.
-        first = seconds(1, _RULES["greedy"])
-        firsts.append(first)
-        for name, rules in _RULES.items():
-            of_steps[name].append((seconds(1 + steps, rules) - first) / steps)
+        All are of one length, so that both libraries have waited equally long before a call: after
+        a second without work, the processors of a virtual machine begin slowly.
+        """
+        seconds: list[tuple[float, float]] = []
+        for _ in range(_PAIRS + 1):
+            start = time.perf_counter()
+            generator.generate(prompts, tokens=tokens, **rules)
+            elapsed = time.perf_counter() - start
+            other.send((batch, tokens, rules))
+            seconds.append((elapsed, other.recv()))
+        return np.array(seconds[1:])  # the first pair compiles
+
+    # A call for one token has no steps.
+    firsts = turns(1, _RULES["greedy"])
     rows: list[Row] = []
-    for name, times in of_steps.items():
+    for name, rules in _RULES.items():
+        times = (turns(1 + steps, rules) - np.median(firsts, axis=0)) / steps
         question = f"a step of {batch} rows, {name} / transformers"
         rows.append(_row(question, times, at_most=1 / 1.5, why=_FLOOR_OF_STEPS))
     if batch == 1:
@@ -184,11 +186,12 @@ def _int8_weights(model: LanguageModel) -> Row:
         wholes = np.array([seconds(generator, 1 + steps) for generator in generators])
         of_steps.append((wholes - firsts) / steps)
     question = "a step of 1 rows, greedy, int8 weights / float32 weights"
-    return _row(question, of_steps, at_most=1 / 2, why=_FLOOR_OF_INT8)
+    times = np.array(of_steps[1:])  # the first pair compiles
+    return _row(question, times, at_most=1 / 2, why=_FLOOR_OF_INT8)
 
 
-def _row(question: str, seconds: list[np.ndarray], *, at_most: float, why: str = "") -> Row:
-    first, second = np.array(seconds[1:]).T  # the first pair compiles
+def _row(question: str, seconds: np.ndarray, *, at_most: float, why: str = "") -> Row:
+    first, second = seconds.T
     return row(
         question,
         ((first / second).tolist(), first.tolist(), second.tolist()),
